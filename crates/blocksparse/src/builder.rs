@@ -1,0 +1,170 @@
+//! From a pattern to the runs of a layout.
+
+use crate::mask::{BlockMask, FULL, MaskInterner};
+use crate::pattern::Pattern;
+use crate::zones::{BlockRow, Cell, Cells};
+use crate::{LayoutShape, Run};
+
+/// The rows of one distinct head pattern: what the heads that look alike share.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Rows {
+    /// Runs of block row `I`: `runs[run_offsets[I]..run_offsets[I + 1]]`.
+    pub run_offsets: Vec<usize>,
+    pub runs: Vec<Run>,
+}
+
+impl Rows {
+    pub fn new() -> Self {
+        Self {
+            run_offsets: vec![0],
+            runs: Vec::new(),
+        }
+    }
+
+    /// Adds a run to the row being built, joined to the previous one where they touch.
+    pub fn push(&mut self, run: Run) {
+        let row_start = *self.run_offsets.last().expect("starts with 0");
+        if let [.., last] = &mut self.runs[row_start..]
+            && last.mask == run.mask
+            && (last.stride == 1 || last.count == 1)
+            && (run.stride == 1 || run.count == 1)
+            && run.start == last.start + last.count
+        {
+            last.count += run.count;
+            last.stride = 1;
+            return;
+        }
+        self.runs.push(run);
+    }
+
+    pub fn end_row(&mut self) {
+        self.run_offsets.push(self.runs.len());
+    }
+}
+
+/// Geometry shared by everything that builds a layout: positions and ragged edges.
+pub(crate) struct Grid {
+    pub shape: LayoutShape,
+    /// Query row `r` sits at position `r + offset`.
+    offset: i64,
+}
+
+impl Grid {
+    pub fn new(shape: LayoutShape) -> Self {
+        Self {
+            shape,
+            offset: shape.seq_kv as i64 - shape.seq_q as i64,
+        }
+    }
+
+    pub fn q_blocks(&self) -> usize {
+        self.shape.seq_q.div_ceil(self.shape.block_size)
+    }
+
+    pub fn kv_blocks(&self) -> usize {
+        self.shape.seq_kv.div_ceil(self.shape.block_size)
+    }
+
+    /// How many queries block row `q_block` really has.
+    pub fn rows_in(&self, q_block: usize) -> usize {
+        (self.shape.seq_q - q_block * self.shape.block_size).min(self.shape.block_size)
+    }
+
+    /// How many keys block column `kv_block` really has.
+    pub fn columns_in(&self, kv_block: usize) -> usize {
+        (self.shape.seq_kv - kv_block * self.shape.block_size).min(self.shape.block_size)
+    }
+
+    fn row(&self, q_block: usize) -> BlockRow {
+        let b = self.shape.block_size;
+        let first = (q_block * b) as i64 + self.offset;
+        BlockRow {
+            first,
+            last: first + self.rows_in(q_block) as i64 - 1,
+            block_size: b as i64,
+            kv_blocks: self.kv_blocks() as i64,
+        }
+    }
+
+    /// The mask of a block whose real pairs are all allowed: full but for a ragged edge.
+    pub fn full(&self, q_block: usize, kv_block: usize, masks: &mut MaskInterner) -> Option<u32> {
+        let (b, rows, columns) = (
+            self.shape.block_size,
+            self.rows_in(q_block),
+            self.columns_in(kv_block),
+        );
+        match rows == b && columns == b {
+            true => Some(FULL),
+            false => masks.intern(BlockMask::corner(b, rows, columns)),
+        }
+    }
+
+    /// The mask of a block, pair by pair from the definition.
+    fn evaluate(&self, pattern: &Pattern, head: usize, q_block: usize, kv_block: usize) -> BlockMask {
+        let b = self.shape.block_size;
+        let (rows, columns) = (self.rows_in(q_block), self.columns_in(kv_block));
+        let (i0, j0) = ((q_block * b) as i64 + self.offset, (kv_block * b) as i64);
+        BlockMask::from_fn(b, |r, c| {
+            r < rows && c < columns && pattern.attends(head, i0 + r as i64, j0 + c as i64)
+        })
+    }
+
+    /// All block rows of `head`, from the pattern's zones.
+    pub fn build(&self, pattern: &Pattern, head: usize, masks: &mut MaskInterner) -> Rows {
+        let mut rows = Rows::new();
+        let kv_blocks = self.kv_blocks();
+        // A ragged last key block looks like no other: it gets a zone of its own.
+        let ragged_column = (self.columns_in(kv_blocks - 1) < self.shape.block_size)
+            .then_some(kv_blocks - 1);
+        for q_block in 0..self.q_blocks() {
+            let mut start = 0;
+            for zone in pattern.zones(head, &self.row(q_block)) {
+                let end = zone.end as usize;
+                let split = ragged_column.filter(|&c| c + 1 == end).unwrap_or(end);
+                for (start, end) in [(start, split), (split, end)] {
+                    let mut emit = |cell: Cell, start: usize, stride: usize, count: usize| {
+                        let mask = match cell {
+                            Cell::Empty => None,
+                            Cell::Full => self.full(q_block, start, masks),
+                            Cell::Mixed => {
+                                masks.intern(self.evaluate(pattern, head, q_block, start))
+                            }
+                        };
+                        if let Some(mask) = mask {
+                            rows.push(Run {
+                                start: start as u32,
+                                stride: stride as u32,
+                                count: count as u32,
+                                mask,
+                            });
+                        }
+                    };
+                    expand(&zone.cells, start, end, &mut emit);
+                }
+                start = end;
+            }
+            rows.end_row();
+        }
+        rows
+    }
+}
+
+/// Calls `emit(cell, start, stride, count)` for each group of blocks of `start..end` that look alike.
+fn expand(
+    cells: &Cells,
+    start: usize,
+    end: usize,
+    emit: &mut impl FnMut(Cell, usize, usize, usize),
+) {
+    match cells {
+        _ if start >= end => {}
+        Cells::Same(cell) => emit(*cell, start, 1, end - start),
+        Cells::Each => (start..end).for_each(|block| emit(Cell::Mixed, block, 1, 1)),
+        Cells::Cycle(cycle) => {
+            let period = cycle.len();
+            for first in start..end.min(start + period) {
+                emit(cycle[first % period], first, period, (end - 1 - first) / period + 1);
+            }
+        }
+    }
+}

@@ -1,0 +1,59 @@
+/// What can be wrong with a pattern or a layout.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LayoutError {
+    /// An argument is outside its range.
+    #[error("{argument} must be {expected}, got {got}")]
+    Argument {
+        /// The argument's name.
+        argument: &'static str,
+        /// What it has to be.
+        expected: String,
+        /// What came.
+        got: String,
+    },
+    /// A pattern's own parameter is outside its range.
+    #[error("{pattern}: {argument} must be {expected}, got {got}")]
+    Pattern {
+        /// The pattern, as it prints.
+        pattern: String,
+        /// The parameter's name.
+        argument: &'static str,
+        /// What it has to be.
+        expected: String,
+        /// What came.
+        got: String,
+    },
+    /// Serialized data that does not describe a layout.
+    #[error("corrupt layout: {what}")]
+    Corrupt {
+        /// The first inconsistency found.
+        what: String,
+    },
+    /// A picture that could not be drawn or written.
+    #[error("cannot draw the layout to {path}: {reason}")]
+    Draw {
+        /// The file asked for.
+        path: String,
+        /// What went wrong.
+        reason: String,
+    },
+}
+
+impl LayoutError {
+    pub(crate) fn argument(
+        argument: &'static str,
+        expected: impl Into<String>,
+        got: impl ToString,
+    ) -> Self {
+        Self::Argument {
+            argument,
+            expected: expected.into(),
+            got: got.to_string(),
+        }
+    }
+
+    pub(crate) fn corrupt(what: impl Into<String>) -> Self {
+        Self::Corrupt { what: what.into() }
+    }
+}

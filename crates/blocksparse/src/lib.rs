@@ -1,0 +1,39 @@
+//! Block-sparse attention patterns and the layouts built from them.
+//!
+//! A [`Pattern`] says which (query, key) pairs attend; a [`BlockLayout`] is that pattern cut into
+//! `block_size × block_size` blocks, of which only the non-empty ones are kept. This crate knows no
+//! tensors: `burn-blocksparse` computes attention over a layout on any Burn backend.
+//!
+//! ```
+//! use blocksparse::Pattern;
+//!
+//! // The Sparse Transformer's "fixed" pattern: own block of 8, plus the last 2 columns of each.
+//! let layout = Pattern::fixed(8, 2).layout(1, 32, 8)?;
+//! assert_eq!(layout.blocks(), 10);
+//! assert!(layout.density() < 0.25);
+//! println!("{layout}");
+//! # Ok::<(), blocksparse::LayoutError>(())
+//! ```
+#![warn(missing_docs)]
+
+mod builder;
+mod columns;
+#[cfg(feature = "draw")]
+mod draw;
+mod error;
+#[cfg(feature = "draw")]
+pub mod font;
+mod layout;
+mod mask;
+mod pattern;
+mod serial;
+mod text;
+mod zones;
+
+pub use error::LayoutError;
+pub use layout::{BlockLayout, Entry, LayoutShape, Run};
+pub use mask::{BlockMask, FULL};
+pub use pattern::Pattern;
+
+/// The block sizes a layout can have.
+pub const BLOCK_SIZES: [usize; 5] = [8, 16, 32, 64, 128];

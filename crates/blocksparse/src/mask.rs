@@ -1,0 +1,102 @@
+//! Element masks of partially filled blocks, stored once each.
+
+use std::collections::HashMap;
+
+/// The mask id of a block whose `b × b` pairs are all computed. It is entry 0 of every mask table.
+pub const FULL: u32 = 0;
+
+/// The allowed pairs of one block: `b × b` bits, row (query) major, 1 = computed.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct BlockMask {
+    block_size: usize,
+    words: Box<[u64]>,
+}
+
+impl BlockMask {
+    /// The mask with the bits `allowed(row, column)`, both in `0..block_size`.
+    pub fn from_fn(block_size: usize, mut allowed: impl FnMut(usize, usize) -> bool) -> Self {
+        let mut words = vec![0u64; block_size * block_size / 64].into_boxed_slice();
+        for row in 0..block_size {
+            for column in 0..block_size {
+                if allowed(row, column) {
+                    let bit = row * block_size + column;
+                    words[bit / 64] |= 1 << (bit % 64);
+                }
+            }
+        }
+        Self { block_size, words }
+    }
+
+    /// The mask of the first `rows` rows and `columns` columns: the block on a ragged edge.
+    pub fn corner(block_size: usize, rows: usize, columns: usize) -> Self {
+        Self::from_fn(block_size, |row, column| row < rows && column < columns)
+    }
+
+    pub(crate) fn from_words(block_size: usize, words: &[u64]) -> Self {
+        Self {
+            block_size,
+            words: words.into(),
+        }
+    }
+
+    /// Whether the pair (`row`, `column`) of the block is computed.
+    pub fn get(&self, row: usize, column: usize) -> bool {
+        let bit = row * self.block_size + column;
+        self.words[bit / 64] >> (bit % 64) & 1 == 1
+    }
+
+    /// Number of computed pairs.
+    pub fn count(&self) -> u64 {
+        self.words.iter().map(|w| u64::from(w.count_ones())).sum()
+    }
+
+    /// Whether no pair is computed.
+    pub fn is_empty(&self) -> bool {
+        self.words.iter().all(|&w| w == 0)
+    }
+
+    /// Whether every pair is computed.
+    pub fn is_full(&self) -> bool {
+        self.words.iter().all(|&w| w == u64::MAX)
+    }
+
+    /// The bits, 64 to a word, row-major: `block_size² / 64` words.
+    pub fn words(&self) -> &[u64] {
+        &self.words
+    }
+}
+
+/// Gives every distinct mask one id; the full mask has id [`FULL`].
+#[derive(Debug)]
+pub(crate) struct MaskInterner {
+    masks: Vec<BlockMask>,
+    ids: HashMap<BlockMask, u32>,
+}
+
+impl MaskInterner {
+    pub fn new(block_size: usize) -> Self {
+        let full = BlockMask::corner(block_size, block_size, block_size);
+        Self {
+            masks: vec![full.clone()],
+            ids: HashMap::from([(full, FULL)]),
+        }
+    }
+
+    /// The id of `mask`, or `None` if it is empty.
+    pub fn intern(&mut self, mask: BlockMask) -> Option<u32> {
+        if mask.is_empty() {
+            return None;
+        }
+        if let Some(&id) = self.ids.get(&mask) {
+            return Some(id);
+        }
+        let id = self.masks.len() as u32;
+        self.masks.push(mask.clone());
+        self.ids.insert(mask, id);
+        Some(id)
+    }
+
+    pub fn into_masks(self) -> Vec<BlockMask> {
+        self.masks
+    }
+}

@@ -1,0 +1,190 @@
+//! The serialized form of a layout. Nothing read is trusted: every index is checked.
+
+use serde::{Deserialize, Serialize};
+
+use crate::builder::{Grid, Rows};
+use crate::layout::Inner;
+use crate::mask::{BlockMask, FULL};
+use crate::{BlockLayout, LayoutError, LayoutShape, Run};
+
+const VERSION: u32 = 1;
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct LayoutData {
+    version: u32,
+    name: String,
+    shape: LayoutShape,
+    batch: Option<usize>,
+    head_patterns: Vec<u32>,
+    patterns: Vec<PatternData>,
+    /// Masks 1.. of the table (mask 0 is the full block), `block_size² / 64` words each.
+    masks: Vec<u64>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct PatternData {
+    run_offsets: Vec<usize>,
+    runs: Vec<Run>,
+}
+
+impl From<BlockLayout> for LayoutData {
+    fn from(layout: BlockLayout) -> Self {
+        let inner = layout.inner();
+        let pattern = |p: &Rows| PatternData {
+            run_offsets: p.run_offsets.clone(),
+            runs: p.runs.clone(),
+        };
+        Self {
+            version: VERSION,
+            name: inner.name.clone(),
+            shape: inner.shape,
+            batch: inner.batch,
+            head_patterns: inner.head_patterns.clone(),
+            patterns: inner.patterns.iter().map(|p| pattern(&p.rows)).collect(),
+            masks: (inner.masks[1..].iter())
+                .flat_map(|mask| mask.words().iter().copied())
+                .collect(),
+        }
+    }
+}
+
+impl TryFrom<LayoutData> for BlockLayout {
+    type Error = LayoutError;
+
+    fn try_from(data: LayoutData) -> Result<Self, LayoutError> {
+        if data.version != VERSION {
+            return Err(LayoutError::corrupt(format!(
+                "version must be {VERSION}, got {}",
+                data.version
+            )));
+        }
+        data.shape.validate()?;
+        let masks = read_masks(&data)?;
+        check_heads(&data)?;
+        let grid = Grid::new(data.shape);
+        for (index, pattern) in data.patterns.iter().enumerate() {
+            check_rows(index, pattern, &masks, &grid)?;
+        }
+        let rows = data.patterns.into_iter().map(|p| Rows {
+            run_offsets: p.run_offsets,
+            runs: p.runs,
+        });
+        Ok(BlockLayout::from_parts(Inner::new(
+            data.name,
+            data.shape,
+            data.batch,
+            data.head_patterns,
+            rows.collect(),
+            masks,
+        )))
+    }
+}
+
+fn read_masks(data: &LayoutData) -> Result<Vec<BlockMask>, LayoutError> {
+    let b = data.shape.block_size;
+    let words = b * b / 64;
+    if !data.masks.len().is_multiple_of(words) {
+        return Err(LayoutError::corrupt(format!(
+            "masks must be a multiple of {words} words long, got {}",
+            data.masks.len()
+        )));
+    }
+    let mut masks = vec![BlockMask::corner(b, b, b)];
+    for (index, words) in data.masks.chunks(words).enumerate() {
+        let mask = BlockMask::from_words(b, words);
+        if mask.is_empty() || mask.is_full() {
+            return Err(LayoutError::corrupt(format!(
+                "mask {} must be neither empty nor full",
+                index + 1
+            )));
+        }
+        masks.push(mask);
+    }
+    Ok(masks)
+}
+
+fn check_heads(data: &LayoutData) -> Result<(), LayoutError> {
+    let heads = data.shape.heads;
+    let expected = data.batch.unwrap_or(1).checked_mul(heads);
+    if data.batch == Some(0) || expected != Some(data.head_patterns.len()) {
+        return Err(LayoutError::corrupt(format!(
+            "head_patterns must have one entry per head and batch entry ({heads} heads, batch {:?}), got {}",
+            data.batch,
+            data.head_patterns.len()
+        )));
+    }
+    let patterns = data.patterns.len();
+    match (data.head_patterns.iter()).find(|&&p| p as usize >= patterns) {
+        Some(p) => Err(LayoutError::corrupt(format!(
+            "head_patterns must be below the {patterns} patterns, got {p}"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Offsets in order, blocks in range and at most once per row, masks in range and inside the edges.
+fn check_rows(
+    index: usize,
+    pattern: &PatternData,
+    masks: &[BlockMask],
+    grid: &Grid,
+) -> Result<(), LayoutError> {
+    let corrupt = |what: String| LayoutError::corrupt(format!("pattern {index}: {what}"));
+    let (q_blocks, kv_blocks) = (grid.q_blocks(), grid.kv_blocks());
+    let (offsets, runs) = (&pattern.run_offsets, &pattern.runs);
+    let in_order = offsets.windows(2).all(|w| w[0] <= w[1]);
+    if offsets.len() != q_blocks + 1
+        || offsets[0] != 0
+        || offsets[q_blocks] != runs.len()
+        || !in_order
+    {
+        return Err(corrupt(format!(
+            "run_offsets must rise from 0 to {} in {} entries",
+            runs.len(),
+            q_blocks + 1
+        )));
+    }
+    // seen[J] = last row (plus one) that kept block J.
+    let mut seen = vec![0usize; kv_blocks];
+    for q_block in 0..q_blocks {
+        for run in &runs[offsets[q_block]..offsets[q_block + 1]] {
+            let last = u64::from(run.start)
+                + u64::from(run.count.saturating_sub(1)) * u64::from(run.stride);
+            if run.count == 0 || run.stride == 0 || last >= kv_blocks as u64 {
+                return Err(corrupt(format!(
+                    "row {q_block}: {run:?} must stay below the {kv_blocks} key blocks, with positive stride and count"
+                )));
+            }
+            let Some(mask) = masks.get(run.mask as usize) else {
+                return Err(corrupt(format!(
+                    "row {q_block}: mask must be below {}, got {}",
+                    masks.len(),
+                    run.mask
+                )));
+            };
+            for block in run.blocks() {
+                if std::mem::replace(&mut seen[block as usize], q_block + 1) == q_block + 1 {
+                    return Err(corrupt(format!(
+                        "row {q_block}: key block {block} occurs twice"
+                    )));
+                }
+                if !inside(mask, run.mask, grid, q_block, block as usize) {
+                    return Err(corrupt(format!(
+                        "row {q_block}: the mask of key block {block} allows pairs beyond seq_q or seq_kv"
+                    )));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn inside(mask: &BlockMask, id: u32, grid: &Grid, q_block: usize, kv_block: usize) -> bool {
+    let b = grid.shape.block_size;
+    let (rows, columns) = (grid.rows_in(q_block), grid.columns_in(kv_block));
+    if rows == b && columns == b {
+        return true;
+    }
+    id != FULL
+        && (0..b).all(|r| (0..b).all(|c| !mask.get(r, c) || (r < rows && c < columns)))
+}

@@ -1,0 +1,287 @@
+//! How a pattern cuts one row of blocks into stretches whose blocks are known to look alike.
+//!
+//! A layout must be built in time proportional to the blocks it keeps, so nobody may look at every
+//! pair. Instead each pattern describes a block row as *zones*: consecutive key blocks over which the
+//! mask of a block depends only on `block mod period`. One block of each residue class then stands
+//! for all of them, and its mask comes from [`Pattern::attends`], the definition. A pattern that says
+//! too little here (`Each`) costs time; only one that claims too much could be wrong.
+//!
+//! ```text
+//! fixed(128, 32), block size 32, block row 14 (positions 448..480):
+//! key block   0  1  2  3  4  5  6  7  8  9 10 11 | 12 13 | 14 | 15 ..
+//! zone        Cycle [Empty, Empty, Empty, Full]  | Full  | Each | Empty
+//! ```
+
+use std::ops::Range;
+
+use crate::pattern::Pattern;
+
+/// What is known of a block before its pairs are looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cell {
+    Empty,
+    Full,
+    /// Some pairs may be allowed: ask `attends`.
+    Mixed,
+}
+
+/// The blocks of a zone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Cells {
+    /// All have the same mask.
+    Same(Cell),
+    /// Block `J` has the mask of every other block of the zone that equals it modulo the length.
+    Cycle(Vec<Cell>),
+    /// Nothing is known: look at each block.
+    Each,
+}
+
+/// Blocks from the previous zone's end up to `end` (exclusive).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Zone {
+    pub end: i64,
+    pub cells: Cells,
+}
+
+/// One row of blocks: the positions of its queries, and the key blocks it can see.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BlockRow {
+    /// Position of the first query.
+    pub first: i64,
+    /// Position of the last query (inclusive; the last row may be ragged).
+    pub last: i64,
+    pub block_size: i64,
+    pub kv_blocks: i64,
+}
+
+impl BlockRow {
+    /// The first key block that is not entirely at or before the first query.
+    fn diagonal(&self) -> i64 {
+        self.clamp((self.first + 1).div_euclid(self.block_size))
+    }
+
+    /// One past the last key block that starts at or before the last query.
+    fn causal_end(&self) -> i64 {
+        self.clamp(self.last.div_euclid(self.block_size) + 1)
+    }
+
+    fn clamp(&self, block: i64) -> i64 {
+        block.clamp(0, self.kv_blocks)
+    }
+
+    fn all(&self, cells: Cells) -> Vec<Zone> {
+        vec![Zone {
+            end: self.kv_blocks,
+            cells,
+        }]
+    }
+
+    /// Zones of a pattern whose query `p` sees the keys `low(p)..=high(p)`, both non-decreasing in `p`.
+    fn interval(&self, low: impl Fn(i64) -> i64, high: impl Fn(i64) -> i64) -> Vec<Zone> {
+        let b = self.block_size;
+        let block_of = |position: i64| position.div_euclid(b);
+        // Blocks with any pair, and blocks inside the interval of every query of the row.
+        let any_start = self.clamp(block_of(low(self.first)));
+        let any_end = self.clamp(block_of(high(self.last)) + 1).max(any_start);
+        let full_start = block_of(low(self.last) + b - 1).clamp(any_start, any_end);
+        let full_end = block_of(high(self.first) + 1).clamp(full_start, any_end);
+        self.zones([
+            (any_start, Cells::Same(Cell::Empty)),
+            (full_start, Cells::Each),
+            (full_end, Cells::Same(Cell::Full)),
+            (any_end, Cells::Each),
+            (self.kv_blocks, Cells::Same(Cell::Empty)),
+        ])
+    }
+
+    /// Zones of a causal pattern that is periodic in the keys: `cycle` before the diagonal.
+    fn periodic(&self, cycle: Vec<Cell>) -> Vec<Zone> {
+        let diagonal = self.diagonal();
+        self.zones([
+            (diagonal, Cells::Cycle(cycle)),
+            (self.causal_end().max(diagonal), Cells::Each),
+            (self.kv_blocks, Cells::Same(Cell::Empty)),
+        ])
+    }
+
+    fn zones<const N: usize>(&self, zones: [(i64, Cells); N]) -> Vec<Zone> {
+        let mut start = 0;
+        let mut kept = Vec::with_capacity(N);
+        for (end, cells) in zones {
+            if end > start {
+                kept.push(Zone { end, cells });
+                start = end;
+            }
+        }
+        kept
+    }
+}
+
+impl Pattern {
+    /// The zones of a block row, covering `0..row.kv_blocks` in order.
+    pub(crate) fn zones(&self, head: usize, row: &BlockRow) -> Vec<Zone> {
+        let causal = |p: i64| p;
+        match self {
+            Self::Dense => row.all(Cells::Same(Cell::Full)),
+            Self::Causal => row.interval(|_| 0, causal),
+            Self::Local { window } => row.interval(|p| p - *window as i64 + 1, causal),
+            Self::PrefixLm { prefix } => row.interval(|_| 0, |p| p.max(*prefix as i64 - 1)),
+            Self::Streaming { window, sink } => merge(
+                row.interval(|p| p - *window as i64 + 1, causal),
+                row.interval(|_| 0, |p| p.min(*sink as i64 - 1)),
+                Cell::union,
+            ),
+            Self::Strided { stride } => row.periodic(strided_cycle(row, *stride as i64)),
+            Self::Fixed {
+                stride,
+                columns,
+                num_verts,
+            } => {
+                let (stride, columns) = (*stride as i64, *columns as i64);
+                let vert = (head % num_verts) as i64;
+                merge(
+                    row.interval(|p| p.div_euclid(stride) * stride, causal),
+                    row.periodic(column_cycle(row, stride, |j| {
+                        (stride - 1 - j) / columns == vert
+                    })),
+                    Cell::union,
+                )
+            }
+            Self::Union(parts) => merge_all(parts, head, row, Cell::union),
+            Self::Intersection(parts) => merge_all(parts, head, row, Cell::intersection),
+            Self::PerHead(parts) => parts[head % parts.len()].zones(head, row),
+            Self::FromFn(_) => row.all(Cells::Each),
+        }
+    }
+}
+
+/// Before the diagonal a block has the pair (i, j) iff i ≡ j modulo the stride.
+fn strided_cycle(row: &BlockRow, stride: i64) -> Vec<Cell> {
+    let b = row.block_size;
+    if stride == 1 {
+        return vec![Cell::Full];
+    }
+    let period = (stride / gcd(stride, b)).min(row.kv_blocks);
+    let rows_after_first = row.last - row.first;
+    (0..period)
+        .map(|block| {
+            // i − j runs over shift − (b − 1) ..= shift + rows_after_first: does it meet 0 mod stride?
+            let shift = (row.first - block * b).rem_euclid(stride);
+            match shift < b || shift + rows_after_first >= stride {
+                true => Cell::Mixed,
+                false => Cell::Empty,
+            }
+        })
+        .collect()
+}
+
+/// Before the diagonal a column `j` is kept iff `keep(j mod stride)`, whatever the query.
+fn column_cycle(row: &BlockRow, stride: i64, keep: impl Fn(i64) -> bool) -> Vec<Cell> {
+    let b = row.block_size;
+    let period = (stride / gcd(stride, b)).min(row.kv_blocks);
+    (0..period)
+        .map(|block| {
+            let kept = (0..b).filter(|c| keep((block * b + c) % stride)).count() as i64;
+            match kept {
+                0 => Cell::Empty,
+                kept if kept == b => Cell::Full,
+                _ => Cell::Mixed,
+            }
+        })
+        .collect()
+}
+
+impl Cell {
+    fn union(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Full, _) | (_, Self::Full) => Self::Full,
+            (Self::Empty, x) | (x, Self::Empty) => x,
+            _ => Self::Mixed,
+        }
+    }
+
+    fn intersection(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Empty, _) | (_, Self::Empty) => Self::Empty,
+            (Self::Full, x) | (x, Self::Full) => x,
+            _ => Self::Mixed,
+        }
+    }
+}
+
+fn merge_all(
+    parts: &[Pattern],
+    head: usize,
+    row: &BlockRow,
+    op: fn(Cell, Cell) -> Cell,
+) -> Vec<Zone> {
+    parts
+        .iter()
+        .map(|part| part.zones(head, row))
+        .reduce(|a, b| merge(a, b, op))
+        .expect("a validated pattern has parts")
+}
+
+/// The zones of two patterns combined pair by pair.
+fn merge(a: Vec<Zone>, b: Vec<Zone>, op: fn(Cell, Cell) -> Cell) -> Vec<Zone> {
+    let mut merged: Vec<Zone> = Vec::with_capacity(a.len() + b.len());
+    let (mut a, mut b) = (a.iter().peekable(), b.iter().peekable());
+    let mut start = 0;
+    while let (Some(x), Some(y)) = (a.peek(), b.peek()) {
+        let end = x.end.min(y.end);
+        let cells = combine(&x.cells, &y.cells, start..end, op);
+        match merged.last_mut() {
+            Some(last) if last.cells == cells && cells != Cells::Each => last.end = end,
+            _ => merged.push(Zone { end, cells }),
+        }
+        if x.end == end {
+            a.next();
+        }
+        if y.end == end {
+            b.next();
+        }
+        start = end;
+    }
+    merged
+}
+
+fn combine(a: &Cells, b: &Cells, blocks: Range<i64>, op: fn(Cell, Cell) -> Cell) -> Cells {
+    match (a, b) {
+        (Cells::Same(x), Cells::Same(y)) => Cells::Same(op(*x, *y)),
+        (Cells::Each, Cells::Same(x)) | (Cells::Same(x), Cells::Each) => {
+            // Each is Mixed everywhere; a part that decides alone leaves nothing to look at.
+            match op(Cell::Mixed, *x) {
+                Cell::Mixed => Cells::Each,
+                decided => Cells::Same(decided),
+            }
+        }
+        (Cells::Each, _) | (_, Cells::Each) => Cells::Each,
+        _ if blocks.end - blocks.start == 1 => Cells::Each,
+        _ => {
+            let (x, y) = (cycle_of(a), cycle_of(b));
+            // A period beyond the zone's end is never completed: the cells up to the end do.
+            let period = lcm(x.len(), y.len()).min(blocks.end as usize);
+            Cells::Cycle(
+                (0..period)
+                    .map(|k| op(x[k % x.len()], y[k % y.len()]))
+                    .collect(),
+            )
+        }
+    }
+}
+
+fn cycle_of(cells: &Cells) -> &[Cell] {
+    match cells {
+        Cells::Same(cell) => std::slice::from_ref(cell),
+        Cells::Cycle(cycle) => cycle,
+        Cells::Each => unreachable!("Each has no cycle"),
+    }
+}
+
+pub(crate) fn gcd(a: i64, b: i64) -> i64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+pub(crate) fn lcm(a: usize, b: usize) -> usize {
+    a / gcd(a as i64, b as i64) as usize * b
+}

@@ -1,0 +1,163 @@
+//! The public functions: checks, defaults, and the step from tensors to the backend trait.
+
+use blocksparse::BlockLayout;
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+
+use crate::ops::{AttentionInputs, AttentionOutput, BlockSparseOps, MaybeFloat};
+use crate::{AttentionError, AttentionOptions, BlockSparseWeights, WeightsMode, upload};
+
+/// Softmax attention over the pairs that `layout` allows:
+/// `out[i] = Σ_j p[i, j] · v[j]`, `p[i, ·] = softmax over the allowed j of scale · q[i] · k[j]`.
+///
+/// Exact, differentiable (once) in `q`, `k` and `v`, deterministic. Rows with no allowed key give zeros
+/// and zero gradients.
+///
+/// # Shapes
+/// - `q`: `[batch, heads, seq_q, head_dim]`
+/// - `k`: `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`, and query head `h` uses
+///   key head `h / (heads / kv_heads)` (grouped-query attention)
+/// - `v`: `[batch, kv_heads, seq_kv, value_dim]`
+/// - returns `[batch, heads, seq_q, value_dim]` in the inputs' dtype
+///
+/// # Errors
+/// [`AttentionError`] if shapes, dtypes, devices or options do not fit each other or the layout.
+pub fn attention(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+) -> Result<Tensor<4>, AttentionError> {
+    let output = call(q, k, v, layout, options)?;
+    Ok(Tensor::from_dispatch(output.out))
+}
+
+/// [`attention`], and `lse[i] = ln Σ_j exp(score[i, j])` over the allowed keys.
+///
+/// `lse`: `[batch, heads, seq_q]`, in f32 (f64 for f64 inputs), −∞ for a row with no allowed key. With two
+/// disjoint layouts over the same queries it is what merges two outputs into the attention over their union.
+/// No gradient flows through `lse`.
+///
+/// # Errors
+/// As [`attention`].
+pub fn attention_with_lse(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    let output = call(q, k, v, layout, options)?;
+    Ok((
+        Tensor::from_dispatch(output.out),
+        Tensor::from_dispatch(output.lse),
+    ))
+}
+
+/// [`attention`], and its weights `p` in block-sparse form. Implies [`WeightsMode::Store`].
+/// No gradient flows through the weights.
+///
+/// # Errors
+/// As [`attention`].
+pub fn attention_with_weights(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, BlockSparseWeights), AttentionError> {
+    let options = options.weights(WeightsMode::Store);
+    let output = call(q, k, v, layout, options)?;
+    let MaybeFloat::Some(weights) = output.weights else {
+        unreachable!("WeightsMode::Store returns the weights")
+    };
+    let values = Tensor::from_dispatch(weights);
+    Ok((
+        Tensor::from_dispatch(output.out),
+        BlockSparseWeights::new(values, layout.clone()),
+    ))
+}
+
+fn call(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+) -> Result<AttentionOutput<Dispatch>, AttentionError> {
+    check(&q, &k, &v, layout)?;
+    options.validate()?;
+    let layout = upload::layout_tensors(layout, &q.device());
+    let inputs = AttentionInputs {
+        q: q.into_dispatch(),
+        k: k.into_dispatch(),
+        v: v.into_dispatch(),
+    };
+    Ok(<Dispatch as BlockSparseOps>::block_sparse_attention(
+        inputs, layout, options,
+    ))
+}
+
+fn check(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    layout: &BlockLayout,
+) -> Result<(), AttentionError> {
+    let equal = |argument, expected: usize, whose: &str, got: usize| match expected == got {
+        true => Ok(()),
+        false => Err(AttentionError::argument(
+            argument,
+            format!("{expected}, {whose}"),
+            got,
+        )),
+    };
+    let [batch, heads, seq_q, head_dim] = q.dims();
+    let [k_batch, kv_heads, seq_kv, k_dim] = k.dims();
+    let [v_batch, v_heads, v_seq, value_dim] = v.dims();
+    if batch == 0 {
+        return Err(AttentionError::argument("q's batch", "at least 1", batch));
+    }
+    if head_dim == 0 {
+        return Err(AttentionError::argument("q's head_dim", "at least 1", 0));
+    }
+    if value_dim == 0 {
+        return Err(AttentionError::argument("v's value_dim", "at least 1", 0));
+    }
+    if let Some(layout_batch) = layout.batch() {
+        equal("q's batch", layout_batch, "the layout's", batch)?;
+    }
+    equal("q's heads", layout.heads(), "the layout's", heads)?;
+    equal("q's seq_q", layout.seq_q(), "the layout's", seq_q)?;
+    equal("k's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
+    equal("k's batch", batch, "q's", k_batch)?;
+    equal("k's head_dim", head_dim, "q's", k_dim)?;
+    equal("v's batch", batch, "q's", v_batch)?;
+    equal("v's kv_heads", kv_heads, "k's", v_heads)?;
+    equal("v's seq_kv", seq_kv, "k's", v_seq)?;
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return Err(AttentionError::argument(
+            "k's kv_heads",
+            format!("a divisor of the {heads} heads of q"),
+            kv_heads,
+        ));
+    }
+    for (argument, tensor) in [("k's", k), ("v's", v)] {
+        if tensor.dtype() != q.dtype() {
+            return Err(AttentionError::Argument {
+                argument: if argument == "k's" { "k's dtype" } else { "v's dtype" },
+                expected: format!("{:?}, q's", q.dtype()),
+                got: format!("{:?}", tensor.dtype()),
+            });
+        }
+        if tensor.device() != q.device() {
+            return Err(AttentionError::Argument {
+                argument: if argument == "k's" { "k's device" } else { "v's device" },
+                expected: format!("{:?}, q's", q.device()),
+                got: format!("{:?}", tensor.device()),
+            });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,15 @@
+//! The only files that know both Burn's backends and our operation.
+
+use crate::ops::BlockSparseOps;
+
+#[cfg(feature = "autodiff")]
+mod autodiff;
+
+#[cfg(feature = "flex")]
+impl BlockSparseOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl BlockSparseOps for burn::backend::NdArray {}
+
+#[cfg(feature = "cube")]
+impl BlockSparseOps for burn_cubecl::CubeBackend {}

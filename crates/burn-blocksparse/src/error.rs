@@ -1,0 +1,29 @@
+/// What can be wrong with a call of [`attention`](crate::attention()).
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AttentionError {
+    /// An argument does not fit the layout, the other arguments or its range.
+    #[error("{argument} must be {expected}, got {got}")]
+    Argument {
+        /// The argument's name.
+        argument: &'static str,
+        /// What it has to be.
+        expected: String,
+        /// What came.
+        got: String,
+    },
+}
+
+impl AttentionError {
+    pub(crate) fn argument(
+        argument: &'static str,
+        expected: impl Into<String>,
+        got: impl ToString,
+    ) -> Self {
+        Self::Argument {
+            argument,
+            expected: expected.into(),
+            got: got.to_string(),
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Block-sparse attention for [Burn](burn): exact softmax attention over just the allowed
+//! (query, key) pairs, forward and backward, on any Burn backend.
+//!
+//! ```
+//! use burn::tensor::{Device, Distribution, Tensor};
+//! use burn_blocksparse::{AttentionOptions, Pattern, attention};
+//!
+//! let device = Device::flex().autodiff();
+//! // [batch, heads, seq, head_dim]
+//! let [q, k, v] = [(); 3].map(|_| {
+//!     Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &device).require_grad()
+//! });
+//! // The Sparse Transformer's fixed pattern in 32-wide blocks, built once and reused.
+//! let layout = Pattern::fixed(128, 32).layout(2, 256, 32)?;
+//! let out = attention(q.clone(), k, v, &layout, AttentionOptions::default())?;
+//! let gradients = out.sum().backward();
+//! assert_eq!(q.grad(&gradients).unwrap().dims(), [1, 2, 256, 16]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Features
+//! One per backend: `flex` (default), `ndarray`, `wgpu`, `cuda`; with `autodiff` (default) and `fusion`.
+//! An application must enable the backend **here** as well as in `burn`: a device whose feature is off
+//! in this crate makes the call panic in Burn's dispatch.
+#![recursion_limit = "256"]
+#![warn(missing_docs)]
+#![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
+
+mod attention;
+mod backends;
+mod error;
+mod ops;
+mod options;
+mod reference;
+mod upload;
+mod weights;
+
+pub use attention::{attention, attention_with_lse, attention_with_weights};
+#[cfg(feature = "draw")]
+pub use blocksparse::font;
+pub use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern};
+pub use error::AttentionError;
+pub use ops::{
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
+    Saved,
+};
+pub use options::{AttentionOptions, WeightsMode};
+pub use weights::BlockSparseWeights;

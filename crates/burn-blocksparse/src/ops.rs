@@ -1,0 +1,157 @@
+//! The backend trait and the values that cross it.
+//!
+//! Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in
+//! Burn primitives. Inputs and outputs are structs, so that an option that brings a tensor of its own
+//! (a bias, sink logits) becomes a field, not another signature.
+
+use blocksparse::BlockLayout;
+use burn::backend::tensor::{BoolTensor, FloatTensor};
+use burn::backend::{Backend, ExtensionType, backend_extension};
+
+use crate::{AttentionOptions, reference};
+
+/// An optional float tensor.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub enum MaybeFloat<B: Backend> {
+    /// The tensor.
+    Some(FloatTensor<B>),
+    /// No tensor.
+    None,
+}
+
+/// The tensors attention is differentiated by.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct AttentionInputs<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, value_dim]`
+    pub v: FloatTensor<B>,
+}
+
+/// A layout as backends see it: the host's description and what of it lives on the device.
+/// Never on an autodiff device.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct LayoutTensors<B: Backend> {
+    /// The pairs that are *not* computed, for each mask of the layout's table:
+    /// `[masks, block_size · block_size]`, row-major, Burn's sense (`true` = masked).
+    pub blocked: BoolTensor<B>,
+    /// The layout itself.
+    pub host: BlockLayout,
+}
+
+/// What the forward pass returns.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct AttentionOutput<B: Backend> {
+    /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
+    pub out: FloatTensor<B>,
+    /// `[batch, heads, seq_q]`, natural log of the sum of exponentials of the scaled scores;
+    /// f32, or f64 for f64 inputs.
+    pub lse: FloatTensor<B>,
+    /// The weights `[batch, blocks, block_size, block_size]` in lse's dtype, with `WeightsMode::Store`.
+    #[extension_type]
+    pub weights: MaybeFloat<B>,
+}
+
+/// What the backward pass gets from the forward pass.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct Saved<B: Backend> {
+    /// The forward pass's inputs.
+    #[extension_type]
+    pub inputs: AttentionInputs<B>,
+    /// Its output.
+    #[extension_type]
+    pub output: AttentionOutput<B>,
+}
+
+/// Gradients, each of its input's shape and dtype.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct AttentionGrads<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, value_dim]`
+    pub v: FloatTensor<B>,
+}
+
+/// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "cube"),
+    Autodiff: cfg(feature = "autodiff"),
+    Fusion: cfg(feature = "fusion"),
+)]
+pub trait BlockSparseOps: Backend {
+    /// The forward pass.
+    #[fusion(meta = meta::forward)]
+    fn block_sparse_attention(
+        #[extension_type] inputs: AttentionInputs<Self>,
+        #[extension_type] layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        reference::forward::<Self>(inputs, &layout, &options)
+    }
+
+    /// The backward pass: gradients of a loss whose gradient by `out` is `grad_out`.
+    #[fusion(meta = meta::backward)]
+    fn block_sparse_attention_backward(
+        #[extension_type] saved: Saved<Self>,
+        grad_out: FloatTensor<Self>,
+        #[extension_type] layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+    ) -> AttentionGrads<Self> {
+        reference::backward::<Self>(saved, grad_out, &layout, &options)
+    }
+}
+
+/// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+
+    use super::*;
+    use crate::{WeightsMode, weights};
+
+    pub fn forward(
+        inputs: &AttentionInputsMetadata,
+        layout: &LayoutTensorsMetadata,
+        options: &AttentionOptions,
+    ) -> AttentionOutputMetadata {
+        let [batch, heads, seq_q, _] = inputs.q.shape.dims::<4>();
+        let value_dim = inputs.v.shape[3];
+        let dtype = reference::accumulate_in(inputs.q.dtype.into()).into();
+        AttentionOutputMetadata {
+            out: TensorSpec::new([batch, heads, seq_q, value_dim].into(), inputs.q.dtype),
+            lse: TensorSpec::new([batch, heads, seq_q].into(), dtype),
+            weights: match options.weights {
+                WeightsMode::Recompute => MaybeFloatMetadata::None,
+                WeightsMode::Store => MaybeFloatMetadata::Some(TensorSpec::new(
+                    weights::shape(&layout.host, batch).into(),
+                    dtype,
+                )),
+            },
+        }
+    }
+
+    pub fn backward(
+        saved: &SavedMetadata,
+        _grad_out: &TensorSpec,
+        _layout: &LayoutTensorsMetadata,
+        _options: &AttentionOptions,
+    ) -> AttentionGradsMetadata {
+        AttentionGradsMetadata {
+            q: saved.inputs.q.clone(),
+            k: saved.inputs.k.clone(),
+            v: saved.inputs.v.clone(),
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! Between `[batch, heads, seq, dim]` tensors and the tiles of a chunk.
+
+use std::sync::Arc;
+
+use burn::backend::tensor::{BoolTensor, Device, FloatTensor, IntTensor};
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
+
+use blocksparse::BlockLayout;
+
+use super::accumulate_in;
+use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
+use crate::ops::{AttentionInputs, LayoutTensors};
+use crate::{AttentionOptions, weights};
+
+/// Scores in memory at a time, at most (one tile may have more).
+const CHUNK_SCORES: usize = 1 << 20;
+
+/// One call: its sizes, options and plan.
+pub(super) struct Problem<'a, B: Backend> {
+    pub batch: usize,
+    pub heads: usize,
+    kv_heads: usize,
+    pub seq_q: usize,
+    seq_kv: usize,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    /// Block size.
+    pub b: usize,
+    q_blocks: usize,
+    kv_blocks: usize,
+    pub scale: f64,
+    pub softcap: Option<f64>,
+    pub device: Device<B>,
+    /// The dtype everything is computed in.
+    pub dtype: FloatDType,
+    layout: &'a LayoutTensors<B>,
+    plan: Arc<Plan>,
+    /// For each distinct pattern, the (batch entry, head) pairs that use it.
+    users: Vec<Vec<(usize, usize)>>,
+    /// `[batch entry][head]`: first stored block.
+    weight_offsets: Vec<Vec<usize>>,
+}
+
+/// The inputs as rows of tiles: `[tiles, b · dim]`. `q` carries the scale.
+pub(super) struct TiledInputs<B: Backend> {
+    pub q: FloatTensor<B>,
+    pub k: FloatTensor<B>,
+    pub v: FloatTensor<B>,
+}
+
+/// Tiles that are computed together.
+pub(super) struct Chunk<'a> {
+    pub shape: GroupShape,
+    pub tiles: Vec<Placed<'a>>,
+}
+
+/// A tile of the plan in one head of one batch entry.
+#[derive(Clone, Copy)]
+pub(super) struct Placed<'a> {
+    tile: &'a Tile,
+    batch: usize,
+    head: usize,
+}
+
+impl<'a, B: Backend> Problem<'a, B> {
+    pub fn new(
+        inputs: &AttentionInputs<B>,
+        layout: &'a LayoutTensors<B>,
+        options: &AttentionOptions,
+    ) -> Self {
+        let [batch, heads, seq_q, head_dim] = inputs.q.shape().dims::<4>();
+        let [_, kv_heads, seq_kv, value_dim] = inputs.v.shape().dims::<4>();
+        let host: &BlockLayout = &layout.host;
+        let mut users = vec![Vec::new(); host.num_patterns()];
+        for entry in 0..batch {
+            for head in 0..heads {
+                users[host.pattern_of(entry, head)].push((entry, head));
+            }
+        }
+        let weight_offsets = (0..host.batch().unwrap_or(1))
+            .map(|entry| weights::head_offsets(host, entry))
+            .collect();
+        Self {
+            batch,
+            heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+            head_dim,
+            value_dim,
+            b: host.block_size(),
+            q_blocks: host.q_blocks(),
+            kv_blocks: host.kv_blocks(),
+            scale: options.scale_for(head_dim),
+            softcap: options.softcap,
+            device: inputs.q.device(),
+            dtype: accumulate_in(inputs.q.dtype().into()),
+            layout,
+            plan: host.attachment(|| Plan::new(host)),
+            users,
+            weight_offsets,
+        }
+    }
+
+    pub fn num_q_tiles(&self) -> usize {
+        self.batch * self.heads * self.q_blocks
+    }
+
+    pub fn num_kv_tiles(&self) -> usize {
+        self.batch * self.kv_heads * self.kv_blocks
+    }
+
+    /// The plan's groups, cut so that a chunk's scores stay small.
+    pub fn chunks(&self) -> impl Iterator<Item = Chunk<'_>> {
+        self.plan.groups.iter().flat_map(|group| {
+            let Group { shape, tiles } = group;
+            let placed: Vec<Placed<'_>> = (tiles.iter())
+                .flat_map(|tile| {
+                    let users = self.users[tile.pattern].iter();
+                    users.map(move |&(batch, head)| Placed { tile, batch, head })
+                })
+                .collect();
+            let scores_of_tile = self.b * shape.entries * self.b;
+            let length = (CHUNK_SCORES / scores_of_tile).max(1);
+            let chunks: Vec<Chunk<'_>> = (placed.chunks(length))
+                .map(|tiles| Chunk {
+                    shape: *shape,
+                    tiles: tiles.to_vec(),
+                })
+                .collect();
+            chunks
+        })
+    }
+
+    pub fn zeros(&self, shape: [usize; 2]) -> FloatTensor<B> {
+        B::float_zeros(Shape::new(shape), &self.device, self.dtype)
+    }
+
+    pub fn indices(&self, indices: Vec<i32>) -> IntTensor<B> {
+        let length = indices.len();
+        B::int_from_data(TensorData::new(indices, [length]), &self.device)
+    }
+
+    pub fn accumulate(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        match x.dtype() == self.dtype.into() {
+            true => x,
+            false => B::float_cast(x, self.dtype),
+        }
+    }
+
+    pub fn tile_inputs(&self, inputs: AttentionInputs<B>) -> TiledInputs<B> {
+        let AttentionInputs { q, k, v } = inputs;
+        let q = B::float_mul_scalar(self.accumulate(q), self.scale.into());
+        TiledInputs {
+            q: self.tile_queries(q, self.head_dim),
+            k: self.tile_keys(self.accumulate(k), self.head_dim),
+            v: self.tile_keys(self.accumulate(v), self.value_dim),
+        }
+    }
+
+    /// `[batch, heads, seq_q, dim]` to `[tiles, b · dim]`, the ragged end padded with zeros.
+    pub fn tile_queries(&self, x: FloatTensor<B>, dim: usize) -> FloatTensor<B> {
+        self.tile(x, [self.heads, self.seq_q, self.q_blocks, dim])
+    }
+
+    /// `[batch, kv_heads, seq_kv, dim]` to `[tiles, b · dim]`.
+    pub fn tile_keys(&self, x: FloatTensor<B>, dim: usize) -> FloatTensor<B> {
+        self.tile(x, [self.kv_heads, self.seq_kv, self.kv_blocks, dim])
+    }
+
+    fn tile(&self, x: FloatTensor<B>, [heads, seq, blocks, dim]: [usize; 4]) -> FloatTensor<B> {
+        let missing = blocks * self.b - seq;
+        let x = match missing {
+            0 => x,
+            _ => {
+                let shape = Shape::new([self.batch, heads, missing, dim]);
+                let padding = B::float_zeros(shape, &self.device, self.dtype);
+                B::float_cat(vec![x, padding], 2)
+            }
+        };
+        B::float_reshape(x, Shape::new([self.batch * heads * blocks, self.b * dim]))
+    }
+
+    /// The inverse of [`Self::tile_queries`].
+    pub fn untile_queries(&self, x: FloatTensor<B>, dim: usize) -> FloatTensor<B> {
+        self.untile(x, [self.heads, self.seq_q, self.q_blocks, dim])
+    }
+
+    /// The inverse of [`Self::tile_keys`].
+    pub fn untile_keys(&self, x: FloatTensor<B>, dim: usize) -> FloatTensor<B> {
+        self.untile(x, [self.kv_heads, self.seq_kv, self.kv_blocks, dim])
+    }
+
+    fn untile(&self, x: FloatTensor<B>, [heads, seq, blocks, dim]: [usize; 4]) -> FloatTensor<B> {
+        let padded = blocks * self.b;
+        let x = B::float_reshape(x, Shape::new([self.batch, heads, padded, dim]));
+        match padded == seq {
+            true => x,
+            false => {
+                let rows = Slice::from(0..seq);
+                B::float_slice(x, &[Slice::full(), Slice::full(), rows, Slice::full()])
+            }
+        }
+    }
+
+    /// `[T, b, dim]`
+    pub fn gather_queries(&self, tiles: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+        let dim = tiles.shape()[1] / self.b;
+        let rows = B::float_select(tiles.clone(), 0, self.indices(chunk.query_tiles(self)));
+        B::float_reshape(rows, Shape::new([chunk.tiles.len(), self.b, dim]))
+    }
+
+    /// `[T, L·b, dim]`
+    pub fn gather_keys(&self, tiles: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+        let dim = tiles.shape()[1] / self.b;
+        let rows = B::float_select(tiles.clone(), 0, self.indices(chunk.key_tiles(self)));
+        let width = chunk.shape.entries * self.b;
+        B::float_reshape(rows, Shape::new([chunk.tiles.len(), width, dim]))
+    }
+
+    /// Adds `rows` (reshaped to the target's width) to the target's rows `places`, in order.
+    pub fn add_rows(
+        &self,
+        target: FloatTensor<B>,
+        places: Vec<i32>,
+        rows: FloatTensor<B>,
+    ) -> FloatTensor<B> {
+        let shape = Shape::new([places.len(), target.shape()[1]]);
+        let rows = B::float_reshape(rows, shape);
+        B::float_select_assign(target, 0, self.indices(places), rows, IndexingUpdateOp::Add)
+    }
+
+    /// The pairs of the chunk's partial blocks that are not computed: `[T, b, P·b]`.
+    pub fn blocked(&self, chunk: &Chunk) -> BoolTensor<B> {
+        let (tiles, partial, b) = (chunk.tiles.len(), chunk.shape.partial, self.b);
+        let masks = self.indices(chunk.entries(|_, entry| entry.mask as i32, partial));
+        let blocked = B::bool_select(self.layout.blocked.clone(), 0, masks);
+        let blocked = B::bool_reshape(blocked, Shape::new([tiles, partial, b, b]));
+        let blocked = B::bool_permute(blocked, &[0, 2, 1, 3]);
+        B::bool_reshape(blocked, Shape::new([tiles, b, partial * b]))
+    }
+
+    /// Queries of the chunk with nothing to attend to: `[T, b, 1]`.
+    pub fn empty_rows(&self, chunk: &Chunk) -> BoolTensor<B> {
+        let rows: Vec<bool> = (chunk.tiles.iter())
+            .flat_map(|placed| placed.tile.empty_rows.iter().copied())
+            .collect();
+        let shape = [chunk.tiles.len(), self.b, 1];
+        B::bool_from_data(TensorData::new(rows, shape), &self.device)
+    }
+
+    /// Rows and width of the stored weights: `[batch · blocks, b²]`.
+    pub fn weight_rows(&self) -> [usize; 2] {
+        let [batch, blocks, b, _] = weights::shape(&self.layout.host, self.batch);
+        [batch * blocks, b * b]
+    }
+
+    pub fn shape_weights(&self, rows: FloatTensor<B>) -> FloatTensor<B> {
+        let shape = weights::shape(&self.layout.host, self.batch);
+        B::float_reshape(rows, Shape::new(shape))
+    }
+
+    pub fn tile_weights(&self, weights: FloatTensor<B>) -> FloatTensor<B> {
+        B::float_reshape(weights, Shape::new(self.weight_rows()))
+    }
+
+    /// `[T, b, L·b]` to one row per block, `[T·L, b²]`.
+    pub fn split_blocks(&self, p: FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+        let (tiles, entries, b) = (chunk.tiles.len(), chunk.shape.entries, self.b);
+        let p = B::float_reshape(p, Shape::new([tiles, b, entries, b]));
+        let p = B::float_permute(p, &[0, 2, 1, 3]);
+        B::float_reshape(p, Shape::new([tiles * entries, b * b]))
+    }
+
+    /// The inverse of [`Self::split_blocks`] on the stored weights.
+    pub fn gather_weights(&self, weights: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+        let (tiles, entries, b) = (chunk.tiles.len(), chunk.shape.entries, self.b);
+        let places = self.indices(chunk.weight_places(self));
+        let p = B::float_select(weights.clone(), 0, places);
+        let p = B::float_reshape(p, Shape::new([tiles, entries, b, b]));
+        let p = B::float_permute(p, &[0, 2, 1, 3]);
+        B::float_reshape(p, Shape::new([tiles, b, entries * b]))
+    }
+}
+
+impl Chunk<'_> {
+    /// Row of each tile in the tiled queries.
+    pub fn query_tiles<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
+        let place = |p: &Placed| {
+            (p.batch * problem.heads + p.head) * problem.q_blocks + p.tile.q_block
+        };
+        self.tiles.iter().map(|p| place(p) as i32).collect()
+    }
+
+    /// Row of each key block of each tile in the tiled keys.
+    pub fn key_tiles<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
+        let group = problem.heads / problem.kv_heads;
+        let place = |p: &Placed, entry: &TileEntry| {
+            let first = (p.batch * problem.kv_heads + p.head / group) * problem.kv_blocks;
+            (first + entry.kv_block as usize) as i32
+        };
+        self.entries(place, self.shape.entries)
+    }
+
+    /// Row of each block of each tile in the stored weights.
+    pub fn weight_places<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
+        let host = &problem.layout.host;
+        let [_, blocks, ..] = weights::shape(host, problem.batch);
+        let place = |p: &Placed, entry: &TileEntry| {
+            let offsets = &problem.weight_offsets[p.batch % problem.weight_offsets.len()];
+            let row = host.row_offsets(p.tile.pattern)[p.tile.q_block];
+            (p.batch * blocks + offsets[p.head] + row + entry.rank as usize) as i32
+        };
+        self.entries(place, self.shape.entries)
+    }
+
+    /// `place` of the first `count` entries of each tile.
+    fn entries(&self, place: impl Fn(&Placed, &TileEntry) -> i32, count: usize) -> Vec<i32> {
+        (self.tiles.iter())
+            .flat_map(|p| p.tile.entries[..count].iter().map(|entry| place(p, entry)))
+            .collect()
+    }
+}

@@ -1,0 +1,251 @@
+//! Block-sparse attention in Burn primitives: what every backend without kernels of its own runs, and
+//! what kernels are checked against.
+//!
+//! Query tiles of `b` rows that see equally many key blocks, `L`, form a batch; the key blocks of each
+//! are gathered side by side, and everything is a batched dense product:
+//!
+//! ```text
+//! q  [T, b, d]   k, v  [T, L·b, d]
+//! s  = scale · q · kᵀ            [T, b, L·b]      s = c · tanh(s / c) with a softcap
+//! s  = −∞ where not allowed                       only the first, partial blocks need it
+//! p  = softmax(s)                                 lse = max(s) − ln(max(p))
+//! o  = p · v
+//!
+//! delta = rowsum(dO ∘ O)          dP = dO · vᵀ
+//! dS = p ∘ (dP − delta) · scale   (∘ (1 − tanh²) with a softcap)
+//! dQ = dS · k                     dK += dSᵀ · q     dV += pᵀ · dO
+//! ```
+//!
+//! A chunk of tiles is in memory at a time, so memory is O(n · d) plus a constant (plus the weights, if
+//! they are stored). Sums run in a fixed order: the same input gives the same bits.
+
+mod gather;
+mod plan;
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{FloatDType, Shape, Slice};
+
+use crate::ops::{
+    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, Saved,
+};
+use crate::{AttentionOptions, WeightsMode};
+use gather::{Chunk, Problem};
+
+/// The dtype of sums: f32, or f64 for f64 inputs.
+pub(crate) fn accumulate_in(dtype: FloatDType) -> FloatDType {
+    match dtype {
+        FloatDType::F64 => FloatDType::F64,
+        _ => FloatDType::F32,
+    }
+}
+
+pub(crate) fn forward<B: Backend>(
+    inputs: AttentionInputs<B>,
+    layout: &LayoutTensors<B>,
+    options: &AttentionOptions,
+) -> AttentionOutput<B> {
+    let problem = Problem::<B>::new(&inputs, layout, options);
+    let dtype: FloatDType = inputs.q.dtype().into();
+    let tiles = problem.tile_inputs(inputs);
+
+    let mut out = problem.zeros([problem.num_q_tiles(), problem.b * problem.value_dim]);
+    let mut lse = LseTiles::new(&problem);
+    let mut weights = match options.weights {
+        WeightsMode::Store => Some(problem.zeros(problem.weight_rows())),
+        WeightsMode::Recompute => None,
+    };
+    for chunk in problem.chunks() {
+        let q = problem.gather_queries(&tiles.q, &chunk);
+        let k = problem.gather_keys(&tiles.k, &chunk);
+        let v = problem.gather_keys(&tiles.v, &chunk);
+        let Scores { s, .. } = scores(&problem, q, k, &chunk);
+        let p = softmax(&problem, s.clone(), &chunk);
+        lse.push(&problem, &chunk, log_sum_exp(&problem, s, p.clone(), &chunk));
+        if let Some(all) = weights.take() {
+            let blocks = problem.split_blocks(p.clone(), &chunk);
+            weights = Some(problem.add_rows(all, chunk.weight_places(&problem), blocks));
+        }
+        let rows = B::float_matmul(p, v);
+        out = problem.add_rows(out, chunk.query_tiles(&problem), rows);
+    }
+    AttentionOutput {
+        out: B::float_cast(problem.untile_queries(out, problem.value_dim), dtype),
+        lse: lse.finish(&problem),
+        weights: match weights {
+            Some(weights) => MaybeFloat::Some(problem.shape_weights(weights)),
+            None => MaybeFloat::None,
+        },
+    }
+}
+
+pub(crate) fn backward<B: Backend>(
+    saved: Saved<B>,
+    grad_out: FloatTensor<B>,
+    layout: &LayoutTensors<B>,
+    options: &AttentionOptions,
+) -> AttentionGrads<B> {
+    let Saved { inputs, output } = saved;
+    let problem = Problem::<B>::new(&inputs, layout, options);
+    let dtype: FloatDType = inputs.q.dtype().into();
+    let b = problem.b;
+    let tiles = problem.tile_inputs(inputs);
+    let grad_out = problem.accumulate(grad_out);
+    let delta = B::float_sum_dim(
+        B::float_mul(grad_out.clone(), problem.accumulate(output.out)),
+        3,
+    );
+    let grad_out = problem.tile_queries(grad_out, problem.value_dim);
+    let delta = problem.tile_queries(delta, 1);
+    let weights = match output.weights {
+        MaybeFloat::Some(weights) => Some(problem.tile_weights(weights)),
+        MaybeFloat::None => None,
+    };
+
+    let mut dq = problem.zeros([problem.num_q_tiles(), b * problem.head_dim]);
+    let mut dk = problem.zeros([problem.num_kv_tiles(), b * problem.head_dim]);
+    let mut dv = problem.zeros([problem.num_kv_tiles(), b * problem.value_dim]);
+    for chunk in problem.chunks() {
+        let q = problem.gather_queries(&tiles.q, &chunk);
+        let k = problem.gather_keys(&tiles.k, &chunk);
+        let v = problem.gather_keys(&tiles.v, &chunk);
+        let d_out = problem.gather_queries(&grad_out, &chunk);
+        let delta = problem.gather_queries(&delta, &chunk);
+        let (p, tanh) = match &weights {
+            Some(weights) => {
+                // The softcap's derivative needs the scores; the weights alone are not enough.
+                let tanh = options
+                    .softcap
+                    .and_then(|_| scores(&problem, q.clone(), k.clone(), &chunk).tanh);
+                (problem.gather_weights(weights, &chunk), tanh)
+            }
+            None => {
+                let Scores { s, tanh } = scores(&problem, q.clone(), k.clone(), &chunk);
+                (softmax(&problem, s, &chunk), tanh)
+            }
+        };
+        let dp = B::float_matmul(d_out.clone(), B::float_transpose(v));
+        let dv_rows = B::float_matmul(B::float_transpose(p.clone()), d_out);
+        let mut ds = B::float_mul(B::float_sub(dp, delta), p);
+        if let Some(tanh) = tanh {
+            let slope = B::float_neg(B::float_mul(tanh.clone(), tanh));
+            ds = B::float_mul(ds, B::float_add_scalar(slope, 1.0.into()));
+        }
+        // q carries the scale already; dq needs it once more, k does not carry it.
+        let dq_rows = B::float_mul_scalar(B::float_matmul(ds.clone(), k), problem.scale.into());
+        let dk_rows = B::float_matmul(B::float_transpose(ds), q);
+        dq = problem.add_rows(dq, chunk.query_tiles(&problem), dq_rows);
+        dk = problem.add_rows(dk, chunk.key_tiles(&problem), dk_rows);
+        dv = problem.add_rows(dv, chunk.key_tiles(&problem), dv_rows);
+    }
+    AttentionGrads {
+        q: B::float_cast(problem.untile_queries(dq, problem.head_dim), dtype),
+        k: B::float_cast(problem.untile_keys(dk, problem.head_dim), dtype),
+        v: B::float_cast(problem.untile_keys(dv, problem.value_dim), dtype),
+    }
+}
+
+struct Scores<B: Backend> {
+    /// Scaled, softcapped and masked scores `[T, b, L·b]`.
+    s: FloatTensor<B>,
+    /// tanh(score / softcap), not masked.
+    tanh: Option<FloatTensor<B>>,
+}
+
+/// `q` `[T, b, d]` (scaled), `k` `[T, L·b, d]`.
+fn scores<B: Backend>(
+    problem: &Problem<B>,
+    q: FloatTensor<B>,
+    k: FloatTensor<B>,
+    chunk: &Chunk,
+) -> Scores<B> {
+    let mut s = B::float_matmul(q, B::float_transpose(k));
+    let mut tanh = None;
+    if let Some(softcap) = problem.softcap {
+        let t = B::float_tanh(B::float_div_scalar(s, softcap.into()));
+        s = B::float_mul_scalar(t.clone(), softcap.into());
+        tanh = Some(t);
+    }
+    let masked = chunk.shape.partial * problem.b;
+    let s = match chunk.shape.partial {
+        0 => s,
+        partial if partial == chunk.shape.entries => {
+            B::float_mask_fill(s, problem.blocked(chunk), f64::NEG_INFINITY.into())
+        }
+        _ => {
+            let slices = [Slice::full(), Slice::full(), Slice::from(0..masked)];
+            let part = B::float_slice(s.clone(), &slices);
+            let part = B::float_mask_fill(part, problem.blocked(chunk), f64::NEG_INFINITY.into());
+            B::float_slice_assign(s, &slices, part)
+        }
+    };
+    Scores { s, tanh }
+}
+
+/// Row-wise softmax; rows without keys are zero.
+fn softmax<B: Backend>(problem: &Problem<B>, s: FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+    if !chunk.shape.empty_rows {
+        return B::softmax(s, 2);
+    }
+    // A softmax over −∞ alone would be NaN: such rows take any finite score and are zeroed after.
+    let shape = s.shape();
+    let empty = B::bool_expand(problem.empty_rows(chunk), shape);
+    let s = B::float_mask_fill(s, empty.clone(), 0.0.into());
+    B::float_mask_fill(B::softmax(s, 2), empty, 0.0.into())
+}
+
+/// `ln Σ exp(s)` of each row, `[T, b]`. The largest weight is `exp(max(s) − lse)`.
+fn log_sum_exp<B: Backend>(
+    problem: &Problem<B>,
+    s: FloatTensor<B>,
+    p: FloatTensor<B>,
+    chunk: &Chunk,
+) -> FloatTensor<B> {
+    let largest = B::float_log(B::float_max_dim(p, 2));
+    let mut lse = B::float_sub(B::float_max_dim(s, 2), largest);
+    if chunk.shape.empty_rows {
+        lse = B::float_mask_fill(lse, problem.empty_rows(chunk), f64::NEG_INFINITY.into());
+    }
+    B::float_reshape(lse, Shape::new([chunk.tiles.len(), problem.b]))
+}
+
+/// Collects lse tile by tile, in the order the chunks come, and puts the tiles in place at the end.
+struct LseTiles<B: Backend> {
+    /// Tile 0 is −∞: that of block rows no chunk has.
+    parts: Vec<FloatTensor<B>>,
+    collected: usize,
+    place_of: Vec<i32>,
+}
+
+impl<B: Backend> LseTiles<B> {
+    fn new(problem: &Problem<B>) -> Self {
+        let none = B::float_full(
+            Shape::new([1, problem.b]),
+            f64::NEG_INFINITY.into(),
+            &problem.device,
+            problem.dtype,
+        );
+        Self {
+            parts: vec![none],
+            collected: 1,
+            place_of: vec![0; problem.num_q_tiles()],
+        }
+    }
+
+    fn push(&mut self, problem: &Problem<B>, chunk: &Chunk, lse: FloatTensor<B>) {
+        for (place, tile) in (self.collected..).zip(chunk.query_tiles(problem)) {
+            self.place_of[tile as usize] = place as i32;
+        }
+        self.collected += chunk.tiles.len();
+        self.parts.push(lse);
+    }
+
+    /// `[batch, heads, seq_q]`
+    fn finish(self, problem: &Problem<B>) -> FloatTensor<B> {
+        let tiles = B::float_cat(self.parts, 0);
+        let lse = B::float_select(tiles, 0, problem.indices(self.place_of));
+        let lse = problem.untile_queries(lse, 1);
+        let shape = [problem.batch, problem.heads, problem.seq_q];
+        B::float_reshape(lse, Shape::new(shape))
+    }
+}

@@ -1,0 +1,384 @@
+use burn::config::Config;
+use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::{
+    AttentionOptions, BlockLayout, BlockSparseWeights, Pattern, WeightsMode, attention,
+    attention_with_weights,
+};
+
+use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape};
+use crate::layouts::Layouts;
+use crate::{SparseMhaCache, TransformerError};
+
+const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
+
+/// Configuration of [`SparseMultiHeadAttention`].
+///
+/// Fields that burn-nn's `MultiHeadAttentionConfig` also has keep their names, meanings and defaults.
+/// There is no dropout on the attention weights (Child et al., 2019, §5.4: it would complicate
+/// recomputation), and no `min_float`: what the pattern leaves out is never computed.
+///
+/// A configuration whose pattern is a callback ([`Pattern::from_fn`]) works, but does not serialize.
+#[derive(Config, Debug)]
+pub struct SparseMultiHeadAttentionConfig {
+    /// Width of the input and of the output.
+    pub d_model: usize,
+    /// Number of query heads.
+    pub n_heads: usize,
+    /// Which query attends to which key, per head.
+    pub pattern: Pattern,
+    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    #[config(default = 32)]
+    pub block_size: usize,
+    /// Number of key and value heads, a divisor of `n_heads`; fewer than `n_heads` is grouped-query
+    /// attention, 1 is multi-query attention. Default: `n_heads`.
+    pub n_kv_heads: Option<usize>,
+    /// Width of the query projection, all heads together; the key projection has as much per head.
+    /// Default: `d_model`. The paper's half-size models use `d_model / 2`.
+    pub d_key: Option<usize>,
+    /// Bounds the scores to ±`softcap` with a tanh before the softmax. Default: no bound.
+    pub softcap: Option<f64>,
+    /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
+    /// computed again.
+    #[config(default = false)]
+    pub store_weights: bool,
+    /// How the four projections are initialised.
+    #[config(
+        default = "Initializer::KaimingUniform{gain: 1.0 / f64::sqrt(3.0), fan_out_only: false}"
+    )]
+    pub initializer: Initializer,
+    /// Whether the query projection has a bias.
+    #[config(default = true)]
+    pub query_bias: bool,
+    /// Whether the key projection has a bias.
+    #[config(default = true)]
+    pub key_bias: bool,
+    /// Whether the value projection has a bias.
+    #[config(default = true)]
+    pub value_bias: bool,
+    /// Whether the output projection has a bias.
+    #[config(default = true)]
+    pub output_bias: bool,
+}
+
+impl SparseMultiHeadAttentionConfig {
+    /// Creates the module, with parameters that are initialised on first use.
+    ///
+    /// # Errors
+    /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
+    /// `softcap` is not positive, or the pattern does not fit the heads and the block size.
+    pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
+        self.validate()?;
+        let layouts = Layouts::new(self.pattern.clone(), self.n_heads, self.block_size)?;
+        self.init_with(layouts, device)
+    }
+
+    /// [`Self::init`] with layouts that other blocks may share.
+    pub(crate) fn init_with(
+        &self,
+        layouts: Layouts,
+        device: &Device,
+    ) -> Result<SparseMultiHeadAttention, TransformerError> {
+        self.validate()?;
+        let n_kv_heads = self.n_kv_heads.unwrap_or(self.n_heads);
+        let d_k = self.d_key.unwrap_or(self.d_model) / self.n_heads;
+        let d_v = self.d_model / self.n_heads;
+        let linear = |d_input, d_output, bias| {
+            LinearConfig::new(d_input, d_output)
+                .with_bias(bias)
+                .with_initializer(self.initializer.clone())
+                .init(device)
+        };
+        Ok(SparseMultiHeadAttention {
+            query: linear(self.d_model, self.n_heads * d_k, self.query_bias),
+            key: linear(self.d_model, n_kv_heads * d_k, self.key_bias),
+            value: linear(self.d_model, n_kv_heads * d_v, self.value_bias),
+            output: linear(self.d_model, self.d_model, self.output_bias),
+            d_model: self.d_model,
+            n_heads: self.n_heads,
+            n_kv_heads,
+            layouts,
+            options: self.options(),
+        })
+    }
+
+    fn options(&self) -> AttentionOptions {
+        let options = AttentionOptions::default().weights(match self.store_weights {
+            true => WeightsMode::Store,
+            false => WeightsMode::Recompute,
+        });
+        match self.softcap {
+            Some(softcap) => options.softcap(softcap),
+            None => options,
+        }
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+        ensure_positive("n_heads", self.n_heads)?;
+        ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
+        if let Some(d_key) = self.d_key {
+            ensure_multiple("d_key", d_key, "n_heads", self.n_heads)?;
+        }
+        if let Some(n_kv_heads) = self.n_kv_heads {
+            ensure_multiple("n_heads", self.n_heads, "n_kv_heads", n_kv_heads)?;
+        }
+        match self.softcap {
+            Some(softcap) => ensure(
+                softcap > 0.0 && softcap.is_finite(),
+                "softcap",
+                || "positive and finite".into(),
+                softcap,
+            ),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Multi-head attention over the pairs a [`Pattern`] allows: burn-nn's `MultiHeadAttention` with a
+/// pattern in place of masks.
+///
+/// ```text
+/// context = concat_h(softmax(q_h k_hᵀ / √d_k over the allowed keys) v_h) W_output + b_output
+/// ```
+///
+/// Its parameters have the names and shapes of burn-nn's module, so that a `MultiHeadAttention` record
+/// loads into it. The layout of a pair of sequence lengths is built once and kept for reuse.
+///
+/// Should be created with [`SparseMultiHeadAttentionConfig`].
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct SparseMultiHeadAttention {
+    /// `d_model` to `n_heads · d_k`.
+    pub query: Linear,
+    /// `d_model` to `n_kv_heads · d_k`.
+    pub key: Linear,
+    /// `d_model` to `n_kv_heads · d_v`, where `d_v = d_model / n_heads`.
+    pub value: Linear,
+    /// `d_model` to `d_model`.
+    pub output: Linear,
+    d_model: usize,
+    n_heads: usize,
+    n_kv_heads: usize,
+    #[module(skip)]
+    pub(crate) layouts: Layouts,
+    #[module(skip)]
+    options: AttentionOptions,
+}
+
+/// Input of [`SparseMultiHeadAttention`].
+#[derive(Clone, Debug)]
+pub struct SparseMhaInput {
+    query: Tensor<3>,
+    key: Tensor<3>,
+    value: Tensor<3>,
+}
+
+impl SparseMhaInput {
+    /// Self-attention: one tensor is query, key and value.
+    ///
+    /// # Shapes
+    /// - `tensor`: `[batch, seq, d_model]`
+    pub fn self_attn(tensor: Tensor<3>) -> Self {
+        Self::new(tensor.clone(), tensor.clone(), tensor)
+    }
+
+    /// Query, key and value from different tensors.
+    ///
+    /// # Shapes
+    /// - `query`: `[batch, seq_q, d_model]`
+    /// - `key`, `value`: `[batch, seq_kv, d_model]`
+    pub fn new(query: Tensor<3>, key: Tensor<3>, value: Tensor<3>) -> Self {
+        Self { query, key, value }
+    }
+}
+
+/// Output of [`SparseMultiHeadAttention`].
+#[derive(Clone, Debug)]
+pub struct SparseMhaOutput {
+    /// `[batch, seq_q, d_model]`.
+    pub context: Tensor<3>,
+}
+
+impl SparseMultiHeadAttention {
+    /// Attention of each query to the keys its pattern allows.
+    ///
+    /// With `seq_q ≠ seq_kv` the queries are the last positions: query `i` sits at
+    /// `i + seq_kv − seq_q`. A query with nothing to attend to contributes zeros, so that its output
+    /// is the output projection's bias.
+    ///
+    /// # Shapes
+    /// - input: `[batch, seq_q, d_model]`, `[batch, seq_kv, d_model]`
+    /// - `context`: `[batch, seq_q, d_model]`
+    ///
+    /// # Errors
+    /// If the shapes do not fit the module or each other, or there is no layout for these lengths.
+    pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
+        let (seq_q, seq_kv) = self.check(&input)?;
+        let layout = self.layouts.get(seq_q, seq_kv)?;
+        let (query, key, value) = self.project(input);
+        let context = attention(query, key, value, &layout, self.options.clone())?;
+        Ok(self.finish(context))
+    }
+
+    /// [`Self::forward`], which also returns the attention weights of the kept blocks.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn forward_with_weights(
+        &self,
+        input: SparseMhaInput,
+    ) -> Result<(SparseMhaOutput, BlockSparseWeights), TransformerError> {
+        let (seq_q, seq_kv) = self.check(&input)?;
+        let layout = self.layouts.get(seq_q, seq_kv)?;
+        let (query, key, value) = self.project(input);
+        let options = self.options.clone();
+        let (context, weights) = attention_with_weights(query, key, value, &layout, options)?;
+        Ok((self.finish(context), weights))
+    }
+
+    /// Attention of new positions to themselves and to those in `cache`, for autoregressive decoding.
+    ///
+    /// The keys and values of `input` are appended to the cache; its queries are the last positions of
+    /// what the cache then holds. With a causal pattern, feeding a sequence in pieces gives what
+    /// [`Self::forward`] gives for the whole. After an error the cache is as it was.
+    ///
+    /// # Shapes
+    /// - input: `[batch, new, d_model]`, new positions only
+    /// - `context`: `[batch, new, d_model]`
+    ///
+    /// # Errors
+    /// As [`Self::forward`]; also if the batch differs from the cache's, or the cache is full.
+    pub fn forward_cache(
+        &self,
+        input: SparseMhaInput,
+        cache: &mut SparseMhaCache,
+    ) -> Result<SparseMhaOutput, TransformerError> {
+        let (seq_q, new) = self.check(&input)?;
+        let [batch, ..] = input.key.dims();
+        let total = cache.check([batch, self.n_kv_heads, self.d_k()], new)?;
+        let layout = self.layouts.get(seq_q, total)?;
+        let before = cache.len();
+        let (query, key, value) = self.project(input);
+        let (key, value) = cache.append(key, value);
+        match attention(query, key, value, &layout, self.options.clone()) {
+            Ok(context) => Ok(self.finish(context)),
+            Err(error) => {
+                cache.truncate(before);
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Which query attends to which key.
+    pub fn pattern(&self) -> &Pattern {
+        self.layouts.pattern()
+    }
+
+    /// Side of the blocks the pattern is cut into.
+    pub fn block_size(&self) -> usize {
+        self.layouts.block_size()
+    }
+
+    /// The layout that [`Self::forward`] uses for `seq_q` queries and `seq_kv` keys.
+    ///
+    /// # Errors
+    /// If there is no layout for these lengths.
+    pub fn layout(&self, seq_q: usize, seq_kv: usize) -> Result<BlockLayout, TransformerError> {
+        self.layouts.get(seq_q, seq_kv)
+    }
+
+    /// Operations of the four projections for one position, forward: two per weight.
+    pub fn matmul_flops_per_token(&self) -> u64 {
+        [&self.query, &self.key, &self.value, &self.output]
+            .map(linear_flops)
+            .iter()
+            .sum()
+    }
+
+    /// Operations of the attention itself for one sequence, forward: four per allowed pair and
+    /// channel when keys and values are equally wide (q·k and p·v).
+    ///
+    /// # Errors
+    /// If there is no layout for this length.
+    pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
+        let d_v = self.d_model / self.n_heads;
+        let pairs = self.layouts.get(seq, seq)?.allowed_pairs();
+        Ok(2 * pairs * (self.d_k() + d_v) as u64)
+    }
+
+    /// Width of a query or key head.
+    fn d_k(&self) -> usize {
+        let [_, d_query] = self.query.weight.lazy_shape().dims();
+        d_query / self.n_heads
+    }
+
+    /// The lengths `(seq_q, seq_kv)`, once every shape fits.
+    fn check(&self, input: &SparseMhaInput) -> Result<(usize, usize), TransformerError> {
+        self.check_input("query", &input.query)?;
+        let [batch, seq_q, _] = input.query.dims();
+        let [_, seq_kv, _] = input.key.dims();
+        let expected = [Some(batch), None, Some(self.d_model)];
+        ensure_shape("key", input.key.dims(), expected, INPUT_AXES)?;
+        let expected = [Some(batch), Some(seq_kv), Some(self.d_model)];
+        ensure_shape("value", input.value.dims(), expected, INPUT_AXES)?;
+        Ok((seq_q, seq_kv))
+    }
+
+    /// `x` must be `[batch, seq, d_model]` and not empty.
+    pub(crate) fn check_input(
+        &self,
+        name: &'static str,
+        x: &Tensor<3>,
+    ) -> Result<(), TransformerError> {
+        let expected = [None, None, Some(self.d_model)];
+        ensure_shape(name, x.dims(), expected, INPUT_AXES)
+    }
+
+    fn project(&self, input: SparseMhaInput) -> (Tensor<4>, Tensor<4>, Tensor<4>) {
+        (
+            split_heads(self.query.forward(input.query), self.n_heads),
+            split_heads(self.key.forward(input.key), self.n_kv_heads),
+            split_heads(self.value.forward(input.value), self.n_kv_heads),
+        )
+    }
+
+    /// Joins the heads of `[batch, heads, seq, d_v]` and projects them.
+    fn finish(&self, context: Tensor<4>) -> SparseMhaOutput {
+        let [batch, _, seq, _] = context.dims();
+        let joined = context.swap_dims(1, 2).reshape([batch, seq, self.d_model]);
+        SparseMhaOutput {
+            context: self.output.forward(joined),
+        }
+    }
+}
+
+/// `[batch, seq, heads · width]` as `[batch, heads, seq, width]`.
+fn split_heads(x: Tensor<3>, heads: usize) -> Tensor<4> {
+    let [batch, seq, width] = x.dims();
+    x.reshape([batch, seq, heads, width / heads])
+        .swap_dims(1, 2)
+}
+
+/// Operations of a linear layer for one position: a multiplication and an addition per weight.
+pub(crate) fn linear_flops(linear: &Linear) -> u64 {
+    2 * linear.weight.lazy_shape().num_elements() as u64
+}
+
+impl ModuleDisplay for SparseMultiHeadAttention {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new()
+            .with_new_line_after_attribute(false)
+            .optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        content
+            .add("d_model", &self.d_model)
+            .add("n_heads", &self.n_heads)
+            .add("n_kv_heads", &self.n_kv_heads)
+            .add("pattern", &self.pattern().to_string())
+            .add("block_size", &self.block_size())
+            .optional()
+    }
+}

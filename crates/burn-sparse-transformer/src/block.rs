@@ -1,0 +1,212 @@
+use burn::config::Config;
+use burn::module::Module;
+use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::Pattern;
+
+use crate::error::{ensure, ensure_positive};
+use crate::layouts::Layouts;
+use crate::{
+    FeedForward, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, TransformerError, init,
+};
+
+/// Configuration of [`SparseTransformerBlock`].
+#[derive(Config, Debug)]
+pub struct SparseTransformerBlockConfig {
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Number of query heads.
+    pub n_heads: usize,
+    /// Which query attends to which key, per head.
+    pub pattern: Pattern,
+    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    #[config(default = 32)]
+    pub block_size: usize,
+    /// Number of key and value heads, a divisor of `n_heads`. Default: `n_heads`.
+    pub n_kv_heads: Option<usize>,
+    /// Width of the query projection. Default: `d_model`.
+    pub d_key: Option<usize>,
+    /// Width of the feed-forward network. Default: `4 · d_model`.
+    pub d_ff: Option<usize>,
+    /// Probability that an element of a residual branch is dropped while training.
+    #[config(default = 0.0)]
+    pub dropout: f64,
+    /// Bounds the attention scores to ±`softcap`. Default: no bound.
+    pub softcap: Option<f64>,
+    /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
+    /// computed again.
+    #[config(default = false)]
+    pub store_weights: bool,
+    /// Number of blocks `N` in the model this block is for. The initial weights of the two layers that
+    /// write into the residual stream are scaled by `1 / √(2N)`.
+    #[config(default = 1)]
+    pub n_layers: usize,
+    /// Added to the variance in the layer norms.
+    #[config(default = 1e-5)]
+    pub layer_norm_eps: f64,
+}
+
+impl SparseTransformerBlockConfig {
+    /// Creates the block, with parameters that are initialised on first use.
+    ///
+    /// Weights are drawn from `N(0, 0.125 / √d_input)`, biases are 0 (Child et al., 2019, §6).
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttentionConfig::init`]; also if `d_ff` or `n_layers` is 0, `dropout` is
+    /// outside `[0, 1)` or `layer_norm_eps` is not positive.
+    pub fn init(&self, device: &Device) -> Result<SparseTransformerBlock, TransformerError> {
+        self.validate()?;
+        let layouts = Layouts::new(self.pattern.clone(), self.n_heads, self.block_size)?;
+        self.init_with(layouts, device)
+    }
+
+    /// [`Self::init`] with layouts that other blocks may share.
+    pub(crate) fn init_with(
+        &self,
+        layouts: Layouts,
+        device: &Device,
+    ) -> Result<SparseTransformerBlock, TransformerError> {
+        self.validate()?;
+        let d_ff = self.d_ff();
+        let into_residual = 1.0 / ((2 * self.n_layers) as f64).sqrt();
+        let norm = LayerNormConfig::new(self.d_model).with_epsilon(self.layer_norm_eps);
+        Ok(SparseTransformerBlock {
+            mha: self.init_attention(layouts, into_residual, device)?,
+            norm_1: norm.init(device),
+            pwff: FeedForward {
+                linear_inner: init::linear(self.d_model, d_ff, 1.0, device),
+                linear_outer: init::linear(d_ff, self.d_model, into_residual, device),
+            },
+            norm_2: norm.init(device),
+            dropout: DropoutConfig::new(self.dropout).init(),
+        })
+    }
+
+    /// The attention, with the paper's initialisation in place of burn-nn's.
+    fn init_attention(
+        &self,
+        layouts: Layouts,
+        into_residual: f64,
+        device: &Device,
+    ) -> Result<SparseMultiHeadAttention, TransformerError> {
+        let mut mha = self.attention().init_with(layouts, device)?;
+        for projection in [&mut mha.query, &mut mha.key, &mut mha.value] {
+            let [d_input, d_output] = projection.weight.lazy_shape().dims();
+            *projection = init::linear(d_input, d_output, 1.0, device);
+        }
+        mha.output = init::linear(self.d_model, self.d_model, into_residual, device);
+        Ok(mha)
+    }
+
+    fn attention(&self) -> SparseMultiHeadAttentionConfig {
+        SparseMultiHeadAttentionConfig::new(self.d_model, self.n_heads, self.pattern.clone())
+            .with_block_size(self.block_size)
+            .with_n_kv_heads(self.n_kv_heads)
+            .with_d_key(self.d_key)
+            .with_softcap(self.softcap)
+            .with_store_weights(self.store_weights)
+    }
+
+    fn d_ff(&self) -> usize {
+        self.d_ff.unwrap_or(4 * self.d_model)
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+        self.attention().validate()?;
+        ensure_positive("d_ff", self.d_ff())?;
+        ensure_positive("n_layers", self.n_layers)?;
+        ensure(
+            (0.0..1.0).contains(&self.dropout),
+            "dropout",
+            || "at least 0 and below 1".into(),
+            self.dropout,
+        )?;
+        ensure(
+            self.layer_norm_eps > 0.0 && self.layer_norm_eps.is_finite(),
+            "layer_norm_eps",
+            || "positive and finite".into(),
+            self.layer_norm_eps,
+        )
+    }
+}
+
+/// A pre-activation residual block (Child et al., 2019, §5.2):
+///
+/// ```text
+/// a = dropout(attention(norm_1(H)))
+/// b = dropout(ff(norm_2(H + a)))
+/// H + a + b
+/// ```
+///
+/// The parameters have the names of burn-nn's `TransformerEncoderLayer`; note that with `norm_first` that
+/// layer puts its `norm_2` before the attention.
+///
+/// Should be created with [`SparseTransformerBlockConfig`].
+#[derive(Module, Debug)]
+pub struct SparseTransformerBlock {
+    /// Self-attention.
+    pub mha: SparseMultiHeadAttention,
+    /// Layer norm before the attention.
+    pub norm_1: LayerNorm,
+    /// Position-wise feed-forward network.
+    pub pwff: FeedForward,
+    /// Layer norm before the feed-forward network.
+    pub norm_2: LayerNorm,
+    /// At the end of both residual branches; nowhere else.
+    pub dropout: Dropout,
+}
+
+impl SparseTransformerBlock {
+    /// Applies the block to the residual stream.
+    ///
+    /// # Shapes
+    /// - input and output: `[batch, seq, d_model]`
+    ///
+    /// # Errors
+    /// If the shape does not fit, or the pattern has no layout for `seq`.
+    pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+        self.forward_with(x, |branch| self.dropout.forward(branch))
+    }
+
+    /// [`Self::forward`] with `dropout` in place of the block's own.
+    pub(crate) fn forward_with(
+        &self,
+        x: Tensor<3>,
+        dropout: impl Fn(Tensor<3>) -> Tensor<3>,
+    ) -> Result<Tensor<3>, TransformerError> {
+        self.check(&x)?;
+        let input = SparseMhaInput::self_attn(self.norm_1.forward(x.clone()));
+        let x = x + dropout(self.mha.forward(input)?.context);
+        Ok(x.clone() + dropout(self.pwff.forward(self.norm_2.forward(x))))
+    }
+
+    /// Applies the block to new positions, which also attend to those in `cache`.
+    ///
+    /// # Shapes
+    /// - input and output: `[batch, new, d_model]`
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttention::forward_cache`].
+    pub fn forward_cache(
+        &self,
+        x: Tensor<3>,
+        cache: &mut SparseMhaCache,
+    ) -> Result<Tensor<3>, TransformerError> {
+        self.check(&x)?;
+        let input = SparseMhaInput::self_attn(self.norm_1.forward(x.clone()));
+        let x = x + self.dropout.forward(self.mha.forward_cache(input, cache)?.context);
+        let branch = self.pwff.forward(self.norm_2.forward(x.clone()));
+        Ok(x + self.dropout.forward(branch))
+    }
+
+    /// Operations of the matrix products outside attention for one position, forward.
+    pub fn matmul_flops_per_token(&self) -> u64 {
+        self.mha.matmul_flops_per_token() + self.pwff.matmul_flops_per_token()
+    }
+
+    /// The layer norms come before the attention, which would otherwise check the shape.
+    fn check(&self, x: &Tensor<3>) -> Result<(), TransformerError> {
+        self.mha.check_input("x", x)
+    }
+}

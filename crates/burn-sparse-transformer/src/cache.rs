@@ -1,0 +1,266 @@
+use burn::tensor::Tensor;
+
+use crate::TransformerError;
+use crate::error::ensure;
+
+/// Positions a buffer has room for at first.
+const FIRST_CAPACITY: usize = 64;
+
+/// Keys and values of the positions seen so far, for [`crate::SparseMultiHeadAttention::forward_cache`].
+///
+/// New positions are written into buffers that double when they are full: appending one position
+/// costs no copy of the earlier ones, amortised.
+#[derive(Clone, Debug, Default)]
+pub struct SparseMhaCache {
+    buffers: Option<Buffers>,
+    len: usize,
+    context: Option<usize>,
+}
+
+/// `[batch, kv_heads, capacity, width]`, of which the first `len` positions are in use.
+#[derive(Clone, Debug)]
+struct Buffers {
+    key: Tensor<4>,
+    value: Tensor<4>,
+}
+
+impl SparseMhaCache {
+    /// An empty cache that grows without bound.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// An empty cache for at most `context` positions.
+    pub fn with_context(context: usize) -> Self {
+        Self {
+            context: Some(context),
+            ..Self::default()
+        }
+    }
+
+    /// Positions in the cache.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the cache holds no position.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Positions the buffers have room for.
+    pub fn capacity(&self) -> usize {
+        self.buffers
+            .as_ref()
+            .map_or(0, |buffers| buffers.key.dims()[2])
+    }
+
+    /// Forgets every position from `len` on; nothing if there are fewer. The buffers stay.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// Forgets everything and frees the buffers. The next input may have another batch.
+    pub fn clear(&mut self) {
+        self.buffers = None;
+        self.len = 0;
+    }
+
+    /// The length after `new` more positions of keys `[batch, kv_heads, _, width]`, if they fit.
+    pub(crate) fn check(
+        &self,
+        [batch, kv_heads, width]: [usize; 3],
+        new: usize,
+    ) -> Result<usize, TransformerError> {
+        if let Some(buffers) = &self.buffers {
+            let [cached, cached_heads, _, cached_width] = buffers.key.dims();
+            ensure(
+                batch == cached,
+                "batch",
+                || format!("{cached}, the cache's"),
+                batch,
+            )?;
+            ensure(
+                (kv_heads, width) == (cached_heads, cached_width),
+                "cache",
+                || format!("of {kv_heads} heads {width} wide, the module's"),
+                format!("{cached_heads} heads {cached_width} wide"),
+            )?;
+        }
+        let total = self.len + new;
+        match self.context {
+            Some(context) if total > context => Err(TransformerError::ContextExceeded {
+                context,
+                start: self.len,
+                end: total,
+            }),
+            _ => Ok(total),
+        }
+    }
+
+    /// Writes keys and values `[batch, kv_heads, new, width]` behind the present ones and returns all
+    /// of them, `[batch, kv_heads, len, width]`.
+    pub(crate) fn append(&mut self, key: Tensor<4>, value: Tensor<4>) -> (Tensor<4>, Tensor<4>) {
+        let [_, _, new, _] = key.dims();
+        let (start, end) = (self.len, self.len + new);
+        let capacity = self.capacity_for(end);
+        // The buffers are moved out, so that no second handle keeps the write from being in place.
+        let (old_key, old_value) = match self.buffers.take() {
+            Some(buffers) => (Some(buffers.key), Some(buffers.value)),
+            None => (None, None),
+        };
+        let key = write(old_key, key, start, capacity);
+        let value = write(old_value, value, start, capacity);
+        let seen = (key.clone().narrow(2, 0, end), value.clone().narrow(2, 0, end));
+        self.buffers = Some(Buffers { key, value });
+        self.len = end;
+        seen
+    }
+
+    /// The present capacity if `len` positions fit, or at least twice of it, within the context.
+    fn capacity_for(&self, len: usize) -> usize {
+        let capacity = self.capacity();
+        if len <= capacity {
+            return capacity;
+        }
+        let grown = len.max(2 * capacity).max(FIRST_CAPACITY);
+        self.context.map_or(grown, |context| grown.min(context))
+    }
+}
+
+/// `chunk` written into `buffer` from position `start` on, in a buffer of `capacity` positions.
+fn write(buffer: Option<Tensor<4>>, chunk: Tensor<4>, start: usize, capacity: usize) -> Tensor<4> {
+    let [batch, heads, new, width] = chunk.dims();
+    let buffer = match buffer {
+        Some(buffer) if buffer.dims()[2] == capacity => buffer,
+        smaller => {
+            let shape = [batch, heads, capacity, width];
+            let larger = Tensor::zeros(shape, (&chunk.device(), chunk.dtype()));
+            match smaller {
+                Some(old) if start > 0 => larger.slice_assign(
+                    [0..batch, 0..heads, 0..start, 0..width],
+                    old.narrow(2, 0, start),
+                ),
+                _ => larger,
+            }
+        }
+    };
+    buffer.slice_assign([0..batch, 0..heads, start..start + new, 0..width], chunk)
+}
+
+/// What [`crate::SparseTransformer::forward_cache`] remembers: keys and values of every block, and the
+/// position reached.
+///
+/// Made by [`crate::SparseTransformer::new_cache`].
+#[derive(Clone, Debug)]
+pub struct SparseTransformerCache {
+    pub(crate) blocks: Vec<SparseMhaCache>,
+    pub(crate) position: usize,
+}
+
+impl SparseTransformerCache {
+    pub(crate) fn new(n_blocks: usize, context: usize) -> Self {
+        Self {
+            blocks: vec![SparseMhaCache::with_context(context); n_blocks],
+            position: 0,
+        }
+    }
+
+    /// Positions seen so far, which is the position of the next token.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Goes back to `position`, forgetting the tokens from there on; nothing if it is not that far.
+    pub fn truncate(&mut self, position: usize) {
+        self.position = self.position.min(position);
+        for block in &mut self.blocks {
+            block.truncate(position);
+        }
+    }
+
+    /// Back to the first position; the next tokens may have another batch.
+    pub fn clear(&mut self) {
+        self.position = 0;
+        for block in &mut self.blocks {
+            block.clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::{Device, TensorData};
+
+    /// `[1, 1, len, 2]`, counting from `first`.
+    fn chunk(first: usize, len: usize) -> Tensor<4> {
+        let values: Vec<f32> = (2 * first..2 * (first + len)).map(|v| v as f32).collect();
+        Tensor::from_data(TensorData::new(values, [1, 1, len, 2]), &Device::flex())
+    }
+
+    #[test]
+    fn pieces_of_any_size_are_kept_in_order() {
+        let mut cache = SparseMhaCache::new();
+        let mut total = 0;
+        for new in [1, 1, 62, 1, 100, 7] {
+            assert_eq!(cache.check([1, 1, 2], new).unwrap(), total + new);
+            let (key, value) = cache.append(chunk(total, new), chunk(total, new).neg());
+            total += new;
+            assert_eq!(cache.len(), total);
+            key.into_data().assert_eq(&chunk(0, total).into_data(), true);
+            let expected = chunk(0, total).neg().into_data();
+            value.into_data().assert_eq(&expected, true);
+        }
+    }
+
+    #[test]
+    fn capacity_doubles_up_to_the_context() {
+        let mut cache = SparseMhaCache::with_context(200);
+        let mut seen = vec![];
+        for position in 0..200 {
+            cache.append(chunk(position, 1), chunk(position, 1));
+            if seen.last() != Some(&cache.capacity()) {
+                seen.push(cache.capacity());
+            }
+        }
+        assert_eq!(seen, [64, 128, 200]);
+        let error = cache.check([1, 1, 2], 1).unwrap_err();
+        assert!(matches!(
+            error,
+            TransformerError::ContextExceeded { context: 200, start: 200, end: 201 }
+        ));
+    }
+
+    #[test]
+    fn a_truncated_position_is_overwritten() {
+        let mut cache = SparseMhaCache::new();
+        cache.append(chunk(0, 3), chunk(0, 3));
+        cache.truncate(1);
+        let (key, _) = cache.append(chunk(7, 1), chunk(7, 1));
+        let expected = Tensor::cat(vec![chunk(0, 1), chunk(7, 1)], 2);
+        key.into_data().assert_eq(&expected.into_data(), true);
+    }
+
+    #[test]
+    fn another_modules_cache_is_refused() {
+        let mut cache = SparseMhaCache::new();
+        cache.append(chunk(0, 1), chunk(0, 1));
+        assert_eq!(
+            cache.check([1, 4, 16], 1).unwrap_err().to_string(),
+            "cache must be of 4 heads 16 wide, the module's, got 1 heads 2 wide"
+        );
+    }
+
+    #[test]
+    fn the_batch_is_fixed_until_cleared() {
+        let mut cache = SparseMhaCache::new();
+        cache.append(chunk(0, 1), chunk(0, 1));
+        assert_eq!(
+            cache.check([2, 1, 2], 1).unwrap_err().to_string(),
+            "batch must be 1, the cache's, got 2"
+        );
+        cache.clear();
+        assert_eq!(cache.check([2, 1, 2], 1).unwrap(), 1);
+    }
+}

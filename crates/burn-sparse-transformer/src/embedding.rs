@@ -1,0 +1,74 @@
+use burn::module::{Module, Param};
+use burn::tensor::{Device, Tensor};
+
+use crate::init;
+
+/// Learned position embeddings of a sequence seen as a matrix (Child et al., 2019, §5.3).
+///
+/// Position `i` is row `i / width`, column `i mod width`; its embedding is the sum of its row's and its
+/// column's (`n_emb = 2`). With the width of the attention's stride, a row of the matrix is a window of
+/// the pattern.
+#[derive(Module, Debug)]
+pub struct PositionEmbedding {
+    /// `[rows, d_model]`, `rows = ⌈context / width⌉`.
+    pub row: Param<Tensor<2>>,
+    /// `[width, d_model]`.
+    pub column: Param<Tensor<2>>,
+}
+
+impl PositionEmbedding {
+    pub(crate) fn new(context: usize, width: usize, d_model: usize, device: &Device) -> Self {
+        const N_EMB: usize = 2;
+        Self {
+            row: init::embedding(context.div_ceil(width), d_model, N_EMB, device),
+            column: init::embedding(width, d_model, N_EMB, device),
+        }
+    }
+
+    /// Embeddings of the positions `start..start + len`.
+    ///
+    /// # Shapes
+    /// - output: `[1, len, d_model]`
+    ///
+    /// # Panics
+    /// If a position's row is past the last one.
+    pub fn forward(&self, start: usize, len: usize) -> Tensor<3> {
+        let column = self.column.val();
+        let [width, d_model] = column.dims();
+        let (first, last) = (start / width, (start + len).div_ceil(width));
+        // Whole rows of the matrix as a broadcast sum: its backward is two reductions, where looking
+        // up every position would scatter.
+        let rows = self.row.val().narrow(0, first, last - first);
+        let matrix = rows.unsqueeze_dim::<3>(1) + column.unsqueeze_dim::<3>(0);
+        matrix
+            .reshape([1, (last - first) * width, d_model])
+            .narrow(1, start - first * width, len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn position_i_is_row_i_div_width_plus_column_i_mod_width() {
+        let (context, width, d_model) = (22, 5, 3);
+        let device = Device::flex();
+        let embedding = PositionEmbedding::new(context, width, d_model, &device);
+        assert_eq!(embedding.row.dims(), [5, d_model]);
+        let table = |param: &Param<Tensor<2>>| param.val().into_data().try_to_vec::<f32>().unwrap();
+        let (row, column) = (table(&embedding.row), table(&embedding.column));
+
+        for (start, len) in [(0, 1), (0, 22), (4, 1), (4, 2), (5, 5), (7, 11), (21, 1)] {
+            let got = embedding.forward(start, len);
+            assert_eq!(got.dims(), [1, len, d_model]);
+            let got = got.into_data().try_to_vec::<f32>().unwrap();
+            for (index, value) in got.iter().enumerate() {
+                let (i, channel) = (start + index / d_model, index % d_model);
+                let expected =
+                    row[i / width * d_model + channel] + column[i % width * d_model + channel];
+                assert_eq!(*value, expected, "position {i}, channel {channel}");
+            }
+        }
+    }
+}

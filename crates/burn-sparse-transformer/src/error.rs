@@ -1,0 +1,140 @@
+use burn_blocksparse::{AttentionError, LayoutError};
+
+/// What can be wrong with a configuration, an input or a cache.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransformerError {
+    /// An argument or a configuration's field is outside its range.
+    #[error("{argument} must be {expected}, got {got}")]
+    Argument {
+        /// The argument's or the field's name.
+        argument: &'static str,
+        /// What it has to be.
+        expected: String,
+        /// What came.
+        got: String,
+    },
+    /// A sequence does not fit into the model's context.
+    #[error(
+        "positions must stay below {context}, the model's context, got positions {start}..{end}"
+    )]
+    ContextExceeded {
+        /// Positions the model has embeddings for.
+        context: usize,
+        /// First position asked for.
+        start: usize,
+        /// One past the last position asked for.
+        end: usize,
+    },
+    /// The pattern does not give a layout for the sequence lengths at hand.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The attention function refused its inputs.
+    #[error(transparent)]
+    Attention(#[from] AttentionError),
+}
+
+impl TransformerError {
+    pub(crate) fn argument(
+        argument: &'static str,
+        expected: impl Into<String>,
+        got: impl ToString,
+    ) -> Self {
+        Self::Argument {
+            argument,
+            expected: expected.into(),
+            got: got.to_string(),
+        }
+    }
+}
+
+/// `Ok` if `valid`, otherwise the error that says what `argument` had to be.
+pub(crate) fn ensure(
+    valid: bool,
+    argument: &'static str,
+    expected: impl FnOnce() -> String,
+    got: impl ToString,
+) -> Result<(), TransformerError> {
+    match valid {
+        true => Ok(()),
+        false => Err(TransformerError::argument(argument, expected(), got)),
+    }
+}
+
+/// A size that must be at least 1.
+pub(crate) fn ensure_positive(
+    argument: &'static str,
+    value: usize,
+) -> Result<(), TransformerError> {
+    ensure(value > 0, argument, || "at least 1".into(), value)
+}
+
+/// A size that must be a multiple of another one.
+pub(crate) fn ensure_multiple(
+    argument: &'static str,
+    value: usize,
+    divisor_name: &str,
+    divisor: usize,
+) -> Result<(), TransformerError> {
+    ensure(
+        value > 0 && divisor > 0 && value.is_multiple_of(divisor),
+        argument,
+        || format!("a positive multiple of {divisor_name} = {divisor}"),
+        value,
+    )
+}
+
+/// A tensor's dimensions, printed as `[2, 16, 64]`.
+pub(crate) fn ensure_shape<const D: usize>(
+    argument: &'static str,
+    dims: [usize; D],
+    expected: [Option<usize>; D],
+    names: [&'static str; D],
+) -> Result<(), TransformerError> {
+    let fits = dims
+        .iter()
+        .zip(&expected)
+        .all(|(dim, expected)| expected.map_or(*dim > 0, |expected| *dim == expected));
+    ensure(fits, argument, || describe(expected, names), format!("{dims:?}"))
+}
+
+/// `[batch = 2, seq ≥ 1, d_model = 64]`.
+fn describe<const D: usize>(expected: [Option<usize>; D], names: [&'static str; D]) -> String {
+    let dims: Vec<String> = names
+        .iter()
+        .zip(expected)
+        .map(|(name, expected)| match expected {
+            Some(size) => format!("{name} = {size}"),
+            None => format!("{name} ≥ 1"),
+        })
+        .collect();
+    format!("[{}]", dims.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_name_the_argument_the_expectation_and_what_came() {
+        let error = ensure_multiple("d_model", 100, "n_heads", 8).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "d_model must be a positive multiple of n_heads = 8, got 100"
+        );
+        let names = ["batch", "seq", "d_model"];
+        let error = ensure_shape("query", [2, 0, 7], [Some(2), None, Some(8)], names).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "query must be [batch = 2, seq ≥ 1, d_model = 8], got [2, 0, 7]"
+        );
+        assert!(ensure_shape("query", [2, 3, 8], [Some(2), None, Some(8)], names).is_ok());
+    }
+
+    #[test]
+    fn zero_is_no_multiple_and_divides_nothing() {
+        assert!(ensure_multiple("d_model", 0, "n_heads", 8).is_err());
+        assert!(ensure_multiple("d_model", 8, "n_heads", 0).is_err());
+        assert!(ensure_multiple("d_model", 8, "n_heads", 8).is_ok());
+    }
+}

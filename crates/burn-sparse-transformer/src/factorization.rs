@@ -1,0 +1,127 @@
+use std::fmt;
+
+use burn_blocksparse::Pattern;
+use serde::{Deserialize, Serialize};
+
+use crate::TransformerError;
+
+/// How a model uses a factorisation of attention into `p` patterns (Child et al., 2019, §4.2).
+///
+/// ```
+/// use burn_sparse_transformer::{Factorization, Pattern};
+///
+/// let patterns = vec![Pattern::local(128), Pattern::strided(128)];
+/// let interleaved = Factorization::Interleaved(patterns.clone());
+/// assert_eq!(interleaved.pattern(3)?, Pattern::strided(128));
+/// let merged = Factorization::Merged(patterns);
+/// assert_eq!(merged.to_string(), "merged(local(128), strided(128))");
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Factorization {
+    /// Layer `r` uses pattern `r mod p`: one kind of attention per block.
+    Interleaved(Vec<Pattern>),
+    /// Every head attends to the positions that any of the patterns allows, in one softmax.
+    Merged(Vec<Pattern>),
+    /// Head `h` uses pattern `h mod p`; the heads are combined by the output projection.
+    MultiHead(Vec<Pattern>),
+}
+
+impl Factorization {
+    /// The `p` patterns.
+    pub fn patterns(&self) -> &[Pattern] {
+        let (Self::Interleaved(patterns) | Self::Merged(patterns) | Self::MultiHead(patterns)) =
+            self;
+        patterns
+    }
+
+    /// The pattern of layer `layer`, counted from 0.
+    ///
+    /// # Errors
+    /// If there are no patterns.
+    pub fn pattern(&self, layer: usize) -> Result<Pattern, TransformerError> {
+        match self.patterns() {
+            [] => Err(TransformerError::argument(
+                "factorization",
+                "at least one pattern",
+                "none",
+            )),
+            [pattern] => Ok(pattern.clone()),
+            patterns => Ok(match self {
+                Self::Interleaved(_) => patterns[layer % patterns.len()].clone(),
+                Self::Merged(_) => Pattern::union(patterns.iter().cloned()),
+                Self::MultiHead(_) => Pattern::per_head(patterns.iter().cloned()),
+            }),
+        }
+    }
+}
+
+/// One pattern for all layers and heads.
+impl From<Pattern> for Factorization {
+    fn from(pattern: Pattern) -> Self {
+        Self::Merged(vec![pattern])
+    }
+}
+
+impl fmt::Display for Factorization {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self {
+            Self::Interleaved(_) => "interleaved",
+            Self::Merged(_) => "merged",
+            Self::MultiHead(_) => "multi_head",
+        };
+        let patterns: Vec<String> = self.patterns().iter().map(Pattern::to_string).collect();
+        write!(f, "{name}({})", patterns.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn two() -> Vec<Pattern> {
+        vec![Pattern::local(4), Pattern::strided(4)]
+    }
+
+    #[test]
+    fn layer_r_of_an_interleaved_model_uses_pattern_r_mod_p() {
+        let factorization = Factorization::Interleaved(two());
+        for layer in 0..5 {
+            assert_eq!(factorization.pattern(layer).unwrap(), two()[layer % 2]);
+        }
+    }
+
+    #[test]
+    fn merged_allows_what_any_pattern_allows() {
+        let merged = Factorization::Merged(two()).pattern(7).unwrap();
+        for i in 0..20 {
+            for j in 0..20 {
+                let any = two().iter().any(|p| p.attends(0, i, j));
+                assert_eq!(merged.attends(0, i, j), any, "({i}, {j})");
+            }
+        }
+    }
+
+    #[test]
+    fn head_h_of_a_multi_head_model_uses_pattern_h_mod_p() {
+        let multi_head = Factorization::MultiHead(two()).pattern(7).unwrap();
+        for head in 0..4 {
+            for j in 0..20 {
+                let own = two()[head % 2].attends(head, 19, j);
+                assert_eq!(multi_head.attends(head, 19, j), own, "head {head}, key {j}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_pattern_is_itself_and_none_is_an_error() {
+        let one = Factorization::from(Pattern::fixed(128, 32));
+        assert_eq!(one.pattern(3).unwrap(), Pattern::fixed(128, 32));
+        let error = Factorization::MultiHead(vec![]).pattern(0).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "factorization must be at least one pattern, got none"
+        );
+    }
+}

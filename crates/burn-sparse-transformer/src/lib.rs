@@ -1,0 +1,57 @@
+//! Sparse Transformer layers for [Burn](burn): attention over a [`Pattern`] where burn-nn's attends to
+//! everything, the residual block around it, and the model of "Generating Long Sequences with Sparse
+//! Transformers" (Child et al., 2019, [arXiv:1904.10509](https://arxiv.org/abs/1904.10509)).
+//!
+//! [`SparseMultiHeadAttention`] takes the place of burn-nn's `MultiHeadAttention`: the same parameters, the
+//! same records, a pattern instead of a mask.
+//!
+//! ```
+//! use burn::tensor::{Device, Distribution, Tensor};
+//! use burn_sparse_transformer::{Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig};
+//!
+//! let device = Device::flex();
+//! let pattern = Pattern::fixed(128, 32); // own window of 128, last 32 of every earlier one
+//! let mha = SparseMultiHeadAttentionConfig::new(64, 4, pattern).init(&device)?;
+//! let x = Tensor::<3>::random([2, 512, 64], Distribution::Default, &device);
+//! let y = mha.forward(SparseMhaInput::self_attn(x))?.context;
+//! assert_eq!(y.dims(), [2, 512, 64]);
+//! # Ok::<(), burn_sparse_transformer::TransformerError>(())
+//! ```
+//!
+//! [`SparseTransformer`] is the whole model: [`forward`](SparseTransformer::forward) for logits,
+//! [`loss`](SparseTransformer::loss) for training with Burn's learner,
+//! [`forward_cache`](SparseTransformer::forward_cache) for sampling, and
+//! `loss_and_gradients` (feature `autodiff`) for gradients that store nothing but the residual stream.
+//!
+//! The features `flex`, `ndarray`, `wgpu` and `cuda` enable backends, as in `burn-blocksparse`. A device
+//! of a backend that only `burn` enables is refused there.
+#![warn(missing_docs)]
+
+mod attention;
+mod block;
+mod cache;
+mod embedding;
+mod error;
+mod factorization;
+mod feed_forward;
+mod init;
+mod layouts;
+mod loss;
+#[cfg(feature = "autodiff")]
+mod recompute;
+mod transformer;
+
+pub use attention::{
+    SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+};
+pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
+pub use cache::{SparseMhaCache, SparseTransformerCache};
+pub use embedding::PositionEmbedding;
+pub use error::TransformerError;
+pub use factorization::Factorization;
+pub use feed_forward::FeedForward;
+pub use transformer::{SparseTransformer, SparseTransformerConfig};
+
+pub use burn_blocksparse::{
+    AttentionError, BlockLayout, BlockSparseWeights, LayoutError, Pattern,
+};

@@ -1,0 +1,331 @@
+use burn::config::Config;
+use burn::module::Module;
+use burn::nn::{Embedding, LayerNorm, LayerNormConfig, Linear};
+use burn::tensor::{Device, Int, Tensor};
+
+use crate::attention::linear_flops;
+use crate::error::{ensure, ensure_positive, ensure_shape};
+use crate::layouts::LayoutPool;
+use crate::loss::cross_entropy;
+use crate::{
+    Factorization, PositionEmbedding, SparseMhaCache, SparseTransformerBlock,
+    SparseTransformerBlockConfig, SparseTransformerCache, TransformerError, init,
+};
+
+/// Configuration of [`SparseTransformer`].
+///
+/// ```
+/// use burn::{module::Module, tensor::Device};
+/// use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
+///
+/// // The paper's enwik8 model: 12,288 bytes of context, 30 layers, 8 heads, width 512.
+/// let fixed = Factorization::Merged(vec![Pattern::fixed(128, 32)]);
+/// let config = SparseTransformerConfig::new(256, 12_288, 512, 30, 8, fixed, 128).with_dropout(0.40);
+/// let model = config.init(&Device::flex())?;
+/// assert_eq!(model.num_params(), 94_949_376);
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
+#[derive(Config, Debug)]
+pub struct SparseTransformerConfig {
+    /// Number of different tokens.
+    pub vocab_size: usize,
+    /// Longest sequence, in positions.
+    pub context: usize,
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Number of blocks.
+    pub n_layers: usize,
+    /// Number of query heads of each block.
+    pub n_heads: usize,
+    /// The attention patterns, and which layers and heads use which. A language model needs causal ones.
+    pub factorization: Factorization,
+    /// Width of the matrix that positions are arranged in for their embeddings, usually the stride of
+    /// the patterns: position `i` has row `i / width` and column `i mod width`.
+    pub embedding_width: usize,
+    /// Side of the blocks the patterns are cut into: 8, 16, 32, 64 or 128.
+    #[config(default = 32)]
+    pub block_size: usize,
+    /// Width of the query projections. Default: `d_model`; the paper's half-size models use half of it.
+    pub d_key: Option<usize>,
+    /// Width of the feed-forward networks. Default: `4 · d_model`; half-size models use `2 · d_model`.
+    pub d_ff: Option<usize>,
+    /// Number of key and value heads, a divisor of `n_heads`. Default: `n_heads`.
+    pub n_kv_heads: Option<usize>,
+    /// Probability that an element of a residual branch is dropped while training.
+    #[config(default = 0.0)]
+    pub dropout: f64,
+    /// Bounds the attention scores to ±`softcap`. Default: no bound.
+    pub softcap: Option<f64>,
+    /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
+    /// computed again.
+    #[config(default = false)]
+    pub store_weights: bool,
+    /// Added to the variance in the layer norms.
+    #[config(default = 1e-5)]
+    pub layer_norm_eps: f64,
+}
+
+impl SparseTransformerConfig {
+    /// The paper's half-size variant: query and key projections of `d_model / 2`, feed-forward networks
+    /// of `2 · d_model` (§5.2).
+    pub fn half_size(self) -> Self {
+        let (d_key, d_ff) = (self.d_model / 2, 2 * self.d_model);
+        self.with_d_key(Some(d_key)).with_d_ff(Some(d_ff))
+    }
+
+    /// Creates the model, with parameters that are initialised on first use.
+    ///
+    /// The initialisation is the paper's (§6): tokens `N(0, 0.125 / √d)`, positions
+    /// `N(0, 0.125 / √(2d))`, other weights `N(0, 0.125 / √d_input)` with those that write into the residual
+    /// stream scaled by `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
+    ///
+    /// # Errors
+    /// If a size is 0, `embedding_width` exceeds `context`, or a block refuses its part of the
+    /// configuration (see [`SparseTransformerBlockConfig::init`]).
+    pub fn init(&self, device: &Device) -> Result<SparseTransformer, TransformerError> {
+        self.validate()?;
+        let (context, d_model) = (self.context, self.d_model);
+        Ok(SparseTransformer {
+            token_embedding: Embedding {
+                weight: init::embedding(self.vocab_size, d_model, 1, device),
+            },
+            position_embedding: PositionEmbedding::new(
+                context,
+                self.embedding_width,
+                d_model,
+                device,
+            ),
+            blocks: self.init_blocks(device)?,
+            norm: LayerNormConfig::new(d_model)
+                .with_epsilon(self.layer_norm_eps)
+                .init(device),
+            output: init::zero_linear(d_model, self.vocab_size, device),
+            context,
+        })
+    }
+
+    /// The blocks; those with equal patterns share their layouts.
+    fn init_blocks(
+        &self,
+        device: &Device,
+    ) -> Result<Vec<SparseTransformerBlock>, TransformerError> {
+        let mut pool = LayoutPool::default();
+        (0..self.n_layers)
+            .map(|layer| {
+                let config = self.block(layer)?;
+                config.validate()?;
+                let layouts = pool.get(&config.pattern, self.n_heads, self.block_size)?;
+                config.init_with(layouts, device)
+            })
+            .collect()
+    }
+
+    /// Configuration of block `layer`, counted from 0.
+    ///
+    /// # Errors
+    /// If the factorization has no patterns.
+    pub fn block(&self, layer: usize) -> Result<SparseTransformerBlockConfig, TransformerError> {
+        let pattern = self.factorization.pattern(layer)?;
+        Ok(
+            SparseTransformerBlockConfig::new(self.d_model, self.n_heads, pattern)
+                .with_block_size(self.block_size)
+                .with_n_kv_heads(self.n_kv_heads)
+                .with_d_key(self.d_key)
+                .with_d_ff(self.d_ff)
+                .with_dropout(self.dropout)
+                .with_softcap(self.softcap)
+                .with_store_weights(self.store_weights)
+                .with_n_layers(self.n_layers)
+                .with_layer_norm_eps(self.layer_norm_eps),
+        )
+    }
+
+    fn validate(&self) -> Result<(), TransformerError> {
+        ensure_positive("vocab_size", self.vocab_size)?;
+        ensure_positive("context", self.context)?;
+        ensure_positive("n_layers", self.n_layers)?;
+        ensure(
+            (1..=self.context).contains(&self.embedding_width),
+            "embedding_width",
+            || format!("between 1 and {}, the context", self.context),
+            self.embedding_width,
+        )
+    }
+}
+
+/// The model of "Generating Long Sequences with Sparse Transformers" (Child et al., 2019, §5).
+///
+/// ```text
+/// H_0 = token embedding + row embedding + column embedding
+/// H_k = block_k(H_{k−1})
+/// logits = norm(H_N) · W_output
+/// ```
+///
+/// Token ids must be below the vocabulary's size. They are not checked: reading them would wait for the
+/// device.
+///
+/// Should be created with [`SparseTransformerConfig`].
+#[derive(Module, Debug)]
+pub struct SparseTransformer {
+    /// `[vocab_size, d_model]`.
+    pub token_embedding: Embedding,
+    /// Row and column of each position.
+    pub position_embedding: PositionEmbedding,
+    /// The residual blocks, first to last.
+    pub blocks: Vec<SparseTransformerBlock>,
+    /// Layer norm before the output.
+    pub norm: LayerNorm,
+    /// `d_model` to `vocab_size`, no bias.
+    pub output: Linear,
+    context: usize,
+}
+
+impl SparseTransformer {
+    /// Logits of the next token at every position.
+    ///
+    /// # Shapes
+    /// - `tokens`: `[batch, seq]`, `seq ≤ context`
+    /// - output: `[batch, seq, vocab_size]`
+    ///
+    /// # Errors
+    /// If `tokens` is empty or longer than the context, or a pattern has no layout for `seq`.
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
+        let mut x = self.embed(tokens, 0)?;
+        for block in &self.blocks {
+            x = block.forward(x)?;
+        }
+        Ok(self.logits(x))
+    }
+
+    /// Logits for new tokens that follow those in `cache`, for autoregressive decoding.
+    ///
+    /// With causal patterns, feeding a sequence in pieces gives what [`Self::forward`] gives for the
+    /// whole. Call it on [`Module::valid`]'s copy: on an autodiff device the cache would keep the
+    /// graph of every step. After an error the cache is at the position where it was.
+    ///
+    /// # Shapes
+    /// - `tokens`: `[batch, new]`
+    /// - output: `[batch, new, vocab_size]`
+    ///
+    /// # Errors
+    /// If `tokens` is empty, a position is past the context, the batch differs from the cache's, or the
+    /// cache was made by a model with another number of blocks.
+    pub fn forward_cache(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut SparseTransformerCache,
+    ) -> Result<Tensor<3>, TransformerError> {
+        ensure(
+            cache.blocks.len() == self.blocks.len(),
+            "cache",
+            || format!("of {} blocks, the model's", self.blocks.len()),
+            format!("{} blocks", cache.blocks.len()),
+        )?;
+        let [_, new] = tokens.dims();
+        let position = cache.position;
+        let x = self.embed(tokens, position)?;
+        match self.decode(x, &mut cache.blocks) {
+            Ok(x) => {
+                cache.position += new;
+                Ok(self.logits(x))
+            }
+            Err(error) => {
+                cache.truncate(position);
+                Err(error)
+            }
+        }
+    }
+
+    fn decode(
+        &self,
+        mut x: Tensor<3>,
+        caches: &mut [SparseMhaCache],
+    ) -> Result<Tensor<3>, TransformerError> {
+        for (block, cache) in self.blocks.iter().zip(caches) {
+            x = block.forward_cache(x, cache)?;
+        }
+        Ok(x)
+    }
+
+    /// An empty cache for [`Self::forward_cache`].
+    pub fn new_cache(&self) -> SparseTransformerCache {
+        SparseTransformerCache::new(self.blocks.len(), self.context)
+    }
+
+    /// Mean cross-entropy of the targets, in nats per token.
+    ///
+    /// The softmax is computed in f32 at least.
+    ///
+    /// # Shapes
+    /// - `tokens`, `targets`: `[batch, seq]`; `targets[b, i]` is the token after `tokens[b, i]`
+    /// - output: `[1]`
+    ///
+    /// # Errors
+    /// As [`Self::forward`]; also if the shapes differ.
+    pub fn loss(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+    ) -> Result<Tensor<1>, TransformerError> {
+        self.check_targets(&tokens, &targets)?;
+        let logits = self.forward(tokens)?;
+        Ok(cross_entropy(logits, targets.without_autodiff()))
+    }
+
+    /// Longest sequence, in positions.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Operations of the matrix products outside attention for one token, forward; the backward pass
+    /// has twice as many.
+    pub fn matmul_flops_per_token(&self) -> u64 {
+        let blocks: u64 = self.blocks.iter().map(|b| b.matmul_flops_per_token()).sum();
+        blocks + linear_flops(&self.output)
+    }
+
+    /// Operations of all blocks' attention for one sequence of `seq` tokens, forward: the allowed
+    /// pairs only, whatever a kernel computes beside them.
+    ///
+    /// # Errors
+    /// If a pattern has no layout for `seq`.
+    pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
+        self.blocks.iter().map(|b| b.mha.attention_flops(seq)).sum()
+    }
+
+    /// `H_0` of tokens at the positions from `start` on.
+    pub(crate) fn embed(
+        &self,
+        tokens: Tensor<2, Int>,
+        start: usize,
+    ) -> Result<Tensor<3>, TransformerError> {
+        let [_, seq] = tokens.dims();
+        ensure_shape("tokens", tokens.dims(), [None, None], ["batch", "seq"])?;
+        let (context, end) = (self.context, start + seq);
+        if end > context {
+            return Err(TransformerError::ContextExceeded {
+                context,
+                start,
+                end,
+            });
+        }
+        // Ids have no gradient. Without their autodiff context they can come from any device setting.
+        let embedded = self.token_embedding.forward(tokens.without_autodiff());
+        Ok(embedded + self.position_embedding.forward(start, seq))
+    }
+
+    /// `norm(H_N) · W_output`.
+    pub(crate) fn logits(&self, x: Tensor<3>) -> Tensor<3> {
+        self.output.forward(self.norm.forward(x))
+    }
+
+    pub(crate) fn check_targets(
+        &self,
+        tokens: &Tensor<2, Int>,
+        targets: &Tensor<2, Int>,
+    ) -> Result<(), TransformerError> {
+        let [batch, seq] = tokens.dims();
+        let expected = [Some(batch), Some(seq)];
+        ensure_shape("targets", targets.dims(), expected, ["batch", "seq"])
+    }
+}

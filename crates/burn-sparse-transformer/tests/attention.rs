@@ -1,0 +1,330 @@
+//! `SparseMultiHeadAttention` against burn-nn's `MultiHeadAttention`, and against itself in pieces.
+
+mod common;
+
+use burn::module::Module;
+use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig, generate_autoregressive_mask};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use burn_sparse_transformer::{
+    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, TransformerError,
+};
+use common::{assert_close, random, randomise};
+use rstest::rstest;
+
+fn sparse(d_model: usize, n_heads: usize, pattern: Pattern) -> SparseMultiHeadAttentionConfig {
+    SparseMultiHeadAttentionConfig::new(d_model, n_heads, pattern).with_block_size(8)
+}
+
+#[rstest]
+fn a_burn_nn_record_loads_and_gives_equal_outputs(
+    #[values(8, 32)] block_size: usize,
+    #[values(1, 37, 64)] seq: usize,
+    #[values(false, true)] causal: bool,
+) {
+    let device = Device::flex();
+    let dense = MultiHeadAttentionConfig::new(32, 4)
+        .with_dropout(0.0)
+        .init(&device);
+    let pattern = match causal {
+        true => Pattern::causal(),
+        false => Pattern::dense(),
+    };
+    let sparse = sparse(32, 4, pattern)
+        .with_block_size(block_size)
+        .init(&device)
+        .unwrap()
+        .load_record(dense.clone().into_record());
+
+    let x = random([2, seq, 32], &device);
+    let mut input = MhaInput::self_attn(x.clone());
+    if causal {
+        input = input.mask_attn(generate_autoregressive_mask(2, seq, &device));
+    }
+    let expected = dense.forward(input).context;
+    let got = sparse.forward(SparseMhaInput::self_attn(x)).unwrap().context;
+    assert_close(got, expected, 1e-5);
+}
+
+#[test]
+fn cross_attention_equals_burn_nn() {
+    let device = Device::flex();
+    let dense = MultiHeadAttentionConfig::new(16, 2)
+        .with_dropout(0.0)
+        .init(&device);
+    let sparse = sparse(16, 2, Pattern::dense())
+        .init(&device)
+        .unwrap()
+        .load_record(dense.clone().into_record());
+    let query = random([2, 5, 16], &device);
+    let (key, value) = (random([2, 19, 16], &device), random([2, 19, 16], &device));
+    let expected = dense
+        .forward(MhaInput::new(query.clone(), key.clone(), value.clone()))
+        .context;
+    let got = sparse
+        .forward(SparseMhaInput::new(query, key, value))
+        .unwrap()
+        .context;
+    assert_close(got, expected, 1e-5);
+}
+
+#[test]
+fn records_have_burn_nns_paths() {
+    let device = Device::flex();
+    let sparse = sparse(16, 2, Pattern::causal()).init(&device).unwrap();
+    let dense = MultiHeadAttentionConfig::new(16, 2).init(&device);
+    // And back: neither side has a parameter the other lacks.
+    dense.load_record(sparse.into_record());
+}
+
+/// Repeats each group of `width` output channels `times` times.
+fn repeat_heads(linear: &Linear, heads: usize, times: usize) -> Linear {
+    let repeat = |tensor: Tensor<2>| {
+        let [rows, columns] = tensor.dims();
+        let width = columns / heads;
+        tensor
+            .reshape([rows, heads, 1, width])
+            .expand([rows, heads, times, width])
+            .reshape([rows, heads * times * width])
+    };
+    let mut repeated = linear.clone();
+    repeated.weight = linear.weight.clone().map(repeat);
+    repeated.bias = linear
+        .bias
+        .clone()
+        .map(|bias| bias.map(|b| repeat(b.unsqueeze()).squeeze_dim(0)));
+    repeated
+}
+
+#[rstest]
+#[case::multi_query(1)]
+#[case::grouped(2)]
+fn fewer_kv_heads_are_kv_heads_shared_by_a_group(#[case] n_kv_heads: usize) {
+    let device = Device::flex();
+    let pattern = Pattern::fixed(8, 2);
+    let grouped = randomise(
+        sparse(32, 4, pattern.clone())
+            .with_n_kv_heads(Some(n_kv_heads))
+            .init(&device)
+            .unwrap(),
+    );
+    let mut full = sparse(32, 4, pattern).init(&device).unwrap();
+    full.query = grouped.query.clone();
+    full.key = repeat_heads(&grouped.key, n_kv_heads, 4 / n_kv_heads);
+    full.value = repeat_heads(&grouped.value, n_kv_heads, 4 / n_kv_heads);
+    full.output = grouped.output.clone();
+
+    let input = SparseMhaInput::self_attn(random([2, 29, 32], &device));
+    let expected = full.forward(input.clone()).unwrap().context;
+    assert_close(grouped.forward(input).unwrap().context, expected, 1e-5);
+}
+
+#[test]
+fn half_size_queries_and_keys_leave_values_alone() {
+    let device = Device::flex();
+    let config = sparse(32, 4, Pattern::causal()).with_d_key(Some(16));
+    let mha = config.init(&device).unwrap();
+    assert_eq!(mha.query.weight.dims(), [32, 16]);
+    assert_eq!(mha.key.weight.dims(), [32, 16]);
+    assert_eq!(mha.value.weight.dims(), [32, 32]);
+    let output = mha.forward(SparseMhaInput::self_attn(random([1, 9, 32], &device)));
+    assert_eq!(output.unwrap().context.dims(), [1, 9, 32]);
+    // 2 per weight; 2 · (d_k + d_v) per pair and head.
+    assert_eq!(mha.matmul_flops_per_token(), 2 * (2 * 32 * 16 + 2 * 32 * 32));
+    assert_eq!(mha.attention_flops(3).unwrap(), 2 * (4 + 8) * 4 * 6);
+}
+
+#[test]
+fn heads_use_their_own_pattern() {
+    let device = Device::flex();
+    let patterns = [Pattern::local(1), Pattern::causal()];
+    let mut mha = sparse(4, 2, Pattern::per_head(patterns))
+        .init(&device)
+        .unwrap();
+    let identity = LinearConfig::new(4, 4).with_bias(false).init(&device);
+    let mut identity = identity;
+    identity.weight = identity.weight.map(|w| Tensor::eye(4, &w.device()));
+    (mha.query, mha.key) = (identity.clone(), identity.clone());
+    (mha.value, mha.output) = (identity.clone(), identity);
+    let x: Tensor<3> = random([1, 6, 4], &device);
+    let context = mha
+        .forward(SparseMhaInput::self_attn(x.clone()))
+        .unwrap()
+        .context;
+    // Head 0 sees only its own position; head 1 mixes.
+    let head = |t: &Tensor<3>, h: usize| t.clone().narrow(2, 2 * h, 2).narrow(1, 1, 5);
+    assert_close(head(&context, 0), head(&x, 0), 1e-6);
+    let distance: f32 = (head(&context, 1) - head(&x, 1)).abs().max().into_scalar();
+    assert!(distance > 1e-2);
+}
+
+#[test]
+fn weights_of_the_kept_blocks_come_with_the_same_context() {
+    let device = Device::flex();
+    let mha = sparse(16, 2, Pattern::merged_strided(4))
+        .init(&device)
+        .unwrap();
+    let input = SparseMhaInput::self_attn(random([2, 13, 16], &device));
+    let expected = mha.forward(input.clone()).unwrap().context;
+    let (output, weights) = mha.forward_with_weights(input).unwrap();
+    assert_close(output.context, expected, 1e-5);
+    let sums = weights.to_dense().sum_dim(3);
+    assert_close(sums.clone(), sums.ones_like(), 1e-5);
+}
+
+#[rstest]
+fn storing_the_weights_or_a_huge_softcap_changes_nothing(#[values(false, true)] store: bool) {
+    let device = Device::flex();
+    let plain = sparse(16, 2, Pattern::fixed(8, 4)).init(&device).unwrap();
+    let config = |softcap| {
+        sparse(16, 2, Pattern::fixed(8, 4))
+            .with_store_weights(store)
+            .with_softcap(softcap)
+    };
+    let load = |softcap| {
+        let mha = config(softcap).init(&device).unwrap();
+        mha.load_record(plain.clone().into_record())
+    };
+    let input = SparseMhaInput::self_attn(random([1, 20, 16], &device) * 4.0);
+    let run = |mha: SparseMultiHeadAttention| mha.forward(input.clone()).unwrap().context;
+    let expected = run(plain.clone());
+    assert_close(run(load(None)), expected.clone(), 1e-5);
+    assert_close(run(load(Some(1e5))), expected.clone(), 1e-4);
+    let capped: f32 = (run(load(Some(0.1))) - expected).abs().max().into_scalar();
+    assert!(capped > 1e-3);
+}
+
+fn patterns() -> Vec<Pattern> {
+    vec![
+        Pattern::causal(),
+        Pattern::local(5),
+        Pattern::fixed(8, 2),
+        Pattern::fixed_heads(8, 2, 2),
+        Pattern::merged_strided(4),
+        Pattern::per_head([Pattern::local(4), Pattern::strided(4)]),
+    ]
+}
+
+#[rstest]
+#[case::one_by_one(&[1; 27])]
+#[case::in_chunks(&[7, 1, 1, 10, 3, 5])]
+#[case::a_prompt_and_then_one_by_one(&[20, 1, 1, 1, 1, 1, 1, 1])]
+fn pieces_through_the_cache_equal_the_whole(#[case] pieces: &[usize]) {
+    let device = Device::flex();
+    let seq = pieces.iter().sum();
+    for pattern in patterns() {
+        let mha = sparse(16, 4, pattern)
+            .with_n_kv_heads(Some(2))
+            .init(&device)
+            .unwrap();
+        let x = random([2, seq, 16], &device);
+        let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+        let mut cache = SparseMhaCache::new();
+        let mut contexts = vec![];
+        for new in pieces {
+            let piece = SparseMhaInput::self_attn(x.clone().narrow(1, cache.len(), *new));
+            contexts.push(mha.forward_cache(piece, &mut cache).unwrap().context);
+        }
+        assert_eq!(cache.len(), seq);
+        assert_close(Tensor::cat(contexts, 1), whole.context, 1e-5);
+    }
+}
+
+fn message<T: std::fmt::Debug>(result: Result<T, TransformerError>) -> String {
+    result.unwrap_err().to_string()
+}
+
+#[test]
+fn configurations_that_do_not_fit_are_refused() {
+    let device = Device::flex();
+    let init = |config: SparseMultiHeadAttentionConfig| message(config.init(&device));
+    let config = |d_model, n_heads| sparse(d_model, n_heads, Pattern::causal());
+    assert_eq!(
+        init(config(30, 4)),
+        "d_model must be a positive multiple of n_heads = 4, got 30"
+    );
+    assert_eq!(init(config(32, 0)), "n_heads must be at least 1, got 0");
+    assert_eq!(
+        init(config(32, 4).with_d_key(Some(10))),
+        "d_key must be a positive multiple of n_heads = 4, got 10"
+    );
+    assert_eq!(
+        init(config(32, 4).with_n_kv_heads(Some(3))),
+        "n_heads must be a positive multiple of n_kv_heads = 3, got 4"
+    );
+    assert_eq!(
+        init(config(32, 4).with_softcap(Some(-1.0))),
+        "softcap must be positive and finite, got -1"
+    );
+    for block_size in [0, 7, 256] {
+        let error = config(32, 4).with_block_size(block_size).init(&device);
+        assert!(matches!(error, Err(TransformerError::Layout(_))));
+    }
+    let error = sparse(32, 4, Pattern::fixed_heads(8, 2, 3)).init(&device);
+    assert!(matches!(error, Err(TransformerError::Layout(_))));
+}
+
+#[test]
+fn inputs_that_do_not_fit_are_refused() {
+    let device = Device::flex();
+    let mha = sparse(16, 2, Pattern::causal()).init(&device).unwrap();
+    let zeros = |shape: [usize; 3]| Tensor::<3>::zeros(shape, &device);
+    let forward = |q, k, v| {
+        let input = SparseMhaInput::new(zeros(q), zeros(k), zeros(v));
+        message(mha.forward(input))
+    };
+    assert_eq!(
+        forward([2, 3, 8], [2, 3, 16], [2, 3, 16]),
+        "query must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 3, 8]"
+    );
+    assert_eq!(
+        forward([2, 0, 16], [2, 3, 16], [2, 3, 16]),
+        "query must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 0, 16]"
+    );
+    assert_eq!(
+        forward([2, 3, 16], [1, 3, 16], [2, 3, 16]),
+        "key must be [batch = 2, seq ≥ 1, d_model = 16], got [1, 3, 16]"
+    );
+    assert_eq!(
+        forward([2, 3, 16], [2, 3, 16], [2, 4, 16]),
+        "value must be [batch = 2, seq = 3, d_model = 16], got [2, 4, 16]"
+    );
+}
+
+#[test]
+fn a_full_cache_or_another_batch_is_refused_and_the_cache_kept() {
+    let device = Device::flex();
+    let mha = sparse(16, 2, Pattern::causal()).init(&device).unwrap();
+    let mut cache = SparseMhaCache::with_context(4);
+    let mut feed = |shape: [usize; 3]| {
+        let input = SparseMhaInput::self_attn(Tensor::zeros(shape, &device));
+        let result = mha.forward_cache(input, &mut cache);
+        (result, cache.len())
+    };
+    assert!(feed([1, 3, 16]).0.is_ok());
+    let (result, len) = feed([1, 2, 16]);
+    assert_eq!(
+        message(result),
+        "positions must stay below 4, the model's context, got positions 3..5"
+    );
+    assert_eq!(len, 3);
+    let (result, len) = feed([2, 1, 16]);
+    assert_eq!(message(result), "batch must be 1, the cache's, got 2");
+    assert_eq!(len, 3);
+    assert!(feed([1, 1, 16]).0.is_ok());
+}
+
+#[test]
+fn modules_are_send_sync_and_say_what_they_are() {
+    fn is_send_sync<T: Send + Sync>(_: &T) {}
+    let mha = sparse(16, 2, Pattern::fixed(8, 2))
+        .init(&Device::flex())
+        .unwrap();
+    is_send_sync(&mha);
+    assert_eq!(
+        mha.to_string(),
+        "SparseMultiHeadAttention {d_model: 16, n_heads: 2, n_kv_heads: 2, pattern: fixed(8, 2), \
+         block_size: 8, params: 1088}"
+    );
+}

@@ -1,0 +1,55 @@
+//! What the test files share. Each uses a part of it.
+#![allow(dead_code)]
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Device, Distribution, Int, Tensor, TensorData, Tolerance};
+
+/// A backend has one random number generator for the whole process: tests that depend on what is drawn
+/// hold this, and so do all others of their file.
+static GENERATOR: Mutex<()> = Mutex::new(());
+
+/// Seeds the generator and keeps other tests from using it.
+#[must_use]
+pub fn seed(device: &Device, seed: u64) -> MutexGuard<'static, ()> {
+    let guard = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    device.seed(seed);
+    guard
+}
+
+pub fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
+    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
+}
+
+/// Token ids `[batch, seq]` without an obvious order.
+pub fn tokens(batch: usize, seq: usize, vocab: usize, device: &Device) -> Tensor<2, Int> {
+    let ids: Vec<i64> = (0..batch * seq)
+        .map(|i| ((i * i * 31 + i * 17 + 5) % 1009 % vocab) as i64)
+        .collect();
+    Tensor::from_data(TensorData::new(ids, [batch, seq]), device)
+}
+
+/// Every parameter from `N(0, 0.3)`: gains and biases matter, and the output matrix is not 0.
+pub fn randomise<M: Module>(module: M) -> M {
+    struct Randomise;
+    impl ModuleMapper for Randomise {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|tensor| {
+                let values = tensor.random_like(Distribution::Normal(0.0, 0.3));
+                match values.is_autodiff() {
+                    true => values.require_grad(),
+                    false => values,
+                }
+            })
+        }
+    }
+    module.map(&mut Randomise)
+}
+
+/// Equal up to `tolerance`, absolute and relative.
+pub fn assert_close<const D: usize>(a: Tensor<D>, b: Tensor<D>, tolerance: f32) {
+    let tolerance = Tolerance::absolute(tolerance).set_relative(tolerance);
+    a.into_data()
+        .assert_approx_eq::<f32>(&b.into_data(), tolerance);
+}

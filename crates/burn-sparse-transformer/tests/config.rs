@@ -1,0 +1,76 @@
+//! Configurations survive serialization, patterns included.
+
+use burn::config::Config;
+use burn::module::Initializer;
+use burn_sparse_transformer::{
+    Factorization, Pattern, SparseMultiHeadAttentionConfig, SparseTransformerBlockConfig,
+    SparseTransformerConfig,
+};
+use rstest::rstest;
+
+/// Through Burn's JSON and back; configurations print as that JSON.
+fn assert_round_trip<C: Config + std::fmt::Display>(config: &C) {
+    let json = config.to_string();
+    let loaded = C::load_binary(json.as_bytes()).unwrap();
+    assert_eq!(loaded.to_string(), json);
+    assert_eq!(format!("{loaded:?}"), format!("{config:?}"));
+}
+
+fn patterns() -> Vec<Pattern> {
+    vec![
+        Pattern::fixed_heads(128, 8, 4),
+        Pattern::union([Pattern::local(32), Pattern::strided(32)]),
+        Pattern::intersection([Pattern::prefix_lm(5), Pattern::streaming(16, 4)]),
+        Pattern::per_head([Pattern::dense(), Pattern::causal()]),
+    ]
+}
+
+#[rstest]
+#[case(Factorization::Interleaved(patterns()))]
+#[case(Factorization::Merged(patterns()))]
+#[case(Factorization::MultiHead(patterns()))]
+#[case(Factorization::from(Pattern::merged_strided(128)))]
+fn transformers_round_trip(#[case] factorization: Factorization) {
+    let config = SparseTransformerConfig::new(256, 12_288, 512, 30, 8, factorization, 128)
+        .with_block_size(16)
+        .with_n_kv_heads(Some(4))
+        .with_dropout(0.4)
+        .with_softcap(Some(30.0))
+        .with_store_weights(true)
+        .half_size();
+    assert_round_trip(&config);
+    assert_eq!((config.d_key, config.d_ff), (Some(256), Some(1024)));
+    assert_round_trip(&config.block(3).unwrap());
+}
+
+#[test]
+fn factorizations_round_trip_through_serde() {
+    for factorization in [
+        Factorization::Interleaved(patterns()),
+        Factorization::Merged(patterns()),
+        Factorization::MultiHead(patterns()),
+    ] {
+        let json = serde_json::to_string(&factorization).unwrap();
+        let loaded: Factorization = serde_json::from_str(&json).unwrap();
+        assert_eq!(loaded, factorization);
+    }
+}
+
+#[test]
+fn attention_and_block_round_trip() {
+    for pattern in patterns() {
+        let initializer = Initializer::XavierNormal { gain: 0.5 };
+        let config = SparseMultiHeadAttentionConfig::new(64, 8, pattern.clone())
+            .with_initializer(initializer)
+            .with_key_bias(false);
+        assert_round_trip(&config);
+        assert_round_trip(&SparseTransformerBlockConfig::new(64, 8, pattern).with_dropout(0.1));
+    }
+}
+
+#[test]
+fn a_callback_does_not_serialize() {
+    let pattern = Pattern::from_fn("diagonal", |_, i, j| i == j);
+    let factorization = Factorization::from(pattern);
+    assert!(serde_json::to_string(&factorization).is_err());
+}

@@ -1,0 +1,250 @@
+//! Gradients with and without recomputation, with and without dropout and gradient checkpointing.
+#![cfg(feature = "autodiff")]
+
+mod common;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::nn::LinearConfig;
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Distribution, Int, Tensor};
+use burn_sparse_transformer::{
+    Factorization, Pattern, SparseTransformer, SparseTransformerConfig,
+};
+use common::{assert_close, randomise, tokens};
+use rstest::rstest;
+
+const VOCAB: usize = 7;
+const SEQ: usize = 21;
+
+fn config(dropout: f64) -> SparseTransformerConfig {
+    let patterns = vec![Pattern::fixed(8, 2), Pattern::merged_strided(8)];
+    let factorization = Factorization::Interleaved(patterns);
+    SparseTransformerConfig::new(VOCAB, 24, 16, 3, 2, factorization, 8)
+        .with_block_size(8)
+        .with_n_kv_heads(Some(1))
+        .with_dropout(dropout)
+}
+
+fn model(dropout: f64, device: &Device) -> SparseTransformer {
+    randomise(config(dropout).init(device).unwrap())
+}
+
+/// Tokens and targets; ids need no autodiff device.
+fn data() -> (Tensor<2, Int>, Tensor<2, Int>) {
+    let x = tokens(2, SEQ, VOCAB, &Device::flex());
+    (x.clone(), x.flip([1]))
+}
+
+fn device(checkpointing: bool) -> Device {
+    let device = Device::flex().autodiff();
+    match checkpointing {
+        true => device.gradient_checkpointing(),
+        false => device,
+    }
+}
+
+/// Calls `f` with the largest difference and the largest value of each parameter's two gradients.
+struct Compare<'a> {
+    a: &'a GradientsParams,
+    b: &'a GradientsParams,
+    params: usize,
+    difference: f32,
+    smallest: f32,
+}
+
+impl ModuleVisitor for Compare<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let gradient = |of: &GradientsParams| of.get::<D>(param.id).expect("a gradient");
+        let (a, b) = (gradient(self.a), gradient(self.b));
+        let largest = |t: Tensor<D>| t.abs().max().into_scalar::<f32>();
+        self.params += 1;
+        self.difference = self.difference.max(largest(a.clone() - b) / largest(a.clone()));
+        self.smallest = self.smallest.min(largest(a));
+    }
+}
+
+/// Largest difference of two gradients of one parameter, relative to its largest element. Every
+/// parameter must have both, and a first one that is not 0.
+fn difference(model: &SparseTransformer, a: &GradientsParams, b: &GradientsParams) -> f32 {
+    let mut compare = Compare {
+        a,
+        b,
+        params: 0,
+        difference: 0.0,
+        smallest: f32::INFINITY,
+    };
+    model.visit(&mut compare);
+    assert_eq!(compare.params, 3 + 3 * 16 + 3);
+    assert_eq!((a.len(), b.len()), (compare.params, compare.params));
+    assert!(compare.smallest > 1e-7, "a gradient is 0");
+    compare.difference
+}
+
+#[rstest]
+fn recomputation_gives_the_same_gradients(
+    #[values(0.0, 0.3)] dropout: f64,
+    #[values(false, true)] checkpointing: bool,
+) {
+    let device = device(checkpointing);
+    let _guard = common::seed(&device, 1);
+    let model = model(dropout, &device);
+    let run = |recompute| {
+        let (x, y) = data();
+        model.loss_and_gradients(x, y, 99, recompute).unwrap()
+    };
+    let ((stored_loss, stored), (loss, recomputed)) = (run(false), run(true));
+    assert!(!loss.is_autodiff() && !stored_loss.is_autodiff());
+    assert_close(loss, stored_loss, 1e-6);
+    assert!(difference(&model, &stored, &recomputed) < 1e-5);
+}
+
+#[test]
+fn without_dropout_they_are_the_gradients_of_the_loss() {
+    let device = device(false);
+    let _guard = common::seed(&device, 2);
+    let model = model(0.0, &device);
+    let (x, y) = data();
+    let loss = model.loss(x.clone(), y.clone()).unwrap();
+    let expected = GradientsParams::from_grads(loss.backward(), &model);
+    let (got_loss, got) = model.loss_and_gradients(x, y, 0, true).unwrap();
+    assert_close(got_loss, loss.inner(), 1e-6);
+    assert!(difference(&model, &expected, &got) < 1e-5);
+}
+
+/// Adds `step` times a fixed random direction to every parameter, and sums direction · gradient.
+struct Move<'a> {
+    step: f64,
+    gradients: &'a GradientsParams,
+    slope: f64,
+}
+
+impl ModuleMapper for Move<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let gradient = self.gradients.get::<D>(param.id).expect("a gradient");
+        let direction = gradient.random_like(Distribution::Normal(0.0, 1.0));
+        self.slope += (gradient * direction.clone()).sum().into_scalar::<f64>();
+        let step = Tensor::from_inner(direction * self.step);
+        param.map(|value| (value + step).detach())
+    }
+}
+
+#[test]
+fn gradients_are_the_slope_of_the_loss() {
+    let device = device(false);
+    let _guard = common::seed(&device, 3);
+    let model = model(0.0, &device);
+    let (x, y) = data();
+    let (_, gradients) = model
+        .loss_and_gradients(x.clone(), y.clone(), 0, true)
+        .unwrap();
+    let moved = |step: f64| {
+        device.seed(4); // the same direction every time
+        let mut mapper = Move {
+            step,
+            gradients: &gradients,
+            slope: 0.0,
+        };
+        let model = model.clone().map(&mut mapper);
+        let loss = model.loss(x.clone(), y.clone()).unwrap();
+        (loss.into_scalar::<f64>(), mapper.slope)
+    };
+    let step = 1e-3;
+    let ((ahead, slope), (behind, _)) = (moved(step), moved(-step));
+    let measured = (ahead - behind) / (2.0 * step);
+    assert!((measured / slope - 1.0).abs() < 2e-2, "{measured}, expected {slope}");
+}
+
+#[rstest]
+fn dropout_depends_on_its_seed_alone(#[values(false, true)] recompute: bool) {
+    let device = device(false);
+    let _guard = common::seed(&device, 5);
+    let model = model(0.3, &device);
+    let run = |seed| {
+        let (x, y) = data();
+        model.loss_and_gradients(x, y, seed, recompute).unwrap().1
+    };
+    let first = run(1);
+    assert_eq!(difference(&model, &first, &run(1)), 0.0);
+    assert!(difference(&model, &first, &run(2)) > 1e-2);
+}
+
+#[test]
+fn layers_draw_different_masks() {
+    let device = device(false);
+    let _guard = common::seed(&device, 6);
+    // One block, or the same block twice: with equal masks the doubled branch would drop the same.
+    let model = model(0.5, &device);
+    let (x, y) = data();
+    let mut twins = model.clone();
+    twins.blocks = vec![model.blocks[0].clone(), model.blocks[0].clone()];
+    let mut swapped = twins.clone();
+    swapped.blocks.reverse();
+    let loss = |model: &SparseTransformer, seed| {
+        let (loss, _) = model
+            .loss_and_gradients(x.clone(), y.clone(), seed, false)
+            .unwrap();
+        loss.into_scalar::<f32>()
+    };
+    assert_eq!(loss(&twins, 1), loss(&swapped, 1));
+    assert_ne!(loss(&twins, 1), loss(&twins, 2));
+}
+
+#[test]
+fn a_model_that_was_never_used_draws_its_parameters_before_its_masks() {
+    let device = device(false);
+    let _guard = common::seed(&device, 7);
+    let mut model = config(0.3).init(&device).unwrap();
+    // The output matrix starts at 0, which would hide the blocks.
+    model.output = LinearConfig::new(16, VOCAB).with_bias(false).init(&device);
+    let run = |recompute| {
+        let (x, y) = data();
+        model.loss_and_gradients(x, y, 3, recompute).unwrap()
+    };
+    let ((first, _), (second, _)) = (run(true), run(false));
+    assert_close(first, second, 1e-6);
+}
+
+#[rstest]
+fn frozen_parts_get_no_gradients(#[values(false, true)] recompute: bool) {
+    let device = device(false);
+    let _guard = common::seed(&device, 8);
+    let mut model = model(0.3, &device);
+    model.token_embedding = model.token_embedding.no_grad();
+    model.position_embedding = model.position_embedding.no_grad();
+    model.blocks[1] = model.blocks[1].clone().no_grad();
+    model.output = model.output.no_grad();
+    let (x, y) = data();
+    let (_, gradients) = model.loss_and_gradients(x, y, 1, recompute).unwrap();
+    assert_eq!(gradients.len(), 2 * 16 + 2);
+    let query = |layer: usize| model.blocks[layer].mha.query.weight.id;
+    assert!(gradients.get::<2>(query(0)).is_some());
+    assert!(gradients.get::<2>(query(1)).is_none());
+}
+
+#[test]
+fn a_model_without_dropout_leaves_the_generator_alone() {
+    let device = device(false);
+    let _guard = common::seed(&device, 9);
+    let model = model(0.0, &device);
+    let draw = || Tensor::<1>::random([4], Distribution::Default, &Device::flex()).into_data();
+    device.seed(10);
+    let expected = draw();
+    device.seed(10);
+    let (x, y) = data();
+    model.loss_and_gradients(x, y, 1, true).unwrap();
+    assert_eq!(draw(), expected);
+}
+
+#[test]
+fn a_plain_device_is_refused() {
+    let device = Device::flex();
+    let _guard = common::seed(&device, 11);
+    let model = model(0.0, &device);
+    let (x, y) = data();
+    let error = model.loss_and_gradients(x, y, 0, true).map(drop);
+    let message = error.unwrap_err().to_string();
+    assert!(
+        message.starts_with("the model's device must be an autodiff device, got "),
+        "{message}"
+    );
+}

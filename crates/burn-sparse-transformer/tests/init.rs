@@ -1,0 +1,128 @@
+//! The paper's initialisation: spread, zeros, and the number of parameters.
+
+mod common;
+
+use burn::module::Module;
+use burn::tensor::{Device, Tensor};
+use burn_sparse_transformer::{
+    Factorization, Pattern, SparseTransformer, SparseTransformerBlock, SparseTransformerConfig,
+};
+
+const D: usize = 128;
+const LAYERS: usize = 3;
+
+fn model(config: impl Fn(SparseTransformerConfig) -> SparseTransformerConfig) -> SparseTransformer {
+    let fixed = Factorization::from(Pattern::fixed(64, 8));
+    let new = SparseTransformerConfig::new(200, 4096, D, LAYERS, 4, fixed, 64);
+    config(new).init(&Device::flex()).unwrap()
+}
+
+/// Mean within five standard errors of 0, standard deviation within five of `std`.
+#[track_caller]
+fn assert_normal(tensor: Tensor<2>, std: f64) {
+    let values = tensor.into_data().try_to_vec::<f32>().unwrap();
+    let n = values.len() as f64;
+    let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
+    let variance = values.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n;
+    let got = variance.sqrt();
+    assert!(mean.abs() < 5.0 * std / n.sqrt(), "mean {mean}, std {std}");
+    assert!((got / std - 1.0).abs() < 5.0 / (2.0 * n).sqrt(), "std {got}, expected {std}");
+}
+
+#[track_caller]
+fn assert_all<const R: usize>(tensor: Tensor<R>, value: f32) {
+    let values = tensor.into_data().try_to_vec::<f32>().unwrap();
+    assert!(values.iter().all(|v| *v == value));
+}
+
+fn std(width: usize) -> f64 {
+    0.125 / (width as f64).sqrt()
+}
+
+#[test]
+fn embeddings_and_output() {
+    let device = Device::flex();
+    let _guard = common::seed(&device, 7);
+    let model = model(|config| config);
+    assert_normal(model.token_embedding.weight.val(), std(D));
+    assert_normal(model.position_embedding.row.val(), std(2 * D));
+    assert_normal(model.position_embedding.column.val(), std(2 * D));
+    assert_eq!(model.position_embedding.row.dims(), [64, D]);
+    assert_eq!(model.position_embedding.column.dims(), [64, D]);
+    assert_all(model.output.weight.val(), 0.0);
+    assert!(model.output.bias.is_none());
+    assert_all(model.norm.gamma.val(), 1.0);
+}
+
+fn assert_block(block: &SparseTransformerBlock, d_ff: usize) {
+    let into_residual = 1.0 / (2.0 * LAYERS as f64).sqrt();
+    let mha = &block.mha;
+    for linear in [&mha.query, &mha.key, &mha.value, &block.pwff.linear_inner] {
+        assert_normal(linear.weight.val(), std(D));
+        assert_all(linear.bias.as_ref().unwrap().val(), 0.0);
+    }
+    assert_normal(mha.output.weight.val(), std(D) * into_residual);
+    let outer = &block.pwff.linear_outer;
+    assert_eq!(outer.weight.dims(), [d_ff, D]);
+    assert_normal(outer.weight.val(), std(d_ff) * into_residual);
+    for linear in [&mha.output, outer] {
+        assert_all(linear.bias.as_ref().unwrap().val(), 0.0);
+    }
+    for norm in [&block.norm_1, &block.norm_2] {
+        assert_all(norm.gamma.val(), 1.0);
+        assert_all(norm.beta.as_ref().unwrap().val(), 0.0);
+    }
+}
+
+#[test]
+fn blocks() {
+    let device = Device::flex();
+    let _guard = common::seed(&device, 8);
+    for block in &model(|config| config).blocks {
+        assert_block(block, 4 * D);
+    }
+}
+
+#[test]
+fn half_size_blocks() {
+    let device = Device::flex();
+    let _guard = common::seed(&device, 9);
+    let model = model(SparseTransformerConfig::half_size);
+    assert_eq!(model.blocks[0].mha.query.weight.dims(), [D, D / 2]);
+    assert_eq!(model.blocks[0].mha.value.weight.dims(), [D, D]);
+    assert_block(&model.blocks[0], 2 * D);
+}
+
+#[test]
+fn the_papers_enwik8_model_has_95_million_parameters() {
+    let fixed = Factorization::from(Pattern::fixed(128, 32));
+    let config = SparseTransformerConfig::new(256, 12_288, 512, 30, 8, fixed, 128);
+    let model = config.init(&Device::flex()).unwrap();
+    let (d, per_block) = (512, 12 * 512 * 512 + 9 * 512 + 4 * 512);
+    let embeddings = (256 + 96 + 128) * d;
+    let expected = embeddings + 30 * per_block + 2 * d + d * 256;
+    assert_eq!(model.num_params(), expected);
+    assert_eq!(expected, 94_949_376);
+    // Two operations per weight of the blocks' six matrices and the output.
+    let flops = 2 * (30 * 12 * 512 * 512 + 512 * 256);
+    assert_eq!(model.matmul_flops_per_token(), flops);
+}
+
+#[test]
+fn the_papers_cifar_10_model_has_59_million_parameters() {
+    let strided = Factorization::from(Pattern::merged_strided(96));
+    let config = SparseTransformerConfig::new(256, 3072, 256, 128, 2, strided, 96).half_size();
+    let millions = config.init(&Device::flex()).unwrap().num_params() as f64 / 1e6;
+    assert!((millions - 59.0).abs() < 0.5, "{millions} million");
+}
+
+#[test]
+fn seeds_decide_the_parameters() {
+    let device = Device::flex();
+    let draw = |seed| {
+        let _guard = common::seed(&device, seed);
+        model(|config| config).blocks[0].mha.query.weight.to_data()
+    };
+    assert_eq!(draw(1), draw(1));
+    assert_ne!(draw(1), draw(2));
+}

@@ -1,0 +1,288 @@
+//! The model's forward pass: residual form, causality, decoding, and what it refuses.
+
+mod common;
+
+use burn::module::Module;
+use burn::tensor::{Device, Int, Tensor};
+use burn_sparse_transformer::{
+    Factorization, Pattern, SparseMhaInput, SparseTransformer, SparseTransformerBlockConfig,
+    SparseTransformerConfig, TransformerError,
+};
+use common::{assert_close, random, randomise, tokens};
+use rstest::rstest;
+
+const VOCAB: usize = 11;
+const CONTEXT: usize = 40;
+
+fn config(factorization: impl Into<Factorization>) -> SparseTransformerConfig {
+    SparseTransformerConfig::new(VOCAB, CONTEXT, 16, 3, 2, factorization.into(), 8)
+        .with_block_size(8)
+}
+
+fn model(factorization: impl Into<Factorization>) -> SparseTransformer {
+    randomise(config(factorization).init(&Device::flex()).unwrap())
+}
+
+fn factorizations() -> Vec<Factorization> {
+    let two = || vec![Pattern::local(8), Pattern::strided(8)];
+    vec![
+        Pattern::causal().into(),
+        Pattern::local(5).into(),
+        Pattern::fixed(8, 2).into(),
+        Pattern::fixed_heads(8, 2, 2).into(),
+        Factorization::Interleaved(two()),
+        Factorization::Merged(two()),
+        Factorization::MultiHead(two()),
+    ]
+}
+
+#[test]
+fn a_block_adds_a_and_b_to_the_residual_stream() {
+    let device = Device::flex();
+    let config = SparseTransformerBlockConfig::new(16, 2, Pattern::causal()).with_block_size(8);
+    let block = randomise(config.init(&device).unwrap());
+    let h = random([2, 13, 16], &device);
+    let a = block
+        .mha
+        .forward(SparseMhaInput::self_attn(block.norm_1.forward(h.clone())))
+        .unwrap()
+        .context;
+    let b = block
+        .pwff
+        .forward(block.norm_2.forward(h.clone() + a.clone()));
+    assert_close(block.forward(h.clone()).unwrap(), h + a + b, 1e-5);
+}
+
+#[test]
+fn a_new_model_finds_every_token_equally_likely() {
+    let device = Device::flex();
+    let model = config(Pattern::fixed(8, 2)).init(&device).unwrap();
+    let x = tokens(2, CONTEXT, VOCAB, &device);
+    let logits = model.forward(x.clone()).unwrap();
+    assert_eq!(logits.dims(), [2, CONTEXT, VOCAB]);
+    assert_close(logits.clone(), logits.zeros_like(), 0.0);
+    let loss: f64 = model.loss(x.clone(), x).unwrap().into_scalar();
+    assert!((loss - (VOCAB as f64).ln()).abs() < 1e-6);
+}
+
+#[test]
+fn loss_is_the_mean_negative_log_likelihood_of_the_targets() {
+    let device = Device::flex();
+    let model = model(Pattern::causal());
+    let (x, y) = (
+        tokens(2, 9, VOCAB, &device),
+        tokens(2, 9, VOCAB, &device).flip([1]),
+    );
+    let logits = model.forward(x.clone()).unwrap().into_data();
+    let logits = logits.try_to_vec::<f32>().unwrap();
+    let targets = y.clone().into_data().iter::<i64>().collect::<Vec<_>>();
+    let nats: f64 = logits
+        .chunks(VOCAB)
+        .zip(&targets)
+        .map(|(row, target)| {
+            let sum: f64 = row.iter().map(|v| f64::from(*v).exp()).sum();
+            sum.ln() - f64::from(row[*target as usize])
+        })
+        .sum();
+    let loss: f64 = model.loss(x, y).unwrap().into_scalar();
+    assert!((loss - nats / targets.len() as f64).abs() < 1e-5);
+}
+
+#[test]
+fn logits_depend_on_their_own_and_earlier_tokens_only() {
+    let device = Device::flex();
+    let changed = 17;
+    for factorization in factorizations() {
+        let model = model(factorization.clone());
+        let x = tokens(1, CONTEXT, VOCAB, &device);
+        let other = (x.clone().narrow(1, changed, 1) + 1).remainder_scalar(VOCAB as i64);
+        let y = x.clone().slice_assign([0..1, changed..changed + 1], other);
+        let (a, b) = (model.forward(x).unwrap(), model.forward(y).unwrap());
+        let before = |t: &Tensor<3>| t.clone().narrow(1, 0, changed);
+        let at = |t: &Tensor<3>| t.clone().narrow(1, changed, 1);
+        let later = |t: &Tensor<3>| t.clone().narrow(1, changed + 1, CONTEXT - changed - 1);
+        let difference =
+            |a: Tensor<3>, b: Tensor<3>| (a - b).abs().max().into_scalar::<f32>();
+        assert_eq!(difference(before(&a), before(&b)), 0.0, "{factorization}");
+        assert!(difference(at(&a), at(&b)) > 1e-3, "{factorization}");
+        assert!(difference(later(&a), later(&b)) > 1e-3, "{factorization}");
+    }
+}
+
+#[test]
+fn blocks_have_their_layers_pattern() {
+    let two = vec![Pattern::local(8), Pattern::strided(8)];
+    let of = |factorization| -> Vec<String> {
+        let model = model(factorization);
+        let patterns = model.blocks.iter().map(|b| b.mha.pattern().to_string());
+        patterns.collect()
+    };
+    assert_eq!(
+        of(Factorization::Interleaved(two.clone())),
+        ["local(8)", "strided(8)", "local(8)"]
+    );
+    assert_eq!(
+        of(Factorization::Merged(two.clone())),
+        ["union(local(8), strided(8))"; 3]
+    );
+    assert_eq!(
+        of(Factorization::MultiHead(two)),
+        ["per_head(local(8), strided(8))"; 3]
+    );
+}
+
+#[rstest]
+#[case::one_by_one(&[1; CONTEXT])]
+#[case::in_chunks(&[5, 1, 12, 8, 1, 1, 9, 3])]
+#[case::a_prompt_and_then_one_by_one(&[33, 1, 1, 1, 1, 1, 1, 1])]
+fn pieces_through_the_cache_equal_the_whole(#[case] pieces: &[usize]) {
+    let device = Device::flex();
+    let x = tokens(2, CONTEXT, VOCAB, &device);
+    for factorization in factorizations() {
+        let model = model(factorization);
+        let whole = model.forward(x.clone()).unwrap();
+        let mut cache = model.new_cache();
+        let mut logits = vec![];
+        for new in pieces {
+            let piece = x.clone().narrow(1, cache.position(), *new);
+            logits.push(model.forward_cache(piece, &mut cache).unwrap());
+        }
+        assert_eq!(cache.position(), CONTEXT);
+        assert_close(Tensor::cat(logits, 1), whole, 1e-5);
+    }
+}
+
+#[test]
+fn a_truncated_cache_continues_from_there() {
+    let device = Device::flex();
+    let model = model(Pattern::fixed(8, 2));
+    let x = tokens(1, 30, VOCAB, &device);
+    let mut cache = model.new_cache();
+    model.forward_cache(x.clone(), &mut cache).unwrap();
+    cache.truncate(12);
+    assert_eq!(cache.position(), 12);
+    let again = model
+        .forward_cache(x.clone().narrow(1, 12, 18), &mut cache)
+        .unwrap();
+    let whole = model.forward(x.clone()).unwrap();
+    assert_close(again, whole.narrow(1, 12, 18), 1e-5);
+    // Cleared, it takes another batch.
+    cache.clear();
+    let two = Tensor::cat(vec![x.clone(), x], 0);
+    let logits = model.forward_cache(two, &mut cache).unwrap();
+    assert_eq!(logits.dims(), [2, 30, VOCAB]);
+}
+
+#[test]
+fn positions_past_the_context_are_refused_and_the_cache_kept() {
+    let device = Device::flex();
+    let model = model(Pattern::causal());
+    let long = tokens(1, CONTEXT + 1, VOCAB, &device);
+    assert_eq!(
+        model.forward(long).unwrap_err(),
+        TransformerError::ContextExceeded {
+            context: CONTEXT,
+            start: 0,
+            end: CONTEXT + 1
+        }
+    );
+    let mut cache = model.new_cache();
+    let most = tokens(1, CONTEXT - 1, VOCAB, &device);
+    model.forward_cache(most, &mut cache).unwrap();
+    let two = tokens(1, 2, VOCAB, &device);
+    assert_eq!(
+        model.forward_cache(two, &mut cache).unwrap_err().to_string(),
+        "positions must stay below 40, the model's context, got positions 39..41"
+    );
+    assert_eq!(cache.position(), CONTEXT - 1);
+    let one = tokens(1, 1, VOCAB, &device);
+    model.forward_cache(one, &mut cache).unwrap();
+}
+
+#[test]
+fn inputs_that_do_not_fit_are_refused() {
+    let device = Device::flex();
+    let model = model(Pattern::causal());
+    let ids = |batch, seq| Tensor::<2, Int>::zeros([batch, seq], &device);
+    let message = |result: Result<_, TransformerError>| result.map(drop).unwrap_err().to_string();
+    assert_eq!(
+        message(model.forward(ids(1, 0)).map(drop)),
+        "tokens must be [batch ≥ 1, seq ≥ 1], got [1, 0]"
+    );
+    assert_eq!(
+        message(model.loss(ids(1, 4), ids(1, 3)).map(drop)),
+        "targets must be [batch = 1, seq = 4], got [1, 3]"
+    );
+    let mut cache = model.new_cache();
+    model.forward_cache(ids(1, 4), &mut cache).unwrap();
+    assert_eq!(
+        message(model.forward_cache(ids(2, 1), &mut cache).map(drop)),
+        "batch must be 1, the cache's, got 2"
+    );
+    assert_eq!(cache.position(), 4);
+    let mut shorter = model.clone();
+    shorter.blocks.pop();
+    assert_eq!(
+        message(shorter.forward_cache(ids(1, 1), &mut cache).map(drop)),
+        "cache must be of 2 blocks, the model's, got 3 blocks"
+    );
+}
+
+#[test]
+fn configurations_that_do_not_fit_are_refused() {
+    let init = |config: SparseTransformerConfig| {
+        config.init(&Device::flex()).unwrap_err().to_string()
+    };
+    let new = |vocab, context, d_model, layers, heads, width| {
+        let causal = Pattern::causal().into();
+        SparseTransformerConfig::new(vocab, context, d_model, layers, heads, causal, width)
+    };
+    assert_eq!(init(new(0, 8, 8, 1, 1, 4)), "vocab_size must be at least 1, got 0");
+    assert_eq!(init(new(5, 0, 8, 1, 1, 4)), "context must be at least 1, got 0");
+    assert_eq!(init(new(5, 8, 8, 0, 1, 4)), "n_layers must be at least 1, got 0");
+    assert_eq!(
+        init(new(5, 8, 9, 1, 2, 4)),
+        "d_model must be a positive multiple of n_heads = 2, got 9"
+    );
+    for width in [0, 9] {
+        assert_eq!(
+            init(new(5, 8, 8, 1, 1, width)),
+            format!("embedding_width must be between 1 and 8, the context, got {width}")
+        );
+    }
+    for dropout in [-0.1, 1.0, f64::NAN] {
+        assert_eq!(
+            init(new(5, 8, 8, 1, 1, 4).with_dropout(dropout)),
+            format!("dropout must be at least 0 and below 1, got {dropout}")
+        );
+    }
+    assert_eq!(
+        init(new(5, 8, 8, 1, 1, 4).with_d_ff(Some(0))),
+        "d_ff must be at least 1, got 0"
+    );
+    let none = Factorization::Interleaved(vec![]);
+    assert_eq!(
+        init(SparseTransformerConfig::new(5, 8, 8, 1, 1, none, 4)),
+        "factorization must be at least one pattern, got none"
+    );
+}
+
+#[test]
+fn attention_flops_count_allowed_pairs() {
+    let model = model(Pattern::local(3));
+    // Positions 0 and 1 see 1 and 2 keys, the others 3: 3 layers, 2 heads, 4 · 8 per pair.
+    let pairs = 1 + 2 + 8 * 3;
+    assert_eq!(model.attention_flops(10).unwrap(), 3 * 2 * 4 * 8 * pairs);
+}
+
+#[test]
+fn a_record_restores_the_model() {
+    let device = Device::flex();
+    let a = model(Pattern::fixed(8, 2));
+    let b = config(Pattern::fixed(8, 2)).init(&device).unwrap();
+    let bytes = a.clone().into_record().into_bytes().unwrap();
+    let record = burn::store::ModuleRecord::from_bytes(bytes).unwrap();
+    let b = b.load_record(record);
+    let x = tokens(1, 20, VOCAB, &device);
+    assert_close(a.forward(x.clone()).unwrap(), b.forward(x).unwrap(), 0.0);
+}

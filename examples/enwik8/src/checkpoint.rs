@@ -1,0 +1,327 @@
+//! One file per checkpoint: everything a run needs to continue bit for bit.
+//!
+//! ```text
+//! "BSTRAIN1"  crc32: u32   header, model, optimizer lengths: 3 × u64   header (JSON)  model  optimizer
+//! ```
+//! Integers are little-endian; the checksum covers all that follows it. Model and optimizer are Burn records in
+//! Burn's own format. They keep every bit of the weights and of Adam's moments and step counts, and the parameter ids
+//! that connect the two; what they do not hold (step, data order, random generator, configuration) is in the header.
+//!
+//! A checkpoint appears under its name only when it is complete and on disk: it is written to a temporary file in the
+//! same folder, synced and renamed. A process killed at any moment leaves the previous checkpoints as they were.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::data::{Fingerprint, SamplerState};
+use crate::presets::RunConfig;
+
+const MAGIC: &[u8; 8] = b"BSTRAIN1";
+/// Magic, checksum and three lengths.
+const PREAMBLE: usize = 8 + 4 + 3 * 8;
+
+/// What a checkpoint says about itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Header {
+    /// Version of the program that wrote it.
+    pub program: String,
+    /// Model and recipe.
+    pub config: RunConfig,
+    /// The data.
+    pub data: Fingerprint,
+    /// Optimizer steps done.
+    pub step: usize,
+    /// Where the next window comes from.
+    pub sampler: SamplerState,
+    /// The best validation so far.
+    pub best: Option<Best>,
+}
+
+/// A validation result.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Best {
+    /// Steps done when it was measured.
+    pub step: usize,
+    /// Bits per byte.
+    pub bits_per_byte: f64,
+}
+
+/// A checkpoint in memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Checkpoint {
+    /// Everything but tensors.
+    pub header: Header,
+    /// Burn's module record.
+    pub model: Vec<u8>,
+    /// Burn's optimizer record.
+    pub optimizer: Vec<u8>,
+}
+
+/// Why a file is no usable checkpoint.
+#[derive(Debug, Error)]
+pub enum CheckpointError {
+    /// It could not be read or written.
+    #[error("{path}: {source}", path = path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// It is another kind of file.
+    #[error("{path} is not a checkpoint of this program", path = path.display())]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It ends early.
+    #[error("{path} is truncated: {found} bytes instead of {expected}", path = path.display())]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        found: u64,
+        /// The length it was written with.
+        expected: u64,
+    },
+    /// Its bytes changed.
+    #[error(
+        "{path} is corrupted: its checksum is {found:08x}, but {expected:08x} was written",
+        path = path.display()
+    )]
+    Corrupted {
+        /// The file.
+        path: PathBuf,
+        /// Checksum of the bytes found.
+        found: u32,
+        /// Checksum stored in the file.
+        expected: u32,
+    },
+    /// Its header has other fields than this version's.
+    #[error("{path} was written by another version of this program: {source}", path = path.display())]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// The first field that does not fit.
+        source: serde_json::Error,
+    },
+}
+
+impl Checkpoint {
+    /// Writes the checkpoint so that `path` never holds part of it.
+    ///
+    /// # Errors
+    /// If the folder cannot be written to.
+    pub fn write(&self, path: &Path) -> Result<(), CheckpointError> {
+        let header = serde_json::to_vec(&self.header).map_err(|source| CheckpointError::Header {
+            path: path.to_owned(),
+            source,
+        })?;
+        let sections: [&[u8]; 3] = [&header, &self.model, &self.optimizer];
+        let lengths = sections.map(|section| (section.len() as u64).to_le_bytes()).concat();
+        let mut checksum = crc32fast::Hasher::new();
+        checksum.update(&lengths);
+        for section in sections {
+            checksum.update(section);
+        }
+
+        write_atomically(path, |file| {
+            file.write_all(MAGIC)?;
+            file.write_all(&checksum.clone().finalize().to_le_bytes())?;
+            file.write_all(&lengths)?;
+            sections.iter().try_for_each(|section| file.write_all(section))
+        })
+        .map_err(|source| CheckpointError::Io {
+            path: path.to_owned(),
+            source,
+        })
+    }
+
+    /// Reads and verifies a checkpoint.
+    ///
+    /// # Errors
+    /// Says whether the file is unreadable, foreign, truncated, corrupted or of another version.
+    pub fn read(path: &Path) -> Result<Self, CheckpointError> {
+        let bytes = fs::read(path).map_err(|source| CheckpointError::Io {
+            path: path.to_owned(),
+            source,
+        })?;
+        let path = path.to_owned();
+        if !bytes.starts_with(MAGIC) {
+            return Err(match MAGIC.starts_with(&bytes) {
+                true => truncated(path, bytes.len(), PREAMBLE as u64),
+                false => CheckpointError::Foreign { path },
+            });
+        }
+        if bytes.len() < PREAMBLE {
+            return Err(truncated(path, bytes.len(), PREAMBLE as u64));
+        }
+
+        let word = |at: usize| u64::from_le_bytes(array(&bytes[at..at + 8]));
+        let lengths = [word(12), word(20), word(28)];
+        let expected = lengths
+            .iter()
+            .fold(PREAMBLE as u64, |sum, length| sum.saturating_add(*length));
+        if (bytes.len() as u64) < expected {
+            return Err(truncated(path, bytes.len(), expected));
+        }
+        let stored = u32::from_le_bytes(array(&bytes[8..12]));
+        let found = crc32fast::hash(&bytes[12..]);
+        if stored != found {
+            return Err(CheckpointError::Corrupted {
+                path,
+                found,
+                expected: stored,
+            });
+        }
+
+        // The lengths sum to no more than the file's, so they fit usize.
+        let (header, rest) = bytes[PREAMBLE..].split_at(lengths[0] as usize);
+        let (model, optimizer) = rest.split_at(lengths[1] as usize);
+        let header = serde_json::from_slice(header).map_err(|source| CheckpointError::Header { path, source })?;
+        Ok(Checkpoint {
+            header,
+            model: model.to_vec(),
+            optimizer: optimizer.to_vec(),
+        })
+    }
+}
+
+/// Writes a file under a temporary name in the same folder, syncs it, and renames it to `path`.
+///
+/// # Errors
+/// Those of the file system; `path` is then as it was.
+pub fn write_atomically(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+    let temporary = path.with_added_extension(TEMPORARY);
+    let mut file = File::create(&temporary)?;
+    write(&mut file)?;
+    file.sync_all()?;
+    fs::rename(&temporary, path)?;
+    sync_folder(path)
+}
+
+/// Extension of files that are not complete yet.
+pub const TEMPORARY: &str = "partial";
+
+/// Makes the new name itself survive a power cut, where the system can.
+#[cfg(unix)]
+fn sync_folder(path: &Path) -> io::Result<()> {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => File::open(folder)?.sync_all(),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(not(unix))]
+fn sync_folder(_: &Path) -> io::Result<()> {
+    Ok(())
+}
+
+fn truncated(path: PathBuf, found: usize, expected: u64) -> CheckpointError {
+    CheckpointError::Truncated {
+        path,
+        found: found as u64,
+        expected,
+    }
+}
+
+fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
+    let mut array = [0; N];
+    array.copy_from_slice(bytes);
+    array
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::Sampler;
+    use crate::presets::{Overrides, Preset};
+
+    fn checkpoint() -> Checkpoint {
+        Checkpoint {
+            header: Header {
+                program: "0".to_owned(),
+                config: RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap(),
+                data: Fingerprint {
+                    path: None,
+                    bytes: 100,
+                    crc32: 1,
+                },
+                step: 3,
+                sampler: Sampler::new(100, 10, 1).state().clone(),
+                best: Some(Best {
+                    step: 2,
+                    bits_per_byte: 4.5,
+                }),
+            },
+            model: (0..200).collect(),
+            optimizer: vec![9; 77],
+        }
+    }
+
+    #[test]
+    fn round_trip() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.ckpt");
+        checkpoint().write(&path).unwrap();
+        assert_eq!(Checkpoint::read(&path).unwrap(), checkpoint());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "no temporary file is left");
+    }
+
+    #[test]
+    fn every_truncation_and_every_flipped_byte_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.ckpt");
+        checkpoint().write(&path).unwrap();
+        let good = fs::read(&path).unwrap();
+        for length in 0..good.len() {
+            fs::write(&path, &good[..length]).unwrap();
+            let error = Checkpoint::read(&path).unwrap_err();
+            assert!(matches!(error, CheckpointError::Truncated { .. }), "{length}: {error}");
+        }
+        for at in 0..good.len() {
+            let mut bad = good.clone();
+            bad[at] ^= 1;
+            fs::write(&path, &bad).unwrap();
+            let error = Checkpoint::read(&path).unwrap_err();
+            let named = match at {
+                0..8 => matches!(error, CheckpointError::Foreign { .. }),
+                8..12 => matches!(error, CheckpointError::Corrupted { .. }),
+                // A length that grew looks like a file that was cut.
+                12..PREAMBLE => matches!(
+                    error,
+                    CheckpointError::Corrupted { .. } | CheckpointError::Truncated { .. }
+                ),
+                _ => matches!(error, CheckpointError::Corrupted { .. }),
+            };
+            assert!(named, "byte {at}: {error}");
+        }
+    }
+
+    #[test]
+    fn other_files_are_named_as_such() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notes.txt");
+        fs::write(&path, "hello").unwrap();
+        assert!(matches!(Checkpoint::read(&path), Err(CheckpointError::Foreign { .. })));
+        let missing = Checkpoint::read(&folder.path().join("missing")).unwrap_err();
+        assert!(missing.to_string().contains("missing"), "{missing}");
+    }
+
+    #[test]
+    fn a_failed_write_leaves_the_old_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.ckpt");
+        checkpoint().write(&path).unwrap();
+        let failed = write_atomically(&path, |file| {
+            file.write_all(b"half")?;
+            Err(io::Error::other("disk full"))
+        });
+        assert!(failed.is_err());
+        assert_eq!(Checkpoint::read(&path).unwrap(), checkpoint());
+    }
+}

@@ -1,0 +1,336 @@
+//! Bytes, their split, and the order in which training sees them.
+
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
+use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+
+/// The first 1,000,000 bytes of enwik8; see `data/README.md` for authors and licence.
+static SAMPLE: &[u8] = include_bytes!("../data/enwik8-1mb");
+
+/// Length of the full enwik8.
+const ENWIK8_BYTES: usize = 100_000_000;
+
+/// What a checkpoint remembers of its data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Fingerprint {
+    /// The file, or nothing for the embedded sample.
+    pub path: Option<PathBuf>,
+    /// Its length.
+    pub bytes: usize,
+    /// Its CRC-32.
+    pub crc32: u32,
+}
+
+/// Part of a corpus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Split {
+    /// The first 90%.
+    Train,
+    /// The next 5%.
+    Validation,
+    /// The last 5%.
+    Test,
+}
+
+impl Split {
+    /// Its name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Split::Train => "training",
+            Split::Validation => "validation",
+            Split::Test => "test",
+        }
+    }
+}
+
+/// All bytes of a data set.
+pub struct Corpus {
+    path: Option<PathBuf>,
+    bytes: Vec<u8>,
+}
+
+impl Corpus {
+    /// Reads `path`, or takes the embedded sample.
+    ///
+    /// # Errors
+    /// If the file cannot be read or is empty.
+    pub fn open(path: Option<&Path>) -> Result<Self> {
+        let Some(path) = path else {
+            return Ok(Corpus {
+                path: None,
+                bytes: SAMPLE.to_vec(),
+            });
+        };
+        ensure!(!path.is_dir(), "cannot read {}: it is a folder, not a file of raw bytes", path.display());
+        let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        ensure!(!bytes.is_empty(), "{} is empty: there is nothing to train on", path.display());
+        Ok(Corpus {
+            // An absolute path still leads there when a run is resumed from elsewhere.
+            path: Some(std::path::absolute(path)?),
+            bytes,
+        })
+    }
+
+    /// Reopens what a checkpoint was trained on, or what the user names instead.
+    ///
+    /// # Errors
+    /// As [`Corpus::open`].
+    pub fn reopen(fingerprint: &Fingerprint, instead: Option<&Path>) -> Result<Self> {
+        Corpus::open(instead.or(fingerprint.path.as_deref()))
+    }
+
+    /// One line for the user: where the bytes come from.
+    pub fn describe(&self) -> String {
+        let source = match &self.path {
+            None => "the first 1,000,000 bytes of enwik8 (embedded; --data FILE for more)".to_owned(),
+            Some(path) if self.bytes.len() == ENWIK8_BYTES => {
+                format!("{}: the full enwik8, by its length of 100,000,000 bytes", path.display())
+            }
+            Some(path) => format!("{}: {} bytes", path.display(), thousands(self.bytes.len())),
+        };
+        let [train, validation, test] =
+            [Split::Train, Split::Validation, Split::Test].map(|split| thousands(self.split(split).len()));
+        format!("{source}\n          split into {train} / {validation} / {test} bytes (train / validation / test)")
+    }
+
+    /// What identifies these bytes.
+    pub fn fingerprint(&self) -> Fingerprint {
+        Fingerprint {
+            path: self.path.clone(),
+            bytes: self.bytes.len(),
+            crc32: crc32fast::hash(&self.bytes),
+        }
+    }
+
+    /// The bytes of one split.
+    pub fn split(&self, split: Split) -> &[u8] {
+        &self.bytes[split_range(self.bytes.len(), split)]
+    }
+
+    /// The bytes of one split, of which one window must fit.
+    ///
+    /// # Errors
+    /// If the split has fewer than `context + 1` bytes; names the file and the way out.
+    pub fn split_for(&self, split: Split, context: usize) -> Result<&[u8]> {
+        let bytes = self.split(split);
+        if bytes.len() > context {
+            return Ok(bytes);
+        }
+        let name = match &self.path {
+            Some(path) => path.display().to_string(),
+            None => "the embedded sample".to_owned(),
+        };
+        bail!(
+            "{name} is too short for a context of {context}: its {} bytes leave {} for the {} split, and a window \
+             needs {}; use a longer file (at least {} bytes) or a smaller --context",
+            thousands(self.bytes.len()),
+            thousands(bytes.len()),
+            split.name(),
+            thousands(context + 1),
+            // The smallest length whose 5% splits hold one window.
+            thousands((context + 1) * 20),
+        )
+    }
+}
+
+fn split_range(bytes: usize, split: Split) -> Range<usize> {
+    let twentieth = bytes / 20;
+    let train = bytes - 2 * twentieth;
+    match split {
+        Split::Train => 0..train,
+        Split::Validation => train..train + twentieth,
+        Split::Test => train + twentieth..bytes,
+    }
+}
+
+/// Entropy of single bytes, in bits: what a model without any context can reach.
+pub fn order_0_entropy(bytes: &[u8]) -> f64 {
+    let mut counts = [0u64; 256];
+    for &byte in bytes {
+        counts[usize::from(byte)] += 1;
+    }
+    let total = bytes.len() as f64;
+    counts
+        .iter()
+        .filter(|&&count| count > 0)
+        .map(|&count| count as f64 / total)
+        .map(|p| -p * p.log2())
+        .sum()
+}
+
+/// Where training is in its data: all that is needed to continue with the very next window.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SamplerState {
+    /// Epochs begun so far, less one.
+    pub epoch: usize,
+    /// Windows of this epoch already used.
+    pub used: usize,
+    /// The generator as it was before this epoch was shuffled.
+    pub rng: ChaCha8Rng,
+}
+
+/// Training windows without replacement: each epoch cuts the bytes into windows of `context + 1`
+/// (successive windows share one byte) from a random phase, and goes through them in random order.
+pub struct Sampler {
+    bytes: usize,
+    context: usize,
+    state: SamplerState,
+    order: Vec<usize>,
+}
+
+impl Sampler {
+    /// Starts a run. `bytes` must exceed `context`.
+    pub fn new(bytes: usize, context: usize, seed: u64) -> Self {
+        Sampler::resume(
+            bytes,
+            context,
+            SamplerState {
+                epoch: 0,
+                used: 0,
+                rng: ChaCha8Rng::seed_from_u64(seed),
+            },
+        )
+    }
+
+    /// Continues where `state` was taken.
+    pub fn resume(bytes: usize, context: usize, state: SamplerState) -> Self {
+        assert!(bytes > context, "{bytes} bytes hold no window of {context} + 1");
+        let order = shuffled_starts(bytes, context, &mut state.rng.clone());
+        Sampler {
+            bytes,
+            context,
+            state,
+            order,
+        }
+    }
+
+    /// What a checkpoint stores.
+    pub fn state(&self) -> &SamplerState {
+        &self.state
+    }
+
+    /// Where the next window begins.
+    pub fn next_start(&mut self) -> usize {
+        if self.state.used == self.order.len() {
+            shuffled_starts(self.bytes, self.context, &mut self.state.rng);
+            self.state.epoch += 1;
+            self.state.used = 0;
+            self.order = shuffled_starts(self.bytes, self.context, &mut self.state.rng.clone());
+        }
+        self.state.used += 1;
+        self.order[self.state.used - 1]
+    }
+}
+
+fn shuffled_starts(bytes: usize, context: usize, rng: &mut ChaCha8Rng) -> Vec<usize> {
+    let room = bytes - 1 - context;
+    let phase = rng.random_range(0..=room.min(context - 1) as u64) as usize;
+    let mut starts: Vec<usize> = (phase..=room).step_by(context).collect();
+    starts.shuffle(rng);
+    starts
+}
+
+/// `1234567` as `1,234,567`.
+pub fn thousands(number: usize) -> String {
+    let digits = number.to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn the_full_enwik8_splits_as_customary() {
+        let lengths = [Split::Train, Split::Validation, Split::Test].map(|split| split_range(ENWIK8_BYTES, split));
+        assert_eq!(
+            lengths,
+            [0..90_000_000, 90_000_000..95_000_000, 95_000_000..100_000_000]
+        );
+    }
+
+    #[test]
+    fn splits_cover_any_length_once() {
+        for bytes in [0, 1, 19, 20, 21, 1_000_003] {
+            let [train, validation, test] =
+                [Split::Train, Split::Validation, Split::Test].map(|split| split_range(bytes, split));
+            assert_eq!((train.start, train.end, validation.end), (0, validation.start, test.start));
+            assert_eq!(test.end, bytes);
+        }
+    }
+
+    #[test]
+    fn the_sample_has_the_entropy_of_english_wiki_markup() {
+        let corpus = Corpus::open(None).unwrap();
+        assert_eq!(corpus.bytes.len(), 1_000_000);
+        let entropy = order_0_entropy(&corpus.bytes);
+        assert!((5.0..5.2).contains(&entropy), "{entropy}");
+    }
+
+    #[test]
+    fn entropy_of_known_distributions() {
+        assert_eq!(order_0_entropy(b"aaaa"), 0.0);
+        assert_eq!(order_0_entropy(b"abab"), 1.0);
+        assert!((order_0_entropy(&(0..=255).collect::<Vec<u8>>()) - 8.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn an_epoch_visits_every_window_once() {
+        let (bytes, context) = (1_000, 32);
+        let mut sampler = Sampler::new(bytes, context, 7);
+        for epoch in 0..3 {
+            let windows = sampler.order.len();
+            let starts: HashSet<_> = (0..windows).map(|_| sampler.next_start()).collect();
+            assert_eq!(sampler.state().epoch, epoch);
+            assert_eq!(starts.len(), windows);
+            assert!(starts.iter().all(|start| start + context + 1 <= bytes));
+            assert!(windows >= (bytes - context) / context);
+            sampler.next_start();
+            sampler.state.used = 0;
+        }
+    }
+
+    #[test]
+    fn a_stored_state_continues_the_same_order() {
+        let mut sampler = Sampler::new(500, 16, 3);
+        for taken in 0..100 {
+            let stored = serde_json::to_string(sampler.state()).unwrap();
+            let mut resumed = Sampler::resume(500, 16, serde_json::from_str(&stored).unwrap());
+            let mut original = Sampler::resume(500, 16, sampler.state().clone());
+            let expected: Vec<_> = (0..80).map(|_| original.next_start()).collect();
+            let actual: Vec<_> = (0..80).map(|_| resumed.next_start()).collect();
+            assert_eq!(actual, expected, "after {taken} windows");
+            sampler.next_start();
+        }
+    }
+
+    #[test]
+    fn the_smallest_corpus_still_gives_windows() {
+        let mut sampler = Sampler::new(17, 16, 0);
+        assert_eq!([sampler.next_start(), sampler.next_start()], [0, 0]);
+    }
+
+    #[test]
+    fn thousands_are_separated() {
+        assert_eq!(
+            [0, 999, 1_000, 1_234_567].map(thousands),
+            ["0", "999", "1,000", "1,234,567"]
+        );
+    }
+}

@@ -1,0 +1,121 @@
+//! Devices by name, limited to the backends that were compiled in.
+
+use anyhow::{Result, bail};
+use burn::tensor::Device;
+
+/// Cargo features of this package, best first, and whether they are on.
+const BACKENDS: [(&str, bool); 4] = [
+    ("cuda", cfg!(feature = "cuda")),
+    ("wgpu", cfg!(feature = "wgpu")),
+    ("flex", cfg!(feature = "flex")),
+    ("ndarray", cfg!(feature = "ndarray")),
+];
+
+/// A device and the name to print for it.
+pub struct NamedDevice {
+    /// E.g. `cuda:0`.
+    pub name: String,
+    /// The device, without autodiff.
+    pub device: Device,
+}
+
+/// The device called `name`, or the best that was compiled in.
+///
+/// # Errors
+/// If there is no such backend, or its feature is off.
+pub fn open(name: Option<&str>) -> Result<NamedDevice> {
+    let Some(name) = name.or(default_name()) else {
+        bail!("this program was built without any backend; build it with --features flex");
+    };
+    let (backend, index) = match name.split_once(':') {
+        Some((backend, index)) => (backend, Some(index)),
+        None => (name, None),
+    };
+    let Some(&(_, compiled)) = BACKENDS.iter().find(|(known, _)| *known == backend) else {
+        bail!("unknown device '{name}'; the choices are flex, ndarray, wgpu, cuda and cuda:INDEX");
+    };
+    if !compiled {
+        bail!(
+            "device '{backend}' is not compiled in; build with --features {backend} \
+             (this program has {})",
+            compiled_names().join(", ")
+        );
+    }
+    let index = match index {
+        None => 0,
+        Some(text) => match text.parse() {
+            Ok(index) if backend == "cuda" => index,
+            _ => bail!("unknown device '{name}'; an index goes with cuda only, as in cuda:1"),
+        },
+    };
+    let Some(device) = by_name(backend, index) else {
+        bail!("device '{backend}' is not compiled in");
+    };
+    prefer(backend);
+    let name = match backend {
+        "cuda" => format!("cuda:{index}"),
+        _ => backend.to_owned(),
+    };
+    Ok(NamedDevice { name, device })
+}
+
+fn default_name() -> Option<&'static str> {
+    compiled_names().first().copied()
+}
+
+fn compiled_names() -> Vec<&'static str> {
+    let compiled = BACKENDS.iter().filter(|(_, compiled)| *compiled);
+    compiled.map(|&(name, _)| name).collect()
+}
+
+fn by_name(backend: &str, index: usize) -> Option<Device> {
+    match backend {
+        #[cfg(feature = "cuda")]
+        "cuda" => Some(Device::cuda(index)),
+        #[cfg(feature = "wgpu")]
+        "wgpu" => Some(Device::wgpu(Default::default())),
+        #[cfg(feature = "flex")]
+        "flex" => Some(Device::flex()),
+        #[cfg(feature = "ndarray")]
+        "ndarray" => Some(Device::ndarray()),
+        _ => {
+            let _ = index;
+            None
+        }
+    }
+}
+
+/// Names `backend` as Burn's default device.
+///
+/// Burn restores optimizer records on its default device, which would start CUDA for a run on the
+/// CPU if both are compiled in. It reads the default from the environment.
+fn prefer(backend: &str) {
+    if compiled_names().len() > 1 && std::env::var_os("BURN_DEVICE").is_none() {
+        // SAFETY: called from `main`'s thread before any other thread is started.
+        unsafe { std::env::set_var("BURN_DEVICE", backend) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(name: &str) -> String {
+        open(Some(name)).err().unwrap().to_string()
+    }
+
+    #[test]
+    fn mistakes_are_explained() {
+        assert!(error("tpu").contains("choices"));
+        assert!(error("flex:1").contains("cuda:1"));
+        if !cfg!(feature = "cuda") {
+            assert!(error("cuda:0").contains("--features cuda"));
+        }
+    }
+
+    #[test]
+    #[cfg(feature = "flex")]
+    fn flex_is_found() {
+        assert_eq!(open(Some("flex")).unwrap().name, "flex");
+    }
+}

@@ -1,0 +1,65 @@
+//! `enwik8 draw`: a picture of a pattern.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, anyhow, bail};
+use clap::Args;
+
+use crate::data::thousands;
+use crate::pattern;
+use crate::progress::say;
+
+/// Longest sequence whose layout is printed as text, in blocks.
+const PRINTED_BLOCKS: usize = 96;
+
+/// Draw an attention pattern
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  enwik8 draw --pattern fixed:128,32
+  enwik8 draw --pattern local:64+strided:64 --seq 512 --block 16 --out strided.svg")]
+pub struct DrawArgs {
+    /// E.g. fixed:128,32 or local:64+strided:64
+    #[arg(long, value_name = "PATTERN", default_value = "fixed:128,32", value_parser = pattern::checked)]
+    pattern: String,
+    /// Length of the sequence
+    #[arg(long, default_value_t = 512)]
+    seq: usize,
+    /// Block size: 8, 16, 32, 64 or 128
+    #[arg(long, default_value_t = 32)]
+    block: usize,
+    /// Attention heads; they differ in patterns such as fixed:128,32,4
+    #[arg(long, default_value_t = 1)]
+    heads: usize,
+    /// A picture to write: FILE.png or FILE.svg
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
+
+/// Runs `enwik8 draw`.
+pub fn run(args: &DrawArgs) -> Result<()> {
+    let pattern = pattern::parse(&args.pattern).map_err(|message| anyhow!(message))?;
+    let layout = pattern.layout(args.heads, args.seq, args.block)?;
+    if layout.q_blocks().max(layout.kv_blocks()) <= PRINTED_BLOCKS {
+        say("TEMP");
+    } else {
+        say(format!("{pattern}: too long to print as text"));
+    }
+    say(format!(
+        "{} of {} pairs allowed ({:.2}%), {} blocks kept ({:.2}%)",
+        thousands(usize::try_from(layout.allowed_pairs()).unwrap_or(usize::MAX)),
+        thousands(args.heads * args.seq * args.seq),
+        layout.density() * 100.0,
+        thousands(layout.blocks()),
+        layout.block_density() * 100.0,
+    ));
+    if let Some(path) = &args.out {
+        match path.extension().and_then(|extension| extension.to_str()) {
+            Some("png") => Ok::<(), anyhow::Error>(()),
+            Some("svg") => Ok(()),
+            _ => bail!("--out must end in .png or .svg, got {}", path.display()),
+        }
+        .with_context(|| format!("cannot draw {}", path.display()))?;
+        say(format!("wrote {}", path.display()));
+    }
+    Ok(())
+}

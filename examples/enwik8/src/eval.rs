@@ -1,0 +1,224 @@
+//! Bits per byte of a model on held-out bytes.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, anyhow, ensure};
+use burn::tensor::activation::log_softmax;
+use burn::tensor::Device;
+use burn_sparse_transformer::SparseTransformer;
+use clap::Args;
+use indicatif::ProgressBar;
+
+use crate::data::{Corpus, Split, thousands};
+use crate::model::{self, bits, windows};
+use crate::progress::{plain_bar, say, warn};
+use crate::{device, run};
+
+/// Measure bits per byte of a checkpoint
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  enwik8 eval
+  enwik8 eval --checkpoint runs/tiny --split test --min-context 128
+  enwik8 eval --checkpoint runs/paper/best.ckpt --min-context 12160 --device cuda")]
+pub struct EvalArgs {
+    /// A checkpoint file, or a run folder, whose best checkpoint is taken
+    #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
+    checkpoint: PathBuf,
+    /// Part of the data
+    #[arg(long, value_enum, default_value = "validation")]
+    split: Split,
+    /// Bytes of context that every byte after the first window has at least. The window moves by
+    /// context − MIN bytes, so a large MIN is slower and scores better
+    #[arg(long, value_name = "MIN", default_value_t = 0)]
+    min_context: usize,
+    /// Windows per forward pass [default: the run's batch]
+    #[arg(long)]
+    batch: Option<usize>,
+    /// Other raw bytes than the run's
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
+    #[arg(long)]
+    device: Option<String>,
+}
+
+/// Runs `enwik8 eval`.
+pub fn run(args: &EvalArgs) -> Result<()> {
+    let device = device::open(args.device.as_deref())?;
+    let (path, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let config = &checkpoint.header.config;
+    let context = config.model.context;
+    ensure!(
+        args.min_context < context,
+        "--min-context must be below the model's context of {context}, got {}",
+        args.min_context
+    );
+    let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref())?;
+    let bytes = corpus.split_for(args.split, context)?;
+    let model = model::restore(&checkpoint, &device.device)?;
+    say(format!(
+        "{}: step {}, context {context}, on {}",
+        path.display(),
+        thousands(checkpoint.header.step),
+        device.name
+    ));
+    let windows = sliding_windows(bytes.len(), context, args.min_context);
+    let evaluator = Evaluator {
+        model: &model,
+        device: &device.device,
+        context,
+        batch: args.batch.unwrap_or(config.recipe.batch).max(1),
+    };
+    let evaluation = evaluator.run(bytes, &windows, &plain_bar("evaluating"))?;
+    say(format!(
+        "{:.4} bits per byte over {} bytes of the {} split, with at least {} bytes of context after the first window",
+        evaluation.bits_per_byte(),
+        thousands(evaluation.bytes),
+        args.split.name(),
+        args.min_context
+    ));
+    Ok(())
+}
+
+/// A sum of losses.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Evaluation {
+    /// Summed over the predicted bytes.
+    pub nats: f64,
+    /// How many bytes were predicted.
+    pub bytes: usize,
+}
+
+impl Evaluation {
+    /// Mean loss in nats.
+    pub fn loss(&self) -> f64 {
+        self.nats / self.bytes as f64
+    }
+
+    /// Mean loss in bits.
+    pub fn bits_per_byte(&self) -> f64 {
+        bits(self.loss())
+    }
+}
+
+/// A window of `context` bytes, of which the predictions from `first` on are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Where it begins.
+    pub start: usize,
+    /// First prediction that no earlier window has made.
+    pub first: usize,
+}
+
+/// Windows that predict each of `bytes` but the first exactly once; those after the first window
+/// with more than `min_context` bytes before them. (The paper's evaluation, §7.)
+///
+/// `bytes` must exceed `context`, and `context` exceed `min_context`.
+pub fn sliding_windows(bytes: usize, context: usize, min_context: usize) -> Vec<Window> {
+    let last = bytes - 1 - context;
+    let mut windows = vec![Window { start: 0, first: 0 }];
+    let mut predicted = context;
+    while predicted < bytes - 1 {
+        let start = (predicted - min_context).min(last);
+        windows.push(Window {
+            start,
+            first: predicted - start,
+        });
+        predicted = start + context;
+    }
+    windows
+}
+
+/// `count` whole windows spread evenly over `bytes`, or all there are.
+pub fn spread_windows(bytes: usize, context: usize, count: usize) -> Vec<Window> {
+    if count * context >= bytes - 1 {
+        return sliding_windows(bytes, context, 0);
+    }
+    let last = bytes - 1 - context;
+    (0..count)
+        .map(|index| Window {
+            start: index * last / (count - 1).max(1),
+            first: 0,
+        })
+        .collect()
+}
+
+/// How windows are run through a model.
+pub struct Evaluator<'a> {
+    /// The model, without autodiff.
+    pub model: &'a SparseTransformer,
+    /// Where it is, without autodiff.
+    pub device: &'a Device,
+    /// Bytes per window.
+    pub context: usize,
+    /// Windows per forward pass.
+    pub batch: usize,
+}
+
+impl Evaluator<'_> {
+    /// Sums the losses of all counted predictions.
+    ///
+    /// # Errors
+    /// Those of the model.
+    pub fn run(&self, bytes: &[u8], plan: &[Window], bar: &ProgressBar) -> Result<Evaluation> {
+        let mut total = Evaluation { nats: 0.0, bytes: 0 };
+        bar.set_length(plan.len() as u64);
+        for part in plan.chunks(self.batch) {
+            let losses = self.losses(bytes, part)?;
+            for (window, row) in part.iter().zip(losses.chunks(self.context)) {
+                let counted = &row[window.first..];
+                total.nats += counted.iter().map(|&loss| f64::from(loss)).sum::<f64>();
+                total.bytes += counted.len();
+            }
+            bar.inc(part.len() as u64);
+        }
+        bar.finish_and_clear();
+        Ok(total)
+    }
+
+    /// −log p of each byte, `[windows · context]`.
+    fn losses(&self, bytes: &[u8], part: &[Window]) -> Result<Vec<f32>> {
+        let starts: Vec<usize> = part.iter().map(|window| window.start).collect();
+        let (tokens, targets) = windows(bytes, &starts, self.context, self.device);
+        let log_probabilities = log_softmax(self.model.forward(tokens)?, 2);
+        let losses = log_probabilities.gather(2, targets.unsqueeze_dim(2)).neg();
+        losses.try_into_vec_as().map_err(|error| anyhow!("{error:?}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_is_predicted_once_with_enough_context() {
+        for (bytes, context, min_context) in [
+            (100, 10, 0),
+            (100, 10, 9),
+            (101, 10, 3),
+            (11, 10, 5),
+            (12, 10, 9),
+            (1_000, 64, 48),
+        ] {
+            let mut times = vec![0; bytes];
+            for (index, window) in sliding_windows(bytes, context, min_context).iter().enumerate() {
+                for prediction in window.first..context {
+                    let byte = window.start + prediction + 1;
+                    times[byte] += 1;
+                    assert!(index == 0 || byte - window.start > min_context);
+                }
+            }
+            assert_eq!(times[0], 0);
+            assert!(times[1..].iter().all(|&count| count == 1), "{bytes} {context} {min_context}");
+        }
+    }
+
+    #[test]
+    fn windows_are_spread_from_end_to_end() {
+        let windows = spread_windows(1_001, 100, 4);
+        let starts: Vec<_> = windows.iter().map(|window| window.start).collect();
+        assert_eq!(starts, [0, 300, 600, 900]);
+        assert_eq!(spread_windows(301, 100, 50), sliding_windows(301, 100, 0));
+        assert_eq!(spread_windows(1_001, 100, 1).len(), 1);
+    }
+}

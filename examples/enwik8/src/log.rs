@@ -1,0 +1,150 @@
+//! `log.jsonl`: one JSON object per line, for people and plots.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::checkpoint::write_atomically;
+
+/// A line of the log. `loss` is in nats per byte, `bits_per_byte` the same in bits.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+pub enum Row {
+    /// One optimizer step.
+    Train {
+        /// Steps done, this one included.
+        step: usize,
+        /// Mean cross-entropy of the batch, before the step.
+        loss: f64,
+        /// The same in bits.
+        bits_per_byte: f64,
+        /// Learning rate of the step.
+        learning_rate: f64,
+        /// Global norm of the gradient before clipping.
+        grad_norm: f64,
+        /// Bytes trained on per second.
+        tokens_per_s: f64,
+        /// Duration of the step.
+        ms: f64,
+    },
+    /// Validation over a fixed set of windows.
+    Validation {
+        /// Steps done.
+        step: usize,
+        /// Mean cross-entropy.
+        loss: f64,
+        /// The same in bits.
+        bits_per_byte: f64,
+        /// Bytes that were predicted.
+        bytes: usize,
+    },
+    /// The whole validation split, at the end of the run.
+    Final {
+        /// Steps done.
+        step: usize,
+        /// Mean cross-entropy.
+        loss: f64,
+        /// The same in bits.
+        bits_per_byte: f64,
+        /// Bytes that were predicted.
+        bytes: usize,
+    },
+}
+
+impl Row {
+    /// Steps done when it was written.
+    pub fn step(&self) -> usize {
+        match *self {
+            Row::Train { step, .. } | Row::Validation { step, .. } | Row::Final { step, .. } => step,
+        }
+    }
+}
+
+/// An open log.
+pub struct Log {
+    path: PathBuf,
+    file: File,
+}
+
+impl Log {
+    /// Opens the log of a run that has done `step` steps. Lines of later steps, which a killed
+    /// process may have left after its last checkpoint, are dropped: they will be written again.
+    ///
+    /// # Errors
+    /// If the file cannot be read or written.
+    pub fn open(path: &Path, step: usize) -> Result<Self> {
+        let kept: Vec<Row> = read(path)?.into_iter().filter(|row| row.step() <= step).collect();
+        write_atomically(path, |file| kept.iter().try_for_each(|row| write_row(file, row)))
+            .and_then(|()| OpenOptions::new().append(true).open(path))
+            .map(|file| Log {
+                path: path.to_owned(),
+                file,
+            })
+            .with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// Appends a line.
+    ///
+    /// # Errors
+    /// If the disk is full, for instance.
+    pub fn write(&mut self, row: &Row) -> Result<()> {
+        write_row(&mut self.file, row).with_context(|| format!("cannot write {}", self.path.display()))
+    }
+}
+
+/// One system call per line, so that a killed process leaves whole lines but for the last.
+fn write_row(file: &mut File, row: &Row) -> std::io::Result<()> {
+    let mut line = serde_json::to_vec(row)?;
+    line.push(b'\n');
+    file.write_all(&line)
+}
+
+/// All whole lines of a log; none if there is no file.
+///
+/// # Errors
+/// If the file cannot be read.
+pub fn read(path: &Path) -> Result<Vec<Row>> {
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let mut rows = Vec::new();
+    for line in BufReader::new(file).split(b'\n') {
+        let line = line.with_context(|| format!("cannot read {}", path.display()))?;
+        // Only a line that was cut short by a crash does not parse.
+        rows.extend(serde_json::from_slice::<Row>(&line));
+    }
+    Ok(rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(step: usize) -> Row {
+        Row::Validation {
+            step,
+            loss: 1.0,
+            bits_per_byte: 1.5,
+            bytes: 10,
+        }
+    }
+
+    #[test]
+    fn reopening_drops_what_comes_after_the_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log.jsonl");
+        let mut log = Log::open(&path, 0).unwrap();
+        for step in [1, 2, 3] {
+            log.write(&row(step)).unwrap();
+        }
+        log.file.write_all(b"{\"kind\":\"validation\",\"ste").unwrap();
+        let mut log = Log::open(&path, 2).unwrap();
+        log.write(&row(3)).unwrap();
+        assert_eq!(read(&path).unwrap(), [row(1), row(2), row(3)]);
+        assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 3);
+    }
+}

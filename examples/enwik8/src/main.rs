@@ -1,0 +1,81 @@
+//! Trains a byte-level language model with block-sparse attention on enwik8.
+//!
+//! Read [`train`] first; it is the whole of training, top-down.
+
+mod bench;
+mod checkpoint;
+mod clip;
+mod data;
+mod device;
+mod draw;
+mod eval;
+mod log;
+mod model;
+mod pattern;
+mod plot;
+mod presets;
+mod progress;
+mod run;
+mod sample;
+mod schedule;
+mod train;
+
+use std::io;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// A byte-level language model with block-sparse attention (Sparse Transformer, Child et al., 2019)
+#[derive(Parser, Debug)]
+#[command(version, after_help = "Start here:
+  enwik8 train         train the preset `tiny` on an embedded sample of Wikipedia: minutes on a CPU
+  enwik8 sample        let it write
+  enwik8 eval          bits per byte on held-out text
+  enwik8 bench         sparse against dense attention on this machine
+  enwik8 draw --pattern fixed:128,32 --out pattern.png
+
+From the repository: cargo run -p enwik8 -- train")]
+struct Cli {
+    #[command(subcommand)]
+    command: Task,
+}
+
+#[derive(Subcommand, Debug)]
+enum Task {
+    Train(train::TrainArgs),
+    Eval(eval::EvalArgs),
+    Sample(sample::SampleArgs),
+    Bench(bench::BenchArgs),
+    Draw(draw::DrawArgs),
+}
+
+fn main() -> ExitCode {
+    match dispatch(&Cli::parse().command) {
+        Ok(code) => code,
+        // The reader of our output is gone (`| head`): that is its right.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch(task: &Task) -> Result<ExitCode> {
+    let done = |()| ExitCode::SUCCESS;
+    match task {
+        Task::Train(args) => train::run(args),
+        Task::Eval(args) => eval::run(args).map(done),
+        Task::Sample(args) => sample::run(args).map(done),
+        Task::Bench(args) => bench::run(args).map(done),
+        Task::Draw(args) => draw::run(args).map(done),
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<io::Error>())
+        .any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
+}

@@ -1,0 +1,123 @@
+//! From a run's configuration and records to Burn modules.
+
+use std::f64::consts::LN_2;
+
+use anyhow::{Context, Result, anyhow};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, Device, Int, Tensor, TensorData};
+use burn_blocksparse::Pattern;
+use burn_sparse_transformer::{Factorization, SparseTransformer, SparseTransformerConfig};
+
+use crate::checkpoint::Checkpoint;
+use crate::pattern;
+use crate::presets::{FactorizationKind, ModelConfig, Recipe};
+
+/// Every byte is a token.
+pub const VOCABULARY: usize = 256;
+
+/// A model with random weights that depend on `seed` only.
+///
+/// # Errors
+/// If the configuration's numbers do not go together.
+pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTransformer> {
+    device.seed(seed);
+    let factorization = factorization(config)?;
+    let model = SparseTransformerConfig::new(
+        VOCABULARY,
+        config.context,
+        config.d_model,
+        config.layers,
+        config.heads,
+        factorization,
+        config.position_width,
+    )
+    .with_block_size(config.block_size)
+    .with_dropout(config.dropout)
+    .init(device)?
+    // Weights are drawn here, in order, not on first use.
+    .materialize();
+    // Burn draws parameter ids at random; counted ids make two runs of one seed equal in every byte.
+    Ok(model.map(&mut CountedIds(0)))
+}
+
+/// The model of a checkpoint.
+///
+/// # Errors
+/// If the record does not fit the configuration.
+pub fn restore(checkpoint: &Checkpoint, device: &Device) -> Result<SparseTransformer> {
+    let config = &checkpoint.header.config;
+    let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(checkpoint.model.clone()))
+        .map_err(|error| anyhow!("{error}"))?;
+    new(&config.model, config.recipe.seed, device)?
+        .try_load_record(record)
+        .context("the checkpoint's weights do not fit its configuration")
+}
+
+/// The paper's optimizer: Adam with decoupled weight decay (§6). Burn's default epsilon of 1e-5 is not Adam's.
+pub fn optimizer(recipe: &Recipe) -> ModuleOptimizer {
+    AdamWConfig::new()
+        .with_beta_1(recipe.beta_1 as f32)
+        .with_beta_2(recipe.beta_2 as f32)
+        .with_epsilon(recipe.epsilon as f32)
+        .with_weight_decay(recipe.weight_decay as f32)
+        .init()
+}
+
+/// Attention patterns of all layers and heads.
+///
+/// # Errors
+/// If a pattern cannot be read.
+pub fn factorization(config: &ModelConfig) -> Result<Factorization> {
+    let patterns = config
+        .patterns
+        .iter()
+        .map(|text| pattern::parse(text))
+        .collect::<Result<Vec<Pattern>, _>>()
+        .map_err(|message| anyhow!(message))?;
+    Ok(match config.factorization {
+        FactorizationKind::Merged => Factorization::Merged(patterns),
+        FactorizationKind::Interleaved => Factorization::Interleaved(patterns),
+        FactorizationKind::MultiHead => Factorization::MultiHead(patterns),
+    })
+}
+
+/// Windows of `context + 1` bytes as inputs and the bytes that follow each of them, both `[windows, context]`.
+pub fn windows(bytes: &[u8], starts: &[usize], context: usize, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
+    let tensor = |offset: usize| {
+        let values: Vec<i32> = starts
+            .iter()
+            .flat_map(|start| &bytes[start + offset..start + offset + context])
+            .map(|&byte| i32::from(byte))
+            .collect();
+        Tensor::from_data(TensorData::new(values, [starts.len(), context]), device)
+    };
+    (tensor(0), tensor(1))
+}
+
+/// Nats as bits.
+pub fn bits(nats: f64) -> f64 {
+    nats / LN_2
+}
+
+struct CountedIds(u64);
+
+impl CountedIds {
+    fn next(&mut self) -> ParamId {
+        self.0 += 1;
+        ParamId::from(self.0)
+    }
+}
+
+impl ModuleMapper for CountedIds {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (_, tensor, mapper) = param.consume();
+        Param::from_mapped_value(self.next(), tensor, mapper)
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        let (_, tensor, mapper) = param.consume();
+        Param::from_mapped_value(self.next(), tensor, mapper)
+    }
+}

@@ -1,0 +1,123 @@
+//! The command line's notation for patterns, e.g. `fixed:128,32` or `local:64+strided:64`.
+
+use burn_blocksparse::Pattern;
+
+/// What can be written, for error messages and `--help`.
+pub const CHOICES: &str = "dense, causal, local:WINDOW, strided:STRIDE, merged-strided:STRIDE, \
+     fixed:STRIDE,COLUMNS[,VERTS], prefix:LENGTH, streaming:WINDOW,SINK, or a union of these with '+'";
+
+/// Reads a pattern; the parts of a union are joined by `+`.
+///
+/// # Errors
+/// What is wrong with the text, and the choices.
+pub fn parse(text: &str) -> Result<Pattern, String> {
+    let mut parts = text
+        .split('+')
+        .map(|part| parse_part(part.trim()))
+        .collect::<Result<Vec<_>, _>>()?;
+    Ok(match parts.len() {
+        1 => parts.remove(0),
+        _ => Pattern::union(parts),
+    })
+}
+
+/// Checks a pattern and hands its text back: run configurations store what the user wrote.
+pub fn checked(text: &str) -> Result<String, String> {
+    parse(text).map(|_| text.to_owned())
+}
+
+/// The stride of the first strided or fixed part: the natural width of the position matrix (§5.3).
+pub fn stride(text: &str) -> Option<usize> {
+    text.split('+').find_map(|part| {
+        let (name, arguments) = part.trim().split_once(':')?;
+        match name {
+            "strided" | "merged-strided" | "fixed" => arguments.split(',').next()?.trim().parse().ok(),
+            _ => None,
+        }
+    })
+}
+
+/// Whether no position attends to a later one, as a model that predicts the next byte needs.
+pub fn is_causal(text: &str) -> bool {
+    text.split('+').all(|part| {
+        let name = part.trim().split(':').next().unwrap_or_default();
+        !matches!(name, "dense" | "prefix")
+    })
+}
+
+fn parse_part(part: &str) -> Result<Pattern, String> {
+    let (name, arguments) = part.split_once(':').unwrap_or((part, ""));
+    let numbers = numbers(part, arguments)?;
+    let pattern = match (name, numbers.as_slice()) {
+        ("dense", []) => Pattern::dense(),
+        ("causal", []) => Pattern::causal(),
+        ("local", &[window]) => Pattern::local(window),
+        ("strided", &[stride]) => Pattern::strided(stride),
+        ("merged-strided", &[stride]) => Pattern::merged_strided(stride),
+        ("fixed", &[stride, columns]) => Pattern::fixed(stride, columns),
+        ("fixed", &[stride, columns, verts]) => Pattern::fixed_heads(stride, columns, verts),
+        ("prefix", &[prefix]) => Pattern::prefix_lm(prefix),
+        ("streaming", &[window, sink]) => Pattern::streaming(window, sink),
+        _ => return Err(format!("unknown pattern '{part}'; the choices are {CHOICES}")),
+    };
+    Ok(pattern)
+}
+
+fn numbers(part: &str, arguments: &str) -> Result<Vec<usize>, String> {
+    if arguments.is_empty() {
+        return Ok(Vec::new());
+    }
+    arguments
+        .split(',')
+        .map(|number| {
+            number.trim().parse().map_err(|_| {
+                format!("'{number}' in pattern '{part}' is not a whole number; the choices are {CHOICES}")
+            })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_notation_is_read() {
+        let cases = [
+            ("dense", Pattern::dense()),
+            ("causal", Pattern::causal()),
+            ("local:8", Pattern::local(8)),
+            ("strided:8", Pattern::strided(8)),
+            ("merged-strided:8", Pattern::merged_strided(8)),
+            ("fixed:128,32", Pattern::fixed(128, 32)),
+            ("fixed:128, 32, 4", Pattern::fixed_heads(128, 32, 4)),
+            ("prefix:5", Pattern::prefix_lm(5)),
+            ("streaming:16,4", Pattern::streaming(16, 4)),
+            (
+                "local:8 + strided:8",
+                Pattern::union([Pattern::local(8), Pattern::strided(8)]),
+            ),
+        ];
+        for (text, pattern) in cases {
+            assert_eq!(parse(text).unwrap(), pattern, "{text}");
+        }
+    }
+
+    #[test]
+    fn mistakes_list_the_choices() {
+        for text in ["", "lokal:8", "local", "local:x", "fixed:1", "causal:3", "local:8+"] {
+            let message = parse(text).unwrap_err();
+            assert!(message.contains("merged-strided:STRIDE"), "{text}: {message}");
+        }
+    }
+
+    #[test]
+    fn strides_and_causality() {
+        assert_eq!(stride("fixed:64,16"), Some(64));
+        assert_eq!(stride("local:32+strided:16"), Some(16));
+        assert_eq!(stride("causal"), None);
+        assert!(is_causal("local:32+strided:16"));
+        assert!(!is_causal("local:32+prefix:16"));
+        assert!(!is_causal("dense"));
+    }
+}

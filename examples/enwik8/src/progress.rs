@@ -1,0 +1,183 @@
+//! What the user sees while a run goes on: a bar on a terminal, plain lines elsewhere.
+
+use std::fmt::Display;
+use std::io::{self, IsTerminal, Write};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::data::thousands;
+use crate::log::Row;
+
+/// Prints a line. A reader that went away (`| head`) must not end a training run.
+pub fn say(line: impl Display) {
+    let _ = writeln!(io::stdout(), "{line}");
+}
+
+/// Prints a line about something that went wrong but was dealt with.
+pub fn warn(line: impl Display) {
+    let _ = writeln!(io::stderr(), "warning: {line}");
+}
+
+/// Progress of a run.
+pub struct Progress {
+    steps: usize,
+    log_every: usize,
+    bar: Option<ProgressBar>,
+    recent: Recent,
+}
+
+impl Progress {
+    /// Of a run that has done `step` of `steps` steps and prints every `log_every`.
+    pub fn new(step: usize, steps: usize, log_every: usize) -> Self {
+        let terminal = io::stdout().is_terminal() && io::stderr().is_terminal();
+        Progress {
+            steps,
+            log_every,
+            bar: terminal.then(|| bar(step, steps, "{pos}/{len} {bar:24} {msg}  {eta} left")),
+            recent: Recent::default(),
+        }
+    }
+
+    /// After each step, with its log line.
+    pub fn step(&mut self, row: &Row) {
+        self.recent.add(row);
+        let step = row.step();
+        if let Some(bar) = &self.bar {
+            bar.set_position(step as u64);
+            bar.set_message(self.recent.summary());
+        }
+        if step.is_multiple_of(self.log_every) || step == self.steps {
+            if self.bar.is_none() {
+                let remaining = self.recent.mean_ms() * (self.steps - step) as f64;
+                let left = clock(Duration::from_secs_f64(remaining / 1_000.0));
+                say(format!("step {step}/{}  {}  {left} left", self.steps, self.recent.summary()));
+            }
+            self.recent = Recent::default();
+        }
+    }
+
+    /// A line that stays: above the bar if there is one.
+    pub fn note(&self, line: impl Display) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| say(line)),
+            None => say(line),
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.abandon();
+        }
+    }
+}
+
+/// A bar on a terminal for some work, invisible elsewhere.
+pub fn plain_bar(what: &str) -> ProgressBar {
+    match io::stderr().is_terminal() {
+        true => bar(0, 0, &format!("{what} {{pos}}/{{len}} {{bar:24}} {{eta}} left")),
+        false => ProgressBar::hidden(),
+    }
+}
+
+fn bar(position: usize, length: usize, template: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let bar = ProgressBar::new(length as u64).with_style(style);
+    bar.set_position(position as u64);
+    // The time that earlier processes took says nothing about this one.
+    bar.reset_eta();
+    bar
+}
+
+/// Means over the steps since the last printed line.
+#[derive(Default)]
+struct Recent {
+    steps: f64,
+    loss: f64,
+    bits_per_byte: f64,
+    tokens: f64,
+    ms: f64,
+    learning_rate: f64,
+    grad_norm: f64,
+}
+
+impl Recent {
+    fn add(&mut self, row: &Row) {
+        if let Row::Train {
+            loss,
+            bits_per_byte,
+            learning_rate,
+            grad_norm,
+            tokens_per_s,
+            ms,
+            ..
+        } = *row
+        {
+            self.steps += 1.0;
+            self.loss += loss;
+            self.bits_per_byte += bits_per_byte;
+            self.tokens += tokens_per_s * ms / 1_000.0;
+            self.ms += ms;
+            self.grad_norm += grad_norm;
+            self.learning_rate = learning_rate;
+        }
+    }
+
+    fn mean_ms(&self) -> f64 {
+        self.ms / self.steps.max(1.0)
+    }
+
+    fn summary(&self) -> String {
+        let steps = self.steps.max(1.0);
+        format!(
+            "loss {:.3}  {:.3} bits/byte  lr {:.1e}  grad {:.2}  {} tokens/s  {:.0} ms",
+            self.loss / steps,
+            self.bits_per_byte / steps,
+            self.learning_rate,
+            self.grad_norm / steps,
+            thousands((self.tokens / (self.ms / 1_000.0).max(1e-9)) as usize),
+            self.mean_ms(),
+        )
+    }
+}
+
+/// `75 s` as `1m 15s`.
+pub fn clock(duration: Duration) -> String {
+    let seconds = duration.as_secs();
+    match seconds {
+        0..60 => format!("{seconds}s"),
+        60..3_600 => format!("{}m {:02}s", seconds / 60, seconds % 60),
+        _ => format!("{}h {:02}m", seconds / 3_600, seconds / 60 % 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn means_over_the_steps_since_the_last_line() {
+        let mut recent = Recent::default();
+        for (loss, ms) in [(1.0, 100.0), (3.0, 300.0)] {
+            recent.add(&Row::Train {
+                step: 1,
+                loss,
+                bits_per_byte: loss * 2.0,
+                learning_rate: 1e-3,
+                grad_norm: loss,
+                tokens_per_s: 1_000.0 / ms * 1_000.0,
+                ms,
+            });
+        }
+        let expected = "loss 2.000  4.000 bits/byte  lr 1.0e-3  grad 2.00  5,000 tokens/s  200 ms";
+        assert_eq!(recent.summary(), expected);
+    }
+
+    #[test]
+    fn durations_are_short() {
+        let clocks = [5, 75, 3_700].map(|seconds| clock(Duration::from_secs(seconds)));
+        assert_eq!(clocks, ["5s", "1m 15s", "1h 01m"]);
+    }
+}

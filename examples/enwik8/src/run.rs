@@ -1,0 +1,256 @@
+//! The folder of a run: `config.json`, `log.jsonl`, `loss.png`, `step-*.ckpt` and `best.ckpt`.
+
+use std::fs::{self, File, TryLockError};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::checkpoint::{Checkpoint, TEMPORARY, write_atomically};
+use crate::presets::RunConfig;
+
+const CONFIG: &str = "config.json";
+const LOG: &str = "log.jsonl";
+const PLOT: &str = "loss.png";
+const BEST: &str = "best.ckpt";
+const LOCK: &str = "lock";
+
+/// Regular checkpoints that are kept, besides the best one.
+const KEPT: usize = 2;
+
+/// A run's folder, locked against a second trainer.
+pub struct RunFolder {
+    path: PathBuf,
+    /// Held until the process ends, however it ends.
+    _lock: File,
+}
+
+impl RunFolder {
+    /// Makes the folder of a new run.
+    ///
+    /// # Errors
+    /// If it already holds a run and `overwrite` is not set: nothing is ever destroyed unasked.
+    pub fn create(path: &Path, overwrite: bool) -> Result<Self> {
+        ensure!(
+            !path.is_file(),
+            "{} is a file; --run names the folder of a run",
+            path.display()
+        );
+        if !overwrite && holds_run(path) {
+            bail!(
+                "{0} already holds a run: continue it with --resume, replace it with --overwrite, \
+                 or choose another folder with --run DIR",
+                path.display()
+            );
+        }
+        fs::create_dir_all(path).with_context(|| format!("cannot create {}", path.display()))?;
+        let folder = RunFolder::lock(path)?;
+        for old in files_of_run(path)? {
+            fs::remove_file(&old).with_context(|| format!("cannot remove {}", old.display()))?;
+        }
+        Ok(folder)
+    }
+
+    /// Opens the folder of a run that is to be continued.
+    ///
+    /// # Errors
+    /// If there is no run.
+    pub fn open(path: &Path) -> Result<Self> {
+        ensure!(
+            holds_run(path),
+            "nothing to resume: {} holds no run; leave --resume out to begin one",
+            path.display()
+        );
+        let folder = RunFolder::lock(path)?;
+        // What a killed process was writing.
+        for unfinished in files_of_run(path)?.iter().filter(|path| is_unfinished(path)) {
+            fs::remove_file(unfinished).with_context(|| format!("cannot remove {}", unfinished.display()))?;
+        }
+        Ok(folder)
+    }
+
+    fn lock(path: &Path) -> Result<Self> {
+        let lock = File::create(path.join(LOCK)).with_context(|| format!("cannot write to {}", path.display()))?;
+        match lock.try_lock() {
+            Err(TryLockError::WouldBlock) => bail!("another process is training in {}", path.display()),
+            // Some file systems have no locks; training there is still fine.
+            Err(TryLockError::Error(_)) | Ok(()) => {}
+        }
+        Ok(RunFolder {
+            path: path.to_owned(),
+            _lock: lock,
+        })
+    }
+
+    /// Where the folder is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// `log.jsonl`.
+    pub fn log(&self) -> PathBuf {
+        self.path.join(LOG)
+    }
+
+    /// `loss.png`.
+    pub fn plot(&self) -> PathBuf {
+        self.path.join(PLOT)
+    }
+
+    /// Stores the configuration for people to read; checkpoints have their own copy.
+    ///
+    /// # Errors
+    /// If the folder cannot be written to.
+    pub fn write_config(&self, config: &RunConfig) -> Result<()> {
+        use std::io::Write;
+        let path = self.path.join(CONFIG);
+        let text = serde_json::to_string_pretty(config)?;
+        write_atomically(&path, |file| file.write_all(text.as_bytes()))
+            .with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// Stores a checkpoint and drops those that are no longer needed.
+    ///
+    /// # Errors
+    /// If the folder cannot be written to.
+    pub fn save(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let name = format!("step-{:08}.ckpt", checkpoint.header.step);
+        checkpoint.write(&self.path.join(name))?;
+        for old in step_checkpoints(&self.path)?.into_iter().skip(KEPT) {
+            fs::remove_file(&old).with_context(|| format!("cannot remove {}", old.display()))?;
+        }
+        Ok(())
+    }
+
+    /// Stores the checkpoint with the best validation so far.
+    ///
+    /// # Errors
+    /// If the folder cannot be written to.
+    pub fn save_best(&self, checkpoint: &Checkpoint) -> Result<()> {
+        Ok(checkpoint.write(&self.path.join(BEST))?)
+    }
+}
+
+/// The newest checkpoint of a run that is whole; `warn` hears of those that are not.
+///
+/// # Errors
+/// If none is usable, with the reason for each.
+pub fn latest_checkpoint(folder: &Path, mut warn: impl FnMut(String)) -> Result<(PathBuf, Checkpoint)> {
+    let mut candidates = step_checkpoints(folder)?;
+    candidates.push(folder.join(BEST));
+    let mut reasons = Vec::new();
+    for path in candidates.into_iter().filter(|path| path.exists()) {
+        match Checkpoint::read(&path) {
+            Ok(checkpoint) => {
+                for reason in &reasons {
+                    warn(format!("{reason}; falling back to {}", path.display()));
+                }
+                return Ok((path, checkpoint));
+            }
+            Err(error) => reasons.push(error.to_string()),
+        }
+    }
+    match reasons.is_empty() {
+        true => bail!(
+            "{} has no checkpoint yet: its run was stopped before the first; begin again with --overwrite",
+            folder.display()
+        ),
+        false => bail!("{} has no usable checkpoint: {}", folder.display(), reasons.join("; ")),
+    }
+}
+
+/// A checkpoint to evaluate or sample: a file, or a run's folder, whose best one is taken.
+///
+/// # Errors
+/// If there is none, or it is damaged.
+pub fn open_checkpoint(path: &Path, warn: impl FnMut(String)) -> Result<(PathBuf, Checkpoint)> {
+    if path.is_dir() {
+        let best = path.join(BEST);
+        return match best.exists() {
+            true => Ok((best.clone(), Checkpoint::read(&best)?)),
+            false if holds_run(path) => latest_checkpoint(path, warn),
+            false => bail!("{} holds no run; train one first, or give --checkpoint FILE", path.display()),
+        };
+    }
+    ensure!(
+        path.exists(),
+        "there is no checkpoint at {}; train a model first (enwik8 train) or give --checkpoint PATH",
+        path.display()
+    );
+    Ok((path.to_owned(), Checkpoint::read(path)?))
+}
+
+fn holds_run(folder: &Path) -> bool {
+    folder.join(CONFIG).exists() || step_checkpoints(folder).is_ok_and(|found| !found.is_empty())
+}
+
+/// `step-*.ckpt`, newest first.
+fn step_checkpoints(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found: Vec<_> = entries(folder)?
+        .into_iter()
+        .filter_map(|path| Some((step_of(&path)?, path)))
+        .collect();
+    found.sort_by(|a, b| b.cmp(a));
+    Ok(found.into_iter().map(|(_, path)| path).collect())
+}
+
+fn step_of(path: &Path) -> Option<usize> {
+    let name = path.file_name()?.to_str()?;
+    name.strip_prefix("step-")?.strip_suffix(".ckpt")?.parse().ok()
+}
+
+/// Every file that training writes, so that `--overwrite` removes those and no others.
+fn files_of_run(folder: &Path) -> Result<Vec<PathBuf>> {
+    let is_ours = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let name = name.strip_suffix(&format!(".{TEMPORARY}")).unwrap_or(name);
+        [CONFIG, LOG, PLOT, BEST].contains(&name) || step_of(Path::new(name)).is_some()
+    };
+    Ok(entries(folder)?.into_iter().filter(is_ours).collect())
+}
+
+fn is_unfinished(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == TEMPORARY)
+}
+
+fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    fs::read_dir(folder)
+        .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())
+        .with_context(|| format!("cannot read {}", folder.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_is_not_destroyed_unasked() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run");
+        drop(RunFolder::create(&path, false).unwrap());
+        fs::write(path.join(CONFIG), "{}").unwrap();
+        fs::write(path.join("mine.txt"), "keep").unwrap();
+        let error = RunFolder::create(&path, false).err().unwrap().to_string();
+        assert!(error.contains("--resume") && error.contains("--overwrite"), "{error}");
+        assert!(path.join(CONFIG).exists());
+        drop(RunFolder::create(&path, true).unwrap());
+        assert!(!path.join(CONFIG).exists());
+        assert!(path.join("mine.txt").exists(), "other files stay");
+    }
+
+    #[test]
+    fn one_trainer_per_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let _first = RunFolder::create(folder.path(), false).unwrap();
+        let error = RunFolder::create(folder.path(), false).err().unwrap().to_string();
+        assert!(error.contains("another process"), "{error}");
+    }
+
+    #[test]
+    fn only_runs_can_be_resumed() {
+        let folder = tempfile::tempdir().unwrap();
+        for path in [folder.path().to_owned(), folder.path().join("missing")] {
+            let error = RunFolder::open(&path).err().unwrap().to_string();
+            assert!(error.contains("nothing to resume"), "{error}");
+        }
+    }
+}

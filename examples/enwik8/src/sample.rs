@@ -1,0 +1,270 @@
+//! `enwik8 sample`: one byte after the other, with a key/value cache.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_sparse_transformer::{SparseTransformer, SparseTransformerCache};
+use clap::Args;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::progress::warn;
+use crate::{device, model, run};
+
+/// Let a checkpoint write bytes
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  enwik8 sample
+  enwik8 sample --prompt '== History ==' --length 1000 --temperature 0.8 --top-k 40
+  enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin
+
+A sample longer than the model's context goes on: when the context is full, its newest half is kept and the model
+reads it again as the beginning of a new window.")]
+pub struct SampleArgs {
+    /// A checkpoint file, or a run folder, whose best checkpoint is taken
+    #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
+    checkpoint: PathBuf,
+    /// What the bytes follow; only its newest context − 1 bytes are read
+    #[arg(long, value_name = "TEXT", default_value = "The ")]
+    prompt: String,
+    /// Bytes to write after the prompt
+    #[arg(long, default_value_t = 500)]
+    length: usize,
+    /// 0 takes the likeliest byte, 1 samples from the model, above 1 is wilder
+    #[arg(long, default_value_t = 1.0, value_parser = temperature)]
+    temperature: f64,
+    /// Consider only the K likeliest bytes
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=256))]
+    top_k: Option<u16>,
+    /// Seed of the choice
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Write the raw bytes, prompt included, to a file instead of text to the terminal
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
+    #[arg(long)]
+    device: Option<String>,
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(number) if number >= 0.0 && f64::is_finite(number) => Ok(number),
+        _ => Err("must be a number, at least 0".to_owned()),
+    }
+}
+
+/// Runs `enwik8 sample`.
+pub fn run(args: &SampleArgs) -> Result<()> {
+    ensure!(!args.prompt.is_empty(), "--prompt must not be empty: the model predicts bytes from earlier ones");
+    let device = device::open(args.device.as_deref())?;
+    let (_, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let context = checkpoint.header.config.model.context;
+    let model = model::restore(&checkpoint, &device.device)?;
+    let mut writer = Writer::new(model, device.device, context);
+    let mut choice = Choice {
+        temperature: args.temperature,
+        top_k: args.top_k.map_or(model::VOCABULARY, usize::from),
+        rng: ChaCha8Rng::seed_from_u64(args.seed),
+    };
+
+    let mut output = Output::open(args)?;
+    output.write(args.prompt.as_bytes())?;
+    let mut logits = writer.read(args.prompt.as_bytes())?;
+    for index in 0..args.length {
+        let byte = choice.choose(&logits);
+        output.write(&[byte])?;
+        if index + 1 < args.length {
+            logits = writer.read(&[byte])?;
+        }
+    }
+    output.finish()
+}
+
+/// A model, what it has read, and the cache of it.
+struct Writer {
+    model: SparseTransformer,
+    device: Device,
+    context: usize,
+    cache: SparseTransformerCache,
+    /// The bytes in the cache.
+    window: Vec<u8>,
+}
+
+impl Writer {
+    fn new(model: SparseTransformer, device: Device, context: usize) -> Self {
+        Writer {
+            cache: model.new_cache(),
+            model,
+            device,
+            context,
+            window: Vec::new(),
+        }
+    }
+
+    /// Reads more bytes and returns the logits of the next one.
+    fn read(&mut self, bytes: &[u8]) -> Result<Vec<f32>> {
+        if self.window.len() + bytes.len() <= self.context {
+            self.window.extend(bytes);
+            return self.forward(bytes);
+        }
+        // Positions are absolute, so the cache cannot slide: the newest half is read again from position 0.
+        let all = [self.window.as_slice(), bytes].concat();
+        let kept = &all[all.len() - (self.context / 2).max(1)..];
+        self.cache = self.model.new_cache();
+        self.window = kept.to_vec();
+        self.forward(kept)
+    }
+
+    fn forward(&mut self, bytes: &[u8]) -> Result<Vec<f32>> {
+        let values: Vec<i32> = bytes.iter().map(|&byte| i32::from(byte)).collect();
+        let data = TensorData::new(values, [1, bytes.len()]);
+        let tokens = Tensor::<2, Int>::from_data(data, &self.device);
+        let logits = self.model.forward_cache(tokens, &mut self.cache)?;
+        let last = logits.narrow(1, bytes.len() - 1, 1);
+        last.try_into_vec_as().map_err(|error| anyhow!("{error:?}"))
+    }
+}
+
+/// How the next byte is chosen.
+struct Choice {
+    temperature: f64,
+    top_k: usize,
+    rng: ChaCha8Rng,
+}
+
+impl Choice {
+    fn choose(&mut self, logits: &[f32]) -> u8 {
+        let mut ranked: Vec<(f64, u8)> = logits.iter().map(|&logit| f64::from(logit)).zip(0..=255).collect();
+        ranked.sort_by(|a, b| b.0.total_cmp(&a.0));
+        if self.temperature == 0.0 {
+            return ranked[0].1;
+        }
+        ranked.truncate(self.top_k);
+        let likeliest = ranked[0].0;
+        for candidate in &mut ranked {
+            candidate.0 = ((candidate.0 - likeliest) / self.temperature).exp();
+        }
+        let total: f64 = ranked.iter().map(|candidate| candidate.0).sum();
+        let mut rest = self.rng.random::<f64>() * total;
+        for &(weight, byte) in &ranked {
+            rest -= weight;
+            if rest < 0.0 {
+                return byte;
+            }
+        }
+        ranked[0].1
+    }
+}
+
+/// Raw bytes to a file, or text to the terminal as it comes.
+enum Output {
+    File(io::BufWriter<File>),
+    Terminal(Text),
+}
+
+impl Output {
+    fn open(args: &SampleArgs) -> Result<Self> {
+        Ok(match &args.output {
+            None => Output::Terminal(Text::default()),
+            Some(path) => {
+                let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
+                Output::File(io::BufWriter::new(file))
+            }
+        })
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        match self {
+            Output::File(file) => file.write_all(bytes)?,
+            Output::Terminal(text) => {
+                let mut terminal = io::stdout().lock();
+                terminal.write_all(text.push(bytes).as_bytes())?;
+                terminal.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<()> {
+        match self {
+            Output::File(mut file) => file.flush()?,
+            Output::Terminal(mut text) => writeln!(io::stdout(), "{}", text.rest())?,
+        }
+        Ok(())
+    }
+}
+
+/// Bytes as UTF-8: whole characters as soon as they are complete, `�` for what is none.
+#[derive(Default)]
+struct Text {
+    pending: Vec<u8>,
+}
+
+impl Text {
+    fn push(&mut self, bytes: &[u8]) -> String {
+        self.pending.extend(bytes);
+        let incomplete = match str::from_utf8(&self.pending) {
+            // An error without a length is a character that more bytes may complete.
+            Err(_) => self.pending.utf8_chunks().last().map_or(0, |chunk| {
+                let bytes = chunk.invalid();
+                match str::from_utf8(bytes) {
+                    Err(error) if error.error_len().is_none() => bytes.len(),
+                    _ => 0,
+                }
+            }),
+            Ok(_) => 0,
+        };
+        let complete: Vec<u8> = self.pending.drain(..self.pending.len() - incomplete).collect();
+        String::from_utf8_lossy(&complete).into_owned()
+    }
+
+    fn rest(&mut self) -> String {
+        String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn characters_are_printed_once_they_are_whole() {
+        let mut text = Text::default();
+        let printed: Vec<String> = "aé€".bytes().map(|byte| text.push(&[byte])).collect();
+        assert_eq!(printed, ["a", "", "é", "", "", "€"]);
+        assert_eq!(text.push(&[b'x', 0xff, b'y', 0xe2]), "x\u{fffd}y");
+        assert_eq!(text.rest(), "\u{fffd}");
+    }
+
+    #[test]
+    fn temperature_0_and_top_1_are_greedy() {
+        let mut logits = vec![0.0; 256];
+        logits[65] = 1.0;
+        for (temperature, top_k) in [(0.0, 256), (5.0, 1)] {
+            let mut choice = Choice {
+                temperature,
+                top_k,
+                rng: ChaCha8Rng::seed_from_u64(0),
+            };
+            assert!((0..50).all(|_| choice.choose(&logits) == 65));
+        }
+    }
+
+    #[test]
+    fn sampling_follows_the_probabilities() {
+        let mut logits = vec![f32::NEG_INFINITY; 256];
+        logits[1] = 0.75f32.ln();
+        logits[2] = 0.25f32.ln();
+        let mut choice = Choice {
+            temperature: 1.0,
+            top_k: 256,
+            rng: ChaCha8Rng::seed_from_u64(0),
+        };
+        let ones = (0..4_000).filter(|_| choice.choose(&logits) == 1).count();
+        assert!((2_850..3_150).contains(&ones), "{ones}");
+    }
+}

@@ -1,0 +1,409 @@
+//! `enwik8 train`: the loop, top-down.
+//!
+//! Optimizer, autodiff, module and optimizer records are Burn's. The loop is not that of Burn's `Learner`: that one
+//! saves model, optimizer and scheduler at the end of an epoch and builds its data loaders anew, whereas a run here
+//! continues from any step, with the data order and the random numbers it would have had. Clipping is in
+//! [`crate::clip`] because Burn's is per parameter.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Bytes, Tensor};
+use burn_sparse_transformer::SparseTransformer;
+use clap::Args;
+use indicatif::ProgressBar;
+
+use crate::checkpoint::{Best, Checkpoint, Header};
+use crate::clip::clip_global_norm;
+use crate::data::{Corpus, Fingerprint, Sampler, Split, order_0_entropy, thousands};
+use crate::device::{self, NamedDevice};
+use crate::eval::{Evaluation, Evaluator, Window, sliding_windows, spread_windows};
+use crate::log::{self, Log, Row};
+use crate::model::{self, bits, windows};
+use crate::plot;
+use crate::presets::{Overrides, Preset, RunConfig};
+use crate::progress::{Progress, clock, plain_bar, say, warn};
+use crate::run::{self, RunFolder};
+use crate::schedule::Schedule;
+
+/// Train a model on bytes
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  enwik8 train                                  minutes on a CPU, on an embedded sample
+  enwik8 train --resume                         continue after Ctrl-C or a crash
+  enwik8 train --attention dense --run runs/dense
+  enwik8 train --data enwik8 --preset small --device cuda
+  enwik8 train --data enwik8 --preset paper --device cuda
+
+Ctrl-C finishes the step, writes a checkpoint and stops.")]
+pub struct TrainArgs {
+    /// Model and recipe [default: tiny]
+    #[arg(long, value_enum)]
+    preset: Option<Preset>,
+    /// A file of raw bytes; enwik8 itself is recognised by its length [default: the first 1,000,000
+    /// bytes of enwik8, embedded]
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// Folder for checkpoints, log and loss curve [default: runs/PRESET]
+    #[arg(long, value_name = "DIR")]
+    run: Option<PathBuf>,
+    /// Continue the run in the folder, bit for bit
+    #[arg(long)]
+    resume: bool,
+    /// Replace the run in the folder
+    #[arg(long, conflicts_with = "resume")]
+    overwrite: bool,
+    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
+    #[arg(long)]
+    device: Option<String>,
+    #[command(flatten)]
+    overrides: Overrides,
+}
+
+impl TrainArgs {
+    fn folder(&self) -> PathBuf {
+        let preset = self.preset.unwrap_or(Preset::Tiny);
+        self.run.clone().unwrap_or_else(|| PathBuf::from("runs").join(preset.name()))
+    }
+}
+
+/// Runs `enwik8 train`. The exit code is 130 if Ctrl-C ended it.
+pub fn run(args: &TrainArgs) -> Result<ExitCode> {
+    let device = device::open(args.device.as_deref())?;
+    let mut session = match args.resume {
+        false => Session::begin(args, device)?,
+        true => Session::resume(args, device)?,
+    };
+    session.describe()?;
+    if session.step >= session.steps {
+        say(format!(
+            "nothing to do: this run has done all its {} steps; --steps N trains it further",
+            thousands(session.steps)
+        ));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let stop = stop_on_ctrl_c()?;
+    session.train(&stop)?;
+    if session.step < session.steps {
+        say(format!(
+            "stopped after step {}; continue with: enwik8 train --resume --run {}",
+            thousands(session.step),
+            session.folder.path().display()
+        ));
+        return Ok(ExitCode::from(130));
+    }
+    session.finish()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A run in memory. What a checkpoint holds is `step`, `model`, `optimizer`, `sampler` and `best`.
+struct Session {
+    config: RunConfig,
+    steps: usize,
+    corpus: Corpus,
+    data: Fingerprint,
+    folder: RunFolder,
+    device: NamedDevice,
+    model: SparseTransformer,
+    optimizer: ModuleOptimizer,
+    sampler: Sampler,
+    step: usize,
+    best: Option<Best>,
+}
+
+impl Session {
+    fn begin(args: &TrainArgs, device: NamedDevice) -> Result<Self> {
+        let config = RunConfig::new(args.preset.unwrap_or(Preset::Tiny), &args.overrides)?;
+        let corpus = Corpus::open(args.data.as_deref())?;
+        let train = check_lengths(&corpus, &config)?;
+        // Only now that all input is known to be good is anything written.
+        let model = model::new(&config.model, config.recipe.seed, &device.device.clone().autodiff())?;
+        let folder = RunFolder::create(&args.folder(), args.overwrite)?;
+        folder.write_config(&config)?;
+        Ok(Session {
+            steps: config.steps(train),
+            sampler: Sampler::new(train, config.model.context, config.recipe.seed),
+            optimizer: model::optimizer(&config.recipe),
+            data: corpus.fingerprint(),
+            step: 0,
+            best: None,
+            config,
+            corpus,
+            folder,
+            device,
+            model,
+        })
+    }
+
+    fn resume(args: &TrainArgs, device: NamedDevice) -> Result<Self> {
+        let folder = RunFolder::open(&args.folder())?;
+        let (path, checkpoint) = run::latest_checkpoint(folder.path(), warn)?;
+        let header = &checkpoint.header;
+        let config = header.config.resumed(args.preset, &args.overrides)?;
+        let corpus = Corpus::reopen(&header.data, args.data.as_deref())?;
+        let data = corpus.fingerprint();
+        ensure!(
+            (data.bytes, data.crc32) == (header.data.bytes, header.data.crc32),
+            "the data are not those of the run in {}: {} bytes with CRC-32 {:08x}, not {} bytes with {:08x}",
+            folder.path().display(),
+            thousands(data.bytes),
+            data.crc32,
+            thousands(header.data.bytes),
+            header.data.crc32
+        );
+        let train = check_lengths(&corpus, &config)?;
+        let model = model::restore(&checkpoint, &device.device.clone().autodiff())
+            .with_context(|| format!("cannot resume from {}", path.display()))?;
+        let optimizer = model::optimizer(&config.recipe)
+            .from_bytes(Bytes::from_bytes_vec(checkpoint.optimizer))
+            .map_err(|error| anyhow!("{}: {error}", path.display()))?;
+        folder.write_config(&config)?;
+        say(format!("resuming from {}", path.display()));
+        Ok(Session {
+            steps: config.steps(train),
+            sampler: Sampler::resume(train, config.model.context, checkpoint.header.sampler),
+            step: checkpoint.header.step,
+            best: checkpoint.header.best,
+            config,
+            corpus,
+            data,
+            folder,
+            device,
+            model,
+            optimizer,
+        })
+    }
+
+    fn describe(&self) -> Result<()> {
+        let RunConfig { preset, model, recipe } = &self.config;
+        let per_step = self.config.tokens_per_step();
+        let train = self.corpus.split(Split::Train).len();
+        say(format!("data      {}", self.corpus.describe()));
+        say(format!(
+            "model     preset {preset}: {} parameters, {} layers, {} heads, d_model {}, context {}",
+            thousands(self.model.num_params()),
+            model.layers,
+            model.heads,
+            model.d_model,
+            thousands(model.context),
+        ));
+        say(format!(
+            "attention {}, block size {}",
+            model::factorization(model)?,
+            model.block_size
+        ));
+        say(format!(
+            "recipe    {} steps of {} bytes ({:.1} epochs), lr {}, warm-up {}, dropout {}, seed {}",
+            thousands(self.steps),
+            thousands(per_step),
+            (self.steps * per_step) as f64 / train as f64,
+            recipe.learning_rate,
+            thousands(recipe.warmup),
+            model.dropout,
+            recipe.seed,
+        ));
+        if preset == &Preset::Paper {
+            say("          (the paper gives no learning rate or batch for enwik8: this is its CIFAR-10 rate, batch ours)");
+        }
+        say(format!("run       {}, on {}\n", self.folder.path().display(), self.device.name));
+        Ok(())
+    }
+
+    fn train(&mut self, stop: &AtomicBool) -> Result<()> {
+        let recipe = self.config.recipe.clone();
+        let mut log = Log::open(&self.folder.log(), self.step)?;
+        let mut progress = Progress::new(self.step, self.steps, recipe.log_every);
+        while self.step < self.steps {
+            let row = self.train_step()?;
+            log.write(&row)?;
+            progress.step(&row);
+
+            let last = self.step == self.steps || stop.load(Ordering::Relaxed);
+            if self.step.is_multiple_of(recipe.eval_every) || self.step == self.steps {
+                let (row, line) = self.validate()?;
+                log.write(&row)?;
+                progress.note(line);
+            }
+            if self.step.is_multiple_of(recipe.checkpoint_every) || last {
+                self.folder.save(&self.checkpoint()?)?;
+                self.plot()?;
+            }
+            if last {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// One optimizer step; `self.step` counts it.
+    fn train_step(&mut self) -> Result<Row> {
+        let recipe = &self.config.recipe;
+        let context = self.config.model.context;
+        let began = Instant::now();
+
+        let starts: Vec<usize> = (0..recipe.batch).map(|_| self.sampler.next_start()).collect();
+        let bytes = self.corpus.split(Split::Train);
+        let (tokens, targets) = windows(bytes, &starts, context, &self.device.device);
+        let dropout_seed = step_seed(recipe.seed, self.step);
+        let (loss, gradients) = self
+            .model
+            .loss_and_gradients(tokens, targets, dropout_seed, recipe.recompute)?;
+        let (gradients, norm) = clip_global_norm(&self.model, gradients, recipe.clip);
+        let learning_rate = self.schedule().learning_rate(self.step);
+        self.model = self.optimizer.step(learning_rate, self.model.clone(), gradients);
+        self.step += 1;
+
+        // The only wait for the device in a step.
+        let measured = Tensor::cat(vec![loss, norm], 0)
+            .try_into_vec_as::<f32>()
+            .map_err(|error| anyhow!("{error:?}"))?;
+        let (loss, grad_norm) = (f64::from(measured[0]), f64::from(measured[1]));
+        ensure!(
+            loss.is_finite() && grad_norm.is_finite(),
+            "the loss is no longer finite at step {} (loss {loss}, gradient norm {grad_norm}); the last checkpoint \
+             is from before: begin again with a lower --lr or another --seed",
+            self.step
+        );
+        let seconds = began.elapsed().as_secs_f64();
+        Ok(Row::Train {
+            step: self.step,
+            loss,
+            bits_per_byte: bits(loss),
+            learning_rate,
+            grad_norm,
+            tokens_per_s: (starts.len() * context) as f64 / seconds,
+            ms: seconds * 1_000.0,
+        })
+    }
+
+    fn schedule(&self) -> Schedule {
+        Schedule {
+            peak: self.config.recipe.learning_rate,
+            warmup: self.config.recipe.warmup,
+            steps: self.steps,
+        }
+    }
+
+    /// Over a fixed set of windows, always the same. A new best is stored at once.
+    fn validate(&mut self) -> Result<(Row, String)> {
+        let context = self.config.model.context;
+        let bytes = self.corpus.split(Split::Validation).len();
+        let plan = spread_windows(bytes, context, self.config.recipe.eval_windows);
+        let evaluation = self.evaluate(&plan, &ProgressBar::hidden())?;
+        let bits_per_byte = evaluation.bits_per_byte();
+        let improved = self.best.is_none_or(|best| bits_per_byte < best.bits_per_byte);
+        if improved {
+            self.best = Some(Best {
+                step: self.step,
+                bits_per_byte,
+            });
+            self.folder.save_best(&self.checkpoint()?)?;
+        }
+        let row = Row::Validation {
+            step: self.step,
+            loss: evaluation.loss(),
+            bits_per_byte,
+            bytes: evaluation.bytes,
+        };
+        let mark = if improved { "  (best)" } else { "" };
+        let line = format!("step {}/{}  validation {bits_per_byte:.3} bits/byte{mark}", self.step, self.steps);
+        Ok((row, line))
+    }
+
+    fn evaluate(&self, plan: &[Window], bar: &ProgressBar) -> Result<Evaluation> {
+        let evaluator = Evaluator {
+            model: &self.model.valid(),
+            device: &self.device.device,
+            context: self.config.model.context,
+            batch: self.config.recipe.batch,
+        };
+        evaluator.run(self.corpus.split(Split::Validation), plan, bar)
+    }
+
+    fn checkpoint(&self) -> Result<Checkpoint> {
+        let failed = |error| anyhow!("cannot store the state of step {}: {error}", self.step);
+        Ok(Checkpoint {
+            header: Header {
+                program: env!("CARGO_PKG_VERSION").to_owned(),
+                config: self.config.clone(),
+                data: self.data.clone(),
+                step: self.step,
+                sampler: self.sampler.state().clone(),
+                best: self.best,
+            },
+            model: self.model.clone().into_record().into_bytes().map_err(failed)?.to_vec(),
+            optimizer: self.optimizer.into_bytes().map_err(failed)?.to_vec(),
+        })
+    }
+
+    fn plot(&self) -> Result<()> {
+        let title = format!("enwik8, preset {}: {}", self.config.preset, self.config.model.patterns.join(" / "));
+        let rows = log::read(&self.folder.log())?;
+        let entropy = order_0_entropy(self.corpus.split(Split::Train));
+        plot::draw(&self.folder.plot(), &title, &rows, entropy)
+    }
+
+    /// The whole validation split, the final picture, and what to do next.
+    fn finish(&self) -> Result<()> {
+        let context = self.config.model.context;
+        let bytes = self.corpus.split(Split::Validation).len();
+        let began = Instant::now();
+        let evaluation = self.evaluate(&sliding_windows(bytes, context, 0), &plain_bar("validation"))?;
+        Log::open(&self.folder.log(), self.step)?.write(&Row::Final {
+            step: self.step,
+            loss: evaluation.loss(),
+            bits_per_byte: evaluation.bits_per_byte(),
+            bytes: evaluation.bytes,
+        })?;
+        self.plot()?;
+        let folder = self.folder.path().display();
+        say(format!(
+            "\nwhole validation split: {:.3} bits per byte over {} bytes ({})",
+            evaluation.bits_per_byte(),
+            thousands(evaluation.bytes),
+            clock(began.elapsed())
+        ));
+        say(format!("loss curve: {}", self.folder.plot().display()));
+        say(format!("sample:     enwik8 sample --checkpoint {folder} --prompt 'The '"));
+        say(format!(
+            "evaluate:   enwik8 eval --checkpoint {folder} --split test --min-context {}",
+            context / 2
+        ));
+        Ok(())
+    }
+}
+
+/// Bytes of the training split, after all splits were found long enough.
+fn check_lengths(corpus: &Corpus, config: &RunConfig) -> Result<usize> {
+    let context = config.model.context;
+    corpus.split_for(Split::Validation, context)?;
+    Ok(corpus.split_for(Split::Train, context)?.len())
+}
+
+/// A seed for the dropout of one step: SplitMix64's output function over seed and step.
+fn step_seed(seed: u64, step: usize) -> u64 {
+    let mut z = seed ^ (step as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Set by the first Ctrl-C; the second ends the process at once.
+fn stop_on_ctrl_c() -> Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&stop);
+    ctrlc::set_handler(move || {
+        if seen.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+        warn("stopping after this step; Ctrl-C again to stop at once");
+    })
+    .context("cannot listen for Ctrl-C")?;
+    Ok(stop)
+}

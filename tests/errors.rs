@@ -1,0 +1,83 @@
+//! Bad input is a typed error that names the argument, what was expected and what came.
+
+use burn::tensor::{DType, Device, Tensor};
+use burn_blocksparse::{AttentionOptions, BlockLayout, Pattern, attention};
+use burn_blocksparse_tests::devices::devices;
+use rstest::rstest;
+
+fn layout() -> BlockLayout {
+    Pattern::causal().layout(4, 32, 8).unwrap()
+}
+
+fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
+    Tensor::zeros(shape, (device, DType::F32))
+}
+
+#[rstest]
+#[case([1, 3, 32, 8], [1, 4, 32, 8], [1, 4, 32, 8], "q's heads must be 4, the layout's, got 3")]
+#[case([1, 4, 31, 8], [1, 4, 32, 8], [1, 4, 32, 8], "q's seq_q must be 32, the layout's, got 31")]
+#[case([1, 4, 32, 8], [1, 4, 40, 8], [1, 4, 40, 8], "k's seq_kv must be 32, the layout's, got 40")]
+#[case([1, 4, 32, 8], [2, 4, 32, 8], [1, 4, 32, 8], "k's batch must be 1, q's, got 2")]
+#[case([1, 4, 32, 8], [1, 4, 32, 16], [1, 4, 32, 8], "k's head_dim must be 8, q's, got 16")]
+#[case([1, 4, 32, 8], [1, 3, 32, 8], [1, 3, 32, 8], "k's kv_heads must be a divisor of the 4 heads of q, got 3")]
+#[case([1, 4, 32, 8], [1, 2, 32, 8], [1, 4, 32, 8], "v's kv_heads must be 2, k's, got 4")]
+#[case([1, 4, 32, 8], [1, 4, 32, 8], [1, 4, 16, 8], "v's seq_kv must be 32, k's, got 16")]
+#[case([1, 4, 32, 8], [1, 4, 32, 8], [3, 4, 32, 8], "v's batch must be 1, q's, got 3")]
+fn shapes(
+    #[case] q: [usize; 4],
+    #[case] k: [usize; 4],
+    #[case] v: [usize; 4],
+    #[case] message: &str,
+) {
+    for device in devices() {
+        let [q, k, v] = [q, k, v].map(|shape| zeros(shape, &device));
+        let error = attention(q, k, v, &layout(), AttentionOptions::default()).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}
+
+#[rstest]
+#[case(AttentionOptions::default().scale(f64::NAN), "options.scale must be finite, got NaN")]
+#[case(AttentionOptions::default().softcap(0.0), "options.softcap must be positive and finite, got 0")]
+#[case(AttentionOptions::default().softcap(-1.0), "options.softcap must be positive and finite, got -1")]
+fn options(#[case] options: AttentionOptions, #[case] message: &str) {
+    for device in devices() {
+        let x = zeros([1, 4, 32, 8], &device);
+        let error = attention(x.clone(), x.clone(), x, &layout(), options.clone()).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}
+
+#[test]
+fn dtypes() {
+    for device in devices() {
+        if !device.supports_dtype(DType::F64) {
+            continue;
+        }
+        let x = zeros([1, 4, 32, 8], &device);
+        let k = x.clone().cast(DType::F64);
+        let error = attention(x.clone(), k, x, &layout(), AttentionOptions::default()).unwrap_err();
+        assert_eq!(error.to_string(), "k's dtype must be F32, q's, got F64");
+    }
+}
+
+#[test]
+fn batches() {
+    let layout = BlockLayout::stack_batch(&[layout(), layout()]).unwrap();
+    for device in devices() {
+        let x = zeros([3, 4, 32, 8], &device);
+        let options = AttentionOptions::default();
+        let error = attention(x.clone(), x.clone(), x, &layout, options).unwrap_err();
+        assert_eq!(error.to_string(), "q's batch must be 2, the layout's, got 3");
+    }
+}
+
+#[cfg(all(feature = "flex", feature = "ndarray"))]
+#[test]
+#[allow(deprecated)]
+fn different_devices() {
+    let x = zeros([1, 4, 32, 8], &Device::flex());
+    let k = zeros([1, 4, 32, 8], &Device::ndarray());
+    let error = attention(x.clone(), k, x, &layout(), AttentionOptions::default()).unwrap_err();
+    assert!(error.to_string().starts_with("k's device must be"), "{error}");
+}

@@ -1,0 +1,164 @@
+//! The table of cases. A pattern or a shape that can go wrong is one row here.
+
+use burn_blocksparse::{AttentionOptions, BlockLayout, LayoutShape, Pattern};
+
+use crate::reference::{Problem, Sizes};
+
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub name: &'static str,
+    pub pattern: Pattern,
+    pub batch: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub seq_q: usize,
+    pub seq_kv: usize,
+    pub block_size: usize,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    pub scale: Option<f64>,
+    pub softcap: Option<f64>,
+}
+
+impl Case {
+    fn new(name: &'static str, pattern: Pattern, seq: usize, block_size: usize) -> Self {
+        Self {
+            name,
+            pattern,
+            batch: 2,
+            heads: 2,
+            kv_heads: 2,
+            seq_q: seq,
+            seq_kv: seq,
+            block_size,
+            head_dim: 8,
+            value_dim: 8,
+            scale: None,
+            softcap: None,
+        }
+    }
+
+    fn heads(mut self, heads: usize, kv_heads: usize) -> Self {
+        (self.heads, self.kv_heads) = (heads, kv_heads);
+        self
+    }
+
+    fn rectangular(mut self, seq_q: usize, seq_kv: usize) -> Self {
+        (self.seq_q, self.seq_kv) = (seq_q, seq_kv);
+        self
+    }
+
+    fn dims(mut self, head_dim: usize, value_dim: usize) -> Self {
+        (self.head_dim, self.value_dim) = (head_dim, value_dim);
+        self
+    }
+
+    fn softcap(mut self, softcap: f64) -> Self {
+        self.softcap = Some(softcap);
+        self
+    }
+
+    fn scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    pub fn layout(&self) -> BlockLayout {
+        let shape = LayoutShape {
+            heads: self.heads,
+            seq_q: self.seq_q,
+            seq_kv: self.seq_kv,
+            block_size: self.block_size,
+        };
+        BlockLayout::new(&self.pattern, shape)
+            .unwrap_or_else(|error| panic!("{}: {error}", self.name))
+    }
+
+    pub fn options(&self) -> AttentionOptions {
+        let mut options = AttentionOptions::default();
+        options.scale = self.scale;
+        options.softcap = self.softcap;
+        options
+    }
+
+    pub fn sizes(&self) -> Sizes {
+        Sizes {
+            batch: self.batch,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            seq_q: self.seq_q,
+            seq_kv: self.seq_kv,
+            head_dim: self.head_dim,
+            value_dim: self.value_dim,
+        }
+    }
+
+    /// Random inputs and what f64 arithmetic over `Pattern::attends` makes of them.
+    pub fn problem(&self, seed: u64) -> Problem {
+        let offset = self.seq_kv as i64 - self.seq_q as i64;
+        let pattern = self.pattern.clone();
+        Problem::random(self.sizes(), seed, move |_, head, i, j| {
+            pattern.attends(head, i as i64 + offset, j as i64)
+        })
+        .options(self.scale, self.softcap)
+    }
+}
+
+/// Every pattern, every block size, ragged ends, rectangles, rows without keys, grouped heads.
+pub fn cases() -> Vec<Case> {
+    let checkerboard = || {
+        Pattern::from_fn("checkerboard", |head, i, j| {
+            (i / 3 + j / 5 + head as i64) % 2 == 0
+        })
+    };
+    // Queries 16..48 see nothing: whole block rows without keys, and rows of partial blocks.
+    let gaps = || Pattern::from_fn("gaps", |_, i, j| !(11..53).contains(&i) && j <= i);
+    vec![
+        Case::new("dense", Pattern::dense(), 32, 8),
+        Case::new("dense, ragged", Pattern::dense(), 37, 16),
+        Case::new("one position", Pattern::causal(), 1, 8),
+        Case::new("one block", Pattern::causal(), 16, 16),
+        Case::new("causal", Pattern::causal(), 64, 16),
+        Case::new("causal, ragged, block 32", Pattern::causal(), 75, 32),
+        Case::new("causal, block 64", Pattern::causal(), 130, 64),
+        Case::new("causal, block 128", Pattern::causal(), 160, 128),
+        Case::new("local", Pattern::local(12), 64, 8),
+        Case::new("local of one", Pattern::local(1), 20, 8),
+        Case::new("strided, divides the block", Pattern::strided(4), 50, 8),
+        Case::new("strided, coprime", Pattern::strided(7), 64, 16),
+        Case::new("strided, wider than the block", Pattern::strided(24), 96, 8),
+        Case::new("merged strided", Pattern::merged_strided(16), 72, 8),
+        Case::new("fixed", Pattern::fixed(16, 4), 80, 8),
+        Case::new("fixed, column groups per head", Pattern::fixed_heads(16, 4, 4), 70, 8)
+            .heads(8, 8),
+        Case::new("fixed, window no multiple of the block", Pattern::fixed(12, 3), 61, 8),
+        Case::new("prefix lm", Pattern::prefix_lm(19), 48, 16),
+        Case::new("streaming", Pattern::streaming(10, 3), 64, 8),
+        Case::new(
+            "intersection",
+            Pattern::intersection([Pattern::merged_strided(8), Pattern::local(30)]),
+            64,
+            8,
+        ),
+        Case::new(
+            "per head",
+            Pattern::per_head([Pattern::local(9), Pattern::strided(9)]),
+            56,
+            8,
+        )
+        .heads(4, 4),
+        Case::new("callback, heads differ", checkerboard(), 40, 8),
+        Case::new("rows without keys", gaps(), 70, 8),
+        Case::new("rows without keys, large blocks", gaps(), 70, 32).softcap(2.0),
+        Case::new("fewer queries than keys", Pattern::fixed(16, 4), 0, 8).rectangular(21, 64),
+        Case::new("one query", Pattern::merged_strided(8), 0, 16).rectangular(1, 53),
+        Case::new("more queries than keys", Pattern::causal(), 0, 8).rectangular(50, 23),
+        Case::new("cross attention", Pattern::dense(), 0, 16).rectangular(50, 23),
+        Case::new("grouped queries", Pattern::fixed(16, 4), 48, 8).heads(4, 2),
+        Case::new("multi-query", Pattern::local(20), 48, 16).heads(4, 1),
+        Case::new("value dim differs", Pattern::causal(), 40, 8).dims(16, 24),
+        Case::new("odd dims", Pattern::causal(), 40, 8).dims(5, 3),
+        Case::new("softcap", Pattern::merged_strided(8), 48, 8).softcap(1.5),
+        Case::new("scale", Pattern::causal(), 48, 8).scale(0.9).dims(64, 64),
+    ]
+}

@@ -1,0 +1,48 @@
+//! The devices a test runs on: `BURN_SPARSE_DEVICE` (`flex`, `ndarray`, `wgpu`, `cuda`), or every CPU
+//! backend that is compiled in.
+
+use burn::tensor::{DType, Device};
+
+pub fn devices() -> Vec<Device> {
+    match std::env::var("BURN_SPARSE_DEVICE") {
+        Ok(name) => vec![
+            device(&name)
+                .unwrap_or_else(|| panic!("BURN_SPARSE_DEVICE={name}: unknown or not compiled in")),
+        ],
+        Err(_) => {
+            let found: Vec<Device> = ["flex", "ndarray"].into_iter().filter_map(device).collect();
+            assert!(!found.is_empty(), "no CPU backend compiled in");
+            found
+        }
+    }
+}
+
+fn device(name: &str) -> Option<Device> {
+    match name {
+        #[cfg(feature = "flex")]
+        "flex" => Some(Device::flex()),
+        #[cfg(feature = "ndarray")]
+        "ndarray" => Some(Device::ndarray()),
+        #[cfg(feature = "wgpu")]
+        "wgpu" => Some(Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)),
+        #[cfg(feature = "cuda")]
+        "cuda" => Some(Device::cuda(0)),
+        _ => None,
+    }
+}
+
+/// Exact dtypes of a device, each with the relative error its results may have against f64.
+pub fn exact_dtypes(device: &Device) -> Vec<(DType, f64)> {
+    [(DType::F32, 1e-5), (DType::F64, 1e-12)]
+        .into_iter()
+        .filter(|(dtype, _)| device.supports_dtype(*dtype))
+        .collect()
+}
+
+/// Half-precision dtypes of a device.
+pub fn half_dtypes(device: &Device) -> Vec<DType> {
+    [DType::F16, DType::BF16]
+        .into_iter()
+        .filter(|dtype| device.supports_dtype(*dtype))
+        .collect()
+}
