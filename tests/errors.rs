@@ -40,7 +40,7 @@ fn shapes(
 #[case(AttentionOptions::default().scale(f64::NAN), "options.scale must be finite, got NaN")]
 #[case(AttentionOptions::default().softcap(0.0), "options.softcap must be positive and finite, got 0")]
 #[case(AttentionOptions::default().softcap(-1.0), "options.softcap must be positive and finite, got -1")]
-fn options(#[case] options: AttentionOptions, #[case] message: &str) {
+fn option_values(#[case] options: AttentionOptions, #[case] message: &str) {
     for device in devices() {
         let x = zeros([1, 4, 32, 8], &device);
         let error = attention(x.clone(), x.clone(), x, &layout(), options.clone()).unwrap_err();

@@ -1,7 +1,7 @@
 //! Attention and its gradients in f64, pair by pair from a predicate: plain loops that share nothing
 //! with the code under test.
 
-use rand::{Rng, SeedableRng};
+use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 #[derive(Clone, Copy, Debug)]

@@ -1,0 +1,159 @@
+//! A layout as a picture: one panel per distinct head pattern, queries downwards, keys to the right.
+
+use std::path::Path;
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+
+use crate::{BlockLayout, LayoutError, font};
+
+/// Positions are drawn one by one up to this length, blocks of them beyond.
+const MAX_POSITIONS: usize = 512;
+/// Cells per side beyond that, at most.
+const MAX_CELLS: usize = 256;
+/// Panels, at most; the rest is named in the caption.
+const MAX_PANELS: usize = 8;
+const PANEL: u32 = 420;
+
+impl BlockLayout {
+    /// Draws the layout into a PNG file.
+    ///
+    /// # Errors
+    /// [`LayoutError::Draw`] if the file cannot be written.
+    pub fn save_png(&self, path: impl AsRef<Path>) -> Result<(), LayoutError> {
+        let path = path.as_ref();
+        let area = BitMapBackend::new(path, self.picture_size()).into_drawing_area();
+        self.draw(&area).map_err(|reason| draw_error(path, reason))
+    }
+
+    /// Draws the layout into an SVG file.
+    ///
+    /// # Errors
+    /// [`LayoutError::Draw`] if the file cannot be written.
+    pub fn save_svg(&self, path: impl AsRef<Path>) -> Result<(), LayoutError> {
+        let path = path.as_ref();
+        let area = SVGBackend::new(path, self.picture_size()).into_drawing_area();
+        self.draw(&area).map_err(|reason| draw_error(path, reason))
+    }
+
+    fn panels(&self) -> usize {
+        self.num_patterns().min(MAX_PANELS)
+    }
+
+    fn grid(&self) -> (usize, usize) {
+        let columns = self.panels().min(4);
+        (self.panels().div_ceil(columns), columns)
+    }
+
+    fn picture_size(&self) -> (u32, u32) {
+        let (rows, columns) = self.grid();
+        // A caption needs the width of a panel and a half.
+        let width = (columns as u32 * PANEL).max(PANEL * 3 / 2);
+        (width, rows as u32 * PANEL + 64)
+    }
+
+    fn draw<DB: DrawingBackend>(&self, area: &DrawingArea<DB, Shift>) -> Result<(), String> {
+        font::register();
+        area.fill(&WHITE).map_err(text)?;
+        let (caption, panels) = area.split_vertically(64);
+        let style = |size: u32| ("sans-serif", size).into_font().color(&BLACK);
+        caption
+            .draw(&Text::new(shorten(self.name(), 60), (16, 10), style(22)))
+            .map_err(text)?;
+        let facts = format!(
+            "{} heads, {} × {} in blocks of {}: {:.2}% of the pairs",
+            self.heads(),
+            self.seq_q(),
+            self.seq_kv(),
+            self.block_size(),
+            100.0 * self.density(),
+        );
+        caption
+            .draw(&Text::new(facts, (16, 38), style(16)))
+            .map_err(text)?;
+        let (rows, columns) = self.grid();
+        let cells = panels.split_evenly((rows, columns));
+        for (pattern, panel) in (0..self.panels()).zip(&cells) {
+            self.draw_panel(pattern, panel)?;
+        }
+        area.present().map_err(text)
+    }
+
+    fn draw_panel<DB: DrawingBackend>(
+        &self,
+        pattern: usize,
+        panel: &DrawingArea<DB, Shift>,
+    ) -> Result<(), String> {
+        let longest = self.seq_q().max(self.seq_kv());
+        let cell = match longest <= MAX_POSITIONS {
+            true => 1,
+            false => self.block_size() * (longest.div_ceil(self.block_size())).div_ceil(MAX_CELLS),
+        };
+        let title = match self.num_patterns() > 1 {
+            true => shorten(&self.users(pattern), 40),
+            false => "all heads".into(),
+        };
+        let mut chart = ChartBuilder::on(panel)
+            .margin(12)
+            .caption(title, ("sans-serif", 15))
+            .x_label_area_size(36)
+            .y_label_area_size(52)
+            .build_cartesian_2d(0..self.seq_kv(), self.seq_q()..0)
+            .map_err(text)?;
+        chart
+            .configure_mesh()
+            .disable_mesh()
+            .x_labels(5)
+            .y_labels(5)
+            .x_desc("key position")
+            .y_desc("query position")
+            .draw()
+            .map_err(text)?;
+        let rectangles = (self.shades(pattern, cell).into_iter().enumerate()).flat_map(|(i, row)| {
+            let bottom = ((i + 1) * cell).min(self.seq_q());
+            let shape = move |(from, to, shade): (usize, usize, f64)| {
+                let right = (to * cell).min(self.seq_kv());
+                Rectangle::new([(from * cell, i * cell), (right, bottom)], color(shade).filled())
+            };
+            equal_stretches(&row).into_iter().map(shape).collect::<Vec<_>>()
+        });
+        chart.draw_series(rectangles).map_err(text)?;
+        Ok(())
+    }
+}
+
+/// `(from, to, shade)` for each stretch of equal, non-empty cells.
+fn equal_stretches(row: &[f64]) -> Vec<(usize, usize, f64)> {
+    let mut stretches: Vec<(usize, usize, f64)> = Vec::new();
+    for (index, &shade) in row.iter().enumerate().filter(|(_, shade)| **shade > 0.0) {
+        match stretches.last_mut() {
+            Some(last) if last.1 == index && last.2 == shade => last.1 += 1,
+            _ => stretches.push((index, index + 1, shade)),
+        }
+    }
+    stretches
+}
+
+/// From pale to dark blue as more of a cell's pairs are computed.
+fn color(shade: f64) -> RGBColor {
+    let mix = |from: f64, to: f64| (from + (to - from) * shade) as u8;
+    RGBColor(mix(205.0, 22.0), mix(222.0, 72.0), mix(244.0, 140.0))
+}
+
+fn shorten(words: &str, length: usize) -> String {
+    match words.chars().count() > length {
+        true => words.chars().take(length - 1).chain(['…']).collect(),
+        false => words.to_string(),
+    }
+}
+
+fn text(error: impl ToString) -> String {
+    error.to_string()
+}
+
+fn draw_error(path: &Path, reason: String) -> LayoutError {
+    LayoutError::Draw {
+        path: path.display().to_string(),
+        reason,
+    }
+}

@@ -1,0 +1,102 @@
+//! A layout as text: one character per cell, a cell being one block or several.
+
+use std::fmt;
+
+use crate::BlockLayout;
+
+/// Cells per side, at most.
+const MAX_CELLS: usize = 64;
+
+/// How much of a cell's pairs are computed, from none to all.
+const SHADES: [char; 6] = ['.', '-', '=', '+', '*', '#'];
+
+impl fmt::Display for BlockLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{}: {} heads, {} × {} positions in blocks of {}",
+            self.name(),
+            self.heads(),
+            self.seq_q(),
+            self.seq_kv(),
+            self.block_size(),
+        )?;
+        writeln!(
+            f,
+            "{} blocks kept ({:.2}% of all), {:.2}% of the pairs computed",
+            self.blocks(),
+            100.0 * self.block_density(),
+            100.0 * self.density(),
+        )?;
+        let blocks = self.q_blocks().max(self.kv_blocks());
+        let cell = self.block_size() * blocks.div_ceil(MAX_CELLS);
+        for pattern in 0..self.num_patterns() {
+            if self.num_patterns() > 1 {
+                writeln!(f, "{}:", self.users(pattern))?;
+            }
+            for row in self.shades(pattern, cell) {
+                let line: String = row.into_iter().map(shade).collect();
+                writeln!(f, "{line}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn shade(fraction: f64) -> char {
+    let last = SHADES.len() - 1;
+    match fraction {
+        0.0 => SHADES[0],
+        1.0 => SHADES[last],
+        partial => SHADES[1 + (partial * (last - 1) as f64) as usize],
+    }
+}
+
+impl BlockLayout {
+    /// Which heads use a pattern: "heads 0, 2, 4".
+    pub(crate) fn users(&self, pattern: usize) -> String {
+        let batch = self.batch().unwrap_or(1);
+        let heads = (0..self.heads()).filter(|&head| {
+            (0..batch).any(|entry| self.pattern_of(entry, head) == pattern)
+        });
+        let heads: Vec<String> = heads.map(|head| head.to_string()).collect();
+        match heads.len() {
+            1 => format!("head {}", heads[0]),
+            _ => format!("heads {}", heads.join(", ")),
+        }
+    }
+
+    /// The computed fraction of the pairs of each cell of `cell × cell` positions (a multiple of the
+    /// block size, or a divisor of it).
+    pub(crate) fn shades(&self, pattern: usize, cell: usize) -> Vec<Vec<f64>> {
+        let b = self.block_size();
+        let (rows, columns) = (self.seq_q().div_ceil(cell), self.seq_kv().div_ceil(cell));
+        let mut counts = vec![vec![0u64; columns]; rows];
+        let in_mask: Vec<u64> = self.masks().iter().map(|mask| mask.count()).collect();
+        for q_block in 0..self.q_blocks() {
+            for run in self.row_runs(pattern, q_block) {
+                for kv_block in run.blocks() {
+                    let (i0, j0) = (q_block * b, kv_block as usize * b);
+                    if cell >= b {
+                        counts[i0 / cell][j0 / cell] += in_mask[run.mask as usize];
+                        continue;
+                    }
+                    let mask = &self.masks()[run.mask as usize];
+                    for (r, c) in (0..b).flat_map(|r| (0..b).map(move |c| (r, c))) {
+                        if mask.get(r, c) {
+                            counts[(i0 + r) / cell][(j0 + c) / cell] += 1;
+                        }
+                    }
+                }
+            }
+        }
+        let size = |index: usize, seq: usize| (seq - index * cell).min(cell) as f64;
+        (counts.into_iter().enumerate())
+            .map(|(i, row)| {
+                (row.into_iter().enumerate())
+                    .map(|(j, n)| n as f64 / (size(i, self.seq_q()) * size(j, self.seq_kv())))
+                    .collect()
+            })
+            .collect()
+    }
+}

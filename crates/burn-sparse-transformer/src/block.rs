@@ -195,7 +195,9 @@ impl SparseTransformerBlock {
     ) -> Result<Tensor<3>, TransformerError> {
         self.check(&x)?;
         let input = SparseMhaInput::self_attn(self.norm_1.forward(x.clone()));
-        let x = x + self.dropout.forward(self.mha.forward_cache(input, cache)?.context);
+        let x = x + self
+            .dropout
+            .forward(self.mha.forward_cache(input, cache)?.context);
         let branch = self.pwff.forward(self.norm_2.forward(x.clone()));
         Ok(x + self.dropout.forward(branch))
     }

@@ -111,7 +111,10 @@ impl SparseMhaCache {
         };
         let key = write(old_key, key, start, capacity);
         let value = write(old_value, value, start, capacity);
-        let seen = (key.clone().narrow(2, 0, end), value.clone().narrow(2, 0, end));
+        let seen = (
+            key.clone().narrow(2, 0, end),
+            value.clone().narrow(2, 0, end),
+        );
         self.buffers = Some(Buffers { key, value });
         self.len = end;
         seen
@@ -208,7 +211,8 @@ mod tests {
             let (key, value) = cache.append(chunk(total, new), chunk(total, new).neg());
             total += new;
             assert_eq!(cache.len(), total);
-            key.into_data().assert_eq(&chunk(0, total).into_data(), true);
+            key.into_data()
+                .assert_eq(&chunk(0, total).into_data(), true);
             let expected = chunk(0, total).neg().into_data();
             value.into_data().assert_eq(&expected, true);
         }
@@ -228,7 +232,11 @@ mod tests {
         let error = cache.check([1, 1, 2], 1).unwrap_err();
         assert!(matches!(
             error,
-            TransformerError::ContextExceeded { context: 200, start: 200, end: 201 }
+            TransformerError::ContextExceeded {
+                context: 200,
+                start: 200,
+                end: 201
+            }
         ));
     }
 

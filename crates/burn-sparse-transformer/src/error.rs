@@ -95,7 +95,12 @@ pub(crate) fn ensure_shape<const D: usize>(
         .iter()
         .zip(&expected)
         .all(|(dim, expected)| expected.map_or(*dim > 0, |expected| *dim == expected));
-    ensure(fits, argument, || describe(expected, names), format!("{dims:?}"))
+    ensure(
+        fits,
+        argument,
+        || describe(expected, names),
+        format!("{dims:?}"),
+    )
 }
 
 /// `[batch = 2, seq ≥ 1, d_model = 64]`.

@@ -10,7 +10,11 @@ const SCALE: f64 = 0.125;
 /// `W` from `N(0, gain · 0.125 / √d_input)`, `b` = 0.
 pub(crate) fn linear(d_input: usize, d_output: usize, gain: f64, device: &Device) -> Linear {
     Linear {
-        weight: normal([d_input, d_output], gain * SCALE / (d_input as f64).sqrt(), device),
+        weight: normal(
+            [d_input, d_output],
+            gain * SCALE / (d_input as f64).sqrt(),
+            device,
+        ),
         bias: Some(Initializer::Zeros.init([d_output], device)),
     }
 }

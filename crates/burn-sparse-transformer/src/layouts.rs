@@ -95,9 +95,8 @@ impl LayoutPool {
         heads: usize,
         block_size: usize,
     ) -> Result<Layouts, TransformerError> {
-        let same = |l: &&Layouts| {
-            l.pattern == *pattern && l.heads == heads && l.block_size == block_size
-        };
+        let same =
+            |l: &&Layouts| l.pattern == *pattern && l.heads == heads && l.block_size == block_size;
         if let Some(layouts) = self.0.iter().find(same) {
             return Ok(layouts.clone());
         }

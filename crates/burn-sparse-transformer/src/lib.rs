@@ -23,8 +23,9 @@
 //! [`forward_cache`](SparseTransformer::forward_cache) for sampling, and
 //! `loss_and_gradients` (feature `autodiff`) for gradients that store nothing but the residual stream.
 //!
-//! The features `flex`, `ndarray`, `wgpu` and `cuda` enable backends, as in `burn-blocksparse`. A device
-//! of a backend that only `burn` enables is refused there.
+//! The features `flex`, `ndarray`, `wgpu` and `cuda` enable backends, as in `burn-blocksparse`. An
+//! application must enable them here as well as in `burn`: on a device of any other backend the
+//! attention panics in Burn's dispatch.
 #![warn(missing_docs)]
 
 mod attention;
@@ -52,6 +53,4 @@ pub use factorization::Factorization;
 pub use feed_forward::FeedForward;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
-pub use burn_blocksparse::{
-    AttentionError, BlockLayout, BlockSparseWeights, LayoutError, Pattern,
-};
+pub use burn_blocksparse::{AttentionError, BlockLayout, BlockSparseWeights, LayoutError, Pattern};

@@ -134,7 +134,10 @@ impl SparseTransformer {
     /// A leaf of a new graph, with the checkpointing strategy of the parameters it will meet.
     fn leaf(&self, x: Tensor<3>) -> Tensor<3> {
         let x = x.autodiff();
-        let strategy = self.token_embedding.weight.gradient_checkpointing_strategy();
+        let strategy = self
+            .token_embedding
+            .weight
+            .gradient_checkpointing_strategy();
         match strategy {
             Some(strategy) => x.with_gradient_checkpointing_strategy(strategy),
             None => x,

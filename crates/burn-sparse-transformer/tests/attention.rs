@@ -43,7 +43,10 @@ fn a_burn_nn_record_loads_and_gives_equal_outputs(
         input = input.mask_attn(generate_autoregressive_mask(2, seq, &device));
     }
     let expected = dense.forward(input).context;
-    let got = sparse.forward(SparseMhaInput::self_attn(x)).unwrap().context;
+    let got = sparse
+        .forward(SparseMhaInput::self_attn(x))
+        .unwrap()
+        .context;
     assert_close(got, expected, 1e-5);
 }
 
@@ -131,7 +134,10 @@ fn half_size_queries_and_keys_leave_values_alone() {
     let output = mha.forward(SparseMhaInput::self_attn(random([1, 9, 32], &device)));
     assert_eq!(output.unwrap().context.dims(), [1, 9, 32]);
     // 2 per weight; 2 · (d_k + d_v) per pair and head.
-    assert_eq!(mha.matmul_flops_per_token(), 2 * (2 * 32 * 16 + 2 * 32 * 32));
+    assert_eq!(
+        mha.matmul_flops_per_token(),
+        2 * (2 * 32 * 16 + 2 * 32 * 32)
+    );
     assert_eq!(mha.attention_flops(3).unwrap(), 2 * (4 + 8) * 4 * 6);
 }
 

@@ -23,10 +23,17 @@ fn assert_normal(tensor: Tensor<2>, std: f64) {
     let values = tensor.into_data().try_to_vec::<f32>().unwrap();
     let n = values.len() as f64;
     let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
-    let variance = values.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n;
+    let variance = values
+        .iter()
+        .map(|v| (f64::from(*v) - mean).powi(2))
+        .sum::<f64>()
+        / n;
     let got = variance.sqrt();
     assert!(mean.abs() < 5.0 * std / n.sqrt(), "mean {mean}, std {std}");
-    assert!((got / std - 1.0).abs() < 5.0 / (2.0 * n).sqrt(), "std {got}, expected {std}");
+    assert!(
+        (got / std - 1.0).abs() < 5.0 / (2.0 * n).sqrt(),
+        "std {got}, expected {std}"
+    );
 }
 
 #[track_caller]

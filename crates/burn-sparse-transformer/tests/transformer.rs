@@ -101,8 +101,7 @@ fn logits_depend_on_their_own_and_earlier_tokens_only() {
         let before = |t: &Tensor<3>| t.clone().narrow(1, 0, changed);
         let at = |t: &Tensor<3>| t.clone().narrow(1, changed, 1);
         let later = |t: &Tensor<3>| t.clone().narrow(1, changed + 1, CONTEXT - changed - 1);
-        let difference =
-            |a: Tensor<3>, b: Tensor<3>| (a - b).abs().max().into_scalar::<f32>();
+        let difference = |a: Tensor<3>, b: Tensor<3>| (a - b).abs().max().into_scalar::<f32>();
         assert_eq!(difference(before(&a), before(&b)), 0.0, "{factorization}");
         assert!(difference(at(&a), at(&b)) > 1e-3, "{factorization}");
         assert!(difference(later(&a), later(&b)) > 1e-3, "{factorization}");
@@ -191,7 +190,10 @@ fn positions_past_the_context_are_refused_and_the_cache_kept() {
     model.forward_cache(most, &mut cache).unwrap();
     let two = tokens(1, 2, VOCAB, &device);
     assert_eq!(
-        model.forward_cache(two, &mut cache).unwrap_err().to_string(),
+        model
+            .forward_cache(two, &mut cache)
+            .unwrap_err()
+            .to_string(),
         "positions must stay below 40, the model's context, got positions 39..41"
     );
     assert_eq!(cache.position(), CONTEXT - 1);
@@ -230,16 +232,24 @@ fn inputs_that_do_not_fit_are_refused() {
 
 #[test]
 fn configurations_that_do_not_fit_are_refused() {
-    let init = |config: SparseTransformerConfig| {
-        config.init(&Device::flex()).unwrap_err().to_string()
-    };
+    let init =
+        |config: SparseTransformerConfig| config.init(&Device::flex()).unwrap_err().to_string();
     let new = |vocab, context, d_model, layers, heads, width| {
         let causal = Pattern::causal().into();
         SparseTransformerConfig::new(vocab, context, d_model, layers, heads, causal, width)
     };
-    assert_eq!(init(new(0, 8, 8, 1, 1, 4)), "vocab_size must be at least 1, got 0");
-    assert_eq!(init(new(5, 0, 8, 1, 1, 4)), "context must be at least 1, got 0");
-    assert_eq!(init(new(5, 8, 8, 0, 1, 4)), "n_layers must be at least 1, got 0");
+    assert_eq!(
+        init(new(0, 8, 8, 1, 1, 4)),
+        "vocab_size must be at least 1, got 0"
+    );
+    assert_eq!(
+        init(new(5, 0, 8, 1, 1, 4)),
+        "context must be at least 1, got 0"
+    );
+    assert_eq!(
+        init(new(5, 8, 8, 0, 1, 4)),
+        "n_layers must be at least 1, got 0"
+    );
     assert_eq!(
         init(new(5, 8, 9, 1, 2, 4)),
         "d_model must be a positive multiple of n_heads = 2, got 9"

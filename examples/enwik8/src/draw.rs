@@ -40,7 +40,7 @@ pub fn run(args: &DrawArgs) -> Result<()> {
     let pattern = pattern::parse(&args.pattern).map_err(|message| anyhow!(message))?;
     let layout = pattern.layout(args.heads, args.seq, args.block)?;
     if layout.q_blocks().max(layout.kv_blocks()) <= PRINTED_BLOCKS {
-        say("TEMP");
+        say(&layout);
     } else {
         say(format!("{pattern}: too long to print as text"));
     }
@@ -54,8 +54,8 @@ pub fn run(args: &DrawArgs) -> Result<()> {
     ));
     if let Some(path) = &args.out {
         match path.extension().and_then(|extension| extension.to_str()) {
-            Some("png") => Ok::<(), anyhow::Error>(()),
-            Some("svg") => Ok(()),
+            Some("png") => layout.save_png(path),
+            Some("svg") => layout.save_svg(path),
             _ => bail!("--out must end in .png or .svg, got {}", path.display()),
         }
         .with_context(|| format!("cannot draw {}", path.display()))?;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow};
-//TEMP use burn_blocksparse::font;
+use burn_blocksparse::font;
 use plotters::prelude::*;
 
 use crate::data::thousands;
@@ -32,7 +32,7 @@ pub fn draw(path: &Path, title: &str, rows: &[Row], entropy: f64) -> Result<()> 
     if curves.raw.is_empty() {
         return Ok(());
     }
-    //TEMP font::register();
+    font::register();
     // A whole picture or the old one: this file is rewritten during training.
     let unfinished = path.with_extension("partial.png");
     curves

@@ -232,7 +232,7 @@ impl Session {
             }
             if self.step.is_multiple_of(recipe.checkpoint_every) || last {
                 self.folder.save(&self.checkpoint()?)?;
-                self.plot()?;
+                self.plot();
             }
             if last {
                 break;
@@ -342,11 +342,15 @@ impl Session {
         })
     }
 
-    fn plot(&self) -> Result<()> {
+    /// A picture that cannot be drawn is no reason to lose a run.
+    fn plot(&self) {
         let title = format!("enwik8, preset {}: {}", self.config.preset, self.config.model.patterns.join(" / "));
-        let rows = log::read(&self.folder.log())?;
         let entropy = order_0_entropy(self.corpus.split(Split::Train));
-        plot::draw(&self.folder.plot(), &title, &rows, entropy)
+        let drawn = log::read(&self.folder.log())
+            .and_then(|rows| plot::draw(&self.folder.plot(), &title, &rows, entropy));
+        if let Err(error) = drawn {
+            warn(format!("{error:#}"));
+        }
     }
 
     /// The whole validation split, the final picture, and what to do next.
@@ -361,7 +365,7 @@ impl Session {
             bits_per_byte: evaluation.bits_per_byte(),
             bytes: evaluation.bytes,
         })?;
-        self.plot()?;
+        self.plot();
         let folder = self.folder.path().display();
         say(format!(
             "\nwhole validation split: {:.3} bits per byte over {} bytes ({})",

@@ -11,7 +11,6 @@ use burn::tensor::{Device, Distribution, Int, Tensor, TensorData, Tolerance};
 static GENERATOR: Mutex<()> = Mutex::new(());
 
 /// Seeds the generator and keeps other tests from using it.
-#[must_use]
 pub fn seed(device: &Device, seed: u64) -> MutexGuard<'static, ()> {
     let guard = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     device.seed(seed);
