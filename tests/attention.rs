@@ -82,11 +82,26 @@ fn lse_and_weights_equal_f64() {
                 let (_, lse) =
                     attention_with_lse(args.0, args.1, args.2, &layout, options.clone()).unwrap();
                 assert_eq!(lse.dtype(), dtype);
-                assert_close(&format!("{what}: lse"), lse.into_data(), &answer.lse, tolerance);
+                assert_close(
+                    &format!("{what}: lse"),
+                    lse.into_data(),
+                    &answer.lse,
+                    tolerance,
+                );
                 let (out, weights) = attention_with_weights(q, k, v, &layout, options).unwrap();
-                assert_close(&format!("{what}: out"), out.into_data(), &answer.out, tolerance);
+                assert_close(
+                    &format!("{what}: out"),
+                    out.into_data(),
+                    &answer.out,
+                    tolerance,
+                );
                 let dense = weights.to_dense().into_data();
-                assert_close(&format!("{what}: weights"), dense, &answer.weights, tolerance);
+                assert_close(
+                    &format!("{what}: weights"),
+                    dense,
+                    &answer.weights,
+                    tolerance,
+                );
             }
         }
     }
@@ -239,8 +254,12 @@ fn strides_do_not_matter() {
         // A part of a larger tensor.
         let sliced = |x: &Tensor<4>| {
             let [batch, heads, seq, dim] = x.dims();
-            Tensor::cat(vec![x.clone(), x.clone() * 7.0], 3)
-                .slice([0..batch, 0..heads, 0..seq, 0..dim])
+            Tensor::cat(vec![x.clone(), x.clone() * 7.0], 3).slice([
+                0..batch,
+                0..heads,
+                0..seq,
+                0..dim,
+            ])
         };
         for change in [&permuted as &dyn Fn(&Tensor<4>) -> Tensor<4>, &sliced] {
             let (q, k, v) = (change(&q), change(&k), change(&v));
@@ -288,8 +307,9 @@ fn per_batch_layouts() {
         head_dim: 8,
         value_dim: 8,
     };
-    let layouts: Vec<BlockLayout> =
-        (patterns.iter()).map(|p| p.layout(2, 44, 8).unwrap()).collect();
+    let layouts: Vec<BlockLayout> = (patterns.iter())
+        .map(|p| p.layout(2, 44, 8).unwrap())
+        .collect();
     let layout = BlockLayout::stack_batch(&layouts).unwrap();
     let problem = Problem::random(sizes, 3, move |batch, head, i, j| {
         patterns[batch].attends(head, i as i64, j as i64)
@@ -329,7 +349,9 @@ fn lse_merges_disjoint_parts() {
         let problem = case.problem(21);
         let [q, k, v, _] = inputs(&problem, &device, DType::F32);
         let part = |pattern: &Pattern| {
-            let layout = pattern.layout(case.heads, case.seq_q, case.block_size).unwrap();
+            let layout = pattern
+                .layout(case.heads, case.seq_q, case.block_size)
+                .unwrap();
             let (q, k, v) = (q.clone(), k.clone(), v.clone());
             attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
         };

@@ -103,7 +103,9 @@ fn recompute_and_store_agree_bit_for_bit() {
                 let v = leaf(&problem.v, sizes.v());
                 let options = case.options().weights(mode);
                 let out = attention(q.clone(), k.clone(), v.clone(), &layout, options).unwrap();
-                let grads = (out * leaf(&problem.grad_out, sizes.out())).sum().backward();
+                let grads = (out * leaf(&problem.grad_out, sizes.out()))
+                    .sum()
+                    .backward();
                 [q, k, v].map(|x| x.grad(&grads).unwrap().into_data())
             });
             for (a, b) in grads[0].iter().zip(&grads[1]) {

@@ -68,7 +68,10 @@ fn batches() {
         let x = zeros([3, 4, 32, 8], &device);
         let options = AttentionOptions::default();
         let error = attention(x.clone(), x.clone(), x, &layout, options).unwrap_err();
-        assert_eq!(error.to_string(), "q's batch must be 2, the layout's, got 3");
+        assert_eq!(
+            error.to_string(),
+            "q's batch must be 2, the layout's, got 3"
+        );
     }
 }
 
@@ -79,5 +82,8 @@ fn different_devices() {
     let x = zeros([1, 4, 32, 8], &Device::flex());
     let k = zeros([1, 4, 32, 8], &Device::ndarray());
     let error = attention(x.clone(), k, x, &layout(), AttentionOptions::default()).unwrap_err();
-    assert!(error.to_string().starts_with("k's device must be"), "{error}");
+    assert!(
+        error.to_string().starts_with("k's device must be"),
+        "{error}"
+    );
 }

@@ -129,9 +129,19 @@ pub fn cases() -> Vec<Case> {
         Case::new("strided, wider than the block", Pattern::strided(24), 96, 8),
         Case::new("merged strided", Pattern::merged_strided(16), 72, 8),
         Case::new("fixed", Pattern::fixed(16, 4), 80, 8),
-        Case::new("fixed, column groups per head", Pattern::fixed_heads(16, 4, 4), 70, 8)
-            .heads(8, 8),
-        Case::new("fixed, window no multiple of the block", Pattern::fixed(12, 3), 61, 8),
+        Case::new(
+            "fixed, column groups per head",
+            Pattern::fixed_heads(16, 4, 4),
+            70,
+            8,
+        )
+        .heads(8, 8),
+        Case::new(
+            "fixed, window no multiple of the block",
+            Pattern::fixed(12, 3),
+            61,
+            8,
+        ),
         Case::new("prefix lm", Pattern::prefix_lm(19), 48, 16),
         Case::new("streaming", Pattern::streaming(10, 3), 64, 8),
         Case::new(
@@ -159,6 +169,8 @@ pub fn cases() -> Vec<Case> {
         Case::new("value dim differs", Pattern::causal(), 40, 8).dims(16, 24),
         Case::new("odd dims", Pattern::causal(), 40, 8).dims(5, 3),
         Case::new("softcap", Pattern::merged_strided(8), 48, 8).softcap(1.5),
-        Case::new("scale", Pattern::causal(), 48, 8).scale(0.9).dims(64, 64),
+        Case::new("scale", Pattern::causal(), 48, 8)
+            .scale(0.9)
+            .dims(64, 64),
     ]
 }

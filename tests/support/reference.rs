@@ -140,25 +140,37 @@ impl Problem {
             .collect();
         let cap = |x: f64| self.softcap.map_or(x, |c| c * (x / c).tanh());
         let slope = |x: f64| self.softcap.map_or(1.0, |c| 1.0 - (x / c).tanh().powi(2));
-        let max = raw.iter().map(|&x| cap(x)).fold(f64::NEG_INFINITY, f64::max);
+        let max = raw
+            .iter()
+            .map(|&x| cap(x))
+            .fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = raw.iter().map(|&x| (cap(x) - max).exp()).sum();
         let lse = max + sum.ln();
         answer.lse[row] = lse;
 
         let d_out = self.grad_out[out_range.clone()].to_vec();
         let p: Vec<f64> = raw.iter().map(|&x| (cap(x) - lse).exp()).collect();
-        let dp: Vec<f64> = keys.iter().map(|&j| dot(&d_out, &self.v[v_range(j)])).collect();
+        let dp: Vec<f64> = keys
+            .iter()
+            .map(|&j| dot(&d_out, &self.v[v_range(j)]))
+            .collect();
         let delta = dot(&p, &dp);
         for (k, &j) in keys.iter().enumerate() {
             answer.weights[row * s.seq_kv + j] = p[k];
-            for (out, v) in answer.out[out_range.clone()].iter_mut().zip(&self.v[v_range(j)]) {
+            for (out, v) in answer.out[out_range.clone()]
+                .iter_mut()
+                .zip(&self.v[v_range(j)])
+            {
                 *out += p[k] * v;
             }
             for (dv, d_out) in answer.dv[v_range(j)].iter_mut().zip(&d_out) {
                 *dv += p[k] * d_out;
             }
             let ds = p[k] * (dp[k] - delta) * slope(raw[k]) * self.scale;
-            for (dq, key) in answer.dq[q_range.clone()].iter_mut().zip(&self.k[k_range(j)]) {
+            for (dq, key) in answer.dq[q_range.clone()]
+                .iter_mut()
+                .zip(&self.k[k_range(j)])
+            {
                 *dq += ds * key;
             }
             for (dk, q) in answer.dk[k_range(j)].iter_mut().zip(q) {

@@ -1,9 +1,14 @@
 //! From a pattern to the runs of a layout.
 
+use std::collections::HashMap;
+
 use crate::mask::{BlockMask, FULL, MaskInterner};
 use crate::pattern::Pattern;
 use crate::zones::{BlockRow, Cell, Cells};
 use crate::{LayoutShape, Run};
+
+/// Remembered masks, at most: enough for every distance that repeats.
+const MAX_KNOWN: usize = 1 << 14;
 
 /// The rows of one distinct head pattern: what the heads that look alike share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -100,7 +105,13 @@ impl Grid {
     }
 
     /// The mask of a block, pair by pair from the definition.
-    fn evaluate(&self, pattern: &Pattern, head: usize, q_block: usize, kv_block: usize) -> BlockMask {
+    fn evaluate(
+        &self,
+        pattern: &Pattern,
+        head: usize,
+        q_block: usize,
+        kv_block: usize,
+    ) -> BlockMask {
         let b = self.shape.block_size;
         let (rows, columns) = (self.rows_in(q_block), self.columns_in(kv_block));
         let (i0, j0) = ((q_block * b) as i64 + self.offset, (kv_block * b) as i64);
@@ -109,13 +120,42 @@ impl Grid {
         })
     }
 
+    /// [`Self::evaluate`], interned, asking the definition once for blocks that must look alike.
+    fn mixed(
+        &self,
+        pattern: &Pattern,
+        head: usize,
+        block: (usize, usize),
+        masks: &mut MaskInterner,
+        known: &mut HashMap<(i64, i64), Option<u32>>,
+    ) -> Option<u32> {
+        let b = self.shape.block_size;
+        let (q_block, kv_block) = block;
+        let whole = self.rows_in(q_block) == b && self.columns_in(kv_block) == b;
+        let key = pattern.shift_period().filter(|_| whole).map(|period| {
+            let first = (q_block * b) as i64 + self.offset;
+            (first.rem_euclid(period), first - (kv_block * b) as i64)
+        });
+        if let Some(mask) = key.and_then(|key| known.get(&key)) {
+            return *mask;
+        }
+        let mask = masks.intern(self.evaluate(pattern, head, q_block, kv_block));
+        if let Some(key) = key
+            && known.len() < MAX_KNOWN
+        {
+            known.insert(key, mask);
+        }
+        mask
+    }
+
     /// All block rows of `head`, from the pattern's zones.
     pub fn build(&self, pattern: &Pattern, head: usize, masks: &mut MaskInterner) -> Rows {
         let mut rows = Rows::new();
+        let mut known = HashMap::new();
         let kv_blocks = self.kv_blocks();
         // A ragged last key block looks like no other: it gets a zone of its own.
-        let ragged_column = (self.columns_in(kv_blocks - 1) < self.shape.block_size)
-            .then_some(kv_blocks - 1);
+        let ragged_column =
+            (self.columns_in(kv_blocks - 1) < self.shape.block_size).then_some(kv_blocks - 1);
         for q_block in 0..self.q_blocks() {
             let mut start = 0;
             for zone in pattern.zones(head, &self.row(q_block)) {
@@ -127,7 +167,7 @@ impl Grid {
                             Cell::Empty => None,
                             Cell::Full => self.full(q_block, start, masks),
                             Cell::Mixed => {
-                                masks.intern(self.evaluate(pattern, head, q_block, start))
+                                self.mixed(pattern, head, (q_block, start), masks, &mut known)
                             }
                         };
                         if let Some(mask) = mask {
@@ -163,7 +203,12 @@ fn expand(
         Cells::Cycle(cycle) => {
             let period = cycle.len();
             for first in start..end.min(start + period) {
-                emit(cycle[first % period], first, period, (end - 1 - first) / period + 1);
+                emit(
+                    cycle[first % period],
+                    first,
+                    period,
+                    (end - 1 - first) / period + 1,
+                );
             }
         }
     }

@@ -109,14 +109,21 @@ impl BlockLayout {
             .y_desc("query position")
             .draw()
             .map_err(text)?;
-        let rectangles = (self.shades(pattern, cell).into_iter().enumerate()).flat_map(|(i, row)| {
-            let bottom = ((i + 1) * cell).min(self.seq_q());
-            let shape = move |(from, to, shade): (usize, usize, f64)| {
-                let right = (to * cell).min(self.seq_kv());
-                Rectangle::new([(from * cell, i * cell), (right, bottom)], color(shade).filled())
-            };
-            equal_stretches(&row).into_iter().map(shape).collect::<Vec<_>>()
-        });
+        let rectangles =
+            (self.shades(pattern, cell).into_iter().enumerate()).flat_map(|(i, row)| {
+                let bottom = ((i + 1) * cell).min(self.seq_q());
+                let shape = move |(from, to, shade): (usize, usize, f64)| {
+                    let right = (to * cell).min(self.seq_kv());
+                    Rectangle::new(
+                        [(from * cell, i * cell), (right, bottom)],
+                        color(shade).filled(),
+                    )
+                };
+                equal_stretches(&row)
+                    .into_iter()
+                    .map(shape)
+                    .collect::<Vec<_>>()
+            });
         chart.draw_series(rectangles).map_err(text)?;
         Ok(())
     }

@@ -109,7 +109,10 @@ pub struct Entry {
 /// Cloning is cheap (the data is shared). Layouts compare by what they allow, draw themselves with
 /// `{}`, and serialize with serde; deserialization checks everything.
 #[derive(Clone, Serialize, Deserialize)]
-#[serde(try_from = "crate::serial::LayoutData", into = "crate::serial::LayoutData")]
+#[serde(
+    try_from = "crate::serial::LayoutData",
+    into = "crate::serial::LayoutData"
+)]
 pub struct BlockLayout {
     inner: Arc<Inner>,
 }
@@ -284,16 +287,28 @@ impl BlockLayout {
                 ));
             }
             let ids: Vec<u32> = (layout.inner.masks.iter())
-                .map(|mask| masks.intern(mask.clone()).expect("kept masks are not empty"))
+                .map(|mask| {
+                    masks
+                        .intern(mask.clone())
+                        .expect("kept masks are not empty")
+                })
                 .collect();
             let known: Vec<u32> = (layout.inner.patterns.iter())
                 .map(|pattern| {
                     let mut rows = pattern.rows.clone();
-                    rows.runs.iter_mut().for_each(|r| r.mask = ids[r.mask as usize]);
+                    rows.runs
+                        .iter_mut()
+                        .for_each(|r| r.mask = ids[r.mask as usize]);
                     position_or_push(&mut patterns, rows)
                 })
                 .collect();
-            head_patterns.extend(layout.inner.head_patterns.iter().map(|&p| known[p as usize]));
+            head_patterns.extend(
+                layout
+                    .inner
+                    .head_patterns
+                    .iter()
+                    .map(|&p| known[p as usize]),
+            );
         }
         Ok(Self::from_parts(Inner {
             name: first.inner.name.clone(),
@@ -448,7 +463,8 @@ impl BlockLayout {
         let per_pattern: Vec<u64> = (self.inner.patterns.iter())
             .map(|pattern| {
                 let runs = pattern.rows.runs.iter();
-                runs.map(|r| u64::from(r.count) * counts[r.mask as usize]).sum()
+                runs.map(|r| u64::from(r.count) * counts[r.mask as usize])
+                    .sum()
             })
             .collect();
         let heads = self.inner.head_patterns.iter();
@@ -457,7 +473,8 @@ impl BlockLayout {
 
     /// Allowed pairs over all pairs, in 0..=1.
     pub fn density(&self) -> f64 {
-        let all = self.inner.head_patterns.len() as f64 * self.seq_q() as f64 * self.seq_kv() as f64;
+        let all =
+            self.inner.head_patterns.len() as f64 * self.seq_q() as f64 * self.seq_kv() as f64;
         self.allowed_pairs() as f64 / all
     }
 

@@ -274,7 +274,7 @@ impl Pattern {
                 positive("stride", *stride)?;
                 positive("columns", *columns)?;
                 positive("num_verts", *num_verts)?;
-                if stride % columns != 0 {
+                if !stride.is_multiple_of(*columns) {
                     return error(
                         "stride",
                         format!("a multiple of columns = {columns}"),
@@ -288,7 +288,7 @@ impl Pattern {
                         format!("{num_verts} · {columns}"),
                     );
                 }
-                if heads % num_verts != 0 {
+                if !heads.is_multiple_of(*num_verts) {
                     return error(
                         "heads",
                         format!("a multiple of num_verts = {num_verts}"),
@@ -299,7 +299,7 @@ impl Pattern {
             }
             Self::Union(parts) | Self::Intersection(parts) | Self::PerHead(parts) => {
                 positive("the number of parts", parts.len())?;
-                if matches!(self, Self::PerHead(_)) && heads % parts.len() != 0 {
+                if matches!(self, Self::PerHead(_)) && !heads.is_multiple_of(parts.len()) {
                     return error(
                         "heads",
                         format!("a multiple of the {} patterns", parts.len()),
@@ -308,6 +308,21 @@ impl Pattern {
                 }
                 parts.iter().try_for_each(|p| p.validate(heads))
             }
+        }
+    }
+
+    /// A `p` such that moving query and key by `p` positions together changes no pair; `None` if unknown.
+    pub(crate) fn shift_period(&self) -> Option<i64> {
+        match self {
+            Self::Dense | Self::Causal | Self::Local { .. } | Self::Strided { .. } => Some(1),
+            Self::Fixed { stride, .. } => Some(*stride as i64),
+            Self::Union(parts) | Self::Intersection(parts) | Self::PerHead(parts) => {
+                parts.iter().try_fold(1, |period: i64, part| {
+                    let other = part.shift_period()?;
+                    (period / crate::zones::gcd(period, other)).checked_mul(other)
+                })
+            }
+            Self::PrefixLm { .. } | Self::Streaming { .. } | Self::FromFn(_) => None,
         }
     }
 

@@ -185,6 +185,5 @@ fn inside(mask: &BlockMask, id: u32, grid: &Grid, q_block: usize, kv_block: usiz
     if rows == b && columns == b {
         return true;
     }
-    id != FULL
-        && (0..b).all(|r| (0..b).all(|c| !mask.get(r, c) || (r < rows && c < columns)))
+    id != FULL && (0..b).all(|r| (0..b).all(|c| !mask.get(r, c) || (r < rows && c < columns)))
 }

@@ -56,9 +56,8 @@ impl BlockLayout {
     /// Which heads use a pattern: "heads 0, 2, 4".
     pub(crate) fn users(&self, pattern: usize) -> String {
         let batch = self.batch().unwrap_or(1);
-        let heads = (0..self.heads()).filter(|&head| {
-            (0..batch).any(|entry| self.pattern_of(entry, head) == pattern)
-        });
+        let heads = (0..self.heads())
+            .filter(|&head| (0..batch).any(|entry| self.pattern_of(entry, head) == pattern));
         let heads: Vec<String> = heads.map(|head| head.to_string()).collect();
         match heads.len() {
             1 => format!("head {}", heads[0]),

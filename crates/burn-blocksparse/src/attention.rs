@@ -146,14 +146,22 @@ fn check(
     for (argument, tensor) in [("k's", k), ("v's", v)] {
         if tensor.dtype() != q.dtype() {
             return Err(AttentionError::Argument {
-                argument: if argument == "k's" { "k's dtype" } else { "v's dtype" },
+                argument: if argument == "k's" {
+                    "k's dtype"
+                } else {
+                    "v's dtype"
+                },
                 expected: format!("{:?}, q's", q.dtype()),
                 got: format!("{:?}", tensor.dtype()),
             });
         }
         if tensor.device() != q.device() {
             return Err(AttentionError::Argument {
-                argument: if argument == "k's" { "k's device" } else { "v's device" },
+                argument: if argument == "k's" {
+                    "k's device"
+                } else {
+                    "v's device"
+                },
                 expected: format!("{:?}, q's", q.device()),
                 got: format!("{:?}", tensor.device()),
             });

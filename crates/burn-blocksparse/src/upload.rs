@@ -40,8 +40,5 @@ fn blocked(layout: &BlockLayout, device: &Device) -> Tensor<2, Bool> {
     let bits: Vec<bool> = (layout.masks().iter())
         .flat_map(|mask| (0..b * b).map(move |bit| !mask.get(bit / b, bit % b)))
         .collect();
-    Tensor::from_data(
-        TensorData::new(bits, [layout.masks().len(), b * b]),
-        device,
-    )
+    Tensor::from_data(TensorData::new(bits, [layout.masks().len(), b * b]), device)
 }

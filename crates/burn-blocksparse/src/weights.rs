@@ -81,7 +81,8 @@ impl BlockSparseWeights {
         if blocks == 0 {
             return Tensor::zeros(shape, (&device, self.values.dtype()));
         }
-        let places = Tensor::<1, burn::tensor::Int>::from_data(TensorData::new(places, [count]), &device);
+        let places =
+            Tensor::<1, burn::tensor::Int>::from_data(TensorData::new(places, [count]), &device);
         let absent = Tensor::<4, Bool>::from_data(TensorData::new(absent, shape), &device);
         self.values
             .clone()

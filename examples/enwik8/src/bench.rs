@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::clip::clip_global_norm;
 use crate::data::{Corpus, Sampler, Split, thousands};
+use crate::device;
 use crate::model::{self, windows};
 use crate::presets::{Attention, Overrides, Preset, RunConfig};
 use crate::progress::say;
-use crate::device;
 
 /// Time training iterations with sparse and with dense attention
 #[derive(Args, Debug)]
@@ -115,9 +115,13 @@ fn in_child_process(kind: Attention) -> Result<Measurement> {
         .context("cannot start a process to measure in")?;
     if !output.status.success() {
         let reason = String::from_utf8_lossy(&output.stderr);
-        bail!("measuring {kind} attention failed: {}", reason.trim().trim_start_matches("error: "));
+        bail!(
+            "measuring {kind} attention failed: {}",
+            reason.trim().trim_start_matches("error: ")
+        );
     }
-    serde_json::from_slice(&output.stdout).with_context(|| format!("cannot read the result of {kind} attention"))
+    serde_json::from_slice(&output.stdout)
+        .with_context(|| format!("cannot read the result of {kind} attention"))
 }
 
 fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
@@ -133,9 +137,11 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     let ms = times[times.len() / 2];
 
     let factorization = model::factorization(&config.model)?;
-    let layout = factorization
-        .pattern(0)?
-        .layout(config.model.heads, config.model.context, config.model.block_size)?;
+    let layout = factorization.pattern(0)?.layout(
+        config.model.heads,
+        config.model.context,
+        config.model.block_size,
+    )?;
     let context = config.model.context as f64;
     Ok(Measurement {
         attention: match attention {
@@ -166,7 +172,8 @@ fn iterations(config: &RunConfig, device: &Device, count: u32) -> Result<Vec<f64
         let starts: Vec<usize> = (0..recipe.batch).map(|_| sampler.next_start()).collect();
         let began = Instant::now();
         let (tokens, targets) = windows(bytes, &starts, context, device);
-        let (_, gradients) = model.loss_and_gradients(tokens, targets, u64::from(iteration), recipe.recompute)?;
+        let (_, gradients) =
+            model.loss_and_gradients(tokens, targets, u64::from(iteration), recipe.recompute)?;
         let (gradients, _) = clip_global_norm(&model, gradients, recipe.clip);
         model = optimizer.step(recipe.learning_rate, model, gradients);
         device.sync().map_err(|error| anyhow!("{error:?}"))?;

@@ -117,12 +117,15 @@ impl Checkpoint {
     /// # Errors
     /// If the folder cannot be written to.
     pub fn write(&self, path: &Path) -> Result<(), CheckpointError> {
-        let header = serde_json::to_vec(&self.header).map_err(|source| CheckpointError::Header {
-            path: path.to_owned(),
-            source,
-        })?;
+        let header =
+            serde_json::to_vec(&self.header).map_err(|source| CheckpointError::Header {
+                path: path.to_owned(),
+                source,
+            })?;
         let sections: [&[u8]; 3] = [&header, &self.model, &self.optimizer];
-        let lengths = sections.map(|section| (section.len() as u64).to_le_bytes()).concat();
+        let lengths = sections
+            .map(|section| (section.len() as u64).to_le_bytes())
+            .concat();
         let mut checksum = crc32fast::Hasher::new();
         checksum.update(&lengths);
         for section in sections {
@@ -133,7 +136,9 @@ impl Checkpoint {
             file.write_all(MAGIC)?;
             file.write_all(&checksum.clone().finalize().to_le_bytes())?;
             file.write_all(&lengths)?;
-            sections.iter().try_for_each(|section| file.write_all(section))
+            sections
+                .iter()
+                .try_for_each(|section| file.write_all(section))
         })
         .map_err(|source| CheckpointError::Io {
             path: path.to_owned(),
@@ -182,7 +187,8 @@ impl Checkpoint {
         // The lengths sum to no more than the file's, so they fit usize.
         let (header, rest) = bytes[PREAMBLE..].split_at(lengths[0] as usize);
         let (model, optimizer) = rest.split_at(lengths[1] as usize);
-        let header = serde_json::from_slice(header).map_err(|source| CheckpointError::Header { path, source })?;
+        let header = serde_json::from_slice(header)
+            .map_err(|source| CheckpointError::Header { path, source })?;
         Ok(Checkpoint {
             header,
             model: model.to_vec(),
@@ -195,7 +201,10 @@ impl Checkpoint {
 ///
 /// # Errors
 /// Those of the file system; `path` is then as it was.
-pub fn write_atomically(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+pub fn write_atomically(
+    path: &Path,
+    write: impl FnOnce(&mut File) -> io::Result<()>,
+) -> io::Result<()> {
     let temporary = path.with_added_extension(TEMPORARY);
     let mut file = File::create(&temporary)?;
     write(&mut file)?;
@@ -269,7 +278,11 @@ mod tests {
         let path = folder.path().join("a.ckpt");
         checkpoint().write(&path).unwrap();
         assert_eq!(Checkpoint::read(&path).unwrap(), checkpoint());
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "no temporary file is left");
+        assert_eq!(
+            fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "no temporary file is left"
+        );
     }
 
     #[test]
@@ -281,7 +294,10 @@ mod tests {
         for length in 0..good.len() {
             fs::write(&path, &good[..length]).unwrap();
             let error = Checkpoint::read(&path).unwrap_err();
-            assert!(matches!(error, CheckpointError::Truncated { .. }), "{length}: {error}");
+            assert!(
+                matches!(error, CheckpointError::Truncated { .. }),
+                "{length}: {error}"
+            );
         }
         for at in 0..good.len() {
             let mut bad = good.clone();
@@ -307,7 +323,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("notes.txt");
         fs::write(&path, "hello").unwrap();
-        assert!(matches!(Checkpoint::read(&path), Err(CheckpointError::Foreign { .. })));
+        assert!(matches!(
+            Checkpoint::read(&path),
+            Err(CheckpointError::Foreign { .. })
+        ));
         let missing = Checkpoint::read(&folder.path().join("missing")).unwrap_err();
         assert!(missing.to_string().contains("missing"), "{missing}");
     }

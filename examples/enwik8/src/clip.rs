@@ -11,7 +11,11 @@ use burn::tensor::Tensor;
 ///
 /// Returns the gradients and their norm before: `[1]`, still on the device, so that nothing waits for it here.
 /// Gradients that are not finite stay that way, and show in the norm.
-pub fn clip_global_norm<M: Module>(model: &M, mut gradients: GradientsParams, limit: f64) -> (GradientsParams, Tensor<1>) {
+pub fn clip_global_norm<M: Module>(
+    model: &M,
+    mut gradients: GradientsParams,
+    limit: f64,
+) -> (GradientsParams, Tensor<1>) {
     let mut squares = Squares {
         gradients: &gradients,
         sums: Vec::new(),
@@ -47,7 +51,8 @@ struct Scale<'a> {
 impl ModuleVisitor for Scale<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(gradient) = self.gradients.remove::<D>(param.id) {
-            self.gradients.register(param.id, gradient * self.factor.clone().unsqueeze());
+            self.gradients
+                .register(param.id, gradient * self.factor.clone().unsqueeze());
         }
     }
 }
@@ -83,7 +88,9 @@ mod tests {
         let expected = 164f32.sqrt();
         assert!((norm.into_scalar::<f32>() - expected).abs() < 1e-5);
         let values = values(&model, &clipped);
-        assert!((values[0] - 3.0 / expected).abs() < 1e-6 && (values[5] - 8.0 / expected).abs() < 1e-6);
+        assert!(
+            (values[0] - 3.0 / expected).abs() < 1e-6 && (values[5] - 8.0 / expected).abs() < 1e-6
+        );
         let squares: f32 = values.iter().map(|value| value * value).sum();
         assert!((squares.sqrt() - 1.0).abs() < 1e-5);
     }
@@ -93,7 +100,10 @@ mod tests {
         let model = LinearConfig::new(2, 2).init(&Device::flex());
         for (weight, bias) in [(0.1, 0.2), (0.0, 0.0)] {
             let (clipped, _) = clip_global_norm(&model, gradients(&model, weight, bias), 1.0);
-            assert_eq!(values(&model, &clipped), [weight, weight, weight, weight, bias, bias]);
+            assert_eq!(
+                values(&model, &clipped),
+                [weight, weight, weight, weight, bias, bias]
+            );
         }
     }
 }

@@ -69,9 +69,17 @@ impl Corpus {
                 bytes: SAMPLE.to_vec(),
             });
         };
-        ensure!(!path.is_dir(), "cannot read {}: it is a folder, not a file of raw bytes", path.display());
+        ensure!(
+            !path.is_dir(),
+            "cannot read {}: it is a folder, not a file of raw bytes",
+            path.display()
+        );
         let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-        ensure!(!bytes.is_empty(), "{} is empty: there is nothing to train on", path.display());
+        ensure!(
+            !bytes.is_empty(),
+            "{} is empty: there is nothing to train on",
+            path.display()
+        );
         Ok(Corpus {
             // An absolute path still leads there when a run is resumed from elsewhere.
             path: Some(std::path::absolute(path)?),
@@ -90,15 +98,22 @@ impl Corpus {
     /// One line for the user: where the bytes come from.
     pub fn describe(&self) -> String {
         let source = match &self.path {
-            None => "the first 1,000,000 bytes of enwik8 (embedded; --data FILE for more)".to_owned(),
+            None => {
+                "the first 1,000,000 bytes of enwik8 (embedded; --data FILE for more)".to_owned()
+            }
             Some(path) if self.bytes.len() == ENWIK8_BYTES => {
-                format!("{}: the full enwik8, by its length of 100,000,000 bytes", path.display())
+                format!(
+                    "{}: the full enwik8, by its length of 100,000,000 bytes",
+                    path.display()
+                )
             }
             Some(path) => format!("{}: {} bytes", path.display(), thousands(self.bytes.len())),
         };
-        let [train, validation, test] =
-            [Split::Train, Split::Validation, Split::Test].map(|split| thousands(self.split(split).len()));
-        format!("{source}\n          split into {train} / {validation} / {test} bytes (train / validation / test)")
+        let [train, validation, test] = [Split::Train, Split::Validation, Split::Test]
+            .map(|split| thousands(self.split(split).len()));
+        format!(
+            "{source}\n          split into {train} / {validation} / {test} bytes (train / validation / test)"
+        )
     }
 
     /// What identifies these bytes.
@@ -202,7 +217,10 @@ impl Sampler {
 
     /// Continues where `state` was taken.
     pub fn resume(bytes: usize, context: usize, state: SamplerState) -> Self {
-        assert!(bytes > context, "{bytes} bytes hold no window of {context} + 1");
+        assert!(
+            bytes > context,
+            "{bytes} bytes hold no window of {context} + 1"
+        );
         let order = shuffled_starts(bytes, context, &mut state.rng.clone());
         Sampler {
             bytes,
@@ -258,19 +276,27 @@ mod tests {
 
     #[test]
     fn the_full_enwik8_splits_as_customary() {
-        let lengths = [Split::Train, Split::Validation, Split::Test].map(|split| split_range(ENWIK8_BYTES, split));
+        let lengths = [Split::Train, Split::Validation, Split::Test]
+            .map(|split| split_range(ENWIK8_BYTES, split));
         assert_eq!(
             lengths,
-            [0..90_000_000, 90_000_000..95_000_000, 95_000_000..100_000_000]
+            [
+                0..90_000_000,
+                90_000_000..95_000_000,
+                95_000_000..100_000_000
+            ]
         );
     }
 
     #[test]
     fn splits_cover_any_length_once() {
         for bytes in [0, 1, 19, 20, 21, 1_000_003] {
-            let [train, validation, test] =
-                [Split::Train, Split::Validation, Split::Test].map(|split| split_range(bytes, split));
-            assert_eq!((train.start, train.end, validation.end), (0, validation.start, test.start));
+            let [train, validation, test] = [Split::Train, Split::Validation, Split::Test]
+                .map(|split| split_range(bytes, split));
+            assert_eq!(
+                (train.start, train.end, validation.end),
+                (0, validation.start, test.start)
+            );
             assert_eq!(test.end, bytes);
         }
     }

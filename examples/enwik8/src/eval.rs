@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, ensure};
-use burn::tensor::activation::log_softmax;
 use burn::tensor::Device;
+use burn::tensor::activation::log_softmax;
 use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 use indicatif::ProgressBar;
@@ -161,7 +161,10 @@ impl Evaluator<'_> {
     /// # Errors
     /// Those of the model.
     pub fn run(&self, bytes: &[u8], plan: &[Window], bar: &ProgressBar) -> Result<Evaluation> {
-        let mut total = Evaluation { nats: 0.0, bytes: 0 };
+        let mut total = Evaluation {
+            nats: 0.0,
+            bytes: 0,
+        };
         bar.set_length(plan.len() as u64);
         for part in plan.chunks(self.batch) {
             let losses = self.losses(bytes, part)?;
@@ -182,7 +185,9 @@ impl Evaluator<'_> {
         let (tokens, targets) = windows(bytes, &starts, self.context, self.device);
         let log_probabilities = log_softmax(self.model.forward(tokens)?, 2);
         let losses = log_probabilities.gather(2, targets.unsqueeze_dim(2)).neg();
-        losses.try_into_vec_as().map_err(|error| anyhow!("{error:?}"))
+        losses
+            .try_into_vec_as()
+            .map_err(|error| anyhow!("{error:?}"))
     }
 }
 
@@ -201,7 +206,10 @@ mod tests {
             (1_000, 64, 48),
         ] {
             let mut times = vec![0; bytes];
-            for (index, window) in sliding_windows(bytes, context, min_context).iter().enumerate() {
+            for (index, window) in sliding_windows(bytes, context, min_context)
+                .iter()
+                .enumerate()
+            {
                 for prediction in window.first..context {
                     let byte = window.start + prediction + 1;
                     times[byte] += 1;
@@ -209,7 +217,10 @@ mod tests {
                 }
             }
             assert_eq!(times[0], 0);
-            assert!(times[1..].iter().all(|&count| count == 1), "{bytes} {context} {min_context}");
+            assert!(
+                times[1..].iter().all(|&count| count == 1),
+                "{bytes} {context} {min_context}"
+            );
         }
     }
 

@@ -58,7 +58,9 @@ impl Row {
     /// Steps done when it was written.
     pub fn step(&self) -> usize {
         match *self {
-            Row::Train { step, .. } | Row::Validation { step, .. } | Row::Final { step, .. } => step,
+            Row::Train { step, .. } | Row::Validation { step, .. } | Row::Final { step, .. } => {
+                step
+            }
         }
     }
 }
@@ -76,14 +78,19 @@ impl Log {
     /// # Errors
     /// If the file cannot be read or written.
     pub fn open(path: &Path, step: usize) -> Result<Self> {
-        let kept: Vec<Row> = read(path)?.into_iter().filter(|row| row.step() <= step).collect();
-        write_atomically(path, |file| kept.iter().try_for_each(|row| write_row(file, row)))
-            .and_then(|()| OpenOptions::new().append(true).open(path))
-            .map(|file| Log {
-                path: path.to_owned(),
-                file,
-            })
-            .with_context(|| format!("cannot write {}", path.display()))
+        let kept: Vec<Row> = read(path)?
+            .into_iter()
+            .filter(|row| row.step() <= step)
+            .collect();
+        write_atomically(path, |file| {
+            kept.iter().try_for_each(|row| write_row(file, row))
+        })
+        .and_then(|()| OpenOptions::new().append(true).open(path))
+        .map(|file| Log {
+            path: path.to_owned(),
+            file,
+        })
+        .with_context(|| format!("cannot write {}", path.display()))
     }
 
     /// Appends a line.
@@ -91,7 +98,8 @@ impl Log {
     /// # Errors
     /// If the disk is full, for instance.
     pub fn write(&mut self, row: &Row) -> Result<()> {
-        write_row(&mut self.file, row).with_context(|| format!("cannot write {}", self.path.display()))
+        write_row(&mut self.file, row)
+            .with_context(|| format!("cannot write {}", self.path.display()))
     }
 }
 
@@ -141,7 +149,9 @@ mod tests {
         for step in [1, 2, 3] {
             log.write(&row(step)).unwrap();
         }
-        log.file.write_all(b"{\"kind\":\"validation\",\"ste").unwrap();
+        log.file
+            .write_all(b"{\"kind\":\"validation\",\"ste")
+            .unwrap();
         let mut log = Log::open(&path, 2).unwrap();
         log.write(&row(3)).unwrap();
         assert_eq!(read(&path).unwrap(), [row(1), row(2), row(3)]);

@@ -28,14 +28,17 @@ use clap::{Parser, Subcommand};
 
 /// A byte-level language model with block-sparse attention (Sparse Transformer, Child et al., 2019)
 #[derive(Parser, Debug)]
-#[command(version, after_help = "Start here:
+#[command(
+    version,
+    after_help = "Start here:
   enwik8 train         train the preset `tiny` on an embedded sample of Wikipedia: minutes on a CPU
   enwik8 sample        let it write
   enwik8 eval          bits per byte on held-out text
   enwik8 bench         sparse against dense attention on this machine
   enwik8 draw --pattern fixed:128,32 --out pattern.png
 
-From the repository: cargo run -p enwik8 -- train")]
+From the repository: cargo run -p enwik8 -- train"
+)]
 struct Cli {
     #[command(subcommand)]
     command: Task,

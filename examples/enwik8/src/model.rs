@@ -84,7 +84,12 @@ pub fn factorization(config: &ModelConfig) -> Result<Factorization> {
 }
 
 /// Windows of `context + 1` bytes as inputs and the bytes that follow each of them, both `[windows, context]`.
-pub fn windows(bytes: &[u8], starts: &[usize], context: usize, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
+pub fn windows(
+    bytes: &[u8],
+    starts: &[usize],
+    context: usize,
+    device: &Device,
+) -> (Tensor<2, Int>, Tensor<2, Int>) {
     let tensor = |offset: usize| {
         let values: Vec<i32> = starts
             .iter()

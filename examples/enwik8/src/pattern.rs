@@ -31,7 +31,9 @@ pub fn stride(text: &str) -> Option<usize> {
     text.split('+').find_map(|part| {
         let (name, arguments) = part.trim().split_once(':')?;
         match name {
-            "strided" | "merged-strided" | "fixed" => arguments.split(',').next()?.trim().parse().ok(),
+            "strided" | "merged-strided" | "fixed" => {
+                arguments.split(',').next()?.trim().parse().ok()
+            }
             _ => None,
         }
     })
@@ -58,7 +60,11 @@ fn parse_part(part: &str) -> Result<Pattern, String> {
         ("fixed", &[stride, columns, verts]) => Pattern::fixed_heads(stride, columns, verts),
         ("prefix", &[prefix]) => Pattern::prefix_lm(prefix),
         ("streaming", &[window, sink]) => Pattern::streaming(window, sink),
-        _ => return Err(format!("unknown pattern '{part}'; the choices are {CHOICES}")),
+        _ => {
+            return Err(format!(
+                "unknown pattern '{part}'; the choices are {CHOICES}"
+            ));
+        }
     };
     Ok(pattern)
 }
@@ -105,9 +111,14 @@ mod tests {
 
     #[test]
     fn mistakes_list_the_choices() {
-        for text in ["", "lokal:8", "local", "local:x", "fixed:1", "causal:3", "local:8+"] {
+        for text in [
+            "", "lokal:8", "local", "local:x", "fixed:1", "causal:3", "local:8+",
+        ] {
             let message = parse(text).unwrap_err();
-            assert!(message.contains("merged-strided:STRIDE"), "{text}: {message}");
+            assert!(
+                message.contains("merged-strided:STRIDE"),
+                "{text}: {message}"
+            );
         }
     }
 

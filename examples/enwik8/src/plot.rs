@@ -56,9 +56,21 @@ impl Curves {
         let mut last = None;
         for row in rows {
             match *row {
-                Row::Train { step, bits_per_byte, .. } => raw.push((step as f64, bits_per_byte)),
-                Row::Validation { step, bits_per_byte, .. } => validation.push((step as f64, bits_per_byte)),
-                Row::Final { step, bits_per_byte, .. } => last = Some((step as f64, bits_per_byte)),
+                Row::Train {
+                    step,
+                    bits_per_byte,
+                    ..
+                } => raw.push((step as f64, bits_per_byte)),
+                Row::Validation {
+                    step,
+                    bits_per_byte,
+                    ..
+                } => validation.push((step as f64, bits_per_byte)),
+                Row::Final {
+                    step,
+                    bits_per_byte,
+                    ..
+                } => last = Some((step as f64, bits_per_byte)),
             }
         }
         let smooth = thin(&smoothed(&raw));
@@ -70,7 +82,12 @@ impl Curves {
         }
     }
 
-    fn draw(&self, path: &Path, title: &str, entropy: f64) -> Result<(), Box<dyn std::error::Error>> {
+    fn draw(
+        &self,
+        path: &Path,
+        title: &str,
+        entropy: f64,
+    ) -> Result<(), Box<dyn std::error::Error>> {
         let area = BitMapBackend::new(path, SIZE).into_drawing_area();
         area.fill(&WHITE)?;
         let (steps, bits) = (self.steps(), self.bits(entropy));
@@ -94,7 +111,10 @@ impl Curves {
 
         chart.draw_series(LineSeries::new(self.raw.iter().copied(), TRAIN_RAW))?;
         chart
-            .draw_series(LineSeries::new(self.smooth.iter().copied(), TRAIN.stroke_width(3)))?
+            .draw_series(LineSeries::new(
+                self.smooth.iter().copied(),
+                TRAIN.stroke_width(3),
+            ))?
             .label("training (running mean)")
             .legend(|(x, y)| PathElement::new([(x, y), (x + 24, y)], TRAIN.stroke_width(3)));
         chart
@@ -108,9 +128,14 @@ impl Curves {
             .legend(|(x, y)| PathElement::new([(x, y), (x + 24, y)], REFERENCE.stroke_width(2)));
         if !self.validation.is_empty() {
             chart
-                .draw_series(LineSeries::new(self.validation.iter().copied(), VALIDATION.stroke_width(3)).point_size(4))?
+                .draw_series(
+                    LineSeries::new(self.validation.iter().copied(), VALIDATION.stroke_width(3))
+                        .point_size(4),
+                )?
                 .label("validation")
-                .legend(|(x, y)| PathElement::new([(x, y), (x + 24, y)], VALIDATION.stroke_width(3)));
+                .legend(|(x, y)| {
+                    PathElement::new([(x, y), (x + 24, y)], VALIDATION.stroke_width(3))
+                });
         }
         if let Some(last) = self.last {
             chart
@@ -171,7 +196,8 @@ mod tests {
     fn rows(count: usize) -> Vec<Row> {
         let mut rows = Vec::new();
         for step in 1..=count {
-            let bits_per_byte = 2.2 + 5.8 * (-(step as f64) / 200.0).exp() + 0.1 * (step as f64 * 1.7).sin();
+            let bits_per_byte =
+                2.2 + 5.8 * (-(step as f64) / 200.0).exp() + 0.1 * (step as f64 * 1.7).sin();
             let loss = bits_per_byte * std::f64::consts::LN_2;
             rows.push(Row::Train {
                 step,

@@ -484,9 +484,15 @@ fn position_width_for(patterns: &[String], context: usize) -> usize {
 fn first_difference(stored: &RunConfig, asked: &RunConfig) -> (String, String) {
     let flat = |config: &RunConfig| {
         let mut fields = vec![("preset".to_owned(), format!("{:?}", config.preset.name()))];
-        for part in [serde_json::to_value(&config.model), serde_json::to_value(&config.recipe)] {
+        for part in [
+            serde_json::to_value(&config.model),
+            serde_json::to_value(&config.recipe),
+        ] {
             if let Ok(serde_json::Value::Object(map)) = part {
-                fields.extend(map.into_iter().map(|(name, value)| (name, value.to_string())));
+                fields.extend(
+                    map.into_iter()
+                        .map(|(name, value)| (name, value.to_string())),
+                );
             }
         }
         fields
@@ -540,8 +546,14 @@ mod tests {
     fn the_paper_preset_is_the_paper() {
         let config = RunConfig::new(Preset::Paper, &Overrides::default()).unwrap();
         let model = &config.model;
-        assert_eq!((model.context, model.layers, model.heads, model.d_model), (12_288, 30, 8, 512));
-        assert_eq!((model.patterns[0].as_str(), model.dropout), ("fixed:128,32", 0.40));
+        assert_eq!(
+            (model.context, model.layers, model.heads, model.d_model),
+            (12_288, 30, 8, 512)
+        );
+        assert_eq!(
+            (model.patterns[0].as_str(), model.dropout),
+            ("fixed:128,32", 0.40)
+        );
         assert_eq!(config.recipe.length, Length::Epochs(80.0));
         assert_eq!(config.steps(90_000_000), 73_242);
     }
@@ -580,7 +592,9 @@ mod tests {
             pattern: vec!["local:8+prefix:4".to_owned()],
             ..Overrides::default()
         };
-        let message = RunConfig::new(Preset::Tiny, &overrides).unwrap_err().to_string();
+        let message = RunConfig::new(Preset::Tiny, &overrides)
+            .unwrap_err()
+            .to_string();
         assert!(message.contains("later"), "{message}");
     }
 
@@ -597,7 +611,14 @@ mod tests {
             ..Overrides::default()
         };
         let message = config.resumed(None, &wider).unwrap_err().to_string();
-        assert!(message.contains("d_model 128") && message.contains("d_model 256"), "{message}");
-        assert!(config.resumed(Some(Preset::Small), &Overrides::default()).is_err());
+        assert!(
+            message.contains("d_model 128") && message.contains("d_model 256"),
+            "{message}"
+        );
+        assert!(
+            config
+                .resumed(Some(Preset::Small), &Overrides::default())
+                .is_err()
+        );
     }
 }

@@ -51,7 +51,11 @@ impl Progress {
             if self.bar.is_none() {
                 let remaining = self.recent.mean_ms() * (self.steps - step) as f64;
                 let left = clock(Duration::from_secs_f64(remaining / 1_000.0));
-                say(format!("step {step}/{}  {}  {left} left", self.steps, self.recent.summary()));
+                say(format!(
+                    "step {step}/{}  {}  {left} left",
+                    self.steps,
+                    self.recent.summary()
+                ));
             }
             self.recent = Recent::default();
         }
@@ -77,13 +81,18 @@ impl Drop for Progress {
 /// A bar on a terminal for some work, invisible elsewhere.
 pub fn plain_bar(what: &str) -> ProgressBar {
     match io::stderr().is_terminal() {
-        true => bar(0, 0, &format!("{what} {{pos}}/{{len}} {{bar:24}} {{eta}} left")),
+        true => bar(
+            0,
+            0,
+            &format!("{what} {{pos}}/{{len}} {{bar:24}} {{eta}} left"),
+        ),
         false => ProgressBar::hidden(),
     }
 }
 
 fn bar(position: usize, length: usize, template: &str) -> ProgressBar {
-    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let style =
+        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::new(length as u64).with_style(style);
     bar.set_position(position as u64);
     // The time that earlier processes took says nothing about this one.

@@ -62,16 +62,23 @@ impl RunFolder {
         );
         let folder = RunFolder::lock(path)?;
         // What a killed process was writing.
-        for unfinished in files_of_run(path)?.iter().filter(|path| is_unfinished(path)) {
-            fs::remove_file(unfinished).with_context(|| format!("cannot remove {}", unfinished.display()))?;
+        for unfinished in files_of_run(path)?
+            .iter()
+            .filter(|path| is_unfinished(path))
+        {
+            fs::remove_file(unfinished)
+                .with_context(|| format!("cannot remove {}", unfinished.display()))?;
         }
         Ok(folder)
     }
 
     fn lock(path: &Path) -> Result<Self> {
-        let lock = File::create(path.join(LOCK)).with_context(|| format!("cannot write to {}", path.display()))?;
+        let lock = File::create(path.join(LOCK))
+            .with_context(|| format!("cannot write to {}", path.display()))?;
         match lock.try_lock() {
-            Err(TryLockError::WouldBlock) => bail!("another process is training in {}", path.display()),
+            Err(TryLockError::WouldBlock) => {
+                bail!("another process is training in {}", path.display())
+            }
             // Some file systems have no locks; training there is still fine.
             Err(TryLockError::Error(_)) | Ok(()) => {}
         }
@@ -134,7 +141,10 @@ impl RunFolder {
 ///
 /// # Errors
 /// If none is usable, with the reason for each.
-pub fn latest_checkpoint(folder: &Path, mut warn: impl FnMut(String)) -> Result<(PathBuf, Checkpoint)> {
+pub fn latest_checkpoint(
+    folder: &Path,
+    mut warn: impl FnMut(String),
+) -> Result<(PathBuf, Checkpoint)> {
     let mut candidates = step_checkpoints(folder)?;
     candidates.push(folder.join(BEST));
     let mut reasons = Vec::new();
@@ -154,7 +164,11 @@ pub fn latest_checkpoint(folder: &Path, mut warn: impl FnMut(String)) -> Result<
             "{} has no checkpoint yet: its run was stopped before the first; begin again with --overwrite",
             folder.display()
         ),
-        false => bail!("{} has no usable checkpoint: {}", folder.display(), reasons.join("; ")),
+        false => bail!(
+            "{} has no usable checkpoint: {}",
+            folder.display(),
+            reasons.join("; ")
+        ),
     }
 }
 
@@ -168,7 +182,10 @@ pub fn open_checkpoint(path: &Path, warn: impl FnMut(String)) -> Result<(PathBuf
         return match best.exists() {
             true => Ok((best.clone(), Checkpoint::read(&best)?)),
             false if holds_run(path) => latest_checkpoint(path, warn),
-            false => bail!("{} holds no run; train one first, or give --checkpoint FILE", path.display()),
+            false => bail!(
+                "{} holds no run; train one first, or give --checkpoint FILE",
+                path.display()
+            ),
         };
     }
     ensure!(
@@ -195,13 +212,19 @@ fn step_checkpoints(folder: &Path) -> Result<Vec<PathBuf>> {
 
 fn step_of(path: &Path) -> Option<usize> {
     let name = path.file_name()?.to_str()?;
-    name.strip_prefix("step-")?.strip_suffix(".ckpt")?.parse().ok()
+    name.strip_prefix("step-")?
+        .strip_suffix(".ckpt")?
+        .parse()
+        .ok()
 }
 
 /// Every file that training writes, so that `--overwrite` removes those and no others.
 fn files_of_run(folder: &Path) -> Result<Vec<PathBuf>> {
     let is_ours = |path: &PathBuf| {
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
         let name = name.strip_suffix(&format!(".{TEMPORARY}")).unwrap_or(name);
         [CONFIG, LOG, PLOT, BEST].contains(&name) || step_of(Path::new(name)).is_some()
     };
@@ -209,7 +232,8 @@ fn files_of_run(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn is_unfinished(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == TEMPORARY)
+    path.extension()
+        .is_some_and(|extension| extension == TEMPORARY)
 }
 
 fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
@@ -230,7 +254,10 @@ mod tests {
         fs::write(path.join(CONFIG), "{}").unwrap();
         fs::write(path.join("mine.txt"), "keep").unwrap();
         let error = RunFolder::create(&path, false).err().unwrap().to_string();
-        assert!(error.contains("--resume") && error.contains("--overwrite"), "{error}");
+        assert!(
+            error.contains("--resume") && error.contains("--overwrite"),
+            "{error}"
+        );
         assert!(path.join(CONFIG).exists());
         drop(RunFolder::create(&path, true).unwrap());
         assert!(!path.join(CONFIG).exists());
@@ -241,7 +268,10 @@ mod tests {
     fn one_trainer_per_folder() {
         let folder = tempfile::tempdir().unwrap();
         let _first = RunFolder::create(folder.path(), false).unwrap();
-        let error = RunFolder::create(folder.path(), false).err().unwrap().to_string();
+        let error = RunFolder::create(folder.path(), false)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains("another process"), "{error}");
     }
 

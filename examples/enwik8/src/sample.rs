@@ -59,7 +59,10 @@ fn temperature(text: &str) -> Result<f64, String> {
 
 /// Runs `enwik8 sample`.
 pub fn run(args: &SampleArgs) -> Result<()> {
-    ensure!(!args.prompt.is_empty(), "--prompt must not be empty: the model predicts bytes from earlier ones");
+    ensure!(
+        !args.prompt.is_empty(),
+        "--prompt must not be empty: the model predicts bytes from earlier ones"
+    );
     let device = device::open(args.device.as_deref())?;
     let (_, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
     let context = checkpoint.header.config.model.context;
@@ -138,7 +141,11 @@ struct Choice {
 
 impl Choice {
     fn choose(&mut self, logits: &[f32]) -> u8 {
-        let mut ranked: Vec<(f64, u8)> = logits.iter().map(|&logit| f64::from(logit)).zip(0..=255).collect();
+        let mut ranked: Vec<(f64, u8)> = logits
+            .iter()
+            .map(|&logit| f64::from(logit))
+            .zip(0..=255)
+            .collect();
         ranked.sort_by(|a, b| b.0.total_cmp(&a.0));
         if self.temperature == 0.0 {
             return ranked[0].1;
@@ -171,7 +178,8 @@ impl Output {
         Ok(match &args.output {
             None => Output::Terminal(Text::default()),
             Some(path) => {
-                let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
+                let file = File::create(path)
+                    .with_context(|| format!("cannot write {}", path.display()))?;
                 Output::File(io::BufWriter::new(file))
             }
         })
@@ -218,7 +226,10 @@ impl Text {
             }),
             Ok(_) => 0,
         };
-        let complete: Vec<u8> = self.pending.drain(..self.pending.len() - incomplete).collect();
+        let complete: Vec<u8> = self
+            .pending
+            .drain(..self.pending.len() - incomplete)
+            .collect();
         String::from_utf8_lossy(&complete).into_owned()
     }
 

@@ -69,7 +69,9 @@ pub struct TrainArgs {
 impl TrainArgs {
     fn folder(&self) -> PathBuf {
         let preset = self.preset.unwrap_or(Preset::Tiny);
-        self.run.clone().unwrap_or_else(|| PathBuf::from("runs").join(preset.name()))
+        self.run
+            .clone()
+            .unwrap_or_else(|| PathBuf::from("runs").join(preset.name()))
     }
 }
 
@@ -123,7 +125,11 @@ impl Session {
         let corpus = Corpus::open(args.data.as_deref())?;
         let train = check_lengths(&corpus, &config)?;
         // Only now that all input is known to be good is anything written.
-        let model = model::new(&config.model, config.recipe.seed, &device.device.clone().autodiff())?;
+        let model = model::new(
+            &config.model,
+            config.recipe.seed,
+            &device.device.clone().autodiff(),
+        )?;
         let folder = RunFolder::create(&args.folder(), args.overwrite)?;
         folder.write_config(&config)?;
         Ok(Session {
@@ -181,7 +187,11 @@ impl Session {
     }
 
     fn describe(&self) -> Result<()> {
-        let RunConfig { preset, model, recipe } = &self.config;
+        let RunConfig {
+            preset,
+            model,
+            recipe,
+        } = &self.config;
         let per_step = self.config.tokens_per_step();
         let train = self.corpus.split(Split::Train).len();
         say(format!("data      {}", self.corpus.describe()));
@@ -209,9 +219,15 @@ impl Session {
             recipe.seed,
         ));
         if preset == &Preset::Paper {
-            say("          (the paper gives no learning rate or batch for enwik8: this is its CIFAR-10 rate, batch ours)");
+            say(
+                "          (the paper gives no learning rate or batch for enwik8: this is its CIFAR-10 rate, batch ours)",
+            );
         }
-        say(format!("run       {}, on {}\n", self.folder.path().display(), self.device.name));
+        say(format!(
+            "run       {}, on {}\n",
+            self.folder.path().display(),
+            self.device.name
+        ));
         Ok(())
     }
 
@@ -247,16 +263,20 @@ impl Session {
         let context = self.config.model.context;
         let began = Instant::now();
 
-        let starts: Vec<usize> = (0..recipe.batch).map(|_| self.sampler.next_start()).collect();
+        let starts: Vec<usize> = (0..recipe.batch)
+            .map(|_| self.sampler.next_start())
+            .collect();
         let bytes = self.corpus.split(Split::Train);
         let (tokens, targets) = windows(bytes, &starts, context, &self.device.device);
         let dropout_seed = step_seed(recipe.seed, self.step);
-        let (loss, gradients) = self
-            .model
-            .loss_and_gradients(tokens, targets, dropout_seed, recipe.recompute)?;
+        let (loss, gradients) =
+            self.model
+                .loss_and_gradients(tokens, targets, dropout_seed, recipe.recompute)?;
         let (gradients, norm) = clip_global_norm(&self.model, gradients, recipe.clip);
         let learning_rate = self.schedule().learning_rate(self.step);
-        self.model = self.optimizer.step(learning_rate, self.model.clone(), gradients);
+        self.model = self
+            .optimizer
+            .step(learning_rate, self.model.clone(), gradients);
         self.step += 1;
 
         // The only wait for the device in a step.
@@ -297,7 +317,9 @@ impl Session {
         let plan = spread_windows(bytes, context, self.config.recipe.eval_windows);
         let evaluation = self.evaluate(&plan, &ProgressBar::hidden())?;
         let bits_per_byte = evaluation.bits_per_byte();
-        let improved = self.best.is_none_or(|best| bits_per_byte < best.bits_per_byte);
+        let improved = self
+            .best
+            .is_none_or(|best| bits_per_byte < best.bits_per_byte);
         if improved {
             self.best = Some(Best {
                 step: self.step,
@@ -312,7 +334,10 @@ impl Session {
             bytes: evaluation.bytes,
         };
         let mark = if improved { "  (best)" } else { "" };
-        let line = format!("step {}/{}  validation {bits_per_byte:.3} bits/byte{mark}", self.step, self.steps);
+        let line = format!(
+            "step {}/{}  validation {bits_per_byte:.3} bits/byte{mark}",
+            self.step, self.steps
+        );
         Ok((row, line))
     }
 
@@ -337,14 +362,24 @@ impl Session {
                 sampler: self.sampler.state().clone(),
                 best: self.best,
             },
-            model: self.model.clone().into_record().into_bytes().map_err(failed)?.to_vec(),
+            model: self
+                .model
+                .clone()
+                .into_record()
+                .into_bytes()
+                .map_err(failed)?
+                .to_vec(),
             optimizer: self.optimizer.into_bytes().map_err(failed)?.to_vec(),
         })
     }
 
     /// A picture that cannot be drawn is no reason to lose a run.
     fn plot(&self) {
-        let title = format!("enwik8, preset {}: {}", self.config.preset, self.config.model.patterns.join(" / "));
+        let title = format!(
+            "enwik8, preset {}: {}",
+            self.config.preset,
+            self.config.model.patterns.join(" / ")
+        );
         let entropy = order_0_entropy(self.corpus.split(Split::Train));
         let drawn = log::read(&self.folder.log())
             .and_then(|rows| plot::draw(&self.folder.plot(), &title, &rows, entropy));
@@ -358,7 +393,10 @@ impl Session {
         let context = self.config.model.context;
         let bytes = self.corpus.split(Split::Validation).len();
         let began = Instant::now();
-        let evaluation = self.evaluate(&sliding_windows(bytes, context, 0), &plain_bar("validation"))?;
+        let evaluation = self.evaluate(
+            &sliding_windows(bytes, context, 0),
+            &plain_bar("validation"),
+        )?;
         Log::open(&self.folder.log(), self.step)?.write(&Row::Final {
             step: self.step,
             loss: evaluation.loss(),
@@ -374,7 +412,9 @@ impl Session {
             clock(began.elapsed())
         ));
         say(format!("loss curve: {}", self.folder.plot().display()));
-        say(format!("sample:     enwik8 sample --checkpoint {folder} --prompt 'The '"));
+        say(format!(
+            "sample:     enwik8 sample --checkpoint {folder} --prompt 'The '"
+        ));
         say(format!(
             "evaluate:   enwik8 eval --checkpoint {folder} --split test --min-context {}",
             context / 2

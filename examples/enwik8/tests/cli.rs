@@ -9,8 +9,26 @@ use tempfile::TempDir;
 
 /// A model that trains hundreds of steps a second.
 const NANO: &[&str] = &[
-    "--layers", "1", "--heads", "2", "--d-model", "16", "--context", "32", "--block", "8", "--pattern",
-    "fixed:8,2", "--batch", "2", "--warmup", "5", "--eval-windows", "2", "--dropout", "0.1",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--d-model",
+    "16",
+    "--context",
+    "32",
+    "--block",
+    "8",
+    "--pattern",
+    "fixed:8,2",
+    "--batch",
+    "2",
+    "--warmup",
+    "5",
+    "--eval-windows",
+    "2",
+    "--dropout",
+    "0.1",
 ];
 
 fn enwik8() -> Command {
@@ -36,7 +54,10 @@ fn fail(arguments: &[&str], code: i32) -> String {
     let message = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message}");
     assert_eq!(message.matches("error: ").count(), 1, "{message}");
-    assert!(!message.contains("panicked") && !message.contains("backtrace"), "{message}");
+    assert!(
+        !message.contains("panicked") && !message.contains("backtrace"),
+        "{message}"
+    );
     message
 }
 
@@ -58,7 +79,9 @@ impl Folder {
 
     /// A few thousand bytes with some structure.
     fn data(&self) -> String {
-        let bytes: Vec<u8> = (0..4_000u32).map(|i| (i * i / 7 % 61 + i % 5) as u8 + 32).collect();
+        let bytes: Vec<u8> = (0..4_000u32)
+            .map(|i| (i * i / 7 % 61 + i % 5) as u8 + 32)
+            .collect();
         self.file("data", &bytes)
     }
 
@@ -96,8 +119,15 @@ fn model_of(checkpoint: &Path) -> Vec<u8> {
 fn wait_for(path: &Path, child: &mut Child) {
     let began = Instant::now();
     while !path.exists() {
-        assert!(child.try_wait().unwrap().is_none(), "training ended too early");
-        assert!(began.elapsed() < Duration::from_secs(60), "{} never came", path.display());
+        assert!(
+            child.try_wait().unwrap().is_none(),
+            "training ended too early"
+        );
+        assert!(
+            began.elapsed() < Duration::from_secs(60),
+            "{} never came",
+            path.display()
+        );
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -105,11 +135,21 @@ fn wait_for(path: &Path, child: &mut Child) {
 #[test]
 fn help_shows_what_to_type() {
     let help = succeed(&["--help"]);
-    for word in ["train", "eval", "sample", "bench", "draw", "cargo run -p enwik8 -- train"] {
+    for word in [
+        "train",
+        "eval",
+        "sample",
+        "bench",
+        "draw",
+        "cargo run -p enwik8 -- train",
+    ] {
         assert!(help.contains(word), "{word}");
     }
     for command in ["train", "eval", "sample", "bench", "draw"] {
-        assert!(succeed(&[command, "--help"]).contains("Examples:"), "{command}");
+        assert!(
+            succeed(&[command, "--help"]).contains("Examples:"),
+            "{command}"
+        );
     }
 }
 
@@ -120,19 +160,38 @@ fn bad_data_is_named() {
     let missing = folder.path("missing.txt");
     let empty = folder.file("empty.txt", b"");
     let short = folder.file("short.txt", &[b'x'; 600]);
-    for (file, reason) in [(&missing, "cannot read"), (&empty, "is empty"), (&short, "too short")] {
+    for (file, reason) in [
+        (&missing, "cannot read"),
+        (&empty, "is empty"),
+        (&short, "too short"),
+    ] {
         let message = fail(&["train", "--run", &run, "--data", file], 1);
-        assert!(message.contains(file.as_str()) && message.contains(reason), "{message}");
-        assert!(!Path::new(&run).exists(), "nothing is written before the input is known to be good");
+        assert!(
+            message.contains(file.as_str()) && message.contains(reason),
+            "{message}"
+        );
+        assert!(
+            !Path::new(&run).exists(),
+            "nothing is written before the input is known to be good"
+        );
     }
 }
 
 #[test]
 fn bad_flags_list_the_choices() {
     for (arguments, words) in [
-        (vec!["train", "--preset", "huge"], vec!["tiny", "small", "paper"]),
-        (vec!["train", "--pattern", "spiral:3"], vec!["unknown pattern 'spiral:3'", "strided:STRIDE"]),
-        (vec!["draw", "--pattern", "fixed:a,b"], vec!["not a whole number", "fixed:STRIDE"]),
+        (
+            vec!["train", "--preset", "huge"],
+            vec!["tiny", "small", "paper"],
+        ),
+        (
+            vec!["train", "--pattern", "spiral:3"],
+            vec!["unknown pattern 'spiral:3'", "strided:STRIDE"],
+        ),
+        (
+            vec!["draw", "--pattern", "fixed:a,b"],
+            vec!["not a whole number", "fixed:STRIDE"],
+        ),
         (vec!["train", "--steps", "0"], vec!["at least 1"]),
         (vec!["train", "--dropout", "1.5"], vec!["from 0"]),
     ] {
@@ -160,28 +219,59 @@ fn impossible_models_are_explained() {
 #[test]
 fn a_resumed_run_equals_an_uninterrupted_one() {
     let folder = Folder::new();
-    let flags = ["--steps", "20", "--checkpoint-every", "10", "--eval-every", "5"];
+    let flags = [
+        "--steps",
+        "20",
+        "--checkpoint-every",
+        "10",
+        "--eval-every",
+        "5",
+    ];
     folder.train("whole", &flags);
     folder.train("parts", &flags);
     // What a run leaves that was stopped after step 10, and killed while it was writing something.
     fs::remove_file(folder.checkpoint("parts", 20)).unwrap();
-    fs::write(folder.checkpoint("parts", 20).with_extension("ckpt.partial"), "half").unwrap();
+    fs::write(
+        folder
+            .checkpoint("parts", 20)
+            .with_extension("ckpt.partial"),
+        "half",
+    )
+    .unwrap();
     let text = folder.resume("parts", &[]);
     assert!(text.contains("step-00000010.ckpt"), "{text}");
-    assert_eq!(model_of(&folder.checkpoint("parts", 20)), model_of(&folder.checkpoint("whole", 20)));
-    assert!(!folder.checkpoint("parts", 20).with_extension("ckpt.partial").exists());
+    assert_eq!(
+        model_of(&folder.checkpoint("parts", 20)),
+        model_of(&folder.checkpoint("whole", 20))
+    );
+    assert!(
+        !folder
+            .checkpoint("parts", 20)
+            .with_extension("ckpt.partial")
+            .exists()
+    );
 
     let losses = |run: &str| -> Vec<String> {
         let log = fs::read_to_string(Path::new(&folder.path(run)).join("log.jsonl")).unwrap();
-        let rows = log.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-        rows.map(|row| format!("{} {} {}", row["kind"], row["step"], row["loss"])).collect()
+        let rows = log
+            .lines()
+            .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        rows.map(|row| format!("{} {} {}", row["kind"], row["step"], row["loss"]))
+            .collect()
     };
-    assert_eq!(losses("parts"), losses("whole"), "the log has each step once, with the same loss");
+    assert_eq!(
+        losses("parts"),
+        losses("whole"),
+        "the log has each step once, with the same loss"
+    );
 
     let again = folder.resume("parts", &[]);
     assert!(again.contains("nothing to do"), "{again}");
     let longer = folder.resume("parts", &["--steps", "25"]);
-    assert!(longer.contains("step-00000020.ckpt") && folder.checkpoint("parts", 25).exists(), "{longer}");
+    assert!(
+        longer.contains("step-00000020.ckpt") && folder.checkpoint("parts", 25).exists(),
+        "{longer}"
+    );
 }
 
 #[test]
@@ -198,25 +288,56 @@ fn recomputed_blocks_train_the_same_model() {
 #[test]
 fn a_killed_run_resumes_to_the_same_model() {
     let folder = Folder::new();
-    let flags = ["--steps", "300", "--checkpoint-every", "20", "--eval-every", "1000"];
+    let flags = [
+        "--steps",
+        "300",
+        "--checkpoint-every",
+        "20",
+        "--eval-every",
+        "1000",
+    ];
     folder.train("whole", &flags);
-    let mut child = enwik8().args(folder.nano("killed", &flags)).stdout(Stdio::null()).spawn().unwrap();
+    let mut child = enwik8()
+        .args(folder.nano("killed", &flags))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
     wait_for(&folder.checkpoint("killed", 40), &mut child);
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(!folder.checkpoint("killed", 300).exists(), "the run was killed too late to show anything");
+    assert!(
+        !folder.checkpoint("killed", 300).exists(),
+        "the run was killed too late to show anything"
+    );
     folder.resume("killed", &[]);
-    assert_eq!(model_of(&folder.checkpoint("killed", 300)), model_of(&folder.checkpoint("whole", 300)));
+    assert_eq!(
+        model_of(&folder.checkpoint("killed", 300)),
+        model_of(&folder.checkpoint("whole", 300))
+    );
 }
 
 #[test]
 #[cfg(unix)]
 fn ctrl_c_writes_a_checkpoint() {
     let folder = Folder::new();
-    let flags = ["--steps", "100000", "--checkpoint-every", "30", "--eval-every", "1000"];
-    let mut child = enwik8().args(folder.nano("run", &flags)).stdout(Stdio::null()).spawn().unwrap();
+    let flags = [
+        "--steps",
+        "100000",
+        "--checkpoint-every",
+        "30",
+        "--eval-every",
+        "1000",
+    ];
+    let mut child = enwik8()
+        .args(folder.nano("run", &flags))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
     wait_for(&folder.checkpoint("run", 30), &mut child);
-    let signalled = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    let signalled = Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status()
+        .unwrap();
     assert!(signalled.success());
     assert_eq!(child.wait().unwrap().code(), Some(130));
     let log = fs::read_to_string(Path::new(&folder.path("run")).join("log.jsonl")).unwrap();
@@ -228,24 +349,47 @@ fn ctrl_c_writes_a_checkpoint() {
 #[test]
 fn damaged_checkpoints_are_noticed_and_the_previous_one_is_used() {
     let folder = Folder::new();
-    folder.train("run", &["--steps", "20", "--checkpoint-every", "10", "--eval-every", "100"]);
+    folder.train(
+        "run",
+        &[
+            "--steps",
+            "20",
+            "--checkpoint-every",
+            "10",
+            "--eval-every",
+            "100",
+        ],
+    );
     let newest = folder.checkpoint("run", 20);
     let good = fs::read(&newest).unwrap();
     let path = newest.to_str().unwrap();
 
     let mut flipped = good.clone();
     flipped[good.len() / 2] ^= 0x10;
-    for (bad, word) in [(flipped.as_slice(), "corrupted"), (&good[..good.len() - 7], "truncated")] {
+    for (bad, word) in [
+        (flipped.as_slice(), "corrupted"),
+        (&good[..good.len() - 7], "truncated"),
+    ] {
         fs::write(&newest, bad).unwrap();
         for command in ["eval", "sample"] {
             let message = fail(&[command, "--checkpoint", path], 1);
-            assert!(message.contains(word) && message.contains(path), "{message}");
+            assert!(
+                message.contains(word) && message.contains(path),
+                "{message}"
+            );
         }
         let output = run(&["train", "--resume", "--run", &folder.path("run")]);
         let warning = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success(), "{warning}");
-        assert!(warning.contains(word) && warning.contains("falling back"), "{warning}");
-        assert_eq!(fs::read(&newest).unwrap().len(), good.len(), "step 20 was made again");
+        assert!(
+            warning.contains(word) && warning.contains("falling back"),
+            "{warning}"
+        );
+        assert_eq!(
+            fs::read(&newest).unwrap().len(),
+            good.len(),
+            "step 20 was made again"
+        );
         assert_eq!(model_of(&newest), {
             fs::write(folder.path("good"), &good).unwrap();
             model_of(Path::new(&folder.path("good")))
@@ -254,7 +398,10 @@ fn damaged_checkpoints_are_noticed_and_the_previous_one_is_used() {
 
     for entry in fs::read_dir(folder.path("run")).unwrap() {
         let path = entry.unwrap().path();
-        if path.extension().is_some_and(|extension| extension == "ckpt") {
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "ckpt")
+        {
             fs::write(path, b"garbage").unwrap();
         }
     }
@@ -270,7 +417,10 @@ fn runs_are_never_overwritten_unasked() {
     let arguments = folder.nano("run", &["--steps", "3"]);
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let message = fail(&arguments, 1);
-    assert!(message.contains("--resume") && message.contains("--overwrite"), "{message}");
+    assert!(
+        message.contains("--resume") && message.contains("--overwrite"),
+        "{message}"
+    );
     assert_eq!(model_of(&folder.checkpoint("run", 2)), before);
     succeed(&[&arguments[..], &["--overwrite"]].concat());
     assert!(!folder.checkpoint("run", 2).exists() && folder.checkpoint("run", 3).exists());
@@ -285,14 +435,23 @@ fn resume_says_what_is_wrong() {
     folder.train("run", &["--steps", "2"]);
     let run = folder.path("run");
     let message = fail(&["train", "--resume", "--run", &run, "--layers", "3"], 1);
-    assert!(message.contains("layers 1") && message.contains("layers 3"), "{message}");
+    assert!(
+        message.contains("layers 1") && message.contains("layers 3"),
+        "{message}"
+    );
     let other = folder.file("other", &[b'z'; 4_000]);
     let message = fail(&["train", "--resume", "--run", &run, "--data", &other], 1);
-    assert!(message.contains("data are not those of the run"), "{message}");
+    assert!(
+        message.contains("data are not those of the run"),
+        "{message}"
+    );
 
     for entry in fs::read_dir(&run).unwrap() {
         let path = entry.unwrap().path();
-        if path.extension().is_some_and(|extension| extension == "ckpt") {
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "ckpt")
+        {
             fs::remove_file(path).unwrap();
         }
     }
@@ -307,22 +466,59 @@ fn a_checkpoint_is_evaluated_and_sampled() {
     assert!(trained.contains("whole validation split"), "{trained}");
     let run = folder.path("run");
 
-    for (split, min_context, bytes) in [("validation", "0", "199 bytes"), ("test", "24", "199 bytes")] {
-        let text = succeed(&["eval", "--checkpoint", &run, "--split", split, "--min-context", min_context]);
-        assert!(text.contains("bits per byte") && text.contains(bytes), "{text}");
+    for (split, min_context, bytes) in [
+        ("validation", "0", "199 bytes"),
+        ("test", "24", "199 bytes"),
+    ] {
+        let text = succeed(&[
+            "eval",
+            "--checkpoint",
+            &run,
+            "--split",
+            split,
+            "--min-context",
+            min_context,
+        ]);
+        assert!(
+            text.contains("bits per byte") && text.contains(bytes),
+            "{text}"
+        );
     }
     let message = fail(&["eval", "--checkpoint", &run, "--min-context", "32"], 1);
-    assert!(message.contains("below the model's context of 32"), "{message}");
+    assert!(
+        message.contains("below the model's context of 32"),
+        "{message}"
+    );
     let message = fail(&["eval", "--checkpoint", &folder.path("none.ckpt")], 1);
     assert!(message.contains("none.ckpt"), "{message}");
 
     // Longer than the context, so that the window slides.
-    let sample = ["sample", "--checkpoint", &run, "--prompt", "abc", "--length", "100", "--seed", "4"];
+    let sample = [
+        "sample",
+        "--checkpoint",
+        &run,
+        "--prompt",
+        "abc",
+        "--length",
+        "100",
+        "--seed",
+        "4",
+    ];
     let text = succeed(&sample);
     assert!(text.starts_with("abc"), "{text}");
-    assert_eq!(text, succeed(&sample), "the same seed writes the same bytes");
+    assert_eq!(
+        text,
+        succeed(&sample),
+        "the same seed writes the same bytes"
+    );
     let file = folder.path("sample.bin");
-    let silent = succeed(&[&sample[..], &["--output", &file, "--top-k", "5", "--temperature", "0.5"]].concat());
+    let silent = succeed(
+        &[
+            &sample[..],
+            &["--output", &file, "--top-k", "5", "--temperature", "0.5"],
+        ]
+        .concat(),
+    );
     assert!(silent.is_empty());
     assert_eq!(fs::read(&file).unwrap().len(), 103);
 }
@@ -340,10 +536,28 @@ fn patterns_are_drawn() {
     let folder = Folder::new();
     for (name, magic) in [("pattern.png", &b"\x89PNG"[..]), ("pattern.svg", b"<svg")] {
         let out = folder.path(name);
-        let text = succeed(&["draw", "--pattern", "fixed:32,8", "--seq", "128", "--block", "8", "--out", &out]);
-        assert!(text.contains("pairs allowed") && text.contains(&out), "{text}");
+        let text = succeed(&[
+            "draw",
+            "--pattern",
+            "fixed:32,8",
+            "--seq",
+            "128",
+            "--block",
+            "8",
+            "--out",
+            &out,
+        ]);
+        assert!(
+            text.contains("pairs allowed") && text.contains(&out),
+            "{text}"
+        );
         let picture = fs::read(&out).unwrap();
-        assert!(picture.windows(magic.len()).take(200).any(|bytes| bytes == magic));
+        assert!(
+            picture
+                .windows(magic.len())
+                .take(200)
+                .any(|bytes| bytes == magic)
+        );
     }
     let message = fail(&["draw", "--out", &folder.path("pattern.bmp")], 1);
     assert!(message.contains(".png or .svg"), "{message}");
@@ -352,5 +566,8 @@ fn patterns_are_drawn() {
 #[test]
 fn bench_compares_sparse_and_dense() {
     let text = succeed(&[&["bench", "--iterations", "1"], NANO].concat());
-    assert!(text.contains("fixed(8, 2)") && text.contains("dense causal"), "{text}");
+    assert!(
+        text.contains("fixed(8, 2)") && text.contains("dense causal"),
+        "{text}"
+    );
 }

@@ -287,9 +287,8 @@ impl<'a, B: Backend> Problem<'a, B> {
 impl Chunk<'_> {
     /// Row of each tile in the tiled queries.
     pub fn query_tiles<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
-        let place = |p: &Placed| {
-            (p.batch * problem.heads + p.head) * problem.q_blocks + p.tile.q_block
-        };
+        let place =
+            |p: &Placed| (p.batch * problem.heads + p.head) * problem.q_blocks + p.tile.q_block;
         self.tiles.iter().map(|p| place(p) as i32).collect()
     }
 

@@ -61,7 +61,11 @@ pub(crate) fn forward<B: Backend>(
         let v = problem.gather_keys(&tiles.v, &chunk);
         let Scores { s, .. } = scores(&problem, q, k, &chunk);
         let p = softmax(&problem, s.clone(), &chunk);
-        lse.push(&problem, &chunk, log_sum_exp(&problem, s, p.clone(), &chunk));
+        lse.push(
+            &problem,
+            &chunk,
+            log_sum_exp(&problem, s, p.clone(), &chunk),
+        );
         if let Some(all) = weights.take() {
             let blocks = problem.split_blocks(p.clone(), &chunk);
             weights = Some(problem.add_rows(all, chunk.weight_places(&problem), blocks));

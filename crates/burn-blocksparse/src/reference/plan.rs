@@ -85,7 +85,9 @@ impl Plan {
         }
         let groups = groups.into_iter();
         Self {
-            groups: groups.map(|(shape, tiles)| Group { shape, tiles }).collect(),
+            groups: groups
+                .map(|(shape, tiles)| Group { shape, tiles })
+                .collect(),
         }
     }
 }

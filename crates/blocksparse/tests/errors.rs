@@ -1,0 +1,163 @@
+//! Every inconsistency is an error that names it.
+
+use blocksparse::{BlockLayout, BlockMask, LayoutShape, Pattern};
+use rstest::rstest;
+use serde_json::{Value, json};
+
+#[rstest]
+#[case(
+    Pattern::causal(),
+    8,
+    64,
+    24,
+    "block_size must be 8, 16, 32, 64 or 128, got 24"
+)]
+#[case(
+    Pattern::causal(),
+    8,
+    64,
+    0,
+    "block_size must be 8, 16, 32, 64 or 128, got 0"
+)]
+#[case(
+    Pattern::causal(),
+    0,
+    64,
+    8,
+    "heads must be between 1 and 65536, got 0"
+)]
+#[case(
+    Pattern::causal(),
+    8,
+    0,
+    8,
+    "seq_q must be between 1 and 1073741824, got 0"
+)]
+#[case(
+    Pattern::causal(),
+    8,
+    usize::MAX,
+    8,
+    "seq_q must be between 1 and 1073741824, got 18446744073709551615"
+)]
+#[case(
+    Pattern::local(0),
+    8,
+    64,
+    8,
+    "local(0): window must be between 1 and 1099511627776, got 0"
+)]
+#[case(
+    Pattern::local(usize::MAX),
+    8,
+    64,
+    8,
+    "local(18446744073709551615): window must be between 1 and 1099511627776, got 18446744073709551615"
+)]
+#[case(
+    Pattern::strided(0),
+    8,
+    64,
+    8,
+    "strided(0): stride must be between 1 and 1099511627776, got 0"
+)]
+#[case(
+    Pattern::fixed(128, 48),
+    8,
+    256,
+    8,
+    "fixed(128, 48): stride must be a multiple of columns = 48, got 128"
+)]
+#[case(
+    Pattern::fixed(0, 4),
+    8,
+    256,
+    8,
+    "fixed(0, 4): stride must be between 1 and 1099511627776, got 0"
+)]
+#[case(
+    Pattern::fixed_heads(8, 4, 3),
+    6,
+    64,
+    8,
+    "fixed(8, 4, num_verts = 3): num_verts · columns must be at most stride = 8, got 3 · 4"
+)]
+#[case(
+    Pattern::fixed_heads(16, 4, 4),
+    6,
+    64,
+    8,
+    "fixed(16, 4, num_verts = 4): heads must be a multiple of num_verts = 4, got 6"
+)]
+#[case(Pattern::per_head([Pattern::dense(), Pattern::causal()]), 3, 64, 8, "per_head(dense, causal): heads must be a multiple of the 2 patterns, got 3")]
+#[case(Pattern::union([]), 3, 64, 8, "union(): the number of parts must be between 1 and 1099511627776, got 0")]
+#[case(Pattern::union([Pattern::causal(), Pattern::local(0)]), 3, 64, 8, "local(0): window must be between 1 and 1099511627776, got 0")]
+fn bad_arguments(
+    #[case] pattern: Pattern,
+    #[case] heads: usize,
+    #[case] seq: usize,
+    #[case] block_size: usize,
+    #[case] message: &str,
+) {
+    assert_eq!(
+        pattern
+            .layout(heads, seq, block_size)
+            .unwrap_err()
+            .to_string(),
+        message
+    );
+}
+
+#[test]
+fn masks_of_another_block_size() {
+    let shape = LayoutShape {
+        heads: 1,
+        seq_q: 32,
+        seq_kv: 32,
+        block_size: 16,
+    };
+    let layout =
+        BlockLayout::from_block_fn("bad", shape, |_, _, _| Some(BlockMask::corner(8, 8, 8)));
+    assert!(
+        layout
+            .unwrap_err()
+            .to_string()
+            .contains("those of block size 16")
+    );
+}
+
+#[test]
+fn callbacks_do_not_serialize_but_their_layouts_do() {
+    let pattern = Pattern::from_fn("mine", |_, i, j| i == j);
+    assert!(serde_json::to_string(&pattern).is_err());
+    let layout = pattern.layout(1, 20, 8).unwrap();
+    let text = serde_json::to_string(&layout).unwrap();
+    assert_eq!(serde_json::from_str::<BlockLayout>(&text).unwrap(), layout);
+}
+
+/// One change to a good layout each: deserialization refuses it and says why.
+#[rstest]
+#[case("/version", json!(2), "version must be 1")]
+#[case("/shape/block_size", json!(12), "block_size must be")]
+#[case("/shape/heads", json!(3), "head_patterns must have one entry per head")]
+#[case("/shape/seq_q", json!(400), "run_offsets must rise")]
+#[case("/batch", json!(0), "head_patterns must have one entry per head")]
+#[case("/head_patterns/1", json!(5), "head_patterns must be below the 1 patterns, got 5")]
+#[case("/patterns/0/run_offsets/1", json!(9), "run_offsets must rise")]
+#[case("/patterns/0/runs/1/start", json!(40), "must stay below the 5 key blocks")]
+#[case("/patterns/0/runs/1/count", json!(0), "with positive stride and count")]
+#[case("/patterns/0/runs/1/count", json!(4_000_000_000u32), "must stay below the 5 key blocks")]
+#[case("/patterns/0/runs/2/start", json!(0), "key block 0 occurs twice")]
+#[case("/patterns/0/runs/1/mask", json!(17), "mask must be below")]
+#[case("/patterns/0/runs/8/mask", json!(0), "allows pairs beyond seq_q or seq_kv")]
+#[case("/masks/0", json!(0), "mask 1 must be neither empty nor full")]
+#[case("/masks/0", json!(u64::MAX), "mask 1 must be neither empty nor full")]
+fn corrupt_data(#[case] place: &str, #[case] value: Value, #[case] message: &str) {
+    let layout = Pattern::causal().layout(2, 37, 8).unwrap();
+    let mut data = serde_json::to_value(&layout).unwrap();
+    *data.pointer_mut(place).expect(place) = value;
+    let error = serde_json::from_value::<BlockLayout>(data)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains(message), "{place}: {error}");
+}

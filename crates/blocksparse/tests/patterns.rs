@@ -1,0 +1,222 @@
+//! Every pattern's layout against its token predicate, and the worked examples.
+
+use std::time::{Duration, Instant};
+
+use blocksparse::{BlockLayout, BlockMask, LayoutShape, Pattern};
+use proptest::prelude::*;
+use rstest::rstest;
+
+fn draw(dense: &[Vec<bool>]) -> Vec<String> {
+    let mark = |on: &bool| if *on { '1' } else { '.' };
+    dense
+        .iter()
+        .map(|row| row.iter().map(mark).collect())
+        .collect()
+}
+
+/// The examples of the definitions, verbatim, from the predicate and from a layout.
+#[rstest]
+#[case(Pattern::merged_strided(4), 0, &[
+    "1...........", "11..........", "111.........", "1111........", "11111.......", ".11111......",
+    "..11111.....", "...11111....", "1...11111...", ".1...11111..", "..1...11111.", "...1...11111",
+])]
+#[case(Pattern::strided(4), 0, &[
+    "1.......", ".1......", "..1.....", "...1....", "1...1...", ".1...1..", "..1...1.", "...1...1",
+])]
+#[case(Pattern::fixed_heads(4, 1, 2), 0, &[
+    "1.......", "11......", "111.....", "1111....", "...11...", "...111..", "...1111.", "...11111",
+])]
+#[case(Pattern::fixed_heads(4, 1, 2), 1, &[
+    "1.......", "11......", "111.....", "1111....", "..1.1...", "..1.11..", "..1.111.", "..1.1111",
+])]
+#[case(Pattern::local(2), 0, &["1...", "11..", ".11.", "..11"])]
+#[case(Pattern::prefix_lm(2), 0, &["11..", "11..", "111.", "1111"])]
+#[case(Pattern::streaming(2, 1), 0, &["1....", "11...", "111..", "1.11.", "1..11"])]
+fn worked_examples(#[case] pattern: Pattern, #[case] head: usize, #[case] rows: &[&str]) {
+    let n = rows.len();
+    let predicate: Vec<Vec<bool>> = (0..n)
+        .map(|i| {
+            (0..n)
+                .map(|j| pattern.attends(head, i as i64, j as i64))
+                .collect()
+        })
+        .collect();
+    assert_eq!(draw(&predicate), rows);
+    let layout = pattern.layout(2, n, 8).unwrap();
+    assert_eq!(draw(&layout.to_dense(head)), rows);
+}
+
+fn simple() -> impl Strategy<Value = Pattern> {
+    prop_oneof![
+        Just(Pattern::dense()),
+        Just(Pattern::causal()),
+        (1usize..90).prop_map(Pattern::local),
+        (1usize..90).prop_map(Pattern::strided),
+        (1usize..40).prop_map(Pattern::merged_strided),
+        (0usize..90).prop_map(Pattern::prefix_lm),
+        (1usize..60, 0usize..40).prop_map(|(window, sink)| Pattern::streaming(window, sink)),
+        (1usize..8, 1usize..12, 1usize..4)
+            .prop_map(|(groups, columns, verts)| {
+                let verts = verts.min(groups);
+                Pattern::fixed_heads(
+                    groups * columns,
+                    columns,
+                    [1, 2, 4][verts - 1].min(groups).max(1),
+                )
+            })
+            .prop_filter("heads divide", |p| p.validate(4).is_ok()),
+        (1i64..9, 1i64..9).prop_map(|(a, c)| {
+            Pattern::from_fn("cells", move |head, i, j| {
+                (i.div_euclid(a) + j.div_euclid(c) + head as i64) % 3 == 0
+            })
+        }),
+    ]
+}
+
+fn pattern() -> impl Strategy<Value = Pattern> {
+    simple().prop_recursive(3, 12, 3, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 1..4).prop_map(Pattern::union),
+            prop::collection::vec(inner.clone(), 1..4).prop_map(Pattern::intersection),
+            prop::collection::vec(inner.clone(), 1..3).prop_map(Pattern::per_head),
+            inner.prop_map(Pattern::and_causal),
+        ]
+    })
+}
+
+fn shape() -> impl Strategy<Value = LayoutShape> {
+    (1usize..150, 1usize..150, any::<bool>(), 0usize..5).prop_map(|(seq_q, other, square, b)| {
+        LayoutShape {
+            heads: 4,
+            seq_q,
+            seq_kv: if square { seq_q } else { other },
+            block_size: blocksparse::BLOCK_SIZES[b],
+        }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The heart of it: what the layout keeps is what `attends` allows, whatever the pattern and sizes;
+    /// columns are the transpose of rows; nothing kept is empty; counts agree.
+    #[test]
+    fn layout_equals_predicate((pattern, shape) in (pattern(), shape())) {
+        let layout = BlockLayout::new(&pattern, shape).unwrap();
+        let offset = shape.seq_kv as i64 - shape.seq_q as i64;
+        let mut pairs = 0;
+        for head in 0..shape.heads {
+            let dense = layout.to_dense(head);
+            for (i, row) in dense.iter().enumerate() {
+                for (j, &kept) in row.iter().enumerate() {
+                    let allowed = pattern.attends(head, i as i64 + offset, j as i64);
+                    prop_assert_eq!(kept, allowed, "{} head {} ({}, {})", pattern, head, i, j);
+                    pairs += u64::from(allowed);
+                }
+            }
+        }
+        prop_assert_eq!(layout.allowed_pairs(), pairs);
+        for p in 0..layout.num_patterns() {
+            let mut transposed = vec![Vec::new(); layout.kv_blocks()];
+            for q_block in 0..layout.q_blocks() {
+                let row = layout.row(p, q_block);
+                prop_assert!(row.windows(2).all(|w| w[0].block < w[1].block));
+                let offsets = layout.row_offsets(p);
+                prop_assert_eq!(row.len(), offsets[q_block + 1] - offsets[q_block]);
+                for entry in row {
+                    prop_assert!(!layout.masks()[entry.mask as usize].is_empty());
+                    transposed[entry.block as usize].push((q_block as u32, entry.mask));
+                }
+            }
+            for (kv_block, expected) in transposed.iter().enumerate() {
+                let column = layout.column(p, kv_block);
+                let column: Vec<_> = column.iter().map(|e| (e.block, e.mask)).collect();
+                prop_assert_eq!(&column, expected);
+            }
+        }
+    }
+
+    #[test]
+    fn algebra((a, b, shape) in (simple(), simple(), shape())) {
+        let layout = |p: &Pattern| BlockLayout::new(p, shape).unwrap();
+        let both = [a.clone(), b.clone()];
+        let swapped = [b.clone(), a.clone()];
+        prop_assert_eq!(layout(&Pattern::union(both.clone())), layout(&Pattern::union(swapped.clone())));
+        prop_assert_eq!(layout(&Pattern::intersection(both.clone())), layout(&Pattern::intersection(swapped)));
+        prop_assert_eq!(layout(&Pattern::union([a.clone(), a.clone()])), layout(&a));
+        prop_assert_eq!(layout(&Pattern::intersection([a.clone(), Pattern::dense()])), layout(&a));
+        let absorbed = Pattern::union([a.clone(), Pattern::intersection(both)]);
+        prop_assert_eq!(layout(&absorbed), layout(&a));
+    }
+
+    /// serde round trip, and the same layout from a block callback.
+    #[test]
+    fn round_trips((pattern, shape) in (pattern(), shape())) {
+        let layout = BlockLayout::new(&pattern, shape).unwrap();
+        let text = serde_json::to_string(&layout).unwrap();
+        let back: BlockLayout = serde_json::from_str(&text).unwrap();
+        prop_assert_eq!(&back, &layout);
+        prop_assert_eq!(back.name(), layout.name());
+        let dense: Vec<_> = (0..shape.heads).map(|head| layout.to_dense(head)).collect();
+        let b = shape.block_size;
+        let rebuilt = BlockLayout::from_block_fn("again", shape, |head, q_block, kv_block| {
+            Some(BlockMask::from_fn(b, |r, c| {
+                let row = dense[head].get(q_block * b + r);
+                row.is_some_and(|row| row.get(kv_block * b + c) == Some(&true))
+            }))
+        });
+        prop_assert_eq!(rebuilt.unwrap(), layout);
+    }
+}
+
+/// A million positions: 134 million blocks per head, in little memory and time.
+#[test]
+fn a_million_positions() {
+    let start = Instant::now();
+    let layout = Pattern::fixed(128, 32).layout(8, 1 << 20, 32).unwrap();
+    let took = start.elapsed();
+    let windows = (1u64 << 20) / 128;
+    // Per window of four block rows: 1 + 2 + 3 + 4 blocks of its own, one of each earlier window.
+    let per_head = windows * 10 + 4 * (windows * (windows - 1) / 2);
+    assert_eq!(layout.blocks() as u64, 8 * per_head);
+    assert_eq!(layout.num_patterns(), 1);
+    assert_eq!(layout.masks().len(), 2, "full and the causal diagonal");
+    assert!(
+        layout.host_bytes() < 8 << 20,
+        "{} bytes",
+        layout.host_bytes()
+    );
+    println!("built in {took:?}, {} KiB", layout.host_bytes() >> 10);
+    // Far above what it takes (tens of milliseconds), far below what touching n² pairs would.
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    // A column of summaries is seen by its own window's rows and by every later row.
+    assert_eq!(layout.column_runs(0, 3).len(), 2);
+    assert_eq!(layout.column(0, 3).len(), (1 << 20) / 32 - 3);
+}
+
+#[test]
+fn pictures_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let layout = Pattern::fixed_heads(16, 4, 4).layout(4, 64, 8).unwrap();
+    let (png, svg) = (folder.path().join("p.png"), folder.path().join("p.svg"));
+    layout.save_png(&png).unwrap();
+    layout.save_svg(&svg).unwrap();
+    assert!(std::fs::read(&png).unwrap().starts_with(b"\x89PNG"));
+    let svg = std::fs::read_to_string(&svg).unwrap();
+    assert!(svg.contains("<rect") && svg.contains("key position"));
+    let error = layout
+        .save_png(folder.path().join("no/such/folder.png"))
+        .unwrap_err();
+    assert!(error.to_string().contains("folder.png"), "{error}");
+}
+
+#[test]
+fn text_drawing() {
+    let layout = Pattern::causal().layout(2, 32, 8).unwrap();
+    let text = layout.to_string();
+    assert!(
+        text.starts_with("causal: 2 heads, 32 × 32 positions in blocks of 8\n"),
+        "{text}"
+    );
+    assert!(text.ends_with("+...\n#+..\n##+.\n###+\n"), "{text}");
+}

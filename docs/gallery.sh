@@ -1,0 +1,26 @@
+#!/bin/sh
+# Draws every picture of docs/gallery.md into docs/pictures/. Run it from anywhere in the repository.
+#
+# Uses the program named by ENWIK8 if that is set, `cargo run -p enwik8` otherwise.
+set -eu
+cd "$(dirname "$0")/.."
+
+draw() {
+    file=docs/pictures/$1.png
+    shift
+    if [ -n "${ENWIK8:-}" ]; then
+        "$ENWIK8" draw "$@" --out "$file"
+    else
+        cargo run --quiet -p enwik8 -- draw "$@" --out "$file"
+    fi
+}
+
+draw dense          --pattern dense             --seq 128 --block 16
+draw causal         --pattern causal            --seq 128 --block 16
+draw local          --pattern local:24          --seq 128 --block 16
+draw strided        --pattern strided:32        --seq 128 --block 8
+draw merged-strided --pattern merged-strided:32 --seq 128 --block 8
+draw fixed          --pattern fixed:32,8        --seq 128 --block 8
+draw fixed-heads    --pattern fixed:32,8,4      --seq 128 --block 8 --heads 4
+draw prefix-lm      --pattern prefix:32         --seq 128 --block 16
+draw streaming      --pattern streaming:24,8    --seq 128 --block 8
