@@ -39,17 +39,17 @@ pub struct DrawArgs {
 pub fn run(args: &DrawArgs) -> Result<()> {
     let pattern = pattern::parse(&args.pattern).map_err(|message| anyhow!(message))?;
     let layout = pattern.layout(args.heads, args.seq, args.block)?;
+    // The drawing of a long sequence is wider than any terminal.
     if layout.q_blocks().max(layout.kv_blocks()) <= PRINTED_BLOCKS {
         say(&layout);
-    } else {
-        say(format!("{pattern}: too long to print as text"));
     }
     say(format!(
-        "{} of {} pairs allowed ({:.2}%), {} blocks kept ({:.2}%)",
+        "{pattern}: {} of {} pairs allowed ({:.2}%), {} blocks of {} kept ({:.2}%)",
         thousands(usize::try_from(layout.allowed_pairs()).unwrap_or(usize::MAX)),
         thousands(args.heads * args.seq * args.seq),
         layout.density() * 100.0,
         thousands(layout.blocks()),
+        layout.block_size(),
         layout.block_density() * 100.0,
     ));
     if let Some(path) = &args.out {

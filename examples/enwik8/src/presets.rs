@@ -74,7 +74,7 @@ impl Preset {
     fn recipe(self) -> Recipe {
         let base = Recipe {
             batch: 4,
-            length: Length::Steps(3_000),
+            length: Length::Steps(2_500),
             learning_rate: 1e-3,
             warmup: 150,
             weight_decay: 0.01,
