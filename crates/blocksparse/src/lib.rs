@@ -23,9 +23,12 @@ mod draw;
 mod error;
 #[cfg(feature = "draw")]
 pub mod font;
+#[cfg(feature = "kernels")]
+pub mod kernels;
 mod layout;
 mod mask;
 mod pattern;
+pub mod plan;
 mod serial;
 mod text;
 mod zones;

@@ -4,6 +4,8 @@ use crate::ops::BlockSparseOps;
 
 #[cfg(feature = "autodiff")]
 mod autodiff;
+#[cfg(feature = "cube")]
+pub(crate) mod cube;
 
 #[cfg(feature = "flex")]
 impl BlockSparseOps for burn::backend::Flex {}
@@ -11,5 +13,3 @@ impl BlockSparseOps for burn::backend::Flex {}
 #[cfg(feature = "ndarray")]
 impl BlockSparseOps for burn::backend::NdArray {}
 
-#[cfg(feature = "cube")]
-impl BlockSparseOps for burn_cubecl::CubeBackend {}

@@ -1,0 +1,324 @@
+//! Checks, arguments and launches.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::device::{DevicePlan, plan};
+use super::simt::tile::{PlanPartsLaunch, StridesLaunch};
+use super::simt::{Tile, backward, forward};
+use super::{AttentionPlan, Kernel, KernelError, Sizes, TensorView};
+use crate::BlockLayout;
+use crate::plan::Walk;
+
+/// Runs the forward pass into `out` `[batch, heads, seq_q, value_dim]` and `lse` `[batch, heads, seq_q]`, both
+/// contiguous, and, if the sizes say that weights are stored, into `weights`
+/// `[batch, blocks, b, b]`, which must hold zeros.
+///
+/// # Errors
+/// [`KernelError`] if a limit of the device is exceeded; then nothing was launched.
+#[allow(clippy::too_many_arguments)]
+pub fn forward(
+    client: &Client,
+    plan: &AttentionPlan,
+    layout: &BlockLayout,
+    [q, k, v]: [&TensorView; 3],
+    out: &Handle,
+    lse: &Handle,
+    weights: Option<&Handle>,
+    scale: f64,
+    softcap: Option<f64>,
+) -> Result<(), KernelError> {
+    let call = Call::new(client, plan, layout, Kernel::Forward, &[("q", q), ("k", k), ("v", v)])?;
+    let Call { sizes, tile, .. } = call;
+    let (heads, seq_q) = (layout.heads(), layout.seq_q());
+    let rows = sizes.batch * heads * seq_q;
+    let accumulator = sizes.accumulator();
+    unsafe {
+        forward::forward::launch_unchecked(
+            client,
+            call.count(heads),
+            call.dim(),
+            call.address,
+            call.width,
+            call.input(q),
+            call.input(k),
+            call.input(v),
+            BufferArg::from_raw_parts(out.clone(), rows * sizes.value_dim / call.width),
+            BufferArg::from_raw_parts(lse.clone(), rows),
+            match weights {
+                Some(weights) => ComptimeOptionArgs::Some(BufferArg::from_raw_parts(
+                    weights.clone(),
+                    sizes.batch * call.weight_blocks * layout.block_size().pow(2),
+                )),
+                None => ComptimeOptionArgs::None,
+            },
+            call.words(),
+            call.strides(q),
+            call.strides(k),
+            call.strides(v),
+            call.parts(),
+            heads / sizes.kv_heads,
+            call.weight_blocks,
+            InputScalar::new(scale, accumulator),
+            InputScalar::new(softcap.unwrap_or(1.0), accumulator),
+            InputScalar::new(f64::NEG_INFINITY, accumulator),
+            tile,
+            sizes.dtype,
+            accumulator,
+        );
+    }
+    Ok(())
+}
+
+/// Where the gradients go.
+pub struct Gradients {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: Handle,
+    /// dK `[batch, kv_heads, seq_kv, head_dim]`, and from element `v_offset` on dV
+    /// `[batch, kv_heads, seq_kv, value_dim]`: one buffer, since some devices bind only eight.
+    pub kv: Handle,
+    /// Elements before dV, a multiple of 4.
+    pub v_offset: usize,
+}
+
+/// Runs the backward pass: `out`, `lse` (and `weights`) as the forward pass left them, `grad_out`
+/// `[batch, heads, seq_q, value_dim]`.
+///
+/// # Errors
+/// [`KernelError`] if a limit of the device is exceeded; then nothing was launched.
+#[allow(clippy::too_many_arguments)]
+pub fn backward(
+    client: &Client,
+    plan: &AttentionPlan,
+    layout: &BlockLayout,
+    [q, k, v]: [&TensorView; 3],
+    out: &Handle,
+    lse: &Handle,
+    weights: Option<&Handle>,
+    grad_out: &TensorView,
+    gradients: &Gradients,
+    scale: f64,
+    softcap: Option<f64>,
+) -> Result<(), KernelError> {
+    let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
+    let by_rows = Call::new(client, plan, layout, Kernel::BackwardRows, &named)?;
+    let by_columns = Call::new(client, plan, layout, Kernel::BackwardColumns, &named)?;
+    let Call { sizes, width, address, .. } = by_rows;
+    let (heads, kv_heads) = (layout.heads(), sizes.kv_heads);
+    plan.check_backward()?;
+
+    let rows = sizes.batch * heads * layout.seq_q();
+    let accumulator = sizes.accumulator();
+    let stats = client.empty(rows * 2 * accumulator.size());
+    const DELTA_UNITS: u32 = 64;
+    let delta_cubes = (rows as u64).div_ceil(u64::from(DELTA_UNITS));
+    unsafe {
+        backward::delta::launch_unchecked(
+            client,
+            spread(client, delta_cubes)?,
+            CubeDim::new_1d(DELTA_UNITS),
+            address,
+            width,
+            BufferArg::from_raw_parts(out.clone(), rows * sizes.value_dim / width),
+            by_rows.input(grad_out),
+            BufferArg::from_raw_parts(lse.clone(), rows),
+            BufferArg::from_raw_parts(stats.clone(), rows * 2),
+            by_rows.strides(grad_out),
+            heads,
+            rows,
+            sizes.value_dim,
+            sizes.dtype,
+            accumulator,
+        );
+    }
+    let kv_rows = sizes.batch * kv_heads * layout.seq_kv();
+    let passes = [
+        (Walk::Rows, &by_rows, heads, [q, grad_out, k, v], &gradients.q, rows * sizes.head_dim),
+        (
+            Walk::Columns,
+            &by_columns,
+            kv_heads,
+            [k, v, q, grad_out],
+            &gradients.kv,
+            gradients.v_offset + kv_rows * sizes.value_dim,
+        ),
+    ];
+    for (walk, call, outer_heads, [a1, a2, b1, b2], target, elements) in passes {
+        unsafe {
+            backward::backward::launch_unchecked(
+                client,
+                call.count(outer_heads),
+                call.dim(),
+                address,
+                width,
+                call.input(a1),
+                call.input(a2),
+                call.input(b1),
+                call.input(b2),
+                BufferArg::from_raw_parts(stats.clone(), rows * 2),
+                match weights {
+                    Some(weights) => ComptimeOptionArgs::Some(BufferArg::from_raw_parts(
+                        weights.clone(),
+                        sizes.batch * call.weight_blocks * layout.block_size().pow(2),
+                    )),
+                    None => ComptimeOptionArgs::None,
+                },
+                BufferArg::from_raw_parts(target.clone(), elements / width),
+                call.words(),
+                call.strides(a1),
+                call.strides(a2),
+                call.strides(b1),
+                call.strides(b2),
+                call.parts(),
+                heads / kv_heads,
+                call.weight_blocks,
+                gradients.v_offset / width,
+                InputScalar::new(scale, accumulator),
+                InputScalar::new(softcap.unwrap_or(1.0), accumulator),
+                walk,
+                call.tile,
+                sizes.dtype,
+                accumulator,
+            );
+        }
+    }
+    Ok(())
+}
+
+/// What the launches of a call share.
+struct Call<'a> {
+    client: &'a Client,
+    sizes: Sizes,
+    tile: Tile,
+    plan: std::sync::Arc<DevicePlan>,
+    /// Elements of a load.
+    width: usize,
+    address: AddressType,
+    /// Stored blocks of a batch entry.
+    weight_blocks: usize,
+    /// Words between two batch entries' heads in the plan.
+    batch_words: usize,
+}
+
+impl<'a> Call<'a> {
+    fn new(
+        client: &'a Client,
+        attention: &AttentionPlan,
+        layout: &BlockLayout,
+        kernel: Kernel,
+        tensors: &[(&'static str, &TensorView)],
+    ) -> Result<Self, KernelError> {
+        let sizes = attention.sizes;
+        let mut width = 4;
+        let mut largest = 0;
+        for (name, tensor) in tensors {
+            if tensor.strides[3] != 1 && tensor.shape[3] != 1 {
+                return Err(KernelError::Stride {
+                    tensor: name,
+                    stride: tensor.strides[3],
+                });
+            }
+            let offset = tensor.handle.offset_start.unwrap_or(0) as usize / sizes.dtype.size();
+            let mut aligned = vec![tensor.shape[3], offset];
+            for (length, stride) in tensor.shape.iter().zip(&tensor.strides).take(3) {
+                if *length > 1 {
+                    aligned.push(*stride);
+                }
+            }
+            while aligned.iter().any(|number| number % width != 0) {
+                width /= 2;
+            }
+            let reach = tensor.shape.iter().zip(&tensor.strides);
+            let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
+            largest = largest.max(reach + 1);
+        }
+        let batches = layout.batch().unwrap_or(1);
+        let weight_blocks = match sizes.store {
+            false => 0,
+            true => (0..batches)
+                .map(|entry| {
+                    let heads = 0..layout.heads();
+                    heads.map(|head| layout.pattern_blocks(layout.pattern_of(entry, head))).sum()
+                })
+                .max()
+                .unwrap_or(0),
+        };
+        let contiguous = sizes.batch * layout.heads() * layout.seq_q().max(layout.seq_kv());
+        largest = largest
+            .max(contiguous * (sizes.head_dim + sizes.value_dim))
+            .max(sizes.batch * weight_blocks * layout.block_size().pow(2));
+        let address = match u32::try_from(largest) {
+            Ok(_) => AddressType::U32,
+            Err(_) => AddressType::U64,
+        };
+        if !client.properties().supports_address(address) {
+            return Err(KernelError::limit("the elements of a tensor", u32::MAX, largest));
+        }
+        Ok(Self {
+            client,
+            sizes,
+            tile: attention.tile(kernel),
+            plan: plan(client, layout, attention.tiling(kernel)),
+            width,
+            address,
+            weight_blocks,
+            batch_words: if layout.batch().is_some() { layout.heads() } else { 0 },
+        })
+    }
+
+    fn count(&self, heads: usize) -> CubeCount {
+        CubeCount::Static(self.plan.tiles as u32, heads as u32, self.sizes.batch as u32)
+    }
+
+    fn dim(&self) -> CubeDim {
+        CubeDim::new_1d(self.tile.units() as u32)
+    }
+
+    fn input(&self, tensor: &TensorView) -> BufferArg {
+        let reach = tensor.shape.iter().zip(&tensor.strides);
+        let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
+        unsafe { BufferArg::from_raw_parts(tensor.handle.clone(), (reach + 1).div_ceil(self.width)) }
+    }
+
+    fn strides(&self, tensor: &TensorView) -> StridesLaunch {
+        let [batch, head, row, _] = tensor.strides;
+        StridesLaunch::new(
+            batch / self.width,
+            head / self.width,
+            row / self.width,
+            tensor.shape[2],
+        )
+    }
+
+    fn words(&self) -> BufferArg {
+        unsafe { BufferArg::from_raw_parts(self.plan.words.clone(), self.plan.len) }
+    }
+
+    fn parts(&self) -> PlanPartsLaunch {
+        let parts = &self.plan.sections;
+        PlanPartsLaunch::new(
+            parts.heads,
+            parts.places,
+            parts.order,
+            parts.tiles,
+            parts.entries,
+            parts.masks,
+            self.batch_words,
+        )
+    }
+}
+
+/// `cubes` cubes over the first two dimensions of a launch.
+fn spread(client: &Client, cubes: u64) -> Result<CubeCount, KernelError> {
+    let (x_most, y_most, _) = client.properties().hardware.max_cube_count;
+    let x = cubes.min(u64::from(x_most));
+    let y = cubes.div_ceil(x.max(1));
+    match y <= u64::from(y_most) {
+        true => Ok(CubeCount::Static(x as u32, y as u32, 1)),
+        false => {
+            let most = u64::from(x_most) * u64::from(y_most);
+            Err(KernelError::limit("cubes", most, cubes as usize))
+        }
+    }
+}
+

@@ -1,0 +1,304 @@
+//! Block-sparse attention in CubeCL kernels, on any CubeCL runtime.
+//!
+//! ```text
+//! forward     s = scale · q · kᵀ    p = softmax(s)    out = p · v          lse = ln Σ exp(s)
+//! backward    delta = rowsum(dO ∘ O)                  p = exp(s − lse)
+//!             dp = dO · vᵀ          ds = p ∘ (dp − delta) · scale
+//!             dQ = ds · k           dK = dsᵀ · q       dV = pᵀ · dO
+//! ```
+//!
+//! Only the pairs in kept blocks are computed. The forward and the dQ kernel give a cube a tile of
+//! queries, which walks the keys it needs; the dK/dV kernel gives it a tile of keys, which walks the queries that need
+//! them. So every output has one writer: there are no atomics, and the same input gives the same bits.
+//! [`plan`](crate::plan) says what a cube walks.
+//!
+//! [`AttentionPlan`] is what a call will run, chosen from the layout, the sizes and the device; it prints. Nothing
+//! falls back silently: what cannot run is a [`KernelError`] before anything is launched.
+
+mod device;
+mod launch;
+mod simt;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::device::DeviceId;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::BlockLayout;
+use crate::plan::{Tiling, Walk};
+
+pub use launch::{Gradients, backward, forward};
+
+/// What can be wrong with a launch. All of it is known before.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum KernelError {
+    /// A dtype the kernels or the device do not have.
+    #[error("dtype must be a float type of the device, got {dtype}")]
+    Dtype {
+        /// The dtype that came.
+        dtype: String,
+    },
+    /// No tile fits the shared memory of the device.
+    #[error(
+        "head_dim and value_dim must fit tiles in {available} bytes of shared memory, \
+         got {head_dim} and {value_dim}"
+    )]
+    SharedMemory {
+        /// Width of queries and keys.
+        head_dim: usize,
+        /// Width of values.
+        value_dim: usize,
+        /// Bytes a cube has.
+        available: usize,
+    },
+    /// More of something than a launch on the device can have.
+    #[error("{what} must be at most {limit}, a limit of the device, got {got}")]
+    Limit {
+        /// What there is too much of.
+        what: &'static str,
+        /// The most there can be.
+        limit: u64,
+        /// What a launch would need.
+        got: u64,
+    },
+    /// A tensor whose last dimension is not contiguous.
+    #[error("{tensor}'s last dimension must have stride 1, got {stride}")]
+    Stride {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its last stride.
+        stride: usize,
+    },
+}
+
+impl KernelError {
+    fn limit(what: &'static str, limit: impl Into<u64>, got: usize) -> Self {
+        Self::Limit {
+            what,
+            limit: limit.into(),
+            got: got as u64,
+        }
+    }
+}
+
+/// A 4-dimensional tensor on the device. Outer dimensions may have any strides.
+#[derive(Clone, Debug)]
+pub struct TensorView {
+    /// The buffer, beginning at the first element.
+    pub handle: Handle,
+    /// `[batch, heads, seq, dim]`
+    pub shape: [usize; 4],
+    /// In elements.
+    pub strides: [usize; 4],
+}
+
+/// What a call computes, apart from the layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Sizes {
+    /// Batch entries.
+    pub batch: usize,
+    /// Heads of keys and values; divides the layout's heads.
+    pub kv_heads: usize,
+    /// Width of queries and keys.
+    pub head_dim: usize,
+    /// Width of values.
+    pub value_dim: usize,
+    /// Type of all tensors but lse and the weights.
+    pub dtype: ElemType,
+    /// Whether the weights are stored.
+    pub store: bool,
+    /// Whether scores are softcapped.
+    pub softcap: bool,
+}
+
+impl Sizes {
+    /// The type of sums, lse and weights: f32, or f64 for f64 tensors.
+    pub fn accumulator(&self) -> ElemType {
+        match self.dtype {
+            ElemType::Float(FloatKind::F64) => ElemType::Float(FloatKind::F64),
+            _ => ElemType::Float(FloatKind::F32),
+        }
+    }
+}
+
+/// The kernels that walk a layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// Out and lse (and weights).
+    Forward,
+    /// dQ.
+    BackwardRows,
+    /// dK and dV.
+    BackwardColumns,
+}
+
+impl Kernel {
+    fn walk(self) -> Walk {
+        match self {
+            Kernel::Forward | Kernel::BackwardRows => Walk::Rows,
+            Kernel::BackwardColumns => Walk::Columns,
+        }
+    }
+}
+
+/// What a call will run on a device.
+///
+/// ```text
+/// fixed(128, 32), 8 heads, f32 in f32 on cuda
+///   forward    simt  128 × 64 tiles of 32-wide blocks, 256 units, 102 KiB shared
+///   dQ         simt  …
+/// ```
+#[derive(Clone, Debug)]
+pub struct AttentionPlan {
+    name: String,
+    sizes: Sizes,
+    tiles: [simt::Tile; 3],
+    backward: Result<(), KernelError>,
+}
+
+impl AttentionPlan {
+    /// Chooses kernels and tiles, and checks them against the device's limits. Remembered with the layout: the
+    /// second call with the same sizes costs a lookup.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the device lacks the dtype or the forward pass exceeds a limit.
+    pub fn new(
+        client: &Client,
+        layout: &BlockLayout,
+        sizes: Sizes,
+    ) -> Result<Arc<Self>, KernelError> {
+        let known = layout.attachment(Plans::default);
+        let mut known = match known.0.lock() {
+            Ok(guard) => guard,
+            Err(poisoned) => poisoned.into_inner(),
+        };
+        let key = (device_key(client), sizes);
+        if let Some(plan) = known.get(&key) {
+            return Ok(plan.clone());
+        }
+        let plan = Arc::new(Self::choose(layout, sizes, client.properties())?);
+        known.insert(key, plan.clone());
+        Ok(plan)
+    }
+
+    fn choose(
+        layout: &BlockLayout,
+        sizes: Sizes,
+        properties: &DeviceProperties,
+    ) -> Result<Self, KernelError> {
+        use FloatKind::{BF16, F16, F32, F64, Flex32};
+        let float = matches!(
+            sizes.dtype,
+            ElemType::Float(F16 | BF16 | F32 | F64 | Flex32)
+        );
+        if !float || !properties.supports_type(sizes.dtype) {
+            return Err(KernelError::Dtype {
+                dtype: sizes.dtype.to_string(),
+            });
+        }
+        let kernels = [
+            Kernel::Forward,
+            Kernel::BackwardRows,
+            Kernel::BackwardColumns,
+        ];
+        let mut tiles = Vec::new();
+        for kernel in kernels {
+            tiles.push(simt::choose(layout, &sizes, kernel, properties)?);
+        }
+        let check = |kernel: Kernel| {
+            let (length, heads) = match kernel.walk() {
+                Walk::Rows => (layout.seq_q(), layout.heads()),
+                Walk::Columns => (layout.seq_kv(), sizes.kv_heads),
+            };
+            let tiles = length.div_ceil(tiles[kernel as usize].rows);
+            // With the buffer in which CubeCL passes scalars.
+            let buffers = match kernel {
+                Kernel::Forward => 7,
+                _ => 9,
+            } + usize::from(sizes.store);
+            let hardware = &properties.hardware;
+            let most = hardware.max_cube_count;
+            for (what, limit, got) in [
+                ("the tiles of a head", most.0, tiles),
+                ("heads", most.1, heads),
+                ("batch", most.2, sizes.batch),
+                ("the buffers of a kernel", hardware.max_bindings, buffers),
+            ] {
+                if got as u64 > u64::from(limit) {
+                    return Err(KernelError::limit(what, limit, got));
+                }
+            }
+            Ok(())
+        };
+        check(Kernel::Forward)?;
+        Ok(Self {
+            name: layout.name().to_string(),
+            sizes,
+            backward: check(Kernel::BackwardRows).and_then(|()| check(Kernel::BackwardColumns)),
+            tiles: tiles.try_into().expect("one per kernel"),
+        })
+    }
+
+    /// Whether the backward pass can run, too.
+    ///
+    /// # Errors
+    /// [`KernelError`] if it exceeds a limit of the device.
+    pub fn check_backward(&self) -> Result<(), KernelError> {
+        self.backward.clone()
+    }
+
+    fn tile(&self, kernel: Kernel) -> simt::Tile {
+        self.tiles[kernel as usize]
+    }
+
+    fn tiling(&self, kernel: Kernel) -> Tiling {
+        let tile = self.tile(kernel);
+        Tiling {
+            walk: kernel.walk(),
+            rows: tile.rows,
+            cols: tile.cols(),
+            places: tile.store.is_some(),
+        }
+    }
+}
+
+/// A device of a runtime.
+type DeviceKey = (&'static str, DeviceId);
+
+fn device_key(client: &Client) -> DeviceKey {
+    (client.name(), client.service_id().device)
+}
+
+#[derive(Default)]
+struct Plans(Mutex<HashMap<(DeviceKey, Sizes), Arc<AttentionPlan>>>);
+
+impl fmt::Display for AttentionPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Sizes { dtype, .. } = self.sizes;
+        let accumulator = self.sizes.accumulator();
+        writeln!(f, "{}, {dtype} with sums in {accumulator}", self.name)?;
+        for (name, kernel) in [
+            ("forward", Kernel::Forward),
+            ("dQ", Kernel::BackwardRows),
+            ("dK, dV", Kernel::BackwardColumns),
+        ] {
+            let tile = self.tile(kernel);
+            let shared = simt::shared_bytes(&tile, kernel, accumulator.size()).div_ceil(1024);
+            let planes = if tile.planes { ", planes" } else { "" };
+            writeln!(
+                f,
+                "  {name:<8} simt  {} × {} tiles gathered from {}-wide blocks, {} units, {shared} KiB shared{planes}",
+                tile.rows,
+                tile.cols(),
+                tile.group,
+                tile.units(),
+            )?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,306 @@
+//! The backward kernels: delta, and one kernel that walks rows for dQ and columns for dK and dV.
+
+use cubecl::prelude::*;
+
+use super::forward::{LOW, score};
+use super::tile::*;
+use crate::plan::Walk;
+
+/// `stats[row] = (lse, delta)`, `delta = rowsum(dO ∘ O)`: what backward needs of each query, in one buffer because
+/// some devices bind only eight. Rows without keys get lse 0, so that no infinity enters the arithmetic.
+///
+/// `out`, `lse` contiguous; `grad_out` with any strides of its outer dimensions.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn delta<E: Float, A: Float, N: Size>(
+    out: &[Vector<E, N>],
+    grad_out: &[Vector<E, N>],
+    lse: &[A],
+    stats: &mut [A],
+    grad_strides: Strides,
+    heads: usize,
+    rows: usize,
+    #[comptime] value_dim: usize,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let row = ABSOLUTE_POS;
+    if row < rows {
+        let width = N::value();
+        let vectors = comptime!(value_dim / width);
+        let position = row % grad_strides.len;
+        let head = row / grad_strides.len % heads;
+        let batch = row / grad_strides.len / heads;
+        let grad_row =
+            batch * grad_strides.batch + head * grad_strides.head + position * grad_strides.row;
+        let mut sum = A::new(0.0);
+        for i in 0..vectors {
+            let product = Vector::<A, N>::cast_from(out[row * vectors + i])
+                * Vector::<A, N>::cast_from(grad_out[grad_row + i]);
+            #[unroll]
+            for c in 0..width {
+                sum += product.extract(c);
+            }
+        }
+        let log = lse[row];
+        stats[row * 2] = select(log < A::new(LOW), A::new(0.0), log);
+        stats[row * 2 + 1] = sum;
+    }
+}
+
+/// One kernel for both walks. `a` are the tile's own rows, `b` the gathered ones:
+///
+/// ```text
+///            a1  a2   b1  b2        s  = scale · a1 · b1ᵀ      p  = exp(s − lse)
+/// rows       q   dO   k   v         dp = a2 · b2ᵀ              ds = p ∘ (dp − delta)
+/// columns    k   v    q   dO        out1 += ds · b1            out2 += p · b2   (columns only)
+/// ```
+///
+/// In a walk over columns s, p, dp and ds are the transposes. `out1 · scale` is dQ or dK, `out2` is dV.
+/// With a softcap `ds` has the factor `1 − (s / softcap)²`, s being softcapped. The stored weights, if there are
+/// any, take the place of `exp(s − lse)`.
+///
+/// Key heads serve `heads_per_kv` query heads: a walk over columns goes through all of them.
+/// `out` holds out1 and from vector `second` on out2, both contiguous.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn backward<E: Float, A: Float, N: Size>(
+    a1: &[Vector<E, N>],
+    a2: &[Vector<E, N>],
+    b1: &[Vector<E, N>],
+    b2: &[Vector<E, N>],
+    stats: &[A],
+    weights: ComptimeOption<Box<[A]>>,
+    out: &mut [Vector<E, N>],
+    plan: &[u32],
+    a1_strides: Strides,
+    a2_strides: Strides,
+    b1_strides: Strides,
+    b2_strides: Strides,
+    parts: PlanParts,
+    heads_per_kv: usize,
+    weight_blocks: usize,
+    second: usize,
+    scale: InputScalar,
+    softcap: InputScalar,
+    #[comptime] walk: Walk,
+    #[comptime] t: Tile,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let columns = comptime!(matches!(walk, Walk::Columns));
+    let width = N::value();
+    let rows = comptime!(t.unit_rows);
+    let fours1 = comptime!(t.unit_fours(t.head_dim));
+    let fours2 = comptime!(t.unit_fours(t.value_dim));
+    let unit_x = UNIT_POS as usize % comptime!(t.units_x);
+    let unit_y = UNIT_POS as usize / comptime!(t.units_x);
+    let outer = CUBE_POS_Y as usize;
+    let batch = CUBE_POS_Z as usize;
+    let scale = scale.get::<A>();
+    let softcap = softcap.get::<A>();
+
+    let mut a1_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * pitch(t.head_dim)));
+    let mut a2_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * pitch(t.value_dim)));
+    let mut b1_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.head_dim)));
+    let mut b2_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.value_dim)));
+    let mut ds_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * t.weight_pitch()));
+    let mut p_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(match walk {
+        Walk::Rows => 1,
+        Walk::Columns => t.rows * t.weight_pitch(),
+    }));
+
+    // The tile is the same for all heads of the group; a rank is of the first one.
+    let mut loops = 1usize;
+    let mut first_head = outer;
+    let mut heads = CUBE_COUNT_Y as usize;
+    if comptime!(columns) {
+        loops = heads_per_kv;
+        first_head = outer * heads_per_kv;
+        heads *= heads_per_kv;
+    }
+    let tile = walker(plan, &parts, batch, first_head, CUBE_POS_X as usize, t).tile;
+    let first = tile * comptime!(t.rows);
+    let a1_base = batch * a1_strides.batch + outer * a1_strides.head;
+    let a2_base = batch * a2_strides.batch + outer * a2_strides.head;
+    load_rows::<E, A, N>(a1, a1_base, &a1_strides, first, &mut a1_tile, comptime!(t.head_dim), t);
+    load_rows::<E, A, N>(a2, a2_base, &a2_strides, first, &mut a2_tile, comptime!(t.value_dim), t);
+
+    let mut out1 = Array::<Vector<A, Four>>::new(comptime!(rows * fours1));
+    #[unroll]
+    for i in 0..comptime!(rows * fours1) {
+        out1[i] = Vector::<A, Four>::zeroed();
+    }
+    let mut out2 = Array::<Vector<A, Four>>::new(comptime!(if columns { rows * fours2 } else { 1 }));
+    if comptime!(columns) {
+        #[unroll]
+        for i in 0..comptime!(rows * fours2) {
+            out2[i] = Vector::<A, Four>::zeroed();
+        }
+    }
+    // lse and delta of the tile's rows, if they are queries.
+    let mut row_lse = Array::<A>::new(rows);
+    let mut row_delta = Array::<A>::new(rows);
+    #[unroll]
+    for i in 0..rows {
+        row_lse[i] = A::new(0.0);
+        row_delta[i] = A::new(0.0);
+        if comptime!(!columns) {
+            let row = first + unit_y * rows + i;
+            if row < a1_strides.len {
+                let at = ((batch * heads + outer) * a1_strides.len + row) * 2;
+                row_lse[i] = stats[at];
+                row_delta[i] = stats[at + 1];
+            }
+        }
+    }
+
+    for turn in 0..loops {
+        let head = first_head + turn;
+        let first_record = plan[parts.heads + batch * parts.batch + head] as usize;
+        let walk_of = walker_of(plan, &parts, first_record, tile, t);
+        let mut inner = head;
+        if comptime!(!columns) {
+            inner = head / heads_per_kv;
+        }
+        let b1_base = batch * b1_strides.batch + inner * b1_strides.head;
+        let b2_base = batch * b2_strides.batch + inner * b2_strides.head;
+        let place0 = batch * weight_blocks + plan[parts.places + batch * parts.batch + head] as usize;
+
+        for step in 0..walk_of.steps {
+            let entry = walk_of.entry + step * comptime!(t.entries() * t.entry_words());
+            sync_cube();
+            gather_rows::<E, A, N>(b1, b1_base, &b1_strides, plan, entry, &mut b1_tile, comptime!(t.head_dim), t);
+            gather_rows::<E, A, N>(b2, b2_base, &b2_strides, plan, entry, &mut b2_tile, comptime!(t.value_dim), t);
+            sync_cube();
+
+            // lse and delta of the unit's columns, if they are queries.
+            let mut col_lse = Array::<A>::new(4usize);
+            let mut col_delta = Array::<A>::new(4usize);
+            if comptime!(columns) {
+                let query = position(plan, entry, unit_x * 4, t);
+                let at = ((batch * heads + head) * b1_strides.len + query) * 2;
+                #[unroll]
+                for j in 0..4usize {
+                    col_lse[j] = A::new(0.0);
+                    col_delta[j] = A::new(0.0);
+                    if query + j < b1_strides.len {
+                        col_lse[j] = stats[at + comptime!(2 * j)];
+                        col_delta[j] = stats[at + comptime!(2 * j + 1)];
+                    }
+                }
+            }
+
+            let mut p = Array::<A>::new(comptime!(rows * 4));
+            let mut slope = Array::<A>::new(comptime!(if t.softcap { rows * 4 } else { 1 }));
+            if comptime!(t.store.is_some()) {
+                let weights = weights.as_ref().unwrap();
+                #[unroll]
+                for i in 0..rows {
+                    let row = first + unit_y * rows + i;
+                    let at = weight_place(plan, place0, entry, row, unit_x, walk, t);
+                    #[unroll]
+                    for j in 0..4usize {
+                        let index = comptime!(4 * i + j);
+                        p[index] = A::new(0.0);
+                        if at.kept {
+                            p[index] = weights[at.element + comptime!(j * match walk {
+                                Walk::Rows => 1,
+                                Walk::Columns => t.store.unwrap(),
+                            })];
+                        }
+                        if comptime!(t.softcap) {
+                            let log = query_value(&row_lse, &col_lse, i, j, walk);
+                            let capped = (p[index].ln() + log) / softcap;
+                            slope[index] = select(
+                                p[index] > A::new(0.0),
+                                A::new(1.0) - capped * capped,
+                                A::new(0.0),
+                            );
+                        }
+                    }
+                }
+            } else {
+                let mut s = product_rows(&a1_tile, &b1_tile, unit_y, unit_x, comptime!(t.head_dim), t);
+                score(&mut s, scale, softcap, t);
+                #[unroll]
+                for i in 0..rows {
+                    #[unroll]
+                    for j in 0..4usize {
+                        let index = comptime!(4 * i + j);
+                        p[index] = (s[index] - query_value(&row_lse, &col_lse, i, j, walk)).exp();
+                        if comptime!(t.softcap) {
+                            let capped = s[index] / softcap;
+                            slope[index] = A::new(1.0) - capped * capped;
+                        }
+                    }
+                }
+                if step < walk_of.masked {
+                    #[unroll]
+                    for i in 0..rows {
+                        let row = unit_y * rows + i;
+                        let bits = mask_bits(plan, &parts, entry, row, unit_x, t);
+                        #[unroll]
+                        for j in 0..4usize {
+                            let index = comptime!(4 * i + j);
+                            let allowed = (bits >> comptime!(j as u32)) & 1u32 == 1u32;
+                            p[index] = select(allowed, p[index], A::new(0.0));
+                        }
+                    }
+                }
+            }
+
+            let dp = product_rows(&a2_tile, &b2_tile, unit_y, unit_x, comptime!(t.value_dim), t);
+            #[unroll]
+            for i in 0..rows {
+                let at = (unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x;
+                let mut p_four = Vector::<A, Four>::zeroed();
+                let mut ds_four = Vector::<A, Four>::zeroed();
+                #[unroll]
+                for j in 0..4usize {
+                    let index = comptime!(4 * i + j);
+                    let delta = query_value(&row_delta, &col_delta, i, j, walk);
+                    let mut ds = p[index] * (dp[index] - delta);
+                    if comptime!(t.softcap) {
+                        ds *= slope[index];
+                    }
+                    p_four.insert(j, p[index]);
+                    ds_four.insert(j, ds);
+                }
+                ds_tile[at] = ds_four;
+                if comptime!(columns) {
+                    p_tile[at] = p_four;
+                }
+            }
+            sync_row(t);
+            accumulate_product(&ds_tile, &b1_tile, &mut out1, unit_y, unit_x, comptime!(t.head_dim), t);
+            if comptime!(columns) {
+                accumulate_product(&p_tile, &b2_tile, &mut out2, unit_y, unit_x, comptime!(t.value_dim), t);
+            }
+        }
+    }
+
+    #[unroll]
+    for i in 0..rows {
+        let row = first + unit_y * rows + i;
+        if row < a1_strides.len {
+            let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
+            let target = at * comptime!(t.head_dim / width);
+            store_row::<E, A, N>(out, target, &out1, scale, unit_x, i, comptime!(t.head_dim), t);
+            if comptime!(columns) {
+                let target = second + at * comptime!(t.value_dim / width);
+                store_row::<E, A, N>(out, target, &out2, A::new(1.0), unit_x, i, comptime!(t.value_dim), t);
+            }
+        }
+    }
+}
+
+/// The number of row `i` or of column `j`, whichever is the query.
+#[cube]
+fn query_value<A: Float>(
+    rows: &Array<A>,
+    cols: &Array<A>,
+    #[comptime] i: usize,
+    #[comptime] j: usize,
+    #[comptime] walk: Walk,
+) -> A {
+    if comptime!(matches!(walk, Walk::Columns)) { cols[j] } else { rows[i] }
+}

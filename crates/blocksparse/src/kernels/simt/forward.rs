@@ -1,0 +1,218 @@
+//! The forward kernel: one cube per tile of queries, online softmax over the steps.
+
+use cubecl::prelude::*;
+
+use super::tile::*;
+use crate::plan::Walk;
+
+/// ```text
+/// m = −∞  l = 0  o = 0                         per row of the tile
+/// for each step:
+///     s  = scale · q · kᵀ                      softcap, masked pairs to LOW
+///     m' = max(m, max(s))
+///     p  = exp(s − m')                         a = exp(m − m')
+///     l  = a · l + Σ p                         o = a · o + p · v
+/// out = o / l        lse = m + ln l            rows without keys: 0 and −∞
+/// ```
+///
+/// `q` `[batch, heads, seq_q, head_dim]`, `k`, `v` `[batch, kv_heads, seq_kv, ·]` with any strides of their outer
+/// dimensions; `out` and `lse` contiguous; `weights` `[batch, blocks, b, b]`, zeroed before.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn forward<E: Float, A: Float, N: Size>(
+    q: &[Vector<E, N>],
+    k: &[Vector<E, N>],
+    v: &[Vector<E, N>],
+    out: &mut [Vector<E, N>],
+    lse: &mut [A],
+    weights: ComptimeOption<Box<[A]>>,
+    plan: &[u32],
+    q_strides: Strides,
+    k_strides: Strides,
+    v_strides: Strides,
+    parts: PlanParts,
+    heads_per_kv: usize,
+    weight_blocks: usize,
+    scale: InputScalar,
+    softcap: InputScalar,
+    neg_infinity: InputScalar,
+    #[comptime] t: Tile,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let width = N::value();
+    let rows = comptime!(t.unit_rows);
+    let unit_fours = comptime!(t.unit_fours(t.value_dim));
+    let unit_x = UNIT_POS as usize % comptime!(t.units_x);
+    let unit_y = UNIT_POS as usize / comptime!(t.units_x);
+    let head = CUBE_POS_Y as usize;
+    let batch = CUBE_POS_Z as usize;
+    let scale = scale.get::<A>();
+    let softcap = softcap.get::<A>();
+
+    let mut q_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * pitch(t.head_dim)));
+    let mut k_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.head_dim)));
+    let mut v_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.value_dim)));
+    let mut p_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * t.weight_pitch()));
+    let mut scratch = Shared::<[A]>::new_slice(comptime!(scratch_len(t)));
+
+    let walk = walker(plan, &parts, batch, head, CUBE_POS_X as usize, t);
+    let first = walk.tile * comptime!(t.rows);
+    let kv_head = head / heads_per_kv;
+    let q_base = batch * q_strides.batch + head * q_strides.head;
+    let k_base = batch * k_strides.batch + kv_head * k_strides.head;
+    let v_base = batch * v_strides.batch + kv_head * v_strides.head;
+    load_rows::<E, A, N>(q, q_base, &q_strides, first, &mut q_tile, comptime!(t.head_dim), t);
+
+    let mut m = Array::<A>::new(rows);
+    let mut l = Array::<A>::new(rows);
+    let mut o = Array::<Vector<A, Four>>::new(comptime!(rows * unit_fours));
+    #[unroll]
+    for i in 0..rows {
+        m[i] = A::new(LOWEST_MAX);
+        l[i] = A::new(0.0);
+    }
+    #[unroll]
+    for i in 0..comptime!(rows * unit_fours) {
+        o[i] = Vector::<A, Four>::zeroed();
+    }
+
+    for step in 0..walk.steps {
+        let entry = walk.entry + step * comptime!(t.entries() * t.entry_words());
+        sync_cube();
+        gather_rows::<E, A, N>(k, k_base, &k_strides, plan, entry, &mut k_tile, comptime!(t.head_dim), t);
+        gather_rows::<E, A, N>(v, v_base, &v_strides, plan, entry, &mut v_tile, comptime!(t.value_dim), t);
+        sync_cube();
+
+        let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
+        score(&mut s, scale, softcap, t);
+        if step < walk.masked {
+            mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
+        }
+        let mut largest = Array::<A>::new(rows);
+        #[unroll]
+        for i in 0..rows {
+            let a = s[comptime!(4 * i)].max(s[comptime!(4 * i + 1)]);
+            let b = s[comptime!(4 * i + 2)].max(s[comptime!(4 * i + 3)]);
+            largest[i] = a.max(b);
+        }
+        reduce_rows(&mut largest, &mut scratch, unit_y, unit_x, true, t);
+        #[unroll]
+        for i in 0..rows {
+            let next = m[i].max(largest[i]);
+            let shrink = (m[i] - next).exp();
+            m[i] = next;
+            let mut p = Vector::<A, Four>::zeroed();
+            #[unroll]
+            for j in 0..4usize {
+                p.insert(j, (s[comptime!(4 * i + j)] - next).exp());
+            }
+            l[i] = l[i] * shrink + (p.extract(0usize) + p.extract(1usize) + (p.extract(2usize) + p.extract(3usize)));
+            #[unroll]
+            for f in 0..unit_fours {
+                o[comptime!(i * unit_fours + f)] *= Vector::new(shrink);
+            }
+            p_tile[(unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x] = p;
+        }
+        sync_row(t);
+        accumulate_product(&p_tile, &v_tile, &mut o, unit_y, unit_x, comptime!(t.value_dim), t);
+    }
+
+    reduce_rows(&mut l, &mut scratch, unit_y, unit_x, false, t);
+    #[unroll]
+    for i in 0..rows {
+        let row = first + unit_y * rows + i;
+        let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
+        let mut inverse = A::new(0.0);
+        let mut log = neg_infinity.get::<A>();
+        if l[i] > A::new(0.0) {
+            inverse = A::new(1.0) / l[i];
+            log = m[i] + l[i].ln();
+        }
+        if row < q_strides.len {
+            let target = at * comptime!(t.value_dim / width);
+            store_row::<E, A, N>(out, target, &o, inverse, unit_x, i, comptime!(t.value_dim), t);
+            if unit_x == 0 {
+                lse[at] = log;
+            }
+        }
+        // For the second walk: exp(s − lse), which is 0 in rows without keys since all is masked there.
+        m[i] = select(l[i] > A::new(0.0), log, A::new(0.0));
+    }
+
+    if comptime!(t.store.is_some()) {
+        let mut weights = weights.unwrap();
+        let place0 = batch * weight_blocks + plan[parts.places + batch * parts.batch + head] as usize;
+        for step in 0..walk.steps {
+            let entry = walk.entry + step * comptime!(t.entries() * t.entry_words());
+            sync_cube();
+            gather_rows::<E, A, N>(k, k_base, &k_strides, plan, entry, &mut k_tile, comptime!(t.head_dim), t);
+            sync_cube();
+            let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
+            score(&mut s, scale, softcap, t);
+            if step < walk.masked {
+                mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
+            }
+            #[unroll]
+            for i in 0..rows {
+                let row = first + unit_y * rows + i;
+                let at = weight_place(plan, place0, entry, row, unit_x, Walk::Rows, t);
+                if at.kept {
+                    #[unroll]
+                    for j in 0..4usize {
+                        weights[at.element + j] = (s[comptime!(4 * i + j)] - m[i]).exp();
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Scores of masked pairs. `exp(LOW − m)` is 0 for every `m ≥ LOWEST_MAX`, without infinities, which
+/// WGSL does not promise.
+pub const LOW: f32 = -1.0e30;
+/// Where the running maximum starts: above [`LOW`], below any score.
+const LOWEST_MAX: f32 = -1.0e29;
+
+/// Shared numbers that [`reduce_rows`] needs.
+pub fn scratch_len(t: Tile) -> usize {
+    match t.planes {
+        true => 1,
+        false => t.rows * t.units_x,
+    }
+}
+
+/// Scales and softcaps products.
+#[cube]
+pub fn score<A: Float>(s: &mut Array<A>, scale: A, softcap: A, #[comptime] t: Tile) {
+    #[unroll]
+    for i in 0..comptime!(t.unit_rows * 4) {
+        s[i] = s[i] * scale;
+        if comptime!(t.softcap) {
+            s[i] = softcap * (s[i] / softcap).tanh();
+        }
+    }
+}
+
+/// Sets the scores of pairs that are not computed to [`LOW`].
+#[cube]
+fn mask<A: Float>(
+    s: &mut Array<A>,
+    plan: &[u32],
+    parts: &PlanParts,
+    entry: usize,
+    unit_y: usize,
+    unit_x: usize,
+    #[comptime] t: Tile,
+) {
+    #[unroll]
+    for i in 0..comptime!(t.unit_rows) {
+        let row = unit_y * comptime!(t.unit_rows) + i;
+        let bits = mask_bits(plan, parts, entry, row, unit_x, t);
+        #[unroll]
+        for j in 0..4usize {
+            let allowed = (bits >> comptime!(j as u32)) & 1u32 == 1u32;
+            let at = comptime!(4 * i + j);
+            s[at] = select(allowed, s[at], A::new(LOW));
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! The `simt` tier: exact kernels on scalar multiply-adds, for any CubeCL runtime.
+//!
+//! A cube of `units_x × units_y` units computes a tile. Operands lie in shared memory in the accumulator's
+//! precision, in fours; a unit holds `unit_rows × 4` scores and `unit_rows × unit_fours` fours of the output in registers.
+//! What the units of a row exchange goes through shared memory, which on devices with plane
+//! operations needs no barrier of the whole cube.
+
+pub(super) mod backward;
+pub(super) mod forward;
+pub(super) mod tile;
+
+use cubecl::ir::features::Plane;
+use cubecl::prelude::*;
+
+pub use tile::Tile;
+
+use super::{KernelError, Sizes};
+use crate::BlockLayout;
+use crate::plan::{Walk, union_overhead};
+use tile::pitch;
+
+/// A shape that a tile may have, and its speed relative to the others on a large problem.
+struct Candidate {
+    rows: usize,
+    cols: usize,
+    unit_rows: usize,
+    speed: f64,
+}
+
+const fn candidate(rows: usize, cols: usize, unit_rows: usize, speed: f64) -> Candidate {
+    Candidate {
+        rows,
+        cols,
+        unit_rows,
+        speed,
+    }
+}
+
+/// Larger tiles read less shared memory per multiply-add.
+const CANDIDATES: [Candidate; 8] = [
+    candidate(128, 64, 8, 1.0),
+    candidate(64, 64, 4, 0.8),
+    candidate(64, 32, 4, 0.7),
+    candidate(32, 32, 4, 0.5),
+    candidate(32, 16, 2, 0.35),
+    candidate(16, 16, 2, 0.25),
+    candidate(16, 8, 1, 0.15),
+    candidate(8, 8, 1, 0.1),
+];
+
+/// Bytes of shared memory of a cube.
+pub fn shared_bytes(tile: &Tile, kernel: super::Kernel, accumulator: usize) -> usize {
+    let own = pitch(tile.head_dim)
+        + match kernel {
+            super::Kernel::Forward => 0,
+            _ => pitch(tile.value_dim),
+        };
+    let gathered = pitch(tile.head_dim) + pitch(tile.value_dim);
+    let weights = tile.weight_pitch()
+        * match kernel {
+            super::Kernel::BackwardColumns => 2,
+            _ => 1,
+        };
+    let fours = tile.rows * (own + weights) + tile.cols() * gathered;
+    let scratch = match kernel {
+        super::Kernel::Forward => forward::scratch_len(*tile),
+        _ => 0,
+    };
+    // The compiler may align each of the up to seven arrays.
+    (fours * 4 + scratch) * accumulator + 7 * 16
+}
+
+/// The tile that should be fastest among those that fit the device.
+pub fn choose(
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    kernel: super::Kernel,
+    properties: &DeviceProperties,
+) -> Result<Tile, KernelError> {
+    let hardware = &properties.hardware;
+    let accumulator = sizes.accumulator().size();
+    let b = layout.block_size();
+    let walk = kernel.walk();
+    let overhead = [8, 16, 32, 64, 128].map(|rows| (rows, union_overhead(layout, walk, rows)));
+    let mut best: Option<(f64, Tile)> = None;
+    for candidate in &CANDIDATES {
+        let units_x = candidate.cols / 4;
+        let planes = &properties.features.plane;
+        let group = candidate.cols.min(b);
+        let tile = Tile {
+            rows: candidate.rows,
+            units_x,
+            unit_rows: candidate.unit_rows,
+            head_dim: sizes.head_dim,
+            value_dim: sizes.value_dim,
+            group,
+            mask_words: group.div_ceil(32),
+            store: sizes.store.then_some(b),
+            softcap: sizes.softcap,
+            planes: planes.contains(Plane::Ops)
+                && planes.contains(Plane::Sync)
+                && hardware.plane_size_min as usize >= units_x,
+        };
+        let fits = shared_bytes(&tile, kernel, accumulator) <= hardware.max_shared_memory_size
+            && tile.units() <= hardware.max_units_per_cube as usize
+            && tile.units() <= hardware.max_cube_dim.0 as usize
+            && (!sizes.store || tile.rows <= b);
+        if !fits {
+            continue;
+        }
+        let length = match walk {
+            Walk::Rows => layout.seq_q(),
+            Walk::Columns => layout.seq_kv(),
+        };
+        let waste = length.next_multiple_of(tile.rows) as f64 / length as f64;
+        let union = overhead.iter().find(|(rows, _)| *rows == tile.rows);
+        let cost = union.map_or(1.0, |(_, overhead)| *overhead) * waste / candidate.speed;
+        if best.is_none_or(|(least, _)| cost < least) {
+            best = Some((cost, tile));
+        }
+    }
+    best.map(|(_, tile)| tile).ok_or(KernelError::SharedMemory {
+        head_dim: sizes.head_dim,
+        value_dim: sizes.value_dim,
+        available: hardware.max_shared_memory_size,
+    })
+}

@@ -1,0 +1,526 @@
+//! [`TilePlan`]: what one kernel launch walks.
+//!
+//! A kernel computes tiles of `rows` queries (or keys, in the pass over columns) and for each walks
+//! *steps* of `cols` keys (or queries). The blocks of a layout may be narrower than a step, so a step
+//! is **gathered**: `cols / group` entries, each naming `group` consecutive positions, side by side.
+//!
+//! ```text
+//! blocks of 16, tile of 64 rows, steps of 64:      a tile of 64 rows is four block rows;
+//!   block row 4   . # . . # \                      the entries are the union of their blocks,
+//!   block row 5   . # . . # # \                    masked ones first:
+//!   block row 6   . # . . # # # \                      4  5  6  7 | 1  ·  ·  ·
+//!   block row 7   . # . . # # # # \                    step 0       step 1, filled up
+//! ```
+//!
+//! A mask of a plan covers a whole entry, `rows × group` bits. Entry order is masked entries (and those
+//! that only fill up a step), then full ones, so that a kernel looks at masks in the first steps only.
+//! Positions beyond a ragged end are 0 in the masks, so a kernel checks bounds only where it loads
+//! and stores.
+
+use std::collections::HashMap;
+
+use crate::{BlockLayout, BlockMask, Entry, FULL};
+
+/// Which side of the layout the tiles' rows are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Walk {
+    /// Tiles of queries walk the keys they attend to: forward and dQ.
+    Rows,
+    /// Tiles of keys walk the queries that attend to them: dK and dV.
+    Columns,
+}
+
+/// How a plan cuts a layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tiling {
+    /// Which side the rows are.
+    pub walk: Walk,
+    /// Positions of a tile.
+    pub rows: usize,
+    /// Positions of a step.
+    pub cols: usize,
+    /// Whether entries say where their block's stored weights are. Then a tile lies within one block row.
+    pub places: bool,
+}
+
+/// Mask id of an entry without any pair, which fills up a step. Id 0 is the full entry.
+const EMPTY: u32 = 1;
+
+/// Where the parts of [`TilePlan::words`] begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sections {
+    /// `[batch | 1, heads]`: the first of the tile records of this head's pattern.
+    pub heads: usize,
+    /// `[batch | 1, heads]`: the place of the head's first block among the stored weights.
+    pub places: usize,
+    /// `[patterns, tiles]`: tile indices, those with most steps first.
+    pub order: usize,
+    /// `[patterns · tiles, 3]`: first entry, steps, steps whose masks matter.
+    pub tiles: usize,
+    /// `[entries, 2]` or with places `[entries, 3]`: position / group, mask id, place.
+    pub entries: usize,
+    /// `[masks, rows, mask_words]`, bit `c % 32` of word `c / 32` is column `c`.
+    pub masks: usize,
+}
+
+/// Tiles, steps and masks for a launch over a layout, ready to upload.
+#[derive(Clone, Debug)]
+pub struct TilePlan {
+    /// How the layout was cut.
+    pub tiling: Tiling,
+    /// Positions an entry names.
+    pub group: usize,
+    /// Tiles per head.
+    pub tiles: usize,
+    /// Words of a mask's row.
+    pub mask_words: usize,
+    /// Everything, in one buffer.
+    pub words: Vec<u32>,
+    /// Where its parts begin.
+    pub sections: Sections,
+    /// Steps over all heads of one batch entry (of all, in a per-batch layout).
+    pub steps: u64,
+}
+
+impl TilePlan {
+    /// Cuts a layout. O(kept blocks).
+    ///
+    /// # Panics
+    /// If `rows` or `cols` is neither a multiple nor a divisor of the block size, or if places are asked
+    /// for and a tile is taller than a block.
+    pub fn new(layout: &BlockLayout, tiling: Tiling) -> Self {
+        let b = layout.block_size();
+        let Tiling { rows, cols, .. } = tiling;
+        assert!(
+            (rows % b == 0 || b % rows == 0) && (cols % b == 0 || b % cols == 0),
+            "tiles of {rows} × {cols} do not fit blocks of {b}"
+        );
+        assert!(!tiling.places || rows <= b, "places need tiles in a block");
+        let length = match tiling.walk {
+            Walk::Rows => layout.seq_q(),
+            Walk::Columns => layout.seq_kv(),
+        };
+        let group = cols.min(b);
+        let mut masks = TileMasks::new(layout, tiling, group);
+        let tiles = length.div_ceil(rows);
+        let per_step = cols / group;
+        let entry_words = 2 + usize::from(tiling.places);
+
+        let mut order = Vec::with_capacity(layout.num_patterns() * tiles);
+        let mut records: Vec<u32> = Vec::with_capacity(layout.num_patterns() * tiles * 3);
+        let mut entries: Vec<u32> = Vec::new();
+        let mut pattern_steps = Vec::new();
+        for pattern in 0..layout.num_patterns() {
+            let source = Source::new(layout, tiling, pattern);
+            let mut steps_of = Vec::with_capacity(tiles);
+            for tile in 0..tiles {
+                let found = source.tile(tile, group, &mut masks);
+                let first = entries.len() / entry_words;
+                let masked = found.masked.len();
+                let filler = (masked + found.full.len()).next_multiple_of(per_step)
+                    - (masked + found.full.len());
+                let fill = [TileEntry {
+                    at: 0,
+                    mask: EMPTY,
+                    place: 0,
+                }];
+                let all = (fill.iter().cycle().take(filler))
+                    .chain(&found.masked)
+                    .chain(&found.full);
+                for entry in all {
+                    entries.extend([entry.at, entry.mask]);
+                    if tiling.places {
+                        entries.push(entry.place);
+                    }
+                }
+                let steps = (entries.len() / entry_words - first) / per_step;
+                let masked_steps = (filler + masked).div_ceil(per_step);
+                records.extend([first as u32, steps as u32, masked_steps as u32]);
+                steps_of.push(steps);
+            }
+            let mut ranked: Vec<u32> = (0..tiles as u32).collect();
+            // Stable: among equals the order of the sequence, which shares keys in the cache.
+            ranked.sort_by_key(|&tile| std::cmp::Reverse(steps_of[tile as usize]));
+            order.extend(ranked);
+            pattern_steps.push(steps_of.iter().map(|&s| s as u64).sum::<u64>());
+        }
+
+        let batches = layout.batch().unwrap_or(1);
+        let mut heads = Vec::new();
+        let mut places = Vec::new();
+        let mut steps = 0;
+        for batch in 0..batches {
+            let mut place = 0;
+            for head in 0..layout.heads() {
+                let pattern = layout.pattern_of(batch, head);
+                heads.push((pattern * tiles) as u32);
+                places.push(place as u32);
+                place += layout.pattern_blocks(pattern);
+                steps += pattern_steps[pattern];
+            }
+        }
+
+        let mut words = Vec::new();
+        let mut section = |part: &[u32]| {
+            let start = words.len();
+            words.extend_from_slice(part);
+            start
+        };
+        let sections = Sections {
+            heads: section(&heads),
+            places: section(&places),
+            order: section(&order),
+            tiles: section(&records),
+            entries: section(&entries),
+            masks: section(&masks.words),
+        };
+        Self {
+            tiling,
+            group,
+            tiles,
+            mask_words: masks.mask_words,
+            words,
+            sections,
+            steps,
+        }
+    }
+
+    /// The pairs that a launch computes, allowed or not, for one batch entry.
+    pub fn computed_pairs(&self) -> u64 {
+        self.steps * (self.tiling.rows * self.tiling.cols) as u64
+    }
+}
+
+/// One entry of a tile.
+struct TileEntry {
+    at: u32,
+    mask: u32,
+    place: u32,
+}
+
+#[derive(Default)]
+struct TileEntries {
+    masked: Vec<TileEntry>,
+    full: Vec<TileEntry>,
+}
+
+/// One side of one head pattern.
+struct Source<'a> {
+    layout: &'a BlockLayout,
+    tiling: Tiling,
+    pattern: usize,
+    /// With places, in a pass over columns: the places of each column's blocks.
+    column_places: Vec<Vec<u32>>,
+}
+
+impl<'a> Source<'a> {
+    fn new(layout: &'a BlockLayout, tiling: Tiling, pattern: usize) -> Self {
+        let mut column_places = Vec::new();
+        if tiling.places && tiling.walk == Walk::Columns {
+            column_places = vec![Vec::new(); layout.kv_blocks()];
+            let mut place = 0;
+            for q_block in 0..layout.q_blocks() {
+                for entry in layout.row(pattern, q_block) {
+                    column_places[entry.block as usize].push(place);
+                    place += 1;
+                }
+            }
+        }
+        Self {
+            layout,
+            tiling,
+            pattern,
+            column_places,
+        }
+    }
+
+    fn line(&self, block: usize) -> Vec<Entry> {
+        match self.tiling.walk {
+            Walk::Rows => self.layout.row(self.pattern, block),
+            Walk::Columns => self.layout.column(self.pattern, block),
+        }
+    }
+
+    fn lines(&self) -> usize {
+        match self.tiling.walk {
+            Walk::Rows => self.layout.q_blocks(),
+            Walk::Columns => self.layout.kv_blocks(),
+        }
+    }
+
+    /// The entries of a tile, those of its block rows merged.
+    fn tile(&self, tile: usize, group: usize, masks: &mut TileMasks) -> TileEntries {
+        let b = self.layout.block_size();
+        let rows = self.tiling.rows;
+        let first = tile * rows / b;
+        let height = (rows / b).max(1);
+        let row_offset = tile * rows % b;
+        let mut found = TileEntries::default();
+        let mut push = |block: u32, ids: &[u32], place: u32| {
+            for slice in 0..b / group {
+                let mask = masks.intern(ids, row_offset, slice * group);
+                let entry = TileEntry {
+                    at: block * (b / group) as u32 + slice as u32,
+                    mask,
+                    place,
+                };
+                match mask {
+                    FULL => found.full.push(entry),
+                    EMPTY => {}
+                    _ => found.masked.push(entry),
+                }
+            }
+        };
+        if height == 1 {
+            let start = match self.tiling.walk {
+                Walk::Rows => self.layout.row_offsets(self.pattern)[first] as u32,
+                Walk::Columns => 0,
+            };
+            for (k, entry) in self.line(first).into_iter().enumerate() {
+                let place = match self.column_places.get(first) {
+                    Some(places) => places[k],
+                    None => start + k as u32,
+                };
+                push(entry.block, &[entry.mask], place);
+            }
+            return found;
+        }
+        let lines: Vec<Vec<Entry>> = (first..first + height)
+            .map(|block| match block < self.lines() {
+                true => self.line(block),
+                false => Vec::new(),
+            })
+            .collect();
+        let mut next = vec![0; height];
+        let mut ids = vec![ABSENT; height];
+        loop {
+            let heads = lines.iter().zip(&next).filter_map(|(line, &k)| line.get(k));
+            let Some(block) = heads.map(|entry| entry.block).min() else {
+                return found;
+            };
+            for ((line, k), id) in lines.iter().zip(&mut next).zip(&mut ids) {
+                *id = match line.get(*k) {
+                    Some(entry) if entry.block == block => {
+                        *k += 1;
+                        entry.mask
+                    }
+                    _ => ABSENT,
+                };
+            }
+            push(block, &ids, 0);
+        }
+    }
+}
+
+/// Stands for the mask of a block that one of a tile's block rows does not keep.
+const ABSENT: u32 = u32::MAX;
+
+/// The distinct masks of a plan's entries.
+struct TileMasks<'a> {
+    table: &'a [BlockMask],
+    tiling: Tiling,
+    group: usize,
+    mask_words: usize,
+    words: Vec<u32>,
+    /// By the layout's masks and the offsets into them.
+    known: HashMap<(Vec<u32>, usize, usize), u32>,
+    /// By content.
+    distinct: HashMap<Vec<u32>, u32>,
+}
+
+impl<'a> TileMasks<'a> {
+    fn new(layout: &'a BlockLayout, tiling: Tiling, group: usize) -> Self {
+        let mask_words = group.div_ceil(32);
+        let mut masks = Self {
+            table: layout.masks(),
+            tiling,
+            group,
+            mask_words,
+            words: Vec::new(),
+            known: HashMap::new(),
+            distinct: HashMap::new(),
+        };
+        let ones = u32::MAX >> (32 - group.min(32));
+        for (id, word) in [(FULL, ones), (EMPTY, 0)] {
+            let row = vec![word; tiling.rows * mask_words];
+            masks.words.extend_from_slice(&row);
+            masks.distinct.insert(row, id);
+        }
+        masks
+    }
+
+    /// The mask of an entry: `ids`, one per block row of the tile, from row `row_offset` and column
+    /// `col_offset` of the block on.
+    fn intern(&mut self, ids: &[u32], row_offset: usize, col_offset: usize) -> u32 {
+        if ids.iter().all(|&id| id == FULL) {
+            return FULL;
+        }
+        let key = (ids.to_vec(), row_offset, col_offset);
+        if let Some(&id) = self.known.get(&key) {
+            return id;
+        }
+        let Tiling { walk, rows, .. } = self.tiling;
+        let height = rows / ids.len();
+        let mut bits = vec![0u32; rows * self.mask_words];
+        for row in 0..rows {
+            let id = ids[row / height];
+            if id == ABSENT {
+                continue;
+            }
+            let mask = &self.table[id as usize];
+            for col in 0..self.group {
+                let (r, c) = (row % height + row_offset, col + col_offset);
+                let allowed = match walk {
+                    Walk::Rows => mask.get(r, c),
+                    Walk::Columns => mask.get(c, r),
+                };
+                if allowed {
+                    bits[row * self.mask_words + col / 32] |= 1 << (col % 32);
+                }
+            }
+        }
+        let fresh = self.distinct.len() as u32;
+        let id = match self.distinct.get(&bits) {
+            Some(&id) => id,
+            None => {
+                self.words.extend_from_slice(&bits);
+                self.distinct.insert(bits, fresh);
+                fresh
+            }
+        };
+        self.known.insert(key, id);
+        id
+    }
+}
+
+/// Pairs computed over pairs in kept blocks if tiles have `rows` rows, from a sample of the tiles: how
+/// much work the union of block rows adds.
+pub fn union_overhead(layout: &BlockLayout, walk: Walk, rows: usize) -> f64 {
+    const SAMPLE: usize = 32;
+    let b = layout.block_size();
+    if rows <= b {
+        return 1.0;
+    }
+    let (mut computed, mut kept) = (0u64, 0u64);
+    let per_pattern = SAMPLE.div_ceil(layout.num_patterns());
+    for pattern in 0..layout.num_patterns() {
+        let source = Source {
+            layout,
+            tiling: Tiling {
+                walk,
+                rows,
+                cols: b,
+                places: false,
+            },
+            pattern,
+            column_places: Vec::new(),
+        };
+        let tiles = (source.lines() * b).div_ceil(rows);
+        for tile in (0..tiles).step_by(tiles.div_ceil(per_pattern)) {
+            let mut blocks: Vec<u32> = (tile * rows / b..(tile + 1) * rows / b)
+                .filter(|&line| line < source.lines())
+                .flat_map(|line| source.line(line))
+                .map(|entry| entry.block)
+                .collect();
+            kept += blocks.len() as u64;
+            blocks.sort_unstable();
+            blocks.dedup();
+            computed += (blocks.len() * (rows / b)) as u64;
+        }
+    }
+    if kept == 0 {
+        return 1.0;
+    }
+    computed as f64 / kept as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Pattern;
+
+    /// The pairs of a plan are exactly those of the layout, once each.
+    #[rstest::rstest]
+    #[case(Pattern::fixed(12, 3), 8, 64, 32)]
+    #[case(Pattern::causal(), 128, 64, 32)]
+    #[case(Pattern::causal(), 16, 16, 64)]
+    #[case(Pattern::merged_strided(9), 32, 64, 64)]
+    #[case(Pattern::fixed_heads(16, 4, 2), 16, 8, 8)]
+    fn plans_allow_what_the_layout_allows(
+        #[case] pattern: Pattern,
+        #[case] block: usize,
+        #[case] rows: usize,
+        #[case] cols: usize,
+        #[values(Walk::Rows, Walk::Columns)] walk: Walk,
+        #[values(false, true)] places: bool,
+    ) {
+        if places && rows > block {
+            return;
+        }
+        let layout = pattern.layout(4, 187, block).unwrap();
+        let tiling = Tiling {
+            walk,
+            rows,
+            cols,
+            places,
+        };
+        let plan = TilePlan::new(&layout, tiling);
+        let Sections {
+            heads,
+            order,
+            tiles,
+            entries,
+            masks,
+            ..
+        } = plan.sections;
+        let width = 2 + usize::from(places);
+        let per_step = cols / plan.group;
+        for head in 0..4 {
+            let dense = layout.to_dense(head);
+            let mut seen = vec![vec![0; 187]; 187];
+            let first_tile = plan.words[heads + head] as usize;
+            let mut ranks: Vec<u32> =
+                plan.words[order + first_tile..order + first_tile + plan.tiles].to_vec();
+            ranks.sort_unstable();
+            assert_eq!(ranks, (0..plan.tiles as u32).collect::<Vec<_>>());
+            for tile in 0..plan.tiles {
+                let record = tiles + (first_tile + tile) * 3;
+                let [first, steps, masked] =
+                    [0, 1, 2].map(|field| plan.words[record + field] as usize);
+                for entry in 0..steps * per_step {
+                    let at = entries + (first + entry) * width;
+                    let (position, mask) = (plan.words[at] as usize, plan.words[at + 1] as usize);
+                    if entry / per_step >= masked {
+                        assert_eq!(mask, 0, "a masked entry after the masked steps");
+                    }
+                    for row in 0..rows {
+                        for col in 0..plan.group {
+                            let word = masks + (mask * rows + row) * plan.mask_words + col / 32;
+                            if plan.words[word] >> (col % 32) & 1 == 1 {
+                                let (r, c) = (tile * rows + row, position * plan.group + col);
+                                let (i, j) = match walk {
+                                    Walk::Rows => (r, c),
+                                    Walk::Columns => (c, r),
+                                };
+                                seen[i][j] += 1;
+                            }
+                        }
+                    }
+                }
+            }
+            for i in 0..187 {
+                for j in 0..187 {
+                    assert_eq!(seen[i][j], u32::from(dense[i][j]), "head {head}, ({i}, {j})");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn unions_of_rows_that_share_blocks_cost_nothing() {
+        let shared = Pattern::dense().layout(1, 256, 16).unwrap();
+        assert_eq!(union_overhead(&shared, Walk::Rows, 64), 1.0);
+        let diagonal = Pattern::local(1).layout(1, 256, 16).unwrap();
+        assert_eq!(union_overhead(&diagonal, Walk::Rows, 64), 4.0);
+    }
+}

@@ -1,0 +1,226 @@
+//! CubeCL devices: the kernels of `blocksparse`.
+
+use std::sync::Arc;
+
+use blocksparse::kernels::{self, AttentionPlan, Gradients, Sizes, TensorView};
+use blocksparse::{BlockLayout, kernels::KernelError};
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::tensor::{DType, Shape};
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+use cubecl::client::Client;
+
+use crate::ops::{
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
+    Saved,
+};
+use crate::{AttentionOptions, WeightsMode, weights};
+
+/// What a call on `device` will run.
+pub(crate) fn plan(
+    device: &CubeDevice,
+    layout: &BlockLayout,
+    sizes: Sizes,
+) -> Result<Arc<AttentionPlan>, KernelError> {
+    AttentionPlan::new(&device.client(), layout, sizes)
+}
+
+pub(crate) fn sizes(
+    [batch, kv_heads, head_dim, value_dim]: [usize; 4],
+    dtype: DType,
+    options: &AttentionOptions,
+) -> Sizes {
+    Sizes {
+        batch,
+        kv_heads,
+        head_dim,
+        value_dim,
+        dtype: dtype_to_elem_type(dtype),
+        store: options.weights == WeightsMode::Store,
+        softcap: options.softcap.is_some(),
+    }
+}
+
+impl BlockSparseOps for CubeBackend {
+    fn block_sparse_attention(
+        inputs: AttentionInputs<Self>,
+        layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        let call = Call::new(inputs, layout, options);
+        let b = call.layout.block_size();
+        let (heads, seq_q) = (call.layout.heads(), call.layout.seq_q());
+        let batch = call.sizes.batch;
+        let out = call.empty([batch, heads, seq_q, call.sizes.value_dim], call.dtype);
+        let lse = call.empty([batch, heads, seq_q], call.accumulator());
+        let stored = (call.options.weights == WeightsMode::Store).then(|| {
+            // A layout without any block still gets a buffer.
+            let [batch, blocks, ..] = weights::shape(&call.layout, batch);
+            let shape = Shape::new([batch, blocks, b, b]);
+            zeros_client(call.client.clone(), call.device.clone(), shape, call.accumulator())
+        });
+        let views = call.views();
+        let result = kernels::forward(
+            &call.client,
+            &call.plan,
+            &call.layout,
+            [&views[0], &views[1], &views[2]],
+            &out.handle,
+            &lse.handle,
+            stored.as_ref().map(|weights| &weights.handle),
+            call.options.scale_for(call.sizes.head_dim),
+            call.options.softcap,
+        );
+        checked(result);
+        AttentionOutput {
+            out,
+            lse,
+            weights: match stored {
+                Some(weights) => MaybeFloat::Some(weights),
+                None => MaybeFloat::None,
+            },
+        }
+    }
+
+    fn block_sparse_attention_backward(
+        saved: Saved<Self>,
+        grad_out: CubeTensor,
+        layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+    ) -> AttentionGrads<Self> {
+        let Saved { inputs, output } = saved;
+        let call = Call::new(inputs, layout, options);
+        let (heads, seq_q, seq_kv) =
+            (call.layout.heads(), call.layout.seq_q(), call.layout.seq_kv());
+        let Sizes { batch, kv_heads, head_dim, value_dim, .. } = call.sizes;
+        // Autodiff may hand over what another op made of them.
+        let [out, lse] = [output.out, output.lse].map(into_contiguous);
+        let stored = match output.weights {
+            MaybeFloat::Some(weights) => Some(into_contiguous(weights)),
+            MaybeFloat::None => None,
+        };
+        let grad_out = view(&readable(grad_out));
+
+        let dq = call.empty([batch, heads, seq_q, head_dim], call.dtype);
+        // dK and dV share a buffer; dV begins where a binding may.
+        let element = call.dtype.size();
+        let align = call.client.properties().memory.alignment as usize;
+        let k_bytes = batch * kv_heads * seq_kv * head_dim * element;
+        let v_start = k_bytes.next_multiple_of(align.max(4 * element));
+        let v_bytes = batch * kv_heads * seq_kv * value_dim * element;
+        let dkv = call.client.empty(v_start + v_bytes);
+        let gradients = Gradients {
+            q: dq.handle.clone(),
+            kv: dkv.clone(),
+            v_offset: v_start / element,
+        };
+        let views = call.views();
+        let result = kernels::backward(
+            &call.client,
+            &call.plan,
+            &call.layout,
+            [&views[0], &views[1], &views[2]],
+            &out.handle,
+            &lse.handle,
+            stored.as_ref().map(|weights| &weights.handle),
+            &grad_out,
+            &gradients,
+            call.options.scale_for(head_dim),
+            call.options.softcap,
+        );
+        checked(result);
+        let part = |handle, dim| {
+            CubeTensor::new_contiguous(
+                call.client.clone(),
+                call.device.clone(),
+                Shape::new([batch, kv_heads, seq_kv, dim]),
+                handle,
+                call.dtype,
+            )
+        };
+        let behind_k = (v_start + v_bytes - k_bytes) as u64;
+        AttentionGrads {
+            q: dq,
+            k: part(dkv.clone().offset_end(behind_k), head_dim),
+            v: part(dkv.offset_start(v_start as u64), value_dim),
+        }
+    }
+}
+
+/// What both passes need.
+struct Call {
+    client: Client,
+    device: CubeDevice,
+    dtype: DType,
+    sizes: Sizes,
+    plan: Arc<AttentionPlan>,
+    layout: BlockLayout,
+    options: AttentionOptions,
+    inputs: [CubeTensor; 3],
+}
+
+impl Call {
+    fn new(
+        inputs: AttentionInputs<CubeBackend>,
+        layout: LayoutTensors<CubeBackend>,
+        options: AttentionOptions,
+    ) -> Self {
+        let AttentionInputs { q, k, v } = inputs;
+        let [batch, kv_heads, _, head_dim] = k.meta.shape().dims();
+        let value_dim = v.meta.shape()[3];
+        let dtype = q.dtype;
+        let sizes = sizes([batch, kv_heads, head_dim, value_dim], dtype, &options);
+        let (client, device) = (q.client.clone(), q.device.clone());
+        let plan = checked(AttentionPlan::new(&client, &layout.host, sizes));
+        Self {
+            client,
+            device,
+            dtype,
+            sizes,
+            plan,
+            layout: layout.host,
+            options,
+            inputs: [q, k, v].map(readable),
+        }
+    }
+
+    fn views(&self) -> [TensorView; 3] {
+        [0, 1, 2].map(|input| view(&self.inputs[input]))
+    }
+
+    fn accumulator(&self) -> DType {
+        match self.dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        }
+    }
+
+    fn empty<const D: usize>(&self, shape: [usize; D], dtype: DType) -> CubeTensor {
+        let shape = Shape::new(shape);
+        empty_device_contiguous_dtype(self.client.clone(), self.device.clone(), shape, dtype)
+    }
+}
+
+/// The kernels take any strides but of the last dimension.
+fn readable(tensor: CubeTensor) -> CubeTensor {
+    let strided = tensor.meta.strides()[3] != 1 && tensor.meta.shape()[3] != 1;
+    match strided || tensor.meta.is_tiled() || tensor.qparams.is_some() {
+        true => into_contiguous(tensor),
+        false => tensor,
+    }
+}
+
+fn view(tensor: &CubeTensor) -> TensorView {
+    TensorView {
+        handle: tensor.handle.clone(),
+        shape: tensor.meta.shape().dims(),
+        strides: std::array::from_fn(|dim| tensor.meta.strides()[dim]),
+    }
+}
+
+/// The public functions checked the plan; only a direct call of the trait can get here with what cannot run.
+fn checked<T>(result: Result<T, KernelError>) -> T {
+    result.unwrap_or_else(|error| panic!("block-sparse attention: {error}"))
+}
