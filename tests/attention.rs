@@ -9,7 +9,7 @@ use burn_blocksparse::{
 };
 use burn_blocksparse_tests::cases::{Case, cases};
 use burn_blocksparse_tests::compare::{assert_close, relative_error, to_f64};
-use burn_blocksparse_tests::devices::{devices, exact_dtypes, half_dtypes};
+use burn_blocksparse_tests::devices::{devices, exact_dtypes, half_dtypes, supports};
 use burn_blocksparse_tests::reference::{Problem, Sizes};
 
 fn tensor(values: &[f64], shape: [usize; 4], device: &Device, dtype: DType) -> Tensor<4> {
@@ -208,7 +208,7 @@ fn gradients_equal_finite_differences() {
     };
     let case = Case { pattern, ..case };
     for device in devices() {
-        if !device.supports_dtype(DType::F64) {
+        if !supports(&device, DType::F64) {
             continue;
         }
         let (problem, layout) = (case.problem(7), case.layout());

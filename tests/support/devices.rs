@@ -35,14 +35,21 @@ fn device(name: &str) -> Option<Device> {
 pub fn exact_dtypes(device: &Device) -> Vec<(DType, f64)> {
     [(DType::F32, 1e-5), (DType::F64, 1e-12)]
         .into_iter()
-        .filter(|(dtype, _)| device.supports_dtype(*dtype))
+        .filter(|(dtype, _)| supports(device, *dtype))
         .collect()
+}
+
+/// Whether a device can compute attention in a dtype. wgpu devices may have f64 numbers, but no f64
+/// exponential.
+pub fn supports(device: &Device, dtype: DType) -> bool {
+    let wgpu = format!("{device:?}").contains("Wgpu");
+    device.supports_dtype(dtype) && !(wgpu && dtype == DType::F64)
 }
 
 /// Half-precision dtypes of a device.
 pub fn half_dtypes(device: &Device) -> Vec<DType> {
     [DType::F16, DType::BF16]
         .into_iter()
-        .filter(|dtype| device.supports_dtype(*dtype))
+        .filter(|dtype| supports(device, *dtype))
         .collect()
 }

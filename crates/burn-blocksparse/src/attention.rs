@@ -5,7 +5,9 @@ use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 use crate::ops::{AttentionInputs, AttentionOutput, BlockSparseOps, MaybeFloat};
-use crate::{AttentionError, AttentionOptions, BlockSparseWeights, WeightsMode, upload};
+use crate::{
+    AttentionError, AttentionOptions, AttentionPlan, BlockSparseWeights, WeightsMode, upload,
+};
 
 /// Softmax attention over the pairs that `layout` allows:
 /// `out[i] = Σ_j p[i, j] · v[j]`, `p[i, ·] = softmax over the allowed j of scale · q[i] · k[j]`.
@@ -21,7 +23,8 @@ use crate::{AttentionError, AttentionOptions, BlockSparseWeights, WeightsMode, u
 /// - returns `[batch, heads, seq_q, value_dim]` in the inputs' dtype
 ///
 /// # Errors
-/// [`AttentionError`] if shapes, dtypes, devices or options do not fit each other or the layout.
+/// [`AttentionError`] if shapes, dtypes, devices or options do not fit each other or the layout, or if the
+/// device cannot run the call ([`AttentionPlan`] says what it runs).
 pub fn attention(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -36,7 +39,8 @@ pub fn attention(
 /// [`attention`], and `lse[i] = ln Σ_j exp(score[i, j])` over the allowed keys.
 ///
 /// `lse`: `[batch, heads, seq_q]`, in f32 (f64 for f64 inputs), −∞ for a row with no allowed key. With two
-/// disjoint layouts over the same queries it is what merges two outputs into the attention over their union.
+/// disjoint layouts over the same queries it is what merges two outputs into the attention over their union
+/// (where both are −∞ there is nothing to merge, and `exp(lse − max)` would be NaN).
 /// No gradient flows through `lse`.
 ///
 /// # Errors
@@ -88,6 +92,7 @@ fn call(
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
     check(&q, &k, &v, layout)?;
     options.validate()?;
+    AttentionPlan::choose(&q, &k, &v, layout, &options)?;
     let layout = upload::layout_tensors(layout, &q.device());
     let inputs = AttentionInputs {
         q: q.into_dispatch(),
@@ -99,7 +104,7 @@ fn call(
     ))
 }
 
-fn check(
+pub(crate) fn check(
     q: &Tensor<4>,
     k: &Tensor<4>,
     v: &Tensor<4>,

@@ -12,6 +12,10 @@ pub enum AttentionError {
         /// What came.
         got: String,
     },
+    /// The device cannot run the call.
+    #[cfg(feature = "cube")]
+    #[error(transparent)]
+    Kernel(#[from] blocksparse::kernels::KernelError),
 }
 
 impl AttentionError {

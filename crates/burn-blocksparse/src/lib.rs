@@ -31,6 +31,7 @@ mod backends;
 mod error;
 mod ops;
 mod options;
+mod plan;
 mod reference;
 mod upload;
 mod weights;
@@ -45,4 +46,5 @@ pub use ops::{
     Saved,
 };
 pub use options::{AttentionOptions, WeightsMode};
+pub use plan::AttentionPlan;
 pub use weights::BlockSparseWeights;

@@ -31,8 +31,13 @@ pub(crate) fn sizes(
     [batch, kv_heads, head_dim, value_dim]: [usize; 4],
     dtype: DType,
     options: &AttentionOptions,
-) -> Sizes {
-    Sizes {
+) -> Result<Sizes, KernelError> {
+    if !dtype.is_float() {
+        return Err(KernelError::Dtype {
+            dtype: format!("{dtype:?}"),
+        });
+    }
+    Ok(Sizes {
         batch,
         kv_heads,
         head_dim,
@@ -40,7 +45,7 @@ pub(crate) fn sizes(
         dtype: dtype_to_elem_type(dtype),
         store: options.weights == WeightsMode::Store,
         softcap: options.softcap.is_some(),
-    }
+    })
 }
 
 impl BlockSparseOps for CubeBackend {
@@ -171,7 +176,7 @@ impl Call {
         let [batch, kv_heads, _, head_dim] = k.meta.shape().dims();
         let value_dim = v.meta.shape()[3];
         let dtype = q.dtype;
-        let sizes = sizes([batch, kv_heads, head_dim, value_dim], dtype, &options);
+        let sizes = checked(sizes([batch, kv_heads, head_dim, value_dim], dtype, &options));
         let (client, device) = (q.client.clone(), q.device.clone());
         let plan = checked(AttentionPlan::new(&client, &layout.host, sizes));
         Self {

@@ -1,0 +1,101 @@
+//! What a call will run, known and checked before anything is launched.
+
+use std::fmt;
+#[cfg(feature = "cube")]
+use std::sync::Arc;
+
+use blocksparse::BlockLayout;
+#[cfg(feature = "cube")]
+use burn::backend::DispatchDevice;
+use burn::tensor::{Device, Tensor};
+
+use crate::{AttentionError, AttentionOptions, attention};
+
+/// What a call of [`attention`](crate::attention()) runs on its device. It prints:
+///
+/// ```text
+/// fixed(128, 32), f32 with sums in f32
+///   forward  simt  128 × 64 tiles gathered from 32-wide blocks, 256 units, 104 KiB shared, planes
+///   …
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum AttentionPlan {
+    /// The reference implementation in Burn primitives: CPU backends.
+    Reference {
+        /// The device.
+        device: String,
+    },
+    /// Fused kernels: CubeCL devices.
+    #[cfg(feature = "cube")]
+    Kernels(Arc<blocksparse::kernels::AttentionPlan>),
+}
+
+impl AttentionPlan {
+    /// What `attention` would run for these arguments.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_blocksparse::{AttentionOptions, AttentionPlan, Pattern};
+    ///
+    /// let q = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &Device::flex());
+    /// let layout = Pattern::local(16).layout(2, 64, 16)?;
+    /// let plan = AttentionPlan::new(&q, &q, &q, &layout, &AttentionOptions::default())?;
+    /// assert!(plan.to_string().contains("reference"));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`attention`](crate::attention()).
+    pub fn new(
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        layout: &BlockLayout,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        attention::check(q, k, v, layout)?;
+        options.validate()?;
+        Self::choose(q, k, v, layout, options)
+    }
+
+    /// For arguments that were checked against each other.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub(crate) fn choose(
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        layout: &BlockLayout,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let device = q.device();
+        #[cfg(feature = "cube")]
+        if let DispatchDevice::Cube(inner) = device.clone().without_autodiff().as_dispatch() {
+            let [batch, kv_heads, _, head_dim] = k.dims();
+            let dims = [batch, kv_heads, head_dim, v.dims()[3]];
+            let sizes = crate::backends::cube::sizes(dims, q.dtype(), options)?;
+            let plan = crate::backends::cube::plan(inner, layout, sizes)?;
+            if device.is_autodiff() {
+                plan.check_backward()?;
+            }
+            return Ok(Self::Kernels(plan));
+        }
+        Ok(Self::Reference {
+            device: name(&device),
+        })
+    }
+}
+
+fn name(device: &Device) -> String {
+    format!("{:?}", device.clone().without_autodiff().as_dispatch())
+}
+
+impl fmt::Display for AttentionPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Reference { device } => write!(f, "reference implementation on {device}"),
+            #[cfg(feature = "cube")]
+            Self::Kernels(plan) => plan.fmt(f),
+        }
+    }
+}
