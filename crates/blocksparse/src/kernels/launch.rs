@@ -186,8 +186,7 @@ pub fn backward(
 }
 
 /// What the launches of a call share.
-struct Call<'a> {
-    client: &'a Client,
+struct Call {
     sizes: Sizes,
     tile: Tile,
     plan: std::sync::Arc<DevicePlan>,
@@ -200,9 +199,9 @@ struct Call<'a> {
     batch_words: usize,
 }
 
-impl<'a> Call<'a> {
+impl Call {
     fn new(
-        client: &'a Client,
+        client: &Client,
         attention: &AttentionPlan,
         layout: &BlockLayout,
         kernel: Kernel,
@@ -255,7 +254,6 @@ impl<'a> Call<'a> {
             return Err(KernelError::limit("the elements of a tensor", u32::MAX, largest));
         }
         Ok(Self {
-            client,
             sizes,
             tile: attention.tile(kernel),
             plan: plan(client, layout, attention.tiling(kernel)),

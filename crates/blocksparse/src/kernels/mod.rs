@@ -181,7 +181,7 @@ impl AttentionPlan {
         if let Some(plan) = known.get(&key) {
             return Ok(plan.clone());
         }
-        let plan = Arc::new(Self::choose(layout, sizes, client.properties())?);
+        let plan = Arc::new(Self::choose(layout, sizes, client)?);
         known.insert(key, plan.clone());
         Ok(plan)
     }
@@ -189,14 +189,17 @@ impl AttentionPlan {
     fn choose(
         layout: &BlockLayout,
         sizes: Sizes,
-        properties: &DeviceProperties,
+        client: &Client,
     ) -> Result<Self, KernelError> {
+        let properties = client.properties();
         use FloatKind::{BF16, F16, F32, F64, Flex32};
         let float = matches!(
             sizes.dtype,
             ElemType::Float(F16 | BF16 | F32 | F64 | Flex32)
         );
-        if !float || !properties.supports_type(sizes.dtype) {
+        // WGSL names the type, but SPIR-V has no 64-bit exp.
+        let exp = sizes.dtype != ElemType::Float(F64) || !client.name().starts_with("wgpu");
+        if !float || !exp || !properties.supports_type(sizes.dtype) {
             return Err(KernelError::Dtype {
                 dtype: sizes.dtype.to_string(),
             });
