@@ -4,7 +4,9 @@
 //! pair. Instead each pattern describes a block row as *zones*: consecutive key blocks over which the
 //! mask of a block depends only on `block mod period`. One block of each residue class then stands
 //! for all of them, and its mask comes from [`Pattern::attends`], the definition. A pattern that says
-//! too little here (`Each`) costs time; only one that claims too much could be wrong.
+//! too little here (`Each`) costs time. There are two ways to be wrong: a zone that claims too much, and a
+//! `shift_period` that does not hold, since a mask evaluated once is remembered by distance and phase. The
+//! tests compare random layouts with `attends` pair by pair and find both.
 //!
 //! ```text
 //! fixed(128, 32), block size 32, block row 14 (positions 448..480):
@@ -284,4 +286,68 @@ pub(crate) fn gcd(a: i64, b: i64) -> i64 {
 
 pub(crate) fn lcm(a: usize, b: usize) -> usize {
     a / gcd(a as i64, b as i64) as usize * b
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The example of a pattern of its own in `docs/write-your-own-pattern.md`.
+    fn dilated_zones(row: &BlockRow, window: usize, dilation: usize) -> Vec<Zone> {
+        let causal = |p: i64| p;
+        let (reach, dilation) = ((window * dilation) as i64, dilation as i64);
+        merge(
+            row.interval(|p| p - reach + 1, causal),
+            row.periodic(strided_cycle(row, dilation)),
+            Cell::intersection,
+        )
+    }
+
+    fn dilated_attends(window: usize, dilation: usize, i: i64, j: i64) -> bool {
+        let (window, dilation) = (window as i64, dilation as i64);
+        j <= i && i - j < window * dilation && (i - j) % dilation == 0
+    }
+
+    /// Every pair of a block is as `cell` claims.
+    fn holds(cell: Cell, row: &BlockRow, block: i64, attends: impl Fn(i64, i64) -> bool) -> bool {
+        let keys = block * row.block_size..(block + 1) * row.block_size;
+        let mut pairs = (row.first..=row.last).flat_map(|i| keys.clone().map(move |j| (i, j)));
+        match cell {
+            Cell::Empty => !pairs.any(|(i, j)| attends(i, j)),
+            Cell::Full => pairs.all(|(i, j)| attends(i, j)),
+            Cell::Mixed => true,
+        }
+    }
+
+    #[test]
+    fn the_dilated_window_of_the_tutorial_claims_nothing_false() {
+        for (window, dilation) in [(1, 1), (3, 1), (2, 5), (4, 16), (3, 24), (8, 7)] {
+            let attends = |i, j| dilated_attends(window, dilation, i, j);
+            for (block_size, q_block) in [(8, 0), (8, 3), (8, 15), (16, 5), (16, 7)] {
+                let row = BlockRow {
+                    first: q_block * block_size,
+                    last: (q_block + 1) * block_size - 1,
+                    block_size,
+                    kv_blocks: 128 / block_size,
+                };
+                let zones = dilated_zones(&row, window, dilation);
+                assert_eq!(zones.last().map(|zone| zone.end), Some(row.kv_blocks));
+                let mut start = 0;
+                for Zone { end, cells } in zones {
+                    for block in start..end {
+                        let cell = match &cells {
+                            Cells::Same(cell) => *cell,
+                            Cells::Cycle(cycle) => cycle[block as usize % cycle.len()],
+                            Cells::Each => Cell::Mixed,
+                        };
+                        assert!(
+                            holds(cell, &row, block, attends),
+                            "dilated({window}, {dilation}), blocks of {block_size}: {cell:?} at ({q_block}, {block})"
+                        );
+                    }
+                    start = end;
+                }
+            }
+        }
+    }
 }
