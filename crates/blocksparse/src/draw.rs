@@ -13,7 +13,11 @@ const MAX_POSITIONS: usize = 512;
 const MAX_CELLS: usize = 256;
 /// Panels, at most; the rest is named in the caption.
 const MAX_PANELS: usize = 8;
+/// Side of a panel that has others beside it, and of one that has the width for itself.
 const PANEL: u32 = 420;
+const SINGLE_PANEL: u32 = 560;
+/// Height of the caption.
+const CAPTION: u32 = 64;
 
 impl BlockLayout {
     /// Draws the layout into a PNG file.
@@ -47,22 +51,21 @@ impl BlockLayout {
 
     fn picture_size(&self) -> (u32, u32) {
         let (rows, columns) = self.grid();
-        // A caption needs the width of a panel and a half.
-        let width = (columns as u32 * PANEL).max(PANEL * 3 / 2);
-        (width, rows as u32 * PANEL + 64)
+        let side = if columns == 1 { SINGLE_PANEL } else { PANEL };
+        (columns as u32 * side, rows as u32 * side + CAPTION)
     }
 
     fn draw<DB: DrawingBackend>(&self, area: &DrawingArea<DB, Shift>) -> Result<(), String> {
         font::register();
         area.fill(&WHITE).map_err(text)?;
-        let (caption, panels) = area.split_vertically(64);
+        let (caption, panels) = area.split_vertically(CAPTION);
         let style = |size: u32| ("sans-serif", size).into_font().color(&BLACK);
         caption
-            .draw(&Text::new(shorten(self.name(), 60), (16, 10), style(22)))
+            .draw(&Text::new(shorten(self.name(), 50), (16, 10), style(22)))
             .map_err(text)?;
         let facts = format!(
-            "{} heads, {} × {} in blocks of {}: {:.2}% of the pairs",
-            self.heads(),
+            "{}, {} × {} in blocks of {}: {:.2}% of the pairs",
+            self.counted_heads(),
             self.seq_q(),
             self.seq_kv(),
             self.block_size(),
@@ -89,13 +92,12 @@ impl BlockLayout {
             true => 1,
             false => self.block_size() * (longest.div_ceil(self.block_size())).div_ceil(MAX_CELLS),
         };
-        let title = match self.num_patterns() > 1 {
-            true => shorten(&self.users(pattern), 40),
-            false => "all heads".into(),
-        };
-        let mut chart = ChartBuilder::on(panel)
+        let mut builder = ChartBuilder::on(panel);
+        if self.num_patterns() > 1 {
+            builder.caption(shorten(&self.users(pattern), 40), ("sans-serif", 15));
+        }
+        let mut chart = builder
             .margin(12)
-            .caption(title, ("sans-serif", 15))
             .x_label_area_size(36)
             .y_label_area_size(52)
             .build_cartesian_2d(0..self.seq_kv(), self.seq_q()..0)

@@ -14,9 +14,9 @@ impl fmt::Display for BlockLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{}: {} heads, {} × {} positions in blocks of {}",
+            "{}: {}, {} × {} positions in blocks of {}",
             self.name(),
-            self.heads(),
+            self.counted_heads(),
             self.seq_q(),
             self.seq_kv(),
             self.block_size(),
@@ -53,16 +53,34 @@ fn shade(fraction: f64) -> char {
 }
 
 impl BlockLayout {
-    /// Which heads use a pattern: "heads 0, 2, 4".
-    pub(crate) fn users(&self, pattern: usize) -> String {
-        let batch = self.batch().unwrap_or(1);
-        let heads = (0..self.heads())
-            .filter(|&head| (0..batch).any(|entry| self.pattern_of(entry, head) == pattern));
-        let heads: Vec<String> = heads.map(|head| head.to_string()).collect();
-        match heads.len() {
-            1 => format!("head {}", heads[0]),
-            _ => format!("heads {}", heads.join(", ")),
+    /// "1 head", "8 heads".
+    pub(crate) fn counted_heads(&self) -> String {
+        match self.heads() {
+            1 => "1 head".into(),
+            heads => format!("{heads} heads"),
         }
+    }
+
+    /// Which heads use a pattern: "heads 0, 2, 4", for a stacked layout "entry 0: head 1; entry 1: head 1".
+    pub(crate) fn users(&self, pattern: usize) -> String {
+        let in_entry = |entry: usize| {
+            let heads: Vec<String> = (0..self.heads())
+                .filter(|&head| self.pattern_of(entry, head) == pattern)
+                .map(|head| head.to_string())
+                .collect();
+            match heads.len() {
+                0 => None,
+                1 => Some(format!("head {}", heads[0])),
+                _ => Some(format!("heads {}", heads.join(", "))),
+            }
+        };
+        let Some(batch) = self.batch() else {
+            return in_entry(0).unwrap_or_default();
+        };
+        let entries: Vec<String> = (0..batch)
+            .filter_map(|entry| Some(format!("entry {entry}: {}", in_entry(entry)?)))
+            .collect();
+        entries.join("; ")
     }
 
     /// The computed fraction of the pairs of each cell of `cell × cell` positions (a multiple of the
