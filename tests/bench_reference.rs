@@ -1,32 +1,99 @@
-//! Times the reference op against Burn's own dense attention on one backend, forward and backward.
+//! Times the reference op against Burn's own dense attention on Flex: f32, batch 1, 8 heads of width 64,
+//! `fixed(128, 32)` in blocks of 32 against dense causal.
 //!
-//! `cargo run -p burn-blocksparse-tests --bin bench-reference -- [sparse|dense] N`
-//! runs one of the two, f32, B1 H8 D64, fixed(128, 32) against causal, on Flex; it prints medians and the
-//! process's peak memory, so run each in a process of its own.
+//! It prints medians and the process's peak memory, so each configuration takes a process of its own.
 
+use std::process::ExitCode;
 use std::time::Instant;
 
 use burn::tensor::module::attention as burn_attention;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Distribution, Tensor};
-use burn_blocksparse::{AttentionOptions, Pattern, attention};
+use burn_blocksparse::{AttentionOptions, BlockLayout, Pattern, WeightsMode, attention};
 
-fn main() {
-    let mut args = std::env::args().skip(1);
-    let which = args.next().unwrap_or_else(|| "sparse".into());
-    let n: usize = (args.next().map(|n| n.parse().expect("N is a number"))).unwrap_or(4096);
-    let repeats: usize = (args.next().map(|n| n.parse().expect("repeats"))).unwrap_or(5);
-    let plain = Device::flex();
-    let device = plain.clone().autodiff();
-    let layout = Pattern::fixed(128, 32)
-        .layout(8, n, 32)
-        .expect("valid sizes");
-    let random = |device: &Device| {
-        Tensor::<4>::random([1, 8, n, 64], Distribution::Normal(0.0, 1.0), device)
+const USAGE: &str = "usage: bench-reference [KIND] [N] [REPEATS]
+
+KIND     sparse: this operation, weights computed again in the backward pass (default)
+         store:  this operation, weights kept for the backward pass
+         dense:  Burn's own attention, causal
+N        positions (default 4096)
+REPEATS  how often each time is taken; the median is printed (default 5)";
+
+const HEADS: usize = 8;
+const HEAD_DIM: usize = 64;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let number = |index: usize, default| {
+        (args.get(index)).map_or(Some(default), |text| {
+            text.parse().ok().filter(|&number: &usize| number > 0)
+        })
     };
-    let run = |q: Tensor<4>, k: Tensor<4>, v: Tensor<4>| match which.as_str() {
-        "sparse" => attention(q, k, v, &layout, AttentionOptions::default()).expect("shapes fit"),
-        "dense" => {
+    let kind = args.first().map_or("sparse", String::as_str);
+    let (Some(n), Some(repeats), 0..=3) = (number(1, 4096), number(2, 5), args.len()) else {
+        eprintln!("{USAGE}");
+        return ExitCode::FAILURE;
+    };
+    let weights = match kind {
+        "sparse" => Some(WeightsMode::Recompute),
+        "store" => Some(WeightsMode::Store),
+        "dense" => None,
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::FAILURE;
+        }
+    };
+    // The layout is built outside the times: it serves a whole training run.
+    let op = weights.map(|weights| {
+        let layout = Pattern::fixed(128, 32).layout(HEADS, n, 32);
+        (layout.expect("valid sizes"), weights)
+    });
+
+    let plain = Device::flex();
+    let tracked = plain.clone().autodiff();
+    let (mut forward, mut both) = (Vec::new(), Vec::new());
+    for _ in 0..repeats {
+        let [q, k, v] = inputs(n, &plain);
+        let start = Instant::now();
+        let out = run(op.as_ref(), q, k, v);
+        plain.sync().expect("the device works");
+        forward.push(start.elapsed().as_secs_f64());
+        drop(out);
+
+        let [q, k, v] = inputs(n, &tracked).map(Tensor::require_grad);
+        let start = Instant::now();
+        let gradients = run(op.as_ref(), q.clone(), k, v).sum().backward();
+        plain.sync().expect("the device works");
+        both.push(start.elapsed().as_secs_f64());
+        assert!(q.grad(&gradients).is_some());
+    }
+    println!(
+        "{kind} n = {n}, median of {repeats}: forward {:.3} s, forward + backward {:.3} s, peak memory {}",
+        median(forward),
+        median(both),
+        peak_memory().unwrap_or_else(|| "n/a".into())
+    );
+    ExitCode::SUCCESS
+}
+
+fn inputs(n: usize, device: &Device) -> [Tensor<4>; 3] {
+    let normal = Distribution::Normal(0.0, 1.0);
+    [(); 3].map(|_| Tensor::random([1, HEADS, n, HEAD_DIM], normal, device))
+}
+
+/// The operation, or Burn's dense attention.
+fn run(
+    op: Option<&(BlockLayout, WeightsMode)>,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+) -> Tensor<4> {
+    match op {
+        Some((layout, weights)) => {
+            let options = AttentionOptions::default().weights(*weights);
+            attention(q, k, v, layout, options).expect("shapes fit")
+        }
+        None => {
             let options = AttentionModuleOptions {
                 scale: None,
                 softcap: None,
@@ -34,31 +101,12 @@ fn main() {
             };
             burn_attention(q, k, v, None, None, options)
         }
-        other => panic!("sparse or dense, got {other}"),
-    };
-    let median = |mut times: Vec<f64>| {
-        times.sort_by(f64::total_cmp);
-        times[times.len() / 2]
-    };
-    let (mut forward, mut both) = (Vec::new(), Vec::new());
-    for _ in 0..repeats {
-        let start = Instant::now();
-        let _ = run(random(&plain), random(&plain), random(&plain))
-            .sum()
-            .into_scalar::<f32>();
-        forward.push(start.elapsed().as_secs_f64());
-        let [q, k, v] = [(); 3].map(|_| random(&device).require_grad());
-        let start = Instant::now();
-        let grads = run(q.clone(), k, v).sum().backward();
-        let _ = q.grad(&grads).expect("tracked").sum().into_scalar::<f32>();
-        both.push(start.elapsed().as_secs_f64());
     }
-    println!(
-        "{which} n = {n}: forward {:.3} s, forward + backward {:.3} s, peak memory {}",
-        median(forward),
-        median(both),
-        peak_memory().unwrap_or_else(|| "n/a".into())
-    );
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
 }
 
 /// The process's high-water mark, on Linux.
