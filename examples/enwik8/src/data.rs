@@ -125,6 +125,11 @@ impl Corpus {
         }
     }
 
+    /// All of them.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// The bytes of one split.
     pub fn split(&self, split: Split) -> &[u8] {
         &self.bytes[split_range(self.bytes.len(), split)]

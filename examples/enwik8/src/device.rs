@@ -63,7 +63,8 @@ fn default_name() -> Option<&'static str> {
     compiled_names().first().copied()
 }
 
-fn compiled_names() -> Vec<&'static str> {
+/// The backends of this program, best first.
+pub fn compiled_names() -> Vec<&'static str> {
     let compiled = BACKENDS.iter().filter(|(_, compiled)| *compiled);
     compiled.map(|&(name, _)| name).collect()
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::data::thousands;
+use crate::device;
 use crate::log::Row;
 
 /// Prints a line. A reader that went away (`| head`) must not end a training run.
@@ -17,6 +18,21 @@ pub fn say(line: impl Display) {
 /// Prints a line about something that went wrong but was dealt with.
 pub fn warn(line: impl Display) {
     let _ = writeln!(io::stderr(), "warning: {line}");
+}
+
+/// How the user calls this program: as `cargo run` with the same backends, if that is how it runs now.
+pub fn program() -> String {
+    if std::env::var_os("CARGO_MANIFEST_DIR").is_none() {
+        return "enwik8".to_owned();
+    }
+    let features: Vec<_> = device::compiled_names()
+        .into_iter()
+        .filter(|&name| name != "flex")
+        .collect();
+    match features.is_empty() {
+        true => "cargo run -p enwik8 --".to_owned(),
+        false => format!("cargo run -p enwik8 --features {} --", features.join(",")),
+    }
 }
 
 /// Progress of a run.

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::checkpoint::{Checkpoint, TEMPORARY, write_atomically};
 use crate::presets::RunConfig;
+use crate::progress::program;
 
 const CONFIG: &str = "config.json";
 const LOG: &str = "log.jsonl";
@@ -190,8 +191,9 @@ pub fn open_checkpoint(path: &Path, warn: impl FnMut(String)) -> Result<(PathBuf
     }
     ensure!(
         path.exists(),
-        "there is no checkpoint at {}; train a model first (enwik8 train) or give --checkpoint PATH",
-        path.display()
+        "there is no checkpoint at {}; train a model first ({} train) or give --checkpoint PATH",
+        path.display(),
+        program()
     );
     Ok((path.to_owned(), Checkpoint::read(path)?))
 }

@@ -27,7 +27,7 @@ pub struct SampleArgs {
     /// A checkpoint file, or a run folder, whose best checkpoint is taken
     #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
     checkpoint: PathBuf,
-    /// What the bytes follow; only its newest context − 1 bytes are read
+    /// What the bytes follow; of a prompt longer than the context the newest half context is read
     #[arg(long, value_name = "TEXT", default_value = "The ")]
     prompt: String,
     /// Bytes to write after the prompt

@@ -28,7 +28,7 @@ use crate::log::{self, Log, Row};
 use crate::model::{self, bits, windows};
 use crate::plot;
 use crate::presets::{Overrides, Preset, RunConfig};
-use crate::progress::{Progress, clock, plain_bar, say, warn};
+use crate::progress::{Progress, clock, plain_bar, program, say, warn};
 use crate::run::{self, RunFolder};
 use crate::schedule::Schedule;
 
@@ -94,8 +94,9 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
     session.train(&stop)?;
     if session.step < session.steps {
         say(format!(
-            "stopped after step {}; continue with: enwik8 train --resume --run {}",
+            "stopped after step {}; continue with: {} train --resume --run {}",
             thousands(session.step),
+            program(),
             session.folder.path().display()
         ));
         return Ok(ExitCode::from(130));
@@ -380,7 +381,7 @@ impl Session {
             self.config.preset,
             self.config.model.patterns.join(" / ")
         );
-        let entropy = order_0_entropy(self.corpus.split(Split::Train));
+        let entropy = order_0_entropy(self.corpus.bytes());
         let drawn = log::read(&self.folder.log())
             .and_then(|rows| plot::draw(&self.folder.plot(), &title, &rows, entropy));
         if let Err(error) = drawn {
@@ -412,11 +413,12 @@ impl Session {
             clock(began.elapsed())
         ));
         say(format!("loss curve: {}", self.folder.plot().display()));
+        let program = program();
         say(format!(
-            "sample:     enwik8 sample --checkpoint {folder} --prompt 'The '"
+            "sample:     {program} sample --checkpoint {folder} --prompt 'The '"
         ));
         say(format!(
-            "evaluate:   enwik8 eval --checkpoint {folder} --split test --min-context {}",
+            "evaluate:   {program} eval --checkpoint {folder} --split test --min-context {}",
             context / 2
         ));
         Ok(())
