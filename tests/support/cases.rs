@@ -113,6 +113,13 @@ pub fn cases() -> Vec<Case> {
     };
     // Queries 16..48 see nothing: whole block rows without keys, and rows of partial blocks.
     let gaps = || Pattern::from_fn("gaps", |_, i, j| !(11..53).contains(&i) && j <= i);
+    // Every head another choice of about `percent` of the blocks.
+    let random_blocks = |block: i64, percent: i64| {
+        Pattern::from_fn("random blocks", move |head, i, j| {
+            let (q, k) = (i.div_euclid(block), j.div_euclid(block));
+            (q * 7919 + k * 104_729 + head as i64 * 31 + q * k * 17) % 101 < percent
+        })
+    };
     vec![
         Case::new("dense", Pattern::dense(), 32, 8),
         Case::new("dense, ragged", Pattern::dense(), 37, 16),
@@ -168,6 +175,28 @@ pub fn cases() -> Vec<Case> {
         Case::new("multi-query", Pattern::local(20), 48, 16).heads(4, 1),
         Case::new("value dim differs", Pattern::causal(), 40, 8).dims(16, 24),
         Case::new("odd dims", Pattern::causal(), 40, 8).dims(5, 3),
+        Case::new("head dim 80, value dim 40", Pattern::causal(), 150, 16).dims(80, 40),
+        Case::new("head dim 96", Pattern::fixed(64, 16), 200, 32).dims(96, 96),
+        Case::new("head dim 128", Pattern::local(70), 300, 64).dims(128, 128),
+        Case::new("head dim 256", Pattern::causal(), 140, 16).dims(256, 256),
+        Case::new("several tiles", Pattern::fixed(128, 32), 500, 32).dims(64, 64),
+        Case::new(
+            "several tiles of blocks of 128",
+            Pattern::causal(),
+            400,
+            128,
+        )
+        .dims(64, 32),
+        Case::new("random blocks of 16", random_blocks(16, 30), 257, 16).dims(64, 64),
+        Case::new("random blocks of 128", random_blocks(128, 50), 700, 128).dims(16, 16),
+        Case::new(
+            "grouped heads of several patterns",
+            Pattern::fixed_heads(32, 8, 4),
+            150,
+            8,
+        )
+        .heads(8, 2)
+        .dims(32, 16),
         Case::new("softcap", Pattern::merged_strided(8), 48, 8).softcap(1.5),
         Case::new("scale", Pattern::causal(), 48, 8)
             .scale(0.9)

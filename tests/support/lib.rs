@@ -1,7 +1,75 @@
 //! What the tests share: the table of cases, the f64 reference, the comparator and the devices.
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
+pub mod attention;
+pub mod autodiff;
 pub mod cases;
 pub mod compare;
 pub mod devices;
 pub mod reference;
+
+use burn::tensor::Device;
+
+/// A check over the table of cases on some devices; it panics if it fails.
+pub type Check = fn(&[Device]);
+
+/// Every check, for runners other than `cargo test`.
+pub const CHECKS: &[(&str, Check)] = &[
+    (
+        "forward_and_gradients_equal_f64",
+        attention::forward_and_gradients_equal_f64,
+    ),
+    (
+        "lse_and_weights_equal_f64",
+        attention::lse_and_weights_equal_f64,
+    ),
+    (
+        "half_precision_is_as_good_as_dense",
+        attention::half_precision_is_as_good_as_dense,
+    ),
+    (
+        "equals_burns_own_attention",
+        attention::equals_burns_own_attention,
+    ),
+    (
+        "gradients_equal_finite_differences",
+        attention::gradients_equal_finite_differences,
+    ),
+    ("strides_do_not_matter", attention::strides_do_not_matter),
+    ("same_input_same_bits", attention::same_input_same_bits),
+    ("per_batch_layouts", attention::per_batch_layouts),
+    (
+        "lse_merges_disjoint_parts",
+        attention::lse_merges_disjoint_parts,
+    ),
+    (
+        "gradient_checkpointing_gives_the_same_gradients",
+        autodiff::gradient_checkpointing_gives_the_same_gradients,
+    ),
+    (
+        "constants_get_no_gradient_and_lse_leaves_the_graph",
+        autodiff::constants_get_no_gradient_and_lse_leaves_the_graph,
+    ),
+    (
+        "one_tensor_as_query_key_and_value",
+        autodiff::one_tensor_as_query_key_and_value,
+    ),
+    (
+        "recompute_and_store_agree",
+        autodiff::recompute_and_store_agree,
+    ),
+];
+
+/// Makes tests of checks, on the devices of [`devices::devices`].
+#[macro_export]
+macro_rules! tests {
+    ($module:ident: $($check:ident),*) => {
+        $(
+            #[test]
+            fn $check() {
+                assert!($crate::CHECKS.iter().any(|(name, _)| *name == stringify!($check)));
+                $crate::$module::$check(&$crate::devices::devices());
+            }
+        )*
+    };
+}

@@ -222,7 +222,7 @@ impl AttentionPlan {
             // With the buffer in which CubeCL passes scalars.
             let buffers = match kernel {
                 Kernel::Forward => 7,
-                _ => 9,
+                _ => 8,
             } + usize::from(sizes.store);
             let hardware = &properties.hardware;
             let most = hardware.max_cube_count;

@@ -1,16 +1,17 @@
 //! CubeCL devices: the kernels of `blocksparse`.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use blocksparse::kernels::{self, AttentionPlan, Gradients, Sizes, TensorView};
 use blocksparse::{BlockLayout, kernels::KernelError};
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
+use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, full_device_dtype, zeros_client};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
+use cubecl::prelude::InputScalar;
 
 use crate::ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
@@ -115,7 +116,7 @@ impl BlockSparseOps for CubeBackend {
         let k_bytes = batch * kv_heads * seq_kv * head_dim * element;
         let v_start = k_bytes.next_multiple_of(align.max(4 * element));
         let v_bytes = batch * kv_heads * seq_kv * value_dim * element;
-        let dkv = call.client.empty(v_start + v_bytes);
+        let dkv = call.empty([(v_start + v_bytes) / element], call.dtype).handle;
         let gradients = Gradients {
             q: dq.handle.clone(),
             kv: dkv.clone(),
@@ -153,6 +154,11 @@ impl BlockSparseOps for CubeBackend {
         }
     }
 }
+
+/// With `BURN_BLOCKSPARSE_POISON=1` outputs are NaN before every launch, so that an element nobody wrote
+/// cannot pass for a result.
+static POISON: LazyLock<bool> =
+    LazyLock::new(|| std::env::var_os("BURN_BLOCKSPARSE_POISON").is_some_and(|value| value == "1"));
 
 /// What both passes need.
 struct Call {
@@ -204,7 +210,12 @@ impl Call {
 
     fn empty<const D: usize>(&self, shape: [usize; D], dtype: DType) -> CubeTensor {
         let shape = Shape::new(shape);
-        empty_device_contiguous_dtype(self.client.clone(), self.device.clone(), shape, dtype)
+        let (client, device) = (self.client.clone(), self.device.clone());
+        if *POISON {
+            let nan = InputScalar::new(f64::NAN, dtype_to_elem_type(dtype));
+            return full_device_dtype(client, shape, device, nan, dtype);
+        }
+        empty_device_contiguous_dtype(client, device, shape, dtype)
     }
 }
 

@@ -1,0 +1,108 @@
+//! The workloads: those of the benchmark page, and patterns from the command line.
+
+use std::str::FromStr;
+
+use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// One row of the table.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    pub name: &'static str,
+    pub pattern: PatternArg,
+    pub batch: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub n: usize,
+    pub head_dim: usize,
+    pub block: usize,
+}
+
+/// A pattern as the command line gives it.
+#[derive(Clone, Debug)]
+pub enum PatternArg {
+    Pattern(Pattern),
+    /// Each block below the diagonal with this probability, per head, and the diagonal; causal.
+    Random(f64),
+}
+
+impl FromStr for PatternArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, rest) = text.split_once(':').unwrap_or((text, ""));
+        let numbers: Vec<usize> = (rest.split(',').filter(|part| !part.is_empty()))
+            .map(|part| part.parse().map_err(|_| format!("{part} is no number")))
+            .collect::<Result<_, _>>()?;
+        let pattern = match (name, &numbers[..]) {
+            ("dense", []) => Pattern::dense(),
+            ("causal", []) => Pattern::causal(),
+            ("local", &[window]) => Pattern::local(window),
+            ("strided", &[stride]) => Pattern::strided(stride),
+            ("merged-strided", &[stride]) => Pattern::merged_strided(stride),
+            ("fixed", &[l, c]) => Pattern::fixed(l, c),
+            ("streaming", &[window, sinks]) => Pattern::streaming(window, sinks),
+            ("random", &[percent]) => return Ok(Self::Random(percent as f64 / 100.0)),
+            _ => return Err(format!("{text} is no pattern with its parameters")),
+        };
+        Ok(Self::Pattern(pattern))
+    }
+}
+
+impl Workload {
+    pub fn layout(&self) -> Result<BlockLayout, LayoutError> {
+        match &self.pattern {
+            PatternArg::Pattern(pattern) => pattern.layout(self.heads, self.n, self.block),
+            PatternArg::Random(density) => {
+                let b = self.block;
+                let mut rng = ChaCha8Rng::seed_from_u64(1);
+                let shape = LayoutShape {
+                    heads: self.heads,
+                    seq_q: self.n,
+                    seq_kv: self.n,
+                    block_size: b,
+                };
+                BlockLayout::from_block_fn("random blocks", shape, |_, q, k| match q.cmp(&k) {
+                    std::cmp::Ordering::Less => None,
+                    std::cmp::Ordering::Equal => Some(BlockMask::from_fn(b, |r, c| r >= c)),
+                    std::cmp::Ordering::Greater => {
+                        (rng.random::<f64>() < *density).then(|| BlockMask::corner(b, b, b))
+                    }
+                })
+            }
+        }
+    }
+
+    pub fn label(&self) -> String {
+        match self.name {
+            "custom" => format!("B{} H{} N{} D{} b{}", self.batch, self.heads, self.n, self.head_dim, self.block),
+            name => name.to_string(),
+        }
+    }
+}
+
+/// The names are those of the script that measures PyTorch on the same workloads.
+pub fn anchors() -> Vec<Workload> {
+    let row = |name, pattern, [batch, heads, n, head_dim, block]: [usize; 5]| Workload {
+        name,
+        pattern,
+        batch,
+        heads,
+        kv_heads: heads,
+        n,
+        head_dim,
+        block,
+    };
+    let pattern = PatternArg::Pattern;
+    vec![
+        row("dense_causal_d64", pattern(Pattern::causal()), [4, 16, 8192, 64, 128]),
+        row("dense_causal_d128", pattern(Pattern::causal()), [4, 16, 8192, 128, 128]),
+        row("fixed_enwik8_d64", pattern(Pattern::fixed(128, 32)), [4, 8, 12288, 64, 32]),
+        row("strided_n16k_s128_d64", pattern(Pattern::merged_strided(128)), [4, 8, 16384, 64, 32]),
+        row("local_n16k_w256_d64", pattern(Pattern::local(256)), [4, 8, 16384, 64, 32]),
+        row("stream_n64k_w4096_d128", pattern(Pattern::streaming(4096, 64)), [1, 8, 65536, 128, 64]),
+        row("random_n32k_bs64_10pct_d128", PatternArg::Random(0.1), [1, 8, 32768, 128, 64]),
+        row("random_n32k_bs128_10pct_d128", PatternArg::Random(0.1), [1, 8, 32768, 128, 128]),
+    ]
+}

@@ -1,0 +1,46 @@
+//! Runs every check of the table on one device, where `cargo test` is not at hand: a machine with a GPU and no
+//! Rust. Outputs are filled with NaN before every launch. Exits with 1 if a check fails.
+
+use std::panic::catch_unwind;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use burn_blocksparse_tests::CHECKS;
+use burn_blocksparse_tests::devices::devices;
+
+const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda check-device [PART OF A NAME]...";
+
+fn main() -> ExitCode {
+    let wanted: Vec<String> = std::env::args().skip(1).collect();
+    if wanted.iter().any(|arg| arg.starts_with('-')) {
+        eprintln!("{USAGE}\n\nchecks:");
+        CHECKS.iter().for_each(|(name, _)| eprintln!("  {name}"));
+        return ExitCode::from(2);
+    }
+    // Safe: nothing else runs yet.
+    unsafe { std::env::set_var("BURN_BLOCKSPARSE_POISON", "1") };
+    let devices = devices();
+    println!("{devices:?}");
+    let mut failed = 0;
+    let mut ran = 0;
+    for (name, check) in CHECKS {
+        if !wanted.is_empty() && !wanted.iter().any(|part| name.contains(part.as_str())) {
+            continue;
+        }
+        let start = Instant::now();
+        let result = catch_unwind(|| check(&devices));
+        let verdict = if result.is_ok() { "ok    " } else { "FAILED" };
+        println!("{verdict} {name} ({:.1} s)", start.elapsed().as_secs_f64());
+        failed += usize::from(result.is_err());
+        ran += 1;
+    }
+    println!("{ran} checks, {failed} failed");
+    match (ran, failed) {
+        (0, _) => {
+            eprintln!("no check is named so\n{USAGE}");
+            ExitCode::from(2)
+        }
+        (_, 0) => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    }
+}

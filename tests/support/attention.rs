@@ -1,0 +1,356 @@
+//! The op against f64 over the whole table: output, lse, weights and gradients.
+
+use crate::cases::{Case, cases};
+use crate::compare::{assert_close, relative_error, to_f64};
+use crate::devices::{exact_dtypes, half_dtypes, supports};
+use crate::reference::{Problem, Sizes};
+use burn::tensor::module::attention_fallback;
+use burn::tensor::ops::AttentionModuleOptions;
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
+use burn_blocksparse::{
+    AttentionOptions, BlockLayout, Pattern, WeightsMode, attention, attention_with_lse,
+    attention_with_weights,
+};
+
+fn tensor(values: &[f64], shape: [usize; 4], device: &Device, dtype: DType) -> Tensor<4> {
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), (device, dtype))
+}
+
+fn inputs(problem: &Problem, device: &Device, dtype: DType) -> [Tensor<4>; 4] {
+    let sizes = problem.sizes;
+    [
+        tensor(&problem.q, sizes.q(), device, dtype),
+        tensor(&problem.k, sizes.k(), device, dtype),
+        tensor(&problem.v, sizes.v(), device, dtype),
+        tensor(&problem.grad_out, sizes.out(), device, dtype),
+    ]
+}
+
+/// Output and gradients by q, k, v.
+fn run(
+    problem: &Problem,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+    device: &Device,
+    dtype: DType,
+) -> [TensorData; 4] {
+    let [q, k, v, grad_out] = inputs(problem, device, dtype);
+    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+    let out = attention(q.clone(), k.clone(), v.clone(), layout, options).unwrap();
+    let grads = (out.clone() * grad_out).sum().backward();
+    [
+        out.inner().into_data(),
+        q.grad(&grads).unwrap().into_data(),
+        k.grad(&grads).unwrap().into_data(),
+        v.grad(&grads).unwrap().into_data(),
+    ]
+}
+
+pub fn forward_and_gradients_equal_f64(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        let problem = case.problem(index as u64);
+        let answer = problem.solve();
+        for device in devices.iter().cloned() {
+            for (dtype, tolerance) in exact_dtypes(&device) {
+                for mode in [WeightsMode::Recompute, WeightsMode::Store] {
+                    let what = format!("{}, {device:?}, {dtype:?}, {mode:?}", case.name);
+                    let options = case.options().weights(mode);
+                    let device = device.clone().autodiff();
+                    let [out, dq, dk, dv] = run(&problem, &case.layout(), options, &device, dtype);
+                    assert_close(&format!("{what}: out"), out, &answer.out, tolerance);
+                    assert_close(&format!("{what}: dq"), dq, &answer.dq, tolerance);
+                    assert_close(&format!("{what}: dk"), dk, &answer.dk, tolerance);
+                    assert_close(&format!("{what}: dv"), dv, &answer.dv, tolerance);
+                }
+            }
+        }
+    }
+}
+
+pub fn lse_and_weights_equal_f64(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        let problem = case.problem(1000 + index as u64);
+        let answer = problem.solve();
+        for device in devices.iter().cloned() {
+            for (dtype, tolerance) in exact_dtypes(&device) {
+                let what = format!("{}, {device:?}, {dtype:?}", case.name);
+                let [q, k, v, _] = inputs(&problem, &device, dtype);
+                let (layout, options) = (case.layout(), case.options());
+                let args = (q.clone(), k.clone(), v.clone());
+                let (_, lse) =
+                    attention_with_lse(args.0, args.1, args.2, &layout, options.clone()).unwrap();
+                assert_eq!(lse.dtype(), dtype);
+                assert_close(
+                    &format!("{what}: lse"),
+                    lse.into_data(),
+                    &answer.lse,
+                    tolerance,
+                );
+                let (out, weights) = attention_with_weights(q, k, v, &layout, options).unwrap();
+                assert_close(
+                    &format!("{what}: out"),
+                    out.into_data(),
+                    &answer.out,
+                    tolerance,
+                );
+                let dense = weights.to_dense().into_data();
+                assert_close(
+                    &format!("{what}: weights"),
+                    dense,
+                    &answer.weights,
+                    tolerance,
+                );
+            }
+        }
+    }
+}
+
+/// Half precision may err twice as much as the same math done densely in that dtype.
+pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        // Dense rows without keys and grouped heads have no counterpart in the fallback.
+        if case.heads != case.kv_heads {
+            continue;
+        }
+        for device in devices.iter().cloned() {
+            for dtype in half_dtypes(&device) {
+                let what = format!("{}, {device:?}, {dtype:?}", case.name);
+                let mut problem = case.problem(2000 + index as u64);
+                problem.round_inputs(|x| to_f64(TensorData::from([x]).convert_dtype(dtype))[0]);
+                let answer = problem.solve();
+                let layout = case.layout();
+                let device = device.clone().autodiff();
+                let ours = run(&problem, &layout, case.options(), &device, dtype);
+                let dense = run_dense(case, &problem, &layout, &device, dtype);
+                let expected = [&answer.out, &answer.dq, &answer.dk, &answer.dv];
+                for (k, name) in ["out", "dq", "dk", "dv"].iter().enumerate() {
+                    let (error, _) = relative_error(&to_f64(ours[k].clone()), expected[k]);
+                    let (allowed, _) = relative_error(&to_f64(dense[k].clone()), expected[k]);
+                    // One rounding of the result is unavoidable.
+                    let rounding = if dtype == DType::F16 { 1e-3 } else { 8e-3 };
+                    assert!(
+                        error <= (2.0 * allowed).max(rounding),
+                        "{what}: {name} errs by {error:.2e}, dense math by {allowed:.2e}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn mask(layout: &BlockLayout, device: &Device) -> Tensor<4, Bool> {
+    let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
+    let masked: Vec<bool> = (0..heads)
+        .flat_map(|head| layout.to_dense(head).into_iter().flatten().map(|on| !on))
+        .collect();
+    Tensor::from_data(TensorData::new(masked, [1, heads, seq_q, seq_kv]), device)
+}
+
+fn run_dense(
+    case: &Case,
+    problem: &Problem,
+    layout: &BlockLayout,
+    device: &Device,
+    dtype: DType,
+) -> [TensorData; 4] {
+    let [q, k, v, grad_out] = inputs(problem, device, dtype);
+    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+    let [batch, heads, seq_q, _] = problem.sizes.q();
+    let mask = mask(layout, device).expand([batch, heads, seq_q, problem.sizes.seq_kv]);
+    let options = AttentionModuleOptions {
+        scale: case.scale,
+        softcap: case.softcap,
+        is_causal: false,
+    };
+    let out = attention_fallback(q.clone(), k.clone(), v.clone(), Some(mask), None, options);
+    let grads = (out.clone() * grad_out).sum().backward();
+    [
+        out.inner().into_data(),
+        q.grad(&grads).unwrap().into_data(),
+        k.grad(&grads).unwrap().into_data(),
+        v.grad(&grads).unwrap().into_data(),
+    ]
+}
+
+/// A third opinion: Burn's own dense attention under the layout's mask.
+pub fn equals_burns_own_attention(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        if case.heads != case.kv_heads {
+            continue;
+        }
+        for device in devices.iter().cloned() {
+            let problem = case.problem(3000 + index as u64);
+            let layout = case.layout();
+            let dtype = DType::F32;
+            let device = device.clone().autodiff();
+            let ours = run(&problem, &layout, case.options(), &device, dtype);
+            let burns = run_dense(case, &problem, &layout, &device, dtype);
+            for (k, name) in ["out", "dq", "dk", "dv"].iter().enumerate() {
+                let what = format!("{}, {device:?}: {name}", case.name);
+                assert_close(&what, ours[k].clone(), &to_f64(burns[k].clone()), 2e-5);
+            }
+        }
+    }
+}
+
+pub fn gradients_equal_finite_differences(devices: &[Device]) {
+    let pattern = Pattern::merged_strided(5);
+    let case = Case {
+        seq_q: 11,
+        seq_kv: 13,
+        softcap: Some(2.0),
+        ..cases().remove(0)
+    };
+    let case = Case { pattern, ..case };
+    for device in devices.iter().cloned() {
+        if !supports(&device, DType::F64) {
+            continue;
+        }
+        let (problem, layout) = (case.problem(7), case.layout());
+        let loss = |which: usize, index: usize, step: f64| {
+            let mut moved = case.problem(7);
+            let values = [&mut moved.q, &mut moved.k, &mut moved.v];
+            values.into_iter().nth(which).unwrap()[index] += step;
+            let [q, k, v, grad_out] = inputs(&moved, &device, DType::F64);
+            let out = attention(q, k, v, &layout, case.options()).unwrap();
+            (out * grad_out).sum().into_scalar::<f64>()
+        };
+        let autodiff = device.clone().autodiff();
+        let grads = run(&problem, &layout, case.options(), &autodiff, DType::F64);
+        for which in 0..3 {
+            let grad = to_f64(grads[which + 1].clone());
+            for index in (0..grad.len()).step_by(17) {
+                let step = 1e-5;
+                let slope = (loss(which, index, step) - loss(which, index, -step)) / (2.0 * step);
+                assert!(
+                    (slope - grad[index]).abs() < 1e-8,
+                    "{device:?}, input {which} at {index}: {} but differences say {slope}",
+                    grad[index]
+                );
+            }
+        }
+    }
+}
+
+/// Permuted, sliced and expanded tensors are read as what they mean.
+pub fn strides_do_not_matter(devices: &[Device]) {
+    let case = &cases()[14];
+    let (problem, layout) = (case.problem(5), case.layout());
+    for device in devices.iter().cloned() {
+        let [q, k, v, _] = inputs(&problem, &device, DType::F32);
+        let expected = attention(q.clone(), k.clone(), v.clone(), &layout, case.options()).unwrap();
+        let expected = to_f64(expected.into_data());
+        // [batch, seq, heads, dim] seen as [batch, heads, seq, dim], as projections give it.
+        let permuted = |x: &Tensor<4>| {
+            let stored = x.clone().swap_dims(1, 2).into_data();
+            Tensor::<4>::from_data(stored, (&device, DType::F32)).swap_dims(1, 2)
+        };
+        // A part of a larger tensor.
+        let sliced = |x: &Tensor<4>| {
+            let [batch, heads, seq, dim] = x.dims();
+            Tensor::cat(vec![x.clone(), x.clone() * 7.0], 3).slice([
+                0..batch,
+                0..heads,
+                0..seq,
+                0..dim,
+            ])
+        };
+        for change in [&permuted as &dyn Fn(&Tensor<4>) -> Tensor<4>, &sliced] {
+            let (q, k, v) = (change(&q), change(&k), change(&v));
+            let out = attention(q, k, v, &layout, case.options()).unwrap();
+            assert_close("strided inputs", out.into_data(), &expected, 1e-6);
+        }
+        // One head's keys for all heads, without a copy.
+        let [batch, heads, seq, dim] = k.dims();
+        let first = |x: &Tensor<4>| {
+            let head = x.clone().slice([0..batch, 0..1, 0..seq, 0..dim]);
+            (head.clone().expand([batch, heads, seq, dim]), head)
+        };
+        let ((k_all, k_one), (v_all, v_one)) = (first(&k), first(&v));
+        let expanded = attention(q.clone(), k_all, v_all, &layout, case.options()).unwrap();
+        let multi_query = attention(q, k_one, v_one, &layout, case.options()).unwrap();
+        let multi_query = to_f64(multi_query.into_data());
+        assert_close("expanded keys", expanded.into_data(), &multi_query, 1e-6);
+    }
+}
+
+pub fn same_input_same_bits(devices: &[Device]) {
+    let case = &cases()[15];
+    let (problem, layout) = (case.problem(9), case.layout());
+    for device in devices.iter().cloned() {
+        let device = device.autodiff();
+        let first = run(&problem, &layout, case.options(), &device, DType::F32);
+        let again = run(&problem, &layout, case.options(), &device, DType::F32);
+        for (a, b) in first.iter().zip(&again) {
+            assert_eq!(a.as_bytes(), b.as_bytes());
+        }
+    }
+}
+
+/// Every batch entry with a layout of its own.
+pub fn per_batch_layouts(devices: &[Device]) {
+    let patterns = [Pattern::local(9), Pattern::fixed(16, 4), Pattern::dense()];
+    let sizes = Sizes {
+        batch: 3,
+        heads: 2,
+        kv_heads: 2,
+        seq_q: 44,
+        seq_kv: 44,
+        head_dim: 8,
+        value_dim: 8,
+    };
+    let layouts: Vec<BlockLayout> = (patterns.iter())
+        .map(|p| p.layout(2, 44, 8).unwrap())
+        .collect();
+    let layout = BlockLayout::stack_batch(&layouts).unwrap();
+    let problem = Problem::random(sizes, 3, move |batch, head, i, j| {
+        patterns[batch].attends(head, i as i64, j as i64)
+    });
+    let answer = problem.solve();
+    for device in devices.iter().cloned() {
+        for mode in [WeightsMode::Recompute, WeightsMode::Store] {
+            let options = AttentionOptions::default().weights(mode);
+            let device = device.clone().autodiff();
+            let got = run(&problem, &layout, options, &device, DType::F32);
+            let expected = [&answer.out, &answer.dq, &answer.dk, &answer.dv];
+            for (got, expected) in got.into_iter().zip(expected) {
+                assert_close("per batch", got, expected, 1e-5);
+            }
+        }
+        let [q, k, v, _] = inputs(&problem, &device, DType::F32);
+        let options = AttentionOptions::default();
+        let (_, weights) = attention_with_weights(q, k, v, &layout, options).unwrap();
+        let dense = weights.to_dense().into_data();
+        assert_close("per batch: weights", dense, &answer.weights, 1e-5);
+    }
+}
+
+/// Two disjoint parts merged by lse are the attention over their union.
+pub fn lse_merges_disjoint_parts(devices: &[Device]) {
+    let near = Pattern::local(16);
+    let far = Pattern::intersection([
+        Pattern::strided(16),
+        Pattern::from_fn("not near", |_, i, j| i - j >= 16),
+    ]);
+    for device in devices.iter().cloned() {
+        let case = Case {
+            pattern: Pattern::union([near.clone(), far.clone()]),
+            ..cases()[13].clone()
+        };
+        let problem = case.problem(21);
+        let [q, k, v, _] = inputs(&problem, &device, DType::F32);
+        let part = |pattern: &Pattern| {
+            let layout = pattern
+                .layout(case.heads, case.seq_q, case.block_size)
+                .unwrap();
+            let (q, k, v) = (q.clone(), k.clone(), v.clone());
+            attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
+        };
+        let ((out_a, lse_a), (out_b, lse_b)) = (part(&near), part(&far));
+        let max = lse_a.clone().max_pair(lse_b.clone());
+        let (wa, wb) = ((lse_a - max.clone()).exp(), (lse_b - max).exp());
+        let total = (wa.clone() + wb.clone()).unsqueeze_dim::<4>(3);
+        let merged = (out_a * wa.unsqueeze_dim(3) + out_b * wb.unsqueeze_dim(3)) / total;
+        assert_close("merged", merged.into_data(), &problem.solve().out, 1e-5);
+    }
+}
