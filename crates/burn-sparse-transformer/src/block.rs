@@ -45,16 +45,19 @@ pub struct SparseTransformerBlockConfig {
     /// Added to the variance in the layer norms.
     #[config(default = 1e-5)]
     pub layer_norm_eps: f64,
+    /// Initial weights have a standard deviation of `init_scale / √d_input`; 0.125 is the paper's.
+    #[config(default = 0.125)]
+    pub init_scale: f64,
 }
 
 impl SparseTransformerBlockConfig {
     /// Creates the block, with parameters that are initialised on first use.
     ///
-    /// Weights are drawn from `N(0, 0.125 / √d_input)`, biases are 0 (Child et al., 2019, §6).
+    /// Weights are drawn from `N(0, init_scale / √d_input)`, biases are 0 (Child et al., 2019, §6).
     ///
     /// # Errors
     /// As [`SparseMultiHeadAttentionConfig::init`]; also if `d_ff` or `n_layers` is 0, `dropout` is
-    /// outside `[0, 1)` or `layer_norm_eps` is not positive.
+    /// outside `[0, 1)`, or `layer_norm_eps` or `init_scale` is not positive.
     pub fn init(&self, device: &Device) -> Result<SparseTransformerBlock, TransformerError> {
         self.validate()?;
         let layouts = Layouts::new(self.pattern.clone(), self.n_heads, self.block_size)?;
@@ -69,14 +72,14 @@ impl SparseTransformerBlockConfig {
     ) -> Result<SparseTransformerBlock, TransformerError> {
         self.validate()?;
         let d_ff = self.d_ff();
-        let into_residual = 1.0 / ((2 * self.n_layers) as f64).sqrt();
+        let residual_scale = self.init_scale / ((2 * self.n_layers) as f64).sqrt();
         let norm = LayerNormConfig::new(self.d_model).with_epsilon(self.layer_norm_eps);
         Ok(SparseTransformerBlock {
-            mha: self.init_attention(layouts, into_residual, device)?,
+            mha: self.init_attention(layouts, residual_scale, device)?,
             norm_1: norm.init(device),
             pwff: FeedForward {
-                linear_inner: init::linear(self.d_model, d_ff, 1.0, device),
-                linear_outer: init::linear(d_ff, self.d_model, into_residual, device),
+                linear_inner: init::linear(self.d_model, d_ff, self.init_scale, device),
+                linear_outer: init::linear(d_ff, self.d_model, residual_scale, device),
             },
             norm_2: norm.init(device),
             dropout: DropoutConfig::new(self.dropout).init(),
@@ -87,15 +90,15 @@ impl SparseTransformerBlockConfig {
     fn init_attention(
         &self,
         layouts: Layouts,
-        into_residual: f64,
+        residual_scale: f64,
         device: &Device,
     ) -> Result<SparseMultiHeadAttention, TransformerError> {
         let mut mha = self.attention().init_with(layouts, device)?;
         for projection in [&mut mha.query, &mut mha.key, &mut mha.value] {
             let [d_input, d_output] = projection.weight.lazy_shape().dims();
-            *projection = init::linear(d_input, d_output, 1.0, device);
+            *projection = init::linear(d_input, d_output, self.init_scale, device);
         }
-        mha.output = init::linear(self.d_model, self.d_model, into_residual, device);
+        mha.output = init::linear(self.d_model, self.d_model, residual_scale, device);
         Ok(mha)
     }
 
@@ -122,12 +125,18 @@ impl SparseTransformerBlockConfig {
             || "at least 0 and below 1".into(),
             self.dropout,
         )?;
-        ensure(
-            self.layer_norm_eps > 0.0 && self.layer_norm_eps.is_finite(),
-            "layer_norm_eps",
-            || "positive and finite".into(),
-            self.layer_norm_eps,
-        )
+        for (argument, value) in [
+            ("layer_norm_eps", self.layer_norm_eps),
+            ("init_scale", self.init_scale),
+        ] {
+            ensure(
+                value > 0.0 && value.is_finite(),
+                argument,
+                || "positive and finite".into(),
+                value,
+            )?;
+        }
+        Ok(())
     }
 }
 

@@ -17,11 +17,17 @@ pub struct PositionEmbedding {
 }
 
 impl PositionEmbedding {
-    pub(crate) fn new(context: usize, width: usize, d_model: usize, device: &Device) -> Self {
+    pub(crate) fn new(
+        context: usize,
+        width: usize,
+        d_model: usize,
+        init_scale: f64,
+        device: &Device,
+    ) -> Self {
         const N_EMB: usize = 2;
         Self {
-            row: init::embedding(context.div_ceil(width), d_model, N_EMB, device),
-            column: init::embedding(width, d_model, N_EMB, device),
+            row: init::embedding(context.div_ceil(width), d_model, N_EMB, init_scale, device),
+            column: init::embedding(width, d_model, N_EMB, init_scale, device),
         }
     }
 
@@ -54,7 +60,7 @@ mod tests {
     fn position_i_is_row_i_div_width_plus_column_i_mod_width() {
         let (context, width, d_model) = (22, 5, 3);
         let device = Device::flex();
-        let embedding = PositionEmbedding::new(context, width, d_model, &device);
+        let embedding = PositionEmbedding::new(context, width, d_model, 0.125, &device);
         assert_eq!(embedding.row.dims(), [5, d_model]);
         let table = |param: &Param<Tensor<2>>| param.val().into_data().try_to_vec::<f32>().unwrap();
         let (row, column) = (table(&embedding.row), table(&embedding.column));

@@ -1,20 +1,14 @@
 //! The initialisation of the paper (Child et al., 2019, §6), whose unit is a standard deviation of
-//! `0.125 / √width`.
+//! `scale / √width`; the paper's scale is 0.125.
 
 use burn::module::{Initializer, Param};
 use burn::nn::Linear;
 use burn::tensor::{Device, Tensor};
 
-const SCALE: f64 = 0.125;
-
-/// `W` from `N(0, gain · 0.125 / √d_input)`, `b` = 0.
-pub(crate) fn linear(d_input: usize, d_output: usize, gain: f64, device: &Device) -> Linear {
+/// `W` from `N(0, scale / √d_input)`, `b` = 0.
+pub(crate) fn linear(d_input: usize, d_output: usize, scale: f64, device: &Device) -> Linear {
     Linear {
-        weight: normal(
-            [d_input, d_output],
-            gain * SCALE / (d_input as f64).sqrt(),
-            device,
-        ),
+        weight: normal([d_input, d_output], scale / (d_input as f64).sqrt(), device),
         bias: Some(Initializer::Zeros.init([d_output], device)),
     }
 }
@@ -27,14 +21,15 @@ pub(crate) fn zero_linear(d_input: usize, d_output: usize, device: &Device) -> L
     }
 }
 
-/// One of `n_emb` tables that are summed: `N(0, 0.125 / √(d_model · n_emb))`.
+/// One of `n_emb` tables that are summed: `N(0, scale / √(d_model · n_emb))`.
 pub(crate) fn embedding(
     rows: usize,
     d_model: usize,
     n_emb: usize,
+    scale: f64,
     device: &Device,
 ) -> Param<Tensor<2>> {
-    let std = SCALE / ((d_model * n_emb) as f64).sqrt();
+    let std = scale / ((d_model * n_emb) as f64).sqrt();
     normal([rows, d_model], std, device)
 }
 

@@ -63,6 +63,9 @@ pub struct SparseTransformerConfig {
     /// Added to the variance in the layer norms.
     #[config(default = 1e-5)]
     pub layer_norm_eps: f64,
+    /// Initial weights have a standard deviation of `init_scale / √width`; 0.125 is the paper's.
+    #[config(default = 0.125)]
+    pub init_scale: f64,
 }
 
 impl SparseTransformerConfig {
@@ -75,9 +78,10 @@ impl SparseTransformerConfig {
 
     /// Creates the model, with parameters that are initialised on first use.
     ///
-    /// The initialisation is the paper's (§6): tokens `N(0, 0.125 / √d)`, positions
-    /// `N(0, 0.125 / √(2d))`, other weights `N(0, 0.125 / √d_input)` with those that write into the residual
-    /// stream scaled by `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
+    /// The initialisation is the paper's (§6), with the paper's scale of 0.125 unless `init_scale` says
+    /// otherwise: tokens `N(0, 0.125 / √d)`, positions `N(0, 0.125 / √(2d))`, other weights
+    /// `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by
+    /// `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
     ///
     /// # Errors
     /// If a size is 0, `embedding_width` exceeds `context`, or a block refuses its part of the
@@ -87,12 +91,13 @@ impl SparseTransformerConfig {
         let (context, d_model) = (self.context, self.d_model);
         Ok(SparseTransformer {
             token_embedding: Embedding {
-                weight: init::embedding(self.vocab_size, d_model, 1, device),
+                weight: init::embedding(self.vocab_size, d_model, 1, self.init_scale, device),
             },
             position_embedding: PositionEmbedding::new(
                 context,
                 self.embedding_width,
                 d_model,
+                self.init_scale,
                 device,
             ),
             blocks: self.init_blocks(device)?,
@@ -136,7 +141,8 @@ impl SparseTransformerConfig {
                 .with_softcap(self.softcap)
                 .with_store_weights(self.store_weights)
                 .with_n_layers(self.n_layers)
-                .with_layer_norm_eps(self.layer_norm_eps),
+                .with_layer_norm_eps(self.layer_norm_eps)
+                .with_init_scale(self.init_scale),
         )
     }
 

@@ -101,6 +101,21 @@ fn half_size_blocks() {
 }
 
 #[test]
+fn another_scale() {
+    let device = Device::flex();
+    let _guard = common::seed(&device, 10);
+    let model = model(|config| config.with_init_scale(1.0));
+    assert_normal(model.token_embedding.weight.val(), 8.0 * std(D));
+    assert_normal(model.position_embedding.row.val(), 8.0 * std(2 * D));
+    let block = &model.blocks[0];
+    assert_normal(block.mha.query.weight.val(), 8.0 * std(D));
+    let into_residual = 1.0 / (2.0 * LAYERS as f64).sqrt();
+    let outer = &block.pwff.linear_outer;
+    assert_normal(outer.weight.val(), 8.0 * std(4 * D) * into_residual);
+    assert_all(model.output.weight.val(), 0.0);
+}
+
+#[test]
 fn the_papers_enwik8_model_has_95_million_parameters() {
     let fixed = Factorization::from(Pattern::fixed(128, 32));
     let config = SparseTransformerConfig::new(256, 12_288, 512, 30, 8, fixed, 128);

@@ -35,10 +35,11 @@ pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTra
     )
     .with_block_size(config.block_size)
     .with_dropout(config.dropout)
+    .with_init_scale(config.init_scale)
     .init(device)?
     // Weights are drawn here, in order, not on first use.
     .materialize();
-    // Burn draws parameter ids at random; counted ids make two runs of one seed equal in every byte.
+    // Burn draws parameter ids at random; counted ids make two models of one seed equal in every byte.
     Ok(model.map(&mut CountedIds(0)))
 }
 

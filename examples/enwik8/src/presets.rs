@@ -42,6 +42,7 @@ impl Preset {
             block_size: 16,
             position_width: 32,
             dropout: 0.0,
+            init_scale: 0.125,
         };
         match self {
             Preset::Tiny => base,
@@ -182,6 +183,8 @@ pub struct ModelConfig {
     pub position_width: usize,
     /// Dropout at the end of each residual addition.
     pub dropout: f64,
+    /// Initial weights have a standard deviation of this over the root of their input's width (§6: 0.125).
+    pub init_scale: f64,
 }
 
 /// How the model is trained.
@@ -264,6 +267,9 @@ pub struct Overrides {
     /// Dropout at the end of each residual addition
     #[arg(long, value_parser = fraction)]
     pub dropout: Option<f64>,
+    /// Initial weights have a standard deviation of SCALE / √(width of the input)
+    #[arg(long, value_parser = rate, value_name = "SCALE")]
+    pub init_scale: Option<f64>,
 
     /// Windows per step
     #[arg(long, value_parser = positive, help_heading = RECIPE)]
@@ -392,6 +398,7 @@ impl RunConfig {
             block,
             position_width,
             dropout,
+            init_scale,
             batch,
             steps,
             epochs,
@@ -418,6 +425,7 @@ impl RunConfig {
         set(&mut model.factorization, factorization);
         set(&mut model.block_size, block);
         set(&mut model.dropout, dropout);
+        set(&mut model.init_scale, init_scale);
         if !pattern.is_empty() {
             model.position_width = position_width_for(&pattern, model.context);
             model.patterns = pattern;
