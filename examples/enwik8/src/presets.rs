@@ -14,7 +14,7 @@ use crate::pattern;
 pub enum Preset {
     /// Minutes on a CPU
     Tiny,
-    /// An hour or so on one GPU
+    /// For one GPU: 8 layers, context 2048
     Small,
     /// The enwik8 model and recipe of the Sparse Transformer paper: 95M parameters, context 12288
     Paper,
