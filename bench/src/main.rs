@@ -56,6 +56,9 @@ struct Args {
     /// Print what every launch runs.
     #[arg(long)]
     plan: bool,
+    /// Launch every kernel once and wait for nothing: for looking at what is compiled.
+    #[arg(long)]
+    enqueue_only: bool,
     /// Leave the backward pass out.
     #[arg(long)]
     forward_only: bool,
@@ -182,6 +185,12 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         )
         .expect("the plan was checked");
     };
+    if args.enqueue_only {
+        forward();
+        backward();
+        client.flush().map_err(|error| anyhow::anyhow!("{error}"))?;
+        return Ok(Value::Null);
+    }
     let pairs = layout.allowed_pairs() as f64 * batch as f64 / layout.batch().unwrap_or(1) as f64;
     let flops = 4.0 * head_dim as f64 * pairs;
     let (forward_ms, host_us) = median(client, args.repeats, forward)?;
@@ -228,7 +237,8 @@ fn median(client: &Client, repeats: usize, call: impl Fn() + Send + Sync) -> Res
         let (_, profile) = client
             .profile(&call, "attention")
             .map_err(|error| anyhow::anyhow!("{error:?}"))?;
-        times.push(block_on(profile.resolve()).map_err(|error| anyhow::anyhow!("{error:?}"))?.duration().as_secs_f64() * 1e3);
+        let span = block_on(profile.resolve()).context("the device measured no time")?;
+        times.push(span.duration().as_secs_f64() * 1e3);
     }
     times.sort_by(f64::total_cmp);
     host.sort_by(f64::total_cmp);

@@ -26,6 +26,14 @@ impl Rows {
         }
     }
 
+    /// `q_blocks` rows without blocks.
+    pub fn empty(q_blocks: usize) -> Self {
+        Self {
+            run_offsets: vec![0; q_blocks + 1],
+            runs: Vec::new(),
+        }
+    }
+
     /// Adds a run to the row being built, joined to the previous one where they touch.
     pub fn push(&mut self, run: Run) {
         let row_start = *self.run_offsets.last().expect("starts with 0");

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::builder::{Grid, Rows};
 use crate::columns::Columns;
 use crate::mask::{BlockMask, FULL, MaskInterner};
+use crate::residue::{self, Part};
 use crate::{BLOCK_SIZES, LayoutError, Pattern};
 
 /// The sizes of a layout. Lengths count tokens.
@@ -126,6 +127,8 @@ pub(crate) struct Inner {
     pub head_patterns: Vec<u32>,
     pub patterns: Vec<HeadPattern>,
     pub masks: Vec<BlockMask>,
+    /// A cheaper way to compute the same pairs.
+    parts: Option<Vec<Part>>,
     attachments: Mutex<Vec<(TypeId, Arc<dyn Any + Send + Sync>)>>,
 }
 
@@ -199,7 +202,34 @@ impl BlockLayout {
         let rows = (0..distinct.min(shape.heads))
             .map(|head| grid.build(pattern, head, &mut masks))
             .collect();
+        let mut layout = Self::from_heads(pattern.to_string(), shape, rows, masks);
+        let parts = residue::parts(pattern, &layout)?;
+        Arc::get_mut(&mut layout.inner).expect("just made").parts = parts;
+        Ok(layout)
+    }
+
+    /// The layout of `pattern` but for the heads that `empty` names, which keep nothing.
+    pub(crate) fn new_with_empty_heads(
+        pattern: &Pattern,
+        shape: LayoutShape,
+        empty: impl Fn(usize) -> bool,
+    ) -> Result<Self, LayoutError> {
+        pattern.validate(shape.heads)?;
+        let grid = Grid::new(shape);
+        let mut masks = MaskInterner::new(shape.block_size);
+        let rows = (0..shape.heads)
+            .map(|head| match empty(head) {
+                true => Rows::empty(grid.q_blocks()),
+                false => grid.build(pattern, head, &mut masks),
+            })
+            .collect();
         Ok(Self::from_heads(pattern.to_string(), shape, rows, masks))
+    }
+
+    /// Disjoint parts that make up the layout at less cost, if its pattern has strided heads: see
+    /// [`Part`]. Layouts that were built otherwise than from a pattern have none.
+    pub fn parts(&self) -> Option<&[Part]> {
+        self.inner.parts.as_deref()
     }
 
     /// A layout from a block-level callback, called once per head and block:
@@ -317,12 +347,13 @@ impl BlockLayout {
             head_patterns,
             patterns,
             masks: masks.into_masks(),
+            parts: None,
             attachments: Mutex::default(),
         }))
     }
 
     /// `rows[h mod rows.len()]` are head `h`'s.
-    fn from_heads(name: String, shape: LayoutShape, rows: Vec<Rows>, masks: MaskInterner) -> Self {
+    pub(crate) fn from_heads(name: String, shape: LayoutShape, rows: Vec<Rows>, masks: MaskInterner) -> Self {
         let mut patterns: Vec<HeadPattern> = Vec::new();
         let known: Vec<u32> = rows
             .into_iter()
@@ -335,6 +366,7 @@ impl BlockLayout {
             head_patterns: (0..shape.heads).map(|h| known[h % known.len()]).collect(),
             patterns,
             masks: masks.into_masks(),
+            parts: None,
             attachments: Mutex::default(),
         })
     }
@@ -551,6 +583,7 @@ impl Inner {
             head_patterns,
             patterns: rows.into_iter().map(HeadPattern::new).collect(),
             masks,
+            parts: None,
             attachments: Mutex::default(),
         }
     }

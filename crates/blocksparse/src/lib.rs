@@ -29,6 +29,7 @@ mod layout;
 mod mask;
 mod pattern;
 pub mod plan;
+mod residue;
 mod serial;
 mod text;
 mod zones;
@@ -37,6 +38,7 @@ pub use error::LayoutError;
 pub use layout::{BlockLayout, Entry, LayoutShape, Run};
 pub use mask::{BlockMask, FULL};
 pub use pattern::Pattern;
+pub use residue::{Part, Residue};
 
 /// The block sizes a layout can have.
 pub const BLOCK_SIZES: [usize; 5] = [8, 16, 32, 64, 128];

@@ -416,7 +416,10 @@ pub fn union_overhead(layout: &BlockLayout, walk: Walk, rows: usize) -> f64 {
             column_places: Vec::new(),
         };
         let tiles = (source.lines() * b).div_ceil(rows);
-        for tile in (0..tiles).step_by(tiles.div_ceil(per_pattern)) {
+        let step = tiles.div_ceil(per_pattern);
+        for sample in 0..tiles / step {
+            // Not every step-th tile: patterns repeat, too.
+            let tile = sample * step + sample * 7919 % step;
             let mut blocks: Vec<u32> = (tile * rows / b..(tile + 1) * rows / b)
                 .filter(|&line| line < source.lines())
                 .flat_map(|line| source.line(line))

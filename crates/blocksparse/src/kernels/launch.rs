@@ -1,13 +1,15 @@
 //! Checks, arguments and launches.
 
+use std::sync::Arc;
+
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::{DevicePlan, plan};
-use super::simt::tile::{PlanPartsLaunch, StridesLaunch};
+use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::{Tile, backward, forward};
-use super::{AttentionPlan, Kernel, KernelError, Sizes, TensorView};
-use crate::BlockLayout;
+use super::{AttentionPlan, Kernel, KernelError, PartPlan, Sizes, TensorView};
+use crate::{BlockLayout, Residue};
 use crate::plan::Walk;
 
 /// Runs the forward pass into `out` `[batch, heads, seq_q, value_dim]` and `lse` `[batch, heads, seq_q]`, both
@@ -28,44 +30,47 @@ pub fn forward(
     scale: f64,
     softcap: Option<f64>,
 ) -> Result<(), KernelError> {
-    let call = Call::new(client, plan, layout, Kernel::Forward, &[("q", q), ("k", k), ("v", v)])?;
-    let Call { sizes, tile, .. } = call;
+    let sizes = plan.sizes;
     let (heads, seq_q) = (layout.heads(), layout.seq_q());
     let rows = sizes.batch * heads * seq_q;
     let accumulator = sizes.accumulator();
-    unsafe {
-        forward::forward::launch_unchecked(
-            client,
-            call.count(heads),
-            call.dim(),
-            call.address,
-            call.width,
-            call.input(q),
-            call.input(k),
-            call.input(v),
-            BufferArg::from_raw_parts(out.clone(), rows * sizes.value_dim / call.width),
-            BufferArg::from_raw_parts(lse.clone(), rows),
-            match weights {
-                Some(weights) => ComptimeOptionArgs::Some(BufferArg::from_raw_parts(
-                    weights.clone(),
-                    sizes.batch * call.weight_blocks * layout.block_size().pow(2),
-                )),
-                None => ComptimeOptionArgs::None,
-            },
-            call.words(),
-            call.strides(q),
-            call.strides(k),
-            call.strides(v),
-            call.parts(),
-            heads / sizes.kv_heads,
-            call.weight_blocks,
-            InputScalar::new(scale, accumulator),
-            InputScalar::new(softcap.unwrap_or(1.0), accumulator),
-            InputScalar::new(f64::NEG_INFINITY, accumulator),
-            tile,
-            sizes.dtype,
-            accumulator,
-        );
+    let named = [("q", q), ("k", k), ("v", v)];
+    let calls = (plan.parts.iter())
+        .map(|part| Call::new(client, sizes, part, layout, Kernel::Forward, &named))
+        .collect::<Result<Vec<_>, _>>()?;
+    for call in calls {
+        unsafe {
+            forward::forward::launch_unchecked(
+                client,
+                call.count(heads),
+                call.dim(),
+                call.address,
+                call.width,
+                call.input(q),
+                call.input(k),
+                call.input(v),
+                BufferArg::from_raw_parts(out.clone(), rows * sizes.value_dim / call.width),
+                BufferArg::from_raw_parts(lse.clone(), rows),
+                match call.weights(weights, layout) {
+                    Some(weights) => ComptimeOptionArgs::Some(weights),
+                    None => ComptimeOptionArgs::None,
+                },
+                call.words(),
+                call.strides(q),
+                call.strides(k),
+                call.strides(v),
+                call.listing(),
+                call.parts(),
+                heads / sizes.kv_heads,
+                call.weight_blocks,
+                InputScalar::new(scale, accumulator),
+                InputScalar::new(softcap.unwrap_or(1.0), accumulator),
+                InputScalar::new(f64::NEG_INFINITY, accumulator),
+                call.tile,
+                sizes.dtype,
+                accumulator,
+            );
+        }
     }
     Ok(())
 }
@@ -101,11 +106,14 @@ pub fn backward(
     softcap: Option<f64>,
 ) -> Result<(), KernelError> {
     let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
-    let by_rows = Call::new(client, plan, layout, Kernel::BackwardRows, &named)?;
-    let by_columns = Call::new(client, plan, layout, Kernel::BackwardColumns, &named)?;
-    let Call { sizes, width, address, .. } = by_rows;
-    let (heads, kv_heads) = (layout.heads(), sizes.kv_heads);
     plan.check_backward()?;
+    let sizes = plan.sizes;
+    let call = |part, kernel| Call::new(client, sizes, part, layout, kernel, &named);
+    let calls = (plan.parts.iter())
+        .map(|part| Ok([call(part, Kernel::BackwardRows)?, call(part, Kernel::BackwardColumns)?]))
+        .collect::<Result<Vec<_>, KernelError>>()?;
+    let Call { width, address, .. } = calls[0][0];
+    let (heads, kv_heads) = (layout.heads(), sizes.kv_heads);
 
     let rows = sizes.batch * heads * layout.seq_q();
     let accumulator = sizes.accumulator();
@@ -120,10 +128,10 @@ pub fn backward(
             address,
             width,
             BufferArg::from_raw_parts(out.clone(), rows * sizes.value_dim / width),
-            by_rows.input(grad_out),
+            calls[0][0].input(grad_out),
             BufferArg::from_raw_parts(lse.clone(), rows),
             BufferArg::from_raw_parts(stats.clone(), rows * 2),
-            by_rows.strides(grad_out),
+            calls[0][0].strides(grad_out),
             heads,
             rows,
             sizes.value_dim,
@@ -133,53 +141,52 @@ pub fn backward(
     }
     let kv_rows = sizes.batch * kv_heads * layout.seq_kv();
     let passes = [
-        (Walk::Rows, &by_rows, heads, [q, grad_out, k, v], &gradients.q, rows * sizes.head_dim),
+        (Walk::Rows, heads, [q, grad_out, k, v], &gradients.q, rows * sizes.head_dim),
         (
             Walk::Columns,
-            &by_columns,
             kv_heads,
             [k, v, q, grad_out],
             &gradients.kv,
             gradients.v_offset + kv_rows * sizes.value_dim,
         ),
     ];
-    for (walk, call, outer_heads, [a1, a2, b1, b2], target, elements) in passes {
-        unsafe {
-            backward::backward::launch_unchecked(
-                client,
-                call.count(outer_heads),
-                call.dim(),
-                address,
-                width,
-                call.input(a1),
-                call.input(a2),
-                call.input(b1),
-                call.input(b2),
-                BufferArg::from_raw_parts(stats.clone(), rows * 2),
-                match weights {
-                    Some(weights) => ComptimeOptionArgs::Some(BufferArg::from_raw_parts(
-                        weights.clone(),
-                        sizes.batch * call.weight_blocks * layout.block_size().pow(2),
-                    )),
-                    None => ComptimeOptionArgs::None,
-                },
-                BufferArg::from_raw_parts(target.clone(), elements / width),
-                call.words(),
-                call.strides(a1),
-                call.strides(a2),
-                call.strides(b1),
-                call.strides(b2),
-                call.parts(),
-                heads / kv_heads,
-                call.weight_blocks,
-                gradients.v_offset / width,
-                InputScalar::new(scale, accumulator),
-                InputScalar::new(softcap.unwrap_or(1.0), accumulator),
-                walk,
-                call.tile,
-                sizes.dtype,
-                accumulator,
-            );
+    for part in &calls {
+        for (call, (walk, outer_heads, [a1, a2, b1, b2], target, elements)) in part.iter().zip(passes) {
+            unsafe {
+                backward::backward::launch_unchecked(
+                    client,
+                    call.count(outer_heads),
+                    call.dim(),
+                    address,
+                    width,
+                    call.input(a1),
+                    call.input(a2),
+                    call.input(b1),
+                    call.input(b2),
+                    BufferArg::from_raw_parts(stats.clone(), rows * 2),
+                    match call.weights(weights, layout) {
+                        Some(weights) => ComptimeOptionArgs::Some(weights),
+                        None => ComptimeOptionArgs::None,
+                    },
+                    BufferArg::from_raw_parts(target.clone(), elements / width),
+                    call.words(),
+                    call.strides(a1),
+                    call.strides(a2),
+                    call.strides(b1),
+                    call.strides(b2),
+                    call.listing(),
+                    call.parts(),
+                    heads / kv_heads,
+                    call.weight_blocks,
+                    gradients.v_offset / width,
+                    InputScalar::new(scale, accumulator),
+                    InputScalar::new(softcap.unwrap_or(1.0), accumulator),
+                    walk,
+                    call.tile,
+                    sizes.dtype,
+                    accumulator,
+                );
+            }
         }
     }
     Ok(())
@@ -187,9 +194,10 @@ pub fn backward(
 
 /// What the launches of a call share.
 struct Call {
-    sizes: Sizes,
+    batch: usize,
     tile: Tile,
-    plan: std::sync::Arc<DevicePlan>,
+    plan: Arc<DevicePlan>,
+    residue: Option<Residue>,
     /// Elements of a load.
     width: usize,
     address: AddressType,
@@ -202,12 +210,12 @@ struct Call {
 impl Call {
     fn new(
         client: &Client,
-        attention: &AttentionPlan,
+        sizes: Sizes,
+        part: &PartPlan,
         layout: &BlockLayout,
         kernel: Kernel,
         tensors: &[(&'static str, &TensorView)],
     ) -> Result<Self, KernelError> {
-        let sizes = attention.sizes;
         let mut width = 4;
         let mut largest = 0;
         for (name, tensor) in tensors {
@@ -254,9 +262,10 @@ impl Call {
             return Err(KernelError::limit("the elements of a tensor", u32::MAX, largest));
         }
         Ok(Self {
-            sizes,
-            tile: attention.tile(kernel),
-            plan: plan(client, layout, attention.tiling(kernel)),
+            batch: sizes.batch,
+            tile: part.tile(kernel),
+            plan: plan(client, part.layout(layout), part.tiling(kernel)),
+            residue: part.residue,
             width,
             address,
             weight_blocks,
@@ -265,7 +274,7 @@ impl Call {
     }
 
     fn count(&self, heads: usize) -> CubeCount {
-        CubeCount::Static(self.plan.tiles as u32, heads as u32, self.sizes.batch as u32)
+        CubeCount::Static(self.plan.tiles as u32, heads as u32, self.batch as u32)
     }
 
     fn dim(&self) -> CubeDim {
@@ -286,6 +295,19 @@ impl Call {
             row / self.width,
             tensor.shape[2],
         )
+    }
+
+    fn listing(&self) -> ListingLaunch {
+        let residue = self.residue.unwrap_or(Residue {
+            stride: 1,
+            class_len: 1,
+        });
+        ListingLaunch::new(residue.stride, residue.class_len)
+    }
+
+    fn weights(&self, weights: Option<&Handle>, layout: &BlockLayout) -> Option<BufferArg> {
+        let elements = self.batch * self.weight_blocks * layout.block_size().pow(2);
+        weights.map(|weights| unsafe { BufferArg::from_raw_parts(weights.clone(), elements) })
     }
 
     fn words(&self) -> BufferArg {

@@ -28,7 +28,7 @@ use cubecl::device::DeviceId;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::BlockLayout;
+use crate::{BlockLayout, Residue};
 use crate::plan::{Tiling, Walk};
 
 pub use launch::{Gradients, backward, forward};
@@ -157,8 +157,37 @@ impl Kernel {
 pub struct AttentionPlan {
     name: String,
     sizes: Sizes,
-    tiles: [simt::Tile; 3],
+    parts: Vec<PartPlan>,
     backward: Result<(), KernelError>,
+}
+
+/// A part of a call: its launches come after those of the parts before.
+#[derive(Clone, Debug)]
+struct PartPlan {
+    /// `None`: the call's own layout (which keeps this plan, so the plan cannot keep it).
+    layout: Option<BlockLayout>,
+    residue: Option<Residue>,
+    tiles: [simt::Tile; 3],
+}
+
+impl PartPlan {
+    fn layout<'a>(&'a self, own: &'a BlockLayout) -> &'a BlockLayout {
+        self.layout.as_ref().unwrap_or(own)
+    }
+
+    fn tile(&self, kernel: Kernel) -> simt::Tile {
+        self.tiles[kernel as usize]
+    }
+
+    fn tiling(&self, kernel: Kernel) -> Tiling {
+        let tile = self.tile(kernel);
+        Tiling {
+            walk: kernel.walk(),
+            rows: tile.rows,
+            cols: tile.cols(),
+            places: tile.store.is_some(),
+        }
+    }
 }
 
 impl AttentionPlan {
@@ -209,16 +238,41 @@ impl AttentionPlan {
             Kernel::BackwardRows,
             Kernel::BackwardColumns,
         ];
-        let mut tiles = Vec::new();
-        for kernel in kernels {
-            tiles.push(simt::choose(layout, &sizes, kernel, properties)?);
-        }
+        // Stored weights are those of the layout's own blocks.
+        let parts: Vec<(Option<&BlockLayout>, Option<Residue>)> = match layout.parts() {
+            Some(parts) if !sizes.store => (parts.iter())
+                .map(|part| (Some(&part.layout), part.residue))
+                .collect(),
+            _ => vec![(None, None)],
+        };
+        let parts = (parts.into_iter().enumerate())
+            .map(|(index, (part, residue))| {
+                let by_class = residue.is_some();
+                let walked = part.unwrap_or(layout);
+                let choose =
+                    |kernel| simt::choose(walked, &sizes, kernel, by_class, index > 0, properties);
+                let [forward, rows, columns] = kernels.map(choose);
+                Ok(PartPlan {
+                    layout: part.cloned(),
+                    residue,
+                    tiles: [forward?, rows?, columns?],
+                })
+            })
+            .collect::<Result<Vec<_>, KernelError>>()?;
         let check = |kernel: Kernel| {
-            let (length, heads) = match kernel.walk() {
-                Walk::Rows => (layout.seq_q(), layout.heads()),
-                Walk::Columns => (layout.seq_kv(), sizes.kv_heads),
+            let heads = match kernel.walk() {
+                Walk::Rows => layout.heads(),
+                Walk::Columns => sizes.kv_heads,
             };
-            let tiles = length.div_ceil(tiles[kernel as usize].rows);
+            let tiles = parts.iter().map(|part| {
+                let walked = part.layout(layout);
+                let length = match kernel.walk() {
+                    Walk::Rows => walked.seq_q(),
+                    Walk::Columns => walked.seq_kv(),
+                };
+                length.div_ceil(part.tile(kernel).rows)
+            });
+            let tiles = tiles.max().unwrap_or(0);
             // With the buffer in which CubeCL passes scalars.
             let buffers = match kernel {
                 Kernel::Forward => 7,
@@ -243,7 +297,7 @@ impl AttentionPlan {
             name: layout.name().to_string(),
             sizes,
             backward: check(Kernel::BackwardRows).and_then(|()| check(Kernel::BackwardColumns)),
-            tiles: tiles.try_into().expect("one per kernel"),
+            parts,
         })
     }
 
@@ -253,20 +307,6 @@ impl AttentionPlan {
     /// [`KernelError`] if it exceeds a limit of the device.
     pub fn check_backward(&self) -> Result<(), KernelError> {
         self.backward.clone()
-    }
-
-    fn tile(&self, kernel: Kernel) -> simt::Tile {
-        self.tiles[kernel as usize]
-    }
-
-    fn tiling(&self, kernel: Kernel) -> Tiling {
-        let tile = self.tile(kernel);
-        Tiling {
-            walk: kernel.walk(),
-            rows: tile.rows,
-            cols: tile.cols(),
-            places: tile.store.is_some(),
-        }
     }
 }
 
@@ -285,22 +325,27 @@ impl fmt::Display for AttentionPlan {
         let Sizes { dtype, .. } = self.sizes;
         let accumulator = self.sizes.accumulator();
         writeln!(f, "{}, {dtype} with sums in {accumulator}", self.name)?;
-        for (name, kernel) in [
-            ("forward", Kernel::Forward),
-            ("dQ", Kernel::BackwardRows),
-            ("dK, dV", Kernel::BackwardColumns),
-        ] {
-            let tile = self.tile(kernel);
-            let shared = simt::shared_bytes(&tile, kernel, accumulator.size()).div_ceil(1024);
-            let planes = if tile.planes { ", planes" } else { "" };
-            writeln!(
-                f,
-                "  {name:<8} simt  {} × {} tiles gathered from {}-wide blocks, {} units, {shared} KiB shared{planes}",
-                tile.rows,
-                tile.cols(),
-                tile.group,
-                tile.units(),
-            )?;
+        for part in &self.parts {
+            if let Some(layout) = &part.layout {
+                writeln!(f, "  part {}", layout.name())?;
+            }
+            for (name, kernel) in [
+                ("forward", Kernel::Forward),
+                ("dQ", Kernel::BackwardRows),
+                ("dK, dV", Kernel::BackwardColumns),
+            ] {
+                let tile = part.tile(kernel);
+                let shared = simt::shared_bytes(&tile, kernel, accumulator.size()).div_ceil(1024);
+                let planes = if tile.planes { ", planes" } else { "" };
+                writeln!(
+                    f,
+                    "  {name:<8} simt  {} × {} tiles gathered from {}-wide blocks, {} units, {shared} KiB shared{planes}",
+                    tile.rows,
+                    tile.cols(),
+                    tile.group,
+                    tile.units(),
+                )?;
+            }
         }
         Ok(())
     }

@@ -75,6 +75,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     a2_strides: Strides,
     b1_strides: Strides,
     b2_strides: Strides,
+    listing: Listing,
     parts: PlanParts,
     heads_per_kv: usize,
     weight_blocks: usize,
@@ -121,8 +122,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let first = tile * comptime!(t.rows);
     let a1_base = batch * a1_strides.batch + outer * a1_strides.head;
     let a2_base = batch * a2_strides.batch + outer * a2_strides.head;
-    load_rows::<E, A, N>(a1, a1_base, &a1_strides, first, &mut a1_tile, comptime!(t.head_dim), t);
-    load_rows::<E, A, N>(a2, a2_base, &a2_strides, first, &mut a2_tile, comptime!(t.value_dim), t);
+    load_rows::<E, A, N>(a1, a1_base, &a1_strides, &listing, first, &mut a1_tile, comptime!(t.head_dim), t);
+    load_rows::<E, A, N>(a2, a2_base, &a2_strides, &listing, first, &mut a2_tile, comptime!(t.value_dim), t);
 
     let mut out1 = Array::<Vector<A, Four>>::new(comptime!(rows * fours1));
     #[unroll]
@@ -144,7 +145,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
         row_lse[i] = A::new(0.0);
         row_delta[i] = A::new(0.0);
         if comptime!(!columns) {
-            let row = first + unit_y * rows + i;
+            let row = position_at(first + unit_y * rows + i, &listing, t);
             if row < a1_strides.len {
                 let at = ((batch * heads + outer) * a1_strides.len + row) * 2;
                 row_lse[i] = stats[at];
@@ -168,23 +169,24 @@ pub fn backward<E: Float, A: Float, N: Size>(
         for step in 0..walk_of.steps {
             let entry = walk_of.entry + step * comptime!(t.entries() * t.entry_words());
             sync_cube();
-            gather_rows::<E, A, N>(b1, b1_base, &b1_strides, plan, entry, &mut b1_tile, comptime!(t.head_dim), t);
-            gather_rows::<E, A, N>(b2, b2_base, &b2_strides, plan, entry, &mut b2_tile, comptime!(t.value_dim), t);
+            gather_rows::<E, A, N>(b1, b1_base, &b1_strides, &listing, plan, entry, &mut b1_tile, comptime!(t.head_dim), t);
+            gather_rows::<E, A, N>(b2, b2_base, &b2_strides, &listing, plan, entry, &mut b2_tile, comptime!(t.value_dim), t);
             sync_cube();
 
             // lse and delta of the unit's columns, if they are queries.
             let mut col_lse = Array::<A>::new(4usize);
             let mut col_delta = Array::<A>::new(4usize);
             if comptime!(columns) {
-                let query = position(plan, entry, unit_x * 4, t);
-                let at = ((batch * heads + head) * b1_strides.len + query) * 2;
+                let place = place(plan, entry, unit_x * 4, t);
                 #[unroll]
                 for j in 0..4usize {
                     col_lse[j] = A::new(0.0);
                     col_delta[j] = A::new(0.0);
-                    if query + j < b1_strides.len {
-                        col_lse[j] = stats[at + comptime!(2 * j)];
-                        col_delta[j] = stats[at + comptime!(2 * j + 1)];
+                    let query = position_at(place + j, &listing, t);
+                    if query < b1_strides.len {
+                        let at = ((batch * heads + head) * b1_strides.len + query) * 2;
+                        col_lse[j] = stats[at];
+                        col_delta[j] = stats[at + 1];
                     }
                 }
             }
@@ -280,14 +282,14 @@ pub fn backward<E: Float, A: Float, N: Size>(
 
     #[unroll]
     for i in 0..rows {
-        let row = first + unit_y * rows + i;
+        let row = position_at(first + unit_y * rows + i, &listing, t);
         if row < a1_strides.len {
             let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
             let target = at * comptime!(t.head_dim / width);
-            store_row::<E, A, N>(out, target, &out1, scale, unit_x, i, comptime!(t.head_dim), t);
+            store_row::<E, A, N>(out, target, &out1, scale, unit_x, i, comptime!(t.carry), comptime!(t.head_dim), t);
             if comptime!(columns) {
                 let target = second + at * comptime!(t.value_dim / width);
-                store_row::<E, A, N>(out, target, &out2, A::new(1.0), unit_x, i, comptime!(t.value_dim), t);
+                store_row::<E, A, N>(out, target, &out2, A::new(1.0), unit_x, i, comptime!(t.carry), comptime!(t.value_dim), t);
             }
         }
     }

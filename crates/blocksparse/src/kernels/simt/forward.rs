@@ -29,6 +29,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     q_strides: Strides,
     k_strides: Strides,
     v_strides: Strides,
+    listing: Listing,
     parts: PlanParts,
     heads_per_kv: usize,
     weight_blocks: usize,
@@ -61,7 +62,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     let q_base = batch * q_strides.batch + head * q_strides.head;
     let k_base = batch * k_strides.batch + kv_head * k_strides.head;
     let v_base = batch * v_strides.batch + kv_head * v_strides.head;
-    load_rows::<E, A, N>(q, q_base, &q_strides, first, &mut q_tile, comptime!(t.head_dim), t);
+    load_rows::<E, A, N>(q, q_base, &q_strides, &listing, first, &mut q_tile, comptime!(t.head_dim), t);
 
     let mut m = Array::<A>::new(rows);
     let mut l = Array::<A>::new(rows);
@@ -75,12 +76,37 @@ pub fn forward<E: Float, A: Float, N: Size>(
     for i in 0..comptime!(rows * unit_fours) {
         o[i] = Vector::<A, Four>::zeroed();
     }
+    if comptime!(t.carry) {
+        // A finished part is a row of the softmax with maximum lse and sum 1.
+        #[unroll]
+        for i in 0..rows {
+            let row = position_at(first + unit_y * rows + i, &listing, t);
+            if row < q_strides.len {
+                let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
+                let log = lse[at];
+                if log > A::new(LOWEST_MAX) {
+                    m[i] = log;
+                    // l is a sum over the units of a row.
+                    l[i] = select(unit_x == 0, A::new(1.0), A::new(0.0));
+                    #[unroll]
+                    for f in 0..unit_fours {
+                        let four = unit_x + comptime!(f * t.units_x);
+                        if four < comptime!(fours(t.value_dim)) {
+                            o[comptime!(i * unit_fours + f)] = load_four::<E, A, N>(
+                                &out[..], at * comptime!(t.value_dim / width), four, comptime!(t.value_dim),
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
 
     for step in 0..walk.steps {
         let entry = walk.entry + step * comptime!(t.entries() * t.entry_words());
         sync_cube();
-        gather_rows::<E, A, N>(k, k_base, &k_strides, plan, entry, &mut k_tile, comptime!(t.head_dim), t);
-        gather_rows::<E, A, N>(v, v_base, &v_strides, plan, entry, &mut v_tile, comptime!(t.value_dim), t);
+        gather_rows::<E, A, N>(k, k_base, &k_strides, &listing, plan, entry, &mut k_tile, comptime!(t.head_dim), t);
+        gather_rows::<E, A, N>(v, v_base, &v_strides, &listing, plan, entry, &mut v_tile, comptime!(t.value_dim), t);
         sync_cube();
 
         let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
@@ -120,7 +146,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     reduce_rows(&mut l, &mut scratch, unit_y, unit_x, false, t);
     #[unroll]
     for i in 0..rows {
-        let row = first + unit_y * rows + i;
+        let row = position_at(first + unit_y * rows + i, &listing, t);
         let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
         let mut inverse = A::new(0.0);
         let mut log = neg_infinity.get::<A>();
@@ -130,7 +156,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
         }
         if row < q_strides.len {
             let target = at * comptime!(t.value_dim / width);
-            store_row::<E, A, N>(out, target, &o, inverse, unit_x, i, comptime!(t.value_dim), t);
+            store_row::<E, A, N>(out, target, &o, inverse, unit_x, i, false, comptime!(t.value_dim), t);
             if unit_x == 0 {
                 lse[at] = log;
             }
@@ -145,7 +171,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
         for step in 0..walk.steps {
             let entry = walk.entry + step * comptime!(t.entries() * t.entry_words());
             sync_cube();
-            gather_rows::<E, A, N>(k, k_base, &k_strides, plan, entry, &mut k_tile, comptime!(t.head_dim), t);
+            gather_rows::<E, A, N>(k, k_base, &k_strides, &listing, plan, entry, &mut k_tile, comptime!(t.head_dim), t);
             sync_cube();
             let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
             score(&mut s, scale, softcap, t);

@@ -37,8 +37,9 @@ const fn candidate(rows: usize, cols: usize, unit_rows: usize, speed: f64) -> Ca
 }
 
 /// Larger tiles read less shared memory per multiply-add.
-const CANDIDATES: [Candidate; 8] = [
+const CANDIDATES: [Candidate; 9] = [
     candidate(128, 64, 8, 1.0),
+    candidate(64, 64, 8, 0.8),
     candidate(64, 64, 4, 0.8),
     candidate(64, 32, 4, 0.7),
     candidate(32, 32, 4, 0.5),
@@ -70,11 +71,20 @@ pub fn shared_bytes(tile: &Tile, kernel: super::Kernel, accumulator: usize) -> u
     (fours * 4 + scratch) * accumulator + 7 * 16
 }
 
+/// `BLOCKSPARSE_SIMT_TILE=ROWSxCOLSxUNIT_ROWS` leaves one candidate: for measuring them.
+fn forced() -> Option<(usize, usize, usize)> {
+    let text = std::env::var("BLOCKSPARSE_SIMT_TILE").ok()?;
+    let mut numbers = text.split('x').map(|part| part.parse().ok());
+    Some((numbers.next()??, numbers.next()??, numbers.next()??))
+}
+
 /// The tile that should be fastest among those that fit the device.
 pub fn choose(
     layout: &BlockLayout,
     sizes: &Sizes,
     kernel: super::Kernel,
+    residue: bool,
+    carry: bool,
     properties: &DeviceProperties,
 ) -> Result<Tile, KernelError> {
     let hardware = &properties.hardware;
@@ -83,7 +93,12 @@ pub fn choose(
     let walk = kernel.walk();
     let overhead = [8, 16, 32, 64, 128].map(|rows| (rows, union_overhead(layout, walk, rows)));
     let mut best: Option<(f64, Tile)> = None;
+    let forced = forced();
     for candidate in &CANDIDATES {
+        let shape = (candidate.rows, candidate.cols, candidate.unit_rows);
+        if forced.is_some_and(|forced| forced != shape) {
+            continue;
+        }
         let units_x = candidate.cols / 4;
         let planes = &properties.features.plane;
         let group = candidate.cols.min(b);
@@ -100,6 +115,8 @@ pub fn choose(
             planes: planes.contains(Plane::Ops)
                 && planes.contains(Plane::Sync)
                 && hardware.plane_size_min as usize >= units_x,
+            residue,
+            carry,
         };
         let fits = shared_bytes(&tile, kernel, accumulator) <= hardware.max_shared_memory_size
             && tile.units() <= hardware.max_units_per_cube as usize

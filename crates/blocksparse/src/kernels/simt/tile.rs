@@ -31,6 +31,10 @@ pub struct Tile {
     pub softcap: bool,
     /// Whether plane operations reduce rows; else shared memory does.
     pub planes: bool,
+    /// Whether positions are listed by residue class.
+    pub residue: bool,
+    /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
+    pub carry: bool,
 }
 
 impl Tile {
@@ -91,6 +95,25 @@ pub struct Strides {
     pub row: usize,
     /// Positions.
     pub len: usize,
+}
+
+/// How a plan lists positions: place `v` is position `v mod class_len · stride + ⌊v / class_len⌋`.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Listing {
+    /// Distance between the positions of a class.
+    pub stride: usize,
+    /// Places of a class.
+    pub class_len: usize,
+}
+
+/// The position at a place.
+#[cube]
+pub fn position_at(place: usize, listing: &Listing, #[comptime] t: Tile) -> usize {
+    let mut position = place;
+    if comptime!(t.residue) {
+        position = place % listing.class_len * listing.stride + place / listing.class_len;
+    }
+    position
 }
 
 /// Where the parts of a plan's words begin: `plan::Sections` on the device.
@@ -158,16 +181,16 @@ pub fn walker_of(
     }
 }
 
-/// The position of column `col` of a step whose first entry is at word `entry`.
+/// The place of column `col` of a step whose first entry is at word `entry`.
 #[cube]
-pub fn position(plan: &[u32], entry: usize, col: usize, #[comptime] t: Tile) -> usize {
+pub fn place(plan: &[u32], entry: usize, col: usize, #[comptime] t: Tile) -> usize {
     let group = comptime!(t.group);
     plan[entry + col / group * comptime!(t.entry_words())] as usize * group + col % group
 }
 
 /// Copies one four-wide piece of a row, widened to `A`; beyond `dim` it is 0.
 #[cube]
-fn load_four<E: Float, A: Float, N: Size>(
+pub fn load_four<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
     row: usize,
     four: usize,
@@ -201,6 +224,7 @@ pub fn load_rows<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
     base: usize,
     strides: &Strides,
+    listing: &Listing,
     first: usize,
     target: &mut Shared<[Vector<A, Four>]>,
     #[comptime] dim: usize,
@@ -213,8 +237,9 @@ pub fn load_rows<E: Float, A: Float, N: Size>(
         let row = at / fours;
         let four = at % fours;
         let mut value = Vector::<A, Four>::zeroed();
-        if first + row < strides.len {
-            value = load_four::<E, A, N>(source, base + (first + row) * strides.row, four, dim);
+        let position = position_at(first + row, listing, t);
+        if position < strides.len {
+            value = load_four::<E, A, N>(source, base + position * strides.row, four, dim);
         }
         target[row * comptime!(pitch(dim)) + four] = value;
         at += comptime!(t.units());
@@ -228,6 +253,7 @@ pub fn gather_rows<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
     base: usize,
     strides: &Strides,
+    listing: &Listing,
     plan: &[u32],
     entry: usize,
     target: &mut Shared<[Vector<A, Four>]>,
@@ -240,7 +266,7 @@ pub fn gather_rows<E: Float, A: Float, N: Size>(
     while at < total {
         let col = at / fours;
         let four = at % fours;
-        let row = position(plan, entry, col, t);
+        let row = position_at(place(plan, entry, col, t), listing, t);
         let mut value = Vector::<A, Four>::zeroed();
         if row < strides.len {
             value = load_four::<E, A, N>(source, base + row * strides.row, four, dim);
@@ -331,7 +357,8 @@ pub fn accumulate_product<A: Float>(
     }
 }
 
-/// Writes the unit's part of an output row, scaled, narrowed to `E`. `row` is in vectors.
+/// Writes the unit's part of an output row, scaled and narrowed to `E`, or with `add` adds it to what is there.
+/// `row` is in vectors.
 #[cube]
 pub fn store_row<E: Float, A: Float, N: Size>(
     target: &mut [Vector<E, N>],
@@ -340,6 +367,7 @@ pub fn store_row<E: Float, A: Float, N: Size>(
     factor: A,
     unit_x: usize,
     #[comptime] unit_row: usize,
+    #[comptime] add: bool,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
 ) {
@@ -354,9 +382,14 @@ pub fn store_row<E: Float, A: Float, N: Size>(
             let piece = four * comptime!(4 / width) + part;
             if piece < comptime!(dim / width) {
                 let mut narrow = Vector::<E, N>::zeroed();
+                let before = target[row + piece];
                 #[unroll]
                 for i in 0..width {
-                    narrow.insert(i, E::cast_from(value.extract(comptime!(part * width + i))));
+                    let mut element = value.extract(comptime!(part * width + i));
+                    if comptime!(add) {
+                        element += A::cast_from(before.extract(i));
+                    }
+                    narrow.insert(i, E::cast_from(element));
                 }
                 target[row + piece] = narrow;
             }

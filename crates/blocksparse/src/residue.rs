@@ -1,0 +1,235 @@
+//! Strided patterns seen from inside their residue classes.
+//!
+//! `strided(s)` lets position `i` see `i, i − s, i − 2s, …`: in blocks of consecutive positions that is a diagonal in every
+//! `s / b`-th block, almost all of it masked. But the positions with `i mod s = c` see only each other, causally. Listed class
+//! by class, the pattern is dense causal attention inside each class:
+//!
+//! ```text
+//! position  i = t · s + c        listed at  v = c · class_len + t
+//!
+//! s = 3, n = 9        0 \                          0 \
+//!                     1   \                        3 # \
+//!                     2     \                      6 # # \
+//!                     3 #     \         ──►        1       \
+//!                     4   #     \                  4       # \
+//!                     …                            …
+//! ```
+//!
+//! A kernel reads rows `v` as positions `i`: no tensor is copied. A union with a local window is two parts that share no
+//! pair (the window leaves δ = ⌈window / s⌉ of the nearest positions out of each class), computed one after the other, the second
+//! carrying on from the first's softmax.
+
+use crate::builder::Rows;
+use crate::mask::{BlockMask, MaskInterner};
+use crate::{BlockLayout, LayoutError, LayoutShape, Pattern, Run};
+
+/// The positions of a part are listed class by class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Residue {
+    /// Distance between two positions of a class; also the number of classes.
+    pub stride: usize,
+    /// Listed places of a class, the last of which may be beyond the sequence.
+    pub class_len: usize,
+}
+
+/// A layout that computes some of the pairs of another, over positions in natural order or class by class.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Which blocks.
+    pub layout: BlockLayout,
+    /// How positions are listed; `None`: as they come.
+    pub residue: Option<Residue>,
+}
+
+/// A head's pattern as a natural part and a strided one without the `delta` nearest of each class.
+struct Split {
+    natural: Option<Pattern>,
+    strided: Option<(usize, usize)>,
+}
+
+fn split(pattern: &Pattern) -> Split {
+    let whole = || Split {
+        natural: Some(pattern.clone()),
+        strided: None,
+    };
+    match pattern {
+        &Pattern::Strided { stride } => Split {
+            natural: None,
+            strided: Some((stride, 0)),
+        },
+        Pattern::Union(parts) => match parts[..] {
+            [Pattern::Local { window }, Pattern::Strided { stride }]
+            | [Pattern::Strided { stride }, Pattern::Local { window }] => Split {
+                natural: Some(Pattern::local(window)),
+                strided: Some((stride, window.div_ceil(stride))),
+            },
+            _ => whole(),
+        },
+        _ => whole(),
+    }
+}
+
+/// The parts of a pattern with strided heads, if listing them class by class computes fewer pairs than `natural`.
+pub(crate) fn parts(
+    pattern: &Pattern,
+    natural: &BlockLayout,
+) -> Result<Option<Vec<Part>>, LayoutError> {
+    let shape = *natural.shape();
+    let heads: Vec<&Pattern> = match pattern {
+        Pattern::PerHead(parts) => parts.iter().cycle().take(shape.heads).collect(),
+        other => vec![other; shape.heads],
+    };
+    let splits: Vec<Split> = heads.into_iter().map(split).collect();
+    let mut strides = splits.iter().filter_map(|s| s.strided.map(|(stride, _)| stride));
+    let Some(stride) = strides.next() else {
+        return Ok(None);
+    };
+    if strides.any(|other| other != stride) || shape.seq_q != shape.seq_kv || stride < 2 {
+        return Ok(None);
+    }
+    let longest = shape.seq_kv.div_ceil(stride);
+    let block_size = longest.next_power_of_two().clamp(8, 64);
+    let residue = Residue {
+        stride,
+        class_len: longest.next_multiple_of(block_size),
+    };
+    let mut parts = Vec::new();
+    if splits.iter().any(|split| split.natural.is_some()) {
+        let nothing = Pattern::from_fn("nothing", |_, _, _| false);
+        let by_head = splits
+            .iter()
+            .map(|split| split.natural.clone().unwrap_or_else(|| nothing.clone()));
+        // A callback would be asked for every pair: a head without a natural part has no rows instead.
+        let layout = match splits.iter().all(|split| split.natural.is_some()) {
+            true => BlockLayout::new(&Pattern::per_head(by_head), shape)?,
+            false => BlockLayout::new_with_empty_heads(&Pattern::per_head(by_head), shape, |head| {
+                splits[head].natural.is_none()
+            })?,
+        };
+        parts.push(Part {
+            layout,
+            residue: None,
+        });
+    }
+    let listed = LayoutShape {
+        heads: shape.heads,
+        seq_q: stride * residue.class_len,
+        seq_kv: stride * residue.class_len,
+        block_size,
+    };
+    let mut masks = MaskInterner::new(block_size);
+    let rows = splits
+        .iter()
+        .map(|split| match split.strided {
+            Some((_, delta)) => class_rows(&residue, shape.seq_kv, delta, &listed, &mut masks),
+            None => Rows::empty(listed.seq_q / block_size),
+        })
+        .collect();
+    let name = format!("strided({stride}) by residue class");
+    parts.push(Part {
+        layout: BlockLayout::from_heads(name, listed, rows, masks),
+        residue: Some(residue),
+    });
+    let pairs = |layout: &BlockLayout| layout.blocks() * layout.block_size().pow(2);
+    let computed: usize = parts.iter().map(|part| pairs(&part.layout)).sum();
+    Ok((computed < pairs(natural)).then_some(parts))
+}
+
+/// Causal attention inside each class but for the nearest `delta`.
+fn class_rows(
+    residue: &Residue,
+    seq: usize,
+    delta: usize,
+    listed: &LayoutShape,
+    masks: &mut MaskInterner,
+) -> Rows {
+    let b = listed.block_size;
+    let per_class = residue.class_len / b;
+    let mut rows = Rows::new();
+    for class in 0..residue.stride {
+        // Positions of the class that exist.
+        let len = seq.saturating_sub(class).div_ceil(residue.stride);
+        for q_block in 0..per_class {
+            let first = q_block * b;
+            let height = len.saturating_sub(first).min(b);
+            // Key blocks all of whose positions are at least delta before the first query.
+            let whole = (first + 1).saturating_sub(delta) / b;
+            let mut push = |kv_block: usize, count: usize, mask: BlockMask| {
+                if let Some(mask) = masks.intern(mask) {
+                    rows.push(Run {
+                        start: (class * per_class + kv_block) as u32,
+                        stride: 1,
+                        count: count as u32,
+                        mask,
+                    });
+                }
+            };
+            if height > 0 && whole > 0 {
+                push(0, whole, BlockMask::corner(b, height, b));
+            }
+            for kv_block in whole..=q_block {
+                let mask = BlockMask::from_fn(b, |r, c| {
+                    let (query, key) = (first + r, kv_block * b + c);
+                    r < height && key < len && key + delta <= query
+                });
+                push(kv_block, 1, mask);
+            }
+            rows.end_row();
+        }
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every allowed pair is in exactly one part, and no other pair is in any.
+    #[rstest::rstest]
+    #[case(Pattern::strided(7), 100, 8)]
+    #[case(Pattern::strided(16), 256, 32)]
+    #[case(Pattern::merged_strided(16), 250, 16)]
+    #[case(Pattern::union([Pattern::local(50), Pattern::strided(16)]), 333, 8)]
+    #[case(Pattern::union([Pattern::strided(24), Pattern::local(5)]), 600, 8)]
+    #[case(Pattern::per_head([Pattern::local(20), Pattern::strided(20)]), 301, 16)]
+    fn parts_make_up_the_pattern(
+        #[case] pattern: Pattern,
+        #[case] n: usize,
+        #[case] block_size: usize,
+    ) {
+        let layout = pattern.layout(2, n, block_size).unwrap();
+        let parts = layout.parts().expect("cheaper by residue class");
+        for head in 0..2 {
+            let mut seen = vec![vec![0; n]; n];
+            for part in parts {
+                let position = |place: usize| match part.residue {
+                    None => place,
+                    Some(Residue { stride, class_len }) => {
+                        place % class_len * stride + place / class_len
+                    }
+                };
+                for (u, row) in part.layout.to_dense(head).iter().enumerate() {
+                    for (w, _) in row.iter().enumerate().filter(|(_, on)| **on) {
+                        seen[position(u)][position(w)] += 1;
+                    }
+                }
+            }
+            for (i, row) in seen.iter().enumerate() {
+                for (j, &count) in row.iter().enumerate() {
+                    let allowed = pattern.attends(head, i as i64, j as i64);
+                    assert_eq!(count, i32::from(allowed), "head {head}, pair ({i}, {j})");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn patterns_without_a_stride_have_no_parts() {
+        for pattern in [Pattern::causal(), Pattern::fixed(16, 4), Pattern::local(9)] {
+            assert!(pattern.layout(2, 128, 16).unwrap().parts().is_none());
+        }
+        // Strides of two lengths are not listed by one.
+        let two = Pattern::per_head([Pattern::strided(16), Pattern::strided(24)]);
+        assert!(two.layout(2, 128, 8).unwrap().parts().is_none());
+    }
+}
