@@ -185,9 +185,12 @@ pub fn equals_burns_own_attention(devices: &[Device]) {
             let device = device.clone().autodiff();
             let ours = run(&problem, &layout, case.options(), &device, dtype);
             let burns = run_dense(case, &problem, &layout, &device, dtype);
+            // Burn multiplies f32 matrices in tf32 where a GPU has it.
+            let tf32 = format!("{device:?}").contains("Cuda");
+            let tolerance = if tf32 { 5e-3 } else { 2e-5 };
             for (k, name) in ["out", "dq", "dk", "dv"].iter().enumerate() {
                 let what = format!("{}, {device:?}: {name}", case.name);
-                assert_close(&what, ours[k].clone(), &to_f64(burns[k].clone()), 2e-5);
+                assert_close(&what, ours[k].clone(), &to_f64(burns[k].clone()), tolerance);
             }
         }
     }

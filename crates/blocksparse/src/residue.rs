@@ -88,7 +88,7 @@ pub(crate) fn parts(
         return Ok(None);
     }
     let longest = shape.seq_kv.div_ceil(stride);
-    let block_size = longest.next_power_of_two().clamp(8, 64);
+    let block_size = longest.next_power_of_two().clamp(8, 32);
     let residue = Residue {
         stride,
         class_len: longest.next_multiple_of(block_size),

@@ -92,8 +92,8 @@ fn call(
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
     check(&q, &k, &v, layout)?;
     options.validate()?;
-    AttentionPlan::choose(&q, &k, &v, layout, &options)?;
-    let layout = upload::layout_tensors(layout, &q.device());
+    let plan = AttentionPlan::choose(&q, &k, &v, layout, &options)?;
+    let layout = upload::layout_tensors(layout, &q.device(), plan.is_kernels());
     let inputs = AttentionInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),

@@ -38,7 +38,8 @@ pub struct AttentionInputs<B: Backend> {
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct LayoutTensors<B: Backend> {
     /// The pairs that are *not* computed, for each mask of the layout's table:
-    /// `[masks, block_size · block_size]`, row-major, Burn's sense (`true` = masked).
+    /// `[masks, block_size · block_size]`, row-major, Burn's sense (`true` = masked). A single element where
+    /// kernels run: they have their own form of it.
     pub blocked: BoolTensor<B>,
     /// The layout itself.
     pub host: BlockLayout,

@@ -59,6 +59,11 @@ impl AttentionPlan {
         Self::choose(q, k, v, layout, options)
     }
 
+    /// Whether fused kernels run, and not the reference.
+    pub fn is_kernels(&self) -> bool {
+        !matches!(self, Self::Reference { .. })
+    }
+
     /// For arguments that were checked against each other.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub(crate) fn choose(
@@ -75,6 +80,10 @@ impl AttentionPlan {
             let dims = [batch, kv_heads, head_dim, v.dims()[3]];
             let sizes = crate::backends::cube::sizes(dims, q.dtype(), options)?;
             let plan = crate::backends::cube::plan(inner, layout, sizes)?;
+            if crate::backends::cube::uses_reference() {
+                let device = name(&device);
+                return Ok(Self::Reference { device });
+            }
             if device.is_autodiff() {
                 plan.check_backward()?;
             }

@@ -1,6 +1,7 @@
 //! Layouts on devices: uploaded once per device, kept as long as the layout lives.
 
-use std::sync::Mutex;
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, Weak};
 
 use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
@@ -8,32 +9,74 @@ use burn::tensor::{Bool, Device, Tensor, TensorData};
 
 use crate::ops::LayoutTensors;
 
+/// What a layout has on devices, found by the address of a token that lives as long as the layout's data.
+///
+/// The layout itself must not own these tensors: an operation in flight may be the last to hold the layout, and a
+/// tensor dropped on the device's own thread would call that thread from itself. Tensors of layouts that are
+/// gone are dropped when the next layout is uploaded.
+static UPLOADED: LazyLock<Mutex<HashMap<usize, Uploaded>>> = LazyLock::new(Mutex::default);
+
 #[derive(Default)]
-struct OnDevices(Mutex<Vec<(Device, Tensor<2, Bool>)>>);
+struct Token;
+
+struct Uploaded {
+    layout: Weak<Token>,
+    on_devices: Vec<(Device, Tensor<2, Bool>)>,
+}
 
 /// The layout for a call on `device`. Its tensors are on the device without autodiff: an autodiff layout
-/// would silently turn plain outputs into autodiff ones.
-pub(crate) fn layout_tensors(layout: &BlockLayout, device: &Device) -> LayoutTensors<Dispatch> {
+/// would silently turn plain outputs into autodiff ones. Kernels read no mask table: where they run, `blocked` is
+/// a single element.
+pub(crate) fn layout_tensors(
+    layout: &BlockLayout,
+    device: &Device,
+    kernels: bool,
+) -> LayoutTensors<Dispatch> {
     let device = device.clone().without_autodiff();
-    let cache = layout.attachment(OnDevices::default);
-    let mut on_devices = match cache.0.lock() {
+    let token = match kernels {
+        false => layout.attachment(Token::default),
+        true => NO_LAYOUT.clone(),
+    };
+    let key = Arc::as_ptr(&token) as usize;
+    let mut uploaded = match UPLOADED.lock() {
         Ok(guard) => guard,
         Err(poisoned) => poisoned.into_inner(),
     };
-    let known = on_devices.iter().find(|(known, _)| *known == device);
+    let known = (uploaded.get(&key))
+        .filter(|entry| entry.layout.strong_count() > 0)
+        .and_then(|entry| entry.on_devices.iter().find(|(known, _)| *known == device));
+    let mut gone = Vec::new();
     let blocked = match known {
         Some((_, blocked)) => blocked.clone(),
         None => {
-            let blocked = blocked(layout, &device);
-            on_devices.push((device, blocked.clone()));
+            let dead: Vec<usize> = (uploaded.iter())
+                .filter(|(_, entry)| entry.layout.strong_count() == 0)
+                .map(|(key, _)| *key)
+                .collect();
+            gone.extend(dead.iter().filter_map(|key| uploaded.remove(key)));
+            let blocked = match kernels {
+                false => blocked(layout, &device),
+                true => Tensor::from_data(TensorData::new(vec![false], [1, 1]), &device),
+            };
+            let entry = uploaded.entry(key).or_insert_with(|| Uploaded {
+                layout: Arc::downgrade(&token),
+                on_devices: Vec::new(),
+            });
+            entry.on_devices.push((device, blocked.clone()));
             blocked
         }
     };
+    // Dropping tensors takes the device's locks; ours is given back before.
+    drop(uploaded);
+    drop(gone);
     LayoutTensors {
         blocked: blocked.into_dispatch(),
         host: layout.clone(),
     }
 }
+
+/// The token of the element that stands for no mask table.
+static NO_LAYOUT: LazyLock<Arc<Token>> = LazyLock::new(Arc::default);
 
 fn blocked(layout: &BlockLayout, device: &Device) -> Tensor<2, Bool> {
     let b = layout.block_size();

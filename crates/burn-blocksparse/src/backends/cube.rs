@@ -7,7 +7,7 @@ use blocksparse::{BlockLayout, kernels::KernelError};
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, full_device_dtype, zeros_client};
+use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, full_device_dtype};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
@@ -17,7 +17,7 @@ use crate::ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
     Saved,
 };
-use crate::{AttentionOptions, WeightsMode, weights};
+use crate::{AttentionOptions, WeightsMode, reference, weights};
 
 /// What a call on `device` will run.
 pub(crate) fn plan(
@@ -55,17 +55,17 @@ impl BlockSparseOps for CubeBackend {
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
+        if *REFERENCE {
+            return reference::forward::<Self>(inputs, &layout, &options);
+        }
         let call = Call::new(inputs, layout, options);
-        let b = call.layout.block_size();
         let (heads, seq_q) = (call.layout.heads(), call.layout.seq_q());
         let batch = call.sizes.batch;
         let out = call.empty([batch, heads, seq_q, call.sizes.value_dim], call.dtype);
         let lse = call.empty([batch, heads, seq_q], call.accumulator());
         let stored = (call.options.weights == WeightsMode::Store).then(|| {
-            // A layout without any block still gets a buffer.
-            let [batch, blocks, ..] = weights::shape(&call.layout, batch);
-            let shape = Shape::new([batch, blocks, b, b]);
-            zeros_client(call.client.clone(), call.device.clone(), shape, call.accumulator())
+            let shape = weights::shape(&call.layout, batch);
+            call.filled(shape, 0.0, call.accumulator())
         });
         let views = call.views();
         let result = kernels::forward(
@@ -96,6 +96,9 @@ impl BlockSparseOps for CubeBackend {
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
     ) -> AttentionGrads<Self> {
+        if *REFERENCE {
+            return reference::backward::<Self>(saved, grad_out, &layout, &options);
+        }
         let Saved { inputs, output } = saved;
         let call = Call::new(inputs, layout, options);
         let (heads, seq_q, seq_kv) =
@@ -157,8 +160,18 @@ impl BlockSparseOps for CubeBackend {
 
 /// With `BURN_BLOCKSPARSE_POISON=1` outputs are NaN before every launch, so that an element nobody wrote
 /// cannot pass for a result.
-static POISON: LazyLock<bool> =
-    LazyLock::new(|| std::env::var_os("BURN_BLOCKSPARSE_POISON").is_some_and(|value| value == "1"));
+static POISON: LazyLock<bool> = LazyLock::new(|| is_set("BURN_BLOCKSPARSE_POISON"));
+
+/// With `BURN_BLOCKSPARSE_REFERENCE=1` the reference runs instead of the kernels, to compare the two.
+static REFERENCE: LazyLock<bool> = LazyLock::new(|| is_set("BURN_BLOCKSPARSE_REFERENCE"));
+
+pub(crate) fn uses_reference() -> bool {
+    *REFERENCE
+}
+
+fn is_set(variable: &str) -> bool {
+    std::env::var_os(variable).is_some_and(|value| value == "1")
+}
 
 /// What both passes need.
 struct Call {
@@ -209,13 +222,22 @@ impl Call {
     }
 
     fn empty<const D: usize>(&self, shape: [usize; D], dtype: DType) -> CubeTensor {
-        let shape = Shape::new(shape);
         let (client, device) = (self.client.clone(), self.device.clone());
-        if *POISON {
-            let nan = InputScalar::new(f64::NAN, dtype_to_elem_type(dtype));
-            return full_device_dtype(client, shape, device, nan, dtype);
+        match *POISON {
+            true => self.filled(shape, f64::NAN, dtype),
+            false => empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype),
         }
-        empty_device_contiguous_dtype(client, device, shape, dtype)
+    }
+
+    /// Filled as one row, because Burn may put gaps between the rows of a tensor that it fills.
+    fn filled<const D: usize>(&self, shape: [usize; D], value: f64, dtype: DType) -> CubeTensor {
+        let (client, device) = (self.client.clone(), self.device.clone());
+        let value = InputScalar::new(value, dtype_to_elem_type(dtype));
+        // A tensor without elements still gets a buffer.
+        let elements = shape.iter().product::<usize>().max(1);
+        let row = Shape::new([elements]);
+        let row = full_device_dtype(client.clone(), row, device.clone(), value, dtype);
+        CubeTensor::new_contiguous(client, device, Shape::new(shape), row.handle, dtype)
     }
 }
 

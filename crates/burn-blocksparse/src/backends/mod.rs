@@ -1,5 +1,6 @@
 //! The only files that know both Burn's backends and our operation.
 
+#[cfg(any(feature = "flex", feature = "ndarray"))]
 use crate::ops::BlockSparseOps;
 
 #[cfg(feature = "autodiff")]

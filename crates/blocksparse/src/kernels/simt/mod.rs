@@ -37,12 +37,11 @@ const fn candidate(rows: usize, cols: usize, unit_rows: usize, speed: f64) -> Ca
 }
 
 /// Larger tiles read less shared memory per multiply-add.
-const CANDIDATES: [Candidate; 9] = [
+const CANDIDATES: [Candidate; 8] = [
     candidate(128, 64, 8, 1.0),
-    candidate(64, 64, 8, 0.8),
-    candidate(64, 64, 4, 0.8),
-    candidate(64, 32, 4, 0.7),
-    candidate(32, 32, 4, 0.5),
+    candidate(64, 64, 4, 0.9),
+    candidate(64, 32, 4, 0.92),
+    candidate(32, 32, 4, 0.8),
     candidate(32, 16, 2, 0.35),
     candidate(16, 16, 2, 0.25),
     candidate(16, 8, 1, 0.15),
