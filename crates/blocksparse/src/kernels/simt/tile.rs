@@ -111,7 +111,12 @@ pub struct Listing {
 pub fn position_at(place: usize, listing: &Listing, #[comptime] t: Tile) -> usize {
     let mut position = place;
     if comptime!(t.residue) {
-        position = place % listing.class_len * listing.stride + place / listing.class_len;
+        let class = place / listing.class_len;
+        position = place % listing.class_len * listing.stride + class;
+        // The last tile may reach beyond the last class: such places are beyond every sequence.
+        if class >= listing.stride {
+            position = usize::cast_from(u32::MAX);
+        }
     }
     position
 }
