@@ -16,6 +16,8 @@
 //! falls back silently: what cannot run is a [`KernelError`] before anything is launched.
 
 mod device;
+#[cfg(feature = "hopper")]
+pub mod hopper;
 mod launch;
 mod simt;
 

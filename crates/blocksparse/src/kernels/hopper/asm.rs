@@ -1,0 +1,270 @@
+//! PTX that CubeCL has no functions for: wgmma, mbarriers and TMA at run-time addresses, fast math.
+//!
+//! `$i` in a text is operand `i` (the output first), `%n` register `n` of all operands in a row. Every
+//! operand has to occur in its text, so the last ones are named in a PTX comment.
+
+use cubecl::prelude::*;
+
+/// The type of the tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Half {
+    /// 8 bits of exponent.
+    Bf16,
+    /// 5 bits of exponent.
+    F16,
+}
+
+impl Half {
+    fn ptx(self) -> &'static str {
+        match self {
+            Half::Bf16 => "bf16",
+            Half::F16 => "f16",
+        }
+    }
+}
+
+/// Bytes of a row of shared memory: the span of the 128-byte swizzle, which repeats after 8 rows.
+pub const ROW: usize = 128;
+/// Elements of such a row.
+pub const ROW_ELEMENTS: usize = ROW / 2;
+/// Depth of one wgmma.
+pub const DEPTH: usize = 16;
+
+/// `%first, …` of `count` registers.
+fn registers(first: usize, count: usize) -> String {
+    let names: Vec<String> = (first..first + count).map(|i| format!("%{i}")).collect();
+    names.join(", ")
+}
+
+/// `a · bᵀ` of two K-major operands in shared memory. Both lie in spans of 64 columns, `a_span` and
+/// `b_span` bytes apart. The first step overwrites the output, so nothing has to be zeroed.
+fn product_text(half: Half, cols: usize, dim: usize, a_span: usize, b_span: usize) -> String {
+    let (ty, out) = (half.ptx(), registers(0, cols / 2));
+    let mut text = String::from("{ .reg .b64 a, b; wgmma.fence.sync.aligned; ");
+    for k in 0..dim.div_ceil(DEPTH) {
+        let (span, within) = (k * DEPTH / ROW_ELEMENTS, k * DEPTH % ROW_ELEMENTS * 2);
+        let (a, b) = ((span * a_span + within) >> 4, (span * b_span + within) >> 4);
+        let add = usize::from(k > 0);
+        text += &format!(
+            "add.s64 a, $1, {a}; add.s64 b, $2, {b}; \
+             wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{ty}.{ty} {{{out}}}, a, b, {add}, 1, 1, 0, 0; "
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
+}
+
+/// `c + p · b`: `p` in registers, `b` (`[cols, dim]`, MN-major) in shared memory. `acc` registers hold an
+/// accumulator, of which `dim / 2` are used. An asm has no operands that are both input and output, so
+/// the sums are moved, which ptxas then drops.
+fn accumulate_text(half: Half, acc: usize, cols: usize, dim: usize) -> String {
+    let (ty, used) = (half.ptx(), dim / 2);
+    let mut text = String::from("{ .reg .b64 b; ");
+    for i in 0..used {
+        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
+    }
+    text += "wgmma.fence.sync.aligned; ";
+    for k in 0..cols / DEPTH {
+        let a = registers(2 * acc + 4 * k, 4);
+        text += &format!(
+            "add.s64 b, $3, {}; wgmma.mma_async.sync.aligned.m64n{dim}k16.f32.{ty}.{ty} {{{}}}, {{{a}}}, b, 1, 1, 1, 1; ",
+            k * DEPTH * ROW >> 4,
+            registers(0, used),
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; /* $0 $1 $2 */ }"
+}
+
+fn wait_text(pending: usize, acc: usize, used: usize) -> String {
+    let mut text = format!("{{ /* $0 $1 */ wgmma.wait_group.sync.aligned {pending}; ");
+    for i in 0..used {
+        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
+    }
+    text + "}"
+}
+
+/// Reads a variable. An asm gets a mutable variable as a pointer.
+#[cube]
+pub fn val<T: CubePrimitive>(x: T) -> T {
+    intrinsic!(|scope| { x.read_value(scope).into() })
+}
+
+/// Starts `a · bᵀ` `[64, cols]`. The result is there after a [`wait`].
+#[cube]
+pub fn product<S: Size>(
+    a: u64,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] dim: usize,
+    #[comptime] a_span: usize,
+    #[comptime] b_span: usize,
+) -> Vector<f32, S> {
+    let out: Vector<f32, S>;
+    let width = S::value();
+    let cols = comptime!(width * 2);
+    gpu_asm!("{body} /* {d} {a} {b} */",
+        body = const product_text(half, cols, dim, a_span, b_span),
+        d = out(_) out, a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Starts `c + p · b` `[64, dim]`. The result is there after a [`wait`].
+#[cube]
+pub fn accumulate<P: Size, O: Size>(
+    c: Vector<f32, O>,
+    p: Vector<u32, P>,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] dim: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let acc = O::value();
+    let width = P::value();
+    let cols = comptime!(width * 4);
+    gpu_asm!("{body} /* {d} {c} {p} {b} */",
+        body = const accumulate_text(half, acc, cols, dim),
+        d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
+        p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Waits until at most `pending` of the products started last are unfinished.
+#[cube]
+pub fn wait<N: Size>(
+    c: Vector<f32, N>,
+    #[comptime] pending: usize,
+    #[comptime] used: usize,
+) -> Vector<f32, N> {
+    let out: Vector<f32, N>;
+    let acc = N::value();
+    gpu_asm!("{body} /* {d} {c} */", body = const wait_text(pending, acc, used),
+        d = out(_) out, c = in(_) val::<Vector<f32, N>>(c));
+    out
+}
+
+/// The descriptor of a swizzled operand: its address, the distance of its 64-wide spans where the wide
+/// side is not the depth, 8 rows of 128 bytes, 128-byte swizzle.
+#[cube]
+pub fn descriptor(address: u32, #[comptime] span: usize) -> u64 {
+    let low = (address >> 4u32) | comptime!((span as u32 >> 4) << 16);
+    u64::cast_from(low) | comptime!((1u64 << 62) | (64u64 << 32))
+}
+
+#[cube]
+pub fn barrier_init(bar: u32, #[comptime] arrivals: u32) {
+    gpu_asm!("mbarrier.init.shared::cta.b64 [{b}], {c};", b = in(_) val::<u32>(bar), c = const arrivals);
+}
+
+/// Makes initialised barriers known to TMA.
+#[cube]
+pub fn barrier_fence() {
+    gpu_asm!("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;");
+}
+
+/// Arrives, and has the phase wait for `bytes` of TMA.
+#[cube]
+pub fn barrier_expect(bar: u32, #[comptime] bytes: usize) {
+    gpu_asm!("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{b}], {c};",
+        b = in(_) val::<u32>(bar), c = const bytes);
+}
+
+#[cube]
+pub fn barrier_arrive(bar: u32) {
+    gpu_asm!("mbarrier.arrive.shared::cta.b64 _, [{b}];", b = in(_) val::<u32>(bar));
+}
+
+/// Waits for the end of the phase of this parity.
+#[cube]
+pub fn barrier_wait(bar: u32, parity: u32) {
+    gpu_asm!("{{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [{b}], {p}; @done bra DONE; bra AGAIN; DONE: }}",
+        b = in(_) val::<u32>(bar), p = in(_) val::<u32>(parity));
+}
+
+/// Copies a box of a `[batch, head, row, column]` tensor map into shared memory.
+#[cube]
+pub fn load_box(map: u64, target: u32, bar: u32, column: u32, row: u32, head: u32, batch: u32) {
+    gpu_asm!("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [{s}], [{m}, {{{x}, {y}, {z}, {w}}}], [{b}];",
+        s = in(_) val::<u32>(target), m = in(_) val::<u64>(map), x = in(_) val::<u32>(column),
+        y = in(_) val::<u32>(row), z = in(_) val::<u32>(head), w = in(_) val::<u32>(batch), b = in(_) val::<u32>(bar));
+}
+
+/// Waits at a named barrier for `units` units, those that only arrive included.
+#[cube]
+pub fn named_sync(id: u32, #[comptime] units: u32) {
+    gpu_asm!("bar.sync {b}, {n};", b = in(_) val::<u32>(id), n = const units);
+}
+
+/// Arrives at a named barrier without waiting.
+#[cube]
+pub fn named_arrive(id: u32, #[comptime] units: u32) {
+    gpu_asm!("bar.arrive {b}, {n};", b = in(_) val::<u32>(id), n = const units);
+}
+
+/// A number that is the same in all units of a warp, told to the compiler.
+#[cube]
+pub fn uniform(x: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("shfl.sync.idx.b32 {o}, {i}, 0, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), options(nomem));
+    o
+}
+
+/// Whether `x` differs from `y` in any unit of the warp.
+#[cube]
+pub fn any_differ(x: f32, y: f32) -> u32 {
+    let o: u32;
+    gpu_asm!("{{ .reg .pred p, q; setp.ne.f32 p, {x}, {y}; vote.sync.any.pred q, p, 0xffffffff; selp.u32 {o}, 1, 0, q; }}",
+        o = out(_) o, x = in(_) val::<f32>(x), y = in(_) val::<f32>(y), options(nomem));
+    o
+}
+
+#[cube]
+pub fn shuffle_xor(x: f32, #[comptime] mask: u32) -> f32 {
+    let o: f32;
+    gpu_asm!("shfl.sync.bfly.b32 {o}, {i}, {m}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<f32>(x), m = const mask, options(nomem));
+    o
+}
+
+/// `2^x`. Volatile, or ptxas moves a wait for a wgmma in front of it.
+#[cube]
+pub fn exp2(x: f32) -> f32 {
+    let o: f32;
+    gpu_asm!("ex2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(nomem));
+    o
+}
+
+#[cube]
+pub fn log2(x: f32) -> f32 {
+    let o: f32;
+    gpu_asm!("lg2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
+    o
+}
+
+#[cube]
+pub fn reciprocal(x: f32) -> f32 {
+    let o: f32;
+    gpu_asm!("rcp.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
+    o
+}
+
+#[cube]
+pub fn larger(a: f32, b: f32) -> f32 {
+    let o: f32;
+    gpu_asm!("max.f32 {o}, {a}, {b};", o = out(_) o, a = in(_) val::<f32>(a), b = in(_) val::<f32>(b), options(pure, nomem));
+    o
+}
+
+/// `a · b + c`.
+#[cube]
+pub fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
+    let o: f32;
+    gpu_asm!("fma.rn.ftz.f32 {o}, {a}, {b}, {c};", o = out(_) o, a = in(_) val::<f32>(a), b = in(_) val::<f32>(b), c = in(_) val::<f32>(c), options(pure, nomem));
+    o
+}
+
+/// Two numbers in half precision, `low` in the lower half.
+#[cube]
+pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
+    let o: u32;
+    gpu_asm!("cvt.rn.{t}x2.f32 {o}, {h}, {l};", t = const half.ptx(), o = out(_) o,
+        h = in(_) val::<f32>(high), l = in(_) val::<f32>(low), options(pure, nomem));
+    o
+}

@@ -1,0 +1,594 @@
+//! The forward kernel: one cube per tile of queries, one warpgroup per 64 rows of it.
+//!
+//! ```text
+//! warp 0   TMA:  K(0) V(0) K(1) V(1) …   gathered boxes of `group` rows into `stages` buffers each
+//! every warpgroup, per step j:
+//!     s = q · K(j)ᵀ              wgmma, started
+//!     o = o + p · V(j−1)         wgmma, started; p is in registers
+//!     s done:  mask, m' = max(m, s), p' = exp2(s − m'), l = a · l + Σ p'      while o is computed
+//!     o done:  o = a · o,  p = p'                                 a = exp2(m − m')
+//! ```
+//!
+//! Two warpgroups take turns: while one has its products computed the other computes exponentials. Without `overlap`
+//! a warpgroup finishes `o = a · o + p · V(j)` within step j, which needs fewer registers; then cubes that
+//! share a multiprocessor fill each other's gaps.
+
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
+
+use super::Tile;
+use super::asm::*;
+use crate::kernels::simt::tile::PlanParts;
+
+/// Where the running maximum starts: below any score, but not −∞, which masked scores are.
+const LOWEST_MAX: f32 = -1.0e29;
+/// By how much, in powers of two, a new maximum must exceed the old one to replace it. Until then `p` exceeds 1,
+/// harmlessly, and the output needs no rescaling.
+const SLACK: f32 = 8.0;
+/// Positions of a tile that share a mask word's column range with a unit: rows `r` and `r + 8`.
+const ROW_PAIR: u32 = 8;
+
+/// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`; `out` `[batch, heads, seq_q, dim]` in pairs of elements and
+/// `lse` `[batch, heads, seq_q]` contiguous.
+///
+/// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s · cap_scale)`.
+#[cube(launch_unchecked)]
+pub fn forward<S: Size, P: Size, O: Size>(
+    q: &TensorMap<u32, Tiled>,
+    k: &TensorMap<u32, Tiled>,
+    v: &TensorMap<u32, Tiled>,
+    out: &mut [u32],
+    lse: &mut [f32],
+    plan: &[u32],
+    parts: PlanParts,
+    seq_q: u32,
+    heads_per_kv: u32,
+    log2_scale: f32,
+    softcap: f32,
+    cap_scale: f32,
+    neg_infinity: f32,
+    #[comptime] t: Tile,
+) {
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let head = CUBE_POS_Y;
+    let batch = CUBE_POS_Z;
+
+    if UNIT_POS_X == 0 {
+        barrier_init(base, 1u32);
+        #[unroll]
+        for i in 0..comptime!(t.stages) {
+            let offset = comptime!(8 * i as u32);
+            barrier_init(base + comptime!(t.k_full()) + offset, 1u32);
+            barrier_init(base + comptime!(t.v_full()) + offset, 1u32);
+            barrier_init(base + comptime!(t.k_empty()) + offset, comptime!(t.warps()));
+            barrier_init(base + comptime!(t.v_empty()) + offset, comptime!(t.warps()));
+        }
+        barrier_fence();
+    }
+    sync_cube();
+
+    let first_record = plan[parts.heads + batch as usize * parts.batch + head as usize] as usize;
+    let tile = plan[parts.order + first_record + CUBE_POS_X as usize];
+    let record = parts.tiles + (first_record + tile as usize) * 3;
+    let steps = uniform(plan[record + 1]);
+    let loads = Loads {
+        k: tensor_map_address(k),
+        v: tensor_map_address(v),
+        base,
+        lane,
+        head: head / heads_per_kv,
+        batch,
+    };
+    let walk = Walk {
+        entry: parts.entries + plan[record] as usize * 2,
+        masks: parts.masks,
+        steps,
+        masked: uniform(plan[record + 2]),
+        row: warp * 16 + lane / 4,
+        quad: (lane % 4) * 2,
+    };
+
+    // The positions that this lane loads next of k and of v.
+    let mut k_at = 0u32;
+    let mut v_at = 0u32;
+    if warp == 0 {
+        if lane == 0 {
+            let map = tensor_map_address(q);
+            barrier_expect(base, comptime!(t.q_bytes()));
+            #[unroll]
+            for span in 0..comptime!(t.spans()) {
+                load_box(
+                    map,
+                    base + comptime!((t.q_offset() + span * t.rows() * ROW) as u32),
+                    base,
+                    comptime!((span * ROW_ELEMENTS) as u32),
+                    tile * comptime!(t.rows() as u32),
+                    head,
+                    batch,
+                );
+            }
+        }
+        #[unroll]
+        for j in 0..comptime!(t.stages as u32) {
+            if j < steps {
+                k_at = entry_position(plan, &walk, &loads, j, t);
+                load_step(&loads, j, k_at, false, t);
+                load_step(&loads, j, k_at, true, t);
+            }
+        }
+        k_at = entry_position(plan, &walk, &loads, comptime!(t.stages as u32), t);
+    }
+
+    let group = warp / 4;
+    let q_desc = descriptor(base + comptime!(t.q_offset() as u32) + group * comptime!((64 * ROW) as u32), 16usize);
+    let k_desc = descriptor(base + comptime!(t.k_offset() as u32), 16usize);
+    let v_desc = descriptor(base + comptime!(t.v_offset() as u32), comptime!(t.cols * ROW));
+    let mut m0 = f32::new(LOWEST_MAX);
+    let mut m1 = f32::new(LOWEST_MAX);
+    let mut l0 = f32::new(0.0);
+    let mut l1 = f32::new(0.0);
+    let mut o = Vector::<f32, O>::zeroed();
+    barrier_wait(base, 0u32);
+    if comptime!(t.turns()) {
+        if group == 1 {
+            named_arrive(1u32, 256u32);
+        }
+    }
+
+    if steps > 0 {
+        if comptime!(t.overlap) {
+            barrier_wait(base + comptime!(t.k_full()), 0u32);
+            let s = wait::<S>(
+                product::<S>(q_desc, k_desc, t.half, t.dim, comptime!(t.rows() * ROW), comptime!(t.cols * ROW)),
+                0usize,
+                comptime!(t.cols / 2),
+            );
+            if lane == 0 {
+                barrier_arrive(base + comptime!(t.k_empty()));
+            }
+            let s = score::<S>(s, plan, &walk, 0u32, softcap, cap_scale, t);
+            let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
+            m0 = soft.m0;
+            m1 = soft.m1;
+            l0 = soft.l0;
+            l1 = soft.l1;
+            let mut p = pack_all::<S, P>(soft.p, t.half);
+            if steps > 1 {
+                barrier_wait(base + comptime!(t.k_full()) + stage(1u32, t) * 8, parity(1u32, t));
+            }
+            for j in 1..steps {
+                let now = stage(j, t);
+                let before = stage(j - 1, t);
+                if comptime!(t.turns()) {
+                    named_sync(1 + group, 256u32);
+                }
+                let s_started = product::<S>(
+                    q_desc,
+                    k_desc + u64::cast_from(now * comptime!((t.stage_bytes() >> 4) as u32)),
+                    t.half,
+                    t.dim,
+                    comptime!(t.rows() * ROW),
+                    comptime!(t.cols * ROW),
+                );
+                barrier_wait(base + comptime!(t.v_full()) + before * 8, parity(j - 1, t));
+                let o_started = accumulate::<P, O>(
+                    o,
+                    p,
+                    v_desc + u64::cast_from(before * comptime!((t.stage_bytes() >> 4) as u32)),
+                    t.half,
+                    t.dim,
+                );
+                if comptime!(t.turns()) {
+                    named_arrive(2 - group, 256u32);
+                }
+                if warp == 0 {
+                    // V of the step before last, K of the last one are free, or nearly.
+                    let v_next = j + comptime!(t.stages as u32) - 2;
+                    if j >= 2 && v_next < steps {
+                        barrier_wait(base + comptime!(t.v_empty()) + stage(v_next, t) * 8, 1 - parity(v_next, t));
+                        load_step(&loads, v_next, v_at, true, t);
+                    }
+                    let k_next = j + comptime!(t.stages as u32) - 1;
+                    if k_next < steps {
+                        barrier_wait(base + comptime!(t.k_empty()) + stage(k_next, t) * 8, 1 - parity(k_next, t));
+                        load_step(&loads, k_next, k_at, false, t);
+                    }
+                    v_at = k_at;
+                    k_at = entry_position(plan, &walk, &loads, k_next + 1, t);
+                }
+                let s = wait::<S>(s_started, 1usize, comptime!(t.cols / 2));
+                if lane == 0 {
+                    barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
+                }
+                let s = score::<S>(s, plan, &walk, j, softcap, cap_scale, t);
+                let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
+                m0 = soft.m0;
+                m1 = soft.m1;
+                l0 = soft.l0;
+                l1 = soft.l1;
+                if j + 1 < steps {
+                    barrier_wait(base + comptime!(t.k_full()) + stage(j + 1, t) * 8, parity(j + 1, t));
+                }
+                o = wait::<O>(o_started, 0usize, comptime!(t.dim / 2));
+                if lane == 0 {
+                    barrier_arrive(base + comptime!(t.v_empty()) + before * 8);
+                }
+                o = rescale::<O>(o, soft.a0, soft.a1, t);
+                p = pack_all::<S, P>(soft.p, t.half);
+            }
+            let last = stage(steps - 1, t);
+            barrier_wait(base + comptime!(t.v_full()) + last * 8, parity(steps - 1, t));
+            let o_started = accumulate::<P, O>(
+                o,
+                p,
+                v_desc + u64::cast_from(last * comptime!((t.stage_bytes() >> 4) as u32)),
+                t.half,
+                t.dim,
+            );
+            o = wait::<O>(o_started, 0usize, comptime!(t.dim / 2));
+        } else {
+            for j in 0..steps {
+                let now = stage(j, t);
+                barrier_wait(base + comptime!(t.k_full()) + now * 8, parity(j, t));
+                if comptime!(t.turns()) {
+                    named_sync(1 + group, 256u32);
+                }
+                let s_started = product::<S>(
+                    q_desc,
+                    k_desc + u64::cast_from(now * comptime!((t.stage_bytes() >> 4) as u32)),
+                    t.half,
+                    t.dim,
+                    comptime!(t.rows() * ROW),
+                    comptime!(t.cols * ROW),
+                );
+                if warp == 0 {
+                    let next = j + comptime!(t.stages as u32) - 1;
+                    if j >= 1 {
+                        if next < steps {
+                            let free = 1 - parity(next, t);
+                            barrier_wait(base + comptime!(t.k_empty()) + stage(next, t) * 8, free);
+                            load_step(&loads, next, k_at, false, t);
+                            barrier_wait(base + comptime!(t.v_empty()) + stage(next, t) * 8, free);
+                            load_step(&loads, next, k_at, true, t);
+                        }
+                        k_at = entry_position(plan, &walk, &loads, next + 1, t);
+                    }
+                }
+                let s = wait::<S>(s_started, 0usize, comptime!(t.cols / 2));
+                if comptime!(t.turns()) {
+                    named_arrive(2 - group, 256u32);
+                }
+                if lane == 0 {
+                    barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
+                }
+                let s = score::<S>(s, plan, &walk, j, softcap, cap_scale, t);
+                let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
+                m0 = soft.m0;
+                m1 = soft.m1;
+                l0 = soft.l0;
+                l1 = soft.l1;
+                let p = pack_all::<S, P>(soft.p, t.half);
+                o = rescale::<O>(o, soft.a0, soft.a1, t);
+                barrier_wait(base + comptime!(t.v_full()) + now * 8, parity(j, t));
+                let o_started = accumulate::<P, O>(
+                    o,
+                    p,
+                    v_desc + u64::cast_from(now * comptime!((t.stage_bytes() >> 4) as u32)),
+                    t.half,
+                    t.dim,
+                );
+                o = wait::<O>(o_started, 0usize, comptime!(t.dim / 2));
+                if lane == 0 {
+                    barrier_arrive(base + comptime!(t.v_empty()) + now * 8);
+                }
+            }
+        }
+    }
+
+    let first = (batch * CUBE_COUNT_Y + head) * seq_q;
+    let row = tile * comptime!(t.rows() as u32) + walk.row;
+    let l0 = quad_sum(l0);
+    let l1 = quad_sum(l1);
+    store_row::<O>(out, lse, &o, 0usize, m0 * log2_scale, l0, first, row, seq_q, lane, neg_infinity, t);
+    store_row::<O>(
+        out, lse, &o, 2usize, m1 * log2_scale, l1, first, row + ROW_PAIR, seq_q, lane, neg_infinity, t,
+    );
+}
+
+/// What the loading warp needs.
+#[derive(CubeType, Clone, Copy)]
+struct Loads {
+    k: u64,
+    v: u64,
+    base: u32,
+    lane: u32,
+    /// Of keys and values.
+    head: u32,
+    batch: u32,
+}
+
+/// The tile that a cube walks, and the unit's place in it.
+#[derive(CubeType, Clone, Copy)]
+struct Walk {
+    /// Word of the first entry.
+    entry: usize,
+    /// Word of the masks.
+    masks: usize,
+    steps: u32,
+    /// Steps whose masks matter.
+    masked: u32,
+    /// The upper one of the unit's rows `row` and `row + 8`.
+    row: u32,
+    /// The unit's columns are `quad` and `quad + 1` of every eight.
+    quad: u32,
+}
+
+#[derive(CubeType)]
+struct Softmax<S: Size> {
+    p: Vector<f32, S>,
+    // Of the unit's two rows, `l` over its own columns.
+    m0: f32,
+    m1: f32,
+    l0: f32,
+    l1: f32,
+    /// Factors of what was summed before.
+    a0: f32,
+    a1: f32,
+}
+
+/// The buffer of step `j`.
+#[cube]
+fn stage(j: u32, #[comptime] t: Tile) -> u32 {
+    j % comptime!(t.stages as u32)
+}
+
+/// The parity of the phase in which the buffer of step `j` becomes full.
+#[cube]
+fn parity(j: u32, #[comptime] t: Tile) -> u32 {
+    (j / comptime!(t.stages as u32)) & 1
+}
+
+/// The position of the entry of step `j` that this lane loads.
+#[cube]
+fn entry_position(plan: &[u32], walk: &Walk, loads: &Loads, j: u32, #[comptime] t: Tile) -> u32 {
+    let entries = comptime!(t.entries() as u32);
+    let mut at = 0u32;
+    if j < walk.steps && loads.lane < entries {
+        at = plan[walk.entry + ((j * entries + loads.lane) * 2) as usize] * comptime!(t.group as u32);
+    }
+    at
+}
+
+/// Loads the keys or values of step `j`, one entry a lane. The lanes of a warp call this together.
+#[cube]
+fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptime] t: Tile) {
+    let stage = stage(j, t);
+    let full = comptime!(if values { t.v_full() } else { t.k_full() });
+    let offset = comptime!((if values { t.v_offset() } else { t.k_offset() }) as u32);
+    let bar = loads.base + full + stage * 8;
+    let mut map = loads.k;
+    if comptime!(values) {
+        map = loads.v;
+    }
+    if loads.lane == 0 {
+        barrier_expect(bar, comptime!(t.stage_bytes()));
+    }
+    sync_plane();
+    if loads.lane < comptime!(t.entries() as u32) {
+        let target = loads.base
+            + offset
+            + stage * comptime!(t.stage_bytes() as u32)
+            + loads.lane * comptime!((t.group * ROW) as u32);
+        #[unroll]
+        for span in 0..comptime!(t.spans()) {
+            load_box(
+                map,
+                target + comptime!((span * t.cols * ROW) as u32),
+                bar,
+                comptime!((span * ROW_ELEMENTS) as u32),
+                at,
+                loads.head,
+                loads.batch,
+            );
+        }
+    }
+    sync_plane();
+}
+
+/// Softcaps products and sets masked ones to −∞.
+#[cube]
+fn score<S: Size>(
+    s_in: Vector<f32, S>,
+    plan: &[u32],
+    walk: &Walk,
+    j: u32,
+    softcap: f32,
+    cap_scale: f32,
+    #[comptime] t: Tile,
+) -> Vector<f32, S> {
+    let mut s = s_in;
+    if comptime!(t.softcap) {
+        #[unroll]
+        for i in 0..S::value() {
+            // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
+            let e = exp2(s.extract(i) * cap_scale);
+            s.insert(i, multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap));
+        }
+    }
+    if j < walk.masked {
+        s = mask::<S>(s, plan, walk, j, t);
+    }
+    s
+}
+
+#[cube]
+fn mask<S: Size>(s_in: Vector<f32, S>, plan: &[u32], walk: &Walk, j: u32, #[comptime] t: Tile) -> Vector<f32, S> {
+    let mut s = s_in;
+    let word_cols = comptime!(t.group.min(32));
+    let row_words = comptime!(t.mask_words());
+    let entry = walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
+    #[unroll]
+    for piece in 0..comptime!(t.cols / word_cols) {
+        let col = comptime!(piece * word_cols);
+        let id = plan[entry + comptime!(col / t.group * 2 + 1)];
+        let word = walk.masks
+            + (id * comptime!((t.rows() * row_words) as u32) + walk.row * comptime!(row_words as u32)) as usize
+            + comptime!(col % t.group / 32);
+        let bits0 = plan[word] >> walk.quad;
+        let bits1 = plan[word + comptime!(ROW_PAIR as usize * row_words)] >> walk.quad;
+        #[unroll]
+        for eight in 0..comptime!(word_cols / 8) {
+            #[unroll]
+            for i in 0..2usize {
+                let bit = comptime!(1u32 << (8 * eight + i));
+                let at = comptime!(4 * (col / 8 + eight) + i);
+                s.insert(at, select(bits0 & bit != 0, s.extract(at), f32::new(f32::NEG_INFINITY)));
+                let at = comptime!(at + 2);
+                s.insert(at, select(bits1 & bit != 0, s.extract(at), f32::new(f32::NEG_INFINITY)));
+            }
+        }
+    }
+    s
+}
+
+/// One step of online softmax.
+#[cube]
+fn softmax<S: Size>(
+    s: Vector<f32, S>,
+    old_m0: f32,
+    old_m1: f32,
+    old_l0: f32,
+    old_l1: f32,
+    log2_scale: f32,
+) -> Softmax<S> {
+    let width = S::value();
+    let eights = comptime!(width / 4);
+    let mut x0 = larger(s.extract(0usize), s.extract(1usize));
+    let mut x1 = larger(s.extract(2usize), s.extract(3usize));
+    #[unroll]
+    for j in 1..eights {
+        x0 = larger(x0, larger(s.extract(comptime!(4 * j)), s.extract(comptime!(4 * j + 1))));
+        x1 = larger(x1, larger(s.extract(comptime!(4 * j + 2)), s.extract(comptime!(4 * j + 3))));
+    }
+    let m0 = next_max(old_m0, quad_max(x0), log2_scale);
+    let m1 = next_max(old_m1, quad_max(x1), log2_scale);
+    let n0 = -m0 * log2_scale;
+    let n1 = -m1 * log2_scale;
+    let a0 = exp2(multiply_add(old_m0, log2_scale, n0));
+    let a1 = exp2(multiply_add(old_m1, log2_scale, n1));
+    let mut p = s;
+    let mut l0 = old_l0 * a0;
+    let mut l1 = old_l1 * a1;
+    let mut l2 = f32::new(0.0);
+    let mut l3 = f32::new(0.0);
+    #[unroll]
+    for j in 0..eights {
+        let e0 = exp2(multiply_add(s.extract(comptime!(4 * j)), log2_scale, n0));
+        let e1 = exp2(multiply_add(s.extract(comptime!(4 * j + 1)), log2_scale, n0));
+        let e2 = exp2(multiply_add(s.extract(comptime!(4 * j + 2)), log2_scale, n1));
+        let e3 = exp2(multiply_add(s.extract(comptime!(4 * j + 3)), log2_scale, n1));
+        p.insert(comptime!(4 * j), e0);
+        p.insert(comptime!(4 * j + 1), e1);
+        p.insert(comptime!(4 * j + 2), e2);
+        p.insert(comptime!(4 * j + 3), e3);
+        l0 += e0;
+        l2 += e1;
+        l1 += e2;
+        l3 += e3;
+    }
+    Softmax::<S> {
+        p,
+        m0,
+        m1,
+        l0: l0 + l2,
+        l1: l1 + l3,
+        a0,
+        a1,
+    }
+}
+
+/// The old maximum, unless the new one exceeds it by more than the slack.
+#[cube]
+fn next_max(old: f32, new: f32, log2_scale: f32) -> f32 {
+    select((new - old) * log2_scale > f32::new(SLACK), new, old)
+}
+
+/// `p` as the left operand of a product. Its registers 4k … 4k + 3 are those of depth step k.
+#[cube]
+fn pack_all<S: Size, P: Size>(s: Vector<f32, S>, #[comptime] half: Half) -> Vector<u32, P> {
+    let mut p = Vector::<u32, P>::zeroed();
+    #[unroll]
+    for i in 0..P::value() {
+        p.insert(i, pack(s.extract(comptime!(2 * i)), s.extract(comptime!(2 * i + 1)), half));
+    }
+    p
+}
+
+#[cube]
+fn rescale<O: Size>(o_in: Vector<f32, O>, a0: f32, a1: f32, #[comptime] t: Tile) -> Vector<f32, O> {
+    let mut o = o_in;
+    if any_differ(a0 * a1, 1.0f32) != 0 {
+        #[unroll]
+        for j in 0..comptime!(t.dim / 8) {
+            o.insert(comptime!(4 * j), o.extract(comptime!(4 * j)) * a0);
+            o.insert(comptime!(4 * j + 1), o.extract(comptime!(4 * j + 1)) * a0);
+            o.insert(comptime!(4 * j + 2), o.extract(comptime!(4 * j + 2)) * a1);
+            o.insert(comptime!(4 * j + 3), o.extract(comptime!(4 * j + 3)) * a1);
+        }
+    }
+    o
+}
+
+/// Four neighbouring lanes share a row.
+#[cube]
+fn quad_max(x: f32) -> f32 {
+    let x = larger(x, shuffle_xor(x, 1u32));
+    larger(x, shuffle_xor(x, 2u32))
+}
+
+#[cube]
+fn quad_sum(x: f32) -> f32 {
+    let x = x + shuffle_xor(x, 1u32);
+    x + shuffle_xor(x, 2u32)
+}
+
+/// Stores one of the unit's two rows, whose numbers begin at `offset` of every four, and its
+/// `lse = (m + log2 l) · ln 2`. A row without keys gets 0 and −∞.
+#[cube]
+fn store_row<O: Size>(
+    out: &mut [u32],
+    lse: &mut [f32],
+    o: &Vector<f32, O>,
+    #[comptime] offset: usize,
+    m: f32,
+    l: f32,
+    first: u32,
+    row: u32,
+    seq_q: u32,
+    lane: u32,
+    neg_infinity: f32,
+    #[comptime] t: Tile,
+) {
+    if row < seq_q {
+        let at = (first + row) as usize;
+        let mut inverse = f32::new(0.0);
+        let mut log = neg_infinity;
+        if l > 0.0f32 {
+            inverse = reciprocal(l);
+            log = (m + log2(l)) * comptime!(std::f32::consts::LN_2);
+        }
+        let target = at * comptime!(t.dim / 2) + (lane % 4) as usize;
+        #[unroll]
+        for j in 0..comptime!(t.dim / 8) {
+            let i = comptime!(4 * j + offset);
+            out[target + comptime!(4 * j)] =
+                pack(o.extract(i) * inverse, o.extract(comptime!(i + 1)) * inverse, t.half);
+        }
+        if lane % 4 == 0 {
+            lse[at] = log;
+        }
+    }
+}
