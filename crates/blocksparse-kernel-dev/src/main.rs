@@ -1,7 +1,7 @@
 //! Checks and timings of the `hopper` kernels, without Burn, so that it builds in minutes.
 //!
 //! ```text
-//! kernel-dev flush            launches every variant and reads nothing back: for a look at its registers without a GPU
+//! kernel-dev flush [BLOCK]    launches every variant and reads nothing back: for a look at its registers without a GPU
 //! kernel-dev check            compares with f64 on the CPU
 //! kernel-dev time [NAME]      times the workloads whose name contains NAME, in every variant
 //! ```
@@ -103,7 +103,7 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let client = CudaRuntime::client(&CudaDevice::default());
     match arguments.first().map(String::as_str) {
-        Some("flush") => flush(&client),
+        Some("flush") => flush(&client, arguments.get(1).map_or(64, |block| block.parse().unwrap())),
         Some("check") => check(&client, arguments.get(1).map_or("", |name| name)),
         Some("time") => time(&client, arguments.get(1).map_or("", |name| name), arguments.get(2).map_or("", |name| name)),
         _ => eprintln!("flush, check or time [NAME [VARIANT]]"),
@@ -111,9 +111,12 @@ fn main() {
 }
 
 /// One launch of each kernel.
-fn flush(client: &Client) {
-    let layout = blocksparse::Pattern::causal().layout(1, 256, 64).unwrap();
-    for (name, tile) in cases::variants(64) {
+fn flush(client: &Client, block: usize) {
+    let layout = blocksparse::Pattern::causal().layout(1, 256, block).unwrap();
+    for (name, tile) in cases::variants(block) {
+        if !tile.fits(block) {
+            continue;
+        }
         println!("variant {name} {tile:?} shared {}", tile.shared_bytes());
         let inputs = Inputs::new(1, 1, 1, 256, 256, tile.dim);
         let views = inputs.views(client, tile.half, Order::Heads);
@@ -134,10 +137,13 @@ fn check(client: &Client, filter: &str) {
             if tile.dim != case.dim || tile.softcap != case.softcap.is_some() {
                 continue;
             }
-            if !tile.fits(layout.block_size()) {
+            if !tile.fits(layout.block_size()) || !(case.thorough || cases::is_main(&variant)) {
                 continue;
             }
             for half in [Half::Bf16, Half::F16] {
+                if half == Half::F16 && !(case.thorough && cases::is_main(&variant)) {
+                    continue;
+                }
                 let tile = Tile { half, ..tile };
                 let inputs = Inputs::new(case.batch, layout.heads(), case.kv_heads, layout.seq_q(), layout.seq_kv(), tile.dim);
                 let views = inputs.views(client, tile.half, case.order);

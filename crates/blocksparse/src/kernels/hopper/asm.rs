@@ -223,6 +223,14 @@ pub fn shuffle_xor(x: f32, #[comptime] mask: u32) -> f32 {
     o
 }
 
+/// The other lane's number.
+#[cube]
+pub fn trade(x: u32, #[comptime] mask: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("shfl.sync.bfly.b32 {o}, {i}, {m}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), m = const mask, options(nomem));
+    o
+}
+
 /// `2^x`. Volatile, or ptxas moves a wait for a wgmma in front of it.
 #[cube]
 pub fn exp2(x: f32) -> f32 {

@@ -18,7 +18,7 @@ use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 
 use super::Tile;
 use super::asm::*;
-use crate::kernels::simt::tile::PlanParts;
+use crate::kernels::simt::tile::{Four, PlanParts};
 
 /// Where the running maximum starts: below any score, but not −∞, which masked scores are.
 const LOWEST_MAX: f32 = -1.0e29;
@@ -28,7 +28,7 @@ const SLACK: f32 = 8.0;
 /// Positions of a tile that share a mask word's column range with a unit: rows `r` and `r + 8`.
 const ROW_PAIR: u32 = 8;
 
-/// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`; `out` `[batch, heads, seq_q, dim]` in pairs of elements and
+/// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`; `out` `[batch, heads, seq_q, dim]` in eights of elements and
 /// `lse` `[batch, heads, seq_q]` contiguous.
 ///
 /// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s · cap_scale)`.
@@ -37,7 +37,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     q: &TensorMap<u32, Tiled>,
     k: &TensorMap<u32, Tiled>,
     v: &TensorMap<u32, Tiled>,
-    out: &mut [u32],
+    out: &mut [Vector<u32, Four>],
     lse: &mut [f32],
     plan: &[u32],
     parts: PlanParts,
@@ -74,11 +74,19 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let tile = plan[parts.order + first_record + CUBE_POS_X as usize];
     let record = parts.tiles + (first_record + tile as usize) * 3;
     let steps = uniform(plan[record + 1]);
+    // The boxes of a step are dealt to the warps, and within a warp to its lanes.
+    let box_index = warp + lane * comptime!(t.warps());
+    let entry = box_index / comptime!(t.spans() as u32);
+    let span = box_index % comptime!(t.spans() as u32);
     let loads = Loads {
         k: tensor_map_address(k),
         v: tensor_map_address(v),
         base,
-        lane,
+        first: UNIT_POS_X == 0,
+        active: box_index < comptime!(t.boxes() as u32) && lane < comptime!(t.lane_boxes() as u32),
+        entry,
+        target: span * comptime!((t.cols * ROW) as u32) + entry * comptime!((t.group * ROW) as u32),
+        column: span * comptime!(ROW_ELEMENTS as u32),
         head: head / heads_per_kv,
         batch,
     };
@@ -90,33 +98,32 @@ pub fn forward<S: Size, P: Size, O: Size>(
         row: warp * 16 + lane / 4,
         quad: (lane % 4) * 2,
     };
-
-    // The positions that this lane loads next of k and of v.
+    if loads.first {
+        let map = tensor_map_address(q);
+        barrier_expect(base, comptime!(t.q_bytes()));
+        #[unroll]
+        for span in 0..comptime!(t.spans()) {
+            load_box(
+                map,
+                base + comptime!((t.q_offset() + span * t.rows() * ROW) as u32),
+                base,
+                comptime!((span * ROW_ELEMENTS) as u32),
+                tile * comptime!(t.rows() as u32),
+                head,
+                batch,
+            );
+        }
+    }
+    // The position of the box that this lane loads next of k; of v it is the one before.
     let mut k_at = 0u32;
     let mut v_at = 0u32;
-    if warp == 0 {
-        if lane == 0 {
-            let map = tensor_map_address(q);
-            barrier_expect(base, comptime!(t.q_bytes()));
-            #[unroll]
-            for span in 0..comptime!(t.spans()) {
-                load_box(
-                    map,
-                    base + comptime!((t.q_offset() + span * t.rows() * ROW) as u32),
-                    base,
-                    comptime!((span * ROW_ELEMENTS) as u32),
-                    tile * comptime!(t.rows() as u32),
-                    head,
-                    batch,
-                );
-            }
-        }
+    if warp < comptime!(t.loading_warps()) {
         #[unroll]
         for j in 0..comptime!(t.stages as u32) {
             if j < steps {
-                k_at = entry_position(plan, &walk, &loads, j, t);
-                load_step(&loads, j, k_at, false, t);
-                load_step(&loads, j, k_at, true, t);
+                let at = entry_position(plan, &walk, &loads, j, t);
+                load_step(&loads, j, at, false, t);
+                load_step(&loads, j, at, true, t);
             }
         }
         k_at = entry_position(plan, &walk, &loads, comptime!(t.stages as u32), t);
@@ -140,6 +147,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
 
     if steps > 0 {
         if comptime!(t.overlap) {
+            let bits = mask_bits(plan, &walk, 0u32, t);
             barrier_wait(base + comptime!(t.k_full()), 0u32);
             let s = wait::<S>(
                 product::<S>(q_desc, k_desc, t.half, t.dim, comptime!(t.rows() * ROW), comptime!(t.cols * ROW)),
@@ -149,7 +157,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.k_empty()));
             }
-            let s = score::<S>(s, plan, &walk, 0u32, softcap, cap_scale, t);
+            let s = score::<S>(s, &bits, &walk, 0u32, softcap, cap_scale, t);
             let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
             m0 = soft.m0;
             m1 = soft.m1;
@@ -184,14 +192,13 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 if comptime!(t.turns()) {
                     named_arrive(2 - group, 256u32);
                 }
-                if warp == 0 {
-                    // V of the step before last, K of the last one are free, or nearly.
-                    let v_next = j + comptime!(t.stages as u32) - 2;
-                    if j >= 2 && v_next < steps {
+                if warp < comptime!(t.loading_warps()) && j >= comptime!(t.lag as u32) {
+                    let k_next = j + comptime!((t.stages - t.lag) as u32);
+                    let v_next = k_next - 1;
+                    if v_next >= comptime!(t.stages as u32) && v_next < steps {
                         barrier_wait(base + comptime!(t.v_empty()) + stage(v_next, t) * 8, 1 - parity(v_next, t));
                         load_step(&loads, v_next, v_at, true, t);
                     }
-                    let k_next = j + comptime!(t.stages as u32) - 1;
                     if k_next < steps {
                         barrier_wait(base + comptime!(t.k_empty()) + stage(k_next, t) * 8, 1 - parity(k_next, t));
                         load_step(&loads, k_next, k_at, false, t);
@@ -199,11 +206,12 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     v_at = k_at;
                     k_at = entry_position(plan, &walk, &loads, k_next + 1, t);
                 }
+                let bits = mask_bits(plan, &walk, j, t);
                 let s = wait::<S>(s_started, 1usize, comptime!(t.cols / 2));
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
                 }
-                let s = score::<S>(s, plan, &walk, j, softcap, cap_scale, t);
+                let s = score::<S>(s, &bits, &walk, j, softcap, cap_scale, t);
                 let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
                 m1 = soft.m1;
@@ -244,18 +252,16 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     comptime!(t.rows() * ROW),
                     comptime!(t.cols * ROW),
                 );
-                if warp == 0 {
-                    let next = j + comptime!(t.stages as u32) - 1;
-                    if j >= 1 {
-                        if next < steps {
-                            let free = 1 - parity(next, t);
-                            barrier_wait(base + comptime!(t.k_empty()) + stage(next, t) * 8, free);
-                            load_step(&loads, next, k_at, false, t);
-                            barrier_wait(base + comptime!(t.v_empty()) + stage(next, t) * 8, free);
-                            load_step(&loads, next, k_at, true, t);
-                        }
-                        k_at = entry_position(plan, &walk, &loads, next + 1, t);
+                if warp < comptime!(t.loading_warps()) && j >= comptime!(t.lag as u32) {
+                    let next = j + comptime!((t.stages - t.lag) as u32);
+                    if next < steps {
+                        let free = 1 - parity(next, t);
+                        barrier_wait(base + comptime!(t.k_empty()) + stage(next, t) * 8, free);
+                        load_step(&loads, next, k_at, false, t);
+                        barrier_wait(base + comptime!(t.v_empty()) + stage(next, t) * 8, free);
+                        load_step(&loads, next, k_at, true, t);
                     }
+                    k_at = entry_position(plan, &walk, &loads, next + 1, t);
                 }
                 let s = wait::<S>(s_started, 0usize, comptime!(t.cols / 2));
                 if comptime!(t.turns()) {
@@ -264,7 +270,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
                 }
-                let s = score::<S>(s, plan, &walk, j, softcap, cap_scale, t);
+                let bits = mask_bits(plan, &walk, j, t);
+                let s = score::<S>(s, &bits, &walk, j, softcap, cap_scale, t);
                 let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
                 m1 = soft.m1;
@@ -298,13 +305,22 @@ pub fn forward<S: Size, P: Size, O: Size>(
     );
 }
 
-/// What the loading warp needs.
+/// The box of each step that a unit loads.
 #[derive(CubeType, Clone, Copy)]
 struct Loads {
     k: u64,
     v: u64,
     base: u32,
-    lane: u32,
+    /// Whether the unit announces the bytes of a step.
+    first: bool,
+    /// Whether the unit loads a box.
+    active: bool,
+    /// The entry of the step that says where the box is,
+    entry: u32,
+    /// where it goes in the step's buffer,
+    target: u32,
+    /// and its first column.
+    column: u32,
     /// Of keys and values.
     head: u32,
     batch: u32,
@@ -351,18 +367,18 @@ fn parity(j: u32, #[comptime] t: Tile) -> u32 {
     (j / comptime!(t.stages as u32)) & 1
 }
 
-/// The position of the entry of step `j` that this lane loads.
+/// The position of this unit's box of step `j`.
 #[cube]
 fn entry_position(plan: &[u32], walk: &Walk, loads: &Loads, j: u32, #[comptime] t: Tile) -> u32 {
-    let entries = comptime!(t.entries() as u32);
     let mut at = 0u32;
-    if j < walk.steps && loads.lane < entries {
-        at = plan[walk.entry + ((j * entries + loads.lane) * 2) as usize] * comptime!(t.group as u32);
+    if j < walk.steps && loads.active {
+        let entry = j * comptime!(t.entries() as u32) + loads.entry;
+        at = plan[walk.entry + (entry * 2) as usize] * comptime!(t.group as u32);
     }
     at
 }
 
-/// Loads the keys or values of step `j`, one entry a lane. The lanes of a warp call this together.
+/// Loads this unit's box of the keys or values of step `j`.
 #[cube]
 fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptime] t: Tile) {
     let stage = stage(j, t);
@@ -373,36 +389,21 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
     if comptime!(values) {
         map = loads.v;
     }
-    if loads.lane == 0 {
+    // Bytes may arrive before they are announced: the phase cannot end without the announcement.
+    if loads.first {
         barrier_expect(bar, comptime!(t.stage_bytes()));
     }
-    sync_plane();
-    if loads.lane < comptime!(t.entries() as u32) {
-        let target = loads.base
-            + offset
-            + stage * comptime!(t.stage_bytes() as u32)
-            + loads.lane * comptime!((t.group * ROW) as u32);
-        #[unroll]
-        for span in 0..comptime!(t.spans()) {
-            load_box(
-                map,
-                target + comptime!((span * t.cols * ROW) as u32),
-                bar,
-                comptime!((span * ROW_ELEMENTS) as u32),
-                at,
-                loads.head,
-                loads.batch,
-            );
-        }
+    if loads.active {
+        let target = loads.base + offset + stage * comptime!(t.stage_bytes() as u32) + loads.target;
+        load_box(map, target, bar, loads.column, at, loads.head, loads.batch);
     }
-    sync_plane();
 }
 
 /// Softcaps products and sets masked ones to −∞.
 #[cube]
 fn score<S: Size>(
     s_in: Vector<f32, S>,
-    plan: &[u32],
+    bits: &Array<u32>,
     walk: &Walk,
     j: u32,
     softcap: f32,
@@ -419,39 +420,53 @@ fn score<S: Size>(
         }
     }
     if j < walk.masked {
-        s = mask::<S>(s, plan, walk, j, t);
-    }
-    s
-}
-
-#[cube]
-fn mask<S: Size>(s_in: Vector<f32, S>, plan: &[u32], walk: &Walk, j: u32, #[comptime] t: Tile) -> Vector<f32, S> {
-    let mut s = s_in;
-    let word_cols = comptime!(t.group.min(32));
-    let row_words = comptime!(t.mask_words());
-    let entry = walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
-    #[unroll]
-    for piece in 0..comptime!(t.cols / word_cols) {
-        let col = comptime!(piece * word_cols);
-        let id = plan[entry + comptime!(col / t.group * 2 + 1)];
-        let word = walk.masks
-            + (id * comptime!((t.rows() * row_words) as u32) + walk.row * comptime!(row_words as u32)) as usize
-            + comptime!(col % t.group / 32);
-        let bits0 = plan[word] >> walk.quad;
-        let bits1 = plan[word + comptime!(ROW_PAIR as usize * row_words)] >> walk.quad;
+        let infinity = f32::new(f32::NEG_INFINITY);
         #[unroll]
-        for eight in 0..comptime!(word_cols / 8) {
+        for eight in 0..comptime!(t.cols / 8) {
             #[unroll]
             for i in 0..2usize {
-                let bit = comptime!(1u32 << (8 * eight + i));
-                let at = comptime!(4 * (col / 8 + eight) + i);
-                s.insert(at, select(bits0 & bit != 0, s.extract(at), f32::new(f32::NEG_INFINITY)));
-                let at = comptime!(at + 2);
-                s.insert(at, select(bits1 & bit != 0, s.extract(at), f32::new(f32::NEG_INFINITY)));
+                let bit = comptime!(1u32 << (eight % 4 * 8 + i));
+                #[unroll]
+                for row in 0..2usize {
+                    let at = comptime!(4 * eight + 2 * row + i);
+                    let allowed = bits[comptime!(eight / 4 * 2 + row)] & bit != 0;
+                    s.insert(at, select(allowed, s.extract(at), infinity));
+                }
             }
         }
     }
     s
+}
+
+/// The mask bits of step `j` if it has a mask, for each 32 columns those of the unit's two rows, shifted so that
+/// bits 8i and 8i + 1 are the unit's.
+#[cube]
+fn mask_bits(plan: &[u32], walk: &Walk, j: u32, #[comptime] t: Tile) -> Array<u32> {
+    let mut bits = Array::<u32>::new(comptime!(t.cols / 16));
+    if j < walk.masked {
+        let word_cols = comptime!(t.group.min(32));
+        let row_words = comptime!(t.mask_words());
+        let entry = walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
+        #[unroll]
+        for word in 0..comptime!(t.cols / 32) {
+            let mut upper = 0u32;
+            let mut lower = 0u32;
+            #[unroll]
+            for piece in 0..comptime!(32 / word_cols) {
+                let col = comptime!(word * 32 + piece * word_cols);
+                let id = plan[entry + comptime!(col / t.group * 2 + 1)];
+                let at = walk.masks
+                    + (id * comptime!((t.rows() * row_words) as u32) + walk.row * comptime!(row_words as u32)) as usize
+                    + comptime!(col % t.group / 32);
+                let shift = comptime!((piece * word_cols) as u32);
+                upper |= plan[at] << shift;
+                lower |= plan[at + comptime!(ROW_PAIR as usize * row_words)] << shift;
+            }
+            bits[comptime!(2 * word)] = upper >> walk.quad;
+            bits[comptime!(2 * word + 1)] = lower >> walk.quad;
+        }
+    }
+    bits
 }
 
 /// One step of online softmax.
@@ -477,8 +492,9 @@ fn softmax<S: Size>(
     let m1 = next_max(old_m1, quad_max(x1), log2_scale);
     let n0 = -m0 * log2_scale;
     let n1 = -m1 * log2_scale;
-    let a0 = exp2(multiply_add(old_m0, log2_scale, n0));
-    let a1 = exp2(multiply_add(old_m1, log2_scale, n1));
+    // Exactly 1 where the maximum stays.
+    let a0 = exp2((old_m0 - m0) * log2_scale);
+    let a1 = exp2((old_m1 - m1) * log2_scale);
     let mut p = s;
     let mut l0 = old_l0 * a0;
     let mut l1 = old_l1 * a1;
@@ -559,7 +575,7 @@ fn quad_sum(x: f32) -> f32 {
 /// `lse = (m + log2 l) · ln 2`. A row without keys gets 0 and −∞.
 #[cube]
 fn store_row<O: Size>(
-    out: &mut [u32],
+    out: &mut [Vector<u32, Four>],
     lse: &mut [f32],
     o: &Vector<f32, O>,
     #[comptime] offset: usize,
@@ -572,23 +588,46 @@ fn store_row<O: Size>(
     neg_infinity: f32,
     #[comptime] t: Tile,
 ) {
-    if row < seq_q {
-        let at = (first + row) as usize;
-        let mut inverse = f32::new(0.0);
-        let mut log = neg_infinity;
-        if l > 0.0f32 {
-            inverse = reciprocal(l);
-            log = (m + log2(l)) * comptime!(std::f32::consts::LN_2);
-        }
-        let target = at * comptime!(t.dim / 2) + (lane % 4) as usize;
-        #[unroll]
-        for j in 0..comptime!(t.dim / 8) {
-            let i = comptime!(4 * j + offset);
-            out[target + comptime!(4 * j)] =
-                pack(o.extract(i) * inverse, o.extract(comptime!(i + 1)) * inverse, t.half);
-        }
-        if lane % 4 == 0 {
-            lse[at] = log;
+    let mut inverse = f32::new(0.0);
+    let mut log = neg_infinity;
+    if l > 0.0f32 {
+        inverse = reciprocal(l);
+        log = (m + log2(l)) * comptime!(std::f32::consts::LN_2);
+    }
+    let at = (first + row) as usize;
+    let target = at * comptime!(t.dim / 8) + (lane % 4) as usize;
+    let odd = lane & 1 != 0;
+    let high = lane & 2 != 0;
+    // A lane has 4 of every 16 bytes of its row; four lanes trade theirs, so that each stores 16 at a time.
+    #[unroll]
+    for i in 0..comptime!(t.dim / 32) {
+        let w0 = pack_two::<O>(o, inverse, comptime!(16 * i + offset), t.half);
+        let w1 = pack_two::<O>(o, inverse, comptime!(16 * i + 4 + offset), t.half);
+        let w2 = pack_two::<O>(o, inverse, comptime!(16 * i + 8 + offset), t.half);
+        let w3 = pack_two::<O>(o, inverse, comptime!(16 * i + 12 + offset), t.half);
+        let from0 = trade(select(odd, w0, w1), 1u32);
+        let from1 = trade(select(odd, w2, w3), 1u32);
+        let a0 = select(odd, from0, w0);
+        let a1 = select(odd, w1, from0);
+        let b0 = select(odd, from1, w2);
+        let b1 = select(odd, w3, from1);
+        let from0 = trade(select(high, a0, b0), 2u32);
+        let from1 = trade(select(high, a1, b1), 2u32);
+        let mut four = Vector::<u32, Four>::zeroed();
+        four.insert(0usize, select(high, from0, a0));
+        four.insert(1usize, select(high, from1, a1));
+        four.insert(2usize, select(high, b0, from0));
+        four.insert(3usize, select(high, b1, from1));
+        if row < seq_q {
+            out[target + comptime!(4 * i)] = four;
         }
     }
+    if row < seq_q && lane % 4 == 0 {
+        lse[at] = log;
+    }
+}
+
+#[cube]
+fn pack_two<O: Size>(o: &Vector<f32, O>, factor: f32, #[comptime] at: usize, #[comptime] half: Half) -> u32 {
+    pack(o.extract(at) * factor, o.extract(comptime!(at + 1)) * factor, half)
 }

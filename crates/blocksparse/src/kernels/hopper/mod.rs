@@ -27,7 +27,7 @@ const GROUP_ROWS: usize = 64;
 pub struct Tile {
     /// Type of the tensors.
     pub half: Half,
-    /// Width of queries, keys and values, a multiple of 16.
+    /// Width of queries, keys and values, a multiple of 32.
     pub dim: usize,
     /// Warpgroups, each with 64 rows: 1 or 2.
     pub warpgroups: usize,
@@ -37,6 +37,8 @@ pub struct Tile {
     pub group: usize,
     /// Steps whose keys and values are in shared memory at a time.
     pub stages: usize,
+    /// How many steps late a buffer is filled again: with 1 a warp may have to wait for the other warpgroup.
+    pub lag: usize,
     /// Whether a step's second product overlaps the next step's softmax.
     pub overlap: bool,
     /// Whether scores are softcapped.
@@ -83,6 +85,20 @@ impl Tile {
 
     fn entries(&self) -> usize {
         self.cols / self.group
+    }
+
+    /// TMA boxes of the keys, or the values, of a step.
+    fn boxes(&self) -> usize {
+        self.entries() * self.spans()
+    }
+
+    /// Boxes of a step that one warp loads.
+    fn lane_boxes(&self) -> usize {
+        self.boxes().div_ceil(self.warps() as usize)
+    }
+
+    fn loading_warps(&self) -> u32 {
+        self.warps().min(self.boxes() as u32)
     }
 
     fn mask_words(&self) -> usize {
@@ -165,7 +181,7 @@ pub fn forward(
             tensor_map(q, tile.rows(), sizes.dtype),
             tensor_map(k, tile.group, sizes.dtype),
             tensor_map(v, tile.group, sizes.dtype),
-            BufferArg::from_raw_parts(out.clone(), rows * tile.dim / 2),
+            BufferArg::from_raw_parts(out.clone(), rows * tile.dim / 8),
             BufferArg::from_raw_parts(lse.clone(), rows),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
             PlanPartsLaunch::new(
