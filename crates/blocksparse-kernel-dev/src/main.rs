@@ -1,7 +1,7 @@
 //! Checks and timings of the `hopper` kernels, without Burn, so that it builds in minutes.
 //!
 //! ```text
-//! kernel-dev flush [BLOCK]    launches every variant and reads nothing back: for a look at its registers without a GPU
+//! kernel-dev flush [BLOCK [VARIANT]]    launches every variant and reads nothing back: for a look at its registers without a GPU
 //! kernel-dev check            compares with f64 on the CPU
 //! kernel-dev time [NAME]      times the workloads whose name contains NAME, in every variant
 //! ```
@@ -103,7 +103,10 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let client = CudaRuntime::client(&CudaDevice::default());
     match arguments.first().map(String::as_str) {
-        Some("flush") => flush(&client, arguments.get(1).map_or(64, |block| block.parse().unwrap())),
+        Some("flush") => {
+            let filter = arguments.get(2).map_or("", |name| name);
+            flush(&client, arguments.get(1).map_or(64, |block| block.parse().unwrap()), filter)
+        }
         Some("check") => check(&client, arguments.get(1).map_or("", |name| name)),
         Some("time") => time(&client, arguments.get(1).map_or("", |name| name), arguments.get(2).map_or("", |name| name)),
         _ => eprintln!("flush, check or time [NAME [VARIANT]]"),
@@ -111,10 +114,10 @@ fn main() {
 }
 
 /// One launch of each kernel.
-fn flush(client: &Client, block: usize) {
+fn flush(client: &Client, block: usize, filter: &str) {
     let layout = blocksparse::Pattern::causal().layout(1, 256, block).unwrap();
     for (name, tile) in cases::variants(block) {
-        if !tile.fits(block) {
+        if !tile.fits(block) || !name.contains(filter) {
             continue;
         }
         println!("variant {name} {tile:?} shared {}", tile.shared_bytes());

@@ -55,23 +55,30 @@ fn product_text(half: Half, cols: usize, dim: usize, a_span: usize, b_span: usiz
 
 /// `c + p · b`: `p` in registers, `b` (`[cols, dim]`, MN-major) in shared memory. `acc` registers hold an
 /// accumulator, of which `dim / 2` are used. An asm has no operands that are both input and output, so
-/// the sums are moved, which ptxas then drops.
-fn accumulate_text(half: Half, acc: usize, cols: usize, dim: usize) -> String {
+/// the sums are moved, which ptxas then drops. Without `add`, `p · b`, and no input `c`.
+fn accumulate_text(half: Half, acc: usize, cols: usize, dim: usize, add: bool) -> String {
     let (ty, used) = (half.ptx(), dim / 2);
     let mut text = String::from("{ .reg .b64 b; ");
-    for i in 0..used {
-        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
+    let (p, b) = match add {
+        true => (2 * acc, "$3"),
+        false => (acc, "$2"),
+    };
+    if add {
+        for i in 0..used {
+            text += &format!("mov.f32 %{i}, %{}; ", acc + i);
+        }
     }
     text += "wgmma.fence.sync.aligned; ";
     for k in 0..cols / DEPTH {
-        let a = registers(2 * acc + 4 * k, 4);
         text += &format!(
-            "add.s64 b, $3, {}; wgmma.mma_async.sync.aligned.m64n{dim}k16.f32.{ty}.{ty} {{{}}}, {{{a}}}, b, 1, 1, 1, 1; ",
-            k * DEPTH * ROW >> 4,
+            "add.s64 b, {b}, {}; wgmma.mma_async.sync.aligned.m64n{dim}k16.f32.{ty}.{ty} {{{}}}, {{{}}}, b, {}, 1, 1, 1; ",
+            (k * DEPTH * ROW) >> 4,
             registers(0, used),
+            registers(p + 4 * k, 4),
+            usize::from(add || k > 0),
         );
     }
-    text + "wgmma.commit_group.sync.aligned; /* $0 $1 $2 */ }"
+    text + "wgmma.commit_group.sync.aligned; }"
 }
 
 fn wait_text(pending: usize, acc: usize, used: usize) -> String {
@@ -121,9 +128,27 @@ pub fn accumulate<P: Size, O: Size>(
     let width = P::value();
     let cols = comptime!(width * 4);
     gpu_asm!("{body} /* {d} {c} {p} {b} */",
-        body = const accumulate_text(half, acc, cols, dim),
+        body = const accumulate_text(half, acc, cols, dim, true),
         d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
         p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Starts `p · b` `[64, dim]`. The result is there after a [`wait`].
+#[cube]
+pub fn weigh<P: Size, O: Size>(
+    p: Vector<u32, P>,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] dim: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let acc = O::value();
+    let width = P::value();
+    let cols = comptime!(width * 4);
+    gpu_asm!("{body} /* {d} {p} {b} */",
+        body = const accumulate_text(half, acc, cols, dim, false),
+        d = out(_) out, p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
     out
 }
 
@@ -204,6 +229,26 @@ pub fn named_arrive(id: u32, #[comptime] units: u32) {
 pub fn uniform(x: u32) -> u32 {
     let o: u32;
     gpu_asm!("shfl.sync.idx.b32 {o}, {i}, 0, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), options(nomem));
+    o
+}
+
+/// This unit's place in the cube, read anew.
+#[cube]
+pub fn unit() -> u32 {
+    let o: u32;
+    gpu_asm!("mov.u32 {o}, %%tid.x;", o = out(_) o, options(nomem));
+    o
+}
+
+#[cube]
+pub fn shared_store(address: u32, x: u32) {
+    gpu_asm!("st.shared.u32 [{a}], {x};", a = in(_) val::<u32>(address), x = in(_) val::<u32>(x));
+}
+
+#[cube]
+pub fn shared_load(address: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("ld.shared.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
     o
 }
 

@@ -67,6 +67,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
             barrier_init(base + comptime!(t.v_empty()) + offset, comptime!(t.warps()));
         }
         barrier_fence();
+        shared_store(base + comptime!(t.kv_head_offset()), head / heads_per_kv);
     }
     sync_cube();
 
@@ -74,20 +75,10 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let tile = plan[parts.order + first_record + CUBE_POS_X as usize];
     let record = parts.tiles + (first_record + tile as usize) * 3;
     let steps = uniform(plan[record + 1]);
-    // The boxes of a step are dealt to the warps, and within a warp to its lanes.
-    let box_index = warp + lane * comptime!(t.warps());
-    let entry = box_index / comptime!(t.spans() as u32);
-    let span = box_index % comptime!(t.spans() as u32);
     let loads = Loads {
         k: tensor_map_address(k),
         v: tensor_map_address(v),
         base,
-        first: UNIT_POS_X == 0,
-        active: box_index < comptime!(t.boxes() as u32) && lane < comptime!(t.lane_boxes() as u32),
-        entry,
-        target: span * comptime!((t.cols * ROW) as u32) + entry * comptime!((t.group * ROW) as u32),
-        column: span * comptime!(ROW_ELEMENTS as u32),
-        head: head / heads_per_kv,
         batch,
     };
     let walk = Walk {
@@ -95,10 +86,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
         masks: parts.masks,
         steps,
         masked: uniform(plan[record + 2]),
-        row: warp * 16 + lane / 4,
-        quad: (lane % 4) * 2,
     };
-    if loads.first {
+    if UNIT_POS_X == 0 {
         let map = tensor_map_address(q);
         barrier_expect(base, comptime!(t.q_bytes()));
         #[unroll]
@@ -121,12 +110,12 @@ pub fn forward<S: Size, P: Size, O: Size>(
         #[unroll]
         for j in 0..comptime!(t.stages as u32) {
             if j < steps {
-                let at = entry_position(plan, &walk, &loads, j, t);
+                let at = entry_position(plan, &walk, j, t);
                 load_step(&loads, j, at, false, t);
                 load_step(&loads, j, at, true, t);
             }
         }
-        k_at = entry_position(plan, &walk, &loads, comptime!(t.stages as u32), t);
+        k_at = entry_position(plan, &walk, comptime!(t.stages as u32), t);
     }
 
     let group = warp / 4;
@@ -157,7 +146,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.k_empty()));
             }
-            let s = score::<S>(s, &bits, &walk, 0u32, softcap, cap_scale, t);
+            let s = score::<S>(s, &bits, plan, &walk, 0u32, softcap, cap_scale, t);
             let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
             m0 = soft.m0;
             m1 = soft.m1;
@@ -204,14 +193,14 @@ pub fn forward<S: Size, P: Size, O: Size>(
                         load_step(&loads, k_next, k_at, false, t);
                     }
                     v_at = k_at;
-                    k_at = entry_position(plan, &walk, &loads, k_next + 1, t);
+                    k_at = entry_position(plan, &walk, k_next + 1, t);
                 }
                 let bits = mask_bits(plan, &walk, j, t);
                 let s = wait::<S>(s_started, 1usize, comptime!(t.cols / 2));
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
                 }
-                let s = score::<S>(s, &bits, &walk, j, softcap, cap_scale, t);
+                let s = score::<S>(s, &bits, plan, &walk, j, softcap, cap_scale, t);
                 let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
                 m1 = soft.m1;
@@ -261,7 +250,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                         barrier_wait(base + comptime!(t.v_empty()) + stage(next, t) * 8, free);
                         load_step(&loads, next, k_at, true, t);
                     }
-                    k_at = entry_position(plan, &walk, &loads, next + 1, t);
+                    k_at = entry_position(plan, &walk, next + 1, t);
                 }
                 let s = wait::<S>(s_started, 0usize, comptime!(t.cols / 2));
                 if comptime!(t.turns()) {
@@ -271,23 +260,23 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
                 }
                 let bits = mask_bits(plan, &walk, j, t);
-                let s = score::<S>(s, &bits, &walk, j, softcap, cap_scale, t);
+                let s = score::<S>(s, &bits, plan, &walk, j, softcap, cap_scale, t);
                 let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
                 m1 = soft.m1;
                 l0 = soft.l0;
                 l1 = soft.l1;
                 let p = pack_all::<S, P>(soft.p, t.half);
-                o = rescale::<O>(o, soft.a0, soft.a1, t);
                 barrier_wait(base + comptime!(t.v_full()) + now * 8, parity(j, t));
-                let o_started = accumulate::<P, O>(
-                    o,
+                // Into registers of its own: as an accumulator, o would be moved around the scores.
+                let started = weigh::<P, O>(
                     p,
                     v_desc + u64::cast_from(now * comptime!((t.stage_bytes() >> 4) as u32)),
                     t.half,
                     t.dim,
                 );
-                o = wait::<O>(o_started, 0usize, comptime!(t.dim / 2));
+                let product = wait::<O>(started, 0usize, comptime!(t.dim / 2));
+                o = add_scaled::<O>(o, product, soft.a0, soft.a1, t);
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.v_empty()) + now * 8);
                 }
@@ -296,7 +285,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     }
 
     let first = (batch * CUBE_COUNT_Y + head) * seq_q;
-    let row = tile * comptime!(t.rows() as u32) + walk.row;
+    let row = tile * comptime!(t.rows() as u32) + warp * 16 + lane / 4;
     let l0 = quad_sum(l0);
     let l1 = quad_sum(l1);
     store_row::<O>(out, lse, &o, 0usize, m0 * log2_scale, l0, first, row, seq_q, lane, neg_infinity, t);
@@ -305,28 +294,16 @@ pub fn forward<S: Size, P: Size, O: Size>(
     );
 }
 
-/// The box of each step that a unit loads.
+/// What loads are made of.
 #[derive(CubeType, Clone, Copy)]
 struct Loads {
     k: u64,
     v: u64,
     base: u32,
-    /// Whether the unit announces the bytes of a step.
-    first: bool,
-    /// Whether the unit loads a box.
-    active: bool,
-    /// The entry of the step that says where the box is,
-    entry: u32,
-    /// where it goes in the step's buffer,
-    target: u32,
-    /// and its first column.
-    column: u32,
-    /// Of keys and values.
-    head: u32,
     batch: u32,
 }
 
-/// The tile that a cube walks, and the unit's place in it.
+/// The tile that a cube walks.
 #[derive(CubeType, Clone, Copy)]
 struct Walk {
     /// Word of the first entry.
@@ -336,10 +313,6 @@ struct Walk {
     steps: u32,
     /// Steps whose masks matter.
     masked: u32,
-    /// The upper one of the unit's rows `row` and `row + 8`.
-    row: u32,
-    /// The unit's columns are `quad` and `quad + 1` of every eight.
-    quad: u32,
 }
 
 #[derive(CubeType)]
@@ -367,12 +340,35 @@ fn parity(j: u32, #[comptime] t: Tile) -> u32 {
     (j / comptime!(t.stages as u32)) & 1
 }
 
+/// The box of each step that a unit loads: boxes are dealt to the warps, and within a warp to its lanes.
+/// Computed anew wherever it is needed, for want of registers.
+#[derive(CubeType, Clone, Copy)]
+struct Box {
+    active: bool,
+    /// The entry of the step that says where the box is,
+    entry: u32,
+    /// and its span of 64 columns.
+    span: u32,
+}
+
+#[cube]
+fn box_of_unit(unit: u32, #[comptime] t: Tile) -> Box {
+    let lane = unit % 32;
+    let index = unit / 32 + lane * comptime!(t.warps());
+    Box {
+        active: index < comptime!(t.boxes() as u32) && lane < comptime!(t.lane_boxes() as u32),
+        entry: index / comptime!(t.spans() as u32),
+        span: index % comptime!(t.spans() as u32),
+    }
+}
+
 /// The position of this unit's box of step `j`.
 #[cube]
-fn entry_position(plan: &[u32], walk: &Walk, loads: &Loads, j: u32, #[comptime] t: Tile) -> u32 {
+fn entry_position(plan: &[u32], walk: &Walk, j: u32, #[comptime] t: Tile) -> u32 {
+    let its = box_of_unit(unit(), t);
     let mut at = 0u32;
-    if j < walk.steps && loads.active {
-        let entry = j * comptime!(t.entries() as u32) + loads.entry;
+    if j < walk.steps && its.active {
+        let entry = j * comptime!(t.entries() as u32) + its.entry;
         at = plan[walk.entry + (entry * 2) as usize] * comptime!(t.group as u32);
     }
     at
@@ -381,6 +377,8 @@ fn entry_position(plan: &[u32], walk: &Walk, loads: &Loads, j: u32, #[comptime] 
 /// Loads this unit's box of the keys or values of step `j`.
 #[cube]
 fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptime] t: Tile) {
+    let unit = unit();
+    let its = box_of_unit(unit, t);
     let stage = stage(j, t);
     let full = comptime!(if values { t.v_full() } else { t.k_full() });
     let offset = comptime!((if values { t.v_offset() } else { t.k_offset() }) as u32);
@@ -390,12 +388,17 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
         map = loads.v;
     }
     // Bytes may arrive before they are announced: the phase cannot end without the announcement.
-    if loads.first {
+    if unit == 0 {
         barrier_expect(bar, comptime!(t.stage_bytes()));
     }
-    if loads.active {
-        let target = loads.base + offset + stage * comptime!(t.stage_bytes() as u32) + loads.target;
-        load_box(map, target, bar, loads.column, at, loads.head, loads.batch);
+    if its.active {
+        let target = loads.base
+            + offset
+            + stage * comptime!(t.stage_bytes() as u32)
+            + its.span * comptime!((t.cols * ROW) as u32)
+            + its.entry * comptime!((t.group * ROW) as u32);
+        let head = shared_load(loads.base + comptime!(t.kv_head_offset()));
+        load_box(map, target, bar, its.span * comptime!(ROW_ELEMENTS as u32), at, head, loads.batch);
     }
 }
 
@@ -404,6 +407,7 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
 fn score<S: Size>(
     s_in: Vector<f32, S>,
     bits: &Array<u32>,
+    plan: &[u32],
     walk: &Walk,
     j: u32,
     softcap: f32,
@@ -422,48 +426,78 @@ fn score<S: Size>(
     if j < walk.masked {
         let infinity = f32::new(f32::NEG_INFINITY);
         #[unroll]
-        for eight in 0..comptime!(t.cols / 8) {
+        for word in 0..comptime!(t.cols / 32) {
+            let mut pair = MaskWords {
+                upper: 0u32,
+                lower: 0u32,
+            };
+            if comptime!(t.overlap) {
+                pair.upper = bits[comptime!(2 * word)];
+                pair.lower = bits[comptime!(2 * word + 1)];
+            } else {
+                let read = mask_words(plan, walk, j, word, t);
+                pair.upper = read.upper;
+                pair.lower = read.lower;
+            }
             #[unroll]
-            for i in 0..2usize {
-                let bit = comptime!(1u32 << (eight % 4 * 8 + i));
-                #[unroll]
-                for row in 0..2usize {
-                    let at = comptime!(4 * eight + 2 * row + i);
-                    let allowed = bits[comptime!(eight / 4 * 2 + row)] & bit != 0;
-                    s.insert(at, select(allowed, s.extract(at), infinity));
-                }
+            for i in 0..8usize {
+                let bit = comptime!(1u32 << (i / 2 * 8 + i % 2));
+                let at = comptime!(16 * word + i / 2 * 4 + i % 2);
+                s.insert(at, select(pair.upper & bit != 0, s.extract(at), infinity));
+                let at = comptime!(at + 2);
+                s.insert(at, select(pair.lower & bit != 0, s.extract(at), infinity));
             }
         }
     }
     s
 }
 
-/// The mask bits of step `j` if it has a mask, for each 32 columns those of the unit's two rows, shifted so that
-/// bits 8i and 8i + 1 are the unit's.
+/// Mask bits of 32 columns in the unit's two rows, of which bits 8i and 8i + 1 are the unit's.
+#[derive(CubeType, Clone, Copy)]
+struct MaskWords {
+    upper: u32,
+    lower: u32,
+}
+
+#[cube]
+fn mask_words(plan: &[u32], walk: &Walk, j: u32, #[comptime] word: usize, #[comptime] t: Tile) -> MaskWords {
+    let unit = unit();
+    let row = unit / 32 * 16 + unit % 32 / 4;
+    let quad = unit % 4 * 2;
+    let word_cols = comptime!(t.group.min(32));
+    let row_words = comptime!(t.mask_words());
+    let entry = walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
+    let mut upper = 0u32;
+    let mut lower = 0u32;
+    #[unroll]
+    for piece in 0..comptime!(32 / word_cols) {
+        let col = comptime!(word * 32 + piece * word_cols);
+        let id = plan[entry + comptime!(col / t.group * 2 + 1)];
+        let at = walk.masks
+            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32)) as usize
+            + comptime!(col % t.group / 32);
+        let shift = comptime!((piece * word_cols) as u32);
+        upper |= plan[at] << shift;
+        lower |= plan[at + comptime!(ROW_PAIR as usize * row_words)] << shift;
+    }
+    MaskWords {
+        upper: upper >> quad,
+        lower: lower >> quad,
+    }
+}
+
+/// With `overlap`, the mask bits of step `j` if it has a mask: read before its scores are there.
 #[cube]
 fn mask_bits(plan: &[u32], walk: &Walk, j: u32, #[comptime] t: Tile) -> Array<u32> {
     let mut bits = Array::<u32>::new(comptime!(t.cols / 16));
-    if j < walk.masked {
-        let word_cols = comptime!(t.group.min(32));
-        let row_words = comptime!(t.mask_words());
-        let entry = walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
-        #[unroll]
-        for word in 0..comptime!(t.cols / 32) {
-            let mut upper = 0u32;
-            let mut lower = 0u32;
+    if comptime!(t.overlap) {
+        if j < walk.masked {
             #[unroll]
-            for piece in 0..comptime!(32 / word_cols) {
-                let col = comptime!(word * 32 + piece * word_cols);
-                let id = plan[entry + comptime!(col / t.group * 2 + 1)];
-                let at = walk.masks
-                    + (id * comptime!((t.rows() * row_words) as u32) + walk.row * comptime!(row_words as u32)) as usize
-                    + comptime!(col % t.group / 32);
-                let shift = comptime!((piece * word_cols) as u32);
-                upper |= plan[at] << shift;
-                lower |= plan[at + comptime!(ROW_PAIR as usize * row_words)] << shift;
+            for word in 0..comptime!(t.cols / 32) {
+                let pair = mask_words(plan, walk, j, word, t);
+                bits[comptime!(2 * word)] = pair.upper;
+                bits[comptime!(2 * word + 1)] = pair.lower;
             }
-            bits[comptime!(2 * word)] = upper >> walk.quad;
-            bits[comptime!(2 * word + 1)] = lower >> walk.quad;
         }
     }
     bits
@@ -553,6 +587,29 @@ fn rescale<O: Size>(o_in: Vector<f32, O>, a0: f32, a1: f32, #[comptime] t: Tile)
             o.insert(comptime!(4 * j + 1), o.extract(comptime!(4 * j + 1)) * a0);
             o.insert(comptime!(4 * j + 2), o.extract(comptime!(4 * j + 2)) * a1);
             o.insert(comptime!(4 * j + 3), o.extract(comptime!(4 * j + 3)) * a1);
+        }
+    }
+    o
+}
+
+/// `a · o + x`.
+#[cube]
+fn add_scaled<O: Size>(
+    o_in: Vector<f32, O>,
+    x: Vector<f32, O>,
+    a0: f32,
+    a1: f32,
+    #[comptime] t: Tile,
+) -> Vector<f32, O> {
+    let mut o = o_in;
+    #[unroll]
+    for j in 0..comptime!(t.dim / 8) {
+        #[unroll]
+        for i in 0..2usize {
+            let at = comptime!(4 * j + i);
+            o.insert(at, multiply_add(o.extract(at), a0, x.extract(at)));
+            let at = comptime!(at + 2);
+            o.insert(at, multiply_add(o.extract(at), a1, x.extract(at)));
         }
     }
     o

@@ -132,6 +132,10 @@ impl Tile {
         self.k_empty() + 8 * self.stages as u32
     }
 
+    fn kv_head_offset(&self) -> u32 {
+        self.v_empty() + 8 * self.stages as u32
+    }
+
     fn q_offset(&self) -> usize {
         1024
     }
