@@ -1,7 +1,7 @@
 //! Checks and timings of the `hopper` kernels, without Burn, so that it builds in minutes.
 //!
 //! ```text
-//! kernel-dev flush [BLOCK [VARIANT]]    launches every variant and reads nothing back: for a look at its registers without a GPU
+//! kernel-dev flush [BLOCK|parts [VARIANT]]    launches every variant and reads nothing back: for a look at its registers without a GPU
 //! kernel-dev check            compares with f64 on the CPU
 //! kernel-dev time [NAME]      times the workloads whose name contains NAME, in every variant
 //! ```
@@ -10,7 +10,7 @@ mod cases;
 mod inputs;
 mod reference;
 
-use blocksparse::BlockLayout;
+use blocksparse::{BlockLayout, Pattern, Residue};
 use blocksparse::kernels::hopper::{Half, Tile, forward};
 use blocksparse::kernels::{Sizes, TensorView};
 use cubecl::ir::{ElemType, FloatKind};
@@ -30,9 +30,10 @@ fn dtype(half: Half) -> ElemType {
 /// A problem on the device.
 struct Problem<'a> {
     client: &'a Client,
-    layout: &'a BlockLayout,
     sizes: Sizes,
-    tile: Tile,
+    half: Half,
+    /// Launches one after the other.
+    parts: Vec<(&'a BlockLayout, Option<Residue>, Tile)>,
     q: TensorView,
     k: TensorView,
     v: TensorView,
@@ -61,11 +62,21 @@ impl<'a> Problem<'a> {
             store: false,
             softcap: softcap.is_some(),
         };
+        let parts = match layout.parts() {
+            Some(parts) => (parts.iter().enumerate())
+                .map(|(index, part)| {
+                    let group = tile.cols.min(part.layout.block_size());
+                    let (residue, carry) = (part.residue.is_some(), index > 0);
+                    (&part.layout, part.residue, Tile { group, residue, carry, ..tile })
+                })
+                .collect(),
+            None => vec![(layout, None, tile)],
+        };
         Self {
             client,
-            layout,
             sizes,
-            tile,
+            half: tile.half,
+            parts,
             q,
             k,
             v,
@@ -78,24 +89,28 @@ impl<'a> Problem<'a> {
     }
 
     fn launch(&self) {
-        forward(
-            self.client,
-            self.tile,
-            self.layout,
-            &self.sizes,
-            [&self.q, &self.k, &self.v],
-            &self.out,
-            &self.lse,
-            self.scale,
-            self.softcap,
-        );
+        for &(layout, residue, tile) in &self.parts {
+            forward(
+                self.client,
+                tile,
+                layout,
+                &self.sizes,
+                residue,
+                [&self.q, &self.k, &self.v],
+                &self.out,
+                &self.lse,
+                self.scale,
+                self.softcap,
+            )
+            .unwrap();
+        }
     }
 
     fn read(&self) -> (Vec<f64>, Vec<f64>) {
         let out = self.client.read_one_unchecked(self.out.clone());
         let lse = self.client.read_one_unchecked(self.lse.clone());
         let lse: &[f32] = bytemuck::cast_slice(&lse);
-        (inputs::widen(&out, self.tile.half), lse.iter().map(|&x| f64::from(x)).collect())
+        (inputs::widen(&out, self.half), lse.iter().map(|&x| f64::from(x)).collect())
     }
 }
 
@@ -105,7 +120,11 @@ fn main() {
     match arguments.first().map(String::as_str) {
         Some("flush") => {
             let filter = arguments.get(2).map_or("", |name| name);
-            flush(&client, arguments.get(1).map_or(64, |block| block.parse().unwrap()), filter)
+            let layout = match arguments.get(1).map_or("64", |name| name) {
+                "parts" => Pattern::merged_strided(8).layout(1, 512, 64),
+                block => Pattern::causal().layout(1, 512, block.parse().unwrap()),
+            };
+            flush(&client, &layout.unwrap(), filter)
         }
         Some("check") => check(&client, arguments.get(1).map_or("", |name| name)),
         Some("time") => time(&client, arguments.get(1).map_or("", |name| name), arguments.get(2).map_or("", |name| name)),
@@ -114,16 +133,15 @@ fn main() {
 }
 
 /// One launch of each kernel.
-fn flush(client: &Client, block: usize, filter: &str) {
-    let layout = blocksparse::Pattern::causal().layout(1, 256, block).unwrap();
-    for (name, tile) in cases::variants(block) {
-        if !tile.fits(block) || !name.contains(filter) {
+fn flush(client: &Client, layout: &BlockLayout, filter: &str) {
+    for (name, tile) in cases::variants(layout.block_size()) {
+        if !tile.fits(layout.block_size()) || !name.contains(filter) {
             continue;
         }
         println!("variant {name} {tile:?} shared {}", tile.shared_bytes());
-        let inputs = Inputs::new(1, 1, 1, 256, 256, tile.dim);
+        let inputs = Inputs::new(1, 1, 1, 512, 512, tile.dim);
         let views = inputs.views(client, tile.half, Order::Heads);
-        Problem::new(client, &layout, views, tile, None).launch();
+        Problem::new(client, layout, views, tile, None).launch();
         let _ = client.flush();
     }
     std::thread::sleep(std::time::Duration::from_secs(1));

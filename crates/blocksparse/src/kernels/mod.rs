@@ -76,6 +76,32 @@ pub enum KernelError {
         /// Its last stride.
         stride: usize,
     },
+    /// A tensor that TMA cannot read.
+    #[error("{tensor} must begin at and have strides of multiples of {multiple} elements, got {got}")]
+    Alignment {
+        /// The tensor.
+        tensor: &'static str,
+        /// The multiple.
+        multiple: usize,
+        /// A stride, or where it begins.
+        got: usize,
+    },
+    /// Residue classes of different lengths, which TMA cannot read.
+    #[error("{tensor}'s sequence must be a multiple of the pattern's stride {stride}, got {seq}")]
+    Classes {
+        /// The tensor.
+        tensor: &'static str,
+        /// The pattern's stride.
+        stride: usize,
+        /// Its sequence.
+        seq: usize,
+    },
+    /// A scale that a kernel does not take.
+    #[error("scale must be positive, got {scale}")]
+    Scale {
+        /// The scale.
+        scale: String,
+    },
 }
 
 impl KernelError {

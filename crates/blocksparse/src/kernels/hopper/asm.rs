@@ -15,6 +15,15 @@ pub enum Half {
 }
 
 impl Half {
+    fn unpack_text(self, high: bool) -> &'static str {
+        match (self, high) {
+            (Half::Bf16, false) => "shl.b32 $0, $1, 16; /* $0 $1 */",
+            (Half::Bf16, true) => "and.b32 $0, $1, 0xffff0000; /* $0 $1 */",
+            (Half::F16, false) => "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }",
+            (Half::F16, true) => "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }",
+        }
+    }
+
     fn ptx(self) -> &'static str {
         match self {
             Half::Bf16 => "bf16",
@@ -212,6 +221,15 @@ pub fn load_box(map: u64, target: u32, bar: u32, column: u32, row: u32, head: u3
         y = in(_) val::<u32>(row), z = in(_) val::<u32>(head), w = in(_) val::<u32>(batch), b = in(_) val::<u32>(bar));
 }
 
+/// Copies a box of a `[batch, head, class, row, column]` tensor map into shared memory.
+#[cube]
+pub fn load_class_box(map: u64, target: u32, bar: u32, column: u32, row: u32, class: u32, head: u32, batch: u32) {
+    gpu_asm!("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [{s}], [{m}, {{{x}, {y}, {c}, {z}, {w}}}], [{b}];",
+        s = in(_) val::<u32>(target), m = in(_) val::<u64>(map), x = in(_) val::<u32>(column),
+        y = in(_) val::<u32>(row), c = in(_) val::<u32>(class), z = in(_) val::<u32>(head), w = in(_) val::<u32>(batch),
+        b = in(_) val::<u32>(bar));
+}
+
 /// Waits at a named barrier for `units` units, those that only arrive included.
 #[cube]
 pub fn named_sync(id: u32, #[comptime] units: u32) {
@@ -319,5 +337,14 @@ pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
     let o: u32;
     gpu_asm!("cvt.rn.{t}x2.f32 {o}, {h}, {l};", t = const half.ptx(), o = out(_) o,
         h = in(_) val::<f32>(high), l = in(_) val::<f32>(low), options(pure, nomem));
+    o
+}
+
+/// One of two numbers in half precision.
+#[cube]
+pub fn unpack(pair: u32, #[comptime] high: bool, #[comptime] half: Half) -> f32 {
+    let o: f32;
+    gpu_asm!("{body} /* {o} {i} */", body = const half.unpack_text(high), o = out(_) o, i = in(_) val::<u32>(pair),
+        options(pure, nomem));
     o
 }

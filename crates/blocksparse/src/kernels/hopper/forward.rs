@@ -1,37 +1,42 @@
 //! The forward kernel: one cube per tile of queries, one warpgroup per 64 rows of it.
 //!
 //! ```text
-//! warp 0   TMA:  K(0) V(0) K(1) V(1) …   gathered boxes of `group` rows into `stages` buffers each
+//! TMA          K(0) V(0) K(1) V(1) …    gathered boxes of `group` rows, into `stages` buffers each
 //! every warpgroup, per step j:
-//!     s = q · K(j)ᵀ              wgmma, started
-//!     o = o + p · V(j−1)         wgmma, started; p is in registers
-//!     s done:  mask, m' = max(m, s), p' = exp2(s − m'), l = a · l + Σ p'      while o is computed
-//!     o done:  o = a · o,  p = p'                                 a = exp2(m − m')
+//!     s = q · K(j)ᵀ                     wgmma
+//!     mask,  m' = max(m, s),  p = exp2(s − m'),  a = exp2(m − m'),  l = a · l + Σ p
+//!     x = p · V(j)                      wgmma, p in registers
+//!     o = a · o + x
 //! ```
 //!
-//! Two warpgroups take turns: while one has its products computed the other computes exponentials. Without `overlap`
-//! a warpgroup finishes `o = a · o + p · V(j)` within step j, which needs fewer registers; then cubes that
-//! share a multiprocessor fill each other's gaps.
+//! Two cubes, or two warpgroups, share a multiprocessor and fill each other's gaps. With `overlap` a warpgroup fills
+//! its own: `o += p · V(j − 1)` is computed while the softmax of step j is; two such warpgroups take turns at
+//! the tensor cores. That needs more registers, and pays where few warps share a multiprocessor.
+//!
+//! There is no producer warp: 256 units may have all 255 registers, 288 only 168, and CubeCL sets no bound on the
+//! cubes per multiprocessor, without which ptxas ignores `setmaxnreg`. Instead the boxes of a step are dealt
+//! to the warps, since each takes a warp some thirty instructions.
 
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 
 use super::Tile;
 use super::asm::*;
-use crate::kernels::simt::tile::{Four, PlanParts};
+use crate::kernels::simt::tile::{Four, Listing, PlanParts};
 
 /// Where the running maximum starts: below any score, but not −∞, which masked scores are.
 const LOWEST_MAX: f32 = -1.0e29;
 /// By how much, in powers of two, a new maximum must exceed the old one to replace it. Until then `p` exceeds 1,
 /// harmlessly, and the output needs no rescaling.
 const SLACK: f32 = 8.0;
-/// Positions of a tile that share a mask word's column range with a unit: rows `r` and `r + 8`.
+/// A unit holds parts of rows `r` and `r + 8`.
 const ROW_PAIR: u32 = 8;
 
-/// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`; `out` `[batch, heads, seq_q, dim]` in eights of elements and
-/// `lse` `[batch, heads, seq_q]` contiguous.
+/// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`; `out`
+/// `[batch, heads, seq_q, dim]` in eights of elements and `lse` `[batch, heads, seq_q]` contiguous.
 ///
-/// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s · cap_scale)`.
+/// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · cap_scale / 2 log2 e`.
+/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores.
 #[cube(launch_unchecked)]
 pub fn forward<S: Size, P: Size, O: Size>(
     q: &TensorMap<u32, Tiled>,
@@ -41,12 +46,13 @@ pub fn forward<S: Size, P: Size, O: Size>(
     lse: &mut [f32],
     plan: &[u32],
     parts: PlanParts,
+    listing: Listing,
     seq_q: u32,
     heads_per_kv: u32,
     log2_scale: f32,
+    lse_scale: f32,
     softcap: f32,
     cap_scale: f32,
-    neg_infinity: f32,
     #[comptime] t: Tile,
 ) {
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
@@ -55,16 +61,16 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let lane = UNIT_POS_X % 32;
     let head = CUBE_POS_Y;
     let batch = CUBE_POS_Z;
+    let stages = comptime!(t.stages as u32);
 
     if UNIT_POS_X == 0 {
         barrier_init(base, 1u32);
         #[unroll]
-        for i in 0..comptime!(t.stages) {
-            let offset = comptime!(8 * i as u32);
-            barrier_init(base + comptime!(t.k_full()) + offset, 1u32);
-            barrier_init(base + comptime!(t.v_full()) + offset, 1u32);
-            barrier_init(base + comptime!(t.k_empty()) + offset, comptime!(t.warps()));
-            barrier_init(base + comptime!(t.v_empty()) + offset, comptime!(t.warps()));
+        for i in 0..stages {
+            barrier_init(base + comptime!(t.k_full() + 8 * i), 1u32);
+            barrier_init(base + comptime!(t.v_full() + 8 * i), 1u32);
+            barrier_init(base + comptime!(t.k_empty() + 8 * i), comptime!(t.warps()));
+            barrier_init(base + comptime!(t.v_empty() + 8 * i), comptime!(t.warps()));
         }
         barrier_fence();
         shared_store(base + comptime!(t.kv_head_offset()), head / heads_per_kv);
@@ -75,11 +81,14 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let tile = plan[parts.order + first_record + CUBE_POS_X as usize];
     let record = parts.tiles + (first_record + tile as usize) * 3;
     let steps = uniform(plan[record + 1]);
+    let first_row = tile * comptime!(t.rows() as u32);
     let loads = Loads {
         k: tensor_map_address(k),
         v: tensor_map_address(v),
         base,
         batch,
+        class_len: listing.class_len as u32,
+        kept: its_box(base, UNIT_POS_X, t),
     };
     let walk = Walk {
         entry: parts.entries + plan[record] as usize * 2,
@@ -88,45 +97,71 @@ pub fn forward<S: Size, P: Size, O: Size>(
         masked: uniform(plan[record + 2]),
     };
     if UNIT_POS_X == 0 {
-        let map = tensor_map_address(q);
         barrier_expect(base, comptime!(t.q_bytes()));
-        #[unroll]
-        for span in 0..comptime!(t.spans()) {
-            load_box(
-                map,
-                base + comptime!((t.q_offset() + span * t.rows() * ROW) as u32),
-                base,
-                comptime!((span * ROW_ELEMENTS) as u32),
-                tile * comptime!(t.rows() as u32),
-                head,
-                batch,
-            );
-        }
     }
-    // The position of the box that this lane loads next of k; of v it is the one before.
+    if UNIT_POS_X < comptime!(t.q_boxes() as u32) {
+        let span = UNIT_POS_X % comptime!(t.spans() as u32);
+        let row = UNIT_POS_X / comptime!(t.spans() as u32) * comptime!(t.q_group() as u32);
+        load_rows(
+            tensor_map_address(q),
+            base + comptime!(t.q_offset() as u32) + span * comptime!((t.rows() * ROW) as u32) + row * comptime!(ROW as u32),
+            base,
+            span,
+            first_row + row,
+            loads.class_len,
+            head,
+            batch,
+            t,
+        );
+    }
+    // Where the box lies that this unit loads next of k; of v it is the one before.
     let mut k_at = 0u32;
     let mut v_at = 0u32;
     if warp < comptime!(t.loading_warps()) {
         #[unroll]
-        for j in 0..comptime!(t.stages as u32) {
+        for j in 0..stages {
             if j < steps {
-                let at = entry_position(plan, &walk, j, t);
+                let at = entry_position(plan, &walk, &loads, j, t);
                 load_step(&loads, j, at, false, t);
                 load_step(&loads, j, at, true, t);
             }
         }
-        k_at = entry_position(plan, &walk, comptime!(t.stages as u32), t);
+        k_at = entry_position(plan, &walk, &loads, stages, t);
     }
 
     let group = warp / 4;
     let q_desc = descriptor(base + comptime!(t.q_offset() as u32) + group * comptime!((64 * ROW) as u32), 16usize);
     let k_desc = descriptor(base + comptime!(t.k_offset() as u32), 16usize);
     let v_desc = descriptor(base + comptime!(t.v_offset() as u32), comptime!(t.cols * ROW));
+    let q_span = comptime!(t.rows() * ROW);
+    let k_span = comptime!(t.cols * ROW);
     let mut m0 = f32::new(LOWEST_MAX);
     let mut m1 = f32::new(LOWEST_MAX);
     let mut l0 = f32::new(0.0);
     let mut l1 = f32::new(0.0);
     let mut o = Vector::<f32, O>::zeroed();
+    let first = (batch * CUBE_COUNT_Y + head) * seq_q;
+    if comptime!(t.carry) {
+        // A finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+        let upper = row_of_unit(first_row, 0u32, &listing, seq_q, t);
+        let lower = row_of_unit(first_row, ROW_PAIR, &listing, seq_q, t);
+        o = load_row::<O>(o, &out[..], &upper, first, 0usize, t);
+        o = load_row::<O>(o, &out[..], &lower, first, 2usize, t);
+        if upper.exists {
+            let log = lse[(first + upper.position) as usize];
+            if log > f32::new(LOWEST_MAX) {
+                m0 = log * lse_scale;
+                l0 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
+            }
+        }
+        if lower.exists {
+            let log = lse[(first + lower.position) as usize];
+            if log > f32::new(LOWEST_MAX) {
+                m1 = log * lse_scale;
+                l1 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
+            }
+        }
+    }
     barrier_wait(base, 0u32);
     if comptime!(t.turns()) {
         if group == 1 {
@@ -138,11 +173,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
         if comptime!(t.overlap) {
             let bits = mask_bits(plan, &walk, 0u32, t);
             barrier_wait(base + comptime!(t.k_full()), 0u32);
-            let s = wait::<S>(
-                product::<S>(q_desc, k_desc, t.half, t.dim, comptime!(t.rows() * ROW), comptime!(t.cols * ROW)),
-                0usize,
-                comptime!(t.cols / 2),
-            );
+            let s = wait::<S>(product::<S>(q_desc, k_desc, t.half, t.dim, q_span, k_span), 0usize, comptime!(t.cols / 2));
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.k_empty()));
             }
@@ -152,6 +183,9 @@ pub fn forward<S: Size, P: Size, O: Size>(
             m1 = soft.m1;
             l0 = soft.l0;
             l1 = soft.l1;
+            if comptime!(t.carry) {
+                o = rescale::<O>(o, soft.a0, soft.a1, t);
+            }
             let mut p = pack_all::<S, P>(soft.p, t.half);
             if steps > 1 {
                 barrier_wait(base + comptime!(t.k_full()) + stage(1u32, t) * 8, parity(1u32, t));
@@ -162,29 +196,16 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 if comptime!(t.turns()) {
                     named_sync(1 + group, 256u32);
                 }
-                let s_started = product::<S>(
-                    q_desc,
-                    k_desc + u64::cast_from(now * comptime!((t.stage_bytes() >> 4) as u32)),
-                    t.half,
-                    t.dim,
-                    comptime!(t.rows() * ROW),
-                    comptime!(t.cols * ROW),
-                );
+                let s_started = product::<S>(q_desc, buffer(k_desc, now, t), t.half, t.dim, q_span, k_span);
                 barrier_wait(base + comptime!(t.v_full()) + before * 8, parity(j - 1, t));
-                let o_started = accumulate::<P, O>(
-                    o,
-                    p,
-                    v_desc + u64::cast_from(before * comptime!((t.stage_bytes() >> 4) as u32)),
-                    t.half,
-                    t.dim,
-                );
+                let o_started = accumulate::<P, O>(o, p, buffer(v_desc, before, t), t.half, t.dim);
                 if comptime!(t.turns()) {
                     named_arrive(2 - group, 256u32);
                 }
                 if warp < comptime!(t.loading_warps()) && j >= comptime!(t.lag as u32) {
                     let k_next = j + comptime!((t.stages - t.lag) as u32);
                     let v_next = k_next - 1;
-                    if v_next >= comptime!(t.stages as u32) && v_next < steps {
+                    if v_next >= stages && v_next < steps {
                         barrier_wait(base + comptime!(t.v_empty()) + stage(v_next, t) * 8, 1 - parity(v_next, t));
                         load_step(&loads, v_next, v_at, true, t);
                     }
@@ -193,7 +214,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                         load_step(&loads, k_next, k_at, false, t);
                     }
                     v_at = k_at;
-                    k_at = entry_position(plan, &walk, k_next + 1, t);
+                    k_at = entry_position(plan, &walk, &loads, k_next + 1, t);
                 }
                 let bits = mask_bits(plan, &walk, j, t);
                 let s = wait::<S>(s_started, 1usize, comptime!(t.cols / 2));
@@ -206,6 +227,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 m1 = soft.m1;
                 l0 = soft.l0;
                 l1 = soft.l1;
+                // Also keeps ptxas from moving the next wait in front of the softmax.
                 if j + 1 < steps {
                     barrier_wait(base + comptime!(t.k_full()) + stage(j + 1, t) * 8, parity(j + 1, t));
                 }
@@ -218,29 +240,13 @@ pub fn forward<S: Size, P: Size, O: Size>(
             }
             let last = stage(steps - 1, t);
             barrier_wait(base + comptime!(t.v_full()) + last * 8, parity(steps - 1, t));
-            let o_started = accumulate::<P, O>(
-                o,
-                p,
-                v_desc + u64::cast_from(last * comptime!((t.stage_bytes() >> 4) as u32)),
-                t.half,
-                t.dim,
-            );
+            let o_started = accumulate::<P, O>(o, p, buffer(v_desc, last, t), t.half, t.dim);
             o = wait::<O>(o_started, 0usize, comptime!(t.dim / 2));
         } else {
             for j in 0..steps {
                 let now = stage(j, t);
                 barrier_wait(base + comptime!(t.k_full()) + now * 8, parity(j, t));
-                if comptime!(t.turns()) {
-                    named_sync(1 + group, 256u32);
-                }
-                let s_started = product::<S>(
-                    q_desc,
-                    k_desc + u64::cast_from(now * comptime!((t.stage_bytes() >> 4) as u32)),
-                    t.half,
-                    t.dim,
-                    comptime!(t.rows() * ROW),
-                    comptime!(t.cols * ROW),
-                );
+                let s_started = product::<S>(q_desc, buffer(k_desc, now, t), t.half, t.dim, q_span, k_span);
                 if warp < comptime!(t.loading_warps()) && j >= comptime!(t.lag as u32) {
                     let next = j + comptime!((t.stages - t.lag) as u32);
                     if next < steps {
@@ -250,12 +256,9 @@ pub fn forward<S: Size, P: Size, O: Size>(
                         barrier_wait(base + comptime!(t.v_empty()) + stage(next, t) * 8, free);
                         load_step(&loads, next, k_at, true, t);
                     }
-                    k_at = entry_position(plan, &walk, next + 1, t);
+                    k_at = entry_position(plan, &walk, &loads, next + 1, t);
                 }
                 let s = wait::<S>(s_started, 0usize, comptime!(t.cols / 2));
-                if comptime!(t.turns()) {
-                    named_arrive(2 - group, 256u32);
-                }
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
                 }
@@ -268,15 +271,10 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 l1 = soft.l1;
                 let p = pack_all::<S, P>(soft.p, t.half);
                 barrier_wait(base + comptime!(t.v_full()) + now * 8, parity(j, t));
-                // Into registers of its own: as an accumulator, o would be moved around the scores.
-                let started = weigh::<P, O>(
-                    p,
-                    v_desc + u64::cast_from(now * comptime!((t.stage_bytes() >> 4) as u32)),
-                    t.half,
-                    t.dim,
-                );
-                let product = wait::<O>(started, 0usize, comptime!(t.dim / 2));
-                o = add_scaled::<O>(o, product, soft.a0, soft.a1, t);
+                // Into registers of its own: as an accumulator, ptxas would move o out of the scores' way and back.
+                let started = weigh::<P, O>(p, buffer(v_desc, now, t), t.half, t.dim);
+                let x = wait::<O>(started, 0usize, comptime!(t.dim / 2));
+                o = add_scaled::<O>(o, x, soft.a0, soft.a1, t);
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.v_empty()) + now * 8);
                 }
@@ -284,14 +282,12 @@ pub fn forward<S: Size, P: Size, O: Size>(
         }
     }
 
-    let first = (batch * CUBE_COUNT_Y + head) * seq_q;
-    let row = tile * comptime!(t.rows() as u32) + warp * 16 + lane / 4;
     let l0 = quad_sum(l0);
     let l1 = quad_sum(l1);
-    store_row::<O>(out, lse, &o, 0usize, m0 * log2_scale, l0, first, row, seq_q, lane, neg_infinity, t);
-    store_row::<O>(
-        out, lse, &o, 2usize, m1 * log2_scale, l1, first, row + ROW_PAIR, seq_q, lane, neg_infinity, t,
-    );
+    let upper = row_of_unit(first_row, 0u32, &listing, seq_q, t);
+    let lower = row_of_unit(first_row, ROW_PAIR, &listing, seq_q, t);
+    store_row::<O>(out, lse, &o, 0usize, m0 * log2_scale, l0, first, &upper, t);
+    store_row::<O>(out, lse, &o, 2usize, m1 * log2_scale, l1, first, &lower, t);
 }
 
 /// What loads are made of.
@@ -301,6 +297,52 @@ struct Loads {
     v: u64,
     base: u32,
     batch: u32,
+    class_len: u32,
+    kept: ItsBox,
+}
+
+/// The box of each step that a unit loads: boxes are dealt to the warps, and within a warp to its lanes.
+#[derive(CubeType, Clone, Copy)]
+struct ItsBox {
+    /// Whether the unit announces the bytes of a step.
+    announces: bool,
+    /// Whether the unit has a box.
+    active: bool,
+    /// The entry of the step that says where the box is,
+    entry: u32,
+    /// its span of 64 columns,
+    span: u32,
+    /// and its head.
+    head: u32,
+}
+
+#[cube]
+fn its_box(base: u32, unit: u32, #[comptime] t: Tile) -> ItsBox {
+    let lane = unit % 32;
+    let index = unit / 32 + lane * comptime!(t.warps());
+    ItsBox {
+        announces: unit == 0,
+        active: index < comptime!(t.boxes() as u32) && lane < comptime!(t.lane_boxes() as u32),
+        entry: index / comptime!(t.spans() as u32),
+        span: index % comptime!(t.spans() as u32),
+        head: shared_load(base + comptime!(t.kv_head_offset())),
+    }
+}
+
+/// The unit's box, kept in registers where there are enough of them, and else made anew.
+#[cube]
+fn box_of(loads: &Loads, #[comptime] t: Tile) -> ItsBox {
+    if comptime!(t.overlap) {
+        ItsBox {
+            announces: loads.kept.announces,
+            active: loads.kept.active,
+            entry: loads.kept.entry,
+            span: loads.kept.span,
+            head: loads.kept.head,
+        }
+    } else {
+        its_box(loads.base, unit(), t)
+    }
 }
 
 /// The tile that a cube walks.
@@ -340,32 +382,16 @@ fn parity(j: u32, #[comptime] t: Tile) -> u32 {
     (j / comptime!(t.stages as u32)) & 1
 }
 
-/// The box of each step that a unit loads: boxes are dealt to the warps, and within a warp to its lanes.
-/// Computed anew wherever it is needed, for want of registers.
-#[derive(CubeType, Clone, Copy)]
-struct Box {
-    active: bool,
-    /// The entry of the step that says where the box is,
-    entry: u32,
-    /// and its span of 64 columns.
-    span: u32,
+/// The descriptor of a buffer, from that of the first one.
+#[cube]
+fn buffer(first: u64, stage: u32, #[comptime] t: Tile) -> u64 {
+    first + u64::cast_from(stage * comptime!((t.stage_bytes() >> 4) as u32))
 }
 
+/// The place of this unit's box of step `j`.
 #[cube]
-fn box_of_unit(unit: u32, #[comptime] t: Tile) -> Box {
-    let lane = unit % 32;
-    let index = unit / 32 + lane * comptime!(t.warps());
-    Box {
-        active: index < comptime!(t.boxes() as u32) && lane < comptime!(t.lane_boxes() as u32),
-        entry: index / comptime!(t.spans() as u32),
-        span: index % comptime!(t.spans() as u32),
-    }
-}
-
-/// The position of this unit's box of step `j`.
-#[cube]
-fn entry_position(plan: &[u32], walk: &Walk, j: u32, #[comptime] t: Tile) -> u32 {
-    let its = box_of_unit(unit(), t);
+fn entry_position(plan: &[u32], walk: &Walk, loads: &Loads, j: u32, #[comptime] t: Tile) -> u32 {
+    let its = box_of(loads, t);
     let mut at = 0u32;
     if j < walk.steps && its.active {
         let entry = j * comptime!(t.entries() as u32) + its.entry;
@@ -377,8 +403,7 @@ fn entry_position(plan: &[u32], walk: &Walk, j: u32, #[comptime] t: Tile) -> u32
 /// Loads this unit's box of the keys or values of step `j`.
 #[cube]
 fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptime] t: Tile) {
-    let unit = unit();
-    let its = box_of_unit(unit, t);
+    let its = box_of(loads, t);
     let stage = stage(j, t);
     let full = comptime!(if values { t.v_full() } else { t.k_full() });
     let offset = comptime!((if values { t.v_offset() } else { t.k_offset() }) as u32);
@@ -388,7 +413,7 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
         map = loads.v;
     }
     // Bytes may arrive before they are announced: the phase cannot end without the announcement.
-    if unit == 0 {
+    if its.announces {
         barrier_expect(bar, comptime!(t.stage_bytes()));
     }
     if its.active {
@@ -397,8 +422,28 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
             + stage * comptime!(t.stage_bytes() as u32)
             + its.span * comptime!((t.cols * ROW) as u32)
             + its.entry * comptime!((t.group * ROW) as u32);
-        let head = shared_load(loads.base + comptime!(t.kv_head_offset()));
-        load_box(map, target, bar, its.span * comptime!(ROW_ELEMENTS as u32), at, head, loads.batch);
+        load_rows(map, target, bar, its.span, at, loads.class_len, its.head, loads.batch, t);
+    }
+}
+
+/// Loads a box at a place.
+#[cube]
+fn load_rows(
+    map: u64,
+    target: u32,
+    bar: u32,
+    span: u32,
+    place: u32,
+    class_len: u32,
+    head: u32,
+    batch: u32,
+    #[comptime] t: Tile,
+) {
+    let column = span * comptime!(ROW_ELEMENTS as u32);
+    if comptime!(t.residue) {
+        load_class_box(map, target, bar, column, place % class_len, place / class_len, head, batch);
+    } else {
+        load_box(map, target, bar, column, place, head, batch);
     }
 }
 
@@ -515,15 +560,19 @@ fn softmax<S: Size>(
 ) -> Softmax<S> {
     let width = S::value();
     let eights = comptime!(width / 4);
-    let mut x0 = larger(s.extract(0usize), s.extract(1usize));
-    let mut x1 = larger(s.extract(2usize), s.extract(3usize));
+    let mut x0 = s.extract(0usize);
+    let mut x1 = s.extract(2usize);
+    let mut x2 = s.extract(1usize);
+    let mut x3 = s.extract(3usize);
     #[unroll]
     for j in 1..eights {
-        x0 = larger(x0, larger(s.extract(comptime!(4 * j)), s.extract(comptime!(4 * j + 1))));
-        x1 = larger(x1, larger(s.extract(comptime!(4 * j + 2)), s.extract(comptime!(4 * j + 3))));
+        x0 = larger(x0, s.extract(comptime!(4 * j)));
+        x2 = larger(x2, s.extract(comptime!(4 * j + 1)));
+        x1 = larger(x1, s.extract(comptime!(4 * j + 2)));
+        x3 = larger(x3, s.extract(comptime!(4 * j + 3)));
     }
-    let m0 = next_max(old_m0, quad_max(x0), log2_scale);
-    let m1 = next_max(old_m1, quad_max(x1), log2_scale);
+    let m0 = next_max(old_m0, quad_max(larger(x0, x2)), log2_scale);
+    let m1 = next_max(old_m1, quad_max(larger(x1, x3)), log2_scale);
     let n0 = -m0 * log2_scale;
     let n1 = -m1 * log2_scale;
     // Exactly 1 where the maximum stays.
@@ -628,6 +677,29 @@ fn quad_sum(x: f32) -> f32 {
     x + shuffle_xor(x, 2u32)
 }
 
+/// A row of the output.
+#[derive(CubeType, Clone, Copy)]
+struct OutRow {
+    position: u32,
+    /// Whether it is one of the sequence.
+    exists: bool,
+}
+
+/// The unit's row `offset` rows below its first one.
+#[cube]
+fn row_of_unit(first_row: u32, offset: u32, listing: &Listing, seq_q: u32, #[comptime] t: Tile) -> OutRow {
+    let unit = UNIT_POS_X;
+    let place = first_row + unit / 32 * 16 + unit % 32 / 4 + offset;
+    let mut position = place;
+    let mut exists = place < seq_q;
+    if comptime!(t.residue) {
+        let class = place / listing.class_len as u32;
+        position = place % listing.class_len as u32 * listing.stride as u32 + class;
+        exists = class < listing.stride as u32 && position < seq_q;
+    }
+    OutRow { position, exists }
+}
+
 /// Stores one of the unit's two rows, whose numbers begin at `offset` of every four, and its
 /// `lse = (m + log2 l) · ln 2`. A row without keys gets 0 and −∞.
 #[cube]
@@ -639,52 +711,88 @@ fn store_row<O: Size>(
     m: f32,
     l: f32,
     first: u32,
-    row: u32,
-    seq_q: u32,
-    lane: u32,
-    neg_infinity: f32,
+    row: &OutRow,
     #[comptime] t: Tile,
 ) {
     let mut inverse = f32::new(0.0);
-    let mut log = neg_infinity;
+    let mut log = f32::new(f32::NEG_INFINITY);
     if l > 0.0f32 {
         inverse = reciprocal(l);
         log = (m + log2(l)) * comptime!(std::f32::consts::LN_2);
     }
-    let at = (first + row) as usize;
+    let lane = UNIT_POS_X % 32;
+    let at = (first + row.position) as usize;
     let target = at * comptime!(t.dim / 8) + (lane % 4) as usize;
-    let odd = lane & 1 != 0;
-    let high = lane & 2 != 0;
-    // A lane has 4 of every 16 bytes of its row; four lanes trade theirs, so that each stores 16 at a time.
     #[unroll]
     for i in 0..comptime!(t.dim / 32) {
-        let w0 = pack_two::<O>(o, inverse, comptime!(16 * i + offset), t.half);
-        let w1 = pack_two::<O>(o, inverse, comptime!(16 * i + 4 + offset), t.half);
-        let w2 = pack_two::<O>(o, inverse, comptime!(16 * i + 8 + offset), t.half);
-        let w3 = pack_two::<O>(o, inverse, comptime!(16 * i + 12 + offset), t.half);
-        let from0 = trade(select(odd, w0, w1), 1u32);
-        let from1 = trade(select(odd, w2, w3), 1u32);
-        let a0 = select(odd, from0, w0);
-        let a1 = select(odd, w1, from0);
-        let b0 = select(odd, from1, w2);
-        let b1 = select(odd, w3, from1);
-        let from0 = trade(select(high, a0, b0), 2u32);
-        let from1 = trade(select(high, a1, b1), 2u32);
-        let mut four = Vector::<u32, Four>::zeroed();
-        four.insert(0usize, select(high, from0, a0));
-        four.insert(1usize, select(high, from1, a1));
-        four.insert(2usize, select(high, b0, from0));
-        four.insert(3usize, select(high, b1, from1));
-        if row < seq_q {
+        let mut own = Vector::<u32, Four>::zeroed();
+        #[unroll]
+        for j in 0..4usize {
+            let n = comptime!(16 * i + 4 * j + offset);
+            own.insert(j, pack(o.extract(n) * inverse, o.extract(comptime!(n + 1)) * inverse, t.half));
+        }
+        let four = trade_four(own, lane);
+        if row.exists {
             out[target + comptime!(4 * i)] = four;
         }
     }
-    if row < seq_q && lane % 4 == 0 {
+    if row.exists && lane % 4 == 0 {
         lse[at] = log;
     }
 }
 
+/// Reads what `store_row` wrote, where there is such a row.
 #[cube]
-fn pack_two<O: Size>(o: &Vector<f32, O>, factor: f32, #[comptime] at: usize, #[comptime] half: Half) -> u32 {
-    pack(o.extract(at) * factor, o.extract(comptime!(at + 1)) * factor, half)
+fn load_row<O: Size>(
+    o_in: Vector<f32, O>,
+    out: &[Vector<u32, Four>],
+    row: &OutRow,
+    first: u32,
+    #[comptime] offset: usize,
+    #[comptime] t: Tile,
+) -> Vector<f32, O> {
+    let mut o = o_in;
+    let lane = UNIT_POS_X % 32;
+    let target = (first + row.position) as usize * comptime!(t.dim / 8) + (lane % 4) as usize;
+    #[unroll]
+    for i in 0..comptime!(t.dim / 32) {
+        let mut four = Vector::<u32, Four>::zeroed();
+        if row.exists {
+            four = out[target + comptime!(4 * i)];
+        }
+        let own = trade_four(four, lane);
+        #[unroll]
+        for j in 0..4usize {
+            let n = comptime!(16 * i + 4 * j + offset);
+            o.insert(n, unpack(own.extract(j), false, t.half));
+            o.insert(comptime!(n + 1), unpack(own.extract(j), true, t.half));
+        }
+    }
+    o
+}
+
+/// A unit has 4 of every 16 bytes of its row. Four neighbours trade theirs, so that each has 16 at a time: a transposition,
+/// so it also undoes itself.
+#[cube]
+fn trade_four(own: Vector<u32, Four>, lane: u32) -> Vector<u32, Four> {
+    let odd = lane & 1 != 0;
+    let high = lane & 2 != 0;
+    let w0 = own.extract(0usize);
+    let w1 = own.extract(1usize);
+    let w2 = own.extract(2usize);
+    let w3 = own.extract(3usize);
+    let from0 = trade(select(odd, w0, w1), 1u32);
+    let from1 = trade(select(odd, w2, w3), 1u32);
+    let a0 = select(odd, from0, w0);
+    let a1 = select(odd, w1, from0);
+    let b0 = select(odd, from1, w2);
+    let b1 = select(odd, w3, from1);
+    let from0 = trade(select(high, a0, b0), 2u32);
+    let from1 = trade(select(high, a1, b1), 2u32);
+    let mut four = Vector::<u32, Four>::zeroed();
+    four.insert(0usize, select(high, from0, a0));
+    four.insert(1usize, select(high, from1, a1));
+    four.insert(2usize, select(high, b0, from0));
+    four.insert(3usize, select(high, b1, from1));
+    four
 }

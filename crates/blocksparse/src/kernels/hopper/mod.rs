@@ -2,25 +2,28 @@
 //!
 //! Keys and values of a step are gathered by TMA, one box of `group` rows per entry, side by side in shared memory.
 //! The 128-byte swizzle repeats after 8 rows, so boxes of 8, 16, … rows make up the layout wgmma reads.
-//! A head_dim between multiples of 64 is filled up with zeros by TMA, in shared memory only.
+//! A head_dim between multiples of 64 is filled up with zeros by TMA, in shared memory only. With positions listed by
+//! residue class the maps have the class as a dimension of its own, so that a box is strided in memory.
 
 mod asm;
 mod forward;
 
-use cubecl::ir::ElemType;
+use cubecl::ir::{ElemType, FloatKind, features::Tma};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::plan;
-use super::simt::tile::PlanPartsLaunch;
-use super::{Sizes, TensorView};
-use crate::BlockLayout;
-use crate::plan::{Tiling, Walk};
-use asm::{ROW, ROW_ELEMENTS};
+use super::simt::tile::{ListingLaunch, PlanPartsLaunch};
+use super::{KernelError, Sizes, TensorView};
+use crate::plan::{Tiling, Walk, union_overhead};
+use crate::{BlockLayout, Residue};
 pub use asm::Half;
+use asm::{ROW, ROW_ELEMENTS};
 
 /// Rows of a warpgroup.
 const GROUP_ROWS: usize = 64;
+/// TMA's strides and addresses are multiples of 16 bytes.
+const ALIGNMENT: usize = 8;
 
 /// The comptime shape of the kernel: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -43,12 +46,21 @@ pub struct Tile {
     pub overlap: bool,
     /// Whether scores are softcapped.
     pub softcap: bool,
+    /// Whether positions are listed by residue class.
+    pub residue: bool,
+    /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
+    pub carry: bool,
 }
 
 impl Tile {
     /// Rows of a tile.
     pub fn rows(&self) -> usize {
         GROUP_ROWS * self.warpgroups
+    }
+
+    /// Units of a cube.
+    pub fn units(&self) -> usize {
+        128 * self.warpgroups
     }
 
     /// How the layout is cut.
@@ -64,8 +76,8 @@ impl Tile {
     /// Whether layouts of this block size can be cut so.
     pub fn fits(&self, block: usize) -> bool {
         let rows = self.rows();
-        (rows % block == 0 || block % rows == 0)
-            && (self.cols % block == 0 || block % self.cols == 0)
+        (rows.is_multiple_of(block) || block.is_multiple_of(rows))
+            && (self.cols.is_multiple_of(block) || block.is_multiple_of(self.cols))
             && self.group == self.cols.min(block)
     }
 
@@ -85,6 +97,18 @@ impl Tile {
 
     fn entries(&self) -> usize {
         self.cols / self.group
+    }
+
+    /// Rows of a box of queries. All positions of a box are of one class.
+    fn q_group(&self) -> usize {
+        match self.residue {
+            true => self.rows().min(self.group),
+            false => self.rows(),
+        }
+    }
+
+    fn q_boxes(&self) -> usize {
+        self.rows() / self.q_group() * self.spans()
     }
 
     /// TMA boxes of the keys, or the values, of a step.
@@ -154,37 +178,202 @@ impl Tile {
     }
 }
 
-/// Runs the forward pass into `out` `[batch, heads, seq_q, dim]` and `lse` `[batch, heads, seq_q]`, both contiguous.
+/// A shape that a tile may have, and its speed relative to the others on dense attention.
+struct Candidate {
+    dim: usize,
+    warpgroups: usize,
+    cols: usize,
+    stages: usize,
+    lag: usize,
+    overlap: bool,
+    speed: f64,
+}
+
+const fn candidate(
+    dim: usize,
+    [warpgroups, cols, stages, lag]: [usize; 4],
+    overlap: bool,
+    speed: f64,
+) -> Candidate {
+    Candidate {
+        dim,
+        warpgroups,
+        cols,
+        stages,
+        lag,
+        overlap,
+        speed,
+    }
+}
+
+/// The fastest shape of 128 rows and the fastest of 64, which reads keys twice as often but unites fewer rows of blocks.
+/// Except for 128 rows of 96 and more, and 256, two cubes or more share a multiprocessor.
+const CANDIDATES: [Candidate; 8] = [
+    candidate(64, [2, 128, 3, 2], false, 1.0),
+    candidate(64, [1, 128, 2, 1], false, 0.85),
+    candidate(96, [2, 128, 3, 2], false, 1.0),
+    candidate(96, [1, 64, 3, 1], true, 0.85),
+    candidate(128, [2, 128, 3, 2], false, 1.0),
+    candidate(128, [1, 64, 3, 1], true, 0.85),
+    candidate(256, [2, 64, 2, 1], true, 1.0),
+    candidate(256, [1, 64, 2, 1], true, 0.55),
+];
+
+/// The tile that should be fastest, or why the tier does not take the call.
+///
+/// # Errors
+/// What the tier lacks: the device, the type, the head_dim, or something it does not compute.
+pub fn choose(
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    residue: Option<Residue>,
+    carry: bool,
+    properties: &DeviceProperties,
+) -> Result<Tile, &'static str> {
+    if properties.identity.fingerprint != "ptx_sm90"
+        || !properties.features.tma.contains(Tma::Base)
+    {
+        return Err("the device is not of compute capability 9.0");
+    }
+    let half = match sizes.dtype {
+        ElemType::Float(FloatKind::BF16) => Half::Bf16,
+        ElemType::Float(FloatKind::F16) => Half::F16,
+        _ => return Err("the dtype is neither bf16 nor f16"),
+    };
+    if sizes.store {
+        return Err("weights are stored");
+    }
+    if sizes.head_dim != sizes.value_dim {
+        return Err("head_dim and value_dim differ");
+    }
+    if !CANDIDATES.iter().any(|shape| shape.dim == sizes.head_dim) {
+        return Err("head_dim is none of 64, 96, 128, 256");
+    }
+    let block = layout.block_size();
+    let hardware = &properties.hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
+    let mut best: Option<(f64, Tile)> = None;
+    for shape in CANDIDATES.iter().filter(|shape| shape.dim == sizes.head_dim) {
+        let tile = Tile {
+            half,
+            dim: shape.dim,
+            warpgroups: shape.warpgroups,
+            cols: shape.cols,
+            group: shape.cols.min(block),
+            stages: shape.stages,
+            lag: shape.lag,
+            overlap: shape.overlap,
+            softcap: sizes.softcap,
+            residue: residue.is_some(),
+            carry,
+        };
+        if !tile.fits(block) || tile.shared_bytes() > hardware.max_shared_memory_size {
+            continue;
+        }
+        let rows = tile.rows();
+        let waste = layout.seq_q().next_multiple_of(rows) as f64 / layout.seq_q() as f64;
+        // Fewer cubes than multiprocessors leave some idle.
+        let cubes = layout.seq_q().div_ceil(rows) * layout.heads() * sizes.batch;
+        let idle = (multiprocessors / cubes as f64).max(1.0);
+        let cost = union_overhead(layout, Walk::Rows, rows) * waste * idle / shape.speed;
+        if best.is_none_or(|(least, _)| cost < least) {
+            best = Some((cost, tile));
+        }
+    }
+    best.map(|(_, tile)| tile).ok_or("no tile fits the shared memory of the device")
+}
+
+/// Whether a launch can take these tensors, which a plan cannot know.
+///
+/// # Errors
+/// [`KernelError`] if TMA cannot read a tensor, or the scale is not positive.
+pub fn check(
+    named: &[(&'static str, &TensorView)],
+    residue: Option<Residue>,
+    scale: f64,
+    softcap: Option<f64>,
+) -> Result<(), KernelError> {
+    for &(name, tensor) in named {
+        let bytes = tensor.handle.offset_start.unwrap_or(0) as usize;
+        let mut numbers = vec![bytes.div_ceil(2)];
+        let outer = tensor.shape.iter().zip(&tensor.strides).take(3);
+        numbers.extend(outer.filter(|(length, _)| **length > 1).map(|(_, stride)| *stride));
+        if let Some(&got) = numbers.iter().find(|number| !number.is_multiple_of(ALIGNMENT)) {
+            return Err(KernelError::Alignment {
+                tensor: name,
+                multiple: ALIGNMENT,
+                got,
+            });
+        }
+        if tensor.strides[3] != 1 && tensor.shape[3] != 1 {
+            return Err(KernelError::Stride {
+                tensor: name,
+                stride: tensor.strides[3],
+            });
+        }
+        // The last of a class of another length would be beyond the sequence, in the next head.
+        if let Some(Residue { stride, .. }) = residue
+            && !tensor.shape[2].is_multiple_of(stride)
+        {
+            return Err(KernelError::Classes {
+                tensor: name,
+                stride,
+                seq: tensor.shape[2],
+            });
+        }
+    }
+    // The running maximum is of unscaled scores.
+    match softcap.is_some() || (scale > 0.0 && scale.is_finite()) {
+        true => Ok(()),
+        false => Err(KernelError::Scale {
+            scale: scale.to_string(),
+        }),
+    }
+}
+
+/// Runs the forward pass over a layout, or a part of one, into `out` `[batch, heads, seq_q, dim]` and `lse`
+/// `[batch, heads, seq_q]`, both contiguous. With [`Tile::carry`] they hold the parts before.
+///
+/// # Errors
+/// As [`check`].
+#[allow(clippy::too_many_arguments)]
 pub fn forward(
     client: &Client,
     tile: Tile,
     layout: &BlockLayout,
     sizes: &Sizes,
+    residue: Option<Residue>,
     [q, k, v]: [&TensorView; 3],
     out: &Handle,
     lse: &Handle,
     scale: f64,
     softcap: Option<f64>,
-) {
+) -> Result<(), KernelError> {
+    check(&[("q", q), ("k", k), ("v", v)], residue, scale, softcap)?;
     let device_plan = plan(client, layout, tile.tiling());
     let parts = &device_plan.sections;
-    let rows = sizes.batch * layout.heads() * layout.seq_q();
+    let (heads, seq_q) = (layout.heads(), q.shape[2]);
+    let rows = sizes.batch * heads * seq_q;
     let log2_e = std::f64::consts::LOG2_E;
     let (log2_scale, cap_scale) = match softcap {
         Some(softcap) => (log2_e, 2.0 * log2_e * scale / softcap),
         None => (scale * log2_e, 0.0),
     };
+    let listing = residue.unwrap_or(Residue {
+        stride: 1,
+        class_len: 1,
+    });
     unsafe {
         forward::forward::launch_unchecked(
             client,
-            CubeCount::Static(device_plan.tiles as u32, layout.heads() as u32, sizes.batch as u32),
-            CubeDim::new_1d(32 * tile.warps()),
+            CubeCount::Static(device_plan.tiles as u32, heads as u32, sizes.batch as u32),
+            CubeDim::new_1d(tile.units() as u32),
             tile.cols / 2,
             tile.cols / 4,
             (tile.dim / 2).next_power_of_two(),
-            tensor_map(q, tile.rows(), sizes.dtype),
-            tensor_map(k, tile.group, sizes.dtype),
-            tensor_map(v, tile.group, sizes.dtype),
+            tensor_map(q, tile.q_group(), residue, sizes.dtype),
+            tensor_map(k, tile.group, residue, sizes.dtype),
+            tensor_map(v, tile.group, residue, sizes.dtype),
             BufferArg::from_raw_parts(out.clone(), rows * tile.dim / 8),
             BufferArg::from_raw_parts(lse.clone(), rows),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
@@ -195,32 +384,55 @@ pub fn forward(
                 parts.tiles,
                 parts.entries,
                 parts.masks,
-                if layout.batch().is_some() { layout.heads() } else { 0 },
+                if layout.batch().is_some() { heads } else { 0 },
             ),
-            layout.seq_q() as u32,
-            (layout.heads() / sizes.kv_heads) as u32,
+            ListingLaunch::new(listing.stride, listing.class_len),
+            seq_q as u32,
+            (heads / sizes.kv_heads) as u32,
             log2_scale as f32,
+            (log2_e / log2_scale) as f32,
             softcap.unwrap_or(1.0) as f32,
             cap_scale as f32,
-            f32::NEG_INFINITY,
             tile,
         );
     }
+    Ok(())
 }
 
 /// A map whose boxes have `rows` rows of 64 columns.
-fn tensor_map(tensor: &TensorView, rows: usize, dtype: ElemType) -> TensorMapArg<Tiled> {
+fn tensor_map(
+    tensor: &TensorView,
+    rows: usize,
+    residue: Option<Residue>,
+    dtype: ElemType,
+) -> TensorMapArg<Tiled> {
+    let [batch, heads, seq, dim] = tensor.shape;
+    let [batch_stride, head_stride, row_stride, _] = tensor.strides;
+    let (shape, mut strides, boxes) = match residue {
+        None => (
+            vec![batch, heads, seq, dim],
+            vec![batch_stride, head_stride, row_stride, 1],
+            vec![1, 1, rows, ROW_ELEMENTS],
+        ),
+        Some(Residue { stride, .. }) => (
+            vec![batch, heads, stride, seq / stride, dim],
+            vec![batch_stride, head_stride, row_stride, row_stride * stride, 1],
+            vec![1, 1, 1, rows, ROW_ELEMENTS],
+        ),
+    };
     // Strides of dimensions of length 1 are arbitrary, but a map's have to be multiples of 16 bytes.
-    let mut strides = tensor.strides;
-    for (stride, length) in strides.iter_mut().zip(tensor.shape) {
-        if length == 1 {
-            *stride = tensor.shape[3];
+    for (stride, length) in strides.iter_mut().zip(&shape) {
+        if *length == 1 {
+            *stride = dim;
         }
     }
-    strides[3] = 1;
-    let tensor = unsafe { TensorArg::from_raw_parts(tensor.handle.clone(), strides.into(), tensor.shape.into()) };
+    let last = strides.len() - 1;
+    strides[last] = 1;
+    let tensor = unsafe {
+        TensorArg::from_raw_parts(tensor.handle.clone(), strides.as_slice().into(), shape.as_slice().into())
+    };
     let boxes = TiledArgs {
-        tile_size: [1, 1, rows, ROW_ELEMENTS].into(),
+        tile_size: boxes.as_slice().into(),
     };
     TensorMapArg::new(boxes, tensor, dtype).with_swizzle(TensorMapSwizzle::B128)
 }
