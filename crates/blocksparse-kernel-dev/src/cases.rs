@@ -98,7 +98,9 @@ fn holes(heads: usize, seq_q: usize, seq_kv: usize, block: usize) -> BlockLayout
         match () {
             _ if q % 5 == head % 5 || x < 0.5 => None,
             _ if x < 0.7 => Some(BlockMask::corner(block, block, block)),
-            _ => Some(BlockMask::from_fn(block, |r, _| r % 7 != 3 && inner.uniform() < 0.3)),
+            _ => Some(BlockMask::from_fn(block, |r, _| {
+                r % 7 != 3 && inner.uniform() < 0.3
+            })),
         }
     })
     .unwrap()
@@ -124,20 +126,97 @@ pub fn checks() -> Vec<Check> {
         }
     };
     let layout = |pattern: Pattern, heads, seq, block| pattern.layout(heads, seq, block).unwrap();
-    add("causal", layout(Pattern::causal(), 2, 512, 128), 2, 2, Order::Heads, None);
-    add("causal ragged strided", layout(Pattern::causal(), 4, 699, 64), 2, 2, Order::Sequence, None);
+    add(
+        "causal",
+        layout(Pattern::causal(), 2, 512, 128),
+        2,
+        2,
+        Order::Heads,
+        None,
+    );
+    add(
+        "causal ragged strided",
+        layout(Pattern::causal(), 4, 699, 64),
+        2,
+        2,
+        Order::Sequence,
+        None,
+    );
     for block in [8, 16, 32, 64, 128] {
-        add("fixed", layout(Pattern::fixed(24, 6), 2, 411, block), 1, 1, Order::Sequence, None);
-        add("random", random_blocks(2, 512, block, 0.2), 1, 2, Order::Heads, None);
+        add(
+            "fixed",
+            layout(Pattern::fixed(24, 6), 2, 411, block),
+            1,
+            1,
+            Order::Sequence,
+            None,
+        );
+        add(
+            "random",
+            random_blocks(2, 512, block, 0.2),
+            1,
+            2,
+            Order::Heads,
+            None,
+        );
         add("holes", holes(2, 333, 470, block), 2, 1, Order::Heads, None);
     }
-    add("local", layout(Pattern::local(100), 2, 700, 32), 1, 2, Order::Heads, None);
-    add("streaming", layout(Pattern::streaming(200, 17), 2, 1000, 64), 1, 2, Order::Heads, None);
-    add("merged strided", layout(Pattern::merged_strided(7), 2, 7 * 64, 32), 2, 1, Order::Sequence, None);
-    add("merged strided long", layout(Pattern::merged_strided(4), 2, 1000, 64), 1, 2, Order::Heads, None);
-    add("strided", layout(Pattern::strided(24), 2, 24 * 19, 16), 1, 2, Order::Heads, Some(5.0));
-    add("one short", layout(Pattern::causal(), 1, 5, 8), 1, 1, Order::Heads, None);
-    add("softcap", layout(Pattern::causal(), 2, 300, 32), 1, 2, Order::Heads, Some(3.0));
+    add(
+        "local",
+        layout(Pattern::local(100), 2, 700, 32),
+        1,
+        2,
+        Order::Heads,
+        None,
+    );
+    add(
+        "streaming",
+        layout(Pattern::streaming(200, 17), 2, 1000, 64),
+        1,
+        2,
+        Order::Heads,
+        None,
+    );
+    add(
+        "merged strided",
+        layout(Pattern::merged_strided(7), 2, 7 * 64, 32),
+        2,
+        1,
+        Order::Sequence,
+        None,
+    );
+    add(
+        "merged strided long",
+        layout(Pattern::merged_strided(4), 2, 1000, 64),
+        1,
+        2,
+        Order::Heads,
+        None,
+    );
+    add(
+        "strided",
+        layout(Pattern::strided(24), 2, 24 * 19, 16),
+        1,
+        2,
+        Order::Heads,
+        Some(5.0),
+    );
+    add(
+        "one short",
+        layout(Pattern::causal(), 1, 5, 8),
+        1,
+        1,
+        Order::Heads,
+        None,
+    );
+    add(
+        "softcap",
+        layout(Pattern::causal(), 2, 300, 32),
+        1,
+        2,
+        Order::Heads,
+        Some(3.0),
+    );
     all
 }
 
@@ -156,20 +235,48 @@ pub fn workloads() -> Vec<Workload> {
         layout,
     };
     vec![
-        work("causal-d64", 4, 64, || Pattern::causal().layout(16, 8192, 128).unwrap()),
-        work("causal-d128", 4, 128, || Pattern::causal().layout(16, 8192, 128).unwrap()),
-        work("fixed-d64", 4, 64, || Pattern::fixed(128, 32).layout(8, 12288, 32).unwrap()),
-        work("local-d64", 4, 64, || Pattern::local(256).layout(8, 16384, 128).unwrap()),
-        work("local64-d64", 4, 64, || Pattern::local(256).layout(8, 16384, 64).unwrap()),
-        work("streaming-d128", 1, 128, || Pattern::streaming(4096, 64).layout(8, 65536, 128).unwrap()),
+        work("causal-d64", 4, 64, || {
+            Pattern::causal().layout(16, 8192, 128).unwrap()
+        }),
+        work("causal-d128", 4, 128, || {
+            Pattern::causal().layout(16, 8192, 128).unwrap()
+        }),
+        work("fixed-d64", 4, 64, || {
+            Pattern::fixed(128, 32).layout(8, 12288, 32).unwrap()
+        }),
+        work("local-d64", 4, 64, || {
+            Pattern::local(256).layout(8, 16384, 128).unwrap()
+        }),
+        work("local64-d64", 4, 64, || {
+            Pattern::local(256).layout(8, 16384, 64).unwrap()
+        }),
+        work("streaming-d128", 1, 128, || {
+            Pattern::streaming(4096, 64).layout(8, 65536, 128).unwrap()
+        }),
         work("random64-d128", 1, 128, || random_blocks(8, 32768, 64, 0.1)),
-        work("random128-d128", 1, 128, || random_blocks(8, 32768, 128, 0.1)),
-        work("sweep-random16-d64", 1, 64, || random_blocks(4, 8192, 16, 0.1)),
-        work("sweep-random32-d64", 1, 64, || random_blocks(4, 16384, 32, 0.1)),
-        work("sweep-local-b16-d64", 4, 64, || Pattern::local(256).layout(8, 16384, 16).unwrap()),
-        work("sweep-fixed-b16-d64", 4, 64, || Pattern::fixed(128, 32).layout(8, 12288, 16).unwrap()),
-        work("merged-strided-d64", 4, 64, || Pattern::merged_strided(128).layout(8, 16384, 128).unwrap()),
-        work("causal-d256", 4, 256, || Pattern::causal().layout(8, 8192, 128).unwrap()),
-        work("causal-d96", 4, 96, || Pattern::causal().layout(16, 8192, 128).unwrap()),
+        work("random128-d128", 1, 128, || {
+            random_blocks(8, 32768, 128, 0.1)
+        }),
+        work("sweep-random16-d64", 1, 64, || {
+            random_blocks(4, 8192, 16, 0.1)
+        }),
+        work("sweep-random32-d64", 1, 64, || {
+            random_blocks(4, 16384, 32, 0.1)
+        }),
+        work("sweep-local-b16-d64", 4, 64, || {
+            Pattern::local(256).layout(8, 16384, 16).unwrap()
+        }),
+        work("sweep-fixed-b16-d64", 4, 64, || {
+            Pattern::fixed(128, 32).layout(8, 12288, 16).unwrap()
+        }),
+        work("merged-strided-d64", 4, 64, || {
+            Pattern::merged_strided(128).layout(8, 16384, 128).unwrap()
+        }),
+        work("causal-d256", 4, 256, || {
+            Pattern::causal().layout(8, 8192, 128).unwrap()
+        }),
+        work("causal-d96", 4, 96, || {
+            Pattern::causal().layout(16, 8192, 128).unwrap()
+        }),
     ]
 }

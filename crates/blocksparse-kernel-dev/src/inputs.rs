@@ -58,7 +58,9 @@ impl Tensor {
 }
 
 pub fn widen(bytes: &[u8], half: Half) -> Vec<f64> {
-    let bits = bytes.chunks_exact(2).map(|two| u16::from_le_bytes([two[0], two[1]]));
+    let bits = bytes
+        .chunks_exact(2)
+        .map(|two| u16::from_le_bytes([two[0], two[1]]));
     match half {
         Half::Bf16 => bits.map(|b| bf16::from_bits(b).to_f64()).collect(),
         Half::F16 => bits.map(|b| f16::from_bits(b).to_f64()).collect(),
@@ -97,11 +99,20 @@ impl Random {
 }
 
 impl Inputs {
-    pub fn new(batch: usize, heads: usize, kv_heads: usize, seq_q: usize, seq_kv: usize, dim: usize) -> Self {
+    pub fn new(
+        batch: usize,
+        heads: usize,
+        kv_heads: usize,
+        seq_q: usize,
+        seq_kv: usize,
+        dim: usize,
+    ) -> Self {
         let mut random = Random(0x9E37_79B9_7F4A_7C15);
         let mut tensor = |heads, seq| Tensor {
             shape: [batch, heads, seq, dim],
-            data: (0..batch * heads * seq * dim).map(|_| random.normal()).collect(),
+            data: (0..batch * heads * seq * dim)
+                .map(|_| random.normal())
+                .collect(),
         };
         Self {
             batch,
@@ -121,7 +132,9 @@ impl Inputs {
 pub fn tiled(client: &Client, shape: [usize; 4]) -> [TensorView; 3] {
     const PIECE: usize = 1 << 19;
     let mut random = Random(0x9E37_79B9_7F4A_7C15);
-    let base: Vec<u16> = (0..2 * PIECE).map(|_| bf16::from_f32(random.normal()).to_bits()).collect();
+    let base: Vec<u16> = (0..2 * PIECE)
+        .map(|_| bf16::from_f32(random.normal()).to_bits())
+        .collect();
     let [_, heads, seq, dim] = shape;
     let len = shape.iter().product();
     [(); 3].map(|()| {

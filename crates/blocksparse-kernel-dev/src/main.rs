@@ -10,11 +10,11 @@ mod cases;
 mod inputs;
 mod reference;
 
-use blocksparse::{BlockLayout, Pattern, Residue};
 use blocksparse::kernels::hopper::{Half, Tile, forward};
 use blocksparse::kernels::{Sizes, TensorView};
-use cubecl::ir::{ElemType, FloatKind};
+use blocksparse::{BlockLayout, Pattern, Residue};
 use cubecl::__private::Runtime;
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl_cuda::{CudaDevice, CudaRuntime};
@@ -67,7 +67,16 @@ impl<'a> Problem<'a> {
                 .map(|(index, part)| {
                     let group = tile.cols.min(part.layout.block_size());
                     let (residue, carry) = (part.residue.is_some(), index > 0);
-                    (&part.layout, part.residue, Tile { group, residue, carry, ..tile })
+                    (
+                        &part.layout,
+                        part.residue,
+                        Tile {
+                            group,
+                            residue,
+                            carry,
+                            ..tile
+                        },
+                    )
                 })
                 .collect(),
             None => vec![(layout, None, tile)],
@@ -110,7 +119,10 @@ impl<'a> Problem<'a> {
         let out = self.client.read_one_unchecked(self.out.clone());
         let lse = self.client.read_one_unchecked(self.lse.clone());
         let lse: &[f32] = bytemuck::cast_slice(&lse);
-        (inputs::widen(&out, self.half), lse.iter().map(|&x| f64::from(x)).collect())
+        (
+            inputs::widen(&out, self.half),
+            lse.iter().map(|&x| f64::from(x)).collect(),
+        )
     }
 }
 
@@ -127,7 +139,11 @@ fn main() {
             flush(&client, &layout.unwrap(), filter)
         }
         Some("check") => check(&client, arguments.get(1).map_or("", |name| name)),
-        Some("time") => time(&client, arguments.get(1).map_or("", |name| name), arguments.get(2).map_or("", |name| name)),
+        Some("time") => time(
+            &client,
+            arguments.get(1).map_or("", |name| name),
+            arguments.get(2).map_or("", |name| name),
+        ),
         _ => eprintln!("flush, check or time [NAME [VARIANT]]"),
     }
 }
@@ -166,16 +182,32 @@ fn check(client: &Client, filter: &str) {
                     continue;
                 }
                 let tile = Tile { half, ..tile };
-                let inputs = Inputs::new(case.batch, layout.heads(), case.kv_heads, layout.seq_q(), layout.seq_kv(), tile.dim);
+                let inputs = Inputs::new(
+                    case.batch,
+                    layout.heads(),
+                    case.kv_heads,
+                    layout.seq_q(),
+                    layout.seq_kv(),
+                    tile.dim,
+                );
                 let views = inputs.views(client, tile.half, case.order);
                 let problem = Problem::new(client, layout, views, tile, case.softcap);
                 problem.launch();
                 let first = problem.read();
                 problem.launch();
                 let second = problem.read();
-                let same = first.0.iter().zip(&second.0).all(|(a, b)| a.to_bits() == b.to_bits())
-                    && first.1.iter().zip(&second.1).all(|(a, b)| a.to_bits() == b.to_bits());
-                let (out, lse) = reference::forward(&inputs, layout, problem.scale, case.softcap, half);
+                let same = first
+                    .0
+                    .iter()
+                    .zip(&second.0)
+                    .all(|(a, b)| a.to_bits() == b.to_bits())
+                    && first
+                        .1
+                        .iter()
+                        .zip(&second.1)
+                        .all(|(a, b)| a.to_bits() == b.to_bits());
+                let (out, lse) =
+                    reference::forward(&inputs, layout, problem.scale, case.softcap, half);
                 let worst = reference::compare(&first, &(out, lse), half);
                 let ok = worst.is_ok() && same;
                 failures += usize::from(!ok);
@@ -183,7 +215,11 @@ fn check(client: &Client, filter: &str) {
                     Ok(text) | Err(text) => text,
                 };
                 let verdict = if ok { "ok  " } else { "FAIL" };
-                println!("{verdict} {:<28} {variant:<14} {half:?} {what}{}", case.name, if same { "" } else { ", NOT THE SAME TWICE" });
+                println!(
+                    "{verdict} {:<28} {variant:<14} {half:?} {what}{}",
+                    case.name,
+                    if same { "" } else { ", NOT THE SAME TWICE" }
+                );
             }
         }
     }
@@ -201,7 +237,11 @@ fn time(client: &Client, filter: &str, variant_filter: &str) {
         let pairs = layout.allowed_pairs() as f64 * work.batch as f64;
         let flops = 4.0 * work.dim as f64 * pairs;
         for (variant, tile) in cases::variants(layout.block_size()) {
-            if tile.dim != work.dim || tile.softcap || !tile.fits(layout.block_size()) || !variant.contains(variant_filter) {
+            if tile.dim != work.dim
+                || tile.softcap
+                || !tile.fits(layout.block_size())
+                || !variant.contains(variant_filter)
+            {
                 continue;
             }
             let problem = Problem::new(client, &layout, views.clone(), tile, None);
@@ -212,7 +252,11 @@ fn time(client: &Client, filter: &str, variant_filter: &str) {
             let mut times: Vec<f64> = (0..15)
                 .map(|_| {
                     let (_, profile) = client.profile(|| problem.launch(), "forward").unwrap();
-                    cubecl::future::block_on(profile.resolve()).unwrap().duration().as_secs_f64() * 1e3
+                    cubecl::future::block_on(profile.resolve())
+                        .unwrap()
+                        .duration()
+                        .as_secs_f64()
+                        * 1e3
                 })
                 .collect();
             times.sort_by(f64::total_cmp);

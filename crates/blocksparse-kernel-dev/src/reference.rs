@@ -6,28 +6,46 @@ use blocksparse::kernels::hopper::Half;
 use crate::inputs::Inputs;
 
 /// Out and lse.
-pub fn forward(inputs: &Inputs, layout: &BlockLayout, scale: f64, softcap: Option<f64>, half: Half) -> (Vec<f64>, Vec<f64>) {
+pub fn forward(
+    inputs: &Inputs,
+    layout: &BlockLayout,
+    scale: f64,
+    softcap: Option<f64>,
+    half: Half,
+) -> (Vec<f64>, Vec<f64>) {
     let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
     let dim = inputs.q.shape[3];
-    let parts: Vec<(usize, usize)> = (0..inputs.batch).flat_map(|b| (0..heads).map(move |h| (b, h))).collect();
+    let parts: Vec<(usize, usize)> = (0..inputs.batch)
+        .flat_map(|b| (0..heads).map(move |h| (b, h)))
+        .collect();
     let results: Vec<(Vec<f64>, Vec<f64>)> = std::thread::scope(|scope| {
         let workers: Vec<_> = parts
             .iter()
             .map(|&(b, h)| {
                 scope.spawn(move || {
                     let kv = h / (heads / inputs.kv_heads);
-                    let read = |tensor: &crate::inputs::Tensor, head: usize, rows: usize| -> Vec<f64> {
-                        (0..rows * dim).map(|i| tensor.at(half, b, head, i / dim, i % dim)).collect()
-                    };
-                    let (q, k, v) = (read(&inputs.q, h, seq_q), read(&inputs.k, kv, seq_kv), read(&inputs.v, kv, seq_kv));
-                    let dense = layout.to_dense_batch(if layout.batch().is_some() { b } else { 0 }, h);
-                    let (mut out, mut lse) = (vec![0.0; seq_q * dim], vec![f64::NEG_INFINITY; seq_q]);
+                    let read =
+                        |tensor: &crate::inputs::Tensor, head: usize, rows: usize| -> Vec<f64> {
+                            (0..rows * dim)
+                                .map(|i| tensor.at(half, b, head, i / dim, i % dim))
+                                .collect()
+                        };
+                    let (q, k, v) = (
+                        read(&inputs.q, h, seq_q),
+                        read(&inputs.k, kv, seq_kv),
+                        read(&inputs.v, kv, seq_kv),
+                    );
+                    let dense =
+                        layout.to_dense_batch(if layout.batch().is_some() { b } else { 0 }, h);
+                    let (mut out, mut lse) =
+                        (vec![0.0; seq_q * dim], vec![f64::NEG_INFINITY; seq_q]);
                     for i in 0..seq_q {
                         let keys: Vec<usize> = (0..seq_kv).filter(|&j| dense[i][j]).collect();
                         let scores: Vec<f64> = keys
                             .iter()
                             .map(|&j| {
-                                let dot: f64 = (0..dim).map(|c| q[i * dim + c] * k[j * dim + c]).sum();
+                                let dot: f64 =
+                                    (0..dim).map(|c| q[i * dim + c] * k[j * dim + c]).sum();
                                 match softcap {
                                     Some(cap) => cap * (dot * scale / cap).tanh(),
                                     None => dot * scale,
@@ -51,7 +69,10 @@ pub fn forward(inputs: &Inputs, layout: &BlockLayout, scale: f64, softcap: Optio
                 })
             })
             .collect();
-        workers.into_iter().map(|worker| worker.join().unwrap()).collect()
+        workers
+            .into_iter()
+            .map(|worker| worker.join().unwrap())
+            .collect()
     });
     let (mut out, mut lse) = (Vec::new(), Vec::new());
     for (o, l) in results {
@@ -62,7 +83,11 @@ pub fn forward(inputs: &Inputs, layout: &BlockLayout, scale: f64, softcap: Optio
 }
 
 /// The errors, or what is wrong.
-pub fn compare(got: &(Vec<f64>, Vec<f64>), want: &(Vec<f64>, Vec<f64>), half: Half) -> Result<String, String> {
+pub fn compare(
+    got: &(Vec<f64>, Vec<f64>),
+    want: &(Vec<f64>, Vec<f64>),
+    half: Half,
+) -> Result<String, String> {
     let mut worst = (0.0, 0);
     let (mut difference, mut norm) = (0.0, 0.0);
     for (i, (g, w)) in got.0.iter().zip(&want.0).enumerate() {

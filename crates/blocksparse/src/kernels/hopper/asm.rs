@@ -223,7 +223,16 @@ pub fn load_box(map: u64, target: u32, bar: u32, column: u32, row: u32, head: u3
 
 /// Copies a box of a `[batch, head, class, row, column]` tensor map into shared memory.
 #[cube]
-pub fn load_class_box(map: u64, target: u32, bar: u32, column: u32, row: u32, class: u32, head: u32, batch: u32) {
+pub fn load_class_box(
+    map: u64,
+    target: u32,
+    bar: u32,
+    column: u32,
+    row: u32,
+    class: u32,
+    head: u32,
+    batch: u32,
+) {
     gpu_asm!("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [{s}], [{m}, {{{x}, {y}, {c}, {z}, {w}}}], [{b}];",
         s = in(_) val::<u32>(target), m = in(_) val::<u64>(map), x = in(_) val::<u32>(column),
         y = in(_) val::<u32>(row), c = in(_) val::<u32>(class), z = in(_) val::<u32>(head), w = in(_) val::<u32>(batch),

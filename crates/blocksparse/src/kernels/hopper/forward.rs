@@ -104,7 +104,9 @@ pub fn forward<S: Size, P: Size, O: Size>(
         let row = UNIT_POS_X / comptime!(t.spans() as u32) * comptime!(t.q_group() as u32);
         load_rows(
             tensor_map_address(q),
-            base + comptime!(t.q_offset() as u32) + span * comptime!((t.rows() * ROW) as u32) + row * comptime!(ROW as u32),
+            base + comptime!(t.q_offset() as u32)
+                + span * comptime!((t.rows() * ROW) as u32)
+                + row * comptime!(ROW as u32),
             base,
             span,
             first_row + row,
@@ -130,9 +132,15 @@ pub fn forward<S: Size, P: Size, O: Size>(
     }
 
     let group = warp / 4;
-    let q_desc = descriptor(base + comptime!(t.q_offset() as u32) + group * comptime!((64 * ROW) as u32), 16usize);
+    let q_desc = descriptor(
+        base + comptime!(t.q_offset() as u32) + group * comptime!((64 * ROW) as u32),
+        16usize,
+    );
     let k_desc = descriptor(base + comptime!(t.k_offset() as u32), 16usize);
-    let v_desc = descriptor(base + comptime!(t.v_offset() as u32), comptime!(t.cols * ROW));
+    let v_desc = descriptor(
+        base + comptime!(t.v_offset() as u32),
+        comptime!(t.cols * ROW),
+    );
     let q_span = comptime!(t.rows() * ROW);
     let k_span = comptime!(t.cols * ROW);
     let mut m0 = f32::new(LOWEST_MAX);
@@ -173,7 +181,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
         if comptime!(t.overlap) {
             let bits = mask_bits(plan, &walk, 0u32, t);
             barrier_wait(base + comptime!(t.k_full()), 0u32);
-            let s = wait::<S>(product::<S>(q_desc, k_desc, t.half, t.dim, q_span, k_span), 0usize, comptime!(t.cols / 2));
+            let s = wait::<S>(
+                product::<S>(q_desc, k_desc, t.half, t.dim, q_span, k_span),
+                0usize,
+                comptime!(t.cols / 2),
+            );
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.k_empty()));
             }
@@ -188,7 +200,10 @@ pub fn forward<S: Size, P: Size, O: Size>(
             }
             let mut p = pack_all::<S, P>(soft.p, t.half);
             if steps > 1 {
-                barrier_wait(base + comptime!(t.k_full()) + stage(1u32, t) * 8, parity(1u32, t));
+                barrier_wait(
+                    base + comptime!(t.k_full()) + stage(1u32, t) * 8,
+                    parity(1u32, t),
+                );
             }
             for j in 1..steps {
                 let now = stage(j, t);
@@ -196,7 +211,14 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 if comptime!(t.turns()) {
                     named_sync(1 + group, 256u32);
                 }
-                let s_started = product::<S>(q_desc, buffer(k_desc, now, t), t.half, t.dim, q_span, k_span);
+                let s_started = product::<S>(
+                    q_desc,
+                    buffer(k_desc, now, t),
+                    t.half,
+                    t.dim,
+                    q_span,
+                    k_span,
+                );
                 barrier_wait(base + comptime!(t.v_full()) + before * 8, parity(j - 1, t));
                 let o_started = accumulate::<P, O>(o, p, buffer(v_desc, before, t), t.half, t.dim);
                 if comptime!(t.turns()) {
@@ -206,11 +228,17 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     let k_next = j + comptime!((t.stages - t.lag) as u32);
                     let v_next = k_next - 1;
                     if v_next >= stages && v_next < steps {
-                        barrier_wait(base + comptime!(t.v_empty()) + stage(v_next, t) * 8, 1 - parity(v_next, t));
+                        barrier_wait(
+                            base + comptime!(t.v_empty()) + stage(v_next, t) * 8,
+                            1 - parity(v_next, t),
+                        );
                         load_step(&loads, v_next, v_at, true, t);
                     }
                     if k_next < steps {
-                        barrier_wait(base + comptime!(t.k_empty()) + stage(k_next, t) * 8, 1 - parity(k_next, t));
+                        barrier_wait(
+                            base + comptime!(t.k_empty()) + stage(k_next, t) * 8,
+                            1 - parity(k_next, t),
+                        );
                         load_step(&loads, k_next, k_at, false, t);
                     }
                     v_at = k_at;
@@ -229,7 +257,10 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 l1 = soft.l1;
                 // Also keeps ptxas from moving the next wait in front of the softmax.
                 if j + 1 < steps {
-                    barrier_wait(base + comptime!(t.k_full()) + stage(j + 1, t) * 8, parity(j + 1, t));
+                    barrier_wait(
+                        base + comptime!(t.k_full()) + stage(j + 1, t) * 8,
+                        parity(j + 1, t),
+                    );
                 }
                 o = wait::<O>(o_started, 0usize, comptime!(t.dim / 2));
                 if lane == 0 {
@@ -239,14 +270,24 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 p = pack_all::<S, P>(soft.p, t.half);
             }
             let last = stage(steps - 1, t);
-            barrier_wait(base + comptime!(t.v_full()) + last * 8, parity(steps - 1, t));
+            barrier_wait(
+                base + comptime!(t.v_full()) + last * 8,
+                parity(steps - 1, t),
+            );
             let o_started = accumulate::<P, O>(o, p, buffer(v_desc, last, t), t.half, t.dim);
             o = wait::<O>(o_started, 0usize, comptime!(t.dim / 2));
         } else {
             for j in 0..steps {
                 let now = stage(j, t);
                 barrier_wait(base + comptime!(t.k_full()) + now * 8, parity(j, t));
-                let s_started = product::<S>(q_desc, buffer(k_desc, now, t), t.half, t.dim, q_span, k_span);
+                let s_started = product::<S>(
+                    q_desc,
+                    buffer(k_desc, now, t),
+                    t.half,
+                    t.dim,
+                    q_span,
+                    k_span,
+                );
                 if warp < comptime!(t.loading_warps()) && j >= comptime!(t.lag as u32) {
                     let next = j + comptime!((t.stages - t.lag) as u32);
                     if next < steps {
@@ -422,7 +463,17 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
             + stage * comptime!(t.stage_bytes() as u32)
             + its.span * comptime!((t.cols * ROW) as u32)
             + its.entry * comptime!((t.group * ROW) as u32);
-        load_rows(map, target, bar, its.span, at, loads.class_len, its.head, loads.batch, t);
+        load_rows(
+            map,
+            target,
+            bar,
+            its.span,
+            at,
+            loads.class_len,
+            its.head,
+            loads.batch,
+            t,
+        );
     }
 }
 
@@ -441,7 +492,16 @@ fn load_rows(
 ) {
     let column = span * comptime!(ROW_ELEMENTS as u32);
     if comptime!(t.residue) {
-        load_class_box(map, target, bar, column, place % class_len, place / class_len, head, batch);
+        load_class_box(
+            map,
+            target,
+            bar,
+            column,
+            place % class_len,
+            place / class_len,
+            head,
+            batch,
+        );
     } else {
         load_box(map, target, bar, column, place, head, batch);
     }
@@ -465,7 +525,10 @@ fn score<S: Size>(
         for i in 0..S::value() {
             // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
             let e = exp2(s.extract(i) * cap_scale);
-            s.insert(i, multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap));
+            s.insert(
+                i,
+                multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
+            );
         }
     }
     if j < walk.masked {
@@ -505,7 +568,13 @@ struct MaskWords {
 }
 
 #[cube]
-fn mask_words(plan: &[u32], walk: &Walk, j: u32, #[comptime] word: usize, #[comptime] t: Tile) -> MaskWords {
+fn mask_words(
+    plan: &[u32],
+    walk: &Walk,
+    j: u32,
+    #[comptime] word: usize,
+    #[comptime] t: Tile,
+) -> MaskWords {
     let unit = unit();
     let row = unit / 32 * 16 + unit % 32 / 4;
     let quad = unit % 4 * 2;
@@ -519,7 +588,8 @@ fn mask_words(plan: &[u32], walk: &Walk, j: u32, #[comptime] word: usize, #[comp
         let col = comptime!(word * 32 + piece * word_cols);
         let id = plan[entry + comptime!(col / t.group * 2 + 1)];
         let at = walk.masks
-            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32)) as usize
+            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
+                as usize
             + comptime!(col % t.group / 32);
         let shift = comptime!((piece * word_cols) as u32);
         upper |= plan[at] << shift;
@@ -586,9 +656,21 @@ fn softmax<S: Size>(
     #[unroll]
     for j in 0..eights {
         let e0 = exp2(multiply_add(s.extract(comptime!(4 * j)), log2_scale, n0));
-        let e1 = exp2(multiply_add(s.extract(comptime!(4 * j + 1)), log2_scale, n0));
-        let e2 = exp2(multiply_add(s.extract(comptime!(4 * j + 2)), log2_scale, n1));
-        let e3 = exp2(multiply_add(s.extract(comptime!(4 * j + 3)), log2_scale, n1));
+        let e1 = exp2(multiply_add(
+            s.extract(comptime!(4 * j + 1)),
+            log2_scale,
+            n0,
+        ));
+        let e2 = exp2(multiply_add(
+            s.extract(comptime!(4 * j + 2)),
+            log2_scale,
+            n1,
+        ));
+        let e3 = exp2(multiply_add(
+            s.extract(comptime!(4 * j + 3)),
+            log2_scale,
+            n1,
+        ));
         p.insert(comptime!(4 * j), e0);
         p.insert(comptime!(4 * j + 1), e1);
         p.insert(comptime!(4 * j + 2), e2);
@@ -621,7 +703,14 @@ fn pack_all<S: Size, P: Size>(s: Vector<f32, S>, #[comptime] half: Half) -> Vect
     let mut p = Vector::<u32, P>::zeroed();
     #[unroll]
     for i in 0..P::value() {
-        p.insert(i, pack(s.extract(comptime!(2 * i)), s.extract(comptime!(2 * i + 1)), half));
+        p.insert(
+            i,
+            pack(
+                s.extract(comptime!(2 * i)),
+                s.extract(comptime!(2 * i + 1)),
+                half,
+            ),
+        );
     }
     p
 }
@@ -687,8 +776,14 @@ struct OutRow {
 
 /// The unit's row `offset` rows below its first one.
 #[cube]
-fn row_of_unit(first_row: u32, offset: u32, listing: &Listing, seq_q: u32, #[comptime] t: Tile) -> OutRow {
-    let unit = UNIT_POS_X;
+fn row_of_unit(
+    first_row: u32,
+    offset: u32,
+    listing: &Listing,
+    seq_q: u32,
+    #[comptime] t: Tile,
+) -> OutRow {
+    let unit = unit();
     let place = first_row + unit / 32 * 16 + unit % 32 / 4 + offset;
     let mut position = place;
     let mut exists = place < seq_q;
@@ -720,7 +815,7 @@ fn store_row<O: Size>(
         inverse = reciprocal(l);
         log = (m + log2(l)) * comptime!(std::f32::consts::LN_2);
     }
-    let lane = UNIT_POS_X % 32;
+    let lane = unit() % 32;
     let at = (first + row.position) as usize;
     let target = at * comptime!(t.dim / 8) + (lane % 4) as usize;
     #[unroll]
@@ -729,7 +824,14 @@ fn store_row<O: Size>(
         #[unroll]
         for j in 0..4usize {
             let n = comptime!(16 * i + 4 * j + offset);
-            own.insert(j, pack(o.extract(n) * inverse, o.extract(comptime!(n + 1)) * inverse, t.half));
+            own.insert(
+                j,
+                pack(
+                    o.extract(n) * inverse,
+                    o.extract(comptime!(n + 1)) * inverse,
+                    t.half,
+                ),
+            );
         }
         let four = trade_four(own, lane);
         if row.exists {
@@ -752,7 +854,7 @@ fn load_row<O: Size>(
     #[comptime] t: Tile,
 ) -> Vector<f32, O> {
     let mut o = o_in;
-    let lane = UNIT_POS_X % 32;
+    let lane = unit() % 32;
     let target = (first + row.position) as usize * comptime!(t.dim / 8) + (lane % 4) as usize;
     #[unroll]
     for i in 0..comptime!(t.dim / 32) {

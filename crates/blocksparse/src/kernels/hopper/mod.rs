@@ -230,8 +230,7 @@ pub fn choose(
     carry: bool,
     properties: &DeviceProperties,
 ) -> Result<Tile, &'static str> {
-    if properties.identity.fingerprint != "ptx_sm90"
-        || !properties.features.tma.contains(Tma::Base)
+    if properties.identity.fingerprint != "ptx_sm90" || !properties.features.tma.contains(Tma::Base)
     {
         return Err("the device is not of compute capability 9.0");
     }
@@ -253,7 +252,10 @@ pub fn choose(
     let hardware = &properties.hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
     let mut best: Option<(f64, Tile)> = None;
-    for shape in CANDIDATES.iter().filter(|shape| shape.dim == sizes.head_dim) {
+    for shape in CANDIDATES
+        .iter()
+        .filter(|shape| shape.dim == sizes.head_dim)
+    {
         let tile = Tile {
             half,
             dim: shape.dim,
@@ -280,7 +282,8 @@ pub fn choose(
             best = Some((cost, tile));
         }
     }
-    best.map(|(_, tile)| tile).ok_or("no tile fits the shared memory of the device")
+    best.map(|(_, tile)| tile)
+        .ok_or("no tile fits the shared memory of the device")
 }
 
 /// Whether a launch can take these tensors, which a plan cannot know.
@@ -297,8 +300,15 @@ pub fn check(
         let bytes = tensor.handle.offset_start.unwrap_or(0) as usize;
         let mut numbers = vec![bytes.div_ceil(2)];
         let outer = tensor.shape.iter().zip(&tensor.strides).take(3);
-        numbers.extend(outer.filter(|(length, _)| **length > 1).map(|(_, stride)| *stride));
-        if let Some(&got) = numbers.iter().find(|number| !number.is_multiple_of(ALIGNMENT)) {
+        numbers.extend(
+            outer
+                .filter(|(length, _)| **length > 1)
+                .map(|(_, stride)| *stride),
+        );
+        if let Some(&got) = numbers
+            .iter()
+            .find(|number| !number.is_multiple_of(ALIGNMENT))
+        {
             return Err(KernelError::Alignment {
                 tensor: name,
                 multiple: ALIGNMENT,
@@ -416,7 +426,13 @@ fn tensor_map(
         ),
         Some(Residue { stride, .. }) => (
             vec![batch, heads, stride, seq / stride, dim],
-            vec![batch_stride, head_stride, row_stride, row_stride * stride, 1],
+            vec![
+                batch_stride,
+                head_stride,
+                row_stride,
+                row_stride * stride,
+                1,
+            ],
             vec![1, 1, 1, rows, ROW_ELEMENTS],
         ),
     };
@@ -429,7 +445,11 @@ fn tensor_map(
     let last = strides.len() - 1;
     strides[last] = 1;
     let tensor = unsafe {
-        TensorArg::from_raw_parts(tensor.handle.clone(), strides.as_slice().into(), shape.as_slice().into())
+        TensorArg::from_raw_parts(
+            tensor.handle.clone(),
+            strides.as_slice().into(),
+            shape.as_slice().into(),
+        )
     };
     let boxes = TiledArgs {
         tile_size: boxes.as_slice().into(),
