@@ -92,7 +92,7 @@ pub fn compare(
     let (mut difference, mut norm) = (0.0, 0.0);
     for (i, (g, w)) in got.0.iter().zip(&want.0).enumerate() {
         let error = (g - w).abs();
-        if !(error <= worst.0) {
+        if error > worst.0 || error.is_nan() {
             worst = (error, i);
         }
         difference += error * error;
@@ -102,7 +102,7 @@ pub fn compare(
     let mut worst_lse = (0.0, 0);
     for (i, (g, w)) in got.1.iter().zip(&want.1).enumerate() {
         let error = if g == w { 0.0 } else { (g - w).abs() };
-        if !(error <= worst_lse.0) {
+        if error > worst_lse.0 || error.is_nan() {
             worst_lse = (error, i);
         }
     }

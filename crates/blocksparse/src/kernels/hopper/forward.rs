@@ -17,6 +17,9 @@
 //! cubes per multiprocessor, without which ptxas ignores `setmaxnreg`. Instead the boxes of a step are dealt
 //! to the warps, since each takes a warp some thirty instructions.
 
+// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+#![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
+
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 
