@@ -345,7 +345,7 @@ pub fn check(
 /// `[batch, heads, seq_q]`, both contiguous. With [`Tile::carry`] they hold the parts before.
 ///
 /// # Errors
-/// As [`check`].
+/// As [`check`], and if the output is too large. Then nothing was launched.
 #[allow(clippy::too_many_arguments)]
 pub fn forward(
     client: &Client,
@@ -364,6 +364,14 @@ pub fn forward(
     let parts = &device_plan.sections;
     let (heads, seq_q) = (layout.heads(), q.shape[2]);
     let rows = sizes.batch * heads * seq_q;
+    if u32::try_from(rows * tile.dim / 8).is_err() {
+        let most = u64::from(u32::MAX) * 8;
+        return Err(KernelError::limit(
+            "the elements of the output",
+            most,
+            rows * tile.dim,
+        ));
+    }
     let log2_e = std::f64::consts::LOG2_E;
     let (log2_scale, cap_scale) = match softcap {
         Some(softcap) => (log2_e, 2.0 * log2_e * scale / softcap),
