@@ -151,6 +151,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         dtype: args.dtype.elem(),
         store: false,
         softcap: false,
+        positive_scale: true,
     };
     let plan = AttentionPlan::new(client, &layout, sizes)?;
     if args.plan {

@@ -108,10 +108,6 @@ pub fn lse_and_weights_equal_f64(devices: &[Device]) {
 /// Half precision may err twice as much as the same math done densely in that dtype.
 pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
     for (index, case) in cases().iter().enumerate() {
-        // Dense rows without keys and grouped heads have no counterpart in the fallback.
-        if case.heads != case.kv_heads {
-            continue;
-        }
         for device in devices.iter().cloned() {
             for dtype in half_dtypes(&device) {
                 let what = format!("{}, {device:?}, {dtype:?}", case.name);
@@ -121,11 +117,15 @@ pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
                 let layout = case.layout();
                 let device = device.clone().autodiff();
                 let ours = run(&problem, &layout, case.options(), &device, dtype);
-                let dense = run_dense(case, &problem, &layout, &device, dtype);
+                // Grouped heads have no counterpart in the fallback.
+                let dense = (case.heads == case.kv_heads)
+                    .then(|| run_dense(case, &problem, &layout, &device, dtype));
                 let expected = [&answer.out, &answer.dq, &answer.dk, &answer.dv];
                 for (k, name) in ["out", "dq", "dk", "dv"].iter().enumerate() {
                     let (error, _) = relative_error(&to_f64(ours[k].clone()), expected[k]);
-                    let (allowed, _) = relative_error(&to_f64(dense[k].clone()), expected[k]);
+                    let allowed = dense.as_ref().map_or(0.0, |dense| {
+                        relative_error(&to_f64(dense[k].clone()), expected[k]).0
+                    });
                     // One rounding of the result is unavoidable.
                     let rounding = if dtype == DType::F16 { 1e-3 } else { 8e-3 };
                     assert!(

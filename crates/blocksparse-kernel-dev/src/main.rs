@@ -61,6 +61,7 @@ impl<'a> Problem<'a> {
             dtype: dtype(tile.half),
             store: false,
             softcap: softcap.is_some(),
+            positive_scale: true,
         };
         let parts = match layout.parts() {
             Some(parts) => (parts.iter().enumerate())

@@ -38,7 +38,18 @@ pub fn forward(
     let calls = (plan.parts.iter())
         .map(|part| Call::new(client, sizes, part, layout, Kernel::Forward, &named))
         .collect::<Result<Vec<_>, _>>()?;
-    for call in calls {
+    for (call, part) in calls.iter().zip(&plan.parts) {
+        #[cfg(feature = "hopper")]
+        if let Ok(tile) = part.hopper {
+            let walked = part.layout(layout);
+            let inputs = [q, k, v];
+            super::hopper::forward(
+                client, tile, walked, &sizes, part.residue, inputs, out, lse, scale, softcap,
+            )?;
+            continue;
+        }
+        #[cfg(not(feature = "hopper"))]
+        let _ = part;
         unsafe {
             forward::forward::launch_unchecked(
                 client,

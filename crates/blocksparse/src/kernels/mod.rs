@@ -142,6 +142,8 @@ pub struct Sizes {
     pub store: bool,
     /// Whether scores are softcapped.
     pub softcap: bool,
+    /// Whether the scale is positive.
+    pub positive_scale: bool,
 }
 
 impl Sizes {
@@ -196,6 +198,9 @@ struct PartPlan {
     layout: Option<BlockLayout>,
     residue: Option<Residue>,
     tiles: [simt::Tile; 3],
+    /// The forward pass on tensor cores, or why it is not.
+    #[cfg(feature = "hopper")]
+    hopper: Result<hopper::Tile, &'static str>,
 }
 
 impl PartPlan {
@@ -205,6 +210,13 @@ impl PartPlan {
 
     fn tile(&self, kernel: Kernel) -> simt::Tile {
         self.tiles[kernel as usize]
+    }
+
+    fn is_hopper(&self) -> bool {
+        #[cfg(feature = "hopper")]
+        return self.hopper.is_ok();
+        #[cfg(not(feature = "hopper"))]
+        false
     }
 
     fn tiling(&self, kernel: Kernel) -> Tiling {
@@ -281,6 +293,15 @@ impl AttentionPlan {
                     |kernel| simt::choose(walked, &sizes, kernel, by_class, index > 0, properties);
                 let [forward, rows, columns] = kernels.map(choose);
                 Ok(PartPlan {
+                    #[cfg(feature = "hopper")]
+                    hopper: hopper::choose(
+                        walked,
+                        &sizes,
+                        layout.seq_kv(),
+                        residue,
+                        index > 0,
+                        properties,
+                    ),
                     layout: part.cloned(),
                     residue,
                     tiles: [forward?, rows?, columns?],
@@ -292,7 +313,7 @@ impl AttentionPlan {
                 Walk::Rows => layout.heads(),
                 Walk::Columns => sizes.kv_heads,
             };
-            let tiles = parts.iter().map(|part| {
+            let tiles = parts.iter().map(|part: &PartPlan| {
                 let walked = part.layout(layout);
                 let length = match kernel.walk() {
                     Walk::Rows => walked.seq_q(),
@@ -329,6 +350,15 @@ impl AttentionPlan {
         })
     }
 
+    /// The multiple that strides, in elements, and beginnings of inputs must be of: tensor cores are fed in pieces of
+    /// 16 bytes.
+    pub fn alignment(&self) -> usize {
+        match self.parts.iter().any(PartPlan::is_hopper) {
+            true => 8,
+            false => 1,
+        }
+    }
+
     /// Whether the backward pass can run, too.
     ///
     /// # Errors
@@ -357,11 +387,19 @@ impl fmt::Display for AttentionPlan {
             if let Some(layout) = &part.layout {
                 writeln!(f, "  part {}", layout.name())?;
             }
+            #[cfg(feature = "hopper")]
+            match &part.hopper {
+                Ok(tile) => writeln!(f, "  forward  {tile}")?,
+                Err(reason) => writeln!(f, "  forward  not on the hopper tier: {reason}")?,
+            }
             for (name, kernel) in [
                 ("forward", Kernel::Forward),
                 ("dQ", Kernel::BackwardRows),
                 ("dK, dV", Kernel::BackwardColumns),
             ] {
+                if kernel == Kernel::Forward && part.is_hopper() {
+                    continue;
+                }
                 let tile = part.tile(kernel);
                 let shared = simt::shared_bytes(&tile, kernel, accumulator.size()).div_ceil(1024);
                 let planes = if tile.planes { ", planes" } else { "" };

@@ -46,6 +46,7 @@ pub(crate) fn sizes(
         dtype: dtype_to_elem_type(dtype),
         store: options.weights == WeightsMode::Store,
         softcap: options.softcap.is_some(),
+        positive_scale: options.scale_for(head_dim) > 0.0,
     })
 }
 
@@ -110,7 +111,7 @@ impl BlockSparseOps for CubeBackend {
             MaybeFloat::Some(weights) => Some(into_contiguous(weights)),
             MaybeFloat::None => None,
         };
-        let grad_out = view(&readable(grad_out));
+        let grad_out = view(&readable(grad_out, call.plan.alignment()));
 
         let dq = call.empty([batch, heads, seq_q, head_dim], call.dtype);
         // dK and dV share a buffer; dV begins where a binding may.
@@ -198,6 +199,7 @@ impl Call {
         let sizes = checked(sizes([batch, kv_heads, head_dim, value_dim], dtype, &options));
         let (client, device) = (q.client.clone(), q.device.clone());
         let plan = checked(AttentionPlan::new(&client, &layout.host, sizes));
+        let alignment = plan.alignment();
         Self {
             client,
             device,
@@ -206,7 +208,7 @@ impl Call {
             plan,
             layout: layout.host,
             options,
-            inputs: [q, k, v].map(readable),
+            inputs: [q, k, v].map(|input| readable(input, alignment)),
         }
     }
 
@@ -241,10 +243,14 @@ impl Call {
     }
 }
 
-/// The kernels take any strides but of the last dimension.
-fn readable(tensor: CubeTensor) -> CubeTensor {
-    let strided = tensor.meta.strides()[3] != 1 && tensor.meta.shape()[3] != 1;
-    match strided || tensor.meta.is_tiled() || tensor.qparams.is_some() {
+/// The kernels take any strides but of the last dimension, as long as they are multiples of `alignment` elements.
+fn readable(tensor: CubeTensor, alignment: usize) -> CubeTensor {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    let start = tensor.handle.offset_start.unwrap_or(0) as usize / tensor.dtype.size();
+    let aligned = start.is_multiple_of(alignment)
+        && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(alignment));
+    let strided = strides[3] != 1 && shape[3] != 1;
+    match strided || !aligned || tensor.meta.is_tiled() || tensor.qparams.is_some() {
         true => into_contiguous(tensor),
         false => tensor,
     }

@@ -8,6 +8,8 @@
 mod asm;
 mod forward;
 
+use std::fmt;
+
 use cubecl::ir::{ElemType, FloatKind, features::Tma};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -178,6 +180,21 @@ impl Tile {
     }
 }
 
+impl fmt::Display for Tile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "hopper  {} × {} tiles gathered from {}-wide blocks, {} units, {} stages in {} KiB shared",
+            self.rows(),
+            self.cols,
+            self.group,
+            self.units(),
+            self.stages,
+            self.shared_bytes().div_ceil(1024),
+        )
+    }
+}
+
 /// A shape that a tile may have, and its speed relative to the others on dense attention.
 struct Candidate {
     dim: usize,
@@ -226,6 +243,7 @@ const CANDIDATES: [Candidate; 8] = [
 pub fn choose(
     layout: &BlockLayout,
     sizes: &Sizes,
+    seq: usize,
     residue: Option<Residue>,
     carry: bool,
     properties: &DeviceProperties,
@@ -241,6 +259,15 @@ pub fn choose(
     };
     if sizes.store {
         return Err("weights are stored");
+    }
+    if !sizes.positive_scale {
+        // The running maximum is of unscaled scores.
+        return Err("the scale is not positive");
+    }
+    if let Some(Residue { stride, .. }) = residue
+        && !seq.is_multiple_of(stride)
+    {
+        return Err("the sequence is no multiple of the pattern's stride");
     }
     if sizes.head_dim != sizes.value_dim {
         return Err("head_dim and value_dim differ");
