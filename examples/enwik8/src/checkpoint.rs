@@ -65,12 +65,12 @@ pub struct Checkpoint {
 #[derive(Debug, Error)]
 pub enum CheckpointError {
     /// It could not be read or written.
-    #[error("{path}: {source}", path = path.display())]
+    #[error("{path}: {reason}", path = path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// The system's reason.
-        source: io::Error,
+        /// The system's reason. Not the `source`: the message has it already.
+        reason: io::Error,
     },
     /// It is another kind of file.
     #[error("{path} is not a checkpoint of this program", path = path.display())]
@@ -102,12 +102,12 @@ pub enum CheckpointError {
         expected: u32,
     },
     /// Its header has other fields than this version's.
-    #[error("{path} was written by another version of this program: {source}", path = path.display())]
+    #[error("{path} was written by another version of this program: {reason}", path = path.display())]
     Header {
         /// The file.
         path: PathBuf,
         /// The first field that does not fit.
-        source: serde_json::Error,
+        reason: serde_json::Error,
     },
 }
 
@@ -118,9 +118,9 @@ impl Checkpoint {
     /// If the folder cannot be written to.
     pub fn write(&self, path: &Path) -> Result<(), CheckpointError> {
         let header =
-            serde_json::to_vec(&self.header).map_err(|source| CheckpointError::Header {
+            serde_json::to_vec(&self.header).map_err(|reason| CheckpointError::Header {
                 path: path.to_owned(),
-                source,
+                reason,
             })?;
         let sections: [&[u8]; 3] = [&header, &self.model, &self.optimizer];
         let lengths = sections
@@ -140,9 +140,9 @@ impl Checkpoint {
                 .iter()
                 .try_for_each(|section| file.write_all(section))
         })
-        .map_err(|source| CheckpointError::Io {
+        .map_err(|reason| CheckpointError::Io {
             path: path.to_owned(),
-            source,
+            reason,
         })
     }
 
@@ -151,9 +151,9 @@ impl Checkpoint {
     /// # Errors
     /// Says whether the file is unreadable, foreign, truncated, corrupted or of another version.
     pub fn read(path: &Path) -> Result<Self, CheckpointError> {
-        let bytes = fs::read(path).map_err(|source| CheckpointError::Io {
+        let bytes = fs::read(path).map_err(|reason| CheckpointError::Io {
             path: path.to_owned(),
-            source,
+            reason,
         })?;
         let path = path.to_owned();
         if !bytes.starts_with(MAGIC) {
@@ -188,7 +188,7 @@ impl Checkpoint {
         let (header, rest) = bytes[PREAMBLE..].split_at(lengths[0] as usize);
         let (model, optimizer) = rest.split_at(lengths[1] as usize);
         let header = serde_json::from_slice(header)
-            .map_err(|source| CheckpointError::Header { path, source })?;
+            .map_err(|reason| CheckpointError::Header { path, reason })?;
         Ok(Checkpoint {
             header,
             model: model.to_vec(),

@@ -42,7 +42,7 @@ impl Preset {
             block_size: 16,
             position_width: 32,
             dropout: 0.0,
-            init_scale: 0.125,
+            init_scale: paper_init_scale(),
         };
         match self {
             Preset::Tiny => base,
@@ -184,7 +184,13 @@ pub struct ModelConfig {
     /// Dropout at the end of each residual addition.
     pub dropout: f64,
     /// Initial weights have a standard deviation of this over the root of their input's width (§6: 0.125).
+    #[serde(default = "paper_init_scale")]
     pub init_scale: f64,
+}
+
+/// §6. Also that of checkpoints from before it could be chosen.
+fn paper_init_scale() -> f64 {
+    0.125
 }
 
 /// How the model is trained.
@@ -584,6 +590,9 @@ mod tests {
         assert_eq!(config.steps(1_000), 7);
         let text = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<RunConfig>(&text).unwrap(), config);
+        let older = text.replace(",\"init_scale\":0.125", "");
+        assert_ne!(older, text);
+        assert_eq!(serde_json::from_str::<RunConfig>(&older).unwrap(), config);
     }
 
     #[test]
