@@ -9,11 +9,13 @@ mod workload;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
+use blocksparse::BlockLayout;
 use blocksparse::kernels::{self, AttentionPlan, Gradients, Sizes, TensorView};
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind};
+use cubecl::server::Handle;
 use half::{bf16, f16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -21,7 +23,10 @@ use serde_json::{Map, Value, json};
 use workload::{PatternArg, Workload};
 
 #[derive(Parser)]
-#[command(about = "Times the block-sparse attention kernels on a device", version)]
+#[command(
+    about = "Times the block-sparse attention kernels on a device",
+    version
+)]
 struct Args {
     /// Run only the workloads whose names contain one of these (comma-separated).
     #[arg(long, value_delimiter = ',')]
@@ -56,6 +61,9 @@ struct Args {
     /// Print what every launch runs.
     #[arg(long)]
     plan: bool,
+    /// Compare all results with those of the simt tier instead of timing.
+    #[arg(long)]
+    verify: bool,
     /// Launch every kernel once and wait for nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
@@ -102,7 +110,9 @@ fn main() -> Result<()> {
             block: args.block,
         }],
         None => (workload::anchors().into_iter())
-            .filter(|w| args.only.is_empty() || args.only.iter().any(|o| w.name.contains(o.as_str())))
+            .filter(|w| {
+                args.only.is_empty() || args.only.iter().any(|o| w.name.contains(o.as_str()))
+            })
             .collect(),
     };
     if workloads.is_empty() {
@@ -176,16 +186,78 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         v_offset: batch * kv_heads * n * head_dim,
     };
     let scale = 1.0 / (head_dim as f64).sqrt();
-    let forward = || {
-        kernels::forward(client, &plan, &layout, [&q, &k, &v], &out, &lse, None, scale, None)
-            .expect("the plan was checked");
-    };
-    let backward = || {
-        kernels::backward(
-            client, &plan, &layout, [&q, &k, &v], &out, &lse, None, &grad_out, &gradients, scale, None,
+    let forward = |layout: &BlockLayout, plan: &AttentionPlan| {
+        kernels::forward(
+            client,
+            plan,
+            layout,
+            [&q, &k, &v],
+            &out,
+            &lse,
+            None,
+            scale,
+            None,
         )
         .expect("the plan was checked");
     };
+    let backward = |layout: &BlockLayout, plan: &AttentionPlan| {
+        kernels::backward(
+            client,
+            plan,
+            layout,
+            [&q, &k, &v],
+            &out,
+            &lse,
+            None,
+            &grad_out,
+            &gradients,
+            scale,
+            None,
+        )
+        .expect("the plan was checked");
+    };
+    if args.verify {
+        let results = |layout: &BlockLayout, plan: &AttentionPlan| {
+            forward(layout, plan);
+            backward(layout, plan);
+            let read =
+                |handle: &Handle| numbers(&client.read_one_unchecked(handle.clone()), args.dtype);
+            [&out, &gradients.q, &gradients.kv].map(read)
+        };
+        let ours = results(&layout, &plan);
+        let again = results(&layout, &plan);
+        // Safe: no other thread of this program reads the environment now.
+        unsafe { std::env::set_var("BLOCKSPARSE_TIER", "simt") };
+        let simt_layout = workload.layout()?;
+        let simt_plan = AttentionPlan::new(client, &simt_layout, sizes)?;
+        let simt = results(&simt_layout, &simt_plan);
+        unsafe { std::env::remove_var("BLOCKSPARSE_TIER") };
+        print!("{:<30}", workload.label());
+        for (name, (ours, simt)) in ["out", "dq", "dk and dv"]
+            .iter()
+            .zip(ours.iter().zip(&simt))
+        {
+            print!(
+                "  {name} differs by {:.1e}",
+                relative_difference(ours, simt)
+            );
+        }
+        let same = ours
+            .iter()
+            .zip(&again)
+            .all(|(a, b)| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()));
+        println!(
+            "  {}",
+            if same {
+                "same bits twice"
+            } else {
+                "OTHER BITS THE SECOND TIME"
+            }
+        );
+        return Ok(Value::Null);
+    }
+    let forward = || forward(&layout, &plan);
+    let backward = || backward(&layout, &plan);
     if args.enqueue_only {
         forward();
         backward();
@@ -246,6 +318,24 @@ fn median(client: &Client, repeats: usize, call: impl Fn() + Send + Sync) -> Res
     Ok((times[repeats / 2], host[repeats / 2]))
 }
 
+fn numbers(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+    let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+    match dtype {
+        Dtype::F32 => (bytes.chunks_exact(4))
+            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+            .collect(),
+        Dtype::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
+        Dtype::Bf16 => pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
+    }
+}
+
+/// `‖a − b‖ / ‖b‖`; NaN if there is one.
+fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
+    (difference / b.iter().map(|&b| square(b)).sum::<f64>()).sqrt()
+}
+
 /// Near enough to normal numbers, as bytes of the dtype.
 fn random(count: usize, dtype: Dtype, rng: &mut ChaCha8Rng) -> Vec<u8> {
     // A million distinct ones, repeated from changing places: making all of them takes longer than the kernels.
@@ -259,8 +349,11 @@ fn random(count: usize, dtype: Dtype, rng: &mut ChaCha8Rng) -> Vec<u8> {
     let numbers = (0..count).map(|i| distinct[(i + i / distinct.len() * 7919) % distinct.len()]);
     match dtype {
         Dtype::F32 => numbers.flat_map(f32::to_le_bytes).collect(),
-        Dtype::F16 => numbers.flat_map(|x| f16::from_f32(x).to_le_bytes()).collect(),
-        Dtype::Bf16 => numbers.flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect(),
+        Dtype::F16 => numbers
+            .flat_map(|x| f16::from_f32(x).to_le_bytes())
+            .collect(),
+        Dtype::Bf16 => numbers
+            .flat_map(|x| bf16::from_f32(x).to_le_bytes())
+            .collect(),
     }
 }
-

@@ -76,7 +76,10 @@ impl Workload {
 
     pub fn label(&self) -> String {
         match self.name {
-            "custom" => format!("B{} H{} N{} D{} b{}", self.batch, self.heads, self.n, self.head_dim, self.block),
+            "custom" => format!(
+                "B{} H{} N{} D{} b{}",
+                self.batch, self.heads, self.n, self.head_dim, self.block
+            ),
             name => name.to_string(),
         }
     }
@@ -96,13 +99,45 @@ pub fn anchors() -> Vec<Workload> {
     };
     let pattern = PatternArg::Pattern;
     vec![
-        row("dense_causal_d64", pattern(Pattern::causal()), [4, 16, 8192, 64, 128]),
-        row("dense_causal_d128", pattern(Pattern::causal()), [4, 16, 8192, 128, 128]),
-        row("fixed_enwik8_d64", pattern(Pattern::fixed(128, 32)), [4, 8, 12288, 64, 32]),
-        row("strided_n16k_s128_d64", pattern(Pattern::merged_strided(128)), [4, 8, 16384, 64, 32]),
-        row("local_n16k_w256_d64", pattern(Pattern::local(256)), [4, 8, 16384, 64, 32]),
-        row("stream_n64k_w4096_d128", pattern(Pattern::streaming(4096, 64)), [1, 8, 65536, 128, 64]),
-        row("random_n32k_bs64_10pct_d128", PatternArg::Random(0.1), [1, 8, 32768, 128, 64]),
-        row("random_n32k_bs128_10pct_d128", PatternArg::Random(0.1), [1, 8, 32768, 128, 128]),
+        row(
+            "dense_causal_d64",
+            pattern(Pattern::causal()),
+            [4, 16, 8192, 64, 128],
+        ),
+        row(
+            "dense_causal_d128",
+            pattern(Pattern::causal()),
+            [4, 16, 8192, 128, 128],
+        ),
+        row(
+            "fixed_enwik8_d64",
+            pattern(Pattern::fixed(128, 32)),
+            [4, 8, 12288, 64, 32],
+        ),
+        row(
+            "strided_n16k_s128_d64",
+            pattern(Pattern::merged_strided(128)),
+            [4, 8, 16384, 64, 32],
+        ),
+        row(
+            "local_n16k_w256_d64",
+            pattern(Pattern::local(256)),
+            [4, 8, 16384, 64, 32],
+        ),
+        row(
+            "stream_n64k_w4096_d128",
+            pattern(Pattern::streaming(4096, 64)),
+            [1, 8, 65536, 128, 64],
+        ),
+        row(
+            "random_n32k_bs64_10pct_d128",
+            PatternArg::Random(0.1),
+            [1, 8, 32768, 128, 64],
+        ),
+        row(
+            "random_n32k_bs128_10pct_d128",
+            PatternArg::Random(0.1),
+            [1, 8, 32768, 128, 128],
+        ),
     ]
 }

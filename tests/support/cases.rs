@@ -179,11 +179,21 @@ pub fn cases() -> Vec<Case> {
         Case::new("head dim 96", Pattern::fixed(64, 16), 200, 32).dims(96, 96),
         Case::new("head dim 128", Pattern::local(70), 300, 64).dims(128, 128),
         Case::new("head dim 256", Pattern::causal(), 140, 16).dims(256, 256),
-        Case::new("grouped heads, head dim 64", Pattern::fixed(64, 16), 200, 32)
-            .heads(4, 2)
-            .dims(64, 64),
-        Case::new("merged strided, head dim 64", Pattern::merged_strided(16), 256, 16)
-            .dims(64, 64),
+        Case::new(
+            "grouped heads, head dim 64",
+            Pattern::fixed(64, 16),
+            200,
+            32,
+        )
+        .heads(4, 2)
+        .dims(64, 64),
+        Case::new(
+            "merged strided, head dim 64",
+            Pattern::merged_strided(16),
+            256,
+            16,
+        )
+        .dims(64, 64),
         Case::new(
             "strided for one head, local for another",
             Pattern::per_head([Pattern::strided(10), Pattern::local(33)]),

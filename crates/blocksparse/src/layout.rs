@@ -353,7 +353,12 @@ impl BlockLayout {
     }
 
     /// `rows[h mod rows.len()]` are head `h`'s.
-    pub(crate) fn from_heads(name: String, shape: LayoutShape, rows: Vec<Rows>, masks: MaskInterner) -> Self {
+    pub(crate) fn from_heads(
+        name: String,
+        shape: LayoutShape,
+        rows: Vec<Rows>,
+        masks: MaskInterner,
+    ) -> Self {
         let mut patterns: Vec<HeadPattern> = Vec::new();
         let known: Vec<u32> = rows
             .into_iter()

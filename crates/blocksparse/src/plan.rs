@@ -513,7 +513,11 @@ mod tests {
             }
             for i in 0..187 {
                 for j in 0..187 {
-                    assert_eq!(seen[i][j], u32::from(dense[i][j]), "head {head}, ({i}, {j})");
+                    assert_eq!(
+                        seen[i][j],
+                        u32::from(dense[i][j]),
+                        "head {head}, ({i}, {j})"
+                    );
                 }
             }
         }

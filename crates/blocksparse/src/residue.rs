@@ -80,7 +80,9 @@ pub(crate) fn parts(
         other => vec![other; shape.heads],
     };
     let splits: Vec<Split> = heads.into_iter().map(split).collect();
-    let mut strides = splits.iter().filter_map(|s| s.strided.map(|(stride, _)| stride));
+    let mut strides = splits
+        .iter()
+        .filter_map(|s| s.strided.map(|(stride, _)| stride));
     let Some(stride) = strides.next() else {
         return Ok(None);
     };
@@ -102,9 +104,11 @@ pub(crate) fn parts(
         // A callback would be asked for every pair: a head without a natural part has no rows instead.
         let layout = match splits.iter().all(|split| split.natural.is_some()) {
             true => BlockLayout::new(&Pattern::per_head(by_head), shape)?,
-            false => BlockLayout::new_with_empty_heads(&Pattern::per_head(by_head), shape, |head| {
-                splits[head].natural.is_none()
-            })?,
+            false => {
+                BlockLayout::new_with_empty_heads(&Pattern::per_head(by_head), shape, |head| {
+                    splits[head].natural.is_none()
+                })?
+            }
         };
         parts.push(Part {
             layout,

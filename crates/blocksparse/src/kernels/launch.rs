@@ -9,8 +9,8 @@ use super::device::{DevicePlan, plan};
 use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::{Tile, backward, forward};
 use super::{AttentionPlan, Kernel, KernelError, PartPlan, Sizes, TensorView};
-use crate::{BlockLayout, Residue};
 use crate::plan::Walk;
+use crate::{BlockLayout, Residue};
 
 /// Runs the forward pass into `out` `[batch, heads, seq_q, value_dim]` and `lse` `[batch, heads, seq_q]`, both
 /// contiguous, and, if the sizes say that weights are stored, into `weights`
@@ -44,7 +44,16 @@ pub fn forward(
             let walked = part.layout(layout);
             let inputs = [q, k, v];
             super::hopper::forward(
-                client, tile, walked, &sizes, part.residue, inputs, out, lse, scale, softcap,
+                client,
+                tile,
+                walked,
+                &sizes,
+                part.residue,
+                inputs,
+                out,
+                lse,
+                scale,
+                softcap,
             )?;
             continue;
         }
@@ -121,38 +130,61 @@ pub fn backward(
     let sizes = plan.sizes;
     let call = |part, kernel| Call::new(client, sizes, part, layout, kernel, &named);
     let calls = (plan.parts.iter())
-        .map(|part| Ok([call(part, Kernel::BackwardRows)?, call(part, Kernel::BackwardColumns)?]))
+        .map(|part| {
+            Ok([
+                call(part, Kernel::BackwardRows)?,
+                call(part, Kernel::BackwardColumns)?,
+            ])
+        })
         .collect::<Result<Vec<_>, KernelError>>()?;
     let Call { width, address, .. } = calls[0][0];
     let (heads, kv_heads) = (layout.heads(), sizes.kv_heads);
 
     let rows = sizes.batch * heads * layout.seq_q();
     let accumulator = sizes.accumulator();
-    let stats = client.empty(rows * 2 * accumulator.size());
-    const DELTA_UNITS: u32 = 64;
-    let delta_cubes = (rows as u64).div_ceil(u64::from(DELTA_UNITS));
-    unsafe {
-        backward::delta::launch_unchecked(
-            client,
-            spread(client, delta_cubes)?,
-            CubeDim::new_1d(DELTA_UNITS),
-            address,
-            width,
-            BufferArg::from_raw_parts(out.clone(), rows * sizes.value_dim / width),
-            calls[0][0].input(grad_out),
-            BufferArg::from_raw_parts(lse.clone(), rows),
-            BufferArg::from_raw_parts(stats.clone(), rows * 2),
-            calls[0][0].strides(grad_out),
-            heads,
-            rows,
-            sizes.value_dim,
-            sizes.dtype,
-            accumulator,
-        );
-    }
+    // lse and delta of the query at each place of a part.
+    let make_stats = |call: &Call, pitch: usize, lse_factor: f64, by_class: bool| {
+        let rows = sizes.batch * heads * pitch;
+        let stats = client.empty(rows * 2 * accumulator.size());
+        const UNITS: u32 = 64;
+        let cubes = spread(client, (rows as u64).div_ceil(u64::from(UNITS)))?;
+        unsafe {
+            backward::delta::launch_unchecked(
+                client,
+                cubes,
+                CubeDim::new_1d(UNITS),
+                address,
+                width,
+                BufferArg::from_raw_parts(
+                    out.clone(),
+                    sizes.batch * heads * layout.seq_q() * sizes.value_dim / width,
+                ),
+                call.input(grad_out),
+                BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * layout.seq_q()),
+                BufferArg::from_raw_parts(stats.clone(), rows * 2),
+                call.strides(grad_out),
+                call.listing(),
+                heads,
+                rows,
+                pitch,
+                InputScalar::new(lse_factor, accumulator),
+                sizes.value_dim,
+                by_class,
+                sizes.dtype,
+                accumulator,
+            );
+        }
+        Ok::<Handle, KernelError>(stats)
+    };
     let kv_rows = sizes.batch * kv_heads * layout.seq_kv();
     let passes = [
-        (Walk::Rows, heads, [q, grad_out, k, v], &gradients.q, rows * sizes.head_dim),
+        (
+            Walk::Rows,
+            heads,
+            [q, grad_out, k, v],
+            &gradients.q,
+            rows * sizes.head_dim,
+        ),
         (
             Walk::Columns,
             kv_heads,
@@ -161,8 +193,43 @@ pub fn backward(
             gradients.v_offset + kv_rows * sizes.value_dim,
         ),
     ];
-    for part in &calls {
-        for (call, (walk, outer_heads, [a1, a2, b1, b2], target, elements)) in part.iter().zip(passes) {
+    let mut plain_stats = None;
+    for (part, part_plan) in calls.iter().zip(&plan.parts) {
+        #[cfg(feature = "hopper")]
+        if let Ok(tiles) = part_plan.hopper_backward {
+            let walked = part_plan.layout(layout);
+            let pitch = walked.seq_q().next_multiple_of(2);
+            let by_class = part_plan.residue.is_some();
+            let stats = make_stats(&part[0], pitch, std::f64::consts::LOG2_E, by_class)?;
+            for (tile, (walk, _, [a1, a2, b1, b2], target, _)) in tiles.into_iter().zip(passes) {
+                let operands = super::hopper::BackwardOperands {
+                    a: [a1, a2],
+                    b: [b1, b2],
+                    stats: &stats,
+                    pitch,
+                    out: target,
+                    second: if walk == Walk::Rows {
+                        0
+                    } else {
+                        gradients.v_offset
+                    },
+                };
+                let residue = part_plan.residue;
+                super::hopper::backward(
+                    client, tile, walk, walked, &sizes, residue, &operands, scale, softcap,
+                )?;
+            }
+            continue;
+        }
+        #[cfg(not(feature = "hopper"))]
+        let _ = part_plan;
+        let stats = match &plain_stats {
+            Some(stats) => stats,
+            None => plain_stats.insert(make_stats(&part[0], layout.seq_q(), 1.0, false)?),
+        };
+        for (call, (walk, outer_heads, [a1, a2, b1, b2], target, elements)) in
+            part.iter().zip(passes)
+        {
             unsafe {
                 backward::backward::launch_unchecked(
                     client,
@@ -256,7 +323,9 @@ impl Call {
             true => (0..batches)
                 .map(|entry| {
                     let heads = 0..layout.heads();
-                    heads.map(|head| layout.pattern_blocks(layout.pattern_of(entry, head))).sum()
+                    heads
+                        .map(|head| layout.pattern_blocks(layout.pattern_of(entry, head)))
+                        .sum()
                 })
                 .max()
                 .unwrap_or(0),
@@ -270,7 +339,11 @@ impl Call {
             Err(_) => AddressType::U64,
         };
         if !client.properties().supports_address(address) {
-            return Err(KernelError::limit("the elements of a tensor", u32::MAX, largest));
+            return Err(KernelError::limit(
+                "the elements of a tensor",
+                u32::MAX,
+                largest,
+            ));
         }
         Ok(Self {
             batch: sizes.batch,
@@ -280,7 +353,11 @@ impl Call {
             width,
             address,
             weight_blocks,
-            batch_words: if layout.batch().is_some() { layout.heads() } else { 0 },
+            batch_words: if layout.batch().is_some() {
+                layout.heads()
+            } else {
+                0
+            },
         })
     }
 
@@ -295,7 +372,9 @@ impl Call {
     fn input(&self, tensor: &TensorView) -> BufferArg {
         let reach = tensor.shape.iter().zip(&tensor.strides);
         let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
-        unsafe { BufferArg::from_raw_parts(tensor.handle.clone(), (reach + 1).div_ceil(self.width)) }
+        unsafe {
+            BufferArg::from_raw_parts(tensor.handle.clone(), (reach + 1).div_ceil(self.width))
+        }
     }
 
     fn strides(&self, tensor: &TensorView) -> StridesLaunch {
@@ -352,4 +431,3 @@ fn spread(client: &Client, cubes: u64) -> Result<CubeCount, KernelError> {
         }
     }
 }
-

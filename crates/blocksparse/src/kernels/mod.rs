@@ -25,13 +25,13 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-use cubecl::ir::{ElemType, FloatKind};
 use cubecl::device::DeviceId;
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::{BlockLayout, Residue};
 use crate::plan::{Tiling, Walk};
+use crate::{BlockLayout, Residue};
 
 pub use launch::{Gradients, backward, forward};
 
@@ -77,7 +77,9 @@ pub enum KernelError {
         stride: usize,
     },
     /// A tensor that TMA cannot read.
-    #[error("{tensor} must begin at and have strides of multiples of {multiple} elements, got {got}")]
+    #[error(
+        "{tensor} must begin at and have strides of multiples of {multiple} elements, got {got}"
+    )]
     Alignment {
         /// The tensor.
         tensor: &'static str,
@@ -201,6 +203,9 @@ struct PartPlan {
     /// The forward pass on tensor cores, or why it is not.
     #[cfg(feature = "hopper")]
     hopper: Result<hopper::Tile, &'static str>,
+    /// The two walks of the backward pass, likewise.
+    #[cfg(feature = "hopper")]
+    hopper_backward: Result<[hopper::BackwardTile; 2], &'static str>,
 }
 
 impl PartPlan {
@@ -212,9 +217,13 @@ impl PartPlan {
         self.tiles[kernel as usize]
     }
 
-    fn is_hopper(&self) -> bool {
+    #[cfg_attr(not(feature = "hopper"), allow(unused_variables))]
+    fn is_hopper(&self, kernel: Kernel) -> bool {
         #[cfg(feature = "hopper")]
-        return self.hopper.is_ok();
+        return match kernel {
+            Kernel::Forward => self.hopper.is_ok(),
+            _ => self.hopper_backward.is_ok(),
+        };
         #[cfg(not(feature = "hopper"))]
         false
     }
@@ -255,11 +264,7 @@ impl AttentionPlan {
         Ok(plan)
     }
 
-    fn choose(
-        layout: &BlockLayout,
-        sizes: Sizes,
-        client: &Client,
-    ) -> Result<Self, KernelError> {
+    fn choose(layout: &BlockLayout, sizes: Sizes, client: &Client) -> Result<Self, KernelError> {
         let properties = client.properties();
         use FloatKind::{BF16, F16, F32, F64, Flex32};
         let float = matches!(
@@ -292,16 +297,23 @@ impl AttentionPlan {
                 let choose =
                     |kernel| simt::choose(walked, &sizes, kernel, by_class, index > 0, properties);
                 let [forward, rows, columns] = kernels.map(choose);
+                #[cfg(feature = "hopper")]
+                let hopper = hopper::choose(
+                    walked,
+                    &sizes,
+                    layout.seq_kv(),
+                    residue,
+                    index > 0,
+                    properties,
+                );
+                #[cfg(feature = "hopper")]
+                let backward = |walk| hopper::choose_backward(walked, &hopper, walk);
                 Ok(PartPlan {
                     #[cfg(feature = "hopper")]
-                    hopper: hopper::choose(
-                        walked,
-                        &sizes,
-                        layout.seq_kv(),
-                        residue,
-                        index > 0,
-                        properties,
-                    ),
+                    hopper_backward: backward(Walk::Rows)
+                        .and_then(|rows| Ok([rows, backward(Walk::Columns)?])),
+                    #[cfg(feature = "hopper")]
+                    hopper,
                     layout: part.cloned(),
                     residue,
                     tiles: [forward?, rows?, columns?],
@@ -353,7 +365,11 @@ impl AttentionPlan {
     /// The multiple that strides, in elements, and beginnings of inputs must be of: tensor cores are fed in pieces of
     /// 16 bytes.
     pub fn alignment(&self) -> usize {
-        match self.parts.iter().any(PartPlan::is_hopper) {
+        match self
+            .parts
+            .iter()
+            .any(|part| part.is_hopper(Kernel::Forward))
+        {
             true => 8,
             false => 1,
         }
@@ -392,12 +408,19 @@ impl fmt::Display for AttentionPlan {
                 Ok(tile) => writeln!(f, "  forward  {tile}")?,
                 Err(reason) => writeln!(f, "  forward  not on the hopper tier: {reason}")?,
             }
+            #[cfg(feature = "hopper")]
+            match &part.hopper_backward {
+                Ok([rows, columns]) => {
+                    writeln!(f, "  dQ       {rows}\n  dK, dV   {columns}")?;
+                }
+                Err(reason) => writeln!(f, "  backward not on the hopper tier: {reason}")?,
+            }
             for (name, kernel) in [
                 ("forward", Kernel::Forward),
                 ("dQ", Kernel::BackwardRows),
                 ("dK, dV", Kernel::BackwardColumns),
             ] {
-                if kernel == Kernel::Forward && part.is_hopper() {
+                if part.is_hopper(kernel) {
                     continue;
                 }
                 let tile = part.tile(kernel);

@@ -102,9 +102,18 @@ impl BlockSparseOps for CubeBackend {
         }
         let Saved { inputs, output } = saved;
         let call = Call::new(inputs, layout, options);
-        let (heads, seq_q, seq_kv) =
-            (call.layout.heads(), call.layout.seq_q(), call.layout.seq_kv());
-        let Sizes { batch, kv_heads, head_dim, value_dim, .. } = call.sizes;
+        let (heads, seq_q, seq_kv) = (
+            call.layout.heads(),
+            call.layout.seq_q(),
+            call.layout.seq_kv(),
+        );
+        let Sizes {
+            batch,
+            kv_heads,
+            head_dim,
+            value_dim,
+            ..
+        } = call.sizes;
         // Autodiff may hand over what another op made of them.
         let [out, lse] = [output.out, output.lse].map(into_contiguous);
         let stored = match output.weights {
@@ -120,7 +129,9 @@ impl BlockSparseOps for CubeBackend {
         let k_bytes = batch * kv_heads * seq_kv * head_dim * element;
         let v_start = k_bytes.next_multiple_of(align.max(4 * element));
         let v_bytes = batch * kv_heads * seq_kv * value_dim * element;
-        let dkv = call.empty([(v_start + v_bytes) / element], call.dtype).handle;
+        let dkv = call
+            .empty([(v_start + v_bytes) / element], call.dtype)
+            .handle;
         let gradients = Gradients {
             q: dq.handle.clone(),
             kv: dkv.clone(),
@@ -196,7 +207,11 @@ impl Call {
         let [batch, kv_heads, _, head_dim] = k.meta.shape().dims();
         let value_dim = v.meta.shape()[3];
         let dtype = q.dtype;
-        let sizes = checked(sizes([batch, kv_heads, head_dim, value_dim], dtype, &options));
+        let sizes = checked(sizes(
+            [batch, kv_heads, head_dim, value_dim],
+            dtype,
+            &options,
+        ));
         let (client, device) = (q.client.clone(), q.device.clone());
         let plan = checked(AttentionPlan::new(&client, &layout.host, sizes));
         let alignment = plan.alignment();

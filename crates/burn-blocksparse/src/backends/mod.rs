@@ -13,4 +13,3 @@ impl BlockSparseOps for burn::backend::Flex {}
 
 #[cfg(feature = "ndarray")]
 impl BlockSparseOps for burn::backend::NdArray {}
-

@@ -239,6 +239,14 @@ pub fn load_class_box(
         b = in(_) val::<u32>(bar));
 }
 
+/// Copies a box of a `[row, column]` tensor map into shared memory.
+#[cube]
+pub fn load_line(map: u64, target: u32, bar: u32, column: u32, row: u32) {
+    gpu_asm!("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [{s}], [{m}, {{{x}, {y}}}], [{b}];",
+        s = in(_) val::<u32>(target), m = in(_) val::<u64>(map), x = in(_) val::<u32>(column),
+        y = in(_) val::<u32>(row), b = in(_) val::<u32>(bar));
+}
+
 /// Waits at a named barrier for `units` units, those that only arrive included.
 #[cube]
 pub fn named_sync(id: u32, #[comptime] units: u32) {
@@ -276,6 +284,13 @@ pub fn shared_store(address: u32, x: u32) {
 pub fn shared_load(address: u32) -> u32 {
     let o: u32;
     gpu_asm!("ld.shared.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
+    o
+}
+
+#[cube]
+pub fn shared_load_four(address: u32) -> Vector<f32, Const<4>> {
+    let o: Vector<f32, Const<4>>;
+    gpu_asm!("ld.shared.v4.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
     o
 }
 

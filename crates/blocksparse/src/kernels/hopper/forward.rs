@@ -702,7 +702,7 @@ fn next_max(old: f32, new: f32, log2_scale: f32) -> f32 {
 
 /// `p` as the left operand of a product. Its registers 4k … 4k + 3 are those of depth step k.
 #[cube]
-fn pack_all<S: Size, P: Size>(s: Vector<f32, S>, #[comptime] half: Half) -> Vector<u32, P> {
+pub fn pack_all<S: Size, P: Size>(s: Vector<f32, S>, #[comptime] half: Half) -> Vector<u32, P> {
     let mut p = Vector::<u32, P>::zeroed();
     #[unroll]
     for i in 0..P::value() {

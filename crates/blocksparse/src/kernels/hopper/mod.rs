@@ -6,6 +6,7 @@
 //! residue class the maps have the class as a dimension of its own, so that a box is strided in memory.
 
 mod asm;
+mod backward;
 mod forward;
 
 use std::fmt;
@@ -236,6 +237,11 @@ const CANDIDATES: [Candidate; 8] = [
     candidate(256, [1, 64, 2, 1], true, 0.55),
 ];
 
+/// `BLOCKSPARSE_TIER=simt` leaves the tier out, `hopper-forward` its backward pass: to compare tiers.
+fn tier_limit() -> Option<String> {
+    std::env::var("BLOCKSPARSE_TIER").ok()
+}
+
 /// The tile that should be fastest, or why the tier does not take the call.
 ///
 /// # Errors
@@ -251,6 +257,9 @@ pub fn choose(
     if properties.identity.fingerprint != "ptx_sm90" || !properties.features.tma.contains(Tma::Base)
     {
         return Err("the device is not of compute capability 9.0");
+    }
+    if tier_limit().is_some_and(|limit| limit == "simt") {
+        return Err("BLOCKSPARSE_TIER says simt");
     }
     let half = match sizes.dtype {
         ElemType::Float(FloatKind::BF16) => Half::Bf16,
@@ -438,6 +447,309 @@ pub fn forward(
             (log2_e / log2_scale) as f32,
             softcap.unwrap_or(1.0) as f32,
             cap_scale as f32,
+            tile,
+        );
+    }
+    Ok(())
+}
+
+/// The comptime shape of the backward kernel, in either walk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BackwardTile {
+    /// Type of the tensors.
+    pub half: Half,
+    /// Width of queries, keys and values: 64 or 128.
+    pub dim: usize,
+    /// Warpgroups, each with 64 rows: 1 or 2.
+    pub warpgroups: usize,
+    /// Columns of a step.
+    pub cols: usize,
+    /// Consecutive positions an entry names.
+    pub group: usize,
+    /// Steps that are in shared memory at a time.
+    pub stages: usize,
+    /// How many steps late a buffer is filled again.
+    pub lag: usize,
+    /// Whether scores are softcapped.
+    pub softcap: bool,
+    /// Whether positions are listed by residue class.
+    pub residue: bool,
+    /// Whether results are added to what is there.
+    pub carry: bool,
+}
+
+impl BackwardTile {
+    /// Rows of a tile.
+    pub fn rows(&self) -> usize {
+        GROUP_ROWS * self.warpgroups
+    }
+
+    /// Units of a cube.
+    pub fn units(&self) -> usize {
+        128 * self.warpgroups
+    }
+
+    /// How the layout is cut.
+    pub fn tiling(&self, walk: Walk) -> Tiling {
+        Tiling {
+            walk,
+            rows: self.rows(),
+            cols: self.cols,
+            places: false,
+        }
+    }
+
+    fn warps(&self) -> u32 {
+        4 * self.warpgroups as u32
+    }
+
+    fn spans(&self) -> usize {
+        self.dim.div_ceil(ROW_ELEMENTS)
+    }
+
+    fn entries(&self) -> usize {
+        self.cols / self.group
+    }
+
+    /// Rows of a box of the tile's own rows. All positions of a box are of one class.
+    fn a_group(&self) -> usize {
+        match self.residue {
+            true => self.rows().min(self.group),
+            false => self.rows(),
+        }
+    }
+
+    fn a_bytes(&self) -> usize {
+        self.rows() * self.spans() * ROW
+    }
+
+    fn b_bytes(&self) -> usize {
+        self.cols * self.spans() * ROW
+    }
+
+    fn stats_bytes(&self) -> usize {
+        self.cols * 8
+    }
+
+    // Byte offsets in shared memory. The barrier of the tile's own rows comes first.
+
+    fn full(&self) -> u32 {
+        8
+    }
+
+    fn empty(&self) -> u32 {
+        self.full() + 8 * self.stages as u32
+    }
+
+    fn stats_offset(&self) -> usize {
+        1024
+    }
+
+    fn a1_offset(&self) -> usize {
+        (self.stats_offset() + self.stages * self.stats_bytes()).next_multiple_of(1024)
+    }
+
+    fn a2_offset(&self) -> usize {
+        self.a1_offset() + self.a_bytes()
+    }
+
+    fn b1_offset(&self) -> usize {
+        self.a2_offset() + self.a_bytes()
+    }
+
+    fn b2_offset(&self) -> usize {
+        self.b1_offset() + self.stages * self.b_bytes()
+    }
+
+    /// Bytes of shared memory of a cube.
+    pub fn shared_bytes(&self) -> usize {
+        self.b2_offset() + self.stages * self.b_bytes()
+    }
+}
+
+impl fmt::Display for BackwardTile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "hopper  {} × {} tiles gathered from {}-wide blocks, {} units, {} stages in {} KiB shared",
+            self.rows(),
+            self.cols,
+            self.group,
+            self.units(),
+            self.stages,
+            self.shared_bytes().div_ceil(1024),
+        )
+    }
+}
+
+/// As [`choose`], for a walk of the backward pass. What the forward tier does not take, this one does not either.
+///
+/// # Errors
+/// What the tier lacks.
+pub fn choose_backward(
+    layout: &BlockLayout,
+    forward: &Result<Tile, &'static str>,
+    walk: Walk,
+) -> Result<BackwardTile, &'static str> {
+    let forward = (*forward)?;
+    if tier_limit().is_some_and(|limit| limit == "hopper-forward") {
+        return Err("BLOCKSPARSE_TIER says hopper-forward");
+    }
+    if forward.dim != 64 && forward.dim != 128 {
+        return Err("head_dim is neither 64 nor 128");
+    }
+    let block = layout.block_size();
+    if block < 16 {
+        // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
+        return Err("blocks are narrower than 16");
+    }
+    let tiles = [2, 1].map(|warpgroups| BackwardTile {
+        half: forward.half,
+        dim: forward.dim,
+        warpgroups,
+        cols: 64,
+        group: block.min(64),
+        stages: if forward.dim == 64 { 4 } else { 3 },
+        lag: 2,
+        softcap: forward.softcap,
+        residue: forward.residue,
+        carry: forward.carry,
+    });
+    // Two warpgroups share what is gathered; one unites fewer rows of blocks.
+    let cost = |tile: &BackwardTile| {
+        let speed = if tile.warpgroups == 2 { 1.0 } else { 0.8 };
+        union_overhead(layout, walk, tile.rows()) / speed
+    };
+    Ok(match cost(&tiles[0]) <= cost(&tiles[1]) {
+        true => tiles[0],
+        false => tiles[1],
+    })
+}
+
+/// Where one walk of the backward pass reads and writes.
+pub struct BackwardOperands<'a> {
+    /// Of the tile's own rows: q and dO, or k and v.
+    pub a: [&'a TensorView; 2],
+    /// Of the gathered rows: k and v, or q and dO.
+    pub b: [&'a TensorView; 2],
+    /// `[batch · heads, pitch, 2]`, f32: `lse · log2 e` and delta of the query at each place.
+    pub stats: &'a Handle,
+    /// Places of a head in the stats, a multiple of 2.
+    pub pitch: usize,
+    /// dQ, or dK and dV.
+    pub out: &'a Handle,
+    /// Elements before dV.
+    pub second: usize,
+}
+
+/// One walk of the backward pass over a layout, or a part of one.
+///
+/// # Errors
+/// As [`check`]. Then nothing was launched.
+#[allow(clippy::too_many_arguments)]
+pub fn backward(
+    client: &Client,
+    tile: BackwardTile,
+    walk: Walk,
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    residue: Option<Residue>,
+    operands: &BackwardOperands,
+    scale: f64,
+    softcap: Option<f64>,
+) -> Result<(), KernelError> {
+    let &BackwardOperands {
+        a: [a1, a2],
+        b: [b1, b2],
+        stats,
+        pitch,
+        out,
+        second,
+    } = operands;
+    let named = [
+        ("q or k", a1),
+        ("v or grad_out", a2),
+        ("k or q", b1),
+        ("grad_out or v", b2),
+    ];
+    check(&named, residue, scale, softcap)?;
+    let device_plan = plan(client, layout, tile.tiling(walk));
+    let parts = &device_plan.sections;
+    let heads = layout.heads();
+    let outer_heads = a1.shape[1];
+    let len = a1.shape[2];
+    let elements = sizes.batch * outer_heads * len * tile.dim + second;
+    if u32::try_from(elements / 2).is_err() {
+        let most = u64::from(u32::MAX) * 2;
+        return Err(KernelError::limit(
+            "the elements of a gradient",
+            most,
+            elements,
+        ));
+    }
+    let log2_e = std::f64::consts::LOG2_E;
+    let (log2_scale, cap_scale) = match softcap {
+        Some(softcap) => (log2_e, 2.0 * log2_e * scale / softcap),
+        None => (scale * log2_e, 0.0),
+    };
+    let listing = residue.unwrap_or(Residue {
+        stride: 1,
+        class_len: 1,
+    });
+    let stat_rows = sizes.batch * heads;
+    let boxes = TiledArgs {
+        tile_size: [1, tile.group * 2].into(),
+    };
+    let stats_map = unsafe {
+        TensorMapArg::new(
+            boxes,
+            TensorArg::from_raw_parts(
+                stats.clone(),
+                [pitch * 2, 1].into(),
+                [stat_rows, pitch * 2].into(),
+            ),
+            ElemType::Float(FloatKind::F32),
+        )
+    };
+    unsafe {
+        backward::backward::launch_unchecked(
+            client,
+            CubeCount::Static(
+                device_plan.tiles as u32,
+                outer_heads as u32,
+                sizes.batch as u32,
+            ),
+            CubeDim::new_1d(tile.units() as u32),
+            tile.cols / 2,
+            tile.cols / 4,
+            tile.dim / 2,
+            tensor_map(a1, tile.a_group(), residue, sizes.dtype),
+            tensor_map(a2, tile.a_group(), residue, sizes.dtype),
+            tensor_map(b1, tile.group, residue, sizes.dtype),
+            tensor_map(b2, tile.group, residue, sizes.dtype),
+            stats_map,
+            BufferArg::from_raw_parts(stats.clone(), stat_rows * pitch * 2),
+            BufferArg::from_raw_parts(out.clone(), elements / 2),
+            BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
+            PlanPartsLaunch::new(
+                parts.heads,
+                parts.places,
+                parts.order,
+                parts.tiles,
+                parts.entries,
+                parts.masks,
+                if layout.batch().is_some() { heads } else { 0 },
+            ),
+            ListingLaunch::new(listing.stride, listing.class_len),
+            len as u32,
+            pitch as u32,
+            (heads / sizes.kv_heads) as u32,
+            (second / 2) as u32,
+            scale as f32,
+            log2_scale as f32,
+            softcap.unwrap_or(1.0) as f32,
+            cap_scale as f32,
+            walk,
             tile,
         );
     }

@@ -6,10 +6,12 @@ use super::forward::{LOW, score};
 use super::tile::*;
 use crate::plan::Walk;
 
-/// `stats[row] = (lse, delta)`, `delta = rowsum(dO ∘ O)`: what backward needs of each query, in one buffer because
-/// some devices bind only eight. Rows without keys get lse 0, so that no infinity enters the arithmetic.
+/// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O)`: what backward needs of the query at each place,
+/// in one buffer because some devices bind only eight. Rows without keys get lse 0, so that no infinity enters the
+/// arithmetic; places of no position get zeros.
 ///
-/// `out`, `lse` contiguous; `grad_out` with any strides of its outer dimensions.
+/// `out`, `lse` contiguous; `grad_out` with any strides of its outer dimensions; `stats` `[rows, 2]`, with `pitch` places
+/// of each head.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn delta<E: Float, A: Float, N: Size>(
     out: &[Vector<E, N>],
@@ -17,9 +19,13 @@ pub fn delta<E: Float, A: Float, N: Size>(
     lse: &[A],
     stats: &mut [A],
     grad_strides: Strides,
+    listing: Listing,
     heads: usize,
     rows: usize,
+    pitch: usize,
+    lse_factor: InputScalar,
     #[comptime] value_dim: usize,
+    #[comptime] residue: bool,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
@@ -27,22 +33,26 @@ pub fn delta<E: Float, A: Float, N: Size>(
     if row < rows {
         let width = N::value();
         let vectors = comptime!(value_dim / width);
-        let position = row % grad_strides.len;
-        let head = row / grad_strides.len % heads;
-        let batch = row / grad_strides.len / heads;
-        let grad_row =
-            batch * grad_strides.batch + head * grad_strides.head + position * grad_strides.row;
+        let position = position_of(row % pitch, &listing, residue);
+        let head = row / pitch % heads;
+        let batch = row / pitch / heads;
         let mut sum = A::new(0.0);
-        for i in 0..vectors {
-            let product = Vector::<A, N>::cast_from(out[row * vectors + i])
-                * Vector::<A, N>::cast_from(grad_out[grad_row + i]);
-            #[unroll]
-            for c in 0..width {
-                sum += product.extract(c);
+        let mut log = A::new(0.0);
+        if position < grad_strides.len {
+            let out_row = (batch * heads + head) * grad_strides.len + position;
+            let grad_row =
+                batch * grad_strides.batch + head * grad_strides.head + position * grad_strides.row;
+            for i in 0..vectors {
+                let product = Vector::<A, N>::cast_from(out[out_row * vectors + i])
+                    * Vector::<A, N>::cast_from(grad_out[grad_row + i]);
+                #[unroll]
+                for c in 0..width {
+                    sum += product.extract(c);
+                }
             }
+            log = lse[out_row];
         }
-        let log = lse[row];
-        stats[row * 2] = select(log < A::new(LOW), A::new(0.0), log);
+        stats[row * 2] = select(log < A::new(LOW), A::new(0.0), log * lse_factor.get::<A>());
         stats[row * 2 + 1] = sum;
     }
 }
@@ -100,9 +110,12 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let softcap = softcap.get::<A>();
 
     let mut a1_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * pitch(t.head_dim)));
-    let mut a2_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * pitch(t.value_dim)));
-    let mut b1_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.head_dim)));
-    let mut b2_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.value_dim)));
+    let mut a2_tile =
+        Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * pitch(t.value_dim)));
+    let mut b1_tile =
+        Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.head_dim)));
+    let mut b2_tile =
+        Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.value_dim)));
     let mut ds_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * t.weight_pitch()));
     let mut p_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(match walk {
         Walk::Rows => 1,
@@ -122,15 +135,34 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let first = tile * comptime!(t.rows);
     let a1_base = batch * a1_strides.batch + outer * a1_strides.head;
     let a2_base = batch * a2_strides.batch + outer * a2_strides.head;
-    load_rows::<E, A, N>(a1, a1_base, &a1_strides, &listing, first, &mut a1_tile, comptime!(t.head_dim), t);
-    load_rows::<E, A, N>(a2, a2_base, &a2_strides, &listing, first, &mut a2_tile, comptime!(t.value_dim), t);
+    load_rows::<E, A, N>(
+        a1,
+        a1_base,
+        &a1_strides,
+        &listing,
+        first,
+        &mut a1_tile,
+        comptime!(t.head_dim),
+        t,
+    );
+    load_rows::<E, A, N>(
+        a2,
+        a2_base,
+        &a2_strides,
+        &listing,
+        first,
+        &mut a2_tile,
+        comptime!(t.value_dim),
+        t,
+    );
 
     let mut out1 = Array::<Vector<A, Four>>::new(comptime!(rows * fours1));
     #[unroll]
     for i in 0..comptime!(rows * fours1) {
         out1[i] = Vector::<A, Four>::zeroed();
     }
-    let mut out2 = Array::<Vector<A, Four>>::new(comptime!(if columns { rows * fours2 } else { 1 }));
+    let mut out2 =
+        Array::<Vector<A, Four>>::new(comptime!(if columns { rows * fours2 } else { 1 }));
     if comptime!(columns) {
         #[unroll]
         for i in 0..comptime!(rows * fours2) {
@@ -164,13 +196,34 @@ pub fn backward<E: Float, A: Float, N: Size>(
         }
         let b1_base = batch * b1_strides.batch + inner * b1_strides.head;
         let b2_base = batch * b2_strides.batch + inner * b2_strides.head;
-        let place0 = batch * weight_blocks + plan[parts.places + batch * parts.batch + head] as usize;
+        let place0 =
+            batch * weight_blocks + plan[parts.places + batch * parts.batch + head] as usize;
 
         for step in 0..walk_of.steps {
             let entry = walk_of.entry + step * comptime!(t.entries() * t.entry_words());
             sync_cube();
-            gather_rows::<E, A, N>(b1, b1_base, &b1_strides, &listing, plan, entry, &mut b1_tile, comptime!(t.head_dim), t);
-            gather_rows::<E, A, N>(b2, b2_base, &b2_strides, &listing, plan, entry, &mut b2_tile, comptime!(t.value_dim), t);
+            gather_rows::<E, A, N>(
+                b1,
+                b1_base,
+                &b1_strides,
+                &listing,
+                plan,
+                entry,
+                &mut b1_tile,
+                comptime!(t.head_dim),
+                t,
+            );
+            gather_rows::<E, A, N>(
+                b2,
+                b2_base,
+                &b2_strides,
+                &listing,
+                plan,
+                entry,
+                &mut b2_tile,
+                comptime!(t.value_dim),
+                t,
+            );
             sync_cube();
 
             // lse and delta of the unit's columns, if they are queries.
@@ -204,10 +257,13 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         let index = comptime!(4 * i + j);
                         p[index] = A::new(0.0);
                         if at.kept {
-                            p[index] = weights[at.element + comptime!(j * match walk {
-                                Walk::Rows => 1,
-                                Walk::Columns => t.store.unwrap(),
-                            })];
+                            p[index] = weights[at.element
+                                + comptime!(
+                                    j * match walk {
+                                        Walk::Rows => 1,
+                                        Walk::Columns => t.store.unwrap(),
+                                    }
+                                )];
                         }
                         if comptime!(t.softcap) {
                             let log = query_value(&row_lse, &col_lse, i, j, walk);
@@ -221,7 +277,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     }
                 }
             } else {
-                let mut s = product_rows(&a1_tile, &b1_tile, unit_y, unit_x, comptime!(t.head_dim), t);
+                let mut s =
+                    product_rows(&a1_tile, &b1_tile, unit_y, unit_x, comptime!(t.head_dim), t);
                 score(&mut s, scale, softcap, t);
                 #[unroll]
                 for i in 0..rows {
@@ -250,7 +307,14 @@ pub fn backward<E: Float, A: Float, N: Size>(
                 }
             }
 
-            let dp = product_rows(&a2_tile, &b2_tile, unit_y, unit_x, comptime!(t.value_dim), t);
+            let dp = product_rows(
+                &a2_tile,
+                &b2_tile,
+                unit_y,
+                unit_x,
+                comptime!(t.value_dim),
+                t,
+            );
             #[unroll]
             for i in 0..rows {
                 let at = (unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x;
@@ -273,9 +337,25 @@ pub fn backward<E: Float, A: Float, N: Size>(
                 }
             }
             sync_row(t);
-            accumulate_product(&ds_tile, &b1_tile, &mut out1, unit_y, unit_x, comptime!(t.head_dim), t);
+            accumulate_product(
+                &ds_tile,
+                &b1_tile,
+                &mut out1,
+                unit_y,
+                unit_x,
+                comptime!(t.head_dim),
+                t,
+            );
             if comptime!(columns) {
-                accumulate_product(&p_tile, &b2_tile, &mut out2, unit_y, unit_x, comptime!(t.value_dim), t);
+                accumulate_product(
+                    &p_tile,
+                    &b2_tile,
+                    &mut out2,
+                    unit_y,
+                    unit_x,
+                    comptime!(t.value_dim),
+                    t,
+                );
             }
         }
     }
@@ -286,10 +366,30 @@ pub fn backward<E: Float, A: Float, N: Size>(
         if row < a1_strides.len {
             let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
             let target = at * comptime!(t.head_dim / width);
-            store_row::<E, A, N>(out, target, &out1, scale, unit_x, i, comptime!(t.carry), comptime!(t.head_dim), t);
+            store_row::<E, A, N>(
+                out,
+                target,
+                &out1,
+                scale,
+                unit_x,
+                i,
+                comptime!(t.carry),
+                comptime!(t.head_dim),
+                t,
+            );
             if comptime!(columns) {
                 let target = second + at * comptime!(t.value_dim / width);
-                store_row::<E, A, N>(out, target, &out2, A::new(1.0), unit_x, i, comptime!(t.carry), comptime!(t.value_dim), t);
+                store_row::<E, A, N>(
+                    out,
+                    target,
+                    &out2,
+                    A::new(1.0),
+                    unit_x,
+                    i,
+                    comptime!(t.carry),
+                    comptime!(t.value_dim),
+                    t,
+                );
             }
         }
     }
@@ -304,5 +404,9 @@ fn query_value<A: Float>(
     #[comptime] j: usize,
     #[comptime] walk: Walk,
 ) -> A {
-    if comptime!(matches!(walk, Walk::Columns)) { cols[j] } else { rows[i] }
+    if comptime!(matches!(walk, Walk::Columns)) {
+        cols[j]
+    } else {
+        rows[i]
+    }
 }

@@ -51,8 +51,10 @@ pub fn forward<E: Float, A: Float, N: Size>(
     let softcap = softcap.get::<A>();
 
     let mut q_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * pitch(t.head_dim)));
-    let mut k_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.head_dim)));
-    let mut v_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.value_dim)));
+    let mut k_tile =
+        Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.head_dim)));
+    let mut v_tile =
+        Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.value_dim)));
     let mut p_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * t.weight_pitch()));
     let mut scratch = Shared::<[A]>::new_slice(comptime!(scratch_len(t)));
 
@@ -62,7 +64,16 @@ pub fn forward<E: Float, A: Float, N: Size>(
     let q_base = batch * q_strides.batch + head * q_strides.head;
     let k_base = batch * k_strides.batch + kv_head * k_strides.head;
     let v_base = batch * v_strides.batch + kv_head * v_strides.head;
-    load_rows::<E, A, N>(q, q_base, &q_strides, &listing, first, &mut q_tile, comptime!(t.head_dim), t);
+    load_rows::<E, A, N>(
+        q,
+        q_base,
+        &q_strides,
+        &listing,
+        first,
+        &mut q_tile,
+        comptime!(t.head_dim),
+        t,
+    );
 
     let mut m = Array::<A>::new(rows);
     let mut l = Array::<A>::new(rows);
@@ -93,7 +104,10 @@ pub fn forward<E: Float, A: Float, N: Size>(
                         let four = unit_x + comptime!(f * t.units_x);
                         if four < comptime!(fours(t.value_dim)) {
                             o[comptime!(i * unit_fours + f)] = load_four::<E, A, N>(
-                                &out[..], at * comptime!(t.value_dim / width), four, comptime!(t.value_dim),
+                                &out[..],
+                                at * comptime!(t.value_dim / width),
+                                four,
+                                comptime!(t.value_dim),
                             );
                         }
                     }
@@ -105,8 +119,28 @@ pub fn forward<E: Float, A: Float, N: Size>(
     for step in 0..walk.steps {
         let entry = walk.entry + step * comptime!(t.entries() * t.entry_words());
         sync_cube();
-        gather_rows::<E, A, N>(k, k_base, &k_strides, &listing, plan, entry, &mut k_tile, comptime!(t.head_dim), t);
-        gather_rows::<E, A, N>(v, v_base, &v_strides, &listing, plan, entry, &mut v_tile, comptime!(t.value_dim), t);
+        gather_rows::<E, A, N>(
+            k,
+            k_base,
+            &k_strides,
+            &listing,
+            plan,
+            entry,
+            &mut k_tile,
+            comptime!(t.head_dim),
+            t,
+        );
+        gather_rows::<E, A, N>(
+            v,
+            v_base,
+            &v_strides,
+            &listing,
+            plan,
+            entry,
+            &mut v_tile,
+            comptime!(t.value_dim),
+            t,
+        );
         sync_cube();
 
         let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
@@ -132,7 +166,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
             for j in 0..4usize {
                 p.insert(j, (s[comptime!(4 * i + j)] - next).exp());
             }
-            l[i] = l[i] * shrink + (p.extract(0usize) + p.extract(1usize) + (p.extract(2usize) + p.extract(3usize)));
+            l[i] = l[i] * shrink
+                + (p.extract(0usize) + p.extract(1usize) + (p.extract(2usize) + p.extract(3usize)));
             #[unroll]
             for f in 0..unit_fours {
                 o[comptime!(i * unit_fours + f)] *= Vector::new(shrink);
@@ -140,7 +175,15 @@ pub fn forward<E: Float, A: Float, N: Size>(
             p_tile[(unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x] = p;
         }
         sync_row(t);
-        accumulate_product(&p_tile, &v_tile, &mut o, unit_y, unit_x, comptime!(t.value_dim), t);
+        accumulate_product(
+            &p_tile,
+            &v_tile,
+            &mut o,
+            unit_y,
+            unit_x,
+            comptime!(t.value_dim),
+            t,
+        );
     }
 
     reduce_rows(&mut l, &mut scratch, unit_y, unit_x, false, t);
@@ -156,7 +199,17 @@ pub fn forward<E: Float, A: Float, N: Size>(
         }
         if row < q_strides.len {
             let target = at * comptime!(t.value_dim / width);
-            store_row::<E, A, N>(out, target, &o, inverse, unit_x, i, false, comptime!(t.value_dim), t);
+            store_row::<E, A, N>(
+                out,
+                target,
+                &o,
+                inverse,
+                unit_x,
+                i,
+                false,
+                comptime!(t.value_dim),
+                t,
+            );
             if unit_x == 0 {
                 lse[at] = log;
             }
@@ -167,11 +220,22 @@ pub fn forward<E: Float, A: Float, N: Size>(
 
     if comptime!(t.store.is_some()) {
         let mut weights = weights.unwrap();
-        let place0 = batch * weight_blocks + plan[parts.places + batch * parts.batch + head] as usize;
+        let place0 =
+            batch * weight_blocks + plan[parts.places + batch * parts.batch + head] as usize;
         for step in 0..walk.steps {
             let entry = walk.entry + step * comptime!(t.entries() * t.entry_words());
             sync_cube();
-            gather_rows::<E, A, N>(k, k_base, &k_strides, &listing, plan, entry, &mut k_tile, comptime!(t.head_dim), t);
+            gather_rows::<E, A, N>(
+                k,
+                k_base,
+                &k_strides,
+                &listing,
+                plan,
+                entry,
+                &mut k_tile,
+                comptime!(t.head_dim),
+                t,
+            );
             sync_cube();
             let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
             score(&mut s, scale, softcap, t);

@@ -37,7 +37,7 @@ const fn candidate(rows: usize, cols: usize, unit_rows: usize, speed: f64) -> Ca
 }
 
 /// Larger tiles read less shared memory per multiply-add.
-const CANDIDATES: [Candidate; 8] = [
+const CANDIDATES: [Candidate; 9] = [
     candidate(128, 64, 8, 1.0),
     candidate(64, 64, 4, 0.9),
     candidate(64, 32, 4, 0.92),
@@ -46,6 +46,8 @@ const CANDIDATES: [Candidate; 8] = [
     candidate(16, 16, 2, 0.25),
     candidate(16, 8, 1, 0.15),
     candidate(8, 8, 1, 0.1),
+    // Rows of 256 in 32 KB.
+    candidate(8, 4, 1, 0.05),
 ];
 
 /// Bytes of shared memory of a cube.

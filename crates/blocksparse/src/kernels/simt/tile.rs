@@ -109,8 +109,14 @@ pub struct Listing {
 /// The position at a place.
 #[cube]
 pub fn position_at(place: usize, listing: &Listing, #[comptime] t: Tile) -> usize {
+    position_of(place, listing, comptime!(t.residue))
+}
+
+/// The position at a place, listed by residue class or as it is.
+#[cube]
+pub fn position_of(place: usize, listing: &Listing, #[comptime] residue: bool) -> usize {
     let mut position = place;
-    if comptime!(t.residue) {
+    if comptime!(residue) {
         let class = place / listing.class_len;
         position = place % listing.class_len * listing.stride + class;
         // The last tile may reach beyond the last class: such places are beyond every sequence.
@@ -416,7 +422,8 @@ pub fn mask_bits(
     let col = unit_x * 4;
     let mask = plan[entry + col / group * comptime!(t.entry_words()) + 1] as usize;
     let within = col % group;
-    let word = parts.masks + (mask * comptime!(t.rows) + row) * comptime!(t.mask_words) + within / 32;
+    let word =
+        parts.masks + (mask * comptime!(t.rows) + row) * comptime!(t.mask_words) + within / 32;
     (plan[word] >> (within % 32) as u32) & 15u32
 }
 
