@@ -50,8 +50,8 @@ pub fn forward_and_gradients_equal_f64(devices: &[Device]) {
     for (index, case) in cases().iter().enumerate() {
         let problem = case.problem(index as u64);
         let answer = problem.solve();
-        for device in devices.iter().cloned() {
-            for (dtype, tolerance) in exact_dtypes(&device) {
+        for device in devices {
+            for (dtype, tolerance) in exact_dtypes(device) {
                 for mode in [WeightsMode::Recompute, WeightsMode::Store] {
                     let what = format!("{}, {device:?}, {dtype:?}, {mode:?}", case.name);
                     let options = case.options().weights(mode);
@@ -71,10 +71,10 @@ pub fn lse_and_weights_equal_f64(devices: &[Device]) {
     for (index, case) in cases().iter().enumerate() {
         let problem = case.problem(1000 + index as u64);
         let answer = problem.solve();
-        for device in devices.iter().cloned() {
-            for (dtype, tolerance) in exact_dtypes(&device) {
+        for device in devices {
+            for (dtype, tolerance) in exact_dtypes(device) {
                 let what = format!("{}, {device:?}, {dtype:?}", case.name);
-                let [q, k, v, _] = inputs(&problem, &device, dtype);
+                let [q, k, v, _] = inputs(&problem, device, dtype);
                 let (layout, options) = (case.layout(), case.options());
                 let args = (q.clone(), k.clone(), v.clone());
                 let (_, lse) =
@@ -108,8 +108,8 @@ pub fn lse_and_weights_equal_f64(devices: &[Device]) {
 /// Half precision may err twice as much as the same math done densely in that dtype.
 pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
     for (index, case) in cases().iter().enumerate() {
-        for device in devices.iter().cloned() {
-            for dtype in half_dtypes(&device) {
+        for device in devices {
+            for dtype in half_dtypes(device) {
                 let what = format!("{}, {device:?}, {dtype:?}", case.name);
                 let mut problem = case.problem(2000 + index as u64);
                 problem.round_inputs(|x| to_f64(TensorData::from([x]).convert_dtype(dtype))[0]);
@@ -178,7 +178,7 @@ pub fn equals_burns_own_attention(devices: &[Device]) {
         if case.heads != case.kv_heads {
             continue;
         }
-        for device in devices.iter().cloned() {
+        for device in devices {
             let problem = case.problem(3000 + index as u64);
             let layout = case.layout();
             let dtype = DType::F32;
@@ -205,8 +205,8 @@ pub fn gradients_equal_finite_differences(devices: &[Device]) {
         ..cases().remove(0)
     };
     let case = Case { pattern, ..case };
-    for device in devices.iter().cloned() {
-        if !supports(&device, DType::F64) {
+    for device in devices {
+        if !supports(device, DType::F64) {
             continue;
         }
         let (problem, layout) = (case.problem(7), case.layout());
@@ -214,7 +214,7 @@ pub fn gradients_equal_finite_differences(devices: &[Device]) {
             let mut moved = case.problem(7);
             let values = [&mut moved.q, &mut moved.k, &mut moved.v];
             values.into_iter().nth(which).unwrap()[index] += step;
-            let [q, k, v, grad_out] = inputs(&moved, &device, DType::F64);
+            let [q, k, v, grad_out] = inputs(&moved, device, DType::F64);
             let out = attention(q, k, v, &layout, case.options()).unwrap();
             (out * grad_out).sum().into_scalar::<f64>()
         };
@@ -239,14 +239,14 @@ pub fn gradients_equal_finite_differences(devices: &[Device]) {
 pub fn strides_do_not_matter(devices: &[Device]) {
     let case = &cases()[14];
     let (problem, layout) = (case.problem(5), case.layout());
-    for device in devices.iter().cloned() {
-        let [q, k, v, _] = inputs(&problem, &device, DType::F32);
+    for device in devices {
+        let [q, k, v, _] = inputs(&problem, device, DType::F32);
         let expected = attention(q.clone(), k.clone(), v.clone(), &layout, case.options()).unwrap();
         let expected = to_f64(expected.into_data());
         // [batch, seq, heads, dim] seen as [batch, heads, seq, dim], as projections give it.
         let permuted = |x: &Tensor<4>| {
             let stored = x.clone().swap_dims(1, 2).into_data();
-            Tensor::<4>::from_data(stored, (&device, DType::F32)).swap_dims(1, 2)
+            Tensor::<4>::from_data(stored, (device, DType::F32)).swap_dims(1, 2)
         };
         // A part of a larger tensor.
         let sliced = |x: &Tensor<4>| {
@@ -310,7 +310,7 @@ pub fn per_batch_layouts(devices: &[Device]) {
         patterns[batch].attends(head, i as i64, j as i64)
     });
     let answer = problem.solve();
-    for device in devices.iter().cloned() {
+    for device in devices {
         for mode in [WeightsMode::Recompute, WeightsMode::Store] {
             let options = AttentionOptions::default().weights(mode);
             let device = device.clone().autodiff();
@@ -320,7 +320,7 @@ pub fn per_batch_layouts(devices: &[Device]) {
                 assert_close("per batch", got, expected, 1e-5);
             }
         }
-        let [q, k, v, _] = inputs(&problem, &device, DType::F32);
+        let [q, k, v, _] = inputs(&problem, device, DType::F32);
         let options = AttentionOptions::default();
         let (_, weights) = attention_with_weights(q, k, v, &layout, options).unwrap();
         let dense = weights.to_dense().into_data();
@@ -335,13 +335,13 @@ pub fn lse_merges_disjoint_parts(devices: &[Device]) {
         Pattern::strided(16),
         Pattern::from_fn("not near", |_, i, j| i - j >= 16),
     ]);
-    for device in devices.iter().cloned() {
+    for device in devices {
         let case = Case {
             pattern: Pattern::union([near.clone(), far.clone()]),
             ..cases()[13].clone()
         };
         let problem = case.problem(21);
-        let [q, k, v, _] = inputs(&problem, &device, DType::F32);
+        let [q, k, v, _] = inputs(&problem, device, DType::F32);
         let part = |pattern: &Pattern| {
             let layout = pattern
                 .layout(case.heads, case.seq_q, case.block_size)

@@ -40,11 +40,11 @@ pub fn gradient_checkpointing_gives_the_same_gradients(devices: &[Device]) {
 
 pub fn constants_get_no_gradient_and_lse_leaves_the_graph(devices: &[Device]) {
     let layout = Pattern::causal().layout(2, 40, 8).unwrap();
-    for plain in devices.iter().cloned() {
+    for plain in devices {
         let device = plain.clone().autodiff();
         let q = random(&device).require_grad();
         // k and v from the device without autodiff: constants.
-        let (k, v) = (random(&plain), random(&plain));
+        let (k, v) = (random(plain), random(plain));
         let call = |q: Tensor<4>| {
             let (k, v) = (k.clone(), v.clone());
             attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
@@ -56,7 +56,7 @@ pub fn constants_get_no_gradient_and_lse_leaves_the_graph(devices: &[Device]) {
         let difference = (with_lse - without).abs().max().into_scalar::<f32>();
         assert_eq!(difference, 0.0, "{plain:?}");
         // Nothing tracked: plain in, plain out, even after an autodiff call with the same layout.
-        let (out, lse) = call(random(&plain));
+        let (out, lse) = call(random(plain));
         assert!(!out.device().is_autodiff() && !lse.device().is_autodiff());
     }
 }

@@ -92,7 +92,9 @@ impl TilePlan {
         let b = layout.block_size();
         let Tiling { rows, cols, .. } = tiling;
         assert!(
-            (rows % b == 0 || b % rows == 0) && (cols % b == 0 || b % cols == 0),
+            [rows, cols]
+                .iter()
+                .all(|side| side.is_multiple_of(b) || b.is_multiple_of(*side)),
             "tiles of {rows} × {cols} do not fit blocks of {b}"
         );
         assert!(!tiling.places || rows <= b, "places need tiles in a block");

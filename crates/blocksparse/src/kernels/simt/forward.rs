@@ -276,7 +276,7 @@ pub fn scratch_len(t: Tile) -> usize {
 pub fn score<A: Float>(s: &mut Array<A>, scale: A, softcap: A, #[comptime] t: Tile) {
     #[unroll]
     for i in 0..comptime!(t.unit_rows * 4) {
-        s[i] = s[i] * scale;
+        s[i] *= scale;
         if comptime!(t.softcap) {
             s[i] = softcap * (s[i] / softcap).tanh();
         }

@@ -212,13 +212,7 @@ pub fn load_four<E: Float, A: Float, N: Size>(
     #[unroll]
     for part in 0..comptime!(4 / width) {
         let piece = four * comptime!(4 / width) + part;
-        if comptime!(dim % 4 == 0) {
-            let loaded = source[row + piece];
-            #[unroll]
-            for i in 0..width {
-                value.insert(comptime!(part * width + i), A::cast_from(loaded.extract(i)));
-            }
-        } else if piece < comptime!(dim / width) {
+        if piece < comptime!(dim / width) {
             let loaded = source[row + piece];
             #[unroll]
             for i in 0..width {
