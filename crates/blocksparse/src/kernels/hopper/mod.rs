@@ -228,7 +228,7 @@ const fn candidate(
 /// Except for 128 rows of 96 and more, and 256, two cubes or more share a multiprocessor.
 const CANDIDATES: [Candidate; 8] = [
     candidate(64, [2, 128, 3, 2], false, 1.0),
-    candidate(64, [1, 128, 2, 1], false, 0.85),
+    candidate(64, [1, 128, 2, 1], false, 0.8),
     candidate(96, [2, 128, 3, 2], false, 1.0),
     candidate(96, [1, 64, 3, 1], true, 0.85),
     candidate(128, [2, 128, 3, 2], false, 1.0),
