@@ -1,7 +1,7 @@
 //! Bad input is a typed error that names the argument, what was expected and what came.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{AttentionOptions, BlockLayout, Pattern, attention};
+use burn_blocksparse::{AttentionOptions, AttentionPlan, BlockLayout, Pattern, attention};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -86,4 +86,48 @@ fn different_devices() {
         error.to_string().starts_with("k's device must be"),
         "{error}"
     );
+}
+
+/// What a call runs is known before it runs, and says so.
+#[test]
+fn plans_print_the_tier() {
+    for device in devices() {
+        let x = zeros([1, 4, 32, 8], &device);
+        let options = AttentionOptions::default();
+        let plan = AttentionPlan::new(&x, &x, &x, &layout(), &options).unwrap();
+        let text = plan.to_string();
+        let kernels = format!("{device:?}").contains("Cube");
+        assert_eq!(plan.is_kernels(), kernels, "{text}");
+        assert!(
+            text.contains(if kernels { "simt" } else { "reference" }),
+            "{text}"
+        );
+    }
+}
+
+/// What a device cannot run is refused before anything is launched.
+#[test]
+fn limits_of_a_device() {
+    for device in devices() {
+        if !format!("{device:?}").contains("Wgpu") {
+            continue;
+        }
+        let options = AttentionOptions::default();
+        let wide = zeros([1, 4, 32, 4096], &device);
+        let error = attention(wide.clone(), wide.clone(), wide, &layout(), options.clone());
+        let message = error.unwrap_err().to_string();
+        assert!(
+            message.starts_with("head_dim and value_dim must fit tiles in"),
+            "{message}"
+        );
+        assert!(message.ends_with("got 4096 and 4096"), "{message}");
+        if device.supports_dtype(DType::F64) {
+            let x = zeros([1, 4, 32, 8], &device).cast(DType::F64);
+            let error = attention(x.clone(), x.clone(), x, &layout(), options).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "dtype must be a float type of the device, got f64"
+            );
+        }
+    }
 }
