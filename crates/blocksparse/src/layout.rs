@@ -208,22 +208,31 @@ impl BlockLayout {
         Ok(layout)
     }
 
-    /// The layout of `pattern` but for the heads that `empty` names, which keep nothing.
-    pub(crate) fn new_with_empty_heads(
-        pattern: &Pattern,
+    /// Head `h` has pattern `heads[h]`, or keeps nothing.
+    pub(crate) fn new_by_head(
+        heads: &[Option<Pattern>],
         shape: LayoutShape,
-        empty: impl Fn(usize) -> bool,
     ) -> Result<Self, LayoutError> {
-        pattern.validate(shape.heads)?;
         let grid = Grid::new(shape);
         let mut masks = MaskInterner::new(shape.block_size);
-        let rows = (0..shape.heads)
-            .map(|head| match empty(head) {
-                true => Rows::empty(grid.q_blocks()),
-                false => grid.build(pattern, head, &mut masks),
-            })
-            .collect();
-        Ok(Self::from_heads(pattern.to_string(), shape, rows, masks))
+        let mut rows = Vec::with_capacity(heads.len());
+        let mut names = Vec::with_capacity(heads.len());
+        for (head, pattern) in heads.iter().enumerate() {
+            rows.push(match pattern {
+                Some(pattern) => {
+                    pattern.validate(shape.heads)?;
+                    grid.build(pattern, head, &mut masks)
+                }
+                None => Rows::empty(grid.q_blocks()),
+            });
+            names.push(match pattern {
+                Some(pattern) => pattern.to_string(),
+                None => "nothing".into(),
+            });
+        }
+        names.dedup();
+        let name = format!("per_head({})", names.join(", "));
+        Ok(Self::from_heads(name, shape, rows, masks))
     }
 
     /// Disjoint parts that make up the layout at less cost, if its pattern has strided heads: see

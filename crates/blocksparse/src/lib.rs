@@ -1,8 +1,13 @@
 //! Block-sparse attention patterns and the layouts built from them.
 //!
 //! A [`Pattern`] says which (query, key) pairs attend; a [`BlockLayout`] is that pattern cut into
-//! `block_size × block_size` blocks, of which only the non-empty ones are kept. This crate knows no
-//! tensors: `burn-blocksparse` computes attention over a layout on any Burn backend.
+//! `block_size × block_size` blocks, of which only the non-empty ones are kept. `burn-blocksparse` computes
+//! attention over a layout on any Burn backend; this crate knows nothing of Burn.
+//!
+//! # Features
+//! - `draw` (default): layouts draw themselves as PNG and SVG.
+//! - `kernels`: attention over a layout in CubeCL kernels, `kernels`.
+//! - `hopper`: with it the kernels use wgmma and TMA on GPUs of compute capability 9.0.
 //!
 //! ```
 //! use blocksparse::Pattern;
