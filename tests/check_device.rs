@@ -5,8 +5,8 @@ use std::panic::catch_unwind;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use burn_blocksparse_tests::CHECKS;
 use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse_tests::{CHECKS, LARGE};
 
 const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda check-device [PART OF A NAME]...";
 
@@ -15,6 +15,8 @@ fn main() -> ExitCode {
     if wanted.iter().any(|arg| arg.starts_with('-')) {
         eprintln!("{USAGE}\n\nchecks:");
         CHECKS.iter().for_each(|(name, _)| eprintln!("  {name}"));
+        eprintln!("and, only if named:");
+        LARGE.iter().for_each(|(name, _)| eprintln!("  {name}"));
         return ExitCode::from(2);
     }
     // Safe: nothing else runs yet.
@@ -23,10 +25,11 @@ fn main() -> ExitCode {
     println!("{devices:?}");
     let mut failed = 0;
     let mut ran = 0;
-    for (name, check) in CHECKS {
-        if !wanted.is_empty() && !wanted.iter().any(|part| name.contains(part.as_str())) {
-            continue;
-        }
+    let named = |name: &str| wanted.iter().any(|part| name.contains(part.as_str()));
+    let checks = CHECKS
+        .iter()
+        .filter(|(name, _)| wanted.is_empty() || named(name));
+    for (name, check) in checks.chain(LARGE.iter().filter(|(name, _)| named(name))) {
         let start = Instant::now();
         let result = catch_unwind(|| check(&devices));
         let verdict = if result.is_ok() { "ok    " } else { "FAILED" };

@@ -278,14 +278,28 @@ pub fn strides_do_not_matter(devices: &[Device]) {
 }
 
 pub fn same_input_same_bits(devices: &[Device]) {
-    let case = &cases()[15];
-    let (problem, layout) = (case.problem(9), case.layout());
-    for device in devices.iter().cloned() {
-        let device = device.autodiff();
-        let first = run(&problem, &layout, case.options(), &device, DType::F32);
-        let again = run(&problem, &layout, case.options(), &device, DType::F32);
-        for (a, b) in first.iter().zip(&again) {
-            assert_eq!(a.as_bytes(), b.as_bytes());
+    // One of width 8, others as wide as tensor cores take them.
+    let names = [
+        "fixed, column groups per head",
+        "merged strided, head dim 64",
+        "grouped heads, head dim 64",
+        "random blocks of 16",
+        "softcap, head dim 128",
+    ];
+    let cases = cases();
+    for case in cases.iter().filter(|case| names.contains(&case.name)) {
+        let (problem, layout) = (case.problem(9), case.layout());
+        for device in devices {
+            let mut dtypes = half_dtypes(device);
+            dtypes.push(DType::F32);
+            for dtype in dtypes {
+                let device = device.clone().autodiff();
+                let first = run(&problem, &layout, case.options(), &device, dtype);
+                let again = run(&problem, &layout, case.options(), &device, dtype);
+                for (a, b) in first.iter().zip(&again) {
+                    assert_eq!(a.as_bytes(), b.as_bytes(), "{}, {dtype:?}", case.name);
+                }
+            }
         }
     }
 }
@@ -293,22 +307,39 @@ pub fn same_input_same_bits(devices: &[Device]) {
 /// Every batch entry with a layout of its own.
 pub fn per_batch_layouts(devices: &[Device]) {
     let patterns = [Pattern::local(9), Pattern::fixed(16, 4), Pattern::dense()];
-    let sizes = Sizes {
-        batch: 3,
-        heads: 2,
-        kv_heads: 2,
-        seq_q: 44,
-        seq_kv: 44,
-        head_dim: 8,
-        value_dim: 8,
+    let problem = |seq: usize, block_size: usize, dim: usize| {
+        let sizes = Sizes {
+            batch: 3,
+            heads: 2,
+            kv_heads: 2,
+            seq_q: seq,
+            seq_kv: seq,
+            head_dim: dim,
+            value_dim: dim,
+        };
+        let layouts: Vec<BlockLayout> = (patterns.iter())
+            .map(|p| p.layout(2, seq, block_size).unwrap())
+            .collect();
+        let layout = BlockLayout::stack_batch(&layouts).unwrap();
+        let patterns = patterns.clone();
+        let problem = Problem::random(sizes, 3, move |batch, head, i, j| {
+            patterns[batch].attends(head, i as i64, j as i64)
+        });
+        (layout, problem)
     };
-    let layouts: Vec<BlockLayout> = (patterns.iter())
-        .map(|p| p.layout(2, 44, 8).unwrap())
-        .collect();
-    let layout = BlockLayout::stack_batch(&layouts).unwrap();
-    let problem = Problem::random(sizes, 3, move |batch, head, i, j| {
-        patterns[batch].attends(head, i as i64, j as i64)
-    });
+    let (layout, wide) = problem(150, 16, 64);
+    let answer = wide.solve();
+    for device in devices {
+        for dtype in half_dtypes(device) {
+            let device = device.clone().autodiff();
+            let got = run(&wide, &layout, AttentionOptions::default(), &device, dtype);
+            let expected = [&answer.out, &answer.dq, &answer.dk, &answer.dv];
+            for (got, expected) in got.into_iter().zip(expected) {
+                assert_close("per batch, half precision", got, expected, 2e-2);
+            }
+        }
+    }
+    let (layout, problem) = problem(44, 8, 8);
     let answer = problem.solve();
     for device in devices {
         for mode in [WeightsMode::Recompute, WeightsMode::Store] {
@@ -355,5 +386,74 @@ pub fn lse_merges_disjoint_parts(devices: &[Device]) {
         let total = (wa.clone() + wb.clone()).unsqueeze_dim::<4>(3);
         let merged = (out_a * wa.unsqueeze_dim(3) + out_b * wb.unsqueeze_dim(3)) / total;
         assert_close("merged", merged.into_data(), &problem.solve().out, 1e-5);
+    }
+}
+
+/// Inputs, outputs and gradients of more than 2³¹ elements: the last rows of the last head are what a short sequence
+/// gives. Needs 80 GB of device memory.
+pub fn more_than_2_31_elements(devices: &[Device]) {
+    let (heads, seq, dim) = (8, (1 << 22) + (1 << 15), 64);
+    assert!(heads * seq * dim > 1 << 31);
+    let (window, short) = (64, 512);
+    let long_layout = Pattern::local(window).layout(heads, seq, 64).unwrap();
+    let short_layout = Pattern::local(window).layout(1, short, 64).unwrap();
+    let options = AttentionOptions::default();
+    let tail = |x: Tensor<4>, rows: usize| {
+        let [_, heads, seq, dim] = x.dims();
+        x.slice([0..1, heads - 1..heads, seq - rows..seq, 0..dim])
+    };
+    for device in devices {
+        let device = device.clone().autodiff();
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2)] {
+            let one = |seed: u64| {
+                device.seed(seed);
+                Tensor::<4>::random(
+                    [1, 1, seq, dim],
+                    burn::tensor::Distribution::Normal(0.0, 1.0),
+                    (&device, dtype),
+                )
+            };
+            let [q, k, v] = [1, 2, 3].map(one);
+            let wide = |x: Tensor<4>| x.expand([1, heads, seq, dim]);
+            let out = attention(
+                wide(q),
+                wide(k.clone()),
+                wide(v),
+                &long_layout,
+                options.clone(),
+            );
+            let x = out.unwrap().detach().require_grad();
+            println!("{dtype:?}: {} elements of output", x.shape().num_elements());
+            let y = attention(
+                x.clone(),
+                x.clone(),
+                x.clone(),
+                &long_layout,
+                options.clone(),
+            );
+            let y = y.unwrap();
+            let seen = to_f64(tail(y.clone(), short / 2).inner().into_data());
+            let grads = y.backward();
+            let grad = Tensor::<4>::from_inner(x.grad(&grads).unwrap());
+            drop(grads);
+
+            let x = tail(x.detach(), short).require_grad();
+            let y = attention(
+                x.clone(),
+                x.clone(),
+                x.clone(),
+                &short_layout,
+                options.clone(),
+            );
+            let y = y.unwrap();
+            let expected = tail(y.clone(), short / 2).inner().into_data();
+            assert!(to_f64(expected.clone()).iter().any(|x| x.abs() > 1e-3));
+            assert_close("the last rows", expected, &seen, tolerance);
+            let grads = y.backward();
+            let short_grad = Tensor::<4>::from_inner(x.grad(&grads).unwrap());
+            let seen = to_f64(tail(grad, short / 2).into_data());
+            let expected = tail(short_grad, short / 2).into_data();
+            assert_close("their gradient", expected, &seen, tolerance);
+        }
     }
 }

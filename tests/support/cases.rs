@@ -120,6 +120,12 @@ pub fn cases() -> Vec<Case> {
             (q * 7919 + k * 104_729 + head as i64 * 31 + q * k * 17) % 101 < percent
         })
     };
+    // Every third block of 16 sees every third: neighbours share nothing.
+    let thirds = || {
+        Pattern::from_fn("thirds", |_, i, j| {
+            j <= i && i.div_euclid(16) % 3 == j.div_euclid(16) % 3
+        })
+    };
     vec![
         Case::new("dense", Pattern::dense(), 32, 8),
         Case::new("dense, ragged", Pattern::dense(), 37, 16),
@@ -222,6 +228,11 @@ pub fn cases() -> Vec<Case> {
         )
         .heads(8, 2)
         .dims(32, 16),
+        Case::new("unlike neighbours", thirds(), 500, 16).dims(64, 64),
+        Case::new("unlike neighbours, grouped heads", thirds(), 299, 16)
+            .heads(4, 2)
+            .dims(32, 40),
+        Case::new("unlike neighbours, fewer queries", thirds(), 0, 8).rectangular(203, 380),
         Case::new("softcap", Pattern::merged_strided(8), 48, 8).softcap(1.5),
         Case::new("scale", Pattern::causal(), 48, 8)
             .scale(0.9)

@@ -60,6 +60,12 @@ pub const CHECKS: &[(&str, Check)] = &[
     ),
 ];
 
+/// Checks that need a large GPU.
+pub const LARGE: &[(&str, Check)] = &[(
+    "more_than_2_31_elements",
+    attention::more_than_2_31_elements,
+)];
+
 /// Makes tests of checks, on the devices of [`devices::devices`].
 #[macro_export]
 macro_rules! tests {

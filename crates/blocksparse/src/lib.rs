@@ -22,6 +22,7 @@
 #![warn(missing_docs)]
 
 mod builder;
+mod cluster;
 mod columns;
 #[cfg(feature = "draw")]
 mod draw;

@@ -16,9 +16,12 @@
 //! that only fill up a step), then full ones, so that a kernel looks at masks in the first steps only.
 //! Positions beyond a ragged end are 0 in the masks, so a kernel checks bounds only where it loads
 //! and stores.
+//!
+//! A tile's own block rows are neighbours, or, in a *clustered* plan, rows with like blocks from anywhere.
 
 use std::collections::HashMap;
 
+use crate::cluster::clusters;
 use crate::{BlockLayout, BlockMask, Entry, FULL};
 
 /// Which side of the layout the tiles' rows are.
@@ -41,6 +44,8 @@ pub struct Tiling {
     pub cols: usize,
     /// Whether entries say where their block's stored weights are. Then a tile lies within one block row.
     pub places: bool,
+    /// Whether a tile's block rows are chosen to be alike. Otherwise they are neighbours.
+    pub clustered: bool,
 }
 
 /// Mask id of an entry without any pair, which fills up a step. Id 0 is the full entry.
@@ -55,6 +60,9 @@ pub struct Sections {
     pub places: usize,
     /// `[patterns, tiles]`: tile indices, those with most steps first.
     pub order: usize,
+    /// `[patterns · tiles, rows / block]`: the block rows of each tile of a clustered plan, beyond the last where there
+    /// are too few. Empty otherwise.
+    pub rows: usize,
     /// `[patterns · tiles, 3]`: first entry, steps, steps whose masks matter.
     pub tiles: usize,
     /// `[entries, 2]` or with places `[entries, 3]`: position / group, mask id, place.
@@ -86,8 +94,8 @@ impl TilePlan {
     /// Cuts a layout. O(kept blocks).
     ///
     /// # Panics
-    /// If `rows` or `cols` is neither a multiple nor a divisor of the block size, or if places are asked
-    /// for and a tile is taller than a block.
+    /// If `rows` or `cols` is neither a multiple nor a divisor of the block size, if places are asked
+    /// for and a tile is taller than a block, or if clusters are and `rows` or `cols` is less than a block.
     pub fn new(layout: &BlockLayout, tiling: Tiling) -> Self {
         let b = layout.block_size();
         let Tiling { rows, cols, .. } = tiling;
@@ -98,6 +106,10 @@ impl TilePlan {
             "tiles of {rows} × {cols} do not fit blocks of {b}"
         );
         assert!(!tiling.places || rows <= b, "places need tiles in a block");
+        assert!(
+            !tiling.clustered || (rows >= b && cols >= b),
+            "clusters need blocks in a tile"
+        );
         let length = match tiling.walk {
             Walk::Rows => layout.seq_q(),
             Walk::Columns => layout.seq_kv(),
@@ -112,11 +124,20 @@ impl TilePlan {
         let mut records: Vec<u32> = Vec::with_capacity(layout.num_patterns() * tiles * 3);
         let mut entries: Vec<u32> = Vec::new();
         let mut pattern_steps = Vec::new();
+        let mut tile_rows = Vec::new();
         for pattern in 0..layout.num_patterns() {
             let source = Source::new(layout, tiling, pattern);
+            let clusters = match tiling.clustered {
+                true => clusters(layout, tiling.walk, pattern, rows / b),
+                false => Vec::new(),
+            };
+            tile_rows.extend(clusters.iter().flatten());
             let mut steps_of = Vec::with_capacity(tiles);
             for tile in 0..tiles {
-                let found = source.tile(tile, group, &mut masks);
+                let found = match clusters.get(tile) {
+                    Some(lines) => source.union(lines, group, &mut masks),
+                    None => source.tile(tile, group, &mut masks),
+                };
                 let first = entries.len() / entry_words;
                 let masked = found.masked.len();
                 let filler = (masked + found.full.len()).next_multiple_of(per_step)
@@ -172,6 +193,7 @@ impl TilePlan {
             heads: section(&heads),
             places: section(&places),
             order: section(&order),
+            rows: section(&tile_rows),
             tiles: section(&records),
             entries: section(&entries),
             masks: section(&masks.words),
@@ -204,6 +226,31 @@ struct TileEntry {
 struct TileEntries {
     masked: Vec<TileEntry>,
     full: Vec<TileEntry>,
+}
+
+impl TileEntries {
+    /// Appends the slices of a block of `b`, each `group` wide, with the masks at their columns.
+    fn push(
+        &mut self,
+        block: u32,
+        b: usize,
+        group: usize,
+        place: u32,
+        mut mask_at: impl FnMut(usize) -> u32,
+    ) {
+        for slice in 0..b / group {
+            let entry = TileEntry {
+                at: block * (b / group) as u32 + slice as u32,
+                mask: mask_at(slice * group),
+                place,
+            };
+            match entry.mask {
+                FULL => self.full.push(entry),
+                EMPTY => {}
+                _ => self.masked.push(entry),
+            }
+        }
+    }
 }
 
 /// One side of one head pattern.
@@ -250,46 +297,41 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The entries of a tile, those of its block rows merged.
+    /// The entries of a tile of neighbours.
     fn tile(&self, tile: usize, group: usize, masks: &mut TileMasks) -> TileEntries {
         let b = self.layout.block_size();
         let rows = self.tiling.rows;
         let first = tile * rows / b;
-        let height = (rows / b).max(1);
-        let row_offset = tile * rows % b;
-        let mut found = TileEntries::default();
-        let mut push = |block: u32, ids: &[u32], place: u32| {
-            for slice in 0..b / group {
-                let mask = masks.intern(ids, row_offset, slice * group);
-                let entry = TileEntry {
-                    at: block * (b / group) as u32 + slice as u32,
-                    mask,
-                    place,
-                };
-                match mask {
-                    FULL => found.full.push(entry),
-                    EMPTY => {}
-                    _ => found.masked.push(entry),
-                }
-            }
-        };
-        if height == 1 {
-            let start = match self.tiling.walk {
-                Walk::Rows => self.layout.row_offsets(self.pattern)[first] as u32,
-                Walk::Columns => 0,
-            };
-            for (k, entry) in self.line(first).into_iter().enumerate() {
-                let place = match self.column_places.get(first) {
-                    Some(places) => places[k],
-                    None => start + k as u32,
-                };
-                push(entry.block, &[entry.mask], place);
-            }
-            return found;
+        if rows > b {
+            let lines: Vec<u32> = (first..first + rows / b).map(|line| line as u32).collect();
+            return self.union(&lines, group, masks);
         }
-        let lines: Vec<Vec<Entry>> = (first..first + height)
-            .map(|block| match block < self.lines() {
-                true => self.line(block),
+        let mut found = TileEntries::default();
+        let start = match self.tiling.walk {
+            Walk::Rows => self.layout.row_offsets(self.pattern)[first] as u32,
+            Walk::Columns => 0,
+        };
+        for (k, entry) in self.line(first).into_iter().enumerate() {
+            let place = match self.column_places.get(first) {
+                Some(places) => places[k],
+                None => start + k as u32,
+            };
+            found.push(entry.block, b, group, place, |col| {
+                masks.intern(&[entry.mask], tile * rows % b, col)
+            });
+        }
+        found
+    }
+
+    /// The entries of a tile of these block rows, merged.
+    fn union(&self, lines: &[u32], group: usize, masks: &mut TileMasks) -> TileEntries {
+        let b = self.layout.block_size();
+        let mut found = TileEntries::default();
+        let height = lines.len();
+        let lines: Vec<Vec<Entry>> = lines
+            .iter()
+            .map(|&line| match (line as usize) < self.lines() {
+                true => self.line(line as usize),
                 false => Vec::new(),
             })
             .collect();
@@ -309,7 +351,7 @@ impl<'a> Source<'a> {
                     _ => ABSENT,
                 };
             }
-            push(block, &ids, 0);
+            found.push(block, b, group, 0, |col| masks.intern(&ids, 0, col));
         }
     }
 }
@@ -396,15 +438,17 @@ impl<'a> TileMasks<'a> {
 }
 
 /// Pairs computed over pairs in kept blocks if tiles have `rows` rows, from a sample of the tiles: how
-/// much work the union of block rows adds.
-pub fn union_overhead(layout: &BlockLayout, walk: Walk, rows: usize) -> f64 {
-    const SAMPLE: usize = 32;
+/// much work the union of block rows adds. With `clustered` tiles are made of like rows.
+pub fn union_overhead(layout: &BlockLayout, walk: Walk, rows: usize, clustered: bool) -> f64 {
+    /// Blocks looked at per launch; small layouts have fewer.
+    const ENOUGH: usize = 1 << 16;
     let b = layout.block_size();
     if rows <= b {
         return 1.0;
     }
-    let (mut computed, mut kept) = (0u64, 0u64);
-    let per_pattern = SAMPLE.div_ceil(layout.num_patterns());
+    let height = rows / b;
+    let (mut computed, mut kept) = (0, 0);
+    let per_pattern = ENOUGH.div_ceil(layout.num_patterns());
     for pattern in 0..layout.num_patterns() {
         let source = Source {
             layout,
@@ -413,30 +457,89 @@ pub fn union_overhead(layout: &BlockLayout, walk: Walk, rows: usize) -> f64 {
                 rows,
                 cols: b,
                 places: false,
+                clustered,
             },
             pattern,
             column_places: Vec::new(),
         };
-        let tiles = (source.lines() * b).div_ceil(rows);
-        let step = tiles.div_ceil(per_pattern);
-        for sample in 0..tiles / step {
-            // Not every step-th tile: patterns repeat, too.
-            let tile = sample * step + sample * 7919 % step;
-            let mut blocks: Vec<u32> = (tile * rows / b..(tile + 1) * rows / b)
-                .filter(|&line| line < source.lines())
-                .flat_map(|line| source.line(line))
+        let clusters = match clustered {
+            true => clusters(layout, walk, pattern, height),
+            false => Vec::new(),
+        };
+        let tiles = source.lines().div_ceil(height);
+        let mut seen = 0;
+        for tile in scattered(tiles) {
+            let lines = match clusters.get(tile) {
+                Some(lines) => lines.clone(),
+                None => ((tile * height) as u32..).take(height).collect(),
+            };
+            let mut blocks: Vec<u32> = lines
+                .into_iter()
+                .filter(|&line| (line as usize) < source.lines())
+                .flat_map(|line| source.line(line as usize))
                 .map(|entry| entry.block)
                 .collect();
-            kept += blocks.len() as u64;
+            kept += blocks.len();
+            seen += blocks.len();
             blocks.sort_unstable();
             blocks.dedup();
-            computed += (blocks.len() * (rows / b)) as u64;
+            computed += blocks.len() * height;
+            if seen > per_pattern {
+                break;
+            }
         }
     }
     if kept == 0 {
         return 1.0;
     }
     computed as f64 / kept as f64
+}
+
+/// All numbers below `count`, neighbours far apart: any first few are a sample, of periodic things, too.
+fn scattered(count: usize) -> impl Iterator<Item = usize> {
+    let coprime = |step: &usize| {
+        let (mut a, mut b) = (*step, count);
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        a == 1
+    };
+    let golden = (count as f64 * 0.618) as usize + 1;
+    let step = (golden..).find(coprime).unwrap_or(1);
+    (0..count).map(move |index| index * step % count)
+}
+
+/// How block rows are best put into tiles of `rows` rows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Grouping {
+    /// Pairs computed over pairs in kept blocks.
+    pub overhead: f64,
+    /// Whether tiles are clustered.
+    pub clustered: bool,
+}
+
+impl Grouping {
+    /// Clusters like rows where neighbours are unlike and that is allowed.
+    pub fn best(layout: &BlockLayout, walk: Walk, rows: usize, may_cluster: bool) -> Self {
+        /// What a cluster has to save: its rows are gathered.
+        const WORTHWHILE: f64 = 1.1;
+        let overhead = union_overhead(layout, walk, rows, false);
+        let neighbours = Self {
+            overhead,
+            clustered: false,
+        };
+        if !may_cluster || overhead < WORTHWHILE {
+            return neighbours;
+        }
+        let like = union_overhead(layout, walk, rows, true);
+        match like * WORTHWHILE < overhead {
+            true => Self {
+                overhead: like,
+                clustered: true,
+            },
+            false => neighbours,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -458,8 +561,9 @@ mod tests {
         #[case] cols: usize,
         #[values(Walk::Rows, Walk::Columns)] walk: Walk,
         #[values(false, true)] places: bool,
+        #[values(false, true)] clustered: bool,
     ) {
-        if places && rows > block {
+        if (places && rows > block) || (clustered && (rows < block || cols < block)) {
             return;
         }
         let layout = pattern.layout(4, 187, block).unwrap();
@@ -468,6 +572,7 @@ mod tests {
             rows,
             cols,
             places,
+            clustered,
         };
         let plan = TilePlan::new(&layout, tiling);
         let Sections {
@@ -476,6 +581,7 @@ mod tests {
             tiles,
             entries,
             masks,
+            rows: tile_rows,
             ..
         } = plan.sections;
         let width = 2 + usize::from(places);
@@ -499,10 +605,15 @@ mod tests {
                         assert_eq!(mask, 0, "a masked entry after the masked steps");
                     }
                     for row in 0..rows {
+                        let mut place = tile * rows + row;
+                        if clustered {
+                            let at = tile_rows + (first_tile + tile) * (rows / block) + row / block;
+                            place = plan.words[at] as usize * block + row % block;
+                        }
                         for col in 0..plan.group {
                             let word = masks + (mask * rows + row) * plan.mask_words + col / 32;
                             if plan.words[word] >> (col % 32) & 1 == 1 {
-                                let (r, c) = (tile * rows + row, position * plan.group + col);
+                                let (r, c) = (place, position * plan.group + col);
                                 let (i, j) = match walk {
                                     Walk::Rows => (r, c),
                                     Walk::Columns => (c, r),
@@ -528,8 +639,30 @@ mod tests {
     #[test]
     fn unions_of_rows_that_share_blocks_cost_nothing() {
         let shared = Pattern::dense().layout(1, 256, 16).unwrap();
-        assert_eq!(union_overhead(&shared, Walk::Rows, 64), 1.0);
+        assert_eq!(union_overhead(&shared, Walk::Rows, 64, false), 1.0);
         let diagonal = Pattern::local(1).layout(1, 256, 16).unwrap();
-        assert_eq!(union_overhead(&diagonal, Walk::Rows, 64), 4.0);
+        assert_eq!(union_overhead(&diagonal, Walk::Rows, 64, false), 4.0);
+    }
+
+    #[test]
+    fn scattered_numbers_are_all_numbers() {
+        for count in [1, 2, 3, 10, 64, 96, 1000] {
+            let mut all: Vec<usize> = scattered(count).collect();
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..count), "{count}");
+        }
+        assert_eq!(scattered(0).count(), 0);
+    }
+
+    #[test]
+    fn unlike_neighbours_are_clustered() {
+        let fixed = Pattern::fixed(128, 32).layout(1, 4096, 32).unwrap();
+        let neighbours = union_overhead(&fixed, Walk::Columns, 128, false);
+        let grouping = Grouping::best(&fixed, Walk::Columns, 128, true);
+        assert!(neighbours > 3.0 && grouping.clustered && grouping.overhead < 1.25);
+        let refused = Grouping::best(&fixed, Walk::Columns, 128, false);
+        assert_eq!((refused.overhead, refused.clustered), (neighbours, false));
+        // All rows are alike.
+        assert!(!Grouping::best(&fixed, Walk::Rows, 128, true).clustered);
     }
 }

@@ -410,6 +410,7 @@ impl Call {
             parts.heads,
             parts.places,
             parts.order,
+            parts.rows,
             parts.tiles,
             parts.entries,
             parts.masks,

@@ -235,6 +235,7 @@ impl PartPlan {
             rows: tile.rows,
             cols: tile.cols(),
             places: tile.store.is_some(),
+            clustered: tile.clustered,
         }
     }
 }
@@ -307,7 +308,7 @@ impl AttentionPlan {
                     properties,
                 );
                 #[cfg(feature = "hopper")]
-                let backward = |walk| hopper::choose_backward(walked, &hopper, walk);
+                let backward = |walk| hopper::choose_backward(walked, &sizes, &hopper, walk);
                 Ok(PartPlan {
                     #[cfg(feature = "hopper")]
                     hopper_backward: backward(Walk::Rows)
@@ -428,10 +429,15 @@ impl fmt::Display for AttentionPlan {
                 let planes = if tile.planes { ", planes" } else { "" };
                 writeln!(
                     f,
-                    "  {name:<8} simt  {} × {} tiles gathered from {}-wide blocks, {} units, {shared} KiB shared{planes}",
+                    "  {name:<8} simt  {} × {} tiles gathered from {}-wide blocks{}, {} units, {shared} KiB shared{planes}",
                     tile.rows,
                     tile.cols(),
                     tile.group,
+                    if tile.clustered {
+                        ", like rows together"
+                    } else {
+                        ""
+                    },
                     tile.units(),
                 )?;
             }

@@ -23,7 +23,7 @@ use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 
 use super::BackwardTile;
 use super::asm::*;
-use super::forward::pack_all;
+use super::forward::{own_place, own_rows, pack_all};
 use crate::kernels::simt::tile::{Listing, PlanParts};
 use crate::plan::Walk;
 
@@ -87,7 +87,14 @@ pub fn backward<S: Size, P: Size, O: Size>(
     let heads_at = parts.heads + batch as usize * parts.batch;
     let record0 = plan[heads_at + first_head as usize] as usize;
     let tile = plan[parts.order + record0 + CUBE_POS_X as usize];
-    let first_place = tile * comptime!(t.rows() as u32);
+    let rows_at = own_rows(
+        &parts,
+        record0,
+        tile,
+        comptime!(t.rows()),
+        comptime!(t.group),
+        comptime!(t.clustered),
+    );
     let class_len = listing.class_len as u32;
 
     if UNIT_POS_X == 0 {
@@ -114,7 +121,13 @@ pub fn backward<S: Size, P: Size, O: Size>(
                 target,
                 base,
                 span,
-                first_place + rows,
+                own_place(
+                    plan,
+                    rows_at,
+                    rows,
+                    comptime!(t.group),
+                    comptime!(t.clustered),
+                ),
                 class_len,
                 outer,
                 batch,
@@ -167,16 +180,32 @@ pub fn backward<S: Size, P: Size, O: Size>(
     let mut lse1 = f32::new(0.0);
     let mut delta0 = f32::new(0.0);
     let mut delta1 = f32::new(0.0);
-    let place = first_place + row;
+    // Of the unit's rows `row` and `row + 8`.
+    let place = own_place(
+        plan,
+        rows_at,
+        row,
+        comptime!(t.group),
+        comptime!(t.clustered),
+    );
+    let place8 = own_place(
+        plan,
+        rows_at,
+        row + 8,
+        comptime!(t.group),
+        comptime!(t.clustered),
+    );
     if comptime!(!columns) {
-        let at = ((batch * heads + outer) * pitch + place) as usize * 2;
+        let first = (batch * heads + outer) * pitch;
         if place < pitch {
+            let at = (first + place) as usize * 2;
             lse0 = stats[at];
             delta0 = stats[at + 1];
         }
-        if place + 8 < pitch {
-            lse1 = stats[at + 16];
-            delta1 = stats[at + 17];
+        if place8 < pitch {
+            let at = (first + place8) as usize * 2;
+            lse1 = stats[at];
+            delta1 = stats[at + 1];
         }
     }
 
@@ -306,12 +335,12 @@ pub fn backward<S: Size, P: Size, O: Size>(
 
     let first = (batch * CUBE_COUNT_Y + outer) * len;
     store_rows::<O>(
-        out, &out1, 0u32, first, place, &listing, len, lane, scale, t,
+        out, &out1, 0u32, first, place, place8, &listing, len, lane, scale, t,
     );
     if comptime!(columns) {
         let one = f32::new(1.0);
         store_rows::<O>(
-            out, &out2, second, first, place, &listing, len, lane, one, t,
+            out, &out2, second, first, place, place8, &listing, len, lane, one, t,
         );
     }
 }
@@ -525,6 +554,7 @@ fn store_rows<O: Size>(
     start: u32,
     first: u32,
     place: u32,
+    place8: u32,
     listing: &Listing,
     len: u32,
     lane: u32,
@@ -533,7 +563,10 @@ fn store_rows<O: Size>(
 ) {
     #[unroll]
     for half in 0..2usize {
-        let own = place + comptime!(8 * half as u32);
+        let mut own = place;
+        if comptime!(half == 1) {
+            own = place8;
+        }
         let mut position = own;
         let mut exists = own < len;
         if comptime!(t.residue) {

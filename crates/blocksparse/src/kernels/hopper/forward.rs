@@ -84,7 +84,14 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let tile = plan[parts.order + first_record + CUBE_POS_X as usize];
     let record = parts.tiles + (first_record + tile as usize) * 3;
     let steps = uniform(plan[record + 1]);
-    let first_row = tile * comptime!(t.rows() as u32);
+    let rows = own_rows(
+        &parts,
+        first_record,
+        tile,
+        comptime!(t.rows()),
+        comptime!(t.group),
+        comptime!(t.clustered),
+    );
     let loads = Loads {
         k: tensor_map_address(k),
         v: tensor_map_address(v),
@@ -112,7 +119,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 + row * comptime!(ROW as u32),
             base,
             span,
-            first_row + row,
+            own_place(plan, rows, row, comptime!(t.group), comptime!(t.clustered)),
             loads.class_len,
             head,
             batch,
@@ -154,8 +161,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let first = (batch * CUBE_COUNT_Y + head) * seq_q;
     if comptime!(t.carry) {
         // A finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
-        let upper = row_of_unit(first_row, 0u32, &listing, seq_q, t);
-        let lower = row_of_unit(first_row, ROW_PAIR, &listing, seq_q, t);
+        let upper = row_of_unit(plan, rows, 0u32, &listing, seq_q, t);
+        let lower = row_of_unit(plan, rows, ROW_PAIR, &listing, seq_q, t);
         o = load_row::<O>(o, &out[..], &upper, first, 0usize, t);
         o = load_row::<O>(o, &out[..], &lower, first, 2usize, t);
         if upper.exists {
@@ -328,8 +335,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
 
     let l0 = quad_sum(l0);
     let l1 = quad_sum(l1);
-    let upper = row_of_unit(first_row, 0u32, &listing, seq_q, t);
-    let lower = row_of_unit(first_row, ROW_PAIR, &listing, seq_q, t);
+    let upper = row_of_unit(plan, rows, 0u32, &listing, seq_q, t);
+    let lower = row_of_unit(plan, rows, ROW_PAIR, &listing, seq_q, t);
     store_row::<O>(out, lse, &o, 0usize, m0 * log2_scale, l0, first, &upper, t);
     store_row::<O>(out, lse, &o, 2usize, m1 * log2_scale, l1, first, &lower, t);
 }
@@ -763,6 +770,40 @@ fn quad_max(x: f32) -> f32 {
     larger(x, shuffle_xor(x, 2u32))
 }
 
+/// Where a tile's own rows are: its first place, or the word of its first block.
+#[cube]
+pub fn own_rows(
+    parts: &PlanParts,
+    first_record: usize,
+    tile: u32,
+    #[comptime] rows: usize,
+    #[comptime] group: usize,
+    #[comptime] clustered: bool,
+) -> u32 {
+    let mut first = tile * comptime!(rows as u32);
+    if comptime!(clustered) {
+        first = (parts.rows + (first_record + tile as usize) * comptime!(rows / group)) as u32;
+    }
+    first
+}
+
+/// The place of a tile's own row. Rows of a clustered tile lie in blocks of `group`.
+#[cube]
+pub fn own_place(
+    plan: &[u32],
+    rows: u32,
+    row: u32,
+    #[comptime] group: usize,
+    #[comptime] clustered: bool,
+) -> u32 {
+    let mut place = rows + row;
+    if comptime!(clustered) {
+        let block = comptime!(group as u32);
+        place = plan[(rows + row / block) as usize] * block + row % block;
+    }
+    place
+}
+
 #[cube]
 fn quad_sum(x: f32) -> f32 {
     let x = x + shuffle_xor(x, 1u32);
@@ -780,14 +821,16 @@ struct OutRow {
 /// The unit's row `offset` rows below its first one.
 #[cube]
 fn row_of_unit(
-    first_row: u32,
+    plan: &[u32],
+    rows: u32,
     offset: u32,
     listing: &Listing,
     seq_q: u32,
     #[comptime] t: Tile,
 ) -> OutRow {
     let unit = unit();
-    let place = first_row + unit / 32 * 16 + unit % 32 / 4 + offset;
+    let row = unit / 32 * 16 + unit % 32 / 4 + offset;
+    let place = own_place(plan, rows, row, comptime!(t.group), comptime!(t.clustered));
     let mut position = place;
     let mut exists = place < seq_q;
     if comptime!(t.residue) {

@@ -18,7 +18,7 @@ use cubecl::server::Handle;
 use super::device::plan;
 use super::simt::tile::{ListingLaunch, PlanPartsLaunch};
 use super::{KernelError, Sizes, TensorView};
-use crate::plan::{Tiling, Walk, union_overhead};
+use crate::plan::{Grouping, Tiling, Walk};
 use crate::{BlockLayout, Residue};
 pub use asm::Half;
 use asm::{ROW, ROW_ELEMENTS};
@@ -53,6 +53,8 @@ pub struct Tile {
     pub residue: bool,
     /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
     pub carry: bool,
+    /// Whether the tile's rows are gathered from like blocks.
+    pub clustered: bool,
 }
 
 impl Tile {
@@ -73,6 +75,7 @@ impl Tile {
             rows: self.rows(),
             cols: self.cols,
             places: false,
+            clustered: self.clustered,
         }
     }
 
@@ -102,9 +105,9 @@ impl Tile {
         self.cols / self.group
     }
 
-    /// Rows of a box of queries. All positions of a box are of one class.
+    /// Rows of a box of queries. All positions of a box are of one class and one block.
     fn q_group(&self) -> usize {
-        match self.residue {
+        match self.residue || self.clustered {
             true => self.rows().min(self.group),
             false => self.rows(),
         }
@@ -185,10 +188,15 @@ impl fmt::Display for Tile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "hopper  {} × {} tiles gathered from {}-wide blocks, {} units, {} stages in {} KiB shared",
+            "hopper  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} stages in {} KiB shared",
             self.rows(),
             self.cols,
             self.group,
+            if self.clustered {
+                ", like rows together"
+            } else {
+                ""
+            },
             self.units(),
             self.stages,
             self.shared_bytes().div_ceil(1024),
@@ -292,6 +300,8 @@ pub fn choose(
         .iter()
         .filter(|shape| shape.dim == sizes.head_dim)
     {
+        let rows = GROUP_ROWS * shape.warpgroups;
+        let grouping = Grouping::best(layout, Walk::Rows, rows, shape.cols >= block);
         let tile = Tile {
             half,
             dim: shape.dim,
@@ -304,16 +314,16 @@ pub fn choose(
             softcap: sizes.softcap,
             residue: residue.is_some(),
             carry,
+            clustered: grouping.clustered,
         };
         if !tile.fits(block) || tile.shared_bytes() > hardware.max_shared_memory_size {
             continue;
         }
-        let rows = tile.rows();
         let waste = layout.seq_q().next_multiple_of(rows) as f64 / layout.seq_q() as f64;
         // Fewer cubes than multiprocessors leave some idle.
         let cubes = layout.seq_q().div_ceil(rows) * layout.heads() * sizes.batch;
         let idle = (multiprocessors / cubes as f64).max(1.0);
-        let cost = union_overhead(layout, Walk::Rows, rows) * waste * idle / shape.speed;
+        let cost = grouping.overhead * waste * idle / shape.speed;
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, tile));
         }
@@ -435,6 +445,7 @@ pub fn forward(
                 parts.heads,
                 parts.places,
                 parts.order,
+                parts.rows,
                 parts.tiles,
                 parts.entries,
                 parts.masks,
@@ -476,6 +487,8 @@ pub struct BackwardTile {
     pub residue: bool,
     /// Whether results are added to what is there.
     pub carry: bool,
+    /// Whether the tile's rows are gathered from like blocks.
+    pub clustered: bool,
 }
 
 impl BackwardTile {
@@ -496,6 +509,7 @@ impl BackwardTile {
             rows: self.rows(),
             cols: self.cols,
             places: false,
+            clustered: self.clustered,
         }
     }
 
@@ -511,9 +525,9 @@ impl BackwardTile {
         self.cols / self.group
     }
 
-    /// Rows of a box of the tile's own rows. All positions of a box are of one class.
+    /// Rows of a box of the tile's own rows. All positions of a box are of one class and one block.
     fn a_group(&self) -> usize {
-        match self.residue {
+        match self.residue || self.clustered {
             true => self.rows().min(self.group),
             false => self.rows(),
         }
@@ -571,10 +585,15 @@ impl fmt::Display for BackwardTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "hopper  {} × {} tiles gathered from {}-wide blocks, {} units, {} stages in {} KiB shared",
+            "hopper  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} stages in {} KiB shared",
             self.rows(),
             self.cols,
             self.group,
+            if self.clustered {
+                ", like rows together"
+            } else {
+                ""
+            },
             self.units(),
             self.stages,
             self.shared_bytes().div_ceil(1024),
@@ -588,6 +607,7 @@ impl fmt::Display for BackwardTile {
 /// What the tier lacks.
 pub fn choose_backward(
     layout: &BlockLayout,
+    sizes: &Sizes,
     forward: &Result<Tile, &'static str>,
     walk: Walk,
 ) -> Result<BackwardTile, &'static str> {
@@ -603,27 +623,32 @@ pub fn choose_backward(
         // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
         return Err("blocks are narrower than 16");
     }
-    let tiles = [2, 1].map(|warpgroups| BackwardTile {
-        half: forward.half,
-        dim: forward.dim,
-        warpgroups,
-        cols: 64,
-        group: block.min(64),
-        stages: if forward.dim == 64 { 4 } else { 3 },
-        lag: 2,
-        softcap: forward.softcap,
-        residue: forward.residue,
-        carry: forward.carry,
+    // A tile of keys goes through all query heads of its group, which must agree on its rows.
+    let common =
+        walk == Walk::Rows || layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
+    let may_cluster = common && block <= 64;
+    let tiles = [2, 1].map(|warpgroups| {
+        let rows = GROUP_ROWS * warpgroups;
+        let grouping = Grouping::best(layout, walk, rows, may_cluster);
+        // Two warpgroups share what is gathered; one unites fewer rows of blocks.
+        let speed = if warpgroups == 2 { 1.0 } else { 0.8 };
+        let tile = BackwardTile {
+            half: forward.half,
+            dim: forward.dim,
+            warpgroups,
+            cols: 64,
+            group: block.min(64),
+            stages: if forward.dim == 64 { 4 } else { 3 },
+            lag: 2,
+            softcap: forward.softcap,
+            residue: forward.residue,
+            carry: forward.carry,
+            clustered: grouping.clustered,
+        };
+        (grouping.overhead / speed, tile)
     });
-    // Two warpgroups share what is gathered; one unites fewer rows of blocks.
-    let cost = |tile: &BackwardTile| {
-        let speed = if tile.warpgroups == 2 { 1.0 } else { 0.8 };
-        union_overhead(layout, walk, tile.rows()) / speed
-    };
-    Ok(match cost(&tiles[0]) <= cost(&tiles[1]) {
-        true => tiles[0],
-        false => tiles[1],
-    })
+    let [(cost, tile), (other, small)] = tiles;
+    Ok(if cost <= other { tile } else { small })
 }
 
 /// Where one walk of the backward pass reads and writes.
@@ -735,6 +760,7 @@ pub fn backward(
                 parts.heads,
                 parts.places,
                 parts.order,
+                parts.rows,
                 parts.tiles,
                 parts.entries,
                 parts.masks,

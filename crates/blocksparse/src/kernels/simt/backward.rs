@@ -131,8 +131,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
         first_head = outer * heads_per_kv;
         heads *= heads_per_kv;
     }
-    let tile = walker(plan, &parts, batch, first_head, CUBE_POS_X as usize, t).tile;
-    let first = tile * comptime!(t.rows);
+    let own = walker(plan, &parts, batch, first_head, CUBE_POS_X as usize, t);
+    let tile = own.tile;
     let a1_base = batch * a1_strides.batch + outer * a1_strides.head;
     let a2_base = batch * a2_strides.batch + outer * a2_strides.head;
     load_rows::<E, A, N>(
@@ -140,7 +140,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
         a1_base,
         &a1_strides,
         &listing,
-        first,
+        plan,
+        own.rows,
         &mut a1_tile,
         comptime!(t.head_dim),
         t,
@@ -150,7 +151,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
         a2_base,
         &a2_strides,
         &listing,
-        first,
+        plan,
+        own.rows,
         &mut a2_tile,
         comptime!(t.value_dim),
         t,
@@ -177,7 +179,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
         row_lse[i] = A::new(0.0);
         row_delta[i] = A::new(0.0);
         if comptime!(!columns) {
-            let row = position_at(first + unit_y * rows + i, &listing, t);
+            let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
             if row < a1_strides.len {
                 let at = ((batch * heads + outer) * a1_strides.len + row) * 2;
                 row_lse[i] = stats[at];
@@ -226,143 +228,154 @@ pub fn backward<E: Float, A: Float, N: Size>(
             );
             sync_cube();
 
-            // lse and delta of the unit's columns, if they are queries.
-            let mut col_lse = Array::<A>::new(4usize);
-            let mut col_delta = Array::<A>::new(4usize);
-            if comptime!(columns) {
-                let place = place(plan, entry, unit_x * 4, t);
-                #[unroll]
-                for j in 0..4usize {
-                    col_lse[j] = A::new(0.0);
-                    col_delta[j] = A::new(0.0);
-                    let query = position_at(place + j, &listing, t);
-                    if query < b1_strides.len {
-                        let at = ((batch * heads + head) * b1_strides.len + query) * 2;
-                        col_lse[j] = stats[at];
-                        col_delta[j] = stats[at + 1];
+            if needed(
+                plan,
+                &parts,
+                entry,
+                step < walk_of.masked,
+                unit_y,
+                unit_x,
+                t,
+            ) {
+                // lse and delta of the unit's columns, if they are queries.
+                let mut col_lse = Array::<A>::new(4usize);
+                let mut col_delta = Array::<A>::new(4usize);
+                if comptime!(columns) {
+                    let place = place(plan, entry, unit_x * 4, t);
+                    #[unroll]
+                    for j in 0..4usize {
+                        col_lse[j] = A::new(0.0);
+                        col_delta[j] = A::new(0.0);
+                        let query = position_at(place + j, &listing, t);
+                        if query < b1_strides.len {
+                            let at = ((batch * heads + head) * b1_strides.len + query) * 2;
+                            col_lse[j] = stats[at];
+                            col_delta[j] = stats[at + 1];
+                        }
                     }
                 }
-            }
 
-            let mut p = Array::<A>::new(comptime!(rows * 4));
-            let mut slope = Array::<A>::new(comptime!(if t.softcap { rows * 4 } else { 1 }));
-            if comptime!(t.store.is_some()) {
-                let weights = weights.as_ref().unwrap();
-                #[unroll]
-                for i in 0..rows {
-                    let row = first + unit_y * rows + i;
-                    let at = weight_place(plan, place0, entry, row, unit_x, walk, t);
-                    #[unroll]
-                    for j in 0..4usize {
-                        let index = comptime!(4 * i + j);
-                        p[index] = A::new(0.0);
-                        if at.kept {
-                            p[index] = weights[at.element
-                                + comptime!(
-                                    j * match walk {
-                                        Walk::Rows => 1,
-                                        Walk::Columns => t.store.unwrap(),
-                                    }
-                                )];
-                        }
-                        if comptime!(t.softcap) {
-                            let log = query_value(&row_lse, &col_lse, i, j, walk);
-                            let capped = (p[index].ln() + log) / softcap;
-                            slope[index] = select(
-                                p[index] > A::new(0.0),
-                                A::new(1.0) - capped * capped,
-                                A::new(0.0),
-                            );
-                        }
-                    }
-                }
-            } else {
-                let mut s =
-                    product_rows(&a1_tile, &b1_tile, unit_y, unit_x, comptime!(t.head_dim), t);
-                score(&mut s, scale, softcap, t);
-                #[unroll]
-                for i in 0..rows {
-                    #[unroll]
-                    for j in 0..4usize {
-                        let index = comptime!(4 * i + j);
-                        p[index] = (s[index] - query_value(&row_lse, &col_lse, i, j, walk)).exp();
-                        if comptime!(t.softcap) {
-                            let capped = s[index] / softcap;
-                            slope[index] = A::new(1.0) - capped * capped;
-                        }
-                    }
-                }
-                if step < walk_of.masked {
+                let mut p = Array::<A>::new(comptime!(rows * 4));
+                let mut slope = Array::<A>::new(comptime!(if t.softcap { rows * 4 } else { 1 }));
+                if comptime!(t.store.is_some()) {
+                    let weights = weights.as_ref().unwrap();
                     #[unroll]
                     for i in 0..rows {
-                        let row = unit_y * rows + i;
-                        let bits = mask_bits(plan, &parts, entry, row, unit_x, t);
+                        let row = own.rows + unit_y * rows + i;
+                        let at = weight_place(plan, place0, entry, row, unit_x, walk, t);
                         #[unroll]
                         for j in 0..4usize {
                             let index = comptime!(4 * i + j);
-                            let allowed = (bits >> comptime!(j as u32)) & 1u32 == 1u32;
-                            p[index] = select(allowed, p[index], A::new(0.0));
+                            p[index] = A::new(0.0);
+                            if at.kept {
+                                p[index] = weights[at.element
+                                    + comptime!(
+                                        j * match walk {
+                                            Walk::Rows => 1,
+                                            Walk::Columns => t.store.unwrap(),
+                                        }
+                                    )];
+                            }
+                            if comptime!(t.softcap) {
+                                let log = query_value(&row_lse, &col_lse, i, j, walk);
+                                let capped = (p[index].ln() + log) / softcap;
+                                slope[index] = select(
+                                    p[index] > A::new(0.0),
+                                    A::new(1.0) - capped * capped,
+                                    A::new(0.0),
+                                );
+                            }
+                        }
+                    }
+                } else {
+                    let mut s =
+                        product_rows(&a1_tile, &b1_tile, unit_y, unit_x, comptime!(t.head_dim), t);
+                    score(&mut s, scale, softcap, t);
+                    #[unroll]
+                    for i in 0..rows {
+                        #[unroll]
+                        for j in 0..4usize {
+                            let index = comptime!(4 * i + j);
+                            p[index] =
+                                (s[index] - query_value(&row_lse, &col_lse, i, j, walk)).exp();
+                            if comptime!(t.softcap) {
+                                let capped = s[index] / softcap;
+                                slope[index] = A::new(1.0) - capped * capped;
+                            }
+                        }
+                    }
+                    if step < walk_of.masked {
+                        #[unroll]
+                        for i in 0..rows {
+                            let row = unit_y * rows + i;
+                            let bits = mask_bits(plan, &parts, entry, row, unit_x, t);
+                            #[unroll]
+                            for j in 0..4usize {
+                                let index = comptime!(4 * i + j);
+                                let allowed = (bits >> comptime!(j as u32)) & 1u32 == 1u32;
+                                p[index] = select(allowed, p[index], A::new(0.0));
+                            }
                         }
                     }
                 }
-            }
 
-            let dp = product_rows(
-                &a2_tile,
-                &b2_tile,
-                unit_y,
-                unit_x,
-                comptime!(t.value_dim),
-                t,
-            );
-            #[unroll]
-            for i in 0..rows {
-                let at = (unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x;
-                let mut p_four = Vector::<A, Four>::zeroed();
-                let mut ds_four = Vector::<A, Four>::zeroed();
-                #[unroll]
-                for j in 0..4usize {
-                    let index = comptime!(4 * i + j);
-                    let delta = query_value(&row_delta, &col_delta, i, j, walk);
-                    let mut ds = p[index] * (dp[index] - delta);
-                    if comptime!(t.softcap) {
-                        ds *= slope[index];
-                    }
-                    p_four.insert(j, p[index]);
-                    ds_four.insert(j, ds);
-                }
-                ds_tile[at] = ds_four;
-                if comptime!(columns) {
-                    p_tile[at] = p_four;
-                }
-            }
-            sync_row(t);
-            accumulate_product(
-                &ds_tile,
-                &b1_tile,
-                &mut out1,
-                unit_y,
-                unit_x,
-                comptime!(t.head_dim),
-                t,
-            );
-            if comptime!(columns) {
-                accumulate_product(
-                    &p_tile,
+                let dp = product_rows(
+                    &a2_tile,
                     &b2_tile,
-                    &mut out2,
                     unit_y,
                     unit_x,
                     comptime!(t.value_dim),
                     t,
                 );
+                #[unroll]
+                for i in 0..rows {
+                    let at = (unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x;
+                    let mut p_four = Vector::<A, Four>::zeroed();
+                    let mut ds_four = Vector::<A, Four>::zeroed();
+                    #[unroll]
+                    for j in 0..4usize {
+                        let index = comptime!(4 * i + j);
+                        let delta = query_value(&row_delta, &col_delta, i, j, walk);
+                        let mut ds = p[index] * (dp[index] - delta);
+                        if comptime!(t.softcap) {
+                            ds *= slope[index];
+                        }
+                        p_four.insert(j, p[index]);
+                        ds_four.insert(j, ds);
+                    }
+                    ds_tile[at] = ds_four;
+                    if comptime!(columns) {
+                        p_tile[at] = p_four;
+                    }
+                }
+                sync_row(t);
+                accumulate_product(
+                    &ds_tile,
+                    &b1_tile,
+                    &mut out1,
+                    unit_y,
+                    unit_x,
+                    comptime!(t.head_dim),
+                    t,
+                );
+                if comptime!(columns) {
+                    accumulate_product(
+                        &p_tile,
+                        &b2_tile,
+                        &mut out2,
+                        unit_y,
+                        unit_x,
+                        comptime!(t.value_dim),
+                        t,
+                    );
+                }
             }
         }
     }
 
     #[unroll]
     for i in 0..rows {
-        let row = position_at(first + unit_y * rows + i, &listing, t);
+        let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
         if row < a1_strides.len {
             let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
             let target = at * comptime!(t.head_dim / width);

@@ -59,7 +59,6 @@ pub fn forward<E: Float, A: Float, N: Size>(
     let mut scratch = Shared::<[A]>::new_slice(comptime!(scratch_len(t)));
 
     let walk = walker(plan, &parts, batch, head, CUBE_POS_X as usize, t);
-    let first = walk.tile * comptime!(t.rows);
     let kv_head = head / heads_per_kv;
     let q_base = batch * q_strides.batch + head * q_strides.head;
     let k_base = batch * k_strides.batch + kv_head * k_strides.head;
@@ -69,7 +68,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
         q_base,
         &q_strides,
         &listing,
-        first,
+        plan,
+        walk.rows,
         &mut q_tile,
         comptime!(t.head_dim),
         t,
@@ -91,7 +91,11 @@ pub fn forward<E: Float, A: Float, N: Size>(
         // A finished part is a row of the softmax with maximum lse and sum 1.
         #[unroll]
         for i in 0..rows {
-            let row = position_at(first + unit_y * rows + i, &listing, t);
+            let row = position_at(
+                row_place(plan, walk.rows, unit_y * rows + i, t),
+                &listing,
+                t,
+            );
             if row < q_strides.len {
                 let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
                 let log = lse[at];
@@ -143,53 +147,61 @@ pub fn forward<E: Float, A: Float, N: Size>(
         );
         sync_cube();
 
-        let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
-        score(&mut s, scale, softcap, t);
-        if step < walk.masked {
-            mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
-        }
-        let mut largest = Array::<A>::new(rows);
-        #[unroll]
-        for i in 0..rows {
-            let a = s[comptime!(4 * i)].max(s[comptime!(4 * i + 1)]);
-            let b = s[comptime!(4 * i + 2)].max(s[comptime!(4 * i + 3)]);
-            largest[i] = a.max(b);
-        }
-        reduce_rows(&mut largest, &mut scratch, unit_y, unit_x, true, t);
-        #[unroll]
-        for i in 0..rows {
-            let next = m[i].max(largest[i]);
-            let shrink = (m[i] - next).exp();
-            m[i] = next;
-            let mut p = Vector::<A, Four>::zeroed();
-            #[unroll]
-            for j in 0..4usize {
-                p.insert(j, (s[comptime!(4 * i + j)] - next).exp());
+        if needed(plan, &parts, entry, step < walk.masked, unit_y, unit_x, t) {
+            let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
+            score(&mut s, scale, softcap, t);
+            if step < walk.masked {
+                mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
             }
-            l[i] = l[i] * shrink
-                + (p.extract(0usize) + p.extract(1usize) + (p.extract(2usize) + p.extract(3usize)));
+            let mut largest = Array::<A>::new(rows);
             #[unroll]
-            for f in 0..unit_fours {
-                o[comptime!(i * unit_fours + f)] *= Vector::new(shrink);
+            for i in 0..rows {
+                let a = s[comptime!(4 * i)].max(s[comptime!(4 * i + 1)]);
+                let b = s[comptime!(4 * i + 2)].max(s[comptime!(4 * i + 3)]);
+                largest[i] = a.max(b);
             }
-            p_tile[(unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x] = p;
+            reduce_rows(&mut largest, &mut scratch, unit_y, unit_x, true, t);
+            #[unroll]
+            for i in 0..rows {
+                let next = m[i].max(largest[i]);
+                let shrink = (m[i] - next).exp();
+                m[i] = next;
+                let mut p = Vector::<A, Four>::zeroed();
+                #[unroll]
+                for j in 0..4usize {
+                    p.insert(j, (s[comptime!(4 * i + j)] - next).exp());
+                }
+                l[i] = l[i] * shrink
+                    + (p.extract(0usize)
+                        + p.extract(1usize)
+                        + (p.extract(2usize) + p.extract(3usize)));
+                #[unroll]
+                for f in 0..unit_fours {
+                    o[comptime!(i * unit_fours + f)] *= Vector::new(shrink);
+                }
+                p_tile[(unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x] = p;
+            }
+            sync_row(t);
+            accumulate_product(
+                &p_tile,
+                &v_tile,
+                &mut o,
+                unit_y,
+                unit_x,
+                comptime!(t.value_dim),
+                t,
+            );
         }
-        sync_row(t);
-        accumulate_product(
-            &p_tile,
-            &v_tile,
-            &mut o,
-            unit_y,
-            unit_x,
-            comptime!(t.value_dim),
-            t,
-        );
     }
 
     reduce_rows(&mut l, &mut scratch, unit_y, unit_x, false, t);
     #[unroll]
     for i in 0..rows {
-        let row = position_at(first + unit_y * rows + i, &listing, t);
+        let row = position_at(
+            row_place(plan, walk.rows, unit_y * rows + i, t),
+            &listing,
+            t,
+        );
         let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
         let mut inverse = A::new(0.0);
         let mut log = neg_infinity.get::<A>();
@@ -244,7 +256,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
             }
             #[unroll]
             for i in 0..rows {
-                let row = first + unit_y * rows + i;
+                let row = walk.rows + unit_y * rows + i;
                 let at = weight_place(plan, place0, entry, row, unit_x, Walk::Rows, t);
                 if at.kept {
                     #[unroll]

@@ -16,7 +16,7 @@ pub use tile::Tile;
 
 use super::{KernelError, Sizes};
 use crate::BlockLayout;
-use crate::plan::{Walk, union_overhead};
+use crate::plan::{Grouping, Walk};
 use tile::pitch;
 
 /// A shape that a tile may have, and its speed relative to the others on a large problem, as measured on an H200.
@@ -60,6 +60,11 @@ const CANDIDATES: [Candidate; 9] = [
     candidate(8, 4, 1, 0.05, 0.05),
 ];
 
+const NEIGHBOURS: Grouping = Grouping {
+    overhead: 1.0,
+    clustered: false,
+};
+
 /// Bytes of shared memory of a cube.
 pub fn shared_bytes(tile: &Tile, kernel: super::Kernel, accumulator: usize) -> usize {
     let own = pitch(tile.head_dim)
@@ -102,7 +107,12 @@ pub fn choose(
     let accumulator = sizes.accumulator().size();
     let b = layout.block_size();
     let walk = kernel.walk();
-    let overhead = [8, 16, 32, 64, 128].map(|rows| (rows, union_overhead(layout, walk, rows)));
+    // A tile of keys goes through all query heads of its group, which must agree on its rows.
+    let common =
+        walk == Walk::Rows || layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
+    let may_cluster = common && !sizes.store;
+    let groupings =
+        [8, 16, 32, 64, 128].map(|rows| (rows, Grouping::best(layout, walk, rows, may_cluster)));
     let mut best: Option<(f64, Tile)> = None;
     let forced = forced();
     for candidate in &CANDIDATES {
@@ -113,6 +123,8 @@ pub fn choose(
         let units_x = candidate.cols / 4;
         let planes = &properties.features.plane;
         let group = candidate.cols.min(b);
+        let grouping = groupings.iter().find(|(rows, _)| *rows == candidate.rows);
+        let grouping = grouping.map_or(NEIGHBOURS, |(_, grouping)| *grouping);
         let tile = Tile {
             rows: candidate.rows,
             units_x,
@@ -128,11 +140,13 @@ pub fn choose(
                 && hardware.plane_size_min as usize >= units_x,
             residue,
             carry,
+            clustered: grouping.clustered,
         };
         let fits = shared_bytes(&tile, kernel, accumulator) <= hardware.max_shared_memory_size
             && tile.units() <= hardware.max_units_per_cube as usize
             && tile.units() <= hardware.max_cube_dim.0 as usize
-            && (!sizes.store || tile.rows <= b);
+            && (!sizes.store || tile.rows <= b)
+            && (!tile.clustered || tile.cols() >= b);
         if !fits {
             continue;
         }
@@ -145,8 +159,7 @@ pub fn choose(
             _ => candidate.wide_speed,
         };
         let waste = length.next_multiple_of(tile.rows) as f64 / length as f64;
-        let union = overhead.iter().find(|(rows, _)| *rows == tile.rows);
-        let cost = union.map_or(1.0, |(_, overhead)| *overhead) * waste / speed;
+        let cost = grouping.overhead * waste / speed;
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, tile));
         }

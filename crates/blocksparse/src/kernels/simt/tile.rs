@@ -35,6 +35,8 @@ pub struct Tile {
     pub residue: bool,
     /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
     pub carry: bool,
+    /// Whether the tile's rows are gathered from like blocks.
+    pub clustered: bool,
 }
 
 impl Tile {
@@ -136,6 +138,8 @@ pub struct PlanParts {
     pub places: usize,
     /// Tiles by falling work.
     pub order: usize,
+    /// Blocks of clustered tiles.
+    pub rows: usize,
     /// Tile records.
     pub tiles: usize,
     /// Entries.
@@ -151,6 +155,8 @@ pub struct PlanParts {
 pub struct Walker {
     /// Its index among the tiles of a head.
     pub tile: usize,
+    /// Where its own rows are: see [`row_place`].
+    pub rows: usize,
     /// Word of its first entry.
     pub entry: usize,
     /// Its steps.
@@ -184,12 +190,29 @@ pub fn walker_of(
     #[comptime] t: Tile,
 ) -> Walker {
     let record = parts.tiles + (first + tile) * 3;
+    let mut rows = tile * comptime!(t.rows);
+    if comptime!(t.clustered) {
+        rows = parts.rows + (first + tile) * comptime!(t.rows / t.group);
+    }
     Walker {
         tile,
+        rows,
         entry: parts.entries + plan[record] as usize * comptime!(t.entry_words()),
         steps: plan[record + 1] as usize,
         masked: plan[record + 2] as usize,
     }
+}
+
+/// The place of row `row` of a tile whose rows are at `rows`: its first place, or the word of its first block.
+#[cube]
+pub fn row_place(plan: &[u32], rows: usize, row: usize, #[comptime] t: Tile) -> usize {
+    let mut place = rows + row;
+    if comptime!(t.clustered) {
+        // A step is at least a block wide, so that an entry is a block.
+        let block = comptime!(t.group);
+        place = plan[rows + row / block] as usize * block + row % block;
+    }
+    place
 }
 
 /// The place of column `col` of a step whose first entry is at word `entry`.
@@ -223,14 +246,15 @@ pub fn load_four<E: Float, A: Float, N: Size>(
     value
 }
 
-/// Loads the rows of a cube's own tile, `first..first + t.rows`; rows beyond the end are 0.
+/// Loads the rows of a cube's own tile; rows beyond the end are 0.
 #[cube]
 pub fn load_rows<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
     base: usize,
     strides: &Strides,
     listing: &Listing,
-    first: usize,
+    plan: &[u32],
+    rows: usize,
     target: &mut Shared<[Vector<A, Four>]>,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
@@ -242,7 +266,7 @@ pub fn load_rows<E: Float, A: Float, N: Size>(
         let row = at / fours;
         let four = at % fours;
         let mut value = Vector::<A, Four>::zeroed();
-        let position = position_at(first + row, listing, t);
+        let position = position_at(row_place(plan, rows, row, t), listing, t);
         if position < strides.len {
             value = load_four::<E, A, N>(source, base + position * strides.row, four, dim);
         }
@@ -419,6 +443,33 @@ pub fn mask_bits(
     let word =
         parts.masks + (mask * comptime!(t.rows) + row) * comptime!(t.mask_words) + within / 32;
     (plan[word] >> (within % 32) as u32) & 15u32
+}
+
+/// Whether any pair of a step is allowed in the rows of the unit's plane: on a diagonal half the planes have none. Without
+/// planes a step has barriers, at which all units have to meet.
+#[cube]
+pub fn needed(
+    plan: &[u32],
+    parts: &PlanParts,
+    entry: usize,
+    masked: bool,
+    unit_y: usize,
+    unit_x: usize,
+    #[comptime] t: Tile,
+) -> bool {
+    let mut result = true;
+    if comptime!(t.planes) {
+        if masked {
+            let mut bits = 0u32;
+            #[unroll]
+            for i in 0..comptime!(t.unit_rows) {
+                let row = unit_y * comptime!(t.unit_rows) + i;
+                bits |= mask_bits(plan, parts, entry, row, unit_x, t);
+            }
+            result = plane_any(bits != 0u32);
+        }
+    }
+    result
 }
 
 /// For each of the unit's rows, the largest (`max`) or the sum over the units of the row.
