@@ -50,6 +50,9 @@ struct Args {
     /// Block size.
     #[arg(long, default_value_t = 32, requires = "pattern")]
     block: usize,
+    /// Run random blocks of several sizes at densities from 1% to 50%, for `plot-density`.
+    #[arg(long, conflicts_with_all = ["pattern", "only"])]
+    densities: bool,
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     dtype: Dtype,
     /// Timed runs; the median is reported.
@@ -100,7 +103,7 @@ fn main() -> Result<()> {
     );
     let workloads: Vec<Workload> = match &args.pattern {
         Some(pattern) => vec![Workload {
-            name: "custom",
+            name: "custom".to_string(),
             pattern: pattern.clone(),
             batch: args.batch,
             heads: args.heads,
@@ -109,6 +112,7 @@ fn main() -> Result<()> {
             head_dim: args.head_dim,
             block: args.block,
         }],
+        None if args.densities => workload::densities(),
         None => (workload::anchors().into_iter())
             .filter(|w| {
                 args.only.is_empty() || args.only.iter().any(|o| w.name.contains(o.as_str()))
@@ -271,6 +275,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
     let mut result = json!({
         "fwd_ms": forward_ms, "fwd_tf": teraflops(forward_ms, 1.0), "host_us": host_us,
         "density": layout.density(), "flops_fwd": flops,
+        "block": workload.block,
     });
     print!(
         "{:<30} {:>8.4} {forward_ms:>10.3} {:>8.1}",

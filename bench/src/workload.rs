@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 /// One row of the table.
 #[derive(Clone, Debug)]
 pub struct Workload {
-    pub name: &'static str,
+    pub name: String,
     pub pattern: PatternArg,
     pub batch: usize,
     pub heads: usize,
@@ -32,6 +32,10 @@ impl FromStr for PatternArg {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, rest) = text.split_once(':').unwrap_or((text, ""));
+        if name == "random" {
+            let percent: f64 = rest.parse().map_err(|_| format!("{rest} is no number"))?;
+            return Ok(Self::Random(percent / 100.0));
+        }
         let numbers: Vec<usize> = (rest.split(',').filter(|part| !part.is_empty()))
             .map(|part| part.parse().map_err(|_| format!("{part} is no number")))
             .collect::<Result<_, _>>()?;
@@ -43,7 +47,6 @@ impl FromStr for PatternArg {
             ("merged-strided", &[stride]) => Pattern::merged_strided(stride),
             ("fixed", &[l, c]) => Pattern::fixed(l, c),
             ("streaming", &[window, sinks]) => Pattern::streaming(window, sinks),
-            ("random", &[percent]) => return Ok(Self::Random(percent as f64 / 100.0)),
             _ => return Err(format!("{text} is no pattern with its parameters")),
         };
         Ok(Self::Pattern(pattern))
@@ -75,7 +78,7 @@ impl Workload {
     }
 
     pub fn label(&self) -> String {
-        match self.name {
+        match self.name.as_str() {
             "custom" => format!(
                 "B{} H{} N{} D{} b{}",
                 self.batch, self.heads, self.n, self.head_dim, self.block
@@ -87,8 +90,8 @@ impl Workload {
 
 /// The names are those of the script that measures PyTorch on the same workloads.
 pub fn anchors() -> Vec<Workload> {
-    let row = |name, pattern, [batch, heads, n, head_dim, block]: [usize; 5]| Workload {
-        name,
+    let row = |name: &str, pattern, [batch, heads, n, head_dim, block]: [usize; 5]| Workload {
+        name: name.to_string(),
         pattern,
         batch,
         heads,
@@ -140,4 +143,24 @@ pub fn anchors() -> Vec<Workload> {
             [1, 8, 32768, 128, 128],
         ),
     ]
+}
+
+/// Random blocks of four sizes, kept with falling probability: how the time follows the density.
+pub fn densities() -> Vec<Workload> {
+    let sizes = [16, 32, 64, 128];
+    // Of the blocks below the diagonal: the density of the whole is half of it.
+    let kept = [1.0, 0.6, 0.4, 0.2, 0.1, 0.04, 0.02];
+    let rows = sizes.into_iter().flat_map(|block| {
+        kept.into_iter().map(move |kept| Workload {
+            name: format!("random_b{block}_{kept}"),
+            pattern: PatternArg::Random(kept),
+            batch: 1,
+            heads: 8,
+            kv_heads: 8,
+            n: 16384,
+            head_dim: 128,
+            block,
+        })
+    });
+    rows.collect()
 }

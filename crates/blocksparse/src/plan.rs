@@ -437,28 +437,31 @@ impl<'a> TileMasks<'a> {
     }
 }
 
-/// Pairs computed over pairs in kept blocks if tiles have `rows` rows, from a sample of the tiles: how
-/// much work the union of block rows adds. With `clustered` tiles are made of like rows.
-pub fn union_overhead(layout: &BlockLayout, walk: Walk, rows: usize, clustered: bool) -> f64 {
+/// Columns' worth of time that a tile takes before its first and after its last step.
+const START: f64 = 64.0;
+
+/// The time tiles of `rows` rows and steps of `cols` columns take, relative to computing nothing but the pairs in kept blocks:
+/// what the union of block rows, the filling up of steps, and the tiles' beginnings add. From a sample of the
+/// tiles. With `clustered` tiles are made of like rows.
+pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
     /// Blocks looked at per launch; small layouts have fewer.
     const ENOUGH: usize = 1 << 16;
+    let Tiling {
+        walk,
+        rows,
+        cols,
+        clustered,
+        ..
+    } = tiling;
     let b = layout.block_size();
-    if rows <= b {
-        return 1.0;
-    }
-    let height = rows / b;
-    let (mut computed, mut kept) = (0, 0);
+    // A tile lower than a block has its row of blocks to itself.
+    let height = (rows / b).max(1);
+    let (mut computed, mut kept) = (0.0, 0);
     let per_pattern = ENOUGH.div_ceil(layout.num_patterns());
     for pattern in 0..layout.num_patterns() {
         let source = Source {
             layout,
-            tiling: Tiling {
-                walk,
-                rows,
-                cols: b,
-                places: false,
-                clustered,
-            },
+            tiling,
             pattern,
             column_places: Vec::new(),
         };
@@ -481,9 +484,14 @@ pub fn union_overhead(layout: &BlockLayout, walk: Walk, rows: usize, clustered: 
                 .collect();
             kept += blocks.len();
             seen += blocks.len();
-            blocks.sort_unstable();
-            blocks.dedup();
-            computed += blocks.len() * height;
+            if height > 1 {
+                blocks.sort_unstable();
+                blocks.dedup();
+            }
+            let width = (blocks.len() * b).next_multiple_of(cols.max(b));
+            if width > 0 {
+                computed += (width as f64 + START) * height as f64;
+            }
             if seen > per_pattern {
                 break;
             }
@@ -492,7 +500,7 @@ pub fn union_overhead(layout: &BlockLayout, walk: Walk, rows: usize, clustered: 
     if kept == 0 {
         return 1.0;
     }
-    computed as f64 / kept as f64
+    computed / (kept * b) as f64
 }
 
 /// All numbers below `count`, neighbours far apart: any first few are a sample, of periodic things, too.
@@ -509,10 +517,10 @@ fn scattered(count: usize) -> impl Iterator<Item = usize> {
     (0..count).map(move |index| index * step % count)
 }
 
-/// How block rows are best put into tiles of `rows` rows.
+/// How block rows are best put into tiles.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Grouping {
-    /// Pairs computed over pairs in kept blocks.
+    /// See [`tiling_overhead`].
     pub overhead: f64,
     /// Whether tiles are clustered.
     pub clustered: bool,
@@ -520,24 +528,42 @@ pub struct Grouping {
 
 impl Grouping {
     /// Clusters like rows where neighbours are unlike and that is allowed.
-    pub fn best(layout: &BlockLayout, walk: Walk, rows: usize, may_cluster: bool) -> Self {
-        /// What a cluster has to save: its rows are gathered.
+    pub fn best(
+        layout: &BlockLayout,
+        walk: Walk,
+        [rows, cols]: [usize; 2],
+        may_cluster: bool,
+    ) -> Self {
+        /// What clusters have to save: their rows are gathered.
         const WORTHWHILE: f64 = 1.1;
-        let overhead = union_overhead(layout, walk, rows, false);
-        let neighbours = Self {
+        let [neighbours, like] = [false, true].map(|clustered| Tiling {
+            walk,
+            rows,
+            cols,
+            places: false,
+            clustered,
+        });
+        let overhead = tiling_overhead(layout, neighbours);
+        let b = layout.block_size();
+        let least = tiling_overhead(
+            layout,
+            Tiling {
+                rows: b,
+                ..neighbours
+            },
+        );
+        if may_cluster && rows > b && cols >= b && overhead > WORTHWHILE * least {
+            let clustered = tiling_overhead(layout, like);
+            if clustered * WORTHWHILE < overhead {
+                return Self {
+                    overhead: clustered,
+                    clustered: true,
+                };
+            }
+        }
+        Self {
             overhead,
             clustered: false,
-        };
-        if !may_cluster || overhead < WORTHWHILE {
-            return neighbours;
-        }
-        let like = union_overhead(layout, walk, rows, true);
-        match like * WORTHWHILE < overhead {
-            true => Self {
-                overhead: like,
-                clustered: true,
-            },
-            false => neighbours,
         }
     }
 }
@@ -636,12 +662,35 @@ mod tests {
         }
     }
 
+    fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
+        Tiling {
+            walk: Walk::Columns,
+            rows,
+            cols,
+            places: false,
+            clustered,
+        }
+    }
+
     #[test]
-    fn unions_of_rows_that_share_blocks_cost_nothing() {
+    fn overheads_count_unions_filling_and_beginnings() {
         let shared = Pattern::dense().layout(1, 256, 16).unwrap();
-        assert_eq!(union_overhead(&shared, Walk::Rows, 64, false), 1.0);
+        assert_eq!(
+            tiling_overhead(&shared, tiling(64, 16, false)),
+            (256.0 + START) / 256.0
+        );
         let diagonal = Pattern::local(1).layout(1, 256, 16).unwrap();
-        assert_eq!(union_overhead(&diagonal, Walk::Rows, 64, false), 4.0);
+        // Four blocks where one is kept, then a step that is three quarters empty.
+        assert_eq!(
+            tiling_overhead(&diagonal, tiling(64, 16, false)),
+            (64.0 + START) / 16.0
+        );
+        assert_eq!(
+            tiling_overhead(&diagonal, tiling(16, 64, false)),
+            (64.0 + START) / 16.0
+        );
+        let none = BlockLayout::from_block_fn("none", *diagonal.shape(), |_, _, _| None).unwrap();
+        assert_eq!(tiling_overhead(&none, tiling(64, 64, false)), 1.0);
     }
 
     #[test]
@@ -657,12 +706,12 @@ mod tests {
     #[test]
     fn unlike_neighbours_are_clustered() {
         let fixed = Pattern::fixed(128, 32).layout(1, 4096, 32).unwrap();
-        let neighbours = union_overhead(&fixed, Walk::Columns, 128, false);
-        let grouping = Grouping::best(&fixed, Walk::Columns, 128, true);
-        assert!(neighbours > 3.0 && grouping.clustered && grouping.overhead < 1.25);
-        let refused = Grouping::best(&fixed, Walk::Columns, 128, false);
+        let neighbours = tiling_overhead(&fixed, tiling(128, 64, false));
+        let grouping = Grouping::best(&fixed, Walk::Columns, [128, 64], true);
+        assert!(grouping.clustered && grouping.overhead < neighbours / 2.0);
+        let refused = Grouping::best(&fixed, Walk::Columns, [128, 64], false);
         assert_eq!((refused.overhead, refused.clustered), (neighbours, false));
         // All rows are alike.
-        assert!(!Grouping::best(&fixed, Walk::Rows, 128, true).clustered);
+        assert!(!Grouping::best(&fixed, Walk::Rows, [128, 64], true).clustered);
     }
 }

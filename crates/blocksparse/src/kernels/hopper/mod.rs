@@ -301,7 +301,7 @@ pub fn choose(
         .filter(|shape| shape.dim == sizes.head_dim)
     {
         let rows = GROUP_ROWS * shape.warpgroups;
-        let grouping = Grouping::best(layout, Walk::Rows, rows, shape.cols >= block);
+        let grouping = Grouping::best(layout, Walk::Rows, [rows, shape.cols], true);
         let tile = Tile {
             half,
             dim: shape.dim,
@@ -626,10 +626,9 @@ pub fn choose_backward(
     // A tile of keys goes through all query heads of its group, which must agree on its rows.
     let common =
         walk == Walk::Rows || layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
-    let may_cluster = common && block <= 64;
     let tiles = [2, 1].map(|warpgroups| {
         let rows = GROUP_ROWS * warpgroups;
-        let grouping = Grouping::best(layout, walk, rows, may_cluster);
+        let grouping = Grouping::best(layout, walk, [rows, 64], common);
         // Two warpgroups share what is gathered; one unites fewer rows of blocks.
         let speed = if warpgroups == 2 { 1.0 } else { 0.8 };
         let tile = BackwardTile {

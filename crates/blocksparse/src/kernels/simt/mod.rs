@@ -60,11 +60,6 @@ const CANDIDATES: [Candidate; 9] = [
     candidate(8, 4, 1, 0.05, 0.05),
 ];
 
-const NEIGHBOURS: Grouping = Grouping {
-    overhead: 1.0,
-    clustered: false,
-};
-
 /// Bytes of shared memory of a cube.
 pub fn shared_bytes(tile: &Tile, kernel: super::Kernel, accumulator: usize) -> usize {
     let own = pitch(tile.head_dim)
@@ -111,8 +106,6 @@ pub fn choose(
     let common =
         walk == Walk::Rows || layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
     let may_cluster = common && !sizes.store;
-    let groupings =
-        [8, 16, 32, 64, 128].map(|rows| (rows, Grouping::best(layout, walk, rows, may_cluster)));
     let mut best: Option<(f64, Tile)> = None;
     let forced = forced();
     for candidate in &CANDIDATES {
@@ -123,8 +116,6 @@ pub fn choose(
         let units_x = candidate.cols / 4;
         let planes = &properties.features.plane;
         let group = candidate.cols.min(b);
-        let grouping = groupings.iter().find(|(rows, _)| *rows == candidate.rows);
-        let grouping = grouping.map_or(NEIGHBOURS, |(_, grouping)| *grouping);
         let tile = Tile {
             rows: candidate.rows,
             units_x,
@@ -140,16 +131,20 @@ pub fn choose(
                 && hardware.plane_size_min as usize >= units_x,
             residue,
             carry,
-            clustered: grouping.clustered,
+            clustered: false,
         };
         let fits = shared_bytes(&tile, kernel, accumulator) <= hardware.max_shared_memory_size
             && tile.units() <= hardware.max_units_per_cube as usize
             && tile.units() <= hardware.max_cube_dim.0 as usize
-            && (!sizes.store || tile.rows <= b)
-            && (!tile.clustered || tile.cols() >= b);
+            && (!sizes.store || tile.rows <= b);
         if !fits {
             continue;
         }
+        let grouping = Grouping::best(layout, walk, [tile.rows, tile.cols()], may_cluster);
+        let tile = Tile {
+            clustered: grouping.clustered,
+            ..tile
+        };
         let length = match walk {
             Walk::Rows => layout.seq_q(),
             Walk::Columns => layout.seq_kv(),

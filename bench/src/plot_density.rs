@@ -1,0 +1,109 @@
+//! Draws what `bench-kernels --densities --json FILE` measured: time against density, forward and backward, for each block size.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, anyhow};
+use clap::Parser;
+use plotters::prelude::*;
+use serde_json::{Map, Value};
+
+#[derive(Parser)]
+#[command(about = "Draws the time of random blocks against their density")]
+struct Args {
+    /// What `bench-kernels --densities --json` wrote.
+    results: PathBuf,
+    /// The picture, an SVG.
+    picture: PathBuf,
+}
+
+/// Density and milliseconds, by falling density.
+type Line = Vec<(f64, f64)>;
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let text = std::fs::read_to_string(&args.results)
+        .with_context(|| args.results.display().to_string())?;
+    let results: Map<String, Value> = serde_json::from_str(&text)?;
+    blocksparse::font::register();
+    let area = SVGBackend::new(&args.picture, (1000, 440)).into_drawing_area();
+    area.fill(&WHITE)?;
+    let halves = area.split_evenly((1, 2));
+    for (half, (title, key)) in halves
+        .iter()
+        .zip([("forward", "fwd_ms"), ("backward", "bwd_ms")])
+    {
+        let mut lines: Vec<(u64, Line)> = Vec::new();
+        for (name, row) in &results {
+            let number = |key: &str| {
+                row[key]
+                    .as_f64()
+                    .ok_or_else(|| anyhow!("{name} has no {key}: not measured with --densities?"))
+            };
+            let (block, point) = (number("block")? as u64, (number("density")?, number(key)?));
+            match lines.iter_mut().find(|(of, _)| *of == block) {
+                Some((_, line)) => line.push(point),
+                None => lines.push((block, vec![point])),
+            }
+        }
+        lines.sort_by_key(|(block, _)| *block);
+        for (_, line) in &mut lines {
+            line.sort_by(|a, b| b.0.total_cmp(&a.0));
+        }
+        draw(half, title, &lines)?;
+    }
+    area.present()?;
+    Ok(())
+}
+
+fn draw(
+    area: &DrawingArea<SVGBackend, plotters::coord::Shift>,
+    title: &str,
+    lines: &[(u64, Line)],
+) -> Result<()> {
+    let times = || lines.iter().flat_map(|(_, line)| line).map(|(_, ms)| *ms);
+    let least = times().fold(f64::INFINITY, f64::min) * 0.7;
+    let most = times().fold(0.0, f64::max) * 1.4;
+    let mut chart = ChartBuilder::on(area)
+        .caption(title, ("sans-serif", 22))
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(56)
+        .build_cartesian_2d((0.008..0.6f64).log_scale(), (least..most).log_scale())?;
+    chart
+        .configure_mesh()
+        .x_desc("density")
+        .y_desc("ms")
+        .x_label_formatter(&|x| format!("{:.0}%", x * 100.0))
+        .y_label_formatter(&|ms| match *ms {
+            ms if ms < 1.0 => format!("{ms:.2}"),
+            ms => format!("{ms:.1}"),
+        })
+        .label_style(("sans-serif", 15))
+        .light_line_style(WHITE)
+        .draw()?;
+    // Time proportional to density, through the densest point of the widest blocks.
+    if let Some(&(density, ms)) = lines.last().and_then(|(_, line)| line.first()) {
+        let proportional = [0.01, 0.5].map(|x| (x, ms * x / density));
+        chart
+            .draw_series(LineSeries::new(
+                proportional.into_iter().filter(|(_, ms)| *ms > least),
+                BLACK.mix(0.35),
+            ))?
+            .label("proportional")
+            .legend(|(x, y)| PathElement::new([(x, y), (x + 18, y)], BLACK.mix(0.35)));
+    }
+    for (index, (block, line)) in lines.iter().enumerate() {
+        let color = Palette99::pick(index).to_rgba();
+        chart
+            .draw_series(LineSeries::new(line.clone(), color.stroke_width(2)).point_size(3))?
+            .label(format!("blocks of {block}"))
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperLeft)
+        .background_style(WHITE.mix(0.8))
+        .label_font(("sans-serif", 15))
+        .draw()?;
+    Ok(())
+}
