@@ -309,11 +309,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     }
                     k_at = entry_position(plan, &walk, &loads, next + 1, t);
                 }
+                let bits = mask_bits(plan, &walk, j, t);
                 let s = wait::<S>(s_started, 0usize, comptime!(t.cols / 2));
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
                 }
-                let bits = mask_bits(plan, &walk, j, t);
                 let s = score::<S>(s, &bits, plan, &walk, j, softcap, cap_scale, t);
                 let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
@@ -549,7 +549,7 @@ fn score<S: Size>(
                 upper: 0u32,
                 lower: 0u32,
             };
-            if comptime!(t.overlap) {
+            if comptime!(t.early_masks()) {
                 pair.upper = bits[comptime!(2 * word)];
                 pair.lower = bits[comptime!(2 * word + 1)];
             } else {
@@ -611,11 +611,11 @@ fn mask_words(
     }
 }
 
-/// With `overlap`, the mask bits of step `j` if it has a mask: read before its scores are there.
+/// With early masks, the mask bits of step `j` if it has a mask: read before its scores are there.
 #[cube]
 fn mask_bits(plan: &[u32], walk: &Walk, j: u32, #[comptime] t: Tile) -> Array<u32> {
     let mut bits = Array::<u32>::new(comptime!(t.cols / 16));
-    if comptime!(t.overlap) {
+    if comptime!(t.early_masks()) {
         if j < walk.masked {
             #[unroll]
             for word in 0..comptime!(t.cols / 32) {

@@ -91,6 +91,11 @@ impl Tile {
         4 * self.warpgroups as u32
     }
 
+    /// Whether there are registers for a step's masks while its scores are computed.
+    fn early_masks(&self) -> bool {
+        self.overlap || self.dim == 64
+    }
+
     /// Whether the warpgroups take turns at the tensor cores.
     fn turns(&self) -> bool {
         self.warpgroups == 2 && self.overlap
