@@ -1,6 +1,6 @@
 //! The op against f64 over the whole table: output, lse, weights and gradients.
 
-use crate::cases::{Case, cases};
+use crate::cases::{Case, cases, table};
 use crate::compare::{assert_close, relative_error, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes, supports};
 use crate::reference::{Problem, Sizes};
@@ -47,7 +47,8 @@ fn run(
 }
 
 pub fn forward_and_gradients_equal_f64(devices: &[Device]) {
-    for (index, case) in cases().iter().enumerate() {
+    for (index, case) in &table() {
+        let index = *index;
         let problem = case.problem(index as u64);
         let answer = problem.solve();
         for device in devices {
@@ -68,7 +69,8 @@ pub fn forward_and_gradients_equal_f64(devices: &[Device]) {
 }
 
 pub fn lse_and_weights_equal_f64(devices: &[Device]) {
-    for (index, case) in cases().iter().enumerate() {
+    for (index, case) in &table() {
+        let index = *index;
         let problem = case.problem(1000 + index as u64);
         let answer = problem.solve();
         for device in devices {
@@ -107,7 +109,8 @@ pub fn lse_and_weights_equal_f64(devices: &[Device]) {
 
 /// Half precision may err twice as much as the same math done densely in that dtype.
 pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
-    for (index, case) in cases().iter().enumerate() {
+    for (index, case) in &table() {
+        let index = *index;
         for device in devices {
             for dtype in half_dtypes(device) {
                 let what = format!("{}, {device:?}, {dtype:?}", case.name);
@@ -174,7 +177,8 @@ fn run_dense(
 
 /// A third opinion: Burn's own dense attention under the layout's mask.
 pub fn equals_burns_own_attention(devices: &[Device]) {
-    for (index, case) in cases().iter().enumerate() {
+    for (index, case) in &table() {
+        let index = *index;
         if case.heads != case.kv_heads {
             continue;
         }
@@ -422,7 +426,7 @@ pub fn more_than_2_31_elements(devices: &[Device]) {
                 &long_layout,
                 options.clone(),
             );
-            let x = out.unwrap().detach().require_grad();
+            let x = Tensor::<4>::from_inner(out.unwrap().inner()).require_grad();
             println!("{dtype:?}: {} elements of output", x.shape().num_elements());
             let y = attention(
                 x.clone(),
@@ -437,7 +441,7 @@ pub fn more_than_2_31_elements(devices: &[Device]) {
             let grad = Tensor::<4>::from_inner(x.grad(&grads).unwrap());
             drop(grads);
 
-            let x = tail(x.detach(), short).require_grad();
+            let x = Tensor::<4>::from_inner(tail(x, short).inner()).require_grad();
             let y = attention(
                 x.clone(),
                 x.clone(),

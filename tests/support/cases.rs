@@ -104,6 +104,25 @@ impl Case {
     }
 }
 
+/// The cases with their numbers, which seed their problems. `BURN_SPARSE_SHARD=K/N` leaves every N-th, from the K-th on: to
+/// compile a device's kernels in several processes at once.
+pub fn table() -> Vec<(usize, Case)> {
+    let shard = std::env::var("BURN_SPARSE_SHARD").ok().map(|text| {
+        let numbers = text.split_once('/').map(|(k, n)| (k.parse(), n.parse()));
+        match numbers {
+            Some((Ok(k), Ok(n))) if k < n => (k, n),
+            _ => panic!("BURN_SPARSE_SHARD must be K/N with K < N, got {text}"),
+        }
+    });
+    let (first, step): (usize, usize) = shard.unwrap_or((0, 1));
+    cases()
+        .into_iter()
+        .enumerate()
+        .skip(first)
+        .step_by(step)
+        .collect()
+}
+
 /// Every pattern, every block size, ragged ends, rectangles, rows without keys, grouped heads.
 pub fn cases() -> Vec<Case> {
     let checkerboard = || {
