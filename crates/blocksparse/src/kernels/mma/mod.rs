@@ -1,4 +1,5 @@
-//! The `mma` tier: mma.sync, ldmatrix and cp.async, bf16 and f16, on NVIDIA GPUs of compute capability 8.0 and up.
+//! The `mma` tier: mma.sync, ldmatrix and cp.async, on NVIDIA GPUs of compute capability 8.0 and up; bf16, f16, and f32 through tf32
+//! where that is asked for.
 //!
 //! It takes what the `hopper` tier does not: other GPUs, other widths, narrow blocks, classes of unequal lengths. Rows are
 //! gathered one by one, in pieces of 16 bytes, so nothing is required of blocks and listings; keys and values lie in
@@ -138,7 +139,9 @@ pub fn choose(
         ElemType::Float(FloatKind::BF16) => Element::Half(Half::Bf16),
         ElemType::Float(FloatKind::F16) => Element::Half(Half::F16),
         ElemType::Float(FloatKind::F32) if sizes.tf32 => Element::Tf32,
-        ElemType::Float(FloatKind::F32) => return Err("f32 without permission to use tf32"),
+        ElemType::Float(FloatKind::F32) => {
+            return Err("the dtype is f32, and tf32 was not asked for");
+        }
         _ => return Err("the dtype is neither bf16 nor f16"),
     };
     if sizes.store {
