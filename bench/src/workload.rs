@@ -16,7 +16,10 @@ pub struct Workload {
     pub kv_heads: usize,
     pub n: usize,
     pub head_dim: usize,
+    pub value_dim: usize,
     pub block: usize,
+    /// Whether every batch entry has a layout of its own.
+    pub per_batch: bool,
 }
 
 /// A pattern as the command line gives it.
@@ -25,6 +28,8 @@ pub enum PatternArg {
     Pattern(Pattern),
     /// Each block below the diagonal with this probability, per head, and the diagonal; causal.
     Random(f64),
+    /// Each block with this probability, per head: some rows and columns have none.
+    Gaps(f64),
 }
 
 impl FromStr for PatternArg {
@@ -47,6 +52,7 @@ impl FromStr for PatternArg {
             ("merged-strided", &[stride]) => Pattern::merged_strided(stride),
             ("fixed", &[l, c]) => Pattern::fixed(l, c),
             ("streaming", &[window, sinks]) => Pattern::streaming(window, sinks),
+            ("gaps", &[percent]) => return Ok(Self::Gaps(percent as f64 / 100.0)),
             _ => return Err(format!("{text} is no pattern with its parameters")),
         };
         Ok(Self::Pattern(pattern))
@@ -55,17 +61,28 @@ impl FromStr for PatternArg {
 
 impl Workload {
     pub fn layout(&self) -> Result<BlockLayout, LayoutError> {
+        if !self.per_batch {
+            return self.entry_layout(1);
+        }
+        let entries = (0..self.batch).map(|entry| self.entry_layout(1 + entry as u64));
+        BlockLayout::stack_batch(&entries.collect::<Result<Vec<_>, _>>()?)
+    }
+
+    fn entry_layout(&self, seed: u64) -> Result<BlockLayout, LayoutError> {
+        let b = self.block;
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let shape = LayoutShape {
+            heads: self.heads,
+            seq_q: self.n,
+            seq_kv: self.n,
+            block_size: b,
+        };
         match &self.pattern {
             PatternArg::Pattern(pattern) => pattern.layout(self.heads, self.n, self.block),
+            PatternArg::Gaps(density) => BlockLayout::from_block_fn("gaps", shape, |_, _, _| {
+                (rng.random::<f64>() < *density).then(|| BlockMask::corner(b, b, b))
+            }),
             PatternArg::Random(density) => {
-                let b = self.block;
-                let mut rng = ChaCha8Rng::seed_from_u64(1);
-                let shape = LayoutShape {
-                    heads: self.heads,
-                    seq_q: self.n,
-                    seq_kv: self.n,
-                    block_size: b,
-                };
                 BlockLayout::from_block_fn("random blocks", shape, |_, q, k| match q.cmp(&k) {
                     std::cmp::Ordering::Less => None,
                     std::cmp::Ordering::Equal => Some(BlockMask::from_fn(b, |r, c| r >= c)),
@@ -98,7 +115,9 @@ pub fn anchors() -> Vec<Workload> {
         kv_heads: heads,
         n,
         head_dim,
+        value_dim: head_dim,
         block,
+        per_batch: false,
     };
     let pattern = PatternArg::Pattern;
     vec![
@@ -159,7 +178,9 @@ pub fn densities() -> Vec<Workload> {
             kv_heads: 8,
             n: 16384,
             head_dim: 128,
+            value_dim: 128,
             block,
+            per_batch: false,
         })
     });
     rows.collect()

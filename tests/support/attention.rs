@@ -8,8 +8,8 @@ use burn::tensor::module::attention_fallback;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, Pattern, WeightsMode, attention, attention_with_lse,
-    attention_with_weights,
+    AttentionOptions, AttentionPlan, BlockLayout, Pattern, Precision, WeightsMode, attention,
+    attention_with_lse, attention_with_weights,
 };
 
 fn tensor(values: &[f64], shape: [usize; 4], device: &Device, dtype: DType) -> Tensor<4> {
@@ -360,6 +360,41 @@ pub fn per_batch_layouts(devices: &[Device]) {
         let (_, weights) = attention_with_weights(q, k, v, &layout, options).unwrap();
         let dense = weights.to_dense().into_data();
         assert_close("per batch: weights", dense, &answer.weights, 1e-5);
+    }
+}
+
+/// Products are of tf32 only where that is asked for, and then not coarser than that.
+pub fn tf32_only_where_asked_for(devices: &[Device]) {
+    let sizes = Sizes {
+        batch: 2,
+        heads: 4,
+        kv_heads: 2,
+        seq_q: 150,
+        seq_kv: 150,
+        head_dim: 64,
+        value_dim: 64,
+    };
+    let pattern = Pattern::fixed(16, 4);
+    let layout = pattern.layout(4, 150, 16).unwrap();
+    let problem = Problem::random(sizes, 5, move |_, head, i, j| {
+        pattern.attends(head, i as i64, j as i64)
+    });
+    let answer = problem.solve();
+    for device in devices {
+        for (precision, tolerance) in [(Precision::Full, 1e-5), (Precision::Tf32, 3e-3)] {
+            let options = AttentionOptions::default().precision(precision);
+            let [q, k, v, _] = inputs(&problem, device, DType::F32);
+            let plan = AttentionPlan::new(&q, &k, &v, &layout, &options).unwrap();
+            let tf32 = plan.to_string().contains("in tf32");
+            assert!(precision == Precision::Tf32 || !tf32, "{plan}");
+            let device = device.clone().autodiff();
+            let got = run(&problem, &layout, options, &device, DType::F32);
+            let expected = [&answer.out, &answer.dq, &answer.dk, &answer.dv];
+            for (got, expected) in got.into_iter().zip(expected) {
+                let what = format!("{precision:?}, {plan}");
+                assert_close(&what, got, expected, if tf32 { tolerance } else { 1e-5 });
+            }
+        }
     }
 }
 

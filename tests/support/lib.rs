@@ -39,6 +39,10 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("same_input_same_bits", attention::same_input_same_bits),
     ("per_batch_layouts", attention::per_batch_layouts),
     (
+        "tf32_only_where_asked_for",
+        attention::tf32_only_where_asked_for,
+    ),
+    (
         "lse_merges_disjoint_parts",
         attention::lse_merges_disjoint_parts,
     ),

@@ -7,7 +7,8 @@
 //! # Features
 //! - `draw` (default): layouts draw themselves as PNG and SVG.
 //! - `kernels`: attention over a layout in CubeCL kernels, `kernels`.
-//! - `hopper`: with it the kernels use wgmma and TMA on GPUs of compute capability 9.0.
+//! - `cuda-asm`: with it the kernels use NVIDIA's tensor cores, from compute capability 8.0 on; the application brings CubeCL's
+//!   CUDA C++ compiler.
 //!
 //! ```
 //! use blocksparse::Pattern;

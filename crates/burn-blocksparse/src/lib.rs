@@ -45,6 +45,6 @@ pub use ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
     Saved,
 };
-pub use options::{AttentionOptions, WeightsMode};
+pub use options::{AttentionOptions, Precision, WeightsMode};
 pub use plan::AttentionPlan;
 pub use weights::BlockSparseWeights;

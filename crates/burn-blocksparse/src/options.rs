@@ -17,6 +17,20 @@ pub struct AttentionOptions {
     pub softcap: Option<f64>,
     /// What is kept for the backward pass.
     pub weights: WeightsMode,
+    /// How precise the products of f32 tensors are.
+    pub precision: Precision,
+}
+
+/// How precise the products of f32 tensors are. Sums, exponentials and outputs are f32 in any case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Precision {
+    /// f32.
+    #[default]
+    Full,
+    /// Factors may be rounded to tf32, which has 10 bits of mantissa, where tensor cores take them: NVIDIA GPUs from Ampere on. Elsewhere, and
+    /// where [`AttentionPlan`](crate::AttentionPlan) says so, as [`Full`](Self::Full).
+    Tf32,
 }
 
 /// What the forward pass keeps for the backward pass. The gradients are the same.
@@ -45,6 +59,12 @@ impl AttentionOptions {
     /// Sets what is kept for the backward pass.
     pub fn weights(mut self, weights: WeightsMode) -> Self {
         self.weights = weights;
+        self
+    }
+
+    /// Sets how precise the products of f32 tensors are.
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.precision = precision;
         self
     }
 

@@ -39,7 +39,7 @@ pub fn forward(
         .map(|part| Call::new(client, sizes, part, layout, Kernel::Forward, &named))
         .collect::<Result<Vec<_>, _>>()?;
     for (call, part) in calls.iter().zip(&plan.parts) {
-        #[cfg(feature = "hopper")]
+        #[cfg(feature = "cuda-asm")]
         if let Ok(tile) = part.hopper {
             let walked = part.layout(layout);
             let inputs = [q, k, v];
@@ -57,7 +57,25 @@ pub fn forward(
             )?;
             continue;
         }
-        #[cfg(not(feature = "hopper"))]
+        #[cfg(feature = "cuda-asm")]
+        if let Ok(tile) = part.mma {
+            let walked = part.layout(layout);
+            let inputs = [q, k, v];
+            super::mma::forward(
+                client,
+                tile,
+                walked,
+                &sizes,
+                part.residue,
+                inputs,
+                out,
+                lse,
+                scale,
+                softcap,
+            )?;
+            continue;
+        }
+        #[cfg(not(feature = "cuda-asm"))]
         let _ = part;
         unsafe {
             forward::forward::launch_unchecked(
@@ -195,7 +213,7 @@ pub fn backward(
     ];
     let mut plain_stats = None;
     for (part, part_plan) in calls.iter().zip(&plan.parts) {
-        #[cfg(feature = "hopper")]
+        #[cfg(feature = "cuda-asm")]
         if let Ok(tiles) = part_plan.hopper_backward {
             let walked = part_plan.layout(layout);
             let pitch = walked.seq_q().next_multiple_of(2);
@@ -221,7 +239,32 @@ pub fn backward(
             }
             continue;
         }
-        #[cfg(not(feature = "hopper"))]
+        #[cfg(feature = "cuda-asm")]
+        if let Ok(tiles) = part_plan.mma_backward {
+            let walked = part_plan.layout(layout);
+            let residue = part_plan.residue;
+            let pitch = walked.seq_q();
+            let log2_e = std::f64::consts::LOG2_E;
+            let stats = make_stats(&part[0], pitch, log2_e, residue.is_some())?;
+            for (tile, (walk, _, [a1, a2, b1, b2], target, _)) in tiles.into_iter().zip(passes) {
+                let operands = super::mma::BackwardOperands {
+                    a: [a1, a2],
+                    b: [b1, b2],
+                    stats: &stats,
+                    pitch,
+                    out: target,
+                    second: match walk {
+                        Walk::Rows => 0,
+                        Walk::Columns => gradients.v_offset,
+                    },
+                };
+                super::mma::backward(
+                    client, tile, walk, walked, &sizes, residue, &operands, scale, softcap,
+                )?;
+            }
+            continue;
+        }
+        #[cfg(not(feature = "cuda-asm"))]
         let _ = part_plan;
         let stats = match &plain_stats {
             Some(stats) => stats,

@@ -15,10 +15,14 @@
 //! [`AttentionPlan`] is what a call will run, chosen from the layout, the sizes and the device; it prints. Nothing
 //! falls back silently: what cannot run is a [`KernelError`] before anything is launched.
 
+#[cfg(feature = "cuda-asm")]
+mod asm;
 mod device;
-#[cfg(feature = "hopper")]
+#[cfg(feature = "cuda-asm")]
 pub mod hopper;
 mod launch;
+#[cfg(feature = "cuda-asm")]
+pub mod mma;
 mod simt;
 
 use std::collections::HashMap;
@@ -146,6 +150,8 @@ pub struct Sizes {
     pub softcap: bool,
     /// Whether the scale is positive.
     pub positive_scale: bool,
+    /// Whether products of f32 tensors may be of tf32: 10 bits of mantissa.
+    pub tf32: bool,
 }
 
 impl Sizes {
@@ -201,11 +207,16 @@ struct PartPlan {
     residue: Option<Residue>,
     tiles: [simt::Tile; 3],
     /// The forward pass on tensor cores, or why it is not.
-    #[cfg(feature = "hopper")]
+    #[cfg(feature = "cuda-asm")]
     hopper: Result<hopper::Tile, &'static str>,
     /// The two walks of the backward pass, likewise.
-    #[cfg(feature = "hopper")]
+    #[cfg(feature = "cuda-asm")]
     hopper_backward: Result<[hopper::BackwardTile; 2], &'static str>,
+    /// What the hopper tier does not take, on tensor cores all the same, or why it is not.
+    #[cfg(feature = "cuda-asm")]
+    mma: Result<mma::Tile, &'static str>,
+    #[cfg(feature = "cuda-asm")]
+    mma_backward: Result<[mma::Tile; 2], &'static str>,
 }
 
 impl PartPlan {
@@ -217,15 +228,41 @@ impl PartPlan {
         self.tiles[kernel as usize]
     }
 
-    #[cfg_attr(not(feature = "hopper"), allow(unused_variables))]
-    fn is_hopper(&self, kernel: Kernel) -> bool {
-        #[cfg(feature = "hopper")]
+    /// Whether a kernel runs on tensor cores.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(unused_variables))]
+    fn is_tensor(&self, kernel: Kernel) -> bool {
+        #[cfg(feature = "cuda-asm")]
         return match kernel {
-            Kernel::Forward => self.hopper.is_ok(),
-            _ => self.hopper_backward.is_ok(),
+            Kernel::Forward => self.hopper.is_ok() || self.mma.is_ok(),
+            _ => self.hopper_backward.is_ok() || self.mma_backward.is_ok(),
         };
-        #[cfg(not(feature = "hopper"))]
+        #[cfg(not(feature = "cuda-asm"))]
         false
+    }
+
+    /// What runs on tensor cores, and why the rest does not.
+    #[cfg(feature = "cuda-asm")]
+    fn write_tensor(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Err(reason) = self.hopper {
+            writeln!(f, "  forward  not on the hopper tier: {reason}")?;
+        }
+        match (self.hopper, self.mma) {
+            (Ok(tile), _) => writeln!(f, "  forward  {tile}")?,
+            (_, Ok(tile)) => writeln!(f, "  forward  {}", mma::describe(tile, Kernel::Forward))?,
+            (_, Err(reason)) => writeln!(f, "  forward  not on the mma tier: {reason}")?,
+        }
+        if let Err(reason) = self.hopper_backward {
+            writeln!(f, "  backward not on the hopper tier: {reason}")?;
+        }
+        match (self.hopper_backward, self.mma_backward) {
+            (Ok([rows, columns]), _) => writeln!(f, "  dQ       {rows}\n  dK, dV   {columns}"),
+            (_, Ok(tiles)) => {
+                let rows = mma::describe(tiles[0], Kernel::BackwardRows);
+                let columns = mma::describe(tiles[1], Kernel::BackwardColumns);
+                writeln!(f, "  dQ       {rows}\n  dK, dV   {columns}")
+            }
+            (_, Err(reason)) => writeln!(f, "  backward not on the mma tier: {reason}"),
+        }
     }
 
     fn tiling(&self, kernel: Kernel) -> Tiling {
@@ -298,7 +335,7 @@ impl AttentionPlan {
                 let choose =
                     |kernel| simt::choose(walked, &sizes, kernel, by_class, index > 0, properties);
                 let [forward, rows, columns] = kernels.map(choose);
-                #[cfg(feature = "hopper")]
+                #[cfg(feature = "cuda-asm")]
                 let hopper = hopper::choose(
                     walked,
                     &sizes,
@@ -307,14 +344,32 @@ impl AttentionPlan {
                     index > 0,
                     properties,
                 );
-                #[cfg(feature = "hopper")]
+                #[cfg(feature = "cuda-asm")]
                 let backward = |walk| hopper::choose_backward(walked, &sizes, &hopper, walk);
+                #[cfg(feature = "cuda-asm")]
+                let hopper_backward =
+                    backward(Walk::Rows).and_then(|rows| Ok([rows, backward(Walk::Columns)?]));
+                #[cfg(feature = "cuda-asm")]
+                let mma =
+                    |kernel| mma::choose(walked, &sizes, kernel, residue, index > 0, properties);
+                #[cfg(feature = "cuda-asm")]
+                const TAKEN: &str = "the hopper tier takes it";
                 Ok(PartPlan {
-                    #[cfg(feature = "hopper")]
-                    hopper_backward: backward(Walk::Rows)
-                        .and_then(|rows| Ok([rows, backward(Walk::Columns)?])),
-                    #[cfg(feature = "hopper")]
+                    #[cfg(feature = "cuda-asm")]
+                    mma: match hopper {
+                        Ok(_) => Err(TAKEN),
+                        Err(_) => mma(Kernel::Forward),
+                    },
+                    #[cfg(feature = "cuda-asm")]
+                    mma_backward: match hopper_backward {
+                        Ok(_) => Err(TAKEN),
+                        Err(_) => mma(Kernel::BackwardRows)
+                            .and_then(|rows| Ok([rows, mma(Kernel::BackwardColumns)?])),
+                    },
+                    #[cfg(feature = "cuda-asm")]
                     hopper,
+                    #[cfg(feature = "cuda-asm")]
+                    hopper_backward,
                     layout: part.cloned(),
                     residue,
                     tiles: [forward?, rows?, columns?],
@@ -369,9 +424,9 @@ impl AttentionPlan {
         match self
             .parts
             .iter()
-            .any(|part| part.is_hopper(Kernel::Forward))
+            .any(|part| part.is_tensor(Kernel::Forward))
         {
-            true => 8,
+            true => 16 / self.sizes.dtype.size(),
             false => 1,
         }
     }
@@ -399,29 +454,20 @@ impl fmt::Display for AttentionPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Sizes { dtype, .. } = self.sizes;
         let accumulator = self.sizes.accumulator();
-        writeln!(f, "{}, {dtype} with sums in {accumulator}", self.name)?;
+        let name = &self.name;
+        writeln!(f, "{name}, {dtype} with sums in {accumulator}")?;
         for part in &self.parts {
             if let Some(layout) = &part.layout {
                 writeln!(f, "  part {}", layout.name())?;
             }
-            #[cfg(feature = "hopper")]
-            match &part.hopper {
-                Ok(tile) => writeln!(f, "  forward  {tile}")?,
-                Err(reason) => writeln!(f, "  forward  not on the hopper tier: {reason}")?,
-            }
-            #[cfg(feature = "hopper")]
-            match &part.hopper_backward {
-                Ok([rows, columns]) => {
-                    writeln!(f, "  dQ       {rows}\n  dK, dV   {columns}")?;
-                }
-                Err(reason) => writeln!(f, "  backward not on the hopper tier: {reason}")?,
-            }
+            #[cfg(feature = "cuda-asm")]
+            part.write_tensor(f)?;
             for (name, kernel) in [
                 ("forward", Kernel::Forward),
                 ("dQ", Kernel::BackwardRows),
                 ("dK, dV", Kernel::BackwardColumns),
             ] {
-                if part.is_hopper(kernel) {
+                if part.is_tensor(kernel) {
                     continue;
                 }
                 let tile = part.tile(kernel);

@@ -17,7 +17,7 @@ use crate::ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
     Saved,
 };
-use crate::{AttentionOptions, WeightsMode, reference, weights};
+use crate::{AttentionOptions, Precision, WeightsMode, reference, weights};
 
 /// What a call on `device` will run.
 pub(crate) fn plan(
@@ -47,6 +47,7 @@ pub(crate) fn sizes(
         store: options.weights == WeightsMode::Store,
         softcap: options.softcap.is_some(),
         positive_scale: options.scale_for(head_dim) > 0.0,
+        tf32: options.precision == Precision::Tf32 && dtype == DType::F32,
     })
 }
 

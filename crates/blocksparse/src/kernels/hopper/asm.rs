@@ -5,32 +5,7 @@
 
 use cubecl::prelude::*;
 
-/// The type of the tensors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Half {
-    /// 8 bits of exponent.
-    Bf16,
-    /// 5 bits of exponent.
-    F16,
-}
-
-impl Half {
-    fn unpack_text(self, high: bool) -> &'static str {
-        match (self, high) {
-            (Half::Bf16, false) => "shl.b32 $0, $1, 16; /* $0 $1 */",
-            (Half::Bf16, true) => "and.b32 $0, $1, 0xffff0000; /* $0 $1 */",
-            (Half::F16, false) => "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }",
-            (Half::F16, true) => "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }",
-        }
-    }
-
-    fn ptx(self) -> &'static str {
-        match self {
-            Half::Bf16 => "bf16",
-            Half::F16 => "f16",
-        }
-    }
-}
+pub use crate::kernels::asm::*;
 
 /// Bytes of a row of shared memory: the span of the 128-byte swizzle, which repeats after 8 rows.
 pub const ROW: usize = 128;
@@ -96,12 +71,6 @@ fn wait_text(pending: usize, acc: usize, used: usize) -> String {
         text += &format!("mov.f32 %{i}, %{}; ", acc + i);
     }
     text + "}"
-}
-
-/// Reads a variable. An asm gets a mutable variable as a pointer.
-#[cube]
-pub fn val<T: CubePrimitive>(x: T) -> T {
-    intrinsic!(|scope| { x.read_value(scope).into() })
 }
 
 /// Starts `a · bᵀ` `[64, cols]`. The result is there after a [`wait`].
@@ -259,116 +228,10 @@ pub fn named_arrive(id: u32, #[comptime] units: u32) {
     gpu_asm!("bar.arrive {b}, {n};", b = in(_) val::<u32>(id), n = const units);
 }
 
-/// A number that is the same in all units of a warp, told to the compiler.
-#[cube]
-pub fn uniform(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("shfl.sync.idx.b32 {o}, {i}, 0, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), options(nomem));
-    o
-}
-
-/// This unit's place in the cube, read anew.
-#[cube]
-pub fn unit() -> u32 {
-    let o: u32;
-    gpu_asm!("mov.u32 {o}, %%tid.x;", o = out(_) o, options(nomem));
-    o
-}
-
-#[cube]
-pub fn shared_store(address: u32, x: u32) {
-    gpu_asm!("st.shared.u32 [{a}], {x};", a = in(_) val::<u32>(address), x = in(_) val::<u32>(x));
-}
-
-#[cube]
-pub fn shared_load(address: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("ld.shared.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
-    o
-}
-
-#[cube]
-pub fn shared_load_four(address: u32) -> Vector<f32, Const<4>> {
-    let o: Vector<f32, Const<4>>;
-    gpu_asm!("ld.shared.v4.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
-    o
-}
-
-/// Whether `x` differs from `y` in any unit of the warp.
-#[cube]
-pub fn any_differ(x: f32, y: f32) -> u32 {
-    let o: u32;
-    gpu_asm!("{{ .reg .pred p, q; setp.ne.f32 p, {x}, {y}; vote.sync.any.pred q, p, 0xffffffff; selp.u32 {o}, 1, 0, q; }}",
-        o = out(_) o, x = in(_) val::<f32>(x), y = in(_) val::<f32>(y), options(nomem));
-    o
-}
-
-#[cube]
-pub fn shuffle_xor(x: f32, #[comptime] mask: u32) -> f32 {
-    let o: f32;
-    gpu_asm!("shfl.sync.bfly.b32 {o}, {i}, {m}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<f32>(x), m = const mask, options(nomem));
-    o
-}
-
-/// The other lane's number.
-#[cube]
-pub fn trade(x: u32, #[comptime] mask: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("shfl.sync.bfly.b32 {o}, {i}, {m}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), m = const mask, options(nomem));
-    o
-}
-
 /// `2^x`. Volatile, or ptxas moves a wait for a wgmma in front of it.
 #[cube]
 pub fn exp2(x: f32) -> f32 {
     let o: f32;
     gpu_asm!("ex2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(nomem));
-    o
-}
-
-#[cube]
-pub fn log2(x: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("lg2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
-    o
-}
-
-#[cube]
-pub fn reciprocal(x: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("rcp.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
-    o
-}
-
-#[cube]
-pub fn larger(a: f32, b: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("max.f32 {o}, {a}, {b};", o = out(_) o, a = in(_) val::<f32>(a), b = in(_) val::<f32>(b), options(pure, nomem));
-    o
-}
-
-/// `a · b + c`.
-#[cube]
-pub fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("fma.rn.ftz.f32 {o}, {a}, {b}, {c};", o = out(_) o, a = in(_) val::<f32>(a), b = in(_) val::<f32>(b), c = in(_) val::<f32>(c), options(pure, nomem));
-    o
-}
-
-/// Two numbers in half precision, `low` in the lower half.
-#[cube]
-pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
-    let o: u32;
-    gpu_asm!("cvt.rn.{t}x2.f32 {o}, {h}, {l};", t = const half.ptx(), o = out(_) o,
-        h = in(_) val::<f32>(high), l = in(_) val::<f32>(low), options(pure, nomem));
-    o
-}
-
-/// One of two numbers in half precision.
-#[cube]
-pub fn unpack(pair: u32, #[comptime] high: bool, #[comptime] half: Half) -> f32 {
-    let o: f32;
-    gpu_asm!("{body} /* {o} {i} */", body = const half.unpack_text(high), o = out(_) o, i = in(_) val::<u32>(pair),
-        options(pure, nomem));
     o
 }

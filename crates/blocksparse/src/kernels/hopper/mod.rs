@@ -250,8 +250,8 @@ const CANDIDATES: [Candidate; 8] = [
     candidate(256, [1, 64, 2, 1], true, 0.55),
 ];
 
-/// `BLOCKSPARSE_TIER=simt` leaves the tier out, `hopper-forward` its backward pass: to compare tiers.
-fn tier_limit() -> Option<String> {
+/// `BLOCKSPARSE_TIER=simt` or `mma` leaves the tier out, `hopper-forward` its backward pass: to compare tiers.
+pub(super) fn tier_limit() -> Option<String> {
     std::env::var("BLOCKSPARSE_TIER").ok()
 }
 
@@ -271,8 +271,10 @@ pub fn choose(
     {
         return Err("the device is not of compute capability 9.0");
     }
-    if tier_limit().is_some_and(|limit| limit == "simt") {
-        return Err("BLOCKSPARSE_TIER says simt");
+    match tier_limit().as_deref() {
+        Some("simt") => return Err("BLOCKSPARSE_TIER says simt"),
+        Some("mma") => return Err("BLOCKSPARSE_TIER says mma"),
+        _ => {}
     }
     let half = match sizes.dtype {
         ElemType::Float(FloatKind::BF16) => Half::Bf16,

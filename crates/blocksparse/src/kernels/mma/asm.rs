@@ -1,0 +1,162 @@
+//! PTX of this tier: mma.sync, ldmatrix, cp.async.
+
+use cubecl::prelude::*;
+
+pub use crate::kernels::asm::*;
+use crate::kernels::simt::tile::Four;
+
+/// What the products' operands are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Element {
+    /// Tensors of half precision, as they are.
+    Half(Half),
+    /// Tensors of f32, rounded to 10 bits of mantissa.
+    Tf32,
+}
+
+impl Element {
+    /// Bytes in memory.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::Half(_) => 2,
+            Self::Tf32 => 4,
+        }
+    }
+
+    /// Depth of one mma.sync: 32 bytes.
+    pub fn depth(self) -> usize {
+        32 / self.bytes()
+    }
+
+    /// Of half precision, its type.
+    pub fn half(self) -> Half {
+        match self {
+            Self::Half(half) => half,
+            Self::Tf32 => Half::Bf16,
+        }
+    }
+
+    fn shape(self) -> String {
+        match self {
+            Self::Half(half) => format!("m16n8k16.row.col.f32.{0}.{0}.f32", half.ptx()),
+            Self::Tf32 => String::from("m16n8k8.row.col.f32.tf32.tf32.f32"),
+        }
+    }
+}
+
+/// `a · b + c` of 16 rows and 8 columns.
+#[cube]
+pub fn multiply(
+    a: Vector<u32, Four>,
+    b0: u32,
+    b1: u32,
+    c: Vector<f32, Four>,
+    #[comptime] element: Element,
+) -> Vector<f32, Four> {
+    let o: Vector<f32, Four>;
+    gpu_asm!("mma.sync.aligned.{t} {o}, {a}, {{{x}, {y}}}, {c};", t = const element.shape(),
+        o = out(_) o, a = in(_) val::<Vector<u32, Four>>(a), x = in(_) val::<u32>(b0), y = in(_) val::<u32>(b1),
+        c = in(_) val::<Vector<f32, Four>>(c), options(pure, nomem));
+    o
+}
+
+/// Rounds to tf32.
+#[cube]
+pub fn round(x: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("cvt.rna.tf32.f32 {o}, {i};", o = out(_) o, i = in(_) val::<u32>(x), options(pure, nomem));
+    o
+}
+
+/// Operands as mma.sync takes them.
+#[cube]
+pub fn operand(x: Vector<u32, Four>, #[comptime] element: Element) -> Vector<u32, Four> {
+    let mut o = x;
+    if comptime!(element == Element::Tf32) {
+        #[unroll]
+        for i in 0..4usize {
+            o.insert(i, round(x.extract(i)));
+        }
+    }
+    o
+}
+
+/// The bits of a number.
+#[cube]
+pub fn bits_of(x: f32) -> u32 {
+    let o: u32;
+    gpu_asm!("mov.b32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
+    o
+}
+
+/// The number of these bits.
+#[cube]
+pub fn of_bits(x: u32) -> f32 {
+    let o: f32;
+    gpu_asm!("mov.b32 {o}, {i};", o = out(_) o, i = in(_) val::<u32>(x), options(pure, nomem));
+    o
+}
+
+/// Four 8 × 8 matrices, whose rows the four eights of a warp's lanes name.
+#[cube]
+pub fn load_matrices(address: u32, #[comptime] offset: usize) -> Vector<u32, Four> {
+    let o: Vector<u32, Four>;
+    gpu_asm!("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {o}, [{a}+{i}];", o = out(_) o, a = in(_) val::<u32>(address),
+        i = const offset);
+    o
+}
+
+/// As [`load_matrices`], each transposed.
+#[cube]
+pub fn load_transposes(address: u32, #[comptime] offset: usize) -> Vector<u32, Four> {
+    let o: Vector<u32, Four>;
+    gpu_asm!("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {o}, [{a}+{i}];", o = out(_) o, a = in(_) val::<u32>(address),
+        i = const offset);
+    o
+}
+
+/// The address of a buffer.
+#[cube]
+pub fn address(buffer: *const u32) -> u64 {
+    let o: u64;
+    gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) buffer, options(nomem));
+    o
+}
+
+/// Starts to copy 16 bytes at `base + position · stride` to shared memory, or zeros where the position is
+/// [`NOWHERE`](super::tile::NOWHERE).
+#[cube]
+pub fn copy_piece(target: u32, base: u64, position: u32, stride: u32) {
+    gpu_asm!("{{ .reg .pred p; .reg .b32 r, n; .reg .b64 a; setp.eq.u32 p, {x}, 0xffffffff; selp.b32 r, 0, {x}, p; \
+              selp.b32 n, 0, 16, p; mad.wide.u32 a, r, {s}, {b}; cp.async.cg.shared.global [{t}], [a], 16, n; }}",
+        t = in(_) val::<u32>(target), b = in(_) val::<u64>(base), x = in(_) val::<u32>(position), s = in(_) val::<u32>(stride));
+}
+
+/// Starts to copy 8 bytes to shared memory, or zeros if `bytes` is 0.
+#[cube]
+pub fn copy_pair(target: u32, source: u64, bytes: u32) {
+    gpu_asm!("cp.async.ca.shared.global [{t}], [{s}], 8, {n};",
+        t = in(_) val::<u32>(target), s = in(_) val::<u64>(source), n = in(_) val::<u32>(bytes));
+}
+
+/// Waits for the copies that this unit started.
+#[cube]
+pub fn wait_copies() {
+    gpu_asm!("cp.async.wait_all;");
+}
+
+/// `2^x`.
+#[cube]
+pub fn exp2(x: f32) -> f32 {
+    let o: f32;
+    gpu_asm!("ex2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
+    o
+}
+
+/// The address of a buffer of numbers.
+#[cube]
+pub fn stats_address(buffer: *const f32) -> u64 {
+    let o: u64;
+    gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) buffer, options(nomem));
+    o
+}

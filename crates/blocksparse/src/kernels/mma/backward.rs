@@ -1,0 +1,546 @@
+//! The backward kernel: one kernel for dQ (a walk over rows) and for dK and dV (a walk over columns), one cube per tile,
+//! one warp per 16 or 32 rows of it.
+//!
+//! ```text
+//!            a1  a2   b1  b2        s  = a1 · b1ᵀ      p  = exp2(s · log2_scale − lse)
+//! rows       q   dO   k   v         dp = a2 · b2ᵀ      ds = p ∘ (dp − delta)
+//! columns    k   v    q   dO        out1 += ds · b1    out2 += p · b2   (columns only)
+//! ```
+//!
+//! While step j is computed, the rows of step j + 1 are copied, and the positions of step j + 2 worked out. p and ds
+//! are left operands in registers. In a walk over columns s, p, dp and ds are transposes, and lse and delta belong to columns:
+//! they are copied with the step. `out1 · scale` is dQ or dK, out2 is dV.
+
+// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+#![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::generic_to_shared;
+
+use super::asm::*;
+use super::tile::*;
+use crate::kernels::simt::tile::{Four, Listing, PlanParts};
+use crate::plan::Walk;
+
+/// `a1`, `a2`, `b1`, `b2` with any strides of 16 bytes in their outer dimensions, in words; `stats`
+/// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place; `out` `[batch, heads, len, dim]` in words,
+/// out2 from word `second` on. With `carry` the results are added to it.
+#[cube(launch_unchecked)]
+pub fn backward(
+    a1: &[u32],
+    a2: &[u32],
+    b1: &[u32],
+    b2: &[u32],
+    stats: &[f32],
+    out: &mut [u32],
+    plan: &[u32],
+    a1_strides: Strides,
+    a2_strides: Strides,
+    b1_strides: Strides,
+    b2_strides: Strides,
+    parts: PlanParts,
+    listing: Listing,
+    pitch_stats: u32,
+    heads_per_kv: u32,
+    second: u32,
+    scale: f32,
+    log2_scale: f32,
+    softcap: f32,
+    cap_scale: f32,
+    #[comptime] walk: Walk,
+    #[comptime] t: Tile,
+) {
+    let columns = comptime!(matches!(walk, Walk::Columns));
+    let tiles = comptime!(t.warp_tiles);
+    let eights = comptime!(t.eights());
+    let smem: Shared<[u32]> =
+        Shared::new_aligned_slice(comptime!(t.shared_bytes(true) / 4), 128usize);
+    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let outer = CUBE_POS_Y;
+    let batch = CUBE_POS_Z;
+
+    // In a walk over columns a tile of keys goes through all query heads of its group.
+    let mut first_head = outer;
+    let mut turns = 1u32;
+    let mut heads = CUBE_COUNT_Y;
+    let mut divisor = heads_per_kv;
+    if comptime!(columns) {
+        first_head = outer * heads_per_kv;
+        turns = heads_per_kv;
+        heads *= heads_per_kv;
+        divisor = 1u32;
+    }
+    let heads_at = parts.heads + batch as usize * parts.batch;
+    let record0 = plan[heads_at + first_head as usize] as usize;
+    let tile = plan[parts.order + record0 + CUBE_POS_X as usize];
+
+    let cursor = Cursor {
+        head: RuntimeCell::<u32>::new(first_head),
+        end: first_head + turns,
+        entry: RuntimeCell::<usize>::new(0usize),
+        j: RuntimeCell::<u32>::new(0u32),
+        steps: RuntimeCell::<u32>::new(0u32),
+    };
+    open(plan, &parts, heads_at, tile, &cursor);
+    let loads = Loads {
+        b1: address(unsafe { b1.as_ptr_unchecked() }),
+        b2: address(unsafe { b2.as_ptr_unchecked() }),
+        stats: stats_address(unsafe { stats.as_ptr_unchecked() }),
+        base,
+        batch,
+        heads,
+        divisor,
+        pitch: pitch_stats,
+    };
+    let rows = own_rows(&parts, record0, tile, t);
+    own_positions(base, plan, rows, &listing, a1_strides.len, t);
+    let found = next_place(plan, &parts, heads_at, tile, &cursor, columns, t);
+    let mut loaded = found.place;
+    store_place(base, 0u32, &found, &listing, b1_strides.len, t);
+    let found = next_place(plan, &parts, heads_at, tile, &cursor, columns, t);
+    store_place(base, 1u32, &found, &listing, b1_strides.len, t);
+    sync_cube();
+
+    let a1_at = base + comptime!(t.a1_offset() as u32);
+    let a2_at = base + comptime!(t.a2_offset() as u32);
+    copy_rows(
+        head_address(
+            address(unsafe { a1.as_ptr_unchecked() }),
+            &a1_strides,
+            batch,
+            outer,
+        ),
+        a1_strides.row * 16,
+        base,
+        a1_at,
+        comptime!(t.rows()),
+        comptime!(t.head_dim),
+        t,
+    );
+    if comptime!(t.outputs.first()) {
+        copy_rows(
+            head_address(
+                address(unsafe { a2.as_ptr_unchecked() }),
+                &a2_strides,
+                batch,
+                outer,
+            ),
+            a2_strides.row * 16,
+            base,
+            a2_at,
+            comptime!(t.rows()),
+            comptime!(t.value_dim),
+            t,
+        );
+    }
+    copy_step(&loads, &b1_strides, &b2_strides, 0u32, loaded, columns, t);
+    loaded = found.place;
+
+    let warp_rows = warp * comptime!(16 * t.warp_tiles as u32);
+    let first_row = warp_rows + lane / 4;
+    let quad = lane % 4 * 2;
+    let a1_rows = a1_at
+        + warp_rows * comptime!(t.pitch(t.head_dim) as u32)
+        + lane_rows(lane, comptime!(t.head_dim), t);
+    let a2_rows = a2_at
+        + warp_rows * comptime!(t.pitch(t.value_dim) as u32)
+        + lane_rows(lane, comptime!(t.value_dim), t);
+    let b1_at = base + comptime!(t.b1_offset(true) as u32);
+    let b2_at = base + comptime!(t.b2_offset(true) as u32);
+    let b1_cols = b1_at + lane_cols(lane, comptime!(t.head_dim), t);
+    let b2_cols = b2_at + lane_cols(lane, comptime!(t.value_dim), t);
+    let b1_rows = b1_at + lane_depth(lane, comptime!(t.head_dim), t);
+    let b2_rows = b2_at + lane_depth(lane, comptime!(t.value_dim), t);
+    let stats_at = base + comptime!(t.stats_at(0) as u32) + lane % 4 * 16;
+
+    // Of the unit's rows, if they are queries.
+    let mut row_lse = Array::<f32>::new(comptime!(2 * tiles));
+    let mut row_delta = Array::<f32>::new(comptime!(2 * tiles));
+    #[unroll]
+    for i in 0..comptime!(2 * tiles) {
+        row_lse[i] = f32::new(0.0);
+        row_delta[i] = f32::new(0.0);
+        if comptime!(!columns) {
+            let place = own_place(plan, rows, first_row + comptime!(i as u32 * ROW_PAIR), t);
+            if place < pitch_stats {
+                let at = ((batch * heads + outer) * pitch_stats + place) as usize * 2;
+                row_lse[i] = stats[at];
+                row_delta[i] = stats[at + 1];
+            }
+        }
+    }
+
+    let size1 = comptime!(if t.outputs.first() {
+        tiles * t.head_dim / 8
+    } else {
+        1
+    });
+    let size2 = comptime!(if columns && t.outputs.second() {
+        tiles * t.value_dim / 8
+    } else {
+        1
+    });
+    let mut out1 = Array::<Vector<f32, Four>>::new(size1);
+    let mut out2 = Array::<Vector<f32, Four>>::new(size2);
+    #[unroll]
+    for i in 0..size1 {
+        out1[i] = Vector::<f32, Four>::zeroed();
+    }
+    #[unroll]
+    for i in 0..size2 {
+        out2[i] = Vector::<f32, Four>::zeroed();
+    }
+
+    let none = Array::<Vector<u32, Four>>::new(1usize);
+    let mut done = 0u32;
+    for turn in 0..turns {
+        let record = parts.tiles
+            + (plan[heads_at + (first_head + turn) as usize] as usize + tile as usize) * 3;
+        let entry0 = parts.entries + plan[record] as usize * 2;
+        let steps = uniform(plan[record + 1]);
+        let masked = uniform(plan[record + 2]);
+        for j in 0..steps {
+            let stage = done & 1;
+            wait_copies();
+            sync_cube();
+            copy_step(
+                &loads,
+                &b1_strides,
+                &b2_strides,
+                done + 1,
+                loaded,
+                columns,
+                t,
+            );
+            let found = next_place(plan, &parts, heads_at, tile, &cursor, columns, t);
+            loaded = found.place;
+
+            let b1_stage = stage * comptime!(t.b1_bytes() as u32);
+            let b2_stage = stage * comptime!(t.b2_bytes() as u32);
+            let stats_stage = stats_at + stage * comptime!(t.stats_bytes() as u32);
+            let mut s = product(
+                a1_rows,
+                &none,
+                b1_cols + b1_stage,
+                false,
+                comptime!(t.head_dim),
+                t,
+            );
+            if comptime!(t.softcap) {
+                cap(&mut s, softcap, cap_scale, t);
+            }
+            let mut slope = Array::<Vector<f32, Four>>::new(comptime!(if t.softcap {
+                tiles * eights
+            } else {
+                1
+            }));
+            if comptime!(t.softcap) {
+                #[unroll]
+                for n in 0..comptime!(tiles * eights) {
+                    let ratio = s[n] / Vector::new(softcap);
+                    slope[n] = Vector::new(1.0f32) - ratio * ratio;
+                }
+            }
+            if j < masked {
+                let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
+                mask(&mut s, plan, parts.masks, entry, first_row, quad, t);
+            }
+            #[unroll]
+            for n in 0..eights {
+                let mut stats = Vector::<f32, Four>::zeroed();
+                if comptime!(columns) {
+                    stats = shared_load_four(stats_stage + comptime!(n as u32 * 64));
+                }
+                #[unroll]
+                for m in 0..tiles {
+                    let at = comptime!(m * eights + n);
+                    let mut four = s[at];
+                    #[unroll]
+                    for i in 0..4usize {
+                        let mut log = row_lse[comptime!(2 * m + i / 2)];
+                        if comptime!(columns) {
+                            log = stats.extract(comptime!(i % 2 * 2));
+                        }
+                        four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
+                    }
+                    s[at] = four;
+                }
+            }
+            if comptime!(columns && t.outputs.second()) {
+                let p = pack_left(&s, t);
+                accumulate(&p, b2_rows + b2_stage, &mut out2, comptime!(t.value_dim), t);
+            }
+            if comptime!(t.outputs.first()) {
+                let mut dp = product(
+                    a2_rows,
+                    &none,
+                    b2_cols + b2_stage,
+                    false,
+                    comptime!(t.value_dim),
+                    t,
+                );
+                #[unroll]
+                for n in 0..eights {
+                    let mut stats = Vector::<f32, Four>::zeroed();
+                    if comptime!(columns) {
+                        stats = shared_load_four(stats_stage + comptime!(n as u32 * 64));
+                    }
+                    #[unroll]
+                    for m in 0..tiles {
+                        let at = comptime!(m * eights + n);
+                        let mut four = dp[at];
+                        let p = s[at];
+                        #[unroll]
+                        for i in 0..4usize {
+                            let mut delta = row_delta[comptime!(2 * m + i / 2)];
+                            if comptime!(columns) {
+                                delta = stats.extract(comptime!(i % 2 * 2 + 1));
+                            }
+                            four.insert(i, p.extract(i) * (four.extract(i) - delta));
+                        }
+                        if comptime!(t.softcap) {
+                            four *= slope[at];
+                        }
+                        dp[at] = four;
+                    }
+                }
+                let ds = pack_left(&dp, t);
+                accumulate(&ds, b1_rows + b1_stage, &mut out1, comptime!(t.head_dim), t);
+            }
+            store_place(base, stage, &found, &listing, b1_strides.len, t);
+            done += 1;
+        }
+    }
+
+    let first = (batch * CUBE_COUNT_Y + outer) * a1_strides.len;
+    if comptime!(t.outputs.first()) {
+        store_rows(
+            out,
+            &out1,
+            0u32,
+            first,
+            base,
+            first_row,
+            quad,
+            scale,
+            comptime!(t.head_dim),
+            t,
+        );
+    }
+    if comptime!(columns && t.outputs.second()) {
+        let one = f32::new(1.0);
+        store_rows(
+            out,
+            &out2,
+            second,
+            first,
+            base,
+            first_row,
+            quad,
+            one,
+            comptime!(t.value_dim),
+            t,
+        );
+    }
+}
+
+/// What copies are made of.
+#[derive(CubeType, Clone, Copy)]
+struct Loads {
+    b1: u64,
+    b2: u64,
+    stats: u64,
+    base: u32,
+    batch: u32,
+    /// Query heads.
+    heads: u32,
+    /// Query heads per head of b1 and b2.
+    divisor: u32,
+    /// Places of a head in the stats.
+    pitch: u32,
+}
+
+/// The step whose positions are worked out next.
+#[derive(CubeType)]
+struct Cursor {
+    head: RuntimeCell<u32>,
+    /// The head after the last one.
+    end: u32,
+    /// Word of the head's first entry.
+    entry: RuntimeCell<usize>,
+    j: RuntimeCell<u32>,
+    /// Steps of the head.
+    steps: RuntimeCell<u32>,
+}
+
+/// The unit's column of a step.
+#[derive(CubeType, Clone, Copy)]
+struct Found {
+    place: u32,
+    /// The step's head, or [`NOWHERE`] after the last step.
+    head: u32,
+}
+
+/// Reads the record of the cursor's head.
+#[cube]
+fn open(plan: &[u32], parts: &PlanParts, heads_at: usize, tile: u32, cursor: &Cursor) {
+    let head = cursor.head.read() as usize;
+    let record = parts.tiles + (plan[heads_at + head] as usize + tile as usize) * 3;
+    cursor
+        .entry
+        .store(parts.entries + plan[record] as usize * 2);
+    cursor.j.store(0u32);
+    cursor.steps.store(uniform(plan[record + 1]));
+}
+
+/// The place of the unit's column in the cursor's step, which then is the next one. All units call this together.
+#[cube]
+fn next_place(
+    plan: &[u32],
+    parts: &PlanParts,
+    heads_at: usize,
+    tile: u32,
+    cursor: &Cursor,
+    #[comptime] columns: bool,
+    #[comptime] t: Tile,
+) -> Found {
+    if comptime!(columns) {
+        while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
+            cursor.head.store(cursor.head.read() + 1);
+            open(plan, parts, heads_at, tile, cursor);
+        }
+    }
+    let mut place = 0u32;
+    let mut head = comptime!(NOWHERE).runtime();
+    if cursor.j.read() < cursor.steps.read() {
+        head = cursor.head.read();
+        let col = UNIT_POS_X;
+        if col < comptime!(t.cols as u32) {
+            let entry =
+                cursor.j.read() * comptime!(t.entries() as u32) + col / comptime!(t.group as u32);
+            place = plan[cursor.entry.read() + (entry * 2) as usize] * comptime!(t.group as u32)
+                + col % comptime!(t.group as u32);
+        }
+        cursor.j.store(cursor.j.read() + 1);
+    }
+    Found { place, head }
+}
+
+/// Writes a step's positions and its head to a slot.
+#[cube]
+fn store_place(
+    base: u32,
+    slot: u32,
+    found: &Found,
+    listing: &Listing,
+    len: u32,
+    #[comptime] t: Tile,
+) {
+    let target = base + comptime!(t.slot_offset() as u32) + slot * comptime!(t.slot_bytes() as u32);
+    if UNIT_POS_X < comptime!(t.cols as u32) {
+        shared_store(
+            target + UNIT_POS_X * 4,
+            position_at(found.place, listing, len, t),
+        );
+    }
+    if UNIT_POS_X == 0 {
+        shared_store(target + comptime!(t.cols as u32 * 4), found.head);
+    }
+}
+
+/// Starts to copy the rows of the `done`-th step, if there is one; `place` is that of the unit's column.
+#[cube]
+fn copy_step(
+    loads: &Loads,
+    b1_strides: &Strides,
+    b2_strides: &Strides,
+    done: u32,
+    place: u32,
+    #[comptime] columns: bool,
+    #[comptime] t: Tile,
+) {
+    let stage = done & 1;
+    let slot =
+        loads.base + comptime!(t.slot_offset() as u32) + stage * comptime!(t.slot_bytes() as u32);
+    let head = uniform(shared_load(slot + comptime!(t.cols as u32 * 4)));
+    if head != comptime!(NOWHERE) {
+        let inner = head / loads.divisor;
+        copy_rows(
+            head_address(loads.b1, b1_strides, loads.batch, inner),
+            b1_strides.row * 16,
+            slot,
+            loads.base
+                + comptime!(t.b1_offset(true) as u32)
+                + stage * comptime!(t.b1_bytes() as u32),
+            comptime!(t.cols),
+            comptime!(t.head_dim),
+            t,
+        );
+        copy_rows(
+            head_address(loads.b2, b2_strides, loads.batch, inner),
+            b2_strides.row * 16,
+            slot,
+            loads.base
+                + comptime!(t.b2_offset(true) as u32)
+                + stage * comptime!(t.b2_bytes() as u32),
+            comptime!(t.cols),
+            comptime!(t.value_dim),
+            t,
+        );
+        if comptime!(columns) {
+            if UNIT_POS_X < comptime!(t.cols as u32) {
+                let exists = place < loads.pitch;
+                let row =
+                    (loads.batch * loads.heads + head) * loads.pitch + select(exists, place, 0u32);
+                copy_pair(
+                    loads.base
+                        + comptime!(t.stats_at(0) as u32)
+                        + stage * comptime!(t.stats_bytes() as u32)
+                        + UNIT_POS_X * 8,
+                    loads.stats + u64::cast_from(row) * 8,
+                    select(exists, 8u32, 0u32),
+                );
+            }
+        }
+    }
+}
+
+/// Stores the unit's rows.
+#[cube]
+fn store_rows(
+    out: &mut [u32],
+    acc: &Array<Vector<f32, Four>>,
+    start: u32,
+    first: u32,
+    positions: u32,
+    first_row: u32,
+    quad: u32,
+    factor: f32,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    #[unroll]
+    for i in 0..comptime!(2 * t.warp_tiles) {
+        let row = first_row + comptime!(i as u32 * ROW_PAIR);
+        let position = shared_load(positions + row * 4);
+        if position != comptime!(NOWHERE) {
+            let at = start as usize + (first + position) as usize * comptime!(t.words(dim));
+            #[unroll]
+            for n in 0..comptime!(dim / 8) {
+                let four = acc[comptime!(i / 2 * (dim / 8) + n)];
+                let mut pair = Pair {
+                    low: four.extract(comptime!(i % 2 * 2)) * factor,
+                    high: four.extract(comptime!(i % 2 * 2 + 1)) * factor,
+                };
+                if comptime!(t.carry) {
+                    let before = load_pair(&out[..], at, quad, n, t);
+                    pair.low += before.low;
+                    pair.high += before.high;
+                }
+                store_pair(out, at, quad, &pair, n, t);
+            }
+        }
+    }
+}
