@@ -261,7 +261,7 @@ pub struct Overrides {
     #[arg(long, value_parser = positive)]
     pub d_model: Option<usize>,
     /// Sparse attention, or dense causal attention with the same parameters
-    #[arg(long, value_enum, conflicts_with = "pattern")]
+    #[arg(long, value_enum)]
     pub attention: Option<Attention>,
     /// Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization
     #[arg(long, value_parser = pattern::checked, value_name = "PATTERN")]
@@ -349,6 +349,10 @@ impl RunConfig {
             model: preset.model(),
             recipe: preset.recipe(),
         };
+        ensure!(
+            overrides.attention != Some(Attention::Dense) || overrides.pattern.is_empty(),
+            "--attention dense is a pattern by itself; leave out --pattern"
+        );
         config.apply(overrides);
         config.check()?;
         Ok(config)
