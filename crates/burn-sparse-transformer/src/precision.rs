@@ -72,7 +72,7 @@ impl Precision {
         match bias {
             Some(bias) if groups > 1 && x.is_autodiff() => {
                 let [_, width] = weight.dims();
-                let product = rows::group(linear(x, weight, None));
+                let product = rows::group(rows::product(x, weight));
                 (product + rows::spread(bias, groups)).reshape([batch, seq, width])
             }
             bias => linear(x, weight, bias),

@@ -1,14 +1,20 @@
-//! A vector that meets every row of a matrix: biases, and the gains of layer norms.
+//! Operations on matrices with tens of thousands of rows and hundreds of columns, which keep a GPU busy forward
+//! but not backward: what met every row has a gradient that is a sum over rows.
 //!
-//! Its gradient is a sum over the rows, which Burn's GPU backends make in one pass with a thread for each
-//! column: with hundreds of columns and tens of thousands of rows nearly all of the device waits. Here
-//! the rows are first seen as √rows groups of √rows, so that the gradient is two short sums.
+//! - A vector (a bias, the gain of a layer norm): Burn sums a column with one thread. Here the rows are seen as
+//!   √rows groups of √rows, so that the gradient is two short sums.
+//! - A matrix of weights: the product of two tall matrices has few tiles to compute and a long sum in each. Here
+//!   it is a product for each group of rows, and their sum.
 
 use burn::nn::LayerNorm;
 use burn::tensor::Tensor;
+use burn::tensor::module::linear;
 
 /// Fewer rows are not worth two sums.
 const MIN_ROWS: usize = 4096;
+
+/// Rows that a product takes at a time.
+const PRODUCT_ROWS: usize = 1024;
 
 /// The largest divisor of `rows` that is not above its square root; 1 for few rows.
 pub(crate) fn groups(rows: usize) -> usize {
@@ -21,11 +27,23 @@ pub(crate) fn groups(rows: usize) -> usize {
     }
 }
 
-/// `[batch, seq, width]` as `[groups, rows, width]`.
+/// `[batch, seq, width]`, or rows grouped in another way, as `[groups, rows, width]`.
 pub(crate) fn group(x: Tensor<3>) -> Tensor<3> {
     let [batch, seq, width] = x.dims();
     let groups = groups(batch * seq);
     x.reshape([groups, batch * seq / groups, width])
+}
+
+/// `x · weight`.
+pub(crate) fn product(x: Tensor<3>, weight: Tensor<2>) -> Tensor<3> {
+    let [batch, seq, width] = x.dims();
+    let rows = batch * seq;
+    match rows >= MIN_ROWS && rows.is_multiple_of(PRODUCT_ROWS) {
+        true => x
+            .reshape([rows / PRODUCT_ROWS, PRODUCT_ROWS, width])
+            .matmul(weight.unsqueeze()),
+        false => linear(x, weight, None),
+    }
 }
 
 /// `[width]` as `[groups, 1, width]`, for a sum or product with grouped rows.

@@ -157,6 +157,7 @@ fn a_layer_returns_its_inputs_dtype() {
 }
 
 #[test]
+#[allow(deprecated)]
 fn a_device_without_bf16_is_refused() {
     let device = Device::ndarray();
     assert!(config(Precision::F32).init(&device).is_ok());
