@@ -1,7 +1,7 @@
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
 use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, BlockSparseWeights, Pattern, WeightsMode, attention,
     attention_with_weights,
@@ -9,7 +9,7 @@ use burn_blocksparse::{
 
 use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape};
 use crate::layouts::Layouts;
-use crate::{SparseMhaCache, TransformerError};
+use crate::{Precision, SparseMhaCache, TransformerError};
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
 
@@ -43,6 +43,9 @@ pub struct SparseMultiHeadAttentionConfig {
     /// computed again.
     #[config(default = false)]
     pub store_weights: bool,
+    /// Dtype of the projections and of the attention.
+    #[config(default = "Precision::F32")]
+    pub precision: Precision,
     /// How the four projections are initialised.
     #[config(
         default = "Initializer::KaimingUniform{gain: 1.0 / f64::sqrt(3.0), fan_out_only: false}"
@@ -67,7 +70,8 @@ impl SparseMultiHeadAttentionConfig {
     ///
     /// # Errors
     /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
-    /// `softcap` is not positive, or the pattern does not fit the heads and the block size.
+    /// `softcap` is not positive, the pattern does not fit the heads and the block size, or the device
+    /// does not compute in `precision`.
     pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;
         let layouts = Layouts::new(self.pattern.clone(), self.n_heads, self.block_size)?;
@@ -81,6 +85,7 @@ impl SparseMultiHeadAttentionConfig {
         device: &Device,
     ) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;
+        self.precision.check(device)?;
         let n_kv_heads = self.n_kv_heads.unwrap_or(self.n_heads);
         let d_k = self.d_key.unwrap_or(self.d_model) / self.n_heads;
         let d_v = self.d_model / self.n_heads;
@@ -100,6 +105,7 @@ impl SparseMultiHeadAttentionConfig {
             n_kv_heads,
             layouts,
             options: self.options(),
+            precision: self.precision,
         })
     }
 
@@ -164,6 +170,8 @@ pub struct SparseMultiHeadAttention {
     pub(crate) layouts: Layouts,
     #[module(skip)]
     options: AttentionOptions,
+    #[module(skip)]
+    precision: Precision,
 }
 
 /// Input of [`SparseMultiHeadAttention`].
@@ -196,7 +204,7 @@ impl SparseMhaInput {
 /// Output of [`SparseMultiHeadAttention`].
 #[derive(Clone, Debug)]
 pub struct SparseMhaOutput {
-    /// `[batch, seq_q, d_model]`.
+    /// `[batch, seq_q, d_model]`, in the query's dtype.
     pub context: Tensor<3>,
 }
 
@@ -216,9 +224,10 @@ impl SparseMultiHeadAttention {
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (seq_q, seq_kv) = self.check(&input)?;
         let layout = self.layouts.get(seq_q, seq_kv)?;
+        let dtype = input.query.dtype();
         let (query, key, value) = self.project(input);
         let context = attention(query, key, value, &layout, self.options.clone())?;
-        Ok(self.finish(context))
+        Ok(self.finish(context, dtype))
     }
 
     /// [`Self::forward`], which also returns the attention weights of the kept blocks.
@@ -231,10 +240,11 @@ impl SparseMultiHeadAttention {
     ) -> Result<(SparseMhaOutput, BlockSparseWeights), TransformerError> {
         let (seq_q, seq_kv) = self.check(&input)?;
         let layout = self.layouts.get(seq_q, seq_kv)?;
+        let dtype = input.query.dtype();
         let (query, key, value) = self.project(input);
         let options = self.options.clone();
         let (context, weights) = attention_with_weights(query, key, value, &layout, options)?;
-        Ok((self.finish(context), weights))
+        Ok((self.finish(context, dtype), weights))
     }
 
     /// Attention of new positions to themselves and to those in `cache`, for autoregressive decoding.
@@ -259,10 +269,11 @@ impl SparseMultiHeadAttention {
         let total = cache.check([batch, self.n_kv_heads, self.d_k()], new)?;
         let layout = self.layouts.get(seq_q, total)?;
         let before = cache.len();
+        let dtype = input.query.dtype();
         let (query, key, value) = self.project(input);
         let (key, value) = cache.append(key, value);
         match attention(query, key, value, &layout, self.options.clone()) {
-            Ok(context) => Ok(self.finish(context)),
+            Ok(context) => Ok(self.finish(context, dtype)),
             Err(error) => {
                 cache.truncate(before);
                 Err(error.into())
@@ -336,19 +347,20 @@ impl SparseMultiHeadAttention {
     }
 
     fn project(&self, input: SparseMhaInput) -> (Tensor<4>, Tensor<4>, Tensor<4>) {
+        let linear = |layer, x| self.precision.linear(layer, x);
         (
-            split_heads(self.query.forward(input.query), self.n_heads),
-            split_heads(self.key.forward(input.key), self.n_kv_heads),
-            split_heads(self.value.forward(input.value), self.n_kv_heads),
+            split_heads(linear(&self.query, input.query), self.n_heads),
+            split_heads(linear(&self.key, input.key), self.n_kv_heads),
+            split_heads(linear(&self.value, input.value), self.n_kv_heads),
         )
     }
 
-    /// Joins the heads of `[batch, heads, seq, d_v]` and projects them.
-    fn finish(&self, context: Tensor<4>) -> SparseMhaOutput {
+    /// Joins the heads of `[batch, heads, seq, d_v]` and projects them; the result in `dtype`.
+    fn finish(&self, context: Tensor<4>, dtype: DType) -> SparseMhaOutput {
         let [batch, _, seq, _] = context.dims();
         let joined = context.swap_dims(1, 2).reshape([batch, seq, self.d_model]);
         SparseMhaOutput {
-            context: self.output.forward(joined),
+            context: self.precision.linear(&self.output, joined).cast(dtype),
         }
     }
 }

@@ -7,8 +7,8 @@ use burn_blocksparse::Pattern;
 use crate::error::{ensure, ensure_positive};
 use crate::layouts::Layouts;
 use crate::{
-    FeedForward, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, TransformerError, init,
+    FeedForward, Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, TransformerError, init, rows,
 };
 
 /// Configuration of [`SparseTransformerBlock`].
@@ -38,6 +38,9 @@ pub struct SparseTransformerBlockConfig {
     /// computed again.
     #[config(default = false)]
     pub store_weights: bool,
+    /// Dtype of the matrix products and of the attention; the residual stream has the input's.
+    #[config(default = "Precision::F32")]
+    pub precision: Precision,
     /// Number of blocks `N` in the model this block is for. The initial weights of the two layers that
     /// write into the residual stream are scaled by `1 / √(2N)`.
     #[config(default = 1)]
@@ -80,9 +83,12 @@ impl SparseTransformerBlockConfig {
             pwff: FeedForward {
                 linear_inner: init::linear(self.d_model, d_ff, self.init_scale, device),
                 linear_outer: init::linear(d_ff, self.d_model, residual_scale, device),
+                precision: self.precision,
             },
             norm_2: norm.init(device),
             dropout: DropoutConfig::new(self.dropout).init(),
+            layer_norm_eps: self.layer_norm_eps,
+            precision: self.precision,
         })
     }
 
@@ -109,6 +115,7 @@ impl SparseTransformerBlockConfig {
             .with_d_key(self.d_key)
             .with_softcap(self.softcap)
             .with_store_weights(self.store_weights)
+            .with_precision(self.precision)
     }
 
     fn d_ff(&self) -> usize {
@@ -164,6 +171,9 @@ pub struct SparseTransformerBlock {
     pub norm_2: LayerNorm,
     /// At the end of both residual branches; nowhere else.
     pub dropout: Dropout,
+    layer_norm_eps: f64,
+    #[module(skip)]
+    precision: Precision,
 }
 
 impl SparseTransformerBlock {
@@ -185,9 +195,10 @@ impl SparseTransformerBlock {
         dropout: impl Fn(Tensor<3>) -> Tensor<3>,
     ) -> Result<Tensor<3>, TransformerError> {
         self.check(&x)?;
-        let input = SparseMhaInput::self_attn(self.norm_1.forward(x.clone()));
-        let x = x + dropout(self.mha.forward(input)?.context);
-        Ok(x.clone() + dropout(self.pwff.forward(self.norm_2.forward(x))))
+        let a = self.mha.forward(self.attention_input(&x))?.context;
+        let x = add(x, dropout(a));
+        let b = self.feed_forward(&x);
+        Ok(add(x, dropout(b)))
     }
 
     /// Applies the block to new positions, which also attend to those in `cache`.
@@ -203,12 +214,25 @@ impl SparseTransformerBlock {
         cache: &mut SparseMhaCache,
     ) -> Result<Tensor<3>, TransformerError> {
         self.check(&x)?;
-        let input = SparseMhaInput::self_attn(self.norm_1.forward(x.clone()));
-        let x = x + self
-            .dropout
-            .forward(self.mha.forward_cache(input, cache)?.context);
-        let branch = self.pwff.forward(self.norm_2.forward(x.clone()));
-        Ok(x + self.dropout.forward(branch))
+        let input = self.attention_input(&x);
+        let a = self.mha.forward_cache(input, cache)?.context;
+        let x = add(x, self.dropout.forward(a));
+        let b = self.feed_forward(&x);
+        Ok(add(x, self.dropout.forward(b)))
+    }
+
+    /// Rounded here, once for query, key and value.
+    fn attention_input(&self, x: &Tensor<3>) -> SparseMhaInput {
+        SparseMhaInput::self_attn(self.precision.round(self.norm(&self.norm_1, x)))
+    }
+
+    fn feed_forward(&self, x: &Tensor<3>) -> Tensor<3> {
+        self.pwff
+            .forward(self.precision.round(self.norm(&self.norm_2, x)))
+    }
+
+    fn norm(&self, norm: &LayerNorm, x: &Tensor<3>) -> Tensor<3> {
+        rows::layer_norm(norm, self.layer_norm_eps, x.clone())
     }
 
     /// Operations of the matrix products outside attention for one position, forward.
@@ -220,4 +244,10 @@ impl SparseTransformerBlock {
     fn check(&self, x: &Tensor<3>) -> Result<(), TransformerError> {
         self.mha.check_input("x", x)
     }
+}
+
+/// `stream + branch` in the stream's dtype.
+fn add(stream: Tensor<3>, branch: Tensor<3>) -> Tensor<3> {
+    let dtype = stream.dtype();
+    stream + branch.cast(dtype)
 }

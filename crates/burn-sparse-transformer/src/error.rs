@@ -1,5 +1,7 @@
 use burn_blocksparse::{AttentionError, LayoutError};
 
+use crate::Precision;
+
 /// What can be wrong with a configuration, an input or a cache.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -25,6 +27,16 @@ pub enum TransformerError {
         start: usize,
         /// One past the last position asked for.
         end: usize,
+    },
+    /// The device cannot compute in the precision of the configuration.
+    #[error(
+        "precision must be f32 on {device}, which does not compute in {precision}, got {precision}"
+    )]
+    Precision {
+        /// What was asked for.
+        precision: Precision,
+        /// The device.
+        device: String,
     },
     /// The pattern does not give a layout for the sequence lengths at hand.
     #[error(transparent)]

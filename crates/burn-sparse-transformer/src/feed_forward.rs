@@ -3,6 +3,7 @@ use burn::nn::Linear;
 use burn::tensor::Tensor;
 use burn::tensor::activation::sigmoid;
 
+use crate::Precision;
 use crate::attention::linear_flops;
 
 /// Slope of the sigmoid in `x · sigmoid(1.702 x)`, the paper's approximation of GELU (§5.2).
@@ -17,10 +18,12 @@ pub struct FeedForward {
     pub linear_inner: Linear,
     /// `W_2`, `b_2`: `d_ff` to `d_model`.
     pub linear_outer: Linear,
+    #[module(skip)]
+    pub(crate) precision: Precision,
 }
 
 impl FeedForward {
-    /// Applies the network to every position.
+    /// Applies the network to every position. The result has the input's dtype.
     ///
     /// # Shapes
     /// - input and output: `[batch, seq, d_model]`
@@ -28,8 +31,10 @@ impl FeedForward {
     /// # Panics
     /// If the last axis is not `d_model`.
     pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        let x = self.linear_inner.forward(x);
-        self.linear_outer.forward(gelu_sigmoid(x))
+        let dtype = x.dtype();
+        let x = self.precision.linear(&self.linear_inner, x);
+        let x = self.precision.linear(&self.linear_outer, gelu_sigmoid(x));
+        x.cast(dtype)
     }
 
     /// Operations of both layers for one position, forward: two per weight.

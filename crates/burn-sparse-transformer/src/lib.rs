@@ -38,8 +38,10 @@ mod feed_forward;
 mod init;
 mod layouts;
 mod loss;
+mod precision;
 #[cfg(feature = "autodiff")]
 mod recompute;
+mod rows;
 mod transformer;
 
 pub use attention::{
@@ -51,6 +53,7 @@ pub use embedding::PositionEmbedding;
 pub use error::TransformerError;
 pub use factorization::Factorization;
 pub use feed_forward::FeedForward;
+pub use precision::Precision;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
 pub use burn_blocksparse::{AttentionError, BlockLayout, BlockSparseWeights, LayoutError, Pattern};

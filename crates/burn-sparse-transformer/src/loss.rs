@@ -1,4 +1,4 @@
-use burn::nn::loss::CrossEntropyLossConfig;
+use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Int, Tensor};
 
 /// Mean of `−log softmax(logits)[target]` over all positions, in nats.
@@ -15,11 +15,12 @@ pub(crate) fn cross_entropy(logits: Tensor<3>, targets: Tensor<2, Int>) -> Tenso
         DType::F16 | DType::BF16 => logits.cast(DType::F32),
         _ => logits,
     };
-    let loss = CrossEntropyLossConfig::new().init(&logits.device());
-    loss.forward(
-        logits.reshape([batch * seq, vocab]),
-        targets.reshape([batch * seq]),
-    )
+    let positions = batch * seq;
+    let log_probabilities = log_softmax(logits.reshape([positions, vocab]), 1);
+    let chosen = log_probabilities.gather(1, targets.reshape([positions, 1]));
+    // As a row: `mean()` may add with atomics on GPUs, and give other bits every time.
+    let mean = chosen.reshape([1, positions]).mean_dim(1);
+    mean.neg().reshape([1])
 }
 
 #[cfg(test)]

@@ -19,6 +19,9 @@ use crate::error::ensure;
 use crate::loss::cross_entropy;
 use crate::{SparseTransformer, TransformerError};
 
+/// Positions for each entry of the vocabulary from which on an embedding's gradient is a product.
+const POSITIONS_PER_TOKEN: usize = 16;
+
 impl SparseTransformer {
     /// The loss of [`SparseTransformer::loss`] and the gradients of every parameter that requires one.
     ///
@@ -66,13 +69,17 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
         masks: &DropoutMasks,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
-        let mut x = self.embed(tokens, 0)?;
+        let embedded = self.leaf(self.embed(tokens.clone(), 0)?.without_autodiff());
+        let mut x = embedded.clone();
         for (layer, block) in self.blocks.iter().enumerate() {
             masks.seed(layer);
             x = block.forward(x)?;
         }
         let loss = cross_entropy(self.logits(x), targets);
-        let gradients = GradientsParams::from_grads(loss.backward(), self);
+        let mut grads = loss.backward();
+        let grad_embedded = input_gradient(&embedded, &mut grads);
+        let mut gradients = GradientsParams::from_grads(grads, self);
+        self.embedding_gradients(tokens, grad_embedded, &mut gradients)?;
         Ok((loss.without_autodiff(), gradients))
     }
 
@@ -102,14 +109,49 @@ impl SparseTransformer {
             collect(block, &mut grads, &mut gradients);
         }
 
-        let embedded = self.embed(tokens, 0)?;
-        // Not tracked if all embeddings are frozen.
-        if embedded.is_tracked() {
-            let mut grads = backward_from(embedded, grad_x);
-            collect(&self.token_embedding, &mut grads, &mut gradients);
-            collect(&self.position_embedding, &mut grads, &mut gradients);
-        }
+        self.embedding_gradients(tokens, grad_x, &mut gradients)?;
         Ok((loss.without_autodiff(), gradients))
+    }
+
+    /// Gradients of the embeddings from that of `H_0`.
+    ///
+    /// The gradient of a lookup is a scatter, which backends make row by row of the table: with few tokens
+    /// and many positions a GPU is idle. There it is a product with one-hot rows.
+    fn embedding_gradients(
+        &self,
+        tokens: Tensor<2, Int>,
+        grad: Tensor<3>,
+        gradients: &mut GradientsParams,
+    ) -> Result<(), TransformerError> {
+        let [batch, seq, d_model] = grad.dims();
+        let table = &self.token_embedding.weight;
+        let [vocab, _] = table.dims();
+        let positions = batch * seq;
+        let as_product = positions >= POSITIONS_PER_TOKEN * vocab && table.is_require_grad();
+        let embedded = match as_product {
+            true => self.position_embedding.forward(0, seq),
+            false => self.embed(tokens.clone(), 0)?,
+        };
+        // Not tracked if the embeddings are frozen.
+        if embedded.is_tracked() {
+            let grad = match as_product {
+                true => grad.clone().sum_dim(0),
+                false => grad.clone(),
+            };
+            let mut grads = backward_from(embedded, grad);
+            collect(&self.token_embedding, &mut grads, gradients);
+            collect(&self.position_embedding, &mut grads, gradients);
+        }
+        if as_product {
+            let device = grad.device();
+            let tokens = tokens.without_autodiff().reshape([1, positions]);
+            let ids = Tensor::<1, Int>::arange(0..vocab as i64, &device).reshape([vocab, 1]);
+            let one_hot = ids.cast(tokens.dtype()).equal(tokens).float();
+            let grad = self.precision.round(grad.reshape([positions, d_model]));
+            let grad = one_hot.cast(grad.dtype()).matmul(grad);
+            gradients.register(table.id, grad.cast(table.val().dtype()));
+        }
+        Ok(())
     }
 
     /// The input of every block and the output of the last one, computed without a graph.
@@ -151,9 +193,10 @@ fn drop_plain(dropout: &Dropout, x: Tensor<3>) -> Tensor<3> {
     dropout.forward(x.autodiff()).without_autodiff()
 }
 
-/// Backward from `output` when its gradient is already known.
+/// Backward from `output` when its gradient is already known. Burn starts from ones in the shape of the
+/// tensor that it is asked about, so a sum would only add a pass.
 fn backward_from(output: Tensor<3>, grad_output: Tensor<3>) -> Gradients {
-    (output * grad_output).sum().backward()
+    (output * grad_output).backward()
 }
 
 /// # Panics

@@ -8,8 +8,8 @@ use crate::error::{ensure, ensure_positive, ensure_shape};
 use crate::layouts::LayoutPool;
 use crate::loss::cross_entropy;
 use crate::{
-    Factorization, PositionEmbedding, SparseMhaCache, SparseTransformerBlock,
-    SparseTransformerBlockConfig, SparseTransformerCache, TransformerError, init,
+    Factorization, PositionEmbedding, Precision, SparseMhaCache, SparseTransformerBlock,
+    SparseTransformerBlockConfig, SparseTransformerCache, TransformerError, init, rows,
 };
 
 /// Configuration of [`SparseTransformer`].
@@ -60,6 +60,10 @@ pub struct SparseTransformerConfig {
     /// computed again.
     #[config(default = false)]
     pub store_weights: bool,
+    /// Dtype of the blocks' matrix products and attention: mixed precision if it is not f32. Parameters,
+    /// their gradients, the residual stream, layer norms, logits and the loss stay f32.
+    #[config(default = "Precision::F32")]
+    pub precision: Precision,
     /// Added to the variance in the layer norms.
     #[config(default = 1e-5)]
     pub layer_norm_eps: f64,
@@ -106,6 +110,8 @@ impl SparseTransformerConfig {
                 .init(device),
             output: init::zero_linear(d_model, self.vocab_size, device),
             context,
+            layer_norm_eps: self.layer_norm_eps,
+            precision: self.precision,
         })
     }
 
@@ -140,6 +146,7 @@ impl SparseTransformerConfig {
                 .with_dropout(self.dropout)
                 .with_softcap(self.softcap)
                 .with_store_weights(self.store_weights)
+                .with_precision(self.precision)
                 .with_n_layers(self.n_layers)
                 .with_layer_norm_eps(self.layer_norm_eps)
                 .with_init_scale(self.init_scale),
@@ -184,6 +191,9 @@ pub struct SparseTransformer {
     /// `d_model` to `vocab_size`, no bias.
     pub output: Linear,
     context: usize,
+    layer_norm_eps: f64,
+    #[module(skip)]
+    pub(crate) precision: Precision,
 }
 
 impl SparseTransformer {
@@ -322,7 +332,8 @@ impl SparseTransformer {
 
     /// `norm(H_N) · W_output`.
     pub(crate) fn logits(&self, x: Tensor<3>) -> Tensor<3> {
-        self.output.forward(self.norm.forward(x))
+        let x = rows::layer_norm(&self.norm, self.layer_norm_eps, x);
+        self.output.forward(x)
     }
 
     pub(crate) fn check_targets(

@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::ops::Range;
+
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
@@ -123,6 +125,45 @@ fn without_dropout_they_are_the_gradients_of_the_loss() {
     let (got_loss, got) = model.loss_and_gradients(x, y, 0, true).unwrap();
     assert_close(got_loss, loss.inner(), 1e-6);
     assert!(difference(&model, &expected, &got) < 1e-5);
+}
+
+/// Sums over thousands of rows, and embeddings that are looked up often, are computed in other ways.
+#[rstest]
+fn many_windows_give_the_mean_of_single_ones(#[values(false, true)] recompute: bool) {
+    const WINDOWS: usize = 64;
+    const SEQ: usize = 64;
+    let device = device(false);
+    let _guard = common::seed(&device, 12);
+    let mut config = config(0.0);
+    config.context = SEQ;
+    let model = randomise(config.init(&device).unwrap());
+    let x = tokens(WINDOWS, SEQ, VOCAB, &Device::flex());
+    let gradients = |windows: Range<usize>| {
+        let x = x.clone().slice([windows, 0..SEQ]);
+        let y = x.clone().flip([1]);
+        model.loss_and_gradients(x, y, 0, recompute).unwrap().1
+    };
+    let whole = gradients(0..WINDOWS);
+    let mut mean = Mean {
+        parts: (0..WINDOWS).map(|i| gradients(i..i + 1)).collect(),
+        mean: GradientsParams::new(),
+    };
+    model.visit(&mut mean);
+    assert!(difference(&model, &whole, &mean.mean) < 1e-4);
+}
+
+struct Mean {
+    parts: Vec<GradientsParams>,
+    mean: GradientsParams,
+}
+
+impl ModuleVisitor for Mean {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let parts = self.parts.iter().map(|part| part.get::<D>(param.id));
+        let sum = parts.map(Option::unwrap).reduce(|a, b| a + b).unwrap();
+        let mean = sum / self.parts.len() as f64;
+        self.mean.register(param.id, mean);
+    }
 }
 
 /// Adds `step` times a fixed random direction to every parameter, and sums direction · gradient.

@@ -1,10 +1,13 @@
 //! `enwik8 bench`: training speed and memory, sparse against dense.
 
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail};
-use burn::tensor::Device;
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Device, Tensor};
+use burn_sparse_transformer::{Precision, SparseTransformer};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +15,7 @@ use crate::clip::clip_global_norm;
 use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::device;
 use crate::model::{self, windows};
-use crate::presets::{Attention, Overrides, Preset, RunConfig};
+use crate::presets::{self, Attention, Overrides, Preset, RunConfig};
 use crate::progress::say;
 
 /// Time training iterations with sparse and with dense attention
@@ -20,7 +23,8 @@ use crate::progress::say;
 #[command(after_help = "Examples:
   enwik8 bench
   enwik8 bench --context 2048 --batch 2
-  enwik8 bench --preset paper --batch 1 --device cuda --iterations 5
+  enwik8 bench --preset small --precision bf16 --device cuda --peak-tflops 989 --json small.json
+  enwik8 bench --preset paper --attention sparse --batch 4 --recompute false --device cuda
 
 An iteration is what training does: forward, backward, clipping and the optimizer's step. Each kind of attention runs
 in a process of its own, so that the peaks of memory do not mix.")]
@@ -31,72 +35,136 @@ pub struct BenchArgs {
     /// Iterations to time, after two that are not
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     iterations: u32,
-    /// Measure one kind of attention only
-    #[arg(long, value_enum)]
-    only: Option<Attention>,
+    /// Peak rate of the device in the run's precision, in 10¹² operations per second, for the model-flops utilisation
+    #[arg(long, value_parser = presets::rate, value_name = "PEAK")]
+    peak_tflops: Option<f64>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
     device: Option<String>,
+    /// Write the results to a file too
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
     /// Measure in this process and print the result as JSON
-    #[arg(long, hide = true, requires = "only")]
-    json: bool,
+    #[arg(long, value_enum, hide = true)]
+    measure: Option<Attention>,
     #[command(flatten)]
     overrides: Overrides,
 }
 
-/// What one process measures.
+/// What one process measures. Times are medians over the iterations, in milliseconds.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Measurement {
     attention: String,
     /// Allowed pairs of the first layer as a share of the causal ones.
     share_of_causal: f64,
-    /// Median over the iterations.
+    precision: Precision,
+    batch: usize,
+    context: usize,
+    recompute: bool,
+    dropout: f64,
     ms: f64,
+    /// Until everything is in the device's queue.
+    host_ms: f64,
+    /// Iterations that wait for the device after each part, so their sum is more than `ms`.
+    parts: Parts,
+    /// Building the model, the first iteration and the kernels it needs.
+    start_up_s: f64,
     tokens_per_s: f64,
+    /// Operations of an iteration that the model needs, in 10¹²: what is recomputed or masked counts nothing.
+    model_tflop: f64,
+    /// `model_tflop` per second over `--peak-tflops`.
+    utilisation: Option<f64>,
+    /// Of the last iteration, in nats: two precisions that differ here by more than rounding are not the same training.
+    loss: f64,
     /// Peak resident memory of the process.
     host_bytes: Option<u64>,
     /// Memory the backend has reserved on its device after the last iteration.
     device_bytes: Option<u64>,
 }
 
+/// Parts of an iteration, in milliseconds.
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+struct Parts {
+    gradients: f64,
+    clipping: f64,
+    optimizer: f64,
+}
+
 /// Runs `enwik8 bench`.
 pub fn run(args: &BenchArgs) -> Result<()> {
-    if let (Some(attention), true) = (args.only, args.json) {
+    if let Some(attention) = args.measure {
         let measurement = measure(args, attention)?;
         say(serde_json::to_string(&measurement)?);
         return Ok(());
     }
     let config = RunConfig::new(args.preset, &args.overrides)?;
-    let kinds = match args.only {
+    let kinds = match args.overrides.attention {
         Some(kind) => vec![kind],
         None => vec![Attention::Sparse, Attention::Dense],
     };
     let named = device::open(args.device.as_deref())?;
     say(format!(
-        "preset {}: {} layers, {} heads, d_model {}, context {}, batch {}, on {}",
+        "preset {}: {} layers, {} heads, d_model {}, context {}, batch {}, {}{}, on {}",
         args.preset,
         config.model.layers,
         config.model.heads,
         config.model.d_model,
         thousands(config.model.context),
         config.recipe.batch,
+        config.model.precision,
+        match config.recipe.recompute {
+            true => ", blocks recomputed",
+            false => "",
+        },
         named.name
     ));
     say(format!(
-        "{:<28} {:>15} {:>13} {:>12} {:>12} {:>14}",
-        "attention", "share of causal", "ms/iteration", "tokens/s", "peak memory", "device memory"
+        "{:<28} {:>15} {:>13} {:>11} {:>9} {:>7} {:>8} {:>12} {:>14}",
+        "attention",
+        "share of causal",
+        "ms/iteration",
+        "tokens/s",
+        "TFLOP/s",
+        "of peak",
+        "loss",
+        "peak memory",
+        "device memory"
     ));
+    let mut rows = Vec::new();
     for kind in kinds {
         let row = in_child_process(kind)?;
         say(format!(
-            "{:<28} {:>13.1} % {:>13.1} {:>12} {:>12} {:>14}",
+            "{:<28} {:>13.1} % {:>13.1} {:>11} {:>9.3} {:>7} {:>8.4} {:>12} {:>14}",
             row.attention,
             row.share_of_causal * 100.0,
             row.ms,
             thousands(row.tokens_per_s as usize),
+            row.model_tflop / (row.ms / 1_000.0),
+            match row.utilisation {
+                Some(share) => format!("{:.1} %", share * 100.0),
+                None => "n/a".to_owned(),
+            },
+            row.loss,
             mebibytes(row.host_bytes),
             mebibytes(row.device_bytes),
         ));
+        rows.push(row);
+    }
+    for row in &rows {
+        let Parts {
+            gradients,
+            clipping,
+            optimizer,
+        } = row.parts;
+        say(format!(
+            "{}: gradients {gradients:.1} ms, clipping {clipping:.1} ms, optimizer {optimizer:.1} ms; queued after \
+             {:.1} ms; start-up {:.1} s",
+            row.attention, row.host_ms, row.start_up_s
+        ));
+    }
+    if let Some(path) = &args.json {
+        let text = serde_json::to_string_pretty(&rows)? + "\n";
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(())
 }
@@ -107,10 +175,9 @@ fn in_child_process(kind: Attention) -> Result<Measurement> {
         Attention::Dense => "dense",
     };
     let program = std::env::current_exe().context("cannot find this program")?;
-    // `--only` may be there already; the last one counts.
     let output = Command::new(program)
         .args(std::env::args_os().skip(1))
-        .args(["--only", kind, "--json"])
+        .args(["--measure", kind])
         .output()
         .context("cannot start a process to measure in")?;
     if !output.status.success() {
@@ -132,56 +199,157 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     }
     let config = RunConfig::new(args.preset, &overrides)?;
     let device = device::open(args.device.as_deref())?.device;
-    let mut times = iterations(&config, &device, args.iterations)?;
-    times.sort_by(f64::total_cmp);
-    let ms = times[times.len() / 2];
+    let began = Instant::now();
+    let mut trainer = Trainer::new(&config, &device)?;
+    trainer.iterate(|_| Ok(()))?;
+    trainer.sync()?;
+    let start_up_s = began.elapsed().as_secs_f64();
+    trainer.iterate(|_| Ok(()))?;
+    trainer.sync()?;
 
+    let (mut times, mut host_times) = (Vec::new(), Vec::new());
+    let mut loss = 0.0;
+    for _ in 0..args.iterations {
+        let began = Instant::now();
+        let last = trainer.iterate(|_| Ok(()))?;
+        host_times.push(milliseconds(began));
+        trainer.sync()?;
+        times.push(milliseconds(began));
+        loss = last.into_scalar::<f64>();
+    }
+    let (model_tflop, share_of_causal) = trainer.sizes()?;
+    let ms = median(times);
+    let rate = model_tflop / (ms / 1_000.0);
     let factorization = model::factorization(&config.model)?;
-    let layout = factorization.pattern(0)?.layout(
-        config.model.heads,
-        config.model.context,
-        config.model.block_size,
-    )?;
-    let context = config.model.context as f64;
     Ok(Measurement {
         attention: match attention {
             Attention::Sparse => factorization.to_string(),
             Attention::Dense => "dense causal".to_owned(),
         },
-        share_of_causal: layout.density() * context * context / (context * (context + 1.0) / 2.0),
+        share_of_causal,
+        precision: config.model.precision,
+        batch: config.recipe.batch,
+        context: config.model.context,
+        recompute: config.recipe.recompute,
+        dropout: config.model.dropout,
         ms,
+        host_ms: median(host_times),
+        parts: trainer.parts()?,
+        start_up_s,
         tokens_per_s: config.tokens_per_step() as f64 / (ms / 1_000.0),
+        model_tflop,
+        utilisation: args.peak_tflops.map(|peak| rate / peak),
+        loss,
         host_bytes: peak_resident_bytes(),
         device_bytes: device.memory_pool_usage().map(|usage| usage.bytes_reserved),
     })
 }
 
-/// Milliseconds of each iteration.
-fn iterations(config: &RunConfig, device: &Device, count: u32) -> Result<Vec<f64>> {
-    const WARM_UP: u32 = 2;
-    let recipe = &config.recipe;
-    let context = config.model.context;
-    let corpus = Corpus::open(None)?;
-    let bytes = corpus.split_for(Split::Train, context)?;
-    let mut sampler = Sampler::new(bytes.len(), context, recipe.seed);
-    let mut model = model::new(&config.model, recipe.seed, &device.clone().autodiff())?;
-    let mut optimizer = model::optimizer(recipe);
+/// What training needs, without a run's folder.
+struct Trainer<'a> {
+    config: &'a RunConfig,
+    device: &'a Device,
+    corpus: Corpus,
+    sampler: Sampler,
+    /// Taken and put back by the optimizer's step, which needs it by value.
+    model: Option<SparseTransformer>,
+    optimizer: ModuleOptimizer,
+    iteration: u64,
+}
 
-    let mut times = Vec::new();
-    for iteration in 0..WARM_UP + count {
-        let starts: Vec<usize> = (0..recipe.batch).map(|_| sampler.next_start()).collect();
-        let began = Instant::now();
-        let (tokens, targets) = windows(bytes, &starts, context, device);
-        let (_, gradients) =
-            model.loss_and_gradients(tokens, targets, u64::from(iteration), recipe.recompute)?;
-        let (gradients, _) = clip_global_norm(&model, gradients, recipe.clip);
-        model = optimizer.step(recipe.learning_rate, model, gradients);
-        device.sync().map_err(|error| anyhow!("{error:?}"))?;
-        if iteration >= WARM_UP {
-            times.push(began.elapsed().as_secs_f64() * 1_000.0);
-        }
+impl<'a> Trainer<'a> {
+    fn new(config: &'a RunConfig, device: &'a Device) -> Result<Self> {
+        let corpus = Corpus::open(None)?;
+        let bytes = corpus.split_for(Split::Train, config.model.context)?.len();
+        let model = model::new(
+            &config.model,
+            config.recipe.seed,
+            &device.clone().autodiff(),
+        )?;
+        Ok(Trainer {
+            config,
+            device,
+            sampler: Sampler::new(bytes, config.model.context, config.recipe.seed),
+            corpus,
+            model: Some(model),
+            optimizer: model::optimizer(&config.recipe),
+            iteration: 0,
+        })
     }
-    Ok(times)
+
+    /// One step of training; `done` is called after each part of it. The loss stays on the device.
+    fn iterate(&mut self, mut done: impl FnMut(&Device) -> Result<()>) -> Result<Tensor<1>> {
+        let recipe = &self.config.recipe;
+        let context = self.config.model.context;
+        let starts: Vec<usize> = (0..recipe.batch)
+            .map(|_| self.sampler.next_start())
+            .collect();
+        let bytes = self.corpus.split(Split::Train);
+        let (tokens, targets) = windows(bytes, &starts, context, self.device);
+        let model = self.model.take().context("an iteration failed before")?;
+        let (loss, gradients) =
+            model.loss_and_gradients(tokens, targets, self.iteration, recipe.recompute)?;
+        done(self.device)?;
+        let (gradients, _) = clip_global_norm(&model, gradients, recipe.clip);
+        done(self.device)?;
+        self.model = Some(self.optimizer.step(recipe.learning_rate, model, gradients));
+        done(self.device)?;
+        self.iteration += 1;
+        Ok(loss)
+    }
+
+    fn sync(&self) -> Result<()> {
+        sync(self.device)
+    }
+
+    /// Medians over three iterations that wait after each part.
+    fn parts(&mut self) -> Result<Parts> {
+        let mut times = [const { Vec::new() }; 3];
+        for _ in 0..3 {
+            let mut part = 0;
+            let mut began = Instant::now();
+            self.iterate(|device| {
+                sync(device)?;
+                times[part].push(milliseconds(began));
+                part += 1;
+                began = Instant::now();
+                Ok(())
+            })?;
+        }
+        let [gradients, clipping, optimizer] = times.map(median);
+        Ok(Parts {
+            gradients,
+            clipping,
+            optimizer,
+        })
+    }
+
+    /// The operations of an iteration in 10¹² (a backward pass has twice those of a forward pass), and the share of
+    /// the causal pairs that the first layer computes.
+    fn sizes(&self) -> Result<(f64, f64)> {
+        let model = self.model.as_ref().context("an iteration failed before")?;
+        let context = self.config.model.context;
+        let tokens = self.config.tokens_per_step() as u64;
+        let attention = model.attention_flops(context)? * self.config.recipe.batch as u64;
+        let forward = model.matmul_flops_per_token() * tokens + attention;
+        let layout = model.blocks[0].mha.layout(context, context)?;
+        let causal = context as f64 * (context + 1) as f64 / 2.0;
+        let share = layout.density() * (context as f64).powi(2) / causal;
+        Ok((3.0 * forward as f64 / 1e12, share))
+    }
+}
+
+fn sync(device: &Device) -> Result<()> {
+    device.sync().map_err(|error| anyhow!("{error:?}"))
+}
+
+fn milliseconds(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1_000.0
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
 }
 
 /// `VmHWM` of this process; nothing where there is no `/proc`.

@@ -21,7 +21,7 @@ pub fn clip_global_norm<M: Module>(
         sums: Vec::new(),
     };
     model.visit(&mut squares);
-    let norm = Tensor::cat(squares.sums, 0).sum().sqrt();
+    let norm = row_sums(Tensor::cat(squares.sums, 0)).sqrt();
     let factor = (norm.clone().recip() * limit).clamp_max(1.0);
     model.visit(&mut Scale {
         gradients: &mut gradients,
@@ -38,9 +38,18 @@ struct Squares<'a> {
 impl ModuleVisitor for Squares<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(gradient) = self.gradients.get::<D>(param.id) {
-            self.sums.push(gradient.square().sum());
+            self.sums.push(row_sums(gradient.square()));
         }
     }
+}
+
+/// The sum of each row, `[rows]`. Of a vector that is one number.
+///
+/// Not `sum()`, which on GPUs may add with atomics: in another order, and with other bits, every time.
+fn row_sums<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+    let width = x.dims()[D - 1];
+    let rows = x.shape().num_elements() / width;
+    x.reshape([rows, width]).sum_dim(1).reshape([rows])
 }
 
 struct Scale<'a> {

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use anyhow::{Result, anyhow, ensure};
 use burn::tensor::Device;
 use burn::tensor::activation::log_softmax;
-use burn_sparse_transformer::SparseTransformer;
+use burn_sparse_transformer::{Precision, SparseTransformer};
 use clap::Args;
 use indicatif::ProgressBar;
 
 use crate::data::{Corpus, Split, thousands};
 use crate::model::{self, bits, windows};
 use crate::progress::{plain_bar, say, warn};
-use crate::{device, run};
+use crate::{device, presets, run};
 
 /// Measure bits per byte of a checkpoint
 #[derive(Args, Debug)]
@@ -37,6 +37,9 @@ pub struct EvalArgs {
     /// Other raw bytes than the run's
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
+    /// f32 or bf16 [default: the run's]
+    #[arg(long, value_parser = presets::precision, value_name = "f32|bf16")]
+    precision: Option<Precision>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
     device: Option<String>,
@@ -45,7 +48,10 @@ pub struct EvalArgs {
 /// Runs `enwik8 eval`.
 pub fn run(args: &EvalArgs) -> Result<()> {
     let device = device::open(args.device.as_deref())?;
-    let (path, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let (path, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    if let Some(precision) = args.precision {
+        checkpoint.header.config.model.precision = precision;
+    }
     let config = &checkpoint.header.config;
     let context = config.model.context;
     ensure!(

@@ -20,7 +20,7 @@ pub const VOCABULARY: usize = 256;
 /// A model with random weights that depend on `seed` only.
 ///
 /// # Errors
-/// If the configuration's numbers do not go together.
+/// If the configuration's numbers do not go together, or the device does not compute in its precision.
 pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTransformer> {
     device.seed(seed);
     let factorization = factorization(config)?;
@@ -36,6 +36,7 @@ pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTra
     .with_block_size(config.block_size)
     .with_dropout(config.dropout)
     .with_init_scale(config.init_scale)
+    .with_precision(config.precision)
     .init(device)?
     // Weights are drawn here, in order, not on first use.
     .materialize();

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use anyhow::{Result, bail, ensure};
+use burn_sparse_transformer::Precision;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
@@ -43,6 +44,7 @@ impl Preset {
             position_width: 32,
             dropout: 0.0,
             init_scale: paper_init_scale(),
+            precision: Precision::F32,
         };
         match self {
             Preset::Tiny => base,
@@ -186,6 +188,9 @@ pub struct ModelConfig {
     /// Initial weights have a standard deviation of this over the root of their input's width (§6: 0.125).
     #[serde(default = "paper_init_scale")]
     pub init_scale: f64,
+    /// Dtype of activations, matrix products and attention. Weights and Adam's moments are f32 in any case.
+    #[serde(default)]
+    pub precision: Precision,
 }
 
 /// §6. Also that of checkpoints from before it could be chosen.
@@ -256,7 +261,7 @@ pub struct Overrides {
     #[arg(long, value_parser = positive)]
     pub d_model: Option<usize>,
     /// Sparse attention, or dense causal attention with the same parameters
-    #[arg(long, value_enum, conflicts_with = "pattern")]
+    #[arg(long, value_enum)]
     pub attention: Option<Attention>,
     /// Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization
     #[arg(long, value_parser = pattern::checked, value_name = "PATTERN")]
@@ -276,6 +281,10 @@ pub struct Overrides {
     /// Initial weights have a standard deviation of SCALE / √(width of the input)
     #[arg(long, value_parser = rate, value_name = "SCALE")]
     pub init_scale: Option<f64>,
+    /// f32, or bf16 for mixed precision: activations, matrix products and attention in bf16, weights and
+    /// optimizer in f32
+    #[arg(long, value_parser = precision, value_name = "f32|bf16")]
+    pub precision: Option<Precision>,
 
     /// Windows per step
     #[arg(long, value_parser = positive, help_heading = RECIPE)]
@@ -340,6 +349,10 @@ impl RunConfig {
             model: preset.model(),
             recipe: preset.recipe(),
         };
+        ensure!(
+            overrides.attention != Some(Attention::Dense) || overrides.pattern.is_empty(),
+            "--attention dense is a pattern by itself; leave out --pattern"
+        );
         config.apply(overrides);
         config.check()?;
         Ok(config)
@@ -405,6 +418,7 @@ impl RunConfig {
             position_width,
             dropout,
             init_scale,
+            precision,
             batch,
             steps,
             epochs,
@@ -432,6 +446,7 @@ impl RunConfig {
         set(&mut model.block_size, block);
         set(&mut model.dropout, dropout);
         set(&mut model.init_scale, init_scale);
+        set(&mut model.precision, precision);
         if !pattern.is_empty() {
             model.position_width = position_width_for(&pattern, model.context);
             model.patterns = pattern;
@@ -536,11 +551,20 @@ fn positive(text: &str) -> Result<usize, String> {
     }
 }
 
-fn rate(text: &str) -> Result<f64, String> {
+/// A positive number.
+pub fn rate(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(number) if number > 0.0 && f64::is_finite(number) => Ok(number),
         _ => Err("must be a number above 0".to_owned()),
     }
+}
+
+/// `--precision`.
+pub fn precision(text: &str) -> Result<Precision, String> {
+    [Precision::F32, Precision::Bf16]
+        .into_iter()
+        .find(|precision| precision.name() == text)
+        .ok_or_else(|| "must be f32 or bf16".to_owned())
 }
 
 fn non_negative(text: &str) -> Result<f64, String> {
@@ -590,7 +614,7 @@ mod tests {
         assert_eq!(config.steps(1_000), 7);
         let text = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<RunConfig>(&text).unwrap(), config);
-        let older = text.replace(",\"init_scale\":0.125", "");
+        let older = text.replace(",\"init_scale\":0.125,\"precision\":\"f32\"", "");
         assert_ne!(older, text);
         assert_eq!(serde_json::from_str::<RunConfig>(&older).unwrap(), config);
     }

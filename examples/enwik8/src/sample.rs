@@ -6,13 +6,13 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_sparse_transformer::{SparseTransformer, SparseTransformerCache};
+use burn_sparse_transformer::{Precision, SparseTransformer, SparseTransformerCache};
 use clap::Args;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::progress::warn;
-use crate::{device, model, run};
+use crate::{device, model, presets, run};
 
 /// Let a checkpoint write bytes
 #[derive(Args, Debug)]
@@ -45,6 +45,9 @@ pub struct SampleArgs {
     /// Write the raw bytes, prompt included, to a file instead of text to the terminal
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// f32 or bf16 [default: the run's]
+    #[arg(long, value_parser = presets::precision, value_name = "f32|bf16")]
+    precision: Option<Precision>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
     device: Option<String>,
@@ -64,8 +67,11 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         "--prompt must not be empty: the model predicts bytes from earlier ones"
     );
     let device = device::open(args.device.as_deref())?;
-    let (_, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let (_, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
     let context = checkpoint.header.config.model.context;
+    if let Some(precision) = args.precision {
+        checkpoint.header.config.model.precision = precision;
+    }
     let model = model::restore(&checkpoint, &device.device)?;
     let mut writer = Writer::new(model, device.device, context);
     let mut choice = Choice {

@@ -38,8 +38,8 @@ use crate::schedule::Schedule;
   enwik8 train                                  minutes on a CPU, on an embedded sample
   enwik8 train --resume                         continue after Ctrl-C or a crash
   enwik8 train --attention dense --run runs/dense
-  enwik8 train --data enwik8 --preset small --device cuda
-  enwik8 train --data enwik8 --preset paper --device cuda
+  enwik8 train --data enwik8 --preset small --device cuda --precision bf16
+  enwik8 train --data enwik8 --preset paper --device cuda --precision bf16
 
 Ctrl-C finishes the step, writes a checkpoint and stops.")]
 pub struct TrainArgs {
@@ -197,12 +197,13 @@ impl Session {
         let train = self.corpus.split(Split::Train).len();
         say(format!("data      {}", self.corpus.describe()));
         say(format!(
-            "model     preset {preset}: {} parameters, {} layers, {} heads, d_model {}, context {}",
+            "model     preset {preset}: {} parameters, {} layers, {} heads, d_model {}, context {}, {}",
             thousands(self.model.num_params()),
             model.layers,
             model.heads,
             model.d_model,
             thousands(model.context),
+            model.precision,
         ));
         say(format!(
             "attention {}, block size {}",

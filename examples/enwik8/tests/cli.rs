@@ -129,12 +129,20 @@ impl Folder {
     }
 }
 
-/// The model's bytes in a checkpoint: after the preamble and the header, as long as the second length says.
-fn model_of(checkpoint: &Path) -> Vec<u8> {
+/// The model's and the optimizer's bytes in a checkpoint: after the preamble and the header, as long as the second
+/// and the third length say.
+fn state_of(checkpoint: &Path) -> [Vec<u8>; 2] {
     let bytes = fs::read(checkpoint).unwrap();
     let length = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
-    let begin = 36 + length(12);
-    bytes[begin..begin + length(20)].to_vec()
+    let (_, rest) = bytes.split_at(36 + length(12));
+    let (model, optimizer) = rest.split_at(length(20));
+    assert_eq!(optimizer.len(), length(28));
+    [model.to_vec(), optimizer.to_vec()]
+}
+
+fn model_of(checkpoint: &Path) -> Vec<u8> {
+    let [model, _] = state_of(checkpoint);
+    model
 }
 
 /// Without printing either model.
@@ -295,6 +303,54 @@ fn a_resumed_run_equals_an_uninterrupted_one() {
         longer.contains("step-00000020.ckpt") && folder.checkpoint("parts", 25).exists(),
         "{longer}"
     );
+}
+
+#[test]
+fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
+    let folder = Folder::new();
+    let flags = ["--steps", "20", "--checkpoint-every", "10"];
+    let bf16 = [&flags[..], &["--precision", "bf16"]].concat();
+    folder.train("f32", &flags);
+    let text = folder.train("whole", &bf16);
+    assert!(text.contains("context 32, bf16"), "{text}");
+    folder.train("parts", &bf16);
+    fs::remove_file(folder.checkpoint("parts", 20)).unwrap();
+    let path = folder.path("parts");
+    let message = fail(
+        &["train", "--resume", "--run", &path, "--precision", "f32"],
+        1,
+    );
+    assert!(message.contains("precision \"bf16\""), "{message}");
+    folder.resume("parts", &[]);
+
+    // The second half used the first half's moments.
+    assert_same_model(
+        &folder.checkpoint("parts", 20),
+        &folder.checkpoint("whole", 20),
+    );
+    assert_eq!(folder.losses("parts"), folder.losses("whole"));
+    let lengths = |run| state_of(&folder.checkpoint(run, 20)).map(|bytes| bytes.len());
+    assert_eq!(
+        lengths("whole"),
+        lengths("f32"),
+        "weights and moments are f32"
+    );
+    assert_ne!(folder.losses("whole"), folder.losses("f32"));
+    for (bf16, f32) in folder.losses("whole").iter().zip(folder.losses("f32")) {
+        assert!((bf16.2 / f32.2 - 1.0).abs() < 5e-3, "{bf16:?} {f32:?}");
+    }
+
+    let eval = |precision| succeed(&["eval", "--checkpoint", &path, "--precision", precision]);
+    assert!(eval("f32").contains("bits per byte") && eval("bf16").contains("bits per byte"));
+    succeed(&[
+        "sample",
+        "--checkpoint",
+        &path,
+        "--length",
+        "5",
+        "--precision",
+        "f32",
+    ]);
 }
 
 #[test]
@@ -589,4 +645,45 @@ fn bench_compares_sparse_and_dense() {
         text.contains("fixed(8, 2)") && text.contains("dense causal"),
         "{text}"
     );
+}
+
+#[test]
+fn bench_writes_what_it_measured() {
+    let folder = Folder::new();
+    let file = folder.path("bench.json");
+    let flags = [
+        "bench",
+        "--iterations",
+        "1",
+        "--attention",
+        "sparse",
+        "--precision",
+        "bf16",
+    ];
+    let output = ["--peak-tflops", "0.5", "--json", &file];
+    let text = succeed(&[&flags[..], NANO, &output].concat());
+    assert!(!text.contains("dense causal"), "{text}");
+    let rows: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    let [row] = rows.as_array().unwrap().as_slice() else {
+        panic!("{rows}")
+    };
+    assert_eq!(
+        (&row["precision"], &row["batch"]),
+        (&"bf16".into(), &2.into())
+    );
+    let number = |name: &str| row[name].as_f64().unwrap();
+    let rate = number("model_tflop") / (number("ms") / 1e3);
+    assert!(
+        (number("utilisation") * 0.5 / rate - 1.0).abs() < 1e-9,
+        "{row}"
+    );
+    // 64 tokens, two operations per weight; two windows, 16 channels, four operations per pair and channel; three passes.
+    let weights = 4.0 * 256.0 + 8.0 * 256.0 + 16.0 * 256.0;
+    let pairs = 4.0 * 36.0 + 8.0 * 2.0 * (1.0 + 2.0 + 3.0);
+    let forward = 64.0 * 2.0 * weights + 2.0 * 16.0 * 4.0 * pairs;
+    assert!(
+        (number("model_tflop") / (3.0 * forward / 1e12) - 1.0).abs() < 1e-9,
+        "{row}"
+    );
+    assert!(number("loss") > 0.0 && row["parts"]["gradients"].as_f64().unwrap() > 0.0);
 }

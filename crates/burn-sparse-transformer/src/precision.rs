@@ -1,0 +1,87 @@
+//! Mixed precision (Micikevicius et al., 2018): what is computed in which dtype.
+
+use std::fmt;
+
+use burn::nn::Linear;
+use burn::tensor::module::linear;
+use burn::tensor::{DType, Device, FloatDType, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::{TransformerError, rows};
+
+/// The dtype of the blocks' matrix products, of the attention and of the activations between them.
+///
+/// Parameters keep their own dtype, f32 unless set otherwise, and with them gradients and the
+/// optimizer's state: a weight is rounded when it is used, and its gradient is widened on the way back.
+/// Embeddings, the residual stream, layer norms, logits and the loss are never rounded.
+///
+/// bf16 has f32's exponents, so gradients neither overflow nor vanish that would not in f32, and no loss
+/// scaling is needed. (f16 would need it: its smallest normal number is 6e-5.)
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// The parameters' dtype throughout.
+    #[default]
+    F32,
+    /// bf16, with sums in f32.
+    Bf16,
+}
+
+impl Precision {
+    /// Its name in configurations, `f32` or `bf16`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Precision::F32 => "f32",
+            Precision::Bf16 => "bf16",
+        }
+    }
+
+    /// Whether `device` computes in this precision.
+    pub fn is_supported(self, device: &Device) -> bool {
+        match self {
+            Precision::F32 => true,
+            Precision::Bf16 => device.supports_dtype(DType::BF16),
+        }
+    }
+
+    pub(crate) fn check(self, device: &Device) -> Result<(), TransformerError> {
+        match self.is_supported(device) {
+            true => Ok(()),
+            false => Err(TransformerError::Precision {
+                precision: self,
+                device: format!("{device:?}"),
+            }),
+        }
+    }
+
+    /// `x` in the dtype of the products.
+    pub(crate) fn round<const D: usize>(self, x: Tensor<D>) -> Tensor<D> {
+        match self {
+            Precision::F32 => x,
+            Precision::Bf16 => x.cast(FloatDType::BF16),
+        }
+    }
+
+    /// `x · W + b` in the dtype of the products.
+    pub(crate) fn linear(self, layer: &Linear, x: Tensor<3>) -> Tensor<3> {
+        let [batch, seq, _] = x.dims();
+        let groups = rows::groups(batch * seq);
+        let x = self.round(x);
+        let weight = self.round(layer.weight.val());
+        let bias = layer.bias.as_ref().map(|bias| self.round(bias.val()));
+        match bias {
+            Some(bias) if groups > 1 && x.is_autodiff() => {
+                let [_, width] = weight.dims();
+                let product = rows::group(rows::product(x, weight));
+                (product + rows::spread(bias, groups)).reshape([batch, seq, width])
+            }
+            bias => linear(x, weight, bias),
+        }
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,0 +1,179 @@
+//! Mixed precision: bf16 follows f32, and nothing that is kept is bf16.
+#![cfg(feature = "autodiff")]
+
+mod common;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::tensor::{DType, Device, Int, Tensor};
+use burn_sparse_transformer::{
+    Factorization, Pattern, Precision, SparseMhaInput, SparseMultiHeadAttentionConfig,
+    SparseTransformer, SparseTransformerConfig, TransformerError,
+};
+use common::{random, randomise, tokens};
+use rstest::rstest;
+
+const VOCAB: usize = 7;
+const SEQ: usize = 21;
+/// Half a unit in the last place of bf16's eight bits.
+const ROUNDING: f64 = 1.0 / 256.0;
+
+fn config(precision: Precision) -> SparseTransformerConfig {
+    let patterns = vec![Pattern::fixed(8, 2), Pattern::merged_strided(8)];
+    let factorization = Factorization::Interleaved(patterns);
+    SparseTransformerConfig::new(VOCAB, 24, 16, 3, 2, factorization, 8)
+        .with_block_size(8)
+        .with_init_scale(1.0)
+        .with_precision(precision)
+}
+
+/// One model in both precisions.
+fn models(device: &Device) -> [SparseTransformer; 2] {
+    let model = randomise(config(Precision::F32).init(device).unwrap());
+    let record = model.clone().into_record();
+    let bf16 = config(Precision::Bf16).init(device).unwrap();
+    [model, bf16.load_record(record)]
+}
+
+fn data() -> (Tensor<2, Int>, Tensor<2, Int>) {
+    let x = tokens(2, SEQ, VOCAB, &Device::flex());
+    (x.clone(), x.flip([1]))
+}
+
+/// ‖a − b‖ / ‖b‖ over all parameters' gradients, which must be f32.
+fn distance(model: &SparseTransformer, a: &GradientsParams, b: &GradientsParams) -> f64 {
+    struct Distance<'a>([&'a GradientsParams; 2], [f64; 2]);
+    impl ModuleVisitor for Distance<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let [a, b] = self.0.map(|of| of.get::<D>(param.id).expect("a gradient"));
+            assert_eq!([param.val().dtype(), a.dtype(), b.dtype()], [DType::F32; 3]);
+            let squares = |t: Tensor<D>| t.square().sum().into_scalar::<f64>();
+            self.1[0] += squares(a - b.clone());
+            self.1[1] += squares(b);
+        }
+    }
+    let mut visitor = Distance([a, b], [0.0; 2]);
+    model.visit(&mut visitor);
+    let [difference, size] = visitor.1;
+    (difference / size).sqrt()
+}
+
+#[rstest]
+fn gradients_follow_those_of_f32(#[values(false, true)] recompute: bool) {
+    let device = Device::flex().autodiff();
+    let _guard = common::seed(&device, 1);
+    let [f32, bf16] = models(&device).map(|model| {
+        let (x, y) = data();
+        let (loss, gradients) = model.loss_and_gradients(x, y, 0, recompute).unwrap();
+        assert_eq!(loss.dtype(), DType::F32);
+        (model, loss.into_scalar::<f64>(), gradients)
+    });
+    let loss = (bf16.1 / f32.1 - 1.0).abs();
+    assert!(loss < ROUNDING, "loss {} and {}", bf16.1, f32.1);
+    let distance = distance(&f32.0, &bf16.2, &f32.2);
+    assert!(
+        (1e-5..6.0 * ROUNDING).contains(&distance),
+        "gradients {distance} apart: rounded, but not far"
+    );
+}
+
+#[test]
+fn recomputed_blocks_give_the_same_gradients() {
+    let device = Device::flex().autodiff();
+    let _guard = common::seed(&device, 2);
+    let dropout = config(Precision::Bf16).with_dropout(0.3);
+    let model = randomise(dropout.init(&device).unwrap());
+    let run = |recompute| {
+        let (x, y) = data();
+        model.loss_and_gradients(x, y, 3, recompute).unwrap().1
+    };
+    assert!(distance(&model, &run(true), &run(false)) < 1e-5);
+}
+
+/// Losses of each step.
+fn train(mut model: SparseTransformer, optimizer: &mut ModuleOptimizer, steps: usize) -> Vec<f64> {
+    (0..steps)
+        .map(|_| {
+            let (x, y) = data();
+            let (loss, gradients) = model.loss_and_gradients(x, y, 0, false).unwrap();
+            model = optimizer.step(1e-2, model.clone(), gradients);
+            loss.into_scalar::<f64>()
+        })
+        .collect()
+}
+
+#[test]
+fn training_follows_that_of_f32_and_its_state_is_f32() {
+    let device = Device::flex().autodiff();
+    let _guard = common::seed(&device, 3);
+    let [f32, bf16] = models(&device).map(|model| {
+        let mut optimizer = AdamWConfig::new().init();
+        let losses = train(model, &mut optimizer, 30);
+        (losses, optimizer.into_bytes().unwrap().len())
+    });
+    for (step, (a, b)) in bf16.0.iter().zip(&f32.0).enumerate() {
+        assert!((a - b).abs() < 0.05 * f32.0[0], "step {step}: {a} and {b}");
+    }
+    assert!(bf16.0[29] < 0.5 * bf16.0[0], "{:?}", bf16.0);
+    // Random parameter ids are written with more or fewer digits.
+    let bytes = bf16.1 as f64 / f32.1 as f64;
+    assert!((bytes - 1.0).abs() < 0.02, "bytes of the moments: {bytes}");
+}
+
+#[test]
+fn logits_are_f32_and_decoding_gives_those_of_the_whole() {
+    let device = Device::flex();
+    let _guard = common::seed(&device, 4);
+    let [_, model] = models(&device);
+    let (x, _) = data();
+    let whole = model.forward(x.clone()).unwrap();
+    assert_eq!(whole.dtype(), DType::F32);
+    let mut cache = model.new_cache();
+    let parts = [0..5, 5..6, 6..SEQ].map(|range| {
+        let part = x.clone().slice([0..2, range]);
+        model.forward_cache(part, &mut cache).unwrap()
+    });
+    let parts = Tensor::cat(parts.to_vec(), 1);
+    let size = whole.clone().abs().max().into_scalar::<f64>();
+    let error = (parts - whole).abs().max().into_scalar::<f64>();
+    assert!(error < 4.0 * ROUNDING * size, "{error} of {size}");
+}
+
+/// So that a layer in mixed precision replaces one in f32.
+#[test]
+fn a_layer_returns_its_inputs_dtype() {
+    let device = Device::flex();
+    let _guard = common::seed(&device, 5);
+    let mha = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::local(4))
+        .with_block_size(8)
+        .with_precision(Precision::Bf16)
+        .init(&device)
+        .unwrap();
+    let x = random([1, 9, 16], &device);
+    for dtype in [DType::F32, DType::BF16] {
+        let input = SparseMhaInput::self_attn(x.clone().cast(dtype));
+        assert_eq!(mha.forward(input).unwrap().context.dtype(), dtype);
+    }
+}
+
+#[test]
+#[allow(deprecated)]
+fn a_device_without_bf16_is_refused() {
+    let device = Device::ndarray();
+    assert!(config(Precision::F32).init(&device).is_ok());
+    let error = config(Precision::Bf16).init(&device).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            TransformerError::Precision {
+                precision: Precision::Bf16,
+                ..
+            }
+        ),
+        "{error:?}"
+    );
+    assert!(
+        error.to_string().starts_with("precision must be f32 on "),
+        "{error}"
+    );
+}
