@@ -273,6 +273,7 @@ impl PartPlan {
             cols: tile.cols(),
             places: tile.store.is_some(),
             clustered: tile.clustered,
+            visits: false,
         }
     }
 }

@@ -76,6 +76,7 @@ impl Tile {
             cols: self.cols,
             places: false,
             clustered: self.clustered,
+            visits: false,
         }
     }
 
@@ -517,6 +518,7 @@ impl BackwardTile {
             cols: self.cols,
             places: false,
             clustered: self.clustered,
+            visits: false,
         }
     }
 

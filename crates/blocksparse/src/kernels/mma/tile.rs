@@ -87,6 +87,7 @@ impl Tile {
             cols: self.cols,
             places: false,
             clustered: self.clustered,
+            visits: false,
         }
     }
 
