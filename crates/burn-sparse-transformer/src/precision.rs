@@ -17,6 +17,22 @@ use crate::{TransformerError, rows};
 ///
 /// bf16 has f32's exponents, so gradients neither overflow nor vanish that would not in f32, and no loss
 /// scaling is needed. (f16 would need it: its smallest normal number is 6e-5.)
+///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_sparse_transformer::{Factorization, Pattern, Precision, SparseTransformerConfig};
+///
+/// let device = Device::flex();
+/// let precision = match Precision::Bf16.is_supported(&device) {
+///     true => Precision::Bf16,
+///     false => Precision::F32,
+/// };
+/// let fixed = Factorization::from(Pattern::fixed(128, 32));
+/// let model = SparseTransformerConfig::new(256, 512, 64, 2, 4, fixed, 128)
+///     .with_precision(precision)
+///     .init(&device)?;
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
