@@ -16,6 +16,11 @@
 //! that only fill up a step), then full ones, so that a kernel looks at masks in the first steps only.
 //! Positions beyond a ragged end are 0 in the masks, so a kernel checks bounds only where it loads
 //! and stores.
+//!
+//! A pass over columns that adds to what its columns share (dQ) does so tile after tile. Its plan counts
+//! *visits*: an entry's is the number of tiles before its own, in launch order, that have the same entry. So that tiles
+//! which run side by side meet in the same order everywhere, a tile walks its entries from the last to the first: then a tile that
+//! begins at a later diagonal does not wait for one that has yet to come there.
 
 use std::collections::HashMap;
 
@@ -41,7 +46,22 @@ pub struct Tiling {
     pub cols: usize,
     /// Whether entries say where their block's stored weights are. Then a tile lies within one block row.
     pub places: bool,
+    /// Whether entries say how many tiles before theirs have the same entry: the order in which tiles add to what they
+    /// share. Then all patterns share one order of tiles, and entries are in the order in which a tile should walk.
+    pub visits: bool,
 }
+
+impl Tiling {
+    /// Words of an entry.
+    pub fn entry_words(&self) -> usize {
+        2 + usize::from(self.places || self.visits)
+    }
+}
+
+/// The visit of an entry that only fills up a step.
+pub const NO_VISIT: u32 = u32::MAX >> 1;
+/// Bit of the visit of a step's first entry: the masks of this step matter.
+pub const MASKED_STEP: u32 = 1 << 31;
 
 /// Mask id of an entry without any pair, which fills up a step. Id 0 is the full entry.
 const EMPTY: u32 = 1;
@@ -57,7 +77,7 @@ pub struct Sections {
     pub order: usize,
     /// `[patterns · tiles, 3]`: first entry, steps, steps whose masks matter.
     pub tiles: usize,
-    /// `[entries, 2]` or with places `[entries, 3]`: position / group, mask id, place.
+    /// `[entries, 2]` or with places or visits `[entries, 3]`: position / group, mask id, place or visit.
     pub entries: usize,
     /// `[masks, rows, mask_words]`, bit `c % 32` of word `c / 32` is column `c`.
     pub masks: usize,
@@ -106,7 +126,7 @@ impl TilePlan {
         let mut masks = TileMasks::new(layout, tiling, group);
         let tiles = length.div_ceil(rows);
         let per_step = cols / group;
-        let entry_words = 2 + usize::from(tiling.places);
+        let entry_words = tiling.entry_words();
 
         let mut order = Vec::with_capacity(layout.num_patterns() * tiles);
         let mut records: Vec<u32> = Vec::with_capacity(layout.num_patterns() * tiles * 3);
@@ -116,8 +136,16 @@ impl TilePlan {
             let source = Source::new(layout, tiling, pattern);
             let mut steps_of = Vec::with_capacity(tiles);
             for tile in 0..tiles {
-                let found = source.tile(tile, group, &mut masks);
+                let mut found = source.tile(tile, group, &mut masks);
                 let first = entries.len() / entry_words;
+                if tiling.visits {
+                    let words = found.walk(per_step);
+                    let steps = words.len() / entry_words / per_step;
+                    entries.extend(words);
+                    records.extend([first as u32, steps as u32, 0]);
+                    steps_of.push(steps);
+                    continue;
+                }
                 let masked = found.masked.len();
                 let filler = (masked + found.full.len()).next_multiple_of(per_step)
                     - (masked + found.full.len());
@@ -145,6 +173,18 @@ impl TilePlan {
             ranked.sort_by_key(|&tile| std::cmp::Reverse(steps_of[tile as usize]));
             order.extend(ranked);
             pattern_steps.push(steps_of.iter().map(|&s| s as u64).sum::<u64>());
+        }
+        if tiling.visits {
+            let others = match tiling.walk {
+                Walk::Rows => layout.seq_kv(),
+                Walk::Columns => layout.seq_q(),
+            };
+            let shape = Shape {
+                tiles,
+                per_step,
+                others: others.div_ceil(group).max(1),
+            };
+            order = count_visits(&records, &mut entries, shape);
         }
 
         let batches = layout.batch().unwrap_or(1);
@@ -193,6 +233,62 @@ impl TilePlan {
     }
 }
 
+struct Shape {
+    tiles: usize,
+    per_step: usize,
+    /// Groups of columns there are.
+    others: usize,
+}
+
+/// One order of tiles for all patterns, those with most steps first, and in it the visits of all entries.
+fn count_visits(records: &[u32], entries: &mut [u32], shape: Shape) -> Vec<u32> {
+    let Shape {
+        tiles,
+        per_step,
+        others,
+    } = shape;
+    let steps = |record: usize| records[record * 3 + 1] as usize;
+    let patterns = records.len() / 3 / tiles.max(1);
+    let total = |tile: usize| -> usize { (0..patterns).map(|p| steps(p * tiles + tile)).sum() };
+    let mut ranked: Vec<u32> = (0..tiles as u32).collect();
+    ranked.sort_by_key(|&tile| std::cmp::Reverse(total(tile as usize)));
+    for pattern in 0..patterns {
+        let record = |rank: usize| pattern * tiles + ranked[rank] as usize;
+        // A tile that most queries see, as that of attention sinks, is far from done with the last of them when the
+        // others are: it begins at the first ones, and keeps ahead.
+        let usual = match tiles {
+            0 => 0,
+            _ => steps(record(tiles / 16)),
+        };
+        let mut visits = vec![0u32; others];
+        for record in (0..tiles).map(record) {
+            let first = records[record * 3] as usize * 3;
+            let length = steps(record) * per_step * 3;
+            let words = &mut entries[first..first + length];
+            if steps(record) > 4 * usual {
+                reverse_steps(words, per_step * 3);
+            }
+            for entry in words.chunks_exact_mut(3) {
+                if entry[2] & NO_VISIT != NO_VISIT {
+                    let visit = &mut visits[entry[0] as usize];
+                    entry[2] |= *visit;
+                    *visit += 1;
+                }
+            }
+        }
+    }
+    let order = std::iter::repeat_n(ranked, patterns);
+    order.flatten().collect()
+}
+
+fn reverse_steps(words: &mut [u32], step: usize) {
+    let steps = words.len() / step;
+    for low in 0..steps / 2 {
+        let (front, back) = words.split_at_mut((steps - 1 - low) * step);
+        front[low * step..(low + 1) * step].swap_with_slice(&mut back[..step]);
+    }
+}
+
 /// One entry of a tile.
 struct TileEntry {
     at: u32,
@@ -204,6 +300,26 @@ struct TileEntry {
 struct TileEntries {
     masked: Vec<TileEntry>,
     full: Vec<TileEntry>,
+}
+
+impl TileEntries {
+    /// The words of a tile's entries without their visits: from the last to the first, filled up at the end.
+    fn walk(&mut self, per_step: usize) -> Vec<u32> {
+        let mut all: Vec<TileEntry> = self.masked.drain(..).chain(self.full.drain(..)).collect();
+        all.sort_by_key(|entry| std::cmp::Reverse(entry.at));
+        let mut words = Vec::with_capacity(all.len().next_multiple_of(per_step) * 3);
+        for step in all.chunks(per_step) {
+            let masked = step.len() < per_step || step.iter().any(|entry| entry.mask != FULL);
+            let flag = if masked { MASKED_STEP } else { 0 };
+            for (k, entry) in step.iter().enumerate() {
+                words.extend([entry.at, entry.mask, if k == 0 { flag } else { 0 }]);
+            }
+            for _ in step.len()..per_step {
+                words.extend([0, EMPTY, NO_VISIT]);
+            }
+        }
+        words
+    }
 }
 
 /// One side of one head pattern.
@@ -413,6 +529,7 @@ pub fn union_overhead(layout: &BlockLayout, walk: Walk, rows: usize) -> f64 {
                 rows,
                 cols: b,
                 places: false,
+                visits: false,
             },
             pattern,
             column_places: Vec::new(),
@@ -468,6 +585,7 @@ mod tests {
             rows,
             cols,
             places,
+            visits: false,
         };
         let plan = TilePlan::new(&layout, tiling);
         let Sections {

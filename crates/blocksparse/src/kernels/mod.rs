@@ -203,9 +203,9 @@ struct PartPlan {
     /// The forward pass on tensor cores, or why it is not.
     #[cfg(feature = "hopper")]
     hopper: Result<hopper::Tile, &'static str>,
-    /// The two walks of the backward pass, likewise.
+    /// The backward pass, likewise.
     #[cfg(feature = "hopper")]
-    hopper_backward: Result<[hopper::BackwardTile; 2], &'static str>,
+    hopper_backward: Result<hopper::BackwardTile, &'static str>,
 }
 
 impl PartPlan {
@@ -235,6 +235,7 @@ impl PartPlan {
             rows: tile.rows,
             cols: tile.cols(),
             places: tile.store.is_some(),
+            visits: false,
         }
     }
 }
@@ -306,12 +307,9 @@ impl AttentionPlan {
                     index > 0,
                     properties,
                 );
-                #[cfg(feature = "hopper")]
-                let backward = |walk| hopper::choose_backward(walked, &hopper, walk);
                 Ok(PartPlan {
                     #[cfg(feature = "hopper")]
-                    hopper_backward: backward(Walk::Rows)
-                        .and_then(|rows| Ok([rows, backward(Walk::Columns)?])),
+                    hopper_backward: hopper::choose_backward(walked, &hopper, properties),
                     #[cfg(feature = "hopper")]
                     hopper,
                     layout: part.cloned(),
@@ -410,9 +408,7 @@ impl fmt::Display for AttentionPlan {
             }
             #[cfg(feature = "hopper")]
             match &part.hopper_backward {
-                Ok([rows, columns]) => {
-                    writeln!(f, "  dQ       {rows}\n  dK, dV   {columns}")?;
-                }
+                Ok(tile) => writeln!(f, "  backward {tile}")?,
                 Err(reason) => writeln!(f, "  backward not on the hopper tier: {reason}")?,
             }
             for (name, kernel) in [

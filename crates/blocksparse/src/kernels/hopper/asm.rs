@@ -98,6 +98,51 @@ fn wait_text(pending: usize, acc: usize, used: usize) -> String {
     text + "}"
 }
 
+/// `aᵀ · b`: `a` (`[depth, 64]`) and `b` (`[depth, cols]`), both MN-major in shared memory.
+fn wide_product_text(half: Half, cols: usize, depth: usize) -> String {
+    let (ty, out) = (half.ptx(), registers(0, cols / 2));
+    let mut text = String::from("{ .reg .b64 a, b; wgmma.fence.sync.aligned; ");
+    for k in 0..depth / DEPTH {
+        let offset = (k * DEPTH * ROW) >> 4;
+        let add = usize::from(k > 0);
+        text += &format!(
+            "add.s64 a, $1, {offset}; add.s64 b, $2, {offset}; \
+             wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{ty}.{ty} {{{out}}}, a, b, {add}, 1, 1, 1, 1; "
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
+}
+
+/// Stores a left operand of `cols` columns as 16 of its rows, swizzled, spans of 64 columns `span` bytes apart. `$1` is the
+/// address of this unit's first pair.
+fn store_left_text(width: usize, span: usize) -> String {
+    let mut text = String::from("{ .reg .b32 a; ");
+    for eight in 0..width / 2 {
+        let (at, chunk) = (eight / 8 * span, (eight % 8) << 4);
+        text += &format!(
+            "xor.b32 a, $1, {chunk}; st.shared.b32 [a + {at}], %{}; st.shared.b32 [a + {}], %{}; ",
+            2 * eight,
+            at + 8 * ROW,
+            2 * eight + 1,
+        );
+    }
+    text + "/* $0 */ }"
+}
+
+/// Stores, or adds, the unit's part of eight rows: fours of numbers, 512 bytes apart. `lower`: rows 8 to 15.
+fn add_eight_text(width: usize, lower: bool, add: bool) -> String {
+    let instruction = match add {
+        true => "red.relaxed.gpu.global.add.v4.f32",
+        false => "st.global.v4.f32",
+    };
+    let mut text = String::new();
+    for four in 0..width / 8 {
+        let [a, b, c, d] = [0, 1, 4, 5].map(|i| 8 * four + i + 2 * usize::from(lower));
+        text += &format!("{instruction} [$1 + {}], {{%{a}, %{b}, %{c}, %{d}}}; ", 512 * four);
+    }
+    text + "/* $0 */"
+}
+
 /// Reads a variable. An asm gets a mutable variable as a pointer.
 #[cube]
 pub fn val<T: CubePrimitive>(x: T) -> T {
@@ -159,6 +204,91 @@ pub fn weigh<P: Size, O: Size>(
         body = const accumulate_text(half, acc, cols, dim, false),
         d = out(_) out, p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
     out
+}
+
+/// Starts `aᵀ · b` `[64, 2 · O]` of operands whose rows are the `depth`. The result is there after a [`wait`].
+#[cube]
+pub fn wide_product<O: Size>(
+    a: u64,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] depth: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let width = O::value();
+    let cols = comptime!(width * 2);
+    gpu_asm!("{body} /* {d} {a} {b} */",
+        body = const wide_product_text(half, cols, depth),
+        d = out(_) out, a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Stores a left operand in shared memory, as a right or a wide one is read.
+#[cube]
+pub fn store_left<P: Size>(p: Vector<u32, P>, address: u32, #[comptime] span: usize) {
+    let width = P::value();
+    gpu_asm!("{body} /* {p} {a} */", body = const store_left_text(width, span),
+        p = in(_) val::<Vector<u32, P>>(p), a = in(_) val::<u32>(address));
+}
+
+/// Makes this unit's writes to shared memory known to wgmma and TMA.
+#[cube]
+pub fn async_fence() {
+    gpu_asm!("fence.proxy.async.shared::cta;");
+}
+
+/// Stores the upper or lower eight rows of a warp's 16 in global memory, or adds them to what is there.
+#[cube]
+pub fn add_eight<O: Size>(
+    x: Vector<f32, O>,
+    address: u64,
+    #[comptime] lower: bool,
+    #[comptime] add: bool,
+) {
+    let width = O::value();
+    gpu_asm!("{body} /* {x} {a} */", body = const add_eight_text(width, lower, add),
+        x = in(_) val::<Vector<f32, O>>(x), a = in(_) val::<u64>(address));
+}
+
+/// The address of global memory.
+#[cube]
+pub fn global_address<T: CubePrimitive>(pointer: *const T) -> u64 {
+    let o: u64;
+    gpu_asm!("cvta.to.global.u64 {o}, {p};", o = out(_) o, p = in(_) pointer);
+    o
+}
+
+/// A number that another cube may be writing.
+#[cube]
+pub fn peek(address: u64) -> u32 {
+    let o: u32;
+    gpu_asm!("ld.relaxed.gpu.global.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address));
+    o
+}
+
+/// Waits until a number is `x`.
+#[cube]
+pub fn wait_until(address: u64, x: u32) {
+    gpu_asm!("{{ .reg .pred done; .reg .u32 now; AGAIN: ld.relaxed.gpu.global.u32 now, [{a}]; setp.eq.u32 done, now, {x}; @!done bra AGAIN; }}",
+        a = in(_) val::<u64>(address), x = in(_) val::<u32>(x));
+}
+
+/// Writes a number that another cube may be reading.
+#[cube]
+pub fn post(address: u64, x: u32) {
+    gpu_asm!("st.relaxed.gpu.global.u32 [{a}], {x};", a = in(_) val::<u64>(address), x = in(_) val::<u32>(x));
+}
+
+/// Orders this unit's accesses to global memory, and those it knows of, before later ones.
+#[cube]
+pub fn device_fence() {
+    gpu_asm!("fence.acq_rel.gpu;");
+}
+
+/// Waits for the other lanes of the warp.
+#[cube]
+pub fn sync_warp() {
+    gpu_asm!("bar.warp.sync 0xffffffff;");
 }
 
 /// Waits until at most `pending` of the products started last are unfinished.

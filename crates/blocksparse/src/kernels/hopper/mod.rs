@@ -16,12 +16,13 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::plan;
-use super::simt::tile::{ListingLaunch, PlanPartsLaunch};
-use super::{KernelError, Sizes, TensorView};
+use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
+use super::{Gradients, KernelError, Sizes, TensorView};
 use crate::plan::{Tiling, Walk, union_overhead};
 use crate::{BlockLayout, Residue};
 pub use asm::Half;
 use asm::{ROW, ROW_ELEMENTS};
+use backward::LengthsLaunch;
 
 /// Rows of a warpgroup.
 const GROUP_ROWS: usize = 64;
@@ -73,6 +74,7 @@ impl Tile {
             rows: self.rows(),
             cols: self.cols,
             places: false,
+            visits: false,
         }
     }
 
@@ -453,16 +455,16 @@ pub fn forward(
     Ok(())
 }
 
-/// The comptime shape of the backward kernel, in either walk.
+/// The comptime shape of the backward kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardTile {
     /// Type of the tensors.
     pub half: Half,
-    /// Width of queries, keys and values: 64 or 128.
+    /// Width of queries, keys and values: 64, 96 or 128.
     pub dim: usize,
-    /// Warpgroups, each with 64 rows: 1 or 2.
+    /// Warpgroups, each with 64 keys: 1 or 2.
     pub warpgroups: usize,
-    /// Columns of a step.
+    /// Queries of a step: 64 or 128.
     pub cols: usize,
     /// Consecutive positions an entry names.
     pub group: usize,
@@ -470,6 +472,8 @@ pub struct BackwardTile {
     pub stages: usize,
     /// How many steps late a buffer is filled again.
     pub lag: usize,
+    /// Whether a step's first product is started in the step before.
+    pub ahead: bool,
     /// Whether scores are softcapped.
     pub softcap: bool,
     /// Whether positions are listed by residue class.
@@ -479,7 +483,7 @@ pub struct BackwardTile {
 }
 
 impl BackwardTile {
-    /// Rows of a tile.
+    /// Keys of a tile.
     pub fn rows(&self) -> usize {
         GROUP_ROWS * self.warpgroups
     }
@@ -490,12 +494,13 @@ impl BackwardTile {
     }
 
     /// How the layout is cut.
-    pub fn tiling(&self, walk: Walk) -> Tiling {
+    pub fn tiling(&self) -> Tiling {
         Tiling {
-            walk,
+            walk: Walk::Columns,
             rows: self.rows(),
             cols: self.cols,
             places: false,
+            visits: true,
         }
     }
 
@@ -507,16 +512,26 @@ impl BackwardTile {
         self.dim.div_ceil(ROW_ELEMENTS)
     }
 
+    /// Columns in shared memory.
+    fn padded(&self) -> usize {
+        self.spans() * ROW_ELEMENTS
+    }
+
     fn entries(&self) -> usize {
         self.cols / self.group
     }
 
-    /// Rows of a box of the tile's own rows. All positions of a box are of one class.
+    /// Rows of a box of keys or values. All positions of a box are of one class.
     fn a_group(&self) -> usize {
         match self.residue {
             true => self.rows().min(self.group),
             false => self.rows(),
         }
+    }
+
+    /// Boxes of the tile's keys, or its values.
+    fn a_boxes(&self) -> usize {
+        self.rows() / self.a_group() * self.spans()
     }
 
     fn a_bytes(&self) -> usize {
@@ -527,8 +542,85 @@ impl BackwardTile {
         self.cols * self.spans() * ROW
     }
 
+    /// TMA writes to multiples of 128 bytes, and the lse and delta of 8 queries have 64.
     fn stats_bytes(&self) -> usize {
-        self.cols * 8
+        self.entries() * (self.group * 8).max(128)
+    }
+
+    /// Where the lse and delta of the `eight`-th eight queries of a step are.
+    fn stats_eight(&self, eight: usize) -> u32 {
+        eight as u32 * if self.group == 8 { 128 } else { 64 }
+    }
+
+    fn ds_bytes(&self) -> usize {
+        self.rows() * self.cols * 2
+    }
+
+    // dQ of a step: two warpgroups have half the columns each, or half the queries where a step has 128.
+
+    /// Whether a warpgroup has half the queries of a step.
+    fn halves_queries(&self) -> bool {
+        self.cols == 2 * GROUP_ROWS && self.warpgroups == 2
+    }
+
+    /// Parts of the columns, each with counters of its own.
+    fn parts(&self) -> usize {
+        match self.halves_queries() {
+            true => 1,
+            false => self.warpgroups,
+        }
+    }
+
+    /// Columns of dQ that a warpgroup computes.
+    fn dq_cols(&self) -> usize {
+        self.padded() / self.parts()
+    }
+
+    /// From one warpgroup's ds to the other's.
+    fn dq_left_offset(&self) -> usize {
+        match self.halves_queries() {
+            true => self.rows() * ROW,
+            false => 0,
+        }
+    }
+
+    /// From one warpgroup's columns of the keys to the other's.
+    fn dq_right_offset(&self) -> usize {
+        match (self.parts(), self.spans()) {
+            (1, _) => 0,
+            (_, 1) => ROW / 2,
+            _ => self.rows() * ROW,
+        }
+    }
+
+    fn dq_query_offset(&self) -> usize {
+        match self.halves_queries() {
+            true => GROUP_ROWS,
+            false => 0,
+        }
+    }
+
+    /// Bytes of the sums of eight queries.
+    fn dq_eight_bytes(&self) -> usize {
+        8 * self.padded() * 4
+    }
+
+    /// From one part of the columns to the next.
+    fn dq_part_bytes(&self) -> usize {
+        match self.parts() {
+            1 => 0,
+            parts => self.dq_eight_bytes() / parts,
+        }
+    }
+
+    /// Queries that share a counter.
+    fn counted(&self) -> usize {
+        self.group.min(16)
+    }
+
+    /// Counters of a warp's 16 queries.
+    fn counters(&self) -> usize {
+        16 / self.counted()
     }
 
     // Byte offsets in shared memory. The barrier of the tile's own rows comes first.
@@ -542,28 +634,32 @@ impl BackwardTile {
     }
 
     fn stats_offset(&self) -> usize {
-        1024
+        128
     }
 
-    fn a1_offset(&self) -> usize {
+    fn k_offset(&self) -> usize {
         (self.stats_offset() + self.stages * self.stats_bytes()).next_multiple_of(1024)
     }
 
-    fn a2_offset(&self) -> usize {
-        self.a1_offset() + self.a_bytes()
+    fn v_offset(&self) -> usize {
+        self.k_offset() + self.a_bytes()
     }
 
-    fn b1_offset(&self) -> usize {
-        self.a2_offset() + self.a_bytes()
+    fn ds_offset(&self) -> usize {
+        self.v_offset() + self.a_bytes()
     }
 
-    fn b2_offset(&self) -> usize {
-        self.b1_offset() + self.stages * self.b_bytes()
+    fn q_offset(&self) -> usize {
+        self.ds_offset() + 2 * self.ds_bytes()
+    }
+
+    fn do_offset(&self) -> usize {
+        self.q_offset() + self.stages * self.b_bytes()
     }
 
     /// Bytes of shared memory of a cube.
     pub fn shared_bytes(&self) -> usize {
-        self.b2_offset() + self.stages * self.b_bytes()
+        self.do_offset() + self.stages * self.b_bytes()
     }
 }
 
@@ -582,110 +678,95 @@ impl fmt::Display for BackwardTile {
     }
 }
 
-/// As [`choose`], for a walk of the backward pass. What the forward tier does not take, this one does not either.
+/// As [`choose`], for the backward pass. What the forward tier does not take, this one does not either.
 ///
 /// # Errors
 /// What the tier lacks.
 pub fn choose_backward(
     layout: &BlockLayout,
     forward: &Result<Tile, &'static str>,
-    walk: Walk,
+    properties: &DeviceProperties,
 ) -> Result<BackwardTile, &'static str> {
     let forward = (*forward)?;
     if tier_limit().is_some_and(|limit| limit == "hopper-forward") {
         return Err("BLOCKSPARSE_TIER says hopper-forward");
     }
-    if forward.dim != 64 && forward.dim != 128 {
-        return Err("head_dim is neither 64 nor 128");
+    if forward.dim > 128 {
+        return Err("head_dim is none of 64, 96, 128");
     }
     let block = layout.block_size();
-    if block < 16 {
-        // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
-        return Err("blocks are narrower than 16");
-    }
-    let tiles = [2, 1].map(|warpgroups| BackwardTile {
+    let tile = |[warpgroups, cols, stages]: [usize; 3], ahead| BackwardTile {
         half: forward.half,
         dim: forward.dim,
         warpgroups,
-        cols: 64,
-        group: block.min(64),
-        stages: if forward.dim == 64 { 4 } else { 3 },
+        cols,
+        group: block.min(cols),
+        stages,
         lag: 2,
+        ahead,
         softcap: forward.softcap,
         residue: forward.residue,
         carry: forward.carry,
-    });
-    // Two warpgroups share what is gathered; one unites fewer rows of blocks.
-    let cost = |tile: &BackwardTile| {
-        let speed = if tile.warpgroups == 2 { 1.0 } else { 0.8 };
-        union_overhead(layout, walk, tile.rows()) / speed
     };
-    Ok(match cost(&tiles[0]) <= cost(&tiles[1]) {
+    if let Ok(text) = std::env::var("BLOCKSPARSE_BACKWARD") {
+        let n: Vec<usize> = text.split(',').map(|x| x.parse().unwrap()).collect();
+        return Ok(tile([n[0], n[1], n[2]], n[3] == 1));
+    }
+    // Two warpgroups share what is gathered and add to dQ half as often; one unites fewer rows of blocks.
+    let tiles = [tile([2, 64, 3], true), tile([1, 64, if forward.dim == 64 { 4 } else { 2 }], false)];
+    let cost = |tile: &BackwardTile| {
+        let speed = if tile.warpgroups == 2 { 1.0 } else { 0.7 };
+        union_overhead(layout, Walk::Columns, tile.rows()) / speed
+    };
+    let tile = match cost(&tiles[0]) <= cost(&tiles[1]) {
         true => tiles[0],
         false => tiles[1],
-    })
+    };
+    match tile.shared_bytes() <= properties.hardware.max_shared_memory_size {
+        true => Ok(tile),
+        false => Err("no tile fits the shared memory of the device"),
+    }
 }
 
-/// Where one walk of the backward pass reads and writes.
-pub struct BackwardOperands<'a> {
-    /// Of the tile's own rows: q and dO, or k and v.
-    pub a: [&'a TensorView; 2],
-    /// Of the gathered rows: k and v, or q and dO.
-    pub b: [&'a TensorView; 2],
-    /// `[batch · heads, pitch, 2]`, f32: `lse · log2 e` and delta of the query at each place.
-    pub stats: &'a Handle,
-    /// Places of a head in the stats, a multiple of 2.
-    pub pitch: usize,
-    /// dQ, or dK and dV.
-    pub out: &'a Handle,
-    /// Elements before dV.
-    pub second: usize,
-}
-
-/// One walk of the backward pass over a layout, or a part of one.
+/// The backward pass over a layout, or a part of one: `out` and `lse` as the forward pass left them. Three launches: what is
+/// needed of each query, the walk over columns, and dQ from its sums.
 ///
 /// # Errors
-/// As [`check`]. Then nothing was launched.
+/// As [`check`], and if a tensor is too large. Then nothing was launched.
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     client: &Client,
     tile: BackwardTile,
-    walk: Walk,
     layout: &BlockLayout,
     sizes: &Sizes,
     residue: Option<Residue>,
-    operands: &BackwardOperands,
+    [q, k, v, grad_out]: [&TensorView; 4],
+    out: &Handle,
+    lse: &Handle,
+    gradients: &Gradients,
     scale: f64,
     softcap: Option<f64>,
 ) -> Result<(), KernelError> {
-    let &BackwardOperands {
-        a: [a1, a2],
-        b: [b1, b2],
-        stats,
-        pitch,
-        out,
-        second,
-    } = operands;
-    let named = [
-        ("q or k", a1),
-        ("v or grad_out", a2),
-        ("k or q", b1),
-        ("grad_out or v", b2),
-    ];
+    let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
     check(&named, residue, scale, softcap)?;
-    let device_plan = plan(client, layout, tile.tiling(walk));
+    let device_plan = plan(client, layout, tile.tiling());
     let parts = &device_plan.sections;
     let heads = layout.heads();
-    let outer_heads = a1.shape[1];
-    let len = a1.shape[2];
-    let elements = sizes.batch * outer_heads * len * tile.dim + second;
-    if u32::try_from(elements / 2).is_err() {
-        let most = u64::from(u32::MAX) * 2;
-        return Err(KernelError::limit(
-            "the elements of a gradient",
-            most,
-            elements,
-        ));
+    let (seq_q, seq_kv) = (q.shape[2], k.shape[2]);
+    // A group, and 16 queries, are of one head.
+    let pitch = layout.seq_q().next_multiple_of(tile.group.max(16));
+    let rows = sizes.batch * heads * pitch;
+    let lanes = tile.padded() / 8;
+    let kv_elements = sizes.batch * sizes.kv_heads * seq_kv * tile.dim + gradients.v_offset;
+    let cubes = device_plan.tiles * sizes.kv_heads * sizes.batch;
+    for (what, count) in [
+        ("the elements of a gradient", kv_elements.div_ceil(2)),
+        ("the queries of a backward pass", rows * lanes),
+        ("the tiles of a backward pass", cubes * 2),
+    ] {
+        if u32::try_from(count).is_err() {
+            return Err(KernelError::limit(what, u32::MAX, count));
+        }
     }
     let log2_e = std::f64::consts::LOG2_E;
     let (log2_scale, cap_scale) = match softcap {
@@ -696,7 +777,35 @@ pub fn backward(
         stride: 1,
         class_len: 1,
     });
-    let stat_rows = sizes.batch * heads;
+    let listing = || ListingLaunch::new(listing.stride, listing.class_len);
+    let counters = rows / tile.counted() * tile.parts();
+    let counters = (client.empty(counters * 4), counters);
+    let stats = client.empty(rows * 8);
+    let scratch = client.empty(rows * tile.padded() * 4);
+    let reach = grad_out.shape.iter().zip(&grad_out.strides);
+    let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
+    let [batch_stride, head_stride, row_stride, _] = grad_out.strides;
+    const UNITS: usize = 256;
+    let over = |units: usize| CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1);
+    unsafe {
+        backward::stats::launch_unchecked(
+            client,
+            over(rows * lanes),
+            CubeDim::new_1d(UNITS as u32),
+            BufferArg::from_raw_parts(out.clone(), sizes.batch * heads * seq_q * tile.dim / 8),
+            BufferArg::from_raw_parts(grad_out.handle.clone(), (reach + 1).div_ceil(8)),
+            BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * seq_q),
+            BufferArg::from_raw_parts(stats.clone(), rows * 2),
+            BufferArg::from_raw_parts(counters.0.clone(), counters.1),
+            StridesLaunch::new(batch_stride / 8, head_stride / 8, row_stride / 8, seq_q),
+            listing(),
+            heads as u32,
+            rows as u32,
+            pitch as u32,
+            lanes as u32,
+            tile,
+        );
+    }
     let boxes = TiledArgs {
         tile_size: [1, tile.group * 2].into(),
     };
@@ -704,32 +813,31 @@ pub fn backward(
         TensorMapArg::new(
             boxes,
             TensorArg::from_raw_parts(
-                stats.clone(),
+                stats,
                 [pitch * 2, 1].into(),
-                [stat_rows, pitch * 2].into(),
+                [sizes.batch * heads, pitch * 2].into(),
             ),
             ElemType::Float(FloatKind::F32),
         )
     };
+    let spread = std::env::var("BLOCKSPARSE_SPREAD").map_or(8, |text| text.parse().unwrap());
     unsafe {
         backward::backward::launch_unchecked(
             client,
-            CubeCount::Static(
-                device_plan.tiles as u32,
-                outer_heads as u32,
-                sizes.batch as u32,
-            ),
+            CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(tile.units() as u32),
             tile.cols / 2,
             tile.cols / 4,
-            tile.dim / 2,
-            tensor_map(a1, tile.a_group(), residue, sizes.dtype),
-            tensor_map(a2, tile.a_group(), residue, sizes.dtype),
-            tensor_map(b1, tile.group, residue, sizes.dtype),
-            tensor_map(b2, tile.group, residue, sizes.dtype),
+            (tile.dim / 2).next_power_of_two(),
+            tile.dq_cols() / 2,
+            tensor_map(k, tile.a_group(), residue, sizes.dtype),
+            tensor_map(v, tile.a_group(), residue, sizes.dtype),
+            tensor_map(q, tile.group, residue, sizes.dtype),
+            tensor_map(grad_out, tile.group, residue, sizes.dtype),
             stats_map,
-            BufferArg::from_raw_parts(stats.clone(), stat_rows * pitch * 2),
-            BufferArg::from_raw_parts(out.clone(), elements / 2),
+            BufferArg::from_raw_parts(scratch.clone(), rows * tile.padded()),
+            BufferArg::from_raw_parts(counters.0.clone(), counters.1),
+            BufferArg::from_raw_parts(gradients.kv.clone(), kv_elements / 2),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
             PlanPartsLaunch::new(
                 parts.heads,
@@ -740,16 +848,38 @@ pub fn backward(
                 parts.masks,
                 if layout.batch().is_some() { heads } else { 0 },
             ),
-            ListingLaunch::new(listing.stride, listing.class_len),
-            len as u32,
-            pitch as u32,
-            (heads / sizes.kv_heads) as u32,
-            (second / 2) as u32,
+            listing(),
+            LengthsLaunch::new(
+                device_plan.tiles as u32,
+                spread,
+                sizes.kv_heads as u32,
+                (heads / sizes.kv_heads) as u32,
+                sizes.batch as u32,
+                seq_kv as u32,
+                pitch as u32,
+                (gradients.v_offset / 2) as u32,
+            ),
             scale as f32,
             log2_scale as f32,
             softcap.unwrap_or(1.0) as f32,
             cap_scale as f32,
-            walk,
+            tile,
+        );
+        backward::finish::launch_unchecked(
+            client,
+            over(rows * tile.dim / 8),
+            CubeDim::new_1d(UNITS as u32),
+            BufferArg::from_raw_parts(scratch, rows * tile.padded() / 2),
+            BufferArg::from_raw_parts(counters.0, counters.1),
+            BufferArg::from_raw_parts(
+                gradients.q.clone(),
+                sizes.batch * heads * seq_q * tile.dim / 8,
+            ),
+            listing(),
+            rows as u32,
+            pitch as u32,
+            seq_q as u32,
+            scale as f32,
             tile,
         );
     }
