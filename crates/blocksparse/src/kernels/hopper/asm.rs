@@ -113,6 +113,34 @@ fn wide_product_text(half: Half, cols: usize, depth: usize) -> String {
     text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
 }
 
+/// `c + a · b`: `a` (`[64, depth]`) K-major, in spans of 64 that are `a_span` bytes apart, and `b` (`[depth, dim]`) MN-major in
+/// shared memory. As for [`accumulate_text`], the sums are moved.
+fn accumulate_shared_text(
+    half: Half,
+    acc: usize,
+    dim: usize,
+    depth: usize,
+    a_span: usize,
+) -> String {
+    let (ty, used) = (half.ptx(), dim / 2);
+    let mut text = String::from("{ .reg .b64 a, b; ");
+    for i in 0..used {
+        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
+    }
+    text += "wgmma.fence.sync.aligned; ";
+    for k in 0..depth / DEPTH {
+        let (span, within) = (k * DEPTH / ROW_ELEMENTS, k * DEPTH % ROW_ELEMENTS * 2);
+        text += &format!(
+            "add.s64 a, $2, {}; add.s64 b, $3, {}; \
+             wgmma.mma_async.sync.aligned.m64n{dim}k16.f32.{ty}.{ty} {{{}}}, a, b, 1, 1, 1, 0, 1; ",
+            (span * a_span + within) >> 4,
+            (k * DEPTH * ROW) >> 4,
+            registers(0, used),
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; /* $0 $1 */ }"
+}
+
 /// Stores a left operand of `cols` columns as 16 of its rows, swizzled, spans of 64 columns `span` bytes apart. `$1` is the
 /// address of this unit's first pair.
 fn store_left_text(width: usize, span: usize) -> String {
@@ -129,18 +157,23 @@ fn store_left_text(width: usize, span: usize) -> String {
     text + "/* $0 */ }"
 }
 
-/// Stores, or adds, the unit's part of eight rows: fours of numbers, 512 bytes apart. `lower`: rows 8 to 15.
-fn add_eight_text(width: usize, lower: bool, add: bool) -> String {
-    let instruction = match add {
-        true => "red.relaxed.gpu.global.add.v4.f32",
-        false => "st.global.v4.f32",
-    };
+fn store_sixteen_text(width: usize, eight: usize) -> String {
     let mut text = String::new();
-    for four in 0..width / 8 {
-        let [a, b, c, d] = [0, 1, 4, 5].map(|i| 8 * four + i + 2 * usize::from(lower));
-        text += &format!("{instruction} [$1 + {}], {{%{a}, %{b}, %{c}, %{d}}}; ", 512 * four);
+    for lower in 0..2 {
+        for four in 0..width / 8 {
+            let [a, b, c, d] = [0, 1, 4, 5].map(|i| 8 * four + i + 2 * lower);
+            let at = lower * eight + 512 * four;
+            text += &format!("st.shared.v4.f32 [$1 + {at}], {{%{a}, %{b}, %{c}, %{d}}}; ");
+        }
     }
     text + "/* $0 */"
+}
+
+fn bulk_instruction(add: bool) -> &'static str {
+    match add {
+        true => "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
+        false => "cp.async.bulk.global.shared::cta.bulk_group",
+    }
 }
 
 /// Reads a variable. An asm gets a mutable variable as a pointer.
@@ -223,6 +256,26 @@ pub fn wide_product<O: Size>(
     out
 }
 
+/// Starts `c + a · b` `[64, dim]` of a depth-major `a` and a `b` whose rows are the `depth`. The result is there after a [`wait`].
+#[cube]
+pub fn accumulate_shared<O: Size>(
+    c: Vector<f32, O>,
+    a: u64,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] dim: usize,
+    #[comptime] depth: usize,
+    #[comptime] a_span: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let acc = O::value();
+    gpu_asm!("{body} /* {d} {c} {a} {b} */",
+        body = const accumulate_shared_text(half, acc, dim, depth, a_span),
+        d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
+        a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
+    out
+}
+
 /// Stores a left operand in shared memory, as a right or a wide one is read.
 #[cube]
 pub fn store_left<P: Size>(p: Vector<u32, P>, address: u32, #[comptime] span: usize) {
@@ -237,17 +290,31 @@ pub fn async_fence() {
     gpu_asm!("fence.proxy.async.shared::cta;");
 }
 
-/// Stores the upper or lower eight rows of a warp's 16 in global memory, or adds them to what is there.
+/// Stores a warp's 16 rows in shared memory: for each 16 columns the fours of all lanes, the lower eight rows `eight` bytes on.
 #[cube]
-pub fn add_eight<O: Size>(
-    x: Vector<f32, O>,
-    address: u64,
-    #[comptime] lower: bool,
-    #[comptime] add: bool,
-) {
+pub fn store_sixteen<O: Size>(x: Vector<f32, O>, address: u32, #[comptime] eight: usize) {
     let width = O::value();
-    gpu_asm!("{body} /* {x} {a} */", body = const add_eight_text(width, lower, add),
-        x = in(_) val::<Vector<f32, O>>(x), a = in(_) val::<u64>(address));
+    gpu_asm!("{body} /* {x} {a} */", body = const store_sixteen_text(width, eight),
+        x = in(_) val::<Vector<f32, O>>(x), a = in(_) val::<u32>(address));
+}
+
+/// Starts a copy of shared memory to global memory, or its addition as f32. [`bulk_wait`] waits for it.
+#[cube]
+pub fn bulk_store(target: u64, source: u32, #[comptime] bytes: usize, #[comptime] add: bool) {
+    gpu_asm!("{i} [{t}], [{s}], {b};", i = const bulk_instruction(add),
+        t = in(_) val::<u64>(target), s = in(_) val::<u32>(source), b = const bytes);
+}
+
+/// Makes a group of the unit's bulk copies since the last one.
+#[cube]
+pub fn bulk_commit() {
+    gpu_asm!("cp.async.bulk.commit_group;");
+}
+
+/// Waits for the unit's bulk copies.
+#[cube]
+pub fn bulk_wait() {
+    gpu_asm!("cp.async.bulk.wait_group 0;");
 }
 
 /// The address of global memory.

@@ -115,7 +115,7 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     let batch = own.batch;
 
     if UNIT_POS_X == 0 {
-        barrier_init(base, 1u32);
+        barrier_init(base + comptime!(t.own()), 1u32);
         #[unroll]
         for i in 0..comptime!(t.stages) {
             let offset = comptime!(8 * i as u32);
@@ -135,7 +135,7 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     let class_len = listing.class_len as u32;
 
     if UNIT_POS_X == 0 {
-        barrier_expect(base, comptime!(2 * t.a_bytes()));
+        barrier_expect(base + comptime!(t.own()), comptime!(2 * t.a_bytes()));
     }
     if lane == 0 {
         // Dealt to the warps: lanes of one warp would wait for each other.
@@ -158,7 +158,6 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
         class_len,
         batch,
         heads,
-        index: warp + lane * comptime!(t.warps()),
     };
     // The next step to load.
     let cursor = Cursor {
@@ -175,38 +174,17 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
         load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
     }
 
-    let group = warp / 4;
-    let row = warp * 16 + lane / 4;
-    let group_rows = group * comptime!((64 * ROW) as u32);
-    let k_address = base + comptime!(t.k_offset() as u32);
-    let k_desc = descriptor(k_address + group_rows, 16usize);
-    let v_desc = descriptor(base + comptime!(t.v_offset() as u32) + group_rows, 16usize);
     let q_address = base + comptime!(t.q_offset() as u32);
     let do_address = base + comptime!(t.do_offset() as u32);
-    // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
-    let q_desc = descriptor(q_address, 16usize);
-    let do_desc = descriptor(do_address, 16usize);
-    let q_wide = descriptor(q_address, comptime!(t.cols * ROW));
-    let do_wide = descriptor(do_address, comptime!(t.cols * ROW));
-    // dQ: which columns, or which queries, are this warpgroup's.
-    let ds_address = base + comptime!(t.ds_offset() as u32);
-    let ds_wide = descriptor(
-        ds_address + group * comptime!(t.dq_left_offset() as u32),
-        comptime!(t.rows() * ROW),
-    );
-    let k_wide = descriptor(
-        k_address + group * comptime!(t.dq_right_offset() as u32),
-        comptime!(t.rows() * ROW),
-    );
-    // Rows 8 apart are swizzled alike.
-    let ds_store = ds_address + row * comptime!(ROW as u32) + (lane / 4) * 16 + (lane % 4) * 4;
 
+    // Two lanes of a warp add to eight queries each.
     let chain = Chain {
         counters: global_address::<u32>(unsafe { counters.as_ptr_unchecked() }),
-        scratch: global_address::<f32>(unsafe { scratch.as_ptr_unchecked() })
-            + u64::cast_from(lane * 16 + group * comptime!(t.dq_part_bytes() as u32)),
-        part: group % comptime!(t.parts() as u32),
-        query: warp % 4 * 16 + group * comptime!(t.dq_query_offset() as u32),
+        scratch: global_address::<f32>(unsafe { scratch.as_ptr_unchecked() }),
+        part: warp / 4 % comptime!(t.parts() as u32),
+        query: warp % 4 * 16
+            + warp / 4 * comptime!(t.dq_query_offset() as u32)
+            + lane % 2 * 8,
     };
     // The counter to be raised when the additions are done, and to what.
     let mut open_counter = u64::new(0);
@@ -216,20 +194,14 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     let mut grad_k = Vector::<f32, O>::zeroed();
     let mut grad_v = Vector::<f32, O>::zeroed();
     let mut done = 0u32;
-    barrier_wait(base, 0u32);
-    let mut s_started = Vector::<f32, S>::zeroed();
+    barrier_wait(base + comptime!(t.own()), 0u32);
+    let mut s_next = Vector::<f32, S>::zeroed();
     if comptime!(t.ahead) {
         if cursor.loaded.read() > 0 {
             barrier_wait(base + comptime!(t.full()), 0u32);
         }
-        s_started = product::<S>(
-            k_desc,
-            q_desc,
-            t.half,
-            t.dim,
-            comptime!(t.rows() * ROW),
-            comptime!(t.cols * ROW),
-        );
+        let s_started = start::<S>(base + comptime!(t.k_offset() as u32), q_address, t);
+        s_next = wait::<S>(s_started, 0usize, width);
     }
     for turn in 0..lengths.heads_per_kv {
         let head = first_head + turn;
@@ -240,61 +212,35 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
         let first_query = (batch * heads + head) * lengths.pitch;
         for j in 0..steps {
             let stage = done % comptime!(t.stages as u32);
-            let offset = u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32));
+            let offset = stage * comptime!(t.b_bytes() as u32);
             if comptime!(!t.ahead) {
                 let parity = (done / comptime!(t.stages as u32)) & 1;
                 barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
-                s_started = product::<S>(
-                    k_desc,
-                    q_desc + offset,
-                    t.half,
-                    t.dim,
-                    comptime!(t.rows() * ROW),
-                    comptime!(t.cols * ROW),
+                s_next = start::<S>(
+                    base + comptime!(t.k_offset() as u32),
+                    q_address + offset,
+                    t,
                 );
             }
-            let dp_started = product::<S>(
-                v_desc,
-                do_desc + offset,
-                t.half,
-                t.dim,
-                comptime!(t.rows() * ROW),
-                comptime!(t.cols * ROW),
+            let dp_started = start::<S>(
+                base + comptime!(t.v_offset() as u32),
+                do_address + offset,
+                t,
             );
-            // Which queries the warp adds dQ to.
+            // Which queries the unit adds dQ to, should it be one of the two.
             let step = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
             let word = step + (chain.query / comptime!(t.group as u32) * 3) as usize;
             let masked = plan[step + 2] & MASKED_STEP;
-            let at = plan[word];
             let visit = plan[word + 2] & NO_VISIT;
-            let mut lower_at = 0u32;
-            let mut lower_visit = 0u32;
-            if comptime!(t.group < 16) {
-                lower_at = plan[word + 3];
-                lower_visit = plan[word + 5] & NO_VISIT;
-            }
+            let row_of_scratch = first_query
+                + plan[word] * comptime!(t.group as u32)
+                + chain.query % comptime!(t.group as u32);
             load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
-            let place = at * comptime!(t.group as u32) + chain.query % comptime!(t.group as u32);
-            let mut own_place = place;
-            let mut own_visit = visit;
-            if comptime!(t.group < 16) {
-                if lane == 1 {
-                    own_place = lower_at * comptime!(t.group as u32);
-                    own_visit = lower_visit;
-                }
-            }
-            let counter = chain.counters
-                + u64::cast_from(
-                    (first_query + own_place) / comptime!(t.counted() as u32)
-                        * comptime!(t.parts() as u32)
-                        + chain.part,
-                ) * 4;
-            let mut seen = 0u32;
-            if lane < comptime!(t.counters() as u32) {
-                seen = peek(counter);
-            }
 
-            let mut s = wait::<S>(s_started, 1usize, width);
+            let mut s = s_next;
+            if comptime!(!t.ahead) {
+                s = wait::<S>(s_next, 1usize, width);
+            }
             if comptime!(t.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
@@ -308,12 +254,14 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             }
             let capped = s;
             if masked != 0 {
+                let lane = unit() % 32;
+                let row = unit() / 32 * 16 + lane / 4;
                 s = mask::<S>(s, plan, parts.masks, first_entry, j, row, (lane % 4) * 2, t);
             }
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
                 + stage * comptime!(t.stats_bytes() as u32)
-                + (lane % 4) * 16;
+                + (unit() % 4) * 16;
             let mut p = Vector::<f32, S>::zeroed();
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
@@ -326,8 +274,9 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 }
             }
             let left = pack_all::<S, P>(p, t.half);
-            let grad_v_started =
-                accumulate::<P, O>(grad_v, left, do_wide + offset, t.half, t.dim);
+            // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
+            let do_wide = descriptor(do_address + offset, comptime!(t.cols * ROW));
+            let grad_v_started = accumulate::<P, O>(grad_v, left, do_wide, t.half, t.dim);
             let mut ds = wait::<S>(dp_started, 1usize, width);
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
@@ -336,7 +285,11 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 for i in 0..4usize {
                     let at = comptime!(4 * eight + i);
                     let delta = four.extract(comptime!(i % 2 * 2 + 1));
-                    ds.insert(at, p.extract(at) * (ds.extract(at) - delta));
+                    let mut weight = p.extract(at);
+                    if comptime!(t.packed()) {
+                        weight = unpack(left.extract(comptime!(at / 2)), comptime!(at % 2 == 1), t.half);
+                    }
+                    ds.insert(at, weight * (ds.extract(at) - delta));
                 }
             }
             if comptime!(t.softcap) {
@@ -348,15 +301,38 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             }
             let left = pack_all::<S, P>(ds, t.half);
             let other = (done & 1) * comptime!(t.ds_bytes() as u32);
-            store_left::<P>(left, ds_store + other, comptime!(t.rows() * ROW));
-            let grad_k_started = accumulate::<P, O>(grad_k, left, q_wide + offset, t.half, t.dim);
+            let ds_address = base + comptime!(t.ds_offset() as u32) + other;
+            store_left::<P>(left, swizzled(ds_address), comptime!(t.rows() * ROW));
+            let counter = chain.counters
+                + u64::cast_from(
+                    row_of_scratch / comptime!(t.counted() as u32) * comptime!(t.parts() as u32)
+                        + chain.part,
+                ) * 4;
+            let mut seen = 0u32;
+            if unit() % 32 < 2 {
+                seen = peek(counter);
+            }
             async_fence();
             named_sync(1u32, comptime!(t.units() as u32));
-            let dq_started = wide_product::<Q>(
-                ds_wide + u64::cast_from(other >> 4),
-                k_wide,
+            // Which columns, or which queries, are this warpgroup's.
+            let group = uniform(unit() / 128);
+            let ds_wide = descriptor(
+                ds_address + group * comptime!(t.dq_left_offset() as u32),
+                comptime!(t.rows() * ROW),
+            );
+            let k_wide = descriptor(
+                base + comptime!(t.k_offset() as u32) + group * comptime!(t.dq_right_offset() as u32),
+                comptime!(t.rows() * ROW),
+            );
+            let dq_started = wide_product::<Q>(ds_wide, k_wide, t.half, comptime!(t.rows()));
+            let grad_k_started = accumulate_shared::<O>(
+                grad_k,
+                descriptor(ds_address + group * comptime!((64 * ROW) as u32), 16usize),
+                descriptor(q_address + offset, comptime!(t.cols * ROW)),
                 t.half,
-                comptime!(t.rows()),
+                t.dim,
+                t.cols,
+                comptime!(t.rows() * ROW),
             );
             if comptime!(t.ahead) {
                 let next = (done + 1) % comptime!(t.stages as u32);
@@ -365,65 +341,72 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                     barrier_wait(base + comptime!(t.full()) + next * 8, parity);
                 }
                 // After the last step of whatever is there, for nobody.
-                s_started = product::<S>(
-                    k_desc,
-                    q_desc + u64::cast_from(next * comptime!((t.b_bytes() >> 4) as u32)),
-                    t.half,
-                    t.dim,
-                    comptime!(t.rows() * ROW),
-                    comptime!(t.cols * ROW),
+                s_next = start::<S>(
+                    base + comptime!(t.k_offset() as u32),
+                    q_address + next * comptime!(t.b_bytes() as u32),
+                    t,
                 );
             }
             let later = comptime!(usize::from(t.ahead));
             grad_v = wait::<O>(grad_v_started, comptime!(2 + later), comptime!(t.dim / 2));
-            grad_k = wait::<O>(grad_k_started, comptime!(1 + later), comptime!(t.dim / 2));
+            let dq_width = Q::value();
+            let dq = wait::<Q>(dq_started, comptime!(1 + later), dq_width);
+
+            // What the warp added a step ago is in memory: its tile's turn is over there, and the buffer is free.
+            let lane = unit() % 32;
+            if lane < 2 {
+                bulk_wait();
+            }
+            sync_warp();
+            if lane < comptime!(t.counters() as u32) && open_visits != 0 {
+                if comptime!(t.debug & 2 != 0) {
+                    device_fence();
+                }
+                post(open_counter, open_visits);
+            }
+            open_counter = counter;
+            open_visits = select(visit == NO_VISIT, 0u32, visit + 1);
+            let source = base
+                + comptime!(t.dq_offset() as u32)
+                + uniform(unit() / 32) * comptime!(2 * t.warp_eight_bytes() as u32);
+            store_sixteen::<Q>(dq, source + lane * 16, comptime!(t.warp_eight_bytes()));
+            async_fence();
+            sync_warp();
+            if lane < 2 && visit != NO_VISIT {
+                if seen != visit && comptime!(t.debug & 1 == 0) {
+                    wait_until(counter, visit);
+                }
+                let bytes = comptime!(t.warp_eight_bytes());
+                let target = chain.scratch
+                    + u64::cast_from(row_of_scratch / 8)
+                        * comptime!(t.dq_eight_bytes() as u64)
+                    + u64::cast_from(chain.part * comptime!(bytes as u32));
+                let source = source + lane * comptime!(bytes as u32);
+                if visit == 0 {
+                    bulk_store(target, source, bytes, false);
+                } else {
+                    bulk_store(target, source, bytes, true);
+                }
+                bulk_commit();
+            }
+
+            grad_k = wait::<O>(grad_k_started, later, comptime!(t.dim / 2));
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + stage * 8);
             }
-            let dq_width = Q::value();
-            let dq = wait::<Q>(dq_started, later, dq_width);
-
-            // All lanes have added to the queries before.
-            sync_warp();
-            if lane < comptime!(t.counters() as u32) {
-                if own_visit != NO_VISIT && seen != own_visit {
-                    if open_visits != 0 {
-                        device_fence();
-                        post(open_counter, open_visits);
-                        open_visits = 0u32;
-                    }
-                    wait_until(counter, own_visit);
-                }
-                // For what this warp added, and after what others did.
-                device_fence();
-                if open_visits != 0 {
-                    post(open_counter, open_visits);
-                }
-                open_counter = counter;
-                open_visits = select(own_visit == NO_VISIT, 0u32, own_visit + 1);
-            }
-            sync_warp();
-            let target = chain.scratch
-                + u64::cast_from((first_query + place) / 8) * comptime!(t.dq_eight_bytes() as u64);
-            add_rows::<Q>(dq, target, visit, false);
-            if comptime!(t.group < 16) {
-                let target = chain.scratch
-                    + u64::cast_from(first_query / 8 + lower_at)
-                        * comptime!(t.dq_eight_bytes() as u64);
-                add_rows::<Q>(dq, target, lower_visit, true);
-            } else {
-                add_rows::<Q>(dq, target + comptime!(t.dq_eight_bytes() as u64), visit, true);
+            if comptime!(t.ahead) {
+                s_next = wait::<S>(s_next, 0usize, width);
             }
             done += 1;
         }
     }
-    if comptime!(t.ahead) {
-        // Nothing may be on its way at the end.
-        wait::<S>(s_started, 0usize, 0usize);
+    let lane = unit() % 32;
+    let row = unit() / 32 * 16 + lane / 4;
+    if lane < 2 {
+        bulk_wait();
     }
     sync_warp();
     if lane < comptime!(t.counters() as u32) && open_visits != 0 {
-        device_fence();
         post(open_counter, open_visits);
     }
 
@@ -452,22 +435,33 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
 #[derive(CubeType, Clone, Copy)]
 struct Chain {
     counters: u64,
-    /// The unit's place in the first eight queries.
     scratch: u64,
     /// Which half of the columns.
     part: u32,
-    /// The warp's first query of a step.
+    /// The first of the unit's eight queries of a step.
     query: u32,
 }
 
-/// Adds to eight queries; the first visitor stores.
+/// Starts the product of a warpgroup's own 64 rows and a step's.
 #[cube]
-fn add_rows<Q: Size>(dq: Vector<f32, Q>, target: u64, visit: u32, #[comptime] lower: bool) {
-    if visit == 0 {
-        add_eight::<Q>(dq, target, lower, false);
-    } else if visit != NO_VISIT {
-        add_eight::<Q>(dq, target, lower, true);
-    }
+fn start<S: Size>(own: u32, step: u32, #[comptime] t: BackwardTile) -> Vector<f32, S> {
+    let group = uniform(unit() / 128);
+    product::<S>(
+        descriptor(own + group * comptime!((64 * ROW) as u32), 16usize),
+        descriptor(step, 16usize),
+        t.half,
+        t.dim,
+        comptime!(t.rows() * ROW),
+        comptime!(t.cols * ROW),
+    )
+}
+
+/// Where the unit's first pair of ds is. Rows 8 apart are swizzled alike.
+#[cube]
+fn swizzled(address: u32) -> u32 {
+    let unit = unit();
+    let lane = unit % 32;
+    address + (unit / 32 * 16 + lane / 4) * comptime!(ROW as u32) + lane / 4 * 16 + lane % 4 * 4
 }
 
 /// The place of a row of a tile.
@@ -498,7 +492,8 @@ fn load_own(
     let row = which / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
     let target = start + span * comptime!((t.rows() * ROW) as u32) + row * comptime!(ROW as u32);
     let place = place_of(tile, row, t);
-    load_at(map, target, base, span, place, class_len, head, batch, t);
+    let bar = base + comptime!(t.own());
+    load_at(map, target, bar, span, place, class_len, head, batch, t);
 }
 
 /// What loads are made of.
@@ -512,8 +507,6 @@ struct Loads {
     batch: u32,
     /// Query heads.
     heads: u32,
-    /// Which of a step's boxes the unit loads: those of q, then of dO, then the stats.
-    index: u32,
 }
 
 /// The step that is loaded next.
@@ -564,21 +557,24 @@ fn load_next(
         let stage = cursor.loaded.read() % comptime!(t.stages as u32);
         let parity = (cursor.loaded.read() / comptime!(t.stages as u32)) & 1;
         let full = loads.base + comptime!(t.full()) + stage * 8;
-        if loads.index < all {
+        // Which of the step's boxes the unit loads: those of q, then of dO, then the stats.
+        let unit = unit();
+        let index = unit / 32 + unit % 32 * comptime!(t.warps());
+        if index < all {
             barrier_wait(loads.base + comptime!(t.empty()) + stage * 8, 1 - parity);
-            if loads.index == 0 {
+            if index == 0 {
                 barrier_expect(full, comptime!(2 * t.b_bytes() + 8 * t.cols));
             }
-            let mut which = loads.index % boxes;
+            let mut which = index % boxes;
             let span = which % comptime!(t.spans() as u32);
             which /= comptime!(t.spans() as u32);
-            if loads.index >= 2 * boxes {
-                which = loads.index - 2 * boxes;
+            if index >= 2 * boxes {
+                which = index - 2 * boxes;
             }
             let word = cursor.entry.read()
                 + ((cursor.j.read() * comptime!(t.entries() as u32) + which) * 3) as usize;
             let at = plan[word] * comptime!(t.group as u32);
-            if loads.index >= 2 * boxes {
+            if index >= 2 * boxes {
                 let target = loads.base
                     + comptime!(t.stats_offset() as u32)
                     + stage * comptime!(t.stats_bytes() as u32)
@@ -593,7 +589,7 @@ fn load_next(
             } else {
                 let mut map = loads.q;
                 let mut start = loads.base + comptime!(t.q_offset() as u32);
-                if loads.index >= boxes {
+                if index >= boxes {
                     map = loads.grad_out;
                     start = loads.base + comptime!(t.do_offset() as u32);
                 }

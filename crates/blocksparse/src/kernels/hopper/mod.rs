@@ -474,6 +474,7 @@ pub struct BackwardTile {
     pub lag: usize,
     /// Whether a step's first product is started in the step before.
     pub ahead: bool,
+    pub debug: usize,
     /// Whether scores are softcapped.
     pub softcap: bool,
     /// Whether positions are listed by residue class.
@@ -552,6 +553,11 @@ impl BackwardTile {
         eight as u32 * if self.group == 8 { 128 } else { 64 }
     }
 
+    /// Whether ds is made of weights in half precision: where registers are short.
+    fn packed(&self) -> bool {
+        (self.dim > 64 || self.cols > 64) && self.debug & 8 == 0
+    }
+
     fn ds_bytes(&self) -> usize {
         self.rows() * self.cols * 2
     }
@@ -605,14 +611,6 @@ impl BackwardTile {
         8 * self.padded() * 4
     }
 
-    /// From one part of the columns to the next.
-    fn dq_part_bytes(&self) -> usize {
-        match self.parts() {
-            1 => 0,
-            parts => self.dq_eight_bytes() / parts,
-        }
-    }
-
     /// Queries that share a counter.
     fn counted(&self) -> usize {
         self.group.min(16)
@@ -623,10 +621,18 @@ impl BackwardTile {
         16 / self.counted()
     }
 
-    // Byte offsets in shared memory. The barrier of the tile's own rows comes first.
+    // Byte offsets in shared memory, barriers first.
+
+    /// Of the tile's own rows. The stats of eight queries leave room for barriers.
+    fn own(&self) -> u32 {
+        match self.group {
+            8 => 64,
+            _ => 0,
+        }
+    }
 
     fn full(&self) -> u32 {
-        8
+        self.own() + 8
     }
 
     fn empty(&self) -> u32 {
@@ -634,7 +640,10 @@ impl BackwardTile {
     }
 
     fn stats_offset(&self) -> usize {
-        128
+        match self.group {
+            8 => 0,
+            _ => 128,
+        }
     }
 
     fn k_offset(&self) -> usize {
@@ -657,9 +666,18 @@ impl BackwardTile {
         self.q_offset() + self.stages * self.b_bytes()
     }
 
+    fn dq_offset(&self) -> usize {
+        self.do_offset() + self.stages * self.b_bytes()
+    }
+
+    /// Bytes of dQ of a warp's eight queries.
+    fn warp_eight_bytes(&self) -> usize {
+        8 * self.dq_cols() * 4
+    }
+
     /// Bytes of shared memory of a cube.
     pub fn shared_bytes(&self) -> usize {
-        self.do_offset() + self.stages * self.b_bytes()
+        self.dq_offset() + 8 * self.warpgroups * self.warp_eight_bytes()
     }
 }
 
@@ -702,15 +720,18 @@ pub fn choose_backward(
         cols,
         group: block.min(cols),
         stages,
-        lag: 2,
+        lag: 2.min(stages - 1),
         ahead,
+        debug: 0,
         softcap: forward.softcap,
         residue: forward.residue,
         carry: forward.carry,
     };
     if let Ok(text) = std::env::var("BLOCKSPARSE_BACKWARD") {
         let n: Vec<usize> = text.split(',').map(|x| x.parse().unwrap()).collect();
-        return Ok(tile([n[0], n[1], n[2]], n[3] == 1));
+        let mut t = tile([n[0], n[1], n[2]], n[3] == 1);
+        t.debug = n[4];
+        return Ok(t);
     }
     // Two warpgroups share what is gathered and add to dQ half as often; one unites fewer rows of blocks.
     let tiles = [tile([2, 64, 3], true), tile([1, 64, if forward.dim == 64 { 4 } else { 2 }], false)];
