@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail};
 use blocksparse::BlockLayout;
 use blocksparse::kernels::{self, AttentionPlan, Gradients, Sizes, TensorView};
 use clap::{Parser, ValueEnum};
+use cubecl::bytes::Bytes;
 use cubecl::client::Client;
 use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind};
@@ -67,6 +68,9 @@ struct Args {
     /// Launch every kernel once and wait for nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
+    /// Softcap the scores.
+    #[arg(long)]
+    softcap: Option<f64>,
     /// Leave the backward pass out.
     #[arg(long)]
     forward_only: bool,
@@ -160,7 +164,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         value_dim: head_dim,
         dtype: args.dtype.elem(),
         store: false,
-        softcap: false,
+        softcap: args.softcap.is_some(),
         positive_scale: true,
     };
     let plan = AttentionPlan::new(client, &layout, sizes)?;
@@ -196,7 +200,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
             &lse,
             None,
             scale,
-            None,
+            args.softcap,
         )
         .expect("the plan was checked");
     };
@@ -212,17 +216,24 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
             &grad_out,
             &gradients,
             scale,
-            None,
+            args.softcap,
         )
         .expect("the plan was checked");
     };
     if args.verify {
         let results = |layout: &BlockLayout, plan: &AttentionPlan| {
+            // All ones is a NaN.
+            for handle in [&out, &gradients.q, &gradients.kv] {
+                let bytes = vec![0xff; handle.size() as usize];
+                client.write(handle, Bytes::from_bytes_vec(bytes));
+            }
             forward(layout, plan);
             backward(layout, plan);
             let read =
                 |handle: &Handle| numbers(&client.read_one_unchecked(handle.clone()), args.dtype);
-            [&out, &gradients.q, &gradients.kv].map(read)
+            let [out, q, mut kv] = [&out, &gradients.q, &gradients.kv].map(read);
+            let v = kv.split_off(gradients.v_offset);
+            [out, q, kv, v]
         };
         let ours = results(&layout, &plan);
         let again = results(&layout, &plan);
@@ -233,7 +244,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         let simt = results(&simt_layout, &simt_plan);
         unsafe { std::env::remove_var("BLOCKSPARSE_TIER") };
         print!("{:<30}", workload.label());
-        for (name, (ours, simt)) in ["out", "dq", "dk and dv"]
+        for (name, (ours, simt)) in ["out", "dq", "dk", "dv"]
             .iter()
             .zip(ours.iter().zip(&simt))
         {

@@ -643,6 +643,65 @@ mod tests {
         }
     }
 
+    /// In launch order, tiles count the visits of each group of columns without a gap, whatever the pattern.
+    #[rstest::rstest]
+    #[case(Pattern::causal(), 16, 64)]
+    #[case(Pattern::streaming(40, 3), 8, 128)]
+    #[case(Pattern::fixed_heads(16, 4, 2), 16, 64)]
+    #[case(Pattern::local(30), 128, 64)]
+    fn visits_count_in_launch_order(
+        #[case] pattern: Pattern,
+        #[case] block: usize,
+        #[case] cols: usize,
+    ) {
+        let layout = pattern.layout(4, 700, block).unwrap();
+        let tiling = Tiling {
+            walk: Walk::Columns,
+            rows: 128,
+            cols,
+            places: false,
+            visits: true,
+        };
+        let plan = TilePlan::new(&layout, tiling);
+        let sections = plan.sections;
+        let per_step = cols / plan.group;
+        let order = |head: usize| {
+            let first = plan.words[sections.heads + head] as usize;
+            &plan.words[sections.order + first..][..plan.tiles]
+        };
+        for head in 0..4 {
+            assert_eq!(order(head), order(0), "heads may share a tile of keys");
+            let first = plan.words[sections.heads + head] as usize;
+            let mut visits: HashMap<u32, u32> = HashMap::new();
+            let mut pairs = 0;
+            for &tile in order(head) {
+                let record = sections.tiles + (first + tile as usize) * 3;
+                let steps = plan.words[record + 1] as usize;
+                for j in 0..steps {
+                    let at = plan.words[record] as usize + j * per_step;
+                    let words = &plan.words[sections.entries + at * 3..][..per_step * 3];
+                    let masked = words.chunks(3).any(|entry| entry[1] != FULL);
+                    assert_eq!(words[2] & MASKED_STEP != 0, masked);
+                    for entry in words.chunks(3) {
+                        if entry[2] & NO_VISIT == NO_VISIT {
+                            assert_eq!(entry[1], EMPTY);
+                            continue;
+                        }
+                        let visit = visits.entry(entry[0]).or_default();
+                        assert_eq!(entry[2] & NO_VISIT, *visit);
+                        *visit += 1;
+                        let rows = 128 * plan.mask_words;
+                        let mask = &plan.words[sections.masks + entry[1] as usize * rows..][..rows];
+                        pairs += mask.iter().map(|word| word.count_ones()).sum::<u32>();
+                    }
+                }
+            }
+            let dense = layout.to_dense(head);
+            let kept: usize = dense.iter().flatten().filter(|&&kept| kept).count();
+            assert_eq!(pairs as usize, kept, "head {head}");
+        }
+    }
+
     #[test]
     fn unions_of_rows_that_share_blocks_cost_nothing() {
         let shared = Pattern::dense().layout(1, 256, 16).unwrap();
