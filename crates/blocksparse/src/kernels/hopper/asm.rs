@@ -157,6 +157,7 @@ fn store_left_text(width: usize, span: usize) -> String {
     text + "/* $0 */ }"
 }
 
+/// The fours of each lane for each 16 columns.
 fn store_sixteen_text(width: usize, eight: usize) -> String {
     let mut text = String::new();
     for lower in 0..2 {
@@ -311,10 +312,16 @@ pub fn bulk_commit() {
     gpu_asm!("cp.async.bulk.commit_group;");
 }
 
-/// Waits for the unit's bulk copies.
+/// Waits until at most `pending` of the unit's last groups of bulk copies are not yet in memory.
 #[cube]
-pub fn bulk_wait() {
-    gpu_asm!("cp.async.bulk.wait_group 0;");
+pub fn bulk_wait(#[comptime] pending: u32) {
+    gpu_asm!("cp.async.bulk.wait_group {n};", n = const pending);
+}
+
+/// Waits until the unit's bulk copies have read their sources.
+#[cube]
+pub fn bulk_wait_read() {
+    gpu_asm!("cp.async.bulk.wait_group.read 0;");
 }
 
 /// The address of global memory.
@@ -344,12 +351,6 @@ pub fn wait_until(address: u64, x: u32) {
 #[cube]
 pub fn post(address: u64, x: u32) {
     gpu_asm!("st.relaxed.gpu.global.u32 [{a}], {x};", a = in(_) val::<u64>(address), x = in(_) val::<u32>(x));
-}
-
-/// Orders this unit's accesses to global memory, and those it knows of, before later ones.
-#[cube]
-pub fn device_fence() {
-    gpu_asm!("fence.acq_rel.gpu;");
 }
 
 /// Waits for the other lanes of the warp.

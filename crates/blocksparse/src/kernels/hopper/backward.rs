@@ -187,22 +187,21 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             + lane % 2 * 8,
     };
     // The counter to be raised when the additions are done, and to what.
-    let mut open_counter = u64::new(0);
+    let mut open_counter = 0u32;
     let mut open_visits = 0u32;
+    let mut older_counter = 0u32;
+    let mut older_visits = 0u32;
 
     let width = S::value();
     let mut grad_k = Vector::<f32, O>::zeroed();
     let mut grad_v = Vector::<f32, O>::zeroed();
     let mut done = 0u32;
     barrier_wait(base + comptime!(t.own()), 0u32);
-    let mut s_next = Vector::<f32, S>::zeroed();
-    if comptime!(t.ahead) {
-        if cursor.loaded.read() > 0 {
-            barrier_wait(base + comptime!(t.full()), 0u32);
-        }
-        let s_started = start::<S>(base + comptime!(t.k_offset() as u32), q_address, t);
-        s_next = wait::<S>(s_started, 0usize, width);
+    if cursor.loaded.read() > 0 {
+        barrier_wait(base + comptime!(t.full()), 0u32);
     }
+    let s_started = start::<S>(base + comptime!(t.k_offset() as u32), q_address, t);
+    let mut s_next = wait::<S>(s_started, 0usize, width);
     for turn in 0..lengths.heads_per_kv {
         let head = first_head + turn;
         let record =
@@ -213,15 +212,6 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
         for j in 0..steps {
             let stage = done % comptime!(t.stages as u32);
             let offset = stage * comptime!(t.b_bytes() as u32);
-            if comptime!(!t.ahead) {
-                let parity = (done / comptime!(t.stages as u32)) & 1;
-                barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
-                s_next = start::<S>(
-                    base + comptime!(t.k_offset() as u32),
-                    q_address + offset,
-                    t,
-                );
-            }
             let dp_started = start::<S>(
                 base + comptime!(t.v_offset() as u32),
                 do_address + offset,
@@ -235,12 +225,8 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let row_of_scratch = first_query
                 + plan[word] * comptime!(t.group as u32)
                 + chain.query % comptime!(t.group as u32);
-            load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
 
             let mut s = s_next;
-            if comptime!(!t.ahead) {
-                s = wait::<S>(s_next, 1usize, width);
-            }
             if comptime!(t.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
@@ -302,12 +288,24 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let left = pack_all::<S, P>(ds, t.half);
             let other = (done & 1) * comptime!(t.ds_bytes() as u32);
             let ds_address = base + comptime!(t.ds_offset() as u32) + other;
+            // What the warp added two steps ago is in memory, so its tile's turn is over there; and what it added a step ago is
+            // out of shared memory.
+            if unit() % 32 < 2 {
+                bulk_wait(1u32);
+                bulk_wait_read();
+            }
+            sync_warp();
+            if unit() % 32 < comptime!(t.counters() as u32) && older_visits != 0 {
+                post(chain.counters + u64::cast_from(older_counter) * 4, older_visits);
+            }
+            older_counter = open_counter;
+            older_visits = open_visits;
             store_left::<P>(left, swizzled(ds_address), comptime!(t.rows() * ROW));
-            let counter = chain.counters
-                + u64::cast_from(
-                    row_of_scratch / comptime!(t.counted() as u32) * comptime!(t.parts() as u32)
-                        + chain.part,
-                ) * 4;
+            open_counter = row_of_scratch / comptime!(t.counted() as u32)
+                * comptime!(t.parts() as u32)
+                + chain.part;
+            open_visits = select(visit == NO_VISIT, 0u32, visit + 1);
+            let counter = chain.counters + u64::cast_from(open_counter) * 4;
             let mut seen = 0u32;
             if unit() % 32 < 2 {
                 seen = peek(counter);
@@ -334,46 +332,33 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 t.cols,
                 comptime!(t.rows() * ROW),
             );
-            if comptime!(t.ahead) {
-                let next = (done + 1) % comptime!(t.stages as u32);
-                if cursor.loaded.read() > done + 1 {
-                    let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
-                    barrier_wait(base + comptime!(t.full()) + next * 8, parity);
-                }
-                // After the last step of whatever is there, for nobody.
-                s_next = start::<S>(
-                    base + comptime!(t.k_offset() as u32),
-                    q_address + next * comptime!(t.b_bytes() as u32),
-                    t,
-                );
+            let next = (done + 1) % comptime!(t.stages as u32);
+            if cursor.loaded.read() > done + 1 {
+                let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
+                barrier_wait(base + comptime!(t.full()) + next * 8, parity);
             }
-            let later = comptime!(usize::from(t.ahead));
-            grad_v = wait::<O>(grad_v_started, comptime!(2 + later), comptime!(t.dim / 2));
+            // After the last step of whatever is there, for nobody.
+            let s_started = start::<S>(
+                base + comptime!(t.k_offset() as u32),
+                q_address + next * comptime!(t.b_bytes() as u32),
+                t,
+            );
+            load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
+            grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
             let dq_width = Q::value();
-            let dq = wait::<Q>(dq_started, comptime!(1 + later), dq_width);
+            let dq = wait::<Q>(dq_started, 2usize, dq_width);
 
-            // What the warp added a step ago is in memory: its tile's turn is over there, and the buffer is free.
             let lane = unit() % 32;
-            if lane < 2 {
-                bulk_wait();
-            }
-            sync_warp();
-            if lane < comptime!(t.counters() as u32) && open_visits != 0 {
-                if comptime!(t.debug & 2 != 0) {
-                    device_fence();
-                }
-                post(open_counter, open_visits);
-            }
-            open_counter = counter;
-            open_visits = select(visit == NO_VISIT, 0u32, visit + 1);
+            let warp = uniform(unit() / 32);
             let source = base
                 + comptime!(t.dq_offset() as u32)
-                + uniform(unit() / 32) * comptime!(2 * t.warp_eight_bytes() as u32);
-            store_sixteen::<Q>(dq, source + lane * 16, comptime!(t.warp_eight_bytes()));
+                + warp * comptime!(t.dq_warp_bytes() as u32)
+                + (done + 1) % 2 * comptime!(t.dq_parity_bytes() as u32);
+            store_sixteen::<Q>(dq, source + lane * 16, comptime!(t.dq_lower_bytes()));
             async_fence();
             sync_warp();
             if lane < 2 && visit != NO_VISIT {
-                if seen != visit && comptime!(t.debug & 1 == 0) {
+                if seen != visit {
                     wait_until(counter, visit);
                 }
                 let bytes = comptime!(t.warp_eight_bytes());
@@ -381,35 +366,27 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                     + u64::cast_from(row_of_scratch / 8)
                         * comptime!(t.dq_eight_bytes() as u64)
                     + u64::cast_from(chain.part * comptime!(bytes as u32));
-                let source = source + lane * comptime!(bytes as u32);
+                let source = source + lane * comptime!(t.dq_lower_bytes() as u32);
                 if visit == 0 {
                     bulk_store(target, source, bytes, false);
                 } else {
                     bulk_store(target, source, bytes, true);
                 }
+            }
+            if lane < 2 {
                 bulk_commit();
             }
 
-            grad_k = wait::<O>(grad_k_started, later, comptime!(t.dim / 2));
+            grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + stage * 8);
             }
-            if comptime!(t.ahead) {
-                s_next = wait::<S>(s_next, 0usize, width);
-            }
+            s_next = wait::<S>(s_started, 0usize, width);
             done += 1;
         }
     }
     let lane = unit() % 32;
     let row = unit() / 32 * 16 + lane / 4;
-    if lane < 2 {
-        bulk_wait();
-    }
-    sync_warp();
-    if lane < comptime!(t.counters() as u32) && open_visits != 0 {
-        post(open_counter, open_visits);
-    }
-
     let first = (batch * lengths.kv_heads + own.kv_head) * lengths.seq_kv;
     let place = place_of(tile, row, t);
     let one = f32::new(1.0);
@@ -429,6 +406,19 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
         one,
         t,
     );
+
+    if lane < 2 {
+        bulk_wait(0u32);
+    }
+    sync_warp();
+    if lane < comptime!(t.counters() as u32) {
+        if older_visits != 0 {
+            post(chain.counters + u64::cast_from(older_counter) * 4, older_visits);
+        }
+        if open_visits != 0 {
+            post(chain.counters + u64::cast_from(open_counter) * 4, open_visits);
+        }
+    }
 }
 
 /// Where a warp adds its dQ.
