@@ -486,9 +486,9 @@ pub fn shared_load(address: u32) -> u32 {
 }
 
 #[cube]
-pub fn shared_load_four(address: u32) -> Vector<f32, Const<4>> {
-    let o: Vector<f32, Const<4>>;
-    gpu_asm!("ld.shared.v4.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
+pub fn shared_load_float(address: u32) -> f32 {
+    let o: f32;
+    gpu_asm!("ld.shared.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
     o
 }
 

@@ -164,8 +164,7 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
         head: RuntimeCell::<u32>::new(first_head),
         end: first_head + lengths.heads_per_kv,
         entry: RuntimeCell::<usize>::new(0usize),
-        j: RuntimeCell::<u32>::new(0u32),
-        steps: RuntimeCell::<u32>::new(0u32),
+        left: RuntimeCell::<u32>::new(0u32),
         loaded: RuntimeCell::<u32>::new(0u32),
     };
     open(plan, &parts, heads_at, tile, &cursor);
@@ -177,15 +176,8 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     let q_address = base + comptime!(t.q_offset() as u32);
     let do_address = base + comptime!(t.do_offset() as u32);
 
-    // Two lanes of a warp add to eight queries each.
-    let chain = Chain {
-        counters: global_address::<u32>(unsafe { counters.as_ptr_unchecked() }),
-        scratch: global_address::<f32>(unsafe { scratch.as_ptr_unchecked() }),
-        part: warp / 4 % comptime!(t.parts() as u32),
-        query: warp % 4 * 16
-            + warp / 4 * comptime!(t.dq_query_offset() as u32)
-            + lane % 2 * 8,
-    };
+    let all_counters = global_address::<u32>(unsafe { counters.as_ptr_unchecked() });
+    let all_sums = global_address::<f32>(unsafe { scratch.as_ptr_unchecked() });
     // The counter to be raised when the additions are done, and to what.
     let mut open_counter = 0u32;
     let mut open_visits = 0u32;
@@ -197,36 +189,54 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     let mut grad_v = Vector::<f32, O>::zeroed();
     let mut done = 0u32;
     barrier_wait(base + comptime!(t.own()), 0u32);
-    if cursor.loaded.read() > 0 {
-        barrier_wait(base + comptime!(t.full()), 0u32);
+    let mut s_next = Vector::<f32, S>::zeroed();
+    if comptime!(t.ahead) {
+        if cursor.loaded.read() > 0 {
+            barrier_wait(base + comptime!(t.full()), 0u32);
+        }
+        let s_started = start::<S>(base + comptime!(t.k_offset() as u32), q_address, t);
+        s_next = wait::<S>(s_started, 0usize, width);
     }
-    let s_started = start::<S>(base + comptime!(t.k_offset() as u32), q_address, t);
-    let mut s_next = wait::<S>(s_started, 0usize, width);
     for turn in 0..lengths.heads_per_kv {
         let head = first_head + turn;
         let record =
             parts.tiles + (plan[heads_at + head as usize] as usize + tile as usize) * 3;
-        let first_entry = parts.entries + plan[record] as usize * 3;
+        let mut entry = parts.entries + plan[record] as usize * 3;
         let steps = uniform(plan[record + 1]);
         let first_query = (batch * heads + head) * lengths.pitch;
-        for j in 0..steps {
+        for _ in 0..steps {
             let stage = done % comptime!(t.stages as u32);
             let offset = stage * comptime!(t.b_bytes() as u32);
+            if comptime!(!t.ahead) {
+                let parity = (done / comptime!(t.stages as u32)) & 1;
+                barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
+                s_next = start::<S>(
+                    base + comptime!(t.k_offset() as u32),
+                    q_address + offset,
+                    t,
+                );
+            }
             let dp_started = start::<S>(
                 base + comptime!(t.v_offset() as u32),
                 do_address + offset,
                 t,
             );
             // Which queries the unit adds dQ to, should it be one of the two.
-            let step = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
-            let word = step + (chain.query / comptime!(t.group as u32) * 3) as usize;
-            let masked = plan[step + 2] & MASKED_STEP;
+            let query = own_query(t);
+            let word = entry + (query / comptime!(t.group as u32) * 3) as usize;
+            let masked = plan[entry + 2] & MASKED_STEP;
             let visit = plan[word + 2] & NO_VISIT;
             let row_of_scratch = first_query
                 + plan[word] * comptime!(t.group as u32)
-                + chain.query % comptime!(t.group as u32);
+                + query % comptime!(t.group as u32);
+            if comptime!(t.debug & 4 == 0) {
+                load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
+            }
 
             let mut s = s_next;
+            if comptime!(!t.ahead) {
+                s = wait::<S>(s_next, 1usize, width);
+            }
             if comptime!(t.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
@@ -242,7 +252,7 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             if masked != 0 {
                 let lane = unit() % 32;
                 let row = unit() / 32 * 16 + lane / 4;
-                s = mask::<S>(s, plan, parts.masks, first_entry, j, row, (lane % 4) * 2, t);
+                s = mask::<S>(s, plan, parts.masks, entry, row, (lane % 4) * 2, t);
             }
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
@@ -251,12 +261,15 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let mut p = Vector::<f32, S>::zeroed();
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
-                let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
+                let at = stats_at + comptime!(t.stats_eight(eight));
                 #[unroll]
-                for i in 0..4usize {
-                    let at = comptime!(4 * eight + i);
-                    let lse = four.extract(comptime!(i % 2 * 2));
-                    p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -lse)));
+                for i in 0..2usize {
+                    let lse = shared_load_float(at + comptime!(8 * i as u32));
+                    #[unroll]
+                    for lower in 0..2usize {
+                        let at = comptime!(4 * eight + i + 2 * lower);
+                        p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -lse)));
+                    }
                 }
             }
             let left = pack_all::<S, P>(p, t.half);
@@ -266,16 +279,19 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let mut ds = wait::<S>(dp_started, 1usize, width);
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
-                let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
+                let at = stats_at + comptime!(t.stats_eight(eight));
                 #[unroll]
-                for i in 0..4usize {
-                    let at = comptime!(4 * eight + i);
-                    let delta = four.extract(comptime!(i % 2 * 2 + 1));
-                    let mut weight = p.extract(at);
-                    if comptime!(t.packed()) {
-                        weight = unpack(left.extract(comptime!(at / 2)), comptime!(at % 2 == 1), t.half);
+                for i in 0..2usize {
+                    let delta = shared_load_float(at + comptime!(8 * i as u32 + 4));
+                    #[unroll]
+                    for lower in 0..2usize {
+                        let at = comptime!(4 * eight + i + 2 * lower);
+                        let mut weight = p.extract(at);
+                        if comptime!(t.packed()) {
+                            weight = unpack(left.extract(comptime!(at / 2)), i == 1, t.half);
+                        }
+                        ds.insert(at, weight * (ds.extract(at) - delta));
                     }
-                    ds.insert(at, weight * (ds.extract(at) - delta));
                 }
             }
             if comptime!(t.softcap) {
@@ -288,27 +304,13 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let left = pack_all::<S, P>(ds, t.half);
             let other = (done & 1) * comptime!(t.ds_bytes() as u32);
             let ds_address = base + comptime!(t.ds_offset() as u32) + other;
-            // What the warp added two steps ago is in memory, so its tile's turn is over there; and what it added a step ago is
-            // out of shared memory.
-            if unit() % 32 < 2 {
-                bulk_wait(1u32);
-                bulk_wait_read();
-            }
-            sync_warp();
-            if unit() % 32 < comptime!(t.counters() as u32) && older_visits != 0 {
-                post(chain.counters + u64::cast_from(older_counter) * 4, older_visits);
-            }
-            older_counter = open_counter;
-            older_visits = open_visits;
             store_left::<P>(left, swizzled(ds_address), comptime!(t.rows() * ROW));
-            open_counter = row_of_scratch / comptime!(t.counted() as u32)
+            let counter = row_of_scratch / comptime!(t.counted() as u32)
                 * comptime!(t.parts() as u32)
-                + chain.part;
-            open_visits = select(visit == NO_VISIT, 0u32, visit + 1);
-            let counter = chain.counters + u64::cast_from(open_counter) * 4;
+                + own_part(t);
             let mut seen = 0u32;
-            if unit() % 32 < 2 {
-                seen = peek(counter);
+            if unit() % 32 < comptime!(t.counters() as u32) {
+                seen = peek(all_counters + u64::cast_from(counter) * 4);
             }
             async_fence();
             named_sync(1u32, comptime!(t.units() as u32));
@@ -332,56 +334,86 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 t.cols,
                 comptime!(t.rows() * ROW),
             );
-            let next = (done + 1) % comptime!(t.stages as u32);
-            if cursor.loaded.read() > done + 1 {
-                let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
-                barrier_wait(base + comptime!(t.full()) + next * 8, parity);
+            if comptime!(t.ahead) {
+                let next = (done + 1) % comptime!(t.stages as u32);
+                if cursor.loaded.read() > done + 1 {
+                    let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
+                    barrier_wait(base + comptime!(t.full()) + next * 8, parity);
+                }
+                // After the last step of whatever is there, for nobody.
+                s_next = start::<S>(
+                    base + comptime!(t.k_offset() as u32),
+                    q_address + next * comptime!(t.b_bytes() as u32),
+                    t,
+                );
             }
-            // After the last step of whatever is there, for nobody.
-            let s_started = start::<S>(
-                base + comptime!(t.k_offset() as u32),
-                q_address + next * comptime!(t.b_bytes() as u32),
-                t,
-            );
-            load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
-            grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
+            let later = comptime!(usize::from(t.ahead));
+            grad_v = wait::<O>(grad_v_started, comptime!(2 + later), comptime!(t.dim / 2));
             let dq_width = Q::value();
-            let dq = wait::<Q>(dq_started, 2usize, dq_width);
+            let dq = wait::<Q>(dq_started, comptime!(1 + later), dq_width);
 
+            // What the warp added a step ago is out of shared memory, and what it added before that in global memory: its
+            // tile's turn is over there.
             let lane = unit() % 32;
-            let warp = uniform(unit() / 32);
+            if lane < comptime!(t.counters() as u32) {
+                if comptime!(t.debug & 1 != 0) {
+                    bulk_wait_read();
+                    bulk_wait(1u32);
+                    if older_visits != 0 {
+                        post(all_counters + u64::cast_from(older_counter) * 4, older_visits);
+                    }
+                } else {
+                    bulk_wait(0u32);
+                    if open_visits != 0 {
+                        post(all_counters + u64::cast_from(open_counter) * 4, open_visits);
+                    }
+                }
+            }
+            sync_warp();
+            older_counter = open_counter;
+            older_visits = open_visits;
+            open_counter = counter;
+            open_visits = select(visit == NO_VISIT, 0u32, visit + 1);
             let source = base
                 + comptime!(t.dq_offset() as u32)
-                + warp * comptime!(t.dq_warp_bytes() as u32)
-                + (done + 1) % 2 * comptime!(t.dq_parity_bytes() as u32);
-            store_sixteen::<Q>(dq, source + lane * 16, comptime!(t.dq_lower_bytes()));
+                + uniform(unit() / 32) * comptime!(2 * t.warp_eight_bytes() as u32);
+            store_sixteen::<Q>(dq, source + lane * 16, comptime!(t.warp_eight_bytes()));
             async_fence();
             sync_warp();
-            if lane < 2 && visit != NO_VISIT {
-                if seen != visit {
-                    wait_until(counter, visit);
+            if lane < comptime!(t.counters() as u32) {
+                if visit != NO_VISIT {
+                    if seen != visit {
+                        wait_until(all_counters + u64::cast_from(counter) * 4, visit);
+                    }
+                    let bytes = comptime!(t.warp_eight_bytes() * 2 / t.counters());
+                    let target = all_sums
+                        + u64::cast_from(row_of_scratch / 16)
+                            * comptime!(2 * t.dq_eight_bytes() as u64)
+                        + u64::cast_from(
+                            (own_part(t) * 2 + row_of_scratch % 16 / 8)
+                                * comptime!(t.warp_eight_bytes() as u32),
+                        );
+                    let source = source + lane * comptime!(bytes as u32);
+                    if visit == 0 {
+                        bulk_store(target, source, bytes, false);
+                    } else {
+                        bulk_store(target, source, bytes, true);
+                    }
                 }
-                let bytes = comptime!(t.warp_eight_bytes());
-                let target = chain.scratch
-                    + u64::cast_from(row_of_scratch / 8)
-                        * comptime!(t.dq_eight_bytes() as u64)
-                    + u64::cast_from(chain.part * comptime!(bytes as u32));
-                let source = source + lane * comptime!(t.dq_lower_bytes() as u32);
-                if visit == 0 {
-                    bulk_store(target, source, bytes, false);
-                } else {
-                    bulk_store(target, source, bytes, true);
-                }
-            }
-            if lane < 2 {
                 bulk_commit();
             }
+            if comptime!(t.debug & 4 != 0) {
+                load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
+            }
 
-            grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
-            if lane == 0 {
+            grad_k = wait::<O>(grad_k_started, later, comptime!(t.dim / 2));
+            if unit() % 32 == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + stage * 8);
             }
-            s_next = wait::<S>(s_started, 0usize, width);
+            if comptime!(t.ahead) {
+                s_next = wait::<S>(s_next, 0usize, width);
+            }
+            entry += comptime!(t.entries() * 3);
             done += 1;
         }
     }
@@ -407,29 +439,33 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
         t,
     );
 
-    if lane < 2 {
-        bulk_wait(0u32);
-    }
-    sync_warp();
     if lane < comptime!(t.counters() as u32) {
-        if older_visits != 0 {
-            post(chain.counters + u64::cast_from(older_counter) * 4, older_visits);
+        bulk_wait(0u32);
+        if comptime!(t.debug & 1 != 0) && older_visits != 0 {
+            post(all_counters + u64::cast_from(older_counter) * 4, older_visits);
         }
         if open_visits != 0 {
-            post(chain.counters + u64::cast_from(open_counter) * 4, open_visits);
+            post(all_counters + u64::cast_from(open_counter) * 4, open_visits);
         }
     }
 }
 
-/// Where a warp adds its dQ.
-#[derive(CubeType, Clone, Copy)]
-struct Chain {
-    counters: u64,
-    scratch: u64,
-    /// Which half of the columns.
-    part: u32,
-    /// The first of the unit's eight queries of a step.
-    query: u32,
+/// The first of the queries of a step whose dQ the unit adds: a lane those 16 of the warp, or, with groups of 8, each of two
+/// lanes 8.
+#[cube]
+fn own_query(#[comptime] t: BackwardTile) -> u32 {
+    let unit = unit();
+    let mut query = unit / 32 % 4 * 16 + unit / 128 * comptime!(t.dq_query_offset() as u32);
+    if comptime!(t.group < 16) {
+        query += unit % 2 * 8;
+    }
+    query
+}
+
+/// Which half of the columns it adds.
+#[cube]
+fn own_part(#[comptime] t: BackwardTile) -> u32 {
+    unit() / 128 % comptime!(t.parts() as u32)
 }
 
 /// Starts the product of a warpgroup's own 64 rows and a step's.
@@ -505,11 +541,10 @@ struct Cursor {
     head: RuntimeCell<u32>,
     /// The head after the last one.
     end: u32,
-    /// Word of the head's first entry.
+    /// Word of the step's first entry.
     entry: RuntimeCell<usize>,
-    j: RuntimeCell<u32>,
-    /// Steps of the head.
-    steps: RuntimeCell<u32>,
+    /// Steps of the head that are left.
+    left: RuntimeCell<u32>,
     /// Steps loaded so far, of all heads.
     loaded: RuntimeCell<u32>,
 }
@@ -522,8 +557,7 @@ fn open(plan: &[u32], parts: &PlanParts, heads_at: usize, tile: u32, cursor: &Cu
     cursor
         .entry
         .store(parts.entries + plan[record] as usize * 3);
-    cursor.j.store(0u32);
-    cursor.steps.store(uniform(plan[record + 1]));
+    cursor.left.store(uniform(plan[record + 1]));
 }
 
 /// Loads the cursor's step, if there is one, once its buffer is free. All units call this together.
@@ -537,11 +571,11 @@ fn load_next(
     cursor: &Cursor,
     #[comptime] t: BackwardTile,
 ) {
-    while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
+    while cursor.left.read() == 0 && cursor.head.read() + 1 < cursor.end {
         cursor.head.store(cursor.head.read() + 1);
         open(plan, parts, heads_at, tile, cursor);
     }
-    if cursor.j.read() < cursor.steps.read() {
+    if cursor.left.read() > 0 {
         let boxes = comptime!((t.entries() * t.spans()) as u32);
         let all = comptime!((2 * t.entries() * t.spans() + t.entries()) as u32);
         let stage = cursor.loaded.read() % comptime!(t.stages as u32);
@@ -561,8 +595,7 @@ fn load_next(
             if index >= 2 * boxes {
                 which = index - 2 * boxes;
             }
-            let word = cursor.entry.read()
-                + ((cursor.j.read() * comptime!(t.entries() as u32) + which) * 3) as usize;
+            let word = cursor.entry.read() + (which * 3) as usize;
             let at = plan[word] * comptime!(t.group as u32);
             if index >= 2 * boxes {
                 let target = loads.base
@@ -600,7 +633,8 @@ fn load_next(
                 );
             }
         }
-        cursor.j.store(cursor.j.read() + 1);
+        cursor.entry.store(cursor.entry.read() + comptime!(t.entries() * 3));
+        cursor.left.store(cursor.left.read() - 1);
         cursor.loaded.store(cursor.loaded.read() + 1);
     }
 }
@@ -642,8 +676,7 @@ fn mask<S: Size>(
     s_in: Vector<f32, S>,
     plan: &[u32],
     masks: usize,
-    first_entry: usize,
-    j: u32,
+    entry: usize,
     row: u32,
     quad: u32,
     #[comptime] t: BackwardTile,
@@ -652,7 +685,6 @@ fn mask<S: Size>(
     let infinity = f32::new(f32::NEG_INFINITY);
     let word_cols = comptime!(t.group.min(32));
     let row_words = comptime!(t.group.div_ceil(32));
-    let entry = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
     #[unroll]
     for piece in 0..comptime!(t.cols / word_cols) {
         let col = comptime!(piece * word_cols);
@@ -814,8 +846,11 @@ pub fn finish(
         if comptime!(t.carry) {
             made = out[target];
         }
-        let source = (row / 8) as usize * comptime!(t.dq_eight_bytes() / 8)
-            + (eight / 2 * 64 + row % 8 * 8 + eight % 2) as usize;
+        let source = (row / 16) as usize * comptime!(t.dq_eight_bytes() / 4)
+            + ((part * 2 + row % 16 / 8) * comptime!((t.warp_eight_bytes() / 8) as u32)
+                + eight % comptime!((t.padded() / 8 / t.parts()) as u32) / 2 * 64
+                + row % 8 * 8
+                + eight % 2) as usize;
         if counters[counter as usize] != 0 {
             #[unroll]
             for i in 0..4usize {

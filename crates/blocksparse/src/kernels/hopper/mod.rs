@@ -472,6 +472,9 @@ pub struct BackwardTile {
     pub stages: usize,
     /// How many steps late a buffer is filled again.
     pub lag: usize,
+    /// Whether a step's first product is started in the step before.
+    pub ahead: bool,
+    pub debug: usize,
     /// Whether scores are softcapped.
     pub softcap: bool,
     /// Whether positions are listed by residue class.
@@ -552,7 +555,7 @@ impl BackwardTile {
 
     /// Whether ds is made of weights in half precision: where registers are short.
     fn packed(&self) -> bool {
-        self.cols > GROUP_ROWS
+        (self.dim > 64 || self.cols > 64) && self.debug & 8 == 0
     }
 
     fn ds_bytes(&self) -> usize {
@@ -663,51 +666,18 @@ impl BackwardTile {
         self.q_offset() + self.stages * self.b_bytes()
     }
 
+    fn dq_offset(&self) -> usize {
+        self.do_offset() + self.stages * self.b_bytes()
+    }
+
     /// Bytes of dQ of a warp's eight queries.
     fn warp_eight_bytes(&self) -> usize {
         8 * self.dq_cols() * 4
     }
 
-    /// Whether a warp's dQ takes the place of its ds of the step before, which is as large.
-    fn dq_over_ds(&self) -> bool {
-        self.halves_queries() && self.padded() == ROW_ELEMENTS
-    }
-
-    fn dq_offset(&self) -> usize {
-        match self.dq_over_ds() {
-            true => self.ds_offset(),
-            false => self.do_offset() + self.stages * self.b_bytes(),
-        }
-    }
-
-    fn dq_warp_bytes(&self) -> usize {
-        match self.dq_over_ds() {
-            true => 16 * ROW,
-            false => 2 * self.warp_eight_bytes(),
-        }
-    }
-
-    fn dq_lower_bytes(&self) -> usize {
-        match self.dq_over_ds() {
-            true => self.rows() * ROW,
-            false => self.warp_eight_bytes(),
-        }
-    }
-
-    fn dq_parity_bytes(&self) -> usize {
-        match self.dq_over_ds() {
-            true => self.ds_bytes(),
-            false => 0,
-        }
-    }
-
     /// Bytes of shared memory of a cube.
     pub fn shared_bytes(&self) -> usize {
-        let end = self.do_offset() + self.stages * self.b_bytes();
-        match self.dq_over_ds() {
-            true => end,
-            false => end + 8 * self.warpgroups * self.warp_eight_bytes(),
-        }
+        self.dq_offset() + 8 * self.warpgroups * self.warp_eight_bytes()
     }
 }
 
@@ -743,24 +713,31 @@ pub fn choose_backward(
         return Err("head_dim is none of 64, 96, 128");
     }
     let block = layout.block_size();
-    let tile = |[warpgroups, cols, stages]: [usize; 3]| BackwardTile {
+    let tile = |[warpgroups, cols, stages]: [usize; 3], ahead| BackwardTile {
         half: forward.half,
         dim: forward.dim,
         warpgroups,
         cols,
         group: block.min(cols),
         stages,
-        lag: 1,
+        lag: 2.min(stages - 1),
+        ahead,
+        debug: 0,
         softcap: forward.softcap,
         residue: forward.residue,
         carry: forward.carry,
     };
     if let Ok(text) = std::env::var("BLOCKSPARSE_BACKWARD") {
         let n: Vec<usize> = text.split(',').map(|x| x.parse().unwrap()).collect();
-        return Ok(tile([n[0], n[1], n[2]]));
+        let mut t = tile([n[0], n[1], n[2]], n[3] == 1);
+        t.debug = n[4];
+        if n[4] & 4 != 0 {
+            t.lag = 1;
+        }
+        return Ok(t);
     }
     // Two warpgroups share what is gathered and add to dQ half as often; one unites fewer rows of blocks.
-    let tiles = [tile([2, 64, 3]), tile([1, 64, 3])];
+    let tiles = [tile([2, 64, 3], true), tile([1, 64, if forward.dim == 64 { 4 } else { 2 }], false)];
     let cost = |tile: &BackwardTile| {
         let speed = if tile.warpgroups == 2 { 1.0 } else { 0.7 };
         union_overhead(layout, Walk::Columns, tile.rows()) / speed
