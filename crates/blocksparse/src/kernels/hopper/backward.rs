@@ -181,22 +181,17 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     // The counter to be raised when the additions are done, and to what.
     let mut open_counter = 0u32;
     let mut open_visits = 0u32;
-    let mut older_counter = 0u32;
-    let mut older_visits = 0u32;
 
     let width = S::value();
     let mut grad_k = Vector::<f32, O>::zeroed();
     let mut grad_v = Vector::<f32, O>::zeroed();
     let mut done = 0u32;
     barrier_wait(base + comptime!(t.own()), 0u32);
-    let mut s_next = Vector::<f32, S>::zeroed();
-    if comptime!(t.ahead) {
-        if cursor.loaded.read() > 0 {
-            barrier_wait(base + comptime!(t.full()), 0u32);
-        }
-        let s_started = start::<S>(base + comptime!(t.k_offset() as u32), q_address, t);
-        s_next = wait::<S>(s_started, 0usize, width);
+    if cursor.loaded.read() > 0 {
+        barrier_wait(base + comptime!(t.full()), 0u32);
     }
+    let s_started = start::<S>(base + comptime!(t.k_offset() as u32), q_address, t);
+    let mut s_next = wait::<S>(s_started, 0usize, width);
     for turn in 0..lengths.heads_per_kv {
         let head = first_head + turn;
         let record =
@@ -207,15 +202,6 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
         for _ in 0..steps {
             let stage = done % comptime!(t.stages as u32);
             let offset = stage * comptime!(t.b_bytes() as u32);
-            if comptime!(!t.ahead) {
-                let parity = (done / comptime!(t.stages as u32)) & 1;
-                barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
-                s_next = start::<S>(
-                    base + comptime!(t.k_offset() as u32),
-                    q_address + offset,
-                    t,
-                );
-            }
             let dp_started = start::<S>(
                 base + comptime!(t.v_offset() as u32),
                 do_address + offset,
@@ -229,14 +215,9 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let row_of_scratch = first_query
                 + plan[word] * comptime!(t.group as u32)
                 + query % comptime!(t.group as u32);
-            if comptime!(t.debug & 4 == 0) {
-                load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
-            }
+            load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
 
             let mut s = s_next;
-            if comptime!(!t.ahead) {
-                s = wait::<S>(s_next, 1usize, width);
-            }
             if comptime!(t.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
@@ -334,44 +315,30 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 t.cols,
                 comptime!(t.rows() * ROW),
             );
-            if comptime!(t.ahead) {
-                let next = (done + 1) % comptime!(t.stages as u32);
-                if cursor.loaded.read() > done + 1 {
-                    let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
-                    barrier_wait(base + comptime!(t.full()) + next * 8, parity);
-                }
-                // After the last step of whatever is there, for nobody.
-                s_next = start::<S>(
-                    base + comptime!(t.k_offset() as u32),
-                    q_address + next * comptime!(t.b_bytes() as u32),
-                    t,
-                );
+            let next = (done + 1) % comptime!(t.stages as u32);
+            if cursor.loaded.read() > done + 1 {
+                let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
+                barrier_wait(base + comptime!(t.full()) + next * 8, parity);
             }
-            let later = comptime!(usize::from(t.ahead));
-            grad_v = wait::<O>(grad_v_started, comptime!(2 + later), comptime!(t.dim / 2));
+            // After the last step of whatever is there, for nobody.
+            let s_started = start::<S>(
+                base + comptime!(t.k_offset() as u32),
+                q_address + next * comptime!(t.b_bytes() as u32),
+                t,
+            );
+            grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
             let dq_width = Q::value();
-            let dq = wait::<Q>(dq_started, comptime!(1 + later), dq_width);
+            let dq = wait::<Q>(dq_started, 2usize, dq_width);
 
-            // What the warp added a step ago is out of shared memory, and what it added before that in global memory: its
-            // tile's turn is over there.
+            // What the warp added a step ago is in memory: its tile's turn is over there, and the buffer is free.
             let lane = unit() % 32;
             if lane < comptime!(t.counters() as u32) {
-                if comptime!(t.debug & 1 != 0) {
-                    bulk_wait_read();
-                    bulk_wait(1u32);
-                    if older_visits != 0 {
-                        post(all_counters + u64::cast_from(older_counter) * 4, older_visits);
-                    }
-                } else {
-                    bulk_wait(0u32);
-                    if open_visits != 0 {
-                        post(all_counters + u64::cast_from(open_counter) * 4, open_visits);
-                    }
+                bulk_wait();
+                if open_visits != 0 {
+                    post(all_counters + u64::cast_from(open_counter) * 4, open_visits);
                 }
             }
             sync_warp();
-            older_counter = open_counter;
-            older_visits = open_visits;
             open_counter = counter;
             open_visits = select(visit == NO_VISIT, 0u32, visit + 1);
             let source = base
@@ -402,17 +369,12 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 }
                 bulk_commit();
             }
-            if comptime!(t.debug & 4 != 0) {
-                load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
-            }
 
-            grad_k = wait::<O>(grad_k_started, later, comptime!(t.dim / 2));
+            grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
             if unit() % 32 == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + stage * 8);
             }
-            if comptime!(t.ahead) {
-                s_next = wait::<S>(s_next, 0usize, width);
-            }
+            s_next = wait::<S>(s_started, 0usize, width);
             entry += comptime!(t.entries() * 3);
             done += 1;
         }
@@ -440,10 +402,7 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     );
 
     if lane < comptime!(t.counters() as u32) {
-        bulk_wait(0u32);
-        if comptime!(t.debug & 1 != 0) && older_visits != 0 {
-            post(all_counters + u64::cast_from(older_counter) * 4, older_visits);
-        }
+        bulk_wait();
         if open_visits != 0 {
             post(all_counters + u64::cast_from(open_counter) * 4, open_visits);
         }
