@@ -486,13 +486,6 @@ pub fn shared_load_four(address: u32) -> Vector<f32, Const<4>> {
     o
 }
 
-#[cube]
-pub fn shared_load_float(address: u32) -> f32 {
-    let o: f32;
-    gpu_asm!("ld.shared.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
-    o
-}
-
 /// Whether `x` differs from `y` in any unit of the warp.
 #[cube]
 pub fn any_differ(x: f32, y: f32) -> u32 {

@@ -72,9 +72,7 @@ fn own(lengths: &Lengths) -> Own {
     let chunk = CUBE_POS_X / (lengths.tiles * lengths.spread);
     let within = CUBE_POS_X % (lengths.tiles * lengths.spread);
     let first = chunk * lengths.spread;
-    let turns = lengths
-        .spread
-        .min(lengths.kv_heads * lengths.batch - first);
+    let turns = lengths.spread.min(lengths.kv_heads * lengths.batch - first);
     let outer = first + within % turns;
     Own {
         rank: within / turns,
@@ -164,7 +162,8 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
         head: RuntimeCell::<u32>::new(first_head),
         end: first_head + lengths.heads_per_kv,
         entry: RuntimeCell::<usize>::new(0usize),
-        left: RuntimeCell::<u32>::new(0u32),
+        j: RuntimeCell::<u32>::new(0u32),
+        steps: RuntimeCell::<u32>::new(0u32),
         loaded: RuntimeCell::<u32>::new(0u32),
     };
     open(plan, &parts, heads_at, tile, &cursor);
@@ -176,8 +175,13 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     let q_address = base + comptime!(t.q_offset() as u32);
     let do_address = base + comptime!(t.do_offset() as u32);
 
-    let all_counters = global_address::<u32>(unsafe { counters.as_ptr_unchecked() });
-    let all_sums = global_address::<f32>(unsafe { scratch.as_ptr_unchecked() });
+    // A lane adds all 16 queries of the warp, or, with groups of 8, each of two lanes 8.
+    let chain = Chain {
+        counters: global_address::<u32>(unsafe { counters.as_ptr_unchecked() }),
+        scratch: global_address::<f32>(unsafe { scratch.as_ptr_unchecked() }),
+        part: warp / 4 % comptime!(t.parts() as u32),
+        query: warp % 4 * 16 + warp / 4 * comptime!(t.dq_query_offset() as u32) + lane % 2 * 8,
+    };
     // The counter to be raised when the additions are done, and to what.
     let mut open_counter = 0u32;
     let mut open_visits = 0u32;
@@ -194,12 +198,11 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     let mut s_next = wait::<S>(s_started, 0usize, width);
     for turn in 0..lengths.heads_per_kv {
         let head = first_head + turn;
-        let record =
-            parts.tiles + (plan[heads_at + head as usize] as usize + tile as usize) * 3;
-        let mut entry = parts.entries + plan[record] as usize * 3;
+        let record = parts.tiles + (plan[heads_at + head as usize] as usize + tile as usize) * 3;
+        let first_entry = parts.entries + plan[record] as usize * 3;
         let steps = uniform(plan[record + 1]);
         let first_query = (batch * heads + head) * lengths.pitch;
-        for _ in 0..steps {
+        for j in 0..steps {
             let stage = done % comptime!(t.stages as u32);
             let offset = stage * comptime!(t.b_bytes() as u32);
             let dp_started = start::<S>(
@@ -208,13 +211,13 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 t,
             );
             // Which queries the unit adds dQ to, should it be one of the two.
-            let query = own_query(t);
-            let word = entry + (query / comptime!(t.group as u32) * 3) as usize;
-            let masked = plan[entry + 2] & MASKED_STEP;
+            let step = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
+            let word = step + (chain.query / comptime!(t.group as u32) * 3) as usize;
+            let masked = plan[step + 2] & MASKED_STEP;
             let visit = plan[word + 2] & NO_VISIT;
             let row_of_scratch = first_query
                 + plan[word] * comptime!(t.group as u32)
-                + query % comptime!(t.group as u32);
+                + chain.query % comptime!(t.group as u32);
             load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
 
             let mut s = s_next;
@@ -233,7 +236,7 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             if masked != 0 {
                 let lane = unit() % 32;
                 let row = unit() / 32 * 16 + lane / 4;
-                s = mask::<S>(s, plan, parts.masks, entry, row, (lane % 4) * 2, t);
+                s = mask::<S>(s, plan, parts.masks, first_entry, j, row, (lane % 4) * 2, t);
             }
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
@@ -242,15 +245,12 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let mut p = Vector::<f32, S>::zeroed();
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
-                let at = stats_at + comptime!(t.stats_eight(eight));
+                let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
                 #[unroll]
-                for i in 0..2usize {
-                    let lse = shared_load_float(at + comptime!(8 * i as u32));
-                    #[unroll]
-                    for lower in 0..2usize {
-                        let at = comptime!(4 * eight + i + 2 * lower);
-                        p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -lse)));
-                    }
+                for i in 0..4usize {
+                    let at = comptime!(4 * eight + i);
+                    let lse = four.extract(comptime!(i % 2 * 2));
+                    p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -lse)));
                 }
             }
             let left = pack_all::<S, P>(p, t.half);
@@ -260,19 +260,20 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let mut ds = wait::<S>(dp_started, 1usize, width);
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
-                let at = stats_at + comptime!(t.stats_eight(eight));
+                let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
                 #[unroll]
-                for i in 0..2usize {
-                    let delta = shared_load_float(at + comptime!(8 * i as u32 + 4));
-                    #[unroll]
-                    for lower in 0..2usize {
-                        let at = comptime!(4 * eight + i + 2 * lower);
-                        let mut weight = p.extract(at);
-                        if comptime!(t.packed()) {
-                            weight = unpack(left.extract(comptime!(at / 2)), i == 1, t.half);
-                        }
-                        ds.insert(at, weight * (ds.extract(at) - delta));
+                for i in 0..4usize {
+                    let at = comptime!(4 * eight + i);
+                    let delta = four.extract(comptime!(i % 2 * 2 + 1));
+                    let mut weight = p.extract(at);
+                    if comptime!(t.packed()) {
+                        weight = unpack(
+                            left.extract(comptime!(at / 2)),
+                            comptime!(at % 2 == 1),
+                            t.half,
+                        );
                     }
+                    ds.insert(at, weight * (ds.extract(at) - delta));
                 }
             }
             if comptime!(t.softcap) {
@@ -288,10 +289,10 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             store_left::<P>(left, swizzled(ds_address), comptime!(t.rows() * ROW));
             let counter = row_of_scratch / comptime!(t.counted() as u32)
                 * comptime!(t.parts() as u32)
-                + own_part(t);
+                + chain.part;
             let mut seen = 0u32;
             if unit() % 32 < comptime!(t.counters() as u32) {
-                seen = peek(all_counters + u64::cast_from(counter) * 4);
+                seen = peek(chain.counters + u64::cast_from(counter) * 4);
             }
             async_fence();
             named_sync(1u32, comptime!(t.units() as u32));
@@ -302,7 +303,8 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 comptime!(t.rows() * ROW),
             );
             let k_wide = descriptor(
-                base + comptime!(t.k_offset() as u32) + group * comptime!(t.dq_right_offset() as u32),
+                base + comptime!(t.k_offset() as u32)
+                    + group * comptime!(t.dq_right_offset() as u32),
                 comptime!(t.rows() * ROW),
             );
             let dq_started = wide_product::<Q>(ds_wide, k_wide, t.half, comptime!(t.rows()));
@@ -335,7 +337,10 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             if lane < comptime!(t.counters() as u32) {
                 bulk_wait();
                 if open_visits != 0 {
-                    post(all_counters + u64::cast_from(open_counter) * 4, open_visits);
+                    post(
+                        chain.counters + u64::cast_from(open_counter) * 4,
+                        open_visits,
+                    );
                 }
             }
             sync_warp();
@@ -350,14 +355,14 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             if lane < comptime!(t.counters() as u32) {
                 if visit != NO_VISIT {
                     if seen != visit {
-                        wait_until(all_counters + u64::cast_from(counter) * 4, visit);
+                        wait_until(chain.counters + u64::cast_from(counter) * 4, visit);
                     }
                     let bytes = comptime!(t.warp_eight_bytes() * 2 / t.counters());
-                    let target = all_sums
+                    let target = chain.scratch
                         + u64::cast_from(row_of_scratch / 16)
                             * comptime!(2 * t.dq_eight_bytes() as u64)
                         + u64::cast_from(
-                            (own_part(t) * 2 + row_of_scratch % 16 / 8)
+                            (chain.part * 2 + row_of_scratch % 16 / 8)
                                 * comptime!(t.warp_eight_bytes() as u32),
                         );
                     let source = source + lane * comptime!(bytes as u32);
@@ -371,11 +376,10 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             }
 
             grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
-            if unit() % 32 == 0 {
+            if lane == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + stage * 8);
             }
             s_next = wait::<S>(s_started, 0usize, width);
-            entry += comptime!(t.entries() * 3);
             done += 1;
         }
     }
@@ -404,27 +408,23 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     if lane < comptime!(t.counters() as u32) {
         bulk_wait();
         if open_visits != 0 {
-            post(all_counters + u64::cast_from(open_counter) * 4, open_visits);
+            post(
+                chain.counters + u64::cast_from(open_counter) * 4,
+                open_visits,
+            );
         }
     }
 }
 
-/// The first of the queries of a step whose dQ the unit adds: a lane those 16 of the warp, or, with groups of 8, each of two
-/// lanes 8.
-#[cube]
-fn own_query(#[comptime] t: BackwardTile) -> u32 {
-    let unit = unit();
-    let mut query = unit / 32 % 4 * 16 + unit / 128 * comptime!(t.dq_query_offset() as u32);
-    if comptime!(t.group < 16) {
-        query += unit % 2 * 8;
-    }
-    query
-}
-
-/// Which half of the columns it adds.
-#[cube]
-fn own_part(#[comptime] t: BackwardTile) -> u32 {
-    unit() / 128 % comptime!(t.parts() as u32)
+/// Where a warp adds its dQ.
+#[derive(CubeType, Clone, Copy)]
+struct Chain {
+    counters: u64,
+    scratch: u64,
+    /// Which half of the columns.
+    part: u32,
+    /// The first of the unit's eight queries of a step.
+    query: u32,
 }
 
 /// Starts the product of a warpgroup's own 64 rows and a step's.
@@ -500,10 +500,11 @@ struct Cursor {
     head: RuntimeCell<u32>,
     /// The head after the last one.
     end: u32,
-    /// Word of the step's first entry.
+    /// Word of the head's first entry.
     entry: RuntimeCell<usize>,
-    /// Steps of the head that are left.
-    left: RuntimeCell<u32>,
+    j: RuntimeCell<u32>,
+    /// Steps of the head.
+    steps: RuntimeCell<u32>,
     /// Steps loaded so far, of all heads.
     loaded: RuntimeCell<u32>,
 }
@@ -516,7 +517,8 @@ fn open(plan: &[u32], parts: &PlanParts, heads_at: usize, tile: u32, cursor: &Cu
     cursor
         .entry
         .store(parts.entries + plan[record] as usize * 3);
-    cursor.left.store(uniform(plan[record + 1]));
+    cursor.j.store(0u32);
+    cursor.steps.store(uniform(plan[record + 1]));
 }
 
 /// Loads the cursor's step, if there is one, once its buffer is free. All units call this together.
@@ -530,11 +532,11 @@ fn load_next(
     cursor: &Cursor,
     #[comptime] t: BackwardTile,
 ) {
-    while cursor.left.read() == 0 && cursor.head.read() + 1 < cursor.end {
+    while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
         cursor.head.store(cursor.head.read() + 1);
         open(plan, parts, heads_at, tile, cursor);
     }
-    if cursor.left.read() > 0 {
+    if cursor.j.read() < cursor.steps.read() {
         let boxes = comptime!((t.entries() * t.spans()) as u32);
         let all = comptime!((2 * t.entries() * t.spans() + t.entries()) as u32);
         let stage = cursor.loaded.read() % comptime!(t.stages as u32);
@@ -554,7 +556,8 @@ fn load_next(
             if index >= 2 * boxes {
                 which = index - 2 * boxes;
             }
-            let word = cursor.entry.read() + (which * 3) as usize;
+            let word = cursor.entry.read()
+                + ((cursor.j.read() * comptime!(t.entries() as u32) + which) * 3) as usize;
             let at = plan[word] * comptime!(t.group as u32);
             if index >= 2 * boxes {
                 let target = loads.base
@@ -592,8 +595,7 @@ fn load_next(
                 );
             }
         }
-        cursor.entry.store(cursor.entry.read() + comptime!(t.entries() * 3));
-        cursor.left.store(cursor.left.read() - 1);
+        cursor.j.store(cursor.j.read() + 1);
         cursor.loaded.store(cursor.loaded.read() + 1);
     }
 }
@@ -635,7 +637,8 @@ fn mask<S: Size>(
     s_in: Vector<f32, S>,
     plan: &[u32],
     masks: usize,
-    entry: usize,
+    first_entry: usize,
+    j: u32,
     row: u32,
     quad: u32,
     #[comptime] t: BackwardTile,
@@ -644,6 +647,7 @@ fn mask<S: Size>(
     let infinity = f32::new(f32::NEG_INFINITY);
     let word_cols = comptime!(t.group.min(32));
     let row_words = comptime!(t.group.div_ceil(32));
+    let entry = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
     #[unroll]
     for piece in 0..comptime!(t.cols / word_cols) {
         let col = comptime!(piece * word_cols);
@@ -768,7 +772,11 @@ pub fn stats(
         }
         // Half of the least number there is.
         let none = log < f32::new(LOW);
-        stats[(row * 2) as usize] = select(none, f32::new(0.0), log * comptime!(std::f32::consts::LOG2_E));
+        stats[(row * 2) as usize] = select(
+            none,
+            f32::new(0.0),
+            log * comptime!(std::f32::consts::LOG2_E),
+        );
         stats[(row * 2 + 1) as usize] = sum;
         let part = row % comptime!(t.counted() as u32);
         if part < comptime!(t.parts() as u32) {
@@ -800,7 +808,8 @@ pub fn finish(
     if row < rows && position < seq_q as usize {
         let part = eight / comptime!((t.padded() / 8 / t.parts()) as u32);
         let counter = row / comptime!(t.counted() as u32) * comptime!(t.parts() as u32) + part;
-        let target = ((row / pitch * seq_q) as usize + position) * comptime!(t.dim / 8) + eight as usize;
+        let target =
+            ((row / pitch * seq_q) as usize + position) * comptime!(t.dim / 8) + eight as usize;
         let mut made = Vector::<u32, Const<4>>::zeroed();
         if comptime!(t.carry) {
             made = out[target];

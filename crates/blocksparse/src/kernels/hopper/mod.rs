@@ -564,7 +564,7 @@ impl BackwardTile {
 
     /// Whether ds is made of weights in half precision: where registers are short.
     fn packed(&self) -> bool {
-        self.cols > GROUP_ROWS
+        self.dim > 64 || self.cols > GROUP_ROWS
     }
 
     fn ds_bytes(&self) -> usize {
@@ -722,17 +722,23 @@ pub fn choose_backward(
         return Err("head_dim is none of 64, 96, 128");
     }
     let block = layout.block_size();
-    // Where tiles side by side see different queries they do not keep step, and wait for each other at the sums of dQ.
-    let alike = forward.residue || union_overhead(layout, Walk::Columns, 4 * GROUP_ROWS) < 1.5;
-    if !alike && forward.dim != 96 && block >= 16 {
+    // A tile of unlike blocks computes pairs that none of them keeps, and tiles side by side that see different queries do not
+    // keep step: they wait for each other at the sums of dQ. The classes of a listing share no queries.
+    let union = |rows| union_overhead(layout, Walk::Columns, rows);
+    let unlike = union(2 * GROUP_ROWS) > 1.7 || union(4 * GROUP_ROWS) > 1.7 * union(2 * GROUP_ROWS);
+    if unlike && !forward.residue && forward.dim != 96 && block >= 16 {
         return Ok(Backward::Walks(
             [Walk::Rows, Walk::Columns].map(|walk| choose_walk(layout, &forward, walk)),
         ));
     }
-    let tile = |[warpgroups, cols, stages]: [usize; 3]| BackwardTile {
+    let (cols, stages) = match forward.dim {
+        64 => (128, 2),
+        _ => (64, 3),
+    };
+    let tile = BackwardTile {
         half: forward.half,
         dim: forward.dim,
-        warpgroups,
+        warpgroups: 2,
         cols,
         group: block.min(cols),
         stages,
@@ -740,19 +746,6 @@ pub fn choose_backward(
         softcap: forward.softcap,
         residue: forward.residue,
         carry: forward.carry,
-    };
-    // Two warpgroups share what is gathered and add to dQ half as often; one unites fewer rows of blocks.
-    let tiles = match forward.dim {
-        64 => [tile([2, 128, 2]), tile([1, 64, 3])],
-        _ => [tile([2, 64, 3]), tile([1, 64, 3])],
-    };
-    let cost = |tile: &BackwardTile| {
-        let speed = if tile.warpgroups == 2 { 1.0 } else { 0.7 };
-        union_overhead(layout, Walk::Columns, tile.rows()) / speed
-    };
-    let tile = match cost(&tiles[0]) <= cost(&tiles[1]) {
-        true => tiles[0],
-        false => tiles[1],
     };
     match tile.shared_bytes() <= properties.hardware.max_shared_memory_size {
         true => Ok(Backward::Fused(tile)),
