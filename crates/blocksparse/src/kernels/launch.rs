@@ -214,13 +214,32 @@ pub fn backward(
     let mut plain_stats = None;
     for (part, part_plan) in calls.iter().zip(&plan.parts) {
         #[cfg(feature = "cuda-asm")]
-        if let Ok(tiles) = part_plan.hopper_backward {
+        if let Ok(super::hopper::Backward::Fused(tile)) = part_plan.hopper_backward {
+            let walked = part_plan.layout(layout);
+            let inputs = [q, k, v, grad_out];
+            super::hopper::backward(
+                client,
+                tile,
+                walked,
+                &sizes,
+                part_plan.residue,
+                inputs,
+                out,
+                lse,
+                gradients,
+                scale,
+                softcap,
+            )?;
+            continue;
+        }
+        #[cfg(feature = "cuda-asm")]
+        if let Ok(super::hopper::Backward::Walks(tiles)) = part_plan.hopper_backward {
             let walked = part_plan.layout(layout);
             let pitch = walked.seq_q().next_multiple_of(2);
             let by_class = part_plan.residue.is_some();
             let stats = make_stats(&part[0], pitch, std::f64::consts::LOG2_E, by_class)?;
             for (tile, (walk, _, [a1, a2, b1, b2], target, _)) in tiles.into_iter().zip(passes) {
-                let operands = super::hopper::BackwardOperands {
+                let operands = super::hopper::WalkOperands {
                     a: [a1, a2],
                     b: [b1, b2],
                     stats: &stats,
@@ -233,7 +252,7 @@ pub fn backward(
                     },
                 };
                 let residue = part_plan.residue;
-                super::hopper::backward(
+                super::hopper::walk(
                     client, tile, walk, walked, &sizes, residue, &operands, scale, softcap,
                 )?;
             }

@@ -209,9 +209,9 @@ struct PartPlan {
     /// The forward pass on tensor cores, or why it is not.
     #[cfg(feature = "cuda-asm")]
     hopper: Result<hopper::Tile, &'static str>,
-    /// The two walks of the backward pass, likewise.
+    /// The backward pass, likewise.
     #[cfg(feature = "cuda-asm")]
-    hopper_backward: Result<[hopper::BackwardTile; 2], &'static str>,
+    hopper_backward: Result<hopper::Backward, &'static str>,
     /// What the hopper tier does not take, on tensor cores all the same, or why it is not.
     #[cfg(feature = "cuda-asm")]
     mma: Result<mma::Tile, &'static str>,
@@ -255,7 +255,10 @@ impl PartPlan {
             writeln!(f, "  backward not on the hopper tier: {reason}")?;
         }
         match (self.hopper_backward, self.mma_backward) {
-            (Ok([rows, columns]), _) => writeln!(f, "  dQ       {rows}\n  dK, dV   {columns}"),
+            (Ok(hopper::Backward::Fused(tile)), _) => writeln!(f, "  backward {tile}"),
+            (Ok(hopper::Backward::Walks([rows, columns])), _) => {
+                writeln!(f, "  dQ       {rows}\n  dK, dV   {columns}")
+            }
             (_, Ok(tiles)) => {
                 let rows = mma::describe(tiles[0], Kernel::BackwardRows);
                 let columns = mma::describe(tiles[1], Kernel::BackwardColumns);
@@ -346,10 +349,7 @@ impl AttentionPlan {
                     properties,
                 );
                 #[cfg(feature = "cuda-asm")]
-                let backward = |walk| hopper::choose_backward(walked, &sizes, &hopper, walk);
-                #[cfg(feature = "cuda-asm")]
-                let hopper_backward =
-                    backward(Walk::Rows).and_then(|rows| Ok([rows, backward(Walk::Columns)?]));
+                let hopper_backward = hopper::choose_backward(walked, &sizes, &hopper, properties);
                 #[cfg(feature = "cuda-asm")]
                 let mma =
                     |kernel| mma::choose(walked, &sizes, kernel, residue, index > 0, properties);

@@ -73,6 +73,85 @@ fn wait_text(pending: usize, acc: usize, used: usize) -> String {
     text + "}"
 }
 
+/// `aᵀ · b`: `a` (`[depth, 64]`) and `b` (`[depth, cols]`), both MN-major in shared memory.
+fn wide_product_text(half: Half, cols: usize, depth: usize) -> String {
+    let (ty, out) = (half.ptx(), registers(0, cols / 2));
+    let mut text = String::from("{ .reg .b64 a, b; wgmma.fence.sync.aligned; ");
+    for k in 0..depth / DEPTH {
+        let offset = (k * DEPTH * ROW) >> 4;
+        let add = usize::from(k > 0);
+        text += &format!(
+            "add.s64 a, $1, {offset}; add.s64 b, $2, {offset}; \
+             wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{ty}.{ty} {{{out}}}, a, b, {add}, 1, 1, 1, 1; "
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
+}
+
+/// `c + a · b`: `a` (`[64, depth]`) K-major, in spans of 64 that are `a_span` bytes apart, and `b` (`[depth, dim]`) MN-major in
+/// shared memory. As for [`accumulate_text`], the sums are moved.
+fn accumulate_shared_text(
+    half: Half,
+    acc: usize,
+    dim: usize,
+    depth: usize,
+    a_span: usize,
+) -> String {
+    let (ty, used) = (half.ptx(), dim / 2);
+    let mut text = String::from("{ .reg .b64 a, b; ");
+    for i in 0..used {
+        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
+    }
+    text += "wgmma.fence.sync.aligned; ";
+    for k in 0..depth / DEPTH {
+        let (span, within) = (k * DEPTH / ROW_ELEMENTS, k * DEPTH % ROW_ELEMENTS * 2);
+        text += &format!(
+            "add.s64 a, $2, {}; add.s64 b, $3, {}; \
+             wgmma.mma_async.sync.aligned.m64n{dim}k16.f32.{ty}.{ty} {{{}}}, a, b, 1, 1, 1, 0, 1; ",
+            (span * a_span + within) >> 4,
+            (k * DEPTH * ROW) >> 4,
+            registers(0, used),
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; /* $0 $1 */ }"
+}
+
+/// Stores a left operand of `cols` columns as 16 of its rows, swizzled, spans of 64 columns `span` bytes apart. `$1` is the
+/// address of this unit's first pair.
+fn store_left_text(width: usize, span: usize) -> String {
+    let mut text = String::from("{ .reg .b32 a; ");
+    for eight in 0..width / 2 {
+        let (at, chunk) = (eight / 8 * span, (eight % 8) << 4);
+        text += &format!(
+            "xor.b32 a, $1, {chunk}; st.shared.b32 [a + {at}], %{}; st.shared.b32 [a + {}], %{}; ",
+            2 * eight,
+            at + 8 * ROW,
+            2 * eight + 1,
+        );
+    }
+    text + "/* $0 */ }"
+}
+
+/// The fours of each lane for each 16 columns.
+fn store_sixteen_text(width: usize, eight: usize) -> String {
+    let mut text = String::new();
+    for lower in 0..2 {
+        for four in 0..width / 8 {
+            let [a, b, c, d] = [0, 1, 4, 5].map(|i| 8 * four + i + 2 * lower);
+            let at = lower * eight + 512 * four;
+            text += &format!("st.shared.v4.f32 [$1 + {at}], {{%{a}, %{b}, %{c}, %{d}}}; ");
+        }
+    }
+    text + "/* $0 */"
+}
+
+fn bulk_instruction(add: bool) -> &'static str {
+    match add {
+        true => "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
+        false => "cp.async.bulk.global.shared::cta.bulk_group",
+    }
+}
+
 /// Starts `a · bᵀ` `[64, cols]`. The result is there after a [`wait`].
 #[cube]
 pub fn product<S: Size>(
@@ -128,6 +207,119 @@ pub fn weigh<P: Size, O: Size>(
         body = const accumulate_text(half, acc, cols, dim, false),
         d = out(_) out, p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
     out
+}
+
+/// Starts `aᵀ · b` `[64, 2 · O]` of operands whose rows are the `depth`. The result is there after a [`wait`].
+#[cube]
+pub fn wide_product<O: Size>(
+    a: u64,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] depth: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let width = O::value();
+    let cols = comptime!(width * 2);
+    gpu_asm!("{body} /* {d} {a} {b} */",
+        body = const wide_product_text(half, cols, depth),
+        d = out(_) out, a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Starts `c + a · b` `[64, dim]` of a depth-major `a` and a `b` whose rows are the `depth`. The result is there after a [`wait`].
+#[cube]
+pub fn accumulate_shared<O: Size>(
+    c: Vector<f32, O>,
+    a: u64,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] dim: usize,
+    #[comptime] depth: usize,
+    #[comptime] a_span: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let acc = O::value();
+    gpu_asm!("{body} /* {d} {c} {a} {b} */",
+        body = const accumulate_shared_text(half, acc, dim, depth, a_span),
+        d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
+        a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Stores a left operand in shared memory, as a right or a wide one is read.
+#[cube]
+pub fn store_left<P: Size>(p: Vector<u32, P>, address: u32, #[comptime] span: usize) {
+    let width = P::value();
+    gpu_asm!("{body} /* {p} {a} */", body = const store_left_text(width, span),
+        p = in(_) val::<Vector<u32, P>>(p), a = in(_) val::<u32>(address));
+}
+
+/// Makes this unit's writes to shared memory known to wgmma and TMA.
+#[cube]
+pub fn async_fence() {
+    gpu_asm!("fence.proxy.async.shared::cta;");
+}
+
+/// Stores a warp's 16 rows in shared memory: for each 16 columns the fours of all lanes, the lower eight rows `eight` bytes on.
+#[cube]
+pub fn store_sixteen<O: Size>(x: Vector<f32, O>, address: u32, #[comptime] eight: usize) {
+    let width = O::value();
+    gpu_asm!("{body} /* {x} {a} */", body = const store_sixteen_text(width, eight),
+        x = in(_) val::<Vector<f32, O>>(x), a = in(_) val::<u32>(address));
+}
+
+/// Starts a copy of shared memory to global memory, or its addition as f32. [`bulk_wait`] waits for it.
+#[cube]
+pub fn bulk_store(target: u64, source: u32, #[comptime] bytes: usize, #[comptime] add: bool) {
+    gpu_asm!("{i} [{t}], [{s}], {b};", i = const bulk_instruction(add),
+        t = in(_) val::<u64>(target), s = in(_) val::<u32>(source), b = const bytes);
+}
+
+/// Makes a group of the unit's bulk copies since the last one.
+#[cube]
+pub fn bulk_commit() {
+    gpu_asm!("cp.async.bulk.commit_group;");
+}
+
+/// Waits until the unit's bulk copies are in memory.
+#[cube]
+pub fn bulk_wait() {
+    gpu_asm!("cp.async.bulk.wait_group 0;");
+}
+
+/// The address of global memory.
+#[cube]
+pub fn global_address<T: CubePrimitive>(pointer: *const T) -> u64 {
+    let o: u64;
+    gpu_asm!("cvta.to.global.u64 {o}, {p};", o = out(_) o, p = in(_) pointer);
+    o
+}
+
+/// A number that another cube may be writing.
+#[cube]
+pub fn peek(address: u64) -> u32 {
+    let o: u32;
+    gpu_asm!("ld.relaxed.gpu.global.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address));
+    o
+}
+
+/// Waits until a number is `x`.
+#[cube]
+pub fn wait_until(address: u64, x: u32) {
+    gpu_asm!("{{ .reg .pred done; .reg .u32 now; AGAIN: ld.relaxed.gpu.global.u32 now, [{a}]; setp.eq.u32 done, now, {x}; @!done bra AGAIN; }}",
+        a = in(_) val::<u64>(address), x = in(_) val::<u32>(x));
+}
+
+/// Writes a number that another cube may be reading.
+#[cube]
+pub fn post(address: u64, x: u32) {
+    gpu_asm!("st.relaxed.gpu.global.u32 [{a}], {x};", a = in(_) val::<u64>(address), x = in(_) val::<u32>(x));
+}
+
+/// Waits for the other lanes of the warp.
+#[cube]
+pub fn sync_warp() {
+    gpu_asm!("bar.warp.sync 0xffffffff;");
 }
 
 /// Waits until at most `pending` of the products started last are unfinished.

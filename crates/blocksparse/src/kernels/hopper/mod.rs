@@ -8,6 +8,7 @@
 mod asm;
 mod backward;
 mod forward;
+mod walks;
 
 use std::fmt;
 
@@ -16,15 +17,18 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::plan;
-use super::simt::tile::{ListingLaunch, PlanPartsLaunch};
-use super::{KernelError, Sizes, TensorView};
+use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
+use super::{Gradients, KernelError, Sizes, TensorView};
 use crate::plan::{Grouping, Tiling, Walk};
 use crate::{BlockLayout, Residue};
 pub use asm::Half;
 use asm::{ROW, ROW_ELEMENTS};
+use backward::LengthsLaunch;
 
 /// Rows of a warpgroup.
 const GROUP_ROWS: usize = 64;
+/// Heads of keys that take turns in the grid of the fused backward pass.
+const SPREAD: u32 = 64;
 /// TMA's strides and addresses are multiples of 16 bytes.
 const ALIGNMENT: usize = 8;
 
@@ -251,7 +255,8 @@ const CANDIDATES: [Candidate; 8] = [
     candidate(256, [1, 64, 2, 1], true, 0.55),
 ];
 
-/// `BLOCKSPARSE_TIER=simt` or `mma` leaves the tier out, `hopper-forward` its backward pass: to compare tiers.
+/// `BLOCKSPARSE_TIER=simt` or `mma` leaves the tier out, `hopper-forward` its backward pass, `hopper-walks` the fused one: to
+/// compare.
 pub(super) fn tier_limit() -> Option<String> {
     std::env::var("BLOCKSPARSE_TIER").ok()
 }
@@ -472,9 +477,478 @@ pub fn forward(
     Ok(())
 }
 
-/// The comptime shape of the backward kernel, in either walk.
+/// How the backward pass runs.
+#[derive(Clone, Copy, Debug)]
+pub enum Backward {
+    /// One walk over columns, with five products a pair.
+    Fused(BackwardTile),
+    /// A walk over rows for dQ and one over columns for dK and dV, with seven, where tiles would wait for each other.
+    Walks([WalkTile; 2]),
+}
+
+/// The comptime shape of the fused backward kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardTile {
+    /// Type of the tensors.
+    pub half: Half,
+    /// Width of queries, keys and values: 64, 96 or 128.
+    pub dim: usize,
+    /// Warpgroups, each with 64 keys: 1 or 2.
+    pub warpgroups: usize,
+    /// Queries of a step: 64 or 128.
+    pub cols: usize,
+    /// Consecutive positions an entry names.
+    pub group: usize,
+    /// Steps that are in shared memory at a time.
+    pub stages: usize,
+    /// How many steps late a buffer is filled again.
+    pub lag: usize,
+    /// Whether scores are softcapped.
+    pub softcap: bool,
+    /// Whether positions are listed by residue class.
+    pub residue: bool,
+    /// Whether results are added to what is there.
+    pub carry: bool,
+    /// Whether the tile's keys are gathered from like blocks.
+    pub clustered: bool,
+}
+
+impl BackwardTile {
+    /// Keys of a tile.
+    pub fn rows(&self) -> usize {
+        GROUP_ROWS * self.warpgroups
+    }
+
+    /// Units of a cube.
+    pub fn units(&self) -> usize {
+        128 * self.warpgroups
+    }
+
+    /// How the layout is cut.
+    pub fn tiling(&self) -> Tiling {
+        Tiling {
+            walk: Walk::Columns,
+            rows: self.rows(),
+            cols: self.cols,
+            places: false,
+            clustered: self.clustered,
+            visits: true,
+        }
+    }
+
+    fn warps(&self) -> u32 {
+        4 * self.warpgroups as u32
+    }
+
+    fn spans(&self) -> usize {
+        self.dim.div_ceil(ROW_ELEMENTS)
+    }
+
+    /// Columns in shared memory.
+    fn padded(&self) -> usize {
+        self.spans() * ROW_ELEMENTS
+    }
+
+    fn entries(&self) -> usize {
+        self.cols / self.group
+    }
+
+    /// Rows of a box of keys or values. All positions of a box are of one class and one block.
+    fn a_group(&self) -> usize {
+        match self.residue || self.clustered {
+            true => self.rows().min(self.group),
+            false => self.rows(),
+        }
+    }
+
+    /// Boxes of the tile's keys, or its values.
+    fn a_boxes(&self) -> usize {
+        self.rows() / self.a_group() * self.spans()
+    }
+
+    fn a_bytes(&self) -> usize {
+        self.rows() * self.spans() * ROW
+    }
+
+    fn b_bytes(&self) -> usize {
+        self.cols * self.spans() * ROW
+    }
+
+    /// TMA writes to multiples of 128 bytes, and the lse and delta of 8 queries have 64.
+    fn stats_bytes(&self) -> usize {
+        self.entries() * (self.group * 8).max(128)
+    }
+
+    /// Where the lse and delta of the `eight`-th eight queries of a step are.
+    fn stats_eight(&self, eight: usize) -> u32 {
+        eight as u32 * if self.group == 8 { 128 } else { 64 }
+    }
+
+    /// Whether ds is made of weights in half precision: where registers are short.
+    fn packed(&self) -> bool {
+        self.dim > 64 || self.cols > GROUP_ROWS
+    }
+
+    fn ds_bytes(&self) -> usize {
+        self.rows() * self.cols * 2
+    }
+
+    // dQ of a step: two warpgroups have half the columns each, or half the queries where a step has 128.
+
+    /// Whether a warpgroup has half the queries of a step.
+    fn halves_queries(&self) -> bool {
+        self.cols == 2 * GROUP_ROWS && self.warpgroups == 2
+    }
+
+    /// Parts of the columns, each with counters of its own.
+    fn parts(&self) -> usize {
+        match self.halves_queries() {
+            true => 1,
+            false => self.warpgroups,
+        }
+    }
+
+    /// Columns of dQ that a warpgroup computes.
+    fn dq_cols(&self) -> usize {
+        self.padded() / self.parts()
+    }
+
+    /// From one warpgroup's ds to the other's.
+    fn dq_left_offset(&self) -> usize {
+        match self.halves_queries() {
+            true => self.rows() * ROW,
+            false => 0,
+        }
+    }
+
+    /// From one warpgroup's columns of the keys to the other's.
+    fn dq_right_offset(&self) -> usize {
+        match (self.parts(), self.spans()) {
+            (1, _) => 0,
+            (_, 1) => ROW / 2,
+            _ => self.rows() * ROW,
+        }
+    }
+
+    fn dq_query_offset(&self) -> usize {
+        match self.halves_queries() {
+            true => GROUP_ROWS,
+            false => 0,
+        }
+    }
+
+    /// Bytes of the sums of eight queries.
+    fn dq_eight_bytes(&self) -> usize {
+        8 * self.padded() * 4
+    }
+
+    /// Queries that share a counter.
+    fn counted(&self) -> usize {
+        self.group.min(16)
+    }
+
+    /// Counters of a warp's 16 queries.
+    fn counters(&self) -> usize {
+        16 / self.counted()
+    }
+
+    // Byte offsets in shared memory, barriers first.
+
+    /// Of the tile's own rows. The stats of eight queries leave room for barriers.
+    fn own(&self) -> u32 {
+        match self.group {
+            8 => 64,
+            _ => 0,
+        }
+    }
+
+    fn full(&self) -> u32 {
+        self.own() + 8
+    }
+
+    fn empty(&self) -> u32 {
+        self.full() + 8 * self.stages as u32
+    }
+
+    fn stats_offset(&self) -> usize {
+        match self.group {
+            8 => 0,
+            _ => 128,
+        }
+    }
+
+    fn k_offset(&self) -> usize {
+        (self.stats_offset() + self.stages * self.stats_bytes()).next_multiple_of(1024)
+    }
+
+    fn v_offset(&self) -> usize {
+        self.k_offset() + self.a_bytes()
+    }
+
+    fn ds_offset(&self) -> usize {
+        self.v_offset() + self.a_bytes()
+    }
+
+    fn q_offset(&self) -> usize {
+        self.ds_offset() + 2 * self.ds_bytes()
+    }
+
+    fn do_offset(&self) -> usize {
+        self.q_offset() + self.stages * self.b_bytes()
+    }
+
+    fn dq_offset(&self) -> usize {
+        self.do_offset() + self.stages * self.b_bytes()
+    }
+
+    /// Bytes of dQ of a warp's eight queries.
+    fn warp_eight_bytes(&self) -> usize {
+        8 * self.dq_cols() * 4
+    }
+
+    /// Bytes of shared memory of a cube.
+    pub fn shared_bytes(&self) -> usize {
+        self.dq_offset() + 8 * self.warpgroups * self.warp_eight_bytes()
+    }
+}
+
+impl fmt::Display for BackwardTile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "hopper  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} stages in {} KiB shared",
+            self.rows(),
+            self.cols,
+            self.group,
+            if self.clustered {
+                ", like rows together"
+            } else {
+                ""
+            },
+            self.units(),
+            self.stages,
+            self.shared_bytes().div_ceil(1024),
+        )
+    }
+}
+
+/// As [`choose`], for the backward pass. What the forward tier does not take, this one does not either.
+///
+/// # Errors
+/// What the tier lacks.
+pub fn choose_backward(
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    forward: &Result<Tile, &'static str>,
+    properties: &DeviceProperties,
+) -> Result<Backward, &'static str> {
+    let forward = (*forward)?;
+    if tier_limit().is_some_and(|limit| limit == "hopper-forward") {
+        return Err("BLOCKSPARSE_TIER says hopper-forward");
+    }
+    if forward.dim > 128 {
+        return Err("head_dim is none of 64, 96, 128");
+    }
+    let block = layout.block_size();
+    // A tile of keys goes through all query heads of its group, which must agree on its rows.
+    let common = layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
+    // A tile of unlike blocks computes pairs that none of them keeps, and tiles side by side that see different queries do not
+    // keep step: they wait for each other at the sums of dQ. The classes of a listing share no queries.
+    let [small, grouping, large] = [1, 2, 4]
+        .map(|groups| Grouping::best(layout, Walk::Columns, [GROUP_ROWS * groups, 64], common));
+    let unlike =
+        grouping.overhead > 1.7 * small.overhead || large.overhead > 1.7 * grouping.overhead;
+    let walks = tier_limit().is_some_and(|limit| limit == "hopper-walks");
+    if (walks || (unlike && !forward.residue)) && forward.dim != 96 && block >= 16 {
+        return Ok(Backward::Walks([
+            choose_walk(layout, &forward, Walk::Rows, true),
+            choose_walk(layout, &forward, Walk::Columns, common),
+        ]));
+    }
+    let (cols, stages) = match forward.dim {
+        64 => (128, 2),
+        _ => (64, 3),
+    };
+    let tile = BackwardTile {
+        half: forward.half,
+        dim: forward.dim,
+        warpgroups: 2,
+        cols,
+        group: block.min(cols),
+        stages,
+        lag: stages - 1,
+        softcap: forward.softcap,
+        residue: forward.residue,
+        carry: forward.carry,
+        clustered: grouping.clustered,
+    };
+    match tile.shared_bytes() <= properties.hardware.max_shared_memory_size {
+        true => Ok(Backward::Fused(tile)),
+        false => Err("no tile fits the shared memory of the device"),
+    }
+}
+
+/// The backward pass over a layout, or a part of one: `out` and `lse` as the forward pass left them. Three launches: what is
+/// needed of each query, the walk over columns, and dQ from its sums.
+///
+/// # Errors
+/// As [`check`], and if a tensor is too large. Then nothing was launched.
+#[allow(clippy::too_many_arguments)]
+pub fn backward(
+    client: &Client,
+    tile: BackwardTile,
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    residue: Option<Residue>,
+    [q, k, v, grad_out]: [&TensorView; 4],
+    out: &Handle,
+    lse: &Handle,
+    gradients: &Gradients,
+    scale: f64,
+    softcap: Option<f64>,
+) -> Result<(), KernelError> {
+    let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
+    check(&named, residue, scale, softcap)?;
+    let device_plan = plan(client, layout, tile.tiling());
+    let parts = &device_plan.sections;
+    let heads = layout.heads();
+    let (seq_q, seq_kv) = (q.shape[2], k.shape[2]);
+    // A group, and 16 queries, are of one head.
+    let pitch = layout.seq_q().next_multiple_of(tile.group.max(16));
+    let rows = sizes.batch * heads * pitch;
+    let lanes = tile.padded() / 8;
+    let kv_elements = sizes.batch * sizes.kv_heads * seq_kv * tile.dim + gradients.v_offset;
+    let cubes = device_plan.tiles * sizes.kv_heads * sizes.batch;
+    for (what, count) in [
+        ("the elements of a gradient", kv_elements.div_ceil(2)),
+        ("the queries of a backward pass", rows * lanes),
+        ("the tiles of a backward pass", cubes * 2),
+    ] {
+        if u32::try_from(count).is_err() {
+            return Err(KernelError::limit(what, u32::MAX, count));
+        }
+    }
+    let log2_e = std::f64::consts::LOG2_E;
+    let (log2_scale, cap_scale) = match softcap {
+        Some(softcap) => (log2_e, 2.0 * log2_e * scale / softcap),
+        None => (scale * log2_e, 0.0),
+    };
+    let listing = residue.unwrap_or(Residue {
+        stride: 1,
+        class_len: 1,
+    });
+    let listing = || ListingLaunch::new(listing.stride, listing.class_len);
+    let counters = rows / tile.counted() * tile.parts();
+    let counters = (client.empty(counters * 4), counters);
+    let stats = client.empty(rows * 8);
+    let scratch = client.empty(rows * tile.padded() * 4);
+    let reach = grad_out.shape.iter().zip(&grad_out.strides);
+    let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
+    let [batch_stride, head_stride, row_stride, _] = grad_out.strides;
+    const UNITS: usize = 256;
+    let over = |units: usize| CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1);
+    unsafe {
+        backward::stats::launch_unchecked(
+            client,
+            over(rows * lanes),
+            CubeDim::new_1d(UNITS as u32),
+            BufferArg::from_raw_parts(out.clone(), sizes.batch * heads * seq_q * tile.dim / 8),
+            BufferArg::from_raw_parts(grad_out.handle.clone(), (reach + 1).div_ceil(8)),
+            BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * seq_q),
+            BufferArg::from_raw_parts(stats.clone(), rows * 2),
+            BufferArg::from_raw_parts(counters.0.clone(), counters.1),
+            StridesLaunch::new(batch_stride / 8, head_stride / 8, row_stride / 8, seq_q),
+            listing(),
+            heads as u32,
+            rows as u32,
+            pitch as u32,
+            lanes as u32,
+            tile,
+        );
+    }
+    let boxes = TiledArgs {
+        tile_size: [1, tile.group * 2].into(),
+    };
+    let stats_map = unsafe {
+        TensorMapArg::new(
+            boxes,
+            TensorArg::from_raw_parts(
+                stats,
+                [pitch * 2, 1].into(),
+                [sizes.batch * heads, pitch * 2].into(),
+            ),
+            ElemType::Float(FloatKind::F32),
+        )
+    };
+    unsafe {
+        backward::backward::launch_unchecked(
+            client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            CubeDim::new_1d(tile.units() as u32),
+            tile.cols / 2,
+            tile.cols / 4,
+            (tile.dim / 2).next_power_of_two(),
+            tile.dq_cols() / 2,
+            tensor_map(k, tile.a_group(), residue, sizes.dtype),
+            tensor_map(v, tile.a_group(), residue, sizes.dtype),
+            tensor_map(q, tile.group, residue, sizes.dtype),
+            tensor_map(grad_out, tile.group, residue, sizes.dtype),
+            stats_map,
+            BufferArg::from_raw_parts(scratch.clone(), rows * tile.padded()),
+            BufferArg::from_raw_parts(counters.0.clone(), counters.1),
+            BufferArg::from_raw_parts(gradients.kv.clone(), kv_elements / 2),
+            BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
+            PlanPartsLaunch::new(
+                parts.heads,
+                parts.places,
+                parts.order,
+                parts.rows,
+                parts.tiles,
+                parts.entries,
+                parts.masks,
+                if layout.batch().is_some() { heads } else { 0 },
+            ),
+            listing(),
+            LengthsLaunch::new(
+                device_plan.tiles as u32,
+                SPREAD,
+                sizes.kv_heads as u32,
+                (heads / sizes.kv_heads) as u32,
+                sizes.batch as u32,
+                seq_kv as u32,
+                pitch as u32,
+                (gradients.v_offset / 2) as u32,
+            ),
+            scale as f32,
+            log2_scale as f32,
+            softcap.unwrap_or(1.0) as f32,
+            cap_scale as f32,
+            tile,
+        );
+        backward::finish::launch_unchecked(
+            client,
+            over(rows * tile.dim / 8),
+            CubeDim::new_1d(UNITS as u32),
+            BufferArg::from_raw_parts(scratch, rows * tile.padded() / 2),
+            BufferArg::from_raw_parts(counters.0, counters.1),
+            BufferArg::from_raw_parts(
+                gradients.q.clone(),
+                sizes.batch * heads * seq_q * tile.dim / 8,
+            ),
+            listing(),
+            rows as u32,
+            pitch as u32,
+            seq_q as u32,
+            scale as f32,
+            tile,
+        );
+    }
+    Ok(())
+}
+
+/// The comptime shape of the kernel of the two walks, in either.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WalkTile {
     /// Type of the tensors.
     pub half: Half,
     /// Width of queries, keys and values: 64 or 128.
@@ -499,7 +973,7 @@ pub struct BackwardTile {
     pub clustered: bool,
 }
 
-impl BackwardTile {
+impl WalkTile {
     /// Rows of a tile.
     pub fn rows(&self) -> usize {
         GROUP_ROWS * self.warpgroups
@@ -590,7 +1064,7 @@ impl BackwardTile {
     }
 }
 
-impl fmt::Display for BackwardTile {
+impl fmt::Display for WalkTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -610,42 +1084,18 @@ impl fmt::Display for BackwardTile {
     }
 }
 
-/// As [`choose`], for a walk of the backward pass. What the forward tier does not take, this one does not either.
-///
-/// # Errors
-/// What the tier lacks.
-pub fn choose_backward(
-    layout: &BlockLayout,
-    sizes: &Sizes,
-    forward: &Result<Tile, &'static str>,
-    walk: Walk,
-) -> Result<BackwardTile, &'static str> {
-    let forward = (*forward)?;
-    if tier_limit().is_some_and(|limit| limit == "hopper-forward") {
-        return Err("BLOCKSPARSE_TIER says hopper-forward");
-    }
-    if forward.dim != 64 && forward.dim != 128 {
-        return Err("head_dim is neither 64 nor 128");
-    }
-    let block = layout.block_size();
-    if block < 16 {
-        // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
-        return Err("blocks are narrower than 16");
-    }
-    // A tile of keys goes through all query heads of its group, which must agree on its rows.
-    let common =
-        walk == Walk::Rows || layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
+/// The tile of a walk.
+fn choose_walk(layout: &BlockLayout, forward: &Tile, walk: Walk, may_cluster: bool) -> WalkTile {
     let tiles = [2, 1].map(|warpgroups| {
-        let rows = GROUP_ROWS * warpgroups;
-        let grouping = Grouping::best(layout, walk, [rows, 64], common);
+        let grouping = Grouping::best(layout, walk, [GROUP_ROWS * warpgroups, 64], may_cluster);
         // Two warpgroups share what is gathered; one unites fewer rows of blocks.
         let speed = if warpgroups == 2 { 1.0 } else { 0.8 };
-        let tile = BackwardTile {
+        let tile = WalkTile {
             half: forward.half,
             dim: forward.dim,
             warpgroups,
             cols: 64,
-            group: block.min(64),
+            group: layout.block_size().min(64),
             stages: if forward.dim == 64 { 4 } else { 3 },
             lag: 2,
             softcap: forward.softcap,
@@ -656,11 +1106,11 @@ pub fn choose_backward(
         (grouping.overhead / speed, tile)
     });
     let [(cost, tile), (other, small)] = tiles;
-    Ok(if cost <= other { tile } else { small })
+    if cost <= other { tile } else { small }
 }
 
 /// Where one walk of the backward pass reads and writes.
-pub struct BackwardOperands<'a> {
+pub struct WalkOperands<'a> {
     /// Of the tile's own rows: q and dO, or k and v.
     pub a: [&'a TensorView; 2],
     /// Of the gathered rows: k and v, or q and dO.
@@ -680,18 +1130,18 @@ pub struct BackwardOperands<'a> {
 /// # Errors
 /// As [`check`]. Then nothing was launched.
 #[allow(clippy::too_many_arguments)]
-pub fn backward(
+pub fn walk(
     client: &Client,
-    tile: BackwardTile,
+    tile: WalkTile,
     walk: Walk,
     layout: &BlockLayout,
     sizes: &Sizes,
     residue: Option<Residue>,
-    operands: &BackwardOperands,
+    operands: &WalkOperands,
     scale: f64,
     softcap: Option<f64>,
 ) -> Result<(), KernelError> {
-    let &BackwardOperands {
+    let &WalkOperands {
         a: [a1, a2],
         b: [b1, b2],
         stats,
@@ -745,7 +1195,7 @@ pub fn backward(
         )
     };
     unsafe {
-        backward::backward::launch_unchecked(
+        walks::one_walk::launch_unchecked(
             client,
             CubeCount::Static(
                 device_plan.tiles as u32,
