@@ -11,11 +11,12 @@
 //!     s done:           p, to registers as a left operand, while dp is computed
 //!     dV += p · dO      wgmma, started
 //!     dp done:          ds, likewise, and to shared memory as [keys][queries]
-//!     dK += ds · q      wgmma, started
 //!     all warpgroups have stored ds
 //!     dQ  = dsᵀ · k     wgmma, started, over all keys of the tile: for half the columns (or half the queries) each
+//!     dK += ds · q      wgmma, started
 //!     s of step j + 1   wgmma, started
 //!     dQ done:          wait for the tiles before this one; add to the scratch
+//!     dK, s done        nothing is on its way where the loop ends, or ptxas would serialise all products
 //! ```
 //!
 //! The scratch is f32 and belongs to all tiles of a head. Tiles add to 16 queries in launch order: the plan says
@@ -23,7 +24,8 @@
 //! before it, so the first of those that run never waits. Each warp has its own 16 queries, and so a chain of its own. The first
 //! visitor stores, so nothing but the counters needs zeros. [`finish`] makes dQ of the sums.
 //!
-//! The scratch has the layout of wgmma's results: for each 8 queries, for each 16 columns, the four numbers of each lane.
+//! The scratch has the layout of wgmma's results: for each 16 queries, for each part of the columns, for each 8 of the queries, for each 16
+//! columns, the four numbers of each lane.
 
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
@@ -86,7 +88,7 @@ fn own(lengths: &Lengths) -> Own {
 /// `counters` one for each 16 queries (8 where a group has no more) and each half of the columns; `out`
 /// `[batch, kv_heads, seq_kv, dim]` in pairs of elements, dV from pair `second` on. With `carry` dK and dV are added to it.
 #[cube(launch_unchecked)]
-pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
+pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     k: &TensorMap<u32, Tiled>,
     v: &TensorMap<u32, Tiled>,
     q: &TensorMap<u32, Tiled>,
@@ -325,7 +327,7 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                     + group * comptime!(t.dq_right_offset() as u32),
                 comptime!(t.rows() * ROW),
             );
-            let dq_started = wide_product::<Q>(ds_wide, k_wide, t.half, comptime!(t.rows()));
+            let dq_started = wide_product::<C>(ds_wide, k_wide, t.half, comptime!(t.rows()));
             let grad_k_started = accumulate_shared::<O>(
                 grad_k,
                 descriptor(ds_address + group * comptime!((64 * ROW) as u32), 16usize),
@@ -347,8 +349,8 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 t,
             );
             grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
-            let dq_width = Q::value();
-            let dq = wait::<Q>(dq_started, 2usize, dq_width);
+            let dq_width = C::value();
+            let dq = wait::<C>(dq_started, 2usize, dq_width);
 
             // What the warp added a step ago is in memory: its tile's turn is over there, and the buffer is free.
             let lane = unit() % 32;
@@ -367,7 +369,7 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let source = base
                 + comptime!(t.dq_offset() as u32)
                 + uniform(unit() / 32) * comptime!(2 * t.warp_eight_bytes() as u32);
-            store_sixteen::<Q>(dq, source + lane * 16, comptime!(t.warp_eight_bytes()));
+            store_sixteen::<C>(dq, source + lane * 16, comptime!(t.warp_eight_bytes()));
             async_fence();
             sync_warp();
             if lane < comptime!(t.counters() as u32) {
