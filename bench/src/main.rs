@@ -244,10 +244,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         let simt = results(&simt_layout, &simt_plan);
         unsafe { std::env::remove_var("BLOCKSPARSE_TIER") };
         print!("{:<30}", workload.label());
-        for (name, (ours, simt)) in ["out", "dq", "dk", "dv"]
-            .iter()
-            .zip(ours.iter().zip(&simt))
-        {
+        for (name, (ours, simt)) in ["out", "dq", "dk", "dv"].iter().zip(ours.iter().zip(&simt)) {
             print!(
                 "  {name} differs by {:.1e}",
                 relative_difference(ours, simt)

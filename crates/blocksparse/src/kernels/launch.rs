@@ -196,7 +196,7 @@ pub fn backward(
     let mut plain_stats = None;
     for (part, part_plan) in calls.iter().zip(&plan.parts) {
         #[cfg(feature = "hopper")]
-        if let Ok(tile) = part_plan.hopper_backward {
+        if let Ok(super::hopper::Backward::Fused(tile)) = part_plan.hopper_backward {
             let walked = part_plan.layout(layout);
             let inputs = [q, k, v, grad_out];
             super::hopper::backward(
@@ -212,6 +212,32 @@ pub fn backward(
                 scale,
                 softcap,
             )?;
+            continue;
+        }
+        #[cfg(feature = "hopper")]
+        if let Ok(super::hopper::Backward::Walks(tiles)) = part_plan.hopper_backward {
+            let walked = part_plan.layout(layout);
+            let pitch = walked.seq_q().next_multiple_of(2);
+            let by_class = part_plan.residue.is_some();
+            let stats = make_stats(&part[0], pitch, std::f64::consts::LOG2_E, by_class)?;
+            for (tile, (walk, _, [a1, a2, b1, b2], target, _)) in tiles.into_iter().zip(passes) {
+                let operands = super::hopper::WalkOperands {
+                    a: [a1, a2],
+                    b: [b1, b2],
+                    stats: &stats,
+                    pitch,
+                    out: target,
+                    second: if walk == Walk::Rows {
+                        0
+                    } else {
+                        gradients.v_offset
+                    },
+                };
+                let residue = part_plan.residue;
+                super::hopper::walk(
+                    client, tile, walk, walked, &sizes, residue, &operands, scale, softcap,
+                )?;
+            }
             continue;
         }
         #[cfg(not(feature = "hopper"))]

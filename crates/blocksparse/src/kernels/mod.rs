@@ -205,7 +205,7 @@ struct PartPlan {
     hopper: Result<hopper::Tile, &'static str>,
     /// The backward pass, likewise.
     #[cfg(feature = "hopper")]
-    hopper_backward: Result<hopper::BackwardTile, &'static str>,
+    hopper_backward: Result<hopper::Backward, &'static str>,
 }
 
 impl PartPlan {
@@ -408,7 +408,10 @@ impl fmt::Display for AttentionPlan {
             }
             #[cfg(feature = "hopper")]
             match &part.hopper_backward {
-                Ok(tile) => writeln!(f, "  backward {tile}")?,
+                Ok(hopper::Backward::Fused(tile)) => writeln!(f, "  backward {tile}")?,
+                Ok(hopper::Backward::Walks([rows, columns])) => {
+                    writeln!(f, "  dQ       {rows}\n  dK, dV   {columns}")?;
+                }
                 Err(reason) => writeln!(f, "  backward not on the hopper tier: {reason}")?,
             }
             for (name, kernel) in [

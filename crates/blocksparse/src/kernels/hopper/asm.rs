@@ -312,16 +312,10 @@ pub fn bulk_commit() {
     gpu_asm!("cp.async.bulk.commit_group;");
 }
 
-/// Waits until at most `pending` of the unit's last groups of bulk copies are not yet in memory.
+/// Waits until the unit's bulk copies are in memory.
 #[cube]
-pub fn bulk_wait(#[comptime] pending: u32) {
-    gpu_asm!("cp.async.bulk.wait_group {n};", n = const pending);
-}
-
-/// Waits until the unit's bulk copies have read their sources.
-#[cube]
-pub fn bulk_wait_read() {
-    gpu_asm!("cp.async.bulk.wait_group.read 0;");
+pub fn bulk_wait() {
+    gpu_asm!("cp.async.bulk.wait_group 0;");
 }
 
 /// The address of global memory.
@@ -486,9 +480,9 @@ pub fn shared_load(address: u32) -> u32 {
 }
 
 #[cube]
-pub fn shared_load_float(address: u32) -> f32 {
-    let o: f32;
-    gpu_asm!("ld.shared.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
+pub fn shared_load_four(address: u32) -> Vector<f32, Const<4>> {
+    let o: Vector<f32, Const<4>>;
+    gpu_asm!("ld.shared.v4.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
     o
 }
 

@@ -11,11 +11,12 @@
 //!     s done:           p, to registers as a left operand, while dp is computed
 //!     dV += p · dO      wgmma, started
 //!     dp done:          ds, likewise, and to shared memory as [keys][queries]
-//!     dK += ds · q      wgmma, started
 //!     all warpgroups have stored ds
 //!     dQ  = dsᵀ · k     wgmma, started, over all keys of the tile: for half the columns (or half the queries) each
+//!     dK += ds · q      wgmma, started
 //!     s of step j + 1   wgmma, started
 //!     dQ done:          wait for the tiles before this one; add to the scratch
+//!     dK, s done        nothing is on its way where the loop ends, or ptxas would serialise all products
 //! ```
 //!
 //! The scratch is f32 and belongs to all tiles of a head. Tiles add to 16 queries in launch order: the plan says
@@ -23,7 +24,8 @@
 //! before it, so the first of those that run never waits. Each warp has its own 16 queries, and so a chain of its own. The first
 //! visitor stores, so nothing but the counters needs zeros. [`finish`] makes dQ of the sums.
 //!
-//! The scratch has the layout of wgmma's results: for each 8 queries, for each 16 columns, the four numbers of each lane.
+//! The scratch has the layout of wgmma's results: for each 16 queries, for each part of the columns, for each 8 of the queries, for each 16
+//! columns, the four numbers of each lane.
 
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
@@ -72,9 +74,7 @@ fn own(lengths: &Lengths) -> Own {
     let chunk = CUBE_POS_X / (lengths.tiles * lengths.spread);
     let within = CUBE_POS_X % (lengths.tiles * lengths.spread);
     let first = chunk * lengths.spread;
-    let turns = lengths
-        .spread
-        .min(lengths.kv_heads * lengths.batch - first);
+    let turns = lengths.spread.min(lengths.kv_heads * lengths.batch - first);
     let outer = first + within % turns;
     Own {
         rank: within / turns,
@@ -88,7 +88,7 @@ fn own(lengths: &Lengths) -> Own {
 /// `counters` one for each 16 queries (8 where a group has no more) and each half of the columns; `out`
 /// `[batch, kv_heads, seq_kv, dim]` in pairs of elements, dV from pair `second` on. With `carry` dK and dV are added to it.
 #[cube(launch_unchecked)]
-pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
+pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     k: &TensorMap<u32, Tiled>,
     v: &TensorMap<u32, Tiled>,
     q: &TensorMap<u32, Tiled>,
@@ -164,7 +164,8 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
         head: RuntimeCell::<u32>::new(first_head),
         end: first_head + lengths.heads_per_kv,
         entry: RuntimeCell::<usize>::new(0usize),
-        left: RuntimeCell::<u32>::new(0u32),
+        j: RuntimeCell::<u32>::new(0u32),
+        steps: RuntimeCell::<u32>::new(0u32),
         loaded: RuntimeCell::<u32>::new(0u32),
     };
     open(plan, &parts, heads_at, tile, &cursor);
@@ -176,67 +177,52 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     let q_address = base + comptime!(t.q_offset() as u32);
     let do_address = base + comptime!(t.do_offset() as u32);
 
-    let all_counters = global_address::<u32>(unsafe { counters.as_ptr_unchecked() });
-    let all_sums = global_address::<f32>(unsafe { scratch.as_ptr_unchecked() });
+    // A lane adds all 16 queries of the warp, or, with groups of 8, each of two lanes 8.
+    let chain = Chain {
+        counters: global_address::<u32>(unsafe { counters.as_ptr_unchecked() }),
+        scratch: global_address::<f32>(unsafe { scratch.as_ptr_unchecked() }),
+        part: warp / 4 % comptime!(t.parts() as u32),
+        query: warp % 4 * 16 + warp / 4 * comptime!(t.dq_query_offset() as u32) + lane % 2 * 8,
+    };
     // The counter to be raised when the additions are done, and to what.
     let mut open_counter = 0u32;
     let mut open_visits = 0u32;
-    let mut older_counter = 0u32;
-    let mut older_visits = 0u32;
 
     let width = S::value();
     let mut grad_k = Vector::<f32, O>::zeroed();
     let mut grad_v = Vector::<f32, O>::zeroed();
     let mut done = 0u32;
     barrier_wait(base + comptime!(t.own()), 0u32);
-    let mut s_next = Vector::<f32, S>::zeroed();
-    if comptime!(t.ahead) {
-        if cursor.loaded.read() > 0 {
-            barrier_wait(base + comptime!(t.full()), 0u32);
-        }
-        let s_started = start::<S>(base + comptime!(t.k_offset() as u32), q_address, t);
-        s_next = wait::<S>(s_started, 0usize, width);
+    if cursor.loaded.read() > 0 {
+        barrier_wait(base + comptime!(t.full()), 0u32);
     }
+    let s_started = start::<S>(base + comptime!(t.k_offset() as u32), q_address, t);
+    let mut s_next = wait::<S>(s_started, 0usize, width);
     for turn in 0..lengths.heads_per_kv {
         let head = first_head + turn;
-        let record =
-            parts.tiles + (plan[heads_at + head as usize] as usize + tile as usize) * 3;
-        let mut entry = parts.entries + plan[record] as usize * 3;
+        let record = parts.tiles + (plan[heads_at + head as usize] as usize + tile as usize) * 3;
+        let first_entry = parts.entries + plan[record] as usize * 3;
         let steps = uniform(plan[record + 1]);
         let first_query = (batch * heads + head) * lengths.pitch;
-        for _ in 0..steps {
+        for j in 0..steps {
             let stage = done % comptime!(t.stages as u32);
             let offset = stage * comptime!(t.b_bytes() as u32);
-            if comptime!(!t.ahead) {
-                let parity = (done / comptime!(t.stages as u32)) & 1;
-                barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
-                s_next = start::<S>(
-                    base + comptime!(t.k_offset() as u32),
-                    q_address + offset,
-                    t,
-                );
-            }
             let dp_started = start::<S>(
                 base + comptime!(t.v_offset() as u32),
                 do_address + offset,
                 t,
             );
             // Which queries the unit adds dQ to, should it be one of the two.
-            let query = own_query(t);
-            let word = entry + (query / comptime!(t.group as u32) * 3) as usize;
-            let masked = plan[entry + 2] & MASKED_STEP;
+            let step = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
+            let word = step + (chain.query / comptime!(t.group as u32) * 3) as usize;
+            let masked = plan[step + 2] & MASKED_STEP;
             let visit = plan[word + 2] & NO_VISIT;
             let row_of_scratch = first_query
                 + plan[word] * comptime!(t.group as u32)
-                + query % comptime!(t.group as u32);
-            if comptime!(t.debug & 4 == 0) {
-                load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
-            }
+                + chain.query % comptime!(t.group as u32);
+            load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
 
             let mut s = s_next;
-            if comptime!(!t.ahead) {
-                s = wait::<S>(s_next, 1usize, width);
-            }
             if comptime!(t.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
@@ -252,7 +238,7 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             if masked != 0 {
                 let lane = unit() % 32;
                 let row = unit() / 32 * 16 + lane / 4;
-                s = mask::<S>(s, plan, parts.masks, entry, row, (lane % 4) * 2, t);
+                s = mask::<S>(s, plan, parts.masks, first_entry, j, row, (lane % 4) * 2, t);
             }
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
@@ -261,15 +247,12 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let mut p = Vector::<f32, S>::zeroed();
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
-                let at = stats_at + comptime!(t.stats_eight(eight));
+                let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
                 #[unroll]
-                for i in 0..2usize {
-                    let lse = shared_load_float(at + comptime!(8 * i as u32));
-                    #[unroll]
-                    for lower in 0..2usize {
-                        let at = comptime!(4 * eight + i + 2 * lower);
-                        p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -lse)));
-                    }
+                for i in 0..4usize {
+                    let at = comptime!(4 * eight + i);
+                    let lse = four.extract(comptime!(i % 2 * 2));
+                    p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -lse)));
                 }
             }
             let left = pack_all::<S, P>(p, t.half);
@@ -279,19 +262,20 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             let mut ds = wait::<S>(dp_started, 1usize, width);
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
-                let at = stats_at + comptime!(t.stats_eight(eight));
+                let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
                 #[unroll]
-                for i in 0..2usize {
-                    let delta = shared_load_float(at + comptime!(8 * i as u32 + 4));
-                    #[unroll]
-                    for lower in 0..2usize {
-                        let at = comptime!(4 * eight + i + 2 * lower);
-                        let mut weight = p.extract(at);
-                        if comptime!(t.packed()) {
-                            weight = unpack(left.extract(comptime!(at / 2)), i == 1, t.half);
-                        }
-                        ds.insert(at, weight * (ds.extract(at) - delta));
+                for i in 0..4usize {
+                    let at = comptime!(4 * eight + i);
+                    let delta = four.extract(comptime!(i % 2 * 2 + 1));
+                    let mut weight = p.extract(at);
+                    if comptime!(t.packed()) {
+                        weight = unpack(
+                            left.extract(comptime!(at / 2)),
+                            comptime!(at % 2 == 1),
+                            t.half,
+                        );
                     }
+                    ds.insert(at, weight * (ds.extract(at) - delta));
                 }
             }
             if comptime!(t.softcap) {
@@ -307,10 +291,10 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
             store_left::<P>(left, swizzled(ds_address), comptime!(t.rows() * ROW));
             let counter = row_of_scratch / comptime!(t.counted() as u32)
                 * comptime!(t.parts() as u32)
-                + own_part(t);
+                + chain.part;
             let mut seen = 0u32;
             if unit() % 32 < comptime!(t.counters() as u32) {
-                seen = peek(all_counters + u64::cast_from(counter) * 4);
+                seen = peek(chain.counters + u64::cast_from(counter) * 4);
             }
             async_fence();
             named_sync(1u32, comptime!(t.units() as u32));
@@ -321,10 +305,11 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 comptime!(t.rows() * ROW),
             );
             let k_wide = descriptor(
-                base + comptime!(t.k_offset() as u32) + group * comptime!(t.dq_right_offset() as u32),
+                base + comptime!(t.k_offset() as u32)
+                    + group * comptime!(t.dq_right_offset() as u32),
                 comptime!(t.rows() * ROW),
             );
-            let dq_started = wide_product::<Q>(ds_wide, k_wide, t.half, comptime!(t.rows()));
+            let dq_started = wide_product::<C>(ds_wide, k_wide, t.half, comptime!(t.rows()));
             let grad_k_started = accumulate_shared::<O>(
                 grad_k,
                 descriptor(ds_address + group * comptime!((64 * ROW) as u32), 16usize),
@@ -334,63 +319,52 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 t.cols,
                 comptime!(t.rows() * ROW),
             );
-            if comptime!(t.ahead) {
-                let next = (done + 1) % comptime!(t.stages as u32);
-                if cursor.loaded.read() > done + 1 {
-                    let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
-                    barrier_wait(base + comptime!(t.full()) + next * 8, parity);
-                }
-                // After the last step of whatever is there, for nobody.
-                s_next = start::<S>(
-                    base + comptime!(t.k_offset() as u32),
-                    q_address + next * comptime!(t.b_bytes() as u32),
-                    t,
-                );
+            let next = (done + 1) % comptime!(t.stages as u32);
+            if cursor.loaded.read() > done + 1 {
+                let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
+                barrier_wait(base + comptime!(t.full()) + next * 8, parity);
             }
-            let later = comptime!(usize::from(t.ahead));
-            grad_v = wait::<O>(grad_v_started, comptime!(2 + later), comptime!(t.dim / 2));
-            let dq_width = Q::value();
-            let dq = wait::<Q>(dq_started, comptime!(1 + later), dq_width);
+            // After the last step of whatever is there, for nobody.
+            let s_started = start::<S>(
+                base + comptime!(t.k_offset() as u32),
+                q_address + next * comptime!(t.b_bytes() as u32),
+                t,
+            );
+            grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
+            let dq_width = C::value();
+            let dq = wait::<C>(dq_started, 2usize, dq_width);
 
-            // What the warp added a step ago is out of shared memory, and what it added before that in global memory: its
-            // tile's turn is over there.
+            // What the warp added a step ago is in memory: its tile's turn is over there, and the buffer is free.
             let lane = unit() % 32;
             if lane < comptime!(t.counters() as u32) {
-                if comptime!(t.debug & 1 != 0) {
-                    bulk_wait_read();
-                    bulk_wait(1u32);
-                    if older_visits != 0 {
-                        post(all_counters + u64::cast_from(older_counter) * 4, older_visits);
-                    }
-                } else {
-                    bulk_wait(0u32);
-                    if open_visits != 0 {
-                        post(all_counters + u64::cast_from(open_counter) * 4, open_visits);
-                    }
+                bulk_wait();
+                if open_visits != 0 {
+                    post(
+                        chain.counters + u64::cast_from(open_counter) * 4,
+                        open_visits,
+                    );
                 }
             }
             sync_warp();
-            older_counter = open_counter;
-            older_visits = open_visits;
             open_counter = counter;
             open_visits = select(visit == NO_VISIT, 0u32, visit + 1);
             let source = base
                 + comptime!(t.dq_offset() as u32)
                 + uniform(unit() / 32) * comptime!(2 * t.warp_eight_bytes() as u32);
-            store_sixteen::<Q>(dq, source + lane * 16, comptime!(t.warp_eight_bytes()));
+            store_sixteen::<C>(dq, source + lane * 16, comptime!(t.warp_eight_bytes()));
             async_fence();
             sync_warp();
             if lane < comptime!(t.counters() as u32) {
                 if visit != NO_VISIT {
                     if seen != visit {
-                        wait_until(all_counters + u64::cast_from(counter) * 4, visit);
+                        wait_until(chain.counters + u64::cast_from(counter) * 4, visit);
                     }
                     let bytes = comptime!(t.warp_eight_bytes() * 2 / t.counters());
-                    let target = all_sums
+                    let target = chain.scratch
                         + u64::cast_from(row_of_scratch / 16)
                             * comptime!(2 * t.dq_eight_bytes() as u64)
                         + u64::cast_from(
-                            (own_part(t) * 2 + row_of_scratch % 16 / 8)
+                            (chain.part * 2 + row_of_scratch % 16 / 8)
                                 * comptime!(t.warp_eight_bytes() as u32),
                         );
                     let source = source + lane * comptime!(bytes as u32);
@@ -402,18 +376,12 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
                 }
                 bulk_commit();
             }
-            if comptime!(t.debug & 4 != 0) {
-                load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
-            }
 
-            grad_k = wait::<O>(grad_k_started, later, comptime!(t.dim / 2));
-            if unit() % 32 == 0 {
+            grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
+            if lane == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + stage * 8);
             }
-            if comptime!(t.ahead) {
-                s_next = wait::<S>(s_next, 0usize, width);
-            }
-            entry += comptime!(t.entries() * 3);
+            s_next = wait::<S>(s_started, 0usize, width);
             done += 1;
         }
     }
@@ -440,32 +408,25 @@ pub fn backward<S: Size, P: Size, O: Size, Q: Size>(
     );
 
     if lane < comptime!(t.counters() as u32) {
-        bulk_wait(0u32);
-        if comptime!(t.debug & 1 != 0) && older_visits != 0 {
-            post(all_counters + u64::cast_from(older_counter) * 4, older_visits);
-        }
+        bulk_wait();
         if open_visits != 0 {
-            post(all_counters + u64::cast_from(open_counter) * 4, open_visits);
+            post(
+                chain.counters + u64::cast_from(open_counter) * 4,
+                open_visits,
+            );
         }
     }
 }
 
-/// The first of the queries of a step whose dQ the unit adds: a lane those 16 of the warp, or, with groups of 8, each of two
-/// lanes 8.
-#[cube]
-fn own_query(#[comptime] t: BackwardTile) -> u32 {
-    let unit = unit();
-    let mut query = unit / 32 % 4 * 16 + unit / 128 * comptime!(t.dq_query_offset() as u32);
-    if comptime!(t.group < 16) {
-        query += unit % 2 * 8;
-    }
-    query
-}
-
-/// Which half of the columns it adds.
-#[cube]
-fn own_part(#[comptime] t: BackwardTile) -> u32 {
-    unit() / 128 % comptime!(t.parts() as u32)
+/// Where a warp adds its dQ.
+#[derive(CubeType, Clone, Copy)]
+struct Chain {
+    counters: u64,
+    scratch: u64,
+    /// Which half of the columns.
+    part: u32,
+    /// The first of the unit's eight queries of a step.
+    query: u32,
 }
 
 /// Starts the product of a warpgroup's own 64 rows and a step's.
@@ -541,10 +502,11 @@ struct Cursor {
     head: RuntimeCell<u32>,
     /// The head after the last one.
     end: u32,
-    /// Word of the step's first entry.
+    /// Word of the head's first entry.
     entry: RuntimeCell<usize>,
-    /// Steps of the head that are left.
-    left: RuntimeCell<u32>,
+    j: RuntimeCell<u32>,
+    /// Steps of the head.
+    steps: RuntimeCell<u32>,
     /// Steps loaded so far, of all heads.
     loaded: RuntimeCell<u32>,
 }
@@ -557,7 +519,8 @@ fn open(plan: &[u32], parts: &PlanParts, heads_at: usize, tile: u32, cursor: &Cu
     cursor
         .entry
         .store(parts.entries + plan[record] as usize * 3);
-    cursor.left.store(uniform(plan[record + 1]));
+    cursor.j.store(0u32);
+    cursor.steps.store(uniform(plan[record + 1]));
 }
 
 /// Loads the cursor's step, if there is one, once its buffer is free. All units call this together.
@@ -571,11 +534,11 @@ fn load_next(
     cursor: &Cursor,
     #[comptime] t: BackwardTile,
 ) {
-    while cursor.left.read() == 0 && cursor.head.read() + 1 < cursor.end {
+    while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
         cursor.head.store(cursor.head.read() + 1);
         open(plan, parts, heads_at, tile, cursor);
     }
-    if cursor.left.read() > 0 {
+    if cursor.j.read() < cursor.steps.read() {
         let boxes = comptime!((t.entries() * t.spans()) as u32);
         let all = comptime!((2 * t.entries() * t.spans() + t.entries()) as u32);
         let stage = cursor.loaded.read() % comptime!(t.stages as u32);
@@ -595,7 +558,8 @@ fn load_next(
             if index >= 2 * boxes {
                 which = index - 2 * boxes;
             }
-            let word = cursor.entry.read() + (which * 3) as usize;
+            let word = cursor.entry.read()
+                + ((cursor.j.read() * comptime!(t.entries() as u32) + which) * 3) as usize;
             let at = plan[word] * comptime!(t.group as u32);
             if index >= 2 * boxes {
                 let target = loads.base
@@ -633,8 +597,7 @@ fn load_next(
                 );
             }
         }
-        cursor.entry.store(cursor.entry.read() + comptime!(t.entries() * 3));
-        cursor.left.store(cursor.left.read() - 1);
+        cursor.j.store(cursor.j.read() + 1);
         cursor.loaded.store(cursor.loaded.read() + 1);
     }
 }
@@ -676,7 +639,8 @@ fn mask<S: Size>(
     s_in: Vector<f32, S>,
     plan: &[u32],
     masks: usize,
-    entry: usize,
+    first_entry: usize,
+    j: u32,
     row: u32,
     quad: u32,
     #[comptime] t: BackwardTile,
@@ -685,6 +649,7 @@ fn mask<S: Size>(
     let infinity = f32::new(f32::NEG_INFINITY);
     let word_cols = comptime!(t.group.min(32));
     let row_words = comptime!(t.group.div_ceil(32));
+    let entry = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
     #[unroll]
     for piece in 0..comptime!(t.cols / word_cols) {
         let col = comptime!(piece * word_cols);
@@ -809,7 +774,11 @@ pub fn stats(
         }
         // Half of the least number there is.
         let none = log < f32::new(LOW);
-        stats[(row * 2) as usize] = select(none, f32::new(0.0), log * comptime!(std::f32::consts::LOG2_E));
+        stats[(row * 2) as usize] = select(
+            none,
+            f32::new(0.0),
+            log * comptime!(std::f32::consts::LOG2_E),
+        );
         stats[(row * 2 + 1) as usize] = sum;
         let part = row % comptime!(t.counted() as u32);
         if part < comptime!(t.parts() as u32) {
@@ -841,7 +810,8 @@ pub fn finish(
     if row < rows && position < seq_q as usize {
         let part = eight / comptime!((t.padded() / 8 / t.parts()) as u32);
         let counter = row / comptime!(t.counted() as u32) * comptime!(t.parts() as u32) + part;
-        let target = ((row / pitch * seq_q) as usize + position) * comptime!(t.dim / 8) + eight as usize;
+        let target =
+            ((row / pitch * seq_q) as usize + position) * comptime!(t.dim / 8) + eight as usize;
         let mut made = Vector::<u32, Const<4>>::zeroed();
         if comptime!(t.carry) {
             made = out[target];

@@ -8,6 +8,7 @@
 mod asm;
 mod backward;
 mod forward;
+mod walks;
 
 use std::fmt;
 
@@ -26,6 +27,8 @@ use backward::LengthsLaunch;
 
 /// Rows of a warpgroup.
 const GROUP_ROWS: usize = 64;
+/// Heads of keys that take turns in the grid of the fused backward pass.
+const SPREAD: u32 = 64;
 /// TMA's strides and addresses are multiples of 16 bytes.
 const ALIGNMENT: usize = 8;
 
@@ -455,7 +458,16 @@ pub fn forward(
     Ok(())
 }
 
-/// The comptime shape of the backward kernel.
+/// How the backward pass runs.
+#[derive(Clone, Copy, Debug)]
+pub enum Backward {
+    /// One walk over columns, with five products a pair.
+    Fused(BackwardTile),
+    /// A walk over rows for dQ and one over columns for dK and dV, with seven, where tiles would wait for each other.
+    Walks([WalkTile; 2]),
+}
+
+/// The comptime shape of the fused backward kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardTile {
     /// Type of the tensors.
@@ -472,9 +484,6 @@ pub struct BackwardTile {
     pub stages: usize,
     /// How many steps late a buffer is filled again.
     pub lag: usize,
-    /// Whether a step's first product is started in the step before.
-    pub ahead: bool,
-    pub debug: usize,
     /// Whether scores are softcapped.
     pub softcap: bool,
     /// Whether positions are listed by residue class.
@@ -555,7 +564,7 @@ impl BackwardTile {
 
     /// Whether ds is made of weights in half precision: where registers are short.
     fn packed(&self) -> bool {
-        (self.dim > 64 || self.cols > 64) && self.debug & 8 == 0
+        self.dim > 64 || self.cols > GROUP_ROWS
     }
 
     fn ds_bytes(&self) -> usize {
@@ -704,7 +713,7 @@ pub fn choose_backward(
     layout: &BlockLayout,
     forward: &Result<Tile, &'static str>,
     properties: &DeviceProperties,
-) -> Result<BackwardTile, &'static str> {
+) -> Result<Backward, &'static str> {
     let forward = (*forward)?;
     if tier_limit().is_some_and(|limit| limit == "hopper-forward") {
         return Err("BLOCKSPARSE_TIER says hopper-forward");
@@ -713,41 +722,33 @@ pub fn choose_backward(
         return Err("head_dim is none of 64, 96, 128");
     }
     let block = layout.block_size();
-    let tile = |[warpgroups, cols, stages]: [usize; 3], ahead| BackwardTile {
+    // A tile of unlike blocks computes pairs that none of them keeps, and tiles side by side that see different queries do not
+    // keep step: they wait for each other at the sums of dQ. The classes of a listing share no queries.
+    let union = |rows| union_overhead(layout, Walk::Columns, rows);
+    let unlike = union(2 * GROUP_ROWS) > 1.7 || union(4 * GROUP_ROWS) > 1.7 * union(2 * GROUP_ROWS);
+    if unlike && !forward.residue && forward.dim != 96 && block >= 16 {
+        return Ok(Backward::Walks(
+            [Walk::Rows, Walk::Columns].map(|walk| choose_walk(layout, &forward, walk)),
+        ));
+    }
+    let (cols, stages) = match forward.dim {
+        64 => (128, 2),
+        _ => (64, 3),
+    };
+    let tile = BackwardTile {
         half: forward.half,
         dim: forward.dim,
-        warpgroups,
+        warpgroups: 2,
         cols,
         group: block.min(cols),
         stages,
-        lag: 2.min(stages - 1),
-        ahead,
-        debug: 0,
+        lag: stages - 1,
         softcap: forward.softcap,
         residue: forward.residue,
         carry: forward.carry,
     };
-    if let Ok(text) = std::env::var("BLOCKSPARSE_BACKWARD") {
-        let n: Vec<usize> = text.split(',').map(|x| x.parse().unwrap()).collect();
-        let mut t = tile([n[0], n[1], n[2]], n[3] == 1);
-        t.debug = n[4];
-        if n[4] & 4 != 0 {
-            t.lag = 1;
-        }
-        return Ok(t);
-    }
-    // Two warpgroups share what is gathered and add to dQ half as often; one unites fewer rows of blocks.
-    let tiles = [tile([2, 64, 3], true), tile([1, 64, if forward.dim == 64 { 4 } else { 2 }], false)];
-    let cost = |tile: &BackwardTile| {
-        let speed = if tile.warpgroups == 2 { 1.0 } else { 0.7 };
-        union_overhead(layout, Walk::Columns, tile.rows()) / speed
-    };
-    let tile = match cost(&tiles[0]) <= cost(&tiles[1]) {
-        true => tiles[0],
-        false => tiles[1],
-    };
     match tile.shared_bytes() <= properties.hardware.max_shared_memory_size {
-        true => Ok(tile),
+        true => Ok(Backward::Fused(tile)),
         false => Err("no tile fits the shared memory of the device"),
     }
 }
@@ -844,7 +845,6 @@ pub fn backward(
             ElemType::Float(FloatKind::F32),
         )
     };
-    let spread = std::env::var("BLOCKSPARSE_SPREAD").map_or(8, |text| text.parse().unwrap());
     unsafe {
         backward::backward::launch_unchecked(
             client,
@@ -875,7 +875,7 @@ pub fn backward(
             listing(),
             LengthsLaunch::new(
                 device_plan.tiles as u32,
-                spread,
+                SPREAD,
                 sizes.kv_heads as u32,
                 (heads / sizes.kv_heads) as u32,
                 sizes.batch as u32,
@@ -904,6 +904,291 @@ pub fn backward(
             pitch as u32,
             seq_q as u32,
             scale as f32,
+            tile,
+        );
+    }
+    Ok(())
+}
+
+/// The comptime shape of the kernel of the two walks, in either.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WalkTile {
+    /// Type of the tensors.
+    pub half: Half,
+    /// Width of queries, keys and values: 64 or 128.
+    pub dim: usize,
+    /// Warpgroups, each with 64 rows: 1 or 2.
+    pub warpgroups: usize,
+    /// Columns of a step.
+    pub cols: usize,
+    /// Consecutive positions an entry names.
+    pub group: usize,
+    /// Steps that are in shared memory at a time.
+    pub stages: usize,
+    /// How many steps late a buffer is filled again.
+    pub lag: usize,
+    /// Whether scores are softcapped.
+    pub softcap: bool,
+    /// Whether positions are listed by residue class.
+    pub residue: bool,
+    /// Whether results are added to what is there.
+    pub carry: bool,
+}
+
+impl WalkTile {
+    /// Rows of a tile.
+    pub fn rows(&self) -> usize {
+        GROUP_ROWS * self.warpgroups
+    }
+
+    /// Units of a cube.
+    pub fn units(&self) -> usize {
+        128 * self.warpgroups
+    }
+
+    /// How the layout is cut.
+    pub fn tiling(&self, walk: Walk) -> Tiling {
+        Tiling {
+            walk,
+            rows: self.rows(),
+            cols: self.cols,
+            places: false,
+            visits: false,
+        }
+    }
+
+    fn warps(&self) -> u32 {
+        4 * self.warpgroups as u32
+    }
+
+    fn spans(&self) -> usize {
+        self.dim.div_ceil(ROW_ELEMENTS)
+    }
+
+    fn entries(&self) -> usize {
+        self.cols / self.group
+    }
+
+    /// Rows of a box of the tile's own rows. All positions of a box are of one class.
+    fn a_group(&self) -> usize {
+        match self.residue {
+            true => self.rows().min(self.group),
+            false => self.rows(),
+        }
+    }
+
+    fn a_bytes(&self) -> usize {
+        self.rows() * self.spans() * ROW
+    }
+
+    fn b_bytes(&self) -> usize {
+        self.cols * self.spans() * ROW
+    }
+
+    fn stats_bytes(&self) -> usize {
+        self.cols * 8
+    }
+
+    // Byte offsets in shared memory. The barrier of the tile's own rows comes first.
+
+    fn full(&self) -> u32 {
+        8
+    }
+
+    fn empty(&self) -> u32 {
+        self.full() + 8 * self.stages as u32
+    }
+
+    fn stats_offset(&self) -> usize {
+        1024
+    }
+
+    fn a1_offset(&self) -> usize {
+        (self.stats_offset() + self.stages * self.stats_bytes()).next_multiple_of(1024)
+    }
+
+    fn a2_offset(&self) -> usize {
+        self.a1_offset() + self.a_bytes()
+    }
+
+    fn b1_offset(&self) -> usize {
+        self.a2_offset() + self.a_bytes()
+    }
+
+    fn b2_offset(&self) -> usize {
+        self.b1_offset() + self.stages * self.b_bytes()
+    }
+
+    /// Bytes of shared memory of a cube.
+    pub fn shared_bytes(&self) -> usize {
+        self.b2_offset() + self.stages * self.b_bytes()
+    }
+}
+
+impl fmt::Display for WalkTile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "hopper  {} × {} tiles gathered from {}-wide blocks, {} units, {} stages in {} KiB shared",
+            self.rows(),
+            self.cols,
+            self.group,
+            self.units(),
+            self.stages,
+            self.shared_bytes().div_ceil(1024),
+        )
+    }
+}
+
+/// The tile of a walk.
+fn choose_walk(layout: &BlockLayout, forward: &Tile, walk: Walk) -> WalkTile {
+    let tiles = [2, 1].map(|warpgroups| WalkTile {
+        half: forward.half,
+        dim: forward.dim,
+        warpgroups,
+        cols: 64,
+        group: layout.block_size().min(64),
+        stages: if forward.dim == 64 { 4 } else { 3 },
+        lag: 2,
+        softcap: forward.softcap,
+        residue: forward.residue,
+        carry: forward.carry,
+    });
+    // Two warpgroups share what is gathered; one unites fewer rows of blocks.
+    let cost = |tile: &WalkTile| {
+        let speed = if tile.warpgroups == 2 { 1.0 } else { 0.8 };
+        union_overhead(layout, walk, tile.rows()) / speed
+    };
+    match cost(&tiles[0]) <= cost(&tiles[1]) {
+        true => tiles[0],
+        false => tiles[1],
+    }
+}
+
+/// Where one walk of the backward pass reads and writes.
+pub struct WalkOperands<'a> {
+    /// Of the tile's own rows: q and dO, or k and v.
+    pub a: [&'a TensorView; 2],
+    /// Of the gathered rows: k and v, or q and dO.
+    pub b: [&'a TensorView; 2],
+    /// `[batch · heads, pitch, 2]`, f32: `lse · log2 e` and delta of the query at each place.
+    pub stats: &'a Handle,
+    /// Places of a head in the stats, a multiple of 2.
+    pub pitch: usize,
+    /// dQ, or dK and dV.
+    pub out: &'a Handle,
+    /// Elements before dV.
+    pub second: usize,
+}
+
+/// One walk of the backward pass over a layout, or a part of one.
+///
+/// # Errors
+/// As [`check`]. Then nothing was launched.
+#[allow(clippy::too_many_arguments)]
+pub fn walk(
+    client: &Client,
+    tile: WalkTile,
+    walk: Walk,
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    residue: Option<Residue>,
+    operands: &WalkOperands,
+    scale: f64,
+    softcap: Option<f64>,
+) -> Result<(), KernelError> {
+    let &WalkOperands {
+        a: [a1, a2],
+        b: [b1, b2],
+        stats,
+        pitch,
+        out,
+        second,
+    } = operands;
+    let named = [
+        ("q or k", a1),
+        ("v or grad_out", a2),
+        ("k or q", b1),
+        ("grad_out or v", b2),
+    ];
+    check(&named, residue, scale, softcap)?;
+    let device_plan = plan(client, layout, tile.tiling(walk));
+    let parts = &device_plan.sections;
+    let heads = layout.heads();
+    let outer_heads = a1.shape[1];
+    let len = a1.shape[2];
+    let elements = sizes.batch * outer_heads * len * tile.dim + second;
+    if u32::try_from(elements / 2).is_err() {
+        let most = u64::from(u32::MAX) * 2;
+        return Err(KernelError::limit(
+            "the elements of a gradient",
+            most,
+            elements,
+        ));
+    }
+    let log2_e = std::f64::consts::LOG2_E;
+    let (log2_scale, cap_scale) = match softcap {
+        Some(softcap) => (log2_e, 2.0 * log2_e * scale / softcap),
+        None => (scale * log2_e, 0.0),
+    };
+    let listing = residue.unwrap_or(Residue {
+        stride: 1,
+        class_len: 1,
+    });
+    let stat_rows = sizes.batch * heads;
+    let boxes = TiledArgs {
+        tile_size: [1, tile.group * 2].into(),
+    };
+    let stats_map = unsafe {
+        TensorMapArg::new(
+            boxes,
+            TensorArg::from_raw_parts(
+                stats.clone(),
+                [pitch * 2, 1].into(),
+                [stat_rows, pitch * 2].into(),
+            ),
+            ElemType::Float(FloatKind::F32),
+        )
+    };
+    unsafe {
+        walks::one_walk::launch_unchecked(
+            client,
+            CubeCount::Static(
+                device_plan.tiles as u32,
+                outer_heads as u32,
+                sizes.batch as u32,
+            ),
+            CubeDim::new_1d(tile.units() as u32),
+            tile.cols / 2,
+            tile.cols / 4,
+            tile.dim / 2,
+            tensor_map(a1, tile.a_group(), residue, sizes.dtype),
+            tensor_map(a2, tile.a_group(), residue, sizes.dtype),
+            tensor_map(b1, tile.group, residue, sizes.dtype),
+            tensor_map(b2, tile.group, residue, sizes.dtype),
+            stats_map,
+            BufferArg::from_raw_parts(stats.clone(), stat_rows * pitch * 2),
+            BufferArg::from_raw_parts(out.clone(), elements / 2),
+            BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
+            PlanPartsLaunch::new(
+                parts.heads,
+                parts.places,
+                parts.order,
+                parts.tiles,
+                parts.entries,
+                parts.masks,
+                if layout.batch().is_some() { heads } else { 0 },
+            ),
+            ListingLaunch::new(listing.stride, listing.class_len),
+            len as u32,
+            pitch as u32,
+            (heads / sizes.kv_heads) as u32,
+            (second / 2) as u32,
+            scale as f32,
+            log2_scale as f32,
+            softcap.unwrap_or(1.0) as f32,
+            cap_scale as f32,
+            walk,
             tile,
         );
     }

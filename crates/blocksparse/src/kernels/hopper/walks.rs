@@ -1,0 +1,563 @@
+//! The backward pass in two launches: one kernel for dQ (a walk over rows) and for dK and dV (a walk over columns), one cube per tile,
+//! one warpgroup per 64 rows of it.
+//!
+//! ```text
+//!            a1  a2   b1  b2        s  = a1 · b1ᵀ      p  = exp2(s · log2_scale − lse)
+//! rows       q   dO   k   v         dp = a2 · b2ᵀ      ds = p ∘ (dp − delta)
+//! columns    k   v    q   dO        out1 += ds · b1    out2 += p · b2   (columns only)
+//!
+//! all warps  TMA:  b1, b2, stats of step j + stages − lag     gathered boxes of `group` rows
+//! every warpgroup, per step j:
+//!     s, dp            wgmma, both started
+//!     s done:          p, to registers as a left operand, while dp is computed
+//!     out2 += p · b2   wgmma, started
+//!     dp done:         ds, likewise
+//!     out1 += ds · b1  wgmma
+//! ```
+//!
+//! p and ds are left operands in registers: they never go through shared memory. In a walk over columns s, p, dp and ds
+//! are transposes, and lse and delta belong to columns; TMA brings them along. `out1 · scale` is dQ or dK, out2 is dV.
+
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
+
+use super::WalkTile;
+use super::asm::*;
+use super::forward::pack_all;
+use crate::kernels::simt::tile::{Listing, PlanParts};
+use crate::plan::Walk;
+
+/// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
+/// `stats` `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as numbers; `out`
+/// `[batch, heads, len, dim]` in pairs of elements, out2 from pair `second` on. With `carry` the results are added to it.
+#[cube(launch_unchecked)]
+pub fn one_walk<S: Size, P: Size, O: Size>(
+    a1: &TensorMap<u32, Tiled>,
+    a2: &TensorMap<u32, Tiled>,
+    b1: &TensorMap<u32, Tiled>,
+    b2: &TensorMap<u32, Tiled>,
+    stats_map: &TensorMap<f32, Tiled>,
+    stats: &[f32],
+    out: &mut [u32],
+    plan: &[u32],
+    parts: PlanParts,
+    listing: Listing,
+    len: u32,
+    pitch: u32,
+    heads_per_kv: u32,
+    second: u32,
+    scale: f32,
+    log2_scale: f32,
+    softcap: f32,
+    cap_scale: f32,
+    #[comptime] walk: Walk,
+    #[comptime] t: WalkTile,
+) {
+    let columns = comptime!(matches!(walk, Walk::Columns));
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let outer = CUBE_POS_Y;
+    let batch = CUBE_POS_Z;
+
+    if UNIT_POS_X == 0 {
+        barrier_init(base, 1u32);
+        #[unroll]
+        for i in 0..comptime!(t.stages) {
+            let offset = comptime!(8 * i as u32);
+            barrier_init(base + comptime!(t.full()) + offset, 1u32);
+            barrier_init(base + comptime!(t.empty()) + offset, comptime!(t.warps()));
+        }
+        barrier_fence();
+    }
+    sync_cube();
+
+    // In a walk over columns a tile of keys goes through all query heads of its group.
+    let mut first_head = outer;
+    let mut turns = 1u32;
+    let mut heads = CUBE_COUNT_Y;
+    let mut divisor = heads_per_kv;
+    if comptime!(columns) {
+        first_head = outer * heads_per_kv;
+        turns = heads_per_kv;
+        heads *= heads_per_kv;
+        divisor = 1u32;
+    }
+    let heads_at = parts.heads + batch as usize * parts.batch;
+    let record0 = plan[heads_at + first_head as usize] as usize;
+    let tile = plan[parts.order + record0 + CUBE_POS_X as usize];
+    let first_place = tile * comptime!(t.rows() as u32);
+    let class_len = listing.class_len as u32;
+
+    if UNIT_POS_X == 0 {
+        barrier_expect(base, comptime!(2 * t.a_bytes()));
+    }
+    let a_boxes = comptime!((t.rows() / t.a_group() * t.spans()) as u32);
+    if lane == 0 {
+        // Dealt to the warps: lanes of one warp would wait for each other.
+        let mut index = warp;
+        while index < 2 * a_boxes {
+            let mut map = tensor_map_address(a1);
+            let mut start = base + comptime!(t.a1_offset() as u32);
+            if index >= a_boxes {
+                map = tensor_map_address(a2);
+                start = base + comptime!(t.a2_offset() as u32);
+            }
+            let which = index % a_boxes;
+            let span = which % comptime!(t.spans() as u32);
+            let rows = which / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
+            let target =
+                start + span * comptime!((t.rows() * ROW) as u32) + rows * comptime!(ROW as u32);
+            load_at(
+                map,
+                target,
+                base,
+                span,
+                first_place + rows,
+                class_len,
+                outer,
+                batch,
+                t,
+            );
+            index += comptime!(t.warps());
+        }
+    }
+
+    let loads = Loads {
+        b1: tensor_map_address(b1),
+        b2: tensor_map_address(b2),
+        stats: tensor_map_address(stats_map),
+        base,
+        class_len,
+        batch,
+        heads,
+        divisor,
+        index: warp + lane * comptime!(t.warps()),
+    };
+    // The next step to load.
+    let cursor = Cursor {
+        head: RuntimeCell::<u32>::new(first_head),
+        end: first_head + turns,
+        entry: RuntimeCell::<usize>::new(0usize),
+        j: RuntimeCell::<u32>::new(0u32),
+        steps: RuntimeCell::<u32>::new(0u32),
+        loaded: RuntimeCell::<u32>::new(0u32),
+    };
+    open(plan, &parts, heads_at, tile, &cursor);
+    #[unroll]
+    for _ in 0..comptime!(t.stages - t.lag) {
+        load_next(plan, &parts, &loads, heads_at, tile, &cursor, columns, t);
+    }
+
+    let group = warp / 4;
+    let row = warp * 16 + lane / 4;
+    let group_rows = group * comptime!((64 * ROW) as u32);
+    let a1_desc = descriptor(base + comptime!(t.a1_offset() as u32) + group_rows, 16usize);
+    let a2_desc = descriptor(base + comptime!(t.a2_offset() as u32) + group_rows, 16usize);
+    let b1_address = base + comptime!(t.b1_offset() as u32);
+    let b2_address = base + comptime!(t.b2_offset() as u32);
+    // Depth-major for s and dp, dim-major for the outputs: the same bytes.
+    let b1_desc = descriptor(b1_address, 16usize);
+    let b2_desc = descriptor(b2_address, 16usize);
+    let b1_wide = descriptor(b1_address, comptime!(t.cols * ROW));
+    let b2_wide = descriptor(b2_address, comptime!(t.cols * ROW));
+
+    let mut lse0 = f32::new(0.0);
+    let mut lse1 = f32::new(0.0);
+    let mut delta0 = f32::new(0.0);
+    let mut delta1 = f32::new(0.0);
+    let place = first_place + row;
+    if comptime!(!columns) {
+        let at = ((batch * heads + outer) * pitch + place) as usize * 2;
+        if place < pitch {
+            lse0 = stats[at];
+            delta0 = stats[at + 1];
+        }
+        if place + 8 < pitch {
+            lse1 = stats[at + 16];
+            delta1 = stats[at + 17];
+        }
+    }
+
+    let mut out1 = Vector::<f32, O>::zeroed();
+    let mut out2 = Vector::<f32, O>::zeroed();
+    let mut done = 0u32;
+    barrier_wait(base, 0u32);
+    for turn in 0..turns {
+        let record = parts.tiles
+            + (plan[heads_at + (first_head + turn) as usize] as usize + tile as usize) * 3;
+        let entry = parts.entries + plan[record] as usize * 2;
+        let steps = uniform(plan[record + 1]);
+        let masked = uniform(plan[record + 2]);
+        for j in 0..steps {
+            let stage = done % comptime!(t.stages as u32);
+            let parity = (done / comptime!(t.stages as u32)) & 1;
+            let offset = u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32));
+            barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
+            let s_started = product::<S>(
+                a1_desc,
+                b1_desc + offset,
+                t.half,
+                t.dim,
+                comptime!(t.rows() * ROW),
+                comptime!(t.cols * ROW),
+            );
+            let dp_started = product::<S>(
+                a2_desc,
+                b2_desc + offset,
+                t.half,
+                t.dim,
+                comptime!(t.rows() * ROW),
+                comptime!(t.cols * ROW),
+            );
+            load_next(plan, &parts, &loads, heads_at, tile, &cursor, columns, t);
+            let width = S::value();
+            let mut s = wait::<S>(s_started, 1usize, width);
+            if comptime!(t.softcap) {
+                #[unroll]
+                for i in 0..S::value() {
+                    // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
+                    let e = exp2(s.extract(i) * cap_scale);
+                    s.insert(
+                        i,
+                        multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
+                    );
+                }
+            }
+            let capped = s;
+            if j < masked {
+                s = mask::<S>(s, plan, parts.masks, entry, j, row, (lane % 4) * 2, t);
+            }
+            let stats_at = base
+                + comptime!(t.stats_offset() as u32)
+                + stage * comptime!(t.stats_bytes() as u32)
+                + (lane % 4) * 16;
+            let mut p = Vector::<f32, S>::zeroed();
+            #[unroll]
+            for eight in 0..comptime!(t.cols / 8) {
+                let mut l0 = -lse0;
+                let mut l1 = -lse0;
+                let mut l2 = -lse1;
+                let mut l3 = -lse1;
+                if comptime!(columns) {
+                    let four = shared_load_four(stats_at + comptime!(eight as u32 * 64));
+                    l0 = -four.extract(0usize);
+                    l1 = -four.extract(2usize);
+                    l2 = l0;
+                    l3 = l1;
+                }
+                let at = comptime!(4 * eight);
+                p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, l0)));
+                let at = comptime!(4 * eight + 1);
+                p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, l1)));
+                let at = comptime!(4 * eight + 2);
+                p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, l2)));
+                let at = comptime!(4 * eight + 3);
+                p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, l3)));
+            }
+            let mut out2_started = out2;
+            if comptime!(columns) {
+                let left = pack_all::<S, P>(p, t.half);
+                out2_started = accumulate::<P, O>(out2, left, b2_wide + offset, t.half, t.dim);
+            }
+            let mut dp = wait::<S>(dp_started, comptime!(usize::from(columns)), width);
+            #[unroll]
+            for eight in 0..comptime!(t.cols / 8) {
+                let mut d0 = delta0;
+                let mut d1 = delta0;
+                let mut d2 = delta1;
+                let mut d3 = delta1;
+                if comptime!(columns) {
+                    let four = shared_load_four(stats_at + comptime!(eight as u32 * 64));
+                    d0 = four.extract(1usize);
+                    d1 = four.extract(3usize);
+                    d2 = d0;
+                    d3 = d1;
+                }
+                let at = comptime!(4 * eight);
+                dp.insert(at, p.extract(at) * (dp.extract(at) - d0));
+                let at = comptime!(4 * eight + 1);
+                dp.insert(at, p.extract(at) * (dp.extract(at) - d1));
+                let at = comptime!(4 * eight + 2);
+                dp.insert(at, p.extract(at) * (dp.extract(at) - d2));
+                let at = comptime!(4 * eight + 3);
+                dp.insert(at, p.extract(at) * (dp.extract(at) - d3));
+            }
+            if comptime!(t.softcap) {
+                #[unroll]
+                for i in 0..S::value() {
+                    let ratio = capped.extract(i) / softcap;
+                    dp.insert(i, dp.extract(i) * (1.0f32 - ratio * ratio));
+                }
+            }
+            let left = pack_all::<S, P>(dp, t.half);
+            let out1_started = accumulate::<P, O>(out1, left, b1_wide + offset, t.half, t.dim);
+            if comptime!(columns) {
+                out2 = wait::<O>(out2_started, 1usize, comptime!(t.dim / 2));
+            }
+            out1 = wait::<O>(out1_started, 0usize, comptime!(t.dim / 2));
+            if lane == 0 {
+                barrier_arrive(base + comptime!(t.empty()) + stage * 8);
+            }
+            done += 1;
+        }
+    }
+
+    let first = (batch * CUBE_COUNT_Y + outer) * len;
+    store_rows::<O>(
+        out, &out1, 0u32, first, place, &listing, len, lane, scale, t,
+    );
+    if comptime!(columns) {
+        let one = f32::new(1.0);
+        store_rows::<O>(
+            out, &out2, second, first, place, &listing, len, lane, one, t,
+        );
+    }
+}
+
+/// What loads are made of.
+#[derive(CubeType, Clone, Copy)]
+struct Loads {
+    b1: u64,
+    b2: u64,
+    stats: u64,
+    base: u32,
+    class_len: u32,
+    batch: u32,
+    /// Query heads.
+    heads: u32,
+    /// Query heads per head of b1 and b2.
+    divisor: u32,
+    /// Which of a step's boxes the unit loads: those of b1, then of b2, then the stats.
+    index: u32,
+}
+
+/// The step that is loaded next.
+#[derive(CubeType)]
+struct Cursor {
+    head: RuntimeCell<u32>,
+    /// The head after the last one.
+    end: u32,
+    /// Word of the head's first entry.
+    entry: RuntimeCell<usize>,
+    j: RuntimeCell<u32>,
+    /// Steps of the head.
+    steps: RuntimeCell<u32>,
+    /// Steps loaded so far, of all heads.
+    loaded: RuntimeCell<u32>,
+}
+
+/// Reads the record of the cursor's head.
+#[cube]
+fn open(plan: &[u32], parts: &PlanParts, heads_at: usize, tile: u32, cursor: &Cursor) {
+    let head = cursor.head.read() as usize;
+    let record = parts.tiles + (plan[heads_at + head] as usize + tile as usize) * 3;
+    cursor
+        .entry
+        .store(parts.entries + plan[record] as usize * 2);
+    cursor.j.store(0u32);
+    cursor.steps.store(uniform(plan[record + 1]));
+}
+
+/// Loads the cursor's step, if there is one, once its buffer is free. All units call this together.
+#[cube]
+fn load_next(
+    plan: &[u32],
+    parts: &PlanParts,
+    loads: &Loads,
+    heads_at: usize,
+    tile: u32,
+    cursor: &Cursor,
+    #[comptime] columns: bool,
+    #[comptime] t: WalkTile,
+) {
+    if comptime!(columns) {
+        while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
+            cursor.head.store(cursor.head.read() + 1);
+            open(plan, parts, heads_at, tile, cursor);
+        }
+    }
+    if cursor.j.read() < cursor.steps.read() {
+        let boxes = comptime!((t.entries() * t.spans()) as u32);
+        let all =
+            comptime!((2 * t.entries() * t.spans() + if columns { t.entries() } else { 0 }) as u32);
+        let stage = cursor.loaded.read() % comptime!(t.stages as u32);
+        let parity = (cursor.loaded.read() / comptime!(t.stages as u32)) & 1;
+        let full = loads.base + comptime!(t.full()) + stage * 8;
+        if loads.index < all {
+            barrier_wait(loads.base + comptime!(t.empty()) + stage * 8, 1 - parity);
+            if loads.index == 0 {
+                barrier_expect(
+                    full,
+                    comptime!(2 * t.b_bytes() + if columns { t.stats_bytes() } else { 0 }),
+                );
+            }
+            let mut which = loads.index % boxes;
+            let span = which % comptime!(t.spans() as u32);
+            which /= comptime!(t.spans() as u32);
+            if loads.index >= 2 * boxes {
+                which = loads.index - 2 * boxes;
+            }
+            let word = cursor.entry.read()
+                + ((cursor.j.read() * comptime!(t.entries() as u32) + which) * 2) as usize;
+            let at = plan[word] * comptime!(t.group as u32);
+            if loads.index >= 2 * boxes {
+                let target = loads.base
+                    + comptime!(t.stats_offset() as u32)
+                    + stage * comptime!(t.stats_bytes() as u32)
+                    + which * comptime!((t.group * 8) as u32);
+                load_line(
+                    loads.stats,
+                    target,
+                    full,
+                    at * 2,
+                    loads.batch * loads.heads + cursor.head.read(),
+                );
+            } else {
+                let mut map = loads.b1;
+                let mut start = loads.base + comptime!(t.b1_offset() as u32);
+                if loads.index >= boxes {
+                    map = loads.b2;
+                    start = loads.base + comptime!(t.b2_offset() as u32);
+                }
+                let target = start
+                    + stage * comptime!(t.b_bytes() as u32)
+                    + span * comptime!((t.cols * ROW) as u32)
+                    + which * comptime!((t.group * ROW) as u32);
+                let head = cursor.head.read() / loads.divisor;
+                load_at(
+                    map,
+                    target,
+                    full,
+                    span,
+                    at,
+                    loads.class_len,
+                    head,
+                    loads.batch,
+                    t,
+                );
+            }
+        }
+        cursor.j.store(cursor.j.read() + 1);
+        cursor.loaded.store(cursor.loaded.read() + 1);
+    }
+}
+
+/// Loads a box at a place.
+#[cube]
+fn load_at(
+    map: u64,
+    target: u32,
+    bar: u32,
+    span: u32,
+    place: u32,
+    class_len: u32,
+    head: u32,
+    batch: u32,
+    #[comptime] t: WalkTile,
+) {
+    let column = span * comptime!(ROW_ELEMENTS as u32);
+    if comptime!(t.residue) {
+        load_class_box(
+            map,
+            target,
+            bar,
+            column,
+            place % class_len,
+            place / class_len,
+            head,
+            batch,
+        );
+    } else {
+        load_box(map, target, bar, column, place, head, batch);
+    }
+}
+
+/// Sets scores of pairs that are not computed to −∞. The unit has rows `row` and `row + 8`, and columns `quad` and
+/// `quad + 1` of every eight.
+#[cube]
+fn mask<S: Size>(
+    s_in: Vector<f32, S>,
+    plan: &[u32],
+    masks: usize,
+    first_entry: usize,
+    j: u32,
+    row: u32,
+    quad: u32,
+    #[comptime] t: WalkTile,
+) -> Vector<f32, S> {
+    let mut s = s_in;
+    let infinity = f32::new(f32::NEG_INFINITY);
+    let word_cols = comptime!(t.group.min(32));
+    let row_words = comptime!(t.group.div_ceil(32));
+    let entry = first_entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
+    #[unroll]
+    for piece in 0..comptime!(t.cols / word_cols) {
+        let col = comptime!(piece * word_cols);
+        let id = plan[entry + comptime!(col / t.group * 2 + 1)];
+        let at = masks
+            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
+                as usize
+            + comptime!(col % t.group / 32);
+        let upper = plan[at] >> quad;
+        let lower = plan[at + comptime!(8 * row_words)] >> quad;
+        #[unroll]
+        for eight in 0..comptime!(word_cols / 8) {
+            #[unroll]
+            for i in 0..2usize {
+                let bit = comptime!(1u32 << (8 * eight + i));
+                let at = comptime!(4 * (col / 8 + eight) + i);
+                s.insert(at, select(upper & bit != 0, s.extract(at), infinity));
+                let at = comptime!(4 * (col / 8 + eight) + i + 2);
+                s.insert(at, select(lower & bit != 0, s.extract(at), infinity));
+            }
+        }
+    }
+    s
+}
+
+/// Stores the unit's two rows.
+#[cube]
+fn store_rows<O: Size>(
+    out: &mut [u32],
+    acc: &Vector<f32, O>,
+    start: u32,
+    first: u32,
+    place: u32,
+    listing: &Listing,
+    len: u32,
+    lane: u32,
+    factor: f32,
+    #[comptime] t: WalkTile,
+) {
+    #[unroll]
+    for half in 0..2usize {
+        let own = place + comptime!(8 * half as u32);
+        let mut position = own;
+        let mut exists = own < len;
+        if comptime!(t.residue) {
+            let class = own / listing.class_len as u32;
+            position = own % listing.class_len as u32 * listing.stride as u32 + class;
+            exists = class < listing.stride as u32 && position < len;
+        }
+        if exists {
+            let target = start as usize
+                + (first + position) as usize * comptime!(t.dim / 2)
+                + (lane % 4) as usize;
+            #[unroll]
+            for j in 0..comptime!(t.dim / 8) {
+                let i = comptime!(4 * j + 2 * half);
+                let mut low = acc.extract(i) * factor;
+                let mut high = acc.extract(comptime!(i + 1)) * factor;
+                let at = target + comptime!(4 * j);
+                if comptime!(t.carry) {
+                    let before = out[at];
+                    low += unpack(before, false, t.half);
+                    high += unpack(before, true, t.half);
+                }
+                out[at] = pack(low, high, t.half);
+            }
+        }
+    }
+}
