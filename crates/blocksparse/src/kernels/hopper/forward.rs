@@ -62,13 +62,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let mut head = CUBE_POS_Y;
-    let mut batch = CUBE_POS_Z;
-    if comptime!(t.carry) {
-        // What the part before touched last is still in the cache.
-        head = from_last(CUBE_COUNT_Y, head);
-        batch = from_last(CUBE_COUNT_Z, batch);
-    }
+    let head = CUBE_POS_Y;
+    let batch = CUBE_POS_Z;
     let stages = comptime!(t.stages as u32);
 
     if UNIT_POS_X == 0 {
@@ -773,12 +768,6 @@ fn add_scaled<O: Size>(
 fn quad_max(x: f32) -> f32 {
     let x = larger(x, shuffle_xor(x, 1u32));
     larger(x, shuffle_xor(x, 2u32))
-}
-
-/// The index counted from the last of `count`.
-#[cube]
-fn from_last(count: u32, index: u32) -> u32 {
-    count - 1 - index
 }
 
 /// Where a tile's own rows are: its first place, or the word of its first block.

@@ -255,8 +255,8 @@ const CANDIDATES: [Candidate; 8] = [
     candidate(256, [1, 64, 2, 1], true, 0.55),
 ];
 
-/// `BLOCKSPARSE_TIER=simt` or `mma` leaves the tier out, `hopper-forward` its backward pass, `hopper-walks` the fused one: to
-/// compare.
+/// `BLOCKSPARSE_TIER=simt` or `mma` leaves the tier out, `hopper-forward` its backward pass; `hopper-fused` makes the backward
+/// pass one walk where that should pay, which has yet to be checked as widely as two walks are.
 pub(super) fn tier_limit() -> Option<String> {
     std::env::var("BLOCKSPARSE_TIER").ok()
 }
@@ -746,20 +746,32 @@ pub fn choose_backward(
     if tier_limit().is_some_and(|limit| limit == "hopper-forward") {
         return Err("BLOCKSPARSE_TIER says hopper-forward");
     }
+    // A tile of keys goes through all query heads of its group, which must agree on its rows.
+    let common = layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
+    let block = layout.block_size();
+    if tier_limit().is_none_or(|limit| limit != "hopper-fused") {
+        if forward.dim != 64 && forward.dim != 128 {
+            return Err("head_dim is neither 64 nor 128");
+        }
+        if block < 16 {
+            // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
+            return Err("blocks are narrower than 16");
+        }
+        return Ok(Backward::Walks([
+            choose_walk(layout, &forward, Walk::Rows, true),
+            choose_walk(layout, &forward, Walk::Columns, common),
+        ]));
+    }
     if forward.dim > 128 {
         return Err("head_dim is none of 64, 96, 128");
     }
-    let block = layout.block_size();
-    // A tile of keys goes through all query heads of its group, which must agree on its rows.
-    let common = layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
     // A tile of unlike blocks computes pairs that none of them keeps, and tiles side by side that see different queries do not
     // keep step: they wait for each other at the sums of dQ. The classes of a listing share no queries.
     let [small, grouping, large] = [1, 2, 4]
         .map(|groups| Grouping::best(layout, Walk::Columns, [GROUP_ROWS * groups, 64], common));
     let unlike =
         grouping.overhead > 1.7 * small.overhead || large.overhead > 1.7 * grouping.overhead;
-    let walks = tier_limit().is_some_and(|limit| limit == "hopper-walks");
-    if (walks || (unlike && !forward.residue)) && forward.dim != 96 && block >= 16 {
+    if unlike && !forward.residue && forward.dim != 96 && block >= 16 {
         return Ok(Backward::Walks([
             choose_walk(layout, &forward, Walk::Rows, true),
             choose_walk(layout, &forward, Walk::Columns, common),
