@@ -448,6 +448,7 @@ pub fn mask_bits(
 /// Whether any pair of a step is allowed in the rows of the unit's plane: on a diagonal half the planes have none. Without
 /// planes a step has barriers, at which all units have to meet.
 #[cube]
+#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
 pub fn needed(
     plan: &[u32],
     parts: &PlanParts,
