@@ -63,6 +63,69 @@ pub enum Pattern {
         /// First keys that every query keeps seeing.
         sink: usize,
     },
+    /// `|i − j| ≤ reach · dilation ∧ (i − j) mod dilation = 0`: a window to both sides (Beltagy et al., 2020, §3.1).
+    Window {
+        /// Keys to each side.
+        reach: usize,
+        /// Distance between two keys.
+        dilation: usize,
+    },
+    /// `⌊i/size⌋ − before ≤ ⌊j/size⌋ ≤ ⌊i/size⌋ + after`: the query's chunk and its neighbours; block-diagonal without any.
+    Chunked {
+        /// Positions of a chunk.
+        size: usize,
+        /// Chunks before the query's own.
+        before: usize,
+        /// Chunks after it.
+        after: usize,
+    },
+    /// `i ∈ G ∨ j ∈ G`: tokens that see and are seen by all.
+    Global {
+        /// G, as ranges `start..end` in ascending order that do not overlap.
+        ranges: Vec<(usize, usize)>,
+    },
+    /// `⌊(ℓ−1−(j mod ℓ))/c⌋ = head mod num_verts`: columns that every query sees, of each window of ℓ the `c` that are the head's.
+    Columns {
+        /// ℓ, the width of the windows.
+        stride: usize,
+        /// c
+        columns: usize,
+        /// How many different groups of columns the heads use in turn.
+        num_verts: usize,
+    },
+    /// `⌊(ℓ−1−(i mod ℓ))/c⌋ = head mod num_verts`: queries that see every key.
+    Rows {
+        /// ℓ, the width of the windows.
+        stride: usize,
+        /// c
+        rows: usize,
+        /// How many different groups of rows the heads use in turn.
+        num_verts: usize,
+    },
+    /// `j ≤ i ∧ (j ∈ V ∨ i − j ∈ S)`: chosen columns and diagonals (MInference, Jiang et al., 2024).
+    VerticalSlash {
+        /// V, ascending.
+        vertical: Vec<usize>,
+        /// S, ascending.
+        slash: Vec<usize>,
+    },
+    /// Positions of one document see each other: there are as many `starts ≤ i` as `≤ j`.
+    Documents {
+        /// Where documents begin, ascending: the `cu_seqlens` of packed sequences.
+        starts: Vec<usize>,
+    },
+    /// `⌊j/block⌋ ∈ rand(head, ⌊i/block⌋)`: for each head and row of blocks `count` blocks, drawn from those that are not at an end
+    /// of the sequence, nor the row's own, nor next to it. First and last row have none.
+    RandomBlocks {
+        /// Positions of a block (of the pattern; a layout may have others).
+        block: usize,
+        /// Blocks of the sequence.
+        blocks: usize,
+        /// Blocks drawn for a row, if there are as many.
+        count: usize,
+        /// The same seed draws the same blocks.
+        seed: u64,
+    },
     /// Pairs allowed by any part.
     Union(Vec<Pattern>),
     /// Pairs allowed by all parts.
@@ -147,6 +210,146 @@ impl Pattern {
         Self::Streaming { window, sink }
     }
 
+    /// `|i − j| ≤ reach`: `2 · reach + 1` keys, the query's own position included.
+    pub fn window(reach: usize) -> Self {
+        Self::dilated_window(reach, 1)
+    }
+
+    /// `|i − j| ≤ reach · dilation ∧ (i − j) mod dilation = 0`.
+    pub fn dilated_window(reach: usize, dilation: usize) -> Self {
+        Self::Window { reach, dilation }
+    }
+
+    /// `⌊i/size⌋ = ⌊j/size⌋`: block-diagonal.
+    pub fn chunked(size: usize) -> Self {
+        Self::chunked_window(size, 0, 0)
+    }
+
+    /// The query's chunk of `size` positions, `before` chunks before it and `after` after it.
+    pub fn chunked_window(size: usize, before: usize, after: usize) -> Self {
+        Self::Chunked {
+            size,
+            before,
+            after,
+        }
+    }
+
+    /// `i ∈ tokens ∨ j ∈ tokens`.
+    pub fn global(tokens: impl IntoIterator<Item = usize>) -> Self {
+        let mut ranges: Vec<(usize, usize)> = Vec::new();
+        for token in sorted(tokens) {
+            match ranges.last_mut() {
+                Some(last) if last.1 == token => last.1 += 1,
+                _ => ranges.push((token, token.saturating_add(1))),
+            }
+        }
+        Self::Global { ranges }
+    }
+
+    /// Longformer's pattern, `dilated_window(reach, dilation) ∪ global(tokens)` in one softmax (Beltagy et al., 2020). For a dilation
+    /// per head, make one per head: [`Pattern::per_head`].
+    pub fn longformer(
+        reach: usize,
+        dilation: usize,
+        tokens: impl IntoIterator<Item = usize>,
+    ) -> Self {
+        Self::union([Self::dilated_window(reach, dilation), Self::global(tokens)])
+    }
+
+    /// BigBird's pattern over `blocks` blocks of `block` positions (Zaheer et al., 2020): the row's own block and its neighbours,
+    /// first and last block as global ones, and `random` blocks drawn for each head and row.
+    pub fn bigbird(block: usize, blocks: usize, random: usize, seed: u64) -> Self {
+        let last = block.saturating_mul(blocks.saturating_sub(1));
+        let ends = match last {
+            0 => vec![(0, block)],
+            _ if last == block => vec![(0, 2 * block)],
+            _ => vec![(0, block), (last, last.saturating_add(block))],
+        };
+        Self::union([
+            Self::chunked_window(block, 1, 1),
+            Self::Global { ranges: ends },
+            Self::RandomBlocks {
+                block,
+                blocks,
+                count: random,
+                seed,
+            },
+        ])
+    }
+
+    /// The bidirectional `fixed` pattern of DeepSpeed: windows of `stride` positions, of each the last `columns` that are the head's
+    /// (group `head mod num_verts` from the end) as columns that all see and, with `horizontal`, as rows that see all.
+    pub fn deepspeed_fixed(
+        stride: usize,
+        columns: usize,
+        num_verts: usize,
+        horizontal: bool,
+    ) -> Self {
+        let mut parts = vec![
+            Self::chunked(stride),
+            Self::Columns {
+                stride,
+                columns,
+                num_verts,
+            },
+        ];
+        if horizontal {
+            parts.push(Self::Rows {
+                stride,
+                rows: columns,
+                num_verts,
+            });
+        }
+        Self::union(parts)
+    }
+
+    /// The `variable` pattern of DeepSpeed: windows of these sizes, the last one repeated up to `seq` positions, and global tokens.
+    pub fn deepspeed_variable(
+        windows: &[usize],
+        seq: usize,
+        tokens: impl IntoIterator<Item = usize>,
+    ) -> Self {
+        let mut starts = vec![0];
+        let mut at = 0usize;
+        let mut sizes = windows.iter().copied();
+        let mut size = 1;
+        while at < seq {
+            size = sizes.next().unwrap_or(size).max(1);
+            at = at.saturating_add(size);
+            starts.push(at);
+        }
+        Self::union([Self::Documents { starts }, Self::global(tokens)])
+    }
+
+    /// `j ≤ i ∧ (j ∈ vertical ∨ i − j ∈ slash)`.
+    pub fn vertical_slash(
+        vertical: impl IntoIterator<Item = usize>,
+        slash: impl IntoIterator<Item = usize>,
+    ) -> Self {
+        Self::VerticalSlash {
+            vertical: sorted(vertical),
+            slash: sorted(slash),
+        }
+    }
+
+    /// Packed sequences that do not see each other, from where they begin (`cu_seqlens`). Compose it with what holds inside of
+    /// them: `Pattern::intersection([Pattern::documents([0, 300, 420]), Pattern::local(64)])`.
+    pub fn documents(starts: impl IntoIterator<Item = usize>) -> Self {
+        Self::Documents {
+            starts: sorted(starts),
+        }
+    }
+
+    /// `count` blocks for each head and row of blocks: see [`Pattern::RandomBlocks`].
+    pub fn random_blocks(block: usize, blocks: usize, count: usize, seed: u64) -> Self {
+        Self::RandomBlocks {
+            block,
+            blocks,
+            count,
+            seed,
+        }
+    }
+
     /// Pairs allowed by any of `parts`.
     pub fn union(parts: impl IntoIterator<Item = Pattern>) -> Self {
         Self::Union(parts.into_iter().collect())
@@ -207,6 +410,41 @@ impl Pattern {
             Self::Streaming { window, sink } => {
                 j <= i && (j < *sink as i64 || i - j < *window as i64)
             }
+            Self::Window { reach, dilation } => {
+                let dilation = *dilation as i64;
+                (i - j).abs() <= *reach as i64 * dilation && (i - j) % dilation == 0
+            }
+            Self::Chunked {
+                size,
+                before,
+                after,
+            } => {
+                let chunk = |p: i64| p.div_euclid(*size as i64);
+                (-(*before as i64)..=*after as i64).contains(&(chunk(j) - chunk(i)))
+            }
+            Self::Global { ranges } => is_in(ranges, i) || is_in(ranges, j),
+            Self::Columns {
+                stride,
+                columns,
+                num_verts,
+            } => is_in_group(j, *stride, *columns, head % num_verts),
+            Self::Rows {
+                stride,
+                rows,
+                num_verts,
+            } => is_in_group(i, *stride, *rows, head % num_verts),
+            Self::VerticalSlash { vertical, slash } => {
+                let has = |list: &[usize], x: i64| {
+                    usize::try_from(x).is_ok_and(|x| list.binary_search(&x).is_ok())
+                };
+                j <= i && (has(vertical, j) || has(slash, i - j))
+            }
+            Self::Documents { starts } => document(starts, i) == document(starts, j),
+            Self::RandomBlocks { block, .. } => {
+                let block = *block as i64;
+                self.random_row(head, i.div_euclid(block))
+                    .contains(&j.div_euclid(block))
+            }
             Self::Union(parts) => parts.iter().any(|p| p.attends(head, i, j)),
             Self::Intersection(parts) => parts.iter().all(|p| p.attends(head, i, j)),
             Self::PerHead(parts) => parts[head % parts.len()].attends(head, i, j),
@@ -257,6 +495,14 @@ impl Pattern {
             ),
         };
         let positive = |argument, value| between(argument, 1, value);
+        let ascending = |argument, list: &[usize]| {
+            if let Some(pair) = list.windows(2).find(|pair| pair[0] >= pair[1]) {
+                let got = format!("{} before {}", pair[0], pair[1]);
+                return error(argument, "ascending".to_owned(), got);
+            }
+            list.last()
+                .map_or(Ok(()), |&last| between(argument, 0, last))
+        };
         match self {
             Self::Dense | Self::Causal | Self::FromFn(_) => Ok(()),
             Self::PrefixLm { prefix } => between("prefix", 0, *prefix),
@@ -297,6 +543,73 @@ impl Pattern {
                 }
                 Ok(())
             }
+            Self::Window { reach, dilation } => {
+                between("reach", 0, *reach)?;
+                positive("dilation", *dilation)?;
+                between("reach · dilation", 0, reach.saturating_mul(*dilation))
+            }
+            Self::Chunked {
+                size,
+                before,
+                after,
+            } => {
+                positive("size", *size)?;
+                between("before · size", 0, before.saturating_mul(*size))?;
+                between("after · size", 0, after.saturating_mul(*size))
+            }
+            Self::Columns {
+                stride,
+                columns: width,
+                num_verts,
+            }
+            | Self::Rows {
+                stride,
+                rows: width,
+                num_verts,
+            } => {
+                let name = match self {
+                    Self::Columns { .. } => "columns",
+                    _ => "rows",
+                };
+                positive("stride", *stride)?;
+                positive(name, *width)?;
+                positive("num_verts", *num_verts)?;
+                if num_verts
+                    .checked_mul(*width)
+                    .is_none_or(|all| all > *stride)
+                {
+                    let expected = format!("at most stride = {stride}");
+                    return error(name, expected, format!("{num_verts} groups of {width}"));
+                }
+                Ok(())
+            }
+            Self::Global { ranges } => {
+                let mut end = 0;
+                for (index, &(first, after)) in ranges.iter().enumerate() {
+                    between("the end of a range", 1, after)?;
+                    if first >= after || (index > 0 && first < end) {
+                        let expected = "ascending and disjoint".to_owned();
+                        return error("ranges", expected, format!("{first}..{after}"));
+                    }
+                    end = after;
+                }
+                Ok(())
+            }
+            Self::VerticalSlash { vertical, slash } => {
+                ascending("vertical", vertical).and_then(|()| ascending("slash", slash))
+            }
+            Self::Documents { starts } => ascending("starts", starts),
+            Self::RandomBlocks {
+                block,
+                blocks,
+                count,
+                ..
+            } => {
+                positive("block", *block)?;
+                positive("blocks", *blocks)?;
+                between("block · blocks", 1, block.saturating_mul(*blocks))?;
+                between("count", 0, *count)
+            }
             Self::Union(parts) | Self::Intersection(parts) | Self::PerHead(parts) => {
                 positive("the number of parts", parts.len())?;
                 if matches!(self, Self::PerHead(_)) && !heads.is_multiple_of(parts.len()) {
@@ -314,34 +627,136 @@ impl Pattern {
     /// A `p` such that moving query and key by `p` positions together changes no pair; `None` if unknown.
     pub(crate) fn shift_period(&self) -> Option<i64> {
         match self {
-            Self::Dense | Self::Causal | Self::Local { .. } | Self::Strided { .. } => Some(1),
-            Self::Fixed { stride, .. } => Some(*stride as i64),
+            Self::Dense
+            | Self::Causal
+            | Self::Local { .. }
+            | Self::Strided { .. }
+            | Self::Window { .. } => Some(1),
+            Self::Fixed { stride, .. }
+            | Self::Columns { stride, .. }
+            | Self::Rows { stride, .. }
+            | Self::Chunked { size: stride, .. } => Some(*stride as i64),
             Self::Union(parts) | Self::Intersection(parts) | Self::PerHead(parts) => {
                 parts.iter().try_fold(1, |period: i64, part| {
                     let other = part.shift_period()?;
                     (period / crate::zones::gcd(period, other)).checked_mul(other)
                 })
             }
-            Self::PrefixLm { .. } | Self::Streaming { .. } | Self::FromFn(_) => None,
+            Self::PrefixLm { .. }
+            | Self::Streaming { .. }
+            | Self::Global { .. }
+            | Self::VerticalSlash { .. }
+            | Self::Documents { .. }
+            | Self::RandomBlocks { .. }
+            | Self::FromFn(_) => None,
         }
     }
 
     /// A `p` such that heads `h` and `h + p` have the same pairs; `None` if only a comparison can tell.
     pub(crate) fn head_period(&self) -> Option<usize> {
         match self {
-            Self::Fixed { num_verts, .. } => Some(*num_verts),
+            Self::Fixed { num_verts, .. }
+            | Self::Columns { num_verts, .. }
+            | Self::Rows { num_verts, .. } => Some(*num_verts),
             Self::Union(parts) | Self::Intersection(parts) => head_period_of(parts, 1),
             Self::PerHead(parts) => head_period_of(parts, parts.len()),
-            Self::FromFn(_) => None,
+            Self::FromFn(_) | Self::RandomBlocks { .. } => None,
             _ => Some(1),
         }
     }
+
+    /// The blocks drawn for a row of a [`Pattern::RandomBlocks`]; none for any other pattern.
+    pub(crate) fn random_row(&self, head: usize, row: i64) -> Vec<i64> {
+        let &Self::RandomBlocks {
+            blocks,
+            count,
+            seed,
+            ..
+        } = self
+        else {
+            return Vec::new();
+        };
+        let last = blocks as i64 - 1;
+        if row < 1 || row >= last {
+            return Vec::new();
+        }
+        // Blocks 1..last but for the row's own and its neighbours.
+        let (left_out, after) = ((row - 1).max(1), (row + 2).min(last));
+        let candidates = last - 1 - (after - left_out);
+        let block_of = |k: i64| {
+            if 1 + k < left_out {
+                1 + k
+            } else {
+                1 + k + (after - left_out)
+            }
+        };
+        // Floyd's sampling: every subset of this size is as likely as any other.
+        let count = i64::try_from(count).unwrap_or(candidates).min(candidates);
+        let mut chosen: Vec<i64> = Vec::new();
+        for bound in candidates - count..candidates {
+            let number = mix([seed, head as u64, row as u64, bound as u64]);
+            let drawn = block_of((number % (bound as u64 + 1)) as i64);
+            chosen.push(match chosen.contains(&drawn) {
+                true => block_of(bound),
+                false => drawn,
+            });
+        }
+        chosen
+    }
+}
+
+fn sorted(numbers: impl IntoIterator<Item = usize>) -> Vec<usize> {
+    let mut numbers: Vec<usize> = numbers.into_iter().collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    numbers
+}
+
+fn is_in(ranges: &[(usize, usize)], position: i64) -> bool {
+    usize::try_from(position).is_ok_and(|p| {
+        let after = ranges.partition_point(|&(first, _)| first <= p);
+        after > 0 && p < ranges[after - 1].1
+    })
+}
+
+/// Whether a position is of group `vert`, counted from the end of its window.
+pub(crate) fn is_in_group(position: i64, stride: usize, width: usize, vert: usize) -> bool {
+    let stride = stride as i64;
+    (stride - 1 - position.rem_euclid(stride)) / width as i64 == vert as i64
+}
+
+/// How many documents begin up to a position.
+pub(crate) fn document(starts: &[usize], position: i64) -> usize {
+    starts.partition_point(|&start| start as i64 <= position)
+}
+
+/// A number made of others (the finaliser of SplitMix64, chained).
+fn mix<const N: usize>(numbers: [u64; N]) -> u64 {
+    numbers
+        .into_iter()
+        .fold(0x9e37_79b9_7f4a_7c15, |state, number| {
+            let mut x = (state ^ number).wrapping_add(0x9e37_79b9_7f4a_7c15);
+            x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            x ^ (x >> 31)
+        })
 }
 
 fn head_period_of(parts: &[Pattern], start: usize) -> Option<usize> {
     parts.iter().try_fold(start, |period, part| {
         Some(crate::zones::lcm(period, part.head_period()?))
     })
+}
+
+/// A list, of long ones the first few.
+fn few(items: impl ExactSizeIterator<Item = String>) -> String {
+    const FEW: usize = 8;
+    let count = items.len();
+    let mut shown: Vec<String> = items.take(FEW).collect();
+    if count > FEW {
+        shown.push(format!("… {count} in all"));
+    }
+    shown.join(", ")
 }
 
 impl fmt::Display for Pattern {
@@ -371,6 +786,51 @@ impl fmt::Display for Pattern {
             } => write!(f, "fixed({stride}, {columns}, num_verts = {num_verts})"),
             Self::PrefixLm { prefix } => write!(f, "prefix_lm({prefix})"),
             Self::Streaming { window, sink } => write!(f, "streaming({window}, sink = {sink})"),
+            Self::Window { reach, dilation: 1 } => write!(f, "window({reach})"),
+            Self::Window { reach, dilation } => write!(f, "window({reach}, dilation = {dilation})"),
+            Self::Chunked {
+                size,
+                before: 0,
+                after: 0,
+            } => write!(f, "chunked({size})"),
+            Self::Chunked {
+                size,
+                before,
+                after,
+            } => write!(f, "chunked({size}, before = {before}, after = {after})"),
+            Self::Global { ranges } => {
+                let ranges = ranges.iter().map(|&(first, after)| match after - first {
+                    1 => first.to_string(),
+                    _ => format!("{first}..{after}"),
+                });
+                write!(f, "global({})", few(ranges))
+            }
+            Self::Columns {
+                stride,
+                columns,
+                num_verts,
+            } => write!(f, "columns({stride}, {columns}, num_verts = {num_verts})"),
+            Self::Rows {
+                stride,
+                rows,
+                num_verts,
+            } => write!(f, "rows({stride}, {rows}, num_verts = {num_verts})"),
+            Self::VerticalSlash { vertical, slash } => {
+                let lists = [vertical, slash].map(|list| few(list.iter().map(usize::to_string)));
+                write!(f, "vertical_slash([{}], [{}])", lists[0], lists[1])
+            }
+            Self::Documents { starts } => {
+                write!(f, "documents({})", few(starts.iter().map(usize::to_string)))
+            }
+            Self::RandomBlocks {
+                block,
+                blocks,
+                count,
+                seed,
+            } => write!(
+                f,
+                "random_blocks({block}, {blocks}, {count}, seed = {seed})"
+            ),
             Self::Union(parts) => list(f, "union", parts),
             Self::Intersection(parts) => list(f, "intersection", parts),
             Self::PerHead(parts) => list(f, "per_head", parts),

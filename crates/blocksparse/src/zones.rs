@@ -14,9 +14,10 @@
 //! zone        Cycle [Empty, Empty, Empty, Full]  | Full  | Each | Empty
 //! ```
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::pattern::Pattern;
+use crate::pattern::{Pattern, document, is_in_group};
 
 /// What is known of a block before its pairs are looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,6 +107,56 @@ impl BlockRow {
         ])
     }
 
+    /// Zones of a pattern that is empty but for the key positions `first..after` of each mark, of which all pairs are allowed
+    /// (`Full`) or some may be (`Mixed`).
+    fn marked(&self, marks: impl IntoIterator<Item = (i64, i64, Cell)>) -> Vec<Zone> {
+        let b = self.block_size;
+        let mut cells: BTreeMap<i64, Cell> = BTreeMap::new();
+        for (first, after, mark) in marks {
+            let blocks = self.clamp(first.div_euclid(b))..self.clamp((after - 1).div_euclid(b) + 1);
+            for block in blocks {
+                let covered = first <= block * b && (block + 1) * b <= after;
+                let cell = if covered { mark } else { Cell::Mixed };
+                let entry = cells.entry(block).or_insert(Cell::Empty);
+                *entry = entry.union(cell);
+            }
+        }
+        let mut zones: Vec<Zone> = Vec::new();
+        let mut push = |end: i64, cells: Cells| match zones.last_mut() {
+            Some(last) if last.cells == cells => last.end = end,
+            _ => zones.push(Zone { end, cells }),
+        };
+        let mut next = 0;
+        for (block, cell) in cells {
+            if block > next {
+                push(block, Cells::Same(Cell::Empty));
+            }
+            next = block + 1;
+            push(
+                next,
+                match cell {
+                    Cell::Mixed => Cells::Each,
+                    decided => Cells::Same(decided),
+                },
+            );
+        }
+        if next < self.kv_blocks {
+            push(self.kv_blocks, Cells::Same(Cell::Empty));
+        }
+        zones
+    }
+
+    /// Zones of a pattern in which some queries see all keys and the others none.
+    fn whole_rows(&self, sees: impl Fn(i64) -> bool) -> Vec<Zone> {
+        let rows = self.last - self.first + 1;
+        let seeing = (self.first..=self.last).filter(|&p| sees(p)).count() as i64;
+        self.all(Cells::Same(match seeing {
+            0 => Cell::Empty,
+            seeing if seeing == rows => Cell::Full,
+            _ => Cell::Mixed,
+        }))
+    }
+
     fn zones<const N: usize>(&self, zones: [(i64, Cells); N]) -> Vec<Zone> {
         let mut start = 0;
         let mut kept = Vec::with_capacity(N);
@@ -148,6 +199,87 @@ impl Pattern {
                     })),
                     Cell::union,
                 )
+            }
+            Self::Window { reach, dilation } => {
+                let far = (*reach * *dilation) as i64;
+                merge(
+                    row.interval(|p| p - far, |p| p + far),
+                    row.all(Cells::Cycle(strided_cycle(row, *dilation as i64))),
+                    Cell::intersection,
+                )
+            }
+            Self::Chunked {
+                size,
+                before,
+                after,
+            } => {
+                let [size, before, after] = [*size, *before, *after].map(|n| n as i64);
+                row.interval(
+                    |p| (p.div_euclid(size) - before) * size,
+                    |p| (p.div_euclid(size) + after + 1) * size - 1,
+                )
+            }
+            Self::Global { ranges } => {
+                let all = |range: &(usize, usize)| (range.0 as i64, range.1 as i64, Cell::Full);
+                let contains = |p: i64| {
+                    let before = ranges.partition_point(|range| range.0 as i64 <= p);
+                    before > 0 && p < ranges[before - 1].1 as i64
+                };
+                merge(
+                    row.whole_rows(contains),
+                    row.marked(ranges.iter().map(all)),
+                    Cell::union,
+                )
+            }
+            Self::Columns {
+                stride,
+                columns,
+                num_verts,
+            } => {
+                let keep = |j| is_in_group(j, *stride, *columns, head % num_verts);
+                row.all(Cells::Cycle(column_cycle(row, *stride as i64, keep)))
+            }
+            Self::Rows {
+                stride,
+                rows,
+                num_verts,
+            } => row.whole_rows(|p| is_in_group(p, *stride, *rows, head % num_verts)),
+            Self::VerticalSlash { vertical, slash } => {
+                let columns = vertical
+                    .iter()
+                    .map(|&v| (v as i64, v as i64 + 1))
+                    .take_while(|&(first, _)| first <= row.last);
+                let diagonals = slash
+                    .iter()
+                    .map(|&s| (row.first - s as i64, row.last - s as i64 + 1))
+                    .take_while(|&(_, after)| after > 0);
+                let marks = columns.chain(diagonals);
+                row.marked(marks.map(|(first, after)| (first.max(0), after, Cell::Mixed)))
+            }
+            Self::Documents { starts } => {
+                // Before the first document, and in the last, there is no end.
+                const FAR: i64 = 1 << 60;
+                row.interval(
+                    |p| match document(starts, p) {
+                        0 => -FAR,
+                        after => starts[after - 1] as i64,
+                    },
+                    |p| {
+                        starts
+                            .get(document(starts, p))
+                            .map_or(FAR, |&end| end as i64 - 1)
+                    },
+                )
+            }
+            Self::RandomBlocks { block, .. } => {
+                let size = *block as i64;
+                let rows = row.first.div_euclid(size)..=row.last.div_euclid(size);
+                let cell = match rows.clone().count() {
+                    1 => Cell::Full,
+                    _ => Cell::Mixed,
+                };
+                let drawn = rows.flat_map(|own| self.random_row(head, own));
+                row.marked(drawn.map(|other| (other * size, (other + 1) * size, cell)))
             }
             Self::Union(parts) => merge_all(parts, head, row, Cell::union),
             Self::Intersection(parts) => merge_all(parts, head, row, Cell::intersection),

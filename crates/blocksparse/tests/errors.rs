@@ -90,6 +90,40 @@ use serde_json::{Value, json};
     "fixed(16, 4, num_verts = 4): heads must be a multiple of num_verts = 4, got 6"
 )]
 #[case(Pattern::per_head([Pattern::dense(), Pattern::causal()]), 3, 64, 8, "per_head(dense, causal): heads must be a multiple of the 2 patterns, got 3")]
+#[case(
+    Pattern::dilated_window(3, 0),
+    3,
+    64,
+    8,
+    "window(3, dilation = 0): dilation must be between 1 and 1099511627776, got 0"
+)]
+#[case(
+    Pattern::chunked(0),
+    3,
+    64,
+    8,
+    "chunked(0): size must be between 1 and 1099511627776, got 0"
+)]
+#[case(Pattern::chunked_window(1 << 20, 1 << 30, 0), 3, 64, 8, "chunked(1048576, before = 1073741824, after = 0): before · size must be between 0 and 1099511627776, got 1125899906842624")]
+#[case(Pattern::Global { ranges: vec![(4, 9), (8, 12)] }, 3, 64, 8, "global(4..9, 8..12): ranges must be ascending and disjoint, got 8..12")]
+#[case(Pattern::Global { ranges: vec![(4, 4)] }, 3, 64, 8, "global(4..4): ranges must be ascending and disjoint, got 4..4")]
+#[case(
+    Pattern::deepspeed_fixed(8, 3, 3, true),
+    3,
+    64,
+    8,
+    "columns(8, 3, num_verts = 3): columns must be at most stride = 8, got 3 groups of 3"
+)]
+#[case(Pattern::Documents { starts: vec![0, 7, 7] }, 3, 64, 8, "documents(0, 7, 7): starts must be ascending, got 7 before 7")]
+#[case(Pattern::VerticalSlash { vertical: vec![], slash: vec![2, 1] }, 3, 64, 8, "vertical_slash([], [2, 1]): slash must be ascending, got 2 before 1")]
+#[case(Pattern::vertical_slash([usize::MAX], []), 3, 64, 8, "vertical_slash([18446744073709551615], []): vertical must be between 0 and 1099511627776, got 18446744073709551615")]
+#[case(
+    Pattern::random_blocks(0, 4, 1, 0),
+    3,
+    64,
+    8,
+    "random_blocks(0, 4, 1, seed = 0): block must be between 1 and 1099511627776, got 0"
+)]
 #[case(Pattern::union([]), 3, 64, 8, "union(): the number of parts must be between 1 and 1099511627776, got 0")]
 #[case(Pattern::union([Pattern::causal(), Pattern::local(0)]), 3, 64, 8, "local(0): window must be between 1 and 1099511627776, got 0")]
 fn bad_arguments(

@@ -32,6 +32,30 @@ fn draw(dense: &[Vec<bool>]) -> Vec<String> {
 #[case(Pattern::local(2), 0, &["1...", "11..", ".11.", "..11"])]
 #[case(Pattern::prefix_lm(2), 0, &["11..", "11..", "111.", "1111"])]
 #[case(Pattern::streaming(2, 1), 0, &["1....", "11...", "111..", "1.11.", "1..11"])]
+#[case(Pattern::dilated_window(2, 2), 0, &[
+    "1.1.1...", ".1.1.1..", "1.1.1.1.", ".1.1.1.1", "1.1.1.1.", ".1.1.1.1", "..1.1.1.", "...1.1.1",
+])]
+#[case(Pattern::longformer(1, 1, [0]), 0, &[
+    "11111111", "111.....", "1111....", "1.111...", "1..111..", "1...111.", "1....111", "1.....11",
+])]
+#[case(bigbird_by_hand(), 0, &[
+    "11111111", "111.1..1", "1111.1.1", "1.111.11", "11.111.1", "1.1.1111", "1..1.111", "11111111",
+])]
+#[case(Pattern::vertical_slash([0, 3], [0, 1, 4]), 0, &[
+    "1.......", "11......", "111.....", "1.11....", "1..11...", "11.111..", "1.11.11.", "1..1..11",
+])]
+#[case(Pattern::chunked(3), 0, &["111..", "111..", "111..", "...11", "...11"])]
+#[case(Pattern::chunked_window(2, 1, 0), 0, &["11....", "11....", "1111..", "1111..", "..1111", "..1111"])]
+#[case(Pattern::documents([0, 2, 5]).and_causal(), 0, &["1.....", "11....", "..1...", "..11..", "..111.", ".....1"])]
+#[case(Pattern::deepspeed_fixed(4, 1, 2, true), 0, &[
+    "1111...1", "1111...1", "1111...1", "11111111", "...11111", "...11111", "...11111", "11111111",
+])]
+#[case(Pattern::deepspeed_fixed(4, 1, 2, false), 1, &[
+    "1111..1.", "1111..1.", "1111..1.", "1111..1.", "..1.1111", "..1.1111", "..1.1111", "..1.1111",
+])]
+#[case(Pattern::deepspeed_variable(&[1, 2], 6, [5]), 0, &[
+    "1....1", ".11..1", ".11..1", "...111", "...111", "111111",
+])]
 fn worked_examples(#[case] pattern: Pattern, #[case] head: usize, #[case] rows: &[&str]) {
     let n = rows.len();
     let predicate: Vec<Vec<bool>> = (0..n)
@@ -44,6 +68,61 @@ fn worked_examples(#[case] pattern: Pattern, #[case] head: usize, #[case] rows: 
     assert_eq!(draw(&predicate), rows);
     let layout = pattern.layout(2, n, 8).unwrap();
     assert_eq!(draw(&layout.to_dense(head)), rows);
+}
+
+/// BigBird in blocks of one, with the random blocks of the worked example.
+fn bigbird_by_hand() -> Pattern {
+    let random = [(1, 4), (2, 5), (3, 6), (4, 1), (5, 2), (6, 3)];
+    Pattern::union([
+        Pattern::chunked_window(1, 1, 1),
+        Pattern::global([0, 7]),
+        Pattern::from_fn("random", move |_, i, j| random.contains(&(i, j))),
+    ])
+}
+
+/// Rows have as many distinct blocks as were asked for or are to be had, none at an end or next to the row's own, and heads,
+/// rows and seeds differ.
+#[test]
+fn bigbird_draws_blocks_over_the_whole_range() {
+    let (block, blocks) = (8, 16);
+    let rows = |count: usize, seed: u64, head: usize| -> Vec<Vec<usize>> {
+        let pattern = Pattern::random_blocks(block, blocks, count, seed);
+        let layout = pattern.layout(2, block * blocks, block).unwrap();
+        let row = |row| layout.row(layout.pattern_of(0, head), row).into_iter();
+        let of_row = |r| row(r).map(|entry| entry.block as usize).collect();
+        (0..blocks).map(of_row).collect()
+    };
+    for count in [0, 1, 3, 11, 100] {
+        for (row, drawn) in rows(count, 5, 0).iter().enumerate() {
+            let allowed = (1..blocks - 1)
+                .filter(|other| other.abs_diff(row) > 1)
+                .count();
+            let expected = if row == 0 || row == blocks - 1 {
+                0
+            } else {
+                count.min(allowed)
+            };
+            assert_eq!(drawn.len(), expected, "row {row}");
+            assert!(
+                drawn
+                    .iter()
+                    .all(|&j| j > 0 && j < blocks - 1 && j.abs_diff(row) > 1)
+            );
+        }
+    }
+    assert_ne!(rows(3, 5, 0), rows(3, 5, 1));
+    assert_ne!(rows(3, 5, 0), rows(3, 6, 0));
+    assert_eq!(rows(3, 5, 0), rows(3, 5, 0));
+    // Later blocks are drawn, too, and every block now and then.
+    let mut seen: Vec<usize> = (0..20).flat_map(|seed| rows(2, seed, 0).concat()).collect();
+    seen.sort_unstable();
+    seen.dedup();
+    assert_eq!(seen, (1..blocks - 1).collect::<Vec<_>>());
+    let whole = Pattern::bigbird(block, blocks, 3, 1)
+        .layout(2, block * blocks, block)
+        .unwrap();
+    assert_eq!(whole.row(0, 0).len(), blocks);
+    assert_eq!(whole.row(0, 7).len(), 3 + 2 + 3);
 }
 
 fn simple() -> impl Strategy<Value = Pattern> {
@@ -65,6 +144,24 @@ fn simple() -> impl Strategy<Value = Pattern> {
                 )
             })
             .prop_filter("heads divide", |p| p.validate(4).is_ok()),
+        (0usize..40, 1usize..9).prop_map(|(reach, d)| Pattern::dilated_window(reach, d)),
+        (1usize..40, 0usize..3, 0usize..3)
+            .prop_map(|(size, before, after)| Pattern::chunked_window(size, before, after)),
+        prop::collection::vec(0usize..150, 0..30).prop_map(Pattern::global),
+        (0usize..60, 1usize..60).prop_map(|(first, width)| Pattern::global(first..first + width)),
+        (1usize..6, 1usize..12, 1usize..4, any::<bool>()).prop_map(
+            |(groups, columns, verts, horizontal)| {
+                Pattern::deepspeed_fixed(groups * columns, columns, verts.min(groups), horizontal)
+            }
+        ),
+        (
+            prop::collection::vec(0usize..150, 0..9),
+            prop::collection::vec(0usize..150, 0..40)
+        )
+            .prop_map(|(vertical, slash)| Pattern::vertical_slash(vertical, slash)),
+        prop::collection::vec(0usize..150, 0..9).prop_map(Pattern::documents),
+        (1usize..40, 1usize..20, 0usize..5, any::<u64>())
+            .prop_map(|(block, blocks, count, seed)| Pattern::bigbird(block, blocks, count, seed)),
         (1i64..9, 1i64..9).prop_map(|(a, c)| {
             Pattern::from_fn("cells", move |head, i, j| {
                 (i.div_euclid(a) + j.div_euclid(c) + head as i64) % 3 == 0
