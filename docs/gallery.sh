@@ -24,3 +24,11 @@ draw fixed          --pattern fixed:32,8        --seq 128 --block 8
 draw fixed-heads    --pattern fixed:32,8,4      --seq 128 --block 8 --heads 4
 draw prefix-lm      --pattern prefix:32         --seq 128 --block 16
 draw streaming      --pattern streaming:24,8    --seq 128 --block 8
+draw longformer      --pattern window:12+global:0,1,2,3      --seq 128 --block 8
+draw dilated-window  --pattern window:12,3                   --seq 128 --block 8
+draw bigbird         --pattern bigbird:8,16,2                --seq 128 --block 8
+draw chunked         --pattern chunked:32                    --seq 128 --block 8
+draw chunked-window  --pattern 'chunked:16,1,0&causal'       --seq 128 --block 8
+draw deepspeed-fixed --pattern deepspeed-fixed:32,8,1        --seq 128 --block 8
+draw vertical-slash  --pattern vertical:0,1,37,70+slash:0,1,2,3,4,5,6,7,40 --seq 128 --block 8
+draw documents       --pattern 'documents:0,50,83&local:24'  --seq 128 --block 8

@@ -452,6 +452,31 @@ impl Pattern {
         }
     }
 
+    /// Whether no query can see a later key: what a model that predicts the next position needs. Of a callback nothing is
+    /// known, so the answer is no.
+    pub fn is_causal(&self) -> bool {
+        match self {
+            Self::Causal
+            | Self::Local { .. }
+            | Self::Strided { .. }
+            | Self::Fixed { .. }
+            | Self::Streaming { .. }
+            | Self::VerticalSlash { .. } => true,
+            Self::Union(parts) | Self::PerHead(parts) => parts.iter().all(Self::is_causal),
+            Self::Intersection(parts) => parts.iter().any(Self::is_causal),
+            Self::Dense
+            | Self::PrefixLm { .. }
+            | Self::Window { .. }
+            | Self::Chunked { .. }
+            | Self::Global { .. }
+            | Self::Columns { .. }
+            | Self::Rows { .. }
+            | Self::Documents { .. }
+            | Self::RandomBlocks { .. }
+            | Self::FromFn(_) => false,
+        }
+    }
+
     /// The layout of this pattern for self-attention over `seq` positions.
     ///
     /// # Errors

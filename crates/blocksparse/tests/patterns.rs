@@ -208,6 +208,7 @@ proptest! {
                 for (j, &kept) in row.iter().enumerate() {
                     let allowed = pattern.attends(head, i as i64 + offset, j as i64);
                     prop_assert_eq!(kept, allowed, "{} head {} ({}, {})", pattern, head, i, j);
+                    prop_assert!(!(allowed && pattern.is_causal()) || j as i64 <= i as i64 + offset);
                     pairs += u64::from(allowed);
                 }
             }

@@ -4,20 +4,34 @@ use burn_blocksparse::Pattern;
 
 /// What can be written, for error messages and `--help`.
 pub const CHOICES: &str = "dense, causal, local:WINDOW, strided:STRIDE, merged-strided:STRIDE, \
-     fixed:STRIDE,COLUMNS[,VERTS], prefix:LENGTH, streaming:WINDOW,SINK, or a union of these with '+'";
+     fixed:STRIDE,COLUMNS[,VERTS], prefix:LENGTH, streaming:WINDOW,SINK, window:REACH[,DILATION], \
+     chunked:SIZE[,BEFORE,AFTER], global:TOKEN,…, bigbird:BLOCK,BLOCKS,RANDOM[,SEED], \
+     deepspeed-fixed:STRIDE,COLUMNS,VERTS, vertical:COLUMN,…, slash:DISTANCE,…, documents:START,…, a union of these with '+', \
+     or an intersection with '&', which binds tighter";
 
-/// Reads a pattern; the parts of a union are joined by `+`.
+/// Reads a pattern; the parts of a union are joined by `+`, those of an intersection by `&`.
 ///
 /// # Errors
 /// What is wrong with the text, and the choices.
 pub fn parse(text: &str) -> Result<Pattern, String> {
     let mut parts = text
         .split('+')
-        .map(|part| parse_part(part.trim()))
+        .map(parse_intersection)
         .collect::<Result<Vec<_>, _>>()?;
     Ok(match parts.len() {
         1 => parts.remove(0),
         _ => Pattern::union(parts),
+    })
+}
+
+fn parse_intersection(text: &str) -> Result<Pattern, String> {
+    let mut parts = text
+        .split('&')
+        .map(|part| parse_part(part.trim()))
+        .collect::<Result<Vec<_>, _>>()?;
+    Ok(match parts.len() {
+        1 => parts.remove(0),
+        _ => Pattern::intersection(parts),
     })
 }
 
@@ -28,7 +42,7 @@ pub fn checked(text: &str) -> Result<String, String> {
 
 /// The stride of the first strided or fixed part: the natural width of the position matrix (§5.3).
 pub fn stride(text: &str) -> Option<usize> {
-    text.split('+').find_map(|part| {
+    text.split(['+', '&']).find_map(|part| {
         let (name, arguments) = part.trim().split_once(':')?;
         match name {
             "strided" | "merged-strided" | "fixed" => {
@@ -41,10 +55,7 @@ pub fn stride(text: &str) -> Option<usize> {
 
 /// Whether no position attends to a later one, as a model that predicts the next byte needs.
 pub fn is_causal(text: &str) -> bool {
-    text.split('+').all(|part| {
-        let name = part.trim().split(':').next().unwrap_or_default();
-        !matches!(name, "dense" | "prefix")
-    })
+    parse(text).is_ok_and(|pattern| pattern.is_causal())
 }
 
 fn parse_part(part: &str) -> Result<Pattern, String> {
@@ -60,6 +71,21 @@ fn parse_part(part: &str) -> Result<Pattern, String> {
         ("fixed", &[stride, columns, verts]) => Pattern::fixed_heads(stride, columns, verts),
         ("prefix", &[prefix]) => Pattern::prefix_lm(prefix),
         ("streaming", &[window, sink]) => Pattern::streaming(window, sink),
+        ("window", &[reach]) => Pattern::window(reach),
+        ("window", &[reach, dilation]) => Pattern::dilated_window(reach, dilation),
+        ("chunked", &[size]) => Pattern::chunked(size),
+        ("chunked", &[size, before, after]) => Pattern::chunked_window(size, before, after),
+        ("global", [_, ..]) => Pattern::global(numbers),
+        ("bigbird", &[block, blocks, random]) => Pattern::bigbird(block, blocks, random, 0),
+        ("bigbird", &[block, blocks, random, seed]) => {
+            Pattern::bigbird(block, blocks, random, seed as u64)
+        }
+        ("deepspeed-fixed", &[stride, columns, verts]) => {
+            Pattern::deepspeed_fixed(stride, columns, verts, false)
+        }
+        ("vertical", [_, ..]) => Pattern::vertical_slash(numbers, []),
+        ("slash", [_, ..]) => Pattern::vertical_slash([], numbers),
+        ("documents", [_, ..]) => Pattern::documents(numbers),
         _ => {
             return Err(format!(
                 "unknown pattern '{part}'; the choices are {CHOICES}"
@@ -103,6 +129,30 @@ mod tests {
                 "local:8 + strided:8",
                 Pattern::union([Pattern::local(8), Pattern::strided(8)]),
             ),
+            ("window:4", Pattern::window(4)),
+            ("window:4,2+global:0,7", Pattern::longformer(4, 2, [0, 7])),
+            ("chunked:16", Pattern::chunked(16)),
+            ("chunked:16,1,0", Pattern::chunked_window(16, 1, 0)),
+            ("bigbird:8,16,3", Pattern::bigbird(8, 16, 3, 0)),
+            ("bigbird:8,16,3,5", Pattern::bigbird(8, 16, 3, 5)),
+            (
+                "deepspeed-fixed:32,8,2",
+                Pattern::deepspeed_fixed(32, 8, 2, false),
+            ),
+            (
+                "vertical:3+slash:0,1",
+                Pattern::union([
+                    Pattern::vertical_slash([3], []),
+                    Pattern::vertical_slash([], [0, 1]),
+                ]),
+            ),
+            (
+                "documents:0,40&local:16 + strided:64",
+                Pattern::union([
+                    Pattern::intersection([Pattern::documents([0, 40]), Pattern::local(16)]),
+                    Pattern::strided(64),
+                ]),
+            ),
         ];
         for (text, pattern) in cases {
             assert_eq!(parse(text).unwrap(), pattern, "{text}");
@@ -130,5 +180,7 @@ mod tests {
         assert!(is_causal("local:32+strided:16"));
         assert!(!is_causal("local:32+prefix:16"));
         assert!(!is_causal("dense"));
+        assert!(is_causal("documents:0,40&causal+slash:9"));
+        assert!(!is_causal("documents:0,40+slash:9"));
     }
 }
