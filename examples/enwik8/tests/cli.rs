@@ -330,11 +330,13 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
     );
     assert_eq!(folder.losses("parts"), folder.losses("whole"));
     let lengths = |run| state_of(&folder.checkpoint(run, 20)).map(|bytes| bytes.len());
-    assert_eq!(
-        lengths("whole"),
-        lengths("f32"),
-        "weights and moments are f32"
-    );
+    // Ids of parameters are random, and so is what they take: a little.
+    for (bf16, f32) in lengths("whole").into_iter().zip(lengths("f32")) {
+        assert!(
+            bf16.abs_diff(f32) * 50 < f32,
+            "weights and moments are f32: {bf16} and {f32} bytes"
+        );
+    }
     assert_ne!(folder.losses("whole"), folder.losses("f32"));
     for (bf16, f32) in folder.losses("whole").iter().zip(folder.losses("f32")) {
         assert!((bf16.2 / f32.2 - 1.0).abs() < 5e-3, "{bf16:?} {f32:?}");
