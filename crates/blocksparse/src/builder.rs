@@ -10,6 +10,10 @@ use crate::{LayoutShape, Run};
 /// Remembered masks, at most: enough for every distance that repeats.
 const MAX_KNOWN: usize = 1 << 14;
 
+/// Masks of whole blocks of the parts of a pattern that repeat: by the part (its place in memory), the phase of its period, and the
+/// distance of query and key.
+type Known = HashMap<(usize, i64, i64), BlockMask>;
+
 /// The rows of one distinct head pattern: what the heads that look alike share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Rows {
@@ -112,54 +116,94 @@ impl Grid {
         }
     }
 
-    /// The mask of a block, pair by pair from the definition.
+    /// The mask of a block: what `attends` says, in as few questions as the pattern allows.
     fn evaluate(
         &self,
         pattern: &Pattern,
         head: usize,
         q_block: usize,
         kv_block: usize,
+        known: &mut Known,
     ) -> BlockMask {
         let b = self.shape.block_size;
-        let (rows, columns) = (self.rows_in(q_block), self.columns_in(kv_block));
         let (i0, j0) = ((q_block * b) as i64 + self.offset, (kv_block * b) as i64);
-        BlockMask::from_fn(b, |r, c| {
-            r < rows && c < columns && pattern.attends(head, i0 + r as i64, j0 + c as i64)
-        })
+        let mask = self.whole(pattern, head, i0, j0, known);
+        match (self.rows_in(q_block), self.columns_in(kv_block)) {
+            (rows, columns) if rows < b || columns < b => {
+                mask.combine(&BlockMask::corner(b, rows, columns), |x, y| x & y)
+            }
+            _ => mask,
+        }
     }
 
-    /// [`Self::evaluate`], interned, asking the definition once for blocks that must look alike.
+    /// The mask of the block at positions `i0`, `j0`, as if the sequence had no end.
+    fn whole(
+        &self,
+        pattern: &Pattern,
+        head: usize,
+        i0: i64,
+        j0: i64,
+        known: &mut Known,
+    ) -> BlockMask {
+        let b = self.shape.block_size;
+        let mut combined = |parts: &[Pattern], op: fn(u64, u64) -> u64| {
+            let mut masks = parts.iter();
+            let first = masks.next().expect("a validated pattern has parts");
+            let first = self.whole(first, head, i0, j0, known);
+            masks.fold(first, |mask, part| {
+                mask.combine(&self.whole(part, head, i0, j0, known), op)
+            })
+        };
+        match pattern {
+            Pattern::Union(parts) => return combined(parts, |x, y| x | y),
+            Pattern::Intersection(parts) => return combined(parts, |x, y| x & y),
+            Pattern::PerHead(parts) => {
+                return self.whole(&parts[head % parts.len()], head, i0, j0, known);
+            }
+            _ => {}
+        }
+        if pattern.row_bits(head, i0, j0, b).is_some() {
+            let bits = |r| pattern.row_bits(head, i0 + r as i64, j0, b).unwrap_or(0);
+            return BlockMask::from_rows(b, bits);
+        }
+        let ask = || {
+            BlockMask::from_fn(b, |r, c| {
+                pattern.attends(head, i0 + r as i64, j0 + c as i64)
+            })
+        };
+        let Some(period) = pattern.shift_period() else {
+            return ask();
+        };
+        // A part of a pattern stays where it is while the layout is built.
+        let part = std::ptr::from_ref(pattern) as usize;
+        let key = (part, i0.rem_euclid(period), i0 - j0);
+        if let Some(mask) = known.get(&key) {
+            return mask.clone();
+        }
+        let mask = ask();
+        if known.len() < MAX_KNOWN {
+            known.insert(key, mask.clone());
+        }
+        mask
+    }
+
+    /// [`Self::evaluate`], interned.
     fn mixed(
         &self,
         pattern: &Pattern,
         head: usize,
         block: (usize, usize),
         masks: &mut MaskInterner,
-        known: &mut HashMap<(i64, i64), Option<u32>>,
+        known: &mut Known,
     ) -> Option<u32> {
-        let b = self.shape.block_size;
         let (q_block, kv_block) = block;
-        let whole = self.rows_in(q_block) == b && self.columns_in(kv_block) == b;
-        let key = pattern.shift_period().filter(|_| whole).map(|period| {
-            let first = (q_block * b) as i64 + self.offset;
-            (first.rem_euclid(period), first - (kv_block * b) as i64)
-        });
-        if let Some(mask) = key.and_then(|key| known.get(&key)) {
-            return *mask;
-        }
-        let mask = masks.intern(self.evaluate(pattern, head, q_block, kv_block));
-        if let Some(key) = key
-            && known.len() < MAX_KNOWN
-        {
-            known.insert(key, mask);
-        }
-        mask
+        masks.intern(self.evaluate(pattern, head, q_block, kv_block, known))
     }
 
     /// All block rows of `head`, from the pattern's zones.
     pub fn build(&self, pattern: &Pattern, head: usize, masks: &mut MaskInterner) -> Rows {
         let mut rows = Rows::new();
-        let mut known = HashMap::new();
+        let mut known = Known::new();
         let kv_blocks = self.kv_blocks();
         // A ragged last key block looks like no other: it gets a zone of its own.
         let ragged_column =

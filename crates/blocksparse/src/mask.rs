@@ -32,6 +32,28 @@ impl BlockMask {
         Self::from_fn(block_size, |row, column| row < rows && column < columns)
     }
 
+    /// The mask whose rows have these columns: bit `c` of `columns(row)`.
+    pub(crate) fn from_rows(block_size: usize, columns: impl Fn(usize) -> u128) -> Self {
+        let mut words = vec![0u64; block_size * block_size / 64].into_boxed_slice();
+        for row in 0..block_size {
+            let bits = columns(row);
+            let first = row * block_size;
+            words[first / 64] |= (bits as u64) << (first % 64);
+            if block_size > 64 {
+                words[first / 64 + 1] |= (bits >> 64) as u64;
+            }
+        }
+        Self { block_size, words }
+    }
+
+    /// The pairs of both masks, or of either.
+    pub(crate) fn combine(mut self, other: &Self, op: fn(u64, u64) -> u64) -> Self {
+        for (word, &other) in self.words.iter_mut().zip(&other.words) {
+            *word = op(*word, other);
+        }
+        self
+    }
+
     pub(crate) fn from_words(block_size: usize, words: &[u64]) -> Self {
         Self {
             block_size,

@@ -649,6 +649,56 @@ impl Pattern {
         }
     }
 
+    /// Which of the keys `j0..j0 + b` query `i` sees, as bits, for patterns made of lists: without asking for each pair.
+    pub(crate) fn row_bits(&self, head: usize, i: i64, j0: i64, b: usize) -> Option<u128> {
+        let after = j0 + b as i64;
+        // The bits of keys `first..end`.
+        let span = |first: i64, end: i64| {
+            let (first, end) = (first.max(j0), end.min(after));
+            match end > first {
+                true => (u128::MAX >> (128 - (end - first))) << (first - j0),
+                false => 0,
+            }
+        };
+        Some(match self {
+            Self::Global { ranges } if is_in(ranges, i) => span(j0, after),
+            Self::Global { ranges } => {
+                let from = ranges.partition_point(|&(_, end)| end as i64 <= j0);
+                let near = ranges[from..].iter();
+                near.take_while(|&&(start, _)| (start as i64) < after)
+                    .fold(0, |bits, &(start, end)| {
+                        bits | span(start as i64, end as i64)
+                    })
+            }
+            Self::Documents { starts } => {
+                let own = document(starts, i);
+                let first = match own {
+                    0 => j0,
+                    own => starts[own - 1] as i64,
+                };
+                span(first, starts.get(own).map_or(after, |&end| end as i64))
+            }
+            Self::VerticalSlash { vertical, slash } => {
+                let from = vertical.partition_point(|&v| (v as i64) < j0);
+                let columns = vertical[from..].iter().map(|&v| v as i64);
+                let columns = columns.take_while(|&v| v < after && v <= i);
+                // i − s < after
+                let from = slash.partition_point(|&s| s as i64 <= i - after);
+                let diagonals = slash[from..].iter().map(|&s| i - s as i64);
+                let diagonals = diagonals.take_while(|&j| j >= j0);
+                columns
+                    .chain(diagonals)
+                    .fold(0, |bits, j| bits | span(j, j + 1))
+            }
+            Self::RandomBlocks { block, .. } => {
+                let block = *block as i64;
+                let drawn = self.random_row(head, i.div_euclid(block)).into_iter();
+                drawn.fold(0, |bits, j| bits | span(j * block, (j + 1) * block))
+            }
+            _ => return None,
+        })
+    }
+
     /// A `p` such that moving query and key by `p` positions together changes no pair; `None` if unknown.
     pub(crate) fn shift_period(&self) -> Option<i64> {
         match self {

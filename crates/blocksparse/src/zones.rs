@@ -325,6 +325,17 @@ fn column_cycle(row: &BlockRow, stride: i64, keep: impl Fn(i64) -> bool) -> Vec<
         .collect()
 }
 
+impl Cells {
+    /// Whether every block is known to be empty or full.
+    fn are_decided(&self) -> bool {
+        match self {
+            Self::Same(cell) => *cell != Cell::Mixed,
+            Self::Cycle(cells) => !cells.contains(&Cell::Mixed),
+            Self::Each => false,
+        }
+    }
+}
+
 impl Cell {
     fn union(self, other: Self) -> Self {
         match (self, other) {
@@ -365,7 +376,8 @@ fn merge(a: Vec<Zone>, b: Vec<Zone>, op: fn(Cell, Cell) -> Cell) -> Vec<Zone> {
         let end = x.end.min(y.end);
         let cells = combine(&x.cells, &y.cells, start..end, op);
         match merged.last_mut() {
-            Some(last) if last.cells == cells && cells != Cells::Each => last.end = end,
+            // Mixed cells of two zones may have different masks.
+            Some(last) if last.cells == cells && cells.are_decided() => last.end = end,
             _ => merged.push(Zone { end, cells }),
         }
         if x.end == end {

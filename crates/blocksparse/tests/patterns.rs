@@ -70,6 +70,18 @@ fn worked_examples(#[case] pattern: Pattern, #[case] head: usize, #[case] rows: 
     assert_eq!(draw(&layout.to_dense(head)), rows);
 }
 
+/// Blocks that only some of a row's queries see differ from those beside them that all of a row see in part.
+#[test]
+fn zones_that_look_alike_are_not_joined() {
+    let pattern = Pattern::intersection([Pattern::global(40..65), Pattern::fixed(2, 1)]);
+    let dense = pattern.layout(1, 66, 8).unwrap().to_dense(0);
+    for (i, row) in dense.iter().enumerate() {
+        for (j, &kept) in row.iter().enumerate() {
+            assert_eq!(kept, pattern.attends(0, i as i64, j as i64), "({i}, {j})");
+        }
+    }
+}
+
 /// BigBird in blocks of one, with the random blocks of the worked example.
 fn bigbird_by_hand() -> Pattern {
     let random = [(1, 4), (2, 5), (3, 6), (4, 1), (5, 2), (6, 3)];
