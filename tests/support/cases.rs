@@ -247,6 +247,26 @@ pub fn cases() -> Vec<Case> {
         )
         .heads(8, 2)
         .dims(32, 16),
+        Case::new("bigbird", Pattern::bigbird(16, 9, 2, 3), 140, 16).dims(64, 64),
+        Case::new(
+            "longformer, a dilation per head",
+            Pattern::per_head([
+                Pattern::longformer(5, 1, [0, 40, 41]),
+                Pattern::longformer(4, 3, [0]),
+            ]),
+            75,
+            8,
+        ),
+        Case::new(
+            "vertical-slash, documents",
+            Pattern::intersection([
+                Pattern::documents([0, 30, 41]),
+                Pattern::vertical_slash([0, 33, 60], [0, 1, 2, 9, 17]),
+            ]),
+            90,
+            16,
+        )
+        .heads(4, 2),
         Case::new("unlike neighbours", thirds(), 500, 16).dims(64, 64),
         Case::new("unlike neighbours, grouped heads", thirds(), 299, 16)
             .heads(4, 2)
