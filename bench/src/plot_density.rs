@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 struct Args {
     /// What `bench-kernels --densities --json` wrote.
     results: PathBuf,
-    /// The picture, an SVG.
+    /// The picture, a PNG.
     picture: PathBuf,
 }
 
@@ -25,7 +25,7 @@ fn main() -> Result<()> {
         .with_context(|| args.results.display().to_string())?;
     let results: Map<String, Value> = serde_json::from_str(&text)?;
     blocksparse::font::register();
-    let area = SVGBackend::new(&args.picture, (1000, 440)).into_drawing_area();
+    let area = BitMapBackend::new(&args.picture, (1000, 440)).into_drawing_area();
     area.fill(&WHITE)?;
     let halves = area.split_evenly((1, 2));
     for (half, (title, key)) in halves
@@ -56,7 +56,7 @@ fn main() -> Result<()> {
 }
 
 fn draw(
-    area: &DrawingArea<SVGBackend, plotters::coord::Shift>,
+    area: &DrawingArea<BitMapBackend<'_>, plotters::coord::Shift>,
     title: &str,
     lines: &[(u64, Line)],
 ) -> Result<()> {
