@@ -55,13 +55,25 @@ fn main() -> Result<()> {
     Ok(())
 }
 
+/// The label of 1, 2, 5, 10, 20, 50 and so on; none for the lines between.
+fn few(x: f64, label: String) -> String {
+    let digit = x / 10f64.powf(x.log10().floor());
+    match [1.0, 2.0, 5.0, 10.0]
+        .iter()
+        .any(|d| (d - digit).abs() < 0.01)
+    {
+        true => label,
+        false => String::new(),
+    }
+}
+
 fn draw(
     area: &DrawingArea<BitMapBackend<'_>, plotters::coord::Shift>,
     title: &str,
     lines: &[(u64, Line)],
 ) -> Result<()> {
     let times = || lines.iter().flat_map(|(_, line)| line).map(|(_, ms)| *ms);
-    let least = times().fold(f64::INFINITY, f64::min) * 0.7;
+    let least = times().fold(f64::INFINITY, f64::min) * 0.4;
     let most = times().fold(0.0, f64::max) * 1.4;
     let mut chart = ChartBuilder::on(area)
         .caption(title, ("sans-serif", 22))
@@ -73,10 +85,13 @@ fn draw(
         .configure_mesh()
         .x_desc("density")
         .y_desc("ms")
-        .x_label_formatter(&|x| format!("{:.0}%", x * 100.0))
-        .y_label_formatter(&|ms| match *ms {
-            ms if ms < 1.0 => format!("{ms:.2}"),
-            ms => format!("{ms:.1}"),
+        .x_label_formatter(&|x| few(*x, format!("{:.0}%", x * 100.0)))
+        .y_label_formatter(&|ms| {
+            let text = match *ms {
+                ms if ms < 1.0 => format!("{ms:.2}"),
+                ms => format!("{ms:.1}"),
+            };
+            few(*ms, text)
         })
         .label_style(("sans-serif", 15))
         .light_line_style(WHITE)
@@ -85,10 +100,7 @@ fn draw(
     if let Some(&(density, ms)) = lines.last().and_then(|(_, line)| line.first()) {
         let proportional = [0.01, 0.5].map(|x| (x, ms * x / density));
         chart
-            .draw_series(LineSeries::new(
-                proportional.into_iter().filter(|(_, ms)| *ms > least),
-                BLACK.mix(0.35),
-            ))?
+            .draw_series(LineSeries::new(proportional, BLACK.mix(0.35)))?
             .label("proportional")
             .legend(|(x, y)| PathElement::new([(x, y), (x + 18, y)], BLACK.mix(0.35)));
     }
