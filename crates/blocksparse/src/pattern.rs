@@ -400,11 +400,10 @@ impl Pattern {
                 columns,
                 num_verts,
             } => {
-                let (stride, columns) = (*stride as i64, *columns as i64);
-                let vert = (head % num_verts) as i64;
+                let window = |p: i64| p.div_euclid(*stride as i64);
                 j <= i
-                    && (i.div_euclid(stride) == j.div_euclid(stride)
-                        || (stride - 1 - j.rem_euclid(stride)) / columns == vert)
+                    && (window(i) == window(j)
+                        || is_in_group(j, *stride, *columns, head % num_verts))
             }
             Self::PrefixLm { prefix } => j < *prefix as i64 || j <= i,
             Self::Streaming { window, sink } => {
@@ -787,7 +786,7 @@ fn sorted(numbers: impl IntoIterator<Item = usize>) -> Vec<usize> {
     numbers
 }
 
-fn is_in(ranges: &[(usize, usize)], position: i64) -> bool {
+pub(crate) fn is_in(ranges: &[(usize, usize)], position: i64) -> bool {
     usize::try_from(position).is_ok_and(|p| {
         let after = ranges.partition_point(|&(first, _)| first <= p);
         after > 0 && p < ranges[after - 1].1

@@ -660,14 +660,15 @@ impl Grouping {
         });
         let overhead = tiling_overhead(layout, neighbours);
         let b = layout.block_size();
-        let least = tiling_overhead(
-            layout,
-            Tiling {
-                rows: b,
-                ..neighbours
-            },
-        );
-        if may_cluster && rows > b && cols >= b && overhead > WORTHWHILE * least {
+        let of_blocks = Tiling {
+            rows: b,
+            ..neighbours
+        };
+        if may_cluster
+            && rows > b
+            && cols >= b
+            && overhead > WORTHWHILE * tiling_overhead(layout, of_blocks)
+        {
             let clustered = tiling_overhead(layout, like);
             if clustered * WORTHWHILE < overhead {
                 return Self {

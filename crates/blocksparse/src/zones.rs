@@ -17,7 +17,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::pattern::{Pattern, document, is_in_group};
+use crate::pattern::{Pattern, document, is_in, is_in_group};
 
 /// What is known of a block before its pairs are looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -190,13 +190,11 @@ impl Pattern {
                 columns,
                 num_verts,
             } => {
-                let (stride, columns) = (*stride as i64, *columns as i64);
-                let vert = (head % num_verts) as i64;
+                let keep = |j| is_in_group(j, *stride, *columns, head % num_verts);
+                let stride = *stride as i64;
                 merge(
                     row.interval(|p| p.div_euclid(stride) * stride, causal),
-                    row.periodic(column_cycle(row, stride, |j| {
-                        (stride - 1 - j) / columns == vert
-                    })),
+                    row.periodic(column_cycle(row, stride, keep)),
                     Cell::union,
                 )
             }
@@ -221,12 +219,8 @@ impl Pattern {
             }
             Self::Global { ranges } => {
                 let all = |range: &(usize, usize)| (range.0 as i64, range.1 as i64, Cell::Full);
-                let contains = |p: i64| {
-                    let before = ranges.partition_point(|range| range.0 as i64 <= p);
-                    before > 0 && p < ranges[before - 1].1 as i64
-                };
                 merge(
-                    row.whole_rows(contains),
+                    row.whole_rows(|p| is_in(ranges, p)),
                     row.marked(ranges.iter().map(all)),
                     Cell::union,
                 )

@@ -9,7 +9,7 @@ use super::device::{DevicePlan, plan};
 use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::{Tile, backward, forward};
 use super::{AttentionPlan, Kernel, KernelError, PartPlan, Sizes, TensorView};
-use crate::plan::Walk;
+use crate::plan::{Sections, Walk};
 use crate::{BlockLayout, Residue};
 
 /// Runs the forward pass into `out` `[batch, heads, seq_q, value_dim]` and `lse` `[batch, heads, seq_q]`, both
@@ -239,7 +239,7 @@ pub fn backward(
             let by_class = part_plan.residue.is_some();
             let stats = make_stats(&part[0], pitch, std::f64::consts::LOG2_E, by_class)?;
             for (tile, (walk, _, [a1, a2, b1, b2], target, _)) in tiles.into_iter().zip(passes) {
-                let operands = super::hopper::WalkOperands {
+                let operands = super::tensor::WalkOperands {
                     a: [a1, a2],
                     b: [b1, b2],
                     stats: &stats,
@@ -266,7 +266,7 @@ pub fn backward(
             let log2_e = std::f64::consts::LOG2_E;
             let stats = make_stats(&part[0], pitch, log2_e, residue.is_some())?;
             for (tile, (walk, _, [a1, a2, b1, b2], target, _)) in tiles.into_iter().zip(passes) {
-                let operands = super::mma::BackwardOperands {
+                let operands = super::tensor::WalkOperands {
                     a: [a1, a2],
                     b: [b1, b2],
                     stats: &stats,
@@ -375,9 +375,7 @@ impl Call {
             while aligned.iter().any(|number| number % width != 0) {
                 width /= 2;
             }
-            let reach = tensor.shape.iter().zip(&tensor.strides);
-            let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
-            largest = largest.max(reach + 1);
+            largest = largest.max(tensor.reach());
         }
         let batches = layout.batch().unwrap_or(1);
         let weight_blocks = match sizes.store {
@@ -415,11 +413,7 @@ impl Call {
             width,
             address,
             weight_blocks,
-            batch_words: if layout.batch().is_some() {
-                layout.heads()
-            } else {
-                0
-            },
+            batch_words: batch_words(layout),
         })
     }
 
@@ -432,11 +426,8 @@ impl Call {
     }
 
     fn input(&self, tensor: &TensorView) -> BufferArg {
-        let reach = tensor.shape.iter().zip(&tensor.strides);
-        let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
-        unsafe {
-            BufferArg::from_raw_parts(tensor.handle.clone(), (reach + 1).div_ceil(self.width))
-        }
+        let vectors = tensor.reach().div_ceil(self.width);
+        unsafe { BufferArg::from_raw_parts(tensor.handle.clone(), vectors) }
     }
 
     fn strides(&self, tensor: &TensorView) -> StridesLaunch {
@@ -450,11 +441,7 @@ impl Call {
     }
 
     fn listing(&self) -> ListingLaunch {
-        let residue = self.residue.unwrap_or(Residue {
-            stride: 1,
-            class_len: 1,
-        });
-        ListingLaunch::new(residue.stride, residue.class_len)
+        listing(self.residue)
     }
 
     fn weights(&self, weights: Option<&Handle>, layout: &BlockLayout) -> Option<BufferArg> {
@@ -467,18 +454,38 @@ impl Call {
     }
 
     fn parts(&self) -> PlanPartsLaunch {
-        let parts = &self.plan.sections;
-        PlanPartsLaunch::new(
-            parts.heads,
-            parts.places,
-            parts.order,
-            parts.rows,
-            parts.tiles,
-            parts.entries,
-            parts.masks,
-            self.batch_words,
-        )
+        plan_parts(&self.plan.sections, self.batch_words)
     }
+}
+
+/// The listing of a part's positions.
+pub(super) fn listing(residue: Option<Residue>) -> ListingLaunch {
+    let residue = residue.unwrap_or(Residue {
+        stride: 1,
+        class_len: 1,
+    });
+    ListingLaunch::new(residue.stride, residue.class_len)
+}
+
+/// Words between two batch entries' heads in a plan.
+pub(super) fn batch_words(layout: &BlockLayout) -> usize {
+    match layout.batch() {
+        Some(_) => layout.heads(),
+        None => 0,
+    }
+}
+
+pub(super) fn plan_parts(parts: &Sections, batch_words: usize) -> PlanPartsLaunch {
+    PlanPartsLaunch::new(
+        parts.heads,
+        parts.places,
+        parts.order,
+        parts.rows,
+        parts.tiles,
+        parts.entries,
+        parts.masks,
+        batch_words,
+    )
 }
 
 /// `cubes` cubes over the first two dimensions of a launch.

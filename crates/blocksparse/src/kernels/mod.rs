@@ -24,6 +24,8 @@ mod launch;
 #[cfg(feature = "cuda-asm")]
 pub mod mma;
 mod simt;
+#[cfg(feature = "cuda-asm")]
+mod tensor;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -131,6 +133,16 @@ pub struct TensorView {
     pub strides: [usize; 4],
 }
 
+impl TensorView {
+    /// Elements from the first one to the last, both included.
+    fn reach(&self) -> usize {
+        let last = self.shape.iter().zip(&self.strides);
+        last.map(|(length, stride)| (length - 1) * stride)
+            .sum::<usize>()
+            + 1
+    }
+}
+
 /// What a call computes, apart from the layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sizes {
@@ -161,6 +173,16 @@ impl Sizes {
             ElemType::Float(FloatKind::F64) => ElemType::Float(FloatKind::F64),
             _ => ElemType::Float(FloatKind::F32),
         }
+    }
+}
+
+impl Sizes {
+    /// Whether tiles may be of like blocks. A tile of keys goes through all query heads of its group, which must agree
+    /// on its rows, and stored weights are found by a tile's place.
+    fn may_cluster(&self, layout: &BlockLayout, walk: Walk) -> bool {
+        let common =
+            walk == Walk::Rows || layout.num_patterns() == 1 || self.kv_heads == layout.heads();
+        common && !self.store
     }
 }
 

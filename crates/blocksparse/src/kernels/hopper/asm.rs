@@ -427,3 +427,33 @@ pub fn exp2(x: f32) -> f32 {
     gpu_asm!("ex2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(nomem));
     o
 }
+
+/// Copies a box of 64 columns at a place into shared memory; with `residue` the map has the class as a dimension.
+#[cube]
+pub fn load_at(
+    map: u64,
+    target: u32,
+    bar: u32,
+    span: u32,
+    place: u32,
+    class_len: u32,
+    head: u32,
+    batch: u32,
+    #[comptime] residue: bool,
+) {
+    let column = span * comptime!(ROW_ELEMENTS as u32);
+    if comptime!(residue) {
+        load_class_box(
+            map,
+            target,
+            bar,
+            column,
+            place % class_len,
+            place / class_len,
+            head,
+            batch,
+        );
+    } else {
+        load_box(map, target, bar, column, place, head, batch);
+    }
+}

@@ -33,6 +33,7 @@ use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 use super::BackwardTile;
 use super::asm::*;
 use super::forward::{own_place, own_rows, pack_all};
+use super::gradient::*;
 use crate::kernels::simt::forward::LOW;
 use crate::kernels::simt::tile::{Listing, PlanParts, Strides, position_of};
 use crate::plan::{MASKED_STEP, NO_VISIT};
@@ -256,7 +257,16 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
             if masked != 0 {
                 let lane = unit() % 32;
                 let row = unit() / 32 * 16 + lane / 4;
-                s = mask::<S>(s, plan, parts.masks, first_entry, j, row, (lane % 4) * 2, t);
+                s = mask::<S>(
+                    s,
+                    plan,
+                    parts.masks,
+                    first_entry,
+                    j,
+                    row,
+                    (lane % 4) * 2,
+                    comptime!(t.mask()),
+                );
             }
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
@@ -411,7 +421,17 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     let one = f32::new(1.0);
     let len = lengths.seq_kv;
     store_rows::<O>(
-        out, &grad_k, 0u32, first, place, place8, &listing, len, lane, scale, t,
+        out,
+        &grad_k,
+        0u32,
+        first,
+        place,
+        place8,
+        &listing,
+        len,
+        lane,
+        scale,
+        comptime!(t.store()),
     );
     store_rows::<O>(
         out,
@@ -424,7 +444,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         len,
         lane,
         one,
-        t,
+        comptime!(t.store()),
     );
 
     if lane < comptime!(t.counters() as u32) {
@@ -501,7 +521,17 @@ fn load_own(
     let target = start + span * comptime!((t.rows() * ROW) as u32) + row * comptime!(ROW as u32);
     let place = place_of(plan, rows, row, t);
     let bar = base + comptime!(t.own());
-    load_at(map, target, bar, span, place, class_len, head, batch, t);
+    load_at(
+        map,
+        target,
+        bar,
+        span,
+        place,
+        class_len,
+        head,
+        batch,
+        comptime!(t.residue),
+    );
 }
 
 /// What loads are made of.
@@ -614,134 +644,12 @@ fn load_next(
                     loads.class_len,
                     cursor.head.read(),
                     loads.batch,
-                    t,
+                    comptime!(t.residue),
                 );
             }
         }
         cursor.j.store(cursor.j.read() + 1);
         cursor.loaded.store(cursor.loaded.read() + 1);
-    }
-}
-
-/// Loads a box at a place.
-#[cube]
-fn load_at(
-    map: u64,
-    target: u32,
-    bar: u32,
-    span: u32,
-    place: u32,
-    class_len: u32,
-    head: u32,
-    batch: u32,
-    #[comptime] t: BackwardTile,
-) {
-    let column = span * comptime!(ROW_ELEMENTS as u32);
-    if comptime!(t.residue) {
-        load_class_box(
-            map,
-            target,
-            bar,
-            column,
-            place % class_len,
-            place / class_len,
-            head,
-            batch,
-        );
-    } else {
-        load_box(map, target, bar, column, place, head, batch);
-    }
-}
-
-/// Sets scores of pairs that are not computed to −∞. The unit has rows `row` and `row + 8`, and columns `quad` and
-/// `quad + 1` of every eight.
-#[cube]
-fn mask<S: Size>(
-    s_in: Vector<f32, S>,
-    plan: &[u32],
-    masks: usize,
-    first_entry: usize,
-    j: u32,
-    row: u32,
-    quad: u32,
-    #[comptime] t: BackwardTile,
-) -> Vector<f32, S> {
-    let mut s = s_in;
-    let infinity = f32::new(f32::NEG_INFINITY);
-    let word_cols = comptime!(t.group.min(32));
-    let row_words = comptime!(t.group.div_ceil(32));
-    let entry = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
-    #[unroll]
-    for piece in 0..comptime!(t.cols / word_cols) {
-        let col = comptime!(piece * word_cols);
-        let id = plan[entry + comptime!(col / t.group * 3 + 1)];
-        let at = masks
-            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
-                as usize
-            + comptime!(col % t.group / 32);
-        let upper = plan[at] >> quad;
-        let lower = plan[at + comptime!(8 * row_words)] >> quad;
-        #[unroll]
-        for eight in 0..comptime!(word_cols / 8) {
-            #[unroll]
-            for i in 0..2usize {
-                let bit = comptime!(1u32 << (8 * eight + i));
-                let at = comptime!(4 * (col / 8 + eight) + i);
-                s.insert(at, select(upper & bit != 0, s.extract(at), infinity));
-                let at = comptime!(4 * (col / 8 + eight) + i + 2);
-                s.insert(at, select(lower & bit != 0, s.extract(at), infinity));
-            }
-        }
-    }
-    s
-}
-
-/// Stores the unit's two rows.
-#[cube]
-fn store_rows<O: Size>(
-    out: &mut [u32],
-    acc: &Vector<f32, O>,
-    start: u32,
-    first: u32,
-    place: u32,
-    place8: u32,
-    listing: &Listing,
-    len: u32,
-    lane: u32,
-    factor: f32,
-    #[comptime] t: BackwardTile,
-) {
-    #[unroll]
-    for half in 0..2usize {
-        let mut own = place;
-        if comptime!(half == 1) {
-            own = place8;
-        }
-        let mut position = own;
-        let mut exists = own < len;
-        if comptime!(t.residue) {
-            let class = own / listing.class_len as u32;
-            position = own % listing.class_len as u32 * listing.stride as u32 + class;
-            exists = class < listing.stride as u32 && position < len;
-        }
-        if exists {
-            let target = start as usize
-                + (first + position) as usize * comptime!(t.dim / 2)
-                + (lane % 4) as usize;
-            #[unroll]
-            for j in 0..comptime!(t.dim / 8) {
-                let i = comptime!(4 * j + 2 * half);
-                let mut low = acc.extract(i) * factor;
-                let mut high = acc.extract(comptime!(i + 1)) * factor;
-                let at = target + comptime!(4 * j);
-                if comptime!(t.carry) {
-                    let before = out[at];
-                    low += unpack(before, false, t.half);
-                    high += unpack(before, true, t.half);
-                }
-                out[at] = pack(low, high, t.half);
-            }
-        }
     }
 }
 

@@ -112,7 +112,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     if UNIT_POS_X < comptime!(t.q_boxes() as u32) {
         let span = UNIT_POS_X % comptime!(t.spans() as u32);
         let row = UNIT_POS_X / comptime!(t.spans() as u32) * comptime!(t.q_group() as u32);
-        load_rows(
+        load_at(
             tensor_map_address(q),
             base + comptime!(t.q_offset() as u32)
                 + span * comptime!((t.rows() * ROW) as u32)
@@ -123,7 +123,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
             loads.class_len,
             head,
             batch,
-            t,
+            comptime!(t.residue),
         );
     }
     // Where the box lies that this unit loads next of k; of v it is the one before.
@@ -473,7 +473,7 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
             + stage * comptime!(t.stage_bytes() as u32)
             + its.span * comptime!((t.cols * ROW) as u32)
             + its.entry * comptime!((t.group * ROW) as u32);
-        load_rows(
+        load_at(
             map,
             target,
             bar,
@@ -482,38 +482,8 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
             loads.class_len,
             its.head,
             loads.batch,
-            t,
+            comptime!(t.residue),
         );
-    }
-}
-
-/// Loads a box at a place.
-#[cube]
-fn load_rows(
-    map: u64,
-    target: u32,
-    bar: u32,
-    span: u32,
-    place: u32,
-    class_len: u32,
-    head: u32,
-    batch: u32,
-    #[comptime] t: Tile,
-) {
-    let column = span * comptime!(ROW_ELEMENTS as u32);
-    if comptime!(t.residue) {
-        load_class_box(
-            map,
-            target,
-            bar,
-            column,
-            place % class_len,
-            place / class_len,
-            head,
-            batch,
-        );
-    } else {
-        load_box(map, target, bar, column, place, head, batch);
     }
 }
 

@@ -8,6 +8,7 @@
 mod asm;
 mod backward;
 mod forward;
+mod gradient;
 mod walks;
 
 use std::fmt;
@@ -17,13 +18,16 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::plan;
-use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
+use super::launch::{batch_words, listing, plan_parts};
+use super::simt::tile::StridesLaunch;
+use super::tensor::{WalkOperands, check_rows, check_scale, scales, tier_limit};
 use super::{Gradients, KernelError, Sizes, TensorView};
 use crate::plan::{Grouping, Tiling, Walk};
 use crate::{BlockLayout, Residue};
 pub use asm::Half;
 use asm::{ROW, ROW_ELEMENTS};
 use backward::LengthsLaunch;
+use gradient::{MaskShape, StoreShape};
 
 /// Rows of a warpgroup.
 const GROUP_ROWS: usize = 64;
@@ -255,12 +259,6 @@ const CANDIDATES: [Candidate; 8] = [
     candidate(256, [1, 64, 2, 1], true, 0.55),
 ];
 
-/// `BLOCKSPARSE_TIER=simt` or `mma` leaves the tier out, `hopper-forward` its backward pass; `hopper-fused` makes the backward
-/// pass one walk where that should pay, which has yet to be checked as widely as two walks are.
-pub(super) fn tier_limit() -> Option<String> {
-    std::env::var("BLOCKSPARSE_TIER").ok()
-}
-
 /// The tile that should be fastest, or why the tier does not take the call.
 ///
 /// # Errors
@@ -314,7 +312,12 @@ pub fn choose(
         .filter(|shape| shape.dim == sizes.head_dim)
     {
         let rows = GROUP_ROWS * shape.warpgroups;
-        let grouping = Grouping::best(layout, Walk::Rows, [rows, shape.cols], true);
+        let grouping = Grouping::best(
+            layout,
+            Walk::Rows,
+            [rows, shape.cols],
+            sizes.may_cluster(layout, Walk::Rows),
+        );
         let tile = Tile {
             half,
             dim: shape.dim,
@@ -356,30 +359,7 @@ pub fn check(
     softcap: Option<f64>,
 ) -> Result<(), KernelError> {
     for &(name, tensor) in named {
-        let bytes = tensor.handle.offset_start.unwrap_or(0) as usize;
-        let mut numbers = vec![bytes.div_ceil(2)];
-        let outer = tensor.shape.iter().zip(&tensor.strides).take(3);
-        numbers.extend(
-            outer
-                .filter(|(length, _)| **length > 1)
-                .map(|(_, stride)| *stride),
-        );
-        if let Some(&got) = numbers
-            .iter()
-            .find(|number| !number.is_multiple_of(ALIGNMENT))
-        {
-            return Err(KernelError::Alignment {
-                tensor: name,
-                multiple: ALIGNMENT,
-                got,
-            });
-        }
-        if tensor.strides[3] != 1 && tensor.shape[3] != 1 {
-            return Err(KernelError::Stride {
-                tensor: name,
-                stride: tensor.strides[3],
-            });
-        }
+        check_rows(name, tensor, ALIGNMENT)?;
         // The last of a class of another length would be beyond the sequence, in the next head.
         if let Some(Residue { stride, .. }) = residue
             && !tensor.shape[2].is_multiple_of(stride)
@@ -391,13 +371,7 @@ pub fn check(
             });
         }
     }
-    // The running maximum is of unscaled scores.
-    match softcap.is_some() || (scale > 0.0 && scale.is_finite()) {
-        true => Ok(()),
-        false => Err(KernelError::Scale {
-            scale: scale.to_string(),
-        }),
-    }
+    check_scale(scale, softcap)
 }
 
 /// Runs the forward pass over a layout, or a part of one, into `out` `[batch, heads, seq_q, dim]` and `lse`
@@ -420,7 +394,6 @@ pub fn forward(
 ) -> Result<(), KernelError> {
     check(&[("q", q), ("k", k), ("v", v)], residue, scale, softcap)?;
     let device_plan = plan(client, layout, tile.tiling());
-    let parts = &device_plan.sections;
     let (heads, seq_q) = (layout.heads(), q.shape[2]);
     let rows = sizes.batch * heads * seq_q;
     if u32::try_from(rows * tile.dim / 8).is_err() {
@@ -431,15 +404,7 @@ pub fn forward(
             rows * tile.dim,
         ));
     }
-    let log2_e = std::f64::consts::LOG2_E;
-    let (log2_scale, cap_scale) = match softcap {
-        Some(softcap) => (log2_e, 2.0 * log2_e * scale / softcap),
-        None => (scale * log2_e, 0.0),
-    };
-    let listing = residue.unwrap_or(Residue {
-        stride: 1,
-        class_len: 1,
-    });
+    let (log2_scale, cap_scale) = scales(scale, softcap);
     unsafe {
         forward::forward::launch_unchecked(
             client,
@@ -454,21 +419,12 @@ pub fn forward(
             BufferArg::from_raw_parts(out.clone(), rows * tile.dim / 8),
             BufferArg::from_raw_parts(lse.clone(), rows),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
-            PlanPartsLaunch::new(
-                parts.heads,
-                parts.places,
-                parts.order,
-                parts.rows,
-                parts.tiles,
-                parts.entries,
-                parts.masks,
-                if layout.batch().is_some() { heads } else { 0 },
-            ),
-            ListingLaunch::new(listing.stride, listing.class_len),
+            plan_parts(&device_plan.sections, batch_words(layout)),
+            listing(residue),
             seq_q as u32,
             (heads / sizes.kv_heads) as u32,
             log2_scale as f32,
-            (log2_e / log2_scale) as f32,
+            (std::f64::consts::LOG2_E / log2_scale) as f32,
             softcap.unwrap_or(1.0) as f32,
             cap_scale as f32,
             tile,
@@ -533,6 +489,24 @@ impl BackwardTile {
             places: false,
             clustered: self.clustered,
             visits: true,
+        }
+    }
+
+    fn mask(&self) -> MaskShape {
+        MaskShape {
+            rows: self.rows(),
+            cols: self.cols,
+            group: self.group,
+            entry_words: self.tiling().entry_words(),
+        }
+    }
+
+    fn store(&self) -> StoreShape {
+        StoreShape {
+            half: self.half,
+            dim: self.dim,
+            residue: self.residue,
+            carry: self.carry,
         }
     }
 
@@ -746,8 +720,10 @@ pub fn choose_backward(
     if tier_limit().is_some_and(|limit| limit == "hopper-forward") {
         return Err("BLOCKSPARSE_TIER says hopper-forward");
     }
-    // A tile of keys goes through all query heads of its group, which must agree on its rows.
-    let common = layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
+    let walks = || {
+        let tile = |walk| choose_walk(layout, sizes, &forward, walk);
+        Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(tile)))
+    };
     let block = layout.block_size();
     if tier_limit().is_none_or(|limit| limit != "hopper-fused") {
         if forward.dim != 64 && forward.dim != 128 {
@@ -757,25 +733,26 @@ pub fn choose_backward(
             // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
             return Err("blocks are narrower than 16");
         }
-        return Ok(Backward::Walks([
-            choose_walk(layout, &forward, Walk::Rows, true),
-            choose_walk(layout, &forward, Walk::Columns, common),
-        ]));
+        return walks();
     }
     if forward.dim > 128 {
         return Err("head_dim is none of 64, 96, 128");
     }
     // A tile of unlike blocks computes pairs that none of them keeps, and tiles side by side that see different queries do not
     // keep step: they wait for each other at the sums of dQ. The classes of a listing share no queries.
-    let [small, grouping, large] = [1, 2, 4]
-        .map(|groups| Grouping::best(layout, Walk::Columns, [GROUP_ROWS * groups, 64], common));
+    let may_cluster = sizes.may_cluster(layout, Walk::Columns);
+    let [small, grouping, large] = [1, 2, 4].map(|groups| {
+        Grouping::best(
+            layout,
+            Walk::Columns,
+            [GROUP_ROWS * groups, 64],
+            may_cluster,
+        )
+    });
     let unlike =
         grouping.overhead > 1.7 * small.overhead || large.overhead > 1.7 * grouping.overhead;
     if unlike && !forward.residue && forward.dim != 96 && block >= 16 {
-        return Ok(Backward::Walks([
-            choose_walk(layout, &forward, Walk::Rows, true),
-            choose_walk(layout, &forward, Walk::Columns, common),
-        ]));
+        return walks();
     }
     let (cols, stages) = match forward.dim {
         64 => (128, 2),
@@ -822,7 +799,6 @@ pub fn backward(
     let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
     check(&named, residue, scale, softcap)?;
     let device_plan = plan(client, layout, tile.tiling());
-    let parts = &device_plan.sections;
     let heads = layout.heads();
     let (seq_q, seq_kv) = (q.shape[2], k.shape[2]);
     // A group, and 16 queries, are of one head.
@@ -840,22 +816,11 @@ pub fn backward(
             return Err(KernelError::limit(what, u32::MAX, count));
         }
     }
-    let log2_e = std::f64::consts::LOG2_E;
-    let (log2_scale, cap_scale) = match softcap {
-        Some(softcap) => (log2_e, 2.0 * log2_e * scale / softcap),
-        None => (scale * log2_e, 0.0),
-    };
-    let listing = residue.unwrap_or(Residue {
-        stride: 1,
-        class_len: 1,
-    });
-    let listing = || ListingLaunch::new(listing.stride, listing.class_len);
+    let (log2_scale, cap_scale) = scales(scale, softcap);
     let counters = rows / tile.counted() * tile.parts();
     let counters = (client.empty(counters * 4), counters);
     let stats = client.empty(rows * 8);
     let scratch = client.empty(rows * tile.padded() * 4);
-    let reach = grad_out.shape.iter().zip(&grad_out.strides);
-    let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
     let [batch_stride, head_stride, row_stride, _] = grad_out.strides;
     const UNITS: usize = 256;
     let over = |units: usize| CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1);
@@ -865,12 +830,12 @@ pub fn backward(
             over(rows * lanes),
             CubeDim::new_1d(UNITS as u32),
             BufferArg::from_raw_parts(out.clone(), sizes.batch * heads * seq_q * tile.dim / 8),
-            BufferArg::from_raw_parts(grad_out.handle.clone(), (reach + 1).div_ceil(8)),
+            BufferArg::from_raw_parts(grad_out.handle.clone(), grad_out.reach().div_ceil(8)),
             BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * seq_q),
             BufferArg::from_raw_parts(stats.clone(), rows * 2),
             BufferArg::from_raw_parts(counters.0.clone(), counters.1),
             StridesLaunch::new(batch_stride / 8, head_stride / 8, row_stride / 8, seq_q),
-            listing(),
+            listing(residue),
             heads as u32,
             rows as u32,
             pitch as u32,
@@ -878,20 +843,7 @@ pub fn backward(
             tile,
         );
     }
-    let boxes = TiledArgs {
-        tile_size: [1, tile.group * 2].into(),
-    };
-    let stats_map = unsafe {
-        TensorMapArg::new(
-            boxes,
-            TensorArg::from_raw_parts(
-                stats,
-                [pitch * 2, 1].into(),
-                [sizes.batch * heads, pitch * 2].into(),
-            ),
-            ElemType::Float(FloatKind::F32),
-        )
-    };
+    let stats_map = stats_map(&stats, tile.group, sizes.batch * heads, pitch);
     unsafe {
         backward::backward::launch_unchecked(
             client,
@@ -910,17 +862,8 @@ pub fn backward(
             BufferArg::from_raw_parts(counters.0.clone(), counters.1),
             BufferArg::from_raw_parts(gradients.kv.clone(), kv_elements / 2),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
-            PlanPartsLaunch::new(
-                parts.heads,
-                parts.places,
-                parts.order,
-                parts.rows,
-                parts.tiles,
-                parts.entries,
-                parts.masks,
-                if layout.batch().is_some() { heads } else { 0 },
-            ),
-            listing(),
+            plan_parts(&device_plan.sections, batch_words(layout)),
+            listing(residue),
             LengthsLaunch::new(
                 device_plan.tiles as u32,
                 SPREAD,
@@ -947,7 +890,7 @@ pub fn backward(
                 gradients.q.clone(),
                 sizes.batch * heads * seq_q * tile.dim / 8,
             ),
-            listing(),
+            listing(residue),
             rows as u32,
             pitch as u32,
             seq_q as u32,
@@ -1005,6 +948,24 @@ impl WalkTile {
             places: false,
             clustered: self.clustered,
             visits: false,
+        }
+    }
+
+    fn mask(&self) -> MaskShape {
+        MaskShape {
+            rows: self.rows(),
+            cols: self.cols,
+            group: self.group,
+            entry_words: self.tiling(Walk::Columns).entry_words(),
+        }
+    }
+
+    fn store(&self) -> StoreShape {
+        StoreShape {
+            half: self.half,
+            dim: self.dim,
+            residue: self.residue,
+            carry: self.carry,
         }
     }
 
@@ -1097,7 +1058,8 @@ impl fmt::Display for WalkTile {
 }
 
 /// The tile of a walk.
-fn choose_walk(layout: &BlockLayout, forward: &Tile, walk: Walk, may_cluster: bool) -> WalkTile {
+fn choose_walk(layout: &BlockLayout, sizes: &Sizes, forward: &Tile, walk: Walk) -> WalkTile {
+    let may_cluster = sizes.may_cluster(layout, walk);
     let tiles = [2, 1].map(|warpgroups| {
         let grouping = Grouping::best(layout, walk, [GROUP_ROWS * warpgroups, 64], may_cluster);
         // Two warpgroups share what is gathered; one unites fewer rows of blocks.
@@ -1119,22 +1081,6 @@ fn choose_walk(layout: &BlockLayout, forward: &Tile, walk: Walk, may_cluster: bo
     });
     let [(cost, tile), (other, small)] = tiles;
     if cost <= other { tile } else { small }
-}
-
-/// Where one walk of the backward pass reads and writes.
-pub struct WalkOperands<'a> {
-    /// Of the tile's own rows: q and dO, or k and v.
-    pub a: [&'a TensorView; 2],
-    /// Of the gathered rows: k and v, or q and dO.
-    pub b: [&'a TensorView; 2],
-    /// `[batch · heads, pitch, 2]`, f32: `lse · log2 e` and delta of the query at each place.
-    pub stats: &'a Handle,
-    /// Places of a head in the stats, a multiple of 2.
-    pub pitch: usize,
-    /// dQ, or dK and dV.
-    pub out: &'a Handle,
-    /// Elements before dV.
-    pub second: usize,
 }
 
 /// One walk of the backward pass over a layout, or a part of one.
@@ -1161,15 +1107,8 @@ pub fn walk(
         out,
         second,
     } = operands;
-    let named = [
-        ("q or k", a1),
-        ("v or grad_out", a2),
-        ("k or q", b1),
-        ("grad_out or v", b2),
-    ];
-    check(&named, residue, scale, softcap)?;
+    check(&operands.named(), residue, scale, softcap)?;
     let device_plan = plan(client, layout, tile.tiling(walk));
-    let parts = &device_plan.sections;
     let heads = layout.heads();
     let outer_heads = a1.shape[1];
     let len = a1.shape[2];
@@ -1182,30 +1121,9 @@ pub fn walk(
             elements,
         ));
     }
-    let log2_e = std::f64::consts::LOG2_E;
-    let (log2_scale, cap_scale) = match softcap {
-        Some(softcap) => (log2_e, 2.0 * log2_e * scale / softcap),
-        None => (scale * log2_e, 0.0),
-    };
-    let listing = residue.unwrap_or(Residue {
-        stride: 1,
-        class_len: 1,
-    });
+    let (log2_scale, cap_scale) = scales(scale, softcap);
     let stat_rows = sizes.batch * heads;
-    let boxes = TiledArgs {
-        tile_size: [1, tile.group * 2].into(),
-    };
-    let stats_map = unsafe {
-        TensorMapArg::new(
-            boxes,
-            TensorArg::from_raw_parts(
-                stats.clone(),
-                [pitch * 2, 1].into(),
-                [stat_rows, pitch * 2].into(),
-            ),
-            ElemType::Float(FloatKind::F32),
-        )
-    };
+    let stats_map = stats_map(stats, tile.group, stat_rows, pitch);
     unsafe {
         walks::one_walk::launch_unchecked(
             client,
@@ -1226,17 +1144,8 @@ pub fn walk(
             BufferArg::from_raw_parts(stats.clone(), stat_rows * pitch * 2),
             BufferArg::from_raw_parts(out.clone(), elements / 2),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
-            PlanPartsLaunch::new(
-                parts.heads,
-                parts.places,
-                parts.order,
-                parts.rows,
-                parts.tiles,
-                parts.entries,
-                parts.masks,
-                if layout.batch().is_some() { heads } else { 0 },
-            ),
-            ListingLaunch::new(listing.stride, listing.class_len),
+            plan_parts(&device_plan.sections, batch_words(layout)),
+            listing(residue),
             len as u32,
             pitch as u32,
             (heads / sizes.kv_heads) as u32,
@@ -1250,6 +1159,16 @@ pub fn walk(
         );
     }
     Ok(())
+}
+
+/// A map of `[rows, pitch, 2]` numbers whose boxes have those of `group` places.
+fn stats_map(stats: &Handle, group: usize, rows: usize, pitch: usize) -> TensorMapArg<Tiled> {
+    let boxes = TiledArgs {
+        tile_size: [1, group * 2].into(),
+    };
+    let (strides, shape) = ([pitch * 2, 1].into(), [rows, pitch * 2].into());
+    let stats = unsafe { TensorArg::from_raw_parts(stats.clone(), strides, shape) };
+    TensorMapArg::new(boxes, stats, ElemType::Float(FloatKind::F32))
 }
 
 /// A map whose boxes have `rows` rows of 64 columns.

@@ -24,6 +24,7 @@ use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 use super::WalkTile;
 use super::asm::*;
 use super::forward::{own_place, own_rows, pack_all};
+use super::gradient::*;
 use crate::kernels::simt::tile::{Listing, PlanParts};
 use crate::plan::Walk;
 
@@ -131,7 +132,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 class_len,
                 outer,
                 batch,
-                t,
+                comptime!(t.residue),
             );
             index += comptime!(t.warps());
         }
@@ -256,7 +257,16 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             }
             let capped = s;
             if j < masked {
-                s = mask::<S>(s, plan, parts.masks, entry, j, row, (lane % 4) * 2, t);
+                s = mask::<S>(
+                    s,
+                    plan,
+                    parts.masks,
+                    entry,
+                    j,
+                    row,
+                    (lane % 4) * 2,
+                    comptime!(t.mask()),
+                );
             }
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
@@ -335,12 +345,32 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
 
     let first = (batch * CUBE_COUNT_Y + outer) * len;
     store_rows::<O>(
-        out, &out1, 0u32, first, place, place8, &listing, len, lane, scale, t,
+        out,
+        &out1,
+        0u32,
+        first,
+        place,
+        place8,
+        &listing,
+        len,
+        lane,
+        scale,
+        comptime!(t.store()),
     );
     if comptime!(columns) {
         let one = f32::new(1.0);
         store_rows::<O>(
-            out, &out2, second, first, place, place8, &listing, len, lane, one, t,
+            out,
+            &out2,
+            second,
+            first,
+            place,
+            place8,
+            &listing,
+            len,
+            lane,
+            one,
+            comptime!(t.store()),
         );
     }
 }
@@ -464,133 +494,11 @@ fn load_next(
                     loads.class_len,
                     head,
                     loads.batch,
-                    t,
+                    comptime!(t.residue),
                 );
             }
         }
         cursor.j.store(cursor.j.read() + 1);
         cursor.loaded.store(cursor.loaded.read() + 1);
-    }
-}
-
-/// Loads a box at a place.
-#[cube]
-fn load_at(
-    map: u64,
-    target: u32,
-    bar: u32,
-    span: u32,
-    place: u32,
-    class_len: u32,
-    head: u32,
-    batch: u32,
-    #[comptime] t: WalkTile,
-) {
-    let column = span * comptime!(ROW_ELEMENTS as u32);
-    if comptime!(t.residue) {
-        load_class_box(
-            map,
-            target,
-            bar,
-            column,
-            place % class_len,
-            place / class_len,
-            head,
-            batch,
-        );
-    } else {
-        load_box(map, target, bar, column, place, head, batch);
-    }
-}
-
-/// Sets scores of pairs that are not computed to −∞. The unit has rows `row` and `row + 8`, and columns `quad` and
-/// `quad + 1` of every eight.
-#[cube]
-fn mask<S: Size>(
-    s_in: Vector<f32, S>,
-    plan: &[u32],
-    masks: usize,
-    first_entry: usize,
-    j: u32,
-    row: u32,
-    quad: u32,
-    #[comptime] t: WalkTile,
-) -> Vector<f32, S> {
-    let mut s = s_in;
-    let infinity = f32::new(f32::NEG_INFINITY);
-    let word_cols = comptime!(t.group.min(32));
-    let row_words = comptime!(t.group.div_ceil(32));
-    let entry = first_entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
-    #[unroll]
-    for piece in 0..comptime!(t.cols / word_cols) {
-        let col = comptime!(piece * word_cols);
-        let id = plan[entry + comptime!(col / t.group * 2 + 1)];
-        let at = masks
-            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
-                as usize
-            + comptime!(col % t.group / 32);
-        let upper = plan[at] >> quad;
-        let lower = plan[at + comptime!(8 * row_words)] >> quad;
-        #[unroll]
-        for eight in 0..comptime!(word_cols / 8) {
-            #[unroll]
-            for i in 0..2usize {
-                let bit = comptime!(1u32 << (8 * eight + i));
-                let at = comptime!(4 * (col / 8 + eight) + i);
-                s.insert(at, select(upper & bit != 0, s.extract(at), infinity));
-                let at = comptime!(4 * (col / 8 + eight) + i + 2);
-                s.insert(at, select(lower & bit != 0, s.extract(at), infinity));
-            }
-        }
-    }
-    s
-}
-
-/// Stores the unit's two rows.
-#[cube]
-fn store_rows<O: Size>(
-    out: &mut [u32],
-    acc: &Vector<f32, O>,
-    start: u32,
-    first: u32,
-    place: u32,
-    place8: u32,
-    listing: &Listing,
-    len: u32,
-    lane: u32,
-    factor: f32,
-    #[comptime] t: WalkTile,
-) {
-    #[unroll]
-    for half in 0..2usize {
-        let mut own = place;
-        if comptime!(half == 1) {
-            own = place8;
-        }
-        let mut position = own;
-        let mut exists = own < len;
-        if comptime!(t.residue) {
-            let class = own / listing.class_len as u32;
-            position = own % listing.class_len as u32 * listing.stride as u32 + class;
-            exists = class < listing.stride as u32 && position < len;
-        }
-        if exists {
-            let target = start as usize
-                + (first + position) as usize * comptime!(t.dim / 2)
-                + (lane % 4) as usize;
-            #[unroll]
-            for j in 0..comptime!(t.dim / 8) {
-                let i = comptime!(4 * j + 2 * half);
-                let mut low = acc.extract(i) * factor;
-                let mut high = acc.extract(comptime!(i + 1)) * factor;
-                let at = target + comptime!(4 * j);
-                if comptime!(t.carry) {
-                    let before = out[at];
-                    low += unpack(before, false, t.half);
-                    high += unpack(before, true, t.half);
-                }
-                out[at] = pack(low, high, t.half);
-            }
-        }
     }
 }

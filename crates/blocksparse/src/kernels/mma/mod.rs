@@ -16,10 +16,10 @@ use cubecl::server::Handle;
 
 use super::asm::Half;
 use super::device::plan;
-use super::hopper::tier_limit;
-use super::simt::tile::{ListingLaunch, PlanPartsLaunch};
+use super::launch::{batch_words, listing, plan_parts};
+use super::tensor::{WalkOperands, check_rows, check_scale, scales, tier_limit};
 use super::{Kernel, KernelError, Sizes, TensorView};
-use crate::plan::{Grouping, Sections, Walk};
+use crate::plan::{Grouping, Walk};
 use crate::{BlockLayout, Residue};
 use asm::Element;
 pub use tile::Tile;
@@ -173,9 +173,7 @@ pub fn choose(
         Some(shape) => vec![shape],
         None => candidates(kernel, sizes.head_dim.max(sizes.value_dim)),
     };
-    // A tile of keys goes through all query heads of its group, which must agree on its rows.
-    let common =
-        walk == Walk::Rows || layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
+    let may_cluster = sizes.may_cluster(layout, walk);
     let mut best: Option<(f64, Tile)> = None;
     for shape in shapes {
         let tile = Tile {
@@ -198,7 +196,7 @@ pub fn choose(
             continue;
         }
         let rows = tile.rows();
-        let grouping = Grouping::best(layout, walk, [rows, tile.cols], common);
+        let grouping = Grouping::best(layout, walk, [rows, tile.cols], may_cluster);
         let tile = Tile {
             clustered: grouping.clustered,
             ..tile
@@ -236,31 +234,7 @@ fn check(
     softcap: Option<f64>,
 ) -> Result<(), KernelError> {
     for &(name, tensor) in named {
-        let bytes = tensor.handle.offset_start.unwrap_or(0) as usize;
-        let multiple = PIECE / element.bytes();
-        let mut numbers = vec![bytes.div_ceil(element.bytes())];
-        let outer = tensor.shape.iter().zip(&tensor.strides).take(3);
-        numbers.extend(
-            outer
-                .filter(|(length, _)| **length > 1)
-                .map(|(_, stride)| *stride),
-        );
-        if let Some(&got) = numbers
-            .iter()
-            .find(|number| !number.is_multiple_of(multiple))
-        {
-            return Err(KernelError::Alignment {
-                tensor: name,
-                multiple,
-                got,
-            });
-        }
-        if tensor.strides[3] != 1 && tensor.shape[3] != 1 {
-            return Err(KernelError::Stride {
-                tensor: name,
-                stride: tensor.strides[3],
-            });
-        }
+        check_rows(name, tensor, PIECE / element.bytes())?;
         // Kernels multiply the bytes of a row by a position.
         if let Some(&got) =
             (tensor.strides.iter()).find(|&&stride| u32::try_from(stride * 4).is_err())
@@ -269,46 +243,7 @@ fn check(
             return Err(KernelError::limit("a stride", most, got));
         }
     }
-    // The running maximum is of unscaled scores.
-    match softcap.is_some() || (scale > 0.0 && scale.is_finite()) {
-        true => Ok(()),
-        false => Err(KernelError::Scale {
-            scale: scale.to_string(),
-        }),
-    }
-}
-
-/// Factors of scores: to powers of two, and within the softcap's tanh.
-fn scales(scale: f64, softcap: Option<f64>) -> (f64, f64) {
-    let log2_e = std::f64::consts::LOG2_E;
-    match softcap {
-        Some(softcap) => (log2_e, 2.0 * log2_e * scale / softcap),
-        None => (scale * log2_e, 0.0),
-    }
-}
-
-fn listing(residue: Option<Residue>) -> ListingLaunch {
-    let residue = residue.unwrap_or(Residue {
-        stride: 1,
-        class_len: 1,
-    });
-    ListingLaunch::new(residue.stride, residue.class_len)
-}
-
-fn plan_parts(parts: &Sections, layout: &BlockLayout) -> PlanPartsLaunch {
-    PlanPartsLaunch::new(
-        parts.heads,
-        parts.places,
-        parts.order,
-        parts.rows,
-        parts.tiles,
-        parts.entries,
-        parts.masks,
-        match layout.batch() {
-            Some(_) => layout.heads(),
-            None => 0,
-        },
-    )
+    check_scale(scale, softcap)
 }
 
 fn strides(tensor: &TensorView, element: Element) -> StridesLaunch {
@@ -320,9 +255,7 @@ fn strides(tensor: &TensorView, element: Element) -> StridesLaunch {
 }
 
 fn input(tensor: &TensorView, element: Element) -> BufferArg {
-    let reach = tensor.shape.iter().zip(&tensor.strides);
-    let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
-    unsafe { BufferArg::from_raw_parts(tensor.handle.clone(), words(reach + 1, element)) }
+    unsafe { BufferArg::from_raw_parts(tensor.handle.clone(), words(tensor.reach(), element)) }
 }
 
 /// Words of so many elements.
@@ -378,7 +311,7 @@ pub fn forward(
             strides(q, element),
             strides(k, element),
             strides(v, element),
-            plan_parts(&device_plan.sections, layout),
+            plan_parts(&device_plan.sections, batch_words(layout)),
             listing(residue),
             (heads / sizes.kv_heads) as u32,
             log2_scale as f32,
@@ -389,22 +322,6 @@ pub fn forward(
         );
     }
     Ok(())
-}
-
-/// Where one walk of the backward pass reads and writes.
-pub struct BackwardOperands<'a> {
-    /// Of the tile's own rows: q and dO, or k and v.
-    pub a: [&'a TensorView; 2],
-    /// Of the gathered rows: k and v, or q and dO.
-    pub b: [&'a TensorView; 2],
-    /// `[batch · heads, pitch, 2]`, f32: `lse · log2 e` and delta of the query at each place.
-    pub stats: &'a Handle,
-    /// Places of a head in the stats.
-    pub pitch: usize,
-    /// dQ, or dK and dV.
-    pub out: &'a Handle,
-    /// Elements before dV.
-    pub second: usize,
 }
 
 /// One walk of the backward pass over a layout, or a part of one.
@@ -419,11 +336,11 @@ pub fn backward(
     layout: &BlockLayout,
     sizes: &Sizes,
     residue: Option<Residue>,
-    operands: &BackwardOperands,
+    operands: &WalkOperands,
     scale: f64,
     softcap: Option<f64>,
 ) -> Result<(), KernelError> {
-    let &BackwardOperands {
+    let &WalkOperands {
         a: [a1, a2],
         b: [b1, b2],
         stats,
@@ -431,14 +348,8 @@ pub fn backward(
         out,
         second,
     } = operands;
-    let named = [
-        ("q or k", a1),
-        ("v or grad_out", a2),
-        ("k or q", b1),
-        ("grad_out or v", b2),
-    ];
     let element = tile.element;
-    check(&named, element, scale, softcap)?;
+    check(&operands.named(), element, scale, softcap)?;
     let device_plan = plan(client, layout, tile.tiling(walk));
     let heads = layout.heads();
     let outer_heads = a1.shape[1];
@@ -474,7 +385,7 @@ pub fn backward(
                 strides(a2, element),
                 strides(b1, element),
                 strides(b2, element),
-                plan_parts(&device_plan.sections, layout),
+                plan_parts(&device_plan.sections, batch_words(layout)),
                 listing(residue),
                 pitch as u32,
                 (heads / sizes.kv_heads) as u32,

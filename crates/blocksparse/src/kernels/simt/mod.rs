@@ -102,10 +102,7 @@ pub fn choose(
     let accumulator = sizes.accumulator().size();
     let b = layout.block_size();
     let walk = kernel.walk();
-    // A tile of keys goes through all query heads of its group, which must agree on its rows.
-    let common =
-        walk == Walk::Rows || layout.num_patterns() == 1 || sizes.kv_heads == layout.heads();
-    let may_cluster = common && !sizes.store;
+    let may_cluster = sizes.may_cluster(layout, walk);
     let mut best: Option<(f64, Tile)> = None;
     let forced = forced();
     for candidate in &CANDIDATES {
