@@ -78,7 +78,7 @@ pub struct Sections {
     pub heads: usize,
     /// `[batch | 1, heads]`: the place of the head's first block among the stored weights.
     pub places: usize,
-    /// `[patterns, tiles]`: tile indices, those with most steps first.
+    /// `[patterns, tiles, 4]`: tile indices, those with most steps first, each with the tile's record.
     pub order: usize,
     /// `[patterns · tiles, rows / block]`: the block rows of each tile of a clustered plan, beyond the last where there
     /// are too few. Empty otherwise.
@@ -232,7 +232,7 @@ impl TilePlan {
         let sections = Sections {
             heads: section(&heads),
             places: section(&places),
-            order: section(&order),
+            order: section(&ranked_records(&order, &records, tiles)),
             rows: section(&tile_rows),
             tiles: section(&records),
             entries: section(&entries),
@@ -253,6 +253,17 @@ impl TilePlan {
     pub fn computed_pairs(&self) -> u64 {
         self.steps * (self.tiling.rows * self.tiling.cols) as u64
     }
+}
+
+/// `order` with each tile's record behind it, so that a cube reads both at once.
+fn ranked_records(order: &[u32], records: &[u32], tiles: usize) -> Vec<u32> {
+    let mut ranked = Vec::with_capacity(order.len() * 4);
+    for (index, &tile) in order.iter().enumerate() {
+        let record = (index / tiles * tiles + tile as usize) * 3;
+        ranked.push(tile);
+        ranked.extend_from_slice(&records[record..record + 3]);
+    }
+    ranked
 }
 
 struct Shape {
@@ -733,8 +744,14 @@ mod tests {
             let dense = layout.to_dense(head);
             let mut seen = vec![vec![0; 187]; 187];
             let first_tile = plan.words[heads + head] as usize;
-            let mut ranks: Vec<u32> =
-                plan.words[order + first_tile..order + first_tile + plan.tiles].to_vec();
+            let mut ranks: Vec<u32> = plan.words[order + first_tile * 4..][..plan.tiles * 4]
+                .chunks(4)
+                .map(|ranked| {
+                    let record = tiles + (first_tile + ranked[0] as usize) * 3;
+                    assert_eq!(ranked[1..], plan.words[record..record + 3]);
+                    ranked[0]
+                })
+                .collect();
             ranks.sort_unstable();
             assert_eq!(ranks, (0..plan.tiles as u32).collect::<Vec<_>>());
             for tile in 0..plan.tiles {
@@ -819,14 +836,15 @@ mod tests {
         let per_step = cols / plan.group;
         let order = |head: usize| {
             let first = plan.words[sections.heads + head] as usize;
-            &plan.words[sections.order + first..][..plan.tiles]
+            let ranked = plan.words[sections.order + first * 4..][..plan.tiles * 4].chunks(4);
+            ranked.map(|ranked| ranked[0]).collect::<Vec<_>>()
         };
         for head in 0..4 {
             assert_eq!(order(head), order(0), "heads may share a tile of keys");
             let first = plan.words[sections.heads + head] as usize;
             let mut visits: HashMap<u32, u32> = HashMap::new();
             let mut pairs = 0;
-            for &tile in order(head) {
+            for tile in order(head) {
                 let record = sections.tiles + (first + tile as usize) * 3;
                 let steps = plan.words[record + 1] as usize;
                 for j in 0..steps {

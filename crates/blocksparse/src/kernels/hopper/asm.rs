@@ -303,6 +303,14 @@ pub fn peek(address: u64) -> u32 {
     o
 }
 
+/// The next number of a counter that all cubes draw from.
+#[cube]
+pub fn draw(address: u64) -> u32 {
+    let o: u32;
+    gpu_asm!("atom.relaxed.gpu.global.add.u32 {o}, [{a}], 1;", o = out(_) o, a = in(_) val::<u64>(address));
+    o
+}
+
 /// Waits until a number is `x`.
 #[cube]
 pub fn wait_until(address: u64, x: u32) {

@@ -35,7 +35,7 @@ use super::asm::*;
 use super::forward::{own_place, own_rows, pack_all};
 use super::gradient::*;
 use crate::kernels::simt::forward::LOW;
-use crate::kernels::simt::tile::{Listing, PlanParts, Strides, position_of};
+use crate::kernels::simt::tile::{Four, Listing, PlanParts, Strides, position_of};
 use crate::plan::{MASKED_STEP, NO_VISIT};
 
 /// Lengths of a launch.
@@ -55,11 +55,13 @@ pub struct Lengths {
     pub seq_kv: u32,
     /// Places of a query head in the stats and the scratch.
     pub pitch: u32,
-    /// Pairs of elements before dV.
+    /// Eights of elements before dV.
     pub second: u32,
+    /// Counters there are; the one after them is that of tickets.
+    pub counters: u32,
 }
 
-/// The tile of keys that a cube has.
+/// A tile of keys.
 #[derive(CubeType, Clone, Copy)]
 struct Own {
     /// Its index, by falling work.
@@ -71,9 +73,9 @@ struct Own {
 /// Heads take turns: tiles of one head wait for each other, so few of them should run side by side; but those that do share
 /// what they read in the cache.
 #[cube]
-fn own(lengths: &Lengths) -> Own {
-    let chunk = CUBE_POS_X / (lengths.tiles * lengths.spread);
-    let within = CUBE_POS_X % (lengths.tiles * lengths.spread);
+fn own(index: u32, lengths: &Lengths) -> Own {
+    let chunk = index / (lengths.tiles * lengths.spread);
+    let within = index % (lengths.tiles * lengths.spread);
     let first = chunk * lengths.spread;
     let turns = lengths.spread.min(lengths.kv_heads * lengths.batch - first);
     let outer = first + within % turns;
@@ -87,7 +89,7 @@ fn own(lengths: &Lengths) -> Own {
 /// `k`, `v`, `q`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` a map `[batch · heads, pitch, 2]` of `lse · log2 e` and delta of the query at each place; `scratch` as above,
 /// `counters` one for each 16 queries (8 where a group has no more) and each half of the columns; `out`
-/// `[batch, kv_heads, seq_kv, dim]` in pairs of elements, dV from pair `second` on. With `carry` dK and dV are added to it.
+/// `[batch, kv_heads, seq_kv, dim]` in eights of elements, dV from the `second`-th on. With `carry` dK and dV are added to it.
 #[cube(launch_unchecked)]
 pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     k: &TensorMap<u32, Tiled>,
@@ -97,7 +99,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     stats: &TensorMap<f32, Tiled>,
     scratch: &mut [f32],
     counters: &mut [u32],
-    out: &mut [u32],
+    out: &mut [Vector<u32, Four>],
     plan: &[u32],
     parts: PlanParts,
     listing: Listing,
@@ -112,8 +114,9 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let own = own(&lengths);
-    let batch = own.batch;
+    let counters = global_address::<u32>(unsafe { counters.as_ptr_unchecked() });
+    let tickets = counters + u64::cast_from(lengths.counters) * 4;
+    let total = lengths.tiles * lengths.kv_heads * lengths.batch;
 
     if UNIT_POS_X == 0 {
         barrier_init(base + comptime!(t.own()), 1u32);
@@ -124,106 +127,141 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
             barrier_init(base + comptime!(t.empty()) + offset, comptime!(t.warps()));
         }
         barrier_fence();
+        if comptime!(t.persistent) {
+            shared_store(
+                base + comptime!(t.tickets() + 4),
+                CUBE_COUNT_X + draw(tickets),
+            );
+        }
     }
     sync_cube();
 
-    // A tile of keys goes through all query heads of its group.
-    let first_head = own.kv_head * lengths.heads_per_kv;
-    let heads = lengths.kv_heads * lengths.heads_per_kv;
-    let heads_at = parts.heads + batch as usize * parts.batch;
-    let record0 = plan[heads_at + first_head as usize] as usize;
-    let tile = plan[parts.order + record0 + own.rank as usize];
-    let rows = own_rows(
-        &parts,
-        record0,
-        tile,
-        comptime!(t.rows()),
-        comptime!(t.group),
-        comptime!(t.clustered),
-    );
-    let class_len = listing.class_len as u32;
-
-    if UNIT_POS_X == 0 {
-        barrier_expect(base + comptime!(t.own()), comptime!(2 * t.a_bytes()));
-    }
-    if lane == 0 {
-        // Dealt to the warps: lanes of one warp would wait for each other.
-        let mut index = warp;
-        while index < comptime!(2 * t.a_boxes() as u32) {
-            let mut map = tensor_map_address(k);
-            if index >= comptime!(t.a_boxes() as u32) {
-                map = tensor_map_address(v);
-            }
-            load_own(
-                map,
-                plan,
-                base,
-                rows,
-                index,
-                class_len,
-                own.kv_head,
-                batch,
-                t,
-            );
-            index += comptime!(t.warps());
-        }
-    }
-
     let loads = Loads {
+        k: tensor_map_address(k),
+        v: tensor_map_address(v),
         q: tensor_map_address(q),
         grad_out: tensor_map_address(grad_out),
         stats: tensor_map_address(stats),
         base,
-        class_len,
-        batch,
-        heads,
+        class_len: listing.class_len as u32,
+        heads: lengths.kv_heads * lengths.heads_per_kv,
+        total,
     };
     // The next step to load.
     let cursor = Cursor {
-        head: RuntimeCell::<u32>::new(first_head),
-        end: first_head + lengths.heads_per_kv,
+        rank: RuntimeCell::<u32>::new(0u32),
+        batch: RuntimeCell::<u32>::new(0u32),
+        head: RuntimeCell::<u32>::new(0u32),
+        end: RuntimeCell::<u32>::new(0u32),
         entry: RuntimeCell::<usize>::new(0usize),
         j: RuntimeCell::<u32>::new(0u32),
         steps: RuntimeCell::<u32>::new(0u32),
         loaded: RuntimeCell::<u32>::new(0u32),
+        ahead: RuntimeCell::<u32>::new(0u32),
     };
-    open(plan, &parts, heads_at, tile, &cursor);
+    load_tile(plan, &parts, &loads, &lengths, CUBE_POS_X, t);
+    turn_to(plan, &parts, &lengths, CUBE_POS_X, &cursor);
     #[unroll]
     for _ in 0..comptime!(t.stages - t.lag) {
-        load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
+        load_next(plan, &parts, &loads, &lengths, 0u32, &cursor, t);
     }
-
-    let q_address = base + comptime!(t.q_offset() as u32);
-    let do_address = base + comptime!(t.do_offset() as u32);
 
     // A lane adds all 16 queries of the warp, or, with groups of 8, each of two lanes 8.
     let chain = Chain {
-        counters: global_address::<u32>(unsafe { counters.as_ptr_unchecked() }),
+        counters,
         scratch: global_address::<f32>(unsafe { scratch.as_ptr_unchecked() }),
         part: warp / 4 % comptime!(t.parts() as u32),
         query: warp % 4 * 16 + warp / 4 * comptime!(t.dq_query_offset() as u32) + lane % 2 * 8,
+        done: RuntimeCell::<u32>::new(0u32),
+        open_counter: RuntimeCell::<u32>::new(0u32),
+        open_visits: RuntimeCell::<u32>::new(0u32),
     };
-    // The counter to be raised when the additions are done, and to what.
-    let mut open_counter = 0u32;
-    let mut open_visits = 0u32;
+    let numbers = Numbers {
+        scale,
+        log2_scale,
+        softcap,
+        cap_scale,
+    };
+    if comptime!(t.persistent) {
+        let mut index = CUBE_POS_X;
+        let mut turn = 0u32;
+        while index < total {
+            index = compute_tile::<S, P, O, C>(
+                plan, out, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers, tickets,
+                index, turn, t,
+            );
+            turn += 1;
+        }
+    } else {
+        compute_tile::<S, P, O, C>(
+            plan, out, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers, tickets,
+            CUBE_POS_X, 0u32, t,
+        );
+    }
 
+    if unit() % 32 < comptime!(t.counters() as u32) {
+        close(&chain);
+    }
+}
+
+/// Computes tile `index`, the cube's `turn`-th, and returns the one after it.
+#[cube]
+fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
+    plan: &[u32],
+    out: &mut [Vector<u32, Four>],
+    parts: &PlanParts,
+    listing: &Listing,
+    lengths: &Lengths,
+    loads: &Loads,
+    cursor: &Cursor,
+    chain: &Chain,
+    numbers: &Numbers,
+    tickets: u64,
+    index: u32,
+    turn: u32,
+    #[comptime] t: BackwardTile,
+) -> u32 {
+    let base = loads.base;
+    let own = own(index, lengths);
+    let batch = own.batch;
+    let first_head = own.kv_head * lengths.heads_per_kv;
+    let heads_at = parts.heads + batch as usize * parts.batch;
+    // The ticket of the tile after the next one, on its way while this one is computed.
+    let mut ticket = 0u32;
+    if comptime!(t.persistent) {
+        if unit() == 0 {
+            ticket = CUBE_COUNT_X + draw(tickets);
+        }
+        cursor.ahead.store(0u32);
+        if cursor.loaded.read() == chain.done.read() {
+            load_next(plan, parts, loads, lengths, turn, cursor, t);
+        }
+    }
+    let q_address = base + comptime!(t.q_offset() as u32);
+    let do_address = base + comptime!(t.do_offset() as u32);
     let width = S::value();
     let mut grad_k = Vector::<f32, O>::zeroed();
     let mut grad_v = Vector::<f32, O>::zeroed();
-    let mut done = 0u32;
-    barrier_wait(base + comptime!(t.own()), 0u32);
-    if cursor.loaded.read() > 0 {
-        barrier_wait(base + comptime!(t.full()), 0u32);
+    barrier_wait(base + comptime!(t.own()), turn & 1);
+    let stage = chain.done.read() % comptime!(t.stages as u32);
+    if cursor.loaded.read() > chain.done.read() {
+        let parity = (chain.done.read() / comptime!(t.stages as u32)) & 1;
+        barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
     }
-    let s_started = start::<S>(base + comptime!(t.k_offset() as u32), q_address, t);
+    let s_started = start::<S>(
+        base + comptime!(t.k_offset() as u32),
+        q_address + stage * comptime!(t.b_bytes() as u32),
+        t,
+    );
     let mut s_next = wait::<S>(s_started, 0usize, width);
-    for turn in 0..lengths.heads_per_kv {
-        let head = first_head + turn;
-        let record = parts.tiles + (plan[heads_at + head as usize] as usize + tile as usize) * 3;
+    for of_group in 0..lengths.heads_per_kv {
+        let head = first_head + of_group;
+        let record = record_of(plan, parts, heads_at, head, own.rank);
         let first_entry = parts.entries + plan[record] as usize * 3;
         let steps = uniform(plan[record + 1]);
-        let first_query = (batch * heads + head) * lengths.pitch;
+        let first_query = (batch * loads.heads + head) * lengths.pitch;
         for j in 0..steps {
+            let done = chain.done.read();
             let stage = done % comptime!(t.stages as u32);
             let offset = stage * comptime!(t.b_bytes() as u32);
             let dp_started = start::<S>(
@@ -239,17 +277,21 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
             let row_of_scratch = first_query
                 + plan[word] * comptime!(t.group as u32)
                 + chain.query % comptime!(t.group as u32);
-            load_next(plan, &parts, &loads, heads_at, tile, &cursor, t);
+            load_next(plan, parts, loads, lengths, turn, cursor, t);
 
             let mut s = s_next;
             if comptime!(t.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
                     // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
-                    let e = exp2(s.extract(i) * cap_scale);
+                    let e = exp2(s.extract(i) * numbers.cap_scale);
                     s.insert(
                         i,
-                        multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
+                        multiply_add(
+                            -2.0f32 * numbers.softcap,
+                            reciprocal(1.0f32 + e),
+                            numbers.softcap,
+                        ),
                     );
                 }
             }
@@ -280,7 +322,10 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
                 for i in 0..4usize {
                     let at = comptime!(4 * eight + i);
                     let lse = four.extract(comptime!(i % 2 * 2));
-                    p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -lse)));
+                    p.insert(
+                        at,
+                        exp2(multiply_add(s.extract(at), numbers.log2_scale, -lse)),
+                    );
                 }
             }
             let left = pack_all::<S, P>(p, t.half);
@@ -309,7 +354,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
             if comptime!(t.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
-                    let ratio = capped.extract(i) / softcap;
+                    let ratio = capped.extract(i) / numbers.softcap;
                     ds.insert(i, ds.extract(i) * (1.0f32 - ratio * ratio));
                 }
             }
@@ -348,7 +393,8 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
                 comptime!(t.rows() * ROW),
             );
             let next = (done + 1) % comptime!(t.stages as u32);
-            if cursor.loaded.read() > done + 1 {
+            // Not for a step of another tile.
+            if cursor.loaded.read() > done + 1 && cursor.ahead.read() == 0 {
                 let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
                 barrier_wait(base + comptime!(t.full()) + next * 8, parity);
             }
@@ -365,17 +411,13 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
             // What the warp added a step ago is in memory: its tile's turn is over there, and the buffer is free.
             let lane = unit() % 32;
             if lane < comptime!(t.counters() as u32) {
-                bulk_wait();
-                if open_visits != 0 {
-                    post(
-                        chain.counters + u64::cast_from(open_counter) * 4,
-                        open_visits,
-                    );
-                }
+                close(chain);
             }
             sync_warp();
-            open_counter = counter;
-            open_visits = select(visit == NO_VISIT, 0u32, visit + 1);
+            chain.open_counter.store(counter);
+            chain
+                .open_visits
+                .store(select(visit == NO_VISIT, 0u32, visit + 1));
             let source = base
                 + comptime!(t.dq_offset() as u32)
                 + uniform(unit() / 32) * comptime!(2 * t.warp_eight_bytes() as u32);
@@ -410,15 +452,29 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
                 barrier_arrive(base + comptime!(t.empty()) + stage * 8);
             }
             s_next = wait::<S>(s_started, 0usize, width);
-            done += 1;
+            chain.done.store(done + 1);
         }
     }
+
+    let mut next = loads.total;
+    if comptime!(t.persistent) {
+        next = shared_load(base + comptime!(t.tickets()) + ((turn + 1) & 1) * 4);
+        if unit() == 0 {
+            shared_store(base + comptime!(t.tickets()) + (turn & 1) * 4, ticket);
+        }
+        // All have read the tile's keys and values, and the next ticket.
+        named_sync(1u32, comptime!(t.units() as u32));
+        if next < loads.total {
+            load_tile(plan, parts, loads, lengths, next, t);
+        }
+    }
+    let record0 = plan[heads_at + first_head as usize] as usize;
+    let rows = rows_of(plan, parts, record0, own.rank, t);
     let lane = unit() % 32;
     let row = unit() / 32 * 16 + lane / 4;
     let first = (batch * lengths.kv_heads + own.kv_head) * lengths.seq_kv;
     let place = place_of(plan, rows, row, t);
     let place8 = place_of(plan, rows, row + 8, t);
-    let one = f32::new(1.0);
     let len = lengths.seq_kv;
     store_rows::<O>(
         out,
@@ -427,10 +483,10 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         first,
         place,
         place8,
-        &listing,
+        listing,
         len,
         lane,
-        scale,
+        numbers.scale,
         comptime!(t.store()),
     );
     store_rows::<O>(
@@ -440,26 +496,106 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         first,
         place,
         place8,
-        &listing,
+        listing,
         len,
         lane,
-        one,
+        f32::new(1.0),
         comptime!(t.store()),
     );
+    next
+}
 
-    if lane < comptime!(t.counters() as u32) {
-        bulk_wait();
-        if open_visits != 0 {
-            post(
-                chain.counters + u64::cast_from(open_counter) * 4,
-                open_visits,
+/// What the additions that the unit started last belong to is told that they are done: then they are in memory, and their
+/// buffer is free.
+#[cube]
+fn close(chain: &Chain) {
+    bulk_wait();
+    if chain.open_visits.read() != 0 {
+        post(
+            chain.counters + u64::cast_from(chain.open_counter.read()) * 4,
+            chain.open_visits.read(),
+        );
+    }
+}
+
+/// The numbers that scores are made with.
+#[derive(CubeType, Clone, Copy)]
+struct Numbers {
+    scale: f32,
+    log2_scale: f32,
+    softcap: f32,
+    cap_scale: f32,
+}
+
+/// Word of the record of a tile for a query head. All patterns rank tiles alike.
+#[cube]
+fn record_of(plan: &[u32], parts: &PlanParts, heads_at: usize, head: u32, rank: u32) -> usize {
+    parts.order + (plan[heads_at + head as usize] + rank) as usize * 4 + 1
+}
+
+/// Where the tile's own rows are.
+#[cube]
+fn rows_of(
+    plan: &[u32],
+    parts: &PlanParts,
+    record0: usize,
+    rank: u32,
+    #[comptime] t: BackwardTile,
+) -> u32 {
+    own_rows(
+        parts,
+        record0,
+        plan[parts.order + (record0 + rank as usize) * 4],
+        comptime!(t.rows()),
+        comptime!(t.group),
+        comptime!(t.clustered),
+    )
+}
+
+/// Loads the keys and values of tile `index`.
+#[cube]
+fn load_tile(
+    plan: &[u32],
+    parts: &PlanParts,
+    loads: &Loads,
+    lengths: &Lengths,
+    index: u32,
+    #[comptime] t: BackwardTile,
+) {
+    let own = own(index, lengths);
+    let heads_at = parts.heads + own.batch as usize * parts.batch;
+    let record0 = plan[heads_at + (own.kv_head * lengths.heads_per_kv) as usize] as usize;
+    let rows = rows_of(plan, parts, record0, own.rank, t);
+    let unit = unit();
+    if unit == 0 {
+        barrier_expect(loads.base + comptime!(t.own()), comptime!(2 * t.a_bytes()));
+    }
+    if unit % 32 == 0 {
+        // Dealt to the warps: lanes of one warp would wait for each other.
+        let mut index = unit / 32;
+        while index < comptime!(2 * t.a_boxes() as u32) {
+            let mut map = loads.k;
+            if index >= comptime!(t.a_boxes() as u32) {
+                map = loads.v;
+            }
+            load_own(
+                map,
+                plan,
+                loads.base,
+                rows,
+                index,
+                loads.class_len,
+                own.kv_head,
+                own.batch,
+                t,
             );
+            index += comptime!(t.warps());
         }
     }
 }
 
 /// Where a warp adds its dQ.
-#[derive(CubeType, Clone, Copy)]
+#[derive(CubeType)]
 struct Chain {
     counters: u64,
     scratch: u64,
@@ -467,6 +603,11 @@ struct Chain {
     part: u32,
     /// The first of the unit's eight queries of a step.
     query: u32,
+    /// Steps the cube has done.
+    done: RuntimeCell<u32>,
+    /// The counter to be raised when the additions started last are done, and to what.
+    open_counter: RuntimeCell<u32>,
+    open_visits: RuntimeCell<u32>,
 }
 
 /// Starts the product of a warpgroup's own 64 rows and a step's.
@@ -537,36 +678,61 @@ fn load_own(
 /// What loads are made of.
 #[derive(CubeType, Clone, Copy)]
 struct Loads {
+    k: u64,
+    v: u64,
     q: u64,
     grad_out: u64,
     stats: u64,
     base: u32,
     class_len: u32,
-    batch: u32,
     /// Query heads.
     heads: u32,
+    /// Tiles there are.
+    total: u32,
 }
 
 /// The step that is loaded next.
 #[derive(CubeType)]
 struct Cursor {
+    /// Of its tile: the rank, the batch entry,
+    rank: RuntimeCell<u32>,
+    batch: RuntimeCell<u32>,
+    /// the query head, and the one after the tile's last.
     head: RuntimeCell<u32>,
-    /// The head after the last one.
-    end: u32,
+    end: RuntimeCell<u32>,
     /// Word of the head's first entry.
     entry: RuntimeCell<usize>,
     j: RuntimeCell<u32>,
     /// Steps of the head.
     steps: RuntimeCell<u32>,
-    /// Steps loaded so far, of all heads.
+    /// Steps loaded so far, of all tiles.
     loaded: RuntimeCell<u32>,
+    /// Whether it is in the tile after the one that is computed.
+    ahead: RuntimeCell<u32>,
+}
+
+/// Moves the cursor to the beginning of tile `index`.
+#[cube]
+fn turn_to(plan: &[u32], parts: &PlanParts, lengths: &Lengths, index: u32, cursor: &Cursor) {
+    let own = own(index, lengths);
+    cursor.rank.store(own.rank);
+    cursor.batch.store(own.batch);
+    cursor.head.store(own.kv_head * lengths.heads_per_kv);
+    cursor.end.store((own.kv_head + 1) * lengths.heads_per_kv);
+    open(plan, parts, cursor);
 }
 
 /// Reads the record of the cursor's head.
 #[cube]
-fn open(plan: &[u32], parts: &PlanParts, heads_at: usize, tile: u32, cursor: &Cursor) {
-    let head = cursor.head.read() as usize;
-    let record = parts.tiles + (plan[heads_at + head] as usize + tile as usize) * 3;
+fn open(plan: &[u32], parts: &PlanParts, cursor: &Cursor) {
+    let heads_at = parts.heads + cursor.batch.read() as usize * parts.batch;
+    let record = record_of(
+        plan,
+        parts,
+        heads_at,
+        cursor.head.read(),
+        cursor.rank.read(),
+    );
     cursor
         .entry
         .store(parts.entries + plan[record] as usize * 3);
@@ -574,20 +740,38 @@ fn open(plan: &[u32], parts: &PlanParts, heads_at: usize, tile: u32, cursor: &Cu
     cursor.steps.store(uniform(plan[record + 1]));
 }
 
-/// Loads the cursor's step, if there is one, once its buffer is free. All units call this together.
+/// Moves the cursor to the next head of its tile that has a step.
+#[cube]
+fn skip_to_step(plan: &[u32], parts: &PlanParts, cursor: &Cursor) {
+    while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end.read() {
+        cursor.head.store(cursor.head.read() + 1);
+        open(plan, parts, cursor);
+    }
+}
+
+/// Loads the cursor's step, if there is one, once its buffer is free: of the tile that is computed, the cube's `turn`-th, or else of the
+/// one after it. All units call this together.
 #[cube]
 fn load_next(
     plan: &[u32],
     parts: &PlanParts,
     loads: &Loads,
-    heads_at: usize,
-    tile: u32,
+    lengths: &Lengths,
+    turn: u32,
     cursor: &Cursor,
     #[comptime] t: BackwardTile,
 ) {
-    while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
-        cursor.head.store(cursor.head.read() + 1);
-        open(plan, parts, heads_at, tile, cursor);
+    skip_to_step(plan, parts, cursor);
+    if comptime!(t.persistent) {
+        if cursor.j.read() >= cursor.steps.read() && cursor.ahead.read() == 0 {
+            let slot = loads.base + comptime!(t.tickets()) + ((turn + 1) & 1) * 4;
+            let index = uniform(shared_load(slot));
+            if index < loads.total {
+                cursor.ahead.store(1u32);
+                turn_to(plan, parts, lengths, index, cursor);
+                skip_to_step(plan, parts, cursor);
+            }
+        }
     }
     if cursor.j.read() < cursor.steps.read() {
         let boxes = comptime!((t.entries() * t.spans()) as u32);
@@ -622,7 +806,7 @@ fn load_next(
                     target,
                     full,
                     at * 2,
-                    loads.batch * loads.heads + cursor.head.read(),
+                    cursor.batch.read() * loads.heads + cursor.head.read(),
                 );
             } else {
                 let mut map = loads.q;
@@ -643,7 +827,7 @@ fn load_next(
                     at,
                     loads.class_len,
                     cursor.head.read(),
-                    loads.batch,
+                    cursor.batch.read(),
                     comptime!(t.residue),
                 );
             }
@@ -717,6 +901,10 @@ pub fn stats(
         if part < comptime!(t.parts() as u32) {
             let counter = row / comptime!(t.counted() as u32) * comptime!(t.parts() as u32) + part;
             counters[counter as usize] = 0u32;
+        }
+        if row == 0 {
+            // That of the tickets.
+            counters[(rows / comptime!(t.counted() as u32)) as usize * comptime!(t.parts())] = 0u32;
         }
     }
 }

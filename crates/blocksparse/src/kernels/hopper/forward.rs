@@ -81,8 +81,9 @@ pub fn forward<S: Size, P: Size, O: Size>(
     sync_cube();
 
     let first_record = plan[parts.heads + batch as usize * parts.batch + head as usize] as usize;
-    let tile = plan[parts.order + first_record + CUBE_POS_X as usize];
-    let record = parts.tiles + (first_record + tile as usize) * 3;
+    let ranked = parts.order + (first_record + CUBE_POS_X as usize) * 4;
+    let tile = plan[ranked];
+    let record = ranked + 1;
     let steps = uniform(plan[record + 1]);
     let rows = own_rows(
         &parts,
@@ -892,7 +893,7 @@ fn load_row<O: Size>(
 /// A unit has 4 of every 16 bytes of its row. Four neighbours trade theirs, so that each has 16 at a time: a transposition,
 /// so it also undoes itself.
 #[cube]
-fn trade_four(own: Vector<u32, Four>, lane: u32) -> Vector<u32, Four> {
+pub fn trade_four(own: Vector<u32, Four>, lane: u32) -> Vector<u32, Four> {
     let odd = lane & 1 != 0;
     let high = lane & 2 != 0;
     let w0 = own.extract(0usize);

@@ -3,7 +3,8 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use crate::kernels::simt::tile::Listing;
+use super::forward::trade_four;
+use crate::kernels::simt::tile::{Four, Listing};
 
 /// The shape of a step's masks.
 #[derive(Clone, Copy)]
@@ -74,10 +75,10 @@ pub fn mask<S: Size>(
     s
 }
 
-/// Stores the unit's two rows.
+/// Stores the unit's two rows, from vector `start` on. All units call this together.
 #[cube]
 pub fn store_rows<O: Size>(
-    out: &mut [u32],
+    out: &mut [Vector<u32, Four>],
     acc: &Vector<f32, O>,
     start: u32,
     first: u32,
@@ -89,36 +90,97 @@ pub fn store_rows<O: Size>(
     factor: f32,
     #[comptime] t: StoreShape,
 ) {
-    #[unroll]
-    for half in 0..2usize {
-        let mut own = place;
-        if comptime!(half == 1) {
-            own = place8;
-        }
-        let mut position = own;
-        let mut exists = own < len;
-        if comptime!(t.residue) {
-            let class = own / listing.class_len as u32;
-            position = own % listing.class_len as u32 * listing.stride as u32 + class;
-            exists = class < listing.stride as u32 && position < len;
-        }
-        if exists {
-            let target = start as usize
-                + (first + position) as usize * comptime!(t.dim / 2)
-                + (lane % 4) as usize;
-            #[unroll]
-            for j in 0..comptime!(t.dim / 8) {
-                let i = comptime!(4 * j + 2 * half);
-                let mut low = acc.extract(i) * factor;
-                let mut high = acc.extract(comptime!(i + 1)) * factor;
-                let at = target + comptime!(4 * j);
-                if comptime!(t.carry) {
-                    let before = out[at];
-                    low += unpack(before, false, t.half);
-                    high += unpack(before, true, t.half);
-                }
-                out[at] = pack(low, high, t.half);
-            }
+    let fours = comptime!(t.dim / 32);
+    let upper = target(place, start, first, listing, len, lane, t);
+    let lower = target(place8, start, first, listing, len, lane, t);
+    let mut before = Array::<Vector<u32, Four>>::new(comptime!(2 * fours));
+    if comptime!(t.carry) {
+        // All of them first: each store that came between would be waited for.
+        #[unroll]
+        for i in 0..fours {
+            before[i] = read(&out[..], &upper, i);
+            before[comptime!(fours + i)] = read(&out[..], &lower, i);
         }
     }
+    #[unroll]
+    for i in 0..fours {
+        let made = four::<O>(acc, &before, 0usize, i, lane, factor, t);
+        if upper.exists {
+            out[upper.at + comptime!(4 * i)] = made;
+        }
+        let made = four::<O>(acc, &before, 1usize, i, lane, factor, t);
+        if lower.exists {
+            out[lower.at + comptime!(4 * i)] = made;
+        }
+    }
+}
+
+/// Where a row begins for a unit: it has 16 bytes of every 64.
+#[derive(CubeType, Clone, Copy)]
+struct Target {
+    at: usize,
+    exists: bool,
+}
+
+#[cube]
+fn target(
+    place: u32,
+    start: u32,
+    first: u32,
+    listing: &Listing,
+    len: u32,
+    lane: u32,
+    #[comptime] t: StoreShape,
+) -> Target {
+    let mut position = place;
+    let mut exists = place < len;
+    if comptime!(t.residue) {
+        let class = place / listing.class_len as u32;
+        position = place % listing.class_len as u32 * listing.stride as u32 + class;
+        exists = class < listing.stride as u32 && position < len;
+    }
+    let row = (first + position) as usize * comptime!(t.dim / 8);
+    Target {
+        at: start as usize + row + (lane % 4) as usize,
+        exists,
+    }
+}
+
+#[cube]
+fn read(out: &[Vector<u32, Four>], row: &Target, #[comptime] i: usize) -> Vector<u32, Four> {
+    let mut four = Vector::<u32, Four>::zeroed();
+    if row.exists {
+        four = out[row.at + comptime!(4 * i)];
+    }
+    four
+}
+
+/// The `i`-th 16 bytes that a unit stores of its upper or lower row.
+#[cube]
+fn four<O: Size>(
+    acc: &Vector<f32, O>,
+    before: &Array<Vector<u32, Four>>,
+    #[comptime] lower: usize,
+    #[comptime] i: usize,
+    lane: u32,
+    factor: f32,
+    #[comptime] t: StoreShape,
+) -> Vector<u32, Four> {
+    let mut own = Vector::<u32, Four>::zeroed();
+    let mut sum = Vector::<u32, Four>::zeroed();
+    if comptime!(t.carry) {
+        sum = trade_four(before[comptime!(lower * (t.dim / 32) + i)], lane);
+    }
+    #[unroll]
+    for j in 0..4usize {
+        let n = comptime!(16 * i + 4 * j + 2 * lower);
+        let mut low = acc.extract(n) * factor;
+        let mut high = acc.extract(comptime!(n + 1)) * factor;
+        if comptime!(t.carry) {
+            low += unpack(sum.extract(j), false, t.half);
+            high += unpack(sum.extract(j), true, t.half);
+        }
+        own.insert(j, pack(low, high, t.half));
+    }
+    trade_four(own, lane)
 }

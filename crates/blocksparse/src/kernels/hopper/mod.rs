@@ -33,6 +33,9 @@ use gradient::{MaskShape, StoreShape};
 const GROUP_ROWS: usize = 64;
 /// Heads of keys that take turns in the grid of the fused backward pass.
 const SPREAD: u32 = 64;
+/// Cubes of the fused backward pass compute tile after tile where a tile walks fewer steps than this on average: then what
+/// a tile begins and ends with is much of its time.
+const SHORT_WALK: f64 = 12.0;
 /// TMA's strides and addresses are multiples of 16 bytes.
 const ALIGNMENT: usize = 8;
 
@@ -467,6 +470,8 @@ pub struct BackwardTile {
     pub carry: bool,
     /// Whether the tile's keys are gathered from like blocks.
     pub clustered: bool,
+    /// Whether cubes compute tile after tile.
+    pub persistent: bool,
 }
 
 impl BackwardTile {
@@ -644,6 +649,11 @@ impl BackwardTile {
         self.full() + 8 * self.stages as u32
     }
 
+    /// Of the two numbers by which a cube knows its next tiles.
+    fn tickets(&self) -> u32 {
+        self.empty() + 8 * self.stages as u32
+    }
+
     fn stats_offset(&self) -> usize {
         match self.group {
             8 => 0,
@@ -725,7 +735,7 @@ pub fn choose_backward(
         Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(tile)))
     };
     let block = layout.block_size();
-    if tier_limit().is_none_or(|limit| limit != "hopper-fused") {
+    if tier_limit().is_some_and(|limit| limit == "hopper-walks") {
         if forward.dim != 64 && forward.dim != 128 {
             return Err("head_dim is neither 64 nor 128");
         }
@@ -770,11 +780,22 @@ pub fn choose_backward(
         residue: forward.residue,
         carry: forward.carry,
         clustered: grouping.clustered,
+        persistent: steps_of_tile(layout, sizes, cols) * grouping.overhead < SHORT_WALK,
     };
     match tile.shared_bytes() <= properties.hardware.max_shared_memory_size {
         true => Ok(Backward::Fused(tile)),
         false => Err("no tile fits the shared memory of the device"),
     }
+}
+
+/// Steps of `cols` queries that a tile of 128 keys would walk on average if nothing were computed in vain.
+fn steps_of_tile(layout: &BlockLayout, sizes: &Sizes, cols: usize) -> f64 {
+    let heads_per_kv = layout.heads() / sizes.kv_heads;
+    let blocks: usize = (0..layout.num_patterns())
+        .map(|pattern| layout.pattern_blocks(pattern))
+        .sum();
+    let pairs = (blocks * heads_per_kv) as f64 * (layout.block_size() as f64).powi(2);
+    pairs / (layout.num_patterns() * layout.seq_kv().max(1) * cols) as f64
 }
 
 /// The backward pass over a layout, or a part of one: `out` and `lse` as the forward pass left them. Three launches: what is
@@ -808,7 +829,7 @@ pub fn backward(
     let kv_elements = sizes.batch * sizes.kv_heads * seq_kv * tile.dim + gradients.v_offset;
     let cubes = device_plan.tiles * sizes.kv_heads * sizes.batch;
     for (what, count) in [
-        ("the elements of a gradient", kv_elements.div_ceil(2)),
+        ("the elements of a gradient", kv_elements / 8),
         ("the queries of a backward pass", rows * lanes),
         ("the tiles of a backward pass", cubes * 2),
     ] {
@@ -816,9 +837,16 @@ pub fn backward(
             return Err(KernelError::limit(what, u32::MAX, count));
         }
     }
+    let hardware = &client.properties().hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
+    let grid = match tile.persistent {
+        // All of them run at once: a tile may wait for one that another cube has.
+        true => cubes.min(multiprocessors),
+        false => cubes,
+    };
     let (log2_scale, cap_scale) = scales(scale, softcap);
     let counters = rows / tile.counted() * tile.parts();
-    let counters = (client.empty(counters * 4), counters);
+    let counters = (client.empty((counters + 1) * 4), counters);
     let stats = client.empty(rows * 8);
     let scratch = client.empty(rows * tile.padded() * 4);
     let [batch_stride, head_stride, row_stride, _] = grad_out.strides;
@@ -833,7 +861,7 @@ pub fn backward(
             BufferArg::from_raw_parts(grad_out.handle.clone(), grad_out.reach().div_ceil(8)),
             BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * seq_q),
             BufferArg::from_raw_parts(stats.clone(), rows * 2),
-            BufferArg::from_raw_parts(counters.0.clone(), counters.1),
+            BufferArg::from_raw_parts(counters.0.clone(), counters.1 + 1),
             StridesLaunch::new(batch_stride / 8, head_stride / 8, row_stride / 8, seq_q),
             listing(residue),
             heads as u32,
@@ -847,7 +875,7 @@ pub fn backward(
     unsafe {
         backward::backward::launch_unchecked(
             client,
-            CubeCount::Static(cubes as u32, 1, 1),
+            CubeCount::Static(grid as u32, 1, 1),
             CubeDim::new_1d(tile.units() as u32),
             tile.cols / 2,
             tile.cols / 4,
@@ -859,8 +887,8 @@ pub fn backward(
             tensor_map(grad_out, tile.group, residue, sizes.dtype),
             stats_map,
             BufferArg::from_raw_parts(scratch.clone(), rows * tile.padded()),
-            BufferArg::from_raw_parts(counters.0.clone(), counters.1),
-            BufferArg::from_raw_parts(gradients.kv.clone(), kv_elements / 2),
+            BufferArg::from_raw_parts(counters.0.clone(), counters.1 + 1),
+            BufferArg::from_raw_parts(gradients.kv.clone(), kv_elements / 8),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
             plan_parts(&device_plan.sections, batch_words(layout)),
             listing(residue),
@@ -872,7 +900,8 @@ pub fn backward(
                 sizes.batch as u32,
                 seq_kv as u32,
                 pitch as u32,
-                (gradients.v_offset / 2) as u32,
+                (gradients.v_offset / 8) as u32,
+                counters.1 as u32,
             ),
             scale as f32,
             log2_scale as f32,
@@ -885,7 +914,7 @@ pub fn backward(
             over(rows * tile.dim / 8),
             CubeDim::new_1d(UNITS as u32),
             BufferArg::from_raw_parts(scratch, rows * tile.padded() / 2),
-            BufferArg::from_raw_parts(counters.0, counters.1),
+            BufferArg::from_raw_parts(counters.0, counters.1 + 1),
             BufferArg::from_raw_parts(
                 gradients.q.clone(),
                 sizes.batch * heads * seq_q * tile.dim / 8,
@@ -1113,8 +1142,8 @@ pub fn walk(
     let outer_heads = a1.shape[1];
     let len = a1.shape[2];
     let elements = sizes.batch * outer_heads * len * tile.dim + second;
-    if u32::try_from(elements / 2).is_err() {
-        let most = u64::from(u32::MAX) * 2;
+    if u32::try_from(elements / 8).is_err() {
+        let most = u64::from(u32::MAX) * 8;
         return Err(KernelError::limit(
             "the elements of a gradient",
             most,
@@ -1142,14 +1171,14 @@ pub fn walk(
             tensor_map(b2, tile.group, residue, sizes.dtype),
             stats_map,
             BufferArg::from_raw_parts(stats.clone(), stat_rows * pitch * 2),
-            BufferArg::from_raw_parts(out.clone(), elements / 2),
+            BufferArg::from_raw_parts(out.clone(), elements / 8),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
             plan_parts(&device_plan.sections, batch_words(layout)),
             listing(residue),
             len as u32,
             pitch as u32,
             (heads / sizes.kv_heads) as u32,
-            (second / 2) as u32,
+            (second / 8) as u32,
             scale as f32,
             log2_scale as f32,
             softcap.unwrap_or(1.0) as f32,

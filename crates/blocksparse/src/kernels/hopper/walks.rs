@@ -25,12 +25,12 @@ use super::WalkTile;
 use super::asm::*;
 use super::forward::{own_place, own_rows, pack_all};
 use super::gradient::*;
-use crate::kernels::simt::tile::{Listing, PlanParts};
+use crate::kernels::simt::tile::{Four, Listing, PlanParts};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as numbers; `out`
-/// `[batch, heads, len, dim]` in pairs of elements, out2 from pair `second` on. With `carry` the results are added to it.
+/// `[batch, heads, len, dim]` in eights of elements, out2 from the `second`-th on. With `carry` the results are added to it.
 #[cube(launch_unchecked)]
 pub fn one_walk<S: Size, P: Size, O: Size>(
     a1: &TensorMap<u32, Tiled>,
@@ -39,7 +39,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     b2: &TensorMap<u32, Tiled>,
     stats_map: &TensorMap<f32, Tiled>,
     stats: &[f32],
-    out: &mut [u32],
+    out: &mut [Vector<u32, Four>],
     plan: &[u32],
     parts: PlanParts,
     listing: Listing,
@@ -87,7 +87,8 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     }
     let heads_at = parts.heads + batch as usize * parts.batch;
     let record0 = plan[heads_at + first_head as usize] as usize;
-    let tile = plan[parts.order + record0 + CUBE_POS_X as usize];
+    let ranked = parts.order + (record0 + CUBE_POS_X as usize) * 4;
+    let tile = plan[ranked];
     let rows_at = own_rows(
         &parts,
         record0,
@@ -158,7 +159,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         steps: RuntimeCell::<u32>::new(0u32),
         loaded: RuntimeCell::<u32>::new(0u32),
     };
-    open(plan, &parts, heads_at, tile, &cursor);
+    open(plan, &parts, ranked + 1, &cursor);
     #[unroll]
     for _ in 0..comptime!(t.stages - t.lag) {
         load_next(plan, &parts, &loads, heads_at, tile, &cursor, columns, t);
@@ -409,9 +410,7 @@ struct Cursor {
 
 /// Reads the record of the cursor's head.
 #[cube]
-fn open(plan: &[u32], parts: &PlanParts, heads_at: usize, tile: u32, cursor: &Cursor) {
-    let head = cursor.head.read() as usize;
-    let record = parts.tiles + (plan[heads_at + head] as usize + tile as usize) * 3;
+fn open(plan: &[u32], parts: &PlanParts, record: usize, cursor: &Cursor) {
     cursor
         .entry
         .store(parts.entries + plan[record] as usize * 2);
@@ -434,7 +433,9 @@ fn load_next(
     if comptime!(columns) {
         while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
             cursor.head.store(cursor.head.read() + 1);
-            open(plan, parts, heads_at, tile, cursor);
+            let first_record = plan[heads_at + cursor.head.read() as usize];
+            let record = parts.tiles + (first_record + tile) as usize * 3;
+            open(plan, parts, record, cursor);
         }
     }
     if cursor.j.read() < cursor.steps.read() {

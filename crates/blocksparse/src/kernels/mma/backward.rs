@@ -74,7 +74,8 @@ pub fn backward(
     }
     let heads_at = parts.heads + batch as usize * parts.batch;
     let record0 = plan[heads_at + first_head as usize] as usize;
-    let tile = plan[parts.order + record0 + CUBE_POS_X as usize];
+    let ranked = parts.order + (record0 + CUBE_POS_X as usize) * 4;
+    let tile = plan[ranked];
 
     let cursor = Cursor {
         head: RuntimeCell::<u32>::new(first_head),
@@ -83,7 +84,7 @@ pub fn backward(
         j: RuntimeCell::<u32>::new(0u32),
         steps: RuntimeCell::<u32>::new(0u32),
     };
-    open(plan, &parts, heads_at, tile, &cursor);
+    open(plan, &parts, ranked + 1, &cursor);
     let loads = Loads {
         b1: address(unsafe { b1.as_ptr_unchecked() }),
         b2: address(unsafe { b2.as_ptr_unchecked() }),
@@ -385,9 +386,7 @@ struct Found {
 
 /// Reads the record of the cursor's head.
 #[cube]
-fn open(plan: &[u32], parts: &PlanParts, heads_at: usize, tile: u32, cursor: &Cursor) {
-    let head = cursor.head.read() as usize;
-    let record = parts.tiles + (plan[heads_at + head] as usize + tile as usize) * 3;
+fn open(plan: &[u32], parts: &PlanParts, record: usize, cursor: &Cursor) {
     cursor
         .entry
         .store(parts.entries + plan[record] as usize * 2);
@@ -409,7 +408,9 @@ fn next_place(
     if comptime!(columns) {
         while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
             cursor.head.store(cursor.head.read() + 1);
-            open(plan, parts, heads_at, tile, cursor);
+            let first_record = plan[heads_at + cursor.head.read() as usize];
+            let record = parts.tiles + (first_record + tile) as usize * 3;
+            open(plan, parts, record, cursor);
         }
     }
     let mut place = 0u32;

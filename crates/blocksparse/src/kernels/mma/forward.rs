@@ -64,8 +64,9 @@ pub fn forward(
     let batch = CUBE_POS_Z;
 
     let first_record = plan[parts.heads + batch as usize * parts.batch + head as usize] as usize;
-    let tile = plan[parts.order + first_record + CUBE_POS_X as usize];
-    let record = parts.tiles + (first_record + tile as usize) * 3;
+    let ranked = parts.order + (first_record + CUBE_POS_X as usize) * 4;
+    let tile = plan[ranked];
+    let record = ranked + 1;
     let entry0 = parts.entries + plan[record] as usize * 2;
     let steps = uniform(plan[record + 1]);
     let masked = uniform(plan[record + 2]);

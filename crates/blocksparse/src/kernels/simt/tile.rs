@@ -136,7 +136,7 @@ pub struct PlanParts {
     pub heads: usize,
     /// First place of each head.
     pub places: usize,
-    /// Tiles by falling work.
+    /// Tiles by falling work, with their records.
     pub order: usize,
     /// Blocks of clustered tiles.
     pub rows: usize,
@@ -176,8 +176,8 @@ pub fn walker(
     #[comptime] t: Tile,
 ) -> Walker {
     let first = plan[parts.heads + batch * parts.batch + head] as usize;
-    let tile = plan[parts.order + first + rank] as usize;
-    walker_of(plan, parts, first, tile, t)
+    let ranked = parts.order + (first + rank) * 4;
+    walker_at(plan, parts, first, plan[ranked] as usize, ranked + 1, t)
 }
 
 /// The tile `tile` of the head whose records start at `first`.
@@ -190,6 +190,18 @@ pub fn walker_of(
     #[comptime] t: Tile,
 ) -> Walker {
     let record = parts.tiles + (first + tile) * 3;
+    walker_at(plan, parts, first, tile, record, t)
+}
+
+#[cube]
+fn walker_at(
+    plan: &[u32],
+    parts: &PlanParts,
+    first: usize,
+    tile: usize,
+    record: usize,
+    #[comptime] t: Tile,
+) -> Walker {
     let mut rows = tile * comptime!(t.rows);
     if comptime!(t.clustered) {
         rows = parts.rows + (first + tile) * comptime!(t.rows / t.group);
