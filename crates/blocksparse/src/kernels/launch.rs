@@ -212,12 +212,14 @@ pub fn backward(
         ),
     ];
     let mut plain_stats = None;
+    #[cfg(feature = "cuda-asm")]
+    let mut fused_stats = None;
     for (part, part_plan) in calls.iter().zip(&plan.parts) {
         #[cfg(feature = "cuda-asm")]
         if let Ok(super::hopper::Backward::Fused(tile)) = part_plan.hopper_backward {
             let walked = part_plan.layout(layout);
             let inputs = [q, k, v, grad_out];
-            super::hopper::backward(
+            let made = super::hopper::backward(
                 client,
                 tile,
                 walked,
@@ -226,10 +228,12 @@ pub fn backward(
                 inputs,
                 out,
                 lse,
+                fused_stats.take(),
                 gradients,
                 scale,
                 softcap,
             )?;
+            fused_stats = Some(made);
             continue;
         }
         #[cfg(feature = "cuda-asm")]

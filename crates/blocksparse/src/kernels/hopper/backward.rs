@@ -119,7 +119,10 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     let total = lengths.tiles * lengths.kv_heads * lengths.batch;
 
     if UNIT_POS_X == 0 {
-        barrier_init(base + comptime!(t.own()), 1u32);
+        #[unroll]
+        for i in 0..comptime!(t.own_buffers()) {
+            barrier_init(base + comptime!(t.own() + 8 * i as u32), 1u32);
+        }
         #[unroll]
         for i in 0..comptime!(t.stages) {
             let offset = comptime!(8 * i as u32);
@@ -129,7 +132,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         barrier_fence();
         if comptime!(t.persistent) {
             shared_store(
-                base + comptime!(t.tickets() + 4),
+                base + comptime!(t.ticket() + 4),
                 CUBE_COUNT_X + draw(tickets),
             );
         }
@@ -159,11 +162,11 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         loaded: RuntimeCell::<u32>::new(0u32),
         ahead: RuntimeCell::<u32>::new(0u32),
     };
-    load_tile(plan, &parts, &loads, &lengths, CUBE_POS_X, t);
+    load_tile(plan, &parts, &loads, &lengths, CUBE_POS_X, 0u32, t);
     turn_to(plan, &parts, &lengths, CUBE_POS_X, &cursor);
     #[unroll]
     for _ in 0..comptime!(t.stages - t.lag) {
-        load_next(plan, &parts, &loads, &lengths, 0u32, &cursor, t);
+        load_next(plan, &parts, &loads, &lengths, total, &cursor, t);
     }
 
     // A lane adds all 16 queries of the warp, or, with groups of 8, each of two lanes 8.
@@ -175,6 +178,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         done: RuntimeCell::<u32>::new(0u32),
         open_counter: RuntimeCell::<u32>::new(0u32),
         open_visits: RuntimeCell::<u32>::new(0u32),
+        started: RuntimeCell::<u32>::new(0u32),
     };
     let numbers = Numbers {
         scale,
@@ -184,18 +188,27 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     };
     if comptime!(t.persistent) {
         let mut index = CUBE_POS_X;
+        let mut next = uniform(shared_load(base + comptime!(t.ticket() + 4)));
+        if next < total {
+            load_tile(plan, &parts, &loads, &lengths, next, 1u32, t);
+        }
         let mut turn = 0u32;
+        let mut s = Vector::<f32, S>::zeroed();
         while index < total {
-            index = compute_tile::<S, P, O, C>(
+            let done = compute_tile::<S, P, O, C>(
                 plan, out, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers, tickets,
-                index, turn, t,
+                index, next, turn, s, t,
             );
+            index = next;
+            next = done.after_next;
+            s = done.s;
             turn += 1;
         }
     } else {
+        let none = Vector::<f32, S>::zeroed();
         compute_tile::<S, P, O, C>(
             plan, out, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers, tickets,
-            CUBE_POS_X, 0u32, t,
+            CUBE_POS_X, total, 0u32, none, t,
         );
     }
 
@@ -204,7 +217,15 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     }
 }
 
-/// Computes tile `index`, the cube's `turn`-th, and returns the one after it.
+/// What a cube goes on with after a tile.
+#[derive(CubeType)]
+struct Done<S: Size> {
+    after_next: u32,
+    /// Products of the next tile's first step, if `chain.started` says so.
+    s: Vector<f32, S>,
+}
+
+/// Computes tile `index`, the cube's `turn`-th, before tile `next`. With `chain.started` `s` is of its first step.
 #[cube]
 fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     plan: &[u32],
@@ -218,9 +239,11 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     numbers: &Numbers,
     tickets: u64,
     index: u32,
+    next: u32,
     turn: u32,
+    s: Vector<f32, S>,
     #[comptime] t: BackwardTile,
-) -> u32 {
+) -> Done<S> {
     let base = loads.base;
     let own = own(index, lengths);
     let batch = own.batch;
@@ -234,7 +257,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         }
         cursor.ahead.store(0u32);
         if cursor.loaded.read() == chain.done.read() {
-            load_next(plan, parts, loads, lengths, turn, cursor, t);
+            load_next(plan, parts, loads, lengths, next, cursor, t);
         }
     }
     let q_address = base + comptime!(t.q_offset() as u32);
@@ -242,18 +265,19 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     let width = S::value();
     let mut grad_k = Vector::<f32, O>::zeroed();
     let mut grad_v = Vector::<f32, O>::zeroed();
-    barrier_wait(base + comptime!(t.own()), turn & 1);
-    let stage = chain.done.read() % comptime!(t.stages as u32);
-    if cursor.loaded.read() > chain.done.read() {
-        let parity = (chain.done.read() / comptime!(t.stages as u32)) & 1;
-        barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
+    // Keys, and behind them values.
+    let own_at = own_address(base, turn, t);
+    wait_for_own(base, turn, t);
+    let mut s_next = s;
+    if chain.started.read() == 0 {
+        let stage = chain.done.read() % comptime!(t.stages as u32);
+        if cursor.loaded.read() > chain.done.read() {
+            let parity = (chain.done.read() / comptime!(t.stages as u32)) & 1;
+            barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
+        }
+        let s_started = start::<S>(own_at, q_address + stage * comptime!(t.b_bytes() as u32), t);
+        s_next = wait::<S>(s_started, 0usize, width);
     }
-    let s_started = start::<S>(
-        base + comptime!(t.k_offset() as u32),
-        q_address + stage * comptime!(t.b_bytes() as u32),
-        t,
-    );
-    let mut s_next = wait::<S>(s_started, 0usize, width);
     for of_group in 0..lengths.heads_per_kv {
         let head = first_head + of_group;
         let record = record_of(plan, parts, heads_at, head, own.rank);
@@ -265,7 +289,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let stage = done % comptime!(t.stages as u32);
             let offset = stage * comptime!(t.b_bytes() as u32);
             let dp_started = start::<S>(
-                base + comptime!(t.v_offset() as u32),
+                own_at + comptime!(t.a_bytes() as u32),
                 do_address + offset,
                 t,
             );
@@ -277,7 +301,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let row_of_scratch = first_query
                 + plan[word] * comptime!(t.group as u32)
                 + chain.query % comptime!(t.group as u32);
-            load_next(plan, parts, loads, lengths, turn, cursor, t);
+            load_next(plan, parts, loads, lengths, next, cursor, t);
 
             let mut s = s_next;
             if comptime!(t.softcap) {
@@ -378,8 +402,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 comptime!(t.rows() * ROW),
             );
             let k_wide = descriptor(
-                base + comptime!(t.k_offset() as u32)
-                    + group * comptime!(t.dq_right_offset() as u32),
+                own_at + group * comptime!(t.dq_right_offset() as u32),
                 comptime!(t.rows() * ROW),
             );
             let dq_started = wide_product::<C>(ds_wide, k_wide, t.half, comptime!(t.rows()));
@@ -392,16 +415,25 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 t.cols,
                 comptime!(t.rows() * ROW),
             );
-            let next = (done + 1) % comptime!(t.stages as u32);
-            // Not for a step of another tile.
-            if cursor.loaded.read() > done + 1 && cursor.ahead.read() == 0 {
+            let next_stage = (done + 1) % comptime!(t.stages as u32);
+            let mut its_own = own_at;
+            if cursor.loaded.read() > done + 1 {
                 let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
-                barrier_wait(base + comptime!(t.full()) + next * 8, parity);
+                barrier_wait(base + comptime!(t.full()) + next_stage * 8, parity);
+                if comptime!(t.persistent) {
+                    if cursor.ahead.read() != 0 {
+                        its_own = own_address(base, turn + 1, t);
+                        wait_for_own(base, turn + 1, t);
+                    }
+                }
+                chain.started.store(1u32);
+            } else {
+                chain.started.store(0u32);
             }
             // After the last step of whatever is there, for nobody.
             let s_started = start::<S>(
-                base + comptime!(t.k_offset() as u32),
-                q_address + next * comptime!(t.b_bytes() as u32),
+                its_own,
+                q_address + next_stage * comptime!(t.b_bytes() as u32),
                 t,
             );
             grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
@@ -456,16 +488,17 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         }
     }
 
-    let mut next = loads.total;
+    let mut after_next = loads.total;
     if comptime!(t.persistent) {
-        next = shared_load(base + comptime!(t.tickets()) + ((turn + 1) & 1) * 4);
+        let slot = base + comptime!(t.ticket()) + (turn & 1) * 4;
         if unit() == 0 {
-            shared_store(base + comptime!(t.tickets()) + (turn & 1) * 4, ticket);
+            shared_store(slot, ticket);
         }
-        // All have read the tile's keys and values, and the next ticket.
+        // All have read the tile's keys and values: they make room.
         named_sync(1u32, comptime!(t.units() as u32));
-        if next < loads.total {
-            load_tile(plan, parts, loads, lengths, next, t);
+        after_next = uniform(shared_load(slot));
+        if after_next < loads.total {
+            load_tile(plan, parts, loads, lengths, after_next, turn, t);
         }
     }
     let record0 = plan[heads_at + first_head as usize] as usize;
@@ -502,7 +535,30 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         f32::new(1.0),
         comptime!(t.store()),
     );
-    next
+    Done::<S> {
+        after_next,
+        s: s_next,
+    }
+}
+
+/// Where the keys of the cube's `turn`-th tile are, and behind them the values.
+#[cube]
+fn own_address(base: u32, turn: u32, #[comptime] t: BackwardTile) -> u32 {
+    let mut at = base + comptime!(t.k_offset() as u32);
+    if comptime!(t.persistent) {
+        at += (turn & 1) * comptime!(2 * t.a_bytes() as u32);
+    }
+    at
+}
+
+/// Waits for the keys and values of the cube's `turn`-th tile.
+#[cube]
+fn wait_for_own(base: u32, turn: u32, #[comptime] t: BackwardTile) {
+    if comptime!(t.persistent) {
+        barrier_wait(base + comptime!(t.own()) + (turn & 1) * 8, (turn / 2) & 1);
+    } else {
+        barrier_wait(base + comptime!(t.own()), 0u32);
+    }
 }
 
 /// What the additions that the unit started last belong to is told that they are done: then they are in memory, and their
@@ -552,7 +608,7 @@ fn rows_of(
     )
 }
 
-/// Loads the keys and values of tile `index`.
+/// Loads the keys and values of tile `index`, to where those of the cube's `turn`-th go.
 #[cube]
 fn load_tile(
     plan: &[u32],
@@ -560,15 +616,21 @@ fn load_tile(
     loads: &Loads,
     lengths: &Lengths,
     index: u32,
+    turn: u32,
     #[comptime] t: BackwardTile,
 ) {
+    let target = own_address(loads.base, turn, t);
+    let mut bar = loads.base + comptime!(t.own());
+    if comptime!(t.persistent) {
+        bar += (turn & 1) * 8;
+    }
     let own = own(index, lengths);
     let heads_at = parts.heads + own.batch as usize * parts.batch;
     let record0 = plan[heads_at + (own.kv_head * lengths.heads_per_kv) as usize] as usize;
     let rows = rows_of(plan, parts, record0, own.rank, t);
     let unit = unit();
     if unit == 0 {
-        barrier_expect(loads.base + comptime!(t.own()), comptime!(2 * t.a_bytes()));
+        barrier_expect(bar, comptime!(2 * t.a_bytes()));
     }
     if unit % 32 == 0 {
         // Dealt to the warps: lanes of one warp would wait for each other.
@@ -581,7 +643,8 @@ fn load_tile(
             load_own(
                 map,
                 plan,
-                loads.base,
+                target,
+                bar,
                 rows,
                 index,
                 loads.class_len,
@@ -608,6 +671,8 @@ struct Chain {
     /// The counter to be raised when the additions started last are done, and to what.
     open_counter: RuntimeCell<u32>,
     open_visits: RuntimeCell<u32>,
+    /// Whether the products of the next step are of its tile's keys.
+    started: RuntimeCell<u32>,
 }
 
 /// Starts the product of a warpgroup's own 64 rows and a step's.
@@ -643,7 +708,8 @@ fn place_of(plan: &[u32], rows: u32, row: u32, #[comptime] t: BackwardTile) -> u
 fn load_own(
     map: u64,
     plan: &[u32],
-    base: u32,
+    start: u32,
+    bar: u32,
     rows: u32,
     index: u32,
     class_len: u32,
@@ -652,16 +718,15 @@ fn load_own(
     #[comptime] t: BackwardTile,
 ) {
     let boxes = comptime!(t.a_boxes() as u32);
-    let mut start = base + comptime!(t.k_offset() as u32);
+    let mut start = start;
     if index >= boxes {
-        start = base + comptime!(t.v_offset() as u32);
+        start += comptime!(t.a_bytes() as u32);
     }
     let which = index % boxes;
     let span = which % comptime!(t.spans() as u32);
     let row = which / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
     let target = start + span * comptime!((t.rows() * ROW) as u32) + row * comptime!(ROW as u32);
     let place = place_of(plan, rows, row, t);
-    let bar = base + comptime!(t.own());
     load_at(
         map,
         target,
@@ -749,7 +814,7 @@ fn skip_to_step(plan: &[u32], parts: &PlanParts, cursor: &Cursor) {
     }
 }
 
-/// Loads the cursor's step, if there is one, once its buffer is free: of the tile that is computed, the cube's `turn`-th, or else of the
+/// Loads the cursor's step, if there is one, once its buffer is free: of the tile that is computed, or else of tile `next`, the
 /// one after it. All units call this together.
 #[cube]
 fn load_next(
@@ -757,20 +822,17 @@ fn load_next(
     parts: &PlanParts,
     loads: &Loads,
     lengths: &Lengths,
-    turn: u32,
+    next: u32,
     cursor: &Cursor,
     #[comptime] t: BackwardTile,
 ) {
     skip_to_step(plan, parts, cursor);
     if comptime!(t.persistent) {
-        if cursor.j.read() >= cursor.steps.read() && cursor.ahead.read() == 0 {
-            let slot = loads.base + comptime!(t.tickets()) + ((turn + 1) & 1) * 4;
-            let index = uniform(shared_load(slot));
-            if index < loads.total {
-                cursor.ahead.store(1u32);
-                turn_to(plan, parts, lengths, index, cursor);
-                skip_to_step(plan, parts, cursor);
-            }
+        if cursor.j.read() >= cursor.steps.read() && cursor.ahead.read() == 0 && next < loads.total
+        {
+            cursor.ahead.store(1u32);
+            turn_to(plan, parts, lengths, next, cursor);
+            skip_to_step(plan, parts, cursor);
         }
     }
     if cursor.j.read() < cursor.steps.read() {
@@ -897,15 +959,45 @@ pub fn stats(
             log * comptime!(std::f32::consts::LOG2_E),
         );
         stats[(row * 2 + 1) as usize] = sum;
-        let part = row % comptime!(t.counted() as u32);
-        if part < comptime!(t.parts() as u32) {
-            let counter = row / comptime!(t.counted() as u32) * comptime!(t.parts() as u32) + part;
-            counters[counter as usize] = 0u32;
+        clear(counters, row, rows, t);
+    }
+}
+
+/// As [`stats`], from those of a part before, which has positions in order, `known_pitch` of each head.
+#[cube(launch_unchecked)]
+pub fn relist(
+    known: &[Vector<f32, Const<2>>],
+    stats: &mut [Vector<f32, Const<2>>],
+    counters: &mut [u32],
+    listing: Listing,
+    rows: u32,
+    pitch: u32,
+    known_pitch: u32,
+    seq_q: u32,
+    #[comptime] t: BackwardTile,
+) {
+    let row = ABSOLUTE_POS as u32;
+    let position = position_of((row % pitch) as usize, &listing, comptime!(t.residue)) as u32;
+    if row < rows {
+        let mut pair = Vector::<f32, Const<2>>::zeroed();
+        if position < seq_q {
+            pair = known[(row / pitch * known_pitch + position) as usize];
         }
-        if row == 0 {
-            // That of the tickets.
-            counters[(rows / comptime!(t.counted() as u32)) as usize * comptime!(t.parts())] = 0u32;
-        }
+        stats[row as usize] = pair;
+        clear(counters, row, rows, t);
+    }
+}
+
+/// Zeros the counters that begin at a row, and with the first row that of tickets.
+#[cube]
+fn clear(counters: &mut [u32], row: u32, rows: u32, #[comptime] t: BackwardTile) {
+    let parts = comptime!(t.parts() as u32);
+    let counted = comptime!(t.counted() as u32);
+    if row % counted < parts {
+        counters[(row / counted * parts + row % counted) as usize] = 0u32;
+    }
+    if row == 0 {
+        counters[(rows / counted * parts) as usize] = 0u32;
     }
 }
 

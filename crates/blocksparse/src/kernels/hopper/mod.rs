@@ -631,6 +631,11 @@ impl BackwardTile {
         16 / self.counted()
     }
 
+    /// Tiles whose keys and values are in shared memory at a time.
+    fn own_buffers(&self) -> usize {
+        1 + usize::from(self.persistent)
+    }
+
     // Byte offsets in shared memory, barriers first.
 
     /// Of the tile's own rows. The stats of eight queries leave room for barriers.
@@ -642,15 +647,15 @@ impl BackwardTile {
     }
 
     fn full(&self) -> u32 {
-        self.own() + 8
+        self.own() + 8 * self.own_buffers() as u32
     }
 
     fn empty(&self) -> u32 {
         self.full() + 8 * self.stages as u32
     }
 
-    /// Of the two numbers by which a cube knows its next tiles.
-    fn tickets(&self) -> u32 {
+    /// Of the numbers by which a cube knows its next tiles.
+    fn ticket(&self) -> u32 {
         self.empty() + 8 * self.stages as u32
     }
 
@@ -665,12 +670,8 @@ impl BackwardTile {
         (self.stats_offset() + self.stages * self.stats_bytes()).next_multiple_of(1024)
     }
 
-    fn v_offset(&self) -> usize {
-        self.k_offset() + self.a_bytes()
-    }
-
     fn ds_offset(&self) -> usize {
-        self.v_offset() + self.a_bytes()
+        self.k_offset() + 2 * self.own_buffers() * self.a_bytes()
     }
 
     fn q_offset(&self) -> usize {
@@ -782,10 +783,16 @@ pub fn choose_backward(
         clustered: grouping.clustered,
         persistent: steps_of_tile(layout, sizes, cols) * grouping.overhead < SHORT_WALK,
     };
-    match tile.shared_bytes() <= properties.hardware.max_shared_memory_size {
-        true => Ok(Backward::Fused(tile)),
-        false => Err("no tile fits the shared memory of the device"),
-    }
+    // The keys and values of two tiles fit at the least width only.
+    let single = BackwardTile {
+        persistent: false,
+        ..tile
+    };
+    let most = properties.hardware.max_shared_memory_size;
+    let fits = |tile: &BackwardTile| tile.shared_bytes() <= most;
+    let tile = [tile, single].into_iter().find(fits);
+    let tile = tile.ok_or("no tile fits the shared memory of the device")?;
+    Ok(Backward::Fused(tile))
 }
 
 /// Steps of `cols` queries that a tile of 128 keys would walk on average if nothing were computed in vain.
@@ -798,8 +805,17 @@ fn steps_of_tile(layout: &BlockLayout, sizes: &Sizes, cols: usize) -> f64 {
     pairs / (layout.num_patterns() * layout.seq_kv().max(1) * cols) as f64
 }
 
-/// The backward pass over a layout, or a part of one: `out` and `lse` as the forward pass left them. Three launches: what is
-/// needed of each query, the walk over columns, and dQ from its sums.
+/// What the fused backward pass needs of each query, with `pitch` places of each head.
+#[derive(Clone)]
+pub struct Stats {
+    values: Handle,
+    pitch: usize,
+    /// Whether places are positions.
+    in_order: bool,
+}
+
+/// The backward pass over a layout, or a part of one: `out` and `lse` as the forward pass left them, and the stats if a part before
+/// has made them. Three launches: what is needed of each query, the walk over columns, and dQ from its sums.
 ///
 /// # Errors
 /// As [`check`], and if a tensor is too large. Then nothing was launched.
@@ -813,10 +829,11 @@ pub fn backward(
     [q, k, v, grad_out]: [&TensorView; 4],
     out: &Handle,
     lse: &Handle,
+    known: Option<Stats>,
     gradients: &Gradients,
     scale: f64,
     softcap: Option<f64>,
-) -> Result<(), KernelError> {
+) -> Result<Stats, KernelError> {
     let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
     check(&named, residue, scale, softcap)?;
     let device_plan = plan(client, layout, tile.tiling());
@@ -852,24 +869,42 @@ pub fn backward(
     let [batch_stride, head_stride, row_stride, _] = grad_out.strides;
     const UNITS: usize = 256;
     let over = |units: usize| CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1);
-    unsafe {
-        backward::stats::launch_unchecked(
-            client,
-            over(rows * lanes),
-            CubeDim::new_1d(UNITS as u32),
-            BufferArg::from_raw_parts(out.clone(), sizes.batch * heads * seq_q * tile.dim / 8),
-            BufferArg::from_raw_parts(grad_out.handle.clone(), grad_out.reach().div_ceil(8)),
-            BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * seq_q),
-            BufferArg::from_raw_parts(stats.clone(), rows * 2),
-            BufferArg::from_raw_parts(counters.0.clone(), counters.1 + 1),
-            StridesLaunch::new(batch_stride / 8, head_stride / 8, row_stride / 8, seq_q),
-            listing(residue),
-            heads as u32,
-            rows as u32,
-            pitch as u32,
-            lanes as u32,
-            tile,
-        );
+    match known.filter(|known| known.in_order) {
+        Some(known) => unsafe {
+            backward::relist::launch_unchecked(
+                client,
+                over(rows),
+                CubeDim::new_1d(UNITS as u32),
+                BufferArg::from_raw_parts(known.values, sizes.batch * heads * known.pitch),
+                BufferArg::from_raw_parts(stats.clone(), rows),
+                BufferArg::from_raw_parts(counters.0.clone(), counters.1 + 1),
+                listing(residue),
+                rows as u32,
+                pitch as u32,
+                known.pitch as u32,
+                seq_q as u32,
+                tile,
+            );
+        },
+        None => unsafe {
+            backward::stats::launch_unchecked(
+                client,
+                over(rows * lanes),
+                CubeDim::new_1d(UNITS as u32),
+                BufferArg::from_raw_parts(out.clone(), sizes.batch * heads * seq_q * tile.dim / 8),
+                BufferArg::from_raw_parts(grad_out.handle.clone(), grad_out.reach().div_ceil(8)),
+                BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * seq_q),
+                BufferArg::from_raw_parts(stats.clone(), rows * 2),
+                BufferArg::from_raw_parts(counters.0.clone(), counters.1 + 1),
+                StridesLaunch::new(batch_stride / 8, head_stride / 8, row_stride / 8, seq_q),
+                listing(residue),
+                heads as u32,
+                rows as u32,
+                pitch as u32,
+                lanes as u32,
+                tile,
+            );
+        },
     }
     let stats_map = stats_map(&stats, tile.group, sizes.batch * heads, pitch);
     unsafe {
@@ -927,7 +962,11 @@ pub fn backward(
             tile,
         );
     }
-    Ok(())
+    Ok(Stats {
+        values: stats,
+        pitch,
+        in_order: residue.is_none(),
+    })
 }
 
 /// The comptime shape of the kernel of the two walks, in either.
@@ -1093,14 +1132,20 @@ fn choose_walk(layout: &BlockLayout, sizes: &Sizes, forward: &Tile, walk: Walk) 
         let grouping = Grouping::best(layout, walk, [GROUP_ROWS * warpgroups, 64], may_cluster);
         // Two warpgroups share what is gathered; one unites fewer rows of blocks.
         let speed = if warpgroups == 2 { 1.0 } else { 0.8 };
+        // One warpgroup leaves room for a second cube, if its buffers do.
+        let stages = match (forward.dim, warpgroups) {
+            (64, _) => 4,
+            (_, 1) => 2,
+            _ => 3,
+        };
         let tile = WalkTile {
             half: forward.half,
             dim: forward.dim,
             warpgroups,
             cols: 64,
             group: layout.block_size().min(64),
-            stages: if forward.dim == 64 { 4 } else { 3 },
-            lag: 2,
+            stages,
+            lag: stages.min(3) - 1,
             softcap: forward.softcap,
             residue: forward.residue,
             carry: forward.carry,
