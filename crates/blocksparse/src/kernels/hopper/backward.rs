@@ -68,21 +68,90 @@ struct Own {
     rank: u32,
     kv_head: u32,
     batch: u32,
+    /// Where its rows are: see [`own_rows`].
+    rows: u32,
+    /// Of its first query head: the word of its first entry, and its steps.
+    entry: u32,
+    steps: u32,
 }
 
-/// Heads take turns: tiles of one head wait for each other, so few of them should run side by side; but those that do share
-/// what they read in the cache.
+/// Tile `index` of the launch. Heads take turns: tiles of one head wait for each other, so few of them should run side by side;
+/// but those that do share what they read in the cache.
 #[cube]
-fn own(index: u32, lengths: &Lengths) -> Own {
+fn tile_of_launch(
+    plan: &[u32],
+    parts: &PlanParts,
+    lengths: &Lengths,
+    index: u32,
+    #[comptime] t: BackwardTile,
+) -> Own {
     let chunk = index / (lengths.tiles * lengths.spread);
     let within = index % (lengths.tiles * lengths.spread);
     let first = chunk * lengths.spread;
     let turns = lengths.spread.min(lengths.kv_heads * lengths.batch - first);
     let outer = first + within % turns;
+    let rank = within / turns;
+    let kv_head = outer % lengths.kv_heads;
+    let batch = outer / lengths.kv_heads;
+    let head = (kv_head * lengths.heads_per_kv) as usize;
+    let record0 = plan[parts.heads + batch as usize * parts.batch + head] as usize;
+    let ranked = parts.order + (record0 + rank as usize) * 4;
     Own {
-        rank: within / turns,
-        kv_head: outer % lengths.kv_heads,
-        batch: outer / lengths.kv_heads,
+        rank,
+        kv_head,
+        batch,
+        rows: own_rows(
+            parts,
+            record0,
+            plan[ranked],
+            comptime!(t.rows()),
+            comptime!(t.group),
+            comptime!(t.clustered),
+        ),
+        entry: parts.entries as u32 + plan[ranked + 1] * 3,
+        steps: plan[ranked + 2],
+    }
+}
+
+/// Rank of a tile that there is not.
+const NONE: u32 = u32::MAX;
+
+/// Writes down tile `index` as the cube's `turn`-th: what is asked of a tile again and again takes a while to find.
+#[cube]
+fn note(
+    plan: &[u32],
+    parts: &PlanParts,
+    lengths: &Lengths,
+    base: u32,
+    index: u32,
+    turn: u32,
+    #[comptime] t: BackwardTile,
+) {
+    let slot = base + comptime!(t.slots()) + (turn & 1) * 32;
+    if index < lengths.tiles * lengths.kv_heads * lengths.batch {
+        let own = tile_of_launch(plan, parts, lengths, index, t);
+        shared_store(slot, own.rank);
+        shared_store(slot + 4, own.kv_head);
+        shared_store(slot + 8, own.batch);
+        shared_store(slot + 12, own.rows);
+        shared_store(slot + 16, own.entry);
+        shared_store(slot + 20, own.steps);
+    } else {
+        shared_store(slot, NONE);
+    }
+}
+
+/// The cube's `turn`-th tile, as noted.
+#[cube]
+fn noted(base: u32, turn: u32, #[comptime] t: BackwardTile) -> Own {
+    let slot = base + comptime!(t.slots()) + (turn & 1) * 32;
+    Own {
+        rank: shared_load(slot),
+        kv_head: shared_load(slot + 4),
+        batch: shared_load(slot + 8),
+        rows: shared_load(slot + 12),
+        entry: shared_load(slot + 16),
+        steps: shared_load(slot + 20),
     }
 }
 
@@ -116,7 +185,6 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     let lane = UNIT_POS_X % 32;
     let counters = global_address::<u32>(unsafe { counters.as_ptr_unchecked() });
     let tickets = counters + u64::cast_from(lengths.counters) * 4;
-    let total = lengths.tiles * lengths.kv_heads * lengths.batch;
 
     if UNIT_POS_X == 0 {
         #[unroll]
@@ -131,10 +199,9 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         }
         barrier_fence();
         if comptime!(t.persistent) {
-            shared_store(
-                base + comptime!(t.ticket() + 4),
-                CUBE_COUNT_X + draw(tickets),
-            );
+            note(plan, &parts, &lengths, base, CUBE_POS_X, 0u32, t);
+            let second = CUBE_COUNT_X + draw(tickets);
+            note(plan, &parts, &lengths, base, second, 1u32, t);
         }
     }
     sync_cube();
@@ -148,7 +215,6 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         base,
         class_len: listing.class_len as u32,
         heads: lengths.kv_heads * lengths.heads_per_kv,
-        total,
     };
     // The next step to load.
     let cursor = Cursor {
@@ -162,11 +228,22 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         loaded: RuntimeCell::<u32>::new(0u32),
         ahead: RuntimeCell::<u32>::new(0u32),
     };
-    load_tile(plan, &parts, &loads, &lengths, CUBE_POS_X, 0u32, t);
-    turn_to(plan, &parts, &lengths, CUBE_POS_X, &cursor);
+    if comptime!(t.persistent) {
+        let own = noted(base, 0u32, t);
+        load_tile(plan, &loads, &own, 0u32, t);
+        turn_to(&own, &lengths, &cursor);
+        let next = noted(base, 1u32, t);
+        if next.rank != NONE {
+            load_tile(plan, &loads, &next, 1u32, t);
+        }
+    } else {
+        let own = tile_of_launch(plan, &parts, &lengths, CUBE_POS_X, t);
+        load_tile(plan, &loads, &own, 0u32, t);
+        turn_to(&own, &lengths, &cursor);
+    }
     #[unroll]
     for _ in 0..comptime!(t.stages - t.lag) {
-        load_next(plan, &parts, &loads, &lengths, total, &cursor, t);
+        load_next(plan, &parts, &loads, &lengths, 0u32, &cursor, t);
     }
 
     // A lane adds all 16 queries of the warp, or, with groups of 8, each of two lanes 8.
@@ -187,28 +264,22 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         cap_scale,
     };
     if comptime!(t.persistent) {
-        let mut index = CUBE_POS_X;
-        let mut next = uniform(shared_load(base + comptime!(t.ticket() + 4)));
-        if next < total {
-            load_tile(plan, &parts, &loads, &lengths, next, 1u32, t);
-        }
         let mut turn = 0u32;
         let mut s = Vector::<f32, S>::zeroed();
-        while index < total {
-            let done = compute_tile::<S, P, O, C>(
+        while noted(base, turn, t).rank != NONE {
+            let own = noted(base, turn, t);
+            s = compute_tile::<S, P, O, C>(
                 plan, out, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers, tickets,
-                index, next, turn, s, t,
+                &own, turn, s, t,
             );
-            index = next;
-            next = done.after_next;
-            s = done.s;
             turn += 1;
         }
     } else {
+        let own = tile_of_launch(plan, &parts, &lengths, CUBE_POS_X, t);
         let none = Vector::<f32, S>::zeroed();
         compute_tile::<S, P, O, C>(
             plan, out, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers, tickets,
-            CUBE_POS_X, total, 0u32, none, t,
+            &own, 0u32, none, t,
         );
     }
 
@@ -217,15 +288,8 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     }
 }
 
-/// What a cube goes on with after a tile.
-#[derive(CubeType)]
-struct Done<S: Size> {
-    after_next: u32,
-    /// Products of the next tile's first step, if `chain.started` says so.
-    s: Vector<f32, S>,
-}
-
-/// Computes tile `index`, the cube's `turn`-th, before tile `next`. With `chain.started` `s` is of its first step.
+/// Computes the cube's `turn`-th tile. With `chain.started` `s` are the products of its first step; so are those that it returns,
+/// of the next tile.
 #[cube]
 fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     plan: &[u32],
@@ -238,26 +302,25 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     chain: &Chain,
     numbers: &Numbers,
     tickets: u64,
-    index: u32,
-    next: u32,
+    own: &Own,
     turn: u32,
     s: Vector<f32, S>,
     #[comptime] t: BackwardTile,
-) -> Done<S> {
+) -> Vector<f32, S> {
     let base = loads.base;
-    let own = own(index, lengths);
     let batch = own.batch;
     let first_head = own.kv_head * lengths.heads_per_kv;
     let heads_at = parts.heads + batch as usize * parts.batch;
-    // The ticket of the tile after the next one, on its way while this one is computed.
+    // That of the tile after the next one, on its way while this one is computed.
     let mut ticket = 0u32;
+    let before = chain.done.read();
     if comptime!(t.persistent) {
         if unit() == 0 {
             ticket = CUBE_COUNT_X + draw(tickets);
         }
         cursor.ahead.store(0u32);
         if cursor.loaded.read() == chain.done.read() {
-            load_next(plan, parts, loads, lengths, next, cursor, t);
+            load_next(plan, parts, loads, lengths, turn, cursor, t);
         }
     }
     let q_address = base + comptime!(t.q_offset() as u32);
@@ -280,9 +343,14 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     }
     for of_group in 0..lengths.heads_per_kv {
         let head = first_head + of_group;
-        let record = record_of(plan, parts, heads_at, head, own.rank);
-        let first_entry = parts.entries + plan[record] as usize * 3;
-        let steps = uniform(plan[record + 1]);
+        let mut first_entry = own.entry as usize;
+        let mut steps = own.steps;
+        if of_group > 0 {
+            let record = record_of(plan, parts, heads_at, head, own.rank);
+            first_entry = parts.entries + plan[record] as usize * 3;
+            steps = plan[record + 1];
+        }
+        let steps = uniform(steps);
         let first_query = (batch * loads.heads + head) * lengths.pitch;
         for j in 0..steps {
             let done = chain.done.read();
@@ -301,7 +369,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let row_of_scratch = first_query
                 + plan[word] * comptime!(t.group as u32)
                 + chain.query % comptime!(t.group as u32);
-            load_next(plan, parts, loads, lengths, next, cursor, t);
+            load_next(plan, parts, loads, lengths, turn, cursor, t);
 
             let mut s = s_next;
             if comptime!(t.softcap) {
@@ -436,6 +504,11 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 q_address + next_stage * comptime!(t.b_bytes() as u32),
                 t,
             );
+            if comptime!(t.persistent) {
+                if unit() == 0 && done == before {
+                    note(plan, parts, lengths, base, ticket, turn, t);
+                }
+            }
             grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
             let dq_width = C::value();
             let dq = wait::<C>(dq_started, 2usize, dq_width);
@@ -488,26 +561,22 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         }
     }
 
-    let mut after_next = loads.total;
     if comptime!(t.persistent) {
-        let slot = base + comptime!(t.ticket()) + (turn & 1) * 4;
-        if unit() == 0 {
-            shared_store(slot, ticket);
+        if unit() == 0 && chain.done.read() == before {
+            note(plan, parts, lengths, base, ticket, turn, t);
         }
-        // All have read the tile's keys and values: they make room.
+        // All have read the tile's keys and values: they make room for those of the tile after the next one.
         named_sync(1u32, comptime!(t.units() as u32));
-        after_next = uniform(shared_load(slot));
-        if after_next < loads.total {
-            load_tile(plan, parts, loads, lengths, after_next, turn, t);
+        let after_next = noted(base, turn, t);
+        if after_next.rank != NONE {
+            load_tile(plan, loads, &after_next, turn, t);
         }
     }
-    let record0 = plan[heads_at + first_head as usize] as usize;
-    let rows = rows_of(plan, parts, record0, own.rank, t);
     let lane = unit() % 32;
     let row = unit() / 32 * 16 + lane / 4;
     let first = (batch * lengths.kv_heads + own.kv_head) * lengths.seq_kv;
-    let place = place_of(plan, rows, row, t);
-    let place8 = place_of(plan, rows, row + 8, t);
+    let place = place_of(plan, own.rows, row, t);
+    let place8 = place_of(plan, own.rows, row + 8, t);
     let len = lengths.seq_kv;
     store_rows::<O>(
         out,
@@ -535,10 +604,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         f32::new(1.0),
         comptime!(t.store()),
     );
-    Done::<S> {
-        after_next,
-        s: s_next,
-    }
+    s_next
 }
 
 /// Where the keys of the cube's `turn`-th tile are, and behind them the values.
@@ -589,45 +655,14 @@ fn record_of(plan: &[u32], parts: &PlanParts, heads_at: usize, head: u32, rank: 
     parts.order + (plan[heads_at + head as usize] + rank) as usize * 4 + 1
 }
 
-/// Where the tile's own rows are.
+/// Loads the keys and values of a tile, to where those of the cube's `turn`-th go.
 #[cube]
-fn rows_of(
-    plan: &[u32],
-    parts: &PlanParts,
-    record0: usize,
-    rank: u32,
-    #[comptime] t: BackwardTile,
-) -> u32 {
-    own_rows(
-        parts,
-        record0,
-        plan[parts.order + (record0 + rank as usize) * 4],
-        comptime!(t.rows()),
-        comptime!(t.group),
-        comptime!(t.clustered),
-    )
-}
-
-/// Loads the keys and values of tile `index`, to where those of the cube's `turn`-th go.
-#[cube]
-fn load_tile(
-    plan: &[u32],
-    parts: &PlanParts,
-    loads: &Loads,
-    lengths: &Lengths,
-    index: u32,
-    turn: u32,
-    #[comptime] t: BackwardTile,
-) {
+fn load_tile(plan: &[u32], loads: &Loads, own: &Own, turn: u32, #[comptime] t: BackwardTile) {
     let target = own_address(loads.base, turn, t);
     let mut bar = loads.base + comptime!(t.own());
     if comptime!(t.persistent) {
         bar += (turn & 1) * 8;
     }
-    let own = own(index, lengths);
-    let heads_at = parts.heads + own.batch as usize * parts.batch;
-    let record0 = plan[heads_at + (own.kv_head * lengths.heads_per_kv) as usize] as usize;
-    let rows = rows_of(plan, parts, record0, own.rank, t);
     let unit = unit();
     if unit == 0 {
         barrier_expect(bar, comptime!(2 * t.a_bytes()));
@@ -645,7 +680,7 @@ fn load_tile(
                 plan,
                 target,
                 bar,
-                rows,
+                own.rows,
                 index,
                 loads.class_len,
                 own.kv_head,
@@ -752,8 +787,6 @@ struct Loads {
     class_len: u32,
     /// Query heads.
     heads: u32,
-    /// Tiles there are.
-    total: u32,
 }
 
 /// The step that is loaded next.
@@ -776,15 +809,16 @@ struct Cursor {
     ahead: RuntimeCell<u32>,
 }
 
-/// Moves the cursor to the beginning of tile `index`.
+/// Moves the cursor to the beginning of a tile.
 #[cube]
-fn turn_to(plan: &[u32], parts: &PlanParts, lengths: &Lengths, index: u32, cursor: &Cursor) {
-    let own = own(index, lengths);
+fn turn_to(own: &Own, lengths: &Lengths, cursor: &Cursor) {
     cursor.rank.store(own.rank);
     cursor.batch.store(own.batch);
     cursor.head.store(own.kv_head * lengths.heads_per_kv);
     cursor.end.store((own.kv_head + 1) * lengths.heads_per_kv);
-    open(plan, parts, cursor);
+    cursor.entry.store(own.entry as usize);
+    cursor.j.store(0u32);
+    cursor.steps.store(uniform(own.steps));
 }
 
 /// Reads the record of the cursor's head.
@@ -814,25 +848,27 @@ fn skip_to_step(plan: &[u32], parts: &PlanParts, cursor: &Cursor) {
     }
 }
 
-/// Loads the cursor's step, if there is one, once its buffer is free: of the tile that is computed, or else of tile `next`, the
-/// one after it. All units call this together.
+/// Loads the cursor's step, if there is one, once its buffer is free: of the tile that is computed, the cube's `turn`-th, or else
+/// of the one after it. All units call this together.
 #[cube]
 fn load_next(
     plan: &[u32],
     parts: &PlanParts,
     loads: &Loads,
     lengths: &Lengths,
-    next: u32,
+    turn: u32,
     cursor: &Cursor,
     #[comptime] t: BackwardTile,
 ) {
     skip_to_step(plan, parts, cursor);
     if comptime!(t.persistent) {
-        if cursor.j.read() >= cursor.steps.read() && cursor.ahead.read() == 0 && next < loads.total
-        {
-            cursor.ahead.store(1u32);
-            turn_to(plan, parts, lengths, next, cursor);
-            skip_to_step(plan, parts, cursor);
+        if cursor.j.read() >= cursor.steps.read() && cursor.ahead.read() == 0 {
+            let next = noted(loads.base, turn + 1, t);
+            if next.rank != NONE {
+                cursor.ahead.store(1u32);
+                turn_to(&next, lengths, cursor);
+                skip_to_step(plan, parts, cursor);
+            }
         }
     }
     if cursor.j.read() < cursor.steps.read() {

@@ -160,28 +160,40 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let mut l1 = f32::new(0.0);
     let mut o = Vector::<f32, O>::zeroed();
     let first = (batch * CUBE_COUNT_Y + head) * seq_q;
+    let fours = comptime!(t.dim / 32);
+    let mut before = Array::<Vector<u32, Four>>::new(comptime!(2 * fours));
+    let mut log0 = f32::new(LOWEST_MAX);
+    let mut log1 = f32::new(LOWEST_MAX);
     if comptime!(t.carry) {
-        // A finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+        // On its way while the queries are.
         let upper = row_of_unit(plan, rows, 0u32, &listing, seq_q, t);
         let lower = row_of_unit(plan, rows, ROW_PAIR, &listing, seq_q, t);
-        o = load_row::<O>(o, &out[..], &upper, first, 0usize, t);
-        o = load_row::<O>(o, &out[..], &lower, first, 2usize, t);
         if upper.exists {
-            let log = lse[(first + upper.position) as usize];
-            if log > f32::new(LOWEST_MAX) {
-                m0 = log * lse_scale;
-                l0 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
-            }
+            log0 = lse[(first + upper.position) as usize];
         }
         if lower.exists {
-            let log = lse[(first + lower.position) as usize];
-            if log > f32::new(LOWEST_MAX) {
-                m1 = log * lse_scale;
-                l1 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
-            }
+            log1 = lse[(first + lower.position) as usize];
+        }
+        #[unroll]
+        for i in 0..fours {
+            before[i] = read_four(&out[..], &upper, first, i, t);
+            before[comptime!(fours + i)] = read_four(&out[..], &lower, first, i, t);
         }
     }
     barrier_wait(base, 0u32);
+    if comptime!(t.carry) {
+        // A finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+        o = unpack_row::<O>(o, &before, 0usize, t);
+        o = unpack_row::<O>(o, &before, 1usize, t);
+        if log0 > f32::new(LOWEST_MAX) {
+            m0 = log0 * lse_scale;
+            l0 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
+        }
+        if log1 > f32::new(LOWEST_MAX) {
+            m1 = log1 * lse_scale;
+            l1 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
+        }
+    }
     if comptime!(t.turns()) {
         if group == 1 {
             named_arrive(1u32, 256u32);
@@ -860,29 +872,39 @@ fn store_row<O: Size>(
     }
 }
 
-/// Reads what `store_row` wrote, where there is such a row.
+/// The `i`-th 16 bytes of what `store_row` wrote, where there is such a row.
 #[cube]
-fn load_row<O: Size>(
-    o_in: Vector<f32, O>,
+fn read_four(
     out: &[Vector<u32, Four>],
     row: &OutRow,
     first: u32,
-    #[comptime] offset: usize,
+    #[comptime] i: usize,
+    #[comptime] t: Tile,
+) -> Vector<u32, Four> {
+    let target = (first + row.position) as usize * comptime!(t.dim / 8) + (unit() % 4) as usize;
+    let mut four = Vector::<u32, Four>::zeroed();
+    if row.exists {
+        four = out[target + comptime!(4 * i)];
+    }
+    four
+}
+
+/// Puts the unit's upper or lower row where it is in the output.
+#[cube]
+fn unpack_row<O: Size>(
+    o_in: Vector<f32, O>,
+    fours: &Array<Vector<u32, Four>>,
+    #[comptime] lower: usize,
     #[comptime] t: Tile,
 ) -> Vector<f32, O> {
     let mut o = o_in;
     let lane = unit() % 32;
-    let target = (first + row.position) as usize * comptime!(t.dim / 8) + (lane % 4) as usize;
     #[unroll]
     for i in 0..comptime!(t.dim / 32) {
-        let mut four = Vector::<u32, Four>::zeroed();
-        if row.exists {
-            four = out[target + comptime!(4 * i)];
-        }
-        let own = trade_four(four, lane);
+        let own = trade_four(fours[comptime!(lower * (t.dim / 32) + i)], lane);
         #[unroll]
         for j in 0..4usize {
-            let n = comptime!(16 * i + 4 * j + offset);
+            let n = comptime!(16 * i + 4 * j + 2 * lower);
             o.insert(n, unpack(own.extract(j), false, t.half));
             o.insert(comptime!(n + 1), unpack(own.extract(j), true, t.half));
         }

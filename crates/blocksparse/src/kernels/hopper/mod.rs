@@ -654,9 +654,9 @@ impl BackwardTile {
         self.full() + 8 * self.stages as u32
     }
 
-    /// Of the numbers by which a cube knows its next tiles.
-    fn ticket(&self) -> u32 {
-        self.empty() + 8 * self.stages as u32
+    /// Of what is noted of a cube's next two tiles, 32 bytes each.
+    fn slots(&self) -> u32 {
+        (self.empty() + 8 * self.stages as u32).next_multiple_of(32)
     }
 
     fn stats_offset(&self) -> usize {
