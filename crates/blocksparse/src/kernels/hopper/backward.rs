@@ -572,9 +572,11 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             load_tile(plan, loads, &after_next, turn, t);
         }
     }
+    // Found again rather than kept: registers are short.
+    let own = found_again(plan, parts, lengths, own, t);
     let lane = unit() % 32;
     let row = unit() / 32 * 16 + lane / 4;
-    let first = (batch * lengths.kv_heads + own.kv_head) * lengths.seq_kv;
+    let first = (own.batch * lengths.kv_heads + own.kv_head) * lengths.seq_kv;
     let place = place_of(plan, own.rows, row, t);
     let place8 = place_of(plan, own.rows, row + 8, t);
     let len = lengths.seq_kv;
@@ -605,6 +607,29 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         comptime!(t.store()),
     );
     s_next
+}
+
+/// The tile that a cube is at, if it is its only one.
+#[cube]
+fn found_again(
+    plan: &[u32],
+    parts: &PlanParts,
+    lengths: &Lengths,
+    own: &Own,
+    #[comptime] t: BackwardTile,
+) -> Own {
+    if comptime!(t.persistent) {
+        Own {
+            rank: own.rank,
+            kv_head: own.kv_head,
+            batch: own.batch,
+            rows: own.rows,
+            entry: own.entry,
+            steps: own.steps,
+        }
+    } else {
+        tile_of_launch(plan, parts, lengths, uniform(CUBE_POS_X), t)
+    }
 }
 
 /// Where the keys of the cube's `turn`-th tile are, and behind them the values.
