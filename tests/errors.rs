@@ -1,7 +1,9 @@
 //! Bad input is a typed error that names the argument, what was expected and what came.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{AttentionOptions, AttentionPlan, BlockLayout, Pattern, attention};
+use burn_blocksparse::{
+    AttentionOptions, AttentionPlan, BlockLayout, Pattern, attention, merge_attention,
+};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -86,6 +88,28 @@ fn different_devices() {
         error.to_string().starts_with("k's device must be"),
         "{error}"
     );
+}
+
+#[test]
+fn merged_parts() {
+    for device in devices() {
+        let (out, lse) = (
+            zeros([1, 4, 32, 8], &device),
+            Tensor::<3>::zeros([1, 4, 32], &device),
+        );
+        let fewer = zeros([1, 4, 31, 8], &device);
+        let error = merge_attention(out.clone(), lse.clone(), fewer, lse.clone()).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "out_b's shape must be [1, 4, 32, 8], out_a's, got [1, 4, 31, 8]"
+        );
+        let short = Tensor::<3>::zeros([1, 4, 31], &device);
+        let error = merge_attention(out.clone(), lse, out, short).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "lse_b's shape must be [1, 4, 32], out_a's rows, got [1, 4, 31]"
+        );
+    }
 }
 
 /// What a call runs is known before it runs, and says so.

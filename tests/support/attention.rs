@@ -9,7 +9,7 @@ use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, AttentionPlan, BlockLayout, Pattern, Precision, WeightsMode, attention,
-    attention_with_lse, attention_with_weights,
+    attention_with_lse, attention_with_weights, merge_attention,
 };
 
 fn tensor(values: &[f64], shape: [usize; 4], device: &Device, dtype: DType) -> Tensor<4> {
@@ -44,6 +44,55 @@ fn run(
         k.grad(&grads).unwrap().into_data(),
         v.grad(&grads).unwrap().into_data(),
     ]
+}
+
+/// Gradients by q, k, v of a loss over lse, and over the output if `use_out`.
+fn run_lse(
+    problem: &Problem,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+    device: &Device,
+    dtype: DType,
+    use_out: bool,
+) -> [TensorData; 3] {
+    let [q, k, v, grad_out] = inputs(problem, device, dtype);
+    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+    let args = (q.clone(), k.clone(), v.clone());
+    let (out, lse) = attention_with_lse(args.0, args.1, args.2, layout, options).unwrap();
+    let grad_lse = TensorData::new(problem.grad_lse.clone(), lse.dims());
+    let grad_lse = Tensor::<3>::from_data(grad_lse, (device, lse.dtype()));
+    let mut loss = (lse * grad_lse).sum();
+    if use_out {
+        let dtype = loss.dtype();
+        loss = loss + (out * grad_out).sum().cast(dtype);
+    }
+    let grads = loss.backward();
+    [q, k, v].map(|x| x.grad(&grads).unwrap().into_data())
+}
+
+/// The gradient through lse: alone, and with the output's.
+pub fn lse_gradients_equal_f64(devices: &[Device]) {
+    for (index, case) in &table() {
+        let seed = 4000 + *index as u64;
+        for use_out in [false, true] {
+            let mut problem = case.problem(seed).with_grad_lse(seed);
+            if !use_out {
+                problem.grad_out.fill(0.0);
+            }
+            let answer = problem.solve();
+            for device in devices {
+                for (dtype, tolerance) in exact_dtypes(device) {
+                    let what = format!("{}, {device:?}, {dtype:?}, out: {use_out}", case.name);
+                    let (layout, options) = (case.layout(), case.options());
+                    let device = device.clone().autodiff();
+                    let [dq, dk, dv] = run_lse(&problem, &layout, options, &device, dtype, use_out);
+                    assert_close(&format!("{what}: dq"), dq, &answer.dq, tolerance);
+                    assert_close(&format!("{what}: dk"), dk, &answer.dk, tolerance);
+                    assert_close(&format!("{what}: dv"), dv, &answer.dv, tolerance);
+                }
+            }
+        }
+    }
 }
 
 pub fn forward_and_gradients_equal_f64(devices: &[Device]) {
@@ -398,33 +447,61 @@ pub fn tf32_only_where_asked_for(devices: &[Device]) {
     }
 }
 
-/// Two disjoint parts merged by lse are the attention over their union.
+/// Two disjoint parts merged by lse are the attention over their union, in its gradients, too; rows may have keys in one part
+/// or in none.
 pub fn lse_merges_disjoint_parts(devices: &[Device]) {
     let near = Pattern::local(16);
     let far = Pattern::intersection([
         Pattern::strided(16),
         Pattern::from_fn("not near", |_, i, j| i - j >= 16),
     ]);
-    for device in devices {
+    let gaps = |near: &Pattern| {
+        let rows = Pattern::from_fn("gaps", |_, i, _| !(11..33).contains(&i));
+        Pattern::intersection([rows, near.clone()])
+    };
+    for (near, dim) in [(near.clone(), 8), (gaps(&near), 64)] {
         let case = Case {
             pattern: Pattern::union([near.clone(), far.clone()]),
+            head_dim: dim,
+            value_dim: dim,
             ..cases()[13].clone()
         };
-        let problem = case.problem(21);
-        let [q, k, v, _] = inputs(&problem, device, DType::F32);
-        let part = |pattern: &Pattern| {
-            let layout = pattern
-                .layout(case.heads, case.seq_q, case.block_size)
-                .unwrap();
-            let (q, k, v) = (q.clone(), k.clone(), v.clone());
-            attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
-        };
-        let ((out_a, lse_a), (out_b, lse_b)) = (part(&near), part(&far));
-        let max = lse_a.clone().max_pair(lse_b.clone());
-        let (wa, wb) = ((lse_a - max.clone()).exp(), (lse_b - max).exp());
-        let total = (wa.clone() + wb.clone()).unsqueeze_dim::<4>(3);
-        let merged = (out_a * wa.unsqueeze_dim(3) + out_b * wb.unsqueeze_dim(3)) / total;
-        assert_close("merged", merged.into_data(), &problem.solve().out, 1e-5);
+        let problem = case.problem(21).with_grad_lse(21);
+        let answer = problem.solve();
+        for device in devices {
+            let mut dtypes = exact_dtypes(device);
+            dtypes.extend(half_dtypes(device).into_iter().map(|dtype| (dtype, 3e-2)));
+            for (dtype, tolerance) in dtypes {
+                let device = &device.clone().autodiff();
+                let [q, k, v, grad_out] = inputs(&problem, device, dtype);
+                let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+                let part = |pattern: &Pattern| {
+                    let layout = pattern
+                        .layout(case.heads, case.seq_q, case.block_size)
+                        .unwrap();
+                    let (q, k, v) = (q.clone(), k.clone(), v.clone());
+                    attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
+                };
+                let ((out_a, lse_a), (out_b, lse_b)) = (part(&near), part(&far));
+                let (out, lse) = merge_attention(out_a, lse_a, out_b, lse_b).unwrap();
+                assert_eq!(out.dtype(), dtype);
+                let grad_lse = TensorData::new(problem.grad_lse.clone(), lse.dims());
+                let grad_lse = Tensor::<3>::from_data(grad_lse, (device, lse.dtype()));
+                let loss = (out.clone() * grad_out).sum().cast(lse.dtype());
+                let grads = (loss + (lse.clone() * grad_lse).sum()).backward();
+                let what = |name: &str| format!("merged, {device:?}, {dtype:?}: {name}");
+                assert_close(&what("out"), out.into_data(), &answer.out, tolerance);
+                assert_close(&what("lse"), lse.into_data(), &answer.lse, tolerance);
+                for (x, expected, name) in [
+                    (q, &answer.dq, "dq"),
+                    (k, &answer.dk, "dk"),
+                    (v, &answer.dv, "dv"),
+                ] {
+                    let grad = x.grad(&grads).unwrap().into_data();
+                    assert_close(&what(name), grad, expected, tolerance);
+                }
+            }
+        }
     }
 }
 

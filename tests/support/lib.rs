@@ -24,6 +24,10 @@ pub const CHECKS: &[(&str, Check)] = &[
         attention::lse_and_weights_equal_f64,
     ),
     (
+        "lse_gradients_equal_f64",
+        attention::lse_gradients_equal_f64,
+    ),
+    (
         "half_precision_is_as_good_as_dense",
         attention::half_precision_is_as_good_as_dense,
     ),
@@ -51,8 +55,12 @@ pub const CHECKS: &[(&str, Check)] = &[
         autodiff::gradient_checkpointing_gives_the_same_gradients,
     ),
     (
-        "constants_get_no_gradient_and_lse_leaves_the_graph",
-        autodiff::constants_get_no_gradient_and_lse_leaves_the_graph,
+        "constants_get_no_gradient",
+        autodiff::constants_get_no_gradient,
+    ),
+    (
+        "out_and_lse_are_differentiated_together",
+        autodiff::out_and_lse_are_differentiated_together,
     ),
     (
         "one_tensor_as_query_key_and_value",

@@ -35,19 +35,21 @@ impl Sizes {
 
 type Allowed = dyn Fn(usize, usize, usize, usize) -> bool;
 
-/// Inputs, the gradient of the output, and who attends to whom: `allowed(batch, head, i, j)`.
+/// Inputs, the gradients of the output and of lse (0 unless asked for), and who attends to whom: `allowed(batch, head, i, j)`.
 pub struct Problem {
     pub sizes: Sizes,
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
     pub grad_out: Vec<f64>,
+    /// `[batch, heads, seq_q]`
+    pub grad_lse: Vec<f64>,
     allowed: Box<Allowed>,
     scale: f64,
     softcap: Option<f64>,
 }
 
-/// What attention returns, and the gradients of `sum(out · grad_out)`.
+/// What attention returns, and the gradients of `sum(out · grad_out) + sum(lse · grad_lse)`.
 pub struct Answer {
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
@@ -76,6 +78,7 @@ impl Problem {
             k: normal(sizes.k()),
             v: normal(sizes.v()),
             grad_out: normal(sizes.out()),
+            grad_lse: vec![0.0; sizes.batch * sizes.heads * sizes.seq_q],
             sizes,
             allowed: Box::new(allowed),
             scale: 1.0 / (sizes.head_dim as f64).sqrt(),
@@ -86,6 +89,14 @@ impl Problem {
     pub fn options(mut self, scale: Option<f64>, softcap: Option<f64>) -> Self {
         self.scale = scale.unwrap_or(self.scale);
         self.softcap = softcap;
+        self
+    }
+
+    /// Gives lse a random gradient.
+    pub fn with_grad_lse(mut self, seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let grads = self.grad_lse.iter_mut();
+        grads.for_each(|grad| *grad = 2.0 * rng.random::<f64>() - 1.0);
         self
     }
 
@@ -166,7 +177,8 @@ impl Problem {
             for (dv, d_out) in answer.dv[v_range(j)].iter_mut().zip(&d_out) {
                 *dv += p[k] * d_out;
             }
-            let ds = p[k] * (dp[k] - delta) * slope(raw[k]) * self.scale;
+            let by_score = p[k] * (dp[k] - delta + self.grad_lse[row]);
+            let ds = by_score * slope(raw[k]) * self.scale;
             for (dq, key) in answer.dq[q_range.clone()]
                 .iter_mut()
                 .zip(&self.k[k_range(j)])

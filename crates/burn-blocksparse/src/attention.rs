@@ -39,9 +39,8 @@ pub fn attention(
 /// [`attention`], and `lse[i] = ln Σ_j exp(score[i, j])` over the allowed keys.
 ///
 /// `lse`: `[batch, heads, seq_q]`, in f32 (f64 for f64 inputs), −∞ for a row with no allowed key. With two
-/// disjoint layouts over the same queries it is what merges two outputs into the attention over their union
-/// (where both are −∞ there is nothing to merge, and `exp(lse − max)` would be NaN).
-/// No gradient flows through `lse`.
+/// disjoint layouts over the same queries it is what merges two outputs into the attention over their union:
+/// [`merge_attention`](crate::merge_attention). It is differentiable, as the output is, and both take one backward pass.
 ///
 /// # Errors
 /// As [`attention`].

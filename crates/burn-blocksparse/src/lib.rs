@@ -29,6 +29,7 @@
 mod attention;
 mod backends;
 mod error;
+mod merge;
 mod ops;
 mod options;
 mod plan;
@@ -41,9 +42,10 @@ pub use attention::{attention, attention_with_lse, attention_with_weights};
 pub use blocksparse::font;
 pub use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern};
 pub use error::AttentionError;
+pub use merge::merge_attention;
 pub use ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
-    Saved,
+    OutputGrads, Saved,
 };
 pub use options::{AttentionOptions, Precision, WeightsMode};
 pub use plan::AttentionPlan;

@@ -12,24 +12,40 @@ use super::{AttentionPlan, Kernel, KernelError, PartPlan, Sizes, TensorView};
 use crate::plan::{Sections, Walk};
 use crate::{BlockLayout, Residue};
 
-/// Runs the forward pass into `out` `[batch, heads, seq_q, value_dim]` and `lse` `[batch, heads, seq_q]`, both
-/// contiguous, and, if the sizes say that weights are stored, into `weights`
-/// `[batch, blocks, b, b]`, which must hold zeros.
+/// What the scores of a call are, apart from its tensors.
+#[derive(Clone, Debug)]
+pub struct ScoreOptions {
+    /// Factor of the products.
+    pub scale: f64,
+    /// Bound of the scores.
+    pub softcap: Option<f64>,
+}
+
+/// What the forward pass writes and the backward pass reads.
+#[derive(Clone, Copy, Debug)]
+pub struct Outputs<'a> {
+    /// `[batch, heads, seq_q, value_dim]`, contiguous.
+    pub out: &'a Handle,
+    /// `[batch, heads, seq_q]`, contiguous.
+    pub lse: &'a Handle,
+    /// `[batch, blocks, b, b]`, if the sizes say that weights are stored. Holds zeros before the forward pass.
+    pub weights: Option<&'a Handle>,
+}
+
+/// Runs the forward pass.
 ///
 /// # Errors
 /// [`KernelError`] if a limit of the device is exceeded; then nothing was launched.
-#[allow(clippy::too_many_arguments)]
 pub fn forward(
     client: &Client,
     plan: &AttentionPlan,
     layout: &BlockLayout,
     [q, k, v]: [&TensorView; 3],
-    out: &Handle,
-    lse: &Handle,
-    weights: Option<&Handle>,
-    scale: f64,
-    softcap: Option<f64>,
+    outputs: Outputs,
+    options: &ScoreOptions,
 ) -> Result<(), KernelError> {
+    let Outputs { out, lse, weights } = outputs;
+    let &ScoreOptions { scale, softcap } = options;
     let sizes = plan.sizes;
     let (heads, seq_q) = (layout.heads(), layout.seq_q());
     let rows = sizes.batch * heads * seq_q;
@@ -89,10 +105,7 @@ pub fn forward(
                 call.input(v),
                 BufferArg::from_raw_parts(out.clone(), rows * sizes.value_dim / call.width),
                 BufferArg::from_raw_parts(lse.clone(), rows),
-                match call.weights(weights, layout) {
-                    Some(weights) => ComptimeOptionArgs::Some(weights),
-                    None => ComptimeOptionArgs::None,
-                },
+                call.weights(weights, layout),
                 call.words(),
                 call.strides(q),
                 call.strides(k),
@@ -113,6 +126,15 @@ pub fn forward(
     Ok(())
 }
 
+/// Gradients by the outputs.
+#[derive(Clone, Copy, Debug)]
+pub struct OutputGrads<'a> {
+    /// `[batch, heads, seq_q, value_dim]`
+    pub out: &'a TensorView,
+    /// `[batch, heads, seq_q]`, contiguous, in lse's type. None: 0.
+    pub lse: Option<&'a Handle>,
+}
+
 /// Where the gradients go.
 pub struct Gradients {
     /// `[batch, heads, seq_q, head_dim]`
@@ -124,8 +146,7 @@ pub struct Gradients {
     pub v_offset: usize,
 }
 
-/// Runs the backward pass: `out`, `lse` (and `weights`) as the forward pass left them, `grad_out`
-/// `[batch, heads, seq_q, value_dim]`.
+/// Runs the backward pass: `outputs` as the forward pass left them.
 ///
 /// # Errors
 /// [`KernelError`] if a limit of the device is exceeded; then nothing was launched.
@@ -135,14 +156,14 @@ pub fn backward(
     plan: &AttentionPlan,
     layout: &BlockLayout,
     [q, k, v]: [&TensorView; 3],
-    out: &Handle,
-    lse: &Handle,
-    weights: Option<&Handle>,
-    grad_out: &TensorView,
+    outputs: Outputs,
+    grads: OutputGrads,
     gradients: &Gradients,
-    scale: f64,
-    softcap: Option<f64>,
+    options: &ScoreOptions,
 ) -> Result<(), KernelError> {
+    let Outputs { out, lse, weights } = outputs;
+    let &ScoreOptions { scale, softcap } = options;
+    let grad_out = grads.out;
     let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
     plan.check_backward()?;
     let sizes = plan.sizes;
@@ -179,6 +200,7 @@ pub fn backward(
                 ),
                 call.input(grad_out),
                 BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * layout.seq_q()),
+                optional(grads.lse, sizes.batch * heads * layout.seq_q()),
                 BufferArg::from_raw_parts(stats.clone(), rows * 2),
                 call.strides(grad_out),
                 call.listing(),
@@ -224,8 +246,8 @@ pub fn backward(
                 &sizes,
                 part_plan.residue,
                 inputs,
-                out,
-                lse,
+                outputs,
+                grads.lse,
                 gradients,
                 scale,
                 softcap,
@@ -304,10 +326,7 @@ pub fn backward(
                     call.input(b1),
                     call.input(b2),
                     BufferArg::from_raw_parts(stats.clone(), rows * 2),
-                    match call.weights(weights, layout) {
-                        Some(weights) => ComptimeOptionArgs::Some(weights),
-                        None => ComptimeOptionArgs::None,
-                    },
+                    call.weights(weights, layout),
                     BufferArg::from_raw_parts(target.clone(), elements / width),
                     call.words(),
                     call.strides(a1),
@@ -330,6 +349,20 @@ pub fn backward(
         }
     }
     Ok(())
+}
+
+/// A buffer of `elements`, or none.
+pub(super) fn optional<T: LaunchArg<RuntimeArg = BufferArg>>(
+    handle: Option<&Handle>,
+    elements: usize,
+) -> ComptimeOptionArgs<T> {
+    match handle {
+        Some(handle) => {
+            let buffer = unsafe { BufferArg::from_raw_parts(handle.clone(), elements) };
+            ComptimeOptionArgs::Some(buffer)
+        }
+        None => ComptimeOptionArgs::None,
+    }
 }
 
 /// What the launches of a call share.
@@ -444,9 +477,13 @@ impl Call {
         listing(self.residue)
     }
 
-    fn weights(&self, weights: Option<&Handle>, layout: &BlockLayout) -> Option<BufferArg> {
+    fn weights<T: LaunchArg<RuntimeArg = BufferArg>>(
+        &self,
+        weights: Option<&Handle>,
+        layout: &BlockLayout,
+    ) -> ComptimeOptionArgs<T> {
         let elements = self.batch * self.weight_blocks * layout.block_size().pow(2);
-        weights.map(|weights| unsafe { BufferArg::from_raw_parts(weights.clone(), elements) })
+        optional(weights, elements)
     }
 
     fn words(&self) -> BufferArg {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! forward     s = scale · q · kᵀ    p = softmax(s)    out = p · v          lse = ln Σ exp(s)
-//! backward    delta = rowsum(dO ∘ O)                  p = exp(s − lse)
+//! backward    delta = rowsum(dO ∘ O) − dlse           p = exp(s − lse)
 //!             dp = dO · vᵀ          ds = p ∘ (dp − delta) · scale
 //!             dQ = ds · k           dK = dsᵀ · q       dV = pᵀ · dO
 //! ```
@@ -39,7 +39,7 @@ use cubecl::server::Handle;
 use crate::plan::{Tiling, Walk};
 use crate::{BlockLayout, Residue};
 
-pub use launch::{Gradients, backward, forward};
+pub use launch::{Gradients, OutputGrads, Outputs, ScoreOptions, backward, forward};
 
 /// What can be wrong with a launch. All of it is known before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

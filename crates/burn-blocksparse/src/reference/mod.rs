@@ -11,7 +11,7 @@
 //! p  = softmax(s)                                 lse = max(s) − ln(max(p))
 //! o  = p · v
 //!
-//! delta = rowsum(dO ∘ O)          dP = dO · vᵀ
+//! delta = rowsum(dO ∘ O) − dlse   dP = dO · vᵀ
 //! dS = p ∘ (dP − delta) · scale   (∘ (1 − tanh²) with a softcap)
 //! dQ = dS · k                     dK += dSᵀ · q     dV += pᵀ · dO
 //! ```
@@ -27,7 +27,7 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 
 use crate::ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, Saved,
+    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, OutputGrads, Saved,
 };
 use crate::{AttentionOptions, WeightsMode};
 use gather::{Chunk, Problem};
@@ -85,7 +85,7 @@ pub(crate) fn forward<B: Backend>(
 
 pub(crate) fn backward<B: Backend>(
     saved: Saved<B>,
-    grad_out: FloatTensor<B>,
+    grads: OutputGrads<B>,
     layout: &LayoutTensors<B>,
     options: &AttentionOptions,
 ) -> AttentionGrads<B> {
@@ -94,11 +94,18 @@ pub(crate) fn backward<B: Backend>(
     let dtype: FloatDType = inputs.q.dtype().into();
     let b = problem.b;
     let tiles = problem.tile_inputs(inputs);
-    let grad_out = problem.accumulate(grad_out);
-    let delta = B::float_sum_dim(
+    let grad_out = problem.accumulate(grads.out);
+    let mut delta = B::float_sum_dim(
         B::float_mul(grad_out.clone(), problem.accumulate(output.out)),
         3,
     );
+    if let MaybeFloat::Some(grad_lse) = grads.lse {
+        // A row without keys has p = 0; whatever the gradient is there, 0 · ∞ must not enter.
+        let empty = B::float_is_inf(output.lse, layout.blocked.dtype().into());
+        let grad_lse = B::float_mask_fill(grad_lse, empty, 0.0.into());
+        let grad_lse = B::float_reshape(grad_lse, delta.shape());
+        delta = B::float_sub(delta, grad_lse);
+    }
     let grad_out = problem.tile_queries(grad_out, problem.value_dim);
     let delta = problem.tile_queries(delta, 1);
     let weights = match output.weights {

@@ -6,17 +6,18 @@ use super::forward::{LOW, score};
 use super::tile::*;
 use crate::plan::Walk;
 
-/// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O)`: what backward needs of the query at each place,
-/// in one buffer because some devices bind only eight. Rows without keys get lse 0, so that no infinity enters the
+/// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what backward needs of the query at each
+/// place, in one buffer because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the
 /// arithmetic; places of no position get zeros.
 ///
-/// `out`, `lse` contiguous; `grad_out` with any strides of its outer dimensions; `stats` `[rows, 2]`, with `pitch` places
+/// `out`, `lse`, `grad_lse` contiguous; `grad_out` with any strides of its outer dimensions; `stats` `[rows, 2]`, with `pitch` places
 /// of each head.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn delta<E: Float, A: Float, N: Size>(
     out: &[Vector<E, N>],
     grad_out: &[Vector<E, N>],
     lse: &[A],
+    grad_lse: ComptimeOption<Box<[A]>>,
     stats: &mut [A],
     grad_strides: Strides,
     listing: Listing,
@@ -51,6 +52,13 @@ pub fn delta<E: Float, A: Float, N: Size>(
                 }
             }
             log = lse[out_row];
+            #[comptime]
+            match grad_lse {
+                ComptimeOption::Some(grad_lse) => {
+                    sum -= select(log < A::new(LOW), A::new(0.0), grad_lse[out_row]);
+                }
+                ComptimeOption::None => {}
+            }
         }
         stats[row * 2] = select(log < A::new(LOW), A::new(0.0), log * lse_factor.get::<A>());
         stats[row * 2 + 1] = sum;
