@@ -9,14 +9,14 @@ use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, AttentionPlan, BlockLayout, Pattern, Precision, WeightsMode, attention,
-    attention_with_lse, attention_with_weights, merge_attention,
+    attention_with_lse, attention_with_tensors, attention_with_weights, merge_attention,
 };
 
 fn tensor(values: &[f64], shape: [usize; 4], device: &Device, dtype: DType) -> Tensor<4> {
     Tensor::from_data(TensorData::new(values.to_vec(), shape), (device, dtype))
 }
 
-fn inputs(problem: &Problem, device: &Device, dtype: DType) -> [Tensor<4>; 4] {
+pub(crate) fn inputs(problem: &Problem, device: &Device, dtype: DType) -> [Tensor<4>; 4] {
     let sizes = problem.sizes;
     [
         tensor(&problem.q, sizes.q(), device, dtype),
@@ -44,55 +44,6 @@ fn run(
         k.grad(&grads).unwrap().into_data(),
         v.grad(&grads).unwrap().into_data(),
     ]
-}
-
-/// Gradients by q, k, v of a loss over lse, and over the output if `use_out`.
-fn run_lse(
-    problem: &Problem,
-    layout: &BlockLayout,
-    options: AttentionOptions,
-    device: &Device,
-    dtype: DType,
-    use_out: bool,
-) -> [TensorData; 3] {
-    let [q, k, v, grad_out] = inputs(problem, device, dtype);
-    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
-    let args = (q.clone(), k.clone(), v.clone());
-    let (out, lse) = attention_with_lse(args.0, args.1, args.2, layout, options).unwrap();
-    let grad_lse = TensorData::new(problem.grad_lse.clone(), lse.dims());
-    let grad_lse = Tensor::<3>::from_data(grad_lse, (device, lse.dtype()));
-    let mut loss = (lse * grad_lse).sum();
-    if use_out {
-        let dtype = loss.dtype();
-        loss = loss + (out * grad_out).sum().cast(dtype);
-    }
-    let grads = loss.backward();
-    [q, k, v].map(|x| x.grad(&grads).unwrap().into_data())
-}
-
-/// The gradient through lse: alone, and with the output's.
-pub fn lse_gradients_equal_f64(devices: &[Device]) {
-    for (index, case) in &table() {
-        let seed = 4000 + *index as u64;
-        for use_out in [false, true] {
-            let mut problem = case.problem(seed).with_grad_lse(seed);
-            if !use_out {
-                problem.grad_out.fill(0.0);
-            }
-            let answer = problem.solve();
-            for device in devices {
-                for (dtype, tolerance) in exact_dtypes(device) {
-                    let what = format!("{}, {device:?}, {dtype:?}, out: {use_out}", case.name);
-                    let (layout, options) = (case.layout(), case.options());
-                    let device = device.clone().autodiff();
-                    let [dq, dk, dv] = run_lse(&problem, &layout, options, &device, dtype, use_out);
-                    assert_close(&format!("{what}: dq"), dq, &answer.dq, tolerance);
-                    assert_close(&format!("{what}: dk"), dk, &answer.dk, tolerance);
-                    assert_close(&format!("{what}: dv"), dv, &answer.dv, tolerance);
-                }
-            }
-        }
-    }
 }
 
 pub fn forward_and_gradients_equal_f64(devices: &[Device]) {

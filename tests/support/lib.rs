@@ -6,6 +6,7 @@ pub mod autodiff;
 pub mod cases;
 pub mod compare;
 pub mod devices;
+pub mod options;
 pub mod reference;
 
 use burn::tensor::Device;
@@ -23,10 +24,9 @@ pub const CHECKS: &[(&str, Check)] = &[
         "lse_and_weights_equal_f64",
         attention::lse_and_weights_equal_f64,
     ),
-    (
-        "lse_gradients_equal_f64",
-        attention::lse_gradients_equal_f64,
-    ),
+    ("lse_gradients_equal_f64", options::lse_gradients_equal_f64),
+    ("lse_alone_equals_f64", options::lse_alone_equals_f64),
+    ("sinks_equal_f64", options::sinks_equal_f64),
     (
         "half_precision_is_as_good_as_dense",
         attention::half_precision_is_as_good_as_dense,

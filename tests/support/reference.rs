@@ -47,6 +47,8 @@ pub struct Problem {
     allowed: Box<Allowed>,
     scale: f64,
     softcap: Option<f64>,
+    /// `[heads]`: scores of a further key of each head, whose value is 0.
+    pub sinks: Option<Vec<f64>>,
 }
 
 /// What attention returns, and the gradients of `sum(out · grad_out) + sum(lse · grad_lse)`.
@@ -58,6 +60,8 @@ pub struct Answer {
     pub dq: Vec<f64>,
     pub dk: Vec<f64>,
     pub dv: Vec<f64>,
+    /// By the sinks, `[heads]`.
+    pub dsinks: Vec<f64>,
 }
 
 impl Problem {
@@ -83,6 +87,7 @@ impl Problem {
             allowed: Box::new(allowed),
             scale: 1.0 / (sizes.head_dim as f64).sqrt(),
             softcap: None,
+            sinks: None,
         }
     }
 
@@ -97,6 +102,14 @@ impl Problem {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let grads = self.grad_lse.iter_mut();
         grads.for_each(|grad| *grad = 2.0 * rng.random::<f64>() - 1.0);
+        self
+    }
+
+    /// Random sink logits.
+    pub fn with_sinks(mut self, seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let heads = 0..self.sizes.heads;
+        self.sinks = Some(heads.map(|_| 4.0 * rng.random::<f64>() - 2.0).collect());
         self
     }
 
@@ -117,6 +130,7 @@ impl Problem {
             dq: zeros(s.q()),
             dk: zeros(s.k()),
             dv: zeros(s.v()),
+            dsinks: vec![0.0; s.heads],
         };
         for batch in 0..s.batch {
             for head in 0..s.heads {
@@ -142,7 +156,12 @@ impl Problem {
         let keys: Vec<usize> = (0..s.seq_kv)
             .filter(|&j| (self.allowed)(batch, head, i, j))
             .collect();
+        let sink = self.sinks.as_ref().map(|sinks| sinks[head]);
         if keys.is_empty() {
+            if let Some(sink) = sink {
+                answer.lse[row] = sink;
+                answer.dsinks[head] += self.grad_lse[row];
+            }
             return;
         }
         let q = &self.q[q_range.clone()];
@@ -151,11 +170,9 @@ impl Problem {
             .collect();
         let cap = |x: f64| self.softcap.map_or(x, |c| c * (x / c).tanh());
         let slope = |x: f64| self.softcap.map_or(1.0, |c| 1.0 - (x / c).tanh().powi(2));
-        let max = raw
-            .iter()
-            .map(|&x| cap(x))
-            .fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = raw.iter().map(|&x| (cap(x) - max).exp()).sum();
+        let scores = raw.iter().map(|&x| cap(x)).chain(sink);
+        let max = scores.clone().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.map(|x| (x - max).exp()).sum();
         let lse = max + sum.ln();
         answer.lse[row] = lse;
 
@@ -166,6 +183,9 @@ impl Problem {
             .map(|&j| dot(&d_out, &self.v[v_range(j)]))
             .collect();
         let delta = dot(&p, &dp);
+        if let Some(sink) = sink {
+            answer.dsinks[head] += (sink - lse).exp() * (self.grad_lse[row] - delta);
+        }
         for (k, &j) in keys.iter().enumerate() {
             answer.weights[row * s.seq_kv + j] = p[k];
             for (out, v) in answer.out[out_range.clone()]

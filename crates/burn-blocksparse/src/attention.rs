@@ -147,29 +147,12 @@ pub(crate) fn check(
             kv_heads,
         ));
     }
-    for (argument, tensor) in [("k's", k), ("v's", v)] {
-        if tensor.dtype() != q.dtype() {
-            return Err(AttentionError::Argument {
-                argument: if argument == "k's" {
-                    "k's dtype"
-                } else {
-                    "v's dtype"
-                },
-                expected: format!("{:?}, q's", q.dtype()),
-                got: format!("{:?}", tensor.dtype()),
-            });
-        }
-        if tensor.device() != q.device() {
-            return Err(AttentionError::Argument {
-                argument: if argument == "k's" {
-                    "k's device"
-                } else {
-                    "v's device"
-                },
-                expected: format!("{:?}, q's", q.device()),
-                got: format!("{:?}", tensor.device()),
-            });
-        }
+    for (dtype, device, tensor) in [
+        ("k's dtype", "k's device", k),
+        ("v's dtype", "v's device", v),
+    ] {
+        AttentionError::expect_same(dtype, q.dtype(), "q's", tensor.dtype())?;
+        AttentionError::expect_same(device, q.device(), "q's", tensor.device())?;
     }
     Ok(())
 }

@@ -34,6 +34,7 @@ mod ops;
 mod options;
 mod plan;
 mod reference;
+mod tensors;
 mod upload;
 mod weights;
 
@@ -49,4 +50,5 @@ pub use ops::{
 };
 pub use options::{AttentionOptions, Precision, WeightsMode};
 pub use plan::AttentionPlan;
+pub use tensors::{AttentionTensors, attention_with_tensors};
 pub use weights::BlockSparseWeights;

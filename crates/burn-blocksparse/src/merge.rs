@@ -47,11 +47,11 @@ pub fn merge_attention(
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let [batch, heads, seq_q, _] = out_a.dims();
     let rows = [batch, heads, seq_q];
-    expect("lse_a's shape", rows, "out_a's rows", lse_a.dims())?;
-    expect("out_b's shape", out_a.dims(), "out_a's", out_b.dims())?;
-    expect("lse_b's shape", rows, "out_a's rows", lse_b.dims())?;
-    expect("out_b's dtype", out_a.dtype(), "out_a's", out_b.dtype())?;
-    expect("lse_b's dtype", lse_a.dtype(), "lse_a's", lse_b.dtype())?;
+    AttentionError::expect_same("lse_a's shape", rows, "out_a's rows", lse_a.dims())?;
+    AttentionError::expect_same("out_b's shape", out_a.dims(), "out_a's", out_b.dims())?;
+    AttentionError::expect_same("lse_b's shape", rows, "out_a's rows", lse_b.dims())?;
+    AttentionError::expect_same("out_b's dtype", out_a.dtype(), "out_a's", out_b.dtype())?;
+    AttentionError::expect_same("lse_b's dtype", lse_a.dtype(), "lse_a's", lse_b.dtype())?;
     let (dtype, accumulator) = (out_a.dtype(), lse_a.dtype());
     let Shares { a, b, lse } = shares(lse_a, lse_b);
     let weighted =
@@ -82,21 +82,5 @@ pub(crate) fn shares(lse_a: Tensor<3>, lse_b: Tensor<3>) -> Shares {
         a: a / total.clone(),
         b: b / total,
         lse,
-    }
-}
-
-fn expect<T: PartialEq + std::fmt::Debug>(
-    argument: &'static str,
-    expected: T,
-    whose: &str,
-    got: T,
-) -> Result<(), AttentionError> {
-    match expected == got {
-        true => Ok(()),
-        false => Err(AttentionError::Argument {
-            argument,
-            expected: format!("{expected:?}, {whose}"),
-            got: format!("{got:?}"),
-        }),
     }
 }
