@@ -2,7 +2,8 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, BlockLayout, Pattern, attention, merge_attention,
+    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, Pattern, attention,
+    attention_with_tensors, merge_attention,
 };
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
@@ -41,6 +42,8 @@ fn shapes(
 #[rstest]
 #[case(AttentionOptions::default().scale(f64::NAN), "options.scale must be finite, got NaN")]
 #[case(AttentionOptions::default().softcap(0.0), "options.softcap must be positive and finite, got 0")]
+#[case(AttentionOptions::default().alibi([0.5]), "options.alibi's slopes must be 4, the layout's heads, got 1")]
+#[case(AttentionOptions::default().alibi([0.5, 0.5, f64::NAN, 0.5]), "options.alibi's slopes must be finite, got NaN")]
 #[case(AttentionOptions::default().softcap(-1.0), "options.softcap must be positive and finite, got -1")]
 fn option_values(#[case] options: AttentionOptions, #[case] message: &str) {
     for device in devices() {
@@ -88,6 +91,20 @@ fn different_devices() {
         error.to_string().starts_with("k's device must be"),
         "{error}"
     );
+}
+
+#[test]
+fn sinks() {
+    for device in devices() {
+        let x = zeros([1, 4, 32, 8], &device);
+        let tensors = AttentionTensors::default().sinks(Tensor::zeros([3], &device));
+        let options = AttentionOptions::default();
+        let error = attention_with_tensors(x.clone(), x.clone(), x, tensors, &layout(), options);
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "sinks' heads must be 4, the layout's, got 3"
+        );
+    }
 }
 
 #[test]

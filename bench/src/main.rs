@@ -186,6 +186,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         store: false,
         softcap: args.softcap.is_some(),
         positive_scale: true,
+        alibi: false,
         tf32: args.tf32,
     };
     let plan = AttentionPlan::new(client, &layout, sizes)?;
@@ -215,6 +216,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
     let options = ScoreOptions {
         scale: 1.0 / (head_dim as f64).sqrt(),
         softcap: args.softcap,
+        slopes: None,
     };
     let forward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
         kernels::forward(

@@ -27,6 +27,7 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("lse_gradients_equal_f64", options::lse_gradients_equal_f64),
     ("lse_alone_equals_f64", options::lse_alone_equals_f64),
     ("sinks_equal_f64", options::sinks_equal_f64),
+    ("alibi_equals_f64", options::alibi_equals_f64),
     (
         "half_precision_is_as_good_as_dense",
         attention::half_precision_is_as_good_as_dense,

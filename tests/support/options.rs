@@ -132,3 +132,13 @@ pub fn sinks_equal_f64(devices: &[Device]) {
         (problem.with_sinks(7), options)
     });
 }
+
+pub fn alibi_equals_f64(devices: &[Device]) {
+    every_case(devices, "alibi", |case, problem, options| {
+        // Steep, flat, and one that rewards distance.
+        let slopes: Vec<f64> = (0..case.heads)
+            .map(|head| 0.3 - 0.17 * head as f64)
+            .collect();
+        (problem.with_slopes(slopes.clone()), options.alibi(slopes))
+    });
+}

@@ -49,6 +49,8 @@ pub struct Problem {
     softcap: Option<f64>,
     /// `[heads]`: scores of a further key of each head, whose value is 0.
     pub sinks: Option<Vec<f64>>,
+    /// `[heads]`: ALiBi slopes.
+    pub slopes: Option<Vec<f64>>,
 }
 
 /// What attention returns, and the gradients of `sum(out · grad_out) + sum(lse · grad_lse)`.
@@ -88,6 +90,7 @@ impl Problem {
             scale: 1.0 / (sizes.head_dim as f64).sqrt(),
             softcap: None,
             sinks: None,
+            slopes: None,
         }
     }
 
@@ -110,6 +113,12 @@ impl Problem {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let heads = 0..self.sizes.heads;
         self.sinks = Some(heads.map(|_| 4.0 * rng.random::<f64>() - 2.0).collect());
+        self
+    }
+
+    /// ALiBi biases.
+    pub fn with_slopes(mut self, slopes: Vec<f64>) -> Self {
+        self.slopes = Some(slopes);
         self
     }
 
@@ -170,14 +179,21 @@ impl Problem {
             .collect();
         let cap = |x: f64| self.softcap.map_or(x, |c| c * (x / c).tanh());
         let slope = |x: f64| self.softcap.map_or(1.0, |c| 1.0 - (x / c).tanh().powi(2));
-        let scores = raw.iter().map(|&x| cap(x)).chain(sink);
+        // The last query sits at the last key.
+        let distance = |j: usize| (i as f64 + s.seq_kv as f64 - s.seq_q as f64 - j as f64).abs();
+        let bias =
+            |j: usize| (self.slopes.as_ref()).map_or(0.0, |slopes| -slopes[head] * distance(j));
+        let biased: Vec<f64> = (raw.iter().zip(&keys))
+            .map(|(&x, &j)| cap(x) + bias(j))
+            .collect();
+        let scores = biased.iter().copied().chain(sink);
         let max = scores.clone().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.map(|x| (x - max).exp()).sum();
         let lse = max + sum.ln();
         answer.lse[row] = lse;
 
         let d_out = self.grad_out[out_range.clone()].to_vec();
-        let p: Vec<f64> = raw.iter().map(|&x| (cap(x) - lse).exp()).collect();
+        let p: Vec<f64> = biased.iter().map(|x| (x - lse).exp()).collect();
         let dp: Vec<f64> = keys
             .iter()
             .map(|&j| dot(&d_out, &self.v[v_range(j)]))

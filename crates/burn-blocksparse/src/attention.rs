@@ -90,7 +90,7 @@ fn call(
     options: AttentionOptions,
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
     check(&q, &k, &v, layout)?;
-    options.validate()?;
+    options.validate(layout.heads())?;
     let plan = AttentionPlan::choose(&q, &k, &v, layout, &options)?;
     let layout = upload::layout_tensors(layout, &q.device(), plan.is_kernels());
     let inputs = AttentionInputs {

@@ -48,7 +48,7 @@ pub use ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
     OutputGrads, Saved,
 };
-pub use options::{AttentionOptions, Precision, WeightsMode};
+pub use options::{AttentionOptions, Precision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::{AttentionTensors, attention_with_tensors};
 pub use weights::BlockSparseWeights;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -19,6 +20,24 @@ pub struct ScoreOptions {
     pub scale: f64,
     /// Bound of the scores.
     pub softcap: Option<f64>,
+    /// ALiBi slopes, `[heads]`: scores get `−slope · |distance|` after the softcap. Given if and only if the sizes say so.
+    pub slopes: Option<Arc<[f64]>>,
+}
+
+impl ScoreOptions {
+    /// The slopes on the device.
+    fn upload_slopes(&self, client: &Client, accumulator: ElemType) -> Option<Handle> {
+        let slopes = self.slopes.as_ref()?;
+        Some(match accumulator {
+            ElemType::Float(FloatKind::F64) => {
+                client.create_from_slice(bytemuck::cast_slice(slopes))
+            }
+            _ => {
+                let slopes: Vec<f32> = slopes.iter().map(|&slope| slope as f32).collect();
+                client.create_from_slice(bytemuck::cast_slice(&slopes))
+            }
+        })
+    }
 }
 
 /// What the forward pass writes and the backward pass reads.
@@ -45,11 +64,12 @@ pub fn forward(
     options: &ScoreOptions,
 ) -> Result<(), KernelError> {
     let Outputs { out, lse, weights } = outputs;
-    let &ScoreOptions { scale, softcap } = options;
+    let &ScoreOptions { scale, softcap, .. } = options;
     let sizes = plan.sizes;
     let (heads, seq_q) = (layout.heads(), layout.seq_q());
     let rows = sizes.batch * heads * seq_q;
     let accumulator = sizes.accumulator();
+    let slopes = options.upload_slopes(client, accumulator);
     let named = [("q", q), ("k", k), ("v", v)];
     let calls = (plan.parts.iter())
         .map(|part| Call::new(client, sizes, part, layout, Kernel::Forward, &named))
@@ -106,6 +126,7 @@ pub fn forward(
                 BufferArg::from_raw_parts(out.clone(), rows * sizes.value_dim / call.width),
                 BufferArg::from_raw_parts(lse.clone(), rows),
                 call.weights(weights, layout),
+                optional(slopes.as_ref(), heads),
                 call.words(),
                 call.strides(q),
                 call.strides(k),
@@ -162,7 +183,7 @@ pub fn backward(
     options: &ScoreOptions,
 ) -> Result<(), KernelError> {
     let Outputs { out, lse, weights } = outputs;
-    let &ScoreOptions { scale, softcap } = options;
+    let &ScoreOptions { scale, softcap, .. } = options;
     let grad_out = grads.out;
     let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
     plan.check_backward()?;
@@ -181,10 +202,12 @@ pub fn backward(
 
     let rows = sizes.batch * heads * layout.seq_q();
     let accumulator = sizes.accumulator();
+    let slopes = options.upload_slopes(client, accumulator);
     // lse and delta of the query at each place of a part.
     let make_stats = |call: &Call, pitch: usize, lse_factor: f64, by_class: bool| {
         let rows = sizes.batch * heads * pitch;
-        let stats = client.empty(rows * 2 * accumulator.size());
+        let numbers = rows * 2 + if slopes.is_some() { heads } else { 0 };
+        let stats = client.empty(numbers * accumulator.size());
         const UNITS: u32 = 64;
         let cubes = spread(client, (rows as u64).div_ceil(u64::from(UNITS)))?;
         unsafe {
@@ -201,7 +224,8 @@ pub fn backward(
                 call.input(grad_out),
                 BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * layout.seq_q()),
                 optional(grads.lse, sizes.batch * heads * layout.seq_q()),
-                BufferArg::from_raw_parts(stats.clone(), rows * 2),
+                optional(slopes.as_ref(), heads),
+                BufferArg::from_raw_parts(stats.clone(), numbers),
                 call.strides(grad_out),
                 call.listing(),
                 heads,
@@ -311,6 +335,7 @@ pub fn backward(
             Some(stats) => stats,
             None => plain_stats.insert(make_stats(&part[0], layout.seq_q(), 1.0, false)?),
         };
+        let numbers = rows * 2 + if slopes.is_some() { heads } else { 0 };
         for (call, (walk, outer_heads, [a1, a2, b1, b2], target, elements)) in
             part.iter().zip(passes)
         {
@@ -325,7 +350,7 @@ pub fn backward(
                     call.input(a2),
                     call.input(b1),
                     call.input(b2),
-                    BufferArg::from_raw_parts(stats.clone(), rows * 2),
+                    BufferArg::from_raw_parts(stats.clone(), numbers),
                     call.weights(weights, layout),
                     BufferArg::from_raw_parts(target.clone(), elements / width),
                     call.words(),
@@ -338,6 +363,7 @@ pub fn backward(
                     heads / kv_heads,
                     call.weight_blocks,
                     gradients.v_offset / width,
+                    rows * 2,
                     InputScalar::new(scale, accumulator),
                     InputScalar::new(softcap.unwrap_or(1.0), accumulator),
                     walk,

@@ -162,6 +162,8 @@ pub struct Sizes {
     pub softcap: bool,
     /// Whether the scale is positive.
     pub positive_scale: bool,
+    /// Whether scores have ALiBi biases.
+    pub alibi: bool,
     /// Whether products of f32 tensors may be of tf32: 10 bits of mantissa.
     pub tf32: bool,
 }
@@ -415,7 +417,8 @@ impl AttentionPlan {
             let tiles = tiles.max().unwrap_or(0);
             // With the buffer in which CubeCL passes scalars.
             let buffers = match kernel {
-                Kernel::Forward => 7,
+                // In the backward pass the slopes lie behind lse and delta.
+                Kernel::Forward => 7 + usize::from(sizes.alibi),
                 _ => 8,
             } + usize::from(sizes.store);
             let hardware = &properties.hardware;

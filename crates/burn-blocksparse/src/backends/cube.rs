@@ -48,6 +48,7 @@ pub(crate) fn sizes(
         dtype: dtype_to_elem_type(dtype),
         store: options.weights == WeightsMode::Store,
         softcap: options.softcap.is_some(),
+        alibi: options.alibi.is_some(),
         positive_scale: options.scale_for(head_dim) > 0.0,
         tf32: options.precision == Precision::Tf32 && dtype == DType::F32,
     })
@@ -243,6 +244,7 @@ impl Call {
         ScoreOptions {
             scale: self.options.scale_for(self.sizes.head_dim),
             softcap: self.options.softcap,
+            slopes: self.options.alibi.clone(),
         }
     }
 

@@ -31,6 +31,7 @@ pub(super) struct Problem<'a, B: Backend> {
     kv_blocks: usize,
     pub scale: f64,
     pub softcap: Option<f64>,
+    pub alibi: Option<Arc<[f64]>>,
     pub device: Device<B>,
     /// The dtype everything is computed in.
     pub dtype: FloatDType,
@@ -94,6 +95,7 @@ impl<'a, B: Backend> Problem<'a, B> {
             kv_blocks: host.kv_blocks(),
             scale: options.scale_for(head_dim),
             softcap: options.softcap,
+            alibi: options.alibi.clone(),
             device: inputs.q.device(),
             dtype: accumulate_in(inputs.q.dtype().into()),
             layout,
@@ -239,6 +241,27 @@ impl<'a, B: Backend> Problem<'a, B> {
         let blocked = B::bool_reshape(blocked, Shape::new([tiles, partial, b, b]));
         let blocked = B::bool_permute(blocked, &[0, 2, 1, 3]);
         B::bool_reshape(blocked, Shape::new([tiles, b, partial * b]))
+    }
+
+    /// `slope · |distance|` of each pair: `[T, b, L·b]`.
+    pub fn alibi_penalty(&self, slopes: &[f64], chunk: &Chunk) -> FloatTensor<B> {
+        let (tiles, b) = (chunk.tiles.len(), self.b as i32);
+        let offset = self.seq_kv as i32 - self.seq_q as i32;
+        let queries = (chunk.tiles.iter())
+            .flat_map(|placed| (0..b).map(|row| placed.tile.q_block as i32 * b + row + offset));
+        let queries = self.indices(queries.collect());
+        let first_keys = chunk.entries(|_, entry| entry.kv_block as i32 * b, chunk.shape.entries);
+        let keys = (first_keys.iter()).flat_map(|first| (0..b).map(move |column| first + column));
+        let keys = self.indices(keys.collect());
+        let queries = B::int_reshape(queries, Shape::new([tiles, self.b, 1]));
+        let keys = B::int_reshape(keys, Shape::new([tiles, 1, chunk.shape.entries * self.b]));
+        let distance = B::int_abs(B::int_sub(queries, keys));
+        let slopes: Vec<f64> = (chunk.tiles.iter())
+            .map(|placed| slopes[placed.head])
+            .collect();
+        let slopes = TensorData::new(slopes, [tiles, 1, 1]).convert_dtype(self.dtype.into());
+        let slopes = B::float_from_data(slopes, &self.device);
+        B::float_mul(B::int_into_float(distance, self.dtype), slopes)
     }
 
     /// Queries of the chunk with nothing to attend to: `[T, b, 1]`.

@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! q  [T, b, d]   k, v  [T, L·b, d]
-//! s  = scale · q · kᵀ            [T, b, L·b]      s = c · tanh(s / c) with a softcap
+//! s  = scale · q · kᵀ            [T, b, L·b]      s = c · tanh(s / c) with a softcap; biases
 //! s  = −∞ where not allowed                       only the first, partial blocks need it
 //! p  = softmax(s)                                 lse = max(s) − ln(max(p))
 //! o  = p · v
@@ -157,7 +157,7 @@ pub(crate) fn backward<B: Backend>(
 }
 
 struct Scores<B: Backend> {
-    /// Scaled, softcapped and masked scores `[T, b, L·b]`.
+    /// Scaled, softcapped, biased and masked scores `[T, b, L·b]`.
     s: FloatTensor<B>,
     /// tanh(score / softcap), not masked.
     tanh: Option<FloatTensor<B>>,
@@ -176,6 +176,9 @@ fn scores<B: Backend>(
         let t = B::float_tanh(B::float_div_scalar(s, softcap.into()));
         s = B::float_mul_scalar(t.clone(), softcap.into());
         tanh = Some(t);
+    }
+    if let Some(slopes) = &problem.alibi {
+        s = B::float_sub(s, problem.alibi_penalty(slopes, chunk));
     }
     let masked = chunk.shape.partial * problem.b;
     let s = match chunk.shape.partial {

@@ -147,6 +147,9 @@ pub fn choose(
     if sizes.store {
         return Err("weights are stored");
     }
+    if sizes.alibi {
+        return Err("scores have ALiBi biases");
+    }
     if !sizes.positive_scale {
         // The running maximum is of unscaled scores.
         return Err("the scale is not positive");

@@ -7,6 +7,7 @@
 
 pub(super) mod backward;
 pub(super) mod forward;
+pub(super) mod score;
 pub(super) mod tile;
 
 use cubecl::ir::features::Plane;
@@ -123,6 +124,7 @@ pub fn choose(
             mask_words: group.div_ceil(32),
             store: sizes.store.then_some(b),
             softcap: sizes.softcap,
+            alibi: sizes.alibi,
             planes: planes.contains(Plane::Ops)
                 && planes.contains(Plane::Sync)
                 && hardware.plane_size_min as usize >= units_x,

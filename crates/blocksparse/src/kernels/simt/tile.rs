@@ -29,6 +29,8 @@ pub struct Tile {
     pub store: Option<usize>,
     /// Whether scores are softcapped.
     pub softcap: bool,
+    /// Whether scores have ALiBi biases.
+    pub alibi: bool,
     /// Whether plane operations reduce rows; else shared memory does.
     pub planes: bool,
     /// Whether positions are listed by residue class.
@@ -40,6 +42,11 @@ pub struct Tile {
 }
 
 impl Tile {
+    /// Whether anything depends on the positions of a pair.
+    pub fn positions(&self) -> bool {
+        self.alibi
+    }
+
     /// Columns of a step.
     pub fn cols(&self) -> usize {
         4 * self.units_x
