@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, Pattern, attention,
+    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, Dropout, Pattern, attention,
     attention_with_tensors, merge_attention,
 };
 use burn_blocksparse_tests::devices::devices;
@@ -44,6 +44,8 @@ fn shapes(
 #[case(AttentionOptions::default().softcap(0.0), "options.softcap must be positive and finite, got 0")]
 #[case(AttentionOptions::default().alibi([0.5]), "options.alibi's slopes must be 4, the layout's heads, got 1")]
 #[case(AttentionOptions::default().alibi([0.5, 0.5, f64::NAN, 0.5]), "options.alibi's slopes must be finite, got NaN")]
+#[case(AttentionOptions::default().dropout(Dropout::new(1.0, 0)), "options.dropout's probability must be at least 0 and less than 1, got 1")]
+#[case(AttentionOptions::default().dropout(Dropout::new(-0.1, 0)), "options.dropout's probability must be at least 0 and less than 1, got -0.1")]
 #[case(AttentionOptions::default().softcap(-1.0), "options.softcap must be positive and finite, got -1")]
 fn option_values(#[case] options: AttentionOptions, #[case] message: &str) {
     for device in devices() {

@@ -187,6 +187,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         softcap: args.softcap.is_some(),
         positive_scale: true,
         alibi: false,
+        dropout: false,
         tf32: args.tf32,
     };
     let plan = AttentionPlan::new(client, &layout, sizes)?;
@@ -217,6 +218,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         scale: 1.0 / (head_dim as f64).sqrt(),
         softcap: args.softcap,
         slopes: None,
+        dropout: None,
     };
     let forward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
         kernels::forward(

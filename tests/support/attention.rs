@@ -9,7 +9,7 @@ use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, AttentionPlan, BlockLayout, Pattern, Precision, WeightsMode, attention,
-    attention_with_lse, attention_with_tensors, attention_with_weights, merge_attention,
+    attention_with_lse, attention_with_weights, merge_attention,
 };
 
 fn tensor(values: &[f64], shape: [usize; 4], device: &Device, dtype: DType) -> Tensor<4> {

@@ -28,6 +28,12 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("lse_alone_equals_f64", options::lse_alone_equals_f64),
     ("sinks_equal_f64", options::sinks_equal_f64),
     ("alibi_equals_f64", options::alibi_equals_f64),
+    ("dropout_equals_f64", options::dropout_equals_f64),
+    ("options_work_together", options::options_work_together),
+    (
+        "dropout_follows_its_seed",
+        options::dropout_follows_its_seed,
+    ),
     (
         "half_precision_is_as_good_as_dense",
         attention::half_precision_is_as_good_as_dense,

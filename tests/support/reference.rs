@@ -1,6 +1,7 @@
 //! Attention and its gradients in f64, pair by pair from a predicate: plain loops that share nothing
 //! with the code under test.
 
+use burn_blocksparse::Dropout;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -51,6 +52,8 @@ pub struct Problem {
     pub sinks: Option<Vec<f64>>,
     /// `[heads]`: ALiBi slopes.
     pub slopes: Option<Vec<f64>>,
+    /// Dropout of the weights.
+    pub dropout: Option<Dropout>,
 }
 
 /// What attention returns, and the gradients of `sum(out · grad_out) + sum(lse · grad_lse)`.
@@ -91,6 +94,7 @@ impl Problem {
             softcap: None,
             sinks: None,
             slopes: None,
+            dropout: None,
         }
     }
 
@@ -119,6 +123,12 @@ impl Problem {
     /// ALiBi biases.
     pub fn with_slopes(mut self, slopes: Vec<f64>) -> Self {
         self.slopes = Some(slopes);
+        self
+    }
+
+    /// Dropout of the weights.
+    pub fn with_dropout(mut self, dropout: Dropout) -> Self {
+        self.dropout = Some(dropout);
         self
     }
 
@@ -194,9 +204,15 @@ impl Problem {
 
         let d_out = self.grad_out[out_range.clone()].to_vec();
         let p: Vec<f64> = biased.iter().map(|x| (x - lse).exp()).collect();
-        let dp: Vec<f64> = keys
-            .iter()
-            .map(|&j| dot(&d_out, &self.v[v_range(j)]))
+        let factors: Vec<f64> = (keys.iter())
+            .map(|&j| match self.dropout {
+                Some(dropout) if !dropout.keeps(batch, head, i, j) => 0.0,
+                Some(dropout) => 1.0 / (1.0 - dropout.probability),
+                None => 1.0,
+            })
+            .collect();
+        let dp: Vec<f64> = (keys.iter().zip(&factors))
+            .map(|(&j, factor)| factor * dot(&d_out, &self.v[v_range(j)]))
             .collect();
         let delta = dot(&p, &dp);
         if let Some(sink) = sink {
@@ -208,10 +224,10 @@ impl Problem {
                 .iter_mut()
                 .zip(&self.v[v_range(j)])
             {
-                *out += p[k] * v;
+                *out += p[k] * factors[k] * v;
             }
             for (dv, d_out) in answer.dv[v_range(j)].iter_mut().zip(&d_out) {
-                *dv += p[k] * d_out;
+                *dv += p[k] * factors[k] * d_out;
             }
             let by_score = p[k] * (dp[k] - delta + self.grad_lse[row]);
             let ds = by_score * slope(raw[k]) * self.scale;

@@ -1,5 +1,7 @@
 use std::sync::Arc;
 
+use blocksparse::Dropout;
+
 use crate::AttentionError;
 
 /// How attention is computed. Build it from [`Default`]:
@@ -19,6 +21,8 @@ pub struct AttentionOptions {
     pub softcap: Option<f64>,
     /// ALiBi slopes, one for each head: scores get `−slope · |i − j|` after the softcap. See [`alibi`](Self::alibi).
     pub alibi: Option<Arc<[f64]>>,
+    /// Dropout of the weights.
+    pub dropout: Option<Dropout>,
     /// What is kept for the backward pass.
     pub weights: WeightsMode,
     /// How precise the products of f32 tensors are.
@@ -76,6 +80,19 @@ impl AttentionOptions {
         self
     }
 
+    /// Drops weights out, after the softmax: `out[i] = Σ_j p[i, j] · mask[i, j] / (1 − probability) · v[j]`. The backward pass
+    /// uses the same mask; lse and returned weights are those before dropout. The mask follows from the seed and the pair alone
+    /// ([`Dropout`]), so give every training step, and every layer, a seed of its own.
+    pub fn dropout(mut self, dropout: Dropout) -> Self {
+        self.dropout = Some(dropout);
+        self
+    }
+
+    /// Dropout, if it drops anything.
+    pub(crate) fn active_dropout(&self) -> Option<Dropout> {
+        self.dropout.filter(|dropout| dropout.probability > 0.0)
+    }
+
     /// Sets what is kept for the backward pass.
     pub fn weights(mut self, weights: WeightsMode) -> Self {
         self.weights = weights;
@@ -107,6 +124,15 @@ impl AttentionOptions {
                 "options.softcap",
                 "positive and finite",
                 softcap,
+            ));
+        }
+        if let Some(Dropout { probability, .. }) = self.dropout
+            && !(0.0..1.0).contains(&probability)
+        {
+            return Err(AttentionError::argument(
+                "options.dropout's probability",
+                "at least 0 and less than 1",
+                probability,
             ));
         }
         if let Some(slopes) = &self.alibi {

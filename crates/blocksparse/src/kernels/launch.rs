@@ -7,11 +7,12 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::{DevicePlan, plan};
+use super::simt::dropout::MaskLaunch;
 use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::{Tile, backward, forward};
 use super::{AttentionPlan, Kernel, KernelError, PartPlan, Sizes, TensorView};
 use crate::plan::{Sections, Walk};
-use crate::{BlockLayout, Residue};
+use crate::{BlockLayout, Dropout, Residue};
 
 /// What the scores of a call are, apart from its tensors.
 #[derive(Clone, Debug)]
@@ -22,9 +23,24 @@ pub struct ScoreOptions {
     pub softcap: Option<f64>,
     /// ALiBi slopes, `[heads]`: scores get `−slope · |distance|` after the softcap. Given if and only if the sizes say so.
     pub slopes: Option<Arc<[f64]>>,
+    /// Dropout of weights. Given if and only if the sizes say so.
+    pub dropout: Option<Dropout>,
 }
 
 impl ScoreOptions {
+    fn mask(&self) -> MaskLaunch {
+        let (seed, threshold) =
+            (self.dropout.as_ref()).map_or((0, 0), |dropout| (dropout.seed, dropout.threshold()));
+        MaskLaunch::new(seed as u32, (seed >> 32) as u32, threshold)
+    }
+
+    fn dropout_factor(&self, accumulator: ElemType) -> InputScalar {
+        InputScalar::new(
+            self.dropout.map_or(1.0, |dropout| dropout.factor()),
+            accumulator,
+        )
+    }
+
     /// The slopes on the device.
     fn upload_slopes(&self, client: &Client, accumulator: ElemType) -> Option<Handle> {
         let slopes = self.slopes.as_ref()?;
@@ -138,6 +154,8 @@ pub fn forward(
                 InputScalar::new(scale, accumulator),
                 InputScalar::new(softcap.unwrap_or(1.0), accumulator),
                 InputScalar::new(f64::NEG_INFINITY, accumulator),
+                options.mask(),
+                options.dropout_factor(accumulator),
                 call.tile,
                 sizes.dtype,
                 accumulator,
@@ -366,6 +384,8 @@ pub fn backward(
                     rows * 2,
                     InputScalar::new(scale, accumulator),
                     InputScalar::new(softcap.unwrap_or(1.0), accumulator),
+                    options.mask(),
+                    options.dropout_factor(accumulator),
                     walk,
                     call.tile,
                     sizes.dtype,

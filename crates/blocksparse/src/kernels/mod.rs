@@ -164,6 +164,8 @@ pub struct Sizes {
     pub positive_scale: bool,
     /// Whether scores have ALiBi biases.
     pub alibi: bool,
+    /// Whether weights are dropped out.
+    pub dropout: bool,
     /// Whether products of f32 tensors may be of tf32: 10 bits of mantissa.
     pub tf32: bool,
 }

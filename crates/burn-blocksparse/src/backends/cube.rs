@@ -49,6 +49,7 @@ pub(crate) fn sizes(
         store: options.weights == WeightsMode::Store,
         softcap: options.softcap.is_some(),
         alibi: options.alibi.is_some(),
+        dropout: options.active_dropout().is_some(),
         positive_scale: options.scale_for(head_dim) > 0.0,
         tf32: options.precision == Precision::Tf32 && dtype == DType::F32,
     })
@@ -245,6 +246,7 @@ impl Call {
             scale: self.options.scale_for(self.sizes.head_dim),
             softcap: self.options.softcap,
             slopes: self.options.alibi.clone(),
+            dropout: self.options.active_dropout(),
         }
     }
 

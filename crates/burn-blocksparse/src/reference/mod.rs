@@ -9,7 +9,7 @@
 //! s  = scale · q · kᵀ            [T, b, L·b]      s = c · tanh(s / c) with a softcap; biases
 //! s  = −∞ where not allowed                       only the first, partial blocks need it
 //! p  = softmax(s)                                 lse = max(s) − ln(max(p))
-//! o  = p · v
+//! o  = p · v                     p ∘ mask / (1 − probability) with dropout, and so dP
 //!
 //! delta = rowsum(dO ∘ O) − dlse   dP = dO · vᵀ
 //! dS = p ∘ (dP − delta) · scale   (∘ (1 − tanh²) with a softcap)
@@ -70,6 +70,10 @@ pub(crate) fn forward<B: Backend>(
             let blocks = problem.split_blocks(p.clone(), &chunk);
             weights = Some(problem.add_rows(all, chunk.weight_places(&problem), blocks));
         }
+        let p = match problem.dropout_factors(&chunk) {
+            Some(factors) => B::float_mul(p, factors),
+            None => p,
+        };
         let rows = B::float_matmul(p, v);
         out = problem.add_rows(out, chunk.query_tiles(&problem), rows);
     }
@@ -135,8 +139,13 @@ pub(crate) fn backward<B: Backend>(
                 (softmax(&problem, s, &chunk), tanh)
             }
         };
-        let dp = B::float_matmul(d_out.clone(), B::float_transpose(v));
-        let dv_rows = B::float_matmul(B::float_transpose(p.clone()), d_out);
+        let mut dp = B::float_matmul(d_out.clone(), B::float_transpose(v));
+        let mut kept = p.clone();
+        if let Some(factors) = problem.dropout_factors(&chunk) {
+            dp = B::float_mul(dp, factors.clone());
+            kept = B::float_mul(kept, factors);
+        }
+        let dv_rows = B::float_matmul(B::float_transpose(kept), d_out);
         let mut ds = B::float_mul(B::float_sub(dp, delta), p);
         if let Some(tanh) = tanh {
             let slope = B::float_neg(B::float_mul(tanh.clone(), tanh));

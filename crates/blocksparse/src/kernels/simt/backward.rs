@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::dropout::{Mask, factors};
 use super::forward::LOW;
 use super::score::*;
 use super::tile::*;
@@ -85,7 +86,7 @@ pub fn delta<E: Float, A: Float, N: Size>(
 /// ```
 ///
 /// In a walk over columns s, p, dp and ds are the transposes. `out1 · scale` is dQ or dK, `out2` is dV.
-/// ALiBi biases are added to s. With a softcap `ds` has the factor `1 − (s / softcap)²`, s being softcapped, without biases. The stored weights, if there are
+/// With dropout p in `p · b2`, and dp, have the factors of the forward pass. ALiBi biases are added to s. With a softcap `ds` has the factor `1 − (s / softcap)²`, s being softcapped, without biases. The stored weights, if there are
 /// any, take the place of `exp(s − lse)`.
 ///
 /// Key heads serve `heads_per_kv` query heads: a walk over columns goes through all of them.
@@ -112,6 +113,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
     slopes: usize,
     scale: InputScalar,
     softcap: InputScalar,
+    dropout: Mask,
+    dropout_factor: InputScalar,
     #[comptime] walk: Walk,
     #[comptime] t: Tile,
     #[define(E)] _element: ElemType,
@@ -369,6 +372,11 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     comptime!(t.value_dim),
                     t,
                 );
+                let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
+                if comptime!(t.dropout) {
+                    let factor = dropout_factor.get::<A>();
+                    kept = factors::<A>(&dropout, factor, &positions, batch, head, walk, t);
+                }
                 #[unroll]
                 for i in 0..rows {
                     let at = (unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x;
@@ -378,11 +386,17 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     for j in 0..4usize {
                         let index = comptime!(4 * i + j);
                         let delta = query_value(&row_delta, &col_delta, i, j, walk);
-                        let mut ds = p[index] * (dp[index] - delta);
+                        let mut weight = p[index];
+                        let mut by_weight = dp[index];
+                        if comptime!(t.dropout) {
+                            weight *= kept[index];
+                            by_weight *= kept[index];
+                        }
+                        let mut ds = p[index] * (by_weight - delta);
                         if comptime!(t.softcap) {
                             ds *= slope[index];
                         }
-                        p_four.insert(j, p[index]);
+                        p_four.insert(j, weight);
                         ds_four.insert(j, ds);
                     }
                     ds_tile[at] = ds_four;

@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::dropout::{Mask, factors};
 use super::score::*;
 use super::tile::*;
 use crate::plan::Walk;
@@ -12,7 +13,7 @@ use crate::plan::Walk;
 ///     s  = scale · q · kᵀ                      softcap, biases, masked pairs to LOW
 ///     m' = max(m, max(s))
 ///     p  = exp(s − m')                         a = exp(m − m')
-///     l  = a · l + Σ p                         o = a · o + p · v
+///     l  = a · l + Σ p                         o = a · o + p · v      with dropout, of the p that are kept
 /// out = o / l        lse = m + ln l            rows without keys: 0 and −∞
 /// ```
 ///
@@ -38,6 +39,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
     scale: InputScalar,
     softcap: InputScalar,
     neg_infinity: InputScalar,
+    dropout: Mask,
+    dropout_factor: InputScalar,
     #[comptime] t: Tile,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
@@ -168,6 +171,11 @@ pub fn forward<E: Float, A: Float, N: Size>(
             if step < walk.masked {
                 mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
             }
+            let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
+            if comptime!(t.dropout) {
+                let factor = dropout_factor.get::<A>();
+                kept = factors::<A>(&dropout, factor, &positions, batch, head, Walk::Rows, t);
+            }
             let mut largest = Array::<A>::new(rows);
             #[unroll]
             for i in 0..rows {
@@ -193,6 +201,12 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 #[unroll]
                 for f in 0..unit_fours {
                     o[comptime!(i * unit_fours + f)] *= Vector::new(shrink);
+                }
+                if comptime!(t.dropout) {
+                    #[unroll]
+                    for j in 0..4usize {
+                        p.insert(j, p.extract(j) * kept[comptime!(4 * i + j)]);
+                    }
                 }
                 p_tile[(unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x] = p;
             }

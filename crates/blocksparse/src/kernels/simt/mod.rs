@@ -6,6 +6,7 @@
 //! operations needs no barrier of the whole cube.
 
 pub(super) mod backward;
+pub(super) mod dropout;
 pub(super) mod forward;
 pub(super) mod score;
 pub(super) mod tile;
@@ -125,6 +126,7 @@ pub fn choose(
             store: sizes.store.then_some(b),
             softcap: sizes.softcap,
             alibi: sizes.alibi,
+            dropout: sizes.dropout,
             planes: planes.contains(Plane::Ops)
                 && planes.contains(Plane::Sync)
                 && hardware.plane_size_min as usize >= units_x,

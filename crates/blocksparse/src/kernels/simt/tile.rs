@@ -31,6 +31,8 @@ pub struct Tile {
     pub softcap: bool,
     /// Whether scores have ALiBi biases.
     pub alibi: bool,
+    /// Whether weights are dropped out.
+    pub dropout: bool,
     /// Whether plane operations reduce rows; else shared memory does.
     pub planes: bool,
     /// Whether positions are listed by residue class.
@@ -44,7 +46,7 @@ pub struct Tile {
 impl Tile {
     /// Whether anything depends on the positions of a pair.
     pub fn positions(&self) -> bool {
-        self.alibi
+        self.alibi || self.dropout
     }
 
     /// Columns of a step.
