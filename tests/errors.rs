@@ -1,7 +1,10 @@
 //! Bad input is a typed error that names the argument, what was expected and what came.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{AttentionOptions, AttentionPlan, BlockLayout, Pattern, attention};
+use burn_blocksparse::{
+    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, Dropout, Pattern, attention,
+    attention_with_tensors, merge_attention,
+};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -39,6 +42,10 @@ fn shapes(
 #[rstest]
 #[case(AttentionOptions::default().scale(f64::NAN), "options.scale must be finite, got NaN")]
 #[case(AttentionOptions::default().softcap(0.0), "options.softcap must be positive and finite, got 0")]
+#[case(AttentionOptions::default().alibi([0.5]), "options.alibi's slopes must be 4, the layout's heads, got 1")]
+#[case(AttentionOptions::default().alibi([0.5, 0.5, f64::NAN, 0.5]), "options.alibi's slopes must be finite, got NaN")]
+#[case(AttentionOptions::default().dropout(Dropout::new(1.0, 0)), "options.dropout's probability must be at least 0 and less than 1, got 1")]
+#[case(AttentionOptions::default().dropout(Dropout::new(-0.1, 0)), "options.dropout's probability must be at least 0 and less than 1, got -0.1")]
 #[case(AttentionOptions::default().softcap(-1.0), "options.softcap must be positive and finite, got -1")]
 fn option_values(#[case] options: AttentionOptions, #[case] message: &str) {
     for device in devices() {
@@ -86,6 +93,42 @@ fn different_devices() {
         error.to_string().starts_with("k's device must be"),
         "{error}"
     );
+}
+
+#[test]
+fn sinks() {
+    for device in devices() {
+        let x = zeros([1, 4, 32, 8], &device);
+        let tensors = AttentionTensors::default().sinks(Tensor::zeros([3], &device));
+        let options = AttentionOptions::default();
+        let error = attention_with_tensors(x.clone(), x.clone(), x, tensors, &layout(), options);
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "sinks' heads must be 4, the layout's, got 3"
+        );
+    }
+}
+
+#[test]
+fn merged_parts() {
+    for device in devices() {
+        let (out, lse) = (
+            zeros([1, 4, 32, 8], &device),
+            Tensor::<3>::zeros([1, 4, 32], &device),
+        );
+        let fewer = zeros([1, 4, 31, 8], &device);
+        let error = merge_attention(out.clone(), lse.clone(), fewer, lse.clone()).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "out_b's shape must be [1, 4, 32, 8], out_a's, got [1, 4, 31, 8]"
+        );
+        let short = Tensor::<3>::zeros([1, 4, 31], &device);
+        let error = merge_attention(out.clone(), lse, out, short).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "lse_b's shape must be [1, 4, 32], out_a's rows, got [1, 4, 31]"
+        );
+    }
 }
 
 /// What a call runs is known before it runs, and says so.

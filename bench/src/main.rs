@@ -10,7 +10,9 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use blocksparse::BlockLayout;
-use blocksparse::kernels::{self, AttentionPlan, Gradients, Sizes, TensorView};
+use blocksparse::kernels::{
+    self, AttentionPlan, Gradients, OutputGrads, ScoreOptions, Sizes, TensorView,
+};
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::future::block_on;
@@ -184,6 +186,8 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         store: false,
         softcap: args.softcap.is_some(),
         positive_scale: true,
+        alibi: false,
+        dropout: false,
         tf32: args.tf32,
     };
     let plan = AttentionPlan::new(client, &layout, sizes)?;
@@ -210,18 +214,20 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
     };
     let (q, k) = (input(heads, head_dim), input(kv_heads, head_dim));
     let (v, grad_out) = (input(kv_heads, value_dim), input(heads, value_dim));
-    let scale = 1.0 / (head_dim as f64).sqrt();
+    let options = ScoreOptions {
+        scale: 1.0 / (head_dim as f64).sqrt(),
+        softcap: args.softcap,
+        slopes: None,
+        dropout: None,
+    };
     let forward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
         kernels::forward(
             client,
             plan,
             layout,
             [&q, &k, &v],
-            &outputs.out,
-            &outputs.lse,
-            None,
-            scale,
-            args.softcap,
+            outputs.handles(),
+            &options,
         )
         .expect("the plan was checked");
     };
@@ -231,13 +237,13 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
             plan,
             layout,
             [&q, &k, &v],
-            &outputs.out,
-            &outputs.lse,
-            None,
-            &grad_out,
+            outputs.handles(),
+            OutputGrads {
+                out: &grad_out,
+                lse: None,
+            },
             &outputs.gradients,
-            scale,
-            args.softcap,
+            &options,
         )
         .expect("the plan was checked");
     };
@@ -336,6 +342,14 @@ struct Outputs {
 }
 
 impl Outputs {
+    fn handles(&self) -> kernels::Outputs<'_> {
+        kernels::Outputs {
+            out: &self.out,
+            lse: &self.lse,
+            weights: None,
+        }
+    }
+
     fn new(client: &Client, workload: &Workload, args: &Args) -> Self {
         let queries = workload.batch * workload.heads * workload.n;
         let keys = workload.batch * workload.kv_heads * workload.n;

@@ -9,14 +9,14 @@ use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, AttentionPlan, BlockLayout, Pattern, Precision, WeightsMode, attention,
-    attention_with_lse, attention_with_weights,
+    attention_with_lse, attention_with_weights, merge_attention,
 };
 
 fn tensor(values: &[f64], shape: [usize; 4], device: &Device, dtype: DType) -> Tensor<4> {
     Tensor::from_data(TensorData::new(values.to_vec(), shape), (device, dtype))
 }
 
-fn inputs(problem: &Problem, device: &Device, dtype: DType) -> [Tensor<4>; 4] {
+pub(crate) fn inputs(problem: &Problem, device: &Device, dtype: DType) -> [Tensor<4>; 4] {
     let sizes = problem.sizes;
     [
         tensor(&problem.q, sizes.q(), device, dtype),
@@ -398,33 +398,61 @@ pub fn tf32_only_where_asked_for(devices: &[Device]) {
     }
 }
 
-/// Two disjoint parts merged by lse are the attention over their union.
+/// Two disjoint parts merged by lse are the attention over their union, in its gradients, too; rows may have keys in one part
+/// or in none.
 pub fn lse_merges_disjoint_parts(devices: &[Device]) {
     let near = Pattern::local(16);
     let far = Pattern::intersection([
         Pattern::strided(16),
         Pattern::from_fn("not near", |_, i, j| i - j >= 16),
     ]);
-    for device in devices {
+    let gaps = |near: &Pattern| {
+        let rows = Pattern::from_fn("gaps", |_, i, _| !(11..33).contains(&i));
+        Pattern::intersection([rows, near.clone()])
+    };
+    for (near, dim) in [(near.clone(), 8), (gaps(&near), 64)] {
         let case = Case {
             pattern: Pattern::union([near.clone(), far.clone()]),
+            head_dim: dim,
+            value_dim: dim,
             ..cases()[13].clone()
         };
-        let problem = case.problem(21);
-        let [q, k, v, _] = inputs(&problem, device, DType::F32);
-        let part = |pattern: &Pattern| {
-            let layout = pattern
-                .layout(case.heads, case.seq_q, case.block_size)
-                .unwrap();
-            let (q, k, v) = (q.clone(), k.clone(), v.clone());
-            attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
-        };
-        let ((out_a, lse_a), (out_b, lse_b)) = (part(&near), part(&far));
-        let max = lse_a.clone().max_pair(lse_b.clone());
-        let (wa, wb) = ((lse_a - max.clone()).exp(), (lse_b - max).exp());
-        let total = (wa.clone() + wb.clone()).unsqueeze_dim::<4>(3);
-        let merged = (out_a * wa.unsqueeze_dim(3) + out_b * wb.unsqueeze_dim(3)) / total;
-        assert_close("merged", merged.into_data(), &problem.solve().out, 1e-5);
+        let problem = case.problem(21).with_grad_lse(21);
+        let answer = problem.solve();
+        for device in devices {
+            let mut dtypes = exact_dtypes(device);
+            dtypes.extend(half_dtypes(device).into_iter().map(|dtype| (dtype, 3e-2)));
+            for (dtype, tolerance) in dtypes {
+                let device = &device.clone().autodiff();
+                let [q, k, v, grad_out] = inputs(&problem, device, dtype);
+                let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+                let part = |pattern: &Pattern| {
+                    let layout = pattern
+                        .layout(case.heads, case.seq_q, case.block_size)
+                        .unwrap();
+                    let (q, k, v) = (q.clone(), k.clone(), v.clone());
+                    attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
+                };
+                let ((out_a, lse_a), (out_b, lse_b)) = (part(&near), part(&far));
+                let (out, lse) = merge_attention(out_a, lse_a, out_b, lse_b).unwrap();
+                assert_eq!(out.dtype(), dtype);
+                let grad_lse = TensorData::new(problem.grad_lse.clone(), lse.dims());
+                let grad_lse = Tensor::<3>::from_data(grad_lse, (device, lse.dtype()));
+                let loss = (out.clone() * grad_out).sum().cast(lse.dtype());
+                let grads = (loss + (lse.clone() * grad_lse).sum()).backward();
+                let what = |name: &str| format!("merged, {device:?}, {dtype:?}: {name}");
+                assert_close(&what("out"), out.into_data(), &answer.out, tolerance);
+                assert_close(&what("lse"), lse.into_data(), &answer.lse, tolerance);
+                for (x, expected, name) in [
+                    (q, &answer.dq, "dq"),
+                    (k, &answer.dk, "dk"),
+                    (v, &answer.dv, "dv"),
+                ] {
+                    let grad = x.grad(&grads).unwrap().into_data();
+                    assert_close(&what(name), grad, expected, tolerance);
+                }
+            }
+        }
     }
 }
 

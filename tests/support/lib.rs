@@ -6,6 +6,7 @@ pub mod autodiff;
 pub mod cases;
 pub mod compare;
 pub mod devices;
+pub mod options;
 pub mod reference;
 
 use burn::tensor::Device;
@@ -22,6 +23,16 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "lse_and_weights_equal_f64",
         attention::lse_and_weights_equal_f64,
+    ),
+    ("lse_gradients_equal_f64", options::lse_gradients_equal_f64),
+    ("lse_alone_equals_f64", options::lse_alone_equals_f64),
+    ("sinks_equal_f64", options::sinks_equal_f64),
+    ("alibi_equals_f64", options::alibi_equals_f64),
+    ("dropout_equals_f64", options::dropout_equals_f64),
+    ("options_work_together", options::options_work_together),
+    (
+        "dropout_follows_its_seed",
+        options::dropout_follows_its_seed,
     ),
     (
         "half_precision_is_as_good_as_dense",
@@ -51,8 +62,12 @@ pub const CHECKS: &[(&str, Check)] = &[
         autodiff::gradient_checkpointing_gives_the_same_gradients,
     ),
     (
-        "constants_get_no_gradient_and_lse_leaves_the_graph",
-        autodiff::constants_get_no_gradient_and_lse_leaves_the_graph,
+        "constants_get_no_gradient",
+        autodiff::constants_get_no_gradient,
+    ),
+    (
+        "out_and_lse_are_differentiated_together",
+        autodiff::out_and_lse_are_differentiated_together,
     ),
     (
         "one_tensor_as_query_key_and_value",

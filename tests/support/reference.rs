@@ -1,6 +1,7 @@
 //! Attention and its gradients in f64, pair by pair from a predicate: plain loops that share nothing
 //! with the code under test.
 
+use burn_blocksparse::Dropout;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -35,19 +36,27 @@ impl Sizes {
 
 type Allowed = dyn Fn(usize, usize, usize, usize) -> bool;
 
-/// Inputs, the gradient of the output, and who attends to whom: `allowed(batch, head, i, j)`.
+/// Inputs, the gradients of the output and of lse (0 unless asked for), and who attends to whom: `allowed(batch, head, i, j)`.
 pub struct Problem {
     pub sizes: Sizes,
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
     pub grad_out: Vec<f64>,
+    /// `[batch, heads, seq_q]`
+    pub grad_lse: Vec<f64>,
     allowed: Box<Allowed>,
     scale: f64,
     softcap: Option<f64>,
+    /// `[heads]`: scores of a further key of each head, whose value is 0.
+    pub sinks: Option<Vec<f64>>,
+    /// `[heads]`: ALiBi slopes.
+    pub slopes: Option<Vec<f64>>,
+    /// Dropout of the weights.
+    pub dropout: Option<Dropout>,
 }
 
-/// What attention returns, and the gradients of `sum(out · grad_out)`.
+/// What attention returns, and the gradients of `sum(out · grad_out) + sum(lse · grad_lse)`.
 pub struct Answer {
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
@@ -56,6 +65,8 @@ pub struct Answer {
     pub dq: Vec<f64>,
     pub dk: Vec<f64>,
     pub dv: Vec<f64>,
+    /// By the sinks, `[heads]`.
+    pub dsinks: Vec<f64>,
 }
 
 impl Problem {
@@ -76,16 +87,48 @@ impl Problem {
             k: normal(sizes.k()),
             v: normal(sizes.v()),
             grad_out: normal(sizes.out()),
+            grad_lse: vec![0.0; sizes.batch * sizes.heads * sizes.seq_q],
             sizes,
             allowed: Box::new(allowed),
             scale: 1.0 / (sizes.head_dim as f64).sqrt(),
             softcap: None,
+            sinks: None,
+            slopes: None,
+            dropout: None,
         }
     }
 
     pub fn options(mut self, scale: Option<f64>, softcap: Option<f64>) -> Self {
         self.scale = scale.unwrap_or(self.scale);
         self.softcap = softcap;
+        self
+    }
+
+    /// Gives lse a random gradient.
+    pub fn with_grad_lse(mut self, seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let grads = self.grad_lse.iter_mut();
+        grads.for_each(|grad| *grad = 2.0 * rng.random::<f64>() - 1.0);
+        self
+    }
+
+    /// Random sink logits.
+    pub fn with_sinks(mut self, seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let heads = 0..self.sizes.heads;
+        self.sinks = Some(heads.map(|_| 4.0 * rng.random::<f64>() - 2.0).collect());
+        self
+    }
+
+    /// ALiBi biases.
+    pub fn with_slopes(mut self, slopes: Vec<f64>) -> Self {
+        self.slopes = Some(slopes);
+        self
+    }
+
+    /// Dropout of the weights.
+    pub fn with_dropout(mut self, dropout: Dropout) -> Self {
+        self.dropout = Some(dropout);
         self
     }
 
@@ -106,6 +149,7 @@ impl Problem {
             dq: zeros(s.q()),
             dk: zeros(s.k()),
             dv: zeros(s.v()),
+            dsinks: vec![0.0; s.heads],
         };
         for batch in 0..s.batch {
             for head in 0..s.heads {
@@ -131,7 +175,12 @@ impl Problem {
         let keys: Vec<usize> = (0..s.seq_kv)
             .filter(|&j| (self.allowed)(batch, head, i, j))
             .collect();
+        let sink = self.sinks.as_ref().map(|sinks| sinks[head]);
         if keys.is_empty() {
+            if let Some(sink) = sink {
+                answer.lse[row] = sink;
+                answer.dsinks[head] += self.grad_lse[row];
+            }
             return;
         }
         let q = &self.q[q_range.clone()];
@@ -140,33 +189,48 @@ impl Problem {
             .collect();
         let cap = |x: f64| self.softcap.map_or(x, |c| c * (x / c).tanh());
         let slope = |x: f64| self.softcap.map_or(1.0, |c| 1.0 - (x / c).tanh().powi(2));
-        let max = raw
-            .iter()
-            .map(|&x| cap(x))
-            .fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = raw.iter().map(|&x| (cap(x) - max).exp()).sum();
+        // The last query sits at the last key.
+        let distance = |j: usize| (i as f64 + s.seq_kv as f64 - s.seq_q as f64 - j as f64).abs();
+        let bias =
+            |j: usize| (self.slopes.as_ref()).map_or(0.0, |slopes| -slopes[head] * distance(j));
+        let biased: Vec<f64> = (raw.iter().zip(&keys))
+            .map(|(&x, &j)| cap(x) + bias(j))
+            .collect();
+        let scores = biased.iter().copied().chain(sink);
+        let max = scores.clone().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.map(|x| (x - max).exp()).sum();
         let lse = max + sum.ln();
         answer.lse[row] = lse;
 
         let d_out = self.grad_out[out_range.clone()].to_vec();
-        let p: Vec<f64> = raw.iter().map(|&x| (cap(x) - lse).exp()).collect();
-        let dp: Vec<f64> = keys
-            .iter()
-            .map(|&j| dot(&d_out, &self.v[v_range(j)]))
+        let p: Vec<f64> = biased.iter().map(|x| (x - lse).exp()).collect();
+        let factors: Vec<f64> = (keys.iter())
+            .map(|&j| match self.dropout {
+                Some(dropout) if !dropout.keeps(batch, head, i, j) => 0.0,
+                Some(dropout) => 1.0 / (1.0 - dropout.probability),
+                None => 1.0,
+            })
+            .collect();
+        let dp: Vec<f64> = (keys.iter().zip(&factors))
+            .map(|(&j, factor)| factor * dot(&d_out, &self.v[v_range(j)]))
             .collect();
         let delta = dot(&p, &dp);
+        if let Some(sink) = sink {
+            answer.dsinks[head] += (sink - lse).exp() * (self.grad_lse[row] - delta);
+        }
         for (k, &j) in keys.iter().enumerate() {
             answer.weights[row * s.seq_kv + j] = p[k];
             for (out, v) in answer.out[out_range.clone()]
                 .iter_mut()
                 .zip(&self.v[v_range(j)])
             {
-                *out += p[k] * v;
+                *out += p[k] * factors[k] * v;
             }
             for (dv, d_out) in answer.dv[v_range(j)].iter_mut().zip(&d_out) {
-                *dv += p[k] * d_out;
+                *dv += p[k] * factors[k] * d_out;
             }
-            let ds = p[k] * (dp[k] - delta) * slope(raw[k]) * self.scale;
+            let by_score = p[k] * (dp[k] - delta + self.grad_lse[row]);
+            let ds = by_score * slope(raw[k]) * self.scale;
             for (dq, key) in answer.dq[q_range.clone()]
                 .iter_mut()
                 .zip(&self.k[k_range(j)])

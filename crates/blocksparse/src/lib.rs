@@ -27,6 +27,7 @@ mod cluster;
 mod columns;
 #[cfg(feature = "draw")]
 mod draw;
+mod dropout;
 mod error;
 #[cfg(feature = "draw")]
 pub mod font;
@@ -41,6 +42,7 @@ mod serial;
 mod text;
 mod zones;
 
+pub use dropout::Dropout;
 pub use error::LayoutError;
 pub use layout::{BlockLayout, Entry, LayoutShape, Run};
 pub use mask::{BlockMask, FULL};

@@ -39,9 +39,8 @@ pub fn attention(
 /// [`attention`], and `lse[i] = ln Σ_j exp(score[i, j])` over the allowed keys.
 ///
 /// `lse`: `[batch, heads, seq_q]`, in f32 (f64 for f64 inputs), −∞ for a row with no allowed key. With two
-/// disjoint layouts over the same queries it is what merges two outputs into the attention over their union
-/// (where both are −∞ there is nothing to merge, and `exp(lse − max)` would be NaN).
-/// No gradient flows through `lse`.
+/// disjoint layouts over the same queries it is what merges two outputs into the attention over their union:
+/// [`merge_attention`](crate::merge_attention). It is differentiable, as the output is, and both take one backward pass.
 ///
 /// # Errors
 /// As [`attention`].
@@ -91,7 +90,7 @@ fn call(
     options: AttentionOptions,
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
     check(&q, &k, &v, layout)?;
-    options.validate()?;
+    options.validate(layout.heads())?;
     let plan = AttentionPlan::choose(&q, &k, &v, layout, &options)?;
     let layout = upload::layout_tensors(layout, &q.device(), plan.is_kernels());
     let inputs = AttentionInputs {
@@ -148,29 +147,12 @@ pub(crate) fn check(
             kv_heads,
         ));
     }
-    for (argument, tensor) in [("k's", k), ("v's", v)] {
-        if tensor.dtype() != q.dtype() {
-            return Err(AttentionError::Argument {
-                argument: if argument == "k's" {
-                    "k's dtype"
-                } else {
-                    "v's dtype"
-                },
-                expected: format!("{:?}, q's", q.dtype()),
-                got: format!("{:?}", tensor.dtype()),
-            });
-        }
-        if tensor.device() != q.device() {
-            return Err(AttentionError::Argument {
-                argument: if argument == "k's" {
-                    "k's device"
-                } else {
-                    "v's device"
-                },
-                expected: format!("{:?}, q's", q.device()),
-                got: format!("{:?}", tensor.device()),
-            });
-        }
+    for (dtype, device, tensor) in [
+        ("k's dtype", "k's device", k),
+        ("v's dtype", "v's device", v),
+    ] {
+        AttentionError::expect_same(dtype, q.dtype(), "q's", tensor.dtype())?;
+        AttentionError::expect_same(device, q.device(), "q's", tensor.device())?;
     }
     Ok(())
 }

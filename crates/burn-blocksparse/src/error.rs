@@ -30,4 +30,21 @@ impl AttentionError {
             got: got.to_string(),
         }
     }
+
+    /// That an argument is what another is.
+    pub(crate) fn expect_same<T: PartialEq + std::fmt::Debug>(
+        argument: &'static str,
+        expected: T,
+        whose: &str,
+        got: T,
+    ) -> Result<(), Self> {
+        match expected == got {
+            true => Ok(()),
+            false => Err(Self::argument(
+                argument,
+                format!("{expected:?}, {whose}"),
+                format!("{got:?}"),
+            )),
+        }
+    }
 }

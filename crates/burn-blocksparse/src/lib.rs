@@ -29,22 +29,26 @@
 mod attention;
 mod backends;
 mod error;
+mod merge;
 mod ops;
 mod options;
 mod plan;
 mod reference;
+mod tensors;
 mod upload;
 mod weights;
 
 pub use attention::{attention, attention_with_lse, attention_with_weights};
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
-pub use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern};
+pub use blocksparse::{BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern};
 pub use error::AttentionError;
+pub use merge::merge_attention;
 pub use ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
-    Saved,
+    OutputGrads, Saved,
 };
-pub use options::{AttentionOptions, Precision, WeightsMode};
+pub use options::{AttentionOptions, Precision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
+pub use tensors::{AttentionTensors, attention_with_tensors};
 pub use weights::BlockSparseWeights;

@@ -71,6 +71,17 @@ pub struct Saved<B: Backend> {
     pub output: AttentionOutput<B>,
 }
 
+/// Gradients of a loss by what the forward pass returned.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct OutputGrads<B: Backend> {
+    /// By `out`: `[batch, heads, seq_q, value_dim]`, in its dtype.
+    pub out: FloatTensor<B>,
+    /// By `lse`: `[batch, heads, seq_q]`, in its dtype. None: 0.
+    #[extension_type]
+    pub lse: MaybeFloat<B>,
+}
+
 /// Gradients, each of its input's shape and dtype.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
@@ -102,15 +113,15 @@ pub trait BlockSparseOps: Backend {
         reference::forward::<Self>(inputs, &layout, &options)
     }
 
-    /// The backward pass: gradients of a loss whose gradient by `out` is `grad_out`.
+    /// The backward pass: gradients of a loss whose gradients by the outputs are `grads`.
     #[fusion(meta = meta::backward)]
     fn block_sparse_attention_backward(
         #[extension_type] saved: Saved<Self>,
-        grad_out: FloatTensor<Self>,
+        #[extension_type] grads: OutputGrads<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
         options: AttentionOptions,
     ) -> AttentionGrads<Self> {
-        reference::backward::<Self>(saved, grad_out, &layout, &options)
+        reference::backward::<Self>(saved, grads, &layout, &options)
     }
 }
 
@@ -145,7 +156,7 @@ mod meta {
 
     pub fn backward(
         saved: &SavedMetadata,
-        _grad_out: &TensorSpec,
+        _grads: &OutputGradsMetadata,
         _layout: &LayoutTensorsMetadata,
         _options: &AttentionOptions,
     ) -> AttentionGradsMetadata {

@@ -1,3 +1,7 @@
+use std::sync::Arc;
+
+use blocksparse::Dropout;
+
 use crate::AttentionError;
 
 /// How attention is computed. Build it from [`Default`]:
@@ -15,6 +19,10 @@ pub struct AttentionOptions {
     pub scale: Option<f64>,
     /// Softcap `c`: scores become `c · tanh(score / c)` after scaling and before masking (Gemma 2).
     pub softcap: Option<f64>,
+    /// ALiBi slopes, one for each head: scores get `−slope · |i − j|` after the softcap. See [`alibi`](Self::alibi).
+    pub alibi: Option<Arc<[f64]>>,
+    /// Dropout of the weights.
+    pub dropout: Option<Dropout>,
     /// What is kept for the backward pass.
     pub weights: WeightsMode,
     /// How precise the products of f32 tensors are.
@@ -56,6 +64,35 @@ impl AttentionOptions {
         self
     }
 
+    /// Adds linear biases by distance to the scores, ALiBi (Press et al., 2022): query `i` and key `j` of head `h` get
+    /// `−slopes[h] · |i − j|`, after scale and softcap. `i` and `j` are positions as patterns see them: with `seq_q ≠ seq_kv`
+    /// query row `r` sits at `r + seq_kv − seq_q`. The biases are made of positions where scores are; nothing n × n exists.
+    /// The slopes are constants; [`alibi_slopes`] has the paper's.
+    ///
+    /// ```
+    /// use burn_blocksparse::{AttentionOptions, alibi_slopes};
+    ///
+    /// let options = AttentionOptions::default().alibi(alibi_slopes(8));
+    /// assert_eq!(options.alibi.unwrap()[0], 0.5);
+    /// ```
+    pub fn alibi(mut self, slopes: impl Into<Arc<[f64]>>) -> Self {
+        self.alibi = Some(slopes.into());
+        self
+    }
+
+    /// Drops weights out, after the softmax: `out[i] = Σ_j p[i, j] · mask[i, j] / (1 − probability) · v[j]`. The backward pass
+    /// uses the same mask; lse and returned weights are those before dropout. The mask follows from the seed and the pair alone
+    /// ([`Dropout`]), so give every training step, and every layer, a seed of its own.
+    pub fn dropout(mut self, dropout: Dropout) -> Self {
+        self.dropout = Some(dropout);
+        self
+    }
+
+    /// Dropout, if it drops anything.
+    pub(crate) fn active_dropout(&self) -> Option<Dropout> {
+        self.dropout.filter(|dropout| dropout.probability > 0.0)
+    }
+
     /// Sets what is kept for the backward pass.
     pub fn weights(mut self, weights: WeightsMode) -> Self {
         self.weights = weights;
@@ -73,7 +110,8 @@ impl AttentionOptions {
         self.scale.unwrap_or_else(|| 1.0 / (head_dim as f64).sqrt())
     }
 
-    pub(crate) fn validate(&self) -> Result<(), AttentionError> {
+    /// Checks the values, for a layout of `heads` heads.
+    pub(crate) fn validate(&self, heads: usize) -> Result<(), AttentionError> {
         if let Some(scale) = self.scale
             && !scale.is_finite()
         {
@@ -88,6 +126,45 @@ impl AttentionOptions {
                 softcap,
             ));
         }
+        if let Some(Dropout { probability, .. }) = self.dropout
+            && !(0.0..1.0).contains(&probability)
+        {
+            return Err(AttentionError::argument(
+                "options.dropout's probability",
+                "at least 0 and less than 1",
+                probability,
+            ));
+        }
+        if let Some(slopes) = &self.alibi {
+            AttentionError::expect_same(
+                "options.alibi's slopes",
+                heads,
+                "the layout's heads",
+                slopes.len(),
+            )?;
+            if let Some(slope) = slopes.iter().find(|slope| !slope.is_finite()) {
+                return Err(AttentionError::argument(
+                    "options.alibi's slopes",
+                    "finite",
+                    slope,
+                ));
+            }
+        }
         Ok(())
+    }
+}
+
+/// The slopes of ALiBi for a number of heads: `2^(−8 · (h + 1) / heads)` where it is a power of two; else those of the power below,
+/// and every other one of twice that power (Press et al., 2022, and its reference implementation).
+pub fn alibi_slopes(heads: usize) -> Vec<f64> {
+    let geometric =
+        |count: usize| (1..=count).map(move |h| 2f64.powf(-8.0 * h as f64 / count as f64));
+    match heads.checked_ilog2() {
+        None => Vec::new(),
+        Some(log) => {
+            let power = 1 << log;
+            let between = geometric(2 * power).step_by(2);
+            geometric(power).chain(between).take(heads).collect()
+        }
     }
 }

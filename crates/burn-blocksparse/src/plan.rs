@@ -55,7 +55,7 @@ impl AttentionPlan {
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
         attention::check(q, k, v, layout)?;
-        options.validate()?;
+        options.validate(layout.heads())?;
         Self::choose(q, k, v, layout, options)
     }
 

@@ -2,38 +2,90 @@
 
 use std::sync::Arc;
 
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::{DevicePlan, plan};
+use super::simt::dropout::MaskLaunch;
 use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::{Tile, backward, forward};
 use super::{AttentionPlan, Kernel, KernelError, PartPlan, Sizes, TensorView};
 use crate::plan::{Sections, Walk};
-use crate::{BlockLayout, Residue};
+use crate::{BlockLayout, Dropout, Residue};
 
-/// Runs the forward pass into `out` `[batch, heads, seq_q, value_dim]` and `lse` `[batch, heads, seq_q]`, both
-/// contiguous, and, if the sizes say that weights are stored, into `weights`
-/// `[batch, blocks, b, b]`, which must hold zeros.
+/// What the scores of a call are, apart from its tensors.
+#[derive(Clone, Debug)]
+pub struct ScoreOptions {
+    /// Factor of the products.
+    pub scale: f64,
+    /// Bound of the scores.
+    pub softcap: Option<f64>,
+    /// ALiBi slopes, `[heads]`: scores get `−slope · |distance|` after the softcap. Given if and only if the sizes say so.
+    pub slopes: Option<Arc<[f64]>>,
+    /// Dropout of weights. Given if and only if the sizes say so.
+    pub dropout: Option<Dropout>,
+}
+
+impl ScoreOptions {
+    fn mask(&self) -> MaskLaunch {
+        let (seed, threshold) =
+            (self.dropout.as_ref()).map_or((0, 0), |dropout| (dropout.seed, dropout.threshold()));
+        MaskLaunch::new(seed as u32, (seed >> 32) as u32, threshold)
+    }
+
+    fn dropout_factor(&self, accumulator: ElemType) -> InputScalar {
+        InputScalar::new(
+            self.dropout.map_or(1.0, |dropout| dropout.factor()),
+            accumulator,
+        )
+    }
+
+    /// The slopes on the device.
+    fn upload_slopes(&self, client: &Client, accumulator: ElemType) -> Option<Handle> {
+        let slopes = self.slopes.as_ref()?;
+        Some(match accumulator {
+            ElemType::Float(FloatKind::F64) => {
+                client.create_from_slice(bytemuck::cast_slice(slopes))
+            }
+            _ => {
+                let slopes: Vec<f32> = slopes.iter().map(|&slope| slope as f32).collect();
+                client.create_from_slice(bytemuck::cast_slice(&slopes))
+            }
+        })
+    }
+}
+
+/// What the forward pass writes and the backward pass reads.
+#[derive(Clone, Copy, Debug)]
+pub struct Outputs<'a> {
+    /// `[batch, heads, seq_q, value_dim]`, contiguous.
+    pub out: &'a Handle,
+    /// `[batch, heads, seq_q]`, contiguous.
+    pub lse: &'a Handle,
+    /// `[batch, blocks, b, b]`, if the sizes say that weights are stored. Holds zeros before the forward pass.
+    pub weights: Option<&'a Handle>,
+}
+
+/// Runs the forward pass.
 ///
 /// # Errors
 /// [`KernelError`] if a limit of the device is exceeded; then nothing was launched.
-#[allow(clippy::too_many_arguments)]
 pub fn forward(
     client: &Client,
     plan: &AttentionPlan,
     layout: &BlockLayout,
     [q, k, v]: [&TensorView; 3],
-    out: &Handle,
-    lse: &Handle,
-    weights: Option<&Handle>,
-    scale: f64,
-    softcap: Option<f64>,
+    outputs: Outputs,
+    options: &ScoreOptions,
 ) -> Result<(), KernelError> {
+    let Outputs { out, lse, weights } = outputs;
+    let &ScoreOptions { scale, softcap, .. } = options;
     let sizes = plan.sizes;
     let (heads, seq_q) = (layout.heads(), layout.seq_q());
     let rows = sizes.batch * heads * seq_q;
     let accumulator = sizes.accumulator();
+    let slopes = options.upload_slopes(client, accumulator);
     let named = [("q", q), ("k", k), ("v", v)];
     let calls = (plan.parts.iter())
         .map(|part| Call::new(client, sizes, part, layout, Kernel::Forward, &named))
@@ -89,10 +141,8 @@ pub fn forward(
                 call.input(v),
                 BufferArg::from_raw_parts(out.clone(), rows * sizes.value_dim / call.width),
                 BufferArg::from_raw_parts(lse.clone(), rows),
-                match call.weights(weights, layout) {
-                    Some(weights) => ComptimeOptionArgs::Some(weights),
-                    None => ComptimeOptionArgs::None,
-                },
+                call.weights(weights, layout),
+                optional(slopes.as_ref(), heads),
                 call.words(),
                 call.strides(q),
                 call.strides(k),
@@ -104,6 +154,8 @@ pub fn forward(
                 InputScalar::new(scale, accumulator),
                 InputScalar::new(softcap.unwrap_or(1.0), accumulator),
                 InputScalar::new(f64::NEG_INFINITY, accumulator),
+                options.mask(),
+                options.dropout_factor(accumulator),
                 call.tile,
                 sizes.dtype,
                 accumulator,
@@ -111,6 +163,15 @@ pub fn forward(
         }
     }
     Ok(())
+}
+
+/// Gradients by the outputs.
+#[derive(Clone, Copy, Debug)]
+pub struct OutputGrads<'a> {
+    /// `[batch, heads, seq_q, value_dim]`
+    pub out: &'a TensorView,
+    /// `[batch, heads, seq_q]`, contiguous, in lse's type. None: 0.
+    pub lse: Option<&'a Handle>,
 }
 
 /// Where the gradients go.
@@ -124,8 +185,7 @@ pub struct Gradients {
     pub v_offset: usize,
 }
 
-/// Runs the backward pass: `out`, `lse` (and `weights`) as the forward pass left them, `grad_out`
-/// `[batch, heads, seq_q, value_dim]`.
+/// Runs the backward pass: `outputs` as the forward pass left them.
 ///
 /// # Errors
 /// [`KernelError`] if a limit of the device is exceeded; then nothing was launched.
@@ -135,14 +195,14 @@ pub fn backward(
     plan: &AttentionPlan,
     layout: &BlockLayout,
     [q, k, v]: [&TensorView; 3],
-    out: &Handle,
-    lse: &Handle,
-    weights: Option<&Handle>,
-    grad_out: &TensorView,
+    outputs: Outputs,
+    grads: OutputGrads,
     gradients: &Gradients,
-    scale: f64,
-    softcap: Option<f64>,
+    options: &ScoreOptions,
 ) -> Result<(), KernelError> {
+    let Outputs { out, lse, weights } = outputs;
+    let &ScoreOptions { scale, softcap, .. } = options;
+    let grad_out = grads.out;
     let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
     plan.check_backward()?;
     let sizes = plan.sizes;
@@ -160,10 +220,12 @@ pub fn backward(
 
     let rows = sizes.batch * heads * layout.seq_q();
     let accumulator = sizes.accumulator();
+    let slopes = options.upload_slopes(client, accumulator);
     // lse and delta of the query at each place of a part.
     let make_stats = |call: &Call, pitch: usize, lse_factor: f64, by_class: bool| {
         let rows = sizes.batch * heads * pitch;
-        let stats = client.empty(rows * 2 * accumulator.size());
+        let numbers = rows * 2 + if slopes.is_some() { heads } else { 0 };
+        let stats = client.empty(numbers * accumulator.size());
         const UNITS: u32 = 64;
         let cubes = spread(client, (rows as u64).div_ceil(u64::from(UNITS)))?;
         unsafe {
@@ -179,7 +241,9 @@ pub fn backward(
                 ),
                 call.input(grad_out),
                 BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * layout.seq_q()),
-                BufferArg::from_raw_parts(stats.clone(), rows * 2),
+                optional(grads.lse, sizes.batch * heads * layout.seq_q()),
+                optional(slopes.as_ref(), heads),
+                BufferArg::from_raw_parts(stats.clone(), numbers),
                 call.strides(grad_out),
                 call.listing(),
                 heads,
@@ -226,8 +290,8 @@ pub fn backward(
                 &sizes,
                 part_plan.residue,
                 inputs,
-                out,
-                lse,
+                outputs,
+                grads.lse,
                 fused_stats.take(),
                 gradients,
                 scale,
@@ -293,6 +357,7 @@ pub fn backward(
             Some(stats) => stats,
             None => plain_stats.insert(make_stats(&part[0], layout.seq_q(), 1.0, false)?),
         };
+        let numbers = rows * 2 + if slopes.is_some() { heads } else { 0 };
         for (call, (walk, outer_heads, [a1, a2, b1, b2], target, elements)) in
             part.iter().zip(passes)
         {
@@ -307,11 +372,8 @@ pub fn backward(
                     call.input(a2),
                     call.input(b1),
                     call.input(b2),
-                    BufferArg::from_raw_parts(stats.clone(), rows * 2),
-                    match call.weights(weights, layout) {
-                        Some(weights) => ComptimeOptionArgs::Some(weights),
-                        None => ComptimeOptionArgs::None,
-                    },
+                    BufferArg::from_raw_parts(stats.clone(), numbers),
+                    call.weights(weights, layout),
                     BufferArg::from_raw_parts(target.clone(), elements / width),
                     call.words(),
                     call.strides(a1),
@@ -323,8 +385,11 @@ pub fn backward(
                     heads / kv_heads,
                     call.weight_blocks,
                     gradients.v_offset / width,
+                    rows * 2,
                     InputScalar::new(scale, accumulator),
                     InputScalar::new(softcap.unwrap_or(1.0), accumulator),
+                    options.mask(),
+                    options.dropout_factor(accumulator),
                     walk,
                     call.tile,
                     sizes.dtype,
@@ -334,6 +399,20 @@ pub fn backward(
         }
     }
     Ok(())
+}
+
+/// A buffer of `elements`, or none.
+pub(super) fn optional<T: LaunchArg<RuntimeArg = BufferArg>>(
+    handle: Option<&Handle>,
+    elements: usize,
+) -> ComptimeOptionArgs<T> {
+    match handle {
+        Some(handle) => {
+            let buffer = unsafe { BufferArg::from_raw_parts(handle.clone(), elements) };
+            ComptimeOptionArgs::Some(buffer)
+        }
+        None => ComptimeOptionArgs::None,
+    }
 }
 
 /// What the launches of a call share.
@@ -448,9 +527,13 @@ impl Call {
         listing(self.residue)
     }
 
-    fn weights(&self, weights: Option<&Handle>, layout: &BlockLayout) -> Option<BufferArg> {
+    fn weights<T: LaunchArg<RuntimeArg = BufferArg>>(
+        &self,
+        weights: Option<&Handle>,
+        layout: &BlockLayout,
+    ) -> ComptimeOptionArgs<T> {
         let elements = self.batch * self.weight_blocks * layout.block_size().pow(2);
-        weights.map(|weights| unsafe { BufferArg::from_raw_parts(weights.clone(), elements) })
+        optional(weights, elements)
     }
 
     fn words(&self) -> BufferArg {

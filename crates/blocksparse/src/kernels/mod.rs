@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! forward     s = scale · q · kᵀ    p = softmax(s)    out = p · v          lse = ln Σ exp(s)
-//! backward    delta = rowsum(dO ∘ O)                  p = exp(s − lse)
+//! backward    delta = rowsum(dO ∘ O) − dlse           p = exp(s − lse)
 //!             dp = dO · vᵀ          ds = p ∘ (dp − delta) · scale
 //!             dQ = ds · k           dK = dsᵀ · q       dV = pᵀ · dO
 //! ```
@@ -39,7 +39,7 @@ use cubecl::server::Handle;
 use crate::plan::{Tiling, Walk};
 use crate::{BlockLayout, Residue};
 
-pub use launch::{Gradients, backward, forward};
+pub use launch::{Gradients, OutputGrads, Outputs, ScoreOptions, backward, forward};
 
 /// What can be wrong with a launch. All of it is known before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -162,6 +162,10 @@ pub struct Sizes {
     pub softcap: bool,
     /// Whether the scale is positive.
     pub positive_scale: bool,
+    /// Whether scores have ALiBi biases.
+    pub alibi: bool,
+    /// Whether weights are dropped out.
+    pub dropout: bool,
     /// Whether products of f32 tensors may be of tf32: 10 bits of mantissa.
     pub tf32: bool,
 }
@@ -415,7 +419,8 @@ impl AttentionPlan {
             let tiles = tiles.max().unwrap_or(0);
             // With the buffer in which CubeCL passes scalars.
             let buffers = match kernel {
-                Kernel::Forward => 7,
+                // In the backward pass the slopes lie behind lse and delta.
+                Kernel::Forward => 7 + usize::from(sizes.alibi),
                 _ => 8,
             } + usize::from(sizes.store);
             let hardware = &properties.hardware;

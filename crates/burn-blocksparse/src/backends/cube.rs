@@ -2,7 +2,9 @@
 
 use std::sync::{Arc, LazyLock};
 
-use blocksparse::kernels::{self, AttentionPlan, Gradients, Sizes, TensorView};
+use blocksparse::kernels::{
+    self, AttentionPlan, Gradients, Outputs, ScoreOptions, Sizes, TensorView,
+};
 use blocksparse::{BlockLayout, kernels::KernelError};
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{DType, Shape};
@@ -15,7 +17,7 @@ use cubecl::prelude::InputScalar;
 
 use crate::ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
-    Saved,
+    OutputGrads, Saved,
 };
 use crate::{AttentionOptions, Precision, WeightsMode, reference, weights};
 
@@ -46,6 +48,8 @@ pub(crate) fn sizes(
         dtype: dtype_to_elem_type(dtype),
         store: options.weights == WeightsMode::Store,
         softcap: options.softcap.is_some(),
+        alibi: options.alibi.is_some(),
+        dropout: options.active_dropout().is_some(),
         positive_scale: options.scale_for(head_dim) > 0.0,
         tf32: options.precision == Precision::Tf32 && dtype == DType::F32,
     })
@@ -75,11 +79,12 @@ impl BlockSparseOps for CubeBackend {
             &call.plan,
             &call.layout,
             [&views[0], &views[1], &views[2]],
-            &out.handle,
-            &lse.handle,
-            stored.as_ref().map(|weights| &weights.handle),
-            call.options.scale_for(call.sizes.head_dim),
-            call.options.softcap,
+            Outputs {
+                out: &out.handle,
+                lse: &lse.handle,
+                weights: stored.as_ref().map(|weights| &weights.handle),
+            },
+            &call.score_options(),
         );
         checked(result);
         AttentionOutput {
@@ -94,12 +99,12 @@ impl BlockSparseOps for CubeBackend {
 
     fn block_sparse_attention_backward(
         saved: Saved<Self>,
-        grad_out: CubeTensor,
+        grads: OutputGrads<Self>,
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
     ) -> AttentionGrads<Self> {
         if *REFERENCE {
-            return reference::backward::<Self>(saved, grad_out, &layout, &options);
+            return reference::backward::<Self>(saved, grads, &layout, &options);
         }
         let Saved { inputs, output } = saved;
         let call = Call::new(inputs, layout, options);
@@ -117,11 +122,11 @@ impl BlockSparseOps for CubeBackend {
         } = call.sizes;
         // Autodiff may hand over what another op made of them.
         let [out, lse] = [output.out, output.lse].map(into_contiguous);
-        let stored = match output.weights {
-            MaybeFloat::Some(weights) => Some(into_contiguous(weights)),
+        let [stored, grad_lse] = [output.weights, grads.lse].map(|tensor| match tensor {
+            MaybeFloat::Some(tensor) => Some(into_contiguous(tensor)),
             MaybeFloat::None => None,
-        };
-        let grad_out = view(&readable(grad_out, call.plan.alignment()));
+        });
+        let grad_out = view(&readable(grads.out, call.plan.alignment()));
 
         let dq = call.empty([batch, heads, seq_q, head_dim], call.dtype);
         // dK and dV share a buffer; dV begins where a binding may.
@@ -144,13 +149,17 @@ impl BlockSparseOps for CubeBackend {
             &call.plan,
             &call.layout,
             [&views[0], &views[1], &views[2]],
-            &out.handle,
-            &lse.handle,
-            stored.as_ref().map(|weights| &weights.handle),
-            &grad_out,
+            Outputs {
+                out: &out.handle,
+                lse: &lse.handle,
+                weights: stored.as_ref().map(|weights| &weights.handle),
+            },
+            kernels::OutputGrads {
+                out: &grad_out,
+                lse: grad_lse.as_ref().map(|grad| &grad.handle),
+            },
             &gradients,
-            call.options.scale_for(head_dim),
-            call.options.softcap,
+            &call.score_options(),
         );
         checked(result);
         let part = |handle, dim| {
@@ -230,6 +239,15 @@ impl Call {
 
     fn views(&self) -> [TensorView; 3] {
         [0, 1, 2].map(|input| view(&self.inputs[input]))
+    }
+
+    fn score_options(&self) -> ScoreOptions {
+        ScoreOptions {
+            scale: self.options.scale_for(self.sizes.head_dim),
+            softcap: self.options.softcap,
+            slopes: self.options.alibi.clone(),
+            dropout: self.options.active_dropout(),
+        }
     }
 
     fn accumulator(&self) -> DType {

@@ -6,7 +6,7 @@ use burn::backend::tensor::{BoolTensor, Device, FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
 
-use blocksparse::BlockLayout;
+use blocksparse::{BlockLayout, Dropout};
 
 use super::accumulate_in;
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
@@ -31,6 +31,8 @@ pub(super) struct Problem<'a, B: Backend> {
     kv_blocks: usize,
     pub scale: f64,
     pub softcap: Option<f64>,
+    pub alibi: Option<Arc<[f64]>>,
+    dropout: Option<Dropout>,
     pub device: Device<B>,
     /// The dtype everything is computed in.
     pub dtype: FloatDType,
@@ -94,6 +96,8 @@ impl<'a, B: Backend> Problem<'a, B> {
             kv_blocks: host.kv_blocks(),
             scale: options.scale_for(head_dim),
             softcap: options.softcap,
+            alibi: options.alibi.clone(),
+            dropout: options.active_dropout(),
             device: inputs.q.device(),
             dtype: accumulate_in(inputs.q.dtype().into()),
             layout,
@@ -239,6 +243,48 @@ impl<'a, B: Backend> Problem<'a, B> {
         let blocked = B::bool_reshape(blocked, Shape::new([tiles, partial, b, b]));
         let blocked = B::bool_permute(blocked, &[0, 2, 1, 3]);
         B::bool_reshape(blocked, Shape::new([tiles, b, partial * b]))
+    }
+
+    /// `slope · |distance|` of each pair: `[T, b, L·b]`.
+    pub fn alibi_penalty(&self, slopes: &[f64], chunk: &Chunk) -> FloatTensor<B> {
+        let (tiles, b) = (chunk.tiles.len(), self.b as i32);
+        let offset = self.seq_kv as i32 - self.seq_q as i32;
+        let queries = (chunk.tiles.iter())
+            .flat_map(|placed| (0..b).map(|row| placed.tile.q_block as i32 * b + row + offset));
+        let queries = self.indices(queries.collect());
+        let first_keys = chunk.entries(|_, entry| entry.kv_block as i32 * b, chunk.shape.entries);
+        let keys = (first_keys.iter()).flat_map(|first| (0..b).map(move |column| first + column));
+        let keys = self.indices(keys.collect());
+        let queries = B::int_reshape(queries, Shape::new([tiles, self.b, 1]));
+        let keys = B::int_reshape(keys, Shape::new([tiles, 1, chunk.shape.entries * self.b]));
+        let distance = B::int_abs(B::int_sub(queries, keys));
+        let slopes: Vec<f64> = (chunk.tiles.iter())
+            .map(|placed| slopes[placed.head])
+            .collect();
+        let slopes = TensorData::new(slopes, [tiles, 1, 1]).convert_dtype(self.dtype.into());
+        let slopes = B::float_from_data(slopes, &self.device);
+        B::float_mul(B::int_into_float(distance, self.dtype), slopes)
+    }
+
+    /// What dropout multiplies the weights by, if there is any: `[T, b, L·b]`.
+    pub fn dropout_factors(&self, chunk: &Chunk) -> Option<FloatTensor<B>> {
+        let dropout = self.dropout?;
+        let (b, factor) = (self.b, dropout.factor());
+        let mut factors = Vec::with_capacity(chunk.tiles.len() * chunk.shape.entries * b * b);
+        for placed in &chunk.tiles {
+            for query in placed.tile.q_block * b..(placed.tile.q_block + 1) * b {
+                for entry in &placed.tile.entries {
+                    let first = entry.kv_block as usize * b / 4;
+                    let kept = (first..first + b / 4).flat_map(|four| {
+                        dropout.keeps_four(placed.batch, placed.head, query, four)
+                    });
+                    factors.extend(kept.map(|kept| if kept { factor } else { 0.0 }));
+                }
+            }
+        }
+        let shape = [chunk.tiles.len(), b, chunk.shape.entries * b];
+        let factors = TensorData::new(factors, shape).convert_dtype(self.dtype.into());
+        Some(B::float_from_data(factors, &self.device))
     }
 
     /// Queries of the chunk with nothing to attend to: `[T, b, 1]`.

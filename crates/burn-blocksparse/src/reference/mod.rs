@@ -6,12 +6,12 @@
 //!
 //! ```text
 //! q  [T, b, d]   k, v  [T, L·b, d]
-//! s  = scale · q · kᵀ            [T, b, L·b]      s = c · tanh(s / c) with a softcap
+//! s  = scale · q · kᵀ            [T, b, L·b]      s = c · tanh(s / c) with a softcap; biases
 //! s  = −∞ where not allowed                       only the first, partial blocks need it
 //! p  = softmax(s)                                 lse = max(s) − ln(max(p))
-//! o  = p · v
+//! o  = p · v                     p ∘ mask / (1 − probability) with dropout, and so dP
 //!
-//! delta = rowsum(dO ∘ O)          dP = dO · vᵀ
+//! delta = rowsum(dO ∘ O) − dlse   dP = dO · vᵀ
 //! dS = p ∘ (dP − delta) · scale   (∘ (1 − tanh²) with a softcap)
 //! dQ = dS · k                     dK += dSᵀ · q     dV += pᵀ · dO
 //! ```
@@ -27,7 +27,7 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 
 use crate::ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, Saved,
+    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, OutputGrads, Saved,
 };
 use crate::{AttentionOptions, WeightsMode};
 use gather::{Chunk, Problem};
@@ -70,6 +70,10 @@ pub(crate) fn forward<B: Backend>(
             let blocks = problem.split_blocks(p.clone(), &chunk);
             weights = Some(problem.add_rows(all, chunk.weight_places(&problem), blocks));
         }
+        let p = match problem.dropout_factors(&chunk) {
+            Some(factors) => B::float_mul(p, factors),
+            None => p,
+        };
         let rows = B::float_matmul(p, v);
         out = problem.add_rows(out, chunk.query_tiles(&problem), rows);
     }
@@ -85,7 +89,7 @@ pub(crate) fn forward<B: Backend>(
 
 pub(crate) fn backward<B: Backend>(
     saved: Saved<B>,
-    grad_out: FloatTensor<B>,
+    grads: OutputGrads<B>,
     layout: &LayoutTensors<B>,
     options: &AttentionOptions,
 ) -> AttentionGrads<B> {
@@ -94,11 +98,18 @@ pub(crate) fn backward<B: Backend>(
     let dtype: FloatDType = inputs.q.dtype().into();
     let b = problem.b;
     let tiles = problem.tile_inputs(inputs);
-    let grad_out = problem.accumulate(grad_out);
-    let delta = B::float_sum_dim(
+    let grad_out = problem.accumulate(grads.out);
+    let mut delta = B::float_sum_dim(
         B::float_mul(grad_out.clone(), problem.accumulate(output.out)),
         3,
     );
+    if let MaybeFloat::Some(grad_lse) = grads.lse {
+        // A row without keys has p = 0; whatever the gradient is there, 0 · ∞ must not enter.
+        let empty = B::float_is_inf(output.lse, layout.blocked.dtype().into());
+        let grad_lse = B::float_mask_fill(grad_lse, empty, 0.0.into());
+        let grad_lse = B::float_reshape(grad_lse, delta.shape());
+        delta = B::float_sub(delta, grad_lse);
+    }
     let grad_out = problem.tile_queries(grad_out, problem.value_dim);
     let delta = problem.tile_queries(delta, 1);
     let weights = match output.weights {
@@ -128,8 +139,13 @@ pub(crate) fn backward<B: Backend>(
                 (softmax(&problem, s, &chunk), tanh)
             }
         };
-        let dp = B::float_matmul(d_out.clone(), B::float_transpose(v));
-        let dv_rows = B::float_matmul(B::float_transpose(p.clone()), d_out);
+        let mut dp = B::float_matmul(d_out.clone(), B::float_transpose(v));
+        let mut kept = p.clone();
+        if let Some(factors) = problem.dropout_factors(&chunk) {
+            dp = B::float_mul(dp, factors.clone());
+            kept = B::float_mul(kept, factors);
+        }
+        let dv_rows = B::float_matmul(B::float_transpose(kept), d_out);
         let mut ds = B::float_mul(B::float_sub(dp, delta), p);
         if let Some(tanh) = tanh {
             let slope = B::float_neg(B::float_mul(tanh.clone(), tanh));
@@ -150,7 +166,7 @@ pub(crate) fn backward<B: Backend>(
 }
 
 struct Scores<B: Backend> {
-    /// Scaled, softcapped and masked scores `[T, b, L·b]`.
+    /// Scaled, softcapped, biased and masked scores `[T, b, L·b]`.
     s: FloatTensor<B>,
     /// tanh(score / softcap), not masked.
     tanh: Option<FloatTensor<B>>,
@@ -169,6 +185,9 @@ fn scores<B: Backend>(
         let t = B::float_tanh(B::float_div_scalar(s, softcap.into()));
         s = B::float_mul_scalar(t.clone(), softcap.into());
         tanh = Some(t);
+    }
+    if let Some(slopes) = &problem.alibi {
+        s = B::float_sub(s, problem.alibi_penalty(slopes, chunk));
     }
     let masked = chunk.shape.partial * problem.b;
     let s = match chunk.shape.partial {

@@ -960,14 +960,15 @@ fn load_next(
     }
 }
 
-/// `stats[head, place] = (lse · log2 e, delta)`, `delta = rowsum(dO ∘ O)`: what the kernel needs of the query at each place, and
-/// zeros in its counters. Rows without keys get lse 0, so that no infinity enters the arithmetic; places of no
+/// `stats[head, place] = (lse · log2 e, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what the kernel needs of the query at each place, and
+/// zeros in its counters. Rows without keys get lse and delta 0, so that no infinity enters the arithmetic; places of no
 /// position get zeros. A unit has eight columns of a row, `lanes` units a row.
 #[cube(launch_unchecked)]
 pub fn stats(
     out: &[Vector<u32, Const<4>>],
     grad_out: &[Vector<u32, Const<4>>],
     lse: &[f32],
+    grad_lse: ComptimeOption<Box<[f32]>>,
     stats: &mut [f32],
     counters: &mut [u32],
     grad_strides: Strides,
@@ -1014,6 +1015,15 @@ pub fn stats(
         }
         // Half of the least number there is.
         let none = log < f32::new(LOW);
+        #[comptime]
+        match grad_lse {
+            ComptimeOption::Some(grad_lse) => {
+                if exists {
+                    sum -= select(none, f32::new(0.0), grad_lse[out_row]);
+                }
+            }
+            ComptimeOption::None => {}
+        }
         stats[(row * 2) as usize] = select(
             none,
             f32::new(0.0),

@@ -18,10 +18,10 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::plan;
-use super::launch::{batch_words, listing, plan_parts};
+use super::launch::{batch_words, listing, optional, plan_parts};
 use super::simt::tile::StridesLaunch;
 use super::tensor::{WalkOperands, check_rows, check_scale, scales, tier_limit};
-use super::{Gradients, KernelError, Sizes, TensorView};
+use super::{Gradients, KernelError, Outputs, Sizes, TensorView};
 use crate::plan::{Grouping, Tiling, Walk};
 use crate::{BlockLayout, Residue};
 pub use asm::Half;
@@ -290,6 +290,12 @@ pub fn choose(
     };
     if sizes.store {
         return Err("weights are stored");
+    }
+    if sizes.alibi {
+        return Err("scores have ALiBi biases");
+    }
+    if sizes.dropout {
+        return Err("weights are dropped out");
     }
     if !sizes.positive_scale {
         // The running maximum is of unscaled scores.
@@ -814,7 +820,7 @@ pub struct Stats {
     in_order: bool,
 }
 
-/// The backward pass over a layout, or a part of one: `out` and `lse` as the forward pass left them, and the stats if a part before
+/// The backward pass over a layout, or a part of one: `outputs` as the forward pass left them, and the stats if a part before
 /// has made them. Three launches: what is needed of each query, the walk over columns, and dQ from its sums.
 ///
 /// # Errors
@@ -827,8 +833,8 @@ pub fn backward(
     sizes: &Sizes,
     residue: Option<Residue>,
     [q, k, v, grad_out]: [&TensorView; 4],
-    out: &Handle,
-    lse: &Handle,
+    outputs: Outputs,
+    grad_lse: Option<&Handle>,
     known: Option<Stats>,
     gradients: &Gradients,
     scale: f64,
@@ -891,9 +897,13 @@ pub fn backward(
                 client,
                 over(rows * lanes),
                 CubeDim::new_1d(UNITS as u32),
-                BufferArg::from_raw_parts(out.clone(), sizes.batch * heads * seq_q * tile.dim / 8),
+                BufferArg::from_raw_parts(
+                    outputs.out.clone(),
+                    sizes.batch * heads * seq_q * tile.dim / 8,
+                ),
                 BufferArg::from_raw_parts(grad_out.handle.clone(), grad_out.reach().div_ceil(8)),
-                BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * seq_q),
+                BufferArg::from_raw_parts(outputs.lse.clone(), sizes.batch * heads * seq_q),
+                optional(grad_lse, sizes.batch * heads * seq_q),
                 BufferArg::from_raw_parts(stats.clone(), rows * 2),
                 BufferArg::from_raw_parts(counters.0.clone(), counters.1 + 1),
                 StridesLaunch::new(batch_stride / 8, head_stride / 8, row_stride / 8, seq_q),

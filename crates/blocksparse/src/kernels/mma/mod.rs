@@ -147,6 +147,12 @@ pub fn choose(
     if sizes.store {
         return Err("weights are stored");
     }
+    if sizes.alibi {
+        return Err("scores have ALiBi biases");
+    }
+    if sizes.dropout {
+        return Err("weights are dropped out");
+    }
     if !sizes.positive_scale {
         // The running maximum is of unscaled scores.
         return Err("the scale is not positive");

@@ -2,21 +2,25 @@
 
 use cubecl::prelude::*;
 
-use super::forward::{LOW, score};
+use super::dropout::{Mask, factors};
+use super::forward::LOW;
+use super::score::*;
 use super::tile::*;
 use crate::plan::Walk;
 
-/// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O)`: what backward needs of the query at each place,
-/// in one buffer because some devices bind only eight. Rows without keys get lse 0, so that no infinity enters the
-/// arithmetic; places of no position get zeros.
+/// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what backward needs of the query at each
+/// place, in one buffer because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the
+/// arithmetic; places of no position get zeros. The ALiBi slopes, `[heads]`, are copied behind them.
 ///
-/// `out`, `lse` contiguous; `grad_out` with any strides of its outer dimensions; `stats` `[rows, 2]`, with `pitch` places
-/// of each head.
+/// `out`, `lse`, `grad_lse` contiguous; `grad_out` with any strides of its outer dimensions; `stats` `[rows, 2]`, with `pitch` places
+/// of each head, and behind it `[heads]` where there are slopes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn delta<E: Float, A: Float, N: Size>(
     out: &[Vector<E, N>],
     grad_out: &[Vector<E, N>],
     lse: &[A],
+    grad_lse: ComptimeOption<Box<[A]>>,
+    slopes: ComptimeOption<Box<[A]>>,
     stats: &mut [A],
     grad_strides: Strides,
     listing: Listing,
@@ -51,9 +55,25 @@ pub fn delta<E: Float, A: Float, N: Size>(
                 }
             }
             log = lse[out_row];
+            #[comptime]
+            match grad_lse {
+                ComptimeOption::Some(grad_lse) => {
+                    sum -= select(log < A::new(LOW), A::new(0.0), grad_lse[out_row]);
+                }
+                ComptimeOption::None => {}
+            }
         }
         stats[row * 2] = select(log < A::new(LOW), A::new(0.0), log * lse_factor.get::<A>());
         stats[row * 2 + 1] = sum;
+        #[comptime]
+        match slopes {
+            ComptimeOption::Some(slopes) => {
+                if row < heads {
+                    stats[rows * 2 + row] = slopes[row];
+                }
+            }
+            ComptimeOption::None => {}
+        }
     }
 }
 
@@ -66,11 +86,11 @@ pub fn delta<E: Float, A: Float, N: Size>(
 /// ```
 ///
 /// In a walk over columns s, p, dp and ds are the transposes. `out1 · scale` is dQ or dK, `out2` is dV.
-/// With a softcap `ds` has the factor `1 − (s / softcap)²`, s being softcapped. The stored weights, if there are
+/// With dropout p in `p · b2`, and dp, have the factors of the forward pass. ALiBi biases are added to s. With a softcap `ds` has the factor `1 − (s / softcap)²`, s being softcapped, without biases. The stored weights, if there are
 /// any, take the place of `exp(s − lse)`.
 ///
 /// Key heads serve `heads_per_kv` query heads: a walk over columns goes through all of them.
-/// `out` holds out1 and from vector `second` on out2, both contiguous.
+/// `out` holds out1 and from vector `second` on out2, both contiguous; `stats` from number `slopes` on the ALiBi slopes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn backward<E: Float, A: Float, N: Size>(
     a1: &[Vector<E, N>],
@@ -90,8 +110,11 @@ pub fn backward<E: Float, A: Float, N: Size>(
     heads_per_kv: usize,
     weight_blocks: usize,
     second: usize,
+    slopes: usize,
     scale: InputScalar,
     softcap: InputScalar,
+    dropout: Mask,
+    dropout_factor: InputScalar,
     #[comptime] walk: Walk,
     #[comptime] t: Tile,
     #[define(E)] _element: ElemType,
@@ -188,8 +211,21 @@ pub fn backward<E: Float, A: Float, N: Size>(
         }
     }
 
+    let mut positions = row_positions(plan, own.rows, unit_y, &listing, t);
+    let mut queries = a1_strides.len;
+    let mut keys = b1_strides.len;
+    if comptime!(columns) {
+        queries = b1_strides.len;
+        keys = a1_strides.len;
+    }
+    let lengths = Lengths { queries, keys };
+
     for turn in 0..loops {
         let head = first_head + turn;
+        let mut alibi_slope = A::new(0.0);
+        if comptime!(t.alibi) {
+            alibi_slope = stats[slopes + head];
+        }
         let first_record = plan[parts.heads + batch * parts.batch + head] as usize;
         let walk_of = walker_of(plan, &parts, first_record, tile, t);
         let mut inner = head;
@@ -255,6 +291,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     }
                 }
 
+                set_columns(&mut positions, plan, entry, unit_x, &listing, t);
                 let mut p = Array::<A>::new(comptime!(rows * 4));
                 let mut slope = Array::<A>::new(comptime!(if t.softcap { rows * 4 } else { 1 }));
                 if comptime!(t.store.is_some()) {
@@ -278,7 +315,11 @@ pub fn backward<E: Float, A: Float, N: Size>(
                             }
                             if comptime!(t.softcap) {
                                 let log = query_value(&row_lse, &col_lse, i, j, walk);
-                                let capped = (p[index].ln() + log) / softcap;
+                                let mut s = p[index].ln() + log;
+                                if comptime!(t.alibi) {
+                                    s -= alibi::<A>(alibi_slope, &positions, &lengths, i, j, walk);
+                                }
+                                let capped = s / softcap;
                                 slope[index] = select(
                                     p[index] > A::new(0.0),
                                     A::new(1.0) - capped * capped,
@@ -291,6 +332,14 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     let mut s =
                         product_rows(&a1_tile, &b1_tile, unit_y, unit_x, comptime!(t.head_dim), t);
                     score(&mut s, scale, softcap, t);
+                    if comptime!(t.softcap) {
+                        #[unroll]
+                        for i in 0..comptime!(rows * 4) {
+                            let capped = s[i] / softcap;
+                            slope[i] = A::new(1.0) - capped * capped;
+                        }
+                    }
+                    add_alibi(&mut s, alibi_slope, &positions, &lengths, walk, t);
                     #[unroll]
                     for i in 0..rows {
                         #[unroll]
@@ -298,10 +347,6 @@ pub fn backward<E: Float, A: Float, N: Size>(
                             let index = comptime!(4 * i + j);
                             p[index] =
                                 (s[index] - query_value(&row_lse, &col_lse, i, j, walk)).exp();
-                            if comptime!(t.softcap) {
-                                let capped = s[index] / softcap;
-                                slope[index] = A::new(1.0) - capped * capped;
-                            }
                         }
                     }
                     if step < walk_of.masked {
@@ -327,6 +372,11 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     comptime!(t.value_dim),
                     t,
                 );
+                let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
+                if comptime!(t.dropout) {
+                    let factor = dropout_factor.get::<A>();
+                    kept = factors::<A>(&dropout, factor, &positions, batch, head, walk, t);
+                }
                 #[unroll]
                 for i in 0..rows {
                     let at = (unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x;
@@ -336,11 +386,17 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     for j in 0..4usize {
                         let index = comptime!(4 * i + j);
                         let delta = query_value(&row_delta, &col_delta, i, j, walk);
-                        let mut ds = p[index] * (dp[index] - delta);
+                        let mut weight = p[index];
+                        let mut by_weight = dp[index];
+                        if comptime!(t.dropout) {
+                            weight *= kept[index];
+                            by_weight *= kept[index];
+                        }
+                        let mut ds = p[index] * (by_weight - delta);
                         if comptime!(t.softcap) {
                             ds *= slope[index];
                         }
-                        p_four.insert(j, p[index]);
+                        p_four.insert(j, weight);
                         ds_four.insert(j, ds);
                     }
                     ds_tile[at] = ds_four;

@@ -2,16 +2,18 @@
 
 use cubecl::prelude::*;
 
+use super::dropout::{Mask, factors};
+use super::score::*;
 use super::tile::*;
 use crate::plan::Walk;
 
 /// ```text
 /// m = −∞  l = 0  o = 0                         per row of the tile
 /// for each step:
-///     s  = scale · q · kᵀ                      softcap, masked pairs to LOW
+///     s  = scale · q · kᵀ                      softcap, biases, masked pairs to LOW
 ///     m' = max(m, max(s))
 ///     p  = exp(s − m')                         a = exp(m − m')
-///     l  = a · l + Σ p                         o = a · o + p · v
+///     l  = a · l + Σ p                         o = a · o + p · v      with dropout, of the p that are kept
 /// out = o / l        lse = m + ln l            rows without keys: 0 and −∞
 /// ```
 ///
@@ -25,6 +27,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     out: &mut [Vector<E, N>],
     lse: &mut [A],
     weights: ComptimeOption<Box<[A]>>,
+    slopes: ComptimeOption<Box<[A]>>,
     plan: &[u32],
     q_strides: Strides,
     k_strides: Strides,
@@ -36,6 +39,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
     scale: InputScalar,
     softcap: InputScalar,
     neg_infinity: InputScalar,
+    dropout: Mask,
+    dropout_factor: InputScalar,
     #[comptime] t: Tile,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
@@ -74,6 +79,17 @@ pub fn forward<E: Float, A: Float, N: Size>(
         comptime!(t.head_dim),
         t,
     );
+
+    let mut positions = row_positions(plan, walk.rows, unit_y, &listing, t);
+    let lengths = Lengths {
+        queries: q_strides.len,
+        keys: k_strides.len,
+    };
+    let mut slope = A::new(0.0);
+    if comptime!(t.alibi) {
+        let slopes = slopes.unwrap();
+        slope = slopes[head];
+    }
 
     let mut m = Array::<A>::new(rows);
     let mut l = Array::<A>::new(rows);
@@ -150,8 +166,15 @@ pub fn forward<E: Float, A: Float, N: Size>(
         if needed(plan, &parts, entry, step < walk.masked, unit_y, unit_x, t) {
             let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
             score(&mut s, scale, softcap, t);
+            set_columns(&mut positions, plan, entry, unit_x, &listing, t);
+            add_alibi(&mut s, slope, &positions, &lengths, Walk::Rows, t);
             if step < walk.masked {
                 mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
+            }
+            let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
+            if comptime!(t.dropout) {
+                let factor = dropout_factor.get::<A>();
+                kept = factors::<A>(&dropout, factor, &positions, batch, head, Walk::Rows, t);
             }
             let mut largest = Array::<A>::new(rows);
             #[unroll]
@@ -178,6 +201,12 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 #[unroll]
                 for f in 0..unit_fours {
                     o[comptime!(i * unit_fours + f)] *= Vector::new(shrink);
+                }
+                if comptime!(t.dropout) {
+                    #[unroll]
+                    for j in 0..4usize {
+                        p.insert(j, p.extract(j) * kept[comptime!(4 * i + j)]);
+                    }
                 }
                 p_tile[(unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x] = p;
             }
@@ -251,6 +280,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
             sync_cube();
             let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
             score(&mut s, scale, softcap, t);
+            set_columns(&mut positions, plan, entry, unit_x, &listing, t);
+            add_alibi(&mut s, slope, &positions, &lengths, Walk::Rows, t);
             if step < walk.masked {
                 mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
             }
@@ -280,18 +311,6 @@ pub fn scratch_len(t: Tile) -> usize {
     match t.planes {
         true => 1,
         false => t.rows * t.units_x,
-    }
-}
-
-/// Scales and softcaps products.
-#[cube]
-pub fn score<A: Float>(s: &mut Array<A>, scale: A, softcap: A, #[comptime] t: Tile) {
-    #[unroll]
-    for i in 0..comptime!(t.unit_rows * 4) {
-        s[i] *= scale;
-        if comptime!(t.softcap) {
-            s[i] = softcap * (s[i] / softcap).tanh();
-        }
     }
 }
 

@@ -6,7 +6,9 @@
 //! operations needs no barrier of the whole cube.
 
 pub(super) mod backward;
+pub(super) mod dropout;
 pub(super) mod forward;
+pub(super) mod score;
 pub(super) mod tile;
 
 use cubecl::ir::features::Plane;
@@ -123,6 +125,8 @@ pub fn choose(
             mask_words: group.div_ceil(32),
             store: sizes.store.then_some(b),
             softcap: sizes.softcap,
+            alibi: sizes.alibi,
+            dropout: sizes.dropout,
             planes: planes.contains(Plane::Ops)
                 && planes.contains(Plane::Sync)
                 && hardware.plane_size_min as usize >= units_x,

@@ -29,6 +29,10 @@ pub struct Tile {
     pub store: Option<usize>,
     /// Whether scores are softcapped.
     pub softcap: bool,
+    /// Whether scores have ALiBi biases.
+    pub alibi: bool,
+    /// Whether weights are dropped out.
+    pub dropout: bool,
     /// Whether plane operations reduce rows; else shared memory does.
     pub planes: bool,
     /// Whether positions are listed by residue class.
@@ -40,6 +44,11 @@ pub struct Tile {
 }
 
 impl Tile {
+    /// Whether anything depends on the positions of a pair.
+    pub fn positions(&self) -> bool {
+        self.alibi || self.dropout
+    }
+
     /// Columns of a step.
     pub fn cols(&self) -> usize {
         4 * self.units_x

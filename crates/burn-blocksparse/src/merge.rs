@@ -1,0 +1,86 @@
+//! Attention over disjoint sets of keys, merged by lse.
+
+use burn::tensor::Tensor;
+
+use crate::AttentionError;
+
+/// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
+const LOWEST: f64 = -1e30;
+
+/// Merges two attentions of the same queries over disjoint keys into the attention over all of them:
+/// `out = (out_a · exp(lse_a) + out_b · exp(lse_b)) / (exp(lse_a) + exp(lse_b))`, `lse = ln(exp(lse_a) + exp(lse_b))`
+/// (FlashAttention's split keys, and ring attention). Differentiable in all arguments; more parts are merged one after the other.
+///
+/// Rows that have keys in neither part give zeros and lse −∞.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::{AttentionOptions, Pattern, attention, attention_with_lse, merge_attention};
+///
+/// let q = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &Device::flex());
+/// let near = Pattern::local(16);
+/// let far = Pattern::from_fn("far", |_, i, j| i - j >= 16);
+/// let part = |pattern: &Pattern| {
+///     let layout = pattern.layout(2, 64, 16).unwrap();
+///     attention_with_lse(q.clone(), q.clone(), q.clone(), &layout, AttentionOptions::default())
+/// };
+/// let ((out_a, lse_a), (out_b, lse_b)) = (part(&near)?, part(&far)?);
+/// let (out, _) = merge_attention(out_a, lse_a, out_b, lse_b)?;
+/// let causal = Pattern::causal().layout(2, 64, 16)?;
+/// let whole = attention(q.clone(), q.clone(), q, &causal, AttentionOptions::default())?;
+/// assert!((out - whole).abs().max().into_scalar::<f32>() < 1e-6);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// - `out_a`, `out_b`: `[batch, heads, seq_q, value_dim]`
+/// - `lse_a`, `lse_b`: `[batch, heads, seq_q]`, as [`attention_with_lse`](crate::attention_with_lse) gives them
+/// - returns out and lse, of the same shapes and dtypes
+///
+/// # Errors
+/// [`AttentionError`] if shapes or dtypes do not fit each other.
+pub fn merge_attention(
+    out_a: Tensor<4>,
+    lse_a: Tensor<3>,
+    out_b: Tensor<4>,
+    lse_b: Tensor<3>,
+) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    let [batch, heads, seq_q, _] = out_a.dims();
+    let rows = [batch, heads, seq_q];
+    AttentionError::expect_same("lse_a's shape", rows, "out_a's rows", lse_a.dims())?;
+    AttentionError::expect_same("out_b's shape", out_a.dims(), "out_a's", out_b.dims())?;
+    AttentionError::expect_same("lse_b's shape", rows, "out_a's rows", lse_b.dims())?;
+    AttentionError::expect_same("out_b's dtype", out_a.dtype(), "out_a's", out_b.dtype())?;
+    AttentionError::expect_same("lse_b's dtype", lse_a.dtype(), "lse_a's", lse_b.dtype())?;
+    let (dtype, accumulator) = (out_a.dtype(), lse_a.dtype());
+    let Shares { a, b, lse } = shares(lse_a, lse_b);
+    let weighted =
+        |out: Tensor<4>, share: Tensor<3>| out.cast(accumulator) * share.unsqueeze_dim(3);
+    let out = weighted(out_a, a) + weighted(out_b, b);
+    Ok((out.cast(dtype), lse))
+}
+
+/// What two parts have of their union's softmax.
+pub(crate) struct Shares {
+    /// `exp(lse_a − lse)`
+    pub a: Tensor<3>,
+    /// `exp(lse_b − lse)`
+    pub b: Tensor<3>,
+    /// `ln(exp(lse_a) + exp(lse_b))`
+    pub lse: Tensor<3>,
+}
+
+pub(crate) fn shares(lse_a: Tensor<3>, lse_b: Tensor<3>) -> Shares {
+    let [a, b] = [lse_a, lse_b].map(|lse| lse.clamp_min(LOWEST));
+    // The result does not depend on the maximum, and nor does its gradient.
+    let max = a.clone().max_pair(b.clone()).detach();
+    let empty = max.clone().lower_equal_elem(LOWEST);
+    let [a, b] = [a, b].map(|lse| (lse - max.clone()).exp());
+    let total = a.clone() + b.clone();
+    let lse = (max + total.clone().log()).mask_fill(empty, f64::NEG_INFINITY);
+    Shares {
+        a: a / total.clone(),
+        b: b / total,
+        lse,
+    }
+}
