@@ -39,7 +39,7 @@ mod weights;
 pub use attention::{attention, attention_with_lse, attention_with_weights};
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
-pub use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern};
+pub use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern, Restriction};
 pub use error::AttentionError;
 pub use ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,

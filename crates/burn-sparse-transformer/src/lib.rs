@@ -35,7 +35,9 @@ mod embedding;
 mod error;
 mod factorization;
 mod feed_forward;
+mod heads;
 mod init;
+mod input;
 mod layouts;
 mod loss;
 mod precision;
@@ -44,15 +46,15 @@ mod recompute;
 mod rows;
 mod transformer;
 
-pub use attention::{
-    SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-};
+pub use attention::{SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
 pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
 pub use cache::{SparseMhaCache, SparseTransformerCache};
 pub use embedding::PositionEmbedding;
 pub use error::TransformerError;
 pub use factorization::Factorization;
 pub use feed_forward::FeedForward;
+pub use heads::{HeadNorm, QkNorm};
+pub use input::SparseMhaInput;
 pub use precision::Precision;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
