@@ -290,6 +290,39 @@ impl SparseMultiHeadAttention {
         }
     }
 
+    /// Self-attention of several sequences that lie one after the other in one, without padding: in each of them the pattern holds,
+    /// and `rope` counts, as if it stood alone.
+    ///
+    /// # Shapes
+    /// - `x`: `[1, total, d_model]`
+    /// - `cu_seqlens`: where the sequences begin, and `total`: `[0, n_0, n_0 + n_1, …, total]`, as FlashAttention's
+    /// - `context`: `[1, total, d_model]`
+    ///
+    /// # Errors
+    /// If the shape does not fit, `cu_seqlens` does not rise from 0 to `total`, or a sequence is longer than `rope`'s table.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
+    ///
+    /// let device = Device::flex();
+    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::fixed(128, 32)).init(&device)?;
+    /// let x = Tensor::<3>::random([1, 1000, 64], Distribution::Default, &device);
+    /// let y = mha.forward_packed(x, &[0, 300, 420, 1000])?.context;
+    /// assert_eq!(y.dims(), [1, 1000, 64]);
+    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+    /// ```
+    pub fn forward_packed(
+        &self,
+        x: Tensor<3>,
+        cu_seqlens: &[usize],
+    ) -> Result<SparseMhaOutput, TransformerError> {
+        let call = self.prepare_packed(&x, cu_seqlens)?;
+        let (query, key, value) = self.project(SparseMhaInput::self_attn(x), &call);
+        let context = attention(query, key, value, &call.layout, self.options.clone())?;
+        Ok(self.finish(context, &call))
+    }
+
     /// Which query attends to which key.
     pub fn pattern(&self) -> &Pattern {
         self.layouts.pattern()
@@ -386,6 +419,38 @@ impl SparseMultiHeadAttention {
             key,
             padding,
             dtype: input.query.dtype(),
+        })
+    }
+
+    fn prepare_packed(
+        &self,
+        x: &Tensor<3>,
+        cu_seqlens: &[usize],
+    ) -> Result<Call, TransformerError> {
+        let [_, total, _] = x.dims();
+        let expected = [Some(1), None, Some(self.d_model)];
+        ensure_shape("x", x.dims(), expected, INPUT_AXES)?;
+        let rises = cu_seqlens.windows(2).all(|pair| pair[0] <= pair[1]);
+        let ends = (cu_seqlens.first(), cu_seqlens.last());
+        ensure(
+            rises && ends == (Some(&0), Some(&total)),
+            "cu_seqlens",
+            || format!("rising from 0 to {total}, the length of x"),
+            format!("{cu_seqlens:?}"),
+        )?;
+        let sequences = cu_seqlens.windows(2).filter(|pair| pair[0] < pair[1]);
+        let mut request = Request::new(total, total);
+        request.documents = sequences.clone().map(|pair| pair[0]).collect();
+        let positions = Positions::Documents(sequences.map(|pair| pair[1] - pair[0]).collect());
+        if let Some(rope) = &self.rope {
+            positions.check(rope, total)?;
+        }
+        Ok(Call {
+            layout: self.layouts.get(&request)?,
+            query: positions.clone(),
+            key: positions,
+            padding: None,
+            dtype: x.dtype(),
         })
     }
 
