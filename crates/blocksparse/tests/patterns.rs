@@ -259,7 +259,7 @@ proptest! {
         let list = |seed: u64, len: usize| -> Option<Vec<bool>> {
             let cuts: Vec<usize> = (0..6).map(|k| (seed >> (5 * k) & 31) as usize).collect();
             let flips = cuts.iter().enumerate().flat_map(|(k, &n)| vec![k % 2 == 0; n]);
-            (seed % 4 != 0).then(|| flips.chain(std::iter::repeat(seed & 1 << 40 != 0)).take(len).collect())
+            (!seed.is_multiple_of(4)).then(|| flips.chain(std::iter::repeat(seed & 1 << 40 != 0)).take(len).collect())
         };
         let entries: Vec<Restriction> = seeds.iter().map(|&(q, k)| {
             let mut entry = Restriction::default();

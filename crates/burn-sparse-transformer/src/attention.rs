@@ -328,6 +328,11 @@ impl SparseMultiHeadAttention {
         self.layouts.pattern()
     }
 
+    /// Number of query heads.
+    pub fn n_heads(&self) -> usize {
+        self.n_heads
+    }
+
     /// Side of the blocks the pattern is cut into.
     pub fn block_size(&self) -> usize {
         self.layouts.block_size()

@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 use burn_blocksparse::Restriction;
 
@@ -10,18 +12,76 @@ pub struct SparseMhaInput {
     pub(crate) query: Tensor<3>,
     pub(crate) key: Tensor<3>,
     pub(crate) value: Tensor<3>,
-    padding: Option<Padding>,
+    pub(crate) padding: Option<Padding>,
     /// Whether the queries are positions of the same sequence as the keys.
     self_attention: bool,
 }
 
 /// Which keys are padding.
 #[derive(Clone, Debug)]
-enum Padding {
+pub(crate) enum Padding {
     /// `[batch, seq_kv]`, `true` = padding.
-    Mask(Tensor<2, Bool>),
+    Mask(Box<Tensor<2, Bool>>),
+    /// A mask that was read from its device: its shape and values.
+    Read([usize; 2], Arc<Vec<bool>>),
     /// The first so many keys of each batch entry are not.
     Lengths(Vec<usize>),
+}
+
+impl Padding {
+    /// Off the device, for more than one use.
+    pub(crate) fn read(self) -> Self {
+        match self {
+            Self::Mask(mask) => {
+                let dims = mask.dims();
+                Self::Read(dims, Arc::new(mask.into_data().iter::<bool>().collect()))
+            }
+            other => other,
+        }
+    }
+
+    /// Which of `[batch, seq_kv]` keys take part.
+    ///
+    /// # Errors
+    /// If the padding is not that of so many.
+    fn keys(&self, batch: usize, seq_kv: usize) -> Result<Vec<Vec<bool>>, TransformerError> {
+        let check = |dims| {
+            let expected = [Some(batch), Some(seq_kv)];
+            ensure_shape("mask_pad", dims, expected, ["batch", "seq_kv"])
+        };
+        Ok(match self {
+            Self::Mask(mask) => {
+                check(mask.dims())?;
+                return self.clone().read().keys(batch, seq_kv);
+            }
+            Self::Read(dims, padding) => {
+                check(*dims)?;
+                let entries = padding.chunks(seq_kv);
+                entries
+                    .map(|entry| entry.iter().map(|padded| !padded).collect())
+                    .collect()
+            }
+            Self::Lengths(lengths) => {
+                ensure(
+                    lengths.len() == batch,
+                    "lengths",
+                    || format!("of {batch} batch entries"),
+                    lengths.len(),
+                )?;
+                if let Some(length) = lengths.iter().find(|&&length| length > seq_kv) {
+                    return Err(TransformerError::argument(
+                        "lengths",
+                        format!("at most {seq_kv}, the number of keys"),
+                        length,
+                    ));
+                }
+                let entries = lengths.iter();
+                entries
+                    .map(|&length| (0..seq_kv).map(|j| j < length).collect())
+                    .collect()
+            }
+        })
+    }
 }
 
 impl SparseMhaInput {
@@ -60,7 +120,7 @@ impl SparseMhaInput {
     /// # Shapes
     /// - `mask`: `[batch, seq_kv]`, `true` = padding; with a cache `seq_kv` counts what is in it, too
     pub fn mask_pad(mut self, mask: Tensor<2, Bool>) -> Self {
-        self.padding = Some(Padding::Mask(mask));
+        self.padding = Some(Padding::Mask(Box::new(mask)));
         self
     }
 
@@ -80,36 +140,10 @@ impl SparseMhaInput {
         seq_q: usize,
         seq_kv: usize,
     ) -> Result<Option<PaddedBatch>, TransformerError> {
-        let keys: Vec<Vec<bool>> = match &self.padding {
-            None => return Ok(None),
-            Some(Padding::Mask(mask)) => {
-                let expected = [Some(batch), Some(seq_kv)];
-                ensure_shape("mask_pad", mask.dims(), expected, ["batch", "seq_kv"])?;
-                let padding: Vec<bool> = mask.clone().into_data().iter::<bool>().collect();
-                let entries = padding.chunks(seq_kv);
-                entries
-                    .map(|entry| entry.iter().map(|p| !p).collect())
-                    .collect()
-            }
-            Some(Padding::Lengths(lengths)) => {
-                ensure(
-                    lengths.len() == batch,
-                    "lengths",
-                    || format!("of {batch} batch entries"),
-                    lengths.len(),
-                )?;
-                if let Some(length) = lengths.iter().find(|&&length| length > seq_kv) {
-                    return Err(TransformerError::argument(
-                        "lengths",
-                        format!("at most {seq_kv}, the number of keys"),
-                        length,
-                    ));
-                }
-                let keys = lengths.iter();
-                keys.map(|&length| (0..seq_kv).map(|j| j < length).collect())
-                    .collect()
-            }
+        let Some(padding) = &self.padding else {
+            return Ok(None);
         };
+        let keys = padding.keys(batch, seq_kv)?;
         // Queries are the last positions; those before the first key are no padding.
         let queries = self.self_attention.then(|| {
             let at = |entry: &Vec<bool>, i: usize| match (i + seq_kv).checked_sub(seq_q) {

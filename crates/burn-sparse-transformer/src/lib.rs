@@ -18,6 +18,9 @@
 //! # Ok::<(), burn_sparse_transformer::TransformerError>(())
 //! ```
 //!
+//! Trained modules of burn-nn become sparse with [`SparseMultiHeadAttention::from_dense`] and
+//! [`SparseTransformerEncoder::from_dense`]; `cargo run -p burn-sparse-transformer --example convert` shows it.
+//!
 //! [`SparseTransformer`] is the whole model: [`forward`](SparseTransformer::forward) for logits,
 //! [`loss`](SparseTransformer::loss) for training with Burn's learner,
 //! [`forward_cache`](SparseTransformer::forward_cache) for sampling, and
@@ -31,7 +34,9 @@
 mod attention;
 mod block;
 mod cache;
+mod convert;
 mod embedding;
+mod encoder;
 mod error;
 mod factorization;
 mod feed_forward;
@@ -50,6 +55,10 @@ pub use attention::{SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAt
 pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
 pub use cache::{SparseMhaCache, SparseTransformerCache};
 pub use embedding::PositionEmbedding;
+pub use encoder::{
+    SparseTransformerEncoder, SparseTransformerEncoderConfig, SparseTransformerEncoderInput,
+    SparseTransformerEncoderLayer,
+};
 pub use error::TransformerError;
 pub use factorization::Factorization;
 pub use feed_forward::FeedForward;
