@@ -9,6 +9,7 @@ use burn_blocksparse::{
 
 use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape};
 use crate::heads::{Positions, rotate, validate_rope};
+use crate::input::PaddedBatch;
 use crate::layouts::{Layouts, Request};
 use crate::{HeadNorm, Precision, QkNorm, SparseMhaCache, SparseMhaInput, TransformerError};
 
@@ -209,9 +210,9 @@ pub struct SparseMultiHeadAttention {
     #[module(skip)]
     pub(crate) layouts: Layouts,
     #[module(skip)]
-    options: AttentionOptions,
+    pub(crate) options: AttentionOptions,
     #[module(skip)]
-    precision: Precision,
+    pub(crate) precision: Precision,
 }
 
 /// Output of [`SparseMultiHeadAttention`].
@@ -333,6 +334,11 @@ impl SparseMultiHeadAttention {
         self.n_heads
     }
 
+    /// Number of key and value heads.
+    pub fn n_kv_heads(&self) -> usize {
+        self.n_kv_heads
+    }
+
     /// Side of the blocks the pattern is cut into.
     pub fn block_size(&self) -> usize {
         self.layouts.block_size()
@@ -399,13 +405,11 @@ impl SparseMultiHeadAttention {
         let [batch, ..] = input.query.dims();
         let seq_kv = cached + new;
         let mut request = Request::new(seq_q, seq_kv);
-        let mut padding = None;
-        if let Some(padded) = input.padding(batch, seq_q, seq_kv)? {
+        let padded = input.padding(batch, seq_q, seq_kv)?;
+        if let Some(padded) = &padded {
             request.restrictions = padded.restrictions();
-            padding = padded.queries(&input.query.device());
         }
-        let key = Positions::From(cached);
-        let mut query = Positions::From(0);
+        let (mut query, key) = (Positions::From(0), Positions::From(cached));
         if let Some(rope) = &self.rope {
             let Some(first) = seq_kv.checked_sub(seq_q) else {
                 return Err(TransformerError::argument(
@@ -418,11 +422,23 @@ impl SparseMultiHeadAttention {
             query.check(rope, seq_q)?;
             key.check(rope, new)?;
         }
+        let call = self.call(input, &request, padded)?;
+        Ok(Call { query, key, ..call })
+    }
+
+    /// A call whose positions count from 0.
+    pub(crate) fn call(
+        &self,
+        input: &SparseMhaInput,
+        request: &Request,
+        padded: Option<PaddedBatch>,
+    ) -> Result<Call, TransformerError> {
+        let device = input.query.device();
         Ok(Call {
-            layout: self.layouts.get(&request)?,
-            query,
-            key,
-            padding,
+            layout: self.layouts.get(request)?,
+            query: Positions::From(0),
+            key: Positions::From(0),
+            padding: padded.and_then(|padded| padded.queries_mask(&device)),
             dtype: input.query.dtype(),
         })
     }
@@ -459,7 +475,11 @@ impl SparseMultiHeadAttention {
         })
     }
 
-    fn project(&self, input: SparseMhaInput, call: &Call) -> (Tensor<4>, Tensor<4>, Tensor<4>) {
+    pub(crate) fn project(
+        &self,
+        input: SparseMhaInput,
+        call: &Call,
+    ) -> (Tensor<4>, Tensor<4>, Tensor<4>) {
         let linear = |layer, x| self.precision.linear(layer, x);
         let (q, k) = (
             linear(&self.query, input.query),
@@ -493,10 +513,17 @@ impl SparseMultiHeadAttention {
         x.cast(dtype)
     }
 
-    /// Joins the heads of `[batch, heads, seq, d_v]` and projects them.
     fn finish(&self, context: Tensor<4>, call: &Call) -> SparseMhaOutput {
+        self.project_output(self.join(context), call)
+    }
+
+    /// The heads `[batch, heads, seq, d_v]` as `[batch, seq, d_model]`.
+    pub(crate) fn join(&self, context: Tensor<4>) -> Tensor<3> {
         let [batch, _, seq, _] = context.dims();
-        let joined = context.swap_dims(1, 2).reshape([batch, seq, self.d_model]);
+        context.swap_dims(1, 2).reshape([batch, seq, self.d_model])
+    }
+
+    pub(crate) fn project_output(&self, joined: Tensor<3>, call: &Call) -> SparseMhaOutput {
         let context = self.precision.linear(&self.output, joined).cast(call.dtype);
         SparseMhaOutput {
             context: match &call.padding {
@@ -508,8 +535,8 @@ impl SparseMultiHeadAttention {
 }
 
 /// What a call computes, decided before it.
-struct Call {
-    layout: BlockLayout,
+pub(crate) struct Call {
+    pub(crate) layout: BlockLayout,
     query: Positions,
     key: Positions,
     /// Queries that are padding, `[batch, seq_q, 1]`.
@@ -519,7 +546,7 @@ struct Call {
 }
 
 /// `[batch, seq, heads · width]` as `[batch, heads, seq, width]`.
-fn split_heads(x: Tensor<3>, heads: usize) -> Tensor<4> {
+pub(crate) fn split_heads(x: Tensor<3>, heads: usize) -> Tensor<4> {
     let [batch, seq, width] = x.dims();
     x.reshape([batch, seq, heads, width / heads])
         .swap_dims(1, 2)

@@ -177,8 +177,13 @@ impl PaddedBatch {
         .collect()
     }
 
+    /// The keys of a batch entry: `true` = takes part.
+    pub(crate) fn keys(&self, batch: usize) -> &[bool] {
+        &self.keys[batch]
+    }
+
     /// The queries that are padding, `[batch, seq_q, 1]`.
-    pub(crate) fn queries(&self, device: &Device) -> Option<Tensor<3, Bool>> {
+    pub(crate) fn queries_mask(&self, device: &Device) -> Option<Tensor<3, Bool>> {
         let queries = self.queries.as_ref()?;
         let shape = [queries.len(), queries[0].len(), 1];
         let padding: Vec<bool> = queries.iter().flatten().map(|kept| !kept).collect();

@@ -30,6 +30,8 @@ pub(crate) struct Request {
     pub(crate) seq_kv: usize,
     /// Where documents begin, in each of which the pattern holds by itself; none: one document.
     pub(crate) documents: Vec<usize>,
+    /// Global tokens beside the pattern, per batch entry; none: no such tokens, in any batch.
+    pub(crate) global: Vec<Vec<usize>>,
     /// What takes part, per batch entry; none: everything, in any batch.
     pub(crate) restrictions: Vec<Restriction>,
 }
@@ -110,13 +112,27 @@ impl Layouts {
             seq_kv: request.seq_kv,
             block_size: self.block_size,
         };
-        Ok(match &request.documents[..] {
-            [] => BlockLayout::new(&self.pattern, shape)?,
-            documents => {
-                let starts = documents.iter().copied();
-                BlockLayout::new(&Pattern::packed(starts, self.pattern.clone()), shape)?
-            }
-        })
+        let pattern = match &request.documents[..] {
+            [] => self.pattern.clone(),
+            documents => Pattern::packed(documents.iter().copied(), self.pattern.clone()),
+        };
+        if request.global.iter().all(Vec::is_empty) {
+            return Ok(BlockLayout::new(&pattern, shape)?);
+        }
+        let mut entries: Vec<BlockLayout> = Vec::with_capacity(request.global.len());
+        for (index, tokens) in request.global.iter().enumerate() {
+            let same = request.global[..index]
+                .iter()
+                .position(|known| known == tokens);
+            entries.push(match same {
+                Some(known) => entries[known].clone(),
+                None => {
+                    let global = Pattern::global(tokens.iter().copied());
+                    BlockLayout::new(&Pattern::union([pattern.clone(), global]), shape)?
+                }
+            });
+        }
+        Ok(BlockLayout::stack_batch(&entries)?)
     }
 }
 

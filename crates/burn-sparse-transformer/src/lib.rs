@@ -44,6 +44,7 @@ mod heads;
 mod init;
 mod input;
 mod layouts;
+mod longformer;
 mod loss;
 mod precision;
 #[cfg(feature = "autodiff")]
@@ -64,6 +65,7 @@ pub use factorization::Factorization;
 pub use feed_forward::FeedForward;
 pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
+pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
 pub use precision::Precision;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
