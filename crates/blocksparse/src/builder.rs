@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use crate::mask::{BlockMask, FULL, MaskInterner};
-use crate::pattern::Pattern;
+use crate::pattern::{Pattern, document, document_start};
 use crate::zones::{BlockRow, Cell, Cells};
 use crate::{LayoutShape, Run};
 
@@ -159,6 +159,14 @@ impl Grid {
             Pattern::Intersection(parts) => return combined(parts, |x, y| x & y),
             Pattern::PerHead(parts) => {
                 return self.whole(&parts[head % parts.len()], head, i0, j0, known);
+            }
+            Pattern::Packed { starts, pattern } => {
+                let own = document(starts, i0);
+                let ends = [i0 + b as i64 - 1, j0, j0 + b as i64 - 1];
+                if ends.iter().all(|&p| document(starts, p) == own) {
+                    let start = document_start(starts, own);
+                    return self.whole(pattern, head, i0 - start, j0 - start, known);
+                }
             }
             _ => {}
         }

@@ -349,16 +349,14 @@ impl BlockLayout {
                     .map(|&p| known[p as usize]),
             );
         }
-        Ok(Self::from_parts(Inner {
-            name: first.inner.name.clone(),
-            shape: *first.shape(),
-            batch: Some(layouts.len()),
+        Ok(Self::from_parts(Inner::of_patterns(
+            first.inner.name.clone(),
+            *first.shape(),
+            Some(layouts.len()),
             head_patterns,
             patterns,
-            masks: masks.into_masks(),
-            parts: None,
-            attachments: Mutex::default(),
-        }))
+            masks.into_masks(),
+        )))
     }
 
     /// `rows[h mod rows.len()]` are head `h`'s.
@@ -373,16 +371,14 @@ impl BlockLayout {
             .into_iter()
             .map(|rows| position_or_push(&mut patterns, rows))
             .collect();
-        Self::from_parts(Inner {
+        Self::from_parts(Inner::of_patterns(
             name,
             shape,
-            batch: None,
-            head_patterns: (0..shape.heads).map(|h| known[h % known.len()]).collect(),
+            None,
+            (0..shape.heads).map(|h| known[h % known.len()]).collect(),
             patterns,
-            masks: masks.into_masks(),
-            parts: None,
-            attachments: Mutex::default(),
-        })
+            masks.into_masks(),
+        ))
     }
 
     pub(crate) fn from_parts(inner: Inner) -> Self {
@@ -590,12 +586,24 @@ impl Inner {
         rows: Vec<Rows>,
         masks: Vec<BlockMask>,
     ) -> Self {
+        let patterns = rows.into_iter().map(HeadPattern::new).collect();
+        Self::of_patterns(name, shape, batch, head_patterns, patterns, masks)
+    }
+
+    pub fn of_patterns(
+        name: String,
+        shape: LayoutShape,
+        batch: Option<usize>,
+        head_patterns: Vec<u32>,
+        patterns: Vec<HeadPattern>,
+        masks: Vec<BlockMask>,
+    ) -> Self {
         Self {
             name,
             shape,
             batch,
             head_patterns,
-            patterns: rows.into_iter().map(HeadPattern::new).collect(),
+            patterns,
             masks,
             parts: None,
             attachments: Mutex::default(),
@@ -604,7 +612,7 @@ impl Inner {
 }
 
 /// The index of the pattern with these rows, added if it is new.
-fn position_or_push(patterns: &mut Vec<HeadPattern>, rows: Rows) -> u32 {
+pub(crate) fn position_or_push(patterns: &mut Vec<HeadPattern>, rows: Rows) -> u32 {
     let known = patterns.iter().position(|p| p.rows == rows);
     let index = known.unwrap_or_else(|| {
         patterns.push(HeadPattern::new(rows));

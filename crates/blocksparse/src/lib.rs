@@ -38,6 +38,7 @@ mod mask;
 mod pattern;
 pub mod plan;
 mod residue;
+mod restrict;
 mod serial;
 mod text;
 mod zones;
@@ -48,6 +49,7 @@ pub use layout::{BlockLayout, Entry, LayoutShape, Run};
 pub use mask::{BlockMask, FULL};
 pub use pattern::Pattern;
 pub use residue::{Part, Residue};
+pub use restrict::Restriction;
 
 /// The block sizes a layout can have.
 pub const BLOCK_SIZES: [usize; 5] = [8, 16, 32, 64, 128];

@@ -114,6 +114,13 @@ pub enum Pattern {
         /// Where documents begin, ascending: the `cu_seqlens` of packed sequences.
         starts: Vec<usize>,
     },
+    /// Positions of one document see each other as `pattern` says, counted from where the document begins.
+    Packed {
+        /// Where documents begin, ascending: the `cu_seqlens` of packed sequences.
+        starts: Vec<usize>,
+        /// What holds inside of each document.
+        pattern: Box<Pattern>,
+    },
     /// `⌊j/block⌋ ∈ rand(head, ⌊i/block⌋)`: for each head and row of blocks `count` blocks, drawn from those that are not at an end
     /// of the sequence, nor the row's own, nor next to it. First and last row have none.
     RandomBlocks {
@@ -340,6 +347,23 @@ impl Pattern {
         }
     }
 
+    /// Packed sequences, in each of which `pattern` holds as if it stood alone: unlike in an intersection with
+    /// [`Pattern::documents`], windows, columns and global tokens are counted from where a document begins.
+    ///
+    /// ```
+    /// use blocksparse::Pattern;
+    ///
+    /// let packed = Pattern::packed([0, 5], Pattern::fixed(4, 1));
+    /// // Position 10 is the sixth of the second document: it sees that one's column 3, which is at 8.
+    /// assert!(packed.attends(0, 10, 8) && !packed.attends(0, 10, 7) && !packed.attends(0, 10, 3));
+    /// ```
+    pub fn packed(starts: impl IntoIterator<Item = usize>, pattern: Pattern) -> Self {
+        Self::Packed {
+            starts: sorted(starts),
+            pattern: Box::new(pattern),
+        }
+    }
+
     /// `count` blocks for each head and row of blocks: see [`Pattern::RandomBlocks`].
     pub fn random_blocks(block: usize, blocks: usize, count: usize, seed: u64) -> Self {
         Self::RandomBlocks {
@@ -439,6 +463,11 @@ impl Pattern {
                 j <= i && (has(vertical, j) || has(slash, i - j))
             }
             Self::Documents { starts } => document(starts, i) == document(starts, j),
+            Self::Packed { starts, pattern } => {
+                let own = document(starts, i);
+                let start = document_start(starts, own);
+                own == document(starts, j) && pattern.attends(head, i - start, j - start)
+            }
             Self::RandomBlocks { block, .. } => {
                 let block = *block as i64;
                 self.random_row(head, i.div_euclid(block))
@@ -463,6 +492,7 @@ impl Pattern {
             | Self::VerticalSlash { .. } => true,
             Self::Union(parts) | Self::PerHead(parts) => parts.iter().all(Self::is_causal),
             Self::Intersection(parts) => parts.iter().any(Self::is_causal),
+            Self::Packed { pattern, .. } => pattern.is_causal(),
             Self::Dense
             | Self::PrefixLm { .. }
             | Self::Window { .. }
@@ -623,6 +653,9 @@ impl Pattern {
                 ascending("vertical", vertical).and_then(|()| ascending("slash", slash))
             }
             Self::Documents { starts } => ascending("starts", starts),
+            Self::Packed { starts, pattern } => {
+                ascending("starts", starts).and_then(|()| pattern.validate(heads))
+            }
             Self::RandomBlocks {
                 block,
                 blocks,
@@ -721,6 +754,7 @@ impl Pattern {
             | Self::Global { .. }
             | Self::VerticalSlash { .. }
             | Self::Documents { .. }
+            | Self::Packed { .. }
             | Self::RandomBlocks { .. }
             | Self::FromFn(_) => None,
         }
@@ -734,6 +768,7 @@ impl Pattern {
             | Self::Rows { num_verts, .. } => Some(*num_verts),
             Self::Union(parts) | Self::Intersection(parts) => head_period_of(parts, 1),
             Self::PerHead(parts) => head_period_of(parts, parts.len()),
+            Self::Packed { pattern, .. } => pattern.head_period(),
             Self::FromFn(_) | Self::RandomBlocks { .. } => None,
             _ => Some(1),
         }
@@ -802,6 +837,14 @@ pub(crate) fn is_in_group(position: i64, stride: usize, width: usize, vert: usiz
 /// How many documents begin up to a position.
 pub(crate) fn document(starts: &[usize], position: i64) -> usize {
     starts.partition_point(|&start| start as i64 <= position)
+}
+
+/// Where a document begins, as [`document`] counts them; what is before the first one is counted from position 0.
+pub(crate) fn document_start(starts: &[usize], document: usize) -> i64 {
+    match document {
+        0 => 0,
+        after => starts[after - 1] as i64,
+    }
 }
 
 /// A number made of others (the finaliser of SplitMix64, chained).
@@ -895,6 +938,10 @@ impl fmt::Display for Pattern {
             }
             Self::Documents { starts } => {
                 write!(f, "documents({})", few(starts.iter().map(usize::to_string)))
+            }
+            Self::Packed { starts, pattern } => {
+                let starts = few(starts.iter().map(usize::to_string));
+                write!(f, "packed([{starts}], {pattern})")
             }
             Self::RandomBlocks {
                 block,

@@ -17,7 +17,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::pattern::{Pattern, document, is_in, is_in_group};
+use crate::pattern::{Pattern, document, document_start, is_in, is_in_group};
 
 /// What is known of a block before its pairs are looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -265,6 +265,7 @@ impl Pattern {
                     },
                 )
             }
+            Self::Packed { starts, pattern } => packed(row, starts, pattern, head),
             Self::RandomBlocks { block, .. } => {
                 let size = *block as i64;
                 let rows = row.first.div_euclid(size)..=row.last.div_euclid(size);
@@ -281,6 +282,91 @@ impl Pattern {
             Self::FromFn(_) => row.all(Cells::Each),
         }
     }
+}
+
+/// The zones of a pattern that is counted from where each document begins: those of the documents of this row, each moved to its place.
+fn packed(row: &BlockRow, starts: &[usize], pattern: &Pattern, head: usize) -> Vec<Zone> {
+    const FAR: i64 = 1 << 60;
+    let documents = document(starts, row.first)..=document(starts, row.last);
+    let alone = documents.clone().count() == 1;
+    documents
+        .map(|own| {
+            let start = document_start(starts, own);
+            let end = starts.get(own).map_or(FAR, |&end| end as i64);
+            let first = match own {
+                0 => row.first,
+                _ => row.first.max(start),
+            };
+            let (b, shift) = (row.block_size, start.rem_euclid(row.block_size));
+            let before = row.clamp(start / b);
+            let inside = BlockRow {
+                first: first - start,
+                last: row.last.min(end - 1) - start,
+                block_size: b,
+                kv_blocks: row.kv_blocks - before,
+            };
+            let zones = match inside.kv_blocks {
+                0 => Vec::new(),
+                _ => pattern.zones(head, &inside),
+            };
+            let moved = moved(row, &zones, before, shift > 0, alone);
+            let bounds = row.interval(|_| start, |_| end - 1);
+            merge(moved, bounds, Cell::intersection)
+        })
+        .reduce(|a, b| merge(a, b, Cell::union))
+        .expect("a row has queries")
+}
+
+/// Zones moved `before` blocks to the right; `between` blocks of them if the move is not one by whole blocks, so that block `J` has
+/// the end of block `J − before − 1` and the beginning of the next. Only `alone` do all queries of the row see what a zone says.
+fn moved(row: &BlockRow, zones: &[Zone], before: i64, between: bool, alone: bool) -> Vec<Zone> {
+    let join = |a: Cell, b: Cell| match a == b && (alone || a == Cell::Empty) {
+        true => a,
+        false => Cell::Mixed,
+    };
+    let decided = |cells: &Cells| match cells {
+        Cells::Same(cell) => Some(*cell),
+        _ => None,
+    };
+    let mut result = row.zones([(before, Cells::Same(Cell::Empty))]);
+    let mut start = 0;
+    let mut previous = Some(Cell::Empty);
+    for zone in zones {
+        let first = decided(&zone.cells);
+        if between {
+            let cells = match previous.zip(first) {
+                Some((a, b)) if join(a, b) != Cell::Mixed => Cells::Same(a),
+                _ => Cells::Each,
+            };
+            result.push(Zone {
+                end: before + start + 1,
+                cells,
+            });
+            start += 1;
+        }
+        if zone.end > start {
+            let cells = match &zone.cells {
+                Cells::Same(cell) => Cells::Same(join(*cell, *cell)),
+                Cells::Cycle(cycle) => {
+                    let len = cycle.len() as i64;
+                    let at = |block: i64| cycle[block.rem_euclid(len) as usize];
+                    let cell = |k: i64| match between {
+                        true => join(at(k - before - 1), at(k - before)),
+                        false => join(at(k - before), at(k - before)),
+                    };
+                    Cells::Cycle((0..len).map(cell).collect())
+                }
+                Cells::Each => Cells::Each,
+            };
+            result.push(Zone {
+                end: before + zone.end,
+                cells,
+            });
+        }
+        start = zone.end;
+        previous = first;
+    }
+    result
 }
 
 /// Before the diagonal a block has the pair (i, j) iff i ≡ j modulo the stride.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use blocksparse::{BlockLayout, BlockMask, LayoutShape, Pattern};
+use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern, Restriction};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -47,6 +47,9 @@ fn draw(dense: &[Vec<bool>]) -> Vec<String> {
 #[case(Pattern::chunked(3), 0, &["111..", "111..", "111..", "...11", "...11"])]
 #[case(Pattern::chunked_window(2, 1, 0), 0, &["11....", "11....", "1111..", "1111..", "..1111", "..1111"])]
 #[case(Pattern::documents([0, 2, 5]).and_causal(), 0, &["1.....", "11....", "..1...", "..11..", "..111.", ".....1"])]
+#[case(Pattern::packed([0, 3], Pattern::fixed(2, 1)), 0, &[
+    "1......", "11.....", ".11....", "...1...", "...11..", "....11.", "....111",
+])]
 #[case(Pattern::deepspeed_fixed(4, 1, 2, true), 0, &[
     "1111...1", "1111...1", "1111...1", "11111111", "...11111", "...11111", "...11111", "11111111",
 ])]
@@ -188,7 +191,9 @@ fn pattern() -> impl Strategy<Value = Pattern> {
             prop::collection::vec(inner.clone(), 1..4).prop_map(Pattern::union),
             prop::collection::vec(inner.clone(), 1..4).prop_map(Pattern::intersection),
             prop::collection::vec(inner.clone(), 1..3).prop_map(Pattern::per_head),
-            inner.prop_map(Pattern::and_causal),
+            inner.clone().prop_map(Pattern::and_causal),
+            (prop::collection::vec(0usize..150, 0..6), inner)
+                .prop_map(|(starts, inner)| Pattern::packed(starts, inner)),
         ]
     })
 }
@@ -244,6 +249,38 @@ proptest! {
                 prop_assert_eq!(&column, expected);
             }
         }
+    }
+
+    /// Restricting keeps exactly the pairs of what takes part, in every batch entry; what it makes serializes.
+    #[test]
+    fn restrictions((pattern, shape, seeds) in (pattern(), shape(), prop::collection::vec(any::<(u64, u64)>(), 1..4))) {
+        let layout = BlockLayout::new(&pattern, shape).unwrap();
+        // Runs of positions that take part, of 0 to 31 each; a seed of 0 in the lowest bits is everybody.
+        let list = |seed: u64, len: usize| -> Option<Vec<bool>> {
+            let cuts: Vec<usize> = (0..6).map(|k| (seed >> (5 * k) & 31) as usize).collect();
+            let flips = cuts.iter().enumerate().flat_map(|(k, &n)| vec![k % 2 == 0; n]);
+            (!seed.is_multiple_of(4)).then(|| flips.chain(std::iter::repeat(seed & 1 << 40 != 0)).take(len).collect())
+        };
+        let entries: Vec<Restriction> = seeds.iter().map(|&(q, k)| {
+            let mut entry = Restriction::default();
+            (entry.queries, entry.keys) = (list(q, shape.seq_q), list(k, shape.seq_kv));
+            entry
+        }).collect();
+        let restricted = layout.restrict(&entries).unwrap();
+        let part = |list: &Option<Vec<bool>>, at: usize| list.as_ref().is_none_or(|list| list[at]);
+        for (batch, entry) in entries.iter().enumerate() {
+            for head in 0..shape.heads {
+                let (whole, got) = (layout.to_dense(head), restricted.to_dense_batch(batch, head));
+                for i in 0..shape.seq_q {
+                    for j in 0..shape.seq_kv {
+                        let expected = whole[i][j] && part(&entry.queries, i) && part(&entry.keys, j);
+                        prop_assert_eq!(got[i][j], expected, "{} entry {} ({}, {})", pattern, batch, i, j);
+                    }
+                }
+            }
+        }
+        let text = serde_json::to_string(&restricted).unwrap();
+        prop_assert_eq!(serde_json::from_str::<BlockLayout>(&text).unwrap(), restricted);
     }
 
     #[test]
@@ -302,6 +339,54 @@ fn a_million_positions() {
     // A column of summaries is seen by its own window's rows and by every later row.
     assert_eq!(layout.column_runs(0, 3).len(), 2);
     assert_eq!(layout.column(0, 3).len(), (1 << 20) / 32 - 3);
+}
+
+/// Padding and packing follow the kept blocks, too: neither looks at pairs or expands runs.
+#[test]
+fn a_million_positions_padded_and_packed() {
+    let n = 1 << 20;
+    let layout = Pattern::fixed(128, 32).layout(8, n, 32).unwrap();
+    let start = Instant::now();
+    let padded = layout.with_key_padding(&[n, n - 77, 1000]).unwrap();
+    let padding = start.elapsed();
+    assert!(padded.host_bytes() < 24 << 20, "{}", padded.host_bytes());
+    // A key beyond the padding is seen by nobody.
+    assert!(padded.column_runs(padded.pattern_of(2, 0), 32).is_empty());
+    let start = Instant::now();
+    let starts = (0..64).map(|k| k * (n / 64) + k % 5);
+    let packed = Pattern::packed(starts, Pattern::fixed(128, 32))
+        .layout(8, n, 32)
+        .unwrap();
+    let packing = start.elapsed();
+    println!("padded in {padding:?}, packed in {packing:?}: {packed:?}");
+    assert!(
+        padding + packing < Duration::from_secs(20),
+        "{padding:?}, {packing:?}"
+    );
+}
+
+#[test]
+fn lengths_that_do_not_fit() {
+    let layout = Pattern::causal().layout(2, 20, 8).unwrap();
+    let message = |result: Result<BlockLayout, LayoutError>| result.unwrap_err().to_string();
+    assert_eq!(
+        message(layout.with_key_padding(&[20, 21])),
+        "lengths must be at most 20, seq_kv, got 21"
+    );
+    assert_eq!(
+        message(layout.restrict(&[])),
+        "entries must be at least one, got 0"
+    );
+    let short = Restriction::default().queries([true; 19]);
+    assert_eq!(
+        message(layout.restrict(&[short])),
+        "queries must be 20 long, seq_q, got 19"
+    );
+    let two = BlockLayout::stack_batch(&[layout.clone(), layout]).unwrap();
+    assert_eq!(
+        message(two.with_key_padding(&[3])),
+        "entries must be 2, one for each batch entry of the layout, got 1"
+    );
 }
 
 #[test]

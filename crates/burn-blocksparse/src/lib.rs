@@ -41,7 +41,9 @@ mod weights;
 pub use attention::{attention, attention_with_lse, attention_with_weights};
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
-pub use blocksparse::{BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern};
+pub use blocksparse::{
+    BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Restriction,
+};
 pub use error::AttentionError;
 pub use merge::merge_attention;
 pub use ops::{

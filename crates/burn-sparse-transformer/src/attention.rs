@@ -1,15 +1,17 @@
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
-use burn::nn::{Linear, LinearConfig};
-use burn::tensor::{DType, Device, Tensor};
+use burn::nn::{Linear, LinearConfig, RotaryEncoding, RotaryEncodingConfig};
+use burn::tensor::{Bool, DType, Device, Tensor};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, BlockSparseWeights, Pattern, WeightsMode, attention,
     attention_with_weights,
 };
 
 use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape};
-use crate::layouts::Layouts;
-use crate::{Precision, SparseMhaCache, TransformerError};
+use crate::heads::{Positions, rotate, validate_rope};
+use crate::input::PaddedBatch;
+use crate::layouts::{Layouts, Request};
+use crate::{HeadNorm, Precision, QkNorm, SparseMhaCache, SparseMhaInput, TransformerError};
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
 
@@ -39,6 +41,16 @@ pub struct SparseMultiHeadAttentionConfig {
     pub d_key: Option<usize>,
     /// Bounds the scores to ±`softcap` with a tanh before the softmax. Default: no bound.
     pub softcap: Option<f64>,
+    /// Factor of the scores. Default: `1 / √d_k`.
+    pub scale: Option<f64>,
+    /// Rotary position embeddings of queries and keys (Su et al., 2021); its `d_model` is the width of a query head. Rotations are
+    /// computed in f32. Default: none.
+    pub rope: Option<RotaryEncodingConfig>,
+    /// Normalisation of every query and key head, before the rotation. Default: none.
+    pub qk_norm: Option<QkNorm>,
+    /// Added to the variance, or to the mean square, in `qk_norm`.
+    #[config(default = 1e-6)]
+    pub qk_norm_eps: f64,
     /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
@@ -70,8 +82,8 @@ impl SparseMultiHeadAttentionConfig {
     ///
     /// # Errors
     /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
-    /// `softcap` is not positive, the pattern does not fit the heads and the block size, or the device
-    /// does not compute in `precision`.
+    /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `rope` does not fit the heads, the pattern does not fit the
+    /// heads and the block size, or the device does not compute in `precision`.
     pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;
         let layouts = Layouts::new(self.pattern.clone(), self.n_heads, self.block_size)?;
@@ -95,7 +107,15 @@ impl SparseMultiHeadAttentionConfig {
                 .with_initializer(self.initializer.clone())
                 .init(device)
         };
+        let norm = || {
+            self.qk_norm
+                .map(|kind| HeadNorm::new(kind, d_k, self.qk_norm_eps, device))
+        };
         Ok(SparseMultiHeadAttention {
+            query_norm: norm(),
+            key_norm: norm(),
+            rope: self.rope.as_ref().map(|config| config.init(device)),
+            qk_norm_eps: self.qk_norm_eps,
             query: linear(self.d_model, self.n_heads * d_k, self.query_bias),
             key: linear(self.d_model, n_kv_heads * d_k, self.key_bias),
             value: linear(self.d_model, n_kv_heads * d_v, self.value_bias),
@@ -114,8 +134,12 @@ impl SparseMultiHeadAttentionConfig {
             true => WeightsMode::Store,
             false => WeightsMode::Recompute,
         });
-        match self.softcap {
+        let options = match self.softcap {
             Some(softcap) => options.softcap(softcap),
+            None => options,
+        };
+        match self.scale {
+            Some(scale) => options.scale(scale),
             None => options,
         }
     }
@@ -129,15 +153,23 @@ impl SparseMultiHeadAttentionConfig {
         if let Some(n_kv_heads) = self.n_kv_heads {
             ensure_multiple("n_heads", self.n_heads, "n_kv_heads", n_kv_heads)?;
         }
-        match self.softcap {
-            Some(softcap) => ensure(
-                softcap > 0.0 && softcap.is_finite(),
-                "softcap",
-                || "positive and finite".into(),
-                softcap,
-            ),
-            None => Ok(()),
+        if let Some(rope) = &self.rope {
+            validate_rope(rope, self.d_key.unwrap_or(self.d_model) / self.n_heads)?;
         }
+        let scale = self.scale.unwrap_or(1.0);
+        ensure(scale.is_finite(), "scale", || "finite".into(), scale)?;
+        for (argument, value) in [
+            ("softcap", self.softcap.unwrap_or(1.0)),
+            ("qk_norm_eps", self.qk_norm_eps),
+        ] {
+            ensure(
+                value > 0.0 && value.is_finite(),
+                argument,
+                || "positive and finite".into(),
+                value,
+            )?;
+        }
+        Ok(())
     }
 }
 
@@ -148,8 +180,10 @@ impl SparseMultiHeadAttentionConfig {
 /// context = concat_h(softmax(q_h k_hᵀ / √d_k over the allowed keys) v_h) W_output + b_output
 /// ```
 ///
+/// where `q_h` and `k_h` may be normalised and rotated before (`qk_norm`, `rope`).
+///
 /// Its parameters have the names and shapes of burn-nn's module, so that a `MultiHeadAttention` record
-/// loads into it. The layout of a pair of sequence lengths is built once and kept for reuse.
+/// loads into it; those of `qk_norm` come on top. The layout of a pair of sequence lengths is built once and kept for reuse.
 ///
 /// Should be created with [`SparseMultiHeadAttentionConfig`].
 #[derive(Module, Debug)]
@@ -163,42 +197,22 @@ pub struct SparseMultiHeadAttention {
     pub value: Linear,
     /// `d_model` to `d_model`.
     pub output: Linear,
+    /// Of each query head.
+    pub query_norm: Option<HeadNorm>,
+    /// Of each key head.
+    pub key_norm: Option<HeadNorm>,
+    /// Of queries and keys; no parameters.
+    pub rope: Option<RotaryEncoding>,
+    qk_norm_eps: f64,
     d_model: usize,
     n_heads: usize,
     n_kv_heads: usize,
     #[module(skip)]
     pub(crate) layouts: Layouts,
     #[module(skip)]
-    options: AttentionOptions,
+    pub(crate) options: AttentionOptions,
     #[module(skip)]
-    precision: Precision,
-}
-
-/// Input of [`SparseMultiHeadAttention`].
-#[derive(Clone, Debug)]
-pub struct SparseMhaInput {
-    query: Tensor<3>,
-    key: Tensor<3>,
-    value: Tensor<3>,
-}
-
-impl SparseMhaInput {
-    /// Self-attention: one tensor is query, key and value.
-    ///
-    /// # Shapes
-    /// - `tensor`: `[batch, seq, d_model]`
-    pub fn self_attn(tensor: Tensor<3>) -> Self {
-        Self::new(tensor.clone(), tensor.clone(), tensor)
-    }
-
-    /// Query, key and value from different tensors.
-    ///
-    /// # Shapes
-    /// - `query`: `[batch, seq_q, d_model]`
-    /// - `key`, `value`: `[batch, seq_kv, d_model]`
-    pub fn new(query: Tensor<3>, key: Tensor<3>, value: Tensor<3>) -> Self {
-        Self { query, key, value }
-    }
+    pub(crate) precision: Precision,
 }
 
 /// Output of [`SparseMultiHeadAttention`].
@@ -213,21 +227,20 @@ impl SparseMultiHeadAttention {
     ///
     /// With `seq_q ≠ seq_kv` the queries are the last positions: query `i` sits at
     /// `i + seq_kv − seq_q`. A query with nothing to attend to contributes zeros, so that its output
-    /// is the output projection's bias.
+    /// is the output projection's bias; that of padding is 0.
     ///
     /// # Shapes
     /// - input: `[batch, seq_q, d_model]`, `[batch, seq_kv, d_model]`
     /// - `context`: `[batch, seq_q, d_model]`
     ///
     /// # Errors
-    /// If the shapes do not fit the module or each other, or there is no layout for these lengths.
+    /// If the shapes do not fit the module or each other, there is no layout for these lengths, or a position is past the end of
+    /// `rope`.
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
-        let (seq_q, seq_kv) = self.check(&input)?;
-        let layout = self.layouts.get(seq_q, seq_kv)?;
-        let dtype = input.query.dtype();
-        let (query, key, value) = self.project(input);
-        let context = attention(query, key, value, &layout, self.options.clone())?;
-        Ok(self.finish(context, dtype))
+        let call = self.prepare(&input, 0)?;
+        let (query, key, value) = self.project(input, &call);
+        let context = attention(query, key, value, &call.layout, self.options.clone())?;
+        Ok(self.finish(context, &call))
     }
 
     /// [`Self::forward`], which also returns the attention weights of the kept blocks.
@@ -238,18 +251,16 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
     ) -> Result<(SparseMhaOutput, BlockSparseWeights), TransformerError> {
-        let (seq_q, seq_kv) = self.check(&input)?;
-        let layout = self.layouts.get(seq_q, seq_kv)?;
-        let dtype = input.query.dtype();
-        let (query, key, value) = self.project(input);
+        let call = self.prepare(&input, 0)?;
+        let (query, key, value) = self.project(input, &call);
         let options = self.options.clone();
-        let (context, weights) = attention_with_weights(query, key, value, &layout, options)?;
-        Ok((self.finish(context, dtype), weights))
+        let (context, weights) = attention_with_weights(query, key, value, &call.layout, options)?;
+        Ok((self.finish(context, &call), weights))
     }
 
     /// Attention of new positions to themselves and to those in `cache`, for autoregressive decoding.
     ///
-    /// The keys and values of `input` are appended to the cache; its queries are the last positions of
+    /// The keys and values of `input` are appended to the cache, keys normalised and rotated; its queries are the last positions of
     /// what the cache then holds. With a causal pattern, feeding a sequence in pieces gives what
     /// [`Self::forward`] gives for the whole. After an error the cache is as it was.
     ///
@@ -264,16 +275,15 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         cache: &mut SparseMhaCache,
     ) -> Result<SparseMhaOutput, TransformerError> {
-        let (seq_q, new) = self.check(&input)?;
+        let (_, new) = self.check(&input)?;
         let [batch, ..] = input.key.dims();
-        let total = cache.check([batch, self.n_kv_heads, self.d_k()], new)?;
-        let layout = self.layouts.get(seq_q, total)?;
+        cache.check([batch, self.n_kv_heads, self.d_k()], new)?;
         let before = cache.len();
-        let dtype = input.query.dtype();
-        let (query, key, value) = self.project(input);
+        let call = self.prepare(&input, before)?;
+        let (query, key, value) = self.project(input, &call);
         let (key, value) = cache.append(key, value);
-        match attention(query, key, value, &layout, self.options.clone()) {
-            Ok(context) => Ok(self.finish(context, dtype)),
+        match attention(query, key, value, &call.layout, self.options.clone()) {
+            Ok(context) => Ok(self.finish(context, &call)),
             Err(error) => {
                 cache.truncate(before);
                 Err(error.into())
@@ -281,9 +291,52 @@ impl SparseMultiHeadAttention {
         }
     }
 
+    /// Self-attention of several sequences that lie one after the other in one, without padding: in each of them the pattern holds,
+    /// and `rope` counts, as if it stood alone.
+    ///
+    /// # Shapes
+    /// - `x`: `[1, total, d_model]`
+    /// - `cu_seqlens`: where the sequences begin, and `total`: `[0, n_0, n_0 + n_1, …, total]`, as FlashAttention's
+    /// - `context`: `[1, total, d_model]`
+    ///
+    /// # Errors
+    /// If the shape does not fit, `cu_seqlens` does not rise from 0 to `total`, or a sequence is longer than `rope`'s table.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
+    ///
+    /// let device = Device::flex();
+    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::fixed(128, 32)).init(&device)?;
+    /// let x = Tensor::<3>::random([1, 1000, 64], Distribution::Default, &device);
+    /// let y = mha.forward_packed(x, &[0, 300, 420, 1000])?.context;
+    /// assert_eq!(y.dims(), [1, 1000, 64]);
+    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+    /// ```
+    pub fn forward_packed(
+        &self,
+        x: Tensor<3>,
+        cu_seqlens: &[usize],
+    ) -> Result<SparseMhaOutput, TransformerError> {
+        let call = self.prepare_packed(&x, cu_seqlens)?;
+        let (query, key, value) = self.project(SparseMhaInput::self_attn(x), &call);
+        let context = attention(query, key, value, &call.layout, self.options.clone())?;
+        Ok(self.finish(context, &call))
+    }
+
     /// Which query attends to which key.
     pub fn pattern(&self) -> &Pattern {
         self.layouts.pattern()
+    }
+
+    /// Number of query heads.
+    pub fn n_heads(&self) -> usize {
+        self.n_heads
+    }
+
+    /// Number of key and value heads.
+    pub fn n_kv_heads(&self) -> usize {
+        self.n_kv_heads
     }
 
     /// Side of the blocks the pattern is cut into.
@@ -296,7 +349,7 @@ impl SparseMultiHeadAttention {
     /// # Errors
     /// If there is no layout for these lengths.
     pub fn layout(&self, seq_q: usize, seq_kv: usize) -> Result<BlockLayout, TransformerError> {
-        self.layouts.get(seq_q, seq_kv)
+        self.layouts.get(&Request::new(seq_q, seq_kv))
     }
 
     /// Operations of the four projections for one position, forward: two per weight.
@@ -314,7 +367,7 @@ impl SparseMultiHeadAttention {
     /// If there is no layout for this length.
     pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
         let d_v = self.d_model / self.n_heads;
-        let pairs = self.layouts.get(seq, seq)?.allowed_pairs();
+        let pairs = self.layout(seq, seq)?.allowed_pairs();
         Ok(2 * pairs * (self.d_k() + d_v) as u64)
     }
 
@@ -346,27 +399,154 @@ impl SparseMultiHeadAttention {
         ensure_shape(name, x.dims(), expected, INPUT_AXES)
     }
 
-    fn project(&self, input: SparseMhaInput) -> (Tensor<4>, Tensor<4>, Tensor<4>) {
+    /// Everything about a call that may fail, before anything is computed. `cached` keys precede the input's.
+    fn prepare(&self, input: &SparseMhaInput, cached: usize) -> Result<Call, TransformerError> {
+        let (seq_q, new) = self.check(input)?;
+        let [batch, ..] = input.query.dims();
+        let seq_kv = cached + new;
+        let mut request = Request::new(seq_q, seq_kv);
+        let padded = input.padding(batch, seq_q, seq_kv)?;
+        if let Some(padded) = &padded {
+            request.restrictions = padded.restrictions();
+        }
+        let (mut query, key) = (Positions::From(0), Positions::From(cached));
+        if let Some(rope) = &self.rope {
+            let Some(first) = seq_kv.checked_sub(seq_q) else {
+                return Err(TransformerError::argument(
+                    "query",
+                    format!("at most {seq_kv} positions, as many as keys, with rope"),
+                    seq_q,
+                ));
+            };
+            query = Positions::From(first);
+            query.check(rope, seq_q)?;
+            key.check(rope, new)?;
+        }
+        let call = self.call(input, &request, padded)?;
+        Ok(Call { query, key, ..call })
+    }
+
+    /// A call whose positions count from 0.
+    pub(crate) fn call(
+        &self,
+        input: &SparseMhaInput,
+        request: &Request,
+        padded: Option<PaddedBatch>,
+    ) -> Result<Call, TransformerError> {
+        let device = input.query.device();
+        Ok(Call {
+            layout: self.layouts.get(request)?,
+            query: Positions::From(0),
+            key: Positions::From(0),
+            padding: padded.and_then(|padded| padded.queries_mask(&device)),
+            dtype: input.query.dtype(),
+        })
+    }
+
+    fn prepare_packed(
+        &self,
+        x: &Tensor<3>,
+        cu_seqlens: &[usize],
+    ) -> Result<Call, TransformerError> {
+        let [_, total, _] = x.dims();
+        let expected = [Some(1), None, Some(self.d_model)];
+        ensure_shape("x", x.dims(), expected, INPUT_AXES)?;
+        let rises = cu_seqlens.windows(2).all(|pair| pair[0] <= pair[1]);
+        let ends = (cu_seqlens.first(), cu_seqlens.last());
+        ensure(
+            rises && ends == (Some(&0), Some(&total)),
+            "cu_seqlens",
+            || format!("rising from 0 to {total}, the length of x"),
+            format!("{cu_seqlens:?}"),
+        )?;
+        let sequences = cu_seqlens.windows(2).filter(|pair| pair[0] < pair[1]);
+        let mut request = Request::new(total, total);
+        request.documents = sequences.clone().map(|pair| pair[0]).collect();
+        let positions = Positions::Documents(sequences.map(|pair| pair[1] - pair[0]).collect());
+        if let Some(rope) = &self.rope {
+            positions.check(rope, total)?;
+        }
+        Ok(Call {
+            layout: self.layouts.get(&request)?,
+            query: positions.clone(),
+            key: positions,
+            padding: None,
+            dtype: x.dtype(),
+        })
+    }
+
+    pub(crate) fn project(
+        &self,
+        input: SparseMhaInput,
+        call: &Call,
+    ) -> (Tensor<4>, Tensor<4>, Tensor<4>) {
         let linear = |layer, x| self.precision.linear(layer, x);
+        let (q, k) = (
+            linear(&self.query, input.query),
+            linear(&self.key, input.key),
+        );
         (
-            split_heads(linear(&self.query, input.query), self.n_heads),
-            split_heads(linear(&self.key, input.key), self.n_kv_heads),
+            self.heads(q, self.n_heads, &self.query_norm, &call.query),
+            self.heads(k, self.n_kv_heads, &self.key_norm, &call.key),
             split_heads(linear(&self.value, input.value), self.n_kv_heads),
         )
     }
 
-    /// Joins the heads of `[batch, heads, seq, d_v]` and projects them; the result in `dtype`.
-    fn finish(&self, context: Tensor<4>, dtype: DType) -> SparseMhaOutput {
+    /// Queries or keys `[batch, seq, heads · d_k]` as `[batch, heads, seq, d_k]`, normalised and rotated.
+    fn heads(
+        &self,
+        x: Tensor<3>,
+        heads: usize,
+        norm: &Option<HeadNorm>,
+        positions: &Positions,
+    ) -> Tensor<4> {
+        let dtype = x.dtype();
+        let x = match norm {
+            Some(norm) => norm.forward(x, heads, self.qk_norm_eps),
+            None => x,
+        };
+        let x = split_heads(x, heads);
+        let x = match &self.rope {
+            Some(rope) => rotate(rope, x, positions),
+            None => x,
+        };
+        x.cast(dtype)
+    }
+
+    fn finish(&self, context: Tensor<4>, call: &Call) -> SparseMhaOutput {
+        self.project_output(self.join(context), call)
+    }
+
+    /// The heads `[batch, heads, seq, d_v]` as `[batch, seq, d_model]`.
+    pub(crate) fn join(&self, context: Tensor<4>) -> Tensor<3> {
         let [batch, _, seq, _] = context.dims();
-        let joined = context.swap_dims(1, 2).reshape([batch, seq, self.d_model]);
+        context.swap_dims(1, 2).reshape([batch, seq, self.d_model])
+    }
+
+    pub(crate) fn project_output(&self, joined: Tensor<3>, call: &Call) -> SparseMhaOutput {
+        let context = self.precision.linear(&self.output, joined).cast(call.dtype);
         SparseMhaOutput {
-            context: self.precision.linear(&self.output, joined).cast(dtype),
+            context: match &call.padding {
+                Some(padding) => context.mask_fill(padding.clone(), 0.0),
+                None => context,
+            },
         }
     }
 }
 
+/// What a call computes, decided before it.
+pub(crate) struct Call {
+    pub(crate) layout: BlockLayout,
+    query: Positions,
+    key: Positions,
+    /// Queries that are padding, `[batch, seq_q, 1]`.
+    padding: Option<Tensor<3, Bool>>,
+    /// Of the output.
+    dtype: DType,
+}
+
 /// `[batch, seq, heads · width]` as `[batch, heads, seq, width]`.
-fn split_heads(x: Tensor<3>, heads: usize) -> Tensor<4> {
+pub(crate) fn split_heads(x: Tensor<3>, heads: usize) -> Tensor<4> {
     let [batch, seq, width] = x.dims();
     x.reshape([batch, seq, heads, width / heads])
         .swap_dims(1, 2)

@@ -7,8 +7,8 @@ use burn_blocksparse::Pattern;
 use crate::error::{ensure, ensure_positive};
 use crate::layouts::Layouts;
 use crate::{
-    FeedForward, Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, TransformerError, init, rows,
+    FeedForward, Precision, SparseMhaCache, SparseMhaInput, SparseMhaOutput,
+    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError, init, rows,
 };
 
 /// Configuration of [`SparseTransformerBlock`].
@@ -194,11 +194,7 @@ impl SparseTransformerBlock {
         x: Tensor<3>,
         dropout: impl Fn(Tensor<3>) -> Tensor<3>,
     ) -> Result<Tensor<3>, TransformerError> {
-        self.check(&x)?;
-        let a = self.mha.forward(self.attention_input(&x))?.context;
-        let x = add(x, dropout(a));
-        let b = self.feed_forward(&x);
-        Ok(add(x, dropout(b)))
+        self.residual(x, |input| self.mha.forward(input), dropout)
     }
 
     /// Applies the block to new positions, which also attend to those in `cache`.
@@ -213,12 +209,38 @@ impl SparseTransformerBlock {
         x: Tensor<3>,
         cache: &mut SparseMhaCache,
     ) -> Result<Tensor<3>, TransformerError> {
+        let attend = |input| self.mha.forward_cache(input, cache);
+        self.residual(x, attend, |branch| self.dropout.forward(branch))
+    }
+
+    /// Applies the block to several sequences that lie one after the other in one.
+    ///
+    /// # Shapes
+    /// - input and output: `[1, total, d_model]`
+    /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`]
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttention::forward_packed`].
+    pub fn forward_packed(
+        &self,
+        x: Tensor<3>,
+        cu_seqlens: &[usize],
+    ) -> Result<Tensor<3>, TransformerError> {
+        let attend = |input: SparseMhaInput| self.mha.forward_packed(input.query, cu_seqlens);
+        self.residual(x, attend, |branch| self.dropout.forward(branch))
+    }
+
+    fn residual(
+        &self,
+        x: Tensor<3>,
+        attend: impl FnOnce(SparseMhaInput) -> Result<SparseMhaOutput, TransformerError>,
+        dropout: impl Fn(Tensor<3>) -> Tensor<3>,
+    ) -> Result<Tensor<3>, TransformerError> {
         self.check(&x)?;
-        let input = self.attention_input(&x);
-        let a = self.mha.forward_cache(input, cache)?.context;
-        let x = add(x, self.dropout.forward(a));
+        let a = attend(self.attention_input(&x))?.context;
+        let x = add(x, dropout(a));
         let b = self.feed_forward(&x);
-        Ok(add(x, self.dropout.forward(b)))
+        Ok(add(x, dropout(b)))
     }
 
     /// Rounded here, once for query, key and value.

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn_blocksparse::{BlockLayout, LayoutShape, Pattern};
+use burn_blocksparse::{BlockLayout, LayoutShape, Pattern, Restriction};
 
 use crate::TransformerError;
 
@@ -19,7 +19,31 @@ pub(crate) struct Layouts {
     heads: usize,
     block_size: usize,
     /// Least recently used first.
-    built: Arc<Mutex<Vec<BlockLayout>>>,
+    built: Arc<Mutex<Vec<(Request, BlockLayout)>>>,
+}
+
+/// Which layout of a pattern is asked for.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Request {
+    pub(crate) seq_q: usize,
+    /// The queries are the last ones of so many positions.
+    pub(crate) seq_kv: usize,
+    /// Where documents begin, in each of which the pattern holds by itself; none: one document.
+    pub(crate) documents: Vec<usize>,
+    /// Global tokens beside the pattern, per batch entry; none: no such tokens, in any batch.
+    pub(crate) global: Vec<Vec<usize>>,
+    /// What takes part, per batch entry; none: everything, in any batch.
+    pub(crate) restrictions: Vec<Restriction>,
+}
+
+impl Request {
+    pub(crate) fn new(seq_q: usize, seq_kv: usize) -> Self {
+        Self {
+            seq_q,
+            seq_kv,
+            ..Self::default()
+        }
+    }
 }
 
 impl Layouts {
@@ -37,7 +61,7 @@ impl Layouts {
             built: Arc::default(),
         };
         // The smallest layout meets every check that does not depend on the lengths.
-        layouts.build(1, 1)?;
+        layouts.build(&Request::new(1, 1))?;
         Ok(layouts)
     }
 
@@ -49,32 +73,66 @@ impl Layouts {
         self.block_size
     }
 
-    /// The layout for `seq_q` queries that are the last ones of `seq_kv` positions.
-    pub(crate) fn get(&self, seq_q: usize, seq_kv: usize) -> Result<BlockLayout, TransformerError> {
+    /// The layout for `request`.
+    pub(crate) fn get(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
         // Built under the lock, so that threads that ask for the same layout build it once.
         let mut built = self.built.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = built
-            .iter()
-            .position(|layout| layout.seq_q() == seq_q && layout.seq_kv() == seq_kv);
-        let layout = match found {
+        self.get_from(&mut built, request)
+    }
+
+    fn get_from(
+        &self,
+        built: &mut Vec<(Request, BlockLayout)>,
+        request: &Request,
+    ) -> Result<BlockLayout, TransformerError> {
+        let found = built.iter().position(|(known, _)| known == request);
+        let (request, layout) = match found {
             Some(index) => built.remove(index),
-            None => self.build(seq_q, seq_kv)?,
+            None if request.restrictions.is_empty() => (request.clone(), self.build(request)?),
+            None => {
+                let whole = Request {
+                    restrictions: Vec::new(),
+                    ..request.clone()
+                };
+                let whole = self.get_from(built, &whole)?;
+                (request.clone(), whole.restrict(&request.restrictions)?)
+            }
         };
         if built.len() == KEPT {
             built.remove(0);
         }
-        built.push(layout.clone());
+        built.push((request, layout.clone()));
         Ok(layout)
     }
 
-    fn build(&self, seq_q: usize, seq_kv: usize) -> Result<BlockLayout, TransformerError> {
+    fn build(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
         let shape = LayoutShape {
             heads: self.heads,
-            seq_q,
-            seq_kv,
+            seq_q: request.seq_q,
+            seq_kv: request.seq_kv,
             block_size: self.block_size,
         };
-        Ok(BlockLayout::new(&self.pattern, shape)?)
+        let pattern = match &request.documents[..] {
+            [] => self.pattern.clone(),
+            documents => Pattern::packed(documents.iter().copied(), self.pattern.clone()),
+        };
+        if request.global.iter().all(Vec::is_empty) {
+            return Ok(BlockLayout::new(&pattern, shape)?);
+        }
+        let mut entries: Vec<BlockLayout> = Vec::with_capacity(request.global.len());
+        for (index, tokens) in request.global.iter().enumerate() {
+            let same = request.global[..index]
+                .iter()
+                .position(|known| known == tokens);
+            entries.push(match same {
+                Some(known) => entries[known].clone(),
+                None => {
+                    let global = Pattern::global(tokens.iter().copied());
+                    BlockLayout::new(&Pattern::union([pattern.clone(), global]), shape)?
+                }
+            });
+        }
+        Ok(BlockLayout::stack_batch(&entries)?)
     }
 }
 
@@ -120,24 +178,64 @@ mod tests {
     #[test]
     fn stays_bounded_and_keeps_what_is_used() {
         let layouts = Layouts::new(Pattern::causal(), 2, 8).unwrap();
-        layouts.get(32, 32).unwrap();
+        let square = Request::new(32, 32);
+        layouts.get(&square).unwrap();
         for total in 1..100 {
-            layouts.get(1, total).unwrap();
-            layouts.get(32, 32).unwrap();
+            layouts.get(&Request::new(1, total)).unwrap();
+            layouts.get(&square).unwrap();
             assert!(built(&layouts) <= KEPT);
         }
         let kept = layouts.built.lock().unwrap();
-        assert!(kept.iter().any(|l| l.seq_q() == 32 && l.seq_kv() == 32));
-        assert!(kept.iter().any(|l| l.seq_q() == 1 && l.seq_kv() == 99));
+        assert!(kept.iter().any(|(request, _)| *request == square));
+        assert!(kept.iter().any(|(request, _)| request.seq_kv == 99));
     }
 
     #[test]
     fn clones_share_what_was_built() {
         let layouts = Layouts::new(Pattern::local(4), 1, 8).unwrap();
-        layouts.clone().get(16, 16).unwrap();
+        layouts.clone().get(&Request::new(16, 16)).unwrap();
         assert_eq!(built(&layouts), 1);
-        layouts.get(16, 16).unwrap();
+        layouts.get(&Request::new(16, 16)).unwrap();
         assert_eq!(built(&layouts), 1);
+    }
+
+    #[test]
+    fn padding_and_documents_are_part_of_the_request() {
+        let layouts = Layouts::new(Pattern::causal(), 2, 8).unwrap();
+        let mut padded = Request::new(16, 16);
+        padded.restrictions = vec![Restriction::default().keys((0..16).map(|j| j < 5))];
+        let mut packed = Request::new(16, 16);
+        packed.documents = vec![0, 9];
+        for _ in 0..2 {
+            assert_eq!(layouts.get(&padded).unwrap().batch(), Some(1));
+            let layout = layouts.get(&packed).unwrap();
+            assert!(layout.to_dense(0)[8][0] && !layout.to_dense(0)[9][0]);
+            // The two, and the layout without padding.
+            assert_eq!(built(&layouts), 3);
+        }
+    }
+
+    /// A batch of another length every step: what is built is used, and what is kept stays bounded. The time is in
+    /// `docs/benchmarks.md`.
+    #[test]
+    fn a_hundred_lengths_in_a_row() {
+        let layouts = Layouts::new(Pattern::fixed(128, 32), 8, 32).unwrap();
+        let start = std::time::Instant::now();
+        for step in 0..100 {
+            let seq = 8_000 + 41 * step;
+            let mut request = Request::new(seq, seq);
+            let whole = layouts.get(&request).unwrap();
+            let lengths = [seq, seq - 1_000, seq / 2, seq / 3];
+            let keys =
+                lengths.map(|length| Restriction::default().keys((0..seq).map(|j| j < length)));
+            request.restrictions = keys.to_vec();
+            let padded = layouts.get(&request).unwrap();
+            assert!(padded.allowed_pairs() < 4 * whole.allowed_pairs());
+            assert!(built(&layouts) <= KEPT);
+        }
+        let each = start.elapsed().as_secs_f64() * 10.0;
+        println!("{each:.2} ms for each length, one layout and its padding in a batch of 4");
+        assert!(each < 250.0, "{each} ms");
     }
 
     #[test]

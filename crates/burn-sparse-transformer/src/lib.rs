@@ -18,6 +18,9 @@
 //! # Ok::<(), burn_sparse_transformer::TransformerError>(())
 //! ```
 //!
+//! Trained modules of burn-nn become sparse with [`SparseMultiHeadAttention::from_dense`] and
+//! [`SparseTransformerEncoder::from_dense`]; `cargo run -p burn-sparse-transformer --example convert` shows it.
+//!
 //! [`SparseTransformer`] is the whole model: [`forward`](SparseTransformer::forward) for logits,
 //! [`loss`](SparseTransformer::loss) for training with Burn's learner,
 //! [`forward_cache`](SparseTransformer::forward_cache) for sampling, and
@@ -31,12 +34,17 @@
 mod attention;
 mod block;
 mod cache;
+mod convert;
 mod embedding;
+mod encoder;
 mod error;
 mod factorization;
 mod feed_forward;
+mod heads;
 mod init;
+mod input;
 mod layouts;
+mod longformer;
 mod loss;
 mod precision;
 #[cfg(feature = "autodiff")]
@@ -44,15 +52,20 @@ mod recompute;
 mod rows;
 mod transformer;
 
-pub use attention::{
-    SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-};
+pub use attention::{SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
 pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
 pub use cache::{SparseMhaCache, SparseTransformerCache};
 pub use embedding::PositionEmbedding;
+pub use encoder::{
+    SparseTransformerEncoder, SparseTransformerEncoderConfig, SparseTransformerEncoderInput,
+    SparseTransformerEncoderLayer,
+};
 pub use error::TransformerError;
 pub use factorization::Factorization;
 pub use feed_forward::FeedForward;
+pub use heads::{HeadNorm, QkNorm};
+pub use input::SparseMhaInput;
+pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
 pub use precision::Precision;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 

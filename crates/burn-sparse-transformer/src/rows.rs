@@ -6,7 +6,7 @@
 //! - A matrix of weights: the product of two tall matrices has few tiles to compute and a long sum in each. Here
 //!   it is a product for each group of rows, and their sum.
 
-use burn::nn::LayerNorm;
+use burn::nn::{LayerNorm, RmsNorm};
 use burn::tensor::Tensor;
 use burn::tensor::module::linear;
 
@@ -73,10 +73,22 @@ pub(crate) fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<3>) -> Tensor
     shifted.reshape(shape)
 }
 
+/// burn-nn's root mean square norm of `[batch, rows, width]`, as [`layer_norm`].
+pub(crate) fn rms_norm(norm: &RmsNorm, x: Tensor<3>) -> Tensor<3> {
+    let shape = x.dims();
+    let groups = groups(shape[0] * shape[1]);
+    if groups == 1 || !x.is_autodiff() {
+        return norm.forward(x);
+    }
+    let x = group(x);
+    let rms = (x.clone().square().mean_dim(2) + norm.epsilon).sqrt();
+    (x / rms * spread(norm.gamma.val(), groups)).reshape(shape)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::nn::LayerNormConfig;
+    use burn::nn::{LayerNormConfig, RmsNormConfig};
     use burn::tensor::{Device, Distribution, Tolerance};
 
     #[test]
@@ -89,6 +101,31 @@ mod tests {
             (4_100, 50),
         ] {
             assert_eq!(groups(rows), expected, "{rows}");
+        }
+    }
+
+    #[test]
+    fn rms_norm_is_burns() {
+        let device = Device::flex().autodiff();
+        let norm = RmsNormConfig::new(8).init(&device);
+        let x = Tensor::<3>::random([2, 2_050, 8], Distribution::Default, &device).require_grad();
+        let weights = Tensor::<3>::random([2, 2_050, 8], Distribution::Default, &device);
+        let run = |own: bool| {
+            let y = match own {
+                true => rms_norm(&norm, x.clone()),
+                false => norm.forward(x.clone()),
+            };
+            let grads = (y.clone() * weights.clone()).sum().backward();
+            let gamma = norm.gamma.val().grad(&grads).unwrap().into_data();
+            [
+                y.into_data(),
+                x.grad(&grads).unwrap().into_data(),
+                gamma.clone(),
+            ]
+        };
+        let tolerance = Tolerance::<f32>::absolute(1e-3).set_relative(1e-4);
+        for (own, burns) in run(true).iter().zip(&run(false)) {
+            own.assert_approx_eq(burns, tolerance);
         }
     }
 

@@ -2,8 +2,9 @@
 
 use burn::config::Config;
 use burn::module::Initializer;
+use burn::nn::RotaryEncodingConfig;
 use burn_sparse_transformer::{
-    Factorization, Pattern, SparseMultiHeadAttentionConfig, SparseTransformerBlockConfig,
+    Factorization, Pattern, QkNorm, SparseMultiHeadAttentionConfig, SparseTransformerBlockConfig,
     SparseTransformerConfig,
 };
 use rstest::rstest;
@@ -62,7 +63,10 @@ fn attention_and_block_round_trip() {
         let initializer = Initializer::XavierNormal { gain: 0.5 };
         let config = SparseMultiHeadAttentionConfig::new(64, 8, pattern.clone())
             .with_initializer(initializer)
-            .with_key_bias(false);
+            .with_key_bias(false)
+            .with_scale(Some(0.25))
+            .with_rope(Some(RotaryEncodingConfig::new(128, 8).with_theta(5e5)))
+            .with_qk_norm(Some(QkNorm::Rms));
         assert_round_trip(&config);
         assert_round_trip(&SparseTransformerBlockConfig::new(64, 8, pattern).with_dropout(0.1));
     }

@@ -1,0 +1,254 @@
+//! Layouts without some of their queries and keys: padding, per batch entry.
+
+use std::collections::HashMap;
+
+use crate::builder::Rows;
+use crate::layout::{HeadPattern, Inner, position_or_push};
+use crate::mask::{BlockMask, MaskInterner};
+use crate::{BlockLayout, LayoutError, Run};
+
+/// Which queries and keys of one batch entry take part: `true` = yes, `false` = padding. What is not said takes part.
+///
+/// ```
+/// use blocksparse::{Pattern, Restriction};
+///
+/// let layout = Pattern::causal().layout(2, 4, 8)?;
+/// // Entry 0 has all four positions, entry 1 the last three (padded on the left).
+/// let keys = [false, true, true, true];
+/// let padded = layout.restrict(&[Restriction::default(), Restriction::default().keys(keys)])?;
+/// assert_eq!(padded.batch(), Some(2));
+/// assert_eq!(padded.to_dense_batch(1, 0)[2], [false, true, true, false]);
+/// # Ok::<(), blocksparse::LayoutError>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Restriction {
+    /// One entry per query, or all take part.
+    pub queries: Option<Vec<bool>>,
+    /// One entry per key, or all take part.
+    pub keys: Option<Vec<bool>>,
+}
+
+impl Restriction {
+    /// Says which queries take part: one entry per query.
+    pub fn queries(mut self, kept: impl IntoIterator<Item = bool>) -> Self {
+        self.queries = Some(kept.into_iter().collect());
+        self
+    }
+
+    /// Says which keys take part: one entry per key.
+    pub fn keys(mut self, kept: impl IntoIterator<Item = bool>) -> Self {
+        self.keys = Some(kept.into_iter().collect());
+        self
+    }
+}
+
+impl BlockLayout {
+    /// This layout for a batch of `entries.len()`, of which each entry keeps only the pairs of queries and keys that take part.
+    /// A query that does not, or whose keys do not, has nothing to attend to.
+    ///
+    /// O(runs + positions) time for each different entry; equal ones share their rows.
+    ///
+    /// # Errors
+    /// [`LayoutError`] if there is no entry, an entry's lists are not `seq_q` and `seq_kv` long, or the layout is per batch
+    /// and of another one.
+    pub fn restrict(&self, entries: &[Restriction]) -> Result<Self, LayoutError> {
+        self.check_restrictions(entries)?;
+        let inner = self.inner();
+        let mut masks = MaskInterner::new(self.block_size());
+        let mut patterns: Vec<HeadPattern> = Vec::new();
+        let mut known: HashMap<(usize, &Restriction), u32> = HashMap::new();
+        let mut head_patterns = Vec::with_capacity(entries.len() * self.heads());
+        for (batch, entry) in entries.iter().enumerate() {
+            let cut = Cut::new(self, entry);
+            for head in 0..self.heads() {
+                let pattern = self.pattern_of(batch, head);
+                let index = *known.entry((pattern, entry)).or_insert_with(|| {
+                    let rows = cut.rows(&inner.patterns[pattern], &inner.masks, &mut masks);
+                    position_or_push(&mut patterns, rows)
+                });
+                head_patterns.push(index);
+            }
+        }
+        Ok(Self::from_parts(Inner::of_patterns(
+            format!("{}, restricted", inner.name),
+            inner.shape,
+            Some(entries.len()),
+            head_patterns,
+            patterns,
+            masks.into_masks(),
+        )))
+    }
+
+    /// [`Self::restrict`] for keys that end with padding: entry `b` keeps the first `lengths[b]` keys.
+    ///
+    /// # Errors
+    /// As [`Self::restrict`]; also if a length is above `seq_kv`.
+    pub fn with_key_padding(&self, lengths: &[usize]) -> Result<Self, LayoutError> {
+        let seq = self.seq_kv();
+        if let Some(length) = lengths.iter().find(|&&length| length > seq) {
+            return Err(LayoutError::argument(
+                "lengths",
+                format!("at most {seq}, seq_kv"),
+                length,
+            ));
+        }
+        let entries: Vec<Restriction> = (lengths.iter())
+            .map(|&length| Restriction::default().keys((0..seq).map(|j| j < length)))
+            .collect();
+        self.restrict(&entries)
+    }
+
+    fn check_restrictions(&self, entries: &[Restriction]) -> Result<(), LayoutError> {
+        let expected = match self.batch() {
+            Some(batch) => format!("{batch}, one for each batch entry of the layout"),
+            None => "at least one".into(),
+        };
+        if entries.is_empty() || self.batch().is_some_and(|batch| batch != entries.len()) {
+            return Err(LayoutError::argument("entries", expected, entries.len()));
+        }
+        for entry in entries {
+            for (argument, list, name, seq) in [
+                ("queries", &entry.queries, "seq_q", self.seq_q()),
+                ("keys", &entry.keys, "seq_kv", self.seq_kv()),
+            ] {
+                if let Some(list) = list
+                    && list.len() != seq
+                {
+                    let expected = format!("{seq} long, {name}");
+                    return Err(LayoutError::argument(argument, expected, list.len()));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What takes part of a block of queries or keys.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Share {
+    Nothing,
+    All,
+    Some,
+}
+
+/// Blocks from the previous stretch's end up to `end`, of one share; a block of which some takes part stands alone.
+struct Stretch {
+    end: usize,
+    share: Share,
+}
+
+/// A restriction cut into blocks.
+struct Cut<'a> {
+    entry: &'a Restriction,
+    block_size: usize,
+    queries: Vec<Share>,
+    keys: Vec<Stretch>,
+}
+
+impl<'a> Cut<'a> {
+    fn new(layout: &BlockLayout, entry: &'a Restriction) -> Self {
+        let b = layout.block_size();
+        let shares = |list: &Option<Vec<bool>>, blocks: usize| match list {
+            Some(list) => list.chunks(b).map(share).collect(),
+            None => vec![Share::All; blocks],
+        };
+        let mut keys: Vec<Stretch> = Vec::new();
+        for (block, share) in shares(&entry.keys, layout.kv_blocks())
+            .into_iter()
+            .enumerate()
+        {
+            match keys.last_mut() {
+                Some(last) if last.share == share && share != Share::Some => last.end = block + 1,
+                _ => keys.push(Stretch {
+                    end: block + 1,
+                    share,
+                }),
+            }
+        }
+        Self {
+            entry,
+            block_size: b,
+            queries: shares(&entry.queries, layout.q_blocks()),
+            keys,
+        }
+    }
+
+    /// What is left of a pattern.
+    fn rows(&self, pattern: &HeadPattern, table: &[BlockMask], masks: &mut MaskInterner) -> Rows {
+        let mut rows = Rows::new();
+        // By mask, and by the blocks of queries and of keys of which only some take part.
+        let mut known: HashMap<(u32, Option<usize>, Option<usize>), Option<u32>> = HashMap::new();
+        for (q_block, &queries) in self.queries.iter().enumerate() {
+            if queries != Share::Nothing {
+                let q_part = (queries == Share::Some).then_some(q_block);
+                for run in pattern.runs(q_block) {
+                    for (piece, kv_part) in self.pieces(run) {
+                        let key = (run.mask, q_part, kv_part);
+                        let mask = *known.entry(key).or_insert_with(|| {
+                            masks.intern(self.mask(&table[run.mask as usize], q_part, kv_part))
+                        });
+                        if let Some(mask) = mask {
+                            rows.push(Run { mask, ..piece });
+                        }
+                    }
+                }
+            }
+            rows.end_row();
+        }
+        rows
+    }
+
+    /// The parts of a run that are left, and the block of which only some keys are.
+    fn pieces(&self, run: &Run) -> impl Iterator<Item = (Run, Option<usize>)> {
+        let (start, stride, count) = (run.start as usize, run.stride as usize, run.count as usize);
+        let run = *run;
+        // Blocks of the run before block `end`.
+        let before = move |end: usize| end.saturating_sub(start).div_ceil(stride).min(count);
+        let first = self.keys.partition_point(|stretch| stretch.end <= start);
+        let mut from = 0;
+        (self.keys[first..].iter())
+            .map(move |stretch| {
+                let piece = (from, before(stretch.end), stretch.share);
+                from = piece.1;
+                piece
+            })
+            .take_while(move |&(from, ..)| from < count)
+            .filter(|&(from, to, share)| to > from && share != Share::Nothing)
+            .map(move |(from, to, share)| {
+                let first = start + from * stride;
+                let piece = Run {
+                    start: first as u32,
+                    count: (to - from) as u32,
+                    ..run
+                };
+                (piece, (share == Share::Some).then_some(first))
+            })
+    }
+
+    fn mask(&self, whole: &BlockMask, q_part: Option<usize>, kv_part: Option<usize>) -> BlockMask {
+        if q_part.is_none() && kv_part.is_none() {
+            return whole.clone();
+        }
+        let b = self.block_size;
+        let takes_part = |list: &Option<Vec<bool>>, block: Option<usize>, place: usize| {
+            let Some((list, block)) = list.as_ref().zip(block) else {
+                return true;
+            };
+            list.get(block * b + place).is_some_and(|&kept| kept)
+        };
+        BlockMask::from_fn(b, |row, column| {
+            whole.get(row, column)
+                && takes_part(&self.entry.queries, q_part, row)
+                && takes_part(&self.entry.keys, kv_part, column)
+        })
+    }
+}
+
+fn share(block: &[bool]) -> Share {
+    match block.iter().filter(|&&kept| kept).count() {
+        0 => Share::Nothing,
+        kept if kept == block.len() => Share::All,
+        _ => Share::Some,
+    }
+}

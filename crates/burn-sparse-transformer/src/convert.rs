@@ -1,0 +1,92 @@
+//! From burn-nn's modules to these: the same weights, a pattern in place of masks.
+
+use burn::nn::Linear;
+use burn::nn::attention::MultiHeadAttention;
+use burn_blocksparse::Pattern;
+
+use crate::error::{ensure, ensure_shape};
+use crate::layouts::Layouts;
+use crate::{SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError};
+
+impl SparseMultiHeadAttention {
+    /// burn-nn's attention with a pattern: the parameters of `mha`, shared and under their identities, so that an optimizer's state
+    /// for them holds on. With [`Pattern::dense`] the output is the same up to rounding.
+    ///
+    /// Dropout on the attention weights is left out.
+    ///
+    /// # Errors
+    /// If `mha` uses the quiet softmax, its projections are not square, or the pattern does not fit its heads and the block size.
+    ///
+    /// ```
+    /// use burn::nn::attention::MultiHeadAttentionConfig;
+    /// use burn::tensor::Device;
+    /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttention};
+    ///
+    /// let trained = MultiHeadAttentionConfig::new(64, 4).init(&Device::flex());
+    /// let same = SparseMultiHeadAttention::from_dense(&trained, Pattern::dense(), 32)?;
+    /// let sparse = same.with_pattern(Pattern::window(128), 32)?;
+    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+    /// ```
+    pub fn from_dense(
+        mha: &MultiHeadAttention,
+        pattern: Pattern,
+        block_size: usize,
+    ) -> Result<Self, TransformerError> {
+        let layouts = Layouts::new(pattern, mha.n_heads, block_size)?;
+        Self::from_dense_with(mha, layouts)
+    }
+
+    /// [`Self::from_dense`] with layouts that other layers may share.
+    pub(crate) fn from_dense_with(
+        mha: &MultiHeadAttention,
+        layouts: Layouts,
+    ) -> Result<Self, TransformerError> {
+        ensure(
+            !mha.quiet_softmax,
+            "quiet_softmax",
+            || "false: weights sum to 1 here".into(),
+            mha.quiet_softmax,
+        )?;
+        let d_model = mha.d_model;
+        for (name, linear) in [
+            ("query", &mha.query),
+            ("key", &mha.key),
+            ("value", &mha.value),
+            ("output", &mha.output),
+        ] {
+            let expected = [Some(d_model); 2];
+            ensure_shape(name, weight_dims(linear), expected, ["d_model"; 2])?;
+        }
+        let pattern = layouts.pattern().clone();
+        let config = SparseMultiHeadAttentionConfig::new(d_model, mha.n_heads, pattern)
+            .with_block_size(layouts.block_size());
+        let mut sparse = config.init_with(layouts, &mha.query.weight.device())?;
+        sparse.query = mha.query.clone();
+        sparse.key = mha.key.clone();
+        sparse.value = mha.value.clone();
+        sparse.output = mha.output.clone();
+        Ok(sparse)
+    }
+
+    /// The same module with another pattern.
+    ///
+    /// # Errors
+    /// If the pattern does not fit the heads and the block size.
+    pub fn with_pattern(
+        self,
+        pattern: Pattern,
+        block_size: usize,
+    ) -> Result<Self, TransformerError> {
+        let layouts = Layouts::new(pattern, self.n_heads(), block_size)?;
+        Ok(self.with_layouts(layouts))
+    }
+
+    pub(crate) fn with_layouts(mut self, layouts: Layouts) -> Self {
+        self.layouts = layouts;
+        self
+    }
+}
+
+fn weight_dims(linear: &Linear) -> [usize; 2] {
+    linear.weight.lazy_shape().dims()
+}

@@ -1,0 +1,272 @@
+use burn::config::Config;
+use burn::module::Module;
+use burn::nn::transformer::{
+    PositionWiseFeedForward, TransformerEncoder, TransformerEncoderConfig, TransformerEncoderLayer,
+};
+use burn::nn::{Dropout, LayerNorm};
+use burn::tensor::{Bool, Device, Tensor};
+use burn_blocksparse::Pattern;
+
+use crate::error::{ensure, ensure_positive};
+use crate::input::Padding;
+use crate::layouts::Layouts;
+use crate::{
+    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    TransformerError,
+};
+
+/// Configuration of [`SparseTransformerEncoder`].
+#[derive(Config, Debug)]
+pub struct SparseTransformerEncoderConfig {
+    /// Everything but the pattern. Its `dropout` does not reach the attention weights, and `quiet_softmax` must be off.
+    pub encoder: TransformerEncoderConfig,
+    /// Which query attends to which key, per head.
+    pub pattern: Pattern,
+    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    #[config(default = 32)]
+    pub block_size: usize,
+}
+
+impl SparseTransformerEncoderConfig {
+    /// Creates the module, initialised as burn-nn's.
+    ///
+    /// # Errors
+    /// As [`SparseTransformerEncoder::from_dense`]; also if a size is 0 or the heads do not divide the width, `dropout` is outside
+    /// `[0, 1)`, or `layer_norm_eps` is not positive.
+    pub fn init(&self, device: &Device) -> Result<SparseTransformerEncoder, TransformerError> {
+        let encoder = &self.encoder;
+        let (d_model, n_heads) = (encoder.d_model, encoder.n_heads);
+        SparseMultiHeadAttentionConfig::new(d_model, n_heads, self.pattern.clone()).validate()?;
+        ensure_positive("d_ff", encoder.d_ff)?;
+        let (dropout, epsilon) = (encoder.dropout, encoder.layer_norm_eps);
+        ensure(
+            (0.0..1.0).contains(&dropout),
+            "dropout",
+            || "at least 0 and below 1".into(),
+            dropout,
+        )?;
+        ensure(
+            epsilon > 0.0 && epsilon.is_finite(),
+            "layer_norm_eps",
+            || "positive and finite".into(),
+            epsilon,
+        )?;
+        let dense = encoder.init(device);
+        SparseTransformerEncoder::from_dense(&dense, self.pattern.clone(), self.block_size)
+    }
+}
+
+/// burn-nn's `TransformerEncoder` with a pattern in place of the mask: the same layers, post-norm or pre-norm, with the same parameters
+/// under the same names, so that its records load.
+///
+/// Should be created with [`SparseTransformerEncoderConfig`], or from a module with [`Self::from_dense`].
+#[derive(Module, Debug)]
+pub struct SparseTransformerEncoder {
+    /// First to last.
+    pub layers: Vec<SparseTransformerEncoderLayer>,
+}
+
+/// A layer of [`SparseTransformerEncoder`]. As in burn-nn, `norm_2` is the attention's with `norm_first`, and the feed-forward network's
+/// without.
+#[derive(Module, Debug)]
+pub struct SparseTransformerEncoderLayer {
+    /// Self-attention.
+    pub mha: SparseMultiHeadAttention,
+    /// Position-wise feed-forward network.
+    pub pwff: PositionWiseFeedForward,
+    /// After the attention, or before the feed-forward network.
+    pub norm_1: LayerNorm,
+    /// After the feed-forward network, or before the attention.
+    pub norm_2: LayerNorm,
+    /// At the end of both residual branches.
+    pub dropout: Dropout,
+    /// Whether the norms come before what they are for.
+    pub norm_first: bool,
+}
+
+/// Input of [`SparseTransformerEncoder`].
+#[derive(Clone, Debug)]
+pub struct SparseTransformerEncoderInput {
+    tensor: Tensor<3>,
+    padding: Option<Padding>,
+}
+
+impl SparseTransformerEncoderInput {
+    /// # Shapes
+    /// - `tensor`: `[batch, seq, d_model]`
+    pub fn new(tensor: Tensor<3>) -> Self {
+        Self {
+            tensor,
+            padding: None,
+        }
+    }
+
+    /// Sets which positions are padding: see [`SparseMhaInput::mask_pad`]. It is read from its device once.
+    ///
+    /// # Shapes
+    /// - `mask`: `[batch, seq]`, `true` = padding
+    pub fn mask_pad(mut self, mask: Tensor<2, Bool>) -> Self {
+        self.padding = Some(Padding::Mask(Box::new(mask)));
+        self
+    }
+
+    /// Sets how many positions of each batch entry are no padding.
+    pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
+        self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
+        self
+    }
+}
+
+impl SparseTransformerEncoder {
+    /// burn-nn's encoder with a pattern: the parameters of `encoder`, shared. With [`Pattern::dense`] the output is the same up to
+    /// rounding, but for dropout on the attention weights, which is left out.
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttention::from_dense`], or if there are no layers.
+    pub fn from_dense(
+        encoder: &TransformerEncoder,
+        pattern: Pattern,
+        block_size: usize,
+    ) -> Result<Self, TransformerError> {
+        ensure_positive("n_layers", encoder.layers.len())?;
+        let layouts = Layouts::new(pattern, encoder.n_heads, block_size)?;
+        let layers = encoder.layers.iter();
+        Ok(Self {
+            layers: layers
+                .map(|layer| SparseTransformerEncoderLayer::from_dense(layer, layouts.clone()))
+                .collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// The same module with another pattern in every layer.
+    ///
+    /// # Errors
+    /// If the pattern does not fit the heads and the block size.
+    pub fn with_pattern(
+        mut self,
+        pattern: Pattern,
+        block_size: usize,
+    ) -> Result<Self, TransformerError> {
+        let n_heads = self.layers.first().map_or(1, |layer| layer.mha.n_heads());
+        let layouts = Layouts::new(pattern, n_heads, block_size)?;
+        for layer in &mut self.layers {
+            layer.mha = layer.mha.clone().with_layouts(layouts.clone());
+        }
+        Ok(self)
+    }
+
+    /// Applies the layers.
+    ///
+    /// # Shapes
+    /// - input and output: `[batch, seq, d_model]`
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttention::forward`].
+    pub fn forward(
+        &self,
+        input: SparseTransformerEncoderInput,
+    ) -> Result<Tensor<3>, TransformerError> {
+        let mut x = input.tensor;
+        let padding = input.padding.map(Padding::read);
+        for layer in &self.layers {
+            x = layer.residual(x, |x| {
+                let mut input = SparseMhaInput::self_attn(x);
+                input.padding = padding.clone();
+                Ok(layer.mha.forward(input)?.context)
+            })?;
+        }
+        Ok(x)
+    }
+
+    /// Applies the layers to several sequences that lie one after the other in one.
+    ///
+    /// # Shapes
+    /// - `x` and output: `[1, total, d_model]`
+    /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`]
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttention::forward_packed`].
+    pub fn forward_packed(
+        &self,
+        x: Tensor<3>,
+        cu_seqlens: &[usize],
+    ) -> Result<Tensor<3>, TransformerError> {
+        self.layers.iter().try_fold(x, |x, layer| {
+            layer.residual(x, |x| Ok(layer.mha.forward_packed(x, cu_seqlens)?.context))
+        })
+    }
+
+    /// Applies the layers to new positions, which also attend to those in `caches`: one for each layer, of [`Self::new_caches`].
+    ///
+    /// # Shapes
+    /// - `x` and output: `[batch, new, d_model]`
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttention::forward_cache`]; the caches are then as they were.
+    pub fn forward_cache(
+        &self,
+        x: Tensor<3>,
+        caches: &mut [SparseMhaCache],
+    ) -> Result<Tensor<3>, TransformerError> {
+        ensure(
+            caches.len() == self.layers.len(),
+            "caches",
+            || format!("{}, one for each layer", self.layers.len()),
+            caches.len(),
+        )?;
+        let before: Vec<usize> = caches.iter().map(SparseMhaCache::len).collect();
+        let mut layers = self.layers.iter().zip(caches.iter_mut());
+        let result = layers.try_fold(x, |x, (layer, cache)| {
+            layer.residual(x, |x| {
+                let input = SparseMhaInput::self_attn(x);
+                Ok(layer.mha.forward_cache(input, cache)?.context)
+            })
+        });
+        if result.is_err() {
+            for (cache, len) in caches.iter_mut().zip(before) {
+                cache.truncate(len);
+            }
+        }
+        result
+    }
+
+    /// Empty caches for [`Self::forward_cache`].
+    pub fn new_caches(&self) -> Vec<SparseMhaCache> {
+        vec![SparseMhaCache::new(); self.layers.len()]
+    }
+}
+
+impl SparseTransformerEncoderLayer {
+    fn from_dense(
+        layer: &TransformerEncoderLayer,
+        layouts: Layouts,
+    ) -> Result<Self, TransformerError> {
+        Ok(Self {
+            mha: SparseMultiHeadAttention::from_dense_with(&layer.mha, layouts)?,
+            pwff: layer.pwff.clone(),
+            norm_1: layer.norm_1.clone(),
+            norm_2: layer.norm_2.clone(),
+            dropout: layer.dropout.clone(),
+            norm_first: layer.norm_first,
+        })
+    }
+
+    /// The layer around `attend`.
+    fn residual(
+        &self,
+        x: Tensor<3>,
+        attend: impl FnOnce(Tensor<3>) -> Result<Tensor<3>, TransformerError>,
+    ) -> Result<Tensor<3>, TransformerError> {
+        self.mha.check_input("x", &x)?;
+        if self.norm_first {
+            let a = attend(self.norm_2.forward(x.clone()))?;
+            let x = x + self.dropout.forward(a);
+            let b = self.pwff.forward(self.norm_1.forward(x.clone()));
+            return Ok(x + self.dropout.forward(b));
+        }
+        let a = attend(x.clone())?;
+        let x = self.norm_1.forward(x + self.dropout.forward(a));
+        let b = self.pwff.forward(x.clone());
+        Ok(self.norm_2.forward(x + self.dropout.forward(b)))
+    }
+}

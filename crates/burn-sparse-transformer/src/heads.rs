@@ -1,0 +1,142 @@
+//! What happens to queries and keys between their projection and the scores.
+
+use burn::module::Module;
+use burn::nn::{
+    LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig, RotaryEncoding, RotaryEncodingConfig,
+};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{ensure, ensure_multiple, ensure_positive};
+use crate::{TransformerError, rows};
+
+/// Normalisation of every query and key head, before the rotation (Dehghani et al., 2023, §2).
+///
+/// Each has one gain per channel that all heads share, one for queries and one for keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum QkNorm {
+    /// `x / √(mean(x²) + ε) · γ`, as in Qwen3 and Gemma 3.
+    Rms,
+    /// `(x − mean(x)) / √(var(x) + ε) · γ + β`, as in ViT-22B.
+    Layer,
+}
+
+/// The parameters of a [`QkNorm`], `[d_k]` each.
+#[derive(Module, Debug)]
+#[non_exhaustive]
+pub enum HeadNorm {
+    /// Of [`QkNorm::Rms`].
+    Rms(RmsNorm),
+    /// Of [`QkNorm::Layer`].
+    Layer(LayerNorm),
+}
+
+impl HeadNorm {
+    pub(crate) fn new(kind: QkNorm, width: usize, epsilon: f64, device: &Device) -> Self {
+        match kind {
+            QkNorm::Rms => {
+                let config = RmsNormConfig::new(width).with_epsilon(epsilon);
+                Self::Rms(config.init(device))
+            }
+            QkNorm::Layer => {
+                let config = LayerNormConfig::new(width).with_epsilon(epsilon);
+                Self::Layer(config.init(device))
+            }
+        }
+    }
+
+    /// Normalises each head of `[batch, seq, heads · width]`, in the parameters' dtype.
+    pub(crate) fn forward(&self, x: Tensor<3>, heads: usize, epsilon: f64) -> Tensor<3> {
+        let [batch, seq, width] = x.dims();
+        let gamma = match self {
+            Self::Rms(norm) => &norm.gamma,
+            Self::Layer(norm) => &norm.gamma,
+        };
+        let x = x
+            .cast(gamma.val().dtype())
+            .reshape([batch, seq * heads, width / heads]);
+        let normalized = match self {
+            Self::Rms(norm) => rows::rms_norm(norm, x),
+            Self::Layer(norm) => rows::layer_norm(norm, epsilon, x),
+        };
+        normalized.reshape([batch, seq, width])
+    }
+}
+
+/// Where the rows of a tensor sit in their sequence.
+#[derive(Clone, Debug)]
+pub(crate) enum Positions {
+    /// One after the other, from this one on.
+    From(usize),
+    /// Documents of these lengths, each from 0 on.
+    Documents(Vec<usize>),
+}
+
+impl Positions {
+    /// One past the last position of `seq` rows.
+    fn end(&self, seq: usize) -> usize {
+        match self {
+            Self::From(start) => start + seq,
+            Self::Documents(lengths) => lengths.iter().copied().max().unwrap_or(0),
+        }
+    }
+
+    /// # Errors
+    /// If the table of `rope` ends before the last of `seq` rows.
+    pub(crate) fn check(&self, rope: &RotaryEncoding, seq: usize) -> Result<(), TransformerError> {
+        let [context, ..] = rope.freq_complex.dims();
+        let end = self.end(seq);
+        let start = match self {
+            Self::From(start) => *start,
+            Self::Documents(_) => 0,
+        };
+        match end > context {
+            true => Err(TransformerError::ContextExceeded {
+                context,
+                start,
+                end,
+            }),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Rotates the heads `[batch, heads, seq, width]`, in the dtype of the table.
+pub(crate) fn rotate(rope: &RotaryEncoding, x: Tensor<4>, positions: &Positions) -> Tensor<4> {
+    let x = x.cast(rope.freq_complex.dtype());
+    match positions {
+        Positions::From(start) => rope.apply(x, *start),
+        Positions::Documents(lengths) => {
+            let places: Vec<i64> = (lengths.iter()).flat_map(|&n| 0..n as i64).collect();
+            let count = places.len();
+            let device = rope.freq_complex.device().without_autodiff();
+            let places = Tensor::<1, Int>::from_data(TensorData::new(places, [count]), &device);
+            let mut listed = rope.clone();
+            listed.freq_complex = rope.freq_complex.clone().select(0, places);
+            listed.forward(x)
+        }
+    }
+}
+
+/// What would make `config` panic, or not fit heads of width `d_k`.
+pub(crate) fn validate_rope(
+    config: &RotaryEncodingConfig,
+    d_k: usize,
+) -> Result<(), TransformerError> {
+    ensure_positive("rope.max_sequence_length", config.max_sequence_length)?;
+    ensure(
+        config.d_model == d_k,
+        "rope.d_model",
+        || format!("{d_k}, the width of a query head"),
+        config.d_model,
+    )?;
+    ensure_multiple("rope.d_model", config.d_model, "the rotated pairs", 2)?;
+    ensure(
+        config.theta > 0.0 && config.theta.is_finite(),
+        "rope.theta",
+        || "positive and finite".into(),
+        config.theta,
+    )
+}

@@ -1,0 +1,193 @@
+use std::sync::Arc;
+
+use burn::tensor::{Bool, Device, Tensor, TensorData};
+use burn_blocksparse::Restriction;
+
+use crate::TransformerError;
+use crate::error::{ensure, ensure_shape};
+
+/// Input of [`crate::SparseMultiHeadAttention`].
+#[derive(Clone, Debug)]
+pub struct SparseMhaInput {
+    pub(crate) query: Tensor<3>,
+    pub(crate) key: Tensor<3>,
+    pub(crate) value: Tensor<3>,
+    pub(crate) padding: Option<Padding>,
+    /// Whether the queries are positions of the same sequence as the keys.
+    self_attention: bool,
+}
+
+/// Which keys are padding.
+#[derive(Clone, Debug)]
+pub(crate) enum Padding {
+    /// `[batch, seq_kv]`, `true` = padding.
+    Mask(Box<Tensor<2, Bool>>),
+    /// A mask that was read from its device: its shape and values.
+    Read([usize; 2], Arc<Vec<bool>>),
+    /// The first so many keys of each batch entry are not.
+    Lengths(Vec<usize>),
+}
+
+impl Padding {
+    /// Off the device, for more than one use.
+    pub(crate) fn read(self) -> Self {
+        match self {
+            Self::Mask(mask) => {
+                let dims = mask.dims();
+                Self::Read(dims, Arc::new(mask.into_data().iter::<bool>().collect()))
+            }
+            other => other,
+        }
+    }
+
+    /// Which of `[batch, seq_kv]` keys take part.
+    ///
+    /// # Errors
+    /// If the padding is not that of so many.
+    fn keys(&self, batch: usize, seq_kv: usize) -> Result<Vec<Vec<bool>>, TransformerError> {
+        let check = |dims| {
+            let expected = [Some(batch), Some(seq_kv)];
+            ensure_shape("mask_pad", dims, expected, ["batch", "seq_kv"])
+        };
+        Ok(match self {
+            Self::Mask(mask) => {
+                check(mask.dims())?;
+                return self.clone().read().keys(batch, seq_kv);
+            }
+            Self::Read(dims, padding) => {
+                check(*dims)?;
+                let entries = padding.chunks(seq_kv);
+                entries
+                    .map(|entry| entry.iter().map(|padded| !padded).collect())
+                    .collect()
+            }
+            Self::Lengths(lengths) => {
+                ensure(
+                    lengths.len() == batch,
+                    "lengths",
+                    || format!("of {batch} batch entries"),
+                    lengths.len(),
+                )?;
+                if let Some(length) = lengths.iter().find(|&&length| length > seq_kv) {
+                    return Err(TransformerError::argument(
+                        "lengths",
+                        format!("at most {seq_kv}, the number of keys"),
+                        length,
+                    ));
+                }
+                let entries = lengths.iter();
+                entries
+                    .map(|&length| (0..seq_kv).map(|j| j < length).collect())
+                    .collect()
+            }
+        })
+    }
+}
+
+impl SparseMhaInput {
+    /// Self-attention: one tensor is query, key and value.
+    ///
+    /// # Shapes
+    /// - `tensor`: `[batch, seq, d_model]`
+    pub fn self_attn(tensor: Tensor<3>) -> Self {
+        Self {
+            self_attention: true,
+            ..Self::new(tensor.clone(), tensor.clone(), tensor)
+        }
+    }
+
+    /// Query, key and value from different tensors.
+    ///
+    /// # Shapes
+    /// - `query`: `[batch, seq_q, d_model]`
+    /// - `key`, `value`: `[batch, seq_kv, d_model]`
+    pub fn new(query: Tensor<3>, key: Tensor<3>, value: Tensor<3>) -> Self {
+        Self {
+            query,
+            key,
+            value,
+            padding: None,
+            self_attention: false,
+        }
+    }
+
+    /// Sets which keys are padding, as in burn-nn: nobody attends to them. In self-attention ([`Self::self_attn`]) they are queries,
+    /// too, and their output is 0.
+    ///
+    /// The mask becomes part of the layout, so it is read from its device, which waits for what was asked of it before;
+    /// [`Self::lengths`] does not.
+    ///
+    /// # Shapes
+    /// - `mask`: `[batch, seq_kv]`, `true` = padding; with a cache `seq_kv` counts what is in it, too
+    pub fn mask_pad(mut self, mask: Tensor<2, Bool>) -> Self {
+        self.padding = Some(Padding::Mask(Box::new(mask)));
+        self
+    }
+
+    /// [`Self::mask_pad`] for padding at the end: the first `lengths[b]` keys of batch entry `b` are none.
+    pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
+        self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
+        self
+    }
+
+    /// What takes part, if something is padding.
+    ///
+    /// # Errors
+    /// If the padding is not that of `[batch, seq_kv]` keys.
+    pub(crate) fn padding(
+        &self,
+        batch: usize,
+        seq_q: usize,
+        seq_kv: usize,
+    ) -> Result<Option<PaddedBatch>, TransformerError> {
+        let Some(padding) = &self.padding else {
+            return Ok(None);
+        };
+        let keys = padding.keys(batch, seq_kv)?;
+        // Queries are the last positions; those before the first key are no padding.
+        let queries = self.self_attention.then(|| {
+            let at = |entry: &Vec<bool>, i: usize| match (i + seq_kv).checked_sub(seq_q) {
+                Some(position) => entry[position],
+                None => true,
+            };
+            let entries = keys.iter();
+            entries
+                .map(|entry| (0..seq_q).map(|i| at(entry, i)).collect())
+                .collect()
+        });
+        Ok(Some(PaddedBatch { keys, queries }))
+    }
+}
+
+/// Which positions take part, per batch entry.
+pub(crate) struct PaddedBatch {
+    keys: Vec<Vec<bool>>,
+    /// In self-attention.
+    queries: Option<Vec<Vec<bool>>>,
+}
+
+impl PaddedBatch {
+    pub(crate) fn restrictions(&self) -> Vec<Restriction> {
+        let keys = self.keys.iter().enumerate();
+        keys.map(|(batch, keys)| {
+            let mut entry = Restriction::default().keys(keys.iter().copied());
+            entry.queries = self.queries.as_ref().map(|queries| queries[batch].clone());
+            entry
+        })
+        .collect()
+    }
+
+    /// The keys of a batch entry: `true` = takes part.
+    pub(crate) fn keys(&self, batch: usize) -> &[bool] {
+        &self.keys[batch]
+    }
+
+    /// The queries that are padding, `[batch, seq_q, 1]`.
+    pub(crate) fn queries_mask(&self, device: &Device) -> Option<Tensor<3, Bool>> {
+        let queries = self.queries.as_ref()?;
+        let shape = [queries.len(), queries[0].len(), 1];
+        let padding: Vec<bool> = queries.iter().flatten().map(|kept| !kept).collect();
+        let device = device.clone().without_autodiff();
+        Some(Tensor::from_data(TensorData::new(padding, shape), &device))
+    }
+}

@@ -1,0 +1,398 @@
+//! What `SparseMultiHeadAttention` does to heads (normalisation, rotation, scale), and padding: against the same in dense Burn
+//! operations, and against itself in pieces.
+
+mod common;
+
+use burn::module::Module;
+use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
+use burn::nn::{LayerNormConfig, RmsNormConfig, RotaryEncodingConfig};
+use burn::store::ModuleRecord;
+use burn::tensor::activation::softmax;
+use burn::tensor::{Bool, Bytes, Device, Tensor, TensorData};
+use burn_sparse_transformer::{
+    Factorization, HeadNorm, Pattern, Precision, QkNorm, SparseMhaCache, SparseMhaInput,
+    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformerConfig,
+    TransformerError,
+};
+use common::{assert_close, random, randomise, tokens};
+use rstest::rstest;
+
+const HEADS: usize = 4;
+const D_MODEL: usize = 32;
+const D_K: usize = D_MODEL / HEADS;
+
+fn config(pattern: Pattern) -> SparseMultiHeadAttentionConfig {
+    SparseMultiHeadAttentionConfig::new(D_MODEL, HEADS, pattern).with_block_size(8)
+}
+
+fn rope() -> Option<RotaryEncodingConfig> {
+    Some(RotaryEncodingConfig::new(64, D_K))
+}
+
+fn init(config: SparseMultiHeadAttentionConfig) -> SparseMultiHeadAttention {
+    randomise(config.init(&Device::flex()).unwrap())
+}
+
+/// Causal attention in dense operations, as the papers write it.
+fn dense_causal(
+    mha: &SparseMultiHeadAttention,
+    config: &SparseMultiHeadAttentionConfig,
+    x: Tensor<3>,
+) -> Tensor<3> {
+    let [batch, seq, _] = x.dims();
+    let device = x.device();
+    let heads = |x: Tensor<3>| x.reshape([batch, seq, HEADS, D_K]).swap_dims(1, 2);
+    let normalized = |x: Tensor<4>, norm: &Option<HeadNorm>| match norm {
+        None => x,
+        Some(HeadNorm::Rms(rms)) => {
+            let config = RmsNormConfig::new(D_K).with_epsilon(config.qk_norm_eps);
+            config
+                .init(&device)
+                .load_record(rms.clone().into_record())
+                .forward(x)
+        }
+        Some(HeadNorm::Layer(layer)) => {
+            let config = LayerNormConfig::new(D_K).with_epsilon(config.qk_norm_eps);
+            config
+                .init(&device)
+                .load_record(layer.clone().into_record())
+                .forward(x)
+        }
+        Some(other) => panic!("{other:?}"),
+    };
+    let rotated = |x: Tensor<4>| match &config.rope {
+        Some(rope) => rope.init(&device).forward(x),
+        None => x,
+    };
+    let q = rotated(normalized(
+        heads(mha.query.forward(x.clone())),
+        &mha.query_norm,
+    ));
+    let k = rotated(normalized(heads(mha.key.forward(x.clone())), &mha.key_norm));
+    let v = heads(mha.value.forward(x));
+    let scale = config.scale.unwrap_or(1.0 / (D_K as f64).sqrt());
+    let scores = q.matmul(k.transpose()) * scale;
+    let scores = match config.softcap {
+        Some(cap) => (scores / cap).tanh() * cap,
+        None => scores,
+    };
+    let future = Tensor::<2, Bool>::tril_mask([seq, seq], 0, &device);
+    let weights = softmax(scores.mask_fill(future.unsqueeze(), f32::NEG_INFINITY), 3);
+    let context = weights
+        .matmul(v)
+        .swap_dims(1, 2)
+        .reshape([batch, seq, D_MODEL]);
+    mha.output.forward(context)
+}
+
+#[rstest]
+fn options_equal_dense_operations(
+    #[values(None, Some(QkNorm::Rms), Some(QkNorm::Layer))] qk_norm: Option<QkNorm>,
+    #[values(false, true)] rotated: bool,
+    #[values(None, Some(0.7))] scale: Option<f64>,
+    #[values(None, Some(1.5))] softcap: Option<f64>,
+) {
+    let config = config(Pattern::causal())
+        .with_qk_norm(qk_norm)
+        .with_qk_norm_eps(1e-3)
+        .with_rope(if rotated { rope() } else { None })
+        .with_scale(scale)
+        .with_softcap(softcap)
+        .with_query_bias(false);
+    let mha = init(config.clone());
+    let x = random([2, 21, D_MODEL], &Device::flex());
+    let expected = dense_causal(&mha, &config, x.clone());
+    let got = mha.forward(SparseMhaInput::self_attn(x)).unwrap().context;
+    assert_close(got, expected, 2e-5);
+}
+
+#[rstest]
+#[case::one_by_one(&[1; 27])]
+#[case::in_chunks(&[7, 1, 1, 10, 3, 5])]
+fn decoding_rotates_by_the_position_in_the_sequence(#[case] pieces: &[usize]) {
+    for pattern in [Pattern::causal(), Pattern::fixed(8, 2), Pattern::local(5)] {
+        let mha = init(
+            config(pattern)
+                .with_rope(rope())
+                .with_qk_norm(Some(QkNorm::Rms))
+                .with_n_kv_heads(Some(2)),
+        );
+        let seq = pieces.iter().sum();
+        let x = random([2, seq, D_MODEL], &Device::flex());
+        let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+        let mut cache = SparseMhaCache::new();
+        let mut contexts = vec![];
+        for new in pieces {
+            let piece = SparseMhaInput::self_attn(x.clone().narrow(1, cache.len(), *new));
+            contexts.push(mha.forward_cache(piece, &mut cache).unwrap().context);
+        }
+        assert_close(Tensor::cat(contexts, 1), whole.context, 2e-5);
+    }
+}
+
+#[test]
+fn every_parameter_of_the_norms_gets_a_gradient() {
+    let device = Device::flex().autodiff();
+    let mha = config(Pattern::causal())
+        .with_rope(rope())
+        .with_qk_norm(Some(QkNorm::Rms))
+        .init(&device)
+        .unwrap();
+    let x = random([1, 12, D_MODEL], &device);
+    let y = mha.forward(SparseMhaInput::self_attn(x)).unwrap().context;
+    let grads = y.powi_scalar(2).sum().backward();
+    for norm in [&mha.query_norm, &mha.key_norm] {
+        let Some(HeadNorm::Rms(norm)) = norm else {
+            panic!("no norm");
+        };
+        let grad = norm.gamma.val().grad(&grads).unwrap();
+        assert!(grad.abs().max().into_scalar::<f32>() > 1e-6);
+    }
+}
+
+#[test]
+fn mixed_precision_normalises_and_rotates() {
+    let device = Device::flex();
+    let options = |precision| {
+        config(Pattern::fixed(8, 2))
+            .with_rope(rope())
+            .with_qk_norm(Some(QkNorm::Layer))
+            .with_precision(precision)
+    };
+    let exact = init(options(Precision::F32));
+    let rounded = options(Precision::Bf16).init(&device).unwrap();
+    let rounded = rounded.load_record(exact.clone().into_record());
+    let input = SparseMhaInput::self_attn(random([1, 20, D_MODEL], &device));
+    let expected = exact.forward(input.clone()).unwrap().context;
+    assert_close(rounded.forward(input).unwrap().context, expected, 0.1);
+}
+
+fn mask(rows: &[[bool; 11]]) -> Tensor<2, Bool> {
+    let data = TensorData::new(rows.concat(), [rows.len(), 11]);
+    Tensor::from_data(data, &Device::flex())
+}
+
+/// `true` = padding, at the end of entry 0, at the beginning of entry 1, nowhere and everywhere.
+fn ragged() -> Vec<[bool; 11]> {
+    let entry = |padding: fn(usize) -> bool| std::array::from_fn(padding);
+    vec![
+        entry(|j| j >= 6),
+        entry(|j| j < 4),
+        entry(|_| false),
+        entry(|_| true),
+    ]
+}
+
+#[test]
+fn padding_equals_burn_nns_where_there_is_none_and_is_0_elsewhere() {
+    let device = Device::flex();
+    let dense = MultiHeadAttentionConfig::new(D_MODEL, HEADS)
+        .with_dropout(0.0)
+        .init(&device);
+    let sparse = config(Pattern::dense()).init(&device).unwrap();
+    let sparse = sparse.load_record(dense.clone().into_record());
+    let x = random([4, 11, D_MODEL], &device);
+    let expected = dense.forward(MhaInput::self_attn(x.clone()).mask_pad(mask(&ragged())));
+    let input = SparseMhaInput::self_attn(x).mask_pad(mask(&ragged()));
+    let got = sparse.forward(input).unwrap().context;
+    for (entry, padding) in ragged().iter().enumerate() {
+        for (i, padded) in padding.iter().enumerate() {
+            let row = |t: &Tensor<3>| t.clone().narrow(0, entry, 1).narrow(1, i, 1);
+            match padded {
+                true => assert_eq!(row(&got).abs().max().into_scalar::<f32>(), 0.0),
+                false => assert_close(row(&got), row(&expected.context), 1e-5),
+            }
+        }
+    }
+}
+
+#[test]
+fn lengths_are_a_mask_and_each_sequence_is_as_if_alone() {
+    for pattern in [
+        Pattern::fixed(8, 2),
+        Pattern::window(3),
+        Pattern::merged_strided(4),
+    ] {
+        let mha = init(config(pattern).with_rope(rope()));
+        let lengths = [6, 0, 11, 1];
+        let x = random([4, 11, D_MODEL], &Device::flex());
+        let input = SparseMhaInput::self_attn(x.clone());
+        let got = mha.forward(input.clone().lengths(lengths)).unwrap().context;
+        let padding = lengths.map(|length| std::array::from_fn(|j| j >= length));
+        let masked = mha.forward(input.mask_pad(mask(&padding))).unwrap().context;
+        assert_close(masked, got.clone(), 1e-6);
+        for (entry, length) in lengths.into_iter().enumerate() {
+            let of_entry = got.clone().narrow(0, entry, 1);
+            if length > 0 {
+                let alone = x.clone().narrow(0, entry, 1).narrow(1, 0, length);
+                let expected = mha
+                    .forward(SparseMhaInput::self_attn(alone))
+                    .unwrap()
+                    .context;
+                assert_close(of_entry.clone().narrow(1, 0, length), expected, 1e-5);
+            }
+            if length < 11 {
+                let rest = of_entry.narrow(1, length, 11 - length);
+                assert_eq!(rest.abs().max().into_scalar::<f32>(), 0.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn padding_gets_no_gradient() {
+    let device = Device::flex().autodiff();
+    let mha = config(Pattern::causal()).init(&device).unwrap();
+    let x = random([2, 11, D_MODEL], &device).require_grad();
+    let input = SparseMhaInput::self_attn(x.clone()).lengths([7, 11]);
+    let grads = mha.forward(input).unwrap().context.sum().backward();
+    let grad = x.grad(&grads).unwrap().narrow(0, 0, 1);
+    let padding = grad
+        .clone()
+        .narrow(1, 7, 4)
+        .abs()
+        .max()
+        .into_scalar::<f32>();
+    assert_eq!(padding, 0.0);
+    assert!(grad.narrow(1, 0, 7).abs().max().into_scalar::<f32>() > 1e-4);
+}
+
+#[test]
+fn decoding_with_padding_on_the_left() {
+    let mha = init(config(Pattern::causal()).with_rope(rope()));
+    let x = random([2, 11, D_MODEL], &Device::flex());
+    let padding = [std::array::from_fn(|j| j < 4), [false; 11]];
+    let whole = SparseMhaInput::self_attn(x.clone()).mask_pad(mask(&padding));
+    let whole = mha.forward(whole).unwrap().context;
+    let mut cache = SparseMhaCache::new();
+    for new in [6, 1, 1, 3] {
+        let start = cache.len();
+        let seen = mask(&padding).narrow(1, 0, start + new);
+        let input = SparseMhaInput::self_attn(x.clone().narrow(1, start, new)).mask_pad(seen);
+        let got = mha.forward_cache(input, &mut cache).unwrap().context;
+        assert_close(got, whole.clone().narrow(1, start, new), 1e-5);
+    }
+}
+
+/// A record that the first version of the model wrote, and the logits it gave.
+#[test]
+fn records_written_before_these_options_load() {
+    let bytes = std::fs::read("tests/data/record-0.1.0.burnpack").unwrap();
+    let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(bytes)).unwrap();
+    let fixed = Factorization::from(Pattern::fixed(8, 2));
+    let device = Device::flex();
+    let model = SparseTransformerConfig::new(7, 16, 8, 2, 2, fixed, 8)
+        .with_block_size(8)
+        .init(&device)
+        .unwrap()
+        .try_load_record(record)
+        .unwrap();
+    let logits = model.forward(tokens(1, 16, 7, &device)).unwrap();
+    let expected = [
+        -0.5414277,
+        0.26597518,
+        0.20640585,
+        0.17882921,
+        0.015028271,
+        -0.3283173,
+        -0.674534f32,
+    ];
+    let expected = TensorData::new(expected.to_vec(), [1, 1, 7]);
+    assert_close(
+        logits.narrow(1, 15, 1),
+        Tensor::from_data(expected, &device),
+        1e-5,
+    );
+}
+
+/// `qk_norm` adds parameters, `rope` none.
+#[test]
+fn records_with_norms_load() {
+    let options = config(Pattern::causal()).with_rope(rope());
+    let plain = init(options.clone());
+    let normed = init(options.clone().with_qk_norm(Some(QkNorm::Rms)));
+    assert_eq!(normed.num_params(), plain.num_params() + 2 * D_K);
+    let input = SparseMhaInput::self_attn(random([1, 9, D_MODEL], &Device::flex()));
+    let expected = normed.forward(input.clone()).unwrap().context;
+    let bytes = normed.into_record().into_bytes().unwrap();
+    let loaded = options
+        .with_qk_norm(Some(QkNorm::Rms))
+        .init(&Device::flex())
+        .unwrap()
+        .load_record(ModuleRecord::from_bytes(bytes).unwrap());
+    assert_close(loaded.forward(input).unwrap().context, expected, 0.0);
+}
+
+fn message<T: std::fmt::Debug>(result: Result<T, TransformerError>) -> String {
+    result.unwrap_err().to_string()
+}
+
+#[test]
+fn configurations_that_do_not_fit_are_refused() {
+    let init = |config: SparseMultiHeadAttentionConfig| message(config.init(&Device::flex()));
+    let config = || config(Pattern::causal());
+    assert_eq!(
+        init(config().with_scale(Some(f64::NAN))),
+        "scale must be finite, got NaN"
+    );
+    assert_eq!(
+        init(config().with_qk_norm_eps(0.0)),
+        "qk_norm_eps must be positive and finite, got 0"
+    );
+    let rope = |seq, width| Some(RotaryEncodingConfig::new(seq, width));
+    assert_eq!(
+        init(config().with_rope(rope(16, 6))),
+        "rope.d_model must be 8, the width of a query head, got 6"
+    );
+    assert_eq!(
+        init(config().with_rope(rope(0, D_K))),
+        "rope.max_sequence_length must be at least 1, got 0"
+    );
+    assert_eq!(
+        init(config().with_d_key(Some(12)).with_rope(rope(16, 3))),
+        "rope.d_model must be a positive multiple of the rotated pairs = 2, got 3"
+    );
+    let cold = RotaryEncodingConfig::new(16, D_K).with_theta(0.0);
+    assert_eq!(
+        init(config().with_rope(Some(cold))),
+        "rope.theta must be positive and finite, got 0"
+    );
+}
+
+#[test]
+fn inputs_that_do_not_fit_are_refused() {
+    let device = Device::flex();
+    let mha = init(config(Pattern::causal()).with_rope(rope()));
+    let zeros = |seq| Tensor::<3>::zeros([2, seq, D_MODEL], &device);
+    let input = || SparseMhaInput::self_attn(zeros(11));
+    let forward = |input| message(mha.forward(input));
+    assert_eq!(
+        forward(input().mask_pad(mask(&[[false; 11]; 3]))),
+        "mask_pad must be [batch = 2, seq_kv = 11], got [3, 11]"
+    );
+    assert_eq!(
+        forward(input().lengths([3])),
+        "lengths must be of 2 batch entries, got 1"
+    );
+    assert_eq!(
+        forward(input().lengths([3, 12])),
+        "lengths must be at most 11, the number of keys, got 12"
+    );
+    assert_eq!(
+        forward(SparseMhaInput::self_attn(zeros(65))),
+        "positions must stay below 64, the model's context, got positions 0..65"
+    );
+    assert_eq!(
+        forward(SparseMhaInput::new(zeros(5), zeros(4), zeros(4))),
+        "query must be at most 4 positions, as many as keys, with rope, got 5"
+    );
+    let mut cache = SparseMhaCache::new();
+    mha.forward_cache(SparseMhaInput::self_attn(zeros(60)), &mut cache)
+        .unwrap();
+    let result = mha.forward_cache(SparseMhaInput::self_attn(zeros(5)), &mut cache);
+    assert_eq!(
+        message(result),
+        "positions must stay below 64, the model's context, got positions 60..65"
+    );
+    assert_eq!(cache.len(), 60);
+}

@@ -1,0 +1,215 @@
+//! Longformer's attention against the same in f64, token by token.
+
+mod common;
+
+use burn::module::Module;
+use burn::nn::{Linear, RotaryEncodingConfig};
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_sparse_transformer::{
+    LongformerAttention, LongformerAttentionConfig, LongformerInput, Pattern, Precision, QkNorm,
+    SparseMhaInput, SparseMultiHeadAttentionConfig,
+};
+use common::{assert_close, random, randomise};
+use rstest::rstest;
+
+const D_MODEL: usize = 16;
+const HEADS: usize = 2;
+const SEQ: usize = 37;
+
+fn config(pattern: Pattern) -> SparseMultiHeadAttentionConfig {
+    SparseMultiHeadAttentionConfig::new(D_MODEL, HEADS, pattern).with_block_size(8)
+}
+
+fn longformer(pattern: Pattern, device: &Device) -> LongformerAttention {
+    let config = LongformerAttentionConfig::new(config(pattern));
+    randomise(config.init(device).unwrap())
+}
+
+fn values<const D: usize>(tensor: &Tensor<D>) -> Vec<f64> {
+    tensor.clone().into_data().iter::<f64>().collect()
+}
+
+/// `x · W + b`, rows of `D_MODEL`.
+fn linear(layer: &Linear, x: &[f64]) -> Vec<f64> {
+    let weight = values(&layer.weight.val());
+    let bias = values(&layer.bias.as_ref().unwrap().val());
+    x.chunks(D_MODEL)
+        .flat_map(|row| {
+            let weight = &weight;
+            let bias = &bias;
+            (0..D_MODEL).map(move |c| {
+                let sum: f64 = (0..D_MODEL).map(|k| row[k] * weight[k * D_MODEL + c]).sum();
+                sum + bias[c]
+            })
+        })
+        .collect()
+}
+
+/// One batch entry, as the paper says it.
+fn expected(
+    longformer: &LongformerAttention,
+    x: &[f64],
+    global: &[usize],
+    length: usize,
+) -> Vec<f64> {
+    let pattern = longformer.mha.pattern();
+    let mha = &longformer.mha;
+    let own = [&mha.query, &mha.key, &mha.value].map(|layer| linear(layer, x));
+    let of_global = [
+        &longformer.query_global,
+        &longformer.key_global,
+        &longformer.value_global,
+    ]
+    .map(|layer| linear(layer, x));
+    let width = D_MODEL / HEADS;
+    let mut context = vec![0.0; SEQ * D_MODEL];
+    for head in 0..HEADS {
+        for i in 0..length {
+            let is_global = global.contains(&i);
+            let [q, k, v] = if is_global { &of_global } else { &own };
+            let keys: Vec<usize> = (0..length)
+                .filter(|&j| {
+                    is_global || global.contains(&j) || pattern.attends(head, i as i64, j as i64)
+                })
+                .collect();
+            let at = |list: &[f64], row: usize, c: usize| list[row * D_MODEL + head * width + c];
+            let score = |j: usize| -> f64 {
+                let dot: f64 = (0..width).map(|c| at(q, i, c) * at(k, j, c)).sum();
+                dot / (width as f64).sqrt()
+            };
+            let exps: Vec<f64> = keys.iter().map(|&j| score(j).exp()).collect();
+            let sum: f64 = exps.iter().sum();
+            for c in 0..width {
+                let weighted: f64 = keys.iter().zip(&exps).map(|(&j, e)| e * at(v, j, c)).sum();
+                context[i * D_MODEL + head * width + c] = weighted / sum;
+            }
+        }
+    }
+    let mut output = linear(&mha.output, &context);
+    output[length * D_MODEL..].fill(0.0);
+    output
+}
+
+#[rstest]
+#[case::none(vec![vec![], vec![]], [SEQ, SEQ])]
+#[case::one_each(vec![vec![0], vec![0]], [SEQ, SEQ])]
+#[case::different(vec![vec![36, 0, 5, 9, 10, 10], vec![]], [SEQ, SEQ])]
+#[case::padded(vec![vec![0, 3], vec![0, 20, 30]], [SEQ, 25])]
+#[case::nothing_but_padding(vec![vec![0], vec![1, 2]], [19, 0])]
+#[case::all(vec![(0..SEQ).collect(), vec![4]], [SEQ, SEQ])]
+fn equals_f64(#[case] global: Vec<Vec<usize>>, #[case] lengths: [usize; 2]) {
+    let device = Device::flex();
+    for pattern in [
+        Pattern::window(4),
+        Pattern::per_head([Pattern::window(3), Pattern::dilated_window(2, 3)]),
+    ] {
+        let longformer = longformer(pattern, &device);
+        let x = random([2, SEQ, D_MODEL], &device);
+        let input = LongformerInput::new(x.clone())
+            .global_per_entry(global.clone())
+            .lengths(lengths);
+        let got = longformer.forward(input).unwrap().context;
+        let x = values(&x);
+        let expected: Vec<f64> = (x.chunks(SEQ * D_MODEL).zip(&global).zip(lengths))
+            .flat_map(|((x, global), length)| expected(&longformer, x, global, length))
+            .collect();
+        let expected = TensorData::new(expected, [2, SEQ, D_MODEL]).convert::<f32>();
+        assert_close(got, Tensor::from_data(expected, &device), 2e-5);
+    }
+}
+
+/// With equal projections it is one softmax over Longformer's pattern.
+#[test]
+fn begins_as_one_attention() {
+    let device = Device::flex();
+    let local = config(Pattern::window(4)).init(&device).unwrap();
+    let merged = local.clone();
+    let merged = merged
+        .with_pattern(Pattern::longformer(4, 1, [0, 7]), 8)
+        .unwrap();
+    let longformer = LongformerAttention::from_attention(local).unwrap();
+    let x = random([2, SEQ, D_MODEL], &device);
+    let expected = merged
+        .forward(SparseMhaInput::self_attn(x.clone()))
+        .unwrap();
+    let got = longformer
+        .forward(LongformerInput::new(x).global([7, 0]))
+        .unwrap();
+    assert_close(got.context, expected.context, 1e-5);
+}
+
+#[test]
+fn every_projection_gets_a_gradient_of_its_own() {
+    let device = Device::flex().autodiff();
+    let longformer = longformer(Pattern::window(2), &device);
+    let x = random([2, SEQ, D_MODEL], &device).require_grad();
+    let input = LongformerInput::new(x.clone()).global_per_entry([vec![0, 9], vec![3]]);
+    let y = longformer.forward(input).unwrap().context;
+    let grads = y.powi_scalar(2).sum().backward();
+    let mha = &longformer.mha;
+    let of = |linear: &Linear| linear.weight.val().grad(&grads).unwrap();
+    for (own, of_global) in [
+        (&mha.query, &longformer.query_global),
+        (&mha.key, &longformer.key_global),
+        (&mha.value, &longformer.value_global),
+    ] {
+        assert_ne!(own.weight.id, of_global.weight.id);
+        let difference = (of(own) - of(of_global)).abs().max().into_scalar::<f32>();
+        assert!(difference > 1e-4);
+        assert!(of(of_global).abs().max().into_scalar::<f32>() > 1e-4);
+    }
+    // Every token is seen by somebody.
+    let of_tokens = x.grad(&grads).unwrap().abs().sum_dim(2);
+    assert!(of_tokens.min().into_scalar::<f32>() > 1e-5);
+}
+
+#[test]
+fn mixed_precision_and_records() {
+    let device = Device::flex();
+    let exact = longformer(Pattern::window(4), &device);
+    let config = config(Pattern::window(4)).with_precision(Precision::Bf16);
+    let rounded = LongformerAttentionConfig::new(config)
+        .init(&device)
+        .unwrap();
+    let rounded = rounded.load_record(exact.clone().into_record());
+    let input = LongformerInput::new(random([1, SEQ, D_MODEL], &device)).global([0, 30]);
+    let expected = exact.forward(input.clone()).unwrap().context;
+    assert_close(rounded.forward(input).unwrap().context, expected, 0.1);
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let device = Device::flex();
+    let init = |attention| {
+        let config = LongformerAttentionConfig::new(attention);
+        config.init(&device).unwrap_err().to_string()
+    };
+    let rope = Some(RotaryEncodingConfig::new(64, 8));
+    assert_eq!(
+        init(config(Pattern::window(4)).with_rope(rope)),
+        "rope must be none in LongformerAttention, got some"
+    );
+    assert_eq!(
+        init(config(Pattern::window(4)).with_qk_norm(Some(QkNorm::Rms))),
+        "qk_norm must be none in LongformerAttention, got some"
+    );
+    let longformer = longformer(Pattern::window(4), &device);
+    let input = || LongformerInput::new(Tensor::zeros([2, SEQ, D_MODEL], &device));
+    let forward = |input| longformer.forward(input).unwrap_err().to_string();
+    assert_eq!(
+        forward(input().global([3, 37])),
+        "global must be below 37, the number of positions, got 37"
+    );
+    assert_eq!(
+        forward(input().global_per_entry([vec![0]])),
+        "global must be of 2 batch entries, got 1"
+    );
+    assert_eq!(
+        forward(input().lengths([38, 2])),
+        "lengths must be at most 37, the number of keys, got 38"
+    );
+    assert_eq!(
+        forward(LongformerInput::new(Tensor::zeros([2, SEQ, 3], &device))),
+        "tensor must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 37, 3]"
+    );
+}

@@ -1,0 +1,106 @@
+//! Packed sequences against each sequence alone.
+
+mod common;
+
+use burn::nn::RotaryEncodingConfig;
+use burn::tensor::{Device, Tensor};
+use burn_sparse_transformer::{
+    Pattern, QkNorm, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    SparseTransformerBlockConfig,
+};
+use common::{assert_close, random, randomise};
+use rstest::rstest;
+
+fn attention(pattern: Pattern) -> SparseMultiHeadAttention {
+    let config = SparseMultiHeadAttentionConfig::new(32, 4, pattern)
+        .with_block_size(8)
+        .with_n_kv_heads(Some(2))
+        .with_rope(Some(RotaryEncodingConfig::new(40, 8)))
+        .with_qk_norm(Some(QkNorm::Rms));
+    randomise(config.init(&Device::flex()).unwrap())
+}
+
+/// `run` of every sequence of `x` alone.
+fn one_by_one(
+    x: &Tensor<3>,
+    cu_seqlens: &[usize],
+    run: impl Fn(Tensor<3>) -> Tensor<3>,
+) -> Tensor<3> {
+    let sequences = cu_seqlens.windows(2).filter(|pair| pair[0] < pair[1]);
+    let alone = sequences.map(|pair| run(x.clone().narrow(1, pair[0], pair[1] - pair[0])));
+    Tensor::cat(alone.collect(), 1)
+}
+
+#[rstest]
+#[case::one(&[0, 33])]
+#[case::in_blocks(&[0, 8, 24, 32])]
+#[case::anywhere(&[0, 3, 4, 25, 60])]
+#[case::with_empty_ones(&[0, 0, 5, 5, 12, 12])]
+fn each_sequence_is_as_if_alone(#[case] cu_seqlens: &[usize]) {
+    let total = *cu_seqlens.last().unwrap();
+    for pattern in [
+        Pattern::dense(),
+        Pattern::causal(),
+        Pattern::local(5),
+        Pattern::fixed_heads(6, 1, 2),
+        Pattern::merged_strided(4),
+        Pattern::longformer(2, 1, [0]),
+        Pattern::streaming(6, 2),
+    ] {
+        let mha = attention(pattern.clone());
+        let x = random([1, total, 32], &Device::flex());
+        let expected = one_by_one(&x, cu_seqlens, |x| {
+            mha.forward(SparseMhaInput::self_attn(x)).unwrap().context
+        });
+        let got = mha.forward_packed(x, cu_seqlens).unwrap().context;
+        assert_close(got, expected, 2e-5);
+    }
+}
+
+#[test]
+fn gradients_stay_in_their_sequence() {
+    let mha = attention(Pattern::dense());
+    let device = Device::flex().autodiff();
+    let x = random([1, 20, 32], &device).require_grad();
+    let y = mha.forward_packed(x.clone(), &[0, 7, 20]).unwrap().context;
+    let grads = y.narrow(1, 0, 7).sum().backward();
+    let grad = x.grad(&grads).unwrap();
+    let largest = |t: Tensor<3>| t.abs().max().into_scalar::<f32>();
+    assert_eq!(largest(grad.clone().narrow(1, 7, 13)), 0.0);
+    assert!(largest(grad.narrow(1, 0, 7)) > 1e-3);
+}
+
+#[test]
+fn blocks_take_packed_sequences() {
+    let device = Device::flex();
+    let config = SparseTransformerBlockConfig::new(16, 2, Pattern::fixed(8, 2)).with_block_size(8);
+    let block = randomise(config.init(&device).unwrap());
+    let x = random([1, 31, 16], &device);
+    let cu_seqlens = [0, 10, 11, 31];
+    let expected = one_by_one(&x, &cu_seqlens, |x| block.forward(x).unwrap());
+    assert_close(
+        block.forward_packed(x, &cu_seqlens).unwrap(),
+        expected,
+        1e-5,
+    );
+}
+
+#[rstest]
+#[case(1, 20, &[], "cu_seqlens must be rising from 0 to 20, the length of x, got []")]
+#[case(1, 20, &[0], "cu_seqlens must be rising from 0 to 20, the length of x, got [0]")]
+#[case(1, 20, &[1, 20], "cu_seqlens must be rising from 0 to 20, the length of x, got [1, 20]")]
+#[case(1, 20, &[0, 9, 8, 20], "cu_seqlens must be rising from 0 to 20, the length of x, got [0, 9, 8, 20]")]
+#[case(1, 20, &[0, 19], "cu_seqlens must be rising from 0 to 20, the length of x, got [0, 19]")]
+#[case(2, 20, &[0, 20], "x must be [batch = 1, seq ≥ 1, d_model = 32], got [2, 20, 32]")]
+#[case(1, 50, &[0, 5, 50], "positions must stay below 40, the model's context, got positions 0..45")]
+fn what_does_not_fit_is_refused(
+    #[case] batch: usize,
+    #[case] seq: usize,
+    #[case] cu_seqlens: &[usize],
+    #[case] message: &str,
+) {
+    let mha = attention(Pattern::causal());
+    let x = Tensor::<3>::zeros([batch, seq, 32], &Device::flex());
+    let error = mha.forward_packed(x, cu_seqlens).unwrap_err();
+    assert_eq!(error.to_string(), message);
+}
