@@ -4,8 +4,8 @@ use cubecl::server::Handle;
 
 use super::{KernelError, TensorView};
 
-/// `BLOCKSPARSE_TIER=simt` or `mma` leaves faster tiers out, `hopper-forward` the hopper tier's backward pass; `hopper-fused` makes
-/// that one walk where it should pay, which has yet to be checked as widely as two walks are.
+/// `BLOCKSPARSE_TIER=simt` or `mma` leaves faster tiers out, `hopper-forward` the hopper tier's backward pass, and `hopper-walks` its
+/// fused one.
 pub fn tier_limit() -> Option<String> {
     std::env::var("BLOCKSPARSE_TIER").ok()
 }

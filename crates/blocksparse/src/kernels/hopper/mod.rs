@@ -707,7 +707,7 @@ impl fmt::Display for BackwardTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "hopper  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} stages in {} KiB shared",
+            "hopper  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} stages in {} KiB shared{}",
             self.rows(),
             self.cols,
             self.group,
@@ -719,6 +719,11 @@ impl fmt::Display for BackwardTile {
             self.units(),
             self.stages,
             self.shared_bytes().div_ceil(1024),
+            if self.persistent {
+                ", tile after tile"
+            } else {
+                ""
+            },
         )
     }
 }
