@@ -35,6 +35,7 @@ pub mod font;
 pub mod kernels;
 mod layout;
 mod mask;
+mod pack;
 mod pattern;
 pub mod plan;
 mod residue;

@@ -429,6 +429,40 @@ pub fn backward<E: Float, A: Float, N: Size>(
         }
     }
 
+    let mut factor = scale;
+    if comptime!(t.carry) {
+        factor = A::new(1.0);
+        #[unroll]
+        for i in 0..rows {
+            let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
+            let row = row.min(a1_strides.len - 1);
+            let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
+            let source = at * comptime!(t.head_dim / width);
+            add_row::<E, A, N>(
+                &out[..],
+                source,
+                &mut out1,
+                scale,
+                unit_x,
+                i,
+                comptime!(t.head_dim),
+                t,
+            );
+            if comptime!(columns) {
+                let source = second + at * comptime!(t.value_dim / width);
+                add_row::<E, A, N>(
+                    &out[..],
+                    source,
+                    &mut out2,
+                    factor,
+                    unit_x,
+                    i,
+                    comptime!(t.value_dim),
+                    t,
+                );
+            }
+        }
+    }
     #[unroll]
     for i in 0..rows {
         let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
@@ -439,10 +473,9 @@ pub fn backward<E: Float, A: Float, N: Size>(
                 out,
                 target,
                 &out1,
-                scale,
+                factor,
                 unit_x,
                 i,
-                comptime!(t.carry),
                 comptime!(t.head_dim),
                 t,
             );
@@ -455,7 +488,6 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     A::new(1.0),
                     unit_x,
                     i,
-                    comptime!(t.carry),
                     comptime!(t.value_dim),
                     t,
                 );

@@ -104,7 +104,9 @@ pub fn forward<E: Float, A: Float, N: Size>(
         o[i] = Vector::<A, Four>::zeroed();
     }
     if comptime!(t.carry) {
-        // A finished part is a row of the softmax with maximum lse and sum 1.
+        // A finished part is a row of the softmax with maximum lse and sum 1. All is asked for at once, beyond the end of the
+        // sequence for its last row.
+        let mut logs = Array::<A>::new(rows);
         #[unroll]
         for i in 0..rows {
             let row = position_at(
@@ -112,25 +114,29 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 &listing,
                 t,
             );
-            if row < q_strides.len {
-                let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
-                let log = lse[at];
-                if log > A::new(LOWEST_MAX) {
-                    m[i] = log;
-                    // l is a sum over the units of a row.
-                    l[i] = select(unit_x == 0, A::new(1.0), A::new(0.0));
-                    #[unroll]
-                    for f in 0..unit_fours {
-                        let four = unit_x + comptime!(f * t.units_x);
-                        if four < comptime!(fours(t.value_dim)) {
-                            o[comptime!(i * unit_fours + f)] = load_four::<E, A, N>(
-                                &out[..],
-                                at * comptime!(t.value_dim / width),
-                                four,
-                                comptime!(t.value_dim),
-                            );
-                        }
-                    }
+            let at =
+                (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row.min(q_strides.len - 1);
+            logs[i] = select(row < q_strides.len, lse[at], A::new(LOW));
+            #[unroll]
+            for f in 0..unit_fours {
+                o[comptime!(i * unit_fours + f)] = load_four::<E, A, N>(
+                    &out[..],
+                    at * comptime!(t.value_dim / width),
+                    unit_x + comptime!(f * t.units_x),
+                    comptime!(t.value_dim),
+                );
+            }
+        }
+        #[unroll]
+        for i in 0..rows {
+            let kept = logs[i] > A::new(LOWEST_MAX);
+            m[i] = select(kept, logs[i], m[i]);
+            // l is a sum over the units of a row.
+            l[i] = select(kept && unit_x == 0, A::new(1.0), A::new(0.0));
+            #[unroll]
+            for f in 0..unit_fours {
+                if !kept {
+                    o[comptime!(i * unit_fours + f)] = Vector::<A, Four>::zeroed();
                 }
             }
         }
@@ -247,7 +253,6 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 inverse,
                 unit_x,
                 i,
-                false,
                 comptime!(t.value_dim),
                 t,
             );

@@ -407,8 +407,29 @@ pub fn accumulate_product<A: Float>(
     }
 }
 
-/// Writes the unit's part of an output row, scaled and narrowed to `E`, or with `add` adds it to what is there.
-/// `row` is in vectors.
+/// Scales the unit's part of an output row and adds what is there. A tile reads all rows before it stores one: a read behind a store to
+/// the same tensor would wait for it. `row` is in vectors.
+#[cube]
+pub fn add_row<E: Float, A: Float, N: Size>(
+    source: &[Vector<E, N>],
+    row: usize,
+    acc: &mut Array<Vector<A, Four>>,
+    factor: A,
+    unit_x: usize,
+    #[comptime] unit_row: usize,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    let unit_fours = comptime!(t.unit_fours(dim));
+    #[unroll]
+    for f in 0..unit_fours {
+        let at = comptime!(unit_row * unit_fours + f);
+        let four = unit_x + comptime!(f * t.units_x);
+        acc[at] = acc[at] * Vector::new(factor) + load_four::<E, A, N>(source, row, four, dim);
+    }
+}
+
+/// Writes the unit's part of an output row, scaled and narrowed to `E`. `row` is in vectors.
 #[cube]
 pub fn store_row<E: Float, A: Float, N: Size>(
     target: &mut [Vector<E, N>],
@@ -417,7 +438,6 @@ pub fn store_row<E: Float, A: Float, N: Size>(
     factor: A,
     unit_x: usize,
     #[comptime] unit_row: usize,
-    #[comptime] add: bool,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
 ) {
@@ -432,13 +452,9 @@ pub fn store_row<E: Float, A: Float, N: Size>(
             let piece = four * comptime!(4 / width) + part;
             if piece < comptime!(dim / width) {
                 let mut narrow = Vector::<E, N>::zeroed();
-                let before = target[row + piece];
                 #[unroll]
                 for i in 0..width {
-                    let mut element = value.extract(comptime!(part * width + i));
-                    if comptime!(add) {
-                        element += A::cast_from(before.extract(i));
-                    }
+                    let element = value.extract(comptime!(part * width + i));
                     narrow.insert(i, E::cast_from(element));
                 }
                 target[row + piece] = narrow;
