@@ -109,6 +109,21 @@ fn sinks() {
     }
 }
 
+#[rstest]
+#[case([3, 4, 32, 32], "bias's batch must be 1 or 1, got 3")]
+#[case([1, 3, 32, 32], "bias's heads must be 4 or 1, got 3")]
+#[case([1, 4, 31, 32], "bias's seq_q must be 32 or 1, got 31")]
+#[case([1, 4, 32, 1], "bias's seq_kv must be 32, the layout's, got 1")]
+fn biases(#[case] shape: [usize; 4], #[case] message: &str) {
+    for device in devices() {
+        let x = zeros([1, 4, 32, 8], &device);
+        let tensors = AttentionTensors::default().bias(zeros(shape, &device));
+        let options = AttentionOptions::default();
+        let error = attention_with_tensors(x.clone(), x.clone(), x, tensors, &layout(), options);
+        assert_eq!(error.unwrap_err().to_string(), message);
+    }
+}
+
 #[test]
 fn merged_parts() {
     for device in devices() {

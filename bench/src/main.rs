@@ -188,6 +188,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         positive_scale: true,
         alibi: false,
         dropout: false,
+        bias: false,
         tf32: args.tf32,
     };
     let plan = AttentionPlan::new(client, &layout, sizes)?;
@@ -219,6 +220,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         softcap: args.softcap,
         slopes: None,
         dropout: None,
+        bias: None,
     };
     let forward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
         kernels::forward(
@@ -374,6 +376,7 @@ impl Outputs {
                 q: buffer(lengths[2] * element),
                 kv: buffer((lengths[3] + lengths[4]) * element),
                 v_offset: lengths[3],
+                bias: None,
             },
             lengths,
         }

@@ -3,7 +3,10 @@
 use crate::cases::table;
 use crate::compare::{assert_close, to_f64};
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
-use burn_blocksparse::{AttentionOptions, Pattern, WeightsMode, attention, attention_with_lse};
+use burn_blocksparse::{
+    AttentionOptions, AttentionTensors, Pattern, WeightsMode, attention, attention_with_lse,
+    attention_with_tensors,
+};
 
 fn random(device: &Device) -> Tensor<4> {
     Tensor::random([1, 2, 40, 8], Distribution::Default, device)
@@ -101,6 +104,52 @@ pub fn out_and_lse_are_differentiated_together(devices: &[Device]) {
         // The weights of lse's gradient sum to 1, and nothing of it reaches the values.
         let [_, _, dv] = grads(&device, &|_, lse| lse.sum());
         assert_eq!(dv.abs().max().into_scalar::<f32>(), 0.0, "{device:?}");
+    }
+}
+
+/// The bias alone may be what is differentiated by, and a constant bias changes no other gradient.
+pub fn bias_with_and_without_gradient(devices: &[Device]) {
+    let layout = Pattern::causal().layout(2, 40, 8).unwrap();
+    for plain in devices {
+        let (x, y) = (random(plain).into_data(), random(plain).into_data());
+        let bias = Tensor::<4>::random([1, 2, 40, 40], Distribution::Default, plain).into_data();
+        for device in [
+            plain.clone().autodiff(),
+            plain.clone().autodiff().gradient_checkpointing(),
+        ] {
+            let grads = |track_x: bool, track_bias: bool| {
+                let tensor = |data: &TensorData, track: bool| {
+                    let tensor = Tensor::<4>::from_data(data.clone(), &device);
+                    if track { tensor.require_grad() } else { tensor }
+                };
+                let (x, bias) = (tensor(&x, track_x), tensor(&bias, track_bias));
+                let y = tensor(&y, false);
+                // Memory-bound steps, which checkpointing computes again.
+                let tensors = AttentionTensors::default().bias(bias.clone() * 2.0);
+                let options = AttentionOptions::default();
+                let (out, _) = attention_with_tensors(
+                    x.clone() * 2.0,
+                    y.clone(),
+                    y,
+                    tensors,
+                    &layout,
+                    options,
+                )
+                .unwrap();
+                let grads = out.powi_scalar(2).sum().backward();
+                let data = |x: &Tensor<4>| x.grad(&grads).map(|grad| grad.into_data());
+                (data(&x), data(&bias))
+            };
+            let (both_x, both_bias) = grads(true, true);
+            let (only_x, no_bias) = grads(true, false);
+            let (no_x, only_bias) = grads(false, true);
+            assert!(no_x.is_none() && no_bias.is_none());
+            let equal = |a: Option<TensorData>, b: Option<TensorData>| {
+                assert_eq!(a.unwrap().as_bytes(), b.unwrap().as_bytes(), "{device:?}");
+            };
+            equal(both_x, only_x);
+            equal(both_bias, only_bias);
+        }
     }
 }
 

@@ -29,7 +29,12 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("sinks_equal_f64", options::sinks_equal_f64),
     ("alibi_equals_f64", options::alibi_equals_f64),
     ("dropout_equals_f64", options::dropout_equals_f64),
+    ("bias_equals_f64", options::bias_equals_f64),
     ("options_work_together", options::options_work_together),
+    (
+        "options_in_half_precision",
+        options::options_in_half_precision,
+    ),
     (
         "dropout_follows_its_seed",
         options::dropout_follows_its_seed,
@@ -68,6 +73,10 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "out_and_lse_are_differentiated_together",
         autodiff::out_and_lse_are_differentiated_together,
+    ),
+    (
+        "bias_with_and_without_gradient",
+        autodiff::bias_with_and_without_gradient,
     ),
     (
         "one_tensor_as_query_key_and_value",

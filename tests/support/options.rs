@@ -2,8 +2,8 @@
 
 use crate::attention::inputs;
 use crate::cases::{Case, table};
-use crate::compare::assert_close;
-use crate::devices::exact_dtypes;
+use crate::compare::{assert_close, to_f64};
+use crate::devices::{exact_dtypes, half_dtypes};
 use crate::reference::Problem;
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::{
@@ -43,6 +43,11 @@ impl Call<'_> {
         let sinks = problem.sinks.as_ref().map(row);
         let mut tensors = AttentionTensors::default();
         tensors.sinks = sinks.clone();
+        let bias = problem.bias.as_ref().map(|bias| {
+            let data = TensorData::new(bias.values.clone(), bias.shape);
+            Tensor::<4>::from_data(data, (device, dtype)).require_grad()
+        });
+        tensors.bias = bias.clone();
         let (out, lse) = attention_with_tensors(
             q.clone(),
             k.clone(),
@@ -76,6 +81,10 @@ impl Call<'_> {
             let grad = sinks.grad(&grads).unwrap().into_data();
             close("dsinks", grad, &answer.dsinks);
         }
+        if let Some(bias) = bias {
+            let grad = bias.grad(&grads).unwrap().into_data();
+            close("dbias", grad, &answer.dbias);
+        }
     }
 }
 
@@ -102,12 +111,12 @@ fn check_cases(
     devices: &[Device],
     name: &str,
     cases: Cases,
-    change: impl Fn(&Case, Problem, AttentionOptions) -> (Problem, AttentionOptions),
+    change: impl Fn(usize, &Case, Problem, AttentionOptions) -> (Problem, AttentionOptions),
 ) {
     for (index, case) in table().iter().filter(|(index, _)| cases.has(*index)) {
         let seed = 4000 + *index as u64;
         let problem = case.problem(seed).with_grad_lse(seed);
-        let (problem, options) = change(case, problem, case.options());
+        let (problem, options) = change(*index, case, problem, case.options());
         for (device, mode) in devices.iter().flat_map(|d| MODES.map(|mode| (d, mode))) {
             let call = Call {
                 what: format!("{}, {name}, {mode:?}", case.name),
@@ -123,9 +132,12 @@ fn check_cases(
 
 /// The gradient through lse, with the output's.
 pub fn lse_gradients_equal_f64(devices: &[Device]) {
-    check_cases(devices, "loss of lse", Cases::All, |_, problem, options| {
-        (problem, options)
-    });
+    check_cases(
+        devices,
+        "loss of lse",
+        Cases::All,
+        |_, _, problem, options| (problem, options),
+    );
 }
 
 /// A loss of lse alone.
@@ -148,13 +160,13 @@ pub fn lse_alone_equals_f64(devices: &[Device]) {
 }
 
 pub fn sinks_equal_f64(devices: &[Device]) {
-    check_cases(devices, "sinks", Cases::Third, |_, problem, options| {
+    check_cases(devices, "sinks", Cases::Third, |_, _, problem, options| {
         (problem.with_sinks(7), options)
     });
 }
 
 pub fn alibi_equals_f64(devices: &[Device]) {
-    check_cases(devices, "alibi", Cases::All, |case, problem, options| {
+    check_cases(devices, "alibi", Cases::All, |_, case, problem, options| {
         // Steep, flat, and one that rewards distance.
         let slopes: Vec<f64> = (0..case.heads)
             .map(|head| 0.3 - 0.17 * head as f64)
@@ -164,26 +176,72 @@ pub fn alibi_equals_f64(devices: &[Device]) {
 }
 
 pub fn dropout_equals_f64(devices: &[Device]) {
-    check_cases(devices, "dropout", Cases::All, |_, problem, options| {
+    check_cases(devices, "dropout", Cases::All, |_, _, problem, options| {
         let dropout = Dropout::new(0.3, 0x1234_5678_9abc);
         (problem.with_dropout(dropout), options.dropout(dropout))
     });
 }
 
-/// All options at once: each sees what the others leave.
+/// What shares a bias: batch entries, heads, queries.
+const SHARED: [[bool; 3]; 6] = [
+    [false, false, false],
+    [false, true, true],
+    [true, false, false],
+    [true, true, true],
+    [true, true, false],
+    [false, false, true],
+];
+
+pub fn bias_equals_f64(devices: &[Device]) {
+    check_cases(devices, "bias", Cases::All, |index, _, problem, options| {
+        (problem.with_bias(6, SHARED[index % SHARED.len()]), options)
+    });
+}
+
+/// All options at once.
+fn everything(index: usize, case: &Case, problem: Problem) -> (Problem, AttentionOptions) {
+    let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.1 * head as f64).collect();
+    let dropout = Dropout::new(0.5, 3);
+    let problem = problem
+        .with_sinks(8)
+        .with_slopes(slopes.clone())
+        .with_dropout(dropout)
+        .with_bias(8, SHARED[index / 3 % SHARED.len()]);
+    (problem, case.options().alibi(slopes).dropout(dropout))
+}
+
+/// Each option sees what the others leave.
 pub fn options_work_together(devices: &[Device]) {
     check_cases(
         devices,
         "all options",
         Cases::Third,
-        |case, problem, options| {
-            let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.1 * head as f64).collect();
-            let dropout = Dropout::new(0.5, 3);
-            let problem = problem.with_sinks(8).with_slopes(slopes.clone());
-            let options = options.alibi(slopes).dropout(dropout);
-            (problem.with_dropout(dropout), options)
-        },
+        |index, case, problem, _| everything(index, case, problem),
     );
+}
+
+/// In half precision results err by some roundings of the largest value; the gradient of a sink is a sum over all rows of
+/// differences of rounded numbers.
+pub fn options_in_half_precision(devices: &[Device]) {
+    for (index, case) in table().iter().filter(|(index, _)| Cases::Third.has(*index)) {
+        let seed = 6000 + *index as u64;
+        for device in devices {
+            for dtype in half_dtypes(device) {
+                let problem = case.problem(seed).with_grad_lse(seed);
+                let (mut problem, options) = everything(*index, case, problem);
+                problem.round_inputs(|x| to_f64(TensorData::from([x]).convert_dtype(dtype))[0]);
+                let call = Call {
+                    what: format!("{}, all options", case.name),
+                    problem: &problem,
+                    layout: case.layout(),
+                    options,
+                    use_out: true,
+                };
+                let tolerance = if dtype == DType::F16 { 1e-2 } else { 8e-2 };
+                call.check_dtype(device, dtype, tolerance);
+            }
+        }
+    }
 }
 
 /// A seed is a mask, in every bit of the output; probability 0 is no dropout.

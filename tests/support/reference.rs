@@ -54,6 +54,26 @@ pub struct Problem {
     pub slopes: Option<Vec<f64>>,
     /// Dropout of the weights.
     pub dropout: Option<Dropout>,
+    /// Added to the scores.
+    pub bias: Option<Bias>,
+}
+
+/// A bias `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
+pub struct Bias {
+    pub shape: [usize; 4],
+    pub values: Vec<f64>,
+}
+
+impl Bias {
+    fn place(&self, batch: usize, head: usize, i: usize, j: usize) -> usize {
+        let [batches, heads, queries, keys] = self.shape;
+        let (batch, head, i) = (
+            batch.min(batches - 1),
+            head.min(heads - 1),
+            i.min(queries - 1),
+        );
+        ((batch * heads + head) * queries + i) * keys + j
+    }
 }
 
 /// What attention returns, and the gradients of `sum(out · grad_out) + sum(lse · grad_lse)`.
@@ -67,6 +87,8 @@ pub struct Answer {
     pub dv: Vec<f64>,
     /// By the sinks, `[heads]`.
     pub dsinks: Vec<f64>,
+    /// By the bias.
+    pub dbias: Vec<f64>,
 }
 
 impl Problem {
@@ -95,6 +117,7 @@ impl Problem {
             sinks: None,
             slopes: None,
             dropout: None,
+            bias: None,
         }
     }
 
@@ -132,9 +155,30 @@ impl Problem {
         self
     }
 
+    /// A random bias, which batch entries, heads and queries share as `shared` says.
+    pub fn with_bias(mut self, seed: u64, shared: [bool; 3]) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let s = self.sizes;
+        let mut shape = [s.batch, s.heads, s.seq_q, s.seq_kv];
+        for (length, shared) in shape.iter_mut().zip(shared) {
+            *length = if shared { 1 } else { *length };
+        }
+        let values = (0..shape.iter().product::<usize>()).map(|_| 3.0 * rng.random::<f64>() - 1.5);
+        let values = values.collect();
+        self.bias = Some(Bias { shape, values });
+        self
+    }
+
     /// Rounds every input, so that the answer is that of inputs a dtype can hold.
     pub fn round_inputs(&mut self, round: impl Fn(f64) -> f64) {
-        for values in [&mut self.q, &mut self.k, &mut self.v, &mut self.grad_out] {
+        let options = [
+            self.sinks.as_mut(),
+            self.bias.as_mut().map(|bias| &mut bias.values),
+        ];
+        for values in [&mut self.q, &mut self.k, &mut self.v, &mut self.grad_out]
+            .into_iter()
+            .chain(options.into_iter().flatten())
+        {
             values.iter_mut().for_each(|x| *x = round(*x));
         }
     }
@@ -150,6 +194,7 @@ impl Problem {
             dk: zeros(s.k()),
             dv: zeros(s.v()),
             dsinks: vec![0.0; s.heads],
+            dbias: vec![0.0; self.bias.as_ref().map_or(0, |bias| bias.values.len())],
         };
         for batch in 0..s.batch {
             for head in 0..s.heads {
@@ -191,10 +236,14 @@ impl Problem {
         let slope = |x: f64| self.softcap.map_or(1.0, |c| 1.0 - (x / c).tanh().powi(2));
         // The last query sits at the last key.
         let distance = |j: usize| (i as f64 + s.seq_kv as f64 - s.seq_q as f64 - j as f64).abs();
-        let bias =
+        let given = |j: usize| {
+            let bias = self.bias.as_ref();
+            bias.map_or(0.0, |bias| bias.values[bias.place(batch, head, i, j)])
+        };
+        let linear =
             |j: usize| (self.slopes.as_ref()).map_or(0.0, |slopes| -slopes[head] * distance(j));
         let biased: Vec<f64> = (raw.iter().zip(&keys))
-            .map(|(&x, &j)| cap(x) + bias(j))
+            .map(|(&x, &j)| cap(x) + linear(j) + given(j))
             .collect();
         let scores = biased.iter().copied().chain(sink);
         let max = scores.clone().fold(f64::NEG_INFINITY, f64::max);
@@ -230,6 +279,9 @@ impl Problem {
                 *dv += p[k] * factors[k] * d_out;
             }
             let by_score = p[k] * (dp[k] - delta + self.grad_lse[row]);
+            if let Some(bias) = &self.bias {
+                answer.dbias[bias.place(batch, head, i, j)] += by_score;
+            }
             let ds = by_score * slope(raw[k]) * self.scale;
             for (dq, key) in answer.dq[q_range.clone()]
                 .iter_mut()

@@ -32,7 +32,7 @@ pub fn attention(
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<Tensor<4>, AttentionError> {
-    let output = call(q, k, v, layout, options)?;
+    let output = call(q, k, v, None, layout, options)?;
     Ok(Tensor::from_dispatch(output.out))
 }
 
@@ -51,7 +51,7 @@ pub fn attention_with_lse(
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
-    let output = call(q, k, v, layout, options)?;
+    let output = call(q, k, v, None, layout, options)?;
     Ok((
         Tensor::from_dispatch(output.out),
         Tensor::from_dispatch(output.lse),
@@ -71,7 +71,7 @@ pub fn attention_with_weights(
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, BlockSparseWeights), AttentionError> {
     let options = options.weights(WeightsMode::Store);
-    let output = call(q, k, v, layout, options)?;
+    let output = call(q, k, v, None, layout, options)?;
     let MaybeFloat::Some(weights) = output.weights else {
         unreachable!("WeightsMode::Store returns the weights")
     };
@@ -82,21 +82,26 @@ pub fn attention_with_weights(
     ))
 }
 
-fn call(
+pub(crate) fn call(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
+    bias: Option<Tensor<4>>,
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
     check(&q, &k, &v, layout)?;
     options.validate(layout.heads())?;
-    let plan = AttentionPlan::choose(&q, &k, &v, layout, &options)?;
+    let plan = AttentionPlan::choose(&q, &k, &v, bias.is_some(), layout, &options)?;
     let layout = upload::layout_tensors(layout, &q.device(), plan.is_kernels());
     let inputs = AttentionInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),
         v: v.into_dispatch(),
+        bias: match bias {
+            Some(bias) => MaybeFloat::Some(bias.into_dispatch()),
+            None => MaybeFloat::None,
+        },
     };
     Ok(<Dispatch as BlockSparseOps>::block_sparse_attention(
         inputs, layout, options,

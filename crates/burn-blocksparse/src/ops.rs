@@ -30,6 +30,9 @@ pub struct AttentionInputs<B: Backend> {
     pub k: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, value_dim]`
     pub v: FloatTensor<B>,
+    /// Added to the scores: `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the others' dtype.
+    #[extension_type]
+    pub bias: MaybeFloat<B>,
 }
 
 /// A layout as backends see it: the host's description and what of it lives on the device.
@@ -92,6 +95,9 @@ pub struct AttentionGrads<B: Backend> {
     pub k: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, value_dim]`
     pub v: FloatTensor<B>,
+    /// By the bias, if there is one and its gradient is wanted.
+    #[extension_type]
+    pub bias: MaybeFloat<B>,
 }
 
 /// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
@@ -113,15 +119,16 @@ pub trait BlockSparseOps: Backend {
         reference::forward::<Self>(inputs, &layout, &options)
     }
 
-    /// The backward pass: gradients of a loss whose gradients by the outputs are `grads`.
+    /// The backward pass: gradients of a loss whose gradients by the outputs are `grads`; the bias's only if `bias_grad`.
     #[fusion(meta = meta::backward)]
     fn block_sparse_attention_backward(
         #[extension_type] saved: Saved<Self>,
         #[extension_type] grads: OutputGrads<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
         options: AttentionOptions,
+        bias_grad: bool,
     ) -> AttentionGrads<Self> {
-        reference::backward::<Self>(saved, grads, &layout, &options)
+        reference::backward::<Self>(saved, grads, &layout, &options, bias_grad)
     }
 }
 
@@ -159,11 +166,18 @@ mod meta {
         _grads: &OutputGradsMetadata,
         _layout: &LayoutTensorsMetadata,
         _options: &AttentionOptions,
+        bias_grad: &bool,
     ) -> AttentionGradsMetadata {
         AttentionGradsMetadata {
             q: saved.inputs.q.clone(),
             k: saved.inputs.k.clone(),
             v: saved.inputs.v.clone(),
+            bias: match &saved.inputs.bias {
+                MaybeFloatMetadata::Some(bias) if *bias_grad => {
+                    MaybeFloatMetadata::Some(bias.clone())
+                }
+                _ => MaybeFloatMetadata::None,
+            },
         }
     }
 }

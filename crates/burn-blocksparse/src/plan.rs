@@ -9,7 +9,7 @@ use blocksparse::BlockLayout;
 use burn::backend::DispatchDevice;
 use burn::tensor::{Device, Tensor};
 
-use crate::{AttentionError, AttentionOptions, attention};
+use crate::{AttentionError, AttentionOptions, AttentionTensors, attention};
 
 /// What a call of [`attention`](crate::attention()) runs on its device. It prints:
 ///
@@ -54,9 +54,25 @@ impl AttentionPlan {
         layout: &BlockLayout,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
+        Self::with_tensors(q, k, v, &AttentionTensors::default(), layout, options)
+    }
+
+    /// As [`new`](Self::new), for a call of [`attention_with_tensors`](crate::attention_with_tensors).
+    ///
+    /// # Errors
+    /// As that call.
+    pub fn with_tensors(
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        tensors: &AttentionTensors,
+        layout: &BlockLayout,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
         attention::check(q, k, v, layout)?;
+        tensors.check(q, layout)?;
         options.validate(layout.heads())?;
-        Self::choose(q, k, v, layout, options)
+        Self::choose(q, k, v, tensors.bias.is_some(), layout, options)
     }
 
     /// Whether fused kernels run, and not the reference.
@@ -70,6 +86,7 @@ impl AttentionPlan {
         q: &Tensor<4>,
         k: &Tensor<4>,
         v: &Tensor<4>,
+        bias: bool,
         layout: &BlockLayout,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
@@ -78,7 +95,7 @@ impl AttentionPlan {
         if let DispatchDevice::Cube(inner) = device.clone().without_autodiff().as_dispatch() {
             let [batch, kv_heads, _, head_dim] = k.dims();
             let dims = [batch, kv_heads, head_dim, v.dims()[3]];
-            let sizes = crate::backends::cube::sizes(dims, q.dtype(), options)?;
+            let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, bias)?;
             let plan = crate::backends::cube::plan(inner, layout, sizes)?;
             if crate::backends::cube::uses_reference() {
                 let device = name(&device);

@@ -3,8 +3,9 @@
 use blocksparse::BlockLayout;
 use burn::tensor::Tensor;
 
+use crate::attention::{call, check};
 use crate::merge::{Shares, shares};
-use crate::{AttentionError, AttentionOptions, attention_with_lse};
+use crate::{AttentionError, AttentionOptions};
 
 /// Tensors of [`attention_with_tensors`] besides queries, keys and values. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
@@ -12,6 +13,8 @@ use crate::{AttentionError, AttentionOptions, attention_with_lse};
 pub struct AttentionTensors {
     /// `[heads]`, any float dtype: the score of a further key of each head, whose value is 0.
     pub sinks: Option<Tensor<1>>,
+    /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q, k and v: added to the scores.
+    pub bias: Option<Tensor<4>>,
 }
 
 impl AttentionTensors {
@@ -21,12 +24,48 @@ impl AttentionTensors {
         self.sinks = Some(sinks);
         self
     }
+
+    /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, added after scale and softcap. Its gradient has
+    /// its shape: sums over what shares it, in a fixed order. Values must be finite; pairs are masked by the layout. For
+    /// biases linear in distance [`AttentionOptions::alibi`] needs no tensor.
+    pub fn bias(mut self, bias: Tensor<4>) -> Self {
+        self.bias = Some(bias);
+        self
+    }
+
+    pub(crate) fn check(&self, q: &Tensor<4>, layout: &BlockLayout) -> Result<(), AttentionError> {
+        if let Some(sinks) = &self.sinks {
+            let [heads] = sinks.dims();
+            AttentionError::expect_same("sinks' heads", layout.heads(), "the layout's", heads)?;
+            AttentionError::expect_same("sinks' device", q.device(), "q's", sinks.device())?;
+        }
+        let Some(bias) = &self.bias else {
+            return Ok(());
+        };
+        let [batch, heads, seq_q, seq_kv] = bias.dims();
+        for (argument, expected, got) in [
+            ("bias's batch", q.dims()[0], batch),
+            ("bias's heads", layout.heads(), heads),
+            ("bias's seq_q", layout.seq_q(), seq_q),
+        ] {
+            if got != 1 && got != expected {
+                return Err(AttentionError::argument(
+                    argument,
+                    format!("{expected} or 1"),
+                    got,
+                ));
+            }
+        }
+        AttentionError::expect_same("bias's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
+        AttentionError::expect_same("bias's dtype", q.dtype(), "q's", bias.dtype())?;
+        AttentionError::expect_same("bias's device", q.device(), "q's", bias.device())
+    }
 }
 
-/// [`attention_with_lse`] with further tensors: returns out and lse.
+/// [`attention_with_lse`](crate::attention_with_lse) with further tensors: returns out and lse.
 ///
 /// With sink logits `out = out₀ · exp(lse₀ − lse)` and `lse = ln(exp(lse₀) + exp(sinks[head]))`, where out₀ and lse₀ are those without.
-/// Rows with no allowed key give zeros, and the sink as lse.
+/// Rows with no allowed key give zeros, and the sink as lse. A bias is added to the scores.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -54,13 +93,12 @@ pub fn attention_with_tensors(
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
-    let AttentionTensors { sinks } = tensors;
-    if let Some(sinks) = &sinks {
-        let [heads] = sinks.dims();
-        AttentionError::expect_same("sinks' heads", layout.heads(), "the layout's", heads)?;
-        AttentionError::expect_same("sinks' device", q.device(), "q's", sinks.device())?;
-    }
-    let (out, lse) = attention_with_lse(q, k, v, layout, options)?;
+    check(&q, &k, &v, layout)?;
+    tensors.check(&q, layout)?;
+    let AttentionTensors { sinks, bias } = tensors;
+    let output = call(q, k, v, bias, layout, options)?;
+    let out = Tensor::from_dispatch(output.out);
+    let lse = Tensor::from_dispatch(output.lse);
     Ok(match sinks {
         Some(sinks) => with_sinks(out, lse, sinks),
         None => (out, lse),

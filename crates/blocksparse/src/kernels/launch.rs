@@ -8,6 +8,7 @@ use cubecl::server::Handle;
 
 use super::device::{DevicePlan, plan};
 use super::simt::dropout::MaskLaunch;
+use super::simt::score::BiasStridesLaunch;
 use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::{Tile, backward, forward};
 use super::{AttentionPlan, Kernel, KernelError, PartPlan, Sizes, TensorView};
@@ -25,9 +26,41 @@ pub struct ScoreOptions {
     pub slopes: Option<Arc<[f64]>>,
     /// Dropout of weights. Given if and only if the sizes say so.
     pub dropout: Option<Dropout>,
+    /// A bias of the scores, added after the softcap. Given if and only if the sizes say so.
+    pub bias: Option<BiasView>,
+}
+
+/// A bias of scores.
+#[derive(Clone, Debug)]
+pub struct BiasView {
+    /// The buffer, contiguous, in the inputs' type.
+    pub handle: Handle,
+    /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`
+    pub shape: [usize; 4],
+}
+
+impl BiasView {
+    fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
 }
 
 impl ScoreOptions {
+    fn bias<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
+        let elements = self.bias.as_ref().map_or(0, BiasView::elements);
+        optional(self.bias.as_ref().map(|bias| &bias.handle), elements)
+    }
+
+    fn bias_strides(&self) -> BiasStridesLaunch {
+        let [batch, heads, rows, keys] = self.bias.as_ref().map_or([1; 4], |bias| bias.shape);
+        let stride = |length: usize, stride: usize| if length == 1 { 0 } else { stride };
+        BiasStridesLaunch::new(
+            stride(batch, heads * rows * keys),
+            stride(heads, rows * keys),
+            stride(rows, keys),
+        )
+    }
+
     fn mask(&self) -> MaskLaunch {
         let (seed, threshold) =
             (self.dropout.as_ref()).map_or((0, 0), |dropout| (dropout.seed, dropout.threshold()));
@@ -88,7 +121,17 @@ pub fn forward(
     let slopes = options.upload_slopes(client, accumulator);
     let named = [("q", q), ("k", k), ("v", v)];
     let calls = (plan.parts.iter())
-        .map(|part| Call::new(client, sizes, part, layout, Kernel::Forward, &named))
+        .map(|part| {
+            Call::new(
+                client,
+                sizes,
+                part,
+                layout,
+                Kernel::Forward,
+                &named,
+                options,
+            )
+        })
         .collect::<Result<Vec<_>, _>>()?;
     for (call, part) in calls.iter().zip(&plan.parts) {
         #[cfg(feature = "cuda-asm")]
@@ -143,10 +186,12 @@ pub fn forward(
                 BufferArg::from_raw_parts(lse.clone(), rows),
                 call.weights(weights, layout),
                 optional(slopes.as_ref(), heads),
+                options.bias(),
                 call.words(),
                 call.strides(q),
                 call.strides(k),
                 call.strides(v),
+                options.bias_strides(),
                 call.listing(),
                 call.parts(),
                 heads / sizes.kv_heads,
@@ -183,6 +228,8 @@ pub struct Gradients {
     pub kv: Handle,
     /// Elements before dV, a multiple of 4.
     pub v_offset: usize,
+    /// The bias's, if it is wanted: of the bias's shape, in the type of sums. Holds zeros before.
+    pub bias: Option<Handle>,
 }
 
 /// Runs the backward pass: `outputs` as the forward pass left them.
@@ -206,7 +253,7 @@ pub fn backward(
     let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
     plan.check_backward()?;
     let sizes = plan.sizes;
-    let call = |part, kernel| Call::new(client, sizes, part, layout, kernel, &named);
+    let call = |part, kernel| Call::new(client, sizes, part, layout, kernel, &named, options);
     let calls = (plan.parts.iter())
         .map(|part| {
             Ok([
@@ -259,7 +306,7 @@ pub fn backward(
         Ok::<Handle, KernelError>(stats)
     };
     let kv_rows = sizes.batch * kv_heads * layout.seq_kv();
-    let passes = [
+    let passes: [Pass; 2] = [
         (
             Walk::Rows,
             heads,
@@ -358,14 +405,19 @@ pub fn backward(
             None => plain_stats.insert(make_stats(&part[0], layout.seq_q(), 1.0, false)?),
         };
         let numbers = rows * 2 + if slopes.is_some() { heads } else { 0 };
-        for (call, (walk, outer_heads, [a1, a2, b1, b2], target, elements)) in
-            part.iter().zip(passes)
-        {
+        let launch = |call: &Call, pass: &Pass, tile: Tile, slice: Slice| {
+            let &(walk, _, [a1, a2, b1, b2], target, elements) = pass;
+            let bias_grad = gradients.bias.as_ref().filter(|_| tile.bias_gradient);
+            let bias_elements = options.bias.as_ref().map_or(0, BiasView::elements);
             unsafe {
                 backward::backward::launch_unchecked(
                     client,
-                    call.count(outer_heads),
-                    call.dim(),
+                    CubeCount::Static(
+                        call.plan.tiles as u32,
+                        slice.heads as u32,
+                        slice.batches as u32,
+                    ),
+                    CubeDim::new_1d(tile.units() as u32),
                     address,
                     width,
                     call.input(a1),
@@ -374,15 +426,21 @@ pub fn backward(
                     call.input(b2),
                     BufferArg::from_raw_parts(stats.clone(), numbers),
                     call.weights(weights, layout),
+                    options.bias(),
+                    optional(bias_grad, bias_elements),
                     BufferArg::from_raw_parts(target.clone(), elements / width),
                     call.words(),
                     call.strides(a1),
                     call.strides(a2),
                     call.strides(b1),
                     call.strides(b2),
+                    options.bias_strides(),
                     call.listing(),
                     call.parts(),
+                    heads,
                     heads / kv_heads,
+                    slice.first_batch,
+                    slice.first_head,
                     call.weight_blocks,
                     gradients.v_offset / width,
                     rows * 2,
@@ -391,14 +449,62 @@ pub fn backward(
                     options.mask(),
                     options.dropout_factor(accumulator),
                     walk,
-                    call.tile,
+                    tile,
                     sizes.dtype,
                     accumulator,
                 );
             }
+        };
+        for (call, pass) in part.iter().zip(&passes) {
+            let all = Slice {
+                first_batch: 0,
+                batches: sizes.batch,
+                first_head: 0,
+                heads: pass.1,
+            };
+            launch(call, pass, call.tile, all);
+        }
+        if let (Some(bias), true) = (&options.bias, gradients.bias.is_some()) {
+            let index = usize::from(bias.shape[2] == 1);
+            let tile = Tile {
+                bias_gradient: true,
+                ..part[index].tile
+            };
+            for slice in Slice::sharing(bias.shape, sizes.batch, heads) {
+                launch(&part[index], &passes[index], tile, slice);
+            }
         }
     }
     Ok(())
+}
+
+/// A walk, the heads it is launched for, its operands and its output with the output's elements.
+type Pass<'a> = (Walk, usize, [&'a TensorView; 4], &'a Handle, usize);
+
+/// Batch entries and heads of a launch.
+#[derive(Clone, Copy)]
+struct Slice {
+    first_batch: usize,
+    batches: usize,
+    first_head: usize,
+    heads: usize,
+}
+
+impl Slice {
+    /// Launches in each of which no two batch entries or heads share a bias of `shape`.
+    fn sharing([batches, own_heads, ..]: [usize; 4], batch: usize, heads: usize) -> Vec<Self> {
+        let firsts = |own: usize, all: usize| if own == 1 { 0..all } else { 0..1 };
+        firsts(batches, batch)
+            .flat_map(|first_batch| {
+                firsts(own_heads, heads).map(move |first_head| Self {
+                    first_batch,
+                    batches,
+                    first_head,
+                    heads: own_heads,
+                })
+            })
+            .collect()
+    }
 }
 
 /// A buffer of `elements`, or none.
@@ -438,9 +544,10 @@ impl Call {
         layout: &BlockLayout,
         kernel: Kernel,
         tensors: &[(&'static str, &TensorView)],
+        options: &ScoreOptions,
     ) -> Result<Self, KernelError> {
         let mut width = 4;
-        let mut largest = 0;
+        let mut largest = options.bias.as_ref().map_or(0, BiasView::elements);
         for (name, tensor) in tensors {
             if tensor.strides[3] != 1 && tensor.shape[3] != 1 {
                 return Err(KernelError::Stride {

@@ -39,7 +39,7 @@ use cubecl::server::Handle;
 use crate::plan::{Tiling, Walk};
 use crate::{BlockLayout, Residue};
 
-pub use launch::{Gradients, OutputGrads, Outputs, ScoreOptions, backward, forward};
+pub use launch::{BiasView, Gradients, OutputGrads, Outputs, ScoreOptions, backward, forward};
 
 /// What can be wrong with a launch. All of it is known before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -166,6 +166,8 @@ pub struct Sizes {
     pub alibi: bool,
     /// Whether weights are dropped out.
     pub dropout: bool,
+    /// Whether scores have a given bias.
+    pub bias: bool,
     /// Whether products of f32 tensors may be of tf32: 10 bits of mantissa.
     pub tf32: bool,
 }
@@ -420,8 +422,9 @@ impl AttentionPlan {
             // With the buffer in which CubeCL passes scalars.
             let buffers = match kernel {
                 // In the backward pass the slopes lie behind lse and delta.
-                Kernel::Forward => 7 + usize::from(sizes.alibi),
-                _ => 8,
+                Kernel::Forward => 7 + usize::from(sizes.alibi) + usize::from(sizes.bias),
+                // The bias and its gradient.
+                _ => 8 + 2 * usize::from(sizes.bias),
             } + usize::from(sizes.store);
             let hardware = &properties.hardware;
             let most = hardware.max_cube_count;

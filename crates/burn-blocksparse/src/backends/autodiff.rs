@@ -6,7 +6,7 @@ use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
 
@@ -26,6 +26,7 @@ struct BlockSparseAttention;
 #[derive(Clone, Debug)]
 struct State<B: Backend> {
     inputs: [NodeId; 3],
+    bias: Option<NodeId>,
     output: AttentionOutput<B>,
     layout: LayoutTensors<B>,
     options: AttentionOptions,
@@ -42,18 +43,20 @@ fn lock<T>(cell: &Mutex<T>) -> MutexGuard<'_, T> {
     }
 }
 
-impl<B: BlockSparseOps> Backward<B, 3> for BlockSparseAttention {
+/// Of q, k, v, and the bias if there is one.
+impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention {
     type State = State<B>;
 
     fn backward(
         self,
-        ops: Ops<Self::State, 3>,
+        ops: Ops<Self::State, N>,
         grads: &mut Gradients,
         checkpointer: &mut Checkpointer,
     ) {
         grads.consume::<B>(&ops.node);
         let State {
             inputs,
+            bias,
             output,
             layout,
             options,
@@ -71,12 +74,22 @@ impl<B: BlockSparseOps> Backward<B, 3> for BlockSparseAttention {
             },
         };
         let [q, k, v] = inputs.map(|id| checkpointer.retrieve_node_output(id));
-        let inputs = AttentionInputs { q, k, v };
+        let bias = match bias {
+            Some(id) => MaybeFloat::Some(checkpointer.retrieve_node_output(id)),
+            None => MaybeFloat::None,
+        };
+        let inputs = AttentionInputs { q, k, v, bias };
         let saved = Saved { inputs, output };
-        let AttentionGrads { q, k, v } =
-            B::block_sparse_attention_backward(saved, output_grads, layout, options);
-        for (parent, grad) in ops.parents.into_iter().zip([q, k, v]) {
-            if let Some(parent) = parent {
+        let bias_grad = ops.parents.get(3).is_some_and(Option::is_some);
+        let AttentionGrads { q, k, v, bias } =
+            B::block_sparse_attention_backward(saved, output_grads, layout, options, bias_grad);
+        let bias = match bias {
+            MaybeFloat::Some(grad) => Some(grad),
+            MaybeFloat::None => None,
+        };
+        let gradients = [Some(q), Some(k), Some(v), bias];
+        for (parent, grad) in ops.parents.into_iter().zip(gradients) {
+            if let (Some(parent), Some(grad)) = (parent, grad) {
                 grads.register::<B>(parent.id, grad);
             }
         }
@@ -139,59 +152,86 @@ fn output_node<B: BlockSparseOps, C: CheckpointStrategy>(
     }
 }
 
+/// The attention step behind the nodes of its inputs.
+fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
+    nodes: [NodeGuard; N],
+    inputs: AttentionInputs<Autodiff<B, C>>,
+    layout: LayoutTensors<B>,
+    options: AttentionOptions,
+) -> AttentionOutput<Autodiff<B, C>> {
+    let prepared = BlockSparseAttention.prepare::<C>(nodes).compute_bound();
+    let run = |AttentionInputs { q, k, v, bias }: AttentionInputs<Autodiff<B, C>>| {
+        let inputs = AttentionInputs {
+            q: q.into_primitive(),
+            k: k.into_primitive(),
+            v: v.into_primitive(),
+            bias: match bias {
+                MaybeFloat::Some(bias) => MaybeFloat::Some(bias.into_primitive()),
+                MaybeFloat::None => MaybeFloat::None,
+            },
+        };
+        B::block_sparse_attention(inputs, layout.clone(), options.clone())
+    };
+    let (out, lse, weights) = match prepared.stateful() {
+        OpsKind::Tracked(mut prep) => {
+            let nodes = [&inputs.q, &inputs.k, &inputs.v].map(|input| prep.checkpoint(input));
+            let bias = match &inputs.bias {
+                MaybeFloat::Some(bias) => Some(prep.checkpoint(bias)),
+                MaybeFloat::None => None,
+            };
+            let output = run(inputs);
+            let AttentionOutput { out, lse, weights } = output.clone();
+            let grads = GradCell::<B>::default();
+            let state = State {
+                inputs: nodes,
+                bias,
+                output,
+                layout: layout.clone(),
+                options: options.clone(),
+                grads: grads.clone(),
+            };
+            let step = prep.finish(state, lse.clone());
+            let out = output_node::<B, C>(&step, 0, &grads, out);
+            let lse = output_node::<B, C>(&step, 1, &grads, lse);
+            (out, lse, weights)
+        }
+        OpsKind::UnTracked(prep) => {
+            let AttentionOutput { out, lse, weights } = run(inputs);
+            let lse = <Autodiff<B, C> as AutodiffBackend>::from_inner(lse);
+            (prep.finish(out), lse, weights)
+        }
+    };
+    AttentionOutput {
+        out,
+        lse,
+        // The weights leave the graph.
+        weights: match weights {
+            MaybeFloat::Some(weights) => {
+                MaybeFloat::Some(<Autodiff<B, C> as AutodiffBackend>::from_inner(weights))
+            }
+            MaybeFloat::None => MaybeFloat::None,
+        },
+    }
+}
+
 impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C> {
     fn block_sparse_attention(
         inputs: AttentionInputs<Self>,
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let AttentionInputs { q, k, v } = inputs;
         let layout = LayoutTensors::<B> {
             blocked: layout.blocked,
             host: layout.host,
         };
-        let run = |q: FloatTensor<Self>, k: FloatTensor<Self>, v: FloatTensor<Self>| {
-            let inputs = AttentionInputs {
-                q: q.into_primitive(),
-                k: k.into_primitive(),
-                v: v.into_primitive(),
-            };
-            B::block_sparse_attention(inputs, layout.clone(), options.clone())
+        let [q, k, v] = [&inputs.q, &inputs.k, &inputs.v].map(|input| input.node());
+        let bias = match &inputs.bias {
+            MaybeFloat::Some(bias) => Some(bias.node()),
+            MaybeFloat::None => None,
         };
-        let nodes = [q.node(), k.node(), v.node()];
-        let prepared = BlockSparseAttention.prepare::<C>(nodes).compute_bound();
-        let (out, lse, weights) = match prepared.stateful() {
-            OpsKind::Tracked(mut prep) => {
-                let inputs = [&q, &k, &v].map(|input| prep.checkpoint(input));
-                let output = run(q, k, v);
-                let AttentionOutput { out, lse, weights } = output.clone();
-                let grads = GradCell::<B>::default();
-                let state = State {
-                    inputs,
-                    output,
-                    layout: layout.clone(),
-                    options: options.clone(),
-                    grads: grads.clone(),
-                };
-                let step = prep.finish(state, lse.clone());
-                let out = output_node::<B, C>(&step, 0, &grads, out);
-                let lse = output_node::<B, C>(&step, 1, &grads, lse);
-                (out, lse, weights)
-            }
-            OpsKind::UnTracked(prep) => {
-                let AttentionOutput { out, lse, weights } = run(q, k, v);
-                let lse = <Self as AutodiffBackend>::from_inner(lse);
-                (prep.finish(out), lse, weights)
-            }
-        };
-        AttentionOutput {
-            out,
-            lse,
-            // The weights leave the graph.
-            weights: match weights {
-                MaybeFloat::Some(w) => MaybeFloat::Some(<Self as AutodiffBackend>::from_inner(w)),
-                MaybeFloat::None => MaybeFloat::None,
-            },
+        match bias {
+            Some(bias) => attention_step::<B, C, 4>([q, k, v, bias], inputs, layout, options),
+            None => attention_step::<B, C, 3>([q, k, v], inputs, layout, options),
         }
     }
 
@@ -201,6 +241,7 @@ impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C>
         _grads: OutputGrads<Self>,
         _layout: LayoutTensors<Self>,
         _options: AttentionOptions,
+        _bias_grad: bool,
     ) -> AttentionGrads<Self> {
         unimplemented!("block-sparse attention is differentiable once")
     }

@@ -3,12 +3,12 @@
 use std::sync::{Arc, LazyLock};
 
 use blocksparse::kernels::{
-    self, AttentionPlan, Gradients, Outputs, ScoreOptions, Sizes, TensorView,
+    self, AttentionPlan, BiasView, Gradients, Outputs, ScoreOptions, Sizes, TensorView,
 };
 use blocksparse::{BlockLayout, kernels::KernelError};
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{DType, Shape};
-use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, full_device_dtype};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
@@ -34,6 +34,7 @@ pub(crate) fn sizes(
     [batch, kv_heads, head_dim, value_dim]: [usize; 4],
     dtype: DType,
     options: &AttentionOptions,
+    bias: bool,
 ) -> Result<Sizes, KernelError> {
     if !dtype.is_float() {
         return Err(KernelError::Dtype {
@@ -50,6 +51,7 @@ pub(crate) fn sizes(
         softcap: options.softcap.is_some(),
         alibi: options.alibi.is_some(),
         dropout: options.active_dropout().is_some(),
+        bias,
         positive_scale: options.scale_for(head_dim) > 0.0,
         tf32: options.precision == Precision::Tf32 && dtype == DType::F32,
     })
@@ -102,9 +104,10 @@ impl BlockSparseOps for CubeBackend {
         grads: OutputGrads<Self>,
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
+        bias_grad: bool,
     ) -> AttentionGrads<Self> {
         if *REFERENCE {
-            return reference::backward::<Self>(saved, grads, &layout, &options);
+            return reference::backward::<Self>(saved, grads, &layout, &options, bias_grad);
         }
         let Saved { inputs, output } = saved;
         let call = Call::new(inputs, layout, options);
@@ -138,10 +141,16 @@ impl BlockSparseOps for CubeBackend {
         let dkv = call
             .empty([(v_start + v_bytes) / element], call.dtype)
             .handle;
+        // Sums over batch entries, heads or queries that share a bias.
+        let bias_sums = (call.bias.as_ref().filter(|_| bias_grad)).map(|bias| {
+            let shape = bias.meta.shape().dims::<4>();
+            call.filled(shape, 0.0, call.accumulator())
+        });
         let gradients = Gradients {
             q: dq.handle.clone(),
             kv: dkv.clone(),
             v_offset: v_start / element,
+            bias: bias_sums.as_ref().map(|sums| sums.handle.clone()),
         };
         let views = call.views();
         let result = kernels::backward(
@@ -176,6 +185,10 @@ impl BlockSparseOps for CubeBackend {
             q: dq,
             k: part(dkv.clone().offset_end(behind_k), head_dim),
             v: part(dkv.offset_start(v_start as u64), value_dim),
+            bias: match bias_sums {
+                Some(sums) => MaybeFloat::Some(cast(sums, call.dtype)),
+                None => MaybeFloat::None,
+            },
         }
     }
 }
@@ -205,6 +218,7 @@ struct Call {
     layout: BlockLayout,
     options: AttentionOptions,
     inputs: [CubeTensor; 3],
+    bias: Option<CubeTensor>,
 }
 
 impl Call {
@@ -213,7 +227,11 @@ impl Call {
         layout: LayoutTensors<CubeBackend>,
         options: AttentionOptions,
     ) -> Self {
-        let AttentionInputs { q, k, v } = inputs;
+        let AttentionInputs { q, k, v, bias } = inputs;
+        let bias = match bias {
+            MaybeFloat::Some(bias) => Some(into_contiguous(bias)),
+            MaybeFloat::None => None,
+        };
         let [batch, kv_heads, _, head_dim] = k.meta.shape().dims();
         let value_dim = v.meta.shape()[3];
         let dtype = q.dtype;
@@ -221,6 +239,7 @@ impl Call {
             [batch, kv_heads, head_dim, value_dim],
             dtype,
             &options,
+            bias.is_some(),
         ));
         let (client, device) = (q.client.clone(), q.device.clone());
         let plan = checked(AttentionPlan::new(&client, &layout.host, sizes));
@@ -234,6 +253,7 @@ impl Call {
             layout: layout.host,
             options,
             inputs: [q, k, v].map(|input| readable(input, alignment)),
+            bias,
         }
     }
 
@@ -247,6 +267,10 @@ impl Call {
             softcap: self.options.softcap,
             slopes: self.options.alibi.clone(),
             dropout: self.options.active_dropout(),
+            bias: self.bias.as_ref().map(|bias| BiasView {
+                handle: bias.handle.clone(),
+                shape: bias.meta.shape().dims(),
+            }),
         }
     }
 

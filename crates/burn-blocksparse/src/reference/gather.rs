@@ -10,7 +10,7 @@ use blocksparse::{BlockLayout, Dropout};
 
 use super::accumulate_in;
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
-use crate::ops::{AttentionInputs, LayoutTensors};
+use crate::ops::{AttentionInputs, LayoutTensors, MaybeFloat};
 use crate::{AttentionOptions, weights};
 
 /// Scores in memory at a time, at most (one tile may have more).
@@ -33,6 +33,8 @@ pub(super) struct Problem<'a, B: Backend> {
     pub softcap: Option<f64>,
     pub alibi: Option<Arc<[f64]>>,
     dropout: Option<Dropout>,
+    /// Shape of the bias, if there is one.
+    bias: [usize; 4],
     pub device: Device<B>,
     /// The dtype everything is computed in.
     pub dtype: FloatDType,
@@ -49,6 +51,8 @@ pub(super) struct TiledInputs<B: Backend> {
     pub q: FloatTensor<B>,
     pub k: FloatTensor<B>,
     pub v: FloatTensor<B>,
+    /// One row per block: `[blocks, rows · b]`.
+    pub bias: Option<FloatTensor<B>>,
 }
 
 /// Tiles that are computed together.
@@ -98,6 +102,10 @@ impl<'a, B: Backend> Problem<'a, B> {
             softcap: options.softcap,
             alibi: options.alibi.clone(),
             dropout: options.active_dropout(),
+            bias: match &inputs.bias {
+                MaybeFloat::Some(bias) => bias.shape().dims(),
+                MaybeFloat::None => [0; 4],
+            },
             device: inputs.q.device(),
             dtype: accumulate_in(inputs.q.dtype().into()),
             layout,
@@ -154,12 +162,16 @@ impl<'a, B: Backend> Problem<'a, B> {
     }
 
     pub fn tile_inputs(&self, inputs: AttentionInputs<B>) -> TiledInputs<B> {
-        let AttentionInputs { q, k, v } = inputs;
+        let AttentionInputs { q, k, v, bias } = inputs;
         let q = B::float_mul_scalar(self.accumulate(q), self.scale.into());
         TiledInputs {
             q: self.tile_queries(q, self.head_dim),
             k: self.tile_keys(self.accumulate(k), self.head_dim),
             v: self.tile_keys(self.accumulate(v), self.value_dim),
+            bias: match bias {
+                MaybeFloat::Some(bias) => Some(self.tile_bias(self.accumulate(bias))),
+                MaybeFloat::None => None,
+            },
         }
     }
 
@@ -287,6 +299,71 @@ impl<'a, B: Backend> Problem<'a, B> {
         Some(B::float_from_data(factors, &self.device))
     }
 
+    /// Blocks of queries that the bias tells apart, and rows of each.
+    fn bias_blocks(&self) -> [usize; 2] {
+        match self.bias[2] {
+            1 => [1, 1],
+            _ => [self.q_blocks, self.b],
+        }
+    }
+
+    /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]` to one row per block, ragged ends padded with zeros.
+    fn tile_bias(&self, bias: FloatTensor<B>) -> FloatTensor<B> {
+        let ([batch, heads, seq_q, seq_kv], b) = (self.bias, self.b);
+        let [blocks, rows] = self.bias_blocks();
+        let pad = |x: FloatTensor<B>, dim: usize, missing: usize| match missing {
+            0 => x,
+            _ => {
+                let mut shape = x.shape();
+                shape[dim] = missing;
+                let padding = B::float_zeros(shape, &self.device, self.dtype);
+                B::float_cat(vec![x, padding], dim)
+            }
+        };
+        let bias = pad(bias, 2, blocks * rows - seq_q);
+        let bias = pad(bias, 3, self.kv_blocks * b - seq_kv);
+        let shape = [batch * heads, blocks, rows, self.kv_blocks, b];
+        let bias = B::float_permute(B::float_reshape(bias, Shape::new(shape)), &[0, 1, 3, 2, 4]);
+        let shape = [batch * heads * blocks * self.kv_blocks, rows * b];
+        B::float_reshape(bias, Shape::new(shape))
+    }
+
+    /// The inverse of [`Self::tile_bias`].
+    pub fn untile_bias(&self, rows_of_blocks: FloatTensor<B>) -> FloatTensor<B> {
+        let ([batch, heads, seq_q, seq_kv], b) = (self.bias, self.b);
+        let [blocks, rows] = self.bias_blocks();
+        let shape = [batch * heads, blocks, self.kv_blocks, rows, b];
+        let bias = B::float_reshape(rows_of_blocks, Shape::new(shape));
+        let bias = B::float_permute(bias, &[0, 1, 3, 2, 4]);
+        let shape = [batch, heads, blocks * rows, self.kv_blocks * b];
+        let bias = B::float_reshape(bias, Shape::new(shape));
+        let (queries, keys) = (Slice::from(0..seq_q), Slice::from(0..seq_kv));
+        B::float_slice(bias, &[Slice::full(), Slice::full(), queries, keys])
+    }
+
+    /// The bias of each pair: `[T, b, L·b]`, or `[T, 1, L·b]` if all queries share it.
+    pub fn gather_bias(&self, bias: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+        let (tiles, entries, b) = (chunk.tiles.len(), chunk.shape.entries, self.b);
+        let [_, rows] = self.bias_blocks();
+        let places = self.indices(chunk.bias_places(self));
+        let bias = B::float_select(bias.clone(), 0, places);
+        let bias = B::float_reshape(bias, Shape::new([tiles, entries, rows, b]));
+        let bias = B::float_permute(bias, &[0, 2, 1, 3]);
+        B::float_reshape(bias, Shape::new([tiles, rows, entries * b]))
+    }
+
+    /// Gradients of the scores `[T, b, L·b]` as those of the bias: one row per block, summed over queries if all share it.
+    pub fn bias_rows(&self, ds: FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+        let (tiles, entries) = (chunk.tiles.len(), chunk.shape.entries);
+        match self.bias[2] {
+            1 => {
+                let sums = B::float_sum_dim(ds, 1);
+                B::float_reshape(sums, Shape::new([tiles * entries, self.b]))
+            }
+            _ => self.split_blocks(ds, chunk),
+        }
+    }
+
     /// Queries of the chunk with nothing to attend to: `[T, b, 1]`.
     pub fn empty_rows(&self, chunk: &Chunk) -> BoolTensor<B> {
         let rows: Vec<bool> = (chunk.tiles.iter())
@@ -344,6 +421,18 @@ impl Chunk<'_> {
         let place = |p: &Placed, entry: &TileEntry| {
             let first = (p.batch * problem.kv_heads + p.head / group) * problem.kv_blocks;
             (first + entry.kv_block as usize) as i32
+        };
+        self.entries(place, self.shape.entries)
+    }
+
+    /// Row of each block of each tile in the tiled bias.
+    pub fn bias_places<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
+        let [batch, heads, ..] = problem.bias;
+        let [blocks, _] = problem.bias_blocks();
+        let place = |p: &Placed, entry: &TileEntry| {
+            let slice = (p.batch % batch) * heads + p.head % heads;
+            let block = slice * blocks + p.tile.q_block % blocks;
+            (block * problem.kv_blocks + entry.kv_block as usize) as i32
         };
         self.entries(place, self.shape.entries)
     }

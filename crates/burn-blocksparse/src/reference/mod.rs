@@ -59,7 +59,7 @@ pub(crate) fn forward<B: Backend>(
         let q = problem.gather_queries(&tiles.q, &chunk);
         let k = problem.gather_keys(&tiles.k, &chunk);
         let v = problem.gather_keys(&tiles.v, &chunk);
-        let Scores { s, .. } = scores(&problem, q, k, &chunk);
+        let Scores { s, .. } = scores(&problem, q, k, tiles.bias.as_ref(), &chunk);
         let p = softmax(&problem, s.clone(), &chunk);
         lse.push(
             &problem,
@@ -92,6 +92,7 @@ pub(crate) fn backward<B: Backend>(
     grads: OutputGrads<B>,
     layout: &LayoutTensors<B>,
     options: &AttentionOptions,
+    bias_grad: bool,
 ) -> AttentionGrads<B> {
     let Saved { inputs, output } = saved;
     let problem = Problem::<B>::new(&inputs, layout, options);
@@ -119,6 +120,8 @@ pub(crate) fn backward<B: Backend>(
 
     let mut dq = problem.zeros([problem.num_q_tiles(), b * problem.head_dim]);
     let mut dk = problem.zeros([problem.num_kv_tiles(), b * problem.head_dim]);
+    let mut d_bias = (tiles.bias.as_ref().filter(|_| bias_grad))
+        .map(|bias| problem.zeros(bias.shape().dims::<2>()));
     let mut dv = problem.zeros([problem.num_kv_tiles(), b * problem.value_dim]);
     for chunk in problem.chunks() {
         let q = problem.gather_queries(&tiles.q, &chunk);
@@ -131,11 +134,12 @@ pub(crate) fn backward<B: Backend>(
                 // The softcap's derivative needs the scores; the weights alone are not enough.
                 let tanh = options
                     .softcap
-                    .and_then(|_| scores(&problem, q.clone(), k.clone(), &chunk).tanh);
+                    .and_then(|_| scores(&problem, q.clone(), k.clone(), None, &chunk).tanh);
                 (problem.gather_weights(weights, &chunk), tanh)
             }
             None => {
-                let Scores { s, tanh } = scores(&problem, q.clone(), k.clone(), &chunk);
+                let Scores { s, tanh } =
+                    scores(&problem, q.clone(), k.clone(), tiles.bias.as_ref(), &chunk);
                 (softmax(&problem, s, &chunk), tanh)
             }
         };
@@ -147,6 +151,10 @@ pub(crate) fn backward<B: Backend>(
         }
         let dv_rows = B::float_matmul(B::float_transpose(kept), d_out);
         let mut ds = B::float_mul(B::float_sub(dp, delta), p);
+        if let Some(sums) = d_bias.take() {
+            let rows = problem.bias_rows(ds.clone(), &chunk);
+            d_bias = Some(problem.add_rows(sums, chunk.bias_places(&problem), rows));
+        }
         if let Some(tanh) = tanh {
             let slope = B::float_neg(B::float_mul(tanh.clone(), tanh));
             ds = B::float_mul(ds, B::float_add_scalar(slope, 1.0.into()));
@@ -162,6 +170,10 @@ pub(crate) fn backward<B: Backend>(
         q: B::float_cast(problem.untile_queries(dq, problem.head_dim), dtype),
         k: B::float_cast(problem.untile_keys(dk, problem.head_dim), dtype),
         v: B::float_cast(problem.untile_keys(dv, problem.value_dim), dtype),
+        bias: match d_bias {
+            Some(rows) => MaybeFloat::Some(B::float_cast(problem.untile_bias(rows), dtype)),
+            None => MaybeFloat::None,
+        },
     }
 }
 
@@ -177,6 +189,7 @@ fn scores<B: Backend>(
     problem: &Problem<B>,
     q: FloatTensor<B>,
     k: FloatTensor<B>,
+    bias: Option<&FloatTensor<B>>,
     chunk: &Chunk,
 ) -> Scores<B> {
     let mut s = B::float_matmul(q, B::float_transpose(k));
@@ -188,6 +201,9 @@ fn scores<B: Backend>(
     }
     if let Some(slopes) = &problem.alibi {
         s = B::float_sub(s, problem.alibi_penalty(slopes, chunk));
+    }
+    if let Some(bias) = bias {
+        s = B::float_add(s, problem.gather_bias(bias, chunk));
     }
     let masked = chunk.shape.partial * problem.b;
     let s = match chunk.shape.partial {

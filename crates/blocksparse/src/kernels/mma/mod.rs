@@ -150,6 +150,9 @@ pub fn choose(
     if sizes.alibi {
         return Err("scores have ALiBi biases");
     }
+    if sizes.bias {
+        return Err("scores have a bias");
+    }
     if sizes.dropout {
         return Err("weights are dropped out");
     }

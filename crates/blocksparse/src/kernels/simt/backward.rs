@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::dropout::{Mask, factors};
-use super::forward::LOW;
+use super::forward::{LOW, scratch_len};
 use super::score::*;
 use super::tile::*;
 use crate::plan::Walk;
@@ -86,10 +86,15 @@ pub fn delta<E: Float, A: Float, N: Size>(
 /// ```
 ///
 /// In a walk over columns s, p, dp and ds are the transposes. `out1 · scale` is dQ or dK, `out2` is dV.
-/// With dropout p in `p · b2`, and dp, have the factors of the forward pass. ALiBi biases are added to s. With a softcap `ds` has the factor `1 − (s / softcap)²`, s being softcapped, without biases. The stored weights, if there are
-/// any, take the place of `exp(s − lse)`.
+/// With a softcap `ds` has the factor `1 − (s / softcap)²`, s being softcapped, before biases are added to it. With dropout p in
+/// `p · b2`, and dp, have the factors of the forward pass. The stored weights, if there are any, take the place of `exp(s − lse)`.
 ///
 /// Key heads serve `heads_per_kv` query heads: a walk over columns goes through all of them.
+///
+/// With `t.bias_gradient` the kernel makes the gradient of the bias instead, `ds` without the softcap's factor: a walk over rows adds it
+/// pair by pair, a walk over columns, where all queries share a row of the bias, a sum for each key. Batch entries and heads that share
+/// a bias are launched one after the other, from `first_batch` and `first_head` on, so that every element has one writer at a time.
+///
 /// `out` holds out1 and from vector `second` on out2, both contiguous; `stats` from number `slopes` on the ALiBi slopes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn backward<E: Float, A: Float, N: Size>(
@@ -99,15 +104,21 @@ pub fn backward<E: Float, A: Float, N: Size>(
     b2: &[Vector<E, N>],
     stats: &[A],
     weights: ComptimeOption<Box<[A]>>,
+    bias: ComptimeOption<Box<[E]>>,
+    bias_grad: ComptimeOption<Box<[A]>>,
     out: &mut [Vector<E, N>],
     plan: &[u32],
     a1_strides: Strides,
     a2_strides: Strides,
     b1_strides: Strides,
     b2_strides: Strides,
+    bias_strides: BiasStrides,
     listing: Listing,
     parts: PlanParts,
+    heads: usize,
     heads_per_kv: usize,
+    first_batch: usize,
+    first_head: usize,
     weight_blocks: usize,
     second: usize,
     slopes: usize,
@@ -121,14 +132,15 @@ pub fn backward<E: Float, A: Float, N: Size>(
     #[define(A)] _accumulator: ElemType,
 ) {
     let columns = comptime!(matches!(walk, Walk::Columns));
+    let mut bias_grad = bias_grad;
     let width = N::value();
     let rows = comptime!(t.unit_rows);
     let fours1 = comptime!(t.unit_fours(t.head_dim));
     let fours2 = comptime!(t.unit_fours(t.value_dim));
     let unit_x = UNIT_POS as usize % comptime!(t.units_x);
     let unit_y = UNIT_POS as usize / comptime!(t.units_x);
-    let outer = CUBE_POS_Y as usize;
-    let batch = CUBE_POS_Z as usize;
+    let outer = CUBE_POS_Y as usize + first_head;
+    let batch = CUBE_POS_Z as usize + first_batch;
     let scale = scale.get::<A>();
     let softcap = softcap.get::<A>();
 
@@ -147,17 +159,28 @@ pub fn backward<E: Float, A: Float, N: Size>(
 
     // The tile is the same for all heads of the group; a rank is of the first one.
     let mut loops = 1usize;
-    let mut first_head = outer;
-    let mut heads = CUBE_COUNT_Y as usize;
-    if comptime!(columns) {
+    let mut first_own = outer;
+    let mut a_head = outer;
+    if comptime!(columns && t.bias_gradient) {
+        a_head = outer / heads_per_kv;
+    } else if comptime!(columns) {
         loops = heads_per_kv;
-        first_head = outer * heads_per_kv;
-        heads *= heads_per_kv;
+        first_own = outer * heads_per_kv;
     }
-    let own = walker(plan, &parts, batch, first_head, CUBE_POS_X as usize, t);
+    let mut scratch = Shared::<[A]>::new_slice(comptime!(if columns && t.bias_gradient {
+        scratch_len(t)
+    } else {
+        1
+    }));
+    let mut sums = Array::<A>::new(rows);
+    #[unroll]
+    for i in 0..rows {
+        sums[i] = A::new(0.0);
+    }
+    let own = walker(plan, &parts, batch, first_own, CUBE_POS_X as usize, t);
     let tile = own.tile;
-    let a1_base = batch * a1_strides.batch + outer * a1_strides.head;
-    let a2_base = batch * a2_strides.batch + outer * a2_strides.head;
+    let a1_base = batch * a1_strides.batch + a_head * a1_strides.head;
+    let a2_base = batch * a2_strides.batch + a_head * a2_strides.head;
     load_rows::<E, A, N>(
         a1,
         a1_base,
@@ -221,11 +244,12 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let lengths = Lengths { queries, keys };
 
     for turn in 0..loops {
-        let head = first_head + turn;
+        let head = first_own + turn;
         let mut alibi_slope = A::new(0.0);
         if comptime!(t.alibi) {
             alibi_slope = stats[slopes + head];
         }
+        let bias_start = batch * bias_strides.batch + head * bias_strides.head;
         let first_record = plan[parts.heads + batch * parts.batch + head] as usize;
         let walk_of = walker_of(plan, &parts, first_record, tile, t);
         let mut inner = head;
@@ -292,6 +316,16 @@ pub fn backward<E: Float, A: Float, N: Size>(
                 }
 
                 set_columns(&mut positions, plan, entry, unit_x, &listing, t);
+                let biases = biases::<E, A>(
+                    alibi_slope,
+                    &bias,
+                    bias_start,
+                    bias_strides.row,
+                    &positions,
+                    &lengths,
+                    walk,
+                    t,
+                );
                 let mut p = Array::<A>::new(comptime!(rows * 4));
                 let mut slope = Array::<A>::new(comptime!(if t.softcap { rows * 4 } else { 1 }));
                 if comptime!(t.store.is_some()) {
@@ -316,8 +350,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
                             if comptime!(t.softcap) {
                                 let log = query_value(&row_lse, &col_lse, i, j, walk);
                                 let mut s = p[index].ln() + log;
-                                if comptime!(t.alibi) {
-                                    s -= alibi::<A>(alibi_slope, &positions, &lengths, i, j, walk);
+                                if comptime!(t.biased()) {
+                                    s -= biases[index];
                                 }
                                 let capped = s / softcap;
                                 slope[index] = select(
@@ -339,7 +373,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                             slope[i] = A::new(1.0) - capped * capped;
                         }
                     }
-                    add_alibi(&mut s, alibi_slope, &positions, &lengths, walk, t);
+                    add_biases(&mut s, &biases, t);
                     #[unroll]
                     for i in 0..rows {
                         #[unroll]
@@ -393,6 +427,17 @@ pub fn backward<E: Float, A: Float, N: Size>(
                             by_weight *= kept[index];
                         }
                         let mut ds = p[index] * (by_weight - delta);
+                        if comptime!(t.bias_gradient && columns) {
+                            sums[i] += ds;
+                        }
+                        if comptime!(t.bias_gradient && !columns) {
+                            // Pairs that are not computed have p = 0, and may stand for others.
+                            if p[index] > A::new(0.0) {
+                                let pair = pair_at(&positions, i, j, walk);
+                                let at = bias_start + pair.query * bias_strides.row + pair.key;
+                                bias_grad.as_mut().unwrap()[at] += ds;
+                            }
+                        }
                         if comptime!(t.softcap) {
                             ds *= slope[index];
                         }
@@ -405,16 +450,18 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     }
                 }
                 sync_row(t);
-                accumulate_product(
-                    &ds_tile,
-                    &b1_tile,
-                    &mut out1,
-                    unit_y,
-                    unit_x,
-                    comptime!(t.head_dim),
-                    t,
-                );
-                if comptime!(columns) {
+                if comptime!(!t.bias_gradient) {
+                    accumulate_product(
+                        &ds_tile,
+                        &b1_tile,
+                        &mut out1,
+                        unit_y,
+                        unit_x,
+                        comptime!(t.head_dim),
+                        t,
+                    );
+                }
+                if comptime!(columns && !t.bias_gradient) {
                     accumulate_product(
                         &p_tile,
                         &b2_tile,
@@ -429,68 +476,81 @@ pub fn backward<E: Float, A: Float, N: Size>(
         }
     }
 
-    let mut factor = scale;
-    if comptime!(t.carry) {
-        factor = A::new(1.0);
+    if comptime!(t.bias_gradient && columns) {
+        reduce_rows(&mut sums, &mut scratch, unit_y, unit_x, false, t);
+        let start = batch * bias_strides.batch + outer * bias_strides.head;
         #[unroll]
         for i in 0..rows {
-            let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
-            let row = row.min(a1_strides.len - 1);
-            let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
-            let source = at * comptime!(t.head_dim / width);
-            add_row::<E, A, N>(
-                &out[..],
-                source,
-                &mut out1,
-                scale,
-                unit_x,
-                i,
-                comptime!(t.head_dim),
-                t,
-            );
-            if comptime!(columns) {
-                let source = second + at * comptime!(t.value_dim / width);
-                add_row::<E, A, N>(
-                    &out[..],
-                    source,
-                    &mut out2,
-                    factor,
-                    unit_x,
-                    i,
-                    comptime!(t.value_dim),
-                    t,
-                );
+            let key = positions.rows[i];
+            if unit_x == 0 && key < keys {
+                bias_grad.as_mut().unwrap()[start + key] += sums[i];
             }
         }
     }
-    #[unroll]
-    for i in 0..rows {
-        let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
-        if row < a1_strides.len {
-            let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
-            let target = at * comptime!(t.head_dim / width);
-            store_row::<E, A, N>(
-                out,
-                target,
-                &out1,
-                factor,
-                unit_x,
-                i,
-                comptime!(t.head_dim),
-                t,
-            );
-            if comptime!(columns) {
-                let target = second + at * comptime!(t.value_dim / width);
+    if comptime!(!t.bias_gradient) {
+        let mut factor = scale;
+        if comptime!(t.carry) {
+            factor = A::new(1.0);
+            #[unroll]
+            for i in 0..rows {
+                let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
+                let row = row.min(a1_strides.len - 1);
+                let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
+                let source = at * comptime!(t.head_dim / width);
+                add_row::<E, A, N>(
+                    &out[..],
+                    source,
+                    &mut out1,
+                    scale,
+                    unit_x,
+                    i,
+                    comptime!(t.head_dim),
+                    t,
+                );
+                if comptime!(columns) {
+                    let source = second + at * comptime!(t.value_dim / width);
+                    add_row::<E, A, N>(
+                        &out[..],
+                        source,
+                        &mut out2,
+                        factor,
+                        unit_x,
+                        i,
+                        comptime!(t.value_dim),
+                        t,
+                    );
+                }
+            }
+        }
+        #[unroll]
+        for i in 0..rows {
+            let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
+            if row < a1_strides.len {
+                let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
+                let target = at * comptime!(t.head_dim / width);
                 store_row::<E, A, N>(
                     out,
                     target,
-                    &out2,
-                    A::new(1.0),
+                    &out1,
+                    factor,
                     unit_x,
                     i,
-                    comptime!(t.value_dim),
+                    comptime!(t.head_dim),
                     t,
                 );
+                if comptime!(columns) {
+                    let target = second + at * comptime!(t.value_dim / width);
+                    store_row::<E, A, N>(
+                        out,
+                        target,
+                        &out2,
+                        A::new(1.0),
+                        unit_x,
+                        i,
+                        comptime!(t.value_dim),
+                        t,
+                    );
+                }
             }
         }
     }

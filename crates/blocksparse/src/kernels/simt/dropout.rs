@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::score::Positions;
+use super::score::{Positions, pair_at};
 use super::tile::*;
 use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL};
 use crate::plan::Walk;
@@ -93,15 +93,10 @@ pub fn factors<A: Float>(
         for i in 0..rows {
             #[unroll]
             for j in 0..4usize {
-                let mut query = positions.rows[i];
-                let mut key = positions.cols[j];
-                if comptime!(matches!(walk, Walk::Columns)) {
-                    query = positions.cols[j];
-                    key = positions.rows[i];
-                }
-                let words = words(mask, batch, head, query, key / 4);
+                let pair = pair_at(positions, i, j, walk);
+                let words = words(mask, batch, head, pair.query, pair.key / 4);
                 factors[comptime!(4 * i + j)] =
-                    select(words[key % 4] < mask.threshold, factor, zero);
+                    select(words[pair.key % 4] < mask.threshold, factor, zero);
             }
         }
     }

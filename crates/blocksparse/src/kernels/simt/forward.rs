@@ -28,10 +28,12 @@ pub fn forward<E: Float, A: Float, N: Size>(
     lse: &mut [A],
     weights: ComptimeOption<Box<[A]>>,
     slopes: ComptimeOption<Box<[A]>>,
+    bias: ComptimeOption<Box<[E]>>,
     plan: &[u32],
     q_strides: Strides,
     k_strides: Strides,
     v_strides: Strides,
+    bias_strides: BiasStrides,
     listing: Listing,
     parts: PlanParts,
     heads_per_kv: usize,
@@ -85,6 +87,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
         queries: q_strides.len,
         keys: k_strides.len,
     };
+    let bias_start = batch * bias_strides.batch + head * bias_strides.head;
     let mut slope = A::new(0.0);
     if comptime!(t.alibi) {
         let slopes = slopes.unwrap();
@@ -173,7 +176,17 @@ pub fn forward<E: Float, A: Float, N: Size>(
             let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
             score(&mut s, scale, softcap, t);
             set_columns(&mut positions, plan, entry, unit_x, &listing, t);
-            add_alibi(&mut s, slope, &positions, &lengths, Walk::Rows, t);
+            let biases = biases::<E, A>(
+                slope,
+                &bias,
+                bias_start,
+                bias_strides.row,
+                &positions,
+                &lengths,
+                Walk::Rows,
+                t,
+            );
+            add_biases(&mut s, &biases, t);
             if step < walk.masked {
                 mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
             }
@@ -286,7 +299,17 @@ pub fn forward<E: Float, A: Float, N: Size>(
             let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
             score(&mut s, scale, softcap, t);
             set_columns(&mut positions, plan, entry, unit_x, &listing, t);
-            add_alibi(&mut s, slope, &positions, &lengths, Walk::Rows, t);
+            let biases = biases::<E, A>(
+                slope,
+                &bias,
+                bias_start,
+                bias_strides.row,
+                &positions,
+                &lengths,
+                Walk::Rows,
+                t,
+            );
+            add_biases(&mut s, &biases, t);
             if step < walk.masked {
                 mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
             }

@@ -77,8 +77,9 @@ pub fn shared_bytes(tile: &Tile, kernel: super::Kernel, accumulator: usize) -> u
         };
     let fours = tile.rows * (own + weights) + tile.cols() * gathered;
     let scratch = match kernel {
-        super::Kernel::Forward => forward::scratch_len(*tile),
-        _ => 0,
+        super::Kernel::BackwardRows => 1,
+        super::Kernel::BackwardColumns if !tile.bias => 1,
+        _ => forward::scratch_len(*tile),
     };
     // The compiler may align each of the up to seven arrays.
     (fours * 4 + scratch) * accumulator + 7 * 16
@@ -127,6 +128,8 @@ pub fn choose(
             softcap: sizes.softcap,
             alibi: sizes.alibi,
             dropout: sizes.dropout,
+            bias: sizes.bias,
+            bias_gradient: false,
             planes: planes.contains(Plane::Ops)
                 && planes.contains(Plane::Sync)
                 && hardware.plane_size_min as usize >= units_x,

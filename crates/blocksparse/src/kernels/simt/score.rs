@@ -1,4 +1,4 @@
-//! From products to scores: scale, softcap and biases by position.
+//! From products to scores: scale, softcap and biases.
 
 use cubecl::prelude::*;
 
@@ -79,44 +79,89 @@ pub struct Lengths {
     pub keys: usize,
 }
 
-/// The ALiBi bias of the unit's pair `(i, j)`: `−slope · |distance|`, the last query sitting at the last key.
+/// Strides of a contiguous bias `[batch or 1, heads or 1, seq_q or 1, seq_kv]`: 0 where it is 1.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct BiasStrides {
+    /// Between batch entries.
+    pub batch: usize,
+    /// Between heads.
+    pub head: usize,
+    /// Between queries.
+    pub row: usize,
+}
+
+/// A query and a key.
+#[derive(CubeType, Clone, Copy)]
+pub struct Pair {
+    /// Row of the query.
+    pub query: usize,
+    /// Row of the key.
+    pub key: usize,
+}
+
+/// The pair of row `i` and column `j`.
 #[cube]
-pub fn alibi<A: Float>(
-    slope: A,
+pub fn pair_at(
     positions: &Positions,
-    lengths: &Lengths,
     #[comptime] i: usize,
     #[comptime] j: usize,
     #[comptime] walk: Walk,
-) -> A {
+) -> Pair {
     let mut query = positions.rows[i];
     let mut key = positions.cols[j];
     if comptime!(matches!(walk, Walk::Columns)) {
         query = positions.cols[j];
         key = positions.rows[i];
     }
-    let query = query + lengths.keys;
-    let key = key + lengths.queries;
-    A::new(0.0) - slope * A::cast_from(query.max(key) - query.min(key))
+    Pair { query, key }
 }
 
-/// Adds the ALiBi biases to the unit's scores.
+/// What is added to the unit's scores, `[unit_rows · 4]`: `−slope · |distance|`, the last query sitting at the last key, and the
+/// given bias, which begins at element `start`.
 #[cube]
-pub fn add_alibi<A: Float>(
-    s: &mut Array<A>,
+pub fn biases<E: Float, A: Float>(
     slope: A,
+    bias: &ComptimeOption<Box<[E]>>,
+    start: usize,
+    bias_row: usize,
     positions: &Positions,
     lengths: &Lengths,
     #[comptime] walk: Walk,
     #[comptime] t: Tile,
-) {
-    if comptime!(t.alibi) {
+) -> Array<A> {
+    let mut biases = Array::<A>::new(comptime!(if t.biased() { t.unit_rows * 4 } else { 1 }));
+    if comptime!(t.biased()) {
         #[unroll]
         for i in 0..comptime!(t.unit_rows) {
             #[unroll]
             for j in 0..4usize {
-                s[comptime!(4 * i + j)] += alibi::<A>(slope, positions, lengths, i, j, walk);
+                let pair = pair_at(positions, i, j, walk);
+                let mut sum = A::new(0.0);
+                if comptime!(t.alibi) {
+                    let query = pair.query + lengths.keys;
+                    let key = pair.key + lengths.queries;
+                    sum -= slope * A::cast_from(query.max(key) - query.min(key));
+                }
+                if comptime!(t.bias) {
+                    let bias = bias.as_ref().unwrap();
+                    if pair.query < lengths.queries && pair.key < lengths.keys {
+                        sum += A::cast_from(bias[start + pair.query * bias_row + pair.key]);
+                    }
+                }
+                biases[comptime!(4 * i + j)] = sum;
             }
+        }
+    }
+    biases
+}
+
+/// Adds the biases to the unit's scores.
+#[cube]
+pub fn add_biases<A: Float>(s: &mut Array<A>, biases: &Array<A>, #[comptime] t: Tile) {
+    if comptime!(t.biased()) {
+        #[unroll]
+        for i in 0..comptime!(t.unit_rows * 4) {
+            s[i] += biases[i];
         }
     }
 }

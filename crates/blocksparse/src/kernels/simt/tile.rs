@@ -33,6 +33,10 @@ pub struct Tile {
     pub alibi: bool,
     /// Whether weights are dropped out.
     pub dropout: bool,
+    /// Whether scores have a given bias.
+    pub bias: bool,
+    /// Whether the backward kernel makes the bias's gradient, and not that of its inputs.
+    pub bias_gradient: bool,
     /// Whether plane operations reduce rows; else shared memory does.
     pub planes: bool,
     /// Whether positions are listed by residue class.
@@ -46,7 +50,12 @@ pub struct Tile {
 impl Tile {
     /// Whether anything depends on the positions of a pair.
     pub fn positions(&self) -> bool {
-        self.alibi || self.dropout
+        self.biased() || self.dropout
+    }
+
+    /// Whether anything is added to scores.
+    pub fn biased(&self) -> bool {
+        self.alibi || self.bias
     }
 
     /// Columns of a step.
