@@ -1,8 +1,11 @@
 //! Attention and its gradients in f64, pair by pair from a predicate: plain loops that share nothing
 //! with the code under test.
 
+use burn::tensor::{DType, TensorData};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+
+use crate::compare::to_f64;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
@@ -56,6 +59,9 @@ pub struct Answer {
     pub dq: Vec<f64>,
     pub dk: Vec<f64>,
     pub dv: Vec<f64>,
+    /// The largest of the terms whose differences dq and dk are made of. A row with a single key has a gradient of 0, as the difference of
+    /// two of these: what rounding leaves of it is relative to them.
+    pub score_terms: f64,
 }
 
 impl Problem {
@@ -90,9 +96,10 @@ impl Problem {
     }
 
     /// Rounds every input, so that the answer is that of inputs a dtype can hold.
-    pub fn round_inputs(&mut self, round: impl Fn(f64) -> f64) {
+    pub fn round_to(&mut self, dtype: DType) {
         for values in [&mut self.q, &mut self.k, &mut self.v, &mut self.grad_out] {
-            values.iter_mut().for_each(|x| *x = round(*x));
+            let data = TensorData::new(values.clone(), [values.len()]);
+            *values = to_f64(data.convert_dtype(dtype));
         }
     }
 
@@ -106,6 +113,7 @@ impl Problem {
             dq: zeros(s.q()),
             dk: zeros(s.k()),
             dv: zeros(s.v()),
+            score_terms: 0.0,
         };
         for batch in 0..s.batch {
             for head in 0..s.heads {
@@ -167,6 +175,10 @@ impl Problem {
                 *dv += p[k] * d_out;
             }
             let ds = p[k] * (dp[k] - delta) * slope(raw[k]) * self.scale;
+            let term = p[k] * dp[k].abs().max(delta.abs()) * slope(raw[k]) * self.scale.abs();
+            for x in self.k[k_range(j)].iter().chain(q) {
+                answer.score_terms = answer.score_terms.max(term * x.abs());
+            }
             for (dq, key) in answer.dq[q_range.clone()]
                 .iter_mut()
                 .zip(&self.k[k_range(j)])
