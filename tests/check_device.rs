@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use burn_blocksparse_tests::devices::devices;
-use burn_blocksparse_tests::{CHECKS, LARGE};
+use burn_blocksparse_tests::{CHECKS, NAMED};
 
 const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda check-device [PART OF A NAME]...";
 
@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         eprintln!("{USAGE}\n\nchecks:");
         CHECKS.iter().for_each(|(name, _)| eprintln!("  {name}"));
         eprintln!("and, only if named:");
-        LARGE.iter().for_each(|(name, _)| eprintln!("  {name}"));
+        NAMED.iter().for_each(|(name, _)| eprintln!("  {name}"));
         return ExitCode::from(2);
     }
     // Safe: nothing else runs yet.
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     let checks = CHECKS
         .iter()
         .filter(|(name, _)| wanted.is_empty() || named(name));
-    for (name, check) in checks.chain(LARGE.iter().filter(|(name, _)| named(name))) {
+    for (name, check) in checks.chain(NAMED.iter().filter(|(name, _)| named(name))) {
         let start = Instant::now();
         let result = catch_unwind(|| check(&devices));
         let verdict = if result.is_ok() { "ok    " } else { "FAILED" };

@@ -2,10 +2,12 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, Dropout, Pattern, attention,
-    attention_with_tensors, merge_attention,
+    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, Dropout, LayoutShape, Pattern,
+    WeightsMode, attention, attention_with_tensors, merge_attention,
 };
-use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse_tests::devices::{devices, supports};
+use proptest::prelude::*;
+use proptest::{collection, option, sample};
 use rstest::rstest;
 
 fn layout() -> BlockLayout {
@@ -186,6 +188,66 @@ fn limits_of_a_device() {
                 error.to_string(),
                 "dtype must be a float type of the device, got f64"
             );
+        }
+    }
+}
+
+proptest::proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever the shapes, dtypes and options: an output of the right shape, or an error that says what was expected.
+    #[test]
+    fn arguments_of_any_shape(
+        shapes in collection::vec(collection::vec(0usize..5, 4), 3),
+        agree in any::<bool>(),
+        (heads, seq_q, seq_kv) in (1usize..5, 1usize..5, 1usize..5),
+        batch in option::of(1usize..3),
+        dtypes in collection::vec(sample::select(vec![DType::F32, DType::F32, DType::F32, DType::F64, DType::F16]), 3),
+        scale in option::of(any::<f64>()),
+        softcap in option::of(any::<f64>()),
+        store in any::<bool>(),
+    ) {
+        let layout = Pattern::causal();
+        let shape = LayoutShape { heads, seq_q, seq_kv, block_size: 8 };
+        let layout = BlockLayout::new(&layout, shape).unwrap();
+        let layout = match batch {
+            Some(batch) => BlockLayout::stack_batch(&vec![layout; batch]).unwrap(),
+            None => layout,
+        };
+        let mut shapes: Vec<[usize; 4]> = shapes.iter().map(|s| [s[0], s[1], s[2], s[3]]).collect();
+        if agree {
+            let [b, kv, _, d] = shapes[0];
+            shapes = vec![[b, heads, seq_q, d], [b, kv, seq_kv, d], [b, kv, seq_kv, shapes[2][3]]];
+        }
+        let [[q_batch, q_heads, q_seq, q_dim], [k_batch, kv_heads, k_seq, k_dim], [v_batch, v_heads, v_seq, v_dim]] = shapes[..] else { unreachable!() };
+        let fits = q_batch > 0 && q_dim > 0 && v_dim > 0 && kv_heads > 0
+            && batch.is_none_or(|batch| batch == q_batch)
+            && (q_heads, q_seq, k_seq, v_seq) == (heads, seq_q, seq_kv, seq_kv)
+            && (k_batch, v_batch, k_dim, v_heads) == (q_batch, q_batch, q_dim, kv_heads)
+            && heads.is_multiple_of(kv_heads)
+            && dtypes.iter().all(|dtype| *dtype == dtypes[0])
+            && scale.is_none_or(f64::is_finite)
+            && softcap.is_none_or(|cap| cap.is_finite() && cap > 0.0);
+        let mut options = AttentionOptions::default();
+        (options.scale, options.softcap) = (scale, softcap);
+        if store {
+            options = options.weights(WeightsMode::Store);
+        }
+        for device in devices() {
+            if dtypes.iter().any(|dtype| !supports(&device, *dtype)) {
+                continue;
+            }
+            let tensor = |k: usize| Tensor::<4>::zeros(shapes[k], (&device, dtypes[k]));
+            match attention(tensor(0), tensor(1), tensor(2), &layout, options.clone()) {
+                Ok(out) => {
+                    prop_assert!(fits, "{:?} was taken", shapes);
+                    prop_assert_eq!(out.dims(), [q_batch, heads, seq_q, v_dim]);
+                }
+                Err(error) => {
+                    prop_assert!(!fits, "{:?} was refused: {}", shapes, error);
+                    prop_assert!(error.to_string().contains(" must be "), "{}", error);
+                }
+            }
         }
     }
 }

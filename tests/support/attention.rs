@@ -27,7 +27,7 @@ pub(crate) fn inputs(problem: &Problem, device: &Device, dtype: DType) -> [Tenso
 }
 
 /// Output and gradients by q, k, v.
-fn run(
+pub(crate) fn run(
     problem: &Problem,
     layout: &BlockLayout,
     options: AttentionOptions,
@@ -115,7 +115,7 @@ pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
             for dtype in half_dtypes(device) {
                 let what = format!("{}, {device:?}, {dtype:?}", case.name);
                 let mut problem = case.problem(2000 + index as u64);
-                problem.round_inputs(|x| to_f64(TensorData::from([x]).convert_dtype(dtype))[0]);
+                problem.round_to(dtype);
                 let answer = problem.solve();
                 let layout = case.layout();
                 let device = device.clone().autodiff();
@@ -141,15 +141,23 @@ pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
     }
 }
 
+/// What is masked, `[batch | 1, heads, seq_q, seq_kv]`.
 fn mask(layout: &BlockLayout, device: &Device) -> Tensor<4, Bool> {
     let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
-    let masked: Vec<bool> = (0..heads)
-        .flat_map(|head| layout.to_dense(head).into_iter().flatten().map(|on| !on))
+    let batch = layout.batch().unwrap_or(1);
+    let heads_of = |batch| (0..heads).map(move |head| (batch, head));
+    let masked: Vec<bool> = (0..batch)
+        .flat_map(heads_of)
+        .flat_map(|(batch, head)| layout.to_dense_batch(batch, head))
+        .flatten()
+        .map(|on| !on)
         .collect();
-    Tensor::from_data(TensorData::new(masked, [1, heads, seq_q, seq_kv]), device)
+    let shape = [batch, heads, seq_q, seq_kv];
+    Tensor::from_data(TensorData::new(masked, shape), device)
 }
 
-fn run_dense(
+/// Output and gradients of Burn's own attention, in dense operations.
+pub(crate) fn run_dense(
     case: &Case,
     problem: &Problem,
     layout: &BlockLayout,
@@ -165,7 +173,17 @@ fn run_dense(
         softcap: case.softcap,
         is_causal: false,
     };
-    let out = attention_fallback(q.clone(), k.clone(), v.clone(), Some(mask), None, options);
+    // It knows no grouped heads.
+    let repeated = |x: &Tensor<4>| {
+        let [batch, kv_heads, seq, dim] = x.dims();
+        let group = heads / kv_heads;
+        let groups = x.clone().unsqueeze_dim::<5>(2);
+        groups
+            .expand([batch, kv_heads, group, seq, dim])
+            .reshape([batch, heads, seq, dim])
+    };
+    let (k_all, v_all) = (repeated(&k), repeated(&v));
+    let out = attention_fallback(q.clone(), k_all, v_all, Some(mask), None, options);
     let grads = (out.clone() * grad_out).sum().backward();
     [
         out.inner().into_data(),

@@ -8,10 +8,15 @@ const SMALLEST_SCALE: f64 = 0.1;
 
 /// Largest `|got − expected| / max |expected|`; infinite values must agree exactly.
 pub fn relative_error(got: &[f64], expected: &[f64]) -> (f64, usize) {
+    error_relative_to(0.0, got, expected)
+}
+
+/// [`relative_error`] where the expected values are differences of `terms`.
+pub fn error_relative_to(terms: f64, got: &[f64], expected: &[f64]) -> (f64, usize) {
     assert_eq!(got.len(), expected.len(), "number of elements");
     let scale = (expected.iter())
         .filter(|x| x.is_finite())
-        .fold(0.0f64, |m, x| m.max(x.abs()))
+        .fold(terms, |m, x| m.max(x.abs()))
         .max(SMALLEST_SCALE);
     let mut worst = (0.0, 0);
     for (index, (&g, &e)) in got.iter().zip(expected).enumerate() {
@@ -29,9 +34,14 @@ pub fn relative_error(got: &[f64], expected: &[f64]) -> (f64, usize) {
 
 /// Panics, naming the worst coordinate, if the relative error is above `tolerance`.
 pub fn assert_close(what: &str, got: TensorData, expected: &[f64], tolerance: f64) {
+    assert_close_to(0.0, what, got, expected, tolerance);
+}
+
+/// [`assert_close`] where the expected values are differences of `terms`.
+pub fn assert_close_to(terms: f64, what: &str, got: TensorData, expected: &[f64], tolerance: f64) {
     let shape = got.shape().clone();
     let got = to_f64(got);
-    let (error, index) = relative_error(&got, expected);
+    let (error, index) = error_relative_to(terms, &got, expected);
     if error <= tolerance {
         return;
     }

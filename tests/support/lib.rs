@@ -6,6 +6,7 @@ pub mod autodiff;
 pub mod cases;
 pub mod compare;
 pub mod devices;
+pub mod fuzz;
 pub mod options;
 pub mod reference;
 
@@ -88,11 +89,14 @@ pub const CHECKS: &[(&str, Check)] = &[
     ),
 ];
 
-/// Checks that need a large GPU.
-pub const LARGE: &[(&str, Check)] = &[(
-    "more_than_2_31_elements",
-    attention::more_than_2_31_elements,
-)];
+/// Checks that run only if they are named: one that needs a large GPU, and one that takes as long as it is asked to.
+pub const NAMED: &[(&str, Check)] = &[
+    (
+        "more_than_2_31_elements",
+        attention::more_than_2_31_elements,
+    ),
+    ("fuzz", fuzz::fuzz),
+];
 
 /// Makes tests of checks, on the devices of [`devices::devices`].
 #[macro_export]

@@ -2,7 +2,7 @@
 
 use crate::attention::inputs;
 use crate::cases::{Case, table};
-use crate::compare::{assert_close, to_f64};
+use crate::compare::assert_close;
 use crate::devices::{exact_dtypes, half_dtypes};
 use crate::reference::Problem;
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
@@ -229,7 +229,7 @@ pub fn options_in_half_precision(devices: &[Device]) {
             for dtype in half_dtypes(device) {
                 let problem = case.problem(seed).with_grad_lse(seed);
                 let (mut problem, options) = everything(*index, case, problem);
-                problem.round_inputs(|x| to_f64(TensorData::from([x]).convert_dtype(dtype))[0]);
+                problem.round_to(dtype);
                 let call = Call {
                     what: format!("{}, all options", case.name),
                     problem: &problem,

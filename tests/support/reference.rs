@@ -1,9 +1,12 @@
 //! Attention and its gradients in f64, pair by pair from a predicate: plain loops that share nothing
 //! with the code under test.
 
+use burn::tensor::{DType, TensorData};
 use burn_blocksparse::Dropout;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+
+use crate::compare::to_f64;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
@@ -89,6 +92,9 @@ pub struct Answer {
     pub dsinks: Vec<f64>,
     /// By the bias.
     pub dbias: Vec<f64>,
+    /// The largest of the terms whose differences dq and dk are made of. A row with a single key has a gradient of 0, as the difference of
+    /// two of these: what rounding leaves of it is relative to them.
+    pub score_terms: f64,
 }
 
 impl Problem {
@@ -170,7 +176,7 @@ impl Problem {
     }
 
     /// Rounds every input, so that the answer is that of inputs a dtype can hold.
-    pub fn round_inputs(&mut self, round: impl Fn(f64) -> f64) {
+    pub fn round_to(&mut self, dtype: DType) {
         let options = [
             self.sinks.as_mut(),
             self.bias.as_mut().map(|bias| &mut bias.values),
@@ -179,7 +185,8 @@ impl Problem {
             .into_iter()
             .chain(options.into_iter().flatten())
         {
-            values.iter_mut().for_each(|x| *x = round(*x));
+            let data = TensorData::new(values.clone(), [values.len()]);
+            *values = to_f64(data.convert_dtype(dtype));
         }
     }
 
@@ -195,6 +202,7 @@ impl Problem {
             dv: zeros(s.v()),
             dsinks: vec![0.0; s.heads],
             dbias: vec![0.0; self.bias.as_ref().map_or(0, |bias| bias.values.len())],
+            score_terms: 0.0,
         };
         for batch in 0..s.batch {
             for head in 0..s.heads {
@@ -283,6 +291,11 @@ impl Problem {
                 answer.dbias[bias.place(batch, head, i, j)] += by_score;
             }
             let ds = by_score * slope(raw[k]) * self.scale;
+            let rest = (delta - self.grad_lse[row]).abs();
+            let term = p[k] * dp[k].abs().max(rest) * slope(raw[k]) * self.scale.abs();
+            for x in self.k[k_range(j)].iter().chain(q) {
+                answer.score_terms = answer.score_terms.max(term * x.abs());
+            }
             for (dq, key) in answer.dq[q_range.clone()]
                 .iter_mut()
                 .zip(&self.k[k_range(j)])

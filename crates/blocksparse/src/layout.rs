@@ -276,11 +276,11 @@ impl BlockLayout {
                     let Some(mask) = block(head, q_block, kv_block) else {
                         continue;
                     };
-                    if mask.words().len() != b * b / 64 {
+                    if mask.block_size() != b {
                         return Err(LayoutError::argument(
-                            "the mask returned by the callback",
-                            format!("{} words, those of block size {b}", b * b / 64),
-                            mask.words().len(),
+                            "the block size of the mask returned by the callback",
+                            format!("{b}, the layout's"),
+                            mask.block_size(),
                         ));
                     }
                     let (height, width) = (grid.rows_in(q_block), grid.columns_in(kv_block));
@@ -442,33 +442,51 @@ impl BlockLayout {
     }
 
     /// Which of the distinct patterns `head` of batch entry `batch` uses.
+    ///
+    /// # Panics
+    /// If `batch` or `head` is not one of the layout's.
     pub fn pattern_of(&self, batch: usize, head: usize) -> usize {
         let batch = if self.inner.batch.is_some() { batch } else { 0 };
         self.inner.head_patterns[batch * self.heads() + head] as usize
     }
 
     /// The kept key blocks of a row of query blocks, ascending.
+    ///
+    /// # Panics
+    /// If `pattern` or `q_block` is not one of the layout's.
     pub fn row(&self, pattern: usize, q_block: usize) -> Vec<Entry> {
         self.inner.patterns[pattern].row(q_block)
     }
 
     /// The same, as runs.
+    ///
+    /// # Panics
+    /// If `pattern` or `q_block` is not one of the layout's.
     pub fn row_runs(&self, pattern: usize, q_block: usize) -> &[Run] {
         self.inner.patterns[pattern].runs(q_block)
     }
 
     /// Kept blocks before each block row of a pattern: `[q_blocks + 1]`.
+    ///
+    /// # Panics
+    /// If `pattern` is not one of the layout's.
     pub fn row_offsets(&self, pattern: usize) -> &[usize] {
         &self.inner.patterns[pattern].row_offsets
     }
 
     /// The query blocks that attend to a column of key blocks, ascending. The first call for a pattern
     /// transposes it, O(blocks).
+    ///
+    /// # Panics
+    /// If `pattern` or `kv_block` is not one of the layout's.
     pub fn column(&self, pattern: usize, kv_block: usize) -> Vec<Entry> {
         entries(self.column_runs(pattern, kv_block))
     }
 
     /// The same, as runs.
+    ///
+    /// # Panics
+    /// If `pattern` or `kv_block` is not one of the layout's.
     pub fn column_runs(&self, pattern: usize, kv_block: usize) -> &[Run] {
         let head = &self.inner.patterns[pattern];
         head.columns
@@ -482,6 +500,9 @@ impl BlockLayout {
     }
 
     /// Kept blocks of one distinct pattern.
+    ///
+    /// # Panics
+    /// If `pattern` is not one of the layout's.
     pub fn pattern_blocks(&self, pattern: usize) -> usize {
         self.inner.patterns[pattern].blocks()
     }
@@ -529,6 +550,9 @@ impl BlockLayout {
     }
 
     /// The element mask of `head` in batch entry `batch`.
+    ///
+    /// # Panics
+    /// If `head` or `batch` is not one of the layout's.
     ///
     /// # Panics
     /// If `head` or `batch` is not one of the layout's.

@@ -13,9 +13,9 @@ pub struct BlockMask {
 }
 
 impl BlockMask {
-    /// The mask with the bits `allowed(row, column)`, both in `0..block_size`.
+    /// The mask with the bits `allowed(row, column)`, both in `0..block_size`. A layout takes masks of its own block size only.
     pub fn from_fn(block_size: usize, mut allowed: impl FnMut(usize, usize) -> bool) -> Self {
-        let mut words = vec![0u64; block_size * block_size / 64].into_boxed_slice();
+        let mut words = vec![0u64; (block_size * block_size).div_ceil(64)].into_boxed_slice();
         for row in 0..block_size {
             for column in 0..block_size {
                 if allowed(row, column) {
@@ -61,8 +61,17 @@ impl BlockMask {
         }
     }
 
+    /// Rows and columns of the block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
     /// Whether the pair (`row`, `column`) of the block is computed.
+    ///
+    /// # Panics
+    /// If the pair is not one of the block's.
     pub fn get(&self, row: usize, column: usize) -> bool {
+        debug_assert!(row < self.block_size && column < self.block_size);
         let bit = row * self.block_size + column;
         self.words[bit / 64] >> (bit % 64) & 1 == 1
     }
@@ -79,7 +88,7 @@ impl BlockMask {
 
     /// Whether every pair is computed.
     pub fn is_full(&self) -> bool {
-        self.words.iter().all(|&w| w == u64::MAX)
+        self.count() == (self.block_size * self.block_size) as u64
     }
 
     /// The bits, 64 to a word, row-major: `block_size² / 64` words.

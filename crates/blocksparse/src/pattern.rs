@@ -10,6 +10,9 @@ use crate::{BlockLayout, LayoutError, LayoutShape};
 /// Windows, strides and the like stay below this, so that positions can be computed in i64.
 const MAX_PARAMETER: usize = 1 << 40;
 
+/// Random blocks of a row: each is compared with those drawn before it.
+const MAX_DRAWN: usize = 1 << 12;
+
 type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
 
 /// Which (query, key) pairs of each head are computed.
@@ -269,7 +272,7 @@ impl Pattern {
         let last = block.saturating_mul(blocks.saturating_sub(1));
         let ends = match last {
             0 => vec![(0, block)],
-            _ if last == block => vec![(0, 2 * block)],
+            _ if last == block => vec![(0, block.saturating_mul(2))],
             _ => vec![(0, block), (last, last.saturating_add(block))],
         };
         Self::union([
@@ -665,7 +668,11 @@ impl Pattern {
                 positive("block", *block)?;
                 positive("blocks", *blocks)?;
                 between("block · blocks", 1, block.saturating_mul(*blocks))?;
-                between("count", 0, *count)
+                if *count > MAX_DRAWN {
+                    let expected = format!("at most {MAX_DRAWN}");
+                    return error("count", expected, count.to_string());
+                }
+                Ok(())
             }
             Self::Union(parts) | Self::Intersection(parts) | Self::PerHead(parts) => {
                 positive("the number of parts", parts.len())?;
@@ -916,9 +923,11 @@ impl fmt::Display for Pattern {
                 after,
             } => write!(f, "chunked({size}, before = {before}, after = {after})"),
             Self::Global { ranges } => {
-                let ranges = ranges.iter().map(|&(first, after)| match after - first {
-                    1 => first.to_string(),
-                    _ => format!("{first}..{after}"),
+                let ranges = ranges.iter().map(|&(first, after)| {
+                    match first.checked_add(1) == Some(after) {
+                        true => first.to_string(),
+                        false => format!("{first}..{after}"),
+                    }
                 });
                 write!(f, "global({})", few(ranges))
             }

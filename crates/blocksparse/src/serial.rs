@@ -144,10 +144,9 @@ fn check_rows(
             q_blocks + 1
         )));
     }
-    // seen[J] = last row (plus one) that kept block J.
-    let mut seen = vec![0usize; kv_blocks];
     for q_block in 0..q_blocks {
-        for run in &runs[offsets[q_block]..offsets[q_block + 1]] {
+        let row = &runs[offsets[q_block]..offsets[q_block + 1]];
+        for run in row {
             let last = u64::from(run.start)
                 + u64::from(run.count.saturating_sub(1)) * u64::from(run.stride);
             if run.count == 0 || run.stride == 0 || last >= kv_blocks as u64 {
@@ -162,21 +161,74 @@ fn check_rows(
                     run.mask
                 )));
             };
-            for block in run.blocks() {
-                if std::mem::replace(&mut seen[block as usize], q_block + 1) == q_block + 1 {
-                    return Err(corrupt(format!(
-                        "row {q_block}: key block {block} occurs twice"
-                    )));
-                }
-                if !inside(mask, run.mask, grid, q_block, block as usize) {
-                    return Err(corrupt(format!(
-                        "row {q_block}: the mask of key block {block} allows pairs beyond seq_q or seq_kv"
-                    )));
-                }
+            // Of a run, only the last block can be on the edge of the keys; on that of the queries all are.
+            if !inside(mask, run.mask, grid, q_block, last as usize) {
+                return Err(corrupt(format!(
+                    "row {q_block}: the mask of key block {last} allows pairs beyond seq_q or seq_kv"
+                )));
             }
+        }
+        if let Some(block) = repeated(row) {
+            return Err(corrupt(format!(
+                "row {q_block}: key block {block} occurs twice"
+            )));
         }
     }
     Ok(())
+}
+
+/// A block that two runs of a row have in common. The runs are not expanded: a few bytes can claim billions of blocks.
+fn repeated(row: &[Run]) -> Option<u64> {
+    let mut row: Vec<&Run> = row.iter().collect();
+    row.sort_unstable_by_key(|run| run.start);
+    // Of the runs so far: the one without gaps that goes furthest, and those with gaps.
+    let mut furthest: Option<&Run> = None;
+    let mut strided: Vec<&Run> = Vec::new();
+    for run in row {
+        strided.retain(|other| other.last() >= run.start);
+        let block = (furthest.into_iter().chain(strided.iter().copied()))
+            .find_map(|other| common_block(other, run));
+        if block.is_some() {
+            return block;
+        }
+        match run.stride == 1 || run.count == 1 {
+            true if furthest.is_none_or(|other| run.last() > other.last()) => furthest = Some(run),
+            true => {}
+            false => strided.push(run),
+        }
+    }
+    None
+}
+
+/// The first block of both runs: the first solution of two congruences.
+fn common_block(a: &Run, b: &Run) -> Option<u64> {
+    let [(a0, a_stride), (b0, b_stride)] =
+        [a, b].map(|run| (i128::from(run.start), i128::from(run.stride)));
+    let (gcd, inverse) = bezout(a_stride, b_stride);
+    if (b0 - a0) % gcd != 0 {
+        return None;
+    }
+    // a0 + k · a_stride ≡ b0 modulo b_stride
+    let period = b_stride / gcd;
+    let k = ((b0 - a0) / gcd * inverse).rem_euclid(period);
+    let (first, step) = (a0 + k * a_stride, a_stride * period);
+    let from = a0.max(b0);
+    let block = match first >= from {
+        true => first,
+        false => first + (from - first + step - 1) / step * step,
+    };
+    (block <= i128::from(a.last().min(b.last()))).then_some(block as u64)
+}
+
+/// `(g, x)` with `g = gcd(a, b)` and `a · x ≡ g` modulo `b`.
+fn bezout(a: i128, b: i128) -> (i128, i128) {
+    let ((mut old_r, mut r), (mut old_x, mut x)) = ((a, b), (1, 0));
+    while r != 0 {
+        let quotient = old_r / r;
+        (old_r, r) = (r, old_r - quotient * r);
+        (old_x, x) = (x, old_x - quotient * x);
+    }
+    (old_r, old_x)
 }
 
 fn inside(mask: &BlockMask, id: u32, grid: &Grid, q_block: usize, kv_block: usize) -> bool {

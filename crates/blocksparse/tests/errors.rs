@@ -124,6 +124,14 @@ use serde_json::{Value, json};
     8,
     "random_blocks(0, 4, 1, seed = 0): block must be between 1 and 1099511627776, got 0"
 )]
+#[case(
+    Pattern::random_blocks(8, 1 << 30, 1 << 40, 0),
+    3,
+    64,
+    8,
+    "random_blocks(8, 1073741824, 1099511627776, seed = 0): count must be at most 4096, got 1099511627776"
+)]
+#[case(Pattern::Global { ranges: vec![(5, 2)] }, 3, 64, 8, "global(5..2): ranges must be ascending and disjoint, got 5..2")]
 #[case(Pattern::union([]), 3, 64, 8, "union(): the number of parts must be between 1 and 1099511627776, got 0")]
 #[case(Pattern::union([Pattern::causal(), Pattern::local(0)]), 3, 64, 8, "local(0): window must be between 1 and 1099511627776, got 0")]
 fn bad_arguments(
@@ -150,14 +158,17 @@ fn masks_of_another_block_size() {
         seq_kv: 32,
         block_size: 16,
     };
-    let layout =
-        BlockLayout::from_block_fn("bad", shape, |_, _, _| Some(BlockMask::corner(8, 8, 8)));
-    assert!(
-        layout
-            .unwrap_err()
-            .to_string()
-            .contains("those of block size 16")
-    );
+    // 15 × 15 bits take as many words as 16 × 16.
+    for other in [0, 1, 8, 15, 17, 32] {
+        let mask = BlockMask::from_fn(other, |_, _| true);
+        let layout = BlockLayout::from_block_fn("bad", shape, |_, _, _| Some(mask.clone()));
+        assert_eq!(
+            layout.unwrap_err().to_string(),
+            format!(
+                "the block size of the mask returned by the callback must be 16, the layout's, got {other}"
+            )
+        );
+    }
 }
 
 #[test]

@@ -157,7 +157,8 @@ impl SparseMultiHeadAttentionConfig {
             validate_rope(rope, self.d_key.unwrap_or(self.d_model) / self.n_heads)?;
         }
         let scale = self.scale.unwrap_or(1.0);
-        ensure(scale.is_finite(), "scale", || "finite".into(), scale)?;
+        let finite = (scale as f32).is_finite();
+        ensure(finite, "scale", || "finite, as f32".into(), scale)?;
         for (argument, value) in [
             ("softcap", self.softcap.unwrap_or(1.0)),
             ("qk_norm_eps", self.qk_norm_eps),

@@ -119,7 +119,7 @@ impl SparseTransformerBlockConfig {
     }
 
     fn d_ff(&self) -> usize {
-        self.d_ff.unwrap_or(4 * self.d_model)
+        self.d_ff.unwrap_or(self.d_model.saturating_mul(4))
     }
 
     pub(crate) fn validate(&self) -> Result<(), TransformerError> {

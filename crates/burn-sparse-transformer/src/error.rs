@@ -73,12 +73,21 @@ pub(crate) fn ensure(
     }
 }
 
+/// Widths, lengths and counts stay below this, so that what is computed from two of them does not overflow.
+const MAX_SIZE: usize = 1 << 30;
+
 /// A size that must be at least 1.
 pub(crate) fn ensure_positive(
     argument: &'static str,
     value: usize,
 ) -> Result<(), TransformerError> {
-    ensure(value > 0, argument, || "at least 1".into(), value)
+    ensure(value > 0, argument, || "at least 1".into(), value)?;
+    ensure(
+        value <= MAX_SIZE,
+        argument,
+        || format!("at most {MAX_SIZE}"),
+        value,
+    )
 }
 
 /// A size that must be a multiple of another one.
@@ -93,7 +102,8 @@ pub(crate) fn ensure_multiple(
         argument,
         || format!("a positive multiple of {divisor_name} = {divisor}"),
         value,
-    )
+    )?;
+    ensure_positive(argument, value)
 }
 
 /// A tensor's dimensions, printed as `[2, 16, 64]`.

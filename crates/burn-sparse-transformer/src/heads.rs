@@ -7,7 +7,7 @@ use burn::nn::{
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{ensure, ensure_multiple, ensure_positive};
+use crate::error::{ensure, ensure_multiple};
 use crate::{TransformerError, rows};
 
 /// Normalisation of every query and key head, before the rotation (Dehghani et al., 2023, §2).
@@ -120,12 +120,20 @@ pub(crate) fn rotate(rope: &RotaryEncoding, x: Tensor<4>, positions: &Positions)
     }
 }
 
+/// Beyond 2²⁴ a position is no f32 any more, and angles are made of positions.
+const MAX_POSITIONS: usize = 1 << 24;
+
 /// What would make `config` panic, or not fit heads of width `d_k`.
 pub(crate) fn validate_rope(
     config: &RotaryEncodingConfig,
     d_k: usize,
 ) -> Result<(), TransformerError> {
-    ensure_positive("rope.max_sequence_length", config.max_sequence_length)?;
+    ensure(
+        (1..=MAX_POSITIONS).contains(&config.max_sequence_length),
+        "rope.max_sequence_length",
+        || format!("between 1 and {MAX_POSITIONS}"),
+        config.max_sequence_length,
+    )?;
     ensure(
         config.d_model == d_k,
         "rope.d_model",

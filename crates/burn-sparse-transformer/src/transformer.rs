@@ -76,7 +76,7 @@ impl SparseTransformerConfig {
     /// The paper's half-size variant: query and key projections of `d_model / 2`, feed-forward networks
     /// of `2 · d_model` (§5.2).
     pub fn half_size(self) -> Self {
-        let (d_key, d_ff) = (self.d_model / 2, 2 * self.d_model);
+        let (d_key, d_ff) = (self.d_model / 2, self.d_model.saturating_mul(2));
         self.with_d_key(Some(d_key)).with_d_ff(Some(d_ff))
     }
 
@@ -157,6 +157,7 @@ impl SparseTransformerConfig {
         ensure_positive("vocab_size", self.vocab_size)?;
         ensure_positive("context", self.context)?;
         ensure_positive("n_layers", self.n_layers)?;
+        ensure_positive("d_model", self.d_model)?;
         ensure(
             (1..=self.context).contains(&self.embedding_width),
             "embedding_width",

@@ -333,7 +333,7 @@ fn configurations_that_do_not_fit_are_refused() {
     let config = || config(Pattern::causal());
     assert_eq!(
         init(config().with_scale(Some(f64::NAN))),
-        "scale must be finite, got NaN"
+        "scale must be finite, as f32, got NaN"
     );
     assert_eq!(
         init(config().with_qk_norm_eps(0.0)),
@@ -346,7 +346,7 @@ fn configurations_that_do_not_fit_are_refused() {
     );
     assert_eq!(
         init(config().with_rope(rope(0, D_K))),
-        "rope.max_sequence_length must be at least 1, got 0"
+        "rope.max_sequence_length must be between 1 and 16777216, got 0"
     );
     assert_eq!(
         init(config().with_d_key(Some(12)).with_rope(rope(16, 3))),

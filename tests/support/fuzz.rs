@@ -1,0 +1,326 @@
+//! Random cases: patterns, shapes, options and dtypes against f64. A seed is a case, and a failure prints its seed.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn::tensor::{DType, Device};
+use burn_blocksparse::{
+    AttentionOptions, BlockLayout, Pattern, Restriction, WeightsMode, attention_with_lse,
+};
+use rand::{Rng, RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::attention::{inputs, run, run_dense};
+use crate::cases::Case;
+use crate::compare::{assert_close, assert_close_to, error_relative_to, to_f64};
+use crate::devices::{exact_dtypes, half_dtypes};
+use crate::reference::{Answer, Problem};
+
+/// Cases, and the seed of the first; the next ones count on.
+const CASES: &str = "BURN_SPARSE_FUZZ_CASES";
+const SEED: &str = "BURN_SPARSE_FUZZ_SEED";
+const DEFAULT_CASES: u64 = 300;
+
+/// Runs `BURN_SPARSE_FUZZ_CASES` cases from `BURN_SPARSE_FUZZ_SEED` on; panics at the end if one failed.
+pub fn fuzz(devices: &[Device]) {
+    let (count, first) = (number(CASES, DEFAULT_CASES), number(SEED, 1));
+    let mut failed = Vec::new();
+    for device in devices {
+        for seed in first..first + count {
+            let case = Fuzz::new(seed, device);
+            if catch_unwind(AssertUnwindSafe(|| case.check(device))).is_err() {
+                eprintln!("{SEED}={seed} {CASES}=1 on {device:?} failed: {case:?}\n");
+                failed.push(seed);
+            }
+        }
+        println!("{count} cases from seed {first} on {device:?}");
+    }
+    assert!(failed.is_empty(), "{} failed: {failed:?}", failed.len());
+}
+
+fn number(name: &str, default: u64) -> u64 {
+    match std::env::var(name) {
+        Ok(text) => text
+            .parse()
+            .unwrap_or_else(|_| panic!("{name} must be a number, got {text}")),
+        Err(_) => default,
+    }
+}
+
+/// One random case.
+#[derive(Debug)]
+struct Fuzz {
+    seed: u64,
+    case: Case,
+    dtype: DType,
+    mode: WeightsMode,
+    /// Padding per batch entry.
+    restrictions: Option<Vec<Restriction>>,
+    /// Whether the layout is written and read before it is used, so that it is computed by its own blocks.
+    read: bool,
+}
+
+impl Fuzz {
+    /// The case of a seed; its dtype is one of the device's.
+    fn new(seed: u64, device: &Device) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let rng = &mut rng;
+        let kv_heads = pick(rng, &[1, 2, 3]);
+        let heads = kv_heads * pick(rng, &[1, 1, 2, 4]);
+        let seq_kv = length(rng);
+        let seq_q = match rng.random_range(0..4) {
+            0 => length(rng),
+            _ => seq_kv,
+        };
+        // Few widths, and mostly equal ones: a GPU compiles kernels for each.
+        let head_dim = pick(rng, &[8, 16, 20, 32, 64, 64, 80, 128]);
+        let value_dim = match rng.random_range(0..4) {
+            0 => pick(rng, &[8, 16, 32, 40, 64]),
+            _ => head_dim,
+        };
+        let pattern = pattern(rng, heads, seq_kv, 2);
+        let case = Case {
+            name: "fuzz",
+            pattern,
+            batch: pick(rng, &[1, 1, 2, 3]),
+            heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+            block_size: pick(rng, &[8, 16, 32, 64, 128]),
+            head_dim,
+            value_dim,
+            scale: chance(rng, 4).then(|| rng.random_range(-2.0..2.0) / (head_dim as f64).sqrt()),
+            softcap: chance(rng, 4).then(|| rng.random_range(0.3..20.0)),
+        };
+        let restrictions = chance(rng, 4).then(|| {
+            (0..case.batch)
+                .map(|_| restriction(rng, seq_q, seq_kv))
+                .collect()
+        });
+        let mode = match chance(rng, 3) {
+            true => WeightsMode::Store,
+            false => WeightsMode::Recompute,
+        };
+        let read = chance(rng, 8);
+        let mut dtypes: Vec<DType> = exact_dtypes(device).iter().map(|(d, _)| *d).collect();
+        dtypes.extend(half_dtypes(device));
+        let dtype = pick(rng, &dtypes);
+        Self {
+            seed,
+            case,
+            dtype,
+            mode,
+            restrictions,
+            read,
+        }
+    }
+
+    fn layout(&self) -> BlockLayout {
+        let layout = self.case.layout();
+        let layout = match &self.restrictions {
+            Some(entries) => layout.restrict(entries).unwrap(),
+            None => layout,
+        };
+        match self.read {
+            true => serde_json::from_str(&serde_json::to_string(&layout).unwrap()).unwrap(),
+            false => layout,
+        }
+    }
+
+    fn problem(&self) -> Problem {
+        let case = &self.case;
+        let offset = case.seq_kv as i64 - case.seq_q as i64;
+        let (pattern, restrictions) = (case.pattern.clone(), self.restrictions.clone());
+        let problem = Problem::random(case.sizes(), self.seed, move |batch, head, i, j| {
+            let kept = |list: &Option<Vec<bool>>, at: usize| list.as_ref().is_none_or(|l| l[at]);
+            let takes_part = restrictions.as_ref().is_none_or(|entries| {
+                kept(&entries[batch].queries, i) && kept(&entries[batch].keys, j)
+            });
+            takes_part && pattern.attends(head, i as i64 + offset, j as i64)
+        });
+        problem.options(case.scale, case.softcap)
+    }
+
+    fn options(&self) -> AttentionOptions {
+        self.case.options().weights(self.mode)
+    }
+
+    fn check(&self, device: &Device) {
+        let exact = exact_dtypes(device);
+        let tolerance = exact.iter().find(|(dtype, _)| *dtype == self.dtype);
+        match tolerance {
+            Some(&(_, tolerance)) => self.check_exact(device, tolerance),
+            None => self.check_half(device),
+        }
+    }
+
+    fn check_exact(&self, device: &Device, tolerance: f64) {
+        let (problem, layout) = (self.problem(), self.layout());
+        let answer = problem.solve();
+        let [q, k, v, _] = inputs(&problem, device, self.dtype);
+        let (_, lse) = attention_with_lse(q, k, v, &layout, self.options()).unwrap();
+        assert_close("lse", lse.into_data(), &answer.lse, tolerance);
+        let autodiff = device.clone().autodiff();
+        let got = run(&problem, &layout, self.options(), &autodiff, self.dtype);
+        for (got, (name, terms, expected)) in got.into_iter().zip(expected(&answer)) {
+            assert_close_to(terms, name, got, expected, tolerance);
+        }
+    }
+
+    /// As [`crate::attention::half_precision_is_as_good_as_dense`].
+    fn check_half(&self, device: &Device) {
+        let (mut problem, layout) = (self.problem(), self.layout());
+        problem.round_to(self.dtype);
+        let answer = problem.solve();
+        let device = device.clone().autodiff();
+        let got = run(&problem, &layout, self.options(), &device, self.dtype);
+        let dense = run_dense(&self.case, &problem, &layout, &device, self.dtype);
+        let rounding = match self.dtype {
+            DType::F16 => 1e-3,
+            _ => 8e-3,
+        };
+        let results = got.into_iter().zip(dense).zip(expected(&answer));
+        for ((got, dense), (name, terms, expected)) in results {
+            let (error, _) = error_relative_to(terms, &to_f64(got), expected);
+            let (of_dense, _) = error_relative_to(terms, &to_f64(dense), expected);
+            assert!(
+                error <= (2.0 * of_dense).max(rounding),
+                "{name} errs by {error:.2e}, dense math by {of_dense:.2e}"
+            );
+        }
+    }
+}
+
+/// Output and gradients, with the terms that they are differences of.
+fn expected(answer: &Answer) -> [(&'static str, f64, &[f64]); 4] {
+    [
+        ("out", 0.0, &answer.out),
+        ("dq", answer.score_terms, &answer.dq),
+        ("dk", answer.score_terms, &answer.dk),
+        ("dv", 0.0, &answer.dv),
+    ]
+}
+
+fn pick<T: Copy>(rng: &mut impl Rng, from: &[T]) -> T {
+    from[rng.random_range(0..from.len())]
+}
+
+/// One time in `n`.
+fn chance(rng: &mut impl Rng, n: usize) -> bool {
+    rng.random_range(0..n) == 0
+}
+
+/// Mostly short; on an edge of a block, next to one, or anywhere.
+fn length(rng: &mut impl Rng) -> usize {
+    let blocks = 8 * rng.random_range(1..25);
+    match rng.random_range(0..5) {
+        0 => blocks,
+        1 => blocks + 1,
+        2 => blocks - 1,
+        3 => rng.random_range(1..10),
+        _ => rng.random_range(1..220),
+    }
+}
+
+fn restriction(rng: &mut impl Rng, seq_q: usize, seq_kv: usize) -> Restriction {
+    let mut list = |seq: usize| -> Vec<bool> {
+        let (a, b) = (rng.random_range(0..=seq), rng.random_range(0..=seq));
+        let kind = rng.random_range(0..4);
+        (0..seq)
+            .map(|at| match kind {
+                0 => at < a,
+                1 => at >= a,
+                2 => at < a || at >= b,
+                _ => (at * 7 + a) % 3 > 0,
+            })
+            .collect()
+    };
+    let (queries, keys) = (list(seq_q), list(seq_kv));
+    let restriction = Restriction::default();
+    match rng.random_range(0..3) {
+        0 => restriction.keys(keys),
+        1 => restriction.queries(queries),
+        _ => restriction.keys(keys).queries(queries),
+    }
+}
+
+/// A pattern that is valid for `heads` heads, with parts up to `depth` deep.
+fn pattern(rng: &mut impl Rng, heads: usize, seq: usize, depth: usize) -> Pattern {
+    loop {
+        let pattern = any_pattern(rng, heads, seq, depth);
+        if pattern.validate(heads).is_ok() {
+            return pattern;
+        }
+    }
+}
+
+fn any_pattern(rng: &mut impl Rng, heads: usize, seq: usize, depth: usize) -> Pattern {
+    let up_to = |rng: &mut _, n: usize| -> usize { RngExt::random_range(rng, 1..=n.max(1)) };
+    let kinds = if depth == 0 { 18 } else { 23 };
+    match rng.random_range(0..kinds) {
+        0 => Pattern::dense(),
+        1 => Pattern::causal(),
+        2 => Pattern::local(up_to(rng, seq)),
+        3 => Pattern::strided(up_to(rng, 40)),
+        4 => Pattern::merged_strided(up_to(rng, 40)),
+        5 | 6 => {
+            let columns = up_to(rng, 12);
+            let groups = up_to(rng, 6);
+            Pattern::fixed_heads(columns * groups, columns, up_to(rng, groups))
+        }
+        7 => Pattern::prefix_lm(rng.random_range(0..=seq)),
+        8 => Pattern::streaming(up_to(rng, 60), rng.random_range(0..20)),
+        9 => Pattern::dilated_window(rng.random_range(0..30), up_to(rng, 8)),
+        10 => Pattern::chunked_window(
+            up_to(rng, 50),
+            rng.random_range(0..3),
+            rng.random_range(0..3),
+        ),
+        11 => Pattern::longformer(
+            rng.random_range(0..20),
+            up_to(rng, 3),
+            positions(rng, seq, 5),
+        ),
+        12 => {
+            let block = up_to(rng, 32);
+            let random = rng.random_range(0..4);
+            Pattern::bigbird(block, seq.div_ceil(block), random, rng.random())
+        }
+        13 => {
+            let columns = up_to(rng, 12);
+            let groups = up_to(rng, 5);
+            let verts = up_to(rng, groups);
+            Pattern::deepspeed_fixed(columns * groups, columns, verts, chance(rng, 2))
+        }
+        14 => {
+            let windows = [up_to(rng, 20), up_to(rng, 50)];
+            Pattern::deepspeed_variable(&windows, seq, positions(rng, seq, 4))
+        }
+        15 => Pattern::vertical_slash(positions(rng, seq, 8), positions(rng, seq, 12)),
+        16 => Pattern::documents(positions(rng, seq, 6)),
+        17 => {
+            let (a, b, m) = (up_to(rng, 9), up_to(rng, 9), up_to(rng, 4) as i64 + 1);
+            let of = move |p: i64, n: usize| p.div_euclid(n as i64);
+            Pattern::from_fn(format!("cells({a}, {b}, {m})"), move |head, i, j| {
+                (of(i, a) + of(j, b) + head as i64) % m == 0
+            })
+        }
+        18 => Pattern::union(parts(rng, heads, seq, depth, 3)),
+        19 => Pattern::intersection(parts(rng, heads, seq, depth, 3)),
+        20 => Pattern::per_head(parts(rng, heads, seq, depth, heads)),
+        21 => pattern(rng, heads, seq, depth - 1).and_causal(),
+        _ => Pattern::packed(positions(rng, seq, 5), pattern(rng, heads, seq, depth - 1)),
+    }
+}
+
+fn parts(rng: &mut impl Rng, heads: usize, seq: usize, depth: usize, most: usize) -> Vec<Pattern> {
+    let count = rng.random_range(1..=most);
+    (0..count)
+        .map(|_| pattern(rng, heads, seq, depth - 1))
+        .collect()
+}
+
+fn positions(rng: &mut impl Rng, seq: usize, most: usize) -> Vec<usize> {
+    let count = rng.random_range(0..=most);
+    (0..count).map(|_| rng.random_range(0..seq)).collect()
+}
