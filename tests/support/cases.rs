@@ -276,5 +276,12 @@ pub fn cases() -> Vec<Case> {
         Case::new("scale", Pattern::causal(), 48, 8)
             .scale(0.9)
             .dims(64, 64),
+        Case::new("few queries of grouped heads", Pattern::causal(), 0, 16)
+            .rectangular(3, 90)
+            .heads(6, 2)
+            .dims(64, 64),
+        Case::new("a query of one key head", Pattern::streaming(20, 3), 0, 8)
+            .rectangular(1, 61)
+            .heads(12, 1),
     ]
 }

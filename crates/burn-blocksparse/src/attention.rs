@@ -5,6 +5,7 @@ use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 use crate::ops::{AttentionInputs, AttentionOutput, BlockSparseOps, MaybeFloat};
+use crate::pack::packed;
 use crate::{
     AttentionError, AttentionOptions, AttentionPlan, BlockSparseWeights, WeightsMode, upload,
 };
@@ -93,9 +94,21 @@ pub(crate) fn call(
     check(&q, &k, &v, layout)?;
     options.validate(layout.heads())?;
     let plan = AttentionPlan::choose(&q, &k, &v, bias.is_some(), layout, &options)?;
-    let layout = upload::layout_tensors(layout, &q.device(), plan.is_kernels());
+    let [batch, heads, seq_q, head_dim] = q.dims();
+    let kv_heads = k.dims()[1];
+    let packed = match plan.is_kernels() {
+        true => packed(layout, kv_heads, bias.is_some(), &options),
+        false => None,
+    };
+    // The same memory: heads that share a key head are neighbours.
+    let own = match &packed {
+        Some(packed) => q.reshape([batch, kv_heads, packed.seq_q(), head_dim]),
+        None => q,
+    };
+    let layout = packed.as_ref().unwrap_or(layout);
+    let layout = upload::layout_tensors(layout, &own.device(), plan.is_kernels());
     let inputs = AttentionInputs {
-        q: q.into_dispatch(),
+        q: own.into_dispatch(),
         k: k.into_dispatch(),
         v: v.into_dispatch(),
         bias: match bias {
@@ -103,9 +116,16 @@ pub(crate) fn call(
             None => MaybeFloat::None,
         },
     };
-    Ok(<Dispatch as BlockSparseOps>::block_sparse_attention(
-        inputs, layout, options,
-    ))
+    let mut output = <Dispatch as BlockSparseOps>::block_sparse_attention(inputs, layout, options);
+    if packed.is_some() {
+        let out = Tensor::<4>::from_dispatch(output.out);
+        let value_dim = out.dims()[3];
+        let out = out.reshape([batch, heads, seq_q, value_dim]);
+        let lse = Tensor::<3>::from_dispatch(output.lse).reshape([batch, heads, seq_q]);
+        output.out = out.into_dispatch();
+        output.lse = lse.into_dispatch();
+    }
+    Ok(output)
 }
 
 pub(crate) fn check(

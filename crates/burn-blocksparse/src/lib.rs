@@ -32,6 +32,7 @@ mod error;
 mod merge;
 mod ops;
 mod options;
+mod pack;
 mod plan;
 mod reference;
 mod tensors;

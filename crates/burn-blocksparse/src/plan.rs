@@ -9,6 +9,8 @@ use blocksparse::BlockLayout;
 use burn::backend::DispatchDevice;
 use burn::tensor::{Device, Tensor};
 
+#[cfg(feature = "cube")]
+use crate::pack;
 use crate::{AttentionError, AttentionOptions, AttentionTensors, attention};
 
 /// What a call of [`attention`](crate::attention()) runs on its device. It prints:
@@ -96,6 +98,8 @@ impl AttentionPlan {
             let [batch, kv_heads, _, head_dim] = k.dims();
             let dims = [batch, kv_heads, head_dim, v.dims()[3]];
             let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, bias)?;
+            let packed = pack::packed(layout, kv_heads, bias, options);
+            let layout = packed.as_ref().unwrap_or(layout);
             let plan = crate::backends::cube::plan(inner, layout, sizes)?;
             if crate::backends::cube::uses_reference() {
                 let device = name(&device);
