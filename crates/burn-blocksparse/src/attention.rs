@@ -92,7 +92,7 @@ pub(crate) fn call(
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
     check(&q, &k, &v, layout)?;
     options.validate(layout.heads())?;
-    let plan = AttentionPlan::choose(&q, &k, &v, bias.is_some(), layout, &options)?;
+    let plan = AttentionPlan::choose(&q, &k, &v, bias.as_ref(), layout, &options)?;
     let layout = upload::layout_tensors(layout, &q.device(), plan.is_kernels());
     let inputs = AttentionInputs {
         q: q.into_dispatch(),
