@@ -33,6 +33,10 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("bias_equals_f64", options::bias_equals_f64),
     ("options_work_together", options::options_work_together),
     (
+        "options_give_the_same_bits",
+        options::options_give_the_same_bits,
+    ),
+    (
         "options_in_half_precision",
         options::options_in_half_precision,
     ),

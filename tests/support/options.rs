@@ -1,7 +1,7 @@
 //! What a call may ask for besides attention itself, against f64: every output and every gradient.
 
 use crate::attention::inputs;
-use crate::cases::{Case, table};
+use crate::cases::{Case, cases, table};
 use crate::compare::assert_close;
 use crate::devices::{exact_dtypes, half_dtypes};
 use crate::reference::Problem;
@@ -32,7 +32,25 @@ impl Call<'_> {
     }
 
     fn check_dtype(&self, device: &Device, dtype: DType, tolerance: f64) {
-        let (problem, answer) = (self.problem, self.problem.solve());
+        let answer = self.problem.solve();
+        for (name, got) in self.run(device, dtype) {
+            let expected = match name {
+                "out" => &answer.out,
+                "lse" => &answer.lse,
+                "dq" => &answer.dq,
+                "dk" => &answer.dk,
+                "dv" => &answer.dv,
+                "dsinks" => &answer.dsinks,
+                _ => &answer.dbias,
+            };
+            let what = format!("{}, {device:?}, {dtype:?}: {name}", self.what);
+            assert_close(&what, got, expected, tolerance);
+        }
+    }
+
+    /// Every output and every gradient, by name.
+    fn run(&self, device: &Device, dtype: DType) -> Vec<(&'static str, TensorData)> {
+        let problem = self.problem;
         let device = &device.clone().autodiff();
         let [q, k, v, grad_out] = inputs(problem, device, dtype);
         let [q, k, v] = [q, k, v].map(Tensor::require_grad);
@@ -64,27 +82,17 @@ impl Call<'_> {
             loss = loss.clone() + (out.clone() * grad_out).sum().cast(loss.dtype());
         }
         let grads = loss.backward();
-        let close = |name: &str, got: TensorData, expected: &[f64]| {
-            let what = format!("{}, {device:?}, {dtype:?}: {name}", self.what);
-            assert_close(&what, got, expected, tolerance);
-        };
-        close("out", out.into_data(), &answer.out);
-        close("lse", lse.into_data(), &answer.lse);
-        for (name, input, expected) in [
-            ("dq", q, &answer.dq),
-            ("dk", k, &answer.dk),
-            ("dv", v, &answer.dv),
-        ] {
-            close(name, input.grad(&grads).unwrap().into_data(), expected);
-        }
-        if let Some(sinks) = sinks {
-            let grad = sinks.grad(&grads).unwrap().into_data();
-            close("dsinks", grad, &answer.dsinks);
-        }
-        if let Some(bias) = bias {
-            let grad = bias.grad(&grads).unwrap().into_data();
-            close("dbias", grad, &answer.dbias);
-        }
+        let grad = |x: Tensor<4>| x.grad(&grads).unwrap().into_data();
+        let mut results = vec![
+            ("out", out.into_data()),
+            ("lse", lse.into_data()),
+            ("dq", grad(q)),
+            ("dk", grad(k)),
+            ("dv", grad(v)),
+        ];
+        results.extend(sinks.map(|sinks| ("dsinks", sinks.grad(&grads).unwrap().into_data())));
+        results.extend(bias.map(|bias| ("dbias", grad(bias))));
+        results
     }
 }
 
@@ -239,6 +247,29 @@ pub fn options_in_half_precision(devices: &[Device]) {
                 };
                 let tolerance = if dtype == DType::F16 { 1e-2 } else { 8e-2 };
                 call.check_dtype(device, dtype, tolerance);
+            }
+        }
+    }
+}
+
+/// The same bits twice, also where batch entries, heads or queries share a bias. Sinks are left out: they are Burn's own sums.
+pub fn options_give_the_same_bits(devices: &[Device]) {
+    for (index, shared) in [(14, SHARED[3]), (29, SHARED[5]), (37, SHARED[4])] {
+        let case = &cases()[index];
+        let dropout = Dropout::new(0.2, 5);
+        let slopes = vec![0.1; case.heads];
+        let problem = case.problem(3).with_grad_lse(3).with_bias(3, shared);
+        let call = Call {
+            what: case.name.to_string(),
+            problem: &problem,
+            layout: case.layout(),
+            options: case.options().alibi(slopes).dropout(dropout),
+            use_out: true,
+        };
+        for device in devices {
+            let (first, again) = (call.run(device, DType::F32), call.run(device, DType::F32));
+            for ((name, a), (_, b)) in first.iter().zip(&again) {
+                assert_eq!(a.as_bytes(), b.as_bytes(), "{}: {name}", case.name);
             }
         }
     }

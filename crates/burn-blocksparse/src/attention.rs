@@ -93,7 +93,7 @@ pub(crate) fn call(
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
     check(&q, &k, &v, layout)?;
     options.validate(layout.heads())?;
-    let plan = AttentionPlan::choose(&q, &k, &v, bias.is_some(), layout, &options)?;
+    let plan = AttentionPlan::choose(&q, &k, &v, bias.as_ref(), layout, &options)?;
     let [batch, heads, seq_q, head_dim] = q.dims();
     let kv_heads = k.dims()[1];
     let packed = match plan.is_kernels() {

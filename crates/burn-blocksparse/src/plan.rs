@@ -74,7 +74,7 @@ impl AttentionPlan {
         attention::check(q, k, v, layout)?;
         tensors.check(q, layout)?;
         options.validate(layout.heads())?;
-        Self::choose(q, k, v, tensors.bias.is_some(), layout, options)
+        Self::choose(q, k, v, tensors.bias.as_ref(), layout, options)
     }
 
     /// Whether fused kernels run, and not the reference.
@@ -88,7 +88,7 @@ impl AttentionPlan {
         q: &Tensor<4>,
         k: &Tensor<4>,
         v: &Tensor<4>,
-        bias: bool,
+        bias: Option<&Tensor<4>>,
         layout: &BlockLayout,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
@@ -97,15 +97,16 @@ impl AttentionPlan {
         if let DispatchDevice::Cube(inner) = device.clone().without_autodiff().as_dispatch() {
             let [batch, kv_heads, _, head_dim] = k.dims();
             let dims = [batch, kv_heads, head_dim, v.dims()[3]];
-            let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, bias)?;
-            let packed = pack::packed(layout, kv_heads, bias, options);
+            let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, bias.is_some())?;
+            let packed = pack::packed(layout, kv_heads, bias.is_some(), options);
             let layout = packed.as_ref().unwrap_or(layout);
             let plan = crate::backends::cube::plan(inner, layout, sizes)?;
             if crate::backends::cube::uses_reference() {
                 let device = name(&device);
                 return Ok(Self::Reference { device });
             }
-            if device.is_autodiff() {
+            let mut inputs = [q, k, v].into_iter().chain(bias);
+            if inputs.any(|input| input.device().is_autodiff()) {
                 plan.check_backward()?;
             }
             return Ok(Self::Kernels(plan));
