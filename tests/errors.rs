@@ -42,13 +42,14 @@ fn shapes(
 }
 
 #[rstest]
-#[case(AttentionOptions::default().scale(f64::NAN), "options.scale must be finite, got NaN")]
-#[case(AttentionOptions::default().softcap(0.0), "options.softcap must be positive and finite, got 0")]
+#[case(AttentionOptions::default().scale(f64::NAN), "options.scale must be finite in f32, got NaN")]
+#[case(AttentionOptions::default().scale(-1e39), "options.scale must be finite in f32, got -1000000000000000000000000000000000000000")]
+#[case(AttentionOptions::default().softcap(0.0), "options.softcap must be positive and finite in f32, got 0")]
 #[case(AttentionOptions::default().alibi([0.5]), "options.alibi's slopes must be 4, the layout's heads, got 1")]
-#[case(AttentionOptions::default().alibi([0.5, 0.5, f64::NAN, 0.5]), "options.alibi's slopes must be finite, got NaN")]
+#[case(AttentionOptions::default().alibi([0.5, 0.5, f64::NAN, 0.5]), "options.alibi's slopes must be finite in f32, got NaN")]
 #[case(AttentionOptions::default().dropout(Dropout::new(1.0, 0)), "options.dropout's probability must be at least 0 and less than 1, got 1")]
 #[case(AttentionOptions::default().dropout(Dropout::new(-0.1, 0)), "options.dropout's probability must be at least 0 and less than 1, got -0.1")]
-#[case(AttentionOptions::default().softcap(-1.0), "options.softcap must be positive and finite, got -1")]
+#[case(AttentionOptions::default().softcap(-1.0), "options.softcap must be positive and finite in f32, got -1")]
 fn option_values(#[case] options: AttentionOptions, #[case] message: &str) {
     for device in devices() {
         let x = zeros([1, 4, 32, 8], &device);
@@ -220,14 +221,18 @@ proptest::proptest! {
             shapes = vec![[b, heads, seq_q, d], [b, kv, seq_kv, d], [b, kv, seq_kv, shapes[2][3]]];
         }
         let [[q_batch, q_heads, q_seq, q_dim], [k_batch, kv_heads, k_seq, k_dim], [v_batch, v_heads, v_seq, v_dim]] = shapes[..] else { unreachable!() };
+        let (largest, least) = match dtypes[0] {
+            DType::F64 => (f64::MAX, f64::MIN_POSITIVE),
+            _ => (f64::from(f32::MAX), f64::from(f32::MIN_POSITIVE)),
+        };
         let fits = q_batch > 0 && q_dim > 0 && v_dim > 0 && kv_heads > 0
             && batch.is_none_or(|batch| batch == q_batch)
             && (q_heads, q_seq, k_seq, v_seq) == (heads, seq_q, seq_kv, seq_kv)
             && (k_batch, v_batch, k_dim, v_heads) == (q_batch, q_batch, q_dim, kv_heads)
             && heads.is_multiple_of(kv_heads)
             && dtypes.iter().all(|dtype| *dtype == dtypes[0])
-            && scale.is_none_or(f64::is_finite)
-            && softcap.is_none_or(|cap| cap.is_finite() && cap > 0.0);
+            && scale.is_none_or(|scale| scale.abs() <= largest)
+            && softcap.is_none_or(|cap| cap <= largest && cap >= least);
         let mut options = AttentionOptions::default();
         (options.scale, options.softcap) = (scale, softcap);
         if store {

@@ -92,7 +92,7 @@ pub(crate) fn call(
     options: AttentionOptions,
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
     check(&q, &k, &v, layout)?;
-    options.validate(layout.heads())?;
+    options.validate(layout.heads(), q.dtype())?;
     let plan = AttentionPlan::choose(&q, &k, &v, bias.as_ref(), layout, &options)?;
     let [batch, heads, seq_q, head_dim] = q.dims();
     let kv_heads = k.dims()[1];

@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
 use blocksparse::Dropout;
+use burn::tensor::DType;
 
 use crate::AttentionError;
 
@@ -110,19 +111,26 @@ impl AttentionOptions {
         self.scale.unwrap_or_else(|| 1.0 / (head_dim as f64).sqrt())
     }
 
-    /// Checks the values, for a layout of `heads` heads.
-    pub(crate) fn validate(&self, heads: usize) -> Result<(), AttentionError> {
+    /// Checks the values, for a layout of `heads` heads and tensors of `dtype`.
+    pub(crate) fn validate(&self, heads: usize, dtype: DType) -> Result<(), AttentionError> {
+        // Scores are f32, or f64 for f64 tensors.
+        let (largest, least, number) = match dtype {
+            DType::F64 => (f64::MAX, f64::MIN_POSITIVE, "f64"),
+            _ => (f64::from(f32::MAX), f64::from(f32::MIN_POSITIVE), "f32"),
+        };
+        let finite = |x: f64| x.abs() <= largest;
         if let Some(scale) = self.scale
-            && !scale.is_finite()
+            && !finite(scale)
         {
-            return Err(AttentionError::argument("options.scale", "finite", scale));
+            let expected = format!("finite in {number}");
+            return Err(AttentionError::argument("options.scale", expected, scale));
         }
         if let Some(softcap) = self.softcap
-            && !(softcap.is_finite() && softcap > 0.0)
+            && !(finite(softcap) && softcap >= least)
         {
             return Err(AttentionError::argument(
                 "options.softcap",
-                "positive and finite",
+                format!("positive and finite in {number}"),
                 softcap,
             ));
         }
@@ -142,10 +150,10 @@ impl AttentionOptions {
                 "the layout's heads",
                 slopes.len(),
             )?;
-            if let Some(slope) = slopes.iter().find(|slope| !slope.is_finite()) {
+            if let Some(slope) = slopes.iter().find(|&&slope| !finite(slope)) {
                 return Err(AttentionError::argument(
                     "options.alibi's slopes",
-                    "finite",
+                    format!("finite in {number}"),
                     slope,
                 ));
             }

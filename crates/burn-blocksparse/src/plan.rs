@@ -73,7 +73,7 @@ impl AttentionPlan {
     ) -> Result<Self, AttentionError> {
         attention::check(q, k, v, layout)?;
         tensors.check(q, layout)?;
-        options.validate(layout.heads())?;
+        options.validate(layout.heads(), q.dtype())?;
         Self::choose(q, k, v, tensors.bias.as_ref(), layout, options)
     }
 
