@@ -3,16 +3,15 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{DType, Device};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, Pattern, Restriction, WeightsMode, attention_with_lse,
-};
+use burn_blocksparse::{AttentionOptions, BlockLayout, Dropout, Pattern, Restriction, WeightsMode};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::attention::{inputs, run, run_dense};
+use crate::attention::{run, run_dense};
 use crate::cases::Case;
-use crate::compare::{assert_close, assert_close_to, error_relative_to, to_f64};
+use crate::compare::{assert_close_to, error_relative_to, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};
+use crate::options::{Call, SHARED};
 use crate::reference::{Answer, Problem};
 
 /// Cases, and the seed of the first; the next ones count on.
@@ -57,6 +56,33 @@ struct Fuzz {
     restrictions: Option<Vec<Restriction>>,
     /// Whether the layout is written and read before it is used, so that it is computed by its own blocks.
     read: bool,
+    extras: Extras,
+}
+
+/// What else is asked for, where results are compared to the dtype's own precision.
+#[derive(Debug, Default)]
+struct Extras {
+    slopes: Option<Vec<f64>>,
+    dropout: Option<Dropout>,
+    /// What shares a bias.
+    bias: Option<[bool; 3]>,
+    sinks: bool,
+    /// Whether the loss depends on lse.
+    grad_lse: bool,
+}
+
+impl Extras {
+    fn new(rng: &mut impl Rng, heads: usize) -> Self {
+        let mut slope = |_| rng.random_range(-0.1..0.5);
+        let slopes: Vec<f64> = (0..heads).map(&mut slope).collect();
+        Self {
+            slopes: chance(rng, 4).then_some(slopes),
+            dropout: chance(rng, 4).then(|| Dropout::new(rng.random_range(0.0..0.9), rng.random())),
+            bias: chance(rng, 4).then(|| pick(rng, &SHARED)),
+            sinks: chance(rng, 4),
+            grad_lse: chance(rng, 2),
+        }
+    }
 }
 
 impl Fuzz {
@@ -105,6 +131,7 @@ impl Fuzz {
         let mut dtypes: Vec<DType> = exact_dtypes(device).iter().map(|(d, _)| *d).collect();
         dtypes.extend(half_dtypes(device));
         let dtype = pick(rng, &dtypes);
+        let extras = Extras::new(rng, heads);
         Self {
             seed,
             case,
@@ -112,6 +139,7 @@ impl Fuzz {
             mode,
             restrictions,
             read,
+            extras,
         }
     }
 
@@ -155,14 +183,41 @@ impl Fuzz {
     }
 
     fn check_exact(&self, device: &Device, tolerance: f64) {
-        let (problem, layout) = (self.problem(), self.layout());
+        let Extras {
+            slopes,
+            dropout,
+            bias,
+            sinks,
+            grad_lse,
+        } = &self.extras;
+        let (mut problem, mut options) = (self.problem(), self.options());
+        if let Some(slopes) = slopes {
+            problem = problem.with_slopes(slopes.clone());
+            options = options.alibi(slopes.clone());
+        }
+        if let Some(dropout) = *dropout {
+            problem = problem.with_dropout(dropout);
+            options = options.dropout(dropout);
+        }
+        if let Some(shared) = *bias {
+            problem = problem.with_bias(self.seed, shared);
+        }
+        if *sinks {
+            problem = problem.with_sinks(self.seed);
+        }
+        if *grad_lse {
+            problem = problem.with_grad_lse(self.seed);
+        }
         let answer = problem.solve();
-        let [q, k, v, _] = inputs(&problem, device, self.dtype);
-        let (_, lse) = attention_with_lse(q, k, v, &layout, self.options()).unwrap();
-        assert_close("lse", lse.into_data(), &answer.lse, tolerance);
-        let autodiff = device.clone().autodiff();
-        let got = run(&problem, &layout, self.options(), &autodiff, self.dtype);
-        for (got, (name, terms, expected)) in got.into_iter().zip(expected(&answer)) {
+        let call = Call {
+            what: String::new(),
+            problem: &problem,
+            layout: self.layout(),
+            options,
+            use_out: true,
+        };
+        for (name, got) in call.run(device, self.dtype) {
+            let (terms, expected) = expected(&answer, name);
             assert_close_to(terms, name, got, expected, tolerance);
         }
     }
@@ -179,8 +234,8 @@ impl Fuzz {
             DType::F16 => 1e-3,
             _ => 8e-3,
         };
-        let results = got.into_iter().zip(dense).zip(expected(&answer));
-        for ((got, dense), (name, terms, expected)) in results {
+        for ((got, dense), name) in got.into_iter().zip(dense).zip(["out", "dq", "dk", "dv"]) {
+            let (terms, expected) = expected(&answer, name);
             let (error, _) = error_relative_to(terms, &to_f64(got), expected);
             let (of_dense, _) = error_relative_to(terms, &to_f64(dense), expected);
             assert!(
@@ -191,14 +246,18 @@ impl Fuzz {
     }
 }
 
-/// Output and gradients, with the terms that they are differences of.
-fn expected(answer: &Answer) -> [(&'static str, f64, &[f64]); 4] {
-    [
-        ("out", 0.0, &answer.out),
-        ("dq", answer.score_terms, &answer.dq),
-        ("dk", answer.score_terms, &answer.dk),
-        ("dv", 0.0, &answer.dv),
-    ]
+/// A result by its name, and the terms that it is made of differences of.
+fn expected<'a>(answer: &'a Answer, name: &str) -> (f64, &'a [f64]) {
+    match name {
+        "out" => (0.0, &answer.out),
+        "lse" => (0.0, &answer.lse),
+        "dq" => (answer.score_terms, &answer.dq),
+        "dk" => (answer.score_terms, &answer.dk),
+        "dv" => (0.0, &answer.dv),
+        "dsinks" => (answer.sink_terms, &answer.dsinks),
+        "dbias" => (answer.bias_terms, &answer.dbias),
+        _ => panic!("{name} is no result"),
+    }
 }
 
 fn pick<T: Copy>(rng: &mut impl Rng, from: &[T]) -> T {

@@ -14,13 +14,13 @@ use burn_blocksparse::{
 const MODES: [WeightsMode; 2] = [WeightsMode::Recompute, WeightsMode::Store];
 
 /// A call whose loss is `sum(out · grad_out) + sum(lse · grad_lse)`.
-struct Call<'a> {
-    what: String,
-    problem: &'a Problem,
-    layout: BlockLayout,
-    options: AttentionOptions,
+pub struct Call<'a> {
+    pub what: String,
+    pub problem: &'a Problem,
+    pub layout: BlockLayout,
+    pub options: AttentionOptions,
     /// Whether out is in the loss.
-    use_out: bool,
+    pub use_out: bool,
 }
 
 impl Call<'_> {
@@ -49,7 +49,7 @@ impl Call<'_> {
     }
 
     /// Every output and every gradient, by name.
-    fn run(&self, device: &Device, dtype: DType) -> Vec<(&'static str, TensorData)> {
+    pub fn run(&self, device: &Device, dtype: DType) -> Vec<(&'static str, TensorData)> {
         let problem = self.problem;
         let device = &device.clone().autodiff();
         let [q, k, v, grad_out] = inputs(problem, device, dtype);
@@ -191,7 +191,7 @@ pub fn dropout_equals_f64(devices: &[Device]) {
 }
 
 /// What shares a bias: batch entries, heads, queries.
-const SHARED: [[bool; 3]; 6] = [
+pub const SHARED: [[bool; 3]; 6] = [
     [false, false, false],
     [false, true, true],
     [true, false, false],

@@ -95,6 +95,9 @@ pub struct Answer {
     /// The largest of the terms whose differences dq and dk are made of. A row with a single key has a gradient of 0, as the difference of
     /// two of these: what rounding leaves of it is relative to them.
     pub score_terms: f64,
+    /// Likewise of a bias's, and the sum of them for the sinks.
+    pub bias_terms: f64,
+    pub sink_terms: f64,
 }
 
 impl Problem {
@@ -203,6 +206,8 @@ impl Problem {
             dsinks: vec![0.0; s.heads],
             dbias: vec![0.0; self.bias.as_ref().map_or(0, |bias| bias.values.len())],
             score_terms: 0.0,
+            bias_terms: 0.0,
+            sink_terms: 0.0,
         };
         for batch in 0..s.batch {
             for head in 0..s.heads {
@@ -273,7 +278,12 @@ impl Problem {
             .collect();
         let delta = dot(&p, &dp);
         if let Some(sink) = sink {
-            answer.dsinks[head] += (sink - lse).exp() * (self.grad_lse[row] - delta);
+            let weight = (sink - lse).exp();
+            answer.dsinks[head] += weight * (self.grad_lse[row] - delta);
+            let largest = dp
+                .iter()
+                .fold(self.grad_lse[row].abs(), |a, b| a.max(b.abs()));
+            answer.sink_terms += weight * largest;
         }
         for (k, &j) in keys.iter().enumerate() {
             answer.weights[row * s.seq_kv + j] = p[k];
@@ -292,7 +302,9 @@ impl Problem {
             }
             let ds = by_score * slope(raw[k]) * self.scale;
             let rest = (delta - self.grad_lse[row]).abs();
-            let term = p[k] * dp[k].abs().max(rest) * slope(raw[k]) * self.scale.abs();
+            let term = p[k] * dp[k].abs().max(rest);
+            answer.bias_terms = answer.bias_terms.max(term);
+            let term = term * slope(raw[k]) * self.scale.abs();
             for x in self.k[k_range(j)].iter().chain(q) {
                 answer.score_terms = answer.score_terms.max(term * x.abs());
             }
