@@ -763,8 +763,9 @@ pub fn choose_backward(
     if forward.dim > 128 {
         return Err("head_dim is none of 64, 96, 128");
     }
-    // A tile of unlike blocks computes pairs that none of them keeps, and tiles side by side that see different queries do not
-    // keep step: they wait for each other at the sums of dQ. The classes of a listing share no queries.
+    // A tile of unlike blocks computes pairs that none of them keeps, where two walks may have tiles of half the height. And tiles side by
+    // side that see different queries do not keep step: they wait for each other at the sums of dQ. The classes of a listing
+    // share no queries.
     let may_cluster = sizes.may_cluster(layout, Walk::Columns);
     let [small, grouping, large] = [1, 2, 4].map(|groups| {
         Grouping::best(
@@ -774,8 +775,10 @@ pub fn choose_backward(
             may_cluster,
         )
     });
+    // What the fused pass gains on two walks where both compute the same pairs.
+    let gain = if forward.dim == 64 { 1.5 } else { 1.3 };
     let unlike =
-        grouping.overhead > 1.7 * small.overhead || large.overhead > 1.7 * grouping.overhead;
+        grouping.overhead > gain * small.overhead || large.overhead > 1.7 * grouping.overhead;
     if unlike && !forward.residue && forward.dim != 96 && block >= 16 {
         return walks();
     }
