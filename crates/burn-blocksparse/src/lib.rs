@@ -28,6 +28,7 @@
 
 mod attention;
 mod backends;
+mod blocks;
 mod error;
 mod merge;
 mod ops;
@@ -39,6 +40,7 @@ mod upload;
 mod weights;
 
 pub use attention::{attention, attention_with_lse, attention_with_weights};
+pub use blocks::BlockSparseTensorOps;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
 pub use blocksparse::{
