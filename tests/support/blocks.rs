@@ -434,7 +434,7 @@ pub fn operators_compose_to_attention(devices: &[Device]) {
 /// Large blocks and rows, so that the products are computed in several chunks.
 pub fn operators_in_several_chunks(devices: &[Device]) {
     let layout = Pattern::causal().layout(2, 1100, 128).unwrap();
-    let setup = Setup::new("several chunks", &layout, [2, 1, 256], 6);
+    let setup = Setup::new("several chunks", &layout, [2, 2, 256], 6);
     for device in devices {
         let tracked = device.clone().autodiff();
         let run = |by_operators: bool| {

@@ -36,6 +36,7 @@ mod options;
 mod plan;
 mod reference;
 mod tensors;
+mod top_k;
 mod upload;
 mod weights;
 
@@ -55,4 +56,5 @@ pub use ops::{
 pub use options::{AttentionOptions, Precision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::{AttentionTensors, attention_with_tensors};
+pub use top_k::{TopKOptions, top_k_blocks};
 pub use weights::BlockSparseWeights;

@@ -203,8 +203,13 @@ impl<'a, B: Backend> Call<'a, B> {
         B::int_from_data(data, &self.device)
     }
 
+    /// Bools as the backend stores them, which is how it stores the layout's.
     fn bools<const D: usize>(&self, bools: Vec<bool>, shape: [usize; D]) -> BoolTensor<B> {
-        B::bool_from_data(TensorData::new(bools, shape), &self.device)
+        let data = TensorData::new(bools, shape);
+        B::bool_from_data(
+            data.convert_dtype(self.layout.blocked.dtype()),
+            &self.device,
+        )
     }
 
     fn zeros<const D: usize>(&self, shape: [usize; D]) -> FloatTensor<B> {
