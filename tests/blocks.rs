@@ -79,7 +79,7 @@ fn values_and_scales() {
             message(weights(&device).softmax(f64::INFINITY)),
             "scale must be finite, got inf"
         );
-        let sliced = weights(&device).map(|values| values.slice([0..1]));
+        let sliced = weights(&device).map(|values| values.narrow(0, 0, 1));
         assert_eq!(
             message(sliced),
             "the function's shape must be [2, 40, 8, 8], its input's, got [1, 40, 8, 8]"
