@@ -1,7 +1,7 @@
 //! The operators on block-sparse tensors against dense f64 arithmetic, and their errors.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{AttentionError, BlockLayout, BlockSparseWeights, Pattern};
+use burn_blocksparse::{AttentionError, BlockLayout, BlockSparseTensor, Pattern};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -16,8 +16,8 @@ fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
 }
 
 /// Ten blocks a head.
-fn weights(device: &Device) -> BlockSparseWeights {
-    BlockSparseWeights::from_values(zeros([2, 40, 8, 8], device), &layout()).unwrap()
+fn weights(device: &Device) -> BlockSparseTensor {
+    BlockSparseTensor::from_values(zeros([2, 40, 8, 8], device), &layout()).unwrap()
 }
 
 fn message<T: std::fmt::Debug>(result: Result<T, AttentionError>) -> String {
@@ -36,7 +36,7 @@ fn message<T: std::fmt::Debug>(result: Result<T, AttentionError>) -> String {
 #[case([1, 4, 30, 3], [1, 4, 30, 4], "b's dim must be 3, a's, got 4")]
 fn factors_of_nt(#[case] a: [usize; 4], #[case] b: [usize; 4], #[case] expected: &str) {
     for device in devices() {
-        let product = BlockSparseWeights::nt(zeros(a, &device), zeros(b, &device), &layout());
+        let product = BlockSparseTensor::nt(zeros(a, &device), zeros(b, &device), &layout());
         assert_eq!(message(product), expected);
     }
 }
@@ -66,13 +66,13 @@ fn values_and_scales() {
     for device in devices() {
         let values = zeros([2, 39, 8, 8], &device);
         assert_eq!(
-            message(BlockSparseWeights::from_values(values, &layout())),
+            message(BlockSparseTensor::from_values(values, &layout())),
             "values' shape must be [2, 40, 8, 8], the layout's, got [2, 39, 8, 8]"
         );
         let stacked = BlockLayout::stack_batch(&[layout(), layout(), layout()]).unwrap();
         let values = zeros([2, 40, 8, 8], &device);
         assert_eq!(
-            message(BlockSparseWeights::from_values(values, &stacked)),
+            message(BlockSparseTensor::from_values(values, &stacked)),
             "values' batch must be 3, the layout's, got 2"
         );
         assert_eq!(
@@ -99,7 +99,7 @@ fn dtypes() {
             "b's dtype must be one that is summed in F32, the values', got F64"
         );
         let a = zeros([2, 4, 30, 3], &device);
-        let product = BlockSparseWeights::nt(a, b, &layout());
+        let product = BlockSparseTensor::nt(a, b, &layout());
         assert_eq!(message(product), "b's dtype must be F32, a's, got F64");
     }
 }

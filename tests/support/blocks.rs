@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, BlockSparseWeights, LayoutShape, Pattern, attention,
+    AttentionOptions, BlockLayout, BlockSparseTensor, LayoutShape, Pattern, attention,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -298,10 +298,10 @@ impl Setup {
         .map(Tensor::require_grad);
         let b = self.key_rows(&self.b, device, dtype).require_grad();
         let dw = self.values(&self.dw, device, dtype);
-        let sparse = || BlockSparseWeights::from_values(w.clone(), layout).unwrap();
+        let sparse = || BlockSparseTensor::from_values(w.clone(), layout).unwrap();
 
         // Gradients come in unmasked; those of masked pairs do not count.
-        let product = BlockSparseWeights::nt(a.clone(), b.clone(), layout).unwrap();
+        let product = BlockSparseTensor::nt(a.clone(), b.clone(), layout).unwrap();
         let grads = (product.values() * dw.clone()).sum().backward();
         let expected = dense.nt(&self.a, &self.b, &self.allowed, kv_heads);
         close("nt", product.values(), &stored(&expected));
@@ -374,7 +374,7 @@ pub fn operators_on_per_batch_layouts(devices: &[Device]) {
         let device = device.clone();
         let a = empty.query_rows(&empty.a, &device, DType::F32);
         let b = empty.key_rows(&empty.b, &device, DType::F32);
-        let w = BlockSparseWeights::nt(a.clone(), b.clone(), &layouts[1]).unwrap();
+        let w = BlockSparseTensor::nt(a.clone(), b.clone(), &layouts[1]).unwrap();
         assert_eq!(w.values().dims(), [2, 0, 8, 8]);
         let p = w.softmax(1.0).unwrap();
         let all = [p.to_dense(), p.clone().nn(b).unwrap(), p.tn(a).unwrap()];
@@ -401,7 +401,7 @@ pub fn operators_compose_to_attention(devices: &[Device]) {
                     let [q, k, v, grad] = inputs(&problem, &tracked, dtype);
                     let [q, k, v] = [q, k, v].map(Tensor::require_grad);
                     let out = match by_operators {
-                        true => BlockSparseWeights::nt(q.clone(), k.clone(), &layout)
+                        true => BlockSparseTensor::nt(q.clone(), k.clone(), &layout)
                             .and_then(|scores| scores.softmax(scale))
                             .and_then(|p| p.nn(v.clone())),
                         false => {
@@ -442,7 +442,7 @@ pub fn operators_in_several_chunks(devices: &[Device]) {
             let k = setup.key_rows(&setup.b, &tracked, DType::F32);
             let [q, k] = [q, k].map(Tensor::require_grad);
             let out = match by_operators {
-                true => BlockSparseWeights::nt(q.clone(), k.clone(), &layout)
+                true => BlockSparseTensor::nt(q.clone(), k.clone(), &layout)
                     .and_then(|scores| scores.softmax(0.1))
                     .and_then(|p| p.nn(k.clone())),
                 false => {
@@ -492,7 +492,7 @@ pub fn products_are_adjoint(devices: &[Device]) {
                 let a = setup.query_rows(&setup.a, device, dtype);
                 let b = setup.key_rows(&setup.b, device, dtype);
                 let values = setup.values(&setup.w, device, dtype);
-                let w = BlockSparseWeights::from_values(values, &layout).unwrap();
+                let w = BlockSparseTensor::from_values(values, &layout).unwrap();
                 let group = shape.heads / kv_heads;
                 let b_of_heads = b.clone().reshape([batch, kv_heads, 1, shape.seq_kv, dim]);
                 let b_of_heads = b_of_heads.repeat_dim(2, group).reshape([
@@ -501,7 +501,7 @@ pub fn products_are_adjoint(devices: &[Device]) {
                     shape.seq_kv,
                     dim,
                 ]);
-                let product = BlockSparseWeights::nt(a.clone(), b.clone(), &layout).unwrap();
+                let product = BlockSparseTensor::nt(a.clone(), b.clone(), &layout).unwrap();
                 let sums = [
                     product.values() * w.values(),
                     w.clone().nn(b).unwrap() * a.clone(),
@@ -533,7 +533,7 @@ pub fn softmax_of_large_values(devices: &[Device]) {
             for scale in [1.0, -1.0, 0.0, 5.0, 1e30] {
                 let values = setup.values(&setup.w, device, DType::F32) * size;
                 let values = values.clamp(-f32::MAX, f32::MAX);
-                let w = BlockSparseWeights::from_values(values, &layout).unwrap();
+                let w = BlockSparseTensor::from_values(values, &layout).unwrap();
                 let p = w.softmax(scale).unwrap();
                 let ones = Tensor::ones([2, 2, 44, 1], (device, DType::F32));
                 let sums = to_f64(p.nn(ones).unwrap().into_data());
@@ -558,7 +558,7 @@ pub fn functions_leave_masked_pairs_alone(devices: &[Device]) {
         let tracked = device.clone().autodiff();
         let positive: Vec<f64> = setup.w.iter().map(|x| x.abs() + 0.5).collect();
         let w = setup.values(&positive, &tracked, DType::F32).require_grad();
-        let sparse = BlockSparseWeights::from_values(w.clone(), &layout).unwrap();
+        let sparse = BlockSparseTensor::from_values(w.clone(), &layout).unwrap();
         let logs = sparse.map(Tensor::log).unwrap();
         let grads = logs.values().sum().backward();
         let expected: Vec<f64> = positive.iter().map(|x| x.ln()).collect();
@@ -583,7 +583,7 @@ pub fn operators_are_deterministic(devices: &[Device]) {
                 .query_rows(&setup.a, &device, DType::F32)
                 .require_grad();
             let b = setup.key_rows(&setup.b, &device, DType::F32).require_grad();
-            let p = BlockSparseWeights::nt(a.clone(), b.clone(), layout)
+            let p = BlockSparseTensor::nt(a.clone(), b.clone(), layout)
                 .and_then(|w| w.softmax(0.3))
                 .unwrap();
             let out = p.clone().nn(b.clone()).unwrap();

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 
 use crate::ops::{AttentionInputs, AttentionOutput, BlockSparseOps, MaybeFloat};
 use crate::{
-    AttentionError, AttentionOptions, AttentionPlan, BlockSparseWeights, WeightsMode, upload,
+    AttentionError, AttentionOptions, AttentionPlan, BlockSparseTensor, WeightsMode, upload,
 };
 
 /// Softmax attention over the pairs that `layout` allows:
@@ -69,7 +69,7 @@ pub fn attention_with_weights(
     v: Tensor<4>,
     layout: &BlockLayout,
     options: AttentionOptions,
-) -> Result<(Tensor<4>, BlockSparseWeights), AttentionError> {
+) -> Result<(Tensor<4>, BlockSparseTensor), AttentionError> {
     let options = options.weights(WeightsMode::Store);
     let output = call(q, k, v, layout, options)?;
     let MaybeFloat::Some(weights) = output.weights else {
@@ -78,7 +78,7 @@ pub fn attention_with_weights(
     let values = Tensor::from_dispatch(weights);
     Ok((
         Tensor::from_dispatch(output.out),
-        BlockSparseWeights::new(values, layout.clone()),
+        BlockSparseTensor::new(values, layout.clone()),
     ))
 }
 

@@ -57,4 +57,4 @@ pub use options::{AttentionOptions, Precision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::{AttentionTensors, attention_with_tensors};
 pub use top_k::{TopKOptions, top_k_blocks};
-pub use weights::BlockSparseWeights;
+pub use weights::BlockSparseTensor;

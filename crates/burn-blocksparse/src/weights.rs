@@ -1,4 +1,4 @@
-//! The attention weights in block-sparse form.
+//! Values in block-sparse form: attention weights, and what operators make of them.
 
 use blocksparse::BlockLayout;
 use burn::tensor::{Tensor, TensorData};
@@ -24,16 +24,17 @@ pub(crate) fn head_offsets(layout: &BlockLayout, batch: usize) -> Vec<usize> {
     offsets
 }
 
-/// Attention weights over the kept blocks of a layout.
+/// A value for each pair of the kept blocks of a layout: the weights of
+/// [`attention_with_weights`](crate::attention_with_weights), or what the operators below make.
 ///
-/// Blocks come head by head, row by row, key blocks ascending; pairs that are not computed are 0.
+/// Blocks come head by head, row by row, key blocks ascending; masked pairs are 0.
 #[derive(Clone, Debug)]
-pub struct BlockSparseWeights {
+pub struct BlockSparseTensor {
     values: Tensor<4>,
     layout: BlockLayout,
 }
 
-impl BlockSparseWeights {
+impl BlockSparseTensor {
     pub(crate) fn new(values: Tensor<4>, layout: BlockLayout) -> Self {
         Self { values, layout }
     }

@@ -12,7 +12,7 @@ pub use ops::BlockSparseTensorOps;
 
 use crate::ops::LayoutTensors;
 use crate::reference::accumulate_in;
-use crate::{AttentionError, BlockSparseWeights, upload, weights};
+use crate::{AttentionError, BlockSparseTensor, upload, weights};
 
 /// The operators of block-sparse attention one by one, as in Gray, Radford and Kingma, "GPU kernels for block-sparse weights" (2017): to
 /// build attention of another kind. They run in Burn's primitives on every backend, not in fused kernels
@@ -23,14 +23,14 @@ use crate::{AttentionError, BlockSparseWeights, upload, weights};
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, BlockSparseWeights, Pattern, attention};
+/// use burn_blocksparse::{AttentionOptions, BlockSparseTensor, Pattern, attention};
 ///
 /// let device = Device::flex();
 /// let [q, k, v] =
 ///     [(); 3].map(|_| Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device));
 /// let layout = Pattern::local(20).layout(2, 64, 16)?;
 ///
-/// let scores = BlockSparseWeights::nt(q.clone(), k.clone(), &layout)?;
+/// let scores = BlockSparseTensor::nt(q.clone(), k.clone(), &layout)?;
 /// let out = scores.clone().softmax(0.25)?.nn(v.clone())?;
 /// let fused = attention(q, k, v.clone(), &layout, AttentionOptions::default())?;
 /// assert!((out - fused).abs().max().into_scalar::<f32>() < 1e-5);
@@ -42,7 +42,7 @@ use crate::{AttentionError, BlockSparseWeights, upload, weights};
 /// # assert_eq!(out.dims(), [1, 2, 64, 16]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-impl BlockSparseWeights {
+impl BlockSparseTensor {
     /// The blocks of `a · bᵀ` that the layout keeps: `w[i, j] = a[i] · b[j]` for allowed pairs, 0 for masked ones.
     ///
     /// # Shapes
