@@ -75,11 +75,11 @@ fn keeps_the_highest_scores(#[case] options: TopKOptions, #[case] seq: [usize; 2
                 let forced = candidates.iter().filter(|c| c.0).count();
                 let kept = options.k.max(forced);
                 for (rank, (_, _, kv_block)) in candidates.into_iter().enumerate() {
-                    for i in first..end {
-                        for j in kv_block * b..(kv_block * b + b).min(seq_kv) {
+                    for (i, line) in allowed.iter().enumerate().take(end).skip(first) {
+                        for (j, &on) in line.iter().enumerate().skip(kv_block * b).take(b) {
                             let seen = !options.causal || j as i64 <= i as i64 + offset;
                             assert_eq!(
-                                allowed[i][j],
+                                on,
                                 rank < kept && seen,
                                 "{device:?}, entry {entry}, head {head}, ({i}, {j})"
                             );

@@ -350,11 +350,13 @@ fn products_within(device: &Device, tolerance: f64) -> f64 {
     }
 }
 
-/// Products, softmax and their gradients over the table.
+/// Products, softmax and their gradients over the table; on GPUs, where Burn compiles products for each shape, over a third of it.
 pub fn operators_equal_dense_f64(devices: &[Device]) {
     for (index, case) in table() {
         let setup = Setup::of_case(&case, 9000 + index as u64);
-        devices.iter().for_each(|device| setup.check(device));
+        let takes = |device: &&Device| index % 3 == 1 || !format!("{device:?}").contains("Cube");
+        let devices = devices.iter().filter(takes);
+        devices.for_each(|device| setup.check(device));
     }
 }
 
