@@ -3,6 +3,7 @@
 
 pub mod attention;
 pub mod autodiff;
+pub mod blocks;
 pub mod cases;
 pub mod compare;
 pub mod devices;
@@ -90,6 +91,32 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "recompute_and_store_agree",
         autodiff::recompute_and_store_agree,
+    ),
+    (
+        "operators_equal_dense_f64",
+        blocks::operators_equal_dense_f64,
+    ),
+    (
+        "operators_on_per_batch_layouts",
+        blocks::operators_on_per_batch_layouts,
+    ),
+    (
+        "operators_compose_to_attention",
+        blocks::operators_compose_to_attention,
+    ),
+    (
+        "operators_in_several_chunks",
+        blocks::operators_in_several_chunks,
+    ),
+    ("products_are_adjoint", blocks::products_are_adjoint),
+    ("softmax_of_large_values", blocks::softmax_of_large_values),
+    (
+        "functions_leave_masked_pairs_alone",
+        blocks::functions_leave_masked_pairs_alone,
+    ),
+    (
+        "operators_are_deterministic",
+        blocks::operators_are_deterministic,
     ),
 ];
 

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 use crate::ops::{AttentionInputs, AttentionOutput, BlockSparseOps, MaybeFloat};
 use crate::pack::packed;
 use crate::{
-    AttentionError, AttentionOptions, AttentionPlan, BlockSparseWeights, WeightsMode, upload,
+    AttentionError, AttentionOptions, AttentionPlan, BlockSparseTensor, WeightsMode, upload,
 };
 
 /// Softmax attention over the pairs that `layout` allows:
@@ -70,7 +70,7 @@ pub fn attention_with_weights(
     v: Tensor<4>,
     layout: &BlockLayout,
     options: AttentionOptions,
-) -> Result<(Tensor<4>, BlockSparseWeights), AttentionError> {
+) -> Result<(Tensor<4>, BlockSparseTensor), AttentionError> {
     let options = options.weights(WeightsMode::Store);
     let output = call(q, k, v, None, layout, options)?;
     let MaybeFloat::Some(weights) = output.weights else {
@@ -79,7 +79,7 @@ pub fn attention_with_weights(
     let values = Tensor::from_dispatch(weights);
     Ok((
         Tensor::from_dispatch(output.out),
-        BlockSparseWeights::new(values, layout.clone()),
+        BlockSparseTensor::new(values, layout.clone()),
     ))
 }
 

@@ -12,6 +12,9 @@ pub enum AttentionError {
         /// What came.
         got: String,
     },
+    /// A layout that was asked for cannot be.
+    #[error(transparent)]
+    Layout(#[from] blocksparse::LayoutError),
     /// The device cannot run the call.
     #[cfg(feature = "cube")]
     #[error(transparent)]

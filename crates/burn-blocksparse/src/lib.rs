@@ -28,6 +28,7 @@
 
 mod attention;
 mod backends;
+mod blocks;
 mod error;
 mod merge;
 mod ops;
@@ -36,10 +37,12 @@ mod pack;
 mod plan;
 mod reference;
 mod tensors;
+mod top_k;
 mod upload;
 mod weights;
 
 pub use attention::{attention, attention_with_lse, attention_with_weights};
+pub use blocks::BlockSparseTensorOps;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
 pub use blocksparse::{
@@ -54,4 +57,5 @@ pub use ops::{
 pub use options::{AttentionOptions, Precision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::{AttentionTensors, attention_with_tensors};
-pub use weights::BlockSparseWeights;
+pub use top_k::{TopKOptions, top_k_blocks};
+pub use weights::BlockSparseTensor;

@@ -1,7 +1,7 @@
-//! The attention weights in block-sparse form.
+//! Values in block-sparse form: attention weights, and what operators make of them.
 
 use blocksparse::BlockLayout;
-use burn::tensor::{Bool, Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData};
 
 /// Shape of the stored weights: `[batch, blocks, block_size, block_size]`. A per-batch layout has as many
 /// blocks as its fullest batch entry; the others' last blocks are zero.
@@ -24,21 +24,22 @@ pub(crate) fn head_offsets(layout: &BlockLayout, batch: usize) -> Vec<usize> {
     offsets
 }
 
-/// Attention weights over the kept blocks of a layout.
+/// A value for each pair of the kept blocks of a layout: the weights of
+/// [`attention_with_weights`](crate::attention_with_weights), or what the operators below make.
 ///
-/// Blocks come head by head, row by row, key blocks ascending; pairs that are not computed are 0.
+/// Blocks come head by head, row by row, key blocks ascending; masked pairs are 0.
 #[derive(Clone, Debug)]
-pub struct BlockSparseWeights {
+pub struct BlockSparseTensor {
     values: Tensor<4>,
     layout: BlockLayout,
 }
 
-impl BlockSparseWeights {
+impl BlockSparseTensor {
     pub(crate) fn new(values: Tensor<4>, layout: BlockLayout) -> Self {
         Self { values, layout }
     }
 
-    /// `[batch, blocks, block_size, block_size]`, in f32 (f64 for f64 inputs).
+    /// `[batch, blocks, block_size, block_size]`, in f32 or f64.
     pub fn values(&self) -> Tensor<4> {
         self.values.clone()
     }
@@ -48,47 +49,43 @@ impl BlockSparseWeights {
         &self.layout
     }
 
-    /// The weights as `[batch, heads, seq_q, seq_kv]`: O(n²) memory, for plots and tests.
+    pub(crate) fn into_values(self) -> (Tensor<4>, BlockLayout) {
+        (self.values, self.layout)
+    }
+
+    /// The values as `[batch, heads, seq_q, seq_kv]`, 0 where nothing is kept: O(n²) memory, for plots and tests.
     pub fn to_dense(&self) -> Tensor<4> {
         let layout = &self.layout;
-        let [batch, _, b, _] = self.values.dims();
-        let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
+        let [batch, stored, b, _] = self.values.dims();
+        let (heads, q_blocks, kv_blocks) = (layout.heads(), layout.q_blocks(), layout.kv_blocks());
         let device = self.values.device();
-        let blocks = shape(layout, 1)[1];
-        // For every dense element, its place among the stored values; masked elements get place 0.
-        let mut places = vec![0i64; batch * heads * seq_q * seq_kv];
-        let mut absent = vec![true; places.len()];
+        // For every block of the dense tensor its place among the stored ones, or that of a block of zeros.
+        let absent = batch * stored;
+        let mut places = vec![absent as i32; batch * heads * q_blocks * kv_blocks];
         for entry in 0..batch {
             let offsets = head_offsets(layout, entry);
             for (head, offset) in offsets[..heads].iter().enumerate() {
                 let pattern = layout.pattern_of(entry, head);
-                for i in 0..seq_q {
-                    let row = layout.row(pattern, i / b);
-                    let first = entry * blocks + offset + layout.row_offsets(pattern)[i / b];
-                    for (k, kept) in row.iter().enumerate() {
-                        let j0 = kept.block as usize * b;
-                        for j in j0..(j0 + b).min(seq_kv) {
-                            let at = ((entry * heads + head) * seq_q + i) * seq_kv + j;
-                            places[at] = (((first + k) * b + i % b) * b + j - j0) as i64;
-                            absent[at] = false;
-                        }
+                for q_block in 0..q_blocks {
+                    let first = entry * stored + offset + layout.row_offsets(pattern)[q_block];
+                    let row = ((entry * heads + head) * q_blocks + q_block) * kv_blocks;
+                    for (place, kept) in (first..).zip(layout.row(pattern, q_block)) {
+                        places[row + kept.block as usize] = place as i32;
                     }
                 }
             }
         }
-        let count = places.len();
-        let shape = [batch, heads, seq_q, seq_kv];
-        if blocks == 0 {
-            return Tensor::zeros(shape, (&device, self.values.dtype()));
-        }
-        let places =
-            Tensor::<1, burn::tensor::Int>::from_data(TensorData::new(places, [count]), &device);
-        let absent = Tensor::<4, Bool>::from_data(TensorData::new(absent, shape), &device);
-        self.values
-            .clone()
-            .reshape([batch * blocks * b * b])
-            .select(0, places)
-            .reshape(shape)
-            .mask_fill(absent, 0.0)
+        let zeros = Tensor::zeros([1, b, b], (&device, self.values.dtype()));
+        let blocks = match absent {
+            0 => zeros,
+            _ => Tensor::cat(vec![self.values().reshape([absent, b, b]), zeros], 0),
+        };
+        let places = TensorData::new(places, [batch * heads * q_blocks * kv_blocks]);
+        blocks
+            .select(0, Tensor::from_data(places, &device))
+            .reshape([batch * heads, q_blocks, kv_blocks, b, b])
+            .permute([0, 1, 3, 2, 4])
+            .reshape([batch, heads, q_blocks * b, kv_blocks * b])
+            .slice([0..batch, 0..heads, 0..layout.seq_q(), 0..layout.seq_kv()])
     }
 }

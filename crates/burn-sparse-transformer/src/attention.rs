@@ -3,7 +3,7 @@ use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay}
 use burn::nn::{Linear, LinearConfig, RotaryEncoding, RotaryEncodingConfig};
 use burn::tensor::{Bool, DType, Device, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, BlockSparseWeights, Pattern, WeightsMode, attention,
+    AttentionOptions, BlockLayout, BlockSparseTensor, Pattern, WeightsMode, attention,
     attention_with_weights,
 };
 
@@ -251,7 +251,7 @@ impl SparseMultiHeadAttention {
     pub fn forward_with_weights(
         &self,
         input: SparseMhaInput,
-    ) -> Result<(SparseMhaOutput, BlockSparseWeights), TransformerError> {
+    ) -> Result<(SparseMhaOutput, BlockSparseTensor), TransformerError> {
         let call = self.prepare(&input, 0)?;
         let (query, key, value) = self.project(input, &call);
         let options = self.options.clone();

@@ -69,4 +69,4 @@ pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerI
 pub use precision::Precision;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
-pub use burn_blocksparse::{AttentionError, BlockLayout, BlockSparseWeights, LayoutError, Pattern};
+pub use burn_blocksparse::{AttentionError, BlockLayout, BlockSparseTensor, LayoutError, Pattern};

@@ -5,6 +5,7 @@ use crate::ops::BlockSparseOps;
 
 #[cfg(feature = "autodiff")]
 mod autodiff;
+mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 

@@ -1,0 +1,409 @@
+//! Products and softmax of block-sparse tensors in Burn primitives.
+//!
+//! ```text
+//! nt  w[n] = a[row n] · b[column n]ᵀ        one batched product of block pairs; masked pairs are set to 0
+//! nn  out  [R, b, d] = w [R, b, L·b] · b [R, L·b, d]       the L blocks of R rows, side by side
+//! tn  out  [R, b, d] = w [R, L·b, b]ᵀ · a [R, L·b, d]      the L blocks of R columns, one below the other
+//! softmax  the largest value and the sum of each row of a block, then of each row over its blocks
+//! ```
+//!
+//! Everything is gathered, nothing is scattered: rows and columns of blocks are listed on the host, so each output has
+//! one writer and the backward passes (each is two of these products) are gathers, too. Gathered operands are in
+//! memory a chunk at a time. Sums run in a fixed order.
+
+use std::ops::Range;
+
+use burn::backend::tensor::{BoolTensor, Device, FloatTensor, IntTensor};
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{FloatDType, Shape, Slice, TensorData};
+
+use super::places::{Chunk, Places, Side};
+use crate::ops::LayoutTensors;
+use crate::reference::accumulate_in;
+use crate::weights;
+
+/// Elements of the gathered operands and of their product in memory at a time (one row of blocks may have more).
+const CHUNK_ELEMENTS: usize = 1 << 22;
+
+/// Matrices of one batched product: WebGPU takes 65,535 cubes in a dimension.
+const CHUNK_MATRICES: usize = 1 << 15;
+
+/// `values` `[batch, blocks, b, b]` with masked pairs set to 0.
+pub(super) fn mask<B: Backend>(
+    values: FloatTensor<B>,
+    layout: &LayoutTensors<B>,
+) -> FloatTensor<B> {
+    let call = Call::of_values(&values, layout, layout.host.heads());
+    let blocks = 0..call.places.len();
+    let values = call.kept_blocks(values);
+    let values = call.fill_masked(values, blocks, 0.0);
+    call.stored_blocks(vec![values])
+}
+
+/// `a` `[batch, heads, seq_q, dim]`, `b` `[batch, kv_heads, seq_kv, dim]`.
+pub(super) fn nt<B: Backend>(
+    a: FloatTensor<B>,
+    b: FloatTensor<B>,
+    layout: &LayoutTensors<B>,
+) -> FloatTensor<B> {
+    let [batch, _, _, dim] = a.shape().dims::<4>();
+    let dtype = accumulate_in(a.dtype().into());
+    let call = Call::new(layout, batch, b.shape()[1], a.device(), dtype);
+    let size = call.block_size;
+    let (a, b) = (call.tile(a), call.tile(b));
+    let length = (CHUNK_ELEMENTS / (size * (2 * dim + size))).clamp(1, CHUNK_MATRICES);
+    let count = call.places.len();
+    let parts = (0..count).step_by(length).map(|first| {
+        let blocks = first..count.min(first + length);
+        let shape = [blocks.len(), size, dim];
+        let a = call.gather(&a, &call.places.q_tiles[blocks.clone()], shape);
+        let b = call.gather(&b, &call.places.kv_tiles[blocks.clone()], shape);
+        call.fill_masked(B::float_matmul(a, B::float_transpose(b)), blocks, 0.0)
+    });
+    call.stored_blocks(parts.collect())
+}
+
+/// `w` `[batch, blocks, b, b]`, `b` `[batch, kv_heads, seq_kv, dim]`; in `b`'s dtype.
+pub(super) fn nn<B: Backend>(
+    w: FloatTensor<B>,
+    b: FloatTensor<B>,
+    layout: &LayoutTensors<B>,
+) -> FloatTensor<B> {
+    let call = Call::of_values(&w, layout, b.shape()[1]);
+    let dtype: FloatDType = b.dtype().into();
+    let out = call.product(w, b, Side::Query);
+    let host = &layout.host;
+    let out = call.untile(out, [host.heads(), host.seq_q()]);
+    B::float_cast(out, dtype)
+}
+
+/// `w` `[batch, blocks, b, b]`, `a` `[batch, heads, seq_q, dim]`; in `a`'s dtype, summed over the heads that share a key head.
+pub(super) fn tn<B: Backend>(
+    w: FloatTensor<B>,
+    a: FloatTensor<B>,
+    layout: &LayoutTensors<B>,
+    kv_heads: usize,
+) -> FloatTensor<B> {
+    let call = Call::of_values(&w, layout, kv_heads);
+    let dtype: FloatDType = a.dtype().into();
+    let out = call.product(w, a, Side::Key);
+    let out = call.untile(out, [kv_heads, layout.host.seq_kv()]);
+    B::float_cast(out, dtype)
+}
+
+/// `w` `[batch, blocks, b, b]`
+pub(super) fn softmax<B: Backend>(
+    w: FloatTensor<B>,
+    layout: &LayoutTensors<B>,
+    scale: f64,
+) -> FloatTensor<B> {
+    let call = Call::of_values(&w, layout, layout.host.heads());
+    let blocks = 0..call.places.len();
+    if blocks.is_empty() {
+        return w;
+    }
+    let w = call.kept_blocks(w);
+    // scale · w = |scale| · (±w), whose largest value is found before it is scaled.
+    let w = if scale < 0.0 { B::float_neg(w) } else { w };
+    let allowed = call.fill_masked(w.clone(), blocks.clone(), f64::NEG_INFINITY);
+    let max = call.reduce_rows(allowed, Reduce::Max);
+    // Rows without pairs: any finite value does.
+    let max_is_infinite = B::float_is_inf(max.clone(), layout.blocked.dtype().into());
+    let max = B::float_mask_fill(max, max_is_infinite, 0.0.into());
+    let below = B::float_sub(w, call.of_blocks(&max));
+    // A difference of finite values may be −∞, and −∞ · 0 is NaN.
+    let below = B::float_clamp_min(below, call.lowest().into());
+    let e = B::float_exp(B::float_mul_scalar(below, scale.abs().into()));
+    let e = call.fill_masked(e, blocks, 0.0);
+    let sum = call.reduce_rows(e.clone(), Reduce::Sum);
+    // The largest value of a row adds 1: only rows without pairs have less.
+    let sum = B::float_clamp_min(sum, 1.0.into());
+    let p = B::float_div(e, call.of_blocks(&sum));
+    call.stored_blocks(vec![p])
+}
+
+/// `dS = scale · p ∘ (dP − rowsum(p ∘ dP))`, all `[batch, blocks, b, b]`.
+pub(super) fn softmax_backward<B: Backend>(
+    p: FloatTensor<B>,
+    grad: FloatTensor<B>,
+    layout: &LayoutTensors<B>,
+    scale: f64,
+) -> FloatTensor<B> {
+    let call = Call::of_values(&p, layout, layout.host.heads());
+    let blocks = 0..call.places.len();
+    if blocks.is_empty() {
+        return grad;
+    }
+    let p = call.kept_blocks(p);
+    // What a loss makes of masked pairs does not count, even if it is not finite.
+    let grad = call.fill_masked(call.kept_blocks(grad), blocks, 0.0);
+    let delta = call.reduce_rows(B::float_mul(p.clone(), grad.clone()), Reduce::Sum);
+    let ds = B::float_mul(p, B::float_sub(grad, call.of_blocks(&delta)));
+    call.stored_blocks(vec![B::float_mul_scalar(ds, scale.into())])
+}
+
+#[derive(Clone, Copy)]
+enum Reduce {
+    Max,
+    Sum,
+}
+
+impl Reduce {
+    fn along<B: Backend>(self, x: FloatTensor<B>, dim: usize) -> FloatTensor<B> {
+        match self {
+            Self::Max => B::float_max_dim(x, dim),
+            Self::Sum => B::float_sum_dim(x, dim),
+        }
+    }
+
+    fn neutral(self) -> f64 {
+        match self {
+            Self::Max => f64::NEG_INFINITY,
+            Self::Sum => 0.0,
+        }
+    }
+}
+
+/// One call: the layout's blocks, and what its tensors have in common.
+struct Call<'a, B: Backend> {
+    layout: &'a LayoutTensors<B>,
+    places: Places,
+    batch: usize,
+    block_size: usize,
+    device: Device<B>,
+    /// The dtype everything is computed in.
+    dtype: FloatDType,
+}
+
+impl<'a, B: Backend> Call<'a, B> {
+    fn new(
+        layout: &'a LayoutTensors<B>,
+        batch: usize,
+        kv_heads: usize,
+        device: Device<B>,
+        dtype: FloatDType,
+    ) -> Self {
+        Self {
+            layout,
+            places: Places::new(&layout.host, batch, kv_heads),
+            batch,
+            block_size: layout.host.block_size(),
+            device,
+            dtype,
+        }
+    }
+
+    fn of_values(values: &FloatTensor<B>, layout: &'a LayoutTensors<B>, kv_heads: usize) -> Self {
+        let (batch, dtype) = (values.shape()[0], values.dtype().into());
+        Self::new(layout, batch, kv_heads, values.device(), dtype)
+    }
+
+    fn indices(&self, indices: &[i32]) -> IntTensor<B> {
+        let data = TensorData::new(indices.to_vec(), [indices.len()]);
+        B::int_from_data(data, &self.device)
+    }
+
+    /// Bools as the backend stores them, which is how it stores the layout's.
+    fn bools<const D: usize>(&self, bools: Vec<bool>, shape: [usize; D]) -> BoolTensor<B> {
+        let data = TensorData::new(bools, shape);
+        B::bool_from_data(
+            data.convert_dtype(self.layout.blocked.dtype()),
+            &self.device,
+        )
+    }
+
+    fn zeros<const D: usize>(&self, shape: [usize; D]) -> FloatTensor<B> {
+        B::float_zeros(Shape::new(shape), &self.device, self.dtype)
+    }
+
+    /// The lowest finite value of the dtype.
+    fn lowest(&self) -> f64 {
+        match self.dtype {
+            FloatDType::F64 => f64::MIN,
+            _ => f64::from(f32::MIN),
+        }
+    }
+
+    /// The rows `places` of `x`, in another shape.
+    fn gather<const D: usize>(
+        &self,
+        x: &FloatTensor<B>,
+        places: &[i32],
+        shape: [usize; D],
+    ) -> FloatTensor<B> {
+        let rows = B::float_select(x.clone(), 0, self.indices(places));
+        B::float_reshape(rows, Shape::new(shape))
+    }
+
+    /// `[batch, heads, seq, dim]` to `[tiles, b · dim]`, the ragged end padded with zeros.
+    fn tile(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        let [batch, heads, seq, dim] = x.shape().dims::<4>();
+        let x = B::float_cast(x, self.dtype);
+        let tiles = seq.div_ceil(self.block_size);
+        let missing = tiles * self.block_size - seq;
+        let x = match missing {
+            0 => x,
+            _ => B::float_cat(vec![x, self.zeros([batch, heads, missing, dim])], 2),
+        };
+        let shape = [batch * heads * tiles, self.block_size * dim];
+        B::float_reshape(x, Shape::new(shape))
+    }
+
+    /// The inverse of [`Self::tile`].
+    fn untile(&self, x: FloatTensor<B>, [heads, seq]: [usize; 2]) -> FloatTensor<B> {
+        let dim = x.shape()[1] / self.block_size;
+        let padded = seq.next_multiple_of(self.block_size);
+        let x = B::float_reshape(x, Shape::new([self.batch, heads, padded, dim]));
+        match padded == seq {
+            true => x,
+            false => {
+                let rows = Slice::from(0..seq);
+                B::float_slice(x, &[Slice::full(), Slice::full(), rows, Slice::full()])
+            }
+        }
+    }
+
+    /// The kept ones of the stored blocks: `[kept, b, b]`.
+    fn kept_blocks(&self, values: FloatTensor<B>) -> FloatTensor<B> {
+        let b = self.block_size;
+        let stored = values.shape()[0] * values.shape()[1];
+        let values = B::float_reshape(values, Shape::new([stored, b, b]));
+        match self.places.stored_places() {
+            None => values,
+            Some(places) => B::float_select(values, 0, self.indices(&places)),
+        }
+    }
+
+    /// The inverse of [`Self::kept_blocks`] on parts of them, `[n, b, b]`: `[batch, blocks, b, b]`.
+    fn stored_blocks(&self, mut parts: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+        let b = self.block_size;
+        let shape = weights::shape(&self.layout.host, self.batch);
+        if self.places.len() == 0 {
+            return self.zeros(shape);
+        }
+        let places = self.places.kept_places();
+        if places.is_some() {
+            parts.push(self.zeros([1, b, b]));
+        }
+        let mut values = concatenate::<B>(parts);
+        if let Some(places) = places {
+            values = B::float_select(values, 0, self.indices(&places));
+        }
+        B::float_reshape(values, Shape::new(shape))
+    }
+
+    /// `values` of these kept blocks, `[n, b, b]`, with masked pairs filled.
+    fn fill_masked(
+        &self,
+        values: FloatTensor<B>,
+        blocks: Range<usize>,
+        value: f64,
+    ) -> FloatTensor<B> {
+        if !self.places.is_partial(blocks.clone()) {
+            return values;
+        }
+        let masks = self.indices(&self.places.masks[blocks]);
+        let blocked = B::bool_select(self.layout.blocked.clone(), 0, masks);
+        let blocked = B::bool_reshape(blocked, values.shape());
+        B::float_mask_fill(values, blocked, value.into())
+    }
+
+    /// For each tile of a side the sum over its blocks of block times tile of the other side: `[tiles, b · dim]`.
+    fn product(&self, w: FloatTensor<B>, x: FloatTensor<B>, side: Side) -> FloatTensor<B> {
+        let (b, dim) = (self.block_size, x.shape()[3]);
+        let x = self.tile(x);
+        let w = self.kept_blocks(w);
+        let length = (CHUNK_ELEMENTS / (b * (b + dim))).min(CHUNK_MATRICES);
+        let chunks = self.places.chunks(side, length);
+        let other = match side {
+            Side::Query => &self.places.kv_tiles,
+            Side::Key => &self.places.q_tiles,
+        };
+        self.each_tile(side, chunks, b * dim, |chunk| {
+            let (tiles, length) = (chunk.tiles.len(), chunk.length);
+            let w = self.gather(&w, &chunk.blocks, [tiles, length, b * b]);
+            let w = self.fill_repeated(w, chunk, 0.0);
+            let w = match side {
+                Side::Query => {
+                    let w = B::float_reshape(w, Shape::new([tiles, length, b, b]));
+                    let w = B::float_permute(w, &[0, 2, 1, 3]);
+                    B::float_reshape(w, Shape::new([tiles, b, length * b]))
+                }
+                Side::Key => {
+                    let w = B::float_reshape(w, Shape::new([tiles, length * b, b]));
+                    B::float_transpose(w)
+                }
+            };
+            let places: Vec<i32> = (chunk.blocks.iter())
+                .map(|&block| other[block as usize])
+                .collect();
+            B::float_matmul(w, self.gather(&x, &places, [tiles, length * b, dim]))
+        })
+    }
+
+    /// Reduces the rows of all blocks, `[kept, b, b]`, over the blocks of each row: `[tiles, b]`.
+    fn reduce_rows(&self, values: FloatTensor<B>, reduce: Reduce) -> FloatTensor<B> {
+        let b = self.block_size;
+        let rows = reduce.along::<B>(values, 2);
+        let rows = B::float_reshape(rows, Shape::new([self.places.len(), b]));
+        let chunks = self.places.chunks(Side::Query, CHUNK_ELEMENTS / b);
+        self.each_tile(Side::Query, chunks, b, |chunk| {
+            let shape = [chunk.tiles.len(), chunk.length, b];
+            let rows = self.gather(&rows, &chunk.blocks, shape);
+            reduce.along::<B>(self.fill_repeated(rows, chunk, reduce.neutral()), 1)
+        })
+    }
+
+    /// Rows of the queries' tiles, `[tiles, b]`, for each kept block: `[kept, b, 1]`.
+    fn of_blocks(&self, rows: &FloatTensor<B>) -> FloatTensor<B> {
+        let shape = [self.places.len(), self.block_size, 1];
+        self.gather(rows, &self.places.q_tiles, shape)
+    }
+
+    /// `x` `[T, L, width]` with the blocks filled that only repeat another.
+    fn fill_repeated(&self, x: FloatTensor<B>, chunk: &Chunk, value: f64) -> FloatTensor<B> {
+        if chunk.repeated.is_empty() {
+            return x;
+        }
+        let shape = [chunk.tiles.len(), chunk.length, 1];
+        let repeated = self.bools(chunk.repeated.clone(), shape);
+        let repeated = B::bool_expand(repeated, x.shape());
+        B::float_mask_fill(x, repeated, value.into())
+    }
+
+    /// What `compute` makes of each chunk, in the order of the tiles: `[tiles, width]`. Tiles without blocks are 0.
+    fn each_tile(
+        &self,
+        side: Side,
+        chunks: Vec<Chunk>,
+        width: usize,
+        compute: impl Fn(&Chunk) -> FloatTensor<B>,
+    ) -> FloatTensor<B> {
+        let tiles = match side {
+            Side::Query => self.places.tiles[0],
+            Side::Key => self.places.tiles[1],
+        };
+        let mut places = vec![0; tiles];
+        let mut parts = vec![self.zeros([1, width])];
+        let mut computed = 1;
+        for chunk in &chunks {
+            for (place, &tile) in (computed..).zip(&chunk.tiles) {
+                places[tile as usize] = place;
+            }
+            computed += chunk.tiles.len() as i32;
+            let shape = Shape::new([chunk.tiles.len(), width]);
+            parts.push(B::float_reshape(compute(chunk), shape));
+        }
+        B::float_select(concatenate::<B>(parts), 0, self.indices(&places))
+    }
+}
+
+fn concatenate<B: Backend>(mut parts: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+    match (parts.len(), parts.pop()) {
+        (1, Some(part)) => part,
+        (_, last) => {
+            parts.extend(last);
+            B::float_cat(parts, 0)
+        }
+    }
+}

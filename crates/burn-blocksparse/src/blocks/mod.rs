@@ -1,0 +1,243 @@
+//! Block-sparse tensors: products, softmax, and functions of their own, over the blocks of a layout.
+
+mod compute;
+mod ops;
+mod places;
+
+use blocksparse::BlockLayout;
+use burn::backend::Dispatch;
+use burn::tensor::{Device, FloatDType, Tensor};
+
+pub use ops::BlockSparseTensorOps;
+
+use crate::ops::LayoutTensors;
+use crate::reference::accumulate_in;
+use crate::{AttentionError, BlockSparseTensor, upload, weights};
+
+/// The operators of block-sparse attention one by one, as in Gray, Radford and Kingma, "GPU kernels for block-sparse weights" (2017): to
+/// build attention of another kind. They run in Burn's primitives on every backend, not in fused kernels
+/// ([`attention`](crate::attention()) does): the values of all kept blocks are in memory, `blocks · block_size²` of them
+/// for each batch entry (two to four times that while a softmax or its gradient is computed), and gathered operands are, a chunk of about 16 MiB at a time.
+///
+/// All are differentiable (once), and deterministic where Burn's matrix products are. On CUDA, Burn rounds factors of f32 products to tf32.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::{AttentionOptions, BlockSparseTensor, Pattern, attention};
+///
+/// let device = Device::flex();
+/// let [q, k, v] =
+///     [(); 3].map(|_| Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device));
+/// let layout = Pattern::local(20).layout(2, 64, 16)?;
+///
+/// let scores = BlockSparseTensor::nt(q.clone(), k.clone(), &layout)?;
+/// let out = scores.clone().softmax(0.25)?.nn(v.clone())?;
+/// let fused = attention(q, k, v.clone(), &layout, AttentionOptions::default())?;
+/// assert!((out - fused).abs().max().into_scalar::<f32>() < 1e-5);
+///
+/// // Squared ReLU in the place of the softmax, normalised by the sums of the rows.
+/// let weights = scores.map(|s| s.clamp_min(0.0).powi_scalar(2))?;
+/// let sums = weights.clone().nn(Tensor::ones([1, 2, 64, 1], &device))?;
+/// let out = weights.nn(v)? / sums.clamp_min(1e-6);
+/// # assert_eq!(out.dims(), [1, 2, 64, 16]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+impl BlockSparseTensor {
+    /// The blocks of `a · bᵀ` that the layout keeps: `w[i, j] = a[i] · b[j]` for allowed pairs, 0 for masked ones.
+    ///
+    /// # Shapes
+    /// - `a`: `[batch, heads, seq_q, dim]`
+    /// - `b`: `[batch, kv_heads, seq_kv, dim]`; `kv_heads` divides `heads`, and head `h` uses `h / (heads / kv_heads)`
+    /// - values in f32 (f64 for f64 inputs)
+    ///
+    /// # Errors
+    /// [`AttentionError`] if shapes, dtypes or devices do not fit each other or the layout.
+    pub fn nt(a: Tensor<4>, b: Tensor<4>, layout: &BlockLayout) -> Result<Self, AttentionError> {
+        let [batch, _, _, dim] = a.dims();
+        check_batch("a's batch", batch, layout)?;
+        expect_dim("a's dim", dim)?;
+        let host = "the layout's";
+        expect("a's heads", layout.heads(), host, a.dims()[1])?;
+        expect("a's seq_q", layout.seq_q(), host, a.dims()[2])?;
+        expect("b's batch", batch, "a's", b.dims()[0])?;
+        check_kv(&b, layout)?;
+        expect("b's dim", dim, "a's", b.dims()[3])?;
+        expect("b's dtype", a.dtype(), "a's", b.dtype())?;
+        expect("b's device", a.device(), "a's", b.device())?;
+        let tensors = on_device(layout, &a.device());
+        let (a, b) = (a.into_dispatch(), b.into_dispatch());
+        let values = <Dispatch as BlockSparseTensorOps>::block_sparse_nt(a, b, tensors);
+        Ok(Self::new(Tensor::from_dispatch(values), layout.clone()))
+    }
+
+    /// The product with a dense tensor: `out[i] = Σ_j w[i, j] · b[j]`.
+    ///
+    /// # Shapes
+    /// - `b`: `[batch, kv_heads, seq_kv, dim]`; `kv_heads` divides the layout's heads
+    /// - returns `[batch, heads, seq_q, dim]` in `b`'s dtype
+    ///
+    /// # Errors
+    /// [`AttentionError`] if shape, dtype or device do not fit the values. f16, bf16 and f32 fit values in f32.
+    pub fn nn(self, b: Tensor<4>) -> Result<Tensor<4>, AttentionError> {
+        check_kv(&b, self.layout())?;
+        self.check_factor(["b's batch", "b's dim", "b's dtype", "b's device"], &b)?;
+        let (w, tensors) = self.into_parts();
+        let b = b.into_dispatch();
+        let out = <Dispatch as BlockSparseTensorOps>::block_sparse_nn(w, b, tensors);
+        Ok(Tensor::from_dispatch(out))
+    }
+
+    /// The product of the transpose with a dense tensor: `out[j] = Σ_i w[i, j] · a[i]`, head by head. (With grouped heads
+    /// the gradient of [`Self::nt`] by `b` is the sum over each group.)
+    ///
+    /// # Shapes
+    /// - `a`: `[batch, heads, seq_q, dim]`
+    /// - returns `[batch, heads, seq_kv, dim]` in `a`'s dtype
+    ///
+    /// # Errors
+    /// As [`Self::nn`].
+    pub fn tn(self, a: Tensor<4>) -> Result<Tensor<4>, AttentionError> {
+        let (layout, host) = (self.layout(), "the layout's");
+        let heads = layout.heads();
+        expect("a's heads", heads, host, a.dims()[1])?;
+        expect("a's seq_q", layout.seq_q(), host, a.dims()[2])?;
+        self.check_factor(["a's batch", "a's dim", "a's dtype", "a's device"], &a)?;
+        let (w, tensors) = self.into_parts();
+        let a = a.into_dispatch();
+        let out = <Dispatch as BlockSparseTensorOps>::block_sparse_tn(w, a, tensors, heads);
+        Ok(Tensor::from_dispatch(out))
+    }
+
+    /// Softmax over the allowed pairs of each row, across its blocks:
+    /// `p[i, j] = exp(scale · w[i, j]) / Σ_k exp(scale · w[i, k])`. Rows without pairs stay 0. Finite values give no NaN.
+    ///
+    /// # Errors
+    /// [`AttentionError`] if the scale is not finite.
+    pub fn softmax(self, scale: f64) -> Result<Self, AttentionError> {
+        if !scale.is_finite() {
+            return Err(AttentionError::argument("scale", "finite", scale));
+        }
+        let layout = self.layout().clone();
+        let (w, tensors) = self.into_parts();
+        let p = <Dispatch as BlockSparseTensorOps>::block_sparse_softmax(w, tensors, scale);
+        Ok(Self::new(Tensor::from_dispatch(p), layout))
+    }
+
+    /// A function of the values, element by element; masked pairs stay 0, whatever it makes of them. (Neither a value nor a
+    /// derivative at 0 that is not finite does any harm there.)
+    ///
+    /// # Errors
+    /// [`AttentionError`] if the function returns another shape or device.
+    pub fn map(self, f: impl FnOnce(Tensor<4>) -> Tensor<4>) -> Result<Self, AttentionError> {
+        let (shape, device) = (self.values().dims(), self.values().device());
+        let layout = self.layout().clone();
+        // The values are masked already; this masks the gradient that comes out of the function.
+        let values = f(masked(self.values(), &layout));
+        expect("the function's shape", shape, "its input's", values.dims())?;
+        expect(
+            "the function's device",
+            device,
+            "its input's",
+            values.device(),
+        )?;
+        Self::from_values(values, &layout)
+    }
+
+    /// A block-sparse tensor of these values, masked pairs set to 0.
+    ///
+    /// # Shapes
+    /// - `values`: `[batch, blocks, block_size, block_size]`, any float dtype, blocks in the order of this type. A per-batch layout has as
+    ///   many blocks as its fullest batch entry, and the others' last blocks are set to 0.
+    ///
+    /// # Errors
+    /// [`AttentionError`] if the shape does not fit the layout.
+    pub fn from_values(values: Tensor<4>, layout: &BlockLayout) -> Result<Self, AttentionError> {
+        let batch = values.dims()[0];
+        check_batch("values' batch", batch, layout)?;
+        let shape = weights::shape(layout, batch);
+        expect("values' shape", shape, "the layout's", values.dims())?;
+        let dtype = accumulate_in(FloatDType::from(values.dtype()));
+        let values = masked(values.cast(dtype), layout);
+        Ok(Self::new(values, layout.clone()))
+    }
+
+    /// That a dense factor fits the values.
+    fn check_factor(
+        &self,
+        [batch, dim, dtype, device]: [&'static str; 4],
+        factor: &Tensor<4>,
+    ) -> Result<(), AttentionError> {
+        let values = self.values();
+        expect(batch, values.dims()[0], "the values'", factor.dims()[0])?;
+        expect_dim(dim, factor.dims()[3])?;
+        let accumulator = accumulate_in(FloatDType::from(factor.dtype()));
+        if accumulator != FloatDType::from(values.dtype()) {
+            let expected = format!("one that is summed in {:?}, the values'", values.dtype());
+            let got = format!("{:?}", factor.dtype());
+            return Err(AttentionError::argument(dtype, expected, got));
+        }
+        expect(device, values.device(), "the values'", factor.device())
+    }
+
+    /// The values and the layout as backends take them.
+    fn into_parts(self) -> (Primitive, LayoutTensors<Dispatch>) {
+        let (values, layout) = self.into_values();
+        let tensors = on_device(&layout, &values.device());
+        (values.into_dispatch(), tensors)
+    }
+}
+
+type Primitive = burn::backend::tensor::FloatTensor<Dispatch>;
+
+fn masked(values: Tensor<4>, layout: &BlockLayout) -> Tensor<4> {
+    let tensors = on_device(layout, &values.device());
+    let values = values.into_dispatch();
+    let values = <Dispatch as BlockSparseTensorOps>::block_sparse_mask(values, tensors);
+    Tensor::from_dispatch(values)
+}
+
+fn on_device(layout: &BlockLayout, device: &Device) -> LayoutTensors<Dispatch> {
+    upload::layout_tensors(layout, device, false)
+}
+
+fn expect<T: PartialEq + std::fmt::Debug>(
+    argument: &'static str,
+    expected: T,
+    whose: &str,
+    got: T,
+) -> Result<(), AttentionError> {
+    AttentionError::expect_same(argument, expected, whose, got)
+}
+
+fn expect_dim(argument: &'static str, dim: usize) -> Result<(), AttentionError> {
+    match dim {
+        0 => Err(AttentionError::argument(argument, "at least 1", dim)),
+        _ => Ok(()),
+    }
+}
+
+fn check_batch(
+    argument: &'static str,
+    batch: usize,
+    layout: &BlockLayout,
+) -> Result<(), AttentionError> {
+    match layout.batch() {
+        Some(expected) => expect(argument, expected, "the layout's", batch),
+        None => expect_dim(argument, batch),
+    }
+}
+
+/// That `b` has keys for the layout.
+fn check_kv(b: &Tensor<4>, layout: &BlockLayout) -> Result<(), AttentionError> {
+    let [_, kv_heads, seq_kv, _] = b.dims();
+    let heads = layout.heads();
+    expect("b's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return Err(AttentionError::argument(
+            "b's kv_heads",
+            format!("a divisor of the {heads} heads of the layout"),
+            kv_heads,
+        ));
+    }
+    Ok(())
+}

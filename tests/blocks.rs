@@ -1,0 +1,114 @@
+//! The operators on block-sparse tensors against dense f64 arithmetic, and their errors.
+
+use burn::tensor::{DType, Device, Tensor};
+use burn_blocksparse::{AttentionError, BlockLayout, BlockSparseTensor, Pattern};
+use burn_blocksparse_tests::devices::devices;
+use rstest::rstest;
+
+burn_blocksparse_tests::tests!(blocks: operators_equal_dense_f64, operators_on_per_batch_layouts, operators_compose_to_attention, operators_in_several_chunks, products_are_adjoint, softmax_of_large_values, functions_leave_masked_pairs_alone, operators_are_deterministic);
+
+fn layout() -> BlockLayout {
+    Pattern::causal().layout(4, 30, 8).unwrap()
+}
+
+fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
+    Tensor::zeros(shape, (device, DType::F32))
+}
+
+/// Ten blocks a head.
+fn weights(device: &Device) -> BlockSparseTensor {
+    BlockSparseTensor::from_values(zeros([2, 40, 8, 8], device), &layout()).unwrap()
+}
+
+fn message<T: std::fmt::Debug>(result: Result<T, AttentionError>) -> String {
+    result.unwrap_err().to_string()
+}
+
+#[rstest]
+#[case([0, 4, 30, 3], [0, 4, 30, 3], "a's batch must be at least 1, got 0")]
+#[case([1, 3, 30, 3], [1, 4, 30, 3], "a's heads must be 4, the layout's, got 3")]
+#[case([1, 4, 32, 3], [1, 4, 30, 3], "a's seq_q must be 30, the layout's, got 32")]
+#[case([1, 4, 30, 0], [1, 4, 30, 0], "a's dim must be at least 1, got 0")]
+#[case([1, 4, 30, 3], [2, 4, 30, 3], "b's batch must be 1, a's, got 2")]
+#[case([1, 4, 30, 3], [1, 3, 30, 3], "b's kv_heads must be a divisor of the 4 heads of the layout, got 3")]
+#[case([1, 4, 30, 3], [1, 0, 30, 3], "b's kv_heads must be a divisor of the 4 heads of the layout, got 0")]
+#[case([1, 4, 30, 3], [1, 4, 31, 3], "b's seq_kv must be 30, the layout's, got 31")]
+#[case([1, 4, 30, 3], [1, 4, 30, 4], "b's dim must be 3, a's, got 4")]
+fn factors_of_nt(#[case] a: [usize; 4], #[case] b: [usize; 4], #[case] expected: &str) {
+    for device in devices() {
+        let product = BlockSparseTensor::nt(zeros(a, &device), zeros(b, &device), &layout());
+        assert_eq!(message(product), expected);
+    }
+}
+
+#[rstest]
+#[case([1, 4, 30, 3], "b's batch must be 2, the values', got 1")]
+#[case([2, 3, 30, 3], "b's kv_heads must be a divisor of the 4 heads of the layout, got 3")]
+#[case([2, 4, 32, 3], "b's seq_kv must be 30, the layout's, got 32")]
+fn factors_of_nn(#[case] b: [usize; 4], #[case] expected: &str) {
+    for device in devices() {
+        assert_eq!(message(weights(&device).nn(zeros(b, &device))), expected);
+    }
+}
+
+#[rstest]
+#[case([1, 4, 30, 3], "a's batch must be 2, the values', got 1")]
+#[case([2, 2, 30, 3], "a's heads must be 4, the layout's, got 2")]
+#[case([2, 4, 32, 3], "a's seq_q must be 30, the layout's, got 32")]
+fn factors_of_tn(#[case] a: [usize; 4], #[case] expected: &str) {
+    for device in devices() {
+        assert_eq!(message(weights(&device).tn(zeros(a, &device))), expected);
+    }
+}
+
+#[test]
+fn values_and_scales() {
+    for device in devices() {
+        let values = zeros([2, 39, 8, 8], &device);
+        assert_eq!(
+            message(BlockSparseTensor::from_values(values, &layout())),
+            "values' shape must be [2, 40, 8, 8], the layout's, got [2, 39, 8, 8]"
+        );
+        let stacked = BlockLayout::stack_batch(&[layout(), layout(), layout()]).unwrap();
+        let values = zeros([2, 40, 8, 8], &device);
+        assert_eq!(
+            message(BlockSparseTensor::from_values(values, &stacked)),
+            "values' batch must be 3, the layout's, got 2"
+        );
+        assert_eq!(
+            message(weights(&device).softmax(f64::INFINITY)),
+            "scale must be finite, got inf"
+        );
+        let sliced = weights(&device).map(|values| values.narrow(0, 0, 1));
+        assert_eq!(
+            message(sliced),
+            "the function's shape must be [2, 40, 8, 8], its input's, got [1, 40, 8, 8]"
+        );
+    }
+}
+
+#[test]
+fn dtypes() {
+    for device in devices() {
+        if !device.supports_dtype(DType::F64) {
+            continue;
+        }
+        let b = zeros([2, 4, 30, 3], &device).cast(DType::F64);
+        assert_eq!(
+            message(weights(&device).nn(b.clone())),
+            "b's dtype must be one that is summed in F32, the values', got F64"
+        );
+        let a = zeros([2, 4, 30, 3], &device);
+        let product = BlockSparseTensor::nt(a, b, &layout());
+        assert_eq!(message(product), "b's dtype must be F32, a's, got F64");
+    }
+}
+
+#[cfg(all(feature = "flex", feature = "ndarray"))]
+#[test]
+#[allow(deprecated)]
+fn different_devices() {
+    let a = zeros([2, 4, 30, 3], &Device::ndarray());
+    let text = message(weights(&Device::flex()).tn(a));
+    assert!(text.starts_with("a's device must be"), "{text}");
+}

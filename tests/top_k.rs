@@ -1,0 +1,109 @@
+//! Layouts chosen by content, against the choice in plain f64 loops.
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_blocksparse::{TopKOptions, top_k_blocks};
+use burn_blocksparse_tests::devices::devices;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rstest::rstest;
+
+fn random(shape: [usize; 4], rng: &mut ChaCha8Rng) -> Vec<f64> {
+    (0..shape.iter().product())
+        .map(|_| f64::from(2.0 * rng.random::<f32>() - 1.0))
+        .collect()
+}
+
+fn tensor(values: &[f64], shape: [usize; 4], device: &Device) -> Tensor<4> {
+    Tensor::from_data(
+        TensorData::new(values.to_vec(), shape),
+        (device, DType::F32),
+    )
+}
+
+/// The mean of rows `from..to` of a head.
+fn mean(x: &[f64], [_, heads, seq, dim]: [usize; 4], at: [usize; 2], rows: [usize; 2]) -> Vec<f64> {
+    let first = (at[0] * heads + at[1]) * seq;
+    let end = rows[1].min(seq);
+    (0..dim)
+        .map(|c| {
+            let sum: f64 = (rows[0]..end).map(|row| x[(first + row) * dim + c]).sum();
+            sum / (end - rows[0]) as f64
+        })
+        .collect()
+}
+
+#[rstest]
+#[case::causal(TopKOptions::new(8, 3), [70, 70])]
+#[case::sinks(TopKOptions::new(8, 4).first(2), [64, 64])]
+#[case::nothing_forced(TopKOptions::new(16, 2).diagonal(false), [90, 90])]
+#[case::every_key(TopKOptions::new(8, 3).causal(false), [70, 50])]
+#[case::fewer_queries(TopKOptions::new(8, 2), [21, 75])]
+#[case::more_queries(TopKOptions::new(8, 2), [75, 21])]
+#[case::more_than_there_are(TopKOptions::new(16, 100), [50, 50])]
+fn keeps_the_highest_scores(#[case] options: TopKOptions, #[case] seq: [usize; 2]) {
+    let [seq_q, seq_kv] = seq;
+    let (q_shape, k_shape) = ([2, 4, seq_q, 6], [2, 2, seq_kv, 6]);
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    let (q, k) = (random(q_shape, &mut rng), random(k_shape, &mut rng));
+    let b = options.block_size;
+    let offset = seq_kv as i64 - seq_q as i64;
+    for device in devices() {
+        let (q_tensor, k_tensor) = (tensor(&q, q_shape, &device), tensor(&k, k_shape, &device));
+        let layout = top_k_blocks(q_tensor, k_tensor, options.clone()).unwrap();
+        assert_eq!(layout.batch(), Some(2));
+        for (entry, head) in (0..2).flat_map(|entry| (0..4).map(move |head| (entry, head))) {
+            let allowed = layout.to_dense_batch(entry, head);
+            for q_block in 0..seq_q.div_ceil(b) {
+                let (first, end) = (q_block * b, (q_block * b + b).min(seq_q));
+                let q_mean = mean(&q, q_shape, [entry, head], [first, end]);
+                let last = end as i64 - 1 + offset;
+                let mut candidates: Vec<(bool, f64, usize)> = (0..seq_kv.div_ceil(b))
+                    .filter(|kv_block| !options.causal || (kv_block * b) as i64 <= last)
+                    .map(|kv_block| {
+                        let keys = [kv_block * b, kv_block * b + b];
+                        let k_mean = mean(&k, k_shape, [entry, head / 2], keys);
+                        let score = q_mean.iter().zip(k_mean).map(|(x, y)| x * y).sum();
+                        let diagonal = (first..end).any(|i| {
+                            let position = i as i64 + offset;
+                            position >= 0 && position as usize / b == kv_block
+                        });
+                        let forced = kv_block < options.first || (options.diagonal && diagonal);
+                        (forced, score, kv_block)
+                    })
+                    .collect();
+                candidates.sort_by(|x, y| y.0.cmp(&x.0).then(y.1.total_cmp(&x.1)));
+                let forced = candidates.iter().filter(|c| c.0).count();
+                let kept = options.k.max(forced);
+                for (rank, (_, _, kv_block)) in candidates.into_iter().enumerate() {
+                    for (i, line) in allowed.iter().enumerate().take(end).skip(first) {
+                        for (j, &on) in line.iter().enumerate().skip(kv_block * b).take(b) {
+                            let seen = !options.causal || j as i64 <= i as i64 + offset;
+                            assert_eq!(
+                                on,
+                                rank < kept && seen,
+                                "{device:?}, entry {entry}, head {head}, ({i}, {j})"
+                            );
+                        }
+                    }
+                }
+            }
+            let pairs = allowed.iter().flatten().filter(|&&on| on).count();
+            assert!(pairs > 0, "{device:?}: nothing is kept");
+        }
+    }
+}
+
+#[rstest]
+#[case([2, 3, 30, 4], TopKOptions::new(8, 2), "k's kv_heads must be a divisor of the 4 heads of q, got 3")]
+#[case([1, 2, 30, 4], TopKOptions::new(8, 2), "k's batch must be 2, q's, got 1")]
+#[case([2, 2, 30, 5], TopKOptions::new(8, 2), "k's head_dim must be 4, q's, got 5")]
+#[case([2, 2, 30, 4], TopKOptions::new(8, 0), "options.k must be at least 1, got 0")]
+#[case([2, 2, 30, 4], TopKOptions::new(7, 2), "block_size must be 8, 16, 32, 64 or 128, got 7")]
+fn errors(#[case] k: [usize; 4], #[case] options: TopKOptions, #[case] message: &str) {
+    for device in devices() {
+        let q = Tensor::<4>::zeros([2, 4, 30, 4], &device);
+        let k = Tensor::<4>::zeros(k, &device);
+        let error = top_k_blocks(q, k, options.clone()).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}
