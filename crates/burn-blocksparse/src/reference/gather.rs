@@ -370,7 +370,9 @@ impl<'a, B: Backend> Problem<'a, B> {
             .flat_map(|placed| placed.tile.empty_rows.iter().copied())
             .collect();
         let shape = [chunk.tiles.len(), self.b, 1];
-        B::bool_from_data(TensorData::new(rows, shape), &self.device)
+        // As the backend stores bools, which is how it stores the layout's.
+        let rows = TensorData::new(rows, shape).convert_dtype(self.layout.blocked.dtype());
+        B::bool_from_data(rows, &self.device)
     }
 
     /// Rows and width of the stored weights: `[batch · blocks, b²]`.
