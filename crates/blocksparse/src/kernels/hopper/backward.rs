@@ -27,6 +27,9 @@
 //! The scratch has the layout of wgmma's results: for each 16 queries, for each part of the columns, for each 8 of the queries, for each 16
 //! columns, the four numbers of each lane.
 
+// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+#![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
+
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 
