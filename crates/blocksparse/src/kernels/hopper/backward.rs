@@ -24,6 +24,9 @@
 //! before it, so the first of those that run never waits. Each warp has its own 16 queries, and so a chain of its own. The first
 //! visitor stores, so nothing but the counters needs zeros. [`finish`] makes dQ of the sums.
 //!
+//! With `persistent` a cube computes tile after tile: it draws the next ones from a counter, has the keys and values of two, and computes the
+//! first s of the next with the last dQ of this one.
+//!
 //! The scratch has the layout of wgmma's results: for each 16 queries, for each part of the columns, for each 8 of the queries, for each 16
 //! columns, the four numbers of each lane.
 
