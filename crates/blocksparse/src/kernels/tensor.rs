@@ -2,7 +2,7 @@
 
 use cubecl::server::Handle;
 
-use super::{KernelError, TensorView};
+use super::{KernelError, Sizes, TensorView};
 
 /// `BLOCKSPARSE_TIER=simt` or `mma` leaves faster tiers out, `hopper-forward` the hopper tier's backward pass, and `hopper-walks` its
 /// fused one.
@@ -37,6 +37,27 @@ impl<'a> WalkOperands<'a> {
             ("grad_out or v", b2),
         ]
     }
+}
+
+/// What a call asks for that none of these tiers does, whatever the tile.
+pub fn check_options(sizes: &Sizes) -> Result<(), &'static str> {
+    if sizes.store {
+        return Err("weights are stored");
+    }
+    if sizes.alibi {
+        return Err("scores have ALiBi biases");
+    }
+    if sizes.bias {
+        return Err("scores have a bias");
+    }
+    if sizes.dropout {
+        return Err("weights are dropped out");
+    }
+    if !sizes.positive_scale {
+        // The running maximum is of unscaled scores.
+        return Err("the scale is not positive");
+    }
+    Ok(())
 }
 
 /// Checks that rows begin at multiples of 16 bytes, of which a tensor has `multiple` elements, and are contiguous.

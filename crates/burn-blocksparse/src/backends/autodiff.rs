@@ -214,16 +214,23 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
     }
 }
 
+/// The layout on the backend that autodiff decorates.
+pub(super) fn inner_layout<B: Backend, C: CheckpointStrategy>(
+    layout: LayoutTensors<Autodiff<B, C>>,
+) -> LayoutTensors<B> {
+    LayoutTensors {
+        blocked: layout.blocked,
+        host: layout.host,
+    }
+}
+
 impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C> {
     fn block_sparse_attention(
         inputs: AttentionInputs<Self>,
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let layout = LayoutTensors::<B> {
-            blocked: layout.blocked,
-            host: layout.host,
-        };
+        let layout = inner_layout(layout);
         let [q, k, v] = [&inputs.q, &inputs.k, &inputs.v].map(|input| input.node());
         let bias = match &inputs.bias {
             MaybeFloat::Some(bias) => Some(bias.node()),

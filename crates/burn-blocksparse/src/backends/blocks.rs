@@ -21,17 +21,8 @@ mod steps {
     use burn::backend::tensor::FloatTensor;
 
     use super::BlockSparseTensorOps;
+    use crate::backends::autodiff::inner_layout;
     use crate::ops::LayoutTensors;
-
-    /// The layout on the backend that autodiff decorates.
-    fn inner<B: BlockSparseTensorOps, C: CheckpointStrategy>(
-        layout: LayoutTensors<Autodiff<B, C>>,
-    ) -> LayoutTensors<B> {
-        LayoutTensors {
-            blocked: layout.blocked,
-            host: layout.host,
-        }
-    }
 
     /// A product of two factors. The three products are each other's gradients:
     ///
@@ -74,7 +65,7 @@ mod steps {
             rhs: FloatTensor<Autodiff<B, C>>,
             layout: LayoutTensors<Autodiff<B, C>>,
         ) -> FloatTensor<Autodiff<B, C>> {
-            let layout = inner(layout);
+            let layout = inner_layout(layout);
             let run = |lhs: FloatTensor<Autodiff<B, C>>, rhs: FloatTensor<Autodiff<B, C>>| {
                 let (lhs, rhs) = (lhs.into_primitive(), rhs.into_primitive());
                 self.forward::<B>(lhs, rhs, layout.clone())
@@ -185,7 +176,7 @@ mod steps {
             values: FloatTensor<Self>,
             layout: LayoutTensors<Self>,
         ) -> FloatTensor<Self> {
-            let layout = inner(layout);
+            let layout = inner_layout(layout);
             let prepared = Mask.prepare::<C>([values.node()]).compute_bound();
             match prepared.stateful() {
                 OpsKind::Tracked(prep) => {
@@ -228,7 +219,7 @@ mod steps {
             layout: LayoutTensors<Self>,
             scale: f64,
         ) -> FloatTensor<Self> {
-            let layout = inner(layout);
+            let layout = inner_layout(layout);
             let prepared = Softmax.prepare::<C>([w.node()]).compute_bound();
             match prepared.stateful() {
                 OpsKind::Tracked(prep) => {

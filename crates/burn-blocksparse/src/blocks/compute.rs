@@ -15,11 +15,11 @@ use std::ops::Range;
 
 use burn::backend::tensor::{BoolTensor, Device, FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, Slice, TensorData};
+use burn::tensor::{FloatDType, Shape, TensorData};
 
 use super::places::{Chunk, Places, Side};
 use crate::ops::LayoutTensors;
-use crate::reference::accumulate_in;
+use crate::reference::{accumulate_in, tile, untile};
 use crate::weights;
 
 /// Elements of the gathered operands and of their product in memory at a time (one row of blocks may have more).
@@ -235,32 +235,14 @@ impl<'a, B: Backend> Call<'a, B> {
         B::float_reshape(rows, Shape::new(shape))
     }
 
-    /// `[batch, heads, seq, dim]` to `[tiles, b · dim]`, the ragged end padded with zeros.
+    /// `[batch, heads, seq, dim]` to `[tiles, b · dim]`, in the dtype everything is computed in.
     fn tile(&self, x: FloatTensor<B>) -> FloatTensor<B> {
-        let [batch, heads, seq, dim] = x.shape().dims::<4>();
-        let x = B::float_cast(x, self.dtype);
-        let tiles = seq.div_ceil(self.block_size);
-        let missing = tiles * self.block_size - seq;
-        let x = match missing {
-            0 => x,
-            _ => B::float_cat(vec![x, self.zeros([batch, heads, missing, dim])], 2),
-        };
-        let shape = [batch * heads * tiles, self.block_size * dim];
-        B::float_reshape(x, Shape::new(shape))
+        tile::<B>(B::float_cast(x, self.dtype), self.block_size)
     }
 
-    /// The inverse of [`Self::tile`].
+    /// Tiles to `[batch, heads, seq, dim]`.
     fn untile(&self, x: FloatTensor<B>, [heads, seq]: [usize; 2]) -> FloatTensor<B> {
-        let dim = x.shape()[1] / self.block_size;
-        let padded = seq.next_multiple_of(self.block_size);
-        let x = B::float_reshape(x, Shape::new([self.batch, heads, padded, dim]));
-        match padded == seq {
-            true => x,
-            false => {
-                let rows = Slice::from(0..seq);
-                B::float_slice(x, &[Slice::full(), Slice::full(), rows, Slice::full()])
-            }
-        }
+        untile::<B>(x, [self.batch, heads, seq], self.block_size)
     }
 
     /// The kept ones of the stored blocks: `[kept, b, b]`.

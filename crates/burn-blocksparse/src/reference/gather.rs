@@ -10,6 +10,7 @@ use blocksparse::{BlockLayout, Dropout};
 
 use super::accumulate_in;
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
+use super::tiles::{tile, untile};
 use crate::ops::{AttentionInputs, LayoutTensors, MaybeFloat};
 use crate::{AttentionOptions, weights};
 
@@ -165,9 +166,9 @@ impl<'a, B: Backend> Problem<'a, B> {
         let AttentionInputs { q, k, v, bias } = inputs;
         let q = B::float_mul_scalar(self.accumulate(q), self.scale.into());
         TiledInputs {
-            q: self.tile_queries(q, self.head_dim),
-            k: self.tile_keys(self.accumulate(k), self.head_dim),
-            v: self.tile_keys(self.accumulate(v), self.value_dim),
+            q: self.tile(q),
+            k: self.tile(self.accumulate(k)),
+            v: self.tile(self.accumulate(v)),
             bias: match bias {
                 MaybeFloat::Some(bias) => Some(self.tile_bias(self.accumulate(bias))),
                 MaybeFloat::None => None,
@@ -175,49 +176,19 @@ impl<'a, B: Backend> Problem<'a, B> {
         }
     }
 
-    /// `[batch, heads, seq_q, dim]` to `[tiles, b · dim]`, the ragged end padded with zeros.
-    pub fn tile_queries(&self, x: FloatTensor<B>, dim: usize) -> FloatTensor<B> {
-        self.tile(x, [self.heads, self.seq_q, self.q_blocks, dim])
+    /// `[batch, heads, seq, dim]` to `[tiles, b · dim]`.
+    pub fn tile(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        tile::<B>(x, self.b)
     }
 
-    /// `[batch, kv_heads, seq_kv, dim]` to `[tiles, b · dim]`.
-    pub fn tile_keys(&self, x: FloatTensor<B>, dim: usize) -> FloatTensor<B> {
-        self.tile(x, [self.kv_heads, self.seq_kv, self.kv_blocks, dim])
+    /// Tiles of queries to `[batch, heads, seq_q, dim]`.
+    pub fn untile_queries(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        untile::<B>(x, [self.batch, self.heads, self.seq_q], self.b)
     }
 
-    fn tile(&self, x: FloatTensor<B>, [heads, seq, blocks, dim]: [usize; 4]) -> FloatTensor<B> {
-        let missing = blocks * self.b - seq;
-        let x = match missing {
-            0 => x,
-            _ => {
-                let shape = Shape::new([self.batch, heads, missing, dim]);
-                let padding = B::float_zeros(shape, &self.device, self.dtype);
-                B::float_cat(vec![x, padding], 2)
-            }
-        };
-        B::float_reshape(x, Shape::new([self.batch * heads * blocks, self.b * dim]))
-    }
-
-    /// The inverse of [`Self::tile_queries`].
-    pub fn untile_queries(&self, x: FloatTensor<B>, dim: usize) -> FloatTensor<B> {
-        self.untile(x, [self.heads, self.seq_q, self.q_blocks, dim])
-    }
-
-    /// The inverse of [`Self::tile_keys`].
-    pub fn untile_keys(&self, x: FloatTensor<B>, dim: usize) -> FloatTensor<B> {
-        self.untile(x, [self.kv_heads, self.seq_kv, self.kv_blocks, dim])
-    }
-
-    fn untile(&self, x: FloatTensor<B>, [heads, seq, blocks, dim]: [usize; 4]) -> FloatTensor<B> {
-        let padded = blocks * self.b;
-        let x = B::float_reshape(x, Shape::new([self.batch, heads, padded, dim]));
-        match padded == seq {
-            true => x,
-            false => {
-                let rows = Slice::from(0..seq);
-                B::float_slice(x, &[Slice::full(), Slice::full(), rows, Slice::full()])
-            }
-        }
+    /// Tiles of keys to `[batch, kv_heads, seq_kv, dim]`.
+    pub fn untile_keys(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        untile::<B>(x, [self.batch, self.kv_heads, self.seq_kv], self.b)
     }
 
     /// `[T, b, dim]`

@@ -21,6 +21,7 @@
 
 mod gather;
 mod plan;
+mod tiles;
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
@@ -31,6 +32,7 @@ use crate::ops::{
 };
 use crate::{AttentionOptions, WeightsMode};
 use gather::{Chunk, Problem};
+pub(crate) use tiles::{tile, untile};
 
 /// The dtype of sums: f32, or f64 for f64 inputs.
 pub(crate) fn accumulate_in(dtype: FloatDType) -> FloatDType {
@@ -78,7 +80,7 @@ pub(crate) fn forward<B: Backend>(
         out = problem.add_rows(out, chunk.query_tiles(&problem), rows);
     }
     AttentionOutput {
-        out: B::float_cast(problem.untile_queries(out, problem.value_dim), dtype),
+        out: B::float_cast(problem.untile_queries(out), dtype),
         lse: lse.finish(&problem),
         weights: match weights {
             Some(weights) => MaybeFloat::Some(problem.shape_weights(weights)),
@@ -111,8 +113,8 @@ pub(crate) fn backward<B: Backend>(
         let grad_lse = B::float_reshape(grad_lse, delta.shape());
         delta = B::float_sub(delta, grad_lse);
     }
-    let grad_out = problem.tile_queries(grad_out, problem.value_dim);
-    let delta = problem.tile_queries(delta, 1);
+    let grad_out = problem.tile(grad_out);
+    let delta = problem.tile(delta);
     let weights = match output.weights {
         MaybeFloat::Some(weights) => Some(problem.tile_weights(weights)),
         MaybeFloat::None => None,
@@ -167,9 +169,9 @@ pub(crate) fn backward<B: Backend>(
         dv = problem.add_rows(dv, chunk.key_tiles(&problem), dv_rows);
     }
     AttentionGrads {
-        q: B::float_cast(problem.untile_queries(dq, problem.head_dim), dtype),
-        k: B::float_cast(problem.untile_keys(dk, problem.head_dim), dtype),
-        v: B::float_cast(problem.untile_keys(dv, problem.value_dim), dtype),
+        q: B::float_cast(problem.untile_queries(dq), dtype),
+        k: B::float_cast(problem.untile_keys(dk), dtype),
+        v: B::float_cast(problem.untile_keys(dv), dtype),
         bias: match d_bias {
             Some(rows) => MaybeFloat::Some(B::float_cast(problem.untile_bias(rows), dtype)),
             None => MaybeFloat::None,
@@ -283,7 +285,7 @@ impl<B: Backend> LseTiles<B> {
     fn finish(self, problem: &Problem<B>) -> FloatTensor<B> {
         let tiles = B::float_cat(self.parts, 0);
         let lse = B::float_select(tiles, 0, problem.indices(self.place_of));
-        let lse = problem.untile_queries(lse, 1);
+        let lse = problem.untile_queries(lse);
         let shape = [problem.batch, problem.heads, problem.seq_q];
         B::float_reshape(lse, Shape::new(shape))
     }

@@ -20,7 +20,7 @@ use cubecl::server::Handle;
 use super::device::plan;
 use super::launch::{batch_words, listing, optional, plan_parts};
 use super::simt::tile::StridesLaunch;
-use super::tensor::{WalkOperands, check_rows, check_scale, scales, tier_limit};
+use super::tensor::{WalkOperands, check_options, check_rows, check_scale, scales, tier_limit};
 use super::{Gradients, KernelError, Outputs, Sizes, TensorView};
 use crate::plan::{Grouping, Tiling, Walk};
 use crate::{BlockLayout, Residue};
@@ -288,22 +288,7 @@ pub fn choose(
         ElemType::Float(FloatKind::F16) => Half::F16,
         _ => return Err("the dtype is neither bf16 nor f16"),
     };
-    if sizes.store {
-        return Err("weights are stored");
-    }
-    if sizes.alibi {
-        return Err("scores have ALiBi biases");
-    }
-    if sizes.bias {
-        return Err("scores have a bias");
-    }
-    if sizes.dropout {
-        return Err("weights are dropped out");
-    }
-    if !sizes.positive_scale {
-        // The running maximum is of unscaled scores.
-        return Err("the scale is not positive");
-    }
+    check_options(sizes)?;
     if let Some(Residue { stride, .. }) = residue
         && !seq.is_multiple_of(stride)
     {

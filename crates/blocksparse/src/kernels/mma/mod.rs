@@ -17,7 +17,7 @@ use cubecl::server::Handle;
 use super::asm::Half;
 use super::device::plan;
 use super::launch::{batch_words, listing, plan_parts};
-use super::tensor::{WalkOperands, check_rows, check_scale, scales, tier_limit};
+use super::tensor::{WalkOperands, check_options, check_rows, check_scale, scales, tier_limit};
 use super::{Kernel, KernelError, Sizes, TensorView};
 use crate::plan::{Grouping, Walk};
 use crate::{BlockLayout, Residue};
@@ -144,22 +144,7 @@ pub fn choose(
         }
         _ => return Err("the dtype is neither bf16 nor f16"),
     };
-    if sizes.store {
-        return Err("weights are stored");
-    }
-    if sizes.alibi {
-        return Err("scores have ALiBi biases");
-    }
-    if sizes.bias {
-        return Err("scores have a bias");
-    }
-    if sizes.dropout {
-        return Err("weights are dropped out");
-    }
-    if !sizes.positive_scale {
-        // The running maximum is of unscaled scores.
-        return Err("the scale is not positive");
-    }
+    check_options(sizes)?;
     let widths = [sizes.head_dim, sizes.value_dim];
     if !(widths.iter()).all(|dim| dim.is_multiple_of(WIDTH) && (1..=WIDEST).contains(dim)) {
         return Err("head_dim or value_dim is no multiple of 16 up to 256");
