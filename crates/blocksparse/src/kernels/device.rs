@@ -1,8 +1,9 @@
-//! Launch plans on devices: made and uploaded once, kept as long as the layout lives.
+//! What a layout keeps on devices, uploaded once: its launch plans, as long as it lives, and the ALiBi slopes of its last call.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -41,4 +42,39 @@ pub fn plan(client: &Client, layout: &BlockLayout, tiling: Tiling) -> Arc<Device
         })
     });
     made.clone()
+}
+
+/// Slopes, and where they are.
+type Known = (Arc<[f64]>, Handle);
+
+#[derive(Default)]
+struct DeviceSlopes(Mutex<HashMap<(DeviceKey, ElemType), Known>>);
+
+/// ALiBi slopes in the type of sums, `[heads]`. They seldom change between calls: uploaded again only if they do.
+pub fn slopes(
+    client: &Client,
+    layout: &BlockLayout,
+    slopes: &Arc<[f64]>,
+    accumulator: ElemType,
+) -> Handle {
+    let known = layout.attachment(DeviceSlopes::default);
+    let mut known = match known.0.lock() {
+        Ok(guard) => guard,
+        Err(poisoned) => poisoned.into_inner(),
+    };
+    let key = (device_key(client), accumulator);
+    if let Some((same, handle)) = known.get(&key)
+        && same == slopes
+    {
+        return handle.clone();
+    }
+    let handle = match accumulator {
+        ElemType::Float(FloatKind::F64) => client.create_from_slice(bytemuck::cast_slice(slopes)),
+        _ => {
+            let slopes: Vec<f32> = slopes.iter().map(|&slope| slope as f32).collect();
+            client.create_from_slice(bytemuck::cast_slice(&slopes))
+        }
+    };
+    known.insert(key, (slopes.clone(), handle.clone()));
+    handle
 }

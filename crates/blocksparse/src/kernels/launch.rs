@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::device::{DevicePlan, plan};
+use super::device::{self, DevicePlan, plan};
 use super::simt::dropout::MaskLaunch;
 use super::simt::score::BiasStridesLaunch;
 use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
@@ -75,17 +75,14 @@ impl ScoreOptions {
     }
 
     /// The slopes on the device.
-    fn upload_slopes(&self, client: &Client, accumulator: ElemType) -> Option<Handle> {
+    fn device_slopes(
+        &self,
+        client: &Client,
+        layout: &BlockLayout,
+        accumulator: ElemType,
+    ) -> Option<Handle> {
         let slopes = self.slopes.as_ref()?;
-        Some(match accumulator {
-            ElemType::Float(FloatKind::F64) => {
-                client.create_from_slice(bytemuck::cast_slice(slopes))
-            }
-            _ => {
-                let slopes: Vec<f32> = slopes.iter().map(|&slope| slope as f32).collect();
-                client.create_from_slice(bytemuck::cast_slice(&slopes))
-            }
-        })
+        Some(device::slopes(client, layout, slopes, accumulator))
     }
 }
 
@@ -118,7 +115,7 @@ pub fn forward(
     let (heads, seq_q) = (layout.heads(), layout.seq_q());
     let rows = sizes.batch * heads * seq_q;
     let accumulator = sizes.accumulator();
-    let slopes = options.upload_slopes(client, accumulator);
+    let slopes = options.device_slopes(client, layout, accumulator);
     let named = [("q", q), ("k", k), ("v", v)];
     let calls = (plan.parts.iter())
         .map(|part| {
@@ -267,7 +264,7 @@ pub fn backward(
 
     let rows = sizes.batch * heads * layout.seq_q();
     let accumulator = sizes.accumulator();
-    let slopes = options.upload_slopes(client, accumulator);
+    let slopes = options.device_slopes(client, layout, accumulator);
     // lse and delta of the query at each place of a part.
     let make_stats = |call: &Call, pitch: usize, lse_factor: f64, by_class: bool| {
         let rows = sizes.batch * heads * pitch;

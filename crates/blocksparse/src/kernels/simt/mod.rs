@@ -26,40 +26,40 @@ struct Candidate {
     rows: usize,
     cols: usize,
     unit_rows: usize,
-    /// At widths up to 64.
-    speed: f64,
-    /// At larger widths.
-    wide_speed: f64,
+    /// Of the forward pass, at widths up to 64 and at larger ones.
+    forward: [f64; 2],
+    /// Of the backward pass.
+    backward: [f64; 2],
 }
 
 const fn candidate(
     rows: usize,
     cols: usize,
     unit_rows: usize,
-    speed: f64,
-    wide_speed: f64,
+    forward: [f64; 2],
+    backward: [f64; 2],
 ) -> Candidate {
     Candidate {
         rows,
         cols,
         unit_rows,
-        speed,
-        wide_speed,
+        forward,
+        backward,
     }
 }
 
-/// Larger tiles read less shared memory per multiply-add.
+/// Larger tiles read less shared memory per multiply-add; of smaller ones more cubes share a multiprocessor.
 const CANDIDATES: [Candidate; 9] = [
-    candidate(128, 64, 8, 1.0, 1.0),
-    candidate(64, 64, 4, 0.9, 0.95),
-    candidate(64, 32, 4, 0.92, 0.9),
-    candidate(32, 32, 4, 0.8, 0.8),
-    candidate(32, 16, 2, 0.35, 0.35),
-    candidate(16, 16, 2, 0.25, 0.25),
-    candidate(16, 8, 1, 0.15, 0.15),
-    candidate(8, 8, 1, 0.1, 0.1),
+    candidate(128, 64, 8, [0.93, 1.0], [1.0, 1.0]),
+    candidate(64, 64, 4, [0.95, 0.95], [0.9, 0.95]),
+    candidate(64, 32, 4, [1.0, 0.88], [0.95, 0.91]),
+    candidate(32, 32, 4, [0.83, 0.75], [0.83, 0.72]),
+    candidate(32, 16, 2, [0.35; 2], [0.35; 2]),
+    candidate(16, 16, 2, [0.25; 2], [0.25; 2]),
+    candidate(16, 8, 1, [0.15; 2], [0.15; 2]),
+    candidate(8, 8, 1, [0.1; 2], [0.1; 2]),
     // Rows of 256 in 32 KB.
-    candidate(8, 4, 1, 0.05, 0.05),
+    candidate(8, 4, 1, [0.05; 2], [0.05; 2]),
 ];
 
 /// Bytes of shared memory of a cube.
@@ -153,10 +153,11 @@ pub fn choose(
             Walk::Rows => layout.seq_q(),
             Walk::Columns => layout.seq_kv(),
         };
-        let speed = match sizes.head_dim.max(sizes.value_dim) {
-            ..=64 => candidate.speed,
-            _ => candidate.wide_speed,
+        let speeds = match kernel {
+            super::Kernel::Forward => candidate.forward,
+            _ => candidate.backward,
         };
+        let speed = speeds[usize::from(sizes.head_dim.max(sizes.value_dim) > 64)];
         let waste = length.next_multiple_of(tile.rows) as f64 / length as f64;
         let cost = grouping.overhead * waste / speed;
         if best.is_none_or(|(least, _)| cost < least) {
