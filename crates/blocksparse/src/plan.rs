@@ -22,7 +22,8 @@
 //! A pass over columns that adds to what its columns share (dQ) does so tile after tile. Its plan counts
 //! *visits*: an entry's is the number of tiles before its own, in launch order, that have the same entry. So that tiles
 //! which run side by side meet in the same order everywhere, a tile walks its entries from the last to the first: then a tile that
-//! begins at a later diagonal does not wait for one that has yet to come there.
+//! begins at a later diagonal does not wait for one that has yet to come there. (Where a few tiles have far more entries than the others, all
+//! walk from the first to the last.)
 
 use std::collections::HashMap;
 
@@ -288,17 +289,17 @@ fn count_visits(records: &[u32], entries: &mut [u32], shape: Shape) -> Vec<u32> 
     for pattern in 0..patterns {
         let record = |rank: usize| pattern * tiles + ranked[rank] as usize;
         // A tile that most queries see, as that of attention sinks, is far from done with the last of them when the
-        // others are: it begins at the first ones, and keeps ahead.
-        let usual = match tiles {
-            0 => 0,
-            _ => steps(record(tiles / 16)),
-        };
+        // others are. Then all begin at their first queries: the long tile keeps ahead, and nobody waits until it has come to
+        // the end of a window.
+        let longest_and_usual =
+            (tiles > 0).then(|| [0, tiles / 16].map(|rank| steps(record(rank))));
+        let forward = longest_and_usual.is_some_and(|[longest, usual]| longest > 4 * usual);
         let mut visits = vec![0u32; others];
         for record in (0..tiles).map(record) {
             let first = records[record * 3] as usize * 3;
             let length = steps(record) * per_step * 3;
             let words = &mut entries[first..first + length];
-            if steps(record) > 4 * usual {
+            if forward {
                 reverse_steps(words, per_step * 3);
             }
             for entry in words.chunks_exact_mut(3) {
@@ -869,6 +870,32 @@ mod tests {
             let dense = layout.to_dense(head);
             let kept: usize = dense.iter().flatten().filter(|&&kept| kept).count();
             assert_eq!(pairs as usize, kept, "head {head}");
+        }
+    }
+
+    /// Windows are walked from their last queries on, unless a tile of sinks is long and keeps ahead from the first ones on.
+    #[rstest::rstest]
+    #[case(Pattern::local(256), false)]
+    #[case(Pattern::causal(), false)]
+    #[case(Pattern::streaming(256, 64), true)]
+    fn long_tiles_turn_all_walks(#[case] pattern: Pattern, #[case] forward: bool) {
+        let layout = pattern.layout(1, 8192, 64).unwrap();
+        let tiling = Tiling {
+            visits: true,
+            ..tiling(128, 64, false)
+        };
+        let plan = TilePlan::new(&layout, tiling);
+        let sections = plan.sections;
+        for tile in 0..plan.tiles {
+            let record = &plan.words[sections.tiles + tile * 3..][..3];
+            let entries = &plan.words[sections.entries + record[0] as usize * 3..];
+            let places = entries[..record[1] as usize * 3].chunks(3);
+            let places: Vec<u32> = places.map(|entry| entry[0]).collect();
+            let sorted = match forward {
+                true => places.is_sorted(),
+                false => places.is_sorted_by(|a, b| a >= b),
+            };
+            assert!(sorted, "tile {tile}: {places:?}");
         }
     }
 
