@@ -15,6 +15,9 @@ pub enum AttentionError {
     /// A layout that was asked for cannot be.
     #[error(transparent)]
     Layout(#[from] blocksparse::LayoutError),
+    /// What a function needs of the device could not be read.
+    #[error("the device must give back its tensors, got {0}")]
+    Read(String),
     /// The device cannot run the call.
     #[cfg(feature = "cube")]
     #[error(transparent)]
@@ -32,6 +35,10 @@ impl AttentionError {
             expected: expected.into(),
             got: got.to_string(),
         }
+    }
+
+    pub(crate) fn read(error: impl std::fmt::Display) -> Self {
+        Self::Read(error.to_string())
     }
 
     /// That an argument is what another is.

@@ -39,6 +39,7 @@ mod reference;
 mod tensors;
 mod top_k;
 mod upload;
+mod vertical_slash;
 mod weights;
 
 pub use attention::{attention, attention_with_lse, attention_with_weights};
@@ -58,4 +59,5 @@ pub use options::{AttentionOptions, Precision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::{AttentionTensors, attention_with_tensors};
 pub use top_k::{TopKOptions, top_k_blocks};
+pub use vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
 pub use weights::BlockSparseTensor;

@@ -1,0 +1,79 @@
+//! Vertical-slash layouts of tensors, against those that the host builds.
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_blocksparse::{
+    BlockLayout, LayoutShape, Pattern, vertical_slash_layout, vertical_slash_layout_async,
+};
+use burn_blocksparse_tests::devices::devices;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rstest::rstest;
+
+fn shape([heads, seq_q, seq_kv, block_size]: [usize; 4]) -> LayoutShape {
+    LayoutShape {
+        heads,
+        seq_q,
+        seq_kv,
+        block_size,
+    }
+}
+
+fn tensor(numbers: &[Vec<i32>], device: &Device) -> Tensor<2, Int> {
+    let dims = [numbers.len(), numbers[0].len()];
+    Tensor::from_data(TensorData::new(numbers.concat(), dims), device)
+}
+
+#[rstest]
+#[case::square([3, 75, 75, 8], 4, 6)]
+#[case::fewer_queries([2, 21, 130, 16], 3, 5)]
+#[case::more_queries([2, 90, 40, 32], 2, 3)]
+#[case::no_columns([2, 64, 64, 16], 0, 4)]
+#[case::no_diagonals([2, 64, 64, 16], 4, 0)]
+fn equals_the_hosts(#[case] sizes: [usize; 4], #[case] columns: usize, #[case] diagonals: usize) {
+    let shape = shape(sizes);
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    // In any order, and some of them twice.
+    let mut numbers = |count: usize| -> Vec<Vec<i32>> {
+        let mut row = || {
+            (0..count)
+                .map(|_| rng.random_range(0..shape.seq_kv as i32))
+                .collect()
+        };
+        (0..shape.heads).map(|_| row()).collect()
+    };
+    let (vertical, slash) = (numbers(columns), numbers(diagonals));
+    let host = |row: &[i32]| -> Vec<usize> { row.iter().map(|&x| x as usize).collect() };
+    let heads = vertical.iter().zip(&slash);
+    let pattern = Pattern::per_head(heads.map(|(v, s)| Pattern::vertical_slash(host(v), host(s))));
+    let expected = BlockLayout::new(&pattern, shape).unwrap();
+    assert!(expected.blocks() > 0);
+    for device in devices() {
+        for device in [device.clone(), device.autodiff()] {
+            let arguments = || (tensor(&vertical, &device), tensor(&slash, &device));
+            let (v, s) = arguments();
+            assert_eq!(vertical_slash_layout(v, s, shape).unwrap(), expected);
+            let (v, s) = arguments();
+            let layout = vertical_slash_layout_async(v, s, shape);
+            assert_eq!(futures_lite::future::block_on(layout).unwrap(), expected);
+        }
+    }
+}
+
+#[rstest]
+#[case([2, 64, 64, 8], vec![vec![0, 64], vec![0, 1]], vec![vec![0], vec![1]], "vertical must be at least 0 and less than 64, the shape's seq_kv, got 64")]
+#[case([2, 64, 64, 8], vec![vec![0], vec![1]], vec![vec![0], vec![-1]], "slash must be at least 0 and less than 64, the shape's seq_kv, got -1")]
+#[case([3, 64, 64, 8], vec![vec![0], vec![1]], vec![vec![0], vec![1], vec![2]], "vertical's heads must be 3, the shape's, got 2")]
+#[case([2, 64, 64, 8], vec![vec![0], vec![1]], vec![vec![0]], "slash's heads must be 2, the shape's, got 1")]
+#[case([2, 64, 64, 7], vec![vec![0], vec![1]], vec![vec![0], vec![1]], "block_size must be 8, 16, 32, 64 or 128, got 7")]
+fn errors(
+    #[case] sizes: [usize; 4],
+    #[case] vertical: Vec<Vec<i32>>,
+    #[case] slash: Vec<Vec<i32>>,
+    #[case] message: &str,
+) {
+    for device in devices() {
+        let (vertical, slash) = (tensor(&vertical, &device), tensor(&slash, &device));
+        let error = vertical_slash_layout(vertical, slash, shape(sizes)).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}
