@@ -8,6 +8,7 @@ pub mod cases;
 pub mod compare;
 pub mod devices;
 pub mod fuzz;
+pub mod masses;
 pub mod options;
 pub mod reference;
 
@@ -44,6 +45,12 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "dropout_follows_its_seed",
         options::dropout_follows_its_seed,
+    ),
+    ("masses_equal_f64", masses::masses_equal_f64),
+    ("masses_of_long_lines", masses::masses_of_long_lines),
+    (
+        "masses_give_the_same_bits",
+        masses::masses_give_the_same_bits,
     ),
     (
         "half_precision_is_as_good_as_dense",

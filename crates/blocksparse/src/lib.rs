@@ -34,6 +34,7 @@ pub mod font;
 #[cfg(feature = "kernels")]
 pub mod kernels;
 mod layout;
+pub mod lines;
 mod mask;
 mod pack;
 mod pattern;

@@ -30,6 +30,7 @@ mod attention;
 mod backends;
 mod blocks;
 mod error;
+mod masses;
 mod merge;
 mod ops;
 mod options;
@@ -50,6 +51,9 @@ pub use blocksparse::{
     BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Restriction,
 };
 pub use error::AttentionError;
+pub use masses::{
+    AttentionMassOps, AttentionMasses, MassInputs, MassOptions, MassOutput, attention_masses,
+};
 pub use merge::merge_attention;
 pub use ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,

@@ -117,6 +117,26 @@ impl AttentionPlan {
     }
 }
 
+/// Whether kernels sum the weights of a call, and not the reference.
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub(crate) fn sums_in_kernels(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    bias: Option<&Tensor<4>>,
+    layout: &BlockLayout,
+    options: &AttentionOptions,
+) -> Result<bool, AttentionError> {
+    #[cfg(feature = "cube")]
+    if let DispatchDevice::Cube(inner) = q.device().without_autodiff().as_dispatch() {
+        let [batch, kv_heads, _, head_dim] = k.dims();
+        let dims = [batch, kv_heads, head_dim, head_dim];
+        let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, bias.is_some())?;
+        crate::backends::cube::check_masses(inner, layout, &sizes)?;
+        return Ok(!crate::backends::cube::uses_reference());
+    }
+    Ok(false)
+}
+
 fn name(device: &Device) -> String {
     format!("{:?}", device.clone().without_autodiff().as_dispatch())
 }

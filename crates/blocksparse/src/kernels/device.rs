@@ -9,6 +9,7 @@ use cubecl::server::Handle;
 
 use super::{DeviceKey, device_key};
 use crate::BlockLayout;
+use crate::lines::{LinePlan, LineSections, Lines};
 use crate::plan::{Sections, TilePlan, Tiling};
 
 /// A [`TilePlan`] whose words are on a device.
@@ -77,4 +78,39 @@ pub fn slopes(
     };
     known.insert(key, (slopes.clone(), handle.clone()));
     handle
+}
+
+/// A [`LinePlan`] whose words are on a device.
+pub struct DeviceLinePlan {
+    pub words: Handle,
+    pub len: usize,
+    pub sections: LineSections,
+    pub segments: usize,
+    pub lines: usize,
+}
+
+#[derive(Default)]
+struct DeviceLinePlans(Mutex<HashMap<(DeviceKey, Lines), Arc<DeviceLinePlan>>>);
+
+/// The lines of a layout, on the client's device.
+pub fn line_plan(client: &Client, layout: &BlockLayout, lines: Lines) -> Arc<DeviceLinePlan> {
+    let plans = layout.attachment(DeviceLinePlans::default);
+    let mut plans = match plans.0.lock() {
+        Ok(guard) => guard,
+        Err(poisoned) => poisoned.into_inner(),
+    };
+    let key = (device_key(client), lines);
+    if let Some(known) = plans.get(&key) {
+        return known.clone();
+    }
+    let plan = LinePlan::new(layout, &key.1);
+    let made = Arc::new(DeviceLinePlan {
+        words: client.create_from_slice(bytemuck::cast_slice(&plan.words)),
+        len: plan.words.len(),
+        sections: plan.sections,
+        segments: plan.segments,
+        lines: plan.lines,
+    });
+    plans.insert(key, made.clone());
+    made
 }

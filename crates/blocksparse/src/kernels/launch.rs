@@ -40,18 +40,18 @@ pub struct BiasView {
 }
 
 impl BiasView {
-    fn elements(&self) -> usize {
+    pub(super) fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 }
 
 impl ScoreOptions {
-    fn bias<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
+    pub(super) fn bias<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
         let elements = self.bias.as_ref().map_or(0, BiasView::elements);
         optional(self.bias.as_ref().map(|bias| &bias.handle), elements)
     }
 
-    fn bias_strides(&self) -> BiasStridesLaunch {
+    pub(super) fn bias_strides(&self) -> BiasStridesLaunch {
         let [batch, heads, rows, keys] = self.bias.as_ref().map_or([1; 4], |bias| bias.shape);
         let stride = |length: usize, stride: usize| if length == 1 { 0 } else { stride };
         BiasStridesLaunch::new(
@@ -75,7 +75,7 @@ impl ScoreOptions {
     }
 
     /// The slopes on the device.
-    fn device_slopes(
+    pub(super) fn device_slopes(
         &self,
         client: &Client,
         layout: &BlockLayout,
@@ -543,25 +543,9 @@ impl Call {
         tensors: &[(&'static str, &TensorView)],
         options: &ScoreOptions,
     ) -> Result<Self, KernelError> {
-        let mut width = 4;
+        let width = load_width(sizes.dtype, tensors)?;
         let mut largest = options.bias.as_ref().map_or(0, BiasView::elements);
-        for (name, tensor) in tensors {
-            if tensor.strides[3] != 1 && tensor.shape[3] != 1 {
-                return Err(KernelError::Stride {
-                    tensor: name,
-                    stride: tensor.strides[3],
-                });
-            }
-            let offset = tensor.handle.offset_start.unwrap_or(0) as usize / sizes.dtype.size();
-            let mut aligned = vec![tensor.shape[3], offset];
-            for (length, stride) in tensor.shape.iter().zip(&tensor.strides).take(3) {
-                if *length > 1 {
-                    aligned.push(*stride);
-                }
-            }
-            while aligned.iter().any(|number| number % width != 0) {
-                width /= 2;
-            }
+        for (_, tensor) in tensors {
             largest = largest.max(tensor.reach());
         }
         let batches = layout.batch().unwrap_or(1);
@@ -581,17 +565,7 @@ impl Call {
         largest = largest
             .max(contiguous * (sizes.head_dim + sizes.value_dim))
             .max(sizes.batch * weight_blocks * layout.block_size().pow(2));
-        let address = match u32::try_from(largest) {
-            Ok(_) => AddressType::U32,
-            Err(_) => AddressType::U64,
-        };
-        if !client.properties().supports_address(address) {
-            return Err(KernelError::limit(
-                "the elements of a tensor",
-                u32::MAX,
-                largest,
-            ));
-        }
+        let address = address_of(client, largest)?;
         Ok(Self {
             batch: sizes.batch,
             tile: part.tile(kernel),
@@ -613,18 +587,11 @@ impl Call {
     }
 
     fn input(&self, tensor: &TensorView) -> BufferArg {
-        let vectors = tensor.reach().div_ceil(self.width);
-        unsafe { BufferArg::from_raw_parts(tensor.handle.clone(), vectors) }
+        vectors_of(tensor, self.width)
     }
 
     fn strides(&self, tensor: &TensorView) -> StridesLaunch {
-        let [batch, head, row, _] = tensor.strides;
-        StridesLaunch::new(
-            batch / self.width,
-            head / self.width,
-            row / self.width,
-            tensor.shape[2],
-        )
+        strides_of(tensor, self.width)
     }
 
     fn listing(&self) -> ListingLaunch {
@@ -647,6 +614,60 @@ impl Call {
     fn parts(&self) -> PlanPartsLaunch {
         plan_parts(&self.plan.sections, self.batch_words)
     }
+}
+
+/// Elements of a load: as many as divide the rows and strides of all tensors, 4 at most.
+pub(super) fn load_width(
+    dtype: ElemType,
+    tensors: &[(&'static str, &TensorView)],
+) -> Result<usize, KernelError> {
+    let mut width = 4;
+    for (name, tensor) in tensors {
+        if tensor.strides[3] != 1 && tensor.shape[3] != 1 {
+            return Err(KernelError::Stride {
+                tensor: name,
+                stride: tensor.strides[3],
+            });
+        }
+        let offset = tensor.handle.offset_start.unwrap_or(0) as usize / dtype.size();
+        let mut aligned = vec![tensor.shape[3], offset];
+        for (length, stride) in tensor.shape.iter().zip(&tensor.strides).take(3) {
+            if *length > 1 {
+                aligned.push(*stride);
+            }
+        }
+        while aligned.iter().any(|number| number % width != 0) {
+            width /= 2;
+        }
+    }
+    Ok(width)
+}
+
+/// The type of indices into `largest` elements.
+pub(super) fn address_of(client: &Client, largest: usize) -> Result<AddressType, KernelError> {
+    let address = match u32::try_from(largest) {
+        Ok(_) => AddressType::U32,
+        Err(_) => AddressType::U64,
+    };
+    match client.properties().supports_address(address) {
+        true => Ok(address),
+        false => Err(KernelError::limit(
+            "the elements of a tensor",
+            u32::MAX,
+            largest,
+        )),
+    }
+}
+
+/// A tensor in vectors of `width`.
+pub(super) fn vectors_of(tensor: &TensorView, width: usize) -> BufferArg {
+    let vectors = tensor.reach().div_ceil(width);
+    unsafe { BufferArg::from_raw_parts(tensor.handle.clone(), vectors) }
+}
+
+pub(super) fn strides_of(tensor: &TensorView, width: usize) -> StridesLaunch {
+    let [batch, head, row, _] = tensor.strides;
+    StridesLaunch::new(batch / width, head / width, row / width, tensor.shape[2])
 }
 
 /// The listing of a part's positions.
@@ -680,7 +701,7 @@ pub(super) fn plan_parts(parts: &Sections, batch_words: usize) -> PlanPartsLaunc
 }
 
 /// `cubes` cubes over the first two dimensions of a launch.
-fn spread(client: &Client, cubes: u64) -> Result<CubeCount, KernelError> {
+pub(super) fn spread(client: &Client, cubes: u64) -> Result<CubeCount, KernelError> {
     let (x_most, y_most, _) = client.properties().hardware.max_cube_count;
     let x = cubes.min(u64::from(x_most));
     let y = cubes.div_ceil(x.max(1));

@@ -21,6 +21,7 @@ mod device;
 #[cfg(feature = "cuda-asm")]
 pub mod hopper;
 mod launch;
+mod masses;
 #[cfg(feature = "cuda-asm")]
 pub mod mma;
 mod simt;
@@ -40,6 +41,7 @@ use crate::plan::{Tiling, Walk};
 use crate::{BlockLayout, Residue};
 
 pub use launch::{BiasView, Gradients, OutputGrads, Outputs, ScoreOptions, backward, forward};
+pub use masses::{MassOutputs, check_masses, masses};
 
 /// What can be wrong with a launch. All of it is known before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -336,18 +338,7 @@ impl AttentionPlan {
 
     fn choose(layout: &BlockLayout, sizes: Sizes, client: &Client) -> Result<Self, KernelError> {
         let properties = client.properties();
-        use FloatKind::{BF16, F16, F32, F64, Flex32};
-        let float = matches!(
-            sizes.dtype,
-            ElemType::Float(F16 | BF16 | F32 | F64 | Flex32)
-        );
-        // WGSL names the type, but SPIR-V has no 64-bit exp.
-        let exp = sizes.dtype != ElemType::Float(F64) || !client.name().starts_with("wgpu");
-        if !float || !exp || !properties.supports_type(sizes.dtype) {
-            return Err(KernelError::Dtype {
-                dtype: sizes.dtype.to_string(),
-            });
-        }
+        check_dtype(client, sizes.dtype)?;
         let kernels = [
             Kernel::Forward,
             Kernel::BackwardRows,
@@ -468,6 +459,20 @@ impl AttentionPlan {
     /// [`KernelError`] if it exceeds a limit of the device.
     pub fn check_backward(&self) -> Result<(), KernelError> {
         self.backward.clone()
+    }
+}
+
+/// That a dtype is one of the kernels' and the device's.
+fn check_dtype(client: &Client, dtype: ElemType) -> Result<(), KernelError> {
+    use FloatKind::{BF16, F16, F32, F64, Flex32};
+    let float = matches!(dtype, ElemType::Float(F16 | BF16 | F32 | F64 | Flex32));
+    // WGSL names the type, but SPIR-V has no 64-bit exp.
+    let exp = dtype != ElemType::Float(F64) || !client.name().starts_with("wgpu");
+    match float && exp && client.properties().supports_type(dtype) {
+        true => Ok(()),
+        false => Err(KernelError::Dtype {
+            dtype: dtype.to_string(),
+        }),
     }
 }
 

@@ -30,6 +30,15 @@ pub(crate) fn plan(
     AttentionPlan::new(&device.client(), layout, sizes)
 }
 
+/// Whether `device` can sum the weights of a call.
+pub(crate) fn check_masses(
+    device: &CubeDevice,
+    layout: &BlockLayout,
+    sizes: &Sizes,
+) -> Result<(), KernelError> {
+    kernels::check_masses(&device.client(), layout, sizes)
+}
+
 pub(crate) fn sizes(
     [batch, kv_heads, head_dim, value_dim]: [usize; 4],
     dtype: DType,
@@ -267,10 +276,7 @@ impl Call {
             softcap: self.options.softcap,
             slopes: self.options.alibi.clone(),
             dropout: self.options.active_dropout(),
-            bias: self.bias.as_ref().map(|bias| BiasView {
-                handle: bias.handle.clone(),
-                shape: bias.meta.shape().dims(),
-            }),
+            bias: self.bias.as_ref().map(bias_view),
         }
     }
 
@@ -282,27 +288,52 @@ impl Call {
     }
 
     fn empty<const D: usize>(&self, shape: [usize; D], dtype: DType) -> CubeTensor {
-        let (client, device) = (self.client.clone(), self.device.clone());
-        match *POISON {
-            true => self.filled(shape, f64::NAN, dtype),
-            false => empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype),
-        }
+        empty(&self.inputs[0], shape, dtype)
     }
 
-    /// Filled as one row, because Burn may put gaps between the rows of a tensor that it fills.
     fn filled<const D: usize>(&self, shape: [usize; D], value: f64, dtype: DType) -> CubeTensor {
-        let (client, device) = (self.client.clone(), self.device.clone());
-        let value = InputScalar::new(value, dtype_to_elem_type(dtype));
-        // A tensor without elements still gets a buffer.
-        let elements = shape.iter().product::<usize>().max(1);
-        let row = Shape::new([elements]);
-        let row = full_device_dtype(client.clone(), row, device.clone(), value, dtype);
-        CubeTensor::new_contiguous(client, device, Shape::new(shape), row.handle, dtype)
+        filled(&self.inputs[0], shape, value, dtype)
+    }
+}
+
+/// A tensor to be written, on the device of another.
+pub(super) fn empty<const D: usize>(
+    like: &CubeTensor,
+    shape: [usize; D],
+    dtype: DType,
+) -> CubeTensor {
+    let (client, device) = (like.client.clone(), like.device.clone());
+    match *POISON {
+        true => filled(like, shape, f64::NAN, dtype),
+        false => empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype),
+    }
+}
+
+/// Filled as one row, because Burn may put gaps between the rows of a tensor that it fills.
+fn filled<const D: usize>(
+    like: &CubeTensor,
+    shape: [usize; D],
+    value: f64,
+    dtype: DType,
+) -> CubeTensor {
+    let (client, device) = (like.client.clone(), like.device.clone());
+    let value = InputScalar::new(value, dtype_to_elem_type(dtype));
+    // A tensor without elements still gets a buffer.
+    let elements = shape.iter().product::<usize>().max(1);
+    let row = Shape::new([elements]);
+    let row = full_device_dtype(client.clone(), row, device.clone(), value, dtype);
+    CubeTensor::new_contiguous(client, device, Shape::new(shape), row.handle, dtype)
+}
+
+pub(super) fn bias_view(bias: &CubeTensor) -> BiasView {
+    BiasView {
+        handle: bias.handle.clone(),
+        shape: bias.meta.shape().dims(),
     }
 }
 
 /// The kernels take any strides but of the last dimension, as long as they are multiples of `alignment` elements.
-fn readable(tensor: CubeTensor, alignment: usize) -> CubeTensor {
+pub(super) fn readable(tensor: CubeTensor, alignment: usize) -> CubeTensor {
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
     let start = tensor.handle.offset_start.unwrap_or(0) as usize / tensor.dtype.size();
     let aligned = start.is_multiple_of(alignment)
@@ -314,7 +345,7 @@ fn readable(tensor: CubeTensor, alignment: usize) -> CubeTensor {
     }
 }
 
-fn view(tensor: &CubeTensor) -> TensorView {
+pub(super) fn view(tensor: &CubeTensor) -> TensorView {
     TensorView {
         handle: tensor.handle.clone(),
         shape: tensor.meta.shape().dims(),
@@ -323,6 +354,6 @@ fn view(tensor: &CubeTensor) -> TensorView {
 }
 
 /// The public functions checked the plan; only a direct call of the trait can get here with what cannot run.
-fn checked<T>(result: Result<T, KernelError>) -> T {
+pub(super) fn checked<T>(result: Result<T, KernelError>) -> T {
     result.unwrap_or_else(|error| panic!("block-sparse attention: {error}"))
 }

@@ -8,6 +8,7 @@ mod autodiff;
 mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+mod masses;
 
 #[cfg(feature = "flex")]
 impl BlockSparseOps for burn::backend::Flex {}

@@ -1,5 +1,6 @@
 //! Between `[batch, heads, seq, dim]` tensors and the tiles of a chunk.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn::backend::tensor::{BoolTensor, Device, FloatTensor, IntTensor};
@@ -23,13 +24,13 @@ pub(super) struct Problem<'a, B: Backend> {
     pub heads: usize,
     kv_heads: usize,
     pub seq_q: usize,
-    seq_kv: usize,
+    pub seq_kv: usize,
     pub head_dim: usize,
     pub value_dim: usize,
     /// Block size.
     pub b: usize,
-    q_blocks: usize,
-    kv_blocks: usize,
+    pub q_blocks: usize,
+    pub kv_blocks: usize,
     pub scale: f64,
     pub softcap: Option<f64>,
     pub alibi: Option<Arc<[f64]>>,
@@ -150,6 +151,11 @@ impl<'a, B: Backend> Problem<'a, B> {
         B::float_zeros(Shape::new(shape), &self.device, self.dtype)
     }
 
+    pub fn numbers<const D: usize>(&self, numbers: Vec<f64>, shape: [usize; D]) -> FloatTensor<B> {
+        let numbers = TensorData::new(numbers, shape).convert_dtype(self.dtype.into());
+        B::float_from_data(numbers, &self.device)
+    }
+
     pub fn indices(&self, indices: Vec<i32>) -> IntTensor<B> {
         let length = indices.len();
         B::int_from_data(TensorData::new(indices, [length]), &self.device)
@@ -244,8 +250,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         let slopes: Vec<f64> = (chunk.tiles.iter())
             .map(|placed| slopes[placed.head])
             .collect();
-        let slopes = TensorData::new(slopes, [tiles, 1, 1]).convert_dtype(self.dtype.into());
-        let slopes = B::float_from_data(slopes, &self.device);
+        let slopes = self.numbers(slopes, [tiles, 1, 1]);
         B::float_mul(B::int_into_float(distance, self.dtype), slopes)
     }
 
@@ -266,8 +271,7 @@ impl<'a, B: Backend> Problem<'a, B> {
             }
         }
         let shape = [chunk.tiles.len(), b, chunk.shape.entries * b];
-        let factors = TensorData::new(factors, shape).convert_dtype(self.dtype.into());
-        Some(B::float_from_data(factors, &self.device))
+        Some(self.numbers(factors, shape))
     }
 
     /// Blocks of queries that the bias tells apart, and rows of each.
@@ -394,6 +398,47 @@ impl Chunk<'_> {
         let place = |p: &Placed, entry: &TileEntry| {
             let first = (p.batch * problem.kv_heads + p.head / group) * problem.kv_blocks;
             (first + entry.kv_block as usize) as i32
+        };
+        self.entries(place, self.shape.entries)
+    }
+
+    /// The tiles that have one of `queries`, if there are any.
+    pub fn with_queries(self, queries: &Range<usize>, b: usize) -> Option<Self> {
+        let has = |placed: &Placed| {
+            let first = placed.tile.q_block * b;
+            first < queries.end && queries.start < first + b
+        };
+        let tiles: Vec<_> = self.tiles.into_iter().filter(has).collect();
+        (!tiles.is_empty()).then_some(Self {
+            shape: self.shape,
+            tiles,
+        })
+    }
+
+    /// The query of each row of each tile.
+    pub fn rows(&self, b: usize) -> impl Iterator<Item = usize> {
+        self.tiles.iter().flat_map(move |placed| {
+            let first = placed.tile.q_block * b;
+            first..first + b
+        })
+    }
+
+    /// Row of each key block of each tile among the columns of blocks of all heads.
+    pub fn column_places<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
+        let place = |p: &Placed, entry: &TileEntry| {
+            let head = p.batch * problem.heads + p.head;
+            (head * problem.kv_blocks + entry.kv_block as usize) as i32
+        };
+        self.entries(place, self.shape.entries)
+    }
+
+    /// Row of each block of each tile among the diagonals of blocks of all heads.
+    pub fn diagonal_places<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
+        let lines = problem.q_blocks + problem.kv_blocks - 1;
+        let place = |p: &Placed, entry: &TileEntry| {
+            let head = p.batch * problem.heads + p.head;
+            let line = p.tile.q_block + problem.kv_blocks - 1 - entry.kv_block as usize;
+            (head * lines + line) as i32
         };
         self.entries(place, self.shape.entries)
     }

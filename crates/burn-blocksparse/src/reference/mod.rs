@@ -20,6 +20,7 @@
 //! they are stored). Sums run in a fixed order: the same input gives the same bits.
 
 mod gather;
+mod masses;
 mod plan;
 mod tiles;
 
@@ -32,6 +33,7 @@ use crate::ops::{
 };
 use crate::{AttentionOptions, WeightsMode};
 use gather::{Chunk, Problem};
+pub(crate) use masses::masses;
 pub(crate) use tiles::{tile, untile};
 
 /// The dtype of sums: f32, or f64 for f64 inputs.

@@ -8,6 +8,7 @@
 pub(super) mod backward;
 pub(super) mod dropout;
 pub(super) mod forward;
+pub(super) mod mass;
 pub(super) mod score;
 pub(super) mod tile;
 

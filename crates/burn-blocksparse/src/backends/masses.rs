@@ -1,0 +1,115 @@
+//! Sums of weights on each backend.
+
+use crate::masses::AttentionMassOps;
+
+#[cfg(feature = "flex")]
+impl AttentionMassOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl AttentionMassOps for burn::backend::NdArray {}
+
+#[cfg(feature = "cube")]
+mod kernels {
+    use std::ops::Range;
+
+    use blocksparse::kernels::{MassOutputs, ScoreOptions};
+    use burn_cubecl::CubeBackend;
+    use burn_cubecl::kernel::into_contiguous;
+
+    use super::AttentionMassOps;
+    use crate::backends::cube::{bias_view, checked, empty, readable, sizes, uses_reference, view};
+    use crate::masses::{MassInputs, MassOutput};
+    use crate::ops::{LayoutTensors, MaybeFloat};
+    use crate::{AttentionOptions, reference};
+
+    impl AttentionMassOps for CubeBackend {
+        fn attention_masses(
+            inputs: MassInputs<Self>,
+            layout: LayoutTensors<Self>,
+            options: AttentionOptions,
+            queries: Range<usize>,
+        ) -> MassOutput<Self> {
+            if uses_reference() {
+                return reference::masses::<Self>(inputs, &layout, &options, queries);
+            }
+            let layout = layout.host;
+            let MassInputs { q, k, lse, bias } = inputs;
+            let bias = match bias {
+                MaybeFloat::Some(bias) => Some(into_contiguous(bias)),
+                MaybeFloat::None => None,
+            };
+            let [q, k] = [q, k].map(|input| readable(input, 1));
+            let lse = into_contiguous(lse);
+            let [batch, kv_heads, seq_kv, head_dim] = k.meta.shape().dims();
+            let dims = [batch, kv_heads, head_dim, head_dim];
+            let sizes = checked(sizes(dims, q.dtype, &options, bias.is_some()));
+            let (heads, seq_q) = (layout.heads(), layout.seq_q());
+            let columns = empty(&q, [batch, heads, seq_kv], lse.dtype);
+            let diagonals = empty(&q, [batch, heads, seq_q + seq_kv - 1], lse.dtype);
+            let outputs = MassOutputs {
+                queries,
+                columns: columns.handle.clone(),
+                diagonals: diagonals.handle.clone(),
+            };
+            let scores = ScoreOptions {
+                scale: options.scale_for(head_dim),
+                softcap: options.softcap,
+                slopes: options.alibi.clone(),
+                dropout: None,
+                bias: bias.as_ref().map(bias_view),
+            };
+            let views = [&q, &k].map(view);
+            let result = blocksparse::kernels::masses(
+                &q.client,
+                &layout,
+                &sizes,
+                [&views[0], &views[1]],
+                &lse.handle,
+                &scores,
+                &outputs,
+            );
+            checked(result);
+            MassOutput { columns, diagonals }
+        }
+    }
+}
+
+#[cfg(feature = "autodiff")]
+mod constants {
+    use std::ops::Range;
+
+    use burn::backend::AutodiffBackend;
+    use burn::backend::autodiff::Autodiff;
+    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+
+    use super::AttentionMassOps;
+    use crate::AttentionOptions;
+    use crate::backends::autodiff::inner_layout;
+    use crate::masses::{MassInputs, MassOutput};
+    use crate::ops::{LayoutTensors, MaybeFloat};
+
+    /// The sums leave the graph.
+    impl<B: AttentionMassOps, C: CheckpointStrategy> AttentionMassOps for Autodiff<B, C> {
+        fn attention_masses(
+            inputs: MassInputs<Self>,
+            layout: LayoutTensors<Self>,
+            options: AttentionOptions,
+            queries: Range<usize>,
+        ) -> MassOutput<Self> {
+            let inputs = MassInputs {
+                q: inputs.q.into_primitive(),
+                k: inputs.k.into_primitive(),
+                lse: inputs.lse.into_primitive(),
+                bias: match inputs.bias {
+                    MaybeFloat::Some(bias) => MaybeFloat::Some(bias.into_primitive()),
+                    MaybeFloat::None => MaybeFloat::None,
+                },
+            };
+            let sums = B::attention_masses(inputs, inner_layout(layout), options, queries);
+            MassOutput {
+                columns: <Self as AutodiffBackend>::from_inner(sums.columns),
+                diagonals: <Self as AutodiffBackend>::from_inner(sums.diagonals),
+            }
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! Weights summed over columns and diagonals, without the weights.
+
+use std::ops::Range;
+
+use blocksparse::BlockLayout;
+use burn::backend::Dispatch;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, ExtensionType, backend_extension};
+use burn::tensor::Tensor;
+
+use crate::attention::check;
+use crate::ops::{LayoutTensors, MaybeFloat};
+use crate::{AttentionError, AttentionOptions, AttentionTensors, plan, reference, upload};
+
+/// How [`attention_masses`] computes weights, and which it sums. Build it from [`Default`].
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct MassOptions {
+    /// What the attention was computed with.
+    pub attention: AttentionOptions,
+    /// Its further tensors.
+    pub tensors: AttentionTensors,
+    /// The queries that count; default all.
+    pub queries: Option<Range<usize>>,
+}
+
+impl MassOptions {
+    /// Sets what the attention was computed with: scale, softcap and ALiBi matter. Weights are those before dropout, and no product is
+    /// rounded to tf32.
+    pub fn attention(mut self, options: AttentionOptions) -> Self {
+        self.attention = options;
+        self
+    }
+
+    /// Sets the attention's further tensors: biases matter. Sinks are in its lse.
+    pub fn tensors(mut self, tensors: AttentionTensors) -> Self {
+        self.tensors = tensors;
+        self
+    }
+
+    /// Sets the queries that count. Blocks without one of them cost nothing.
+    pub fn queries(mut self, queries: Range<usize>) -> Self {
+        self.queries = Some(queries);
+        self
+    }
+}
+
+/// What [`attention_masses`] returns, in lse's dtype.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct AttentionMasses {
+    /// `[batch, heads, seq_kv]`: of each key, the sum over queries.
+    pub columns: Tensor<3>,
+    /// `[batch, heads, seq_q + seq_kv − 1]`: of each distance `i − j`, from `1 − seq_q` (keys ahead) on, the sum over the pairs at it.
+    /// Element `seq_q − 1 + distance`; `i` and `j` are positions, and query row `r` sits at `r + seq_kv − seq_q`. Distances from 0 on begin at
+    /// element `seq_q − 1`.
+    pub diagonals: Tensor<3>,
+}
+
+/// How much attention each key and each distance gets: sums of `p[i, j] = exp(score[i, j] − lse[i])` over the allowed pairs, in O(n) memory and
+/// a small multiple for kept blocks, without the weights. Keys that recent queries look at are what SnapKV keeps of a cache (Li et al., 2024);
+/// the largest columns and diagonals of the last queries are MInference's vertical-slash pattern (Jiang et al., 2024, section 3), which
+/// [`vertical_slash_layout`](crate::vertical_slash_layout) takes.
+///
+/// Deterministic; not differentiable: the sums leave the autodiff graph.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::{
+///     AttentionOptions, BlockLayout, LayoutShape, MassOptions, Pattern, attention_masses, attention_with_lse, vertical_slash_layout,
+/// };
+///
+/// let [q, k, v] = [(); 3].map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
+/// // The last 64 queries show where the others look, too.
+/// let shape = LayoutShape { heads: 2, seq_q: 64, seq_kv: 256, block_size: 32 };
+/// let window = BlockLayout::new(&Pattern::causal(), shape)?;
+/// let last = q.clone().narrow(2, 192, 64);
+/// let (_, lse) = attention_with_lse(last.clone(), k.clone(), v, &window, AttentionOptions::default())?;
+/// let masses = attention_masses(last, k, lse, &window, MassOptions::default())?;
+/// let columns = masses.columns.argtopk(8, 2).squeeze_dim(0);
+/// // Distances from 0 on.
+/// let diagonals = masses.diagonals.narrow(2, 63, 256).argtopk(16, 2).squeeze_dim(0);
+/// let shape = LayoutShape { seq_q: 256, ..shape };
+/// let layout = vertical_slash_layout(columns, diagonals, shape)?;
+/// # assert!(layout.density() < 0.2);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// - `q`: `[batch, heads, seq_q, head_dim]`
+/// - `k`: `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`
+/// - `lse`: `[batch, heads, seq_q]`, as [`attention_with_lse`](crate::attention_with_lse) returned it for the same arguments
+///
+/// # Errors
+/// [`AttentionError`] if shapes, dtypes, devices or options do not fit each other or the layout, or if the device cannot run the call.
+pub fn attention_masses(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    lse: Tensor<3>,
+    layout: &BlockLayout,
+    options: MassOptions,
+) -> Result<AttentionMasses, AttentionError> {
+    check(&q, &k, &k, layout)?;
+    let MassOptions {
+        attention: options,
+        tensors,
+        queries,
+    } = options;
+    options.validate(layout.heads(), q.dtype())?;
+    tensors.check(&q, layout)?;
+    let [batch, heads, seq_q, _] = q.dims();
+    AttentionError::expect_same("lse's shape", [batch, heads, seq_q], "q's rows", lse.dims())?;
+    let dtype = reference::accumulate_in(q.dtype().into()).into();
+    AttentionError::expect_same("lse's dtype", dtype, "that of q's sums", lse.dtype())?;
+    AttentionError::expect_same("lse's device", q.device(), "q's", lse.device())?;
+    let queries = queries.unwrap_or(0..seq_q);
+    if queries.start >= queries.end || queries.end > seq_q {
+        return Err(AttentionError::argument(
+            "options.queries",
+            format!("a range within 0..{seq_q} that is not empty"),
+            format!("{queries:?}"),
+        ));
+    }
+    let bias = tensors.bias;
+    let kernels = plan::sums_in_kernels(&q, &k, bias.as_ref(), layout, &options)?;
+    let layout = upload::layout_tensors(layout, &q.device(), kernels);
+    let inputs = MassInputs {
+        q: q.into_dispatch(),
+        k: k.into_dispatch(),
+        lse: lse.into_dispatch(),
+        bias: match bias {
+            Some(bias) => MaybeFloat::Some(bias.into_dispatch()),
+            None => MaybeFloat::None,
+        },
+    };
+    let sums = <Dispatch as AttentionMassOps>::attention_masses(inputs, layout, options, queries);
+    Ok(AttentionMasses {
+        columns: Tensor::from_dispatch(sums.columns),
+        diagonals: Tensor::from_dispatch(sums.diagonals),
+    })
+}
+
+/// The tensors of [`attention_masses`].
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct MassInputs<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
+    pub lse: FloatTensor<B>,
+    /// Added to the scores: `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q and k.
+    #[extension_type]
+    pub bias: MaybeFloat<B>,
+}
+
+/// The sums of [`attention_masses`], in lse's dtype.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct MassOutput<B: Backend> {
+    /// `[batch, heads, seq_kv]`
+    pub columns: FloatTensor<B>,
+    /// `[batch, heads, seq_q + seq_kv − 1]`
+    pub diagonals: FloatTensor<B>,
+}
+
+/// Sums of weights as a backend operation. Arguments are checked by the public function.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "cube"),
+    Autodiff: cfg(feature = "autodiff"),
+    Fusion: cfg(feature = "fusion"),
+)]
+pub trait AttentionMassOps: Backend {
+    /// Sums over the columns and diagonals of the weights of `queries`.
+    #[fusion(meta = meta::masses)]
+    fn attention_masses(
+        #[extension_type] inputs: MassInputs<Self>,
+        #[extension_type] layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+        queries: Range<usize>,
+    ) -> MassOutput<Self> {
+        reference::masses::<Self>(inputs, &layout, &options, queries)
+    }
+}
+
+/// Output shapes and dtypes for fusion.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+
+    use super::*;
+    use crate::ops::LayoutTensorsMetadata;
+
+    pub fn masses(
+        inputs: &MassInputsMetadata,
+        _layout: &LayoutTensorsMetadata,
+        _options: &AttentionOptions,
+        _queries: &Range<usize>,
+    ) -> MassOutputMetadata {
+        let [batch, heads, seq_q] = inputs.lse.shape.dims::<3>();
+        let seq_kv = inputs.k.shape[2];
+        let spec = |length: usize| TensorSpec::new([batch, heads, length].into(), inputs.lse.dtype);
+        MassOutputMetadata {
+            columns: spec(seq_kv),
+            diagonals: spec(seq_q + seq_kv - 1),
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Weights summed over columns and diagonals, against f64.
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_blocksparse::{
+    AttentionOptions, AttentionTensors, BlockLayout, MassOptions, Pattern, attention_masses,
+    attention_with_tensors,
+};
+
+use crate::attention::inputs;
+use crate::cases::{cases, table};
+use crate::compare::{assert_close, to_f64};
+use crate::devices::{exact_dtypes, half_dtypes};
+use crate::options::SHARED;
+use crate::reference::{Problem, Sizes};
+
+/// Columns and diagonals of the weights of `queries`.
+fn expected(problem: &Problem, queries: std::ops::Range<usize>) -> [Vec<f64>; 2] {
+    let Sizes {
+        batch,
+        heads,
+        seq_q,
+        seq_kv,
+        ..
+    } = problem.sizes;
+    let weights = problem.solve().weights;
+    let (rows, lines) = (batch * heads, seq_q + seq_kv - 1);
+    let (mut columns, mut diagonals) = (vec![0.0; rows * seq_kv], vec![0.0; rows * lines]);
+    for row in 0..rows {
+        for i in queries.clone() {
+            for j in 0..seq_kv {
+                let p = weights[(row * seq_q + i) * seq_kv + j];
+                columns[row * seq_kv + j] += p;
+                // Of positions: the last query sits at the last key.
+                let distance = (i + seq_kv) as i64 - seq_q as i64 - j as i64;
+                diagonals[row * lines + (seq_q as i64 - 1 + distance) as usize] += p;
+            }
+        }
+    }
+    [columns, diagonals]
+}
+
+struct Call<'a> {
+    what: String,
+    problem: &'a Problem,
+    layout: BlockLayout,
+    options: AttentionOptions,
+    queries: Option<std::ops::Range<usize>>,
+}
+
+impl Call<'_> {
+    fn options(&self, device: &Device, dtype: DType) -> MassOptions {
+        let mut tensors = AttentionTensors::default();
+        tensors.bias = self.problem.bias.as_ref().map(|bias| {
+            let data = TensorData::new(bias.values.clone(), bias.shape);
+            Tensor::from_data(data, (device, dtype))
+        });
+        let options = MassOptions::default()
+            .attention(self.options.clone())
+            .tensors(tensors);
+        match &self.queries {
+            Some(queries) => options.queries(queries.clone()),
+            None => options,
+        }
+    }
+
+    fn run(&self, device: &Device, dtype: DType) -> [TensorData; 2] {
+        let [q, k, ..] = inputs(self.problem, device, dtype);
+        let sums = if dtype == DType::F64 {
+            dtype
+        } else {
+            DType::F32
+        };
+        let [batch, heads, seq_q, _] = q.dims();
+        let lse = TensorData::new(self.problem.solve().lse, [batch, heads, seq_q]);
+        let lse = Tensor::<3>::from_data(lse, (device, sums));
+        let masses = attention_masses(q, k, lse, &self.layout, self.options(device, dtype));
+        let masses = masses.unwrap();
+        [masses.columns, masses.diagonals].map(Tensor::into_data)
+    }
+
+    fn check(&self, device: &Device, dtype: DType, tolerance: f64) {
+        let queries = self.queries.clone().unwrap_or(0..self.problem.sizes.seq_q);
+        let expected = expected(self.problem, queries);
+        let names = ["columns", "diagonals"].into_iter();
+        for ((got, expected), name) in self.run(device, dtype).into_iter().zip(expected).zip(names)
+        {
+            let what = format!("{}, {device:?}, {dtype:?}: {name}", self.what);
+            assert_close(&what, got, &expected, tolerance);
+        }
+    }
+}
+
+/// The table, with ALiBi, biases and ranges of queries in turn. In half precision products are of rounded numbers, and sums are f32 all the same.
+pub fn masses_equal_f64(devices: &[Device]) {
+    for (index, case) in table() {
+        let seed = 7000 + index as u64;
+        let (mut problem, mut options) = (case.problem(seed), case.options());
+        if index % 3 == 1 {
+            let slopes: Vec<f64> = (0..case.heads)
+                .map(|head| 0.2 - 0.1 * head as f64)
+                .collect();
+            problem = problem.with_slopes(slopes.clone());
+            options = options.alibi(slopes);
+        }
+        if index % 4 == 1 {
+            problem = problem.with_bias(seed, SHARED[index / 4 % SHARED.len()]);
+        }
+        let queries = match index % 3 {
+            0 => None,
+            1 => Some(case.seq_q - case.seq_q.div_ceil(3)..case.seq_q),
+            _ => Some(case.seq_q / 4..case.seq_q / 4 + case.seq_q.div_ceil(2)),
+        };
+        let mut call = |round: Option<DType>, device: &Device, dtype: DType, tolerance: f64| {
+            if let Some(dtype) = round {
+                problem.round_to(dtype);
+            }
+            let call = Call {
+                what: format!("{}, {queries:?}", case.name),
+                problem: &problem,
+                layout: case.layout(),
+                options: options.clone(),
+                queries: queries.clone(),
+            };
+            call.check(device, dtype, tolerance);
+        };
+        for device in devices {
+            for (dtype, tolerance) in exact_dtypes(device) {
+                call(None, device, dtype, tolerance);
+            }
+        }
+        for device in devices.iter().filter(|_| index % 3 == 1) {
+            for dtype in half_dtypes(device) {
+                call(Some(dtype), device, dtype, 1e-5);
+            }
+        }
+    }
+}
+
+/// Long lines, which are cut; layouts per batch entry, which have lines of different lengths; lse as attention gives it, with
+/// sinks; on an autodiff device.
+pub fn masses_of_long_lines(devices: &[Device]) {
+    let patterns = [Pattern::causal(), Pattern::streaming(300, 9)];
+    let layouts = patterns
+        .each_ref()
+        .map(|pattern| pattern.layout(2, 700, 8).unwrap());
+    let layout = BlockLayout::stack_batch(&layouts).unwrap();
+    let sizes = Sizes {
+        batch: 2,
+        heads: 2,
+        kv_heads: 1,
+        seq_q: 700,
+        seq_kv: 700,
+        head_dim: 12,
+        value_dim: 4,
+    };
+    let problem = Problem::random(sizes, 9, move |batch, head, i, j| {
+        patterns[batch].attends(head, i as i64, j as i64)
+    });
+    let problem = problem.with_sinks(4);
+    let expected = expected(&problem, 0..700);
+    for device in devices {
+        let device = device.clone().autodiff();
+        let [q, k, v, _] = inputs(&problem, &device, DType::F32);
+        let q = q.require_grad();
+        let sinks = TensorData::new(problem.sinks.clone().unwrap(), [2]);
+        let sinks = Tensor::from_data(sinks, (&device, DType::F32));
+        let tensors = AttentionTensors::default().sinks(sinks);
+        let options = AttentionOptions::default();
+        let (_, lse) = attention_with_tensors(
+            q.clone(),
+            k.clone(),
+            v,
+            tensors.clone(),
+            &layout,
+            options.clone(),
+        )
+        .unwrap();
+        let options = MassOptions::default().tensors(tensors);
+        let masses = attention_masses(q, k, lse, &layout, options).unwrap();
+        assert!(
+            !masses.columns.is_require_grad(),
+            "the sums leave the graph"
+        );
+        for (got, expected) in [masses.columns, masses.diagonals]
+            .into_iter()
+            .zip(&expected)
+        {
+            assert_close("long lines", got.into_data(), expected, 1e-5);
+        }
+    }
+}
+
+/// The same bits twice, and whatever the strides of the inputs.
+pub fn masses_give_the_same_bits(devices: &[Device]) {
+    let case = &cases()[37];
+    let problem = case.problem(3);
+    let lse = problem.solve().lse;
+    for device in devices {
+        let [q, k, ..] = inputs(&problem, device, DType::F32);
+        let [batch, heads, seq_q, _] = q.dims();
+        let lse = TensorData::new(lse.clone(), [batch, heads, seq_q]);
+        let lse = Tensor::<3>::from_data(lse, (device, DType::F32));
+        let permuted = |x: &Tensor<4>| {
+            let stored = x.clone().swap_dims(1, 2).into_data();
+            Tensor::<4>::from_data(stored, (device, DType::F32)).swap_dims(1, 2)
+        };
+        let call = |q: Tensor<4>, k: Tensor<4>| {
+            let layout = case.layout();
+            let masses = attention_masses(q, k, lse.clone(), &layout, MassOptions::default());
+            let masses = masses.unwrap();
+            [masses.columns, masses.diagonals].map(Tensor::into_data)
+        };
+        let first = call(q.clone(), k.clone());
+        for again in [call(q.clone(), k.clone()), call(permuted(&q), permuted(&k))] {
+            for (a, b) in first.iter().zip(&again) {
+                assert_eq!(a.as_bytes(), b.as_bytes(), "{}", case.name);
+            }
+        }
+        assert!(to_f64(first[0].clone()).iter().any(|&sum| sum > 0.0));
+    }
+}
