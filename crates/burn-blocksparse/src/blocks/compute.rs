@@ -12,6 +12,7 @@
 //! memory a chunk at a time. Sums run in a fixed order.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use burn::backend::tensor::{BoolTensor, Device, FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
@@ -167,7 +168,7 @@ impl Reduce {
 /// One call: the layout's blocks, and what its tensors have in common.
 struct Call<'a, B: Backend> {
     layout: &'a LayoutTensors<B>,
-    places: Places,
+    places: Arc<Places>,
     batch: usize,
     block_size: usize,
     device: Device<B>,
@@ -185,7 +186,7 @@ impl<'a, B: Backend> Call<'a, B> {
     ) -> Self {
         Self {
             layout,
-            places: Places::new(&layout.host, batch, kv_heads),
+            places: Places::of(&layout.host, batch, kv_heads),
             batch,
             block_size: layout.host.block_size(),
             device,
@@ -357,7 +358,7 @@ impl<'a, B: Backend> Call<'a, B> {
     fn each_tile(
         &self,
         side: Side,
-        chunks: Vec<Chunk>,
+        chunks: Arc<[Chunk]>,
         width: usize,
         compute: impl Fn(&Chunk) -> FloatTensor<B>,
     ) -> FloatTensor<B> {
@@ -368,7 +369,7 @@ impl<'a, B: Backend> Call<'a, B> {
         let mut places = vec![0; tiles];
         let mut parts = vec![self.zeros([1, width])];
         let mut computed = 1;
-        for chunk in &chunks {
+        for chunk in chunks.iter() {
             for (place, &tile) in (computed..).zip(&chunk.tiles) {
                 places[tile as usize] = place;
             }

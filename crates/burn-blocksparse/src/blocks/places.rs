@@ -1,6 +1,8 @@
 //! Where the kept blocks of a layout are, for one batch: host lists that the products gather by.
 
+use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use blocksparse::{BlockLayout, FULL};
 
@@ -22,10 +24,16 @@ pub(super) struct Places {
     entries: Vec<usize>,
     /// Blocks that are stored for each batch entry; the fullest keeps as many.
     stored: usize,
+    /// Chunks that were asked for before.
+    chunks: Mutex<HashMap<(Side, usize), Arc<[Chunk]>>>,
 }
 
+/// What a layout keeps of its calls, by batch entries and key heads.
+#[derive(Default)]
+struct Known(Mutex<HashMap<[usize; 2], Arc<Places>>>);
+
 /// Which sides' tiles a product has a row of blocks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Side {
     Query,
     Key,
@@ -44,7 +52,15 @@ pub(super) struct Chunk {
 }
 
 impl Places {
-    pub fn new(layout: &BlockLayout, batch: usize, kv_heads: usize) -> Self {
+    /// The places of a layout, which keeps them.
+    pub fn of(layout: &BlockLayout, batch: usize, kv_heads: usize) -> Arc<Self> {
+        let known = layout.attachment(Known::default);
+        let mut known = locked(&known.0);
+        let new = || Arc::new(Self::new(layout, batch, kv_heads));
+        known.entry([batch, kv_heads]).or_insert_with(new).clone()
+    }
+
+    fn new(layout: &BlockLayout, batch: usize, kv_heads: usize) -> Self {
         let heads = layout.heads();
         let (q_blocks, kv_blocks) = (layout.q_blocks(), layout.kv_blocks());
         let [_, stored, ..] = weights::shape(layout, batch);
@@ -55,6 +71,7 @@ impl Places {
             tiles: [batch * heads * q_blocks, batch * kv_heads * kv_blocks],
             entries: vec![0],
             stored,
+            chunks: Mutex::default(),
         };
         for entry in 0..batch {
             for head in 0..heads {
@@ -115,7 +132,13 @@ impl Places {
 
     /// The blocks of each tile of a side, longest lists first, in chunks of at most `blocks` blocks
     /// (one tile may have more). Lists of a chunk differ by a factor of two at most. Tiles without blocks are in none.
-    pub fn chunks(&self, side: Side, blocks: usize) -> Vec<Chunk> {
+    pub fn chunks(&self, side: Side, blocks: usize) -> Arc<[Chunk]> {
+        let mut known = locked(&self.chunks);
+        let new = || self.new_chunks(side, blocks).into();
+        known.entry((side, blocks)).or_insert_with(new).clone()
+    }
+
+    fn new_chunks(&self, side: Side, blocks: usize) -> Vec<Chunk> {
         let lists = self.lists(side);
         let mut order: Vec<usize> = (0..lists.tiles())
             .filter(|&tile| !lists.of(tile).is_empty())
@@ -154,6 +177,13 @@ impl Places {
             next[tile as usize] += 1;
         }
         Lists { offsets, blocks }
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    match mutex.lock() {
+        Ok(guard) => guard,
+        Err(poisoned) => poisoned.into_inner(),
     }
 }
 
@@ -223,7 +253,7 @@ mod tests {
                 Side::Key => &places.kv_tiles,
             };
             let mut listed = vec![0; places.len()];
-            for chunk in places.chunks(side, limit) {
+            for chunk in places.chunks(side, limit).iter() {
                 let tiles = chunk.tiles.len();
                 assert!(
                     tiles == 1 || tiles * chunk.length <= limit,
