@@ -32,3 +32,4 @@ draw chunked-window  --pattern 'chunked:16,1,0&causal'       --seq 128 --block 8
 draw deepspeed-fixed --pattern deepspeed-fixed:32,8,1        --seq 128 --block 8
 draw vertical-slash  --pattern vertical:0,1,37,70+slash:0,1,2,3,4,5,6,7,40 --seq 128 --block 8
 draw documents       --pattern 'documents:0,50,83&local:24'  --seq 128 --block 8
+draw tree            --pattern tree:2                        --seq 128 --block 8

@@ -4,7 +4,11 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 2] = ["README.md", "docs/write-your-own-pattern.md"];
+const PAGES: [&str; 3] = [
+    "README.md",
+    "docs/gallery.md",
+    "docs/write-your-own-pattern.md",
+];
 
 fn main() {
     let mut tests = String::new();

@@ -6,7 +6,7 @@ use burn_blocksparse::Pattern;
 pub const CHOICES: &str = "dense, causal, local:WINDOW, strided:STRIDE, merged-strided:STRIDE, \
      fixed:STRIDE,COLUMNS[,VERTS], prefix:LENGTH, streaming:WINDOW,SINK, window:REACH[,DILATION], \
      chunked:SIZE[,BEFORE,AFTER], global:TOKEN,…, bigbird:BLOCK,BLOCKS,RANDOM[,SEED], \
-     deepspeed-fixed:STRIDE,COLUMNS,VERTS, vertical:COLUMN,…, slash:DISTANCE,…, documents:START,…, a union of these with '+', \
+     deepspeed-fixed:STRIDE,COLUMNS,VERTS, vertical:COLUMN,…, slash:DISTANCE,…, documents:START,…, tree:CHILDREN, a union of these with '+', \
      or an intersection with '&', which binds tighter";
 
 /// Reads a pattern; the parts of a union are joined by `+`, those of an intersection by `&`.
@@ -86,6 +86,7 @@ fn parse_part(part: &str) -> Result<Pattern, String> {
         ("vertical", [_, ..]) => Pattern::vertical_slash(numbers, []),
         ("slash", [_, ..]) => Pattern::vertical_slash([], numbers),
         ("documents", [_, ..]) => Pattern::documents(numbers),
+        ("tree", &[children @ 1..=CHILDREN]) => tree(children as i64),
         _ => {
             return Err(format!(
                 "unknown pattern '{part}'; the choices are {CHOICES}"
@@ -93,6 +94,20 @@ fn parse_part(part: &str) -> Result<Pattern, String> {
         }
     };
     Ok(pattern)
+}
+
+/// The most children that a node of a tree may have.
+const CHILDREN: usize = 1 << 20;
+
+/// Nodes of a complete tree, level by level, each with so many children: a node sees itself and its ancestors.
+fn tree(children: i64) -> Pattern {
+    Pattern::from_fn(format!("tree({children})"), move |_head, i, j| {
+        let mut node = i;
+        while node > j.max(0) {
+            node = (node - 1) / children;
+        }
+        node == j
+    })
 }
 
 fn numbers(part: &str, arguments: &str) -> Result<Vec<usize>, String> {
@@ -157,6 +172,17 @@ mod tests {
         for (text, pattern) in cases {
             assert_eq!(parse(text).unwrap(), pattern, "{text}");
         }
+    }
+
+    #[test]
+    fn nodes_of_a_tree_see_their_ancestors() {
+        let tree = parse("tree:2").unwrap();
+        let seen: Vec<i64> = (0..16).filter(|&j| tree.attends(0, 12, j)).collect();
+        assert_eq!(seen, [0, 2, 5, 12]);
+        assert_eq!(tree.to_string(), "tree(2)");
+        assert!(parse("tree:0").is_err());
+        let path = parse("tree:1").unwrap();
+        assert!((0..9).all(|j| path.attends(0, 5, j) == (j <= 5)));
     }
 
     #[test]
