@@ -9,10 +9,10 @@ mod workload;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use blocksparse::BlockLayout;
 use blocksparse::kernels::{
-    self, AttentionPlan, Gradients, OutputGrads, ScoreOptions, Sizes, TensorView,
+    self, AttentionPlan, BiasView, Gradients, OutputGrads, ScoreOptions, Sizes, TensorView,
 };
+use blocksparse::{BlockLayout, Dropout};
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::future::block_on;
@@ -58,9 +58,21 @@ struct Args {
     /// Let products of f32 tensors be of tf32.
     #[arg(long)]
     tf32: bool,
+    /// Factor of the products; 1 / √head_dim by default.
+    #[arg(long, allow_negative_numbers = true)]
+    scale: Option<f64>,
     /// Softcap of the scores.
     #[arg(long)]
     softcap: Option<f64>,
+    /// ALiBi biases: slopes from 1/2 down to 1/256.
+    #[arg(long)]
+    alibi: bool,
+    /// Drop weights with this probability.
+    #[arg(long)]
+    dropout: Option<f64>,
+    /// A bias of the scores, which all batch entries and heads share by default. Its gradient is made only to compare results.
+    #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "shared")]
+    bias: Option<BiasShape>,
     /// Lay tensors out as [seq, heads, batch], rows 8 elements apart.
     #[arg(long)]
     permuted: bool,
@@ -106,6 +118,33 @@ impl Dtype {
             Dtype::F16 => FloatKind::F16,
             Dtype::Bf16 => FloatKind::BF16,
         })
+    }
+}
+
+/// Shape of the bias.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum BiasShape {
+    /// `[batch, heads, n, n]`
+    Full,
+    /// `[1, heads, n, n]`
+    Heads,
+    /// `[1, 1, n, n]`
+    Shared,
+    /// `[batch, 1, 1, n]`
+    Keys,
+}
+
+impl BiasShape {
+    fn of(self, workload: &Workload) -> [usize; 4] {
+        let &Workload {
+            batch, heads, n, ..
+        } = workload;
+        match self {
+            BiasShape::Full => [batch, heads, n, n],
+            BiasShape::Heads => [1, heads, n, n],
+            BiasShape::Shared => [1, 1, n, n],
+            BiasShape::Keys => [batch, 1, 1, n],
+        }
     }
 }
 
@@ -177,6 +216,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         ..
     } = workload;
     let layout = workload.layout()?;
+    let scale = args.scale.unwrap_or(1.0 / (head_dim as f64).sqrt());
     let sizes = Sizes {
         batch,
         kv_heads,
@@ -185,10 +225,10 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         dtype: args.dtype.elem(),
         store: false,
         softcap: args.softcap.is_some(),
-        positive_scale: true,
-        alibi: false,
-        dropout: false,
-        bias: false,
+        positive_scale: scale > 0.0,
+        alibi: args.alibi,
+        dropout: args.dropout.is_some(),
+        bias: args.bias.is_some(),
         tf32: args.tf32,
     };
     let plan = AttentionPlan::new(client, &layout, sizes)?;
@@ -216,11 +256,20 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
     let (q, k) = (input(heads, head_dim), input(kv_heads, head_dim));
     let (v, grad_out) = (input(kv_heads, value_dim), input(heads, value_dim));
     let options = ScoreOptions {
-        scale: 1.0 / (head_dim as f64).sqrt(),
+        scale,
         softcap: args.softcap,
-        slopes: None,
-        dropout: None,
-        bias: None,
+        slopes: (args.alibi)
+            .then(|| (1..=heads).map(|head| 2f64.powf(-8.0 * head as f64 / heads as f64)))
+            .map(|slopes| slopes.collect()),
+        dropout: args.dropout.map(|probability| Dropout::new(probability, 1)),
+        bias: args.bias.map(|bias| {
+            let shape = bias.of(workload);
+            let numbers = random(shape.iter().product(), args.dtype, &mut rng);
+            BiasView {
+                handle: client.create_from_slice(&numbers),
+                shape,
+            }
+        }),
     };
     let forward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
         kernels::forward(
@@ -339,8 +388,6 @@ struct Outputs {
     out: Handle,
     lse: Handle,
     gradients: Gradients,
-    /// Elements of out, lse, dQ, dK and dV.
-    lengths: [usize; 5],
 }
 
 impl Outputs {
@@ -356,29 +403,26 @@ impl Outputs {
         let queries = workload.batch * workload.heads * workload.n;
         let keys = workload.batch * workload.kv_heads * workload.n;
         let (head_dim, value_dim) = (workload.head_dim, workload.value_dim);
-        let lengths = [
-            queries * value_dim,
-            queries,
-            queries * head_dim,
-            keys * head_dim,
-            keys * value_dim,
-        ];
         // NaN in all types.
         let buffer = |bytes: usize| match args.verify {
             true => client.create_from_slice(&vec![0xff; bytes]),
             false => client.empty(bytes),
         };
         let element = args.dtype.elem().size();
+        let v_offset = keys * head_dim;
+        let bias_shape = (args.bias.filter(|_| args.verify)).map(|bias| bias.of(workload));
         Self {
-            out: buffer(lengths[0] * element),
-            lse: buffer(lengths[1] * 4),
+            out: buffer(queries * value_dim * element),
+            lse: buffer(queries * 4),
             gradients: Gradients {
-                q: buffer(lengths[2] * element),
-                kv: buffer((lengths[3] + lengths[4]) * element),
-                v_offset: lengths[3],
-                bias: None,
+                q: buffer(queries * head_dim * element),
+                kv: buffer((v_offset + keys * value_dim) * element),
+                v_offset,
+                bias: bias_shape.map(|shape| {
+                    let elements: usize = shape.iter().product();
+                    client.create_from_slice(&vec![0; elements * 4])
+                }),
             },
-            lengths,
         }
     }
 
@@ -386,14 +430,18 @@ impl Outputs {
         let read =
             |handle: &Handle, dtype| numbers(&client.read_one_unchecked(handle.clone()), dtype);
         let mut dk = read(&self.gradients.kv, dtype);
-        let dv = dk.split_off(self.lengths[3]);
-        vec![
+        let dv = dk.split_off(self.gradients.v_offset);
+        let mut results = vec![
             ("out", read(&self.out, dtype)),
             ("lse", read(&self.lse, Dtype::F32)),
             ("dq", read(&self.gradients.q, dtype)),
             ("dk", dk),
             ("dv", dv),
-        ]
+        ];
+        if let Some(bias) = &self.gradients.bias {
+            results.push(("dbias", read(bias, Dtype::F32)));
+        }
+        results
     }
 }
 
