@@ -61,7 +61,7 @@ impl ScoreOptions {
         )
     }
 
-    fn mask(&self) -> MaskLaunch {
+    pub(super) fn mask(&self) -> MaskLaunch {
         let (seed, threshold) =
             (self.dropout.as_ref()).map_or((0, 0), |dropout| (dropout.seed, dropout.threshold()));
         MaskLaunch::new(seed as u32, (seed >> 32) as u32, threshold)
@@ -162,8 +162,8 @@ pub fn forward(
                 inputs,
                 out,
                 lse,
-                scale,
-                softcap,
+                slopes.as_ref(),
+                options,
             )?;
             continue;
         }
@@ -319,10 +319,80 @@ pub fn backward(
             gradients.v_offset + kv_rows * sizes.value_dim,
         ),
     ];
-    let mut plain_stats = None;
+    let numbers = rows * 2 + if slopes.is_some() { heads } else { 0 };
+    let launch = |stats: &Handle, call: &Call, pass: &Pass, tile: Tile, slice: Slice| {
+        let &(walk, _, [a1, a2, b1, b2], target, elements) = pass;
+        let bias_grad = gradients.bias.as_ref().filter(|_| tile.bias_gradient);
+        let bias_elements = options.bias.as_ref().map_or(0, BiasView::elements);
+        unsafe {
+            backward::backward::launch_unchecked(
+                client,
+                CubeCount::Static(
+                    call.plan.tiles as u32,
+                    slice.heads as u32,
+                    slice.batches as u32,
+                ),
+                CubeDim::new_1d(tile.units() as u32),
+                address,
+                width,
+                call.input(a1),
+                call.input(a2),
+                call.input(b1),
+                call.input(b2),
+                BufferArg::from_raw_parts(stats.clone(), numbers),
+                call.weights(weights, layout),
+                options.bias(),
+                optional(bias_grad, bias_elements),
+                BufferArg::from_raw_parts(target.clone(), elements / width),
+                call.words(),
+                call.strides(a1),
+                call.strides(a2),
+                call.strides(b1),
+                call.strides(b2),
+                options.bias_strides(),
+                call.listing(),
+                call.parts(),
+                heads,
+                heads / kv_heads,
+                slice.first_batch,
+                slice.first_head,
+                call.weight_blocks,
+                gradients.v_offset / width,
+                rows * 2,
+                InputScalar::new(scale, accumulator),
+                InputScalar::new(softcap.unwrap_or(1.0), accumulator),
+                options.mask(),
+                options.dropout_factor(accumulator),
+                walk,
+                tile,
+                sizes.dtype,
+                accumulator,
+            );
+        }
+    };
+    let mut made = None;
+    // Those of all positions, for the simt tier.
+    let mut plain_stats = |call: &Call| match &made {
+        Some(stats) => Ok::<Handle, KernelError>(Handle::clone(stats)),
+        None => Ok(made
+            .insert(make_stats(call, layout.seq_q(), 1.0, false)?)
+            .clone()),
+    };
     #[cfg(feature = "cuda-asm")]
     let mut fused_stats = None;
     for (part, part_plan) in calls.iter().zip(&plan.parts) {
+        // Whatever tier the gradients of the inputs are made on.
+        if let (Some(bias), true) = (&options.bias, gradients.bias.is_some()) {
+            let index = usize::from(bias.shape[2] == 1);
+            let tile = Tile {
+                bias_gradient: true,
+                ..part[index].tile
+            };
+            let stats = plain_stats(&part[0])?;
+            for slice in Slice::sharing(bias.shape, sizes.batch, heads) {
+                launch(&stats, &part[index], &passes[index], tile, slice);
+            }
+        }
         #[cfg(feature = "cuda-asm")]
         if let Ok(super::hopper::Backward::Fused(tile)) = part_plan.hopper_backward {
             let walked = part_plan.layout(layout);
@@ -390,68 +460,14 @@ pub fn backward(
                     },
                 };
                 super::mma::backward(
-                    client, tile, walk, walked, &sizes, residue, &operands, scale, softcap,
+                    client, tile, walk, walked, &sizes, residue, &operands, options,
                 )?;
             }
             continue;
         }
         #[cfg(not(feature = "cuda-asm"))]
         let _ = part_plan;
-        let stats = match &plain_stats {
-            Some(stats) => stats,
-            None => plain_stats.insert(make_stats(&part[0], layout.seq_q(), 1.0, false)?),
-        };
-        let numbers = rows * 2 + if slopes.is_some() { heads } else { 0 };
-        let launch = |call: &Call, pass: &Pass, tile: Tile, slice: Slice| {
-            let &(walk, _, [a1, a2, b1, b2], target, elements) = pass;
-            let bias_grad = gradients.bias.as_ref().filter(|_| tile.bias_gradient);
-            let bias_elements = options.bias.as_ref().map_or(0, BiasView::elements);
-            unsafe {
-                backward::backward::launch_unchecked(
-                    client,
-                    CubeCount::Static(
-                        call.plan.tiles as u32,
-                        slice.heads as u32,
-                        slice.batches as u32,
-                    ),
-                    CubeDim::new_1d(tile.units() as u32),
-                    address,
-                    width,
-                    call.input(a1),
-                    call.input(a2),
-                    call.input(b1),
-                    call.input(b2),
-                    BufferArg::from_raw_parts(stats.clone(), numbers),
-                    call.weights(weights, layout),
-                    options.bias(),
-                    optional(bias_grad, bias_elements),
-                    BufferArg::from_raw_parts(target.clone(), elements / width),
-                    call.words(),
-                    call.strides(a1),
-                    call.strides(a2),
-                    call.strides(b1),
-                    call.strides(b2),
-                    options.bias_strides(),
-                    call.listing(),
-                    call.parts(),
-                    heads,
-                    heads / kv_heads,
-                    slice.first_batch,
-                    slice.first_head,
-                    call.weight_blocks,
-                    gradients.v_offset / width,
-                    rows * 2,
-                    InputScalar::new(scale, accumulator),
-                    InputScalar::new(softcap.unwrap_or(1.0), accumulator),
-                    options.mask(),
-                    options.dropout_factor(accumulator),
-                    walk,
-                    tile,
-                    sizes.dtype,
-                    accumulator,
-                );
-            }
-        };
+        let stats = plain_stats(&part[0])?;
         for (call, pass) in part.iter().zip(&passes) {
             let all = Slice {
                 first_batch: 0,
@@ -459,17 +475,7 @@ pub fn backward(
                 first_head: 0,
                 heads: pass.1,
             };
-            launch(call, pass, call.tile, all);
-        }
-        if let (Some(bias), true) = (&options.bias, gradients.bias.is_some()) {
-            let index = usize::from(bias.shape[2] == 1);
-            let tile = Tile {
-                bias_gradient: true,
-                ..part[index].tile
-            };
-            for slice in Slice::sharing(bias.shape, sizes.batch, heads) {
-                launch(&part[index], &passes[index], tile, slice);
-            }
+            launch(&stats, call, pass, call.tile, all);
         }
     }
     Ok(())

@@ -298,6 +298,32 @@ impl PartPlan {
         }
     }
 
+    /// What runs on the simt tier.
+    fn write_simt(
+        &self,
+        f: &mut fmt::Formatter<'_>,
+        name: &str,
+        kernel: Kernel,
+        accumulator: ElemType,
+    ) -> fmt::Result {
+        let tile = self.tile(kernel);
+        let shared = simt::shared_bytes(&tile, kernel, accumulator.size()).div_ceil(1024);
+        writeln!(
+            f,
+            "  {name:<8} simt  {} × {} tiles gathered from {}-wide blocks{}, {} units, {shared} KiB shared{}",
+            tile.rows,
+            tile.cols(),
+            tile.group,
+            if tile.clustered {
+                ", like rows together"
+            } else {
+                ""
+            },
+            tile.units(),
+            if tile.planes { ", planes" } else { "" },
+        )
+    }
+
     fn tiling(&self, kernel: Kernel) -> Tiling {
         let tile = self.tile(kernel);
         Tiling {
@@ -503,25 +529,14 @@ impl fmt::Display for AttentionPlan {
                 ("dQ", Kernel::BackwardRows),
                 ("dK, dV", Kernel::BackwardColumns),
             ] {
-                if part.is_tensor(kernel) {
-                    continue;
+                if !part.is_tensor(kernel) {
+                    part.write_simt(f, name, kernel, accumulator)?;
                 }
-                let tile = part.tile(kernel);
-                let shared = simt::shared_bytes(&tile, kernel, accumulator.size()).div_ceil(1024);
-                let planes = if tile.planes { ", planes" } else { "" };
-                writeln!(
-                    f,
-                    "  {name:<8} simt  {} × {} tiles gathered from {}-wide blocks{}, {} units, {shared} KiB shared{planes}",
-                    tile.rows,
-                    tile.cols(),
-                    tile.group,
-                    if tile.clustered {
-                        ", like rows together"
-                    } else {
-                        ""
-                    },
-                    tile.units(),
-                )?;
+            }
+            // On this tier whatever the rest runs on.
+            if self.sizes.bias {
+                part.write_simt(f, "dBias", Kernel::BackwardRows, accumulator)?;
+                part.write_simt(f, "dBias, one row", Kernel::BackwardColumns, accumulator)?;
             }
         }
         Ok(())

@@ -36,6 +36,24 @@ impl Element {
         }
     }
 
+    /// Loads a number from `$1`, or 0 where `$2` is.
+    fn load_text(self) -> &'static str {
+        match self {
+            Self::Half(Half::Bf16) => {
+                "{ .reg .pred p; .reg .b16 l, h; mov.b16 l, 0; mov.b16 h, 0; setp.ne.u32 p, $2, 0; \
+                 @p ld.global.nc.b16 h, [$1]; mov.b32 $0, {l, h}; }"
+            }
+            Self::Half(Half::F16) => {
+                "{ .reg .pred p; .reg .b16 h; mov.b16 h, 0; setp.ne.u32 p, $2, 0; \
+                 @p ld.global.nc.b16 h, [$1]; cvt.f32.f16 $0, h; }"
+            }
+            Self::Tf32 => {
+                "{ .reg .pred p; .reg .f32 h; mov.f32 h, 0f00000000; setp.ne.u32 p, $2, 0; \
+                 @p ld.global.nc.f32 h, [$1]; mov.f32 $0, h; }"
+            }
+        }
+    }
+
     fn shape(self) -> String {
         match self {
             Self::Half(half) => format!("m16n8k16.row.col.f32.{0}.{0}.f32", half.ptx()),
@@ -158,5 +176,31 @@ pub fn exp2(x: f32) -> f32 {
 pub fn stats_address(buffer: *const f32) -> u64 {
     let o: u64;
     gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) buffer, options(nomem));
+    o
+}
+
+/// Two neighbouring words.
+#[cube]
+pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> {
+    let o: Vector<u32, Const<2>>;
+    gpu_asm!("ld.shared.v2.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
+    o
+}
+
+/// The product of two words: its lower and its higher word.
+#[cube]
+pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> {
+    let o: Vector<u32, Const<2>>;
+    gpu_asm!("{{ .reg .b64 p; mul.wide.u32 p, {a}, {b}; mov.b64 {o}, p; }}",
+        o = out(_) o, a = in(_) val::<u32>(a), b = in(_) val::<u32>(b), options(pure, nomem));
+    o
+}
+
+/// The number at an address that no unit writes to, or 0.
+#[cube]
+pub fn load_number(address: u64, exists: u32, #[comptime] element: Element) -> f32 {
+    let o: f32;
+    gpu_asm!("{body} /* {o} {a} {x} */", body = const element.load_text(), o = out(_) o,
+        a = in(_) val::<u64>(address), x = in(_) val::<u32>(exists), options(nomem));
     o
 }

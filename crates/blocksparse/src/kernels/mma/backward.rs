@@ -9,7 +9,8 @@
 //!
 //! While step j is computed, the rows of step j + 1 are copied, and the positions of step j + 2 worked out. p and ds
 //! are left operands in registers. In a walk over columns s, p, dp and ds are transposes, and lse and delta belong to columns:
-//! they are copied with the step. `out1 · scale` is dQ or dK, out2 is dV.
+//! they are copied with the step. `out1 · scale` is dQ or dK, out2 is dV. Biases are added to s as forward; with dropout p in `p · b2`, and
+//! dp, have the factors of the forward pass.
 
 // What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
@@ -18,12 +19,15 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 use super::asm::*;
+use super::dropout::*;
+use super::score::*;
 use super::tile::*;
+use crate::kernels::simt::dropout::Mask;
 use crate::kernels::simt::tile::{Four, Listing, PlanParts};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` with any strides of 16 bytes in their outer dimensions, in words; `stats`
-/// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place; `out` `[batch, heads, len, dim]` in words,
+/// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, and behind them the ALiBi slopes; `out` `[batch, heads, len, dim]` in words,
 /// out2 from word `second` on. With `carry` the results are added to it.
 #[cube(launch_unchecked)]
 pub fn backward(
@@ -32,12 +36,14 @@ pub fn backward(
     b1: &[u32],
     b2: &[u32],
     stats: &[f32],
+    bias: ComptimeOption<Box<[u32]>>,
     out: &mut [u32],
     plan: &[u32],
     a1_strides: Strides,
     a2_strides: Strides,
     b1_strides: Strides,
     b2_strides: Strides,
+    bias_strides: BiasStrides,
     parts: PlanParts,
     listing: Listing,
     pitch_stats: u32,
@@ -46,7 +52,9 @@ pub fn backward(
     scale: f32,
     log2_scale: f32,
     softcap: f32,
-    cap_scale: f32,
+    product_scale: f32,
+    dropout: Mask,
+    dropout_factor: f32,
     #[comptime] walk: Walk,
     #[comptime] t: Tile,
 ) {
@@ -195,8 +203,20 @@ pub fn backward(
     }
 
     let none = Array::<Vector<u32, Four>>::new(1usize);
+    let own = base + first_row * 4;
     let mut done = 0u32;
     for turn in 0..turns {
+        let head = first_head + turn;
+        let mut slope = f32::new(0.0);
+        if comptime!(t.alibi) {
+            slope = stats[(CUBE_COUNT_Z * heads * pitch_stats * 2 + head) as usize];
+        }
+        let biases = Biases {
+            slope,
+            shift: b1_strides.len - a1_strides.len,
+            address: bias_address(&bias, &bias_strides, batch, head, t),
+            row: bias_strides.row,
+        };
         let record = parts.tiles
             + (plan[heads_at + (first_head + turn) as usize] as usize + tile as usize) * 3;
         let entry0 = parts.entries + plan[record] as usize * 2;
@@ -204,6 +224,7 @@ pub fn backward(
         let masked = uniform(plan[record + 2]);
         for j in 0..steps {
             let stage = done & 1;
+            let positions = base + comptime!(t.slot_offset() as u32) + slot_of(done, t);
             wait_copies();
             sync_cube();
             copy_step(
@@ -217,6 +238,14 @@ pub fn backward(
             );
             let found = next_place(plan, &parts, heads_at, tile, &cursor, columns, t);
             loaded = found.place;
+            let pairs = Pairs {
+                batch,
+                head,
+                rows: own,
+                cols: positions,
+                lane,
+            };
+            let kept_bits = kept_pairs(&dropout, &pairs, columns, t);
 
             let b1_stage = stage * comptime!(t.b1_bytes() as u32);
             let b2_stage = stage * comptime!(t.b2_bytes() as u32);
@@ -230,9 +259,9 @@ pub fn backward(
                 t,
             );
             if comptime!(t.softcap) {
-                cap(&mut s, softcap, cap_scale, t);
+                cap(&mut s, softcap, product_scale, t);
             }
-            let mut slope = Array::<Vector<f32, Four>>::new(comptime!(if t.softcap {
+            let mut cap_slope = Array::<Vector<f32, Four>>::new(comptime!(if t.softcap {
                 tiles * eights
             } else {
                 1
@@ -241,8 +270,12 @@ pub fn backward(
                 #[unroll]
                 for n in 0..comptime!(tiles * eights) {
                     let ratio = s[n] / Vector::new(softcap);
-                    slope[n] = Vector::new(1.0f32) - ratio * ratio;
+                    cap_slope[n] = Vector::new(1.0f32) - ratio * ratio;
                 }
+            }
+            if comptime!(t.biased()) {
+                let cols = positions + quad * 4;
+                add_biases(&mut s, &biases, product_scale, own, cols, columns, t);
             }
             if j < masked {
                 let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
@@ -270,7 +303,7 @@ pub fn backward(
                 }
             }
             if comptime!(columns && t.outputs.second()) {
-                let p = pack_left(&s, t);
+                let p = pack_kept(&s, &kept_bits, t);
                 accumulate(&p, b2_rows + b2_stage, &mut out2, comptime!(t.value_dim), t);
             }
             if comptime!(t.outputs.first()) {
@@ -299,10 +332,15 @@ pub fn backward(
                             if comptime!(columns) {
                                 delta = stats.extract(comptime!(i % 2 * 2 + 1));
                             }
-                            four.insert(i, p.extract(i) * (four.extract(i) - delta));
+                            let mut by_weight = four.extract(i);
+                            if comptime!(t.dropout) {
+                                by_weight =
+                                    if_kept(by_weight * dropout_factor, &kept_bits, m, n, i, t);
+                            }
+                            four.insert(i, p.extract(i) * (by_weight - delta));
                         }
                         if comptime!(t.softcap) {
-                            four *= slope[at];
+                            four *= cap_slope[at];
                         }
                         dp[at] = four;
                     }
@@ -310,7 +348,7 @@ pub fn backward(
                 let ds = pack_left(&dp, t);
                 accumulate(&ds, b1_rows + b1_stage, &mut out1, comptime!(t.head_dim), t);
             }
-            store_place(base, stage, &found, &listing, b1_strides.len, t);
+            store_place(base, done + 2, &found, &listing, b1_strides.len, t);
             done += 1;
         }
     }
@@ -331,7 +369,11 @@ pub fn backward(
         );
     }
     if comptime!(columns && t.outputs.second()) {
-        let one = f32::new(1.0);
+        let factor = if comptime!(t.dropout) {
+            dropout_factor
+        } else {
+            f32::new(1.0)
+        };
         store_rows(
             out,
             &out2,
@@ -340,7 +382,7 @@ pub fn backward(
             base,
             first_row,
             quad,
-            one,
+            factor,
             comptime!(t.value_dim),
             t,
         );
@@ -429,17 +471,17 @@ fn next_place(
     Found { place, head }
 }
 
-/// Writes a step's positions and its head to a slot.
+/// Writes the positions of the `step`-th step and its head to its slot.
 #[cube]
 fn store_place(
     base: u32,
-    slot: u32,
+    step: u32,
     found: &Found,
     listing: &Listing,
     len: u32,
     #[comptime] t: Tile,
 ) {
-    let target = base + comptime!(t.slot_offset() as u32) + slot * comptime!(t.slot_bytes() as u32);
+    let target = base + comptime!(t.slot_offset() as u32) + slot_of(step, t);
     if UNIT_POS_X < comptime!(t.cols as u32) {
         shared_store(
             target + UNIT_POS_X * 4,
@@ -463,8 +505,7 @@ fn copy_step(
     #[comptime] t: Tile,
 ) {
     let stage = done & 1;
-    let slot =
-        loads.base + comptime!(t.slot_offset() as u32) + stage * comptime!(t.slot_bytes() as u32);
+    let slot = loads.base + comptime!(t.slot_offset() as u32) + slot_of(done, t);
     let head = uniform(shared_load(slot + comptime!(t.cols as u32 * 4)));
     if head != comptime!(NOWHERE) {
         let inner = head / loads.divisor;

@@ -9,6 +9,8 @@
 //!     o = a · o + p · V(j)       mma.sync            o = a · o + p · V(j)
 //! ```
 //!
+//! Biases are added to s, softcapped or scaled, before its maximum is taken; dropout takes pairs out of p once they are summed.
+//!
 //! Two cubes share a multiprocessor and fill each other's gaps. Positions of a step's columns are worked out one step
 //! before they are needed, once, and lie in shared memory.
 
@@ -19,7 +21,10 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 use super::asm::*;
+use super::dropout::*;
+use super::score::*;
 use super::tile::*;
+use crate::kernels::simt::dropout::Mask;
 use crate::kernels::simt::tile::{Four, Listing, PlanParts};
 
 /// Where the running maximum starts: below any score, but not −∞, which masked scores are.
@@ -31,7 +36,8 @@ const SLACK: f32 = 8.0;
 /// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
 /// words, and `lse` `[batch, heads, seq_q]` contiguous.
 ///
-/// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · cap_scale / 2 log2 e`.
+/// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · product_scale / 2 log2 e`;
+/// without one biases are added to `s · product_scale`.
 /// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores.
 #[cube(launch_unchecked)]
 pub fn forward(
@@ -40,17 +46,22 @@ pub fn forward(
     v: &[u32],
     out: &mut [u32],
     lse: &mut [f32],
+    slopes: ComptimeOption<Box<[f32]>>,
+    bias: ComptimeOption<Box<[u32]>>,
     plan: &[u32],
     q_strides: Strides,
     k_strides: Strides,
     v_strides: Strides,
+    bias_strides: BiasStrides,
     parts: PlanParts,
     listing: Listing,
     heads_per_kv: u32,
     log2_scale: f32,
     lse_scale: f32,
     softcap: f32,
-    cap_scale: f32,
+    product_scale: f32,
+    dropout: Mask,
+    dropout_factor: f32,
     #[comptime] t: Tile,
 ) {
     let tiles = comptime!(t.warp_tiles);
@@ -155,7 +166,7 @@ pub fn forward(
                     m[i] = log * lse_scale;
                     l[i] = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
                 }
-                load_row(&out[..], &mut o, at, quad, i, t);
+                load_row(&out[..], &mut o, at, quad, dropout_factor, i, t);
             }
         }
     }
@@ -179,6 +190,19 @@ pub fn forward(
         load_left(q_rows, &mut left, comptime!(t.head_dim), t);
     }
 
+    let mut slope = f32::new(0.0);
+    if comptime!(t.alibi) {
+        let slopes = slopes.unwrap();
+        slope = slopes[head as usize];
+    }
+    let biases = Biases {
+        slope,
+        shift: k_strides.len - q_strides.len,
+        address: bias_address(&bias, &bias_strides, batch, head, t),
+        row: bias_strides.row,
+    };
+    let own = base + first_row * 4;
+
     for j in 0..steps {
         let stage = comptime!(t.stages as u32 - 1) & j;
         if j > 0 {
@@ -194,6 +218,15 @@ pub fn forward(
             copy_step(&values, j, comptime!(t.value_dim), t);
         }
         let place = place_of_column(plan, entry0, j + 2, steps, t);
+        let positions = slots + slot_of(j, t);
+        let pairs = Pairs {
+            batch,
+            head,
+            rows: own,
+            cols: positions,
+            lane,
+        };
+        let kept_bits = kept_pairs(&dropout, &pairs, false, t);
 
         let mut s = product(
             q_rows,
@@ -211,14 +244,18 @@ pub fn forward(
             }
         }
         if comptime!(t.softcap) {
-            cap(&mut s, softcap, cap_scale, t);
+            cap(&mut s, softcap, product_scale, t);
+        }
+        if comptime!(t.biased()) {
+            let cols = positions + quad * 4;
+            add_biases(&mut s, &biases, product_scale, own, cols, false, t);
         }
         if j < masked {
             let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
             mask(&mut s, plan, parts.masks, entry, first_row, quad, t);
         }
         softmax(&mut s, &mut m, &mut l, &mut o, log2_scale, t);
-        let p = pack_left(&s, t);
+        let p = pack_kept(&s, &kept_bits, t);
         accumulate(
             &p,
             v_rows + stage * comptime!(t.b2_bytes() as u32),
@@ -226,7 +263,7 @@ pub fn forward(
             comptime!(t.value_dim),
             t,
         );
-        store_position(slots, j & 1, place, &listing, k_strides.len, t);
+        store_position(slots, j + 2, place, &listing, k_strides.len, t);
     }
 
     #[unroll]
@@ -237,6 +274,9 @@ pub fn forward(
         let mut log = f32::new(f32::NEG_INFINITY);
         if sum > 0.0f32 {
             inverse = reciprocal(sum);
+            if comptime!(t.dropout) {
+                inverse *= dropout_factor;
+            }
             log = (m[i] * log2_scale + log2(sum)) * comptime!(std::f32::consts::LN_2);
         }
         let row = first_row + comptime!(i as u32 * ROW_PAIR);
@@ -271,7 +311,7 @@ struct Rows {
     head: u64,
     /// Bytes between positions.
     stride: u32,
-    /// Positions of two steps.
+    /// Positions of steps.
     slots: u32,
     /// Where the first stage is.
     target: u32,
@@ -284,7 +324,7 @@ fn copy_step(rows: &Rows, j: u32, #[comptime] dim: usize, #[comptime] t: Tile) {
     copy_rows(
         rows.head,
         rows.stride,
-        rows.slots + (j & 1) * comptime!(t.slot_bytes() as u32),
+        rows.slots + slot_of(j, t),
         rows.target + stage * comptime!((t.cols * t.pitch(dim)) as u32),
         comptime!(t.cols),
         dim,
@@ -305,18 +345,18 @@ fn place_of_column(plan: &[u32], entry0: usize, j: u32, steps: u32, #[comptime] 
     place
 }
 
-/// Writes the position of the unit's column to a slot.
+/// Writes the position of the unit's column of step `j` to its slot.
 #[cube]
 fn store_position(
     slots: u32,
-    slot: u32,
+    j: u32,
     place: u32,
     listing: &Listing,
     len: u32,
     #[comptime] t: Tile,
 ) {
     if UNIT_POS_X < comptime!(t.cols as u32) {
-        let target = slots + slot * comptime!(t.slot_bytes() as u32) + UNIT_POS_X * 4;
+        let target = slots + slot_of(j, t) + UNIT_POS_X * 4;
         shared_store(target, position_at(place, listing, len, t));
     }
 }
@@ -393,19 +433,24 @@ fn softmax(
     }
 }
 
-/// Reads one of the unit's rows of the output.
+/// Reads one of the unit's rows of the output, which has the factor of dropout by now.
 #[cube]
 fn load_row(
     out: &[u32],
     o: &mut Array<Vector<f32, Four>>,
     at: usize,
     quad: u32,
+    dropout_factor: f32,
     #[comptime] i: usize,
     #[comptime] t: Tile,
 ) {
     #[unroll]
     for n in 0..comptime!(t.value_dim / 8) {
-        let pair = load_pair(out, at * comptime!(t.words(t.value_dim)), quad, n, t);
+        let mut pair = load_pair(out, at * comptime!(t.words(t.value_dim)), quad, n, t);
+        if comptime!(t.dropout) {
+            pair.low /= dropout_factor;
+            pair.high /= dropout_factor;
+        }
         let index = comptime!(i / 2 * (t.value_dim / 8) + n);
         let mut four = o[index];
         four.insert(comptime!(i % 2 * 2), pair.low);

@@ -7,7 +7,9 @@
 
 mod asm;
 mod backward;
+mod dropout;
 mod forward;
+mod score;
 mod tile;
 
 use cubecl::ir::{ElemType, FloatKind};
@@ -16,12 +18,13 @@ use cubecl::server::Handle;
 
 use super::asm::Half;
 use super::device::plan;
-use super::launch::{batch_words, listing, plan_parts};
-use super::tensor::{WalkOperands, check_options, check_rows, check_scale, scales, tier_limit};
+use super::launch::{ScoreOptions, batch_words, listing, optional, plan_parts};
+use super::tensor::{WalkOperands, check_rows, check_scale, scales, tier_limit};
 use super::{Kernel, KernelError, Sizes, TensorView};
 use crate::plan::{Grouping, Walk};
 use crate::{BlockLayout, Residue};
 use asm::Element;
+use score::BiasStridesLaunch;
 pub use tile::Tile;
 use tile::{Outputs, StridesLaunch};
 
@@ -180,6 +183,9 @@ pub fn choose(
             group: shape.cols.min(block),
             stages: shape.stages,
             softcap: sizes.softcap,
+            alibi: sizes.alibi,
+            bias: sizes.bias,
+            dropout: sizes.dropout,
             residue: residue.is_some(),
             carry,
             clustered: false,
@@ -212,6 +218,18 @@ pub fn choose(
         .ok_or("no tile fits the shared memory of the device")
 }
 
+/// What a call asks for that this tier does not do, whatever the tile.
+fn check_options(sizes: &Sizes) -> Result<(), &'static str> {
+    if sizes.store {
+        return Err("weights are stored");
+    }
+    if !(sizes.positive_scale || sizes.softcap || sizes.alibi || sizes.bias) {
+        // The running maximum is of unscaled scores.
+        return Err("the scale is not positive");
+    }
+    Ok(())
+}
+
 /// A tile as plans print it.
 pub fn describe(tile: Tile, kernel: Kernel) -> impl std::fmt::Display {
     tile::Described(tile, kernel)
@@ -223,10 +241,10 @@ pub fn describe(tile: Tile, kernel: Kernel) -> impl std::fmt::Display {
 /// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive.
 fn check(
     named: &[(&'static str, &TensorView)],
-    element: Element,
-    scale: f64,
-    softcap: Option<f64>,
+    tile: Tile,
+    options: &ScoreOptions,
 ) -> Result<(), KernelError> {
+    let element = tile.element;
     for &(name, tensor) in named {
         check_rows(name, tensor, PIECE / element.bytes())?;
         // Kernels multiply the bytes of a row by a position.
@@ -237,7 +255,47 @@ fn check(
             return Err(KernelError::limit("a stride", most, got));
         }
     }
-    check_scale(scale, softcap)
+    if let Some(bias) = &options.bias {
+        let most = u64::from(u32::MAX) / 4;
+        let keys = bias.shape[3];
+        if keys as u64 > most {
+            return Err(KernelError::limit("the bias's keys", most, keys));
+        }
+    }
+    match tile.biased() {
+        true => Ok(()),
+        false => check_scale(options.scale, options.softcap),
+    }
+}
+
+/// Factors of scores: to powers of two, and of products before that, where scores are softcapped or biased.
+fn factors(tile: Tile, options: &ScoreOptions) -> (f64, f64) {
+    match tile.biased() && !tile.softcap {
+        true => (std::f64::consts::LOG2_E, options.scale),
+        false => scales(options.scale, options.softcap),
+    }
+}
+
+fn bias_strides(options: &ScoreOptions, element: Element) -> BiasStridesLaunch {
+    let [batch, heads, rows, keys] = options.bias.as_ref().map_or([1; 4], |bias| bias.shape);
+    let stride = |length: usize, elements: usize| match length {
+        1 => 0,
+        _ => elements * element.bytes(),
+    };
+    BiasStridesLaunch::new(
+        stride(batch, heads * rows * keys) as u64,
+        stride(heads, rows * keys) as u64,
+        stride(rows, keys) as u32,
+    )
+}
+
+fn bias<T: LaunchArg<RuntimeArg = BufferArg>>(
+    options: &ScoreOptions,
+    element: Element,
+) -> ComptimeOptionArgs<T> {
+    let elements = (options.bias.as_ref()).map_or(0, |bias| bias.elements());
+    let handle = options.bias.as_ref().map(|bias| &bias.handle);
+    optional(handle, words(elements, element))
 }
 
 fn strides(tensor: &TensorView, element: Element) -> StridesLaunch {
@@ -281,16 +339,16 @@ pub fn forward(
     [q, k, v]: [&TensorView; 3],
     out: &Handle,
     lse: &Handle,
-    scale: f64,
-    softcap: Option<f64>,
+    slopes: Option<&Handle>,
+    options: &ScoreOptions,
 ) -> Result<(), KernelError> {
     let element = tile.element;
-    check(&[("q", q), ("k", k), ("v", v)], element, scale, softcap)?;
+    check(&[("q", q), ("k", k), ("v", v)], tile, options)?;
     let device_plan = plan(client, layout, tile.tiling(Walk::Rows));
     let heads = layout.heads();
     let rows = sizes.batch * heads * q.shape[2];
     check_words("the elements of the output", rows * tile.value_dim, element)?;
-    let (log2_scale, cap_scale) = scales(scale, softcap);
+    let (log2_scale, product_scale) = factors(tile, options);
     unsafe {
         forward::forward::launch_unchecked(
             client,
@@ -301,17 +359,22 @@ pub fn forward(
             input(v, element),
             BufferArg::from_raw_parts(out.clone(), words(rows * tile.value_dim, element)),
             BufferArg::from_raw_parts(lse.clone(), rows),
+            optional(slopes, heads),
+            bias(options, element),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
             strides(q, element),
             strides(k, element),
             strides(v, element),
+            bias_strides(options, element),
             plan_parts(&device_plan.sections, batch_words(layout)),
             listing(residue),
             (heads / sizes.kv_heads) as u32,
             log2_scale as f32,
             (std::f64::consts::LOG2_E / log2_scale) as f32,
-            softcap.unwrap_or(1.0) as f32,
-            cap_scale as f32,
+            options.softcap.unwrap_or(1.0) as f32,
+            product_scale as f32,
+            options.mask(),
+            options.dropout.map_or(1.0, |dropout| dropout.factor()) as f32,
             tile,
         );
     }
@@ -331,8 +394,7 @@ pub fn backward(
     sizes: &Sizes,
     residue: Option<Residue>,
     operands: &WalkOperands,
-    scale: f64,
-    softcap: Option<f64>,
+    options: &ScoreOptions,
 ) -> Result<(), KernelError> {
     let &WalkOperands {
         a: [a1, a2],
@@ -343,7 +405,7 @@ pub fn backward(
         second,
     } = operands;
     let element = tile.element;
-    check(&operands.named(), element, scale, softcap)?;
+    check(&operands.named(), tile, options)?;
     let device_plan = plan(client, layout, tile.tiling(walk));
     let heads = layout.heads();
     let outer_heads = a1.shape[1];
@@ -353,11 +415,12 @@ pub fn backward(
         Walk::Columns => second + rows * tile.value_dim,
     };
     check_words("the elements of a gradient", elements, element)?;
-    let (log2_scale, cap_scale) = scales(scale, softcap);
+    let (log2_scale, product_scale) = factors(tile, options);
     let launches = match (walk, tile.outputs) {
         (Walk::Columns, Outputs::First) => vec![Outputs::First, Outputs::Second],
         (_, outputs) => vec![outputs],
     };
+    let stats_len = sizes.batch * heads * pitch * 2 + if tile.alibi { heads } else { 0 };
     for outputs in launches {
         unsafe {
             backward::backward::launch_unchecked(
@@ -372,22 +435,26 @@ pub fn backward(
                 input(a2, element),
                 input(b1, element),
                 input(b2, element),
-                BufferArg::from_raw_parts(stats.clone(), sizes.batch * heads * pitch * 2),
+                BufferArg::from_raw_parts(stats.clone(), stats_len),
+                bias(options, element),
                 BufferArg::from_raw_parts(out.clone(), words(elements, element)),
                 BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
                 strides(a1, element),
                 strides(a2, element),
                 strides(b1, element),
                 strides(b2, element),
+                bias_strides(options, element),
                 plan_parts(&device_plan.sections, batch_words(layout)),
                 listing(residue),
                 pitch as u32,
                 (heads / sizes.kv_heads) as u32,
                 words(second, element) as u32,
-                scale as f32,
+                options.scale as f32,
                 log2_scale as f32,
-                softcap.unwrap_or(1.0) as f32,
-                cap_scale as f32,
+                options.softcap.unwrap_or(1.0) as f32,
+                product_scale as f32,
+                options.mask(),
+                options.dropout.map_or(1.0, |dropout| dropout.factor()) as f32,
                 walk,
                 Tile { outputs, ..tile },
             );

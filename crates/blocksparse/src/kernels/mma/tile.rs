@@ -35,6 +35,12 @@ pub struct Tile {
     pub stages: usize,
     /// Whether scores are softcapped.
     pub softcap: bool,
+    /// Whether scores have ALiBi biases.
+    pub alibi: bool,
+    /// Whether scores have a given bias.
+    pub bias: bool,
+    /// Whether weights are dropped out.
+    pub dropout: bool,
     /// Whether positions are listed by residue class.
     pub residue: bool,
     /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
@@ -98,6 +104,16 @@ impl Tile {
             && (self.cols.is_multiple_of(block) || block.is_multiple_of(self.cols))
     }
 
+    /// Whether anything is added to scores.
+    pub fn biased(&self) -> bool {
+        self.alibi || self.bias
+    }
+
+    /// Whether anything depends on the positions of a pair.
+    pub fn positions(&self) -> bool {
+        self.biased() || self.dropout
+    }
+
     /// Entries of a step.
     pub fn entries(&self) -> usize {
         self.cols / self.group
@@ -105,7 +121,8 @@ impl Tile {
 
     // Byte offsets in shared memory. The positions of the tile's own rows come first.
 
-    /// Positions of a step's columns, and its head; there are two such slots.
+    /// Positions of a step's columns, and its head; there are such slots for the next two steps, and where scores depend on
+    /// positions for the one that is computed.
     pub fn slot_offset(&self) -> usize {
         self.rows() * 4
     }
@@ -115,8 +132,13 @@ impl Tile {
         (self.cols + 4) * 4
     }
 
+    /// Slots of positions.
+    pub fn slots(&self) -> usize {
+        2 + usize::from(self.positions())
+    }
+
     fn stats_offset(&self) -> usize {
-        self.slot_offset() + 2 * self.slot_bytes()
+        self.slot_offset() + self.slots() * self.slot_bytes()
     }
 
     /// lse and delta of a step's columns, in a walk over columns of queries.
@@ -278,6 +300,17 @@ pub fn position_at(place: u32, listing: &Listing, len: u32, #[comptime] t: Tile)
         exists = class < listing.stride as u32;
     }
     select(exists && position < len, position, comptime!(NOWHERE))
+}
+
+/// Where the slot of step `j` is, from the first one on.
+#[cube]
+pub fn slot_of(j: u32, #[comptime] t: Tile) -> u32 {
+    let slot = if comptime!(t.slots() == 2) {
+        j & 1
+    } else {
+        j % comptime!(t.slots() as u32)
+    };
+    slot * comptime!(t.slot_bytes() as u32)
 }
 
 /// Writes the positions of the tile's own rows to shared memory.

@@ -1,0 +1,130 @@
+//! Biases of scores: ALiBi and a given one.
+
+use cubecl::prelude::*;
+
+use super::asm::*;
+use super::tile::*;
+use crate::kernels::simt::tile::Four;
+
+/// Strides of a contiguous bias in bytes: 0 where it is 1 long.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct BiasStrides {
+    /// Between batch entries.
+    pub batch: u64,
+    /// Between heads.
+    pub head: u64,
+    /// Between queries.
+    pub row: u32,
+}
+
+/// What a head's biases are made of.
+#[derive(CubeType, Clone, Copy)]
+pub struct Biases {
+    /// The ALiBi slope.
+    pub slope: f32,
+    /// By how much the position of a row's own distance 0 lies behind it among the columns.
+    pub shift: u32,
+    /// Where the given bias begins.
+    pub address: u64,
+    /// Bytes between its queries.
+    pub row: u32,
+}
+
+/// Where a head's given bias begins.
+#[cube]
+pub fn bias_address(
+    bias: &ComptimeOption<Box<[u32]>>,
+    strides: &BiasStrides,
+    batch: u32,
+    head: u32,
+    #[comptime] t: Tile,
+) -> u64 {
+    let mut at = u64::cast_from(0u32);
+    if comptime!(t.bias) {
+        let bias = bias.as_ref().unwrap();
+        at = address(unsafe { bias.as_ptr_unchecked() })
+            + u64::cast_from(batch) * strides.batch
+            + u64::cast_from(head) * strides.head;
+    }
+    at
+}
+
+/// Makes scores of products: multiplied by `factor`, unless they are softcapped by now, and the biases added. `rows` and `cols` are where
+/// the positions of the unit's first row and of its first column in the step are; in a walk over `columns` rows are keys.
+#[cube]
+pub fn add_biases(
+    s: &mut Array<Vector<f32, Four>>,
+    biases: &Biases,
+    factor: f32,
+    rows: u32,
+    cols: u32,
+    #[comptime] columns: bool,
+    #[comptime] t: Tile,
+) {
+    let tiles = comptime!(t.warp_tiles);
+    let bytes = comptime!(t.element.bytes() as u32);
+    // Distances are differences of small numbers: from the unit's first row on, f32 holds them exactly, or as exactly as distances.
+    let origin = shared_load(rows);
+    let mut row_distances = Array::<f32>::new(comptime!(if t.alibi { 2 * tiles } else { 1 }));
+    let mut row_addresses = Array::<u64>::new(comptime!(if t.bias { 2 * tiles } else { 1 }));
+    let mut row_exists = Array::<bool>::new(comptime!(if t.bias { 2 * tiles } else { 1 }));
+    #[unroll]
+    for i in 0..comptime!(2 * tiles) {
+        let row = shared_load(rows + comptime!(i as u32 * ROW_PAIR * 4));
+        if comptime!(t.alibi) {
+            row_distances[i] = distance(row, origin);
+        }
+        if comptime!(t.bias) {
+            let mut stride = biases.row;
+            if comptime!(columns) {
+                stride = bytes.runtime();
+            }
+            row_addresses[i] = biases.address + u64::cast_from(row) * u64::cast_from(stride);
+            row_exists[i] = row != comptime!(NOWHERE);
+        }
+    }
+    #[unroll]
+    for n in 0..comptime!(t.eights()) {
+        let positions = shared_load_pair(cols + comptime!(n as u32 * 32));
+        #[unroll]
+        for j in 0..2usize {
+            let col = positions.extract(j);
+            let col_distance = distance(col, origin + biases.shift);
+            let mut stride = bytes.runtime();
+            if comptime!(columns) {
+                stride = biases.row;
+            }
+            let offset = u64::cast_from(col) * u64::cast_from(stride);
+            let exists = col != comptime!(NOWHERE);
+            #[unroll]
+            for i in 0..comptime!(2 * tiles) {
+                let at = comptime!(i / 2 * t.eights() + n);
+                let place = comptime!(i % 2 * 2 + j);
+                let mut four = s[at];
+                let mut score = four.extract(place);
+                if comptime!(!t.softcap) {
+                    score *= factor;
+                }
+                if comptime!(t.bias) {
+                    score += load_number(
+                        row_addresses[i] + offset,
+                        u32::cast_from(exists && row_exists[i]),
+                        t.element,
+                    );
+                }
+                if comptime!(t.alibi) {
+                    let apart = (row_distances[i] - col_distance).abs();
+                    score = multiply_add(-biases.slope, apart, score);
+                }
+                four.insert(place, score);
+                s[at] = four;
+            }
+        }
+    }
+}
+
+/// How far a position lies behind another.
+#[cube]
+fn distance(position: u32, origin: u32) -> f32 {
+    f32::cast_from(i32::cast_from(position - origin))
+}
