@@ -61,6 +61,18 @@ impl ScoreOptions {
         )
     }
 
+    /// Bytes of a half-precision bias between batch entries, heads and queries: 0 where it is 1.
+    #[cfg(feature = "cuda-asm")]
+    pub(super) fn bias_bytes(&self) -> [u64; 3] {
+        let [batch, heads, rows, keys] = self.bias.as_ref().map_or([1; 4], |bias| bias.shape);
+        let stride = |length: usize, stride: usize| if length == 1 { 0 } else { stride as u64 * 2 };
+        [
+            stride(batch, heads * rows * keys),
+            stride(heads, rows * keys),
+            stride(rows, keys),
+        ]
+    }
+
     pub(super) fn mask(&self) -> MaskLaunch {
         let (seed, threshold) =
             (self.dropout.as_ref()).map_or((0, 0), |dropout| (dropout.seed, dropout.threshold()));
@@ -135,6 +147,10 @@ pub fn forward(
         if let Ok(tile) = part.hopper {
             let walked = part.layout(layout);
             let inputs = [q, k, v];
+            let asked = super::hopper::Asked {
+                options,
+                slopes: slopes.as_ref(),
+            };
             super::hopper::forward(
                 client,
                 tile,
@@ -144,8 +160,7 @@ pub fn forward(
                 inputs,
                 out,
                 lse,
-                scale,
-                softcap,
+                asked,
             )?;
             continue;
         }
@@ -380,6 +395,11 @@ pub fn backward(
     };
     #[cfg(feature = "cuda-asm")]
     let mut fused_stats = None;
+    #[cfg(feature = "cuda-asm")]
+    let asked = super::hopper::Asked {
+        options,
+        slopes: slopes.as_ref(),
+    };
     for (part, part_plan) in calls.iter().zip(&plan.parts) {
         // Whatever tier the gradients of the inputs are made on.
         if let (Some(bias), true) = (&options.bias, gradients.bias.is_some()) {
@@ -408,8 +428,7 @@ pub fn backward(
                 grads.lse,
                 fused_stats.take(),
                 gradients,
-                scale,
-                softcap,
+                asked,
             )?;
             fused_stats = Some(made);
             continue;
@@ -435,7 +454,7 @@ pub fn backward(
                 };
                 let residue = part_plan.residue;
                 super::hopper::walk(
-                    client, tile, walk, walked, &sizes, residue, &operands, scale, softcap,
+                    client, tile, walk, walked, &sizes, residue, &operands, asked,
                 )?;
             }
             continue;

@@ -533,10 +533,10 @@ impl fmt::Display for AttentionPlan {
                     part.write_simt(f, name, kernel, accumulator)?;
                 }
             }
-            // On this tier whatever the rest runs on.
+            // On this tier whatever the rest runs on, in a walk over rows, or over columns where queries share a row of the bias.
             if self.sizes.bias {
-                part.write_simt(f, "dBias", Kernel::BackwardRows, accumulator)?;
-                part.write_simt(f, "dBias, one row", Kernel::BackwardColumns, accumulator)?;
+                part.write_simt(f, "dbias", Kernel::BackwardRows, accumulator)?;
+                part.write_simt(f, "or dbias", Kernel::BackwardColumns, accumulator)?;
             }
         }
         Ok(())

@@ -44,16 +44,7 @@ pub fn check_options(sizes: &Sizes) -> Result<(), &'static str> {
     if sizes.store {
         return Err("weights are stored");
     }
-    if sizes.alibi {
-        return Err("scores have ALiBi biases");
-    }
-    if sizes.bias {
-        return Err("scores have a bias");
-    }
-    if sizes.dropout {
-        return Err("weights are dropped out");
-    }
-    if !sizes.positive_scale {
+    if !(sizes.positive_scale || sizes.softcap || sizes.alibi || sizes.bias) {
         // The running maximum is of unscaled scores.
         return Err("the scale is not positive");
     }

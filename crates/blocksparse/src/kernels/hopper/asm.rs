@@ -145,6 +145,21 @@ fn store_sixteen_text(width: usize, eight: usize) -> String {
     text + "/* $0 */"
 }
 
+/// `$0` is the half at address `$1`, or 0 unless `$2 < $3`.
+fn read_half_text(half: Half) -> String {
+    let widen = match half {
+        Half::Bf16 => "mov.b32 $0, {zero, h};",
+        Half::F16 => "cvt.f32.f16 $0, h;",
+    };
+    format!(
+        "{{ .reg .pred p; .reg .b16 h, zero; setp.lt.u32 p, $2, $3; mov.b16 zero, 0; mov.b16 h, 0; \
+         @p ld.global.nc.b16 h, [$1]; {widen} }}"
+    )
+}
+
+const READ_FOUR_WORDS: &str = "{ .reg .pred p; setp.lt.u32 p, %5, %6; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; \
+     @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; /* $0 $1 $2 $3 */ }";
+
 fn bulk_instruction(add: bool) -> &'static str {
     match add {
         true => "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
@@ -292,6 +307,32 @@ pub fn bulk_wait() {
 pub fn global_address<T: CubePrimitive>(pointer: *const T) -> u64 {
     let o: u64;
     gpu_asm!("cvta.to.global.u64 {o}, {p};", o = out(_) o, p = in(_) pointer);
+    o
+}
+
+/// The number in half precision at an address of constant memory, or 0 unless `index < end`.
+#[cube]
+pub fn read_half(address: u64, index: u32, end: u32, #[comptime] half: Half) -> f32 {
+    let o: f32;
+    gpu_asm!("{body} /* {o} {a} {i} {e} */", body = const read_half_text(half), o = out(_) o,
+        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end), options(nomem));
+    o
+}
+
+/// 16 bytes at an address of constant memory, or 0 unless `index < end`.
+#[cube]
+pub fn read_four_words(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> {
+    let o: Vector<u32, Const<4>>;
+    gpu_asm!("{body} /* {o} {a} {i} {e} */", body = const READ_FOUR_WORDS, o = out(_) o,
+        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end), options(nomem));
+    o
+}
+
+/// A warp's 8 × 8 matrix of halves, of which each unit has two of a row, transposed.
+#[cube]
+pub fn transpose(x: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("movmatrix.sync.aligned.m8n8.trans.b16 {o}, {x};", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
     o
 }
 

@@ -40,6 +40,7 @@ use super::BackwardTile;
 use super::asm::*;
 use super::forward::{own_place, own_rows, pack_all};
 use super::gradient::*;
+use super::options::*;
 use crate::kernels::simt::forward::LOW;
 use crate::kernels::simt::tile::{Four, Listing, PlanParts, Strides, position_of};
 use crate::plan::{MASKED_STEP, NO_VISIT};
@@ -164,7 +165,8 @@ fn noted(base: u32, turn: u32, #[comptime] t: BackwardTile) -> Own {
 /// `k`, `v`, `q`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` a map `[batch · heads, pitch, 2]` of `lse · log2 e` and delta of the query at each place; `scratch` as above,
 /// `counters` one for each 16 queries (8 where a group has no more) and each half of the columns; `out`
-/// `[batch, kv_heads, seq_kv, dim]` in eights of elements, dV from the `second`-th on. With `carry` dK and dV are added to it.
+/// `[batch, kv_heads, seq_kv, dim]` in eights of elements, dV from the `second`-th on. With `carry` dK and dV are added to it. Where biases are
+/// added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     k: &TensorMap<u32, Tiled>,
@@ -176,6 +178,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     counters: &mut [u32],
     out: &mut [Vector<u32, Four>],
     plan: &[u32],
+    args: ComptimeOption<PairArgs>,
     parts: PlanParts,
     listing: Listing,
     lengths: Lengths,
@@ -275,8 +278,8 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         while noted(base, turn, t).rank != NONE {
             let own = noted(base, turn, t);
             s = compute_tile::<S, P, O, C>(
-                plan, out, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers, tickets,
-                &own, turn, s, t,
+                plan, out, &args, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers,
+                tickets, &own, turn, s, t,
             );
             turn += 1;
         }
@@ -284,8 +287,8 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         let own = tile_of_launch(plan, &parts, &lengths, CUBE_POS_X, t);
         let none = Vector::<f32, S>::zeroed();
         compute_tile::<S, P, O, C>(
-            plan, out, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers, tickets,
-            &own, 0u32, none, t,
+            plan, out, &args, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers,
+            tickets, &own, 0u32, none, t,
         );
     }
 
@@ -300,6 +303,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
 fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     plan: &[u32],
     out: &mut [Vector<u32, Four>],
+    args: &ComptimeOption<PairArgs>,
     parts: &PlanParts,
     listing: &Listing,
     lengths: &Lengths,
@@ -347,8 +351,10 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         let s_started = start::<S>(own_at, q_address + stage * comptime!(t.b_bytes() as u32), t);
         s_next = wait::<S>(s_started, 0usize, width);
     }
+    let rows = rows_of_unit(plan, own.rows, listing, t);
     for of_group in 0..lengths.heads_per_kv {
         let head = first_head + of_group;
+        let of_head = options_of(args, batch, head, comptime!(t.pairs()));
         let mut first_entry = own.entry as usize;
         let mut steps = own.steps;
         if of_group > 0 {
@@ -362,13 +368,31 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let done = chain.done.read();
             let stage = done % comptime!(t.stages as u32);
             let offset = stage * comptime!(t.b_bytes() as u32);
+            let step = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
+            let mut s = s_next;
+            let mut capped = s_next;
+            if comptime!(t.options.biased()) {
+                // Before dp has its registers, which biases need for a while.
+                s = soften::<S>(s_next, numbers, t);
+                capped = s;
+                s = add_biases::<S>(
+                    s,
+                    numbers.cap_scale,
+                    args,
+                    &of_head,
+                    &rows,
+                    plan,
+                    step,
+                    listing,
+                    comptime!(t.pairs()),
+                );
+            }
             let dp_started = start::<S>(
                 own_at + comptime!(t.a_bytes() as u32),
                 do_address + offset,
                 t,
             );
             // Which queries the unit adds dQ to, should it be one of the two.
-            let step = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
             let word = step + (chain.query / comptime!(t.group as u32) * 3) as usize;
             let masked = plan[step + 2] & MASKED_STEP;
             let visit = plan[word + 2] & NO_VISIT;
@@ -376,24 +400,20 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 + plan[word] * comptime!(t.group as u32)
                 + chain.query % comptime!(t.group as u32);
             load_next(plan, parts, loads, lengths, turn, cursor, t);
+            let kept = kept_pairs(
+                args,
+                &of_head,
+                &rows,
+                plan,
+                step,
+                listing,
+                comptime!(t.pairs()),
+            );
 
-            let mut s = s_next;
-            if comptime!(t.softcap) {
-                #[unroll]
-                for i in 0..S::value() {
-                    // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
-                    let e = exp2(s.extract(i) * numbers.cap_scale);
-                    s.insert(
-                        i,
-                        multiply_add(
-                            -2.0f32 * numbers.softcap,
-                            reciprocal(1.0f32 + e),
-                            numbers.softcap,
-                        ),
-                    );
-                }
+            if comptime!(!t.options.biased()) {
+                s = soften::<S>(s_next, numbers, t);
+                capped = s;
             }
-            let capped = s;
             if masked != 0 {
                 let lane = unit() % 32;
                 let row = unit() / 32 * 16 + lane / 4;
@@ -426,7 +446,11 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                     );
                 }
             }
-            let left = pack_all::<S, P>(p, t.half);
+            let weights = pack_all::<S, P>(p, t.half);
+            let mut left = weights;
+            if comptime!(t.options.dropout) {
+                left = pack_all::<S, P>(drop_out::<S>(p, &kept, comptime!(t.options)), t.half);
+            }
             // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
             let do_wide = descriptor(do_address + offset, comptime!(t.cols * ROW));
             let grad_v_started = accumulate::<P, O>(grad_v, left, do_wide, t.half, t.dim);
@@ -441,12 +465,13 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                     let mut weight = p.extract(at);
                     if comptime!(t.packed()) {
                         weight = unpack(
-                            left.extract(comptime!(at / 2)),
+                            weights.extract(comptime!(at / 2)),
                             comptime!(at % 2 == 1),
                             t.half,
                         );
                     }
-                    ds.insert(at, weight * (ds.extract(at) - delta));
+                    let dp = drop_gradient(ds.extract(at), delta, &kept, args, at, t.options);
+                    ds.insert(at, weight * dp);
                 }
             }
             if comptime!(t.softcap) {
@@ -609,10 +634,54 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         listing,
         len,
         lane,
-        f32::new(1.0),
+        factor_of(args, comptime!(t.options)),
         comptime!(t.store()),
     );
     s_next
+}
+
+/// Softcaps products, where they are to be.
+#[cube]
+fn soften<S: Size>(
+    s_in: Vector<f32, S>,
+    numbers: &Numbers,
+    #[comptime] t: BackwardTile,
+) -> Vector<f32, S> {
+    let mut s = s_in;
+    if comptime!(t.softcap) {
+        #[unroll]
+        for i in 0..S::value() {
+            // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
+            let e = exp2(s.extract(i) * numbers.cap_scale);
+            s.insert(
+                i,
+                multiply_add(
+                    -2.0f32 * numbers.softcap,
+                    reciprocal(1.0f32 + e),
+                    numbers.softcap,
+                ),
+            );
+        }
+    }
+    s
+}
+
+/// The positions of the unit's keys, where something depends on them.
+#[cube]
+fn rows_of_unit(
+    plan: &[u32],
+    rows: u32,
+    listing: &Listing,
+    #[comptime] t: BackwardTile,
+) -> UnitRows {
+    let mut upper = 0u32;
+    let mut lower = 0u32;
+    if comptime!(t.options.any()) {
+        let row = unit() / 32 * 16 + unit() % 32 / 4;
+        upper = place_of(plan, rows, row, t);
+        lower = place_of(plan, rows, row + 8, t);
+    }
+    unit_rows(upper, lower, listing, comptime!(t.pairs()))
 }
 
 /// The tile that a cube is at, if it is its only one.

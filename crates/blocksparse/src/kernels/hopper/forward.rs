@@ -25,6 +25,7 @@ use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 
 use super::Tile;
 use super::asm::*;
+use super::options::*;
 use crate::kernels::simt::tile::{Four, Listing, PlanParts};
 
 /// Where the running maximum starts: below any score, but not −∞, which masked scores are.
@@ -39,7 +40,8 @@ const ROW_PAIR: u32 = 8;
 /// `[batch, heads, seq_q, dim]` in eights of elements and `lse` `[batch, heads, seq_q]` contiguous.
 ///
 /// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · cap_scale / 2 log2 e`.
-/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores.
+/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores. Where biases are added to scores that are not softcapped,
+/// `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn forward<S: Size, P: Size, O: Size>(
     q: &TensorMap<u32, Tiled>,
@@ -48,6 +50,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     out: &mut [Vector<u32, Four>],
     lse: &mut [f32],
     plan: &[u32],
+    args: ComptimeOption<PairArgs>,
     parts: PlanParts,
     listing: Listing,
     seq_q: u32,
@@ -180,6 +183,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
             before[comptime!(fours + i)] = read_four(&out[..], &lower, first, i, t);
         }
     }
+    let of_head = options_of(&args, batch, head, comptime!(t.pairs()));
+    let pairs = UnitPairs {
+        of_head,
+        rows: rows_of_unit(plan, rows, &listing, t),
+    };
     barrier_wait(base, 0u32);
     if comptime!(t.carry) {
         // A finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
@@ -193,6 +201,14 @@ pub fn forward<S: Size, P: Size, O: Size>(
             m1 = log1 * lse_scale;
             l1 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
         }
+        if comptime!(t.options.dropout) {
+            // The factor of what is kept comes in the end.
+            let all = reciprocal(factor_of(&args, comptime!(t.options)));
+            #[unroll]
+            for i in 0..O::value() {
+                o.insert(i, o.extract(i) * all);
+            }
+        }
     }
     if comptime!(t.turns()) {
         if group == 1 {
@@ -203,6 +219,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     if steps > 0 {
         if comptime!(t.overlap) {
             let bits = mask_bits(plan, &walk, 0u32, t);
+            let kept = kept_of_step(&args, &pairs, plan, &walk, 0u32, &listing, t);
             barrier_wait(base + comptime!(t.k_full()), 0u32);
             let s = wait::<S>(
                 product::<S>(q_desc, k_desc, t.half, t.dim, q_span, k_span),
@@ -212,7 +229,9 @@ pub fn forward<S: Size, P: Size, O: Size>(
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.k_empty()));
             }
-            let s = score::<S>(s, &bits, plan, &walk, 0u32, softcap, cap_scale, t);
+            let s = score::<S>(
+                s, &bits, plan, &args, &pairs, &listing, &walk, 0u32, softcap, cap_scale, t,
+            );
             let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
             m0 = soft.m0;
             m1 = soft.m1;
@@ -221,7 +240,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
             if comptime!(t.carry) {
                 o = rescale::<O>(o, soft.a0, soft.a1, t);
             }
-            let mut p = pack_all::<S, P>(soft.p, t.half);
+            let weights = drop_out::<S>(soft.p, &kept, comptime!(t.options));
+            let mut p = pack_all::<S, P>(weights, t.half);
             if steps > 1 {
                 barrier_wait(
                     base + comptime!(t.k_full()) + stage(1u32, t) * 8,
@@ -268,11 +288,14 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     k_at = entry_position(plan, &walk, &loads, k_next + 1, t);
                 }
                 let bits = mask_bits(plan, &walk, j, t);
+                let kept = kept_of_step(&args, &pairs, plan, &walk, j, &listing, t);
                 let s = wait::<S>(s_started, 1usize, comptime!(t.cols / 2));
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
                 }
-                let s = score::<S>(s, &bits, plan, &walk, j, softcap, cap_scale, t);
+                let s = score::<S>(
+                    s, &bits, plan, &args, &pairs, &listing, &walk, j, softcap, cap_scale, t,
+                );
                 let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
                 m1 = soft.m1;
@@ -290,7 +313,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     barrier_arrive(base + comptime!(t.v_empty()) + before * 8);
                 }
                 o = rescale::<O>(o, soft.a0, soft.a1, t);
-                p = pack_all::<S, P>(soft.p, t.half);
+                let weights = drop_out::<S>(soft.p, &kept, comptime!(t.options));
+                p = pack_all::<S, P>(weights, t.half);
             }
             let last = stage(steps - 1, t);
             barrier_wait(
@@ -323,17 +347,21 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     k_at = entry_position(plan, &walk, &loads, next + 1, t);
                 }
                 let bits = mask_bits(plan, &walk, j, t);
+                let kept = kept_of_step(&args, &pairs, plan, &walk, j, &listing, t);
                 let s = wait::<S>(s_started, 0usize, comptime!(t.cols / 2));
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
                 }
-                let s = score::<S>(s, &bits, plan, &walk, j, softcap, cap_scale, t);
+                let s = score::<S>(
+                    s, &bits, plan, &args, &pairs, &listing, &walk, j, softcap, cap_scale, t,
+                );
                 let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
                 m1 = soft.m1;
                 l0 = soft.l0;
                 l1 = soft.l1;
-                let p = pack_all::<S, P>(soft.p, t.half);
+                let weights = drop_out::<S>(soft.p, &kept, comptime!(t.options));
+                let p = pack_all::<S, P>(weights, t.half);
                 barrier_wait(base + comptime!(t.v_full()) + now * 8, parity(j, t));
                 // Into registers of its own: as an accumulator, ptxas would move o out of the scores' way and back.
                 let started = weigh::<P, O>(p, buffer(v_desc, now, t), t.half, t.dim);
@@ -350,8 +378,10 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let l1 = quad_sum(l1);
     let upper = row_of_unit(plan, rows, 0u32, &listing, seq_q, t);
     let lower = row_of_unit(plan, rows, ROW_PAIR, &listing, seq_q, t);
-    store_row::<O>(out, lse, &o, 0usize, m0 * log2_scale, l0, first, &upper, t);
-    store_row::<O>(out, lse, &o, 2usize, m1 * log2_scale, l1, first, &lower, t);
+    let factor = factor_of(&args, comptime!(t.options));
+    let (top0, top1) = (m0 * log2_scale, m1 * log2_scale);
+    store_row::<O>(out, lse, &o, 0usize, top0, l0, factor, first, &upper, t);
+    store_row::<O>(out, lse, &o, 2usize, top1, l1, factor, first, &lower, t);
 }
 
 /// What loads are made of.
@@ -500,12 +530,64 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
     }
 }
 
-/// Softcaps products and sets masked ones to −∞.
+/// What is made of the pairs of a unit besides their products.
+#[derive(CubeType, Clone, Copy)]
+struct UnitPairs {
+    of_head: HeadOptions,
+    rows: UnitRows,
+}
+
+/// The positions of the unit's rows, where something depends on them.
+#[cube]
+fn rows_of_unit(plan: &[u32], rows: u32, listing: &Listing, #[comptime] t: Tile) -> UnitRows {
+    let mut upper = 0u32;
+    let mut lower = 0u32;
+    if comptime!(t.options.any()) {
+        let row = unit() / 32 * 16 + unit() % 32 / 4;
+        let (group, clustered) = comptime!((t.group, t.clustered));
+        upper = own_place(plan, rows, row, group, clustered);
+        lower = own_place(plan, rows, row + ROW_PAIR, group, clustered);
+    }
+    unit_rows(upper, lower, listing, comptime!(t.pairs()))
+}
+
+/// Word of the first entry of step `j`.
+#[cube]
+fn entry_of(walk: &Walk, j: u32, #[comptime] t: Tile) -> usize {
+    walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize
+}
+
+/// With dropout, which pairs of step `j` are kept: made before its scores are there.
+#[cube]
+fn kept_of_step(
+    args: &ComptimeOption<PairArgs>,
+    pairs: &UnitPairs,
+    plan: &[u32],
+    walk: &Walk,
+    j: u32,
+    listing: &Listing,
+    #[comptime] t: Tile,
+) -> Array<u32> {
+    kept_pairs(
+        args,
+        &pairs.of_head,
+        &pairs.rows,
+        plan,
+        entry_of(walk, j, t),
+        listing,
+        comptime!(t.pairs()),
+    )
+}
+
+/// Softcaps products, adds biases and sets masked ones to −∞.
 #[cube]
 fn score<S: Size>(
     s_in: Vector<f32, S>,
     bits: &Array<u32>,
     plan: &[u32],
+    args: &ComptimeOption<PairArgs>,
+    pairs: &UnitPairs,
+    listing: &Listing,
     walk: &Walk,
     j: u32,
     softcap: f32,
@@ -524,6 +606,17 @@ fn score<S: Size>(
             );
         }
     }
+    s = add_biases::<S>(
+        s,
+        cap_scale,
+        args,
+        &pairs.of_head,
+        &pairs.rows,
+        plan,
+        entry_of(walk, j, t),
+        listing,
+        comptime!(t.pairs()),
+    );
     if j < walk.masked {
         let infinity = f32::new(f32::NEG_INFINITY);
         #[unroll]
@@ -825,7 +918,7 @@ fn row_of_unit(
 }
 
 /// Stores one of the unit's two rows, whose numbers begin at `offset` of every four, and its
-/// `lse = (m + log2 l) · ln 2`. A row without keys gets 0 and −∞.
+/// `lse = (m + log2 l) · ln 2`. With dropout `factor` is that of what is kept. A row without keys gets 0 and −∞.
 #[cube]
 fn store_row<O: Size>(
     out: &mut [Vector<u32, Four>],
@@ -834,6 +927,7 @@ fn store_row<O: Size>(
     #[comptime] offset: usize,
     m: f32,
     l: f32,
+    factor: f32,
     first: u32,
     row: &OutRow,
     #[comptime] t: Tile,
@@ -842,6 +936,9 @@ fn store_row<O: Size>(
     let mut log = f32::new(f32::NEG_INFINITY);
     if l > 0.0f32 {
         inverse = reciprocal(l);
+        if comptime!(t.options.dropout) {
+            inverse *= factor;
+        }
         log = (m + log2(l)) * comptime!(std::f32::consts::LN_2);
     }
     let lane = unit() % 32;

@@ -9,6 +9,7 @@ mod asm;
 mod backward;
 mod forward;
 mod gradient;
+mod options;
 mod walks;
 
 use std::fmt;
@@ -18,7 +19,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::plan;
-use super::launch::{batch_words, listing, optional, plan_parts};
+use super::launch::{ScoreOptions, batch_words, listing, optional, plan_parts};
 use super::simt::tile::StridesLaunch;
 use super::tensor::{WalkOperands, check_options, check_rows, check_scale, scales, tier_limit};
 use super::{Gradients, KernelError, Outputs, Sizes, TensorView};
@@ -28,6 +29,7 @@ pub use asm::Half;
 use asm::{ROW, ROW_ELEMENTS};
 use backward::LengthsLaunch;
 use gradient::{MaskShape, StoreShape};
+use options::{Options, PairArgs, PairArgsLaunch, PairNumbersLaunch, PairShape};
 
 /// Rows of a warpgroup.
 const GROUP_ROWS: usize = 64;
@@ -60,6 +62,8 @@ pub struct Tile {
     pub overlap: bool,
     /// Whether scores are softcapped.
     pub softcap: bool,
+    /// What else a call may ask for.
+    pub options: Options,
     /// Whether positions are listed by residue class.
     pub residue: bool,
     /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
@@ -97,6 +101,19 @@ impl Tile {
         (rows.is_multiple_of(block) || block.is_multiple_of(rows))
             && (self.cols.is_multiple_of(block) || block.is_multiple_of(self.cols))
             && self.group == self.cols.min(block)
+    }
+
+    fn pairs(&self) -> PairShape {
+        PairShape {
+            options: self.options,
+            walk: Walk::Rows,
+            half: self.half,
+            softcap: self.softcap,
+            cols: self.cols,
+            group: self.group,
+            entry_words: self.tiling().entry_words(),
+            residue: self.residue,
+        }
     }
 
     fn warps(&self) -> u32 {
@@ -289,6 +306,12 @@ pub fn choose(
         _ => return Err("the dtype is neither bf16 nor f16"),
     };
     check_options(sizes)?;
+    let options = Options {
+        alibi: sizes.alibi,
+        bias: sizes.bias,
+        wide_bias: false,
+        dropout: sizes.dropout,
+    };
     if let Some(Residue { stride, .. }) = residue
         && !seq.is_multiple_of(stride)
     {
@@ -325,6 +348,7 @@ pub fn choose(
             lag: shape.lag,
             overlap: shape.overlap,
             softcap: sizes.softcap,
+            options,
             residue: residue.is_some(),
             carry,
             clustered: grouping.clustered,
@@ -345,15 +369,84 @@ pub fn choose(
         .ok_or("no tile fits the shared memory of the device")
 }
 
+/// What a call asks for besides attention itself.
+#[derive(Clone, Copy)]
+pub struct Asked<'a> {
+    /// As the call says.
+    pub options: &'a ScoreOptions,
+    /// Its slopes on the device.
+    pub slopes: Option<&'a Handle>,
+}
+
+impl Asked<'_> {
+    /// Whether scores are not just products but for their scale.
+    fn transformed(&self) -> bool {
+        let ScoreOptions {
+            softcap,
+            slopes,
+            bias,
+            ..
+        } = self.options;
+        softcap.is_some() || slopes.is_some() || bias.is_some()
+    }
+
+    /// Factors of scores to powers of two, and of products before that.
+    fn scales(&self) -> (f64, f64) {
+        let &ScoreOptions { scale, softcap, .. } = self.options;
+        match (softcap, self.transformed()) {
+            (None, true) => (std::f64::consts::LOG2_E, scale),
+            _ => scales(scale, softcap),
+        }
+    }
+
+    /// A kernel's options, when the tensors are known.
+    fn options(&self, options: Options, residue: Option<Residue>) -> Options {
+        let wide = self.options.bias.as_ref().is_some_and(|bias| {
+            let first = bias.handle.offset_start.unwrap_or(0);
+            bias.shape[3].is_multiple_of(8) && first.is_multiple_of(16)
+        });
+        Options {
+            wide_bias: wide && residue.is_none(),
+            ..options
+        }
+    }
+
+    /// What kernels get.
+    fn args(
+        &self,
+        options: Options,
+        heads: usize,
+        [queries, keys]: [usize; 2],
+    ) -> ComptimeOptionArgs<PairArgs> {
+        if !options.any() {
+            return ComptimeOptionArgs::None;
+        }
+        let [batch, head, row] = self.options.bias_bytes();
+        let pairs = PairNumbersLaunch::new(
+            queries as u32,
+            keys as u32,
+            batch,
+            head,
+            row as u32,
+            self.options.mask(),
+            self.options.dropout.map_or(1.0, |dropout| dropout.factor()) as f32,
+        );
+        ComptimeOptionArgs::Some(PairArgsLaunch::new(
+            optional(self.slopes, heads),
+            self.options.bias(),
+            pairs,
+        ))
+    }
+}
+
 /// Whether a launch can take these tensors, which a plan cannot know.
 ///
 /// # Errors
-/// [`KernelError`] if TMA cannot read a tensor, or the scale is not positive.
+/// [`KernelError`] if TMA cannot read a tensor, or the scale is not positive where it has to be.
 pub fn check(
     named: &[(&'static str, &TensorView)],
     residue: Option<Residue>,
-    scale: f64,
-    softcap: Option<f64>,
+    asked: Asked,
 ) -> Result<(), KernelError> {
     for &(name, tensor) in named {
         check_rows(name, tensor, ALIGNMENT)?;
@@ -368,7 +461,10 @@ pub fn check(
             });
         }
     }
-    check_scale(scale, softcap)
+    match asked.transformed() {
+        true => Ok(()),
+        false => check_scale(asked.options.scale, None),
+    }
 }
 
 /// Runs the forward pass over a layout, or a part of one, into `out` `[batch, heads, seq_q, dim]` and `lse`
@@ -386,10 +482,13 @@ pub fn forward(
     [q, k, v]: [&TensorView; 3],
     out: &Handle,
     lse: &Handle,
-    scale: f64,
-    softcap: Option<f64>,
+    asked: Asked,
 ) -> Result<(), KernelError> {
-    check(&[("q", q), ("k", k), ("v", v)], residue, scale, softcap)?;
+    check(&[("q", q), ("k", k), ("v", v)], residue, asked)?;
+    let tile = Tile {
+        options: asked.options(tile.options, residue),
+        ..tile
+    };
     let device_plan = plan(client, layout, tile.tiling());
     let (heads, seq_q) = (layout.heads(), q.shape[2]);
     let rows = sizes.batch * heads * seq_q;
@@ -401,7 +500,8 @@ pub fn forward(
             rows * tile.dim,
         ));
     }
-    let (log2_scale, cap_scale) = scales(scale, softcap);
+    let (log2_scale, cap_scale) = asked.scales();
+    let softcap = asked.options.softcap.unwrap_or(1.0);
     unsafe {
         forward::forward::launch_unchecked(
             client,
@@ -416,13 +516,14 @@ pub fn forward(
             BufferArg::from_raw_parts(out.clone(), rows * tile.dim / 8),
             BufferArg::from_raw_parts(lse.clone(), rows),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
+            asked.args(tile.options, heads, [seq_q, k.shape[2]]),
             plan_parts(&device_plan.sections, batch_words(layout)),
             listing(residue),
             seq_q as u32,
             (heads / sizes.kv_heads) as u32,
             log2_scale as f32,
             (std::f64::consts::LOG2_E / log2_scale) as f32,
-            softcap.unwrap_or(1.0) as f32,
+            softcap as f32,
             cap_scale as f32,
             tile,
         );
@@ -458,6 +559,8 @@ pub struct BackwardTile {
     pub lag: usize,
     /// Whether scores are softcapped.
     pub softcap: bool,
+    /// What else a call may ask for.
+    pub options: Options,
     /// Whether positions are listed by residue class.
     pub residue: bool,
     /// Whether results are added to what is there.
@@ -497,6 +600,19 @@ impl BackwardTile {
             cols: self.cols,
             group: self.group,
             entry_words: self.tiling().entry_words(),
+        }
+    }
+
+    fn pairs(&self) -> PairShape {
+        PairShape {
+            options: self.options,
+            walk: Walk::Columns,
+            half: self.half,
+            softcap: self.softcap,
+            cols: self.cols,
+            group: self.group,
+            entry_words: self.tiling().entry_words(),
+            residue: self.residue,
         }
     }
 
@@ -780,6 +896,7 @@ pub fn choose_backward(
         stages,
         lag: stages - 1,
         softcap: forward.softcap,
+        options: forward.options,
         residue: forward.residue,
         carry: forward.carry,
         clustered: grouping.clustered,
@@ -833,11 +950,15 @@ pub fn backward(
     grad_lse: Option<&Handle>,
     known: Option<Stats>,
     gradients: &Gradients,
-    scale: f64,
-    softcap: Option<f64>,
+    asked: Asked,
 ) -> Result<Stats, KernelError> {
     let named = [("q", q), ("k", k), ("v", v), ("grad_out", grad_out)];
-    check(&named, residue, scale, softcap)?;
+    check(&named, residue, asked)?;
+    let tile = BackwardTile {
+        options: asked.options(tile.options, residue),
+        ..tile
+    };
+    let scale = asked.options.scale;
     let device_plan = plan(client, layout, tile.tiling());
     let heads = layout.heads();
     let (seq_q, seq_kv) = (q.shape[2], k.shape[2]);
@@ -863,7 +984,8 @@ pub fn backward(
         true => cubes.min(multiprocessors),
         false => cubes,
     };
-    let (log2_scale, cap_scale) = scales(scale, softcap);
+    let (log2_scale, cap_scale) = asked.scales();
+    let softcap = asked.options.softcap.unwrap_or(1.0);
     let counters = rows / tile.counted() * tile.parts();
     let counters = (client.empty((counters + 1) * 4), counters);
     let stats = client.empty(rows * 8);
@@ -931,6 +1053,7 @@ pub fn backward(
             BufferArg::from_raw_parts(counters.0.clone(), counters.1 + 1),
             BufferArg::from_raw_parts(gradients.kv.clone(), kv_elements / 8),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
+            asked.args(tile.options, heads, [seq_q, seq_kv]),
             plan_parts(&device_plan.sections, batch_words(layout)),
             listing(residue),
             LengthsLaunch::new(
@@ -946,7 +1069,7 @@ pub fn backward(
             ),
             scale as f32,
             log2_scale as f32,
-            softcap.unwrap_or(1.0) as f32,
+            softcap as f32,
             cap_scale as f32,
             tile,
         );
@@ -994,6 +1117,8 @@ pub struct WalkTile {
     pub lag: usize,
     /// Whether scores are softcapped.
     pub softcap: bool,
+    /// What else a call may ask for.
+    pub options: Options,
     /// Whether positions are listed by residue class.
     pub residue: bool,
     /// Whether results are added to what is there.
@@ -1031,6 +1156,19 @@ impl WalkTile {
             cols: self.cols,
             group: self.group,
             entry_words: self.tiling(Walk::Columns).entry_words(),
+        }
+    }
+
+    fn pairs(&self, walk: Walk) -> PairShape {
+        PairShape {
+            options: self.options,
+            walk,
+            half: self.half,
+            softcap: self.softcap,
+            cols: self.cols,
+            group: self.group,
+            entry_words: self.tiling(walk).entry_words(),
+            residue: self.residue,
         }
     }
 
@@ -1153,6 +1291,7 @@ fn choose_walk(layout: &BlockLayout, sizes: &Sizes, forward: &Tile, walk: Walk) 
             stages,
             lag: stages.min(3) - 1,
             softcap: forward.softcap,
+            options: forward.options,
             residue: forward.residue,
             carry: forward.carry,
             clustered: grouping.clustered,
@@ -1176,8 +1315,7 @@ pub fn walk(
     sizes: &Sizes,
     residue: Option<Residue>,
     operands: &WalkOperands,
-    scale: f64,
-    softcap: Option<f64>,
+    asked: Asked,
 ) -> Result<(), KernelError> {
     let &WalkOperands {
         a: [a1, a2],
@@ -1187,11 +1325,20 @@ pub fn walk(
         out,
         second,
     } = operands;
-    check(&operands.named(), residue, scale, softcap)?;
+    check(&operands.named(), residue, asked)?;
+    let tile = WalkTile {
+        options: asked.options(tile.options, residue),
+        ..tile
+    };
+    let scale = asked.options.scale;
     let device_plan = plan(client, layout, tile.tiling(walk));
     let heads = layout.heads();
     let outer_heads = a1.shape[1];
     let len = a1.shape[2];
+    let lengths = match walk {
+        Walk::Rows => [len, b1.shape[2]],
+        Walk::Columns => [b1.shape[2], len],
+    };
     let elements = sizes.batch * outer_heads * len * tile.dim + second;
     if u32::try_from(elements / 8).is_err() {
         let most = u64::from(u32::MAX) * 8;
@@ -1201,7 +1348,8 @@ pub fn walk(
             elements,
         ));
     }
-    let (log2_scale, cap_scale) = scales(scale, softcap);
+    let (log2_scale, cap_scale) = asked.scales();
+    let softcap = asked.options.softcap.unwrap_or(1.0);
     let stat_rows = sizes.batch * heads;
     let stats_map = stats_map(stats, tile.group, stat_rows, pitch);
     unsafe {
@@ -1224,6 +1372,7 @@ pub fn walk(
             BufferArg::from_raw_parts(stats.clone(), stat_rows * pitch * 2),
             BufferArg::from_raw_parts(out.clone(), elements / 8),
             BufferArg::from_raw_parts(device_plan.words.clone(), device_plan.len),
+            asked.args(tile.options, heads, lengths),
             plan_parts(&device_plan.sections, batch_words(layout)),
             listing(residue),
             len as u32,
@@ -1232,7 +1381,7 @@ pub fn walk(
             (second / 8) as u32,
             scale as f32,
             log2_scale as f32,
-            softcap.unwrap_or(1.0) as f32,
+            softcap as f32,
             cap_scale as f32,
             walk,
             tile,

@@ -25,12 +25,14 @@ use super::WalkTile;
 use super::asm::*;
 use super::forward::{own_place, own_rows, pack_all};
 use super::gradient::*;
+use super::options::*;
 use crate::kernels::simt::tile::{Four, Listing, PlanParts};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as numbers; `out`
-/// `[batch, heads, len, dim]` in eights of elements, out2 from the `second`-th on. With `carry` the results are added to it.
+/// `[batch, heads, len, dim]` in eights of elements, out2 from the `second`-th on. With `carry` the results are added to it. Where biases are
+/// added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn one_walk<S: Size, P: Size, O: Size>(
     a1: &TensorMap<u32, Tiled>,
@@ -41,6 +43,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     stats: &[f32],
     out: &mut [Vector<u32, Four>],
     plan: &[u32],
+    args: ComptimeOption<PairArgs>,
     parts: PlanParts,
     listing: Listing,
     len: u32,
@@ -211,6 +214,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         }
     }
 
+    let rows = unit_rows(place, place8, &listing, comptime!(t.pairs(walk)));
     let mut out1 = Vector::<f32, O>::zeroed();
     let mut out2 = Vector::<f32, O>::zeroed();
     let mut done = 0u32;
@@ -221,6 +225,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         let entry = parts.entries + plan[record] as usize * 2;
         let steps = uniform(plan[record + 1]);
         let masked = uniform(plan[record + 2]);
+        let of_head = options_of(&args, batch, first_head + turn, comptime!(t.pairs(walk)));
         for j in 0..steps {
             let stage = done % comptime!(t.stages as u32);
             let parity = (done / comptime!(t.stages as u32)) & 1;
@@ -243,6 +248,16 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 comptime!(t.cols * ROW),
             );
             load_next(plan, &parts, &loads, heads_at, tile, &cursor, columns, t);
+            let its_entry = entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
+            let kept = kept_pairs(
+                &args,
+                &of_head,
+                &rows,
+                plan,
+                its_entry,
+                &listing,
+                comptime!(t.pairs(walk)),
+            );
             let width = S::value();
             let mut s = wait::<S>(s_started, 1usize, width);
             if comptime!(t.softcap) {
@@ -257,6 +272,17 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 }
             }
             let capped = s;
+            s = add_biases::<S>(
+                s,
+                cap_scale,
+                &args,
+                &of_head,
+                &rows,
+                plan,
+                its_entry,
+                &listing,
+                comptime!(t.pairs(walk)),
+            );
             if j < masked {
                 s = mask::<S>(
                     s,
@@ -298,7 +324,8 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             }
             let mut out2_started = out2;
             if comptime!(columns) {
-                let left = pack_all::<S, P>(p, t.half);
+                let kept = drop_out::<S>(p, &kept, comptime!(t.options));
+                let left = pack_all::<S, P>(kept, t.half);
                 out2_started = accumulate::<P, O>(out2, left, b2_wide + offset, t.half, t.dim);
             }
             let mut dp = wait::<S>(dp_started, comptime!(usize::from(columns)), width);
@@ -316,13 +343,17 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                     d3 = d1;
                 }
                 let at = comptime!(4 * eight);
-                dp.insert(at, p.extract(at) * (dp.extract(at) - d0));
+                let inner = drop_gradient(dp.extract(at), d0, &kept, &args, at, t.options);
+                dp.insert(at, p.extract(at) * inner);
                 let at = comptime!(4 * eight + 1);
-                dp.insert(at, p.extract(at) * (dp.extract(at) - d1));
+                let inner = drop_gradient(dp.extract(at), d1, &kept, &args, at, t.options);
+                dp.insert(at, p.extract(at) * inner);
                 let at = comptime!(4 * eight + 2);
-                dp.insert(at, p.extract(at) * (dp.extract(at) - d2));
+                let inner = drop_gradient(dp.extract(at), d2, &kept, &args, at, t.options);
+                dp.insert(at, p.extract(at) * inner);
                 let at = comptime!(4 * eight + 3);
-                dp.insert(at, p.extract(at) * (dp.extract(at) - d3));
+                let inner = drop_gradient(dp.extract(at), d3, &kept, &args, at, t.options);
+                dp.insert(at, p.extract(at) * inner);
             }
             if comptime!(t.softcap) {
                 #[unroll]
@@ -359,7 +390,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         comptime!(t.store()),
     );
     if comptime!(columns) {
-        let one = f32::new(1.0);
+        let factor = factor_of(&args, comptime!(t.options));
         store_rows::<O>(
             out,
             &out2,
@@ -370,7 +401,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             &listing,
             len,
             lane,
-            one,
+            factor,
             comptime!(t.store()),
         );
     }

@@ -19,7 +19,7 @@ use cubecl::server::Handle;
 use super::asm::Half;
 use super::device::plan;
 use super::launch::{ScoreOptions, batch_words, listing, optional, plan_parts};
-use super::tensor::{WalkOperands, check_rows, check_scale, scales, tier_limit};
+use super::tensor::{WalkOperands, check_options, check_rows, check_scale, scales, tier_limit};
 use super::{Kernel, KernelError, Sizes, TensorView};
 use crate::plan::{Grouping, Walk};
 use crate::{BlockLayout, Residue};
@@ -216,18 +216,6 @@ pub fn choose(
     }
     best.map(|(_, tile)| tile)
         .ok_or("no tile fits the shared memory of the device")
-}
-
-/// What a call asks for that this tier does not do, whatever the tile.
-fn check_options(sizes: &Sizes) -> Result<(), &'static str> {
-    if sizes.store {
-        return Err("weights are stored");
-    }
-    if !(sizes.positive_scale || sizes.softcap || sizes.alibi || sizes.bias) {
-        // The running maximum is of unscaled scores.
-        return Err("the scale is not positive");
-    }
-    Ok(())
 }
 
 /// A tile as plans print it.

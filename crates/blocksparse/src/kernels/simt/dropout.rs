@@ -20,7 +20,7 @@ pub struct Mask {
 
 /// The words of a query and of the keys from `4 · four` on.
 #[cube]
-fn words(mask: &Mask, batch: usize, head: usize, query: usize, four: usize) -> Array<u32> {
+pub fn words(mask: &Mask, batch: usize, head: usize, query: usize, four: usize) -> Array<u32> {
     let mut c0 = u32::cast_from(query);
     let mut c1 = u32::cast_from(four);
     let mut c2 = u32::cast_from(head);
