@@ -229,9 +229,11 @@ pub fn options_work_together(devices: &[Device]) {
 }
 
 /// In half precision results err by some roundings of the largest value; the gradient of a sink is a sum over all rows of
-/// differences of rounded numbers.
+/// differences of rounded numbers. All widths that tensor cores with wide tiles take are among the cases.
 pub fn options_in_half_precision(devices: &[Device]) {
-    for (index, case) in table().iter().filter(|(index, _)| Cases::Third.has(*index)) {
+    let wide = |case: &Case| case.head_dim >= 64;
+    let has = |index: usize, case: &Case| Cases::Third.has(index) || wide(case);
+    for (index, case) in table().iter().filter(|(index, case)| has(*index, case)) {
         let seed = 6000 + *index as u64;
         for device in devices {
             for dtype in half_dtypes(device) {
