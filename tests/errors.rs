@@ -127,6 +127,20 @@ fn biases(#[case] shape: [usize; 4], #[case] message: &str) {
     }
 }
 
+#[rstest]
+#[case([3, 5], "relative_bias's heads must be 4 or 1, got 3")]
+#[case([4, 6], "relative_bias's distances must be an odd number, 2 · reach + 1, got 6")]
+#[case([1, 0], "relative_bias's distances must be an odd number, 2 · reach + 1, got 0")]
+fn relative_biases(#[case] shape: [usize; 2], #[case] message: &str) {
+    for device in devices() {
+        let x = zeros([1, 4, 32, 8], &device);
+        let tensors = AttentionTensors::default().relative_bias(Tensor::zeros(shape, &device));
+        let options = AttentionOptions::default();
+        let error = attention_with_tensors(x.clone(), x.clone(), x, tensors, &layout(), options);
+        assert_eq!(error.unwrap_err().to_string(), message);
+    }
+}
+
 #[test]
 fn merged_parts() {
     for device in devices() {

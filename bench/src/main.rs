@@ -229,6 +229,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         alibi: args.alibi,
         dropout: args.dropout.is_some(),
         bias: args.bias.is_some(),
+        relative: false,
         tf32: args.tf32,
     };
     let plan = AttentionPlan::new(client, &layout, sizes)?;
@@ -270,6 +271,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
                 shape,
             }
         }),
+        relative: None,
     };
     let forward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
         kernels::forward(
@@ -422,6 +424,7 @@ impl Outputs {
                     let elements: usize = shape.iter().product();
                     client.create_from_slice(&vec![0; elements * 4])
                 }),
+                relative: None,
             },
         }
     }

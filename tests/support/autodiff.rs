@@ -113,19 +113,28 @@ pub fn bias_with_and_without_gradient(devices: &[Device]) {
     for plain in devices {
         let (x, y) = (random(plain).into_data(), random(plain).into_data());
         let bias = Tensor::<4>::random([1, 2, 40, 40], Distribution::Default, plain).into_data();
+        let table = Tensor::<2>::random([1, 15], Distribution::Default, plain).into_data();
         for device in [
             plain.clone().autodiff(),
             plain.clone().autodiff().gradient_checkpointing(),
         ] {
-            let grads = |track_x: bool, track_bias: bool| {
+            let grads = |tracked: [bool; 3]| {
                 let tensor = |data: &TensorData, track: bool| {
                     let tensor = Tensor::<4>::from_data(data.clone(), &device);
                     if track { tensor.require_grad() } else { tensor }
                 };
-                let (x, bias) = (tensor(&x, track_x), tensor(&bias, track_bias));
+                let (x, bias) = (tensor(&x, tracked[0]), tensor(&bias, tracked[1]));
+                let table = Tensor::<2>::from_data(table.clone(), &device);
+                let table = if tracked[2] {
+                    table.require_grad()
+                } else {
+                    table
+                };
                 let y = tensor(&y, false);
                 // Memory-bound steps, which checkpointing computes again.
-                let tensors = AttentionTensors::default().bias(bias.clone() * 2.0);
+                let tensors = AttentionTensors::default()
+                    .bias(bias.clone() * 2.0)
+                    .relative_bias(table.clone() * 2.0);
                 let options = AttentionOptions::default();
                 let (out, _) = attention_with_tensors(
                     x.clone() * 2.0,
@@ -138,17 +147,20 @@ pub fn bias_with_and_without_gradient(devices: &[Device]) {
                 .unwrap();
                 let grads = out.powi_scalar(2).sum().backward();
                 let data = |x: &Tensor<4>| x.grad(&grads).map(|grad| grad.into_data());
-                (data(&x), data(&bias))
+                let table = table.grad(&grads).map(|grad| grad.into_data());
+                [data(&x), data(&bias), table]
             };
-            let (both_x, both_bias) = grads(true, true);
-            let (only_x, no_bias) = grads(true, false);
-            let (no_x, only_bias) = grads(false, true);
-            assert!(no_x.is_none() && no_bias.is_none());
-            let equal = |a: Option<TensorData>, b: Option<TensorData>| {
-                assert_eq!(a.unwrap().as_bytes(), b.unwrap().as_bytes(), "{device:?}");
-            };
-            equal(both_x, only_x);
-            equal(both_bias, only_bias);
+            let all = grads([true; 3]);
+            for bits in 1..7 {
+                let tracked = [0, 1, 2].map(|bit| bits >> bit & 1 == 1);
+                for ((some, all), tracked) in grads(tracked).iter().zip(&all).zip(tracked) {
+                    let bytes = |data: &Option<TensorData>| {
+                        data.as_ref().map(|data| data.as_bytes().to_vec())
+                    };
+                    let expected = bytes(all).filter(|_| tracked);
+                    assert_eq!(bytes(some), expected, "{device:?}, {bits:b}");
+                }
+            }
         }
     }
 }

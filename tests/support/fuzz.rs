@@ -66,6 +66,8 @@ struct Extras {
     dropout: Option<Dropout>,
     /// What shares a bias.
     bias: Option<[bool; 3]>,
+    /// How far biases of distances reach, and whether heads share them.
+    relative: Option<(usize, bool)>,
     sinks: bool,
     /// Whether the loss depends on lse.
     grad_lse: bool,
@@ -81,6 +83,7 @@ impl Extras {
             bias: chance(rng, 4).then(|| pick(rng, &SHARED)),
             sinks: chance(rng, 4),
             grad_lse: chance(rng, 2),
+            relative: chance(rng, 4).then(|| (rng.random_range(0..250), chance(rng, 2))),
         }
     }
 }
@@ -187,6 +190,7 @@ impl Fuzz {
             slopes,
             dropout,
             bias,
+            relative,
             sinks,
             grad_lse,
         } = &self.extras;
@@ -201,6 +205,9 @@ impl Fuzz {
         }
         if let Some(shared) = *bias {
             problem = problem.with_bias(self.seed, shared);
+        }
+        if let Some((reach, shared)) = *relative {
+            problem = problem.with_relative(self.seed, reach, shared);
         }
         if *sinks {
             problem = problem.with_sinks(self.seed);
@@ -256,6 +263,7 @@ fn expected<'a>(answer: &'a Answer, name: &str) -> (f64, &'a [f64]) {
         "dv" => (0.0, &answer.dv),
         "dsinks" => (answer.sink_terms, &answer.dsinks),
         "dbias" => (answer.bias_terms, &answer.dbias),
+        "drelative" => (answer.relative_terms, &answer.drelative),
         _ => panic!("{name} is no result"),
     }
 }

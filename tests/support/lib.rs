@@ -33,6 +33,10 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("alibi_equals_f64", options::alibi_equals_f64),
     ("dropout_equals_f64", options::dropout_equals_f64),
     ("bias_equals_f64", options::bias_equals_f64),
+    (
+        "relative_bias_equals_f64",
+        options::relative_bias_equals_f64,
+    ),
     ("options_work_together", options::options_work_together),
     (
         "options_give_the_same_bits",

@@ -54,6 +54,10 @@ impl Call<'_> {
             let data = TensorData::new(bias.values.clone(), bias.shape);
             Tensor::from_data(data, (device, dtype))
         });
+        tensors.relative_bias = self.problem.relative.as_ref().map(|table| {
+            let data = TensorData::new(table.values.clone(), table.shape);
+            Tensor::from_data(data, (device, dtype))
+        });
         let options = MassOptions::default()
             .attention(self.options.clone())
             .tensors(tensors);
@@ -104,6 +108,9 @@ pub fn masses_equal_f64(devices: &[Device]) {
         }
         if index % 4 == 1 {
             problem = problem.with_bias(seed, SHARED[index / 4 % SHARED.len()]);
+        }
+        if index % 5 == 1 {
+            problem = problem.with_relative(seed, 17, index.is_multiple_of(2));
         }
         let queries = match index % 3 {
             0 => None,

@@ -2,7 +2,7 @@
 
 use crate::attention::inputs;
 use crate::cases::{Case, cases, table};
-use crate::compare::assert_close;
+use crate::compare::assert_close_to;
 use crate::devices::{exact_dtypes, half_dtypes};
 use crate::reference::Problem;
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
@@ -34,17 +34,19 @@ impl Call<'_> {
     fn check_dtype(&self, device: &Device, dtype: DType, tolerance: f64) {
         let answer = self.problem.solve();
         for (name, got) in self.run(device, dtype) {
-            let expected = match name {
-                "out" => &answer.out,
-                "lse" => &answer.lse,
-                "dq" => &answer.dq,
-                "dk" => &answer.dk,
-                "dv" => &answer.dv,
-                "dsinks" => &answer.dsinks,
-                _ => &answer.dbias,
+            let (terms, expected) = match name {
+                "out" => (0.0, &answer.out),
+                "lse" => (0.0, &answer.lse),
+                "dq" => (0.0, &answer.dq),
+                "dk" => (0.0, &answer.dk),
+                "dv" => (0.0, &answer.dv),
+                "dsinks" => (0.0, &answer.dsinks),
+                // The gradients of a row sum to 0.
+                "drelative" => (answer.relative_terms, &answer.drelative),
+                _ => (0.0, &answer.dbias),
             };
             let what = format!("{}, {device:?}, {dtype:?}: {name}", self.what);
-            assert_close(&what, got, expected, tolerance);
+            assert_close_to(terms, &what, got, expected, tolerance);
         }
     }
 
@@ -66,6 +68,11 @@ impl Call<'_> {
             Tensor::<4>::from_data(data, (device, dtype)).require_grad()
         });
         tensors.bias = bias.clone();
+        let relative = problem.relative.as_ref().map(|table| {
+            let data = TensorData::new(table.values.clone(), table.shape);
+            Tensor::<2>::from_data(data, (device, dtype)).require_grad()
+        });
+        tensors.relative_bias = relative.clone();
         let (out, lse) = attention_with_tensors(
             q.clone(),
             k.clone(),
@@ -92,6 +99,8 @@ impl Call<'_> {
         ];
         results.extend(sinks.map(|sinks| ("dsinks", sinks.grad(&grads).unwrap().into_data())));
         results.extend(bias.map(|bias| ("dbias", grad(bias))));
+        let by_distance = relative.map(|table| table.grad(&grads).unwrap().into_data());
+        results.extend(by_distance.map(|grad| ("drelative", grad)));
         results
     }
 }
@@ -206,6 +215,20 @@ pub fn bias_equals_f64(devices: &[Device]) {
     });
 }
 
+/// Reaches of nothing, of some distances, and of more than there are.
+pub const REACHES: [usize; 5] = [5, 0, 40, 1, 700];
+
+pub fn relative_bias_equals_f64(devices: &[Device]) {
+    let name = "biases of distances";
+    check_cases(devices, name, Cases::All, |index, _, problem, options| {
+        let reach = REACHES[index % REACHES.len()];
+        (
+            problem.with_relative(9, reach, index.is_multiple_of(2)),
+            options,
+        )
+    });
+}
+
 /// All options at once.
 fn everything(index: usize, case: &Case, problem: Problem) -> (Problem, AttentionOptions) {
     let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.1 * head as f64).collect();
@@ -214,7 +237,12 @@ fn everything(index: usize, case: &Case, problem: Problem) -> (Problem, Attentio
         .with_sinks(8)
         .with_slopes(slopes.clone())
         .with_dropout(dropout)
-        .with_bias(8, SHARED[index / 3 % SHARED.len()]);
+        .with_bias(8, SHARED[index / 3 % SHARED.len()])
+        .with_relative(
+            8,
+            REACHES[index / 3 % REACHES.len()],
+            index.is_multiple_of(2),
+        );
     (problem, case.options().alibi(slopes).dropout(dropout))
 }
 
@@ -260,7 +288,11 @@ pub fn options_give_the_same_bits(devices: &[Device]) {
         let case = &cases()[index];
         let dropout = Dropout::new(0.2, 5);
         let slopes = vec![0.1; case.heads];
-        let problem = case.problem(3).with_grad_lse(3).with_bias(3, shared);
+        let problem = case
+            .problem(3)
+            .with_grad_lse(3)
+            .with_bias(3, shared)
+            .with_relative(3, 20, shared[1]);
         let call = Call {
             what: case.name.to_string(),
             problem: &problem,

@@ -59,6 +59,23 @@ pub struct Problem {
     pub dropout: Option<Dropout>,
     /// Added to the scores.
     pub bias: Option<Bias>,
+    /// Added to the scores by distance: `[heads or 1, 2 · reach + 1]`.
+    pub relative: Option<Relative>,
+}
+
+/// Biases of distances.
+pub struct Relative {
+    pub shape: [usize; 2],
+    pub values: Vec<f64>,
+}
+
+impl Relative {
+    /// The place of a key `ahead` of its query.
+    fn place(&self, head: usize, ahead: i64) -> usize {
+        let [heads, width] = self.shape;
+        let reach = (width / 2) as i64;
+        head.min(heads - 1) * width + (ahead.clamp(-reach, reach) + reach) as usize
+    }
 }
 
 /// A bias `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
@@ -92,12 +109,15 @@ pub struct Answer {
     pub dsinks: Vec<f64>,
     /// By the bias.
     pub dbias: Vec<f64>,
+    /// By the biases of distances.
+    pub drelative: Vec<f64>,
     /// The largest of the terms whose differences dq and dk are made of. A row with a single key has a gradient of 0, as the difference of
     /// two of these: what rounding leaves of it is relative to them.
     pub score_terms: f64,
     /// Likewise of a bias's, and the sum of them for the sinks.
     pub bias_terms: f64,
     pub sink_terms: f64,
+    pub relative_terms: f64,
 }
 
 impl Problem {
@@ -127,6 +147,7 @@ impl Problem {
             slopes: None,
             dropout: None,
             bias: None,
+            relative: None,
         }
     }
 
@@ -178,11 +199,22 @@ impl Problem {
         self
     }
 
+    /// Random biases of distances up to `reach`, which heads may share.
+    pub fn with_relative(mut self, seed: u64, reach: usize, shared: bool) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed ^ 0x7ab1e);
+        let shape = [if shared { 1 } else { self.sizes.heads }, 2 * reach + 1];
+        let values = (0..shape[0] * shape[1]).map(|_| 2.0 * rng.random::<f64>() - 1.0);
+        let values = values.collect();
+        self.relative = Some(Relative { shape, values });
+        self
+    }
+
     /// Rounds every input, so that the answer is that of inputs a dtype can hold.
     pub fn round_to(&mut self, dtype: DType) {
         let options = [
             self.sinks.as_mut(),
             self.bias.as_mut().map(|bias| &mut bias.values),
+            self.relative.as_mut().map(|table| &mut table.values),
         ];
         for values in [&mut self.q, &mut self.k, &mut self.v, &mut self.grad_out]
             .into_iter()
@@ -205,21 +237,33 @@ impl Problem {
             dv: zeros(s.v()),
             dsinks: vec![0.0; s.heads],
             dbias: vec![0.0; self.bias.as_ref().map_or(0, |bias| bias.values.len())],
+            drelative: vec![0.0; self.relative.as_ref().map_or(0, |table| table.values.len())],
             score_terms: 0.0,
+            relative_terms: 0.0,
             bias_terms: 0.0,
             sink_terms: 0.0,
         };
+        let mut terms = answer.drelative.clone();
         for batch in 0..s.batch {
             for head in 0..s.heads {
                 for i in 0..s.seq_q {
-                    self.solve_row(batch, head, i, &mut answer);
+                    self.solve_row(batch, head, i, &mut answer, &mut terms);
                 }
             }
         }
+        answer.relative_terms = terms.into_iter().fold(0.0, f64::max);
         answer
     }
 
-    fn solve_row(&self, batch: usize, head: usize, i: usize, answer: &mut Answer) {
+    /// `relative_terms`: what each distance's gradient is made of, without signs.
+    fn solve_row(
+        &self,
+        batch: usize,
+        head: usize,
+        i: usize,
+        answer: &mut Answer,
+        relative_terms: &mut [f64],
+    ) {
         let s = self.sizes;
         let row = (batch * s.heads + head) * s.seq_q + i;
         let kv_head = head / (s.heads / s.kv_heads);
@@ -253,10 +297,15 @@ impl Problem {
             let bias = self.bias.as_ref();
             bias.map_or(0.0, |bias| bias.values[bias.place(batch, head, i, j)])
         };
+        let ahead = |j: usize| (j + s.seq_q) as i64 - (i + s.seq_kv) as i64;
+        let of_distance = |j: usize| {
+            let table = self.relative.as_ref();
+            table.map_or(0.0, |table| table.values[table.place(head, ahead(j))])
+        };
         let linear =
             |j: usize| (self.slopes.as_ref()).map_or(0.0, |slopes| -slopes[head] * distance(j));
         let biased: Vec<f64> = (raw.iter().zip(&keys))
-            .map(|(&x, &j)| cap(x) + linear(j) + given(j))
+            .map(|(&x, &j)| cap(x) + linear(j) + given(j) + of_distance(j))
             .collect();
         let scores = biased.iter().copied().chain(sink);
         let max = scores.clone().fold(f64::NEG_INFINITY, f64::max);
@@ -304,6 +353,11 @@ impl Problem {
             let rest = (delta - self.grad_lse[row]).abs();
             let term = p[k] * dp[k].abs().max(rest);
             answer.bias_terms = answer.bias_terms.max(term);
+            if let Some(table) = &self.relative {
+                let place = table.place(head, ahead(j));
+                answer.drelative[place] += by_score;
+                relative_terms[place] += term;
+            }
             let term = term * slope(raw[k]) * self.scale.abs();
             for x in self.k[k_range(j)].iter().chain(q) {
                 answer.score_terms = answer.score_terms.max(term * x.abs());

@@ -6,6 +6,7 @@ use burn::tensor::Tensor;
 
 use crate::ops::{AttentionInputs, AttentionOutput, BlockSparseOps, MaybeFloat};
 use crate::pack::packed;
+use crate::tensors::Biases;
 use crate::{
     AttentionError, AttentionOptions, AttentionPlan, BlockSparseTensor, WeightsMode, upload,
 };
@@ -33,7 +34,7 @@ pub fn attention(
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<Tensor<4>, AttentionError> {
-    let output = call(q, k, v, None, layout, options)?;
+    let output = call(q, k, v, Biases::default(), layout, options)?;
     Ok(Tensor::from_dispatch(output.out))
 }
 
@@ -52,7 +53,7 @@ pub fn attention_with_lse(
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
-    let output = call(q, k, v, None, layout, options)?;
+    let output = call(q, k, v, Biases::default(), layout, options)?;
     Ok((
         Tensor::from_dispatch(output.out),
         Tensor::from_dispatch(output.lse),
@@ -72,7 +73,7 @@ pub fn attention_with_weights(
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, BlockSparseTensor), AttentionError> {
     let options = options.weights(WeightsMode::Store);
-    let output = call(q, k, v, None, layout, options)?;
+    let output = call(q, k, v, Biases::default(), layout, options)?;
     let MaybeFloat::Some(weights) = output.weights else {
         unreachable!("WeightsMode::Store returns the weights")
     };
@@ -87,17 +88,17 @@ pub(crate) fn call(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    bias: Option<Tensor<4>>,
+    biases: Biases,
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
     check(&q, &k, &v, layout)?;
     options.validate(layout.heads(), q.dtype())?;
-    let plan = AttentionPlan::choose(&q, &k, &v, bias.as_ref(), layout, &options)?;
+    let plan = AttentionPlan::choose(&q, &k, &v, &biases, layout, &options)?;
     let [batch, heads, seq_q, head_dim] = q.dims();
     let kv_heads = k.dims()[1];
     let packed = match plan.is_kernels() {
-        true => packed(layout, kv_heads, bias.is_some(), &options),
+        true => packed(layout, kv_heads, biases.kinds().contains(&true), &options),
         false => None,
     };
     // The same memory: heads that share a key head are neighbours.
@@ -107,14 +108,13 @@ pub(crate) fn call(
     };
     let layout = packed.as_ref().unwrap_or(layout);
     let layout = upload::layout_tensors(layout, &own.device(), plan.is_kernels());
+    let [bias, relative_bias] = biases.into_dispatch();
     let inputs = AttentionInputs {
         q: own.into_dispatch(),
         k: k.into_dispatch(),
         v: v.into_dispatch(),
-        bias: match bias {
-            Some(bias) => MaybeFloat::Some(bias.into_dispatch()),
-            None => MaybeFloat::None,
-        },
+        bias,
+        relative_bias,
     };
     let mut output = <Dispatch as BlockSparseOps>::block_sparse_attention(inputs, layout, options);
     if packed.is_some() {

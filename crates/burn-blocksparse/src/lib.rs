@@ -57,7 +57,7 @@ pub use masses::{
 pub use merge::merge_attention;
 pub use ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
-    OutputGrads, Saved,
+    OutputGrads, Saved, WantedGrads,
 };
 pub use options::{AttentionOptions, Precision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;

@@ -121,17 +121,16 @@ pub fn attention_masses(
             format!("{queries:?}"),
         ));
     }
-    let bias = tensors.bias;
-    let kernels = plan::sums_in_kernels(&q, &k, bias.as_ref(), layout, &options)?;
+    let biases = tensors.biases(&q);
+    let kernels = plan::sums_in_kernels(&q, &k, &biases, layout, &options)?;
     let layout = upload::layout_tensors(layout, &q.device(), kernels);
+    let [bias, relative_bias] = biases.into_dispatch();
     let inputs = MassInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),
         lse: lse.into_dispatch(),
-        bias: match bias {
-            Some(bias) => MaybeFloat::Some(bias.into_dispatch()),
-            None => MaybeFloat::None,
-        },
+        bias,
+        relative_bias,
     };
     let sums = <Dispatch as AttentionMassOps>::attention_masses(inputs, layout, options, queries);
     Ok(AttentionMasses {
@@ -153,6 +152,9 @@ pub struct MassInputs<B: Backend> {
     /// Added to the scores: `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q and k.
     #[extension_type]
     pub bias: MaybeFloat<B>,
+    /// A bias of each distance: `[heads or 1, 2 · reach + 1]`, in lse's dtype.
+    #[extension_type]
+    pub relative_bias: MaybeFloat<B>,
 }
 
 /// The sums of [`attention_masses`], in lse's dtype.

@@ -33,6 +33,9 @@ pub struct AttentionInputs<B: Backend> {
     /// Added to the scores: `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the others' dtype.
     #[extension_type]
     pub bias: MaybeFloat<B>,
+    /// A bias of each distance: `[heads or 1, 2 · reach + 1]`, in the dtype of sums.
+    #[extension_type]
+    pub relative_bias: MaybeFloat<B>,
 }
 
 /// A layout as backends see it: the host's description and what of it lives on the device.
@@ -98,6 +101,18 @@ pub struct AttentionGrads<B: Backend> {
     /// By the bias, if there is one and its gradient is wanted.
     #[extension_type]
     pub bias: MaybeFloat<B>,
+    /// By the biases of distances, likewise.
+    #[extension_type]
+    pub relative_bias: MaybeFloat<B>,
+}
+
+/// Which gradients are wanted besides those of q, k and v.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WantedGrads {
+    /// The bias's.
+    pub bias: bool,
+    /// That of the biases of distances.
+    pub relative_bias: bool,
 }
 
 /// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
@@ -119,16 +134,16 @@ pub trait BlockSparseOps: Backend {
         reference::forward::<Self>(inputs, &layout, &options)
     }
 
-    /// The backward pass: gradients of a loss whose gradients by the outputs are `grads`; the bias's only if `bias_grad`.
+    /// The backward pass: gradients of a loss whose gradients by the outputs are `grads`; the biases' only if they are `wanted`.
     #[fusion(meta = meta::backward)]
     fn block_sparse_attention_backward(
         #[extension_type] saved: Saved<Self>,
         #[extension_type] grads: OutputGrads<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
         options: AttentionOptions,
-        bias_grad: bool,
+        wanted: WantedGrads,
     ) -> AttentionGrads<Self> {
-        reference::backward::<Self>(saved, grads, &layout, &options, bias_grad)
+        reference::backward::<Self>(saved, grads, &layout, &options, wanted)
     }
 }
 
@@ -166,18 +181,18 @@ mod meta {
         _grads: &OutputGradsMetadata,
         _layout: &LayoutTensorsMetadata,
         _options: &AttentionOptions,
-        bias_grad: &bool,
+        wanted: &WantedGrads,
     ) -> AttentionGradsMetadata {
+        let only = |input: &MaybeFloatMetadata, wanted: bool| match input {
+            MaybeFloatMetadata::Some(input) if wanted => MaybeFloatMetadata::Some(input.clone()),
+            _ => MaybeFloatMetadata::None,
+        };
         AttentionGradsMetadata {
             q: saved.inputs.q.clone(),
             k: saved.inputs.k.clone(),
             v: saved.inputs.v.clone(),
-            bias: match &saved.inputs.bias {
-                MaybeFloatMetadata::Some(bias) if *bias_grad => {
-                    MaybeFloatMetadata::Some(bias.clone())
-                }
-                _ => MaybeFloatMetadata::None,
-            },
+            bias: only(&saved.inputs.bias, wanted.bias),
+            relative_bias: only(&saved.inputs.relative_bias, wanted.relative_bias),
         }
     }
 }

@@ -11,6 +11,7 @@ use burn::tensor::{Device, Tensor};
 
 #[cfg(feature = "cube")]
 use crate::pack;
+use crate::tensors::Biases;
 use crate::{AttentionError, AttentionOptions, AttentionTensors, attention};
 
 /// What a call of [`attention`](crate::attention()) runs on its device. It prints:
@@ -74,7 +75,7 @@ impl AttentionPlan {
         attention::check(q, k, v, layout)?;
         tensors.check(q, layout)?;
         options.validate(layout.heads(), q.dtype())?;
-        Self::choose(q, k, v, tensors.bias.as_ref(), layout, options)
+        Self::choose(q, k, v, &tensors.clone().biases(q), layout, options)
     }
 
     /// Whether fused kernels run, and not the reference.
@@ -88,7 +89,7 @@ impl AttentionPlan {
         q: &Tensor<4>,
         k: &Tensor<4>,
         v: &Tensor<4>,
-        bias: Option<&Tensor<4>>,
+        biases: &Biases,
         layout: &BlockLayout,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
@@ -97,16 +98,15 @@ impl AttentionPlan {
         if let DispatchDevice::Cube(inner) = device.clone().without_autodiff().as_dispatch() {
             let [batch, kv_heads, _, head_dim] = k.dims();
             let dims = [batch, kv_heads, head_dim, v.dims()[3]];
-            let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, bias.is_some())?;
-            let packed = pack::packed(layout, kv_heads, bias.is_some(), options);
+            let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, biases.kinds())?;
+            let packed = pack::packed(layout, kv_heads, biases.kinds().contains(&true), options);
             let layout = packed.as_ref().unwrap_or(layout);
             let plan = crate::backends::cube::plan(inner, layout, sizes)?;
             if crate::backends::cube::uses_reference() {
                 let device = name(&device);
                 return Ok(Self::Reference { device });
             }
-            let mut inputs = [q, k, v].into_iter().chain(bias);
-            if inputs.any(|input| input.device().is_autodiff()) {
+            if [q, k, v].into_iter().any(|x| x.device().is_autodiff()) || biases.is_autodiff() {
                 plan.check_backward()?;
             }
             return Ok(Self::Kernels(plan));
@@ -122,7 +122,7 @@ impl AttentionPlan {
 pub(crate) fn sums_in_kernels(
     q: &Tensor<4>,
     k: &Tensor<4>,
-    bias: Option<&Tensor<4>>,
+    biases: &Biases,
     layout: &BlockLayout,
     options: &AttentionOptions,
 ) -> Result<bool, AttentionError> {
@@ -130,7 +130,7 @@ pub(crate) fn sums_in_kernels(
     if let DispatchDevice::Cube(inner) = q.device().without_autodiff().as_dispatch() {
         let [batch, kv_heads, _, head_dim] = k.dims();
         let dims = [batch, kv_heads, head_dim, head_dim];
-        let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, bias.is_some())?;
+        let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, biases.kinds())?;
         crate::backends::cube::check_masses(inner, layout, &sizes)?;
         return Ok(!crate::backends::cube::uses_reference());
     }

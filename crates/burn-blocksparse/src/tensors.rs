@@ -1,10 +1,13 @@
 //! The tensors that a call may have besides queries, keys and values.
 
 use blocksparse::BlockLayout;
-use burn::tensor::Tensor;
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Tensor};
 
 use crate::attention::{call, check};
 use crate::merge::{Shares, shares};
+use crate::ops::MaybeFloat;
+use crate::reference::accumulate_in;
 use crate::{AttentionError, AttentionOptions};
 
 /// Tensors of [`attention_with_tensors`] besides queries, keys and values. Build it from [`Default`].
@@ -15,6 +18,44 @@ pub struct AttentionTensors {
     pub sinks: Option<Tensor<1>>,
     /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q, k and v: added to the scores.
     pub bias: Option<Tensor<4>>,
+    /// `[heads or 1, 2 · reach + 1]`, any float dtype: a bias of each distance.
+    pub relative_bias: Option<Tensor<2>>,
+}
+
+/// What is added to scores.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Biases {
+    /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q, k and v.
+    pub bias: Option<Tensor<4>>,
+    /// `[heads or 1, 2 · reach + 1]`, in the dtype of sums.
+    pub relative: Option<Tensor<2>>,
+}
+
+impl Biases {
+    /// Whether there are any of either kind.
+    pub fn kinds(&self) -> [bool; 2] {
+        [self.bias.is_some(), self.relative.is_some()]
+    }
+
+    /// Whether autodiff follows one of them.
+    #[cfg(feature = "cube")]
+    pub fn is_autodiff(&self) -> bool {
+        let bias = self.bias.iter().any(|bias| bias.device().is_autodiff());
+        bias || (self.relative.iter()).any(|table| table.device().is_autodiff())
+    }
+
+    /// As backends take them.
+    pub fn into_dispatch(self) -> [MaybeFloat<Dispatch>; 2] {
+        let bias = match self.bias {
+            Some(bias) => MaybeFloat::Some(bias.into_dispatch()),
+            None => MaybeFloat::None,
+        };
+        let relative = match self.relative {
+            Some(table) => MaybeFloat::Some(table.into_dispatch()),
+            None => MaybeFloat::None,
+        };
+        [bias, relative]
+    }
 }
 
 impl AttentionTensors {
@@ -33,11 +74,84 @@ impl AttentionTensors {
         self
     }
 
+    /// Sets biases of distances, `[heads or 1, 2 · reach + 1]`: query `i` and key `j` of head `h` get
+    /// `table[h, clamp(j − i, −reach, reach) + reach]`, after scale and softcap (Shaw et al., 2018, with a number for each distance). `i` and `j` are
+    /// positions: with `seq_q ≠ seq_kv` query row `r` sits at `r + seq_kv − seq_q`. No `seq_q × seq_kv` tensor exists, and the table has a
+    /// gradient, summed in a fixed order. Computed in the dtype of sums. Values must be finite.
+    ///
+    /// Buckets of distances, as T5's (Raffel et al., 2020), are a smaller table and an index of each distance:
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
+    /// use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, attention_with_tensors};
+    ///
+    /// /// The bucket of a key at `distance` from its query, of 32 for both directions: 8 of one distance each, 8 up to 128, on each side.
+    /// fn bucket(distance: i32) -> i32 {
+    ///     let behind = distance.abs() as f32;
+    ///     let far = 8.0 + (behind / 8.0).ln() / 16f32.ln() * 8.0;
+    ///     let of_side = if behind < 8.0 { behind } else { far.min(15.0) };
+    ///     of_side as i32 + if distance > 0 { 16 } else { 0 }
+    /// }
+    ///
+    /// let device = Device::flex().autodiff();
+    /// let x = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device);
+    /// let buckets = Tensor::<2>::random([2, 32], Distribution::Default, &device).require_grad();
+    /// let distances: Vec<i32> = (-128..=128).map(bucket).collect();
+    /// let distances = Tensor::<1, Int>::from_data(TensorData::new(distances, [257]), &device);
+    /// // The gradient flows through the selection.
+    /// let table = buckets.clone().select(1, distances);
+    /// let tensors = AttentionTensors::default().relative_bias(table);
+    /// let layout = Pattern::window(20).layout(2, 64, 16)?;
+    /// let options = AttentionOptions::default().scale(1.0);
+    /// let (out, _) = attention_with_tensors(x.clone(), x.clone(), x, tensors, &layout, options)?;
+    /// let grads = out.powi_scalar(2).sum().backward();
+    /// assert_eq!(buckets.grad(&grads).unwrap().dims(), [2, 32]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn relative_bias(mut self, table: Tensor<2>) -> Self {
+        self.relative_bias = Some(table);
+        self
+    }
+
+    /// What is added to scores, in the dtypes that kernels take.
+    pub(crate) fn biases(self, q: &Tensor<4>) -> Biases {
+        let sums = accumulate_in(q.dtype().into());
+        Biases {
+            bias: self.bias,
+            relative: self
+                .relative_bias
+                .map(|table| table.cast(DType::from(sums))),
+        }
+    }
+
     pub(crate) fn check(&self, q: &Tensor<4>, layout: &BlockLayout) -> Result<(), AttentionError> {
         if let Some(sinks) = &self.sinks {
             let [heads] = sinks.dims();
             AttentionError::expect_same("sinks' heads", layout.heads(), "the layout's", heads)?;
             AttentionError::expect_same("sinks' device", q.device(), "q's", sinks.device())?;
+        }
+        if let Some(table) = &self.relative_bias {
+            let [heads, distances] = table.dims();
+            if heads != 1 && heads != layout.heads() {
+                return Err(AttentionError::argument(
+                    "relative_bias's heads",
+                    format!("{} or 1", layout.heads()),
+                    heads,
+                ));
+            }
+            if distances.is_multiple_of(2) {
+                return Err(AttentionError::argument(
+                    "relative_bias's distances",
+                    "an odd number, 2 · reach + 1",
+                    distances,
+                ));
+            }
+            AttentionError::expect_same(
+                "relative_bias's device",
+                q.device(),
+                "q's",
+                table.device(),
+            )?;
         }
         let Some(bias) = &self.bias else {
             return Ok(());
@@ -95,8 +209,9 @@ pub fn attention_with_tensors(
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     check(&q, &k, &v, layout)?;
     tensors.check(&q, layout)?;
-    let AttentionTensors { sinks, bias } = tensors;
-    let output = call(q, k, v, bias, layout, options)?;
+    let sinks = tensors.sinks.clone();
+    let biases = tensors.biases(&q);
+    let output = call(q, k, v, biases, layout, options)?;
     let out = Tensor::from_dispatch(output.out);
     let lse = Tensor::from_dispatch(output.lse);
     Ok(match sinks {

@@ -7,8 +7,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::{self, DevicePlan, plan};
+use super::masses::distance_gradient;
 use super::simt::dropout::MaskLaunch;
-use super::simt::score::BiasStridesLaunch;
+use super::simt::score::{BiasStridesLaunch, DistancesLaunch};
 use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::{Tile, backward, forward};
 use super::{AttentionPlan, Kernel, KernelError, PartPlan, Sizes, TensorView};
@@ -28,6 +29,17 @@ pub struct ScoreOptions {
     pub dropout: Option<Dropout>,
     /// A bias of the scores, added after the softcap. Given if and only if the sizes say so.
     pub bias: Option<BiasView>,
+    /// A bias of each distance, likewise.
+    pub relative: Option<TableView>,
+}
+
+/// Biases of distances.
+#[derive(Clone, Debug)]
+pub struct TableView {
+    /// The buffer, contiguous, in the type of sums.
+    pub handle: Handle,
+    /// `[heads or 1, 2 · reach + 1]`
+    pub shape: [usize; 2],
 }
 
 /// A bias of scores.
@@ -73,13 +85,29 @@ impl ScoreOptions {
         ]
     }
 
+    pub(super) fn table<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
+        let handle = self.relative.as_ref().map(|table| &table.handle);
+        optional(handle, self.table_len())
+    }
+
+    /// Numbers of the table, 0 if there is none.
+    pub(super) fn table_len(&self) -> usize {
+        (self.relative.as_ref()).map_or(0, |table| table.shape.iter().product())
+    }
+
+    /// The table, which begins at element `start`.
+    pub(super) fn distances(&self, start: usize) -> DistancesLaunch {
+        let [heads, width] = self.relative.as_ref().map_or([1; 2], |table| table.shape);
+        DistancesLaunch::new(start, if heads == 1 { 0 } else { width }, width / 2)
+    }
+
     pub(super) fn mask(&self) -> MaskLaunch {
         let (seed, threshold) =
             (self.dropout.as_ref()).map_or((0, 0), |dropout| (dropout.seed, dropout.threshold()));
         MaskLaunch::new(seed as u32, (seed >> 32) as u32, threshold)
     }
 
-    fn dropout_factor(&self, accumulator: ElemType) -> InputScalar {
+    pub(super) fn dropout_factor(&self, accumulator: ElemType) -> InputScalar {
         InputScalar::new(
             self.dropout.map_or(1.0, |dropout| dropout.factor()),
             accumulator,
@@ -199,11 +227,13 @@ pub fn forward(
                 call.weights(weights, layout),
                 optional(slopes.as_ref(), heads),
                 options.bias(),
+                options.table(),
                 call.words(),
                 call.strides(q),
                 call.strides(k),
                 call.strides(v),
                 options.bias_strides(),
+                options.distances(0),
                 call.listing(),
                 call.parts(),
                 heads / sizes.kv_heads,
@@ -242,6 +272,8 @@ pub struct Gradients {
     pub v_offset: usize,
     /// The bias's, if it is wanted: of the bias's shape, in the type of sums. Holds zeros before.
     pub bias: Option<Handle>,
+    /// That of the biases of distances, if it is wanted: of their shape, in the type of sums.
+    pub relative: Option<Handle>,
 }
 
 /// Runs the backward pass: `outputs` as the forward pass left them.
@@ -283,7 +315,8 @@ pub fn backward(
     // lse and delta of the query at each place of a part.
     let make_stats = |call: &Call, pitch: usize, lse_factor: f64, by_class: bool| {
         let rows = sizes.batch * heads * pitch;
-        let numbers = rows * 2 + if slopes.is_some() { heads } else { 0 };
+        let table_start = rows * 2 + if slopes.is_some() { heads } else { 0 };
+        let numbers = table_start + options.table_len();
         let stats = client.empty(numbers * accumulator.size());
         const UNITS: u32 = 64;
         let cubes = spread(client, (rows as u64).div_ceil(u64::from(UNITS)))?;
@@ -302,12 +335,15 @@ pub fn backward(
                 BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * layout.seq_q()),
                 optional(grads.lse, sizes.batch * heads * layout.seq_q()),
                 optional(slopes.as_ref(), heads),
+                options.table(),
                 BufferArg::from_raw_parts(stats.clone(), numbers),
                 call.strides(grad_out),
                 call.listing(),
                 heads,
                 rows,
                 pitch,
+                table_start,
+                options.table_len(),
                 InputScalar::new(lse_factor, accumulator),
                 sizes.value_dim,
                 by_class,
@@ -334,7 +370,8 @@ pub fn backward(
             gradients.v_offset + kv_rows * sizes.value_dim,
         ),
     ];
-    let numbers = rows * 2 + if slopes.is_some() { heads } else { 0 };
+    let table_start = rows * 2 + if slopes.is_some() { heads } else { 0 };
+    let numbers = table_start + options.table_len();
     let launch = |stats: &Handle, call: &Call, pass: &Pass, tile: Tile, slice: Slice| {
         let &(walk, _, [a1, a2, b1, b2], target, elements) = pass;
         let bias_grad = gradients.bias.as_ref().filter(|_| tile.bias_gradient);
@@ -365,6 +402,7 @@ pub fn backward(
                 call.strides(b1),
                 call.strides(b2),
                 options.bias_strides(),
+                options.distances(table_start),
                 call.listing(),
                 call.parts(),
                 heads,
@@ -496,6 +534,11 @@ pub fn backward(
             };
             launch(&stats, call, pass, call.tile, all);
         }
+    }
+    if let Some(table) = &gradients.relative {
+        let stats = plain_stats(&calls[0][0])?;
+        let inputs = [q, k, v, grad_out];
+        distance_gradient(client, layout, &sizes, inputs, &stats, options, table)?;
     }
     Ok(())
 }

@@ -9,9 +9,11 @@ use super::device::{DeviceLinePlan, line_plan};
 use super::launch::{address_of, batch_words, listing, load_width, optional, spread};
 use super::launch::{strides_of, vectors_of};
 use super::simt::Tile;
-use super::simt::mass::{LinePartsLaunch, add_segments, line_width, masses as kernel};
+use super::simt::mass::{
+    FOLD_UNITS, LinePartsLaunch, add_segments, fold_distances, line_width, masses as kernel,
+};
 use super::simt::tile::pitch;
-use super::{KernelError, ScoreOptions, Sizes, TensorView, check_dtype};
+use super::{KernelError, ScoreOptions, Sizes, TableView, TensorView, check_dtype};
 use crate::BlockLayout;
 use crate::lines::{Line, Lines};
 
@@ -36,11 +38,36 @@ pub fn check_masses(
     sizes: &Sizes,
 ) -> Result<(), KernelError> {
     check_dtype(client, sizes.dtype)?;
-    tile(client, layout, sizes)?;
-    let hardware = &client.properties().hardware;
     // q, k, lse, sums, the plan and the scalars.
-    let buffers = 6 + usize::from(sizes.alibi) + usize::from(sizes.bias);
+    let buffers = 6 + [sizes.alibi, sizes.bias, sizes.relative]
+        .map(usize::from)
+        .iter()
+        .sum::<usize>();
+    check(client, layout, sizes, false, buffers)
+}
+
+/// Checks that a device can make the gradient of biases of distances.
+pub(super) fn check_distances(
+    client: &Client,
+    layout: &BlockLayout,
+    sizes: &Sizes,
+) -> Result<(), KernelError> {
+    // q, k, v, grad_out, stats, sums, the plan and the scalars.
+    check(client, layout, sizes, true, 8 + usize::from(sizes.bias))
+}
+
+fn check(
+    client: &Client,
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    gradient: bool,
+    buffers: usize,
+) -> Result<(), KernelError> {
+    let tile = tile(client, layout, sizes, gradient)?;
+    let hardware = &client.properties().hardware;
+    let lines = layout.seq_q().div_ceil(tile.rows) + layout.seq_kv().div_ceil(tile.rows);
     for (what, limit, got) in [
+        ("the diagonals of tiles", hardware.max_cube_count.0, lines),
         ("heads", hardware.max_cube_count.1, layout.heads()),
         ("batch", hardware.max_cube_count.2, sizes.batch),
         ("the buffers of a kernel", hardware.max_bindings, buffers),
@@ -52,6 +79,17 @@ pub fn check_masses(
     Ok(())
 }
 
+/// What is summed along lines.
+struct Summed<'a> {
+    inputs: [&'a TensorView; 2],
+    /// v and grad_out, for the gradient of scores in the place of weights.
+    gradient: Option<[&'a TensorView; 2]>,
+    /// lse, or the stats of the backward pass.
+    stats: &'a Handle,
+    options: &'a ScoreOptions,
+    queries: Range<usize>,
+}
+
 /// Sums `exp(score − lse)` over the queries of each key, and over the pairs at each distance.
 ///
 /// # Errors
@@ -60,112 +98,223 @@ pub fn masses(
     client: &Client,
     layout: &BlockLayout,
     sizes: &Sizes,
-    [q, k]: [&TensorView; 2],
+    inputs: [&TensorView; 2],
     lse: &Handle,
     options: &ScoreOptions,
     outputs: &MassOutputs,
 ) -> Result<(), KernelError> {
     check_masses(client, layout, sizes)?;
-    let tile = tile(client, layout, sizes)?;
-    let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
+    let summed = Summed {
+        inputs,
+        gradient: None,
+        stats: lse,
+        options,
+        queries: outputs.queries.clone(),
+    };
+    sum_lines(
+        client,
+        layout,
+        sizes,
+        &summed,
+        Line::Columns,
+        &outputs.columns,
+    )?;
+    sum_lines(
+        client,
+        layout,
+        sizes,
+        &summed,
+        Line::Diagonals,
+        &outputs.diagonals,
+    )
+}
+
+/// The gradient of biases of distances: that of the scores, summed over diagonals, batch entries and what shares a bias. `stats` are those of the
+/// backward pass.
+pub(super) fn distance_gradient(
+    client: &Client,
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    [q, k, v, grad_out]: [&TensorView; 4],
+    stats: &Handle,
+    options: &ScoreOptions,
+    table: &Handle,
+) -> Result<(), KernelError> {
+    let Some(TableView { shape, .. }) = options.relative else {
+        return Ok(());
+    };
+    let summed = Summed {
+        inputs: [q, k],
+        gradient: Some([v, grad_out]),
+        stats,
+        options,
+        queries: 0..layout.seq_q(),
+    };
     let accumulator = sizes.accumulator();
-    let width = load_width(sizes.dtype, &[("q", q), ("k", k)])?;
-    let slopes = options.device_slopes(client, layout, accumulator);
-    let passes = [
-        (Line::Columns, seq_kv, 0, &outputs.columns),
-        (
-            Line::Diagonals,
-            seq_q + seq_kv - 1,
-            seq_kv.next_multiple_of(tile.rows) - seq_kv,
-            &outputs.diagonals,
-        ),
-    ];
-    let hardware = &client.properties().hardware;
-    let plans = passes.each_ref().map(|(line, ..)| {
-        let lines = Lines {
-            line: *line,
-            side: tile.rows,
-            queries: outputs.queries.clone(),
-            most_segments: hardware.max_cube_count.0 as usize,
-        };
-        line_plan(client, layout, lines)
-    });
-    let mut largest = q.reach().max(k.reach());
-    for (plan, (line, length, ..)) in plans.iter().zip(&passes) {
-        let limit = hardware.max_cube_count.0;
-        if plan.segments > limit as usize {
-            return Err(KernelError::limit(
-                "the segments of a head",
-                limit,
-                plan.segments,
-            ));
-        }
-        let sums = plan.segments * line_width(*line, tile.rows);
-        largest = largest.max(sizes.batch * heads * sums.max(*length));
-    }
-    let largest = largest.max(options.bias.as_ref().map_or(0, |bias| bias.elements()));
-    let address = address_of(client, largest)?;
-    for (plan, (line, length, offset, out)) in plans.iter().zip(passes) {
-        let parts = || line_parts(plan, batch_words(layout));
-        let words = || unsafe { BufferArg::from_raw_parts(plan.words.clone(), plan.len) };
-        // A buffer has an element at least.
-        let segments = plan.segments.max(1);
-        let elements = sizes.batch * heads * segments * line_width(line, tile.rows);
-        let sums = client.empty(elements * accumulator.size());
-        unsafe {
-            kernel::launch_unchecked(
-                client,
-                CubeCount::Static(segments as u32, heads as u32, sizes.batch as u32),
-                CubeDim::new_1d(tile.units() as u32),
-                address,
-                width,
-                vectors_of(q, width),
-                vectors_of(k, width),
-                BufferArg::from_raw_parts(lse.clone(), sizes.batch * heads * seq_q),
-                optional(slopes.as_ref(), heads),
-                options.bias(),
-                BufferArg::from_raw_parts(sums.clone(), elements),
-                words(),
-                strides_of(q, width),
-                strides_of(k, width),
-                options.bias_strides(),
-                listing(None),
-                parts(),
-                heads / sizes.kv_heads,
-                InputScalar::new(options.scale, accumulator),
-                InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
-                line,
-                tile,
-                sizes.dtype,
-                accumulator,
-            );
-        }
-        const UNITS: u32 = 64;
-        let total = sizes.batch * heads * length;
-        let cubes = spread(client, (total as u64).div_ceil(u64::from(UNITS)))?;
-        unsafe {
-            add_segments::launch_unchecked(
-                client,
-                cubes,
-                CubeDim::new_1d(UNITS),
-                address,
-                BufferArg::from_raw_parts(sums, elements),
-                BufferArg::from_raw_parts(out.clone(), total),
-                words(),
-                parts(),
-                heads,
-                segments,
-                plan.lines,
-                length,
-                offset,
-                total,
-                line,
-                tile.rows,
-                accumulator,
-            );
-        }
+    let length = layout.seq_q() + layout.seq_kv() - 1;
+    let elements = sizes.batch * layout.heads() * length;
+    let diagonals = client.empty(elements * accumulator.size());
+    sum_lines(client, layout, sizes, &summed, Line::Diagonals, &diagonals)?;
+    let [own_heads, width] = shape;
+    let cubes = spread(client, (own_heads * width) as u64)?;
+    unsafe {
+        fold_distances::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(FOLD_UNITS as u32),
+            address_of(client, elements)?,
+            BufferArg::from_raw_parts(diagonals, elements),
+            BufferArg::from_raw_parts(table.clone(), own_heads * width),
+            sizes.batch,
+            layout.heads(),
+            own_heads,
+            layout.seq_q(),
+            length,
+            width / 2,
+            accumulator,
+        );
     }
     Ok(())
+}
+
+/// Sums along lines into `out`.
+fn sum_lines(
+    client: &Client,
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    summed: &Summed,
+    line: Line,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let [q, k] = summed.inputs;
+    let options = summed.options;
+    let tile = tile(client, layout, sizes, summed.gradient.is_some())?;
+    let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
+    let accumulator = sizes.accumulator();
+    let mut named = vec![("q", q), ("k", k)];
+    if let Some([v, grad_out]) = summed.gradient {
+        named.extend([("v", v), ("grad_out", grad_out)]);
+    }
+    let width = load_width(sizes.dtype, &named)?;
+    let (length, offset) = match line {
+        Line::Columns => (seq_kv, 0),
+        Line::Diagonals => (
+            seq_q + seq_kv - 1,
+            seq_kv.next_multiple_of(tile.rows) - seq_kv,
+        ),
+    };
+    let limit = client.properties().hardware.max_cube_count.0;
+    let lines = Lines {
+        line,
+        side: tile.rows,
+        queries: summed.queries.clone(),
+        most_segments: limit as usize,
+    };
+    let plan = line_plan(client, layout, lines);
+    // A buffer has an element at least.
+    let segments = plan.segments.max(1);
+    let elements = sizes.batch * heads * segments * line_width(line, tile.rows);
+    let total = sizes.batch * heads * length;
+    let reaches = named.iter().map(|(_, tensor)| tensor.reach());
+    let bias = options.bias.as_ref().map_or(0, |bias| bias.elements());
+    let largest = reaches.chain([elements, total, bias]).max().unwrap_or(0);
+    let address = address_of(client, largest)?;
+    // lse and delta, then the slopes and the biases of distances.
+    let rows = sizes.batch * heads * seq_q;
+    let gradient = summed.gradient.is_some();
+    let slopes = options.device_slopes(client, layout, accumulator);
+    let table_start = match gradient {
+        true => rows * 2 + if slopes.is_some() { heads } else { 0 },
+        false => 0,
+    };
+    let numbers = match gradient {
+        true => table_start + options.table_len(),
+        false => rows,
+    };
+    let [v, grad_out] = summed.gradient.unwrap_or(summed.inputs);
+    let parts = || line_parts(&plan, batch_words(layout));
+    let words = || unsafe { BufferArg::from_raw_parts(plan.words.clone(), plan.len) };
+    let sums = client.empty(elements * accumulator.size());
+    unsafe {
+        kernel::launch_unchecked(
+            client,
+            CubeCount::Static(segments as u32, heads as u32, sizes.batch as u32),
+            CubeDim::new_1d(tile.units() as u32),
+            address,
+            width,
+            vectors_of(q, width),
+            vectors_of(k, width),
+            BufferArg::from_raw_parts(summed.stats.clone(), numbers),
+            match gradient {
+                true => ComptimeOptionArgs::None,
+                false => optional(slopes.as_ref(), heads),
+            },
+            options.bias(),
+            match gradient {
+                true => ComptimeOptionArgs::None,
+                false => options.table(),
+            },
+            vectors_if(gradient, v, width),
+            vectors_if(gradient, grad_out, width),
+            BufferArg::from_raw_parts(sums.clone(), elements),
+            words(),
+            strides_of(q, width),
+            strides_of(k, width),
+            strides_of(v, width),
+            strides_of(grad_out, width),
+            options.bias_strides(),
+            options.distances(table_start),
+            listing(None),
+            parts(),
+            heads / sizes.kv_heads,
+            rows * 2,
+            InputScalar::new(options.scale, accumulator),
+            InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+            options.mask(),
+            options.dropout_factor(accumulator),
+            gradient,
+            line,
+            tile,
+            sizes.dtype,
+            accumulator,
+        );
+    }
+    const UNITS: u32 = 64;
+    let cubes = spread(client, (total as u64).div_ceil(u64::from(UNITS)))?;
+    unsafe {
+        add_segments::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS),
+            address,
+            BufferArg::from_raw_parts(sums, elements),
+            BufferArg::from_raw_parts(out.clone(), total),
+            words(),
+            parts(),
+            heads,
+            segments,
+            plan.lines,
+            length,
+            offset,
+            total,
+            line,
+            tile.rows,
+            accumulator,
+        );
+    }
+    Ok(())
+}
+
+/// A tensor in vectors, if it is asked for.
+fn vectors_if<T: LaunchArg<RuntimeArg = BufferArg>>(
+    wanted: bool,
+    tensor: &TensorView,
+    width: usize,
+) -> ComptimeOptionArgs<T> {
+    match wanted {
+        true => ComptimeOptionArgs::Some(vectors_of(tensor, width)),
+        false => ComptimeOptionArgs::None,
+    }
 }
 
 fn line_parts(plan: &DeviceLinePlan, batch_words: usize) -> LinePartsLaunch {
@@ -184,13 +333,19 @@ fn line_parts(plan: &DeviceLinePlan, batch_words: usize) -> LinePartsLaunch {
 const SIDES: [(usize, usize); 4] = [(64, 4), (32, 4), (16, 2), (8, 1)];
 
 /// The largest tile that fits a block and the device.
-fn tile(client: &Client, layout: &BlockLayout, sizes: &Sizes) -> Result<Tile, KernelError> {
+fn tile(
+    client: &Client,
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    gradient: bool,
+) -> Result<Tile, KernelError> {
     let hardware = &client.properties().hardware;
     let fits = |tile: &Tile| {
         let side = tile.rows;
-        let numbers = 2 * side * pitch(tile.head_dim) * 4 + side * side;
-        // The compiler may align each of the three arrays.
-        let bytes = numbers * sizes.accumulator().size() + 3 * 16;
+        let values = if gradient { pitch(tile.value_dim) } else { 0 };
+        let numbers = 2 * side * (pitch(tile.head_dim) + values) * 4 + side * side + 2 * 4;
+        // The compiler may align each of the five arrays.
+        let bytes = numbers * sizes.accumulator().size() + 5 * 16;
         bytes <= hardware.max_shared_memory_size
             && tile.units() <= hardware.max_units_per_cube as usize
             && tile.units() <= hardware.max_cube_dim.0 as usize
@@ -200,14 +355,15 @@ fn tile(client: &Client, layout: &BlockLayout, sizes: &Sizes) -> Result<Tile, Ke
         units_x: side / 4,
         unit_rows,
         head_dim: sizes.head_dim,
-        value_dim: sizes.head_dim,
+        value_dim: sizes.value_dim,
         group: side,
         mask_words: side.div_ceil(32),
         store: None,
         softcap: sizes.softcap,
         alibi: sizes.alibi,
-        dropout: false,
+        dropout: gradient && sizes.dropout,
         bias: sizes.bias,
+        relative: sizes.relative,
         bias_gradient: false,
         planes: false,
         residue: false,

@@ -40,7 +40,9 @@ use cubecl::server::Handle;
 use crate::plan::{Tiling, Walk};
 use crate::{BlockLayout, Residue};
 
-pub use launch::{BiasView, Gradients, OutputGrads, Outputs, ScoreOptions, backward, forward};
+pub use launch::{
+    BiasView, Gradients, OutputGrads, Outputs, ScoreOptions, TableView, backward, forward,
+};
 pub use masses::{MassOutputs, check_masses, masses};
 
 /// What can be wrong with a launch. All of it is known before.
@@ -170,6 +172,8 @@ pub struct Sizes {
     pub dropout: bool,
     /// Whether scores have a given bias.
     pub bias: bool,
+    /// Whether scores have a bias of each distance.
+    pub relative: bool,
     /// Whether products of f32 tensors may be of tf32: 10 bits of mantissa.
     pub tf32: bool,
 }
@@ -438,8 +442,13 @@ impl AttentionPlan {
             let tiles = tiles.max().unwrap_or(0);
             // With the buffer in which CubeCL passes scalars.
             let buffers = match kernel {
-                // In the backward pass the slopes lie behind lse and delta.
-                Kernel::Forward => 7 + usize::from(sizes.alibi) + usize::from(sizes.bias),
+                // In the backward pass slopes and biases of distances lie behind lse and delta.
+                Kernel::Forward => {
+                    7 + [sizes.alibi, sizes.bias, sizes.relative]
+                        .map(usize::from)
+                        .iter()
+                        .sum::<usize>()
+                }
                 // The bias and its gradient.
                 _ => 8 + 2 * usize::from(sizes.bias),
             } + usize::from(sizes.store);
@@ -458,10 +467,16 @@ impl AttentionPlan {
             Ok(())
         };
         check(Kernel::Forward)?;
+        let check_distances = || match sizes.relative {
+            true => masses::check_distances(client, layout, &sizes),
+            false => Ok(()),
+        };
         Ok(Self {
             name: layout.name().to_string(),
             sizes,
-            backward: check(Kernel::BackwardRows).and_then(|()| check(Kernel::BackwardColumns)),
+            backward: check(Kernel::BackwardRows)
+                .and_then(|()| check(Kernel::BackwardColumns))
+                .and_then(|()| check_distances()),
             parts,
         })
     }

@@ -44,6 +44,9 @@ pub fn check_options(sizes: &Sizes) -> Result<(), &'static str> {
     if sizes.store {
         return Err("weights are stored");
     }
+    if sizes.relative {
+        return Err("scores have biases of distances");
+    }
     if !(sizes.positive_scale || sizes.softcap || sizes.alibi || sizes.bias) {
         // The running maximum is of unscaled scores.
         return Err("the scale is not positive");

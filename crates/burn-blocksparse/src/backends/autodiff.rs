@@ -13,7 +13,7 @@ use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
 use crate::AttentionOptions;
 use crate::ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
-    OutputGrads, Saved,
+    OutputGrads, Saved, WantedGrads,
 };
 
 /// The attention step. A step of Burn's autodiff has one output, attention has two: the node of this step is hidden, and
@@ -26,7 +26,8 @@ struct BlockSparseAttention;
 #[derive(Clone, Debug)]
 struct State<B: Backend> {
     inputs: [NodeId; 3],
-    bias: Option<NodeId>,
+    /// The bias and the biases of distances, if there are any.
+    biases: [Option<NodeId>; 2],
     output: AttentionOutput<B>,
     layout: LayoutTensors<B>,
     options: AttentionOptions,
@@ -43,7 +44,7 @@ fn lock<T>(cell: &Mutex<T>) -> MutexGuard<'_, T> {
     }
 }
 
-/// Of q, k, v, and the bias if there is one.
+/// Of q, k, v, and the biases that there are.
 impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention {
     type State = State<B>;
 
@@ -56,7 +57,7 @@ impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention 
         grads.consume::<B>(&ops.node);
         let State {
             inputs,
-            bias,
+            biases,
             output,
             layout,
             options,
@@ -74,20 +75,37 @@ impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention 
             },
         };
         let [q, k, v] = inputs.map(|id| checkpointer.retrieve_node_output(id));
-        let bias = match bias {
+        // Behind q, k and v come the biases that there are.
+        let mut parents = ops.parents[3..].iter();
+        let [bias_grad, relative_grad] =
+            biases.map(|id| id.is_some() && parents.next().is_some_and(|parent| parent.is_some()));
+        let wanted = WantedGrads {
+            bias: bias_grad,
+            relative_bias: relative_grad,
+        };
+        let [bias, relative_bias] = biases.map(|id| match id {
             Some(id) => MaybeFloat::Some(checkpointer.retrieve_node_output(id)),
             None => MaybeFloat::None,
+        });
+        let inputs = AttentionInputs {
+            q,
+            k,
+            v,
+            bias,
+            relative_bias,
         };
-        let inputs = AttentionInputs { q, k, v, bias };
         let saved = Saved { inputs, output };
-        let bias_grad = ops.parents.get(3).is_some_and(Option::is_some);
-        let AttentionGrads { q, k, v, bias } =
-            B::block_sparse_attention_backward(saved, output_grads, layout, options, bias_grad);
-        let bias = match bias {
+        let made = B::block_sparse_attention_backward(saved, output_grads, layout, options, wanted);
+        let optional = [made.bias, made.relative_bias].map(|grad| match grad {
             MaybeFloat::Some(grad) => Some(grad),
             MaybeFloat::None => None,
-        };
-        let gradients = [Some(q), Some(k), Some(v), bias];
+        });
+        let optional = optional
+            .into_iter()
+            .zip(biases)
+            .filter(|(_, id)| id.is_some());
+        let gradients = [Some(made.q), Some(made.k), Some(made.v)].into_iter();
+        let gradients = gradients.chain(optional.map(|(grad, _)| grad));
         for (parent, grad) in ops.parents.into_iter().zip(gradients) {
             if let (Some(parent), Some(grad)) = (parent, grad) {
                 grads.register::<B>(parent.id, grad);
@@ -160,31 +178,29 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
     options: AttentionOptions,
 ) -> AttentionOutput<Autodiff<B, C>> {
     let prepared = BlockSparseAttention.prepare::<C>(nodes).compute_bound();
-    let run = |AttentionInputs { q, k, v, bias }: AttentionInputs<Autodiff<B, C>>| {
+    let run = |inputs: AttentionInputs<Autodiff<B, C>>| {
         let inputs = AttentionInputs {
-            q: q.into_primitive(),
-            k: k.into_primitive(),
-            v: v.into_primitive(),
-            bias: match bias {
-                MaybeFloat::Some(bias) => MaybeFloat::Some(bias.into_primitive()),
-                MaybeFloat::None => MaybeFloat::None,
-            },
+            q: inputs.q.into_primitive(),
+            k: inputs.k.into_primitive(),
+            v: inputs.v.into_primitive(),
+            bias: inner(inputs.bias),
+            relative_bias: inner(inputs.relative_bias),
         };
         B::block_sparse_attention(inputs, layout.clone(), options.clone())
     };
     let (out, lse, weights) = match prepared.stateful() {
         OpsKind::Tracked(mut prep) => {
             let nodes = [&inputs.q, &inputs.k, &inputs.v].map(|input| prep.checkpoint(input));
-            let bias = match &inputs.bias {
+            let biases = [&inputs.bias, &inputs.relative_bias].map(|bias| match bias {
                 MaybeFloat::Some(bias) => Some(prep.checkpoint(bias)),
                 MaybeFloat::None => None,
-            };
+            });
             let output = run(inputs);
             let AttentionOutput { out, lse, weights } = output.clone();
             let grads = GradCell::<B>::default();
             let state = State {
                 inputs: nodes,
-                bias,
+                biases,
                 output,
                 layout: layout.clone(),
                 options: options.clone(),
@@ -214,6 +230,16 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
     }
 }
 
+/// A tensor on the backend that autodiff decorates, if there is one.
+pub(super) fn inner<B: Backend, C: CheckpointStrategy>(
+    tensor: MaybeFloat<Autodiff<B, C>>,
+) -> MaybeFloat<B> {
+    match tensor {
+        MaybeFloat::Some(tensor) => MaybeFloat::Some(tensor.into_primitive()),
+        MaybeFloat::None => MaybeFloat::None,
+    }
+}
+
 /// The layout on the backend that autodiff decorates.
 pub(super) fn inner_layout<B: Backend, C: CheckpointStrategy>(
     layout: LayoutTensors<Autodiff<B, C>>,
@@ -232,13 +258,18 @@ impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C>
     ) -> AttentionOutput<Self> {
         let layout = inner_layout(layout);
         let [q, k, v] = [&inputs.q, &inputs.k, &inputs.v].map(|input| input.node());
-        let bias = match &inputs.bias {
+        let biases = [&inputs.bias, &inputs.relative_bias].map(|bias| match bias {
             MaybeFloat::Some(bias) => Some(bias.node()),
             MaybeFloat::None => None,
-        };
-        match bias {
-            Some(bias) => attention_step::<B, C, 4>([q, k, v, bias], inputs, layout, options),
-            None => attention_step::<B, C, 3>([q, k, v], inputs, layout, options),
+        });
+        match biases {
+            [None, None] => attention_step::<B, C, 3>([q, k, v], inputs, layout, options),
+            [Some(a), Some(b)] => {
+                attention_step::<B, C, 5>([q, k, v, a, b], inputs, layout, options)
+            }
+            [Some(a), None] | [None, Some(a)] => {
+                attention_step::<B, C, 4>([q, k, v, a], inputs, layout, options)
+            }
         }
     }
 
@@ -248,7 +279,7 @@ impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C>
         _grads: OutputGrads<Self>,
         _layout: LayoutTensors<Self>,
         _options: AttentionOptions,
-        _bias_grad: bool,
+        _wanted: WantedGrads,
     ) -> AttentionGrads<Self> {
         unimplemented!("block-sparse attention is differentiable once")
     }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, LazyLock};
 
 use blocksparse::kernels::{
-    self, AttentionPlan, BiasView, Gradients, Outputs, ScoreOptions, Sizes, TensorView,
+    self, AttentionPlan, BiasView, Gradients, Outputs, ScoreOptions, Sizes, TableView, TensorView,
 };
 use blocksparse::{BlockLayout, kernels::KernelError};
 use burn::backend::cubecl::dtype_to_elem_type;
@@ -17,7 +17,7 @@ use cubecl::prelude::InputScalar;
 
 use crate::ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
-    OutputGrads, Saved,
+    OutputGrads, Saved, WantedGrads,
 };
 use crate::{AttentionOptions, Precision, WeightsMode, reference, weights};
 
@@ -43,7 +43,7 @@ pub(crate) fn sizes(
     [batch, kv_heads, head_dim, value_dim]: [usize; 4],
     dtype: DType,
     options: &AttentionOptions,
-    bias: bool,
+    [bias, relative]: [bool; 2],
 ) -> Result<Sizes, KernelError> {
     if !dtype.is_float() {
         return Err(KernelError::Dtype {
@@ -61,6 +61,7 @@ pub(crate) fn sizes(
         alibi: options.alibi.is_some(),
         dropout: options.active_dropout().is_some(),
         bias,
+        relative,
         positive_scale: options.scale_for(head_dim) > 0.0,
         tf32: options.precision == Precision::Tf32 && dtype == DType::F32,
     })
@@ -113,10 +114,10 @@ impl BlockSparseOps for CubeBackend {
         grads: OutputGrads<Self>,
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
-        bias_grad: bool,
+        wanted: WantedGrads,
     ) -> AttentionGrads<Self> {
         if *REFERENCE {
-            return reference::backward::<Self>(saved, grads, &layout, &options, bias_grad);
+            return reference::backward::<Self>(saved, grads, &layout, &options, wanted);
         }
         let Saved { inputs, output } = saved;
         let call = Call::new(inputs, layout, options);
@@ -151,15 +152,20 @@ impl BlockSparseOps for CubeBackend {
             .empty([(v_start + v_bytes) / element], call.dtype)
             .handle;
         // Sums over batch entries, heads or queries that share a bias.
-        let bias_sums = (call.bias.as_ref().filter(|_| bias_grad)).map(|bias| {
+        let bias_sums = (call.bias.as_ref().filter(|_| wanted.bias)).map(|bias| {
             let shape = bias.meta.shape().dims::<4>();
             call.filled(shape, 0.0, call.accumulator())
+        });
+        let table = (call.relative.as_ref().filter(|_| wanted.relative_bias)).map(|table| {
+            let shape = table.meta.shape().dims::<2>();
+            call.empty(shape, call.accumulator())
         });
         let gradients = Gradients {
             q: dq.handle.clone(),
             kv: dkv.clone(),
             v_offset: v_start / element,
             bias: bias_sums.as_ref().map(|sums| sums.handle.clone()),
+            relative: table.as_ref().map(|table| table.handle.clone()),
         };
         let views = call.views();
         let result = kernels::backward(
@@ -198,6 +204,10 @@ impl BlockSparseOps for CubeBackend {
                 Some(sums) => MaybeFloat::Some(cast(sums, call.dtype)),
                 None => MaybeFloat::None,
             },
+            relative_bias: match table {
+                Some(table) => MaybeFloat::Some(table),
+                None => MaybeFloat::None,
+            },
         }
     }
 }
@@ -228,6 +238,7 @@ struct Call {
     options: AttentionOptions,
     inputs: [CubeTensor; 3],
     bias: Option<CubeTensor>,
+    relative: Option<CubeTensor>,
 }
 
 impl Call {
@@ -236,11 +247,14 @@ impl Call {
         layout: LayoutTensors<CubeBackend>,
         options: AttentionOptions,
     ) -> Self {
-        let AttentionInputs { q, k, v, bias } = inputs;
-        let bias = match bias {
-            MaybeFloat::Some(bias) => Some(into_contiguous(bias)),
-            MaybeFloat::None => None,
-        };
+        let AttentionInputs {
+            q,
+            k,
+            v,
+            bias,
+            relative_bias,
+        } = inputs;
+        let [bias, relative] = [bias, relative_bias].map(contiguous);
         let [batch, kv_heads, _, head_dim] = k.meta.shape().dims();
         let value_dim = v.meta.shape()[3];
         let dtype = q.dtype;
@@ -248,7 +262,7 @@ impl Call {
             [batch, kv_heads, head_dim, value_dim],
             dtype,
             &options,
-            bias.is_some(),
+            [bias.is_some(), relative.is_some()],
         ));
         let (client, device) = (q.client.clone(), q.device.clone());
         let plan = checked(AttentionPlan::new(&client, &layout.host, sizes));
@@ -263,6 +277,7 @@ impl Call {
             options,
             inputs: [q, k, v].map(|input| readable(input, alignment)),
             bias,
+            relative,
         }
     }
 
@@ -277,6 +292,7 @@ impl Call {
             slopes: self.options.alibi.clone(),
             dropout: self.options.active_dropout(),
             bias: self.bias.as_ref().map(bias_view),
+            relative: self.relative.as_ref().map(table_view),
         }
     }
 
@@ -323,6 +339,20 @@ fn filled<const D: usize>(
     let row = Shape::new([elements]);
     let row = full_device_dtype(client.clone(), row, device.clone(), value, dtype);
     CubeTensor::new_contiguous(client, device, Shape::new(shape), row.handle, dtype)
+}
+
+pub(super) fn contiguous(tensor: MaybeFloat<CubeBackend>) -> Option<CubeTensor> {
+    match tensor {
+        MaybeFloat::Some(tensor) => Some(into_contiguous(tensor)),
+        MaybeFloat::None => None,
+    }
+}
+
+pub(super) fn table_view(table: &CubeTensor) -> TableView {
+    TableView {
+        handle: table.handle.clone(),
+        shape: table.meta.shape().dims(),
+    }
 }
 
 pub(super) fn bias_view(bias: &CubeTensor) -> BiasView {

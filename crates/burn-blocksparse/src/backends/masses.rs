@@ -17,9 +17,11 @@ mod kernels {
     use burn_cubecl::kernel::into_contiguous;
 
     use super::AttentionMassOps;
-    use crate::backends::cube::{bias_view, checked, empty, readable, sizes, uses_reference, view};
+    use crate::backends::cube::{
+        bias_view, checked, contiguous, empty, readable, sizes, table_view, uses_reference, view,
+    };
     use crate::masses::{MassInputs, MassOutput};
-    use crate::ops::{LayoutTensors, MaybeFloat};
+    use crate::ops::LayoutTensors;
     use crate::{AttentionOptions, reference};
 
     impl AttentionMassOps for CubeBackend {
@@ -33,16 +35,24 @@ mod kernels {
                 return reference::masses::<Self>(inputs, &layout, &options, queries);
             }
             let layout = layout.host;
-            let MassInputs { q, k, lse, bias } = inputs;
-            let bias = match bias {
-                MaybeFloat::Some(bias) => Some(into_contiguous(bias)),
-                MaybeFloat::None => None,
-            };
+            let MassInputs {
+                q,
+                k,
+                lse,
+                bias,
+                relative_bias,
+            } = inputs;
+            let [bias, relative] = [bias, relative_bias].map(contiguous);
             let [q, k] = [q, k].map(|input| readable(input, 1));
             let lse = into_contiguous(lse);
             let [batch, kv_heads, seq_kv, head_dim] = k.meta.shape().dims();
             let dims = [batch, kv_heads, head_dim, head_dim];
-            let sizes = checked(sizes(dims, q.dtype, &options, bias.is_some()));
+            let sizes = checked(sizes(
+                dims,
+                q.dtype,
+                &options,
+                [bias.is_some(), relative.is_some()],
+            ));
             let (heads, seq_q) = (layout.heads(), layout.seq_q());
             let columns = empty(&q, [batch, heads, seq_kv], lse.dtype);
             let diagonals = empty(&q, [batch, heads, seq_q + seq_kv - 1], lse.dtype);
@@ -57,6 +67,7 @@ mod kernels {
                 slopes: options.alibi.clone(),
                 dropout: None,
                 bias: bias.as_ref().map(bias_view),
+                relative: relative.as_ref().map(table_view),
             };
             let views = [&q, &k].map(view);
             let result = blocksparse::kernels::masses(
@@ -84,9 +95,9 @@ mod constants {
 
     use super::AttentionMassOps;
     use crate::AttentionOptions;
-    use crate::backends::autodiff::inner_layout;
+    use crate::backends::autodiff::{inner, inner_layout};
     use crate::masses::{MassInputs, MassOutput};
-    use crate::ops::{LayoutTensors, MaybeFloat};
+    use crate::ops::LayoutTensors;
 
     /// The sums leave the graph.
     impl<B: AttentionMassOps, C: CheckpointStrategy> AttentionMassOps for Autodiff<B, C> {
@@ -100,10 +111,8 @@ mod constants {
                 q: inputs.q.into_primitive(),
                 k: inputs.k.into_primitive(),
                 lse: inputs.lse.into_primitive(),
-                bias: match inputs.bias {
-                    MaybeFloat::Some(bias) => MaybeFloat::Some(bias.into_primitive()),
-                    MaybeFloat::None => MaybeFloat::None,
-                },
+                bias: inner(inputs.bias),
+                relative_bias: inner(inputs.relative_bias),
             };
             let sums = B::attention_masses(inputs, inner_layout(layout), options, queries);
             MassOutput {

@@ -10,6 +10,7 @@ use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
 use blocksparse::{BlockLayout, Dropout};
 
 use super::accumulate_in;
+use super::masses::untile_diagonals;
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
 use super::tiles::{tile, untile};
 use crate::ops::{AttentionInputs, LayoutTensors, MaybeFloat};
@@ -37,6 +38,8 @@ pub(super) struct Problem<'a, B: Backend> {
     dropout: Option<Dropout>,
     /// Shape of the bias, if there is one.
     bias: [usize; 4],
+    /// Shape of the biases of distances, if there are any.
+    relative: [usize; 2],
     pub device: Device<B>,
     /// The dtype everything is computed in.
     pub dtype: FloatDType,
@@ -55,6 +58,8 @@ pub(super) struct TiledInputs<B: Backend> {
     pub v: FloatTensor<B>,
     /// One row per block: `[blocks, rows · b]`.
     pub bias: Option<FloatTensor<B>>,
+    /// The biases of distances, all heads in a row.
+    pub relative: Option<FloatTensor<B>>,
 }
 
 /// Tiles that are computed together.
@@ -107,6 +112,10 @@ impl<'a, B: Backend> Problem<'a, B> {
             bias: match &inputs.bias {
                 MaybeFloat::Some(bias) => bias.shape().dims(),
                 MaybeFloat::None => [0; 4],
+            },
+            relative: match &inputs.relative_bias {
+                MaybeFloat::Some(table) => table.shape().dims(),
+                MaybeFloat::None => [0; 2],
             },
             device: inputs.q.device(),
             dtype: accumulate_in(inputs.q.dtype().into()),
@@ -169,7 +178,13 @@ impl<'a, B: Backend> Problem<'a, B> {
     }
 
     pub fn tile_inputs(&self, inputs: AttentionInputs<B>) -> TiledInputs<B> {
-        let AttentionInputs { q, k, v, bias } = inputs;
+        let AttentionInputs {
+            q,
+            k,
+            v,
+            bias,
+            relative_bias,
+        } = inputs;
         let q = B::float_mul_scalar(self.accumulate(q), self.scale.into());
         TiledInputs {
             q: self.tile(q),
@@ -177,6 +192,13 @@ impl<'a, B: Backend> Problem<'a, B> {
             v: self.tile(self.accumulate(v)),
             bias: match bias {
                 MaybeFloat::Some(bias) => Some(self.tile_bias(self.accumulate(bias))),
+                MaybeFloat::None => None,
+            },
+            relative: match relative_bias {
+                MaybeFloat::Some(table) => {
+                    let length = self.relative.iter().product::<usize>();
+                    Some(B::float_reshape(table, Shape::new([length])))
+                }
                 MaybeFloat::None => None,
             },
         }
@@ -234,24 +256,81 @@ impl<'a, B: Backend> Problem<'a, B> {
         B::bool_reshape(blocked, Shape::new([tiles, b, partial * b]))
     }
 
-    /// `slope · |distance|` of each pair: `[T, b, L·b]`.
-    pub fn alibi_penalty(&self, slopes: &[f64], chunk: &Chunk) -> FloatTensor<B> {
+    /// `key − query` of each pair, as positions: `[T, b, L·b]`.
+    fn distances(&self, chunk: &Chunk) -> IntTensor<B> {
         let (tiles, b) = (chunk.tiles.len(), self.b as i32);
         let offset = self.seq_kv as i32 - self.seq_q as i32;
-        let queries = (chunk.tiles.iter())
-            .flat_map(|placed| (0..b).map(|row| placed.tile.q_block as i32 * b + row + offset));
+        let queries = chunk.rows(self.b).map(|row| row as i32 + offset);
         let queries = self.indices(queries.collect());
         let first_keys = chunk.entries(|_, entry| entry.kv_block as i32 * b, chunk.shape.entries);
         let keys = (first_keys.iter()).flat_map(|first| (0..b).map(move |column| first + column));
         let keys = self.indices(keys.collect());
         let queries = B::int_reshape(queries, Shape::new([tiles, self.b, 1]));
         let keys = B::int_reshape(keys, Shape::new([tiles, 1, chunk.shape.entries * self.b]));
-        let distance = B::int_abs(B::int_sub(queries, keys));
+        B::int_sub(keys, queries)
+    }
+
+    /// `slope · |distance|` of each pair: `[T, b, L·b]`.
+    pub fn alibi_penalty(&self, slopes: &[f64], chunk: &Chunk) -> FloatTensor<B> {
+        let distances = B::int_abs(self.distances(chunk));
         let slopes: Vec<f64> = (chunk.tiles.iter())
             .map(|placed| slopes[placed.head])
             .collect();
-        let slopes = self.numbers(slopes, [tiles, 1, 1]);
-        B::float_mul(B::int_into_float(distance, self.dtype), slopes)
+        let slopes = self.numbers(slopes, [chunk.tiles.len(), 1, 1]);
+        B::float_mul(B::int_into_float(distances, self.dtype), slopes)
+    }
+
+    /// The bias of each pair's distance: `[T, b, L·b]`.
+    pub fn gather_relative(&self, table: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+        let [heads, width] = self.relative;
+        let reach = (width / 2) as i32;
+        let distances = B::int_clamp(self.distances(chunk), (-reach).into(), reach.into());
+        let shape = distances.shape();
+        let zero = |placed: &Placed| (placed.head % heads * width) as i32 + reach;
+        let zeros = self.indices(chunk.tiles.iter().map(zero).collect());
+        let zeros = B::int_reshape(zeros, Shape::new([chunk.tiles.len(), 1, 1]));
+        let places = B::int_add(distances, zeros);
+        let places = B::int_reshape(places, Shape::new([shape.num_elements()]));
+        B::float_reshape(B::float_select(table.clone(), 0, places), shape)
+    }
+
+    /// Diagonals of blocks as the gradient of the biases of distances.
+    pub fn distances_of(&self, diagonals: FloatTensor<B>) -> FloatTensor<B> {
+        let [heads, width] = self.relative;
+        let reach = width / 2;
+        let mut sums = B::float_sum_dim(untile_diagonals(self, diagonals), 0);
+        if heads == 1 {
+            sums = B::float_sum_dim(sums, 1);
+        }
+        let length = self.seq_q + self.seq_kv - 1;
+        let sums = B::float_reshape(sums, Shape::new([heads, length]));
+        // Element x is of `key − query = seq_q − 1 − x`: turned round, of `x + 1 − seq_kv`.
+        let sums = B::float_flip(sums, &[1]);
+        // As many distances as the table has, or more, on each side.
+        let zeros = |missing: usize| {
+            let shape = Shape::new([heads, missing]);
+            (missing > 0).then(|| B::float_zeros(shape, &self.device, self.dtype))
+        };
+        let [before, behind] = [self.seq_kv, self.seq_q].map(|side| reach.saturating_sub(side - 1));
+        let parts = [zeros(before), Some(sums), zeros(behind)];
+        let sums = B::float_cat(parts.into_iter().flatten().collect(), 1);
+        let length = length + before + behind;
+        // Distances beyond the reach belong to the outermost.
+        let first = self.seq_kv - 1 + before - reach;
+        let part = |from: usize, to: usize| {
+            B::float_slice(sums.clone(), &[Slice::full(), Slice::from(from..to)])
+        };
+        match reach {
+            0 => B::float_sum_dim(sums, 1),
+            _ => B::float_cat(
+                vec![
+                    B::float_sum_dim(part(0, first + 1), 1),
+                    part(first + 1, first + width - 1),
+                    B::float_sum_dim(part(first + width - 1, length), 1),
+                ],
+                1,
+            ),
+        }
     }
 
     /// What dropout multiplies the weights by, if there is any: `[T, b, L·b]`.

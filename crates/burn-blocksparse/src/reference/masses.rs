@@ -20,13 +20,20 @@ pub(crate) fn masses<B: Backend>(
     options: &AttentionOptions,
     queries: Range<usize>,
 ) -> MassOutput<B> {
-    let MassInputs { q, k, lse, bias } = inputs;
+    let MassInputs {
+        q,
+        k,
+        lse,
+        bias,
+        relative_bias,
+    } = inputs;
     // The values do not matter.
     let inputs = AttentionInputs {
         v: k.clone(),
         q,
         k,
         bias,
+        relative_bias,
     };
     let problem = Problem::<B>::new(&inputs, layout, options);
     let tiles = problem.tile_inputs(inputs);
@@ -44,7 +51,7 @@ pub(crate) fn masses<B: Backend>(
         };
         let q = problem.gather_queries(&tiles.q, &chunk);
         let k = problem.gather_keys(&tiles.k, &chunk);
-        let s = scores(&problem, q, k, tiles.bias.as_ref(), &chunk).s;
+        let s = scores(&problem, q, k, Some(&tiles), &chunk).s;
         let p = B::float_exp(B::float_sub(s, problem.gather_queries(&lse, &chunk)));
         let p = match problem.counted_rows(&chunk, &queries) {
             Some(counted) => B::float_mul(p, counted),

@@ -29,10 +29,11 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 
 use crate::ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, OutputGrads, Saved,
+    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, OutputGrads,
+    Saved, WantedGrads,
 };
 use crate::{AttentionOptions, WeightsMode};
-use gather::{Chunk, Problem};
+use gather::{Chunk, Problem, TiledInputs};
 pub(crate) use masses::masses;
 pub(crate) use tiles::{tile, untile};
 
@@ -63,7 +64,7 @@ pub(crate) fn forward<B: Backend>(
         let q = problem.gather_queries(&tiles.q, &chunk);
         let k = problem.gather_keys(&tiles.k, &chunk);
         let v = problem.gather_keys(&tiles.v, &chunk);
-        let Scores { s, .. } = scores(&problem, q, k, tiles.bias.as_ref(), &chunk);
+        let Scores { s, .. } = scores(&problem, q, k, Some(&tiles), &chunk);
         let p = softmax(&problem, s.clone(), &chunk);
         lse.push(
             &problem,
@@ -96,7 +97,7 @@ pub(crate) fn backward<B: Backend>(
     grads: OutputGrads<B>,
     layout: &LayoutTensors<B>,
     options: &AttentionOptions,
-    bias_grad: bool,
+    wanted: WantedGrads,
 ) -> AttentionGrads<B> {
     let Saved { inputs, output } = saved;
     let problem = Problem::<B>::new(&inputs, layout, options);
@@ -124,8 +125,10 @@ pub(crate) fn backward<B: Backend>(
 
     let mut dq = problem.zeros([problem.num_q_tiles(), b * problem.head_dim]);
     let mut dk = problem.zeros([problem.num_kv_tiles(), b * problem.head_dim]);
-    let mut d_bias = (tiles.bias.as_ref().filter(|_| bias_grad))
+    let mut d_bias = (tiles.bias.as_ref().filter(|_| wanted.bias))
         .map(|bias| problem.zeros(bias.shape().dims::<2>()));
+    let mut diagonals = (tiles.relative.as_ref().filter(|_| wanted.relative_bias))
+        .map(|_| problem.zeros([problem.num_diagonals(), 2 * b - 1]));
     let mut dv = problem.zeros([problem.num_kv_tiles(), b * problem.value_dim]);
     for chunk in problem.chunks() {
         let q = problem.gather_queries(&tiles.q, &chunk);
@@ -143,7 +146,7 @@ pub(crate) fn backward<B: Backend>(
             }
             None => {
                 let Scores { s, tanh } =
-                    scores(&problem, q.clone(), k.clone(), tiles.bias.as_ref(), &chunk);
+                    scores(&problem, q.clone(), k.clone(), Some(&tiles), &chunk);
                 (softmax(&problem, s, &chunk), tanh)
             }
         };
@@ -158,6 +161,10 @@ pub(crate) fn backward<B: Backend>(
         if let Some(sums) = d_bias.take() {
             let rows = problem.bias_rows(ds.clone(), &chunk);
             d_bias = Some(problem.add_rows(sums, chunk.bias_places(&problem), rows));
+        }
+        if let Some(sums) = diagonals.take() {
+            let rows = masses::diagonals_of::<B>(problem.split_blocks(ds.clone(), &chunk), b);
+            diagonals = Some(problem.add_rows(sums, chunk.diagonal_places(&problem), rows));
         }
         if let Some(tanh) = tanh {
             let slope = B::float_neg(B::float_mul(tanh.clone(), tanh));
@@ -178,6 +185,10 @@ pub(crate) fn backward<B: Backend>(
             Some(rows) => MaybeFloat::Some(B::float_cast(problem.untile_bias(rows), dtype)),
             None => MaybeFloat::None,
         },
+        relative_bias: match diagonals {
+            Some(sums) => MaybeFloat::Some(problem.distances_of(sums)),
+            None => MaybeFloat::None,
+        },
     }
 }
 
@@ -193,7 +204,7 @@ fn scores<B: Backend>(
     problem: &Problem<B>,
     q: FloatTensor<B>,
     k: FloatTensor<B>,
-    bias: Option<&FloatTensor<B>>,
+    biases: Option<&TiledInputs<B>>,
     chunk: &Chunk,
 ) -> Scores<B> {
     let mut s = B::float_matmul(q, B::float_transpose(k));
@@ -206,8 +217,11 @@ fn scores<B: Backend>(
     if let Some(slopes) = &problem.alibi {
         s = B::float_sub(s, problem.alibi_penalty(slopes, chunk));
     }
-    if let Some(bias) = bias {
+    if let Some(bias) = biases.and_then(|tiles| tiles.bias.as_ref()) {
         s = B::float_add(s, problem.gather_bias(bias, chunk));
+    }
+    if let Some(table) = biases.and_then(|tiles| tiles.relative.as_ref()) {
+        s = B::float_add(s, problem.gather_relative(table, chunk));
     }
     let masked = chunk.shape.partial * problem.b;
     let s = match chunk.shape.partial {

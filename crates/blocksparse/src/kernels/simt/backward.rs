@@ -10,10 +10,11 @@ use crate::plan::Walk;
 
 /// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what backward needs of the query at each
 /// place, in one buffer because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the
-/// arithmetic; places of no position get zeros. The ALiBi slopes, `[heads]`, are copied behind them.
+/// arithmetic; places of no position get zeros. The ALiBi slopes, `[heads]`, are copied behind them, and then the biases of
+/// distances.
 ///
 /// `out`, `lse`, `grad_lse` contiguous; `grad_out` with any strides of its outer dimensions; `stats` `[rows, 2]`, with `pitch` places
-/// of each head, and behind it `[heads]` where there are slopes.
+/// of each head, and behind it `[heads]` where there are slopes and `table_len` numbers from `table_start` on.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn delta<E: Float, A: Float, N: Size>(
     out: &[Vector<E, N>],
@@ -21,12 +22,15 @@ pub fn delta<E: Float, A: Float, N: Size>(
     lse: &[A],
     grad_lse: ComptimeOption<Box<[A]>>,
     slopes: ComptimeOption<Box<[A]>>,
+    table: ComptimeOption<Box<[A]>>,
     stats: &mut [A],
     grad_strides: Strides,
     listing: Listing,
     heads: usize,
     rows: usize,
     pitch: usize,
+    table_start: usize,
+    table_len: usize,
     lse_factor: InputScalar,
     #[comptime] value_dim: usize,
     #[comptime] residue: bool,
@@ -74,6 +78,17 @@ pub fn delta<E: Float, A: Float, N: Size>(
             }
             ComptimeOption::None => {}
         }
+        #[comptime]
+        match table {
+            ComptimeOption::Some(table) => {
+                let mut at = row;
+                while at < table_len {
+                    stats[table_start + at] = table[at];
+                    at += rows;
+                }
+            }
+            ComptimeOption::None => {}
+        }
     }
 }
 
@@ -95,7 +110,8 @@ pub fn delta<E: Float, A: Float, N: Size>(
 /// pair by pair, a walk over columns, where all queries share a row of the bias, a sum for each key. Batch entries and heads that share
 /// a bias are launched one after the other, from `first_batch` and `first_head` on, so that every element has one writer at a time.
 ///
-/// `out` holds out1 and from vector `second` on out2, both contiguous; `stats` from number `slopes` on the ALiBi slopes.
+/// `out` holds out1 and from vector `second` on out2, both contiguous; `stats` from number `slopes` on the ALiBi slopes, and further on the
+/// biases of `distances`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn backward<E: Float, A: Float, N: Size>(
     a1: &[Vector<E, N>],
@@ -113,6 +129,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     b1_strides: Strides,
     b2_strides: Strides,
     bias_strides: BiasStrides,
+    distances: Distances,
     listing: Listing,
     parts: PlanParts,
     heads: usize,
@@ -316,11 +333,22 @@ pub fn backward<E: Float, A: Float, N: Size>(
                 }
 
                 set_columns(&mut positions, plan, entry, unit_x, &listing, t);
-                let biases = biases::<E, A>(
+                let mut biases = biases::<E, A>(
                     alibi_slope,
                     &bias,
                     bias_start,
                     bias_strides.row,
+                    &positions,
+                    &lengths,
+                    walk,
+                    t,
+                );
+                let start = distances.start + head * distances.head;
+                add_distances(
+                    &mut biases,
+                    stats,
+                    start,
+                    distances.reach,
                     &positions,
                     &lengths,
                     walk,

@@ -29,11 +29,13 @@ pub fn forward<E: Float, A: Float, N: Size>(
     weights: ComptimeOption<Box<[A]>>,
     slopes: ComptimeOption<Box<[A]>>,
     bias: ComptimeOption<Box<[E]>>,
+    table: ComptimeOption<Box<[A]>>,
     plan: &[u32],
     q_strides: Strides,
     k_strides: Strides,
     v_strides: Strides,
     bias_strides: BiasStrides,
+    distances: Distances,
     listing: Listing,
     parts: PlanParts,
     heads_per_kv: usize,
@@ -176,7 +178,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
             let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
             score(&mut s, scale, softcap, t);
             set_columns(&mut positions, plan, entry, unit_x, &listing, t);
-            let biases = biases::<E, A>(
+            let mut biases = biases::<E, A>(
                 slope,
                 &bias,
                 bias_start,
@@ -186,6 +188,19 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 Walk::Rows,
                 t,
             );
+            if comptime!(t.relative) {
+                let start = distances.start + head * distances.head;
+                add_distances(
+                    &mut biases,
+                    &table.as_ref().unwrap()[..],
+                    start,
+                    distances.reach,
+                    &positions,
+                    &lengths,
+                    Walk::Rows,
+                    t,
+                );
+            }
             add_biases(&mut s, &biases, t);
             if step < walk.masked {
                 mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
@@ -299,7 +314,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
             let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
             score(&mut s, scale, softcap, t);
             set_columns(&mut positions, plan, entry, unit_x, &listing, t);
-            let biases = biases::<E, A>(
+            let mut biases = biases::<E, A>(
                 slope,
                 &bias,
                 bias_start,
@@ -309,6 +324,19 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 Walk::Rows,
                 t,
             );
+            if comptime!(t.relative) {
+                let start = distances.start + head * distances.head;
+                add_distances(
+                    &mut biases,
+                    &table.as_ref().unwrap()[..],
+                    start,
+                    distances.reach,
+                    &positions,
+                    &lengths,
+                    Walk::Rows,
+                    t,
+                );
+            }
             add_biases(&mut s, &biases, t);
             if step < walk.masked {
                 mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);

@@ -1,7 +1,9 @@
-//! Sums of weights along lines: over the queries of each key, and over the pairs at each distance.
+//! Sums of weights along lines: over the queries of each key, and over the pairs at each distance; and the gradient of biases of distances,
+//! which is a sum over diagonals, too.
 
 use cubecl::prelude::*;
 
+use super::dropout::{Mask, factors};
 use super::forward::LOW;
 use super::score::*;
 use super::tile::*;
@@ -43,6 +45,9 @@ pub fn line_width(line: Line, side: usize) -> usize {
 /// sums = sum over rows, or over diagonals     each in the order of rows
 /// ```
 ///
+/// With `gradient` it is `ds = p ∘ (dO · vᵀ − delta)`, without the softcap's factor, in the place of the weights: then `v` and `grad_out` are there, and `lse` is
+/// the stats of the backward kernel, with slopes and biases of distances behind them.
+///
 /// `q`, `k` as in the forward kernel, `lse` `[batch, heads, seq_q]`, `sums` `[batch, heads, segments, line_width]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn masses<E: Float, A: Float, N: Size>(
@@ -51,16 +56,26 @@ pub fn masses<E: Float, A: Float, N: Size>(
     lse: &[A],
     slopes: ComptimeOption<Box<[A]>>,
     bias: ComptimeOption<Box<[E]>>,
+    table: ComptimeOption<Box<[A]>>,
+    v: ComptimeOption<Box<[Vector<E, N>]>>,
+    grad_out: ComptimeOption<Box<[Vector<E, N>]>>,
     sums: &mut [A],
     plan: &[u32],
     q_strides: Strides,
     k_strides: Strides,
+    v_strides: Strides,
+    grad_strides: Strides,
     bias_strides: BiasStrides,
+    distances: Distances,
     listing: Listing,
     parts: LineParts,
     heads_per_kv: usize,
+    slopes_at: usize,
     scale: InputScalar,
     softcap: InputScalar,
+    dropout: Mask,
+    dropout_factor: InputScalar,
+    #[comptime] gradient: bool,
     #[comptime] line: Line,
     #[comptime] t: Tile,
     #[define(E)] _element: ElemType,
@@ -83,10 +98,22 @@ pub fn masses<E: Float, A: Float, N: Size>(
     let k_base = batch * k_strides.batch + head / heads_per_kv * k_strides.head;
     let bias_start = batch * bias_strides.batch + head * bias_strides.head;
     let mut slope = A::new(0.0);
-    if comptime!(t.alibi) {
+    if comptime!(t.alibi && gradient) {
+        slope = lse[slopes_at + head];
+    } else if comptime!(t.alibi) {
         let slopes = slopes.unwrap();
         slope = slopes[head];
     }
+    let mut v_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(if gradient {
+        t.rows * pitch(t.value_dim)
+    } else {
+        1
+    }));
+    let mut grad_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(if gradient {
+        t.rows * pitch(t.value_dim)
+    } else {
+        1
+    }));
     let lengths = Lengths {
         queries: q_strides.len,
         keys: k_strides.len,
@@ -132,12 +159,38 @@ pub fn masses<E: Float, A: Float, N: Size>(
             comptime!(t.head_dim),
             t,
         );
+        if comptime!(gradient) {
+            let v = v.as_ref().unwrap();
+            let grad_out = grad_out.as_ref().unwrap();
+            load_rows::<E, A, N>(
+                &grad_out[..],
+                batch * grad_strides.batch + head * grad_strides.head,
+                &grad_strides,
+                &listing,
+                plan,
+                first_row,
+                &mut grad_tile,
+                comptime!(t.value_dim),
+                t,
+            );
+            gather_rows::<E, A, N>(
+                &v[..],
+                batch * v_strides.batch + head / heads_per_kv * v_strides.head,
+                &v_strides,
+                &listing,
+                plan,
+                entry,
+                &mut v_tile,
+                comptime!(t.value_dim),
+                t,
+            );
+        }
         sync_cube();
         let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
         score(&mut s, scale, softcap, t);
         let mut positions = row_positions(plan, first_row, unit_y, &listing, t);
         set_columns(&mut positions, plan, entry, unit_x, &listing, t);
-        let biases = biases::<E, A>(
+        let mut biases = biases::<E, A>(
             slope,
             &bias,
             bias_start,
@@ -147,7 +200,47 @@ pub fn masses<E: Float, A: Float, N: Size>(
             Walk::Rows,
             t,
         );
+        let start = distances.start + head * distances.head;
+        if comptime!(t.relative && gradient) {
+            add_distances(
+                &mut biases,
+                lse,
+                start,
+                distances.reach,
+                &positions,
+                &lengths,
+                Walk::Rows,
+                t,
+            );
+        } else if comptime!(t.relative) {
+            add_distances(
+                &mut biases,
+                &table.as_ref().unwrap()[..],
+                start,
+                distances.reach,
+                &positions,
+                &lengths,
+                Walk::Rows,
+                t,
+            );
+        }
         add_biases(&mut s, &biases, t);
+        let mut dp = Array::<A>::new(comptime!(rows * 4));
+        if comptime!(gradient) {
+            dp = product_rows(
+                &grad_tile,
+                &v_tile,
+                unit_y,
+                unit_x,
+                comptime!(t.value_dim),
+                t,
+            );
+        }
+        let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
+        if comptime!(t.dropout) {
+            let factor = dropout_factor.get::<A>();
+            kept = factors::<A>(&dropout, factor, &positions, batch, head, Walk::Rows, t);
+        }
         let mask = plan[entry + 1] as usize;
         #[unroll]
         for i in 0..rows {
@@ -160,13 +253,26 @@ pub fn masses<E: Float, A: Float, N: Size>(
             }
             // Rows without keys have lse −∞, and no bits.
             let query = first_row + row;
-            let log = lse[row0 + query.min(q_strides.len - 1)];
+            let at = row0 + query.min(q_strides.len - 1);
+            let log = lse[at * comptime!(if gradient { 2usize } else { 1usize })];
             let log = select(log < A::new(LOW), A::new(0.0), log);
+            let mut delta = A::new(0.0);
+            if comptime!(gradient) {
+                delta = lse[at * 2 + 1];
+            }
             #[unroll]
             for j in 0..4usize {
                 let at = comptime!(4 * i + j);
                 let allowed = (bits >> comptime!(j as u32)) & 1u32 == 1u32;
-                sum[at] += select(allowed, (s[at] - log).exp(), A::new(0.0));
+                let mut value = (s[at] - log).exp();
+                if comptime!(gradient) {
+                    let mut by_weight = dp[at];
+                    if comptime!(t.dropout) {
+                        by_weight *= kept[at];
+                    }
+                    value *= by_weight - delta;
+                }
+                sum[at] += select(allowed, value, A::new(0.0));
             }
         }
     }
@@ -247,5 +353,62 @@ pub fn add_segments<A: Float>(
             }
         }
         out[at] = sum;
+    }
+}
+
+/// Units that share a distance's sum.
+pub const FOLD_UNITS: usize = 64;
+
+/// The gradient of biases of distances, `table` `[own_heads, 2 · reach + 1]`, of `diagonals` `[batch, heads, length]`: a cube for each of its numbers. Batch
+/// entries, heads that share it and, at both ends, distances beyond the reach are added up: each unit every [`FOLD_UNITS`]-th of them, then the units in order.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn fold_distances<A: Float>(
+    diagonals: &[A],
+    table: &mut [A],
+    batch: usize,
+    heads: usize,
+    own_heads: usize,
+    seq_q: usize,
+    length: usize,
+    reach: usize,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let at = CUBE_POS;
+    let width = 2 * reach + 1;
+    if at < own_heads * width {
+        // Element x is of the distance key − query = seq_q − 1 − x.
+        let zero = seq_q - 1;
+        let index = at % width;
+        let mut first = 0usize;
+        let mut end = length;
+        if index > 0 {
+            end = (zero + reach + 1).max(index) - index;
+            end = end.min(length);
+        }
+        if index < 2 * reach {
+            first = zero + reach - index.min(zero + reach);
+            first = first.min(length);
+        }
+        let sharing = heads / own_heads;
+        let terms = (end.max(first) - first) * sharing * batch;
+        let mut partial = Shared::<[A]>::new_slice(FOLD_UNITS);
+        let mut sum = A::new(0.0);
+        let mut term = UNIT_POS as usize;
+        while term < terms {
+            let x = first + term % (end - first);
+            let rest = term / (end - first);
+            let head = at / width + rest % sharing;
+            sum += diagonals[(rest / sharing * heads + head) * length + x];
+            term += FOLD_UNITS;
+        }
+        partial[UNIT_POS as usize] = sum;
+        sync_cube();
+        if UNIT_POS == 0 {
+            let mut total = A::new(0.0);
+            for unit in 0..FOLD_UNITS {
+                total += partial[unit];
+            }
+            table[at] = total;
+        }
     }
 }

@@ -130,6 +130,7 @@ pub fn choose(
             alibi: sizes.alibi,
             dropout: sizes.dropout,
             bias: sizes.bias,
+            relative: sizes.relative,
             bias_gradient: false,
             planes: planes.contains(Plane::Ops)
                 && planes.contains(Plane::Sync)

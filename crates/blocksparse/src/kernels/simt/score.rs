@@ -116,8 +116,48 @@ pub fn pair_at(
     Pair { query, key }
 }
 
+/// A table of biases of distances, `[heads or 1, 2 · reach + 1]`.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Distances {
+    /// Elements before it.
+    pub start: usize,
+    /// Elements of a head: 0 if heads share it.
+    pub head: usize,
+    /// The largest distance that has a bias of its own.
+    pub reach: usize,
+}
+
+/// Adds the biases of the unit's distances, the last query sitting at the last key: `table` has them from element `start` on.
+#[cube]
+pub fn add_distances<A: Float>(
+    biases: &mut Array<A>,
+    table: &[A],
+    start: usize,
+    reach: usize,
+    positions: &Positions,
+    lengths: &Lengths,
+    #[comptime] walk: Walk,
+    #[comptime] t: Tile,
+) {
+    if comptime!(t.relative) {
+        #[unroll]
+        for i in 0..comptime!(t.unit_rows) {
+            #[unroll]
+            for j in 0..4usize {
+                let pair = pair_at(positions, i, j, walk);
+                let query = pair.query + lengths.keys;
+                let key = pair.key + lengths.queries;
+                // reach + clamp(key − query, −reach, reach)
+                let ahead = (key.max(query) - query).min(reach);
+                let behind = (query.max(key) - key).min(reach);
+                biases[comptime!(4 * i + j)] += table[start + reach + ahead - behind];
+            }
+        }
+    }
+}
+
 /// What is added to the unit's scores, `[unit_rows · 4]`: `−slope · |distance|`, the last query sitting at the last key, and the
-/// given bias, which begins at element `start`.
+/// given bias, which begins at element `start`. [`add_distances`] adds the rest.
 #[cube]
 pub fn biases<E: Float, A: Float>(
     slope: A,

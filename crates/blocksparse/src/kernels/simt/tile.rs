@@ -35,6 +35,8 @@ pub struct Tile {
     pub dropout: bool,
     /// Whether scores have a given bias.
     pub bias: bool,
+    /// Whether scores have a bias of each distance.
+    pub relative: bool,
     /// Whether the backward kernel makes the bias's gradient, and not that of its inputs.
     pub bias_gradient: bool,
     /// Whether plane operations reduce rows; else shared memory does.
@@ -55,7 +57,7 @@ impl Tile {
 
     /// Whether anything is added to scores.
     pub fn biased(&self) -> bool {
-        self.alibi || self.bias
+        self.alibi || self.bias || self.relative
     }
 
     /// Columns of a step.
