@@ -6,6 +6,7 @@ pub mod autodiff;
 pub mod blocks;
 pub mod cases;
 pub mod compare;
+pub mod device_layout;
 pub mod devices;
 pub mod fuzz;
 pub mod masses;
@@ -129,6 +130,35 @@ pub const CHECKS: &[(&str, Check)] = &[
         "operators_are_deterministic",
         blocks::operators_are_deterministic,
     ),
+    (
+        "device_masks_equal_f64",
+        device_layout::device_masks_equal_f64,
+    ),
+    (
+        "device_indices_equal_f64",
+        device_layout::device_indices_equal_f64,
+    ),
+    (
+        "device_top_k_equals_host_top_k",
+        device_layout::device_top_k_equals_host_top_k,
+    ),
+    (
+        "device_scores_of_all_kinds",
+        device_layout::device_scores_of_all_kinds,
+    ),
+    (
+        "device_layouts_with_all_options",
+        device_layout::device_layouts_with_all_options,
+    ),
+    (
+        "device_layouts_are_used_again",
+        device_layout::device_layouts_are_used_again,
+    ),
+    (
+        "device_layouts_in_half_precision",
+        device_layout::device_layouts_in_half_precision,
+    ),
+    ("device_layout_errors", device_layout::device_layout_errors),
 ];
 
 /// Checks that run only if they are named: one that needs a large GPU, and one that takes as long as it is asked to.

@@ -7,31 +7,34 @@ use crate::devices::{exact_dtypes, half_dtypes};
 use crate::reference::Problem;
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, BlockLayout, Dropout, Pattern, WeightsMode, attention,
-    attention_with_tensors,
+    AttentionOptions, AttentionTensors, BlockLayout, Dropout, Layout, Pattern, WeightsMode,
+    attention, attention_with_tensors,
 };
 
 const MODES: [WeightsMode; 2] = [WeightsMode::Recompute, WeightsMode::Store];
 
 /// A call whose loss is `sum(out · grad_out) + sum(lse · grad_lse)`.
-pub struct Call<'a> {
+pub struct Call<'a, L = BlockLayout> {
     pub what: String,
     pub problem: &'a Problem,
-    pub layout: BlockLayout,
+    pub layout: L,
     pub options: AttentionOptions,
     /// Whether out is in the loss.
     pub use_out: bool,
 }
 
-impl Call<'_> {
+impl<L> Call<'_, L>
+where
+    for<'l> &'l L: Into<Layout<'l>>,
+{
     /// Compares everything on a device without autodiff.
-    fn check(&self, device: &Device) {
+    pub fn check(&self, device: &Device) {
         for (dtype, tolerance) in exact_dtypes(device) {
             self.check_dtype(device, dtype, tolerance);
         }
     }
 
-    fn check_dtype(&self, device: &Device, dtype: DType, tolerance: f64) {
+    pub fn check_dtype(&self, device: &Device, dtype: DType, tolerance: f64) {
         let answer = self.problem.solve();
         for (name, got) in self.run(device, dtype) {
             let (terms, expected) = match name {

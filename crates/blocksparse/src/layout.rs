@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::builder::{Grid, Rows};
 use crate::columns::Columns;
 use crate::mask::{BlockMask, FULL, MaskInterner};
+use crate::on_device::DeviceChoice;
 use crate::residue::{self, Part};
 use crate::{BLOCK_SIZES, LayoutError, Pattern};
 
@@ -129,6 +130,8 @@ pub(crate) struct Inner {
     pub masks: Vec<BlockMask>,
     /// A cheaper way to compute the same pairs.
     parts: Option<Vec<Part>>,
+    /// Blocks are chosen on a device, and none are listed here.
+    pub choice: Option<DeviceChoice>,
     attachments: Mutex<Vec<(TypeId, Arc<dyn Any + Send + Sync>)>>,
 }
 
@@ -630,8 +633,14 @@ impl Inner {
             patterns,
             masks,
             parts: None,
+            choice: None,
             attachments: Mutex::default(),
         }
+    }
+
+    pub fn on_device(mut self, choice: DeviceChoice) -> Self {
+        self.choice = Some(choice);
+        self
     }
 }
 

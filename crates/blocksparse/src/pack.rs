@@ -18,7 +18,7 @@ impl BlockLayout {
     /// is continued, kernels fill their tiles so, and read keys and values once for all heads that share them.
     ///
     /// `None` if there is more than one row of query blocks, if heads that share a key head have different patterns, or if `kv_heads` does
-    /// not divide the heads. Made once per layout, in O(runs).
+    /// not divide the heads, or if a device chooses the blocks. Made once per layout, in O(runs).
     ///
     /// ```
     /// use blocksparse::Pattern;
@@ -42,7 +42,9 @@ impl BlockLayout {
     }
 
     fn pack(&self, kv_heads: usize) -> Option<BlockLayout> {
-        if kv_heads == 0 || !self.heads().is_multiple_of(kv_heads) || self.q_blocks() != 1 {
+        let chosen = self.device_choice().is_some();
+        if chosen || kv_heads == 0 || !self.heads().is_multiple_of(kv_heads) || self.q_blocks() != 1
+        {
             return None;
         }
         let group = self.heads() / kv_heads;

@@ -70,7 +70,7 @@ pub const NO_VISIT: u32 = u32::MAX >> 1;
 pub const MASKED_STEP: u32 = 1 << 31;
 
 /// Mask id of an entry without any pair, which fills up a step. Id 0 is the full entry.
-const EMPTY: u32 = 1;
+pub(crate) const EMPTY: u32 = 1;
 
 /// Where the parts of [`TilePlan::words`] begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -564,7 +564,7 @@ impl<'a> TileMasks<'a> {
 }
 
 /// Columns' worth of time that a tile takes before its first and after its last step.
-const START: f64 = 64.0;
+pub(crate) const START: f64 = 64.0;
 
 /// The time tiles of `rows` rows and steps of `cols` columns take, relative to computing nothing but the pairs in kept blocks:
 /// what the union of block rows, the filling up of steps, and the tiles' beginnings add. From a sample of the
@@ -572,6 +572,9 @@ const START: f64 = 64.0;
 pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
     /// Blocks looked at per launch; small layouts have fewer.
     const ENOUGH: usize = 1 << 16;
+    if let Some(choice) = layout.device_choice() {
+        return choice.overhead(layout.shape(), tiling);
+    }
     let Tiling {
         walk,
         rows,

@@ -8,11 +8,13 @@ use crate::ops::{AttentionInputs, AttentionOutput, BlockSparseOps, MaybeFloat};
 use crate::pack::packed;
 use crate::tensors::Biases;
 use crate::{
-    AttentionError, AttentionOptions, AttentionPlan, BlockSparseTensor, WeightsMode, upload,
+    AttentionError, AttentionOptions, AttentionPlan, BlockSparseTensor, Layout, WeightsMode, upload,
 };
 
 /// Softmax attention over the pairs that `layout` allows:
 /// `out[i] = Σ_j p[i, j] · v[j]`, `p[i, ·] = softmax over the allowed j of scale · q[i] · k[j]`.
+///
+/// `layout` is a [`BlockLayout`], built on the host, or a [`DeviceLayout`](crate::DeviceLayout), made on the device of tensors.
 ///
 /// Exact, differentiable (once) in `q`, `k` and `v`, deterministic. Rows with no allowed key give zeros
 /// and zero gradients.
@@ -27,14 +29,14 @@ use crate::{
 /// # Errors
 /// [`AttentionError`] if shapes, dtypes, devices or options do not fit each other or the layout, or if the
 /// device cannot run the call ([`AttentionPlan`] says what it runs).
-pub fn attention(
+pub fn attention<'a>(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    layout: &BlockLayout,
+    layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
 ) -> Result<Tensor<4>, AttentionError> {
-    let output = call(q, k, v, Biases::default(), layout, options)?;
+    let output = call(q, k, v, Biases::default(), layout.into(), options)?;
     Ok(Tensor::from_dispatch(output.out))
 }
 
@@ -46,14 +48,14 @@ pub fn attention(
 ///
 /// # Errors
 /// As [`attention`].
-pub fn attention_with_lse(
+pub fn attention_with_lse<'a>(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    layout: &BlockLayout,
+    layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
-    let output = call(q, k, v, Biases::default(), layout, options)?;
+    let output = call(q, k, v, Biases::default(), layout.into(), options)?;
     Ok((
         Tensor::from_dispatch(output.out),
         Tensor::from_dispatch(output.lse),
@@ -73,7 +75,7 @@ pub fn attention_with_weights(
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, BlockSparseTensor), AttentionError> {
     let options = options.weights(WeightsMode::Store);
-    let output = call(q, k, v, Biases::default(), layout, options)?;
+    let output = call(q, k, v, Biases::default(), layout.into(), options)?;
     let MaybeFloat::Some(weights) = output.weights else {
         unreachable!("WeightsMode::Store returns the weights")
     };
@@ -89,16 +91,21 @@ pub(crate) fn call(
     k: Tensor<4>,
     v: Tensor<4>,
     biases: Biases,
-    layout: &BlockLayout,
+    layout: Layout,
     options: AttentionOptions,
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
-    check(&q, &k, &v, layout)?;
-    options.validate(layout.heads(), q.dtype())?;
+    check_call(&q, &k, &v, layout, &options)?;
     let plan = AttentionPlan::choose(&q, &k, &v, &biases, layout, &options)?;
     let [batch, heads, seq_q, head_dim] = q.dims();
     let kv_heads = k.dims()[1];
+    // The reference walks what the host knows.
+    let read = match layout {
+        Layout::Device(layout) if !plan.is_kernels() => Some(layout.to_host()?),
+        _ => None,
+    };
+    let host = read.as_ref().unwrap_or(layout.sizes());
     let packed = match plan.is_kernels() {
-        true => packed(layout, kv_heads, biases.kinds().contains(&true), &options),
+        true => packed(host, kv_heads, biases.kinds().contains(&true), &options),
         false => None,
     };
     // The same memory: heads that share a key head are neighbours.
@@ -106,8 +113,11 @@ pub(crate) fn call(
         Some(packed) => q.reshape([batch, kv_heads, packed.seq_q(), head_dim]),
         None => q,
     };
-    let layout = packed.as_ref().unwrap_or(layout);
-    let layout = upload::layout_tensors(layout, &own.device(), plan.is_kernels());
+    let host = packed.as_ref().unwrap_or(host);
+    let mut tensors = upload::layout_tensors(host, &own.device(), plan.is_kernels());
+    if let (Layout::Device(layout), None) = (layout, &read) {
+        tensors.choice = layout.chooser();
+    }
     let [bias, relative_bias] = biases.into_dispatch();
     let inputs = AttentionInputs {
         q: own.into_dispatch(),
@@ -116,7 +126,7 @@ pub(crate) fn call(
         bias,
         relative_bias,
     };
-    let mut output = <Dispatch as BlockSparseOps>::block_sparse_attention(inputs, layout, options);
+    let mut output = <Dispatch as BlockSparseOps>::block_sparse_attention(inputs, tensors, options);
     if packed.is_some() {
         let out = Tensor::<4>::from_dispatch(output.out);
         let value_dim = out.dims()[3];
@@ -126,6 +136,30 @@ pub(crate) fn call(
         output.lse = lse.into_dispatch();
     }
     Ok(output)
+}
+
+/// Checks everything but tensors that are options.
+pub(crate) fn check_call(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    layout: Layout,
+    options: &AttentionOptions,
+) -> Result<(), AttentionError> {
+    check(q, k, v, layout.sizes())?;
+    options.validate(layout.sizes().heads(), q.dtype())?;
+    let Layout::Device(layout) = layout else {
+        return Ok(());
+    };
+    AttentionError::expect_same("layout's device", q.device(), "q's", layout.device())?;
+    match options.weights {
+        WeightsMode::Recompute => Ok(()),
+        WeightsMode::Store => Err(AttentionError::argument(
+            "options.weights",
+            "Recompute for a layout that is made on the device",
+            "Store",
+        )),
+    }
 }
 
 pub(crate) fn check(

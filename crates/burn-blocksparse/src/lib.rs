@@ -29,6 +29,7 @@
 mod attention;
 mod backends;
 mod blocks;
+mod device_layout;
 mod error;
 mod masses;
 mod merge;
@@ -50,18 +51,19 @@ pub use blocksparse::font;
 pub use blocksparse::{
     BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Restriction,
 };
+pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use error::AttentionError;
 pub use masses::{
     AttentionMassOps, AttentionMasses, MassInputs, MassOptions, MassOutput, attention_masses,
 };
 pub use merge::merge_attention;
 pub use ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
-    OutputGrads, Saved, WantedGrads,
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, BlockSparseOps, LayoutTensors,
+    MaybeFloat, OutputGrads, Saved, WantedGrads,
 };
 pub use options::{AttentionOptions, Precision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::{AttentionTensors, attention_with_tensors};
-pub use top_k::{TopKOptions, top_k_blocks};
+pub use top_k::{TopKOptions, top_k_blocks, top_k_blocks_on_device};
 pub use vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
 pub use weights::BlockSparseTensor;

@@ -5,7 +5,7 @@
 //! (a bias, sink logits) becomes a field, not another signature.
 
 use blocksparse::BlockLayout;
-use burn::backend::tensor::{BoolTensor, FloatTensor};
+use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
 use crate::{AttentionOptions, reference};
@@ -38,6 +38,20 @@ pub struct AttentionInputs<B: Backend> {
     pub relative_bias: MaybeFloat<B>,
 }
 
+/// The tensor that chooses the blocks of a layout, contiguous or not.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub enum BlockChoice<B: Backend> {
+    /// None: the host's description lists the blocks.
+    Listed,
+    /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`: whether a block is chosen.
+    Mask(BoolTensor<B>),
+    /// `[batch or 1, heads or 1, q_blocks, most]`, i32: the key blocks that are chosen, or −1.
+    Indices(IntTensor<B>),
+    /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`, f32: the highest are chosen.
+    Scores(FloatTensor<B>),
+}
+
 /// A layout as backends see it: the host's description and what of it lives on the device.
 /// Never on an autodiff device.
 #[derive(ExtensionType, Clone, Debug)]
@@ -47,7 +61,10 @@ pub struct LayoutTensors<B: Backend> {
     /// `[masks, block_size · block_size]`, row-major, Burn's sense (`true` = masked). A single element where
     /// kernels run: they have their own form of it.
     pub blocked: BoolTensor<B>,
-    /// The layout itself.
+    /// What chooses the blocks of a layout that is made on the device.
+    #[extension_type]
+    pub choice: BlockChoice<B>,
+    /// The layout itself; its sizes only if it is made on the device, where kernels run.
     pub host: BlockLayout,
 }
 

@@ -12,7 +12,7 @@ use burn::tensor::{Device, Tensor};
 #[cfg(feature = "cube")]
 use crate::pack;
 use crate::tensors::Biases;
-use crate::{AttentionError, AttentionOptions, AttentionTensors, attention};
+use crate::{AttentionError, AttentionOptions, AttentionTensors, Layout, attention};
 
 /// What a call of [`attention`](crate::attention()) runs on its device. It prints:
 ///
@@ -50,11 +50,11 @@ impl AttentionPlan {
     ///
     /// # Errors
     /// As [`attention`](crate::attention()).
-    pub fn new(
+    pub fn new<'a>(
         q: &Tensor<4>,
         k: &Tensor<4>,
         v: &Tensor<4>,
-        layout: &BlockLayout,
+        layout: impl Into<Layout<'a>>,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
         Self::with_tensors(q, k, v, &AttentionTensors::default(), layout, options)
@@ -64,17 +64,17 @@ impl AttentionPlan {
     ///
     /// # Errors
     /// As that call.
-    pub fn with_tensors(
+    pub fn with_tensors<'a>(
         q: &Tensor<4>,
         k: &Tensor<4>,
         v: &Tensor<4>,
         tensors: &AttentionTensors,
-        layout: &BlockLayout,
+        layout: impl Into<Layout<'a>>,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
-        attention::check(q, k, v, layout)?;
-        tensors.check(q, layout)?;
-        options.validate(layout.heads(), q.dtype())?;
+        let layout = layout.into();
+        attention::check_call(q, k, v, layout, options)?;
+        tensors.check(q, layout.sizes())?;
         Self::choose(q, k, v, &tensors.clone().biases(q), layout, options)
     }
 
@@ -90,7 +90,7 @@ impl AttentionPlan {
         k: &Tensor<4>,
         v: &Tensor<4>,
         biases: &Biases,
-        layout: &BlockLayout,
+        layout: Layout,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
         let device = q.device();
@@ -99,11 +99,11 @@ impl AttentionPlan {
             let [batch, kv_heads, _, head_dim] = k.dims();
             let dims = [batch, kv_heads, head_dim, v.dims()[3]];
             let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, biases.kinds())?;
-            let packed = pack::packed(layout, kv_heads, biases.kinds().contains(&true), options);
-            let layout = packed.as_ref().unwrap_or(layout);
-            let plan = crate::backends::cube::plan(inner, layout, sizes)?;
+            let own = layout.sizes();
+            let packed = pack::packed(own, kv_heads, biases.kinds().contains(&true), options);
+            let plan = crate::backends::cube::plan(inner, packed.as_ref().unwrap_or(own), sizes)?;
             if crate::backends::cube::uses_reference() {
-                let device = name(&device);
+                let device = place(&device, layout);
                 return Ok(Self::Reference { device });
             }
             if [q, k, v].into_iter().any(|x| x.device().is_autodiff()) || biases.is_autodiff() {
@@ -112,7 +112,7 @@ impl AttentionPlan {
             return Ok(Self::Kernels(plan));
         }
         Ok(Self::Reference {
-            device: name(&device),
+            device: place(&device, layout),
         })
     }
 }
@@ -137,8 +137,16 @@ pub(crate) fn sums_in_kernels(
     Ok(false)
 }
 
-fn name(device: &Device) -> String {
-    format!("{:?}", device.clone().without_autodiff().as_dispatch())
+/// Where the reference runs, and what it needs of the device.
+fn place(device: &Device, layout: Layout) -> String {
+    let device = format!("{:?}", device.clone().without_autodiff().as_dispatch());
+    match layout {
+        Layout::Host(_) => device,
+        Layout::Device(layout) => {
+            let name = layout.frame().name();
+            format!("{device}, which reads the layout back: {name}")
+        }
+    }
 }
 
 impl fmt::Display for AttentionPlan {

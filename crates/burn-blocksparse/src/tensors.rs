@@ -8,7 +8,7 @@ use crate::attention::{call, check};
 use crate::merge::{Shares, shares};
 use crate::ops::MaybeFloat;
 use crate::reference::accumulate_in;
-use crate::{AttentionError, AttentionOptions};
+use crate::{AttentionError, AttentionOptions, Layout};
 
 /// Tensors of [`attention_with_tensors`] besides queries, keys and values. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
@@ -199,16 +199,17 @@ impl AttentionTensors {
 ///
 /// # Errors
 /// As [`attention`](crate::attention()), and if a tensor does not fit the layout or the others.
-pub fn attention_with_tensors(
+pub fn attention_with_tensors<'a>(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
     tensors: AttentionTensors,
-    layout: &BlockLayout,
+    layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
-    check(&q, &k, &v, layout)?;
-    tensors.check(&q, layout)?;
+    let layout = layout.into();
+    check(&q, &k, &v, layout.sizes())?;
+    tensors.check(&q, layout.sizes())?;
     let sinks = tensors.sinks.clone();
     let biases = tensors.biases(&q);
     let output = call(q, k, v, biases, layout, options)?;

@@ -1,9 +1,10 @@
 //! Layouts chosen by content: the key blocks whose means score highest.
 
-use blocksparse::{BlockLayout, BlockMask, LayoutShape};
+use blocksparse::{BlockLayout, LayoutShape};
 use burn::tensor::{DType, Tensor};
 
-use crate::AttentionError;
+use crate::device_layout::mask;
+use crate::{AttentionError, DeviceLayout};
 
 /// How [`top_k_blocks`] chooses. Build it from [`TopKOptions::new`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,7 +57,8 @@ impl TopKOptions {
 /// `mean(q) · mean(k)` (as the block-sparse heads of MInference choose, Jiang et al., 2024). Ties go to the earlier block.
 ///
 /// The scores, `batch · heads · q_blocks · kv_blocks` numbers, are **read back to the host**, which waits for the device, and the layout is built there: choose
-/// once per sequence or per a few steps, not per layer and step. The choice is not differentiable; attention over the layout is.
+/// once per sequence or per a few steps, not per layer and step; [`top_k_blocks_on_device`] waits for nothing. The choice is not
+/// differentiable; attention over the layout is.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -75,37 +77,97 @@ impl TopKOptions {
 /// - `k`: `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`
 ///
 /// # Errors
-/// [`AttentionError`] if shapes, dtypes or devices do not fit each other, or an option is out of range.
+/// [`AttentionError`] if shapes, dtypes or devices do not fit each other, an option is out of range, or the scores cannot be read.
 pub fn top_k_blocks(
     q: Tensor<4>,
     k: Tensor<4>,
     options: TopKOptions,
 ) -> Result<BlockLayout, AttentionError> {
     check(&q, &k, &options)?;
-    let [batch, heads, seq_q, _] = q.dims();
-    let [_, kv_heads, seq_kv, _] = k.dims();
-    let shape = LayoutShape {
-        heads,
-        seq_q,
-        seq_kv,
-        block_size: options.block_size,
-    };
-    // The sizes are the layout's to check, before anything is computed with them.
-    BlockLayout::from_block_fn("sizes", shape, |_, _, _| None)?;
-    let scores = scores(q, k, heads / kv_heads, options.block_size);
-    let [_, _, q_blocks, kv_blocks] = scores.dims();
-    let scores: Vec<f32> = (scores.into_data().to_vec()).expect("scores are f32");
-    let rows: Vec<Vec<bool>> = (scores.chunks(kv_blocks).enumerate())
-        .map(|(row, scores)| choose(scores, row % q_blocks, shape, &options))
-        .collect();
+    let shape = checked_shape(&q, &k, &options)?;
+    let [batch, heads, ..] = q.dims();
+    let scores = scores(q, k.clone(), heads / k.dims()[1], options.block_size);
+    let q_blocks = scores.dims()[2];
+    let rows = choose_rows(scores, shape, &options)?;
     let layouts = (0..batch).map(|entry| {
         BlockLayout::from_block_fn("top_k", shape, |head, q_block, kv_block| {
             let row = (entry * heads + head) * q_blocks + q_block;
-            rows[row][kv_block].then(|| mask(q_block, kv_block, shape, &options))
+            rows[row][kv_block].then(|| mask(q_block, kv_block, shape, options.causal))
         })
     });
     let layouts = layouts.collect::<Result<Vec<_>, _>>()?;
     Ok(BlockLayout::stack_batch(&layouts)?)
+}
+
+/// The same layout as [`top_k_blocks`]', made on the device: nothing is read back, so that every layer and step may choose anew. Of rows of
+/// equal scores both keep the earlier blocks.
+///
+/// # Training
+/// Gradients of attention reach q, k and v through the pairs of the chosen blocks, as with any layout; the choice, and the scores behind
+/// it, get none. That is straight-through training in its plain form: what is chosen learns, by how well it serves. Where blocks that were
+/// not chosen should learn, too, add a term whose value is 0 and whose gradient is that of a coarse attention, to the means of
+/// blocks, which is what chooses:
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::{
+///     AttentionOptions, Pattern, TopKOptions, attention, top_k_blocks_on_device,
+/// };
+///
+/// let device = Device::flex().autodiff();
+/// let [q, k, v] = [(); 3].map(|_| {
+///     Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &device).require_grad()
+/// });
+/// let choice = TopKOptions::new(32, 2).causal(false);
+/// let layout = top_k_blocks_on_device(q.clone(), k.clone(), choice)?;
+/// let options = AttentionOptions::default();
+/// let out = attention(q.clone(), k.clone(), v.clone(), &layout, options.clone())?;
+/// // Every query attends to the means of all blocks of keys: 8 keys instead of 256.
+/// let means = |x: Tensor<4>| x.reshape([2, 8, 32, 16]).mean_dim(2).reshape([1, 2, 8, 16]);
+/// let shape = burn_blocksparse::LayoutShape { heads: 2, seq_q: 256, seq_kv: 8, block_size: 8 };
+/// let all = burn_blocksparse::BlockLayout::new(&Pattern::dense(), shape)?;
+/// let coarse = attention(q.clone(), means(k.clone()), means(v), &all, options)?;
+/// let out = out + coarse.clone() - coarse.detach();
+/// let gradients = out.powi_scalar(2).sum().backward();
+/// assert_eq!(k.grad(&gradients).unwrap().dims(), [1, 2, 256, 16]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// With causal attention the coarse one needs a layout of its own ([`Pattern::from_fn`](crate::Pattern::from_fn)): query `i` may see block
+/// `c` if its last key is no later, `(c + 1) · block_size ≤ i + 1`.
+///
+/// # Shapes
+/// As [`top_k_blocks`].
+///
+/// # Errors
+/// As [`top_k_blocks`], but for reading.
+pub fn top_k_blocks_on_device(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    options: TopKOptions,
+) -> Result<DeviceLayout, AttentionError> {
+    check(&q, &k, &options)?;
+    let shape = checked_shape(&q, &k, &options)?;
+    let group = shape.heads / k.dims()[1];
+    let scores = scores(q, k, group, options.block_size);
+    DeviceLayout::from_block_scores(scores, shape, &options)
+}
+
+/// The sizes of the layout, which are its to check, before anything is computed with them.
+fn checked_shape(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    options: &TopKOptions,
+) -> Result<LayoutShape, AttentionError> {
+    let [_, heads, seq_q, _] = q.dims();
+    let shape = LayoutShape {
+        heads,
+        seq_q,
+        seq_kv: k.dims()[2],
+        block_size: options.block_size,
+    };
+    BlockLayout::from_block_fn("sizes", shape, |_, _, _| None)?;
+    Ok(shape)
 }
 
 fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), AttentionError> {
@@ -163,6 +225,20 @@ fn means(x: Tensor<4>, block_size: usize) -> Tensor<4> {
     Tensor::cat(parts, 2)
 }
 
+/// Which key blocks each row of scores keeps, read back from the device.
+pub(crate) fn choose_rows(
+    scores: Tensor<4>,
+    shape: LayoutShape,
+    options: &TopKOptions,
+) -> Result<Vec<Vec<bool>>, AttentionError> {
+    let [_, _, q_blocks, kv_blocks] = scores.dims();
+    let scores = scores.try_into_data().map_err(AttentionError::read)?;
+    let scores: Vec<f32> = scores.to_vec().map_err(AttentionError::read)?;
+    let rows = scores.chunks(kv_blocks).enumerate();
+    let rows = rows.map(|(row, scores)| choose(scores, row % q_blocks, shape, options));
+    Ok(rows.collect())
+}
+
 /// Which key blocks a row of query blocks keeps.
 fn choose(scores: &[f32], q_block: usize, shape: LayoutShape, options: &TopKOptions) -> Vec<bool> {
     let [first, last] = positions(q_block, shape);
@@ -177,7 +253,8 @@ fn choose(scores: &[f32], q_block: usize, shape: LayoutShape, options: &TopKOpti
         candidates.partition(|&kv_block| forced(kv_block));
     let key = |kv_block: usize| match scores[kv_block].is_nan() {
         true => f32::NEG_INFINITY,
-        false => scores[kv_block],
+        // −0 equals 0.
+        false => scores[kv_block] + 0.0,
     };
     rest.sort_by(|&x, &y| key(y).total_cmp(&key(x)));
     rest.truncate(options.k.saturating_sub(chosen.len()));
@@ -188,17 +265,9 @@ fn choose(scores: &[f32], q_block: usize, shape: LayoutShape, options: &TopKOpti
 }
 
 /// Positions of the first and the last query of a block; the last of all queries sits at the last key.
-fn positions(q_block: usize, shape: LayoutShape) -> [i64; 2] {
+pub(crate) fn positions(q_block: usize, shape: LayoutShape) -> [i64; 2] {
     let offset = shape.seq_kv as i64 - shape.seq_q as i64;
     let first = q_block * shape.block_size;
     let last = (first + shape.block_size).min(shape.seq_q) - 1;
     [first as i64 + offset, last as i64 + offset]
-}
-
-fn mask(q_block: usize, kv_block: usize, shape: LayoutShape, options: &TopKOptions) -> BlockMask {
-    let b = shape.block_size;
-    let [first, _] = positions(q_block, shape);
-    BlockMask::from_fn(b, |row, column| {
-        !options.causal || (kv_block * b + column) as i64 <= first + row as i64
-    })
 }

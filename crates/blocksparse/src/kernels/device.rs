@@ -1,4 +1,4 @@
-//! What a layout keeps on devices, uploaded once: its launch plans, as long as it lives, and the ALiBi slopes of its last call.
+//! What a layout keeps on devices: its launch plans, uploaded once or made there, as long as it lives, and the ALiBi slopes of its last call.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -7,7 +7,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{DeviceKey, device_key};
+use super::{DeviceKey, device_key, on_device};
 use crate::BlockLayout;
 use crate::lines::{LinePlan, LineSections, Lines};
 use crate::plan::{Sections, TilePlan, Tiling};
@@ -34,6 +34,9 @@ pub fn plan(client: &Client, layout: &BlockLayout, tiling: Tiling) -> Arc<Device
     };
     let key = (device_key(client), tiling);
     let made = plans.entry(key).or_insert_with(|| {
+        if let Some(choice) = layout.device_choice() {
+            return Arc::new(on_device::plan(client, layout, choice, tiling));
+        }
         let plan = TilePlan::new(layout, tiling);
         Arc::new(DevicePlan {
             words: client.create_from_slice(bytemuck::cast_slice(&plan.words)),

@@ -24,6 +24,7 @@ mod launch;
 mod masses;
 #[cfg(feature = "cuda-asm")]
 pub mod mma;
+mod on_device;
 mod simt;
 #[cfg(feature = "cuda-asm")]
 mod tensor;
@@ -39,6 +40,8 @@ use cubecl::server::Handle;
 
 use crate::plan::{Tiling, Walk};
 use crate::{BlockLayout, Residue};
+
+pub use on_device::{ChoiceTensor, choose_blocks};
 
 pub use launch::{
     BiasView, Gradients, OutputGrads, Outputs, ScoreOptions, TableView, backward, forward,
@@ -385,25 +388,34 @@ impl AttentionPlan {
             .map(|(index, (part, residue))| {
                 let by_class = residue.is_some();
                 let walked = part.unwrap_or(layout);
+                #[cfg(feature = "cuda-asm")]
+                let chosen = walked.device_choice().is_some();
                 let choose =
                     |kernel| simt::choose(walked, &sizes, kernel, by_class, index > 0, properties);
                 let [forward, rows, columns] = kernels.map(choose);
                 #[cfg(feature = "cuda-asm")]
-                let hopper = hopper::choose(
-                    walked,
-                    &sizes,
-                    layout.seq_kv(),
-                    residue,
-                    index > 0,
-                    properties,
-                );
+                let hopper = match chosen {
+                    true => Err(CHOSEN),
+                    false => hopper::choose(
+                        walked,
+                        &sizes,
+                        layout.seq_kv(),
+                        residue,
+                        index > 0,
+                        properties,
+                    ),
+                };
                 #[cfg(feature = "cuda-asm")]
                 let hopper_backward = hopper::choose_backward(walked, &sizes, &hopper, properties);
                 #[cfg(feature = "cuda-asm")]
-                let mma =
-                    |kernel| mma::choose(walked, &sizes, kernel, residue, index > 0, properties);
+                let mma = |kernel| match chosen {
+                    true => Err(CHOSEN),
+                    false => mma::choose(walked, &sizes, kernel, residue, index > 0, properties),
+                };
                 #[cfg(feature = "cuda-asm")]
                 const TAKEN: &str = "the hopper tier takes it";
+                #[cfg(feature = "cuda-asm")]
+                const CHOSEN: &str = "the layout is made on the device";
                 Ok(PartPlan {
                     #[cfg(feature = "cuda-asm")]
                     mma: match hopper {
@@ -440,6 +452,9 @@ impl AttentionPlan {
                 length.div_ceil(part.tile(kernel).rows)
             });
             let tiles = tiles.max().unwrap_or(0);
+            for part in &parts {
+                on_device::check(part.layout(layout), part.tiling(kernel), properties)?;
+            }
             // With the buffer in which CubeCL passes scalars.
             let buffers = match kernel {
                 // In the backward pass slopes and biases of distances lie behind lse and delta.

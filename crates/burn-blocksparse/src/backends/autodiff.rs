@@ -12,8 +12,8 @@ use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
 
 use crate::AttentionOptions;
 use crate::ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
-    OutputGrads, Saved, WantedGrads,
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, BlockSparseOps, LayoutTensors,
+    MaybeFloat, OutputGrads, Saved, WantedGrads,
 };
 
 /// The attention step. A step of Burn's autodiff has one output, attention has two: the node of this step is hidden, and
@@ -246,6 +246,12 @@ pub(super) fn inner_layout<B: Backend, C: CheckpointStrategy>(
 ) -> LayoutTensors<B> {
     LayoutTensors {
         blocked: layout.blocked,
+        choice: match layout.choice {
+            BlockChoice::Listed => BlockChoice::Listed,
+            BlockChoice::Mask(mask) => BlockChoice::Mask(mask),
+            BlockChoice::Indices(indices) => BlockChoice::Indices(indices),
+            BlockChoice::Scores(scores) => BlockChoice::Scores(scores.into_primitive()),
+        },
         host: layout.host,
     }
 }

@@ -3,7 +3,8 @@
 use std::sync::{Arc, LazyLock};
 
 use blocksparse::kernels::{
-    self, AttentionPlan, BiasView, Gradients, Outputs, ScoreOptions, Sizes, TableView, TensorView,
+    self, AttentionPlan, BiasView, ChoiceTensor, Gradients, Outputs, ScoreOptions, Sizes,
+    TableView, TensorView,
 };
 use blocksparse::{BlockLayout, kernels::KernelError};
 use burn::backend::cubecl::dtype_to_elem_type;
@@ -16,8 +17,8 @@ use cubecl::client::Client;
 use cubecl::prelude::InputScalar;
 
 use crate::ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockSparseOps, LayoutTensors, MaybeFloat,
-    OutputGrads, Saved, WantedGrads,
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, BlockSparseOps, LayoutTensors,
+    MaybeFloat, OutputGrads, Saved, WantedGrads,
 };
 use crate::{AttentionOptions, Precision, WeightsMode, reference, weights};
 
@@ -266,6 +267,7 @@ impl Call {
         ));
         let (client, device) = (q.client.clone(), q.device.clone());
         let plan = checked(AttentionPlan::new(&client, &layout.host, sizes));
+        choose_blocks(&client, &layout.host, layout.choice);
         let alignment = plan.alignment();
         Self {
             client,
@@ -360,6 +362,21 @@ pub(super) fn bias_view(bias: &CubeTensor) -> BiasView {
         handle: bias.handle.clone(),
         shape: bias.meta.shape().dims(),
     }
+}
+
+/// Gives a layout that is made on the device the tensor that chooses its blocks.
+fn choose_blocks(client: &Client, layout: &BlockLayout, choice: BlockChoice<CubeBackend>) {
+    let tensor = match choice {
+        BlockChoice::Listed => return,
+        BlockChoice::Mask(tensor) | BlockChoice::Indices(tensor) | BlockChoice::Scores(tensor) => {
+            into_contiguous(tensor)
+        }
+    };
+    let tensor = ChoiceTensor {
+        dtype: dtype_to_elem_type(tensor.dtype),
+        handle: tensor.handle,
+    };
+    checked(kernels::choose_blocks(client, layout, &tensor));
 }
 
 /// The kernels take any strides but of the last dimension, as long as they are multiples of `alignment` elements.

@@ -1,0 +1,425 @@
+//! Launch plans of layouts whose blocks a tensor chooses: made on its device, in buffers whose sizes follow from the layout's sizes.
+//!
+//! The tensor becomes bits ([`bits`]), the bits become the words of a plan ([`words`]), and kernels walk it as they walk any other.
+
+mod bits;
+mod words;
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::Mutex;
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::device::DevicePlan;
+use super::{DeviceKey, KernelError, device_key};
+use crate::on_device::TALLEST;
+use crate::plan::{Sections, Tiling, Walk};
+use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
+use bits::{GridLaunch, TopKLaunch};
+use words::{Cut, ExtentLaunch, HeadsLaunch, PlacesLaunch};
+
+/// Units of a cube of kernels whose units work alone.
+const UNITS: u32 = 64;
+
+/// The tensor that chooses a layout's blocks, contiguous.
+#[derive(Clone, Debug)]
+pub struct ChoiceTensor {
+    /// The buffer, beginning at the first element.
+    pub handle: Handle,
+    /// Type of the elements: of a mask any integers, 0 for what is not chosen; of indices i32; of scores f32.
+    pub dtype: ElemType,
+}
+
+/// The bits of a layout's blocks on devices, by rows and by columns.
+#[derive(Default)]
+struct Bits(Mutex<HashMap<DeviceKey, [Handle; 2]>>);
+
+/// Gives a layout the tensor that chooses its blocks: `[batch or 1, heads or 1, q_blocks, n]`, `n` being `kv_blocks` or the indices of a
+/// row, as its [`DeviceChoice`] says. A layout that was given one on this device keeps it. Nothing is read back.
+///
+/// # Errors
+/// [`KernelError`] if the device lacks the tensor's type, or the pairs of blocks are more than 32 bits count.
+pub fn choose_blocks(
+    client: &Client,
+    layout: &BlockLayout,
+    tensor: &ChoiceTensor,
+) -> Result<(), KernelError> {
+    let Some(choice) = layout.device_choice() else {
+        return Ok(());
+    };
+    if !client.properties().supports_type(tensor.dtype) {
+        return Err(KernelError::Dtype {
+            dtype: tensor.dtype.to_string(),
+        });
+    }
+    let known = layout.attachment(Bits::default);
+    let mut known = match known.0.lock() {
+        Ok(guard) => guard,
+        Err(poisoned) => poisoned.into_inner(),
+    };
+    if let Entry::Vacant(entry) = known.entry(device_key(client)) {
+        let rows = row_bits(client, layout, choice, tensor)?;
+        let columns = column_bits(client, layout, choice, &rows);
+        entry.insert([rows, columns]);
+    }
+    Ok(())
+}
+
+fn patterns(choice: &DeviceChoice) -> usize {
+    choice.patterns.iter().product()
+}
+
+fn grid(layout: &BlockLayout) -> GridLaunch {
+    GridLaunch::new(
+        layout.q_blocks(),
+        layout.kv_blocks(),
+        layout.kv_blocks().div_ceil(32),
+        layout.block_size(),
+        layout.seq_q(),
+        offset(layout.shape()),
+    )
+}
+
+/// Position of the first query.
+fn offset(shape: &LayoutShape) -> i32 {
+    shape.seq_kv as i32 - shape.seq_q as i32
+}
+
+fn row_bits(
+    client: &Client,
+    layout: &BlockLayout,
+    choice: &DeviceChoice,
+    tensor: &ChoiceTensor,
+) -> Result<Handle, KernelError> {
+    let rows = patterns(choice) * layout.q_blocks();
+    let width = match choice.by {
+        ChosenBy::Indices { most } => most,
+        ChosenBy::Mask | ChosenBy::TopK { .. } => layout.kv_blocks(),
+    };
+    let elements = rows * width.max(layout.kv_blocks());
+    if u32::try_from(elements).is_err() {
+        let what = "the pairs of blocks of a layout";
+        return Err(KernelError::limit(what, u32::MAX, elements));
+    }
+    let len = rows * layout.kv_blocks().div_ceil(32);
+    let made = client.empty(len * size_of::<u32>());
+    let address = AddressType::U32;
+    let input = unsafe { BufferArg::from_raw_parts(tensor.handle.clone(), rows * width) };
+    let output = unsafe { BufferArg::from_raw_parts(made.clone(), len) };
+    let (grid, causal) = (grid(layout), choice.causal);
+    match choice.by {
+        ChosenBy::Mask => unsafe {
+            let cubes = units(client, len);
+            let (dim, dtype) = (CubeDim::new_1d(UNITS), tensor.dtype);
+            bits::from_mask::launch_unchecked(
+                client, cubes, dim, address, input, output, grid, causal, dtype,
+            );
+        },
+        ChosenBy::Indices { most } => unsafe {
+            let (cubes, dim) = (units(client, rows), CubeDim::new_1d(UNITS));
+            bits::from_indices::launch_unchecked(
+                client, cubes, dim, address, input, output, grid, most, rows, causal,
+            );
+        },
+        ChosenBy::TopK { k, diagonal, first } => unsafe {
+            let dim = CubeDim::new_1d(bits::ROW_UNITS as u32);
+            let k = u32::try_from(k).unwrap_or(u32::MAX);
+            let top = TopKLaunch::new(k, u32::from(diagonal), first.min(layout.kv_blocks()));
+            bits::from_scores::launch_unchecked(
+                client,
+                cubes(client, rows),
+                dim,
+                address,
+                input,
+                output,
+                grid,
+                top,
+                rows,
+                causal,
+            );
+        },
+    }
+    Ok(made)
+}
+
+fn column_bits(
+    client: &Client,
+    layout: &BlockLayout,
+    choice: &DeviceChoice,
+    rows: &Handle,
+) -> Handle {
+    let row_len = patterns(choice) * layout.q_blocks() * layout.kv_blocks().div_ceil(32);
+    let words = layout.q_blocks().div_ceil(32);
+    let len = patterns(choice) * layout.kv_blocks() * words;
+    let made = client.empty(len * size_of::<u32>());
+    unsafe {
+        bits::transpose::launch_unchecked(
+            client,
+            units(client, len),
+            CubeDim::new_1d(UNITS),
+            AddressType::U32,
+            BufferArg::from_raw_parts(rows.clone(), row_len),
+            BufferArg::from_raw_parts(made.clone(), len),
+            grid(layout),
+            words,
+        );
+    }
+    made
+}
+
+/// The size of everything in a plan.
+struct Room {
+    cut: Cut,
+    patterns: usize,
+    /// Tiles of a pattern.
+    tiles: usize,
+    /// Block rows of a pattern.
+    lines: usize,
+    /// Words of a block row's bits.
+    words: usize,
+    /// Entries of a pattern, at most.
+    entries: usize,
+    sections: Sections,
+    len: usize,
+}
+
+impl Room {
+    fn new(layout: &BlockLayout, choice: &DeviceChoice, tiling: Tiling) -> Self {
+        let shape = layout.shape();
+        let b = shape.block_size;
+        let group = tiling.cols.min(b);
+        let cut = Cut {
+            walk: tiling.walk,
+            rows: tiling.rows,
+            per_step: tiling.cols / group,
+            group,
+            block: b,
+            causal: choice.causal,
+        };
+        let (length, lines, others) = match tiling.walk {
+            Walk::Rows => (shape.seq_q, layout.q_blocks(), layout.kv_blocks()),
+            Walk::Columns => (shape.seq_kv, layout.kv_blocks(), layout.q_blocks()),
+        };
+        let tiles = length.div_ceil(tiling.rows);
+        let most = choice.most_blocks(shape);
+        let step = cut.per_step;
+        let entries = match tiling.walk {
+            Walk::Rows => {
+                let blocks = (most * cut.height()).min(others);
+                tiles * (blocks * cut.parts()).next_multiple_of(step)
+            }
+            // A column may have all rows, but all columns together have no more blocks than all rows; a tile lower than a block has its
+            // blocks for itself.
+            Walk::Columns => {
+                let tiles_of_block = (b / tiling.rows).max(1);
+                let all = layout.q_blocks() * most * cut.parts() * tiles_of_block;
+                let by_tile = (others * cut.parts()).next_multiple_of(step);
+                (all + tiles * (step - 1)).min(tiles * by_tile)
+            }
+        };
+        let patterns = patterns(choice);
+        let heads = layout.batch().unwrap_or(1) * layout.heads();
+        let mut len = 0;
+        let mut section = |words: usize| {
+            let start = len;
+            len += words;
+            start
+        };
+        let heads = section(heads);
+        let order = section(patterns * tiles * 4);
+        let records = section(patterns * tiles * 3);
+        let masks = section(cut.masks() * cut.rows * cut.mask_words());
+        let sections = Sections {
+            heads,
+            // Nothing is stored: read, and not used.
+            places: heads,
+            order,
+            rows: order,
+            tiles: records,
+            entries: section(patterns * entries * 2),
+            masks,
+        };
+        Self {
+            cut,
+            patterns,
+            tiles,
+            lines,
+            words: others.div_ceil(32),
+            entries,
+            sections,
+            len,
+        }
+    }
+}
+
+/// Checks that the device has room for a plan.
+///
+/// # Errors
+/// [`KernelError`] if it has not.
+pub fn check(
+    layout: &BlockLayout,
+    tiling: Tiling,
+    properties: &DeviceProperties,
+) -> Result<(), KernelError> {
+    let Some(choice) = layout.device_choice() else {
+        return Ok(());
+    };
+    let height = tiling.rows / layout.block_size();
+    if height > TALLEST {
+        let what = "the block rows of a tile of a layout that is made on the device";
+        return Err(KernelError::limit(what, TALLEST as u64, height));
+    }
+    let bytes = Room::new(layout, choice, tiling).len * size_of::<u32>();
+    let most = properties.memory.max_page_size.min(u64::from(u32::MAX) * 4);
+    match bytes as u64 <= most {
+        true => Ok(()),
+        false => Err(KernelError::limit(
+            "the bytes of a launch plan",
+            most,
+            bytes,
+        )),
+    }
+}
+
+/// The plan of a layout under a tiling, made of its bits.
+///
+/// # Panics
+/// If [`choose_blocks`] was not called before.
+pub fn plan(
+    client: &Client,
+    layout: &BlockLayout,
+    choice: &DeviceChoice,
+    tiling: Tiling,
+) -> DevicePlan {
+    assert!(
+        !(tiling.places || tiling.visits || tiling.clustered),
+        "a plan that is made on the device has neither places, visits nor clusters"
+    );
+    let bits = layout.attachment(Bits::default);
+    let bits = match bits.0.lock() {
+        Ok(guard) => guard,
+        Err(poisoned) => poisoned.into_inner(),
+    };
+    let bits = bits.get(&device_key(client));
+    let bits = &bits.expect("a layout has its blocks before a launch")[tiling.walk as usize];
+    let room = Room::new(layout, choice, tiling);
+    let Room {
+        cut,
+        patterns,
+        tiles,
+        ..
+    } = room;
+    let words = client.empty(room.len * size_of::<u32>());
+    let bits_len = patterns * room.lines * room.words;
+    let [row_len, col_len] = match tiling.walk {
+        Walk::Rows => [layout.seq_q(), layout.seq_kv()],
+        Walk::Columns => [layout.seq_kv(), layout.seq_q()],
+    };
+    let extent = || {
+        ExtentLaunch::new(
+            tiles,
+            room.lines,
+            room.words,
+            row_len as i32,
+            col_len as i32,
+            offset(layout.shape()),
+            room.entries,
+        )
+    };
+    let places = || {
+        let Sections {
+            heads,
+            order,
+            tiles,
+            masks,
+            entries,
+            ..
+        } = room.sections;
+        PlacesLaunch::new(heads, order, tiles, masks, entries)
+    };
+    let heads = layout.batch().unwrap_or(1) * layout.heads();
+    let tables = cut.masks() * cut.rows * cut.mask_words() + heads;
+    let all = patterns * tiles;
+    let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
+    let bits = || unsafe { BufferArg::from_raw_parts(bits.clone(), bits_len) };
+    let made = || unsafe { BufferArg::from_raw_parts(words.clone(), room.len) };
+    unsafe {
+        words::count::launch_unchecked(
+            client,
+            units(client, all),
+            dim,
+            address,
+            bits(),
+            made(),
+            extent(),
+            places(),
+            all,
+            cut,
+        );
+        words::offsets::launch_unchecked(
+            client,
+            cubes(client, patterns),
+            CubeDim::new_1d(words::OFFSET_UNITS as u32),
+            address,
+            made(),
+            extent(),
+            places(),
+            patterns,
+            cut.per_step,
+        );
+        words::rank::launch_unchecked(
+            client,
+            units(client, all),
+            dim,
+            address,
+            made(),
+            extent(),
+            places(),
+            all,
+        );
+        words::entries::launch_unchecked(
+            client,
+            units(client, all),
+            dim,
+            address,
+            bits(),
+            made(),
+            extent(),
+            places(),
+            all,
+            cut,
+        );
+        words::tables::launch_unchecked(
+            client,
+            units(client, tables),
+            dim,
+            address,
+            made(),
+            extent(),
+            places(),
+            HeadsLaunch::new(heads, layout.heads(), choice.patterns[1]),
+            cut,
+        );
+    }
+    DevicePlan {
+        words,
+        len: room.len,
+        sections: room.sections,
+        tiles,
+    }
+}
+
+/// Cubes of [`UNITS`] for so many units.
+fn units(client: &Client, units: usize) -> CubeCount {
+    cubes(client, units.div_ceil(UNITS as usize))
+}
+
+/// So many cubes, or some more, over the first two dimensions of a launch: less than 2³² always fit.
+fn cubes(client: &Client, cubes: usize) -> CubeCount {
+    let (most, ..) = client.properties().hardware.max_cube_count;
+    let x = cubes.clamp(1, most as usize);
+    CubeCount::Static(x as u32, cubes.div_ceil(x).max(1) as u32, 1)
+}

@@ -1,0 +1,475 @@
+//! From bits to the words of a launch plan, [`TilePlan`](crate::plan::TilePlan)'s, in buffers whose sizes the host knows.
+//!
+//! ```text
+//! count     entries of each tile, masked and full           a unit a tile
+//! offsets   first entry of each tile                        a cube a pattern
+//! rank      tiles by falling work                           a unit a tile
+//! entries   masked ones, fill, full ones                    a unit a tile
+//! tables    masks, and the tiles of heads                   a unit a word
+//! ```
+//!
+//! A tile's masks depend on how its rows lie to the entry's columns, and on which of its block rows have the block. All of them
+//! are in a table: a mask's id says which it is.
+
+use cubecl::prelude::*;
+
+use crate::plan::Walk;
+
+/// How bits are cut into tiles and steps: the comptime shape of the kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Cut {
+    /// Which side the rows are.
+    pub walk: Walk,
+    /// Positions of a tile.
+    pub rows: usize,
+    /// Entries of a step.
+    pub per_step: usize,
+    /// Positions of an entry.
+    pub group: usize,
+    /// Positions of a block.
+    pub block: usize,
+    /// Whether queries see no later keys.
+    pub causal: bool,
+}
+
+impl Cut {
+    /// Block rows of a tile.
+    pub fn height(&self) -> usize {
+        (self.rows / self.block).max(1)
+    }
+
+    /// Entries of a block in a tile.
+    pub fn parts(&self) -> usize {
+        self.block / self.group
+    }
+
+    /// Words of a mask's row.
+    pub fn mask_words(&self) -> usize {
+        self.group.div_ceil(32)
+    }
+
+    /// Distances at which a diagonal may cross an entry are this far apart.
+    fn distance_step(&self) -> usize {
+        self.rows.min(self.group)
+    }
+
+    /// Entries at this distance below the diagonal, or farther, have no pair.
+    fn below(&self) -> usize {
+        match self.walk {
+            Walk::Rows => self.rows,
+            Walk::Columns => self.group,
+        }
+    }
+
+    /// Entries at this distance above it, or farther, have all.
+    fn above(&self) -> usize {
+        match self.walk {
+            Walk::Rows => self.group - 1,
+            Walk::Columns => self.rows - 1,
+        }
+    }
+
+    /// Ways in which a diagonal may cross an entry; one more stands for none.
+    fn crossings(&self) -> usize {
+        match self.causal {
+            true => (self.below() + self.above()) / self.distance_step() + 1,
+            false => 0,
+        }
+    }
+
+    /// Masks of the table: full, empty, and every subset of block rows with every crossing and with both ends.
+    pub fn masks(&self) -> usize {
+        2 + (1 << self.height()) * (self.crossings() + 1) * 4
+    }
+}
+
+/// What is cut.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Extent {
+    /// Tiles of a pattern.
+    pub tiles: usize,
+    /// Block rows of a pattern.
+    pub lines: usize,
+    /// Words of a block row's bits.
+    pub words: usize,
+    /// Positions of all rows.
+    pub row_len: i32,
+    /// Positions of all columns.
+    pub col_len: i32,
+    /// Position of the first query.
+    pub offset: i32,
+    /// Room for the entries of a pattern.
+    pub room: usize,
+}
+
+/// Where the parts of the words begin.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Places {
+    /// First tile record of each head.
+    pub heads: usize,
+    /// Tiles by falling work, with their records.
+    pub order: usize,
+    /// Tile records.
+    pub tiles: usize,
+    /// Masks.
+    pub masks: usize,
+    /// Entries.
+    pub entries: usize,
+}
+
+/// The id of the full mask.
+const FULL: u32 = crate::FULL;
+const EMPTY: u32 = crate::plan::EMPTY;
+
+/// The mask of an entry whose columns begin at `col` in a tile whose rows begin at `row`, of whose block rows `subset` have the
+/// block.
+#[cube]
+fn mask_id(subset: u32, row: i32, col: i32, extent: &Extent, #[comptime] cut: Cut) -> u32 {
+    let crossings = comptime!(cut.crossings() as u32);
+    let mut crossing = 0u32;
+    crossing += crossings;
+    let mut empty = col >= extent.col_len;
+    if comptime!(cut.causal) {
+        let below = comptime!(cut.below() as i32);
+        let above = comptime!(cut.above() as i32);
+        let distance = distance(row, col, extent, cut);
+        empty = empty || distance <= -below;
+        if distance > -below && distance < above {
+            crossing = (distance + below) as u32 / comptime!(cut.distance_step() as u32);
+        }
+    }
+    let row_end = select(
+        row + comptime!(cut.rows as i32) > extent.row_len,
+        1u32,
+        0u32,
+    );
+    let col_end = select(
+        col + comptime!(cut.group as i32) > extent.col_len,
+        1u32,
+        0u32,
+    );
+    let id = 2u32 + ((subset * (crossings + 1u32) + crossing) * 2u32 + row_end) * 2u32 + col_end;
+    let all = comptime!((1u32 << cut.height()) - 1);
+    let full = subset == all && crossing == crossings && row_end + col_end == 0u32;
+    select(empty, EMPTY, select(full, FULL, id))
+}
+
+/// How far the queries of an entry lie behind its keys: row `r` and column `c` are a pair if `c − r`, or in a walk over columns
+/// `r − c`, is no more.
+#[cube]
+fn distance(row: i32, col: i32, extent: &Extent, #[comptime] cut: Cut) -> i32 {
+    let mut distance = row + extent.offset - col;
+    if comptime!(matches!(cut.walk, Walk::Columns)) {
+        distance = col + extent.offset - row;
+    }
+    distance
+}
+
+/// The bits of a tile's block rows in word `word`: of all that have a block.
+#[cube]
+fn union(
+    bits: &[u32],
+    line: usize,
+    word: usize,
+    end: usize,
+    extent: &Extent,
+    #[comptime] cut: Cut,
+) -> u32 {
+    let mut union = 0u32;
+    #[unroll]
+    for k in 0..comptime!(cut.height()) {
+        if line + k < end {
+            union |= bits[(line + k) * extent.words + word];
+        }
+    }
+    union
+}
+
+/// Which of a tile's block rows have block `bit` of word `word`.
+#[cube]
+fn subset(
+    bits: &[u32],
+    line: usize,
+    word: usize,
+    bit: u32,
+    end: usize,
+    extent: &Extent,
+    #[comptime] cut: Cut,
+) -> u32 {
+    let mut subset = 1u32;
+    if comptime!(cut.height() > 1) {
+        subset = 0u32;
+        #[unroll]
+        for k in 0..comptime!(cut.height()) {
+            if line + k < end {
+                let kept = (bits[(line + k) * extent.words + word] >> bit) & 1u32;
+                subset |= kept << comptime!(k as u32);
+            }
+        }
+    }
+    subset
+}
+
+/// A tile: where it is in the bits and in the sequence.
+#[derive(CubeType, Clone, Copy)]
+struct Place {
+    /// Its first block row, of all patterns'.
+    line: usize,
+    /// The first block row of the next pattern.
+    end: usize,
+    /// Its first row.
+    row: i32,
+}
+
+#[cube]
+fn place(at: usize, extent: &Extent, #[comptime] cut: Cut) -> Place {
+    let first = at / extent.tiles * extent.lines;
+    let row = at % extent.tiles * comptime!(cut.rows);
+    Place {
+        line: first + row / comptime!(cut.block),
+        end: first + extent.lines,
+        row: row as i32,
+    }
+}
+
+/// Counts the entries of each tile into its record: 0, steps, steps whose masks matter.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn count(
+    bits: &[u32],
+    plan: &mut [u32],
+    extent: Extent,
+    places: Places,
+    tiles: usize,
+    #[comptime] cut: Cut,
+) {
+    let at = ABSOLUTE_POS;
+    if at < tiles {
+        let place = place(at, &extent, cut);
+        let mut masked = 0u32;
+        let mut full = 0u32;
+        for word in 0..extent.words {
+            let union = union(bits, place.line, word, place.end, &extent, cut);
+            if union != 0u32 {
+                for bit in 0..32u32 {
+                    if (union >> bit) & 1u32 == 1u32 {
+                        let subset = subset(bits, place.line, word, bit, place.end, &extent, cut);
+                        let col = (word * 32 + bit as usize) * comptime!(cut.block);
+                        for part in 0..comptime!(cut.parts()) {
+                            let col = (col + part * comptime!(cut.group)) as i32;
+                            let id = mask_id(subset, place.row, col, &extent, cut);
+                            if id == FULL {
+                                full += 1u32;
+                            } else if id != EMPTY {
+                                masked += 1u32;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        let per_step = comptime!(cut.per_step as u32);
+        let steps = (masked + full).div_ceil(per_step);
+        let fill = steps * per_step - masked - full;
+        let record = places.tiles + at * 3;
+        plan[record] = 0u32;
+        plan[record + 1] = steps;
+        plan[record + 2] = (masked + fill).div_ceil(per_step);
+    }
+}
+
+/// Units that find the offsets of a pattern.
+pub const OFFSET_UNITS: usize = 64;
+
+/// The first entry of each tile: those of a pattern lie one behind the other, `extent.room` from the pattern before.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn offsets(
+    plan: &mut [u32],
+    extent: Extent,
+    places: Places,
+    patterns: usize,
+    #[comptime] per_step: usize,
+) {
+    // Cubes beyond the last pattern do it again.
+    let pattern = CUBE_POS.min(patterns - 1);
+    let mut shared = Shared::<[u32]>::new_slice(OFFSET_UNITS);
+    let own = extent.tiles.div_ceil(OFFSET_UNITS);
+    let first = (UNIT_POS as usize * own).min(extent.tiles);
+    let end = (first + own).min(extent.tiles);
+    let records = places.tiles + pattern * extent.tiles * 3;
+    let mut steps = 0u32;
+    for tile in first..end {
+        steps += plan[records + tile * 3 + 1];
+    }
+    shared[UNIT_POS as usize] = steps;
+    sync_cube();
+    let mut before = 0u32;
+    for unit in 0..UNIT_POS as usize {
+        before += shared[unit];
+    }
+    for tile in first..end {
+        let record = records + tile * 3;
+        plan[record] = (pattern * extent.room) as u32 + before * comptime!(per_step as u32);
+        before += plan[record + 1];
+    }
+}
+
+/// Tiles of each pattern by falling work, each with its record.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn rank(plan: &mut [u32], extent: Extent, places: Places, tiles: usize) {
+    let at = ABSOLUTE_POS;
+    if at < tiles {
+        let first = at / extent.tiles * extent.tiles;
+        let record = places.tiles + at * 3;
+        let steps = plan[record + 1];
+        let mut rank = first;
+        for tile in first..first + extent.tiles {
+            let others = plan[places.tiles + tile * 3 + 1];
+            if others > steps || (others == steps && tile < at) {
+                rank += 1;
+            }
+        }
+        let target = places.order + rank * 4;
+        plan[target] = (at - first) as u32;
+        plan[target + 1] = plan[record];
+        plan[target + 2] = steps;
+        plan[target + 3] = plan[record + 2];
+    }
+}
+
+/// The entries of each tile: masked ones from the front, full ones from the back, and between them what fills up the steps.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn entries(
+    bits: &[u32],
+    plan: &mut [u32],
+    extent: Extent,
+    places: Places,
+    tiles: usize,
+    #[comptime] cut: Cut,
+) {
+    let at = ABSOLUTE_POS;
+    if at < tiles {
+        let place = place(at, &extent, cut);
+        let record = places.tiles + at * 3;
+        let first = places.entries + plan[record] as usize * 2;
+        let mut front = first;
+        let mut back = first + plan[record + 1] as usize * comptime!(cut.per_step * 2);
+        for word in 0..extent.words {
+            let union = union(bits, place.line, word, place.end, &extent, cut);
+            if union != 0u32 {
+                for bit in 0..32u32 {
+                    if (union >> bit) & 1u32 == 1u32 {
+                        let subset = subset(bits, place.line, word, bit, place.end, &extent, cut);
+                        let block = word * 32 + bit as usize;
+                        for part in 0..comptime!(cut.parts()) {
+                            let entry = block * comptime!(cut.parts()) + part;
+                            let col = (entry * comptime!(cut.group)) as i32;
+                            let id = mask_id(subset, place.row, col, &extent, cut);
+                            if id == FULL {
+                                back -= 2;
+                                plan[back] = entry as u32;
+                                plan[back + 1] = FULL;
+                            } else if id != EMPTY {
+                                plan[front] = entry as u32;
+                                plan[front + 1] = id;
+                                front += 2;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        while front < back {
+            plan[front] = 0u32;
+            plan[front + 1] = EMPTY;
+            front += 2;
+        }
+    }
+}
+
+/// Which tiles a head has.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Heads {
+    /// Heads of all batch entries with heads of their own.
+    pub all: usize,
+    /// Heads of a batch entry.
+    pub per_batch: usize,
+    /// Of them, those with patterns of their own: all, or 1.
+    pub patterns: usize,
+}
+
+/// The masks' words, and behind them the heads'. Entries 0 and 1 are full and empty; the id of any other is that of [`mask_id`].
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn tables(
+    plan: &mut [u32],
+    extent: Extent,
+    places: Places,
+    heads: Heads,
+    #[comptime] cut: Cut,
+) {
+    let at = ABSOLUTE_POS;
+    let row_words = comptime!(cut.mask_words());
+    let mask_words = comptime!(cut.masks() * cut.rows * cut.mask_words());
+    if at < mask_words {
+        let id = (at / comptime!(cut.rows * row_words)) as u32;
+        let row = at / row_words % comptime!(cut.rows);
+        let first = at % row_words * 32;
+        let mut word = 0u32;
+        for bit in 0..32usize {
+            let col = first + bit;
+            if col < comptime!(cut.group) && allowed(id, row, col, &extent, cut) {
+                word |= 1u32 << bit as u32;
+            }
+        }
+        plan[places.masks + at] = word;
+    } else if at < mask_words + heads.all {
+        let head = at - mask_words;
+        let mut pattern = head / heads.per_batch;
+        if heads.patterns > 1 {
+            pattern = pattern * heads.patterns + head % heads.per_batch;
+        }
+        plan[places.heads + head] = (pattern * extent.tiles) as u32;
+    }
+}
+
+/// Whether row `row` and column `col` of an entry are a pair under the mask `id`.
+#[cube]
+#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
+fn allowed(id: u32, row: usize, col: usize, extent: &Extent, #[comptime] cut: Cut) -> bool {
+    let crossings = comptime!(cut.crossings() as u32);
+    let code = id.max(2u32) - 2u32;
+    let col_end = code % 2u32 == 1u32;
+    let row_end = code / 2u32 % 2u32 == 1u32;
+    let crossing = code / 4u32 % (crossings + 1u32);
+    let subset = code / 4u32 / (crossings + 1u32);
+    let block_row = (row / comptime!(cut.block)) as u32;
+    let mut result = (subset >> block_row) & 1u32 == 1u32;
+    // The rows of the last tile, the columns of the last entry.
+    if row_end {
+        result =
+            result && (row as i32) < (extent.row_len - 1i32) % comptime!(cut.rows as i32) + 1i32;
+    }
+    if col_end {
+        result =
+            result && (col as i32) < (extent.col_len - 1i32) % comptime!(cut.group as i32) + 1i32;
+    }
+    if comptime!(cut.causal) {
+        if crossing < crossings {
+            let step = comptime!(cut.distance_step() as i32);
+            // The offset's remainder, of a negative offset, too.
+            let rest = (extent.offset % step + step) % step;
+            let distance = crossing as i32 * step + rest - comptime!(cut.below() as i32);
+            let mut behind = col as i32 - row as i32;
+            if comptime!(matches!(cut.walk, Walk::Columns)) {
+                behind = row as i32 - col as i32;
+            }
+            result = result && behind <= distance;
+        }
+    }
+    if id == FULL {
+        result = true;
+    }
+    if id == EMPTY {
+        result = false;
+    }
+    result
+}

@@ -1,0 +1,423 @@
+//! Layouts that are made on the device: a tensor chooses the blocks, and nothing is read back.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use blocksparse::{BlockLayout, BlockMask, ChosenBy, DeviceChoice, LayoutError, LayoutShape};
+use burn::backend::Dispatch;
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
+
+use crate::ops::BlockChoice;
+use crate::{AttentionError, TopKOptions, top_k};
+
+/// What a [`DeviceLayout`] is, besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceLayoutOptions {
+    /// The layout's sizes.
+    pub shape: LayoutShape,
+    /// Whether queries see no later keys, also in the blocks that are chosen. The last query sits at the last key, as in
+    /// [`Pattern::causal`](crate::Pattern::causal).
+    pub causal: bool,
+}
+
+impl DeviceLayoutOptions {
+    /// A layout of these sizes, not causal.
+    pub fn new(shape: LayoutShape) -> Self {
+        Self {
+            shape,
+            causal: false,
+        }
+    }
+
+    /// Sets whether queries see no later keys.
+    pub fn causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
+        self
+    }
+}
+
+/// A layout whose blocks a tensor on a device chooses, for patterns that depend on content: query `i` attends to key `j` if the block of
+/// the pair is chosen and, in a causal layout, `j ≤ i + seq_kv − seq_q`.
+///
+/// [`attention`](crate::attention()) takes it as it takes a [`BlockLayout`]. Where kernels run, launch plans are made of the tensor on
+/// the device, by rows and by columns; the host does not wait for anything. They are made once and kept with the layout, so
+/// use one layout for all calls of the same choice, and cloning is cheap. On CPU backends the host is the device: the first call
+/// makes a [`BlockLayout`] of the tensor.
+///
+/// A row of blocks may be empty; its queries give zeros. What the tensor holds cannot be checked, but all of it is safe: see the
+/// functions that make a layout. Launch plans have room for the most blocks that there can be: for each pattern about 8 bytes for
+/// each pair of blocks of a mask, and for each index.
+///
+/// ```
+/// use burn::tensor::{Bool, Device, Distribution, Tensor};
+/// use burn_blocksparse::{
+///     AttentionOptions, DeviceLayout, DeviceLayoutOptions, LayoutShape, attention,
+/// };
+///
+/// let device = Device::flex();
+/// let [q, k, v] = [(); 3]
+///     .map(|_| Tensor::<4>::random([2, 4, 256, 16], Distribution::Default, &device));
+/// // Half of the blocks, others for each batch entry and head.
+/// let scores = Tensor::<4>::random([2, 4, 8, 8], Distribution::Default, &device);
+/// let mask = scores.greater_elem(0.5);
+/// let shape = LayoutShape { heads: 4, seq_q: 256, seq_kv: 256, block_size: 32 };
+/// let options = DeviceLayoutOptions::new(shape).causal(true);
+/// let layout = DeviceLayout::from_block_mask(mask, options)?;
+/// let out = attention(q, k, v, &layout, AttentionOptions::default())?;
+/// assert_eq!(out.dims(), [2, 4, 256, 16]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct DeviceLayout {
+    /// The sizes and how blocks are chosen; launch plans are kept with it.
+    frame: BlockLayout,
+    chooser: Chooser,
+    host: Arc<OnceLock<BlockLayout>>,
+}
+
+/// The tensor that chooses, on the device without autodiff.
+#[derive(Clone)]
+enum Chooser {
+    Mask(Tensor<4, Bool>),
+    Indices(Tensor<4, Int>),
+    Scores(Tensor<4>, TopKOptions),
+}
+
+impl DeviceLayout {
+    /// The blocks at which `mask` is true.
+    ///
+    /// # Shapes
+    /// - `mask`: `[batch or 1, heads or 1, q_blocks, kv_blocks]`; what is 1 is shared
+    ///
+    /// # Errors
+    /// [`AttentionError`] if the options' sizes are out of range, or the mask does not fit them.
+    pub fn from_block_mask(
+        mask: Tensor<4, Bool>,
+        options: DeviceLayoutOptions,
+    ) -> Result<Self, AttentionError> {
+        let shape = checked(&options.shape)?;
+        let dims = mask.dims();
+        let patterns = rows("mask", dims, &shape)?;
+        expect(
+            "mask's kv_blocks",
+            shape.seq_kv.div_ceil(shape.block_size),
+            dims[3],
+        )?;
+        let choice = DeviceChoice {
+            patterns,
+            causal: options.causal,
+            by: ChosenBy::Mask,
+        };
+        Self::new(
+            "a mask",
+            shape,
+            choice,
+            Chooser::Mask(mask.without_autodiff()),
+        )
+    }
+
+    /// The first `counts` blocks of each row of `indices`. An index that is negative or no less than the number of key blocks counts for
+    /// nothing, and one that is repeated counts once; so do counts that are negative or larger than a row.
+    ///
+    /// # Shapes
+    /// - `indices`: `[batch or 1, heads or 1, q_blocks, most]`, of key blocks
+    /// - `counts`: `[batch or 1, heads or 1, q_blocks]`, with the same batch and heads
+    ///
+    /// # Errors
+    /// [`AttentionError`] if the options' sizes are out of range, the tensors do not fit them or each other, or `most` is 0.
+    pub fn from_block_indices(
+        indices: Tensor<4, Int>,
+        counts: Tensor<3, Int>,
+        options: DeviceLayoutOptions,
+    ) -> Result<Self, AttentionError> {
+        let shape = checked(&options.shape)?;
+        let dims = indices.dims();
+        let patterns = rows("indices", dims, &shape)?;
+        let [batch, heads, q_blocks, most] = dims;
+        if most == 0 {
+            return Err(AttentionError::argument(
+                "indices' width",
+                "at least 1",
+                most,
+            ));
+        }
+        let own = [batch, heads, q_blocks];
+        AttentionError::expect_same("counts' shape", own, "the indices'", counts.dims())?;
+        let (indices, counts) = (indices.without_autodiff(), counts.without_autodiff());
+        let (device, other) = (indices.device(), counts.device());
+        AttentionError::expect_same("counts' device", device.clone(), "the indices'", other)?;
+        // What does not count becomes −1, before the numbers are narrowed.
+        let kv_blocks = shape.seq_kv.div_ceil(shape.block_size) as i64;
+        let places = Tensor::<1, Int>::arange(0..most as i64, &device).cast(counts.dtype());
+        let places = places.reshape([1, 1, 1, most]).expand(dims);
+        let beyond = places.greater_equal(counts.unsqueeze_dim::<4>(3).expand(dims));
+        let none = indices.clone().greater_equal_elem(kv_blocks);
+        let none = none.bool_or(indices.clone().lower_elem(0)).bool_or(beyond);
+        let indices = indices.mask_fill(none, -1).cast(DType::I32);
+        let choice = DeviceChoice {
+            patterns,
+            causal: options.causal,
+            by: ChosenBy::Indices { most },
+        };
+        Self::new("indices", shape, choice, Chooser::Indices(indices))
+    }
+
+    /// The blocks that score highest in each row of blocks, as `options` say (their block size is the shape's); of equal ones the earlier, and NaN
+    /// is the lowest. Scores are compared in f32. [`top_k_blocks_on_device`](crate::top_k_blocks_on_device) has scores of queries and keys.
+    ///
+    /// The choice is not differentiable, and no gradient reaches the scores.
+    ///
+    /// # Shapes
+    /// - `scores`: `[batch or 1, heads or 1, q_blocks, kv_blocks]`; what is 1 is shared
+    ///
+    /// # Errors
+    /// [`AttentionError`] if a size or an option is out of range, or the scores do not fit the shape.
+    pub fn from_block_scores(
+        scores: Tensor<4>,
+        shape: LayoutShape,
+        options: &TopKOptions,
+    ) -> Result<Self, AttentionError> {
+        let shape = checked(&shape)?;
+        expect("options.block_size", shape.block_size, options.block_size)?;
+        if options.k == 0 {
+            return Err(AttentionError::argument("options.k", "at least 1", 0));
+        }
+        let dims = scores.dims();
+        let patterns = rows("scores", dims, &shape)?;
+        expect(
+            "scores' kv_blocks",
+            shape.seq_kv.div_ceil(shape.block_size),
+            dims[3],
+        )?;
+        let choice = DeviceChoice {
+            patterns,
+            causal: options.causal,
+            by: ChosenBy::TopK {
+                k: options.k,
+                diagonal: options.diagonal,
+                first: options.first,
+            },
+        };
+        let name = format!("the top {}", options.k);
+        let scores = scores.detach().without_autodiff().cast(DType::F32);
+        Self::new(
+            &name,
+            shape,
+            choice,
+            Chooser::Scores(scores, options.clone()),
+        )
+    }
+
+    fn new(
+        chosen_by: &str,
+        shape: LayoutShape,
+        choice: DeviceChoice,
+        chooser: Chooser,
+    ) -> Result<Self, AttentionError> {
+        let causal = if choice.causal { ", causal" } else { "" };
+        let name = format!(
+            "blocks of {} chosen on the device by {chosen_by}{causal}",
+            shape.block_size
+        );
+        Ok(Self {
+            frame: BlockLayout::on_device(name, shape, choice)?,
+            chooser,
+            host: Arc::default(),
+        })
+    }
+
+    /// The layout's sizes.
+    pub fn shape(&self) -> &LayoutShape {
+        self.frame.shape()
+    }
+
+    /// The batch size of a per-batch layout; `None` if the layout serves any batch.
+    pub fn batch(&self) -> Option<usize> {
+        self.frame.batch()
+    }
+
+    /// Whether queries see no later keys.
+    pub fn is_causal(&self) -> bool {
+        self.choice().causal
+    }
+
+    /// The device of the tensor that chooses, without autodiff.
+    pub fn device(&self) -> Device {
+        match &self.chooser {
+            Chooser::Mask(mask) => mask.device(),
+            Chooser::Indices(indices) => indices.device(),
+            Chooser::Scores(scores, _) => scores.device(),
+        }
+    }
+
+    /// The same layout on the host, to look at. **Waits for the device**, the first time.
+    ///
+    /// # Errors
+    /// [`AttentionError`] if the tensor cannot be read.
+    pub fn to_host(&self) -> Result<BlockLayout, AttentionError> {
+        if let Some(known) = self.host.get() {
+            return Ok(known.clone());
+        }
+        let read = self.read()?;
+        Ok(self.host.get_or_init(|| read).clone())
+    }
+
+    fn choice(&self) -> &DeviceChoice {
+        let choice = self.frame.device_choice();
+        choice.expect("the frame of a layout on a device")
+    }
+
+    /// Sizes, and no blocks.
+    pub(crate) fn frame(&self) -> &BlockLayout {
+        &self.frame
+    }
+
+    /// The tensor that chooses, for a call.
+    pub(crate) fn chooser(&self) -> BlockChoice<Dispatch> {
+        match self.chooser.clone() {
+            Chooser::Mask(mask) => BlockChoice::Mask(mask.into_dispatch()),
+            Chooser::Indices(indices) => BlockChoice::Indices(indices.into_dispatch()),
+            Chooser::Scores(scores, _) => BlockChoice::Scores(scores.into_dispatch()),
+        }
+    }
+
+    fn read(&self) -> Result<BlockLayout, AttentionError> {
+        let shape = *self.shape();
+        let causal = self.is_causal();
+        let [batch, heads] = self.choice().patterns;
+        let q_blocks = self.frame.q_blocks();
+        let rows = self.read_rows()?;
+        let layouts = (0..batch).map(|entry| {
+            BlockLayout::from_block_fn(self.frame.name(), shape, |head, q_block, kv_block| {
+                let pattern = entry * heads + head.min(heads - 1);
+                let kept = rows[pattern * q_blocks + q_block][kv_block];
+                kept.then(|| mask(q_block, kv_block, shape, causal))
+            })
+        });
+        let layouts = layouts.collect::<Result<Vec<_>, LayoutError>>()?;
+        Ok(match &layouts[..] {
+            [one] => one.clone(),
+            several => BlockLayout::stack_batch(several)?,
+        })
+    }
+
+    /// `[patterns · q_blocks][kv_blocks]`: whether a block is chosen.
+    fn read_rows(&self) -> Result<Vec<Vec<bool>>, AttentionError> {
+        let kv_blocks = self.frame.kv_blocks();
+        let integers = |tensor: &Tensor<4, Int>| -> Result<Vec<i32>, AttentionError> {
+            let data = tensor.clone().cast(DType::I32).try_into_data();
+            let data = data.map_err(AttentionError::read)?;
+            data.to_vec().map_err(AttentionError::read)
+        };
+        match &self.chooser {
+            Chooser::Mask(mask) => {
+                let rows = integers(&mask.clone().int())?;
+                let kept = |row: &[i32]| row.iter().map(|&kept| kept != 0).collect();
+                Ok(rows.chunks(kv_blocks).map(kept).collect())
+            }
+            Chooser::Indices(indices) => {
+                let most = indices.dims()[3];
+                let kept = |row: &[i32]| {
+                    let mut kept = vec![false; kv_blocks];
+                    let indices = row.iter().filter_map(|&index| usize::try_from(index).ok());
+                    indices.for_each(|index| kept[index] = true);
+                    kept
+                };
+                Ok(integers(indices)?.chunks(most).map(kept).collect())
+            }
+            Chooser::Scores(scores, options) => {
+                top_k::choose_rows(scores.clone(), *self.shape(), options)
+            }
+        }
+    }
+}
+
+/// Sizes that a layout can have.
+fn checked(shape: &LayoutShape) -> Result<LayoutShape, AttentionError> {
+    // The sizes are the layout's to check, before anything is computed with them.
+    let nothing = DeviceChoice {
+        patterns: [1, 1],
+        causal: false,
+        by: ChosenBy::Mask,
+    };
+    Ok(*BlockLayout::on_device("sizes", *shape, nothing)?.shape())
+}
+
+fn expect(argument: &'static str, expected: usize, got: usize) -> Result<(), AttentionError> {
+    AttentionError::expect_same(argument, expected, "the shape's", got)
+}
+
+/// The batch entries and heads of a tensor of rows of query blocks.
+fn rows(
+    tensor: &'static str,
+    [batch, heads, q_blocks, _]: [usize; 4],
+    shape: &LayoutShape,
+) -> Result<[usize; 2], AttentionError> {
+    let [batches, of_heads, of_rows] = match tensor {
+        "mask" => ["mask's batch", "mask's heads", "mask's q_blocks"],
+        "indices" => ["indices' batch", "indices' heads", "indices' q_blocks"],
+        _ => ["scores' batch", "scores' heads", "scores' q_blocks"],
+    };
+    if batch == 0 {
+        return Err(AttentionError::argument(batches, "at least 1", batch));
+    }
+    if heads != 1 && heads != shape.heads {
+        let expected = format!("{} or 1", shape.heads);
+        return Err(AttentionError::argument(of_heads, expected, heads));
+    }
+    expect(of_rows, shape.seq_q.div_ceil(shape.block_size), q_blocks)?;
+    Ok([batch, heads])
+}
+
+/// The pairs of a chosen block.
+pub(crate) fn mask(q_block: usize, kv_block: usize, shape: LayoutShape, causal: bool) -> BlockMask {
+    let b = shape.block_size;
+    let [first, _] = top_k::positions(q_block, shape);
+    BlockMask::from_fn(b, |row, column| {
+        !causal || (kv_block * b + column) as i64 <= first + row as i64
+    })
+}
+
+impl fmt::Debug for DeviceLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceLayout")
+            .field("name", &self.frame.name())
+            .field("shape", self.shape())
+            .field("batch", &self.batch())
+            .field("device", &self.device())
+            .finish()
+    }
+}
+
+/// A layout of a call: on the host, or made on the device.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum Layout<'a> {
+    /// Built on the host.
+    Host(&'a BlockLayout),
+    /// Made on the device.
+    Device(&'a DeviceLayout),
+}
+
+impl<'a> Layout<'a> {
+    /// A layout with the same sizes.
+    pub(crate) fn sizes(self) -> &'a BlockLayout {
+        match self {
+            Layout::Host(layout) => layout,
+            Layout::Device(layout) => layout.frame(),
+        }
+    }
+}
+
+impl<'a> From<&'a BlockLayout> for Layout<'a> {
+    fn from(layout: &'a BlockLayout) -> Self {
+        Layout::Host(layout)
+    }
+}
+
+impl<'a> From<&'a DeviceLayout> for Layout<'a> {
+    fn from(layout: &'a DeviceLayout) -> Self {
+        Layout::Device(layout)
+    }
+}

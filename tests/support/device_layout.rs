@@ -1,0 +1,512 @@
+//! Layouts that are made on the device, against f64: every output and every gradient.
+
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::{
+    AttentionOptions, AttentionPlan, DeviceLayout, DeviceLayoutOptions, Dropout, LayoutShape,
+    TopKOptions, WeightsMode, top_k_blocks, top_k_blocks_on_device,
+};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::attention::inputs;
+use crate::devices::half_dtypes;
+use crate::options::Call;
+use crate::reference::{Problem, Sizes};
+
+/// Sizes of a layout and of the tensors of a call.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    name: &'static str,
+    batch: usize,
+    heads: usize,
+    kv_heads: usize,
+    seq_q: usize,
+    seq_kv: usize,
+    head_dim: usize,
+    block_size: usize,
+    /// Batch entries and heads with blocks of their own.
+    patterns: [usize; 2],
+    causal: bool,
+}
+
+impl Case {
+    fn new(name: &'static str, seq_q: usize, seq_kv: usize, block_size: usize) -> Self {
+        Self {
+            name,
+            batch: 2,
+            heads: 2,
+            kv_heads: 2,
+            seq_q,
+            seq_kv,
+            head_dim: 16,
+            block_size,
+            patterns: [2, 2],
+            causal: true,
+        }
+    }
+
+    fn heads(mut self, heads: usize, kv_heads: usize) -> Self {
+        (self.heads, self.kv_heads) = (heads, kv_heads);
+        self.patterns = [2, heads];
+        self
+    }
+
+    fn shared(mut self, batch: bool, heads: bool) -> Self {
+        self.patterns = [
+            if batch { 1 } else { 2 },
+            if heads { 1 } else { self.heads },
+        ];
+        self
+    }
+
+    fn dim(mut self, head_dim: usize) -> Self {
+        self.head_dim = head_dim;
+        self
+    }
+
+    fn every_key(mut self) -> Self {
+        self.causal = false;
+        self
+    }
+
+    fn shape(&self) -> LayoutShape {
+        LayoutShape {
+            heads: self.heads,
+            seq_q: self.seq_q,
+            seq_kv: self.seq_kv,
+            block_size: self.block_size,
+        }
+    }
+
+    fn options(&self) -> DeviceLayoutOptions {
+        DeviceLayoutOptions::new(self.shape()).causal(self.causal)
+    }
+
+    fn blocks(&self) -> [usize; 2] {
+        [self.seq_q, self.seq_kv].map(|seq| seq.div_ceil(self.block_size))
+    }
+
+    fn dims(&self) -> [usize; 4] {
+        let [batch, heads] = self.patterns;
+        let [q_blocks, kv_blocks] = self.blocks();
+        [batch, heads, q_blocks, kv_blocks]
+    }
+
+    fn sizes(&self) -> Sizes {
+        Sizes {
+            batch: self.batch,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            seq_q: self.seq_q,
+            seq_kv: self.seq_kv,
+            head_dim: self.head_dim,
+            value_dim: self.head_dim,
+        }
+    }
+
+    /// The problem in which the blocks of `mask`, `dims`, are chosen.
+    fn problem(&self, seed: u64, mask: Vec<bool>) -> Problem {
+        let case = *self;
+        let offset = self.seq_kv as i64 - self.seq_q as i64;
+        Problem::random(self.sizes(), seed, move |batch, head, i, j| {
+            let [batches, heads, q_blocks, kv_blocks] = case.dims();
+            let pattern = batch.min(batches - 1) * heads + head.min(heads - 1);
+            let row = pattern * q_blocks + i / case.block_size;
+            mask[row * kv_blocks + j / case.block_size]
+                && (!case.causal || j as i64 <= i as i64 + offset)
+        })
+        .with_grad_lse(seed)
+    }
+
+    /// Random blocks: rows of all densities, none and all among them, and a column that no row has.
+    fn mask(&self, rng: &mut ChaCha8Rng) -> Vec<bool> {
+        let [batch, heads, q_blocks, kv_blocks] = self.dims();
+        let mut mask = Vec::new();
+        for _ in 0..batch * heads * q_blocks {
+            let density = [0.0, 0.15, 0.3, 0.3, 0.6, 1.0][rng.random_range(0..6)];
+            mask.extend((0..kv_blocks).map(|c| {
+                let kept = rng.random::<f64>() < density;
+                kept && (c != 1 || kv_blocks < 3)
+            }));
+        }
+        mask
+    }
+}
+
+fn cases() -> Vec<Case> {
+    vec![
+        Case::new("blocks of 16, grouped heads", 70, 70, 16).heads(4, 2),
+        Case::new("one mask for all", 100, 100, 32)
+            .shared(true, true)
+            .every_key(),
+        Case::new("masks per batch entry, fewer queries", 50, 133, 16).shared(false, true),
+        Case::new("masks per head, more queries", 150, 41, 8)
+            .heads(3, 1)
+            .shared(true, false),
+        Case::new("blocks of 64", 300, 300, 64).dim(64),
+        Case::new("blocks of 128, fewer queries", 290, 400, 128).dim(64),
+        Case::new("blocks of 128, every key", 130, 257, 128)
+            .every_key()
+            .heads(2, 1),
+        Case::new("many blocks", 600, 555, 8).shared(true, true),
+        Case::new("a query of grouped heads", 1, 77, 16).heads(6, 2),
+        Case::new("few queries", 9, 40, 32).dim(5),
+        Case::new("one block", 16, 16, 16),
+    ]
+}
+
+/// Masks may come from a device with autodiff, too.
+fn placed(device: &Device, index: usize) -> Device {
+    match index % 2 {
+        0 => device.clone(),
+        _ => device.clone().autodiff(),
+    }
+}
+
+fn mask_tensor(case: &Case, mask: &[bool], device: &Device) -> Tensor<4, Bool> {
+    Tensor::from_data(TensorData::new(mask.to_vec(), case.dims()), device)
+}
+
+fn layout_of(case: &Case, mask: &[bool], device: &Device) -> DeviceLayout {
+    DeviceLayout::from_block_mask(mask_tensor(case, mask, device), case.options()).unwrap()
+}
+
+fn check(case: &Case, name: &str, problem: &Problem, layout: DeviceLayout, device: &Device) {
+    let call = Call {
+        what: format!("{}, {name}", case.name),
+        problem,
+        layout,
+        options: AttentionOptions::default(),
+        use_out: true,
+    };
+    call.check(device);
+}
+
+pub fn device_masks_equal_f64(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        let seed = 9000 + index as u64;
+        let mask = case.mask(&mut ChaCha8Rng::seed_from_u64(seed));
+        let problem = case.problem(seed, mask.clone());
+        for device in devices {
+            let layout = layout_of(case, &mask, &placed(device, index));
+            let [q, k, v, _] = inputs(&problem, device, DType::F32);
+            let plan = AttentionPlan::new(&q, &k, &v, &layout, &AttentionOptions::default());
+            let plan = plan.unwrap().to_string();
+            assert!(plan.contains("chosen on the device by a mask"), "{plan}");
+            check(case, "a mask", &problem, layout, device);
+        }
+    }
+}
+
+/// Indices of no block, repeated ones, and counts of all kinds.
+pub fn device_indices_equal_f64(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        let seed = 9100 + index as u64;
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let [batch, heads, q_blocks, kv_blocks] = case.dims();
+        let most = 1 + rng.random_range(0..2 * kv_blocks);
+        let rows = batch * heads * q_blocks;
+        let junk = [
+            -1,
+            i32::MIN,
+            i32::MAX,
+            kv_blocks as i32,
+            kv_blocks as i32 + 31,
+        ];
+        let indices: Vec<i32> = (0..rows * most)
+            .map(|_| match rng.random_range(0..4) {
+                0 => junk[rng.random_range(0..junk.len())],
+                _ => rng.random_range(0..kv_blocks as i32),
+            })
+            .collect();
+        let counts: Vec<i32> = (0..rows)
+            .map(|_| rng.random_range(-1..most as i32 + 3))
+            .collect();
+        let mut mask = vec![false; rows * kv_blocks];
+        for (row, count) in counts.iter().enumerate() {
+            for &block in indices[row * most..][..most]
+                .iter()
+                .take((*count).max(0) as usize)
+            {
+                if (0..kv_blocks as i32).contains(&block) {
+                    mask[row * kv_blocks + block as usize] = true;
+                }
+            }
+        }
+        let problem = case.problem(seed, mask);
+        for device in devices {
+            let at = placed(device, index);
+            let indices = TensorData::new(indices.clone(), [batch, heads, q_blocks, most]);
+            let counts = TensorData::new(counts.clone(), [batch, heads, q_blocks]);
+            let indices = Tensor::<4, Int>::from_data(indices, &at);
+            let counts = Tensor::<3, Int>::from_data(counts, &at);
+            let layout = DeviceLayout::from_block_indices(indices, counts, case.options());
+            check(case, "indices", &problem, layout.unwrap(), device);
+        }
+    }
+}
+
+/// What a layout allows, block by block.
+fn chosen(layout: &DeviceLayout, case: &Case) -> Vec<bool> {
+    let host = layout.to_host().unwrap();
+    let [batch, heads, q_blocks, kv_blocks] = case.dims();
+    let mut mask = vec![false; batch * heads * q_blocks * kv_blocks];
+    for row in 0..batch * heads * q_blocks {
+        let (entry, head) = (row / q_blocks / heads, row / q_blocks % heads);
+        let entry = entry.min(host.batch().unwrap_or(1) - 1);
+        for kept in host.row(host.pattern_of(entry, head), row % q_blocks) {
+            mask[row * kv_blocks + kept.block as usize] = true;
+        }
+    }
+    mask
+}
+
+/// The same blocks as the builder on the host, and attention over them.
+pub fn device_top_k_equals_host_top_k(devices: &[Device]) {
+    let top = |case: &Case, k: usize| TopKOptions::new(case.block_size, k).causal(case.causal);
+    for (index, case) in cases().iter().enumerate() {
+        let case = &case.shared(false, false);
+        let options = match index % 4 {
+            0 => top(case, 2),
+            1 => top(case, 3).first(2),
+            2 => top(case, 1).diagonal(false),
+            _ => top(case, 1000).first(1),
+        };
+        let seed = 9200 + index as u64;
+        let everything = case.problem(seed, vec![true; case.dims().iter().product()]);
+        for device in devices {
+            let [q, k, ..] = inputs(&everything, &placed(device, index), DType::F32);
+            let layout = top_k_blocks_on_device(q.clone(), k.clone(), options.clone()).unwrap();
+            let host = top_k_blocks(q, k, options.clone()).unwrap();
+            assert!(
+                layout.to_host().unwrap() == host,
+                "{}, {device:?}",
+                case.name
+            );
+            let problem = case.problem(seed, chosen(&layout, case));
+            check(case, "the highest scores", &problem, layout, device);
+        }
+    }
+}
+
+/// Equal scores, zeros of both signs, infinities and NaN: the same choice as on the host.
+pub fn device_scores_of_all_kinds(devices: &[Device]) {
+    let kinds = [
+        0.0,
+        -0.0,
+        1.0,
+        1.0,
+        -2.5,
+        1e-40,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+    ];
+    for (index, case) in cases()
+        .iter()
+        .enumerate()
+        .filter(|(index, _)| index % 3 == 1)
+    {
+        let seed = 9300 + index as u64;
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let dims = case.dims();
+        let scores: Vec<f32> = (0..dims.iter().product())
+            .map(|_| kinds[rng.random_range(0..kinds.len())])
+            .collect();
+        let options = TopKOptions::new(case.block_size, 1 + dims[3] / 2).causal(case.causal);
+        for device in devices {
+            let scores = TensorData::new(scores.clone(), dims);
+            let scores = Tensor::<4>::from_data(scores, (&placed(device, index), DType::F32));
+            let layout = DeviceLayout::from_block_scores(scores, case.shape(), &options).unwrap();
+            let problem = case.problem(seed, chosen(&layout, case));
+            check(case, "scores of all kinds", &problem, layout, device);
+        }
+    }
+}
+
+/// Options that the kernels compute with see a layout from the device as any other.
+pub fn device_layouts_with_all_options(devices: &[Device]) {
+    for index in [0, 4, 5] {
+        let case = &cases()[index];
+        let seed = 9400 + index as u64;
+        let mask = case.mask(&mut ChaCha8Rng::seed_from_u64(seed));
+        let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.1 * head as f64).collect();
+        let dropout = Dropout::new(0.4, 3);
+        let problem = (case.problem(seed, mask.clone()).with_sinks(8))
+            .options(Some(0.3), Some(2.0))
+            .with_slopes(slopes.clone())
+            .with_dropout(dropout)
+            .with_bias(8, [false, true, index == 0]);
+        let options = AttentionOptions::default().scale(0.3).softcap(2.0);
+        for device in devices {
+            let call = Call {
+                what: format!("{}, all options", case.name),
+                problem: &problem,
+                layout: layout_of(case, &mask, device),
+                options: options.clone().alibi(slopes.clone()).dropout(dropout),
+                use_out: true,
+            };
+            call.check(device);
+        }
+    }
+}
+
+/// A layout serves several calls: the same bits twice, also of a clone, and calls of other widths and heads of keys.
+pub fn device_layouts_are_used_again(devices: &[Device]) {
+    let case = &cases()[0];
+    let mask = case.mask(&mut ChaCha8Rng::seed_from_u64(5));
+    let problem = case.problem(5, mask.clone());
+    for device in devices {
+        let layout = layout_of(case, &mask, device);
+        let call = |layout: &DeviceLayout| Call {
+            what: case.name.to_string(),
+            problem: &problem,
+            layout: layout.clone(),
+            options: AttentionOptions::default(),
+            use_out: true,
+        };
+        let first = call(&layout).run(device, DType::F32);
+        let again = call(&layout).run(device, DType::F32);
+        let fresh = call(&layout_of(case, &mask, device)).run(device, DType::F32);
+        for ((name, a), ((_, b), (_, c))) in first.iter().zip(again.iter().zip(&fresh)) {
+            assert_eq!(a.as_bytes(), b.as_bytes(), "{device:?}: {name}");
+            assert_eq!(
+                a.as_bytes(),
+                c.as_bytes(),
+                "{device:?}: {name} of a new layout"
+            );
+        }
+        for (kv_heads, head_dim) in [(1, 40), (4, 64)] {
+            let other = Case {
+                kv_heads,
+                head_dim,
+                ..*case
+            };
+            let problem = other.problem(6, mask.clone());
+            check(&other, "the same layout", &problem, layout.clone(), device);
+        }
+    }
+}
+
+/// Widths and blocks that tensor cores take, where there are any.
+pub fn device_layouts_in_half_precision(devices: &[Device]) {
+    let cases = [
+        Case::new("blocks of 16", 300, 300, 16).dim(64),
+        Case::new("blocks of 32", 260, 400, 32).dim(128),
+        Case::new("blocks of 64, grouped heads", 700, 700, 64)
+            .heads(4, 2)
+            .dim(64),
+        Case::new("blocks of 64", 400, 333, 64).dim(128).every_key(),
+        Case::new("blocks of 128", 1000, 1000, 128)
+            .dim(64)
+            .shared(true, false),
+        Case::new("blocks of 128, width 96", 500, 600, 128).dim(96),
+    ];
+    for (index, case) in cases.iter().enumerate() {
+        let seed = 9500 + index as u64;
+        let mask = case.mask(&mut ChaCha8Rng::seed_from_u64(seed));
+        for device in devices {
+            for dtype in half_dtypes(device) {
+                let mut problem = case.problem(seed, mask.clone());
+                problem.round_to(dtype);
+                let call = Call {
+                    what: format!("{}, a mask", case.name),
+                    problem: &problem,
+                    layout: layout_of(case, &mask, device),
+                    options: AttentionOptions::default(),
+                    use_out: true,
+                };
+                let tolerance = if dtype == DType::F16 { 1e-2 } else { 8e-2 };
+                call.check_dtype(device, dtype, tolerance);
+            }
+        }
+    }
+}
+
+/// Bad input is an error that names the argument.
+pub fn device_layout_errors(devices: &[Device]) {
+    let case = Case::new("errors", 64, 64, 16).heads(4, 2);
+    for device in devices {
+        let mask = |dims: [usize; 4]| Tensor::<4>::zeros(dims, device).greater_elem(0.5);
+        let of_mask = |dims: [usize; 4], options: DeviceLayoutOptions| {
+            DeviceLayout::from_block_mask(mask(dims), options)
+        };
+        let indices = |dims: [usize; 4], counts: [usize; 3]| {
+            let indices = Tensor::<4, Int>::zeros(dims, device);
+            let counts = Tensor::<3, Int>::zeros(counts, device);
+            DeviceLayout::from_block_indices(indices, counts, case.options())
+        };
+        let mut odd = case.options();
+        odd.shape.block_size = 7;
+        let scores = |dims: [usize; 4], options: TopKOptions| {
+            DeviceLayout::from_block_scores(Tensor::zeros(dims, device), case.shape(), &options)
+        };
+        for (result, message) in [
+            (
+                of_mask([0, 4, 4, 4], case.options()),
+                "mask's batch must be at least 1, got 0",
+            ),
+            (
+                of_mask([2, 3, 4, 4], case.options()),
+                "mask's heads must be 4 or 1, got 3",
+            ),
+            (
+                of_mask([2, 4, 5, 4], case.options()),
+                "mask's q_blocks must be 4, the shape's, got 5",
+            ),
+            (
+                of_mask([2, 1, 4, 3], case.options()),
+                "mask's kv_blocks must be 4, the shape's, got 3",
+            ),
+            (
+                of_mask([2, 4, 4, 4], odd),
+                "block_size must be 8, 16, 32, 64 or 128, got 7",
+            ),
+            (
+                indices([1, 4, 4, 0], [1, 4, 4]),
+                "indices' width must be at least 1, got 0",
+            ),
+            (
+                indices([1, 2, 4, 2], [1, 2, 4]),
+                "indices' heads must be 4 or 1, got 2",
+            ),
+            (
+                indices([1, 4, 4, 2], [2, 4, 4]),
+                "counts' shape must be [1, 4, 4], the indices', got [2, 4, 4]",
+            ),
+            (
+                scores([1, 1, 4, 4], TopKOptions::new(16, 0)),
+                "options.k must be at least 1, got 0",
+            ),
+            (
+                scores([1, 1, 4, 4], TopKOptions::new(32, 2)),
+                "options.block_size must be 16, the shape's, got 32",
+            ),
+            (
+                scores([1, 1, 4, 5], TopKOptions::new(16, 2)),
+                "scores' kv_blocks must be 4, the shape's, got 5",
+            ),
+        ] {
+            assert_eq!(result.unwrap_err().to_string(), message);
+        }
+        let layout = of_mask([3, 1, 4, 4], case.options()).unwrap();
+        let x = Tensor::<4>::zeros([2, 4, 64, 8], device);
+        let call = |layout: &DeviceLayout, options: AttentionOptions| {
+            let error = AttentionPlan::new(&x, &x, &x, layout, &options).unwrap_err();
+            let called =
+                burn_blocksparse::attention(x.clone(), x.clone(), x.clone(), layout, options);
+            assert_eq!(called.unwrap_err(), error);
+            error.to_string()
+        };
+        let message = call(&layout, AttentionOptions::default());
+        assert_eq!(message, "q's batch must be 3, the layout's, got 2");
+        let layout = of_mask([1, 1, 4, 4], case.options()).unwrap();
+        let message = call(
+            &layout,
+            AttentionOptions::default().weights(WeightsMode::Store),
+        );
+        let expected =
+            "options.weights must be Recompute for a layout that is made on the device, got Store";
+        assert_eq!(message, expected);
+    }
+}
