@@ -1,6 +1,6 @@
 //! Checks, arguments and launches.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -13,7 +13,7 @@ use super::simt::score::{BiasStridesLaunch, DistancesLaunch};
 use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::{Tile, backward, forward};
 use super::{AttentionPlan, Kernel, KernelError, PartPlan, Sizes, TensorView};
-use crate::plan::{Sections, Walk};
+use crate::plan::{Sections, Tiling, Walk};
 use crate::{BlockLayout, Dropout, Residue};
 
 /// What the scores of a call are, apart from its tensors.
@@ -380,7 +380,7 @@ pub fn backward(
             backward::backward::launch_unchecked(
                 client,
                 CubeCount::Static(
-                    call.plan.tiles as u32,
+                    call.plan().tiles as u32,
                     slice.heads as u32,
                     slice.batches as u32,
                 ),
@@ -590,7 +590,11 @@ pub(super) fn optional<T: LaunchArg<RuntimeArg = BufferArg>>(
 struct Call {
     batch: usize,
     tile: Tile,
-    plan: Arc<DevicePlan>,
+    client: Client,
+    walked: BlockLayout,
+    tiling: Tiling,
+    /// Made where the simt tier launches something: the others have plans of their own.
+    plan: OnceLock<Arc<DevicePlan>>,
     residue: Option<Residue>,
     /// Elements of a load.
     width: usize,
@@ -637,7 +641,10 @@ impl Call {
         Ok(Self {
             batch: sizes.batch,
             tile: part.tile(kernel),
-            plan: plan(client, part.layout(layout), part.tiling(kernel)),
+            client: client.clone(),
+            walked: part.layout(layout).clone(),
+            tiling: part.tiling(kernel),
+            plan: OnceLock::new(),
             residue: part.residue,
             width,
             address,
@@ -646,8 +653,13 @@ impl Call {
         })
     }
 
+    fn plan(&self) -> &DevicePlan {
+        let make = || plan(&self.client, &self.walked, self.tiling);
+        self.plan.get_or_init(make)
+    }
+
     fn count(&self, heads: usize) -> CubeCount {
-        CubeCount::Static(self.plan.tiles as u32, heads as u32, self.batch as u32)
+        CubeCount::Static(self.plan().tiles as u32, heads as u32, self.batch as u32)
     }
 
     fn dim(&self) -> CubeDim {
@@ -676,11 +688,12 @@ impl Call {
     }
 
     fn words(&self) -> BufferArg {
-        unsafe { BufferArg::from_raw_parts(self.plan.words.clone(), self.plan.len) }
+        let plan = self.plan();
+        unsafe { BufferArg::from_raw_parts(plan.words.clone(), plan.len) }
     }
 
     fn parts(&self) -> PlanPartsLaunch {
-        plan_parts(&self.plan.sections, self.batch_words)
+        plan_parts(&self.plan().sections, self.batch_words)
     }
 }
 

@@ -331,6 +331,32 @@ impl PartPlan {
         )
     }
 
+    /// How the plan is cut that a kernel's launch walks, on whatever tier.
+    fn launched(&self, kernel: Kernel) -> Tiling {
+        #[cfg(feature = "cuda-asm")]
+        {
+            let walk = kernel.walk();
+            let index = usize::from(walk == Walk::Columns);
+            let tensor = match kernel {
+                Kernel::Forward => match (self.hopper, self.mma) {
+                    (Ok(tile), _) => Some(tile.tiling()),
+                    (_, Ok(tile)) => Some(tile.tiling(walk)),
+                    _ => None,
+                },
+                _ => match (self.hopper_backward, self.mma_backward) {
+                    (Ok(hopper::Backward::Fused(tile)), _) => Some(tile.tiling()),
+                    (Ok(hopper::Backward::Walks(tiles)), _) => Some(tiles[index].tiling(walk)),
+                    (_, Ok(tiles)) => Some(tiles[index].tiling(walk)),
+                    _ => None,
+                },
+            };
+            if let Some(tiling) = tensor {
+                return tiling;
+            }
+        }
+        self.tiling(kernel)
+    }
+
     fn tiling(&self, kernel: Kernel) -> Tiling {
         let tile = self.tile(kernel);
         Tiling {
@@ -388,34 +414,25 @@ impl AttentionPlan {
             .map(|(index, (part, residue))| {
                 let by_class = residue.is_some();
                 let walked = part.unwrap_or(layout);
-                #[cfg(feature = "cuda-asm")]
-                let chosen = walked.device_choice().is_some();
                 let choose =
                     |kernel| simt::choose(walked, &sizes, kernel, by_class, index > 0, properties);
                 let [forward, rows, columns] = kernels.map(choose);
                 #[cfg(feature = "cuda-asm")]
-                let hopper = match chosen {
-                    true => Err(CHOSEN),
-                    false => hopper::choose(
-                        walked,
-                        &sizes,
-                        layout.seq_kv(),
-                        residue,
-                        index > 0,
-                        properties,
-                    ),
-                };
+                let hopper = hopper::choose(
+                    walked,
+                    &sizes,
+                    layout.seq_kv(),
+                    residue,
+                    index > 0,
+                    properties,
+                );
                 #[cfg(feature = "cuda-asm")]
                 let hopper_backward = hopper::choose_backward(walked, &sizes, &hopper, properties);
                 #[cfg(feature = "cuda-asm")]
-                let mma = |kernel| match chosen {
-                    true => Err(CHOSEN),
-                    false => mma::choose(walked, &sizes, kernel, residue, index > 0, properties),
-                };
+                let mma =
+                    |kernel| mma::choose(walked, &sizes, kernel, residue, index > 0, properties);
                 #[cfg(feature = "cuda-asm")]
                 const TAKEN: &str = "the hopper tier takes it";
-                #[cfg(feature = "cuda-asm")]
-                const CHOSEN: &str = "the layout is made on the device";
                 Ok(PartPlan {
                     #[cfg(feature = "cuda-asm")]
                     mma: match hopper {
@@ -453,7 +470,12 @@ impl AttentionPlan {
             });
             let tiles = tiles.max().unwrap_or(0);
             for part in &parts {
-                on_device::check(part.layout(layout), part.tiling(kernel), properties)?;
+                let walked = part.layout(layout);
+                on_device::check(walked, part.launched(kernel), properties)?;
+                if sizes.bias {
+                    // Its gradient is the simt tier's.
+                    on_device::check(walked, part.tiling(kernel), properties)?;
+                }
             }
             // With the buffer in which CubeCL passes scalars.
             let buffers = match kernel {

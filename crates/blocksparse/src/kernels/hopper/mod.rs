@@ -851,7 +851,9 @@ pub fn choose_backward(
         Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(tile)))
     };
     let block = layout.block_size();
-    if tier_limit().is_some_and(|limit| limit == "hopper-walks") {
+    // Visits are counted on the host.
+    let chosen = layout.device_choice().is_some();
+    if chosen || tier_limit().is_some_and(|limit| limit == "hopper-walks") {
         if forward.dim != 64 && forward.dim != 128 {
             return Err("head_dim is neither 64 nor 128");
         }

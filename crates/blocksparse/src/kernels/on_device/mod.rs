@@ -231,6 +231,7 @@ impl Room {
         let heads = section(heads);
         let order = section(patterns * tiles * 4);
         let records = section(patterns * tiles * 3);
+        let room = section(patterns * entries * 2);
         let masks = section(cut.masks() * cut.rows * cut.mask_words());
         let sections = Sections {
             heads,
@@ -239,7 +240,7 @@ impl Room {
             order,
             rows: order,
             tiles: records,
-            entries: section(patterns * entries * 2),
+            entries: room,
             masks,
         };
         Self {
