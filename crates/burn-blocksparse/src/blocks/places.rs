@@ -25,8 +25,10 @@ pub(super) struct Places {
     /// Blocks that are stored for each batch entry; the fullest keeps as many.
     stored: usize,
     /// Chunks that were asked for before.
-    chunks: Mutex<HashMap<(Side, usize), Arc<[Chunk]>>>,
+    chunks: Mutex<Chunks>,
 }
+
+type Chunks = HashMap<(Side, usize), Arc<[Chunk]>>;
 
 /// What a layout keeps of its calls, by batch entries and key heads.
 #[derive(Default)]
