@@ -2,8 +2,9 @@
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, DeviceLayout, DeviceLayoutOptions, Dropout, LayoutShape,
-    TopKOptions, WeightsMode, top_k_blocks, top_k_blocks_on_device,
+    AttentionOptions, AttentionPlan, AttentionTensors, DeviceLayout, DeviceLayoutOptions, Dropout,
+    LayoutShape, TopKOptions, WeightsMode, attention_with_tensors, top_k_blocks,
+    top_k_blocks_on_device,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -501,6 +502,13 @@ pub fn device_layout_errors(devices: &[Device]) {
         let message = call(&layout, AttentionOptions::default());
         assert_eq!(message, "q's batch must be 3, the layout's, got 2");
         let layout = of_mask([1, 1, 4, 4], case.options()).unwrap();
+        let table = Tensor::<2>::zeros([1, 9], &device.clone().autodiff());
+        let tensors = AttentionTensors::default().relative_bias(table);
+        let options = AttentionOptions::default();
+        let [q, k, v] = [(); 3].map(|_| x.clone());
+        let called = attention_with_tensors(q, k, v, tensors, &layout, options);
+        let expected = "relative_bias must be without autodiff for a layout that is made on the device, got with";
+        assert_eq!(called.unwrap_err().to_string(), expected);
         let message = call(
             &layout,
             AttentionOptions::default().weights(WeightsMode::Store),

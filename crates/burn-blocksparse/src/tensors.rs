@@ -131,6 +131,14 @@ impl AttentionTensors {
             AttentionError::expect_same("sinks' device", q.device(), "q's", sinks.device())?;
         }
         if let Some(table) = &self.relative_bias {
+            // Its gradient sums over lines that the host lists.
+            if layout.device_choice().is_some() && table.device().is_autodiff() {
+                return Err(AttentionError::argument(
+                    "relative_bias",
+                    "without autodiff for a layout that is made on the device",
+                    "with",
+                ));
+            }
             let [heads, distances] = table.dims();
             if heads != 1 && heads != layout.heads() {
                 return Err(AttentionError::argument(
