@@ -1,9 +1,11 @@
 //! Bad input is a typed error that names the argument, what was expected and what came.
 
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, Dropout, LayoutShape, Pattern,
-    WeightsMode, attention, attention_with_tensors, merge_attention,
+    AttentionError, AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, DeviceLayout,
+    DeviceLayoutOptions, Dropout, LayoutShape, MassOptions, Pattern, TopKOptions, WeightsMode,
+    attention, attention_masses, attention_with_tensors, merge_attention, top_k_blocks,
+    top_k_blocks_on_device, vertical_slash_layout,
 };
 use burn_blocksparse_tests::devices::{devices, supports};
 use proptest::prelude::*;
@@ -207,6 +209,44 @@ fn limits_of_a_device() {
     }
 }
 
+/// Numbers of a tensor, over and over.
+fn filled(numbers: &[i32], dims: &[usize]) -> TensorData {
+    let numbers = numbers.iter().copied().cycle();
+    TensorData::new(numbers.take(dims.iter().product()).collect(), dims.to_vec())
+}
+
+/// An error must say what was expected.
+fn says_what(error: &impl std::error::Error) -> Result<(), TestCaseError> {
+    prop_assert!(error.to_string().contains(" must "), "{}", error);
+    Ok(())
+}
+
+/// A layout takes part in attention, whatever chose its blocks.
+fn works(
+    layout: Result<DeviceLayout, AttentionError>,
+    device: &Device,
+) -> Result<(), TestCaseError> {
+    let layout = match layout {
+        Ok(layout) => layout,
+        Err(error) => return says_what(&error),
+    };
+    let shape = *layout.shape();
+    let batch = layout.batch().unwrap_or(1);
+    let x = |seq| zeros([batch, shape.heads, seq, 8], device);
+    let (q, k) = (x(shape.seq_q), x(shape.seq_kv));
+    let out = attention(
+        q.clone(),
+        k.clone(),
+        k,
+        &layout,
+        AttentionOptions::default(),
+    )
+    .unwrap();
+    prop_assert_eq!(out.dims(), q.dims());
+    layout.to_host().unwrap();
+    Ok(())
+}
+
 proptest::proptest! {
     #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -266,6 +306,139 @@ proptest::proptest! {
                     prop_assert!(!fits, "{:?} was refused: {}", shapes, error);
                     prop_assert!(error.to_string().contains(" must be "), "{}", error);
                 }
+            }
+        }
+    }
+
+    /// Whatever chooses the blocks of a layout made on the device: attention over it, or an error that says what was expected.
+    #[test]
+    fn choices_of_any_shape(
+        dims in collection::vec(0usize..4, 4),
+        counts in collection::vec(0usize..4, 3),
+        agree in any::<bool>(),
+        (heads, seq_q, seq_kv) in (0usize..4, 0usize..30, 0usize..30),
+        block_size in sample::select(vec![0, 7, 8, 16]),
+        numbers in collection::vec(prop_oneof![-2i32..5, any::<i32>()], 1..40),
+        (k, first) in (0usize..4, sample::select(vec![0, 1, usize::MAX])),
+        causal in any::<bool>(),
+    ) {
+        let shape = LayoutShape { heads, seq_q, seq_kv, block_size };
+        let options = DeviceLayoutOptions::new(shape).causal(causal);
+        let blocks = |seq: usize| seq.div_ceil(block_size.max(1));
+        let (mut dims, mut counts) = ([dims[0], dims[1], dims[2], dims[3]], [counts[0], counts[1], counts[2]]);
+        if agree {
+            (dims[1], dims[2], dims[3]) = (heads, blocks(seq_q), blocks(seq_kv));
+            counts = [dims[0], dims[1], dims[2]];
+        }
+        let top_k = TopKOptions::new(block_size, k).causal(causal).first(first);
+        for device in devices() {
+            let integers = Tensor::<4, Int>::from_data(filled(&numbers, &dims), &device);
+            let mask: Tensor<4, Bool> = integers.clone().greater_elem(0);
+            works(DeviceLayout::from_block_mask(mask, options.clone()), &device)?;
+            let counted = Tensor::<3, Int>::from_data(filled(&numbers, &counts), &device);
+            works(DeviceLayout::from_block_indices(integers.clone(), counted, options.clone()), &device)?;
+            works(DeviceLayout::from_block_scores(integers.float(), shape, &top_k), &device)?;
+        }
+    }
+
+    /// Layouts by content, of queries and keys of any shape; the host's and the device's are the same.
+    #[test]
+    fn top_k_of_any_shape(
+        (q, k) in (collection::vec(0usize..4, 4), collection::vec(0usize..4, 4)),
+        agree in any::<bool>(),
+        (seq_q, seq_kv) in (0usize..30, 0usize..30),
+        block_size in sample::select(vec![0, 7, 8, 16]),
+        (most, first) in (0usize..4, sample::select(vec![0, 1, usize::MAX])),
+        (causal, diagonal) in (any::<bool>(), any::<bool>()),
+    ) {
+        let (mut q, mut k) = ([q[0], q[1], seq_q, q[3]], [k[0], k[1], seq_kv, k[3]]);
+        if agree {
+            (k[0], k[3]) = (q[0], q[3]);
+            q[1] *= k[1];
+        }
+        let options = TopKOptions::new(block_size, most).causal(causal).diagonal(diagonal).first(first);
+        for device in devices() {
+            let [queries, keys] = [q, k].map(|shape| zeros(shape, &device));
+            let host = top_k_blocks(queries.clone(), keys.clone(), options.clone());
+            let made = top_k_blocks_on_device(queries, keys, options.clone());
+            match (host, made) {
+                (Ok(host), Ok(made)) => {
+                    let made = made.to_host().unwrap();
+                    let rows = |layout: &BlockLayout| -> Vec<Vec<u32>> {
+                        let places = (0..q[0]).flat_map(|entry| (0..q[1]).map(move |head| (entry, head)));
+                        let patterns = places.map(|(entry, head)| layout.pattern_of(entry, head));
+                        let rows = patterns.flat_map(|pattern| (0..layout.q_blocks()).map(move |row| layout.row(pattern, row)));
+                        rows.map(|row| row.iter().map(|entry| entry.block).collect()).collect()
+                    };
+                    prop_assert_eq!(rows(&host), rows(&made));
+                }
+                (Err(host), Err(made)) => {
+                    prop_assert_eq!(host.to_string(), made.to_string());
+                    says_what(&host)?;
+                }
+                (host, made) => prop_assert!(false, "{:?} on the host, {:?} on the device", host.is_ok(), made.is_ok()),
+            }
+        }
+    }
+
+    /// Columns and diagonals that are any numbers.
+    #[test]
+    fn columns_and_diagonals_of_any_shape(
+        (vertical, slash) in ((0usize..4, 0usize..4), (0usize..4, 0usize..4)),
+        (heads, seq_q, seq_kv) in (0usize..4, 0usize..30, 0usize..30),
+        block_size in sample::select(vec![0, 7, 8, 16]),
+        numbers in collection::vec(prop_oneof![4 => 0i32..30, 1 => any::<i32>()], 1..20),
+    ) {
+        let shape = LayoutShape { heads, seq_q, seq_kv, block_size };
+        for device in devices() {
+            let [vertical, slash] = [vertical, slash]
+                .map(|(heads, count)| Tensor::<2, Int>::from_data(filled(&numbers, &[heads, count]), &device));
+            if let Err(error) = vertical_slash_layout(vertical, slash, shape) {
+                says_what(&error)?;
+            }
+        }
+    }
+
+    /// Sums of weights, and tables of relative biases, of any shape.
+    #[test]
+    fn sums_and_tables_of_any_shape(
+        shapes in collection::vec(collection::vec(0usize..5, 4), 3),
+        agree in any::<bool>(),
+        (heads, seq_q, seq_kv) in (1usize..5, 1usize..5, 1usize..5),
+        queries in option::of((0usize..6, 0usize..6)),
+        table in option::of((0usize..5, 0usize..8)),
+    ) {
+        let shape = LayoutShape { heads, seq_q, seq_kv, block_size: 8 };
+        let layout = BlockLayout::new(&Pattern::causal(), shape).unwrap();
+        let mut shapes: Vec<[usize; 4]> = shapes.iter().map(|s| [s[0], s[1], s[2], s[3]]).collect();
+        if agree {
+            let [b, kv, _, d] = shapes[0];
+            shapes = vec![[b, heads, seq_q, d], [b, kv, seq_kv, d], [b, heads, seq_q, d]];
+        }
+        for device in devices() {
+            let tensor = |shape: [usize; 4]| zeros(shape, &device);
+            let [batch, rows, length, _] = shapes[2];
+            let lse = Tensor::<3>::zeros([batch, rows, length], (&device, DType::F32));
+            let mut tensors = AttentionTensors::default();
+            if let Some((rows, width)) = table {
+                tensors = tensors.relative_bias(Tensor::<2>::zeros([rows, width], (&device, DType::F32)));
+            }
+            let mut options = MassOptions::default().tensors(tensors.clone());
+            if let Some((start, end)) = queries {
+                options = options.queries(start..end);
+            }
+            let (q, k) = (tensor(shapes[0]), tensor(shapes[1]));
+            match attention_masses(q.clone(), k.clone(), lse, &layout, options) {
+                Ok(masses) => {
+                    let [batch, heads, ..] = q.dims();
+                    prop_assert_eq!(masses.columns.dims(), [batch, heads, seq_kv]);
+                    prop_assert_eq!(masses.diagonals.dims(), [batch, heads, seq_q + seq_kv - 1]);
+                }
+                Err(error) => says_what(&error)?,
+            }
+            match attention_with_tensors(q.clone(), k.clone(), k, tensors, &layout, AttentionOptions::default()) {
+                Ok((out, _)) => prop_assert_eq!(out.dims(), q.dims()),
+                Err(error) => says_what(&error)?,
             }
         }
     }
