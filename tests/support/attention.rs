@@ -8,8 +8,8 @@ use burn::tensor::module::attention_fallback;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, BlockLayout, Pattern, Precision, WeightsMode, attention,
-    attention_with_lse, attention_with_weights, merge_attention,
+    AttentionOptions, AttentionPlan, BlockLayout, Layout, Pattern, Precision, WeightsMode,
+    attention, attention_with_lse, attention_with_weights, merge_attention,
 };
 
 fn tensor(values: &[f64], shape: [usize; 4], device: &Device, dtype: DType) -> Tensor<4> {
@@ -27,9 +27,9 @@ pub(crate) fn inputs(problem: &Problem, device: &Device, dtype: DType) -> [Tenso
 }
 
 /// Output and gradients by q, k, v.
-pub(crate) fn run(
+pub(crate) fn run<'a>(
     problem: &Problem,
-    layout: &BlockLayout,
+    layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
     device: &Device,
     dtype: DType,

@@ -2,8 +2,11 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use burn::tensor::{DType, Device};
-use burn_blocksparse::{AttentionOptions, BlockLayout, Dropout, Pattern, Restriction, WeightsMode};
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
+use burn_blocksparse::{
+    AttentionOptions, BlockLayout, DeviceLayout, DeviceLayoutOptions, Dropout, Pattern,
+    Restriction, WeightsMode,
+};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -57,6 +60,54 @@ struct Fuzz {
     /// Whether the layout is written and read before it is used, so that it is computed by its own blocks.
     read: bool,
     extras: Extras,
+    /// Whether the pattern's blocks make a layout on the device.
+    chosen: Option<Chosen>,
+}
+
+/// Blocks that a mask chooses.
+#[derive(Clone, Debug)]
+struct Chosen {
+    /// `[heads, q_blocks, kv_blocks]`
+    blocks: Vec<bool>,
+    dims: [usize; 3],
+    causal: bool,
+}
+
+impl Chosen {
+    fn new(layout: &BlockLayout, causal: bool) -> Self {
+        let dims = [layout.heads(), layout.q_blocks(), layout.kv_blocks()];
+        let mut blocks = vec![false; dims.iter().product()];
+        for head in 0..dims[0] {
+            for row in 0..dims[1] {
+                for kept in layout.row(layout.pattern_of(0, head), row) {
+                    blocks[(head * dims[1] + row) * dims[2] + kept.block as usize] = true;
+                }
+            }
+        }
+        Self {
+            blocks,
+            dims,
+            causal,
+        }
+    }
+
+    /// The pairs of these blocks.
+    fn pattern(&self, case: &Case) -> Pattern {
+        let (chosen, block) = (self.clone(), case.block_size);
+        let offset = case.seq_kv as i64 - case.seq_q as i64;
+        Pattern::from_fn("chosen blocks", move |head, i, j| {
+            let (row, col) = ((i - offset) as usize / block, j as usize / block);
+            let [_, rows, cols] = chosen.dims;
+            chosen.blocks[(head * rows + row) * cols + col] && (!chosen.causal || j <= i)
+        })
+    }
+
+    fn layout(&self, case: &Case, device: &Device) -> DeviceLayout {
+        let [heads, rows, cols] = self.dims;
+        let mask = TensorData::new(self.blocks.clone(), [1, heads, rows, cols]);
+        let options = DeviceLayoutOptions::new(*case.layout().shape()).causal(self.causal);
+        DeviceLayout::from_block_mask(Tensor::<4, Bool>::from_data(mask, device), options).unwrap()
+    }
 }
 
 /// What else is asked for, where results are compared to the dtype's own precision.
@@ -135,7 +186,8 @@ impl Fuzz {
         dtypes.extend(half_dtypes(device));
         let dtype = pick(rng, &dtypes);
         let extras = Extras::new(rng, heads);
-        Self {
+        let chosen = chance(rng, 6).then(|| Chosen::new(&case.layout(), chance(rng, 2)));
+        let fuzz = Self {
             seed,
             case,
             dtype,
@@ -143,6 +195,29 @@ impl Fuzz {
             restrictions,
             read,
             extras,
+            chosen,
+        };
+        match fuzz.chosen.clone() {
+            Some(chosen) => fuzz.by_blocks(&chosen),
+            None => fuzz,
+        }
+    }
+
+    /// The case with the pattern of chosen blocks, without what such a layout does not take.
+    fn by_blocks(self, chosen: &Chosen) -> Self {
+        Self {
+            case: Case {
+                pattern: chosen.pattern(&self.case),
+                ..self.case
+            },
+            mode: WeightsMode::Recompute,
+            restrictions: None,
+            read: false,
+            extras: Extras {
+                relative: None,
+                ..self.extras
+            },
+            ..self
         }
     }
 
@@ -223,7 +298,14 @@ impl Fuzz {
             options,
             use_out: true,
         };
-        for (name, got) in call.run(device, self.dtype) {
+        let results = match &self.chosen {
+            Some(chosen) => {
+                let layout = chosen.layout(&self.case, device);
+                call.over(layout).run(device, self.dtype)
+            }
+            None => call.run(device, self.dtype),
+        };
+        for (name, got) in results {
             let (terms, expected) = expected(&answer, name);
             assert_close_to(terms, name, got, expected, tolerance);
         }
@@ -235,7 +317,13 @@ impl Fuzz {
         problem.round_to(self.dtype);
         let answer = problem.solve();
         let device = device.clone().autodiff();
-        let got = run(&problem, &layout, self.options(), &device, self.dtype);
+        let got = match &self.chosen {
+            Some(chosen) => {
+                let layout = chosen.layout(&self.case, &device);
+                run(&problem, &layout, self.options(), &device, self.dtype)
+            }
+            None => run(&problem, &layout, self.options(), &device, self.dtype),
+        };
         let dense = run_dense(&self.case, &problem, &layout, &device, self.dtype);
         let rounding = match self.dtype {
             DType::F16 => 1e-3,

@@ -23,6 +23,19 @@ pub struct Call<'a, L = BlockLayout> {
     pub use_out: bool,
 }
 
+impl<'a, L> Call<'a, L> {
+    /// The call over another layout.
+    pub fn over<M>(self, layout: M) -> Call<'a, M> {
+        Call {
+            what: self.what,
+            problem: self.problem,
+            layout,
+            options: self.options,
+            use_out: self.use_out,
+        }
+    }
+}
+
 impl<L> Call<'_, L>
 where
     for<'l> &'l L: Into<Layout<'l>>,
