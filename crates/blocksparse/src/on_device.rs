@@ -50,7 +50,9 @@ impl DeviceChoice {
             ChosenBy::Mask => all,
             ChosenBy::Indices { most } => most,
             // A block of positions overlaps two blocks of keys, or one.
-            ChosenBy::TopK { k, diagonal, first } => k.max(first + 2 * usize::from(diagonal)),
+            ChosenBy::TopK { k, diagonal, first } => {
+                k.max(first.saturating_add(2 * usize::from(diagonal)))
+            }
         };
         most.min(all)
     }
@@ -107,5 +109,36 @@ impl BlockLayout {
     /// How the layout's blocks are chosen, if a tensor on a device chooses them.
     pub fn device_choice(&self) -> Option<&DeviceChoice> {
         self.inner().choice.as_ref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[rstest::rstest]
+    #[case(3, true, 0, 3)]
+    #[case(1, true, 2, 4)]
+    #[case(1, false, 2, 2)]
+    #[case(1, true, usize::MAX, 5)]
+    #[case(usize::MAX, false, 0, 5)]
+    fn no_row_has_more_blocks_than_there_are(
+        #[case] k: usize,
+        #[case] diagonal: bool,
+        #[case] first: usize,
+        #[case] most: usize,
+    ) {
+        let shape = LayoutShape {
+            heads: 1,
+            seq_q: 8,
+            seq_kv: 40,
+            block_size: 8,
+        };
+        let choice = DeviceChoice {
+            patterns: [1, 1],
+            causal: true,
+            by: ChosenBy::TopK { k, diagonal, first },
+        };
+        assert_eq!(choice.most_blocks(&shape), most);
     }
 }
