@@ -2,7 +2,7 @@
 
 use std::any::{Any, TypeId};
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -590,10 +590,11 @@ impl BlockLayout {
     /// A value that lives as long as the layout's data, made on first use: where a crate that computes
     /// on layouts keeps what it derives from them (launch plans, copies on a device).
     pub fn attachment<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Arc<T> {
-        let mut attachments = match self.inner.attachments.lock() {
-            Ok(guard) => guard,
-            Err(poisoned) => poisoned.into_inner(),
-        };
+        let mut attachments = self
+            .inner
+            .attachments
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let id = TypeId::of::<T>();
         if let Some((_, value)) = attachments.iter().find(|(known, _)| *known == id) {
             return value.clone().downcast().expect("stored under its type");

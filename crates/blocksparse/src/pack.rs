@@ -1,7 +1,7 @@
 //! The query heads of one key head, one after the other in the sequence.
 
 use std::collections::HashMap;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use crate::builder::Rows;
 use crate::layout::{HeadPattern, Inner, position_or_push};
@@ -33,10 +33,7 @@ impl BlockLayout {
     /// ```
     pub fn pack_heads(&self, kv_heads: usize) -> Option<BlockLayout> {
         let known = self.attachment(Packed::default);
-        let mut known = match known.0.lock() {
-            Ok(guard) => guard,
-            Err(poisoned) => poisoned.into_inner(),
-        };
+        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
         let packed = known.entry(kv_heads).or_insert_with(|| self.pack(kv_heads));
         packed.clone()
     }

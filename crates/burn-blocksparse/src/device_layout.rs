@@ -99,11 +99,7 @@ impl DeviceLayout {
         let shape = checked(&options.shape)?;
         let dims = mask.dims();
         let patterns = rows("mask", dims, &shape)?;
-        expect(
-            "mask's kv_blocks",
-            shape.seq_kv.div_ceil(shape.block_size),
-            dims[3],
-        )?;
+        expect_kv_blocks("mask's kv_blocks", dims, &shape)?;
         let choice = DeviceChoice {
             patterns,
             causal: options.causal,
@@ -346,6 +342,15 @@ fn checked(shape: &LayoutShape) -> Result<LayoutShape, AttentionError> {
 
 fn expect(argument: &'static str, expected: usize, got: usize) -> Result<(), AttentionError> {
     AttentionError::expect_same(argument, expected, "the shape's", got)
+}
+
+/// A number for each key block, in each row.
+fn expect_kv_blocks(
+    argument: &'static str,
+    dims: [usize; 4],
+    shape: &LayoutShape,
+) -> Result<(), AttentionError> {
+    expect(argument, shape.seq_kv.div_ceil(shape.block_size), dims[3])
 }
 
 /// The batch entries and heads of a tensor of rows of query blocks.

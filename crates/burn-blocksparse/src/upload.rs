@@ -1,7 +1,7 @@
 //! Layouts on devices: uploaded once per device, kept as long as the layout lives.
 
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, Weak};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 
 use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
@@ -38,10 +38,7 @@ pub(crate) fn layout_tensors(
         true => NO_LAYOUT.clone(),
     };
     let key = Arc::as_ptr(&token) as usize;
-    let mut uploaded = match UPLOADED.lock() {
-        Ok(guard) => guard,
-        Err(poisoned) => poisoned.into_inner(),
-    };
+    let mut uploaded = UPLOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let known = (uploaded.get(&key))
         .filter(|entry| entry.layout.strong_count() > 0)
         .and_then(|entry| entry.on_devices.iter().find(|(known, _)| *known == device));

@@ -1,7 +1,7 @@
 //! What a layout keeps on devices: its launch plans, uploaded once or made there, as long as it lives, and the ALiBi slopes of its last call.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -28,10 +28,7 @@ struct DevicePlans(Mutex<HashMap<Key, Arc<DevicePlan>>>);
 /// The plan of a layout under a tiling, on the client's device.
 pub fn plan(client: &Client, layout: &BlockLayout, tiling: Tiling) -> Arc<DevicePlan> {
     let plans = layout.attachment(DevicePlans::default);
-    let mut plans = match plans.0.lock() {
-        Ok(guard) => guard,
-        Err(poisoned) => poisoned.into_inner(),
-    };
+    let mut plans = plans.0.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (device_key(client), tiling);
     let made = plans.entry(key).or_insert_with(|| {
         if let Some(choice) = layout.device_choice() {
@@ -62,10 +59,7 @@ pub fn slopes(
     accumulator: ElemType,
 ) -> Handle {
     let known = layout.attachment(DeviceSlopes::default);
-    let mut known = match known.0.lock() {
-        Ok(guard) => guard,
-        Err(poisoned) => poisoned.into_inner(),
-    };
+    let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (device_key(client), accumulator);
     if let Some((same, handle)) = known.get(&key)
         && same == slopes
@@ -98,10 +92,7 @@ struct DeviceLinePlans(Mutex<HashMap<(DeviceKey, Lines), Arc<DeviceLinePlan>>>);
 /// The lines of a layout, on the client's device.
 pub fn line_plan(client: &Client, layout: &BlockLayout, lines: Lines) -> Arc<DeviceLinePlan> {
     let plans = layout.attachment(DeviceLinePlans::default);
-    let mut plans = match plans.0.lock() {
-        Ok(guard) => guard,
-        Err(poisoned) => poisoned.into_inner(),
-    };
+    let mut plans = plans.0.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (device_key(client), lines);
     if let Some(known) = plans.get(&key) {
         return known.clone();

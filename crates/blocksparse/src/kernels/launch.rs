@@ -63,26 +63,33 @@ impl ScoreOptions {
         optional(self.bias.as_ref().map(|bias| &bias.handle), elements)
     }
 
-    pub(super) fn bias_strides(&self) -> BiasStridesLaunch {
+    /// Elements of the bias between batch entries, heads and queries: 0 where it is 1.
+    fn bias_steps(&self) -> [usize; 3] {
         let [batch, heads, rows, keys] = self.bias.as_ref().map_or([1; 4], |bias| bias.shape);
-        let stride = |length: usize, stride: usize| if length == 1 { 0 } else { stride };
-        BiasStridesLaunch::new(
-            stride(batch, heads * rows * keys),
-            stride(heads, rows * keys),
-            stride(rows, keys),
-        )
+        let step = |length: usize, step: usize| if length == 1 { 0 } else { step };
+        [
+            step(batch, heads * rows * keys),
+            step(heads, rows * keys),
+            step(rows, keys),
+        ]
     }
 
-    /// Bytes of a half-precision bias between batch entries, heads and queries: 0 where it is 1.
+    pub(super) fn bias_strides(&self) -> BiasStridesLaunch {
+        let [batch, head, row] = self.bias_steps();
+        BiasStridesLaunch::new(batch, head, row)
+    }
+
+    /// The same in bytes, of a half-precision bias.
     #[cfg(feature = "cuda-asm")]
     pub(super) fn bias_bytes(&self) -> [u64; 3] {
-        let [batch, heads, rows, keys] = self.bias.as_ref().map_or([1; 4], |bias| bias.shape);
-        let stride = |length: usize, stride: usize| if length == 1 { 0 } else { stride as u64 * 2 };
-        [
-            stride(batch, heads * rows * keys),
-            stride(heads, rows * keys),
-            stride(rows, keys),
-        ]
+        self.bias_steps().map(|elements| elements as u64 * 2)
+    }
+
+    /// What the backward pass knows of its `rows` queries, `[rows, 2]`, with slopes and the table behind: where the table begins, and how
+    /// many numbers it is in all.
+    pub(super) fn stats_len(&self, rows: usize) -> [usize; 2] {
+        let table_start = rows * 2 + self.slopes.as_ref().map_or(0, |slopes| slopes.len());
+        [table_start, table_start + self.table_len()]
     }
 
     pub(super) fn table<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
@@ -315,8 +322,7 @@ pub fn backward(
     // lse and delta of the query at each place of a part.
     let make_stats = |call: &Call, pitch: usize, lse_factor: f64, by_class: bool| {
         let rows = sizes.batch * heads * pitch;
-        let table_start = rows * 2 + if slopes.is_some() { heads } else { 0 };
-        let numbers = table_start + options.table_len();
+        let [table_start, numbers] = options.stats_len(rows);
         let stats = client.empty(numbers * accumulator.size());
         const UNITS: u32 = 64;
         let cubes = spread(client, (rows as u64).div_ceil(u64::from(UNITS)))?;
@@ -370,8 +376,7 @@ pub fn backward(
             gradients.v_offset + kv_rows * sizes.value_dim,
         ),
     ];
-    let table_start = rows * 2 + if slopes.is_some() { heads } else { 0 };
-    let numbers = table_start + options.table_len();
+    let [table_start, numbers] = options.stats_len(rows);
     let launch = |stats: &Handle, call: &Call, pass: &Pass, tile: Tile, slice: Slice| {
         let &(walk, _, [a1, a2, b1, b2], target, elements) = pass;
         let bias_grad = gradients.bias.as_ref().filter(|_| tile.bias_gradient);

@@ -223,13 +223,9 @@ fn sum_lines(
     let rows = sizes.batch * heads * seq_q;
     let gradient = summed.gradient.is_some();
     let slopes = options.device_slopes(client, layout, accumulator);
-    let table_start = match gradient {
-        true => rows * 2 + if slopes.is_some() { heads } else { 0 },
-        false => 0,
-    };
-    let numbers = match gradient {
-        true => table_start + options.table_len(),
-        false => rows,
+    let [table_start, numbers] = match gradient {
+        true => options.stats_len(rows),
+        false => [0, rows],
     };
     let [v, grad_out] = summed.gradient.unwrap_or(summed.inputs);
     let parts = || line_parts(&plan, batch_words(layout));

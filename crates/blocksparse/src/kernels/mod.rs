@@ -31,7 +31,7 @@ mod tensor;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cubecl::device::DeviceId;
 use cubecl::ir::{ElemType, FloatKind};
@@ -382,10 +382,7 @@ impl AttentionPlan {
         sizes: Sizes,
     ) -> Result<Arc<Self>, KernelError> {
         let known = layout.attachment(Plans::default);
-        let mut known = match known.0.lock() {
-            Ok(guard) => guard,
-            Err(poisoned) => poisoned.into_inner(),
-        };
+        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (device_key(client), sizes);
         if let Some(plan) = known.get(&key) {
             return Ok(plan.clone());

@@ -1,6 +1,6 @@
 //! The backward pass in Burn's autodiff graph: one step, instead of the graph of the forward's steps.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::NodeId;
@@ -38,10 +38,7 @@ struct State<B: Backend> {
 type GradCell<B> = Arc<Mutex<[Option<FloatTensor<B>>; 2]>>;
 
 fn lock<T>(cell: &Mutex<T>) -> MutexGuard<'_, T> {
-    match cell.lock() {
-        Ok(guard) => guard,
-        Err(poisoned) => poisoned.into_inner(),
-    }
+    cell.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Of q, k, v, and the biases that there are.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use blocksparse::{BlockLayout, FULL};
 
@@ -57,7 +57,7 @@ impl Places {
     /// The places of a layout, which keeps them.
     pub fn of(layout: &BlockLayout, batch: usize, kv_heads: usize) -> Arc<Self> {
         let known = layout.attachment(Known::default);
-        let mut known = locked(&known.0);
+        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
         let new = || Arc::new(Self::new(layout, batch, kv_heads));
         known.entry([batch, kv_heads]).or_insert_with(new).clone()
     }
@@ -135,7 +135,7 @@ impl Places {
     /// The blocks of each tile of a side, longest lists first, in chunks of at most `blocks` blocks
     /// (one tile may have more). Lists of a chunk differ by a factor of two at most. Tiles without blocks are in none.
     pub fn chunks(&self, side: Side, blocks: usize) -> Arc<[Chunk]> {
-        let mut known = locked(&self.chunks);
+        let mut known = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
         let new = || self.new_chunks(side, blocks).into();
         known.entry((side, blocks)).or_insert_with(new).clone()
     }
@@ -179,13 +179,6 @@ impl Places {
             next[tile as usize] += 1;
         }
         Lists { offsets, blocks }
-    }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    match mutex.lock() {
-        Ok(guard) => guard,
-        Err(poisoned) => poisoned.into_inner(),
     }
 }
 

@@ -7,7 +7,7 @@ mod words;
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -56,10 +56,7 @@ pub fn choose_blocks(
         });
     }
     let known = layout.attachment(Bits::default);
-    let mut known = match known.0.lock() {
-        Ok(guard) => guard,
-        Err(poisoned) => poisoned.into_inner(),
-    };
+    let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
     if let Entry::Vacant(entry) = known.entry(device_key(client)) {
         let rows = row_bits(client, layout, choice, tensor)?;
         let columns = column_bits(client, layout, choice, &rows);
@@ -300,10 +297,7 @@ pub fn plan(
         "a plan that is made on the device has neither places, visits nor clusters"
     );
     let bits = layout.attachment(Bits::default);
-    let bits = match bits.0.lock() {
-        Ok(guard) => guard,
-        Err(poisoned) => poisoned.into_inner(),
-    };
+    let bits = bits.0.lock().unwrap_or_else(PoisonError::into_inner);
     let bits = bits.get(&device_key(client));
     let bits = &bits.expect("a layout has its blocks before a launch")[tiling.walk as usize];
     let room = Room::new(layout, choice, tiling);
