@@ -7,6 +7,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::{self, DevicePlan, plan};
+#[cfg(feature = "cuda-asm")]
+use super::distances::{TableArgs, TableArgsLaunch};
 use super::masses::distance_gradient;
 use super::simt::dropout::MaskLaunch;
 use super::simt::score::{BiasStridesLaunch, DistancesLaunch};
@@ -106,6 +108,22 @@ impl ScoreOptions {
     pub(super) fn distances(&self, start: usize) -> DistancesLaunch {
         let [heads, width] = self.relative.as_ref().map_or([1; 2], |table| table.shape);
         DistancesLaunch::new(start, if heads == 1 { 0 } else { width }, width / 2)
+    }
+
+    /// The table, as the tensor-core tiers get it.
+    #[cfg(feature = "cuda-asm")]
+    pub(super) fn table_args(&self) -> ComptimeOptionArgs<TableArgs> {
+        let Some(table) = &self.relative else {
+            return ComptimeOptionArgs::None;
+        };
+        let [heads, width] = table.shape;
+        let numbers = unsafe { BufferArg::from_raw_parts(table.handle.clone(), self.table_len()) };
+        let head = if heads == 1 { 0 } else { width };
+        ComptimeOptionArgs::Some(TableArgsLaunch::new(
+            numbers,
+            head as u32,
+            (width / 2) as u32,
+        ))
     }
 
     pub(super) fn mask(&self) -> MaskLaunch {

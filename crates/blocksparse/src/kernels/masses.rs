@@ -43,15 +43,15 @@ pub fn check_masses(
         .map(usize::from)
         .iter()
         .sum::<usize>();
-    check(client, layout, sizes, false, buffers)
+    check(client, layout, sizes, false, buffers).map(|_| ())
 }
 
-/// Checks that a device can make the gradient of biases of distances.
+/// The tile that makes the gradient of biases of distances, if a device can make it.
 pub(super) fn check_distances(
     client: &Client,
     layout: &BlockLayout,
     sizes: &Sizes,
-) -> Result<(), KernelError> {
+) -> Result<Tile, KernelError> {
     // q, k, v, grad_out, stats, sums, the plan and the scalars.
     check(client, layout, sizes, true, 8 + usize::from(sizes.bias))
 }
@@ -62,7 +62,7 @@ fn check(
     sizes: &Sizes,
     gradient: bool,
     buffers: usize,
-) -> Result<(), KernelError> {
+) -> Result<Tile, KernelError> {
     let tile = tile(client, layout, sizes, gradient)?;
     let hardware = &client.properties().hardware;
     let lines = layout.seq_q().div_ceil(tile.rows) + layout.seq_kv().div_ceil(tile.rows);
@@ -76,7 +76,7 @@ fn check(
             return Err(KernelError::limit(what, limit, got));
         }
     }
-    Ok(())
+    Ok(tile)
 }
 
 /// What is summed along lines.

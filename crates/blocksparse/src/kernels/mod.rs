@@ -19,6 +19,8 @@
 mod asm;
 mod device;
 #[cfg(feature = "cuda-asm")]
+mod distances;
+#[cfg(feature = "cuda-asm")]
 pub mod hopper;
 mod launch;
 mod masses;
@@ -234,6 +236,8 @@ pub struct AttentionPlan {
     sizes: Sizes,
     parts: Vec<PartPlan>,
     backward: Result<(), KernelError>,
+    /// What makes the gradient of biases of distances, over the whole layout.
+    distances: Option<simt::Tile>,
 }
 
 /// A part of a call: its launches come after those of the parts before.
@@ -501,16 +505,17 @@ impl AttentionPlan {
             Ok(())
         };
         check(Kernel::Forward)?;
-        let check_distances = || match sizes.relative {
-            true => masses::check_distances(client, layout, &sizes),
-            false => Ok(()),
-        };
+        // The lines of a layout that is made on the device are not known here.
+        let distances = (sizes.relative && layout.device_choice().is_none())
+            .then(|| masses::check_distances(client, layout, &sizes))
+            .transpose();
         Ok(Self {
             name: layout.name().to_string(),
             sizes,
+            distances: distances.clone().unwrap_or(None),
             backward: check(Kernel::BackwardRows)
                 .and_then(|()| check(Kernel::BackwardColumns))
-                .and_then(|()| check_distances()),
+                .and_then(|()| distances.map(|_| ())),
             parts,
         })
     }
@@ -587,6 +592,13 @@ impl fmt::Display for AttentionPlan {
                 part.write_simt(f, "dbias", Kernel::BackwardRows, accumulator)?;
                 part.write_simt(f, "or dbias", Kernel::BackwardColumns, accumulator)?;
             }
+        }
+        if let Some(tile) = &self.distances {
+            let (side, units) = (tile.rows, tile.units());
+            writeln!(
+                f,
+                "  dtable   simt  diagonals of {side} × {side} tiles, {units} units"
+            )?;
         }
         Ok(())
     }

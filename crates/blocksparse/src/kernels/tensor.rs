@@ -44,10 +44,8 @@ pub fn check_options(sizes: &Sizes) -> Result<(), &'static str> {
     if sizes.store {
         return Err("weights are stored");
     }
-    if sizes.relative {
-        return Err("scores have biases of distances");
-    }
-    if !(sizes.positive_scale || sizes.softcap || sizes.alibi || sizes.bias) {
+    let biased = sizes.alibi || sizes.bias || sizes.relative;
+    if !(sizes.positive_scale || sizes.softcap || biased) {
         // The running maximum is of unscaled scores.
         return Err("the scale is not positive");
     }

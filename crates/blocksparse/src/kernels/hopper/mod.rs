@@ -309,6 +309,7 @@ pub fn choose(
     let options = Options {
         alibi: sizes.alibi,
         bias: sizes.bias,
+        relative: sizes.relative,
         wide_bias: false,
         dropout: sizes.dropout,
     };
@@ -385,9 +386,10 @@ impl Asked<'_> {
             softcap,
             slopes,
             bias,
+            relative,
             ..
         } = self.options;
-        softcap.is_some() || slopes.is_some() || bias.is_some()
+        softcap.is_some() || slopes.is_some() || bias.is_some() || relative.is_some()
     }
 
     /// Factors of scores to powers of two, and of products before that.
@@ -434,6 +436,7 @@ impl Asked<'_> {
         ComptimeOptionArgs::Some(PairArgsLaunch::new(
             optional(self.slopes, heads),
             self.options.bias(),
+            self.options.table_args(),
             pairs,
         ))
     }

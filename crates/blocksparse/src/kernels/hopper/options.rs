@@ -1,4 +1,4 @@
-//! What scores and weights depend on besides products: ALiBi, a given bias, dropout.
+//! What scores and weights depend on besides products: ALiBi, biases given or of distances, dropout.
 //!
 //! All of it is a function of positions. A unit has two rows of a step's scores, `r` and `r + 8`, and two columns side by side of every
 //! eight; what its numbers are of, in the order of the wgmma's result, is
@@ -13,6 +13,7 @@ use cubecl::prelude::*;
 
 use super::asm::*;
 use super::forward::trade_four;
+use crate::kernels::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
 use crate::kernels::simt::dropout::{Mask, words};
 use crate::kernels::simt::tile::Listing;
 use crate::plan::Walk;
@@ -24,6 +25,8 @@ pub struct Options {
     pub alibi: bool,
     /// Whether scores have a given bias.
     pub bias: bool,
+    /// Whether scores have a bias of each distance.
+    pub relative: bool,
     /// Whether eight keys of the bias lie side by side, at a multiple of 16 bytes.
     pub wide_bias: bool,
     /// Whether weights are dropped out.
@@ -33,7 +36,7 @@ pub struct Options {
 impl Options {
     /// Whether anything is added to scores.
     pub fn biased(&self) -> bool {
-        self.alibi || self.bias
+        self.alibi || self.bias || self.relative
     }
 
     /// Whether anything depends on the positions of a pair.
@@ -76,7 +79,9 @@ pub struct PairArgs {
     pub slopes: ComptimeOption<Box<[f32]>>,
     /// The bias `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, contiguous, as its bits.
     pub bias: ComptimeOption<Box<[u16]>>,
-    /// The numbers of both.
+    /// The biases of distances.
+    pub table: ComptimeOption<TableArgs>,
+    /// The numbers of all of them.
     pub pairs: PairNumbers,
 }
 
@@ -108,6 +113,8 @@ pub struct HeadOptions {
     per_distance: f32,
     /// Where the head's bias begins.
     bias: u64,
+    /// Its biases of distances.
+    table: HeadTable,
 }
 
 #[cube]
@@ -130,11 +137,17 @@ pub fn options_of(
             + u64::cast_from(batch) * args.pairs.bias_batch
             + u64::cast_from(head) * args.pairs.bias_head;
     }
+    let table = if comptime!(t.options.relative) {
+        table_of(args.as_ref().unwrap().table.as_ref().unwrap(), head)
+    } else {
+        no_table()
+    };
     HeadOptions {
         batch,
         head,
         per_distance,
         bias,
+        table,
     }
 }
 
@@ -173,8 +186,8 @@ pub fn unit_rows(upper: u32, lower: u32, listing: &Listing, #[comptime] t: PairS
     }
 }
 
-/// Makes scores of softcapped products, or else of products: `scale · s − slope · |distance| + bias`, the last query sitting at the
-/// last key. The step's first entry is at word `entry`.
+/// Makes scores of softcapped products, or else of products: `scale · s − slope · |distance| + bias + table[distance]`, the last query
+/// sitting at the last key. The step's first entry is at word `entry`.
 #[cube]
 pub fn add_biases<S: Size>(
     s_in: Vector<f32, S>,
@@ -241,10 +254,20 @@ pub fn add_biases<S: Size>(
                             sum = read_bias(&lower, col, pairs, t);
                         }
                     }
-                    if comptime!(t.options.alibi) {
+                    if comptime!(t.options.alibi || t.options.relative) {
                         let nearest = i32::cast_from(row) + behind - i32::cast_from(first);
-                        let distance = f32::cast_from(nearest) - f32::cast_from(offset);
-                        sum = multiply_add(distance.abs(), of_head.per_distance, sum);
+                        if comptime!(t.options.relative) {
+                            let mut ahead = i32::cast_from(offset) - nearest;
+                            if comptime!(t.columns()) {
+                                ahead = nearest - i32::cast_from(offset);
+                            }
+                            let table = args.as_ref().unwrap().table.as_ref().unwrap();
+                            sum += distance_bias(table, &of_head.table, ahead);
+                        }
+                        if comptime!(t.options.alibi) {
+                            let distance = f32::cast_from(nearest) - f32::cast_from(offset);
+                            sum = multiply_add(distance.abs(), of_head.per_distance, sum);
+                        }
                     }
                     if comptime!(t.softcap) {
                         sum += s.extract(number);

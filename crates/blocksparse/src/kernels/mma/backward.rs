@@ -22,6 +22,7 @@ use super::asm::*;
 use super::dropout::*;
 use super::score::*;
 use super::tile::*;
+use crate::kernels::distances::TableArgs;
 use crate::kernels::simt::dropout::Mask;
 use crate::kernels::simt::tile::{Four, Listing, PlanParts};
 use crate::plan::Walk;
@@ -37,6 +38,7 @@ pub fn backward(
     b2: &[u32],
     stats: &[f32],
     bias: ComptimeOption<Box<[u32]>>,
+    table: ComptimeOption<TableArgs>,
     out: &mut [u32],
     plan: &[u32],
     a1_strides: Strides,
@@ -216,6 +218,7 @@ pub fn backward(
             shift: b1_strides.len - a1_strides.len,
             address: bias_address(&bias, &bias_strides, batch, head, t),
             row: bias_strides.row,
+            table: table_of_head(&table, head, t),
         };
         let record = parts.tiles
             + (plan[heads_at + (first_head + turn) as usize] as usize + tile as usize) * 3;
@@ -276,6 +279,7 @@ pub fn backward(
             if comptime!(t.biased()) {
                 let cols = positions + quad * 4;
                 add_biases(&mut s, &biases, product_scale, own, cols, columns, t);
+                add_distances(&mut s, &table, &biases, own, cols, columns, t);
             }
             if j < masked {
                 let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;

@@ -24,6 +24,7 @@ use super::asm::*;
 use super::dropout::*;
 use super::score::*;
 use super::tile::*;
+use crate::kernels::distances::TableArgs;
 use crate::kernels::simt::dropout::Mask;
 use crate::kernels::simt::tile::{Four, Listing, PlanParts};
 
@@ -48,6 +49,7 @@ pub fn forward(
     lse: &mut [f32],
     slopes: ComptimeOption<Box<[f32]>>,
     bias: ComptimeOption<Box<[u32]>>,
+    table: ComptimeOption<TableArgs>,
     plan: &[u32],
     q_strides: Strides,
     k_strides: Strides,
@@ -200,6 +202,7 @@ pub fn forward(
         shift: k_strides.len - q_strides.len,
         address: bias_address(&bias, &bias_strides, batch, head, t),
         row: bias_strides.row,
+        table: table_of_head(&table, head, t),
     };
     let own = base + first_row * 4;
 
@@ -249,6 +252,7 @@ pub fn forward(
         if comptime!(t.biased()) {
             let cols = positions + quad * 4;
             add_biases(&mut s, &biases, product_scale, own, cols, false, t);
+            add_distances(&mut s, &table, &biases, own, cols, false, t);
         }
         if j < masked {
             let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;

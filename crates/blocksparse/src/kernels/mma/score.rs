@@ -1,9 +1,10 @@
-//! Biases of scores: ALiBi and a given one.
+//! Biases of scores: ALiBi, and biases given or of distances.
 
 use cubecl::prelude::*;
 
 use super::asm::*;
 use super::tile::*;
+use crate::kernels::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
 use crate::kernels::simt::tile::Four;
 
 /// Strides of a contiguous bias in bytes: 0 where it is 1 long.
@@ -28,6 +29,8 @@ pub struct Biases {
     pub address: u64,
     /// Bytes between its queries.
     pub row: u32,
+    /// The biases of distances.
+    pub table: HeadTable,
 }
 
 /// Where a head's given bias begins.
@@ -49,7 +52,21 @@ pub fn bias_address(
     at
 }
 
-/// Makes scores of products: multiplied by `factor`, unless they are softcapped by now, and the biases added. `rows` and `cols` are where
+/// A head's biases of distances.
+#[cube]
+pub fn table_of_head(
+    table: &ComptimeOption<TableArgs>,
+    head: u32,
+    #[comptime] t: Tile,
+) -> HeadTable {
+    if comptime!(t.relative) {
+        table_of(table.as_ref().unwrap(), head)
+    } else {
+        no_table()
+    }
+}
+
+/// Makes scores of products: multiplied by `factor`, unless they are softcapped by now, and ALiBi's and the given biases added. `rows` and `cols` are where
 /// the positions of the unit's first row and of its first column in the step are; in a walk over `columns` rows are keys.
 #[cube]
 pub fn add_biases(
@@ -118,6 +135,50 @@ pub fn add_biases(
                 }
                 four.insert(place, score);
                 s[at] = four;
+            }
+        }
+    }
+}
+
+/// Adds biases of distances to scores, as [`add_biases`] does.
+#[cube]
+pub fn add_distances(
+    s: &mut Array<Vector<f32, Four>>,
+    table: &ComptimeOption<TableArgs>,
+    biases: &Biases,
+    rows: u32,
+    cols: u32,
+    #[comptime] columns: bool,
+    #[comptime] t: Tile,
+) {
+    if comptime!(t.relative) {
+        let table = table.as_ref().unwrap();
+        let tiles = comptime!(t.warp_tiles);
+        let mut places = Array::<u32>::new(comptime!(2 * tiles));
+        #[unroll]
+        for i in 0..comptime!(2 * tiles) {
+            let row = shared_load(rows + comptime!(i as u32 * ROW_PAIR * 4));
+            places[i] = row + biases.shift;
+        }
+        #[unroll]
+        for n in 0..comptime!(t.eights()) {
+            let positions = shared_load_pair(cols + comptime!(n as u32 * 32));
+            #[unroll]
+            for j in 0..2usize {
+                let col = positions.extract(j);
+                #[unroll]
+                for i in 0..comptime!(2 * tiles) {
+                    let at = comptime!(i / 2 * t.eights() + n);
+                    let place = comptime!(i % 2 * 2 + j);
+                    let mut ahead = i32::cast_from(col - places[i]);
+                    if comptime!(columns) {
+                        ahead = i32::cast_from(places[i] - col);
+                    }
+                    let mut four = s[at];
+                    let bias = distance_bias(table, &biases.table, ahead);
+                    four.insert(place, four.extract(place) + bias);
+                    s[at] = four;
+                }
             }
         }
     }

@@ -39,6 +39,8 @@ pub struct Tile {
     pub alibi: bool,
     /// Whether scores have a given bias.
     pub bias: bool,
+    /// Whether scores have a bias of each distance.
+    pub relative: bool,
     /// Whether weights are dropped out.
     pub dropout: bool,
     /// Whether positions are listed by residue class.
@@ -106,7 +108,7 @@ impl Tile {
 
     /// Whether anything is added to scores.
     pub fn biased(&self) -> bool {
-        self.alibi || self.bias
+        self.alibi || self.bias || self.relative
     }
 
     /// Whether anything depends on the positions of a pair.
