@@ -7,10 +7,12 @@
 mod workload;
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
 use blocksparse::kernels::{
-    self, AttentionPlan, BiasView, Gradients, OutputGrads, ScoreOptions, Sizes, TensorView,
+    self, AttentionPlan, BiasView, Gradients, OutputGrads, ScoreOptions, Sizes, TableView,
+    TensorView,
 };
 use blocksparse::{BlockLayout, Dropout};
 use clap::{Parser, ValueEnum};
@@ -73,6 +75,9 @@ struct Args {
     /// A bias of the scores, which all batch entries and heads share by default. Its gradient is made only to compare results.
     #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "shared")]
     bias: Option<BiasShape>,
+    /// Biases of distances up to REACH, for each head or shared: REACH or REACH:shared. Their gradient is made only to compare results.
+    #[arg(long, value_name = "REACH")]
+    relative: Option<Relative>,
     /// Lay tensors out as [seq, heads, batch], rows 8 elements apart.
     #[arg(long)]
     permuted: bool,
@@ -145,6 +150,35 @@ impl BiasShape {
             BiasShape::Shared => [1, 1, n, n],
             BiasShape::Keys => [batch, 1, 1, n],
         }
+    }
+}
+
+/// Biases of distances.
+#[derive(Clone, Copy)]
+struct Relative {
+    reach: usize,
+    shared: bool,
+}
+
+impl FromStr for Relative {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let (reach, shared) = match text.split_once(':') {
+            None => (text, false),
+            Some((reach, "shared")) => (reach, true),
+            Some((_, rest)) => bail!("expected `shared` behind the reach, got {rest:?}"),
+        };
+        let reach = reach.parse().context("a reach is a number")?;
+        Ok(Self { reach, shared })
+    }
+}
+
+impl Relative {
+    /// Of the table.
+    fn shape(self, workload: &Workload) -> [usize; 2] {
+        let heads = if self.shared { 1 } else { workload.heads };
+        [heads, 2 * self.reach + 1]
     }
 }
 
@@ -229,7 +263,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         alibi: args.alibi,
         dropout: args.dropout.is_some(),
         bias: args.bias.is_some(),
-        relative: false,
+        relative: args.relative.is_some(),
         tf32: args.tf32,
     };
     let plan = AttentionPlan::new(client, &layout, sizes)?;
@@ -271,7 +305,14 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
                 shape,
             }
         }),
-        relative: None,
+        relative: args.relative.map(|relative| {
+            let shape = relative.shape(workload);
+            let numbers = random(shape.iter().product(), Dtype::F32, &mut rng);
+            TableView {
+                handle: client.create_from_slice(&numbers),
+                shape,
+            }
+        }),
     };
     let forward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
         kernels::forward(
@@ -413,6 +454,8 @@ impl Outputs {
         let element = args.dtype.elem().size();
         let v_offset = keys * head_dim;
         let bias_shape = (args.bias.filter(|_| args.verify)).map(|bias| bias.of(workload));
+        let table_shape =
+            (args.relative.filter(|_| args.verify)).map(|relative| relative.shape(workload));
         Self {
             out: buffer(queries * value_dim * element),
             lse: buffer(queries * 4),
@@ -424,7 +467,7 @@ impl Outputs {
                     let elements: usize = shape.iter().product();
                     client.create_from_slice(&vec![0; elements * 4])
                 }),
-                relative: None,
+                relative: table_shape.map(|shape| buffer(shape.iter().product::<usize>() * 4)),
             },
         }
     }
@@ -443,6 +486,9 @@ impl Outputs {
         ];
         if let Some(bias) = &self.gradients.bias {
             results.push(("dbias", read(bias, Dtype::F32)));
+        }
+        if let Some(table) = &self.gradients.relative {
+            results.push(("drelative", read(table, Dtype::F32)));
         }
         results
     }
