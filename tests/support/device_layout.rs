@@ -10,8 +10,9 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::attention::inputs;
-use crate::devices::half_dtypes;
-use crate::options::Call;
+use crate::compare::assert_close;
+use crate::devices::{exact_dtypes, half_dtypes};
+use crate::options::{Call, REACHES, half_tolerance};
 use crate::reference::{Problem, Sizes};
 
 /// Sizes of a layout and of the tensors of a call.
@@ -389,9 +390,9 @@ pub fn device_layouts_are_used_again(devices: &[Device]) {
     }
 }
 
-/// Widths and blocks that tensor cores take, where there are any.
-pub fn device_layouts_in_half_precision(devices: &[Device]) {
-    let cases = [
+/// Widths and blocks of the tensor-core tiers.
+fn half_cases() -> [Case; 6] {
+    [
         Case::new("blocks of 16", 300, 300, 16).dim(64),
         Case::new("blocks of 32", 260, 400, 32).dim(128),
         Case::new("blocks of 64, grouped heads", 700, 700, 64)
@@ -402,8 +403,12 @@ pub fn device_layouts_in_half_precision(devices: &[Device]) {
             .dim(64)
             .shared(true, false),
         Case::new("blocks of 128, width 96", 500, 600, 128).dim(96),
-    ];
-    for (index, case) in cases.iter().enumerate() {
+    ]
+}
+
+/// Widths and blocks that tensor cores take, where there are any.
+pub fn device_layouts_in_half_precision(devices: &[Device]) {
+    for (index, case) in half_cases().iter().enumerate() {
         let seed = 9500 + index as u64;
         let mask = case.mask(&mut ChaCha8Rng::seed_from_u64(seed));
         for device in devices {
@@ -417,8 +422,51 @@ pub fn device_layouts_in_half_precision(devices: &[Device]) {
                     options: AttentionOptions::default(),
                     use_out: true,
                 };
-                let tolerance = if dtype == DType::F16 { 1e-2 } else { 8e-2 };
-                call.check_dtype(device, dtype, tolerance);
+                call.check_dtype(device, dtype, half_tolerance(dtype));
+            }
+        }
+    }
+}
+
+/// Biases of distances, which have no gradient here: the output and lse.
+pub fn device_layouts_with_relative_bias(devices: &[Device]) {
+    let exact = [0, 3, 4, 5, 8].map(|index| (cases()[index], false));
+    let half = half_cases().map(|case| (case, true));
+    for (index, (case, half)) in exact.into_iter().chain(half).enumerate() {
+        let seed = 9600 + index as u64;
+        let mask = case.mask(&mut ChaCha8Rng::seed_from_u64(seed));
+        for device in devices {
+            let dtypes = match half {
+                true => (half_dtypes(device).into_iter())
+                    .map(|dtype| (dtype, half_tolerance(dtype)))
+                    .collect(),
+                false => exact_dtypes(device),
+            };
+            for (dtype, tolerance) in dtypes {
+                let mut problem = (case.problem(seed, mask.clone())).with_relative(
+                    seed,
+                    REACHES[index % REACHES.len()],
+                    index.is_multiple_of(2),
+                );
+                problem.round_to(dtype);
+                let answer = problem.solve();
+                let [q, k, v, _] = inputs(&problem, device, dtype);
+                let table = problem.relative.as_ref().unwrap();
+                let table = TensorData::new(table.values.clone(), table.shape);
+                let table = Tensor::<2>::from_data(table, (device, dtype));
+                let layout = layout_of(&case, &mask, device);
+                let tensors = AttentionTensors::default().relative_bias(table);
+                let options = AttentionOptions::default();
+                let (out, lse) =
+                    attention_with_tensors(q, k, v, tensors, &layout, options).unwrap();
+                let results = [
+                    ("out", out.into_data(), &answer.out),
+                    ("lse", lse.into_data(), &answer.lse),
+                ];
+                for (name, got, expected) in results {
+                    let what = format!("{}, {device:?}, {dtype:?}: {name}", case.name);
+                    assert_close(&what, got, expected, tolerance);
+                }
             }
         }
     }

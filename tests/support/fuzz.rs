@@ -14,7 +14,7 @@ use crate::attention::{run, run_dense};
 use crate::cases::Case;
 use crate::compare::{assert_close_to, error_relative_to, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};
-use crate::options::{Call, SHARED};
+use crate::options::{Call, SHARED, half_tolerance};
 use crate::reference::{Answer, Problem};
 
 /// Cases, and the seed of the first; the next ones count on.
@@ -110,7 +110,7 @@ impl Chosen {
     }
 }
 
-/// What else is asked for, where results are compared to the dtype's own precision.
+/// What else is asked for: where results are compared to the dtype's own precision, and in half precision with biases of distances.
 #[derive(Debug, Default)]
 struct Extras {
     slopes: Option<Vec<f64>>,
@@ -255,12 +255,15 @@ impl Fuzz {
         let exact = exact_dtypes(device);
         let tolerance = exact.iter().find(|(dtype, _)| *dtype == self.dtype);
         match tolerance {
-            Some(&(_, tolerance)) => self.check_exact(device, tolerance),
+            Some(&(_, tolerance)) => self.check_extras(device, tolerance),
+            None if self.extras.relative.is_some() => {
+                self.check_extras(device, half_tolerance(self.dtype));
+            }
             None => self.check_half(device),
         }
     }
 
-    fn check_exact(&self, device: &Device, tolerance: f64) {
+    fn check_extras(&self, device: &Device, tolerance: f64) {
         let Extras {
             slopes,
             dropout,
@@ -290,6 +293,7 @@ impl Fuzz {
         if *grad_lse {
             problem = problem.with_grad_lse(self.seed);
         }
+        problem.round_to(self.dtype);
         let answer = problem.solve();
         let call = Call {
             what: String::new(),

@@ -48,6 +48,10 @@ pub const CHECKS: &[(&str, Check)] = &[
         options::options_in_half_precision,
     ),
     (
+        "relative_bias_in_half_precision",
+        options::relative_bias_in_half_precision,
+    ),
+    (
         "dropout_follows_its_seed",
         options::dropout_follows_its_seed,
     ),
@@ -157,6 +161,10 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "device_layouts_in_half_precision",
         device_layout::device_layouts_in_half_precision,
+    ),
+    (
+        "device_layouts_with_relative_bias",
+        device_layout::device_layouts_with_relative_bias,
     ),
     ("device_layout_errors", device_layout::device_layout_errors),
 ];

@@ -272,30 +272,65 @@ pub fn options_work_together(devices: &[Device]) {
     );
 }
 
-/// In half precision results err by some roundings of the largest value; the gradient of a sink is a sum over all rows of
-/// differences of rounded numbers. All widths that tensor cores with wide tiles take are among the cases.
-pub fn options_in_half_precision(devices: &[Device]) {
-    let wide = |case: &Case| case.head_dim >= 64;
-    let has = |index: usize, case: &Case| Cases::Third.has(index) || wide(case);
+/// What results in half precision may err by where inputs are of size 1: some roundings of the largest value.
+pub fn half_tolerance(dtype: DType) -> f64 {
+    if dtype == DType::F16 { 1e-2 } else { 8e-2 }
+}
+
+/// The cases that `has` leaves in half precision, with what `change` makes of their problems. The gradient of a sink is a sum over all
+/// rows of differences of rounded numbers.
+fn check_half(
+    devices: &[Device],
+    name: &str,
+    has: impl Fn(usize, &Case) -> bool,
+    change: impl Fn(usize, &Case, Problem) -> (Problem, AttentionOptions),
+) {
     for (index, case) in table().iter().filter(|(index, case)| has(*index, case)) {
         let seed = 6000 + *index as u64;
         for device in devices {
             for dtype in half_dtypes(device) {
                 let problem = case.problem(seed).with_grad_lse(seed);
-                let (mut problem, options) = everything(*index, case, problem);
+                let (mut problem, options) = change(*index, case, problem);
                 problem.round_to(dtype);
                 let call = Call {
-                    what: format!("{}, all options", case.name),
+                    what: format!("{}, {name}", case.name),
                     problem: &problem,
                     layout: case.layout(),
                     options,
                     use_out: true,
                 };
-                let tolerance = if dtype == DType::F16 { 1e-2 } else { 8e-2 };
-                call.check_dtype(device, dtype, tolerance);
+                call.check_dtype(device, dtype, half_tolerance(dtype));
             }
         }
     }
+}
+
+/// All widths that tensor cores with wide tiles take are among these.
+fn is_wide(case: &Case) -> bool {
+    case.head_dim >= 64
+}
+
+pub fn options_in_half_precision(devices: &[Device]) {
+    check_half(
+        devices,
+        "all options",
+        |index, case| Cases::Third.has(index) || is_wide(case),
+        everything,
+    );
+}
+
+/// Alone: other kernels than with all options.
+pub fn relative_bias_in_half_precision(devices: &[Device]) {
+    check_half(
+        devices,
+        "biases of distances",
+        |index, case| index % 3 == 2 || is_wide(case),
+        |index, case, problem| {
+            let reach = REACHES[index % REACHES.len()];
+            let problem = problem.with_relative(9, reach, index.is_multiple_of(2));
+            (problem, case.options())
+        },
+    );
 }
 
 /// The same bits twice, also where batch entries, heads or queries share a bias. Sinks are left out: they are Burn's own sums.
