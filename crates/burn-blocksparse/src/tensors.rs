@@ -147,6 +147,14 @@ impl AttentionTensors {
                     heads,
                 ));
             }
+            // Kernels find their places in 32 bits.
+            if heads * distances > i32::MAX as usize {
+                return Err(AttentionError::argument(
+                    "relative_bias's numbers",
+                    format!("at most {}", i32::MAX),
+                    heads * distances,
+                ));
+            }
             if distances.is_multiple_of(2) {
                 return Err(AttentionError::argument(
                     "relative_bias's distances",

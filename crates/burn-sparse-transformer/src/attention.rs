@@ -1,12 +1,15 @@
 use burn::config::Config;
-use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
-use burn::nn::{Linear, LinearConfig, RotaryEncoding, RotaryEncodingConfig};
+use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param};
+use burn::nn::{
+    Dropout, DropoutConfig, Linear, LinearConfig, RotaryEncoding, RotaryEncodingConfig,
+};
 use burn::tensor::{Bool, DType, Device, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, BlockSparseTensor, Pattern, WeightsMode, attention,
-    attention_with_weights,
+    AttentionError, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Layout,
+    Pattern, WeightsMode, alibi_slopes, attention_with_tensors, attention_with_weights,
 };
 
+use crate::dropout::Seeds;
 use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape};
 use crate::heads::{Positions, rotate, validate_rope};
 use crate::input::PaddedBatch;
@@ -14,12 +17,13 @@ use crate::layouts::{Layouts, Request};
 use crate::{HeadNorm, Precision, QkNorm, SparseMhaCache, SparseMhaInput, TransformerError};
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
+/// Numbers of a table of biases of distances, for all heads.
+const MAX_BIASES: usize = i32::MAX as usize;
 
 /// Configuration of [`SparseMultiHeadAttention`].
 ///
-/// Fields that burn-nn's `MultiHeadAttentionConfig` also has keep their names, meanings and defaults.
-/// There is no dropout on the attention weights (Child et al., 2019, §5.4: it would complicate
-/// recomputation), and no `min_float`: what the pattern leaves out is never computed.
+/// Fields that burn-nn's `MultiHeadAttentionConfig` also has keep their names, meanings and defaults, but for `dropout`, which is 0 (Child et
+/// al., 2019, §5.4: it would complicate recomputation). There is no `min_float`: what the pattern leaves out is never computed.
 ///
 /// A configuration whose pattern is a callback ([`Pattern::from_fn`]) works, but does not serialize.
 #[derive(Config, Debug)]
@@ -51,6 +55,18 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Added to the variance, or to the mean square, in `qk_norm`.
     #[config(default = 1e-6)]
     pub qk_norm_eps: f64,
+    /// Probability that an attention weight is dropped while training, in `[0, 1)`.
+    #[config(default = 0.0)]
+    pub dropout: f64,
+    /// Whether scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
+    #[config(default = false)]
+    pub alibi: bool,
+    /// Learns a bias for each head and each distance up to so many positions, those further away sharing the last one; they begin
+    /// at 0. Default: none.
+    pub relative_reach: Option<usize>,
+    /// Whether each head learns the score of a further key whose value is 0, from 0 on.
+    #[config(default = false)]
+    pub sinks: bool,
     /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
@@ -82,8 +98,9 @@ impl SparseMultiHeadAttentionConfig {
     ///
     /// # Errors
     /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
-    /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `rope` does not fit the heads, the pattern does not fit the
-    /// heads and the block size, or the device does not compute in `precision`.
+    /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
+    /// than 2³¹ numbers, `rope` does not fit the heads, the pattern does not fit the heads and the block size, or the device does not
+    /// compute in `precision`.
     pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;
         let layouts = Layouts::new(self.pattern.clone(), self.n_heads, self.block_size)?;
@@ -115,6 +132,13 @@ impl SparseMultiHeadAttentionConfig {
             query_norm: norm(),
             key_norm: norm(),
             rope: self.rope.as_ref().map(|config| config.init(device)),
+            relative_bias: self.relative_reach.map(|reach| {
+                let shape = [self.n_heads, 2 * reach + 1];
+                Initializer::Zeros.init(shape, device)
+            }),
+            sinks: (self.sinks).then(|| Initializer::Zeros.init([self.n_heads], device)),
+            dropout: DropoutConfig::new(self.dropout).init(),
+            seeds: Seeds::default(),
             qk_norm_eps: self.qk_norm_eps,
             query: linear(self.d_model, self.n_heads * d_k, self.query_bias),
             key: linear(self.d_model, n_kv_heads * d_k, self.key_bias),
@@ -138,9 +162,13 @@ impl SparseMultiHeadAttentionConfig {
             Some(softcap) => options.softcap(softcap),
             None => options,
         };
-        match self.scale {
+        let options = match self.scale {
             Some(scale) => options.scale(scale),
             None => options,
+        };
+        match self.alibi {
+            true => options.alibi(alibi_slopes(self.n_heads)),
+            false => options,
         }
     }
 
@@ -156,6 +184,20 @@ impl SparseMultiHeadAttentionConfig {
         if let Some(rope) = &self.rope {
             validate_rope(rope, self.d_key.unwrap_or(self.d_model) / self.n_heads)?;
         }
+        ensure(
+            (0.0..1.0).contains(&self.dropout),
+            "dropout",
+            || "at least 0 and below 1".into(),
+            self.dropout,
+        )?;
+        let reach = self.relative_reach.unwrap_or(0);
+        let most = (MAX_BIASES / self.n_heads).saturating_sub(1) / 2;
+        ensure(
+            reach <= most,
+            "relative_reach",
+            || format!("at most {most} with {} heads", self.n_heads),
+            reach,
+        )?;
         let scale = self.scale.unwrap_or(1.0);
         let finite = (scale as f32).is_finite();
         ensure(finite, "scale", || "finite, as f32".into(), scale)?;
@@ -184,7 +226,7 @@ impl SparseMultiHeadAttentionConfig {
 /// where `q_h` and `k_h` may be normalised and rotated before (`qk_norm`, `rope`).
 ///
 /// Its parameters have the names and shapes of burn-nn's module, so that a `MultiHeadAttention` record
-/// loads into it; those of `qk_norm` come on top. The layout of a pair of sequence lengths is built once and kept for reuse.
+/// loads into it; those of `qk_norm`, `relative_reach` and `sinks` come on top. The layout of a pair of sequence lengths is built once and kept for reuse.
 ///
 /// Should be created with [`SparseMultiHeadAttentionConfig`].
 #[derive(Module, Debug)]
@@ -204,6 +246,14 @@ pub struct SparseMultiHeadAttention {
     pub key_norm: Option<HeadNorm>,
     /// Of queries and keys; no parameters.
     pub rope: Option<RotaryEncoding>,
+    /// Biases of distances, `[n_heads, 2 · reach + 1]`: see [`AttentionTensors::relative_bias`].
+    pub relative_bias: Option<Param<Tensor<2>>>,
+    /// Sink logits, `[n_heads]`: see [`AttentionTensors::sinks`].
+    pub sinks: Option<Param<Tensor<1>>>,
+    /// Of the attention weights. Its masks are not drawn from the backend's generator but depend on a seed, see [`SparseMhaInput::dropout_seed`].
+    pub dropout: Dropout,
+    #[module(skip)]
+    seeds: Seeds,
     qk_norm_eps: f64,
     d_model: usize,
     n_heads: usize,
@@ -239,22 +289,72 @@ impl SparseMultiHeadAttention {
     /// `rope`.
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let call = self.prepare(&input, 0)?;
-        let (query, key, value) = self.project(input, &call);
-        let context = attention(query, key, value, &call.layout, self.options.clone())?;
+        let heads = self.project(input, &call);
+        let context = self.attend(heads, &call.layout, &call)?;
+        Ok(self.finish(context, &call))
+    }
+
+    /// [`Self::forward`] over a layout that depends on the projected queries and keys, normalised and rotated, in place of the
+    /// module's pattern: `choose` gets `[batch, n_heads, seq_q, d_k]` and `[batch, n_kv_heads, seq_kv, d_k]`.
+    ///
+    /// # Errors
+    /// As [`Self::forward`] and `choose`; also if the input has padding, which the layout would have to leave out.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_blocksparse::{TopKOptions, top_k_blocks_on_device};
+    /// use burn_sparse_transformer::{Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig};
+    ///
+    /// let device = Device::flex();
+    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::causal()).init(&device)?;
+    /// let x = Tensor::<3>::random([1, 500, 64], Distribution::Default, &device);
+    /// // Of the blocks before it each block sees four of the most alike, its own and the first.
+    /// let four = TopKOptions::new(32, 4).first(1);
+    /// let choose = |query, key| top_k_blocks_on_device(query, key, four);
+    /// let y = mha.forward_choosing(SparseMhaInput::self_attn(x), choose)?.context;
+    /// assert_eq!(y.dims(), [1, 500, 64]);
+    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+    /// ```
+    pub fn forward_choosing<L>(
+        &self,
+        input: SparseMhaInput,
+        choose: impl FnOnce(Tensor<4>, Tensor<4>) -> Result<L, AttentionError>,
+    ) -> Result<SparseMhaOutput, TransformerError>
+    where
+        for<'a> &'a L: Into<Layout<'a>>,
+    {
+        ensure(
+            input.padding.is_none(),
+            "padding",
+            || "none: a chosen layout says what takes part".into(),
+            "some",
+        )?;
+        let call = self.prepare(&input, 0)?;
+        let heads = self.project(input, &call);
+        let layout = choose(heads.0.clone(), heads.1.clone())?;
+        let context = self.attend(heads, &layout, &call)?;
         Ok(self.finish(context, &call))
     }
 
     /// [`Self::forward`], which also returns the attention weights of the kept blocks.
     ///
     /// # Errors
-    /// As [`Self::forward`].
+    /// As [`Self::forward`]; also if the module has biases of distances or sinks, or the input a bias.
     pub fn forward_with_weights(
         &self,
         input: SparseMhaInput,
     ) -> Result<(SparseMhaOutput, BlockSparseTensor), TransformerError> {
+        for (argument, given) in [
+            ("bias", input.bias.is_some()),
+            ("relative_bias", self.relative_bias.is_some()),
+            ("sinks", self.sinks.is_some()),
+        ] {
+            let expected = || "none where weights are returned".into();
+            ensure(!given, argument, expected, "some")?;
+        }
         let call = self.prepare(&input, 0)?;
         let (query, key, value) = self.project(input, &call);
-        let options = self.options.clone();
+        let options = self.options_of(&query, &call);
         let (context, weights) = attention_with_weights(query, key, value, &call.layout, options)?;
         Ok((self.finish(context, &call), weights))
     }
@@ -283,11 +383,11 @@ impl SparseMultiHeadAttention {
         let call = self.prepare(&input, before)?;
         let (query, key, value) = self.project(input, &call);
         let (key, value) = cache.append(key, value);
-        match attention(query, key, value, &call.layout, self.options.clone()) {
+        match self.attend((query, key, value), &call.layout, &call) {
             Ok(context) => Ok(self.finish(context, &call)),
             Err(error) => {
                 cache.truncate(before);
-                Err(error.into())
+                Err(error)
             }
         }
     }
@@ -320,8 +420,8 @@ impl SparseMultiHeadAttention {
         cu_seqlens: &[usize],
     ) -> Result<SparseMhaOutput, TransformerError> {
         let call = self.prepare_packed(&x, cu_seqlens)?;
-        let (query, key, value) = self.project(SparseMhaInput::self_attn(x), &call);
-        let context = attention(query, key, value, &call.layout, self.options.clone())?;
+        let heads = self.project(SparseMhaInput::self_attn(x), &call);
+        let context = self.attend(heads, &call.layout, &call)?;
         Ok(self.finish(context, &call))
     }
 
@@ -441,6 +541,8 @@ impl SparseMultiHeadAttention {
             key: Positions::From(0),
             padding: padded.and_then(|padded| padded.queries_mask(&device)),
             dtype: input.query.dtype(),
+            bias: input.bias.clone(),
+            dropout_seed: input.dropout_seed,
         })
     }
 
@@ -473,6 +575,8 @@ impl SparseMultiHeadAttention {
             key: positions,
             padding: None,
             dtype: x.dtype(),
+            bias: None,
+            dropout_seed: None,
         })
     }
 
@@ -491,6 +595,36 @@ impl SparseMultiHeadAttention {
             self.heads(k, self.n_kv_heads, &self.key_norm, &call.key),
             split_heads(linear(&self.value, input.value), self.n_kv_heads),
         )
+    }
+
+    /// Attention of projected queries, keys and values.
+    fn attend<'a>(
+        &self,
+        (query, key, value): (Tensor<4>, Tensor<4>, Tensor<4>),
+        layout: impl Into<Layout<'a>>,
+        call: &Call,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let mut tensors = AttentionTensors::default();
+        tensors.sinks = self.sinks.as_ref().map(Param::val);
+        tensors.relative_bias = self.relative_bias.as_ref().map(Param::val);
+        tensors.bias = (call.bias.clone()).map(|bias| bias.cast(query.dtype()));
+        let options = self.options_of(&query, call);
+        let (context, _) = attention_with_tensors(query, key, value, tensors, layout, options)?;
+        Ok(context)
+    }
+
+    /// The options of a call, with dropout where burn-nn's module would drop.
+    fn options_of(&self, query: &Tensor<4>, call: &Call) -> AttentionOptions {
+        let options = self.options.clone();
+        let Dropout { prob, training } = &self.dropout;
+        let drops = *prob > 0.0 && training.is_enabled() && query.device().is_autodiff();
+        match drops {
+            true => {
+                let seed = call.dropout_seed.unwrap_or_else(|| self.seeds.next());
+                options.dropout(burn_blocksparse::Dropout::new(*prob, seed))
+            }
+            false => options,
+        }
     }
 
     /// Queries or keys `[batch, seq, heads · d_k]` as `[batch, heads, seq, d_k]`, normalised and rotated.
@@ -544,6 +678,9 @@ pub(crate) struct Call {
     padding: Option<Tensor<3, Bool>>,
     /// Of the output.
     dtype: DType,
+    /// Of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
+    bias: Option<Tensor<4>>,
+    dropout_seed: Option<u64>,
 }
 
 /// `[batch, seq, heads · width]` as `[batch, heads, seq, width]`.

@@ -10,9 +10,8 @@ use crate::{SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, Transforme
 
 impl SparseMultiHeadAttention {
     /// burn-nn's attention with a pattern: the parameters of `mha`, shared and under their identities, so that an optimizer's state
-    /// for them holds on. With [`Pattern::dense`] the output is the same up to rounding.
-    ///
-    /// Dropout on the attention weights is left out.
+    /// for them holds on. With [`Pattern::dense`] the output is the same up to rounding. So is the probability of dropout, but not its
+    /// masks, which come of seeds ([`SparseMhaInput::dropout_seed`](crate::SparseMhaInput::dropout_seed)).
     ///
     /// # Errors
     /// If `mha` uses the quiet softmax, its projections are not square, or the pattern does not fit its heads and the block size.
@@ -59,12 +58,14 @@ impl SparseMultiHeadAttention {
         }
         let pattern = layouts.pattern().clone();
         let config = SparseMultiHeadAttentionConfig::new(d_model, mha.n_heads, pattern)
-            .with_block_size(layouts.block_size());
+            .with_block_size(layouts.block_size())
+            .with_dropout(mha.dropout.prob);
         let mut sparse = config.init_with(layouts, &mha.query.weight.device())?;
         sparse.query = mha.query.clone();
         sparse.key = mha.key.clone();
         sparse.value = mha.value.clone();
         sparse.output = mha.output.clone();
+        sparse.dropout = mha.dropout.clone();
         Ok(sparse)
     }
 

@@ -18,7 +18,7 @@ use crate::{
 /// Configuration of [`SparseTransformerEncoder`].
 #[derive(Config, Debug)]
 pub struct SparseTransformerEncoderConfig {
-    /// Everything but the pattern. Its `dropout` does not reach the attention weights, and `quiet_softmax` must be off.
+    /// Everything but the pattern. `quiet_softmax` must be off.
     pub encoder: TransformerEncoderConfig,
     /// Which query attends to which key, per head.
     pub pattern: Pattern,
@@ -119,7 +119,7 @@ impl SparseTransformerEncoderInput {
 
 impl SparseTransformerEncoder {
     /// burn-nn's encoder with a pattern: the parameters of `encoder`, shared. With [`Pattern::dense`] the output is the same up to
-    /// rounding, but for dropout on the attention weights, which is left out.
+    /// rounding, and so are the probabilities of dropout.
     ///
     /// # Errors
     /// As [`SparseMultiHeadAttention::from_dense`], or if there are no layers.

@@ -13,6 +13,8 @@ pub struct SparseMhaInput {
     pub(crate) key: Tensor<3>,
     pub(crate) value: Tensor<3>,
     pub(crate) padding: Option<Padding>,
+    pub(crate) bias: Option<Tensor<4>>,
+    pub(crate) dropout_seed: Option<u64>,
     /// Whether the queries are positions of the same sequence as the keys.
     self_attention: bool,
 }
@@ -107,6 +109,8 @@ impl SparseMhaInput {
             key,
             value,
             padding: None,
+            bias: None,
+            dropout_seed: None,
             self_attention: false,
         }
     }
@@ -127,6 +131,22 @@ impl SparseMhaInput {
     /// [`Self::mask_pad`] for padding at the end: the first `lengths[b]` keys of batch entry `b` are none.
     pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
         self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
+        self
+    }
+
+    /// Sets a bias of the scores, added after scale and softcap, with gradient. Values must be finite: it is the pattern that masks.
+    ///
+    /// # Shapes
+    /// - `bias`: `[batch or 1, n_heads or 1, seq_q or 1, seq_kv]`; with a cache `seq_kv` counts what is in it, too
+    pub fn bias(mut self, bias: Tensor<4>) -> Self {
+        self.bias = Some(bias);
+        self
+    }
+
+    /// Sets the seed of the module's dropout, of which the mask is a function
+    /// ([`burn_blocksparse::Dropout`]). Default: another one in every call.
+    pub fn dropout_seed(mut self, seed: u64) -> Self {
+        self.dropout_seed = Some(seed);
         self
     }
 

@@ -35,6 +35,7 @@ mod attention;
 mod block;
 mod cache;
 mod convert;
+mod dropout;
 mod embedding;
 mod encoder;
 mod error;
@@ -69,4 +70,6 @@ pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerI
 pub use precision::Precision;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
-pub use burn_blocksparse::{AttentionError, BlockLayout, BlockSparseTensor, LayoutError, Pattern};
+pub use burn_blocksparse::{
+    AttentionError, BlockLayout, BlockSparseTensor, DeviceLayout, Layout, LayoutError, Pattern,
+};

@@ -17,7 +17,7 @@ use crate::{
 #[derive(Config, Debug)]
 pub struct LongformerAttentionConfig {
     /// Of the attention of ordinary tokens. Its pattern is without the global tokens: `Pattern::window(256)`, or
-    /// [`Pattern::dilated_window`]s per head. There is neither `rope` nor `qk_norm`.
+    /// [`Pattern::dilated_window`]s per head. There is neither `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach` nor `sinks`.
     pub attention: SparseMultiHeadAttentionConfig,
 }
 
@@ -25,7 +25,7 @@ impl LongformerAttentionConfig {
     /// Creates the module. The projections of global tokens begin as copies of the others (Beltagy et al., 2020, §3.1).
     ///
     /// # Errors
-    /// As [`SparseMultiHeadAttentionConfig::init`]; also if `rope` or `qk_norm` is set.
+    /// As [`SparseMultiHeadAttentionConfig::init`]; also if one of these is set.
     pub fn init(&self, device: &Device) -> Result<LongformerAttention, TransformerError> {
         LongformerAttention::from_attention(self.attention.init(device)?)
     }
@@ -139,20 +139,20 @@ impl LongformerAttention {
     /// Adds the projections of global tokens to a trained attention, as copies of its own.
     ///
     /// # Errors
-    /// If the attention has `rope` or `qk_norm`.
+    /// If the attention has `rope`, `qk_norm`, `dropout`, `alibi`, biases of distances or sinks.
     pub fn from_attention(mha: SparseMultiHeadAttention) -> Result<Self, TransformerError> {
-        ensure(
-            mha.rope.is_none(),
-            "rope",
-            || "none in LongformerAttention".into(),
-            "some",
-        )?;
-        ensure(
-            mha.query_norm.is_none(),
-            "qk_norm",
-            || "none in LongformerAttention".into(),
-            "some",
-        )?;
+        // Global tokens are queries out of their places, which these depend on.
+        for (argument, given) in [
+            ("rope", mha.rope.is_some()),
+            ("qk_norm", mha.query_norm.is_some()),
+            ("dropout", mha.dropout.prob > 0.0),
+            ("alibi", mha.options.alibi.is_some()),
+            ("relative_bias", mha.relative_bias.is_some()),
+            ("sinks", mha.sinks.is_some()),
+        ] {
+            let expected = || "none in LongformerAttention".into();
+            ensure(!given, argument, expected, "some")?;
+        }
         Ok(Self {
             query_global: copy(&mha.query),
             key_global: copy(&mha.key),

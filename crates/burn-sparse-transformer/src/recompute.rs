@@ -36,7 +36,8 @@ impl SparseTransformer {
     /// - loss: `[1]`, without autodiff
     ///
     /// # Errors
-    /// As [`SparseTransformer::loss`]; also if the model is not on an autodiff device.
+    /// As [`SparseTransformer::loss`]; also if the model is not on an autodiff device, or blocks with dropout of attention weights are to
+    /// be computed twice.
     pub fn loss_and_gradients(
         &self,
         tokens: Tensor<2, Int>,
@@ -54,6 +55,12 @@ impl SparseTransformer {
             || "an autodiff device".into(),
             format!("{device:?}"),
         )?;
+        for block in &self.blocks {
+            // Its masks would differ between the two runs of the block.
+            let kept = !recompute || block.mha.dropout.prob == 0.0;
+            let expected = || "0 in the attention of blocks that are computed twice".into();
+            ensure(kept, "dropout", expected, block.mha.dropout.prob)?;
+        }
         let masks = DropoutMasks::new(self, device, dropout_seed);
         let targets = targets.without_autodiff();
         match recompute {

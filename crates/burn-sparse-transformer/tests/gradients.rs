@@ -323,3 +323,17 @@ fn a_plain_device_is_refused() {
         "{message}"
     );
 }
+
+#[test]
+fn dropout_of_weights_and_recomputed_blocks_do_not_go_together() {
+    let device = device(false);
+    let mut model = model(0.0, &device);
+    model.blocks[1].mha.dropout.prob = 0.1;
+    let (x, y) = data();
+    let gradients = |recompute| model.loss_and_gradients(x.clone(), y.clone(), 1, recompute);
+    assert!(gradients(false).is_ok());
+    assert_eq!(
+        gradients(true).unwrap_err().to_string(),
+        "dropout must be 0 in the attention of blocks that are computed twice, got 0.1"
+    );
+}

@@ -64,9 +64,15 @@ fn attention() -> impl Strategy<Value = SparseMultiHeadAttentionConfig> {
         optional(real()),
         optional(real()),
     );
-    (sizes, options).prop_map(|(sizes, options)| {
+    let extras = (
+        prop_oneof![3 => Just(0.0), 1 => real()],
+        any::<[bool; 2]>(),
+        optional(size()),
+    );
+    (sizes, options, extras).prop_map(|(sizes, options, extras)| {
         let (d_model, n_heads, pattern, block_size, n_kv_heads, d_key) = sizes;
         let (rope, qk_norm, eps, softcap, scale) = options;
+        let (dropout, [alibi, sinks], reach) = extras;
         SparseMultiHeadAttentionConfig::new(d_model, n_heads, pattern)
             .with_block_size(block_size)
             .with_n_kv_heads(n_kv_heads)
@@ -76,6 +82,11 @@ fn attention() -> impl Strategy<Value = SparseMultiHeadAttentionConfig> {
             .with_qk_norm_eps(eps)
             .with_softcap(softcap)
             .with_scale(scale)
+            .with_dropout(dropout)
+            .with_alibi(alibi)
+            .with_sinks(sinks)
+            // Tables of millions of distances are in order, but are not to be made here.
+            .with_relative_reach(reach.filter(|reach| !(20..1 << 30).contains(reach)))
     })
 }
 
@@ -117,6 +128,9 @@ proptest! {
             None => input,
         };
         assert_says(mha.forward(SparseMhaInput::new(zeros(q), zeros(k), zeros(v))));
+        let [batch, heads, seq] = k;
+        let bias = Tensor::zeros([batch, heads, q[1], seq], &Device::flex());
+        assert_says(mha.forward(SparseMhaInput::new(zeros(q), zeros(q), zeros(q)).bias(bias)));
         let fitting = zeros([x[0], x[1], config.d_model]);
         let output = assert_says(mha.forward(with_lengths(SparseMhaInput::self_attn(fitting.clone()))));
         if let Some(output) = output {

@@ -1,0 +1,301 @@
+//! What `SparseMultiHeadAttention` adds to scores and drops of weights: against the same in dense Burn operations, and against itself.
+
+mod common;
+
+use burn::module::{Module, Param};
+use burn::nn::attention::MultiHeadAttentionConfig;
+use burn::nn::transformer::TransformerEncoderConfig;
+use burn::tensor::activation::softmax;
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_blocksparse::{TopKOptions, alibi_slopes, top_k_blocks, top_k_blocks_on_device};
+use burn_sparse_transformer::{
+    LongformerAttentionConfig, Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, SparseTransformerEncoder,
+};
+use common::{assert_close, random, randomise};
+use rstest::rstest;
+
+const HEADS: usize = 4;
+const D_MODEL: usize = 32;
+const D_K: usize = D_MODEL / HEADS;
+const REACH: usize = 5;
+
+fn config(pattern: Pattern) -> SparseMultiHeadAttentionConfig {
+    SparseMultiHeadAttentionConfig::new(D_MODEL, HEADS, pattern).with_block_size(8)
+}
+
+/// Of scores: all but dropout.
+fn biased() -> SparseMultiHeadAttentionConfig {
+    config(Pattern::causal())
+        .with_alibi(true)
+        .with_relative_reach(Some(REACH))
+        .with_sinks(true)
+}
+
+fn init(config: SparseMultiHeadAttentionConfig) -> SparseMultiHeadAttention {
+    randomise(config.init(&Device::flex()).unwrap())
+}
+
+fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
+    let input = SparseMhaInput::self_attn(x.clone());
+    mha.forward(input).unwrap().context
+}
+
+/// `[seq, seq]` of a number for each query and key.
+fn table(seq: usize, device: &Device, of: impl Fn(usize, usize) -> f32) -> Tensor<2> {
+    let numbers: Vec<f32> = (0..seq * seq).map(|at| of(at / seq, at % seq)).collect();
+    Tensor::from_data(TensorData::new(numbers, [seq, seq]), device)
+}
+
+/// Causal attention of `biased` in dense operations.
+fn dense(mha: &SparseMultiHeadAttention, x: Tensor<3>, bias: Tensor<4>) -> Tensor<3> {
+    let [batch, seq, _] = x.dims();
+    let device = x.device();
+    let heads = |x: Tensor<3>| x.reshape([batch, seq, HEADS, D_K]).swap_dims(1, 2);
+    let q = heads(mha.query.forward(x.clone()));
+    let k = heads(mha.key.forward(x.clone()));
+    let v = heads(mha.value.forward(x));
+    let slopes = alibi_slopes(HEADS);
+    let learned = mha.relative_bias.as_ref().unwrap().val();
+    let of_head = |head: usize| {
+        let of_distance: Vec<f32> = learned
+            .clone()
+            .narrow(0, head, 1)
+            .into_data()
+            .try_to_vec()
+            .unwrap();
+        table(seq, &device, |i, j| {
+            let distance = (j as i64 - i as i64).clamp(-(REACH as i64), REACH as i64);
+            let alibi = -slopes[head] as f32 * i.abs_diff(j) as f32;
+            let masked = if j > i { f32::NEG_INFINITY } else { 0.0 };
+            of_distance[(distance + REACH as i64) as usize] + alibi + masked
+        })
+    };
+    let biases: Vec<Tensor<2>> = (0..HEADS).map(of_head).collect();
+    let biases = Tensor::stack::<3>(biases, 0).unsqueeze::<4>();
+    let scores = q.matmul(k.transpose()) / (D_K as f64).sqrt() + bias + biases;
+    // The sink is one more key, without a value.
+    let sinks = mha.sinks.as_ref().unwrap().val();
+    let sinks = sinks
+        .reshape([1, HEADS, 1, 1])
+        .expand([batch, HEADS, seq, 1]);
+    let weights = softmax(Tensor::cat(vec![scores, sinks], 3), 3).narrow(3, 0, seq);
+    let context = weights.matmul(v).swap_dims(1, 2);
+    mha.output.forward(context.reshape([batch, seq, D_MODEL]))
+}
+
+#[rstest]
+fn biases_and_sinks_equal_dense_attention(#[values(1, 13, 40)] seq: usize) {
+    let device = Device::flex();
+    let mha = init(biased());
+    let x = random([2, seq, D_MODEL], &device);
+    for shape in [[2, HEADS, seq, seq], [1, HEADS, 1, seq], [2, 1, seq, seq]] {
+        let bias = random(shape, &device);
+        let input = SparseMhaInput::self_attn(x.clone()).bias(bias.clone());
+        let got = mha.forward(input).unwrap().context;
+        assert_close(got, dense(&mha, x.clone(), bias), 2e-5);
+    }
+}
+
+#[test]
+fn pieces_and_packed_sequences_give_what_the_whole_gives() {
+    let device = Device::flex();
+    let mha = init(biased());
+    let x = random([1, 30, D_MODEL], &device);
+    let whole = forward(&mha, &x);
+    let mut cache = SparseMhaCache::new();
+    for new in [7, 1, 1, 21] {
+        let start = cache.len();
+        let piece = SparseMhaInput::self_attn(x.clone().narrow(1, start, new));
+        let got = mha.forward_cache(piece, &mut cache).unwrap().context;
+        assert_close(got, whole.clone().narrow(1, start, new), 2e-5);
+    }
+    let y = random([1, 11, D_MODEL], &device);
+    let packed = Tensor::cat(vec![x, y.clone()], 1);
+    let got = mha.forward_packed(packed, &[0, 30, 41]).unwrap().context;
+    assert_close(got, Tensor::cat(vec![whole, forward(&mha, &y)], 1), 2e-5);
+}
+
+#[test]
+fn records_carry_what_is_learned() {
+    let device = Device::flex();
+    let x = random([1, 20, D_MODEL], &device);
+    let mha = init(biased());
+    let loaded = biased()
+        .init(&device)
+        .unwrap()
+        .load_record(mha.clone().into_record());
+    assert_close(forward(&loaded, &x), forward(&mha, &x), 0.0);
+    let fresh = biased().init(&device).unwrap();
+    let zeros = |x: Tensor<1>| assert_eq!(x.abs().max().into_scalar::<f32>(), 0.0);
+    zeros(fresh.sinks.unwrap().val());
+    zeros(fresh.relative_bias.unwrap().val().flatten(0, 1));
+}
+
+/// Whose queries and keys are alike, so that all keys have the same weight.
+fn uniform(dropout: f64, device: &Device) -> SparseMultiHeadAttention {
+    let mut mha = config(Pattern::dense())
+        .with_dropout(dropout)
+        .init(device)
+        .unwrap();
+    mha.query.weight = Param::from_tensor(Tensor::zeros([D_MODEL, D_MODEL], device));
+    mha
+}
+
+#[test]
+fn weights_are_dropped_while_training_only() {
+    let plain = Device::flex();
+    let device = plain.clone().autodiff();
+    let mha = uniform(0.4, &device);
+    let x = random([1, 24, D_MODEL], &plain);
+    let context = |mha: &SparseMultiHeadAttention, input: SparseMhaInput| {
+        mha.forward(input).unwrap().context.without_autodiff()
+    };
+    let input = || SparseMhaInput::self_attn(x.clone().autodiff());
+    let differ = |a: &Tensor<3>, b: &Tensor<3>| {
+        (a.clone() - b.clone()).abs().max().into_scalar::<f32>() > 1e-4
+    };
+    let whole = forward(&mha.valid(), &x);
+    assert_close(forward(&mha.valid(), &x), whole.clone(), 0.0);
+    assert_close(context(&mha.clone().freeze(), input()), whole.clone(), 1e-6);
+
+    let [a, b] = [(); 2].map(|_| context(&mha, input()));
+    assert!(differ(&a, &whole) && differ(&a, &b));
+    let seeded = |seed| context(&mha, input().dropout_seed(seed));
+    assert_close(seeded(7), seeded(7), 0.0);
+    assert!(differ(&seeded(7), &seeded(8)));
+    // The masks are right on average.
+    let mean = (0..400).fold(Tensor::zeros_like(&whole), |sum, seed| sum + seeded(seed)) / 400.0;
+    let error = (mean - whole.clone()).abs().max().into_scalar::<f32>();
+    let size = whole.clone().abs().max().into_scalar::<f32>();
+    let once = (seeded(1) - whole).abs().max().into_scalar::<f32>();
+    assert!(
+        error < 0.25 * once,
+        "{error} of {once}, values up to {size}"
+    );
+}
+
+#[test]
+fn every_learned_bias_gets_a_gradient() {
+    let device = Device::flex().autodiff();
+    let mha = randomise(biased().with_dropout(0.2).init(&device).unwrap());
+    let x = random([2, 20, D_MODEL], &device);
+    let bias = random([1, HEADS, 20, 20], &device).require_grad();
+    let input = SparseMhaInput::self_attn(x).bias(bias.clone());
+    let y = mha.forward(input).unwrap().context;
+    let grads = y.powi_scalar(2).sum().backward();
+    let largest = |grad: Tensor<1>| grad.abs().max().into_scalar::<f32>();
+    let table = mha.relative_bias.unwrap().val().grad(&grads).unwrap();
+    assert_eq!(table.dims(), [HEADS, 2 * REACH + 1]);
+    assert!(largest(table.clone().flatten(0, 1)) > 1e-5);
+    // Nobody looks ahead.
+    let ahead = table.narrow(1, REACH + 1, REACH).flatten(0, 1);
+    assert_eq!(largest(ahead), 0.0);
+    assert!(largest(mha.sinks.unwrap().val().grad(&grads).unwrap()) > 1e-5);
+    assert!(largest(bias.grad(&grads).unwrap().flatten(0, 3)) > 1e-5);
+}
+
+#[test]
+fn dropout_comes_with_what_is_converted() {
+    let device = Device::flex();
+    let dense = MultiHeadAttentionConfig::new(16, 2)
+        .with_dropout(0.3)
+        .init(&device);
+    let sparse = SparseMultiHeadAttention::from_dense(&dense, Pattern::dense(), 8).unwrap();
+    assert_eq!(sparse.dropout.prob, 0.3);
+    let encoder = TransformerEncoderConfig::new(16, 32, 2, 2).with_dropout(0.25);
+    let encoder = encoder.init(&device);
+    let sparse = SparseTransformerEncoder::from_dense(&encoder, Pattern::dense(), 8).unwrap();
+    for layer in &sparse.layers {
+        assert_eq!([layer.mha.dropout.prob, layer.dropout.prob], [0.25; 2]);
+    }
+}
+
+#[test]
+fn a_layout_of_the_moment_takes_the_patterns_place() {
+    let device = Device::flex();
+    let mha = init(config(Pattern::local(3)).with_n_kv_heads(Some(2)));
+    let x = random([2, 50, D_MODEL], &device);
+    let input = || SparseMhaInput::self_attn(x.clone());
+    let all = mha.clone().with_pattern(Pattern::causal(), 8).unwrap();
+    let causal = mha
+        .forward_choosing(input(), |query, key| {
+            assert_eq!(query.dims(), [2, HEADS, 50, D_K]);
+            assert_eq!(key.dims(), [2, 2, 50, D_K]);
+            Ok(all.layout(50, 50).unwrap())
+        })
+        .unwrap();
+    assert_close(causal.context, forward(&all, &x), 0.0);
+    let four = TopKOptions::new(8, 4).first(1);
+    let there = mha.forward_choosing(input(), |q, k| top_k_blocks_on_device(q, k, four.clone()));
+    let here = mha.forward_choosing(input(), |q, k| top_k_blocks(q, k, four.clone()));
+    let (there, here) = (there.unwrap().context, here.unwrap().context);
+    assert_close(there.clone(), here, 1e-5);
+    let difference = (there - forward(&all, &x)).abs().max();
+    assert!(
+        difference.into_scalar::<f32>() > 1e-3,
+        "four blocks are not all"
+    );
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let device = Device::flex();
+    let init_error =
+        |config: SparseMultiHeadAttentionConfig| config.init(&device).unwrap_err().to_string();
+    let causal = || config(Pattern::causal());
+    for (dropout, got) in [(1.0, "1"), (-0.1, "-0.1"), (f64::NAN, "NaN")] {
+        assert_eq!(
+            init_error(causal().with_dropout(dropout)),
+            format!("dropout must be at least 0 and below 1, got {got}")
+        );
+    }
+    assert_eq!(
+        init_error(causal().with_relative_reach(Some(1 << 28))),
+        "relative_reach must be at most 268435455 with 4 heads, got 268435456"
+    );
+    for (config, name) in [
+        (causal().with_dropout(0.1), "dropout"),
+        (causal().with_alibi(true), "alibi"),
+        (causal().with_relative_reach(Some(3)), "relative_bias"),
+        (causal().with_sinks(true), "sinks"),
+    ] {
+        let error = LongformerAttentionConfig::new(config).init(&device);
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            format!("{name} must be none in LongformerAttention, got some")
+        );
+    }
+
+    let mha = init(causal());
+    let x = random([2, 9, D_MODEL], &device);
+    let input = || SparseMhaInput::self_attn(x.clone());
+    let zeros = |shape| Tensor::<4>::zeros(shape, &device);
+    for shape in [[3, 1, 9, 9], [1, 2, 9, 9], [1, 1, 8, 9], [1, 1, 9, 8]] {
+        let error = mha.forward(input().bias(zeros(shape))).unwrap_err();
+        assert!(error.to_string().starts_with("bias"), "{error}");
+    }
+    let with_weights = |mha: &SparseMultiHeadAttention, input: SparseMhaInput| {
+        mha.forward_with_weights(input).unwrap_err().to_string()
+    };
+    assert_eq!(
+        with_weights(&mha, input().bias(zeros([1, 1, 1, 9]))),
+        "bias must be none where weights are returned, got some"
+    );
+    assert_eq!(
+        with_weights(&init(causal().with_sinks(true)), input()),
+        "sinks must be none where weights are returned, got some"
+    );
+    assert_eq!(
+        with_weights(&init(causal().with_relative_reach(Some(2))), input()),
+        "relative_bias must be none where weights are returned, got some"
+    );
+    let padded = input().lengths([9, 4]);
+    let error = mha.forward_choosing(padded, |_, _| Ok(mha.layout(9, 9).unwrap()));
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "padding must be none: a chosen layout says what takes part, got some"
+    );
+    let other = mha.forward_choosing(input(), |_, _| Ok(mha.layout(8, 8).unwrap()));
+    assert!(other.is_err(), "a layout of another length");
+}
