@@ -11,8 +11,8 @@ use super::launch::{strides_of, vectors_of};
 use super::simt::Tile;
 use super::simt::mass::{
     FOLD_UNITS, LinePartsLaunch, add_segments, fold_distances, line_width, masses as kernel,
+    row_fours,
 };
-use super::simt::tile::pitch;
 use super::{KernelError, ScoreOptions, Sizes, TableView, TensorView, check_dtype};
 use crate::BlockLayout;
 use crate::lines::{Line, Lines};
@@ -338,10 +338,9 @@ fn tile(
     let hardware = &client.properties().hardware;
     let fits = |tile: &Tile| {
         let side = tile.rows;
-        let values = if gradient { pitch(tile.value_dim) } else { 0 };
-        let numbers = 2 * side * (pitch(tile.head_dim) + values) * 4 + side * side + 2 * 4;
-        // The compiler may align each of the five arrays.
-        let bytes = numbers * sizes.accumulator().size() + 5 * 16;
+        let numbers = 2 * row_fours(tile, gradient) * 4 + side * side;
+        // The compiler may align each of the three arrays.
+        let bytes = numbers * sizes.accumulator().size() + 3 * 16;
         bytes <= hardware.max_shared_memory_size
             && tile.units() <= hardware.max_units_per_cube as usize
             && tile.units() <= hardware.max_cube_dim.0 as usize

@@ -35,6 +35,12 @@ pub fn line_width(line: Line, side: usize) -> usize {
     }
 }
 
+/// Fours of each of the two sets of rows that are in shared memory.
+pub fn row_fours(tile: &Tile, gradient: bool) -> usize {
+    let values = if gradient { pitch(tile.value_dim) } else { 0 };
+    tile.rows * pitch(tile.head_dim).max(values)
+}
+
 /// One cube for each segment of each head:
 ///
 /// ```text
@@ -90,8 +96,9 @@ pub fn masses<E: Float, A: Float, N: Size>(
     let row0 = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len;
     let scale = scale.get::<A>();
     let softcap = softcap.get::<A>();
-    let mut q_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * pitch(t.head_dim)));
-    let mut k_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * pitch(t.head_dim)));
+    // Queries and keys, and after them what their gradients are made of.
+    let mut a_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(row_fours(&t, gradient)));
+    let mut b_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(row_fours(&t, gradient)));
     let mut pairs = Shared::<[A]>::new_slice(comptime!(t.rows * t.rows));
 
     let q_base = batch * q_strides.batch + head * q_strides.head;
@@ -104,16 +111,6 @@ pub fn masses<E: Float, A: Float, N: Size>(
         let slopes = slopes.unwrap();
         slope = slopes[head];
     }
-    let mut v_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(if gradient {
-        t.rows * pitch(t.value_dim)
-    } else {
-        1
-    }));
-    let mut grad_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(if gradient {
-        t.rows * pitch(t.value_dim)
-    } else {
-        1
-    }));
     let lengths = Lengths {
         queries: q_strides.len,
         keys: k_strides.len,
@@ -144,7 +141,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
             &listing,
             plan,
             first_row,
-            &mut q_tile,
+            &mut a_tile,
             comptime!(t.head_dim),
             t,
         );
@@ -155,38 +152,12 @@ pub fn masses<E: Float, A: Float, N: Size>(
             &listing,
             plan,
             entry,
-            &mut k_tile,
+            &mut b_tile,
             comptime!(t.head_dim),
             t,
         );
-        if comptime!(gradient) {
-            let v = v.as_ref().unwrap();
-            let grad_out = grad_out.as_ref().unwrap();
-            load_rows::<E, A, N>(
-                &grad_out[..],
-                batch * grad_strides.batch + head * grad_strides.head,
-                &grad_strides,
-                &listing,
-                plan,
-                first_row,
-                &mut grad_tile,
-                comptime!(t.value_dim),
-                t,
-            );
-            gather_rows::<E, A, N>(
-                &v[..],
-                batch * v_strides.batch + head / heads_per_kv * v_strides.head,
-                &v_strides,
-                &listing,
-                plan,
-                entry,
-                &mut v_tile,
-                comptime!(t.value_dim),
-                t,
-            );
-        }
         sync_cube();
-        let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
+        let mut s = product_rows(&a_tile, &b_tile, unit_y, unit_x, comptime!(t.head_dim), t);
         score(&mut s, scale, softcap, t);
         let mut positions = row_positions(plan, first_row, unit_y, &listing, t);
         set_columns(&mut positions, plan, entry, unit_x, &listing, t);
@@ -227,14 +198,33 @@ pub fn masses<E: Float, A: Float, N: Size>(
         add_biases(&mut s, &biases, t);
         let mut dp = Array::<A>::new(comptime!(rows * 4));
         if comptime!(gradient) {
-            dp = product_rows(
-                &grad_tile,
-                &v_tile,
-                unit_y,
-                unit_x,
+            sync_cube();
+            let v = v.as_ref().unwrap();
+            let grad_out = grad_out.as_ref().unwrap();
+            load_rows::<E, A, N>(
+                &grad_out[..],
+                batch * grad_strides.batch + head * grad_strides.head,
+                &grad_strides,
+                &listing,
+                plan,
+                first_row,
+                &mut a_tile,
                 comptime!(t.value_dim),
                 t,
             );
+            gather_rows::<E, A, N>(
+                &v[..],
+                batch * v_strides.batch + head / heads_per_kv * v_strides.head,
+                &v_strides,
+                &listing,
+                plan,
+                entry,
+                &mut b_tile,
+                comptime!(t.value_dim),
+                t,
+            );
+            sync_cube();
+            dp = product_rows(&a_tile, &b_tile, unit_y, unit_x, comptime!(t.value_dim), t);
         }
         let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
         if comptime!(t.dropout) {
