@@ -89,12 +89,20 @@ pub fn forward<E: Float, A: Float, N: Size>(
         queries: q_strides.len,
         keys: k_strides.len,
     };
-    let bias_start = batch * bias_strides.batch + head * bias_strides.head;
     let mut slope = A::new(0.0);
     if comptime!(t.alibi) {
         let slopes = slopes.unwrap();
         slope = slopes[head];
     }
+    let of_head = HeadScores::<A> {
+        scale,
+        softcap,
+        slope,
+        bias_start: batch * bias_strides.batch + head * bias_strides.head,
+        bias_row: bias_strides.row,
+        table_start: distances.start + head * distances.head,
+        reach: distances.reach,
+    };
 
     let mut m = Array::<A>::new(rows);
     let mut l = Array::<A>::new(rows);
@@ -175,33 +183,21 @@ pub fn forward<E: Float, A: Float, N: Size>(
         sync_cube();
 
         if needed(plan, &parts, entry, step < walk.masked, unit_y, unit_x, t) {
-            let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
-            score(&mut s, scale, softcap, t);
-            set_columns(&mut positions, plan, entry, unit_x, &listing, t);
-            let mut biases = biases::<E, A>(
-                slope,
+            let mut s = scores::<E, A>(
+                &q_tile,
+                &k_tile,
+                plan,
+                entry,
+                &of_head,
                 &bias,
-                bias_start,
-                bias_strides.row,
-                &positions,
+                &table,
+                &mut positions,
+                &listing,
                 &lengths,
-                Walk::Rows,
+                unit_y,
+                unit_x,
                 t,
             );
-            if comptime!(t.relative) {
-                let start = distances.start + head * distances.head;
-                add_distances(
-                    &mut biases,
-                    &table.as_ref().unwrap()[..],
-                    start,
-                    distances.reach,
-                    &positions,
-                    &lengths,
-                    Walk::Rows,
-                    t,
-                );
-            }
-            add_biases(&mut s, &biases, t);
             if step < walk.masked {
                 mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
             }
@@ -311,33 +307,21 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 t,
             );
             sync_cube();
-            let mut s = product_rows(&q_tile, &k_tile, unit_y, unit_x, comptime!(t.head_dim), t);
-            score(&mut s, scale, softcap, t);
-            set_columns(&mut positions, plan, entry, unit_x, &listing, t);
-            let mut biases = biases::<E, A>(
-                slope,
+            let mut s = scores::<E, A>(
+                &q_tile,
+                &k_tile,
+                plan,
+                entry,
+                &of_head,
                 &bias,
-                bias_start,
-                bias_strides.row,
-                &positions,
+                &table,
+                &mut positions,
+                &listing,
                 &lengths,
-                Walk::Rows,
+                unit_y,
+                unit_x,
                 t,
             );
-            if comptime!(t.relative) {
-                let start = distances.start + head * distances.head;
-                add_distances(
-                    &mut biases,
-                    &table.as_ref().unwrap()[..],
-                    start,
-                    distances.reach,
-                    &positions,
-                    &lengths,
-                    Walk::Rows,
-                    t,
-                );
-            }
-            add_biases(&mut s, &biases, t);
             if step < walk.masked {
                 mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
             }
@@ -354,6 +338,68 @@ pub fn forward<E: Float, A: Float, N: Size>(
             }
         }
     }
+}
+
+/// What the scores of a head are made with.
+#[derive(CubeType, Clone, Copy)]
+struct HeadScores<A: Float> {
+    scale: A,
+    softcap: A,
+    /// The ALiBi slope.
+    slope: A,
+    /// Where its bias begins, and the elements between queries.
+    bias_start: usize,
+    bias_row: usize,
+    /// Where its biases of distances begin, and how far they reach.
+    table_start: usize,
+    reach: usize,
+}
+
+/// The unit's scores of a step, masked pairs included.
+#[cube]
+fn scores<E: Float, A: Float>(
+    q: &Shared<[Vector<A, Four>]>,
+    k: &Shared<[Vector<A, Four>]>,
+    plan: &[u32],
+    entry: usize,
+    of_head: &HeadScores<A>,
+    bias: &ComptimeOption<Box<[E]>>,
+    table: &ComptimeOption<Box<[A]>>,
+    positions: &mut Positions,
+    listing: &Listing,
+    lengths: &Lengths,
+    unit_y: usize,
+    unit_x: usize,
+    #[comptime] t: Tile,
+) -> Array<A> {
+    let mut s = product_rows(q, k, unit_y, unit_x, comptime!(t.head_dim), t);
+    score(&mut s, of_head.scale, of_head.softcap, t);
+    // Behind the product, which has no registers for them.
+    set_columns(positions, plan, entry, unit_x, listing, t);
+    let mut biases = biases::<E, A>(
+        of_head.slope,
+        bias,
+        of_head.bias_start,
+        of_head.bias_row,
+        &*positions,
+        lengths,
+        Walk::Rows,
+        t,
+    );
+    if comptime!(t.relative) {
+        add_distances(
+            &mut biases,
+            &table.as_ref().unwrap()[..],
+            of_head.table_start,
+            of_head.reach,
+            &*positions,
+            lengths,
+            Walk::Rows,
+            t,
+        );
+    }
+    add_biases(&mut s, &biases, t);
+    s
 }
 
 /// Scores of masked pairs. `exp(LOW − m)` is 0 for every `m ≥ LOWEST_MAX`, without infinities, which
