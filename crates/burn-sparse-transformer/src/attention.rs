@@ -288,9 +288,10 @@ impl SparseMultiHeadAttention {
     /// If the shapes do not fit the module or each other, there is no layout for these lengths, or a position is past the end of
     /// `rope`.
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
-        let call = self.prepare(&input, 0)?;
+        let (call, request) = self.prepare(&input, 0)?;
+        let layout = self.layouts.get(&request)?;
         let heads = self.project(input, &call);
-        let context = self.attend(heads, &call.layout, &call)?;
+        let context = self.attend(heads, &layout, &call)?;
         Ok(self.finish(context, &call))
     }
 
@@ -329,7 +330,7 @@ impl SparseMultiHeadAttention {
             || "none: a chosen layout says what takes part".into(),
             "some",
         )?;
-        let call = self.prepare(&input, 0)?;
+        let (call, _) = self.prepare(&input, 0)?;
         let heads = self.project(input, &call);
         let layout = choose(heads.0.clone(), heads.1.clone())?;
         let context = self.attend(heads, &layout, &call)?;
@@ -352,10 +353,11 @@ impl SparseMultiHeadAttention {
             let expected = || "none where weights are returned".into();
             ensure(!given, argument, expected, "some")?;
         }
-        let call = self.prepare(&input, 0)?;
+        let (call, request) = self.prepare(&input, 0)?;
+        let layout = self.layouts.get(&request)?;
         let (query, key, value) = self.project(input, &call);
         let options = self.options_of(&query, &call);
-        let (context, weights) = attention_with_weights(query, key, value, &call.layout, options)?;
+        let (context, weights) = attention_with_weights(query, key, value, &layout, options)?;
         Ok((self.finish(context, &call), weights))
     }
 
@@ -380,10 +382,11 @@ impl SparseMultiHeadAttention {
         let [batch, ..] = input.key.dims();
         cache.check([batch, self.n_kv_heads, self.d_k()], new)?;
         let before = cache.len();
-        let call = self.prepare(&input, before)?;
+        let (call, request) = self.prepare(&input, before)?;
+        let layout = self.layouts.get(&request)?;
         let (query, key, value) = self.project(input, &call);
         let (key, value) = cache.append(key, value);
-        match self.attend((query, key, value), &call.layout, &call) {
+        match self.attend((query, key, value), &layout, &call) {
             Ok(context) => Ok(self.finish(context, &call)),
             Err(error) => {
                 cache.truncate(before);
@@ -419,9 +422,10 @@ impl SparseMultiHeadAttention {
         x: Tensor<3>,
         cu_seqlens: &[usize],
     ) -> Result<SparseMhaOutput, TransformerError> {
-        let call = self.prepare_packed(&x, cu_seqlens)?;
+        let (call, request) = self.prepare_packed(&x, cu_seqlens)?;
+        let layout = self.layouts.get(&request)?;
         let heads = self.project(SparseMhaInput::self_attn(x), &call);
-        let context = self.attend(heads, &call.layout, &call)?;
+        let context = self.attend(heads, &layout, &call)?;
         Ok(self.finish(context, &call))
     }
 
@@ -500,8 +504,12 @@ impl SparseMultiHeadAttention {
         ensure_shape(name, x.dims(), expected, INPUT_AXES)
     }
 
-    /// Everything about a call that may fail, before anything is computed. `cached` keys precede the input's.
-    fn prepare(&self, input: &SparseMhaInput, cached: usize) -> Result<Call, TransformerError> {
+    /// A call and the layout that it asks for, once its input is in order; nothing is computed yet. `cached` keys precede the input's.
+    fn prepare(
+        &self,
+        input: &SparseMhaInput,
+        cached: usize,
+    ) -> Result<(Call, Request), TransformerError> {
         let (seq_q, new) = self.check(input)?;
         let [batch, ..] = input.query.dims();
         let seq_kv = cached + new;
@@ -523,34 +531,19 @@ impl SparseMultiHeadAttention {
             query.check(rope, seq_q)?;
             key.check(rope, new)?;
         }
-        let call = self.call(input, &request, padded)?;
-        Ok(Call { query, key, ..call })
-    }
-
-    /// A call whose positions count from 0.
-    pub(crate) fn call(
-        &self,
-        input: &SparseMhaInput,
-        request: &Request,
-        padded: Option<PaddedBatch>,
-    ) -> Result<Call, TransformerError> {
-        let device = input.query.device();
-        Ok(Call {
-            layout: self.layouts.get(request)?,
-            query: Positions::From(0),
-            key: Positions::From(0),
-            padding: padded.and_then(|padded| padded.queries_mask(&device)),
-            dtype: input.query.dtype(),
-            bias: input.bias.clone(),
-            dropout_seed: input.dropout_seed,
-        })
+        let call = Call {
+            query,
+            key,
+            ..Call::new(input, padded)
+        };
+        Ok((call, request))
     }
 
     fn prepare_packed(
         &self,
         x: &Tensor<3>,
         cu_seqlens: &[usize],
-    ) -> Result<Call, TransformerError> {
+    ) -> Result<(Call, Request), TransformerError> {
         let [_, total, _] = x.dims();
         let expected = [Some(1), None, Some(self.d_model)];
         ensure_shape("x", x.dims(), expected, INPUT_AXES)?;
@@ -569,15 +562,12 @@ impl SparseMultiHeadAttention {
         if let Some(rope) = &self.rope {
             positions.check(rope, total)?;
         }
-        Ok(Call {
-            layout: self.layouts.get(&request)?,
+        let call = Call {
             query: positions.clone(),
             key: positions,
-            padding: None,
-            dtype: x.dtype(),
-            bias: None,
-            dropout_seed: None,
-        })
+            ..Call::new(&SparseMhaInput::self_attn(x.clone()), None)
+        };
+        Ok((call, request))
     }
 
     pub(crate) fn project(
@@ -671,7 +661,6 @@ impl SparseMultiHeadAttention {
 
 /// What a call computes, decided before it.
 pub(crate) struct Call {
-    pub(crate) layout: BlockLayout,
     query: Positions,
     key: Positions,
     /// Queries that are padding, `[batch, seq_q, 1]`.
@@ -681,6 +670,21 @@ pub(crate) struct Call {
     /// Of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
     bias: Option<Tensor<4>>,
     dropout_seed: Option<u64>,
+}
+
+impl Call {
+    /// One whose positions count from 0.
+    pub(crate) fn new(input: &SparseMhaInput, padded: Option<PaddedBatch>) -> Self {
+        let device = input.query.device();
+        Self {
+            query: Positions::From(0),
+            key: Positions::From(0),
+            padding: padded.and_then(|padded| padded.queries_mask(&device)),
+            dtype: input.query.dtype(),
+            bias: input.bias.clone(),
+            dropout_seed: input.dropout_seed,
+        }
+    }
 }
 
 /// `[batch, seq, heads · width]` as `[batch, heads, seq, width]`.

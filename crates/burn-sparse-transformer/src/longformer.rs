@@ -4,7 +4,7 @@ use burn::nn::Linear;
 use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData};
 use burn_blocksparse::{Pattern, Restriction, attention};
 
-use crate::attention::split_heads;
+use crate::attention::{Call, split_heads};
 use crate::error::ensure;
 use crate::input::{PaddedBatch, Padding};
 use crate::layouts::{Layouts, Request};
@@ -206,9 +206,10 @@ impl LongformerAttention {
             tokens.iter().for_each(|&token| queries[token] = false);
         }
         request.global = tokens;
-        let call = self.mha.call(&ordinary, &request, padded)?;
+        let layout = self.mha.layouts.get(&request)?;
+        let call = Call::new(&ordinary, padded);
         let (q, k, v) = self.mha.project(ordinary, &call);
-        let context = attention(q, k, v, &call.layout, self.mha.options.clone())?;
+        let context = attention(q, k, v, &layout, self.mha.options.clone())?;
         let mut joined = self.mha.join(context);
         if rows.width > 0 {
             let global = self.global_rows(x, &rows)?;
