@@ -10,6 +10,9 @@ use crate::ops::MaybeFloat;
 use crate::reference::accumulate_in;
 use crate::{AttentionError, AttentionOptions, Layout};
 
+/// Numbers of a table of biases of distances: kernels add distances to their places, in 32 bits with a sign.
+const MAX_NUMBERS: usize = 1 << 30;
+
 /// Tensors of [`attention_with_tensors`] besides queries, keys and values. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
@@ -147,11 +150,10 @@ impl AttentionTensors {
                     heads,
                 ));
             }
-            // Kernels find their places in 32 bits.
-            if heads * distances > i32::MAX as usize {
+            if heads * distances > MAX_NUMBERS {
                 return Err(AttentionError::argument(
                     "relative_bias's numbers",
-                    format!("at most {}", i32::MAX),
+                    format!("at most {MAX_NUMBERS}"),
                     heads * distances,
                 ));
             }

@@ -18,7 +18,7 @@ use crate::{HeadNorm, Precision, QkNorm, SparseMhaCache, SparseMhaInput, Transfo
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
 /// Numbers of a table of biases of distances, for all heads.
-const MAX_BIASES: usize = i32::MAX as usize;
+const MAX_BIASES: usize = 1 << 30;
 
 /// Configuration of [`SparseMultiHeadAttention`].
 ///
@@ -99,7 +99,7 @@ impl SparseMultiHeadAttentionConfig {
     /// # Errors
     /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
     /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
-    /// than 2³¹ numbers, `rope` does not fit the heads, the pattern does not fit the heads and the block size, or the device does not
+    /// than 2³⁰ numbers, `rope` does not fit the heads, the pattern does not fit the heads and the block size, or the device does not
     /// compute in `precision`.
     pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;

@@ -252,7 +252,7 @@ fn what_does_not_fit_is_refused() {
     }
     assert_eq!(
         init_error(causal().with_relative_reach(Some(1 << 28))),
-        "relative_reach must be at most 268435455 with 4 heads, got 268435456"
+        "relative_reach must be at most 134217727 with 4 heads, got 268435456"
     );
     for (config, name) in [
         (causal().with_dropout(0.1), "dropout"),
