@@ -237,12 +237,14 @@ pub const REACHES: [usize; 5] = [5, 0, 40, 1, 700];
 pub fn relative_bias_equals_f64(devices: &[Device]) {
     let name = "biases of distances";
     check_cases(devices, name, Cases::All, |index, _, problem, options| {
-        let reach = REACHES[index % REACHES.len()];
-        (
-            problem.with_relative(9, reach, index.is_multiple_of(2)),
-            options,
-        )
+        (with_distances(index, problem), options)
     });
+}
+
+/// The problem with biases of distances, of another kind in each case.
+fn with_distances(index: usize, problem: Problem) -> Problem {
+    let reach = REACHES[index % REACHES.len()];
+    problem.with_relative(9, reach, index.is_multiple_of(2))
 }
 
 /// All options at once.
@@ -325,11 +327,7 @@ pub fn relative_bias_in_half_precision(devices: &[Device]) {
         devices,
         "biases of distances",
         |index, case| index % 3 == 2 || is_wide(case),
-        |index, case, problem| {
-            let reach = REACHES[index % REACHES.len()];
-            let problem = problem.with_relative(9, reach, index.is_multiple_of(2));
-            (problem, case.options())
-        },
+        |index, case, problem| (with_distances(index, problem), case.options()),
     );
 }
 

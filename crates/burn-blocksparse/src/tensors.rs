@@ -10,9 +10,6 @@ use crate::ops::MaybeFloat;
 use crate::reference::accumulate_in;
 use crate::{AttentionError, AttentionOptions, Layout};
 
-/// Numbers of a table of biases of distances: kernels add distances to their places, in 32 bits with a sign.
-const MAX_NUMBERS: usize = 1 << 30;
-
 /// Tensors of [`attention_with_tensors`] besides queries, keys and values. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
@@ -62,6 +59,10 @@ impl Biases {
 }
 
 impl AttentionTensors {
+    /// Numbers that a table of biases of distances may have, all heads together: kernels add distances to their places, in 32 bits with a
+    /// sign.
+    pub const MAX_DISTANCES: usize = 1 << 30;
+
     /// Sets the sink logits, `[heads]`: queries of head `h` attend to a further key of score `sinks[h]` and value 0, so that the
     /// weights of the keys need not sum to 1 (Miller, "Attention is off by one", 2023; gpt-oss learns the logits).
     pub fn sinks(mut self, sinks: Tensor<1>) -> Self {
@@ -150,10 +151,10 @@ impl AttentionTensors {
                     heads,
                 ));
             }
-            if heads * distances > MAX_NUMBERS {
+            if heads * distances > Self::MAX_DISTANCES {
                 return Err(AttentionError::argument(
                     "relative_bias's numbers",
-                    format!("at most {MAX_NUMBERS}"),
+                    format!("at most {}", Self::MAX_DISTANCES),
                     heads * distances,
                 ));
             }

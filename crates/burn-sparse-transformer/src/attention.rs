@@ -10,15 +10,15 @@ use burn_blocksparse::{
 };
 
 use crate::dropout::Seeds;
-use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape};
+use crate::error::{
+    ensure, ensure_dropout, ensure_multiple, ensure_none, ensure_positive, ensure_shape,
+};
 use crate::heads::{Positions, rotate, validate_rope};
 use crate::input::PaddedBatch;
 use crate::layouts::{Layouts, Request};
 use crate::{HeadNorm, Precision, QkNorm, SparseMhaCache, SparseMhaInput, TransformerError};
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
-/// Numbers of a table of biases of distances, for all heads.
-const MAX_BIASES: usize = 1 << 30;
 
 /// Configuration of [`SparseMultiHeadAttention`].
 ///
@@ -184,14 +184,9 @@ impl SparseMultiHeadAttentionConfig {
         if let Some(rope) = &self.rope {
             validate_rope(rope, self.d_key.unwrap_or(self.d_model) / self.n_heads)?;
         }
-        ensure(
-            (0.0..1.0).contains(&self.dropout),
-            "dropout",
-            || "at least 0 and below 1".into(),
-            self.dropout,
-        )?;
+        ensure_dropout(self.dropout)?;
         let reach = self.relative_reach.unwrap_or(0);
-        let most = (MAX_BIASES / self.n_heads).saturating_sub(1) / 2;
+        let most = (AttentionTensors::MAX_DISTANCES / self.n_heads).saturating_sub(1) / 2;
         ensure(
             reach <= most,
             "relative_reach",
@@ -324,12 +319,8 @@ impl SparseMultiHeadAttention {
     where
         for<'a> &'a L: Into<Layout<'a>>,
     {
-        ensure(
-            input.padding.is_none(),
-            "padding",
-            || "none: a chosen layout says what takes part".into(),
-            "some",
-        )?;
+        let expected = "none: a chosen layout says what takes part";
+        ensure_none("padding", input.padding.is_some(), expected)?;
         let (call, _) = self.prepare(&input, 0)?;
         let heads = self.project(input, &call);
         let layout = choose(heads.0.clone(), heads.1.clone())?;
@@ -350,8 +341,7 @@ impl SparseMultiHeadAttention {
             ("relative_bias", self.relative_bias.is_some()),
             ("sinks", self.sinks.is_some()),
         ] {
-            let expected = || "none where weights are returned".into();
-            ensure(!given, argument, expected, "some")?;
+            ensure_none(argument, given, "none where weights are returned")?;
         }
         let (call, request) = self.prepare(&input, 0)?;
         let layout = self.layouts.get(&request)?;
@@ -422,9 +412,10 @@ impl SparseMultiHeadAttention {
         x: Tensor<3>,
         cu_seqlens: &[usize],
     ) -> Result<SparseMhaOutput, TransformerError> {
-        let (call, request) = self.prepare_packed(&x, cu_seqlens)?;
+        let input = SparseMhaInput::self_attn(x);
+        let (call, request) = self.prepare_packed(&input, cu_seqlens)?;
         let layout = self.layouts.get(&request)?;
-        let heads = self.project(SparseMhaInput::self_attn(x), &call);
+        let heads = self.project(input, &call);
         let context = self.attend(heads, &layout, &call)?;
         Ok(self.finish(context, &call))
     }
@@ -541,12 +532,13 @@ impl SparseMultiHeadAttention {
 
     fn prepare_packed(
         &self,
-        x: &Tensor<3>,
+        input: &SparseMhaInput,
         cu_seqlens: &[usize],
     ) -> Result<(Call, Request), TransformerError> {
-        let [_, total, _] = x.dims();
+        let dims = input.query.dims();
+        let [_, total, _] = dims;
         let expected = [Some(1), None, Some(self.d_model)];
-        ensure_shape("x", x.dims(), expected, INPUT_AXES)?;
+        ensure_shape("x", dims, expected, INPUT_AXES)?;
         let rises = cu_seqlens.windows(2).all(|pair| pair[0] <= pair[1]);
         let ends = (cu_seqlens.first(), cu_seqlens.last());
         ensure(
@@ -565,7 +557,7 @@ impl SparseMultiHeadAttention {
         let call = Call {
             query: positions.clone(),
             key: positions,
-            ..Call::new(&SparseMhaInput::self_attn(x.clone()), None)
+            ..Call::new(input, None)
         };
         Ok((call, request))
     }
@@ -588,7 +580,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// Attention of projected queries, keys and values.
-    fn attend<'a>(
+    pub(crate) fn attend<'a>(
         &self,
         (query, key, value): (Tensor<4>, Tensor<4>, Tensor<4>),
         layout: impl Into<Layout<'a>>,

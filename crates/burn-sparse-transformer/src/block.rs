@@ -4,7 +4,7 @@ use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::Pattern;
 
-use crate::error::{ensure, ensure_positive};
+use crate::error::{ensure, ensure_dropout, ensure_positive};
 use crate::layouts::Layouts;
 use crate::{
     FeedForward, Precision, SparseMhaCache, SparseMhaInput, SparseMhaOutput,
@@ -126,12 +126,7 @@ impl SparseTransformerBlockConfig {
         self.attention().validate()?;
         ensure_positive("d_ff", self.d_ff())?;
         ensure_positive("n_layers", self.n_layers)?;
-        ensure(
-            (0.0..1.0).contains(&self.dropout),
-            "dropout",
-            || "at least 0 and below 1".into(),
-            self.dropout,
-        )?;
+        ensure_dropout(self.dropout)?;
         for (argument, value) in [
             ("layer_norm_eps", self.layer_norm_eps),
             ("init_scale", self.init_scale),

@@ -23,18 +23,19 @@ impl Default for Seeds {
 
 impl Seeds {
     pub(crate) fn next(&self) -> u64 {
-        let call = self.calls.fetch_add(1, Ordering::Relaxed);
-        mix(mix(self.module).wrapping_add(call))
+        hash(self.module, self.calls.fetch_add(1, Ordering::Relaxed))
     }
 }
 
-/// SplitMix64's output function (Steele et al., "Fast splittable pseudorandom number generators", 2014): numbers side by side become
-/// unlike.
-fn mix(number: u64) -> u64 {
-    let x = number.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    x ^ (x >> 31)
+/// One step of SplitMix64 (Steele et al., 2014), so that neighbouring seeds and layers, modules or calls share no masks.
+pub(crate) fn hash(seed: u64, index: u64) -> u64 {
+    let mix = |z: u64| {
+        let z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    };
+    mix(mix(seed) ^ index)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use burn::nn::{Dropout, LayerNorm};
 use burn::tensor::{Bool, Device, Tensor};
 use burn_blocksparse::Pattern;
 
-use crate::error::{ensure, ensure_positive};
+use crate::error::{ensure, ensure_dropout, ensure_positive};
 use crate::input::Padding;
 use crate::layouts::Layouts;
 use crate::{
@@ -39,12 +39,7 @@ impl SparseTransformerEncoderConfig {
         SparseMultiHeadAttentionConfig::new(d_model, n_heads, self.pattern.clone()).validate()?;
         ensure_positive("d_ff", encoder.d_ff)?;
         let (dropout, epsilon) = (encoder.dropout, encoder.layer_norm_eps);
-        ensure(
-            (0.0..1.0).contains(&dropout),
-            "dropout",
-            || "at least 0 and below 1".into(),
-            dropout,
-        )?;
+        ensure_dropout(dropout)?;
         ensure(
             epsilon > 0.0 && epsilon.is_finite(),
             "layer_norm_eps",

@@ -73,6 +73,25 @@ pub(crate) fn ensure(
     }
 }
 
+/// What must not be given: `expected` says so.
+pub(crate) fn ensure_none(
+    argument: &'static str,
+    given: bool,
+    expected: &str,
+) -> Result<(), TransformerError> {
+    ensure(!given, argument, || expected.to_string(), "some")
+}
+
+/// A probability of dropout.
+pub(crate) fn ensure_dropout(dropout: f64) -> Result<(), TransformerError> {
+    ensure(
+        (0.0..1.0).contains(&dropout),
+        "dropout",
+        || "at least 0 and below 1".into(),
+        dropout,
+    )
+}
+
 /// Widths, lengths and counts stay below this, so that what is computed from two of them does not overflow.
 const MAX_SIZE: usize = 1 << 30;
 

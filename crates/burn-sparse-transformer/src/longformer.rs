@@ -5,7 +5,7 @@ use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData};
 use burn_blocksparse::{Pattern, Restriction, attention};
 
 use crate::attention::{Call, split_heads};
-use crate::error::ensure;
+use crate::error::{ensure, ensure_none};
 use crate::input::{PaddedBatch, Padding};
 use crate::layouts::{Layouts, Request};
 use crate::{
@@ -150,8 +150,7 @@ impl LongformerAttention {
             ("relative_bias", mha.relative_bias.is_some()),
             ("sinks", mha.sinks.is_some()),
         ] {
-            let expected = || "none in LongformerAttention".into();
-            ensure(!given, argument, expected, "some")?;
+            ensure_none(argument, given, "none in LongformerAttention")?;
         }
         Ok(Self {
             query_global: copy(&mha.query),
@@ -208,8 +207,8 @@ impl LongformerAttention {
         request.global = tokens;
         let layout = self.mha.layouts.get(&request)?;
         let call = Call::new(&ordinary, padded);
-        let (q, k, v) = self.mha.project(ordinary, &call);
-        let context = attention(q, k, v, &layout, self.mha.options.clone())?;
+        let heads = self.mha.project(ordinary, &call);
+        let context = self.mha.attend(heads, &layout, &call)?;
         let mut joined = self.mha.join(context);
         if rows.width > 0 {
             let global = self.global_rows(x, &rows)?;

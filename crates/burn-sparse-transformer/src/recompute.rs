@@ -15,6 +15,7 @@ use burn::nn::Dropout;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Gradients, Int, Tensor};
 
+use crate::dropout::hash;
 use crate::error::ensure;
 use crate::loss::cross_entropy;
 use crate::{SparseTransformer, TransformerError};
@@ -55,11 +56,12 @@ impl SparseTransformer {
             || "an autodiff device".into(),
             format!("{device:?}"),
         )?;
-        for block in &self.blocks {
-            // Its masks would differ between the two runs of the block.
-            let kept = !recompute || block.mha.dropout.prob == 0.0;
-            let expected = || "0 in the attention of blocks that are computed twice".into();
-            ensure(kept, "dropout", expected, block.mha.dropout.prob)?;
+        if recompute {
+            // Masks of weights would differ between the two runs of a block.
+            for dropout in self.blocks.iter().map(|block| block.mha.dropout.prob) {
+                let expected = || "0 in the attention of blocks that are computed twice".into();
+                ensure(dropout == 0.0, "dropout", expected, dropout)?;
+            }
         }
         let masks = DropoutMasks::new(self, device, dropout_seed);
         let targets = targets.without_autodiff();
@@ -235,17 +237,6 @@ impl DropoutMasks {
             self.device.seed(hash(seed, layer as u64));
         }
     }
-}
-
-/// One step of SplitMix64 (Steele et al., 2014), so that neighbouring seeds and layers share no masks.
-fn hash(seed: u64, layer: u64) -> u64 {
-    let mix = |z: u64| {
-        let z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    };
-    mix(mix(seed) ^ layer)
 }
 
 /// Forces lazy parameters.

@@ -104,10 +104,16 @@ impl ScoreOptions {
         (self.relative.as_ref()).map_or(0, |table| table.shape.iter().product())
     }
 
+    /// Numbers of the table between heads, 0 if they share it, and its reach.
+    fn table_steps(&self) -> [usize; 2] {
+        let [heads, width] = self.relative.as_ref().map_or([1; 2], |table| table.shape);
+        [if heads == 1 { 0 } else { width }, width / 2]
+    }
+
     /// The table, which begins at element `start`.
     pub(super) fn distances(&self, start: usize) -> DistancesLaunch {
-        let [heads, width] = self.relative.as_ref().map_or([1; 2], |table| table.shape);
-        DistancesLaunch::new(start, if heads == 1 { 0 } else { width }, width / 2)
+        let [head, reach] = self.table_steps();
+        DistancesLaunch::new(start, head, reach)
     }
 
     /// The table, as the tensor-core tiers get it.
@@ -116,14 +122,9 @@ impl ScoreOptions {
         let Some(table) = &self.relative else {
             return ComptimeOptionArgs::None;
         };
-        let [heads, width] = table.shape;
+        let [head, reach] = self.table_steps();
         let numbers = unsafe { BufferArg::from_raw_parts(table.handle.clone(), self.table_len()) };
-        let head = if heads == 1 { 0 } else { width };
-        ComptimeOptionArgs::Some(TableArgsLaunch::new(
-            numbers,
-            head as u32,
-            (width / 2) as u32,
-        ))
+        ComptimeOptionArgs::Some(TableArgsLaunch::new(numbers, head as u32, reach as u32))
     }
 
     pub(super) fn mask(&self) -> MaskLaunch {
