@@ -1,4 +1,4 @@
-//! Random cases against f64: `BURN_SPARSE_FUZZ_CASES=2000 cargo test -p burn-blocksparse-tests --test fuzz -- --ignored --nocapture`.
+//! Random cases against f64: `BURN_SPARSE_FUZZ_CASES=2000 cargo test -p burn-blocksparse-tests --test suite -- fuzz:: --ignored --nocapture`.
 
 use burn_blocksparse_tests::devices::devices;
 use burn_blocksparse_tests::fuzz::fuzz;

@@ -1,0 +1,12 @@
+//! One program for all of it: every test program links all of Burn, some 80 MB, and 215 MB with wgpu.
+
+mod attention;
+mod autodiff;
+mod blocks;
+mod device_layout;
+mod errors;
+mod fuzz;
+mod masses;
+mod options;
+mod top_k;
+mod vertical_slash;
