@@ -1,0 +1,284 @@
+//! Which tile a call gets.
+
+use cubecl::ir::{ElemType, FloatKind, features::Tma};
+use cubecl::prelude::*;
+
+use super::asm::Half;
+use super::options::Options;
+use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
+use crate::kernels::Sizes;
+use crate::kernels::tensor::{check_options, tier_limit};
+use crate::plan::{Grouping, Walk};
+use crate::{BlockLayout, Residue};
+
+/// Cubes of the fused backward pass compute tile after tile where a tile walks fewer steps than this on average: then what
+/// a tile begins and ends with is much of its time.
+const SHORT_WALK: f64 = 12.0;
+
+/// A shape that a tile may have, and its speed relative to the others on dense attention.
+struct Candidate {
+    dim: usize,
+    warpgroups: usize,
+    cols: usize,
+    stages: usize,
+    lag: usize,
+    overlap: bool,
+    speed: f64,
+}
+
+const fn candidate(
+    dim: usize,
+    [warpgroups, cols, stages, lag]: [usize; 4],
+    overlap: bool,
+    speed: f64,
+) -> Candidate {
+    Candidate {
+        dim,
+        warpgroups,
+        cols,
+        stages,
+        lag,
+        overlap,
+        speed,
+    }
+}
+
+/// The fastest shape of 128 rows and the fastest of 64, which reads keys twice as often but unites fewer rows of blocks.
+/// Except for 128 rows of 96 and more, and 256, two cubes or more share a multiprocessor.
+const CANDIDATES: [Candidate; 8] = [
+    candidate(64, [2, 128, 3, 2], false, 1.0),
+    candidate(64, [1, 128, 2, 1], false, 0.8),
+    candidate(96, [2, 128, 3, 2], false, 1.0),
+    candidate(96, [1, 64, 3, 1], true, 0.85),
+    candidate(128, [2, 128, 3, 2], false, 1.0),
+    candidate(128, [1, 64, 3, 1], true, 0.85),
+    candidate(256, [2, 64, 2, 1], true, 1.0),
+    candidate(256, [1, 64, 2, 1], true, 0.55),
+];
+
+/// The tile that should be fastest, or why the tier does not take the call.
+///
+/// # Errors
+/// What the tier lacks: the device, the type, the head_dim, or something it does not compute.
+pub fn choose(
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    seq: usize,
+    residue: Option<Residue>,
+    carry: bool,
+    properties: &DeviceProperties,
+) -> Result<Tile, &'static str> {
+    if properties.identity.fingerprint != "ptx_sm90" || !properties.features.tma.contains(Tma::Base)
+    {
+        return Err("the device is not of compute capability 9.0");
+    }
+    match tier_limit().as_deref() {
+        Some("simt") => return Err("BLOCKSPARSE_TIER says simt"),
+        Some("mma") => return Err("BLOCKSPARSE_TIER says mma"),
+        _ => {}
+    }
+    let half = match sizes.dtype {
+        ElemType::Float(FloatKind::BF16) => Half::Bf16,
+        ElemType::Float(FloatKind::F16) => Half::F16,
+        _ => return Err("the dtype is neither bf16 nor f16"),
+    };
+    check_options(sizes)?;
+    let options = Options {
+        alibi: sizes.alibi,
+        bias: sizes.bias,
+        relative: sizes.relative,
+        wide_bias: false,
+        dropout: sizes.dropout,
+    };
+    if let Some(Residue { stride, .. }) = residue
+        && !seq.is_multiple_of(stride)
+    {
+        return Err("the sequence is no multiple of the pattern's stride");
+    }
+    if sizes.head_dim != sizes.value_dim {
+        return Err("head_dim and value_dim differ");
+    }
+    if !CANDIDATES.iter().any(|shape| shape.dim == sizes.head_dim) {
+        return Err("head_dim is none of 64, 96, 128, 256");
+    }
+    let block = layout.block_size();
+    let hardware = &properties.hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
+    let mut best: Option<(f64, Tile)> = None;
+    for shape in CANDIDATES
+        .iter()
+        .filter(|shape| shape.dim == sizes.head_dim)
+    {
+        let rows = GROUP_ROWS * shape.warpgroups;
+        let grouping = Grouping::best(
+            layout,
+            Walk::Rows,
+            [rows, shape.cols],
+            sizes.may_cluster(layout, Walk::Rows),
+        );
+        let tile = Tile {
+            half,
+            dim: shape.dim,
+            warpgroups: shape.warpgroups,
+            cols: shape.cols,
+            group: shape.cols.min(block),
+            stages: shape.stages,
+            lag: shape.lag,
+            overlap: shape.overlap,
+            softcap: sizes.softcap,
+            options,
+            residue: residue.is_some(),
+            carry,
+            clustered: grouping.clustered,
+        };
+        if !tile.fits(block) || tile.shared_bytes() > hardware.max_shared_memory_size {
+            continue;
+        }
+        let waste = layout.seq_q().next_multiple_of(rows) as f64 / layout.seq_q() as f64;
+        // Fewer cubes than multiprocessors leave some idle.
+        let cubes = layout.seq_q().div_ceil(rows) * layout.heads() * sizes.batch;
+        let idle = (multiprocessors / cubes as f64).max(1.0);
+        let cost = grouping.overhead * waste * idle / shape.speed;
+        if best.is_none_or(|(least, _)| cost < least) {
+            best = Some((cost, tile));
+        }
+    }
+    best.map(|(_, tile)| tile)
+        .ok_or("no tile fits the shared memory of the device")
+}
+
+/// How the backward pass runs.
+#[derive(Clone, Copy, Debug)]
+pub enum Backward {
+    /// One walk over columns, with five products a pair.
+    Fused(BackwardTile),
+    /// A walk over rows for dQ and one over columns for dK and dV, with seven, where tiles would wait for each other.
+    Walks([WalkTile; 2]),
+}
+
+/// As [`choose`], for the backward pass. What the forward tier does not take, this one does not either.
+///
+/// # Errors
+/// What the tier lacks.
+pub fn choose_backward(
+    layout: &BlockLayout,
+    sizes: &Sizes,
+    forward: &Result<Tile, &'static str>,
+    properties: &DeviceProperties,
+) -> Result<Backward, &'static str> {
+    let forward = (*forward)?;
+    if tier_limit().is_some_and(|limit| limit == "hopper-forward") {
+        return Err("BLOCKSPARSE_TIER says hopper-forward");
+    }
+    let walks = || {
+        let tile = |walk| choose_walk(layout, sizes, &forward, walk);
+        Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(tile)))
+    };
+    let block = layout.block_size();
+    // Visits are counted on the host.
+    let chosen = layout.device_choice().is_some();
+    if chosen || tier_limit().is_some_and(|limit| limit == "hopper-walks") {
+        if forward.dim != 64 && forward.dim != 128 {
+            return Err("head_dim is neither 64 nor 128");
+        }
+        if block < 16 {
+            // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
+            return Err("blocks are narrower than 16");
+        }
+        return walks();
+    }
+    if forward.dim > 128 {
+        return Err("head_dim is none of 64, 96, 128");
+    }
+    // A tile of unlike blocks computes pairs that none of them keeps, where two walks may have tiles of half the height. And tiles side by
+    // side that see different queries do not keep step: they wait for each other at the sums of dQ. The classes of a listing
+    // share no queries.
+    let may_cluster = sizes.may_cluster(layout, Walk::Columns);
+    let [small, grouping, large] = [1, 2, 4].map(|groups| {
+        Grouping::best(
+            layout,
+            Walk::Columns,
+            [GROUP_ROWS * groups, 64],
+            may_cluster,
+        )
+    });
+    // What the fused pass gains on two walks where both compute the same pairs.
+    let gain = if forward.dim == 64 { 1.5 } else { 1.3 };
+    let unlike =
+        grouping.overhead > gain * small.overhead || large.overhead > 1.7 * grouping.overhead;
+    if unlike && !forward.residue && forward.dim != 96 && block >= 16 {
+        return walks();
+    }
+    let (cols, stages) = match forward.dim {
+        64 => (128, 2),
+        _ => (64, 3),
+    };
+    let tile = BackwardTile {
+        half: forward.half,
+        dim: forward.dim,
+        warpgroups: 2,
+        cols,
+        group: block.min(cols),
+        stages,
+        lag: stages - 1,
+        softcap: forward.softcap,
+        options: forward.options,
+        residue: forward.residue,
+        carry: forward.carry,
+        clustered: grouping.clustered,
+        persistent: steps_of_tile(layout, sizes, cols) * grouping.overhead < SHORT_WALK,
+    };
+    // The keys and values of two tiles fit at the least width only.
+    let single = BackwardTile {
+        persistent: false,
+        ..tile
+    };
+    let most = properties.hardware.max_shared_memory_size;
+    let fits = |tile: &BackwardTile| tile.shared_bytes() <= most;
+    let tile = [tile, single].into_iter().find(fits);
+    let tile = tile.ok_or("no tile fits the shared memory of the device")?;
+    Ok(Backward::Fused(tile))
+}
+
+/// Steps of `cols` queries that a tile of 128 keys would walk on average if nothing were computed in vain.
+fn steps_of_tile(layout: &BlockLayout, sizes: &Sizes, cols: usize) -> f64 {
+    let heads_per_kv = layout.heads() / sizes.kv_heads;
+    let blocks: usize = (0..layout.num_patterns())
+        .map(|pattern| layout.pattern_blocks(pattern))
+        .sum();
+    let pairs = (blocks * heads_per_kv) as f64 * (layout.block_size() as f64).powi(2);
+    pairs / (layout.num_patterns() * layout.seq_kv().max(1) * cols) as f64
+}
+
+/// The tile of a walk.
+fn choose_walk(layout: &BlockLayout, sizes: &Sizes, forward: &Tile, walk: Walk) -> WalkTile {
+    let may_cluster = sizes.may_cluster(layout, walk);
+    let tiles = [2, 1].map(|warpgroups| {
+        let grouping = Grouping::best(layout, walk, [GROUP_ROWS * warpgroups, 64], may_cluster);
+        // Two warpgroups share what is gathered; one unites fewer rows of blocks.
+        let speed = if warpgroups == 2 { 1.0 } else { 0.8 };
+        // One warpgroup leaves room for a second cube, if its buffers do.
+        let stages = match (forward.dim, warpgroups) {
+            (64, _) => 4,
+            (_, 1) => 2,
+            _ => 3,
+        };
+        let tile = WalkTile {
+            half: forward.half,
+            dim: forward.dim,
+            warpgroups,
+            cols: 64,
+            group: layout.block_size().min(64),
+            stages,
+            lag: stages.min(3) - 1,
+            softcap: forward.softcap,
+            options: forward.options,
+            residue: forward.residue,
+            carry: forward.carry,
+            clustered: grouping.clustered,
+        };
+        (grouping.overhead / speed, tile)
+    });
+    let [(cost, tile), (other, small)] = tiles;
+    if cost <= other { tile } else { small }
+}
