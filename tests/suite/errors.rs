@@ -337,7 +337,7 @@ proptest::proptest! {
             works(DeviceLayout::from_block_mask(mask, options.clone()), &device)?;
             let counted = Tensor::<3, Int>::from_data(filled(&numbers, &counts), &device);
             works(DeviceLayout::from_block_indices(integers.clone(), counted, options.clone()), &device)?;
-            works(DeviceLayout::from_block_scores(integers.float(), shape, &top_k), &device)?;
+            works(DeviceLayout::from_block_scores(integers.float(), shape, top_k.clone()), &device)?;
         }
     }
 
@@ -349,14 +349,14 @@ proptest::proptest! {
         (seq_q, seq_kv) in (0usize..30, 0usize..30),
         block_size in sample::select(vec![0, 7, 8, 16]),
         (most, first) in (sample::select(vec![0, 1, 2, usize::MAX]), sample::select(vec![0, 1, usize::MAX])),
-        (causal, diagonal) in (any::<bool>(), any::<bool>()),
+        (causal, local) in (any::<bool>(), prop_oneof![0usize..6, Just(usize::MAX)]),
     ) {
         let (mut q, mut k) = ([q[0], q[1], seq_q, q[3]], [k[0], k[1], seq_kv, k[3]]);
         if agree {
             (k[0], k[3]) = (q[0], q[3]);
             q[1] *= k[1];
         }
-        let options = TopKOptions::new(block_size, most).causal(causal).diagonal(diagonal).first(first);
+        let options = TopKOptions::new(block_size, most).causal(causal).local(local).first(first);
         for device in devices() {
             let [queries, keys] = [q, k].map(|shape| zeros(shape, &device));
             let host = top_k_blocks(queries.clone(), keys.clone(), options.clone());

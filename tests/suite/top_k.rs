@@ -1,7 +1,10 @@
 //! Layouts chosen by content, against the choice in plain f64 loops.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{TopKOptions, top_k_blocks};
+use burn_blocksparse::{
+    AttentionOptions, BlockLayout, LayoutShape, Pattern, TopKOptions, attention, top_k_blocks,
+    top_k_blocks_on_device,
+};
 use burn_blocksparse_tests::devices::devices;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -33,12 +36,14 @@ fn mean(x: &[f64], [_, heads, seq, dim]: [usize; 4], at: [usize; 2], rows: [usiz
 }
 
 #[rstest]
-#[case::causal(TopKOptions::new(8, 3), [70, 70])]
-#[case::sinks(TopKOptions::new(8, 4).first(2), [64, 64])]
-#[case::nothing_forced(TopKOptions::new(16, 2).diagonal(false), [90, 90])]
-#[case::every_key(TopKOptions::new(8, 3).causal(false), [70, 50])]
-#[case::fewer_queries(TopKOptions::new(8, 2), [21, 75])]
-#[case::more_queries(TopKOptions::new(8, 2), [75, 21])]
+#[case::causal(TopKOptions::new(8, 5), [70, 70])]
+#[case::sinks(TopKOptions::new(8, 4).first(2).local(1), [64, 64])]
+#[case::nothing_forced(TopKOptions::new(16, 2).local(0).first(0), [90, 90])]
+#[case::every_key(TopKOptions::new(8, 4).causal(false), [70, 50])]
+#[case::more_than_k(TopKOptions::new(8, 2).local(4), [70, 70])]
+#[case::fewer_queries(TopKOptions::new(8, 5).local(3), [21, 75])]
+#[case::more_queries(TopKOptions::new(8, 2).first(0).local(1), [75, 21])]
+#[case::all_local(TopKOptions::new(8, 2).local(usize::MAX), [50, 50])]
 #[case::more_than_there_are(TopKOptions::new(16, 100), [50, 50])]
 fn keeps_the_highest_scores(#[case] options: TopKOptions, #[case] seq: [usize; 2]) {
     let [seq_q, seq_kv] = seq;
@@ -63,11 +68,12 @@ fn keeps_the_highest_scores(#[case] options: TopKOptions, #[case] seq: [usize; 2
                         let keys = [kv_block * b, kv_block * b + b];
                         let k_mean = mean(&k, k_shape, [entry, head / 2], keys);
                         let score = q_mean.iter().zip(k_mean).map(|(x, y)| x * y).sum();
-                        let diagonal = (first..end).any(|i| {
-                            let position = i as i64 + offset;
-                            position >= 0 && position as usize / b == kv_block
+                        let near = (first..end).any(|i| {
+                            let own = (i as i64 + offset).div_euclid(b as i64);
+                            let behind = usize::try_from(own - kv_block as i64);
+                            behind.is_ok_and(|behind| behind < options.local)
                         });
-                        let forced = kv_block < options.first || (options.diagonal && diagonal);
+                        let forced = kv_block < options.first || near;
                         (forced, score, kv_block)
                     })
                     .collect();
@@ -105,5 +111,70 @@ fn errors(#[case] k: [usize; 4], #[case] options: TopKOptions, #[case] message: 
         let k = Tensor::<4>::zeros(k, &device);
         let error = top_k_blocks(q, k, options.clone()).unwrap_err();
         assert_eq!(error.to_string(), message);
+    }
+}
+
+/// The straight-through term in the documentation of `top_k_blocks_on_device`: it adds nothing to the output, and the gradient of its
+/// coarse attention to that of the chosen blocks, also at keys that were not chosen.
+#[test]
+fn straight_through_terms_teach_what_was_not_chosen() {
+    const B: usize = 16;
+    const N: usize = 128;
+    let shape = [1, 2, N, 8];
+    let mut rng = ChaCha8Rng::seed_from_u64(9);
+    let values = [(); 3].map(|_| random(shape, &mut rng));
+    let options = AttentionOptions::default();
+    let ended = Pattern::from_fn("blocks that have ended", |_head, i, block| {
+        (block + 1) * B as i64 <= i + (N - N / B) as i64 + 1
+    });
+    let coarse_shape = LayoutShape {
+        heads: 2,
+        seq_q: N,
+        seq_kv: N / B,
+        block_size: 8,
+    };
+    let ended = BlockLayout::new(&ended, coarse_shape).unwrap();
+    let seen: Vec<usize> = ended
+        .to_dense(0)
+        .iter()
+        .map(|row| row.iter().filter(|&&on| on).count())
+        .collect();
+    assert!((0..N).all(|i| seen[i] == (i + 1) / B), "{seen:?}");
+    let means = |x: Tensor<4>| {
+        let blocks = x.reshape([2, N / B, B, 8]).mean_dim(2);
+        blocks.reshape([1, 2, N / B, 8])
+    };
+    for device in devices() {
+        let device = device.autodiff();
+        // Gradients by the keys of the loss of the last block of queries.
+        let run = |exact: bool, straight_through: bool| {
+            let [q, k, v] = [0, 1, 2].map(|at| tensor(&values[at], shape, &device).require_grad());
+            let choice = TopKOptions::new(B, 3);
+            let layout = top_k_blocks_on_device(q.clone(), k.clone(), choice).unwrap();
+            let mut out = attention(q.clone(), k.clone(), v.clone(), &layout, options.clone());
+            if straight_through {
+                let coarse = attention(q, means(k.clone()), means(v), &ended, options.clone());
+                let coarse = coarse.unwrap();
+                let term = coarse.clone() - coarse.clone().detach();
+                out = out.map(|out| if exact { out + term } else { coarse });
+            }
+            let out = out.unwrap();
+            let last = out.clone().slice([0..1, 0..2, N - B..N, 0..8]);
+            let gradients = last.sum().backward();
+            (out.into_data(), k.grad(&gradients).unwrap())
+        };
+        let (out, of_chosen) = run(true, false);
+        let (with_term, of_both) = run(true, true);
+        let (_, of_coarse) = run(false, true);
+        assert_eq!(out, with_term, "{device:?}");
+        // Of the last row of blocks the first, its own and the one before it are chosen.
+        let not_chosen = |k: Tensor<4>| {
+            let keys = k.slice([0..1, 0..2, B..N - 2 * B, 0..8]);
+            keys.abs().max().into_scalar::<f32>()
+        };
+        assert_eq!(not_chosen(of_chosen.clone()), 0.0, "{device:?}");
+        assert!(not_chosen(of_both.clone()) > 1e-6, "{device:?}");
+        let rest = (of_both - of_chosen - of_coarse).abs().max();
+        assert!(rest.into_scalar::<f32>() < 1e-6, "{device:?}");
     }
 }

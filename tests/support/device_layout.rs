@@ -269,10 +269,10 @@ pub fn device_top_k_equals_host_top_k(devices: &[Device]) {
     for (index, case) in cases().iter().enumerate() {
         let case = &case.shared(false, false);
         let options = match index % 4 {
-            0 => top(case, 2),
-            1 => top(case, 3).first(2),
-            2 => top(case, 1).diagonal(false),
-            _ => top(case, 1000).first(1),
+            0 => top(case, 4),
+            1 => top(case, 3).first(2).local(1),
+            2 => top(case, 1).first(0).local(0),
+            _ => top(case, 1000).local(3),
         };
         let seed = 9200 + index as u64;
         let everything = case.problem(seed, vec![true; case.dims().iter().product()]);
@@ -315,11 +315,15 @@ pub fn device_scores_of_all_kinds(devices: &[Device]) {
         let scores: Vec<f32> = (0..dims.iter().product())
             .map(|_| kinds[rng.random_range(0..kinds.len())])
             .collect();
-        let options = TopKOptions::new(case.block_size, 1 + dims[3] / 2).causal(case.causal);
+        let options = TopKOptions::new(case.block_size, 1 + dims[3] / 2)
+            .causal(case.causal)
+            .local(index % 3)
+            .first(0);
         for device in devices {
             let scores = TensorData::new(scores.clone(), dims);
             let scores = Tensor::<4>::from_data(scores, (&placed(device, index), DType::F32));
-            let layout = DeviceLayout::from_block_scores(scores, case.shape(), &options).unwrap();
+            let layout =
+                DeviceLayout::from_block_scores(scores, case.shape(), options.clone()).unwrap();
             let problem = case.problem(seed, chosen(&layout, case));
             check(case, "scores of all kinds", &problem, layout, device);
         }
@@ -488,7 +492,7 @@ pub fn device_layout_errors(devices: &[Device]) {
         let mut odd = case.options();
         odd.shape.block_size = 7;
         let scores = |dims: [usize; 4], options: TopKOptions| {
-            DeviceLayout::from_block_scores(Tensor::zeros(dims, device), case.shape(), &options)
+            DeviceLayout::from_block_scores(Tensor::zeros(dims, device), case.shape(), options)
         };
         for (result, message) in [
             (

@@ -32,8 +32,8 @@ pub enum ChosenBy {
     TopK {
         /// Blocks of a row, the forced ones among them (more, if more are forced).
         k: usize,
-        /// Whether the blocks of the queries' own positions are forced.
-        diagonal: bool,
+        /// How many key blocks up to the queries' own are forced: 1 is the diagonal.
+        local: usize,
         /// How many of the first key blocks are forced.
         first: usize,
     },
@@ -49,9 +49,10 @@ impl DeviceChoice {
         let most = match self.by {
             ChosenBy::Mask => all,
             ChosenBy::Indices { most } => most,
-            // A block of positions overlaps two blocks of keys, or one.
-            ChosenBy::TopK { k, diagonal, first } => {
-                k.max(first.saturating_add(2 * usize::from(diagonal)))
+            ChosenBy::TopK { k, local, first } => {
+                // Positions of a block of queries are of two blocks of keys, or of one.
+                let near = local.saturating_add(usize::from(local > 0));
+                k.max(first.saturating_add(near))
             }
         };
         most.min(all)
@@ -117,14 +118,16 @@ mod tests {
     use super::*;
 
     #[rstest::rstest]
-    #[case(3, true, 0, 3)]
-    #[case(1, true, 2, 4)]
-    #[case(1, false, 2, 2)]
-    #[case(1, true, usize::MAX, 5)]
-    #[case(usize::MAX, false, 0, 5)]
+    #[case(3, 1, 0, 3)]
+    #[case(1, 1, 2, 4)]
+    #[case(1, 2, 1, 4)]
+    #[case(1, 0, 2, 2)]
+    #[case(1, 1, usize::MAX, 5)]
+    #[case(1, usize::MAX, 0, 5)]
+    #[case(usize::MAX, 0, 0, 5)]
     fn no_row_has_more_blocks_than_there_are(
         #[case] k: usize,
-        #[case] diagonal: bool,
+        #[case] local: usize,
         #[case] first: usize,
         #[case] most: usize,
     ) {
@@ -137,7 +140,7 @@ mod tests {
         let choice = DeviceChoice {
             patterns: [1, 1],
             causal: true,
-            by: ChosenBy::TopK { k, diagonal, first },
+            by: ChosenBy::TopK { k, local, first },
         };
         assert_eq!(choice.most_blocks(&shape), most);
     }

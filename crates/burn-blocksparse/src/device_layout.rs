@@ -172,7 +172,7 @@ impl DeviceLayout {
     pub fn from_block_scores(
         scores: Tensor<4>,
         shape: LayoutShape,
-        options: &TopKOptions,
+        options: TopKOptions,
     ) -> Result<Self, AttentionError> {
         let shape = checked(&shape)?;
         expect("options.block_size", shape.block_size, options.block_size)?;
@@ -191,18 +191,13 @@ impl DeviceLayout {
             causal: options.causal,
             by: ChosenBy::TopK {
                 k: options.k,
-                diagonal: options.diagonal,
+                local: options.local,
                 first: options.first,
             },
         };
         let name = format!("the top {}", options.k);
         let scores = scores.detach().without_autodiff().cast(DType::F32);
-        Self::new(
-            &name,
-            shape,
-            choice,
-            Chooser::Scores(scores, options.clone()),
-        )
+        Self::new(&name, shape, choice, Chooser::Scores(scores, options))
     }
 
     fn new(
@@ -330,7 +325,7 @@ impl DeviceLayout {
 }
 
 /// Sizes that a layout can have.
-fn checked(shape: &LayoutShape) -> Result<LayoutShape, AttentionError> {
+pub(crate) fn checked(shape: &LayoutShape) -> Result<LayoutShape, AttentionError> {
     // The sizes are the layout's to check, before anything is computed with them.
     let nothing = DeviceChoice {
         patterns: [1, 1],

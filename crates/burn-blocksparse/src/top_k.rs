@@ -3,7 +3,7 @@
 use blocksparse::{BlockLayout, LayoutShape};
 use burn::tensor::{DType, Tensor};
 
-use crate::device_layout::mask;
+use crate::device_layout::{self, mask};
 use crate::{AttentionError, DeviceLayout};
 
 /// How [`top_k_blocks`] chooses. Build it from [`TopKOptions::new`].
@@ -16,21 +16,21 @@ pub struct TopKOptions {
     pub k: usize,
     /// Whether queries see no later keys. The last query sits at the last key.
     pub causal: bool,
-    /// Whether the blocks of the queries' own positions are forced.
-    pub diagonal: bool,
-    /// How many of the first key blocks are forced.
+    /// How many key blocks up to the queries' own are forced: 1 is the diagonal, 2 also the block before it.
+    pub local: usize,
+    /// How many of the first key blocks are forced (attention sinks).
     pub first: usize,
 }
 
 impl TopKOptions {
-    /// `k` blocks of `block_size` for each row: causal, the diagonal forced, the first block not.
+    /// `k` blocks of `block_size` for each row, among them the first one, the queries' own and the one before it: causal.
     pub fn new(block_size: usize, k: usize) -> Self {
         Self {
             block_size,
             k,
             causal: true,
-            diagonal: true,
-            first: 0,
+            local: 2,
+            first: 1,
         }
     }
 
@@ -40,13 +40,13 @@ impl TopKOptions {
         self
     }
 
-    /// Sets whether the blocks of the queries' own positions are forced.
-    pub fn diagonal(mut self, diagonal: bool) -> Self {
-        self.diagonal = diagonal;
+    /// Forces `blocks` key blocks up to the queries' own; 0 forces none.
+    pub fn local(mut self, blocks: usize) -> Self {
+        self.local = blocks;
         self
     }
 
-    /// Forces the first `blocks` key blocks (attention sinks).
+    /// Forces the first `blocks` key blocks (attention sinks); 0 forces none.
     pub fn first(mut self, blocks: usize) -> Self {
         self.first = blocks;
         self
@@ -66,7 +66,7 @@ impl TopKOptions {
 ///
 /// let [q, k, v] = [(); 3]
 ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
-/// let layout = top_k_blocks(q.clone(), k.clone(), TopKOptions::new(32, 3).first(1))?;
+/// let layout = top_k_blocks(q.clone(), k.clone(), TopKOptions::new(32, 4))?;
 /// let out = attention(q, k, v, &layout, AttentionOptions::default())?;
 /// # assert_eq!(out.dims(), [1, 2, 256, 16]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -99,7 +99,7 @@ pub fn top_k_blocks(
     Ok(BlockLayout::stack_batch(&layouts)?)
 }
 
-/// The same layout as [`top_k_blocks`]', made on the device: nothing is read back, so that every layer and step may choose anew. Of rows of
+/// The same layout as that of [`top_k_blocks`], made on the device: nothing is read back, so that every layer and step may choose anew. Of rows of
 /// equal scores both keep the earlier blocks.
 ///
 /// # Training
@@ -111,30 +111,35 @@ pub fn top_k_blocks(
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use burn_blocksparse::{
-///     AttentionOptions, Pattern, TopKOptions, attention, top_k_blocks_on_device,
+///     AttentionOptions, BlockLayout, LayoutShape, Pattern, TopKOptions, attention,
+///     top_k_blocks_on_device,
 /// };
 ///
+/// const B: usize = 32;
 /// let device = Device::flex().autodiff();
 /// let [q, k, v] = [(); 3].map(|_| {
 ///     Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &device).require_grad()
 /// });
-/// let choice = TopKOptions::new(32, 2).causal(false);
-/// let layout = top_k_blocks_on_device(q.clone(), k.clone(), choice)?;
+/// let layout = top_k_blocks_on_device(q.clone(), k.clone(), TopKOptions::new(B, 4))?;
 /// let options = AttentionOptions::default();
 /// let out = attention(q.clone(), k.clone(), v.clone(), &layout, options.clone())?;
-/// // Every query attends to the means of all blocks of keys: 8 keys instead of 256.
-/// let means = |x: Tensor<4>| x.reshape([2, 8, 32, 16]).mean_dim(2).reshape([1, 2, 8, 16]);
-/// let shape = burn_blocksparse::LayoutShape { heads: 2, seq_q: 256, seq_kv: 8, block_size: 8 };
-/// let all = burn_blocksparse::BlockLayout::new(&Pattern::dense(), shape)?;
-/// let coarse = attention(q.clone(), means(k.clone()), means(v), &all, options)?;
-/// let out = out + coarse.clone() - coarse.detach();
-/// let gradients = out.powi_scalar(2).sum().backward();
+///
+/// // 8 keys instead of 256: the means of the blocks of keys. A query sees those of the blocks that end no later than it, as
+/// // the attention is causal. A pattern counts positions so that the last of 256 queries is at the last of 8 keys.
+/// let means = |x: Tensor<4>| x.reshape([2, 256 / B, B, 16]).mean_dim(2).reshape([1, 2, 256 / B, 16]);
+/// let ended = Pattern::from_fn("blocks that have ended", |_head, i, block| {
+///     let query = i + 256 - 256 / B as i64;
+///     (block + 1) * B as i64 <= query + 1
+/// });
+/// let shape = LayoutShape { heads: 2, seq_q: 256, seq_kv: 256 / B, block_size: 8 };
+/// let ended = BlockLayout::new(&ended, shape)?;
+/// let coarse = attention(q, means(k.clone()), means(v), &ended, options)?;
+/// let trained = out.clone() + (coarse.clone() - coarse.detach());
+/// assert_eq!(trained.to_data(), out.to_data());
+/// let gradients = trained.powi_scalar(2).sum().backward();
 /// assert_eq!(k.grad(&gradients).unwrap().dims(), [1, 2, 256, 16]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-///
-/// With causal attention the coarse one needs a layout of its own ([`Pattern::from_fn`](crate::Pattern::from_fn)): query `i` may see block
-/// `c` if its last key is no later, `(c + 1) · block_size ≤ i + 1`.
 ///
 /// # Shapes
 /// As [`top_k_blocks`].
@@ -150,7 +155,7 @@ pub fn top_k_blocks_on_device(
     let shape = checked_shape(&q, &k, &options)?;
     let group = shape.heads / k.dims()[1];
     let scores = scores(q, k, group, options.block_size);
-    DeviceLayout::from_block_scores(scores, shape, &options)
+    DeviceLayout::from_block_scores(scores, shape, options)
 }
 
 /// The sizes of the layout, which are its to check, before anything is computed with them.
@@ -166,8 +171,7 @@ fn checked_shape(
         seq_kv: k.dims()[2],
         block_size: options.block_size,
     };
-    BlockLayout::from_block_fn("sizes", shape, |_, _, _| None)?;
-    Ok(shape)
+    device_layout::checked(&shape)
 }
 
 fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), AttentionError> {
@@ -245,9 +249,10 @@ fn choose(scores: &[f32], q_block: usize, shape: LayoutShape, options: &TopKOpti
     let b = shape.block_size as i64;
     let start = |kv_block: usize| kv_block as i64 * b;
     let allowed = |kv_block: usize| !options.causal || start(kv_block) <= last;
-    let on_diagonal = |kv_block: usize| start(kv_block) <= last && first < start(kv_block) + b;
+    let reach = i64::try_from(options.local).map_or(i64::MAX, |local| local.saturating_mul(b));
+    let near = |kv_block: usize| start(kv_block) <= last && first - start(kv_block) < reach;
     let forced =
-        |kv_block: usize| kv_block < options.first || (options.diagonal && on_diagonal(kv_block));
+        |kv_block: usize| kv_block < options.first || (options.local > 0 && near(kv_block));
     let candidates = (0..scores.len()).filter(|&kv_block| allowed(kv_block));
     let (mut chosen, mut rest): (Vec<_>, Vec<_>) =
         candidates.partition(|&kv_block| forced(kv_block));

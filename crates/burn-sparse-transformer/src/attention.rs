@@ -304,8 +304,8 @@ impl SparseMultiHeadAttention {
     /// let device = Device::flex();
     /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::causal()).init(&device)?;
     /// let x = Tensor::<3>::random([1, 500, 64], Distribution::Default, &device);
-    /// // Of the blocks before it each block sees four of the most alike, its own and the first.
-    /// let four = TopKOptions::new(32, 4).first(1);
+    /// // Each block sees four: the first, its own, the one before it, and of the others the one most alike.
+    /// let four = TopKOptions::new(32, 4);
     /// let choose = |query, key| top_k_blocks_on_device(query, key, four);
     /// let y = mha.forward_choosing(SparseMhaInput::self_attn(x), choose)?.context;
     /// assert_eq!(y.dims(), [1, 500, 64]);

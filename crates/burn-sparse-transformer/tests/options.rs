@@ -226,7 +226,7 @@ fn a_layout_of_the_moment_takes_the_patterns_place() {
         })
         .unwrap();
     assert_close(causal.context, forward(&all, &x), 0.0);
-    let four = TopKOptions::new(8, 4).first(1);
+    let four = TopKOptions::new(8, 4);
     let there = mha.forward_choosing(input(), |q, k| top_k_blocks_on_device(q, k, four.clone()));
     let here = mha.forward_choosing(input(), |q, k| top_k_blocks(q, k, four.clone()));
     let (there, here) = (there.unwrap().context, here.unwrap().context);

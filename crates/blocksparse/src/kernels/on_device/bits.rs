@@ -98,8 +98,8 @@ pub fn from_indices(
 pub struct TopK {
     /// Blocks of a row, the forced ones among them.
     pub k: u32,
-    /// Whether the blocks of the queries' own positions are forced: 1, else 0.
-    pub diagonal: u32,
+    /// How many blocks up to the queries' own are forced, at most one more than there are.
+    pub local: usize,
     /// How many of the first key blocks are forced.
     pub first: usize,
 }
@@ -213,9 +213,9 @@ pub fn from_scores(
 #[cube]
 fn forced(q_block: usize, kv_block: usize, grid: &Grid, top: &TopK) -> bool {
     let start = (kv_block * grid.block) as i32;
-    let on_diagonal = start <= last_position(q_block, grid)
-        && first_position(q_block, grid) < start + grid.block as i32;
-    kv_block < top.first || (top.diagonal != 0u32 && on_diagonal)
+    let near = start <= last_position(q_block, grid)
+        && first_position(q_block, grid) - start < (top.local * grid.block) as i32;
+    kv_block < top.first || (top.local != 0 && near)
 }
 
 /// A number that orders f32 numbers, given as bits: NaN is the lowest, −0 equals 0.

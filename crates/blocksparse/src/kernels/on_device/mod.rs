@@ -121,10 +121,11 @@ fn row_bits(
                 client, cubes, dim, address, input, output, grid, most, rows, causal,
             );
         },
-        ChosenBy::TopK { k, diagonal, first } => unsafe {
+        ChosenBy::TopK { k, local, first } => unsafe {
             let dim = CubeDim::new_1d(bits::ROW_UNITS as u32);
             let k = u32::try_from(k).unwrap_or(u32::MAX);
-            let top = TopKLaunch::new(k, u32::from(diagonal), first.min(layout.kv_blocks()));
+            let most = layout.kv_blocks();
+            let top = TopKLaunch::new(k, local.min(most + 1), first.min(most));
             bits::from_scores::launch_unchecked(
                 client,
                 cubes(client, rows),
