@@ -453,7 +453,7 @@ fn any_pattern(rng: &mut impl Rng, heads: usize, seq: usize, depth: usize) -> Pa
         }
         14 => {
             let windows = [up_to(rng, 20), up_to(rng, 50)];
-            Pattern::deepspeed_variable(&windows, seq, positions(rng, seq, 4))
+            Pattern::deepspeed_variable(&windows, seq, positions(rng, seq, 4), chance(rng, 2))
         }
         15 => Pattern::vertical_slash(positions(rng, seq, 8), positions(rng, seq, 12)),
         16 => Pattern::documents(positions(rng, seq, 6)),

@@ -87,6 +87,11 @@ pub enum Pattern {
         /// G, as ranges `start..end` in ascending order that do not overlap.
         ranges: Vec<(usize, usize)>,
     },
+    /// `j ∈ G`: tokens that are seen by all.
+    GlobalKeys {
+        /// G, as ranges `start..end` in ascending order that do not overlap.
+        ranges: Vec<(usize, usize)>,
+    },
     /// `⌊(ℓ−1−(j mod ℓ))/c⌋ = head mod num_verts`: columns that every query sees, of each window of ℓ the `c` that are the head's.
     Columns {
         /// ℓ, the width of the windows.
@@ -152,6 +157,8 @@ pub enum Pattern {
 pub struct PatternFn {
     name: String,
     predicate: Arc<Predicate>,
+    /// Whether heads may differ.
+    by_head: bool,
 }
 
 impl fmt::Debug for PatternFn {
@@ -246,14 +253,16 @@ impl Pattern {
 
     /// `i ∈ tokens ∨ j ∈ tokens`.
     pub fn global(tokens: impl IntoIterator<Item = usize>) -> Self {
-        let mut ranges: Vec<(usize, usize)> = Vec::new();
-        for token in sorted(tokens) {
-            match ranges.last_mut() {
-                Some(last) if last.1 == token => last.1 += 1,
-                _ => ranges.push((token, token.saturating_add(1))),
-            }
+        Self::Global {
+            ranges: ranges(tokens),
         }
-        Self::Global { ranges }
+    }
+
+    /// `j ∈ tokens`: keys that every query sees, while they see no more than other queries do.
+    pub fn global_keys(tokens: impl IntoIterator<Item = usize>) -> Self {
+        Self::GlobalKeys {
+            ranges: ranges(tokens),
+        }
     }
 
     /// Longformer's pattern, `dilated_window(reach, dilation) ∪ global(tokens)` in one softmax (Beltagy et al., 2020). For a dilation
@@ -313,22 +322,32 @@ impl Pattern {
         Self::union(parts)
     }
 
-    /// The `variable` pattern of DeepSpeed: windows of these sizes, the last one repeated up to `seq` positions, and global tokens.
+    /// The `variable` pattern of DeepSpeed: windows of these sizes, the last one repeated up to `seq` positions, and `tokens` as keys that
+    /// all queries see and, with `horizontal`, as queries that see all keys. Its random blocks are a union with
+    /// [`Pattern::random_blocks`]. A window of 0, or none at all, is an error of the layout. Makes a list of the windows.
     pub fn deepspeed_variable(
         windows: &[usize],
         seq: usize,
         tokens: impl IntoIterator<Item = usize>,
+        horizontal: bool,
     ) -> Self {
         let mut starts = vec![0];
         let mut at = 0usize;
         let mut sizes = windows.iter().copied();
-        let mut size = 1;
+        let mut size = 0;
         while at < seq {
-            size = sizes.next().unwrap_or(size).max(1);
+            size = sizes.next().unwrap_or(size);
             at = at.saturating_add(size);
             starts.push(at);
+            if size == 0 {
+                break;
+            }
         }
-        Self::union([Self::Documents { starts }, Self::global(tokens)])
+        let global = match horizontal {
+            true => Self::global(tokens),
+            false => Self::global_keys(tokens),
+        };
+        Self::union([Self::Documents { starts }, global])
     }
 
     /// `j ≤ i ∧ (j ∈ vertical ∨ i − j ∈ slash)`.
@@ -342,12 +361,32 @@ impl Pattern {
         }
     }
 
-    /// Packed sequences that do not see each other, from where they begin (`cu_seqlens`). Compose it with what holds inside of
-    /// them: `Pattern::intersection([Pattern::documents([0, 300, 420]), Pattern::local(64)])`.
+    /// Packed sequences that do not see each other, from where they begin (`cu_seqlens`, with or without the total at its end). Compose it
+    /// with what holds inside of them: `Pattern::intersection([Pattern::documents([0, 300, 420]), Pattern::local(64)])`.
     pub fn documents(starts: impl IntoIterator<Item = usize>) -> Self {
         Self::Documents {
             starts: sorted(starts),
         }
+    }
+
+    /// [`Pattern::documents`] from the document of each position. A document is a stretch of equal ids: one that comes again later is
+    /// another document.
+    ///
+    /// ```
+    /// use blocksparse::Pattern;
+    ///
+    /// assert_eq!(Pattern::document_ids([7, 7, 7, 2, 2]), Pattern::documents([0, 3]));
+    /// ```
+    pub fn document_ids<T: PartialEq>(ids: impl IntoIterator<Item = T>) -> Self {
+        let mut starts = Vec::new();
+        let mut last = None;
+        for (position, id) in ids.into_iter().enumerate() {
+            if last.as_ref() != Some(&id) {
+                starts.push(position);
+            }
+            last = Some(id);
+        }
+        Self::Documents { starts }
     }
 
     /// Packed sequences, in each of which `pattern` holds as if it stood alone: unlike in an intersection with
@@ -398,8 +437,9 @@ impl Pattern {
     }
 
     /// A pattern of your own: `attends(head, i, j)` says whether query position `i` sees key
-    /// position `j`. It is called once for every pair when a layout is built, O(heads · n²); if your
-    /// pattern knows which blocks are empty, [`BlockLayout::from_block_fn`] builds it in O(blocks).
+    /// position `j`. It is called once for every pair when a layout is built, O(heads · n²); where heads are
+    /// alike, [`Pattern::from_pair_fn`] asks for one of them, and if your pattern knows which blocks are empty,
+    /// [`BlockLayout::from_block_fn`] builds it in O(blocks).
     ///
     /// `i` is negative only for the first queries of a layout with more queries than keys.
     pub fn from_fn(
@@ -409,76 +449,102 @@ impl Pattern {
         Self::FromFn(PatternFn {
             name: name.into(),
             predicate: Arc::new(attends),
+            by_head: true,
+        })
+    }
+
+    /// [`Pattern::from_fn`] for a pattern that is the same in all heads: `attends(i, j)`, called once for every pair, O(n²).
+    ///
+    /// ```
+    /// use blocksparse::Pattern;
+    ///
+    /// let powers = Pattern::from_pair_fn("powers of two", |i, j| i == j || (i > j && (i - j).count_ones() == 1));
+    /// assert!(powers.attends(3, 9, 1) && !powers.attends(3, 9, 2));
+    /// ```
+    pub fn from_pair_fn(
+        name: impl Into<String>,
+        attends: impl Fn(i64, i64) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        Self::FromFn(PatternFn {
+            name: name.into(),
+            predicate: Arc::new(move |_, i, j| attends(i, j)),
+            by_head: false,
         })
     }
 
     /// Whether, in `head`, the query at position `i` attends to the key at position `j`.
     ///
     /// With `seq_q ≠ seq_kv` query row `r` of a layout sits at position `r + seq_kv − seq_q`
-    /// (aligned bottom-right, as Burn's own attention does).
+    /// (aligned bottom-right, as Burn's own attention does). With parameters that [`Pattern::validate`] refuses the answer means nothing.
     pub fn attends(&self, head: usize, i: i64, j: i64) -> bool {
+        let distance = i.saturating_sub(j);
         match self {
             Self::Dense => true,
             Self::Causal => j <= i,
-            Self::Local { window } => j <= i && i - j < *window as i64,
-            Self::Strided { stride } => j <= i && (i - j) % *stride as i64 == 0,
+            Self::Local { window } => j <= i && distance < *window as i64,
+            Self::Strided { stride } => j <= i && divides(*stride as i64, distance),
             Self::Fixed {
                 stride,
                 columns,
                 num_verts,
             } => {
-                let window = |p: i64| p.div_euclid(*stride as i64);
+                let window = |p: i64| p.checked_div_euclid(*stride as i64);
                 j <= i
                     && (window(i) == window(j)
-                        || is_in_group(j, *stride, *columns, head % num_verts))
+                        || is_in_group(j, *stride, *columns, head, *num_verts))
             }
             Self::PrefixLm { prefix } => j < *prefix as i64 || j <= i,
             Self::Streaming { window, sink } => {
-                j <= i && (j < *sink as i64 || i - j < *window as i64)
+                j <= i && (j < *sink as i64 || distance < *window as i64)
             }
             Self::Window { reach, dilation } => {
                 let dilation = *dilation as i64;
-                (i - j).abs() <= *reach as i64 * dilation && (i - j) % dilation == 0
+                distance.saturating_abs() <= (*reach as i64).saturating_mul(dilation)
+                    && divides(dilation, distance)
             }
             Self::Chunked {
                 size,
                 before,
                 after,
             } => {
-                let chunk = |p: i64| p.div_euclid(*size as i64);
-                (-(*before as i64)..=*after as i64).contains(&(chunk(j) - chunk(i)))
+                let chunk = |p: i64| p.checked_div_euclid(*size as i64).unwrap_or(0);
+                let later = chunk(j).saturating_sub(chunk(i));
+                later <= *after as i64 && later.saturating_neg() <= *before as i64
             }
             Self::Global { ranges } => is_in(ranges, i) || is_in(ranges, j),
+            Self::GlobalKeys { ranges } => is_in(ranges, j),
             Self::Columns {
                 stride,
                 columns,
                 num_verts,
-            } => is_in_group(j, *stride, *columns, head % num_verts),
+            } => is_in_group(j, *stride, *columns, head, *num_verts),
             Self::Rows {
                 stride,
                 rows,
                 num_verts,
-            } => is_in_group(i, *stride, *rows, head % num_verts),
+            } => is_in_group(i, *stride, *rows, head, *num_verts),
             Self::VerticalSlash { vertical, slash } => {
                 let has = |list: &[usize], x: i64| {
                     usize::try_from(x).is_ok_and(|x| list.binary_search(&x).is_ok())
                 };
-                j <= i && (has(vertical, j) || has(slash, i - j))
+                j <= i && (has(vertical, j) || has(slash, distance))
             }
             Self::Documents { starts } => document(starts, i) == document(starts, j),
             Self::Packed { starts, pattern } => {
                 let own = document(starts, i);
                 let start = document_start(starts, own);
-                own == document(starts, j) && pattern.attends(head, i - start, j - start)
+                let from_start = |p: i64| p.saturating_sub(start);
+                own == document(starts, j) && pattern.attends(head, from_start(i), from_start(j))
             }
             Self::RandomBlocks { block, .. } => {
-                let block = *block as i64;
-                self.random_row(head, i.div_euclid(block))
-                    .contains(&j.div_euclid(block))
+                let block = |p: i64| p.checked_div_euclid(*block as i64).unwrap_or(0);
+                self.random_row(head, block(i)).contains(&block(j))
             }
             Self::Union(parts) => parts.iter().any(|p| p.attends(head, i, j)),
             Self::Intersection(parts) => parts.iter().all(|p| p.attends(head, i, j)),
-            Self::PerHead(parts) => parts[head % parts.len()].attends(head, i, j),
+            Self::PerHead(parts) => {
+                (head.checked_rem(parts.len())).is_some_and(|part| parts[part].attends(head, i, j))
+            }
             Self::FromFn(f) => (f.predicate)(head, i, j),
         }
     }
@@ -501,6 +567,7 @@ impl Pattern {
             | Self::Window { .. }
             | Self::Chunked { .. }
             | Self::Global { .. }
+            | Self::GlobalKeys { .. }
             | Self::Columns { .. }
             | Self::Rows { .. }
             | Self::Documents { .. }
@@ -640,7 +707,7 @@ impl Pattern {
                 }
                 Ok(())
             }
-            Self::Global { ranges } => {
+            Self::Global { ranges } | Self::GlobalKeys { ranges } => {
                 let mut end = 0;
                 for (index, &(first, after)) in ranges.iter().enumerate() {
                     between("the end of a range", 1, after)?;
@@ -701,7 +768,7 @@ impl Pattern {
         };
         Some(match self {
             Self::Global { ranges } if is_in(ranges, i) => span(j0, after),
-            Self::Global { ranges } => {
+            Self::Global { ranges } | Self::GlobalKeys { ranges } => {
                 let from = ranges.partition_point(|&(_, end)| end as i64 <= j0);
                 let near = ranges[from..].iter();
                 near.take_while(|&&(start, _)| (start as i64) < after)
@@ -759,6 +826,7 @@ impl Pattern {
             Self::PrefixLm { .. }
             | Self::Streaming { .. }
             | Self::Global { .. }
+            | Self::GlobalKeys { .. }
             | Self::VerticalSlash { .. }
             | Self::Documents { .. }
             | Self::Packed { .. }
@@ -776,7 +844,7 @@ impl Pattern {
             Self::Union(parts) | Self::Intersection(parts) => head_period_of(parts, 1),
             Self::PerHead(parts) => head_period_of(parts, parts.len()),
             Self::Packed { pattern, .. } => pattern.head_period(),
-            Self::FromFn(_) | Self::RandomBlocks { .. } => None,
+            Self::FromFn(PatternFn { by_head: true, .. }) | Self::RandomBlocks { .. } => None,
             _ => Some(1),
         }
     }
@@ -792,7 +860,7 @@ impl Pattern {
         else {
             return Vec::new();
         };
-        let last = blocks as i64 - 1;
+        let last = (blocks as i64).saturating_sub(1);
         if row < 1 || row >= last {
             return Vec::new();
         }
@@ -807,7 +875,7 @@ impl Pattern {
             }
         };
         // Floyd's sampling: every subset of this size is as likely as any other.
-        let count = i64::try_from(count).unwrap_or(candidates).min(candidates);
+        let count = (count.min(MAX_DRAWN) as i64).min(candidates);
         let mut chosen: Vec<i64> = Vec::new();
         for bound in candidates - count..candidates {
             let number = mix([seed, head as u64, row as u64, bound as u64]);
@@ -828,6 +896,22 @@ fn sorted(numbers: impl IntoIterator<Item = usize>) -> Vec<usize> {
     numbers
 }
 
+/// Ranges of neighbours.
+fn ranges(tokens: impl IntoIterator<Item = usize>) -> Vec<(usize, usize)> {
+    let mut ranges: Vec<(usize, usize)> = Vec::new();
+    for token in sorted(tokens) {
+        match ranges.last_mut() {
+            Some(last) if last.1 == token => last.1 = token.saturating_add(1),
+            _ => ranges.push((token, token.saturating_add(1))),
+        }
+    }
+    ranges
+}
+
+fn divides(divisor: i64, number: i64) -> bool {
+    number.checked_rem(divisor) == Some(0)
+}
+
 pub(crate) fn is_in(ranges: &[(usize, usize)], position: i64) -> bool {
     usize::try_from(position).is_ok_and(|p| {
         let after = ranges.partition_point(|&(first, _)| first <= p);
@@ -835,10 +919,21 @@ pub(crate) fn is_in(ranges: &[(usize, usize)], position: i64) -> bool {
     })
 }
 
-/// Whether a position is of group `vert`, counted from the end of its window.
-pub(crate) fn is_in_group(position: i64, stride: usize, width: usize, vert: usize) -> bool {
+/// Whether a position is of the head's group, of `num_verts` that are counted from the end of its window.
+pub(crate) fn is_in_group(
+    position: i64,
+    stride: usize,
+    width: usize,
+    head: usize,
+    num_verts: usize,
+) -> bool {
     let stride = stride as i64;
-    (stride - 1 - position.rem_euclid(stride)) / width as i64 == vert as i64
+    let from_end = position
+        .checked_rem_euclid(stride)
+        .map(|at| stride.wrapping_sub(1).wrapping_sub(at));
+    let group = from_end.and_then(|at| at.checked_div(width as i64));
+    let own = head.checked_rem(num_verts).map(|vert| vert as i64);
+    group.is_some() && group == own
 }
 
 /// How many documents begin up to a position.
@@ -922,14 +1017,18 @@ impl fmt::Display for Pattern {
                 before,
                 after,
             } => write!(f, "chunked({size}, before = {before}, after = {after})"),
-            Self::Global { ranges } => {
+            Self::Global { ranges } | Self::GlobalKeys { ranges } => {
                 let ranges = ranges.iter().map(|&(first, after)| {
                     match first.checked_add(1) == Some(after) {
                         true => first.to_string(),
                         false => format!("{first}..{after}"),
                     }
                 });
-                write!(f, "global({})", few(ranges))
+                let name = match self {
+                    Self::Global { .. } => "global",
+                    _ => "global_keys",
+                };
+                write!(f, "{name}({})", few(ranges))
             }
             Self::Columns {
                 stride,

@@ -50,24 +50,53 @@ struct Split {
 }
 
 fn split(pattern: &Pattern) -> Split {
-    let whole = || Split {
-        natural: Some(pattern.clone()),
-        strided: None,
-    };
-    match pattern {
-        &Pattern::Strided { stride } => Split {
-            natural: None,
-            strided: Some((stride, 0)),
-        },
-        Pattern::Union(parts) => match parts[..] {
-            [Pattern::Local { window }, Pattern::Strided { stride }]
-            | [Pattern::Strided { stride }, Pattern::Local { window }] => Split {
-                natural: Some(Pattern::local(window)),
-                strided: Some((stride, window.div_ceil(stride))),
+    let mut union = Windows::default();
+    match (union.add(pattern), union) {
+        (
+            true,
+            Windows {
+                local,
+                stride: Some(stride),
             },
-            _ => whole(),
+        ) => Split {
+            natural: (local > 0).then(|| Pattern::local(local)),
+            strided: Some((stride, local.div_ceil(stride))),
         },
-        _ => whole(),
+        _ => Split {
+            natural: Some(pattern.clone()),
+            strided: None,
+        },
+    }
+}
+
+/// A union of windows and strides.
+#[derive(Default)]
+struct Windows {
+    /// The widest window, 0 without any.
+    local: usize,
+    stride: Option<usize>,
+}
+
+impl Windows {
+    /// Adds a pattern, if it is nothing but windows and strides of one length.
+    fn add(&mut self, pattern: &Pattern) -> bool {
+        match pattern {
+            Pattern::Local { window } => {
+                self.local = self.local.max(*window);
+                true
+            }
+            Pattern::Strided { stride } => *self.stride.get_or_insert(*stride) == *stride,
+            Pattern::Union(parts) => parts.iter().all(|part| self.add(part)),
+            // What is causal already is not changed by saying so.
+            Pattern::Intersection(parts) => {
+                let mut rest = parts.iter().filter(|part| **part != Pattern::Causal);
+                match (rest.next(), rest.next()) {
+                    (Some(part), None) => part.is_causal() && self.add(part),
+                    _ => false,
+                }
+            }
+            _ => false,
+        }
     }
 }
 
@@ -201,6 +230,9 @@ mod tests {
     #[case(Pattern::union([Pattern::local(50), Pattern::strided(16)]), 333, 8)]
     #[case(Pattern::union([Pattern::strided(24), Pattern::local(5)]), 600, 8)]
     #[case(Pattern::per_head([Pattern::local(20), Pattern::strided(20)]), 301, 16)]
+    #[case(Pattern::merged_strided(16).and_causal(), 250, 16)]
+    #[case(Pattern::union([Pattern::local(9), Pattern::strided(16).and_causal(), Pattern::local(30)]), 333, 8)]
+    #[case(Pattern::per_head([Pattern::union([Pattern::merged_strided(16)]), Pattern::strided(16)]), 250, 16)]
     fn parts_make_up_the_pattern(
         #[case] pattern: Pattern,
         #[case] n: usize,
@@ -234,8 +266,17 @@ mod tests {
 
     #[test]
     fn patterns_without_a_stride_have_no_parts() {
-        for pattern in [Pattern::causal(), Pattern::fixed(16, 4), Pattern::local(9)] {
-            assert!(pattern.layout(2, 128, 16).unwrap().parts().is_none());
+        for pattern in [
+            Pattern::causal(),
+            Pattern::fixed(16, 4),
+            Pattern::local(9),
+            Pattern::union([Pattern::local(9), Pattern::local(12).and_causal()]),
+            // The stride's pairs are some of the global ones.
+            Pattern::union([Pattern::strided(16), Pattern::global_keys([3])]),
+            Pattern::intersection([Pattern::strided(16), Pattern::documents([0, 50])]),
+        ] {
+            let layout = pattern.layout(2, 128, 16).unwrap();
+            assert!(layout.parts().is_none(), "{pattern}");
         }
         // Strides of two lengths are not listed by one.
         let two = Pattern::per_head([Pattern::strided(16), Pattern::strided(24)]);

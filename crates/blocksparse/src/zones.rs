@@ -190,7 +190,7 @@ impl Pattern {
                 columns,
                 num_verts,
             } => {
-                let keep = |j| is_in_group(j, *stride, *columns, head % num_verts);
+                let keep = |j| is_in_group(j, *stride, *columns, head, *num_verts);
                 let stride = *stride as i64;
                 merge(
                     row.interval(|p| p.div_euclid(stride) * stride, causal),
@@ -217,27 +217,25 @@ impl Pattern {
                     |p| (p.div_euclid(size) + after + 1) * size - 1,
                 )
             }
-            Self::Global { ranges } => {
-                let all = |range: &(usize, usize)| (range.0 as i64, range.1 as i64, Cell::Full);
-                merge(
-                    row.whole_rows(|p| is_in(ranges, p)),
-                    row.marked(ranges.iter().map(all)),
-                    Cell::union,
-                )
-            }
+            Self::Global { ranges } => merge(
+                row.whole_rows(|p| is_in(ranges, p)),
+                row.marked(ranges.iter().map(whole)),
+                Cell::union,
+            ),
+            Self::GlobalKeys { ranges } => row.marked(ranges.iter().map(whole)),
             Self::Columns {
                 stride,
                 columns,
                 num_verts,
             } => {
-                let keep = |j| is_in_group(j, *stride, *columns, head % num_verts);
+                let keep = |j| is_in_group(j, *stride, *columns, head, *num_verts);
                 row.all(Cells::Cycle(column_cycle(row, *stride as i64, keep)))
             }
             Self::Rows {
                 stride,
                 rows,
                 num_verts,
-            } => row.whole_rows(|p| is_in_group(p, *stride, *rows, head % num_verts)),
+            } => row.whole_rows(|p| is_in_group(p, *stride, *rows, head, *num_verts)),
             Self::VerticalSlash { vertical, slash } => {
                 let columns = vertical
                     .iter()
@@ -367,6 +365,11 @@ fn moved(row: &BlockRow, zones: &[Zone], before: i64, between: bool, alone: bool
         previous = first;
     }
     result
+}
+
+/// A range of keys that all see.
+fn whole(range: &(usize, usize)) -> (i64, i64, Cell) {
+    (range.0 as i64, range.1 as i64, Cell::Full)
 }
 
 /// Before the diagonal a block has the pair (i, j) iff i ≡ j modulo the stride.

@@ -114,6 +114,9 @@ use serde_json::{Value, json};
     8,
     "columns(8, 3, num_verts = 3): columns must be at most stride = 8, got 3 groups of 3"
 )]
+#[case(Pattern::GlobalKeys { ranges: vec![(4, 9), (8, 12)] }, 3, 64, 8, "global_keys(4..9, 8..12): ranges must be ascending and disjoint, got 8..12")]
+#[case(Pattern::deepspeed_variable(&[8, 0], 64, [1], true), 3, 64, 8, "documents(0, 8, 8): starts must be ascending, got 8 before 8")]
+#[case(Pattern::deepspeed_variable(&[], 64, [1], true), 3, 64, 8, "documents(0, 0): starts must be ascending, got 0 before 0")]
 #[case(Pattern::Documents { starts: vec![0, 7, 7] }, 3, 64, 8, "documents(0, 7, 7): starts must be ascending, got 7 before 7")]
 #[case(Pattern::VerticalSlash { vertical: vec![], slash: vec![2, 1] }, 3, 64, 8, "vertical_slash([], [2, 1]): slash must be ascending, got 2 before 1")]
 #[case(Pattern::vertical_slash([usize::MAX], []), 3, 64, 8, "vertical_slash([18446744073709551615], []): vertical must be between 0 and 1099511627776, got 18446744073709551615")]

@@ -56,7 +56,12 @@ fn draw(dense: &[Vec<bool>]) -> Vec<String> {
 #[case(Pattern::deepspeed_fixed(4, 1, 2, false), 1, &[
     "1111..1.", "1111..1.", "1111..1.", "1111..1.", "..1.1111", "..1.1111", "..1.1111", "..1.1111",
 ])]
-#[case(Pattern::deepspeed_variable(&[1, 2], 6, [5]), 0, &[
+#[case(Pattern::deepspeed_variable(&[1, 2], 6, [5], false), 0, &[
+    "1....1", ".11..1", ".11..1", "...111", "...111", ".....1",
+])]
+#[case(Pattern::global_keys([0, 2, 3]), 0, &["1.11.", "1.11.", "1.11.", "1.11.", "1.11."])]
+#[case(Pattern::document_ids("aabbba".chars()).and_causal(), 0, &["1.....", "11....", "..1...", "..11..", "..111.", ".....1"])]
+#[case(Pattern::deepspeed_variable(&[1, 2], 6, [5], true), 0, &[
     "1....1", ".11..1", ".11..1", "...111", "...111", "111111",
 ])]
 fn worked_examples(#[case] pattern: Pattern, #[case] head: usize, #[case] rows: &[&str]) {
@@ -164,6 +169,7 @@ fn simple() -> impl Strategy<Value = Pattern> {
             .prop_map(|(size, before, after)| Pattern::chunked_window(size, before, after)),
         prop::collection::vec(0usize..150, 0..30).prop_map(Pattern::global),
         (0usize..60, 1usize..60).prop_map(|(first, width)| Pattern::global(first..first + width)),
+        prop::collection::vec(0usize..90, 0..5).prop_map(Pattern::global_keys),
         (1usize..6, 1usize..12, 1usize..4, any::<bool>()).prop_map(
             |(groups, columns, verts, horizontal)| {
                 Pattern::deepspeed_fixed(groups * columns, columns, verts.min(groups), horizontal)

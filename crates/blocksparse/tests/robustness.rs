@@ -41,8 +41,11 @@ fn pattern() -> impl Strategy<Value = Pattern> {
             .prop_map(|(a, b, c, seed)| Pattern::random_blocks(a, b, c, seed)),
         (n(), n(), n(), any::<bool>())
             .prop_map(|(a, b, c, rows)| Pattern::deepspeed_fixed(a, b, c, rows)),
-        (numbers(), 0usize..300, numbers())
-            .prop_map(|(windows, seq, list)| Pattern::deepspeed_variable(&windows, seq, list)),
+        (numbers(), 0usize..300, numbers(), any::<bool>()).prop_map(
+            |(windows, seq, list, rows)| Pattern::deepspeed_variable(&windows, seq, list, rows)
+        ),
+        numbers().prop_map(Pattern::global_keys),
+        numbers().prop_map(Pattern::document_ids),
         (numbers(), numbers()).prop_map(|(v, s)| Pattern::vertical_slash(v, s)),
         numbers().prop_map(Pattern::documents),
         (n(), n(), n()).prop_map(|(stride, columns, num_verts)| Pattern::Columns {
@@ -69,6 +72,10 @@ fn pattern() -> impl Strategy<Value = Pattern> {
             (numbers(), inner.clone()).prop_map(|(starts, p)| Pattern::packed(starts, p)),
         ]
     })
+}
+
+fn position() -> impl Strategy<Value = i64> {
+    prop_oneof![4 => -90i64..90, 1 => any::<i64>(), 1 => prop::sample::select(vec![i64::MIN, i64::MAX])]
 }
 
 /// Small, or refused: a layout of 2³⁰ positions that is in order would be built.
@@ -125,9 +132,10 @@ proptest! {
     #![proptest_config(cases(3000))]
 
     #[test]
-    fn arguments_of_any_size((pattern, shape) in (pattern(), shape())) {
+    fn arguments_of_any_size((pattern, shape, head, i, j) in (pattern(), shape(), number(), position(), position())) {
         let name = pattern.to_string();
         pattern.is_causal();
+        pattern.attends(head, i, j);
         match BlockLayout::new(&pattern, shape) {
             Ok(layout) => {
                 prop_assert!(pattern.validate(shape.heads).is_ok());
