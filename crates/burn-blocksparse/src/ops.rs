@@ -151,7 +151,7 @@ pub trait BlockSparseOps: Backend {
         reference::forward::<Self>(inputs, &layout, &options)
     }
 
-    /// The backward pass: gradients of a loss whose gradients by the outputs are `grads`; the biases' only if they are `wanted`.
+    /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`; the biases' only if they are `wanted`.
     #[fusion(meta = meta::backward)]
     fn block_sparse_attention_backward(
         #[extension_type] saved: Saved<Self>,

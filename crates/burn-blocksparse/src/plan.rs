@@ -17,9 +17,9 @@ use crate::{AttentionError, AttentionOptions, AttentionTensors, Layout, attentio
 /// What a call of [`attention`](crate::attention()) runs on its device. It prints:
 ///
 /// ```text
-/// fixed(128, 32), f32 with sums in f32
-///   forward  simt  128 × 64 tiles gathered from 32-wide blocks, 256 units, 104 KiB shared, planes
-///   …
+/// fixed(128, 32), bf16 with sums in f32
+///   forward  hopper  128 × 128 tiles gathered from 32-wide blocks, 256 units, 3 stages in 113 KiB shared
+///   backward hopper  128 × 128 tiles gathered from 32-wide blocks, like rows together, 256 units, 2 stages in 195 KiB shared
 /// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]

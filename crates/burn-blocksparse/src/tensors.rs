@@ -71,7 +71,7 @@ impl AttentionTensors {
     }
 
     /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, added after scale and softcap. Its gradient has
-    /// its shape: sums over what shares it, in a fixed order. Values must be finite; pairs are masked by the layout. For
+    /// its shape: sums over what shares it, in a fixed order. Values must be finite and at most about 1e8 in size; pairs are masked by the layout. For
     /// biases linear in distance [`AttentionOptions::alibi`] needs no tensor.
     pub fn bias(mut self, bias: Tensor<4>) -> Self {
         self.bias = Some(bias);
@@ -81,7 +81,7 @@ impl AttentionTensors {
     /// Sets biases of distances, `[heads or 1, 2 · reach + 1]`: query `i` and key `j` of head `h` get
     /// `table[h, clamp(j − i, −reach, reach) + reach]`, after scale and softcap (Shaw et al., 2018, with a number for each distance). `i` and `j` are
     /// positions: with `seq_q ≠ seq_kv` query row `r` sits at `r + seq_kv − seq_q`. No `seq_q × seq_kv` tensor exists, and the table has a
-    /// gradient, summed in a fixed order. Computed in the dtype of sums. Values must be finite.
+    /// gradient, summed in a fixed order. Computed in the dtype of sums. Values are as a bias's.
     ///
     /// Buckets of distances, as T5's (Raffel et al., 2020), are a smaller table and an index of each distance:
     ///

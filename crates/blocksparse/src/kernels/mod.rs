@@ -226,9 +226,9 @@ impl Kernel {
 /// What a call will run on a device.
 ///
 /// ```text
-/// fixed(128, 32), 8 heads, f32 in f32 on cuda
-///   forward    simt  128 × 64 tiles of 32-wide blocks, 256 units, 102 KiB shared
-///   dQ         simt  …
+/// fixed(128, 32), bf16 with sums in f32
+///   forward  hopper  128 × 128 tiles gathered from 32-wide blocks, 256 units, 3 stages in 113 KiB shared
+///   backward hopper  128 × 128 tiles gathered from 32-wide blocks, like rows together, 256 units, 2 stages in 195 KiB shared
 /// ```
 #[derive(Clone, Debug)]
 pub struct AttentionPlan {

@@ -193,7 +193,9 @@ pub fn choose(
             outputs,
         };
         let bytes = tile.shared_bytes(backward);
-        if !tile.fits(block) || bytes > hardware.max_shared_memory_size {
+        // The backward kernels alternate between two stages.
+        let stages_fit = !backward || tile.stages == 2;
+        if !tile.fits(block) || !stages_fit || bytes > hardware.max_shared_memory_size {
             continue;
         }
         let rows = tile.rows();
