@@ -1,5 +1,5 @@
 //! Block-sparse attention for [Burn](burn): exact softmax attention over just the allowed
-//! (query, key) pairs, forward and backward, on any Burn backend.
+//! (query, key) pairs, forward and backward, on Burn's Flex, NdArray, WGPU and CUDA backends.
 //!
 //! ```
 //! use burn::tensor::{Device, Distribution, Tensor};
@@ -19,7 +19,15 @@
 //! ```
 //!
 //! # Features
-//! One per backend: `flex` (default), `ndarray`, `wgpu`, `cuda`; with `autodiff` (default) and `fusion`.
+//! | feature | | default |
+//! |---|---|---|
+//! | `flex`, `ndarray` | CPU backends, which run the reference implementation | `flex` |
+//! | `wgpu`, `cuda` | GPU backends, which run the kernels; with `fusion` | |
+//! | `cube` | the kernels for another CubeCL backend of Burn, which the application enables (untested) | |
+//! | `fusion` | Burn's fusion, which `burn`'s own default features turn on for GPU backends | |
+//! | `autodiff` | gradients | yes |
+//! | `draw` | layouts as PNG and SVG | yes |
+//!
 //! An application must enable the backend **here** as well as in `burn`: a device whose feature is off
 //! in this crate makes the call panic in Burn's dispatch.
 #![recursion_limit = "256"]
