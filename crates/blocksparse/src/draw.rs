@@ -16,8 +16,11 @@ const MAX_PANELS: usize = 8;
 /// Side of a panel that has others beside it, and of one that has the width for itself.
 const PANEL: u32 = 420;
 const SINGLE_PANEL: u32 = 560;
-/// Height of the caption.
-const CAPTION: u32 = 64;
+/// Height of the caption, below the lines of its title.
+const CAPTION: u32 = 40;
+/// Characters of a title in large letters, on one line, and in small ones on each of two.
+const LARGE: usize = 50;
+const SMALL: usize = 68;
 
 impl BlockLayout {
     /// Draws the layout into a PNG file.
@@ -52,17 +55,25 @@ impl BlockLayout {
     fn picture_size(&self) -> (u32, u32) {
         let (rows, columns) = self.grid();
         let side = if columns == 1 { SINGLE_PANEL } else { PANEL };
-        (columns as u32 * side, rows as u32 * side + CAPTION)
+        let height = rows as u32 * side + CAPTION + self.title().height();
+        (columns as u32 * side, height)
+    }
+
+    fn title(&self) -> Title {
+        Title::new(self.name())
     }
 
     fn draw<DB: DrawingBackend>(&self, area: &DrawingArea<DB, Shift>) -> Result<(), String> {
         font::register();
         area.fill(&WHITE).map_err(text)?;
-        let (caption, panels) = area.split_vertically(CAPTION);
+        let title = self.title();
+        let (caption, panels) = area.split_vertically(CAPTION + title.height());
         let style = |size: u32| ("sans-serif", size).into_font().color(&BLACK);
-        caption
-            .draw(&Text::new(shorten(self.name(), 50), (16, 10), style(22)))
-            .map_err(text)?;
+        for (line, words) in title.lines.iter().enumerate() {
+            let place = (16, 10 + (line as u32 * title.line_height()) as i32);
+            let words = Text::new(words.clone(), place, style(title.size));
+            caption.draw(&words).map_err(text)?;
+        }
         let facts = format!(
             "{}, {} × {} in blocks of {}: {:.2}% of the pairs",
             self.counted_heads(),
@@ -72,7 +83,11 @@ impl BlockLayout {
             100.0 * self.density(),
         );
         caption
-            .draw(&Text::new(facts, (16, 38), style(16)))
+            .draw(&Text::new(
+                facts,
+                (16, 14 + title.height() as i32),
+                style(16),
+            ))
             .map_err(text)?;
         let (rows, columns) = self.grid();
         let cells = panels.split_evenly((rows, columns));
@@ -149,6 +164,44 @@ fn color(shade: f64) -> RGBColor {
     RGBColor(mix(205.0, 22.0), mix(222.0, 72.0), mix(244.0, 140.0))
 }
 
+/// A layout's name above its picture: in large letters if it is short, else in small ones on up to two lines.
+struct Title {
+    lines: Vec<String>,
+    size: u32,
+}
+
+impl Title {
+    fn new(name: &str) -> Self {
+        if name.chars().count() <= LARGE {
+            return Self {
+                lines: vec![name.to_owned()],
+                size: 22,
+            };
+        }
+        let end = name.char_indices().nth(SMALL).map_or(name.len(), |c| c.0);
+        // Behind the last comma of the first line, if there is one.
+        let end = match name[..end].rfind(", ") {
+            _ if end == name.len() => end,
+            Some(comma) => comma + 2,
+            None => end,
+        };
+        let (first, rest) = name.split_at(end);
+        let mut lines = vec![first.trim_end().to_owned()];
+        if !rest.is_empty() {
+            lines.push(shorten(rest, SMALL));
+        }
+        Self { lines, size: 15 }
+    }
+
+    fn line_height(&self) -> u32 {
+        self.size + 4
+    }
+
+    fn height(&self) -> u32 {
+        self.lines.len() as u32 * self.line_height()
+    }
+}
+
 fn shorten(words: &str, length: usize) -> String {
     match words.chars().count() > length {
         true => words.chars().take(length - 1).chain(['…']).collect(),
@@ -164,5 +217,25 @@ fn draw_error(path: &Path, reason: String) -> LayoutError {
     LayoutError::Draw {
         path: path.display().to_string(),
         reason,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[rstest::rstest]
+    #[case("fixed(128, 32)", &["fixed(128, 32)"])]
+    #[case(
+        "union(chunked(8, before = 1, after = 1), global(0..8, 120..128), random_blocks(8, 16, 2, seed = 0))",
+        &[
+            "union(chunked(8, before = 1, after = 1), global(0..8, 120..128),",
+            "random_blocks(8, 16, 2, seed = 0))",
+        ]
+    )]
+    #[case(&"λ".repeat(60), &[&*"λ".repeat(60)])]
+    #[case(&"λ".repeat(200), &[&*"λ".repeat(68), &*("λ".repeat(67) + "…")])]
+    fn titles(#[case] name: &str, #[case] lines: &[&str]) {
+        assert_eq!(Title::new(name).lines, lines);
     }
 }

@@ -449,6 +449,7 @@ impl BlockLayout {
     /// # Panics
     /// If `batch` or `head` is not one of the layout's.
     pub fn pattern_of(&self, batch: usize, head: usize) -> usize {
+        assert!(head < self.heads(), "head {head} of {}", self.heads());
         let batch = if self.inner.batch.is_some() { batch } else { 0 };
         self.inner.head_patterns[batch * self.heads() + head] as usize
     }
@@ -553,9 +554,6 @@ impl BlockLayout {
     }
 
     /// The element mask of `head` in batch entry `batch`.
-    ///
-    /// # Panics
-    /// If `head` or `batch` is not one of the layout's.
     ///
     /// # Panics
     /// If `head` or `batch` is not one of the layout's.

@@ -71,7 +71,11 @@ impl BlockMask {
     /// # Panics
     /// If the pair is not one of the block's.
     pub fn get(&self, row: usize, column: usize) -> bool {
-        debug_assert!(row < self.block_size && column < self.block_size);
+        assert!(
+            row < self.block_size && column < self.block_size,
+            "pair ({row}, {column}) of a block of {}",
+            self.block_size
+        );
         let bit = row * self.block_size + column;
         self.words[bit / 64] >> (bit % 64) & 1 == 1
     }
