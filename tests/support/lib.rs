@@ -31,6 +31,10 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("lse_gradients_equal_f64", options::lse_gradients_equal_f64),
     ("lse_alone_equals_f64", options::lse_alone_equals_f64),
     ("sinks_equal_f64", options::sinks_equal_f64),
+    (
+        "weights_with_options_equal_f64",
+        options::weights_with_options_equal_f64,
+    ),
     ("alibi_equals_f64", options::alibi_equals_f64),
     ("dropout_equals_f64", options::dropout_equals_f64),
     ("bias_equals_f64", options::bias_equals_f64),

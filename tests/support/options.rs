@@ -2,13 +2,13 @@
 
 use crate::attention::inputs;
 use crate::cases::{Case, cases, table};
-use crate::compare::assert_close_to;
+use crate::compare::{assert_close, assert_close_to};
 use crate::devices::{exact_dtypes, half_dtypes};
 use crate::reference::Problem;
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, Dropout, Layout, Pattern, WeightsMode,
-    attention, attention_with_tensors,
+    attention, attention_with_tensors, attention_with_tensors_and_weights,
 };
 
 const MODES: [WeightsMode; 2] = [WeightsMode::Recompute, WeightsMode::Store];
@@ -72,23 +72,12 @@ where
         let device = &device.clone().autodiff();
         let [q, k, v, grad_out] = inputs(problem, device, dtype);
         let [q, k, v] = [q, k, v].map(Tensor::require_grad);
-        let row = |values: &Vec<f64>| {
-            let data = TensorData::new(values.clone(), [values.len()]);
-            Tensor::<1>::from_data(data, (device, dtype)).require_grad()
-        };
-        let sinks = problem.sinks.as_ref().map(row);
-        let mut tensors = AttentionTensors::default();
-        tensors.sinks = sinks.clone();
-        let bias = problem.bias.as_ref().map(|bias| {
-            let data = TensorData::new(bias.values.clone(), bias.shape);
-            Tensor::<4>::from_data(data, (device, dtype)).require_grad()
-        });
-        tensors.bias = bias.clone();
-        let relative = problem.relative.as_ref().map(|table| {
-            let data = TensorData::new(table.values.clone(), table.shape);
-            Tensor::<2>::from_data(data, (device, dtype)).require_grad()
-        });
-        tensors.relative_bias = relative.clone();
+        let mut tensors = tensors(problem, device, dtype);
+        tensors.sinks = tensors.sinks.map(Tensor::require_grad);
+        tensors.bias = tensors.bias.map(Tensor::require_grad);
+        tensors.relative_bias = tensors.relative_bias.map(Tensor::require_grad);
+        let (sinks, bias) = (tensors.sinks.clone(), tensors.bias.clone());
+        let relative = tensors.relative_bias.clone();
         let (out, lse) = attention_with_tensors(
             q.clone(),
             k.clone(),
@@ -119,6 +108,24 @@ where
         results.extend(by_distance.map(|grad| ("drelative", grad)));
         results
     }
+}
+
+/// A problem's tensors besides q, k and v.
+fn tensors(problem: &Problem, device: &Device, dtype: DType) -> AttentionTensors {
+    let mut tensors = AttentionTensors::default();
+    tensors.sinks = problem.sinks.as_ref().map(|values| {
+        let data = TensorData::new(values.clone(), [values.len()]);
+        Tensor::from_data(data, (device, dtype))
+    });
+    tensors.bias = problem.bias.as_ref().map(|bias| {
+        let data = TensorData::new(bias.values.clone(), bias.shape);
+        Tensor::from_data(data, (device, dtype))
+    });
+    tensors.relative_bias = problem.relative.as_ref().map(|table| {
+        let data = TensorData::new(table.values.clone(), table.shape);
+        Tensor::from_data(data, (device, dtype))
+    });
+    tensors
 }
 
 /// Which cases a check runs on.
@@ -196,6 +203,33 @@ pub fn sinks_equal_f64(devices: &[Device]) {
     check_cases(devices, "sinks", Cases::Third, |_, _, problem, options| {
         (problem.with_sinks(7), options)
     });
+}
+
+/// The weights of calls with all options: after biases, before dropout, and with sinks less than 1 in all.
+pub fn weights_with_options_equal_f64(devices: &[Device]) {
+    for (index, case) in table().iter().filter(|(index, _)| Cases::Third.has(*index)) {
+        let problem = case.problem(5200 + *index as u64);
+        let (problem, options) = everything(*index, case, problem);
+        let answer = problem.solve();
+        for device in devices {
+            for (dtype, tolerance) in exact_dtypes(device) {
+                let [q, k, v, _] = inputs(&problem, device, dtype);
+                let tensors = tensors(&problem, device, dtype);
+                let (layout, options) = (case.layout(), options.clone());
+                let (out, lse, weights) =
+                    attention_with_tensors_and_weights(q, k, v, tensors, &layout, options).unwrap();
+                let results = [
+                    ("out", out.into_data(), &answer.out),
+                    ("lse", lse.into_data(), &answer.lse),
+                    ("weights", weights.to_dense().into_data(), &answer.weights),
+                ];
+                for (name, got, expected) in results {
+                    let what = format!("{}, {device:?}, {dtype:?}: {name}", case.name);
+                    assert_close(&what, got, expected, tolerance);
+                }
+            }
+        }
+    }
 }
 
 pub fn alibi_equals_f64(devices: &[Device]) {

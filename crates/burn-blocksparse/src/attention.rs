@@ -63,7 +63,8 @@ pub fn attention_with_lse<'a>(
 }
 
 /// [`attention`], and its weights `p` in block-sparse form. Implies [`WeightsMode::Store`].
-/// No gradient flows through the weights.
+/// No gradient flows through the weights. With biases or sinks:
+/// [`attention_with_tensors_and_weights`](crate::attention_with_tensors_and_weights).
 ///
 /// # Errors
 /// As [`attention`].
@@ -74,14 +75,28 @@ pub fn attention_with_weights(
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, BlockSparseTensor), AttentionError> {
+    let (out, _, weights) = call_with_weights(q, k, v, Biases::default(), layout, options)?;
+    Ok((out, weights))
+}
+
+/// The output, lse and the weights.
+pub(crate) fn call_with_weights(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    biases: Biases,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>, BlockSparseTensor), AttentionError> {
     let options = options.weights(WeightsMode::Store);
-    let output = call(q, k, v, Biases::default(), layout.into(), options)?;
+    let output = call(q, k, v, biases, layout.into(), options)?;
     let MaybeFloat::Some(weights) = output.weights else {
         unreachable!("WeightsMode::Store returns the weights")
     };
     let values = Tensor::from_dispatch(weights);
     Ok((
         Tensor::from_dispatch(output.out),
+        Tensor::from_dispatch(output.lse),
         BlockSparseTensor::new(values, layout.clone()),
     ))
 }

@@ -71,7 +71,7 @@ pub use ops::{
 };
 pub use options::{AttentionOptions, Precision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
-pub use tensors::{AttentionTensors, attention_with_tensors};
+pub use tensors::{AttentionTensors, attention_with_tensors, attention_with_tensors_and_weights};
 pub use top_k::{TopKOptions, top_k_blocks, top_k_blocks_on_device};
 pub use vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
 pub use weights::BlockSparseTensor;

@@ -4,11 +4,11 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor};
 
-use crate::attention::{call, check};
+use crate::attention::{call, call_with_weights, check};
 use crate::merge::{Shares, shares};
 use crate::ops::MaybeFloat;
 use crate::reference::accumulate_in;
-use crate::{AttentionError, AttentionOptions, Layout};
+use crate::{AttentionError, AttentionOptions, BlockSparseTensor, Layout};
 
 /// Tensors of [`attention_with_tensors`] besides queries, keys and values. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
@@ -235,18 +235,60 @@ pub fn attention_with_tensors<'a>(
     let out = Tensor::from_dispatch(output.out);
     let lse = Tensor::from_dispatch(output.lse);
     Ok(match sinks {
-        Some(sinks) => with_sinks(out, lse, sinks),
+        Some(sinks) => {
+            let Shares { a, lse, .. } = shares_with(sinks, lse);
+            (scaled(out, a), lse)
+        }
         None => (out, lse),
     })
 }
 
+/// [`attention_with_tensors`], and its weights `p` in block-sparse form, as
+/// [`attention_with_weights`](crate::attention_with_weights) returns them: out, lse and weights. The weights are those of the keys, after biases
+/// and before dropout; with sinks they sum to less than 1. No gradient flows through them.
+///
+/// # Errors
+/// As [`attention_with_tensors`].
+pub fn attention_with_tensors_and_weights(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    tensors: AttentionTensors,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>, BlockSparseTensor), AttentionError> {
+    check(&q, &k, &v, layout)?;
+    tensors.check(&q, layout)?;
+    let sinks = tensors.sinks.clone();
+    let biases = tensors.biases(&q);
+    let (out, lse, weights) = call_with_weights(q, k, v, biases, layout, options)?;
+    let Some(sinks) = sinks else {
+        return Ok((out, lse, weights));
+    };
+    let Shares { a, lse, .. } = shares_with(sinks, lse);
+    // A row's share at each of its pairs.
+    let [batch, ..] = a.dims();
+    let ones = Tensor::ones([batch, 1, layout.seq_kv(), 1], (&a.device(), a.dtype()));
+    let of_pairs = BlockSparseTensor::nt(a.clone().detach().unsqueeze_dim(3), ones, layout)?;
+    let values = weights.values() * of_pairs.values();
+    Ok((
+        scaled(out, a),
+        lse,
+        BlockSparseTensor::new(values, layout.clone()),
+    ))
+}
+
 /// The sink is one more part of the keys, whose output is 0.
-fn with_sinks(out: Tensor<4>, lse: Tensor<3>, sinks: Tensor<1>) -> (Tensor<4>, Tensor<3>) {
-    let (dtype, accumulator) = (out.dtype(), lse.dtype());
+fn shares_with(sinks: Tensor<1>, lse: Tensor<3>) -> Shares {
     let heads = sinks.dims()[0];
-    let sinks = sinks.cast(accumulator).reshape([1, heads, 1]);
+    let sinks = sinks.cast(lse.dtype()).reshape([1, heads, 1]);
     let sinks = sinks.expand(lse.dims());
-    let Shares { a, lse, .. } = shares(lse, sinks);
-    let out = out.cast(accumulator) * a.unsqueeze_dim(3);
-    (out.cast(dtype), lse)
+    shares(lse, sinks)
+}
+
+/// The rows of `out` times their shares.
+fn scaled(out: Tensor<4>, shares: Tensor<3>) -> Tensor<4> {
+    let dtype = out.dtype();
+    let out = out.cast(shares.dtype()) * shares.unsqueeze_dim(3);
+    out.cast(dtype)
 }
