@@ -11,7 +11,6 @@ use burn_blocksparse::Pattern;
 use burn_sparse_transformer::{Factorization, SparseTransformer, SparseTransformerConfig};
 
 use crate::checkpoint::Checkpoint;
-use crate::pattern;
 use crate::presets::{FactorizationKind, ModelConfig, Recipe};
 
 /// Every byte is a token.
@@ -75,9 +74,8 @@ pub fn factorization(config: &ModelConfig) -> Result<Factorization> {
     let patterns = config
         .patterns
         .iter()
-        .map(|text| pattern::parse(text))
-        .collect::<Result<Vec<Pattern>, _>>()
-        .map_err(|message| anyhow!(message))?;
+        .map(|text| text.parse())
+        .collect::<Result<Vec<Pattern>, _>>()?;
     Ok(match config.factorization {
         FactorizationKind::Merged => Factorization::Merged(patterns),
         FactorizationKind::Interleaved => Factorization::Interleaved(patterns),

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use anyhow::{Result, bail, ensure};
+use burn_blocksparse::Pattern;
 use burn_sparse_transformer::Precision;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -181,7 +182,7 @@ pub struct ModelConfig {
     pub heads: usize,
     /// Width of the residual stream.
     pub d_model: usize,
-    /// Attention patterns in the notation of [`crate::pattern`].
+    /// Attention patterns in the notation of [`Pattern::NOTATION`].
     pub patterns: Vec<String>,
     /// How the patterns are combined.
     pub factorization: FactorizationKind,
@@ -495,8 +496,9 @@ impl RunConfig {
             "--d-model must be a multiple of --heads, got {d_model} and {heads}"
         );
         for text in patterns {
+            let pattern: Pattern = text.parse()?;
             ensure!(
-                pattern::is_causal(text),
+                pattern.is_causal(),
                 "pattern '{text}' lets a position see later ones, so the model could read the byte it predicts; \
                  use a causal pattern such as causal, local:W, strided:S or fixed:L,C"
             );
@@ -515,7 +517,7 @@ fn set<T>(value: &mut T, new: Option<T>) {
 fn position_width_for(patterns: &[String], context: usize) -> usize {
     patterns
         .iter()
-        .find_map(|text| pattern::stride(text))
+        .find_map(|text| pattern::stride(&text.parse().ok()?))
         .filter(|&stride| stride > 0)
         .unwrap_or_else(|| (context.isqrt()).next_power_of_two())
 }

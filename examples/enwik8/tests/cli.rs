@@ -225,11 +225,11 @@ fn bad_flags_list_the_choices() {
         ),
         (
             vec!["train", "--pattern", "spiral:3"],
-            vec!["unknown pattern 'spiral:3'", "strided:STRIDE"],
+            vec!["got 'spiral'", "strided:STRIDE"],
         ),
         (
             vec!["draw", "--pattern", "fixed:a,b"],
-            vec!["not a whole number", "fixed:STRIDE"],
+            vec!["whole numbers, got 'a'", "fixed:STRIDE"],
         ),
         (vec!["train", "--steps", "0"], vec!["at least 1"]),
         (vec!["train", "--dropout", "1.5"], vec!["from 0"]),
