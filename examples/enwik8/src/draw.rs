@@ -7,6 +7,7 @@ use burn_blocksparse::Pattern;
 use clap::Args;
 
 use crate::data::thousands;
+use crate::pattern;
 use crate::progress::say;
 
 /// Longest sequence whose layout is printed as text, in blocks.
@@ -19,7 +20,9 @@ const PRINTED_BLOCKS: usize = 96;
   enwik8 draw --pattern local:64+strided:64 --seq 512 --block 16 --out strided.svg")]
 pub struct DrawArgs {
     /// E.g. fixed:128,32 or local:64+strided:64
-    #[arg(long, value_name = "PATTERN", default_value = "fixed:128,32")]
+    #[arg(long, value_name = "PATTERN", default_value = "fixed:128,32", long_help = pattern::help(
+        "E.g. fixed:128,32 or local:64+strided:64",
+    ))]
     pattern: Pattern,
     /// Length of the sequence
     #[arg(long, default_value_t = 512)]

@@ -10,6 +10,15 @@ pub fn checked(text: &str) -> Result<String, LayoutError> {
     text.parse::<Pattern>().map(|_| text.to_owned())
 }
 
+/// The long help of `--pattern`.
+pub fn help(usage: &str) -> String {
+    format!(
+        "{usage}\n\nPatterns:\n  {}\n\nThey combine with & (pairs that all parts allow), + (pairs that any part allows) and / (heads use the\n\
+         parts in turn); & binds tighter than +, and + tighter than /. Brackets group.",
+        Pattern::NOTATION.join("\n  ")
+    )
+}
+
 /// The stride of the first strided or fixed part: the natural width of the position matrix (§5.3).
 pub fn stride(pattern: &Pattern) -> Option<usize> {
     match pattern {
@@ -19,6 +28,26 @@ pub fn stride(pattern: &Pattern) -> Option<usize> {
         }
         Pattern::Packed { pattern, .. } => stride(pattern),
         _ => None,
+    }
+}
+
+/// Whether a callback decides some pairs: of those nothing is known, not even that they are causal.
+pub fn has_callback(pattern: &Pattern) -> bool {
+    match pattern {
+        Pattern::FromFn(_) => true,
+        Pattern::Union(parts) | Pattern::Intersection(parts) | Pattern::PerHead(parts) => {
+            parts.iter().any(has_callback)
+        }
+        Pattern::Packed { pattern, .. } => has_callback(pattern),
+        _ => false,
+    }
+}
+
+/// The text of a pattern's pairs without later positions.
+pub fn causal_part(text: &str) -> String {
+    match text.contains(['+', '/']) {
+        true => format!("({text})&causal"),
+        false => format!("{text}&causal"),
     }
 }
 
@@ -42,5 +71,22 @@ mod tests {
         ] {
             assert_eq!(stride(&parse(text)), expected, "{text}");
         }
+    }
+
+    #[test]
+    fn callbacks_are_found_and_made_causal() {
+        for (text, expected) in [
+            ("tree:2", "tree:2&causal"),
+            ("local:8+tree:2", "(local:8+tree:2)&causal"),
+            (
+                "local:8/packed:0,9(tree:2)",
+                "(local:8/packed:0,9(tree:2))&causal",
+            ),
+        ] {
+            assert!(has_callback(&parse(text)) && !parse(text).is_causal());
+            assert_eq!(causal_part(text), expected);
+            assert!(parse(&causal_part(text)).is_causal());
+        }
+        assert!(!has_callback(&parse("local:8+prefix:4&dense")));
     }
 }

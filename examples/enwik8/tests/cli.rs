@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use burn_blocksparse::Pattern;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -190,6 +191,19 @@ fn help_shows_what_to_type() {
             "{command}"
         );
     }
+    for command in ["train", "bench", "draw"] {
+        let help = succeed(&["help", command]);
+        for form in Pattern::NOTATION {
+            assert!(help.contains(form), "{command}: {form}");
+        }
+    }
+}
+
+#[test]
+fn callbacks_made_causal_are_trained() {
+    let folder = Folder::new();
+    folder.train("run", &["--steps", "2", "--pattern", "tree:2&causal"]);
+    assert!(folder.checkpoint("run", 2).exists());
 }
 
 #[test]
@@ -243,12 +257,29 @@ fn bad_flags_list_the_choices() {
 fn impossible_models_are_explained() {
     let folder = Folder::new();
     let run = folder.path("run");
+    let width = "--position-width must be at most --context = 64, got 128";
+    let heads = "--heads must be a multiple of the 3 patterns";
     for (flags, words) in [
-        (["--d-model", "130"], "multiple of --heads"),
-        (["--block", "12"], "block"),
-        (["--pattern", "dense"], "later"),
-        (["--device", "tpu"], "choices"),
+        ("--d-model 130", "multiple of --heads"),
+        ("--block 12", "--block must be 8, 16, 32, 64 or 128, got 12"),
+        (
+            "--pattern dense",
+            "'dense': it lets a position see later ones",
+        ),
+        ("--pattern tree:2", "not known to be causal"),
+        ("--pattern tree:2", "'tree:2&causal'"),
+        ("--pattern tree:2+local:8", "'(tree:2+local:8)&causal'"),
+        ("--pattern fixed:32,5", "'fixed:32,5': fixed(32, 5): stride"),
+        ("--pattern fixed:32,8,3", "heads must be a multiple of"),
+        ("--context 64 --pattern fixed:128,32", width),
+        ("--context 64 --position-width 128", width),
+        (
+            "--pattern causal --pattern local:8 --pattern strided:8 --factorization multi-head",
+            heads,
+        ),
+        ("--device tpu", "choices"),
     ] {
+        let flags: Vec<&str> = flags.split(' ').collect();
         let message = fail(&[&["train", "--run", &run], &flags[..]].concat(), 1);
         assert!(message.contains(words), "{message}");
         assert!(!Path::new(&run).exists());
