@@ -1,12 +1,14 @@
-//! Makes a test of every ```` ```rust ```` block in the pages below, so that their code compiles and runs as it is printed.
+//! Makes a test of every ```` ```rust ```` block in the pages below, so that their code compiles and runs as it is printed; of
+//! ```` ```rust,no_run ```` blocks, which need files, one that only compiles.
 
 use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 3] = [
+const PAGES: [&str; 4] = [
     "README.md",
     "docs/gallery.md",
+    "docs/training.md",
     "docs/write-your-own-pattern.md",
 ];
 
@@ -18,7 +20,11 @@ fn main() {
         let path = Path::new(&here).join("..").join(page);
         println!("cargo::rerun-if-changed={}", path.display());
         let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{page}: {error}"));
-        for (line, code) in rust_blocks(&text) {
+        for Block { line, runs, code } in rust_blocks(&text) {
+            let code = match runs {
+                true => code,
+                false => format!("if false {{\n{code}}}\n"),
+            };
             let name = page.trim_end_matches(".md").replace(['/', '-'], "_");
             write!(
                 tests,
@@ -34,18 +40,31 @@ fn main() {
     fs::write(Path::new(&out).join("pages.rs"), tests).expect("the output folder is writable");
 }
 
-/// The blocks that are marked as Rust and nothing else, with the line each begins in.
-fn rust_blocks(text: &str) -> Vec<(usize, String)> {
+/// A block of Rust, and the line it begins in.
+struct Block {
+    line: usize,
+    runs: bool,
+    code: String,
+}
+
+/// The blocks that are marked as Rust, or as Rust that is not to run, and nothing else.
+fn rust_blocks(text: &str) -> Vec<Block> {
     let mut blocks = Vec::new();
-    let mut open: Option<(usize, String)> = None;
+    let mut open: Option<Block> = None;
     for (index, line) in text.lines().enumerate() {
         match &mut open {
-            None if line == "```rust" => open = Some((index + 2, String::new())),
+            None if line == "```rust" || line == "```rust,no_run" => {
+                open = Some(Block {
+                    line: index + 2,
+                    runs: line == "```rust",
+                    code: String::new(),
+                });
+            }
             None => {}
             Some(_) if line == "```" => blocks.extend(open.take()),
-            Some((_, code)) => {
-                code.push_str(line);
-                code.push('\n');
+            Some(block) => {
+                block.code.push_str(line);
+                block.code.push('\n');
             }
         }
     }

@@ -35,24 +35,29 @@ struct Args {
     /// Run only the workloads whose names contain one of these (comma-separated).
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
-    /// Run this pattern: dense, causal, local:W, strided:S, merged-strided:S, fixed:L,C, streaming:W,SINKS,
-    /// random:PERCENT (blocks of the block size, per head, causal), gaps:PERCENT (likewise, anywhere).
-    #[arg(long)]
+    /// Run this pattern, e.g. local:256 or fixed:128,32 (`enwik8 help draw` lists the notation), random:PERCENT (blocks of the
+    /// block size, per head, causal) or gaps:PERCENT (likewise, anywhere).
+    #[arg(long, group = "custom")]
     pattern: Option<PatternArg>,
-    #[arg(long, default_value_t = 1, requires = "pattern")]
-    batch: usize,
+    /// Run this layout, a `BlockLayout` as serde_json writes it: heads, length and block size are the file's. A file
+    /// does not know the pattern, so strided heads do not run class by class, as they do with --pattern.
+    #[arg(long, value_name = "FILE.json", group = "custom", conflicts_with_all = ["heads", "n", "block", "per_batch"])]
+    layout: Option<PathBuf>,
+    /// Batch entries; as many as the layout of a file has if it has any, 1 otherwise.
+    #[arg(long, requires = "custom")]
+    batch: Option<usize>,
     #[arg(long, default_value_t = 8, requires = "pattern")]
     heads: usize,
     /// Heads of keys and values; as many as query heads by default.
-    #[arg(long, requires = "pattern")]
+    #[arg(long, requires = "custom")]
     kv_heads: Option<usize>,
     /// Sequence length.
     #[arg(long, short, default_value_t = 8192, requires = "pattern")]
     n: usize,
-    #[arg(long, default_value_t = 64, requires = "pattern")]
+    #[arg(long, default_value_t = 64, requires = "custom")]
     head_dim: usize,
     /// Width of values; that of queries by default.
-    #[arg(long, requires = "pattern")]
+    #[arg(long, requires = "custom")]
     value_dim: Option<usize>,
     /// A layout of its own for every batch entry.
     #[arg(long, requires = "pattern")]
@@ -85,7 +90,7 @@ struct Args {
     #[arg(long, default_value_t = 32, requires = "pattern")]
     block: usize,
     /// Run random blocks of several sizes at densities from 1% to 50%, for `plot-density`.
-    #[arg(long, conflicts_with_all = ["pattern", "only"])]
+    #[arg(long, conflicts_with_all = ["custom", "only"])]
     densities: bool,
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     dtype: Dtype,
@@ -191,19 +196,8 @@ fn main() -> Result<()> {
         client.name(),
         args.repeats
     );
-    let workloads: Vec<Workload> = match &args.pattern {
-        Some(pattern) => vec![Workload {
-            name: "custom".to_string(),
-            pattern: pattern.clone(),
-            batch: args.batch,
-            heads: args.heads,
-            kv_heads: args.kv_heads.unwrap_or(args.heads),
-            n: args.n,
-            head_dim: args.head_dim,
-            value_dim: args.value_dim.unwrap_or(args.head_dim),
-            block: args.block,
-            per_batch: args.per_batch,
-        }],
+    let workloads: Vec<Workload> = match custom(&args)? {
+        Some(workload) => vec![workload],
         None if args.densities => workload::densities(),
         None => (workload::anchors().into_iter())
             .filter(|w| {
@@ -228,6 +222,31 @@ fn main() -> Result<()> {
         std::fs::write(path, text).with_context(|| path.display().to_string())?;
     }
     Ok(())
+}
+
+/// What `--pattern` or `--layout` ask for.
+fn custom(args: &Args) -> Result<Option<Workload>> {
+    let (pattern, batch, [heads, n, block]) = match (&args.layout, &args.pattern) {
+        (Some(path), _) => {
+            let layout = workload::read_layout(path)?;
+            let sizes = [layout.heads(), layout.seq_q(), layout.block_size()];
+            (PatternArg::File(path.clone()), layout.batch(), sizes)
+        }
+        (None, Some(pattern)) => (pattern.clone(), None, [args.heads, args.n, args.block]),
+        (None, None) => return Ok(None),
+    };
+    Ok(Some(Workload {
+        name: "custom".to_string(),
+        pattern,
+        batch: args.batch.or(batch).unwrap_or(1),
+        heads,
+        kv_heads: args.kv_heads.unwrap_or(heads),
+        n,
+        head_dim: args.head_dim,
+        value_dim: args.value_dim.unwrap_or(args.head_dim),
+        block,
+        per_batch: args.per_batch,
+    }))
 }
 
 fn device() -> Result<cubecl::Device> {
@@ -558,5 +577,31 @@ fn random(count: usize, dtype: Dtype, rng: &mut ChaCha8Rng) -> Vec<u8> {
         Dtype::Bf16 => numbers
             .flat_map(|x| bf16::from_f32(x).to_le_bytes())
             .collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn arguments_go_together() {
+        Args::command().debug_assert();
+        let parse = |arguments: &str| {
+            Args::try_parse_from(["bench-kernels"].into_iter().chain(arguments.split(' ')))
+        };
+        assert!(parse("--pattern local:8 --n 64 --batch 2 --head-dim 32").is_ok());
+        assert!(parse("--layout a.json --batch 2 --kv-heads 1 --value-dim 32").is_ok());
+        for wrong in [
+            "--layout a.json --pattern causal",
+            "--layout a.json --n 64",
+            "--layout a.json --block 64",
+            "--layout a.json --densities",
+            "--batch 2",
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
     }
 }

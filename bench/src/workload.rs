@@ -1,8 +1,11 @@
 //! The workloads: those of the benchmark page, and patterns from the command line.
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern};
+use anyhow::{Context, Result, ensure};
+use blocksparse::{BlockLayout, BlockMask, LayoutShape, Pattern};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -30,45 +33,54 @@ pub enum PatternArg {
     Random(f64),
     /// Each block with this probability, per head: some rows and columns have none.
     Gaps(f64),
+    /// A layout as serde_json writes it.
+    File(PathBuf),
 }
 
 impl FromStr for PatternArg {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (name, rest) = text.split_once(':').unwrap_or((text, ""));
-        if name == "random" {
-            let percent: f64 = rest.parse().map_err(|_| format!("{rest} is no number"))?;
-            return Ok(Self::Random(percent / 100.0));
-        }
-        let numbers: Vec<usize> = (rest.split(',').filter(|part| !part.is_empty()))
-            .map(|part| part.parse().map_err(|_| format!("{part} is no number")))
-            .collect::<Result<_, _>>()?;
-        let pattern = match (name, &numbers[..]) {
-            ("dense", []) => Pattern::dense(),
-            ("causal", []) => Pattern::causal(),
-            ("local", &[window]) => Pattern::local(window),
-            ("strided", &[stride]) => Pattern::strided(stride),
-            ("merged-strided", &[stride]) => Pattern::merged_strided(stride),
-            ("fixed", &[l, c]) => Pattern::fixed(l, c),
-            ("streaming", &[window, sinks]) => Pattern::streaming(window, sinks),
-            ("gaps", &[percent]) => return Ok(Self::Gaps(percent as f64 / 100.0)),
-            _ => return Err(format!("{text} is no pattern with its parameters")),
+        let probability = |percent: &str| match percent.parse::<f64>() {
+            Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent / 100.0),
+            _ => Err(format!("'{percent}' is no percentage")),
         };
-        Ok(Self::Pattern(pattern))
+        match text.split_once(':') {
+            Some(("random", percent)) => probability(percent).map(Self::Random),
+            Some(("gaps", percent)) => probability(percent).map(Self::Gaps),
+            _ => (text.parse().map(Self::Pattern))
+                .map_err(|error| format!("{error}; or random:PERCENT or gaps:PERCENT")),
+        }
     }
 }
 
+/// A layout from a file; what it says of itself is checked as it is read.
+pub fn read_layout(path: &Path) -> Result<BlockLayout> {
+    let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let layout: BlockLayout = serde_json::from_slice(&text)
+        .with_context(|| format!("{} is no layout", path.display()))?;
+    ensure!(
+        layout.seq_q() == layout.seq_kv(),
+        "{} must have as many queries as keys, got {} and {}",
+        path.display(),
+        layout.seq_q(),
+        layout.seq_kv()
+    );
+    Ok(layout)
+}
+
 impl Workload {
-    pub fn layout(&self) -> Result<BlockLayout, LayoutError> {
+    /// A new one with each call: launch plans stay with the layout they were made for.
+    pub fn layout(&self) -> Result<BlockLayout> {
         if !self.per_batch {
             return self.entry_layout(1);
         }
         let entries = (0..self.batch).map(|entry| self.entry_layout(1 + entry as u64));
-        BlockLayout::stack_batch(&entries.collect::<Result<Vec<_>, _>>()?)
+        let entries = entries.collect::<Result<Vec<_>, _>>()?;
+        Ok(BlockLayout::stack_batch(&entries)?)
     }
 
-    fn entry_layout(&self, seed: u64) -> Result<BlockLayout, LayoutError> {
+    fn entry_layout(&self, seed: u64) -> Result<BlockLayout> {
         let b = self.block;
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let shape = LayoutShape {
@@ -77,11 +89,11 @@ impl Workload {
             seq_kv: self.n,
             block_size: b,
         };
-        match &self.pattern {
-            PatternArg::Pattern(pattern) => pattern.layout(self.heads, self.n, self.block),
+        Ok(match &self.pattern {
+            PatternArg::Pattern(pattern) => pattern.layout(self.heads, self.n, self.block)?,
             PatternArg::Gaps(density) => BlockLayout::from_block_fn("gaps", shape, |_, _, _| {
                 (rng.random::<f64>() < *density).then(|| BlockMask::corner(b, b, b))
-            }),
+            })?,
             PatternArg::Random(density) => {
                 BlockLayout::from_block_fn("random blocks", shape, |_, q, k| match q.cmp(&k) {
                     std::cmp::Ordering::Less => None,
@@ -89,9 +101,10 @@ impl Workload {
                     std::cmp::Ordering::Greater => {
                         (rng.random::<f64>() < *density).then(|| BlockMask::corner(b, b, b))
                     }
-                })
+                })?
             }
-        }
+            PatternArg::File(path) => read_layout(path)?,
+        })
     }
 
     pub fn label(&self) -> String {
@@ -184,4 +197,60 @@ pub fn densities() -> Vec<Workload> {
         })
     });
     rows.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_are_those_of_the_notation_or_random() {
+        let pattern = |text: &str| text.parse::<PatternArg>();
+        assert!(matches!(
+            pattern("streaming:4096,64"),
+            Ok(PatternArg::Pattern(Pattern::Streaming {
+                window: 4096,
+                sink: 64
+            }))
+        ));
+        assert!(matches!(
+            pattern("random:2.5"),
+            Ok(PatternArg::Random(0.025))
+        ));
+        assert!(matches!(pattern("gaps:50"), Ok(PatternArg::Gaps(0.5))));
+        for text in ["random", "gaps:x", "gaps:101", "fixed:8"] {
+            assert!(pattern(text).is_err(), "{text}");
+        }
+        let error = pattern("gap:5").unwrap_err();
+        assert!(
+            error.contains("strided:STRIDE") && error.contains("random:PERCENT"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn layouts_are_read_from_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("layout.json");
+        let layout = Pattern::fixed(16, 4).layout(2, 100, 8).unwrap();
+        fs::write(&path, serde_json::to_vec(&layout).unwrap()).unwrap();
+        assert_eq!(read_layout(&path).unwrap(), layout);
+
+        let shape = LayoutShape {
+            heads: 2,
+            seq_q: 8,
+            seq_kv: 100,
+            block_size: 8,
+        };
+        let tail = BlockLayout::new(&Pattern::fixed(16, 4), shape).unwrap();
+        fs::write(&path, serde_json::to_vec(&tail).unwrap()).unwrap();
+        let error = format!("{:#}", read_layout(&path).unwrap_err());
+        assert!(
+            error.contains("as many queries as keys, got 8 and 100"),
+            "{error}"
+        );
+        fs::write(&path, "{}").unwrap();
+        let error = format!("{:#}", read_layout(&path).unwrap_err());
+        assert!(error.contains("is no layout"), "{error}");
+    }
 }

@@ -24,6 +24,16 @@ pub enum LayoutError {
         /// What came.
         got: String,
     },
+    /// Text that is no pattern in the notation of [`Pattern::NOTATION`](crate::Pattern::NOTATION).
+    #[error("cannot read '{part}' as a pattern: expected {expected}, got {got}")]
+    Notation {
+        /// The part of the text.
+        part: String,
+        /// What may stand there.
+        expected: String,
+        /// What came.
+        got: String,
+    },
     /// Serialized data that does not describe a layout.
     #[error("corrupt layout: {what}")]
     Corrupt {

@@ -36,6 +36,7 @@ pub mod kernels;
 mod layout;
 pub mod lines;
 mod mask;
+mod notation;
 mod on_device;
 mod pack;
 mod pattern;

@@ -259,3 +259,31 @@ fn claims_are_not_expanded() {
     assert!(read(meet).is_err_and(|error| error.to_string().contains("key block 14 occurs twice")));
     assert!(start.elapsed().as_secs_f64() < 1.0, "{:?}", start.elapsed());
 }
+
+/// Parts of the notation and scraps of them, in any order.
+fn notation() -> impl Strategy<Value = String> {
+    let names = Pattern::NOTATION.iter().map(|form| form.split(':').next());
+    let names: Vec<&str> = names.map(Option::unwrap_or_default).collect();
+    let scrap = prop_oneof![
+        3 => (prop::sample::select(names), numbers()).prop_map(|(name, list)| {
+            let list: Vec<String> = list.iter().map(usize::to_string).collect();
+            format!("{name}:{}", list.join(","))
+        }),
+        3 => prop::sample::select(vec!["+", "&", "/", "(", ")", "causal", ",horizontal", " "])
+            .prop_map(str::to_owned),
+        1 => "\\PC{0,3}",
+    ];
+    prop::collection::vec(scrap, 0..8).prop_map(|scraps| scraps.concat())
+}
+
+proptest! {
+    #![proptest_config(cases(3000))]
+
+    #[test]
+    fn any_text((text, shape) in (notation(), shape())) {
+        match text.parse::<Pattern>() {
+            Ok(pattern) => drop(BlockLayout::new(&pattern, shape)),
+            Err(error) => prop_assert!(error.to_string().contains("as a pattern: expected"), "{}", error),
+        }
+    }
+}

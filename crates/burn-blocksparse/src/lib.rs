@@ -57,7 +57,7 @@ pub use blocks::BlockSparseTensorOps;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
 pub use blocksparse::{
-    BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Restriction,
+    BLOCK_SIZES, BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Restriction,
 };
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use error::AttentionError;

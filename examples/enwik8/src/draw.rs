@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
+use burn_blocksparse::Pattern;
 use clap::Args;
 
 use crate::data::thousands;
@@ -19,8 +20,10 @@ const PRINTED_BLOCKS: usize = 96;
   enwik8 draw --pattern local:64+strided:64 --seq 512 --block 16 --out strided.svg")]
 pub struct DrawArgs {
     /// E.g. fixed:128,32 or local:64+strided:64
-    #[arg(long, value_name = "PATTERN", default_value = "fixed:128,32", value_parser = pattern::checked)]
-    pattern: String,
+    #[arg(long, value_name = "PATTERN", default_value = "fixed:128,32", long_help = pattern::help(
+        "E.g. fixed:128,32 or local:64+strided:64",
+    ))]
+    pattern: Pattern,
     /// Length of the sequence
     #[arg(long, default_value_t = 512)]
     seq: usize,
@@ -37,7 +40,7 @@ pub struct DrawArgs {
 
 /// Runs `enwik8 draw`.
 pub fn run(args: &DrawArgs) -> Result<()> {
-    let pattern = pattern::parse(&args.pattern).map_err(|message| anyhow!(message))?;
+    let pattern = &args.pattern;
     let layout = pattern.layout(args.heads, args.seq, args.block)?;
     // The drawing of a long sequence is wider than any terminal.
     if layout.q_blocks().max(layout.kv_blocks()) <= PRINTED_BLOCKS {

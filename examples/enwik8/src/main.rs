@@ -9,6 +9,7 @@ mod data;
 mod device;
 mod draw;
 mod eval;
+mod export;
 mod log;
 mod model;
 mod pattern;
@@ -36,6 +37,7 @@ use clap::{Parser, Subcommand};
   enwik8 eval          bits per byte on held-out text
   enwik8 bench         sparse against dense attention on this machine
   enwik8 draw --pattern fixed:128,32 --out pattern.png
+  enwik8 export --out exported   files for a program of your own
 
 From the repository: cargo run -p enwik8 -- train"
 )]
@@ -51,6 +53,7 @@ enum Task {
     Sample(sample::SampleArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
+    Export(export::ExportArgs),
 }
 
 fn main() -> ExitCode {
@@ -73,6 +76,7 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::Sample(args) => sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
+        Task::Export(args) => export::run(args).map(done),
     }
 }
 

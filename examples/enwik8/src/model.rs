@@ -11,7 +11,6 @@ use burn_blocksparse::Pattern;
 use burn_sparse_transformer::{Factorization, SparseTransformer, SparseTransformerConfig};
 
 use crate::checkpoint::Checkpoint;
-use crate::pattern;
 use crate::presets::{FactorizationKind, ModelConfig, Recipe};
 
 /// Every byte is a token.
@@ -23,25 +22,32 @@ pub const VOCABULARY: usize = 256;
 /// If the configuration's numbers do not go together, or the device does not compute in its precision.
 pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTransformer> {
     device.seed(seed);
-    let factorization = factorization(config)?;
-    let model = SparseTransformerConfig::new(
+    let model = transformer(config)?
+        .init(device)?
+        // Weights are drawn here, in order, not on first use.
+        .materialize();
+    // Burn draws parameter ids at random; counted ids make two models of one seed equal in every byte.
+    Ok(model.map(&mut CountedIds(0)))
+}
+
+/// The configuration of the layers.
+///
+/// # Errors
+/// If a pattern cannot be read.
+pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
+    Ok(SparseTransformerConfig::new(
         VOCABULARY,
         config.context,
         config.d_model,
         config.layers,
         config.heads,
-        factorization,
+        factorization(config)?,
         config.position_width,
     )
     .with_block_size(config.block_size)
     .with_dropout(config.dropout)
     .with_init_scale(config.init_scale)
-    .with_precision(config.precision)
-    .init(device)?
-    // Weights are drawn here, in order, not on first use.
-    .materialize();
-    // Burn draws parameter ids at random; counted ids make two models of one seed equal in every byte.
-    Ok(model.map(&mut CountedIds(0)))
+    .with_precision(config.precision))
 }
 
 /// The model of a checkpoint.
@@ -75,9 +81,8 @@ pub fn factorization(config: &ModelConfig) -> Result<Factorization> {
     let patterns = config
         .patterns
         .iter()
-        .map(|text| pattern::parse(text))
-        .collect::<Result<Vec<Pattern>, _>>()
-        .map_err(|message| anyhow!(message))?;
+        .map(|text| text.parse())
+        .collect::<Result<Vec<Pattern>, _>>()?;
     Ok(match config.factorization {
         FactorizationKind::Merged => Factorization::Merged(patterns),
         FactorizationKind::Interleaved => Factorization::Interleaved(patterns),

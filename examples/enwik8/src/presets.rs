@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use burn_blocksparse::{BLOCK_SIZES, Pattern};
 use burn_sparse_transformer::Precision;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -181,7 +182,7 @@ pub struct ModelConfig {
     pub heads: usize,
     /// Width of the residual stream.
     pub d_model: usize,
-    /// Attention patterns in the notation of [`crate::pattern`].
+    /// Attention patterns in the notation of [`Pattern::NOTATION`].
     pub patterns: Vec<String>,
     /// How the patterns are combined.
     pub factorization: FactorizationKind,
@@ -270,7 +271,9 @@ pub struct Overrides {
     #[arg(long, value_enum)]
     pub attention: Option<Attention>,
     /// Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization
-    #[arg(long, value_parser = pattern::checked, value_name = "PATTERN")]
+    #[arg(long, value_parser = pattern::checked, value_name = "PATTERN", long_help = pattern::help(
+        "Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization",
+    ))]
     pub pattern: Vec<String>,
     /// How several patterns are combined
     #[arg(long, value_enum)]
@@ -483,25 +486,57 @@ impl RunConfig {
         set(&mut recipe.log_every, log_every);
     }
 
+    /// Errors name flags, where those of the layers would name the fields of their configurations.
     fn check(&self) -> Result<()> {
         let ModelConfig {
+            context,
             heads,
             d_model,
             patterns,
+            factorization,
+            block_size,
+            position_width,
             ..
         } = &self.model;
         ensure!(
             d_model % heads == 0,
             "--d-model must be a multiple of --heads, got {d_model} and {heads}"
         );
-        for text in patterns {
-            ensure!(
-                pattern::is_causal(text),
-                "pattern '{text}' lets a position see later ones, so the model could read the byte it predicts; \
-                 use a causal pattern such as causal, local:W, strided:S or fixed:L,C"
-            );
-        }
-        Ok(())
+        ensure!(
+            BLOCK_SIZES.contains(block_size),
+            "--block must be 8, 16, 32, 64 or 128, got {block_size}"
+        );
+        ensure!(
+            position_width <= context,
+            "--position-width must be at most --context = {context}, got {position_width}; without that flag it is the stride of \
+             --pattern, or the preset's"
+        );
+        ensure!(
+            *factorization != FactorizationKind::MultiHead || heads % patterns.len() == 0,
+            "--heads must be a multiple of the {} patterns of --factorization multi-head, got {heads}",
+            patterns.len()
+        );
+        patterns.iter().try_for_each(|text| {
+            check_pattern(text, *heads).with_context(|| format!("--pattern '{text}'"))
+        })
+    }
+}
+
+fn check_pattern(text: &str, heads: usize) -> Result<()> {
+    let pattern: Pattern = text.parse()?;
+    pattern.validate(heads)?;
+    if pattern.is_causal() {
+        return Ok(());
+    }
+    let causal = pattern::causal_part(text);
+    match pattern::has_callback(&pattern) {
+        true => bail!(
+            "it is not known to be causal, because a part of it is a callback; '{causal}' is, and keeps the pairs that are"
+        ),
+        false => bail!(
+            "it lets a position see later ones, so the model could read the byte it predicts; use a causal pattern \
+             such as causal, local:W, strided:S or fixed:L,C, or '{causal}'"
+        ),
     }
 }
 
@@ -515,7 +550,7 @@ fn set<T>(value: &mut T, new: Option<T>) {
 fn position_width_for(patterns: &[String], context: usize) -> usize {
     patterns
         .iter()
-        .find_map(|text| pattern::stride(text))
+        .find_map(|text| pattern::stride(&text.parse().ok()?))
         .filter(|&stride| stride > 0)
         .unwrap_or_else(|| (context.isqrt()).next_power_of_two())
 }
@@ -646,9 +681,8 @@ mod tests {
             pattern: vec!["local:8+prefix:4".to_owned()],
             ..Overrides::default()
         };
-        let message = RunConfig::new(Preset::Tiny, &overrides)
-            .unwrap_err()
-            .to_string();
+        let error = RunConfig::new(Preset::Tiny, &overrides).unwrap_err();
+        let message = format!("{error:#}");
         assert!(message.contains("later"), "{message}");
     }
 

@@ -1,10 +1,17 @@
 //! The program as its users meet it: a process with arguments, files, signals and exit codes.
 
+use std::f64::consts::LN_2;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use burn::config::Config;
+use burn::module::Module;
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, Device, Int, Tensor, TensorData};
+use burn_blocksparse::Pattern;
+use burn_sparse_transformer::{Factorization, SparseTransformer, SparseTransformerConfig};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -180,16 +187,30 @@ fn help_shows_what_to_type() {
         "sample",
         "bench",
         "draw",
+        "export",
         "cargo run -p enwik8 -- train",
     ] {
         assert!(help.contains(word), "{word}");
     }
-    for command in ["train", "eval", "sample", "bench", "draw"] {
+    for command in ["train", "eval", "sample", "bench", "draw", "export"] {
         assert!(
             succeed(&[command, "--help"]).contains("Examples:"),
             "{command}"
         );
     }
+    for command in ["train", "bench", "draw"] {
+        let help = succeed(&["help", command]);
+        for form in Pattern::NOTATION {
+            assert!(help.contains(form), "{command}: {form}");
+        }
+    }
+}
+
+#[test]
+fn callbacks_made_causal_are_trained() {
+    let folder = Folder::new();
+    folder.train("run", &["--steps", "2", "--pattern", "tree:2&causal"]);
+    assert!(folder.checkpoint("run", 2).exists());
 }
 
 #[test]
@@ -225,11 +246,11 @@ fn bad_flags_list_the_choices() {
         ),
         (
             vec!["train", "--pattern", "spiral:3"],
-            vec!["unknown pattern 'spiral:3'", "strided:STRIDE"],
+            vec!["got 'spiral'", "strided:STRIDE"],
         ),
         (
             vec!["draw", "--pattern", "fixed:a,b"],
-            vec!["not a whole number", "fixed:STRIDE"],
+            vec!["whole numbers, got 'a'", "fixed:STRIDE"],
         ),
         (vec!["train", "--steps", "0"], vec!["at least 1"]),
         (vec!["train", "--dropout", "1.5"], vec!["from 0"]),
@@ -243,12 +264,29 @@ fn bad_flags_list_the_choices() {
 fn impossible_models_are_explained() {
     let folder = Folder::new();
     let run = folder.path("run");
+    let width = "--position-width must be at most --context = 64, got 128";
+    let heads = "--heads must be a multiple of the 3 patterns";
     for (flags, words) in [
-        (["--d-model", "130"], "multiple of --heads"),
-        (["--block", "12"], "block"),
-        (["--pattern", "dense"], "later"),
-        (["--device", "tpu"], "choices"),
+        ("--d-model 130", "multiple of --heads"),
+        ("--block 12", "--block must be 8, 16, 32, 64 or 128, got 12"),
+        (
+            "--pattern dense",
+            "'dense': it lets a position see later ones",
+        ),
+        ("--pattern tree:2", "not known to be causal"),
+        ("--pattern tree:2", "'tree:2&causal'"),
+        ("--pattern tree:2+local:8", "'(tree:2+local:8)&causal'"),
+        ("--pattern fixed:32,5", "'fixed:32,5': fixed(32, 5): stride"),
+        ("--pattern fixed:32,8,3", "heads must be a multiple of"),
+        ("--context 64 --pattern fixed:128,32", width),
+        ("--context 64 --position-width 128", width),
+        (
+            "--pattern causal --pattern local:8 --pattern strided:8 --factorization multi-head",
+            heads,
+        ),
+        ("--device tpu", "choices"),
     ] {
+        let flags: Vec<&str> = flags.split(' ').collect();
         let message = fail(&[&["train", "--run", &run], &flags[..]].concat(), 1);
         assert!(message.contains(words), "{message}");
         assert!(!Path::new(&run).exists());
@@ -598,6 +636,100 @@ fn a_checkpoint_is_evaluated_and_sampled() {
     );
     assert!(silent.is_empty());
     assert_eq!(fs::read(&file).unwrap().len(), 103);
+}
+
+/// What `docs/training.md` shows: a model from the files that `export` wrote.
+fn load_exported(folder: &str) -> SparseTransformer {
+    let folder = Path::new(folder);
+    let config = SparseTransformerConfig::load(folder.join("model.json")).unwrap();
+    let record = ModuleRecord::load(folder.join("model.bpk")).unwrap();
+    let model = config.init(&Device::flex()).unwrap();
+    model.try_load_record(record).unwrap()
+}
+
+/// Logits of every byte that follows one of `bytes`, `[bytes, 256]`.
+fn logits(model: &SparseTransformer, bytes: &[u8]) -> Vec<f32> {
+    let tokens: Vec<i32> = bytes.iter().map(|&byte| i32::from(byte)).collect();
+    let tokens = TensorData::new(tokens, [1, bytes.len()]);
+    let tokens = Tensor::<2, Int>::from_data(tokens, &Device::flex());
+    let logits = model.forward(tokens).unwrap();
+    logits.try_into_vec_as().unwrap()
+}
+
+#[test]
+fn an_exported_model_loads_in_a_program_of_its_own() {
+    let folder = Folder::new();
+    folder.train("run", &["--steps", "30", "--lr", "0.01"]);
+    let (run, out) = (folder.path("run"), folder.path("exported"));
+    let text = succeed(&["export", "--run", &run, "--out", &out]);
+    assert!(text.contains("best.ckpt: step 30"), "{text}");
+    let exported = load_exported(&out);
+
+    // The checkpoint's own record, in a model that is configured here.
+    let fixed = Factorization::Merged(vec![Pattern::fixed(8, 2)]);
+    let [record, _] = state_of(&Path::new(&run).join("best.ckpt"));
+    let trained = SparseTransformerConfig::new(256, 32, 16, 1, 2, fixed, 8)
+        .with_block_size(8)
+        .init(&Device::flex())
+        .unwrap()
+        .load_record(ModuleRecord::from_bytes(Bytes::from_bytes_vec(record)).unwrap());
+    let data = fs::read(folder.data()).unwrap();
+    let window = &data[100..132];
+    assert!(logits(&exported, window) == logits(&trained, window));
+
+    // The last 200 bytes are the test split, which eval cuts into windows of 32 predictions, the last one at its end.
+    let test = &data[3_800..];
+    let (mut predicted, mut bits) = (0, 0.0);
+    while predicted < 199 {
+        let start = predicted.min(199 - 32);
+        let logits = logits(&exported, &test[start..start + 32]);
+        for (row, target) in logits
+            .chunks(256)
+            .zip(&test[start + 1..])
+            .skip(predicted - start)
+        {
+            let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();
+            bits += (sum.ln() - f64::from(row[usize::from(*target)])) / LN_2;
+        }
+        predicted = start + 32;
+    }
+    let eval = succeed(&["eval", "--checkpoint", &run, "--split", "test"]);
+    let expected: f64 = eval
+        .lines()
+        .last()
+        .unwrap()
+        .split(' ')
+        .next()
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!((bits / 199.0 - expected).abs() < 1e-4, "{bits} {eval}");
+}
+
+#[test]
+fn exports_destroy_nothing_and_say_what_they_cannot_hold() {
+    let folder = Folder::new();
+    folder.train("run", &["--steps", "2"]);
+    let run = folder.path("run");
+    let export = ["export", "--checkpoint", &run, "--out", &run];
+    succeed(&export);
+    let message = fail(&export, 1);
+    assert!(
+        message.contains("model.bpk exists") && message.contains("--overwrite"),
+        "{message}"
+    );
+    succeed(&[&export[..], &["--overwrite"]].concat());
+    // The folder is still that of a run.
+    folder.resume("run", &["--steps", "3"]);
+
+    folder.train("tree", &["--steps", "2", "--pattern", "tree:2&causal"]);
+    let (run, out) = (folder.path("tree"), folder.path("out"));
+    let message = fail(&["export", "--checkpoint", &run, "--out", &out], 1);
+    assert!(
+        message.contains("tree(2)") && message.contains("callback"),
+        "{message}"
+    );
+    assert!(!Path::new(&out).exists());
 }
 
 #[test]
