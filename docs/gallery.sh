@@ -30,6 +30,8 @@ draw bigbird         --pattern bigbird:8,16,2                --seq 128 --block 8
 draw chunked         --pattern chunked:32                    --seq 128 --block 8
 draw chunked-window  --pattern 'chunked:16,1,0&causal'       --seq 128 --block 8
 draw deepspeed-fixed --pattern deepspeed-fixed:32,8,1        --seq 128 --block 8
+draw deepspeed-variable --pattern deepspeed-variable:128,16,24,40+global-keys:5,70 --seq 128 --block 8
 draw vertical-slash  --pattern vertical:0,1,37,70+slash:0,1,2,3,4,5,6,7,40 --seq 128 --block 8
 draw documents       --pattern 'documents:0,50,83&local:24'  --seq 128 --block 8
+draw packed          --pattern 'packed:0,50,83(fixed:16,4)'   --seq 128 --block 8
 draw tree            --pattern tree:2                        --seq 128 --block 8

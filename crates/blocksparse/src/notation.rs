@@ -27,7 +27,7 @@ impl Pattern {
     /// | text | pattern |
     /// |---|---|
     /// | `vertical:3+slash:0,1` | the pairs of `Pattern::vertical_slash([3], [0, 1])` |
-    /// | `deepspeed-variable:100,16,32+global:0` | those of `Pattern::deepspeed_variable(&[16, 32], 100, [0])` |
+    /// | `deepspeed-variable:100,16,32+global-keys:0` | those of `Pattern::deepspeed_variable(&[16, 32], 100, [0], false)`; with `global:0` of `…, true)` |
     /// | `tree:CHILDREN` | a callback over the nodes of a complete tree, level by level: each sees itself and its ancestors |
     ///
     /// ```
@@ -56,6 +56,7 @@ impl Pattern {
         "window:REACH[,DILATION]",
         "chunked:SIZE[,BEFORE,AFTER]",
         "global:TOKEN,…",
+        "global-keys:TOKEN,…",
         "longformer:REACH,DILATION,TOKEN,…",
         "bigbird:BLOCK,BLOCKS,RANDOM[,SEED]",
         "random-blocks:BLOCK,BLOCKS,COUNT[,SEED]",
@@ -177,6 +178,7 @@ fn parse_part(text: &str) -> Result<Pattern, LayoutError> {
         ("chunked", &[size]) => Pattern::chunked(size),
         ("chunked", &[size, before, after]) => Pattern::chunked_window(size, before, after),
         ("global", [_, ..]) => Pattern::global(numbers),
+        ("global-keys", [_, ..]) => Pattern::global_keys(numbers),
         ("longformer", &[reach, dilation, ref tokens @ ..]) if !tokens.is_empty() => {
             Pattern::longformer(reach, dilation, tokens.iter().copied())
         }
@@ -198,7 +200,7 @@ fn parse_part(text: &str) -> Result<Pattern, LayoutError> {
                 let expected = format!("SEQ of at most {MANY} of the last WINDOW");
                 return Err(error(text, expected, format!("{seq} of {last}")));
             }
-            Pattern::deepspeed_variable(&[windows, &[last]].concat(), seq, [])
+            Pattern::deepspeed_variable(&[windows, &[last]].concat(), seq, [], false)
         }
         ("vertical", [_, ..]) => Pattern::vertical_slash(numbers, []),
         ("slash", [_, ..]) => Pattern::vertical_slash([], numbers),
@@ -250,7 +252,7 @@ fn error(part: &str, expected: impl Into<String>, got: impl Into<String>) -> Lay
 
 /// Nodes of a complete tree, level by level, each with so many children: a node sees itself and its ancestors.
 fn tree(children: i64) -> Pattern {
-    Pattern::from_fn(format!("tree({children})"), move |_head, i, j| {
+    Pattern::from_pair_fn(format!("tree({children})"), move |i, j| {
         let mut node = i;
         while node > j.max(0) {
             node = (node - 1) / children;
@@ -284,6 +286,7 @@ mod tests {
             ("chunked:16", Pattern::chunked(16)),
             ("chunked:16,1,0", Pattern::chunked_window(16, 1, 0)),
             ("global:0,7", Pattern::global([0, 7])),
+            ("global-keys:0,7", Pattern::global_keys([0, 7])),
             ("longformer:4,2,0,7", Pattern::longformer(4, 2, [0, 7])),
             ("bigbird:8,16,3", Pattern::bigbird(8, 16, 3, 0)),
             ("bigbird:8,16,3,5", Pattern::bigbird(8, 16, 3, 5)),
@@ -302,7 +305,7 @@ mod tests {
             ),
             (
                 "deepspeed-variable:100,16,32",
-                Pattern::deepspeed_variable(&[16, 32], 100, []),
+                Pattern::deepspeed_variable(&[16, 32], 100, [], false),
             ),
             ("vertical:3", Pattern::vertical_slash([3], [])),
             ("slash:0,1", Pattern::vertical_slash([], [0, 1])),
@@ -363,8 +366,8 @@ mod tests {
             pairs(Pattern::vertical_slash([3], [0, 1]))
         );
         assert_eq!(
-            pairs(parse("deepspeed-variable:100,16,32+global:0")),
-            pairs(Pattern::deepspeed_variable(&[16, 32], 100, [0]))
+            pairs(parse("deepspeed-variable:100,16,32+global-keys:0")),
+            pairs(Pattern::deepspeed_variable(&[16, 32], 100, [0], false))
         );
     }
 
