@@ -5,8 +5,9 @@ use burn::nn::{
 };
 use burn::tensor::{Bool, DType, Device, Tensor};
 use burn_blocksparse::{
-    AttentionError, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Layout,
-    Pattern, WeightsMode, alibi_slopes, attention_with_tensors, attention_with_weights,
+    AttentionError, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
+    Dropout as WeightDropout, Layout, Pattern, WeightsMode, alibi_slopes, attention_with_tensors,
+    attention_with_weights,
 };
 
 use crate::dropout::Seeds;
@@ -598,15 +599,22 @@ impl SparseMultiHeadAttention {
     /// The options of a call, with dropout where burn-nn's module would drop.
     fn options_of(&self, query: &Tensor<4>, call: &Call) -> AttentionOptions {
         let options = self.options.clone();
-        let Dropout { prob, training } = &self.dropout;
-        let drops = *prob > 0.0 && training.is_enabled() && query.device().is_autodiff();
-        match drops {
-            true => {
-                let seed = call.dropout_seed.unwrap_or_else(|| self.seeds.next());
-                options.dropout(burn_blocksparse::Dropout::new(*prob, seed))
-            }
-            false => options,
+        let seed = || call.dropout_seed.unwrap_or_else(|| self.seeds.next());
+        let dropout = match call.dropout {
+            None if query.device().is_autodiff() => self.training_dropout(seed),
+            decided => decided,
+        };
+        match dropout {
+            Some(dropout) => options.dropout(dropout),
+            None => options,
         }
+    }
+
+    /// What a training pass drops of the attention weights.
+    pub(crate) fn training_dropout(&self, seed: impl FnOnce() -> u64) -> Option<WeightDropout> {
+        let Dropout { prob, training } = &self.dropout;
+        let drops = *prob > 0.0 && training.is_enabled();
+        drops.then(|| WeightDropout::new(*prob, seed()))
     }
 
     /// Queries or keys `[batch, seq, heads · d_k]` as `[batch, heads, seq, d_k]`, normalised and rotated.
@@ -662,6 +670,8 @@ pub(crate) struct Call {
     /// Of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
     bias: Option<Tensor<4>>,
     dropout_seed: Option<u64>,
+    /// In place of the module's own.
+    dropout: Option<WeightDropout>,
 }
 
 impl Call {
@@ -675,6 +685,7 @@ impl Call {
             dtype: input.query.dtype(),
             bias: input.bias.clone(),
             dropout_seed: input.dropout_seed,
+            dropout: input.dropout,
         }
     }
 }

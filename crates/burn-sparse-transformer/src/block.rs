@@ -2,7 +2,7 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::Pattern;
+use burn_blocksparse::{Dropout as WeightDropout, Pattern};
 
 use crate::error::{ensure, ensure_dropout, ensure_positive};
 use crate::layouts::Layouts;
@@ -180,16 +180,21 @@ impl SparseTransformerBlock {
     /// # Errors
     /// If the shape does not fit, or the pattern has no layout for `seq`.
     pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
-        self.forward_with(x, |branch| self.dropout.forward(branch))
+        self.forward_with(x, None, |branch| self.dropout.forward(branch))
     }
 
-    /// [`Self::forward`] with `dropout` in place of the block's own.
+    /// [`Self::forward`] with `dropout` in place of the block's own, and `weights` in place of its attention's, if it is given.
     pub(crate) fn forward_with(
         &self,
         x: Tensor<3>,
+        weights: Option<WeightDropout>,
         dropout: impl Fn(Tensor<3>) -> Tensor<3>,
     ) -> Result<Tensor<3>, TransformerError> {
-        self.residual(x, |input| self.mha.forward(input), dropout)
+        let attend = |mut input: SparseMhaInput| {
+            input.dropout = weights;
+            self.mha.forward(input)
+        };
+        self.residual(x, attend, dropout)
     }
 
     /// Applies the block to new positions, which also attend to those in `cache`.

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use burn::tensor::{Bool, Device, Tensor, TensorData};
-use burn_blocksparse::Restriction;
+use burn_blocksparse::{Dropout, Restriction};
 
 use crate::TransformerError;
 use crate::error::{ensure, ensure_shape};
@@ -15,6 +15,8 @@ pub struct SparseMhaInput {
     pub(crate) padding: Option<Padding>,
     pub(crate) bias: Option<Tensor<4>>,
     pub(crate) dropout_seed: Option<u64>,
+    /// What is dropped, whether or not the device is one of training; none: the module decides.
+    pub(crate) dropout: Option<Dropout>,
     /// Whether the queries are positions of the same sequence as the keys.
     self_attention: bool,
 }
@@ -111,6 +113,7 @@ impl SparseMhaInput {
             padding: None,
             bias: None,
             dropout_seed: None,
+            dropout: None,
             self_attention: false,
         }
     }
