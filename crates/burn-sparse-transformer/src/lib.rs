@@ -33,6 +33,7 @@
 
 mod attention;
 mod block;
+mod block_attention;
 mod cache;
 mod convert;
 mod dropout;
@@ -55,6 +56,7 @@ mod transformer;
 
 pub use attention::{SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
 pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
+pub use block_attention::BlockAttentionConfig;
 pub use cache::{SparseMhaCache, SparseTransformerCache};
 pub use embedding::PositionEmbedding;
 pub use encoder::{

@@ -131,11 +131,11 @@ impl SparseTransformer {
         let positions = batch * seq;
         let as_product = positions >= POSITIONS_PER_TOKEN * vocab && table.is_require_grad();
         let embedded = match as_product {
-            true => self.position_embedding.forward(0, seq),
-            false => self.embed(tokens.clone(), 0)?,
+            true => (self.position_embedding.as_ref()).map(|positions| positions.forward(0, seq)),
+            false => Some(self.embed(tokens.clone(), 0)?),
         };
         // Not tracked if the embeddings are frozen.
-        if embedded.is_tracked() {
+        if let Some(embedded) = embedded.filter(|embedded| embedded.is_tracked()) {
             let grad = match as_product {
                 true => grad.clone().sum_dim(0),
                 false => grad.clone(),
