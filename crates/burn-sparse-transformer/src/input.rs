@@ -28,7 +28,7 @@ pub(crate) enum Padding {
     Mask(Box<Tensor<2, Bool>>),
     /// A mask that was read from its device: its shape and values.
     Read([usize; 2], Arc<Vec<bool>>),
-    /// The first so many keys of each batch entry are not.
+    /// The number of real keys of each batch entry; all later ones are padding.
     Lengths(Vec<usize>),
 }
 
@@ -131,7 +131,7 @@ impl SparseMhaInput {
         self
     }
 
-    /// [`Self::mask_pad`] for padding at the end: the first `lengths[b]` keys of batch entry `b` are none.
+    /// [`Self::mask_pad`] for padding at the end: batch entry `b` has `lengths[b]` real keys; all later ones are padding.
     pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
         self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
         self

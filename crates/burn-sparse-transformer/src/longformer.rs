@@ -93,7 +93,7 @@ impl LongformerInput {
         self
     }
 
-    /// Sets which positions are padding: see [`SparseMhaInput::mask_pad`]. A global token that is padding is none.
+    /// Sets which positions are padding: see [`SparseMhaInput::mask_pad`]. A global token at a padded position is ignored.
     ///
     /// # Shapes
     /// - `mask`: `[batch, seq]`, `true` = padding
@@ -102,7 +102,7 @@ impl LongformerInput {
         self
     }
 
-    /// Sets how many positions of each batch entry are no padding.
+    /// Padding at the end: batch entry `b` has `lengths[b]` real positions; all later ones are padding.
     pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
         self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
         self

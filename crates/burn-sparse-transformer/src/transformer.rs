@@ -336,6 +336,7 @@ impl SparseTransformer {
         if end > context {
             return Err(TransformerError::ContextExceeded {
                 context,
+                limit: "the model's context",
                 start,
                 end,
             });
