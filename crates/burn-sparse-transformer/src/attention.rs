@@ -68,6 +68,9 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Whether each head learns the score of a further key whose value is 0, from 0 on.
     #[config(default = false)]
     pub sinks: bool,
+    /// Whether the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit stays 0.
+    #[config(default = false)]
+    pub quiet_softmax: bool,
     /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
@@ -100,7 +103,7 @@ impl SparseMultiHeadAttentionConfig {
     /// # Errors
     /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
     /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
-    /// than 2³⁰ numbers, `rope` does not fit the heads, the pattern does not fit the heads and the block size, or the device does not
+    /// than 2³⁰ numbers, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads and the block size, or the device does not
     /// compute in `precision`.
     pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;
@@ -141,6 +144,7 @@ impl SparseMultiHeadAttentionConfig {
             dropout: DropoutConfig::new(self.dropout).init(),
             seeds: Seeds::default(),
             qk_norm_eps: self.qk_norm_eps,
+            quiet_softmax: self.quiet_softmax,
             query: linear(self.d_model, self.n_heads * d_k, self.query_bias),
             key: linear(self.d_model, n_kv_heads * d_k, self.key_bias),
             value: linear(self.d_model, n_kv_heads * d_v, self.value_bias),
@@ -186,6 +190,8 @@ impl SparseMultiHeadAttentionConfig {
             validate_rope(rope, self.d_key.unwrap_or(self.d_model) / self.n_heads)?;
         }
         ensure_dropout(self.dropout)?;
+        let twice = self.sinks && self.quiet_softmax;
+        ensure_none("sinks", twice, "none with quiet_softmax, which is one")?;
         let reach = self.relative_reach.unwrap_or(0);
         let most = (AttentionTensors::MAX_DISTANCES / self.n_heads).saturating_sub(1) / 2;
         ensure(
@@ -251,6 +257,7 @@ pub struct SparseMultiHeadAttention {
     #[module(skip)]
     seeds: Seeds,
     qk_norm_eps: f64,
+    pub(crate) quiet_softmax: bool,
     d_model: usize,
     n_heads: usize,
     n_kv_heads: usize,
@@ -332,7 +339,7 @@ impl SparseMultiHeadAttention {
     /// [`Self::forward`], which also returns the attention weights of the kept blocks.
     ///
     /// # Errors
-    /// As [`Self::forward`]; also if the module has biases of distances or sinks, or the input a bias.
+    /// As [`Self::forward`]; also if the module has biases of distances, sinks or the quiet softmax, or the input a bias.
     pub fn forward_with_weights(
         &self,
         input: SparseMhaInput,
@@ -341,6 +348,7 @@ impl SparseMultiHeadAttention {
             ("bias", input.bias.is_some()),
             ("relative_bias", self.relative_bias.is_some()),
             ("sinks", self.sinks.is_some()),
+            ("quiet_softmax", self.quiet_softmax),
         ] {
             ensure_none(argument, given, "none where weights are returned")?;
         }
@@ -588,7 +596,10 @@ impl SparseMultiHeadAttention {
         call: &Call,
     ) -> Result<Tensor<4>, TransformerError> {
         let mut tensors = AttentionTensors::default();
-        tensors.sinks = self.sinks.as_ref().map(Param::val);
+        tensors.sinks = match &self.sinks {
+            None if self.quiet_softmax => Some(Tensor::zeros([self.n_heads], &query.device())),
+            sinks => sinks.as_ref().map(Param::val),
+        };
         tensors.relative_bias = self.relative_bias.as_ref().map(Param::val);
         tensors.bias = (call.bias.clone()).map(|bias| bias.cast(query.dtype()));
         let options = self.options_of(&query, call);

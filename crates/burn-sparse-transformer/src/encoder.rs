@@ -18,7 +18,7 @@ use crate::{
 /// Configuration of [`SparseTransformerEncoder`].
 #[derive(Config, Debug)]
 pub struct SparseTransformerEncoderConfig {
-    /// Everything but the pattern. `quiet_softmax` must be off.
+    /// Everything but the pattern.
     pub encoder: TransformerEncoderConfig,
     /// Which query attends to which key, per head.
     pub pattern: Pattern,

@@ -79,7 +79,8 @@ fn attention_and_block_round_trip() {
             .with_key_bias(false)
             .with_scale(Some(0.25))
             .with_rope(Some(RotaryEncodingConfig::new(128, 8).with_theta(5e5)))
-            .with_qk_norm(Some(QkNorm::Rms));
+            .with_qk_norm(Some(QkNorm::Rms))
+            .with_quiet_softmax(true);
         assert_round_trip(&config);
         assert_round_trip(&SparseTransformerBlockConfig::new(64, 8, pattern).with_dropout(0.1));
     }

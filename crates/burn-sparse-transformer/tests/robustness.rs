@@ -66,13 +66,13 @@ fn attention() -> impl Strategy<Value = SparseMultiHeadAttentionConfig> {
     );
     let extras = (
         prop_oneof![3 => Just(0.0), 1 => real()],
-        any::<[bool; 2]>(),
+        any::<[bool; 3]>(),
         reach(),
     );
     (sizes, options, extras).prop_map(|(sizes, options, extras)| {
         let (d_model, n_heads, pattern, block_size, n_kv_heads, d_key) = sizes;
         let (rope, qk_norm, eps, softcap, scale) = options;
-        let (dropout, [alibi, sinks], reach) = extras;
+        let (dropout, [alibi, sinks, quiet], reach) = extras;
         SparseMultiHeadAttentionConfig::new(d_model, n_heads, pattern)
             .with_block_size(block_size)
             .with_n_kv_heads(n_kv_heads)
@@ -85,6 +85,7 @@ fn attention() -> impl Strategy<Value = SparseMultiHeadAttentionConfig> {
             .with_dropout(dropout)
             .with_alibi(alibi)
             .with_sinks(sinks)
+            .with_quiet_softmax(quiet)
             .with_relative_reach(reach)
     })
 }
