@@ -21,6 +21,12 @@
 //! Trained modules of burn-nn become sparse with [`SparseMultiHeadAttention::from_dense`] and
 //! [`SparseTransformerEncoder::from_dense`]; `cargo run -p burn-sparse-transformer --example convert` shows it.
 //!
+//! # From burn-nn
+#![doc = ""]
+#![doc = include_str!("../from-burn-nn.md")]
+//!
+//! # The model and backends
+//!
 //! [`SparseTransformer`] is the whole model: [`forward`](SparseTransformer::forward) for logits,
 //! [`loss`](SparseTransformer::loss) for training with Burn's learner,
 //! [`forward_cache`](SparseTransformer::forward_cache) for sampling, and
