@@ -159,10 +159,14 @@ impl SparseMultiHeadAttentionConfig {
     }
 
     fn options(&self) -> AttentionOptions {
-        let options = AttentionOptions::default().weights(match self.store_weights {
+        let weights = match self.store_weights {
             true => WeightsMode::Store,
             false => WeightsMode::Recompute,
-        });
+        };
+        let products = self.precision.products();
+        let options = AttentionOptions::default()
+            .weights(weights)
+            .precision(products);
         let options = match self.softcap {
             Some(softcap) => options.softcap(softcap),
             None => options,

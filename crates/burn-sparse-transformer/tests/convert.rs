@@ -11,8 +11,8 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 use burn_sparse_transformer::{
     Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformerEncoder,
-    SparseTransformerEncoderConfig, SparseTransformerEncoderInput, TransformerError,
+    SparseMultiHeadAttentionConfig, SparseTransformerEncoder, SparseTransformerEncoderConfig,
+    SparseTransformerEncoderInput, TransformerError,
 };
 use common::{assert_close, random, randomise};
 use rstest::rstest;
@@ -74,9 +74,8 @@ fn a_quiet_softmax_stays_quiet() {
         .flat_map(|&length| (0..SEQ).map(move |j| j >= length))
         .collect();
     let padding = Tensor::<2, Bool>::from_data(TensorData::new(padding, [2, SEQ]), &device);
-    let convert = |dense: &_, pattern| {
-        SparseMultiHeadAttention::from_dense(dense, pattern, 8).unwrap()
-    };
+    let convert =
+        |dense: &_, pattern| SparseMultiHeadAttention::from_dense(dense, pattern, 8).unwrap();
     for (pattern, theirs, ours) in [
         (
             Pattern::dense(),
@@ -126,7 +125,13 @@ fn a_quiet_softmax_stays_quiet() {
         .with_block_size(8)
         .with_quiet_softmax(true);
     let mha = config.init(&device).unwrap();
-    let mha = mha.load_record(dense.clone().into_record().allow_unused(true).allow_partial(true));
+    let mha = mha.load_record(
+        dense
+            .clone()
+            .into_record()
+            .allow_unused(true)
+            .allow_partial(true),
+    );
     assert_eq!(mha.num_params(), quiet.init(&device).num_params());
     let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
     let mut cache = SparseMhaCache::new();
@@ -136,7 +141,12 @@ fn a_quiet_softmax_stays_quiet() {
     });
     assert_close(Tensor::cat(pieces.to_vec(), 1), whole.context, 1e-5);
     assert_eq!(
-        config.with_sinks(true).init(&device).map(drop).unwrap_err().to_string(),
+        config
+            .with_sinks(true)
+            .init(&device)
+            .map(drop)
+            .unwrap_err()
+            .to_string(),
         "sinks must be none with quiet_softmax, which is one, got some"
     );
 }
