@@ -163,6 +163,84 @@ fn merged_parts() {
             "lse_b's shape must be [1, 4, 32], out_a's rows, got [1, 4, 31]"
         );
     }
+    // Sums of f64 are not silently f32, and the other way round.
+    let device = Device::flex();
+    let out = |dtype| Tensor::<4>::zeros([1, 4, 32, 8], (&device, dtype));
+    let lse = |dtype| Tensor::<3>::zeros([1, 4, 32], (&device, dtype));
+    let dtypes = |o: DType, a, b| merge_attention(out(o), lse(a), out(o), lse(b)).map(drop);
+    use DType::{BF16, F32, F64};
+    for (of_out, of_lse_a, of_lse_b, message) in [
+        (
+            F64,
+            F32,
+            F32,
+            "lse_a's dtype must be F64, that of out_a's sums, got F32",
+        ),
+        (
+            F32,
+            F64,
+            F64,
+            "lse_a's dtype must be F32, that of out_a's sums, got F64",
+        ),
+        (
+            BF16,
+            BF16,
+            BF16,
+            "lse_a's dtype must be F32, that of out_a's sums, got BF16",
+        ),
+        (
+            F32,
+            F32,
+            F64,
+            "lse_b's dtype must be F32, that of out_a's sums, got F64",
+        ),
+    ] {
+        let error = dtypes(of_out, of_lse_a, of_lse_b).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+    for dtype in [BF16, F32] {
+        assert!(dtypes(dtype, F32, F32).is_ok());
+    }
+    assert!(dtypes(F64, F64, F64).is_ok());
+}
+
+#[test]
+fn merged_parts_of_other_devices() {
+    let devices = devices();
+    // A run on one backend has no other.
+    let [device, other, ..] = &devices[..] else {
+        return;
+    };
+    let expected = format!("must be {device:?}, out_a's, got {other:?}");
+    let out = |device: &Device| zeros([1, 4, 32, 8], device);
+    let lse = |device: &Device| Tensor::<3>::zeros([1, 4, 32], device);
+    for (name, place) in [("lse_a", 0), ("out_b", 1), ("lse_b", 2)] {
+        let of = |at: usize| if at == place { other } else { device };
+        let error = merge_attention(out(device), lse(of(0)), out(of(1)), lse(of(2)));
+        let message = error.unwrap_err().to_string();
+        assert_eq!(message, format!("{name}'s device {expected}"));
+    }
+}
+
+/// There is no v to speak of.
+#[test]
+fn masses_of_keys_that_do_not_fit() {
+    for device in devices() {
+        let lse = Tensor::<3>::zeros([1, 4, 32], &device);
+        for (k, message) in [
+            ([1, 4, 32, 0], "k's head_dim must be 8, q's, got 0"),
+            ([1, 4, 32, 4], "k's head_dim must be 8, q's, got 4"),
+            ([1, 4, 31, 8], "k's seq_kv must be 32, the layout's, got 31"),
+            (
+                [1, 3, 32, 8],
+                "k's kv_heads must be a divisor of the 4 heads of q, got 3",
+            ),
+        ] {
+            let (q, k) = (zeros([1, 4, 32, 8], &device), zeros(k, &device));
+            let masses = attention_masses(q, k, lse.clone(), &layout(), MassOptions::default());
+            assert_eq!(masses.unwrap_err().to_string(), message);
+        }
+    }
 }
 
 /// What a call runs is known before it runs, and says so.
@@ -434,7 +512,10 @@ proptest::proptest! {
                     prop_assert_eq!(masses.columns.dims(), [batch, heads, seq_kv]);
                     prop_assert_eq!(masses.diagonals.dims(), [batch, heads, seq_q + seq_kv - 1]);
                 }
-                Err(error) => says_what(&error)?,
+                Err(error) => {
+                    says_what(&error)?;
+                    prop_assert!(!error.to_string().starts_with("v's"), "{error}");
+                }
             }
             match attention_with_tensors(q.clone(), k.clone(), k, tensors, &layout, AttentionOptions::default()) {
                 Ok((out, _)) => prop_assert_eq!(out.dims(), q.dims()),

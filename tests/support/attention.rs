@@ -8,7 +8,7 @@ use burn::tensor::module::attention_fallback;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, BlockLayout, Layout, Pattern, Precision, WeightsMode,
+    AttentionOptions, AttentionPlan, BlockLayout, Layout, Pattern, ProductPrecision, WeightsMode,
     attention, attention_with_lse, attention_with_weights, merge_attention,
 };
 
@@ -399,12 +399,15 @@ pub fn tf32_only_where_asked_for(devices: &[Device]) {
     });
     let answer = problem.solve();
     for device in devices {
-        for (precision, tolerance) in [(Precision::Full, 1e-5), (Precision::Tf32, 3e-3)] {
+        for (precision, tolerance) in [
+            (ProductPrecision::Full, 1e-5),
+            (ProductPrecision::Tf32, 3e-3),
+        ] {
             let options = AttentionOptions::default().precision(precision);
             let [q, k, v, _] = inputs(&problem, device, DType::F32);
             let plan = AttentionPlan::new(&q, &k, &v, &layout, &options).unwrap();
             let tf32 = plan.to_string().contains("in tf32");
-            assert!(precision == Precision::Tf32 || !tf32, "{plan}");
+            assert!(precision == ProductPrecision::Tf32 || !tf32, "{plan}");
             let device = device.clone().autodiff();
             let got = run(&problem, &layout, options, &device, DType::F32);
             let expected = [&answer.out, &answer.dq, &answer.dk, &answer.dv];

@@ -69,7 +69,7 @@ pub use ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, BlockSparseOps, LayoutTensors,
     MaybeFloat, OutputGrads, Saved, WantedGrads,
 };
-pub use options::{AttentionOptions, Precision, WeightsMode, alibi_slopes};
+pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::{AttentionTensors, attention_with_tensors, attention_with_tensors_and_weights};
 pub use top_k::{TopKOptions, top_k_blocks, top_k_blocks_on_device};

@@ -100,6 +100,9 @@ pub fn attention_masses(
     layout: &BlockLayout,
     options: MassOptions,
 ) -> Result<AttentionMasses, AttentionError> {
+    // Before the check, which would speak of a v.
+    let ([.., head_dim], [.., k_dim]) = (q.dims(), k.dims());
+    AttentionError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
     check(&q, &k, &k, layout)?;
     let MassOptions {
         attention: options,

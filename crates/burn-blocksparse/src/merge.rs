@@ -1,8 +1,9 @@
 //! Attention over disjoint sets of keys, merged by lse.
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 
 use crate::AttentionError;
+use crate::reference::accumulate_in;
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
 const LOWEST: f64 = -1e30;
@@ -34,11 +35,11 @@ const LOWEST: f64 = -1e30;
 ///
 /// # Shapes
 /// - `out_a`, `out_b`: `[batch, heads, seq_q, value_dim]`
-/// - `lse_a`, `lse_b`: `[batch, heads, seq_q]`, as [`attention_with_lse`](crate::attention_with_lse) gives them
+/// - `lse_a`, `lse_b`: `[batch, heads, seq_q]`, as [`attention_with_lse`](crate::attention_with_lse) gives them: f32, or f64 for f64
 /// - returns out and lse, of the same shapes and dtypes
 ///
 /// # Errors
-/// [`AttentionError`] if shapes or dtypes do not fit each other.
+/// [`AttentionError`] if shapes, dtypes or devices do not fit each other.
 pub fn merge_attention(
     out_a: Tensor<4>,
     lse_a: Tensor<3>,
@@ -50,9 +51,20 @@ pub fn merge_attention(
     AttentionError::expect_same("lse_a's shape", rows, "out_a's rows", lse_a.dims())?;
     AttentionError::expect_same("out_b's shape", out_a.dims(), "out_a's", out_b.dims())?;
     AttentionError::expect_same("lse_b's shape", rows, "out_a's rows", lse_b.dims())?;
-    AttentionError::expect_same("out_b's dtype", out_a.dtype(), "out_a's", out_b.dtype())?;
-    AttentionError::expect_same("lse_b's dtype", lse_a.dtype(), "lse_a's", lse_b.dtype())?;
-    let (dtype, accumulator) = (out_a.dtype(), lse_a.dtype());
+    let dtype = out_a.dtype();
+    let accumulator: DType = accumulate_in(dtype.into()).into();
+    let sums = "that of out_a's sums";
+    AttentionError::expect_same("out_b's dtype", dtype, "out_a's", out_b.dtype())?;
+    AttentionError::expect_same("lse_a's dtype", accumulator, sums, lse_a.dtype())?;
+    AttentionError::expect_same("lse_b's dtype", accumulator, sums, lse_b.dtype())?;
+    let device = out_a.device();
+    for (argument, got) in [
+        ("lse_a's device", lse_a.device()),
+        ("out_b's device", out_b.device()),
+        ("lse_b's device", lse_b.device()),
+    ] {
+        AttentionError::expect_same(argument, device.clone(), "out_a's", got)?;
+    }
     let Shares { a, b, lse } = shares(lse_a, lse_b);
     let weighted =
         |out: Tensor<4>, share: Tensor<3>| out.cast(accumulator) * share.unsqueeze_dim(3);

@@ -27,13 +27,13 @@ pub struct AttentionOptions {
     /// What is kept for the backward pass.
     pub weights: WeightsMode,
     /// How precise the products of f32 tensors are.
-    pub precision: Precision,
+    pub precision: ProductPrecision,
 }
 
 /// How precise the products of f32 tensors are. Sums, exponentials and outputs are f32 in any case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Precision {
+pub enum ProductPrecision {
     /// f32.
     #[default]
     Full,
@@ -101,7 +101,7 @@ impl AttentionOptions {
     }
 
     /// Sets how precise the products of f32 tensors are.
-    pub fn precision(mut self, precision: Precision) -> Self {
+    pub fn precision(mut self, precision: ProductPrecision) -> Self {
         self.precision = precision;
         self
     }

@@ -5,8 +5,9 @@ use burn::nn::{
 };
 use burn::tensor::{Bool, DType, Device, Tensor};
 use burn_blocksparse::{
-    AttentionError, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Layout,
-    Pattern, WeightsMode, alibi_slopes, attention_with_tensors, attention_with_weights,
+    AttentionError, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
+    Dropout as WeightDropout, Layout, Pattern, WeightsMode, alibi_slopes, attention_with_tensors,
+    attention_with_weights,
 };
 
 use crate::dropout::Seeds;
@@ -67,6 +68,9 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Whether each head learns the score of a further key whose value is 0, from 0 on.
     #[config(default = false)]
     pub sinks: bool,
+    /// Whether the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit stays 0.
+    #[config(default = false)]
+    pub quiet_softmax: bool,
     /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
@@ -99,7 +103,7 @@ impl SparseMultiHeadAttentionConfig {
     /// # Errors
     /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
     /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
-    /// than 2³⁰ numbers, `rope` does not fit the heads, the pattern does not fit the heads and the block size, or the device does not
+    /// than 2³⁰ numbers, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads and the block size, or the device does not
     /// compute in `precision`.
     pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;
@@ -140,6 +144,7 @@ impl SparseMultiHeadAttentionConfig {
             dropout: DropoutConfig::new(self.dropout).init(),
             seeds: Seeds::default(),
             qk_norm_eps: self.qk_norm_eps,
+            quiet_softmax: self.quiet_softmax,
             query: linear(self.d_model, self.n_heads * d_k, self.query_bias),
             key: linear(self.d_model, n_kv_heads * d_k, self.key_bias),
             value: linear(self.d_model, n_kv_heads * d_v, self.value_bias),
@@ -154,10 +159,14 @@ impl SparseMultiHeadAttentionConfig {
     }
 
     fn options(&self) -> AttentionOptions {
-        let options = AttentionOptions::default().weights(match self.store_weights {
+        let weights = match self.store_weights {
             true => WeightsMode::Store,
             false => WeightsMode::Recompute,
-        });
+        };
+        let products = self.precision.products();
+        let options = AttentionOptions::default()
+            .weights(weights)
+            .precision(products);
         let options = match self.softcap {
             Some(softcap) => options.softcap(softcap),
             None => options,
@@ -185,6 +194,8 @@ impl SparseMultiHeadAttentionConfig {
             validate_rope(rope, self.d_key.unwrap_or(self.d_model) / self.n_heads)?;
         }
         ensure_dropout(self.dropout)?;
+        let twice = self.sinks && self.quiet_softmax;
+        ensure_none("sinks", twice, "none with quiet_softmax, which is one")?;
         let reach = self.relative_reach.unwrap_or(0);
         let most = (AttentionTensors::MAX_DISTANCES / self.n_heads).saturating_sub(1) / 2;
         ensure(
@@ -250,6 +261,7 @@ pub struct SparseMultiHeadAttention {
     #[module(skip)]
     seeds: Seeds,
     qk_norm_eps: f64,
+    pub(crate) quiet_softmax: bool,
     d_model: usize,
     n_heads: usize,
     n_kv_heads: usize,
@@ -331,7 +343,7 @@ impl SparseMultiHeadAttention {
     /// [`Self::forward`], which also returns the attention weights of the kept blocks.
     ///
     /// # Errors
-    /// As [`Self::forward`]; also if the module has biases of distances or sinks, or the input a bias.
+    /// As [`Self::forward`]; also if the module has biases of distances, sinks or the quiet softmax, or the input a bias.
     pub fn forward_with_weights(
         &self,
         input: SparseMhaInput,
@@ -340,6 +352,7 @@ impl SparseMultiHeadAttention {
             ("bias", input.bias.is_some()),
             ("relative_bias", self.relative_bias.is_some()),
             ("sinks", self.sinks.is_some()),
+            ("quiet_softmax", self.quiet_softmax),
         ] {
             ensure_none(argument, given, "none where weights are returned")?;
         }
@@ -587,7 +600,10 @@ impl SparseMultiHeadAttention {
         call: &Call,
     ) -> Result<Tensor<4>, TransformerError> {
         let mut tensors = AttentionTensors::default();
-        tensors.sinks = self.sinks.as_ref().map(Param::val);
+        tensors.sinks = match &self.sinks {
+            None if self.quiet_softmax => Some(Tensor::zeros([self.n_heads], &query.device())),
+            sinks => sinks.as_ref().map(Param::val),
+        };
         tensors.relative_bias = self.relative_bias.as_ref().map(Param::val);
         tensors.bias = (call.bias.clone()).map(|bias| bias.cast(query.dtype()));
         let options = self.options_of(&query, call);
@@ -598,15 +614,22 @@ impl SparseMultiHeadAttention {
     /// The options of a call, with dropout where burn-nn's module would drop.
     fn options_of(&self, query: &Tensor<4>, call: &Call) -> AttentionOptions {
         let options = self.options.clone();
-        let Dropout { prob, training } = &self.dropout;
-        let drops = *prob > 0.0 && training.is_enabled() && query.device().is_autodiff();
-        match drops {
-            true => {
-                let seed = call.dropout_seed.unwrap_or_else(|| self.seeds.next());
-                options.dropout(burn_blocksparse::Dropout::new(*prob, seed))
-            }
-            false => options,
+        let seed = || call.dropout_seed.unwrap_or_else(|| self.seeds.next());
+        let dropout = match call.dropout {
+            None if query.device().is_autodiff() => self.training_dropout(seed),
+            decided => decided,
+        };
+        match dropout {
+            Some(dropout) => options.dropout(dropout),
+            None => options,
         }
+    }
+
+    /// What a training pass drops of the attention weights.
+    pub(crate) fn training_dropout(&self, seed: impl FnOnce() -> u64) -> Option<WeightDropout> {
+        let Dropout { prob, training } = &self.dropout;
+        let drops = *prob > 0.0 && training.is_enabled();
+        drops.then(|| WeightDropout::new(*prob, seed()))
     }
 
     /// Queries or keys `[batch, seq, heads · d_k]` as `[batch, heads, seq, d_k]`, normalised and rotated.
@@ -662,6 +685,8 @@ pub(crate) struct Call {
     /// Of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
     bias: Option<Tensor<4>>,
     dropout_seed: Option<u64>,
+    /// In place of the module's own.
+    dropout: Option<WeightDropout>,
 }
 
 impl Call {
@@ -675,6 +700,7 @@ impl Call {
             dtype: input.query.dtype(),
             bias: input.bias.clone(),
             dropout_seed: input.dropout_seed,
+            dropout: input.dropout,
         }
     }
 }

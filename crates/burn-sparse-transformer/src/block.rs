@@ -2,12 +2,12 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::Pattern;
+use burn_blocksparse::{Dropout as WeightDropout, Pattern};
 
 use crate::error::{ensure, ensure_dropout, ensure_positive};
 use crate::layouts::Layouts;
 use crate::{
-    FeedForward, Precision, SparseMhaCache, SparseMhaInput, SparseMhaOutput,
+    BlockAttentionConfig, FeedForward, Precision, SparseMhaCache, SparseMhaInput, SparseMhaOutput,
     SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError, init, rows,
 };
 
@@ -34,6 +34,10 @@ pub struct SparseTransformerBlockConfig {
     pub dropout: f64,
     /// Bounds the attention scores to ±`softcap`. Default: no bound.
     pub softcap: Option<f64>,
+    /// What the attention has beside the paper's. Default: nothing.
+    pub attention: Option<BlockAttentionConfig>,
+    /// Longest sequence, in positions, which `rope_theta` of `attention` needs to know.
+    pub context: Option<usize>,
     /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
@@ -60,7 +64,8 @@ impl SparseTransformerBlockConfig {
     ///
     /// # Errors
     /// As [`SparseMultiHeadAttentionConfig::init`]; also if `d_ff` or `n_layers` is 0, `dropout` is
-    /// outside `[0, 1)`, or `layer_norm_eps` or `init_scale` is not positive.
+    /// outside `[0, 1)`, `layer_norm_eps` or `init_scale` is not positive, or there is `rope_theta`, but
+    /// no `context`.
     pub fn init(&self, device: &Device) -> Result<SparseTransformerBlock, TransformerError> {
         self.validate()?;
         let layouts = Layouts::new(self.pattern.clone(), self.n_heads, self.block_size)?;
@@ -99,7 +104,7 @@ impl SparseTransformerBlockConfig {
         residual_scale: f64,
         device: &Device,
     ) -> Result<SparseMultiHeadAttention, TransformerError> {
-        let mut mha = self.attention().init_with(layouts, device)?;
+        let mut mha = self.mha()?.init_with(layouts, device)?;
         for projection in [&mut mha.query, &mut mha.key, &mut mha.value] {
             let [d_input, d_output] = projection.weight.lazy_shape().dims();
             *projection = init::linear(d_input, d_output, self.init_scale, device);
@@ -108,14 +113,19 @@ impl SparseTransformerBlockConfig {
         Ok(mha)
     }
 
-    fn attention(&self) -> SparseMultiHeadAttentionConfig {
-        SparseMultiHeadAttentionConfig::new(self.d_model, self.n_heads, self.pattern.clone())
+    fn mha(&self) -> Result<SparseMultiHeadAttentionConfig, TransformerError> {
+        let (d_model, pattern) = (self.d_model, self.pattern.clone());
+        let mha = SparseMultiHeadAttentionConfig::new(d_model, self.n_heads, pattern)
             .with_block_size(self.block_size)
             .with_n_kv_heads(self.n_kv_heads)
             .with_d_key(self.d_key)
             .with_softcap(self.softcap)
             .with_store_weights(self.store_weights)
-            .with_precision(self.precision)
+            .with_precision(self.precision);
+        match &self.attention {
+            Some(attention) => attention.apply(mha, self.context),
+            None => Ok(mha),
+        }
     }
 
     fn d_ff(&self) -> usize {
@@ -123,7 +133,7 @@ impl SparseTransformerBlockConfig {
     }
 
     pub(crate) fn validate(&self) -> Result<(), TransformerError> {
-        self.attention().validate()?;
+        self.mha()?.validate()?;
         ensure_positive("d_ff", self.d_ff())?;
         ensure_positive("n_layers", self.n_layers)?;
         ensure_dropout(self.dropout)?;
@@ -180,16 +190,21 @@ impl SparseTransformerBlock {
     /// # Errors
     /// If the shape does not fit, or the pattern has no layout for `seq`.
     pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
-        self.forward_with(x, |branch| self.dropout.forward(branch))
+        self.forward_with(x, None, |branch| self.dropout.forward(branch))
     }
 
-    /// [`Self::forward`] with `dropout` in place of the block's own.
+    /// [`Self::forward`] with `dropout` in place of the block's own, and `weights` in place of its attention's, if it is given.
     pub(crate) fn forward_with(
         &self,
         x: Tensor<3>,
+        weights: Option<WeightDropout>,
         dropout: impl Fn(Tensor<3>) -> Tensor<3>,
     ) -> Result<Tensor<3>, TransformerError> {
-        self.residual(x, |input| self.mha.forward(input), dropout)
+        let attend = |mut input: SparseMhaInput| {
+            input.dropout = weights;
+            self.mha.forward(input)
+        };
+        self.residual(x, attend, dropout)
     }
 
     /// Applies the block to new positions, which also attend to those in `cache`.

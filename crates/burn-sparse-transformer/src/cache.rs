@@ -91,6 +91,7 @@ impl SparseMhaCache {
         match self.context {
             Some(context) if total > context => Err(TransformerError::ContextExceeded {
                 context,
+                limit: "the cache's context",
                 start: self.len,
                 end: total,
             }),
@@ -234,6 +235,7 @@ mod tests {
             error,
             TransformerError::ContextExceeded {
                 context: 200,
+                limit: "the cache's context",
                 start: 200,
                 end: 201
             }

@@ -4,7 +4,7 @@ use burn::nn::Linear;
 use burn::nn::attention::MultiHeadAttention;
 use burn_blocksparse::Pattern;
 
-use crate::error::{ensure, ensure_shape};
+use crate::error::ensure_shape;
 use crate::layouts::Layouts;
 use crate::{SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError};
 
@@ -14,7 +14,7 @@ impl SparseMultiHeadAttention {
     /// masks, which come of seeds ([`SparseMhaInput::dropout_seed`](crate::SparseMhaInput::dropout_seed)).
     ///
     /// # Errors
-    /// If `mha` uses the quiet softmax, its projections are not square, or the pattern does not fit its heads and the block size.
+    /// If `mha`'s projections are not square, or the pattern does not fit its heads and the block size.
     ///
     /// ```
     /// use burn::nn::attention::MultiHeadAttentionConfig;
@@ -40,12 +40,6 @@ impl SparseMultiHeadAttention {
         mha: &MultiHeadAttention,
         layouts: Layouts,
     ) -> Result<Self, TransformerError> {
-        ensure(
-            !mha.quiet_softmax,
-            "quiet_softmax",
-            || "false: weights sum to 1 here".into(),
-            mha.quiet_softmax,
-        )?;
         let d_model = mha.d_model;
         for (name, linear) in [
             ("query", &mha.query),
@@ -59,6 +53,7 @@ impl SparseMultiHeadAttention {
         let pattern = layouts.pattern().clone();
         let config = SparseMultiHeadAttentionConfig::new(d_model, mha.n_heads, pattern)
             .with_block_size(layouts.block_size())
+            .with_quiet_softmax(mha.quiet_softmax)
             .with_dropout(mha.dropout.prob);
         let mut sparse = config.init_with(layouts, &mha.query.weight.device())?;
         sparse.query = mha.query.clone();

@@ -18,7 +18,7 @@ use crate::{
 /// Configuration of [`SparseTransformerEncoder`].
 #[derive(Config, Debug)]
 pub struct SparseTransformerEncoderConfig {
-    /// Everything but the pattern. `quiet_softmax` must be off.
+    /// Everything but the pattern.
     pub encoder: TransformerEncoderConfig,
     /// Which query attends to which key, per head.
     pub pattern: Pattern,
@@ -105,7 +105,7 @@ impl SparseTransformerEncoderInput {
         self
     }
 
-    /// Sets how many positions of each batch entry are no padding.
+    /// Padding at the end: batch entry `b` has `lengths[b]` real positions; all later ones are padding.
     pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
         self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
         self

@@ -16,13 +16,13 @@ pub enum TransformerError {
         /// What came.
         got: String,
     },
-    /// A sequence does not fit into the model's context.
-    #[error(
-        "positions must stay below {context}, the model's context, got positions {start}..{end}"
-    )]
+    /// A sequence is longer than a model, a cache or a table of rotations takes.
+    #[error("positions must stay below {context}, {limit}, got positions {start}..{end}")]
     ContextExceeded {
-        /// Positions the model has embeddings for.
+        /// Number of positions that there may be.
         context: usize,
+        /// What says so.
+        limit: &'static str,
         /// First position asked for.
         start: usize,
         /// One past the last position asked for.

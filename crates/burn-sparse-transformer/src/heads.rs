@@ -95,6 +95,7 @@ impl Positions {
         match end > context {
             true => Err(TransformerError::ContextExceeded {
                 context,
+                limit: "rope.max_sequence_length",
                 start,
                 end,
             }),

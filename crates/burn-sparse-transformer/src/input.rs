@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use burn::tensor::{Bool, Device, Tensor, TensorData};
-use burn_blocksparse::Restriction;
+use burn_blocksparse::{Dropout, Restriction};
 
 use crate::TransformerError;
 use crate::error::{ensure, ensure_shape};
@@ -15,6 +15,8 @@ pub struct SparseMhaInput {
     pub(crate) padding: Option<Padding>,
     pub(crate) bias: Option<Tensor<4>>,
     pub(crate) dropout_seed: Option<u64>,
+    /// What is dropped, whether or not the device is one of training; none: the module decides.
+    pub(crate) dropout: Option<Dropout>,
     /// Whether the queries are positions of the same sequence as the keys.
     self_attention: bool,
 }
@@ -26,7 +28,7 @@ pub(crate) enum Padding {
     Mask(Box<Tensor<2, Bool>>),
     /// A mask that was read from its device: its shape and values.
     Read([usize; 2], Arc<Vec<bool>>),
-    /// The first so many keys of each batch entry are not.
+    /// The number of real keys of each batch entry; all later ones are padding.
     Lengths(Vec<usize>),
 }
 
@@ -111,6 +113,7 @@ impl SparseMhaInput {
             padding: None,
             bias: None,
             dropout_seed: None,
+            dropout: None,
             self_attention: false,
         }
     }
@@ -128,7 +131,7 @@ impl SparseMhaInput {
         self
     }
 
-    /// [`Self::mask_pad`] for padding at the end: the first `lengths[b]` keys of batch entry `b` are none.
+    /// [`Self::mask_pad`] for padding at the end: batch entry `b` has `lengths[b]` real keys; all later ones are padding.
     pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
         self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
         self

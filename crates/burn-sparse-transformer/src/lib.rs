@@ -21,6 +21,12 @@
 //! Trained modules of burn-nn become sparse with [`SparseMultiHeadAttention::from_dense`] and
 //! [`SparseTransformerEncoder::from_dense`]; `cargo run -p burn-sparse-transformer --example convert` shows it.
 //!
+//! # From burn-nn
+#![doc = ""]
+#![doc = include_str!("../from-burn-nn.md")]
+//!
+//! # The model and backends
+//!
 //! [`SparseTransformer`] is the whole model: [`forward`](SparseTransformer::forward) for logits,
 //! [`loss`](SparseTransformer::loss) for training with Burn's learner,
 //! [`forward_cache`](SparseTransformer::forward_cache) for sampling, and
@@ -33,6 +39,7 @@
 
 mod attention;
 mod block;
+mod block_attention;
 mod cache;
 mod convert;
 mod dropout;
@@ -55,6 +62,7 @@ mod transformer;
 
 pub use attention::{SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
 pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
+pub use block_attention::BlockAttentionConfig;
 pub use cache::{SparseMhaCache, SparseTransformerCache};
 pub use embedding::PositionEmbedding;
 pub use encoder::{

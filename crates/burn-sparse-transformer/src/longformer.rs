@@ -17,7 +17,7 @@ use crate::{
 #[derive(Config, Debug)]
 pub struct LongformerAttentionConfig {
     /// Of the attention of ordinary tokens. Its pattern is without the global tokens: `Pattern::window(256)`, or
-    /// [`Pattern::dilated_window`]s per head. There is neither `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach` nor `sinks`.
+    /// [`Pattern::dilated_window`]s per head. There is neither `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach`, `sinks` nor `quiet_softmax`.
     pub attention: SparseMultiHeadAttentionConfig,
 }
 
@@ -93,7 +93,7 @@ impl LongformerInput {
         self
     }
 
-    /// Sets which positions are padding: see [`SparseMhaInput::mask_pad`]. A global token that is padding is none.
+    /// Sets which positions are padding: see [`SparseMhaInput::mask_pad`]. A global token at a padded position is ignored.
     ///
     /// # Shapes
     /// - `mask`: `[batch, seq]`, `true` = padding
@@ -102,7 +102,7 @@ impl LongformerInput {
         self
     }
 
-    /// Sets how many positions of each batch entry are no padding.
+    /// Padding at the end: batch entry `b` has `lengths[b]` real positions; all later ones are padding.
     pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
         self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
         self
@@ -139,7 +139,7 @@ impl LongformerAttention {
     /// Adds the projections of global tokens to a trained attention, as copies of its own.
     ///
     /// # Errors
-    /// If the attention has `rope`, `qk_norm`, `dropout`, `alibi`, biases of distances or sinks.
+    /// If the attention has `rope`, `qk_norm`, `dropout`, `alibi`, biases of distances, sinks or `quiet_softmax`.
     pub fn from_attention(mha: SparseMultiHeadAttention) -> Result<Self, TransformerError> {
         // Global tokens are queries out of their places, which these depend on.
         for (argument, given) in [
@@ -149,6 +149,7 @@ impl LongformerAttention {
             ("alibi", mha.options.alibi.is_some()),
             ("relative_bias", mha.relative_bias.is_some()),
             ("sinks", mha.sinks.is_some()),
+            ("quiet_softmax", mha.quiet_softmax),
         ] {
             ensure_none(argument, given, "none in LongformerAttention")?;
         }

@@ -5,11 +5,14 @@ use std::fmt;
 use burn::nn::Linear;
 use burn::tensor::module::linear;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn_blocksparse::ProductPrecision;
 use serde::{Deserialize, Serialize};
 
 use crate::{TransformerError, rows};
 
 /// The dtype of the blocks' matrix products, of the attention and of the activations between them.
+///
+/// The attention function has an option of its own, [`ProductPrecision`], for its products of f32 tensors; [`Tf32`](Self::Tf32) sets it.
 ///
 /// Parameters keep their own dtype, f32 unless set otherwise, and with them gradients and the
 /// optimizer's state: a weight is rounded when it is used, and its gradient is widened on the way back.
@@ -39,15 +42,23 @@ pub enum Precision {
     /// The parameters' dtype throughout.
     #[default]
     F32,
+    /// As [`F32`](Self::F32), but the attention's products may round their factors to tf32, which has f32's exponents and 10 bits of mantissa:
+    /// tensor cores take them. Only NVIDIA GPUs from Ampere on do so; elsewhere the same as [`F32`](Self::F32). It changes nothing
+    /// outside the attention: on CUDA, Burn multiplies f32 matrices in tf32 with either.
+    Tf32,
     /// bf16, with sums in f32.
     Bf16,
 }
 
 impl Precision {
-    /// Its name in configurations, `f32` or `bf16`.
+    /// Every precision, the most exact first.
+    pub const ALL: [Self; 3] = [Self::F32, Self::Tf32, Self::Bf16];
+
+    /// Its name in configurations: `f32`, `tf32` or `bf16`.
     pub fn name(self) -> &'static str {
         match self {
             Precision::F32 => "f32",
+            Precision::Tf32 => "tf32",
             Precision::Bf16 => "bf16",
         }
     }
@@ -55,8 +66,16 @@ impl Precision {
     /// Whether `device` computes in this precision.
     pub fn is_supported(self, device: &Device) -> bool {
         match self {
-            Precision::F32 => true,
+            Precision::F32 | Precision::Tf32 => true,
             Precision::Bf16 => device.supports_dtype(DType::BF16),
+        }
+    }
+
+    /// That of the attention's products, when they are f32.
+    pub(crate) fn products(self) -> ProductPrecision {
+        match self {
+            Precision::Tf32 => ProductPrecision::Tf32,
+            Precision::F32 | Precision::Bf16 => ProductPrecision::Full,
         }
     }
 
@@ -73,7 +92,7 @@ impl Precision {
     /// `x` in the dtype of the products.
     pub(crate) fn round<const D: usize>(self, x: Tensor<D>) -> Tensor<D> {
         match self {
-            Precision::F32 => x,
+            Precision::F32 | Precision::Tf32 => x,
             Precision::Bf16 => x.cast(FloatDType::BF16),
         }
     }
@@ -99,5 +118,37 @@ impl Precision {
 impl fmt::Display for Precision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Factorization, Pattern, SparseTransformerConfig};
+
+    #[test]
+    fn names_are_those_of_configurations() {
+        for precision in Precision::ALL {
+            let json = format!("\"{}\"", precision.name());
+            assert_eq!(serde_json::to_string(&precision).unwrap(), json);
+            let read: Precision = serde_json::from_str(&json).unwrap();
+            assert_eq!(read, precision);
+        }
+    }
+
+    #[test]
+    fn every_blocks_attention_is_told() {
+        for precision in Precision::ALL {
+            let causal = Factorization::from(Pattern::causal());
+            let model = SparseTransformerConfig::new(7, 16, 8, 3, 2, causal, 8)
+                .with_block_size(8)
+                .with_precision(precision)
+                .init(&Device::flex())
+                .unwrap();
+            for block in &model.blocks {
+                let tf32 = block.mha.options.precision == ProductPrecision::Tf32;
+                assert_eq!(tf32, precision == Precision::Tf32);
+            }
+        }
     }
 }

@@ -8,17 +8,19 @@
 //! ```
 //!
 //! At any time only the residual stream between blocks and the graph of one block are in memory. Both
-//! runs of a block draw the same dropout masks, because the device is seeded before each.
+//! runs of a block draw the same dropout masks, because the device is seeded before each; the masks of
+//! attention weights are a function of the same seed.
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::Dropout;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Gradients, Int, Tensor};
+use burn_blocksparse::Dropout as WeightDropout;
 
 use crate::dropout::hash;
 use crate::error::ensure;
 use crate::loss::cross_entropy;
-use crate::{SparseTransformer, TransformerError};
+use crate::{SparseTransformer, SparseTransformerBlock, TransformerError};
 
 /// Positions for each entry of the vocabulary from which on an embedding's gradient is a product.
 const POSITIONS_PER_TOKEN: usize = 16;
@@ -29,16 +31,16 @@ impl SparseTransformer {
     /// With `recompute` every block runs a second time in the backward pass and only the residual stream
     /// between blocks is stored, `batch · seq · d_model` numbers per block. The gradients are the same with
     /// and without, dropout included: block `k` draws its masks after the device was seeded with a hash
-    /// of `dropout_seed` and `k`. That reseeds the backend's generator, which all threads share; a model
-    /// without dropout leaves it alone.
+    /// of `dropout_seed` and `k`, and the same hash is the seed of its attention's dropout. That reseeds
+    /// the backend's generator, which all threads share; a model without dropout of its residual
+    /// branches leaves it alone.
     ///
     /// # Shapes
     /// - `tokens`, `targets`: `[batch, seq]`
     /// - loss: `[1]`, without autodiff
     ///
     /// # Errors
-    /// As [`SparseTransformer::loss`]; also if the model is not on an autodiff device, or blocks with dropout of attention weights are to
-    /// be computed twice.
+    /// As [`SparseTransformer::loss`]; also if the model is not on an autodiff device.
     pub fn loss_and_gradients(
         &self,
         tokens: Tensor<2, Int>,
@@ -56,13 +58,6 @@ impl SparseTransformer {
             || "an autodiff device".into(),
             format!("{device:?}"),
         )?;
-        if recompute {
-            // Masks of weights would differ between the two runs of a block.
-            for dropout in self.blocks.iter().map(|block| block.mha.dropout.prob) {
-                let expected = || "0 in the attention of blocks that are computed twice".into();
-                ensure(dropout == 0.0, "dropout", expected, dropout)?;
-            }
-        }
         let masks = DropoutMasks::new(self, device, dropout_seed);
         let targets = targets.without_autodiff();
         match recompute {
@@ -81,8 +76,7 @@ impl SparseTransformer {
         let embedded = self.leaf(self.embed(tokens.clone(), 0)?.without_autodiff());
         let mut x = embedded.clone();
         for (layer, block) in self.blocks.iter().enumerate() {
-            masks.seed(layer);
-            x = block.forward(x)?;
+            x = masks.forward(layer, block, x)?;
         }
         let loss = cross_entropy(self.logits(x), targets);
         let mut grads = loss.backward();
@@ -112,8 +106,7 @@ impl SparseTransformer {
         for (layer, block) in self.blocks.iter().enumerate().rev() {
             let Some(input) = inputs.pop() else { break };
             let x = self.leaf(input);
-            masks.seed(layer);
-            let mut grads = backward_from(block.forward(x.clone())?, grad_x);
+            let mut grads = backward_from(masks.forward(layer, block, x.clone())?, grad_x);
             grad_x = input_gradient(&x, &mut grads);
             collect(block, &mut grads, &mut gradients);
         }
@@ -138,11 +131,11 @@ impl SparseTransformer {
         let positions = batch * seq;
         let as_product = positions >= POSITIONS_PER_TOKEN * vocab && table.is_require_grad();
         let embedded = match as_product {
-            true => self.position_embedding.forward(0, seq),
-            false => self.embed(tokens.clone(), 0)?,
+            true => (self.position_embedding.as_ref()).map(|positions| positions.forward(0, seq)),
+            false => Some(self.embed(tokens.clone(), 0)?),
         };
         // Not tracked if the embeddings are frozen.
-        if embedded.is_tracked() {
+        if let Some(embedded) = embedded.filter(|embedded| embedded.is_tracked()) {
             let grad = match as_product {
                 true => grad.clone().sum_dim(0),
                 false => grad.clone(),
@@ -176,8 +169,8 @@ impl SparseTransformer {
         let mut x = plain.embed(tokens, 0)?;
         for (layer, (block, plain)) in self.blocks.iter().zip(&plain.blocks).enumerate() {
             inputs.push(x.clone());
-            masks.seed(layer);
-            x = plain.forward_with(x, |branch| drop_plain(&block.dropout, branch))?;
+            let weights = masks.draw(layer, block);
+            x = plain.forward_with(x, weights, |branch| drop_plain(&block.dropout, branch))?;
         }
         Ok((inputs, x))
     }
@@ -218,24 +211,39 @@ fn input_gradient(x: &Tensor<3>, grads: &mut Gradients) -> Tensor<3> {
 /// Where the dropout masks of each block come from.
 struct DropoutMasks {
     device: Device,
-    /// `None` if no block drops anything.
-    seed: Option<u64>,
+    seed: u64,
+    /// Whether a block drops something of a residual branch, for which the backend draws masks.
+    draws: bool,
 }
 
 impl DropoutMasks {
     fn new(model: &SparseTransformer, device: Device, seed: u64) -> Self {
-        let drops = model.blocks.iter().any(|block| block.dropout.prob > 0.0);
+        let draws = model.blocks.iter().any(|block| block.dropout.prob > 0.0);
         Self {
             device,
-            seed: drops.then_some(seed),
+            seed,
+            draws,
         }
     }
 
-    /// The next masks drawn are those of `layer`.
-    fn seed(&self, layer: usize) {
-        if let Some(seed) = self.seed {
-            self.device.seed(hash(seed, layer as u64));
+    /// The next masks drawn are those of `block`, number `layer`; returns the dropout of its attention weights.
+    fn draw(&self, layer: usize, block: &SparseTransformerBlock) -> Option<WeightDropout> {
+        let seed = hash(self.seed, layer as u64);
+        if self.draws {
+            self.device.seed(seed);
         }
+        block.mha.training_dropout(|| seed)
+    }
+
+    /// `block`, number `layer`, with its masks.
+    fn forward(
+        &self,
+        layer: usize,
+        block: &SparseTransformerBlock,
+        x: Tensor<3>,
+    ) -> Result<Tensor<3>, TransformerError> {
+        let weights = self.draw(layer, block);
+        block.forward_with(x, weights, |branch| block.dropout.forward(branch))
     }
 }
 

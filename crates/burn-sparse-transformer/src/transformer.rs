@@ -8,8 +8,9 @@ use crate::error::{ensure, ensure_positive, ensure_shape};
 use crate::layouts::LayoutPool;
 use crate::loss::cross_entropy;
 use crate::{
-    Factorization, PositionEmbedding, Precision, SparseMhaCache, SparseTransformerBlock,
-    SparseTransformerBlockConfig, SparseTransformerCache, TransformerError, init, rows,
+    BlockAttentionConfig, Factorization, PositionEmbedding, Precision, SparseMhaCache,
+    SparseTransformerBlock, SparseTransformerBlockConfig, SparseTransformerCache, TransformerError,
+    init, rows,
 };
 
 /// Configuration of [`SparseTransformer`].
@@ -40,7 +41,8 @@ pub struct SparseTransformerConfig {
     /// The attention patterns, and which layers and heads use which. A language model needs causal ones.
     pub factorization: Factorization,
     /// Width of the matrix that positions are arranged in for their embeddings, usually the stride of
-    /// the patterns: position `i` has row `i / width` and column `i mod width`.
+    /// the patterns: position `i` has row `i / width` and column `i mod width`. Of no effect without
+    /// `position_embedding`.
     pub embedding_width: usize,
     /// Side of the blocks the patterns are cut into: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
@@ -56,6 +58,12 @@ pub struct SparseTransformerConfig {
     pub dropout: f64,
     /// Bounds the attention scores to ±`softcap`. Default: no bound.
     pub softcap: Option<f64>,
+    /// What the attention of every block has beside the paper's: rotary embeddings, ALiBi, relative position
+    /// biases, sinks, normalised queries and keys, dropout of the weights. Default: nothing.
+    pub attention: Option<BlockAttentionConfig>,
+    /// Whether learned embeddings of positions are added to those of tokens, as in the paper. Default: yes;
+    /// with `Some(false)` a token's place is known from the pattern and from `attention` only.
+    pub position_embedding: Option<bool>,
     /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
@@ -97,13 +105,10 @@ impl SparseTransformerConfig {
             token_embedding: Embedding {
                 weight: init::embedding(self.vocab_size, d_model, 1, self.init_scale, device),
             },
-            position_embedding: PositionEmbedding::new(
-                context,
-                self.embedding_width,
-                d_model,
-                self.init_scale,
-                device,
-            ),
+            position_embedding: self.embeds_positions().then(|| {
+                let (width, scale) = (self.embedding_width, self.init_scale);
+                PositionEmbedding::new(context, width, d_model, scale, device)
+            }),
             blocks: self.init_blocks(device)?,
             norm: LayerNormConfig::new(d_model)
                 .with_epsilon(self.layer_norm_eps)
@@ -115,18 +120,25 @@ impl SparseTransformerConfig {
         })
     }
 
-    /// The blocks; those with equal patterns share their layouts.
+    fn embeds_positions(&self) -> bool {
+        self.position_embedding.unwrap_or(true)
+    }
+
+    /// The blocks; those with equal patterns share their layouts, and all share one table of rotations.
     fn init_blocks(
         &self,
         device: &Device,
     ) -> Result<Vec<SparseTransformerBlock>, TransformerError> {
         let mut pool = LayoutPool::default();
+        let mut rope = None;
         (0..self.n_layers)
             .map(|layer| {
                 let config = self.block(layer)?;
                 config.validate()?;
                 let layouts = pool.get(&config.pattern, self.n_heads, self.block_size)?;
-                config.init_with(layouts, device)
+                let mut block = config.init_with(layouts, device)?;
+                block.mha.rope = rope.get_or_insert(block.mha.rope).clone();
+                Ok(block)
             })
             .collect()
     }
@@ -145,6 +157,8 @@ impl SparseTransformerConfig {
                 .with_d_ff(self.d_ff)
                 .with_dropout(self.dropout)
                 .with_softcap(self.softcap)
+                .with_attention(self.attention.clone())
+                .with_context(Some(self.context))
                 .with_store_weights(self.store_weights)
                 .with_precision(self.precision)
                 .with_n_layers(self.n_layers)
@@ -159,7 +173,7 @@ impl SparseTransformerConfig {
         ensure_positive("n_layers", self.n_layers)?;
         ensure_positive("d_model", self.d_model)?;
         ensure(
-            (1..=self.context).contains(&self.embedding_width),
+            !self.embeds_positions() || (1..=self.context).contains(&self.embedding_width),
             "embedding_width",
             || format!("between 1 and {}, the context", self.context),
             self.embedding_width,
@@ -170,7 +184,7 @@ impl SparseTransformerConfig {
 /// The model of "Generating Long Sequences with Sparse Transformers" (Child et al., 2019, §5).
 ///
 /// ```text
-/// H_0 = token embedding + row embedding + column embedding
+/// H_0 = token embedding + row embedding + column embedding     (the latter two unless switched off)
 /// H_k = block_k(H_{k−1})
 /// logits = norm(H_N) · W_output
 /// ```
@@ -184,7 +198,7 @@ pub struct SparseTransformer {
     /// `[vocab_size, d_model]`.
     pub token_embedding: Embedding,
     /// Row and column of each position.
-    pub position_embedding: PositionEmbedding,
+    pub position_embedding: Option<PositionEmbedding>,
     /// The residual blocks, first to last.
     pub blocks: Vec<SparseTransformerBlock>,
     /// Layer norm before the output.
@@ -322,13 +336,17 @@ impl SparseTransformer {
         if end > context {
             return Err(TransformerError::ContextExceeded {
                 context,
+                limit: "the model's context",
                 start,
                 end,
             });
         }
         // Ids have no gradient. Without their autodiff context they can come from any device setting.
         let embedded = self.token_embedding.forward(tokens.without_autodiff());
-        Ok(embedded + self.position_embedding.forward(start, seq))
+        Ok(match &self.position_embedding {
+            Some(positions) => embedded + positions.forward(start, seq),
+            None => embedded,
+        })
     }
 
     /// `norm(H_N) · W_output`.

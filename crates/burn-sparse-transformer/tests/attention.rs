@@ -312,7 +312,7 @@ fn a_full_cache_or_another_batch_is_refused_and_the_cache_kept() {
     let (result, len) = feed([1, 2, 16]);
     assert_eq!(
         message(result),
-        "positions must stay below 4, the model's context, got positions 3..5"
+        "positions must stay below 4, the cache's context, got positions 3..5"
     );
     assert_eq!(len, 3);
     let (result, len) = feed([2, 1, 16]);

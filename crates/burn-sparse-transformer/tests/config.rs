@@ -4,8 +4,8 @@ use burn::config::Config;
 use burn::module::Initializer;
 use burn::nn::RotaryEncodingConfig;
 use burn_sparse_transformer::{
-    Factorization, Pattern, QkNorm, SparseMultiHeadAttentionConfig, SparseTransformerBlockConfig,
-    SparseTransformerConfig,
+    BlockAttentionConfig, Factorization, Pattern, QkNorm, SparseMultiHeadAttentionConfig,
+    SparseTransformerBlockConfig, SparseTransformerConfig,
 };
 use rstest::rstest;
 
@@ -26,6 +26,17 @@ fn patterns() -> Vec<Pattern> {
     ]
 }
 
+fn attention() -> BlockAttentionConfig {
+    BlockAttentionConfig::new()
+        .with_dropout(0.1)
+        .with_scale(Some(0.25))
+        .with_alibi(true)
+        .with_relative_reach(Some(64))
+        .with_sinks(true)
+        .with_qk_norm(Some(QkNorm::Layer))
+        .with_rope_theta(Some(5e5))
+}
+
 #[rstest]
 #[case(Factorization::Interleaved(patterns()))]
 #[case(Factorization::Merged(patterns()))]
@@ -37,6 +48,8 @@ fn transformers_round_trip(#[case] factorization: Factorization) {
         .with_n_kv_heads(Some(4))
         .with_dropout(0.4)
         .with_softcap(Some(30.0))
+        .with_attention(Some(attention()))
+        .with_position_embedding(Some(false))
         .with_store_weights(true)
         .half_size();
     assert_round_trip(&config);
@@ -66,10 +79,34 @@ fn attention_and_block_round_trip() {
             .with_key_bias(false)
             .with_scale(Some(0.25))
             .with_rope(Some(RotaryEncodingConfig::new(128, 8).with_theta(5e5)))
-            .with_qk_norm(Some(QkNorm::Rms));
+            .with_qk_norm(Some(QkNorm::Rms))
+            .with_quiet_softmax(true);
         assert_round_trip(&config);
         assert_round_trip(&SparseTransformerBlockConfig::new(64, 8, pattern).with_dropout(0.1));
     }
+}
+
+/// What a configuration that was written before a field came says of it.
+#[test]
+fn optional_fields_may_be_missing() {
+    let causal = Pattern::causal();
+    let config = SparseTransformerConfig::new(9, 32, 16, 1, 2, causal.clone().into(), 8);
+    let absent = ["attention", "position_embedding", "context", "n_kv_heads"];
+    let without = |json: String| {
+        let mut fields: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_str(&json).unwrap();
+        fields.retain(|name, value| !(absent.contains(&name.as_str()) && value.is_null()));
+        serde_json::to_string(&fields).unwrap()
+    };
+    let json = without(config.to_string());
+    assert!(!json.contains("\"attention\"") && !json.contains("position_embedding"));
+    let loaded = SparseTransformerConfig::load_binary(json.as_bytes()).unwrap();
+    assert_eq!(loaded.to_string(), config.to_string());
+    let block = SparseTransformerBlockConfig::new(16, 2, causal);
+    let json = without(block.to_string());
+    assert!(!json.contains("\"context\""));
+    let loaded = SparseTransformerBlockConfig::load_binary(json.as_bytes()).unwrap();
+    assert_eq!(loaded.to_string(), block.to_string());
 }
 
 #[test]

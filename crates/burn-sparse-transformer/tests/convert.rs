@@ -2,7 +2,7 @@
 
 mod common;
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig, generate_autoregressive_mask};
 use burn::nn::transformer::{
     TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
@@ -10,8 +10,9 @@ use burn::nn::transformer::{
 use burn::store::ModuleRecord;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 use burn_sparse_transformer::{
-    Pattern, SparseMhaInput, SparseMultiHeadAttention, SparseTransformerEncoder,
-    SparseTransformerEncoderConfig, SparseTransformerEncoderInput, TransformerError,
+    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, SparseTransformerEncoder, SparseTransformerEncoderConfig,
+    SparseTransformerEncoderInput, TransformerError,
 };
 use common::{assert_close, random, randomise};
 use rstest::rstest;
@@ -58,6 +59,117 @@ fn attention_keeps_its_weights_and_its_output() {
     );
 }
 
+/// burn-nn's quiet softmax: its weights, one by one, and what becomes of them.
+#[test]
+fn a_quiet_softmax_stays_quiet() {
+    const SEQ: usize = 8;
+    let device = Device::flex();
+    let quiet = MultiHeadAttentionConfig::new(32, 4).with_quiet_softmax(true);
+    let mut dense = randomise(quiet.init(&device));
+    let x = random([2, SEQ, 32], &device);
+    let mask = generate_autoregressive_mask(2, SEQ, &device);
+    let lengths = [SEQ, 3];
+    let padding: Vec<bool> = lengths
+        .iter()
+        .flat_map(|&length| (0..SEQ).map(move |j| j >= length))
+        .collect();
+    let padding = Tensor::<2, Bool>::from_data(TensorData::new(padding, [2, SEQ]), &device);
+    let convert =
+        |dense: &_, pattern| SparseMultiHeadAttention::from_dense(dense, pattern, 8).unwrap();
+    for (pattern, theirs, ours) in [
+        (
+            Pattern::dense(),
+            MhaInput::self_attn(x.clone()),
+            SparseMhaInput::self_attn(x.clone()),
+        ),
+        (
+            Pattern::causal(),
+            MhaInput::self_attn(x.clone()).mask_attn(mask),
+            SparseMhaInput::self_attn(x.clone()),
+        ),
+        (
+            Pattern::dense(),
+            MhaInput::new(x.clone(), x.clone(), x.clone()).mask_pad(padding),
+            SparseMhaInput::new(x.clone(), x.clone(), x.clone()).lengths(lengths),
+        ),
+    ] {
+        let got = convert(&dense, pattern).forward(ours).unwrap();
+        assert_close(got.context, dense.forward(theirs).context, 1e-5);
+    }
+
+    // Values that are the unit vectors, one for each key, come out as the weights.
+    let unit = Tensor::<2>::eye(32, &device);
+    for linear in [&mut dense.value, &mut dense.output] {
+        linear.weight = Param::from_tensor(unit.clone());
+        linear.bias = None;
+    }
+    let values = Tensor::<2>::eye(SEQ, &device).repeat(&[1, 4]);
+    let values = values.unsqueeze::<3>().repeat(&[2, 1, 1]);
+    let input = MhaInput::new(x.clone(), x.clone(), values.clone());
+    let expected = dense.forward(input).weights;
+    let least = expected.clone().sum_dim(3).min().into_scalar::<f32>();
+    assert!(least < 0.9, "weights that all sum to {least} are not quiet");
+    let sparse = convert(&dense, Pattern::dense());
+    let input = SparseMhaInput::new(x.clone(), x.clone(), values);
+    let got = sparse.forward(input.clone()).unwrap().context;
+    let got = got.reshape([2, SEQ, 4, SEQ]).swap_dims(1, 2);
+    assert_close(got, expected, 1e-5);
+    let error = sparse.forward_with_weights(input).map(drop).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "quiet_softmax must be none where weights are returned, got some"
+    );
+
+    // It is no parameter, so that records load both ways, and the decoder's pieces are the whole.
+    let config = SparseMultiHeadAttentionConfig::new(32, 4, Pattern::causal())
+        .with_block_size(8)
+        .with_quiet_softmax(true);
+    let mha = config.init(&device).unwrap();
+    let mha = mha.load_record(
+        dense
+            .clone()
+            .into_record()
+            .allow_unused(true)
+            .allow_partial(true),
+    );
+    assert_eq!(mha.num_params(), quiet.init(&device).num_params());
+    let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+    let mut cache = SparseMhaCache::new();
+    let pieces = [5, 1, 2].map(|new| {
+        let piece = SparseMhaInput::self_attn(x.clone().narrow(1, cache.len(), new));
+        mha.forward_cache(piece, &mut cache).unwrap().context
+    });
+    assert_close(Tensor::cat(pieces.to_vec(), 1), whole.context, 1e-5);
+    assert_eq!(
+        config
+            .with_sinks(true)
+            .init(&device)
+            .map(drop)
+            .unwrap_err()
+            .to_string(),
+        "sinks must be none with quiet_softmax, which is one, got some"
+    );
+}
+
+/// Gradients, too.
+#[test]
+fn a_quiet_softmax_is_trained() {
+    let device = Device::flex().autodiff();
+    let quiet = MultiHeadAttentionConfig::new(32, 4)
+        .with_quiet_softmax(true)
+        .with_dropout(0.0);
+    let dense = randomise(quiet.init(&device));
+    let sparse = SparseMultiHeadAttention::from_dense(&dense, Pattern::dense(), 8).unwrap();
+    let x = random([2, 13, 32], &device);
+    let theirs = dense.forward(MhaInput::self_attn(x.clone())).context;
+    let ours = sparse.forward(SparseMhaInput::self_attn(x)).unwrap();
+    let gradient = |y: Tensor<3>| {
+        let grads = y.powi_scalar(2).sum().backward();
+        dense.query.weight.val().grad(&grads).unwrap()
+    };
+    assert_close(gradient(ours.context), gradient(theirs), 1e-3);
+}
+
 #[rstest]
 fn encoders_keep_their_output(#[values(false, true)] norm_first: bool) {
     let device = Device::flex();
@@ -79,11 +191,16 @@ fn encoders_keep_their_output(#[values(false, true)] norm_first: bool) {
 }
 
 #[rstest]
-fn records_load_both_ways(#[values(false, true)] norm_first: bool) {
+fn records_load_both_ways(
+    #[values(false, true)] norm_first: bool,
+    #[values(false, true)] quiet_softmax: bool,
+) {
     let device = Device::flex();
-    let dense = encoder(norm_first);
+    let config = TransformerEncoderConfig::new(32, 48, 4, 3)
+        .with_norm_first(norm_first)
+        .with_quiet_softmax(quiet_softmax);
+    let dense = randomise(config.init(&device));
     let bytes = dense.clone().into_record().into_bytes().unwrap();
-    let config = TransformerEncoderConfig::new(32, 48, 4, 3).with_norm_first(norm_first);
     let loaded = SparseTransformerEncoderConfig::new(config.clone(), Pattern::dense())
         .with_block_size(8)
         .init(&device)
@@ -159,12 +276,6 @@ fn encoders_decode_and_take_packed_sequences() {
 fn what_does_not_fit_is_refused() {
     let device = Device::flex();
     let message = |error: TransformerError| error.to_string();
-    let quiet = MultiHeadAttentionConfig::new(16, 2).with_quiet_softmax(true);
-    let error = SparseMultiHeadAttention::from_dense(&quiet.init(&device), Pattern::dense(), 8);
-    assert_eq!(
-        message(error.unwrap_err()),
-        "quiet_softmax must be false: weights sum to 1 here, got true"
-    );
     let mut odd = MultiHeadAttentionConfig::new(16, 2).init(&device);
     odd.value = burn::nn::LinearConfig::new(16, 8).init(&device);
     let error = SparseMultiHeadAttention::from_dense(&odd, Pattern::dense(), 8);

@@ -380,7 +380,7 @@ fn inputs_that_do_not_fit_are_refused() {
     );
     assert_eq!(
         forward(SparseMhaInput::self_attn(zeros(65))),
-        "positions must stay below 64, the model's context, got positions 0..65"
+        "positions must stay below 64, rope.max_sequence_length, got positions 0..65"
     );
     assert_eq!(
         forward(SparseMhaInput::new(zeros(5), zeros(4), zeros(4))),
@@ -392,7 +392,7 @@ fn inputs_that_do_not_fit_are_refused() {
     let result = mha.forward_cache(SparseMhaInput::self_attn(zeros(5)), &mut cache);
     assert_eq!(
         message(result),
-        "positions must stay below 64, the model's context, got positions 60..65"
+        "positions must stay below 64, rope.max_sequence_length, got positions 60..65"
     );
     assert_eq!(cache.len(), 60);
 }

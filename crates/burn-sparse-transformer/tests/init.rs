@@ -52,10 +52,11 @@ fn embeddings_and_output() {
     let _guard = common::seed(&device, 7);
     let model = model(|config| config);
     assert_normal(model.token_embedding.weight.val(), std(D));
-    assert_normal(model.position_embedding.row.val(), std(2 * D));
-    assert_normal(model.position_embedding.column.val(), std(2 * D));
-    assert_eq!(model.position_embedding.row.dims(), [64, D]);
-    assert_eq!(model.position_embedding.column.dims(), [64, D]);
+    let positions = model.position_embedding.as_ref().unwrap();
+    assert_normal(positions.row.val(), std(2 * D));
+    assert_normal(positions.column.val(), std(2 * D));
+    assert_eq!(positions.row.dims(), [64, D]);
+    assert_eq!(positions.column.dims(), [64, D]);
     assert_all(model.output.weight.val(), 0.0);
     assert!(model.output.bias.is_none());
     assert_all(model.norm.gamma.val(), 1.0);
@@ -106,7 +107,8 @@ fn another_scale() {
     let _guard = common::seed(&device, 10);
     let model = model(|config| config.with_init_scale(1.0));
     assert_normal(model.token_embedding.weight.val(), 8.0 * std(D));
-    assert_normal(model.position_embedding.row.val(), 8.0 * std(2 * D));
+    let positions = model.position_embedding.as_ref().unwrap();
+    assert_normal(positions.row.val(), 8.0 * std(2 * D));
     let block = &model.blocks[0];
     assert_normal(block.mha.query.weight.val(), 8.0 * std(D));
     let into_residual = 1.0 / (2.0 * LAYERS as f64).sqrt();

@@ -259,6 +259,7 @@ fn what_does_not_fit_is_refused() {
         (causal().with_alibi(true), "alibi"),
         (causal().with_relative_reach(Some(3)), "relative_bias"),
         (causal().with_sinks(true), "sinks"),
+        (causal().with_quiet_softmax(true), "quiet_softmax"),
     ] {
         let error = LongformerAttentionConfig::new(config).init(&device);
         assert_eq!(

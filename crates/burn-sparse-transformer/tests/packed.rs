@@ -92,7 +92,7 @@ fn blocks_take_packed_sequences() {
 #[case(1, 20, &[0, 9, 8, 20], "cu_seqlens must be rising from 0 to 20, the length of x, got [0, 9, 8, 20]")]
 #[case(1, 20, &[0, 19], "cu_seqlens must be rising from 0 to 20, the length of x, got [0, 19]")]
 #[case(2, 20, &[0, 20], "x must be [batch = 1, seq ≥ 1, d_model = 32], got [2, 20, 32]")]
-#[case(1, 50, &[0, 5, 50], "positions must stay below 40, the model's context, got positions 0..45")]
+#[case(1, 50, &[0, 5, 50], "positions must stay below 40, rope.max_sequence_length, got positions 0..45")]
 fn what_does_not_fit_is_refused(
     #[case] batch: usize,
     #[case] seq: usize,

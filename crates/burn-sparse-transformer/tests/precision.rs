@@ -77,6 +77,23 @@ fn gradients_follow_those_of_f32(#[values(false, true)] recompute: bool) {
     );
 }
 
+/// Where there are no tensor cores, to the last bit.
+#[rstest]
+fn tf32_is_f32_on_a_cpu(#[values(false, true)] recompute: bool) {
+    let device = Device::flex().autodiff();
+    let _guard = common::seed(&device, 6);
+    let f32 = randomise(config(Precision::F32).init(&device).unwrap());
+    let tf32 = config(Precision::Tf32).init(&device).unwrap();
+    let tf32 = tf32.load_record(f32.clone().into_record());
+    let [a, b] = [&f32, &tf32].map(|model| {
+        let (x, y) = data();
+        let (loss, gradients) = model.loss_and_gradients(x, y, 0, recompute).unwrap();
+        (loss.into_scalar::<f64>(), gradients)
+    });
+    assert_eq!(a.0, b.0);
+    assert_eq!(distance(&f32, &b.1, &a.1), 0.0);
+}
+
 #[test]
 fn recomputed_blocks_give_the_same_gradients() {
     let device = Device::flex().autodiff();
@@ -161,6 +178,7 @@ fn a_layer_returns_its_inputs_dtype() {
 fn a_device_without_bf16_is_refused() {
     let device = Device::ndarray();
     assert!(config(Precision::F32).init(&device).is_ok());
+    assert!(config(Precision::Tf32).init(&device).is_ok());
     let error = config(Precision::Bf16).init(&device).unwrap_err();
     assert!(
         matches!(

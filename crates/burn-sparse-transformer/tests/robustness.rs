@@ -6,8 +6,8 @@ use burn::nn::RotaryEncodingConfig;
 use burn::nn::transformer::TransformerEncoderConfig;
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
-    Factorization, LongformerAttention, LongformerInput, Pattern, QkNorm, SparseMhaCache,
-    SparseMhaInput, SparseMultiHeadAttentionConfig, SparseTransformerBlockConfig,
+    BlockAttentionConfig, Factorization, LongformerAttention, LongformerInput, Pattern, QkNorm,
+    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttentionConfig, SparseTransformerBlockConfig,
     SparseTransformerConfig, SparseTransformerEncoderConfig, TransformerError,
 };
 use proptest::prelude::*;
@@ -66,13 +66,13 @@ fn attention() -> impl Strategy<Value = SparseMultiHeadAttentionConfig> {
     );
     let extras = (
         prop_oneof![3 => Just(0.0), 1 => real()],
-        any::<[bool; 2]>(),
-        optional(size()),
+        any::<[bool; 3]>(),
+        reach(),
     );
     (sizes, options, extras).prop_map(|(sizes, options, extras)| {
         let (d_model, n_heads, pattern, block_size, n_kv_heads, d_key) = sizes;
         let (rope, qk_norm, eps, softcap, scale) = options;
-        let (dropout, [alibi, sinks], reach) = extras;
+        let (dropout, [alibi, sinks, quiet], reach) = extras;
         SparseMultiHeadAttentionConfig::new(d_model, n_heads, pattern)
             .with_block_size(block_size)
             .with_n_kv_heads(n_kv_heads)
@@ -85,9 +85,39 @@ fn attention() -> impl Strategy<Value = SparseMultiHeadAttentionConfig> {
             .with_dropout(dropout)
             .with_alibi(alibi)
             .with_sinks(sinks)
-            // Tables of millions of distances are in order, but are not to be made here.
-            .with_relative_reach(reach.filter(|reach| !(20..1 << 30).contains(reach)))
+            .with_quiet_softmax(quiet)
+            .with_relative_reach(reach)
     })
+}
+
+fn reach() -> impl Strategy<Value = Option<usize>> {
+    // Tables of millions of distances are in order, but are not to be made here.
+    optional(size()).prop_map(|reach| reach.filter(|reach| !(20..1 << 30).contains(reach)))
+}
+
+fn block_attention() -> impl Strategy<Value = BlockAttentionConfig> {
+    (
+        prop_oneof![3 => Just(0.0), 1 => real()],
+        any::<[bool; 2]>(),
+        reach(),
+        optional(prop::sample::select(vec![QkNorm::Rms, QkNorm::Layer])),
+        prop_oneof![3 => Just(1e-6), 1 => real()],
+        optional(real()),
+        optional(real()),
+    )
+        .prop_map(
+            |(dropout, [alibi, sinks], reach, qk_norm, eps, scale, theta)| {
+                BlockAttentionConfig::new()
+                    .with_dropout(dropout)
+                    .with_alibi(alibi)
+                    .with_sinks(sinks)
+                    .with_relative_reach(reach)
+                    .with_qk_norm(qk_norm)
+                    .with_qk_norm_eps(eps)
+                    .with_scale(scale)
+                    .with_rope_theta(theta)
+            },
+        )
 }
 
 fn shape() -> impl Strategy<Value = [usize; 3]> {
@@ -160,6 +190,7 @@ proptest! {
         (d_key, d_ff, kv, half) in (optional(size()), optional(size()), optional(size()), any::<bool>()),
         reals in prop::collection::vec(prop_oneof![3 => Just(0.1), 1 => real()], 3),
         tokens in (0usize..3, 0usize..20),
+        (attention, positions, block_context) in (optional(block_attention()), any::<Option<bool>>(), optional(size())),
     ) {
         // Layers are made one by one.
         let n_layers = n_layers.min(4);
@@ -167,7 +198,8 @@ proptest! {
         let mut config = SparseTransformerConfig::new(vocab, context, d_model, n_layers, n_heads, Factorization::Interleaved(patterns.clone()), width)
             .with_d_key(d_key).with_d_ff(d_ff).with_n_kv_heads(kv)
             .with_dropout(reals[0]).with_layer_norm_eps(reals[1]).with_init_scale(reals[2])
-            .with_block_size(if block_size < 10 { 8 } else { block_size });
+            .with_block_size(if block_size < 10 { 8 } else { block_size })
+            .with_attention(attention.clone()).with_position_embedding(positions);
         if half {
             config = config.half_size();
         }
@@ -180,7 +212,8 @@ proptest! {
         }
         if let Some(pattern) = patterns.first() {
             let block = SparseTransformerBlockConfig::new(d_model, n_heads, pattern.clone())
-                .with_d_ff(d_ff).with_d_key(d_key).with_dropout(reals[0]).with_n_layers(n_layers);
+                .with_d_ff(d_ff).with_d_key(d_key).with_dropout(reals[0]).with_n_layers(n_layers)
+                .with_attention(attention).with_context(block_context);
             assert_says(block.init(&Device::flex()));
             let encoder = TransformerEncoderConfig::new(d_model, d_ff.unwrap_or(8), n_heads, n_layers)
                 .with_dropout(reals[0]).with_layer_norm_eps(reals[1]);

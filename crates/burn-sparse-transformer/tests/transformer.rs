@@ -181,6 +181,7 @@ fn positions_past_the_context_are_refused_and_the_cache_kept() {
         model.forward(long).unwrap_err(),
         TransformerError::ContextExceeded {
             context: CONTEXT,
+            limit: "the model's context",
             start: 0,
             end: CONTEXT + 1
         }

@@ -291,8 +291,8 @@ pub struct Overrides {
     #[arg(long, value_parser = rate, value_name = "SCALE")]
     pub init_scale: Option<f64>,
     /// f32, or bf16 for mixed precision: activations, matrix products and attention in bf16, weights and
-    /// optimizer in f32
-    #[arg(long, value_parser = precision, value_name = "f32|bf16")]
+    /// optimizer in f32; or tf32: f32 with the attention's products on tensor cores
+    #[arg(long, value_parser = precision, value_name = "f32|tf32|bf16")]
     pub precision: Option<Precision>,
 
     /// Windows per step
@@ -602,10 +602,10 @@ pub fn rate(text: &str) -> Result<f64, String> {
 
 /// `--precision`.
 pub fn precision(text: &str) -> Result<Precision, String> {
-    [Precision::F32, Precision::Bf16]
+    Precision::ALL
         .into_iter()
         .find(|precision| precision.name() == text)
-        .ok_or_else(|| "must be f32 or bf16".to_owned())
+        .ok_or_else(|| "must be f32, tf32 or bf16".to_owned())
 }
 
 fn non_negative(text: &str) -> Result<f64, String> {

@@ -45,8 +45,8 @@ pub struct SampleArgs {
     /// Write the raw bytes, prompt included, to a file instead of text to the terminal
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// f32 or bf16 [default: the run's]
-    #[arg(long, value_parser = presets::precision, value_name = "f32|bf16")]
+    /// f32, tf32 or bf16 [default: the run's]
+    #[arg(long, value_parser = presets::precision, value_name = "f32|tf32|bf16")]
     precision: Option<Precision>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]

@@ -381,7 +381,9 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
     }
 
     let eval = |precision| succeed(&["eval", "--checkpoint", &path, "--precision", precision]);
-    assert!(eval("f32").contains("bits per byte") && eval("bf16").contains("bits per byte"));
+    for precision in ["f32", "tf32", "bf16"] {
+        assert!(eval(precision).contains("bits per byte"));
+    }
     succeed(&[
         "sample",
         "--checkpoint",

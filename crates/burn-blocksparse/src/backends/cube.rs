@@ -20,7 +20,7 @@ use crate::ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, BlockSparseOps, LayoutTensors,
     MaybeFloat, OutputGrads, Saved, WantedGrads,
 };
-use crate::{AttentionOptions, Precision, WeightsMode, reference, weights};
+use crate::{AttentionOptions, ProductPrecision, WeightsMode, reference, weights};
 
 /// What a call on `device` will run.
 pub(crate) fn plan(
@@ -64,7 +64,7 @@ pub(crate) fn sizes(
         bias,
         relative,
         positive_scale: options.scale_for(head_dim) > 0.0,
-        tf32: options.precision == Precision::Tf32 && dtype == DType::F32,
+        tf32: options.precision == ProductPrecision::Tf32 && dtype == DType::F32,
     })
 }
 

@@ -1,0 +1,77 @@
+use burn::config::Config;
+use burn::nn::RotaryEncodingConfig;
+
+use crate::error::ensure;
+use crate::{QkNorm, SparseMultiHeadAttentionConfig, TransformerError};
+
+/// What the attention of a [`SparseTransformerBlock`](crate::SparseTransformerBlock), or of all blocks of a
+/// [`SparseTransformer`](crate::SparseTransformer), has that the paper's does not. Everything is off by default.
+///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_sparse_transformer::{BlockAttentionConfig, Factorization, Pattern, QkNorm, SparseTransformerConfig};
+///
+/// let attention = BlockAttentionConfig::new()
+///     .with_rope_theta(Some(10_000.0))
+///     .with_qk_norm(Some(QkNorm::Rms))
+///     .with_sinks(true);
+/// let fixed = Factorization::from(Pattern::fixed(128, 32));
+/// let model = SparseTransformerConfig::new(256, 512, 64, 2, 4, fixed, 128)
+///     .with_attention(Some(attention))
+///     .with_position_embedding(Some(false)) // the rotations say where a token is
+///     .init(&Device::flex())?;
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
+#[derive(Config, Debug)]
+pub struct BlockAttentionConfig {
+    /// Probability that an attention weight is dropped while training, in `[0, 1)`.
+    #[config(default = 0.0)]
+    pub dropout: f64,
+    /// Factor of the scores. Default: `1 / √d_k`.
+    pub scale: Option<f64>,
+    /// Whether scores get ALiBi's biases: see [`SparseMultiHeadAttentionConfig::alibi`].
+    #[config(default = false)]
+    pub alibi: bool,
+    /// Reach of a relative position bias: see [`SparseMultiHeadAttentionConfig::relative_reach`]. Default: none.
+    pub relative_reach: Option<usize>,
+    /// Whether each head learns a sink logit: see [`SparseMultiHeadAttentionConfig::sinks`].
+    #[config(default = false)]
+    pub sinks: bool,
+    /// Normalisation of every query and key head. Default: none.
+    pub qk_norm: Option<QkNorm>,
+    /// Added to the variance, or to the mean square, in `qk_norm`.
+    #[config(default = 1e-6)]
+    pub qk_norm_eps: f64,
+    /// Base of rotary position embeddings, `θ` of Su et al. (2021), who take 10,000. Default: no rotation.
+    pub rope_theta: Option<f64>,
+}
+
+impl BlockAttentionConfig {
+    /// `config` with these options; `context` is the length of the table of rotations.
+    ///
+    /// # Errors
+    /// If there are rotations, but no `context`.
+    pub(crate) fn apply(
+        &self,
+        config: SparseMultiHeadAttentionConfig,
+        context: Option<usize>,
+    ) -> Result<SparseMultiHeadAttentionConfig, TransformerError> {
+        let expected = || "given with rope_theta".into();
+        let known = self.rope_theta.is_none() || context.is_some();
+        ensure(known, "context", expected, "none")?;
+        // No heads are an error of the attention's.
+        let d_k = (config.d_key.unwrap_or(config.d_model)).checked_div(config.n_heads);
+        let rope = self.rope_theta.zip(context).map(|(theta, context)| {
+            RotaryEncodingConfig::new(context, d_k.unwrap_or(0)).with_theta(theta as f32)
+        });
+        Ok(config
+            .with_dropout(self.dropout)
+            .with_scale(self.scale)
+            .with_alibi(self.alibi)
+            .with_relative_reach(self.relative_reach)
+            .with_sinks(self.sinks)
+            .with_qk_norm(self.qk_norm)
+            .with_qk_norm_eps(self.qk_norm_eps)
+            .with_rope(rope))
+    }
+}

@@ -1,0 +1,313 @@
+//! What the attention of blocks and models can have beside the paper's: decoding, records and gradients with each of it.
+
+mod common;
+
+use burn::module::Module;
+use burn::store::ModuleRecord;
+use burn::tensor::{Device, Int, Tensor};
+use burn_sparse_transformer::{
+    BlockAttentionConfig, Factorization, HeadNorm, Pattern, QkNorm, SparseMhaCache,
+    SparseTransformer, SparseTransformerBlockConfig, SparseTransformerConfig,
+};
+use common::{assert_close, random, randomise, tokens};
+use rstest::rstest;
+
+const VOCAB: usize = 11;
+const CONTEXT: usize = 40;
+const HEADS: usize = 4;
+const REACH: usize = 5;
+
+/// Each option by itself, and all of them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum With {
+    Scale,
+    Alibi,
+    RelativeBias,
+    Sinks,
+    QkNorm,
+    Rope,
+    All,
+}
+
+impl With {
+    fn attention(self) -> BlockAttentionConfig {
+        let has = |one| self == one || self == Self::All;
+        BlockAttentionConfig::new()
+            .with_scale(has(Self::Scale).then_some(0.9))
+            .with_alibi(has(Self::Alibi))
+            .with_relative_reach(has(Self::RelativeBias).then_some(REACH))
+            .with_sinks(has(Self::Sinks))
+            .with_qk_norm(has(Self::QkNorm).then_some(QkNorm::Rms))
+            .with_rope_theta(has(Self::Rope).then_some(100.0))
+    }
+
+    /// Numbers of a block that it adds.
+    fn params(self) -> usize {
+        let has = |one| self == one || self == Self::All;
+        let bias = HEADS * (2 * REACH + 1);
+        [
+            (Self::RelativeBias, bias),
+            (Self::Sinks, HEADS),
+            (Self::QkNorm, 2 * 4),
+        ]
+        .into_iter()
+        .filter_map(|(one, params)| has(one).then_some(params))
+        .sum()
+    }
+}
+
+fn config(attention: Option<BlockAttentionConfig>) -> SparseTransformerConfig {
+    let patterns = vec![Pattern::fixed(8, 2), Pattern::local(6)];
+    let factorization = Factorization::Interleaved(patterns);
+    SparseTransformerConfig::new(VOCAB, CONTEXT, 16, 3, HEADS, factorization, 8)
+        .with_block_size(8)
+        .with_n_kv_heads(Some(2))
+        .with_attention(attention)
+}
+
+fn logits(model: &SparseTransformer, x: &Tensor<2, Int>) -> Tensor<3> {
+    model.forward(x.clone()).unwrap()
+}
+
+fn difference<const D: usize>(a: Tensor<D>, b: Tensor<D>) -> f32 {
+    (a - b).abs().max().into_scalar()
+}
+
+#[rstest]
+fn each_is_there_and_decodes_and_is_recorded(
+    #[values(
+        With::Scale,
+        With::Alibi,
+        With::RelativeBias,
+        With::Sinks,
+        With::QkNorm,
+        With::Rope,
+        With::All
+    )]
+    with: With,
+    #[values(None, Some(false))] position_embedding: Option<bool>,
+) {
+    let device = Device::flex();
+    let _guard = common::seed(&device, 1);
+    let configure = |attention| config(attention).with_position_embedding(position_embedding);
+    let plain = configure(None).init(&device).unwrap();
+    let model = configure(Some(with.attention())).init(&device).unwrap();
+    assert_eq!(model.num_params() - plain.num_params(), 3 * with.params());
+    let model = randomise(model);
+    let x = tokens(2, 33, VOCAB, &device);
+    let whole = logits(&model, &x);
+    // The same weights without it give something else.
+    let bytes = model.clone().into_record().into_bytes().unwrap();
+    let record = || ModuleRecord::from_bytes(bytes.clone()).unwrap();
+    let without = plain.load_record(record().allow_unused(true));
+    assert!(difference(logits(&without, &x), whole.clone()) > 1e-3);
+    let loaded = configure(Some(with.attention())).init(&device).unwrap();
+    let loaded = loaded.try_load_record(record()).unwrap();
+    assert_close(logits(&loaded, &x), whole.clone(), 0.0);
+
+    let mut cache = model.new_cache();
+    let pieces = [7, 1, 1, 12, 12].map(|new| {
+        let piece = x.clone().narrow(1, cache.position(), new);
+        model.forward_cache(piece, &mut cache).unwrap()
+    });
+    assert_close(Tensor::cat(pieces.to_vec(), 1), whole, 2e-5);
+}
+
+#[test]
+fn every_block_has_what_was_asked_for() {
+    let device = Device::flex();
+    let attention = With::All.attention().with_dropout(0.2);
+    let model = config(Some(attention.clone())).init(&device).unwrap();
+    assert!(model.position_embedding.is_some());
+    for block in &model.blocks {
+        let mha = &block.mha;
+        assert_eq!(mha.dropout.prob, 0.2);
+        assert_eq!(
+            mha.relative_bias.as_ref().unwrap().dims(),
+            [HEADS, 2 * REACH + 1]
+        );
+        assert_eq!(mha.sinks.as_ref().unwrap().dims(), [HEADS]);
+        assert!(matches!(mha.query_norm, Some(HeadNorm::Rms(_))));
+        // Burn's table has a row for each position and a column for each channel.
+        let rope = mha.rope.as_ref().unwrap();
+        assert_eq!(rope.freq_complex.dims(), [CONTEXT, 4, 2]);
+    }
+    let bare = config(None).with_position_embedding(Some(false));
+    assert!(bare.init(&device).unwrap().position_embedding.is_none());
+}
+
+/// With nothing else to tell them apart, tokens in another order give another result only by the positions.
+#[test]
+fn rotations_alone_tell_positions() {
+    let device = Device::flex();
+    let _guard = common::seed(&device, 2);
+    let model = |attention: Option<BlockAttentionConfig>| {
+        let causal = Pattern::causal().into();
+        let config = SparseTransformerConfig::new(VOCAB, CONTEXT, 16, 1, HEADS, causal, 8)
+            .with_block_size(8)
+            .with_position_embedding(Some(false))
+            .with_attention(attention);
+        randomise(config.init(&device).unwrap())
+    };
+    let x = tokens(1, 20, VOCAB, &device);
+    let swapped = Tensor::cat(
+        vec![
+            x.clone().narrow(1, 0, 19).flip([1]),
+            x.clone().narrow(1, 19, 1),
+        ],
+        1,
+    );
+    let last = |model: &SparseTransformer, x| logits(model, x).narrow(1, 19, 1);
+    let change = |model| difference(last(&model, &x), last(&model, &swapped));
+    assert!(change(model(None)) < 1e-5);
+    assert!(change(model(Some(With::Rope.attention()))) > 1e-3);
+}
+
+#[test]
+fn a_block_by_itself_rotates_as_far_as_its_context() {
+    let device = Device::flex();
+    let config = SparseTransformerBlockConfig::new(16, HEADS, Pattern::causal())
+        .with_block_size(8)
+        .with_attention(Some(With::All.attention()));
+    assert_eq!(
+        config.init(&device).unwrap_err().to_string(),
+        "context must be given with rope_theta, got none"
+    );
+    let config = config.with_context(Some(CONTEXT));
+    let block = randomise(config.init(&device).unwrap());
+    let x = random([2, CONTEXT + 1, 16], &device);
+    assert!(block.forward(x.clone()).is_err());
+    let x = x.narrow(1, 0, CONTEXT);
+    let whole = block.forward(x.clone()).unwrap();
+    let mut cache = SparseMhaCache::new();
+    let pieces = [CONTEXT - 9, 1, 8].map(|new| {
+        let piece = x.clone().narrow(1, cache.len(), new);
+        block.forward_cache(piece, &mut cache).unwrap()
+    });
+    assert_close(Tensor::cat(pieces.to_vec(), 1), whole, 2e-5);
+}
+
+#[rstest]
+#[case(BlockAttentionConfig::new().with_dropout(1.0), "dropout must be at least 0 and below 1, got 1")]
+#[case(BlockAttentionConfig::new().with_scale(Some(f64::NAN)), "scale must be finite, as f32, got NaN")]
+#[case(BlockAttentionConfig::new().with_qk_norm_eps(0.0), "qk_norm_eps must be positive and finite, got 0")]
+#[case(BlockAttentionConfig::new().with_rope_theta(Some(-1.0)), "rope.theta must be positive and finite, got -1")]
+#[case(
+    BlockAttentionConfig::new().with_relative_reach(Some(1 << 28)),
+    "relative_reach must be at most 134217727 with 4 heads, got 268435456"
+)]
+fn what_does_not_fit_is_refused(#[case] attention: BlockAttentionConfig, #[case] message: &str) {
+    let error = config(Some(attention)).init(&Device::flex()).unwrap_err();
+    assert_eq!(error.to_string(), message);
+}
+
+#[test]
+fn heads_that_do_not_fit_are_refused_with_rotations() {
+    let init = |heads, d_key| {
+        SparseTransformerBlockConfig::new(12, heads, Pattern::causal())
+            .with_d_key(d_key)
+            .with_attention(Some(With::Rope.attention()))
+            .with_context(Some(CONTEXT))
+            .init(&Device::flex())
+            .unwrap_err()
+            .to_string()
+    };
+    assert_eq!(init(0, None), "n_heads must be at least 1, got 0");
+    assert_eq!(
+        init(4, None),
+        "rope.d_model must be a positive multiple of the rotated pairs = 2, got 3"
+    );
+    assert_eq!(
+        init(4, Some(7)),
+        "d_key must be a positive multiple of n_heads = 4, got 7"
+    );
+}
+
+#[cfg(feature = "autodiff")]
+mod gradients {
+    use burn::module::{ModuleVisitor, Param};
+    use burn::optim::GradientsParams;
+
+    use super::*;
+
+    /// Largest difference of two gradients, and the largest gradient, of all parameters; none may lack one.
+    fn compare(model: &SparseTransformer, a: &GradientsParams, b: &GradientsParams) -> [f32; 2] {
+        struct Compare<'a>([&'a GradientsParams; 2], [f32; 2]);
+        impl ModuleVisitor for Compare<'_> {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                let [a, b] = self.0.map(|of| of.get::<D>(param.id).expect("a gradient"));
+                let largest = |t: Tensor<D>| t.abs().max().into_scalar::<f32>();
+                let [difference, size] = self.1;
+                self.1 = [difference.max(largest(a.clone() - b)), size.max(largest(a))];
+            }
+        }
+        let mut visitor = Compare([a, b], [0.0; 2]);
+        model.visit(&mut visitor);
+        visitor.1
+    }
+
+    #[rstest]
+    fn recomputation_gives_the_same(
+        #[values(
+            With::Scale,
+            With::Alibi,
+            With::RelativeBias,
+            With::Sinks,
+            With::QkNorm,
+            With::Rope,
+            With::All
+        )]
+        with: With,
+        #[values(0.0, 0.3)] dropout: f64,
+        #[values(None, Some(false))] position_embedding: Option<bool>,
+    ) {
+        let device = Device::flex().autodiff();
+        let _guard = common::seed(&device, 3);
+        let attention = with.attention().with_dropout(dropout);
+        let config = config(Some(attention)).with_position_embedding(position_embedding);
+        let model = randomise(config.init(&device).unwrap());
+        let run = |seed, recompute| {
+            let x = tokens(2, 33, VOCAB, &Device::flex());
+            let y = x.clone().flip([1]);
+            model.loss_and_gradients(x, y, seed, recompute).unwrap()
+        };
+        let ((loss, stored), (again, recomputed)) = (run(5, false), run(5, true));
+        assert_close(again, loss, 1e-6);
+        let [apart, size] = compare(&model, &stored, &recomputed);
+        assert!(apart < 1e-5 * size && size > 1e-3, "{apart} of {size}");
+        // Another seed is another step only if there is dropout.
+        let [apart, size] = compare(&model, &stored, &run(6, true).1);
+        assert_eq!(apart > 1e-2 * size, dropout > 0.0, "{apart} of {size}");
+        let moves = |grad: Option<f32>| assert!(grad.unwrap() > 1e-6);
+        for block in &model.blocks {
+            let largest = |t: Option<Tensor<1>>| t.map(|t| t.abs().max().into_scalar::<f32>());
+            if let Some(sinks) = &block.mha.sinks {
+                moves(largest(stored.get::<1>(sinks.id)));
+            }
+            if let Some(bias) = &block.mha.relative_bias {
+                moves(largest(stored.get::<2>(bias.id).map(|t| t.flatten(0, 1))));
+            }
+            if let Some(HeadNorm::Rms(norm)) = &block.mha.key_norm {
+                moves(largest(stored.get::<1>(norm.gamma.id)));
+            }
+        }
+    }
+
+    /// Where a position's gradient is made by a product with one-hot rows.
+    #[test]
+    fn many_tokens_without_position_embeddings() {
+        let device = Device::flex().autodiff();
+        let _guard = common::seed(&device, 4);
+        let config = config(Some(With::Rope.attention())).with_position_embedding(Some(false));
+        let model = randomise(config.init(&device).unwrap());
+        let x = tokens(16, 33, VOCAB, &Device::flex());
+        let y = x.clone().flip([1]);
+        let expected = model.loss(x.clone(), y.clone()).unwrap().backward();
+        let expected = GradientsParams::from_grads(expected, &model);
+        for recompute in [false, true] {
+            let run = model.loss_and_gradients(x.clone(), y.clone(), 0, recompute);
+            let [apart, size] = compare(&model, &run.unwrap().1, &expected);
+            assert!(apart < 1e-5 * size, "{apart} of {size}");
+        }
+    }
+}
