@@ -7,7 +7,7 @@ use burn::tensor::{Bool, DType, Device, Tensor};
 use burn_blocksparse::{
     AttentionError, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
     Dropout as WeightDropout, Layout, Pattern, WeightsMode, alibi_slopes, attention_with_tensors,
-    attention_with_weights,
+    attention_with_tensors_and_weights,
 };
 
 use crate::dropout::Seeds;
@@ -340,27 +340,22 @@ impl SparseMultiHeadAttention {
         Ok(self.finish(context, &call))
     }
 
-    /// [`Self::forward`], which also returns the attention weights of the kept blocks.
+    /// [`Self::forward`], which also returns the attention weights of the kept blocks: after biases, before dropout, and with sinks or
+    /// the quiet softmax less than 1 in all.
     ///
     /// # Errors
-    /// As [`Self::forward`]; also if the module has biases of distances, sinks or the quiet softmax, or the input a bias.
+    /// As [`Self::forward`].
     pub fn forward_with_weights(
         &self,
         input: SparseMhaInput,
     ) -> Result<(SparseMhaOutput, BlockSparseTensor), TransformerError> {
-        for (argument, given) in [
-            ("bias", input.bias.is_some()),
-            ("relative_bias", self.relative_bias.is_some()),
-            ("sinks", self.sinks.is_some()),
-            ("quiet_softmax", self.quiet_softmax),
-        ] {
-            ensure_none(argument, given, "none where weights are returned")?;
-        }
         let (call, request) = self.prepare(&input, 0)?;
         let layout = self.layouts.get(&request)?;
         let (query, key, value) = self.project(input, &call);
+        let tensors = self.tensors_of(&query, &call);
         let options = self.options_of(&query, &call);
-        let (context, weights) = attention_with_weights(query, key, value, &layout, options)?;
+        let (context, _, weights) =
+            attention_with_tensors_and_weights(query, key, value, tensors, &layout, options)?;
         Ok((self.finish(context, &call), weights))
     }
 
@@ -599,6 +594,14 @@ impl SparseMultiHeadAttention {
         layout: impl Into<Layout<'a>>,
         call: &Call,
     ) -> Result<Tensor<4>, TransformerError> {
+        let tensors = self.tensors_of(&query, call);
+        let options = self.options_of(&query, call);
+        let (context, _) = attention_with_tensors(query, key, value, tensors, layout, options)?;
+        Ok(context)
+    }
+
+    /// Sinks and biases of a call.
+    fn tensors_of(&self, query: &Tensor<4>, call: &Call) -> AttentionTensors {
         let mut tensors = AttentionTensors::default();
         tensors.sinks = match &self.sinks {
             None if self.quiet_softmax => Some(Tensor::zeros([self.n_heads], &query.device())),
@@ -606,9 +609,7 @@ impl SparseMultiHeadAttention {
         };
         tensors.relative_bias = self.relative_bias.as_ref().map(Param::val);
         tensors.bias = (call.bias.clone()).map(|bias| bias.cast(query.dtype()));
-        let options = self.options_of(&query, call);
-        let (context, _) = attention_with_tensors(query, key, value, tensors, layout, options)?;
-        Ok(context)
+        tensors
     }
 
     /// The options of a call, with dropout where burn-nn's module would drop.
