@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, BlockSparseTensor, Layout, MassOptions, Pattern, TopKOptions,
-    attention, attention_masses, attention_with_lse, top_k_blocks_on_device,
+    AttentionOptions, BlockSparseTensor, Layout, MassOptions, Pattern, TopKOptions, attention,
+    attention_masses, attention_with_lse, top_k_blocks_on_device,
 };
 use burn_blocksparse_tests::devices::devices;
 

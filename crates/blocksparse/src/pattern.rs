@@ -343,11 +343,13 @@ impl Pattern {
                 break;
             }
         }
-        let global = match horizontal {
-            true => Self::global(tokens),
-            false => Self::global_keys(tokens),
-        };
-        Self::union([Self::Documents { starts }, global])
+        let windows = Self::Documents { starts };
+        let ranges = ranges(tokens);
+        match (ranges.is_empty(), horizontal) {
+            (true, _) => windows,
+            (false, true) => Self::union([windows, Self::Global { ranges }]),
+            (false, false) => Self::union([windows, Self::GlobalKeys { ranges }]),
+        }
     }
 
     /// `j ≤ i ∧ (j ∈ vertical ∨ i − j ∈ slash)`.
