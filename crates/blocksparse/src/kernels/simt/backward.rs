@@ -155,7 +155,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let fours1 = comptime!(t.unit_fours(t.head_dim));
     let fours2 = comptime!(t.unit_fours(t.value_dim));
     let unit_x = UNIT_POS as usize % comptime!(t.units_x);
-    let unit_y = UNIT_POS as usize / comptime!(t.units_x);
+    let unit_y = unit_row(t);
     let outer = CUBE_POS_Y as usize + first_head;
     let batch = CUBE_POS_Z as usize + first_batch;
     let scale = scale.get::<A>();

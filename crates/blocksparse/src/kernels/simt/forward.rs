@@ -53,7 +53,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     let rows = comptime!(t.unit_rows);
     let unit_fours = comptime!(t.unit_fours(t.value_dim));
     let unit_x = UNIT_POS as usize % comptime!(t.units_x);
-    let unit_y = UNIT_POS as usize / comptime!(t.units_x);
+    let unit_y = unit_row(t);
     let head = CUBE_POS_Y as usize;
     let batch = CUBE_POS_Z as usize;
     let scale = scale.get::<A>();

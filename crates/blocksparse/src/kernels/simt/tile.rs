@@ -65,7 +65,7 @@ impl Tile {
         4 * self.units_x
     }
 
-    /// Rows of units.
+    /// Rows of units, a power of two.
     pub fn units_y(&self) -> usize {
         self.rows / self.unit_rows
     }
@@ -233,6 +233,16 @@ fn walker_at(
         steps: plan[record + 1] as usize,
         masked: plan[record + 2] as usize,
     }
+}
+
+/// The row of units that a unit is in; about every other cube counts them from its end. A plane has the same scheduler of its
+/// multiprocessor in every cube, and where a tile crosses a diagonal, the planes at one end of it compute more steps than those at the
+/// other: in like cubes all of that would be the work of the same schedulers.
+#[cube]
+pub fn unit_row(#[comptime] t: Tile) -> usize {
+    // Cubes that run side by side have numbers at any distance: a bit of the number times 2¹⁶ over the golden ratio.
+    let odd = (CUBE_POS as u32 * 0x9e37u32) >> 15u32 & 1u32;
+    (UNIT_POS as usize / comptime!(t.units_x)) ^ (odd as usize * comptime!(t.units_y() - 1))
 }
 
 /// The place of row `row` of a tile whose rows are at `rows`: its first place, or the word of its first block.
