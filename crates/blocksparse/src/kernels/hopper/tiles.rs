@@ -10,6 +10,28 @@ use crate::plan::{Tiling, Walk};
 /// Rows of a warpgroup.
 pub(super) const GROUP_ROWS: usize = 64;
 
+/// What all tiles print.
+fn describe(
+    f: &mut fmt::Formatter<'_>,
+    [rows, cols]: [usize; 2],
+    group: usize,
+    clustered: bool,
+    units: usize,
+    stages: usize,
+    bytes: usize,
+) -> fmt::Result {
+    let like_rows = if clustered {
+        ", like rows together"
+    } else {
+        ""
+    };
+    write!(
+        f,
+        "hopper  {rows} × {cols} tiles gathered from {group}-wide blocks{like_rows}, {units} units, {stages} stages in {} KiB shared",
+        bytes.div_ceil(1024),
+    )
+}
+
 /// The comptime shape of the kernel: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
@@ -189,20 +211,14 @@ impl Tile {
 
 impl fmt::Display for Tile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
+        describe(
             f,
-            "hopper  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} stages in {} KiB shared",
-            self.rows(),
-            self.cols,
+            [self.rows(), self.cols],
             self.group,
-            if self.clustered {
-                ", like rows together"
-            } else {
-                ""
-            },
+            self.clustered,
             self.units(),
             self.stages,
-            self.shared_bytes().div_ceil(1024),
+            self.shared_bytes(),
         )
     }
 }
@@ -476,26 +492,19 @@ impl BackwardTile {
 
 impl fmt::Display for BackwardTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
+        describe(
             f,
-            "hopper  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} stages in {} KiB shared{}",
-            self.rows(),
-            self.cols,
+            [self.rows(), self.cols],
             self.group,
-            if self.clustered {
-                ", like rows together"
-            } else {
-                ""
-            },
+            self.clustered,
             self.units(),
             self.stages,
-            self.shared_bytes().div_ceil(1024),
-            if self.persistent {
-                ", tile after tile"
-            } else {
-                ""
-            },
-        )
+            self.shared_bytes(),
+        )?;
+        match self.persistent {
+            true => write!(f, ", tile after tile"),
+            false => Ok(()),
+        }
     }
 }
 
@@ -652,20 +661,14 @@ impl WalkTile {
 
 impl fmt::Display for WalkTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
+        describe(
             f,
-            "hopper  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} stages in {} KiB shared",
-            self.rows(),
-            self.cols,
+            [self.rows(), self.cols],
             self.group,
-            if self.clustered {
-                ", like rows together"
-            } else {
-                ""
-            },
+            self.clustered,
             self.units(),
             self.stages,
-            self.shared_bytes().div_ceil(1024),
+            self.shared_bytes(),
         )
     }
 }
