@@ -418,10 +418,12 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
     }
     let pairs = layout.allowed_pairs() as f64 * batch as f64 / layout.batch().unwrap_or(1) as f64;
     let flops = 2.0 * (head_dim + value_dim) as f64 * pairs;
-    let (forward_ms, host_us) = median(client, args.repeats, forward)?;
+    let (forward, host_us) = measure(client, args.repeats, forward)?;
+    let forward_ms = forward.median;
     let teraflops = |ms: f64, factor: f64| factor * flops / ms / 1e9;
     let mut result = json!({
-        "fwd_ms": forward_ms, "fwd_tf": teraflops(forward_ms, 1.0), "host_us": host_us,
+        "fwd_ms": forward_ms, "fwd_ms_p10": forward.p10, "fwd_ms_p90": forward.p90,
+        "fwd_tf": teraflops(forward_ms, 1.0), "host_us": host_us,
         "density": layout.density(), "flops_fwd": flops,
         "block": workload.block,
     });
@@ -435,12 +437,15 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         println!(" {:>10} {:>8} {host_us:>9.1}", "", "");
         return Ok(result);
     }
-    let (backward_ms, _) = median(client, args.repeats, backward)?;
+    let (backward, _) = measure(client, args.repeats, backward)?;
+    let backward_ms = backward.median;
     println!(
         " {backward_ms:>10.3} {:>8.1} {host_us:>9.1}",
         teraflops(backward_ms, 2.5)
     );
     result["bwd_ms"] = json!(backward_ms);
+    result["bwd_ms_p10"] = json!(backward.p10);
+    result["bwd_ms_p90"] = json!(backward.p90);
     result["bwd_tf"] = json!(teraflops(backward_ms, 2.5));
     Ok(result)
 }
@@ -513,8 +518,15 @@ impl Outputs {
     }
 }
 
-/// Median milliseconds on the device, and microseconds on the host to enqueue a call.
-fn median(client: &Client, repeats: usize, call: impl Fn() + Send + Sync) -> Result<(f64, f64)> {
+/// Milliseconds on the device.
+struct Times {
+    median: f64,
+    p10: f64,
+    p90: f64,
+}
+
+/// Times on the device, and the median of microseconds on the host to enqueue a call.
+fn measure(client: &Client, repeats: usize, call: impl Fn() + Send + Sync) -> Result<(Times, f64)> {
     // Compilation, plans and their upload.
     call();
     call();
@@ -536,7 +548,12 @@ fn median(client: &Client, repeats: usize, call: impl Fn() + Send + Sync) -> Res
     }
     times.sort_by(f64::total_cmp);
     host.sort_by(f64::total_cmp);
-    Ok((times[repeats / 2], host[repeats / 2]))
+    let times = Times {
+        median: times[repeats / 2],
+        p10: times[repeats / 10],
+        p90: times[repeats * 9 / 10],
+    };
+    Ok((times, host[repeats / 2]))
 }
 
 fn numbers(bytes: &[u8], dtype: Dtype) -> Vec<f32> {

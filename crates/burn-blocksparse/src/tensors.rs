@@ -266,16 +266,8 @@ pub fn attention_with_tensors_and_weights(
         return Ok((out, lse, weights));
     };
     let Shares { a, lse, .. } = shares_with(sinks, lse);
-    // A row's share at each of its pairs.
-    let [batch, ..] = a.dims();
-    let ones = Tensor::ones([batch, 1, layout.seq_kv(), 1], (&a.device(), a.dtype()));
-    let of_pairs = BlockSparseTensor::nt(a.clone().detach().unsqueeze_dim(3), ones, layout)?;
-    let values = weights.values() * of_pairs.values();
-    Ok((
-        scaled(out, a),
-        lse,
-        BlockSparseTensor::new(values, layout.clone()),
-    ))
+    let weights = weights.times_rows(a.clone().detach());
+    Ok((scaled(out, a), lse, weights))
 }
 
 /// The sink is one more part of the keys, whose output is 0.

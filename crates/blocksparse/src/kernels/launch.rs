@@ -344,7 +344,9 @@ pub fn backward(
         let [table_start, numbers] = options.stats_len(rows);
         let stats = client.empty(numbers * accumulator.size());
         const UNITS: u32 = 64;
-        let cubes = spread(client, (rows as u64).div_ceil(u64::from(UNITS)))?;
+        let lanes = backward::delta_lanes(client.properties(), sizes.value_dim / width);
+        let units = rows as u64 * lanes as u64;
+        let cubes = spread(client, units.div_ceil(u64::from(UNITS)))?;
         unsafe {
             backward::delta::launch_unchecked(
                 client,
@@ -371,6 +373,7 @@ pub fn backward(
                 options.table_len(),
                 InputScalar::new(lse_factor, accumulator),
                 sizes.value_dim,
+                lanes,
                 by_class,
                 sizes.dtype,
                 accumulator,

@@ -1,5 +1,6 @@
 //! The backward kernels: delta, and one kernel that walks rows for dQ and columns for dK and dV.
 
+use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
 use super::dropout::{Mask, factors};
@@ -11,7 +12,7 @@ use crate::plan::Walk;
 /// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what backward needs of the query at each
 /// place, in one buffer because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the
 /// arithmetic; places of no position get zeros. The ALiBi slopes, `[heads]`, are copied behind them, and then the biases of
-/// distances.
+/// distances. `lanes` units of a plane share a row, so that neighbours read neighbouring numbers.
 ///
 /// `out`, `lse`, `grad_lse` contiguous; `grad_out` with any strides of its outer dimensions; `stats` `[rows, 2]`, with `pitch` places
 /// of each head, and behind it `[heads]` where there are slopes and `table_len` numbers from `table_start` on.
@@ -33,31 +34,43 @@ pub fn delta<E: Float, A: Float, N: Size>(
     table_len: usize,
     lse_factor: InputScalar,
     #[comptime] value_dim: usize,
+    #[comptime] lanes: usize,
     #[comptime] residue: bool,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
-    let row = ABSOLUTE_POS;
-    if row < rows {
-        let width = N::value();
-        let vectors = comptime!(value_dim / width);
-        let position = position_of(row % pitch, &listing, residue);
-        let head = row / pitch % heads;
-        let batch = row / pitch / heads;
-        let mut sum = A::new(0.0);
-        let mut log = A::new(0.0);
-        if position < grad_strides.len {
-            let out_row = (batch * heads + head) * grad_strides.len + position;
-            let grad_row =
-                batch * grad_strides.batch + head * grad_strides.head + position * grad_strides.row;
-            for i in 0..vectors {
-                let product = Vector::<A, N>::cast_from(out[out_row * vectors + i])
-                    * Vector::<A, N>::cast_from(grad_out[grad_row + i]);
-                #[unroll]
-                for c in 0..width {
-                    sum += product.extract(c);
-                }
+    let row = ABSOLUTE_POS / lanes;
+    let lane = ABSOLUTE_POS % lanes;
+    let width = N::value();
+    let vectors = comptime!(value_dim / width);
+    let position = position_of(row % pitch, &listing, residue);
+    let head = row / pitch % heads;
+    let batch = row / pitch / heads;
+    let exists = row < rows && position < grad_strides.len;
+    let out_row = (batch * heads + head) * grad_strides.len + position;
+    let mut sum = A::new(0.0);
+    if exists {
+        let grad_row =
+            batch * grad_strides.batch + head * grad_strides.head + position * grad_strides.row;
+        let mut i = lane;
+        while i < vectors {
+            let product = Vector::<A, N>::cast_from(out[out_row * vectors + i])
+                * Vector::<A, N>::cast_from(grad_out[grad_row + i]);
+            #[unroll]
+            for c in 0..width {
+                sum += product.extract(c);
             }
+            i += lanes;
+        }
+    }
+    // All units of a plane get here.
+    #[unroll]
+    for step in 0..comptime!(lanes.ilog2()) {
+        sum += plane_shuffle_xor(sum, comptime!(1u32 << step));
+    }
+    if row < rows && lane == 0 {
+        let mut log = A::new(0.0);
+        if exists {
             log = lse[out_row];
             #[comptime]
             match grad_lse {
@@ -89,6 +102,18 @@ pub fn delta<E: Float, A: Float, N: Size>(
             }
             ComptimeOption::None => {}
         }
+    }
+}
+
+/// Units that share a row of `vectors` in [`delta`]: a power of two.
+pub fn delta_lanes(properties: &DeviceProperties, vectors: usize) -> usize {
+    match properties.features.plane.contains(Plane::Ops) {
+        true => {
+            1 << vectors
+                .min(properties.hardware.plane_size_min as usize)
+                .ilog2()
+        }
+        false => 1,
     }
 }
 
@@ -154,8 +179,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let rows = comptime!(t.unit_rows);
     let fours1 = comptime!(t.unit_fours(t.head_dim));
     let fours2 = comptime!(t.unit_fours(t.value_dim));
-    let unit_x = UNIT_POS as usize % comptime!(t.units_x);
-    let unit_y = unit_row(t);
+    let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
+    let unit_y = UNIT_POS_X as usize / comptime!(t.units_x);
     let outer = CUBE_POS_Y as usize + first_head;
     let batch = CUBE_POS_Z as usize + first_batch;
     let scale = scale.get::<A>();
@@ -196,28 +221,18 @@ pub fn backward<E: Float, A: Float, N: Size>(
     }
     let own = walker(plan, &parts, batch, first_own, CUBE_POS_X as usize, t);
     let tile = own.tile;
-    let a1_base = batch * a1_strides.batch + a_head * a1_strides.head;
-    let a2_base = batch * a2_strides.batch + a_head * a2_strides.head;
-    load_rows::<E, A, N>(
+    load_both::<E, A, N>(
         a1,
-        a1_base,
-        &a1_strides,
+        a2,
+        &rows_of(&a1_strides, batch, a_head),
+        &rows_of(&a2_strides, batch, a_head),
         &listing,
         plan,
         own.rows,
         &mut a1_tile,
-        comptime!(t.head_dim),
-        t,
-    );
-    load_rows::<E, A, N>(
-        a2,
-        a2_base,
-        &a2_strides,
-        &listing,
-        plan,
-        own.rows,
         &mut a2_tile,
-        comptime!(t.value_dim),
+        comptime!([t.head_dim, t.value_dim]),
+        Side::Own,
         t,
     );
 
@@ -237,12 +252,13 @@ pub fn backward<E: Float, A: Float, N: Size>(
     // lse and delta of the tile's rows, if they are queries.
     let mut row_lse = Array::<A>::new(rows);
     let mut row_delta = Array::<A>::new(rows);
+    let own_span = row_span(plan, own.rows, unit_y * rows, &listing, t);
     #[unroll]
     for i in 0..rows {
         row_lse[i] = A::new(0.0);
         row_delta[i] = A::new(0.0);
         if comptime!(!columns) {
-            let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
+            let row = own_span.first + i * own_span.step;
             if row < a1_strides.len {
                 let at = ((batch * heads + outer) * a1_strides.len + row) * 2;
                 row_lse[i] = stats[at];
@@ -267,63 +283,58 @@ pub fn backward<E: Float, A: Float, N: Size>(
             alibi_slope = stats[slopes + head];
         }
         let bias_start = batch * bias_strides.batch + head * bias_strides.head;
-        let first_record = plan[parts.heads + batch * parts.batch + head] as usize;
-        let walk_of = walker_of(plan, &parts, first_record, tile, t);
+        let mut first_entry = own.entry;
+        let mut steps = own.steps;
+        let mut masked_steps = own.masked;
+        if turn > 0 {
+            let first_record = plan[parts.heads + batch * parts.batch + head] as usize;
+            let walk_of = walker_of(plan, &parts, first_record, tile, t);
+            first_entry = walk_of.entry;
+            steps = walk_of.steps;
+            masked_steps = walk_of.masked;
+        }
         let mut inner = head;
         if comptime!(!columns) {
             inner = head / heads_per_kv;
         }
-        let b1_base = batch * b1_strides.batch + inner * b1_strides.head;
-        let b2_base = batch * b2_strides.batch + inner * b2_strides.head;
+        let b1_rows = rows_of(&b1_strides, batch, inner);
+        let b2_rows = rows_of(&b2_strides, batch, inner);
         let place0 =
             batch * weight_blocks + plan[parts.places + batch * parts.batch + head] as usize;
 
-        for step in 0..walk_of.steps {
-            let entry = walk_of.entry + step * comptime!(t.entries() * t.entry_words());
+        for step in 0..steps {
+            let entry = first_entry + step * comptime!(t.entries() * t.entry_words());
             sync_cube();
-            gather_rows::<E, A, N>(
+            load_both::<E, A, N>(
                 b1,
-                b1_base,
-                &b1_strides,
+                b2,
+                &b1_rows,
+                &b2_rows,
                 &listing,
                 plan,
                 entry,
                 &mut b1_tile,
-                comptime!(t.head_dim),
-                t,
-            );
-            gather_rows::<E, A, N>(
-                b2,
-                b2_base,
-                &b2_strides,
-                &listing,
-                plan,
-                entry,
                 &mut b2_tile,
-                comptime!(t.value_dim),
+                comptime!([t.head_dim, t.value_dim]),
+                Side::Gathered,
                 t,
             );
             sync_cube();
 
-            if needed(
-                plan,
-                &parts,
-                entry,
-                step < walk_of.masked,
-                unit_y,
-                unit_x,
-                t,
-            ) {
+            let masked = step < masked_steps;
+            let bits = mask_bits(plan, &parts, entry, masked, unit_y, unit_x, t);
+            let halves = needed(bits, masked, unit_x, t);
+            if halves != 0u32 {
                 // lse and delta of the unit's columns, if they are queries.
                 let mut col_lse = Array::<A>::new(4usize);
                 let mut col_delta = Array::<A>::new(4usize);
                 if comptime!(columns) {
-                    let place = place(plan, entry, unit_x * 4, t);
+                    let span = column_span(plan, entry, unit_x, &listing, t);
                     #[unroll]
                     for j in 0..4usize {
                         col_lse[j] = A::new(0.0);
                         col_delta[j] = A::new(0.0);
-                        let query = position_at(place + j, &listing, t);
+                        let query = span.first + j * span.step;
                         if query < b1_strides.len {
                             let at = ((batch * heads + head) * b1_strides.len + query) * 2;
                             col_lse[j] = stats[at];
@@ -391,8 +402,15 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         }
                     }
                 } else {
-                    let mut s =
-                        product_rows(&a1_tile, &b1_tile, unit_y, unit_x, comptime!(t.head_dim), t);
+                    let mut s = product_rows(
+                        &a1_tile,
+                        &b1_tile,
+                        unit_y,
+                        unit_x,
+                        halves,
+                        comptime!(t.head_dim),
+                        t,
+                    );
                     score(&mut s, scale, softcap, t);
                     if comptime!(t.softcap) {
                         #[unroll]
@@ -411,17 +429,11 @@ pub fn backward<E: Float, A: Float, N: Size>(
                                 (s[index] - query_value(&row_lse, &col_lse, i, j, walk)).exp();
                         }
                     }
-                    if step < walk_of.masked {
+                    if masked {
                         #[unroll]
-                        for i in 0..rows {
-                            let row = unit_y * rows + i;
-                            let bits = mask_bits(plan, &parts, entry, row, unit_x, t);
-                            #[unroll]
-                            for j in 0..4usize {
-                                let index = comptime!(4 * i + j);
-                                let allowed = (bits >> comptime!(j as u32)) & 1u32 == 1u32;
-                                p[index] = select(allowed, p[index], A::new(0.0));
-                            }
+                        for i in 0..comptime!(rows * 4) {
+                            let allowed = (bits >> comptime!(i as u32)) & 1u32 == 1u32;
+                            p[i] = select(allowed, p[i], A::new(0.0));
                         }
                     }
                 }
@@ -431,6 +443,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     &b2_tile,
                     unit_y,
                     unit_x,
+                    halves,
                     comptime!(t.value_dim),
                     t,
                 );
@@ -485,6 +498,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         &mut out1,
                         unit_y,
                         unit_x,
+                        halves,
                         comptime!(t.head_dim),
                         t,
                     );
@@ -496,6 +510,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         &mut out2,
                         unit_y,
                         unit_x,
+                        halves,
                         comptime!(t.value_dim),
                         t,
                     );
@@ -516,12 +531,13 @@ pub fn backward<E: Float, A: Float, N: Size>(
         }
     }
     if comptime!(!t.bias_gradient) {
+        let own_span = row_span(plan, own.rows, unit_y * rows, &listing, t);
         let mut factor = scale;
         if comptime!(t.carry) {
             factor = A::new(1.0);
             #[unroll]
             for i in 0..rows {
-                let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
+                let row = own_span.first + i * own_span.step;
                 let row = row.min(a1_strides.len - 1);
                 let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
                 let source = at * comptime!(t.head_dim / width);
@@ -552,7 +568,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
         }
         #[unroll]
         for i in 0..rows {
-            let row = position_at(row_place(plan, own.rows, unit_y * rows + i, t), &listing, t);
+            let row = own_span.first + i * own_span.step;
             if row < a1_strides.len {
                 let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
                 let target = at * comptime!(t.head_dim / width);

@@ -52,8 +52,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
     let width = N::value();
     let rows = comptime!(t.unit_rows);
     let unit_fours = comptime!(t.unit_fours(t.value_dim));
-    let unit_x = UNIT_POS as usize % comptime!(t.units_x);
-    let unit_y = unit_row(t);
+    let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
+    let unit_y = UNIT_POS_X as usize / comptime!(t.units_x);
     let head = CUBE_POS_Y as usize;
     let batch = CUBE_POS_Z as usize;
     let scale = scale.get::<A>();
@@ -69,18 +69,17 @@ pub fn forward<E: Float, A: Float, N: Size>(
 
     let walk = walker(plan, &parts, batch, head, CUBE_POS_X as usize, t);
     let kv_head = head / heads_per_kv;
-    let q_base = batch * q_strides.batch + head * q_strides.head;
-    let k_base = batch * k_strides.batch + kv_head * k_strides.head;
-    let v_base = batch * v_strides.batch + kv_head * v_strides.head;
-    load_rows::<E, A, N>(
+    let k_rows = rows_of(&k_strides, batch, kv_head);
+    let v_rows = rows_of(&v_strides, batch, kv_head);
+    load::<E, A, N>(
         q,
-        q_base,
-        &q_strides,
+        &rows_of(&q_strides, batch, head),
         &listing,
         plan,
         walk.rows,
         &mut q_tile,
         comptime!(t.head_dim),
+        Side::Own,
         t,
     );
 
@@ -120,13 +119,10 @@ pub fn forward<E: Float, A: Float, N: Size>(
         // A finished part is a row of the softmax with maximum lse and sum 1. All is asked for at once, beyond the end of the
         // sequence for its last row.
         let mut logs = Array::<A>::new(rows);
+        let span = row_span(plan, walk.rows, unit_y * rows, &listing, t);
         #[unroll]
         for i in 0..rows {
-            let row = position_at(
-                row_place(plan, walk.rows, unit_y * rows + i, t),
-                &listing,
-                t,
-            );
+            let row = span.first + i * span.step;
             let at =
                 (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row.min(q_strides.len - 1);
             logs[i] = select(row < q_strides.len, lse[at], A::new(LOW));
@@ -158,31 +154,26 @@ pub fn forward<E: Float, A: Float, N: Size>(
     for step in 0..walk.steps {
         let entry = walk.entry + step * comptime!(t.entries() * t.entry_words());
         sync_cube();
-        gather_rows::<E, A, N>(
+        load_both::<E, A, N>(
             k,
-            k_base,
-            &k_strides,
+            v,
+            &k_rows,
+            &v_rows,
             &listing,
             plan,
             entry,
             &mut k_tile,
-            comptime!(t.head_dim),
-            t,
-        );
-        gather_rows::<E, A, N>(
-            v,
-            v_base,
-            &v_strides,
-            &listing,
-            plan,
-            entry,
             &mut v_tile,
-            comptime!(t.value_dim),
+            comptime!([t.head_dim, t.value_dim]),
+            Side::Gathered,
             t,
         );
         sync_cube();
 
-        if needed(plan, &parts, entry, step < walk.masked, unit_y, unit_x, t) {
+        let masked = step < walk.masked;
+        let bits = mask_bits(plan, &parts, entry, masked, unit_y, unit_x, t);
+        let halves = needed(bits, masked, unit_x, t);
+        if halves != 0u32 {
             let mut s = scores::<E, A>(
                 &q_tile,
                 &k_tile,
@@ -196,10 +187,11 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 &lengths,
                 unit_y,
                 unit_x,
+                halves,
                 t,
             );
-            if step < walk.masked {
-                mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
+            if masked {
+                mask(&mut s, bits, t);
             }
             let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
             if comptime!(t.dropout) {
@@ -247,6 +239,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 &mut o,
                 unit_y,
                 unit_x,
+                halves,
                 comptime!(t.value_dim),
                 t,
             );
@@ -254,13 +247,10 @@ pub fn forward<E: Float, A: Float, N: Size>(
     }
 
     reduce_rows(&mut l, &mut scratch, unit_y, unit_x, false, t);
+    let span = row_span(plan, walk.rows, unit_y * rows, &listing, t);
     #[unroll]
     for i in 0..rows {
-        let row = position_at(
-            row_place(plan, walk.rows, unit_y * rows + i, t),
-            &listing,
-            t,
-        );
+        let row = span.first + i * span.step;
         let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
         let mut inverse = A::new(0.0);
         let mut log = neg_infinity.get::<A>();
@@ -295,15 +285,15 @@ pub fn forward<E: Float, A: Float, N: Size>(
         for step in 0..walk.steps {
             let entry = walk.entry + step * comptime!(t.entries() * t.entry_words());
             sync_cube();
-            gather_rows::<E, A, N>(
+            load::<E, A, N>(
                 k,
-                k_base,
-                &k_strides,
+                &k_rows,
                 &listing,
                 plan,
                 entry,
                 &mut k_tile,
                 comptime!(t.head_dim),
+                Side::Gathered,
                 t,
             );
             sync_cube();
@@ -320,10 +310,13 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 &lengths,
                 unit_y,
                 unit_x,
+                3u32,
                 t,
             );
-            if step < walk.masked {
-                mask(&mut s, plan, &parts, entry, unit_y, unit_x, t);
+            let masked = step < walk.masked;
+            if masked {
+                let bits = mask_bits(plan, &parts, entry, masked, unit_y, unit_x, t);
+                mask(&mut s, bits, t);
             }
             #[unroll]
             for i in 0..rows {
@@ -370,9 +363,10 @@ fn scores<E: Float, A: Float>(
     lengths: &Lengths,
     unit_y: usize,
     unit_x: usize,
+    halves: u32,
     #[comptime] t: Tile,
 ) -> Array<A> {
-    let mut s = product_rows(q, k, unit_y, unit_x, comptime!(t.head_dim), t);
+    let mut s = product_rows(q, k, unit_y, unit_x, halves, comptime!(t.head_dim), t);
     score(&mut s, of_head.scale, of_head.softcap, t);
     // Behind the product, which has no registers for them.
     set_columns(positions, plan, entry, unit_x, listing, t);
@@ -418,24 +412,10 @@ pub fn scratch_len(t: Tile) -> usize {
 
 /// Sets the scores of pairs that are not computed to [`LOW`].
 #[cube]
-fn mask<A: Float>(
-    s: &mut Array<A>,
-    plan: &[u32],
-    parts: &PlanParts,
-    entry: usize,
-    unit_y: usize,
-    unit_x: usize,
-    #[comptime] t: Tile,
-) {
+fn mask<A: Float>(s: &mut Array<A>, bits: u32, #[comptime] t: Tile) {
     #[unroll]
-    for i in 0..comptime!(t.unit_rows) {
-        let row = unit_y * comptime!(t.unit_rows) + i;
-        let bits = mask_bits(plan, parts, entry, row, unit_x, t);
-        #[unroll]
-        for j in 0..4usize {
-            let allowed = (bits >> comptime!(j as u32)) & 1u32 == 1u32;
-            let at = comptime!(4 * i + j);
-            s[at] = select(allowed, s[at], A::new(LOW));
-        }
+    for i in 0..comptime!(t.unit_rows * 4) {
+        let allowed = (bits >> comptime!(i as u32)) & 1u32 == 1u32;
+        s[i] = select(allowed, s[i], A::new(LOW));
     }
 }

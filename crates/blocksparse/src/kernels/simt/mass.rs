@@ -89,8 +89,8 @@ pub fn masses<E: Float, A: Float, N: Size>(
 ) {
     let side = comptime!(t.rows);
     let rows = comptime!(t.unit_rows);
-    let unit_x = UNIT_POS as usize % comptime!(t.units_x);
-    let unit_y = UNIT_POS as usize / comptime!(t.units_x);
+    let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
+    let unit_y = UNIT_POS_X as usize / comptime!(t.units_x);
     let head = CUBE_POS_Y as usize;
     let batch = CUBE_POS_Z as usize;
     let row0 = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len;
@@ -101,8 +101,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
     let mut b_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(row_fours(&t, gradient)));
     let mut pairs = Shared::<[A]>::new_slice(comptime!(t.rows * t.rows));
 
-    let q_base = batch * q_strides.batch + head * q_strides.head;
-    let k_base = batch * k_strides.batch + head / heads_per_kv * k_strides.head;
+    let kv_head = head / heads_per_kv;
     let bias_start = batch * bias_strides.batch + head * bias_strides.head;
     let mut slope = A::new(0.0);
     if comptime!(t.alibi && gradient) {
@@ -134,30 +133,38 @@ pub fn masses<E: Float, A: Float, N: Size>(
         let entry = parts.tiles + (first + index) * 3;
         let first_row = plan[entry + 2] as usize * side;
         sync_cube();
-        load_rows::<E, A, N>(
+        load::<E, A, N>(
             q,
-            q_base,
-            &q_strides,
+            &rows_of(&q_strides, batch, head),
             &listing,
             plan,
             first_row,
             &mut a_tile,
             comptime!(t.head_dim),
+            Side::Own,
             t,
         );
-        gather_rows::<E, A, N>(
+        load::<E, A, N>(
             k,
-            k_base,
-            &k_strides,
+            &rows_of(&k_strides, batch, kv_head),
             &listing,
             plan,
             entry,
             &mut b_tile,
             comptime!(t.head_dim),
+            Side::Gathered,
             t,
         );
         sync_cube();
-        let mut s = product_rows(&a_tile, &b_tile, unit_y, unit_x, comptime!(t.head_dim), t);
+        let mut s = product_rows(
+            &a_tile,
+            &b_tile,
+            unit_y,
+            unit_x,
+            3u32,
+            comptime!(t.head_dim),
+            t,
+        );
         score(&mut s, scale, softcap, t);
         let mut positions = row_positions(plan, first_row, unit_y, &listing, t);
         set_columns(&mut positions, plan, entry, unit_x, &listing, t);
@@ -201,30 +208,38 @@ pub fn masses<E: Float, A: Float, N: Size>(
             sync_cube();
             let v = v.as_ref().unwrap();
             let grad_out = grad_out.as_ref().unwrap();
-            load_rows::<E, A, N>(
+            load::<E, A, N>(
                 &grad_out[..],
-                batch * grad_strides.batch + head * grad_strides.head,
-                &grad_strides,
+                &rows_of(&grad_strides, batch, head),
                 &listing,
                 plan,
                 first_row,
                 &mut a_tile,
                 comptime!(t.value_dim),
+                Side::Own,
                 t,
             );
-            gather_rows::<E, A, N>(
+            load::<E, A, N>(
                 &v[..],
-                batch * v_strides.batch + head / heads_per_kv * v_strides.head,
-                &v_strides,
+                &rows_of(&v_strides, batch, kv_head),
                 &listing,
                 plan,
                 entry,
                 &mut b_tile,
                 comptime!(t.value_dim),
+                Side::Gathered,
                 t,
             );
             sync_cube();
-            dp = product_rows(&a_tile, &b_tile, unit_y, unit_x, comptime!(t.value_dim), t);
+            dp = product_rows(
+                &a_tile,
+                &b_tile,
+                unit_y,
+                unit_x,
+                3u32,
+                comptime!(t.value_dim),
+                t,
+            );
         }
         let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
         if comptime!(t.dropout) {
@@ -278,7 +293,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
     let width = comptime!(line_width(line, t.rows));
     let segment = (batch * CUBE_COUNT_Y as usize + head) * CUBE_COUNT_X as usize;
     let target = (segment + CUBE_POS_X as usize) * width;
-    let mut at = UNIT_POS as usize;
+    let mut at = UNIT_POS_X as usize;
     while at < width {
         let mut total = A::new(0.0);
         for row in 0..side {
@@ -383,7 +398,7 @@ pub fn fold_distances<A: Float>(
         let terms = (end.max(first) - first) * sharing * batch;
         let mut partial = Shared::<[A]>::new_slice(FOLD_UNITS);
         let mut sum = A::new(0.0);
-        let mut term = UNIT_POS as usize;
+        let mut term = UNIT_POS_X as usize;
         while term < terms {
             let x = first + term % (end - first);
             let rest = term / (end - first);
@@ -391,7 +406,7 @@ pub fn fold_distances<A: Float>(
             sum += diagonals[(rest / sharing * heads + head) * length + x];
             term += FOLD_UNITS;
         }
-        partial[UNIT_POS as usize] = sum;
+        partial[UNIT_POS_X as usize] = sum;
         sync_cube();
         if UNIT_POS == 0 {
             let mut total = A::new(0.0);

@@ -41,10 +41,10 @@ pub fn row_positions(
         cols: Array::<usize>::new(4usize),
     };
     if comptime!(t.positions()) {
+        let span = row_span(plan, rows, unit_y * length, listing, t);
         #[unroll]
         for i in 0..length {
-            let place = row_place(plan, rows, unit_y * length + i, t);
-            positions.rows[i] = position_at(place, listing, t);
+            positions.rows[i] = span.first + i * span.step;
         }
     }
     positions
@@ -61,11 +61,10 @@ pub fn set_columns(
     #[comptime] t: Tile,
 ) {
     if comptime!(t.positions()) {
-        // A block has at least eight positions, so that the four are neighbours.
-        let first = place(plan, entry, unit_x * 4, t);
+        let span = column_span(plan, entry, unit_x, listing, t);
         #[unroll]
         for j in 0..4usize {
-            positions.cols[j] = position_at(first + j, listing, t);
+            positions.cols[j] = span.first + j * span.step;
         }
     }
 }

@@ -90,6 +90,11 @@ impl Tile {
         fours(dim).div_ceil(self.units_x)
     }
 
+    /// Whether the halves of a step can be left out.
+    pub fn has_halves(&self) -> bool {
+        self.planes && self.units_x > 1
+    }
+
     /// Fours between two rows of the weights in shared memory.
     pub fn weight_pitch(&self) -> usize {
         self.units_x | 1
@@ -137,16 +142,34 @@ pub fn position_at(place: usize, listing: &Listing, #[comptime] t: Tile) -> usiz
 /// The position at a place, listed by residue class or as it is.
 #[cube]
 pub fn position_of(place: usize, listing: &Listing, #[comptime] residue: bool) -> usize {
-    let mut position = place;
+    span_of(place, listing, residue).first
+}
+
+/// Places that follow each other in one class, as those of a block do: the i-th is position `first + i · step`.
+#[derive(CubeType, Clone, Copy)]
+pub struct Span {
+    /// The first position.
+    pub first: usize,
+    /// From one to the next.
+    pub step: usize,
+}
+
+/// The positions from a place on, as far as its class goes.
+#[cube]
+pub fn span_of(place: usize, listing: &Listing, #[comptime] residue: bool) -> Span {
+    let mut first = place;
+    let mut step = 1usize;
     if comptime!(residue) {
         let class = place / listing.class_len;
-        position = place % listing.class_len * listing.stride + class;
+        first = place % listing.class_len * listing.stride + class;
+        step = listing.stride;
         // The last tile may reach beyond the last class: such places are beyond every sequence.
         if class >= listing.stride {
-            position = usize::cast_from(u32::MAX);
+            first = usize::cast_from(u32::MAX);
+            step = 0usize;
         }
     }
-    position
+    Span { first, step }
 }
 
 /// Where the parts of a plan's words begin: `plan::Sections` on the device.
@@ -235,16 +258,6 @@ fn walker_at(
     }
 }
 
-/// The row of units that a unit is in; about every other cube counts them from its end. A plane has the same scheduler of its
-/// multiprocessor in every cube, and where a tile crosses a diagonal, the planes at one end of it compute more steps than those at the
-/// other: in like cubes all of that would be the work of the same schedulers.
-#[cube]
-pub fn unit_row(#[comptime] t: Tile) -> usize {
-    // Cubes that run side by side have numbers at any distance: a bit of the number times 2¹⁶ over the golden ratio.
-    let odd = (CUBE_POS as u32 * 0x9e37u32) >> 15u32 & 1u32;
-    (UNIT_POS as usize / comptime!(t.units_x)) ^ (odd as usize * comptime!(t.units_y() - 1))
-}
-
 /// The place of row `row` of a tile whose rows are at `rows`: its first place, or the word of its first block.
 #[cube]
 pub fn row_place(plan: &[u32], rows: usize, row: usize, #[comptime] t: Tile) -> usize {
@@ -257,11 +270,39 @@ pub fn row_place(plan: &[u32], rows: usize, row: usize, #[comptime] t: Tile) -> 
     place
 }
 
+/// The positions of a unit's rows, the first of which is row `row` of a tile: not more than a block has.
+#[cube]
+pub fn row_span(
+    plan: &[u32],
+    rows: usize,
+    row: usize,
+    listing: &Listing,
+    #[comptime] t: Tile,
+) -> Span {
+    span_of(row_place(plan, rows, row, t), listing, comptime!(t.residue))
+}
+
 /// The place of column `col` of a step whose first entry is at word `entry`.
 #[cube]
 pub fn place(plan: &[u32], entry: usize, col: usize, #[comptime] t: Tile) -> usize {
     let group = comptime!(t.group);
     plan[entry + col / group * comptime!(t.entry_words())] as usize * group + col % group
+}
+
+/// The positions of a unit's columns in a step. A block has at least four, so that they follow each other.
+#[cube]
+pub fn column_span(
+    plan: &[u32],
+    entry: usize,
+    unit_x: usize,
+    listing: &Listing,
+    #[comptime] t: Tile,
+) -> Span {
+    span_of(
+        place(plan, entry, unit_x * 4, t),
+        listing,
+        comptime!(t.residue),
+    )
 }
 
 /// Copies one four-wide piece of a row, widened to `A`; beyond `dim` it is 0.
@@ -288,106 +329,330 @@ pub fn load_four<E: Float, A: Float, N: Size>(
     value
 }
 
-/// Loads the rows of a cube's own tile; rows beyond the end are 0.
+/// A tensor of which rows are loaded.
+#[derive(CubeType, Clone, Copy)]
+pub struct Rows {
+    /// Where its first row is, in vectors.
+    pub base: usize,
+    /// Vectors between rows.
+    pub stride: usize,
+    /// Its rows; those beyond are 0.
+    pub len: usize,
+}
+
+/// The rows of a head.
 #[cube]
-pub fn load_rows<E: Float, A: Float, N: Size>(
-    source: &[Vector<E, N>],
-    base: usize,
-    strides: &Strides,
-    listing: &Listing,
-    plan: &[u32],
-    rows: usize,
-    target: &mut Shared<[Vector<A, Four>]>,
-    #[comptime] dim: usize,
-    #[comptime] t: Tile,
-) {
-    let fours = comptime!(fours(dim));
-    let total = comptime!(t.rows * fours);
-    let mut at = UNIT_POS as usize;
-    while at < total {
-        let row = at / fours;
-        let four = at % fours;
-        let mut value = Vector::<A, Four>::zeroed();
-        let position = position_at(row_place(plan, rows, row, t), listing, t);
-        if position < strides.len {
-            value = load_four::<E, A, N>(source, base + position * strides.row, four, dim);
-        }
-        target[row * comptime!(pitch(dim)) + four] = value;
-        at += comptime!(t.units());
+pub fn rows_of(strides: &Strides, batch: usize, head: usize) -> Rows {
+    Rows {
+        base: batch * strides.batch + head * strides.head,
+        stride: strides.row,
+        len: strides.len,
     }
 }
 
-/// Gathers the rows of a step. Position `c` of the step goes to slot `(c % 4) · units_x + c / 4`, so that the four
+/// Which rows are loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// Those of the cube's tile: see [`row_place`].
+    Own,
+    /// Those of a step, from its first entry on.
+    Gathered,
+}
+
+impl Side {
+    fn count(self, t: &Tile) -> usize {
+        match self {
+            Side::Own => t.rows,
+            Side::Gathered => t.cols(),
+        }
+    }
+}
+
+/// Rounds whose loads are under way together.
+const TOGETHER: usize = 4;
+
+/// Loads rows from word `first` on into shared memory, see [`slot`].
+#[cube]
+pub fn load<E: Float, A: Float, N: Size>(
+    source: &[Vector<E, N>],
+    of: &Rows,
+    listing: &Listing,
+    plan: &[u32],
+    first: usize,
+    target: &mut Shared<[Vector<A, Four>]>,
+    #[comptime] dim: usize,
+    #[comptime] side: Side,
+    #[comptime] t: Tile,
+) {
+    let fours = comptime!(fours(dim));
+    let total = comptime!(side.count(&t) * fours);
+    let rounds = comptime!(total.div_ceil(t.units()));
+    let together = comptime!(rounds.min(TOGETHER));
+    let exact = comptime!(total % (together * t.units()) == 0);
+    let only = only_span(plan, first, listing, side, t);
+    for round in range_stepped(0usize, rounds, together) {
+        let mut values = Array::<Vector<A, Four>>::new(together);
+        #[unroll]
+        for i in 0..together {
+            let at = UNIT_POS_X as usize + (round + i) * comptime!(t.units());
+            values[i] = Vector::<A, Four>::zeroed();
+            if comptime!(exact) || at < total {
+                let position = position_in(&only, plan, first, at / fours, listing, side, t);
+                values[i] = load_or_zero::<E, A, N>(source, of, position, at % fours, dim);
+            }
+        }
+        #[unroll]
+        for i in 0..together {
+            let at = UNIT_POS_X as usize + (round + i) * comptime!(t.units());
+            if comptime!(exact) || at < total {
+                let slot = slot(at / fours, side, t) * comptime!(pitch(dim)) + at % fours;
+                target[slot] = values[i];
+            }
+        }
+    }
+}
+
+/// [`load`] of two tensors, whose positions are looked up once if they are equally wide.
+#[cube]
+pub fn load_both<E: Float, A: Float, N: Size>(
+    source1: &[Vector<E, N>],
+    source2: &[Vector<E, N>],
+    of1: &Rows,
+    of2: &Rows,
+    listing: &Listing,
+    plan: &[u32],
+    first: usize,
+    target1: &mut Shared<[Vector<A, Four>]>,
+    target2: &mut Shared<[Vector<A, Four>]>,
+    #[comptime] dims: [usize; 2],
+    #[comptime] side: Side,
+    #[comptime] t: Tile,
+) {
+    let dim1 = comptime!(dims[0]);
+    let dim2 = comptime!(dims[1]);
+    let fours = comptime!(fours(dim1));
+    let total = comptime!(side.count(&t) * fours);
+    let rounds = comptime!(total.div_ceil(t.units()));
+    let together = comptime!(rounds.min(TOGETHER));
+    let exact = comptime!(total % (together * t.units()) == 0);
+    if comptime!(dim1 == dim2) {
+        let only = only_span(plan, first, listing, side, t);
+        for round in range_stepped(0usize, rounds, together) {
+            let mut values1 = Array::<Vector<A, Four>>::new(together);
+            let mut values2 = Array::<Vector<A, Four>>::new(together);
+            #[unroll]
+            for i in 0..together {
+                let at = UNIT_POS_X as usize + (round + i) * comptime!(t.units());
+                values1[i] = Vector::<A, Four>::zeroed();
+                values2[i] = Vector::<A, Four>::zeroed();
+                if comptime!(exact) || at < total {
+                    let position = position_in(&only, plan, first, at / fours, listing, side, t);
+                    let four = at % fours;
+                    values1[i] = load_or_zero::<E, A, N>(source1, of1, position, four, dim1);
+                    values2[i] = load_or_zero::<E, A, N>(source2, of2, position, four, dim2);
+                }
+            }
+            #[unroll]
+            for i in 0..together {
+                let at = UNIT_POS_X as usize + (round + i) * comptime!(t.units());
+                if comptime!(exact) || at < total {
+                    let slot = slot(at / fours, side, t) * comptime!(pitch(dim1)) + at % fours;
+                    target1[slot] = values1[i];
+                    target2[slot] = values2[i];
+                }
+            }
+        }
+    } else {
+        load::<E, A, N>(source1, of1, listing, plan, first, target1, dim1, side, t);
+        load::<E, A, N>(source2, of2, listing, plan, first, target2, dim2, side, t);
+    }
+}
+
+/// The positions that entry `index` of a step names.
+#[cube]
+fn entry_span(
+    plan: &[u32],
+    first: usize,
+    index: usize,
+    listing: &Listing,
+    #[comptime] t: Tile,
+) -> Span {
+    let word = first + index * comptime!(t.entry_words());
+    let place = plan[word] as usize * comptime!(t.group);
+    span_of(place, listing, comptime!(t.residue))
+}
+
+/// The positions of a step with a single entry: they are looked up once.
+#[cube]
+fn only_span(
+    plan: &[u32],
+    first: usize,
+    listing: &Listing,
+    #[comptime] side: Side,
+    #[comptime] t: Tile,
+) -> Span {
+    if comptime!(side == Side::Gathered && t.entries() == 1) {
+        entry_span(plan, first, 0usize, listing, t)
+    } else {
+        Span {
+            first: 0usize,
+            step: 0usize,
+        }
+    }
+}
+
+/// The position of row `row` of those from word `first` on.
+#[cube]
+fn position_in(
+    only: &Span,
+    plan: &[u32],
+    first: usize,
+    row: usize,
+    listing: &Listing,
+    #[comptime] side: Side,
+    #[comptime] t: Tile,
+) -> usize {
+    let group = comptime!(t.group);
+    if comptime!(side == Side::Own) {
+        position_at(row_place(plan, first, row, t), listing, t)
+    } else if comptime!(t.entries() == 1) {
+        only.first + row * only.step
+    } else {
+        let span = entry_span(plan, first, row / group, listing, t);
+        span.first + row % group * span.step
+    }
+}
+
+/// Where a row lies in shared memory. Column `c` of a step is in slot `(c % 4) · units_x + c / 4`, so that the four
 /// columns of a unit are `units_x` slots apart and neighbouring units read neighbouring slots.
 #[cube]
-pub fn gather_rows<E: Float, A: Float, N: Size>(
-    source: &[Vector<E, N>],
-    base: usize,
-    strides: &Strides,
-    listing: &Listing,
-    plan: &[u32],
-    entry: usize,
-    target: &mut Shared<[Vector<A, Four>]>,
-    #[comptime] dim: usize,
-    #[comptime] t: Tile,
-) {
-    let fours = comptime!(fours(dim));
-    let total = comptime!(t.cols() * fours);
-    let mut at = UNIT_POS as usize;
-    while at < total {
-        let col = at / fours;
-        let four = at % fours;
-        let row = position_at(place(plan, entry, col, t), listing, t);
-        let mut value = Vector::<A, Four>::zeroed();
-        if row < strides.len {
-            value = load_four::<E, A, N>(source, base + row * strides.row, four, dim);
-        }
-        let slot = col % 4 * comptime!(t.units_x) + col / 4;
-        target[slot * comptime!(pitch(dim)) + four] = value;
-        at += comptime!(t.units());
+fn slot(row: usize, #[comptime] side: Side, #[comptime] t: Tile) -> usize {
+    if comptime!(side == Side::Own) {
+        row
+    } else {
+        row % 4 * comptime!(t.units_x) + row / 4
     }
 }
 
-/// `a · bᵀ`: the unit's rows of `a` with its four gathered rows of `b`, into `[unit_rows · 4]`.
+/// [`load_four`] of a row, or 0 beyond the last one.
+#[cube]
+fn load_or_zero<E: Float, A: Float, N: Size>(
+    source: &[Vector<E, N>],
+    of: &Rows,
+    position: usize,
+    four: usize,
+    #[comptime] dim: usize,
+) -> Vector<A, Four> {
+    let mut value = Vector::<A, Four>::zeroed();
+    if position < of.len {
+        value = load_four::<E, A, N>(source, of.base + position * of.stride, four, dim);
+    }
+    value
+}
+
+/// `at`, which is less than `end`, said in a way that a compiler sees: then it adds constants to it in the address of a read, where
+/// otherwise a sum of 32 bits might wrap and is made apart.
+#[cube]
+fn bounded(at: usize, #[comptime] end: usize) -> usize {
+    at % comptime!(end.next_power_of_two())
+}
+
+/// `a · bᵀ`: the unit's rows of `a` with its four gathered rows of `b`, into `[unit_rows · 4]`. Where only one of the `halves` of the
+/// columns is needed, see [`needed`], the units of the other half compute half the depth of it, and have nothing of their own.
 #[cube]
 pub fn product_rows<A: Float>(
     a: &Shared<[Vector<A, Four>]>,
     b: &Shared<[Vector<A, Four>]>,
     unit_y: usize,
     unit_x: usize,
+    halves: u32,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
 ) -> Array<A> {
-    let rows = comptime!(t.unit_rows);
-    let pitch = comptime!(pitch(dim));
-    let mut product = Array::<A>::new(comptime!(rows * 4));
+    let count = comptime!(t.unit_rows * 4);
+    let fours = comptime!(fours(dim));
+    let half = comptime!(t.units_x / 2);
+    let mut product = Array::<A>::new(count);
     #[unroll]
-    for i in 0..comptime!(rows * 4) {
+    for i in 0..count {
         product[i] = A::new(0.0);
     }
-    for four in 0..comptime!(fours(dim)) {
-        let mut lhs = Array::<Vector<A, Four>>::new(rows);
-        #[unroll]
-        for i in 0..rows {
-            lhs[i] = a[(unit_y * rows + i) * pitch + four];
-        }
-        #[unroll]
-        for j in 0..4usize {
-            let rhs = b[(comptime!(j * t.units_x) + unit_x) * pitch + four];
+    if comptime!(t.has_halves() && fours % 2 == 0) {
+        if halves == 3u32 {
+            add_products(&mut product, a, b, unit_y, unit_x, 0usize, fours, dim, t);
+        } else {
+            let column = (halves >> 1u32) as usize * half + unit_x % half;
+            let first = unit_x / half * comptime!(fours / 2);
+            add_products(
+                &mut product,
+                a,
+                b,
+                unit_y,
+                column,
+                first,
+                comptime!(fours / 2),
+                dim,
+                t,
+            );
             #[unroll]
-            for i in 0..rows {
-                #[unroll]
-                for c in 0..4usize {
-                    product[comptime!(i * 4 + j)] += lhs[i].extract(c) * rhs.extract(c);
-                }
+            for i in 0..count {
+                let other = plane_shuffle_xor(product[i], comptime!(half as u32));
+                product[i] += other;
             }
         }
+    } else {
+        add_products(&mut product, a, b, unit_y, unit_x, 0usize, fours, dim, t);
     }
     product
 }
 
+/// Adds the products of `depth` fours from `first` on to those of the unit's rows with the four columns of `unit_x`.
+#[cube]
+fn add_products<A: Float>(
+    product: &mut Array<A>,
+    a: &Shared<[Vector<A, Four>]>,
+    b: &Shared<[Vector<A, Four>]>,
+    unit_y: usize,
+    unit_x: usize,
+    first: usize,
+    #[comptime] depth: usize,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    let rows = comptime!(t.unit_rows);
+    let pitch = comptime!(pitch(dim));
+    let together = comptime!(1 << depth.trailing_zeros().min(2));
+    for four in range_stepped(0usize, depth, together) {
+        let a_at = bounded(
+            unit_y * rows * pitch + first + four,
+            comptime!(t.rows * pitch),
+        );
+        let b_at = bounded(unit_x * pitch + first + four, comptime!(t.units_x * pitch));
+        #[unroll]
+        for next in 0..together {
+            let mut lhs = Array::<Vector<A, Four>>::new(rows);
+            #[unroll]
+            for i in 0..rows {
+                lhs[i] = a[a_at + comptime!(i * pitch + next)];
+            }
+            #[unroll]
+            for j in 0..4usize {
+                let rhs = b[b_at + comptime!(j * t.units_x * pitch + next)];
+                #[unroll]
+                for i in 0..rows {
+                    #[unroll]
+                    for c in 0..4usize {
+                        product[comptime!(i * 4 + j)] += lhs[i].extract(c) * rhs.extract(c);
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// `acc += w · b`: weights `[rows, cols]` in shared memory with the gathered rows of `b`, into the unit's
-/// rows and every `units_x`-th four of the output, `[unit_rows · unit_fours]`.
+/// rows and every `units_x`-th four of the output, `[unit_rows · unit_fours]`. Only of those `halves` of the columns that
+/// [`needed`] names.
 #[cube]
 pub fn accumulate_product<A: Float>(
     weights: &Shared<[Vector<A, Four>]>,
@@ -395,6 +660,37 @@ pub fn accumulate_product<A: Float>(
     acc: &mut Array<Vector<A, Four>>,
     unit_y: usize,
     unit_x: usize,
+    halves: u32,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    if comptime!(t.has_halves()) {
+        // The number of rounds is known: where it is not, they cost a tenth more.
+        for half in 0..2usize {
+            if (halves >> half as u32) & 1u32 == 1u32 {
+                #[unroll(t.units_x <= 8)]
+                for col in 0..comptime!(t.units_x / 2) {
+                    let col = half * comptime!(t.units_x / 2) + col;
+                    accumulate_fours(weights, b, acc, unit_y, unit_x, col, dim, t);
+                }
+            }
+        }
+    } else {
+        for col in 0..comptime!(t.units_x) {
+            accumulate_fours(weights, b, acc, unit_y, unit_x, col, dim, t);
+        }
+    }
+}
+
+/// [`accumulate_product`] of four columns.
+#[cube]
+fn accumulate_fours<A: Float>(
+    weights: &Shared<[Vector<A, Four>]>,
+    b: &Shared<[Vector<A, Four>]>,
+    acc: &mut Array<Vector<A, Four>>,
+    unit_y: usize,
+    unit_x: usize,
+    col: usize,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
 ) {
@@ -402,27 +698,32 @@ pub fn accumulate_product<A: Float>(
     let pitch = comptime!(pitch(dim));
     let fours = comptime!(fours(dim));
     let unit_fours = comptime!(t.unit_fours(dim));
-    for col in 0..comptime!(t.units_x) {
-        let mut lhs = Array::<Vector<A, Four>>::new(rows);
+    let weight_pitch = comptime!(t.weight_pitch());
+    let weights_at = bounded(
+        unit_y * rows * weight_pitch + col,
+        comptime!(t.rows * weight_pitch),
+    );
+    let b_at = bounded(col * pitch + unit_x, comptime!(t.units_x * pitch));
+    let mut lhs = Array::<Vector<A, Four>>::new(rows);
+    #[unroll]
+    for i in 0..rows {
+        lhs[i] = weights[weights_at + comptime!(i * weight_pitch)];
+    }
+    #[unroll]
+    for j in 0..4usize {
         #[unroll]
-        for i in 0..rows {
-            lhs[i] = weights[(unit_y * rows + i) * comptime!(t.weight_pitch()) + col];
-        }
-        #[unroll]
-        for j in 0..4usize {
+        for f in 0..unit_fours {
+            let mut at = b_at + comptime!(j * t.units_x * pitch + f * t.units_x);
+            // A unit past the row's end repeats its last four, and stores nothing of it.
+            if comptime!(fours % t.units_x != 0) {
+                let four = unit_x + comptime!(f * t.units_x);
+                at = (comptime!(j * t.units_x) + col) * pitch + four.min(comptime!(fours - 1));
+            }
+            let rhs = b[at];
             #[unroll]
-            for f in 0..unit_fours {
-                // A unit past the row's end repeats its last four, and stores nothing of it.
-                let mut four = unit_x + comptime!(f * t.units_x);
-                if comptime!(fours % t.units_x != 0) {
-                    four = four.min(comptime!(fours - 1));
-                }
-                let rhs = b[(comptime!(j * t.units_x) + col) * pitch + four];
-                #[unroll]
-                for i in 0..rows {
-                    let at = comptime!(i * unit_fours + f);
-                    acc[at] += Vector::new(lhs[i].extract(j)) * rhs;
-                }
+            for i in 0..rows {
+                let at = comptime!(i * unit_fours + f);
+                acc[at] += Vector::new(lhs[i].extract(j)) * rhs;
             }
         }
     }
@@ -484,30 +785,9 @@ pub fn store_row<E: Float, A: Float, N: Size>(
     }
 }
 
-/// The four mask bits of a unit's columns in one of its rows.
+/// The mask bits of a unit's pairs, those of row `i` and column `j` at `4i + j`; all set where a step has no mask.
 #[cube]
 pub fn mask_bits(
-    plan: &[u32],
-    parts: &PlanParts,
-    entry: usize,
-    row: usize,
-    unit_x: usize,
-    #[comptime] t: Tile,
-) -> u32 {
-    let group = comptime!(t.group);
-    let col = unit_x * 4;
-    let mask = plan[entry + col / group * comptime!(t.entry_words()) + 1] as usize;
-    let within = col % group;
-    let word =
-        parts.masks + (mask * comptime!(t.rows) + row) * comptime!(t.mask_words) + within / 32;
-    (plan[word] >> (within % 32) as u32) & 15u32
-}
-
-/// Whether any pair of a step is allowed in the rows of the unit's plane: on a diagonal half the planes have none. Without
-/// planes a step has barriers, at which all units have to meet.
-#[cube]
-#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
-pub fn needed(
     plan: &[u32],
     parts: &PlanParts,
     entry: usize,
@@ -515,20 +795,43 @@ pub fn needed(
     unit_y: usize,
     unit_x: usize,
     #[comptime] t: Tile,
-) -> bool {
-    let mut result = true;
-    if comptime!(t.planes) {
-        if masked {
-            let mut bits = 0u32;
-            #[unroll]
-            for i in 0..comptime!(t.unit_rows) {
-                let row = unit_y * comptime!(t.unit_rows) + i;
-                bits |= mask_bits(plan, parts, entry, row, unit_x, t);
-            }
-            result = plane_any(bits != 0u32);
+) -> u32 {
+    let group = comptime!(t.group);
+    let rows = comptime!(t.unit_rows);
+    let mut bits = 0xffff_ffffu32;
+    if masked {
+        let col = unit_x * 4;
+        let mask = plan[entry + col / group * comptime!(t.entry_words()) + 1] as usize;
+        let within = col % group;
+        let word = parts.masks
+            + (mask * comptime!(t.rows) + unit_y * rows) * comptime!(t.mask_words)
+            + within / 32;
+        bits = 0u32;
+        #[unroll]
+        for i in 0..rows {
+            let row = plan[word + comptime!(i * t.mask_words)] >> (within % 32) as u32;
+            bits |= (row & 15u32) << comptime!(4 * i as u32);
         }
     }
-    result
+    bits
+}
+
+/// Which halves of a step's columns have any allowed pair in the rows of the unit's plane, as two bits: on a diagonal half the
+/// planes have none. Without planes a step has barriers, at which all units have to meet.
+#[cube]
+#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
+pub fn needed(bits: u32, masked: bool, unit_x: usize, #[comptime] t: Tile) -> u32 {
+    let mut halves = 3u32;
+    if comptime!(t.has_halves()) {
+        if masked {
+            let any = bits != 0u32;
+            let right = unit_x >= comptime!(t.units_x / 2);
+            let left = u32::cast_from(plane_any(any && !right));
+            let right = u32::cast_from(plane_any(any && right));
+            halves = left + right * 2u32;
+        }
+    }
+    halves
 }
 
 /// For each of the unit's rows, the largest (`max`) or the sum over the units of the row.
