@@ -402,15 +402,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         }
                     }
                 } else {
-                    let mut s = product_rows(
-                        &a1_tile,
-                        &b1_tile,
-                        unit_y,
-                        unit_x,
-                        halves,
-                        comptime!(t.head_dim),
-                        t,
-                    );
+                    let mut s =
+                        product_rows(&a1_tile, &b1_tile, unit_y, unit_x, comptime!(t.head_dim), t);
                     score(&mut s, scale, softcap, t);
                     if comptime!(t.softcap) {
                         #[unroll]
@@ -443,7 +436,6 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     &b2_tile,
                     unit_y,
                     unit_x,
-                    halves,
                     comptime!(t.value_dim),
                     t,
                 );

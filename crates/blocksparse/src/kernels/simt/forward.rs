@@ -187,7 +187,6 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 &lengths,
                 unit_y,
                 unit_x,
-                halves,
                 t,
             );
             if masked {
@@ -310,7 +309,6 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 &lengths,
                 unit_y,
                 unit_x,
-                3u32,
                 t,
             );
             let masked = step < walk.masked;
@@ -363,10 +361,9 @@ fn scores<E: Float, A: Float>(
     lengths: &Lengths,
     unit_y: usize,
     unit_x: usize,
-    halves: u32,
     #[comptime] t: Tile,
 ) -> Array<A> {
-    let mut s = product_rows(q, k, unit_y, unit_x, halves, comptime!(t.head_dim), t);
+    let mut s = product_rows(q, k, unit_y, unit_x, comptime!(t.head_dim), t);
     score(&mut s, of_head.scale, of_head.softcap, t);
     // Behind the product, which has no registers for them.
     set_columns(positions, plan, entry, unit_x, listing, t);

@@ -156,15 +156,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
             t,
         );
         sync_cube();
-        let mut s = product_rows(
-            &a_tile,
-            &b_tile,
-            unit_y,
-            unit_x,
-            3u32,
-            comptime!(t.head_dim),
-            t,
-        );
+        let mut s = product_rows(&a_tile, &b_tile, unit_y, unit_x, comptime!(t.head_dim), t);
         score(&mut s, scale, softcap, t);
         let mut positions = row_positions(plan, first_row, unit_y, &listing, t);
         set_columns(&mut positions, plan, entry, unit_x, &listing, t);
@@ -231,15 +223,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
                 t,
             );
             sync_cube();
-            dp = product_rows(
-                &a_tile,
-                &b_tile,
-                unit_y,
-                unit_x,
-                3u32,
-                comptime!(t.value_dim),
-                t,
-            );
+            dp = product_rows(&a_tile, &b_tile, unit_y, unit_x, comptime!(t.value_dim), t);
         }
         let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
         if comptime!(t.dropout) {

@@ -557,77 +557,27 @@ fn bounded(at: usize, #[comptime] end: usize) -> usize {
     at % comptime!(end.next_power_of_two())
 }
 
-/// `a · bᵀ`: the unit's rows of `a` with its four gathered rows of `b`, into `[unit_rows · 4]`. Where only one of the `halves` of the
-/// columns is needed, see [`needed`], the units of the other half compute half the depth of it, and have nothing of their own.
+/// `a · bᵀ`: the unit's rows of `a` with its four gathered rows of `b`, into `[unit_rows · 4]`.
 #[cube]
 pub fn product_rows<A: Float>(
     a: &Shared<[Vector<A, Four>]>,
     b: &Shared<[Vector<A, Four>]>,
     unit_y: usize,
     unit_x: usize,
-    halves: u32,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
 ) -> Array<A> {
-    let count = comptime!(t.unit_rows * 4);
-    let fours = comptime!(fours(dim));
-    let half = comptime!(t.units_x / 2);
-    let mut product = Array::<A>::new(count);
-    #[unroll]
-    for i in 0..count {
-        product[i] = A::new(0.0);
-    }
-    if comptime!(t.has_halves() && fours % 2 == 0) {
-        if halves == 3u32 {
-            add_products(&mut product, a, b, unit_y, unit_x, 0usize, fours, dim, t);
-        } else {
-            let column = (halves >> 1u32) as usize * half + unit_x % half;
-            let first = unit_x / half * comptime!(fours / 2);
-            add_products(
-                &mut product,
-                a,
-                b,
-                unit_y,
-                column,
-                first,
-                comptime!(fours / 2),
-                dim,
-                t,
-            );
-            #[unroll]
-            for i in 0..count {
-                let other = plane_shuffle_xor(product[i], comptime!(half as u32));
-                product[i] += other;
-            }
-        }
-    } else {
-        add_products(&mut product, a, b, unit_y, unit_x, 0usize, fours, dim, t);
-    }
-    product
-}
-
-/// Adds the products of `depth` fours from `first` on to those of the unit's rows with the four columns of `unit_x`.
-#[cube]
-fn add_products<A: Float>(
-    product: &mut Array<A>,
-    a: &Shared<[Vector<A, Four>]>,
-    b: &Shared<[Vector<A, Four>]>,
-    unit_y: usize,
-    unit_x: usize,
-    first: usize,
-    #[comptime] depth: usize,
-    #[comptime] dim: usize,
-    #[comptime] t: Tile,
-) {
     let rows = comptime!(t.unit_rows);
     let pitch = comptime!(pitch(dim));
-    let together = comptime!(1 << depth.trailing_zeros().min(2));
-    for four in range_stepped(0usize, depth, together) {
-        let a_at = bounded(
-            unit_y * rows * pitch + first + four,
-            comptime!(t.rows * pitch),
-        );
-        let b_at = bounded(unit_x * pitch + first + four, comptime!(t.units_x * pitch));
+    let mut product = Array::<A>::new(comptime!(rows * 4));
+    #[unroll]
+    for i in 0..comptime!(rows * 4) {
+        product[i] = A::new(0.0);
+    }
+    let together = comptime!(1 << fours(dim).trailing_zeros().min(2));
+    for first in range_stepped(0usize, comptime!(fours(dim)), together) {
+        let a_at = bounded(unit_y * rows * pitch + first, comptime!(t.rows * pitch));
+        let b_at = bounded(unit_x * pitch + first, comptime!(t.units_x * pitch));
         #[unroll]
         for next in 0..together {
             let mut lhs = Array::<Vector<A, Four>>::new(rows);
@@ -648,6 +598,7 @@ fn add_products<A: Float>(
             }
         }
     }
+    product
 }
 
 /// `acc += w · b`: weights `[rows, cols]` in shared memory with the gathered rows of `b`, into the unit's
