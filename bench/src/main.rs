@@ -285,9 +285,11 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         relative: args.relative.is_some(),
         tf32: args.tf32,
     };
+    let start = std::time::Instant::now();
     let plan = AttentionPlan::new(client, &layout, sizes)?;
     if args.plan {
         print!("{plan}");
+        println!("  chosen in {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
     }
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let mut input = |heads: usize, dim: usize| {

@@ -143,14 +143,6 @@ pub fn choose(
             && tile.units() <= hardware.max_units_per_cube as usize
             && tile.units() <= hardware.max_cube_dim.0 as usize
             && (!sizes.store || tile.rows <= b);
-        if !fits {
-            continue;
-        }
-        let grouping = Grouping::best(layout, walk, [tile.rows, tile.cols()], may_cluster);
-        let tile = Tile {
-            clustered: grouping.clustered,
-            ..tile
-        };
         let length = match walk {
             Walk::Rows => layout.seq_q(),
             Walk::Columns => layout.seq_kv(),
@@ -161,6 +153,16 @@ pub fn choose(
         };
         let speed = speeds[usize::from(sizes.head_dim.max(sizes.value_dim) > 64)];
         let waste = length.next_multiple_of(tile.rows) as f64 / length as f64;
+        // No grouping computes less than the allowed pairs, and looking at one takes a pass over the layout's blocks.
+        let hopeless = best.is_some_and(|(least, _)| waste / speed >= least);
+        if !fits || hopeless {
+            continue;
+        }
+        let grouping = Grouping::best(layout, walk, [tile.rows, tile.cols()], may_cluster);
+        let tile = Tile {
+            clustered: grouping.clustered,
+            ..tile
+        };
         let cost = grouping.overhead * waste / speed;
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, tile));
