@@ -52,9 +52,9 @@ const fn candidate(
 /// Larger tiles read less shared memory per multiply-add; of smaller ones more cubes share a multiprocessor.
 const CANDIDATES: [Candidate; 9] = [
     candidate(128, 64, 8, [0.96, 1.0], [1.0, 1.0]),
-    candidate(64, 64, 4, [0.91, 0.72], [0.9, 0.95]),
-    candidate(64, 32, 4, [1.0, 0.74], [0.98, 0.85]),
-    candidate(32, 32, 4, [0.83, 0.63], [0.88, 0.72]),
+    candidate(64, 64, 4, [0.91, 0.8], [0.9, 0.95]),
+    candidate(64, 32, 4, [1.0, 0.84], [0.98, 0.87]),
+    candidate(32, 32, 4, [0.83, 0.67], [0.88, 0.7]),
     candidate(32, 16, 2, [0.35; 2], [0.35; 2]),
     candidate(16, 16, 2, [0.25; 2], [0.25; 2]),
     candidate(16, 8, 1, [0.15; 2], [0.15; 2]),
