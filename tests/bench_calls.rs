@@ -113,7 +113,7 @@ impl Bench {
         let [q, k, v] = self.inputs(self.n, &tracked).map(Tensor::require_grad);
         self.time("forward with autodiff", || run(&q, &k, &v, &layout));
         self.time("forward and backward", || {
-            run(&q, &k, &v, &layout).sum().backward()
+            run(&q, &k, &v, &layout).backward()
         });
     }
 
@@ -135,7 +135,7 @@ impl Bench {
         let tracked = self.device.clone().autodiff();
         let [tq, tk, tv] = self.inputs(self.n, &tracked).map(Tensor::require_grad);
         self.time("top-k, plans, forward and backward", || {
-            run(&tq, &tk, &tv, &choose()).sum().backward()
+            run(&tq, &tk, &tv, &choose()).backward()
         });
     }
 
@@ -179,7 +179,7 @@ impl Bench {
                     let layout = Pattern::fixed(128, 32).layout(HEADS, n, BLOCK);
                     let layout = layout.expect("valid sizes");
                     let [q, k, v] = self.inputs(n, &tracked).map(Tensor::require_grad);
-                    let gradients = run(&q, &k, &v, &layout).sum().backward();
+                    let gradients = run(&q, &k, &v, &layout).backward();
                     self.sync();
                     drop(gradients);
                     start.elapsed()
