@@ -35,6 +35,10 @@ pub const CHECKS: &[(&str, Check)] = &[
         "weights_with_options_equal_f64",
         options::weights_with_options_equal_f64,
     ),
+    (
+        "weights_with_sinks_per_batch",
+        options::weights_with_sinks_per_batch,
+    ),
     ("alibi_equals_f64", options::alibi_equals_f64),
     ("dropout_equals_f64", options::dropout_equals_f64),
     ("bias_equals_f64", options::bias_equals_f64),

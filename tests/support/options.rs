@@ -4,7 +4,7 @@ use crate::attention::inputs;
 use crate::cases::{Case, cases, table};
 use crate::compare::{assert_close, assert_close_to};
 use crate::devices::{exact_dtypes, half_dtypes};
-use crate::reference::Problem;
+use crate::reference::{Problem, Sizes};
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, Dropout, Layout, Pattern, WeightsMode,
@@ -228,6 +228,41 @@ pub fn weights_with_options_equal_f64(devices: &[Device]) {
                     assert_close(&what, got, expected, tolerance);
                 }
             }
+        }
+    }
+}
+
+/// Batch entries that keep unequally many blocks, the last of them ragged.
+pub fn weights_with_sinks_per_batch(devices: &[Device]) {
+    let patterns = [Pattern::local(9), Pattern::causal()];
+    let layouts = patterns
+        .each_ref()
+        .map(|pattern| pattern.layout(4, 37, 8).unwrap());
+    let layout = BlockLayout::stack_batch(&layouts).unwrap();
+    let sizes = Sizes {
+        batch: 2,
+        heads: 4,
+        kv_heads: 2,
+        seq_q: 37,
+        seq_kv: 37,
+        head_dim: 8,
+        value_dim: 8,
+    };
+    let problem = Problem::random(sizes, 31, move |batch, head, i, j| {
+        patterns[batch].attends(head, i as i64, j as i64)
+    });
+    let problem = problem.with_sinks(32);
+    let answer = problem.solve();
+    for device in devices {
+        for (dtype, tolerance) in exact_dtypes(device) {
+            let [q, k, v, _] = inputs(&problem, device, dtype);
+            let tensors = tensors(&problem, device, dtype);
+            let options = AttentionOptions::default();
+            let (_, _, weights) =
+                attention_with_tensors_and_weights(q, k, v, tensors, &layout, options).unwrap();
+            let weights = weights.to_dense().into_data();
+            let what = format!("layouts per batch entry, {device:?}, {dtype:?}: weights");
+            assert_close(&what, weights, &answer.weights, tolerance);
         }
     }
 }
