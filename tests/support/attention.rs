@@ -1,6 +1,6 @@
 //! The op against f64 over the whole table: output, lse, weights and gradients.
 
-use crate::cases::{Case, cases, table};
+use crate::cases::{Case, cases, per_batch, table};
 use crate::compare::{assert_close, relative_error, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes, supports};
 use crate::reference::{Problem, Sizes};
@@ -339,15 +339,7 @@ pub fn per_batch_layouts(devices: &[Device]) {
             head_dim: dim,
             value_dim: dim,
         };
-        let layouts: Vec<BlockLayout> = (patterns.iter())
-            .map(|p| p.layout(2, seq, block_size).unwrap())
-            .collect();
-        let layout = BlockLayout::stack_batch(&layouts).unwrap();
-        let patterns = patterns.clone();
-        let problem = Problem::random(sizes, 3, move |batch, head, i, j| {
-            patterns[batch].attends(head, i as i64, j as i64)
-        });
-        (layout, problem)
+        per_batch(&patterns, sizes, block_size, 3)
     };
     let (layout, wide) = problem(150, 16, 64);
     let answer = wide.solve();

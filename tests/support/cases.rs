@@ -104,6 +104,25 @@ impl Case {
     }
 }
 
+/// A problem whose batch entries have a pattern each, and their layouts as one.
+pub fn per_batch(
+    patterns: &[Pattern],
+    sizes: Sizes,
+    block_size: usize,
+    seed: u64,
+) -> (BlockLayout, Problem) {
+    let layouts: Vec<BlockLayout> = (patterns.iter())
+        .map(|pattern| pattern.layout(sizes.heads, sizes.seq_q, block_size))
+        .collect::<Result<_, _>>()
+        .unwrap();
+    let layout = BlockLayout::stack_batch(&layouts).unwrap();
+    let patterns = patterns.to_vec();
+    let problem = Problem::random(sizes, seed, move |batch, head, i, j| {
+        patterns[batch].attends(head, i as i64, j as i64)
+    });
+    (layout, problem)
+}
+
 /// The cases with their numbers, which seed their problems. `BURN_SPARSE_SHARD=K/N` leaves every N-th, from the K-th on: to
 /// compile a device's kernels in several processes at once.
 pub fn table() -> Vec<(usize, Case)> {

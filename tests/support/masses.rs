@@ -7,7 +7,7 @@ use burn_blocksparse::{
 };
 
 use crate::attention::inputs;
-use crate::cases::{cases, table};
+use crate::cases::{cases, per_batch, table};
 use crate::compare::{assert_close, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};
 use crate::options::SHARED;
@@ -146,11 +146,6 @@ pub fn masses_equal_f64(devices: &[Device]) {
 /// Long lines, which are cut; layouts per batch entry, which have lines of different lengths; lse as attention gives it, with
 /// sinks; on an autodiff device.
 pub fn masses_of_long_lines(devices: &[Device]) {
-    let patterns = [Pattern::causal(), Pattern::streaming(300, 9)];
-    let layouts = patterns
-        .each_ref()
-        .map(|pattern| pattern.layout(2, 700, 8).unwrap());
-    let layout = BlockLayout::stack_batch(&layouts).unwrap();
     let sizes = Sizes {
         batch: 2,
         heads: 2,
@@ -160,9 +155,8 @@ pub fn masses_of_long_lines(devices: &[Device]) {
         head_dim: 12,
         value_dim: 4,
     };
-    let problem = Problem::random(sizes, 9, move |batch, head, i, j| {
-        patterns[batch].attends(head, i as i64, j as i64)
-    });
+    let patterns = [Pattern::causal(), Pattern::streaming(300, 9)];
+    let (layout, problem) = per_batch(&patterns, sizes, 8, 9);
     let problem = problem.with_sinks(4);
     let expected = expected(&problem, 0..700);
     for device in devices {

@@ -1,7 +1,7 @@
 //! What a call may ask for besides attention itself, against f64: every output and every gradient.
 
 use crate::attention::inputs;
-use crate::cases::{Case, cases, table};
+use crate::cases::{Case, cases, per_batch, table};
 use crate::compare::{assert_close, assert_close_to};
 use crate::devices::{exact_dtypes, half_dtypes};
 use crate::reference::{Problem, Sizes};
@@ -234,11 +234,6 @@ pub fn weights_with_options_equal_f64(devices: &[Device]) {
 
 /// Batch entries that keep unequally many blocks, the last of them ragged.
 pub fn weights_with_sinks_per_batch(devices: &[Device]) {
-    let patterns = [Pattern::local(9), Pattern::causal()];
-    let layouts = patterns
-        .each_ref()
-        .map(|pattern| pattern.layout(4, 37, 8).unwrap());
-    let layout = BlockLayout::stack_batch(&layouts).unwrap();
     let sizes = Sizes {
         batch: 2,
         heads: 4,
@@ -248,9 +243,7 @@ pub fn weights_with_sinks_per_batch(devices: &[Device]) {
         head_dim: 8,
         value_dim: 8,
     };
-    let problem = Problem::random(sizes, 31, move |batch, head, i, j| {
-        patterns[batch].attends(head, i as i64, j as i64)
-    });
+    let (layout, problem) = per_batch(&[Pattern::local(9), Pattern::causal()], sizes, 8, 31);
     let problem = problem.with_sinks(32);
     let answer = problem.solve();
     for device in devices {

@@ -53,40 +53,6 @@ impl BlockSparseTensor {
         (self.values, self.layout)
     }
 
-    /// The values times their rows' factors, `[batch, heads, seq_q]`. Not as a product of matrices, whose factors Burn may round to tf32.
-    pub(crate) fn times_rows(self, factors: Tensor<3>) -> Self {
-        let layout = &self.layout;
-        let [batch, stored, b, _] = self.values.dims();
-        let (heads, q_blocks) = (layout.heads(), layout.q_blocks());
-        // The row of blocks of each stored one; those that only fill up are 0 in any.
-        let mut rows = vec![0; batch * stored];
-        for entry in 0..batch {
-            let offsets = head_offsets(layout, entry);
-            for (head, offset) in offsets[..heads].iter().enumerate() {
-                let of_head = layout.row_offsets(layout.pattern_of(entry, head));
-                for q_block in 0..q_blocks {
-                    let first = entry * stored + offset;
-                    let row = (entry * heads + head) * q_blocks + q_block;
-                    rows[first + of_head[q_block]..first + of_head[q_block + 1]].fill(row as i32);
-                }
-            }
-        }
-        let device = self.values.device();
-        let beyond = q_blocks * b - layout.seq_q();
-        let zeros = Tensor::zeros([batch, heads, beyond], (&device, factors.dtype()));
-        let factors = match beyond {
-            0 => factors,
-            _ => Tensor::cat(vec![factors, zeros], 2),
-        };
-        let rows = TensorData::new(rows, [batch * stored]);
-        let factors = factors
-            .reshape([batch * heads * q_blocks, b])
-            .select(0, Tensor::from_data(rows, &device))
-            .reshape([batch, stored, b, 1]);
-        let values = self.values * factors;
-        Self::new(values, self.layout)
-    }
-
     /// The values as `[batch, heads, seq_q, seq_kv]`, 0 where nothing is kept: O(n²) memory, for plots and tests.
     pub fn to_dense(&self) -> Tensor<4> {
         let layout = &self.layout;

@@ -6,12 +6,14 @@ mod places;
 
 use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+
+use places::Places;
 
 pub use ops::BlockSparseTensorOps;
 
 use crate::ops::LayoutTensors;
-use crate::reference::accumulate_in;
+use crate::reference::{accumulate_in, tile};
 use crate::{AttentionError, BlockSparseTensor, upload, weights};
 
 /// The operators of block-sparse attention one by one, as in Gray, Radford and Kingma, "GPU kernels for block-sparse weights" (2017): to
@@ -184,6 +186,23 @@ impl BlockSparseTensor {
         let (values, layout) = self.into_values();
         let tensors = on_device(&layout, &values.device());
         (values.into_dispatch(), tensors)
+    }
+
+    /// The values times their rows' factors, `[batch, heads, seq_q]`. Not as a product of matrices, whose factors Burn may round to tf32.
+    pub(crate) fn times_rows(self, factors: Tensor<3>) -> Self {
+        let (values, layout) = self.into_values();
+        let [batch, stored, b, _] = values.dims();
+        // Tensors without elements are not for every backend.
+        if stored == 0 {
+            return Self::new(values, layout);
+        }
+        let rows = Places::of(&layout, batch, layout.heads()).stored_q_tiles();
+        let rows = TensorData::new(rows, [batch * stored]);
+        let tiles = tile::<Dispatch>(factors.unsqueeze_dim::<4>(3).into_dispatch(), b);
+        let factors = Tensor::<2>::from_dispatch(tiles)
+            .select(0, Tensor::from_data(rows, &values.device()))
+            .reshape([batch, stored, b, 1]);
+        Self::new(values * factors, layout)
     }
 }
 

@@ -128,6 +128,16 @@ impl Places {
         })
     }
 
+    /// The queries' tile of each stored place, the first one where nothing is kept.
+    pub fn stored_q_tiles(&self) -> Vec<i32> {
+        match self.kept_places() {
+            None => self.q_tiles.clone(),
+            Some(kept) => (kept.iter())
+                .map(|&block| self.q_tiles.get(block as usize).copied().unwrap_or(0))
+                .collect(),
+        }
+    }
+
     fn has_filler(&self) -> bool {
         self.len() != self.stored * (self.entries.len() - 1)
     }

@@ -107,12 +107,9 @@ pub fn delta<E: Float, A: Float, N: Size>(
 
 /// Units that share a row of `vectors` in [`delta`]: a power of two.
 pub fn delta_lanes(properties: &DeviceProperties, vectors: usize) -> usize {
+    let plane = properties.hardware.plane_size_min.max(1) as usize;
     match properties.features.plane.contains(Plane::Ops) {
-        true => {
-            1 << vectors
-                .min(properties.hardware.plane_size_min as usize)
-                .ilog2()
-        }
+        true => 1 << vectors.min(plane).ilog2(),
         false => 1,
     }
 }
