@@ -11,8 +11,8 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
 use blocksparse::kernels::{
-    self, AttentionPlan, BiasView, Gradients, OutputGrads, ScoreOptions, Sizes, TableView,
-    TensorView,
+    self, AttentionPlan, BiasView, Gradients, OutputGrads, Request, ScoreKind, ScoreOptions,
+    TableView, TensorView, TierLimit,
 };
 use blocksparse::{BlockLayout, Dropout};
 use clap::{Parser, ValueEnum};
@@ -258,133 +258,171 @@ fn device() -> Result<cubecl::Device> {
     bail!("built without a device: use --features cuda or --features wgpu");
 }
 
-fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
-    let &Workload {
-        batch,
-        heads,
-        kv_heads,
-        n,
-        head_dim,
-        value_dim,
-        ..
-    } = workload;
-    let layout = workload.layout()?;
-    let scale = args.scale.unwrap_or(1.0 / (head_dim as f64).sqrt());
-    let sizes = Sizes {
-        batch,
-        kv_heads,
-        head_dim,
-        value_dim,
-        dtype: args.dtype.elem(),
-        store: false,
+/// A workload on the device.
+struct Problem<'a> {
+    client: &'a Client,
+    workload: &'a Workload,
+    args: &'a Args,
+    request: Request,
+    layout: BlockLayout,
+    q: TensorView,
+    k: TensorView,
+    v: TensorView,
+    grad_out: TensorView,
+    options: ScoreOptions,
+}
+
+/// What a workload asks for.
+fn request_of(workload: &Workload, args: &Args) -> Request {
+    let score = ScoreKind {
         softcap: args.softcap.is_some(),
-        positive_scale: scale > 0.0,
         alibi: args.alibi,
         dropout: args.dropout.is_some(),
         bias: args.bias.is_some(),
         relative: args.relative.is_some(),
-        tf32: args.tf32,
     };
-    let start = std::time::Instant::now();
-    let plan = AttentionPlan::new(client, &layout, sizes)?;
-    if args.plan {
-        print!("{plan}");
-        println!("  chosen in {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
-    }
-    let mut rng = ChaCha8Rng::seed_from_u64(1);
-    let mut input = |heads: usize, dim: usize| {
-        let shape = [batch, heads, n, dim];
-        let strides = match args.permuted {
-            true => {
-                let row = dim + 8;
-                [row, batch * row, heads * batch * row, 1]
-            }
-            false => [heads * n * dim, n * dim, dim, 1],
-        };
-        let reach = shape.iter().zip(strides);
-        let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
-        TensorView {
-            handle: client.create_from_slice(&random(reach + 1, args.dtype, &mut rng)),
-            shape,
-            strides,
+    Request::new(
+        [workload.batch, workload.kv_heads],
+        [workload.head_dim, workload.value_dim],
+        args.dtype.elem(),
+    )
+    .with_score(score)
+    .with_scale(scale_of(workload, args))
+    .with_tf32(args.tf32)
+}
+
+fn scale_of(workload: &Workload, args: &Args) -> f64 {
+    args.scale
+        .unwrap_or(1.0 / (workload.head_dim as f64).sqrt())
+}
+
+/// A random tensor `[batch, heads, n, dim]`.
+fn random_input(
+    client: &Client,
+    workload: &Workload,
+    args: &Args,
+    [heads, dim]: [usize; 2],
+    rng: &mut ChaCha8Rng,
+) -> TensorView {
+    let &Workload { batch, n, .. } = workload;
+    let shape = [batch, heads, n, dim];
+    let strides = match args.permuted {
+        true => {
+            let row = dim + 8;
+            [row, batch * row, heads * batch * row, 1]
         }
+        false => [heads * n * dim, n * dim, dim, 1],
     };
-    let (q, k) = (input(heads, head_dim), input(kv_heads, head_dim));
-    let (v, grad_out) = (input(kv_heads, value_dim), input(heads, value_dim));
-    let options = ScoreOptions {
-        scale,
-        softcap: args.softcap,
-        slopes: (args.alibi)
-            .then(|| (1..=heads).map(|head| 2f64.powf(-8.0 * head as f64 / heads as f64)))
-            .map(|slopes| slopes.collect()),
-        dropout: args.dropout.map(|probability| Dropout::new(probability, 1)),
-        bias: args.bias.map(|bias| {
-            let shape = bias.of(workload);
-            let numbers = random(shape.iter().product(), args.dtype, &mut rng);
-            BiasView {
-                handle: client.create_from_slice(&numbers),
-                shape,
-            }
-        }),
-        relative: args.relative.map(|relative| {
-            let shape = relative.shape(workload);
-            let numbers = random(shape.iter().product(), Dtype::F32, &mut rng);
-            TableView {
-                handle: client.create_from_slice(&numbers),
-                shape,
-            }
-        }),
-    };
-    let forward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
-        kernels::forward(
+    let reach = shape.iter().zip(strides);
+    let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
+    TensorView {
+        handle: client.create_from_slice(&random(reach + 1, args.dtype, rng)),
+        shape,
+        strides,
+    }
+}
+
+/// What the arguments add to scores, with random numbers.
+fn score_options(
+    client: &Client,
+    workload: &Workload,
+    args: &Args,
+    rng: &mut ChaCha8Rng,
+) -> ScoreOptions {
+    let heads = workload.heads;
+    let mut options = ScoreOptions::new(scale_of(workload, args));
+    options.softcap = args.softcap;
+    options.slopes = (args.alibi)
+        .then(|| (1..=heads).map(|head| 2f64.powf(-8.0 * head as f64 / heads as f64)))
+        .map(|slopes| slopes.collect());
+    options.dropout = args.dropout.map(|probability| Dropout::new(probability, 1));
+    options.bias = args.bias.map(|bias| {
+        let shape = bias.of(workload);
+        let numbers = random(shape.iter().product(), args.dtype, rng);
+        BiasView {
+            handle: client.create_from_slice(&numbers),
+            shape,
+        }
+    });
+    options.relative = args.relative.map(|relative| {
+        let shape = relative.shape(workload);
+        let numbers = random(shape.iter().product(), Dtype::F32, rng);
+        TableView {
+            handle: client.create_from_slice(&numbers),
+            shape,
+        }
+    });
+    options
+}
+
+impl<'a> Problem<'a> {
+    fn new(
+        client: &'a Client,
+        workload: &'a Workload,
+        args: &'a Args,
+        layout: BlockLayout,
+    ) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(1);
+        let mut input = |heads, dim| random_input(client, workload, args, [heads, dim], &mut rng);
+        let (head_dim, value_dim) = (workload.head_dim, workload.value_dim);
+        let (heads, kv_heads) = (workload.heads, workload.kv_heads);
+        let (q, k) = (input(heads, head_dim), input(kv_heads, head_dim));
+        let (v, grad_out) = (input(kv_heads, value_dim), input(heads, value_dim));
+        Self {
             client,
-            plan,
+            workload,
+            args,
+            request: request_of(workload, args),
             layout,
-            [&q, &k, &v],
-            outputs.handles(),
-            &options,
-        )
-        .expect("the plan was checked");
-    };
-    let backward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
+            q,
+            k,
+            v,
+            grad_out,
+            options: score_options(client, workload, args, &mut rng),
+        }
+    }
+
+    fn forward(&self, plan: &AttentionPlan, outputs: &Outputs) {
+        let inputs = [&self.q, &self.k, &self.v];
+        let (layout, handles) = (&self.layout, outputs.handles());
+        kernels::forward(self.client, plan, layout, inputs, handles, &self.options)
+            .expect("the plan was checked");
+    }
+
+    fn backward(&self, plan: &AttentionPlan, outputs: &Outputs) {
         kernels::backward(
-            client,
+            self.client,
             plan,
-            layout,
-            [&q, &k, &v],
+            &self.layout,
+            [&self.q, &self.k, &self.v],
             outputs.handles(),
             OutputGrads {
-                out: &grad_out,
+                out: &self.grad_out,
                 lse: None,
             },
             &outputs.gradients,
-            &options,
+            &self.options,
         )
         .expect("the plan was checked");
-    };
-    if args.verify {
-        let results = |layout: &BlockLayout, plan: &AttentionPlan| {
-            let outputs = Outputs::new(client, workload, args);
-            forward(layout, plan, &outputs);
-            backward(layout, plan, &outputs);
-            outputs.read(client, args.dtype)
+    }
+
+    /// Compares all results with those of the `simt` tier, and with those of a second time.
+    fn verify(&self, plan: &AttentionPlan) -> Result<()> {
+        let results = |plan: &AttentionPlan| {
+            let outputs = Outputs::new(self.client, self.workload, self.args);
+            self.forward(plan, &outputs);
+            self.backward(plan, &outputs);
+            outputs.read(self.client, self.args.dtype)
         };
-        let ours = results(&layout, &plan);
-        let again = results(&layout, &plan);
-        // Safe: no other thread of this program reads the environment now.
-        let limit = std::env::var_os("BLOCKSPARSE_TIER");
-        unsafe { std::env::set_var("BLOCKSPARSE_TIER", "simt") };
-        let simt_layout = workload.layout()?;
-        let simt_plan = AttentionPlan::new(client, &simt_layout, sizes)?;
-        let simt = results(&simt_layout, &simt_plan);
-        match limit {
-            Some(limit) => unsafe { std::env::set_var("BLOCKSPARSE_TIER", limit) },
-            None => unsafe { std::env::remove_var("BLOCKSPARSE_TIER") },
-        }
-        print!("{:<30}", workload.label());
+        let (ours, again) = (results(plan), results(plan));
+        let limit = TierLimit::Simt;
+        let simt = AttentionPlan::with_limit(self.client, &self.layout, self.request, limit)?;
+        let simt = results(&simt);
+        print!("{:<30}", self.workload.label());
         // Both round the outputs; ours also weights, and sums in another order.
-        let most = match args.dtype {
-            Dtype::F32 if args.tf32 => 2e-3,
+        let tf32 = self.args.tf32;
+        let most = match self.args.dtype {
+            Dtype::F32 if tf32 => 2e-3,
             Dtype::F32 => 1e-5,
             Dtype::F16 => 2e-3,
             Dtype::Bf16 => 1e-2,
@@ -393,7 +431,7 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         for ((name, ours), (_, simt)) in ours.iter().zip(&simt) {
             let difference = relative_difference(ours, simt);
             print!("  {name} {difference:.1e}");
-            let exact = *name == "lse" && !args.tf32;
+            let exact = *name == "lse" && !tf32;
             good &= difference < if exact { 1e-5 } else { most };
         }
         let same = (ours.iter().zip(&again))
@@ -407,49 +445,70 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
             }
         );
         println!("  {}", if good && same { "ok" } else { "FAILED" });
+        Ok(())
+    }
+
+    /// Times both passes, prints a row and returns its numbers.
+    fn time(&self, plan: &AttentionPlan, outputs: &Outputs) -> Result<Value> {
+        let (layout, workload, args) = (&self.layout, self.workload, self.args);
+        let entries = workload.batch as f64 / layout.batch().unwrap_or(1) as f64;
+        let pairs = layout.allowed_pairs() as f64 * entries;
+        let flops = 2.0 * (workload.head_dim + workload.value_dim) as f64 * pairs;
+        let (forward, host_us) =
+            measure(self.client, args.repeats, || self.forward(plan, outputs))?;
+        let forward_ms = forward.median;
+        let teraflops = |ms: f64, factor: f64| factor * flops / ms / 1e9;
+        let mut result = json!({
+            "fwd_ms": forward_ms, "fwd_ms_p10": forward.p10, "fwd_ms_p90": forward.p90,
+            "fwd_tf": teraflops(forward_ms, 1.0), "host_us": host_us,
+            "density": layout.density(), "flops_fwd": flops,
+            "block": workload.block,
+        });
+        print!(
+            "{:<30} {:>8.4} {forward_ms:>10.3} {:>8.1}",
+            workload.label(),
+            layout.density(),
+            teraflops(forward_ms, 1.0)
+        );
+        if args.forward_only {
+            println!(" {:>10} {:>8} {host_us:>9.1}", "", "");
+            return Ok(result);
+        }
+        let (backward, _) = measure(self.client, args.repeats, || self.backward(plan, outputs))?;
+        let backward_ms = backward.median;
+        println!(
+            " {backward_ms:>10.3} {:>8.1} {host_us:>9.1}",
+            teraflops(backward_ms, 2.5)
+        );
+        result["bwd_ms"] = json!(backward_ms);
+        result["bwd_ms_p10"] = json!(backward.p10);
+        result["bwd_ms_p90"] = json!(backward.p90);
+        result["bwd_tf"] = json!(teraflops(backward_ms, 2.5));
+        Ok(result)
+    }
+}
+
+fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
+    let layout = workload.layout()?;
+    let start = std::time::Instant::now();
+    let plan = AttentionPlan::new(client, &layout, request_of(workload, args))?;
+    if args.plan {
+        print!("{plan}");
+        println!("  chosen in {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
+    }
+    let problem = Problem::new(client, workload, args, layout);
+    if args.verify {
+        problem.verify(&plan)?;
         return Ok(Value::Null);
     }
     let outputs = Outputs::new(client, workload, args);
-    let forward = || forward(&layout, &plan, &outputs);
-    let backward = || backward(&layout, &plan, &outputs);
     if args.enqueue_only {
-        forward();
-        backward();
+        problem.forward(&plan, &outputs);
+        problem.backward(&plan, &outputs);
         client.flush().map_err(|error| anyhow::anyhow!("{error}"))?;
         return Ok(Value::Null);
     }
-    let pairs = layout.allowed_pairs() as f64 * batch as f64 / layout.batch().unwrap_or(1) as f64;
-    let flops = 2.0 * (head_dim + value_dim) as f64 * pairs;
-    let (forward, host_us) = measure(client, args.repeats, forward)?;
-    let forward_ms = forward.median;
-    let teraflops = |ms: f64, factor: f64| factor * flops / ms / 1e9;
-    let mut result = json!({
-        "fwd_ms": forward_ms, "fwd_ms_p10": forward.p10, "fwd_ms_p90": forward.p90,
-        "fwd_tf": teraflops(forward_ms, 1.0), "host_us": host_us,
-        "density": layout.density(), "flops_fwd": flops,
-        "block": workload.block,
-    });
-    print!(
-        "{:<30} {:>8.4} {forward_ms:>10.3} {:>8.1}",
-        workload.label(),
-        layout.density(),
-        teraflops(forward_ms, 1.0)
-    );
-    if args.forward_only {
-        println!(" {:>10} {:>8} {host_us:>9.1}", "", "");
-        return Ok(result);
-    }
-    let (backward, _) = measure(client, args.repeats, backward)?;
-    let backward_ms = backward.median;
-    println!(
-        " {backward_ms:>10.3} {:>8.1} {host_us:>9.1}",
-        teraflops(backward_ms, 2.5)
-    );
-    result["bwd_ms"] = json!(backward_ms);
-    result["bwd_ms_p10"] = json!(backward.p10);
-    result["bwd_ms_p90"] = json!(backward.p90);
-    result["bwd_tf"] = json!(teraflops(backward_ms, 2.5));
-    Ok(result)
+    problem.time(&plan, &outputs)
 }
 
 /// What both passes write, NaN before they do.
@@ -461,11 +520,7 @@ struct Outputs {
 
 impl Outputs {
     fn handles(&self) -> kernels::Outputs<'_> {
-        kernels::Outputs {
-            out: &self.out,
-            lse: &self.lse,
-            weights: None,
-        }
+        kernels::Outputs::new(&self.out, &self.lse)
     }
 
     fn new(client: &Client, workload: &Workload, args: &Args) -> Self {
@@ -482,19 +537,20 @@ impl Outputs {
         let bias_shape = (args.bias.filter(|_| args.verify)).map(|bias| bias.of(workload));
         let table_shape =
             (args.relative.filter(|_| args.verify)).map(|relative| relative.shape(workload));
+        let mut gradients = Gradients::new(
+            buffer(queries * head_dim * element),
+            buffer((v_offset + keys * value_dim) * element),
+            v_offset,
+        );
+        gradients.bias = bias_shape.map(|shape| {
+            let elements: usize = shape.iter().product();
+            client.create_from_slice(&vec![0; elements * 4])
+        });
+        gradients.relative = table_shape.map(|shape| buffer(shape.iter().product::<usize>() * 4));
         Self {
             out: buffer(queries * value_dim * element),
             lse: buffer(queries * 4),
-            gradients: Gradients {
-                q: buffer(queries * head_dim * element),
-                kv: buffer((v_offset + keys * value_dim) * element),
-                v_offset,
-                bias: bias_shape.map(|shape| {
-                    let elements: usize = shape.iter().product();
-                    client.create_from_slice(&vec![0; elements * 4])
-                }),
-                relative: table_shape.map(|shape| buffer(shape.iter().product::<usize>() * 4)),
-            },
+            gradients,
         }
     }
 
