@@ -7,12 +7,12 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device::{self, DevicePlan, plan};
-#[cfg(feature = "cuda-asm")]
-use super::distances::{TableArgs, TableArgsLaunch};
 use super::masses::distance_gradient;
-use super::simt::dropout::MaskLaunch;
+#[cfg(feature = "cuda-asm")]
+use super::shared::distances::{TableArgs, TableArgsLaunch};
+use super::shared::dropout::MaskLaunch;
+use super::shared::walk::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::score::{BiasStridesLaunch, DistancesLaunch};
-use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::{Tile, backward, forward};
 use super::{AttentionPlan, Kernel, KernelError, PartPlan, Sizes, TensorView};
 use crate::plan::{Sections, Tiling, Walk};

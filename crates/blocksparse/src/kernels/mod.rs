@@ -15,11 +15,7 @@
 //! [`AttentionPlan`] is what a call will run, chosen from the layout, the sizes and the device; it prints. Nothing
 //! falls back silently: what cannot run is a [`KernelError`] before anything is launched.
 
-#[cfg(feature = "cuda-asm")]
-mod asm;
 mod device;
-#[cfg(feature = "cuda-asm")]
-mod distances;
 #[cfg(feature = "cuda-asm")]
 pub mod hopper;
 mod launch;
@@ -27,6 +23,7 @@ mod masses;
 #[cfg(feature = "cuda-asm")]
 pub mod mma;
 mod on_device;
+mod shared;
 mod simt;
 #[cfg(feature = "cuda-asm")]
 mod tensor;

@@ -7,10 +7,15 @@
 
 mod asm;
 mod backward;
+mod backward_loads;
+mod backward_stats;
 mod choose;
 mod forward;
 mod gradient;
 mod options;
+mod output;
+mod rows;
+mod softmax;
 mod tiles;
 mod walks;
 
@@ -20,13 +25,13 @@ use cubecl::server::Handle;
 
 use super::device::plan;
 use super::launch::{ScoreOptions, batch_words, listing, optional, plan_parts};
-use super::simt::tile::StridesLaunch;
+use super::shared::walk::StridesLaunch;
 use super::tensor::{WalkOperands, check_rows, check_scale, scales};
 use super::{Gradients, KernelError, Outputs, Sizes, TensorView};
 use crate::plan::Walk;
 use crate::{BlockLayout, Residue};
 use asm::ROW_ELEMENTS;
-use backward::LengthsLaunch;
+use backward_loads::LengthsLaunch;
 pub use choose::{Backward, choose, choose_backward};
 use options::{Options, PairArgs, PairArgsLaunch, PairNumbersLaunch};
 pub use tiles::{BackwardTile, Tile, WalkTile};

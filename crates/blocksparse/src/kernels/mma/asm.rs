@@ -2,8 +2,8 @@
 
 use cubecl::prelude::*;
 
-pub use crate::kernels::asm::*;
-use crate::kernels::simt::tile::Four;
+pub use crate::kernels::shared::asm::*;
+use crate::kernels::shared::walk::Four;
 
 /// What the products' operands are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -7,10 +7,11 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
+use super::product::pack_left;
 use super::tile::*;
 use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL};
-use crate::kernels::simt::dropout::Mask;
-use crate::kernels::simt::tile::Four;
+use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::walk::Four;
 
 /// Eights of columns whose bits are in one word.
 const WORD_EIGHTS: usize = 8;

@@ -9,6 +9,8 @@ mod asm;
 mod backward;
 mod dropout;
 mod forward;
+mod gather;
+mod product;
 mod score;
 mod tile;
 
@@ -16,17 +18,18 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::asm::Half;
 use super::device::plan;
 use super::launch::{ScoreOptions, batch_words, listing, optional, plan_parts};
+use super::shared::asm::Half;
 use super::tensor::{WalkOperands, check_options, check_rows, check_scale, scales, tier_limit};
 use super::{Kernel, KernelError, Sizes, TensorView};
 use crate::plan::{Grouping, Walk};
 use crate::{BlockLayout, Residue};
 use asm::Element;
+use gather::StridesLaunch;
 use score::BiasStridesLaunch;
+use tile::Outputs;
 pub use tile::Tile;
-use tile::{Outputs, StridesLaunch};
 
 /// cp.async copies 16 bytes from and to multiples of 16 bytes.
 const PIECE: usize = 16;

@@ -6,9 +6,13 @@
 //! operations needs no barrier of the whole cube.
 
 pub(super) mod backward;
+mod delta;
 pub(super) mod dropout;
 pub(super) mod forward;
+mod gather;
+mod mask;
 pub(super) mod mass;
+mod product;
 pub(super) mod score;
 pub(super) mod tile;
 
