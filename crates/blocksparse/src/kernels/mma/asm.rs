@@ -187,15 +187,6 @@ pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> {
     o
 }
 
-/// The product of two words: its lower and its higher word.
-#[cube]
-pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> {
-    let o: Vector<u32, Const<2>>;
-    gpu_asm!("{{ .reg .b64 p; mul.wide.u32 p, {a}, {b}; mov.b64 {o}, p; }}",
-        o = out(_) o, a = in(_) val::<u32>(a), b = in(_) val::<u32>(b), options(pure, nomem));
-    o
-}
-
 /// The number at an address that no unit writes to, or 0.
 #[cube]
 pub fn load_number(address: u64, exists: u32, #[comptime] element: Element) -> f32 {

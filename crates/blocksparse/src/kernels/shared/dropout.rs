@@ -1,7 +1,12 @@
 //! The generator of [`Dropout`](crate::Dropout), Philox, as kernels run it.
+//!
+//! It is written twice: [`words`] runs on every device, [`unrolled_words`] has the instruction that makes both halves of a product
+//! and keeps its four words in registers.
 
 use cubecl::prelude::*;
 
+#[cfg(feature = "cuda-asm")]
+use super::asm::multiply_wide;
 use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL};
 
 /// The generator's key, and what keeps a pair.
@@ -44,4 +49,47 @@ pub fn words(mask: &Mask, batch: usize, head: usize, query: usize, four: usize) 
     words[2] = c2;
     words[3] = c3;
     words
+}
+
+/// The four words of a counter.
+#[cfg(feature = "cuda-asm")]
+#[derive(CubeType, Clone, Copy)]
+pub struct Words {
+    /// That of the first key.
+    pub w0: u32,
+    /// Of the second,
+    pub w1: u32,
+    /// the third
+    pub w2: u32,
+    /// and the fourth.
+    pub w3: u32,
+}
+
+/// As [`words`], without loops, for the tensor-core tiers.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+pub fn unrolled_words(mask: &Mask, batch: u32, head: u32, query: u32, four: u32) -> Words {
+    let mut c0 = query;
+    let mut c1 = four;
+    let mut c2 = head;
+    let mut c3 = batch;
+    let mut k0 = mask.seed_low;
+    let mut k1 = mask.seed_high;
+    #[unroll]
+    for _ in 0..comptime!(ROUNDS) {
+        let product0 = multiply_wide(c0, comptime!(MULTIPLIERS[0]).runtime());
+        let product1 = multiply_wide(c2, comptime!(MULTIPLIERS[1]).runtime());
+        c0 = product1.extract(1usize) ^ c1 ^ k0;
+        c1 = product1.extract(0usize);
+        c2 = product0.extract(1usize) ^ c3 ^ k1;
+        c3 = product0.extract(0usize);
+        k0 += comptime!(WEYL[0]).runtime();
+        k1 += comptime!(WEYL[1]).runtime();
+    }
+    Words {
+        w0: c0,
+        w1: c1,
+        w2: c2,
+        w3: c3,
+    }
 }
