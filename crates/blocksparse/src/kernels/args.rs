@@ -7,12 +7,12 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::call::{BiasView, Request, TableView, TensorView};
-#[cfg(feature = "cuda-asm")]
-use super::distances::{TableArgs, TableArgsLaunch};
 use super::error::KernelError;
-use super::simt::dropout::MaskLaunch;
+#[cfg(feature = "cuda-asm")]
+use super::shared::distances::{TableArgs, TableArgsLaunch};
+use super::shared::dropout::MaskLaunch;
+use super::shared::walk::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::score::{BiasStridesLaunch, DistancesLaunch};
-use super::simt::tile::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::uploaded::{self, DevicePlan};
 use crate::plan::Sections;
 use crate::{BlockLayout, Dropout, Residue};

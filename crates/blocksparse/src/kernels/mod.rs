@@ -21,7 +21,8 @@
 //! pass       a pass over a layout, as tiers get it            device     launch plans on devices
 //! tier       the tiers as values, in the order of asking      stats      lse and delta of queries
 //! choice     AttentionPlan                                    on_device  launch plans made there
-//! forward, backward, masses                                   simt, mma, hopper: the tiers
+//! forward, backward, masses                                   shared     what kernels of several tiers share
+//!                                                            simt, mma, hopper: the tiers
 //! ```
 //!
 //! Kernels of other kinds have places of their own beside these: `kernels/linear` (products of layers), `kernels/rows` (reductions along
@@ -30,14 +31,10 @@
 #![warn(clippy::undocumented_unsafe_blocks)]
 
 mod args;
-#[cfg(feature = "cuda-asm")]
-mod asm;
 mod backward;
 mod call;
 mod choice;
 mod device;
-#[cfg(feature = "cuda-asm")]
-mod distances;
 mod error;
 mod forward;
 #[cfg(feature = "cuda-asm")]
@@ -47,6 +44,7 @@ mod masses;
 mod mma;
 mod on_device;
 mod pass;
+mod shared;
 mod simt;
 mod stats;
 #[cfg(feature = "cuda-asm")]
@@ -64,6 +62,3 @@ pub use error::KernelError;
 pub use forward::forward;
 pub use masses::{MassOutputs, check_masses, masses};
 pub use on_device::{ChoiceTensor, choose_blocks};
-
-#[cfg(feature = "cuda-asm")]
-use call::Kernel;

@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 use super::args::{buffer, listing, optional, spread, strides_of, vectors_of};
 use super::error::KernelError;
 use super::pass::{BackwardPass, Part};
-use super::simt::backward;
+use super::simt::delta;
 
 /// Units of a cube.
 const UNITS: u32 = 64;
@@ -40,13 +40,13 @@ pub fn make(pass: &BackwardPass, part: Part, wanted: Wanted) -> Result<Handle, K
     let rows = request.batch * heads * wanted.pitch;
     let [table_start, numbers] = options.stats_len(rows);
     let stats = client.empty(numbers * accumulator.size());
-    let lanes = backward::delta_lanes(client.properties(), value_dim / width);
+    let lanes = delta::delta_lanes(client.properties(), value_dim / width);
     let units = rows as u64 * lanes as u64;
     let cubes = spread(client, units.div_ceil(u64::from(UNITS)))?;
     // SAFETY: a unit reads the row of a query, if there is one at its place, and writes its own two numbers and some behind all rows; the
     // buffers have the lengths they say (see `buffer`).
     unsafe {
-        backward::delta::launch_unchecked(
+        delta::delta::launch_unchecked(
             client,
             cubes,
             CubeDim::new_1d(UNITS),

@@ -5,7 +5,7 @@
 
 use cubecl::prelude::*;
 
-pub use crate::kernels::asm::*;
+pub use crate::kernels::shared::asm::*;
 
 /// Bytes of a row of shared memory: the span of the 128-byte swizzle, which repeats after 8 rows.
 pub const ROW: usize = 128;

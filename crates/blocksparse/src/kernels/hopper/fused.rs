@@ -3,16 +3,17 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::backward::{self, LengthsLaunch};
+use super::backward_loads::LengthsLaunch;
 use super::launch::{CallOptions, check, stats_map, tensor_map};
 use super::tiles::BackwardTile;
+use super::{backward, backward_stats};
 use crate::BlockLayout;
 use crate::kernels::args::{batch_words, buffer, listing, optional, plan_parts, plan_words};
 use crate::kernels::call::Request;
 use crate::kernels::device::plan;
 use crate::kernels::error::KernelError;
 use crate::kernels::pass::{BackwardPass, Part};
-use crate::kernels::simt::tile::StridesLaunch;
+use crate::kernels::shared::walk::StridesLaunch;
 use crate::kernels::uploaded::DevicePlan;
 
 /// Heads of keys that take turns in the grid.
@@ -175,7 +176,7 @@ impl Launch<'_> {
         let of_all = self.pass.request.batch * self.heads() * known.pitch;
         // SAFETY: a unit reads the place of a position below `known.pitch`, and writes its own row and counters.
         unsafe {
-            backward::relist::launch_unchecked(
+            backward_stats::relist::launch_unchecked(
                 self.pass.client,
                 over(rows),
                 CubeDim::new_1d(UNITS as u32),
@@ -204,7 +205,7 @@ impl Launch<'_> {
         let queries = pass.request.batch * self.heads() * seq_q;
         // SAFETY: a unit reads eight columns of a position that exists, and writes its own row and counters.
         unsafe {
-            backward::stats::launch_unchecked(
+            backward_stats::stats::launch_unchecked(
                 pass.client,
                 over(rows * lanes),
                 CubeDim::new_1d(UNITS as u32),
@@ -301,7 +302,7 @@ impl Launch<'_> {
         let queries = pass.request.batch * self.heads() * seq_q;
         // SAFETY: a unit reads the sums of its place, below `rows`, and writes eight columns of a position that exists.
         unsafe {
-            backward::finish::launch_unchecked(
+            backward_stats::finish::launch_unchecked(
                 pass.client,
                 over(rows * tile.dim / 8),
                 CubeDim::new_1d(UNITS as u32),

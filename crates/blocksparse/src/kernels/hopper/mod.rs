@@ -7,12 +7,17 @@
 
 mod asm;
 mod backward;
+mod backward_loads;
+mod backward_stats;
 mod choose;
 mod forward;
 mod fused;
 mod gradient;
 mod launch;
 mod options;
+mod output;
+mod rows;
+mod softmax;
 mod tiles;
 mod walks;
 

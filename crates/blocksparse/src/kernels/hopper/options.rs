@@ -12,10 +12,10 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::forward::trade_four;
-use crate::kernels::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
-use crate::kernels::simt::dropout::{Mask, words};
-use crate::kernels::simt::tile::Listing;
+use super::rows::trade_four;
+use crate::kernels::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
+use crate::kernels::shared::dropout::{Mask, words};
+use crate::kernels::shared::walk::Listing;
 use crate::plan::Walk;
 
 /// Which options a kernel has.

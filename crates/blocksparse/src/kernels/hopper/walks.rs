@@ -21,12 +21,12 @@
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
 
-use super::WalkTile;
 use super::asm::*;
-use super::forward::{own_place, own_rows, pack_all};
 use super::gradient::*;
 use super::options::*;
-use crate::kernels::simt::tile::{Four, Listing, PlanParts};
+use super::rows::{own_place, own_rows, pack_all};
+use super::tiles::WalkTile;
+use crate::kernels::shared::walk::{Four, Listing, PlanParts};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;

@@ -2,8 +2,8 @@
 
 use cubecl::prelude::*;
 
-pub use crate::kernels::asm::*;
-use crate::kernels::simt::tile::Four;
+pub use crate::kernels::shared::asm::*;
+use crate::kernels::shared::walk::Four;
 
 /// What the products' operands are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -184,15 +184,6 @@ pub fn stats_address(buffer: *const f32) -> u64 {
 pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> {
     let o: Vector<u32, Const<2>>;
     gpu_asm!("ld.shared.v2.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
-    o
-}
-
-/// The product of two words: its lower and its higher word.
-#[cube]
-pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> {
-    let o: Vector<u32, Const<2>>;
-    gpu_asm!("{{ .reg .b64 p; mul.wide.u32 p, {a}, {b}; mov.b64 {o}, p; }}",
-        o = out(_) o, a = in(_) val::<u32>(a), b = in(_) val::<u32>(b), options(pure, nomem));
     o
 }
 

@@ -20,11 +20,13 @@ use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 use super::asm::*;
 use super::dropout::*;
+use super::gather::*;
+use super::product::*;
 use super::score::*;
 use super::tile::*;
-use crate::kernels::distances::TableArgs;
-use crate::kernels::simt::dropout::Mask;
-use crate::kernels::simt::tile::{Four, Listing, PlanParts};
+use crate::kernels::shared::distances::TableArgs;
+use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::walk::{Four, Listing, PlanParts};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` with any strides of 16 bytes in their outer dimensions, in words; `stats`

@@ -4,8 +4,8 @@ use cubecl::ir::{ElemType, FloatKind};
 
 use super::asm::Element;
 use super::tile::{Outputs, Tile};
-use crate::kernels::asm::Half;
 use crate::kernels::call::{Kernel, PartRequest, Request};
+use crate::kernels::shared::asm::Half;
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, is_u32};
 use crate::plan::{Grouping, Walk};
 

@@ -7,10 +7,10 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
+use super::product::pack_left;
 use super::tile::*;
-use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL};
-use crate::kernels::simt::dropout::Mask;
-use crate::kernels::simt::tile::Four;
+use crate::kernels::shared::dropout::{Mask, unrolled_words};
+use crate::kernels::shared::walk::Four;
 
 /// Eights of columns whose bits are in one word.
 const WORD_EIGHTS: usize = 8;
@@ -156,27 +156,11 @@ fn collect(dealt: u32, lane: u32, #[comptime] columns: bool) -> u32 {
 /// Whether a query and the keys from `4 · four` on are kept, a bit each.
 #[cube]
 fn keeps_four(mask: &Mask, pairs: &Pairs, query: u32, four: u32) -> u32 {
-    let mut c0 = query;
-    let mut c1 = four;
-    let mut c2 = pairs.head;
-    let mut c3 = pairs.batch;
-    let mut k0 = mask.seed_low;
-    let mut k1 = mask.seed_high;
-    #[unroll]
-    for _ in 0..comptime!(ROUNDS) {
-        let product0 = multiply_wide(c0, comptime!(MULTIPLIERS[0]).runtime());
-        let product1 = multiply_wide(c2, comptime!(MULTIPLIERS[1]).runtime());
-        c0 = product1.extract(1usize) ^ c1 ^ k0;
-        c1 = product1.extract(0usize);
-        c2 = product0.extract(1usize) ^ c3 ^ k1;
-        c3 = product0.extract(0usize);
-        k0 += comptime!(WEYL[0]).runtime();
-        k1 += comptime!(WEYL[1]).runtime();
-    }
-    select(c0 < mask.threshold, 1u32, 0u32)
-        | select(c1 < mask.threshold, 2u32, 0u32)
-        | select(c2 < mask.threshold, 4u32, 0u32)
-        | select(c3 < mask.threshold, 8u32, 0u32)
+    let words = unrolled_words(mask, pairs.batch, pairs.head, query, four);
+    select(words.w0 < mask.threshold, 1u32, 0u32)
+        | select(words.w1 < mask.threshold, 2u32, 0u32)
+        | select(words.w2 < mask.threshold, 4u32, 0u32)
+        | select(words.w3 < mask.threshold, 8u32, 0u32)
 }
 
 /// Number `i` of the fours in rows of 16 `m` and the `n`-th eight, or 0 if its pair is not kept.

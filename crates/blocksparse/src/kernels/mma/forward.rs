@@ -22,17 +22,14 @@ use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 use super::asm::*;
 use super::dropout::*;
+use super::gather::*;
+use super::product::*;
 use super::score::*;
 use super::tile::*;
-use crate::kernels::distances::TableArgs;
-use crate::kernels::simt::dropout::Mask;
-use crate::kernels::simt::tile::{Four, Listing, PlanParts};
-
-/// Where the running maximum starts: below any score, but not −∞, which masked scores are.
-const LOWEST_MAX: f32 = -1.0e29;
-/// By how much, in powers of two, a new maximum must exceed the old one to replace it. Until then `p` exceeds 1,
-/// harmlessly, and the output needs no rescaling.
-const SLACK: f32 = 8.0;
+use crate::kernels::shared::distances::TableArgs;
+use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::score::{LOWEST_MAX, SLACK};
+use crate::kernels::shared::walk::{Four, Listing, PlanParts};
 
 /// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
 /// words, and `lse` `[batch, heads, seq_q]` contiguous.

@@ -4,8 +4,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::asm::Element;
+use super::gather::StridesLaunch;
 use super::score::BiasStridesLaunch;
-use super::tile::{Outputs, StridesLaunch, Tile};
+use super::tile::{Outputs, Tile};
 use super::{PIECE, backward, forward};
 use crate::kernels::args::{
     ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words,

@@ -10,7 +10,9 @@ mod backward;
 mod choose;
 mod dropout;
 mod forward;
+mod gather;
 mod launch;
+mod product;
 mod score;
 mod tile;
 

@@ -2,9 +2,15 @@
 
 use cubecl::prelude::*;
 
-use super::dropout::{Mask, factors};
+use super::dropout::factors;
+use super::gather::*;
+use super::mask::*;
+use super::product::*;
 use super::score::*;
 use super::tile::*;
+use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::score::{LOW, LOWEST_MAX};
+use crate::kernels::shared::walk::*;
 use crate::plan::Walk;
 
 /// ```text
@@ -392,12 +398,6 @@ fn scores<E: Float, A: Float>(
     add_biases(&mut s, &biases, t);
     s
 }
-
-/// Scores of masked pairs. `exp(LOW − m)` is 0 for every `m ≥ LOWEST_MAX`, without infinities, which
-/// WGSL does not promise.
-pub const LOW: f32 = -1.0e30;
-/// Where the running maximum starts: above [`LOW`], below any score.
-const LOWEST_MAX: f32 = -1.0e29;
 
 /// Shared numbers that [`reduce_rows`] needs.
 pub fn scratch_len(t: Tile) -> usize {

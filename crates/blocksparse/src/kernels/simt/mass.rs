@@ -3,10 +3,14 @@
 
 use cubecl::prelude::*;
 
-use super::dropout::{Mask, factors};
-use super::forward::LOW;
+use super::dropout::factors;
+use super::gather::*;
+use super::product::*;
 use super::score::*;
 use super::tile::*;
+use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::score::LOW;
+use crate::kernels::shared::walk::*;
 use crate::lines::Line;
 use crate::plan::Walk;
 

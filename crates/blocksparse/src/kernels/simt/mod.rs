@@ -6,10 +6,14 @@
 //! operations needs no barrier of the whole cube.
 
 pub(super) mod backward;
+pub(super) mod delta;
 pub(super) mod dropout;
 pub(super) mod forward;
+mod gather;
 pub(super) mod launch;
+mod mask;
 pub(super) mod mass;
+mod product;
 pub(super) mod score;
 pub(super) mod tile;
 

@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 
 use super::tile::*;
+use crate::kernels::shared::walk::*;
 use crate::plan::Walk;
 
 /// Scales and softcaps products.

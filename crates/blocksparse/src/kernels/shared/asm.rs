@@ -143,3 +143,12 @@ pub fn unpack(pair: u32, #[comptime] high: bool, #[comptime] half: Half) -> f32 
         options(pure, nomem));
     o
 }
+
+/// The product of two words: its lower and its higher word.
+#[cube]
+pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> {
+    let o: Vector<u32, Const<2>>;
+    gpu_asm!("{{ .reg .b64 p; mul.wide.u32 p, {a}, {b}; mov.b64 {o}, p; }}",
+        o = out(_) o, a = in(_) val::<u32>(a), b = in(_) val::<u32>(b), options(pure, nomem));
+    o
+}
