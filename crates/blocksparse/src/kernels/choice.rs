@@ -149,7 +149,8 @@ impl AttentionPlan {
         Ok(plan)
     }
 
-    fn choose(
+    /// As [`with_limit`](Self::with_limit), for a device that is described; not remembered.
+    pub(super) fn choose(
         layout: &BlockLayout,
         request: Request,
         limit: TierLimit,

@@ -32,6 +32,8 @@
 
 mod args;
 mod backward;
+// Some of what a request and a pass say only tiers on tensor cores read.
+#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 mod call;
 mod choice;
 mod device;
@@ -43,12 +45,15 @@ mod masses;
 #[cfg(feature = "cuda-asm")]
 mod mma;
 mod on_device;
+#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 mod pass;
 mod shared;
 mod simt;
 mod stats;
 #[cfg(feature = "cuda-asm")]
 mod tensor;
+#[cfg(test)]
+mod tests;
 mod tier;
 mod uploaded;
 

@@ -82,7 +82,6 @@ pub struct Operands<'a> {
 
 impl<'a> Operands<'a> {
     /// The inputs, as errors name them.
-    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub fn named(&self) -> [(&'static str, &'a TensorView); 4] {
         let ([a1, a2], [b1, b2]) = (self.a, self.b);
         [

@@ -36,6 +36,7 @@ struct Tier {
 
 /// What a tier is asked for.
 struct Asked<'a> {
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     part: &'a PartRequest<'a>,
     /// The tiles of the `simt` tier, which were chosen before: the gradients of biases need them whatever the rest runs on.
     simt: [simt::Tile; 3],
