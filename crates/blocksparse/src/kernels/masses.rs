@@ -8,7 +8,7 @@ use cubecl::server::Handle;
 
 use super::args::{ScoreOptions, address_of, batch_words, buffer, listing, load_width};
 use super::args::{optional, spread, strides_of, vectors_of};
-use super::call::{DeviceFacts, Request, TableView, TensorView};
+use super::call::{DeviceFacts, Request, ScoreKind, TableView, TensorView};
 use super::device::{DeviceLinePlan, line_plan};
 use super::error::KernelError;
 use super::pass::BackwardPass;
@@ -436,11 +436,10 @@ fn tile(
         group: side,
         mask_words: side.div_ceil(32),
         store: None,
-        softcap: request.score.softcap,
-        alibi: request.score.alibi,
-        dropout: gradient && request.score.dropout,
-        bias: request.score.bias,
-        relative: request.score.relative,
+        score: ScoreKind {
+            dropout: gradient && request.score.dropout,
+            ..request.score
+        },
         bias_gradient: false,
         planes: false,
         residue: false,

@@ -331,7 +331,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             }
             let weights = pack_all::<S, P>(p, t.half);
             let mut left = weights;
-            if comptime!(t.options.dropout) {
+            if comptime!(t.options.score.dropout) {
                 left = pack_all::<S, P>(drop_out::<S>(p, &kept, comptime!(t.options)), t.half);
             }
             // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
@@ -357,7 +357,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                     ds.insert(at, weight * dp);
                 }
             }
-            if comptime!(t.softcap) {
+            if comptime!(t.options.score.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
                     let ratio = capped.extract(i) / numbers.softcap;
@@ -531,7 +531,7 @@ fn soften<S: Size>(
     #[comptime] t: BackwardTile,
 ) -> Vector<f32, S> {
     let mut s = s_in;
-    if comptime!(t.softcap) {
+    if comptime!(t.options.score.softcap) {
         #[unroll]
         for i in 0..S::value() {
             // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.

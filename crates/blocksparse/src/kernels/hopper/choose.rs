@@ -6,7 +6,7 @@ use super::asm::Half;
 use super::fused::Sizes;
 use super::options::Options;
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
-use crate::kernels::call::{PartRequest, Request, ScoreKind, TierLimit};
+use crate::kernels::call::{PartRequest, Request, TierLimit};
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, is_u32};
 use crate::plan::{Grouping, Walk};
 use crate::{BlockLayout, Residue};
@@ -121,7 +121,6 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
             stages: shape.stages,
             lag: shape.lag,
             overlap: shape.overlap,
-            softcap: request.score.softcap,
             options: options(request),
             residue: part.residue.is_some(),
             carry: part.carry,
@@ -147,19 +146,9 @@ const NO_TILE: &str = "no tile fits the shared memory of the device";
 
 /// What a kernel has; [`wide_bias`](Options::wide_bias) is known with the tensors only.
 fn options(request: &Request) -> Options {
-    let ScoreKind {
-        alibi,
-        bias,
-        relative,
-        dropout,
-        ..
-    } = request.score;
     Options {
-        alibi,
-        bias,
-        relative,
+        score: request.score,
         wide_bias: false,
-        dropout,
     }
 }
 
@@ -234,7 +223,6 @@ fn fused(
         group: part.layout.block_size().min(cols),
         stages,
         lag: stages - 1,
-        softcap: forward.softcap,
         options: forward.options,
         residue: forward.residue,
         carry: forward.carry,
@@ -308,7 +296,6 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
             group: layout.block_size().min(64),
             stages,
             lag: stages.min(3) - 1,
-            softcap: forward.softcap,
             options: forward.options,
             residue: forward.residue,
             carry: forward.carry,

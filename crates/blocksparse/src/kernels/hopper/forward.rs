@@ -197,7 +197,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
             m1 = log1 * lse_scale;
             l1 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
         }
-        if comptime!(t.options.dropout) {
+        if comptime!(t.options.score.dropout) {
             // The factor of what is kept comes in the end.
             let all = reciprocal(factor_of(&args, comptime!(t.options)));
             #[unroll]

@@ -63,7 +63,7 @@ pub fn store_row<O: Size>(
     let mut log = f32::new(f32::NEG_INFINITY);
     if l > 0.0f32 {
         inverse = reciprocal(l);
-        if comptime!(t.options.dropout) {
+        if comptime!(t.options.score.dropout) {
             inverse *= factor;
         }
         log = (m + log2(l)) * comptime!(std::f32::consts::LN_2);

@@ -92,7 +92,7 @@ pub fn score<S: Size>(
     #[comptime] t: Tile,
 ) -> Vector<f32, S> {
     let mut s = s_in;
-    if comptime!(t.softcap) {
+    if comptime!(t.options.score.softcap) {
         #[unroll]
         for i in 0..S::value() {
             // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.

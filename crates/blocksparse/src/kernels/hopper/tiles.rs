@@ -51,8 +51,6 @@ pub struct Tile {
     pub lag: usize,
     /// Whether a step's second product overlaps the next step's softmax.
     pub overlap: bool,
-    /// Whether scores are softcapped.
-    pub softcap: bool,
     /// What else a call may ask for.
     pub options: Options,
     /// Whether positions are listed by residue class.
@@ -99,7 +97,6 @@ impl Tile {
             options: self.options,
             walk: Walk::Rows,
             half: self.half,
-            softcap: self.softcap,
             cols: self.cols,
             group: self.group,
             entry_words: self.tiling().entry_words(),
@@ -240,8 +237,6 @@ pub struct BackwardTile {
     pub stages: usize,
     /// How many steps late a buffer is filled again.
     pub lag: usize,
-    /// Whether scores are softcapped.
-    pub softcap: bool,
     /// What else a call may ask for.
     pub options: Options,
     /// Whether positions are listed by residue class.
@@ -291,7 +286,6 @@ impl BackwardTile {
             options: self.options,
             walk: Walk::Columns,
             half: self.half,
-            softcap: self.softcap,
             cols: self.cols,
             group: self.group,
             entry_words: self.tiling().entry_words(),
@@ -525,8 +519,6 @@ pub struct WalkTile {
     pub stages: usize,
     /// How many steps late a buffer is filled again.
     pub lag: usize,
-    /// Whether scores are softcapped.
-    pub softcap: bool,
     /// What else a call may ask for.
     pub options: Options,
     /// Whether positions are listed by residue class.
@@ -574,7 +566,6 @@ impl WalkTile {
             options: self.options,
             walk,
             half: self.half,
-            softcap: self.softcap,
             cols: self.cols,
             group: self.group,
             entry_words: self.tiling(walk).entry_words(),

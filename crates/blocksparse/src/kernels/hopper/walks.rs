@@ -260,7 +260,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             );
             let width = S::value();
             let mut s = wait::<S>(s_started, 1usize, width);
-            if comptime!(t.softcap) {
+            if comptime!(t.options.score.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
                     // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
@@ -355,7 +355,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 let inner = drop_gradient(dp.extract(at), d3, &kept, &args, at, t.options);
                 dp.insert(at, p.extract(at) * inner);
             }
-            if comptime!(t.softcap) {
+            if comptime!(t.options.score.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
                     let ratio = capped.extract(i) / softcap;

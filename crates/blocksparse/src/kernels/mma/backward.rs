@@ -212,7 +212,7 @@ pub fn backward(
     for turn in 0..turns {
         let head = first_head + turn;
         let mut slope = f32::new(0.0);
-        if comptime!(t.alibi) {
+        if comptime!(t.score.alibi) {
             slope = stats[(CUBE_COUNT_Z * heads * pitch_stats * 2 + head) as usize];
         }
         let biases = Biases {
@@ -263,22 +263,22 @@ pub fn backward(
                 comptime!(t.head_dim),
                 t,
             );
-            if comptime!(t.softcap) {
+            if comptime!(t.score.softcap) {
                 cap(&mut s, softcap, product_scale, t);
             }
-            let mut cap_slope = Array::<Vector<f32, Four>>::new(comptime!(if t.softcap {
+            let mut cap_slope = Array::<Vector<f32, Four>>::new(comptime!(if t.score.softcap {
                 tiles * eights
             } else {
                 1
             }));
-            if comptime!(t.softcap) {
+            if comptime!(t.score.softcap) {
                 #[unroll]
                 for n in 0..comptime!(tiles * eights) {
                     let ratio = s[n] / Vector::new(softcap);
                     cap_slope[n] = Vector::new(1.0f32) - ratio * ratio;
                 }
             }
-            if comptime!(t.biased()) {
+            if comptime!(t.score.biased()) {
                 let cols = positions + quad * 4;
                 add_biases(&mut s, &biases, product_scale, own, cols, columns, t);
                 add_distances(&mut s, &table, &biases, own, cols, columns, t);
@@ -339,13 +339,13 @@ pub fn backward(
                                 delta = stats.extract(comptime!(i % 2 * 2 + 1));
                             }
                             let mut by_weight = four.extract(i);
-                            if comptime!(t.dropout) {
+                            if comptime!(t.score.dropout) {
                                 by_weight =
                                     if_kept(by_weight * dropout_factor, &kept_bits, m, n, i, t);
                             }
                             four.insert(i, p.extract(i) * (by_weight - delta));
                         }
-                        if comptime!(t.softcap) {
+                        if comptime!(t.score.softcap) {
                             four *= cap_slope[at];
                         }
                         dp[at] = four;
@@ -375,7 +375,7 @@ pub fn backward(
         );
     }
     if comptime!(columns && t.outputs.second()) {
-        let factor = if comptime!(t.dropout) {
+        let factor = if comptime!(t.score.dropout) {
             dropout_factor
         } else {
             f32::new(1.0)

@@ -45,8 +45,8 @@ pub fn kept_pairs(
 ) -> Array<u32> {
     let tiles = comptime!(t.warp_tiles);
     let per_row = comptime!(row_words(t));
-    let mut kept = Array::<u32>::new(comptime!(if t.dropout { tiles * per_row } else { 1 }));
-    if comptime!(t.dropout) {
+    let mut kept = Array::<u32>::new(comptime!(if t.score.dropout { tiles * per_row } else { 1 }));
+    if comptime!(t.score.dropout) {
         #[unroll]
         for w in 0..comptime!(tiles * per_row) {
             kept[w] = 0u32;
@@ -185,7 +185,7 @@ pub fn pack_kept(
     kept: &Array<u32>,
     #[comptime] t: Tile,
 ) -> Array<Vector<u32, Four>> {
-    if comptime!(t.dropout) {
+    if comptime!(t.score.dropout) {
         let mut weights = Array::<Vector<f32, Four>>::new(comptime!(t.warp_tiles * t.eights()));
         #[unroll]
         for m in 0..comptime!(t.warp_tiles) {

@@ -190,7 +190,7 @@ pub fn forward(
     }
 
     let mut slope = f32::new(0.0);
-    if comptime!(t.alibi) {
+    if comptime!(t.score.alibi) {
         let slopes = slopes.unwrap();
         slope = slopes[head as usize];
     }
@@ -243,10 +243,10 @@ pub fn forward(
                 copy_step(&keys, j + 1, comptime!(t.head_dim), t);
             }
         }
-        if comptime!(t.softcap) {
+        if comptime!(t.score.softcap) {
             cap(&mut s, softcap, product_scale, t);
         }
-        if comptime!(t.biased()) {
+        if comptime!(t.score.biased()) {
             let cols = positions + quad * 4;
             add_biases(&mut s, &biases, product_scale, own, cols, false, t);
             add_distances(&mut s, &table, &biases, own, cols, false, t);
@@ -275,7 +275,7 @@ pub fn forward(
         let mut log = f32::new(f32::NEG_INFINITY);
         if sum > 0.0f32 {
             inverse = reciprocal(sum);
-            if comptime!(t.dropout) {
+            if comptime!(t.score.dropout) {
                 inverse *= dropout_factor;
             }
             log = (m[i] * log2_scale + log2(sum)) * comptime!(std::f32::consts::LN_2);
@@ -448,7 +448,7 @@ fn load_row(
     #[unroll]
     for n in 0..comptime!(t.value_dim / 8) {
         let mut pair = load_pair(out, at * comptime!(t.words(t.value_dim)), quad, n, t);
-        if comptime!(t.dropout) {
+        if comptime!(t.score.dropout) {
             pair.low /= dropout_factor;
             pair.high /= dropout_factor;
         }

@@ -47,7 +47,7 @@ fn check(
         }
     }
     check_table(options.table_len())?;
-    match tile.biased() {
+    match tile.score.biased() {
         true => Ok(()),
         false => check_scale(options.scale, options.softcap),
     }
@@ -55,7 +55,7 @@ fn check(
 
 /// Factors of scores: to powers of two, and of products before that, where scores are softcapped or biased.
 fn factors(tile: Tile, options: &ScoreOptions) -> (f64, f64) {
-    match tile.biased() && !tile.softcap {
+    match tile.score.biased() && !tile.score.softcap {
         true => (std::f64::consts::LOG2_E, options.scale),
         false => scales(options.scale, options.softcap),
     }
@@ -219,7 +219,7 @@ fn launch_walk(
     check_words("the elements of a gradient", elements, element)?;
     let device_plan = plan(client, part.layout, tile.tiling(walk))?;
     let (log2_scale, product_scale) = factors(tile, options);
-    let slopes = if tile.alibi { heads } else { 0 };
+    let slopes = if tile.score.alibi { heads } else { 0 };
     let stats_len = request.batch * heads * pitch * 2 + slopes;
     let [tiles, outer, batches] =
         [device_plan.tiles, outer_heads, request.batch].map(|count| count as u32);

@@ -43,7 +43,7 @@ pub fn bias_address(
     #[comptime] t: Tile,
 ) -> u64 {
     let mut at = u64::cast_from(0u32);
-    if comptime!(t.bias) {
+    if comptime!(t.score.bias) {
         let bias = bias.as_ref().unwrap();
         at = address(unsafe { bias.as_ptr_unchecked() })
             + u64::cast_from(batch) * strides.batch
@@ -59,7 +59,7 @@ pub fn table_of_head(
     head: u32,
     #[comptime] t: Tile,
 ) -> HeadTable {
-    if comptime!(t.relative) {
+    if comptime!(t.score.relative) {
         table_of(table.as_ref().unwrap(), head)
     } else {
         no_table()
@@ -82,16 +82,16 @@ pub fn add_biases(
     let bytes = comptime!(t.element.bytes() as u32);
     // Distances are differences of small numbers: from the unit's first row on, f32 holds them exactly, or as exactly as distances.
     let origin = shared_load(rows);
-    let mut row_distances = Array::<f32>::new(comptime!(if t.alibi { 2 * tiles } else { 1 }));
-    let mut row_addresses = Array::<u64>::new(comptime!(if t.bias { 2 * tiles } else { 1 }));
-    let mut row_exists = Array::<bool>::new(comptime!(if t.bias { 2 * tiles } else { 1 }));
+    let mut row_distances = Array::<f32>::new(comptime!(if t.score.alibi { 2 * tiles } else { 1 }));
+    let mut row_addresses = Array::<u64>::new(comptime!(if t.score.bias { 2 * tiles } else { 1 }));
+    let mut row_exists = Array::<bool>::new(comptime!(if t.score.bias { 2 * tiles } else { 1 }));
     #[unroll]
     for i in 0..comptime!(2 * tiles) {
         let row = shared_load(rows + comptime!(i as u32 * ROW_PAIR * 4));
-        if comptime!(t.alibi) {
+        if comptime!(t.score.alibi) {
             row_distances[i] = distance(row, origin);
         }
-        if comptime!(t.bias) {
+        if comptime!(t.score.bias) {
             let mut stride = biases.row;
             if comptime!(columns) {
                 stride = bytes.runtime();
@@ -119,17 +119,17 @@ pub fn add_biases(
                 let place = comptime!(i % 2 * 2 + j);
                 let mut four = s[at];
                 let mut score = four.extract(place);
-                if comptime!(!t.softcap) {
+                if comptime!(!t.score.softcap) {
                     score *= factor;
                 }
-                if comptime!(t.bias) {
+                if comptime!(t.score.bias) {
                     score += load_number(
                         row_addresses[i] + offset,
                         u32::cast_from(exists && row_exists[i]),
                         t.element,
                     );
                 }
-                if comptime!(t.alibi) {
+                if comptime!(t.score.alibi) {
                     let apart = (row_distances[i] - col_distance).abs();
                     score = multiply_add(-biases.slope, apart, score);
                 }
@@ -151,7 +151,7 @@ pub fn add_distances(
     #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) {
-    if comptime!(t.relative) {
+    if comptime!(t.score.relative) {
         let table = table.as_ref().unwrap();
         let tiles = comptime!(t.warp_tiles);
         let mut places = Array::<u32>::new(comptime!(2 * tiles));

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::asm::*;
-use crate::kernels::call::Kernel;
+use crate::kernels::call::{Kernel, ScoreKind};
 use crate::plan::{Tiling, Walk};
 
 /// Stands for a position outside of the sequence.
@@ -31,16 +31,8 @@ pub struct Tile {
     pub group: usize,
     /// Steps in shared memory at a time: 2, or forward 1, and then keys arrive while values are used and values while keys are.
     pub stages: usize,
-    /// Whether scores are softcapped.
-    pub softcap: bool,
-    /// Whether scores have ALiBi biases.
-    pub alibi: bool,
-    /// Whether scores have a given bias.
-    pub bias: bool,
-    /// Whether scores have a bias of each distance.
-    pub relative: bool,
-    /// Whether weights are dropped out.
-    pub dropout: bool,
+    /// What scores are besides scaled products.
+    pub score: ScoreKind,
     /// Whether positions are listed by residue class.
     pub residue: bool,
     /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
@@ -104,16 +96,6 @@ impl Tile {
             && (self.cols.is_multiple_of(block) || block.is_multiple_of(self.cols))
     }
 
-    /// Whether anything is added to scores.
-    pub fn biased(&self) -> bool {
-        self.alibi || self.bias || self.relative
-    }
-
-    /// Whether anything depends on the positions of a pair.
-    pub fn positions(&self) -> bool {
-        self.biased() || self.dropout
-    }
-
     /// Entries of a step.
     pub fn entries(&self) -> usize {
         self.cols / self.group
@@ -134,7 +116,7 @@ impl Tile {
 
     /// Slots of positions.
     pub fn slots(&self) -> usize {
-        2 + usize::from(self.positions())
+        2 + usize::from(self.score.positions())
     }
 
     fn stats_offset(&self) -> usize {

@@ -175,7 +175,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     for turn in 0..loops {
         let head = first_own + turn;
         let mut alibi_slope = A::new(0.0);
-        if comptime!(t.alibi) {
+        if comptime!(t.score.alibi) {
             alibi_slope = stats[slopes + head];
         }
         let bias_start = batch * bias_strides.batch + head * bias_strides.head;
@@ -262,7 +262,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     t,
                 );
                 let mut p = Array::<A>::new(comptime!(rows * 4));
-                let mut slope = Array::<A>::new(comptime!(if t.softcap { rows * 4 } else { 1 }));
+                let mut slope =
+                    Array::<A>::new(comptime!(if t.score.softcap { rows * 4 } else { 1 }));
                 if comptime!(t.store.is_some()) {
                     let weights = weights.as_ref().unwrap();
                     #[unroll]
@@ -282,10 +283,10 @@ pub fn backward<E: Float, A: Float, N: Size>(
                                         }
                                     )];
                             }
-                            if comptime!(t.softcap) {
+                            if comptime!(t.score.softcap) {
                                 let log = query_value(&row_lse, &col_lse, i, j, walk);
                                 let mut s = p[index].ln() + log;
-                                if comptime!(t.biased()) {
+                                if comptime!(t.score.biased()) {
                                     s -= biases[index];
                                 }
                                 let capped = s / softcap;
@@ -301,7 +302,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     let mut s =
                         product_rows(&a1_tile, &b1_tile, unit_y, unit_x, comptime!(t.head_dim), t);
                     score(&mut s, scale, softcap, t);
-                    if comptime!(t.softcap) {
+                    if comptime!(t.score.softcap) {
                         #[unroll]
                         for i in 0..comptime!(rows * 4) {
                             let capped = s[i] / softcap;
@@ -335,8 +336,9 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     comptime!(t.value_dim),
                     t,
                 );
-                let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
-                if comptime!(t.dropout) {
+                let mut kept =
+                    Array::<A>::new(comptime!(if t.score.dropout { rows * 4 } else { 1 }));
+                if comptime!(t.score.dropout) {
                     let factor = dropout_factor.get::<A>();
                     kept = factors::<A>(&dropout, factor, &positions, batch, head, walk, t);
                 }
@@ -351,7 +353,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         let delta = query_value(&row_delta, &col_delta, i, j, walk);
                         let mut weight = p[index];
                         let mut by_weight = dp[index];
-                        if comptime!(t.dropout) {
+                        if comptime!(t.score.dropout) {
                             weight *= kept[index];
                             by_weight *= kept[index];
                         }
@@ -367,7 +369,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                                 bias_grad.as_mut().unwrap()[at] += ds;
                             }
                         }
-                        if comptime!(t.softcap) {
+                        if comptime!(t.score.softcap) {
                             ds *= slope[index];
                         }
                         p_four.insert(j, weight);

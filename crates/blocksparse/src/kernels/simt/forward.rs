@@ -95,7 +95,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
         keys: k_strides.len,
     };
     let mut slope = A::new(0.0);
-    if comptime!(t.alibi) {
+    if comptime!(t.score.alibi) {
         let slopes = slopes.unwrap();
         slope = slopes[head];
     }
@@ -198,8 +198,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
             if masked {
                 mask(&mut s, bits, t);
             }
-            let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
-            if comptime!(t.dropout) {
+            let mut kept = Array::<A>::new(comptime!(if t.score.dropout { rows * 4 } else { 1 }));
+            if comptime!(t.score.dropout) {
                 let factor = dropout_factor.get::<A>();
                 kept = factors::<A>(&dropout, factor, &positions, batch, head, Walk::Rows, t);
             }
@@ -229,7 +229,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 for f in 0..unit_fours {
                     o[comptime!(i * unit_fours + f)] *= Vector::new(shrink);
                 }
-                if comptime!(t.dropout) {
+                if comptime!(t.score.dropout) {
                     #[unroll]
                     for j in 0..4usize {
                         p.insert(j, p.extract(j) * kept[comptime!(4 * i + j)]);
@@ -383,7 +383,7 @@ fn scores<E: Float, A: Float>(
         Walk::Rows,
         t,
     );
-    if comptime!(t.relative) {
+    if comptime!(t.score.relative) {
         add_distances(
             &mut biases,
             &table.as_ref().unwrap()[..],

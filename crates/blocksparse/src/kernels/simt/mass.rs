@@ -108,9 +108,9 @@ pub fn masses<E: Float, A: Float, N: Size>(
     let kv_head = head / heads_per_kv;
     let bias_start = batch * bias_strides.batch + head * bias_strides.head;
     let mut slope = A::new(0.0);
-    if comptime!(t.alibi && gradient) {
+    if comptime!(t.score.alibi && gradient) {
         slope = lse[slopes_at + head];
-    } else if comptime!(t.alibi) {
+    } else if comptime!(t.score.alibi) {
         let slopes = slopes.unwrap();
         slope = slopes[head];
     }
@@ -175,7 +175,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
             t,
         );
         let start = distances.start + head * distances.head;
-        if comptime!(t.relative && gradient) {
+        if comptime!(t.score.relative && gradient) {
             add_distances(
                 &mut biases,
                 lse,
@@ -186,7 +186,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
                 Walk::Rows,
                 t,
             );
-        } else if comptime!(t.relative) {
+        } else if comptime!(t.score.relative) {
             add_distances(
                 &mut biases,
                 &table.as_ref().unwrap()[..],
@@ -229,8 +229,8 @@ pub fn masses<E: Float, A: Float, N: Size>(
             sync_cube();
             dp = product_rows(&a_tile, &b_tile, unit_y, unit_x, comptime!(t.value_dim), t);
         }
-        let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
-        if comptime!(t.dropout) {
+        let mut kept = Array::<A>::new(comptime!(if t.score.dropout { rows * 4 } else { 1 }));
+        if comptime!(t.score.dropout) {
             let factor = dropout_factor.get::<A>();
             kept = factors::<A>(&dropout, factor, &positions, batch, head, Walk::Rows, t);
         }
@@ -260,7 +260,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
                 let mut value = (s[at] - log).exp();
                 if comptime!(gradient) {
                     let mut by_weight = dp[at];
-                    if comptime!(t.dropout) {
+                    if comptime!(t.score.dropout) {
                         by_weight *= kept[at];
                     }
                     value *= by_weight - delta;

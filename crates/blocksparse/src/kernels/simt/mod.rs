@@ -82,7 +82,7 @@ pub fn shared_bytes(tile: &Tile, kernel: Kernel, accumulator: usize) -> usize {
     let fours = tile.rows * (own + weights) + tile.cols() * gathered;
     let scratch = match kernel {
         Kernel::BackwardRows => 1,
-        Kernel::BackwardColumns if !tile.bias => 1,
+        Kernel::BackwardColumns if !tile.score.bias => 1,
         _ => forward::scratch_len(*tile),
     };
     // The compiler may align each of the up to seven arrays.
@@ -142,11 +142,7 @@ fn shaped(candidate: &Candidate, part: &PartRequest) -> Tile {
         group,
         mask_words: group.div_ceil(32),
         store: request.store.then_some(block),
-        softcap: request.score.softcap,
-        alibi: request.score.alibi,
-        dropout: request.score.dropout,
-        bias: request.score.bias,
-        relative: request.score.relative,
+        score: request.score,
         bias_gradient: false,
         planes: planes.contains(Plane::Ops) && planes.contains(Plane::Sync) && plane >= units_x,
         residue: part.residue.is_some(),

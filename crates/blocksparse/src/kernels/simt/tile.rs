@@ -2,6 +2,8 @@
 
 use cubecl::prelude::*;
 
+use crate::kernels::call::ScoreKind;
+
 use crate::kernels::shared::walk::*;
 
 /// The comptime shape of a kernel: its key in the cache of compiled kernels, so nothing of it depends
@@ -24,16 +26,8 @@ pub struct Tile {
     pub mask_words: usize,
     /// Whether weights are stored, and the block size they are stored in.
     pub store: Option<usize>,
-    /// Whether scores are softcapped.
-    pub softcap: bool,
-    /// Whether scores have ALiBi biases.
-    pub alibi: bool,
-    /// Whether weights are dropped out.
-    pub dropout: bool,
-    /// Whether scores have a given bias.
-    pub bias: bool,
-    /// Whether scores have a bias of each distance.
-    pub relative: bool,
+    /// What scores are besides scaled products.
+    pub score: ScoreKind,
     /// Whether the backward kernel makes the bias's gradient, and not that of its inputs.
     pub bias_gradient: bool,
     /// Whether plane operations reduce rows; else shared memory does.
@@ -47,16 +41,6 @@ pub struct Tile {
 }
 
 impl Tile {
-    /// Whether anything depends on the positions of a pair.
-    pub fn positions(&self) -> bool {
-        self.biased() || self.dropout
-    }
-
-    /// Whether anything is added to scores.
-    pub fn biased(&self) -> bool {
-        self.alibi || self.bias || self.relative
-    }
-
     /// Columns of a step.
     pub fn cols(&self) -> usize {
         4 * self.units_x
