@@ -91,9 +91,9 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         }
         barrier_fence();
         if comptime!(t.persistent) {
-            note(plan, &parts, &lengths, base, CUBE_POS_X, 0u32, t);
+            cache_tile(plan, &parts, &lengths, base, CUBE_POS_X, 0u32, t);
             let second = CUBE_COUNT_X + draw(tickets);
-            note(plan, &parts, &lengths, base, second, 1u32, t);
+            cache_tile(plan, &parts, &lengths, base, second, 1u32, t);
         }
     }
     sync_cube();
@@ -121,10 +121,10 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         ahead: RuntimeCell::<u32>::new(0u32),
     };
     if comptime!(t.persistent) {
-        let own = noted(base, 0u32, t);
+        let own = cached_tile(base, 0u32, t);
         load_tile(plan, &loads, &own, 0u32, t);
         turn_to(&own, &lengths, &cursor);
-        let next = noted(base, 1u32, t);
+        let next = cached_tile(base, 1u32, t);
         if next.rank != NONE {
             load_tile(plan, &loads, &next, 1u32, t);
         }
@@ -158,8 +158,8 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     if comptime!(t.persistent) {
         let mut turn = 0u32;
         let mut s = Vector::<f32, S>::zeroed();
-        while noted(base, turn, t).rank != NONE {
-            let own = noted(base, turn, t);
+        while cached_tile(base, turn, t).rank != NONE {
+            let own = cached_tile(base, turn, t);
             s = compute_tile::<S, P, O, C>(
                 plan, out, &args, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers,
                 tickets, &own, turn, s, t,
@@ -195,7 +195,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     chain: &Chain,
     numbers: &Numbers,
     tickets: u64,
-    own: &Own,
+    own: &OwnTile,
     turn: u32,
     s: Vector<f32, S>,
     #[comptime] t: BackwardTile,
@@ -256,7 +256,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let mut capped = s_next;
             if comptime!(t.options.biased()) {
                 // Before dp has its registers, which biases need for a while.
-                s = soften::<S>(s_next, numbers, t);
+                s = softcapped::<S>(s_next, numbers, t);
                 capped = s;
                 s = add_biases::<S>(
                     s,
@@ -294,7 +294,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             );
 
             if comptime!(!t.options.biased()) {
-                s = soften::<S>(s_next, numbers, t);
+                s = softcapped::<S>(s_next, numbers, t);
                 capped = s;
             }
             if masked != 0 {
@@ -420,7 +420,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             );
             if comptime!(t.persistent) {
                 if unit() == 0 && done == before {
-                    note(plan, parts, lengths, base, ticket, turn, t);
+                    cache_tile(plan, parts, lengths, base, ticket, turn, t);
                 }
             }
             grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
@@ -477,17 +477,17 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
 
     if comptime!(t.persistent) {
         if unit() == 0 && chain.done.read() == before {
-            note(plan, parts, lengths, base, ticket, turn, t);
+            cache_tile(plan, parts, lengths, base, ticket, turn, t);
         }
         // All have read the tile's keys and values: they make room for those of the tile after the next one.
         named_sync(1u32, comptime!(t.units() as u32));
-        let after_next = noted(base, turn, t);
+        let after_next = cached_tile(base, turn, t);
         if after_next.rank != NONE {
             load_tile(plan, loads, &after_next, turn, t);
         }
     }
     // Found again rather than kept: registers are short.
-    let own = found_again(plan, parts, lengths, own, t);
+    let own = current_tile(plan, parts, lengths, own, t);
     let lane = unit() % 32;
     let row = unit() / 32 * 16 + lane / 4;
     let first = (own.batch * lengths.kv_heads + own.kv_head) * lengths.seq_kv;
@@ -523,29 +523,20 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     s_next
 }
 
-/// Softcaps products, where they are to be.
+/// Products, softcapped where they are to be.
 #[cube]
-fn soften<S: Size>(
+fn softcapped<S: Size>(
     s_in: Vector<f32, S>,
     numbers: &Numbers,
     #[comptime] t: BackwardTile,
 ) -> Vector<f32, S> {
     let mut s = s_in;
-    if comptime!(t.options.score.softcap) {
-        #[unroll]
-        for i in 0..S::value() {
-            // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
-            let e = exp2(s.extract(i) * numbers.cap_scale);
-            s.insert(
-                i,
-                multiply_add(
-                    -2.0f32 * numbers.softcap,
-                    reciprocal(1.0f32 + e),
-                    numbers.softcap,
-                ),
-            );
-        }
-    }
+    cap::<S>(
+        &mut s,
+        numbers.softcap,
+        numbers.cap_scale,
+        t.options.score.softcap,
+    );
     s
 }
 

@@ -35,7 +35,7 @@ pub struct Lengths {
 
 /// A tile of keys.
 #[derive(CubeType, Clone, Copy)]
-pub struct Own {
+pub struct OwnTile {
     /// Its index, by falling work.
     pub rank: u32,
     pub kv_head: u32,
@@ -56,7 +56,7 @@ pub fn tile_of_launch(
     lengths: &Lengths,
     index: u32,
     #[comptime] t: BackwardTile,
-) -> Own {
+) -> OwnTile {
     let chunk = index / (lengths.tiles * lengths.spread);
     let within = index % (lengths.tiles * lengths.spread);
     let first = chunk * lengths.spread;
@@ -68,7 +68,7 @@ pub fn tile_of_launch(
     let head = (kv_head * lengths.heads_per_kv) as usize;
     let record0 = plan[parts.heads + batch as usize * parts.batch + head] as usize;
     let ranked = parts.order + (record0 + rank as usize) * 4;
-    Own {
+    OwnTile {
         rank,
         kv_head,
         batch,
@@ -90,7 +90,7 @@ pub const NONE: u32 = u32::MAX;
 
 /// Writes down tile `index` as the cube's `turn`-th: what is asked of a tile again and again takes a while to find.
 #[cube]
-pub fn note(
+pub fn cache_tile(
     plan: &[u32],
     parts: &PlanParts,
     lengths: &Lengths,
@@ -115,9 +115,9 @@ pub fn note(
 
 /// The cube's `turn`-th tile, as noted.
 #[cube]
-pub fn noted(base: u32, turn: u32, #[comptime] t: BackwardTile) -> Own {
+pub fn cached_tile(base: u32, turn: u32, #[comptime] t: BackwardTile) -> OwnTile {
     let slot = base + comptime!(t.slots()) + (turn & 1) * 32;
-    Own {
+    OwnTile {
         rank: shared_load(slot),
         kv_head: shared_load(slot + 4),
         batch: shared_load(slot + 8),
@@ -129,15 +129,15 @@ pub fn noted(base: u32, turn: u32, #[comptime] t: BackwardTile) -> Own {
 
 /// The tile that a cube is at, if it is its only one.
 #[cube]
-pub fn found_again(
+pub fn current_tile(
     plan: &[u32],
     parts: &PlanParts,
     lengths: &Lengths,
-    own: &Own,
+    own: &OwnTile,
     #[comptime] t: BackwardTile,
-) -> Own {
+) -> OwnTile {
     if comptime!(t.persistent) {
-        Own {
+        OwnTile {
             rank: own.rank,
             kv_head: own.kv_head,
             batch: own.batch,
@@ -178,7 +178,13 @@ pub fn record_of(plan: &[u32], parts: &PlanParts, heads_at: usize, head: u32, ra
 
 /// Loads the keys and values of a tile, to where those of the cube's `turn`-th go.
 #[cube]
-pub fn load_tile(plan: &[u32], loads: &Loads, own: &Own, turn: u32, #[comptime] t: BackwardTile) {
+pub fn load_tile(
+    plan: &[u32],
+    loads: &Loads,
+    own: &OwnTile,
+    turn: u32,
+    #[comptime] t: BackwardTile,
+) {
     let target = own_address(loads.base, turn, t);
     let mut bar = loads.base + comptime!(t.own());
     if comptime!(t.persistent) {
@@ -292,7 +298,7 @@ pub struct Cursor {
 
 /// Moves the cursor to the beginning of a tile.
 #[cube]
-pub fn turn_to(own: &Own, lengths: &Lengths, cursor: &Cursor) {
+pub fn turn_to(own: &OwnTile, lengths: &Lengths, cursor: &Cursor) {
     cursor.rank.store(own.rank);
     cursor.batch.store(own.batch);
     cursor.head.store(own.kv_head * lengths.heads_per_kv);
@@ -344,7 +350,7 @@ pub fn load_next(
     skip_to_step(plan, parts, cursor);
     if comptime!(t.persistent) {
         if cursor.j.read() >= cursor.steps.read() && cursor.ahead.read() == 0 {
-            let next = noted(loads.base, turn + 1, t);
+            let next = cached_tile(loads.base, turn + 1, t);
             if next.rank != NONE {
                 cursor.ahead.store(1u32);
                 turn_to(&next, lengths, cursor);

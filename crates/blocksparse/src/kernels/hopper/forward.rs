@@ -98,9 +98,9 @@ pub fn forward<S: Size, P: Size, O: Size>(
         base,
         batch,
         class_len: listing.class_len as u32,
-        kept: its_box(base, UNIT_POS_X, t),
+        kept: unit_box(base, UNIT_POS_X, t),
     };
-    let walk = Walk {
+    let walk = Walker {
         entry: parts.entries + plan[record] as usize * 2,
         masks: parts.masks,
         steps,
@@ -153,6 +153,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
     );
     let q_span = comptime!(t.rows() * ROW);
     let k_span = comptime!(t.cols * ROW);
+    let numbers = ScoreNumbers {
+        softcap,
+        cap_scale,
+        log2_scale,
+    };
     let mut m0 = f32::new(LOWEST_MAX);
     let mut m1 = f32::new(LOWEST_MAX);
     let mut l0 = f32::new(0.0);
@@ -214,21 +219,13 @@ pub fn forward<S: Size, P: Size, O: Size>(
 
     if steps > 0 {
         if comptime!(t.overlap) {
-            let bits = mask_bits(plan, &walk, 0u32, t);
-            let kept = kept_of_step(&args, &pairs, plan, &walk, 0u32, &listing, t);
+            let step = step_pairs(plan, &args, &pairs, &walk, 0u32, &listing, t);
             barrier_wait(base + comptime!(t.k_full()), 0u32);
-            let s = wait::<S>(
-                product::<S>(q_desc, k_desc, t.half, t.dim, q_span, k_span),
-                0usize,
-                comptime!(t.cols / 2),
+            let s_started = product::<S>(q_desc, k_desc, t.half, t.dim, q_span, k_span);
+            let soft = step_weights::<S>(
+                s_started, 0usize, &step, 0u32, plan, &args, &pairs, &listing, &walk, 0u32, base,
+                lane, m0, m1, l0, l1, &numbers, t,
             );
-            if lane == 0 {
-                barrier_arrive(base + comptime!(t.k_empty()));
-            }
-            let s = score::<S>(
-                s, &bits, plan, &args, &pairs, &listing, &walk, 0u32, softcap, cap_scale, t,
-            );
-            let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
             m0 = soft.m0;
             m1 = soft.m1;
             l0 = soft.l0;
@@ -236,7 +233,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
             if comptime!(t.carry) {
                 o = rescale::<O>(o, soft.a0, soft.a1, t);
             }
-            let weights = drop_out::<S>(soft.p, &kept, comptime!(t.options));
+            let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
             let mut p = pack_all::<S, P>(weights, t.half);
             if steps > 1 {
                 barrier_wait(
@@ -283,16 +280,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     v_at = k_at;
                     k_at = entry_position(plan, &walk, &loads, k_next + 1, t);
                 }
-                let bits = mask_bits(plan, &walk, j, t);
-                let kept = kept_of_step(&args, &pairs, plan, &walk, j, &listing, t);
-                let s = wait::<S>(s_started, 1usize, comptime!(t.cols / 2));
-                if lane == 0 {
-                    barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
-                }
-                let s = score::<S>(
-                    s, &bits, plan, &args, &pairs, &listing, &walk, j, softcap, cap_scale, t,
+                let step = step_pairs(plan, &args, &pairs, &walk, j, &listing, t);
+                let soft = step_weights::<S>(
+                    s_started, 1usize, &step, now, plan, &args, &pairs, &listing, &walk, j, base,
+                    lane, m0, m1, l0, l1, &numbers, t,
                 );
-                let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
                 m1 = soft.m1;
                 l0 = soft.l0;
@@ -309,7 +301,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     barrier_arrive(base + comptime!(t.v_empty()) + before * 8);
                 }
                 o = rescale::<O>(o, soft.a0, soft.a1, t);
-                let weights = drop_out::<S>(soft.p, &kept, comptime!(t.options));
+                let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
                 p = pack_all::<S, P>(weights, t.half);
             }
             let last = stage(steps - 1, t);
@@ -342,21 +334,16 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     }
                     k_at = entry_position(plan, &walk, &loads, next + 1, t);
                 }
-                let bits = mask_bits(plan, &walk, j, t);
-                let kept = kept_of_step(&args, &pairs, plan, &walk, j, &listing, t);
-                let s = wait::<S>(s_started, 0usize, comptime!(t.cols / 2));
-                if lane == 0 {
-                    barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
-                }
-                let s = score::<S>(
-                    s, &bits, plan, &args, &pairs, &listing, &walk, j, softcap, cap_scale, t,
+                let step = step_pairs(plan, &args, &pairs, &walk, j, &listing, t);
+                let soft = step_weights::<S>(
+                    s_started, 0usize, &step, now, plan, &args, &pairs, &listing, &walk, j, base,
+                    lane, m0, m1, l0, l1, &numbers, t,
                 );
-                let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
                 m1 = soft.m1;
                 l0 = soft.l0;
                 l1 = soft.l1;
-                let weights = drop_out::<S>(soft.p, &kept, comptime!(t.options));
+                let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
                 let p = pack_all::<S, P>(weights, t.half);
                 barrier_wait(base + comptime!(t.v_full()) + now * 8, parity(j, t));
                 // Into registers of its own: as an accumulator, ptxas would move o out of the scores' way and back.
@@ -388,12 +375,12 @@ struct Loads {
     base: u32,
     batch: u32,
     class_len: u32,
-    kept: ItsBox,
+    kept: UnitBox,
 }
 
 /// The box of each step that a unit loads: boxes are dealt to the warps, and within a warp to its lanes.
 #[derive(CubeType, Clone, Copy)]
-struct ItsBox {
+struct UnitBox {
     /// Whether the unit announces the bytes of a step.
     announces: bool,
     /// Whether the unit has a box.
@@ -407,10 +394,10 @@ struct ItsBox {
 }
 
 #[cube]
-fn its_box(base: u32, unit: u32, #[comptime] t: Tile) -> ItsBox {
+fn unit_box(base: u32, unit: u32, #[comptime] t: Tile) -> UnitBox {
     let lane = unit % 32;
     let index = unit / 32 + lane * comptime!(t.warps());
-    ItsBox {
+    UnitBox {
         announces: unit == 0,
         active: index < comptime!(t.boxes() as u32) && lane < comptime!(t.lane_boxes() as u32),
         entry: index / comptime!(t.spans() as u32),
@@ -421,9 +408,9 @@ fn its_box(base: u32, unit: u32, #[comptime] t: Tile) -> ItsBox {
 
 /// The unit's box, kept in registers where there are enough of them, and else made anew.
 #[cube]
-fn box_of(loads: &Loads, #[comptime] t: Tile) -> ItsBox {
+fn box_of(loads: &Loads, #[comptime] t: Tile) -> UnitBox {
     if comptime!(t.overlap) {
-        ItsBox {
+        UnitBox {
             announces: loads.kept.announces,
             active: loads.kept.active,
             entry: loads.kept.entry,
@@ -431,7 +418,7 @@ fn box_of(loads: &Loads, #[comptime] t: Tile) -> ItsBox {
             head: loads.kept.head,
         }
     } else {
-        its_box(loads.base, unit(), t)
+        unit_box(loads.base, unit(), t)
     }
 }
 
@@ -455,7 +442,7 @@ fn buffer(first: u64, stage: u32, #[comptime] t: Tile) -> u64 {
 
 /// The place of this unit's box of step `j`.
 #[cube]
-fn entry_position(plan: &[u32], walk: &Walk, loads: &Loads, j: u32, #[comptime] t: Tile) -> u32 {
+fn entry_position(plan: &[u32], walk: &Walker, loads: &Loads, j: u32, #[comptime] t: Tile) -> u32 {
     let its = box_of(loads, t);
     let mut at = 0u32;
     if j < walk.steps && its.active {

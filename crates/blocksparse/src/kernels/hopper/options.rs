@@ -179,6 +179,27 @@ pub fn unit_rows(upper: u32, lower: u32, listing: &Listing, #[comptime] t: PairS
     }
 }
 
+/// Softcaps products, if they are to be `capped`: `softcap · tanh x`, x being `s · cap_scale / 2 log2 e`.
+#[cube]
+pub fn cap<S: Size>(
+    s: &mut Vector<f32, S>,
+    softcap: f32,
+    cap_scale: f32,
+    #[comptime] capped: bool,
+) {
+    if comptime!(capped) {
+        #[unroll]
+        for i in 0..S::value() {
+            // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
+            let e = exp2(s.extract(i) * cap_scale);
+            s.insert(
+                i,
+                multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
+            );
+        }
+    }
+}
+
 /// Makes scores of softcapped products, or else of products: `scale · s − slope · |distance| + bias + table[distance]`, the last query
 /// sitting at the last key. The step's first entry is at word `entry`.
 #[cube]

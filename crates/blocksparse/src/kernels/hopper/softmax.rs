@@ -36,9 +36,9 @@ pub fn rows_of_unit(plan: &[u32], rows: u32, listing: &Listing, #[comptime] t: T
     unit_rows(upper, lower, listing, comptime!(t.pairs()))
 }
 
-/// The tile that a cube walks.
+/// What a cube walks: the steps of its tile.
 #[derive(CubeType, Clone, Copy)]
-pub struct Walk {
+pub struct Walker {
     /// Word of the first entry.
     pub entry: usize,
     /// Word of the masks.
@@ -48,19 +48,86 @@ pub struct Walk {
     pub masked: u32,
 }
 
+/// The numbers that scores and weights are made with.
+#[derive(CubeType, Clone, Copy)]
+pub struct ScoreNumbers {
+    pub softcap: f32,
+    /// From products to the argument of the softcap, or, where scores have biases only, their scale.
+    pub cap_scale: f32,
+    /// From scores to powers of two.
+    pub log2_scale: f32,
+}
+
+/// What is known of a step's pairs before their scores are there.
+#[derive(CubeType)]
+pub struct StepPairs {
+    /// Mask bits, where they are read early.
+    bits: Array<u32>,
+    /// With dropout, which pairs are kept.
+    pub kept: Array<u32>,
+}
+
+#[cube]
+pub fn step_pairs(
+    plan: &[u32],
+    args: &ComptimeOption<PairArgs>,
+    pairs: &UnitPairs,
+    walk: &Walker,
+    j: u32,
+    listing: &Listing,
+    #[comptime] t: Tile,
+) -> StepPairs {
+    let bits = mask_bits(plan, walk, j, t);
+    let kept = kept_of_step(args, pairs, plan, walk, j, listing, t);
+    StepPairs { bits, kept }
+}
+
+/// The weights of step `j`, whose products `started` were started before the last `pending` ones. Its keys are then free to be
+/// overwritten, at `stage`.
+#[cube]
+pub fn step_weights<S: Size>(
+    started: Vector<f32, S>,
+    #[comptime] pending: usize,
+    step: &StepPairs,
+    stage: u32,
+    plan: &[u32],
+    args: &ComptimeOption<PairArgs>,
+    pairs: &UnitPairs,
+    listing: &Listing,
+    walk: &Walker,
+    j: u32,
+    base: u32,
+    lane: u32,
+    m0: f32,
+    m1: f32,
+    l0: f32,
+    l1: f32,
+    numbers: &ScoreNumbers,
+    #[comptime] t: Tile,
+) -> Softmax<S> {
+    let s = wait::<S>(started, pending, comptime!(t.cols / 2));
+    if lane == 0 {
+        barrier_arrive(base + comptime!(t.k_empty()) + stage * 8);
+    }
+    let s = score::<S>(
+        s, &step.bits, plan, args, pairs, listing, walk, j, numbers, t,
+    );
+    softmax::<S>(s, m0, m1, l0, l1, numbers.log2_scale)
+}
+
 /// Word of the first entry of step `j`.
 #[cube]
-pub fn entry_of(walk: &Walk, j: u32, #[comptime] t: Tile) -> usize {
+fn entry_of(walk: &Walker, j: u32, #[comptime] t: Tile) -> usize {
     walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize
 }
 
 /// With dropout, which pairs of step `j` are kept: made before its scores are there.
 #[cube]
-pub fn kept_of_step(
+fn kept_of_step(
     args: &ComptimeOption<PairArgs>,
     pairs: &UnitPairs,
     plan: &[u32],
-    walk: &Walk,
+    walk: &Walker,
     j: u32,
     listing: &Listing,
     #[comptime] t: Tile,
@@ -78,34 +145,28 @@ pub fn kept_of_step(
 
 /// Softcaps products, adds biases and sets masked ones to −∞.
 #[cube]
-pub fn score<S: Size>(
+fn score<S: Size>(
     s_in: Vector<f32, S>,
     bits: &Array<u32>,
     plan: &[u32],
     args: &ComptimeOption<PairArgs>,
     pairs: &UnitPairs,
     listing: &Listing,
-    walk: &Walk,
+    walk: &Walker,
     j: u32,
-    softcap: f32,
-    cap_scale: f32,
+    numbers: &ScoreNumbers,
     #[comptime] t: Tile,
 ) -> Vector<f32, S> {
     let mut s = s_in;
-    if comptime!(t.options.score.softcap) {
-        #[unroll]
-        for i in 0..S::value() {
-            // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
-            let e = exp2(s.extract(i) * cap_scale);
-            s.insert(
-                i,
-                multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
-            );
-        }
-    }
+    cap::<S>(
+        &mut s,
+        numbers.softcap,
+        numbers.cap_scale,
+        t.options.score.softcap,
+    );
     s = add_biases::<S>(
         s,
-        cap_scale,
+        numbers.cap_scale,
         args,
         &pairs.of_head,
         &pairs.rows,
@@ -153,7 +214,7 @@ pub struct MaskWords {
 #[cube]
 pub fn mask_words(
     plan: &[u32],
-    walk: &Walk,
+    walk: &Walker,
     j: u32,
     #[comptime] word: usize,
     #[comptime] t: Tile,
@@ -186,7 +247,7 @@ pub fn mask_words(
 
 /// With early masks, the mask bits of step `j` if it has a mask: read before its scores are there.
 #[cube]
-pub fn mask_bits(plan: &[u32], walk: &Walk, j: u32, #[comptime] t: Tile) -> Array<u32> {
+fn mask_bits(plan: &[u32], walk: &Walker, j: u32, #[comptime] t: Tile) -> Array<u32> {
     let mut bits = Array::<u32>::new(comptime!(t.cols / 16));
     if comptime!(t.early_masks()) {
         if j < walk.masked {
@@ -216,7 +277,7 @@ pub struct Softmax<S: Size> {
 
 /// One step of online softmax.
 #[cube]
-pub fn softmax<S: Size>(
+fn softmax<S: Size>(
     s: Vector<f32, S>,
     old_m0: f32,
     old_m1: f32,

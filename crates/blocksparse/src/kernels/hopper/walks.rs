@@ -260,17 +260,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             );
             let width = S::value();
             let mut s = wait::<S>(s_started, 1usize, width);
-            if comptime!(t.options.score.softcap) {
-                #[unroll]
-                for i in 0..S::value() {
-                    // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
-                    let e = exp2(s.extract(i) * cap_scale);
-                    s.insert(
-                        i,
-                        multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
-                    );
-                }
-            }
+            cap::<S>(&mut s, softcap, cap_scale, t.options.score.softcap);
             let capped = s;
             s = add_biases::<S>(
                 s,
