@@ -66,18 +66,30 @@ pub struct Outputs<'a> {
     pub lse: &'a Handle,
     /// `[batch, blocks, b, b]`, if the request says that weights are stored. Holds zeros before the forward pass.
     pub weights: Option<&'a Handle>,
+    /// `[batch, heads, seq_q]`, contiguous, in lse's type, if the request says so: each row's largest score over the keys it attends to,
+    /// scaled, softcapped and biased, in natural units; −∞ in rows without keys. The backward pass does not read it.
+    pub max_scores: Option<&'a Handle>,
 }
 
 impl<'a> Outputs<'a> {
-    /// Without weights.
+    /// Out and lse only.
     pub fn new(out: &'a Handle, lse: &'a Handle) -> Self {
-        let weights = None;
-        Self { out, lse, weights }
+        Self {
+            out,
+            lse,
+            weights: None,
+            max_scores: None,
+        }
     }
 
     /// With a buffer for weights, or without.
     pub fn with_weights(self, weights: Option<&'a Handle>) -> Self {
         Self { weights, ..self }
+    }
+
+    /// With a buffer for each row's largest score, or without.
+    pub fn with_max_scores(self, max_scores: Option<&'a Handle>) -> Self {
+        Self { max_scores, ..self }
     }
 }
 
@@ -171,6 +183,8 @@ pub struct Request {
     pub dtype: ElemType,
     /// Whether the weights are stored.
     pub store: bool,
+    /// Whether the forward pass writes each row's largest score.
+    pub max_scores: bool,
     /// Whether the scale is positive.
     pub positive_scale: bool,
     /// Whether products of f32 tensors may be of tf32: 10 bits of mantissa.
@@ -193,6 +207,7 @@ impl Request {
             value_dim,
             dtype,
             store: false,
+            max_scores: false,
             positive_scale: true,
             tf32: false,
             score: ScoreKind::default(),
@@ -215,6 +230,11 @@ impl Request {
     /// Whether the weights are stored.
     pub fn with_stored_weights(self, store: bool) -> Self {
         Self { store, ..self }
+    }
+
+    /// Whether the forward pass writes each row's largest score.
+    pub fn with_max_scores(self, max_scores: bool) -> Self {
+        Self { max_scores, ..self }
     }
 
     /// Whether products of f32 tensors may be of tf32.

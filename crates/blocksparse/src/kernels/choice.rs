@@ -264,7 +264,7 @@ fn check_limits(
     // With the buffer in which CubeCL passes scalars.
     let buffers = match kernel {
         // In the backward pass slopes and biases of distances lie behind lse and delta.
-        Kernel::Forward => 7 + request.score.buffers(),
+        Kernel::Forward => 7 + request.score.buffers() + usize::from(request.max_scores),
         // The bias and its gradient.
         _ => 8 + 2 * usize::from(request.score.bias),
     } + usize::from(request.store);

@@ -440,6 +440,7 @@ fn tile(
             dropout: gradient && request.score.dropout,
             ..request.score
         },
+        max_scores: false,
         bias_gradient: false,
         planes: false,
         residue: false,

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::args::{Indexing, ScoreOptions};
+use super::args::{Indexing, ScoreOptions, optional};
 use super::call::{Gradients, OutputGrads, Outputs, Request, TensorView};
 use crate::plan::Walk;
 use crate::{BlockLayout, Residue};
@@ -33,6 +33,23 @@ pub struct ForwardPass<'a> {
 }
 
 impl ForwardPass<'_> {
+    /// Where each row's largest score goes.
+    ///
+    /// # Panics
+    /// If the request asks for them and the outputs have no buffer for them.
+    pub fn max_scores<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
+        match (self.request.max_scores, self.outputs.max_scores) {
+            (false, _) => ComptimeOptionArgs::None,
+            (true, handle) => {
+                assert!(
+                    handle.is_some(),
+                    "max_scores were asked for and have no buffer"
+                );
+                optional(handle, self.rows())
+            }
+        }
+    }
+
     /// The inputs, as errors name them.
     pub fn named(&self) -> [(&'static str, &TensorView); 3] {
         let [q, k, v] = self.inputs;

@@ -362,7 +362,6 @@ mod tensor_cores {
         let says = "backward: not hopper, BLOCKSPARSE_TIER says hopper-forward";
         let forward = ["forward: hopper", says, "dQ: mma", "dK, dV: mma"];
         check(&device, &dense, bf16, TierLimit::HopperForward, &forward);
-        // They are part of what a plan is remembered by: the limits above came in this order, over one layout.
         let both = ["forward: hopper", "backward: hopper"];
         check(&device, &dense, bf16, TierLimit::None, &both);
     }

@@ -121,6 +121,7 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
             stages: shape.stages,
             lag: shape.lag,
             overlap: shape.overlap,
+            max_scores: request.max_scores,
             options: options(request),
             residue: part.residue.is_some(),
             carry: part.carry,

@@ -45,6 +45,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     v: &TensorMap<u32, Tiled>,
     out: &mut [Vector<u32, Four>],
     lse: &mut [f32],
+    max_scores: ComptimeOption<Box<[f32]>>,
     plan: &[u32],
     args: ComptimeOption<PairArgs>,
     parts: PlanParts,
@@ -163,6 +164,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let mut l0 = f32::new(0.0);
     let mut l1 = f32::new(0.0);
     let mut o = Vector::<f32, O>::zeroed();
+    let mut tops = RowTops::new(t);
     let first = (batch * CUBE_COUNT_Y + head) * seq_q;
     let fours = comptime!(t.dim / 32);
     let mut before = Array::<Vector<u32, Four>>::new(comptime!(2 * fours));
@@ -230,6 +232,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
             m1 = soft.m1;
             l0 = soft.l0;
             l1 = soft.l1;
+            tops.raise(soft.top0, soft.top1, t);
             if comptime!(t.carry) {
                 o = rescale::<O>(o, soft.a0, soft.a1, t);
             }
@@ -289,6 +292,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 m1 = soft.m1;
                 l0 = soft.l0;
                 l1 = soft.l1;
+                tops.raise(soft.top0, soft.top1, t);
                 // Also keeps ptxas from moving the next wait in front of the softmax.
                 if j + 1 < steps {
                     barrier_wait(
@@ -343,6 +347,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 m1 = soft.m1;
                 l0 = soft.l0;
                 l1 = soft.l1;
+                tops.raise(soft.top0, soft.top1, t);
                 let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
                 let p = pack_all::<S, P>(weights, t.half);
                 barrier_wait(base + comptime!(t.v_full()) + now * 8, parity(j, t));
@@ -365,6 +370,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let (top0, top1) = (m0 * log2_scale, m1 * log2_scale);
     store_row::<O>(out, lse, &o, 0usize, top0, l0, factor, first, &upper, t);
     store_row::<O>(out, lse, &o, 2usize, top1, l1, factor, first, &lower, t);
+    if comptime!(t.max_scores) {
+        let mut max_scores = max_scores.unwrap();
+        tops.store(&mut max_scores[..], 0usize, first, &upper, log2_scale, t);
+        tops.store(&mut max_scores[..], 1usize, first, &lower, log2_scale, t);
+    }
 }
 
 /// What loads are made of.

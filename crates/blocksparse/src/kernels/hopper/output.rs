@@ -96,6 +96,53 @@ pub fn store_row<O: Size>(
     }
 }
 
+/// The largest scores of the unit's two rows, if they are written: apart from the softmax's maxima, which follow them late.
+#[derive(CubeType)]
+pub struct RowTops {
+    of_rows: Array<f32>,
+}
+
+#[cube]
+impl RowTops {
+    pub fn new(#[comptime] t: Tile) -> RowTops {
+        let rows = comptime!(if t.max_scores { 2 } else { 0 });
+        let mut of_rows = Array::<f32>::new(comptime!(rows.max(1)));
+        #[unroll]
+        for i in 0..rows {
+            of_rows[i] = f32::new(f32::NEG_INFINITY);
+        }
+        RowTops { of_rows }
+    }
+
+    /// With those of a step.
+    pub fn raise(&mut self, upper: f32, lower: f32, #[comptime] t: Tile) {
+        if comptime!(t.max_scores) {
+            self.of_rows[0] = larger(self.of_rows[0], upper);
+            self.of_rows[1] = larger(self.of_rows[1], lower);
+        }
+    }
+
+    /// Stores one of them in natural units. With `carry` there is that of the parts before.
+    pub fn store(
+        &self,
+        max_scores: &mut [f32],
+        #[comptime] index: usize,
+        first: u32,
+        row: &OutRow,
+        log2_scale: f32,
+        #[comptime] t: Tile,
+    ) {
+        let at = (first + row.position) as usize;
+        if row.exists && unit() % 4 == 0 {
+            let mut most = self.of_rows[index] * log2_scale * comptime!(std::f32::consts::LN_2);
+            if comptime!(t.carry) {
+                most = larger(most, max_scores[at]);
+            }
+            max_scores[at] = most;
+        }
+    }
+}
+
 /// The `i`-th 16 bytes of what `store_row` wrote, where there is such a row.
 #[cube]
 pub fn read_four(

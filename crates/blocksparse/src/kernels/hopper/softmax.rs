@@ -273,6 +273,9 @@ pub struct Softmax<S: Size> {
     /// Factors of what was summed before.
     pub a0: f32,
     pub a1: f32,
+    /// The step's largest scores.
+    pub top0: f32,
+    pub top1: f32,
 }
 
 /// One step of online softmax.
@@ -298,8 +301,10 @@ fn softmax<S: Size>(
         x1 = larger(x1, s.extract(comptime!(4 * j + 2)));
         x3 = larger(x3, s.extract(comptime!(4 * j + 3)));
     }
-    let m0 = next_max(old_m0, quad_max(larger(x0, x2)), log2_scale);
-    let m1 = next_max(old_m1, quad_max(larger(x1, x3)), log2_scale);
+    let top0 = quad_max(larger(x0, x2));
+    let top1 = quad_max(larger(x1, x3));
+    let m0 = next_max(old_m0, top0, log2_scale);
+    let m1 = next_max(old_m1, top1, log2_scale);
     let n0 = -m0 * log2_scale;
     let n1 = -m1 * log2_scale;
     // Exactly 1 where the maximum stays.
@@ -345,6 +350,8 @@ fn softmax<S: Size>(
         l1: l1 + l3,
         a0,
         a1,
+        top0,
+        top1,
     }
 }
 

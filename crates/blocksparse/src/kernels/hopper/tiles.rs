@@ -51,6 +51,8 @@ pub struct Tile {
     pub lag: usize,
     /// Whether a step's second product overlaps the next step's softmax.
     pub overlap: bool,
+    /// Whether each row's largest score is written.
+    pub max_scores: bool,
     /// What else a call may ask for.
     pub options: Options,
     /// Whether positions are listed by residue class.

@@ -159,6 +159,7 @@ fn shaped(shape: &Candidate, part: &PartRequest, element: Element, outputs: Outp
         group: shape.cols.min(part.layout.block_size()),
         stages: shape.stages,
         score: request.score,
+        max_scores: request.max_scores,
         residue: part.residue.is_some(),
         carry: part.carry,
         clustered: false,

@@ -32,11 +32,12 @@ use crate::kernels::shared::score::{LOWEST_MAX, SLACK};
 use crate::kernels::shared::walk::{Four, Listing, PlanParts};
 
 /// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
-/// words, and `lse` `[batch, heads, seq_q]` contiguous.
+/// words, and `lse` and `max_scores` `[batch, heads, seq_q]` contiguous.
 ///
 /// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · product_scale / 2 log2 e`;
 /// without one biases are added to `s · product_scale`.
-/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores.
+/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores. The largest score of a row is kept apart from the softmax's
+/// maximum, which follows it late.
 #[cube(launch_unchecked)]
 pub fn forward(
     q: &[u32],
@@ -44,6 +45,7 @@ pub fn forward(
     v: &[u32],
     out: &mut [u32],
     lse: &mut [f32],
+    max_scores: ComptimeOption<Box<[f32]>>,
     slopes: ComptimeOption<Box<[f32]>>,
     bias: ComptimeOption<Box<[u32]>>,
     table: ComptimeOption<TableArgs>,
@@ -143,6 +145,12 @@ pub fn forward(
     let mut m = Array::<f32>::new(comptime!(2 * tiles));
     let mut l = Array::<f32>::new(comptime!(2 * tiles));
     let mut o = Array::<Vector<f32, Four>>::new(comptime!(tiles * t.value_dim / 8));
+    let tops = comptime!(if t.max_scores { 2 * tiles } else { 0 });
+    let mut top = Array::<f32>::new(comptime!(tops.max(1)));
+    #[unroll]
+    for i in 0..tops {
+        top[i] = f32::new(f32::NEG_INFINITY);
+    }
     #[unroll]
     for i in 0..comptime!(2 * tiles) {
         m[i] = f32::new(LOWEST_MAX);
@@ -255,7 +263,7 @@ pub fn forward(
             let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
             mask(&mut s, plan, parts.masks, entry, first_row, quad, t);
         }
-        softmax(&mut s, &mut m, &mut l, &mut o, log2_scale, t);
+        softmax(&mut s, &mut m, &mut l, &mut o, &mut top, log2_scale, t);
         let p = pack_kept(&s, &kept_bits, t);
         accumulate(
             &p,
@@ -295,6 +303,22 @@ pub fn forward(
             }
             if lane % 4 == 0 {
                 lse[at] = log;
+            }
+        }
+    }
+    if comptime!(t.max_scores) {
+        let mut max_scores = max_scores.unwrap();
+        #[unroll]
+        for i in 0..tops {
+            let row = first_row + comptime!(i as u32 * ROW_PAIR);
+            let position = shared_load(base + row * 4);
+            if position != comptime!(NOWHERE) && lane % 4 == 0 {
+                let at = (first + position) as usize;
+                let mut most = top[i] * log2_scale * comptime!(std::f32::consts::LN_2);
+                if comptime!(t.carry) {
+                    most = larger(most, max_scores[at]);
+                }
+                max_scores[at] = most;
             }
         }
     }
@@ -369,6 +393,7 @@ fn softmax(
     m: &mut Array<f32>,
     l: &mut Array<f32>,
     o: &mut Array<Vector<f32, Four>>,
+    top: &mut Array<f32>,
     log2_scale: f32,
     #[comptime] t: Tile,
 ) {
@@ -390,6 +415,9 @@ fn softmax(
         let x = larger(x, y);
         let x = larger(x, shuffle_xor(x, 1u32));
         let x = larger(x, shuffle_xor(x, 2u32));
+        if comptime!(t.max_scores) {
+            top[i] = larger(top[i], x);
+        }
         let old = m[i];
         let new = select((x - old) * log2_scale > f32::new(SLACK), x, old);
         // Exactly 1 where the maximum stays.

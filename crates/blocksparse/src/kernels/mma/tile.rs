@@ -33,6 +33,8 @@ pub struct Tile {
     pub stages: usize,
     /// What scores are besides scaled products.
     pub score: ScoreKind,
+    /// Whether the forward kernel writes each row's largest score.
+    pub max_scores: bool,
     /// Whether positions are listed by residue class.
     pub residue: bool,
     /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.

@@ -23,8 +23,10 @@ use crate::plan::Walk;
 /// out = o / l        lse = m + ln l            rows without keys: 0 and −∞
 /// ```
 ///
+/// With `max_scores` the largest score of each row is written, too: it is kept apart from `m`, which begins at the lse of the parts before.
+///
 /// `q` `[batch, heads, seq_q, head_dim]`, `k`, `v` `[batch, kv_heads, seq_kv, ·]` with any strides of their outer
-/// dimensions; `out` and `lse` contiguous; `weights` `[batch, blocks, b, b]`, zeroed before.
+/// dimensions; `out`, `lse` and `max_scores` contiguous; `weights` `[batch, blocks, b, b]`, zeroed before.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<E: Float, A: Float, N: Size>(
     q: &[Vector<E, N>],
@@ -32,6 +34,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     v: &[Vector<E, N>],
     out: &mut [Vector<E, N>],
     lse: &mut [A],
+    max_scores: ComptimeOption<Box<[A]>>,
     weights: ComptimeOption<Box<[A]>>,
     slopes: ComptimeOption<Box<[A]>>,
     bias: ComptimeOption<Box<[E]>>,
@@ -120,6 +123,12 @@ pub fn forward<E: Float, A: Float, N: Size>(
     #[unroll]
     for i in 0..comptime!(rows * unit_fours) {
         o[i] = Vector::<A, Four>::zeroed();
+    }
+    let tops = comptime!(if t.max_scores { rows } else { 0 });
+    let mut top = Array::<A>::new(comptime!(tops.max(1)));
+    #[unroll]
+    for i in 0..tops {
+        top[i] = A::new(LOWEST_MAX);
     }
     if comptime!(t.carry) {
         // A finished part is a row of the softmax with maximum lse and sum 1. All is asked for at once, beyond the end of the
@@ -212,6 +221,10 @@ pub fn forward<E: Float, A: Float, N: Size>(
             }
             reduce_rows(&mut largest, &mut scratch, unit_y, unit_x, true, t);
             #[unroll]
+            for i in 0..tops {
+                top[i] = top[i].max(largest[i]);
+            }
+            #[unroll]
             for i in 0..rows {
                 let next = m[i].max(largest[i]);
                 let shrink = (m[i] - next).exp();
@@ -281,6 +294,24 @@ pub fn forward<E: Float, A: Float, N: Size>(
         }
         // For the second walk: exp(s − lse), which is 0 in rows without keys since all is masked there.
         m[i] = select(l[i] > A::new(0.0), log, A::new(0.0));
+    }
+
+    if comptime!(t.max_scores) {
+        let mut max_scores = max_scores.unwrap();
+        #[unroll]
+        for i in 0..rows {
+            let row = span.first + i * span.step;
+            let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
+            if row < q_strides.len && unit_x == 0 {
+                let mut most = top[i];
+                if comptime!(t.carry) {
+                    most = most.max(max_scores[at]);
+                }
+                // Where there are no keys, and none in the parts before.
+                let none = most <= A::new(LOWEST_MAX);
+                max_scores[at] = select(none, neg_infinity.get::<A>(), most);
+            }
+        }
     }
 
     if comptime!(t.store.is_some()) {

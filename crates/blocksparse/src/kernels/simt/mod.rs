@@ -143,6 +143,7 @@ fn shaped(candidate: &Candidate, part: &PartRequest) -> Tile {
         mask_words: group.div_ceil(32),
         store: request.store.then_some(block),
         score: request.score,
+        max_scores: request.max_scores,
         bias_gradient: false,
         planes: planes.contains(Plane::Ops) && planes.contains(Plane::Sync) && plane >= units_x,
         residue: part.residue.is_some(),

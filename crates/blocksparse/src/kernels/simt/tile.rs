@@ -28,6 +28,8 @@ pub struct Tile {
     pub store: Option<usize>,
     /// What scores are besides scaled products.
     pub score: ScoreKind,
+    /// Whether the forward kernel writes each row's largest score.
+    pub max_scores: bool,
     /// Whether the backward kernel makes the bias's gradient, and not that of its inputs.
     pub bias_gradient: bool,
     /// Whether plane operations reduce rows; else shared memory does.
