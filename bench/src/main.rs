@@ -76,6 +76,9 @@ struct Args {
     /// Biases of distances up to REACH, for each head or shared: REACH or REACH:shared. Their gradient is made only to compare results.
     #[arg(long, value_name = "REACH")]
     relative: Option<Relative>,
+    /// Also write each row's largest score. With --verify it is compared with the scores of all pairs, too, made on the host.
+    #[arg(long)]
+    max_scores: bool,
     /// Lay tensors out as [seq, heads, batch], rows 8 elements apart.
     #[arg(long)]
     permuted: bool,

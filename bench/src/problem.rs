@@ -48,6 +48,7 @@ pub fn request_of(workload: &Workload, args: &Args) -> Request {
     .with_score(score)
     .with_scale(scale_of(workload, args))
     .with_tf32(args.tf32)
+    .with_max_scores(args.max_scores)
 }
 
 fn scale_of(workload: &Workload, args: &Args) -> f64 {
@@ -190,8 +191,14 @@ impl<'a> Problem<'a> {
         for ((name, ours), (_, simt)) in ours.iter().zip(&simt) {
             let difference = relative_difference(ours, simt);
             print!("  {name} {difference:.1e}");
-            let exact = *name == "lse" && !tf32;
+            let exact = (*name == "lse" || *name == "max") && !tf32;
             good &= difference < if exact { 1e-5 } else { most };
+            if *name == "max" {
+                let expected = self.max_scores()?;
+                let difference = relative_difference(ours, &expected);
+                print!(" ({difference:.1e} to the host's)");
+                good &= difference < if tf32 { 2e-3 } else { 1e-5 };
+            }
         }
         let same = (ours.iter().zip(&again))
             .all(|((_, a), (_, b))| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()));
@@ -205,6 +212,76 @@ impl<'a> Problem<'a> {
         );
         println!("  {}", if good && same { "ok" } else { "FAILED" });
         Ok(())
+    }
+
+    /// Each row's largest score, of all pairs, in f64.
+    fn max_scores(&self) -> Result<Vec<f32>> {
+        let &Workload {
+            batch,
+            heads,
+            kv_heads,
+            n,
+            head_dim,
+            ..
+        } = self.workload;
+        let read = |handle: &Handle, dtype| {
+            numbers(&self.client.read_one_unchecked(handle.clone()), dtype)
+        };
+        let [q, k] = [&self.q, &self.k].map(|view| (read(&view.handle, self.args.dtype), view));
+        let options = &self.options;
+        let bias =
+            (options.bias.as_ref()).map(|bias| (read(&bias.handle, self.args.dtype), bias.shape));
+        let table =
+            (options.relative.as_ref()).map(|table| (read(&table.handle, Dtype::F32), table.shape));
+        let row = |(numbers, view): &(Vec<f32>, &TensorView), at: [usize; 3]| -> Vec<f64> {
+            let first: usize = at
+                .iter()
+                .zip(view.strides)
+                .map(|(i, stride)| i * stride)
+                .sum();
+            let row = &numbers[first..first + head_dim];
+            row.iter().map(|&number| f64::from(number)).collect()
+        };
+        let mut made = Vec::with_capacity(batch * heads * n);
+        for entry in 0..batch {
+            for head in 0..heads {
+                let allowed = match self.layout.batch() {
+                    Some(_) => self.layout.to_dense_batch(entry, head),
+                    None => self.layout.to_dense(head),
+                };
+                let kv_head = head / (heads / kv_heads);
+                let keys: Vec<_> = (0..n).map(|j| row(&k, [entry, kv_head, j])).collect();
+                for (i, allowed) in allowed.iter().enumerate() {
+                    let query = row(&q, [entry, head, i]);
+                    let score = |j: usize| {
+                        let product = query.iter().zip(&keys[j]);
+                        let product: f64 = product.map(|(a, b)| a * b).sum();
+                        let mut score = product * options.scale;
+                        if let Some(softcap) = options.softcap {
+                            score = softcap * (score / softcap).tanh();
+                        }
+                        if let Some(slopes) = &options.slopes {
+                            score -= slopes[head] * i.abs_diff(j) as f64;
+                        }
+                        if let Some((numbers, [batches, own_heads, rows, _])) = &bias {
+                            let at = [entry % batches, head % own_heads, i % rows];
+                            let first = (at[0] * own_heads + at[1]) * rows + at[2];
+                            score += f64::from(numbers[first * n + j]);
+                        }
+                        if let Some((numbers, [own_heads, width])) = &table {
+                            let reach = (width / 2) as isize;
+                            let ahead = (j as isize - i as isize).clamp(-reach, reach);
+                            let at = head % own_heads * width + (reach + ahead) as usize;
+                            score += f64::from(numbers[at]);
+                        }
+                        score
+                    };
+                    let most = (0..n).filter(|&j| allowed[j]).map(score);
+                    made.push(most.fold(f64::NEG_INFINITY, f64::max) as f32);
+                }
+            }
+        }
+        Ok(made)
     }
 
     /// Times both passes, prints a row and returns its numbers.
@@ -251,12 +328,13 @@ impl<'a> Problem<'a> {
 pub struct Outputs {
     out: Handle,
     lse: Handle,
+    max_scores: Option<Handle>,
     gradients: Gradients,
 }
 
 impl Outputs {
     fn handles(&self) -> kernels::Outputs<'_> {
-        kernels::Outputs::new(&self.out, &self.lse)
+        kernels::Outputs::new(&self.out, &self.lse).with_max_scores(self.max_scores.as_ref())
     }
 
     pub fn new(client: &Client, workload: &Workload, args: &Args) -> Self {
@@ -286,6 +364,7 @@ impl Outputs {
         Self {
             out: buffer(queries * value_dim * element),
             lse: buffer(queries * 4),
+            max_scores: args.max_scores.then(|| buffer(queries * 4)),
             gradients,
         }
     }
@@ -302,6 +381,9 @@ impl Outputs {
             ("dk", dk),
             ("dv", dv),
         ];
+        if let Some(max_scores) = &self.max_scores {
+            results.push(("max", read(max_scores, Dtype::F32)));
+        }
         if let Some(bias) = &self.gradients.bias {
             results.push(("dbias", read(bias, Dtype::F32)));
         }
