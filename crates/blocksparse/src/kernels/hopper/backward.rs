@@ -34,7 +34,7 @@
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
+use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::*;
 use super::backward_loads::*;
@@ -72,10 +72,10 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     #[comptime] t: BackwardTile,
 ) {
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
-    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let counters = global_address::<u32>(unsafe { counters.as_ptr_unchecked() });
+    let counters = global_address::<u32>(&*counters);
     let tickets = counters + u64::cast_from(lengths.counters) * 4;
 
     if UNIT_POS_X == 0 {
@@ -141,7 +141,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     // A lane adds all 16 queries of the warp, or, with groups of 8, each of two lanes 8.
     let chain = Chain {
         counters,
-        scratch: global_address::<f32>(unsafe { scratch.as_ptr_unchecked() }),
+        scratch: global_address::<f32>(&*scratch),
         part: warp / 4 % comptime!(t.parts() as u32),
         query: warp % 4 * 16 + warp / 4 * comptime!(t.dq_query_offset() as u32) + lane % 2 * 8,
         done: RuntimeCell::<u32>::new(0u32),

@@ -88,7 +88,7 @@ pub fn tile_of_launch(
 /// Rank of a tile that there is not.
 pub const NONE: u32 = u32::MAX;
 
-/// Writes down tile `index` as the cube's `turn`-th: what is asked of a tile again and again takes a while to find.
+/// Writes tile `index` to shared memory as the cube's `turn`-th: finding it takes five divisions and three dependent reads.
 #[cube]
 pub fn cache_tile(
     plan: &[u32],
@@ -113,7 +113,7 @@ pub fn cache_tile(
     }
 }
 
-/// The cube's `turn`-th tile, as noted.
+/// The cube's `turn`-th tile, as cached.
 #[cube]
 pub fn cached_tile(base: u32, turn: u32, #[comptime] t: BackwardTile) -> OwnTile {
     let slot = base + comptime!(t.slots()) + (turn & 1) * 32;

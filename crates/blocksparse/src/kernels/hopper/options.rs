@@ -125,8 +125,7 @@ pub fn options_of(
     }
     if comptime!(t.options.score.bias) {
         let args = args.as_ref().unwrap();
-        let first = unsafe { args.bias.as_ref().unwrap().as_ptr_unchecked() };
-        bias = global_address::<u16>(first)
+        bias = global_address::<u16>(&args.bias.as_ref().unwrap()[..])
             + u64::cast_from(batch) * args.pairs.bias_batch
             + u64::cast_from(head) * args.pairs.bias_head;
     }

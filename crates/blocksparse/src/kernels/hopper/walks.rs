@@ -19,7 +19,7 @@
 //! are transposes, and lse and delta belong to columns; TMA brings them along. `out1 · scale` is dQ or dK, out2 is dV.
 
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
+use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::*;
 use super::gradient::*;
@@ -59,7 +59,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
 ) {
     let columns = comptime!(matches!(walk, Walk::Columns));
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
-    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let outer = CUBE_POS_Y;

@@ -135,9 +135,11 @@ pub fn load_transposes(address: u32, #[comptime] offset: usize) -> Vector<u32, F
 
 /// The address of a buffer.
 #[cube]
-pub fn address(buffer: *const u32) -> u64 {
+pub fn address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     let o: u64;
-    gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) buffer, options(nomem));
+    // SAFETY: the pointer is only turned into an address. What is there is read by PTX, at rows that exist and offsets within them.
+    let pointer = unsafe { buffer.as_ptr_unchecked() };
+    gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) pointer, options(nomem));
     o
 }
 
@@ -168,14 +170,6 @@ pub fn wait_copies() {
 pub fn exp2(x: f32) -> f32 {
     let o: f32;
     gpu_asm!("ex2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
-    o
-}
-
-/// The address of a buffer of numbers.
-#[cube]
-pub fn stats_address(buffer: *const f32) -> u64 {
-    let o: u64;
-    gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) buffer, options(nomem));
     o
 }
 

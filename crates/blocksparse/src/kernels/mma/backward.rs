@@ -16,7 +16,6 @@
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 use super::asm::*;
 use super::dropout::*;
@@ -67,7 +66,7 @@ pub fn backward(
     let eights = comptime!(t.eights());
     let smem: Shared<[u32]> =
         Shared::new_aligned_slice(comptime!(t.shared_bytes(true) / 4), 128usize);
-    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let outer = CUBE_POS_Y;
@@ -98,9 +97,9 @@ pub fn backward(
     };
     open(plan, &parts, ranked + 1, &cursor);
     let loads = Loads {
-        b1: address(unsafe { b1.as_ptr_unchecked() }),
-        b2: address(unsafe { b2.as_ptr_unchecked() }),
-        stats: stats_address(unsafe { stats.as_ptr_unchecked() }),
+        b1: address::<u32>(b1),
+        b2: address::<u32>(b2),
+        stats: address::<f32>(stats),
         base,
         batch,
         heads,
@@ -119,12 +118,7 @@ pub fn backward(
     let a1_at = base + comptime!(t.a1_offset() as u32);
     let a2_at = base + comptime!(t.a2_offset() as u32);
     copy_rows(
-        head_address(
-            address(unsafe { a1.as_ptr_unchecked() }),
-            &a1_strides,
-            batch,
-            outer,
-        ),
+        head_address(address::<u32>(a1), &a1_strides, batch, outer),
         a1_strides.row * 16,
         base,
         a1_at,
@@ -134,12 +128,7 @@ pub fn backward(
     );
     if comptime!(t.outputs.first()) {
         copy_rows(
-            head_address(
-                address(unsafe { a2.as_ptr_unchecked() }),
-                &a2_strides,
-                batch,
-                outer,
-            ),
+            head_address(address::<u32>(a2), &a2_strides, batch, outer),
             a2_strides.row * 16,
             base,
             a2_at,
@@ -243,7 +232,7 @@ pub fn backward(
             );
             let found = next_place(plan, &parts, heads_at, tile, &cursor, columns, t);
             loaded = found.place;
-            let pairs = Pairs {
+            let pairs = PairPlaces {
                 batch,
                 head,
                 rows: own,
@@ -578,7 +567,7 @@ fn store_rows(
             #[unroll]
             for n in 0..comptime!(dim / 8) {
                 let four = acc[comptime!(i / 2 * (dim / 8) + n)];
-                let mut pair = Pair {
+                let mut pair = NumberPair {
                     low: four.extract(comptime!(i % 2 * 2)) * factor,
                     high: four.extract(comptime!(i % 2 * 2 + 1)) * factor,
                 };

@@ -22,7 +22,7 @@ fn row_words(t: Tile) -> usize {
 
 /// What the kept pairs of a step are worked out from.
 #[derive(CubeType, Clone, Copy)]
-pub struct Pairs {
+pub struct PairPlaces {
     /// Batch entry.
     pub batch: u32,
     /// Query head.
@@ -39,7 +39,7 @@ pub struct Pairs {
 #[cube]
 pub fn kept_pairs(
     mask: &Mask,
-    pairs: &Pairs,
+    pairs: &PairPlaces,
     #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) -> Array<u32> {
@@ -81,7 +81,13 @@ pub fn kept_pairs(
 
 /// The bits of the unit's four pairs whose keys are anywhere.
 #[cube]
-fn own_bits(mask: &Mask, pairs: &Pairs, rows: u32, cols: u32, #[comptime] columns: bool) -> u32 {
+fn own_bits(
+    mask: &Mask,
+    pairs: &PairPlaces,
+    rows: u32,
+    cols: u32,
+    #[comptime] columns: bool,
+) -> u32 {
     let mut bits = 0u32;
     let own_cols = shared_load_pair(cols + pairs.lane % 4 * 8);
     #[unroll]
@@ -111,7 +117,13 @@ fn own_bits(mask: &Mask, pairs: &Pairs, rows: u32, cols: u32, #[comptime] column
 /// rows of keys:    four lanes have one key each of the four, in rows r and r + 8, for two queries: a lane makes one of the four
 /// ```
 #[cube]
-fn dealt_bits(mask: &Mask, pairs: &Pairs, rows: u32, cols: u32, #[comptime] columns: bool) -> u32 {
+fn dealt_bits(
+    mask: &Mask,
+    pairs: &PairPlaces,
+    rows: u32,
+    cols: u32,
+    #[comptime] columns: bool,
+) -> u32 {
     let lane = pairs.lane;
     if comptime!(columns) {
         let of_four = lane / 4 % 4;
@@ -155,7 +167,7 @@ fn collect(dealt: u32, lane: u32, #[comptime] columns: bool) -> u32 {
 
 /// Whether a query and the keys from `4 · four` on are kept, a bit each.
 #[cube]
-fn keeps_four(mask: &Mask, pairs: &Pairs, query: u32, four: u32) -> u32 {
+fn keeps_four(mask: &Mask, pairs: &PairPlaces, query: u32, four: u32) -> u32 {
     let words = unrolled_words(mask, pairs.batch, pairs.head, query, four);
     select(words.w0 < mask.threshold, 1u32, 0u32)
         | select(words.w1 < mask.threshold, 2u32, 0u32)

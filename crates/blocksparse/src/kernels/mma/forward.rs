@@ -18,7 +18,6 @@
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 use super::asm::*;
 use super::dropout::*;
@@ -69,7 +68,7 @@ pub fn forward(
     let double = comptime!(t.stages == 2);
     let smem: Shared<[u32]> =
         Shared::new_aligned_slice(comptime!(t.shared_bytes(false) / 4), 128usize);
-    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let head = CUBE_POS_Y;
@@ -94,36 +93,21 @@ pub fn forward(
     sync_cube();
 
     let kv_head = head / heads_per_kv;
-    let keys = Rows {
-        head: head_address(
-            address(unsafe { k.as_ptr_unchecked() }),
-            &k_strides,
-            batch,
-            kv_head,
-        ),
+    let keys = StepRows {
+        head: head_address(address::<u32>(k), &k_strides, batch, kv_head),
         stride: k_strides.row * 16,
         slots,
         target: base + comptime!(t.b1_offset(false) as u32),
     };
-    let values = Rows {
-        head: head_address(
-            address(unsafe { v.as_ptr_unchecked() }),
-            &v_strides,
-            batch,
-            kv_head,
-        ),
+    let values = StepRows {
+        head: head_address(address::<u32>(v), &v_strides, batch, kv_head),
         stride: v_strides.row * 16,
         slots,
         target: base + comptime!(t.b2_offset(false) as u32),
     };
     let q_at = base + comptime!(t.a1_offset() as u32);
     copy_rows(
-        head_address(
-            address(unsafe { q.as_ptr_unchecked() }),
-            &q_strides,
-            batch,
-            head,
-        ),
+        head_address(address::<u32>(q), &q_strides, batch, head),
         q_strides.row * 16,
         base,
         q_at,
@@ -227,7 +211,7 @@ pub fn forward(
         }
         let place = place_of_column(plan, entry0, j + 2, steps, t);
         let positions = slots + slot_of(j, t);
-        let pairs = Pairs {
+        let pairs = PairPlaces {
             batch,
             head,
             rows: own,
@@ -295,7 +279,7 @@ pub fn forward(
             #[unroll]
             for n in 0..comptime!(t.value_dim / 8) {
                 let four = o[comptime!(i / 2 * (t.value_dim / 8) + n)];
-                let pair = Pair {
+                let pair = NumberPair {
                     low: four.extract(comptime!(i % 2 * 2)) * inverse,
                     high: four.extract(comptime!(i % 2 * 2 + 1)) * inverse,
                 };
@@ -331,7 +315,7 @@ fn keeps_queries(t: Tile) -> bool {
 
 /// What copies of keys, or of values, are made of.
 #[derive(CubeType, Clone, Copy)]
-struct Rows {
+struct StepRows {
     /// Address of the head.
     head: u64,
     /// Bytes between positions.
@@ -344,7 +328,7 @@ struct Rows {
 
 /// Starts to copy the keys, or the values, of step `j`.
 #[cube]
-fn copy_step(rows: &Rows, j: u32, #[comptime] dim: usize, #[comptime] t: Tile) {
+fn copy_step(rows: &StepRows, j: u32, #[comptime] dim: usize, #[comptime] t: Tile) {
     let stage = comptime!(t.stages as u32 - 1) & j;
     copy_rows(
         rows.head,

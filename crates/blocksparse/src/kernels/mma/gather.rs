@@ -139,7 +139,7 @@ pub fn copy_rows(
 
 /// Two neighbouring numbers in memory.
 #[derive(CubeType, Clone, Copy)]
-pub struct Pair {
+pub struct NumberPair {
     /// The first.
     pub low: f32,
     /// The second.
@@ -154,8 +154,8 @@ pub fn load_pair(
     quad: u32,
     #[comptime] n: usize,
     #[comptime] t: Tile,
-) -> Pair {
-    let mut pair = Pair {
+) -> NumberPair {
+    let mut pair = NumberPair {
         low: f32::new(0.0),
         high: f32::new(0.0),
     };
@@ -177,7 +177,7 @@ pub fn store_pair(
     words: &mut [u32],
     row: usize,
     quad: u32,
-    pair: &Pair,
+    pair: &NumberPair,
     #[comptime] n: usize,
     #[comptime] t: Tile,
 ) {

@@ -45,7 +45,7 @@ pub fn bias_address(
     let mut at = u64::cast_from(0u32);
     if comptime!(t.score.bias) {
         let bias = bias.as_ref().unwrap();
-        at = address(unsafe { bias.as_ptr_unchecked() })
+        at = address::<u32>(&bias[..])
             + u64::cast_from(batch) * strides.batch
             + u64::cast_from(head) * strides.head;
     }

@@ -3,6 +3,7 @@
 //! `$i` in a text is operand `i`, the output first. Every operand has to occur in its text, if only in a PTX comment.
 
 use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 /// The type of the tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,6 +53,14 @@ pub fn unit() -> u32 {
     let o: u32;
     gpu_asm!("mov.u32 {o}, %%tid.x;", o = out(_) o, options(nomem));
     o
+}
+
+/// The address of a cube's shared memory.
+#[cube]
+pub fn shared_address(memory: &Shared<[u32]>) -> u32 {
+    // SAFETY: the pointer is only turned into an address. What is there is read and written by PTX, at offsets below the length
+    // that the tile asks for.
+    generic_to_shared::<u32>(unsafe { memory.as_ptr_unchecked() })
 }
 
 #[cube]

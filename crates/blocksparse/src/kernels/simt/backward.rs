@@ -170,7 +170,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
         queries = b1_strides.len;
         keys = a1_strides.len;
     }
-    let lengths = Lengths { queries, keys };
+    let lengths = SeqLengths { queries, keys };
 
     for turn in 0..loops {
         let head = first_own + turn;

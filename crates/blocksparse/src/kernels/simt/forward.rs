@@ -93,7 +93,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     );
 
     let mut positions = row_positions(plan, walk.rows, unit_y, &listing, t);
-    let lengths = Lengths {
+    let lengths = SeqLengths {
         queries: q_strides.len,
         keys: k_strides.len,
     };
@@ -395,7 +395,7 @@ fn scores<E: Float, A: Float>(
     table: &ComptimeOption<Box<[A]>>,
     positions: &mut Positions,
     listing: &Listing,
-    lengths: &Lengths,
+    lengths: &SeqLengths,
     unit_y: usize,
     unit_x: usize,
     #[comptime] t: Tile,

@@ -31,7 +31,7 @@ pub fn load_four<E: Float, A: Float, N: Size>(
 
 /// A tensor of which rows are loaded.
 #[derive(CubeType, Clone, Copy)]
-pub struct Rows {
+pub struct HeadRows {
     /// Where its first row is, in vectors.
     pub base: usize,
     /// Vectors between rows.
@@ -42,8 +42,8 @@ pub struct Rows {
 
 /// The rows of a head.
 #[cube]
-pub fn rows_of(strides: &Strides, batch: usize, head: usize) -> Rows {
-    Rows {
+pub fn rows_of(strides: &Strides, batch: usize, head: usize) -> HeadRows {
+    HeadRows {
         base: batch * strides.batch + head * strides.head,
         stride: strides.row,
         len: strides.len,
@@ -71,11 +71,40 @@ impl Side {
 /// Rounds whose loads are under way together.
 const TOGETHER: usize = 4;
 
+/// How the fours of the rows that are loaded are dealt to the units, round by round.
+#[derive(Clone, Copy)]
+struct Deal {
+    /// Of a row.
+    fours: usize,
+    /// Of all rows.
+    total: usize,
+    rounds: usize,
+    together: usize,
+    /// Whether every unit has one in every round.
+    exact: bool,
+}
+
+impl Deal {
+    fn new(dim: usize, side: Side, t: &Tile) -> Self {
+        let fours = fours(dim);
+        let total = side.count(t) * fours;
+        let rounds = total.div_ceil(t.units());
+        let together = rounds.min(TOGETHER);
+        Self {
+            fours,
+            total,
+            rounds,
+            together,
+            exact: total.is_multiple_of(together * t.units()),
+        }
+    }
+}
+
 /// Loads rows from word `first` on into shared memory, see [`slot`].
 #[cube]
 pub fn load<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
-    of: &Rows,
+    of: &HeadRows,
     listing: &Listing,
     plan: &[u32],
     first: usize,
@@ -84,11 +113,10 @@ pub fn load<E: Float, A: Float, N: Size>(
     #[comptime] side: Side,
     #[comptime] t: Tile,
 ) {
-    let fours = comptime!(fours(dim));
-    let total = comptime!(side.count(&t) * fours);
-    let rounds = comptime!(total.div_ceil(t.units()));
-    let together = comptime!(rounds.min(TOGETHER));
-    let exact = comptime!(total % (together * t.units()) == 0);
+    let deal = comptime!(Deal::new(dim, side, &t));
+    let (fours, total) = comptime!((deal.fours, deal.total));
+    let (rounds, together) = comptime!((deal.rounds, deal.together));
+    let exact = comptime!(deal.exact);
     let only = only_span(plan, first, listing, side, t);
     for round in range_stepped(0usize, rounds, together) {
         let mut values = Array::<Vector<A, Four>>::new(together);
@@ -117,8 +145,8 @@ pub fn load<E: Float, A: Float, N: Size>(
 pub fn load_both<E: Float, A: Float, N: Size>(
     source1: &[Vector<E, N>],
     source2: &[Vector<E, N>],
-    of1: &Rows,
-    of2: &Rows,
+    of1: &HeadRows,
+    of2: &HeadRows,
     listing: &Listing,
     plan: &[u32],
     first: usize,
@@ -130,11 +158,10 @@ pub fn load_both<E: Float, A: Float, N: Size>(
 ) {
     let dim1 = comptime!(dims[0]);
     let dim2 = comptime!(dims[1]);
-    let fours = comptime!(fours(dim1));
-    let total = comptime!(side.count(&t) * fours);
-    let rounds = comptime!(total.div_ceil(t.units()));
-    let together = comptime!(rounds.min(TOGETHER));
-    let exact = comptime!(total % (together * t.units()) == 0);
+    let deal = comptime!(Deal::new(dim1, side, &t));
+    let (fours, total) = comptime!((deal.fours, deal.total));
+    let (rounds, together) = comptime!((deal.rounds, deal.together));
+    let exact = comptime!(deal.exact);
     if comptime!(dim1 == dim2) {
         let only = only_span(plan, first, listing, side, t);
         for round in range_stepped(0usize, rounds, together) {
@@ -238,7 +265,7 @@ fn slot(row: usize, #[comptime] side: Side, #[comptime] t: Tile) -> usize {
 #[cube]
 fn load_or_zero<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
-    of: &Rows,
+    of: &HeadRows,
     position: usize,
     four: usize,
     #[comptime] dim: usize,

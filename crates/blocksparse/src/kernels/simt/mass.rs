@@ -114,7 +114,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
         let slopes = slopes.unwrap();
         slope = slopes[head];
     }
-    let lengths = Lengths {
+    let lengths = SeqLengths {
         queries: q_strides.len,
         keys: k_strides.len,
     };

@@ -72,7 +72,7 @@ pub fn set_columns(
 
 /// Numbers of queries and of keys.
 #[derive(CubeType, Clone, Copy)]
-pub struct Lengths {
+pub struct SeqLengths {
     /// Queries.
     pub queries: usize,
     /// Keys.
@@ -135,7 +135,7 @@ pub fn add_distances<A: Float>(
     start: usize,
     reach: usize,
     positions: &Positions,
-    lengths: &Lengths,
+    lengths: &SeqLengths,
     #[comptime] walk: Walk,
     #[comptime] t: Tile,
 ) {
@@ -165,7 +165,7 @@ pub fn biases<E: Float, A: Float>(
     start: usize,
     bias_row: usize,
     positions: &Positions,
-    lengths: &Lengths,
+    lengths: &SeqLengths,
     #[comptime] walk: Walk,
     #[comptime] t: Tile,
 ) -> Array<A> {
