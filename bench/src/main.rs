@@ -4,26 +4,19 @@
 //! Flops count allowed pairs: 2 · (head_dim + value_dim) per pair forward, 2.5 times that backward, so computing what is masked
 //! earns nothing.
 
+mod problem;
 mod workload;
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
-use blocksparse::kernels::{
-    self, AttentionPlan, BiasView, Gradients, OutputGrads, ScoreOptions, Sizes, TableView,
-    TensorView,
-};
-use blocksparse::{BlockLayout, Dropout};
+use blocksparse::kernels::AttentionPlan;
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
-use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind};
-use cubecl::server::Handle;
-use half::{bf16, f16};
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
-use serde_json::{Map, Value, json};
+use problem::{Outputs, Problem, request_of};
+use serde_json::{Map, Value};
 use workload::{PatternArg, Workload};
 
 #[derive(Parser)]
@@ -83,6 +76,9 @@ struct Args {
     /// Biases of distances up to REACH, for each head or shared: REACH or REACH:shared. Their gradient is made only to compare results.
     #[arg(long, value_name = "REACH")]
     relative: Option<Relative>,
+    /// Also write each row's largest score. With --verify it is compared with the scores of all pairs, too, made on the host.
+    #[arg(long)]
+    max_scores: bool,
     /// Lay tensors out as [seq, heads, batch], rows 8 elements apart.
     #[arg(long)]
     permuted: bool,
@@ -259,344 +255,26 @@ fn device() -> Result<cubecl::Device> {
 }
 
 fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
-    let &Workload {
-        batch,
-        heads,
-        kv_heads,
-        n,
-        head_dim,
-        value_dim,
-        ..
-    } = workload;
     let layout = workload.layout()?;
-    let scale = args.scale.unwrap_or(1.0 / (head_dim as f64).sqrt());
-    let sizes = Sizes {
-        batch,
-        kv_heads,
-        head_dim,
-        value_dim,
-        dtype: args.dtype.elem(),
-        store: false,
-        softcap: args.softcap.is_some(),
-        positive_scale: scale > 0.0,
-        alibi: args.alibi,
-        dropout: args.dropout.is_some(),
-        bias: args.bias.is_some(),
-        relative: args.relative.is_some(),
-        tf32: args.tf32,
-    };
     let start = std::time::Instant::now();
-    let plan = AttentionPlan::new(client, &layout, sizes)?;
+    let plan = AttentionPlan::new(client, &layout, request_of(workload, args))?;
     if args.plan {
         print!("{plan}");
         println!("  chosen in {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
     }
-    let mut rng = ChaCha8Rng::seed_from_u64(1);
-    let mut input = |heads: usize, dim: usize| {
-        let shape = [batch, heads, n, dim];
-        let strides = match args.permuted {
-            true => {
-                let row = dim + 8;
-                [row, batch * row, heads * batch * row, 1]
-            }
-            false => [heads * n * dim, n * dim, dim, 1],
-        };
-        let reach = shape.iter().zip(strides);
-        let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
-        TensorView {
-            handle: client.create_from_slice(&random(reach + 1, args.dtype, &mut rng)),
-            shape,
-            strides,
-        }
-    };
-    let (q, k) = (input(heads, head_dim), input(kv_heads, head_dim));
-    let (v, grad_out) = (input(kv_heads, value_dim), input(heads, value_dim));
-    let options = ScoreOptions {
-        scale,
-        softcap: args.softcap,
-        slopes: (args.alibi)
-            .then(|| (1..=heads).map(|head| 2f64.powf(-8.0 * head as f64 / heads as f64)))
-            .map(|slopes| slopes.collect()),
-        dropout: args.dropout.map(|probability| Dropout::new(probability, 1)),
-        bias: args.bias.map(|bias| {
-            let shape = bias.of(workload);
-            let numbers = random(shape.iter().product(), args.dtype, &mut rng);
-            BiasView {
-                handle: client.create_from_slice(&numbers),
-                shape,
-            }
-        }),
-        relative: args.relative.map(|relative| {
-            let shape = relative.shape(workload);
-            let numbers = random(shape.iter().product(), Dtype::F32, &mut rng);
-            TableView {
-                handle: client.create_from_slice(&numbers),
-                shape,
-            }
-        }),
-    };
-    let forward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
-        kernels::forward(
-            client,
-            plan,
-            layout,
-            [&q, &k, &v],
-            outputs.handles(),
-            &options,
-        )
-        .expect("the plan was checked");
-    };
-    let backward = |layout: &BlockLayout, plan: &AttentionPlan, outputs: &Outputs| {
-        kernels::backward(
-            client,
-            plan,
-            layout,
-            [&q, &k, &v],
-            outputs.handles(),
-            OutputGrads {
-                out: &grad_out,
-                lse: None,
-            },
-            &outputs.gradients,
-            &options,
-        )
-        .expect("the plan was checked");
-    };
+    let problem = Problem::new(client, workload, args, layout);
     if args.verify {
-        let results = |layout: &BlockLayout, plan: &AttentionPlan| {
-            let outputs = Outputs::new(client, workload, args);
-            forward(layout, plan, &outputs);
-            backward(layout, plan, &outputs);
-            outputs.read(client, args.dtype)
-        };
-        let ours = results(&layout, &plan);
-        let again = results(&layout, &plan);
-        // Safe: no other thread of this program reads the environment now.
-        let limit = std::env::var_os("BLOCKSPARSE_TIER");
-        unsafe { std::env::set_var("BLOCKSPARSE_TIER", "simt") };
-        let simt_layout = workload.layout()?;
-        let simt_plan = AttentionPlan::new(client, &simt_layout, sizes)?;
-        let simt = results(&simt_layout, &simt_plan);
-        match limit {
-            Some(limit) => unsafe { std::env::set_var("BLOCKSPARSE_TIER", limit) },
-            None => unsafe { std::env::remove_var("BLOCKSPARSE_TIER") },
-        }
-        print!("{:<30}", workload.label());
-        // Both round the outputs; ours also weights, and sums in another order.
-        let most = match args.dtype {
-            Dtype::F32 if args.tf32 => 2e-3,
-            Dtype::F32 => 1e-5,
-            Dtype::F16 => 2e-3,
-            Dtype::Bf16 => 1e-2,
-        };
-        let mut good = true;
-        for ((name, ours), (_, simt)) in ours.iter().zip(&simt) {
-            let difference = relative_difference(ours, simt);
-            print!("  {name} {difference:.1e}");
-            let exact = *name == "lse" && !args.tf32;
-            good &= difference < if exact { 1e-5 } else { most };
-        }
-        let same = (ours.iter().zip(&again))
-            .all(|((_, a), (_, b))| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()));
-        print!(
-            "  {}",
-            if same {
-                "same bits twice"
-            } else {
-                "OTHER BITS THE SECOND TIME"
-            }
-        );
-        println!("  {}", if good && same { "ok" } else { "FAILED" });
+        problem.verify(&plan)?;
         return Ok(Value::Null);
     }
     let outputs = Outputs::new(client, workload, args);
-    let forward = || forward(&layout, &plan, &outputs);
-    let backward = || backward(&layout, &plan, &outputs);
     if args.enqueue_only {
-        forward();
-        backward();
+        problem.forward(&plan, &outputs);
+        problem.backward(&plan, &outputs);
         client.flush().map_err(|error| anyhow::anyhow!("{error}"))?;
         return Ok(Value::Null);
     }
-    let pairs = layout.allowed_pairs() as f64 * batch as f64 / layout.batch().unwrap_or(1) as f64;
-    let flops = 2.0 * (head_dim + value_dim) as f64 * pairs;
-    let (forward, host_us) = measure(client, args.repeats, forward)?;
-    let forward_ms = forward.median;
-    let teraflops = |ms: f64, factor: f64| factor * flops / ms / 1e9;
-    let mut result = json!({
-        "fwd_ms": forward_ms, "fwd_ms_p10": forward.p10, "fwd_ms_p90": forward.p90,
-        "fwd_tf": teraflops(forward_ms, 1.0), "host_us": host_us,
-        "density": layout.density(), "flops_fwd": flops,
-        "block": workload.block,
-    });
-    print!(
-        "{:<30} {:>8.4} {forward_ms:>10.3} {:>8.1}",
-        workload.label(),
-        layout.density(),
-        teraflops(forward_ms, 1.0)
-    );
-    if args.forward_only {
-        println!(" {:>10} {:>8} {host_us:>9.1}", "", "");
-        return Ok(result);
-    }
-    let (backward, _) = measure(client, args.repeats, backward)?;
-    let backward_ms = backward.median;
-    println!(
-        " {backward_ms:>10.3} {:>8.1} {host_us:>9.1}",
-        teraflops(backward_ms, 2.5)
-    );
-    result["bwd_ms"] = json!(backward_ms);
-    result["bwd_ms_p10"] = json!(backward.p10);
-    result["bwd_ms_p90"] = json!(backward.p90);
-    result["bwd_tf"] = json!(teraflops(backward_ms, 2.5));
-    Ok(result)
-}
-
-/// What both passes write, NaN before they do.
-struct Outputs {
-    out: Handle,
-    lse: Handle,
-    gradients: Gradients,
-}
-
-impl Outputs {
-    fn handles(&self) -> kernels::Outputs<'_> {
-        kernels::Outputs {
-            out: &self.out,
-            lse: &self.lse,
-            weights: None,
-        }
-    }
-
-    fn new(client: &Client, workload: &Workload, args: &Args) -> Self {
-        let queries = workload.batch * workload.heads * workload.n;
-        let keys = workload.batch * workload.kv_heads * workload.n;
-        let (head_dim, value_dim) = (workload.head_dim, workload.value_dim);
-        // NaN in all types.
-        let buffer = |bytes: usize| match args.verify {
-            true => client.create_from_slice(&vec![0xff; bytes]),
-            false => client.empty(bytes),
-        };
-        let element = args.dtype.elem().size();
-        let v_offset = keys * head_dim;
-        let bias_shape = (args.bias.filter(|_| args.verify)).map(|bias| bias.of(workload));
-        let table_shape =
-            (args.relative.filter(|_| args.verify)).map(|relative| relative.shape(workload));
-        Self {
-            out: buffer(queries * value_dim * element),
-            lse: buffer(queries * 4),
-            gradients: Gradients {
-                q: buffer(queries * head_dim * element),
-                kv: buffer((v_offset + keys * value_dim) * element),
-                v_offset,
-                bias: bias_shape.map(|shape| {
-                    let elements: usize = shape.iter().product();
-                    client.create_from_slice(&vec![0; elements * 4])
-                }),
-                relative: table_shape.map(|shape| buffer(shape.iter().product::<usize>() * 4)),
-            },
-        }
-    }
-
-    fn read(&self, client: &Client, dtype: Dtype) -> Vec<(&'static str, Vec<f32>)> {
-        let read =
-            |handle: &Handle, dtype| numbers(&client.read_one_unchecked(handle.clone()), dtype);
-        let mut dk = read(&self.gradients.kv, dtype);
-        let dv = dk.split_off(self.gradients.v_offset);
-        let mut results = vec![
-            ("out", read(&self.out, dtype)),
-            ("lse", read(&self.lse, Dtype::F32)),
-            ("dq", read(&self.gradients.q, dtype)),
-            ("dk", dk),
-            ("dv", dv),
-        ];
-        if let Some(bias) = &self.gradients.bias {
-            results.push(("dbias", read(bias, Dtype::F32)));
-        }
-        if let Some(table) = &self.gradients.relative {
-            results.push(("drelative", read(table, Dtype::F32)));
-        }
-        results
-    }
-}
-
-/// Milliseconds on the device.
-struct Times {
-    median: f64,
-    p10: f64,
-    p90: f64,
-}
-
-/// Times on the device, and the median of microseconds on the host to enqueue a call.
-fn measure(client: &Client, repeats: usize, call: impl Fn() + Send + Sync) -> Result<(Times, f64)> {
-    // Compilation, plans and their upload.
-    call();
-    call();
-    block_on(client.sync()).map_err(|error| anyhow::anyhow!("{error}"))?;
-    let mut host = Vec::new();
-    for _ in 0..repeats {
-        let start = std::time::Instant::now();
-        call();
-        host.push(start.elapsed().as_secs_f64() * 1e6);
-    }
-    block_on(client.sync()).map_err(|error| anyhow::anyhow!("{error}"))?;
-    let mut times = Vec::new();
-    for _ in 0..repeats {
-        let (_, profile) = client
-            .profile(&call, "attention")
-            .map_err(|error| anyhow::anyhow!("{error:?}"))?;
-        let span = block_on(profile.resolve()).context("the device measured no time")?;
-        times.push(span.duration().as_secs_f64() * 1e3);
-    }
-    times.sort_by(f64::total_cmp);
-    host.sort_by(f64::total_cmp);
-    let times = Times {
-        median: times[repeats / 2],
-        p10: times[repeats / 10],
-        p90: times[repeats * 9 / 10],
-    };
-    Ok((times, host[repeats / 2]))
-}
-
-fn numbers(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
-    let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
-    match dtype {
-        Dtype::F32 => (bytes.chunks_exact(4))
-            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-            .collect(),
-        Dtype::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
-        Dtype::Bf16 => pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
-    }
-}
-
-/// `‖a − b‖ / ‖b‖`; NaN if there is one. Infinities, the lse of empty rows, must be the same.
-fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
-    let square = |x: f32| f64::from(x) * f64::from(x);
-    let pairs = || a.iter().zip(b).filter(|(a, b)| a.is_finite() || a != b);
-    let difference: f64 = pairs().map(|(a, b)| square(a - b)).sum();
-    (difference / pairs().map(|(_, &b)| square(b)).sum::<f64>()).sqrt()
-}
-
-/// Near enough to normal numbers, as bytes of the dtype.
-fn random(count: usize, dtype: Dtype, rng: &mut ChaCha8Rng) -> Vec<u8> {
-    // A million distinct ones, repeated from changing places: making all of them takes longer than the kernels.
-    let distinct: Vec<f32> = (0..count.min(1 << 20))
-        .map(|_| {
-            let bits = rng.next_u64();
-            let sum: u64 = (0..4).map(|part| (bits >> (16 * part)) & 0xffff).sum();
-            (sum as f32 / 65536.0 - 2.0) * 1.732
-        })
-        .collect();
-    let numbers = (0..count).map(|i| distinct[(i + i / distinct.len() * 7919) % distinct.len()]);
-    match dtype {
-        Dtype::F32 => numbers.flat_map(f32::to_le_bytes).collect(),
-        Dtype::F16 => numbers
-            .flat_map(|x| f16::from_f32(x).to_le_bytes())
-            .collect(),
-        Dtype::Bf16 => numbers
-            .flat_map(|x| bf16::from_f32(x).to_le_bytes())
-            .collect(),
-    }
+    problem.time(&plan, &outputs)
 }
 
 #[cfg(test)]

@@ -98,10 +98,10 @@ impl AttentionPlan {
         if let DispatchDevice::Cube(inner) = device.clone().without_autodiff().as_dispatch() {
             let [batch, kv_heads, _, head_dim] = k.dims();
             let dims = [batch, kv_heads, head_dim, v.dims()[3]];
-            let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, biases.kinds())?;
+            let request = crate::backends::cube::request(dims, q.dtype(), options, biases.kinds())?;
             let own = layout.sizes();
             let packed = pack::packed(own, kv_heads, biases.kinds().contains(&true), options);
-            let plan = crate::backends::cube::plan(inner, packed.as_ref().unwrap_or(own), sizes)?;
+            let plan = crate::backends::cube::plan(inner, packed.as_ref().unwrap_or(own), request)?;
             if crate::backends::cube::uses_reference() {
                 let device = place(&device, layout);
                 return Ok(Self::Reference { device });
@@ -130,8 +130,8 @@ pub(crate) fn sums_in_kernels(
     if let DispatchDevice::Cube(inner) = q.device().without_autodiff().as_dispatch() {
         let [batch, kv_heads, _, head_dim] = k.dims();
         let dims = [batch, kv_heads, head_dim, head_dim];
-        let sizes = crate::backends::cube::sizes(dims, q.dtype(), options, biases.kinds())?;
-        crate::backends::cube::check_masses(inner, layout, &sizes)?;
+        let request = crate::backends::cube::request(dims, q.dtype(), options, biases.kinds())?;
+        crate::backends::cube::check_masses(inner, layout, &request)?;
         return Ok(!crate::backends::cube::uses_reference());
     }
     Ok(false)

@@ -1,80 +1,63 @@
-//! What a layout keeps on devices: its launch plans, uploaded once or made there, as long as it lives, and the ALiBi slopes of its last call.
+//! The launch plans that a layout keeps on devices, uploaded once or made there, as long as it lives.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{DeviceKey, device_key, on_device};
+use super::error::KernelError;
+use super::on_device;
+use super::uploaded::{DeviceKey, DevicePlan, device_key};
 use crate::BlockLayout;
 use crate::lines::{LinePlan, LineSections, Lines};
-use crate::plan::{Sections, TilePlan, Tiling};
-
-/// A [`TilePlan`] whose words are on a device.
-pub struct DevicePlan {
-    pub words: Handle,
-    pub len: usize,
-    pub sections: Sections,
-    pub tiles: usize,
-}
+use crate::plan::{TilePlan, Tiling};
 
 type Key = (DeviceKey, Tiling);
 
 #[derive(Default)]
 struct DevicePlans(Mutex<HashMap<Key, Arc<DevicePlan>>>);
 
+/// The words of a plan, on the client's device.
+fn upload(client: &Client, words: &[u32]) -> Result<Handle, KernelError> {
+    check_words(words.len())?;
+    Ok(client.create_from_slice(bytemuck::cast_slice(words)))
+}
+
+/// Checks that kernels can index the words of a plan: they do it in 32 bits.
+fn check_words(words: usize) -> Result<(), KernelError> {
+    KernelError::check_u32("the words of a launch plan", words).map(|_| ())
+}
+
 /// The plan of a layout under a tiling, on the client's device.
-pub fn plan(client: &Client, layout: &BlockLayout, tiling: Tiling) -> Arc<DevicePlan> {
+///
+/// # Errors
+/// [`KernelError::Limit`] if it has more words than kernels can index.
+pub fn plan(
+    client: &Client,
+    layout: &BlockLayout,
+    tiling: Tiling,
+) -> Result<Arc<DevicePlan>, KernelError> {
     let plans = layout.attachment(DevicePlans::default);
     let mut plans = plans.0.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (device_key(client), tiling);
-    let made = plans.entry(key).or_insert_with(|| {
-        if let Some(choice) = layout.device_choice() {
-            return Arc::new(on_device::plan(client, layout, choice, tiling));
-        }
-        let plan = TilePlan::new(layout, tiling);
-        Arc::new(DevicePlan {
-            words: client.create_from_slice(bytemuck::cast_slice(&plan.words)),
-            len: plan.words.len(),
-            sections: plan.sections,
-            tiles: plan.tiles,
-        })
-    });
-    made.clone()
-}
-
-/// Slopes, and where they are.
-type Known = (Arc<[f64]>, Handle);
-
-#[derive(Default)]
-struct DeviceSlopes(Mutex<HashMap<(DeviceKey, ElemType), Known>>);
-
-/// ALiBi slopes in the type of sums, `[heads]`. They seldom change between calls: uploaded again only if they do.
-pub fn slopes(
-    client: &Client,
-    layout: &BlockLayout,
-    slopes: &Arc<[f64]>,
-    accumulator: ElemType,
-) -> Handle {
-    let known = layout.attachment(DeviceSlopes::default);
-    let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
-    let key = (device_key(client), accumulator);
-    if let Some((same, handle)) = known.get(&key)
-        && same == slopes
-    {
-        return handle.clone();
+    if let Some(known) = plans.get(&key) {
+        return Ok(known.clone());
     }
-    let handle = match accumulator {
-        ElemType::Float(FloatKind::F64) => client.create_from_slice(bytemuck::cast_slice(slopes)),
-        _ => {
-            let slopes: Vec<f32> = slopes.iter().map(|&slope| slope as f32).collect();
-            client.create_from_slice(bytemuck::cast_slice(&slopes))
+    let made = Arc::new(match layout.device_choice() {
+        Some(choice) => on_device::plan(client, layout, choice, tiling),
+        None => {
+            let plan = TilePlan::new(layout, tiling);
+            DevicePlan {
+                words: upload(client, &plan.words)?,
+                len: plan.words.len(),
+                sections: plan.sections,
+                tiles: plan.tiles,
+            }
         }
-    };
-    known.insert(key, (slopes.clone(), handle.clone()));
-    handle
+    });
+    plans.insert(key, made.clone());
+    Ok(made)
 }
 
 /// A [`LinePlan`] whose words are on a device.
@@ -90,21 +73,44 @@ pub struct DeviceLinePlan {
 struct DeviceLinePlans(Mutex<HashMap<(DeviceKey, Lines), Arc<DeviceLinePlan>>>);
 
 /// The lines of a layout, on the client's device.
-pub fn line_plan(client: &Client, layout: &BlockLayout, lines: Lines) -> Arc<DeviceLinePlan> {
+///
+/// # Errors
+/// As [`plan`].
+pub fn line_plan(
+    client: &Client,
+    layout: &BlockLayout,
+    lines: Lines,
+) -> Result<Arc<DeviceLinePlan>, KernelError> {
     let plans = layout.attachment(DeviceLinePlans::default);
     let mut plans = plans.0.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (device_key(client), lines);
     if let Some(known) = plans.get(&key) {
-        return known.clone();
+        return Ok(known.clone());
     }
     let plan = LinePlan::new(layout, &key.1);
     let made = Arc::new(DeviceLinePlan {
-        words: client.create_from_slice(bytemuck::cast_slice(&plan.words)),
+        words: upload(client, &plan.words)?,
         len: plan.words.len(),
         sections: plan.sections,
         segments: plan.segments,
         lines: plan.lines,
     });
     plans.insert(key, made.clone());
-    made
+    Ok(made)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plans_have_no_more_words_than_kernels_index() {
+        assert_eq!(check_words(u32::MAX as usize), Ok(()));
+        let error = check_words(1 << 32).unwrap_err().to_string();
+        assert!(
+            error.contains("the words of a launch plan must be at most 4294967295")
+                && error.contains("got 4294967296"),
+            "{error}"
+        );
+    }
 }

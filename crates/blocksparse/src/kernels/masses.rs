@@ -1,19 +1,22 @@
 //! Weights summed over columns and diagonals: checks and launches.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::args::{ScoreOptions, address_of, batch_words, buffer, listing, load_width};
+use super::args::{optional, spread, strides_of, vectors_of};
+use super::call::{DeviceFacts, Request, ScoreKind, TableView, TensorView};
 use super::device::{DeviceLinePlan, line_plan};
-use super::launch::{address_of, batch_words, listing, load_width, optional, spread};
-use super::launch::{strides_of, vectors_of};
+use super::error::KernelError;
+use super::pass::BackwardPass;
 use super::simt::Tile;
 use super::simt::mass::{
     FOLD_UNITS, LinePartsLaunch, add_segments, fold_distances, line_width, masses as kernel,
     row_fours,
 };
-use super::{KernelError, ScoreOptions, Sizes, TableView, TensorView, check_dtype};
 use crate::BlockLayout;
 use crate::lines::{Line, Lines};
 
@@ -35,41 +38,40 @@ pub struct MassOutputs {
 pub fn check_masses(
     client: &Client,
     layout: &BlockLayout,
-    sizes: &Sizes,
+    request: &Request,
 ) -> Result<(), KernelError> {
-    check_dtype(client, sizes.dtype)?;
+    let device = DeviceFacts::of(client);
+    device.check_dtype(request.dtype)?;
     // q, k, lse, sums, the plan and the scalars.
-    let buffers = 6 + [sizes.alibi, sizes.bias, sizes.relative]
-        .map(usize::from)
-        .iter()
-        .sum::<usize>();
-    check(client, layout, sizes, false, buffers).map(|_| ())
+    let buffers = 6 + request.score.buffers();
+    check(device, layout, request, false, buffers).map(|_| ())
 }
 
 /// The tile that makes the gradient of biases of distances, if a device can make it.
 pub(super) fn check_distances(
-    client: &Client,
+    device: DeviceFacts,
     layout: &BlockLayout,
-    sizes: &Sizes,
+    request: &Request,
 ) -> Result<Tile, KernelError> {
     // q, k, v, grad_out, stats, sums, the plan and the scalars.
-    check(client, layout, sizes, true, 8 + usize::from(sizes.bias))
+    let buffers = 8 + usize::from(request.score.bias);
+    check(device, layout, request, true, buffers)
 }
 
 fn check(
-    client: &Client,
+    device: DeviceFacts,
     layout: &BlockLayout,
-    sizes: &Sizes,
+    request: &Request,
     gradient: bool,
     buffers: usize,
 ) -> Result<Tile, KernelError> {
-    let tile = tile(client, layout, sizes, gradient)?;
-    let hardware = &client.properties().hardware;
+    let tile = tile(device.properties, layout, request, gradient)?;
+    let hardware = &device.properties.hardware;
     let lines = layout.seq_q().div_ceil(tile.rows) + layout.seq_kv().div_ceil(tile.rows);
     for (what, limit, got) in [
         ("the diagonals of tiles", hardware.max_cube_count.0, lines),
         ("heads", hardware.max_cube_count.1, layout.heads()),
-        ("batch", hardware.max_cube_count.2, sizes.batch),
+        ("batch", hardware.max_cube_count.2, request.batch),
         ("the buffers of a kernel", hardware.max_bindings, buffers),
     ] {
         if got as u64 > u64::from(limit) {
@@ -81,6 +83,10 @@ fn check(
 
 /// What is summed along lines.
 struct Summed<'a> {
+    client: &'a Client,
+    layout: &'a BlockLayout,
+    request: &'a Request,
+    /// q and k.
     inputs: [&'a TensorView; 2],
     /// v and grad_out, for the gradient of scores in the place of weights.
     gradient: Option<[&'a TensorView; 2]>,
@@ -90,6 +96,28 @@ struct Summed<'a> {
     queries: Range<usize>,
 }
 
+impl Summed<'_> {
+    /// The inputs, as errors name them.
+    fn named(&self) -> Vec<(&'static str, &TensorView)> {
+        let [q, k] = self.inputs;
+        let mut named = vec![("q", q), ("k", k)];
+        if let Some([v, grad_out]) = self.gradient {
+            named.extend([("v", v), ("grad_out", grad_out)]);
+        }
+        named
+    }
+
+    /// Where the biases of distances begin in the stats, and the numbers of the stats: lse, or lse and delta with the slopes and the biases
+    /// behind.
+    fn stats_len(&self) -> [usize; 2] {
+        let rows = self.request.batch * self.layout.heads() * self.layout.seq_q();
+        match self.gradient {
+            Some(_) => self.options.stats_len(rows),
+            None => [0, rows],
+        }
+    }
+}
+
 /// Sums `exp(score − lse)` over the queries of each key, and over the pairs at each distance.
 ///
 /// # Errors
@@ -97,75 +125,74 @@ struct Summed<'a> {
 pub fn masses(
     client: &Client,
     layout: &BlockLayout,
-    sizes: &Sizes,
+    request: &Request,
     inputs: [&TensorView; 2],
     lse: &Handle,
     options: &ScoreOptions,
     outputs: &MassOutputs,
 ) -> Result<(), KernelError> {
-    check_masses(client, layout, sizes)?;
+    check_masses(client, layout, request)?;
     let summed = Summed {
+        client,
+        layout,
+        request,
         inputs,
         gradient: None,
         stats: lse,
         options,
         queries: outputs.queries.clone(),
     };
-    sum_lines(
-        client,
-        layout,
-        sizes,
-        &summed,
-        Line::Columns,
-        &outputs.columns,
-    )?;
-    sum_lines(
-        client,
-        layout,
-        sizes,
-        &summed,
-        Line::Diagonals,
-        &outputs.diagonals,
-    )
+    sum_lines(&summed, Line::Columns, &outputs.columns)?;
+    sum_lines(&summed, Line::Diagonals, &outputs.diagonals)
 }
 
-/// The gradient of biases of distances: that of the scores, summed over diagonals, batch entries and what shares a bias. `stats` are those of the
-/// backward pass.
+/// The gradient of biases of distances: that of the scores, summed over diagonals, batch entries and what shares a bias. `stats` are those of
+/// all positions, `out` is where it goes.
 pub(super) fn distance_gradient(
-    client: &Client,
-    layout: &BlockLayout,
-    sizes: &Sizes,
-    [q, k, v, grad_out]: [&TensorView; 4],
+    pass: &BackwardPass,
     stats: &Handle,
-    options: &ScoreOptions,
-    table: &Handle,
+    out: &Handle,
 ) -> Result<(), KernelError> {
+    let &BackwardPass {
+        client,
+        layout,
+        request,
+        inputs: [q, k, v],
+        options,
+        ..
+    } = pass;
     let Some(TableView { shape, .. }) = options.relative else {
         return Ok(());
     };
     let summed = Summed {
+        client,
+        layout,
+        request,
         inputs: [q, k],
-        gradient: Some([v, grad_out]),
+        gradient: Some([v, pass.grads.out]),
         stats,
         options,
         queries: 0..layout.seq_q(),
     };
-    let accumulator = sizes.accumulator();
+    let accumulator = request.accumulator();
     let length = layout.seq_q() + layout.seq_kv() - 1;
-    let elements = sizes.batch * layout.heads() * length;
+    let elements = request.batch * layout.heads() * length;
     let diagonals = client.empty(elements * accumulator.size());
-    sum_lines(client, layout, sizes, &summed, Line::Diagonals, &diagonals)?;
+    sum_lines(&summed, Line::Diagonals, &diagonals)?;
     let [own_heads, width] = shape;
-    let cubes = spread(client, (own_heads * width) as u64)?;
+    let numbers = own_heads * width;
+    let cubes = spread(client, numbers as u64)?;
+    let address = address_of(client, elements.max(numbers))?;
+    // SAFETY: a cube reads the diagonals of a distance and writes its own number of the table.
     unsafe {
         fold_distances::launch_unchecked(
             client,
             cubes,
             CubeDim::new_1d(FOLD_UNITS as u32),
-            address_of(client, elements)?,
-            BufferArg::from_raw_parts(diagonals, elements),
-            BufferArg::from_raw_parts(table.clone(), own_heads * width),
-            sizes.batch,
+            address,
+            buffer(&diagonals, elements),
+            buffer(out, numbers),
+            request.batch,
             layout.heads(),
             own_heads,
             layout.seq_q(),
@@ -177,128 +204,195 @@ pub(super) fn distance_gradient(
     Ok(())
 }
 
-/// Sums along lines into `out`.
-fn sum_lines(
-    client: &Client,
-    layout: &BlockLayout,
-    sizes: &Sizes,
-    summed: &Summed,
+/// The sums of segments of lines, and how kernels index them.
+struct Segments {
+    tile: Tile,
     line: Line,
-    out: &Handle,
-) -> Result<(), KernelError> {
-    let [q, k] = summed.inputs;
-    let options = summed.options;
-    let tile = tile(client, layout, sizes, summed.gradient.is_some())?;
-    let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
-    let accumulator = sizes.accumulator();
-    let mut named = vec![("q", q), ("k", k)];
-    if let Some([v, grad_out]) = summed.gradient {
-        named.extend([("v", v), ("grad_out", grad_out)]);
-    }
-    let width = load_width(sizes.dtype, &named)?;
-    let (length, offset) = match line {
-        Line::Columns => (seq_kv, 0),
-        Line::Diagonals => (
-            seq_q + seq_kv - 1,
-            seq_kv.next_multiple_of(tile.rows) - seq_kv,
-        ),
-    };
-    let limit = client.properties().hardware.max_cube_count.0;
-    let lines = Lines {
-        line,
-        side: tile.rows,
-        queries: summed.queries.clone(),
-        most_segments: limit as usize,
-    };
-    let plan = line_plan(client, layout, lines);
-    // A buffer has an element at least.
-    let segments = plan.segments.max(1);
-    let elements = sizes.batch * heads * segments * line_width(line, tile.rows);
-    let total = sizes.batch * heads * length;
-    let reaches = named.iter().map(|(_, tensor)| tensor.reach());
-    let bias = options.bias.as_ref().map_or(0, |bias| bias.elements());
-    let largest = reaches.chain([elements, total, bias]).max().unwrap_or(0);
-    let address = address_of(client, largest)?;
-    // lse and delta, then the slopes and the biases of distances.
-    let rows = sizes.batch * heads * seq_q;
-    let gradient = summed.gradient.is_some();
-    let slopes = options.device_slopes(client, layout, accumulator);
-    let [table_start, numbers] = match gradient {
-        true => options.stats_len(rows),
-        false => [0, rows],
-    };
-    let [v, grad_out] = summed.gradient.unwrap_or(summed.inputs);
-    let parts = || line_parts(&plan, batch_words(layout));
-    let words = || unsafe { BufferArg::from_raw_parts(plan.words.clone(), plan.len) };
-    let sums = client.empty(elements * accumulator.size());
-    unsafe {
-        kernel::launch_unchecked(
+    plan: Arc<DeviceLinePlan>,
+    sums: Handle,
+    /// Segments of a head. A buffer has an element at least.
+    segments: usize,
+    /// Elements of the sums.
+    elements: usize,
+    /// Elements of a load.
+    width: usize,
+    address: AddressType,
+    /// Sums of a head in the end.
+    length: usize,
+    /// The first of them in a line of tiles.
+    offset: usize,
+    /// Sums of all heads.
+    total: usize,
+}
+
+impl Segments {
+    fn new(summed: &Summed, line: Line) -> Result<Self, KernelError> {
+        let &Summed {
             client,
-            CubeCount::Static(segments as u32, heads as u32, sizes.batch as u32),
-            CubeDim::new_1d(tile.units() as u32),
-            address,
-            width,
-            vectors_of(q, width),
-            vectors_of(k, width),
-            BufferArg::from_raw_parts(summed.stats.clone(), numbers),
-            match gradient {
-                true => ComptimeOptionArgs::None,
-                false => optional(slopes.as_ref(), heads),
-            },
-            options.bias(),
-            match gradient {
-                true => ComptimeOptionArgs::None,
-                false => options.table(),
-            },
-            vectors_if(gradient, v, width),
-            vectors_if(gradient, grad_out, width),
-            BufferArg::from_raw_parts(sums.clone(), elements),
-            words(),
-            strides_of(q, width),
-            strides_of(k, width),
-            strides_of(v, width),
-            strides_of(grad_out, width),
-            options.bias_strides(),
-            options.distances(table_start),
-            listing(None),
-            parts(),
-            heads / sizes.kv_heads,
-            rows * 2,
-            InputScalar::new(options.scale, accumulator),
-            InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
-            options.mask(),
-            options.dropout_factor(accumulator),
-            gradient,
+            layout,
+            request,
+            options,
+            ..
+        } = summed;
+        let properties = client.properties();
+        let tile = tile(properties, layout, request, summed.gradient.is_some())?;
+        let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
+        let named = summed.named();
+        let width = load_width(request.dtype, &named)?;
+        let (length, offset) = match line {
+            Line::Columns => (seq_kv, 0),
+            Line::Diagonals => (
+                seq_q + seq_kv - 1,
+                seq_kv.next_multiple_of(tile.rows) - seq_kv,
+            ),
+        };
+        let lines = Lines {
             line,
+            side: tile.rows,
+            queries: summed.queries.clone(),
+            most_segments: properties.hardware.max_cube_count.0 as usize,
+        };
+        let plan = line_plan(client, layout, lines)?;
+        let segments = plan.segments.max(1);
+        let elements = request.batch * heads * segments * line_width(line, tile.rows);
+        let total = request.batch * heads * length;
+        let reaches = named.iter().map(|(_, tensor)| tensor.reach());
+        let [_, stats] = summed.stats_len();
+        let others = [elements, total, options.bias_len(), stats];
+        let largest = reaches.chain(others).max().unwrap_or(0);
+        Ok(Self {
             tile,
-            sizes.dtype,
-            accumulator,
-        );
-    }
-    const UNITS: u32 = 64;
-    let cubes = spread(client, (total as u64).div_ceil(u64::from(UNITS)))?;
-    unsafe {
-        add_segments::launch_unchecked(
-            client,
-            cubes,
-            CubeDim::new_1d(UNITS),
-            address,
-            BufferArg::from_raw_parts(sums, elements),
-            BufferArg::from_raw_parts(out.clone(), total),
-            words(),
-            parts(),
-            heads,
+            line,
+            plan,
+            sums: client.empty(elements * request.accumulator().size()),
             segments,
-            plan.lines,
+            elements,
+            width,
+            address: address_of(client, largest)?,
             length,
             offset,
             total,
-            line,
-            tile.rows,
-            accumulator,
-        );
+        })
     }
-    Ok(())
+
+    fn words(&self) -> BufferArg {
+        buffer(&self.plan.words, self.plan.len)
+    }
+
+    fn parts(&self, layout: &BlockLayout) -> LinePartsLaunch {
+        let parts = &self.plan.sections;
+        LinePartsLaunch::new(
+            parts.heads,
+            parts.lines,
+            parts.segments,
+            parts.tiles,
+            parts.masks,
+            batch_words(layout),
+        )
+    }
+
+    /// Sums of each segment.
+    fn sum(&self, summed: &Summed) {
+        let &Summed {
+            client,
+            layout,
+            request,
+            inputs: [q, k],
+            options,
+            ..
+        } = summed;
+        let (tile, width, accumulator) = (self.tile, self.width, request.accumulator());
+        let heads = layout.heads();
+        let gradient = summed.gradient.is_some();
+        let slopes = options.device_slopes(client, layout, accumulator);
+        let [table_start, numbers] = summed.stats_len();
+        let [v, grad_out] = summed.gradient.unwrap_or(summed.inputs);
+        let [segments, all_heads, batches] =
+            [self.segments, heads, request.batch].map(|count| count as u32);
+        // SAFETY: a cube walks the tiles that the plan has for its segment, reads positions below the lengths in the strides, writes its
+        // own sums, and the buffers have the lengths they say (see `buffer`).
+        unsafe {
+            kernel::launch_unchecked(
+                client,
+                CubeCount::Static(segments, all_heads, batches),
+                CubeDim::new_1d(tile.units() as u32),
+                self.address,
+                width,
+                vectors_of(q, width),
+                vectors_of(k, width),
+                buffer(summed.stats, numbers),
+                match gradient {
+                    true => ComptimeOptionArgs::None,
+                    false => optional(slopes.as_ref(), heads),
+                },
+                options.bias(),
+                match gradient {
+                    true => ComptimeOptionArgs::None,
+                    false => options.table(),
+                },
+                vectors_if(gradient, v, width),
+                vectors_if(gradient, grad_out, width),
+                buffer(&self.sums, self.elements),
+                self.words(),
+                strides_of(q, width),
+                strides_of(k, width),
+                strides_of(v, width),
+                strides_of(grad_out, width),
+                options.bias_strides(),
+                options.distances(table_start),
+                listing(None),
+                self.parts(layout),
+                heads / request.kv_heads,
+                request.batch * heads * layout.seq_q() * 2,
+                InputScalar::new(options.scale, accumulator),
+                InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+                options.mask(),
+                options.dropout_factor(accumulator),
+                gradient,
+                self.line,
+                tile,
+                request.dtype,
+                accumulator,
+            );
+        }
+    }
+
+    /// Adds up the segments of each line, or of the two diagonals of tiles that a distance crosses.
+    fn add(&self, summed: &Summed, out: &Handle) -> Result<(), KernelError> {
+        const UNITS: u32 = 64;
+        let (client, layout) = (summed.client, summed.layout);
+        let cubes = spread(client, (self.total as u64).div_ceil(u64::from(UNITS)))?;
+        // SAFETY: a unit below `total` reads the segments of its lines and writes its own sum.
+        unsafe {
+            add_segments::launch_unchecked(
+                client,
+                cubes,
+                CubeDim::new_1d(UNITS),
+                self.address,
+                buffer(&self.sums, self.elements),
+                buffer(out, self.total),
+                self.words(),
+                self.parts(layout),
+                layout.heads(),
+                self.segments,
+                self.plan.lines,
+                self.length,
+                self.offset,
+                self.total,
+                self.line,
+                self.tile.rows,
+                summed.request.accumulator(),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Sums along lines into `out`.
+fn sum_lines(summed: &Summed, line: Line, out: &Handle) -> Result<(), KernelError> {
+    let segments = Segments::new(summed, line)?;
+    segments.sum(summed);
+    segments.add(summed, out)
 }
 
 /// A tensor in vectors, if it is asked for.
@@ -313,34 +407,22 @@ fn vectors_if<T: LaunchArg<RuntimeArg = BufferArg>>(
     }
 }
 
-fn line_parts(plan: &DeviceLinePlan, batch_words: usize) -> LinePartsLaunch {
-    let parts = &plan.sections;
-    LinePartsLaunch::new(
-        parts.heads,
-        parts.lines,
-        parts.segments,
-        parts.tiles,
-        parts.masks,
-        batch_words,
-    )
-}
-
 /// Sides of tiles with the rows of a unit.
 const SIDES: [(usize, usize); 4] = [(64, 4), (32, 4), (16, 2), (8, 1)];
 
 /// The largest tile that fits a block and the device.
 fn tile(
-    client: &Client,
+    properties: &DeviceProperties,
     layout: &BlockLayout,
-    sizes: &Sizes,
+    request: &Request,
     gradient: bool,
 ) -> Result<Tile, KernelError> {
-    let hardware = &client.properties().hardware;
+    let hardware = &properties.hardware;
     let fits = |tile: &Tile| {
         let side = tile.rows;
         let numbers = 2 * row_fours(tile, gradient) * 4 + side * side;
         // The compiler may align each of the three arrays.
-        let bytes = numbers * sizes.accumulator().size() + 3 * 16;
+        let bytes = numbers * request.accumulator().size() + 3 * 16;
         bytes <= hardware.max_shared_memory_size
             && tile.units() <= hardware.max_units_per_cube as usize
             && tile.units() <= hardware.max_cube_dim.0 as usize
@@ -349,16 +431,16 @@ fn tile(
         rows: side,
         units_x: side / 4,
         unit_rows,
-        head_dim: sizes.head_dim,
-        value_dim: sizes.value_dim,
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
         group: side,
         mask_words: side.div_ceil(32),
         store: None,
-        softcap: sizes.softcap,
-        alibi: sizes.alibi,
-        dropout: gradient && sizes.dropout,
-        bias: sizes.bias,
-        relative: sizes.relative,
+        score: ScoreKind {
+            dropout: gradient && request.score.dropout,
+            ..request.score
+        },
+        max_scores: false,
         bias_gradient: false,
         planes: false,
         residue: false,
@@ -369,8 +451,8 @@ fn tile(
         .filter(|tile| tile.rows <= layout.block_size())
         .find(fits)
         .ok_or(KernelError::SharedMemory {
-            head_dim: sizes.head_dim,
-            value_dim: sizes.value_dim,
+            head_dim: request.head_dim,
+            value_dim: request.value_dim,
             available: hardware.max_shared_memory_size,
         })
 }

@@ -1,55 +1,34 @@
 //! What the tensor-core tiers share on the host.
 
-use cubecl::server::Handle;
+use super::call::{PartRequest, Request, TensorView, TierLimit};
+use super::error::KernelError;
 
-use super::{KernelError, Sizes, TensorView};
+/// Why a tier does not take a part: kernels count the elements of what they write, or vectors of them, in 32 bits.
+pub const TOO_LARGE: &str = "an output has more elements than its kernels count in 32 bits";
 
-/// `BLOCKSPARSE_TIER=simt` or `mma` leaves faster tiers out, `hopper-forward` the hopper tier's backward pass, and `hopper-walks` its
-/// fused one.
-pub fn tier_limit() -> Option<String> {
-    std::env::var("BLOCKSPARSE_TIER").ok()
+/// Whether 32 bits count so many.
+pub fn is_u32(count: usize) -> bool {
+    u32::try_from(count).is_ok()
 }
 
-/// Where one walk of the backward pass reads and writes.
-pub struct WalkOperands<'a> {
-    /// Of the tile's own rows: q and dO, or k and v.
-    pub a: [&'a TensorView; 2],
-    /// Of the gathered rows: k and v, or q and dO.
-    pub b: [&'a TensorView; 2],
-    /// `[batch · heads, pitch, 2]`, f32: `lse · log2 e` and delta of the query at each place.
-    pub stats: &'a Handle,
-    /// Places of a head in the stats; for TMA a multiple of 2.
-    pub pitch: usize,
-    /// dQ, or dK and dV.
-    pub out: &'a Handle,
-    /// Elements before dV.
-    pub second: usize,
-}
-
-impl<'a> WalkOperands<'a> {
-    /// The inputs, as errors name them.
-    pub fn named(&self) -> [(&'static str, &'a TensorView); 4] {
-        let ([a1, a2], [b1, b2]) = (self.a, self.b);
-        [
-            ("q or k", a1),
-            ("v or grad_out", a2),
-            ("k or q", b1),
-            ("grad_out or v", b2),
-        ]
-    }
-}
-
-/// What a call asks for that none of these tiers does, whatever the tile.
-pub fn check_options(sizes: &Sizes) -> Result<(), &'static str> {
-    if sizes.store {
+/// What a part asks for that none of these tiers does, whatever the tile.
+pub fn check_options(request: &Request) -> Result<(), &'static str> {
+    if request.store {
         return Err("weights are stored");
     }
-    let biased = sizes.alibi || sizes.bias || sizes.relative;
-    if !(sizes.positive_scale || sizes.softcap || biased) {
+    if !(request.positive_scale || request.score.softcap || request.score.biased()) {
         // The running maximum is of unscaled scores.
         return Err("the scale is not positive");
     }
     Ok(())
+}
+
+/// Whether a part may run on tensor cores at all.
+pub fn check_limit(part: &PartRequest) -> Result<(), &'static str> {
+    match part.limit {
+        TierLimit::Simt => Err("BLOCKSPARSE_TIER says simt"),
+        _ => Ok(()),
+    }
 }
 
 /// Checks that rows begin at multiples of 16 bytes, of which a tensor has `multiple` elements, and are contiguous.
@@ -82,6 +61,18 @@ pub fn check_rows(
             tensor: name,
             stride: tensor.strides[3],
         }),
+    }
+}
+
+/// Checks that a table of distances can be indexed: its kernels do it in signed 32 bits.
+pub fn check_table(numbers: usize) -> Result<(), KernelError> {
+    match i32::try_from(numbers) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(KernelError::limit(
+            "the numbers of a table of distances",
+            i32::MAX as u32,
+            numbers,
+        )),
     }
 }
 

@@ -3,8 +3,8 @@
 use std::sync::{Arc, LazyLock};
 
 use blocksparse::kernels::{
-    self, AttentionPlan, BiasView, ChoiceTensor, Gradients, Outputs, ScoreOptions, Sizes,
-    TableView, TensorView,
+    self, AttentionPlan, BiasView, ChoiceTensor, Gradients, Outputs, Request, ScoreKind,
+    ScoreOptions, TableView, TensorView,
 };
 use blocksparse::{BlockLayout, kernels::KernelError};
 use burn::backend::cubecl::dtype_to_elem_type;
@@ -26,46 +26,48 @@ use crate::{AttentionOptions, ProductPrecision, WeightsMode, reference, weights}
 pub(crate) fn plan(
     device: &CubeDevice,
     layout: &BlockLayout,
-    sizes: Sizes,
+    request: Request,
 ) -> Result<Arc<AttentionPlan>, KernelError> {
-    AttentionPlan::new(&device.client(), layout, sizes)
+    AttentionPlan::new(&device.client(), layout, request)
 }
 
 /// Whether `device` can sum the weights of a call.
 pub(crate) fn check_masses(
     device: &CubeDevice,
     layout: &BlockLayout,
-    sizes: &Sizes,
+    request: &Request,
 ) -> Result<(), KernelError> {
-    kernels::check_masses(&device.client(), layout, sizes)
+    kernels::check_masses(&device.client(), layout, request)
 }
 
-pub(crate) fn sizes(
+pub(crate) fn request(
     [batch, kv_heads, head_dim, value_dim]: [usize; 4],
     dtype: DType,
     options: &AttentionOptions,
     [bias, relative]: [bool; 2],
-) -> Result<Sizes, KernelError> {
+) -> Result<Request, KernelError> {
     if !dtype.is_float() {
         return Err(KernelError::Dtype {
             dtype: format!("{dtype:?}"),
         });
     }
-    Ok(Sizes {
-        batch,
-        kv_heads,
-        head_dim,
-        value_dim,
-        dtype: dtype_to_elem_type(dtype),
-        store: options.weights == WeightsMode::Store,
-        softcap: options.softcap.is_some(),
-        alibi: options.alibi.is_some(),
-        dropout: options.active_dropout().is_some(),
-        bias,
-        relative,
-        positive_scale: options.scale_for(head_dim) > 0.0,
-        tf32: options.precision == ProductPrecision::Tf32 && dtype == DType::F32,
-    })
+    let tf32 = options.precision == ProductPrecision::Tf32 && dtype == DType::F32;
+    let request = Request::new(
+        [batch, kv_heads],
+        [head_dim, value_dim],
+        dtype_to_elem_type(dtype),
+    );
+    Ok(request
+        .with_score(ScoreKind {
+            softcap: options.softcap.is_some(),
+            alibi: options.alibi.is_some(),
+            dropout: options.active_dropout().is_some(),
+            bias,
+            relative,
+        })
+        .with_scale(options.scale_for(head_dim))
+        .with_stored_weights(options.weights == WeightsMode::Store)
+        .with_tf32(tf32))
 }
 
 impl BlockSparseOps for CubeBackend {
@@ -79,8 +81,8 @@ impl BlockSparseOps for CubeBackend {
         }
         let call = Call::new(inputs, layout, options);
         let (heads, seq_q) = (call.layout.heads(), call.layout.seq_q());
-        let batch = call.sizes.batch;
-        let out = call.empty([batch, heads, seq_q, call.sizes.value_dim], call.dtype);
+        let batch = call.request.batch;
+        let out = call.empty([batch, heads, seq_q, call.request.value_dim], call.dtype);
         let lse = call.empty([batch, heads, seq_q], call.accumulator());
         let stored = (call.options.weights == WeightsMode::Store).then(|| {
             let shape = weights::shape(&call.layout, batch);
@@ -92,11 +94,8 @@ impl BlockSparseOps for CubeBackend {
             &call.plan,
             &call.layout,
             [&views[0], &views[1], &views[2]],
-            Outputs {
-                out: &out.handle,
-                lse: &lse.handle,
-                weights: stored.as_ref().map(|weights| &weights.handle),
-            },
+            Outputs::new(&out.handle, &lse.handle)
+                .with_weights(stored.as_ref().map(|weights| &weights.handle)),
             &call.score_options(),
         );
         checked(result);
@@ -127,13 +126,13 @@ impl BlockSparseOps for CubeBackend {
             call.layout.seq_q(),
             call.layout.seq_kv(),
         );
-        let Sizes {
+        let Request {
             batch,
             kv_heads,
             head_dim,
             value_dim,
             ..
-        } = call.sizes;
+        } = call.request;
         // Autodiff may hand over what another op made of them.
         let [out, lse] = [output.out, output.lse].map(into_contiguous);
         let [stored, grad_lse] = [output.weights, grads.lse].map(|tensor| match tensor {
@@ -161,24 +160,17 @@ impl BlockSparseOps for CubeBackend {
             let shape = table.meta.shape().dims::<2>();
             call.empty(shape, call.accumulator())
         });
-        let gradients = Gradients {
-            q: dq.handle.clone(),
-            kv: dkv.clone(),
-            v_offset: v_start / element,
-            bias: bias_sums.as_ref().map(|sums| sums.handle.clone()),
-            relative: table.as_ref().map(|table| table.handle.clone()),
-        };
+        let mut gradients = Gradients::new(dq.handle.clone(), dkv.clone(), v_start / element);
+        gradients.bias = bias_sums.as_ref().map(|sums| sums.handle.clone());
+        gradients.relative = table.as_ref().map(|table| table.handle.clone());
         let views = call.views();
         let result = kernels::backward(
             &call.client,
             &call.plan,
             &call.layout,
             [&views[0], &views[1], &views[2]],
-            Outputs {
-                out: &out.handle,
-                lse: &lse.handle,
-                weights: stored.as_ref().map(|weights| &weights.handle),
-            },
+            Outputs::new(&out.handle, &lse.handle)
+                .with_weights(stored.as_ref().map(|weights| &weights.handle)),
             kernels::OutputGrads {
                 out: &grad_out,
                 lse: grad_lse.as_ref().map(|grad| &grad.handle),
@@ -233,7 +225,7 @@ struct Call {
     client: Client,
     device: CubeDevice,
     dtype: DType,
-    sizes: Sizes,
+    request: Request,
     plan: Arc<AttentionPlan>,
     layout: BlockLayout,
     options: AttentionOptions,
@@ -259,21 +251,21 @@ impl Call {
         let [batch, kv_heads, _, head_dim] = k.meta.shape().dims();
         let value_dim = v.meta.shape()[3];
         let dtype = q.dtype;
-        let sizes = checked(sizes(
+        let request = checked(request(
             [batch, kv_heads, head_dim, value_dim],
             dtype,
             &options,
             [bias.is_some(), relative.is_some()],
         ));
         let (client, device) = (q.client.clone(), q.device.clone());
-        let plan = checked(AttentionPlan::new(&client, &layout.host, sizes));
+        let plan = checked(AttentionPlan::new(&client, &layout.host, request));
         choose_blocks(&client, &layout.host, layout.choice);
         let alignment = plan.alignment();
         Self {
             client,
             device,
             dtype,
-            sizes,
+            request,
             plan,
             layout: layout.host,
             options,
@@ -288,14 +280,13 @@ impl Call {
     }
 
     fn score_options(&self) -> ScoreOptions {
-        ScoreOptions {
-            scale: self.options.scale_for(self.sizes.head_dim),
-            softcap: self.options.softcap,
-            slopes: self.options.alibi.clone(),
-            dropout: self.options.active_dropout(),
-            bias: self.bias.as_ref().map(bias_view),
-            relative: self.relative.as_ref().map(table_view),
-        }
+        let mut scores = ScoreOptions::new(self.options.scale_for(self.request.head_dim));
+        scores.softcap = self.options.softcap;
+        scores.slopes = self.options.alibi.clone();
+        scores.dropout = self.options.active_dropout();
+        scores.bias = self.bias.as_ref().map(bias_view);
+        scores.relative = self.relative.as_ref().map(table_view);
+        scores
     }
 
     fn accumulator(&self) -> DType {

@@ -18,7 +18,7 @@ mod kernels {
 
     use super::AttentionMassOps;
     use crate::backends::cube::{
-        bias_view, checked, contiguous, empty, readable, sizes, table_view, uses_reference, view,
+        bias_view, checked, contiguous, empty, readable, request, table_view, uses_reference, view,
     };
     use crate::masses::{MassInputs, MassOutput};
     use crate::ops::LayoutTensors;
@@ -47,7 +47,7 @@ mod kernels {
             let lse = into_contiguous(lse);
             let [batch, kv_heads, seq_kv, head_dim] = k.meta.shape().dims();
             let dims = [batch, kv_heads, head_dim, head_dim];
-            let sizes = checked(sizes(
+            let request = checked(request(
                 dims,
                 q.dtype,
                 &options,
@@ -61,19 +61,16 @@ mod kernels {
                 columns: columns.handle.clone(),
                 diagonals: diagonals.handle.clone(),
             };
-            let scores = ScoreOptions {
-                scale: options.scale_for(head_dim),
-                softcap: options.softcap,
-                slopes: options.alibi.clone(),
-                dropout: None,
-                bias: bias.as_ref().map(bias_view),
-                relative: relative.as_ref().map(table_view),
-            };
+            let mut scores = ScoreOptions::new(options.scale_for(head_dim));
+            scores.softcap = options.softcap;
+            scores.slopes = options.alibi.clone();
+            scores.bias = bias.as_ref().map(bias_view);
+            scores.relative = relative.as_ref().map(table_view);
             let views = [&q, &k].map(view);
             let result = blocksparse::kernels::masses(
                 &q.client,
                 &layout,
-                &sizes,
+                &request,
                 [&views[0], &views[1]],
                 &lse.handle,
                 &scores,

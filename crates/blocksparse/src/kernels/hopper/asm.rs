@@ -5,7 +5,7 @@
 
 use cubecl::prelude::*;
 
-pub use crate::kernels::asm::*;
+pub use crate::kernels::shared::asm::*;
 
 /// Bytes of a row of shared memory: the span of the 128-byte swizzle, which repeats after 8 rows.
 pub const ROW: usize = 128;
@@ -302,10 +302,13 @@ pub fn bulk_wait() {
     gpu_asm!("cp.async.bulk.wait_group 0;");
 }
 
-/// The address of global memory.
+/// The address of a buffer.
 #[cube]
-pub fn global_address<T: CubePrimitive>(pointer: *const T) -> u64 {
+pub fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     let o: u64;
+    // SAFETY: the pointer is only turned into an address. What is there is read and written by PTX, at offsets that the host has
+    // checked the buffer's length against.
+    let pointer = unsafe { buffer.as_ptr_unchecked() };
     gpu_asm!("cvta.to.global.u64 {o}, {p};", o = out(_) o, p = in(_) pointer);
     o
 }

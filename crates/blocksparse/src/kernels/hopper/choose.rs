@@ -1,13 +1,13 @@
 //! Which tile a call gets.
 
 use cubecl::ir::{ElemType, FloatKind, features::Tma};
-use cubecl::prelude::*;
 
 use super::asm::Half;
+use super::fused::Sizes;
 use super::options::Options;
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
-use crate::kernels::Sizes;
-use crate::kernels::tensor::{check_options, tier_limit};
+use crate::kernels::call::{PartRequest, Request, TierLimit};
+use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, is_u32};
 use crate::plan::{Grouping, Walk};
 use crate::{BlockLayout, Residue};
 
@@ -56,95 +56,101 @@ const CANDIDATES: [Candidate; 8] = [
     candidate(256, [1, 64, 2, 1], true, 0.55),
 ];
 
-/// The tile that should be fastest, or why the tier does not take the call.
-///
-/// # Errors
-/// What the tier lacks: the device, the type, the head_dim, or something it does not compute.
-pub fn choose(
-    layout: &BlockLayout,
-    sizes: &Sizes,
-    seq: usize,
-    residue: Option<Residue>,
-    carry: bool,
-    properties: &DeviceProperties,
-) -> Result<Tile, &'static str> {
+/// Whether the device has what the tier is made of, and the call allows it.
+fn check_tier(part: &PartRequest) -> Result<(), &'static str> {
+    let properties = part.properties;
     if properties.identity.fingerprint != "ptx_sm90" || !properties.features.tma.contains(Tma::Base)
     {
         return Err("the device is not of compute capability 9.0");
     }
-    match tier_limit().as_deref() {
-        Some("simt") => return Err("BLOCKSPARSE_TIER says simt"),
-        Some("mma") => return Err("BLOCKSPARSE_TIER says mma"),
-        _ => {}
+    check_limit(part)?;
+    match part.limit {
+        TierLimit::Mma => Err("BLOCKSPARSE_TIER says mma"),
+        _ => Ok(()),
     }
-    let half = match sizes.dtype {
+}
+
+/// The tile that should be fastest, or why the tier does not take the part.
+///
+/// # Errors
+/// What the tier lacks: the device, the type, the head_dim, or something it does not compute.
+pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
+    let &PartRequest {
+        layout, request, ..
+    } = part;
+    check_tier(part)?;
+    let half = match request.dtype {
         ElemType::Float(FloatKind::BF16) => Half::Bf16,
         ElemType::Float(FloatKind::F16) => Half::F16,
         _ => return Err("the dtype is neither bf16 nor f16"),
     };
-    check_options(sizes)?;
-    let options = Options {
-        alibi: sizes.alibi,
-        bias: sizes.bias,
-        relative: sizes.relative,
-        wide_bias: false,
-        dropout: sizes.dropout,
-    };
-    if let Some(Residue { stride, .. }) = residue
-        && !seq.is_multiple_of(stride)
+    check_options(request)?;
+    if let Some(Residue { stride, .. }) = part.residue
+        && !part.seq_kv.is_multiple_of(stride)
     {
         return Err("the sequence is no multiple of the pattern's stride");
     }
-    if sizes.head_dim != sizes.value_dim {
+    if request.head_dim != request.value_dim {
         return Err("head_dim and value_dim differ");
     }
-    if !CANDIDATES.iter().any(|shape| shape.dim == sizes.head_dim) {
+    let shapes = || {
+        CANDIDATES
+            .iter()
+            .filter(|shape| shape.dim == request.head_dim)
+    };
+    if shapes().next().is_none() {
         return Err("head_dim is none of 64, 96, 128, 256");
     }
-    let block = layout.block_size();
-    let hardware = &properties.hardware;
+    let rows = request.batch * layout.heads() * layout.seq_q();
+    if !is_u32(rows * request.value_dim / 8) {
+        return Err(TOO_LARGE);
+    }
+    let hardware = &part.properties.hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
     let mut best: Option<(f64, Tile)> = None;
-    for shape in CANDIDATES
-        .iter()
-        .filter(|shape| shape.dim == sizes.head_dim)
-    {
+    for shape in shapes() {
         let rows = GROUP_ROWS * shape.warpgroups;
-        let grouping = Grouping::best(
-            layout,
-            Walk::Rows,
-            [rows, shape.cols],
-            sizes.may_cluster(layout, Walk::Rows),
-        );
+        let may_cluster = request.may_cluster(layout, Walk::Rows);
+        let grouping = Grouping::best(layout, Walk::Rows, [rows, shape.cols], may_cluster);
         let tile = Tile {
             half,
             dim: shape.dim,
             warpgroups: shape.warpgroups,
             cols: shape.cols,
-            group: shape.cols.min(block),
+            group: shape.cols.min(layout.block_size()),
             stages: shape.stages,
             lag: shape.lag,
             overlap: shape.overlap,
-            softcap: sizes.softcap,
-            options,
-            residue: residue.is_some(),
-            carry,
+            max_scores: request.max_scores,
+            options: options(request),
+            residue: part.residue.is_some(),
+            carry: part.carry,
             clustered: grouping.clustered,
         };
-        if !tile.fits(block) || tile.shared_bytes() > hardware.max_shared_memory_size {
+        let fits = tile.shared_bytes() <= hardware.max_shared_memory_size;
+        if !tile.fits(layout.block_size()) || !fits {
             continue;
         }
         let waste = layout.seq_q().next_multiple_of(rows) as f64 / layout.seq_q() as f64;
         // Fewer cubes than multiprocessors leave some idle.
-        let cubes = layout.seq_q().div_ceil(rows) * layout.heads() * sizes.batch;
+        let cubes = layout.seq_q().div_ceil(rows) * layout.heads() * request.batch;
         let idle = (multiprocessors / cubes as f64).max(1.0);
         let cost = grouping.overhead * waste * idle / shape.speed;
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, tile));
         }
     }
-    best.map(|(_, tile)| tile)
-        .ok_or("no tile fits the shared memory of the device")
+    best.map(|(_, tile)| tile).ok_or(NO_TILE)
+}
+
+const NO_TILE: &str = "no tile fits the shared memory of the device";
+
+/// What a kernel has; [`wide_bias`](Options::wide_bias) is known with the tensors only.
+fn options(request: &Request) -> Options {
+    Options {
+        score: request.score,
+        wide_bias: false,
+    }
 }
 
 /// How the backward pass runs.
@@ -156,36 +162,19 @@ pub enum Backward {
     Walks([WalkTile; 2]),
 }
 
-/// As [`choose`], for the backward pass. What the forward tier does not take, this one does not either.
+/// As [`choose`], for the backward pass of a part whose forward pass has a tile.
 ///
 /// # Errors
 /// What the tier lacks.
-pub fn choose_backward(
-    layout: &BlockLayout,
-    sizes: &Sizes,
-    forward: &Result<Tile, &'static str>,
-    properties: &DeviceProperties,
-) -> Result<Backward, &'static str> {
-    let forward = (*forward)?;
-    if tier_limit().is_some_and(|limit| limit == "hopper-forward") {
+pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'static str> {
+    let layout = part.layout;
+    if part.limit == TierLimit::HopperForward {
         return Err("BLOCKSPARSE_TIER says hopper-forward");
     }
-    let walks = || {
-        let tile = |walk| choose_walk(layout, sizes, &forward, walk);
-        Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(tile)))
-    };
-    let block = layout.block_size();
     // Visits are counted on the host.
     let chosen = layout.device_choice().is_some();
-    if chosen || tier_limit().is_some_and(|limit| limit == "hopper-walks") {
-        if forward.dim != 64 && forward.dim != 128 {
-            return Err("head_dim is neither 64 nor 128");
-        }
-        if block < 16 {
-            // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
-            return Err("blocks are narrower than 16");
-        }
-        return walks();
+    if chosen || part.limit == TierLimit::HopperWalks {
+        return walks(part, &forward);
     }
     if forward.dim > 128 {
         return Err("head_dim is none of 64, 96, 128");
@@ -193,56 +182,67 @@ pub fn choose_backward(
     // A tile of unlike blocks computes pairs that none of them keeps, where two walks may have tiles of half the height. And tiles side by
     // side that see different queries do not keep step: they wait for each other at the sums of dQ. The classes of a listing
     // share no queries.
-    let may_cluster = sizes.may_cluster(layout, Walk::Columns);
+    let may_cluster = part.request.may_cluster(layout, Walk::Columns);
     let [small, grouping, large] = [1, 2, 4].map(|groups| {
-        Grouping::best(
-            layout,
-            Walk::Columns,
-            [GROUP_ROWS * groups, 64],
-            may_cluster,
-        )
+        let shape = [GROUP_ROWS * groups, 64];
+        Grouping::best(layout, Walk::Columns, shape, may_cluster)
     });
     // What the fused pass gains on two walks where both compute the same pairs.
     let gain = if forward.dim == 64 { 1.5 } else { 1.3 };
     let unlike =
         grouping.overhead > gain * small.overhead || large.overhead > 1.7 * grouping.overhead;
-    if unlike && !forward.residue && forward.dim != 96 && block >= 16 {
-        return walks();
+    if unlike && !forward.residue && check_walks(part, &forward).is_ok() {
+        return walks(part, &forward);
     }
+    let tile = fused(part, &forward, grouping)?;
+    // Without the gap that a buffer may have between dK and dV.
+    let keys = part.request.batch * part.request.kv_heads * part.seq_kv;
+    let sizes = Sizes::new(&tile, layout, part.request, part.seq_kv, keys * tile.dim);
+    match sizes.counts(&tile).iter().all(|&(_, count)| is_u32(count)) {
+        true => Ok(Backward::Fused(tile)),
+        // Walks write what the fused pass sums up.
+        false => walks(part, &forward).map_err(|_| TOO_LARGE),
+    }
+}
+
+/// The tile of the fused pass.
+fn fused(
+    part: &PartRequest,
+    forward: &Tile,
+    grouping: Grouping,
+) -> Result<BackwardTile, &'static str> {
     let (cols, stages) = match forward.dim {
         64 => (128, 2),
         _ => (64, 3),
     };
+    let steps = steps_of_tile(part.layout, part.request, cols);
     let tile = BackwardTile {
         half: forward.half,
         dim: forward.dim,
         warpgroups: 2,
         cols,
-        group: block.min(cols),
+        group: part.layout.block_size().min(cols),
         stages,
         lag: stages - 1,
-        softcap: forward.softcap,
         options: forward.options,
         residue: forward.residue,
         carry: forward.carry,
         clustered: grouping.clustered,
-        persistent: steps_of_tile(layout, sizes, cols) * grouping.overhead < SHORT_WALK,
+        persistent: steps * grouping.overhead < SHORT_WALK,
     };
     // The keys and values of two tiles fit at the least width only.
     let single = BackwardTile {
         persistent: false,
         ..tile
     };
-    let most = properties.hardware.max_shared_memory_size;
+    let most = part.properties.hardware.max_shared_memory_size;
     let fits = |tile: &BackwardTile| tile.shared_bytes() <= most;
-    let tile = [tile, single].into_iter().find(fits);
-    let tile = tile.ok_or("no tile fits the shared memory of the device")?;
-    Ok(Backward::Fused(tile))
+    [tile, single].into_iter().find(fits).ok_or(NO_TILE)
 }
 
 /// Steps of `cols` queries that a tile of 128 keys would walk on average if nothing were computed in vain.
-fn steps_of_tile(layout: &BlockLayout, sizes: &Sizes, cols: usize) -> f64 {
-    let heads_per_kv = layout.heads() / sizes.kv_heads;
+fn steps_of_tile(layout: &BlockLayout, request: &Request, cols: usize) -> f64 {
+    let heads_per_kv = layout.heads() / request.kv_heads;
     let blocks: usize = (0..layout.num_patterns())
         .map(|pattern| layout.pattern_blocks(pattern))
         .sum();
@@ -250,9 +250,35 @@ fn steps_of_tile(layout: &BlockLayout, sizes: &Sizes, cols: usize) -> f64 {
     pairs / (layout.num_patterns() * layout.seq_kv().max(1) * cols) as f64
 }
 
+/// Whether two walks can make the gradients.
+fn check_walks(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
+    if forward.dim != 64 && forward.dim != 128 {
+        return Err("head_dim is neither 64 nor 128");
+    }
+    if part.layout.block_size() < 16 {
+        // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
+        return Err("blocks are narrower than 16");
+    }
+    let request = part.request;
+    let queries = part.layout.heads() * part.layout.seq_q();
+    let keys = request.kv_heads * part.seq_kv * 2;
+    match is_u32(request.batch * queries.max(keys) * forward.dim / 8) {
+        true => Ok(()),
+        false => Err(TOO_LARGE),
+    }
+}
+
+/// Two walks.
+fn walks(part: &PartRequest, forward: &Tile) -> Result<Backward, &'static str> {
+    check_walks(part, forward)?;
+    let tile = |walk| choose_walk(part, forward, walk);
+    Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(tile)))
+}
+
 /// The tile of a walk.
-fn choose_walk(layout: &BlockLayout, sizes: &Sizes, forward: &Tile, walk: Walk) -> WalkTile {
-    let may_cluster = sizes.may_cluster(layout, walk);
+fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
+    let layout = part.layout;
+    let may_cluster = part.request.may_cluster(layout, walk);
     let tiles = [2, 1].map(|warpgroups| {
         let grouping = Grouping::best(layout, walk, [GROUP_ROWS * warpgroups, 64], may_cluster);
         // Two warpgroups share what is gathered; one unites fewer rows of blocks.
@@ -271,7 +297,6 @@ fn choose_walk(layout: &BlockLayout, sizes: &Sizes, forward: &Tile, walk: Walk) 
             group: layout.block_size().min(64),
             stages,
             lag: stages.min(3) - 1,
-            softcap: forward.softcap,
             options: forward.options,
             residue: forward.residue,
             carry: forward.carry,

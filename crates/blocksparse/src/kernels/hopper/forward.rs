@@ -21,20 +21,16 @@
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
+use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-use super::Tile;
 use super::asm::*;
 use super::options::*;
-use crate::kernels::simt::tile::{Four, Listing, PlanParts};
-
-/// Where the running maximum starts: below any score, but not −∞, which masked scores are.
-const LOWEST_MAX: f32 = -1.0e29;
-/// By how much, in powers of two, a new maximum must exceed the old one to replace it. Until then `p` exceeds 1,
-/// harmlessly, and the output needs no rescaling.
-const SLACK: f32 = 8.0;
-/// A unit holds parts of rows `r` and `r + 8`.
-const ROW_PAIR: u32 = 8;
+use super::output::*;
+use super::rows::*;
+use super::softmax::*;
+use super::tiles::Tile;
+use crate::kernels::shared::score::LOWEST_MAX;
+use crate::kernels::shared::walk::{Four, Listing, PlanParts};
 
 /// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`; `out`
 /// `[batch, heads, seq_q, dim]` in eights of elements and `lse` `[batch, heads, seq_q]` contiguous.
@@ -49,6 +45,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     v: &TensorMap<u32, Tiled>,
     out: &mut [Vector<u32, Four>],
     lse: &mut [f32],
+    max_scores: ComptimeOption<Box<[f32]>>,
     plan: &[u32],
     args: ComptimeOption<PairArgs>,
     parts: PlanParts,
@@ -62,7 +59,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     #[comptime] t: Tile,
 ) {
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
-    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let head = CUBE_POS_Y;
@@ -102,9 +99,9 @@ pub fn forward<S: Size, P: Size, O: Size>(
         base,
         batch,
         class_len: listing.class_len as u32,
-        kept: its_box(base, UNIT_POS_X, t),
+        kept: unit_box(base, UNIT_POS_X, t),
     };
-    let walk = Walk {
+    let walk = Walker {
         entry: parts.entries + plan[record] as usize * 2,
         masks: parts.masks,
         steps,
@@ -157,11 +154,17 @@ pub fn forward<S: Size, P: Size, O: Size>(
     );
     let q_span = comptime!(t.rows() * ROW);
     let k_span = comptime!(t.cols * ROW);
+    let numbers = ScoreNumbers {
+        softcap,
+        cap_scale,
+        log2_scale,
+    };
     let mut m0 = f32::new(LOWEST_MAX);
     let mut m1 = f32::new(LOWEST_MAX);
     let mut l0 = f32::new(0.0);
     let mut l1 = f32::new(0.0);
     let mut o = Vector::<f32, O>::zeroed();
+    let mut tops = RowTops::new(t);
     let first = (batch * CUBE_COUNT_Y + head) * seq_q;
     let fours = comptime!(t.dim / 32);
     let mut before = Array::<Vector<u32, Four>>::new(comptime!(2 * fours));
@@ -201,7 +204,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
             m1 = log1 * lse_scale;
             l1 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
         }
-        if comptime!(t.options.dropout) {
+        if comptime!(t.options.score.dropout) {
             // The factor of what is kept comes in the end.
             let all = reciprocal(factor_of(&args, comptime!(t.options)));
             #[unroll]
@@ -218,29 +221,22 @@ pub fn forward<S: Size, P: Size, O: Size>(
 
     if steps > 0 {
         if comptime!(t.overlap) {
-            let bits = mask_bits(plan, &walk, 0u32, t);
-            let kept = kept_of_step(&args, &pairs, plan, &walk, 0u32, &listing, t);
+            let step = step_pairs(plan, &args, &pairs, &walk, 0u32, &listing, t);
             barrier_wait(base + comptime!(t.k_full()), 0u32);
-            let s = wait::<S>(
-                product::<S>(q_desc, k_desc, t.half, t.dim, q_span, k_span),
-                0usize,
-                comptime!(t.cols / 2),
+            let s_started = product::<S>(q_desc, k_desc, t.half, t.dim, q_span, k_span);
+            let soft = step_weights::<S>(
+                s_started, 0usize, &step, 0u32, plan, &args, &pairs, &listing, &walk, 0u32, base,
+                lane, m0, m1, l0, l1, &numbers, t,
             );
-            if lane == 0 {
-                barrier_arrive(base + comptime!(t.k_empty()));
-            }
-            let s = score::<S>(
-                s, &bits, plan, &args, &pairs, &listing, &walk, 0u32, softcap, cap_scale, t,
-            );
-            let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
             m0 = soft.m0;
             m1 = soft.m1;
             l0 = soft.l0;
             l1 = soft.l1;
+            tops.raise(soft.top0, soft.top1, t);
             if comptime!(t.carry) {
                 o = rescale::<O>(o, soft.a0, soft.a1, t);
             }
-            let weights = drop_out::<S>(soft.p, &kept, comptime!(t.options));
+            let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
             let mut p = pack_all::<S, P>(weights, t.half);
             if steps > 1 {
                 barrier_wait(
@@ -287,20 +283,16 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     v_at = k_at;
                     k_at = entry_position(plan, &walk, &loads, k_next + 1, t);
                 }
-                let bits = mask_bits(plan, &walk, j, t);
-                let kept = kept_of_step(&args, &pairs, plan, &walk, j, &listing, t);
-                let s = wait::<S>(s_started, 1usize, comptime!(t.cols / 2));
-                if lane == 0 {
-                    barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
-                }
-                let s = score::<S>(
-                    s, &bits, plan, &args, &pairs, &listing, &walk, j, softcap, cap_scale, t,
+                let step = step_pairs(plan, &args, &pairs, &walk, j, &listing, t);
+                let soft = step_weights::<S>(
+                    s_started, 1usize, &step, now, plan, &args, &pairs, &listing, &walk, j, base,
+                    lane, m0, m1, l0, l1, &numbers, t,
                 );
-                let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
                 m1 = soft.m1;
                 l0 = soft.l0;
                 l1 = soft.l1;
+                tops.raise(soft.top0, soft.top1, t);
                 // Also keeps ptxas from moving the next wait in front of the softmax.
                 if j + 1 < steps {
                     barrier_wait(
@@ -313,7 +305,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     barrier_arrive(base + comptime!(t.v_empty()) + before * 8);
                 }
                 o = rescale::<O>(o, soft.a0, soft.a1, t);
-                let weights = drop_out::<S>(soft.p, &kept, comptime!(t.options));
+                let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
                 p = pack_all::<S, P>(weights, t.half);
             }
             let last = stage(steps - 1, t);
@@ -346,21 +338,17 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     }
                     k_at = entry_position(plan, &walk, &loads, next + 1, t);
                 }
-                let bits = mask_bits(plan, &walk, j, t);
-                let kept = kept_of_step(&args, &pairs, plan, &walk, j, &listing, t);
-                let s = wait::<S>(s_started, 0usize, comptime!(t.cols / 2));
-                if lane == 0 {
-                    barrier_arrive(base + comptime!(t.k_empty()) + now * 8);
-                }
-                let s = score::<S>(
-                    s, &bits, plan, &args, &pairs, &listing, &walk, j, softcap, cap_scale, t,
+                let step = step_pairs(plan, &args, &pairs, &walk, j, &listing, t);
+                let soft = step_weights::<S>(
+                    s_started, 0usize, &step, now, plan, &args, &pairs, &listing, &walk, j, base,
+                    lane, m0, m1, l0, l1, &numbers, t,
                 );
-                let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
                 m0 = soft.m0;
                 m1 = soft.m1;
                 l0 = soft.l0;
                 l1 = soft.l1;
-                let weights = drop_out::<S>(soft.p, &kept, comptime!(t.options));
+                tops.raise(soft.top0, soft.top1, t);
+                let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
                 let p = pack_all::<S, P>(weights, t.half);
                 barrier_wait(base + comptime!(t.v_full()) + now * 8, parity(j, t));
                 // Into registers of its own: as an accumulator, ptxas would move o out of the scores' way and back.
@@ -382,6 +370,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let (top0, top1) = (m0 * log2_scale, m1 * log2_scale);
     store_row::<O>(out, lse, &o, 0usize, top0, l0, factor, first, &upper, t);
     store_row::<O>(out, lse, &o, 2usize, top1, l1, factor, first, &lower, t);
+    if comptime!(t.max_scores) {
+        let mut max_scores = max_scores.unwrap();
+        tops.store(&mut max_scores[..], 0usize, first, &upper, log2_scale, t);
+        tops.store(&mut max_scores[..], 1usize, first, &lower, log2_scale, t);
+    }
 }
 
 /// What loads are made of.
@@ -392,12 +385,12 @@ struct Loads {
     base: u32,
     batch: u32,
     class_len: u32,
-    kept: ItsBox,
+    kept: UnitBox,
 }
 
 /// The box of each step that a unit loads: boxes are dealt to the warps, and within a warp to its lanes.
 #[derive(CubeType, Clone, Copy)]
-struct ItsBox {
+struct UnitBox {
     /// Whether the unit announces the bytes of a step.
     announces: bool,
     /// Whether the unit has a box.
@@ -411,10 +404,10 @@ struct ItsBox {
 }
 
 #[cube]
-fn its_box(base: u32, unit: u32, #[comptime] t: Tile) -> ItsBox {
+fn unit_box(base: u32, unit: u32, #[comptime] t: Tile) -> UnitBox {
     let lane = unit % 32;
     let index = unit / 32 + lane * comptime!(t.warps());
-    ItsBox {
+    UnitBox {
         announces: unit == 0,
         active: index < comptime!(t.boxes() as u32) && lane < comptime!(t.lane_boxes() as u32),
         entry: index / comptime!(t.spans() as u32),
@@ -425,9 +418,9 @@ fn its_box(base: u32, unit: u32, #[comptime] t: Tile) -> ItsBox {
 
 /// The unit's box, kept in registers where there are enough of them, and else made anew.
 #[cube]
-fn box_of(loads: &Loads, #[comptime] t: Tile) -> ItsBox {
+fn box_of(loads: &Loads, #[comptime] t: Tile) -> UnitBox {
     if comptime!(t.overlap) {
-        ItsBox {
+        UnitBox {
             announces: loads.kept.announces,
             active: loads.kept.active,
             entry: loads.kept.entry,
@@ -435,33 +428,8 @@ fn box_of(loads: &Loads, #[comptime] t: Tile) -> ItsBox {
             head: loads.kept.head,
         }
     } else {
-        its_box(loads.base, unit(), t)
+        unit_box(loads.base, unit(), t)
     }
-}
-
-/// The tile that a cube walks.
-#[derive(CubeType, Clone, Copy)]
-struct Walk {
-    /// Word of the first entry.
-    entry: usize,
-    /// Word of the masks.
-    masks: usize,
-    steps: u32,
-    /// Steps whose masks matter.
-    masked: u32,
-}
-
-#[derive(CubeType)]
-struct Softmax<S: Size> {
-    p: Vector<f32, S>,
-    // Of the unit's two rows, `l` over its own columns.
-    m0: f32,
-    m1: f32,
-    l0: f32,
-    l1: f32,
-    /// Factors of what was summed before.
-    a0: f32,
-    a1: f32,
 }
 
 /// The buffer of step `j`.
@@ -484,7 +452,7 @@ fn buffer(first: u64, stage: u32, #[comptime] t: Tile) -> u64 {
 
 /// The place of this unit's box of step `j`.
 #[cube]
-fn entry_position(plan: &[u32], walk: &Walk, loads: &Loads, j: u32, #[comptime] t: Tile) -> u32 {
+fn entry_position(plan: &[u32], walk: &Walker, loads: &Loads, j: u32, #[comptime] t: Tile) -> u32 {
     let its = box_of(loads, t);
     let mut at = 0u32;
     if j < walk.steps && its.active {
@@ -528,509 +496,4 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
             comptime!(t.residue),
         );
     }
-}
-
-/// What is made of the pairs of a unit besides their products.
-#[derive(CubeType, Clone, Copy)]
-struct UnitPairs {
-    of_head: HeadOptions,
-    rows: UnitRows,
-}
-
-/// The positions of the unit's rows, where something depends on them.
-#[cube]
-fn rows_of_unit(plan: &[u32], rows: u32, listing: &Listing, #[comptime] t: Tile) -> UnitRows {
-    let mut upper = 0u32;
-    let mut lower = 0u32;
-    if comptime!(t.options.any()) {
-        let row = unit() / 32 * 16 + unit() % 32 / 4;
-        let (group, clustered) = comptime!((t.group, t.clustered));
-        upper = own_place(plan, rows, row, group, clustered);
-        lower = own_place(plan, rows, row + ROW_PAIR, group, clustered);
-    }
-    unit_rows(upper, lower, listing, comptime!(t.pairs()))
-}
-
-/// Word of the first entry of step `j`.
-#[cube]
-fn entry_of(walk: &Walk, j: u32, #[comptime] t: Tile) -> usize {
-    walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize
-}
-
-/// With dropout, which pairs of step `j` are kept: made before its scores are there.
-#[cube]
-fn kept_of_step(
-    args: &ComptimeOption<PairArgs>,
-    pairs: &UnitPairs,
-    plan: &[u32],
-    walk: &Walk,
-    j: u32,
-    listing: &Listing,
-    #[comptime] t: Tile,
-) -> Array<u32> {
-    kept_pairs(
-        args,
-        &pairs.of_head,
-        &pairs.rows,
-        plan,
-        entry_of(walk, j, t),
-        listing,
-        comptime!(t.pairs()),
-    )
-}
-
-/// Softcaps products, adds biases and sets masked ones to −∞.
-#[cube]
-fn score<S: Size>(
-    s_in: Vector<f32, S>,
-    bits: &Array<u32>,
-    plan: &[u32],
-    args: &ComptimeOption<PairArgs>,
-    pairs: &UnitPairs,
-    listing: &Listing,
-    walk: &Walk,
-    j: u32,
-    softcap: f32,
-    cap_scale: f32,
-    #[comptime] t: Tile,
-) -> Vector<f32, S> {
-    let mut s = s_in;
-    if comptime!(t.softcap) {
-        #[unroll]
-        for i in 0..S::value() {
-            // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
-            let e = exp2(s.extract(i) * cap_scale);
-            s.insert(
-                i,
-                multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
-            );
-        }
-    }
-    s = add_biases::<S>(
-        s,
-        cap_scale,
-        args,
-        &pairs.of_head,
-        &pairs.rows,
-        plan,
-        entry_of(walk, j, t),
-        listing,
-        comptime!(t.pairs()),
-    );
-    if j < walk.masked {
-        let infinity = f32::new(f32::NEG_INFINITY);
-        #[unroll]
-        for word in 0..comptime!(t.cols / 32) {
-            let mut pair = MaskWords {
-                upper: 0u32,
-                lower: 0u32,
-            };
-            if comptime!(t.early_masks()) {
-                pair.upper = bits[comptime!(2 * word)];
-                pair.lower = bits[comptime!(2 * word + 1)];
-            } else {
-                let read = mask_words(plan, walk, j, word, t);
-                pair.upper = read.upper;
-                pair.lower = read.lower;
-            }
-            #[unroll]
-            for i in 0..8usize {
-                let bit = comptime!(1u32 << (i / 2 * 8 + i % 2));
-                let at = comptime!(16 * word + i / 2 * 4 + i % 2);
-                s.insert(at, select(pair.upper & bit != 0, s.extract(at), infinity));
-                let at = comptime!(at + 2);
-                s.insert(at, select(pair.lower & bit != 0, s.extract(at), infinity));
-            }
-        }
-    }
-    s
-}
-
-/// Mask bits of 32 columns in the unit's two rows, of which bits 8i and 8i + 1 are the unit's.
-#[derive(CubeType, Clone, Copy)]
-struct MaskWords {
-    upper: u32,
-    lower: u32,
-}
-
-#[cube]
-fn mask_words(
-    plan: &[u32],
-    walk: &Walk,
-    j: u32,
-    #[comptime] word: usize,
-    #[comptime] t: Tile,
-) -> MaskWords {
-    let unit = unit();
-    let row = unit / 32 * 16 + unit % 32 / 4;
-    let quad = unit % 4 * 2;
-    let word_cols = comptime!(t.group.min(32));
-    let row_words = comptime!(t.mask_words());
-    let entry = walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
-    let mut upper = 0u32;
-    let mut lower = 0u32;
-    #[unroll]
-    for piece in 0..comptime!(32 / word_cols) {
-        let col = comptime!(word * 32 + piece * word_cols);
-        let id = plan[entry + comptime!(col / t.group * 2 + 1)];
-        let at = walk.masks
-            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
-                as usize
-            + comptime!(col % t.group / 32);
-        let shift = comptime!((piece * word_cols) as u32);
-        upper |= plan[at] << shift;
-        lower |= plan[at + comptime!(ROW_PAIR as usize * row_words)] << shift;
-    }
-    MaskWords {
-        upper: upper >> quad,
-        lower: lower >> quad,
-    }
-}
-
-/// With early masks, the mask bits of step `j` if it has a mask: read before its scores are there.
-#[cube]
-fn mask_bits(plan: &[u32], walk: &Walk, j: u32, #[comptime] t: Tile) -> Array<u32> {
-    let mut bits = Array::<u32>::new(comptime!(t.cols / 16));
-    if comptime!(t.early_masks()) {
-        if j < walk.masked {
-            #[unroll]
-            for word in 0..comptime!(t.cols / 32) {
-                let pair = mask_words(plan, walk, j, word, t);
-                bits[comptime!(2 * word)] = pair.upper;
-                bits[comptime!(2 * word + 1)] = pair.lower;
-            }
-        }
-    }
-    bits
-}
-
-/// One step of online softmax.
-#[cube]
-fn softmax<S: Size>(
-    s: Vector<f32, S>,
-    old_m0: f32,
-    old_m1: f32,
-    old_l0: f32,
-    old_l1: f32,
-    log2_scale: f32,
-) -> Softmax<S> {
-    let width = S::value();
-    let eights = comptime!(width / 4);
-    let mut x0 = s.extract(0usize);
-    let mut x1 = s.extract(2usize);
-    let mut x2 = s.extract(1usize);
-    let mut x3 = s.extract(3usize);
-    #[unroll]
-    for j in 1..eights {
-        x0 = larger(x0, s.extract(comptime!(4 * j)));
-        x2 = larger(x2, s.extract(comptime!(4 * j + 1)));
-        x1 = larger(x1, s.extract(comptime!(4 * j + 2)));
-        x3 = larger(x3, s.extract(comptime!(4 * j + 3)));
-    }
-    let m0 = next_max(old_m0, quad_max(larger(x0, x2)), log2_scale);
-    let m1 = next_max(old_m1, quad_max(larger(x1, x3)), log2_scale);
-    let n0 = -m0 * log2_scale;
-    let n1 = -m1 * log2_scale;
-    // Exactly 1 where the maximum stays.
-    let a0 = exp2((old_m0 - m0) * log2_scale);
-    let a1 = exp2((old_m1 - m1) * log2_scale);
-    let mut p = s;
-    let mut l0 = old_l0 * a0;
-    let mut l1 = old_l1 * a1;
-    let mut l2 = f32::new(0.0);
-    let mut l3 = f32::new(0.0);
-    #[unroll]
-    for j in 0..eights {
-        let e0 = exp2(multiply_add(s.extract(comptime!(4 * j)), log2_scale, n0));
-        let e1 = exp2(multiply_add(
-            s.extract(comptime!(4 * j + 1)),
-            log2_scale,
-            n0,
-        ));
-        let e2 = exp2(multiply_add(
-            s.extract(comptime!(4 * j + 2)),
-            log2_scale,
-            n1,
-        ));
-        let e3 = exp2(multiply_add(
-            s.extract(comptime!(4 * j + 3)),
-            log2_scale,
-            n1,
-        ));
-        p.insert(comptime!(4 * j), e0);
-        p.insert(comptime!(4 * j + 1), e1);
-        p.insert(comptime!(4 * j + 2), e2);
-        p.insert(comptime!(4 * j + 3), e3);
-        l0 += e0;
-        l2 += e1;
-        l1 += e2;
-        l3 += e3;
-    }
-    Softmax::<S> {
-        p,
-        m0,
-        m1,
-        l0: l0 + l2,
-        l1: l1 + l3,
-        a0,
-        a1,
-    }
-}
-
-/// The old maximum, unless the new one exceeds it by more than the slack.
-#[cube]
-fn next_max(old: f32, new: f32, log2_scale: f32) -> f32 {
-    select((new - old) * log2_scale > f32::new(SLACK), new, old)
-}
-
-/// `p` as the left operand of a product. Its registers 4k … 4k + 3 are those of depth step k.
-#[cube]
-pub fn pack_all<S: Size, P: Size>(s: Vector<f32, S>, #[comptime] half: Half) -> Vector<u32, P> {
-    let mut p = Vector::<u32, P>::zeroed();
-    #[unroll]
-    for i in 0..P::value() {
-        p.insert(
-            i,
-            pack(
-                s.extract(comptime!(2 * i)),
-                s.extract(comptime!(2 * i + 1)),
-                half,
-            ),
-        );
-    }
-    p
-}
-
-#[cube]
-fn rescale<O: Size>(o_in: Vector<f32, O>, a0: f32, a1: f32, #[comptime] t: Tile) -> Vector<f32, O> {
-    let mut o = o_in;
-    if any_differ(a0 * a1, 1.0f32) != 0 {
-        #[unroll]
-        for j in 0..comptime!(t.dim / 8) {
-            o.insert(comptime!(4 * j), o.extract(comptime!(4 * j)) * a0);
-            o.insert(comptime!(4 * j + 1), o.extract(comptime!(4 * j + 1)) * a0);
-            o.insert(comptime!(4 * j + 2), o.extract(comptime!(4 * j + 2)) * a1);
-            o.insert(comptime!(4 * j + 3), o.extract(comptime!(4 * j + 3)) * a1);
-        }
-    }
-    o
-}
-
-/// `a · o + x`.
-#[cube]
-fn add_scaled<O: Size>(
-    o_in: Vector<f32, O>,
-    x: Vector<f32, O>,
-    a0: f32,
-    a1: f32,
-    #[comptime] t: Tile,
-) -> Vector<f32, O> {
-    let mut o = o_in;
-    #[unroll]
-    for j in 0..comptime!(t.dim / 8) {
-        #[unroll]
-        for i in 0..2usize {
-            let at = comptime!(4 * j + i);
-            o.insert(at, multiply_add(o.extract(at), a0, x.extract(at)));
-            let at = comptime!(at + 2);
-            o.insert(at, multiply_add(o.extract(at), a1, x.extract(at)));
-        }
-    }
-    o
-}
-
-/// Four neighbouring lanes share a row.
-#[cube]
-fn quad_max(x: f32) -> f32 {
-    let x = larger(x, shuffle_xor(x, 1u32));
-    larger(x, shuffle_xor(x, 2u32))
-}
-
-/// Where a tile's own rows are: its first place, or the word of its first block.
-#[cube]
-pub fn own_rows(
-    parts: &PlanParts,
-    first_record: usize,
-    tile: u32,
-    #[comptime] rows: usize,
-    #[comptime] group: usize,
-    #[comptime] clustered: bool,
-) -> u32 {
-    let mut first = tile * comptime!(rows as u32);
-    if comptime!(clustered) {
-        first = (parts.rows + (first_record + tile as usize) * comptime!(rows / group)) as u32;
-    }
-    first
-}
-
-/// The place of a tile's own row. Rows of a clustered tile lie in blocks of `group`.
-#[cube]
-pub fn own_place(
-    plan: &[u32],
-    rows: u32,
-    row: u32,
-    #[comptime] group: usize,
-    #[comptime] clustered: bool,
-) -> u32 {
-    let mut place = rows + row;
-    if comptime!(clustered) {
-        let block = comptime!(group as u32);
-        place = plan[(rows + row / block) as usize] * block + row % block;
-    }
-    place
-}
-
-#[cube]
-fn quad_sum(x: f32) -> f32 {
-    let x = x + shuffle_xor(x, 1u32);
-    x + shuffle_xor(x, 2u32)
-}
-
-/// A row of the output.
-#[derive(CubeType, Clone, Copy)]
-struct OutRow {
-    position: u32,
-    /// Whether it is one of the sequence.
-    exists: bool,
-}
-
-/// The unit's row `offset` rows below its first one.
-#[cube]
-fn row_of_unit(
-    plan: &[u32],
-    rows: u32,
-    offset: u32,
-    listing: &Listing,
-    seq_q: u32,
-    #[comptime] t: Tile,
-) -> OutRow {
-    let unit = unit();
-    let row = unit / 32 * 16 + unit % 32 / 4 + offset;
-    let place = own_place(plan, rows, row, comptime!(t.group), comptime!(t.clustered));
-    let mut position = place;
-    let mut exists = place < seq_q;
-    if comptime!(t.residue) {
-        let class = place / listing.class_len as u32;
-        position = place % listing.class_len as u32 * listing.stride as u32 + class;
-        exists = class < listing.stride as u32 && position < seq_q;
-    }
-    OutRow { position, exists }
-}
-
-/// Stores one of the unit's two rows, whose numbers begin at `offset` of every four, and its
-/// `lse = (m + log2 l) · ln 2`. With dropout `factor` is that of what is kept. A row without keys gets 0 and −∞.
-#[cube]
-fn store_row<O: Size>(
-    out: &mut [Vector<u32, Four>],
-    lse: &mut [f32],
-    o: &Vector<f32, O>,
-    #[comptime] offset: usize,
-    m: f32,
-    l: f32,
-    factor: f32,
-    first: u32,
-    row: &OutRow,
-    #[comptime] t: Tile,
-) {
-    let mut inverse = f32::new(0.0);
-    let mut log = f32::new(f32::NEG_INFINITY);
-    if l > 0.0f32 {
-        inverse = reciprocal(l);
-        if comptime!(t.options.dropout) {
-            inverse *= factor;
-        }
-        log = (m + log2(l)) * comptime!(std::f32::consts::LN_2);
-    }
-    let lane = unit() % 32;
-    let at = (first + row.position) as usize;
-    let target = at * comptime!(t.dim / 8) + (lane % 4) as usize;
-    #[unroll]
-    for i in 0..comptime!(t.dim / 32) {
-        let mut own = Vector::<u32, Four>::zeroed();
-        #[unroll]
-        for j in 0..4usize {
-            let n = comptime!(16 * i + 4 * j + offset);
-            own.insert(
-                j,
-                pack(
-                    o.extract(n) * inverse,
-                    o.extract(comptime!(n + 1)) * inverse,
-                    t.half,
-                ),
-            );
-        }
-        let four = trade_four(own, lane);
-        if row.exists {
-            out[target + comptime!(4 * i)] = four;
-        }
-    }
-    if row.exists && lane % 4 == 0 {
-        lse[at] = log;
-    }
-}
-
-/// The `i`-th 16 bytes of what `store_row` wrote, where there is such a row.
-#[cube]
-fn read_four(
-    out: &[Vector<u32, Four>],
-    row: &OutRow,
-    first: u32,
-    #[comptime] i: usize,
-    #[comptime] t: Tile,
-) -> Vector<u32, Four> {
-    let target = (first + row.position) as usize * comptime!(t.dim / 8) + (unit() % 4) as usize;
-    let mut four = Vector::<u32, Four>::zeroed();
-    if row.exists {
-        four = out[target + comptime!(4 * i)];
-    }
-    four
-}
-
-/// Puts the unit's upper or lower row where it is in the output.
-#[cube]
-fn unpack_row<O: Size>(
-    o_in: Vector<f32, O>,
-    fours: &Array<Vector<u32, Four>>,
-    #[comptime] lower: usize,
-    #[comptime] t: Tile,
-) -> Vector<f32, O> {
-    let mut o = o_in;
-    let lane = unit() % 32;
-    #[unroll]
-    for i in 0..comptime!(t.dim / 32) {
-        let own = trade_four(fours[comptime!(lower * (t.dim / 32) + i)], lane);
-        #[unroll]
-        for j in 0..4usize {
-            let n = comptime!(16 * i + 4 * j + 2 * lower);
-            o.insert(n, unpack(own.extract(j), false, t.half));
-            o.insert(comptime!(n + 1), unpack(own.extract(j), true, t.half));
-        }
-    }
-    o
-}
-
-/// A unit has 4 of every 16 bytes of its row. Four neighbours trade theirs, so that each has 16 at a time: a transposition,
-/// so it also undoes itself.
-#[cube]
-pub fn trade_four(own: Vector<u32, Four>, lane: u32) -> Vector<u32, Four> {
-    let odd = lane & 1 != 0;
-    let high = lane & 2 != 0;
-    let w0 = own.extract(0usize);
-    let w1 = own.extract(1usize);
-    let w2 = own.extract(2usize);
-    let w3 = own.extract(3usize);
-    let from0 = trade(select(odd, w0, w1), 1u32);
-    let from1 = trade(select(odd, w2, w3), 1u32);
-    let a0 = select(odd, from0, w0);
-    let a1 = select(odd, w1, from0);
-    let b0 = select(odd, from1, w2);
-    let b1 = select(odd, w3, from1);
-    let from0 = trade(select(high, a0, b0), 2u32);
-    let from1 = trade(select(high, a1, b1), 2u32);
-    let mut four = Vector::<u32, Four>::zeroed();
-    four.insert(0usize, select(high, from0, a0));
-    four.insert(1usize, select(high, from1, a1));
-    four.insert(2usize, select(high, b0, from0));
-    four.insert(3usize, select(high, b1, from1));
-    four
 }

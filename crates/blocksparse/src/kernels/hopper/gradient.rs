@@ -3,8 +3,8 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::forward::trade_four;
-use crate::kernels::simt::tile::{Four, Listing};
+use super::rows::trade_four;
+use crate::kernels::shared::walk::{Four, Listing};
 
 /// The shape of a step's masks.
 #[derive(Clone, Copy)]

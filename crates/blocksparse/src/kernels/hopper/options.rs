@@ -12,36 +12,31 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::forward::trade_four;
-use crate::kernels::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
-use crate::kernels::simt::dropout::{Mask, words};
-use crate::kernels::simt::tile::Listing;
+use super::rows::trade_four;
+use crate::kernels::call::ScoreKind;
+use crate::kernels::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
+use crate::kernels::shared::dropout::{Mask, words};
+use crate::kernels::shared::walk::Listing;
 use crate::plan::Walk;
 
 /// Which options a kernel has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Options {
-    /// Whether scores have ALiBi biases.
-    pub alibi: bool,
-    /// Whether scores have a given bias.
-    pub bias: bool,
-    /// Whether scores have a bias of each distance.
-    pub relative: bool,
+    /// What scores are besides scaled products.
+    pub score: ScoreKind,
     /// Whether eight keys of the bias lie side by side, at a multiple of 16 bytes.
     pub wide_bias: bool,
-    /// Whether weights are dropped out.
-    pub dropout: bool,
 }
 
 impl Options {
     /// Whether anything is added to scores.
     pub fn biased(&self) -> bool {
-        self.alibi || self.bias || self.relative
+        self.score.biased()
     }
 
     /// Whether anything depends on the positions of a pair.
     pub fn any(&self) -> bool {
-        self.biased() || self.dropout
+        self.score.positions()
     }
 }
 
@@ -54,8 +49,6 @@ pub struct PairShape {
     pub walk: Walk,
     /// Type of the bias.
     pub half: Half,
-    /// Whether scores are softcapped, and so scaled.
-    pub softcap: bool,
     /// Columns of a step.
     pub cols: usize,
     /// Consecutive positions an entry names.
@@ -126,18 +119,17 @@ pub fn options_of(
 ) -> HeadOptions {
     let mut per_distance = f32::new(0.0);
     let mut bias = 0u64;
-    if comptime!(t.options.alibi) {
+    if comptime!(t.options.score.alibi) {
         let args = args.as_ref().unwrap();
         per_distance = -args.slopes.as_ref().unwrap()[head as usize];
     }
-    if comptime!(t.options.bias) {
+    if comptime!(t.options.score.bias) {
         let args = args.as_ref().unwrap();
-        let first = unsafe { args.bias.as_ref().unwrap().as_ptr_unchecked() };
-        bias = global_address::<u16>(first)
+        bias = global_address::<u16>(&args.bias.as_ref().unwrap()[..])
             + u64::cast_from(batch) * args.pairs.bias_batch
             + u64::cast_from(head) * args.pairs.bias_head;
     }
-    let table = if comptime!(t.options.relative) {
+    let table = if comptime!(t.options.score.relative) {
         table_of(args.as_ref().unwrap().table.as_ref().unwrap(), head)
     } else {
         no_table()
@@ -183,6 +175,27 @@ pub fn unit_rows(upper: u32, lower: u32, listing: &Listing, #[comptime] t: PairS
     UnitRows {
         upper: position_at(upper, listing, comptime!(t.residue)),
         lower: position_at(lower, listing, comptime!(t.residue)),
+    }
+}
+
+/// Softcaps products, if they are to be `capped`: `softcap · tanh x`, x being `s · cap_scale / 2 log2 e`.
+#[cube]
+pub fn cap<S: Size>(
+    s: &mut Vector<f32, S>,
+    softcap: f32,
+    cap_scale: f32,
+    #[comptime] capped: bool,
+) {
+    if comptime!(capped) {
+        #[unroll]
+        for i in 0..S::value() {
+            // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
+            let e = exp2(s.extract(i) * cap_scale);
+            s.insert(
+                i,
+                multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
+            );
+        }
     }
 }
 
@@ -246,7 +259,7 @@ pub fn add_biases<S: Size>(
                     if comptime!(t.options.wide_bias) {
                         let word = bias_word(words.extract(eight), t);
                         sum = unpack(word, comptime!(i % 2 == 1), t.half);
-                    } else if comptime!(t.options.bias) {
+                    } else if comptime!(t.options.score.bias) {
                         let col = first + quad + offset;
                         if comptime!(i < 2) {
                             sum = read_bias(&upper, col, pairs, t);
@@ -254,9 +267,9 @@ pub fn add_biases<S: Size>(
                             sum = read_bias(&lower, col, pairs, t);
                         }
                     }
-                    if comptime!(t.options.alibi || t.options.relative) {
+                    if comptime!(t.options.score.alibi || t.options.score.relative) {
                         let nearest = i32::cast_from(row) + behind - i32::cast_from(first);
-                        if comptime!(t.options.relative) {
+                        if comptime!(t.options.score.relative) {
                             let mut ahead = i32::cast_from(offset) - nearest;
                             if comptime!(t.columns()) {
                                 ahead = nearest - i32::cast_from(offset);
@@ -264,12 +277,12 @@ pub fn add_biases<S: Size>(
                             let table = args.as_ref().unwrap().table.as_ref().unwrap();
                             sum += distance_bias(table, &of_head.table, ahead);
                         }
-                        if comptime!(t.options.alibi) {
+                        if comptime!(t.options.score.alibi) {
                             let distance = f32::cast_from(nearest) - f32::cast_from(offset);
                             sum = multiply_add(distance.abs(), of_head.per_distance, sum);
                         }
                     }
-                    if comptime!(t.softcap) {
+                    if comptime!(t.options.score.softcap) {
                         sum += s.extract(number);
                     } else {
                         sum = multiply_add(s.extract(number), scale, sum);
@@ -382,8 +395,12 @@ pub fn kept_pairs(
     listing: &Listing,
     #[comptime] t: PairShape,
 ) -> Array<u32> {
-    let mut kept = Array::<u32>::new(comptime!(if t.options.dropout { t.cols / 64 } else { 1 }));
-    if comptime!(t.options.dropout) {
+    let mut kept = Array::<u32>::new(comptime!(if t.options.score.dropout {
+        t.cols / 64
+    } else {
+        1
+    }));
+    if comptime!(t.options.score.dropout) {
         let mask = &args.as_ref().unwrap().pairs.mask;
         #[unroll]
         for word in 0..comptime!(t.cols / 64) {
@@ -517,7 +534,7 @@ pub fn drop_out<S: Size>(
     #[comptime] options: Options,
 ) -> Vector<f32, S> {
     let mut p = p_in;
-    if comptime!(options.dropout) {
+    if comptime!(options.score.dropout) {
         #[unroll]
         for n in 0..S::value() {
             p.insert(n, select(is_kept(kept, n), p.extract(n), f32::new(0.0)));
@@ -537,7 +554,7 @@ pub fn drop_gradient(
     #[comptime] options: Options,
 ) -> f32 {
     let mut difference = dp - delta;
-    if comptime!(options.dropout) {
+    if comptime!(options.score.dropout) {
         let factor = select(is_kept(kept, n), factor_of(args, options), f32::new(0.0));
         difference = multiply_add(dp, factor, -delta);
     }
@@ -548,7 +565,7 @@ pub fn drop_gradient(
 #[cube]
 pub fn factor_of(args: &ComptimeOption<PairArgs>, #[comptime] options: Options) -> f32 {
     let mut factor = f32::new(1.0);
-    if comptime!(options.dropout) {
+    if comptime!(options.score.dropout) {
         factor = args.as_ref().unwrap().pairs.factor;
     }
     factor

@@ -10,27 +10,91 @@ use crate::plan::{Tiling, Walk};
 /// Rows of a warpgroup.
 pub(super) const GROUP_ROWS: usize = 64;
 
-/// What all tiles print.
-fn describe(
-    f: &mut fmt::Formatter<'_>,
-    [rows, cols]: [usize; 2],
-    group: usize,
-    clustered: bool,
-    units: usize,
-    stages: usize,
-    bytes: usize,
-) -> fmt::Result {
-    let like_rows = if clustered {
-        ", like rows together"
-    } else {
-        ""
-    };
-    write!(
-        f,
-        "hopper  {rows} × {cols} tiles gathered from {group}-wide blocks{like_rows}, {units} units, {stages} stages in {} KiB shared",
-        bytes.div_ceil(1024),
-    )
+/// What is the same of all tiles: warpgroups with 64 rows each, and columns of `group` side by side.
+macro_rules! common {
+    ($($tile:ident),*) => {$(
+        impl $tile {
+            /// Rows of a tile.
+            pub fn rows(&self) -> usize {
+                GROUP_ROWS * self.warpgroups
+            }
+
+            /// Units of a cube.
+            pub fn units(&self) -> usize {
+                128 * self.warpgroups
+            }
+
+            pub(super) fn warps(&self) -> u32 {
+                4 * self.warpgroups as u32
+            }
+
+            /// Spans of 64 columns in shared memory.
+            pub(super) fn spans(&self) -> usize {
+                self.dim.div_ceil(ROW_ELEMENTS)
+            }
+
+            /// Entries of a step.
+            pub(super) fn entries(&self) -> usize {
+                self.cols / self.group
+            }
+
+            fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let like_rows = match self.clustered {
+                    true => ", like rows together",
+                    false => "",
+                };
+                write!(
+                    f,
+                    "hopper  {} × {} tiles gathered from {}-wide blocks{like_rows}, {} units, {} stages in {} KiB shared",
+                    self.rows(),
+                    self.cols,
+                    self.group,
+                    self.units(),
+                    self.stages,
+                    self.shared_bytes().div_ceil(1024),
+                )
+            }
+        }
+    )*};
 }
+
+common!(Tile, BackwardTile, WalkTile);
+
+/// What is the same of the tiles of the backward pass: own rows, and gradients of them.
+macro_rules! common_backward {
+    ($($tile:ident),*) => {$(
+        impl $tile {
+            pub(super) fn store(&self) -> StoreShape {
+                StoreShape {
+                    half: self.half,
+                    dim: self.dim,
+                    residue: self.residue,
+                    carry: self.carry,
+                }
+            }
+
+            /// Rows of a box of the tile's own rows. All positions of a box are of one class and one block.
+            pub(super) fn a_group(&self) -> usize {
+                match self.residue || self.clustered {
+                    true => self.rows().min(self.group),
+                    false => self.rows(),
+                }
+            }
+
+            /// Bytes of the own rows of one tensor.
+            pub(super) fn a_bytes(&self) -> usize {
+                self.rows() * self.spans() * ROW
+            }
+
+            /// Bytes of a step's rows of one tensor.
+            pub(super) fn b_bytes(&self) -> usize {
+                self.cols * self.spans() * ROW
+            }
+        }
+    )*};
+}
+
+common_backward!(BackwardTile, WalkTile);
 
 /// The comptime shape of the kernel: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -51,8 +115,8 @@ pub struct Tile {
     pub lag: usize,
     /// Whether a step's second product overlaps the next step's softmax.
     pub overlap: bool,
-    /// Whether scores are softcapped.
-    pub softcap: bool,
+    /// Whether each row's largest score is written.
+    pub max_scores: bool,
     /// What else a call may ask for.
     pub options: Options,
     /// Whether positions are listed by residue class.
@@ -64,16 +128,6 @@ pub struct Tile {
 }
 
 impl Tile {
-    /// Rows of a tile.
-    pub fn rows(&self) -> usize {
-        GROUP_ROWS * self.warpgroups
-    }
-
-    /// Units of a cube.
-    pub fn units(&self) -> usize {
-        128 * self.warpgroups
-    }
-
     /// How the layout is cut.
     pub fn tiling(&self) -> Tiling {
         Tiling {
@@ -99,16 +153,11 @@ impl Tile {
             options: self.options,
             walk: Walk::Rows,
             half: self.half,
-            softcap: self.softcap,
             cols: self.cols,
             group: self.group,
             entry_words: self.tiling().entry_words(),
             residue: self.residue,
         }
-    }
-
-    pub(super) fn warps(&self) -> u32 {
-        4 * self.warpgroups as u32
     }
 
     /// Whether there are registers for a step's masks while its scores are computed.
@@ -119,15 +168,6 @@ impl Tile {
     /// Whether the warpgroups take turns at the tensor cores.
     pub(super) fn turns(&self) -> bool {
         self.warpgroups == 2 && self.overlap
-    }
-
-    /// Spans of 64 columns in shared memory.
-    pub(super) fn spans(&self) -> usize {
-        self.dim.div_ceil(ROW_ELEMENTS)
-    }
-
-    pub(super) fn entries(&self) -> usize {
-        self.cols / self.group
     }
 
     /// Rows of a box of queries. All positions of a box are of one class and one block.
@@ -211,15 +251,7 @@ impl Tile {
 
 impl fmt::Display for Tile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        describe(
-            f,
-            [self.rows(), self.cols],
-            self.group,
-            self.clustered,
-            self.units(),
-            self.stages,
-            self.shared_bytes(),
-        )
+        self.describe(f)
     }
 }
 
@@ -240,8 +272,6 @@ pub struct BackwardTile {
     pub stages: usize,
     /// How many steps late a buffer is filled again.
     pub lag: usize,
-    /// Whether scores are softcapped.
-    pub softcap: bool,
     /// What else a call may ask for.
     pub options: Options,
     /// Whether positions are listed by residue class.
@@ -255,16 +285,6 @@ pub struct BackwardTile {
 }
 
 impl BackwardTile {
-    /// Keys of a tile.
-    pub fn rows(&self) -> usize {
-        GROUP_ROWS * self.warpgroups
-    }
-
-    /// Units of a cube.
-    pub fn units(&self) -> usize {
-        128 * self.warpgroups
-    }
-
     /// How the layout is cut.
     pub fn tiling(&self) -> Tiling {
         Tiling {
@@ -291,7 +311,6 @@ impl BackwardTile {
             options: self.options,
             walk: Walk::Columns,
             half: self.half,
-            softcap: self.softcap,
             cols: self.cols,
             group: self.group,
             entry_words: self.tiling().entry_words(),
@@ -299,51 +318,14 @@ impl BackwardTile {
         }
     }
 
-    pub(super) fn store(&self) -> StoreShape {
-        StoreShape {
-            half: self.half,
-            dim: self.dim,
-            residue: self.residue,
-            carry: self.carry,
-        }
-    }
-
-    pub(super) fn warps(&self) -> u32 {
-        4 * self.warpgroups as u32
-    }
-
-    pub(super) fn spans(&self) -> usize {
-        self.dim.div_ceil(ROW_ELEMENTS)
-    }
-
     /// Columns in shared memory.
     pub(super) fn padded(&self) -> usize {
         self.spans() * ROW_ELEMENTS
     }
 
-    pub(super) fn entries(&self) -> usize {
-        self.cols / self.group
-    }
-
-    /// Rows of a box of keys or values. All positions of a box are of one class and one block.
-    pub(super) fn a_group(&self) -> usize {
-        match self.residue || self.clustered {
-            true => self.rows().min(self.group),
-            false => self.rows(),
-        }
-    }
-
     /// Boxes of the tile's keys, or its values.
     pub(super) fn a_boxes(&self) -> usize {
         self.rows() / self.a_group() * self.spans()
-    }
-
-    pub(super) fn a_bytes(&self) -> usize {
-        self.rows() * self.spans() * ROW
-    }
-
-    pub(super) fn b_bytes(&self) -> usize {
-        self.cols * self.spans() * ROW
     }
 
     /// TMA writes to multiples of 128 bytes, and the lse and delta of 8 queries have 64.
@@ -447,7 +429,7 @@ impl BackwardTile {
         self.full() + 8 * self.stages as u32
     }
 
-    /// Of what is noted of a cube's next two tiles, 32 bytes each.
+    /// Of the cached records of a cube's next two tiles, 32 bytes each.
     pub(super) fn slots(&self) -> u32 {
         (self.empty() + 8 * self.stages as u32).next_multiple_of(32)
     }
@@ -492,15 +474,7 @@ impl BackwardTile {
 
 impl fmt::Display for BackwardTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        describe(
-            f,
-            [self.rows(), self.cols],
-            self.group,
-            self.clustered,
-            self.units(),
-            self.stages,
-            self.shared_bytes(),
-        )?;
+        self.describe(f)?;
         match self.persistent {
             true => write!(f, ", tile after tile"),
             false => Ok(()),
@@ -525,8 +499,6 @@ pub struct WalkTile {
     pub stages: usize,
     /// How many steps late a buffer is filled again.
     pub lag: usize,
-    /// Whether scores are softcapped.
-    pub softcap: bool,
     /// What else a call may ask for.
     pub options: Options,
     /// Whether positions are listed by residue class.
@@ -538,16 +510,6 @@ pub struct WalkTile {
 }
 
 impl WalkTile {
-    /// Rows of a tile.
-    pub fn rows(&self) -> usize {
-        GROUP_ROWS * self.warpgroups
-    }
-
-    /// Units of a cube.
-    pub fn units(&self) -> usize {
-        128 * self.warpgroups
-    }
-
     /// How the layout is cut.
     pub fn tiling(&self, walk: Walk) -> Tiling {
         Tiling {
@@ -574,49 +536,11 @@ impl WalkTile {
             options: self.options,
             walk,
             half: self.half,
-            softcap: self.softcap,
             cols: self.cols,
             group: self.group,
             entry_words: self.tiling(walk).entry_words(),
             residue: self.residue,
         }
-    }
-
-    pub(super) fn store(&self) -> StoreShape {
-        StoreShape {
-            half: self.half,
-            dim: self.dim,
-            residue: self.residue,
-            carry: self.carry,
-        }
-    }
-
-    pub(super) fn warps(&self) -> u32 {
-        4 * self.warpgroups as u32
-    }
-
-    pub(super) fn spans(&self) -> usize {
-        self.dim.div_ceil(ROW_ELEMENTS)
-    }
-
-    pub(super) fn entries(&self) -> usize {
-        self.cols / self.group
-    }
-
-    /// Rows of a box of the tile's own rows. All positions of a box are of one class and one block.
-    pub(super) fn a_group(&self) -> usize {
-        match self.residue || self.clustered {
-            true => self.rows().min(self.group),
-            false => self.rows(),
-        }
-    }
-
-    pub(super) fn a_bytes(&self) -> usize {
-        self.rows() * self.spans() * ROW
-    }
-
-    pub(super) fn b_bytes(&self) -> usize {
-        self.cols * self.spans() * ROW
     }
 
     pub(super) fn stats_bytes(&self) -> usize {
@@ -661,14 +585,6 @@ impl WalkTile {
 
 impl fmt::Display for WalkTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        describe(
-            f,
-            [self.rows(), self.cols],
-            self.group,
-            self.clustered,
-            self.units(),
-            self.stages,
-            self.shared_bytes(),
-        )
+        self.describe(f)
     }
 }

@@ -19,14 +19,14 @@
 //! are transposes, and lse and delta belong to columns; TMA brings them along. `out1 · scale` is dQ or dK, out2 is dV.
 
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::{generic_to_shared, tensor_map_address};
+use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-use super::WalkTile;
 use super::asm::*;
-use super::forward::{own_place, own_rows, pack_all};
 use super::gradient::*;
 use super::options::*;
-use crate::kernels::simt::tile::{Four, Listing, PlanParts};
+use super::rows::{own_place, own_rows, pack_all};
+use super::tiles::WalkTile;
+use crate::kernels::shared::walk::{Four, Listing, PlanParts};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
@@ -59,7 +59,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
 ) {
     let columns = comptime!(matches!(walk, Walk::Columns));
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
-    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let outer = CUBE_POS_Y;
@@ -260,17 +260,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             );
             let width = S::value();
             let mut s = wait::<S>(s_started, 1usize, width);
-            if comptime!(t.softcap) {
-                #[unroll]
-                for i in 0..S::value() {
-                    // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
-                    let e = exp2(s.extract(i) * cap_scale);
-                    s.insert(
-                        i,
-                        multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
-                    );
-                }
-            }
+            cap::<S>(&mut s, softcap, cap_scale, t.options.score.softcap);
             let capped = s;
             s = add_biases::<S>(
                 s,
@@ -355,7 +345,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 let inner = drop_gradient(dp.extract(at), d3, &kept, &args, at, t.options);
                 dp.insert(at, p.extract(at) * inner);
             }
-            if comptime!(t.softcap) {
+            if comptime!(t.options.score.softcap) {
                 #[unroll]
                 for i in 0..S::value() {
                     let ratio = capped.extract(i) / softcap;

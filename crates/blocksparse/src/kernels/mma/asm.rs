@@ -2,8 +2,8 @@
 
 use cubecl::prelude::*;
 
-pub use crate::kernels::asm::*;
-use crate::kernels::simt::tile::Four;
+pub use crate::kernels::shared::asm::*;
+use crate::kernels::shared::walk::Four;
 
 /// What the products' operands are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -135,9 +135,11 @@ pub fn load_transposes(address: u32, #[comptime] offset: usize) -> Vector<u32, F
 
 /// The address of a buffer.
 #[cube]
-pub fn address(buffer: *const u32) -> u64 {
+pub fn address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     let o: u64;
-    gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) buffer, options(nomem));
+    // SAFETY: the pointer is only turned into an address. What is there is read by PTX, at rows that exist and offsets within them.
+    let pointer = unsafe { buffer.as_ptr_unchecked() };
+    gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) pointer, options(nomem));
     o
 }
 
@@ -171,28 +173,11 @@ pub fn exp2(x: f32) -> f32 {
     o
 }
 
-/// The address of a buffer of numbers.
-#[cube]
-pub fn stats_address(buffer: *const f32) -> u64 {
-    let o: u64;
-    gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) buffer, options(nomem));
-    o
-}
-
 /// Two neighbouring words.
 #[cube]
 pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> {
     let o: Vector<u32, Const<2>>;
     gpu_asm!("ld.shared.v2.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
-    o
-}
-
-/// The product of two words: its lower and its higher word.
-#[cube]
-pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> {
-    let o: Vector<u32, Const<2>>;
-    gpu_asm!("{{ .reg .b64 p; mul.wide.u32 p, {a}, {b}; mov.b64 {o}, p; }}",
-        o = out(_) o, a = in(_) val::<u32>(a), b = in(_) val::<u32>(b), options(pure, nomem));
     o
 }
 

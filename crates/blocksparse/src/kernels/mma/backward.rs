@@ -16,15 +16,16 @@
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 use super::asm::*;
 use super::dropout::*;
+use super::gather::*;
+use super::product::*;
 use super::score::*;
 use super::tile::*;
-use crate::kernels::distances::TableArgs;
-use crate::kernels::simt::dropout::Mask;
-use crate::kernels::simt::tile::{Four, Listing, PlanParts};
+use crate::kernels::shared::distances::TableArgs;
+use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::walk::{Four, Listing, PlanParts};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` with any strides of 16 bytes in their outer dimensions, in words; `stats`
@@ -65,7 +66,7 @@ pub fn backward(
     let eights = comptime!(t.eights());
     let smem: Shared<[u32]> =
         Shared::new_aligned_slice(comptime!(t.shared_bytes(true) / 4), 128usize);
-    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let outer = CUBE_POS_Y;
@@ -96,9 +97,9 @@ pub fn backward(
     };
     open(plan, &parts, ranked + 1, &cursor);
     let loads = Loads {
-        b1: address(unsafe { b1.as_ptr_unchecked() }),
-        b2: address(unsafe { b2.as_ptr_unchecked() }),
-        stats: stats_address(unsafe { stats.as_ptr_unchecked() }),
+        b1: address::<u32>(b1),
+        b2: address::<u32>(b2),
+        stats: address::<f32>(stats),
         base,
         batch,
         heads,
@@ -117,12 +118,7 @@ pub fn backward(
     let a1_at = base + comptime!(t.a1_offset() as u32);
     let a2_at = base + comptime!(t.a2_offset() as u32);
     copy_rows(
-        head_address(
-            address(unsafe { a1.as_ptr_unchecked() }),
-            &a1_strides,
-            batch,
-            outer,
-        ),
+        head_address(address::<u32>(a1), &a1_strides, batch, outer),
         a1_strides.row * 16,
         base,
         a1_at,
@@ -132,12 +128,7 @@ pub fn backward(
     );
     if comptime!(t.outputs.first()) {
         copy_rows(
-            head_address(
-                address(unsafe { a2.as_ptr_unchecked() }),
-                &a2_strides,
-                batch,
-                outer,
-            ),
+            head_address(address::<u32>(a2), &a2_strides, batch, outer),
             a2_strides.row * 16,
             base,
             a2_at,
@@ -210,7 +201,7 @@ pub fn backward(
     for turn in 0..turns {
         let head = first_head + turn;
         let mut slope = f32::new(0.0);
-        if comptime!(t.alibi) {
+        if comptime!(t.score.alibi) {
             slope = stats[(CUBE_COUNT_Z * heads * pitch_stats * 2 + head) as usize];
         }
         let biases = Biases {
@@ -241,7 +232,7 @@ pub fn backward(
             );
             let found = next_place(plan, &parts, heads_at, tile, &cursor, columns, t);
             loaded = found.place;
-            let pairs = Pairs {
+            let pairs = PairPlaces {
                 batch,
                 head,
                 rows: own,
@@ -261,22 +252,22 @@ pub fn backward(
                 comptime!(t.head_dim),
                 t,
             );
-            if comptime!(t.softcap) {
+            if comptime!(t.score.softcap) {
                 cap(&mut s, softcap, product_scale, t);
             }
-            let mut cap_slope = Array::<Vector<f32, Four>>::new(comptime!(if t.softcap {
+            let mut cap_slope = Array::<Vector<f32, Four>>::new(comptime!(if t.score.softcap {
                 tiles * eights
             } else {
                 1
             }));
-            if comptime!(t.softcap) {
+            if comptime!(t.score.softcap) {
                 #[unroll]
                 for n in 0..comptime!(tiles * eights) {
                     let ratio = s[n] / Vector::new(softcap);
                     cap_slope[n] = Vector::new(1.0f32) - ratio * ratio;
                 }
             }
-            if comptime!(t.biased()) {
+            if comptime!(t.score.biased()) {
                 let cols = positions + quad * 4;
                 add_biases(&mut s, &biases, product_scale, own, cols, columns, t);
                 add_distances(&mut s, &table, &biases, own, cols, columns, t);
@@ -337,13 +328,13 @@ pub fn backward(
                                 delta = stats.extract(comptime!(i % 2 * 2 + 1));
                             }
                             let mut by_weight = four.extract(i);
-                            if comptime!(t.dropout) {
+                            if comptime!(t.score.dropout) {
                                 by_weight =
                                     if_kept(by_weight * dropout_factor, &kept_bits, m, n, i, t);
                             }
                             four.insert(i, p.extract(i) * (by_weight - delta));
                         }
-                        if comptime!(t.softcap) {
+                        if comptime!(t.score.softcap) {
                             four *= cap_slope[at];
                         }
                         dp[at] = four;
@@ -373,7 +364,7 @@ pub fn backward(
         );
     }
     if comptime!(columns && t.outputs.second()) {
-        let factor = if comptime!(t.dropout) {
+        let factor = if comptime!(t.score.dropout) {
             dropout_factor
         } else {
             f32::new(1.0)
@@ -576,7 +567,7 @@ fn store_rows(
             #[unroll]
             for n in 0..comptime!(dim / 8) {
                 let four = acc[comptime!(i / 2 * (dim / 8) + n)];
-                let mut pair = Pair {
+                let mut pair = NumberPair {
                     low: four.extract(comptime!(i % 2 * 2)) * factor,
                     high: four.extract(comptime!(i % 2 * 2 + 1)) * factor,
                 };

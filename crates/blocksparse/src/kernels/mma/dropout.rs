@@ -7,10 +7,10 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
+use super::product::pack_left;
 use super::tile::*;
-use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL};
-use crate::kernels::simt::dropout::Mask;
-use crate::kernels::simt::tile::Four;
+use crate::kernels::shared::dropout::{Mask, unrolled_words};
+use crate::kernels::shared::walk::Four;
 
 /// Eights of columns whose bits are in one word.
 const WORD_EIGHTS: usize = 8;
@@ -22,7 +22,7 @@ fn row_words(t: Tile) -> usize {
 
 /// What the kept pairs of a step are worked out from.
 #[derive(CubeType, Clone, Copy)]
-pub struct Pairs {
+pub struct PairPlaces {
     /// Batch entry.
     pub batch: u32,
     /// Query head.
@@ -39,14 +39,14 @@ pub struct Pairs {
 #[cube]
 pub fn kept_pairs(
     mask: &Mask,
-    pairs: &Pairs,
+    pairs: &PairPlaces,
     #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) -> Array<u32> {
     let tiles = comptime!(t.warp_tiles);
     let per_row = comptime!(row_words(t));
-    let mut kept = Array::<u32>::new(comptime!(if t.dropout { tiles * per_row } else { 1 }));
-    if comptime!(t.dropout) {
+    let mut kept = Array::<u32>::new(comptime!(if t.score.dropout { tiles * per_row } else { 1 }));
+    if comptime!(t.score.dropout) {
         #[unroll]
         for w in 0..comptime!(tiles * per_row) {
             kept[w] = 0u32;
@@ -81,7 +81,13 @@ pub fn kept_pairs(
 
 /// The bits of the unit's four pairs whose keys are anywhere.
 #[cube]
-fn own_bits(mask: &Mask, pairs: &Pairs, rows: u32, cols: u32, #[comptime] columns: bool) -> u32 {
+fn own_bits(
+    mask: &Mask,
+    pairs: &PairPlaces,
+    rows: u32,
+    cols: u32,
+    #[comptime] columns: bool,
+) -> u32 {
     let mut bits = 0u32;
     let own_cols = shared_load_pair(cols + pairs.lane % 4 * 8);
     #[unroll]
@@ -111,7 +117,13 @@ fn own_bits(mask: &Mask, pairs: &Pairs, rows: u32, cols: u32, #[comptime] column
 /// rows of keys:    four lanes have one key each of the four, in rows r and r + 8, for two queries: a lane makes one of the four
 /// ```
 #[cube]
-fn dealt_bits(mask: &Mask, pairs: &Pairs, rows: u32, cols: u32, #[comptime] columns: bool) -> u32 {
+fn dealt_bits(
+    mask: &Mask,
+    pairs: &PairPlaces,
+    rows: u32,
+    cols: u32,
+    #[comptime] columns: bool,
+) -> u32 {
     let lane = pairs.lane;
     if comptime!(columns) {
         let of_four = lane / 4 % 4;
@@ -155,28 +167,12 @@ fn collect(dealt: u32, lane: u32, #[comptime] columns: bool) -> u32 {
 
 /// Whether a query and the keys from `4 · four` on are kept, a bit each.
 #[cube]
-fn keeps_four(mask: &Mask, pairs: &Pairs, query: u32, four: u32) -> u32 {
-    let mut c0 = query;
-    let mut c1 = four;
-    let mut c2 = pairs.head;
-    let mut c3 = pairs.batch;
-    let mut k0 = mask.seed_low;
-    let mut k1 = mask.seed_high;
-    #[unroll]
-    for _ in 0..comptime!(ROUNDS) {
-        let product0 = multiply_wide(c0, comptime!(MULTIPLIERS[0]).runtime());
-        let product1 = multiply_wide(c2, comptime!(MULTIPLIERS[1]).runtime());
-        c0 = product1.extract(1usize) ^ c1 ^ k0;
-        c1 = product1.extract(0usize);
-        c2 = product0.extract(1usize) ^ c3 ^ k1;
-        c3 = product0.extract(0usize);
-        k0 += comptime!(WEYL[0]).runtime();
-        k1 += comptime!(WEYL[1]).runtime();
-    }
-    select(c0 < mask.threshold, 1u32, 0u32)
-        | select(c1 < mask.threshold, 2u32, 0u32)
-        | select(c2 < mask.threshold, 4u32, 0u32)
-        | select(c3 < mask.threshold, 8u32, 0u32)
+fn keeps_four(mask: &Mask, pairs: &PairPlaces, query: u32, four: u32) -> u32 {
+    let words = unrolled_words(mask, pairs.batch, pairs.head, query, four);
+    select(words.w0 < mask.threshold, 1u32, 0u32)
+        | select(words.w1 < mask.threshold, 2u32, 0u32)
+        | select(words.w2 < mask.threshold, 4u32, 0u32)
+        | select(words.w3 < mask.threshold, 8u32, 0u32)
 }
 
 /// Number `i` of the fours in rows of 16 `m` and the `n`-th eight, or 0 if its pair is not kept.
@@ -201,7 +197,7 @@ pub fn pack_kept(
     kept: &Array<u32>,
     #[comptime] t: Tile,
 ) -> Array<Vector<u32, Four>> {
-    if comptime!(t.dropout) {
+    if comptime!(t.score.dropout) {
         let mut weights = Array::<Vector<f32, Four>>::new(comptime!(t.warp_tiles * t.eights()));
         #[unroll]
         for m in 0..comptime!(t.warp_tiles) {

@@ -18,28 +18,25 @@
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 use super::asm::*;
 use super::dropout::*;
+use super::gather::*;
+use super::product::*;
 use super::score::*;
 use super::tile::*;
-use crate::kernels::distances::TableArgs;
-use crate::kernels::simt::dropout::Mask;
-use crate::kernels::simt::tile::{Four, Listing, PlanParts};
-
-/// Where the running maximum starts: below any score, but not −∞, which masked scores are.
-const LOWEST_MAX: f32 = -1.0e29;
-/// By how much, in powers of two, a new maximum must exceed the old one to replace it. Until then `p` exceeds 1,
-/// harmlessly, and the output needs no rescaling.
-const SLACK: f32 = 8.0;
+use crate::kernels::shared::distances::TableArgs;
+use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::score::{LOWEST_MAX, SLACK};
+use crate::kernels::shared::walk::{Four, Listing, PlanParts};
 
 /// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
-/// words, and `lse` `[batch, heads, seq_q]` contiguous.
+/// words, and `lse` and `max_scores` `[batch, heads, seq_q]` contiguous.
 ///
 /// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · product_scale / 2 log2 e`;
 /// without one biases are added to `s · product_scale`.
-/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores.
+/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores. The largest score of a row is kept apart from the softmax's
+/// maximum, which follows it late.
 #[cube(launch_unchecked)]
 pub fn forward(
     q: &[u32],
@@ -47,6 +44,7 @@ pub fn forward(
     v: &[u32],
     out: &mut [u32],
     lse: &mut [f32],
+    max_scores: ComptimeOption<Box<[f32]>>,
     slopes: ComptimeOption<Box<[f32]>>,
     bias: ComptimeOption<Box<[u32]>>,
     table: ComptimeOption<TableArgs>,
@@ -70,7 +68,7 @@ pub fn forward(
     let double = comptime!(t.stages == 2);
     let smem: Shared<[u32]> =
         Shared::new_aligned_slice(comptime!(t.shared_bytes(false) / 4), 128usize);
-    let base = generic_to_shared::<u32>(unsafe { smem.as_ptr_unchecked() });
+    let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let head = CUBE_POS_Y;
@@ -95,36 +93,21 @@ pub fn forward(
     sync_cube();
 
     let kv_head = head / heads_per_kv;
-    let keys = Rows {
-        head: head_address(
-            address(unsafe { k.as_ptr_unchecked() }),
-            &k_strides,
-            batch,
-            kv_head,
-        ),
+    let keys = StepRows {
+        head: head_address(address::<u32>(k), &k_strides, batch, kv_head),
         stride: k_strides.row * 16,
         slots,
         target: base + comptime!(t.b1_offset(false) as u32),
     };
-    let values = Rows {
-        head: head_address(
-            address(unsafe { v.as_ptr_unchecked() }),
-            &v_strides,
-            batch,
-            kv_head,
-        ),
+    let values = StepRows {
+        head: head_address(address::<u32>(v), &v_strides, batch, kv_head),
         stride: v_strides.row * 16,
         slots,
         target: base + comptime!(t.b2_offset(false) as u32),
     };
     let q_at = base + comptime!(t.a1_offset() as u32);
     copy_rows(
-        head_address(
-            address(unsafe { q.as_ptr_unchecked() }),
-            &q_strides,
-            batch,
-            head,
-        ),
+        head_address(address::<u32>(q), &q_strides, batch, head),
         q_strides.row * 16,
         base,
         q_at,
@@ -146,6 +129,12 @@ pub fn forward(
     let mut m = Array::<f32>::new(comptime!(2 * tiles));
     let mut l = Array::<f32>::new(comptime!(2 * tiles));
     let mut o = Array::<Vector<f32, Four>>::new(comptime!(tiles * t.value_dim / 8));
+    let tops = comptime!(if t.max_scores { 2 * tiles } else { 0 });
+    let mut top = Array::<f32>::new(comptime!(tops.max(1)));
+    #[unroll]
+    for i in 0..tops {
+        top[i] = f32::new(f32::NEG_INFINITY);
+    }
     #[unroll]
     for i in 0..comptime!(2 * tiles) {
         m[i] = f32::new(LOWEST_MAX);
@@ -193,7 +182,7 @@ pub fn forward(
     }
 
     let mut slope = f32::new(0.0);
-    if comptime!(t.alibi) {
+    if comptime!(t.score.alibi) {
         let slopes = slopes.unwrap();
         slope = slopes[head as usize];
     }
@@ -222,7 +211,7 @@ pub fn forward(
         }
         let place = place_of_column(plan, entry0, j + 2, steps, t);
         let positions = slots + slot_of(j, t);
-        let pairs = Pairs {
+        let pairs = PairPlaces {
             batch,
             head,
             rows: own,
@@ -246,10 +235,10 @@ pub fn forward(
                 copy_step(&keys, j + 1, comptime!(t.head_dim), t);
             }
         }
-        if comptime!(t.softcap) {
+        if comptime!(t.score.softcap) {
             cap(&mut s, softcap, product_scale, t);
         }
-        if comptime!(t.biased()) {
+        if comptime!(t.score.biased()) {
             let cols = positions + quad * 4;
             add_biases(&mut s, &biases, product_scale, own, cols, false, t);
             add_distances(&mut s, &table, &biases, own, cols, false, t);
@@ -258,7 +247,7 @@ pub fn forward(
             let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
             mask(&mut s, plan, parts.masks, entry, first_row, quad, t);
         }
-        softmax(&mut s, &mut m, &mut l, &mut o, log2_scale, t);
+        softmax(&mut s, &mut m, &mut l, &mut o, &mut top, log2_scale, t);
         let p = pack_kept(&s, &kept_bits, t);
         accumulate(
             &p,
@@ -278,7 +267,7 @@ pub fn forward(
         let mut log = f32::new(f32::NEG_INFINITY);
         if sum > 0.0f32 {
             inverse = reciprocal(sum);
-            if comptime!(t.dropout) {
+            if comptime!(t.score.dropout) {
                 inverse *= dropout_factor;
             }
             log = (m[i] * log2_scale + log2(sum)) * comptime!(std::f32::consts::LN_2);
@@ -290,7 +279,7 @@ pub fn forward(
             #[unroll]
             for n in 0..comptime!(t.value_dim / 8) {
                 let four = o[comptime!(i / 2 * (t.value_dim / 8) + n)];
-                let pair = Pair {
+                let pair = NumberPair {
                     low: four.extract(comptime!(i % 2 * 2)) * inverse,
                     high: four.extract(comptime!(i % 2 * 2 + 1)) * inverse,
                 };
@@ -298,6 +287,22 @@ pub fn forward(
             }
             if lane % 4 == 0 {
                 lse[at] = log;
+            }
+        }
+    }
+    if comptime!(t.max_scores) {
+        let mut max_scores = max_scores.unwrap();
+        #[unroll]
+        for i in 0..tops {
+            let row = first_row + comptime!(i as u32 * ROW_PAIR);
+            let position = shared_load(base + row * 4);
+            if position != comptime!(NOWHERE) && lane % 4 == 0 {
+                let at = (first + position) as usize;
+                let mut most = top[i] * log2_scale * comptime!(std::f32::consts::LN_2);
+                if comptime!(t.carry) {
+                    most = larger(most, max_scores[at]);
+                }
+                max_scores[at] = most;
             }
         }
     }
@@ -310,7 +315,7 @@ fn keeps_queries(t: Tile) -> bool {
 
 /// What copies of keys, or of values, are made of.
 #[derive(CubeType, Clone, Copy)]
-struct Rows {
+struct StepRows {
     /// Address of the head.
     head: u64,
     /// Bytes between positions.
@@ -323,7 +328,7 @@ struct Rows {
 
 /// Starts to copy the keys, or the values, of step `j`.
 #[cube]
-fn copy_step(rows: &Rows, j: u32, #[comptime] dim: usize, #[comptime] t: Tile) {
+fn copy_step(rows: &StepRows, j: u32, #[comptime] dim: usize, #[comptime] t: Tile) {
     let stage = comptime!(t.stages as u32 - 1) & j;
     copy_rows(
         rows.head,
@@ -372,6 +377,7 @@ fn softmax(
     m: &mut Array<f32>,
     l: &mut Array<f32>,
     o: &mut Array<Vector<f32, Four>>,
+    top: &mut Array<f32>,
     log2_scale: f32,
     #[comptime] t: Tile,
 ) {
@@ -393,6 +399,9 @@ fn softmax(
         let x = larger(x, y);
         let x = larger(x, shuffle_xor(x, 1u32));
         let x = larger(x, shuffle_xor(x, 2u32));
+        if comptime!(t.max_scores) {
+            top[i] = larger(top[i], x);
+        }
         let old = m[i];
         let new = select((x - old) * log2_scale > f32::new(SLACK), x, old);
         // Exactly 1 where the maximum stays.
@@ -451,7 +460,7 @@ fn load_row(
     #[unroll]
     for n in 0..comptime!(t.value_dim / 8) {
         let mut pair = load_pair(out, at * comptime!(t.words(t.value_dim)), quad, n, t);
-        if comptime!(t.dropout) {
+        if comptime!(t.score.dropout) {
             pair.low /= dropout_factor;
             pair.high /= dropout_factor;
         }

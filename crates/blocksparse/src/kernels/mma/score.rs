@@ -1,11 +1,11 @@
-//! Biases of scores: ALiBi, and biases given or of distances.
+//! From products to scores: softcap, biases (ALiBi, and biases given or of distances), masks.
 
 use cubecl::prelude::*;
 
 use super::asm::*;
 use super::tile::*;
-use crate::kernels::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
-use crate::kernels::simt::tile::Four;
+use crate::kernels::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
+use crate::kernels::shared::walk::Four;
 
 /// Strides of a contiguous bias in bytes: 0 where it is 1 long.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -43,9 +43,9 @@ pub fn bias_address(
     #[comptime] t: Tile,
 ) -> u64 {
     let mut at = u64::cast_from(0u32);
-    if comptime!(t.bias) {
+    if comptime!(t.score.bias) {
         let bias = bias.as_ref().unwrap();
-        at = address(unsafe { bias.as_ptr_unchecked() })
+        at = address::<u32>(&bias[..])
             + u64::cast_from(batch) * strides.batch
             + u64::cast_from(head) * strides.head;
     }
@@ -59,7 +59,7 @@ pub fn table_of_head(
     head: u32,
     #[comptime] t: Tile,
 ) -> HeadTable {
-    if comptime!(t.relative) {
+    if comptime!(t.score.relative) {
         table_of(table.as_ref().unwrap(), head)
     } else {
         no_table()
@@ -82,16 +82,16 @@ pub fn add_biases(
     let bytes = comptime!(t.element.bytes() as u32);
     // Distances are differences of small numbers: from the unit's first row on, f32 holds them exactly, or as exactly as distances.
     let origin = shared_load(rows);
-    let mut row_distances = Array::<f32>::new(comptime!(if t.alibi { 2 * tiles } else { 1 }));
-    let mut row_addresses = Array::<u64>::new(comptime!(if t.bias { 2 * tiles } else { 1 }));
-    let mut row_exists = Array::<bool>::new(comptime!(if t.bias { 2 * tiles } else { 1 }));
+    let mut row_distances = Array::<f32>::new(comptime!(if t.score.alibi { 2 * tiles } else { 1 }));
+    let mut row_addresses = Array::<u64>::new(comptime!(if t.score.bias { 2 * tiles } else { 1 }));
+    let mut row_exists = Array::<bool>::new(comptime!(if t.score.bias { 2 * tiles } else { 1 }));
     #[unroll]
     for i in 0..comptime!(2 * tiles) {
         let row = shared_load(rows + comptime!(i as u32 * ROW_PAIR * 4));
-        if comptime!(t.alibi) {
+        if comptime!(t.score.alibi) {
             row_distances[i] = distance(row, origin);
         }
-        if comptime!(t.bias) {
+        if comptime!(t.score.bias) {
             let mut stride = biases.row;
             if comptime!(columns) {
                 stride = bytes.runtime();
@@ -119,17 +119,17 @@ pub fn add_biases(
                 let place = comptime!(i % 2 * 2 + j);
                 let mut four = s[at];
                 let mut score = four.extract(place);
-                if comptime!(!t.softcap) {
+                if comptime!(!t.score.softcap) {
                     score *= factor;
                 }
-                if comptime!(t.bias) {
+                if comptime!(t.score.bias) {
                     score += load_number(
                         row_addresses[i] + offset,
                         u32::cast_from(exists && row_exists[i]),
                         t.element,
                     );
                 }
-                if comptime!(t.alibi) {
+                if comptime!(t.score.alibi) {
                     let apart = (row_distances[i] - col_distance).abs();
                     score = multiply_add(-biases.slope, apart, score);
                 }
@@ -151,7 +151,7 @@ pub fn add_distances(
     #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) {
-    if comptime!(t.relative) {
+    if comptime!(t.score.relative) {
         let table = table.as_ref().unwrap();
         let tiles = comptime!(t.warp_tiles);
         let mut places = Array::<u32>::new(comptime!(2 * tiles));
@@ -188,4 +188,66 @@ pub fn add_distances(
 #[cube]
 fn distance(position: u32, origin: u32) -> f32 {
     f32::cast_from(i32::cast_from(position - origin))
+}
+
+/// Softcaps scores. tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
+#[cube]
+pub fn cap(s: &mut Array<Vector<f32, Four>>, softcap: f32, cap_scale: f32, #[comptime] t: Tile) {
+    #[unroll]
+    for n in 0..comptime!(t.warp_tiles * t.eights()) {
+        let mut four = s[n];
+        #[unroll]
+        for i in 0..4usize {
+            let e = exp2(four.extract(i) * cap_scale);
+            four.insert(
+                i,
+                multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
+            );
+        }
+        s[n] = four;
+    }
+}
+
+/// Sets scores of pairs that are not computed to −∞. `row` is the unit's first row, `entry` the word of the step's first
+/// entry.
+#[cube]
+pub fn mask(
+    s: &mut Array<Vector<f32, Four>>,
+    plan: &[u32],
+    masks: usize,
+    entry: usize,
+    row: u32,
+    quad: u32,
+    #[comptime] t: Tile,
+) {
+    let infinity = f32::new(f32::NEG_INFINITY);
+    let word_cols = comptime!(t.group.min(32));
+    let row_words = comptime!(t.group.div_ceil(32));
+    #[unroll]
+    for piece in 0..comptime!(t.cols / word_cols) {
+        let col = comptime!(piece * word_cols);
+        let id = plan[entry + comptime!(col / t.group * 2 + 1)];
+        let at = masks
+            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
+                as usize
+            + comptime!(col % t.group / 32);
+        #[unroll]
+        for m in 0..comptime!(t.warp_tiles) {
+            let upper = plan[at + comptime!(16 * m * row_words)] >> quad;
+            let lower = plan[at + comptime!((16 * m + ROW_PAIR as usize) * row_words)] >> quad;
+            #[unroll]
+            for eight in 0..comptime!(word_cols / 8) {
+                let n = comptime!(m * t.eights() + col / 8 + eight);
+                let mut four = s[n];
+                #[unroll]
+                for i in 0..2usize {
+                    let bit = comptime!(1u32 << (8 * eight + i));
+                    four.insert(i, select(upper & bit != 0, four.extract(i), infinity));
+                    let i = comptime!(i + 2);
+                    four.insert(i, select(lower & bit != 0, four.extract(i), infinity));
+                }
+                s[n] = four;
+            }
+        }
+    }
 }

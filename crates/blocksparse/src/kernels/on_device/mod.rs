@@ -13,8 +13,9 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::device::DevicePlan;
-use super::{DeviceKey, KernelError, device_key};
+use super::args::buffer;
+use super::error::KernelError;
+use super::uploaded::{DeviceKey, DevicePlan, device_key};
 use crate::on_device::TALLEST;
 use crate::plan::{Sections, Tiling, Walk};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
@@ -104,9 +105,10 @@ fn row_bits(
     let len = rows * layout.kv_blocks().div_ceil(32);
     let made = client.empty(len * size_of::<u32>());
     let address = AddressType::U32;
-    let input = unsafe { BufferArg::from_raw_parts(tensor.handle.clone(), rows * width) };
-    let output = unsafe { BufferArg::from_raw_parts(made.clone(), len) };
+    let input = buffer(&tensor.handle, rows * width);
+    let output = buffer(&made, len);
     let (grid, causal) = (grid(layout), choice.causal);
+    // SAFETY: a unit of the first two, and a cube of the third, writes the bits of its own row, below `rows`, and reads that row of the tensor.
     match choice.by {
         ChosenBy::Mask => unsafe {
             let cubes = units(client, len);
@@ -153,14 +155,15 @@ fn column_bits(
     let words = layout.q_blocks().div_ceil(32);
     let len = patterns(choice) * layout.kv_blocks() * words;
     let made = client.empty(len * size_of::<u32>());
+    // SAFETY: a unit writes its own word, below `len`, of 32 rows' bits.
     unsafe {
         bits::transpose::launch_unchecked(
             client,
             units(client, len),
             CubeDim::new_1d(UNITS),
             AddressType::U32,
-            BufferArg::from_raw_parts(rows.clone(), row_len),
-            BufferArg::from_raw_parts(made.clone(), len),
+            buffer(rows, row_len),
+            buffer(&made, len),
             grid(layout),
             words,
         );
@@ -301,22 +304,51 @@ pub fn plan(
     let bits = bits.0.lock().unwrap_or_else(PoisonError::into_inner);
     let bits = bits.get(&device_key(client));
     let bits = &bits.expect("a layout has its blocks before a launch")[tiling.walk as usize];
-    let room = Room::new(layout, choice, tiling);
+    let making = Making {
+        client,
+        layout,
+        choice,
+        tiling,
+        bits: bits.clone(),
+        room: Room::new(layout, choice, tiling),
+    };
+    let words = client.empty(making.room.len * size_of::<u32>());
+    making.list(&words);
+    making.tables(&words);
     let Room {
-        cut,
-        patterns,
+        len,
+        sections,
         tiles,
         ..
-    } = room;
-    let words = client.empty(room.len * size_of::<u32>());
-    let bits_len = patterns * room.lines * room.words;
-    let [row_len, col_len] = match tiling.walk {
-        Walk::Rows => [layout.seq_q(), layout.seq_kv()],
-        Walk::Columns => [layout.seq_kv(), layout.seq_q()],
-    };
-    let extent = || {
+    } = making.room;
+    DevicePlan {
+        words,
+        len,
+        sections,
+        tiles,
+    }
+}
+
+/// A plan being made.
+struct Making<'a> {
+    client: &'a Client,
+    layout: &'a BlockLayout,
+    choice: &'a DeviceChoice,
+    tiling: Tiling,
+    /// Those of the walk.
+    bits: Handle,
+    room: Room,
+}
+
+impl Making<'_> {
+    fn extent(&self) -> ExtentLaunch {
+        let (layout, room) = (self.layout, &self.room);
+        let [row_len, col_len] = match self.tiling.walk {
+            Walk::Rows => [layout.seq_q(), layout.seq_kv()],
+            Walk::Columns => [layout.seq_kv(), layout.seq_q()],
+        };
         ExtentLaunch::new(
-            tiles,
+            room.tiles,
             room.lines,
             room.words,
             row_len as i32,
@@ -324,8 +356,9 @@ pub fn plan(
             offset(layout.shape()),
             room.entries,
         )
-    };
-    let places = || {
+    }
+
+    fn places(&self) -> PlacesLaunch {
         let Sections {
             heads,
             order,
@@ -333,78 +366,95 @@ pub fn plan(
             masks,
             entries,
             ..
-        } = room.sections;
+        } = self.room.sections;
         PlacesLaunch::new(heads, order, tiles, masks, entries)
-    };
-    let heads = layout.batch().unwrap_or(1) * layout.heads();
-    let tables = cut.masks() * cut.rows * cut.mask_words() + heads;
-    let all = patterns * tiles;
-    let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
-    let bits = || unsafe { BufferArg::from_raw_parts(bits.clone(), bits_len) };
-    let made = || unsafe { BufferArg::from_raw_parts(words.clone(), room.len) };
-    unsafe {
-        words::count::launch_unchecked(
-            client,
-            units(client, all),
-            dim,
-            address,
-            bits(),
-            made(),
-            extent(),
-            places(),
-            all,
-            cut,
-        );
-        words::offsets::launch_unchecked(
-            client,
-            cubes(client, patterns),
-            CubeDim::new_1d(words::OFFSET_UNITS as u32),
-            address,
-            made(),
-            extent(),
-            places(),
-            patterns,
-            cut.per_step,
-        );
-        words::rank::launch_unchecked(
-            client,
-            units(client, all),
-            dim,
-            address,
-            made(),
-            extent(),
-            places(),
-            all,
-        );
-        words::entries::launch_unchecked(
-            client,
-            units(client, all),
-            dim,
-            address,
-            bits(),
-            made(),
-            extent(),
-            places(),
-            all,
-            cut,
-        );
-        words::tables::launch_unchecked(
-            client,
-            units(client, tables),
-            dim,
-            address,
-            made(),
-            extent(),
-            places(),
-            HeadsLaunch::new(heads, layout.heads(), choice.patterns[1]),
-            cut,
-        );
     }
-    DevicePlan {
-        words,
-        len: room.len,
-        sections: room.sections,
-        tiles,
+
+    fn bits(&self) -> BufferArg {
+        let Room {
+            patterns,
+            lines,
+            words,
+            ..
+        } = self.room;
+        buffer(&self.bits, patterns * lines * words)
+    }
+
+    /// The tiles, their order and their entries.
+    fn list(&self, words: &Handle) {
+        let (client, cut, patterns) = (self.client, self.room.cut, self.room.patterns);
+        let all = patterns * self.room.tiles;
+        let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
+        let made = || buffer(words, self.room.len);
+        // SAFETY: a unit, or a cube of offsets, writes what belongs to its tile, below `all`, or its pattern, where `Room` has room for it.
+        unsafe {
+            words::count::launch_unchecked(
+                client,
+                units(client, all),
+                dim,
+                address,
+                self.bits(),
+                made(),
+                self.extent(),
+                self.places(),
+                all,
+                cut,
+            );
+            words::offsets::launch_unchecked(
+                client,
+                cubes(client, patterns),
+                CubeDim::new_1d(words::OFFSET_UNITS as u32),
+                address,
+                made(),
+                self.extent(),
+                self.places(),
+                patterns,
+                cut.per_step,
+            );
+            words::rank::launch_unchecked(
+                client,
+                units(client, all),
+                dim,
+                address,
+                made(),
+                self.extent(),
+                self.places(),
+                all,
+            );
+            words::entries::launch_unchecked(
+                client,
+                units(client, all),
+                dim,
+                address,
+                self.bits(),
+                made(),
+                self.extent(),
+                self.places(),
+                all,
+                cut,
+            );
+        }
+    }
+
+    /// The masks, and the first tile of each head.
+    fn tables(&self, words: &Handle) {
+        let (client, cut) = (self.client, self.room.cut);
+        let heads = self.layout.batch().unwrap_or(1) * self.layout.heads();
+        let tables = cut.masks() * cut.rows * cut.mask_words() + heads;
+        // SAFETY: a unit writes its own word of the two sections.
+        unsafe {
+            words::tables::launch_unchecked(
+                client,
+                units(client, tables),
+                CubeDim::new_1d(UNITS),
+                AddressType::U32,
+                buffer(words, self.room.len),
+                self.extent(),
+                self.places(),
+                HeadsLaunch::new(heads, self.layout.heads(), self.choice.patterns[1]),
+                cut,
+            );
+        }
     }
 }
 

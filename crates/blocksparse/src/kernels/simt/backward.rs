@@ -1,118 +1,17 @@
-//! The backward kernels: delta, and one kernel that walks rows for dQ and columns for dK and dV.
+//! The backward kernel, which walks rows for dQ and columns for dK and dV.
 
-use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
-use super::dropout::{Mask, factors};
-use super::forward::{LOW, scratch_len};
+use super::dropout::factors;
+use super::forward::scratch_len;
+use super::gather::*;
+use super::mask::*;
+use super::product::*;
 use super::score::*;
 use super::tile::*;
+use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::walk::*;
 use crate::plan::Walk;
-
-/// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what backward needs of the query at each
-/// place, in one buffer because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the
-/// arithmetic; places of no position get zeros. The ALiBi slopes, `[heads]`, are copied behind them, and then the biases of
-/// distances. `lanes` units of a plane share a row, so that neighbours read neighbouring numbers.
-///
-/// `out`, `lse`, `grad_lse` contiguous; `grad_out` with any strides of its outer dimensions; `stats` `[rows, 2]`, with `pitch` places
-/// of each head, and behind it `[heads]` where there are slopes and `table_len` numbers from `table_start` on.
-#[cube(launch_unchecked, address_type = "dynamic")]
-pub fn delta<E: Float, A: Float, N: Size>(
-    out: &[Vector<E, N>],
-    grad_out: &[Vector<E, N>],
-    lse: &[A],
-    grad_lse: ComptimeOption<Box<[A]>>,
-    slopes: ComptimeOption<Box<[A]>>,
-    table: ComptimeOption<Box<[A]>>,
-    stats: &mut [A],
-    grad_strides: Strides,
-    listing: Listing,
-    heads: usize,
-    rows: usize,
-    pitch: usize,
-    table_start: usize,
-    table_len: usize,
-    lse_factor: InputScalar,
-    #[comptime] value_dim: usize,
-    #[comptime] lanes: usize,
-    #[comptime] residue: bool,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-) {
-    let row = ABSOLUTE_POS / lanes;
-    let lane = ABSOLUTE_POS % lanes;
-    let width = N::value();
-    let vectors = comptime!(value_dim / width);
-    let position = position_of(row % pitch, &listing, residue);
-    let head = row / pitch % heads;
-    let batch = row / pitch / heads;
-    let exists = row < rows && position < grad_strides.len;
-    let out_row = (batch * heads + head) * grad_strides.len + position;
-    let mut sum = A::new(0.0);
-    if exists {
-        let grad_row =
-            batch * grad_strides.batch + head * grad_strides.head + position * grad_strides.row;
-        let mut i = lane;
-        while i < vectors {
-            let product = Vector::<A, N>::cast_from(out[out_row * vectors + i])
-                * Vector::<A, N>::cast_from(grad_out[grad_row + i]);
-            #[unroll]
-            for c in 0..width {
-                sum += product.extract(c);
-            }
-            i += lanes;
-        }
-    }
-    // All units of a plane get here.
-    #[unroll]
-    for step in 0..comptime!(lanes.ilog2()) {
-        sum += plane_shuffle_xor(sum, comptime!(1u32 << step));
-    }
-    if row < rows && lane == 0 {
-        let mut log = A::new(0.0);
-        if exists {
-            log = lse[out_row];
-            #[comptime]
-            match grad_lse {
-                ComptimeOption::Some(grad_lse) => {
-                    sum -= select(log < A::new(LOW), A::new(0.0), grad_lse[out_row]);
-                }
-                ComptimeOption::None => {}
-            }
-        }
-        stats[row * 2] = select(log < A::new(LOW), A::new(0.0), log * lse_factor.get::<A>());
-        stats[row * 2 + 1] = sum;
-        #[comptime]
-        match slopes {
-            ComptimeOption::Some(slopes) => {
-                if row < heads {
-                    stats[rows * 2 + row] = slopes[row];
-                }
-            }
-            ComptimeOption::None => {}
-        }
-        #[comptime]
-        match table {
-            ComptimeOption::Some(table) => {
-                let mut at = row;
-                while at < table_len {
-                    stats[table_start + at] = table[at];
-                    at += rows;
-                }
-            }
-            ComptimeOption::None => {}
-        }
-    }
-}
-
-/// Units that share a row of `vectors` in [`delta`]: a power of two.
-pub fn delta_lanes(properties: &DeviceProperties, vectors: usize) -> usize {
-    let plane = properties.hardware.plane_size_min.max(1) as usize;
-    match properties.features.plane.contains(Plane::Ops) {
-        true => 1 << vectors.min(plane).ilog2(),
-        false => 1,
-    }
-}
 
 /// One kernel for both walks. `a` are the tile's own rows, `b` the gathered ones:
 ///
@@ -271,12 +170,12 @@ pub fn backward<E: Float, A: Float, N: Size>(
         queries = b1_strides.len;
         keys = a1_strides.len;
     }
-    let lengths = Lengths { queries, keys };
+    let lengths = SeqLengths { queries, keys };
 
     for turn in 0..loops {
         let head = first_own + turn;
         let mut alibi_slope = A::new(0.0);
-        if comptime!(t.alibi) {
+        if comptime!(t.score.alibi) {
             alibi_slope = stats[slopes + head];
         }
         let bias_start = batch * bias_strides.batch + head * bias_strides.head;
@@ -363,7 +262,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     t,
                 );
                 let mut p = Array::<A>::new(comptime!(rows * 4));
-                let mut slope = Array::<A>::new(comptime!(if t.softcap { rows * 4 } else { 1 }));
+                let mut slope =
+                    Array::<A>::new(comptime!(if t.score.softcap { rows * 4 } else { 1 }));
                 if comptime!(t.store.is_some()) {
                     let weights = weights.as_ref().unwrap();
                     #[unroll]
@@ -383,10 +283,10 @@ pub fn backward<E: Float, A: Float, N: Size>(
                                         }
                                     )];
                             }
-                            if comptime!(t.softcap) {
+                            if comptime!(t.score.softcap) {
                                 let log = query_value(&row_lse, &col_lse, i, j, walk);
                                 let mut s = p[index].ln() + log;
-                                if comptime!(t.biased()) {
+                                if comptime!(t.score.biased()) {
                                     s -= biases[index];
                                 }
                                 let capped = s / softcap;
@@ -402,7 +302,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     let mut s =
                         product_rows(&a1_tile, &b1_tile, unit_y, unit_x, comptime!(t.head_dim), t);
                     score(&mut s, scale, softcap, t);
-                    if comptime!(t.softcap) {
+                    if comptime!(t.score.softcap) {
                         #[unroll]
                         for i in 0..comptime!(rows * 4) {
                             let capped = s[i] / softcap;
@@ -436,8 +336,9 @@ pub fn backward<E: Float, A: Float, N: Size>(
                     comptime!(t.value_dim),
                     t,
                 );
-                let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
-                if comptime!(t.dropout) {
+                let mut kept =
+                    Array::<A>::new(comptime!(if t.score.dropout { rows * 4 } else { 1 }));
+                if comptime!(t.score.dropout) {
                     let factor = dropout_factor.get::<A>();
                     kept = factors::<A>(&dropout, factor, &positions, batch, head, walk, t);
                 }
@@ -452,7 +353,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         let delta = query_value(&row_delta, &col_delta, i, j, walk);
                         let mut weight = p[index];
                         let mut by_weight = dp[index];
-                        if comptime!(t.dropout) {
+                        if comptime!(t.score.dropout) {
                             weight *= kept[index];
                             by_weight *= kept[index];
                         }
@@ -468,7 +369,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                                 bias_grad.as_mut().unwrap()[at] += ds;
                             }
                         }
-                        if comptime!(t.softcap) {
+                        if comptime!(t.score.softcap) {
                             ds *= slope[index];
                         }
                         p_four.insert(j, weight);

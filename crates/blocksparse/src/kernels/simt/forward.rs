@@ -2,9 +2,15 @@
 
 use cubecl::prelude::*;
 
-use super::dropout::{Mask, factors};
+use super::dropout::factors;
+use super::gather::*;
+use super::mask::*;
+use super::product::*;
 use super::score::*;
 use super::tile::*;
+use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::score::{LOW, LOWEST_MAX};
+use crate::kernels::shared::walk::*;
 use crate::plan::Walk;
 
 /// ```text
@@ -17,8 +23,10 @@ use crate::plan::Walk;
 /// out = o / l        lse = m + ln l            rows without keys: 0 and −∞
 /// ```
 ///
+/// With `max_scores` the largest score of each row is written, too: it is kept apart from `m`, which begins at the lse of the parts before.
+///
 /// `q` `[batch, heads, seq_q, head_dim]`, `k`, `v` `[batch, kv_heads, seq_kv, ·]` with any strides of their outer
-/// dimensions; `out` and `lse` contiguous; `weights` `[batch, blocks, b, b]`, zeroed before.
+/// dimensions; `out`, `lse` and `max_scores` contiguous; `weights` `[batch, blocks, b, b]`, zeroed before.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<E: Float, A: Float, N: Size>(
     q: &[Vector<E, N>],
@@ -26,6 +34,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     v: &[Vector<E, N>],
     out: &mut [Vector<E, N>],
     lse: &mut [A],
+    max_scores: ComptimeOption<Box<[A]>>,
     weights: ComptimeOption<Box<[A]>>,
     slopes: ComptimeOption<Box<[A]>>,
     bias: ComptimeOption<Box<[E]>>,
@@ -84,12 +93,12 @@ pub fn forward<E: Float, A: Float, N: Size>(
     );
 
     let mut positions = row_positions(plan, walk.rows, unit_y, &listing, t);
-    let lengths = Lengths {
+    let lengths = SeqLengths {
         queries: q_strides.len,
         keys: k_strides.len,
     };
     let mut slope = A::new(0.0);
-    if comptime!(t.alibi) {
+    if comptime!(t.score.alibi) {
         let slopes = slopes.unwrap();
         slope = slopes[head];
     }
@@ -114,6 +123,12 @@ pub fn forward<E: Float, A: Float, N: Size>(
     #[unroll]
     for i in 0..comptime!(rows * unit_fours) {
         o[i] = Vector::<A, Four>::zeroed();
+    }
+    let tops = comptime!(if t.max_scores { rows } else { 0 });
+    let mut top = Array::<A>::new(comptime!(tops.max(1)));
+    #[unroll]
+    for i in 0..tops {
+        top[i] = A::new(LOWEST_MAX);
     }
     if comptime!(t.carry) {
         // A finished part is a row of the softmax with maximum lse and sum 1. All is asked for at once, beyond the end of the
@@ -192,8 +207,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
             if masked {
                 mask(&mut s, bits, t);
             }
-            let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
-            if comptime!(t.dropout) {
+            let mut kept = Array::<A>::new(comptime!(if t.score.dropout { rows * 4 } else { 1 }));
+            if comptime!(t.score.dropout) {
                 let factor = dropout_factor.get::<A>();
                 kept = factors::<A>(&dropout, factor, &positions, batch, head, Walk::Rows, t);
             }
@@ -205,6 +220,10 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 largest[i] = a.max(b);
             }
             reduce_rows(&mut largest, &mut scratch, unit_y, unit_x, true, t);
+            #[unroll]
+            for i in 0..tops {
+                top[i] = top[i].max(largest[i]);
+            }
             #[unroll]
             for i in 0..rows {
                 let next = m[i].max(largest[i]);
@@ -223,7 +242,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 for f in 0..unit_fours {
                     o[comptime!(i * unit_fours + f)] *= Vector::new(shrink);
                 }
-                if comptime!(t.dropout) {
+                if comptime!(t.score.dropout) {
                     #[unroll]
                     for j in 0..4usize {
                         p.insert(j, p.extract(j) * kept[comptime!(4 * i + j)]);
@@ -275,6 +294,24 @@ pub fn forward<E: Float, A: Float, N: Size>(
         }
         // For the second walk: exp(s − lse), which is 0 in rows without keys since all is masked there.
         m[i] = select(l[i] > A::new(0.0), log, A::new(0.0));
+    }
+
+    if comptime!(t.max_scores) {
+        let mut max_scores = max_scores.unwrap();
+        #[unroll]
+        for i in 0..rows {
+            let row = span.first + i * span.step;
+            let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
+            if row < q_strides.len && unit_x == 0 {
+                let mut most = top[i];
+                if comptime!(t.carry) {
+                    most = most.max(max_scores[at]);
+                }
+                // Where there are no keys, and none in the parts before.
+                let none = most <= A::new(LOWEST_MAX);
+                max_scores[at] = select(none, neg_infinity.get::<A>(), most);
+            }
+        }
     }
 
     if comptime!(t.store.is_some()) {
@@ -358,7 +395,7 @@ fn scores<E: Float, A: Float>(
     table: &ComptimeOption<Box<[A]>>,
     positions: &mut Positions,
     listing: &Listing,
-    lengths: &Lengths,
+    lengths: &SeqLengths,
     unit_y: usize,
     unit_x: usize,
     #[comptime] t: Tile,
@@ -377,7 +414,7 @@ fn scores<E: Float, A: Float>(
         Walk::Rows,
         t,
     );
-    if comptime!(t.relative) {
+    if comptime!(t.score.relative) {
         add_distances(
             &mut biases,
             &table.as_ref().unwrap()[..],
@@ -392,12 +429,6 @@ fn scores<E: Float, A: Float>(
     add_biases(&mut s, &biases, t);
     s
 }
-
-/// Scores of masked pairs. `exp(LOW − m)` is 0 for every `m ≥ LOWEST_MAX`, without infinities, which
-/// WGSL does not promise.
-pub const LOW: f32 = -1.0e30;
-/// Where the running maximum starts: above [`LOW`], below any score.
-const LOWEST_MAX: f32 = -1.0e29;
 
 /// Shared numbers that [`reduce_rows`] needs.
 pub fn scratch_len(t: Tile) -> usize {

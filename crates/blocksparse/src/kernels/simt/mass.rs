@@ -3,10 +3,14 @@
 
 use cubecl::prelude::*;
 
-use super::dropout::{Mask, factors};
-use super::forward::LOW;
+use super::dropout::factors;
+use super::gather::*;
+use super::product::*;
 use super::score::*;
 use super::tile::*;
+use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::score::LOW;
+use crate::kernels::shared::walk::*;
 use crate::lines::Line;
 use crate::plan::Walk;
 
@@ -104,13 +108,13 @@ pub fn masses<E: Float, A: Float, N: Size>(
     let kv_head = head / heads_per_kv;
     let bias_start = batch * bias_strides.batch + head * bias_strides.head;
     let mut slope = A::new(0.0);
-    if comptime!(t.alibi && gradient) {
+    if comptime!(t.score.alibi && gradient) {
         slope = lse[slopes_at + head];
-    } else if comptime!(t.alibi) {
+    } else if comptime!(t.score.alibi) {
         let slopes = slopes.unwrap();
         slope = slopes[head];
     }
-    let lengths = Lengths {
+    let lengths = SeqLengths {
         queries: q_strides.len,
         keys: k_strides.len,
     };
@@ -171,7 +175,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
             t,
         );
         let start = distances.start + head * distances.head;
-        if comptime!(t.relative && gradient) {
+        if comptime!(t.score.relative && gradient) {
             add_distances(
                 &mut biases,
                 lse,
@@ -182,7 +186,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
                 Walk::Rows,
                 t,
             );
-        } else if comptime!(t.relative) {
+        } else if comptime!(t.score.relative) {
             add_distances(
                 &mut biases,
                 &table.as_ref().unwrap()[..],
@@ -225,8 +229,8 @@ pub fn masses<E: Float, A: Float, N: Size>(
             sync_cube();
             dp = product_rows(&a_tile, &b_tile, unit_y, unit_x, comptime!(t.value_dim), t);
         }
-        let mut kept = Array::<A>::new(comptime!(if t.dropout { rows * 4 } else { 1 }));
-        if comptime!(t.dropout) {
+        let mut kept = Array::<A>::new(comptime!(if t.score.dropout { rows * 4 } else { 1 }));
+        if comptime!(t.score.dropout) {
             let factor = dropout_factor.get::<A>();
             kept = factors::<A>(&dropout, factor, &positions, batch, head, Walk::Rows, t);
         }
@@ -256,7 +260,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
                 let mut value = (s[at] - log).exp();
                 if comptime!(gradient) {
                     let mut by_weight = dp[at];
-                    if comptime!(t.dropout) {
+                    if comptime!(t.score.dropout) {
                         by_weight *= kept[at];
                     }
                     value *= by_weight - delta;

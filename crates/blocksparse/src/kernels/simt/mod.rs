@@ -6,20 +6,23 @@
 //! operations needs no barrier of the whole cube.
 
 pub(super) mod backward;
+pub(super) mod delta;
 pub(super) mod dropout;
 pub(super) mod forward;
+mod gather;
+pub(super) mod launch;
+mod mask;
 pub(super) mod mass;
+mod product;
 pub(super) mod score;
 pub(super) mod tile;
 
 use cubecl::ir::features::Plane;
-use cubecl::prelude::*;
-
 pub use tile::Tile;
 
-use super::{KernelError, Sizes};
-use crate::BlockLayout;
-use crate::plan::{Grouping, Walk};
+use super::call::{Kernel, PartRequest};
+use super::error::KernelError;
+use crate::plan::{Grouping, Tiling, Walk};
 use tile::pitch;
 
 /// A shape that a tile may have, and its speed relative to the others on a large problem, as measured on an H200.
@@ -64,22 +67,22 @@ const CANDIDATES: [Candidate; 9] = [
 ];
 
 /// Bytes of shared memory of a cube.
-pub fn shared_bytes(tile: &Tile, kernel: super::Kernel, accumulator: usize) -> usize {
+pub fn shared_bytes(tile: &Tile, kernel: Kernel, accumulator: usize) -> usize {
     let own = pitch(tile.head_dim)
         + match kernel {
-            super::Kernel::Forward => 0,
+            Kernel::Forward => 0,
             _ => pitch(tile.value_dim),
         };
     let gathered = pitch(tile.head_dim) + pitch(tile.value_dim);
     let weights = tile.weight_pitch()
         * match kernel {
-            super::Kernel::BackwardColumns => 2,
+            Kernel::BackwardColumns => 2,
             _ => 1,
         };
     let fours = tile.rows * (own + weights) + tile.cols() * gathered;
     let scratch = match kernel {
-        super::Kernel::BackwardRows => 1,
-        super::Kernel::BackwardColumns if !tile.bias => 1,
+        Kernel::BackwardRows => 1,
+        Kernel::BackwardColumns if !tile.score.bias => 1,
         _ => forward::scratch_len(*tile),
     };
     // The compiler may align each of the up to seven arrays.
@@ -93,20 +96,79 @@ fn forced() -> Option<(usize, usize, usize)> {
     Some((numbers.next()??, numbers.next()??, numbers.next()??))
 }
 
+/// How a plan is cut for a tile.
+pub fn tiling(tile: &Tile, walk: Walk) -> Tiling {
+    Tiling {
+        walk,
+        rows: tile.rows,
+        cols: tile.cols(),
+        places: tile.store.is_some(),
+        clustered: tile.clustered,
+        visits: false,
+    }
+}
+
+/// A tile as plans print it, with sums of `accumulator` bytes.
+pub fn describe(tile: &Tile, kernel: Kernel, accumulator: usize) -> String {
+    format!(
+        "simt  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} KiB shared{}",
+        tile.rows,
+        tile.cols(),
+        tile.group,
+        if tile.clustered {
+            ", like rows together"
+        } else {
+            ""
+        },
+        tile.units(),
+        shared_bytes(tile, kernel, accumulator).div_ceil(1024),
+        if tile.planes { ", planes" } else { "" },
+    )
+}
+
+/// The tile of a candidate's shape.
+fn shaped(candidate: &Candidate, part: &PartRequest) -> Tile {
+    let request = part.request;
+    let block = part.layout.block_size();
+    let (units_x, group) = (candidate.cols / 4, candidate.cols.min(block));
+    let planes = &part.properties.features.plane;
+    let plane = part.properties.hardware.plane_size_min as usize;
+    Tile {
+        rows: candidate.rows,
+        units_x,
+        unit_rows: candidate.unit_rows,
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
+        group,
+        mask_words: group.div_ceil(32),
+        store: request.store.then_some(block),
+        score: request.score,
+        max_scores: request.max_scores,
+        bias_gradient: false,
+        planes: planes.contains(Plane::Ops) && planes.contains(Plane::Sync) && plane >= units_x,
+        residue: part.residue.is_some(),
+        carry: part.carry,
+        clustered: false,
+    }
+}
+
 /// The tile that should be fastest among those that fit the device.
-pub fn choose(
-    layout: &BlockLayout,
-    sizes: &Sizes,
-    kernel: super::Kernel,
-    residue: bool,
-    carry: bool,
-    properties: &DeviceProperties,
-) -> Result<Tile, KernelError> {
-    let hardware = &properties.hardware;
-    let accumulator = sizes.accumulator().size();
-    let b = layout.block_size();
+///
+/// # Errors
+/// [`KernelError::SharedMemory`] if none does.
+pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, KernelError> {
+    let &PartRequest {
+        layout, request, ..
+    } = part;
+    let hardware = &part.properties.hardware;
+    let accumulator = request.accumulator().size();
     let walk = kernel.walk();
-    let may_cluster = sizes.may_cluster(layout, walk);
+    let may_cluster = request.may_cluster(layout, walk);
+    let length = match walk {
+        Walk::Rows => layout.seq_q(),
+        Walk::Columns => layout.seq_kv(),
+    };
+    let wide = usize::from(request.head_dim.max(request.value_dim) > 64);
     let mut best: Option<(f64, Tile)> = None;
     let forced = forced();
     for candidate in &CANDIDATES {
@@ -114,44 +176,15 @@ pub fn choose(
         if forced.is_some_and(|forced| forced != shape) {
             continue;
         }
-        let units_x = candidate.cols / 4;
-        let planes = &properties.features.plane;
-        let group = candidate.cols.min(b);
-        let tile = Tile {
-            rows: candidate.rows,
-            units_x,
-            unit_rows: candidate.unit_rows,
-            head_dim: sizes.head_dim,
-            value_dim: sizes.value_dim,
-            group,
-            mask_words: group.div_ceil(32),
-            store: sizes.store.then_some(b),
-            softcap: sizes.softcap,
-            alibi: sizes.alibi,
-            dropout: sizes.dropout,
-            bias: sizes.bias,
-            relative: sizes.relative,
-            bias_gradient: false,
-            planes: planes.contains(Plane::Ops)
-                && planes.contains(Plane::Sync)
-                && hardware.plane_size_min as usize >= units_x,
-            residue,
-            carry,
-            clustered: false,
-        };
+        let tile = shaped(candidate, part);
         let fits = shared_bytes(&tile, kernel, accumulator) <= hardware.max_shared_memory_size
             && tile.units() <= hardware.max_units_per_cube as usize
             && tile.units() <= hardware.max_cube_dim.0 as usize
-            && (!sizes.store || tile.rows <= b);
-        let length = match walk {
-            Walk::Rows => layout.seq_q(),
-            Walk::Columns => layout.seq_kv(),
+            && (!request.store || tile.rows <= layout.block_size());
+        let speed = match kernel {
+            Kernel::Forward => candidate.forward[wide],
+            _ => candidate.backward[wide],
         };
-        let speeds = match kernel {
-            super::Kernel::Forward => candidate.forward,
-            _ => candidate.backward,
-        };
-        let speed = speeds[usize::from(sizes.head_dim.max(sizes.value_dim) > 64)];
         let waste = length.next_multiple_of(tile.rows) as f64 / length as f64;
         // No grouping computes less than the allowed pairs, and looking at one takes a pass over the layout's blocks.
         let hopeless = best.is_some_and(|(least, _)| waste / speed >= least);
@@ -169,8 +202,8 @@ pub fn choose(
         }
     }
     best.map(|(_, tile)| tile).ok_or(KernelError::SharedMemory {
-        head_dim: sizes.head_dim,
-        value_dim: sizes.value_dim,
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
         available: hardware.max_shared_memory_size,
     })
 }

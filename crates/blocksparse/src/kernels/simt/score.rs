@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 
 use super::tile::*;
+use crate::kernels::shared::walk::*;
 use crate::plan::Walk;
 
 /// Scales and softcaps products.
@@ -11,7 +12,7 @@ pub fn score<A: Float>(s: &mut Array<A>, scale: A, softcap: A, #[comptime] t: Ti
     #[unroll]
     for i in 0..comptime!(t.unit_rows * 4) {
         s[i] *= scale;
-        if comptime!(t.softcap) {
+        if comptime!(t.score.softcap) {
             s[i] = softcap * (s[i] / softcap).tanh();
         }
     }
@@ -35,12 +36,12 @@ pub fn row_positions(
     listing: &Listing,
     #[comptime] t: Tile,
 ) -> Positions {
-    let length = comptime!(if t.positions() { t.unit_rows } else { 1 });
+    let length = comptime!(if t.score.positions() { t.unit_rows } else { 1 });
     let mut positions = Positions {
         rows: Array::<usize>::new(length),
         cols: Array::<usize>::new(4usize),
     };
-    if comptime!(t.positions()) {
+    if comptime!(t.score.positions()) {
         let span = row_span(plan, rows, unit_y * length, listing, t);
         #[unroll]
         for i in 0..length {
@@ -60,7 +61,7 @@ pub fn set_columns(
     listing: &Listing,
     #[comptime] t: Tile,
 ) {
-    if comptime!(t.positions()) {
+    if comptime!(t.score.positions()) {
         let span = column_span(plan, entry, unit_x, listing, t);
         #[unroll]
         for j in 0..4usize {
@@ -71,7 +72,7 @@ pub fn set_columns(
 
 /// Numbers of queries and of keys.
 #[derive(CubeType, Clone, Copy)]
-pub struct Lengths {
+pub struct SeqLengths {
     /// Queries.
     pub queries: usize,
     /// Keys.
@@ -134,11 +135,11 @@ pub fn add_distances<A: Float>(
     start: usize,
     reach: usize,
     positions: &Positions,
-    lengths: &Lengths,
+    lengths: &SeqLengths,
     #[comptime] walk: Walk,
     #[comptime] t: Tile,
 ) {
-    if comptime!(t.relative) {
+    if comptime!(t.score.relative) {
         #[unroll]
         for i in 0..comptime!(t.unit_rows) {
             #[unroll]
@@ -164,24 +165,28 @@ pub fn biases<E: Float, A: Float>(
     start: usize,
     bias_row: usize,
     positions: &Positions,
-    lengths: &Lengths,
+    lengths: &SeqLengths,
     #[comptime] walk: Walk,
     #[comptime] t: Tile,
 ) -> Array<A> {
-    let mut biases = Array::<A>::new(comptime!(if t.biased() { t.unit_rows * 4 } else { 1 }));
-    if comptime!(t.biased()) {
+    let mut biases = Array::<A>::new(comptime!(if t.score.biased() {
+        t.unit_rows * 4
+    } else {
+        1
+    }));
+    if comptime!(t.score.biased()) {
         #[unroll]
         for i in 0..comptime!(t.unit_rows) {
             #[unroll]
             for j in 0..4usize {
                 let pair = pair_at(positions, i, j, walk);
                 let mut sum = A::new(0.0);
-                if comptime!(t.alibi) {
+                if comptime!(t.score.alibi) {
                     let query = pair.query + lengths.keys;
                     let key = pair.key + lengths.queries;
                     sum -= slope * A::cast_from(query.max(key) - query.min(key));
                 }
-                if comptime!(t.bias) {
+                if comptime!(t.score.bias) {
                     let bias = bias.as_ref().unwrap();
                     if pair.query < lengths.queries && pair.key < lengths.keys {
                         sum += A::cast_from(bias[start + pair.query * bias_row + pair.key]);
@@ -197,7 +202,7 @@ pub fn biases<E: Float, A: Float>(
 /// Adds the biases to the unit's scores.
 #[cube]
 pub fn add_biases<A: Float>(s: &mut Array<A>, biases: &Array<A>, #[comptime] t: Tile) {
-    if comptime!(t.biased()) {
+    if comptime!(t.score.biased()) {
         #[unroll]
         for i in 0..comptime!(t.unit_rows * 4) {
             s[i] += biases[i];

@@ -3,6 +3,7 @@
 //! `$i` in a text is operand `i`, the output first. Every operand has to occur in its text, if only in a PTX comment.
 
 use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 /// The type of the tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,6 +53,14 @@ pub fn unit() -> u32 {
     let o: u32;
     gpu_asm!("mov.u32 {o}, %%tid.x;", o = out(_) o, options(nomem));
     o
+}
+
+/// The address of a cube's shared memory.
+#[cube]
+pub fn shared_address(memory: &Shared<[u32]>) -> u32 {
+    // SAFETY: the pointer is only turned into an address. What is there is read and written by PTX, at offsets below the length
+    // that the tile asks for.
+    generic_to_shared::<u32>(unsafe { memory.as_ptr_unchecked() })
 }
 
 #[cube]
@@ -141,5 +150,14 @@ pub fn unpack(pair: u32, #[comptime] high: bool, #[comptime] half: Half) -> f32 
     let o: f32;
     gpu_asm!("{body} /* {o} {i} */", body = const half.unpack_text(high), o = out(_) o, i = in(_) val::<u32>(pair),
         options(pure, nomem));
+    o
+}
+
+/// The product of two words: its lower and its higher word.
+#[cube]
+pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> {
+    let o: Vector<u32, Const<2>>;
+    gpu_asm!("{{ .reg .b64 p; mul.wide.u32 p, {a}, {b}; mov.b64 {o}, p; }}",
+        o = out(_) o, a = in(_) val::<u32>(a), b = in(_) val::<u32>(b), options(pure, nomem));
     o
 }

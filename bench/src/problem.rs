@@ -1,0 +1,474 @@
+//! A workload on the device: its tensors, its two passes, and what they are measured by.
+
+use anyhow::{Context, Result};
+use blocksparse::kernels::{
+    self, AttentionPlan, BiasView, Gradients, OutputGrads, Request, ScoreKind, ScoreOptions,
+    TableView, TensorView, TierLimit,
+};
+use blocksparse::{BlockLayout, Dropout};
+use cubecl::client::Client;
+use cubecl::future::block_on;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+
+use crate::workload::Workload;
+use crate::{Args, Dtype};
+
+/// A workload on the device.
+pub struct Problem<'a> {
+    client: &'a Client,
+    workload: &'a Workload,
+    args: &'a Args,
+    request: Request,
+    layout: BlockLayout,
+    q: TensorView,
+    k: TensorView,
+    v: TensorView,
+    grad_out: TensorView,
+    options: ScoreOptions,
+}
+
+/// What a workload asks for.
+pub fn request_of(workload: &Workload, args: &Args) -> Request {
+    let score = ScoreKind {
+        softcap: args.softcap.is_some(),
+        alibi: args.alibi,
+        dropout: args.dropout.is_some(),
+        bias: args.bias.is_some(),
+        relative: args.relative.is_some(),
+    };
+    Request::new(
+        [workload.batch, workload.kv_heads],
+        [workload.head_dim, workload.value_dim],
+        args.dtype.elem(),
+    )
+    .with_score(score)
+    .with_scale(scale_of(workload, args))
+    .with_tf32(args.tf32)
+    .with_max_scores(args.max_scores)
+}
+
+fn scale_of(workload: &Workload, args: &Args) -> f64 {
+    args.scale
+        .unwrap_or(1.0 / (workload.head_dim as f64).sqrt())
+}
+
+/// A random tensor `[batch, heads, n, dim]`.
+fn random_input(
+    client: &Client,
+    workload: &Workload,
+    args: &Args,
+    [heads, dim]: [usize; 2],
+    rng: &mut ChaCha8Rng,
+) -> TensorView {
+    let &Workload { batch, n, .. } = workload;
+    let shape = [batch, heads, n, dim];
+    let strides = match args.permuted {
+        true => {
+            let row = dim + 8;
+            [row, batch * row, heads * batch * row, 1]
+        }
+        false => [heads * n * dim, n * dim, dim, 1],
+    };
+    let reach = shape.iter().zip(strides);
+    let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
+    TensorView {
+        handle: client.create_from_slice(&random(reach + 1, args.dtype, rng)),
+        shape,
+        strides,
+    }
+}
+
+/// What the arguments add to scores, with random numbers.
+fn score_options(
+    client: &Client,
+    workload: &Workload,
+    args: &Args,
+    rng: &mut ChaCha8Rng,
+) -> ScoreOptions {
+    let heads = workload.heads;
+    let mut options = ScoreOptions::new(scale_of(workload, args));
+    options.softcap = args.softcap;
+    options.slopes = (args.alibi)
+        .then(|| (1..=heads).map(|head| 2f64.powf(-8.0 * head as f64 / heads as f64)))
+        .map(|slopes| slopes.collect());
+    options.dropout = args.dropout.map(|probability| Dropout::new(probability, 1));
+    options.bias = args.bias.map(|bias| {
+        let shape = bias.of(workload);
+        let numbers = random(shape.iter().product(), args.dtype, rng);
+        BiasView {
+            handle: client.create_from_slice(&numbers),
+            shape,
+        }
+    });
+    options.relative = args.relative.map(|relative| {
+        let shape = relative.shape(workload);
+        let numbers = random(shape.iter().product(), Dtype::F32, rng);
+        TableView {
+            handle: client.create_from_slice(&numbers),
+            shape,
+        }
+    });
+    options
+}
+
+impl<'a> Problem<'a> {
+    pub fn new(
+        client: &'a Client,
+        workload: &'a Workload,
+        args: &'a Args,
+        layout: BlockLayout,
+    ) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(1);
+        let mut input = |heads, dim| random_input(client, workload, args, [heads, dim], &mut rng);
+        let (head_dim, value_dim) = (workload.head_dim, workload.value_dim);
+        let (heads, kv_heads) = (workload.heads, workload.kv_heads);
+        let (q, k) = (input(heads, head_dim), input(kv_heads, head_dim));
+        let (v, grad_out) = (input(kv_heads, value_dim), input(heads, value_dim));
+        Self {
+            client,
+            workload,
+            args,
+            request: request_of(workload, args),
+            layout,
+            q,
+            k,
+            v,
+            grad_out,
+            options: score_options(client, workload, args, &mut rng),
+        }
+    }
+
+    pub fn forward(&self, plan: &AttentionPlan, outputs: &Outputs) {
+        let inputs = [&self.q, &self.k, &self.v];
+        let (layout, handles) = (&self.layout, outputs.handles());
+        kernels::forward(self.client, plan, layout, inputs, handles, &self.options)
+            .expect("the plan was checked");
+    }
+
+    pub fn backward(&self, plan: &AttentionPlan, outputs: &Outputs) {
+        kernels::backward(
+            self.client,
+            plan,
+            &self.layout,
+            [&self.q, &self.k, &self.v],
+            outputs.handles(),
+            OutputGrads {
+                out: &self.grad_out,
+                lse: None,
+            },
+            &outputs.gradients,
+            &self.options,
+        )
+        .expect("the plan was checked");
+    }
+
+    /// Compares all results with those of the `simt` tier, and with those of a second time.
+    pub fn verify(&self, plan: &AttentionPlan) -> Result<()> {
+        let results = |plan: &AttentionPlan| {
+            let outputs = Outputs::new(self.client, self.workload, self.args);
+            self.forward(plan, &outputs);
+            self.backward(plan, &outputs);
+            outputs.read(self.client, self.args.dtype)
+        };
+        let (ours, again) = (results(plan), results(plan));
+        let limit = TierLimit::Simt;
+        let simt = AttentionPlan::with_limit(self.client, &self.layout, self.request, limit)?;
+        let simt = results(&simt);
+        print!("{:<30}", self.workload.label());
+        // Both round the outputs; ours also weights, and sums in another order.
+        let tf32 = self.args.tf32;
+        let most = match self.args.dtype {
+            Dtype::F32 if tf32 => 2e-3,
+            Dtype::F32 => 1e-5,
+            Dtype::F16 => 2e-3,
+            Dtype::Bf16 => 1e-2,
+        };
+        let mut good = true;
+        for ((name, ours), (_, simt)) in ours.iter().zip(&simt) {
+            let difference = relative_difference(ours, simt);
+            print!("  {name} {difference:.1e}");
+            let exact = (*name == "lse" || *name == "max") && !tf32;
+            good &= difference < if exact { 1e-5 } else { most };
+            if *name == "max" {
+                let expected = self.max_scores()?;
+                let difference = relative_difference(ours, &expected);
+                print!(" ({difference:.1e} to the host's)");
+                good &= difference < if tf32 { 2e-3 } else { 1e-5 };
+            }
+        }
+        let same = (ours.iter().zip(&again))
+            .all(|((_, a), (_, b))| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()));
+        print!(
+            "  {}",
+            if same {
+                "same bits twice"
+            } else {
+                "OTHER BITS THE SECOND TIME"
+            }
+        );
+        println!("  {}", if good && same { "ok" } else { "FAILED" });
+        Ok(())
+    }
+
+    /// Each row's largest score, of all pairs, in f64.
+    fn max_scores(&self) -> Result<Vec<f32>> {
+        let &Workload {
+            batch,
+            heads,
+            kv_heads,
+            n,
+            head_dim,
+            ..
+        } = self.workload;
+        let read = |handle: &Handle, dtype| {
+            numbers(&self.client.read_one_unchecked(handle.clone()), dtype)
+        };
+        let [q, k] = [&self.q, &self.k].map(|view| (read(&view.handle, self.args.dtype), view));
+        let options = &self.options;
+        let bias =
+            (options.bias.as_ref()).map(|bias| (read(&bias.handle, self.args.dtype), bias.shape));
+        let table =
+            (options.relative.as_ref()).map(|table| (read(&table.handle, Dtype::F32), table.shape));
+        let row = |(numbers, view): &(Vec<f32>, &TensorView), at: [usize; 3]| -> Vec<f64> {
+            let first: usize = at
+                .iter()
+                .zip(view.strides)
+                .map(|(i, stride)| i * stride)
+                .sum();
+            let row = &numbers[first..first + head_dim];
+            row.iter().map(|&number| f64::from(number)).collect()
+        };
+        let mut made = Vec::with_capacity(batch * heads * n);
+        for entry in 0..batch {
+            for head in 0..heads {
+                let allowed = match self.layout.batch() {
+                    Some(_) => self.layout.to_dense_batch(entry, head),
+                    None => self.layout.to_dense(head),
+                };
+                let kv_head = head / (heads / kv_heads);
+                let keys: Vec<_> = (0..n).map(|j| row(&k, [entry, kv_head, j])).collect();
+                for (i, allowed) in allowed.iter().enumerate() {
+                    let query = row(&q, [entry, head, i]);
+                    let score = |j: usize| {
+                        let product = query.iter().zip(&keys[j]);
+                        let product: f64 = product.map(|(a, b)| a * b).sum();
+                        let mut score = product * options.scale;
+                        if let Some(softcap) = options.softcap {
+                            score = softcap * (score / softcap).tanh();
+                        }
+                        if let Some(slopes) = &options.slopes {
+                            score -= slopes[head] * i.abs_diff(j) as f64;
+                        }
+                        if let Some((numbers, [batches, own_heads, rows, _])) = &bias {
+                            let at = [entry % batches, head % own_heads, i % rows];
+                            let first = (at[0] * own_heads + at[1]) * rows + at[2];
+                            score += f64::from(numbers[first * n + j]);
+                        }
+                        if let Some((numbers, [own_heads, width])) = &table {
+                            let reach = (width / 2) as isize;
+                            let ahead = (j as isize - i as isize).clamp(-reach, reach);
+                            let at = head % own_heads * width + (reach + ahead) as usize;
+                            score += f64::from(numbers[at]);
+                        }
+                        score
+                    };
+                    let most = (0..n).filter(|&j| allowed[j]).map(score);
+                    made.push(most.fold(f64::NEG_INFINITY, f64::max) as f32);
+                }
+            }
+        }
+        Ok(made)
+    }
+
+    /// Times both passes, prints a row and returns its numbers.
+    pub fn time(&self, plan: &AttentionPlan, outputs: &Outputs) -> Result<Value> {
+        let (layout, workload, args) = (&self.layout, self.workload, self.args);
+        let entries = workload.batch as f64 / layout.batch().unwrap_or(1) as f64;
+        let pairs = layout.allowed_pairs() as f64 * entries;
+        let flops = 2.0 * (workload.head_dim + workload.value_dim) as f64 * pairs;
+        let (forward, host_us) =
+            measure(self.client, args.repeats, || self.forward(plan, outputs))?;
+        let forward_ms = forward.median;
+        let teraflops = |ms: f64, factor: f64| factor * flops / ms / 1e9;
+        let mut result = json!({
+            "fwd_ms": forward_ms, "fwd_ms_p10": forward.p10, "fwd_ms_p90": forward.p90,
+            "fwd_tf": teraflops(forward_ms, 1.0), "host_us": host_us,
+            "density": layout.density(), "flops_fwd": flops,
+            "block": workload.block,
+        });
+        print!(
+            "{:<30} {:>8.4} {forward_ms:>10.3} {:>8.1}",
+            workload.label(),
+            layout.density(),
+            teraflops(forward_ms, 1.0)
+        );
+        if args.forward_only {
+            println!(" {:>10} {:>8} {host_us:>9.1}", "", "");
+            return Ok(result);
+        }
+        let (backward, _) = measure(self.client, args.repeats, || self.backward(plan, outputs))?;
+        let backward_ms = backward.median;
+        println!(
+            " {backward_ms:>10.3} {:>8.1} {host_us:>9.1}",
+            teraflops(backward_ms, 2.5)
+        );
+        result["bwd_ms"] = json!(backward_ms);
+        result["bwd_ms_p10"] = json!(backward.p10);
+        result["bwd_ms_p90"] = json!(backward.p90);
+        result["bwd_tf"] = json!(teraflops(backward_ms, 2.5));
+        Ok(result)
+    }
+}
+
+/// What both passes write, NaN before they do.
+pub struct Outputs {
+    out: Handle,
+    lse: Handle,
+    max_scores: Option<Handle>,
+    gradients: Gradients,
+}
+
+impl Outputs {
+    fn handles(&self) -> kernels::Outputs<'_> {
+        kernels::Outputs::new(&self.out, &self.lse).with_max_scores(self.max_scores.as_ref())
+    }
+
+    pub fn new(client: &Client, workload: &Workload, args: &Args) -> Self {
+        let queries = workload.batch * workload.heads * workload.n;
+        let keys = workload.batch * workload.kv_heads * workload.n;
+        let (head_dim, value_dim) = (workload.head_dim, workload.value_dim);
+        // NaN in all types.
+        let buffer = |bytes: usize| match args.verify {
+            true => client.create_from_slice(&vec![0xff; bytes]),
+            false => client.empty(bytes),
+        };
+        let element = args.dtype.elem().size();
+        let v_offset = keys * head_dim;
+        let bias_shape = (args.bias.filter(|_| args.verify)).map(|bias| bias.of(workload));
+        let table_shape =
+            (args.relative.filter(|_| args.verify)).map(|relative| relative.shape(workload));
+        let mut gradients = Gradients::new(
+            buffer(queries * head_dim * element),
+            buffer((v_offset + keys * value_dim) * element),
+            v_offset,
+        );
+        gradients.bias = bias_shape.map(|shape| {
+            let elements: usize = shape.iter().product();
+            client.create_from_slice(&vec![0; elements * 4])
+        });
+        gradients.relative = table_shape.map(|shape| buffer(shape.iter().product::<usize>() * 4));
+        Self {
+            out: buffer(queries * value_dim * element),
+            lse: buffer(queries * 4),
+            max_scores: args.max_scores.then(|| buffer(queries * 4)),
+            gradients,
+        }
+    }
+
+    fn read(&self, client: &Client, dtype: Dtype) -> Vec<(&'static str, Vec<f32>)> {
+        let read =
+            |handle: &Handle, dtype| numbers(&client.read_one_unchecked(handle.clone()), dtype);
+        let mut dk = read(&self.gradients.kv, dtype);
+        let dv = dk.split_off(self.gradients.v_offset);
+        let mut results = vec![
+            ("out", read(&self.out, dtype)),
+            ("lse", read(&self.lse, Dtype::F32)),
+            ("dq", read(&self.gradients.q, dtype)),
+            ("dk", dk),
+            ("dv", dv),
+        ];
+        if let Some(max_scores) = &self.max_scores {
+            results.push(("max", read(max_scores, Dtype::F32)));
+        }
+        if let Some(bias) = &self.gradients.bias {
+            results.push(("dbias", read(bias, Dtype::F32)));
+        }
+        if let Some(table) = &self.gradients.relative {
+            results.push(("drelative", read(table, Dtype::F32)));
+        }
+        results
+    }
+}
+
+/// Milliseconds on the device.
+struct Times {
+    median: f64,
+    p10: f64,
+    p90: f64,
+}
+
+/// Times on the device, and the median of microseconds on the host to enqueue a call.
+fn measure(client: &Client, repeats: usize, call: impl Fn() + Send + Sync) -> Result<(Times, f64)> {
+    // Compilation, plans and their upload.
+    call();
+    call();
+    block_on(client.sync()).map_err(|error| anyhow::anyhow!("{error}"))?;
+    let mut host = Vec::new();
+    for _ in 0..repeats {
+        let start = std::time::Instant::now();
+        call();
+        host.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    block_on(client.sync()).map_err(|error| anyhow::anyhow!("{error}"))?;
+    let mut times = Vec::new();
+    for _ in 0..repeats {
+        let (_, profile) = client
+            .profile(&call, "attention")
+            .map_err(|error| anyhow::anyhow!("{error:?}"))?;
+        let span = block_on(profile.resolve()).context("the device measured no time")?;
+        times.push(span.duration().as_secs_f64() * 1e3);
+    }
+    times.sort_by(f64::total_cmp);
+    host.sort_by(f64::total_cmp);
+    let times = Times {
+        median: times[repeats / 2],
+        p10: times[repeats / 10],
+        p90: times[repeats * 9 / 10],
+    };
+    Ok((times, host[repeats / 2]))
+}
+
+fn numbers(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+    let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+    match dtype {
+        Dtype::F32 => (bytes.chunks_exact(4))
+            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+            .collect(),
+        Dtype::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
+        Dtype::Bf16 => pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
+    }
+}
+
+/// `‖a − b‖ / ‖b‖`; NaN if there is one. Infinities, the lse of empty rows, must be the same.
+fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
+    let square = |x: f32| f64::from(x) * f64::from(x);
+    let pairs = || a.iter().zip(b).filter(|(a, b)| a.is_finite() || a != b);
+    let difference: f64 = pairs().map(|(a, b)| square(a - b)).sum();
+    (difference / pairs().map(|(_, &b)| square(b)).sum::<f64>()).sqrt()
+}
+
+/// Near enough to normal numbers, as bytes of the dtype.
+fn random(count: usize, dtype: Dtype, rng: &mut ChaCha8Rng) -> Vec<u8> {
+    // A million distinct ones, repeated from changing places: making all of them takes longer than the kernels.
+    let distinct: Vec<f32> = (0..count.min(1 << 20))
+        .map(|_| {
+            let bits = rng.next_u64();
+            let sum: u64 = (0..4).map(|part| (bits >> (16 * part)) & 0xffff).sum();
+            (sum as f32 / 65536.0 - 2.0) * 1.732
+        })
+        .collect();
+    let numbers = (0..count).map(|i| distinct[(i + i / distinct.len() * 7919) % distinct.len()]);
+    match dtype {
+        Dtype::F32 => numbers.flat_map(f32::to_le_bytes).collect(),
+        Dtype::F16 => numbers
+            .flat_map(|x| f16::from_f32(x).to_le_bytes())
+            .collect(),
+        Dtype::Bf16 => numbers
+            .flat_map(|x| bf16::from_f32(x).to_le_bytes())
+            .collect(),
+    }
+}

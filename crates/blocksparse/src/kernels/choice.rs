@@ -1,0 +1,308 @@
+//! What a call will run: chosen, checked against the device, remembered with the layout, and printed.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cubecl::prelude::*;
+
+use super::call::{DeviceFacts, Kernel, PartRequest, Request, TierLimit};
+use super::error::KernelError;
+use super::pass::Part;
+use super::tier::{self, BackwardTile, Choice, ForwardTile};
+use super::uploaded::{DeviceKey, device_key};
+use super::{masses, on_device, simt};
+use crate::plan::{Tiling, Walk};
+use crate::{BlockLayout, Residue};
+
+/// What a call will run on a device.
+///
+/// ```text
+/// fixed(128, 32), bf16 with sums in f32
+///   forward  hopper  128 × 128 tiles gathered from 32-wide blocks, 256 units, 3 stages in 113 KiB shared
+///   backward hopper  128 × 128 tiles gathered from 32-wide blocks, like rows together, 256 units, 2 stages in 195 KiB shared
+/// ```
+#[derive(Clone, Debug)]
+pub struct AttentionPlan {
+    name: String,
+    request: Request,
+    parts: Vec<PartPlan>,
+    backward: Result<(), KernelError>,
+    /// What makes the gradient of biases of distances, over the whole layout.
+    distances: Option<simt::Tile>,
+    /// Tiers that this build lacks.
+    missing: Option<&'static str>,
+}
+
+/// A part of a call: its launches come after those of the parts before.
+#[derive(Clone, Debug)]
+pub(super) struct PartPlan {
+    /// `None`: the call's own layout (which keeps this plan, so the plan cannot keep it).
+    layout: Option<BlockLayout>,
+    residue: Option<Residue>,
+    pub(super) forward: Choice<ForwardTile>,
+    pub(super) backward: Choice<BackwardTile>,
+    /// The tiles of the `simt` tier, in the order of the kernels: they make the gradients of biases whatever makes the others.
+    simt: [simt::Tile; 3],
+}
+
+impl PartPlan {
+    /// What is walked, being part of a layout.
+    pub(super) fn part<'a>(&'a self, own: &'a BlockLayout) -> Part<'a> {
+        Part {
+            layout: self.layout.as_ref().unwrap_or(own),
+            residue: self.residue,
+        }
+    }
+
+    /// The tiles of the `simt` tier's two walks of the backward pass.
+    pub(super) fn simt_walks(&self) -> [simt::Tile; 2] {
+        [self.simt[1], self.simt[2]]
+    }
+
+    /// How the plan is cut that a kernel's launch walks, on whatever tier.
+    fn launched(&self, kernel: Kernel) -> Tiling {
+        match kernel {
+            Kernel::Forward => self.forward.tile.tiling(),
+            _ => self.backward.tile.tiling(kernel),
+        }
+    }
+
+    /// Writes what runs: what runs on tensor cores before what does not.
+    fn write(&self, f: &mut fmt::Formatter<'_>, request: &Request) -> fmt::Result {
+        let accumulator = request.accumulator().size();
+        let write = |f: &mut fmt::Formatter<'_>, lines: Vec<(&str, String)>| {
+            let mut lines = lines.into_iter();
+            lines.try_for_each(|(name, tile)| writeln!(f, "  {name:<8} {tile}"))
+        };
+        let Self {
+            forward, backward, ..
+        } = self;
+        for (tier, reason) in &forward.refused {
+            writeln!(f, "  forward  not on the {tier} tier: {reason}")?;
+        }
+        if forward.tile.is_tensor() {
+            write(f, forward.tile.lines(accumulator))?;
+        }
+        for (tier, reason) in &backward.refused {
+            writeln!(f, "  backward not on the {tier} tier: {reason}")?;
+        }
+        if backward.tile.is_tensor() {
+            write(f, backward.tile.lines(accumulator))?;
+        }
+        if !forward.tile.is_tensor() {
+            write(f, forward.tile.lines(accumulator))?;
+        }
+        if !backward.tile.is_tensor() {
+            write(f, backward.tile.lines(accumulator))?;
+        }
+        // On this tier whatever the rest runs on, in a walk over rows, or over columns where queries share a row of the bias.
+        if request.score.bias {
+            for (name, kernel) in [
+                ("dbias", Kernel::BackwardRows),
+                ("or dbias", Kernel::BackwardColumns),
+            ] {
+                let tile = &self.simt[kernel as usize];
+                write(f, vec![(name, simt::describe(tile, kernel, accumulator))])?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+struct Plans(Mutex<HashMap<(DeviceKey, Request, TierLimit), Arc<AttentionPlan>>>);
+
+impl AttentionPlan {
+    /// Chooses kernels and tiles, and checks them against the device's limits. Remembered with the layout: the
+    /// second call with the same request costs a lookup. Tiers that `BLOCKSPARSE_TIER` names are left out.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the device lacks the dtype, the forward pass exceeds a limit, or the variable says what it may not.
+    pub fn new(
+        client: &Client,
+        layout: &BlockLayout,
+        request: Request,
+    ) -> Result<Arc<Self>, KernelError> {
+        Self::with_limit(client, layout, request, TierLimit::from_env()?)
+    }
+
+    /// As [`new`](Self::new), leaving out the tiers of `limit`, whatever the environment says.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the device lacks the dtype or the forward pass exceeds a limit.
+    pub fn with_limit(
+        client: &Client,
+        layout: &BlockLayout,
+        request: Request,
+        limit: TierLimit,
+    ) -> Result<Arc<Self>, KernelError> {
+        let known = layout.attachment(Plans::default);
+        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (device_key(client), request, limit);
+        if let Some(plan) = known.get(&key) {
+            return Ok(plan.clone());
+        }
+        let plan = Self::choose(layout, request, limit, DeviceFacts::of(client))?;
+        let plan = Arc::new(plan);
+        known.insert(key, plan.clone());
+        Ok(plan)
+    }
+
+    /// As [`with_limit`](Self::with_limit), for a device that is described; not remembered.
+    pub(super) fn choose(
+        layout: &BlockLayout,
+        request: Request,
+        limit: TierLimit,
+        device: DeviceFacts,
+    ) -> Result<Self, KernelError> {
+        device.check_dtype(request.dtype)?;
+        // Stored weights are those of the layout's own blocks.
+        let parts: Vec<(Option<&BlockLayout>, Option<Residue>)> = match layout.parts() {
+            Some(parts) if !request.store => (parts.iter())
+                .map(|part| (Some(&part.layout), part.residue))
+                .collect(),
+            _ => vec![(None, None)],
+        };
+        let parts = (parts.into_iter().enumerate())
+            .map(|(index, (part, residue))| {
+                let asked = PartRequest {
+                    layout: part.unwrap_or(layout),
+                    request: &request,
+                    seq_kv: layout.seq_kv(),
+                    residue,
+                    carry: index > 0,
+                    limit,
+                    properties: device.properties,
+                };
+                let [tile, rows, columns] = Kernel::ALL.map(|kernel| simt::choose(&asked, kernel));
+                let simt = [tile?, rows?, columns?];
+                let (forward, backward) = tier::choose(&asked, simt);
+                Ok(PartPlan {
+                    layout: part.cloned(),
+                    residue,
+                    forward,
+                    backward,
+                    simt,
+                })
+            })
+            .collect::<Result<Vec<_>, KernelError>>()?;
+        let check = |kernel| check_limits(layout, &request, &parts, kernel, device.properties);
+        check(Kernel::Forward)?;
+        // The lines of a layout that is made on the device are not known here.
+        let distances = (request.score.relative && layout.device_choice().is_none())
+            .then(|| masses::check_distances(device, layout, &request))
+            .transpose();
+        Ok(Self {
+            name: layout.name().to_string(),
+            request,
+            distances: distances.clone().unwrap_or(None),
+            backward: check(Kernel::BackwardRows)
+                .and_then(|()| check(Kernel::BackwardColumns))
+                .and_then(|()| distances.map(|_| ())),
+            parts,
+            missing: tier::missing(device.runtime),
+        })
+    }
+
+    /// What the call asks for.
+    pub(super) fn request(&self) -> &Request {
+        &self.request
+    }
+
+    pub(super) fn parts(&self) -> &[PartPlan] {
+        &self.parts
+    }
+
+    /// The multiple that strides, in elements, and beginnings of inputs must be of: tensor cores are fed in pieces of
+    /// 16 bytes.
+    pub fn alignment(&self) -> usize {
+        let is_tensor =
+            |part: &PartPlan| part.forward.tile.is_tensor() || part.backward.tile.is_tensor();
+        match self.parts.iter().any(is_tensor) {
+            true => 16 / self.request.dtype.size(),
+            false => 1,
+        }
+    }
+
+    /// Whether the backward pass can run, too.
+    ///
+    /// # Errors
+    /// [`KernelError`] if it exceeds a limit of the device.
+    pub fn check_backward(&self) -> Result<(), KernelError> {
+        self.backward.clone()
+    }
+}
+
+/// Checks a kernel's launches against the limits of a device.
+fn check_limits(
+    layout: &BlockLayout,
+    request: &Request,
+    parts: &[PartPlan],
+    kernel: Kernel,
+    properties: &DeviceProperties,
+) -> Result<(), KernelError> {
+    let heads = match kernel.walk() {
+        Walk::Rows => layout.heads(),
+        Walk::Columns => request.kv_heads,
+    };
+    let mut tiles = 0;
+    for plan in parts {
+        let (walked, tile) = (plan.part(layout).layout, &plan.simt[kernel as usize]);
+        let length = match kernel.walk() {
+            Walk::Rows => walked.seq_q(),
+            Walk::Columns => walked.seq_kv(),
+        };
+        tiles = tiles.max(length.div_ceil(tile.rows));
+        on_device::check(walked, plan.launched(kernel), properties)?;
+        if request.score.bias {
+            // Its gradient is the simt tier's.
+            let tiling = simt::tiling(tile, kernel.walk());
+            on_device::check(walked, tiling, properties)?;
+        }
+    }
+    // With the buffer in which CubeCL passes scalars.
+    let buffers = match kernel {
+        // In the backward pass slopes and biases of distances lie behind lse and delta.
+        Kernel::Forward => 7 + request.score.buffers() + usize::from(request.max_scores),
+        // The bias and its gradient.
+        _ => 8 + 2 * usize::from(request.score.bias),
+    } + usize::from(request.store);
+    let hardware = &properties.hardware;
+    let most = hardware.max_cube_count;
+    for (what, limit, got) in [
+        ("the tiles of a head", most.0, tiles),
+        ("heads", most.1, heads),
+        ("batch", most.2, request.batch),
+        ("the buffers of a kernel", hardware.max_bindings, buffers),
+    ] {
+        if got as u64 > u64::from(limit) {
+            return Err(KernelError::limit(what, limit, got));
+        }
+    }
+    Ok(())
+}
+
+impl fmt::Display for AttentionPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (dtype, accumulator) = (self.request.dtype, self.request.accumulator());
+        writeln!(f, "{}, {dtype} with sums in {accumulator}", self.name)?;
+        if let Some(missing) = self.missing {
+            writeln!(f, "  {missing}")?;
+        }
+        for part in &self.parts {
+            if let Some(layout) = &part.layout {
+                writeln!(f, "  part {}", layout.name())?;
+            }
+            part.write(f, &self.request)?;
+        }
+        if let Some(tile) = &self.distances {
+            let (side, units) = (tile.rows, tile.units());
+            writeln!(
+                f,
+                "  dtable   simt  diagonals of {side} × {side} tiles, {units} units"
+            )?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,263 @@
+//! Launches of the `mma` tier.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::asm::Element;
+use super::gather::StridesLaunch;
+use super::score::BiasStridesLaunch;
+use super::tile::{Outputs, Tile};
+use super::{PIECE, backward, forward};
+use crate::kernels::args::{
+    ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words,
+};
+use crate::kernels::call::TensorView;
+use crate::kernels::device::plan;
+use crate::kernels::error::KernelError;
+use crate::kernels::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::kernels::stats::{self, Wanted};
+use crate::kernels::tensor::{check_rows, check_scale, check_table, scales};
+use crate::plan::Walk;
+
+/// Whether a launch can take these tensors, which a plan cannot know.
+///
+/// # Errors
+/// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive.
+fn check(
+    named: &[(&'static str, &TensorView)],
+    tile: Tile,
+    options: &ScoreOptions,
+) -> Result<(), KernelError> {
+    let element = tile.element;
+    for &(name, tensor) in named {
+        check_rows(name, tensor, PIECE / element.bytes())?;
+        // Kernels multiply the bytes of a row by a position.
+        if let Some(&got) =
+            (tensor.strides.iter()).find(|&&stride| u32::try_from(stride * 4).is_err())
+        {
+            let most = u64::from(u32::MAX) / 4;
+            return Err(KernelError::limit("a stride", most, got));
+        }
+    }
+    if let Some(bias) = &options.bias {
+        let most = u64::from(u32::MAX) / 4;
+        let keys = bias.shape[3];
+        if keys as u64 > most {
+            return Err(KernelError::limit("the bias's keys", most, keys));
+        }
+    }
+    check_table(options.table_len())?;
+    match tile.score.biased() {
+        true => Ok(()),
+        false => check_scale(options.scale, options.softcap),
+    }
+}
+
+/// Factors of scores: to powers of two, and of products before that, where scores are softcapped or biased.
+fn factors(tile: Tile, options: &ScoreOptions) -> (f64, f64) {
+    match tile.score.biased() && !tile.score.softcap {
+        true => (std::f64::consts::LOG2_E, options.scale),
+        false => scales(options.scale, options.softcap),
+    }
+}
+
+fn bias_strides(options: &ScoreOptions, element: Element) -> BiasStridesLaunch {
+    let [batch, head, row] = options.bias_bytes(element.bytes());
+    BiasStridesLaunch::new(batch, head, row as u32)
+}
+
+fn bias<T: LaunchArg<RuntimeArg = BufferArg>>(
+    options: &ScoreOptions,
+    element: Element,
+) -> ComptimeOptionArgs<T> {
+    let handle = options.bias.as_ref().map(|bias| &bias.handle);
+    optional(handle, words(options.bias_len(), element))
+}
+
+fn strides(tensor: &TensorView, element: Element) -> StridesLaunch {
+    let [batch, head, row] = [0, 1, 2].map(|dim| match tensor.shape[dim] {
+        1 => 0,
+        _ => (tensor.strides[dim] * element.bytes() / PIECE) as u32,
+    });
+    StridesLaunch::new(batch, head, row, tensor.shape[2] as u32)
+}
+
+fn input(tensor: &TensorView, element: Element) -> BufferArg {
+    buffer(&tensor.handle, words(tensor.reach(), element))
+}
+
+/// Words of so many elements.
+fn words(elements: usize, element: Element) -> usize {
+    (elements * element.bytes()).div_ceil(4)
+}
+
+/// Checks that words can be counted in 32 bits.
+fn check_words(what: &'static str, elements: usize, element: Element) -> Result<(), KernelError> {
+    let most = u64::from(u32::MAX) * 4 / element.bytes() as u64;
+    match elements as u64 <= most {
+        true => Ok(()),
+        false => Err(KernelError::limit(what, most, elements)),
+    }
+}
+
+/// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`] they hold the parts before.
+///
+/// # Errors
+/// As [`check`], and if the output is too large. Then nothing was launched.
+pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), KernelError> {
+    let &ForwardPass {
+        client,
+        request,
+        inputs: [q, k, v],
+        outputs,
+        options,
+        ..
+    } = pass;
+    let element = tile.element;
+    check(&pass.named(), tile, options)?;
+    let heads = part.layout.heads();
+    let rows = request.batch * heads * q.shape[2];
+    check_words("the elements of the output", rows * tile.value_dim, element)?;
+    let device_plan = plan(client, part.layout, tile.tiling(Walk::Rows))?;
+    let (log2_scale, product_scale) = factors(tile, options);
+    // SAFETY: a cube walks the entries that the plan has for its tile, reads positions below the lengths in the strides, writes rows below
+    // those of the queries, and the buffers have the lengths they say (see `buffer`).
+    unsafe {
+        forward::forward::launch_unchecked(
+            client,
+            CubeCount::Static(device_plan.tiles as u32, heads as u32, request.batch as u32),
+            CubeDim::new_1d(tile.units() as u32),
+            input(q, element),
+            input(k, element),
+            input(v, element),
+            buffer(outputs.out, words(rows * tile.value_dim, element)),
+            buffer(outputs.lse, rows),
+            pass.max_scores(),
+            optional(pass.slopes.as_ref(), heads),
+            bias(options, element),
+            options.table_args(),
+            plan_words(&device_plan),
+            strides(q, element),
+            strides(k, element),
+            strides(v, element),
+            bias_strides(options, element),
+            plan_parts(&device_plan.sections, batch_words(part.layout)),
+            listing(part.residue),
+            (heads / request.kv_heads) as u32,
+            log2_scale as f32,
+            (std::f64::consts::LOG2_E / log2_scale) as f32,
+            options.softcap.unwrap_or(1.0) as f32,
+            product_scale as f32,
+            options.mask(),
+            options.kept_factor() as f32,
+            tile,
+        );
+    }
+    Ok(())
+}
+
+/// Runs the backward pass over a part: a walk over rows, and one over columns.
+///
+/// # Errors
+/// As [`check`], and if a gradient is too large.
+pub fn launch_backward(
+    pass: &BackwardPass,
+    part: Part,
+    tiles: [Tile; 2],
+) -> Result<(), KernelError> {
+    let wanted = Wanted {
+        pitch: part.layout.seq_q(),
+        lse_factor: std::f64::consts::LOG2_E,
+        by_class: part.residue.is_some(),
+    };
+    let stats = stats::make(pass, part, wanted)?;
+    for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
+        let launches = match (walk, tile.outputs) {
+            (Walk::Columns, Outputs::First) => vec![Outputs::First, Outputs::Second],
+            (_, outputs) => vec![outputs],
+        };
+        let operands = pass.operands(walk);
+        check(&operands.named(), tile, pass.options)?;
+        for outputs in launches {
+            let tile = Tile { outputs, ..tile };
+            launch_walk(pass, part, tile, &operands, &stats, wanted.pitch)?;
+        }
+    }
+    Ok(())
+}
+
+/// A launch of one walk: `stats` are those of the queries at `pitch` places of each head.
+fn launch_walk(
+    pass: &BackwardPass,
+    part: Part,
+    tile: Tile,
+    operands: &Operands,
+    stats: &Handle,
+    pitch: usize,
+) -> Result<(), KernelError> {
+    let &BackwardPass {
+        client,
+        request,
+        options,
+        ..
+    } = pass;
+    let &Operands {
+        walk,
+        a: [a1, a2],
+        b: [b1, b2],
+        out,
+        second,
+        ..
+    } = operands;
+    let element = tile.element;
+    let heads = part.layout.heads();
+    let outer_heads = a1.shape[1];
+    let rows = request.batch * outer_heads * a1.shape[2];
+    let elements = match walk {
+        Walk::Rows => rows * tile.head_dim,
+        Walk::Columns => second + rows * tile.value_dim,
+    };
+    check_words("the elements of a gradient", elements, element)?;
+    let device_plan = plan(client, part.layout, tile.tiling(walk))?;
+    let (log2_scale, product_scale) = factors(tile, options);
+    let slopes = if tile.score.alibi { heads } else { 0 };
+    let stats_len = request.batch * heads * pitch * 2 + slopes;
+    let [tiles, outer, batches] =
+        [device_plan.tiles, outer_heads, request.batch].map(|count| count as u32);
+    // SAFETY: as for the forward pass; the stats have the slopes behind their rows.
+    unsafe {
+        backward::backward::launch_unchecked(
+            client,
+            CubeCount::Static(tiles, outer, batches),
+            CubeDim::new_1d(tile.units() as u32),
+            input(a1, element),
+            input(a2, element),
+            input(b1, element),
+            input(b2, element),
+            buffer(stats, stats_len),
+            bias(options, element),
+            options.table_args(),
+            buffer(out, words(elements, element)),
+            plan_words(&device_plan),
+            strides(a1, element),
+            strides(a2, element),
+            strides(b1, element),
+            strides(b2, element),
+            bias_strides(options, element),
+            plan_parts(&device_plan.sections, batch_words(part.layout)),
+            listing(part.residue),
+            pitch as u32,
+            (heads / request.kv_heads) as u32,
+            words(second, element) as u32,
+            options.scale as f32,
+            log2_scale as f32,
+            options.softcap.unwrap_or(1.0) as f32,
+            product_scale as f32,
+            options.mask(),
+            options.kept_factor() as f32,
+            walk,
+            tile,
+        );
+    }
+    Ok(())
+}

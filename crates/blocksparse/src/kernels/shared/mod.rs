@@ -1,0 +1,9 @@
+//! What kernels of several tiers share.
+
+#[cfg(feature = "cuda-asm")]
+pub mod asm;
+#[cfg(feature = "cuda-asm")]
+pub mod distances;
+pub mod dropout;
+pub mod score;
+pub mod walk;

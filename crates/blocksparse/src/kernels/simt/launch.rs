@@ -1,0 +1,231 @@
+//! Launches of the `simt` tier.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::{Tile, backward, forward, tiling};
+use crate::kernels::args::{
+    batch_words, buffer, listing, optional, plan_parts, plan_words, strides_of, vectors_of,
+};
+use crate::kernels::call::BiasView;
+use crate::kernels::device::plan;
+use crate::kernels::error::KernelError;
+use crate::kernels::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::plan::Walk;
+
+/// Runs the forward pass over a part. With [`Tile::carry`] outputs hold the parts before.
+///
+/// # Errors
+/// [`KernelError`] if the launch plan is too large; then nothing was launched.
+pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), KernelError> {
+    let &ForwardPass {
+        client,
+        layout,
+        request,
+        inputs: [q, k, v],
+        outputs,
+        options,
+        indexing,
+        ..
+    } = pass;
+    let device_plan = plan(client, part.layout, tiling(&tile, Walk::Rows))?;
+    let (heads, rows) = (layout.heads(), pass.rows());
+    let (width, accumulator) = (indexing.width, request.accumulator());
+    let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
+    // SAFETY: a cube walks the entries that the plan has for its tile, reads and writes positions below the lengths in the strides, and the
+    // buffers have the lengths they say (see `buffer`).
+    unsafe {
+        forward::forward::launch_unchecked(
+            client,
+            CubeCount::Static(device_plan.tiles as u32, heads as u32, request.batch as u32),
+            CubeDim::new_1d(tile.units() as u32),
+            indexing.address,
+            width,
+            vectors_of(q, width),
+            vectors_of(k, width),
+            vectors_of(v, width),
+            buffer(outputs.out, rows * request.value_dim / width),
+            buffer(outputs.lse, rows),
+            pass.max_scores(),
+            optional(outputs.weights, weights),
+            optional(pass.slopes.as_ref(), heads),
+            options.bias(),
+            options.table(),
+            plan_words(&device_plan),
+            strides_of(q, width),
+            strides_of(k, width),
+            strides_of(v, width),
+            options.bias_strides(),
+            options.distances(0),
+            listing(part.residue),
+            plan_parts(&device_plan.sections, batch_words(layout)),
+            heads / request.kv_heads,
+            indexing.weight_blocks,
+            InputScalar::new(options.scale, accumulator),
+            InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+            InputScalar::new(f64::NEG_INFINITY, accumulator),
+            options.mask(),
+            options.dropout_factor(accumulator),
+            tile,
+            request.dtype,
+            accumulator,
+        );
+    }
+    Ok(())
+}
+
+/// Runs both walks of the backward pass over a part, from the stats of all positions.
+///
+/// # Errors
+/// As [`launch_forward`].
+pub fn launch_backward(
+    pass: &BackwardPass,
+    part: Part,
+    tiles: [Tile; 2],
+    stats: &Handle,
+) -> Result<(), KernelError> {
+    for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
+        let operands = pass.operands(walk);
+        let all = Slice {
+            first_batch: 0,
+            batches: pass.request.batch,
+            first_head: 0,
+            heads: operands.heads,
+        };
+        launch_walk(pass, part, tile, stats, &operands, all)?;
+    }
+    Ok(())
+}
+
+/// Adds a part's gradient of the bias, in the walk that gives each of its elements one writer: over rows, or over columns if queries share
+/// a row.
+///
+/// # Errors
+/// As [`launch_forward`].
+pub fn launch_bias_gradient(
+    pass: &BackwardPass,
+    part: Part,
+    tiles: [Tile; 2],
+    stats: &Handle,
+    bias: &BiasView,
+) -> Result<(), KernelError> {
+    let (walk, tile) = match bias.shape[2] {
+        1 => (Walk::Columns, tiles[1]),
+        _ => (Walk::Rows, tiles[0]),
+    };
+    let tile = Tile {
+        bias_gradient: true,
+        ..tile
+    };
+    let operands = pass.operands(walk);
+    for slice in Slice::sharing(bias.shape, pass.request.batch, pass.layout.heads()) {
+        launch_walk(pass, part, tile, stats, &operands, slice)?;
+    }
+    Ok(())
+}
+
+/// One launch of the backward kernel.
+fn launch_walk(
+    pass: &BackwardPass,
+    part: Part,
+    tile: Tile,
+    stats: &Handle,
+    operands: &Operands,
+    slice: Slice,
+) -> Result<(), KernelError> {
+    let &BackwardPass {
+        client,
+        layout,
+        request,
+        gradients,
+        options,
+        indexing,
+        ..
+    } = pass;
+    let &Operands {
+        walk,
+        a: [a1, a2],
+        b: [b1, b2],
+        out,
+        elements,
+        ..
+    } = operands;
+    let device_plan = plan(client, part.layout, tiling(&tile, walk))?;
+    let (heads, rows) = (layout.heads(), pass.rows());
+    let (width, accumulator) = (indexing.width, request.accumulator());
+    let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
+    let [table_start, numbers] = options.stats_len(rows);
+    let bias_grad = gradients.bias.as_ref().filter(|_| tile.bias_gradient);
+    let [tiles, own_heads, batches] =
+        [device_plan.tiles, slice.heads, slice.batches].map(|count| count as u32);
+    // SAFETY: as for the forward pass; the stats have slopes and the table behind their rows.
+    unsafe {
+        backward::backward::launch_unchecked(
+            client,
+            CubeCount::Static(tiles, own_heads, batches),
+            CubeDim::new_1d(tile.units() as u32),
+            indexing.address,
+            width,
+            vectors_of(a1, width),
+            vectors_of(a2, width),
+            vectors_of(b1, width),
+            vectors_of(b2, width),
+            buffer(stats, numbers),
+            optional(pass.outputs.weights, weights),
+            options.bias(),
+            optional(bias_grad, options.bias_len()),
+            buffer(out, elements / width),
+            plan_words(&device_plan),
+            strides_of(a1, width),
+            strides_of(a2, width),
+            strides_of(b1, width),
+            strides_of(b2, width),
+            options.bias_strides(),
+            options.distances(table_start),
+            listing(part.residue),
+            plan_parts(&device_plan.sections, batch_words(layout)),
+            heads,
+            heads / request.kv_heads,
+            slice.first_batch,
+            slice.first_head,
+            indexing.weight_blocks,
+            gradients.v_offset / width,
+            rows * 2,
+            InputScalar::new(options.scale, accumulator),
+            InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+            options.mask(),
+            options.dropout_factor(accumulator),
+            walk,
+            tile,
+            request.dtype,
+            accumulator,
+        );
+    }
+    Ok(())
+}
+
+/// Batch entries and heads of a launch.
+#[derive(Clone, Copy)]
+struct Slice {
+    first_batch: usize,
+    batches: usize,
+    first_head: usize,
+    heads: usize,
+}
+
+impl Slice {
+    /// Launches in each of which no two batch entries or heads share a bias of `shape`.
+    fn sharing([batches, own_heads, ..]: [usize; 4], batch: usize, heads: usize) -> Vec<Self> {
+        let firsts = |own: usize, all: usize| if own == 1 { 0..all } else { 0..1 };
+        firsts(batches, batch)
+            .flat_map(|first_batch| {
+                firsts(own_heads, heads).map(move |first_head| Self {
+                    first_batch,
+                    batches,
+                    first_head,
+                    heads: own_heads,
+                })
+            })
+            .collect()
+    }
+}

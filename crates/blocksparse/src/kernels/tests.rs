@@ -1,0 +1,435 @@
+//! Which tier takes what, on devices that are only described.
+
+use cubecl::ir::features::TypeUsage;
+use cubecl::ir::features::{Features, Plane, Tma};
+use cubecl::ir::{
+    DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
+    MemoryDeviceProperties,
+};
+use cubecl::prelude::AddressType;
+
+use super::call::{DeviceFacts, Request, ScoreKind, TierLimit};
+use super::choice::AttentionPlan;
+use super::error::KernelError;
+use crate::{BlockLayout, LayoutShape, Pattern};
+
+const BF16: ElemType = ElemType::Float(FloatKind::BF16);
+const F32: ElemType = ElemType::Float(FloatKind::F32);
+const F64: ElemType = ElemType::Float(FloatKind::F64);
+
+/// A device as a runtime would describe it.
+struct Fake {
+    runtime: &'static str,
+    properties: DeviceProperties,
+}
+
+impl Fake {
+    fn new(runtime: &'static str, fingerprint: &str, shared: usize, dtypes: &[ElemType]) -> Self {
+        let hardware = HardwareProperties {
+            load_width: 128,
+            vector_register_count: None,
+            plane_size_min: 32,
+            plane_size_max: 32,
+            max_bindings: 1024,
+            max_shared_memory_size: shared,
+            max_cube_count: (i32::MAX as u32, 65535, 65535),
+            max_units_per_cube: 1024,
+            max_cube_dim: (1024, 1024, 64),
+            num_streaming_multiprocessors: Some(132),
+            num_cpu_cores: None,
+            last_level_cache_size: None,
+            num_tensor_cores: None,
+            min_tensor_cores_dim: None,
+            max_vector_size: 4,
+            cube_mma_reserved_shared_memory: 0,
+        };
+        let mut properties = DeviceProperties::new(
+            Features::default(),
+            MemoryDeviceProperties::new(1 << 40, 256),
+            hardware,
+            cubecl::profile::TimingMethod::System,
+            DeviceIdentity {
+                name: "described".into(),
+                fingerprint: fingerprint.into(),
+                physical: None,
+            },
+        );
+        for &dtype in dtypes {
+            properties.register_type_usage(dtype, TypeUsage::Buffer | TypeUsage::Arithmetic);
+        }
+        properties.register_address_type(AddressType::U32);
+        properties.register_address_type(AddressType::U64);
+        Self {
+            runtime,
+            properties,
+        }
+    }
+
+    /// An H200.
+    fn sm90() -> Self {
+        let mut fake = Self::new("cuda", "ptx_sm90", 232_448, &[BF16, F32, F64]);
+        let features = &mut fake.properties.features;
+        features.tma.insert(Tma::Base);
+        features.plane.insert(Plane::Ops);
+        features.plane.insert(Plane::Sync);
+        fake
+    }
+
+    /// An A100.
+    fn sm80() -> Self {
+        let mut fake = Self::new("cuda", "ptx_sm80", 166_912, &[BF16, F32, F64]);
+        fake.properties.features.plane.insert(Plane::Ops);
+        fake.properties.features.plane.insert(Plane::Sync);
+        fake
+    }
+
+    /// What WebGPU promises.
+    fn webgpu() -> Self {
+        let mut fake = Self::new("wgpu<wgsl>", "spirv_1_2", 32_768, &[F32]);
+        let hardware = &mut fake.properties.hardware;
+        hardware.max_bindings = 8;
+        hardware.max_cube_count = (65535, 65535, 65535);
+        hardware.max_units_per_cube = 256;
+        hardware.max_cube_dim = (256, 256, 64);
+        fake
+    }
+
+    fn plan(
+        &self,
+        layout: &BlockLayout,
+        request: Request,
+        limit: TierLimit,
+    ) -> Result<AttentionPlan, KernelError> {
+        let device = DeviceFacts {
+            runtime: self.runtime,
+            properties: &self.properties,
+        };
+        AttentionPlan::choose(layout, request, limit, device)
+    }
+}
+
+fn fixed() -> BlockLayout {
+    Pattern::fixed(128, 32).layout(4, 1024, 32).unwrap()
+}
+
+fn request(dim: usize, dtype: ElemType) -> Request {
+    Request::new([2, 4], [dim, dim], dtype)
+}
+
+/// The lines of a plan as `forward: tier` or `forward: not tier, reason`, and likewise for the rest.
+fn lines(plan: &AttentionPlan) -> Vec<String> {
+    let text = plan.to_string();
+    let line = |line: &str| {
+        if let Some((kernel, rest)) = line.split_once(" not on the ") {
+            let (tier, reason) = rest.split_once(" tier: ").unwrap();
+            return format!("{}: not {tier}, {reason}", kernel.trim());
+        }
+        let words = line.split(" tiles").next().unwrap_or(line);
+        let known = ["hopper", "mma", "simt"];
+        match known
+            .iter()
+            .find(|tier| words.contains(&format!(" {tier} ")))
+        {
+            Some(tier) => format!("{}: {tier}", words.split(tier).next().unwrap().trim()),
+            None => line.trim().to_string(),
+        }
+    };
+    text.lines().skip(1).map(line).collect()
+}
+
+#[test]
+fn webgpu_has_the_scalar_tier() {
+    let plan = |dim| Fake::webgpu().plan(&fixed(), request(dim, F32), TierLimit::None);
+    let plan = plan(64).unwrap();
+    let lines = lines(&plan);
+    let runs = &lines[lines.len() - 3..];
+    assert_eq!(runs, ["forward: simt", "dQ: simt", "dK, dV: simt"]);
+    assert_eq!(plan.alignment(), 1);
+    assert_eq!(plan.check_backward(), Ok(()));
+}
+
+#[test]
+fn a_device_says_what_it_lacks() {
+    let device = Fake::webgpu();
+    let plan = |request| device.plan(&fixed(), request, TierLimit::None);
+    let error = |request| plan(request).unwrap_err().to_string();
+    for dtype in [BF16, F64] {
+        assert!(error(request(64, dtype)).contains("dtype must be"));
+    }
+    let wide = error(request(4096, F32));
+    assert!(wide.contains("shared memory, got 4096 and 4096"), "{wide}");
+    let many = Request::new([65536, 4], [64, 64], F32);
+    assert!(error(many).contains("batch must be at most 65535"));
+    // Ten buffers in the backward pass.
+    let biased = request(64, F32).with_score(ScoreKind {
+        bias: true,
+        ..ScoreKind::default()
+    });
+    let backward = plan(biased).unwrap().check_backward().unwrap_err();
+    let text = backward.to_string();
+    assert!(
+        text.contains("the buffers of a kernel must be at most 8"),
+        "{text}"
+    );
+}
+
+#[test]
+fn limits_are_words_that_mean_something() {
+    for (text, limit) in [
+        ("", TierLimit::None),
+        ("simt", TierLimit::Simt),
+        ("mma", TierLimit::Mma),
+        ("hopper-forward", TierLimit::HopperForward),
+        ("hopper-walks", TierLimit::HopperWalks),
+    ] {
+        assert_eq!(text.parse(), Ok(limit));
+    }
+    let error = "hoper".parse::<TierLimit>().unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "BLOCKSPARSE_TIER must be simt, mma, hopper-forward or hopper-walks, got \"hoper\""
+    );
+}
+
+#[cfg(not(feature = "cuda-asm"))]
+#[test]
+fn a_build_without_tensor_cores_says_so_on_cuda() {
+    let says = |device: Fake| {
+        let plan = device.plan(&fixed(), request(64, F32), TierLimit::None);
+        let text = plan.unwrap().to_string();
+        text.contains("\n  tensor-core tiers: feature `cuda` is off\n")
+    };
+    assert!(says(Fake::sm90()));
+    assert!(says(Fake::sm80()));
+    assert!(!says(Fake::webgpu()));
+}
+
+#[cfg(feature = "cuda-asm")]
+mod tensor_cores {
+    use super::*;
+    use crate::kernels::tensor::TOO_LARGE;
+
+    const NOT_90: &str = "the device is not of compute capability 9.0";
+    const NOT_80: &str = "the device is not of compute capability 8.0 or up";
+
+    /// What does not run on a tier, in both passes.
+    fn refused(tier: &str, reason: &str) -> [String; 2] {
+        ["forward", "backward"].map(|pass| format!("{pass}: not {tier}, {reason}"))
+    }
+
+    fn check(
+        device: &Fake,
+        layout: &BlockLayout,
+        request: Request,
+        limit: TierLimit,
+        expected: &[&str],
+    ) {
+        let plan = device.plan(layout, request, limit).unwrap();
+        assert_eq!(lines(&plan), expected, "{plan}");
+        let tensor = expected
+            .iter()
+            .any(|line| !line.contains("not ") && !line.ends_with("simt"));
+        let alignment = if tensor { 16 / request.dtype.size() } else { 1 };
+        assert_eq!(plan.alignment(), alignment, "{plan}");
+    }
+
+    #[test]
+    fn sm90() {
+        let device = Fake::sm90();
+        let both = ["forward: hopper", "backward: hopper"];
+        let dense = Pattern::causal().layout(4, 1024, 128).unwrap();
+        for dim in [64, 96, 128] {
+            check(&device, &dense, request(dim, BF16), TierLimit::None, &both);
+        }
+        // What the fused pass would unite here two walks of lower tiles do not.
+        let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
+        let wide = request(128, BF16);
+        check(&device, &fixed(), wide, TierLimit::None, &walks);
+        let no_backward = "backward: not hopper, head_dim is none of 64, 96, 128";
+        check(
+            &device,
+            &fixed(),
+            request(256, BF16),
+            TierLimit::None,
+            &["forward: hopper", no_backward, "dQ: mma", "dK, dV: mma"],
+        );
+        let [forward, backward] = refused("hopper", "head_dim is none of 64, 96, 128, 256");
+        check(
+            &device,
+            &fixed(),
+            request(48, BF16),
+            TierLimit::None,
+            &[
+                &forward,
+                "forward: mma",
+                &backward,
+                "dQ: mma",
+                "dK, dV: mma",
+            ],
+        );
+    }
+
+    #[test]
+    fn what_no_tensor_core_takes() {
+        let [h1, h2] = refused("hopper", "the dtype is neither bf16 nor f16");
+        let [m1, m2] = refused("mma", "the dtype is f32, and tf32 was not asked for");
+        let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];
+        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
+        expected.extend(simt);
+        check(
+            &Fake::sm90(),
+            &fixed(),
+            request(64, F32),
+            TierLimit::None,
+            &expected,
+        );
+
+        let [h1, h2] = refused("hopper", "weights are stored");
+        let [m1, m2] = refused("mma", "weights are stored");
+        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
+        expected.extend(simt);
+        let stored = request(64, BF16).with_stored_weights(true);
+        check(&Fake::sm90(), &fixed(), stored, TierLimit::None, &expected);
+
+        let [h1, h2] = refused("hopper", "the scale is not positive");
+        let [m1, m2] = refused("mma", "the scale is not positive");
+        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
+        expected.extend(simt);
+        let negative = request(64, BF16).with_scale(-0.5);
+        check(
+            &Fake::sm90(),
+            &fixed(),
+            negative,
+            TierLimit::None,
+            &expected,
+        );
+        let capped = negative.with_score(ScoreKind {
+            softcap: true,
+            ..ScoreKind::default()
+        });
+        let both = ["forward: hopper", "backward: hopper"];
+        check(&Fake::sm90(), &fixed(), capped, TierLimit::None, &both);
+    }
+
+    #[test]
+    fn sm80() {
+        let [h1, h2] = refused("hopper", NOT_90);
+        let mma = [h1.as_str(), "forward: mma", &h2, "dQ: mma", "dK, dV: mma"];
+        let device = Fake::sm80();
+        check(&device, &fixed(), request(64, BF16), TierLimit::None, &mma);
+        let tf32 = request(64, F32).with_tf32(true);
+        check(&device, &fixed(), tf32, TierLimit::None, &mma);
+    }
+
+    #[test]
+    fn webgpu() {
+        let [h1, h2] = refused("hopper", NOT_90);
+        let [m1, m2] = refused("mma", NOT_80);
+        let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];
+        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
+        expected.extend(simt);
+        check(
+            &Fake::webgpu(),
+            &fixed(),
+            request(64, F32),
+            TierLimit::None,
+            &expected,
+        );
+    }
+
+    #[test]
+    fn limits() {
+        let device = Fake::sm90();
+        let dense = Pattern::causal().layout(4, 1024, 128).unwrap();
+        let bf16 = request(64, BF16);
+        let [h1, h2] = refused("hopper", "BLOCKSPARSE_TIER says mma");
+        let mma = [h1.as_str(), "forward: mma", &h2, "dQ: mma", "dK, dV: mma"];
+        check(&device, &dense, bf16, TierLimit::Mma, &mma);
+        let [h1, h2] = refused("hopper", "BLOCKSPARSE_TIER says simt");
+        let [m1, m2] = refused("mma", "BLOCKSPARSE_TIER says simt");
+        let simt = [
+            &h1,
+            &m1,
+            &h2,
+            &m2,
+            "forward: simt",
+            "dQ: simt",
+            "dK, dV: simt",
+        ];
+        check(&device, &dense, bf16, TierLimit::Simt, &simt);
+        let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
+        check(&device, &dense, bf16, TierLimit::HopperWalks, &walks);
+        let says = "backward: not hopper, BLOCKSPARSE_TIER says hopper-forward";
+        let forward = ["forward: hopper", says, "dQ: mma", "dK, dV: mma"];
+        check(&device, &dense, bf16, TierLimit::HopperForward, &forward);
+        let both = ["forward: hopper", "backward: hopper"];
+        check(&device, &dense, bf16, TierLimit::None, &both);
+    }
+
+    /// 64 queries in each class.
+    #[test]
+    fn classes_of_unequal_lengths() {
+        let strided = |n| Pattern::strided(16).layout(4, n, 16).unwrap();
+        let part = |plan: &AttentionPlan| lines(plan)[0].starts_with("part ");
+        let device = Fake::sm90();
+        let plan = |n| device.plan(&strided(n), request(64, BF16), TierLimit::None);
+        let even = plan(1024).unwrap();
+        assert!(
+            part(&even) && !even.to_string().contains("not on"),
+            "{even}"
+        );
+        let odd = plan(1025).unwrap().to_string();
+        let reason = "not on the hopper tier: the sequence is no multiple of the pattern's stride";
+        assert!(odd.contains(reason) && odd.contains(" mma "), "{odd}");
+    }
+
+    /// A layout of one block row and column in all, so that large ones cost nothing to make.
+    fn local(heads: usize, seq: usize) -> BlockLayout {
+        let shape = LayoutShape {
+            heads,
+            seq_q: seq,
+            seq_kv: seq,
+            block_size: 128,
+        };
+        BlockLayout::new(&Pattern::local(128), shape).unwrap()
+    }
+
+    /// The sums of dQ are read as pairs by a 32-bit index: of 2³³ numbers the fused pass would read wrong ones.
+    #[test]
+    fn sums_of_dq_that_32_bits_do_not_count() {
+        let device = Fake::sm90();
+        // 64 heads × 2²⁰ queries × width 64 = 2³² numbers of a batch entry.
+        let layout = local(64, 1 << 20);
+        let grouped = |batch, dim| Request::new([batch, 8], [dim, dim], BF16);
+        let fits = ["forward: hopper", "backward: hopper"];
+        check(&device, &layout, grouped(1, 64), TierLimit::None, &fits);
+        let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
+        check(&device, &layout, grouped(2, 64), TierLimit::None, &walks);
+        // There are no walks of this width, and mma writes as many words.
+        let large = [
+            "forward: hopper",
+            &format!("backward: not hopper, {TOO_LARGE}"),
+            &format!("backward: not mma, {TOO_LARGE}"),
+            "dQ: simt",
+            "dK, dV: simt",
+        ];
+        check(&device, &layout, grouped(2, 96), TierLimit::None, &large);
+    }
+
+    /// Inputs have to be aligned for whatever reads them.
+    #[test]
+    fn alignment_is_of_all_kernels() {
+        // Where the backward pass has a tile of 16 columns, and the forward pass none.
+        let request = Request::new([2, 4], [256, 256], BF16);
+        let mixed = (20_000..100_000).step_by(1_000).find_map(|shared| {
+            let mut device = Fake::sm80();
+            device.properties.hardware.max_shared_memory_size = shared;
+            let plan = device.plan(&fixed(), request, TierLimit::None).ok()?;
+            let lines = lines(&plan);
+            let has = |line: &str| lines.iter().any(|other| other == line);
+            (has("forward: simt") != has("dQ: simt")).then_some(plan)
+        });
+        let plan = mixed.expect("one pass is on tensor cores, and the other is not");
+        assert_eq!(plan.alignment(), 8, "{plan}");
+    }
+}

@@ -1,0 +1,281 @@
+//! The tiers as values: which there are, in what order they are asked, and what each launches.
+//!
+//! A tier is a folder, a variant of [`ForwardTile`] and [`BackwardTile`], and a row of [`ORDER`]. The first that takes a part of a layout
+//! gets it; the others say why not. `simt` takes everything, so it comes last.
+
+use cubecl::server::Handle;
+
+use super::call::{Kernel, PartRequest};
+use super::error::KernelError;
+#[cfg(feature = "cuda-asm")]
+use super::hopper;
+#[cfg(feature = "cuda-asm")]
+use super::mma;
+use super::pass::{BackwardPass, ForwardPass, Part};
+use super::{simt, stats};
+use crate::plan::Tiling;
+
+/// Why a tier does not take a part.
+type Reason = &'static str;
+
+/// What was chosen, and the tiers before it with what they said.
+#[derive(Clone, Debug)]
+pub struct Choice<T> {
+    /// What runs.
+    pub tile: T,
+    /// Names of tiers, and their reasons.
+    pub refused: Vec<(&'static str, Reason)>,
+}
+
+/// A tier.
+struct Tier {
+    name: &'static str,
+    forward: fn(&Asked) -> Result<ForwardTile, Reason>,
+    backward: fn(&Asked, &Choice<ForwardTile>) -> Result<BackwardTile, Reason>,
+}
+
+/// What a tier is asked for.
+struct Asked<'a> {
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    part: &'a PartRequest<'a>,
+    /// The tiles of the `simt` tier, which were chosen before: the gradients of biases need them whatever the rest runs on.
+    simt: [simt::Tile; 3],
+}
+
+/// The tiers, the fastest first.
+const ORDER: &[Tier] = &[
+    #[cfg(feature = "cuda-asm")]
+    Tier {
+        name: "hopper",
+        forward: |asked| hopper::choose(asked.part).map(ForwardTile::Hopper),
+        backward: hopper_backward,
+    },
+    #[cfg(feature = "cuda-asm")]
+    Tier {
+        name: "mma",
+        forward: |asked| mma::choose(asked.part, Kernel::Forward).map(ForwardTile::Mma),
+        backward: |asked, _| mma::choose_backward(asked.part).map(BackwardTile::Mma),
+    },
+    Tier {
+        name: "simt",
+        forward: |asked| Ok(ForwardTile::Simt(asked.simt[0])),
+        backward: |asked, _| Ok(BackwardTile::Simt([asked.simt[1], asked.simt[2]])),
+    },
+];
+
+/// What this tier's forward pass does not take, its backward pass does not either.
+#[cfg(feature = "cuda-asm")]
+fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<BackwardTile, Reason> {
+    let ForwardTile::Hopper(tile) = forward.tile else {
+        let (_, reason) = forward.refused[0];
+        return Err(reason);
+    };
+    Ok(match hopper::choose_backward(asked.part, tile)? {
+        hopper::Backward::Fused(tile) => BackwardTile::HopperFused(tile),
+        hopper::Backward::Walks(tiles) => BackwardTile::HopperWalks(tiles),
+    })
+}
+
+/// Tiers on tensor cores that the device may have and this build has not.
+pub fn missing(runtime: &str) -> Option<&'static str> {
+    let off = cfg!(not(feature = "cuda-asm")) && runtime == "cuda";
+    off.then_some("tensor-core tiers: feature `cuda` is off")
+}
+
+/// What runs the two passes over a part, whose `simt` tiles are given.
+pub fn choose(
+    part: &PartRequest,
+    simt: [simt::Tile; 3],
+) -> (Choice<ForwardTile>, Choice<BackwardTile>) {
+    let asked = Asked { part, simt };
+    let forward = first(|tier| (tier.forward)(&asked));
+    let backward = first(|tier| (tier.backward)(&asked, &forward));
+    (forward, backward)
+}
+
+/// The first tier that gives a tile.
+fn first<T>(ask: impl Fn(&Tier) -> Result<T, Reason>) -> Choice<T> {
+    let mut refused = Vec::new();
+    for tier in ORDER {
+        match ask(tier) {
+            Ok(tile) => return Choice { tile, refused },
+            Err(reason) => refused.push((tier.name, reason)),
+        }
+    }
+    unreachable!("the simt tier takes everything");
+}
+
+/// What runs the forward pass over a part.
+#[derive(Clone, Copy, Debug)]
+pub enum ForwardTile {
+    /// wgmma and TMA.
+    #[cfg(feature = "cuda-asm")]
+    Hopper(hopper::Tile),
+    /// mma.sync.
+    #[cfg(feature = "cuda-asm")]
+    Mma(mma::Tile),
+    /// Scalar multiply-adds.
+    Simt(simt::Tile),
+}
+
+impl ForwardTile {
+    /// Whether it runs on tensor cores.
+    pub fn is_tensor(&self) -> bool {
+        !matches!(self, Self::Simt(_))
+    }
+
+    /// How the plan is cut that its launch walks.
+    pub fn tiling(&self) -> Tiling {
+        let walk = Kernel::Forward.walk();
+        match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(tile) => tile.tiling(),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tile) => tile.tiling(walk),
+            Self::Simt(tile) => simt::tiling(tile, walk),
+        }
+    }
+
+    /// The lines of a plan, with sums of `accumulator` bytes: what they are about, and the tile.
+    pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
+        let tile = match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(tile) => tile.to_string(),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tile) => mma::describe(*tile, Kernel::Forward).to_string(),
+            Self::Simt(tile) => simt::describe(tile, Kernel::Forward, accumulator),
+        };
+        vec![("forward", tile)]
+    }
+
+    /// Runs the forward pass over a part.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the tier cannot read a tensor, or one is too large.
+    pub fn launch(&self, pass: &ForwardPass, part: Part) -> Result<(), KernelError> {
+        match *self {
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(tile) => hopper::launch_forward(pass, part, tile),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tile) => mma::launch_forward(pass, part, tile),
+            Self::Simt(tile) => simt::launch::launch_forward(pass, part, tile),
+        }
+    }
+}
+
+/// What runs the backward pass over a part.
+#[derive(Clone, Copy, Debug)]
+pub enum BackwardTile {
+    /// wgmma and TMA, all gradients in one walk over columns.
+    #[cfg(feature = "cuda-asm")]
+    HopperFused(hopper::BackwardTile),
+    /// wgmma and TMA, a walk over rows and one over columns.
+    #[cfg(feature = "cuda-asm")]
+    HopperWalks([hopper::WalkTile; 2]),
+    /// mma.sync, two walks.
+    #[cfg(feature = "cuda-asm")]
+    Mma([mma::Tile; 2]),
+    /// Scalar multiply-adds, two walks.
+    Simt([simt::Tile; 2]),
+}
+
+/// What is known of the queries while the parts of a pass are launched.
+#[derive(Default)]
+pub struct KnownStats {
+    plain: Option<Handle>,
+    #[cfg(feature = "cuda-asm")]
+    fused: Option<hopper::Stats>,
+}
+
+impl KnownStats {
+    /// Those of all positions in order, made where they are first needed.
+    ///
+    /// # Errors
+    /// As [`stats::make`].
+    pub fn plain(&mut self, pass: &BackwardPass, part: Part) -> Result<Handle, KernelError> {
+        if let Some(stats) = &self.plain {
+            return Ok(stats.clone());
+        }
+        let made = stats::make_plain(pass, part)?;
+        Ok(self.plain.insert(made).clone())
+    }
+}
+
+/// The two walks, by the names of what they make.
+const WALKS: [(&str, Kernel); 2] = [
+    ("dQ", Kernel::BackwardRows),
+    ("dK, dV", Kernel::BackwardColumns),
+];
+
+impl BackwardTile {
+    /// Whether it runs on tensor cores.
+    pub fn is_tensor(&self) -> bool {
+        !matches!(self, Self::Simt(_))
+    }
+
+    /// How the plan is cut that a walk's launch walks.
+    pub fn tiling(&self, kernel: Kernel) -> Tiling {
+        let walk = kernel.walk();
+        let index = usize::from(kernel == Kernel::BackwardColumns);
+        match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperFused(tile) => tile.tiling(),
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperWalks(tiles) => tiles[index].tiling(walk),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tiles) => tiles[index].tiling(walk),
+            Self::Simt(tiles) => simt::tiling(&tiles[index], walk),
+        }
+    }
+
+    /// As [`ForwardTile::lines`].
+    pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
+        let walks = |describe: &dyn Fn(usize, Kernel) -> String| {
+            let lines = WALKS.into_iter().enumerate();
+            lines
+                .map(|(index, (name, kernel))| (name, describe(index, kernel)))
+                .collect()
+        };
+        match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperFused(tile) => vec![("backward", tile.to_string())],
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperWalks(tiles) => walks(&|index, _| tiles[index].to_string()),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tiles) => {
+                walks(&|index, kernel| mma::describe(tiles[index], kernel).to_string())
+            }
+            Self::Simt(tiles) => {
+                walks(&|index, kernel| simt::describe(&tiles[index], kernel, accumulator))
+            }
+        }
+    }
+
+    /// Runs the backward pass over a part.
+    ///
+    /// # Errors
+    /// As [`ForwardTile::launch`].
+    pub fn launch(
+        &self,
+        pass: &BackwardPass,
+        part: Part,
+        known: &mut KnownStats,
+    ) -> Result<(), KernelError> {
+        match *self {
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperFused(tile) => {
+                let made = hopper::launch_fused(pass, part, tile, known.fused.take())?;
+                known.fused = Some(made);
+                Ok(())
+            }
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperWalks(tiles) => hopper::launch_walks(pass, part, tiles),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tiles) => mma::launch_backward(pass, part, tiles),
+            Self::Simt(tiles) => {
+                let stats = known.plain(pass, part)?;
+                simt::launch::launch_backward(pass, part, tiles, &stats)
+            }
+        }
+    }
+}
