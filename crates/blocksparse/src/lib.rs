@@ -22,39 +22,25 @@
 //! ```
 #![warn(missing_docs)]
 
-mod builder;
-mod cluster;
-mod columns;
-#[cfg(feature = "draw")]
-mod draw;
+mod arith;
 mod dropout;
 mod error;
-#[cfg(feature = "draw")]
-pub mod font;
 #[cfg(feature = "kernels")]
 pub mod kernels;
 mod layout;
-pub mod lines;
-mod mask;
-mod notation;
-mod on_device;
-mod pack;
 mod pattern;
 pub mod plan;
-mod residue;
-mod restrict;
-mod serial;
-mod text;
-mod zones;
 
 pub use dropout::Dropout;
 pub use error::LayoutError;
-pub use layout::{BlockLayout, Entry, LayoutShape, Run};
-pub use mask::{BlockMask, FULL};
-pub use on_device::{ChosenBy, DeviceChoice};
+#[cfg(feature = "draw")]
+pub use layout::font;
+pub use layout::{
+    BlockLayout, BlockMask, ChosenBy, DeviceChoice, Entry, FULL, LayoutShape, Part, Residue,
+    Restriction, Run,
+};
 pub use pattern::Pattern;
-pub use residue::{Part, Residue};
-pub use restrict::Restriction;
+pub use plan::lines;
 
 /// The block sizes a layout can have.
 pub const BLOCK_SIZES: [usize; 5] = [8, 16, 32, 64, 128];

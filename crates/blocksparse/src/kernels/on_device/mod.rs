@@ -15,7 +15,7 @@ use cubecl::server::Handle;
 
 use super::device::DevicePlan;
 use super::{DeviceKey, KernelError, device_key};
-use crate::on_device::TALLEST;
+use crate::layout::TALLEST;
 use crate::plan::{Sections, Tiling, Walk};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
 use bits::{GridLaunch, TopKLaunch};

@@ -17,7 +17,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use crate::mask::MaskInterner;
+use crate::layout::MaskInterner;
 use crate::{BlockLayout, BlockMask, FULL};
 
 /// What is summed over.

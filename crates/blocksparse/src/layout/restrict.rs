@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use crate::builder::Rows;
-use crate::layout::{HeadPattern, Inner, position_or_push};
-use crate::mask::{BlockMask, MaskInterner};
-use crate::{BlockLayout, LayoutError, Run};
+use super::mask::{BlockMask, MaskInterner};
+use super::rows::{Rows, Run};
+use super::{BlockLayout, HeadPattern, Inner, position_or_push};
+use crate::LayoutError;
 
 /// Which queries and keys of one batch entry take part: `true` = yes, `false` = padding. What is not said takes part.
 ///

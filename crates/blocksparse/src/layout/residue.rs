@@ -21,27 +21,12 @@
 
 use std::collections::HashMap;
 
-use crate::builder::Rows;
-use crate::mask::{BlockMask, FULL, MaskInterner};
-use crate::{BlockLayout, LayoutError, LayoutShape, Pattern, Run};
-
-/// The positions of a part are listed class by class.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Residue {
-    /// Distance between two positions of a class; also the number of classes.
-    pub stride: usize,
-    /// Listed places of a class, the last of which may be beyond the sequence.
-    pub class_len: usize,
-}
-
-/// A layout that computes some of the pairs of another, over positions in natural order or class by class.
-#[derive(Clone, Debug)]
-pub struct Part {
-    /// Which blocks.
-    pub layout: BlockLayout,
-    /// How positions are listed; `None`: as they come.
-    pub residue: Option<Residue>,
-}
+use super::grid;
+use super::mask::{BlockMask, FULL, MaskInterner};
+use super::rows::{Rows, Run};
+use super::shape::LayoutShape;
+use super::{BlockLayout, Part, Residue};
+use crate::{LayoutError, Pattern};
 
 /// A head's pattern as a natural part and a strided one without the `delta` nearest of each class.
 struct Split {
@@ -131,8 +116,8 @@ pub(crate) fn parts(
     if splits.iter().any(|split| split.natural.is_some()) {
         let natural: Vec<Option<Pattern>> = splits.iter().map(|s| s.natural.clone()).collect();
         let layout = match &natural[..] {
-            [Some(one)] => BlockLayout::new(one, shape)?,
-            heads => BlockLayout::new_by_head(heads, shape)?,
+            [Some(one)] => grid::natural_layout(one, shape)?,
+            heads => grid::layout_by_head(heads, shape)?,
         };
         parts.push(Part {
             layout,

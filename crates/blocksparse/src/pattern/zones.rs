@@ -17,7 +17,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::pattern::{Pattern, document, document_start, is_in, is_in_group};
+use super::Pattern;
+use super::attends::{document, document_start, is_in, is_in_group};
+use crate::arith::{gcd, lcm};
 
 /// What is known of a block before its pairs are looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -489,7 +491,9 @@ fn combine(a: &Cells, b: &Cells, blocks: Range<i64>, op: fn(Cell, Cell) -> Cell)
         _ => {
             let (x, y) = (cycle_of(a), cycle_of(b));
             // A period beyond the zone's end is never completed: the cells up to the end do.
-            let period = lcm(x.len(), y.len()).min(blocks.end as usize);
+            let period = lcm(x.len(), y.len()).map_or(blocks.end as usize, |period| {
+                period.min(blocks.end as usize)
+            });
             Cells::Cycle(
                 (0..period)
                     .map(|k| op(x[k % x.len()], y[k % y.len()]))
@@ -505,14 +509,6 @@ fn cycle_of(cells: &Cells) -> &[Cell] {
         Cells::Cycle(cycle) => cycle,
         Cells::Each => unreachable!("Each has no cycle"),
     }
-}
-
-pub(crate) fn gcd(a: i64, b: i64) -> i64 {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
-
-pub(crate) fn lcm(a: usize, b: usize) -> usize {
-    a / gcd(a as i64, b as i64) as usize * b
 }
 
 #[cfg(test)]

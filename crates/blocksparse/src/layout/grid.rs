@@ -1,11 +1,13 @@
-//! From a pattern to the runs of a layout.
+//! The blocks of a pattern, row by row, from its zones.
 
 use std::collections::HashMap;
 
-use crate::mask::{BlockMask, FULL, MaskInterner};
-use crate::pattern::{Pattern, document, document_start};
-use crate::zones::{BlockRow, Cell, Cells};
-use crate::{LayoutShape, Run};
+use super::BlockLayout;
+use super::mask::{BlockMask, FULL, MaskInterner};
+use super::rows::{Rows, Run};
+use super::shape::LayoutShape;
+use crate::LayoutError;
+use crate::pattern::{BlockRow, Cell, Cells, Pattern, document, document_start};
 
 /// Remembered masks, at most: enough for every distance that repeats.
 const MAX_KNOWN: usize = 1 << 14;
@@ -13,51 +15,6 @@ const MAX_KNOWN: usize = 1 << 14;
 /// Masks of whole blocks of the parts of a pattern that repeat: by the part (its place in memory), the phase of its period, and the
 /// distance of query and key.
 type Known = HashMap<(usize, i64, i64), BlockMask>;
-
-/// The rows of one distinct head pattern: what the heads that look alike share.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Rows {
-    /// Runs of block row `I`: `runs[run_offsets[I]..run_offsets[I + 1]]`.
-    pub run_offsets: Vec<usize>,
-    pub runs: Vec<Run>,
-}
-
-impl Rows {
-    pub fn new() -> Self {
-        Self {
-            run_offsets: vec![0],
-            runs: Vec::new(),
-        }
-    }
-
-    /// `q_blocks` rows without blocks.
-    pub fn empty(q_blocks: usize) -> Self {
-        Self {
-            run_offsets: vec![0; q_blocks + 1],
-            runs: Vec::new(),
-        }
-    }
-
-    /// Adds a run to the row being built, joined to the previous one where they touch.
-    pub fn push(&mut self, run: Run) {
-        let row_start = *self.run_offsets.last().expect("starts with 0");
-        if let [.., last] = &mut self.runs[row_start..]
-            && last.mask == run.mask
-            && (last.stride == 1 || last.count == 1)
-            && (run.stride == 1 || run.count == 1)
-            && run.start == last.start + last.count
-        {
-            last.count += run.count;
-            last.stride = 1;
-            return;
-        }
-        self.runs.push(run);
-    }
-
-    pub fn end_row(&mut self) {
-        self.run_offsets.push(self.runs.len());
-    }
-}
 
 /// Geometry shared by everything that builds a layout: positions and ragged edges.
 pub(crate) struct Grid {
@@ -272,4 +229,52 @@ fn expand(
             }
         }
     }
+}
+
+/// The layout of a pattern, block by block in natural order.
+pub(super) fn natural_layout(
+    pattern: &Pattern,
+    shape: LayoutShape,
+) -> Result<BlockLayout, LayoutError> {
+    shape.validate()?;
+    pattern.validate(shape.heads)?;
+    let grid = Grid::new(shape);
+    let mut masks = MaskInterner::new(shape.block_size);
+    let distinct = pattern.head_period().unwrap_or(shape.heads);
+    let rows = (0..distinct.min(shape.heads))
+        .map(|head| grid.build(pattern, head, &mut masks))
+        .collect();
+    Ok(BlockLayout::from_heads(
+        pattern.to_string(),
+        shape,
+        rows,
+        masks,
+    ))
+}
+
+/// Head `h` has pattern `heads[h]`, or keeps nothing.
+pub(super) fn layout_by_head(
+    heads: &[Option<Pattern>],
+    shape: LayoutShape,
+) -> Result<BlockLayout, LayoutError> {
+    let grid = Grid::new(shape);
+    let mut masks = MaskInterner::new(shape.block_size);
+    let mut rows = Vec::with_capacity(heads.len());
+    let mut names = Vec::with_capacity(heads.len());
+    for (head, pattern) in heads.iter().enumerate() {
+        rows.push(match pattern {
+            Some(pattern) => {
+                pattern.validate(shape.heads)?;
+                grid.build(pattern, head, &mut masks)
+            }
+            None => Rows::empty(grid.q_blocks()),
+        });
+        names.push(match pattern {
+            Some(pattern) => pattern.to_string(),
+            None => "nothing".into(),
+        });
+    }
+    names.dedup();
+    let name = format!("per_head({})", names.join(", "));
+    Ok(BlockLayout::from_heads(name, shape, rows, masks))
 }

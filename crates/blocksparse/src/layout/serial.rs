@@ -2,10 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::builder::{Grid, Rows};
-use crate::layout::Inner;
-use crate::mask::{BlockMask, FULL};
-use crate::{BlockLayout, LayoutError, LayoutShape, Run};
+use super::grid::Grid;
+use super::mask::{BlockMask, FULL};
+use super::rows::{Rows, Run};
+use super::shape::LayoutShape;
+use super::{BlockLayout, Inner};
+use crate::LayoutError;
 
 const VERSION: u32 = 1;
 

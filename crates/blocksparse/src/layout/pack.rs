@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-use crate::builder::Rows;
-use crate::layout::{HeadPattern, Inner, position_or_push};
-use crate::mask::{BlockMask, MaskInterner};
-use crate::{BlockLayout, LayoutShape, Run};
+use super::mask::{BlockMask, MaskInterner};
+use super::rows::{Rows, Run};
+use super::shape::LayoutShape;
+use super::{BlockLayout, HeadPattern, Inner, position_or_push};
 
 /// Layouts that were packed, by their heads of keys.
 #[derive(Default)]
