@@ -191,7 +191,13 @@ impl BlockLayout {
     }
 
     /// A value that lives as long as the layout's data, made on first use: where a crate that computes
-    /// on layouts keeps what it derives from them (launch plans, copies on a device).
+    /// on layouts keeps what it derives from them (launch plans, copies on a device). Clones of a layout share it.
+    ///
+    /// Threads that ask at once wait for one of them and get the same value. `make` may use the layout, and attach values of other
+    /// types; two whose `make`s need each other must not be asked for first from two threads, which would wait for each other.
+    ///
+    /// # Panics
+    /// If `make`, or what it calls, asks for a value of its own type `T`. After a panic in `make` the next call makes the value.
     pub fn attachment<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Arc<T> {
         self.inner.attachments.get_or_make(make)
     }
