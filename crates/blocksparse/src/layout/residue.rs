@@ -80,7 +80,23 @@ impl Windows {
                     _ => false,
                 }
             }
-            _ => false,
+            Pattern::Dense
+            | Pattern::Causal
+            | Pattern::Fixed { .. }
+            | Pattern::PrefixLm { .. }
+            | Pattern::Streaming { .. }
+            | Pattern::Window { .. }
+            | Pattern::Chunked { .. }
+            | Pattern::Global { .. }
+            | Pattern::GlobalKeys { .. }
+            | Pattern::Columns { .. }
+            | Pattern::Rows { .. }
+            | Pattern::VerticalSlash { .. }
+            | Pattern::Documents { .. }
+            | Pattern::Packed { .. }
+            | Pattern::RandomBlocks { .. }
+            | Pattern::PerHead(_)
+            | Pattern::FromFn(_) => false,
         }
     }
 }
@@ -106,12 +122,26 @@ pub(crate) fn parts(
     if strides.any(|other| other != stride) || shape.seq_q != shape.seq_kv || stride < 2 {
         return Ok(None);
     }
+    // A position is alone in its class: there is nothing to list together, and there may be far more classes than positions.
+    if stride >= shape.seq_kv {
+        return Ok(None);
+    }
     let longest = shape.seq_kv.div_ceil(stride);
     let block_size = longest.next_power_of_two().clamp(8, 32);
     let residue = Residue {
         stride,
         class_len: longest.next_multiple_of(block_size),
     };
+    let listed = LayoutShape {
+        heads: shape.heads,
+        seq_q: stride * residue.class_len,
+        seq_kv: stride * residue.class_len,
+        block_size,
+    };
+    // Filled up to whole blocks, the classes may have more places than a layout can have, whose indices fit in 32 bits.
+    if listed.validate().is_err() {
+        return Ok(None);
+    }
     let mut parts = Vec::new();
     if splits.iter().any(|split| split.natural.is_some()) {
         let natural: Vec<Option<Pattern>> = splits.iter().map(|s| s.natural.clone()).collect();
@@ -124,12 +154,6 @@ pub(crate) fn parts(
             residue: None,
         });
     }
-    let listed = LayoutShape {
-        heads: shape.heads,
-        seq_q: stride * residue.class_len,
-        seq_kv: stride * residue.class_len,
-        block_size,
-    };
     let mut masks = MaskInterner::new(block_size);
     let rows = splits
         .iter()

@@ -18,6 +18,30 @@ pub struct LayoutShape {
 }
 
 impl LayoutShape {
+    /// `lengths` are those of queries and keys.
+    ///
+    /// ```
+    /// use blocksparse::LayoutShape;
+    ///
+    /// // One more query after 100 positions.
+    /// let shape = LayoutShape::new(8, [1, 101], 64);
+    /// assert_eq!((shape.seq_q, shape.seq_kv), (1, 101));
+    /// ```
+    pub fn new(heads: usize, lengths: [usize; 2], block_size: usize) -> Self {
+        let [seq_q, seq_kv] = lengths;
+        Self {
+            heads,
+            seq_q,
+            seq_kv,
+            block_size,
+        }
+    }
+
+    /// As many queries as keys: self-attention over `seq` positions.
+    pub fn square(heads: usize, seq: usize, block_size: usize) -> Self {
+        Self::new(heads, [seq, seq], block_size)
+    }
+
     pub(crate) fn validate(&self) -> Result<(), LayoutError> {
         if !BLOCK_SIZES.contains(&self.block_size) {
             return Err(LayoutError::argument(

@@ -2,5 +2,6 @@
 
 mod attachments;
 mod errors;
+mod long_strides;
 mod patterns;
 mod robustness;
