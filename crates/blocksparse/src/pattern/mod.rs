@@ -441,11 +441,13 @@ impl Pattern {
     }
 
     /// A pattern of your own: `attends(head, i, j)` says whether query position `i` sees key
-    /// position `j`. It is called once for every pair when a layout is built, O(heads · n²); where heads are
+    /// position `j`. It is called for every pair when a layout is built, O(heads · n²); where heads are
     /// alike, [`Pattern::from_pair_fn`] asks for one of them, and if your pattern knows which blocks are empty,
     /// [`BlockLayout::from_block_fn`](crate::BlockLayout::from_block_fn) builds it in O(blocks).
     ///
-    /// `i` is negative only for the first queries of a layout with more queries than keys.
+    /// It is asked only about queries and keys that there are: `j` is in `0..seq_kv`, and `i`, whose last one is aligned with the last
+    /// key, is in `seq_kv − seq_q..seq_kv`. So with more queries than keys the first `seq_q − seq_kv` of them are before position 0:
+    /// they are asked about with a negative `i`. Inside of [`Pattern::packed`] positions are counted from where a document begins.
     pub fn from_fn(
         name: impl Into<String>,
         attends: impl Fn(usize, i64, i64) -> bool + Send + Sync + 'static,
@@ -457,7 +459,7 @@ impl Pattern {
         })
     }
 
-    /// [`Pattern::from_fn`] for a pattern that is the same in all heads: `attends(i, j)`, called once for every pair, O(n²).
+    /// [`Pattern::from_fn`] for a pattern that is the same in all heads: `attends(i, j)`, called for every pair of one of them, O(n²).
     ///
     /// ```
     /// use blocksparse::Pattern;

@@ -1,6 +1,7 @@
 //! The tests of the crate in one program.
 
 mod attachments;
+mod callbacks;
 mod errors;
 mod long_strides;
 mod patterns;
