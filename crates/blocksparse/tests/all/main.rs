@@ -5,4 +5,5 @@ mod callbacks;
 mod errors;
 mod long_strides;
 mod patterns;
+mod plans;
 mod robustness;
