@@ -5,7 +5,7 @@
 //! attention over a layout in Burn; this crate knows nothing of Burn.
 //!
 //! # Features
-//! - `draw` (default): layouts draw themselves as PNG and SVG.
+//! - `draw`: layouts draw themselves as PNG and SVG.
 //! - `kernels`: attention over a layout in CubeCL kernels, `kernels`.
 //! - `cuda-asm`: with it the kernels use NVIDIA's tensor cores, from compute capability 8.0 on; the application brings CubeCL's
 //!   CUDA C++ compiler.
@@ -29,17 +29,20 @@ mod error;
 pub mod kernels;
 mod layout;
 mod pattern;
+#[doc(hidden)]
 pub mod plan;
 
 pub use dropout::Dropout;
 pub use error::LayoutError;
 #[cfg(feature = "draw")]
+#[doc(hidden)]
 pub use layout::font;
 pub use layout::{
     BlockLayout, BlockMask, ChosenBy, DeviceChoice, Entry, FULL, LayoutShape, Part, Residue,
     Restriction, Run,
 };
-pub use pattern::Pattern;
+pub use pattern::{Pattern, PatternFn};
+#[doc(hidden)]
 pub use plan::lines;
 
 /// The block sizes a layout can have.

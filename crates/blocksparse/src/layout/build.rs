@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::choice::DeviceChoice;
 use super::grid::{Grid, natural_layout};
 use super::mask::{BlockMask, MaskInterner};
-use super::rows::{Rows, Run};
+use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
 use super::{BlockLayout, HeadPattern, Inner, position_or_push, residue};
 use crate::{LayoutError, Pattern};
@@ -21,15 +21,7 @@ impl Pattern {
         seq: usize,
         block_size: usize,
     ) -> Result<BlockLayout, LayoutError> {
-        BlockLayout::new(
-            self,
-            LayoutShape {
-                heads,
-                seq_q: seq,
-                seq_kv: seq,
-                block_size,
-            },
-        )
+        BlockLayout::new(self, LayoutShape::square(heads, seq, block_size))
     }
 }
 
@@ -56,7 +48,7 @@ impl BlockLayout {
     /// use blocksparse::{BlockLayout, BlockMask, LayoutShape};
     ///
     /// // A checkerboard of 16 × 16 blocks.
-    /// let shape = LayoutShape { heads: 1, seq_q: 64, seq_kv: 64, block_size: 16 };
+    /// let shape = LayoutShape::square(1, 64, 16);
     /// let layout = BlockLayout::from_block_fn("checkerboard", shape, |_head, q_block, kv_block| {
     ///     ((q_block + kv_block) % 2 == 0).then(|| BlockMask::corner(16, 16, 16))
     /// })?;
@@ -77,7 +69,7 @@ impl BlockLayout {
         let mut masks = MaskInterner::new(b);
         let mut heads = Vec::with_capacity(shape.heads);
         for head in 0..shape.heads {
-            let mut rows = Rows::new();
+            let mut rows = RowRuns::new();
             for q_block in 0..grid.q_blocks() {
                 for kv_block in 0..grid.kv_blocks() {
                     let Some(mask) = block(head, q_block, kv_block) else {
@@ -189,7 +181,7 @@ impl BlockLayout {
                 batch,
             ));
         }
-        let rows = Rows::empty(shape.seq_q.div_ceil(shape.block_size));
+        let rows = RowRuns::empty(shape.seq_q.div_ceil(shape.block_size));
         let masks = MaskInterner::new(shape.block_size).into_masks();
         let batch = (batch > 1).then_some(batch);
         let head_patterns = vec![0; batch.unwrap_or(1) * shape.heads];

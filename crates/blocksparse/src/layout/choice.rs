@@ -73,12 +73,7 @@ mod tests {
         #[case] first: usize,
         #[case] most: usize,
     ) {
-        let shape = LayoutShape {
-            heads: 1,
-            seq_q: 8,
-            seq_kv: 40,
-            block_size: 8,
-        };
+        let shape = LayoutShape::new(1, [8, 40], 8);
         let choice = DeviceChoice {
             patterns: [1, 1],
             causal: true,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::BlockLayout;
 use super::mask::{BlockMask, FULL, MaskInterner};
-use super::rows::{Rows, Run};
+use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
 use crate::LayoutError;
 use crate::pattern::{BlockRow, Cell, Cells, Pattern, document, document_start};
@@ -195,8 +195,8 @@ impl Grid {
     }
 
     /// All block rows of `head`, from the pattern's zones.
-    pub fn build(&self, pattern: &Pattern, head: usize, masks: &mut MaskInterner) -> Rows {
-        let mut rows = Rows::new();
+    pub fn build(&self, pattern: &Pattern, head: usize, masks: &mut MaskInterner) -> RowRuns {
+        let mut rows = RowRuns::new();
         let mut known = MaskCache::new();
         let kv_blocks = self.kv_blocks();
         // A ragged last key block looks like no other: it gets a zone of its own.
@@ -296,7 +296,7 @@ pub(super) fn layout_by_head(
                 pattern.validate(shape.heads)?;
                 grid.build(pattern, head, &mut masks)
             }
-            None => Rows::empty(grid.q_blocks()),
+            None => RowRuns::empty(grid.q_blocks()),
         });
         names.push(match pattern {
             Some(pattern) => pattern.to_string(),

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 
 use attachments::Attachments;
 use columns::Columns;
-use rows::{Rows, entries};
+use rows::{RowRuns, entries};
 
 pub(crate) use choice::TALLEST;
 pub use choice::{ChosenBy, DeviceChoice};
@@ -61,6 +61,7 @@ pub use shape::LayoutShape;
     try_from = "crate::layout::serial::LayoutData",
     into = "crate::layout::serial::LayoutData"
 )]
+#[must_use]
 pub struct BlockLayout {
     inner: Arc<Inner>,
 }
@@ -83,14 +84,14 @@ pub(crate) struct Inner {
 
 /// The kept blocks of one distinct head pattern.
 pub(crate) struct HeadPattern {
-    pub rows: Rows,
+    pub rows: RowRuns,
     /// Kept blocks before block row `I`; `q_blocks + 1` entries.
     pub row_offsets: Vec<usize>,
     columns: OnceLock<Columns>,
 }
 
 impl HeadPattern {
-    pub fn new(rows: Rows) -> Self {
+    pub fn new(rows: RowRuns) -> Self {
         let mut row_offsets = vec![0];
         for bounds in rows.run_offsets.windows(2) {
             let runs = &rows.runs[bounds[0]..bounds[1]];
@@ -119,7 +120,7 @@ impl HeadPattern {
 }
 
 /// The index of the pattern with these rows, added if it is new.
-pub(crate) fn position_or_push(patterns: &mut Vec<HeadPattern>, rows: Rows) -> u32 {
+pub(crate) fn position_or_push(patterns: &mut Vec<HeadPattern>, rows: RowRuns) -> u32 {
     let known = patterns.iter().position(|p| p.rows == rows);
     let index = known.unwrap_or_else(|| {
         patterns.push(HeadPattern::new(rows));
@@ -139,6 +140,7 @@ pub struct Residue {
 
 /// A layout that computes some of the pairs of another, over positions in natural order or class by class.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Part {
     /// Which blocks.
     pub layout: BlockLayout,
@@ -157,7 +159,7 @@ impl BlockLayout {
     pub(crate) fn from_heads(
         name: String,
         shape: LayoutShape,
-        rows: Vec<Rows>,
+        rows: Vec<RowRuns>,
         masks: MaskInterner,
     ) -> Self {
         let mut patterns: Vec<HeadPattern> = Vec::new();
@@ -400,7 +402,7 @@ impl Inner {
         shape: LayoutShape,
         batch: Option<usize>,
         head_patterns: Vec<u32>,
-        rows: Vec<Rows>,
+        rows: Vec<RowRuns>,
         masks: Vec<BlockMask>,
     ) -> Self {
         let patterns = rows.into_iter().map(HeadPattern::new).collect();

@@ -23,7 +23,7 @@ use std::collections::HashMap;
 
 use super::grid;
 use super::mask::{BlockMask, FULL, MaskInterner};
-use super::rows::{Rows, Run};
+use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
 use super::{BlockLayout, Part, Residue};
 use crate::{LayoutError, Pattern};
@@ -132,12 +132,8 @@ pub(crate) fn parts(
         stride,
         class_len: longest.next_multiple_of(block_size),
     };
-    let listed = LayoutShape {
-        heads: shape.heads,
-        seq_q: stride * residue.class_len,
-        seq_kv: stride * residue.class_len,
-        block_size,
-    };
+    let places = stride * residue.class_len;
+    let listed = LayoutShape::square(shape.heads, places, block_size);
     // Filled up to whole blocks, the classes may have more places than a layout can have, whose indices fit in 32 bits.
     if listed.validate().is_err() {
         return Ok(None);
@@ -159,7 +155,7 @@ pub(crate) fn parts(
         .iter()
         .map(|split| match split.strided {
             Some((_, delta)) => class_rows(&residue, shape.seq_kv, delta, &listed, &mut masks),
-            None => Rows::empty(listed.seq_q / block_size),
+            None => RowRuns::empty(listed.seq_q / block_size),
         })
         .collect();
     let name = format!("strided({stride}) by residue class");
@@ -179,10 +175,10 @@ fn class_rows(
     delta: usize,
     listed: &LayoutShape,
     masks: &mut MaskInterner,
-) -> Rows {
+) -> RowRuns {
     let b = listed.block_size;
     let per_class = residue.class_len / b;
-    let mut rows = Rows::new();
+    let mut rows = RowRuns::new();
     // Blocks away from the end of a class look alike at the same distance.
     let mut alike: HashMap<usize, Option<u32>> = HashMap::new();
     for class in 0..residue.stride {

@@ -53,13 +53,13 @@ pub(crate) fn entries(runs: &[Run]) -> Vec<Entry> {
 
 /// The rows of one distinct head pattern: what the heads that look alike share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Rows {
+pub(crate) struct RowRuns {
     /// Runs of block row `I`: `runs[run_offsets[I]..run_offsets[I + 1]]`.
     pub run_offsets: Vec<usize>,
     pub runs: Vec<Run>,
 }
 
-impl Rows {
+impl RowRuns {
     pub fn new() -> Self {
         Self {
             run_offsets: vec![0],

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::grid::Grid;
 use super::mask::{BlockMask, FULL};
-use super::rows::{Rows, Run};
+use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
 use super::{BlockLayout, Inner};
 use crate::LayoutError;
@@ -32,7 +32,7 @@ struct PatternData {
 impl From<BlockLayout> for LayoutData {
     fn from(layout: BlockLayout) -> Self {
         let inner = layout.inner();
-        let pattern = |p: &Rows| PatternData {
+        let pattern = |p: &RowRuns| PatternData {
             run_offsets: p.run_offsets.clone(),
             runs: p.runs.clone(),
         };
@@ -67,7 +67,7 @@ impl TryFrom<LayoutData> for BlockLayout {
         for (index, pattern) in data.patterns.iter().enumerate() {
             check_rows(index, pattern, &masks, &grid)?;
         }
-        let rows = data.patterns.into_iter().map(|p| Rows {
+        let rows = data.patterns.into_iter().map(|p| RowRuns {
             run_offsets: p.run_offsets,
             runs: p.runs,
         });

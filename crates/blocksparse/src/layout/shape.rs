@@ -6,6 +6,7 @@ use crate::{BLOCK_SIZES, LayoutError};
 
 /// The sizes of a layout. Lengths count tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[must_use]
 pub struct LayoutShape {
     /// Number of query heads.
     pub heads: usize,

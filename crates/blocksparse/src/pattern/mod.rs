@@ -32,6 +32,7 @@ type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
+#[must_use]
 pub enum Pattern {
     /// Every pair.
     Dense,
@@ -154,13 +155,25 @@ pub enum Pattern {
     FromFn(PatternFn),
 }
 
-/// The callback of [`Pattern::from_fn`] and its name.
+/// A callback and its name, inside of [`Pattern::FromFn`]: made by [`Pattern::from_fn`] and [`Pattern::from_pair_fn`].
 #[derive(Clone)]
 pub struct PatternFn {
     name: String,
     predicate: Arc<Predicate>,
     /// Whether heads may differ.
     by_head: bool,
+}
+
+impl PatternFn {
+    /// The name that it was given.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether it may tell heads apart.
+    pub fn is_by_head(&self) -> bool {
+        self.by_head
+    }
 }
 
 impl fmt::Debug for PatternFn {

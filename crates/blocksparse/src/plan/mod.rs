@@ -47,6 +47,7 @@ use crate::BlockLayout;
 
 /// Tiles, steps and masks for a launch over a layout, ready to upload.
 #[derive(Clone, Debug)]
+#[must_use]
 pub struct TilePlan {
     /// How the layout was cut.
     pub tiling: Tiling,
@@ -85,12 +86,12 @@ impl TilePlan {
             .map(|pattern| cut.add(layout, tiling, pattern, tiles, &mut masks))
             .collect();
         if tiling.visits {
-            let shape = visits::Shape {
+            let sizes = visits::PlanSizes {
                 tiles,
                 per_step: cols / group,
                 others: others.div_ceil(group).max(1),
             };
-            cut.order = count_visits(&cut.records, &mut cut.entries, shape);
+            cut.order = count_visits(&cut.records, &mut cut.entries, sizes);
         }
         let heads = Heads::new(layout, tiles, &pattern_steps);
 

@@ -3,7 +3,7 @@
 use super::tiling::NO_VISIT;
 
 /// The sizes of a plan that [`count_visits`] needs.
-pub(super) struct Shape {
+pub(super) struct PlanSizes {
     /// Tiles per head.
     pub tiles: usize,
     /// Entries of a step.
@@ -13,12 +13,12 @@ pub(super) struct Shape {
 }
 
 /// One order of tiles for all patterns, those with most steps first, and in it the visits of all entries.
-pub(super) fn count_visits(records: &[u32], entries: &mut [u32], shape: Shape) -> Vec<u32> {
-    let Shape {
+pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSizes) -> Vec<u32> {
+    let PlanSizes {
         tiles,
         per_step,
         others,
-    } = shape;
+    } = sizes;
     let steps = |record: usize| records[record * 3 + 1] as usize;
     let patterns = records.len() / 3 / tiles.max(1);
     let total = |tile: usize| -> usize { (0..patterns).map(|p| steps(p * tiles + tile)).sum() };

@@ -206,12 +206,8 @@ pub(crate) fn pattern() -> impl Strategy<Value = Pattern> {
 
 pub(crate) fn shape() -> impl Strategy<Value = LayoutShape> {
     (1usize..150, 1usize..150, any::<bool>(), 0usize..5).prop_map(|(seq_q, other, square, b)| {
-        LayoutShape {
-            heads: 4,
-            seq_q,
-            seq_kv: if square { seq_q } else { other },
-            block_size: blocksparse::BLOCK_SIZES[b],
-        }
+        let seq_kv = if square { seq_q } else { other };
+        LayoutShape::new(4, [seq_q, seq_kv], blocksparse::BLOCK_SIZES[b])
     })
 }
 
