@@ -15,6 +15,7 @@
 /// assert!(kept.abs_diff(7_500) < 200);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[must_use]
 pub struct Dropout {
     /// Probability that a weight is dropped, in `[0, 1)`.
     pub probability: f64,
@@ -24,6 +25,9 @@ pub struct Dropout {
 
 impl Dropout {
     /// Dropout with a probability and a seed.
+    ///
+    /// The range of the probability, `[0, 1)`, is not checked here but when attention is called with it, which is an error outside of it. Until
+    /// then [`threshold`](Self::threshold) and [`factor`](Self::factor) are what their formulas give.
     pub fn new(probability: f64, seed: u64) -> Self {
         Self { probability, seed }
     }

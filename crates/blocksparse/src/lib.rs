@@ -5,7 +5,7 @@
 //! attention over a layout in Burn; this crate knows nothing of Burn.
 //!
 //! # Features
-//! - `draw` (default): layouts draw themselves as PNG and SVG.
+//! - `draw`: layouts draw themselves as PNG and SVG.
 //! - `kernels`: attention over a layout in CubeCL kernels, `kernels`.
 //! - `cuda-asm`: with it the kernels use NVIDIA's tensor cores, from compute capability 8.0 on; the application brings CubeCL's
 //!   CUDA C++ compiler.
@@ -22,39 +22,28 @@
 //! ```
 #![warn(missing_docs)]
 
-mod builder;
-mod cluster;
-mod columns;
-#[cfg(feature = "draw")]
-mod draw;
+mod arith;
 mod dropout;
 mod error;
-#[cfg(feature = "draw")]
-pub mod font;
 #[cfg(feature = "kernels")]
 pub mod kernels;
 mod layout;
-pub mod lines;
-mod mask;
-mod notation;
-mod on_device;
-mod pack;
 mod pattern;
+#[doc(hidden)]
 pub mod plan;
-mod residue;
-mod restrict;
-mod serial;
-mod text;
-mod zones;
 
 pub use dropout::Dropout;
 pub use error::LayoutError;
-pub use layout::{BlockLayout, Entry, LayoutShape, Run};
-pub use mask::{BlockMask, FULL};
-pub use on_device::{ChosenBy, DeviceChoice};
-pub use pattern::Pattern;
-pub use residue::{Part, Residue};
-pub use restrict::Restriction;
+#[cfg(feature = "draw")]
+#[doc(hidden)]
+pub use layout::font;
+pub use layout::{
+    BlockLayout, BlockMask, ChosenBy, DeviceChoice, Entry, FULL, LayoutShape, Part, Residue,
+    Restriction, Run,
+};
+pub use pattern::{Pattern, PatternFn};
+#[doc(hidden)]
+pub use plan::lines;
 
 /// The block sizes a layout can have.
 pub const BLOCK_SIZES: [usize; 5] = [8, 16, 32, 64, 128];

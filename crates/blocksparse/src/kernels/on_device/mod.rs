@@ -16,7 +16,7 @@ use cubecl::server::Handle;
 use super::args::buffer;
 use super::error::KernelError;
 use super::uploaded::{DeviceKey, DevicePlan, device_key};
-use crate::on_device::TALLEST;
+use crate::layout::TALLEST;
 use crate::plan::{Sections, Tiling, Walk};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
 use bits::{GridLaunch, TopKLaunch};

@@ -85,12 +85,7 @@ fn shape() -> impl Strategy<Value = LayoutShape> {
     let block_size =
         prop_oneof![4 => prop::sample::select(blocksparse::BLOCK_SIZES.to_vec()), 1 => number()];
     (heads, length(), length(), block_size).prop_map(|(heads, seq_q, seq_kv, block_size)| {
-        LayoutShape {
-            heads,
-            seq_q,
-            seq_kv,
-            block_size,
-        }
+        LayoutShape::new(heads, [seq_q, seq_kv], block_size)
     })
 }
 

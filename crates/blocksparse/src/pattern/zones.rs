@@ -17,7 +17,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::pattern::{Pattern, document, document_start, is_in, is_in_group};
+use super::Pattern;
+use super::attends::{document, document_start, is_in, is_in_group};
+use crate::arith::{gcd, lcm};
 
 /// What is known of a block before its pairs are looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -184,27 +186,29 @@ impl Pattern {
                 row.interval(|_| 0, |p| p.min(*sink as i64 - 1)),
                 Cell::union,
             ),
-            Self::Strided { stride } => row.periodic(strided_cycle(row, *stride as i64)),
+            Self::Strided { stride } => strided(row, *stride as i64),
             Self::Fixed {
                 stride,
                 columns,
                 num_verts,
             } => {
-                let keep = |j| is_in_group(j, *stride, *columns, head, *num_verts);
+                let kept = ColumnGroup::new(*stride, *columns, head, *num_verts);
                 let stride = *stride as i64;
                 merge(
                     row.interval(|p| p.div_euclid(stride) * stride, causal),
-                    row.periodic(column_cycle(row, stride, keep)),
+                    kept.causal_zones(row),
                     Cell::union,
                 )
             }
             Self::Window { reach, dilation } => {
                 let far = (*reach * *dilation) as i64;
-                merge(
-                    row.interval(|p| p - far, |p| p + far),
-                    row.all(Cells::Cycle(strided_cycle(row, *dilation as i64))),
-                    Cell::intersection,
-                )
+                let dilation = *dilation as i64;
+                let steps = match comes_round(row, dilation) {
+                    true => row.all(Cells::Cycle(strided_cycle(row, dilation))),
+                    false => diagonals(row, dilation, *reach as i64),
+                };
+                let near = row.interval(|p| p - far, |p| p + far);
+                merge(near, steps, Cell::intersection)
             }
             Self::Chunked {
                 size,
@@ -227,10 +231,7 @@ impl Pattern {
                 stride,
                 columns,
                 num_verts,
-            } => {
-                let keep = |j| is_in_group(j, *stride, *columns, head, *num_verts);
-                row.all(Cells::Cycle(column_cycle(row, *stride as i64, keep)))
-            }
+            } => ColumnGroup::new(*stride, *columns, head, *num_verts).zones(row),
             Self::Rows {
                 stride,
                 rows,
@@ -372,6 +373,35 @@ fn whole(range: &(usize, usize)) -> (i64, i64, Cell) {
     (range.0 as i64, range.1 as i64, Cell::Full)
 }
 
+/// Whether blocks that repeat after `stride` positions do so within the keys. Where they do not, a cycle would list every block of the
+/// row: then the pattern marks the few blocks that it has.
+fn comes_round(row: &BlockRow, stride: i64) -> bool {
+    stride == 1 || stride / gcd(stride, row.block_size) < row.kv_blocks
+}
+
+/// Zones of `j ≤ i ∧ (i − j) mod stride = 0`.
+fn strided(row: &BlockRow, stride: i64) -> Vec<Zone> {
+    match comes_round(row, stride) {
+        true => row.periodic(strided_cycle(row, stride)),
+        false => merge(
+            diagonals(row, stride, i64::MAX),
+            row.interval(|_| 0, |p| p),
+            Cell::intersection,
+        ),
+    }
+}
+
+/// Zones of `(i − j) mod stride = 0` of which no more than `most` diagonals to each side of the main one are needed.
+fn diagonals(row: &BlockRow, stride: i64, most: i64) -> Vec<Zone> {
+    let end = row.kv_blocks * row.block_size;
+    let first = (row.first - end).div_euclid(stride).max(-most);
+    let last = row.last.div_euclid(stride).min(most);
+    row.marked((first..=last).map(|k| {
+        let distance = k * stride;
+        (row.first - distance, row.last - distance + 1, Cell::Mixed)
+    }))
+}
+
 /// Before the diagonal a block has the pair (i, j) iff i ≡ j modulo the stride.
 fn strided_cycle(row: &BlockRow, stride: i64) -> Vec<Cell> {
     let b = row.block_size;
@@ -392,20 +422,73 @@ fn strided_cycle(row: &BlockRow, stride: i64) -> Vec<Cell> {
         .collect()
 }
 
-/// Before the diagonal a column `j` is kept iff `keep(j mod stride)`, whatever the query.
-fn column_cycle(row: &BlockRow, stride: i64, keep: impl Fn(i64) -> bool) -> Vec<Cell> {
-    let b = row.block_size;
-    let period = (stride / gcd(stride, b)).min(row.kv_blocks);
-    (0..period)
-        .map(|block| {
-            let kept = (0..b).filter(|c| keep((block * b + c) % stride)).count() as i64;
-            match kept {
-                0 => Cell::Empty,
-                kept if kept == b => Cell::Full,
-                _ => Cell::Mixed,
-            }
+/// The columns of each window that are a head's, whatever the query: [`is_in_group`] as an interval.
+struct ColumnGroup {
+    /// Width of a window.
+    stride: i64,
+    /// Where the columns begin in their window.
+    start: i64,
+    /// How many they are.
+    width: i64,
+}
+
+impl ColumnGroup {
+    fn new(stride: usize, width: usize, head: usize, num_verts: usize) -> Self {
+        Self {
+            stride: stride as i64,
+            start: (stride - (head % num_verts + 1) * width) as i64,
+            width: width as i64,
+        }
+    }
+
+    fn zones(&self, row: &BlockRow) -> Vec<Zone> {
+        match comes_round(row, self.stride) {
+            true => row.all(Cells::Cycle(self.cycle(row))),
+            false => row.marked(self.ranges(row)),
+        }
+    }
+
+    /// The zones of the columns up to the query.
+    fn causal_zones(&self, row: &BlockRow) -> Vec<Zone> {
+        match comes_round(row, self.stride) {
+            true => row.periodic(self.cycle(row)),
+            false => merge(
+                row.marked(self.ranges(row)),
+                row.interval(|_| 0, |p| p),
+                Cell::intersection,
+            ),
+        }
+    }
+
+    /// The blocks of one period.
+    fn cycle(&self, row: &BlockRow) -> Vec<Cell> {
+        let b = row.block_size;
+        let period = (self.stride / gcd(self.stride, b)).min(row.kv_blocks);
+        (0..period)
+            .map(
+                |block| match self.before((block + 1) * b) - self.before(block * b) {
+                    0 => Cell::Empty,
+                    kept if kept == b => Cell::Full,
+                    _ => Cell::Mixed,
+                },
+            )
+            .collect()
+    }
+
+    /// How many of the first `positions` are columns of the group.
+    fn before(&self, positions: i64) -> i64 {
+        let rest = positions % self.stride - self.start;
+        positions / self.stride * self.width + rest.clamp(0, self.width)
+    }
+
+    /// The columns of each window.
+    fn ranges(&self, row: &BlockRow) -> impl Iterator<Item = (i64, i64, Cell)> {
+        let windows = row.kv_blocks * row.block_size / self.stride;
+        (0..=windows).map(|window| {
+            let first = window * self.stride + self.start;
+            (first, first + self.width, Cell::Full)
         })
-        .collect()
+    }
 }
 
 impl Cells {
@@ -489,7 +572,9 @@ fn combine(a: &Cells, b: &Cells, blocks: Range<i64>, op: fn(Cell, Cell) -> Cell)
         _ => {
             let (x, y) = (cycle_of(a), cycle_of(b));
             // A period beyond the zone's end is never completed: the cells up to the end do.
-            let period = lcm(x.len(), y.len()).min(blocks.end as usize);
+            let period = lcm(x.len(), y.len()).map_or(blocks.end as usize, |period| {
+                period.min(blocks.end as usize)
+            });
             Cells::Cycle(
                 (0..period)
                     .map(|k| op(x[k % x.len()], y[k % y.len()]))
@@ -505,14 +590,6 @@ fn cycle_of(cells: &Cells) -> &[Cell] {
         Cells::Cycle(cycle) => cycle,
         Cells::Each => unreachable!("Each has no cycle"),
     }
-}
-
-pub(crate) fn gcd(a: i64, b: i64) -> i64 {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
-
-pub(crate) fn lcm(a: usize, b: usize) -> usize {
-    a / gcd(a as i64, b as i64) as usize * b
 }
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
 //! The transpose of a head pattern: for every column of key blocks, the query blocks that need it.
 
-use crate::Run;
-use crate::layout::HeadPattern;
+use super::rows::{RowRuns, Run};
 
 pub(crate) struct Columns {
     run_offsets: Vec<usize>,
@@ -11,11 +10,11 @@ pub(crate) struct Columns {
 impl Columns {
     /// One sweep over the rows in order. Each column has at most one open run; a block that continues
     /// it costs an addition, so the sweep is O(blocks) in time and O(runs) in memory.
-    pub fn transpose(pattern: &HeadPattern, q_blocks: usize, kv_blocks: usize) -> Self {
+    pub fn transpose(rows: &RowRuns, q_blocks: usize, kv_blocks: usize) -> Self {
         let mut open: Vec<Option<Run>> = vec![None; kv_blocks];
         let mut closed: Vec<(u32, Run)> = Vec::new();
         for q_block in 0..q_blocks as u32 {
-            for run in pattern.runs(q_block as usize) {
+            for run in rows.row(q_block as usize) {
                 for column in run.blocks() {
                     let slot = &mut open[column as usize];
                     match slot {

@@ -1,62 +1,29 @@
-//! From a pattern to the runs of a layout.
+//! The blocks of a pattern, row by row, from its zones.
 
 use std::collections::HashMap;
 
-use crate::mask::{BlockMask, FULL, MaskInterner};
-use crate::pattern::{Pattern, document, document_start};
-use crate::zones::{BlockRow, Cell, Cells};
-use crate::{LayoutShape, Run};
+use super::BlockLayout;
+use super::mask::{BlockMask, FULL, MaskInterner};
+use super::rows::{RowRuns, Run};
+use super::shape::LayoutShape;
+use crate::LayoutError;
+use crate::pattern::{BlockRow, Cell, Cells, Pattern, document, document_start};
 
 /// Remembered masks, at most: enough for every distance that repeats.
-const MAX_KNOWN: usize = 1 << 14;
+const MAX_REMEMBERED: usize = 1 << 14;
 
 /// Masks of whole blocks of the parts of a pattern that repeat: by the part (its place in memory), the phase of its period, and the
 /// distance of query and key.
-type Known = HashMap<(usize, i64, i64), BlockMask>;
+type MaskCache = HashMap<(usize, i64, i64), BlockMask>;
 
-/// The rows of one distinct head pattern: what the heads that look alike share.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Rows {
-    /// Runs of block row `I`: `runs[run_offsets[I]..run_offsets[I + 1]]`.
-    pub run_offsets: Vec<usize>,
-    pub runs: Vec<Run>,
-}
-
-impl Rows {
-    pub fn new() -> Self {
-        Self {
-            run_offsets: vec![0],
-            runs: Vec::new(),
-        }
-    }
-
-    /// `q_blocks` rows without blocks.
-    pub fn empty(q_blocks: usize) -> Self {
-        Self {
-            run_offsets: vec![0; q_blocks + 1],
-            runs: Vec::new(),
-        }
-    }
-
-    /// Adds a run to the row being built, joined to the previous one where they touch.
-    pub fn push(&mut self, run: Run) {
-        let row_start = *self.run_offsets.last().expect("starts with 0");
-        if let [.., last] = &mut self.runs[row_start..]
-            && last.mask == run.mask
-            && (last.stride == 1 || last.count == 1)
-            && (run.stride == 1 || run.count == 1)
-            && run.start == last.start + last.count
-        {
-            last.count += run.count;
-            last.stride = 1;
-            return;
-        }
-        self.runs.push(run);
-    }
-
-    pub fn end_row(&mut self) {
-        self.run_offsets.push(self.runs.len());
-    }
+/// A block of a head, by the positions of its first query and key, and how many of its queries and keys there are.
+#[derive(Clone, Copy)]
+struct Place {
+    head: usize,
+    i0: i64,
+    j0: i64,
+    rows: usize,
+    columns: usize,
 }
 
 /// Geometry shared by everything that builds a layout: positions and ragged edges.
@@ -123,64 +90,83 @@ impl Grid {
         head: usize,
         q_block: usize,
         kv_block: usize,
-        known: &mut Known,
+        known: &mut MaskCache,
     ) -> BlockMask {
         let b = self.shape.block_size;
         let (i0, j0) = ((q_block * b) as i64 + self.offset, (kv_block * b) as i64);
-        let mask = self.whole(pattern, head, i0, j0, known);
-        match (self.rows_in(q_block), self.columns_in(kv_block)) {
-            (rows, columns) if rows < b || columns < b => {
-                mask.combine(&BlockMask::corner(b, rows, columns), |x, y| x & y)
-            }
-            _ => mask,
+        let (rows, columns) = (self.rows_in(q_block), self.columns_in(kv_block));
+        let block = Place {
+            head,
+            i0,
+            j0,
+            rows,
+            columns,
+        };
+        let mask = self.whole(pattern, block, known);
+        match rows < b || columns < b {
+            true => mask.combine(&BlockMask::corner(b, rows, columns), |x, y| x & y),
+            false => mask,
         }
     }
 
-    /// The mask of the block at positions `i0`, `j0`, as if the sequence had no end.
-    fn whole(
-        &self,
-        pattern: &Pattern,
-        head: usize,
-        i0: i64,
-        j0: i64,
-        known: &mut Known,
-    ) -> BlockMask {
+    /// The mask of a block, in which pairs beyond the sequence may be anything: a mask that is remembered has them, as if the sequence had
+    /// no end, and a callback is not asked for them.
+    fn whole(&self, pattern: &Pattern, block: Place, known: &mut MaskCache) -> BlockMask {
         let b = self.shape.block_size;
+        let Place { head, i0, j0, .. } = block;
         let mut combined = |parts: &[Pattern], op: fn(u64, u64) -> u64| {
             let mut masks = parts.iter();
             let first = masks.next().expect("a validated pattern has parts");
-            let first = self.whole(first, head, i0, j0, known);
+            let first = self.whole(first, block, known);
             masks.fold(first, |mask, part| {
-                mask.combine(&self.whole(part, head, i0, j0, known), op)
+                mask.combine(&self.whole(part, block, known), op)
             })
         };
         match pattern {
             Pattern::Union(parts) => return combined(parts, |x, y| x | y),
             Pattern::Intersection(parts) => return combined(parts, |x, y| x & y),
             Pattern::PerHead(parts) => {
-                return self.whole(&parts[head % parts.len()], head, i0, j0, known);
+                return self.whole(&parts[head % parts.len()], block, known);
             }
             Pattern::Packed { starts, pattern } => {
                 let own = document(starts, i0);
                 let ends = [i0 + b as i64 - 1, j0, j0 + b as i64 - 1];
                 if ends.iter().all(|&p| document(starts, p) == own) {
                     let start = document_start(starts, own);
-                    return self.whole(pattern, head, i0 - start, j0 - start, known);
+                    let inside = Place {
+                        i0: i0 - start,
+                        j0: j0 - start,
+                        ..block
+                    };
+                    return self.whole(pattern, inside, known);
                 }
             }
-            _ => {}
+            Pattern::Dense
+            | Pattern::Causal
+            | Pattern::Local { .. }
+            | Pattern::Strided { .. }
+            | Pattern::Fixed { .. }
+            | Pattern::PrefixLm { .. }
+            | Pattern::Streaming { .. }
+            | Pattern::Window { .. }
+            | Pattern::Chunked { .. }
+            | Pattern::Global { .. }
+            | Pattern::GlobalKeys { .. }
+            | Pattern::Columns { .. }
+            | Pattern::Rows { .. }
+            | Pattern::VerticalSlash { .. }
+            | Pattern::Documents { .. }
+            | Pattern::RandomBlocks { .. }
+            | Pattern::FromFn(_) => {}
         }
         if pattern.row_bits(head, i0, j0, b).is_some() {
             let bits = |r| pattern.row_bits(head, i0 + r as i64, j0, b).unwrap_or(0);
             return BlockMask::from_rows(b, bits);
         }
-        let ask = || {
-            BlockMask::from_fn(b, |r, c| {
-                pattern.attends(head, i0 + r as i64, j0 + c as i64)
-            })
-        };
+        let attends = |r: usize, c: usize| pattern.attends(head, i0 + r as i64, j0 + c as i64);
         let Some(period) = pattern.shift_period() else {
-            return ask();
+            let there = |r, c| r < block.rows && c < block.columns;
+            return BlockMask::from_fn(b, |r, c| there(r, c) && attends(r, c));
         };
         // A part of a pattern stays where it is while the layout is built.
         let part = std::ptr::from_ref(pattern) as usize;
@@ -188,8 +174,8 @@ impl Grid {
         if let Some(mask) = known.get(&key) {
             return mask.clone();
         }
-        let mask = ask();
-        if known.len() < MAX_KNOWN {
+        let mask = BlockMask::from_fn(b, attends);
+        if known.len() < MAX_REMEMBERED {
             known.insert(key, mask.clone());
         }
         mask
@@ -202,16 +188,16 @@ impl Grid {
         head: usize,
         block: (usize, usize),
         masks: &mut MaskInterner,
-        known: &mut Known,
+        known: &mut MaskCache,
     ) -> Option<u32> {
         let (q_block, kv_block) = block;
         masks.intern(self.evaluate(pattern, head, q_block, kv_block, known))
     }
 
     /// All block rows of `head`, from the pattern's zones.
-    pub fn build(&self, pattern: &Pattern, head: usize, masks: &mut MaskInterner) -> Rows {
-        let mut rows = Rows::new();
-        let mut known = Known::new();
+    pub fn build(&self, pattern: &Pattern, head: usize, masks: &mut MaskInterner) -> RowRuns {
+        let mut rows = RowRuns::new();
+        let mut known = MaskCache::new();
         let kv_blocks = self.kv_blocks();
         // A ragged last key block looks like no other: it gets a zone of its own.
         let ragged_column =
@@ -272,4 +258,52 @@ fn expand(
             }
         }
     }
+}
+
+/// The layout of a pattern, block by block in natural order.
+pub(super) fn natural_layout(
+    pattern: &Pattern,
+    shape: LayoutShape,
+) -> Result<BlockLayout, LayoutError> {
+    shape.validate()?;
+    pattern.validate(shape.heads)?;
+    let grid = Grid::new(shape);
+    let mut masks = MaskInterner::new(shape.block_size);
+    let distinct = pattern.head_period().unwrap_or(shape.heads);
+    let rows = (0..distinct.min(shape.heads))
+        .map(|head| grid.build(pattern, head, &mut masks))
+        .collect();
+    Ok(BlockLayout::from_heads(
+        pattern.to_string(),
+        shape,
+        rows,
+        masks,
+    ))
+}
+
+/// Head `h` has pattern `heads[h]`, or keeps nothing.
+pub(super) fn layout_by_head(
+    heads: &[Option<Pattern>],
+    shape: LayoutShape,
+) -> Result<BlockLayout, LayoutError> {
+    let grid = Grid::new(shape);
+    let mut masks = MaskInterner::new(shape.block_size);
+    let mut rows = Vec::with_capacity(heads.len());
+    let mut names = Vec::with_capacity(heads.len());
+    for (head, pattern) in heads.iter().enumerate() {
+        rows.push(match pattern {
+            Some(pattern) => {
+                pattern.validate(shape.heads)?;
+                grid.build(pattern, head, &mut masks)
+            }
+            None => RowRuns::empty(grid.q_blocks()),
+        });
+        names.push(match pattern {
+            Some(pattern) => pattern.to_string(),
+            None => "nothing".into(),
+        });
+    }
+    names.dedup();
+    let name = format!("per_head({})", names.join(", "));
+    Ok(BlockLayout::from_heads(name, shape, rows, masks))
 }

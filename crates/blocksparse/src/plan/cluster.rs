@@ -12,7 +12,7 @@
 //! Clusters are found greedily: a tile begins with the first row left, and takes, one after the other, the row near by that adds
 //! least to what is computed in vain.
 
-use crate::plan::Walk;
+use super::tiling::Walk;
 use crate::{BlockLayout, Run};
 
 /// Rows that a tile looks through for its next one.

@@ -2,10 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::builder::{Grid, Rows};
-use crate::layout::Inner;
-use crate::mask::{BlockMask, FULL};
-use crate::{BlockLayout, LayoutError, LayoutShape, Run};
+use super::grid::Grid;
+use super::mask::{BlockMask, FULL};
+use super::rows::{RowRuns, Run};
+use super::shape::LayoutShape;
+use super::{BlockLayout, Inner};
+use crate::LayoutError;
 
 const VERSION: u32 = 1;
 
@@ -30,7 +32,7 @@ struct PatternData {
 impl From<BlockLayout> for LayoutData {
     fn from(layout: BlockLayout) -> Self {
         let inner = layout.inner();
-        let pattern = |p: &Rows| PatternData {
+        let pattern = |p: &RowRuns| PatternData {
             run_offsets: p.run_offsets.clone(),
             runs: p.runs.clone(),
         };
@@ -65,7 +67,7 @@ impl TryFrom<LayoutData> for BlockLayout {
         for (index, pattern) in data.patterns.iter().enumerate() {
             check_rows(index, pattern, &masks, &grid)?;
         }
-        let rows = data.patterns.into_iter().map(|p| Rows {
+        let rows = data.patterns.into_iter().map(|p| RowRuns {
             run_offsets: p.run_offsets,
             runs: p.runs,
         });

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-use crate::builder::Rows;
-use crate::layout::{HeadPattern, Inner, position_or_push};
-use crate::mask::{BlockMask, MaskInterner};
-use crate::{BlockLayout, LayoutShape, Run};
+use super::mask::{BlockMask, MaskInterner};
+use super::rows::{RowRuns, Run};
+use super::shape::LayoutShape;
+use super::{BlockLayout, HeadPattern, Inner, position_or_push};
 
 /// Layouts that were packed, by their heads of keys.
 #[derive(Default)]
@@ -24,7 +24,7 @@ impl BlockLayout {
     /// use blocksparse::Pattern;
     ///
     /// // Two more queries after 100 positions.
-    /// let shape = blocksparse::LayoutShape { heads: 8, seq_q: 2, seq_kv: 102, block_size: 32 };
+    /// let shape = blocksparse::LayoutShape::new(8, [2, 102], 32);
     /// let layout = blocksparse::BlockLayout::new(&Pattern::causal(), shape)?;
     /// let packed = layout.pack_heads(2).unwrap();
     /// assert_eq!((packed.heads(), packed.seq_q()), (2, 8));
@@ -76,9 +76,9 @@ impl BlockLayout {
     }
 
     /// Every block row has the blocks of the only one that there was, with masks of its own.
-    fn packed_rows(&self, pattern: usize, seq_q: usize, masks: &mut MaskInterner) -> Rows {
+    fn packed_rows(&self, pattern: usize, seq_q: usize, masks: &mut MaskInterner) -> RowRuns {
         let b = self.block_size();
-        let mut rows = Rows::new();
+        let mut rows = RowRuns::new();
         for first in (0..seq_q).step_by(b) {
             let mut known: HashMap<u32, Option<u32>> = HashMap::new();
             for run in self.row_runs(pattern, 0) {
@@ -118,12 +118,7 @@ mod tests {
         #[values(1, 3, 8)] seq_q: usize,
         #[values(1, 2, 6)] kv_heads: usize,
     ) {
-        let shape = LayoutShape {
-            heads: 6,
-            seq_q,
-            seq_kv: 150,
-            block_size,
-        };
+        let shape = LayoutShape::new(6, [seq_q, 150], block_size);
         let layout = BlockLayout::new(&pattern, shape).unwrap();
         let packed = layout.pack_heads(kv_heads).unwrap();
         let group = 6 / kv_heads;
@@ -138,12 +133,7 @@ mod tests {
 
     #[test]
     fn batch_entries_keep_their_layouts() {
-        let shape = LayoutShape {
-            heads: 4,
-            seq_q: 2,
-            seq_kv: 40,
-            block_size: 8,
-        };
+        let shape = LayoutShape::new(4, [2, 40], 8);
         let one = BlockLayout::new(&Pattern::causal(), shape).unwrap();
         let other = BlockLayout::new(&Pattern::local(5), shape).unwrap();
         let packed = BlockLayout::stack_batch(&[one, other.clone()]).unwrap();
@@ -154,12 +144,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_left_alone() {
-        let shape = |seq_q| LayoutShape {
-            heads: 4,
-            seq_q,
-            seq_kv: 40,
-            block_size: 8,
-        };
+        let shape = |seq_q| LayoutShape::new(4, [seq_q, 40], 8);
         let layout = BlockLayout::new(&Pattern::causal(), shape(9)).unwrap();
         assert!(layout.pack_heads(2).is_none(), "two rows of blocks");
         let layout = BlockLayout::new(&Pattern::causal(), shape(8)).unwrap();

@@ -191,7 +191,7 @@ fn simple() -> impl Strategy<Value = Pattern> {
     ]
 }
 
-fn pattern() -> impl Strategy<Value = Pattern> {
+pub(crate) fn pattern() -> impl Strategy<Value = Pattern> {
     simple().prop_recursive(3, 12, 3, |inner| {
         prop_oneof![
             prop::collection::vec(inner.clone(), 1..4).prop_map(Pattern::union),
@@ -204,14 +204,10 @@ fn pattern() -> impl Strategy<Value = Pattern> {
     })
 }
 
-fn shape() -> impl Strategy<Value = LayoutShape> {
+pub(crate) fn shape() -> impl Strategy<Value = LayoutShape> {
     (1usize..150, 1usize..150, any::<bool>(), 0usize..5).prop_map(|(seq_q, other, square, b)| {
-        LayoutShape {
-            heads: 4,
-            seq_q,
-            seq_kv: if square { seq_q } else { other },
-            block_size: blocksparse::BLOCK_SIZES[b],
-        }
+        let seq_kv = if square { seq_q } else { other };
+        LayoutShape::new(4, [seq_q, seq_kv], blocksparse::BLOCK_SIZES[b])
     })
 }
 

@@ -17,7 +17,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use crate::mask::MaskInterner;
+use crate::layout::MaskInterner;
 use crate::{BlockLayout, BlockMask, FULL};
 
 /// What is summed over.
@@ -62,6 +62,7 @@ pub struct LineSections {
 
 /// The tiles of every line, ready to upload.
 #[derive(Clone, Debug)]
+#[must_use]
 pub struct LinePlan {
     /// Everything, in one buffer.
     pub words: Vec<u32>,
@@ -263,12 +264,7 @@ mod tests {
         #[values(3, 65_535)] most_segments: usize,
     ) {
         let [seq_q, seq_kv, block_size] = sizes;
-        let shape = LayoutShape {
-            heads: 2,
-            seq_q,
-            seq_kv,
-            block_size,
-        };
+        let shape = LayoutShape::new(2, [seq_q, seq_kv], block_size);
         let layout = BlockLayout::new(&pattern, shape).unwrap();
         let lines = Lines {
             line,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::BlockLayout;
+use super::BlockLayout;
 
 /// Cells per side, at most.
 const MAX_CELLS: usize = 64;

@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use crate::builder::Rows;
-use crate::layout::{HeadPattern, Inner, position_or_push};
-use crate::mask::{BlockMask, MaskInterner};
-use crate::{BlockLayout, LayoutError, Run};
+use super::mask::{BlockMask, MaskInterner};
+use super::rows::{RowRuns, Run};
+use super::{BlockLayout, HeadPattern, Inner, position_or_push};
+use crate::LayoutError;
 
 /// Which queries and keys of one batch entry take part: `true` = yes, `false` = padding. What is not said takes part.
 ///
@@ -22,6 +22,7 @@ use crate::{BlockLayout, LayoutError, Run};
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
+#[must_use]
 pub struct Restriction {
     /// One entry per query, or all take part.
     pub queries: Option<Vec<bool>>,
@@ -175,8 +176,13 @@ impl<'a> Cut<'a> {
     }
 
     /// What is left of a pattern.
-    fn rows(&self, pattern: &HeadPattern, table: &[BlockMask], masks: &mut MaskInterner) -> Rows {
-        let mut rows = Rows::new();
+    fn rows(
+        &self,
+        pattern: &HeadPattern,
+        table: &[BlockMask],
+        masks: &mut MaskInterner,
+    ) -> RowRuns {
+        let mut rows = RowRuns::new();
         // By mask, and by the blocks of queries and of keys of which only some take part.
         let mut known: HashMap<(u32, Option<usize>, Option<usize>), Option<u32>> = HashMap::new();
         for (q_block, &queries) in self.queries.iter().enumerate() {

@@ -1,10 +1,6 @@
 //! Layouts whose blocks a tensor on a device chooses: the host knows their sizes and how many blocks there can be.
 
-use crate::builder::Rows;
-use crate::layout::Inner;
-use crate::mask::MaskInterner;
-use crate::plan::{START, Tiling};
-use crate::{BlockLayout, LayoutError, LayoutShape};
+use super::shape::LayoutShape;
 
 /// How the blocks of a layout are chosen on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,60 +53,6 @@ impl DeviceChoice {
         };
         most.min(all)
     }
-
-    /// As [`tiling_overhead`](crate::plan::tiling_overhead), of which only sizes are known: rows are taken to share nothing.
-    pub(crate) fn overhead(&self, shape: &LayoutShape, tiling: Tiling) -> f64 {
-        let b = shape.block_size;
-        let height = (tiling.rows / b).max(1);
-        if height > TALLEST || tiling.clustered {
-            return f64::INFINITY;
-        }
-        let kept = match self.by {
-            // A guess.
-            ChosenBy::Mask => self.most_blocks(shape).div_ceil(4),
-            _ => self.most_blocks(shape).max(1),
-        };
-        let width = (height * kept * b).next_multiple_of(tiling.cols.max(b));
-        (width as f64 + START) / (kept * b) as f64
-    }
-}
-
-impl BlockLayout {
-    /// A layout whose blocks a tensor on a device chooses. It has sizes and **lists no blocks**; kernels make their launch plans of the
-    /// tensor, on its device, once `kernels::choose_blocks` has been given it.
-    ///
-    /// # Errors
-    /// [`LayoutError`] if a size is out of range, or there are patterns for some of the heads only.
-    pub fn on_device(
-        name: impl Into<String>,
-        shape: LayoutShape,
-        choice: DeviceChoice,
-    ) -> Result<Self, LayoutError> {
-        shape.validate()?;
-        let [batch, heads] = choice.patterns;
-        if heads != 1 && heads != shape.heads {
-            let expected = format!("{} or 1", shape.heads);
-            return Err(LayoutError::argument("patterns' heads", expected, heads));
-        }
-        if batch == 0 {
-            return Err(LayoutError::argument(
-                "patterns' batch",
-                "at least 1",
-                batch,
-            ));
-        }
-        let rows = Rows::empty(shape.seq_q.div_ceil(shape.block_size));
-        let masks = MaskInterner::new(shape.block_size).into_masks();
-        let batch = (batch > 1).then_some(batch);
-        let head_patterns = vec![0; batch.unwrap_or(1) * shape.heads];
-        let inner = Inner::new(name.into(), shape, batch, head_patterns, vec![rows], masks);
-        Ok(Self::from_parts(inner.on_device(choice)))
-    }
-
-    /// How the layout's blocks are chosen, if a tensor on a device chooses them.
-    pub fn device_choice(&self) -> Option<&DeviceChoice> {
-        self.inner().choice.as_ref()
-    }
 }
 
 #[cfg(test)]
@@ -131,12 +73,7 @@ mod tests {
         #[case] first: usize,
         #[case] most: usize,
     ) {
-        let shape = LayoutShape {
-            heads: 1,
-            seq_q: 8,
-            seq_kv: 40,
-            block_size: 8,
-        };
+        let shape = LayoutShape::new(1, [8, 40], 8);
         let choice = DeviceChoice {
             patterns: [1, 1],
             causal: true,

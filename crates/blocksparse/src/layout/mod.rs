@@ -1,94 +1,40 @@
 //! [`BlockLayout`]: which blocks are kept, and which pairs of each.
 
-use std::any::{Any, TypeId};
+mod attachments;
+mod build;
+mod choice;
+mod columns;
+#[cfg(feature = "draw")]
+mod draw;
+#[cfg(feature = "draw")]
+pub mod font;
+mod grid;
+mod mask;
+mod pack;
+mod residue;
+mod restrict;
+mod rows;
+mod serial;
+mod shape;
+mod text;
+
+use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
 
-use crate::builder::{Grid, Rows};
-use crate::columns::Columns;
-use crate::mask::{BlockMask, FULL, MaskInterner};
-use crate::on_device::DeviceChoice;
-use crate::residue::{self, Part};
-use crate::{BLOCK_SIZES, LayoutError, Pattern};
+use attachments::Attachments;
+use columns::Columns;
+use rows::{RowRuns, entries};
 
-/// The sizes of a layout. Lengths count tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LayoutShape {
-    /// Number of query heads.
-    pub heads: usize,
-    /// Number of queries.
-    pub seq_q: usize,
-    /// Number of keys.
-    pub seq_kv: usize,
-    /// Width of a block: 8, 16, 32, 64 or 128.
-    pub block_size: usize,
-}
-
-impl LayoutShape {
-    pub(crate) fn validate(&self) -> Result<(), LayoutError> {
-        if !BLOCK_SIZES.contains(&self.block_size) {
-            return Err(LayoutError::argument(
-                "block_size",
-                "8, 16, 32, 64 or 128",
-                self.block_size,
-            ));
-        }
-        for (argument, value, max) in [
-            ("heads", self.heads, MAX_HEADS),
-            ("seq_q", self.seq_q, MAX_SEQ),
-            ("seq_kv", self.seq_kv, MAX_SEQ),
-        ] {
-            if value == 0 || value > max {
-                return Err(LayoutError::argument(
-                    argument,
-                    format!("between 1 and {max}"),
-                    value,
-                ));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Positions and block indices fit 32-bit signed integers, as kernels want them.
-const MAX_SEQ: usize = 1 << 30;
-const MAX_HEADS: usize = 1 << 16;
-
-/// Blocks `start, start + stride, …`, `count` of them, that share one mask.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Run {
-    /// First block.
-    pub start: u32,
-    /// Distance between two blocks.
-    pub stride: u32,
-    /// Number of blocks.
-    pub count: u32,
-    /// Their mask: [`FULL`], or an index into [`BlockLayout::masks`].
-    pub mask: u32,
-}
-
-impl Run {
-    /// The run's blocks, in order.
-    pub fn blocks(&self) -> impl ExactSizeIterator<Item = u32> + use<> {
-        let Self { start, stride, .. } = *self;
-        (0..self.count).map(move |k| start + k * stride)
-    }
-
-    pub(crate) fn last(&self) -> u32 {
-        self.start + (self.count - 1) * self.stride
-    }
-}
-
-/// One kept block of a row or of a column.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Entry {
-    /// The key block of a row's entry; the query block of a column's.
-    pub block: u32,
-    /// [`FULL`], or an index into [`BlockLayout::masks`].
-    pub mask: u32,
-}
+pub(crate) use choice::TALLEST;
+pub use choice::{ChosenBy, DeviceChoice};
+pub(crate) use mask::MaskInterner;
+pub use mask::{BlockMask, FULL};
+pub use restrict::Restriction;
+pub use rows::{Entry, Run};
+pub use shape::LayoutShape;
 
 /// A pattern cut into blocks, of which only those with an allowed pair are kept.
 ///
@@ -112,9 +58,10 @@ pub struct Entry {
 /// `{}`, and serialize with serde; deserialization checks everything.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(
-    try_from = "crate::serial::LayoutData",
-    into = "crate::serial::LayoutData"
+    try_from = "crate::layout::serial::LayoutData",
+    into = "crate::layout::serial::LayoutData"
 )]
+#[must_use]
 pub struct BlockLayout {
     inner: Arc<Inner>,
 }
@@ -132,19 +79,19 @@ pub(crate) struct Inner {
     parts: Option<Vec<Part>>,
     /// Blocks are chosen on a device, and none are listed here.
     pub choice: Option<DeviceChoice>,
-    attachments: Mutex<Vec<(TypeId, Arc<dyn Any + Send + Sync>)>>,
+    attachments: Attachments,
 }
 
 /// The kept blocks of one distinct head pattern.
 pub(crate) struct HeadPattern {
-    pub rows: Rows,
+    pub rows: RowRuns,
     /// Kept blocks before block row `I`; `q_blocks + 1` entries.
     pub row_offsets: Vec<usize>,
     columns: OnceLock<Columns>,
 }
 
 impl HeadPattern {
-    pub fn new(rows: Rows) -> Self {
+    pub fn new(rows: RowRuns) -> Self {
         let mut row_offsets = vec![0];
         for bounds in rows.run_offsets.windows(2) {
             let runs = &rows.runs[bounds[0]..bounds[1]];
@@ -159,8 +106,7 @@ impl HeadPattern {
     }
 
     pub fn runs(&self, q_block: usize) -> &[Run] {
-        let offsets = &self.rows.run_offsets;
-        &self.rows.runs[offsets[q_block]..offsets[q_block + 1]]
+        self.rows.row(q_block)
     }
 
     pub fn blocks(&self) -> usize {
@@ -173,200 +119,47 @@ impl HeadPattern {
     }
 }
 
-/// The blocks of `runs`, ascending.
-pub(crate) fn entries(runs: &[Run]) -> Vec<Entry> {
-    let mut entries: Vec<Entry> = runs
-        .iter()
-        .flat_map(|run| {
-            let mask = run.mask;
-            run.blocks().map(move |block| Entry { block, mask })
-        })
-        .collect();
-    if runs.windows(2).any(|w| w[1].start <= w[0].last()) {
-        entries.sort_unstable();
-    }
-    entries
+/// The index of the pattern with these rows, added if it is new.
+pub(crate) fn position_or_push(patterns: &mut Vec<HeadPattern>, rows: RowRuns) -> u32 {
+    let known = patterns.iter().position(|p| p.rows == rows);
+    let index = known.unwrap_or_else(|| {
+        patterns.push(HeadPattern::new(rows));
+        patterns.len() - 1
+    });
+    index as u32
+}
+
+/// The positions of a part are listed class by class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Residue {
+    /// Distance between two positions of a class; also the number of classes.
+    pub stride: usize,
+    /// Listed places of a class, the last of which may be beyond the sequence.
+    pub class_len: usize,
+}
+
+/// A layout that computes some of the pairs of another, over positions in natural order or class by class.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Part {
+    /// Which blocks.
+    pub layout: BlockLayout,
+    /// How positions are listed; `None`: as they come.
+    pub residue: Option<Residue>,
 }
 
 impl BlockLayout {
-    /// The layout of `pattern`. Time and memory follow the kept blocks, never `seq_q · seq_kv`
-    /// (unless the pattern is a callback, [`Pattern::from_fn`]).
-    ///
-    /// Query row `r` sits at position `r + seq_kv − seq_q`: causality is aligned bottom-right.
-    ///
-    /// # Errors
-    /// [`LayoutError`] if a size or one of the pattern's parameters is out of range.
-    pub fn new(pattern: &Pattern, shape: LayoutShape) -> Result<Self, LayoutError> {
-        shape.validate()?;
-        pattern.validate(shape.heads)?;
-        let grid = Grid::new(shape);
-        let mut masks = MaskInterner::new(shape.block_size);
-        let distinct = pattern.head_period().unwrap_or(shape.heads);
-        let rows = (0..distinct.min(shape.heads))
-            .map(|head| grid.build(pattern, head, &mut masks))
-            .collect();
-        let mut layout = Self::from_heads(pattern.to_string(), shape, rows, masks);
-        let parts = residue::parts(pattern, &layout)?;
-        Arc::get_mut(&mut layout.inner).expect("just made").parts = parts;
-        Ok(layout)
-    }
-
-    /// Head `h` has pattern `heads[h]`, or keeps nothing.
-    pub(crate) fn new_by_head(
-        heads: &[Option<Pattern>],
-        shape: LayoutShape,
-    ) -> Result<Self, LayoutError> {
-        let grid = Grid::new(shape);
-        let mut masks = MaskInterner::new(shape.block_size);
-        let mut rows = Vec::with_capacity(heads.len());
-        let mut names = Vec::with_capacity(heads.len());
-        for (head, pattern) in heads.iter().enumerate() {
-            rows.push(match pattern {
-                Some(pattern) => {
-                    pattern.validate(shape.heads)?;
-                    grid.build(pattern, head, &mut masks)
-                }
-                None => Rows::empty(grid.q_blocks()),
-            });
-            names.push(match pattern {
-                Some(pattern) => pattern.to_string(),
-                None => "nothing".into(),
-            });
-        }
-        names.dedup();
-        let name = format!("per_head({})", names.join(", "));
-        Ok(Self::from_heads(name, shape, rows, masks))
-    }
-
     /// Disjoint parts that make up the layout at less cost, if its pattern has strided heads: see
     /// [`Part`]. Layouts that were built otherwise than from a pattern have none.
     pub fn parts(&self) -> Option<&[Part]> {
         self.inner.parts.as_deref()
     }
 
-    /// A layout from a block-level callback, called once per head and block:
-    /// `None` drops the block, `Some(mask)` keeps the mask's pairs. Pairs beyond `seq_q` or `seq_kv` on
-    /// a ragged edge are dropped; [`BlockMask::corner`]`(b, b, b)` keeps all pairs.
-    ///
-    /// ```
-    /// use blocksparse::{BlockLayout, BlockMask, LayoutShape};
-    ///
-    /// // A checkerboard of 16 × 16 blocks.
-    /// let shape = LayoutShape { heads: 1, seq_q: 64, seq_kv: 64, block_size: 16 };
-    /// let layout = BlockLayout::from_block_fn("checkerboard", shape, |_head, q_block, kv_block| {
-    ///     ((q_block + kv_block) % 2 == 0).then(|| BlockMask::corner(16, 16, 16))
-    /// })?;
-    /// assert_eq!(layout.blocks(), 8);
-    /// # Ok::<(), blocksparse::LayoutError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`LayoutError`] if a size is out of range or a mask is of another block size.
-    pub fn from_block_fn(
-        name: impl Into<String>,
-        shape: LayoutShape,
-        mut block: impl FnMut(usize, usize, usize) -> Option<BlockMask>,
-    ) -> Result<Self, LayoutError> {
-        shape.validate()?;
-        let b = shape.block_size;
-        let grid = Grid::new(shape);
-        let mut masks = MaskInterner::new(b);
-        let mut heads = Vec::with_capacity(shape.heads);
-        for head in 0..shape.heads {
-            let mut rows = Rows::new();
-            for q_block in 0..grid.q_blocks() {
-                for kv_block in 0..grid.kv_blocks() {
-                    let Some(mask) = block(head, q_block, kv_block) else {
-                        continue;
-                    };
-                    if mask.block_size() != b {
-                        return Err(LayoutError::argument(
-                            "the block size of the mask returned by the callback",
-                            format!("{b}, the layout's"),
-                            mask.block_size(),
-                        ));
-                    }
-                    let (height, width) = (grid.rows_in(q_block), grid.columns_in(kv_block));
-                    let mask = match height == b && width == b {
-                        true => mask,
-                        false => {
-                            BlockMask::from_fn(b, |r, c| r < height && c < width && mask.get(r, c))
-                        }
-                    };
-                    if let Some(mask) = masks.intern(mask) {
-                        rows.push(Run {
-                            start: kv_block as u32,
-                            stride: 1,
-                            count: 1,
-                            mask,
-                        });
-                    }
-                }
-                rows.end_row();
-            }
-            heads.push(rows);
-        }
-        Ok(Self::from_heads(name.into(), shape, heads, masks))
-    }
-
-    /// One layout out of one per batch entry, all of the same shape.
-    ///
-    /// # Errors
-    /// [`LayoutError`] if there is none, if shapes differ, or if one is itself per batch.
-    pub fn stack_batch(layouts: &[BlockLayout]) -> Result<Self, LayoutError> {
-        let Some(first) = layouts.first() else {
-            return Err(LayoutError::argument("layouts", "at least one", "none"));
-        };
-        let mut masks = MaskInterner::new(first.block_size());
-        let mut patterns: Vec<HeadPattern> = Vec::new();
-        let mut head_patterns = Vec::new();
-        for layout in layouts {
-            if layout.shape() != first.shape() || layout.batch().is_some() {
-                return Err(LayoutError::argument(
-                    "layouts",
-                    format!("shared over the batch and of shape {:?}", first.shape()),
-                    format!("{:?}, batch {:?}", layout.shape(), layout.batch()),
-                ));
-            }
-            let ids: Vec<u32> = (layout.inner.masks.iter())
-                .map(|mask| {
-                    masks
-                        .intern(mask.clone())
-                        .expect("kept masks are not empty")
-                })
-                .collect();
-            let known: Vec<u32> = (layout.inner.patterns.iter())
-                .map(|pattern| {
-                    let mut rows = pattern.rows.clone();
-                    rows.runs
-                        .iter_mut()
-                        .for_each(|r| r.mask = ids[r.mask as usize]);
-                    position_or_push(&mut patterns, rows)
-                })
-                .collect();
-            head_patterns.extend(
-                layout
-                    .inner
-                    .head_patterns
-                    .iter()
-                    .map(|&p| known[p as usize]),
-            );
-        }
-        Ok(Self::from_parts(Inner::of_patterns(
-            first.inner.name.clone(),
-            *first.shape(),
-            Some(layouts.len()),
-            head_patterns,
-            patterns,
-            masks.into_masks(),
-        )))
-    }
-
     /// `rows[h mod rows.len()]` are head `h`'s.
     pub(crate) fn from_heads(
         name: String,
         shape: LayoutShape,
-        rows: Vec<Rows>,
+        rows: Vec<RowRuns>,
         masks: MaskInterner,
     ) -> Self {
         let mut patterns: Vec<HeadPattern> = Vec::new();
@@ -392,6 +185,23 @@ impl BlockLayout {
 
     pub(crate) fn inner(&self) -> &Inner {
         &self.inner
+    }
+
+    /// How the layout's blocks are chosen, if a tensor on a device chooses them.
+    pub fn device_choice(&self) -> Option<&DeviceChoice> {
+        self.inner().choice.as_ref()
+    }
+
+    /// A value that lives as long as the layout's data, made on first use: where a crate that computes
+    /// on layouts keeps what it derives from them (launch plans, copies on a device). Clones of a layout share it.
+    ///
+    /// Threads that ask at once wait for one of them and get the same value. `make` may use the layout, and attach values of other
+    /// types; two whose `make`s need each other must not be asked for first from two threads, which would wait for each other.
+    ///
+    /// # Panics
+    /// If `make`, or what it calls, asks for a value of its own type `T`. After a panic in `make` the next call makes the value.
+    pub fn attachment<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Arc<T> {
+        self.inner.attachments.get_or_make(make)
     }
 
     /// The name of the pattern it was built from.
@@ -494,7 +304,7 @@ impl BlockLayout {
     pub fn column_runs(&self, pattern: usize, kv_block: usize) -> &[Run] {
         let head = &self.inner.patterns[pattern];
         head.columns
-            .get_or_init(|| Columns::transpose(head, self.q_blocks(), self.kv_blocks()))
+            .get_or_init(|| Columns::transpose(&head.rows, self.q_blocks(), self.kv_blocks()))
             .runs(kv_block)
     }
 
@@ -584,23 +394,6 @@ impl BlockLayout {
         let masks = self.inner.masks.iter().map(|m| size_of_val(m.words()));
         patterns.sum::<usize>() + masks.sum::<usize>() + size_of_val(&self.inner.head_patterns[..])
     }
-
-    /// A value that lives as long as the layout's data, made on first use: where a crate that computes
-    /// on layouts keeps what it derives from them (launch plans, copies on a device).
-    pub fn attachment<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Arc<T> {
-        let mut attachments = self
-            .inner
-            .attachments
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let id = TypeId::of::<T>();
-        if let Some((_, value)) = attachments.iter().find(|(known, _)| *known == id) {
-            return value.clone().downcast().expect("stored under its type");
-        }
-        let value = Arc::new(make());
-        attachments.push((id, value.clone()));
-        value
-    }
 }
 
 impl Inner {
@@ -609,7 +402,7 @@ impl Inner {
         shape: LayoutShape,
         batch: Option<usize>,
         head_patterns: Vec<u32>,
-        rows: Vec<Rows>,
+        rows: Vec<RowRuns>,
         masks: Vec<BlockMask>,
     ) -> Self {
         let patterns = rows.into_iter().map(HeadPattern::new).collect();
@@ -633,7 +426,7 @@ impl Inner {
             masks,
             parts: None,
             choice: None,
-            attachments: Mutex::default(),
+            attachments: Attachments::default(),
         }
     }
 
@@ -641,16 +434,6 @@ impl Inner {
         self.choice = Some(choice);
         self
     }
-}
-
-/// The index of the pattern with these rows, added if it is new.
-pub(crate) fn position_or_push(patterns: &mut Vec<HeadPattern>, rows: Rows) -> u32 {
-    let known = patterns.iter().position(|p| p.rows == rows);
-    let index = known.unwrap_or_else(|| {
-        patterns.push(HeadPattern::new(rows));
-        patterns.len() - 1
-    });
-    index as u32
 }
 
 /// Equal if they have the same sizes and allow the same pairs, however they were built.

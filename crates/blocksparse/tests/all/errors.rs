@@ -155,12 +155,7 @@ fn bad_arguments(
 
 #[test]
 fn masks_of_another_block_size() {
-    let shape = LayoutShape {
-        heads: 1,
-        seq_q: 32,
-        seq_kv: 32,
-        block_size: 16,
-    };
+    let shape = LayoutShape::square(1, 32, 16);
     // 15 × 15 bits take as many words as 16 × 16.
     for other in [0, 1, 8, 15, 17, 32] {
         let mask = BlockMask::from_fn(other, |_, _| true);

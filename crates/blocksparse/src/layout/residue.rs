@@ -21,27 +21,12 @@
 
 use std::collections::HashMap;
 
-use crate::builder::Rows;
-use crate::mask::{BlockMask, FULL, MaskInterner};
-use crate::{BlockLayout, LayoutError, LayoutShape, Pattern, Run};
-
-/// The positions of a part are listed class by class.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Residue {
-    /// Distance between two positions of a class; also the number of classes.
-    pub stride: usize,
-    /// Listed places of a class, the last of which may be beyond the sequence.
-    pub class_len: usize,
-}
-
-/// A layout that computes some of the pairs of another, over positions in natural order or class by class.
-#[derive(Clone, Debug)]
-pub struct Part {
-    /// Which blocks.
-    pub layout: BlockLayout,
-    /// How positions are listed; `None`: as they come.
-    pub residue: Option<Residue>,
-}
+use super::grid;
+use super::mask::{BlockMask, FULL, MaskInterner};
+use super::rows::{RowRuns, Run};
+use super::shape::LayoutShape;
+use super::{BlockLayout, Part, Residue};
+use crate::{LayoutError, Pattern};
 
 /// A head's pattern as a natural part and a strided one without the `delta` nearest of each class.
 struct Split {
@@ -95,7 +80,23 @@ impl Windows {
                     _ => false,
                 }
             }
-            _ => false,
+            Pattern::Dense
+            | Pattern::Causal
+            | Pattern::Fixed { .. }
+            | Pattern::PrefixLm { .. }
+            | Pattern::Streaming { .. }
+            | Pattern::Window { .. }
+            | Pattern::Chunked { .. }
+            | Pattern::Global { .. }
+            | Pattern::GlobalKeys { .. }
+            | Pattern::Columns { .. }
+            | Pattern::Rows { .. }
+            | Pattern::VerticalSlash { .. }
+            | Pattern::Documents { .. }
+            | Pattern::Packed { .. }
+            | Pattern::RandomBlocks { .. }
+            | Pattern::PerHead(_)
+            | Pattern::FromFn(_) => false,
         }
     }
 }
@@ -121,36 +122,40 @@ pub(crate) fn parts(
     if strides.any(|other| other != stride) || shape.seq_q != shape.seq_kv || stride < 2 {
         return Ok(None);
     }
+    // A position is alone in its class: there is nothing to list together, and there may be far more classes than positions.
+    if stride >= shape.seq_kv {
+        return Ok(None);
+    }
     let longest = shape.seq_kv.div_ceil(stride);
     let block_size = longest.next_power_of_two().clamp(8, 32);
     let residue = Residue {
         stride,
         class_len: longest.next_multiple_of(block_size),
     };
+    let places = stride * residue.class_len;
+    let listed = LayoutShape::square(shape.heads, places, block_size);
+    // Filled up to whole blocks, the classes may have more places than a layout can have, whose indices fit in 32 bits.
+    if listed.validate().is_err() {
+        return Ok(None);
+    }
     let mut parts = Vec::new();
     if splits.iter().any(|split| split.natural.is_some()) {
         let natural: Vec<Option<Pattern>> = splits.iter().map(|s| s.natural.clone()).collect();
         let layout = match &natural[..] {
-            [Some(one)] => BlockLayout::new(one, shape)?,
-            heads => BlockLayout::new_by_head(heads, shape)?,
+            [Some(one)] => grid::natural_layout(one, shape)?,
+            heads => grid::layout_by_head(heads, shape)?,
         };
         parts.push(Part {
             layout,
             residue: None,
         });
     }
-    let listed = LayoutShape {
-        heads: shape.heads,
-        seq_q: stride * residue.class_len,
-        seq_kv: stride * residue.class_len,
-        block_size,
-    };
     let mut masks = MaskInterner::new(block_size);
     let rows = splits
         .iter()
         .map(|split| match split.strided {
             Some((_, delta)) => class_rows(&residue, shape.seq_kv, delta, &listed, &mut masks),
-            None => Rows::empty(listed.seq_q / block_size),
+            None => RowRuns::empty(listed.seq_q / block_size),
         })
         .collect();
     let name = format!("strided({stride}) by residue class");
@@ -170,10 +175,10 @@ fn class_rows(
     delta: usize,
     listed: &LayoutShape,
     masks: &mut MaskInterner,
-) -> Rows {
+) -> RowRuns {
     let b = listed.block_size;
     let per_class = residue.class_len / b;
-    let mut rows = Rows::new();
+    let mut rows = RowRuns::new();
     // Blocks away from the end of a class look alike at the same distance.
     let mut alike: HashMap<usize, Option<u32>> = HashMap::new();
     for class in 0..residue.stride {

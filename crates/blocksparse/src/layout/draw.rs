@@ -5,7 +5,8 @@ use std::path::Path;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-use crate::{BlockLayout, LayoutError, font};
+use super::{BlockLayout, font};
+use crate::LayoutError;
 
 /// Positions are drawn one by one up to this length, blocks of them beyond.
 const MAX_POSITIONS: usize = 512;

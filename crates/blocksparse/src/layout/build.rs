@@ -1,0 +1,191 @@
+//! What makes layouts: a pattern, a callback over blocks, other layouts, a tensor on a device.
+
+use std::sync::Arc;
+
+use super::choice::DeviceChoice;
+use super::grid::{Grid, natural_layout};
+use super::mask::{BlockMask, MaskInterner};
+use super::rows::{RowRuns, Run};
+use super::shape::LayoutShape;
+use super::{BlockLayout, HeadPattern, Inner, position_or_push, residue};
+use crate::{LayoutError, Pattern};
+
+impl Pattern {
+    /// The layout of this pattern for self-attention over `seq` positions.
+    ///
+    /// # Errors
+    /// See [`BlockLayout::new`].
+    pub fn layout(
+        &self,
+        heads: usize,
+        seq: usize,
+        block_size: usize,
+    ) -> Result<BlockLayout, LayoutError> {
+        BlockLayout::new(self, LayoutShape::square(heads, seq, block_size))
+    }
+}
+
+impl BlockLayout {
+    /// The layout of `pattern`. Time and memory follow the kept blocks, never `seq_q · seq_kv`
+    /// (unless the pattern is a callback, [`Pattern::from_fn`]).
+    ///
+    /// Query row `r` sits at position `r + seq_kv − seq_q`: causality is aligned bottom-right.
+    ///
+    /// # Errors
+    /// [`LayoutError`] if a size or one of the pattern's parameters is out of range.
+    pub fn new(pattern: &Pattern, shape: LayoutShape) -> Result<Self, LayoutError> {
+        let mut layout = natural_layout(pattern, shape)?;
+        let parts = residue::parts(pattern, &layout)?;
+        Arc::get_mut(&mut layout.inner).expect("just made").parts = parts;
+        Ok(layout)
+    }
+
+    /// A layout from a block-level callback, called once per head and block:
+    /// `None` drops the block, `Some(mask)` keeps the mask's pairs. Pairs beyond `seq_q` or `seq_kv` on
+    /// a ragged edge are dropped; [`BlockMask::corner`]`(b, b, b)` keeps all pairs.
+    ///
+    /// ```
+    /// use blocksparse::{BlockLayout, BlockMask, LayoutShape};
+    ///
+    /// // A checkerboard of 16 × 16 blocks.
+    /// let shape = LayoutShape::square(1, 64, 16);
+    /// let layout = BlockLayout::from_block_fn("checkerboard", shape, |_head, q_block, kv_block| {
+    ///     ((q_block + kv_block) % 2 == 0).then(|| BlockMask::corner(16, 16, 16))
+    /// })?;
+    /// assert_eq!(layout.blocks(), 8);
+    /// # Ok::<(), blocksparse::LayoutError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`LayoutError`] if a size is out of range or a mask is of another block size.
+    pub fn from_block_fn(
+        name: impl Into<String>,
+        shape: LayoutShape,
+        mut block: impl FnMut(usize, usize, usize) -> Option<BlockMask>,
+    ) -> Result<Self, LayoutError> {
+        shape.validate()?;
+        let b = shape.block_size;
+        let grid = Grid::new(shape);
+        let mut masks = MaskInterner::new(b);
+        let mut heads = Vec::with_capacity(shape.heads);
+        for head in 0..shape.heads {
+            let mut rows = RowRuns::new();
+            for q_block in 0..grid.q_blocks() {
+                for kv_block in 0..grid.kv_blocks() {
+                    let Some(mask) = block(head, q_block, kv_block) else {
+                        continue;
+                    };
+                    if mask.block_size() != b {
+                        return Err(LayoutError::argument(
+                            "the block size of the mask returned by the callback",
+                            format!("{b}, the layout's"),
+                            mask.block_size(),
+                        ));
+                    }
+                    let (height, width) = (grid.rows_in(q_block), grid.columns_in(kv_block));
+                    let mask = match height == b && width == b {
+                        true => mask,
+                        false => {
+                            BlockMask::from_fn(b, |r, c| r < height && c < width && mask.get(r, c))
+                        }
+                    };
+                    if let Some(mask) = masks.intern(mask) {
+                        rows.push(Run {
+                            start: kv_block as u32,
+                            stride: 1,
+                            count: 1,
+                            mask,
+                        });
+                    }
+                }
+                rows.end_row();
+            }
+            heads.push(rows);
+        }
+        Ok(Self::from_heads(name.into(), shape, heads, masks))
+    }
+
+    /// One layout out of one per batch entry, all of the same shape.
+    ///
+    /// # Errors
+    /// [`LayoutError`] if there is none, if shapes differ, or if one is itself per batch.
+    pub fn stack_batch(layouts: &[BlockLayout]) -> Result<Self, LayoutError> {
+        let Some(first) = layouts.first() else {
+            return Err(LayoutError::argument("layouts", "at least one", "none"));
+        };
+        let mut masks = MaskInterner::new(first.block_size());
+        let mut patterns: Vec<HeadPattern> = Vec::new();
+        let mut head_patterns = Vec::new();
+        for layout in layouts {
+            if layout.shape() != first.shape() || layout.batch().is_some() {
+                return Err(LayoutError::argument(
+                    "layouts",
+                    format!("shared over the batch and of shape {:?}", first.shape()),
+                    format!("{:?}, batch {:?}", layout.shape(), layout.batch()),
+                ));
+            }
+            let ids: Vec<u32> = (layout.inner.masks.iter())
+                .map(|mask| {
+                    masks
+                        .intern(mask.clone())
+                        .expect("kept masks are not empty")
+                })
+                .collect();
+            let known: Vec<u32> = (layout.inner.patterns.iter())
+                .map(|pattern| {
+                    let mut rows = pattern.rows.clone();
+                    rows.runs
+                        .iter_mut()
+                        .for_each(|r| r.mask = ids[r.mask as usize]);
+                    position_or_push(&mut patterns, rows)
+                })
+                .collect();
+            head_patterns.extend(
+                layout
+                    .inner
+                    .head_patterns
+                    .iter()
+                    .map(|&p| known[p as usize]),
+            );
+        }
+        Ok(Self::from_parts(Inner::of_patterns(
+            first.inner.name.clone(),
+            *first.shape(),
+            Some(layouts.len()),
+            head_patterns,
+            patterns,
+            masks.into_masks(),
+        )))
+    }
+
+    /// A layout whose blocks a tensor on a device chooses. It has sizes and **lists no blocks**; kernels make their launch plans of the
+    /// tensor, on its device, once `kernels::choose_blocks` has been given it.
+    ///
+    /// # Errors
+    /// [`LayoutError`] if a size is out of range, or there are patterns for some of the heads only.
+    pub fn on_device(
+        name: impl Into<String>,
+        shape: LayoutShape,
+        choice: DeviceChoice,
+    ) -> Result<Self, LayoutError> {
+        shape.validate()?;
+        let [batch, heads] = choice.patterns;
+        if heads != 1 && heads != shape.heads {
+            let expected = format!("{} or 1", shape.heads);
+            return Err(LayoutError::argument("patterns' heads", expected, heads));
+        }
+        if batch == 0 {
+            return Err(LayoutError::argument(
+                "patterns' batch",
+                "at least 1",
+                batch,
+            ));
+        }
+        let rows = RowRuns::empty(shape.seq_q.div_ceil(shape.block_size));
+        let masks = MaskInterner::new(shape.block_size).into_masks();
+        let batch = (batch > 1).then_some(batch);
+        let head_patterns = vec![0; batch.unwrap_or(1) * shape.heads];
+        let inner = Inner::new(name.into(), shape, batch, head_patterns, vec![rows], masks);
+        Ok(Self::from_parts(inner.on_device(choice)))
+    }
+}

@@ -1,0 +1,269 @@
+//! Which pairs a pattern allows: the definition of each.
+
+use super::Pattern;
+
+/// Random blocks of a row: each is compared with those drawn before it.
+pub(super) const MAX_DRAWN: usize = 1 << 12;
+
+impl Pattern {
+    /// Whether, in `head`, the query at position `i` attends to the key at position `j`.
+    ///
+    /// With `seq_q ≠ seq_kv` query row `r` of a layout sits at position `r + seq_kv − seq_q`
+    /// (aligned bottom-right, as Burn's own attention does). With parameters that [`Pattern::validate`] refuses the answer means nothing.
+    pub fn attends(&self, head: usize, i: i64, j: i64) -> bool {
+        let distance = i.saturating_sub(j);
+        match self {
+            Self::Dense => true,
+            Self::Causal => j <= i,
+            Self::Local { window } => j <= i && distance < *window as i64,
+            Self::Strided { stride } => j <= i && divides(*stride as i64, distance),
+            Self::Fixed {
+                stride,
+                columns,
+                num_verts,
+            } => {
+                let window = |p: i64| p.checked_div_euclid(*stride as i64);
+                j <= i
+                    && (window(i) == window(j)
+                        || is_in_group(j, *stride, *columns, head, *num_verts))
+            }
+            Self::PrefixLm { prefix } => j < *prefix as i64 || j <= i,
+            Self::Streaming { window, sink } => {
+                j <= i && (j < *sink as i64 || distance < *window as i64)
+            }
+            Self::Window { reach, dilation } => {
+                let dilation = *dilation as i64;
+                distance.saturating_abs() <= (*reach as i64).saturating_mul(dilation)
+                    && divides(dilation, distance)
+            }
+            Self::Chunked {
+                size,
+                before,
+                after,
+            } => {
+                let chunk = |p: i64| p.checked_div_euclid(*size as i64).unwrap_or(0);
+                let later = chunk(j).saturating_sub(chunk(i));
+                later <= *after as i64 && later.saturating_neg() <= *before as i64
+            }
+            Self::Global { ranges } => is_in(ranges, i) || is_in(ranges, j),
+            Self::GlobalKeys { ranges } => is_in(ranges, j),
+            Self::Columns {
+                stride,
+                columns,
+                num_verts,
+            } => is_in_group(j, *stride, *columns, head, *num_verts),
+            Self::Rows {
+                stride,
+                rows,
+                num_verts,
+            } => is_in_group(i, *stride, *rows, head, *num_verts),
+            Self::VerticalSlash { vertical, slash } => {
+                let has = |list: &[usize], x: i64| {
+                    usize::try_from(x).is_ok_and(|x| list.binary_search(&x).is_ok())
+                };
+                j <= i && (has(vertical, j) || has(slash, distance))
+            }
+            Self::Documents { starts } => document(starts, i) == document(starts, j),
+            Self::Packed { starts, pattern } => {
+                let own = document(starts, i);
+                let start = document_start(starts, own);
+                let from_start = |p: i64| p.saturating_sub(start);
+                own == document(starts, j) && pattern.attends(head, from_start(i), from_start(j))
+            }
+            Self::RandomBlocks { block, .. } => {
+                let block = |p: i64| p.checked_div_euclid(*block as i64).unwrap_or(0);
+                self.random_row(head, block(i)).contains(&block(j))
+            }
+            Self::Union(parts) => parts.iter().any(|p| p.attends(head, i, j)),
+            Self::Intersection(parts) => parts.iter().all(|p| p.attends(head, i, j)),
+            Self::PerHead(parts) => {
+                (head.checked_rem(parts.len())).is_some_and(|part| parts[part].attends(head, i, j))
+            }
+            Self::FromFn(f) => (f.predicate)(head, i, j),
+        }
+    }
+
+    /// Whether no query can see a later key: what a model that predicts the next position needs. Of a callback nothing is
+    /// known, so the answer is no.
+    pub fn is_causal(&self) -> bool {
+        match self {
+            Self::Causal
+            | Self::Local { .. }
+            | Self::Strided { .. }
+            | Self::Fixed { .. }
+            | Self::Streaming { .. }
+            | Self::VerticalSlash { .. } => true,
+            Self::Union(parts) | Self::PerHead(parts) => parts.iter().all(Self::is_causal),
+            Self::Intersection(parts) => parts.iter().any(Self::is_causal),
+            Self::Packed { pattern, .. } => pattern.is_causal(),
+            Self::Dense
+            | Self::PrefixLm { .. }
+            | Self::Window { .. }
+            | Self::Chunked { .. }
+            | Self::Global { .. }
+            | Self::GlobalKeys { .. }
+            | Self::Columns { .. }
+            | Self::Rows { .. }
+            | Self::Documents { .. }
+            | Self::RandomBlocks { .. }
+            | Self::FromFn(_) => false,
+        }
+    }
+
+    /// Which of the keys `j0..j0 + b` query `i` sees, as bits, for patterns made of lists: without asking for each pair.
+    pub(crate) fn row_bits(&self, head: usize, i: i64, j0: i64, b: usize) -> Option<u128> {
+        let after = j0 + b as i64;
+        // The bits of keys `first..end`.
+        let span = |first: i64, end: i64| {
+            let (first, end) = (first.max(j0), end.min(after));
+            match end > first {
+                true => (u128::MAX >> (128 - (end - first))) << (first - j0),
+                false => 0,
+            }
+        };
+        Some(match self {
+            Self::Global { ranges } if is_in(ranges, i) => span(j0, after),
+            Self::Global { ranges } | Self::GlobalKeys { ranges } => {
+                let from = ranges.partition_point(|&(_, end)| end as i64 <= j0);
+                let near = ranges[from..].iter();
+                near.take_while(|&&(start, _)| (start as i64) < after)
+                    .fold(0, |bits, &(start, end)| {
+                        bits | span(start as i64, end as i64)
+                    })
+            }
+            Self::Documents { starts } => {
+                let own = document(starts, i);
+                let first = match own {
+                    0 => j0,
+                    own => starts[own - 1] as i64,
+                };
+                span(first, starts.get(own).map_or(after, |&end| end as i64))
+            }
+            Self::VerticalSlash { vertical, slash } => {
+                let from = vertical.partition_point(|&v| (v as i64) < j0);
+                let columns = vertical[from..].iter().map(|&v| v as i64);
+                let columns = columns.take_while(|&v| v < after && v <= i);
+                // i − s < after
+                let from = slash.partition_point(|&s| s as i64 <= i - after);
+                let diagonals = slash[from..].iter().map(|&s| i - s as i64);
+                let diagonals = diagonals.take_while(|&j| j >= j0);
+                columns
+                    .chain(diagonals)
+                    .fold(0, |bits, j| bits | span(j, j + 1))
+            }
+            Self::RandomBlocks { block, .. } => {
+                let block = *block as i64;
+                let drawn = self.random_row(head, i.div_euclid(block)).into_iter();
+                drawn.fold(0, |bits, j| bits | span(j * block, (j + 1) * block))
+            }
+            Self::Dense
+            | Self::Causal
+            | Self::Local { .. }
+            | Self::Strided { .. }
+            | Self::Fixed { .. }
+            | Self::PrefixLm { .. }
+            | Self::Streaming { .. }
+            | Self::Window { .. }
+            | Self::Chunked { .. }
+            | Self::Columns { .. }
+            | Self::Rows { .. }
+            | Self::Packed { .. }
+            | Self::Union(_)
+            | Self::Intersection(_)
+            | Self::PerHead(_)
+            | Self::FromFn(_) => return None,
+        })
+    }
+
+    /// The blocks drawn for a row of a [`Pattern::RandomBlocks`]; none for any other pattern.
+    pub(crate) fn random_row(&self, head: usize, row: i64) -> Vec<i64> {
+        let &Self::RandomBlocks {
+            blocks,
+            count,
+            seed,
+            ..
+        } = self
+        else {
+            return Vec::new();
+        };
+        let last = (blocks as i64).saturating_sub(1);
+        if row < 1 || row >= last {
+            return Vec::new();
+        }
+        // Blocks 1..last but for the row's own and its neighbours.
+        let (left_out, after) = ((row - 1).max(1), (row + 2).min(last));
+        let candidates = last - 1 - (after - left_out);
+        let block_of = |k: i64| {
+            if 1 + k < left_out {
+                1 + k
+            } else {
+                1 + k + (after - left_out)
+            }
+        };
+        // Floyd's sampling: every subset of this size is as likely as any other.
+        let count = (count.min(MAX_DRAWN) as i64).min(candidates);
+        let mut chosen: Vec<i64> = Vec::new();
+        for bound in candidates - count..candidates {
+            let number = mix([seed, head as u64, row as u64, bound as u64]);
+            let drawn = block_of((number % (bound as u64 + 1)) as i64);
+            chosen.push(match chosen.contains(&drawn) {
+                true => block_of(bound),
+                false => drawn,
+            });
+        }
+        chosen
+    }
+}
+
+fn divides(divisor: i64, number: i64) -> bool {
+    number.checked_rem(divisor) == Some(0)
+}
+
+pub(super) fn is_in(ranges: &[(usize, usize)], position: i64) -> bool {
+    usize::try_from(position).is_ok_and(|p| {
+        let after = ranges.partition_point(|&(first, _)| first <= p);
+        after > 0 && p < ranges[after - 1].1
+    })
+}
+
+/// Whether a position is of the head's group, of `num_verts` that are counted from the end of its window.
+pub(super) fn is_in_group(
+    position: i64,
+    stride: usize,
+    width: usize,
+    head: usize,
+    num_verts: usize,
+) -> bool {
+    let stride = stride as i64;
+    let from_end = position
+        .checked_rem_euclid(stride)
+        .map(|at| stride.wrapping_sub(1).wrapping_sub(at));
+    let group = from_end.and_then(|at| at.checked_div(width as i64));
+    let own = head.checked_rem(num_verts).map(|vert| vert as i64);
+    group.is_some() && group == own
+}
+
+/// How many documents begin up to a position.
+pub(crate) fn document(starts: &[usize], position: i64) -> usize {
+    starts.partition_point(|&start| start as i64 <= position)
+}
+
+/// Where a document begins, as [`document`] counts them; what is before the first one is counted from position 0.
+pub(crate) fn document_start(starts: &[usize], document: usize) -> i64 {
+    match document {
+        0 => 0,
+        after => starts[after - 1] as i64,
+    }
+}
+
+/// A number made of others (the finaliser of SplitMix64, chained).
+fn mix<const N: usize>(numbers: [u64; N]) -> u64 {
+    numbers
+        .into_iter()
+        .fold(0x9e37_79b9_7f4a_7c15, |state, number| {
+            let mut x = (state ^ number).wrapping_add(0x9e37_79b9_7f4a_7c15);
+            x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            x ^ (x >> 31)
+        })
+}

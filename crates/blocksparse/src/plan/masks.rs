@@ -1,0 +1,87 @@
+//! The masks of a plan's entries, each made once.
+
+use std::collections::HashMap;
+
+use super::tiling::{EMPTY, Tiling, Walk};
+use crate::{BlockLayout, BlockMask, FULL};
+
+/// Stands for the mask of a block that one of a tile's block rows does not keep.
+pub(super) const ABSENT: u32 = u32::MAX;
+
+/// The distinct masks of a plan's entries.
+pub(super) struct TileMasks<'a> {
+    table: &'a [BlockMask],
+    tiling: Tiling,
+    group: usize,
+    pub mask_words: usize,
+    pub words: Vec<u32>,
+    /// By the layout's masks and the offsets into them.
+    known: HashMap<(Vec<u32>, usize, usize), u32>,
+    /// By content.
+    distinct: HashMap<Vec<u32>, u32>,
+}
+
+impl<'a> TileMasks<'a> {
+    pub fn new(layout: &'a BlockLayout, tiling: Tiling, group: usize) -> Self {
+        let mask_words = group.div_ceil(32);
+        let mut masks = Self {
+            table: layout.masks(),
+            tiling,
+            group,
+            mask_words,
+            words: Vec::new(),
+            known: HashMap::new(),
+            distinct: HashMap::new(),
+        };
+        let ones = u32::MAX >> (32 - group.min(32));
+        for (id, word) in [(FULL, ones), (EMPTY, 0)] {
+            let row = vec![word; tiling.rows * mask_words];
+            masks.words.extend_from_slice(&row);
+            masks.distinct.insert(row, id);
+        }
+        masks
+    }
+
+    /// The mask of an entry: `ids`, one per block row of the tile, from row `row_offset` and column
+    /// `col_offset` of the block on.
+    pub fn intern(&mut self, ids: &[u32], row_offset: usize, col_offset: usize) -> u32 {
+        if ids.iter().all(|&id| id == FULL) {
+            return FULL;
+        }
+        let key = (ids.to_vec(), row_offset, col_offset);
+        if let Some(&id) = self.known.get(&key) {
+            return id;
+        }
+        let Tiling { walk, rows, .. } = self.tiling;
+        let height = rows / ids.len();
+        let mut bits = vec![0u32; rows * self.mask_words];
+        for row in 0..rows {
+            let id = ids[row / height];
+            if id == ABSENT {
+                continue;
+            }
+            let mask = &self.table[id as usize];
+            for col in 0..self.group {
+                let (r, c) = (row % height + row_offset, col + col_offset);
+                let allowed = match walk {
+                    Walk::Rows => mask.get(r, c),
+                    Walk::Columns => mask.get(c, r),
+                };
+                if allowed {
+                    bits[row * self.mask_words + col / 32] |= 1 << (col % 32);
+                }
+            }
+        }
+        let fresh = self.distinct.len() as u32;
+        let id = match self.distinct.get(&bits) {
+            Some(&id) => id,
+            None => {
+                self.words.extend_from_slice(&bits);
+                self.distinct.insert(bits, fresh);
+                fresh
+            }
+        };
+        self.known.insert(key, id);
+        id
+    }
+}

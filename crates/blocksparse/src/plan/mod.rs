@@ -1,0 +1,241 @@
+//! [`TilePlan`]: what one kernel launch walks.
+//!
+//! A kernel computes tiles of `rows` queries (or keys, in the pass over columns) and for each walks
+//! *steps* of `cols` keys (or queries). The blocks of a layout may be narrower than a step, so a step
+//! is **gathered**: `cols / group` entries, each naming `group` consecutive positions, side by side.
+//!
+//! ```text
+//! blocks of 16, tile of 64 rows, steps of 64:      a tile of 64 rows is four block rows;
+//!   block row 4   . # . . # \                      the entries are the union of their blocks,
+//!   block row 5   . # . . # # \                    masked ones first:
+//!   block row 6   . # . . # # # \                      4  5  6  7 | 1  ·  ·  ·
+//!   block row 7   . # . . # # # # \                    step 0       step 1, filled up
+//! ```
+//!
+//! A mask of a plan covers a whole entry, `rows × group` bits. Entry order is masked entries (and those
+//! that only fill up a step), then full ones, so that a kernel looks at masks in the first steps only.
+//! Positions beyond a ragged end are 0 in the masks, so a kernel checks bounds only where it loads
+//! and stores.
+//!
+//! A tile's own block rows are neighbours, or, in a *clustered* plan, rows with like blocks from anywhere.
+//!
+//! A pass over columns that adds to what its columns share (dQ) does so tile after tile. Its plan counts
+//! *visits*: an entry's is the number of tiles before its own, in launch order, that have the same entry. So that tiles
+//! which run side by side meet in the same order everywhere, a tile walks its entries from the last to the first: then a tile that
+//! begins at a later diagonal does not wait for one that has yet to come there. (Where a few tiles have far more entries than the others, all
+//! walk from the first to the last.)
+
+mod cluster;
+pub mod lines;
+mod masks;
+mod overhead;
+mod source;
+mod tiling;
+mod visits;
+
+use cluster::clusters;
+use masks::TileMasks;
+use source::Source;
+use visits::count_visits;
+
+pub use overhead::{Grouping, tiling_overhead};
+#[cfg(feature = "kernels")]
+pub(crate) use tiling::EMPTY;
+pub use tiling::{MASKED_STEP, NO_VISIT, Sections, Tiling, Walk};
+
+use crate::BlockLayout;
+
+/// Tiles, steps and masks for a launch over a layout, ready to upload.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct TilePlan {
+    /// How the layout was cut.
+    pub tiling: Tiling,
+    /// Positions an entry names.
+    pub group: usize,
+    /// Tiles per head.
+    pub tiles: usize,
+    /// Words of a mask's row.
+    pub mask_words: usize,
+    /// Everything, in one buffer.
+    pub words: Vec<u32>,
+    /// Where its parts begin.
+    pub sections: Sections,
+    /// Steps over all heads of one batch entry (of all, in a per-batch layout).
+    pub steps: u64,
+}
+
+impl TilePlan {
+    /// Cuts a layout. O(kept blocks).
+    ///
+    /// # Panics
+    /// If `rows` or `cols` is neither a multiple nor a divisor of the block size, if places are asked
+    /// for and a tile is taller than a block, or if clusters are and `rows` or `cols` is less than a block.
+    pub fn new(layout: &BlockLayout, tiling: Tiling) -> Self {
+        check_fit(layout.block_size(), tiling);
+        let Tiling { rows, cols, .. } = tiling;
+        let (length, others) = match tiling.walk {
+            Walk::Rows => (layout.seq_q(), layout.seq_kv()),
+            Walk::Columns => (layout.seq_kv(), layout.seq_q()),
+        };
+        let group = cols.min(layout.block_size());
+        let tiles = length.div_ceil(rows);
+        let mut masks = TileMasks::new(layout, tiling, group);
+        let mut cut = Tiles::default();
+        let pattern_steps: Vec<u64> = (0..layout.num_patterns())
+            .map(|pattern| cut.add(layout, tiling, pattern, tiles, &mut masks))
+            .collect();
+        if tiling.visits {
+            let sizes = visits::PlanSizes {
+                tiles,
+                per_step: cols / group,
+                others: others.div_ceil(group).max(1),
+            };
+            cut.order = count_visits(&cut.records, &mut cut.entries, sizes);
+        }
+        let heads = Heads::new(layout, tiles, &pattern_steps);
+
+        let mut words = Vec::new();
+        let mut section = |part: &[u32]| {
+            let start = words.len();
+            words.extend_from_slice(part);
+            start
+        };
+        let sections = Sections {
+            heads: section(&heads.firsts),
+            places: section(&heads.places),
+            order: section(&ranked_records(&cut.order, &cut.records, tiles)),
+            rows: section(&cut.rows),
+            tiles: section(&cut.records),
+            entries: section(&cut.entries),
+            masks: section(&masks.words),
+        };
+        Self {
+            tiling,
+            group,
+            tiles,
+            mask_words: masks.mask_words,
+            words,
+            sections,
+            steps: heads.steps,
+        }
+    }
+
+    /// The pairs that a launch computes, allowed or not, for one batch entry.
+    pub fn computed_pairs(&self) -> u64 {
+        self.steps * (self.tiling.rows * self.tiling.cols) as u64
+    }
+}
+
+/// # Panics
+/// As [`TilePlan::new`].
+fn check_fit(b: usize, tiling: Tiling) {
+    let Tiling { rows, cols, .. } = tiling;
+    assert!(
+        [rows, cols]
+            .iter()
+            .all(|side| side.is_multiple_of(b) || b.is_multiple_of(*side)),
+        "tiles of {rows} × {cols} do not fit blocks of {b}"
+    );
+    assert!(!tiling.places || rows <= b, "places need tiles in a block");
+    assert!(
+        !tiling.clustered || (rows >= b && cols >= b),
+        "clusters need blocks in a tile"
+    );
+}
+
+/// The tiles of all patterns: see [`Sections`].
+#[derive(Default)]
+struct Tiles {
+    /// Without the records.
+    order: Vec<u32>,
+    rows: Vec<u32>,
+    records: Vec<u32>,
+    entries: Vec<u32>,
+}
+
+impl Tiles {
+    /// Adds those of a pattern, and says how many steps they have.
+    fn add(
+        &mut self,
+        layout: &BlockLayout,
+        tiling: Tiling,
+        pattern: usize,
+        tiles: usize,
+        masks: &mut TileMasks,
+    ) -> u64 {
+        let b = layout.block_size();
+        let group = tiling.cols.min(b);
+        let (per_step, entry_words) = (tiling.cols / group, tiling.entry_words());
+        let source = Source::new(layout, tiling, pattern);
+        let clusters = match tiling.clustered {
+            true => clusters(layout, tiling.walk, pattern, tiling.rows / b),
+            false => Vec::new(),
+        };
+        self.rows.extend(clusters.iter().flatten());
+        let mut steps_of = Vec::with_capacity(tiles);
+        for tile in 0..tiles {
+            let found = match clusters.get(tile) {
+                Some(lines) => source.union(lines, group, masks),
+                None => source.tile(tile, group, masks),
+            };
+            let (words, masked_steps) = match tiling.visits {
+                true => (found.in_visiting_order(per_step), 0),
+                false => found.masked_first(per_step, tiling.places),
+            };
+            let first = self.entries.len() / entry_words;
+            let steps = words.len() / entry_words / per_step;
+            self.entries.extend(words);
+            self.records
+                .extend([first as u32, steps as u32, masked_steps as u32]);
+            steps_of.push(steps);
+        }
+        let mut ranked: Vec<u32> = (0..tiles as u32).collect();
+        // Stable: among equals the order of the sequence, which shares keys in the cache.
+        ranked.sort_by_key(|&tile| std::cmp::Reverse(steps_of[tile as usize]));
+        self.order.extend(ranked);
+        steps_of.iter().map(|&steps| steps as u64).sum()
+    }
+}
+
+/// What the heads of all batch entries have in a plan.
+#[derive(Default)]
+struct Heads {
+    /// The first tile record of each.
+    firsts: Vec<u32>,
+    /// The place of each one's first block among the stored weights.
+    places: Vec<u32>,
+    /// Steps of all.
+    steps: u64,
+}
+
+impl Heads {
+    fn new(layout: &BlockLayout, tiles: usize, pattern_steps: &[u64]) -> Self {
+        let mut heads = Self::default();
+        for batch in 0..layout.batch().unwrap_or(1) {
+            let mut place = 0;
+            for head in 0..layout.heads() {
+                let pattern = layout.pattern_of(batch, head);
+                heads.firsts.push((pattern * tiles) as u32);
+                heads.places.push(place as u32);
+                place += layout.pattern_blocks(pattern);
+                heads.steps += pattern_steps[pattern];
+            }
+        }
+        heads
+    }
+}
+
+/// `order` with each tile's record behind it, so that a cube reads both at once.
+fn ranked_records(order: &[u32], records: &[u32], tiles: usize) -> Vec<u32> {
+    let mut ranked = Vec::with_capacity(order.len() * 4);
+    for (index, &tile) in order.iter().enumerate() {
+        let record = (index / tiles * tiles + tile as usize) * 3;
+        ranked.push(tile);
+        ranked.extend_from_slice(&records[record..record + 3]);
+    }
+    ranked
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,194 @@
+//! The entries of a tile: the blocks of its rows, merged.
+
+use super::masks::{ABSENT, TileMasks};
+use super::tiling::{EMPTY, MASKED_STEP, NO_VISIT, Tiling, Walk};
+use crate::{BlockLayout, Entry, FULL};
+
+/// One entry of a tile.
+#[derive(Clone, Copy)]
+struct TileEntry {
+    at: u32,
+    mask: u32,
+    place: u32,
+}
+
+/// The entries of a tile.
+#[derive(Default)]
+pub(super) struct TileEntries {
+    masked: Vec<TileEntry>,
+    full: Vec<TileEntry>,
+}
+
+impl TileEntries {
+    /// Appends the slices of a block of `b`, each `group` wide, with the masks at their columns.
+    fn push(
+        &mut self,
+        block: u32,
+        b: usize,
+        group: usize,
+        place: u32,
+        mut mask_at: impl FnMut(usize) -> u32,
+    ) {
+        for slice in 0..b / group {
+            let entry = TileEntry {
+                at: block * (b / group) as u32 + slice as u32,
+                mask: mask_at(slice * group),
+                place,
+            };
+            match entry.mask {
+                FULL => self.full.push(entry),
+                EMPTY => {}
+                _ => self.masked.push(entry),
+            }
+        }
+    }
+
+    /// The words of a tile's entries, those that fill up a step and masked ones first, and the number of steps whose masks matter.
+    pub fn masked_first(self, per_step: usize, places: bool) -> (Vec<u32>, usize) {
+        let (masked, all) = (self.masked.len(), self.masked.len() + self.full.len());
+        let filler = all.next_multiple_of(per_step) - all;
+        let fill = TileEntry {
+            at: 0,
+            mask: EMPTY,
+            place: 0,
+        };
+        let mut words = Vec::with_capacity((filler + all) * if places { 3 } else { 2 });
+        let entries = std::iter::repeat_n(fill, filler).chain(self.masked);
+        for entry in entries.chain(self.full) {
+            words.extend([entry.at, entry.mask]);
+            if places {
+                words.push(entry.place);
+            }
+        }
+        (words, (filler + masked).div_ceil(per_step))
+    }
+
+    /// The words of a tile's entries without their visits: from the last to the first, filled up at the end.
+    pub fn in_visiting_order(self, per_step: usize) -> Vec<u32> {
+        let mut all: Vec<TileEntry> = self.masked.into_iter().chain(self.full).collect();
+        all.sort_by_key(|entry| std::cmp::Reverse(entry.at));
+        let mut words = Vec::with_capacity(all.len().next_multiple_of(per_step) * 3);
+        for step in all.chunks(per_step) {
+            let masked = step.len() < per_step || step.iter().any(|entry| entry.mask != FULL);
+            let flag = if masked { MASKED_STEP } else { 0 };
+            for (k, entry) in step.iter().enumerate() {
+                words.extend([entry.at, entry.mask, if k == 0 { flag } else { 0 }]);
+            }
+            for _ in step.len()..per_step {
+                words.extend([0, EMPTY, NO_VISIT]);
+            }
+        }
+        words
+    }
+}
+
+/// One side of one head pattern.
+pub(super) struct Source<'a> {
+    layout: &'a BlockLayout,
+    tiling: Tiling,
+    pattern: usize,
+    /// With places, in a pass over columns: the places of each column's blocks.
+    column_places: Vec<Vec<u32>>,
+}
+
+impl<'a> Source<'a> {
+    pub fn new(layout: &'a BlockLayout, tiling: Tiling, pattern: usize) -> Self {
+        let mut column_places = Vec::new();
+        if tiling.places && tiling.walk == Walk::Columns {
+            column_places = vec![Vec::new(); layout.kv_blocks()];
+            let mut place = 0;
+            for q_block in 0..layout.q_blocks() {
+                for entry in layout.row(pattern, q_block) {
+                    column_places[entry.block as usize].push(place);
+                    place += 1;
+                }
+            }
+        }
+        Self {
+            column_places,
+            ..Self::without_places(layout, tiling, pattern)
+        }
+    }
+
+    /// A source that is asked for its lines only.
+    pub fn without_places(layout: &'a BlockLayout, tiling: Tiling, pattern: usize) -> Self {
+        Self {
+            layout,
+            tiling,
+            pattern,
+            column_places: Vec::new(),
+        }
+    }
+
+    pub fn line(&self, block: usize) -> Vec<Entry> {
+        match self.tiling.walk {
+            Walk::Rows => self.layout.row(self.pattern, block),
+            Walk::Columns => self.layout.column(self.pattern, block),
+        }
+    }
+
+    pub fn lines(&self) -> usize {
+        match self.tiling.walk {
+            Walk::Rows => self.layout.q_blocks(),
+            Walk::Columns => self.layout.kv_blocks(),
+        }
+    }
+
+    /// The entries of a tile of neighbours.
+    pub fn tile(&self, tile: usize, group: usize, masks: &mut TileMasks) -> TileEntries {
+        let b = self.layout.block_size();
+        let rows = self.tiling.rows;
+        let first = tile * rows / b;
+        if rows > b {
+            let lines: Vec<u32> = (first..first + rows / b).map(|line| line as u32).collect();
+            return self.union(&lines, group, masks);
+        }
+        let mut found = TileEntries::default();
+        let start = match self.tiling.walk {
+            Walk::Rows => self.layout.row_offsets(self.pattern)[first] as u32,
+            Walk::Columns => 0,
+        };
+        for (k, entry) in self.line(first).into_iter().enumerate() {
+            let place = match self.column_places.get(first) {
+                Some(places) => places[k],
+                None => start + k as u32,
+            };
+            found.push(entry.block, b, group, place, |col| {
+                masks.intern(&[entry.mask], tile * rows % b, col)
+            });
+        }
+        found
+    }
+
+    /// The entries of a tile of these block rows, merged.
+    pub fn union(&self, lines: &[u32], group: usize, masks: &mut TileMasks) -> TileEntries {
+        let b = self.layout.block_size();
+        let mut found = TileEntries::default();
+        let height = lines.len();
+        let lines: Vec<Vec<Entry>> = lines
+            .iter()
+            .map(|&line| match (line as usize) < self.lines() {
+                true => self.line(line as usize),
+                false => Vec::new(),
+            })
+            .collect();
+        let mut next = vec![0; height];
+        let mut ids = vec![ABSENT; height];
+        loop {
+            let heads = lines.iter().zip(&next).filter_map(|(line, &k)| line.get(k));
+            let Some(block) = heads.map(|entry| entry.block).min() else {
+                return found;
+            };
+            for ((line, k), id) in lines.iter().zip(&mut next).zip(&mut ids) {
+                *id = match line.get(*k) {
+                    Some(entry) if entry.block == block => {
+                        *k += 1;
+                        entry.mask
+                    }
+                    _ => ABSENT,
+                };
+            }
+            found.push(block, b, group, 0, |col| masks.intern(&ids, 0, col));
+        }
+    }
+}

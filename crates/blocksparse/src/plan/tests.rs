@@ -1,0 +1,204 @@
+//! Plans against the layouts that they were made of.
+
+use std::collections::HashMap;
+
+use super::tiling::EMPTY;
+use super::*;
+use crate::{FULL, Pattern};
+
+/// The pairs of a plan are exactly those of the layout, once each.
+#[rstest::rstest]
+#[case(Pattern::fixed(12, 3), 8, 64, 32)]
+#[case(Pattern::causal(), 128, 64, 32)]
+#[case(Pattern::causal(), 16, 16, 64)]
+#[case(Pattern::merged_strided(9), 32, 64, 64)]
+#[case(Pattern::fixed_heads(16, 4, 2), 16, 8, 8)]
+fn plans_allow_what_the_layout_allows(
+    #[case] pattern: Pattern,
+    #[case] block: usize,
+    #[case] rows: usize,
+    #[case] cols: usize,
+    #[values(Walk::Rows, Walk::Columns)] walk: Walk,
+    #[values(false, true)] places: bool,
+    #[values(false, true)] clustered: bool,
+) {
+    if (places && rows > block) || (clustered && (rows < block || cols < block)) {
+        return;
+    }
+    let layout = pattern.layout(4, 187, block).unwrap();
+    let tiling = Tiling {
+        walk,
+        rows,
+        cols,
+        places,
+        clustered,
+        visits: false,
+    };
+    let plan = TilePlan::new(&layout, tiling);
+    let Sections {
+        heads,
+        order,
+        tiles,
+        entries,
+        masks,
+        rows: tile_rows,
+        ..
+    } = plan.sections;
+    let width = 2 + usize::from(places);
+    let per_step = cols / plan.group;
+    for head in 0..4 {
+        let dense = layout.to_dense(head);
+        let mut seen = vec![vec![0; 187]; 187];
+        let first_tile = plan.words[heads + head] as usize;
+        let mut ranks: Vec<u32> = plan.words[order + first_tile * 4..][..plan.tiles * 4]
+            .chunks(4)
+            .map(|ranked| {
+                let record = tiles + (first_tile + ranked[0] as usize) * 3;
+                assert_eq!(ranked[1..], plan.words[record..record + 3]);
+                ranked[0]
+            })
+            .collect();
+        ranks.sort_unstable();
+        assert_eq!(ranks, (0..plan.tiles as u32).collect::<Vec<_>>());
+        for tile in 0..plan.tiles {
+            let record = tiles + (first_tile + tile) * 3;
+            let [first, steps, masked] = [0, 1, 2].map(|field| plan.words[record + field] as usize);
+            for entry in 0..steps * per_step {
+                let at = entries + (first + entry) * width;
+                let (position, mask) = (plan.words[at] as usize, plan.words[at + 1] as usize);
+                if entry / per_step >= masked {
+                    assert_eq!(mask, 0, "a masked entry after the masked steps");
+                }
+                for row in 0..rows {
+                    let mut place = tile * rows + row;
+                    if clustered {
+                        let at = tile_rows + (first_tile + tile) * (rows / block) + row / block;
+                        place = plan.words[at] as usize * block + row % block;
+                    }
+                    for col in 0..plan.group {
+                        let word = masks + (mask * rows + row) * plan.mask_words + col / 32;
+                        if plan.words[word] >> (col % 32) & 1 == 1 {
+                            let (r, c) = (place, position * plan.group + col);
+                            let (i, j) = match walk {
+                                Walk::Rows => (r, c),
+                                Walk::Columns => (c, r),
+                            };
+                            seen[i][j] += 1;
+                        }
+                    }
+                }
+            }
+        }
+        for i in 0..187 {
+            for j in 0..187 {
+                assert_eq!(
+                    seen[i][j],
+                    u32::from(dense[i][j]),
+                    "head {head}, ({i}, {j})"
+                );
+            }
+        }
+    }
+}
+
+fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
+    Tiling {
+        walk: Walk::Columns,
+        rows,
+        cols,
+        places: false,
+        clustered,
+        visits: false,
+    }
+}
+
+/// In launch order, tiles count the visits of each group of columns without a gap, whatever the pattern.
+#[rstest::rstest]
+#[case(Pattern::causal(), 16, 64)]
+#[case(Pattern::streaming(40, 3), 8, 128)]
+#[case(Pattern::fixed_heads(16, 4, 2), 16, 64)]
+#[case(Pattern::local(30), 128, 64)]
+fn visits_count_in_launch_order(
+    #[case] pattern: Pattern,
+    #[case] block: usize,
+    #[case] cols: usize,
+    #[values(false, true)] clustered: bool,
+) {
+    if clustered && cols < block {
+        return;
+    }
+    let layout = pattern.layout(4, 700, block).unwrap();
+    let tiling = Tiling {
+        walk: Walk::Columns,
+        rows: 128,
+        cols,
+        places: false,
+        visits: true,
+        clustered,
+    };
+    let plan = TilePlan::new(&layout, tiling);
+    let sections = plan.sections;
+    let per_step = cols / plan.group;
+    let order = |head: usize| {
+        let first = plan.words[sections.heads + head] as usize;
+        let ranked = plan.words[sections.order + first * 4..][..plan.tiles * 4].chunks(4);
+        ranked.map(|ranked| ranked[0]).collect::<Vec<_>>()
+    };
+    for head in 0..4 {
+        assert_eq!(order(head), order(0), "heads may share a tile of keys");
+        let first = plan.words[sections.heads + head] as usize;
+        let mut visits: HashMap<u32, u32> = HashMap::new();
+        let mut pairs = 0;
+        for tile in order(head) {
+            let record = sections.tiles + (first + tile as usize) * 3;
+            let steps = plan.words[record + 1] as usize;
+            for j in 0..steps {
+                let at = plan.words[record] as usize + j * per_step;
+                let words = &plan.words[sections.entries + at * 3..][..per_step * 3];
+                let masked = words.chunks(3).any(|entry| entry[1] != FULL);
+                assert_eq!(words[2] & MASKED_STEP != 0, masked);
+                for entry in words.chunks(3) {
+                    if entry[2] & NO_VISIT == NO_VISIT {
+                        assert_eq!(entry[1], EMPTY);
+                        continue;
+                    }
+                    let visit = visits.entry(entry[0]).or_default();
+                    assert_eq!(entry[2] & NO_VISIT, *visit);
+                    *visit += 1;
+                    let rows = 128 * plan.mask_words;
+                    let mask = &plan.words[sections.masks + entry[1] as usize * rows..][..rows];
+                    pairs += mask.iter().map(|word| word.count_ones()).sum::<u32>();
+                }
+            }
+        }
+        let dense = layout.to_dense(head);
+        let kept: usize = dense.iter().flatten().filter(|&&kept| kept).count();
+        assert_eq!(pairs as usize, kept, "head {head}");
+    }
+}
+
+/// Windows are walked from their last queries on, unless a tile of sinks is long and keeps ahead from the first ones on.
+#[rstest::rstest]
+#[case(Pattern::local(256), false)]
+#[case(Pattern::causal(), false)]
+#[case(Pattern::streaming(256, 64), true)]
+fn long_tiles_turn_all_walks(#[case] pattern: Pattern, #[case] forward: bool) {
+    let layout = pattern.layout(1, 8192, 64).unwrap();
+    let tiling = Tiling {
+        visits: true,
+        ..tiling(128, 64, false)
+    };
+    let plan = TilePlan::new(&layout, tiling);
+    let sections = plan.sections;
+    for tile in 0..plan.tiles {
+        let record = &plan.words[sections.tiles + tile * 3..][..3];
+        let entries = &plan.words[sections.entries + record[0] as usize * 3..];
+        let places = entries[..record[1] as usize * 3].chunks(3);
+        let places: Vec<u32> = places.map(|entry| entry[0]).collect();
+        let sorted = match forward {
+            true => places.is_sorted(),
+            false => places.is_sorted_by(|a, b| a >= b),
+        };
+        assert!(sorted, "tile {tile}: {places:?}");
+    }
+}

@@ -1,0 +1,63 @@
+//! How a launch cuts a layout, and where the parts of a plan lie.
+
+/// Which side of the layout the tiles' rows are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Walk {
+    /// Tiles of queries walk the keys they attend to: forward and dQ.
+    Rows,
+    /// Tiles of keys walk the queries that attend to them: dK and dV.
+    Columns,
+}
+
+/// How a plan cuts a layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tiling {
+    /// Which side the rows are.
+    pub walk: Walk,
+    /// Positions of a tile.
+    pub rows: usize,
+    /// Positions of a step.
+    pub cols: usize,
+    /// Whether entries say where their block's stored weights are. Then a tile lies within one block row.
+    pub places: bool,
+    /// Whether a tile's block rows are chosen to be alike. Otherwise they are neighbours.
+    pub clustered: bool,
+    /// Whether entries say how many tiles before theirs have the same entry: the order in which tiles add to what they
+    /// share. Then all patterns share one order of tiles, and entries are in the order in which a tile should walk.
+    pub visits: bool,
+}
+
+impl Tiling {
+    /// Words of an entry.
+    pub fn entry_words(&self) -> usize {
+        2 + usize::from(self.places || self.visits)
+    }
+}
+
+/// The visit of an entry that only fills up a step.
+pub const NO_VISIT: u32 = u32::MAX >> 1;
+/// Bit of the visit of a step's first entry: the masks of this step matter.
+pub const MASKED_STEP: u32 = 1 << 31;
+
+/// Mask id of an entry without any pair, which fills up a step. Id 0 is the full entry.
+pub(crate) const EMPTY: u32 = 1;
+
+/// Where the parts of [`TilePlan::words`] begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sections {
+    /// `[batch | 1, heads]`: the first of the tile records of this head's pattern.
+    pub heads: usize,
+    /// `[batch | 1, heads]`: the place of the head's first block among the stored weights.
+    pub places: usize,
+    /// `[patterns, tiles, 4]`: tile indices, those with most steps first, each with the tile's record.
+    pub order: usize,
+    /// `[patterns · tiles, rows / block]`: the block rows of each tile of a clustered plan, beyond the last where there
+    /// are too few. Empty otherwise.
+    pub rows: usize,
+    /// `[patterns · tiles, 3]`: first entry, steps, steps whose masks matter.
+    pub tiles: usize,
+    /// `[entries, 2]` or with places or visits `[entries, 3]`: position / group, mask id, place or visit.
+    pub entries: usize,
+    /// `[masks, rows, mask_words]`, bit `c % 32` of word `c / 32` is column `c`.
+    pub masks: usize,
+}

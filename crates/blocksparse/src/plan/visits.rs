@@ -1,0 +1,62 @@
+//! The order in which tiles add to what they share.
+
+use super::tiling::NO_VISIT;
+
+/// The sizes of a plan that [`count_visits`] needs.
+pub(super) struct PlanSizes {
+    /// Tiles per head.
+    pub tiles: usize,
+    /// Entries of a step.
+    pub per_step: usize,
+    /// Groups of columns there are.
+    pub others: usize,
+}
+
+/// One order of tiles for all patterns, those with most steps first, and in it the visits of all entries.
+pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSizes) -> Vec<u32> {
+    let PlanSizes {
+        tiles,
+        per_step,
+        others,
+    } = sizes;
+    let steps = |record: usize| records[record * 3 + 1] as usize;
+    let patterns = records.len() / 3 / tiles.max(1);
+    let total = |tile: usize| -> usize { (0..patterns).map(|p| steps(p * tiles + tile)).sum() };
+    let mut ranked: Vec<u32> = (0..tiles as u32).collect();
+    ranked.sort_by_key(|&tile| std::cmp::Reverse(total(tile as usize)));
+    for pattern in 0..patterns {
+        let record = |rank: usize| pattern * tiles + ranked[rank] as usize;
+        // A tile that most queries see, as that of attention sinks, is far from done with the last of them when the
+        // others are. Then all begin at their first queries: the long tile keeps ahead, and nobody waits until it has come to
+        // the end of a window.
+        let longest_and_usual =
+            (tiles > 0).then(|| [0, tiles / 16].map(|rank| steps(record(rank))));
+        let forward = longest_and_usual.is_some_and(|[longest, usual]| longest > 4 * usual);
+        let mut visits = vec![0u32; others];
+        for record in (0..tiles).map(record) {
+            let first = records[record * 3] as usize * 3;
+            let length = steps(record) * per_step * 3;
+            let words = &mut entries[first..first + length];
+            if forward {
+                reverse_steps(words, per_step * 3);
+            }
+            for entry in words.chunks_exact_mut(3) {
+                if entry[2] & NO_VISIT != NO_VISIT {
+                    let visit = &mut visits[entry[0] as usize];
+                    entry[2] |= *visit;
+                    *visit += 1;
+                }
+            }
+        }
+    }
+    let order = std::iter::repeat_n(ranked, patterns);
+    order.flatten().collect()
+}
+
+fn reverse_steps(words: &mut [u32], step: usize) {
+    let steps = words.len() / step;
+    for low in 0..steps / 2 {
+        let (front, back) = words.split_at_mut((steps - 1 - low) * step);
+        front[low * step..(low + 1) * step].swap_with_slice(&mut back[..step]);
+    }
+}

@@ -1,0 +1,114 @@
+//! A stride costs what the pairs in the sequence cost, however long it is.
+
+use std::time::{Duration, Instant};
+
+use blocksparse::{BlockLayout, LayoutShape, Pattern};
+use rstest::rstest;
+
+const LONGEST: usize = 1 << 40;
+
+fn assert_quick<T>(limit: Duration, name: &str, make: impl FnOnce() -> T) -> T {
+    let start = Instant::now();
+    let made = make();
+    let took = start.elapsed();
+    assert!(took < limit, "{name}: {took:?}");
+    made
+}
+
+/// Patterns with a stride (or a window that repeats) of this length, in every place that can hold one.
+fn patterns(stride: usize) -> Vec<Pattern> {
+    let strided = || Pattern::strided(stride);
+    let even = stride & !1;
+    let with_text = [
+        format!("strided:{stride}"),
+        format!("merged-strided:{stride} & causal"),
+        format!("local:3 + strided:{stride} / causal"),
+        format!("packed:0,30(strided:{stride})"),
+    ];
+    let mut patterns: Vec<Pattern> = (with_text.iter())
+        .map(|text| text.parse().unwrap())
+        .collect();
+    patterns.extend([
+        strided(),
+        strided().and_causal(),
+        Pattern::merged_strided(stride),
+        Pattern::merged_strided(stride).and_causal(),
+        Pattern::union([Pattern::local(5), Pattern::union([strided()])]),
+        Pattern::union([Pattern::local(5), strided().and_causal()]),
+        Pattern::intersection([Pattern::fixed(8, 2), strided()]),
+        Pattern::per_head([strided(), Pattern::local(20)]),
+        Pattern::per_head([Pattern::merged_strided(stride), strided()]),
+        Pattern::packed([0, 11], Pattern::merged_strided(stride)),
+        Pattern::dilated_window(1, stride),
+        Pattern::longformer(1, stride, [3]),
+        Pattern::fixed(stride, 1),
+        Pattern::fixed_heads(even, even / 2, 2),
+        Pattern::deepspeed_fixed(stride, 3, 2, true),
+        Pattern::deepspeed_fixed(stride, stride / 2, 2, false),
+        Pattern::chunked_window(stride, 1, 0),
+        Pattern::union([strided(), Pattern::fixed(even - 2, 2)]),
+    ]);
+    patterns
+}
+
+#[rstest]
+fn time_does_not_follow_the_stride(
+    #[values(63, 64, 65, 100, 4097, 10_000_000, LONGEST)] stride: usize,
+    #[values([64, 64], [1, 64], [100, 37], [300, 300])] lengths: [usize; 2],
+    #[values(8, 32, 128)] block_size: usize,
+) {
+    let shape = LayoutShape::new(2, lengths, block_size);
+    let offset = lengths[1] as i64 - lengths[0] as i64;
+    for pattern in patterns(stride) {
+        let build = || BlockLayout::new(&pattern, shape).unwrap();
+        let layout = assert_quick(Duration::from_millis(200), &pattern.to_string(), build);
+        assert!(layout.host_bytes() < 1 << 17, "{pattern}");
+        for part in layout.parts().unwrap_or_default() {
+            assert!(part.layout.host_bytes() < 1 << 17, "{pattern}");
+        }
+        for head in 0..2 {
+            for (i, row) in layout.to_dense(head).iter().enumerate() {
+                for (j, &kept) in row.iter().enumerate() {
+                    let allowed = pattern.attends(head, i as i64 + offset, j as i64);
+                    assert_eq!(kept, allowed, "{pattern} head {head} ({i}, {j})");
+                }
+            }
+        }
+    }
+}
+
+/// Over a million positions a stride that never comes round costs a few blocks of each row, not a look at every block of it.
+#[rstest]
+#[case(Pattern::strided(LONGEST))]
+#[case(Pattern::strided((1 << 19) + 1))]
+#[case(Pattern::merged_strided(LONGEST - 1))]
+#[case(Pattern::fixed(1 << 40, 1 << 20))]
+#[case(Pattern::fixed(3 << 19, 3))]
+#[case(Pattern::deepspeed_fixed((1 << 20) + 1, 3, 2, false))]
+#[case(Pattern::dilated_window(2, (1 << 19) + 3))]
+fn time_follows_the_kept_blocks(#[case] pattern: Pattern) {
+    let name = pattern.to_string();
+    let layout = assert_quick(Duration::from_secs(4), &name, || {
+        // Local windows of the whole sequence keep half of all blocks, as one run of each row.
+        pattern.layout(2, 1 << 20, 32).unwrap()
+    });
+    assert!(layout.host_bytes() < 32 << 20, "{name}");
+}
+
+/// The products of such periods do not fit in 64 bits: heads are then compared instead.
+#[test]
+fn periods_whose_common_multiple_overflows() {
+    let [a, b] = [999_999_999_989, 999_999_999_961];
+    let of = |verts: usize| format!("deepspeed-fixed:1000000000000,1,{verts}");
+    let pattern: Pattern = format!("{}+{}", of(a), of(b)).parse().unwrap();
+    let layout = pattern.layout(4, 64, 8).unwrap();
+    for head in 0..4 {
+        for (i, row) in layout.to_dense(head).iter().enumerate() {
+            for (j, &kept) in row.iter().enumerate() {
+                assert_eq!(kept, pattern.attends(head, i as i64, j as i64));
+            }
+        }
+    }
+    let in_turn = Pattern::per_head([pattern.clone(), pattern]);
+    assert!(in_turn.layout(4, 64, 8).is_ok());
+}
