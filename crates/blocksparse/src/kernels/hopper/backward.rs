@@ -22,7 +22,7 @@
 //! The scratch is f32 and belongs to all tiles of a head. Tiles add to 16 queries in launch order: the plan says
 //! how many visits come before, and a counter says how many there were. A tile waits only for tiles launched
 //! before it, so the first of those that run never waits. Each warp has its own 16 queries, and so a chain of its own. The first
-//! visitor stores, so nothing but the counters needs zeros. [`finish`] makes dQ of the sums.
+//! visitor stores, so nothing but the counters needs zeros. [`finish`](super::backward_stats::finish) makes dQ of the sums.
 //!
 //! With `persistent` a cube computes tile after tile: it draws the next ones from a counter, has the keys and values of two, and computes the
 //! first s of the next with the last dQ of this one.
@@ -538,24 +538,6 @@ fn softcapped<S: Size>(
         t.options.score.softcap,
     );
     s
-}
-
-/// The positions of the unit's keys, where something depends on them.
-#[cube]
-fn rows_of_unit(
-    plan: &[u32],
-    rows: u32,
-    listing: &Listing,
-    #[comptime] t: BackwardTile,
-) -> UnitRows {
-    let mut upper = 0u32;
-    let mut lower = 0u32;
-    if comptime!(t.options.any()) {
-        let row = unit() / 32 * 16 + unit() % 32 / 4;
-        upper = place_of(plan, rows, row, t);
-        lower = place_of(plan, rows, row + 8, t);
-    }
-    unit_rows(upper, lower, listing, comptime!(t.pairs()))
 }
 
 /// What the additions that the unit started last belong to is told that they are done: then they are in memory, and their
