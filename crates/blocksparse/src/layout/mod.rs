@@ -61,7 +61,6 @@ pub use shape::LayoutShape;
     try_from = "crate::layout::serial::LayoutData",
     into = "crate::layout::serial::LayoutData"
 )]
-#[must_use]
 pub struct BlockLayout {
     inner: Arc<Inner>,
 }

@@ -6,14 +6,16 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 mod attends;
+mod cells;
 mod display;
 mod notation;
 mod periods;
+mod repeats;
 mod validate;
 mod zones;
 
 pub(crate) use attends::{document, document_start};
-pub(crate) use zones::{BlockRow, Cell, Cells};
+pub(crate) use cells::{BlockRow, Cell, Cells};
 
 type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
 
