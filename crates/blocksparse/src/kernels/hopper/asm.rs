@@ -305,10 +305,10 @@ pub fn bulk_wait() {
 /// The address of a buffer.
 #[cube]
 pub fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
-    let o: u64;
     // SAFETY: the pointer is only turned into an address. What is there is read and written by PTX, at offsets that the host has
     // checked the buffer's length against.
     let pointer = unsafe { buffer.as_ptr_unchecked() };
+    let o: u64;
     gpu_asm!("cvta.to.global.u64 {o}, {p};", o = out(_) o, p = in(_) pointer);
     o
 }

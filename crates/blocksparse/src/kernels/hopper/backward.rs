@@ -540,24 +540,6 @@ fn softcapped<S: Size>(
     s
 }
 
-/// The positions of the unit's keys, where something depends on them.
-#[cube]
-fn rows_of_unit(
-    plan: &[u32],
-    rows: u32,
-    listing: &Listing,
-    #[comptime] t: BackwardTile,
-) -> UnitRows {
-    let mut upper = 0u32;
-    let mut lower = 0u32;
-    if comptime!(t.options.any()) {
-        let row = unit() / 32 * 16 + unit() % 32 / 4;
-        upper = place_of(plan, rows, row, t);
-        lower = place_of(plan, rows, row + 8, t);
-    }
-    unit_rows(upper, lower, listing, comptime!(t.pairs()))
-}
-
 /// What the additions that the unit started last belong to is told that they are done: then they are in memory, and their
 /// buffer is free.
 #[cube]

@@ -6,9 +6,10 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
+use super::options::{UnitRows, unit_rows};
 use super::rows::{own_place, own_rows};
 use super::tiles::BackwardTile;
-use crate::kernels::shared::walk::PlanParts;
+use crate::kernels::shared::walk::{Listing, PlanParts};
 
 /// Lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -223,6 +224,24 @@ pub fn load_tile(
 #[cube]
 pub fn place_of(plan: &[u32], rows: u32, row: u32, #[comptime] t: BackwardTile) -> u32 {
     own_place(plan, rows, row, comptime!(t.group), comptime!(t.clustered))
+}
+
+/// The positions of the unit's keys, where something depends on them.
+#[cube]
+pub fn rows_of_unit(
+    plan: &[u32],
+    rows: u32,
+    listing: &Listing,
+    #[comptime] t: BackwardTile,
+) -> UnitRows {
+    let mut upper = 0u32;
+    let mut lower = 0u32;
+    if comptime!(t.options.any()) {
+        let row = unit() / 32 * 16 + unit() % 32 / 4;
+        upper = place_of(plan, rows, row, t);
+        lower = place_of(plan, rows, row + 8, t);
+    }
+    unit_rows(upper, lower, listing, comptime!(t.pairs()))
 }
 
 /// Loads box `index` of those of the tile's keys and values.

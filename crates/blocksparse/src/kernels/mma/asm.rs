@@ -136,9 +136,9 @@ pub fn load_transposes(address: u32, #[comptime] offset: usize) -> Vector<u32, F
 /// The address of a buffer.
 #[cube]
 pub fn address<T: CubePrimitive>(buffer: &[T]) -> u64 {
-    let o: u64;
     // SAFETY: the pointer is only turned into an address. What is there is read by PTX, at rows that exist and offsets within them.
     let pointer = unsafe { buffer.as_ptr_unchecked() };
+    let o: u64;
     gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) pointer, options(nomem));
     o
 }
