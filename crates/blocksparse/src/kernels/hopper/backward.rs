@@ -22,7 +22,7 @@
 //! The scratch is f32 and belongs to all tiles of a head. Tiles add to 16 queries in launch order: the plan says
 //! how many visits come before, and a counter says how many there were. A tile waits only for tiles launched
 //! before it, so the first of those that run never waits. Each warp has its own 16 queries, and so a chain of its own. The first
-//! visitor stores, so nothing but the counters needs zeros. [`finish`] makes dQ of the sums.
+//! visitor stores, so nothing but the counters needs zeros. [`finish`](super::backward_stats::finish) makes dQ of the sums.
 //!
 //! With `persistent` a cube computes tile after tile: it draws the next ones from a counter, has the keys and values of two, and computes the
 //! first s of the next with the last dQ of this one.

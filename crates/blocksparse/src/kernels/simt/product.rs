@@ -59,7 +59,7 @@ pub fn product_rows<A: Float>(
 
 /// `acc += w · b`: weights `[rows, cols]` in shared memory with the gathered rows of `b`, into the unit's
 /// rows and every `units_x`-th four of the output, `[unit_rows · unit_fours]`. Only of those `halves` of the columns that
-/// [`needed`] names.
+/// [`needed`](super::mask::needed) names.
 #[cube]
 pub fn accumulate_product<A: Float>(
     weights: &Shared<[Vector<A, Four>]>,
