@@ -69,6 +69,12 @@ pub enum KernelError {
         /// The scale.
         scale: String,
     },
+    /// An output that a request asks for and that has no buffer.
+    #[error("{output} must have a buffer, because the request asks for it, got none")]
+    Output {
+        /// The output.
+        output: &'static str,
+    },
     /// A limit of tiers that is none.
     #[error("BLOCKSPARSE_TIER must be simt, mma, hopper-forward or hopper-walks, got {got:?}")]
     Tier {

@@ -12,7 +12,7 @@ use crate::BlockLayout;
 /// Runs the forward pass.
 ///
 /// # Errors
-/// [`KernelError`] if a limit of the device is exceeded; then nothing was launched.
+/// [`KernelError`] if a limit of the device is exceeded, or an output that the request asks for has no buffer; then nothing was launched.
 pub fn forward(
     client: &Client,
     plan: &AttentionPlan,
@@ -22,6 +22,14 @@ pub fn forward(
     options: &ScoreOptions,
 ) -> Result<(), KernelError> {
     let request = plan.request();
+    for (output, asked, handle) in [
+        ("weights", request.store, outputs.weights),
+        ("max_scores", request.max_scores, outputs.max_scores),
+    ] {
+        if asked && handle.is_none() {
+            return Err(KernelError::Output { output });
+        }
+    }
     let [q, k, v] = inputs;
     let named = [("q", q), ("k", k), ("v", v)];
     let pass = ForwardPass {

@@ -33,21 +33,10 @@ pub struct ForwardPass<'a> {
 }
 
 impl ForwardPass<'_> {
-    /// Where each row's largest score goes.
-    ///
-    /// # Panics
-    /// If the request asks for them and the outputs have no buffer for them.
+    /// Where each row's largest score goes, if it is asked for.
     pub fn max_scores<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
-        match (self.request.max_scores, self.outputs.max_scores) {
-            (false, _) => ComptimeOptionArgs::None,
-            (true, handle) => {
-                assert!(
-                    handle.is_some(),
-                    "max_scores were asked for and have no buffer"
-                );
-                optional(handle, self.rows())
-            }
-        }
+        let asked = self.request.max_scores;
+        optional(self.outputs.max_scores.filter(|_| asked), self.rows())
     }
 
     /// The inputs, as errors name them.

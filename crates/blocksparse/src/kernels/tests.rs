@@ -160,6 +160,15 @@ fn a_device_says_what_it_lacks() {
     assert!(wide.contains("shared memory, got 4096 and 4096"), "{wide}");
     let many = Request::new([65536, 4], [64, 64], F32);
     assert!(error(many).contains("batch must be at most 65535"));
+    // With their buffer there are eight.
+    let largest = request(64, F32).with_max_scores(true);
+    assert!(plan(largest).is_ok());
+    let alibi = ScoreKind {
+        alibi: true,
+        ..ScoreKind::default()
+    };
+    let one_more = error(largest.with_score(alibi));
+    assert!(one_more.contains("the buffers of a kernel"), "{one_more}");
     // Ten buffers in the backward pass.
     let biased = request(64, F32).with_score(ScoreKind {
         bias: true,

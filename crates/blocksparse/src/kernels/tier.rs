@@ -46,7 +46,7 @@ struct Asked<'a> {
 const ORDER: &[Tier] = &[
     #[cfg(feature = "cuda-asm")]
     Tier {
-        name: "hopper",
+        name: HOPPER,
         forward: |asked| hopper::choose(asked.part).map(ForwardTile::Hopper),
         backward: hopper_backward,
     },
@@ -63,12 +63,19 @@ const ORDER: &[Tier] = &[
     },
 ];
 
+#[cfg(feature = "cuda-asm")]
+const HOPPER: &str = "hopper";
+
 /// What this tier's forward pass does not take, its backward pass does not either.
 #[cfg(feature = "cuda-asm")]
 fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<BackwardTile, Reason> {
     let ForwardTile::Hopper(tile) = forward.tile else {
-        let (_, reason) = forward.refused[0];
-        return Err(reason);
+        let said = forward.refused.iter().find(|(tier, _)| *tier == HOPPER);
+        return Err(
+            said.map_or("a tier before it takes the forward pass", |&(_, reason)| {
+                reason
+            }),
+        );
     };
     Ok(match hopper::choose_backward(asked.part, tile)? {
         hopper::Backward::Fused(tile) => BackwardTile::HopperFused(tile),

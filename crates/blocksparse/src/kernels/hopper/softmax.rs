@@ -302,8 +302,8 @@ fn softmax<S: Size>(
         x3 = larger(x3, s.extract(comptime!(4 * j + 3)));
     }
     let top0 = quad_max(larger(x0, x2));
-    let top1 = quad_max(larger(x1, x3));
     let m0 = next_max(old_m0, top0, log2_scale);
+    let top1 = quad_max(larger(x1, x3));
     let m1 = next_max(old_m1, top1, log2_scale);
     let n0 = -m0 * log2_scale;
     let n1 = -m1 * log2_scale;

@@ -147,7 +147,13 @@ fn check_output(part: &PartRequest, kernel: Kernel, element: Element) -> Result<
 }
 
 /// A candidate's tile.
-fn shaped(shape: &Candidate, part: &PartRequest, element: Element, outputs: Outputs) -> Tile {
+fn shaped(
+    shape: &Candidate,
+    part: &PartRequest,
+    kernel: Kernel,
+    element: Element,
+    outputs: Outputs,
+) -> Tile {
     let request = part.request;
     Tile {
         element,
@@ -159,7 +165,7 @@ fn shaped(shape: &Candidate, part: &PartRequest, element: Element, outputs: Outp
         group: shape.cols.min(part.layout.block_size()),
         stages: shape.stages,
         score: request.score,
-        max_scores: request.max_scores,
+        max_scores: request.max_scores && kernel == Kernel::Forward,
         residue: part.residue.is_some(),
         carry: part.carry,
         clustered: false,
@@ -198,7 +204,7 @@ pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, &'static str> 
     let may_cluster = request.may_cluster(layout, walk);
     let mut best: Option<(f64, Tile)> = None;
     for shape in shapes {
-        let tile = shaped(&shape, part, element, outputs);
+        let tile = shaped(&shape, part, kernel, element, outputs);
         let bytes = tile.shared_bytes(backward);
         // The backward kernels alternate between two stages.
         let stages_fit = !backward || tile.stages == 2;

@@ -127,7 +127,7 @@ pub fn describe(tile: &Tile, kernel: Kernel, accumulator: usize) -> String {
 }
 
 /// The tile of a candidate's shape.
-fn shaped(candidate: &Candidate, part: &PartRequest) -> Tile {
+fn shaped(candidate: &Candidate, part: &PartRequest, kernel: Kernel) -> Tile {
     let request = part.request;
     let block = part.layout.block_size();
     let (units_x, group) = (candidate.cols / 4, candidate.cols.min(block));
@@ -143,7 +143,7 @@ fn shaped(candidate: &Candidate, part: &PartRequest) -> Tile {
         mask_words: group.div_ceil(32),
         store: request.store.then_some(block),
         score: request.score,
-        max_scores: request.max_scores,
+        max_scores: request.max_scores && kernel == Kernel::Forward,
         bias_gradient: false,
         planes: planes.contains(Plane::Ops) && planes.contains(Plane::Sync) && plane >= units_x,
         residue: part.residue.is_some(),
@@ -176,7 +176,7 @@ pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, KernelError> {
         if forced.is_some_and(|forced| forced != shape) {
             continue;
         }
-        let tile = shaped(candidate, part);
+        let tile = shaped(candidate, part, kernel);
         let fits = shared_bytes(&tile, kernel, accumulator) <= hardware.max_shared_memory_size
             && tile.units() <= hardware.max_units_per_cube as usize
             && tile.units() <= hardware.max_cube_dim.0 as usize
