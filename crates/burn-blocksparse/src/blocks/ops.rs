@@ -84,8 +84,8 @@ pub trait BlockSparseTensorOps: Backend {
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
+    use crate::dtype::accumulate_in;
     use crate::ops::LayoutTensorsMetadata;
-    use crate::reference::accumulate_in;
     use crate::weights;
 
     pub fn mask(values: &TensorSpec, _layout: &LayoutTensorsMetadata) -> TensorSpec {

@@ -9,12 +9,13 @@ use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
 
 use blocksparse::{BlockLayout, Dropout};
 
-use super::accumulate_in;
 use super::masses::untile_diagonals;
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
 use super::tiles::{tile, untile};
-use crate::ops::{AttentionInputs, LayoutTensors, MaybeFloat};
-use crate::{AttentionOptions, weights};
+use crate::dtype::accumulate_in;
+use crate::ops::{AttentionInputs, LayoutTensors};
+use crate::options::AttentionOptions;
+use crate::weights;
 
 /// Scores in memory at a time, at most (one tile may have more).
 const CHUNK_SCORES: usize = 1 << 20;
@@ -109,14 +110,9 @@ impl<'a, B: Backend> Problem<'a, B> {
             softcap: options.softcap,
             alibi: options.alibi.clone(),
             dropout: options.active_dropout(),
-            bias: match &inputs.bias {
-                MaybeFloat::Some(bias) => bias.shape().dims(),
-                MaybeFloat::None => [0; 4],
-            },
-            relative: match &inputs.relative_bias {
-                MaybeFloat::Some(table) => table.shape().dims(),
-                MaybeFloat::None => [0; 2],
-            },
+            bias: (inputs.scores.bias.as_ref()).map_or([0; 4], |bias| bias.shape().dims()),
+            relative: (inputs.scores.relative_bias.as_ref())
+                .map_or([0; 2], |table| table.shape().dims()),
             device: inputs.q.device(),
             dtype: accumulate_in(inputs.q.dtype().into()),
             layout,
@@ -178,29 +174,18 @@ impl<'a, B: Backend> Problem<'a, B> {
     }
 
     pub fn tile_inputs(&self, inputs: AttentionInputs<B>) -> TiledInputs<B> {
-        let AttentionInputs {
-            q,
-            k,
-            v,
-            bias,
-            relative_bias,
-        } = inputs;
+        let AttentionInputs { q, k, v, scores } = inputs;
+        let relative = scores.relative_bias.into_option().map(|table| {
+            let length = self.relative.iter().product::<usize>();
+            B::float_reshape(table, Shape::new([length]))
+        });
         let q = B::float_mul_scalar(self.accumulate(q), self.scale.into());
         TiledInputs {
             q: self.tile(q),
             k: self.tile(self.accumulate(k)),
             v: self.tile(self.accumulate(v)),
-            bias: match bias {
-                MaybeFloat::Some(bias) => Some(self.tile_bias(self.accumulate(bias))),
-                MaybeFloat::None => None,
-            },
-            relative: match relative_bias {
-                MaybeFloat::Some(table) => {
-                    let length = self.relative.iter().product::<usize>();
-                    Some(B::float_reshape(table, Shape::new([length])))
-                }
-                MaybeFloat::None => None,
-            },
+            bias: (scores.bias.into_option()).map(|bias| self.tile_bias(self.accumulate(bias))),
+            relative,
         }
     }
 

@@ -7,10 +7,8 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, Slice};
 
 use super::gather::{Chunk, Problem};
-use super::scores;
-use crate::AttentionOptions;
-use crate::masses::{MassInputs, MassOutput};
-use crate::ops::{AttentionInputs, LayoutTensors};
+use crate::ops::{AttentionInputs, LayoutTensors, MassInputs, MassOutput};
+use crate::options::AttentionOptions;
 
 /// Chunk by chunk: `p = exp(s − lse)`, summed over the rows of each block for the columns, and skewed and summed for the diagonals
 /// ([`diagonals_of`]).
@@ -20,20 +18,13 @@ pub(crate) fn masses<B: Backend>(
     options: &AttentionOptions,
     queries: Range<usize>,
 ) -> MassOutput<B> {
-    let MassInputs {
-        q,
-        k,
-        lse,
-        bias,
-        relative_bias,
-    } = inputs;
+    let MassInputs { q, k, lse, scores } = inputs;
     // The values do not matter.
     let inputs = AttentionInputs {
         v: k.clone(),
         q,
         k,
-        bias,
-        relative_bias,
+        scores,
     };
     let problem = Problem::<B>::new(&inputs, layout, options);
     let tiles = problem.tile_inputs(inputs);
@@ -51,7 +42,7 @@ pub(crate) fn masses<B: Backend>(
         };
         let q = problem.gather_queries(&tiles.q, &chunk);
         let k = problem.gather_keys(&tiles.k, &chunk);
-        let s = scores(&problem, q, k, Some(&tiles), &chunk).s;
+        let s = super::scores(&problem, q, k, Some(&tiles), &chunk).s;
         let p = B::float_exp(B::float_sub(s, problem.gather_queries(&lse, &chunk)));
         let p = match problem.counted_rows(&chunk, &queries) {
             Some(counted) => B::float_mul(p, counted),

@@ -30,20 +30,12 @@ use burn::tensor::{FloatDType, Shape, Slice};
 
 use crate::ops::{
     AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, OutputGrads,
-    Saved, WantedGrads,
+    Saved, ScoreTensors, WantedGrads,
 };
-use crate::{AttentionOptions, WeightsMode};
+use crate::options::{AttentionOptions, WeightsMode};
 use gather::{Chunk, Problem, TiledInputs};
 pub(crate) use masses::masses;
 pub(crate) use tiles::{tile, untile};
-
-/// The dtype of sums: f32, or f64 for f64 inputs.
-pub(crate) fn accumulate_in(dtype: FloatDType) -> FloatDType {
-    match dtype {
-        FloatDType::F64 => FloatDType::F64,
-        _ => FloatDType::F32,
-    }
-}
 
 pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
@@ -85,10 +77,7 @@ pub(crate) fn forward<B: Backend>(
     AttentionOutput {
         out: B::float_cast(problem.untile_queries(out), dtype),
         lse: lse.finish(&problem),
-        weights: match weights {
-            Some(weights) => MaybeFloat::Some(problem.shape_weights(weights)),
-            None => MaybeFloat::None,
-        },
+        weights: weights.map(|weights| problem.shape_weights(weights)).into(),
     }
 }
 
@@ -118,10 +107,8 @@ pub(crate) fn backward<B: Backend>(
     }
     let grad_out = problem.tile(grad_out);
     let delta = problem.tile(delta);
-    let weights = match output.weights {
-        MaybeFloat::Some(weights) => Some(problem.tile_weights(weights)),
-        MaybeFloat::None => None,
-    };
+    let weights = output.weights.into_option();
+    let weights = weights.map(|weights| problem.tile_weights(weights));
 
     let mut dq = problem.zeros([problem.num_q_tiles(), b * problem.head_dim]);
     let mut dk = problem.zeros([problem.num_kv_tiles(), b * problem.head_dim]);
@@ -181,13 +168,11 @@ pub(crate) fn backward<B: Backend>(
         q: B::float_cast(problem.untile_queries(dq), dtype),
         k: B::float_cast(problem.untile_keys(dk), dtype),
         v: B::float_cast(problem.untile_keys(dv), dtype),
-        bias: match d_bias {
-            Some(rows) => MaybeFloat::Some(B::float_cast(problem.untile_bias(rows), dtype)),
-            None => MaybeFloat::None,
-        },
-        relative_bias: match diagonals {
-            Some(sums) => MaybeFloat::Some(problem.distances_of(sums)),
-            None => MaybeFloat::None,
+        scores: ScoreTensors {
+            bias: d_bias
+                .map(|rows| B::float_cast(problem.untile_bias(rows), dtype))
+                .into(),
+            relative_bias: diagonals.map(|sums| problem.distances_of(sums)).into(),
         },
     }
 }
