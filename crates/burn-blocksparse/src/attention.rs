@@ -8,11 +8,12 @@ use crate::check;
 use crate::device_layout::Layout;
 use crate::error::AttentionError;
 use crate::merge::{Shares, shares};
-use crate::ops::{AttentionInputs, AttentionOutput, BlockSparseOps, MaybeFloat, ScoreTensors};
+use crate::ops::BlockSparseOps;
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::plan::{AttentionPlan, Chosen};
 use crate::tensors::AttentionTensors;
 use crate::upload;
+use crate::values::{AttentionInputs, AttentionOutput, MaybeFloat, ScoreTensors};
 use crate::weights::BlockSparseTensor;
 
 /// Softmax attention over the pairs that `layout` allows:

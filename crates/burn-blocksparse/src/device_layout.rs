@@ -10,7 +10,7 @@ use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use crate::choice::{TopKOptions, checked, choose_rows, mask};
 use crate::device::served;
 use crate::error::AttentionError;
-use crate::ops::BlockChoice;
+use crate::values::BlockChoice;
 
 /// What a [`DeviceLayout`] is, besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
 #[derive(Clone, Debug, PartialEq, Eq)]

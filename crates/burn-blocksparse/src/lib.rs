@@ -60,6 +60,7 @@ mod reference;
 mod tensors;
 mod top_k;
 mod upload;
+mod values;
 mod vertical_slash;
 mod weights;
 
@@ -79,14 +80,14 @@ pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use error::AttentionError;
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
-pub use ops::{
-    AttentionGrads, AttentionInputs, AttentionMassOps, AttentionOutput, BlockChoice,
-    BlockSparseOps, KernelPlan, LayoutTensors, MassInputs, MassOutput, MaybeFloat, OutputGrads,
-    Saved, ScoreTensors, WantedGrads,
-};
+pub use ops::{AttentionMassOps, BlockSparseOps};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::AttentionTensors;
 pub use top_k::{top_k_blocks, top_k_blocks_on_device};
+pub use values::{
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, KernelPlan, LayoutTensors,
+    MassInputs, MassOutput, MaybeFloat, OutputGrads, Saved, ScoreTensors, WantedGrads,
+};
 pub use vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
 pub use weights::BlockSparseTensor;

@@ -9,9 +9,10 @@ use burn::tensor::Tensor;
 use crate::check::{self, same_device};
 use crate::dtype::accumulate_in;
 use crate::error::AttentionError;
-use crate::ops::{AttentionMassOps, MassInputs};
+use crate::ops::AttentionMassOps;
 use crate::options::AttentionOptions;
 use crate::tensors::AttentionTensors;
+use crate::values::MassInputs;
 use crate::{plan, upload};
 
 /// How [`attention_masses`] computes weights, and which it sums. Build it from [`Default`].

@@ -15,11 +15,11 @@ use crate::check;
 use crate::device;
 use crate::device_layout::Layout;
 use crate::error::AttentionError;
-use crate::ops::{KernelPlan, ScoreTensors};
 use crate::options::AttentionOptions;
 #[cfg(feature = "cube")]
 use crate::pack;
 use crate::tensors::AttentionTensors;
+use crate::values::{KernelPlan, ScoreTensors};
 
 /// What a call of [`attention`](crate::attention()) runs on its device. It prints:
 ///

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Tensor};
 use crate::check::same_device;
 use crate::dtype::accumulate_in;
 use crate::error::AttentionError;
-use crate::ops::ScoreTensors;
+use crate::values::ScoreTensors;
 
 /// Tensors of [`attention_with_tensors`](crate::attention_with_tensors) besides queries, keys and values. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]

@@ -7,7 +7,7 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 
-use crate::ops::{BlockChoice, KernelPlan, LayoutTensors};
+use crate::values::{BlockChoice, KernelPlan, LayoutTensors};
 
 /// What a layout has on devices, found by the address of a token that lives as long as the layout's data.
 ///

@@ -10,11 +10,12 @@ use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
 
-use crate::ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, BlockSparseOps, LayoutTensors,
-    MaybeFloat, OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
-};
+use crate::ops::BlockSparseOps;
 use crate::options::AttentionOptions;
+use crate::values::{
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, LayoutTensors, MaybeFloat,
+    OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
+};
 
 /// The attention step. A step of Burn's autodiff has one output, attention has two: the node of this step is hidden, and
 /// `out` and `lse` are steps behind it ([`OutputStep`]), which run before it and leave their gradients in a cell. Its own

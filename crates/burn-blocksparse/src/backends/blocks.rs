@@ -22,7 +22,7 @@ mod steps {
 
     use super::BlockSparseTensorOps;
     use crate::backends::autodiff::inner_layout;
-    use crate::ops::LayoutTensors;
+    use crate::values::LayoutTensors;
 
     /// A product of two factors. The three products are each other's gradients:
     ///

@@ -16,11 +16,12 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
 use cubecl::prelude::InputScalar;
 
-use crate::ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, BlockSparseOps, LayoutTensors,
-    MaybeFloat, OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
-};
+use crate::ops::BlockSparseOps;
 use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
+use crate::values::{
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, LayoutTensors, MaybeFloat,
+    OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
+};
 use crate::{reference, weights};
 
 /// What a call on `device` will run.

@@ -20,9 +20,9 @@ mod kernels {
     use crate::backends::cube::{
         bias_view, checked, contiguous, empty, readable, sizes, table_view, uses_reference, view,
     };
-    use crate::ops::{LayoutTensors, MassInputs, MassOutput};
     use crate::options::AttentionOptions;
     use crate::reference;
+    use crate::values::{LayoutTensors, MassInputs, MassOutput};
 
     impl AttentionMassOps for CubeBackend {
         fn attention_masses(
@@ -85,8 +85,8 @@ mod constants {
 
     use super::AttentionMassOps;
     use crate::backends::autodiff::{inner_layout, inner_scores};
-    use crate::ops::{LayoutTensors, MassInputs, MassOutput};
     use crate::options::AttentionOptions;
+    use crate::values::{LayoutTensors, MassInputs, MassOutput};
 
     /// The sums leave the graph.
     impl<B: AttentionMassOps, C: CheckpointStrategy> AttentionMassOps for Autodiff<B, C> {

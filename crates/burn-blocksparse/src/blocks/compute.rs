@@ -20,8 +20,8 @@ use burn::tensor::{FloatDType, Shape, TensorData};
 
 use super::places::{Chunk, Places, Side};
 use crate::dtype::accumulate_in;
-use crate::ops::LayoutTensors;
 use crate::reference::{tile, untile};
+use crate::values::LayoutTensors;
 use crate::weights;
 
 /// Elements of the gathered operands and of their product in memory at a time (one row of blocks may have more).

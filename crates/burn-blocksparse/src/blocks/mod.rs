@@ -16,9 +16,9 @@ use crate::check::same_device;
 use crate::device::served;
 use crate::dtype::accumulate_in;
 use crate::error::AttentionError;
-use crate::ops::LayoutTensors;
 use crate::reference::tile;
 use crate::upload;
+use crate::values::LayoutTensors;
 use crate::weights::{self, BlockSparseTensor};
 
 /// The operators of block-sparse attention one by one, as in Gray, Radford and Kingma, "GPU kernels for block-sparse weights" (2017): to

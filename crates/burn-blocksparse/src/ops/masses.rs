@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use burn::backend::{Backend, backend_extension};
 
-use super::{LayoutTensors, MassInputs, MassOutput};
-use crate::{AttentionOptions, reference};
+use crate::options::AttentionOptions;
+use crate::reference;
+use crate::values::{LayoutTensors, MassInputs, MassOutput};
 
 /// Sums of weights as a backend operation. Arguments are checked by the public function.
 #[backend_extension(
@@ -34,7 +35,7 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::ops::values::{LayoutTensorsMetadata, MassInputsMetadata, MassOutputMetadata};
+    use crate::values::{LayoutTensorsMetadata, MassInputsMetadata, MassOutputMetadata};
 
     pub fn masses(
         inputs: &MassInputsMetadata,

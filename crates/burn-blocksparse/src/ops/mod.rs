@@ -1,20 +1,17 @@
 //! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
 
 mod masses;
-mod values;
 
 use burn::backend::{Backend, backend_extension};
 
 pub use masses::AttentionMassOps;
-#[cfg(feature = "fusion")]
-pub(crate) use values::LayoutTensorsMetadata;
-pub(crate) use values::SCORE_TENSORS;
-pub use values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, KernelPlan, LayoutTensors,
-    MassInputs, MassOutput, MaybeFloat, OutputGrads, Saved, ScoreTensors, WantedGrads,
-};
 
-use crate::{AttentionOptions, reference};
+use crate::options::AttentionOptions;
+use crate::reference;
+use crate::values::{
+    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, OutputGrads, Saved,
+    WantedGrads,
+};
 
 /// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
 #[backend_extension(
@@ -53,14 +50,15 @@ pub trait BlockSparseOps: Backend {
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
-    use super::values::{
+    use super::*;
+    use crate::dtype::accumulate_in;
+    use crate::options::WeightsMode;
+    use crate::values::{
         AttentionGradsMetadata, AttentionInputsMetadata, AttentionOutputMetadata,
         LayoutTensorsMetadata, MaybeFloatMetadata, OutputGradsMetadata, SavedMetadata,
         ScoreTensorsMetadata,
     };
-    use super::*;
-    use crate::dtype::accumulate_in;
-    use crate::{WeightsMode, weights};
+    use crate::weights;
 
     pub fn forward(
         inputs: &AttentionInputsMetadata,

@@ -13,8 +13,8 @@ use super::masses::untile_diagonals;
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
 use super::tiles::{tile, untile};
 use crate::dtype::accumulate_in;
-use crate::ops::{AttentionInputs, LayoutTensors};
 use crate::options::AttentionOptions;
+use crate::values::{AttentionInputs, LayoutTensors};
 use crate::weights;
 
 /// Scores in memory at a time, at most (one tile may have more).

@@ -7,8 +7,8 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, Slice};
 
 use super::gather::{Chunk, Problem};
-use crate::ops::{AttentionInputs, LayoutTensors, MassInputs, MassOutput};
 use crate::options::AttentionOptions;
+use crate::values::{AttentionInputs, LayoutTensors, MassInputs, MassOutput};
 
 /// Chunk by chunk: `p = exp(s − lse)`, summed over the rows of each block for the columns, and skewed and summed for the diagonals
 /// ([`diagonals_of`]).

@@ -28,11 +28,11 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 
-use crate::ops::{
+use crate::options::{AttentionOptions, WeightsMode};
+use crate::values::{
     AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, OutputGrads,
     Saved, ScoreTensors, WantedGrads,
 };
-use crate::options::{AttentionOptions, WeightsMode};
 use gather::{Chunk, Problem, TiledInputs};
 pub(crate) use masses::masses;
 pub(crate) use tiles::{tile, untile};
