@@ -9,7 +9,6 @@ use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
 
 use blocksparse::{BlockLayout, Dropout};
 
-use super::masses::untile_diagonals;
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
 use super::tiles::{tile, untile};
 use crate::dtype::accumulate_in;
@@ -40,7 +39,7 @@ pub(super) struct Problem<'a, B: Backend> {
     /// Shape of the bias, if there is one.
     bias: [usize; 4],
     /// Shape of the biases of distances, if there are any.
-    relative: [usize; 2],
+    pub relative: [usize; 2],
     pub device: Device<B>,
     /// The dtype everything is computed in.
     pub dtype: FloatDType,
@@ -277,45 +276,6 @@ impl<'a, B: Backend> Problem<'a, B> {
         let places = B::int_add(distances, zeros);
         let places = B::int_reshape(places, Shape::new([shape.num_elements()]));
         B::float_reshape(B::float_select(table.clone(), 0, places), shape)
-    }
-
-    /// Diagonals of blocks as the gradient of the biases of distances.
-    pub fn distances_of(&self, diagonals: FloatTensor<B>) -> FloatTensor<B> {
-        let [heads, width] = self.relative;
-        let reach = width / 2;
-        let mut sums = B::float_sum_dim(untile_diagonals(self, diagonals), 0);
-        if heads == 1 {
-            sums = B::float_sum_dim(sums, 1);
-        }
-        let length = self.seq_q + self.seq_kv - 1;
-        let sums = B::float_reshape(sums, Shape::new([heads, length]));
-        // Element x is of `key − query = seq_q − 1 − x`: turned round, of `x + 1 − seq_kv`.
-        let sums = B::float_flip(sums, &[1]);
-        // As many distances as the table has, or more, on each side.
-        let zeros = |missing: usize| {
-            let shape = Shape::new([heads, missing]);
-            (missing > 0).then(|| B::float_zeros(shape, &self.device, self.dtype))
-        };
-        let [before, behind] = [self.seq_kv, self.seq_q].map(|side| reach.saturating_sub(side - 1));
-        let parts = [zeros(before), Some(sums), zeros(behind)];
-        let sums = B::float_cat(parts.into_iter().flatten().collect(), 1);
-        let length = length + before + behind;
-        // Distances beyond the reach belong to the outermost.
-        let first = self.seq_kv - 1 + before - reach;
-        let part = |from: usize, to: usize| {
-            B::float_slice(sums.clone(), &[Slice::full(), Slice::from(from..to)])
-        };
-        match reach {
-            0 => B::float_sum_dim(sums, 1),
-            _ => B::float_cat(
-                vec![
-                    B::float_sum_dim(part(0, first + 1), 1),
-                    part(first + 1, first + width - 1),
-                    B::float_sum_dim(part(first + width - 1, length), 1),
-                ],
-                1,
-            ),
-        }
     }
 
     /// What dropout multiplies the weights by, if there is any: `[T, b, L·b]`.
