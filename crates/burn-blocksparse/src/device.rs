@@ -3,7 +3,7 @@
 use burn::backend::DispatchDevice;
 use burn::tensor::Device;
 
-use crate::AttentionError;
+use crate::error::AttentionError;
 
 /// Whether this crate can compute on `device`: its backend is one that a feature of this crate turns on, the device is on this machine, and
 /// software that its kernels need can be loaded. Burn creates a device without looking for it and panics at its first use, so a program that
@@ -25,7 +25,7 @@ use crate::AttentionError;
 pub fn check_device(device: &Device) -> Result<(), AttentionError> {
     served(device)?;
     #[cfg(feature = "cube")]
-    if let DispatchDevice::Cube(inner) = device.clone().without_autodiff().as_dispatch() {
+    if let Some(inner) = &cube::of(device) {
         cube::present(inner)?;
         return cube::toolkit(inner);
     }
@@ -72,9 +72,20 @@ fn not_served(device: &DispatchDevice) -> AttentionError {
 
 #[cfg(feature = "cube")]
 pub(crate) mod cube {
+    use burn::backend::DispatchDevice;
+    use burn::tensor::Device;
     use burn_cubecl::CubeDevice;
 
-    use crate::AttentionError;
+    use crate::error::AttentionError;
+
+    /// The CubeCL device that a device is, if it is one.
+    pub fn of(device: &Device) -> Option<CubeDevice> {
+        match device.clone().without_autodiff().as_dispatch() {
+            DispatchDevice::Cube(inner) => Some(inner.clone()),
+            #[allow(unreachable_patterns)] // `burn` may have no other backend.
+            _ => None,
+        }
+    }
 
     /// Whether the device is on this machine.
     pub fn present(device: &CubeDevice) -> Result<(), AttentionError> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 #[cfg(feature = "cube")]
-use burn::backend::{DispatchDevice, TensorMetadata};
+use burn::backend::TensorMetadata;
 use burn::tensor::{Device, Tensor};
 
 use crate::check;
@@ -112,7 +112,7 @@ impl AttentionPlan {
     ) -> Result<Chosen, AttentionError> {
         let device = q.device();
         #[cfg(feature = "cube")]
-        if let DispatchDevice::Cube(inner) = device.clone().without_autodiff().as_dispatch() {
+        if let Some(inner) = &device::cube::of(&device) {
             device::cube::toolkit(inner)?;
             let [batch, kv_heads, _, head_dim] = k.dims();
             let dims = [batch, kv_heads, head_dim, v.dims()[3]];
@@ -170,7 +170,7 @@ pub(crate) fn sums_in_kernels(
     options: &AttentionOptions,
 ) -> Result<bool, AttentionError> {
     #[cfg(feature = "cube")]
-    if let DispatchDevice::Cube(inner) = q.device().without_autodiff().as_dispatch() {
+    if let Some(inner) = &device::cube::of(&q.device()) {
         device::cube::toolkit(inner)?;
         let [batch, kv_heads, _, head_dim] = k.dims();
         let dims = [batch, kv_heads, head_dim, head_dim];

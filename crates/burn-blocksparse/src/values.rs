@@ -44,6 +44,7 @@ impl<B: Backend> From<Option<FloatTensor<B>>> for MaybeFloat<B> {
 }
 
 /// How many tensors [`ScoreTensors`] may have.
+#[cfg(any(feature = "autodiff", feature = "cube"))]
 pub(crate) const SCORE_TENSORS: usize = 2;
 
 /// The tensors that are added to scores, or their gradients. One more of them is a field here, a row of the lists below, and a number of nodes in the
@@ -71,11 +72,13 @@ impl<B: Backend> Default for ScoreTensors<B> {
 
 impl<B: Backend> ScoreTensors<B> {
     /// The tensors, in the order of the fields.
+    #[cfg(any(feature = "autodiff", feature = "cube"))]
     pub(crate) fn into_list(self) -> [MaybeFloat<B>; SCORE_TENSORS] {
         [self.bias, self.relative_bias]
     }
 
     /// The tensors, in the order of the fields.
+    #[cfg(any(feature = "autodiff", feature = "cube"))]
     pub(crate) fn list(&self) -> [Option<&FloatTensor<B>>; SCORE_TENSORS] {
         [self.bias.as_ref(), self.relative_bias.as_ref()]
     }

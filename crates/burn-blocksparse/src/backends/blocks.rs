@@ -1,5 +1,11 @@
 //! Block-sparse tensors on each backend, and their steps in Burn's autodiff graph.
 
+#[cfg(any(
+    feature = "flex",
+    feature = "ndarray",
+    feature = "cube",
+    feature = "autodiff"
+))]
 use crate::blocks::BlockSparseTensorOps;
 
 #[cfg(feature = "flex")]

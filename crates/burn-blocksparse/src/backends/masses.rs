@@ -1,5 +1,11 @@
 //! Sums of weights on each backend.
 
+#[cfg(any(
+    feature = "flex",
+    feature = "ndarray",
+    feature = "cube",
+    feature = "autodiff"
+))]
 use crate::ops::AttentionMassOps;
 
 #[cfg(feature = "flex")]
