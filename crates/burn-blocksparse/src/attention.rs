@@ -4,12 +4,17 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use crate::ops::{AttentionInputs, AttentionOutput, BlockSparseOps, MaybeFloat};
-use crate::pack::packed;
-use crate::tensors::Biases;
-use crate::{
-    AttentionError, AttentionOptions, AttentionPlan, BlockSparseTensor, Layout, WeightsMode, upload,
-};
+use crate::check;
+use crate::device_layout::Layout;
+use crate::error::AttentionError;
+use crate::merge::{Shares, shares};
+use crate::ops::BlockSparseOps;
+use crate::options::{AttentionOptions, WeightsMode};
+use crate::plan::{AttentionPlan, Chosen};
+use crate::tensors::AttentionTensors;
+use crate::upload;
+use crate::values::{AttentionInputs, AttentionOutput, MaybeFloat, ScoreTensors};
+use crate::weights::BlockSparseTensor;
 
 /// Softmax attention over the pairs that `layout` allows:
 /// `out[i] = Σ_j p[i, j] · v[j]`, `p[i, ·] = softmax over the allowed j of scale · q[i] · k[j]`.
@@ -28,7 +33,7 @@ use crate::{
 ///
 /// # Errors
 /// [`AttentionError`] if shapes, dtypes, devices or options do not fit each other or the layout, or if the
-/// device cannot run the call ([`AttentionPlan`] says what it runs).
+/// device cannot run the call ([`AttentionPlan`] says what it runs, [`check_device`](crate::check_device) whether a device can be used at all).
 pub fn attention<'a>(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -36,7 +41,7 @@ pub fn attention<'a>(
     layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
 ) -> Result<Tensor<4>, AttentionError> {
-    let output = call(q, k, v, Biases::default(), layout.into(), options)?;
+    let output = call(q, k, v, ScoreTensors::default(), layout.into(), options)?;
     Ok(Tensor::from_dispatch(output.out))
 }
 
@@ -55,7 +60,7 @@ pub fn attention_with_lse<'a>(
     layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
-    let output = call(q, k, v, Biases::default(), layout.into(), options)?;
+    let output = call(q, k, v, ScoreTensors::default(), layout.into(), options)?;
     Ok((
         Tensor::from_dispatch(output.out),
         Tensor::from_dispatch(output.lse),
@@ -75,8 +80,83 @@ pub fn attention_with_weights(
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, BlockSparseTensor), AttentionError> {
-    let (out, _, weights) = call_with_weights(q, k, v, Biases::default(), layout, options)?;
+    let (out, _, weights) = call_with_weights(q, k, v, ScoreTensors::default(), layout, options)?;
     Ok((out, weights))
+}
+
+/// [`attention_with_lse`] with further tensors: returns out and lse.
+///
+/// With sink logits `out = out₀ · exp(lse₀ − lse)` and `lse = ln(exp(lse₀) + exp(sinks[head]))`, where out₀ and lse₀ are those without.
+/// Rows with no allowed key give zeros, and the sink as lse. A bias is added to the scores.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, attention_with_tensors};
+///
+/// let device = Device::flex().autodiff();
+/// let q = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device);
+/// let sinks = Tensor::<1>::zeros([2], &device).require_grad();
+/// let layout = Pattern::local(16).layout(2, 64, 16)?;
+/// let tensors = AttentionTensors::default().sinks(sinks.clone());
+/// let options = AttentionOptions::default();
+/// let (out, _) = attention_with_tensors(q.clone(), q.clone(), q, tensors, &layout, options)?;
+/// let grads = out.sum().backward();
+/// assert_eq!(sinks.grad(&grads).unwrap().dims(), [2]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// As [`attention`], and if a tensor does not fit the layout or the others.
+pub fn attention_with_tensors<'a>(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    tensors: AttentionTensors,
+    layout: impl Into<Layout<'a>>,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    let layout = layout.into();
+    check::shapes(&q, &k, &v, layout.sizes())?;
+    tensors.check(&q, layout.sizes())?;
+    let sinks = tensors.sinks.clone();
+    let scores = tensors.scores(&q);
+    let output = call(q, k, v, scores, layout, options)?;
+    let out = Tensor::from_dispatch(output.out);
+    let lse = Tensor::from_dispatch(output.lse);
+    Ok(match sinks {
+        Some(sinks) => {
+            let Shares { a, lse, .. } = shares_with(sinks, lse);
+            (scaled(out, a), lse)
+        }
+        None => (out, lse),
+    })
+}
+
+/// [`attention_with_tensors`], and its weights `p` in block-sparse form, as
+/// [`attention_with_weights`] returns them: out, lse and weights. The weights are those of the keys, after biases
+/// and before dropout; with sinks they sum to less than 1. No gradient flows through them.
+///
+/// # Errors
+/// As [`attention_with_tensors`].
+pub fn attention_with_tensors_and_weights(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    tensors: AttentionTensors,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>, BlockSparseTensor), AttentionError> {
+    check::shapes(&q, &k, &v, layout)?;
+    tensors.check(&q, layout)?;
+    let sinks = tensors.sinks.clone();
+    let scores = tensors.scores(&q);
+    let (out, lse, weights) = call_with_weights(q, k, v, scores, layout, options)?;
+    let Some(sinks) = sinks else {
+        return Ok((out, lse, weights));
+    };
+    let Shares { a, lse, .. } = shares_with(sinks, lse);
+    let weights = weights.times_rows(a.clone().detach());
+    Ok((scaled(out, a), lse, weights))
 }
 
 /// The output, lse and the weights.
@@ -84,12 +164,12 @@ pub(crate) fn call_with_weights(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    biases: Biases,
+    scores: ScoreTensors<Dispatch>,
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>, BlockSparseTensor), AttentionError> {
     let options = options.weights(WeightsMode::Store);
-    let output = call(q, k, v, biases, layout.into(), options)?;
+    let output = call(q, k, v, scores, layout.into(), options)?;
     let MaybeFloat::Some(weights) = output.weights else {
         unreachable!("WeightsMode::Store returns the weights")
     };
@@ -105,12 +185,12 @@ pub(crate) fn call(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    biases: Biases,
+    scores: ScoreTensors<Dispatch>,
     layout: Layout,
     options: AttentionOptions,
 ) -> Result<AttentionOutput<Dispatch>, AttentionError> {
-    check_call(&q, &k, &v, layout, &options)?;
-    let plan = AttentionPlan::choose(&q, &k, &v, &biases, layout, &options)?;
+    check::call(&q, &k, &v, layout, &options)?;
+    let Chosen { plan, packed } = AttentionPlan::choose(&q, &k, &v, &scores, layout, &options)?;
     let [batch, heads, seq_q, head_dim] = q.dims();
     let kv_heads = k.dims()[1];
     // The reference walks what the host knows.
@@ -119,10 +199,6 @@ pub(crate) fn call(
         _ => None,
     };
     let host = read.as_ref().unwrap_or(layout.sizes());
-    let packed = match plan.is_kernels() {
-        true => packed(host, kv_heads, biases.kinds().contains(&true), &options),
-        false => None,
-    };
     // The same memory: heads that share a key head are neighbours.
     let own = match &packed {
         Some(packed) => q.reshape([batch, kv_heads, packed.seq_q(), head_dim]),
@@ -130,16 +206,15 @@ pub(crate) fn call(
     };
     let host = packed.as_ref().unwrap_or(host);
     let mut tensors = upload::layout_tensors(host, &own.device(), plan.is_kernels());
+    tensors.plan = plan.kernels();
     if let (Layout::Device(layout), None) = (layout, &read) {
         tensors.choice = layout.chooser();
     }
-    let [bias, relative_bias] = biases.into_dispatch();
     let inputs = AttentionInputs {
         q: own.into_dispatch(),
         k: k.into_dispatch(),
         v: v.into_dispatch(),
-        bias,
-        relative_bias,
+        scores,
     };
     let mut output = <Dispatch as BlockSparseOps>::block_sparse_attention(inputs, tensors, options);
     if packed.is_some() {
@@ -153,80 +228,17 @@ pub(crate) fn call(
     Ok(output)
 }
 
-/// Checks everything but tensors that are options.
-pub(crate) fn check_call(
-    q: &Tensor<4>,
-    k: &Tensor<4>,
-    v: &Tensor<4>,
-    layout: Layout,
-    options: &AttentionOptions,
-) -> Result<(), AttentionError> {
-    check(q, k, v, layout.sizes())?;
-    options.validate(layout.sizes().heads(), q.dtype())?;
-    let Layout::Device(layout) = layout else {
-        return Ok(());
-    };
-    AttentionError::expect_same("layout's device", q.device(), "q's", layout.device())?;
-    match options.weights {
-        WeightsMode::Recompute => Ok(()),
-        WeightsMode::Store => Err(AttentionError::argument(
-            "options.weights",
-            "Recompute for a layout that is made on the device",
-            "Store",
-        )),
-    }
+/// The sink is one more part of the keys, whose output is 0.
+fn shares_with(sinks: Tensor<1>, lse: Tensor<3>) -> Shares {
+    let heads = sinks.dims()[0];
+    let sinks = sinks.cast(lse.dtype()).reshape([1, heads, 1]);
+    let sinks = sinks.expand(lse.dims());
+    shares(lse, sinks)
 }
 
-pub(crate) fn check(
-    q: &Tensor<4>,
-    k: &Tensor<4>,
-    v: &Tensor<4>,
-    layout: &BlockLayout,
-) -> Result<(), AttentionError> {
-    let equal = |argument, expected: usize, whose: &str, got: usize| match expected == got {
-        true => Ok(()),
-        false => Err(AttentionError::argument(
-            argument,
-            format!("{expected}, {whose}"),
-            got,
-        )),
-    };
-    let [batch, heads, seq_q, head_dim] = q.dims();
-    let [k_batch, kv_heads, seq_kv, k_dim] = k.dims();
-    let [v_batch, v_heads, v_seq, value_dim] = v.dims();
-    if batch == 0 {
-        return Err(AttentionError::argument("q's batch", "at least 1", batch));
-    }
-    if head_dim == 0 {
-        return Err(AttentionError::argument("q's head_dim", "at least 1", 0));
-    }
-    if value_dim == 0 {
-        return Err(AttentionError::argument("v's value_dim", "at least 1", 0));
-    }
-    if let Some(layout_batch) = layout.batch() {
-        equal("q's batch", layout_batch, "the layout's", batch)?;
-    }
-    equal("q's heads", layout.heads(), "the layout's", heads)?;
-    equal("q's seq_q", layout.seq_q(), "the layout's", seq_q)?;
-    equal("k's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
-    equal("k's batch", batch, "q's", k_batch)?;
-    equal("k's head_dim", head_dim, "q's", k_dim)?;
-    equal("v's batch", batch, "q's", v_batch)?;
-    equal("v's kv_heads", kv_heads, "k's", v_heads)?;
-    equal("v's seq_kv", seq_kv, "k's", v_seq)?;
-    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(AttentionError::argument(
-            "k's kv_heads",
-            format!("a divisor of the {heads} heads of q"),
-            kv_heads,
-        ));
-    }
-    for (dtype, device, tensor) in [
-        ("k's dtype", "k's device", k),
-        ("v's dtype", "v's device", v),
-    ] {
-        AttentionError::expect_same(dtype, q.dtype(), "q's", tensor.dtype())?;
-        AttentionError::expect_same(device, q.device(), "q's", tensor.device())?;
-    }
-    Ok(())
+/// The rows of `out` times their shares.
+fn scaled(out: Tensor<4>, shares: Tensor<3>) -> Tensor<4> {
+    let dtype = out.dtype();
+    let out = out.cast(shares.dtype()) * shares.unsqueeze_dim(3);
+    out.cast(dtype)
 }

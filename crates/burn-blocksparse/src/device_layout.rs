@@ -3,15 +3,18 @@
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use blocksparse::{BlockLayout, BlockMask, ChosenBy, DeviceChoice, LayoutError, LayoutShape};
+use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, LayoutError, LayoutShape};
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
-use crate::ops::BlockChoice;
-use crate::{AttentionError, TopKOptions, top_k};
+use crate::choice::{TopKOptions, checked, choose_rows, mask};
+use crate::device::served;
+use crate::error::AttentionError;
+use crate::values::BlockChoice;
 
 /// What a [`DeviceLayout`] is, besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[must_use]
 #[non_exhaustive]
 pub struct DeviceLayoutOptions {
     /// The layout's sizes.
@@ -76,6 +79,12 @@ pub struct DeviceLayout {
     host: Arc<OnceLock<BlockLayout>>,
 }
 
+/// Threads may share it, as they do a [`BlockLayout`].
+const _: () = {
+    const fn is_send_and_sync<T: Send + Sync>() {}
+    is_send_and_sync::<DeviceLayout>();
+};
+
 /// The tensor that chooses, on the device without autodiff.
 #[derive(Clone)]
 enum Chooser {
@@ -96,6 +105,7 @@ impl DeviceLayout {
         mask: Tensor<4, Bool>,
         options: DeviceLayoutOptions,
     ) -> Result<Self, AttentionError> {
+        served(&mask.device().without_autodiff())?;
         let shape = checked(&options.shape)?;
         let dims = mask.dims();
         let patterns = rows("mask", dims, &shape)?;
@@ -127,6 +137,7 @@ impl DeviceLayout {
         counts: Tensor<3, Int>,
         options: DeviceLayoutOptions,
     ) -> Result<Self, AttentionError> {
+        served(&indices.device().without_autodiff())?;
         let shape = checked(&options.shape)?;
         let dims = indices.dims();
         let patterns = rows("indices", dims, &shape)?;
@@ -174,6 +185,7 @@ impl DeviceLayout {
         shape: LayoutShape,
         options: TopKOptions,
     ) -> Result<Self, AttentionError> {
+        served(&scores.device().without_autodiff())?;
         let shape = checked(&shape)?;
         expect("options.block_size", shape.block_size, options.block_size)?;
         if options.k == 0 {
@@ -317,22 +329,9 @@ impl DeviceLayout {
                 };
                 Ok(integers(indices)?.chunks(most).map(kept).collect())
             }
-            Chooser::Scores(scores, options) => {
-                top_k::choose_rows(scores.clone(), *self.shape(), options)
-            }
+            Chooser::Scores(scores, options) => choose_rows(scores.clone(), *self.shape(), options),
         }
     }
-}
-
-/// Sizes that a layout can have.
-pub(crate) fn checked(shape: &LayoutShape) -> Result<LayoutShape, AttentionError> {
-    // The sizes are the layout's to check, before anything is computed with them.
-    let nothing = DeviceChoice {
-        patterns: [1, 1],
-        causal: false,
-        by: ChosenBy::Mask,
-    };
-    Ok(*BlockLayout::on_device("sizes", *shape, nothing)?.shape())
 }
 
 fn expect(argument: &'static str, expected: usize, got: usize) -> Result<(), AttentionError> {
@@ -368,15 +367,6 @@ fn rows(
     }
     expect(of_rows, shape.seq_q.div_ceil(shape.block_size), q_blocks)?;
     Ok([batch, heads])
-}
-
-/// The pairs of a chosen block.
-pub(crate) fn mask(q_block: usize, kv_block: usize, shape: LayoutShape, causal: bool) -> BlockMask {
-    let b = shape.block_size;
-    let [first, _] = top_k::positions(q_block, shape);
-    BlockMask::from_fn(b, |row, column| {
-        !causal || (kv_block * b + column) as i64 <= first + row as i64
-    })
 }
 
 impl fmt::Debug for DeviceLayout {

@@ -15,6 +15,24 @@ pub enum AttentionError {
     /// A layout that was asked for cannot be.
     #[error(transparent)]
     Layout(#[from] blocksparse::LayoutError),
+    /// This crate does not serve the device's backend, or not with the features that are on.
+    #[error("the device's backend must be one that a feature of burn-blocksparse turns on, got {device}: {}", advice(.feature))]
+    Backend {
+        /// The device.
+        device: String,
+        /// The feature of this crate that is off. None: no feature serves this backend.
+        feature: Option<&'static str>,
+    },
+    /// The device is not on this machine, or software is not that it needs.
+    #[error("{device} must be a device that can be used on this machine, got {missing}: {install}")]
+    Device {
+        /// The device.
+        device: String,
+        /// What is missing.
+        missing: String,
+        /// What to do about it.
+        install: &'static str,
+    },
     /// What a function needs of the device could not be read.
     #[error("the device must give back its tensors, got {0}")]
     Read(String),
@@ -22,6 +40,13 @@ pub enum AttentionError {
     #[cfg(feature = "cube")]
     #[error(transparent)]
     Kernel(#[from] blocksparse::kernels::KernelError),
+}
+
+fn advice(feature: &Option<&'static str>) -> String {
+    match feature {
+        Some(feature) => format!("turn on its feature `{feature}`, besides `burn`'s"),
+        None => "none of its features does".to_string(),
+    }
 }
 
 impl AttentionError {

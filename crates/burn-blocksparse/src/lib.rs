@@ -23,55 +23,76 @@
 //! |---|---|---|
 //! | `flex`, `ndarray` | CPU backends, which run the reference implementation | `flex` |
 //! | `wgpu`, `cuda` | GPU backends, which run the kernels; with `fusion` | |
-//! | `cube` | the kernels for another CubeCL backend of Burn, which the application enables (untested) | |
+//! | `cube` | the kernels for another CubeCL backend of Burn (untested); `burn` must have that backend's feature, it does not compile without one | |
 //! | `fusion` | Burn's fusion, which `burn`'s own default features turn on for GPU backends | |
 //! | `autodiff` | gradients | yes |
-//! | `draw` | layouts as PNG and SVG | yes |
+//! | `draw` | layouts as PNG and SVG | |
 //!
-//! An application must enable the backend **here** as well as in `burn`: a device whose feature is off
-//! in this crate makes the call panic in Burn's dispatch.
+//! An application must enable the backend **here** as well as in `burn`: for a device whose feature is off in this crate every function returns
+//! [`AttentionError::Backend`], which names the feature. [`check_device`] says before any tensor is made whether a device can be used.
+//!
+//! ## What `cuda` changes for the whole application
+//! CubeCL compiles CUDA kernels by LLVM or by CUDA C++ and NVRTC. The tensor-core kernels need the second, so `cuda` turns on the feature `cpp` of
+//! `cubecl-cuda`. Cargo unites features, so then **all** CubeCL kernels of the application, Burn's own too, are compiled by NVRTC: the machine it runs on
+//! needs the CUDA toolkit (NVRTC and the headers under `CUDA_PATH`), not just the driver, and caches of compiled kernels begin anew.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
+#![warn(clippy::undocumented_unsafe_blocks)]
+// What the macro makes of the backend traits has no arm then, which would use the arguments.
+#![cfg_attr(
+    not(any(feature = "flex", feature = "ndarray", feature = "cube")),
+    allow(unused_variables)
+)]
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
 mod attention;
 mod backends;
 mod blocks;
+mod check;
+mod choice;
+mod device;
 mod device_layout;
+mod dtype;
 mod error;
 mod masses;
 mod merge;
 mod ops;
 mod options;
+#[cfg(feature = "cube")]
 mod pack;
 mod plan;
 mod reference;
 mod tensors;
 mod top_k;
 mod upload;
+mod values;
 mod vertical_slash;
 mod weights;
 
-pub use attention::{attention, attention_with_lse, attention_with_weights};
+pub use attention::{
+    attention, attention_with_lse, attention_with_tensors, attention_with_tensors_and_weights,
+    attention_with_weights,
+};
 pub use blocks::BlockSparseTensorOps;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
 pub use blocksparse::{
     BLOCK_SIZES, BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Restriction,
 };
+pub use choice::TopKOptions;
+pub use device::check_device;
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use error::AttentionError;
-pub use masses::{
-    AttentionMassOps, AttentionMasses, MassInputs, MassOptions, MassOutput, attention_masses,
-};
+pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
-pub use ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, BlockSparseOps, LayoutTensors,
-    MaybeFloat, OutputGrads, Saved, WantedGrads,
-};
+pub use ops::{AttentionMassOps, BlockSparseOps};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
-pub use tensors::{AttentionTensors, attention_with_tensors, attention_with_tensors_and_weights};
-pub use top_k::{TopKOptions, top_k_blocks, top_k_blocks_on_device};
+pub use tensors::AttentionTensors;
+pub use top_k::{top_k_blocks, top_k_blocks_on_device};
+pub use values::{
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, KernelPlan, LayoutTensors,
+    MassInputs, MassOutput, MaybeFloat, OutputGrads, Saved, ScoreTensors, WantedGrads,
+};
 pub use vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
 pub use weights::BlockSparseTensor;

@@ -4,16 +4,20 @@ use std::ops::Range;
 
 use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType, backend_extension};
 use burn::tensor::Tensor;
 
-use crate::attention::check;
-use crate::ops::{LayoutTensors, MaybeFloat};
-use crate::{AttentionError, AttentionOptions, AttentionTensors, plan, reference, upload};
+use crate::check::{self, same_device};
+use crate::dtype::accumulate_in;
+use crate::error::AttentionError;
+use crate::ops::AttentionMassOps;
+use crate::options::AttentionOptions;
+use crate::tensors::AttentionTensors;
+use crate::values::MassInputs;
+use crate::{plan, upload};
 
 /// How [`attention_masses`] computes weights, and which it sums. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
+#[must_use]
 #[non_exhaustive]
 pub struct MassOptions {
     /// What the attention was computed with.
@@ -103,7 +107,7 @@ pub fn attention_masses(
     // Before the check, which would speak of a v.
     let ([.., head_dim], [.., k_dim]) = (q.dims(), k.dims());
     AttentionError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
-    check(&q, &k, &k, layout)?;
+    check::shapes(&q, &k, &k, layout)?;
     let MassOptions {
         attention: options,
         tensors,
@@ -113,9 +117,9 @@ pub fn attention_masses(
     tensors.check(&q, layout)?;
     let [batch, heads, seq_q, _] = q.dims();
     AttentionError::expect_same("lse's shape", [batch, heads, seq_q], "q's rows", lse.dims())?;
-    let dtype = reference::accumulate_in(q.dtype().into()).into();
+    let dtype = accumulate_in(q.dtype().into()).into();
     AttentionError::expect_same("lse's dtype", dtype, "that of q's sums", lse.dtype())?;
-    AttentionError::expect_same("lse's device", q.device(), "q's", lse.device())?;
+    same_device("lse's device", &q.device(), "q's", &lse.device())?;
     let queries = queries.unwrap_or(0..seq_q);
     if queries.start >= queries.end || queries.end > seq_q {
         return Err(AttentionError::argument(
@@ -124,93 +128,18 @@ pub fn attention_masses(
             format!("{queries:?}"),
         ));
     }
-    let biases = tensors.biases(&q);
-    let kernels = plan::sums_in_kernels(&q, &k, &biases, layout, &options)?;
+    let scores = tensors.scores(&q);
+    let kernels = plan::sums_in_kernels(&q, &k, &scores, layout, &options)?;
     let layout = upload::layout_tensors(layout, &q.device(), kernels);
-    let [bias, relative_bias] = biases.into_dispatch();
     let inputs = MassInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),
         lse: lse.into_dispatch(),
-        bias,
-        relative_bias,
+        scores,
     };
     let sums = <Dispatch as AttentionMassOps>::attention_masses(inputs, layout, options, queries);
     Ok(AttentionMasses {
         columns: Tensor::from_dispatch(sums.columns),
         diagonals: Tensor::from_dispatch(sums.diagonals),
     })
-}
-
-/// The tensors of [`attention_masses`].
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-pub struct MassInputs<B: Backend> {
-    /// `[batch, heads, seq_q, head_dim]`
-    pub q: FloatTensor<B>,
-    /// `[batch, kv_heads, seq_kv, head_dim]`
-    pub k: FloatTensor<B>,
-    /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
-    pub lse: FloatTensor<B>,
-    /// Added to the scores: `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q and k.
-    #[extension_type]
-    pub bias: MaybeFloat<B>,
-    /// A bias of each distance: `[heads or 1, 2 · reach + 1]`, in lse's dtype.
-    #[extension_type]
-    pub relative_bias: MaybeFloat<B>,
-}
-
-/// The sums of [`attention_masses`], in lse's dtype.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-pub struct MassOutput<B: Backend> {
-    /// `[batch, heads, seq_kv]`
-    pub columns: FloatTensor<B>,
-    /// `[batch, heads, seq_q + seq_kv − 1]`
-    pub diagonals: FloatTensor<B>,
-}
-
-/// Sums of weights as a backend operation. Arguments are checked by the public function.
-#[backend_extension(
-    Flex: cfg(feature = "flex"),
-    NdArray: cfg(feature = "ndarray"),
-    Cube: cfg(feature = "cube"),
-    Autodiff: cfg(feature = "autodiff"),
-    Fusion: cfg(feature = "fusion"),
-)]
-pub trait AttentionMassOps: Backend {
-    /// Sums over the columns and diagonals of the weights of `queries`.
-    #[fusion(meta = meta::masses)]
-    fn attention_masses(
-        #[extension_type] inputs: MassInputs<Self>,
-        #[extension_type] layout: LayoutTensors<Self>,
-        options: AttentionOptions,
-        queries: Range<usize>,
-    ) -> MassOutput<Self> {
-        reference::masses::<Self>(inputs, &layout, &options, queries)
-    }
-}
-
-/// Output shapes and dtypes for fusion.
-#[cfg(feature = "fusion")]
-mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
-    use super::*;
-    use crate::ops::LayoutTensorsMetadata;
-
-    pub fn masses(
-        inputs: &MassInputsMetadata,
-        _layout: &LayoutTensorsMetadata,
-        _options: &AttentionOptions,
-        _queries: &Range<usize>,
-    ) -> MassOutputMetadata {
-        let [batch, heads, seq_q] = inputs.lse.shape.dims::<3>();
-        let seq_kv = inputs.k.shape[2];
-        let spec = |length: usize| TensorSpec::new([batch, heads, length].into(), inputs.lse.dtype);
-        MassOutputMetadata {
-            columns: spec(seq_kv),
-            diagonals: spec(seq_q + seq_kv - 1),
-        }
-    }
 }

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Tensor};
 
-use crate::AttentionError;
-use crate::reference::accumulate_in;
+use crate::dtype::accumulate_in;
+use crate::error::AttentionError;
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
 const LOWEST: f64 = -1e30;

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use blocksparse::Dropout;
 use burn::tensor::DType;
 
-use crate::AttentionError;
+use crate::error::AttentionError;
 
 /// How attention is computed. Build it from [`Default`]:
 ///
@@ -14,6 +14,7 @@ use crate::AttentionError;
 /// assert_eq!(options.softcap, Some(30.0));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
+#[must_use]
 #[non_exhaustive]
 pub struct AttentionOptions {
     /// Factor of the scores `q · kᵀ`; default `1 / √head_dim`.
@@ -44,6 +45,7 @@ pub enum ProductPrecision {
 
 /// What the forward pass keeps for the backward pass. The gradients are the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum WeightsMode {
     /// Keep q, k, v, out and lse; compute the weights again in backward. Memory O(n · d).
     #[default]

@@ -2,7 +2,7 @@
 
 use blocksparse::BlockLayout;
 
-use crate::{AttentionOptions, WeightsMode};
+use crate::options::{AttentionOptions, WeightsMode};
 
 /// Queries that fill the least tile of the tensor-core tiers.
 const TILE: usize = 64;

@@ -5,14 +5,21 @@ use std::fmt;
 use std::sync::Arc;
 
 use blocksparse::BlockLayout;
+use burn::backend::Dispatch;
 #[cfg(feature = "cube")]
-use burn::backend::DispatchDevice;
+use burn::backend::TensorMetadata;
 use burn::tensor::{Device, Tensor};
 
+use crate::check;
+#[cfg(feature = "cube")]
+use crate::device;
+use crate::device_layout::Layout;
+use crate::error::AttentionError;
+use crate::options::AttentionOptions;
 #[cfg(feature = "cube")]
 use crate::pack;
-use crate::tensors::Biases;
-use crate::{AttentionError, AttentionOptions, AttentionTensors, Layout, attention};
+use crate::tensors::AttentionTensors;
+use crate::values::{KernelPlan, ScoreTensors};
 
 /// What a call of [`attention`](crate::attention()) runs on its device. It prints:
 ///
@@ -73,14 +80,24 @@ impl AttentionPlan {
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
         let layout = layout.into();
-        attention::check_call(q, k, v, layout, options)?;
+        check::call(q, k, v, layout, options)?;
         tensors.check(q, layout.sizes())?;
-        Self::choose(q, k, v, &tensors.clone().biases(q), layout, options)
+        let scores = tensors.clone().scores(q);
+        Ok(Self::choose(q, k, v, &scores, layout, options)?.plan)
     }
 
     /// Whether fused kernels run, and not the reference.
     pub fn is_kernels(&self) -> bool {
         !matches!(self, Self::Reference { .. })
+    }
+
+    /// The kernels' plan, if they run.
+    pub(crate) fn kernels(self) -> KernelPlan {
+        match self {
+            Self::Reference { .. } => KernelPlan::default(),
+            #[cfg(feature = "cube")]
+            Self::Kernels(plan) => KernelPlan { plan: Some(plan) },
+        }
     }
 
     /// For arguments that were checked against each other.
@@ -89,13 +106,14 @@ impl AttentionPlan {
         q: &Tensor<4>,
         k: &Tensor<4>,
         v: &Tensor<4>,
-        biases: &Biases,
+        biases: &ScoreTensors<Dispatch>,
         layout: Layout,
         options: &AttentionOptions,
-    ) -> Result<Self, AttentionError> {
+    ) -> Result<Chosen, AttentionError> {
         let device = q.device();
         #[cfg(feature = "cube")]
-        if let DispatchDevice::Cube(inner) = device.clone().without_autodiff().as_dispatch() {
+        if let Some(inner) = &device::cube::of(&device) {
+            device::cube::toolkit(inner)?;
             let [batch, kv_heads, _, head_dim] = k.dims();
             let dims = [batch, kv_heads, head_dim, v.dims()[3]];
             let request = crate::backends::cube::request(dims, q.dtype(), options, biases.kinds())?;
@@ -103,18 +121,43 @@ impl AttentionPlan {
             let packed = pack::packed(own, kv_heads, biases.kinds().contains(&true), options);
             let plan = crate::backends::cube::plan(inner, packed.as_ref().unwrap_or(own), request)?;
             if crate::backends::cube::uses_reference() {
-                let device = place(&device, layout);
-                return Ok(Self::Reference { device });
+                return Ok(Chosen::reference(&device, layout));
             }
-            if [q, k, v].into_iter().any(|x| x.device().is_autodiff()) || biases.is_autodiff() {
+            let autodiff = [q, k, v].into_iter().any(|x| x.device().is_autodiff());
+            if autodiff || is_autodiff(biases) {
                 plan.check_backward()?;
             }
-            return Ok(Self::Kernels(plan));
+            return Ok(Chosen {
+                plan: Self::Kernels(plan),
+                packed,
+            });
         }
-        Ok(Self::Reference {
-            device: place(&device, layout),
-        })
+        Ok(Chosen::reference(&device, layout))
     }
+}
+
+/// What a call runs, and over which layout.
+pub(crate) struct Chosen {
+    pub plan: AttentionPlan,
+    /// The layout with the query heads of each key head in one sequence, if the call runs over that.
+    pub packed: Option<BlockLayout>,
+}
+
+impl Chosen {
+    fn reference(device: &Device, layout: Layout) -> Self {
+        let device = place(device, layout);
+        Self {
+            plan: AttentionPlan::Reference { device },
+            packed: None,
+        }
+    }
+}
+
+/// Whether autodiff follows a tensor that is added to the scores.
+#[cfg(feature = "cube")]
+fn is_autodiff(scores: &ScoreTensors<Dispatch>) -> bool {
+    let mut tensors = scores.list().into_iter().flatten();
+    tensors.any(|tensor| Device::new(tensor.device()).is_autodiff())
 }
 
 /// Whether kernels sum the weights of a call, and not the reference.
@@ -122,12 +165,13 @@ impl AttentionPlan {
 pub(crate) fn sums_in_kernels(
     q: &Tensor<4>,
     k: &Tensor<4>,
-    biases: &Biases,
+    biases: &ScoreTensors<Dispatch>,
     layout: &BlockLayout,
     options: &AttentionOptions,
 ) -> Result<bool, AttentionError> {
     #[cfg(feature = "cube")]
-    if let DispatchDevice::Cube(inner) = q.device().without_autodiff().as_dispatch() {
+    if let Some(inner) = &device::cube::of(&q.device()) {
+        device::cube::toolkit(inner)?;
         let [batch, kv_heads, _, head_dim] = k.dims();
         let dims = [batch, kv_heads, head_dim, head_dim];
         let request = crate::backends::cube::request(dims, q.dtype(), options, biases.kinds())?;

@@ -3,55 +3,10 @@
 use blocksparse::{BlockLayout, LayoutShape};
 use burn::tensor::{DType, Tensor};
 
-use crate::device_layout::{self, mask};
-use crate::{AttentionError, DeviceLayout};
-
-/// How [`top_k_blocks`] chooses. Build it from [`TopKOptions::new`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct TopKOptions {
-    /// Width of a block: 8, 16, 32, 64 or 128.
-    pub block_size: usize,
-    /// Key blocks of each row of query blocks, the forced ones among them (more, if more are forced).
-    pub k: usize,
-    /// Whether queries see no later keys. The last query sits at the last key.
-    pub causal: bool,
-    /// How many key blocks up to the queries' own are forced: 1 is the diagonal, 2 also the block before it.
-    pub local: usize,
-    /// How many of the first key blocks are forced (attention sinks).
-    pub first: usize,
-}
-
-impl TopKOptions {
-    /// `k` blocks of `block_size` for each row, among them the first one, the queries' own and the one before it: causal.
-    pub fn new(block_size: usize, k: usize) -> Self {
-        Self {
-            block_size,
-            k,
-            causal: true,
-            local: 2,
-            first: 1,
-        }
-    }
-
-    /// Sets whether queries see no later keys.
-    pub fn causal(mut self, causal: bool) -> Self {
-        self.causal = causal;
-        self
-    }
-
-    /// Forces `blocks` key blocks up to the queries' own; 0 forces none.
-    pub fn local(mut self, blocks: usize) -> Self {
-        self.local = blocks;
-        self
-    }
-
-    /// Forces the first `blocks` key blocks (attention sinks); 0 forces none.
-    pub fn first(mut self, blocks: usize) -> Self {
-        self.first = blocks;
-        self
-    }
-}
+use crate::choice::{TopKOptions, checked, choose_rows, mask};
+use crate::device::served;
+use crate::device_layout::DeviceLayout;
+use crate::error::AttentionError;
 
 /// A layout per batch entry and head, of the key blocks that score highest for each row of query blocks: the score of a pair of blocks is
 /// `mean(q) · mean(k)` (as the block-sparse heads of MInference choose, Jiang et al., 2024). Ties go to the earlier block.
@@ -151,6 +106,7 @@ pub fn top_k_blocks_on_device(
     k: Tensor<4>,
     options: TopKOptions,
 ) -> Result<DeviceLayout, AttentionError> {
+    served(&q.device().without_autodiff())?;
     check(&q, &k, &options)?;
     let shape = checked_shape(&q, &k, &options)?;
     let group = shape.heads / k.dims()[1];
@@ -171,7 +127,7 @@ fn checked_shape(
         seq_kv: k.dims()[2],
         block_size: options.block_size,
     };
-    device_layout::checked(&shape)
+    checked(&shape)
 }
 
 fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), AttentionError> {
@@ -227,52 +183,4 @@ fn means(x: Tensor<4>, block_size: usize) -> Tensor<4> {
         parts.push(rows(whole * block_size, seq).mean_dim(2));
     }
     Tensor::cat(parts, 2)
-}
-
-/// Which key blocks each row of scores keeps, read back from the device.
-pub(crate) fn choose_rows(
-    scores: Tensor<4>,
-    shape: LayoutShape,
-    options: &TopKOptions,
-) -> Result<Vec<Vec<bool>>, AttentionError> {
-    let [_, _, q_blocks, kv_blocks] = scores.dims();
-    let scores = scores.try_into_data().map_err(AttentionError::read)?;
-    let scores: Vec<f32> = scores.to_vec().map_err(AttentionError::read)?;
-    let rows = scores.chunks(kv_blocks).enumerate();
-    let rows = rows.map(|(row, scores)| choose(scores, row % q_blocks, shape, options));
-    Ok(rows.collect())
-}
-
-/// Which key blocks a row of query blocks keeps.
-fn choose(scores: &[f32], q_block: usize, shape: LayoutShape, options: &TopKOptions) -> Vec<bool> {
-    let [first, last] = positions(q_block, shape);
-    let b = shape.block_size as i64;
-    let start = |kv_block: usize| kv_block as i64 * b;
-    let allowed = |kv_block: usize| !options.causal || start(kv_block) <= last;
-    let reach = i64::try_from(options.local).map_or(i64::MAX, |local| local.saturating_mul(b));
-    let near = |kv_block: usize| start(kv_block) <= last && first - start(kv_block) < reach;
-    let forced =
-        |kv_block: usize| kv_block < options.first || (options.local > 0 && near(kv_block));
-    let candidates = (0..scores.len()).filter(|&kv_block| allowed(kv_block));
-    let (mut chosen, mut rest): (Vec<_>, Vec<_>) =
-        candidates.partition(|&kv_block| forced(kv_block));
-    let key = |kv_block: usize| match scores[kv_block].is_nan() {
-        true => f32::NEG_INFINITY,
-        // −0 equals 0.
-        false => scores[kv_block] + 0.0,
-    };
-    rest.sort_by(|&x, &y| key(y).total_cmp(&key(x)));
-    rest.truncate(options.k.saturating_sub(chosen.len()));
-    chosen.extend(rest);
-    let mut kept = vec![false; scores.len()];
-    chosen.iter().for_each(|&kv_block| kept[kv_block] = true);
-    kept
-}
-
-/// Positions of the first and the last query of a block; the last of all queries sits at the last key.
-pub(crate) fn positions(q_block: usize, shape: LayoutShape) -> [i64; 2] {
-    let offset = shape.seq_kv as i64 - shape.seq_q as i64;
-    let first = q_block * shape.block_size;
-    let last = (first + shape.block_size).min(shape.seq_q) - 1;
-    [first as i64 + offset, last as i64 + offset]
 }

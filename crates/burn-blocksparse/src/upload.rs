@@ -7,7 +7,7 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 
-use crate::ops::{BlockChoice, LayoutTensors};
+use crate::values::{BlockChoice, KernelPlan, LayoutTensors};
 
 /// What a layout has on devices, found by the address of a token that lives as long as the layout's data.
 ///
@@ -70,6 +70,7 @@ pub(crate) fn layout_tensors(
         blocked: blocked.into_dispatch(),
         choice: BlockChoice::Listed,
         host: layout.clone(),
+        plan: KernelPlan::default(),
     }
 }
 

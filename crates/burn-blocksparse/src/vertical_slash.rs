@@ -3,7 +3,7 @@
 use blocksparse::{BlockLayout, LayoutShape, Pattern};
 use burn::tensor::{Int, Tensor, TensorData, Transaction};
 
-use crate::AttentionError;
+use crate::error::AttentionError;
 
 /// The vertical-slash layout (Jiang et al., MInference, 2024, section 3) of columns and diagonals that were chosen at run time: head `h` allows
 /// `j ≤ i ∧ (j ∈ vertical[h] ∨ i − j ∈ slash[h])`, as [`Pattern::vertical_slash`] does. `i` and `j` are positions: with

@@ -10,10 +10,11 @@ use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
 
-use crate::AttentionOptions;
-use crate::ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, BlockSparseOps, LayoutTensors,
-    MaybeFloat, OutputGrads, Saved, WantedGrads,
+use crate::ops::BlockSparseOps;
+use crate::options::AttentionOptions;
+use crate::values::{
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, LayoutTensors, MaybeFloat,
+    OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
 };
 
 /// The attention step. A step of Burn's autodiff has one output, attention has two: the node of this step is hidden, and
@@ -26,8 +27,8 @@ struct BlockSparseAttention;
 #[derive(Clone, Debug)]
 struct State<B: Backend> {
     inputs: [NodeId; 3],
-    /// The bias and the biases of distances, if there are any.
-    biases: [Option<NodeId>; 2],
+    /// The tensors that are added to scores.
+    scores: [Option<NodeId>; SCORE_TENSORS],
     output: AttentionOutput<B>,
     layout: LayoutTensors<B>,
     options: AttentionOptions,
@@ -41,7 +42,7 @@ fn lock<T>(cell: &Mutex<T>) -> MutexGuard<'_, T> {
     cell.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Of q, k, v, and the biases that there are.
+/// Of q, k, v, and the tensors added to scores that there are.
 impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention {
     type State = State<B>;
 
@@ -54,7 +55,7 @@ impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention 
         grads.consume::<B>(&ops.node);
         let State {
             inputs,
-            biases,
+            scores,
             output,
             layout,
             options,
@@ -66,43 +67,29 @@ impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention 
                 let out = &output.out;
                 B::float_zeros(out.shape(), &out.device(), out.dtype().into())
             }),
-            lse: match grad_lse {
-                Some(grad) => MaybeFloat::Some(grad),
-                None => MaybeFloat::None,
-            },
+            lse: grad_lse.into(),
         };
         let [q, k, v] = inputs.map(|id| checkpointer.retrieve_node_output(id));
-        // Behind q, k and v come the biases that there are.
+        // Behind q, k and v come those that there are.
         let mut parents = ops.parents[3..].iter();
-        let [bias_grad, relative_grad] =
-            biases.map(|id| id.is_some() && parents.next().is_some_and(|parent| parent.is_some()));
-        let wanted = WantedGrads {
-            bias: bias_grad,
-            relative_bias: relative_grad,
-        };
-        let [bias, relative_bias] = biases.map(|id| match id {
-            Some(id) => MaybeFloat::Some(checkpointer.retrieve_node_output(id)),
-            None => MaybeFloat::None,
-        });
+        let wanted =
+            scores.map(|id| id.is_some() && parents.next().is_some_and(|parent| parent.is_some()));
+        let tensors = scores.map(|id| id.map(|id| checkpointer.retrieve_node_output(id)).into());
         let inputs = AttentionInputs {
             q,
             k,
             v,
-            bias,
-            relative_bias,
+            scores: ScoreTensors::of_list(tensors),
         };
         let saved = Saved { inputs, output };
+        let wanted = WantedGrads::of_list(wanted);
         let made = B::block_sparse_attention_backward(saved, output_grads, layout, options, wanted);
-        let optional = [made.bias, made.relative_bias].map(|grad| match grad {
-            MaybeFloat::Some(grad) => Some(grad),
-            MaybeFloat::None => None,
-        });
-        let optional = optional
-            .into_iter()
-            .zip(biases)
-            .filter(|(_, id)| id.is_some());
-        let gradients = [Some(made.q), Some(made.k), Some(made.v)].into_iter();
-        let gradients = gradients.chain(optional.map(|(grad, _)| grad));
+        let by_scores = (made.scores.into_list().into_iter())
+            .zip(scores)
+            .filter(|(_, id)| id.is_some())
+            .map(|(grad, _)| grad.into_option());
+        let gradients = [made.q, made.k, made.v].into_iter().map(Some);
+        let gradients = gradients.chain(by_scores);
         for (parent, grad) in ops.parents.into_iter().zip(gradients) {
             if let (Some(parent), Some(grad)) = (parent, grad) {
                 grads.register::<B>(parent.id, grad);
@@ -167,37 +154,34 @@ fn output_node<B: BlockSparseOps, C: CheckpointStrategy>(
     }
 }
 
-/// The attention step behind the nodes of its inputs.
+/// The attention step behind the nodes of its inputs: q, k, v and the tensors added to scores that there are. There must be `N`.
 fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
-    nodes: [NodeGuard; N],
+    nodes: Vec<NodeGuard>,
     inputs: AttentionInputs<Autodiff<B, C>>,
     layout: LayoutTensors<B>,
     options: AttentionOptions,
 ) -> AttentionOutput<Autodiff<B, C>> {
+    let nodes: [NodeGuard; N] = (nodes.try_into().ok()).expect("as many nodes as the step has");
     let prepared = BlockSparseAttention.prepare::<C>(nodes).compute_bound();
     let run = |inputs: AttentionInputs<Autodiff<B, C>>| {
         let inputs = AttentionInputs {
             q: inputs.q.into_primitive(),
             k: inputs.k.into_primitive(),
             v: inputs.v.into_primitive(),
-            bias: inner(inputs.bias),
-            relative_bias: inner(inputs.relative_bias),
+            scores: inner_scores(inputs.scores),
         };
         B::block_sparse_attention(inputs, layout.clone(), options.clone())
     };
     let (out, lse, weights) = match prepared.stateful() {
         OpsKind::Tracked(mut prep) => {
             let nodes = [&inputs.q, &inputs.k, &inputs.v].map(|input| prep.checkpoint(input));
-            let biases = [&inputs.bias, &inputs.relative_bias].map(|bias| match bias {
-                MaybeFloat::Some(bias) => Some(prep.checkpoint(bias)),
-                MaybeFloat::None => None,
-            });
+            let scores = (inputs.scores.list()).map(|tensor| Some(prep.checkpoint(tensor?)));
             let output = run(inputs);
             let AttentionOutput { out, lse, weights } = output.clone();
             let grads = GradCell::<B>::default();
             let state = State {
                 inputs: nodes,
-                biases,
+                scores,
                 output,
                 layout: layout.clone(),
                 options: options.clone(),
@@ -218,23 +202,21 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
         out,
         lse,
         // The weights leave the graph.
-        weights: match weights {
-            MaybeFloat::Some(weights) => {
-                MaybeFloat::Some(<Autodiff<B, C> as AutodiffBackend>::from_inner(weights))
-            }
-            MaybeFloat::None => MaybeFloat::None,
-        },
+        weights: (weights.into_option())
+            .map(<Autodiff<B, C> as AutodiffBackend>::from_inner)
+            .into(),
     }
 }
 
-/// A tensor on the backend that autodiff decorates, if there is one.
-pub(super) fn inner<B: Backend, C: CheckpointStrategy>(
-    tensor: MaybeFloat<Autodiff<B, C>>,
-) -> MaybeFloat<B> {
-    match tensor {
-        MaybeFloat::Some(tensor) => MaybeFloat::Some(tensor.into_primitive()),
-        MaybeFloat::None => MaybeFloat::None,
-    }
+/// The tensors added to scores on the backend that autodiff decorates.
+pub(super) fn inner_scores<B: Backend, C: CheckpointStrategy>(
+    scores: ScoreTensors<Autodiff<B, C>>,
+) -> ScoreTensors<B> {
+    let inner = |tensor: MaybeFloat<Autodiff<B, C>>| {
+        let tensor = tensor.into_option();
+        tensor.map(|tensor| tensor.into_primitive()).into()
+    };
+    ScoreTensors::of_list(scores.into_list().map(inner))
 }
 
 /// The layout on the backend that autodiff decorates.
@@ -250,6 +232,7 @@ pub(super) fn inner_layout<B: Backend, C: CheckpointStrategy>(
             BlockChoice::Scores(scores) => BlockChoice::Scores(scores.into_primitive()),
         },
         host: layout.host,
+        plan: layout.plan,
     }
 }
 
@@ -260,19 +243,15 @@ impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C>
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
         let layout = inner_layout(layout);
-        let [q, k, v] = [&inputs.q, &inputs.k, &inputs.v].map(|input| input.node());
-        let biases = [&inputs.bias, &inputs.relative_bias].map(|bias| match bias {
-            MaybeFloat::Some(bias) => Some(bias.node()),
-            MaybeFloat::None => None,
-        });
-        match biases {
-            [None, None] => attention_step::<B, C, 3>([q, k, v], inputs, layout, options),
-            [Some(a), Some(b)] => {
-                attention_step::<B, C, 5>([q, k, v, a, b], inputs, layout, options)
-            }
-            [Some(a), None] | [None, Some(a)] => {
-                attention_step::<B, C, 4>([q, k, v, a], inputs, layout, options)
-            }
+        let always = [&inputs.q, &inputs.k, &inputs.v].into_iter();
+        let optional = inputs.scores.list().into_iter().flatten();
+        let nodes: Vec<NodeGuard> = always.chain(optional).map(|input| input.node()).collect();
+        // The number of a step's inputs is part of its type.
+        match nodes.len() {
+            3 => attention_step::<B, C, 3>(nodes, inputs, layout, options),
+            4 => attention_step::<B, C, 4>(nodes, inputs, layout, options),
+            5 => attention_step::<B, C, 5>(nodes, inputs, layout, options),
+            more => unreachable!("{more} inputs of 3 and {SCORE_TENSORS}"),
         }
     }
 

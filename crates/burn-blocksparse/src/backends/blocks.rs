@@ -1,5 +1,11 @@
 //! Block-sparse tensors on each backend, and their steps in Burn's autodiff graph.
 
+#[cfg(any(
+    feature = "flex",
+    feature = "ndarray",
+    feature = "cube",
+    feature = "autodiff"
+))]
 use crate::blocks::BlockSparseTensorOps;
 
 #[cfg(feature = "flex")]
@@ -22,7 +28,7 @@ mod steps {
 
     use super::BlockSparseTensorOps;
     use crate::backends::autodiff::inner_layout;
-    use crate::ops::LayoutTensors;
+    use crate::values::LayoutTensors;
 
     /// A product of two factors. The three products are each other's gradients:
     ///

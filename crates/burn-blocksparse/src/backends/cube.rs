@@ -16,11 +16,13 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
 use cubecl::prelude::InputScalar;
 
-use crate::ops::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, BlockSparseOps, LayoutTensors,
-    MaybeFloat, OutputGrads, Saved, WantedGrads,
+use crate::ops::BlockSparseOps;
+use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
+use crate::values::{
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, LayoutTensors, MaybeFloat,
+    OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
 };
-use crate::{AttentionOptions, ProductPrecision, WeightsMode, reference, weights};
+use crate::{reference, weights};
 
 /// What a call on `device` will run.
 pub(crate) fn plan(
@@ -44,7 +46,7 @@ pub(crate) fn request(
     [batch, kv_heads, head_dim, value_dim]: [usize; 4],
     dtype: DType,
     options: &AttentionOptions,
-    [bias, relative]: [bool; 2],
+    [bias, relative]: [bool; SCORE_TENSORS],
 ) -> Result<Request, KernelError> {
     if !dtype.is_float() {
         return Err(KernelError::Dtype {
@@ -102,10 +104,7 @@ impl BlockSparseOps for CubeBackend {
         AttentionOutput {
             out,
             lse,
-            weights: match stored {
-                Some(weights) => MaybeFloat::Some(weights),
-                None => MaybeFloat::None,
-            },
+            weights: stored.into(),
         }
     }
 
@@ -135,10 +134,7 @@ impl BlockSparseOps for CubeBackend {
         } = call.request;
         // Autodiff may hand over what another op made of them.
         let [out, lse] = [output.out, output.lse].map(into_contiguous);
-        let [stored, grad_lse] = [output.weights, grads.lse].map(|tensor| match tensor {
-            MaybeFloat::Some(tensor) => Some(into_contiguous(tensor)),
-            MaybeFloat::None => None,
-        });
+        let [stored, grad_lse] = [output.weights, grads.lse].map(contiguous);
         let grad_out = view(&readable(grads.out, call.plan.alignment()));
 
         let dq = call.empty([batch, heads, seq_q, head_dim], call.dtype);
@@ -193,13 +189,9 @@ impl BlockSparseOps for CubeBackend {
             q: dq,
             k: part(dkv.clone().offset_end(behind_k), head_dim),
             v: part(dkv.offset_start(v_start as u64), value_dim),
-            bias: match bias_sums {
-                Some(sums) => MaybeFloat::Some(cast(sums, call.dtype)),
-                None => MaybeFloat::None,
-            },
-            relative_bias: match table {
-                Some(table) => MaybeFloat::Some(table),
-                None => MaybeFloat::None,
+            scores: ScoreTensors {
+                bias: bias_sums.map(|sums| cast(sums, call.dtype)).into(),
+                relative_bias: table.into(),
             },
         }
     }
@@ -240,14 +232,9 @@ impl Call {
         layout: LayoutTensors<CubeBackend>,
         options: AttentionOptions,
     ) -> Self {
-        let AttentionInputs {
-            q,
-            k,
-            v,
-            bias,
-            relative_bias,
-        } = inputs;
-        let [bias, relative] = [bias, relative_bias].map(contiguous);
+        let AttentionInputs { q, k, v, scores } = inputs;
+        let kinds = scores.kinds();
+        let [bias, relative] = scores.into_list().map(contiguous);
         let [batch, kv_heads, _, head_dim] = k.meta.shape().dims();
         let value_dim = v.meta.shape()[3];
         let dtype = q.dtype;
@@ -255,10 +242,12 @@ impl Call {
             [batch, kv_heads, head_dim, value_dim],
             dtype,
             &options,
-            [bias.is_some(), relative.is_some()],
+            kinds,
         ));
         let (client, device) = (q.client.clone(), q.device.clone());
-        let plan = checked(AttentionPlan::new(&client, &layout.host, request));
+        // Only a direct call of the trait comes without.
+        let plan = (layout.plan.plan)
+            .unwrap_or_else(|| checked(AttentionPlan::new(&client, &layout.host, request)));
         choose_blocks(&client, &layout.host, layout.choice);
         let alignment = plan.alignment();
         Self {
@@ -335,10 +324,7 @@ fn filled<const D: usize>(
 }
 
 pub(super) fn contiguous(tensor: MaybeFloat<CubeBackend>) -> Option<CubeTensor> {
-    match tensor {
-        MaybeFloat::Some(tensor) => Some(into_contiguous(tensor)),
-        MaybeFloat::None => None,
-    }
+    tensor.into_option().map(into_contiguous)
 }
 
 pub(super) fn table_view(table: &CubeTensor) -> TableView {

@@ -1,6 +1,12 @@
 //! Sums of weights on each backend.
 
-use crate::masses::AttentionMassOps;
+#[cfg(any(
+    feature = "flex",
+    feature = "ndarray",
+    feature = "cube",
+    feature = "autodiff"
+))]
+use crate::ops::AttentionMassOps;
 
 #[cfg(feature = "flex")]
 impl AttentionMassOps for burn::backend::Flex {}
@@ -20,9 +26,9 @@ mod kernels {
     use crate::backends::cube::{
         bias_view, checked, contiguous, empty, readable, request, table_view, uses_reference, view,
     };
-    use crate::masses::{MassInputs, MassOutput};
-    use crate::ops::LayoutTensors;
-    use crate::{AttentionOptions, reference};
+    use crate::options::AttentionOptions;
+    use crate::reference;
+    use crate::values::{LayoutTensors, MassInputs, MassOutput};
 
     impl AttentionMassOps for CubeBackend {
         fn attention_masses(
@@ -35,24 +41,14 @@ mod kernels {
                 return reference::masses::<Self>(inputs, &layout, &options, queries);
             }
             let layout = layout.host;
-            let MassInputs {
-                q,
-                k,
-                lse,
-                bias,
-                relative_bias,
-            } = inputs;
-            let [bias, relative] = [bias, relative_bias].map(contiguous);
+            let MassInputs { q, k, lse, scores } = inputs;
+            let kinds = scores.kinds();
+            let [bias, relative] = scores.into_list().map(contiguous);
             let [q, k] = [q, k].map(|input| readable(input, 1));
             let lse = into_contiguous(lse);
             let [batch, kv_heads, seq_kv, head_dim] = k.meta.shape().dims();
             let dims = [batch, kv_heads, head_dim, head_dim];
-            let request = checked(request(
-                dims,
-                q.dtype,
-                &options,
-                [bias.is_some(), relative.is_some()],
-            ));
+            let request = checked(request(dims, q.dtype, &options, kinds));
             let (heads, seq_q) = (layout.heads(), layout.seq_q());
             let columns = empty(&q, [batch, heads, seq_kv], lse.dtype);
             let diagonals = empty(&q, [batch, heads, seq_q + seq_kv - 1], lse.dtype);
@@ -91,10 +87,9 @@ mod constants {
     use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
     use super::AttentionMassOps;
-    use crate::AttentionOptions;
-    use crate::backends::autodiff::{inner, inner_layout};
-    use crate::masses::{MassInputs, MassOutput};
-    use crate::ops::LayoutTensors;
+    use crate::backends::autodiff::{inner_layout, inner_scores};
+    use crate::options::AttentionOptions;
+    use crate::values::{LayoutTensors, MassInputs, MassOutput};
 
     /// The sums leave the graph.
     impl<B: AttentionMassOps, C: CheckpointStrategy> AttentionMassOps for Autodiff<B, C> {
@@ -108,8 +103,7 @@ mod constants {
                 q: inputs.q.into_primitive(),
                 k: inputs.k.into_primitive(),
                 lse: inputs.lse.into_primitive(),
-                bias: inner(inputs.bias),
-                relative_bias: inner(inputs.relative_bias),
+                scores: inner_scores(inputs.scores),
             };
             let sums = B::attention_masses(inputs, inner_layout(layout), options, queries);
             MassOutput {

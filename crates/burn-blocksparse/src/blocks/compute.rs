@@ -19,8 +19,9 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, TensorData};
 
 use super::places::{Chunk, Places, Side};
-use crate::ops::LayoutTensors;
-use crate::reference::{accumulate_in, tile, untile};
+use crate::dtype::accumulate_in;
+use crate::reference::{tile, untile};
+use crate::values::LayoutTensors;
 use crate::weights;
 
 /// Elements of the gathered operands and of their product in memory at a time (one row of blocks may have more).

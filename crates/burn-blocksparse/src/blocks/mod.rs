@@ -12,9 +12,14 @@ use places::Places;
 
 pub use ops::BlockSparseTensorOps;
 
-use crate::ops::LayoutTensors;
-use crate::reference::{accumulate_in, tile};
-use crate::{AttentionError, BlockSparseTensor, upload, weights};
+use crate::check::same_device;
+use crate::device::served;
+use crate::dtype::accumulate_in;
+use crate::error::AttentionError;
+use crate::reference::tile;
+use crate::upload;
+use crate::values::LayoutTensors;
+use crate::weights::{self, BlockSparseTensor};
 
 /// The operators of block-sparse attention one by one, as in Gray, Radford and Kingma, "GPU kernels for block-sparse weights" (2017): to
 /// build attention of another kind. They run in Burn's primitives on every backend, not in fused kernels
@@ -55,6 +60,7 @@ impl BlockSparseTensor {
     /// # Errors
     /// [`AttentionError`] if shapes, dtypes or devices do not fit each other or the layout.
     pub fn nt(a: Tensor<4>, b: Tensor<4>, layout: &BlockLayout) -> Result<Self, AttentionError> {
+        served(&a.device())?;
         let [batch, _, _, dim] = a.dims();
         check_batch("a's batch", batch, layout)?;
         expect_dim("a's dim", dim)?;
@@ -65,7 +71,7 @@ impl BlockSparseTensor {
         check_kv(&b, layout)?;
         expect("b's dim", dim, "a's", b.dims()[3])?;
         expect("b's dtype", a.dtype(), "a's", b.dtype())?;
-        expect("b's device", a.device(), "a's", b.device())?;
+        same_device("b's device", &a.device(), "a's", &b.device())?;
         let tensors = on_device(layout, &a.device());
         let (a, b) = (a.into_dispatch(), b.into_dispatch());
         let values = <Dispatch as BlockSparseTensorOps>::block_sparse_nt(a, b, tensors);
@@ -154,6 +160,7 @@ impl BlockSparseTensor {
     /// # Errors
     /// [`AttentionError`] if the shape does not fit the layout.
     pub fn from_values(values: Tensor<4>, layout: &BlockLayout) -> Result<Self, AttentionError> {
+        served(&values.device())?;
         let batch = values.dims()[0];
         check_batch("values' batch", batch, layout)?;
         let shape = weights::shape(layout, batch);
@@ -178,7 +185,7 @@ impl BlockSparseTensor {
             let got = format!("{:?}", factor.dtype());
             return Err(AttentionError::argument(dtype, expected, got));
         }
-        expect(device, values.device(), "the values'", factor.device())
+        same_device(device, &values.device(), "the values'", &factor.device())
     }
 
     /// The values and the layout as backends take them.

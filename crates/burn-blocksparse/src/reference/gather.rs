@@ -9,12 +9,12 @@ use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
 
 use blocksparse::{BlockLayout, Dropout};
 
-use super::accumulate_in;
-use super::masses::untile_diagonals;
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
 use super::tiles::{tile, untile};
-use crate::ops::{AttentionInputs, LayoutTensors, MaybeFloat};
-use crate::{AttentionOptions, weights};
+use crate::dtype::accumulate_in;
+use crate::options::AttentionOptions;
+use crate::values::{AttentionInputs, LayoutTensors};
+use crate::weights;
 
 /// Scores in memory at a time, at most (one tile may have more).
 const CHUNK_SCORES: usize = 1 << 20;
@@ -39,7 +39,7 @@ pub(super) struct Problem<'a, B: Backend> {
     /// Shape of the bias, if there is one.
     bias: [usize; 4],
     /// Shape of the biases of distances, if there are any.
-    relative: [usize; 2],
+    pub relative: [usize; 2],
     pub device: Device<B>,
     /// The dtype everything is computed in.
     pub dtype: FloatDType,
@@ -109,14 +109,9 @@ impl<'a, B: Backend> Problem<'a, B> {
             softcap: options.softcap,
             alibi: options.alibi.clone(),
             dropout: options.active_dropout(),
-            bias: match &inputs.bias {
-                MaybeFloat::Some(bias) => bias.shape().dims(),
-                MaybeFloat::None => [0; 4],
-            },
-            relative: match &inputs.relative_bias {
-                MaybeFloat::Some(table) => table.shape().dims(),
-                MaybeFloat::None => [0; 2],
-            },
+            bias: (inputs.scores.bias.as_ref()).map_or([0; 4], |bias| bias.shape().dims()),
+            relative: (inputs.scores.relative_bias.as_ref())
+                .map_or([0; 2], |table| table.shape().dims()),
             device: inputs.q.device(),
             dtype: accumulate_in(inputs.q.dtype().into()),
             layout,
@@ -178,29 +173,18 @@ impl<'a, B: Backend> Problem<'a, B> {
     }
 
     pub fn tile_inputs(&self, inputs: AttentionInputs<B>) -> TiledInputs<B> {
-        let AttentionInputs {
-            q,
-            k,
-            v,
-            bias,
-            relative_bias,
-        } = inputs;
+        let AttentionInputs { q, k, v, scores } = inputs;
+        let relative = scores.relative_bias.into_option().map(|table| {
+            let length = self.relative.iter().product::<usize>();
+            B::float_reshape(table, Shape::new([length]))
+        });
         let q = B::float_mul_scalar(self.accumulate(q), self.scale.into());
         TiledInputs {
             q: self.tile(q),
             k: self.tile(self.accumulate(k)),
             v: self.tile(self.accumulate(v)),
-            bias: match bias {
-                MaybeFloat::Some(bias) => Some(self.tile_bias(self.accumulate(bias))),
-                MaybeFloat::None => None,
-            },
-            relative: match relative_bias {
-                MaybeFloat::Some(table) => {
-                    let length = self.relative.iter().product::<usize>();
-                    Some(B::float_reshape(table, Shape::new([length])))
-                }
-                MaybeFloat::None => None,
-            },
+            bias: (scores.bias.into_option()).map(|bias| self.tile_bias(self.accumulate(bias))),
+            relative,
         }
     }
 
@@ -292,45 +276,6 @@ impl<'a, B: Backend> Problem<'a, B> {
         let places = B::int_add(distances, zeros);
         let places = B::int_reshape(places, Shape::new([shape.num_elements()]));
         B::float_reshape(B::float_select(table.clone(), 0, places), shape)
-    }
-
-    /// Diagonals of blocks as the gradient of the biases of distances.
-    pub fn distances_of(&self, diagonals: FloatTensor<B>) -> FloatTensor<B> {
-        let [heads, width] = self.relative;
-        let reach = width / 2;
-        let mut sums = B::float_sum_dim(untile_diagonals(self, diagonals), 0);
-        if heads == 1 {
-            sums = B::float_sum_dim(sums, 1);
-        }
-        let length = self.seq_q + self.seq_kv - 1;
-        let sums = B::float_reshape(sums, Shape::new([heads, length]));
-        // Element x is of `key − query = seq_q − 1 − x`: turned round, of `x + 1 − seq_kv`.
-        let sums = B::float_flip(sums, &[1]);
-        // As many distances as the table has, or more, on each side.
-        let zeros = |missing: usize| {
-            let shape = Shape::new([heads, missing]);
-            (missing > 0).then(|| B::float_zeros(shape, &self.device, self.dtype))
-        };
-        let [before, behind] = [self.seq_kv, self.seq_q].map(|side| reach.saturating_sub(side - 1));
-        let parts = [zeros(before), Some(sums), zeros(behind)];
-        let sums = B::float_cat(parts.into_iter().flatten().collect(), 1);
-        let length = length + before + behind;
-        // Distances beyond the reach belong to the outermost.
-        let first = self.seq_kv - 1 + before - reach;
-        let part = |from: usize, to: usize| {
-            B::float_slice(sums.clone(), &[Slice::full(), Slice::from(from..to)])
-        };
-        match reach {
-            0 => B::float_sum_dim(sums, 1),
-            _ => B::float_cat(
-                vec![
-                    B::float_sum_dim(part(0, first + 1), 1),
-                    part(first + 1, first + width - 1),
-                    B::float_sum_dim(part(first + width - 1, length), 1),
-                ],
-                1,
-            ),
-        }
     }
 
     /// What dropout multiplies the weights by, if there is any: `[T, b, L·b]`.

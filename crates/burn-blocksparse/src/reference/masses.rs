@@ -6,11 +6,11 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, Slice};
 
+use super::diagonals::diagonals_of;
 use super::gather::{Chunk, Problem};
-use super::scores;
-use crate::AttentionOptions;
-use crate::masses::{MassInputs, MassOutput};
-use crate::ops::{AttentionInputs, LayoutTensors};
+use super::scores::scores;
+use crate::options::AttentionOptions;
+use crate::values::{AttentionInputs, LayoutTensors, MassInputs, MassOutput};
 
 /// Chunk by chunk: `p = exp(s − lse)`, summed over the rows of each block for the columns, and skewed and summed for the diagonals
 /// ([`diagonals_of`]).
@@ -24,16 +24,14 @@ pub(crate) fn masses<B: Backend>(
         q,
         k,
         lse,
-        bias,
-        relative_bias,
+        scores: added,
     } = inputs;
     // The values do not matter.
     let inputs = AttentionInputs {
         v: k.clone(),
         q,
         k,
-        bias,
-        relative_bias,
+        scores: added,
     };
     let problem = Problem::<B>::new(&inputs, layout, options);
     let tiles = problem.tile_inputs(inputs);
@@ -64,25 +62,8 @@ pub(crate) fn masses<B: Backend>(
     }
     MassOutput {
         columns: untile_columns(&problem, columns),
-        diagonals: untile_diagonals(&problem, diagonals),
+        diagonals: problem.untile_diagonals(diagonals),
     }
-}
-
-/// Sums over the diagonals of blocks `[blocks, b · b]`: element `b − 1 + r − c` of `[blocks, 2 · b − 1]`.
-///
-/// With its columns turned round and padded to `2 · b`, a block read in rows of `2 · b − 1` has each of its rows one place further to the right than the
-/// one above: diagonals are columns.
-pub(super) fn diagonals_of<B: Backend>(blocks: FloatTensor<B>, b: usize) -> FloatTensor<B> {
-    let count = blocks.shape()[0];
-    let turned = B::float_flip(B::float_reshape(blocks, Shape::new([count, b, b])), &[2]);
-    let zeros = B::float_zeros(turned.shape(), &turned.device(), turned.dtype().into());
-    let wide = B::float_reshape(
-        B::float_cat(vec![turned, zeros], 2),
-        Shape::new([count, 2 * b * b]),
-    );
-    let skewed = B::float_slice(wide, &[Slice::full(), Slice::from(0..b * (2 * b - 1))]);
-    let skewed = B::float_reshape(skewed, Shape::new([count, b, 2 * b - 1]));
-    B::float_reshape(B::float_sum_dim(skewed, 1), Shape::new([count, 2 * b - 1]))
 }
 
 /// Columns of blocks to `[batch, heads, seq_kv]`.
@@ -94,42 +75,10 @@ fn untile_columns<B: Backend>(problem: &Problem<B>, columns: FloatTensor<B>) -> 
     B::float_slice(columns, &[Slice::full(), Slice::full(), keys])
 }
 
-/// Diagonals of blocks `[batch · heads · lines, 2 · b − 1]` to `[batch, heads, seq_q + seq_kv − 1]`: a diagonal of positions crosses two of them.
-pub(super) fn untile_diagonals<B: Backend>(
-    problem: &Problem<B>,
-    diagonals: FloatTensor<B>,
-) -> FloatTensor<B> {
-    let (rows, b) = (problem.batch * problem.heads, problem.b);
-    let lines = problem.num_diagonals() / rows;
-    let zeros =
-        |shape: [usize; 3]| B::float_zeros(Shape::new(shape), &problem.device, problem.dtype);
-    let diagonals = B::float_reshape(diagonals, Shape::new([rows, lines, 2 * b - 1]));
-    let part = |from, to| {
-        let columns = Slice::from(from..to);
-        B::float_slice(diagonals.clone(), &[Slice::full(), Slice::full(), columns])
-    };
-    let own = B::float_cat(vec![part(0, b), zeros([rows, 1, b])], 1);
-    let behind = B::float_cat(vec![part(b, 2 * b - 1), zeros([rows, lines, 1])], 2);
-    let behind = B::float_cat(vec![zeros([rows, 1, b]), behind], 1);
-    let sums = B::float_reshape(
-        B::float_add(behind, own),
-        Shape::new([problem.batch, problem.heads, (lines + 1) * b]),
-    );
-    let first = problem.seq_kv.next_multiple_of(b) - problem.seq_kv;
-    let length = problem.seq_q + problem.seq_kv - 1;
-    let all = Slice::from(first..first + length);
-    B::float_slice(sums, &[Slice::full(), Slice::full(), all])
-}
-
 impl<B: Backend> Problem<'_, B> {
     /// Columns of blocks over all heads.
     fn num_columns(&self) -> usize {
         self.batch * self.heads * self.kv_blocks
-    }
-
-    /// Diagonals of blocks over all heads.
-    pub fn num_diagonals(&self) -> usize {
-        self.batch * self.heads * (self.q_blocks + self.kv_blocks - 1)
     }
 
     /// 1 for queries that count, 0 for others, if there are any in the chunk: `[T, b, 1]`.

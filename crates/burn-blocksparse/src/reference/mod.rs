@@ -19,31 +19,27 @@
 //! A chunk of tiles is in memory at a time, so memory is O(n · d) plus a constant (plus the weights, if
 //! they are stored). Sums run in a fixed order: the same input gives the same bits.
 
+mod diagonals;
 mod gather;
 mod masses;
 mod plan;
+mod scores;
 mod tiles;
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, Slice};
+use burn::tensor::{FloatDType, Shape};
 
-use crate::ops::{
+use crate::options::{AttentionOptions, WeightsMode};
+use crate::values::{
     AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, OutputGrads,
-    Saved, WantedGrads,
+    Saved, ScoreTensors, WantedGrads,
 };
-use crate::{AttentionOptions, WeightsMode};
-use gather::{Chunk, Problem, TiledInputs};
+use diagonals::diagonals_of;
+use gather::{Chunk, Problem};
 pub(crate) use masses::masses;
+use scores::{Scores, log_sum_exp, scores, softmax};
 pub(crate) use tiles::{tile, untile};
-
-/// The dtype of sums: f32, or f64 for f64 inputs.
-pub(crate) fn accumulate_in(dtype: FloatDType) -> FloatDType {
-    match dtype {
-        FloatDType::F64 => FloatDType::F64,
-        _ => FloatDType::F32,
-    }
-}
 
 pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
@@ -85,10 +81,7 @@ pub(crate) fn forward<B: Backend>(
     AttentionOutput {
         out: B::float_cast(problem.untile_queries(out), dtype),
         lse: lse.finish(&problem),
-        weights: match weights {
-            Some(weights) => MaybeFloat::Some(problem.shape_weights(weights)),
-            None => MaybeFloat::None,
-        },
+        weights: weights.map(|weights| problem.shape_weights(weights)).into(),
     }
 }
 
@@ -118,10 +111,8 @@ pub(crate) fn backward<B: Backend>(
     }
     let grad_out = problem.tile(grad_out);
     let delta = problem.tile(delta);
-    let weights = match output.weights {
-        MaybeFloat::Some(weights) => Some(problem.tile_weights(weights)),
-        MaybeFloat::None => None,
-    };
+    let weights = output.weights.into_option();
+    let weights = weights.map(|weights| problem.tile_weights(weights));
 
     let mut dq = problem.zeros([problem.num_q_tiles(), b * problem.head_dim]);
     let mut dk = problem.zeros([problem.num_kv_tiles(), b * problem.head_dim]);
@@ -163,7 +154,7 @@ pub(crate) fn backward<B: Backend>(
             d_bias = Some(problem.add_rows(sums, chunk.bias_places(&problem), rows));
         }
         if let Some(sums) = diagonals.take() {
-            let rows = masses::diagonals_of::<B>(problem.split_blocks(ds.clone(), &chunk), b);
+            let rows = diagonals_of::<B>(problem.split_blocks(ds.clone(), &chunk), b);
             diagonals = Some(problem.add_rows(sums, chunk.diagonal_places(&problem), rows));
         }
         if let Some(tanh) = tanh {
@@ -181,89 +172,13 @@ pub(crate) fn backward<B: Backend>(
         q: B::float_cast(problem.untile_queries(dq), dtype),
         k: B::float_cast(problem.untile_keys(dk), dtype),
         v: B::float_cast(problem.untile_keys(dv), dtype),
-        bias: match d_bias {
-            Some(rows) => MaybeFloat::Some(B::float_cast(problem.untile_bias(rows), dtype)),
-            None => MaybeFloat::None,
-        },
-        relative_bias: match diagonals {
-            Some(sums) => MaybeFloat::Some(problem.distances_of(sums)),
-            None => MaybeFloat::None,
+        scores: ScoreTensors {
+            bias: d_bias
+                .map(|rows| B::float_cast(problem.untile_bias(rows), dtype))
+                .into(),
+            relative_bias: diagonals.map(|sums| problem.distances_of(sums)).into(),
         },
     }
-}
-
-struct Scores<B: Backend> {
-    /// Scaled, softcapped, biased and masked scores `[T, b, L·b]`.
-    s: FloatTensor<B>,
-    /// tanh(score / softcap), not masked.
-    tanh: Option<FloatTensor<B>>,
-}
-
-/// `q` `[T, b, d]` (scaled), `k` `[T, L·b, d]`.
-fn scores<B: Backend>(
-    problem: &Problem<B>,
-    q: FloatTensor<B>,
-    k: FloatTensor<B>,
-    biases: Option<&TiledInputs<B>>,
-    chunk: &Chunk,
-) -> Scores<B> {
-    let mut s = B::float_matmul(q, B::float_transpose(k));
-    let mut tanh = None;
-    if let Some(softcap) = problem.softcap {
-        let t = B::float_tanh(B::float_div_scalar(s, softcap.into()));
-        s = B::float_mul_scalar(t.clone(), softcap.into());
-        tanh = Some(t);
-    }
-    if let Some(slopes) = &problem.alibi {
-        s = B::float_sub(s, problem.alibi_penalty(slopes, chunk));
-    }
-    if let Some(bias) = biases.and_then(|tiles| tiles.bias.as_ref()) {
-        s = B::float_add(s, problem.gather_bias(bias, chunk));
-    }
-    if let Some(table) = biases.and_then(|tiles| tiles.relative.as_ref()) {
-        s = B::float_add(s, problem.gather_relative(table, chunk));
-    }
-    let masked = chunk.shape.partial * problem.b;
-    let s = match chunk.shape.partial {
-        0 => s,
-        partial if partial == chunk.shape.entries => {
-            B::float_mask_fill(s, problem.blocked(chunk), f64::NEG_INFINITY.into())
-        }
-        _ => {
-            let slices = [Slice::full(), Slice::full(), Slice::from(0..masked)];
-            let part = B::float_slice(s.clone(), &slices);
-            let part = B::float_mask_fill(part, problem.blocked(chunk), f64::NEG_INFINITY.into());
-            B::float_slice_assign(s, &slices, part)
-        }
-    };
-    Scores { s, tanh }
-}
-
-/// Row-wise softmax; rows without keys are zero.
-fn softmax<B: Backend>(problem: &Problem<B>, s: FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
-    if !chunk.shape.empty_rows {
-        return B::softmax(s, 2);
-    }
-    // A softmax over −∞ alone would be NaN: such rows take any finite score and are zeroed after.
-    let shape = s.shape();
-    let empty = B::bool_expand(problem.empty_rows(chunk), shape);
-    let s = B::float_mask_fill(s, empty.clone(), 0.0.into());
-    B::float_mask_fill(B::softmax(s, 2), empty, 0.0.into())
-}
-
-/// `ln Σ exp(s)` of each row, `[T, b]`. The largest weight is `exp(max(s) − lse)`.
-fn log_sum_exp<B: Backend>(
-    problem: &Problem<B>,
-    s: FloatTensor<B>,
-    p: FloatTensor<B>,
-    chunk: &Chunk,
-) -> FloatTensor<B> {
-    let largest = B::float_log(B::float_max_dim(p, 2));
-    let mut lse = B::float_sub(B::float_max_dim(s, 2), largest);
-    if chunk.shape.empty_rows {
-        lse = B::float_mask_fill(lse, problem.empty_rows(chunk), f64::NEG_INFINITY.into());
-    }
-    B::float_reshape(lse, Shape::new([chunk.tiles.len(), problem.b]))
 }
 
 /// Collects lse tile by tile, in the order the chunks come, and puts the tiles in place at the end.

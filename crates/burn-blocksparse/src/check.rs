@@ -1,0 +1,100 @@
+//! What arguments of a call must be.
+
+use blocksparse::BlockLayout;
+use burn::tensor::{Device, Tensor};
+
+use crate::device::served;
+use crate::device_layout::Layout;
+use crate::error::AttentionError;
+use crate::options::{AttentionOptions, WeightsMode};
+
+/// Checks everything but tensors that are options.
+pub(crate) fn call(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    layout: Layout,
+    options: &AttentionOptions,
+) -> Result<(), AttentionError> {
+    shapes(q, k, v, layout.sizes())?;
+    options.validate(layout.sizes().heads(), q.dtype())?;
+    let Layout::Device(layout) = layout else {
+        return Ok(());
+    };
+    same_device("layout's device", &q.device(), "q's", &layout.device())?;
+    match options.weights {
+        WeightsMode::Recompute => Ok(()),
+        WeightsMode::Store => Err(AttentionError::argument(
+            "options.weights",
+            "Recompute for a layout that is made on the device",
+            "Store",
+        )),
+    }
+}
+
+/// That the tensors fit the layout and each other, on a device that this crate serves.
+pub(crate) fn shapes(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    layout: &BlockLayout,
+) -> Result<(), AttentionError> {
+    served(&q.device())?;
+    let equal = |argument, expected: usize, whose: &str, got: usize| match expected == got {
+        true => Ok(()),
+        false => Err(AttentionError::argument(
+            argument,
+            format!("{expected}, {whose}"),
+            got,
+        )),
+    };
+    let [batch, heads, seq_q, head_dim] = q.dims();
+    let [k_batch, kv_heads, seq_kv, k_dim] = k.dims();
+    let [v_batch, v_heads, v_seq, value_dim] = v.dims();
+    if batch == 0 {
+        return Err(AttentionError::argument("q's batch", "at least 1", batch));
+    }
+    if head_dim == 0 {
+        return Err(AttentionError::argument("q's head_dim", "at least 1", 0));
+    }
+    if value_dim == 0 {
+        return Err(AttentionError::argument("v's value_dim", "at least 1", 0));
+    }
+    if let Some(layout_batch) = layout.batch() {
+        equal("q's batch", layout_batch, "the layout's", batch)?;
+    }
+    equal("q's heads", layout.heads(), "the layout's", heads)?;
+    equal("q's seq_q", layout.seq_q(), "the layout's", seq_q)?;
+    equal("k's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
+    equal("k's batch", batch, "q's", k_batch)?;
+    equal("k's head_dim", head_dim, "q's", k_dim)?;
+    equal("v's batch", batch, "q's", v_batch)?;
+    equal("v's kv_heads", kv_heads, "k's", v_heads)?;
+    equal("v's seq_kv", seq_kv, "k's", v_seq)?;
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return Err(AttentionError::argument(
+            "k's kv_heads",
+            format!("a divisor of the {heads} heads of q"),
+            kv_heads,
+        ));
+    }
+    for (dtype, device, tensor) in [
+        ("k's dtype", "k's device", k),
+        ("v's dtype", "v's device", v),
+    ] {
+        AttentionError::expect_same(dtype, q.dtype(), "q's", tensor.dtype())?;
+        same_device(device, &q.device(), "q's", &tensor.device())?;
+    }
+    Ok(())
+}
+
+/// That `got` is the `expected` device. Devices are equal whether autodiff follows their tensors or not, and this crate's features say whether it may.
+pub(crate) fn same_device(
+    argument: &'static str,
+    expected: &Device,
+    whose: &str,
+    got: &Device,
+) -> Result<(), AttentionError> {
+    AttentionError::expect_same(argument, expected, whose, got)?;
+    served(got)
+}

@@ -1,0 +1,158 @@
+//! Which devices this crate serves, and whether they can be used on this machine.
+
+use burn::backend::DispatchDevice;
+use burn::tensor::Device;
+
+use crate::error::AttentionError;
+
+/// Whether this crate can compute on `device`: its backend is one that a feature of this crate turns on, the device is on this machine, and
+/// software that its kernels need can be loaded. Burn creates a device without looking for it and panics at its first use, so a program that
+/// lets its users choose a device asks here before.
+///
+/// A CUDA device needs NVIDIA's driver (`libcuda`) and, with this crate's `cuda` feature, the CUDA toolkit: NVRTC and its headers.
+/// Looking for a device takes milliseconds; for a WGPU device it starts the graphics API.
+///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_blocksparse::check_device;
+///
+/// check_device(&Device::flex())?;
+/// # Ok::<(), burn_blocksparse::AttentionError>(())
+/// ```
+///
+/// # Errors
+/// [`AttentionError::Backend`] says which feature of this crate is off, [`AttentionError::Device`] what is missing and where it comes from.
+pub fn check_device(device: &Device) -> Result<(), AttentionError> {
+    served(device)?;
+    #[cfg(feature = "cube")]
+    if let Some(inner) = &cube::of(device) {
+        cube::present(inner)?;
+        return cube::toolkit(inner);
+    }
+    Ok(())
+}
+
+/// Whether a feature of this crate serves the device's backend. Burn's dispatch would panic.
+pub(crate) fn served(device: &Device) -> Result<(), AttentionError> {
+    if device.is_autodiff() && !cfg!(feature = "autodiff") {
+        return Err(AttentionError::Backend {
+            device: format!("{device:?}"),
+            feature: Some("autodiff"),
+        });
+    }
+    // Which variants there are depends on `burn`'s features, so only those can be named that ours turn on.
+    match device.clone().without_autodiff().as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => Ok(()),
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(_) => Ok(()),
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => Ok(()),
+        #[allow(unreachable_patterns)] // `burn` may have no other backend.
+        other => Err(not_served(other)),
+    }
+}
+
+fn not_served(device: &DispatchDevice) -> AttentionError {
+    // Its variants cannot be named here, but they print their names.
+    let device = format!("{device:?}");
+    let features = [
+        ("Flex", "flex"),
+        ("NdArray", "ndarray"),
+        ("Cube(Cuda", "cuda"),
+        ("Cube(Wgpu", "wgpu"),
+        ("Cube", "cube"),
+    ];
+    let known = features.iter().find(|(name, _)| device.starts_with(name));
+    AttentionError::Backend {
+        feature: known.map(|(_, feature)| *feature),
+        device,
+    }
+}
+
+#[cfg(feature = "cube")]
+pub(crate) mod cube {
+    use burn::backend::DispatchDevice;
+    use burn::tensor::Device;
+    use burn_cubecl::CubeDevice;
+
+    use crate::error::AttentionError;
+
+    /// The CubeCL device that a device is, if it is one.
+    pub fn of(device: &Device) -> Option<CubeDevice> {
+        match device.clone().without_autodiff().as_dispatch() {
+            DispatchDevice::Cube(inner) => Some(inner.clone()),
+            #[allow(unreachable_patterns)] // `burn` may have no other backend.
+            _ => None,
+        }
+    }
+
+    /// Whether the device is on this machine.
+    pub fn present(device: &CubeDevice) -> Result<(), AttentionError> {
+        // A device that the application registered is in no list.
+        let is_registered = format!("{device:?}").contains("Existing");
+        let found = CubeDevice::enumerate(device.to_id());
+        if is_registered || found.contains(&device.to_id()) {
+            return Ok(());
+        }
+        let others = format!("{} other devices of its kind", found.len());
+        let (missing, install) = match (device, found.len()) {
+            (CubeDevice::Cuda(_), 0) => (
+                "no CUDA device, or no driver".to_string(),
+                "install NVIDIA's driver, so that libcuda can be loaded and nvidia-smi lists a GPU",
+            ),
+            (CubeDevice::Wgpu(_), 0) => (
+                "no adapter of its kind".to_string(),
+                "install a driver of the graphics API (Vulkan on Linux, where vulkaninfo lists adapters)",
+            ),
+            (_, 0) => (
+                "no device of its kind".to_string(),
+                "install the device's driver",
+            ),
+            _ => (others, "choose one that there is"),
+        };
+        Err(AttentionError::Device {
+            device: format!("{device:?}"),
+            missing,
+            install,
+        })
+    }
+
+    /// Whether what compiles a device's kernels is installed. Looked for once.
+    #[cfg(not(feature = "cuda"))]
+    pub fn toolkit(_device: &CubeDevice) -> Result<(), AttentionError> {
+        Ok(())
+    }
+
+    /// Whether what compiles a device's kernels is installed. Looked for once: CubeCL panics without it, at the first kernel.
+    #[cfg(feature = "cuda")]
+    pub fn toolkit(device: &CubeDevice) -> Result<(), AttentionError> {
+        use std::sync::LazyLock;
+
+        static MISSING: LazyLock<Option<String>> = LazyLock::new(missing_from_toolkit);
+        match (device, &*MISSING) {
+            (CubeDevice::Cuda(_), Some(missing)) => Err(AttentionError::Device {
+                device: format!("{device:?}"),
+                missing: missing.clone(),
+                install: "install the CUDA toolkit, set CUDA_PATH to its folder, and have the folder of NVRTC's library in LD_LIBRARY_PATH",
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn missing_from_toolkit() -> Option<String> {
+        // SAFETY: this tries to load libraries of NVRTC's names, as CubeCL does at its first kernel; their initializers are trusted as much there.
+        if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+            return Some("no library of NVRTC that can be loaded".to_string());
+        }
+        let Some(path) = cubecl_cuda::install::cuda_path() else {
+            return Some("no CUDA_PATH, and no toolkit in /usr/local/cuda".to_string());
+        };
+        let headers = path.join("include").join("cuda_fp16.h");
+        match headers.is_file() {
+            true => None,
+            false => Some(format!("no file {}", headers.display())),
+        }
+    }
+}

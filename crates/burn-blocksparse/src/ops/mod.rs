@@ -1,0 +1,105 @@
+//! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
+
+mod masses;
+
+use burn::backend::{Backend, backend_extension};
+
+pub use masses::AttentionMassOps;
+
+use crate::options::AttentionOptions;
+use crate::reference;
+use crate::values::{
+    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, OutputGrads, Saved,
+    WantedGrads,
+};
+
+/// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "cube"),
+    Autodiff: cfg(feature = "autodiff"),
+    Fusion: cfg(feature = "fusion"),
+)]
+pub trait BlockSparseOps: Backend {
+    /// The forward pass.
+    #[fusion(meta = meta::forward)]
+    fn block_sparse_attention(
+        #[extension_type] inputs: AttentionInputs<Self>,
+        #[extension_type] layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        reference::forward::<Self>(inputs, &layout, &options)
+    }
+
+    /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`; the biases' only if they are `wanted`.
+    #[fusion(meta = meta::backward)]
+    fn block_sparse_attention_backward(
+        #[extension_type] saved: Saved<Self>,
+        #[extension_type] grads: OutputGrads<Self>,
+        #[extension_type] layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+        wanted: WantedGrads,
+    ) -> AttentionGrads<Self> {
+        reference::backward::<Self>(saved, grads, &layout, &options, wanted)
+    }
+}
+
+/// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+
+    use super::*;
+    use crate::dtype::accumulate_in;
+    use crate::options::WeightsMode;
+    use crate::values::{
+        AttentionGradsMetadata, AttentionInputsMetadata, AttentionOutputMetadata,
+        LayoutTensorsMetadata, MaybeFloatMetadata, OutputGradsMetadata, SavedMetadata,
+        ScoreTensorsMetadata,
+    };
+    use crate::weights;
+
+    pub fn forward(
+        inputs: &AttentionInputsMetadata,
+        layout: &LayoutTensorsMetadata,
+        options: &AttentionOptions,
+    ) -> AttentionOutputMetadata {
+        let [batch, heads, seq_q, _] = inputs.q.shape.dims::<4>();
+        let value_dim = inputs.v.shape[3];
+        let dtype = accumulate_in(inputs.q.dtype.into()).into();
+        AttentionOutputMetadata {
+            out: TensorSpec::new([batch, heads, seq_q, value_dim].into(), inputs.q.dtype),
+            lse: TensorSpec::new([batch, heads, seq_q].into(), dtype),
+            weights: match options.weights {
+                WeightsMode::Recompute => MaybeFloatMetadata::None,
+                WeightsMode::Store => MaybeFloatMetadata::Some(TensorSpec::new(
+                    weights::shape(&layout.host, batch).into(),
+                    dtype,
+                )),
+            },
+        }
+    }
+
+    pub fn backward(
+        saved: &SavedMetadata,
+        _grads: &OutputGradsMetadata,
+        _layout: &LayoutTensorsMetadata,
+        _options: &AttentionOptions,
+        wanted: &WantedGrads,
+    ) -> AttentionGradsMetadata {
+        let only = |input: &MaybeFloatMetadata, wanted: bool| match input {
+            MaybeFloatMetadata::Some(input) if wanted => MaybeFloatMetadata::Some(input.clone()),
+            _ => MaybeFloatMetadata::None,
+        };
+        AttentionGradsMetadata {
+            q: saved.inputs.q.clone(),
+            k: saved.inputs.k.clone(),
+            v: saved.inputs.v.clone(),
+            scores: ScoreTensorsMetadata {
+                bias: only(&saved.inputs.scores.bias, wanted.bias),
+                relative_bias: only(&saved.inputs.scores.relative_bias, wanted.relative_bias),
+            },
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! A device whose backend `burn` has and a feature of this crate would serve that is off: an error instead of a panic. `cargo test -p burn-blocksparse
+//! --test unserved_device` builds `burn` with NdArray and this crate without; with the whole workspace both have it, and there is nothing to test.
+#![cfg(not(feature = "ndarray"))]
+#![allow(deprecated)] // Burn deprecates its NdArray backend.
+
+use burn::tensor::{Bool, Device, Distribution, Int, Tensor};
+use burn_blocksparse::{
+    AttentionError, AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout,
+    BlockSparseTensor, DeviceLayout, DeviceLayoutOptions, LayoutShape, MassOptions, Pattern,
+    TopKOptions, attention, attention_masses, attention_with_lse, attention_with_tensors,
+    attention_with_tensors_and_weights, attention_with_weights, check_device, merge_attention,
+    top_k_blocks, top_k_blocks_on_device,
+};
+
+const MESSAGE: &str = "the device's backend must be one that a feature of burn-blocksparse turns on, got NdArray(Cpu): turn on its feature `ndarray`, \
+                       besides `burn`'s";
+
+fn refused<T>(call: &str, result: Result<T, AttentionError>) {
+    match result {
+        Ok(_) => panic!("{call} accepted the device"),
+        Err(error) => assert_eq!(error.to_string(), MESSAGE, "{call}"),
+    }
+}
+
+fn layout() -> BlockLayout {
+    Pattern::local(8).layout(1, 16, 8).unwrap()
+}
+
+fn random(device: &Device) -> Tensor<4> {
+    Tensor::random([1, 1, 16, 4], Distribution::Default, device)
+}
+
+#[test]
+fn attention_names_the_feature() {
+    let (layout, options) = (layout(), AttentionOptions::default());
+    for device in devices() {
+        let q = random(&device);
+        let [a, b, c] = [(); 3].map(|_| q.clone());
+        let tensors = AttentionTensors::default();
+        refused("attention", attention(a, b, c, &layout, options.clone()));
+        let [a, b, c] = [(); 3].map(|_| q.clone());
+        refused(
+            "attention_with_lse",
+            attention_with_lse(a, b, c, &layout, options.clone()),
+        );
+        let [a, b, c] = [(); 3].map(|_| q.clone());
+        refused(
+            "attention_with_weights",
+            attention_with_weights(a, b, c, &layout, options.clone()),
+        );
+        let [a, b, c] = [(); 3].map(|_| q.clone());
+        refused(
+            "attention_with_tensors",
+            attention_with_tensors(a, b, c, tensors.clone(), &layout, options.clone()),
+        );
+        let [a, b, c] = [(); 3].map(|_| q.clone());
+        refused(
+            "attention_with_tensors_and_weights",
+            attention_with_tensors_and_weights(a, b, c, tensors, &layout, options.clone()),
+        );
+        refused(
+            "AttentionPlan::new",
+            AttentionPlan::new(&q, &q, &q, &layout, &options),
+        );
+        refused("check_device", check_device(&device));
+        let lse = Tensor::zeros([1, 1, 16], &device);
+        refused(
+            "attention_masses",
+            attention_masses(q.clone(), q, lse, &layout, MassOptions::default()),
+        );
+    }
+}
+
+#[test]
+fn operators_name_the_feature() {
+    let layout = layout();
+    for device in devices() {
+        let a = random(&device);
+        refused("nt", BlockSparseTensor::nt(a.clone(), a, &layout));
+        let values = Tensor::zeros([1, 2, 8, 8], &device);
+        refused(
+            "from_values",
+            BlockSparseTensor::from_values(values, &layout),
+        );
+        // Values on a device that is served, and a factor that is not.
+        let served = random(&Device::flex());
+        let values = BlockSparseTensor::nt(served.clone(), served, &layout).unwrap();
+        let moved = values.map(|values| values.to_device(&device));
+        let error = moved.err().expect("values on another device").to_string();
+        assert!(
+            error.starts_with("the function's device must be"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn layouts_of_tensors_name_the_feature() {
+    let shape = LayoutShape {
+        heads: 1,
+        seq_q: 16,
+        seq_kv: 16,
+        block_size: 8,
+    };
+    // No autodiff here: a layout is made of tensors without it.
+    let device = &Device::ndarray();
+    let options = DeviceLayoutOptions::new(shape);
+    let mask = Tensor::<4, Bool>::from_data([[[[true, false], [true, true]]]], device);
+    refused(
+        "from_block_mask",
+        DeviceLayout::from_block_mask(mask, options.clone()),
+    );
+    let indices = Tensor::<4, Int>::from_data([[[[0, 0], [0, 1]]]], device);
+    let counts = Tensor::<3, Int>::from_data([[[1, 2]]], device);
+    refused(
+        "from_block_indices",
+        DeviceLayout::from_block_indices(indices, counts, options),
+    );
+    let scores = Tensor::<4>::zeros([1, 1, 2, 2], device);
+    refused(
+        "from_block_scores",
+        DeviceLayout::from_block_scores(scores, shape, TopKOptions::new(8, 1)),
+    );
+    let q = random(device);
+    refused(
+        "top_k_blocks_on_device",
+        top_k_blocks_on_device(q.clone(), q, TopKOptions::new(8, 1)),
+    );
+}
+
+/// What is made of Burn's operations alone runs on every backend of Burn.
+#[test]
+fn burns_own_operations_need_no_feature() {
+    let device = Device::ndarray();
+    let q = random(&device);
+    let layout = top_k_blocks(q.clone(), q.clone(), TopKOptions::new(8, 2)).unwrap();
+    assert_eq!(layout.seq_q(), 16);
+    let lse = Tensor::<3>::zeros([1, 1, 16], &device);
+    let (out, _) = merge_attention(q.clone(), lse.clone(), q.clone(), lse).unwrap();
+    let error = (out - q).abs().max().into_scalar::<f32>();
+    assert!(error < 1e-6, "{error}");
+}
+
+/// With and without autodiff.
+fn devices() -> Vec<Device> {
+    let device = Device::ndarray();
+    let mut devices = vec![device.clone()];
+    if cfg!(feature = "autodiff") {
+        devices.push(device.autodiff());
+    }
+    devices
+}

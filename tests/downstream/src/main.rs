@@ -1,0 +1,22 @@
+//! A training step of attention, as an application writes it.
+
+use burn::tensor::{Device, DeviceKind, Distribution, Tensor};
+use burn_blocksparse::{
+    AttentionError, AttentionOptions, AttentionPlan, Pattern, attention, check_device,
+};
+
+fn main() -> Result<(), AttentionError> {
+    let device = Device::wgpu(DeviceKind::default());
+    check_device(&device)?;
+    let device = device.autodiff();
+    let [q, k, v] = [(); 3].map(|_| {
+        Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &device).require_grad()
+    });
+    let layout = Pattern::fixed(128, 32).layout(2, 256, 32)?;
+    let options = AttentionOptions::default();
+    println!("{}", AttentionPlan::new(&q, &k, &v, &layout, &options)?);
+    let out = attention(q.clone(), k, v, &layout, options)?;
+    let gradients = out.sum().backward();
+    println!("{:?}", q.grad(&gradients).map(|grad| grad.dims()));
+    Ok(())
+}
