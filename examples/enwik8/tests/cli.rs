@@ -670,7 +670,11 @@ fn an_exported_model_loads_in_a_program_of_its_own() {
     // The checkpoint's own record, in a model that is configured here.
     let fixed = Factorization::Merged(vec![Pattern::fixed(8, 2)]);
     let [record, _] = state_of(&Path::new(&run).join("best.ckpt"));
-    let trained = SparseTransformerConfig::new(256, 32, 16, 1, 2, fixed, 8)
+    let trained = SparseTransformerConfig::new(16, 2, fixed)
+        .with_vocab_size(256)
+        .with_context(32)
+        .with_n_layers(1)
+        .with_embedding_width(Some(8))
         .with_block_size(8)
         .init(&Device::flex())
         .unwrap()
