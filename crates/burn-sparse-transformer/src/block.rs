@@ -4,7 +4,7 @@ use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::{Dropout as WeightDropout, Pattern};
 
-use crate::error::{ensure, ensure_dropout, ensure_positive};
+use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive};
 use crate::layouts::Layouts;
 use crate::{
     BlockAttentionConfig, FeedForward, Precision, SparseMhaCache, SparseMhaInput, SparseMhaOutput,
@@ -13,6 +13,7 @@ use crate::{
 
 /// Configuration of [`SparseTransformerBlock`].
 #[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
 pub struct SparseTransformerBlockConfig {
     /// Width of the residual stream.
     pub d_model: usize,
@@ -137,18 +138,8 @@ impl SparseTransformerBlockConfig {
         ensure_positive("d_ff", self.d_ff())?;
         ensure_positive("n_layers", self.n_layers)?;
         ensure_dropout(self.dropout)?;
-        for (argument, value) in [
-            ("layer_norm_eps", self.layer_norm_eps),
-            ("init_scale", self.init_scale),
-        ] {
-            ensure(
-                value > 0.0 && value.is_finite(),
-                argument,
-                || "positive and finite".into(),
-                value,
-            )?;
-        }
-        Ok(())
+        ensure_above_zero("layer_norm_eps", self.layer_norm_eps)?;
+        ensure_above_zero("init_scale", self.init_scale)
     }
 }
 

@@ -16,13 +16,18 @@ use crate::{QkNorm, SparseMultiHeadAttentionConfig, TransformerError};
 ///     .with_qk_norm(Some(QkNorm::Rms))
 ///     .with_sinks(true);
 /// let fixed = Factorization::from(Pattern::fixed(128, 32));
-/// let model = SparseTransformerConfig::new(256, 512, 64, 2, 4, fixed, 128)
+/// let model = SparseTransformerConfig::new(64, 4, fixed)
+///     .with_vocab_size(256)
+///     .with_context(512)
+///     .with_n_layers(2)
+///     .with_embedding_width(Some(128))
 ///     .with_attention(Some(attention))
 ///     .with_position_embedding(Some(false)) // the rotations say where a token is
 ///     .init(&Device::flex())?;
 /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
 #[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until a block is made with it"]
 pub struct BlockAttentionConfig {
     /// Probability that an attention weight is dropped while training, in `[0, 1)`.
     #[config(default = 0.0)]

@@ -11,6 +11,7 @@ const FIRST_CAPACITY: usize = 64;
 /// New positions are written into buffers that double when they are full: appending one position
 /// costs no copy of the earlier ones, amortised.
 #[derive(Clone, Debug, Default)]
+#[must_use]
 pub struct SparseMhaCache {
     buffers: Option<Buffers>,
     len: usize,
@@ -157,6 +158,7 @@ fn write(buffer: Option<Tensor<4>>, chunk: Tensor<4>, start: usize, capacity: us
 ///
 /// Made by [`crate::SparseTransformer::new_cache`].
 #[derive(Clone, Debug)]
+#[must_use]
 pub struct SparseTransformerCache {
     pub(crate) blocks: Vec<SparseMhaCache>,
     pub(crate) position: usize,

@@ -7,7 +7,7 @@ use burn::nn::{Dropout, LayerNorm};
 use burn::tensor::{Bool, Device, Tensor};
 use burn_blocksparse::Pattern;
 
-use crate::error::{ensure, ensure_dropout, ensure_positive};
+use crate::error::{ensure, ensure_above_zero, ensure_dropout, ensure_positive};
 use crate::input::Padding;
 use crate::layouts::Layouts;
 use crate::{
@@ -17,6 +17,7 @@ use crate::{
 
 /// Configuration of [`SparseTransformerEncoder`].
 #[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
 pub struct SparseTransformerEncoderConfig {
     /// Everything but the pattern.
     pub encoder: TransformerEncoderConfig,
@@ -40,12 +41,7 @@ impl SparseTransformerEncoderConfig {
         ensure_positive("d_ff", encoder.d_ff)?;
         let (dropout, epsilon) = (encoder.dropout, encoder.layer_norm_eps);
         ensure_dropout(dropout)?;
-        ensure(
-            epsilon > 0.0 && epsilon.is_finite(),
-            "layer_norm_eps",
-            || "positive and finite".into(),
-            epsilon,
-        )?;
+        ensure_above_zero("layer_norm_eps", epsilon)?;
         let dense = encoder.init(device);
         SparseTransformerEncoder::from_dense(&dense, self.pattern.clone(), self.block_size)
     }
@@ -81,6 +77,7 @@ pub struct SparseTransformerEncoderLayer {
 
 /// Input of [`SparseTransformerEncoder`].
 #[derive(Clone, Debug)]
+#[must_use = "an input does nothing until it is passed to a layer"]
 pub struct SparseTransformerEncoderInput {
     tensor: Tensor<3>,
     padding: Option<Padding>,

@@ -92,6 +92,15 @@ pub(crate) fn ensure_dropout(dropout: f64) -> Result<(), TransformerError> {
     )
 }
 
+/// A real number that must be above 0.
+pub(crate) fn ensure_above_zero(
+    argument: &'static str,
+    value: f64,
+) -> Result<(), TransformerError> {
+    let valid = value > 0.0 && value.is_finite();
+    ensure(valid, argument, || "positive and finite".into(), value)
+}
+
 /// Widths, lengths and counts stay below this, so that what is computed from two of them does not overflow.
 const MAX_SIZE: usize = 1 << 30;
 

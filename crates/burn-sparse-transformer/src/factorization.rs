@@ -19,6 +19,7 @@ use crate::TransformerError;
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Factorization {
     /// Layer `r` uses pattern `r mod p`: one kind of attention per block.
     Interleaved(Vec<Pattern>),

@@ -8,6 +8,7 @@ use crate::error::{ensure, ensure_shape};
 
 /// Input of [`crate::SparseMultiHeadAttention`].
 #[derive(Clone, Debug)]
+#[must_use = "an input does nothing until it is passed to a layer"]
 pub struct SparseMhaInput {
     pub(crate) query: Tensor<3>,
     pub(crate) key: Tensor<3>,

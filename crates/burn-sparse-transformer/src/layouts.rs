@@ -1,12 +1,12 @@
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn_blocksparse::{BlockLayout, LayoutShape, Pattern, Restriction};
 
 use crate::TransformerError;
 
-/// Layouts kept at most. Training, evaluation and decoding each need one at a time; decoding asks for
-/// a new `(1, n)` at every step and would grow the list without bound.
+/// Layouts kept at most, unless [`Layouts::keep`] says otherwise. Training, evaluation and decoding each need one at a time; decoding
+/// asks for a new `(1, n)` at every step and would grow the list without bound.
 const KEPT: usize = 8;
 
 /// One pattern and the layouts built from it so far, by sequence lengths.
@@ -18,8 +18,44 @@ pub(crate) struct Layouts {
     pattern: Pattern,
     heads: usize,
     block_size: usize,
+    built: Arc<Mutex<Built>>,
+}
+
+/// The layouts that are kept, and those that threads are building or about to use.
+struct Built {
+    most: usize,
     /// Least recently used first.
-    built: Arc<Mutex<Vec<(Request, BlockLayout)>>>,
+    entries: Vec<(Request, Slot)>,
+}
+
+/// A layout, once it is built. Whoever finds it empty builds it with this lock held and no other: threads that ask for the
+/// same layout wait for it, all others go on.
+type Slot = Arc<Mutex<Option<BlockLayout>>>;
+
+impl Built {
+    /// The slot of `request`, now the most recently used one.
+    fn slot(&mut self, request: &Request) -> Slot {
+        let found = self.entries.iter().position(|(known, _)| known == request);
+        let entry = match found {
+            Some(index) => self.entries.remove(index),
+            None => (request.clone(), Slot::default()),
+        };
+        let slot = entry.1.clone();
+        self.entries.push(entry);
+        self.forget();
+        slot
+    }
+
+    /// Forgets the least recently used layouts until there are no more than may be kept. Those in use stay, so that they are
+    /// found rather than built again; slots are handed out under the lock of this list only, so none becomes used meanwhile.
+    fn forget(&mut self) {
+        let mut excess = self.entries.len().saturating_sub(self.most);
+        self.entries.retain(|(_, slot)| {
+            let forgotten = excess > 0 && Arc::strong_count(slot) == 1;
+            excess -= usize::from(forgotten);
+            !forgotten
+        });
+    }
 }
 
 /// Which layout of a pattern is asked for.
@@ -58,7 +94,10 @@ impl Layouts {
             pattern,
             heads,
             block_size,
-            built: Arc::default(),
+            built: Arc::new(Mutex::new(Built {
+                most: KEPT,
+                entries: Vec::new(),
+            })),
         };
         // The smallest layout meets every check that does not depend on the lengths.
         layouts.build(&Request::new(1, 1))?;
@@ -73,36 +112,52 @@ impl Layouts {
         self.block_size
     }
 
-    /// The layout for `request`.
-    pub(crate) fn get(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
-        // Built under the lock, so that threads that ask for the same layout build it once.
-        let mut built = self.built.lock().unwrap_or_else(PoisonError::into_inner);
-        self.get_from(&mut built, request)
+    /// Keeps the `most` recently used layouts, in all clones.
+    pub(crate) fn keep(&self, most: usize) {
+        let mut built = self.built();
+        built.most = most;
+        built.forget();
     }
 
-    fn get_from(
+    /// The layout for `request`.
+    pub(crate) fn get(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
+        let slot = self.built().slot(request);
+        let layout = self.fill(&slot, request);
+        drop(slot);
+        let mut built = self.built();
+        if layout.is_err() {
+            // A request that nothing can be built for takes no layout's place.
+            (built.entries).retain(|(known, _)| known != request);
+        }
+        built.forget();
+        layout
+    }
+
+    fn fill(
         &self,
-        built: &mut Vec<(Request, BlockLayout)>,
+        slot: &Mutex<Option<BlockLayout>>,
         request: &Request,
     ) -> Result<BlockLayout, TransformerError> {
-        let found = built.iter().position(|(known, _)| known == request);
-        let (request, layout) = match found {
-            Some(index) => built.remove(index),
-            None if request.restrictions.is_empty() => (request.clone(), self.build(request)?),
-            None => {
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(layout) = &*slot {
+            return Ok(layout.clone());
+        }
+        let layout = match request.restrictions.is_empty() {
+            true => self.build(request)?,
+            false => {
                 let whole = Request {
                     restrictions: Vec::new(),
                     ..request.clone()
                 };
-                let whole = self.get_from(built, &whole)?;
-                (request.clone(), whole.restrict(&request.restrictions)?)
+                self.get(&whole)?.restrict(&request.restrictions)?
             }
         };
-        if built.len() == KEPT {
-            built.remove(0);
-        }
-        built.push((request, layout.clone()));
+        *slot = Some(layout.clone());
         Ok(layout)
+    }
+
+    fn built(&self) -> MutexGuard<'_, Built> {
+        self.built.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn build(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
@@ -166,13 +221,18 @@ impl LayoutPool {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+    use std::sync::Condvar;
+    use std::thread::{self, ThreadId};
+    use std::time::{Duration, Instant};
+
     use super::*;
     use crate::{Factorization, SparseTransformerConfig};
     use burn::module::Module;
     use burn::tensor::{Device, Int, Tensor};
 
     fn built(layouts: &Layouts) -> usize {
-        layouts.built.lock().unwrap().len()
+        layouts.built().entries.len()
     }
 
     #[test]
@@ -185,9 +245,119 @@ mod tests {
             layouts.get(&square).unwrap();
             assert!(built(&layouts) <= KEPT);
         }
-        let kept = layouts.built.lock().unwrap();
+        let kept = &layouts.built().entries;
         assert!(kept.iter().any(|(request, _)| *request == square));
         assert!(kept.iter().any(|(request, _)| request.seq_kv == 99));
+    }
+
+    /// A pattern that counts the layouts built from it, by their queries, and in which builders of different layouts wait for each other.
+    fn meeting(builders: usize) -> (Pattern, Arc<Meeting>) {
+        let meeting = Arc::new(Meeting {
+            builders,
+            inside: Mutex::default(),
+            arrived: Condvar::new(),
+        });
+        let seen = Arc::clone(&meeting);
+        let pattern = Pattern::from_fn("meeting", move |_, i, j| {
+            // Once for each layout: its last query is the one that no shorter layout has.
+            if i > 0 && i == j {
+                seen.arrive();
+            }
+            j <= i
+        });
+        (pattern, meeting)
+    }
+
+    struct Meeting {
+        builders: usize,
+        inside: Mutex<HashSet<ThreadId>>,
+        arrived: Condvar,
+    }
+
+    impl Meeting {
+        fn arrive(&self) {
+            let mut inside = self.inside.lock().unwrap();
+            inside.insert(thread::current().id());
+            self.arrived.notify_all();
+            let alone = |inside: &mut HashSet<ThreadId>| inside.len() < self.builders;
+            drop(
+                (self.arrived)
+                    .wait_timeout_while(inside, Duration::from_secs(5), alone)
+                    .unwrap(),
+            );
+        }
+    }
+
+    #[test]
+    fn layouts_of_different_lengths_are_built_side_by_side() {
+        let (pattern, meeting) = meeting(3);
+        let layouts = Layouts::new(pattern, 1, 8).unwrap();
+        let began = Instant::now();
+        thread::scope(|scope| {
+            for seq in [8, 16, 24] {
+                let layouts = &layouts;
+                scope.spawn(move || layouts.get(&Request::new(seq, seq)).unwrap());
+            }
+        });
+        assert_eq!(meeting.inside.lock().unwrap().len(), 3);
+        assert!(
+            began.elapsed() < Duration::from_secs(5),
+            "a thread waited for another one's layout"
+        );
+    }
+
+    #[test]
+    fn threads_with_many_lengths_build_each_layout_once() {
+        let built = Arc::new(Mutex::new(Vec::new()));
+        let seen = Arc::clone(&built);
+        let pattern = Pattern::from_fn("counted", move |_, i, j| {
+            // The last query and key of each layout.
+            if i == j && i % 8 == 7 {
+                seen.lock().unwrap().push(i);
+            }
+            j <= i
+        });
+        let layouts = Layouts::new(pattern, 1, 8).unwrap();
+        let requests: Vec<_> = (1..=12).map(|blocks| Request::new(8, 8 * blocks)).collect();
+        layouts.keep(requests.len());
+        built.lock().unwrap().clear();
+        let ask = |first: usize| {
+            for index in 0..10 * requests.len() {
+                let request = &requests[(first + index) % requests.len()];
+                assert_eq!(layouts.get(request).unwrap().seq_kv(), request.seq_kv);
+            }
+        };
+        thread::scope(|scope| {
+            for first in [0, 0, 5, 9] {
+                scope.spawn(move || ask(first));
+            }
+        });
+        let once = built.lock().unwrap().len();
+        built.lock().unwrap().clear();
+        let fresh = Layouts::new(layouts.pattern.clone(), 1, 8).unwrap();
+        fresh.keep(requests.len());
+        built.lock().unwrap().clear();
+        requests
+            .iter()
+            .for_each(|request| drop(fresh.get(request).unwrap()));
+        assert_eq!(once, built.lock().unwrap().len());
+        layouts.keep(2);
+        assert_eq!(layouts.built().entries.len(), 2);
+    }
+
+    #[test]
+    fn a_request_without_a_layout_takes_no_place() {
+        let layouts = Layouts::new(Pattern::causal(), 2, 8).unwrap();
+        let mut request = Request::new(16, 16);
+        request.restrictions = vec![Restriction::default().keys([true; 9])];
+        layouts.get(&request).unwrap_err();
+        assert!(
+            layouts
+                .built()
+                .entries
+                .iter()
+                .all(|(known, _)| *known != request)
+        );
     }
 
     #[test]
@@ -251,7 +421,11 @@ mod tests {
     fn blocks_with_equal_patterns_and_copies_of_the_model_share() {
         let patterns = vec![Pattern::local(8), Pattern::strided(8)];
         let factorization = Factorization::Interleaved(patterns);
-        let model = SparseTransformerConfig::new(7, 16, 8, 4, 2, factorization, 8)
+        let model = SparseTransformerConfig::new(8, 2, factorization)
+            .with_vocab_size(7)
+            .with_context(16)
+            .with_n_layers(4)
+            .with_embedding_width(Some(8))
             .with_block_size(8)
             .init(&Device::flex())
             .unwrap();

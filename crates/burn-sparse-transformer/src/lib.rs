@@ -38,6 +38,7 @@
 #![warn(missing_docs)]
 
 mod attention;
+mod attention_config;
 mod block;
 mod block_attention;
 mod cache;
@@ -60,7 +61,8 @@ mod recompute;
 mod rows;
 mod transformer;
 
-pub use attention::{SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
+pub use attention::{SparseMhaOutput, SparseMultiHeadAttention};
+pub use attention_config::SparseMultiHeadAttentionConfig;
 pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
 pub use block_attention::BlockAttentionConfig;
 pub use cache::{SparseMhaCache, SparseTransformerCache};

@@ -15,6 +15,7 @@ use crate::{
 
 /// Configuration of [`LongformerAttention`].
 #[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
 pub struct LongformerAttentionConfig {
     /// Of the attention of ordinary tokens. Its pattern is without the global tokens: `Pattern::window(256)`, or
     /// [`Pattern::dilated_window`]s per head. There is neither `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach`, `sinks` nor `quiet_softmax`.
@@ -58,6 +59,7 @@ pub struct LongformerAttention {
 
 /// Input of [`LongformerAttention`].
 #[derive(Clone, Debug)]
+#[must_use = "an input does nothing until it is passed to a layer"]
 pub struct LongformerInput {
     tensor: Tensor<3>,
     global: Global,

@@ -31,13 +31,18 @@ use crate::{TransformerError, rows};
 ///     false => Precision::F32,
 /// };
 /// let fixed = Factorization::from(Pattern::fixed(128, 32));
-/// let model = SparseTransformerConfig::new(256, 512, 64, 2, 4, fixed, 128)
+/// let model = SparseTransformerConfig::new(64, 4, fixed)
+///     .with_vocab_size(256)
+///     .with_context(512)
+///     .with_n_layers(2)
+///     .with_embedding_width(Some(128))
 ///     .with_precision(precision)
 ///     .init(&device)?;
 /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Precision {
     /// The parameters' dtype throughout.
     #[default]
@@ -140,7 +145,11 @@ mod tests {
     fn every_blocks_attention_is_told() {
         for precision in Precision::ALL {
             let causal = Factorization::from(Pattern::causal());
-            let model = SparseTransformerConfig::new(7, 16, 8, 3, 2, causal, 8)
+            let model = SparseTransformerConfig::new(8, 2, causal)
+                .with_vocab_size(7)
+                .with_context(16)
+                .with_n_layers(3)
+                .with_embedding_width(Some(8))
                 .with_block_size(8)
                 .with_precision(precision)
                 .init(&Device::flex())

@@ -21,29 +21,38 @@ use crate::{
 ///
 /// // The paper's enwik8 model: 12,288 bytes of context, 30 layers, 8 heads, width 512.
 /// let fixed = Factorization::Merged(vec![Pattern::fixed(128, 32)]);
-/// let config = SparseTransformerConfig::new(256, 12_288, 512, 30, 8, fixed, 128).with_dropout(0.40);
+/// let config = SparseTransformerConfig::new(512, 8, fixed)
+///     .with_vocab_size(256)
+///     .with_context(12_288)
+///     .with_n_layers(30)
+///     .with_embedding_width(Some(128))
+///     .with_dropout(0.40);
 /// let model = config.init(&Device::flex())?;
 /// assert_eq!(model.num_params(), 94_949_376);
 /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
 #[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
 pub struct SparseTransformerConfig {
-    /// Number of different tokens.
-    pub vocab_size: usize,
-    /// Longest sequence, in positions.
-    pub context: usize,
     /// Width of the residual stream.
     pub d_model: usize,
-    /// Number of blocks.
-    pub n_layers: usize,
     /// Number of query heads of each block.
     pub n_heads: usize,
     /// The attention patterns, and which layers and heads use which. A language model needs causal ones.
     pub factorization: Factorization,
+    /// Number of different tokens. Has to be set: `init` refuses 0.
+    #[config(default = 0)]
+    pub vocab_size: usize,
+    /// Longest sequence, in positions. Has to be set: `init` refuses 0.
+    #[config(default = 0)]
+    pub context: usize,
+    /// Number of blocks. Has to be set: `init` refuses 0.
+    #[config(default = 0)]
+    pub n_layers: usize,
     /// Width of the matrix that positions are arranged in for their embeddings, usually the stride of
     /// the patterns: position `i` has row `i / width` and column `i mod width`. Of no effect without
-    /// `position_embedding`.
-    pub embedding_width: usize,
+    /// `position_embedding`. Default: a power of two near `√context`.
+    pub embedding_width: Option<usize>,
     /// Side of the blocks the patterns are cut into: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
@@ -106,7 +115,7 @@ impl SparseTransformerConfig {
                 weight: init::embedding(self.vocab_size, d_model, 1, self.init_scale, device),
             },
             position_embedding: self.embeds_positions().then(|| {
-                let (width, scale) = (self.embedding_width, self.init_scale);
+                let (width, scale) = (self.embedding_width(), self.init_scale);
                 PositionEmbedding::new(context, width, d_model, scale, device)
             }),
             blocks: self.init_blocks(device)?,
@@ -118,6 +127,11 @@ impl SparseTransformerConfig {
             layer_norm_eps: self.layer_norm_eps,
             precision: self.precision,
         })
+    }
+
+    fn embedding_width(&self) -> usize {
+        let near_the_root = || self.context.isqrt().next_power_of_two();
+        self.embedding_width.unwrap_or_else(near_the_root)
     }
 
     fn embeds_positions(&self) -> bool {
@@ -173,10 +187,10 @@ impl SparseTransformerConfig {
         ensure_positive("n_layers", self.n_layers)?;
         ensure_positive("d_model", self.d_model)?;
         ensure(
-            !self.embeds_positions() || (1..=self.context).contains(&self.embedding_width),
+            !self.embeds_positions() || (1..=self.context).contains(&self.embedding_width()),
             "embedding_width",
             || format!("between 1 and {}, the context", self.context),
-            self.embedding_width,
+            self.embedding_width(),
         )
     }
 }
@@ -306,6 +320,13 @@ impl SparseTransformer {
     /// Longest sequence, in positions.
     pub fn context(&self) -> usize {
         self.context
+    }
+
+    /// Keeps so many layouts per pattern: see [`SparseMultiHeadAttention::keep_layouts`](crate::SparseMultiHeadAttention::keep_layouts).
+    pub fn keep_layouts(&self, most: usize) {
+        for block in &self.blocks {
+            block.mha.keep_layouts(most);
+        }
     }
 
     /// Operations of the matrix products outside attention for one token, forward; the backward pass

@@ -12,11 +12,13 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::clip::clip_global_norm;
+use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
-use crate::device;
 use crate::model::{self, windows};
-use crate::presets::{self, Attention, Overrides, Preset, RunConfig};
+use crate::overrides::Overrides;
+use crate::presets::{Attention, Preset};
 use crate::progress::say;
+use crate::{arguments, device};
 
 /// Time training iterations with sparse and with dense attention
 #[derive(Args, Debug)]
@@ -36,7 +38,7 @@ pub struct BenchArgs {
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     iterations: u32,
     /// Peak rate of the device in the run's precision, in 10¹² operations per second, for the model-flops utilisation
-    #[arg(long, value_parser = presets::rate, value_name = "PEAK")]
+    #[arg(long, value_parser = arguments::above_zero, value_name = "PEAK")]
     peak_tflops: Option<f64>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]

@@ -17,8 +17,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::config::RunConfig;
 use crate::data::{Fingerprint, SamplerState};
-use crate::presets::RunConfig;
 
 const MAGIC: &[u8; 8] = b"BSTRAIN1";
 /// Magic, checksum and three lengths.
@@ -248,7 +248,10 @@ fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
 mod tests {
     use super::*;
     use crate::data::Sampler;
-    use crate::presets::{Overrides, Preset};
+    use crate::overrides::Overrides;
+    use crate::presets::{Length, Preset};
+    use rand::{RngExt, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
 
     fn checkpoint() -> Checkpoint {
         Checkpoint {
@@ -283,6 +286,27 @@ mod tests {
             1,
             "no temporary file is left"
         );
+    }
+
+    #[test]
+    fn every_bit_of_every_float_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.ckpt");
+        let mut rng = ChaCha8Rng::seed_from_u64(2);
+        let mut float = || rng.random::<f64>() * 10f64.powi(rng.random_range(-12..12));
+        for _ in 0..100 {
+            let mut checkpoint = checkpoint();
+            let Header { config, best, .. } = &mut checkpoint.header;
+            config.recipe.length = Length::Epochs(float());
+            config.recipe.learning_rate = float();
+            config.model.init_scale = float();
+            *best = Some(Best {
+                step: 2,
+                bits_per_byte: float(),
+            });
+            checkpoint.write(&path).unwrap();
+            assert_eq!(Checkpoint::read(&path).unwrap().header, checkpoint.header);
+        }
     }
 
     #[test]

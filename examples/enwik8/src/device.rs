@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use burn::tensor::Device;
+use burn_blocksparse::check_device;
 
 /// Cargo features of this package, best first, and whether they are on.
 const BACKENDS: [(&str, bool); 4] = [
@@ -22,7 +23,7 @@ pub struct NamedDevice {
 /// The device called `name`, or the best that was compiled in.
 ///
 /// # Errors
-/// If there is no such backend, or its feature is off.
+/// If there is no such backend, its feature is off, or the machine lacks the device, its driver or its toolkit.
 pub fn open(name: Option<&str>) -> Result<NamedDevice> {
     let Some(name) = name.or(default_name()) else {
         bail!("this program was built without any backend; build it with --features flex");
@@ -52,6 +53,8 @@ pub fn open(name: Option<&str>) -> Result<NamedDevice> {
         bail!("device '{backend}' is not compiled in");
     };
     prefer(backend);
+    // Burn would panic at the first use.
+    check_device(&device)?;
     let name = match backend {
         "cuda" => format!("cuda:{index}"),
         _ => backend.to_owned(),

@@ -7,8 +7,8 @@ use burn_blocksparse::Pattern;
 use clap::Args;
 
 use crate::data::thousands;
-use crate::pattern;
 use crate::progress::say;
+use crate::{arguments, pattern};
 
 /// Longest sequence whose layout is printed as text, in blocks.
 const PRINTED_BLOCKS: usize = 96;
@@ -25,13 +25,13 @@ pub struct DrawArgs {
     ))]
     pattern: Pattern,
     /// Length of the sequence
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = 512, value_parser = arguments::positive)]
     seq: usize,
     /// Block size: 8, 16, 32, 64 or 128
-    #[arg(long, default_value_t = 32)]
+    #[arg(long, default_value_t = 32, value_parser = arguments::positive)]
     block: usize,
     /// Attention heads; they differ in patterns such as fixed:128,32,4
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = arguments::positive)]
     heads: usize,
     /// A picture to write: FILE.png or FILE.svg
     #[arg(long, value_name = "FILE")]

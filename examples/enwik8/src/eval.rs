@@ -12,7 +12,7 @@ use indicatif::ProgressBar;
 use crate::data::{Corpus, Split, thousands};
 use crate::model::{self, bits, windows};
 use crate::progress::{plain_bar, say, warn};
-use crate::{device, presets, run};
+use crate::{arguments, device, run};
 
 /// Measure bits per byte of a checkpoint
 #[derive(Args, Debug)]
@@ -29,16 +29,16 @@ pub struct EvalArgs {
     split: Split,
     /// Bytes of context that every byte after the first window has at least. The window moves by
     /// context − MIN bytes, so a large MIN is slower and scores better
-    #[arg(long, value_name = "MIN", default_value_t = 0)]
+    #[arg(long, value_name = "MIN", default_value_t = 0, value_parser = arguments::whole::<usize>)]
     min_context: usize,
     /// Windows per forward pass [default: the run's batch]
-    #[arg(long)]
+    #[arg(long, value_parser = arguments::positive)]
     batch: Option<usize>,
     /// Other raw bytes than the run's
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     /// f32, tf32 or bf16 [default: the run's]
-    #[arg(long, value_parser = presets::precision, value_name = "f32|tf32|bf16")]
+    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
     precision: Option<Precision>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
@@ -73,7 +73,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         model: &model,
         device: &device.device,
         context,
-        batch: args.batch.unwrap_or(config.recipe.batch).max(1),
+        batch: args.batch.unwrap_or(config.recipe.batch),
     };
     let evaluation = evaluator.run(bytes, &windows, &plain_bar("evaluating"))?;
     say(format!(

@@ -78,19 +78,19 @@ impl Log {
     /// # Errors
     /// If the file cannot be read or written.
     pub fn open(path: &Path, step: usize) -> Result<Self> {
-        let kept: Vec<Row> = read(path)?
+        // As they were written, not written anew from their values.
+        let kept: Vec<u8> = whole_lines(path)?
             .into_iter()
-            .filter(|row| row.step() <= step)
+            .filter(|(_, row)| row.step() <= step)
+            .flat_map(|(line, _)| line)
             .collect();
-        write_atomically(path, |file| {
-            kept.iter().try_for_each(|row| write_row(file, row))
-        })
-        .and_then(|()| OpenOptions::new().append(true).open(path))
-        .map(|file| Log {
-            path: path.to_owned(),
-            file,
-        })
-        .with_context(|| format!("cannot write {}", path.display()))
+        write_atomically(path, |file| file.write_all(&kept))
+            .and_then(|()| OpenOptions::new().append(true).open(path))
+            .map(|file| Log {
+                path: path.to_owned(),
+                file,
+            })
+            .with_context(|| format!("cannot write {}", path.display()))
     }
 
     /// Appends a line.
@@ -100,6 +100,15 @@ impl Log {
     pub fn write(&mut self, row: &Row) -> Result<()> {
         write_row(&mut self.file, row)
             .with_context(|| format!("cannot write {}", self.path.display()))
+    }
+
+    /// Waits until all lines are on disk. A checkpoint of their step must not get there before them: a run that is
+    /// resumed from it writes none of them again.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn sync(&self) -> Result<()> {
+        (self.file.sync_data()).with_context(|| format!("cannot write {}", self.path.display()))
     }
 }
 
@@ -115,22 +124,32 @@ fn write_row(file: &mut File, row: &Row) -> std::io::Result<()> {
 /// # Errors
 /// If the file cannot be read.
 pub fn read(path: &Path) -> Result<Vec<Row>> {
+    Ok(whole_lines(path)?.into_iter().map(|(_, row)| row).collect())
+}
+
+/// [`read`], each row after its line, which ends with a line feed.
+fn whole_lines(path: &Path) -> Result<Vec<(Vec<u8>, Row)>> {
     if !path.exists() {
         return Ok(Vec::new());
     }
     let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let mut rows = Vec::new();
+    let mut lines = Vec::new();
     for line in BufReader::new(file).split(b'\n') {
-        let line = line.with_context(|| format!("cannot read {}", path.display()))?;
+        let mut line = line.with_context(|| format!("cannot read {}", path.display()))?;
         // Only a line that was cut short by a crash does not parse.
-        rows.extend(serde_json::from_slice::<Row>(&line));
+        if let Ok(row) = serde_json::from_slice::<Row>(&line) {
+            line.push(b'\n');
+            lines.push((line, row));
+        }
     }
-    Ok(rows)
+    Ok(lines)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rand::{RngExt, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
 
     fn row(step: usize) -> Row {
         Row::Validation {
@@ -156,5 +175,33 @@ mod tests {
         log.write(&row(3)).unwrap();
         assert_eq!(read(&path).unwrap(), [row(1), row(2), row(3)]);
         assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 3);
+    }
+
+    #[test]
+    fn reopening_keeps_every_bit_of_every_float() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log.jsonl");
+        let mut rng = ChaCha8Rng::seed_from_u64(1);
+        let mut float = || rng.random::<f64>() * 10f64.powi(rng.random_range(-12..12));
+        let rows: Vec<Row> = (1..=500)
+            .map(|step| Row::Train {
+                step,
+                loss: float(),
+                bits_per_byte: float(),
+                learning_rate: float(),
+                grad_norm: float(),
+                tokens_per_s: float(),
+                ms: float(),
+            })
+            .collect();
+        let mut log = Log::open(&path, 0).unwrap();
+        rows.iter().for_each(|row| log.write(row).unwrap());
+        let written = std::fs::read_to_string(&path).unwrap();
+        Log::open(&path, 500).unwrap();
+        assert!(std::fs::read_to_string(&path).unwrap() == written);
+        assert!(
+            read(&path).unwrap() == rows,
+            "a float was read as another one"
+        );
     }
 }

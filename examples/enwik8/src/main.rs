@@ -2,9 +2,11 @@
 //!
 //! Read [`train`] first; it is the whole of training, top-down.
 
+mod arguments;
 mod bench;
 mod checkpoint;
 mod clip;
+mod config;
 mod data;
 mod device;
 mod draw;
@@ -12,6 +14,7 @@ mod eval;
 mod export;
 mod log;
 mod model;
+mod overrides;
 mod pattern;
 mod plot;
 mod presets;
@@ -25,7 +28,7 @@ use std::io;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// A byte-level language model with block-sparse attention (Sparse Transformer, Child et al., 2019)
 #[derive(Parser, Debug)]
@@ -57,7 +60,7 @@ enum Task {
 }
 
 fn main() -> ExitCode {
-    match dispatch(&Cli::parse().command) {
+    match dispatch(&arguments().command) {
         Ok(code) => code,
         // The reader of our output is gone (`| head`): that is its right.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
@@ -66,6 +69,12 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// The command line; a mistake in it ends the program with exit code 2.
+fn arguments() -> Cli {
+    let matches = arguments::with_negative_numbers(Cli::command()).get_matches();
+    Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
 }
 
 fn dispatch(task: &Task) -> Result<ExitCode> {

@@ -35,19 +35,17 @@ pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTra
 /// # Errors
 /// If a pattern cannot be read.
 pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
-    Ok(SparseTransformerConfig::new(
-        VOCABULARY,
-        config.context,
-        config.d_model,
-        config.layers,
-        config.heads,
-        factorization(config)?,
-        config.position_width,
+    Ok(
+        SparseTransformerConfig::new(config.d_model, config.heads, factorization(config)?)
+            .with_vocab_size(VOCABULARY)
+            .with_context(config.context)
+            .with_n_layers(config.layers)
+            .with_embedding_width(Some(config.position_width))
+            .with_block_size(config.block_size)
+            .with_dropout(config.dropout)
+            .with_init_scale(config.init_scale)
+            .with_precision(config.precision),
     )
-    .with_block_size(config.block_size)
-    .with_dropout(config.dropout)
-    .with_init_scale(config.init_scale)
-    .with_precision(config.precision))
 }
 
 /// The model of a checkpoint.

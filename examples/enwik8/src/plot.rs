@@ -10,6 +10,7 @@ use plotters::prelude::*;
 
 use crate::data::thousands;
 use crate::log::Row;
+use crate::run::UNFINISHED_PLOT;
 
 const SIZE: (u32, u32) = (1200, 720);
 /// More points than pixels show nothing more.
@@ -34,7 +35,7 @@ pub fn draw(path: &Path, title: &str, rows: &[Row], entropy: f64) -> Result<()> 
     }
     font::register();
     // A whole picture or the old one: this file is rewritten during training.
-    let unfinished = path.with_extension("partial.png");
+    let unfinished = path.with_file_name(UNFINISHED_PLOT);
     curves
         .draw(&unfinished, title, entropy)
         .map_err(|error| anyhow!("{error}"))

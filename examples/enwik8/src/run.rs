@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::checkpoint::{Checkpoint, TEMPORARY, write_atomically};
-use crate::presets::RunConfig;
+use crate::config::RunConfig;
 use crate::progress::program;
 
 const CONFIG: &str = "config.json";
 const LOG: &str = "log.jsonl";
 const PLOT: &str = "loss.png";
+/// What [`PLOT`] is called until it is complete.
+pub const UNFINISHED_PLOT: &str = "loss.partial.png";
 const BEST: &str = "best.ckpt";
 const LOCK: &str = "lock";
 
@@ -198,8 +200,12 @@ pub fn open_checkpoint(path: &Path, warn: impl FnMut(String)) -> Result<(PathBuf
     Ok((path.to_owned(), Checkpoint::read(path)?))
 }
 
+/// Whether there is anything of a run, all of which a new one would remove.
 fn holds_run(folder: &Path) -> bool {
-    folder.join(CONFIG).exists() || step_checkpoints(folder).is_ok_and(|found| !found.is_empty())
+    let holds_file = [CONFIG, LOG, PLOT, BEST]
+        .iter()
+        .any(|name| folder.join(name).exists());
+    holds_file || step_checkpoints(folder).is_ok_and(|found| !found.is_empty())
 }
 
 /// `step-*.ckpt`, newest first.
@@ -228,14 +234,17 @@ fn files_of_run(folder: &Path) -> Result<Vec<PathBuf>> {
             .and_then(|name| name.to_str())
             .unwrap_or_default();
         let name = name.strip_suffix(&format!(".{TEMPORARY}")).unwrap_or(name);
-        [CONFIG, LOG, PLOT, BEST].contains(&name) || step_of(Path::new(name)).is_some()
+        [CONFIG, LOG, PLOT, UNFINISHED_PLOT, BEST].contains(&name)
+            || step_of(Path::new(name)).is_some()
     };
     Ok(entries(folder)?.into_iter().filter(is_ours).collect())
 }
 
 fn is_unfinished(path: &Path) -> bool {
-    path.extension()
-        .is_some_and(|extension| extension == TEMPORARY)
+    let temporary = path
+        .extension()
+        .is_some_and(|extension| extension == TEMPORARY);
+    temporary || path.file_name().is_some_and(|name| name == UNFINISHED_PLOT)
 }
 
 fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
@@ -264,6 +273,34 @@ mod tests {
         drop(RunFolder::create(&path, true).unwrap());
         assert!(!path.join(CONFIG).exists());
         assert!(path.join("mine.txt").exists(), "other files stay");
+    }
+
+    #[test]
+    fn whatever_is_left_of_a_run_is_kept() {
+        for name in [CONFIG, LOG, PLOT, BEST, "step-00000500.ckpt"] {
+            let folder = tempfile::tempdir().unwrap();
+            fs::write(folder.path().join(name), "kept").unwrap();
+            let error = RunFolder::create(folder.path(), false).err();
+            let error = error.map_or(String::new(), |error| error.to_string());
+            assert!(error.contains("already holds a run"), "{name}: {error}");
+            assert!(folder.path().join(name).exists(), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_a_killed_process_was_writing_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let [config, checkpoint] = [CONFIG, "step-00000500.ckpt.partial"];
+        for name in [config, checkpoint, UNFINISHED_PLOT] {
+            fs::write(folder.path().join(name), "half").unwrap();
+        }
+        drop(RunFolder::open(folder.path()).unwrap());
+        let left = entries(folder.path()).unwrap();
+        let left: Vec<_> = left.iter().filter_map(|path| path.file_name()).collect();
+        assert!(
+            left.len() == 2 && left.contains(&config.as_ref()),
+            "{left:?}"
+        );
     }
 
     #[test]

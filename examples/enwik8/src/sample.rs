@@ -12,7 +12,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::progress::warn;
-use crate::{device, model, presets, run};
+use crate::{arguments, device, model, run};
 
 /// Let a checkpoint write bytes
 #[derive(Args, Debug)]
@@ -31,33 +31,26 @@ pub struct SampleArgs {
     #[arg(long, value_name = "TEXT", default_value = "The ")]
     prompt: String,
     /// Bytes to write after the prompt
-    #[arg(long, default_value_t = 500)]
+    #[arg(long, default_value_t = 500, value_parser = arguments::whole::<usize>)]
     length: usize,
     /// 0 takes the likeliest byte, 1 samples from the model, above 1 is wilder
-    #[arg(long, default_value_t = 1.0, value_parser = temperature)]
+    #[arg(long, default_value_t = 1.0, value_parser = arguments::at_least_zero)]
     temperature: f64,
     /// Consider only the K likeliest bytes
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=256))]
     top_k: Option<u16>,
     /// Seed of the choice
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = arguments::whole::<u64>)]
     seed: u64,
     /// Write the raw bytes, prompt included, to a file instead of text to the terminal
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// f32, tf32 or bf16 [default: the run's]
-    #[arg(long, value_parser = presets::precision, value_name = "f32|tf32|bf16")]
+    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
     precision: Option<Precision>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
     device: Option<String>,
-}
-
-fn temperature(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if number >= 0.0 && f64::is_finite(number) => Ok(number),
-        _ => Err("must be a number, at least 0".to_owned()),
-    }
 }
 
 /// Runs `enwik8 sample`.

@@ -21,13 +21,15 @@ use indicatif::ProgressBar;
 
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::clip::clip_global_norm;
+use crate::config::RunConfig;
 use crate::data::{Corpus, Fingerprint, Sampler, Split, order_0_entropy, thousands};
 use crate::device::{self, NamedDevice};
 use crate::eval::{Evaluation, Evaluator, Window, sliding_windows, spread_windows};
 use crate::log::{self, Log, Row};
 use crate::model::{self, bits, windows};
+use crate::overrides::Overrides;
 use crate::plot;
-use crate::presets::{Overrides, Preset, RunConfig};
+use crate::presets::Preset;
 use crate::progress::{Progress, clock, plain_bar, program, say, warn};
 use crate::run::{self, RunFolder};
 use crate::schedule::Schedule;
@@ -83,7 +85,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
         true => Session::resume(args, device)?,
     };
     session.describe()?;
-    if session.step >= session.steps {
+    if session.is_finished()? {
         say(format!(
             "nothing to do: this run has done all its {} steps; --steps N trains it further",
             thousands(session.steps)
@@ -233,10 +235,20 @@ impl Session {
         Ok(())
     }
 
+    /// Whether the evaluation that follows the last step is in the log, too.
+    fn is_finished(&self) -> Result<bool> {
+        let is_last = |row: &Row| matches!(row, Row::Final { step, .. } if *step == self.step);
+        let rows = log::read(&self.folder.log())?;
+        Ok(self.step > self.steps || (self.step == self.steps && rows.iter().any(is_last)))
+    }
+
     fn train(&mut self, stop: &AtomicBool) -> Result<()> {
         let recipe = self.config.recipe.clone();
         let mut log = Log::open(&self.folder.log(), self.step)?;
         let mut progress = Progress::new(self.step, self.steps, recipe.log_every);
+        if self.step == self.steps {
+            self.validate_last_step(&mut log, &progress)?;
+        }
         while self.step < self.steps {
             let row = self.train_step()?;
             log.write(&row)?;
@@ -244,17 +256,28 @@ impl Session {
 
             let last = self.step == self.steps || stop.load(Ordering::Relaxed);
             if self.step.is_multiple_of(recipe.eval_every) || self.step == self.steps {
-                let (row, line) = self.validate()?;
-                log.write(&row)?;
-                progress.note(line);
+                progress.note(self.validate(&mut log)?);
             }
             if self.step.is_multiple_of(recipe.checkpoint_every) || last {
+                log.sync()?;
                 self.folder.save(&self.checkpoint()?)?;
                 self.plot();
             }
             if last {
                 break;
             }
+        }
+        Ok(())
+    }
+
+    /// The validation after the last step, where the step itself was not the last one when it was done.
+    fn validate_last_step(&mut self, log: &mut Log, progress: &Progress) -> Result<()> {
+        let is_its_own =
+            |row: &Row| matches!(row, Row::Validation { step, .. } if *step == self.step);
+        if !log::read(&self.folder.log())?.iter().any(is_its_own) {
+            progress.note(self.validate(log)?);
+            log.sync()?;
+            self.folder.save(&self.checkpoint()?)?;
         }
         Ok(())
     }
@@ -312,35 +335,36 @@ impl Session {
         }
     }
 
-    /// Over a fixed set of windows, always the same. A new best is stored at once.
-    fn validate(&mut self) -> Result<(Row, String)> {
+    /// Over a fixed set of windows, always the same. A new best is stored at once, after the line in the log: a run
+    /// may be resumed from it. Returns what to tell the user.
+    fn validate(&mut self, log: &mut Log) -> Result<String> {
         let context = self.config.model.context;
         let bytes = self.corpus.split(Split::Validation).len();
         let plan = spread_windows(bytes, context, self.config.recipe.eval_windows);
         let evaluation = self.evaluate(&plan, &ProgressBar::hidden())?;
         let bits_per_byte = evaluation.bits_per_byte();
+        log.write(&Row::Validation {
+            step: self.step,
+            loss: evaluation.loss(),
+            bits_per_byte,
+            bytes: evaluation.bytes,
+        })?;
         let improved = self
             .best
             .is_none_or(|best| bits_per_byte < best.bits_per_byte);
         if improved {
+            log.sync()?;
             self.best = Some(Best {
                 step: self.step,
                 bits_per_byte,
             });
             self.folder.save_best(&self.checkpoint()?)?;
         }
-        let row = Row::Validation {
-            step: self.step,
-            loss: evaluation.loss(),
-            bits_per_byte,
-            bytes: evaluation.bytes,
-        };
         let mark = if improved { "  (best)" } else { "" };
-        let line = format!(
+        Ok(format!(
             "step {}/{}  validation {bits_per_byte:.3} bits/byte{mark}",
             self.step, self.steps
-        );
-        Ok((row, line))
+        ))
     }
 
     fn evaluate(&self, plan: &[Window], bar: &ProgressBar) -> Result<Evaluation> {
@@ -350,7 +374,15 @@ impl Session {
             context: self.config.model.context,
             batch: self.config.recipe.batch,
         };
-        evaluator.run(self.corpus.split(Split::Validation), plan, bar)
+        let evaluation = evaluator.run(self.corpus.split(Split::Validation), plan, bar)?;
+        // JSON has no number for it.
+        ensure!(
+            evaluation.nats.is_finite(),
+            "the validation loss is no longer finite after step {} (loss {}): begin again with a lower --lr or another --seed",
+            self.step,
+            evaluation.loss()
+        );
+        Ok(evaluation)
     }
 
     fn checkpoint(&self) -> Result<Checkpoint> {
@@ -399,12 +431,14 @@ impl Session {
             &sliding_windows(bytes, context, 0),
             &plain_bar("validation"),
         )?;
-        Log::open(&self.folder.log(), self.step)?.write(&Row::Final {
+        let mut log = Log::open(&self.folder.log(), self.step)?;
+        log.write(&Row::Final {
             step: self.step,
             loss: evaluation.loss(),
             bits_per_byte: evaluation.bits_per_byte(),
             bytes: evaluation.bytes,
         })?;
+        log.sync()?;
         self.plot();
         let folder = self.folder.path().display();
         say(format!(

@@ -1,4 +1,4 @@
-//! What the test files share. Each uses a part of it.
+//! What the tests share. Each binary uses a part of it.
 #![allow(dead_code)]
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -7,7 +7,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Distribution, Int, Tensor, TensorData, Tolerance};
 
 /// A backend has one random number generator for the whole process: tests that depend on what is drawn
-/// hold this, and so do all others of their file.
+/// hold this, and so do all others of their binary.
 static GENERATOR: Mutex<()> = Mutex::new(());
 
 /// Seeds the generator and keeps other tests from using it.

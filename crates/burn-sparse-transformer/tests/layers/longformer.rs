@@ -1,7 +1,6 @@
 //! Longformer's attention against the same in f64, token by token.
 
-mod common;
-
+use crate::common::{assert_close, random, randomise};
 use burn::module::Module;
 use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::{Device, Tensor, TensorData};
@@ -9,7 +8,6 @@ use burn_sparse_transformer::{
     LongformerAttention, LongformerAttentionConfig, LongformerInput, Pattern, Precision, QkNorm,
     SparseMhaInput, SparseMultiHeadAttentionConfig,
 };
-use common::{assert_close, random, randomise};
 use rstest::rstest;
 
 const D_MODEL: usize = 16;

@@ -1,14 +1,12 @@
 //! Packed sequences against each sequence alone.
 
-mod common;
-
+use crate::common::{assert_close, random, randomise};
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{Device, Tensor};
 use burn_sparse_transformer::{
     Pattern, QkNorm, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     SparseTransformerBlockConfig,
 };
-use common::{assert_close, random, randomise};
 use rstest::rstest;
 
 fn attention(pattern: Pattern) -> SparseMultiHeadAttention {

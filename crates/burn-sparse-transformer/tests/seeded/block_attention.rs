@@ -1,7 +1,6 @@
 //! What the attention of blocks and models can have beside the paper's: decoding, records and gradients with each of it.
 
-mod common;
-
+use crate::common::{assert_close, random, randomise, tokens};
 use burn::module::Module;
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor};
@@ -9,7 +8,6 @@ use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, HeadNorm, Pattern, QkNorm, SparseMhaCache,
     SparseTransformer, SparseTransformerBlockConfig, SparseTransformerConfig,
 };
-use common::{assert_close, random, randomise, tokens};
 use rstest::rstest;
 
 const VOCAB: usize = 11;
@@ -59,7 +57,11 @@ impl With {
 fn config(attention: Option<BlockAttentionConfig>) -> SparseTransformerConfig {
     let patterns = vec![Pattern::fixed(8, 2), Pattern::local(6)];
     let factorization = Factorization::Interleaved(patterns);
-    SparseTransformerConfig::new(VOCAB, CONTEXT, 16, 3, HEADS, factorization, 8)
+    SparseTransformerConfig::new(16, HEADS, factorization)
+        .with_vocab_size(VOCAB)
+        .with_context(CONTEXT)
+        .with_n_layers(3)
+        .with_embedding_width(Some(8))
         .with_block_size(8)
         .with_n_kv_heads(Some(2))
         .with_attention(attention)
@@ -88,7 +90,7 @@ fn each_is_there_and_decodes_and_is_recorded(
     #[values(None, Some(false))] position_embedding: Option<bool>,
 ) {
     let device = Device::flex();
-    let _guard = common::seed(&device, 1);
+    let _guard = crate::common::seed(&device, 1);
     let configure = |attention| config(attention).with_position_embedding(position_embedding);
     let plain = configure(None).init(&device).unwrap();
     let model = configure(Some(with.attention())).init(&device).unwrap();
@@ -140,10 +142,14 @@ fn every_block_has_what_was_asked_for() {
 #[test]
 fn rotations_alone_tell_positions() {
     let device = Device::flex();
-    let _guard = common::seed(&device, 2);
+    let _guard = crate::common::seed(&device, 2);
     let model = |attention: Option<BlockAttentionConfig>| {
         let causal = Pattern::causal().into();
-        let config = SparseTransformerConfig::new(VOCAB, CONTEXT, 16, 1, HEADS, causal, 8)
+        let config = SparseTransformerConfig::new(16, HEADS, causal)
+            .with_vocab_size(VOCAB)
+            .with_context(CONTEXT)
+            .with_n_layers(1)
+            .with_embedding_width(Some(8))
             .with_block_size(8)
             .with_position_embedding(Some(false))
             .with_attention(attention);
@@ -262,7 +268,7 @@ mod gradients {
         #[values(None, Some(false))] position_embedding: Option<bool>,
     ) {
         let device = Device::flex().autodiff();
-        let _guard = common::seed(&device, 3);
+        let _guard = crate::common::seed(&device, 3);
         let attention = with.attention().with_dropout(dropout);
         let config = config(Some(attention)).with_position_embedding(position_embedding);
         let model = randomise(config.init(&device).unwrap());
@@ -297,7 +303,7 @@ mod gradients {
     #[test]
     fn many_tokens_without_position_embeddings() {
         let device = Device::flex().autodiff();
-        let _guard = common::seed(&device, 4);
+        let _guard = crate::common::seed(&device, 4);
         let config = config(Some(With::Rope.attention())).with_position_embedding(Some(false));
         let model = randomise(config.init(&device).unwrap());
         let x = tokens(16, 33, VOCAB, &Device::flex());

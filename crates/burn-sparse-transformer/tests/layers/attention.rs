@@ -1,16 +1,15 @@
 //! `SparseMultiHeadAttention` against burn-nn's `MultiHeadAttention`, and against itself in pieces.
 
-mod common;
-
+use crate::common::{assert_close, random, randomise};
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig, generate_autoregressive_mask};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use burn_sparse_transformer::{
-    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, TransformerError,
+    LongformerAttention, Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerBlock,
+    SparseTransformerCache, SparseTransformerConfig, SparseTransformerEncoder, TransformerError,
 };
-use common::{assert_close, random, randomise};
 use rstest::rstest;
 
 fn sparse(d_model: usize, n_heads: usize, pattern: Pattern) -> SparseMultiHeadAttentionConfig {
@@ -324,6 +323,10 @@ fn a_full_cache_or_another_batch_is_refused_and_the_cache_kept() {
 #[test]
 fn modules_are_send_sync_and_say_what_they_are() {
     fn is_send_sync<T: Send + Sync>(_: &T) {}
+    fn are_send_sync<T: Send + Sync, U: Send + Sync, V: Send + Sync>() {}
+    are_send_sync::<SparseMhaCache, SparseTransformerCache, SparseMhaInput>();
+    are_send_sync::<SparseTransformer, SparseTransformerBlock, SparseTransformerEncoder>();
+    are_send_sync::<LongformerAttention, SparseTransformerConfig, TransformerError>();
     let mha = sparse(16, 2, Pattern::fixed(8, 2))
         .init(&Device::flex())
         .unwrap();

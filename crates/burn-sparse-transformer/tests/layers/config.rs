@@ -43,7 +43,11 @@ fn attention() -> BlockAttentionConfig {
 #[case(Factorization::MultiHead(patterns()))]
 #[case(Factorization::from(Pattern::merged_strided(128)))]
 fn transformers_round_trip(#[case] factorization: Factorization) {
-    let config = SparseTransformerConfig::new(256, 12_288, 512, 30, 8, factorization, 128)
+    let config = SparseTransformerConfig::new(512, 8, factorization)
+        .with_vocab_size(256)
+        .with_context(12_288)
+        .with_n_layers(30)
+        .with_embedding_width(Some(128))
         .with_block_size(16)
         .with_n_kv_heads(Some(4))
         .with_dropout(0.4)
@@ -90,7 +94,11 @@ fn attention_and_block_round_trip() {
 #[test]
 fn optional_fields_may_be_missing() {
     let causal = Pattern::causal();
-    let config = SparseTransformerConfig::new(9, 32, 16, 1, 2, causal.clone().into(), 8);
+    let config = SparseTransformerConfig::new(16, 2, causal.clone().into())
+        .with_vocab_size(9)
+        .with_context(32)
+        .with_n_layers(1)
+        .with_embedding_width(Some(8));
     let absent = ["attention", "position_embedding", "context", "n_kv_heads"];
     let without = |json: String| {
         let mut fields: serde_json::Map<String, serde_json::Value> =
@@ -107,6 +115,48 @@ fn optional_fields_may_be_missing() {
     assert!(!json.contains("\"context\""));
     let loaded = SparseTransformerBlockConfig::load_binary(json.as_bytes()).unwrap();
     assert_eq!(loaded.to_string(), block.to_string());
+}
+
+/// What `enwik8 export` wrote when the sizes were arguments of `new`.
+const EARLIER: &str = r#"{
+    "vocab_size": 256, "context": 32, "d_model": 16, "n_layers": 1, "n_heads": 2,
+    "factorization": {"merged": [{"fixed": {"stride": 8, "columns": 2, "num_verts": 1}}]},
+    "embedding_width": 8, "d_key": null, "d_ff": null, "n_kv_heads": null, "softcap": null,
+    "attention": null, "position_embedding": null, "block_size": 8, "dropout": 0.1,
+    "store_weights": false, "precision": "f32", "layer_norm_eps": 0.00001, "init_scale": 1.0
+}"#;
+
+#[test]
+fn configurations_of_before_the_setters_load() {
+    let loaded = SparseTransformerConfig::load_binary(EARLIER.as_bytes()).unwrap();
+    let fixed = Factorization::Merged(vec![Pattern::fixed(8, 2)]);
+    let config = SparseTransformerConfig::new(16, 2, fixed)
+        .with_vocab_size(256)
+        .with_context(32)
+        .with_n_layers(1)
+        .with_embedding_width(Some(8))
+        .with_block_size(8)
+        .with_dropout(0.1)
+        .with_init_scale(1.0);
+    assert_eq!(loaded.to_string(), config.to_string());
+}
+
+#[test]
+fn sizes_that_were_not_set_are_refused_by_name() {
+    let config = || SparseTransformerConfig::new(16, 2, Pattern::causal().into());
+    let device = burn::tensor::Device::flex();
+    let refused = |config: SparseTransformerConfig| config.init(&device).err().unwrap().to_string();
+    assert_eq!(refused(config()), "vocab_size must be at least 1, got 0");
+    let config = || config().with_vocab_size(9);
+    assert_eq!(refused(config()), "context must be at least 1, got 0");
+    let config = || config().with_context(40);
+    assert_eq!(refused(config()), "n_layers must be at least 1, got 0");
+    let model = config().with_n_layers(1).init(&device).unwrap();
+    let positions = model.position_embedding.unwrap();
+    assert_eq!(
+        [positions.row.dims(), positions.column.dims()],
+        [[5, 16], [8, 16]]
+    );
 }
 
 #[test]

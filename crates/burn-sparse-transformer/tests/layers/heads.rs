@@ -1,8 +1,7 @@
 //! What `SparseMultiHeadAttention` does to heads (normalisation, rotation, scale), and padding: against the same in dense Burn
 //! operations, and against itself in pieces.
 
-mod common;
-
+use crate::common::{assert_close, random, randomise, tokens};
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
 use burn::nn::{LayerNormConfig, RmsNormConfig, RotaryEncodingConfig};
@@ -14,7 +13,6 @@ use burn_sparse_transformer::{
     SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformerConfig,
     TransformerError,
 };
-use common::{assert_close, random, randomise, tokens};
 use rstest::rstest;
 
 const HEADS: usize = 4;
@@ -281,7 +279,11 @@ fn records_written_before_these_options_load() {
     let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(bytes)).unwrap();
     let fixed = Factorization::from(Pattern::fixed(8, 2));
     let device = Device::flex();
-    let model = SparseTransformerConfig::new(7, 16, 8, 2, 2, fixed, 8)
+    let model = SparseTransformerConfig::new(8, 2, fixed)
+        .with_vocab_size(7)
+        .with_context(16)
+        .with_n_layers(2)
+        .with_embedding_width(Some(8))
         .with_block_size(8)
         .init(&device)
         .unwrap()

@@ -1,8 +1,7 @@
 //! Mixed precision: bf16 follows f32, and nothing that is kept is bf16.
 #![cfg(feature = "autodiff")]
 
-mod common;
-
+use crate::common::{random, randomise, tokens};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, Int, Tensor};
@@ -10,7 +9,6 @@ use burn_sparse_transformer::{
     Factorization, Pattern, Precision, SparseMhaInput, SparseMultiHeadAttentionConfig,
     SparseTransformer, SparseTransformerConfig, TransformerError,
 };
-use common::{random, randomise, tokens};
 use rstest::rstest;
 
 const VOCAB: usize = 7;
@@ -21,7 +19,11 @@ const ROUNDING: f64 = 1.0 / 256.0;
 fn config(precision: Precision) -> SparseTransformerConfig {
     let patterns = vec![Pattern::fixed(8, 2), Pattern::merged_strided(8)];
     let factorization = Factorization::Interleaved(patterns);
-    SparseTransformerConfig::new(VOCAB, 24, 16, 3, 2, factorization, 8)
+    SparseTransformerConfig::new(16, 2, factorization)
+        .with_vocab_size(VOCAB)
+        .with_context(24)
+        .with_n_layers(3)
+        .with_embedding_width(Some(8))
         .with_block_size(8)
         .with_init_scale(1.0)
         .with_precision(precision)
@@ -61,7 +63,7 @@ fn distance(model: &SparseTransformer, a: &GradientsParams, b: &GradientsParams)
 #[rstest]
 fn gradients_follow_those_of_f32(#[values(false, true)] recompute: bool) {
     let device = Device::flex().autodiff();
-    let _guard = common::seed(&device, 1);
+    let _guard = crate::common::seed(&device, 1);
     let [f32, bf16] = models(&device).map(|model| {
         let (x, y) = data();
         let (loss, gradients) = model.loss_and_gradients(x, y, 0, recompute).unwrap();
@@ -81,7 +83,7 @@ fn gradients_follow_those_of_f32(#[values(false, true)] recompute: bool) {
 #[rstest]
 fn tf32_is_f32_on_a_cpu(#[values(false, true)] recompute: bool) {
     let device = Device::flex().autodiff();
-    let _guard = common::seed(&device, 6);
+    let _guard = crate::common::seed(&device, 6);
     let f32 = randomise(config(Precision::F32).init(&device).unwrap());
     let tf32 = config(Precision::Tf32).init(&device).unwrap();
     let tf32 = tf32.load_record(f32.clone().into_record());
@@ -97,7 +99,7 @@ fn tf32_is_f32_on_a_cpu(#[values(false, true)] recompute: bool) {
 #[test]
 fn recomputed_blocks_give_the_same_gradients() {
     let device = Device::flex().autodiff();
-    let _guard = common::seed(&device, 2);
+    let _guard = crate::common::seed(&device, 2);
     let dropout = config(Precision::Bf16).with_dropout(0.3);
     let model = randomise(dropout.init(&device).unwrap());
     let run = |recompute| {
@@ -122,7 +124,7 @@ fn train(mut model: SparseTransformer, optimizer: &mut ModuleOptimizer, steps: u
 #[test]
 fn training_follows_that_of_f32_and_its_state_is_f32() {
     let device = Device::flex().autodiff();
-    let _guard = common::seed(&device, 3);
+    let _guard = crate::common::seed(&device, 3);
     let [f32, bf16] = models(&device).map(|model| {
         let mut optimizer = AdamWConfig::new().init();
         let losses = train(model, &mut optimizer, 30);
@@ -140,7 +142,7 @@ fn training_follows_that_of_f32_and_its_state_is_f32() {
 #[test]
 fn logits_are_f32_and_decoding_gives_those_of_the_whole() {
     let device = Device::flex();
-    let _guard = common::seed(&device, 4);
+    let _guard = crate::common::seed(&device, 4);
     let [_, model] = models(&device);
     let (x, _) = data();
     let whole = model.forward(x.clone()).unwrap();
@@ -160,7 +162,7 @@ fn logits_are_f32_and_decoding_gives_those_of_the_whole() {
 #[test]
 fn a_layer_returns_its_inputs_dtype() {
     let device = Device::flex();
-    let _guard = common::seed(&device, 5);
+    let _guard = crate::common::seed(&device, 5);
     let mha = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::local(4))
         .with_block_size(8)
         .with_precision(Precision::Bf16)

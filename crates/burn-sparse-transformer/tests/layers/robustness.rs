@@ -1,7 +1,5 @@
 //! Nothing that is passed to the layers makes them panic: they run, or there is an error that says what was expected.
 
-mod common;
-
 use burn::nn::RotaryEncodingConfig;
 use burn::nn::transformer::TransformerEncoderConfig;
 use burn::tensor::{Device, Int, Tensor};
@@ -195,7 +193,11 @@ proptest! {
         // Layers are made one by one.
         let n_layers = n_layers.min(4);
         let [vocab, context, d_model, width, block_size] = sizes[..] else { unreachable!() };
-        let mut config = SparseTransformerConfig::new(vocab, context, d_model, n_layers, n_heads, Factorization::Interleaved(patterns.clone()), width)
+        let mut config = SparseTransformerConfig::new(d_model, n_heads, Factorization::Interleaved(patterns.clone()))
+.with_vocab_size(vocab)
+.with_context(context)
+.with_n_layers(n_layers)
+.with_embedding_width(Some(width))
             .with_d_key(d_key).with_d_ff(d_ff).with_n_kv_heads(kv)
             .with_dropout(reals[0]).with_layer_norm_eps(reals[1]).with_init_scale(reals[2])
             .with_block_size(if block_size < 10 { 8 } else { block_size })

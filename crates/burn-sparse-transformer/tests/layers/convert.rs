@@ -1,7 +1,6 @@
 //! Modules and records of burn-nn with a pattern.
 
-mod common;
-
+use crate::common::{assert_close, random, randomise};
 use burn::module::{Module, Param};
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig, generate_autoregressive_mask};
 use burn::nn::transformer::{
@@ -14,7 +13,6 @@ use burn_sparse_transformer::{
     SparseMultiHeadAttentionConfig, SparseTransformerEncoder, SparseTransformerEncoderConfig,
     SparseTransformerEncoderInput, TransformerError,
 };
-use common::{assert_close, random, randomise};
 use rstest::rstest;
 
 fn encoder(norm_first: bool) -> TransformerEncoder {

@@ -1,16 +1,14 @@
 //! Gradients with and without recomputation, with and without dropout and gradient checkpointing.
 #![cfg(feature = "autodiff")]
 
-mod common;
-
 use std::ops::Range;
 
+use crate::common::{assert_close, randomise, tokens};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_sparse_transformer::{Factorization, Pattern, SparseTransformer, SparseTransformerConfig};
-use common::{assert_close, randomise, tokens};
 use rstest::rstest;
 
 const VOCAB: usize = 7;
@@ -19,7 +17,11 @@ const SEQ: usize = 21;
 fn config(dropout: f64) -> SparseTransformerConfig {
     let patterns = vec![Pattern::fixed(8, 2), Pattern::merged_strided(8)];
     let factorization = Factorization::Interleaved(patterns);
-    SparseTransformerConfig::new(VOCAB, 24, 16, 3, 2, factorization, 8)
+    SparseTransformerConfig::new(16, 2, factorization)
+        .with_vocab_size(VOCAB)
+        .with_context(24)
+        .with_n_layers(3)
+        .with_embedding_width(Some(8))
         .with_block_size(8)
         .with_n_kv_heads(Some(1))
         .with_dropout(dropout)
@@ -102,7 +104,7 @@ fn recomputation_gives_the_same_gradients(
     #[values(false, true)] checkpointing: bool,
 ) {
     let device = device(checkpointing);
-    let _guard = common::seed(&device, 1);
+    let _guard = crate::common::seed(&device, 1);
     let model = model(dropout, &device);
     let run = |recompute| {
         let (x, y) = data();
@@ -117,7 +119,7 @@ fn recomputation_gives_the_same_gradients(
 #[test]
 fn without_dropout_they_are_the_gradients_of_the_loss() {
     let device = device(false);
-    let _guard = common::seed(&device, 2);
+    let _guard = crate::common::seed(&device, 2);
     let model = model(0.0, &device);
     let (x, y) = data();
     let loss = model.loss(x.clone(), y.clone()).unwrap();
@@ -133,7 +135,7 @@ fn many_windows_give_the_mean_of_single_ones(#[values(false, true)] recompute: b
     const WINDOWS: usize = 64;
     const SEQ: usize = 64;
     let device = device(false);
-    let _guard = common::seed(&device, 12);
+    let _guard = crate::common::seed(&device, 12);
     let mut config = config(0.0);
     config.context = SEQ;
     let model = randomise(config.init(&device).unwrap());
@@ -186,7 +188,7 @@ impl ModuleMapper for Move<'_> {
 #[test]
 fn gradients_are_the_slope_of_the_loss() {
     let device = device(false);
-    let _guard = common::seed(&device, 3);
+    let _guard = crate::common::seed(&device, 3);
     let model = model(0.0, &device);
     let (x, y) = data();
     let (_, gradients) = model
@@ -215,7 +217,7 @@ fn gradients_are_the_slope_of_the_loss() {
 #[rstest]
 fn dropout_depends_on_its_seed_alone(#[values(false, true)] recompute: bool) {
     let device = device(false);
-    let _guard = common::seed(&device, 5);
+    let _guard = crate::common::seed(&device, 5);
     let model = model(0.3, &device);
     let run = |seed| {
         let (x, y) = data();
@@ -231,7 +233,7 @@ fn dropout_depends_on_its_seed_alone(#[values(false, true)] recompute: bool) {
 #[rstest]
 fn layers_draw_different_masks(#[values(0.0, 0.5)] dropout: f64) {
     let device = device(false);
-    let _guard = common::seed(&device, 6);
+    let _guard = crate::common::seed(&device, 6);
     let mut model = model(dropout, &device);
     for block in &mut model.blocks {
         for linear in [&mut block.mha.output, &mut block.pwff.linear_outer] {
@@ -267,7 +269,7 @@ fn a_model_that_was_never_used_draws_its_parameters_before_its_masks(
     #[values(false, true)] recompute_first: bool,
 ) {
     let device = device(false);
-    let _guard = common::seed(&device, 7);
+    let _guard = crate::common::seed(&device, 7);
     let mut model = config(0.3).init(&device).unwrap();
     // The output matrix starts at 0, which would hide the blocks.
     model.output = LinearConfig::new(16, VOCAB).with_bias(false).init(&device);
@@ -282,7 +284,7 @@ fn a_model_that_was_never_used_draws_its_parameters_before_its_masks(
 #[rstest]
 fn frozen_parts_get_no_gradients(#[values(false, true)] recompute: bool) {
     let device = device(false);
-    let _guard = common::seed(&device, 8);
+    let _guard = crate::common::seed(&device, 8);
     let mut model = model(0.3, &device);
     model.token_embedding = model.token_embedding.no_grad();
     model.position_embedding = model.position_embedding.no_grad();
@@ -299,7 +301,7 @@ fn frozen_parts_get_no_gradients(#[values(false, true)] recompute: bool) {
 #[test]
 fn a_model_without_dropout_leaves_the_generator_alone() {
     let device = device(false);
-    let _guard = common::seed(&device, 9);
+    let _guard = crate::common::seed(&device, 9);
     let model = model(0.0, &device);
     let draw = || Tensor::<1>::random([4], Distribution::Default, &Device::flex()).into_data();
     device.seed(10);
@@ -313,7 +315,7 @@ fn a_model_without_dropout_leaves_the_generator_alone() {
 #[test]
 fn a_plain_device_is_refused() {
     let device = Device::flex();
-    let _guard = common::seed(&device, 11);
+    let _guard = crate::common::seed(&device, 11);
     let model = model(0.0, &device);
     let (x, y) = data();
     let error = model.loss_and_gradients(x, y, 0, true).map(drop);
@@ -339,7 +341,7 @@ fn recomputed_attention_drops_the_same_weights(
     #[values(false, true)] checkpointing: bool,
 ) {
     let device = device(checkpointing);
-    let _guard = common::seed(&device, 13);
+    let _guard = crate::common::seed(&device, 13);
     let model = dropping_weights(0.4, branches, &device);
     let run = |seed, recompute| {
         let (x, y) = data();
@@ -359,7 +361,7 @@ fn recomputed_attention_drops_the_same_weights(
 #[rstest]
 fn dropped_weights_change_the_loss_unless_frozen(#[values(false, true)] recompute: bool) {
     let device = device(false);
-    let _guard = common::seed(&device, 14);
+    let _guard = crate::common::seed(&device, 14);
     let dropping = dropping_weights(0.4, 0.0, &device);
     let loss = |model: &SparseTransformer| {
         let (x, y) = data();

@@ -1,7 +1,6 @@
 //! What `SparseMultiHeadAttention` adds to scores and drops of weights: against the same in dense Burn operations, and against itself.
 
-mod common;
-
+use crate::common::{assert_close, random, randomise};
 use burn::module::{Module, Param};
 use burn::nn::attention::MultiHeadAttentionConfig;
 use burn::nn::transformer::TransformerEncoderConfig;
@@ -12,7 +11,6 @@ use burn_sparse_transformer::{
     LongformerAttentionConfig, Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
     SparseMultiHeadAttentionConfig, SparseTransformerEncoder,
 };
-use common::{assert_close, random, randomise};
 use rstest::rstest;
 
 const HEADS: usize = 4;

@@ -1,21 +1,23 @@
 //! The model's forward pass: residual form, causality, decoding, and what it refuses.
 
-mod common;
-
+use crate::common::{assert_close, random, randomise, tokens};
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
     Factorization, Pattern, SparseMhaInput, SparseTransformer, SparseTransformerBlockConfig,
     SparseTransformerConfig, TransformerError,
 };
-use common::{assert_close, random, randomise, tokens};
 use rstest::rstest;
 
 const VOCAB: usize = 11;
 const CONTEXT: usize = 40;
 
 fn config(factorization: impl Into<Factorization>) -> SparseTransformerConfig {
-    SparseTransformerConfig::new(VOCAB, CONTEXT, 16, 3, 2, factorization.into(), 8)
+    SparseTransformerConfig::new(16, 2, factorization.into())
+        .with_vocab_size(VOCAB)
+        .with_context(CONTEXT)
+        .with_n_layers(3)
+        .with_embedding_width(Some(8))
         .with_block_size(8)
 }
 
@@ -237,7 +239,11 @@ fn configurations_that_do_not_fit_are_refused() {
         |config: SparseTransformerConfig| config.init(&Device::flex()).unwrap_err().to_string();
     let new = |vocab, context, d_model, layers, heads, width| {
         let causal = Pattern::causal().into();
-        SparseTransformerConfig::new(vocab, context, d_model, layers, heads, causal, width)
+        SparseTransformerConfig::new(d_model, heads, causal)
+            .with_vocab_size(vocab)
+            .with_context(context)
+            .with_n_layers(layers)
+            .with_embedding_width(Some(width))
     };
     assert_eq!(
         init(new(0, 8, 8, 1, 1, 4)),
@@ -273,7 +279,13 @@ fn configurations_that_do_not_fit_are_refused() {
     );
     let none = Factorization::Interleaved(vec![]);
     assert_eq!(
-        init(SparseTransformerConfig::new(5, 8, 8, 1, 1, none, 4)),
+        init(
+            SparseTransformerConfig::new(8, 1, none)
+                .with_vocab_size(5)
+                .with_context(8)
+                .with_n_layers(1)
+                .with_embedding_width(Some(4))
+        ),
         "factorization must be at least one pattern, got none"
     );
 }

@@ -1,7 +1,5 @@
 //! The paper's initialisation: spread, zeros, and the number of parameters.
 
-mod common;
-
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 use burn_sparse_transformer::{
@@ -13,7 +11,11 @@ const LAYERS: usize = 3;
 
 fn model(config: impl Fn(SparseTransformerConfig) -> SparseTransformerConfig) -> SparseTransformer {
     let fixed = Factorization::from(Pattern::fixed(64, 8));
-    let new = SparseTransformerConfig::new(200, 4096, D, LAYERS, 4, fixed, 64);
+    let new = SparseTransformerConfig::new(D, 4, fixed)
+        .with_vocab_size(200)
+        .with_context(4096)
+        .with_n_layers(LAYERS)
+        .with_embedding_width(Some(64));
     config(new).init(&Device::flex()).unwrap()
 }
 
@@ -49,7 +51,7 @@ fn std(width: usize) -> f64 {
 #[test]
 fn embeddings_and_output() {
     let device = Device::flex();
-    let _guard = common::seed(&device, 7);
+    let _guard = crate::common::seed(&device, 7);
     let model = model(|config| config);
     assert_normal(model.token_embedding.weight.val(), std(D));
     let positions = model.position_embedding.as_ref().unwrap();
@@ -85,7 +87,7 @@ fn assert_block(block: &SparseTransformerBlock, d_ff: usize) {
 #[test]
 fn blocks() {
     let device = Device::flex();
-    let _guard = common::seed(&device, 8);
+    let _guard = crate::common::seed(&device, 8);
     for block in &model(|config| config).blocks {
         assert_block(block, 4 * D);
     }
@@ -94,7 +96,7 @@ fn blocks() {
 #[test]
 fn half_size_blocks() {
     let device = Device::flex();
-    let _guard = common::seed(&device, 9);
+    let _guard = crate::common::seed(&device, 9);
     let model = model(SparseTransformerConfig::half_size);
     assert_eq!(model.blocks[0].mha.query.weight.dims(), [D, D / 2]);
     assert_eq!(model.blocks[0].mha.value.weight.dims(), [D, D]);
@@ -104,7 +106,7 @@ fn half_size_blocks() {
 #[test]
 fn another_scale() {
     let device = Device::flex();
-    let _guard = common::seed(&device, 10);
+    let _guard = crate::common::seed(&device, 10);
     let model = model(|config| config.with_init_scale(1.0));
     assert_normal(model.token_embedding.weight.val(), 8.0 * std(D));
     let positions = model.position_embedding.as_ref().unwrap();
@@ -120,7 +122,11 @@ fn another_scale() {
 #[test]
 fn the_papers_enwik8_model_has_95_million_parameters() {
     let fixed = Factorization::from(Pattern::fixed(128, 32));
-    let config = SparseTransformerConfig::new(256, 12_288, 512, 30, 8, fixed, 128);
+    let config = SparseTransformerConfig::new(512, 8, fixed)
+        .with_vocab_size(256)
+        .with_context(12_288)
+        .with_n_layers(30)
+        .with_embedding_width(Some(128));
     let model = config.init(&Device::flex()).unwrap();
     let (d, per_block) = (512, 12 * 512 * 512 + 9 * 512 + 4 * 512);
     let embeddings = (256 + 96 + 128) * d;
@@ -135,7 +141,12 @@ fn the_papers_enwik8_model_has_95_million_parameters() {
 #[test]
 fn the_papers_cifar_10_model_has_59_million_parameters() {
     let strided = Factorization::from(Pattern::merged_strided(96));
-    let config = SparseTransformerConfig::new(256, 3072, 256, 128, 2, strided, 96).half_size();
+    let config = SparseTransformerConfig::new(256, 2, strided)
+        .with_vocab_size(256)
+        .with_context(3072)
+        .with_n_layers(128)
+        .with_embedding_width(Some(96))
+        .half_size();
     let millions = config.init(&Device::flex()).unwrap().num_params() as f64 / 1e6;
     assert!((millions - 59.0).abs() < 0.5, "{millions} million");
 }
@@ -144,7 +155,7 @@ fn the_papers_cifar_10_model_has_59_million_parameters() {
 fn seeds_decide_the_parameters() {
     let device = Device::flex();
     let draw = |seed| {
-        let _guard = common::seed(&device, seed);
+        let _guard = crate::common::seed(&device, seed);
         model(|config| config).blocks[0].mha.query.weight.to_data()
     };
     assert_eq!(draw(1), draw(1));

@@ -1,0 +1,205 @@
+use burn::config::Config;
+use burn::module::Initializer;
+use burn::nn::{DropoutConfig, LinearConfig, RotaryEncodingConfig};
+use burn::tensor::Device;
+use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, WeightsMode, alibi_slopes};
+
+use crate::dropout::Seeds;
+use crate::error::{
+    ensure, ensure_above_zero, ensure_dropout, ensure_multiple, ensure_none, ensure_positive,
+};
+use crate::heads::validate_rope;
+use crate::layouts::Layouts;
+use crate::{HeadNorm, Precision, QkNorm, SparseMultiHeadAttention, TransformerError};
+
+/// Configuration of [`SparseMultiHeadAttention`].
+///
+/// Fields that burn-nn's `MultiHeadAttentionConfig` also has keep their names, meanings and defaults, but for `dropout`, which is 0 (Child et
+/// al., 2019, §5.4: it would complicate recomputation). There is no `min_float`: what the pattern leaves out is never computed.
+///
+/// A configuration whose pattern is a callback ([`Pattern::from_fn`]) works, but does not serialize.
+#[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
+pub struct SparseMultiHeadAttentionConfig {
+    /// Width of the input and of the output.
+    pub d_model: usize,
+    /// Number of query heads.
+    pub n_heads: usize,
+    /// Which query attends to which key, per head.
+    pub pattern: Pattern,
+    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    #[config(default = 32)]
+    pub block_size: usize,
+    /// Number of key and value heads, a divisor of `n_heads`; fewer than `n_heads` is grouped-query
+    /// attention, 1 is multi-query attention. Default: `n_heads`.
+    pub n_kv_heads: Option<usize>,
+    /// Width of the query projection, all heads together; the key projection has as much per head.
+    /// Default: `d_model`. The paper's half-size models use `d_model / 2`.
+    pub d_key: Option<usize>,
+    /// Bounds the scores to ±`softcap` with a tanh before the softmax. Default: no bound.
+    pub softcap: Option<f64>,
+    /// Factor of the scores. Default: `1 / √d_k`.
+    pub scale: Option<f64>,
+    /// Rotary position embeddings of queries and keys (Su et al., 2021); its `d_model` is the width of a query head. Rotations are
+    /// computed in f32. Default: none.
+    pub rope: Option<RotaryEncodingConfig>,
+    /// Normalisation of every query and key head, before the rotation. Default: none.
+    pub qk_norm: Option<QkNorm>,
+    /// Added to the variance, or to the mean square, in `qk_norm`.
+    #[config(default = 1e-6)]
+    pub qk_norm_eps: f64,
+    /// Probability that an attention weight is dropped while training, in `[0, 1)`.
+    #[config(default = 0.0)]
+    pub dropout: f64,
+    /// Whether scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
+    #[config(default = false)]
+    pub alibi: bool,
+    /// Learns a bias for each head and each distance up to so many positions, those further away sharing the last one; they begin
+    /// at 0. Default: none.
+    pub relative_reach: Option<usize>,
+    /// Whether each head learns the score of a further key whose value is 0, from 0 on.
+    #[config(default = false)]
+    pub sinks: bool,
+    /// Whether the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit stays 0.
+    #[config(default = false)]
+    pub quiet_softmax: bool,
+    /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
+    /// computed again.
+    #[config(default = false)]
+    pub store_weights: bool,
+    /// Dtype of the projections and of the attention.
+    #[config(default = "Precision::F32")]
+    pub precision: Precision,
+    /// How the four projections are initialised.
+    #[config(
+        default = "Initializer::KaimingUniform{gain: 1.0 / f64::sqrt(3.0), fan_out_only: false}"
+    )]
+    pub initializer: Initializer,
+    /// Whether the query projection has a bias.
+    #[config(default = true)]
+    pub query_bias: bool,
+    /// Whether the key projection has a bias.
+    #[config(default = true)]
+    pub key_bias: bool,
+    /// Whether the value projection has a bias.
+    #[config(default = true)]
+    pub value_bias: bool,
+    /// Whether the output projection has a bias.
+    #[config(default = true)]
+    pub output_bias: bool,
+}
+
+impl SparseMultiHeadAttentionConfig {
+    /// Creates the module, with parameters that are initialised on first use.
+    ///
+    /// # Errors
+    /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
+    /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
+    /// than 2³⁰ numbers, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads and the block size, or the device does not
+    /// compute in `precision`.
+    pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
+        self.validate()?;
+        let layouts = Layouts::new(self.pattern.clone(), self.n_heads, self.block_size)?;
+        self.init_with(layouts, device)
+    }
+
+    /// [`Self::init`] with layouts that other blocks may share.
+    pub(crate) fn init_with(
+        &self,
+        layouts: Layouts,
+        device: &Device,
+    ) -> Result<SparseMultiHeadAttention, TransformerError> {
+        self.validate()?;
+        self.precision.check(device)?;
+        let n_kv_heads = self.n_kv_heads.unwrap_or(self.n_heads);
+        let d_k = self.d_key.unwrap_or(self.d_model) / self.n_heads;
+        let d_v = self.d_model / self.n_heads;
+        let linear = |d_input, d_output, bias| {
+            LinearConfig::new(d_input, d_output)
+                .with_bias(bias)
+                .with_initializer(self.initializer.clone())
+                .init(device)
+        };
+        let norm = || {
+            self.qk_norm
+                .map(|kind| HeadNorm::new(kind, d_k, self.qk_norm_eps, device))
+        };
+        Ok(SparseMultiHeadAttention {
+            query_norm: norm(),
+            key_norm: norm(),
+            rope: self.rope.as_ref().map(|config| config.init(device)),
+            relative_bias: self.relative_reach.map(|reach| {
+                let shape = [self.n_heads, 2 * reach + 1];
+                Initializer::Zeros.init(shape, device)
+            }),
+            sinks: (self.sinks).then(|| Initializer::Zeros.init([self.n_heads], device)),
+            dropout: DropoutConfig::new(self.dropout).init(),
+            seeds: Seeds::default(),
+            qk_norm_eps: self.qk_norm_eps,
+            quiet_softmax: self.quiet_softmax,
+            query: linear(self.d_model, self.n_heads * d_k, self.query_bias),
+            key: linear(self.d_model, n_kv_heads * d_k, self.key_bias),
+            value: linear(self.d_model, n_kv_heads * d_v, self.value_bias),
+            output: linear(self.d_model, self.d_model, self.output_bias),
+            d_model: self.d_model,
+            n_heads: self.n_heads,
+            n_kv_heads,
+            layouts,
+            options: self.options(),
+            precision: self.precision,
+        })
+    }
+
+    fn options(&self) -> AttentionOptions {
+        let weights = match self.store_weights {
+            true => WeightsMode::Store,
+            false => WeightsMode::Recompute,
+        };
+        let products = self.precision.products();
+        let options = AttentionOptions::default()
+            .weights(weights)
+            .precision(products);
+        let options = match self.softcap {
+            Some(softcap) => options.softcap(softcap),
+            None => options,
+        };
+        let options = match self.scale {
+            Some(scale) => options.scale(scale),
+            None => options,
+        };
+        match self.alibi {
+            true => options.alibi(alibi_slopes(self.n_heads)),
+            false => options,
+        }
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+        ensure_positive("n_heads", self.n_heads)?;
+        ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
+        if let Some(d_key) = self.d_key {
+            ensure_multiple("d_key", d_key, "n_heads", self.n_heads)?;
+        }
+        if let Some(n_kv_heads) = self.n_kv_heads {
+            ensure_multiple("n_heads", self.n_heads, "n_kv_heads", n_kv_heads)?;
+        }
+        if let Some(rope) = &self.rope {
+            validate_rope(rope, self.d_key.unwrap_or(self.d_model) / self.n_heads)?;
+        }
+        ensure_dropout(self.dropout)?;
+        let twice = self.sinks && self.quiet_softmax;
+        ensure_none("sinks", twice, "none with quiet_softmax, which is one")?;
+        let reach = self.relative_reach.unwrap_or(0);
+        let most = (AttentionTensors::MAX_DISTANCES / self.n_heads).saturating_sub(1) / 2;
+        ensure(
+            reach <= most,
+            "relative_reach",
+            || format!("at most {most} with {} heads", self.n_heads),
+            reach,
+        )?;
+        let scale = self.scale.unwrap_or(1.0);
+        let finite = (scale as f32).is_finite();
+        ensure(finite, "scale", || "finite, as f32".into(), scale)?;
+        ensure_above_zero("softcap", self.softcap.unwrap_or(1.0))?;
+        ensure_above_zero("qk_norm_eps", self.qk_norm_eps)
+    }
+}

@@ -1,0 +1,15 @@
+//! The layers against burn-nn's, against a reference and against themselves in pieces.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod attention;
+mod config;
+mod convert;
+mod decoding;
+mod heads;
+mod longformer;
+mod options;
+mod packed;
+mod robustness;
+mod transformer;

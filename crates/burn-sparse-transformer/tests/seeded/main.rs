@@ -1,0 +1,10 @@
+//! Tests that depend on the numbers that are drawn. All of them hold [`common::seed`]'s guard while they draw, so they are in
+//! a process of their own: those of `layers` draw from the same generator without it.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod block_attention;
+mod gradients;
+mod init;
+mod precision;

@@ -1,0 +1,67 @@
+//! Values of flags: what is outside the range that a flag allows is an error that names both.
+
+use std::str::FromStr;
+
+use burn_sparse_transformer::Precision;
+use clap::Command;
+
+/// Reads `-1` as the value of the flag before it, for every flag of every command: otherwise clap takes it for a flag
+/// of its own, and the error names neither the argument nor its range.
+pub fn with_negative_numbers(command: Command) -> Command {
+    command.mut_subcommands(|command| {
+        command.mut_args(|argument| match argument.get_action().takes_values() {
+            true => argument.allow_negative_numbers(true),
+            false => argument,
+        })
+    })
+}
+
+/// A whole number that is not 0.
+pub fn positive(text: &str) -> Result<usize, String> {
+    match digits(text) {
+        Some(number) if number > 0 => Ok(number),
+        _ => Err("must be a whole number, at least 1".to_owned()),
+    }
+}
+
+/// A whole number.
+pub fn whole<T: FromStr>(text: &str) -> Result<T, String> {
+    digits(text).ok_or_else(|| "must be a whole number, at least 0".to_owned())
+}
+
+/// A number above 0.
+pub fn above_zero(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(number) if number > 0.0 && f64::is_finite(number) => Ok(number),
+        _ => Err("must be a number above 0".to_owned()),
+    }
+}
+
+/// A number that is not negative.
+pub fn at_least_zero(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(number) if number >= 0.0 && f64::is_finite(number) => Ok(number),
+        _ => Err("must be a number, at least 0".to_owned()),
+    }
+}
+
+/// A probability or a decay.
+pub fn fraction(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(number) if (0.0..1.0).contains(&number) => Ok(number),
+        _ => Err("must be a number from 0 up to, not including, 1".to_owned()),
+    }
+}
+
+/// `--precision`.
+pub fn precision(text: &str) -> Result<Precision, String> {
+    Precision::ALL
+        .into_iter()
+        .find(|precision| precision.name() == text)
+        .ok_or_else(|| "must be f32, tf32 or bf16".to_owned())
+}
+
+/// Digits, which may be grouped as in `12_288`.
+fn digits<T: FromStr>(text: &str) -> Option<T> {
+    text.replace('_', "").parse().ok()
+}

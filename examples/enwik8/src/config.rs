@@ -1,0 +1,260 @@
+//! The configuration of a run: a preset with a user's changes, checked.
+
+use anyhow::{Context, Result, bail, ensure};
+use burn_blocksparse::{BLOCK_SIZES, Pattern};
+use serde::{Deserialize, Serialize};
+
+use crate::overrides::Overrides;
+use crate::pattern;
+use crate::presets::{Attention, FactorizationKind, Length, ModelConfig, Preset, Recipe};
+
+/// All that defines a run besides its data. Stored in the run folder and in every checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunConfig {
+    /// Where the numbers come from.
+    pub preset: Preset,
+    /// Shape of the model.
+    pub model: ModelConfig,
+    /// How it is trained.
+    pub recipe: Recipe,
+}
+
+impl RunConfig {
+    /// A preset with the user's changes.
+    ///
+    /// # Errors
+    /// If the result is no causal language model, or its numbers do not go together.
+    pub fn new(preset: Preset, overrides: &Overrides) -> Result<Self> {
+        let mut config = RunConfig {
+            preset,
+            model: preset.model(),
+            recipe: preset.recipe(),
+        };
+        ensure!(
+            overrides.attention != Some(Attention::Dense) || overrides.pattern.is_empty(),
+            "--attention dense is a pattern by itself; leave out --pattern"
+        );
+        overrides.apply(&mut config.model, &mut config.recipe);
+        config.check()?;
+        Ok(config)
+    }
+
+    /// A stored configuration on resume: only what leaves the past of the run true may change.
+    ///
+    /// # Errors
+    /// Names the first flag that contradicts the run.
+    pub fn resumed(&self, preset: Option<Preset>, overrides: &Overrides) -> Result<Self> {
+        let mut wanted = self.clone();
+        wanted.preset = preset.unwrap_or(self.preset);
+        overrides.apply(&mut wanted.model, &mut wanted.recipe);
+        let allowed = RunConfig {
+            recipe: Recipe {
+                length: wanted.recipe.length,
+                recompute: wanted.recipe.recompute,
+                eval_every: wanted.recipe.eval_every,
+                eval_windows: wanted.recipe.eval_windows,
+                checkpoint_every: wanted.recipe.checkpoint_every,
+                log_every: wanted.recipe.log_every,
+                ..self.recipe.clone()
+            },
+            ..self.clone()
+        };
+        if allowed != wanted {
+            let (stored, asked) = first_difference(&allowed, &wanted);
+            bail!(
+                "--resume continues the run as it was begun, with {stored}, but {asked} was asked for; \
+                 leave that flag out, or begin another run with --run DIR"
+            );
+        }
+        wanted.check()?;
+        Ok(wanted)
+    }
+
+    /// Optimizer steps of the run on a training split of `train_bytes`.
+    pub fn steps(&self, train_bytes: usize) -> usize {
+        match self.recipe.length {
+            Length::Steps(steps) => steps,
+            Length::Epochs(epochs) => {
+                let step = (self.recipe.batch * self.model.context) as f64;
+                ((epochs * train_bytes as f64 / step) as usize).max(1)
+            }
+        }
+    }
+
+    /// Bytes predicted in one step.
+    pub fn tokens_per_step(&self) -> usize {
+        self.recipe.batch * self.model.context
+    }
+
+    /// Errors name flags, where those of the layers would name the fields of their configurations.
+    fn check(&self) -> Result<()> {
+        let ModelConfig {
+            context,
+            heads,
+            d_model,
+            patterns,
+            factorization,
+            block_size,
+            position_width,
+            ..
+        } = &self.model;
+        ensure!(
+            d_model % heads == 0,
+            "--d-model must be a multiple of --heads, got {d_model} and {heads}"
+        );
+        ensure!(
+            BLOCK_SIZES.contains(block_size),
+            "--block must be 8, 16, 32, 64 or 128, got {block_size}"
+        );
+        ensure!(
+            position_width <= context,
+            "--position-width must be at most --context = {context}, got {position_width}; without that flag it is the stride of \
+             --pattern, or the preset's"
+        );
+        ensure!(
+            *factorization != FactorizationKind::MultiHead || heads % patterns.len() == 0,
+            "--heads must be a multiple of the {} patterns of --factorization multi-head, got {heads}",
+            patterns.len()
+        );
+        patterns.iter().try_for_each(|text| {
+            check_pattern(text, *heads).with_context(|| format!("--pattern '{text}'"))
+        })
+    }
+}
+
+fn check_pattern(text: &str, heads: usize) -> Result<()> {
+    let pattern: Pattern = text.parse()?;
+    pattern.validate(heads)?;
+    if pattern.is_causal() {
+        return Ok(());
+    }
+    let causal = pattern::causal_part(text);
+    match pattern::has_callback(&pattern) {
+        true => bail!(
+            "it is not known to be causal, because a part of it is a callback; '{causal}' is, and keeps the pairs that are"
+        ),
+        false => bail!(
+            "it lets a position see later ones, so the model could read the byte it predicts; use a causal pattern \
+             such as causal, local:W, strided:S or fixed:L,C, or '{causal}'"
+        ),
+    }
+}
+
+/// The first field that differs, as `name value` on both sides.
+fn first_difference(stored: &RunConfig, asked: &RunConfig) -> (String, String) {
+    let flat = |config: &RunConfig| {
+        let mut fields = vec![("preset".to_owned(), format!("{:?}", config.preset.name()))];
+        for part in [
+            serde_json::to_value(&config.model),
+            serde_json::to_value(&config.recipe),
+        ] {
+            if let Ok(serde_json::Value::Object(map)) = part {
+                fields.extend(
+                    map.into_iter()
+                        .map(|(name, value)| (name, value.to_string())),
+                );
+            }
+        }
+        fields
+    };
+    let difference = flat(stored)
+        .into_iter()
+        .zip(flat(asked))
+        .find(|(stored, asked)| stored.1 != asked.1);
+    match difference {
+        Some((stored, asked)) => (
+            format!("{} {}", stored.0, stored.1),
+            format!("{} {}", asked.0, asked.1),
+        ),
+        None => ("its own configuration".to_owned(), "another".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_paper_preset_is_the_paper() {
+        let config = RunConfig::new(Preset::Paper, &Overrides::default()).unwrap();
+        let model = &config.model;
+        assert_eq!(
+            (model.context, model.layers, model.heads, model.d_model),
+            (12_288, 30, 8, 512)
+        );
+        assert_eq!(
+            (model.patterns[0].as_str(), model.dropout),
+            ("fixed:128,32", 0.40)
+        );
+        assert_eq!(config.recipe.length, Length::Epochs(80.0));
+        assert_eq!(config.steps(90_000_000), 73_242);
+    }
+
+    #[test]
+    fn flags_override_and_stay() {
+        let overrides = Overrides {
+            layers: Some(2),
+            steps: Some(7),
+            pattern: vec!["local:16+strided:32".to_owned()],
+            ..Overrides::default()
+        };
+        let config = RunConfig::new(Preset::Tiny, &overrides).unwrap();
+        assert_eq!((config.model.layers, config.model.position_width), (2, 32));
+        assert_eq!(config.steps(1_000), 7);
+        let text = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<RunConfig>(&text).unwrap(), config);
+        let config = RunConfig::new(Preset::Paper, &Overrides::default()).unwrap();
+        let text = serde_json::to_string(&config).unwrap();
+        let older = text.replace(",\"init_scale\":0.125,\"precision\":\"f32\"", "");
+        assert_ne!(older, text);
+        assert_eq!(serde_json::from_str::<RunConfig>(&older).unwrap(), config);
+    }
+
+    #[test]
+    fn dense_attention_changes_nothing_else() {
+        let sparse = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
+        let overrides = Overrides {
+            attention: Some(Attention::Dense),
+            ..Overrides::default()
+        };
+        let mut dense = RunConfig::new(Preset::Tiny, &overrides).unwrap();
+        assert_eq!(dense.model.patterns, ["causal"]);
+        dense.model.patterns = sparse.model.patterns.clone();
+        assert_eq!(dense, sparse);
+    }
+
+    #[test]
+    fn patterns_that_look_ahead_are_refused() {
+        let overrides = Overrides {
+            pattern: vec!["local:8+prefix:4".to_owned()],
+            ..Overrides::default()
+        };
+        let error = RunConfig::new(Preset::Tiny, &overrides).unwrap_err();
+        let message = format!("{error:#}");
+        assert!(message.contains("later"), "{message}");
+    }
+
+    #[test]
+    fn resume_keeps_the_model_and_may_lengthen_the_run() {
+        let config = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
+        let longer = Overrides {
+            steps: Some(5_000),
+            ..Overrides::default()
+        };
+        assert_eq!(config.resumed(None, &longer).unwrap().steps(1), 5_000);
+        let wider = Overrides {
+            d_model: Some(256),
+            ..Overrides::default()
+        };
+        let message = config.resumed(None, &wider).unwrap_err().to_string();
+        assert!(
+            message.contains("d_model 128") && message.contains("d_model 256"),
+            "{message}"
+        );
+        assert!(
+            config
+                .resumed(Some(Preset::Small), &Overrides::default())
+                .is_err()
+        );
+    }
+}

@@ -1,0 +1,191 @@
+//! A flag for every number of a preset.
+
+use burn_sparse_transformer::Precision;
+use clap::Args;
+
+use crate::presets::{Attention, FactorizationKind, Length, ModelConfig, Recipe};
+use crate::{arguments, pattern};
+
+/// One flag for each number of a preset.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Model (defaults from the preset)")]
+pub struct Overrides {
+    /// Bytes of context
+    #[arg(long, value_parser = arguments::positive)]
+    pub context: Option<usize>,
+    /// Residual blocks
+    #[arg(long, value_parser = arguments::positive)]
+    pub layers: Option<usize>,
+    /// Attention heads
+    #[arg(long, value_parser = arguments::positive)]
+    pub heads: Option<usize>,
+    /// Width of the model
+    #[arg(long, value_parser = arguments::positive)]
+    pub d_model: Option<usize>,
+    /// Sparse attention, or dense causal attention with the same parameters
+    #[arg(long, value_enum)]
+    pub attention: Option<Attention>,
+    /// Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization
+    #[arg(long, value_parser = pattern::checked, value_name = "PATTERN", long_help = pattern::help(
+        "Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization",
+    ))]
+    pub pattern: Vec<String>,
+    /// How several patterns are combined
+    #[arg(long, value_enum)]
+    pub factorization: Option<FactorizationKind>,
+    /// Block size of the attention layout: 8, 16, 32, 64 or 128
+    #[arg(long, value_parser = arguments::positive)]
+    pub block: Option<usize>,
+    /// Width of the position matrix [default: the pattern's stride]
+    #[arg(long, value_parser = arguments::positive)]
+    pub position_width: Option<usize>,
+    /// Dropout at the end of each residual addition
+    #[arg(long, value_parser = arguments::fraction)]
+    pub dropout: Option<f64>,
+    /// Initial weights have a standard deviation of SCALE / √(width of the input)
+    #[arg(long, value_parser = arguments::above_zero, value_name = "SCALE")]
+    pub init_scale: Option<f64>,
+    /// f32, or bf16 for mixed precision: activations, matrix products and attention in bf16, weights and
+    /// optimizer in f32; or tf32: f32 with the attention's products on tensor cores
+    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
+    pub precision: Option<Precision>,
+
+    /// Windows per step
+    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
+    pub batch: Option<usize>,
+    /// Optimizer steps
+    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
+    pub steps: Option<usize>,
+    /// Passes over the training data, instead of --steps
+    #[arg(long, value_parser = arguments::above_zero, conflicts_with = "steps", help_heading = RECIPE)]
+    pub epochs: Option<f64>,
+    /// Highest learning rate
+    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
+    pub lr: Option<f64>,
+    /// Steps of linear warm-up
+    #[arg(long, value_parser = arguments::whole::<usize>, help_heading = RECIPE)]
+    pub warmup: Option<usize>,
+    /// Decoupled weight decay
+    #[arg(long, value_parser = arguments::at_least_zero, help_heading = RECIPE)]
+    pub weight_decay: Option<f64>,
+    /// Adam's decay of the first moment
+    #[arg(long, value_parser = arguments::fraction, help_heading = RECIPE)]
+    pub beta1: Option<f64>,
+    /// Adam's decay of the second moment
+    #[arg(long, value_parser = arguments::fraction, help_heading = RECIPE)]
+    pub beta2: Option<f64>,
+    /// Adam's epsilon
+    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
+    pub epsilon: Option<f64>,
+    /// Largest global norm of the gradient
+    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
+    pub clip: Option<f64>,
+    /// Seed of weights, data order and dropout
+    #[arg(long, value_parser = arguments::whole::<u64>, help_heading = RECIPE)]
+    pub seed: Option<u64>,
+    /// Recompute blocks in the backward pass to save memory
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "true|false", help_heading = RECIPE)]
+    pub recompute: Option<bool>,
+    /// Steps between validations
+    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
+    pub eval_every: Option<usize>,
+    /// Windows per validation during training
+    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
+    pub eval_windows: Option<usize>,
+    /// Steps between checkpoints
+    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
+    pub checkpoint_every: Option<usize>,
+    /// Steps between printed lines
+    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
+    pub log_every: Option<usize>,
+}
+
+const RECIPE: &str = "Recipe (defaults from the preset)";
+
+impl Overrides {
+    /// Makes the user's changes; nothing is checked.
+    pub fn apply(&self, model: &mut ModelConfig, recipe: &mut Recipe) {
+        let Overrides {
+            context,
+            layers,
+            heads,
+            d_model,
+            attention,
+            pattern,
+            factorization,
+            block,
+            position_width,
+            dropout,
+            init_scale,
+            precision,
+            batch,
+            steps,
+            epochs,
+            lr,
+            warmup,
+            weight_decay,
+            beta1,
+            beta2,
+            epsilon,
+            clip,
+            seed,
+            recompute,
+            eval_every,
+            eval_windows,
+            checkpoint_every,
+            log_every,
+        } = self.clone();
+
+        set(&mut model.context, context);
+        set(&mut model.layers, layers);
+        set(&mut model.heads, heads);
+        set(&mut model.d_model, d_model);
+        set(&mut model.factorization, factorization);
+        set(&mut model.block_size, block);
+        set(&mut model.dropout, dropout);
+        set(&mut model.init_scale, init_scale);
+        set(&mut model.precision, precision);
+        if !pattern.is_empty() {
+            model.position_width = position_width_for(&pattern, model.context);
+            model.patterns = pattern;
+        }
+        // The position embedding stays that of the sparse model, so that the two have the same parameters.
+        if attention == Some(Attention::Dense) {
+            model.patterns = vec!["causal".to_owned()];
+            model.factorization = FactorizationKind::Merged;
+        }
+        set(&mut model.position_width, position_width);
+
+        set(&mut recipe.batch, batch);
+        set(&mut recipe.length, steps.map(Length::Steps));
+        set(&mut recipe.length, epochs.map(Length::Epochs));
+        set(&mut recipe.learning_rate, lr);
+        set(&mut recipe.warmup, warmup);
+        set(&mut recipe.weight_decay, weight_decay);
+        set(&mut recipe.beta_1, beta1);
+        set(&mut recipe.beta_2, beta2);
+        set(&mut recipe.epsilon, epsilon);
+        set(&mut recipe.clip, clip);
+        set(&mut recipe.seed, seed);
+        set(&mut recipe.recompute, recompute);
+        set(&mut recipe.eval_every, eval_every);
+        set(&mut recipe.eval_windows, eval_windows);
+        set(&mut recipe.checkpoint_every, checkpoint_every);
+        set(&mut recipe.log_every, log_every);
+    }
+}
+
+fn set<T>(value: &mut T, new: Option<T>) {
+    if let Some(new) = new {
+        *value = new;
+    }
+}
+
+/// The first pattern's stride, or a power of two near the square root of the context.
+fn position_width_for(patterns: &[String], context: usize) -> usize {
+    patterns
+        .iter()
+        .find_map(|text| pattern::stride(&text.parse().ok()?))
+        .filter(|&stride| stride > 0)
+        .unwrap_or_else(|| (context.isqrt()).next_power_of_two())
+}

@@ -1,0 +1,186 @@
+//! What is asked for, and what is refused.
+
+use std::path::Path;
+
+use burn_blocksparse::Pattern;
+
+use crate::support::*;
+
+#[test]
+fn help_shows_what_to_type() {
+    let help = succeed(&["--help"]);
+    for word in [
+        "train",
+        "eval",
+        "sample",
+        "bench",
+        "draw",
+        "export",
+        "cargo run -p enwik8 -- train",
+    ] {
+        assert!(help.contains(word), "{word}");
+    }
+    for command in ["train", "eval", "sample", "bench", "draw", "export"] {
+        assert!(
+            succeed(&[command, "--help"]).contains("Examples:"),
+            "{command}"
+        );
+    }
+    for command in ["train", "bench", "draw"] {
+        let help = succeed(&["help", command]);
+        for form in Pattern::NOTATION {
+            assert!(help.contains(form), "{command}: {form}");
+        }
+    }
+}
+
+#[test]
+fn callbacks_made_causal_are_trained() {
+    let folder = Folder::new();
+    folder.train("run", &["--steps", "2", "--pattern", "tree:2&causal"]);
+    assert!(folder.checkpoint("run", 2).exists());
+}
+
+#[test]
+fn bad_data_is_named() {
+    let folder = Folder::new();
+    let run = folder.path("run");
+    let missing = folder.path("missing.txt");
+    let empty = folder.file("empty.txt", b"");
+    let short = folder.file("short.txt", &[b'x'; 600]);
+    for (file, reason) in [
+        (&missing, "cannot read"),
+        (&empty, "is empty"),
+        (&short, "too short"),
+    ] {
+        let message = fail(&["train", "--run", &run, "--data", file], 1);
+        assert!(
+            message.contains(file.as_str()) && message.contains(reason),
+            "{message}"
+        );
+        assert!(
+            !Path::new(&run).exists(),
+            "nothing is written before the input is known to be good"
+        );
+    }
+}
+
+#[test]
+fn bad_flags_list_the_choices() {
+    for (arguments, words) in [
+        (
+            vec!["train", "--preset", "huge"],
+            vec!["tiny", "small", "paper"],
+        ),
+        (
+            vec!["train", "--pattern", "spiral:3"],
+            vec!["got 'spiral'", "strided:STRIDE"],
+        ),
+        (
+            vec!["draw", "--pattern", "fixed:a,b"],
+            vec!["whole numbers, got 'a'", "fixed:STRIDE"],
+        ),
+        (vec!["train", "--steps", "0"], vec!["at least 1"]),
+        (vec!["train", "--dropout", "1.5"], vec!["from 0"]),
+    ] {
+        let message = fail(&arguments, 2);
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    }
+}
+
+#[test]
+fn impossible_models_are_explained() {
+    let folder = Folder::new();
+    let run = folder.path("run");
+    let width = "--position-width must be at most --context = 64, got 128";
+    let heads = "--heads must be a multiple of the 3 patterns";
+    for (flags, words) in [
+        ("--d-model 130", "multiple of --heads"),
+        ("--block 12", "--block must be 8, 16, 32, 64 or 128, got 12"),
+        (
+            "--pattern dense",
+            "'dense': it lets a position see later ones",
+        ),
+        ("--pattern tree:2", "not known to be causal"),
+        ("--pattern tree:2", "'tree:2&causal'"),
+        ("--pattern tree:2+local:8", "'(tree:2+local:8)&causal'"),
+        ("--pattern fixed:32,5", "'fixed:32,5': fixed(32, 5): stride"),
+        ("--pattern fixed:32,8,3", "heads must be a multiple of"),
+        ("--context 64 --pattern fixed:128,32", width),
+        ("--context 64 --position-width 128", width),
+        (
+            "--pattern causal --pattern local:8 --pattern strided:8 --factorization multi-head",
+            heads,
+        ),
+        ("--device tpu", "choices"),
+    ] {
+        let flags: Vec<&str> = flags.split(' ').collect();
+        let message = fail(&[&["train", "--run", &run], &flags[..]].concat(), 1);
+        assert!(message.contains(words), "{message}");
+        assert!(!Path::new(&run).exists());
+    }
+}
+
+/// A negative number is the value of the flag before it, not a flag.
+#[test]
+fn negative_numbers_are_refused_by_name_and_range() {
+    let positive = "must be a whole number, at least 1";
+    let whole = "must be a whole number, at least 0";
+    let fraction = "must be a number from 0 up to, not including, 1";
+    let train = |flags, range| ("train", flags, range);
+    for (command, flags, range) in [
+        train(
+            "context layers heads d-model block position-width",
+            positive,
+        ),
+        train(
+            "batch steps eval-every eval-windows checkpoint-every log-every",
+            positive,
+        ),
+        train("warmup seed", whole),
+        train("dropout beta1 beta2", fraction),
+        train(
+            "init-scale epochs lr epsilon clip",
+            "must be a number above 0",
+        ),
+        train("weight-decay", "must be a number, at least 0"),
+        ("eval", "min-context", whole),
+        ("eval", "batch", positive),
+        ("sample", "length seed", whole),
+        ("sample", "temperature", "must be a number, at least 0"),
+        ("sample", "top-k", "-1 is not in 1..=256"),
+        ("bench", "iterations", "-1 is not in 1.."),
+        ("bench", "peak-tflops", "must be a number above 0"),
+        ("draw", "seq block heads", positive),
+    ] {
+        for flag in flags.split(' ') {
+            let message = fail(&[command, &format!("--{flag}"), "-1"], 2);
+            let named = message.contains("invalid value '-1' for '--") && message.contains(flag);
+            assert!(named && message.contains(range), "{command}: {message}");
+        }
+    }
+    let message = fail(&["sample", "--temperature", "-0.5"], 2);
+    assert!(message.contains("'-0.5' for '--temperature"), "{message}");
+}
+
+#[test]
+fn devices_that_cannot_be_used_are_explained() {
+    let folder = Folder::new();
+    let run = folder.path("run");
+    let output = enwik8()
+        .args(["train", "--run", &run, "--device", "cuda"])
+        .env("CUDA_VISIBLE_DEVICES", "")
+        .output()
+        .unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    let words = match cfg!(feature = "cuda") {
+        true => "install NVIDIA's driver",
+        false => "build with --features cuda",
+    };
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(
+        message.contains(words) && !message.contains("panicked"),
+        "{message}"
+    );
+    assert!(!Path::new(&run).exists());
+}

@@ -1,0 +1,7 @@
+//! The program as its users meet it: a process with arguments, files, signals and exit codes.
+
+mod checkpoints;
+mod flags;
+mod measurements;
+mod resume;
+mod support;

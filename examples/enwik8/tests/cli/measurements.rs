@@ -1,0 +1,98 @@
+//! Pictures and measurements.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::support::*;
+
+#[test]
+fn a_run_draws_its_loss() {
+    let folder = Folder::new();
+    folder.train("run", &["--steps", "10"]);
+    let picture = fs::read(Path::new(&folder.path("run")).join("loss.png")).unwrap();
+    assert!(picture.starts_with(b"\x89PNG"));
+}
+
+#[test]
+fn patterns_are_drawn() {
+    let folder = Folder::new();
+    for (name, magic) in [("pattern.png", &b"\x89PNG"[..]), ("pattern.svg", b"<svg")] {
+        let out = folder.path(name);
+        let text = succeed(&[
+            "draw",
+            "--pattern",
+            "fixed:32,8",
+            "--seq",
+            "128",
+            "--block",
+            "8",
+            "--out",
+            &out,
+        ]);
+        assert!(
+            text.contains("pairs allowed") && text.contains(&out),
+            "{text}"
+        );
+        let picture = fs::read(&out).unwrap();
+        assert!(
+            picture
+                .windows(magic.len())
+                .take(200)
+                .any(|bytes| bytes == magic)
+        );
+    }
+    let message = fail(&["draw", "--out", &folder.path("pattern.bmp")], 1);
+    assert!(message.contains(".png or .svg"), "{message}");
+}
+
+#[test]
+fn bench_compares_sparse_and_dense() {
+    let text = succeed(&[&["bench", "--iterations", "1"], NANO].concat());
+    assert!(
+        text.contains("fixed(8, 2)") && text.contains("dense causal"),
+        "{text}"
+    );
+}
+
+#[test]
+fn bench_writes_what_it_measured() {
+    let folder = Folder::new();
+    let file = folder.path("bench.json");
+    let flags = [
+        "bench",
+        "--iterations",
+        "1",
+        "--attention",
+        "sparse",
+        "--precision",
+        "bf16",
+    ];
+    let output = ["--peak-tflops", "0.5", "--json", &file];
+    let text = succeed(&[&flags[..], NANO, &output].concat());
+    assert!(!text.contains("dense causal"), "{text}");
+    let rows: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    let [row] = rows.as_array().unwrap().as_slice() else {
+        panic!("{rows}")
+    };
+    assert_eq!(
+        (&row["precision"], &row["batch"]),
+        (&"bf16".into(), &2.into())
+    );
+    let number = |name: &str| row[name].as_f64().unwrap();
+    let rate = number("model_tflop") / (number("ms") / 1e3);
+    assert!(
+        (number("utilisation") * 0.5 / rate - 1.0).abs() < 1e-9,
+        "{row}"
+    );
+    // 64 tokens, two operations per weight; two windows, 16 channels, four operations per pair and channel; three passes.
+    let weights = 4.0 * 256.0 + 8.0 * 256.0 + 16.0 * 256.0;
+    let pairs = 4.0 * 36.0 + 8.0 * 2.0 * (1.0 + 2.0 + 3.0);
+    let forward = 64.0 * 2.0 * weights + 2.0 * 16.0 * 4.0 * pairs;
+    assert!(
+        (number("model_tflop") / (3.0 * forward / 1e12) - 1.0).abs() < 1e-9,
+        "{row}"
+    );
+    assert!(number("loss") > 0.0 && row["parts"]["gradients"].as_f64().unwrap() > 0.0);
+}
