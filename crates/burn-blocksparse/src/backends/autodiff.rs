@@ -161,7 +161,7 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
     layout: LayoutTensors<B>,
     options: AttentionOptions,
 ) -> AttentionOutput<Autodiff<B, C>> {
-    let nodes: [NodeGuard; N] = (nodes.try_into().ok()).expect("as many nodes as the step has");
+    let nodes: [NodeGuard; N] = nodes.try_into().expect("as many nodes as the step has");
     let prepared = BlockSparseAttention.prepare::<C>(nodes).compute_bound();
     let run = |inputs: AttentionInputs<Autodiff<B, C>>| {
         let inputs = AttentionInputs {
