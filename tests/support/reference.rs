@@ -143,16 +143,16 @@ fn rounded(values: &mut Vec<f64>, dtype: DType) {
 }
 
 /// Adds to what numbers are made of those parts that come of one row of queries, whose errors are one.
-fn add_squares(spreads: &mut [Spread], parts: Vec<(usize, f64, f64)>) {
-    let mut sums: std::collections::BTreeMap<usize, [f64; 2]> = Default::default();
-    for (place, term, by_delta) in parts {
-        let [terms, delta] = sums.entry(place).or_default();
-        *terms += term;
-        *delta += by_delta;
+fn add_squares(spreads: &mut [Spread], parts: Vec<(usize, [f64; 3])>) {
+    let mut sums: std::collections::BTreeMap<usize, [f64; 3]> = Default::default();
+    for (place, part) in parts {
+        let sums = sums.entry(place).or_default();
+        sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
     }
-    for (place, [terms, delta]) in sums {
+    for (place, [terms, delta, factors]) in sums {
         spreads[place].terms += terms * terms;
         spreads[place].delta += delta * delta;
+        spreads[place].factors += factors * factors;
     }
 }
 
@@ -467,6 +467,9 @@ impl Problem {
             .map(|(x, y)| (x * y).powi(2))
             .sum::<f64>()
             .sqrt();
+        // Sinks are added to attention without them, whose delta is that much larger, and cancels.
+        let share: f64 = if sink.is_some() { p.iter().sum() } else { 1.0 };
+        let of_delta_alone = of_delta / share.max(1e-30);
         let square = |x: &[f64]| dot(x, x);
         let (mut of_bias, mut of_table) = (Vec::new(), Vec::new());
         let mut by_delta = vec![0.0; s.head_dim];
@@ -513,28 +516,35 @@ impl Problem {
                 .zip(value)
                 .map(|(x, y)| (x * y * factors[k]).powi(2));
             let products: f64 = products.sum();
-            let parts = dp[k].abs() + delta.abs() + self.grad_lse[row].abs();
-            let of_ds = p[k] * (parts + products.sqrt() + of_delta);
+            let parts = dp[k].abs() + delta.abs() / share.max(1e-30) + self.grad_lse[row].abs();
+            let sizes = parts + products.sqrt() + of_delta_alone;
+            let of_ds = p[k] * sizes;
+            // A softcap's derivative is itself a difference, 1 − tanh².
+            let before = if self.softcap.is_some() {
+                self.scale
+            } else {
+                through
+            };
             // With sinks dO is scaled by the row's share and rounded again.
             let of_d_out = if sink.is_some() { products } else { 0.0 };
-            let of_half = p[k] * (of_delta.powi(2) + of_d_out).sqrt();
+            let of_half = p[k] * (of_delta_alone.powi(2) + of_d_out).sqrt();
             if let Some(table) = &self.relative {
-                of_table.push((table.place(head, ahead(j)), of_ds, of_half));
+                of_table.push((table.place(head, ahead(j)), [of_ds, of_half, sizes]));
             }
             if let Some(bias) = &self.bias {
-                of_bias.push((bias.place(batch, head, i, j), of_ds, of_half));
+                of_bias.push((bias.place(batch, head, i, j), [of_ds, of_half, sizes]));
             }
             let rounded = (ds[k] * self.scale).powi(2) + (p[k] * through).powi(2) * of_d_out;
             let (query_spread, key_spread) = (&mut spreads.dq[row], &mut spreads.dk[kv_row(j)]);
             query_spread.rounded += rounded * square(key);
-            query_spread.terms += (of_ds * through).powi(2) * square(key);
+            query_spread.terms += (of_ds * before).powi(2) * square(key);
             key_spread.rounded += rounded * square(q);
-            key_spread.terms += (of_ds * through).powi(2) * square(q);
-            query_spread.factors += through.powi(2) * square(key);
-            key_spread.factors += through.powi(2) * square(q);
-            key_spread.delta += (p[k] * through * of_delta).powi(2) * square(q);
+            key_spread.terms += (of_ds * before).powi(2) * square(q);
+            query_spread.factors += (before * sizes.max(1.0)).powi(2) * square(key);
+            key_spread.factors += (before * sizes.max(1.0)).powi(2) * square(q);
+            key_spread.delta += (p[k] * through * of_delta_alone).powi(2) * square(q);
             for (sum, x) in by_delta.iter_mut().zip(key) {
-                *sum += p[k] * through * of_delta * x;
+                *sum += p[k] * through * of_delta_alone * x;
             }
             let ds = ds[k] * self.scale;
             let term = term * slope(raw[k]) * self.scale.abs();
