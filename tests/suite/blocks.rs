@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{AttentionError, BlockLayout, BlockSparseTensor, Pattern};
-use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse_tests::devices::{devices, supports};
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(blocks: operators_equal_dense_f64, operators_on_per_batch_layouts, operators_compose_to_attention, operators_in_several_chunks, products_are_adjoint, softmax_of_large_values, functions_leave_masked_pairs_alone, operators_are_deterministic);
@@ -90,7 +90,7 @@ fn values_and_scales() {
 #[test]
 fn dtypes() {
     for device in devices() {
-        if !device.supports_dtype(DType::F64) {
+        if !supports(&device, DType::F64) {
             continue;
         }
         let b = zeros([2, 4, 30, 3], &device).cast(DType::F64);

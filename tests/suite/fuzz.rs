@@ -1,7 +1,13 @@
 //! Random cases against f64: `BURN_SPARSE_FUZZ_CASES=2000 cargo test -p burn-blocksparse-tests --test suite -- fuzz:: --ignored --nocapture`.
 
 use burn_blocksparse_tests::devices::devices;
-use burn_blocksparse_tests::fuzz::fuzz;
+use burn_blocksparse_tests::fuzz::{fuzz, fuzz_of_the_day};
+
+/// The same 200 cases each time, and 100 of the day, which are printed.
+#[test]
+fn random_cases_of_the_day_equal_f64() {
+    fuzz_of_the_day(&devices());
+}
 
 #[test]
 #[ignore = "takes as long as it is asked to: see docs/reliability.md"]

@@ -3,10 +3,14 @@
 mod attention;
 mod autodiff;
 mod blocks;
+mod compare;
 mod device_layout;
 mod errors;
 mod fuzz;
+mod layers;
 mod masses;
 mod options;
+mod sharing;
+mod table;
 mod top_k;
 mod vertical_slash;

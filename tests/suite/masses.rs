@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Tensor};
 use burn_blocksparse::{MassOptions, Pattern, attention_masses};
-use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse_tests::devices::{devices, supports};
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(masses: masses_equal_f64, masses_of_long_lines, masses_give_the_same_bits);
@@ -20,7 +20,7 @@ fn errors(
 ) {
     let layout = Pattern::causal().layout(4, 32, 8).unwrap();
     for device in devices() {
-        if !device.supports_dtype(dtype) {
+        if !supports(&device, dtype) {
             continue;
         }
         let q = Tensor::<4>::zeros([1, 4, 32, 8], (&device, DType::F32));

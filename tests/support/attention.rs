@@ -1,8 +1,8 @@
 //! The op against f64 over the whole table: output, lse, weights and gradients.
 
 use crate::cases::{Case, cases, per_batch, table};
-use crate::compare::{assert_close, relative_error, to_f64};
-use crate::devices::{exact_dtypes, half_dtypes, supports};
+use crate::compare::{assert_close, assert_rows, relative_error, to_f64};
+use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports};
 use crate::reference::{Problem, Sizes};
 use burn::tensor::module::attention_fallback;
 use burn::tensor::ops::AttentionModuleOptions;
@@ -58,10 +58,11 @@ pub fn forward_and_gradients_equal_f64(devices: &[Device]) {
                     let options = case.options().weights(mode);
                     let device = device.clone().autodiff();
                     let [out, dq, dk, dv] = run(&problem, &case.layout(), options, &device, dtype);
-                    assert_close(&format!("{what}: out"), out, &answer.out, tolerance);
-                    assert_close(&format!("{what}: dq"), dq, &answer.dq, tolerance);
-                    assert_close(&format!("{what}: dk"), dk, &answer.dk, tolerance);
-                    assert_close(&format!("{what}: dv"), dv, &answer.dv, tolerance);
+                    for (name, got) in [("out", out), ("dq", dq), ("dk", dk), ("dv", dv)] {
+                        let (what, expected) = (format!("{what}: {name}"), answer.result(name));
+                        assert_close(&what, got.clone(), expected.values, tolerance);
+                        assert_rows(&what, got, &expected, dtype);
+                    }
                 }
             }
         }
@@ -123,11 +124,13 @@ pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
                 // Grouped heads have no counterpart in the fallback.
                 let dense = (case.heads == case.kv_heads)
                     .then(|| run_dense(case, &problem, &layout, &device, dtype));
-                let expected = [&answer.out, &answer.dq, &answer.dk, &answer.dv];
                 for (k, name) in ["out", "dq", "dk", "dv"].iter().enumerate() {
-                    let (error, _) = relative_error(&to_f64(ours[k].clone()), expected[k]);
+                    let expected = answer.result(name);
+                    let rows = format!("{what}: {name}");
+                    assert_rows(&rows, ours[k].clone(), &expected, dtype);
+                    let (error, _) = relative_error(&to_f64(ours[k].clone()), expected.values);
                     let allowed = dense.as_ref().map_or(0.0, |dense| {
-                        relative_error(&to_f64(dense[k].clone()), expected[k]).0
+                        relative_error(&to_f64(dense[k].clone()), expected.values).0
                     });
                     // One rounding of the result is unavoidable.
                     let rounding = if dtype == DType::F16 { 1e-3 } else { 8e-3 };
@@ -195,11 +198,13 @@ pub(crate) fn run_dense(
 
 /// A third opinion: Burn's own dense attention under the layout's mask.
 pub fn equals_burns_own_attention(devices: &[Device]) {
+    let mut ran = 0;
     for (index, case) in &table() {
         let index = *index;
         if case.heads != case.kv_heads {
             continue;
         }
+        ran += 1;
         for device in devices {
             let problem = case.problem(3000 + index as u64);
             let layout = case.layout();
@@ -216,6 +221,7 @@ pub fn equals_burns_own_attention(devices: &[Device]) {
             }
         }
     }
+    assert_ran("equals_burns_own_attention", ran);
 }
 
 pub fn gradients_equal_finite_differences(devices: &[Device]) {
@@ -341,15 +347,16 @@ pub fn per_batch_layouts(devices: &[Device]) {
         };
         per_batch(&patterns, sizes, block_size, 3)
     };
-    let (layout, wide) = problem(150, 16, 64);
-    let answer = wide.solve();
     for device in devices {
         for dtype in half_dtypes(device) {
+            let (layout, mut wide) = problem(150, 16, 64);
+            wide.round_to(dtype);
+            let answer = wide.solve();
             let device = device.clone().autodiff();
             let got = run(&wide, &layout, AttentionOptions::default(), &device, dtype);
-            let expected = [&answer.out, &answer.dq, &answer.dk, &answer.dv];
-            for (got, expected) in got.into_iter().zip(expected) {
-                assert_close("per batch, half precision", got, expected, 2e-2);
+            for (got, name) in got.into_iter().zip(["out", "dq", "dk", "dv"]) {
+                let what = format!("per batch, {dtype:?}: {name}");
+                assert_rows(&what, got, &answer.result(name), dtype);
             }
         }
     }
@@ -360,9 +367,10 @@ pub fn per_batch_layouts(devices: &[Device]) {
             let options = AttentionOptions::default().weights(mode);
             let device = device.clone().autodiff();
             let got = run(&problem, &layout, options, &device, DType::F32);
-            let expected = [&answer.out, &answer.dq, &answer.dk, &answer.dv];
-            for (got, expected) in got.into_iter().zip(expected) {
-                assert_close("per batch", got, expected, 1e-5);
+            for (got, name) in got.into_iter().zip(["out", "dq", "dk", "dv"]) {
+                let expected = answer.result(name);
+                assert_close("per batch", got.clone(), expected.values, 1e-5);
+                assert_rows(&format!("per batch: {name}"), got, &expected, DType::F32);
             }
         }
         let [q, k, v, _] = inputs(&problem, device, DType::F32);

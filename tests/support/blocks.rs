@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use crate::attention::inputs;
 use crate::cases::{Case, table};
 use crate::compare::{assert_close, relative_error, to_f64};
-use crate::devices::{exact_dtypes, half_dtypes};
+use crate::devices::{assert_ran, exact_dtypes, half_dtypes};
 
 /// Where the stored values are in a dense `[batch, heads, seq_q, seq_kv]` tensor.
 struct Form {
@@ -186,7 +186,7 @@ impl Dense {
 }
 
 /// A layout, tensors for it, and the device and dtype they are on.
-struct Setup {
+pub(crate) struct Setup {
     what: String,
     form: Form,
     dense: Dense,
@@ -200,7 +200,7 @@ struct Setup {
 }
 
 impl Setup {
-    fn new(
+    pub(crate) fn new(
         what: &str,
         layout: &BlockLayout,
         [batch, kv_heads, dim]: [usize; 3],
@@ -273,7 +273,12 @@ impl Setup {
             .tensor(self.form.stored(dense, 7.0), device, dtype)
     }
 
-    fn check(&self, device: &Device) {
+    /// Whether the layout keeps a block.
+    pub(crate) fn has_blocks(&self) -> bool {
+        self.form.shape[1] > 0
+    }
+
+    pub(crate) fn check(&self, device: &Device) {
         for (dtype, tolerance) in exact_dtypes(device) {
             self.check_dtype(
                 &device.clone().autodiff(),
@@ -352,12 +357,16 @@ fn products_within(device: &Device, tolerance: f64) -> f64 {
 
 /// Products, softmax and their gradients over the table; on GPUs, where Burn compiles products for each shape, over a third of it.
 pub fn operators_equal_dense_f64(devices: &[Device]) {
+    let mut ran = 0;
     for (index, case) in table() {
         let setup = Setup::of_case(&case, 9000 + index as u64);
         let takes = |device: &&Device| index % 3 == 1 || !format!("{device:?}").contains("Cube");
-        let devices = devices.iter().filter(takes);
-        devices.for_each(|device| setup.check(device));
+        for device in devices.iter().filter(takes) {
+            setup.check(device);
+            ran += 1;
+        }
     }
+    assert_ran("operators_equal_dense_f64", ran);
 }
 
 /// Layouts per batch entry, some of whose entries keep fewer blocks or none.
@@ -389,7 +398,10 @@ pub fn operators_on_per_batch_layouts(devices: &[Device]) {
 /// `softmax(q · kᵀ) · v` of operators is attention, and so are its gradients.
 pub fn operators_compose_to_attention(devices: &[Device]) {
     let third = |(index, case): &(usize, Case)| index % 3 == 2 && case.softcap.is_none();
-    for (index, case) in table().iter().filter(|row| third(row)) {
+    let cases = table();
+    let cases: Vec<_> = cases.iter().filter(|row| third(row)).collect();
+    assert_ran("operators_compose_to_attention", cases.len());
+    for (index, case) in cases {
         let (problem, layout) = (case.problem(*index as u64), case.layout());
         let scale = case.scale.unwrap_or(1.0 / (case.head_dim as f64).sqrt());
         for device in devices {

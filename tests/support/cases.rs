@@ -123,30 +123,40 @@ pub fn per_batch(
     (layout, problem)
 }
 
-/// The cases with their numbers, which seed their problems. `BURN_SPARSE_SHARD=K/N` leaves every N-th, from the K-th on: to
-/// compile a device's kernels in several processes at once.
+/// The cases with their numbers, which seed their problems. `BURN_SPARSE_SHARD=K/N` leaves every N-th, from the K-th on (N/N is
+/// 0/N): to run a device that compiles slowly on a part of the table, another one each time. Checks pick variants by a case's number
+/// modulo 2, 3, 4, 5 and 6, so N has to be coprime with these: each of 0/7 to 6/7 meets every variant (a test).
 pub fn table() -> Vec<(usize, Case)> {
-    let shard = std::env::var("BURN_SPARSE_SHARD").ok().map(|text| {
-        let numbers = text.split_once('/').map(|(k, n)| (k.parse(), n.parse()));
-        match numbers {
-            Some((Ok(k), Ok(n))) if k < n => (k, n),
-            _ => panic!("BURN_SPARSE_SHARD must be K/N with K < N, got {text}"),
-        }
+    let shard = std::env::var("BURN_SPARSE_SHARD").ok();
+    let (part, parts) = shard.map_or((0, 1), |text| {
+        parse_shard(&text).unwrap_or_else(|error| panic!("{error}"))
     });
-    let (first, step): (usize, usize) = shard.unwrap_or((0, 1));
-    cases()
-        .into_iter()
-        .enumerate()
-        .skip(first)
-        .step_by(step)
-        .collect()
+    shard_of(part, parts)
 }
 
-/// Every pattern, every block size, ragged ends, rectangles, rows without keys, grouped heads.
+/// K and N of `K/N`, K less than N.
+pub fn parse_shard(text: &str) -> Result<(usize, usize), String> {
+    let numbers = text.split_once('/').map(|(k, n)| (k.parse(), n.parse()));
+    match numbers {
+        Some((Ok::<usize, _>(k), Ok(n))) if k <= n && n > 0 => Ok((k % n, n)),
+        _ => Err(format!(
+            "BURN_SPARSE_SHARD must be K/N with K at most N, got {text}"
+        )),
+    }
+}
+
+/// The cases whose numbers are `part` modulo `parts`.
+pub fn shard_of(part: usize, parts: usize) -> Vec<(usize, Case)> {
+    let numbered = cases().into_iter().enumerate();
+    numbered.skip(part).step_by(parts).collect()
+}
+
+/// Every pattern, every block size, ragged ends, rectangles, rows without keys, grouped heads. Softcaps, rows without keys and patterns
+/// walked by residue class stand where every seventh case meets each of them.
 pub fn cases() -> Vec<Case> {
     let checkerboard = || {
         Pattern::from_fn("checkerboard", |head, i, j| {
-            (i / 3 + j / 5 + head as i64) % 2 == 0
+            (i / 3 + j / 5 + head as i64) % 2 == 0 && i % 11 != 4
         })
     };
     // Queries 16..48 see nothing: whole block rows without keys, and rows of partial blocks.
@@ -166,19 +176,19 @@ pub fn cases() -> Vec<Case> {
     };
     vec![
         Case::new("dense", Pattern::dense(), 32, 8),
-        Case::new("dense, ragged", Pattern::dense(), 37, 16),
+        Case::new("dense, ragged, softcap", Pattern::dense(), 37, 16).softcap(2.5),
         Case::new("one position", Pattern::causal(), 1, 8),
         Case::new("one block", Pattern::causal(), 16, 16),
         Case::new("causal", Pattern::causal(), 64, 16),
         Case::new("causal, ragged, block 32", Pattern::causal(), 75, 32),
         Case::new("causal, block 64", Pattern::causal(), 130, 64),
-        Case::new("causal, block 128", Pattern::causal(), 160, 128),
-        Case::new("local", Pattern::local(12), 64, 8),
-        Case::new("local of one", Pattern::local(1), 20, 8),
         Case::new("strided, divides the block", Pattern::strided(4), 50, 8),
+        Case::new("merged strided", Pattern::merged_strided(16), 72, 8),
+        Case::new("local of one", Pattern::local(1), 20, 8),
+        Case::new("causal, block 128", Pattern::causal(), 160, 128),
         Case::new("strided, coprime", Pattern::strided(7), 64, 16),
         Case::new("strided, wider than the block", Pattern::strided(24), 96, 8),
-        Case::new("merged strided", Pattern::merged_strided(16), 72, 8),
+        Case::new("local", Pattern::local(12), 64, 8),
         Case::new("fixed", Pattern::fixed(16, 4), 80, 8),
         Case::new(
             "fixed, column groups per head",
@@ -193,32 +203,57 @@ pub fn cases() -> Vec<Case> {
             61,
             8,
         ),
-        Case::new("prefix lm", Pattern::prefix_lm(19), 48, 16),
+        Case::new("prefix lm, softcap", Pattern::prefix_lm(19), 48, 16).softcap(0.8),
         Case::new("streaming", Pattern::streaming(10, 3), 64, 8),
         Case::new(
-            "intersection",
-            Pattern::intersection([Pattern::merged_strided(8), Pattern::local(30)]),
+            "intersection, rows without keys, softcap",
+            Pattern::intersection([
+                Pattern::merged_strided(8),
+                Pattern::local(30),
+                Pattern::from_fn("not 20..29", |_, i, _| !(20..29).contains(&i)),
+            ]),
             64,
             8,
-        ),
+        )
+        .softcap(3.0),
         Case::new(
-            "per head",
-            Pattern::per_head([Pattern::local(9), Pattern::strided(9)]),
-            56,
+            "per head, one with rows without keys",
+            Pattern::per_head([Pattern::local(9), Pattern::strided(9), gaps()]),
+            61,
             8,
         )
-        .heads(4, 4),
-        Case::new("callback, heads differ", checkerboard(), 40, 8),
+        .heads(6, 6),
+        Case::new(
+            "callback, heads differ, rows without keys, softcap",
+            checkerboard(),
+            40,
+            8,
+        )
+        .softcap(1.2),
         Case::new("rows without keys", gaps(), 70, 8),
         Case::new("rows without keys, large blocks", gaps(), 70, 32).softcap(2.0),
         Case::new("fewer queries than keys", Pattern::fixed(16, 4), 0, 8).rectangular(21, 64),
-        Case::new("one query", Pattern::merged_strided(8), 0, 16).rectangular(1, 53),
         Case::new("more queries than keys", Pattern::causal(), 0, 8).rectangular(50, 23),
-        Case::new("cross attention", Pattern::dense(), 0, 16).rectangular(50, 23),
-        Case::new("grouped queries", Pattern::fixed(16, 4), 48, 8).heads(4, 2),
-        Case::new("multi-query", Pattern::local(20), 48, 16).heads(4, 1),
-        Case::new("value dim differs", Pattern::causal(), 40, 8).dims(16, 24),
-        Case::new("odd dims", Pattern::causal(), 40, 8).dims(5, 3),
+        Case::new("one query", Pattern::merged_strided(8), 0, 16).rectangular(1, 53),
+        Case::new(
+            "cross attention, grouped heads, softcap",
+            Pattern::dense(),
+            0,
+            16,
+        )
+        .rectangular(50, 23)
+        .heads(4, 2)
+        .softcap(1.0),
+        Case::new("grouped queries, more keys", Pattern::fixed(16, 4), 0, 8)
+            .rectangular(48, 61)
+            .heads(4, 2),
+        Case::new("multi-query, strided", Pattern::strided(6), 48, 16).heads(4, 1),
+        Case::new("value dim differs, more keys", Pattern::causal(), 0, 8)
+            .rectangular(40, 57)
+            .dims(16, 24),
+        Case::new("odd dims, grouped heads, rows without keys", gaps(), 60, 8)
+            .heads(4, 2)
+            .dims(5, 3),
         Case::new("head dim 80, value dim 40", Pattern::causal(), 150, 16).dims(80, 40),
         Case::new("head dim 96", Pattern::fixed(64, 16), 200, 32).dims(96, 96),
         Case::new("head dim 128", Pattern::local(70), 300, 64).dims(128, 128),

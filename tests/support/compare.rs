@@ -1,6 +1,10 @@
-//! One comparator: the largest error relative to the largest expected value, and where it is.
+//! One comparator: the largest error relative to the largest expected value, and where it is; and beside it each row's error in the
+//! 2-norm, relative to what the row is made of ([`crate::rounding`]).
 
-use burn::tensor::TensorData;
+use burn::tensor::{DType, TensorData};
+
+use crate::reference::Expected;
+use crate::rounding::{Rounding, Spread};
 
 /// Inputs are of size 1, so results smaller than this are differences of larger terms (the gradient of a
 /// single score is 0 as 1 − 1) and are held to an absolute error.
@@ -45,15 +49,88 @@ pub fn assert_close_to(terms: f64, what: &str, got: TensorData, expected: &[f64]
     if error <= tolerance {
         return;
     }
+    let at = coordinates(&shape, index);
+    panic!(
+        "{what}: relative error {error:.3e} > {tolerance:.1e} at {at:?}: got {}, expected {}",
+        got[index], expected[index]
+    );
+}
+
+fn coordinates(shape: &[usize], index: usize) -> Vec<usize> {
     let mut rest = index;
     let mut at: Vec<usize> = Vec::new();
     for &length in shape.iter().rev() {
         at.insert(0, rest % length);
         rest /= length;
     }
+    at
+}
+
+/// The largest error of a row in the 2-norm over what it may be in `dtype`, and the row. Rows are as many as `rows`.
+pub fn worst_row(got: &[f64], expected: &[f64], rows: &[Spread], dtype: DType) -> (f64, usize) {
+    assert_eq!(got.len(), expected.len(), "number of elements");
+    let rounding = Rounding::of(dtype);
+    let width = expected.len() / rows.len().max(1);
+    let mut worst = (0.0, 0);
+    for (row, spread) in rows.iter().enumerate() {
+        let (got, expected) = (
+            &got[row * width..][..width],
+            &expected[row * width..][..width],
+        );
+        let error = got
+            .iter()
+            .zip(expected)
+            .map(|(g, e)| (g - e).powi(2))
+            .sum::<f64>()
+            .sqrt();
+        let part = match error {
+            0.0 => 0.0,
+            error if error.is_finite() => error / rounding.bound(expected, *spread),
+            _ => f64::INFINITY,
+        };
+        if part > worst.0 {
+            worst = (part, row);
+        }
+    }
+    worst
+}
+
+/// Panics, naming the worst row, if a row errs by more than its roundings in `dtype` may make of it; likewise of each number of results
+/// whose terms are not known (lse), which are of size 1 or larger.
+pub fn assert_rows(what: &str, got: TensorData, expected: &Expected, dtype: DType) {
+    let shape = got.shape().clone();
+    let got = to_f64(got);
+    let values = expected.values;
+    if expected.rows.is_empty() {
+        let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
+        assert_eq!(got.len(), values.len(), "number of elements");
+        for (index, (g, e)) in got.iter().zip(values).enumerate() {
+            assert!(
+                g == e || (g - e).abs() <= tolerance * e.abs().max(1.0),
+                "{what}: got {g}, expected {e} at {:?}",
+                coordinates(&shape, index)
+            );
+        }
+        return;
+    }
+    let (part, row) = worst_row(&got, values, expected.rows, dtype);
+    if part <= 1.0 {
+        return;
+    }
+    let width = values.len() / expected.rows.len();
+    let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
+    let row = row * width..(row + 1) * width;
+    let error: Vec<f64> = got[row.clone()]
+        .iter()
+        .zip(&values[row.clone()])
+        .map(|(g, e)| g - e)
+        .collect();
     panic!(
-        "{what}: relative error {error:.3e} > {tolerance:.1e} at {at:?}: got {}, expected {}",
-        got[index], expected[index]
+        "{what}: the row at {:?} errs by {:.3e} in the 2-norm, {part:.2} of what it may; its norm must be {:.3e}, got {:.3e}",
+        coordinates(&shape, row.start),
+        norm(&error),
+        norm(&values[row.clone()]),
+        norm(&got[row])
     );
 }
 

@@ -203,48 +203,51 @@ pub fn device_masks_equal_f64(devices: &[Device]) {
 /// Indices of no block, repeated ones, and counts of all kinds.
 pub fn device_indices_equal_f64(devices: &[Device]) {
     for (index, case) in cases().iter().enumerate() {
-        let seed = 9100 + index as u64;
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let [batch, heads, q_blocks, kv_blocks] = case.dims();
-        let most = 1 + rng.random_range(0..2 * kv_blocks);
-        let rows = batch * heads * q_blocks;
-        let junk = [
-            -1,
-            i32::MIN,
-            i32::MAX,
-            kv_blocks as i32,
-            kv_blocks as i32 + 31,
-        ];
-        let indices: Vec<i32> = (0..rows * most)
-            .map(|_| match rng.random_range(0..4) {
-                0 => junk[rng.random_range(0..junk.len())],
-                _ => rng.random_range(0..kv_blocks as i32),
-            })
-            .collect();
-        let counts: Vec<i32> = (0..rows)
-            .map(|_| rng.random_range(-1..most as i32 + 3))
-            .collect();
-        let mut mask = vec![false; rows * kv_blocks];
-        for (row, count) in counts.iter().enumerate() {
-            for &block in indices[row * most..][..most]
-                .iter()
-                .take((*count).max(0) as usize)
-            {
-                if (0..kv_blocks as i32).contains(&block) {
-                    mask[row * kv_blocks + block as usize] = true;
-                }
+        check_indices(case, index, 9100 + index as u64, devices);
+    }
+}
+
+fn check_indices(case: &Case, index: usize, seed: u64, devices: &[Device]) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let [batch, heads, q_blocks, kv_blocks] = case.dims();
+    let most = 1 + rng.random_range(0..2 * kv_blocks);
+    let rows = batch * heads * q_blocks;
+    let junk = [
+        -1,
+        i32::MIN,
+        i32::MAX,
+        kv_blocks as i32,
+        kv_blocks as i32 + 31,
+    ];
+    let indices: Vec<i32> = (0..rows * most)
+        .map(|_| match rng.random_range(0..4) {
+            0 => junk[rng.random_range(0..junk.len())],
+            _ => rng.random_range(0..kv_blocks as i32),
+        })
+        .collect();
+    let counts: Vec<i32> = (0..rows)
+        .map(|_| rng.random_range(-1..most as i32 + 3))
+        .collect();
+    let mut mask = vec![false; rows * kv_blocks];
+    for (row, count) in counts.iter().enumerate() {
+        for &block in indices[row * most..][..most]
+            .iter()
+            .take((*count).max(0) as usize)
+        {
+            if (0..kv_blocks as i32).contains(&block) {
+                mask[row * kv_blocks + block as usize] = true;
             }
         }
-        let problem = case.problem(seed, mask);
-        for device in devices {
-            let at = placed(device, index);
-            let indices = TensorData::new(indices.clone(), [batch, heads, q_blocks, most]);
-            let counts = TensorData::new(counts.clone(), [batch, heads, q_blocks]);
-            let indices = Tensor::<4, Int>::from_data(indices, &at);
-            let counts = Tensor::<3, Int>::from_data(counts, &at);
-            let layout = DeviceLayout::from_block_indices(indices, counts, case.options());
-            check(case, "indices", &problem, layout.unwrap(), device);
-        }
+    }
+    let problem = case.problem(seed, mask);
+    for device in devices {
+        let at = placed(device, index);
+        let indices = TensorData::new(indices.clone(), [batch, heads, q_blocks, most]);
+        let counts = TensorData::new(counts.clone(), [batch, heads, q_blocks]);
+        let indices = Tensor::<4, Int>::from_data(indices, &at);
+        let counts = Tensor::<3, Int>::from_data(counts, &at);
+        let layout = DeviceLayout::from_block_indices(indices, counts, case.options());
+        check(case, "indices", &problem, layout.unwrap(), device);
     }
 }
 
@@ -293,6 +296,14 @@ pub fn device_top_k_equals_host_top_k(devices: &[Device]) {
 
 /// Equal scores, zeros of both signs, infinities and NaN: the same choice as on the host.
 pub fn device_scores_of_all_kinds(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        if index % 3 == 1 {
+            check_scores(case, index, 9300 + index as u64, devices);
+        }
+    }
+}
+
+fn check_scores(case: &Case, index: usize, seed: u64, devices: &[Device]) {
     let kinds = [
         0.0,
         -0.0,
@@ -304,29 +315,49 @@ pub fn device_scores_of_all_kinds(devices: &[Device]) {
         f32::NEG_INFINITY,
         f32::NAN,
     ];
-    for (index, case) in cases()
-        .iter()
-        .enumerate()
-        .filter(|(index, _)| index % 3 == 1)
-    {
-        let seed = 9300 + index as u64;
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let dims = case.dims();
-        let scores: Vec<f32> = (0..dims.iter().product())
-            .map(|_| kinds[rng.random_range(0..kinds.len())])
-            .collect();
-        let options = TopKOptions::new(case.block_size, 1 + dims[3] / 2)
-            .causal(case.causal)
-            .local(index % 3)
-            .first(0);
-        for device in devices {
-            let scores = TensorData::new(scores.clone(), dims);
-            let scores = Tensor::<4>::from_data(scores, (&placed(device, index), DType::F32));
-            let layout =
-                DeviceLayout::from_block_scores(scores, case.shape(), options.clone()).unwrap();
-            let problem = case.problem(seed, chosen(&layout, case));
-            check(case, "scores of all kinds", &problem, layout, device);
-        }
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let dims = case.dims();
+    let scores: Vec<f32> = (0..dims.iter().product())
+        .map(|_| kinds[rng.random_range(0..kinds.len())])
+        .collect();
+    let options = TopKOptions::new(case.block_size, 1 + dims[3] / 2)
+        .causal(case.causal)
+        .local(index % 3)
+        .first(0);
+    for device in devices {
+        let scores = TensorData::new(scores.clone(), dims);
+        let scores = Tensor::<4>::from_data(scores, (&placed(device, index), DType::F32));
+        let layout =
+            DeviceLayout::from_block_scores(scores, case.shape(), options.clone()).unwrap();
+        let problem = case.problem(seed, chosen(&layout, case));
+        check(case, "scores of all kinds", &problem, layout, device);
+    }
+}
+
+/// A random layout that is made on the device, of indices or of scores.
+pub(crate) fn check_random(rng: &mut ChaCha8Rng, device: &Device) {
+    let kv_heads = rng.random_range(1..3);
+    let heads = kv_heads * rng.random_range(1..3);
+    let (seq_q, seq_kv) = (rng.random_range(1..150), rng.random_range(1..150));
+    let case = Case {
+        head_dim: [8, 16, 64][rng.random_range(0..3)],
+        batch: rng.random_range(1..3),
+        causal: rng.random(),
+        ..Case::new("random", seq_q, seq_kv, [8, 16, 32][rng.random_range(0..3)])
+    };
+    let case = Case {
+        heads,
+        kv_heads,
+        patterns: [
+            [1, case.batch][rng.random_range(0..2)],
+            [1, heads][rng.random_range(0..2)],
+        ],
+        ..case
+    };
+    let (index, seed) = (rng.random_range(0..6), rng.random());
+    match rng.random() {
+        true => check_indices(&case, index, seed, std::slice::from_ref(device)),
+        false => check_scores(&case, index, seed, std::slice::from_ref(device)),
     }
 }
 

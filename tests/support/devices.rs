@@ -31,6 +31,13 @@ fn device(name: &str) -> Option<Device> {
     }
 }
 
+/// What some backends lack, by name. A dtype that is missing anywhere else is an error and not a reason to check nothing.
+const WITHOUT: [(&str, &[DType]); 2] = [
+    ("NdArray", &[DType::F16, DType::BF16]),
+    // f16 depends on the driver. There may be f64 numbers, but there is no f64 exponential.
+    ("Wgpu", &[DType::F16, DType::BF16, DType::F64]),
+];
+
 /// Exact dtypes of a device, each with the relative error its results may have against f64.
 pub fn exact_dtypes(device: &Device) -> Vec<(DType, f64)> {
     [(DType::F32, 1e-5), (DType::F64, 1e-12)]
@@ -39,11 +46,18 @@ pub fn exact_dtypes(device: &Device) -> Vec<(DType, f64)> {
         .collect()
 }
 
-/// Whether a device can compute attention in a dtype. wgpu devices may have f64 numbers, but no f64
-/// exponential.
+/// Whether a device can compute attention in a dtype. Panics if it cannot and [`WITHOUT`] does not say so.
 pub fn supports(device: &Device, dtype: DType) -> bool {
-    let wgpu = format!("{device:?}").contains("Wgpu");
-    device.supports_dtype(dtype) && !(wgpu && dtype == DType::F64)
+    let name = format!("{device:?}");
+    let wgpu = name.contains("Wgpu");
+    let supported = device.supports_dtype(dtype) && !(wgpu && dtype == DType::F64);
+    let may_lack =
+        (WITHOUT.iter()).any(|(part, dtypes)| name.contains(part) && dtypes.contains(&dtype));
+    assert!(
+        supported || may_lack,
+        "{device:?} must support {dtype:?}, or be listed as a device without"
+    );
+    supported
 }
 
 /// Half-precision dtypes of a device.
@@ -52,4 +66,9 @@ pub fn half_dtypes(device: &Device) -> Vec<DType> {
         .into_iter()
         .filter(|dtype| supports(device, *dtype))
         .collect()
+}
+
+/// Panics if a check that chooses among cases, devices or dtypes has compared nothing.
+pub fn assert_ran(check: &str, ran: usize) {
+    assert!(ran > 0, "{check} compared nothing");
 }

@@ -1,4 +1,5 @@
-//! Random cases: patterns, shapes, options and dtypes against f64. A seed is a case, and a failure prints its seed.
+//! Random cases: patterns, shapes, options and dtypes against f64. A seed is a case, and a failure prints its seed. Beside its call of
+//! attention a case has another check ([`crate::fuzz_more`]), drawn from numbers of its own.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -12,25 +13,50 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::attention::{run, run_dense};
 use crate::cases::Case;
-use crate::compare::{assert_close_to, error_relative_to, to_f64};
+use crate::compare::{assert_close_to, assert_rows, error_relative_to, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};
+use crate::fuzz_more::more;
 use crate::options::{Call, SHARED, half_tolerance};
-use crate::reference::{Answer, Problem};
+use crate::reference::Problem;
 
 /// Cases, and the seed of the first; the next ones count on.
 const CASES: &str = "BURN_SPARSE_FUZZ_CASES";
 const SEED: &str = "BURN_SPARSE_FUZZ_SEED";
+/// Cases of the test that CI runs.
+const CI_CASES: &str = "BURN_SPARSE_FUZZ_CI_CASES";
 const DEFAULT_CASES: u64 = 300;
 
 /// Runs `BURN_SPARSE_FUZZ_CASES` cases from `BURN_SPARSE_FUZZ_SEED` on; panics at the end if one failed.
 pub fn fuzz(devices: &[Device]) {
-    let (count, first) = (number(CASES, DEFAULT_CASES), number(SEED, 1));
+    run_seeds(devices, number(SEED, 1), number(CASES, DEFAULT_CASES));
+}
+
+/// 200 cases that are the same each time, or as many as `BURN_SPARSE_FUZZ_CI_CASES` says, and half as many of the day: their seeds follow
+/// from the date (UTC) unless `BURN_SPARSE_FUZZ_SEED` is set.
+pub fn fuzz_of_the_day(devices: &[Device]) {
+    let count = number(CI_CASES, 200);
+    run_seeds(devices, 1, count);
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let days = since.expect("it is after 1970").as_secs() / 86_400;
+    run_seeds(devices, number(SEED, 1_000_000 + 1000 * days), count / 2);
+}
+
+fn run_seeds(devices: &[Device], first: u64, count: u64) {
     let mut failed = Vec::new();
     for device in devices {
         for seed in first..first + count {
             let case = Fuzz::new(seed, device);
-            if catch_unwind(AssertUnwindSafe(|| case.check(device))).is_err() {
-                eprintln!("{SEED}={seed} {CASES}=1 on {device:?} failed: {case:?}\n");
+            let (result, other) = (
+                catch_unwind(AssertUnwindSafe(|| case.check(device))),
+                catch_unwind(AssertUnwindSafe(|| more(&case, device))),
+            );
+            if result.is_err() || other.is_err() {
+                let part = if result.is_err() {
+                    "attention"
+                } else {
+                    "the other check"
+                };
+                eprintln!("{SEED}={seed} {CASES}=1 on {device:?} failed, {part}: {case:?}\n");
                 failed.push(seed);
             }
         }
@@ -50,16 +76,18 @@ fn number(name: &str, default: u64) -> u64 {
 
 /// One random case.
 #[derive(Debug)]
-struct Fuzz {
-    seed: u64,
-    case: Case,
-    dtype: DType,
+pub(crate) struct Fuzz {
+    pub(crate) seed: u64,
+    pub(crate) case: Case,
+    pub(crate) dtype: DType,
     mode: WeightsMode,
     /// Padding per batch entry.
     restrictions: Option<Vec<Restriction>>,
     /// Whether the layout is written and read before it is used, so that it is computed by its own blocks.
     read: bool,
-    extras: Extras,
+    pub(crate) extras: Extras,
+    /// Whether half precision is compared with Burn's dense attention.
+    dense: bool,
     /// Whether the pattern's blocks make a layout on the device.
     chosen: Option<Chosen>,
 }
@@ -110,9 +138,9 @@ impl Chosen {
     }
 }
 
-/// What else is asked for: where results are compared to the dtype's own precision, and in half precision with biases of distances.
-#[derive(Debug, Default)]
-struct Extras {
+/// What else is asked for. In half precision some cases have one of these alone, and some are compared with dense math, which has none.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Extras {
     slopes: Option<Vec<f64>>,
     dropout: Option<Dropout>,
     /// What shares a bias.
@@ -136,6 +164,74 @@ impl Extras {
             grad_lse: chance(rng, 2),
             relative: chance(rng, 4).then(|| (rng.random_range(0..250), chance(rng, 2))),
         }
+    }
+
+    pub(crate) fn without_dropout(&self) -> Self {
+        Self {
+            dropout: None,
+            ..self.clone()
+        }
+    }
+
+    /// One of them alone, whether it was drawn or not.
+    fn alone(self, rng: &mut impl Rng, heads: usize) -> Self {
+        let nothing = Self::default();
+        match rng.random_range(0..6) {
+            0 => Self {
+                slopes: Some((0..heads).map(|_| rng.random_range(-0.1..0.5)).collect()),
+                ..nothing
+            },
+            1 => Self {
+                dropout: Some(Dropout::new(rng.random_range(0.0..0.9), rng.random())),
+                ..nothing
+            },
+            2 => Self {
+                bias: Some(pick(rng, &SHARED)),
+                ..nothing
+            },
+            3 => Self {
+                relative: Some((rng.random_range(0..250), chance(rng, 2))),
+                ..nothing
+            },
+            4 => Self {
+                sinks: true,
+                ..nothing
+            },
+            _ => Self {
+                grad_lse: true,
+                ..nothing
+            },
+        }
+    }
+
+    /// The problem and the options with what is asked for.
+    pub(crate) fn apply(
+        &self,
+        seed: u64,
+        mut problem: Problem,
+        mut options: AttentionOptions,
+    ) -> (Problem, AttentionOptions) {
+        if let Some(slopes) = &self.slopes {
+            problem = problem.with_slopes(slopes.clone());
+            options = options.alibi(slopes.clone());
+        }
+        if let Some(dropout) = self.dropout {
+            problem = problem.with_dropout(dropout);
+            options = options.dropout(dropout);
+        }
+        if let Some(shared) = self.bias {
+            problem = problem.with_bias(seed, shared);
+        }
+        if let Some((reach, shared)) = self.relative {
+            problem = problem.with_relative(seed, reach, shared);
+        }
+        if self.sinks {
+            problem = problem.with_sinks(seed);
+        }
+        if self.grad_lse {
+            problem = problem.with_grad_lse(seed);
+        }
+        (problem, options)
     }
 }
 
@@ -187,6 +283,14 @@ impl Fuzz {
         let dtype = pick(rng, &dtypes);
         let extras = Extras::new(rng, heads);
         let chosen = chance(rng, 6).then(|| Chosen::new(&case.layout(), chance(rng, 2)));
+        // Numbers of its own, so that what was drawn before stays what it was.
+        let other = &mut ChaCha8Rng::seed_from_u64(seed ^ 0xa10e);
+        let half = matches!(dtype, DType::F16 | DType::BF16);
+        let (extras, dense) = match other.random_range(0..4) {
+            0 | 1 if half => (extras.alone(other, heads), false),
+            2 if half => (Extras::default(), true),
+            _ => (extras, false),
+        };
         let fuzz = Self {
             seed,
             case,
@@ -195,6 +299,7 @@ impl Fuzz {
             restrictions,
             read,
             extras,
+            dense,
             chosen,
         };
         match fuzz.chosen.clone() {
@@ -221,7 +326,7 @@ impl Fuzz {
         }
     }
 
-    fn layout(&self) -> BlockLayout {
+    pub(crate) fn layout(&self) -> BlockLayout {
         let layout = self.case.layout();
         let layout = match &self.restrictions {
             Some(entries) => layout.restrict(entries).unwrap(),
@@ -233,7 +338,7 @@ impl Fuzz {
         }
     }
 
-    fn problem(&self) -> Problem {
+    pub(crate) fn problem(&self) -> Problem {
         let case = &self.case;
         let offset = case.seq_kv as i64 - case.seq_q as i64;
         let (pattern, restrictions) = (case.pattern.clone(), self.restrictions.clone());
@@ -247,7 +352,7 @@ impl Fuzz {
         problem.options(case.scale, case.softcap)
     }
 
-    fn options(&self) -> AttentionOptions {
+    pub(crate) fn options(&self) -> AttentionOptions {
         self.case.options().weights(self.mode)
     }
 
@@ -256,43 +361,13 @@ impl Fuzz {
         let tolerance = exact.iter().find(|(dtype, _)| *dtype == self.dtype);
         match tolerance {
             Some(&(_, tolerance)) => self.check_extras(device, tolerance),
-            None if self.extras.relative.is_some() => {
-                self.check_extras(device, half_tolerance(self.dtype));
-            }
-            None => self.check_half(device),
+            None if self.dense => self.check_half(device),
+            None => self.check_extras(device, half_tolerance(self.dtype)),
         }
     }
 
     fn check_extras(&self, device: &Device, tolerance: f64) {
-        let Extras {
-            slopes,
-            dropout,
-            bias,
-            relative,
-            sinks,
-            grad_lse,
-        } = &self.extras;
-        let (mut problem, mut options) = (self.problem(), self.options());
-        if let Some(slopes) = slopes {
-            problem = problem.with_slopes(slopes.clone());
-            options = options.alibi(slopes.clone());
-        }
-        if let Some(dropout) = *dropout {
-            problem = problem.with_dropout(dropout);
-            options = options.dropout(dropout);
-        }
-        if let Some(shared) = *bias {
-            problem = problem.with_bias(self.seed, shared);
-        }
-        if let Some((reach, shared)) = *relative {
-            problem = problem.with_relative(self.seed, reach, shared);
-        }
-        if *sinks {
-            problem = problem.with_sinks(self.seed);
-        }
-        if *grad_lse {
-            problem = problem.with_grad_lse(self.seed);
-        }
+        let (mut problem, options) = self.extras.apply(self.seed, self.problem(), self.options());
         problem.round_to(self.dtype);
         let answer = problem.solve();
         let call = Call {
@@ -310,8 +385,15 @@ impl Fuzz {
             None => call.run(device, self.dtype),
         };
         for (name, got) in results {
-            let (terms, expected) = expected(&answer, name);
-            assert_close_to(terms, name, got, expected, tolerance);
+            let expected = answer.result(name);
+            assert_close_to(
+                expected.terms,
+                name,
+                got.clone(),
+                expected.values,
+                tolerance,
+            );
+            assert_rows(name, got, &expected, self.dtype);
         }
     }
 
@@ -334,7 +416,9 @@ impl Fuzz {
             _ => 8e-3,
         };
         for ((got, dense), name) in got.into_iter().zip(dense).zip(["out", "dq", "dk", "dv"]) {
-            let (terms, expected) = expected(&answer, name);
+            let expected = answer.result(name);
+            assert_rows(name, got.clone(), &expected, self.dtype);
+            let (terms, expected) = (expected.terms, expected.values);
             let (error, _) = error_relative_to(terms, &to_f64(got), expected);
             let (of_dense, _) = error_relative_to(terms, &to_f64(dense), expected);
             assert!(
@@ -345,27 +429,12 @@ impl Fuzz {
     }
 }
 
-/// A result by its name, and the terms that it is made of differences of.
-fn expected<'a>(answer: &'a Answer, name: &str) -> (f64, &'a [f64]) {
-    match name {
-        "out" => (0.0, &answer.out),
-        "lse" => (0.0, &answer.lse),
-        "dq" => (answer.score_terms, &answer.dq),
-        "dk" => (answer.score_terms, &answer.dk),
-        "dv" => (0.0, &answer.dv),
-        "dsinks" => (answer.sink_terms, &answer.dsinks),
-        "dbias" => (answer.bias_terms, &answer.dbias),
-        "drelative" => (answer.relative_terms, &answer.drelative),
-        _ => panic!("{name} is no result"),
-    }
-}
-
-fn pick<T: Copy>(rng: &mut impl Rng, from: &[T]) -> T {
+pub(crate) fn pick<T: Copy>(rng: &mut impl Rng, from: &[T]) -> T {
     from[rng.random_range(0..from.len())]
 }
 
 /// One time in `n`.
-fn chance(rng: &mut impl Rng, n: usize) -> bool {
+pub(crate) fn chance(rng: &mut impl Rng, n: usize) -> bool {
     rng.random_range(0..n) == 0
 }
 
@@ -404,7 +473,7 @@ fn restriction(rng: &mut impl Rng, seq_q: usize, seq_kv: usize) -> Restriction {
 }
 
 /// A pattern that is valid for `heads` heads, with parts up to `depth` deep.
-fn pattern(rng: &mut impl Rng, heads: usize, seq: usize, depth: usize) -> Pattern {
+pub fn pattern(rng: &mut impl Rng, heads: usize, seq: usize, depth: usize) -> Pattern {
     loop {
         let pattern = any_pattern(rng, heads, seq, depth);
         if pattern.validate(heads).is_ok() {

@@ -9,9 +9,12 @@ pub mod compare;
 pub mod device_layout;
 pub mod devices;
 pub mod fuzz;
+pub mod fuzz_more;
 pub mod masses;
 pub mod options;
 pub mod reference;
+pub mod rounding;
+pub mod sharing;
 
 use burn::tensor::Device;
 
@@ -175,6 +178,18 @@ pub const CHECKS: &[(&str, Check)] = &[
         device_layout::device_layouts_with_relative_bias,
     ),
     ("device_layout_errors", device_layout::device_layout_errors),
+    (
+        "threads_share_a_new_layout",
+        sharing::threads_share_a_new_layout,
+    ),
+    (
+        "threads_share_a_new_device_layout",
+        sharing::threads_share_a_new_device_layout,
+    ),
+    (
+        "a_layout_outlives_tensors_and_threads",
+        sharing::a_layout_outlives_tensors_and_threads,
+    ),
 ];
 
 /// Checks that run only if they are named: one that needs a large GPU, and one that takes as long as it is asked to.

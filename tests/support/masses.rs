@@ -39,12 +39,12 @@ fn expected(problem: &Problem, queries: std::ops::Range<usize>) -> [Vec<f64>; 2]
     [columns, diagonals]
 }
 
-struct Call<'a> {
-    what: String,
-    problem: &'a Problem,
-    layout: BlockLayout,
-    options: AttentionOptions,
-    queries: Option<std::ops::Range<usize>>,
+pub(crate) struct Call<'a> {
+    pub(crate) what: String,
+    pub(crate) problem: &'a Problem,
+    pub(crate) layout: BlockLayout,
+    pub(crate) options: AttentionOptions,
+    pub(crate) queries: Option<std::ops::Range<usize>>,
 }
 
 impl Call<'_> {
@@ -82,7 +82,7 @@ impl Call<'_> {
         [masses.columns, masses.diagonals].map(Tensor::into_data)
     }
 
-    fn check(&self, device: &Device, dtype: DType, tolerance: f64) {
+    pub(crate) fn check(&self, device: &Device, dtype: DType, tolerance: f64) {
         let queries = self.queries.clone().unwrap_or(0..self.problem.sizes.seq_q);
         let expected = expected(self.problem, queries);
         let names = ["columns", "diagonals"].into_iter();

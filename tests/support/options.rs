@@ -2,8 +2,8 @@
 
 use crate::attention::inputs;
 use crate::cases::{Case, cases, per_batch, table};
-use crate::compare::{assert_close, assert_close_to};
-use crate::devices::{exact_dtypes, half_dtypes};
+use crate::compare::{assert_close, assert_close_to, assert_rows};
+use crate::devices::{assert_ran, exact_dtypes, half_dtypes};
 use crate::reference::{Problem, Sizes};
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::{
@@ -50,19 +50,16 @@ where
     pub fn check_dtype(&self, device: &Device, dtype: DType, tolerance: f64) {
         let answer = self.problem.solve();
         for (name, got) in self.run(device, dtype) {
-            let (terms, expected) = match name {
-                "out" => (0.0, &answer.out),
-                "lse" => (0.0, &answer.lse),
-                "dq" => (0.0, &answer.dq),
-                "dk" => (0.0, &answer.dk),
-                "dv" => (0.0, &answer.dv),
-                "dsinks" => (0.0, &answer.dsinks),
-                // The gradients of a row sum to 0.
-                "drelative" => (answer.relative_terms, &answer.drelative),
-                _ => (0.0, &answer.dbias),
+            let expected = answer.result(name);
+            // The gradients of a row sum to 0.
+            let terms = if name == "drelative" {
+                expected.terms
+            } else {
+                0.0
             };
             let what = format!("{}, {device:?}, {dtype:?}: {name}", self.what);
-            assert_close_to(terms, &what, got, expected, tolerance);
+            assert_close_to(terms, &what, got.clone(), expected.values, tolerance);
+            assert_rows(&what, got, &expected, dtype);
         }
     }
 
@@ -111,7 +108,7 @@ where
 }
 
 /// A problem's tensors besides q, k and v.
-fn tensors(problem: &Problem, device: &Device, dtype: DType) -> AttentionTensors {
+pub(crate) fn tensors(problem: &Problem, device: &Device, dtype: DType) -> AttentionTensors {
     let mut tensors = AttentionTensors::default();
     tensors.sinks = problem.sinks.as_ref().map(|values| {
         let data = TensorData::new(values.clone(), [values.len()]);
@@ -153,6 +150,7 @@ fn check_cases(
     cases: Cases,
     change: impl Fn(usize, &Case, Problem, AttentionOptions) -> (Problem, AttentionOptions),
 ) {
+    let mut ran = 0;
     for (index, case) in table().iter().filter(|(index, _)| cases.has(*index)) {
         let seed = 4000 + *index as u64;
         let problem = case.problem(seed).with_grad_lse(seed);
@@ -166,8 +164,10 @@ fn check_cases(
                 use_out: true,
             };
             call.check(device);
+            ran += 1;
         }
     }
+    assert_ran(name, ran);
 }
 
 /// The gradient through lse, with the output's.
@@ -349,7 +349,9 @@ fn check_half(
     has: impl Fn(usize, &Case) -> bool,
     change: impl Fn(usize, &Case, Problem) -> (Problem, AttentionOptions),
 ) {
+    let mut ran = 0;
     for (index, case) in table().iter().filter(|(index, case)| has(*index, case)) {
+        ran += 1;
         let seed = 6000 + *index as u64;
         for device in devices {
             for dtype in half_dtypes(device) {
@@ -367,6 +369,7 @@ fn check_half(
             }
         }
     }
+    assert_ran(name, ran);
 }
 
 /// All widths that tensor cores with wide tiles take are among these.

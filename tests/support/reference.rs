@@ -7,6 +7,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::compare::to_f64;
+use crate::rounding::Spread;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
@@ -118,6 +119,73 @@ pub struct Answer {
     pub bias_terms: f64,
     pub sink_terms: f64,
     pub relative_terms: f64,
+    /// What rows of out, dq, dk and dv, and the numbers of dbias, drelative and dsinks, are made of.
+    pub spreads: Spreads,
+}
+
+/// For each row of a tensor, in order, what it is made of.
+#[derive(Default)]
+pub struct Spreads {
+    pub out: Vec<Spread>,
+    pub dq: Vec<Spread>,
+    pub dk: Vec<Spread>,
+    pub dv: Vec<Spread>,
+    pub dbias: Vec<Spread>,
+    pub drelative: Vec<Spread>,
+    pub dsinks: Vec<Spread>,
+}
+
+/// Rounds to a dtype and back.
+fn rounded(values: &mut Vec<f64>, dtype: DType) {
+    let count = values.len();
+    let data = TensorData::new(std::mem::take(values), [count]);
+    *values = to_f64(data.convert_dtype(dtype));
+}
+
+/// Adds to what numbers are made of those parts that come of one row of queries, whose errors are one.
+fn add_squares(spreads: &mut [Spread], parts: Vec<(usize, [f64; 3])>) {
+    let mut sums: std::collections::BTreeMap<usize, [f64; 3]> = Default::default();
+    for (place, part) in parts {
+        let sums = sums.entry(place).or_default();
+        sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+    }
+    for (place, [terms, delta, factors]) in sums {
+        spreads[place].terms += terms * terms;
+        spreads[place].delta += delta * delta;
+        spreads[place].factors += factors * factors;
+    }
+}
+
+/// A result: its values, the terms that the largest of them are differences of, and what its rows are made of, which is not known of
+/// lse and of weights.
+pub struct Expected<'a> {
+    pub values: &'a [f64],
+    pub terms: f64,
+    pub rows: &'a [Spread],
+}
+
+impl Answer {
+    /// A result by its name.
+    pub fn result(&self, name: &str) -> Expected<'_> {
+        let spreads = &self.spreads;
+        let (values, terms, rows): (&[f64], f64, &[Spread]) = match name {
+            "out" => (&self.out, 0.0, &spreads.out),
+            "lse" => (&self.lse, 0.0, &[]),
+            "weights" => (&self.weights, 0.0, &[]),
+            "dq" => (&self.dq, self.score_terms, &spreads.dq),
+            "dk" => (&self.dk, self.score_terms, &spreads.dk),
+            "dv" => (&self.dv, 0.0, &spreads.dv),
+            "dsinks" => (&self.dsinks, self.sink_terms, &spreads.dsinks),
+            "dbias" => (&self.dbias, self.bias_terms, &spreads.dbias),
+            "drelative" => (&self.drelative, self.relative_terms, &spreads.drelative),
+            _ => panic!("{name} is no result"),
+        };
+        Expected {
+            values,
+            terms,
+            rows,
+        }
+    }
 }
 
 impl Problem {
@@ -220,13 +288,31 @@ impl Problem {
             .into_iter()
             .chain(options.into_iter().flatten())
         {
-            let data = TensorData::new(values.clone(), [values.len()]);
-            *values = to_f64(data.convert_dtype(dtype));
+            rounded(values, dtype);
         }
     }
 
     pub fn solve(&self) -> Answer {
+        self.solve_in(None)
+    }
+
+    /// As tensor-core kernels do: p and ds are rounded before the second products, delta is of the rounded output, and every result
+    /// is rounded when it is written. Sums are f64.
+    pub fn solve_rounded(&self, dtype: DType) -> Answer {
+        let mut answer = self.solve_in(Some(dtype));
+        let Answer {
+            out, dq, dk, dv, ..
+        } = &mut answer;
+        for values in [out, dq, dk, dv] {
+            rounded(values, dtype);
+        }
+        answer
+    }
+
+    fn solve_in(&self, rounding: Option<DType>) -> Answer {
         let s = self.sizes;
+        let rows = |shape: [usize; 4]| vec![Spread::default(); shape[..3].iter().product()];
+        let numbers = |count: usize| vec![Spread::default(); count];
         let zeros = |shape: [usize; 4]| vec![0.0; shape.iter().product()];
         let mut answer = Answer {
             out: zeros(s.out()),
@@ -242,12 +328,21 @@ impl Problem {
             relative_terms: 0.0,
             bias_terms: 0.0,
             sink_terms: 0.0,
+            spreads: Spreads {
+                out: rows(s.out()),
+                dq: rows(s.q()),
+                dk: rows(s.k()),
+                dv: rows(s.v()),
+                dbias: numbers(self.bias.as_ref().map_or(0, |bias| bias.values.len())),
+                drelative: numbers(self.relative.as_ref().map_or(0, |table| table.values.len())),
+                dsinks: numbers(s.heads),
+            },
         };
         let mut terms = answer.drelative.clone();
         for batch in 0..s.batch {
             for head in 0..s.heads {
                 for i in 0..s.seq_q {
-                    self.solve_row(batch, head, i, &mut answer, &mut terms);
+                    self.solve_row(batch, head, i, rounding, &mut answer, &mut terms);
                 }
             }
         }
@@ -261,6 +356,7 @@ impl Problem {
         batch: usize,
         head: usize,
         i: usize,
+        rounding: Option<DType>,
         answer: &mut Answer,
         relative_terms: &mut [f64],
     ) {
@@ -325,7 +421,58 @@ impl Problem {
         let dp: Vec<f64> = (keys.iter().zip(&factors))
             .map(|(&j, factor)| factor * dot(&d_out, &self.v[v_range(j)]))
             .collect();
-        let delta = dot(&p, &dp);
+        // What enters the second products, and delta.
+        let round = |mut values: Vec<f64>| {
+            if let Some(dtype) = rounding {
+                rounded(&mut values, dtype);
+            }
+            values
+        };
+        let dropped = round(
+            p.iter()
+                .zip(&factors)
+                .map(|(p, factor)| p * factor)
+                .collect(),
+        );
+        for (&p, &j) in dropped.iter().zip(&keys) {
+            for (out, v) in answer.out[out_range.clone()]
+                .iter_mut()
+                .zip(&self.v[v_range(j)])
+            {
+                *out += p * v;
+            }
+            for (dv, d_out) in answer.dv[v_range(j)].iter_mut().zip(&d_out) {
+                *dv += p * d_out;
+            }
+        }
+        let out = answer.out[out_range.clone()].to_vec();
+        // The same as the sum over dO · out, but of fewer terms.
+        let delta = match rounding {
+            Some(_) => dot(&d_out, &round(out.clone())),
+            None => dot(&p, &dp),
+        };
+        let by_score: Vec<f64> = (p.iter().zip(&dp))
+            .map(|(p, dp)| p * (dp - delta + self.grad_lse[row]))
+            .collect();
+        let ds = by_score
+            .iter()
+            .zip(&raw)
+            .map(|(ds, &x)| ds * slope(x))
+            .collect();
+        let ds = round(ds);
+        // What an error of 1 relative to each number of out makes of delta.
+        let of_delta = d_out
+            .iter()
+            .zip(&out)
+            .map(|(x, y)| (x * y).powi(2))
+            .sum::<f64>()
+            .sqrt();
+        // Sinks are added to attention without them, whose delta is that much larger, and cancels.
+        let share: f64 = if sink.is_some() { p.iter().sum() } else { 1.0 };
+        let of_delta_alone = of_delta / share.max(1e-30);
+        let square = |x: &[f64]| dot(x, x);
+        let (mut of_bias, mut of_table) = (Vec::new(), Vec::new());
+        let mut by_delta = vec![0.0; s.head_dim];
         if let Some(sink) = sink {
             let weight = (sink - lse).exp();
             answer.dsinks[head] += weight * (self.grad_lse[row] - delta);
@@ -333,23 +480,16 @@ impl Problem {
                 .iter()
                 .fold(self.grad_lse[row].abs(), |a, b| a.max(b.abs()));
             answer.sink_terms += weight * largest;
+            let spread = &mut answer.spreads.dsinks[head];
+            spread.terms += (weight * largest).powi(2);
+            spread.delta += (weight * of_delta).powi(2);
         }
         for (k, &j) in keys.iter().enumerate() {
             answer.weights[row * s.seq_kv + j] = p[k];
-            for (out, v) in answer.out[out_range.clone()]
-                .iter_mut()
-                .zip(&self.v[v_range(j)])
-            {
-                *out += p[k] * factors[k] * v;
-            }
-            for (dv, d_out) in answer.dv[v_range(j)].iter_mut().zip(&d_out) {
-                *dv += p[k] * factors[k] * d_out;
-            }
-            let by_score = p[k] * (dp[k] - delta + self.grad_lse[row]);
+            let by_score = by_score[k];
             if let Some(bias) = &self.bias {
                 answer.dbias[bias.place(batch, head, i, j)] += by_score;
             }
-            let ds = by_score * slope(raw[k]) * self.scale;
             let rest = (delta - self.grad_lse[row]).abs();
             let term = p[k] * dp[k].abs().max(rest);
             answer.bias_terms = answer.bias_terms.max(term);
@@ -358,6 +498,55 @@ impl Problem {
                 answer.drelative[place] += by_score;
                 relative_terms[place] += term;
             }
+            let spreads = &mut answer.spreads;
+            let (key, value) = (&self.k[k_range(j)], &self.v[v_range(j)]);
+            let weight = (p[k] * factors[k]).powi(2);
+            for (spread, factor) in [
+                (&mut spreads.out[row], square(value)),
+                (&mut spreads.dv[kv_row(j)], square(&d_out)),
+            ] {
+                spread.rounded += weight * factor;
+                spread.terms += weight * factor;
+                spread.factors += factor;
+            }
+            let through = slope(raw[k]) * self.scale;
+            // dO · v, delta and the gradient of lse are terms of ds, the first two sums themselves.
+            let products = d_out
+                .iter()
+                .zip(value)
+                .map(|(x, y)| (x * y * factors[k]).powi(2));
+            let products: f64 = products.sum();
+            let parts = dp[k].abs() + delta.abs() / share.max(1e-30) + self.grad_lse[row].abs();
+            let sizes = parts + products.sqrt() + of_delta_alone;
+            let of_ds = p[k] * sizes;
+            // A softcap's derivative is itself a difference, 1 − tanh².
+            let before = if self.softcap.is_some() {
+                self.scale
+            } else {
+                through
+            };
+            // With sinks dO is scaled by the row's share and rounded again.
+            let of_d_out = if sink.is_some() { products } else { 0.0 };
+            let of_half = p[k] * (of_delta_alone.powi(2) + of_d_out).sqrt();
+            if let Some(table) = &self.relative {
+                of_table.push((table.place(head, ahead(j)), [of_ds, of_half, sizes]));
+            }
+            if let Some(bias) = &self.bias {
+                of_bias.push((bias.place(batch, head, i, j), [of_ds, of_half, sizes]));
+            }
+            let rounded = (ds[k] * self.scale).powi(2) + (p[k] * through).powi(2) * of_d_out;
+            let (query_spread, key_spread) = (&mut spreads.dq[row], &mut spreads.dk[kv_row(j)]);
+            query_spread.rounded += rounded * square(key);
+            query_spread.terms += (of_ds * before).powi(2) * square(key);
+            key_spread.rounded += rounded * square(q);
+            key_spread.terms += (of_ds * before).powi(2) * square(q);
+            query_spread.factors += (before * sizes.max(1.0)).powi(2) * square(key);
+            key_spread.factors += (before * sizes.max(1.0)).powi(2) * square(q);
+            key_spread.delta += (p[k] * through * of_delta_alone).powi(2) * square(q);
+            for (sum, x) in by_delta.iter_mut().zip(key) {
+                *sum += p[k] * through * of_delta_alone * x;
+            }
+            let ds = ds[k] * self.scale;
             let term = term * slope(raw[k]) * self.scale.abs();
             for x in self.k[k_range(j)].iter().chain(q) {
                 answer.score_terms = answer.score_terms.max(term * x.abs());
@@ -372,5 +561,8 @@ impl Problem {
                 *dk += ds * q;
             }
         }
+        answer.spreads.dq[row].delta += square(&by_delta);
+        add_squares(&mut answer.spreads.dbias, of_bias);
+        add_squares(&mut answer.spreads.drelative, of_table);
     }
 }

@@ -1,0 +1,275 @@
+//! Random layers: grouped heads, rotated positions, packed documents and padding together, against plain f64 loops.
+
+use burn::nn::{Linear, RotaryEncodingConfig};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_blocksparse_tests::compare::{assert_close, to_f64};
+use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse_tests::fuzz::pattern;
+use burn_blocksparse_tests::reference::{Problem, Sizes};
+use burn_sparse_transformer::{
+    Pattern, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// Rows of a dense layer, and its parameters.
+struct Dense {
+    /// `[inputs, outputs]`
+    weight: Vec<f64>,
+    bias: Vec<f64>,
+}
+
+impl Dense {
+    fn new(layer: &Linear) -> Self {
+        Self {
+            weight: to_f64(layer.weight.val().into_data()),
+            bias: to_f64(layer.bias.as_ref().unwrap().val().into_data()),
+        }
+    }
+
+    fn apply(&self, row: &[f64]) -> Vec<f64> {
+        let outputs = self.bias.len();
+        (0..outputs)
+            .map(|o| {
+                let products = row
+                    .iter()
+                    .enumerate()
+                    .map(|(i, x)| x * self.weight[i * outputs + o]);
+                self.bias[o] + products.sum::<f64>()
+            })
+            .collect()
+    }
+
+    /// The gradient by a row, of the gradient by what it becomes.
+    fn back(&self, grad: &[f64]) -> Vec<f64> {
+        let weights = self.weight.chunks(grad.len());
+        weights
+            .map(|row| row.iter().zip(grad).map(|(w, g)| w * g).sum())
+            .collect()
+    }
+}
+
+/// Pairs of channels turn by `position · 10000^(−2 pair / width)`; `sign` −1 turns them back.
+fn rotate(head: &mut [f64], position: usize, sign: f64) {
+    let width = head.len() as f64;
+    for (pair, values) in head.chunks_mut(2).enumerate() {
+        let angle = sign * position as f64 * 10_000f64.powf(-2.0 * pair as f64 / width);
+        let (sin, cos) = angle.sin_cos();
+        let (a, b) = (values[0], values[1]);
+        (values[0], values[1]) = (a * cos - b * sin, a * sin + b * cos);
+    }
+}
+
+/// What a row is: its document and position in it, or padding.
+type Place = Option<(usize, usize)>;
+
+struct Layer {
+    mha: SparseMultiHeadAttention,
+    pattern: Pattern,
+    heads: usize,
+    kv_heads: usize,
+    width: usize,
+    softcap: Option<f64>,
+}
+
+impl Layer {
+    fn random(rng: &mut ChaCha8Rng, seq: usize, device: &Device) -> Self {
+        let kv_heads = rng.random_range(1..3);
+        let heads = kv_heads * rng.random_range(1..4);
+        let width = [4, 8][rng.random_range(0..2)];
+        let pattern = pattern(rng, heads, seq, 1);
+        let softcap = (rng.random_range(0..3) == 0).then_some(2.0);
+        let config = SparseMultiHeadAttentionConfig::new(heads * width, heads, pattern.clone())
+            .with_block_size([8, 16, 32][rng.random_range(0..3)])
+            .with_n_kv_heads(Some(kv_heads))
+            .with_rope(Some(RotaryEncodingConfig::new(seq, width)))
+            .with_softcap(softcap);
+        Self {
+            mha: config.init(device).unwrap(),
+            pattern,
+            heads,
+            kv_heads,
+            width,
+            softcap,
+        }
+    }
+
+    /// The context and the gradient by `x`, `[batch, seq, d_model]`, of `sum(context · grad)`.
+    fn expected(&self, x: &[f64], grad: &[f64], places: &[Vec<Place>]) -> [Vec<f64>; 2] {
+        let (batch, seq, model) = (places.len(), places[0].len(), self.heads * self.width);
+        let [query, key, value, output] = [
+            &self.mha.query,
+            &self.mha.key,
+            &self.mha.value,
+            &self.mha.output,
+        ]
+        .map(Dense::new);
+        let sizes = Sizes {
+            batch,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            seq_q: seq,
+            seq_kv: seq,
+            head_dim: self.width,
+            value_dim: self.width,
+        };
+        let (pattern, of_rows) = (self.pattern.clone(), places.to_vec());
+        let mut problem = Problem::random(sizes, 0, move |entry, head, i, j| {
+            match (of_rows[entry][i], of_rows[entry][j]) {
+                (Some((document, i)), Some((other, j))) => {
+                    document == other && pattern.attends(head, i as i64, j as i64)
+                }
+                _ => false,
+            }
+        })
+        .options(None, self.softcap);
+        let rows = || (0..batch).flat_map(|entry| (0..seq).map(move |i| (entry, i)));
+        let at = |entry: usize, i: usize| (entry * seq + i) * model..(entry * seq + i + 1) * model;
+        // Where a head's row is in `[batch, heads, seq, width]`.
+        let of_head = |heads: usize, entry: usize, head: usize, i: usize| {
+            let row = (entry * heads + head) * seq + i;
+            row * self.width..(row + 1) * self.width
+        };
+        let turned = |head: &[f64], place: Place, sign: f64| {
+            let mut head = head.to_vec();
+            rotate(&mut head, place.map_or(0, |(_, position)| position), sign);
+            head
+        };
+        for (entry, i) in rows() {
+            let (row, place) = (&x[at(entry, i)], places[entry][i]);
+            // Padding has no output, and so no gradient to give.
+            let by_out = match place {
+                Some(_) => output.back(&grad[at(entry, i)]),
+                None => vec![0.0; model],
+            };
+            for (heads, values, into, turns) in [
+                (self.heads, query.apply(row), &mut problem.q, true),
+                (self.kv_heads, key.apply(row), &mut problem.k, true),
+                (self.kv_heads, value.apply(row), &mut problem.v, false),
+                (self.heads, by_out, &mut problem.grad_out, false),
+            ] {
+                for (head, values) in values.chunks(self.width).enumerate() {
+                    let values = if turns {
+                        turned(values, place, 1.0)
+                    } else {
+                        values.to_vec()
+                    };
+                    into[of_head(heads, entry, head, i)].copy_from_slice(&values);
+                }
+            }
+        }
+        let answer = problem.solve();
+        let (mut context, mut by_x) = (vec![0.0; x.len()], vec![0.0; x.len()]);
+        for (entry, i) in rows() {
+            let place = places[entry][i];
+            let gather = |from: &[f64], heads: usize, turns: bool| -> Vec<f64> {
+                let of = |head| {
+                    let head = &from[of_head(heads, entry, head, i)];
+                    if turns {
+                        turned(head, place, -1.0)
+                    } else {
+                        head.to_vec()
+                    }
+                };
+                (0..heads).flat_map(of).collect()
+            };
+            if place.is_some() {
+                let row = output.apply(&gather(&answer.out, self.heads, false));
+                context[at(entry, i)].copy_from_slice(&row);
+            }
+            let parts = [
+                query.back(&gather(&answer.dq, self.heads, true)),
+                key.back(&gather(&answer.dk, self.kv_heads, true)),
+                value.back(&gather(&answer.dv, self.kv_heads, false)),
+            ];
+            for part in parts {
+                for (sum, x) in by_x[at(entry, i)].iter_mut().zip(part) {
+                    *sum += x;
+                }
+            }
+        }
+        [context, by_x]
+    }
+
+    fn check(
+        &self,
+        rng: &mut ChaCha8Rng,
+        what: &str,
+        device: &Device,
+        places: &[Vec<Place>],
+        run: impl Fn(Tensor<3>) -> Tensor<3>,
+    ) {
+        let shape = [places.len(), places[0].len(), self.heads * self.width];
+        let mut random = || -> Vec<f64> {
+            (0..shape.iter().product())
+                .map(|_| f64::from(2.0 * rng.random::<f32>() - 1.0))
+                .collect()
+        };
+        let (x, grad) = (random(), random());
+        let device = &device.clone().autodiff();
+        let tensor = |values: &[f64]| {
+            let data = TensorData::new(values.to_vec(), shape);
+            Tensor::<3>::from_data(data, (device, DType::F32))
+        };
+        let input = tensor(&x).require_grad();
+        let context = run(input.clone());
+        let grads = (context.clone() * tensor(&grad)).sum().backward();
+        let by_x = input.grad(&grads).unwrap().into_data();
+        let [expected, expected_by_x] = self.expected(&x, &grad, places);
+        assert_close(
+            &format!("{what}: context"),
+            context.into_data(),
+            &expected,
+            1e-5,
+        );
+        assert_close(&format!("{what}: dx"), by_x, &expected_by_x, 1e-5);
+    }
+}
+
+fn check_seed(seed: u64, device: &Device) {
+    let rng = &mut ChaCha8Rng::seed_from_u64(seed);
+    let seq = rng.random_range(1..90);
+    let tracked = device.clone().autodiff();
+    let layer = Layer::random(rng, seq, &tracked);
+    let what = format!("seed {seed}, {device:?}, {}", layer.pattern);
+    if seed.is_multiple_of(2) {
+        // Documents, some of them empty.
+        let mut ends: Vec<usize> = (0..rng.random_range(0..5))
+            .map(|_| rng.random_range(0..=seq))
+            .chain([0, seq])
+            .collect();
+        ends.sort();
+        let documents = ends.windows(2).enumerate();
+        let places: Vec<Place> = documents
+            .flat_map(|(document, pair)| (0..pair[1] - pair[0]).map(move |i| Some((document, i))))
+            .collect();
+        let packed = |x| layer.mha.forward_packed(x, &ends).unwrap().context;
+        layer.check(rng, &format!("packed, {what}"), device, &[places], packed);
+    } else {
+        let lengths: Vec<usize> = (0..rng.random_range(1..4))
+            .map(|_| rng.random_range(0..=seq))
+            .collect();
+        let places: Vec<Vec<Place>> = (lengths.iter())
+            .map(|&length| (0..seq).map(|i| (i < length).then_some((0, i))).collect())
+            .collect();
+        let padded = |x| {
+            let input = SparseMhaInput::self_attn(x).lengths(lengths.clone());
+            layer.mha.forward(input).unwrap().context
+        };
+        layer.check(rng, &format!("padded, {what}"), device, &places, padded);
+    }
+}
+
+/// `BURN_SPARSE_FUZZ_LAYERS` seeds, 60 if it is not set.
+#[test]
+fn random_layers_equal_f64() {
+    let count = std::env::var("BURN_SPARSE_FUZZ_LAYERS").map_or(60, |text| {
+        text.parse()
+            .unwrap_or_else(|_| panic!("BURN_SPARSE_FUZZ_LAYERS must be a number, got {text}"))
+    });
+    for device in devices() {
+        for seed in 0..count {
+            check_seed(seed, &device);
+        }
+    }
+}
