@@ -5,9 +5,16 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 4] = [
+const PAGES: [&str; 11] = [
     "README.md",
+    "crates/blocksparse/README.md",
+    "crates/burn-blocksparse/README.md",
+    "crates/burn-sparse-transformer/README.md",
+    "docs/choose-a-pattern.md",
     "docs/gallery.md",
+    "docs/install-gpu.md",
+    "docs/padding.md",
+    "docs/swap-burn-nn.md",
     "docs/training.md",
     "docs/write-your-own-pattern.md",
 ];
