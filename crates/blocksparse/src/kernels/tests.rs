@@ -11,7 +11,7 @@ use cubecl::prelude::AddressType;
 use super::call::{DeviceFacts, Request, ScoreKind, TierLimit};
 use super::choice::AttentionPlan;
 use super::error::KernelError;
-use crate::{BlockLayout, LayoutShape, Pattern};
+use crate::{BlockLayout, Pattern};
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
@@ -216,6 +216,7 @@ fn a_build_without_tensor_cores_says_so_on_cuda() {
 #[cfg(feature = "cuda-asm")]
 mod tensor_cores {
     use super::*;
+    use crate::LayoutShape;
     use crate::kernels::tensor::TOO_LARGE;
 
     const NOT_90: &str = "the device is not of compute capability 9.0";

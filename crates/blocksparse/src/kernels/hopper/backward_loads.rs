@@ -1,7 +1,7 @@
 //! Which tiles a cube of the fused backward kernel has, and their loads.
 
-// What is known at compile time stays apart from what is not.
-#![allow(clippy::collapsible_if)]
+// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+#![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
 

@@ -1,5 +1,8 @@
 //! Rows of the forward kernel's output.
 
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
 use cubecl::prelude::*;
 
 use super::asm::*;

@@ -108,8 +108,8 @@ fn row_bits(
     let input = buffer(&tensor.handle, rows * width);
     let output = buffer(&made, len);
     let (grid, causal) = (grid(layout), choice.causal);
-    // SAFETY: a unit of the first two, and a cube of the third, writes the bits of its own row, below `rows`, and reads that row of the tensor.
     match choice.by {
+        // SAFETY: a unit writes its own word of bits, below `len`, and reads as many elements of that row.
         ChosenBy::Mask => unsafe {
             let cubes = units(client, len);
             let (dim, dtype) = (CubeDim::new_1d(UNITS), tensor.dtype);
@@ -117,12 +117,14 @@ fn row_bits(
                 client, cubes, dim, address, input, output, grid, causal, dtype,
             );
         },
+        // SAFETY: a unit writes the bits of its own row, below `rows`, and reads that row's indices.
         ChosenBy::Indices { most } => unsafe {
             let (cubes, dim) = (units(client, rows), CubeDim::new_1d(UNITS));
             bits::from_indices::launch_unchecked(
                 client, cubes, dim, address, input, output, grid, most, rows, causal,
             );
         },
+        // SAFETY: likewise a cube, of the row's scores.
         ChosenBy::TopK { k, local, first } => unsafe {
             let dim = CubeDim::new_1d(bits::ROW_UNITS as u32);
             let k = u32::try_from(k).unwrap_or(u32::MAX);
