@@ -9,6 +9,7 @@ mod errors;
 mod fuzz;
 mod layers;
 mod masses;
+mod max_scores;
 mod options;
 mod sharing;
 mod table;

@@ -96,7 +96,7 @@ pub fn worst_row(got: &[f64], expected: &[f64], rows: &[Spread], dtype: DType) -
 }
 
 /// Panics, naming the worst row, if a row errs by more than its roundings in `dtype` may make of it; likewise of each number of results
-/// whose terms are not known (lse), which are of size 1 or larger.
+/// whose terms are not known (lse, largest scores), which are of size 1 or larger.
 pub fn assert_rows(what: &str, got: TensorData, expected: &Expected, dtype: DType) {
     let shape = got.shape().clone();
     let got = to_f64(got);

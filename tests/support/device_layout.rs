@@ -17,8 +17,8 @@ use crate::reference::{Problem, Sizes};
 
 /// Sizes of a layout and of the tensors of a call.
 #[derive(Clone, Copy, Debug)]
-struct Case {
-    name: &'static str,
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
     batch: usize,
     heads: usize,
     kv_heads: usize,
@@ -107,7 +107,7 @@ impl Case {
     }
 
     /// The problem in which the blocks of `mask`, `dims`, are chosen.
-    fn problem(&self, seed: u64, mask: Vec<bool>) -> Problem {
+    pub(crate) fn problem(&self, seed: u64, mask: Vec<bool>) -> Problem {
         let case = *self;
         let offset = self.seq_kv as i64 - self.seq_q as i64;
         Problem::random(self.sizes(), seed, move |batch, head, i, j| {
@@ -121,7 +121,7 @@ impl Case {
     }
 
     /// Random blocks: rows of all densities, none and all among them, and a column that no row has.
-    fn mask(&self, rng: &mut ChaCha8Rng) -> Vec<bool> {
+    pub(crate) fn mask(&self, rng: &mut ChaCha8Rng) -> Vec<bool> {
         let [batch, heads, q_blocks, kv_blocks] = self.dims();
         let mut mask = Vec::new();
         for _ in 0..batch * heads * q_blocks {
@@ -135,7 +135,7 @@ impl Case {
     }
 }
 
-fn cases() -> Vec<Case> {
+pub(crate) fn cases() -> Vec<Case> {
     vec![
         Case::new("blocks of 16, grouped heads", 70, 70, 16).heads(4, 2),
         Case::new("one mask for all", 100, 100, 32)
@@ -169,7 +169,7 @@ fn mask_tensor(case: &Case, mask: &[bool], device: &Device) -> Tensor<4, Bool> {
     Tensor::from_data(TensorData::new(mask.to_vec(), case.dims()), device)
 }
 
-fn layout_of(case: &Case, mask: &[bool], device: &Device) -> DeviceLayout {
+pub(crate) fn layout_of(case: &Case, mask: &[bool], device: &Device) -> DeviceLayout {
     DeviceLayout::from_block_mask(mask_tensor(case, mask, device), case.options()).unwrap()
 }
 

@@ -11,6 +11,7 @@ pub mod devices;
 pub mod fuzz;
 pub mod fuzz_more;
 pub mod masses;
+pub mod max_scores;
 pub mod options;
 pub mod reference;
 pub mod rounding;
@@ -71,6 +72,23 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "masses_give_the_same_bits",
         masses::masses_give_the_same_bits,
+    ),
+    ("max_scores_equal_f64", max_scores::max_scores_equal_f64),
+    (
+        "max_scores_in_half_precision",
+        max_scores::max_scores_in_half_precision,
+    ),
+    (
+        "max_scores_change_nothing_else",
+        max_scores::max_scores_change_nothing_else,
+    ),
+    (
+        "max_scores_of_other_layouts",
+        max_scores::max_scores_of_other_layouts,
+    ),
+    (
+        "max_scores_of_disjoint_parts",
+        max_scores::max_scores_of_disjoint_parts,
     ),
     (
         "half_precision_is_as_good_as_dense",

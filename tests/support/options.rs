@@ -304,13 +304,17 @@ pub fn relative_bias_equals_f64(devices: &[Device]) {
 }
 
 /// The problem with biases of distances, of another kind in each case.
-fn with_distances(index: usize, problem: Problem) -> Problem {
+pub(crate) fn with_distances(index: usize, problem: Problem) -> Problem {
     let reach = REACHES[index % REACHES.len()];
     problem.with_relative(9, reach, index.is_multiple_of(2))
 }
 
 /// All options at once.
-fn everything(index: usize, case: &Case, problem: Problem) -> (Problem, AttentionOptions) {
+pub(crate) fn everything(
+    index: usize,
+    case: &Case,
+    problem: Problem,
+) -> (Problem, AttentionOptions) {
     let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.1 * head as f64).collect();
     let dropout = Dropout::new(0.5, 3);
     let problem = problem

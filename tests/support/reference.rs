@@ -101,6 +101,8 @@ impl Bias {
 pub struct Answer {
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
+    /// `[batch, heads, seq_q]`: the largest score of each row, without the sink.
+    pub max_scores: Vec<f64>,
     /// `[batch, heads, seq_q, seq_kv]`
     pub weights: Vec<f64>,
     pub dq: Vec<f64>,
@@ -157,7 +159,7 @@ fn add_squares(spreads: &mut [Spread], parts: Vec<(usize, [f64; 3])>) {
 }
 
 /// A result: its values, the terms that the largest of them are differences of, and what its rows are made of, which is not known of
-/// lse and of weights.
+/// lse, largest scores and weights.
 pub struct Expected<'a> {
     pub values: &'a [f64],
     pub terms: f64,
@@ -171,6 +173,7 @@ impl Answer {
         let (values, terms, rows): (&[f64], f64, &[Spread]) = match name {
             "out" => (&self.out, 0.0, &spreads.out),
             "lse" => (&self.lse, 0.0, &[]),
+            "max_scores" => (&self.max_scores, 0.0, &[]),
             "weights" => (&self.weights, 0.0, &[]),
             "dq" => (&self.dq, self.score_terms, &spreads.dq),
             "dk" => (&self.dk, self.score_terms, &spreads.dk),
@@ -317,6 +320,7 @@ impl Problem {
         let mut answer = Answer {
             out: zeros(s.out()),
             lse: vec![f64::NEG_INFINITY; s.batch * s.heads * s.seq_q],
+            max_scores: vec![f64::NEG_INFINITY; s.batch * s.heads * s.seq_q],
             weights: zeros([s.batch, s.heads, s.seq_q, s.seq_kv]),
             dq: zeros(s.q()),
             dk: zeros(s.k()),
@@ -403,6 +407,7 @@ impl Problem {
         let biased: Vec<f64> = (raw.iter().zip(&keys))
             .map(|(&x, &j)| cap(x) + linear(j) + given(j) + of_distance(j))
             .collect();
+        answer.max_scores[row] = biased.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let scores = biased.iter().copied().chain(sink);
         let max = scores.clone().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.map(|x| (x - max).exp()).sum();

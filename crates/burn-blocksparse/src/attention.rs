@@ -115,21 +115,85 @@ pub fn attention_with_tensors<'a>(
     layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
-    let layout = layout.into();
-    check::shapes(&q, &k, &v, layout.sizes())?;
-    tensors.check(&q, layout.sizes())?;
-    let sinks = tensors.sinks.clone();
-    let scores = tensors.scores(&q);
-    let output = call(q, k, v, scores, layout, options)?;
-    let out = Tensor::from_dispatch(output.out);
-    let lse = Tensor::from_dispatch(output.lse);
-    Ok(match sinks {
-        Some(sinks) => {
-            let Shares { a, lse, .. } = shares_with(sinks, lse);
-            (scaled(out, a), lse)
-        }
-        None => (out, lse),
-    })
+    let output = call_with_tensors(q, k, v, tensors, layout.into(), options)?;
+    Ok((
+        Tensor::from_dispatch(output.out),
+        Tensor::from_dispatch(output.lse),
+    ))
+}
+
+/// What a call says of itself besides its output ([`attention_with_aux`]).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct AttentionAux {
+    /// `[batch, heads, seq_q]`, in f32 (f64 for f64 inputs): natural log of the sum of exponentials of each row's scores, as
+    /// [`attention_with_lse`] returns it. Differentiable.
+    pub lse: Tensor<3>,
+    /// `[batch, heads, seq_q]`, in lse's dtype: the largest score of each row over the keys it attends to, after scale, softcap and biases and
+    /// before sinks; −∞ for a row with no allowed key. No gradient flows through it.
+    pub max_scores: Tensor<3>,
+}
+
+/// [`attention`], and what else its pass over the scores knows: [`AttentionAux`]. Implies
+/// [`options.max_scores`](AttentionOptions::max_scores); output and gradients are those of [`attention`].
+///
+/// Attention logits that grow from step to step are an early sign of training that will diverge, and the largest scores show them for one more
+/// number of each row: log the largest of each head, or act on it. QK-clip (MuonClip; Kimi K2, 2025) scales a head's query and key weights down
+/// after a step in which its largest score was above a threshold. FlexAttention has the same auxiliary outputs.
+///
+/// Of disjoint layouts over the same queries, the largest score over their union is the larger one.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::{AttentionOptions, Pattern, attention_with_aux};
+///
+/// let q = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &Device::flex());
+/// let layout = Pattern::local(16).layout(2, 64, 16)?;
+/// let options = AttentionOptions::default();
+/// let (out, aux) = attention_with_aux(q.clone(), q.clone(), q, &layout, options)?;
+/// // QK-clip: what each head's queries and keys are multiplied by, half of it each.
+/// let largest = aux.max_scores.max_dim(2).max_dim(0).reshape([2]);
+/// let threshold = 100.0;
+/// let factors = (largest.clamp_min(threshold).recip() * threshold).sqrt();
+/// # assert_eq!(factors.into_data().to_vec::<f32>().unwrap(), [1.0, 1.0]);
+/// # let _ = out;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// As [`attention`].
+pub fn attention_with_aux<'a>(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    layout: impl Into<Layout<'a>>,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, AttentionAux), AttentionError> {
+    attention_with_tensors_and_aux(q, k, v, AttentionTensors::default(), layout, options)
+}
+
+/// [`attention_with_aux`] with further tensors. Biases are in the largest scores and sinks are not; both are in lse.
+///
+/// # Errors
+/// As [`attention_with_tensors`].
+pub fn attention_with_tensors_and_aux<'a>(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    tensors: AttentionTensors,
+    layout: impl Into<Layout<'a>>,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, AttentionAux), AttentionError> {
+    let options = options.max_scores(true);
+    let output = call_with_tensors(q, k, v, tensors, layout.into(), options)?;
+    let MaybeFloat::Some(max_scores) = output.max_scores else {
+        unreachable!("a call that asks for the largest scores returns them")
+    };
+    let aux = AttentionAux {
+        lse: Tensor::from_dispatch(output.lse),
+        max_scores: Tensor::from_dispatch(max_scores),
+    };
+    Ok((Tensor::from_dispatch(output.out), aux))
 }
 
 /// [`attention_with_tensors`], and its weights `p` in block-sparse form, as
@@ -157,6 +221,28 @@ pub fn attention_with_tensors_and_weights(
     let Shares { a, lse, .. } = shares_with(sinks, lse);
     let weights = weights.times_rows(a.clone().detach());
     Ok((scaled(out, a), lse, weights))
+}
+
+/// The output of a call with further tensors; sinks are in out and lse, and not in the weights.
+fn call_with_tensors(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    tensors: AttentionTensors,
+    layout: Layout,
+    options: AttentionOptions,
+) -> Result<AttentionOutput<Dispatch>, AttentionError> {
+    check::shapes(&q, &k, &v, layout.sizes())?;
+    tensors.check(&q, layout.sizes())?;
+    let sinks = tensors.sinks.clone();
+    let scores = tensors.scores(&q);
+    let mut output = call(q, k, v, scores, layout, options)?;
+    if let Some(sinks) = sinks {
+        let Shares { a, lse, .. } = shares_with(sinks, Tensor::from_dispatch(output.lse));
+        output.out = scaled(Tensor::from_dispatch(output.out), a).into_dispatch();
+        output.lse = lse.into_dispatch();
+    }
+    Ok(output)
 }
 
 /// The output, lse and the weights.
@@ -221,9 +307,11 @@ pub(crate) fn call(
         let out = Tensor::<4>::from_dispatch(output.out);
         let value_dim = out.dims()[3];
         let out = out.reshape([batch, heads, seq_q, value_dim]);
-        let lse = Tensor::<3>::from_dispatch(output.lse).reshape([batch, heads, seq_q]);
+        let rows = |rows| Tensor::<3>::from_dispatch(rows).reshape([batch, heads, seq_q]);
         output.out = out.into_dispatch();
-        output.lse = lse.into_dispatch();
+        output.lse = rows(output.lse).into_dispatch();
+        let max_scores = output.max_scores.into_option();
+        output.max_scores = max_scores.map(|scores| rows(scores).into_dispatch()).into();
     }
     Ok(output)
 }

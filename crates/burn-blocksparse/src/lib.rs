@@ -70,8 +70,8 @@ mod vertical_slash;
 mod weights;
 
 pub use attention::{
-    attention, attention_with_lse, attention_with_tensors, attention_with_tensors_and_weights,
-    attention_with_weights,
+    AttentionAux, attention, attention_with_aux, attention_with_lse, attention_with_tensors,
+    attention_with_tensors_and_aux, attention_with_tensors_and_weights, attention_with_weights,
 };
 pub use blocks::BlockSparseTensorOps;
 #[cfg(feature = "draw")]

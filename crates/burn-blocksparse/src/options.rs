@@ -29,6 +29,9 @@ pub struct AttentionOptions {
     pub weights: WeightsMode,
     /// How precise the products of f32 tensors are.
     pub precision: ProductPrecision,
+    /// Whether each row's largest score is computed, too. [`attention_with_aux`](crate::attention_with_aux) sets it; set it yourself to plan such
+    /// a call ([`AttentionPlan`](crate::AttentionPlan)).
+    pub max_scores: bool,
 }
 
 /// How precise the products of f32 tensors are. Sums, exponentials and outputs are f32 in any case.
@@ -105,6 +108,12 @@ impl AttentionOptions {
     /// Sets how precise the products of f32 tensors are.
     pub fn precision(mut self, precision: ProductPrecision) -> Self {
         self.precision = precision;
+        self
+    }
+
+    /// Sets whether each row's largest score is computed, too.
+    pub fn max_scores(mut self, max_scores: bool) -> Self {
+        self.max_scores = max_scores;
         self
     }
 

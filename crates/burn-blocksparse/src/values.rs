@@ -173,6 +173,10 @@ pub struct AttentionOutput<B: Backend> {
     /// The weights `[batch, blocks, block_size, block_size]` in lse's dtype, with `WeightsMode::Store`.
     #[extension_type]
     pub weights: MaybeFloat<B>,
+    /// `[batch, heads, seq_q]` in lse's dtype, if the options ask for it: each row's largest score over the keys it attends to, scaled,
+    /// softcapped and biased; −∞ in rows without keys. No gradient flows through it, and the backward pass does not read it.
+    #[extension_type]
+    pub max_scores: MaybeFloat<B>,
 }
 
 /// What the backward pass gets from the forward pass.

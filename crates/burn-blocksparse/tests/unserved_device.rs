@@ -86,7 +86,7 @@ fn operators_name_the_feature() {
         let served = random(&Device::flex());
         let values = BlockSparseTensor::nt(served.clone(), served, &layout).unwrap();
         let moved = values.map(|values| values.to_device(&device));
-        let error = moved.err().expect("values on another device").to_string();
+        let error = moved.expect_err("values on another device").to_string();
         assert!(
             error.starts_with("the function's device must be"),
             "{error}"

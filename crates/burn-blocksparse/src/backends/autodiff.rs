@@ -172,12 +172,16 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
         };
         B::block_sparse_attention(inputs, layout.clone(), options.clone())
     };
-    let (out, lse, weights) = match prepared.stateful() {
+    let (out, lse, weights, max_scores) = match prepared.stateful() {
         OpsKind::Tracked(mut prep) => {
             let nodes = [&inputs.q, &inputs.k, &inputs.v].map(|input| prep.checkpoint(input));
             let scores = (inputs.scores.list()).map(|tensor| Some(prep.checkpoint(tensor?)));
-            let output = run(inputs);
-            let AttentionOutput { out, lse, weights } = output.clone();
+            let mut output = run(inputs);
+            // The backward pass does not read it, so the graph does not keep it.
+            let max_scores = std::mem::replace(&mut output.max_scores, MaybeFloat::None);
+            let AttentionOutput {
+                out, lse, weights, ..
+            } = output.clone();
             let grads = GradCell::<B>::default();
             let state = State {
                 inputs: nodes,
@@ -190,21 +194,31 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
             let step = prep.finish(state, lse.clone());
             let out = output_node::<B, C>(&step, 0, &grads, out);
             let lse = output_node::<B, C>(&step, 1, &grads, lse);
-            (out, lse, weights)
+            (out, lse, weights, max_scores)
         }
         OpsKind::UnTracked(prep) => {
-            let AttentionOutput { out, lse, weights } = run(inputs);
+            let AttentionOutput {
+                out,
+                lse,
+                weights,
+                max_scores,
+            } = run(inputs);
             let lse = <Autodiff<B, C> as AutodiffBackend>::from_inner(lse);
-            (prep.finish(out), lse, weights)
+            (prep.finish(out), lse, weights, max_scores)
         }
+    };
+    // Weights and largest scores leave the graph.
+    let constant = |tensor: MaybeFloat<B>| {
+        let tensor = tensor.into_option();
+        tensor
+            .map(<Autodiff<B, C> as AutodiffBackend>::from_inner)
+            .into()
     };
     AttentionOutput {
         out,
         lse,
-        // The weights leave the graph.
-        weights: (weights.into_option())
-            .map(<Autodiff<B, C> as AutodiffBackend>::from_inner)
-            .into(),
+        weights: constant(weights),
+        max_scores: constant(max_scores),
     }
 }
 

@@ -69,6 +69,7 @@ pub(crate) fn request(
         })
         .with_scale(options.scale_for(head_dim))
         .with_stored_weights(options.weights == WeightsMode::Store)
+        .with_max_scores(options.max_scores)
         .with_tf32(tf32))
 }
 
@@ -90,6 +91,8 @@ impl BlockSparseOps for CubeBackend {
             let shape = weights::shape(&call.layout, batch);
             call.filled(shape, 0.0, call.accumulator())
         });
+        let max_scores = (call.options.max_scores)
+            .then(|| call.empty([batch, heads, seq_q], call.accumulator()));
         let views = call.views();
         let result = kernels::forward(
             &call.client,
@@ -97,7 +100,8 @@ impl BlockSparseOps for CubeBackend {
             &call.layout,
             [&views[0], &views[1], &views[2]],
             Outputs::new(&out.handle, &lse.handle)
-                .with_weights(stored.as_ref().map(|weights| &weights.handle)),
+                .with_weights(stored.as_ref().map(|weights| &weights.handle))
+                .with_max_scores(max_scores.as_ref().map(|scores| &scores.handle)),
             &call.score_options(),
         );
         checked(result);
@@ -105,6 +109,7 @@ impl BlockSparseOps for CubeBackend {
             out,
             lse,
             weights: stored.into(),
+            max_scores: max_scores.into(),
         }
     }
 

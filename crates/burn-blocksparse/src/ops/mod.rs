@@ -68,15 +68,20 @@ mod meta {
         let [batch, heads, seq_q, _] = inputs.q.shape.dims::<4>();
         let value_dim = inputs.v.shape[3];
         let dtype = accumulate_in(inputs.q.dtype.into()).into();
+        let rows = TensorSpec::new([batch, heads, seq_q].into(), dtype);
         AttentionOutputMetadata {
             out: TensorSpec::new([batch, heads, seq_q, value_dim].into(), inputs.q.dtype),
-            lse: TensorSpec::new([batch, heads, seq_q].into(), dtype),
+            lse: rows.clone(),
             weights: match options.weights {
                 WeightsMode::Recompute => MaybeFloatMetadata::None,
                 WeightsMode::Store => MaybeFloatMetadata::Some(TensorSpec::new(
                     weights::shape(&layout.host, batch).into(),
                     dtype,
                 )),
+            },
+            max_scores: match options.max_scores {
+                true => MaybeFloatMetadata::Some(rows),
+                false => MaybeFloatMetadata::None,
             },
         }
     }

@@ -38,7 +38,7 @@ use crate::values::{
 use diagonals::diagonals_of;
 use gather::{Chunk, Problem};
 pub(crate) use masses::masses;
-use scores::{Scores, log_sum_exp, scores, softmax};
+use scores::{Scores, largest_scores, log_sum_exp, scores, softmax};
 pub(crate) use tiles::{tile, untile};
 
 pub(crate) fn forward<B: Backend>(
@@ -51,7 +51,8 @@ pub(crate) fn forward<B: Backend>(
     let tiles = problem.tile_inputs(inputs);
 
     let mut out = problem.zeros([problem.num_q_tiles(), problem.b * problem.value_dim]);
-    let mut lse = LseTiles::new(&problem);
+    let mut lse = RowTiles::new(&problem);
+    let mut max_scores = options.max_scores.then(|| RowTiles::new(&problem));
     let mut weights = match options.weights {
         WeightsMode::Store => Some(problem.zeros(problem.weight_rows())),
         WeightsMode::Recompute => None,
@@ -62,11 +63,12 @@ pub(crate) fn forward<B: Backend>(
         let v = problem.gather_keys(&tiles.v, &chunk);
         let Scores { s, .. } = scores(&problem, q, k, Some(&tiles), &chunk);
         let p = softmax(&problem, s.clone(), &chunk);
-        lse.push(
-            &problem,
-            &chunk,
-            log_sum_exp(&problem, s, p.clone(), &chunk),
-        );
+        let largest = largest_scores(&problem, s, &chunk);
+        let sums = log_sum_exp(&problem, largest.clone(), p.clone(), &chunk);
+        lse.push(&problem, &chunk, sums);
+        if let Some(tiles) = &mut max_scores {
+            tiles.push(&problem, &chunk, largest);
+        }
         if let Some(all) = weights.take() {
             let blocks = problem.split_blocks(p.clone(), &chunk);
             weights = Some(problem.add_rows(all, chunk.weight_places(&problem), blocks));
@@ -82,6 +84,7 @@ pub(crate) fn forward<B: Backend>(
         out: B::float_cast(problem.untile_queries(out), dtype),
         lse: lse.finish(&problem),
         weights: weights.map(|weights| problem.shape_weights(weights)).into(),
+        max_scores: max_scores.map(|tiles| tiles.finish(&problem)).into(),
     }
 }
 
@@ -181,15 +184,15 @@ pub(crate) fn backward<B: Backend>(
     }
 }
 
-/// Collects lse tile by tile, in the order the chunks come, and puts the tiles in place at the end.
-struct LseTiles<B: Backend> {
+/// Collects a number of each row (lse, the largest score) tile by tile, in the order the chunks come, and puts the tiles in place at the end.
+struct RowTiles<B: Backend> {
     /// Tile 0 is −∞: that of block rows no chunk has.
     parts: Vec<FloatTensor<B>>,
     collected: usize,
     place_of: Vec<i32>,
 }
 
-impl<B: Backend> LseTiles<B> {
+impl<B: Backend> RowTiles<B> {
     fn new(problem: &Problem<B>) -> Self {
         let none = B::float_full(
             Shape::new([1, problem.b]),
@@ -204,20 +207,20 @@ impl<B: Backend> LseTiles<B> {
         }
     }
 
-    fn push(&mut self, problem: &Problem<B>, chunk: &Chunk, lse: FloatTensor<B>) {
+    fn push(&mut self, problem: &Problem<B>, chunk: &Chunk, rows: FloatTensor<B>) {
         for (place, tile) in (self.collected..).zip(chunk.query_tiles(problem)) {
             self.place_of[tile as usize] = place as i32;
         }
         self.collected += chunk.tiles.len();
-        self.parts.push(lse);
+        self.parts.push(rows);
     }
 
     /// `[batch, heads, seq_q]`
     fn finish(self, problem: &Problem<B>) -> FloatTensor<B> {
         let tiles = B::float_cat(self.parts, 0);
-        let lse = B::float_select(tiles, 0, problem.indices(self.place_of));
-        let lse = problem.untile_queries(lse);
+        let rows = B::float_select(tiles, 0, problem.indices(self.place_of));
+        let rows = problem.untile_queries(rows);
         let shape = [problem.batch, problem.heads, problem.seq_q];
-        B::float_reshape(lse, Shape::new(shape))
+        B::float_reshape(rows, Shape::new(shape))
     }
 }

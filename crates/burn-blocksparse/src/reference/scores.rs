@@ -69,17 +69,35 @@ pub(super) fn softmax<B: Backend>(
     B::float_mask_fill(B::softmax(s, 2), empty, 0.0.into())
 }
 
-/// `ln Σ exp(s)` of each row, `[T, b]`. The largest weight is `exp(max(s) − lse)`.
-pub(super) fn log_sum_exp<B: Backend>(
+/// `max(s)` of each row, `[T, b]`; −∞ in rows without keys.
+pub(super) fn largest_scores<B: Backend>(
     problem: &Problem<B>,
     s: FloatTensor<B>,
+    chunk: &Chunk,
+) -> FloatTensor<B> {
+    rows_of(problem, B::float_max_dim(s, 2), chunk)
+}
+
+/// `ln Σ exp(s)` of each row, `[T, b]`, of its largest score and its weights: the largest weight is `exp(max(s) − lse)`.
+pub(super) fn log_sum_exp<B: Backend>(
+    problem: &Problem<B>,
+    largest: FloatTensor<B>,
     p: FloatTensor<B>,
     chunk: &Chunk,
 ) -> FloatTensor<B> {
-    let largest = B::float_log(B::float_max_dim(p, 2));
-    let mut lse = B::float_sub(B::float_max_dim(s, 2), largest);
+    let weight = B::float_log(B::float_max_dim(p, 2));
+    let largest = B::float_reshape(largest, weight.shape());
+    rows_of(problem, B::float_sub(largest, weight), chunk)
+}
+
+/// A number of each row, `[T, b, 1]`, as `[T, b]`; −∞ in rows without keys, where a maximum may be anything.
+fn rows_of<B: Backend>(
+    problem: &Problem<B>,
+    mut rows: FloatTensor<B>,
+    chunk: &Chunk,
+) -> FloatTensor<B> {
     if chunk.shape.empty_rows {
-        lse = B::float_mask_fill(lse, problem.empty_rows(chunk), f64::NEG_INFINITY.into());
+        rows = B::float_mask_fill(rows, problem.empty_rows(chunk), f64::NEG_INFINITY.into());
     }
-    B::float_reshape(lse, Shape::new([chunk.tiles.len(), problem.b]))
+    B::float_reshape(rows, Shape::new([chunk.tiles.len(), problem.b]))
 }

@@ -1,0 +1,249 @@
+//! Each row's largest score against f64, and that nothing else changes where it is asked for.
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_blocksparse::{
+    AttentionAux, AttentionOptions, Layout, Pattern, WeightsMode, attention_with_aux,
+    attention_with_tensors, attention_with_tensors_and_aux,
+};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+
+use crate::attention::inputs;
+use crate::cases::{Case, cases, per_batch, table};
+use crate::compare::{assert_close, assert_rows};
+use crate::device_layout;
+use crate::devices::{assert_ran, exact_dtypes, half_dtypes};
+use crate::options::{SHARED, everything, tensors, with_distances};
+use crate::reference::{Problem, Sizes};
+
+/// The case with one of six kinds of scores: plain, with a scale that turns the order of products around or makes them one, with biases of
+/// each kind, with all options.
+fn variant(index: usize, case: &Case, seed: u64) -> (Problem, AttentionOptions) {
+    let problem = case.problem(seed).with_grad_lse(seed);
+    let options = case.options();
+    match (index + 1) % 6 {
+        0 => (problem, options),
+        1 => {
+            let scale = [-0.7, 0.0, -1.3][index / 6 % 3];
+            let problem = problem.options(Some(scale), case.softcap);
+            (problem, options.scale(scale))
+        }
+        2 => (problem.with_bias(6, SHARED[index / 6 % 6]), options),
+        3 => {
+            // Steep, flat, and one that rewards distance. Sinks are in lse and not in the largest scores.
+            let slope = |head: usize| 0.3 - 0.17 * head as f64;
+            let slopes: Vec<f64> = (0..case.heads).map(slope).collect();
+            let problem = problem.with_slopes(slopes.clone()).with_sinks(7);
+            (problem, options.alibi(slopes))
+        }
+        4 => (with_distances(index, problem), options),
+        _ => {
+            let (problem, options) = everything(index, case, problem);
+            (problem, options.weights(WeightsMode::Store))
+        }
+    }
+}
+
+/// Compares out, lse and the largest scores on a device without autodiff.
+fn check<'a>(
+    what: &str,
+    problem: &Problem,
+    layout: impl Into<Layout<'a>>,
+    options: &AttentionOptions,
+    device: &Device,
+    dtype: DType,
+) {
+    let answer = problem.solve();
+    let [q, k, v, _] = inputs(problem, device, dtype);
+    let tensors = tensors(problem, device, dtype);
+    let (out, aux) =
+        attention_with_tensors_and_aux(q, k, v, tensors, layout, options.clone()).unwrap();
+    let AttentionAux {
+        lse, max_scores, ..
+    } = aux;
+    assert_eq!(max_scores.dtype(), lse.dtype(), "{what}");
+    assert_eq!(max_scores.dims(), lse.dims(), "{what}");
+    // Scores are sums in f32, or f64, whatever the inputs are.
+    let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
+    let expected = answer.result("max_scores");
+    let name = format!("{what}, {device:?}, {dtype:?}: max_scores");
+    let got = max_scores.into_data();
+    assert_close(&name, got.clone(), expected.values, tolerance);
+    assert_rows(&name, got, &expected, dtype);
+    for (name, got) in [("out", out.into_data()), ("lse", lse.into_data())] {
+        let what = format!("{what}, {device:?}, {dtype:?}: {name} beside max_scores");
+        assert_rows(&what, got, &answer.result(name), dtype);
+    }
+}
+
+pub fn max_scores_equal_f64(devices: &[Device]) {
+    for (index, case) in &table() {
+        let (problem, options) = variant(*index, case, 8000 + *index as u64);
+        for device in devices {
+            for (dtype, _) in exact_dtypes(device) {
+                check(case.name, &problem, &case.layout(), &options, device, dtype);
+            }
+        }
+    }
+}
+
+/// Tensor cores, where a device has any: the cases with wide heads, and a third of the others.
+pub fn max_scores_in_half_precision(devices: &[Device]) {
+    let mut ran = 0;
+    let has = |index: usize, case: &Case| case.head_dim >= 64 || index % 3 == 1;
+    for (index, case) in table().iter().filter(|(index, case)| has(*index, case)) {
+        ran += 1;
+        for device in devices {
+            for dtype in half_dtypes(device) {
+                let (mut problem, options) = variant(*index, case, 8100 + *index as u64);
+                problem.round_to(dtype);
+                check(case.name, &problem, &case.layout(), &options, device, dtype);
+            }
+        }
+    }
+    assert_ran("max_scores in half precision", ran);
+}
+
+/// Output, lse and gradients have the bits that they have without, also where the largest scores are in the loss; the same bits twice.
+pub fn max_scores_change_nothing_else(devices: &[Device]) {
+    let mut ran = 0;
+    for (index, case) in table().iter().filter(|(index, _)| index % 3 == 1) {
+        let (mut problem, options) = variant(*index, case, 8200 + *index as u64);
+        // They are Burn's own sums.
+        problem.sinks = None;
+        for device in devices {
+            let [without, with, again] =
+                [false, true, true].map(|asked| run(&problem, case, &options, device, asked));
+            for (((name, a), (_, b)), (_, c)) in with.iter().zip(&again).zip(
+                // Without the last of them, which is the largest scores.
+                without.iter().chain(with.last()),
+            ) {
+                let what = format!("{}, {device:?}: {name}", case.name);
+                assert_eq!(a.as_bytes(), b.as_bytes(), "{what}, twice");
+                assert_eq!(a.as_bytes(), c.as_bytes(), "{what}, without max_scores");
+            }
+            assert_eq!(with.len(), without.len() + 1);
+            ran += 1;
+        }
+    }
+    assert_ran("calls with and without max_scores", ran);
+}
+
+/// Outputs and gradients by name, the largest scores last if they are `asked` for.
+fn run(
+    problem: &Problem,
+    case: &Case,
+    options: &AttentionOptions,
+    device: &Device,
+    asked: bool,
+) -> Vec<(&'static str, TensorData)> {
+    let device = &device.clone().autodiff();
+    let [q, k, v, grad_out] = inputs(problem, device, DType::F32);
+    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+    let mut tensors = tensors(problem, device, DType::F32);
+    tensors.bias = tensors.bias.map(Tensor::require_grad);
+    let bias = tensors.bias.clone();
+    let (tq, tk, tv) = (q.clone(), k.clone(), v.clone());
+    let (layout, options) = (&case.layout(), options.clone());
+    let (out, lse, max_scores) = match asked {
+        true => {
+            let (out, aux) =
+                attention_with_tensors_and_aux(tq, tk, tv, tensors, layout, options).unwrap();
+            assert!(!aux.max_scores.is_require_grad());
+            (out, aux.lse, Some(aux.max_scores))
+        }
+        false => {
+            let (out, lse) = attention_with_tensors(tq, tk, tv, tensors, layout, options).unwrap();
+            (out, lse, None)
+        }
+    };
+    let grad_lse = TensorData::new(problem.grad_lse.clone(), lse.dims());
+    let grad_lse = Tensor::<3>::from_data(grad_lse, device);
+    let mut loss = (lse.clone() * grad_lse).sum() + (out.clone() * grad_out).sum();
+    if let Some(max_scores) = &max_scores {
+        loss = loss + max_scores.clone().exp().sum();
+    }
+    let grads = loss.backward();
+    let grad = |x: Tensor<4>| x.grad(&grads).unwrap().into_data();
+    let mut results = vec![
+        ("out", out.into_data()),
+        ("lse", lse.into_data()),
+        ("dq", grad(q)),
+        ("dk", grad(k)),
+        ("dv", grad(v)),
+    ];
+    results.extend(bias.map(|bias| ("dbias", grad(bias))));
+    results.extend(max_scores.map(|scores| ("max_scores", scores.into_data())));
+    results
+}
+
+/// Layouts that are made on the device, and layouts per batch entry.
+pub fn max_scores_of_other_layouts(devices: &[Device]) {
+    for index in [0, 1, 4, 5, 8] {
+        let case = &device_layout::cases()[index];
+        let seed = 8300 + index as u64;
+        let mask = case.mask(&mut ChaCha8Rng::seed_from_u64(seed));
+        let scale = if index == 1 { -0.6 } else { 0.3 };
+        let problem = case.problem(seed, mask.clone());
+        let problem = problem.options(Some(scale), (index == 4).then_some(2.0));
+        let mut options = AttentionOptions::default().scale(scale);
+        options.softcap = (index == 4).then_some(2.0);
+        for device in devices {
+            let layout = device_layout::layout_of(case, &mask, device);
+            for (dtype, _) in exact_dtypes(device) {
+                check(case.name, &problem, &layout, &options, device, dtype);
+            }
+        }
+    }
+    let sizes = Sizes {
+        batch: 2,
+        heads: 4,
+        kv_heads: 2,
+        seq_q: 61,
+        seq_kv: 61,
+        head_dim: 8,
+        value_dim: 16,
+    };
+    let gaps = Pattern::from_fn("gaps", |_, i, j| !(11..53).contains(&i) && j <= i);
+    let (layout, problem) = per_batch(&[Pattern::local(9), gaps], sizes, 8, 83);
+    for device in devices {
+        let options = AttentionOptions::default();
+        check(
+            "per batch entry",
+            &problem,
+            &layout,
+            &options,
+            device,
+            DType::F32,
+        );
+    }
+}
+
+/// The largest score over two disjoint parts of the keys is the larger one of theirs.
+pub fn max_scores_of_disjoint_parts(devices: &[Device]) {
+    let near = Pattern::from_fn("near, not of some rows", |_, i, j| {
+        !(11..33).contains(&i) && (0..16).contains(&(i - j))
+    });
+    let far = Pattern::from_fn("far", |_, i, j| i - j >= 16 && (i - j) % 16 == 0);
+    let case = Case {
+        pattern: Pattern::union([near.clone(), far.clone()]),
+        ..cases()[13].clone()
+    };
+    let answer = case.problem(21).solve();
+    assert!(answer.max_scores.contains(&f64::NEG_INFINITY));
+    for device in devices {
+        let [q, k, v, _] = inputs(&case.problem(21), device, DType::F32);
+        let [near, far] = [&near, &far].map(|pattern| {
+            let layout = pattern
+                .layout(case.heads, case.seq_q, case.block_size)
+                .unwrap();
+            let (q, k, v) = (q.clone(), k.clone(), v.clone());
+            let (_, aux) =
+                attention_with_aux(q, k, v, &layout, AttentionOptions::default()).unwrap();
+            aux.max_scores
+        });
+        let what = format!("disjoint parts, {device:?}");
+        let got = near.max_pair(far).into_data();
+        assert_rows(&what, got, &answer.result("max_scores"), DType::F32);
+    }
+}
