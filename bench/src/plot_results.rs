@@ -8,7 +8,7 @@ use clap::Parser;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
-use serde::Deserialize;
+use serde_json::Value;
 
 #[derive(Parser)]
 #[command(about = "Draws the speed of every workload over dense attention by cuDNN")]
@@ -19,13 +19,11 @@ struct Args {
     picture: PathBuf,
 }
 
-#[derive(Deserialize)]
 struct Results {
     title: String,
     workloads: Vec<Workload>,
 }
 
-#[derive(Deserialize)]
 struct Workload {
     name: String,
     forward: Times,
@@ -33,11 +31,58 @@ struct Workload {
 }
 
 /// Milliseconds; FlexAttention does not compile every pattern.
-#[derive(Deserialize)]
 struct Times {
     ours: f64,
     cudnn: f64,
     flex: Option<f64>,
+}
+
+impl Results {
+    fn of(value: &Value) -> Result<Self> {
+        let rows = value["workloads"]
+            .as_array()
+            .context("workloads must be a list")?;
+        Ok(Self {
+            title: text(value, "title")?,
+            workloads: rows.iter().map(Workload::of).collect::<Result<_>>()?,
+        })
+    }
+}
+
+impl Workload {
+    fn of(value: &Value) -> Result<Self> {
+        Ok(Self {
+            name: text(value, "name")?,
+            forward: Times::of(&value["forward"]).context("forward")?,
+            backward: Times::of(&value["backward"]).context("backward")?,
+        })
+    }
+}
+
+impl Times {
+    fn of(value: &Value) -> Result<Self> {
+        let number = |key: &str| {
+            value[key]
+                .as_f64()
+                .with_context(|| format!("{key} must be a number, got {}", value[key]))
+        };
+        let flex = match value["flex"].is_null() {
+            true => None,
+            false => Some(number("flex")?),
+        };
+        Ok(Self {
+            ours: number("ours")?,
+            cudnn: number("cudnn")?,
+            flex,
+        })
+    }
+}
+
+fn text(value: &Value, key: &str) -> Result<String> {
+    let text = value[key].as_str();
+    Ok(text
+        .with_context(|| format!("{key} must be a text, got {}", value[key]))?
+        .to_owned())
 }
 
 const WIDTH: i32 = 1200;
@@ -60,7 +105,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let text = std::fs::read_to_string(&args.results)
         .with_context(|| args.results.display().to_string())?;
-    let results: Results = serde_json::from_str(&text)?;
+    let results = Results::of(&serde_json::from_str(&text)?)?;
     blocksparse::font::register();
     let height = TOP + ROW * results.workloads.len() as i32 + 12;
     let area = BitMapBackend::new(&args.picture, (WIDTH as u32, height as u32)).into_drawing_area();
@@ -71,8 +116,10 @@ fn main() -> Result<()> {
         let middle = TOP + ROW * index as i32 + ROW / 2;
         write(&area, &workload.name, (NAMES - 14, middle), 16, HPos::Right)?;
     }
-    let panels: [(&str, Choice); 2] =
-        [("forward", |row| &row.forward), ("backward", |row| &row.backward)];
+    let panels: [(&str, Choice); 2] = [
+        ("forward", |row| &row.forward),
+        ("backward", |row| &row.backward),
+    ];
     for (index, (title, times)) in panels.into_iter().enumerate() {
         panel(&area, title, NAMES + PANEL * index as i32, &results, times)?;
     }
@@ -95,7 +142,13 @@ fn panel(area: &Area<'_>, title: &str, left: i32, results: &Results, times: Choi
     });
     let place = |speed: f64| left + (speed / fastest * f64::from(LONGEST)).round() as i32;
     write(area, title, (left, 53), 18, HPos::Left)?;
-    write(area, "dense cuDNN = 1", (place(1.0) + 90, 54), 13, HPos::Left)?;
+    write(
+        area,
+        "(line: dense cuDNN = 1)",
+        (left + 96, 54),
+        14,
+        HPos::Left,
+    )?;
     for (index, workload) in results.workloads.iter().enumerate() {
         let row = times(workload);
         let top = TOP + ROW * index as i32 + (ROW - 2 * BAR) / 2;
@@ -114,7 +167,10 @@ fn panel(area: &Area<'_>, title: &str, left: i32, results: &Results, times: Choi
     }
     let bottom = TOP + ROW * results.workloads.len() as i32;
     for (x, width) in [(left, 1), (place(1.0), 2)] {
-        area.draw(&PathElement::new([(x, TOP), (x, bottom)], BLACK.mix(0.6).stroke_width(width)))?;
+        area.draw(&PathElement::new(
+            [(x, TOP), (x, bottom)],
+            BLACK.mix(0.6).stroke_width(width),
+        ))?;
     }
     Ok(())
 }
