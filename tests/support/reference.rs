@@ -512,7 +512,8 @@ impl Problem {
             ] {
                 spread.rounded += weight * factor;
                 spread.terms += weight * factor;
-                spread.factors += factor;
+                // Kernels multiply by dropout's factor behind the product: what is lost of a small weight grows by it.
+                spread.factors += factor * factors[k].powi(2);
             }
             let through = slope(raw[k]) * self.scale;
             // dO · v, delta and the gradient of lse are terms of ds, the first two sums themselves.
