@@ -96,21 +96,7 @@ impl Pattern {
                 let marks = columns.chain(diagonals);
                 row.marked(marks.map(|(first, after)| (first.max(0), after, Cell::Mixed)))
             }
-            Self::Documents { starts } => {
-                // Before the first document, and in the last, there is no end.
-                const FAR: i64 = 1 << 60;
-                row.interval(
-                    |p| match document(starts, p) {
-                        0 => -FAR,
-                        after => starts[after - 1] as i64,
-                    },
-                    |p| {
-                        starts
-                            .get(document(starts, p))
-                            .map_or(FAR, |&end| end as i64 - 1)
-                    },
-                )
-            }
+            Self::Documents { starts } => documents(row, starts),
             Self::Packed { starts, pattern } => packed(row, starts, pattern, head),
             Self::RandomBlocks { block, .. } => {
                 let size = *block as i64;
@@ -128,6 +114,23 @@ impl Pattern {
             Self::FromFn(_) => row.all(Cells::Each),
         }
     }
+}
+
+/// Those of documents that begin at `starts`: each position sees its own.
+fn documents(row: &BlockRow, starts: &[usize]) -> Vec<Zone> {
+    // Before the first document, and in the last, there is no end.
+    const FAR: i64 = 1 << 60;
+    row.interval(
+        |p| match document(starts, p) {
+            0 => -FAR,
+            after => starts[after - 1] as i64,
+        },
+        |p| {
+            starts
+                .get(document(starts, p))
+                .map_or(FAR, |&end| end as i64 - 1)
+        },
+    )
 }
 
 /// The zones of a pattern that is counted from where each document begins: those of the documents of this row, each moved to its place.
