@@ -46,7 +46,7 @@ pub fn exact_dtypes(device: &Device) -> Vec<(DType, f64)> {
         .collect()
 }
 
-/// Whether a device can compute attention in a dtype. Panics if it cannot and [`WITHOUT`] does not say so.
+/// Whether a device can compute attention in a dtype. Panics if it cannot and `WITHOUT` does not say so.
 pub fn supports(device: &Device, dtype: DType) -> bool {
     let name = format!("{device:?}");
     let wgpu = name.contains("Wgpu");

@@ -12,7 +12,7 @@
 //! ```
 //!
 //! A rounding of x to a dtype moves it by at most ε |x|, ε = 2⁻⁸ for bf16 and 2⁻¹¹ for f16, and by about 0.4 ε |x| on average over numbers. We
-//! take ε |x| for the standard deviation of each and allow [`TIMES`] of them. So with `Σ² x = Σ ‖x‖²`,
+//! take ε |x| for the standard deviation of each and allow `TIMES` of them. So with `Σ² x = Σ ‖x‖²`,
 //!
 //! ```text
 //! bound(row)² = (TIMES · ε)² (‖row‖² + Σ² of the rounded terms + Σ² of what delta's error adds) + (1e-5 of the row and its terms)²

@@ -42,7 +42,7 @@ pub const MASKED_STEP: u32 = 1 << 31;
 /// Mask id of an entry without any pair, which fills up a step. Id 0 is the full entry.
 pub(crate) const EMPTY: u32 = 1;
 
-/// Where the parts of [`TilePlan::words`] begin.
+/// Where the parts of `TilePlan::words` begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sections {
     /// `[batch | 1, heads]`: the first of the tile records of this head's pattern.
