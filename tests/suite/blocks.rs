@@ -1,7 +1,7 @@
 //! The operators on block-sparse tensors against dense f64 arithmetic, and their errors.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{AttentionError, BlockLayout, BlockSparseTensor, Pattern};
+use burn_blocksparse::{BlockLayout, BlockSparseTensor, OpError, Pattern};
 use burn_blocksparse_tests::devices::{devices, supports};
 use rstest::rstest;
 
@@ -20,7 +20,7 @@ fn weights(device: &Device) -> BlockSparseTensor {
     BlockSparseTensor::from_values(zeros([2, 40, 8, 8], device), &layout()).unwrap()
 }
 
-fn message<T: std::fmt::Debug>(result: Result<T, AttentionError>) -> String {
+fn message<T: std::fmt::Debug>(result: Result<T, OpError>) -> String {
     result.unwrap_err().to_string()
 }
 

@@ -2,10 +2,10 @@
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionError, AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, DeviceLayout,
-    DeviceLayoutOptions, Dropout, LayoutShape, MassOptions, Pattern, TopKOptions, WeightsMode,
-    attention, attention_masses, attention_with_tensors, merge_attention, top_k_blocks,
-    top_k_blocks_on_device, vertical_slash_layout,
+    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, DeviceLayout,
+    DeviceLayoutOptions, Dropout, LayoutShape, MassOptions, OpError, Pattern, TopKOptions,
+    WeightsMode, attention, attention_masses, attention_with_tensors, merge_attention,
+    top_k_blocks, top_k_blocks_on_device, vertical_slash_layout,
 };
 use burn_blocksparse_tests::devices::{devices, supports};
 use proptest::prelude::*;
@@ -328,10 +328,7 @@ fn says_what(error: &impl std::error::Error) -> Result<(), TestCaseError> {
 }
 
 /// A layout takes part in attention, whatever chose its blocks.
-fn works(
-    layout: Result<DeviceLayout, AttentionError>,
-    device: &Device,
-) -> Result<(), TestCaseError> {
+fn works(layout: Result<DeviceLayout, OpError>, device: &Device) -> Result<(), TestCaseError> {
     let layout = match layout {
         Ok(layout) => layout,
         Err(error) => return says_what(&error),

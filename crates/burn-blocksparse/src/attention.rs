@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 
 use crate::check;
 use crate::device_layout::Layout;
-use crate::error::AttentionError;
+use crate::error::OpError;
 use crate::merge::{Shares, shares};
 use crate::ops::BlockSparseOps;
 use crate::options::{AttentionOptions, WeightsMode};
@@ -32,7 +32,7 @@ use crate::weights::BlockSparseTensor;
 /// - returns `[batch, heads, seq_q, value_dim]` in the inputs' dtype
 ///
 /// # Errors
-/// [`AttentionError`] if shapes, dtypes, devices or options do not fit each other or the layout, or if the
+/// [`OpError`] if shapes, dtypes, devices or options do not fit each other or the layout, or if the
 /// device cannot run the call ([`AttentionPlan`] says what it runs, [`check_device`](crate::check_device) whether a device can be used at all).
 pub fn attention<'a>(
     q: Tensor<4>,
@@ -40,7 +40,7 @@ pub fn attention<'a>(
     v: Tensor<4>,
     layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
-) -> Result<Tensor<4>, AttentionError> {
+) -> Result<Tensor<4>, OpError> {
     let output = call(q, k, v, ScoreTensors::default(), layout.into(), options)?;
     Ok(Tensor::from_dispatch(output.out))
 }
@@ -59,7 +59,7 @@ pub fn attention_with_lse<'a>(
     v: Tensor<4>,
     layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
-) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let output = call(q, k, v, ScoreTensors::default(), layout.into(), options)?;
     Ok((
         Tensor::from_dispatch(output.out),
@@ -79,7 +79,7 @@ pub fn attention_with_weights(
     v: Tensor<4>,
     layout: &BlockLayout,
     options: AttentionOptions,
-) -> Result<(Tensor<4>, BlockSparseTensor), AttentionError> {
+) -> Result<(Tensor<4>, BlockSparseTensor), OpError> {
     let (out, _, weights) = call_with_weights(q, k, v, ScoreTensors::default(), layout, options)?;
     Ok((out, weights))
 }
@@ -114,7 +114,7 @@ pub fn attention_with_tensors<'a>(
     tensors: AttentionTensors,
     layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
-) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let output = call_with_tensors(q, k, v, tensors, layout.into(), options)?;
     Ok((
         Tensor::from_dispatch(output.out),
@@ -168,7 +168,7 @@ pub fn attention_with_aux<'a>(
     v: Tensor<4>,
     layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
-) -> Result<(Tensor<4>, AttentionAux), AttentionError> {
+) -> Result<(Tensor<4>, AttentionAux), OpError> {
     attention_with_tensors_and_aux(q, k, v, AttentionTensors::default(), layout, options)
 }
 
@@ -183,7 +183,7 @@ pub fn attention_with_tensors_and_aux<'a>(
     tensors: AttentionTensors,
     layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
-) -> Result<(Tensor<4>, AttentionAux), AttentionError> {
+) -> Result<(Tensor<4>, AttentionAux), OpError> {
     let options = options.max_scores(true);
     let output = call_with_tensors(q, k, v, tensors, layout.into(), options)?;
     let MaybeFloat::Some(max_scores) = output.max_scores else {
@@ -209,7 +209,7 @@ pub fn attention_with_tensors_and_weights(
     tensors: AttentionTensors,
     layout: &BlockLayout,
     options: AttentionOptions,
-) -> Result<(Tensor<4>, Tensor<3>, BlockSparseTensor), AttentionError> {
+) -> Result<(Tensor<4>, Tensor<3>, BlockSparseTensor), OpError> {
     check::shapes(&q, &k, &v, layout)?;
     tensors.check(&q, layout)?;
     let sinks = tensors.sinks.clone();
@@ -231,7 +231,7 @@ fn call_with_tensors(
     tensors: AttentionTensors,
     layout: Layout,
     options: AttentionOptions,
-) -> Result<AttentionOutput<Dispatch>, AttentionError> {
+) -> Result<AttentionOutput<Dispatch>, OpError> {
     check::shapes(&q, &k, &v, layout.sizes())?;
     tensors.check(&q, layout.sizes())?;
     let sinks = tensors.sinks.clone();
@@ -253,7 +253,7 @@ pub(crate) fn call_with_weights(
     scores: ScoreTensors<Dispatch>,
     layout: &BlockLayout,
     options: AttentionOptions,
-) -> Result<(Tensor<4>, Tensor<3>, BlockSparseTensor), AttentionError> {
+) -> Result<(Tensor<4>, Tensor<3>, BlockSparseTensor), OpError> {
     let options = options.weights(WeightsMode::Store);
     let output = call(q, k, v, scores, layout.into(), options)?;
     let MaybeFloat::Some(weights) = output.weights else {
@@ -274,7 +274,7 @@ pub(crate) fn call(
     scores: ScoreTensors<Dispatch>,
     layout: Layout,
     options: AttentionOptions,
-) -> Result<AttentionOutput<Dispatch>, AttentionError> {
+) -> Result<AttentionOutput<Dispatch>, OpError> {
     check::call(&q, &k, &v, layout, &options)?;
     let Chosen { plan, packed } = AttentionPlan::choose(&q, &k, &v, &scores, layout, &options)?;
     let [batch, heads, seq_q, head_dim] = q.dims();

@@ -5,7 +5,7 @@ use burn::tensor::{Device, Tensor};
 
 use crate::device::served;
 use crate::device_layout::Layout;
-use crate::error::AttentionError;
+use crate::error::OpError;
 use crate::options::{AttentionOptions, WeightsMode};
 
 /// Checks everything but tensors that are options.
@@ -15,7 +15,7 @@ pub(crate) fn call(
     v: &Tensor<4>,
     layout: Layout,
     options: &AttentionOptions,
-) -> Result<(), AttentionError> {
+) -> Result<(), OpError> {
     shapes(q, k, v, layout.sizes())?;
     options.validate(layout.sizes().heads(), q.dtype())?;
     let Layout::Device(layout) = layout else {
@@ -24,7 +24,7 @@ pub(crate) fn call(
     same_device("layout's device", &q.device(), "q's", &layout.device())?;
     match options.weights {
         WeightsMode::Recompute => Ok(()),
-        WeightsMode::Store => Err(AttentionError::argument(
+        WeightsMode::Store => Err(OpError::argument(
             "options.weights",
             "Recompute for a layout that is made on the device",
             "Store",
@@ -38,11 +38,11 @@ pub(crate) fn shapes(
     k: &Tensor<4>,
     v: &Tensor<4>,
     layout: &BlockLayout,
-) -> Result<(), AttentionError> {
+) -> Result<(), OpError> {
     served(&q.device())?;
     let equal = |argument, expected: usize, whose: &str, got: usize| match expected == got {
         true => Ok(()),
-        false => Err(AttentionError::argument(
+        false => Err(OpError::argument(
             argument,
             format!("{expected}, {whose}"),
             got,
@@ -52,13 +52,13 @@ pub(crate) fn shapes(
     let [k_batch, kv_heads, seq_kv, k_dim] = k.dims();
     let [v_batch, v_heads, v_seq, value_dim] = v.dims();
     if batch == 0 {
-        return Err(AttentionError::argument("q's batch", "at least 1", batch));
+        return Err(OpError::argument("q's batch", "at least 1", batch));
     }
     if head_dim == 0 {
-        return Err(AttentionError::argument("q's head_dim", "at least 1", 0));
+        return Err(OpError::argument("q's head_dim", "at least 1", 0));
     }
     if value_dim == 0 {
-        return Err(AttentionError::argument("v's value_dim", "at least 1", 0));
+        return Err(OpError::argument("v's value_dim", "at least 1", 0));
     }
     if let Some(layout_batch) = layout.batch() {
         equal("q's batch", layout_batch, "the layout's", batch)?;
@@ -72,7 +72,7 @@ pub(crate) fn shapes(
     equal("v's kv_heads", kv_heads, "k's", v_heads)?;
     equal("v's seq_kv", seq_kv, "k's", v_seq)?;
     if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(AttentionError::argument(
+        return Err(OpError::argument(
             "k's kv_heads",
             format!("a divisor of the {heads} heads of q"),
             kv_heads,
@@ -82,7 +82,7 @@ pub(crate) fn shapes(
         ("k's dtype", "k's device", k),
         ("v's dtype", "v's device", v),
     ] {
-        AttentionError::expect_same(dtype, q.dtype(), "q's", tensor.dtype())?;
+        OpError::expect_same(dtype, q.dtype(), "q's", tensor.dtype())?;
         same_device(device, &q.device(), "q's", &tensor.device())?;
     }
     Ok(())
@@ -94,7 +94,7 @@ pub(crate) fn same_device(
     expected: &Device,
     whose: &str,
     got: &Device,
-) -> Result<(), AttentionError> {
-    AttentionError::expect_same(argument, expected, whose, got)?;
+) -> Result<(), OpError> {
+    OpError::expect_same(argument, expected, whose, got)?;
     served(got)
 }

@@ -4,7 +4,7 @@ use blocksparse::BlockLayout;
 use blocksparse::{BlockMask, ChosenBy, DeviceChoice, LayoutShape};
 use burn::tensor::Tensor;
 
-use crate::error::AttentionError;
+use crate::error::OpError;
 
 /// How [`top_k_blocks`](crate::top_k_blocks) chooses. Build it from [`TopKOptions::new`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,7 +55,7 @@ impl TopKOptions {
 }
 
 /// Sizes that a layout can have.
-pub(crate) fn checked(shape: &LayoutShape) -> Result<LayoutShape, AttentionError> {
+pub(crate) fn checked(shape: &LayoutShape) -> Result<LayoutShape, OpError> {
     // The sizes are the layout's to check, before anything is computed with them.
     let nothing = DeviceChoice {
         patterns: [1, 1],
@@ -70,10 +70,10 @@ pub(crate) fn choose_rows(
     scores: Tensor<4>,
     shape: LayoutShape,
     options: &TopKOptions,
-) -> Result<Vec<Vec<bool>>, AttentionError> {
+) -> Result<Vec<Vec<bool>>, OpError> {
     let [_, _, q_blocks, kv_blocks] = scores.dims();
-    let scores = scores.try_into_data().map_err(AttentionError::read)?;
-    let scores: Vec<f32> = scores.to_vec().map_err(AttentionError::read)?;
+    let scores = scores.try_into_data().map_err(OpError::read)?;
+    let scores: Vec<f32> = scores.to_vec().map_err(OpError::read)?;
     let rows = scores.chunks(kv_blocks).enumerate();
     let rows = rows.map(|(row, scores)| choose(scores, row % q_blocks, shape, options));
     Ok(rows.collect())

@@ -3,7 +3,7 @@
 use burn::backend::DispatchDevice;
 use burn::tensor::Device;
 
-use crate::error::AttentionError;
+use crate::error::OpError;
 
 /// Whether this crate can compute on `device`: its backend is one that a feature of this crate turns on, the device is on this machine, and
 /// software that its kernels need can be loaded. Burn creates a device without looking for it and panics at its first use, so a program that
@@ -17,12 +17,12 @@ use crate::error::AttentionError;
 /// use burn_blocksparse::check_device;
 ///
 /// check_device(&Device::flex())?;
-/// # Ok::<(), burn_blocksparse::AttentionError>(())
+/// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
 /// # Errors
-/// [`AttentionError::Backend`] says which feature of this crate is off, [`AttentionError::Device`] what is missing and where it comes from.
-pub fn check_device(device: &Device) -> Result<(), AttentionError> {
+/// [`OpError::Backend`] says which feature of this crate is off, [`OpError::Device`] what is missing and where it comes from.
+pub fn check_device(device: &Device) -> Result<(), OpError> {
     served(device)?;
     #[cfg(feature = "cube")]
     if let Some(inner) = &cube::of(device) {
@@ -33,9 +33,9 @@ pub fn check_device(device: &Device) -> Result<(), AttentionError> {
 }
 
 /// Whether a feature of this crate serves the device's backend. Burn's dispatch would panic.
-pub(crate) fn served(device: &Device) -> Result<(), AttentionError> {
+pub(crate) fn served(device: &Device) -> Result<(), OpError> {
     if device.is_autodiff() && !cfg!(feature = "autodiff") {
-        return Err(AttentionError::Backend {
+        return Err(OpError::Backend {
             device: format!("{device:?}"),
             feature: Some("autodiff"),
         });
@@ -53,7 +53,7 @@ pub(crate) fn served(device: &Device) -> Result<(), AttentionError> {
     }
 }
 
-fn not_served(device: &DispatchDevice) -> AttentionError {
+fn not_served(device: &DispatchDevice) -> OpError {
     // Its variants cannot be named here, but they print their names.
     let device = format!("{device:?}");
     let features = [
@@ -64,7 +64,7 @@ fn not_served(device: &DispatchDevice) -> AttentionError {
         ("Cube", "cube"),
     ];
     let known = features.iter().find(|(name, _)| device.starts_with(name));
-    AttentionError::Backend {
+    OpError::Backend {
         feature: known.map(|(_, feature)| *feature),
         device,
     }
@@ -76,7 +76,7 @@ pub(crate) mod cube {
     use burn::tensor::Device;
     use burn_cubecl::CubeDevice;
 
-    use crate::error::AttentionError;
+    use crate::error::OpError;
 
     /// The CubeCL device that a device is, if it is one.
     pub fn of(device: &Device) -> Option<CubeDevice> {
@@ -88,7 +88,7 @@ pub(crate) mod cube {
     }
 
     /// Whether the device is on this machine.
-    pub fn present(device: &CubeDevice) -> Result<(), AttentionError> {
+    pub fn present(device: &CubeDevice) -> Result<(), OpError> {
         // A device that the application registered is in no list.
         let is_registered = format!("{device:?}").contains("Existing");
         let found = CubeDevice::enumerate(device.to_id());
@@ -111,7 +111,7 @@ pub(crate) mod cube {
             ),
             _ => (others, "choose one that there is"),
         };
-        Err(AttentionError::Device {
+        Err(OpError::Device {
             device: format!("{device:?}"),
             missing,
             install,
@@ -120,13 +120,13 @@ pub(crate) mod cube {
 
     /// Whether what compiles a device's kernels is installed. Looked for once.
     #[cfg(not(feature = "cuda"))]
-    pub fn toolkit(_device: &CubeDevice) -> Result<(), AttentionError> {
+    pub fn toolkit(_device: &CubeDevice) -> Result<(), OpError> {
         Ok(())
     }
 
     /// Whether what compiles a device's kernels is installed. Looked for once: CubeCL panics without it, at the first kernel.
     #[cfg(feature = "cuda")]
-    pub fn toolkit(device: &CubeDevice) -> Result<(), AttentionError> {
+    pub fn toolkit(device: &CubeDevice) -> Result<(), OpError> {
         use std::sync::LazyLock;
 
         static MISSING: LazyLock<Option<String>> = LazyLock::new(missing_from_toolkit);
@@ -136,7 +136,7 @@ pub(crate) mod cube {
         }
         match &*MISSING {
             None => Ok(()),
-            Some(missing) => Err(AttentionError::Device {
+            Some(missing) => Err(OpError::Device {
                 device: format!("{device:?}"),
                 missing: missing.clone(),
                 install: "install the CUDA toolkit, set CUDA_PATH to its folder, and have the folder of NVRTC's library in LD_LIBRARY_PATH",

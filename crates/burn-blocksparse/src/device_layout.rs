@@ -9,7 +9,7 @@ use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
 use crate::choice::{TopKOptions, checked, choose_rows, mask};
 use crate::device::served;
-use crate::error::AttentionError;
+use crate::error::OpError;
 use crate::values::BlockChoice;
 
 /// What a [`DeviceLayout`] is, besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
@@ -100,11 +100,11 @@ impl DeviceLayout {
     /// - `mask`: `[batch or 1, heads or 1, q_blocks, kv_blocks]`; what is 1 is shared
     ///
     /// # Errors
-    /// [`AttentionError`] if the options' sizes are out of range, or the mask does not fit them.
+    /// [`OpError`] if the options' sizes are out of range, or the mask does not fit them.
     pub fn from_block_mask(
         mask: Tensor<4, Bool>,
         options: DeviceLayoutOptions,
-    ) -> Result<Self, AttentionError> {
+    ) -> Result<Self, OpError> {
         served(&mask.device().without_autodiff())?;
         let shape = checked(&options.shape)?;
         let dims = mask.dims();
@@ -131,29 +131,25 @@ impl DeviceLayout {
     /// - `counts`: `[batch or 1, heads or 1, q_blocks]`, with the same batch and heads
     ///
     /// # Errors
-    /// [`AttentionError`] if the options' sizes are out of range, the tensors do not fit them or each other, or `most` is 0.
+    /// [`OpError`] if the options' sizes are out of range, the tensors do not fit them or each other, or `most` is 0.
     pub fn from_block_indices(
         indices: Tensor<4, Int>,
         counts: Tensor<3, Int>,
         options: DeviceLayoutOptions,
-    ) -> Result<Self, AttentionError> {
+    ) -> Result<Self, OpError> {
         served(&indices.device().without_autodiff())?;
         let shape = checked(&options.shape)?;
         let dims = indices.dims();
         let patterns = rows("indices", dims, &shape)?;
         let [batch, heads, q_blocks, most] = dims;
         if most == 0 {
-            return Err(AttentionError::argument(
-                "indices' width",
-                "at least 1",
-                most,
-            ));
+            return Err(OpError::argument("indices' width", "at least 1", most));
         }
         let own = [batch, heads, q_blocks];
-        AttentionError::expect_same("counts' shape", own, "the indices'", counts.dims())?;
+        OpError::expect_same("counts' shape", own, "the indices'", counts.dims())?;
         let (indices, counts) = (indices.without_autodiff(), counts.without_autodiff());
         let (device, other) = (indices.device(), counts.device());
-        AttentionError::expect_same("counts' device", device.clone(), "the indices'", other)?;
+        OpError::expect_same("counts' device", device.clone(), "the indices'", other)?;
         // What does not count becomes −1, before the numbers are narrowed.
         let kv_blocks = shape.seq_kv.div_ceil(shape.block_size) as i64;
         let places = Tensor::<1, Int>::arange(0..most as i64, &device).cast(counts.dtype());
@@ -179,17 +175,17 @@ impl DeviceLayout {
     /// - `scores`: `[batch or 1, heads or 1, q_blocks, kv_blocks]`; what is 1 is shared
     ///
     /// # Errors
-    /// [`AttentionError`] if a size or an option is out of range, or the scores do not fit the shape.
+    /// [`OpError`] if a size or an option is out of range, or the scores do not fit the shape.
     pub fn from_block_scores(
         scores: Tensor<4>,
         shape: LayoutShape,
         options: TopKOptions,
-    ) -> Result<Self, AttentionError> {
+    ) -> Result<Self, OpError> {
         served(&scores.device().without_autodiff())?;
         let shape = checked(&shape)?;
         expect("options.block_size", shape.block_size, options.block_size)?;
         if options.k == 0 {
-            return Err(AttentionError::argument("options.k", "at least 1", 0));
+            return Err(OpError::argument("options.k", "at least 1", 0));
         }
         let dims = scores.dims();
         let patterns = rows("scores", dims, &shape)?;
@@ -217,7 +213,7 @@ impl DeviceLayout {
         shape: LayoutShape,
         choice: DeviceChoice,
         chooser: Chooser,
-    ) -> Result<Self, AttentionError> {
+    ) -> Result<Self, OpError> {
         let causal = if choice.causal { ", causal" } else { "" };
         let name = format!(
             "blocks of {} chosen on the device by {chosen_by}{causal}",
@@ -257,8 +253,8 @@ impl DeviceLayout {
     /// The same layout on the host, to look at. **Waits for the device**, the first time.
     ///
     /// # Errors
-    /// [`AttentionError`] if the tensor cannot be read.
-    pub fn to_host(&self) -> Result<BlockLayout, AttentionError> {
+    /// [`OpError`] if the tensor cannot be read.
+    pub fn to_host(&self) -> Result<BlockLayout, OpError> {
         if let Some(known) = self.host.get() {
             return Ok(known.clone());
         }
@@ -285,7 +281,7 @@ impl DeviceLayout {
         }
     }
 
-    fn read(&self) -> Result<BlockLayout, AttentionError> {
+    fn read(&self) -> Result<BlockLayout, OpError> {
         let shape = *self.shape();
         let causal = self.is_causal();
         let [batch, heads] = self.choice().patterns;
@@ -306,12 +302,12 @@ impl DeviceLayout {
     }
 
     /// `[patterns · q_blocks][kv_blocks]`: whether a block is chosen.
-    fn read_rows(&self) -> Result<Vec<Vec<bool>>, AttentionError> {
+    fn read_rows(&self) -> Result<Vec<Vec<bool>>, OpError> {
         let kv_blocks = self.frame.kv_blocks();
-        let integers = |tensor: &Tensor<4, Int>| -> Result<Vec<i32>, AttentionError> {
+        let integers = |tensor: &Tensor<4, Int>| -> Result<Vec<i32>, OpError> {
             let data = tensor.clone().cast(DType::I32).try_into_data();
-            let data = data.map_err(AttentionError::read)?;
-            data.to_vec().map_err(AttentionError::read)
+            let data = data.map_err(OpError::read)?;
+            data.to_vec().map_err(OpError::read)
         };
         match &self.chooser {
             Chooser::Mask(mask) => {
@@ -334,8 +330,8 @@ impl DeviceLayout {
     }
 }
 
-fn expect(argument: &'static str, expected: usize, got: usize) -> Result<(), AttentionError> {
-    AttentionError::expect_same(argument, expected, "the shape's", got)
+fn expect(argument: &'static str, expected: usize, got: usize) -> Result<(), OpError> {
+    OpError::expect_same(argument, expected, "the shape's", got)
 }
 
 /// A number for each key block, in each row.
@@ -343,7 +339,7 @@ fn expect_kv_blocks(
     argument: &'static str,
     dims: [usize; 4],
     shape: &LayoutShape,
-) -> Result<(), AttentionError> {
+) -> Result<(), OpError> {
     expect(argument, shape.seq_kv.div_ceil(shape.block_size), dims[3])
 }
 
@@ -352,18 +348,18 @@ fn rows(
     tensor: &'static str,
     [batch, heads, q_blocks, _]: [usize; 4],
     shape: &LayoutShape,
-) -> Result<[usize; 2], AttentionError> {
+) -> Result<[usize; 2], OpError> {
     let [batches, of_heads, of_rows] = match tensor {
         "mask" => ["mask's batch", "mask's heads", "mask's q_blocks"],
         "indices" => ["indices' batch", "indices' heads", "indices' q_blocks"],
         _ => ["scores' batch", "scores' heads", "scores' q_blocks"],
     };
     if batch == 0 {
-        return Err(AttentionError::argument(batches, "at least 1", batch));
+        return Err(OpError::argument(batches, "at least 1", batch));
     }
     if heads != 1 && heads != shape.heads {
         let expected = format!("{} or 1", shape.heads);
-        return Err(AttentionError::argument(of_heads, expected, heads));
+        return Err(OpError::argument(of_heads, expected, heads));
     }
     expect(of_rows, shape.seq_q.div_ceil(shape.block_size), q_blocks)?;
     Ok([batch, heads])

@@ -1,7 +1,7 @@
-/// What can be wrong with a call of [`attention`](crate::attention()).
+/// What can be wrong with a call of an op of this crate.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum AttentionError {
+pub enum OpError {
     /// An argument does not fit the layout, the other arguments or its range.
     #[error("{argument} must be {expected}, got {got}")]
     Argument {
@@ -49,7 +49,7 @@ fn advice(feature: &Option<&'static str>) -> String {
     }
 }
 
-impl AttentionError {
+impl OpError {
     pub(crate) fn argument(
         argument: &'static str,
         expected: impl Into<String>,

@@ -29,7 +29,7 @@
 //! | `draw` | layouts as PNG and SVG | |
 //!
 //! An application must enable the backend **here** as well as in `burn`: for a device whose feature is off in this crate every function returns
-//! [`AttentionError::Backend`], which names the feature. [`check_device`] says before any tensor is made whether a device can be used.
+//! [`OpError::Backend`], which names the feature. [`check_device`] says before any tensor is made whether a device can be used.
 //!
 //! ## What `cuda` changes for the whole application
 //! CubeCL compiles CUDA kernels by LLVM or by CUDA C++ and NVRTC. The tensor-core kernels need the second, so `cuda` turns on the feature `cpp` of
@@ -56,6 +56,7 @@ mod dtype;
 mod error;
 mod masses;
 mod merge;
+mod op_plan;
 mod ops;
 mod options;
 #[cfg(feature = "cube")]
@@ -82,9 +83,10 @@ pub use blocksparse::{
 pub use choice::TopKOptions;
 pub use device::check_device;
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
-pub use error::AttentionError;
+pub use error::OpError;
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
+pub use op_plan::OpPlan;
 pub use ops::{AttentionMassOps, BlockSparseOps};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;

@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 
 use crate::check::{self, same_device};
 use crate::dtype::accumulate_in;
-use crate::error::AttentionError;
+use crate::error::OpError;
 use crate::ops::AttentionMassOps;
 use crate::options::AttentionOptions;
 use crate::tensors::AttentionTensors;
@@ -96,17 +96,17 @@ pub struct AttentionMasses {
 /// - `lse`: `[batch, heads, seq_q]`, as [`attention_with_lse`](crate::attention_with_lse) returned it for the same arguments
 ///
 /// # Errors
-/// [`AttentionError`] if shapes, dtypes, devices or options do not fit each other or the layout, or if the device cannot run the call.
+/// [`OpError`] if shapes, dtypes, devices or options do not fit each other or the layout, or if the device cannot run the call.
 pub fn attention_masses(
     q: Tensor<4>,
     k: Tensor<4>,
     lse: Tensor<3>,
     layout: &BlockLayout,
     options: MassOptions,
-) -> Result<AttentionMasses, AttentionError> {
+) -> Result<AttentionMasses, OpError> {
     // Before the check, which would speak of a v.
     let ([.., head_dim], [.., k_dim]) = (q.dims(), k.dims());
-    AttentionError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
+    OpError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
     check::shapes(&q, &k, &k, layout)?;
     let MassOptions {
         attention: options,
@@ -116,13 +116,13 @@ pub fn attention_masses(
     options.validate(layout.heads(), q.dtype())?;
     tensors.check(&q, layout)?;
     let [batch, heads, seq_q, _] = q.dims();
-    AttentionError::expect_same("lse's shape", [batch, heads, seq_q], "q's rows", lse.dims())?;
+    OpError::expect_same("lse's shape", [batch, heads, seq_q], "q's rows", lse.dims())?;
     let dtype = accumulate_in(q.dtype().into()).into();
-    AttentionError::expect_same("lse's dtype", dtype, "that of q's sums", lse.dtype())?;
+    OpError::expect_same("lse's dtype", dtype, "that of q's sums", lse.dtype())?;
     same_device("lse's device", &q.device(), "q's", &lse.device())?;
     let queries = queries.unwrap_or(0..seq_q);
     if queries.start >= queries.end || queries.end > seq_q {
-        return Err(AttentionError::argument(
+        return Err(OpError::argument(
             "options.queries",
             format!("a range within 0..{seq_q} that is not empty"),
             format!("{queries:?}"),

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Tensor};
 
 use crate::dtype::accumulate_in;
-use crate::error::AttentionError;
+use crate::error::OpError;
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
 const LOWEST: f64 = -1e30;
@@ -39,31 +39,31 @@ const LOWEST: f64 = -1e30;
 /// - returns out and lse, of the same shapes and dtypes
 ///
 /// # Errors
-/// [`AttentionError`] if shapes, dtypes or devices do not fit each other.
+/// [`OpError`] if shapes, dtypes or devices do not fit each other.
 pub fn merge_attention(
     out_a: Tensor<4>,
     lse_a: Tensor<3>,
     out_b: Tensor<4>,
     lse_b: Tensor<3>,
-) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let [batch, heads, seq_q, _] = out_a.dims();
     let rows = [batch, heads, seq_q];
-    AttentionError::expect_same("lse_a's shape", rows, "out_a's rows", lse_a.dims())?;
-    AttentionError::expect_same("out_b's shape", out_a.dims(), "out_a's", out_b.dims())?;
-    AttentionError::expect_same("lse_b's shape", rows, "out_a's rows", lse_b.dims())?;
+    OpError::expect_same("lse_a's shape", rows, "out_a's rows", lse_a.dims())?;
+    OpError::expect_same("out_b's shape", out_a.dims(), "out_a's", out_b.dims())?;
+    OpError::expect_same("lse_b's shape", rows, "out_a's rows", lse_b.dims())?;
     let dtype = out_a.dtype();
     let accumulator: DType = accumulate_in(dtype.into()).into();
     let sums = "that of out_a's sums";
-    AttentionError::expect_same("out_b's dtype", dtype, "out_a's", out_b.dtype())?;
-    AttentionError::expect_same("lse_a's dtype", accumulator, sums, lse_a.dtype())?;
-    AttentionError::expect_same("lse_b's dtype", accumulator, sums, lse_b.dtype())?;
+    OpError::expect_same("out_b's dtype", dtype, "out_a's", out_b.dtype())?;
+    OpError::expect_same("lse_a's dtype", accumulator, sums, lse_a.dtype())?;
+    OpError::expect_same("lse_b's dtype", accumulator, sums, lse_b.dtype())?;
     let device = out_a.device();
     for (argument, got) in [
         ("lse_a's device", lse_a.device()),
         ("out_b's device", out_b.device()),
         ("lse_b's device", lse_b.device()),
     ] {
-        AttentionError::expect_same(argument, device.clone(), "out_a's", got)?;
+        OpError::expect_same(argument, device.clone(), "out_a's", got)?;
     }
     let Shares { a, b, lse } = shares(lse_a, lse_b);
     let weighted =

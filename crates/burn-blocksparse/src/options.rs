@@ -3,7 +3,7 @@ use std::sync::Arc;
 use blocksparse::Dropout;
 use burn::tensor::DType;
 
-use crate::error::AttentionError;
+use crate::error::OpError;
 
 /// How attention is computed. Build it from [`Default`]:
 ///
@@ -123,7 +123,7 @@ impl AttentionOptions {
     }
 
     /// Checks the values, for a layout of `heads` heads and tensors of `dtype`.
-    pub(crate) fn validate(&self, heads: usize, dtype: DType) -> Result<(), AttentionError> {
+    pub(crate) fn validate(&self, heads: usize, dtype: DType) -> Result<(), OpError> {
         // Scores are f32, or f64 for f64 tensors.
         let (largest, least, number) = match dtype {
             DType::F64 => (f64::MAX, f64::MIN_POSITIVE, "f64"),
@@ -134,12 +134,12 @@ impl AttentionOptions {
             && !finite(scale)
         {
             let expected = format!("finite in {number}");
-            return Err(AttentionError::argument("options.scale", expected, scale));
+            return Err(OpError::argument("options.scale", expected, scale));
         }
         if let Some(softcap) = self.softcap
             && !(finite(softcap) && softcap >= least)
         {
-            return Err(AttentionError::argument(
+            return Err(OpError::argument(
                 "options.softcap",
                 format!("positive and finite in {number}"),
                 softcap,
@@ -148,21 +148,21 @@ impl AttentionOptions {
         if let Some(Dropout { probability, .. }) = self.dropout
             && !(0.0..1.0).contains(&probability)
         {
-            return Err(AttentionError::argument(
+            return Err(OpError::argument(
                 "options.dropout's probability",
                 "at least 0 and less than 1",
                 probability,
             ));
         }
         if let Some(slopes) = &self.alibi {
-            AttentionError::expect_same(
+            OpError::expect_same(
                 "options.alibi's slopes",
                 heads,
                 "the layout's heads",
                 slopes.len(),
             )?;
             if let Some(slope) = slopes.iter().find(|&&slope| !finite(slope)) {
-                return Err(AttentionError::argument(
+                return Err(OpError::argument(
                     "options.alibi's slopes",
                     format!("finite in {number}"),
                     slope,

@@ -14,7 +14,7 @@ use crate::check;
 #[cfg(feature = "cube")]
 use crate::device;
 use crate::device_layout::Layout;
-use crate::error::AttentionError;
+use crate::error::OpError;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cube")]
 use crate::pack;
@@ -63,7 +63,7 @@ impl AttentionPlan {
         v: &Tensor<4>,
         layout: impl Into<Layout<'a>>,
         options: &AttentionOptions,
-    ) -> Result<Self, AttentionError> {
+    ) -> Result<Self, OpError> {
         Self::with_tensors(q, k, v, &AttentionTensors::default(), layout, options)
     }
 
@@ -78,7 +78,7 @@ impl AttentionPlan {
         tensors: &AttentionTensors,
         layout: impl Into<Layout<'a>>,
         options: &AttentionOptions,
-    ) -> Result<Self, AttentionError> {
+    ) -> Result<Self, OpError> {
         let layout = layout.into();
         check::call(q, k, v, layout, options)?;
         tensors.check(q, layout.sizes())?;
@@ -109,7 +109,7 @@ impl AttentionPlan {
         biases: &ScoreTensors<Dispatch>,
         layout: Layout,
         options: &AttentionOptions,
-    ) -> Result<Chosen, AttentionError> {
+    ) -> Result<Chosen, OpError> {
         let device = q.device();
         #[cfg(feature = "cube")]
         if let Some(inner) = &device::cube::of(&device) {
@@ -168,7 +168,7 @@ pub(crate) fn sums_in_kernels(
     biases: &ScoreTensors<Dispatch>,
     layout: &BlockLayout,
     options: &AttentionOptions,
-) -> Result<bool, AttentionError> {
+) -> Result<bool, OpError> {
     #[cfg(feature = "cube")]
     if let Some(inner) = &device::cube::of(&q.device()) {
         device::cube::toolkit(inner)?;

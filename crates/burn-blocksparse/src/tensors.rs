@@ -6,7 +6,7 @@ use burn::tensor::{DType, Tensor};
 
 use crate::check::same_device;
 use crate::dtype::accumulate_in;
-use crate::error::AttentionError;
+use crate::error::OpError;
 use crate::values::ScoreTensors;
 
 /// Tensors of [`attention_with_tensors`](crate::attention_with_tensors) besides queries, keys and values. Build it from [`Default`].
@@ -91,16 +91,16 @@ impl AttentionTensors {
         }
     }
 
-    pub(crate) fn check(&self, q: &Tensor<4>, layout: &BlockLayout) -> Result<(), AttentionError> {
+    pub(crate) fn check(&self, q: &Tensor<4>, layout: &BlockLayout) -> Result<(), OpError> {
         if let Some(sinks) = &self.sinks {
             let [heads] = sinks.dims();
-            AttentionError::expect_same("sinks' heads", layout.heads(), "the layout's", heads)?;
+            OpError::expect_same("sinks' heads", layout.heads(), "the layout's", heads)?;
             same_device("sinks' device", &q.device(), "q's", &sinks.device())?;
         }
         if let Some(table) = &self.relative_bias {
             // Its gradient sums over lines that the host lists.
             if layout.device_choice().is_some() && table.device().is_autodiff() {
-                return Err(AttentionError::argument(
+                return Err(OpError::argument(
                     "relative_bias",
                     "without autodiff for a layout that is made on the device",
                     "with",
@@ -108,21 +108,21 @@ impl AttentionTensors {
             }
             let [heads, distances] = table.dims();
             if heads != 1 && heads != layout.heads() {
-                return Err(AttentionError::argument(
+                return Err(OpError::argument(
                     "relative_bias's heads",
                     format!("{} or 1", layout.heads()),
                     heads,
                 ));
             }
             if heads * distances > Self::MAX_DISTANCES {
-                return Err(AttentionError::argument(
+                return Err(OpError::argument(
                     "relative_bias's numbers",
                     format!("at most {}", Self::MAX_DISTANCES),
                     heads * distances,
                 ));
             }
             if distances.is_multiple_of(2) {
-                return Err(AttentionError::argument(
+                return Err(OpError::argument(
                     "relative_bias's distances",
                     "an odd number, 2 · reach + 1",
                     distances,
@@ -145,15 +145,11 @@ impl AttentionTensors {
             ("bias's seq_q", layout.seq_q(), seq_q),
         ] {
             if got != 1 && got != expected {
-                return Err(AttentionError::argument(
-                    argument,
-                    format!("{expected} or 1"),
-                    got,
-                ));
+                return Err(OpError::argument(argument, format!("{expected} or 1"), got));
             }
         }
-        AttentionError::expect_same("bias's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
-        AttentionError::expect_same("bias's dtype", q.dtype(), "q's", bias.dtype())?;
+        OpError::expect_same("bias's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
+        OpError::expect_same("bias's dtype", q.dtype(), "q's", bias.dtype())?;
         same_device("bias's device", &q.device(), "q's", &bias.device())
     }
 }

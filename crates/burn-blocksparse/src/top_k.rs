@@ -6,7 +6,7 @@ use burn::tensor::{DType, Tensor};
 use crate::choice::{TopKOptions, checked, choose_rows, mask};
 use crate::device::served;
 use crate::device_layout::DeviceLayout;
-use crate::error::AttentionError;
+use crate::error::OpError;
 
 /// A layout per batch entry and head, of the key blocks that score highest for each row of query blocks: the score of a pair of blocks is
 /// `mean(q) · mean(k)` (as the block-sparse heads of MInference choose, Jiang et al., 2024). Ties go to the earlier block.
@@ -32,12 +32,12 @@ use crate::error::AttentionError;
 /// - `k`: `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`
 ///
 /// # Errors
-/// [`AttentionError`] if shapes, dtypes or devices do not fit each other, an option is out of range, or the scores cannot be read.
+/// [`OpError`] if shapes, dtypes or devices do not fit each other, an option is out of range, or the scores cannot be read.
 pub fn top_k_blocks(
     q: Tensor<4>,
     k: Tensor<4>,
     options: TopKOptions,
-) -> Result<BlockLayout, AttentionError> {
+) -> Result<BlockLayout, OpError> {
     check(&q, &k, &options)?;
     let shape = checked_shape(&q, &k, &options)?;
     let [batch, heads, ..] = q.dims();
@@ -105,7 +105,7 @@ pub fn top_k_blocks_on_device(
     q: Tensor<4>,
     k: Tensor<4>,
     options: TopKOptions,
-) -> Result<DeviceLayout, AttentionError> {
+) -> Result<DeviceLayout, OpError> {
     served(&q.device().without_autodiff())?;
     check(&q, &k, &options)?;
     let shape = checked_shape(&q, &k, &options)?;
@@ -119,7 +119,7 @@ fn checked_shape(
     q: &Tensor<4>,
     k: &Tensor<4>,
     options: &TopKOptions,
-) -> Result<LayoutShape, AttentionError> {
+) -> Result<LayoutShape, OpError> {
     let [_, heads, seq_q, _] = q.dims();
     let shape = LayoutShape {
         heads,
@@ -130,7 +130,7 @@ fn checked_shape(
     checked(&shape)
 }
 
-fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), AttentionError> {
+fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), OpError> {
     let [batch, heads, _, head_dim] = q.dims();
     let [k_batch, kv_heads, _, k_dim] = k.dims();
     let at_least_1 = [
@@ -140,20 +140,20 @@ fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), Atte
     ];
     for (argument, got) in at_least_1 {
         if got == 0 {
-            return Err(AttentionError::argument(argument, "at least 1", got));
+            return Err(OpError::argument(argument, "at least 1", got));
         }
     }
-    AttentionError::expect_same("k's batch", batch, "q's", k_batch)?;
-    AttentionError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
+    OpError::expect_same("k's batch", batch, "q's", k_batch)?;
+    OpError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
     if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(AttentionError::argument(
+        return Err(OpError::argument(
             "k's kv_heads",
             format!("a divisor of the {heads} heads of q"),
             kv_heads,
         ));
     }
-    AttentionError::expect_same("k's dtype", q.dtype(), "q's", k.dtype())?;
-    AttentionError::expect_same("k's device", q.device(), "q's", k.device())
+    OpError::expect_same("k's dtype", q.dtype(), "q's", k.dtype())?;
+    OpError::expect_same("k's device", q.device(), "q's", k.device())
 }
 
 /// `[batch, heads, q_blocks, kv_blocks]`, f32. The scale changes no order.

@@ -3,7 +3,7 @@
 use blocksparse::{BlockLayout, LayoutShape, Pattern};
 use burn::tensor::{Int, Tensor, TensorData, Transaction};
 
-use crate::error::AttentionError;
+use crate::error::OpError;
 
 /// The vertical-slash layout (Jiang et al., MInference, 2024, section 3) of columns and diagonals that were chosen at run time: head `h` allows
 /// `j ≤ i ∧ (j ∈ vertical[h] ∨ i − j ∈ slash[h])`, as [`Pattern::vertical_slash`] does. `i` and `j` are positions: with
@@ -34,15 +34,15 @@ use crate::error::AttentionError;
 /// - `slash`: `[heads, diagonals]`, distances from a query back to a key, in `0..seq_kv`
 ///
 /// # Errors
-/// [`AttentionError`] if the heads are not the shape's, a number is out of range, or the shape is none a layout can have.
+/// [`OpError`] if the heads are not the shape's, a number is out of range, or the shape is none a layout can have.
 pub fn vertical_slash_layout(
     vertical: Tensor<2, Int>,
     slash: Tensor<2, Int>,
     shape: LayoutShape,
-) -> Result<BlockLayout, AttentionError> {
+) -> Result<BlockLayout, OpError> {
     check(&vertical, &slash, shape)?;
     let numbers = read(vertical, slash).try_execute();
-    build(numbers.map_err(AttentionError::read)?, shape)
+    build(numbers.map_err(OpError::read)?, shape)
 }
 
 /// [`vertical_slash_layout`] that lets others run while it waits for the device: on the web there is no other way to read from a GPU.
@@ -53,19 +53,19 @@ pub async fn vertical_slash_layout_async(
     vertical: Tensor<2, Int>,
     slash: Tensor<2, Int>,
     shape: LayoutShape,
-) -> Result<BlockLayout, AttentionError> {
+) -> Result<BlockLayout, OpError> {
     check(&vertical, &slash, shape)?;
     let numbers = read(vertical, slash).execute_async().await;
-    build(numbers.map_err(AttentionError::read)?, shape)
+    build(numbers.map_err(OpError::read)?, shape)
 }
 
 fn check(
     vertical: &Tensor<2, Int>,
     slash: &Tensor<2, Int>,
     shape: LayoutShape,
-) -> Result<(), AttentionError> {
+) -> Result<(), OpError> {
     for (argument, tensor) in [("vertical's heads", vertical), ("slash's heads", slash)] {
-        AttentionError::expect_same(argument, shape.heads, "the shape's", tensor.dims()[0])?;
+        OpError::expect_same(argument, shape.heads, "the shape's", tensor.dims()[0])?;
     }
     Ok(())
 }
@@ -75,7 +75,7 @@ fn read(vertical: Tensor<2, Int>, slash: Tensor<2, Int>) -> Transaction {
     Transaction::default().register(vertical).register(slash)
 }
 
-fn build(numbers: Vec<TensorData>, shape: LayoutShape) -> Result<BlockLayout, AttentionError> {
+fn build(numbers: Vec<TensorData>, shape: LayoutShape) -> Result<BlockLayout, OpError> {
     let [vertical, slash] = &numbers[..] else {
         unreachable!("two tensors were read")
     };
@@ -92,11 +92,11 @@ fn per_head(
     argument: &'static str,
     numbers: &TensorData,
     shape: LayoutShape,
-) -> Result<Vec<Vec<usize>>, AttentionError> {
+) -> Result<Vec<Vec<usize>>, OpError> {
     let positions = (numbers.iter::<i64>())
         .map(|number| match usize::try_from(number) {
             Ok(position) if position < shape.seq_kv => Ok(position),
-            _ => Err(AttentionError::argument(
+            _ => Err(OpError::argument(
                 argument,
                 format!(
                     "at least 0 and less than {}, the shape's seq_kv",

@@ -5,9 +5,9 @@
 
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor};
 use burn_blocksparse::{
-    AttentionError, AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout,
-    BlockSparseTensor, DeviceLayout, DeviceLayoutOptions, LayoutShape, MassOptions, Pattern,
-    TopKOptions, attention, attention_masses, attention_with_lse, attention_with_tensors,
+    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, BlockSparseTensor,
+    DeviceLayout, DeviceLayoutOptions, LayoutShape, MassOptions, OpError, Pattern, TopKOptions,
+    attention, attention_masses, attention_with_lse, attention_with_tensors,
     attention_with_tensors_and_weights, attention_with_weights, check_device, merge_attention,
     top_k_blocks, top_k_blocks_on_device,
 };
@@ -15,7 +15,7 @@ use burn_blocksparse::{
 const MESSAGE: &str = "the device's backend must be one that a feature of burn-blocksparse turns on, got NdArray(Cpu): turn on its feature `ndarray`, \
                        besides `burn`'s";
 
-fn refused<T>(call: &str, result: Result<T, AttentionError>) {
+fn refused<T>(call: &str, result: Result<T, OpError>) {
     match result {
         Ok(_) => panic!("{call} accepted the device"),
         Err(error) => assert_eq!(error.to_string(), MESSAGE, "{call}"),

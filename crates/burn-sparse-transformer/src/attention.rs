@@ -2,9 +2,8 @@ use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
 use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::{Bool, DType, Tensor};
 use burn_blocksparse::{
-    AttentionError, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
-    Dropout as WeightDropout, Layout, Pattern, attention_with_tensors,
-    attention_with_tensors_and_weights,
+    AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Dropout as WeightDropout,
+    Layout, OpError, Pattern, attention_with_tensors, attention_with_tensors_and_weights,
 };
 
 use crate::dropout::Seeds;
@@ -121,7 +120,7 @@ impl SparseMultiHeadAttention {
     pub fn forward_choosing<L>(
         &self,
         input: SparseMhaInput,
-        choose: impl FnOnce(Tensor<4>, Tensor<4>) -> Result<L, AttentionError>,
+        choose: impl FnOnce(Tensor<4>, Tensor<4>) -> Result<L, OpError>,
     ) -> Result<SparseMhaOutput, TransformerError>
     where
         for<'a> &'a L: Into<Layout<'a>>,

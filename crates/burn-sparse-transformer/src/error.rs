@@ -1,4 +1,4 @@
-use burn_blocksparse::{AttentionError, LayoutError};
+use burn_blocksparse::{LayoutError, OpError};
 
 use crate::Precision;
 
@@ -43,7 +43,7 @@ pub enum TransformerError {
     Layout(#[from] LayoutError),
     /// The attention function refused its inputs.
     #[error(transparent)]
-    Attention(#[from] AttentionError),
+    Attention(#[from] OpError),
 }
 
 impl TransformerError {

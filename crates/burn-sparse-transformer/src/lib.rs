@@ -81,5 +81,5 @@ pub use precision::Precision;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
 pub use burn_blocksparse::{
-    AttentionError, BlockLayout, BlockSparseTensor, DeviceLayout, Layout, LayoutError, Pattern,
+    BlockLayout, BlockSparseTensor, DeviceLayout, Layout, LayoutError, OpError, Pattern,
 };

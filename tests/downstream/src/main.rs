@@ -2,10 +2,10 @@
 
 use burn::tensor::{Device, DeviceKind, Distribution, Tensor};
 use burn_blocksparse::{
-    AttentionError, AttentionOptions, AttentionPlan, Pattern, attention, check_device,
+    OpError, AttentionOptions, AttentionPlan, Pattern, attention, check_device,
 };
 
-fn main() -> Result<(), AttentionError> {
+fn main() -> Result<(), OpError> {
     let device = Device::wgpu(DeviceKind::default());
     check_device(&device)?;
     let device = device.autodiff();

@@ -25,8 +25,8 @@
 //!                                                            simt, mma, hopper: the tiers
 //! ```
 //!
-//! Kernels of other kinds have places of their own beside these: `kernels/linear` (products of layers), `kernels/rows` (reductions along
-//! and over rows), `kernels/optim` (optimizers' steps) and `kernels/decode` (attention of few queries to a cache).
+//! Kernels of other kinds have places of their own beside these: [`rows`] (what layers do beside their products), `kernels/optim` (optimizers'
+//! steps); `kernels/linear` (products of layers) and `kernels/decode` (attention of few queries to a cache) are to come.
 
 #![warn(clippy::undocumented_unsafe_blocks)]
 
@@ -47,6 +47,7 @@ mod mma;
 mod on_device;
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 mod pass;
+pub mod rows;
 mod shared;
 mod simt;
 mod stats;

@@ -1,15 +1,14 @@
 //! The backward pass in Burn's autodiff graph: one step, instead of the graph of the forward's steps.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
 use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
+use burn::backend::{AutodiffBackend, Backend};
 
+use super::outputs::{OutputGradients, or_zeros};
 use crate::ops::BlockSparseOps;
 use crate::options::AttentionOptions;
 use crate::values::{
@@ -17,9 +16,7 @@ use crate::values::{
     OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
 };
 
-/// The attention step. A step of Burn's autodiff has one output, attention has two: the node of this step is hidden, and
-/// `out` and `lse` are steps behind it ([`OutputStep`]), which run before it and leave their gradients in a cell. Its own
-/// gradient only says that one of them did.
+/// The attention step, whose outputs are out and lse.
 #[derive(Debug)]
 struct BlockSparseAttention;
 
@@ -32,14 +29,8 @@ struct State<B: Backend> {
     output: AttentionOutput<B>,
     layout: LayoutTensors<B>,
     options: AttentionOptions,
-    grads: GradCell<B>,
-}
-
-/// The gradients by out and lse, as far as their steps have run.
-type GradCell<B> = Arc<Mutex<[Option<FloatTensor<B>>; 2]>>;
-
-fn lock<T>(cell: &Mutex<T>) -> MutexGuard<'_, T> {
-    cell.lock().unwrap_or_else(PoisonError::into_inner)
+    /// By out and lse.
+    grads: OutputGradients<B, 2>,
 }
 
 /// Of q, k, v, and the tensors added to scores that there are.
@@ -61,12 +52,9 @@ impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention 
             options,
             grads: cell,
         } = ops.state;
-        let [grad_out, grad_lse] = std::mem::take(&mut *lock(&cell));
+        let [grad_out, grad_lse] = cell.take();
         let output_grads = OutputGrads {
-            out: grad_out.unwrap_or_else(|| {
-                let out = &output.out;
-                B::float_zeros(out.shape(), &out.device(), out.dtype().into())
-            }),
+            out: or_zeros::<B>(grad_out, &output.out),
             lse: grad_lse.into(),
         };
         let [q, k, v] = inputs.map(|id| checkpointer.retrieve_node_output(id));
@@ -98,62 +86,6 @@ impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention 
     }
 }
 
-/// An output of the attention step.
-#[derive(Debug)]
-struct OutputStep;
-
-#[derive(Clone, Debug)]
-struct OutputState<B: Backend> {
-    /// 0: out, 1: lse.
-    index: usize,
-    grads: GradCell<B>,
-    /// A tensor that is there anyway, in place of a gradient of the hidden node: nothing is computed with it.
-    token: FloatTensor<B>,
-}
-
-impl<B: Backend> Backward<B, 1> for OutputStep {
-    type State = OutputState<B>;
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 1>,
-        grads: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let grad = grads.consume::<B>(&ops.node);
-        let mut cell = lock(&ops.state.grads);
-        let first = cell.iter().all(Option::is_none);
-        cell[ops.state.index] = Some(grad);
-        if let ([Some(parent)], true) = (ops.parents, first) {
-            grads.register::<B>(parent.id, ops.state.token);
-        }
-    }
-}
-
-/// Makes the output `index` of an attention step, whose node is `step`'s, a node of its own.
-fn output_node<B: BlockSparseOps, C: CheckpointStrategy>(
-    step: &FloatTensor<Autodiff<B, C>>,
-    index: usize,
-    grads: &GradCell<B>,
-    value: FloatTensor<B>,
-) -> FloatTensor<Autodiff<B, C>> {
-    match OutputStep
-        .prepare::<C>([step.node()])
-        .compute_bound()
-        .stateful()
-    {
-        OpsKind::Tracked(prep) => {
-            let state = OutputState {
-                index,
-                grads: grads.clone(),
-                token: step.primitive().clone(),
-            };
-            prep.finish(state, value)
-        }
-        OpsKind::UnTracked(prep) => prep.finish(value),
-    }
-}
-
 /// The attention step behind the nodes of its inputs: q, k, v and the tensors added to scores that there are. There must be `N`.
 fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
     nodes: Vec<NodeGuard>,
@@ -182,7 +114,7 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
             let AttentionOutput {
                 out, lse, weights, ..
             } = output.clone();
-            let grads = GradCell::<B>::default();
+            let grads = OutputGradients::<B, 2>::default();
             let state = State {
                 inputs: nodes,
                 scores,
@@ -192,8 +124,8 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
                 grads: grads.clone(),
             };
             let step = prep.finish(state, lse.clone());
-            let out = output_node::<B, C>(&step, 0, &grads, out);
-            let lse = output_node::<B, C>(&step, 1, &grads, lse);
+            let out = grads.node::<C>(&step, 0, out);
+            let lse = grads.node::<C>(&step, 1, lse);
             (out, lse, weights, max_scores)
         }
         OpsKind::UnTracked(prep) => {

@@ -9,6 +9,8 @@ mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 mod masses;
+#[cfg(feature = "autodiff")]
+mod outputs;
 
 #[cfg(feature = "flex")]
 impl BlockSparseOps for burn::backend::Flex {}

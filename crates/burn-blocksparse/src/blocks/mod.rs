@@ -15,7 +15,7 @@ pub use ops::BlockSparseTensorOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::dtype::accumulate_in;
-use crate::error::AttentionError;
+use crate::error::OpError;
 use crate::reference::tile;
 use crate::upload;
 use crate::values::LayoutTensors;
@@ -58,8 +58,8 @@ impl BlockSparseTensor {
     /// - values in f32 (f64 for f64 inputs)
     ///
     /// # Errors
-    /// [`AttentionError`] if shapes, dtypes or devices do not fit each other or the layout.
-    pub fn nt(a: Tensor<4>, b: Tensor<4>, layout: &BlockLayout) -> Result<Self, AttentionError> {
+    /// [`OpError`] if shapes, dtypes or devices do not fit each other or the layout.
+    pub fn nt(a: Tensor<4>, b: Tensor<4>, layout: &BlockLayout) -> Result<Self, OpError> {
         served(&a.device())?;
         let [batch, _, _, dim] = a.dims();
         check_batch("a's batch", batch, layout)?;
@@ -85,8 +85,8 @@ impl BlockSparseTensor {
     /// - returns `[batch, heads, seq_q, dim]` in `b`'s dtype
     ///
     /// # Errors
-    /// [`AttentionError`] if shape, dtype or device do not fit the values. f16, bf16 and f32 fit values in f32.
-    pub fn nn(self, b: Tensor<4>) -> Result<Tensor<4>, AttentionError> {
+    /// [`OpError`] if shape, dtype or device do not fit the values. f16, bf16 and f32 fit values in f32.
+    pub fn nn(self, b: Tensor<4>) -> Result<Tensor<4>, OpError> {
         check_kv(&b, self.layout())?;
         self.check_factor(["b's batch", "b's dim", "b's dtype", "b's device"], &b)?;
         let (w, tensors) = self.into_parts();
@@ -104,7 +104,7 @@ impl BlockSparseTensor {
     ///
     /// # Errors
     /// As [`Self::nn`].
-    pub fn tn(self, a: Tensor<4>) -> Result<Tensor<4>, AttentionError> {
+    pub fn tn(self, a: Tensor<4>) -> Result<Tensor<4>, OpError> {
         let (layout, host) = (self.layout(), "the layout's");
         let heads = layout.heads();
         expect("a's heads", heads, host, a.dims()[1])?;
@@ -120,10 +120,10 @@ impl BlockSparseTensor {
     /// `p[i, j] = exp(scale · w[i, j]) / Σ_k exp(scale · w[i, k])`. Rows without pairs stay 0. Finite values give no NaN.
     ///
     /// # Errors
-    /// [`AttentionError`] if the scale is not finite.
-    pub fn softmax(self, scale: f64) -> Result<Self, AttentionError> {
+    /// [`OpError`] if the scale is not finite.
+    pub fn softmax(self, scale: f64) -> Result<Self, OpError> {
         if !scale.is_finite() {
-            return Err(AttentionError::argument("scale", "finite", scale));
+            return Err(OpError::argument("scale", "finite", scale));
         }
         let layout = self.layout().clone();
         let (w, tensors) = self.into_parts();
@@ -135,8 +135,8 @@ impl BlockSparseTensor {
     /// derivative at 0 that is not finite does any harm there.)
     ///
     /// # Errors
-    /// [`AttentionError`] if the function returns another shape or device.
-    pub fn map(self, f: impl FnOnce(Tensor<4>) -> Tensor<4>) -> Result<Self, AttentionError> {
+    /// [`OpError`] if the function returns another shape or device.
+    pub fn map(self, f: impl FnOnce(Tensor<4>) -> Tensor<4>) -> Result<Self, OpError> {
         let (shape, device) = (self.values().dims(), self.values().device());
         let layout = self.layout().clone();
         // The values are masked already; this masks the gradient that comes out of the function.
@@ -158,8 +158,8 @@ impl BlockSparseTensor {
     ///   many blocks as its fullest batch entry, and the others' last blocks are set to 0.
     ///
     /// # Errors
-    /// [`AttentionError`] if the shape does not fit the layout.
-    pub fn from_values(values: Tensor<4>, layout: &BlockLayout) -> Result<Self, AttentionError> {
+    /// [`OpError`] if the shape does not fit the layout.
+    pub fn from_values(values: Tensor<4>, layout: &BlockLayout) -> Result<Self, OpError> {
         served(&values.device())?;
         let batch = values.dims()[0];
         check_batch("values' batch", batch, layout)?;
@@ -175,7 +175,7 @@ impl BlockSparseTensor {
         &self,
         [batch, dim, dtype, device]: [&'static str; 4],
         factor: &Tensor<4>,
-    ) -> Result<(), AttentionError> {
+    ) -> Result<(), OpError> {
         let values = self.values();
         expect(batch, values.dims()[0], "the values'", factor.dims()[0])?;
         expect_dim(dim, factor.dims()[3])?;
@@ -183,7 +183,7 @@ impl BlockSparseTensor {
         if accumulator != FloatDType::from(values.dtype()) {
             let expected = format!("one that is summed in {:?}, the values'", values.dtype());
             let got = format!("{:?}", factor.dtype());
-            return Err(AttentionError::argument(dtype, expected, got));
+            return Err(OpError::argument(dtype, expected, got));
         }
         same_device(device, &values.device(), "the values'", &factor.device())
     }
@@ -231,22 +231,18 @@ fn expect<T: PartialEq + std::fmt::Debug>(
     expected: T,
     whose: &str,
     got: T,
-) -> Result<(), AttentionError> {
-    AttentionError::expect_same(argument, expected, whose, got)
+) -> Result<(), OpError> {
+    OpError::expect_same(argument, expected, whose, got)
 }
 
-fn expect_dim(argument: &'static str, dim: usize) -> Result<(), AttentionError> {
+fn expect_dim(argument: &'static str, dim: usize) -> Result<(), OpError> {
     match dim {
-        0 => Err(AttentionError::argument(argument, "at least 1", dim)),
+        0 => Err(OpError::argument(argument, "at least 1", dim)),
         _ => Ok(()),
     }
 }
 
-fn check_batch(
-    argument: &'static str,
-    batch: usize,
-    layout: &BlockLayout,
-) -> Result<(), AttentionError> {
+fn check_batch(argument: &'static str, batch: usize, layout: &BlockLayout) -> Result<(), OpError> {
     match layout.batch() {
         Some(expected) => expect(argument, expected, "the layout's", batch),
         None => expect_dim(argument, batch),
@@ -254,12 +250,12 @@ fn check_batch(
 }
 
 /// That `b` has keys for the layout.
-fn check_kv(b: &Tensor<4>, layout: &BlockLayout) -> Result<(), AttentionError> {
+fn check_kv(b: &Tensor<4>, layout: &BlockLayout) -> Result<(), OpError> {
     let [_, kv_heads, seq_kv, _] = b.dims();
     let heads = layout.heads();
     expect("b's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
     if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(AttentionError::argument(
+        return Err(OpError::argument(
             "b's kv_heads",
             format!("a divisor of the {heads} heads of the layout"),
             kv_heads,

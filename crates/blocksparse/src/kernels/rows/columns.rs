@@ -1,0 +1,216 @@
+//! Sums over rows.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::args::{address_of, buffer};
+use crate::kernels::error::KernelError;
+
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Vectors of columns that a cube has: a row of it is 512 bytes of f32.
+const COLUMN_UNITS: usize = 32;
+/// Rows of a unit at least, before a matrix is cut into chunks of rows.
+const LEAST_ROWS: usize = 8;
+/// Cubes that keep a large device busy.
+const CUBES: usize = 1024;
+
+/// How a cube shares a chunk of rows: `columns × rows` units.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Shape {
+    /// Units along a row, each with a vector.
+    columns: usize,
+    /// Units along a column, each with every `rows`-th row.
+    rows: usize,
+}
+
+/// `output[chunk, column] = Σ input[row, column]` over the rows of each chunk, in `A`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
+    input: &[Vector<E, N>],
+    output: &mut [Vector<O, N>],
+    rows: usize,
+    row_vectors: usize,
+    chunk_rows: usize,
+    #[comptime] shape: Shape,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+    #[define(O)] _output: ElemType,
+) {
+    let mut shared = Shared::<[Vector<A, N>]>::new_slice(comptime!(shape.columns * shape.rows));
+    let unit = UNIT_POS as usize;
+    let x = unit % comptime!(shape.columns);
+    let y = unit / comptime!(shape.columns);
+    let column = CUBE_POS_X as usize * comptime!(shape.columns) + x;
+    let chunk = CUBE_POS_Y as usize;
+    let first = chunk * chunk_rows;
+    let end = min(first + chunk_rows, rows);
+    let mut sum = Vector::<A, N>::empty().fill(A::new(0.0));
+    if column < row_vectors {
+        let mut row = first + y;
+        while row < end {
+            sum += Vector::<A, N>::cast_from(input[row * row_vectors + column]);
+            row += comptime!(shape.rows);
+        }
+    }
+    shared[unit] = sum;
+    sync_cube();
+    if y == 0 && column < row_vectors {
+        #[unroll]
+        for other in 1..comptime!(shape.rows) {
+            sum += shared[x + other * comptime!(shape.columns)];
+        }
+        output[chunk * row_vectors + column] = Vector::<O, N>::cast_from(sum);
+    }
+}
+
+/// Sums over rows: `output[column] = Σ input[row, column]`, added in the same order every time.
+///
+/// `input` is contiguous `[rows, width]` of `element`; `output` has `width` numbers of `output_element`. Sums are f32, f64 for f64 inputs. A tall matrix is cut into chunks
+/// of rows, whose sums are added by a second launch. Without rows the sums are 0.
+///
+/// # Errors
+/// [`KernelError::Limit`] if the matrix has more elements than the device indexes.
+pub fn column_sums(
+    client: &Client,
+    (input, element): (&Handle, ElemType),
+    [rows, width]: [usize; 2],
+    (output, output_element): (&Handle, ElemType),
+) -> Result<(), KernelError> {
+    if width == 0 {
+        return Ok(());
+    }
+    let accumulator = accumulator_of(element);
+    let launch = Launch::new(
+        client,
+        [rows, width],
+        [element, accumulator, output_element],
+    )?;
+    let chunks = launch.chunks(rows);
+    if chunks == 1 {
+        launch.run(
+            client,
+            (input, element),
+            rows,
+            rows,
+            (output, output_element),
+        );
+        return Ok(());
+    }
+    let partial = client.empty(chunks * width * accumulator.size());
+    let chunk_rows = rows.div_ceil(chunks);
+    launch.run(
+        client,
+        (input, element),
+        rows,
+        chunk_rows,
+        (&partial, accumulator),
+    );
+    launch.run(
+        client,
+        (&partial, accumulator),
+        chunks,
+        chunks,
+        (output, output_element),
+    );
+    Ok(())
+}
+
+/// The type of sums of numbers of a type.
+pub fn accumulator_of(element: ElemType) -> ElemType {
+    use cubecl::ir::FloatKind;
+    match element {
+        ElemType::Float(FloatKind::F64) => element,
+        _ => ElemType::Float(FloatKind::F32),
+    }
+}
+
+/// How sums of rows of a width are launched.
+struct Launch {
+    vector: usize,
+    row_vectors: usize,
+    shape: Shape,
+    address: AddressType,
+    accumulator: ElemType,
+    most_chunks: usize,
+}
+
+impl Launch {
+    fn new(
+        client: &Client,
+        [rows, width]: [usize; 2],
+        elements: [ElemType; 3],
+    ) -> Result<Self, KernelError> {
+        let hardware = &client.properties().hardware;
+        let [.., accumulator, _] = elements;
+        let widest = elements.map(|element| element.size()).into_iter().max();
+        let most = (16 / widest.unwrap_or(4)).min(hardware.max_vector_size.max(1));
+        let vector = [4, 2, 1]
+            .into_iter()
+            .find(|vector| *vector <= most && width.is_multiple_of(*vector))
+            .unwrap_or(1);
+        let row_vectors = width / vector;
+        let units = UNITS
+            .min(hardware.max_units_per_cube as usize)
+            .min(hardware.max_cube_dim.0 as usize);
+        let columns = row_vectors.next_power_of_two().min(COLUMN_UNITS).min(units);
+        let shape = Shape {
+            columns,
+            rows: units / columns,
+        };
+        let (x_most, y_most, _) = hardware.max_cube_count;
+        let columns = row_vectors.div_ceil(columns);
+        if columns > x_most as usize {
+            return Err(KernelError::limit("cubes along columns", x_most, columns));
+        }
+        Ok(Self {
+            vector,
+            row_vectors,
+            shape,
+            // A chunk's last row may be past the end.
+            address: address_of(client, (rows + rows.isqrt() + 1) * width)?,
+            accumulator,
+            most_chunks: y_most as usize,
+        })
+    }
+
+    /// Into how many chunks the rows are cut.
+    fn chunks(&self, rows: usize) -> usize {
+        let cubes = self.row_vectors.div_ceil(self.shape.columns);
+        let wanted = (CUBES / cubes).min(rows / (self.shape.rows * LEAST_ROWS));
+        wanted.clamp(1, self.most_chunks)
+    }
+
+    fn run(
+        &self,
+        client: &Client,
+        (input, element): (&Handle, ElemType),
+        rows: usize,
+        chunk_rows: usize,
+        (output, output_element): (&Handle, ElemType),
+    ) {
+        let chunks = rows.div_ceil(chunk_rows.max(1)).max(1);
+        let columns = self.row_vectors.div_ceil(self.shape.columns);
+        // SAFETY: a unit reads its vectors of rows below `rows` and writes one vector of its chunk; the buffers have the lengths they say (see
+        // `buffer`).
+        unsafe {
+            sum_chunks::launch_unchecked(
+                client,
+                CubeCount::Static(columns as u32, chunks as u32, 1),
+                CubeDim::new_1d((self.shape.columns * self.shape.rows) as u32),
+                self.address,
+                self.vector,
+                buffer(input, rows * self.row_vectors),
+                buffer(output, chunks * self.row_vectors),
+                rows,
+                self.row_vectors,
+                chunk_rows,
+                self.shape,
+                element,
+                self.accumulator,
+                output_element,
+            );
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! Operations on matrices of many rows: what a layer does beside its products. On any CubeCL runtime.
+//!
+//! Every matrix is contiguous, `[rows, width]`. Numbers are f32 (f64 for f64) between a kernel's loads and stores; an output has one writer and sums
+//! have a fixed order, so the same input gives the same bits on a device.
+//!
+//! ```text
+//! tile       how the units of a cube share rows, and sums along them
+//! columns    sums over rows, in two steps
+//! ```
+
+mod columns;
+mod tile;
+
+pub use columns::column_sums;
