@@ -13,6 +13,8 @@ const UNITS: usize = 256;
 const COLUMN_UNITS: usize = 32;
 /// Rows of a unit at least, before a matrix is cut into chunks of rows.
 const LEAST_ROWS: usize = 8;
+/// Rows of a unit that are loaded together.
+const UNROLLED: usize = 8;
 /// Cubes that keep a large device busy.
 const CUBES: usize = 1024;
 
@@ -49,6 +51,18 @@ fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
     let mut sum = Vector::<A, N>::empty().fill(A::new(0.0));
     if column < row_vectors {
         let mut row = first + y;
+        // Several loads are on their way at a time.
+        let step = comptime!(shape.rows * UNROLLED);
+        while row + comptime!(shape.rows * (UNROLLED - 1)) < end {
+            let mut part = Vector::<A, N>::empty().fill(A::new(0.0));
+            #[unroll]
+            for next in 0..comptime!(UNROLLED) {
+                let at = (row + next * comptime!(shape.rows)) * row_vectors + column;
+                part += Vector::<A, N>::cast_from(input[at]);
+            }
+            sum += part;
+            row += step;
+        }
         while row < end {
             sum += Vector::<A, N>::cast_from(input[row * row_vectors + column]);
             row += comptime!(shape.rows);
@@ -144,9 +158,9 @@ impl Launch {
     ) -> Result<Self, KernelError> {
         let hardware = &client.properties().hardware;
         let [.., accumulator, _] = elements;
-        let widest = elements.map(|element| element.size()).into_iter().max();
-        let most = (16 / widest.unwrap_or(4)).min(hardware.max_vector_size.max(1));
-        let vector = [4, 2, 1]
+        // Of the input, which is what there is most of.
+        let most = (16 / elements[0].size()).min(hardware.max_vector_size.max(1));
+        let vector = [8, 4, 2, 1]
             .into_iter()
             .find(|vector| *vector <= most && width.is_multiple_of(*vector))
             .unwrap_or(1);

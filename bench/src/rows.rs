@@ -1,0 +1,235 @@
+//! `bench-rows`: what a device can do beside products: launches, copies, and the row kernels next to them.
+
+use std::time::Instant;
+
+#[cfg(not(any(feature = "cuda", feature = "wgpu")))]
+use anyhow::bail;
+use anyhow::{Context, Result, anyhow};
+use blocksparse::kernels::rows;
+use clap::Parser;
+use cubecl::client::Client;
+use cubecl::future::block_on;
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use serde_json::{Value, json};
+
+#[derive(Parser)]
+#[command(
+    about = "Times launches, copies and the row kernels on a device",
+    version
+)]
+struct Args {
+    /// Rows of the matrices; the paper's enwik8 model has 4 × 12,288.
+    #[arg(long, default_value_t = 49_152)]
+    rows: usize,
+    /// Timed runs; the median is reported.
+    #[arg(long, default_value_t = 25)]
+    repeats: usize,
+    /// Also write the numbers to this file.
+    #[arg(long)]
+    json: Option<std::path::PathBuf>,
+}
+
+const F32: ElemType = ElemType::Float(FloatKind::F32);
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let client = device()?.client();
+    let mut bench = Bench {
+        client,
+        args,
+        results: Vec::new(),
+    };
+    bench.launches()?;
+    bench.copies()?;
+    bench.streams()?;
+    bench.column_sums()?;
+    if let Some(path) = &bench.args.json {
+        let text = serde_json::to_string_pretty(&bench.results)?;
+        std::fs::write(path, text).with_context(|| path.display().to_string())?;
+    }
+    Ok(())
+}
+
+fn device() -> Result<cubecl::Device> {
+    #[cfg(feature = "cuda")]
+    return Ok(cubecl::Device::Cuda(Default::default()));
+    #[cfg(all(feature = "wgpu", not(feature = "cuda")))]
+    return Ok(cubecl::Device::Wgpu(Default::default()));
+    #[cfg(not(any(feature = "cuda", feature = "wgpu")))]
+    bail!("built without a device: use --features cuda or --features wgpu");
+}
+
+/// Writes one number, so that it is not nothing.
+#[cube(launch_unchecked)]
+fn empty(output: &mut [f32]) {
+    if ABSOLUTE_POS == 0 {
+        output[0] = 1.0;
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn copy<E: Float, N: Size>(
+    input: &[Vector<E, N>],
+    output: &mut [Vector<E, N>],
+    vectors: usize,
+    #[define(E)] _element: ElemType,
+) {
+    if ABSOLUTE_POS < vectors {
+        output[ABSOLUTE_POS] = input[ABSOLUTE_POS];
+    }
+}
+
+struct Bench {
+    client: Client,
+    args: Args,
+    results: Vec<Value>,
+}
+
+impl Bench {
+    /// The median by the device's clock, in ms.
+    fn time(&self, call: impl Fn() + Send + Sync) -> Result<f64> {
+        for _ in 0..3 {
+            call();
+        }
+        let mut times = Vec::new();
+        for _ in 0..self.args.repeats {
+            let (_, profile) = (self.client)
+                .profile(&call, "rows")
+                .map_err(|error| anyhow!("{error:?}"))?;
+            let span = block_on(profile.resolve()).context("the device measured no time")?;
+            times.push(span.duration().as_secs_f64() * 1e3);
+        }
+        times.sort_by(f64::total_cmp);
+        Ok(times[times.len() / 2])
+    }
+
+    /// Times a kernel that has to move so many bytes.
+    fn moves(&mut self, name: &str, bytes: usize, call: impl Fn() + Send + Sync) -> Result<()> {
+        let ms = self.time(call)?;
+        let rate = bytes as f64 / ms / 1e9;
+        println!("{name:<56} {ms:>9.4} ms {rate:>7.2} TB/s");
+        (self.results).push(json!({"name": name, "ms": ms, "bytes": bytes, "tb_s": rate}));
+        Ok(())
+    }
+
+    /// What a launch costs on the host, and on the device in a row of them.
+    fn launches(&mut self) -> Result<()> {
+        const MANY: u32 = 2_000;
+        let output = self.client.empty(4);
+        let launch = || {
+            // SAFETY: the buffer has the one number that is written.
+            unsafe {
+                let buffer = BufferArg::from_raw_parts(output.clone(), 1);
+                empty::launch_unchecked(
+                    &self.client,
+                    CubeCount::Static(1, 1, 1),
+                    CubeDim::new_1d(32),
+                    buffer,
+                );
+            }
+        };
+        launch();
+        self.sync()?;
+        let began = Instant::now();
+        (0..MANY).for_each(|_| launch());
+        let queued = began.elapsed();
+        self.sync()?;
+        let done = began.elapsed();
+        let microseconds = |time: std::time::Duration| time.as_secs_f64() * 1e6 / f64::from(MANY);
+        let (host, device) = (microseconds(queued), microseconds(done));
+        println!("an empty launch: queued after {host:.2} us, done after {device:.2} us");
+        self.results
+            .push(json!({"name": "empty launch", "host_us": host, "device_us": device}));
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<()> {
+        block_on(self.client.sync()).map_err(|error| anyhow!("{error:?}"))
+    }
+
+    fn copies(&mut self) -> Result<()> {
+        for mebibytes in [48, 96, 1024] {
+            let bytes = mebibytes << 20;
+            let [input, output] = [(); 2].map(|_| self.client.empty(bytes));
+            for vector in [4, 8] {
+                let client = self.client.clone();
+                let name = format!("copy of {mebibytes} MiB, {vector} f32 a unit");
+                self.moves(&name, 2 * bytes, || {
+                    launch_copy(&client, &input, &output, bytes, vector);
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies in several streams: the host's clock over all of them.
+    fn streams(&mut self) -> Result<()> {
+        const BYTES: usize = 96 << 20;
+        const COPIES: usize = 100;
+        for streams in 1..=3 {
+            self.sync()?;
+            let began = Instant::now();
+            std::thread::scope(|scope| {
+                for _ in 0..streams {
+                    let client = self.client.clone();
+                    scope.spawn(move || {
+                        let [input, output] = [(); 2].map(|_| client.empty(BYTES));
+                        for _ in 0..COPIES {
+                            launch_copy(&client, &input, &output, BYTES, 4);
+                        }
+                        block_on(client.sync()).expect("the device works");
+                    });
+                }
+            });
+            let seconds = began.elapsed().as_secs_f64();
+            let rate = (2 * BYTES * COPIES * streams) as f64 / seconds / 1e12;
+            println!("copies of 96 MiB in {streams} streams: {rate:.2} TB/s together");
+            self.results
+                .push(json!({"name": format!("{streams} streams"), "tb_s": rate}));
+        }
+        Ok(())
+    }
+
+    fn column_sums(&mut self) -> Result<()> {
+        let bf16 = ElemType::Float(FloatKind::BF16);
+        for (rows, width, element) in [
+            (self.args.rows, 512, F32),
+            (self.args.rows, 512, bf16),
+            (self.args.rows, 2048, bf16),
+            (48, 512 * 2048, bf16),
+            (48, 512 * 512, bf16),
+        ] {
+            let client = self.client.clone();
+            let bytes = rows * width * element.size();
+            let input = client.empty(bytes);
+            let output = client.empty(width * 4);
+            let name = format!("column sums of [{rows}, {width}] {element}");
+            self.moves(&name, bytes, || {
+                let result =
+                    rows::column_sums(&client, (&input, element), [rows, width], (&output, F32));
+                result.expect("the device can");
+            })?;
+        }
+        Ok(())
+    }
+}
+
+fn launch_copy(client: &Client, input: &Handle, output: &Handle, bytes: usize, vector: usize) {
+    let vectors = bytes / 4 / vector;
+    // SAFETY: a unit reads and writes one vector of buffers that have so many.
+    unsafe {
+        copy::launch_unchecked(
+            client,
+            CubeCount::Static(vectors.div_ceil(256) as u32, 1, 1),
+            CubeDim::new_1d(256),
+            AddressType::U32,
+            vector,
+            BufferArg::from_raw_parts(input.clone(), vectors),
+            BufferArg::from_raw_parts(output.clone(), vectors),
+            vectors,
+            F32,
+        );
+    }
+}
