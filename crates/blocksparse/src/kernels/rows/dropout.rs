@@ -36,10 +36,7 @@ pub fn stream_factors<A: Float, N: Size>(
             #[unroll]
             for i in 0..4usize {
                 let kept = words[i] < stream.mask.threshold;
-                factors.insert(
-                    comptime!(4 * four + i),
-                    select(kept, factor, A::new(0.0)),
-                );
+                factors.insert(comptime!(4 * four + i), select(kept, factor, A::new(0.0)));
             }
         }
     } else {
@@ -65,5 +62,9 @@ pub(super) fn stream_mask(
         (dropout.seed >> 32) as u32,
         dropout.threshold(),
     );
-    StreamMaskLaunch::new(mask, dropout.site, InputScalar::new(dropout.factor(), accumulator))
+    StreamMaskLaunch::new(
+        mask,
+        dropout.site,
+        InputScalar::new(dropout.factor(), accumulator),
+    )
 }

@@ -113,7 +113,8 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
             }
             #[comptime]
             match bias {
-                ComptimeOption::Some(bias) => {
+                ComptimeOption::Some(bias) =>
+                {
                     #[unroll]
                     for i in 0..vectors {
                         added[i] += Vector::<A, N>::cast_from(bias[place(lane, i, tile)]);
@@ -148,12 +149,9 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
                 for i in 0..vectors {
                     total += select(has(lane, i, tile), x[i], zero);
                 }
-                let mean = across_lanes::<A>(
-                    sum_of::<A, N>(total),
-                    &mut shared,
-                    tile,
-                    Combine::Sum,
-                ) * inverse_width;
+                let mean =
+                    across_lanes::<A>(sum_of::<A, N>(total), &mut shared, tile, Combine::Sum)
+                        * inverse_width;
                 let mean = Vector::<A, N>::empty().fill(mean);
                 #[unroll]
                 for i in 0..vectors {
@@ -175,11 +173,13 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
             }
             #[comptime]
             match centered {
-                ComptimeOption::Some(mut centered) => {
+                ComptimeOption::Some(mut centered) =>
+                {
                     #[unroll]
                     for i in 0..vectors {
                         if exists && has(lane, i, tile) {
-                            centered[start + place(lane, i, tile)] = Vector::<H, N>::cast_from(x[i]);
+                            centered[start + place(lane, i, tile)] =
+                                Vector::<H, N>::cast_from(x[i]);
                         }
                     }
                 }
@@ -201,7 +201,8 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
             }
             #[comptime]
             match beta {
-                ComptimeOption::Some(beta) => {
+                ComptimeOption::Some(beta) =>
+                {
                     #[unroll]
                     for i in 0..vectors {
                         x[i] += Vector::<A, N>::cast_from(beta[place(lane, i, tile)]);
@@ -261,7 +262,8 @@ pub(super) fn tile_of(
     numbers: usize,
 ) -> Result<RowTile, KernelError> {
     let most_units = properties.hardware.max_units_per_cube;
-    let too_wide = || KernelError::limit("a row's numbers", most_units * LANE_NUMBERS as u32, width);
+    let too_wide =
+        || KernelError::limit("a row's numbers", most_units * LANE_NUMBERS as u32, width);
     let vector = RowTile::new(properties, width, element, usize::MAX)
         .ok_or_else(too_wide)?
         .vector;
@@ -287,7 +289,12 @@ pub fn residual_norm_text(
     elements: &[ElemType],
 ) -> Result<String, KernelError> {
     let properties = client.properties();
-    let tile = tile_of(properties, width, widest(elements.iter().copied()), LANE_NUMBERS)?;
+    let tile = tile_of(
+        properties,
+        width,
+        widest(elements.iter().copied()),
+        LANE_NUMBERS,
+    )?;
     let backward = super::norm_backward::launch_of(
         client,
         [rows, width],
@@ -332,7 +339,13 @@ pub fn residual_norm(
         // One more has the numbers of the call.
         if buffers + 1 > client.properties().hardware.max_bindings as usize {
             launch(client, stream, [rows, width], Some(branch), None)?;
-            return launch(client, (branch.sum, stream.1), [rows, width], None, Some(norm));
+            return launch(
+                client,
+                (branch.sum, stream.1),
+                [rows, width],
+                None,
+                Some(norm),
+            );
         }
     }
     launch(client, stream, [rows, width], branch, norm)
@@ -356,7 +369,14 @@ fn launch(
     // A type that nothing has is the stream's.
     let [added_type, bias_type, gamma_type, beta_type, normed_type] =
         tensors.map(|tensor| tensor.map_or(element, |(_, element)| element));
-    let types = [added_type, bias_type, gamma_type, beta_type, normed_type, element];
+    let types = [
+        added_type,
+        bias_type,
+        gamma_type,
+        beta_type,
+        normed_type,
+        element,
+    ];
     let tile = tile_of(client.properties(), width, widest(types), LANE_NUMBERS)?;
     if rows == 0 {
         return Ok(());

@@ -372,7 +372,8 @@ pub fn residual_norm_backward(
     // Where buffers may begin, and whole vectors.
     let align = client.properties().memory.alignment as usize / accumulator.size();
     let pitch = width.next_multiple_of(align.max(tile.vector));
-    let partial = (wanted > 0).then(|| client.empty((cubes * wanted * pitch).max(1) * accumulator.size()));
+    let partial =
+        (wanted > 0).then(|| client.empty((cubes * wanted * pitch).max(1) * accumulator.size()));
     let k = BackwardKind {
         kind: Kind {
             tile,
@@ -389,7 +390,9 @@ pub fn residual_norm_backward(
     };
     if rows > 0 {
         let tiles = rows.div_ceil(tile.rows);
-        let largest = (rows * width).max(2 * tiles * tile.rows).max(cubes * wanted * pitch);
+        let largest = (rows * width)
+            .max(2 * tiles * tile.rows)
+            .max(cubes * wanted * pitch);
         let address = address_of(client, largest)?;
         let matrix = rows * tile.row_vectors;
         let count = spread(client, cubes as u64)?;
