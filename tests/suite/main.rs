@@ -10,6 +10,7 @@ mod fuzz;
 mod layers;
 mod masses;
 mod max_scores;
+mod norm;
 mod options;
 mod sharing;
 mod table;

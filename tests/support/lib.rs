@@ -12,6 +12,7 @@ pub mod fuzz;
 pub mod fuzz_more;
 pub mod masses;
 pub mod max_scores;
+pub mod norm;
 pub mod options;
 pub mod reference;
 pub mod rounding;
@@ -196,6 +197,22 @@ pub const CHECKS: &[(&str, Check)] = &[
         device_layout::device_layouts_with_relative_bias,
     ),
     ("device_layout_errors", device_layout::device_layout_errors),
+    ("residual_norm_equals_f64", norm::residual_norm_equals_f64),
+    (
+        "residual_norm_without_rows",
+        norm::residual_norm_without_rows,
+    ),
+    (
+        "residual_norm_in_half_precision",
+        norm::residual_norm_in_half_precision,
+    ),
+    (
+        "residual_norm_gives_the_same_bits",
+        norm::residual_norm_gives_the_same_bits,
+    ),
+    ("residual_norm_constants", norm::residual_norm_constants),
+    ("residual_norms_in_a_chain", norm::residual_norms_in_a_chain),
+    ("residual_norm_plans", norm::residual_norm_plans),
     (
         "threads_share_a_new_layout",
         sharing::threads_share_a_new_layout,

@@ -31,6 +31,7 @@ mod layout;
 mod pattern;
 #[doc(hidden)]
 pub mod plan;
+mod stream_dropout;
 
 pub use dropout::Dropout;
 pub use error::LayoutError;
@@ -44,6 +45,7 @@ pub use layout::{
 pub use pattern::{Pattern, PatternFn};
 #[doc(hidden)]
 pub use plan::lines;
+pub use stream_dropout::StreamDropout;
 
 /// The block sizes a layout can have.
 pub const BLOCK_SIZES: [usize; 5] = [8, 16, 32, 64, 128];

@@ -56,6 +56,7 @@ mod dtype;
 mod error;
 mod masses;
 mod merge;
+mod norm;
 mod op_plan;
 mod ops;
 mod options;
@@ -79,6 +80,7 @@ pub use blocks::BlockSparseTensorOps;
 pub use blocksparse::font;
 pub use blocksparse::{
     BLOCK_SIZES, BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Restriction,
+    StreamDropout,
 };
 pub use choice::TopKOptions;
 pub use device::check_device;
@@ -86,8 +88,15 @@ pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use error::OpError;
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
+pub use norm::values::{
+    NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
+};
+pub use norm::{
+    Branch, Norm, NormParams, ResidualNormOptions, norm, residual_add, residual_norm,
+    residual_norm_plan,
+};
 pub use op_plan::OpPlan;
-pub use ops::{AttentionMassOps, BlockSparseOps};
+pub use ops::{AttentionMassOps, BlockSparseOps, NormOps};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::AttentionTensors;

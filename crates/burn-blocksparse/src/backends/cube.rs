@@ -313,7 +313,7 @@ pub(super) fn empty<const D: usize>(
 }
 
 /// Filled as one row, because Burn may put gaps between the rows of a tensor that it fills.
-fn filled<const D: usize>(
+pub(super) fn filled<const D: usize>(
     like: &CubeTensor,
     shape: [usize; D],
     value: f64,

@@ -6,9 +6,16 @@
 //! ```text
 //! tile       how the units of a cube share rows, and sums along them
 //! columns    sums over rows, in two steps
+//! dropout    dropout of numbers of rows, and the mask of it that kernels make
+//! norm       a residual stream, what is added to it, and its norm; backward in norm_backward
 //! ```
 
 mod columns;
+mod dropout;
+mod norm;
+mod norm_backward;
 mod tile;
 
 pub use columns::column_sums;
+pub use norm::{NormBranch, NormOf, Typed, residual_norm, residual_norm_text};
+pub use norm_backward::{NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward};

@@ -78,6 +78,11 @@ impl RowTile {
         self.row_vectors.div_ceil(self.lanes)
     }
 
+    /// Whether every lane has as many vectors.
+    pub fn is_whole(&self) -> bool {
+        self.row_vectors.is_multiple_of(self.lanes)
+    }
+
     /// Numbers of shared memory that [`across_lanes`] needs.
     pub fn shared(&self) -> usize {
         match self.lanes > self.plane {

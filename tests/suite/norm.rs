@@ -1,0 +1,62 @@
+//! Residual norms.
+
+use burn::tensor::{FloatDType, Tensor};
+use burn_blocksparse::{
+    Branch, NormParams, ResidualNormOptions, StreamDropout, residual_add, residual_norm,
+};
+use burn_blocksparse_tests::devices::devices;
+use rstest::rstest;
+
+burn_blocksparse_tests::tests!(norm: residual_norm_equals_f64, residual_norm_without_rows, residual_norm_in_half_precision, residual_norm_gives_the_same_bits, residual_norm_constants, residual_norms_in_a_chain, residual_norm_plans);
+
+fn dropout(probability: f64) -> Option<StreamDropout> {
+    Some(StreamDropout::new(probability, 0, 0))
+}
+
+#[rstest]
+#[case([3, 8], [3, 7], 8, 8, 8, 1e-5, None, "branch's shape must be [3, 8], the stream's, got [3, 7]")]
+#[case([3, 8], [3, 8], 1, 8, 8, 1e-5, None, "bias's shape must be [8], the stream's width, got [1]")]
+#[case([3, 8], [3, 8], 8, 7, 8, 1e-5, None, "gamma's shape must be [8], the stream's width, got [7]")]
+#[case([3, 8], [3, 8], 8, 8, 9, 1e-5, None, "beta's shape must be [8], the stream's width, got [9]")]
+#[case([3, 0], [3, 0], 0, 0, 0, 1e-5, None, "stream's width must be at least 1, got 0")]
+#[case([3, 8], [3, 8], 8, 8, 8, -1.0, None, "options.epsilon must be finite and at least 0, got -1")]
+#[case([3, 8], [3, 8], 8, 8, 8, f64::INFINITY, None, "options.epsilon must be finite and at least 0, got inf")]
+#[case([3, 8], [3, 8], 8, 8, 8, 1e-5, dropout(1.0), "options.dropout's probability must be at least 0 and less than 1, got 1")]
+fn errors(
+    #[case] stream: [usize; 2],
+    #[case] branch: [usize; 2],
+    #[case] bias: usize,
+    #[case] gamma: usize,
+    #[case] beta: usize,
+    #[case] epsilon: f64,
+    #[case] dropout: Option<StreamDropout>,
+    #[case] message: &str,
+) {
+    for device in devices() {
+        let row = |width: usize| Tensor::<1>::zeros([width], &device);
+        let branch = Branch::new(Tensor::<2>::zeros(branch, &device)).bias(row(bias));
+        let params = NormParams::new(row(gamma)).beta(row(beta));
+        let mut options = ResidualNormOptions::default().epsilon(epsilon);
+        options.dropout = dropout;
+        let stream = Tensor::<2>::zeros(stream, &device);
+        let error = residual_norm(stream, Some(branch), params, &options).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}
+
+#[test]
+fn errors_of_a_sum_and_of_dtypes() {
+    for device in devices() {
+        let x = Tensor::<2>::zeros([3, 8], &device);
+        let error = residual_add(x.clone(), Branch::new(x.clone()), dropout(-0.5)).unwrap_err();
+        let message = "options.dropout's probability must be at least 0 and less than 1, got -0.5";
+        assert_eq!(error.to_string(), message);
+        if !device.supports_dtype(FloatDType::BF16) {
+            let params = NormParams::new(Tensor::ones([8], &device));
+            let options = ResidualNormOptions::default().dtype(FloatDType::BF16);
+            let error = residual_norm(x, None, params, &options).unwrap_err();
+            let message = "options.dtype must be a dtype of the device, got BF16";
+            assert_eq!(error.to_string(), message);
+        }
+    }
+}
