@@ -54,6 +54,7 @@ mod device;
 mod device_layout;
 mod dtype;
 mod error;
+mod linear;
 mod masses;
 mod merge;
 mod op_plan;
@@ -84,10 +85,14 @@ pub use choice::TopKOptions;
 pub use device::check_device;
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use error::OpError;
+pub use linear::values::{
+    LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors,
+};
+pub use linear::{LinearOptions, linear, linear_joined, linear_plan};
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
 pub use op_plan::OpPlan;
-pub use ops::{AttentionMassOps, BlockSparseOps};
+pub use ops::{AttentionMassOps, BlockSparseOps, LinearOps};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::AttentionTensors;

@@ -8,6 +8,7 @@ mod autodiff;
 mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+mod linear;
 mod masses;
 #[cfg(feature = "autodiff")]
 mod outputs;

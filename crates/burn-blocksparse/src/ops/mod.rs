@@ -1,9 +1,11 @@
 //! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
 
+mod linear;
 mod masses;
 
 use burn::backend::{Backend, backend_extension};
 
+pub use linear::LinearOps;
 pub use masses::AttentionMassOps;
 
 use crate::options::AttentionOptions;
