@@ -55,6 +55,7 @@ mod device_layout;
 mod dtype;
 mod error;
 mod linear;
+mod loss;
 mod masses;
 mod merge;
 mod op_plan;
@@ -89,10 +90,12 @@ pub use linear::values::{
     LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors,
 };
 pub use linear::{LinearOptions, linear, linear_joined, linear_plan};
+pub use loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
+pub use loss::{CrossEntropyOptions, Reduction, linear_cross_entropy, linear_cross_entropy_plan};
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
 pub use op_plan::OpPlan;
-pub use ops::{AttentionMassOps, BlockSparseOps, LinearOps};
+pub use ops::{AttentionMassOps, BlockSparseOps, LinearOps, LossOps};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::AttentionTensors;

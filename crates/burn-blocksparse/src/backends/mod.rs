@@ -9,6 +9,7 @@ mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 mod linear;
+pub(crate) mod loss;
 mod masses;
 #[cfg(feature = "autodiff")]
 mod outputs;

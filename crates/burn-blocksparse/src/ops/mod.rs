@@ -1,11 +1,13 @@
 //! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
 
 mod linear;
+mod loss;
 mod masses;
 
 use burn::backend::{Backend, backend_extension};
 
 pub use linear::LinearOps;
+pub use loss::LossOps;
 pub use masses::AttentionMassOps;
 
 use crate::options::AttentionOptions;

@@ -6,9 +6,17 @@
 //! ```text
 //! tile       how the units of a cube share rows, and sums along them
 //! columns    sums over rows, in two steps
+//! cross_entropy  the loss of rows of logits, and its gradient
+//! scaled     a tensor times numbers on the device
 //! ```
 
 mod columns;
+mod cross_entropy;
+mod scaled;
 mod tile;
 
 pub use columns::column_sums;
+pub use cross_entropy::{
+    CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,
+};
+pub use scaled::scaled;
