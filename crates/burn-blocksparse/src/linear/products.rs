@@ -37,7 +37,9 @@ pub(crate) struct Primitives;
 impl<B: Backend> Products<B> for Primitives {
     fn product(lhs: FloatTensor<B>, rhs: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
         // Products of half-precision numbers are exact in f32.
-        B::float_matmul(rounded::<B>(lhs, dtype), rounded::<B>(rhs, dtype))
+        let sums = accumulate_in(lhs.dtype().into());
+        let [lhs, rhs] = [lhs, rhs].map(|factor| rounded::<B>(factor, sums));
+        rounded::<B>(B::float_matmul(lhs, rhs), dtype)
     }
 
     fn sum_rows(matrix: FloatTensor<B>) -> FloatTensor<B> {
