@@ -8,6 +8,8 @@ mod device_layout;
 mod errors;
 mod fuzz;
 mod layers;
+mod linear;
+mod loss;
 mod masses;
 mod max_scores;
 mod norm;

@@ -10,6 +10,8 @@ pub mod device_layout;
 pub mod devices;
 pub mod fuzz;
 pub mod fuzz_more;
+pub mod linear;
+pub mod loss;
 pub mod masses;
 pub mod max_scores;
 pub mod norm;
@@ -213,6 +215,33 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("residual_norm_constants", norm::residual_norm_constants),
     ("residual_norms_in_a_chain", norm::residual_norms_in_a_chain),
     ("residual_norm_plans", norm::residual_norm_plans),
+    ("products_equal_f64", linear::products_equal_f64),
+    (
+        "products_in_half_precision",
+        linear::products_in_half_precision,
+    ),
+    ("products_of_any_strides", linear::products_of_any_strides),
+    (
+        "products_differentiate_what_is_tracked",
+        linear::products_differentiate_what_is_tracked,
+    ),
+    ("cross_entropy_equals_f64", loss::cross_entropy_equals_f64),
+    (
+        "cross_entropy_of_large_logits",
+        loss::cross_entropy_of_large_logits,
+    ),
+    (
+        "cross_entropy_in_half_precision",
+        loss::cross_entropy_in_half_precision,
+    ),
+    (
+        "cross_entropy_differentiates_what_is_tracked",
+        loss::cross_entropy_differentiates_what_is_tracked,
+    ),
+    (
+        "cross_entropy_of_targets_out_of_range",
+        loss::cross_entropy_of_targets_out_of_range,
+    ),
     (
         "threads_share_a_new_layout",
         sharing::threads_share_a_new_layout,

@@ -54,6 +54,8 @@ mod device;
 mod device_layout;
 mod dtype;
 mod error;
+mod linear;
+mod loss;
 mod masses;
 mod merge;
 mod norm;
@@ -86,6 +88,12 @@ pub use choice::TopKOptions;
 pub use device::check_device;
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use error::OpError;
+pub use linear::values::{
+    LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors,
+};
+pub use linear::{LinearOptions, linear, linear_joined, linear_plan};
+pub use loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
+pub use loss::{CrossEntropyOptions, Reduction, linear_cross_entropy, linear_cross_entropy_plan};
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
 pub use norm::values::{
@@ -96,7 +104,7 @@ pub use norm::{
     residual_norm_plan,
 };
 pub use op_plan::OpPlan;
-pub use ops::{AttentionMassOps, BlockSparseOps, NormOps};
+pub use ops::{AttentionMassOps, BlockSparseOps, LinearOps, LossOps, NormOps};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::AttentionTensors;

@@ -8,6 +8,8 @@ mod autodiff;
 mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+mod linear;
+pub(crate) mod loss;
 mod masses;
 mod norm;
 #[cfg(feature = "autodiff")]

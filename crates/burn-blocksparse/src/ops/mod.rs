@@ -1,10 +1,14 @@
 //! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
 
+mod linear;
+mod loss;
 mod masses;
 mod norm;
 
 use burn::backend::{Backend, backend_extension};
 
+pub use linear::LinearOps;
+pub use loss::LossOps;
 pub use masses::AttentionMassOps;
 pub use norm::NormOps;
 

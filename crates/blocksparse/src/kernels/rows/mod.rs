@@ -4,18 +4,26 @@
 //! have a fixed order, so the same input gives the same bits on a device.
 //!
 //! ```text
-//! tile       how the units of a cube share rows, and sums along them
-//! columns    sums over rows, in two steps
-//! dropout    dropout of numbers of rows, and the mask of it that kernels make
-//! norm       a residual stream, what is added to it, and its norm; backward in norm_backward
+//! tile           how the units of a cube share rows, and sums along them
+//! columns        sums over rows, in two steps
+//! dropout        dropout of numbers of rows, and the mask of it that kernels make
+//! norm           a residual stream, what is added to it, and its norm; backward in norm_backward
+//! cross_entropy  the loss of rows of logits, and its gradient
+//! scaled         a tensor times numbers on the device
 //! ```
 
 mod columns;
+mod cross_entropy;
 mod dropout;
 mod norm;
 mod norm_backward;
+mod scaled;
 mod tile;
 
 pub use columns::column_sums;
+pub use cross_entropy::{
+    CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,
+};
 pub use norm::{NormBranch, NormOf, Typed, residual_norm, residual_norm_text};
 pub use norm_backward::{NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward};
+pub use scaled::scaled;

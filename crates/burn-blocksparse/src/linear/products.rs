@@ -1,0 +1,245 @@
+//! Products and their gradients, in pieces that every backend has: Burn's matmul, and sums over rows.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{FloatDType, Shape, Slice};
+
+use super::values::{
+    LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors,
+};
+use crate::dtype::accumulate_in;
+
+/// Rows that `x · W` takes at a time. None: all of them, as one tall matrix.
+const FORWARD_ROWS: Option<usize> = None;
+
+/// Rows that `dy · Wᵀ` takes at a time.
+const INPUT_ROWS: Option<usize> = None;
+
+/// Rows that `xᵀ · dy` takes at a time: the product of two tall matrices has few tiles to compute and a long sum in each, so it is a product
+/// for each group of rows, and their sum.
+const WEIGHT_ROWS: Option<usize> = Some(1024);
+
+/// Fewer rows are not worth groups.
+const LEAST_ROWS: usize = 4096;
+
+/// What products are made of, on a backend.
+pub(crate) trait Products<B: Backend> {
+    /// `lhs · rhs` of matrices or batches of them, of one dtype; in it, or in that of its sums. No length is 0.
+    fn product(lhs: FloatTensor<B>, rhs: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B>;
+
+    /// Sums over the rows of `[rows, width]`: `[width]`.
+    fn sum_rows(matrix: FloatTensor<B>) -> FloatTensor<B>;
+}
+
+/// In Burn's own operations.
+pub(crate) struct Primitives;
+
+impl<B: Backend> Products<B> for Primitives {
+    fn product(lhs: FloatTensor<B>, rhs: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
+        // Products of half-precision numbers are exact in f32.
+        let sums = accumulate_in(lhs.dtype().into());
+        let [lhs, rhs] = [lhs, rhs].map(|factor| rounded::<B>(factor, sums));
+        rounded::<B>(B::float_matmul(lhs, rhs), dtype)
+    }
+
+    fn sum_rows(matrix: FloatTensor<B>) -> FloatTensor<B> {
+        let width = matrix.shape()[1];
+        B::float_reshape(B::float_sum_dim(matrix, 0), Shape::new([width]))
+    }
+}
+
+/// `tensor` in `dtype`: itself, if it is.
+pub(crate) fn rounded<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
+    match FloatDType::from(tensor.dtype()) == dtype {
+        true => tensor,
+        false => B::float_cast(tensor, dtype),
+    }
+}
+
+/// In how many groups `rows` are taken.
+pub(crate) fn groups(rows: usize, group: Option<usize>) -> usize {
+    match group {
+        Some(group) if rows >= LEAST_ROWS && rows.is_multiple_of(group) => rows / group,
+        _ => 1,
+    }
+}
+
+/// In how many groups the rows of a weight's gradient are taken.
+pub(crate) fn weight_groups(rows: usize) -> usize {
+    groups(rows, WEIGHT_ROWS)
+}
+
+fn zeros<B: Backend>(like: &FloatTensor<B>, shape: Shape, dtype: FloatDType) -> FloatTensor<B> {
+    B::float_zeros(shape, &like.device(), dtype)
+}
+
+/// `lhs · rhs`, `[rows, k]` and `[k, columns]`, in `dtype`.
+fn tall<B: Backend, P: Products<B>>(
+    lhs: FloatTensor<B>,
+    rhs: FloatTensor<B>,
+    group: Option<usize>,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    let [rows, inner] = lhs.shape().dims();
+    let columns = rhs.shape()[1];
+    if [rows, inner, columns].contains(&0) {
+        return zeros::<B>(&lhs, Shape::new([rows, columns]), dtype);
+    }
+    let own = FloatDType::from(lhs.dtype());
+    let made = match dtype == own || dtype == accumulate_in(own) {
+        true => dtype,
+        false => own,
+    };
+    let groups = groups(rows, group);
+    let out = match groups {
+        1 => P::product(lhs, rhs, made),
+        _ => {
+            let lhs = B::float_reshape(lhs, Shape::new([groups, rows / groups, inner]));
+            let rhs = B::float_reshape(rhs, Shape::new([1, inner, columns]));
+            let out = P::product(lhs, rhs, made);
+            B::float_reshape(out, Shape::new([rows, columns]))
+        }
+    };
+    rounded::<B>(out, dtype)
+}
+
+/// `x · weight`, `[rows, in]` and `[in, out]`.
+pub(crate) fn outputs<B: Backend, P: Products<B>>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    tall::<B, P>(x, weight, FORWARD_ROWS, dtype)
+}
+
+/// `grad · weightᵀ`, `[rows, out]` and `[in, out]`.
+pub(crate) fn input_gradient<B: Backend, P: Products<B>>(
+    grad: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    tall::<B, P>(grad, B::float_swap_dims(weight, 0, 1), INPUT_ROWS, dtype)
+}
+
+/// `xᵀ · grad`, `[rows, in]` and `[rows, out]`, in the dtype of sums.
+pub(crate) fn weight_gradient<B: Backend, P: Products<B>>(
+    x: FloatTensor<B>,
+    grad: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let [rows, inputs] = x.shape().dims();
+    let outputs = grad.shape()[1];
+    let dtype = accumulate_in(x.dtype().into());
+    let shape = Shape::new([inputs, outputs]);
+    if [rows, inputs, outputs].contains(&0) {
+        return zeros::<B>(&x, shape, dtype);
+    }
+    let groups = weight_groups(rows);
+    if groups == 1 {
+        return P::product(B::float_swap_dims(x, 0, 1), grad, dtype);
+    }
+    let x = B::float_reshape(x, Shape::new([groups, rows / groups, inputs]));
+    let grad = B::float_reshape(grad, Shape::new([groups, rows / groups, outputs]));
+    let parts = P::product(B::float_swap_dims(x, 1, 2), grad, dtype);
+    let parts = B::float_reshape(parts, Shape::new([groups, inputs * outputs]));
+    B::float_reshape(P::sum_rows(parts), shape)
+}
+
+/// `tensor` as a matrix of its last dimension's width.
+fn as_rows<B: Backend>(tensor: FloatTensor<B>, width: usize) -> FloatTensor<B> {
+    let shape = tensor.shape();
+    let rows = shape.iter().rev().skip(1).product();
+    B::float_reshape(tensor, Shape::new([rows, width]))
+}
+
+/// `shape` with another last dimension.
+pub(crate) fn with_width(shape: &Shape, width: usize) -> Shape {
+    let leading = shape.iter().take(shape.num_dims() - 1).copied();
+    Shape::from(leading.chain([width]).collect::<Vec<_>>())
+}
+
+/// The columns of a matrix from `start` on, `width` of them.
+fn columns<B: Backend>(matrix: FloatTensor<B>, start: usize, width: usize) -> FloatTensor<B> {
+    match width == matrix.shape()[1] {
+        true => matrix,
+        false => B::float_slice(matrix, &[Slice::full(), Slice::from(start..start + width)]),
+    }
+}
+
+/// `x · [W₁ W₂ W₃]`, rounded to `dtype` before.
+pub(crate) fn forward<B: Backend, P: Products<B>>(
+    inputs: LinearInputs<B>,
+    dtype: FloatDType,
+) -> LinearOutput<B> {
+    let LinearInputs { x, weights } = inputs;
+    let weights: Vec<FloatTensor<B>> = weights.into_list().into_iter().flatten().collect();
+    let changed = |tensor: &FloatTensor<B>| FloatDType::from(tensor.dtype()) != dtype;
+    let is_joined = weights.len() > 1 || weights.iter().any(changed);
+    let is_rounded = changed(&x);
+    let mut weights: Vec<FloatTensor<B>> = weights
+        .into_iter()
+        .map(|weight| rounded::<B>(weight, dtype))
+        .collect();
+    let weight = match weights.len() {
+        1 => weights.remove(0),
+        _ => B::float_cat(weights, 1),
+    };
+    let [width, out_width] = weight.shape().dims();
+    let out_shape = with_width(&x.shape(), out_width);
+    let x = rounded::<B>(x, dtype);
+    let rows = as_rows::<B>(x.clone(), width);
+    let out = outputs::<B, P>(rows, weight.clone(), dtype);
+    LinearOutput {
+        out: B::float_reshape(out, out_shape),
+        rounded: is_rounded.then_some(x).into(),
+        joined: is_joined.then_some(weight).into(),
+    }
+}
+
+/// `dx = dy · Wᵀ` and `dW = xᵀ · dy`, as far as they are wanted.
+pub(crate) fn backward<B: Backend, P: Products<B>>(
+    saved: LinearSaved<B>,
+    task: LinearTask,
+) -> LinearGrads<B> {
+    let LinearSaved { x, weight, grad } = saved;
+    let widths = task
+        .weights
+        .map(|weight| weight.map_or(0, |(width, _)| width));
+    let x_shape = with_width(&grad.shape(), task.inputs);
+    let grad = as_rows::<B>(grad, widths.iter().sum());
+    let by_x = task.x.zip(weight.into_option()).map(|(dtype, weight)| {
+        let by_x = input_gradient::<B, P>(grad.clone(), weight, dtype);
+        B::float_reshape(by_x, x_shape)
+    });
+    let mut by_weights = [const { None }; 3];
+    if let Some(x) = x.into_option() {
+        let x = as_rows::<B>(x, task.inputs);
+        // One product, unless a part of it were for nobody.
+        let all_wanted = task
+            .weights
+            .iter()
+            .flatten()
+            .all(|(_, dtype)| dtype.is_some());
+        let joined = all_wanted.then(|| weight_gradient::<B, P>(x.clone(), grad.clone()));
+        let mut start = 0;
+        for (weight, by_weight) in task.weights.into_iter().zip(&mut by_weights) {
+            let Some((width, dtype)) = weight else {
+                continue;
+            };
+            *by_weight = dtype.map(|dtype| {
+                let made = match &joined {
+                    Some(joined) => columns::<B>(joined.clone(), start, width),
+                    None => {
+                        let grad = columns::<B>(grad.clone(), start, width);
+                        weight_gradient::<B, P>(x.clone(), grad)
+                    }
+                };
+                rounded::<B>(made, dtype)
+            });
+            start += width;
+        }
+    }
+    LinearGrads {
+        x: by_x.into(),
+        weights: WeightTensors::of_list(by_weights),
+    }
+}

@@ -1,0 +1,97 @@
+//! The values that cross the backend trait of losses.
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType};
+use burn::tensor::FloatDType;
+
+use super::Reduction;
+use crate::values::MaybeFloat;
+
+/// The tensors of [`linear_cross_entropy`](crate::linear_cross_entropy).
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct LossInputs<B: Backend> {
+    /// `[positions, width]`
+    pub x: FloatTensor<B>,
+    /// `[width, vocab]`
+    pub weight: FloatTensor<B>,
+    /// `[positions]`, i32 or i64.
+    pub targets: IntTensor<B>,
+}
+
+/// The loss, and what its gradients are made of. Gradients are those of the sum of the losses, whatever the reduction: in half precision those
+/// of the mean over many positions would be too small.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct LossOutput<B: Backend> {
+    /// `[1]`, f32 or f64.
+    pub loss: FloatTensor<B>,
+    /// `[1]`, likewise: what the sum was multiplied by.
+    pub factor: FloatTensor<B>,
+    /// `[positions, width]` in x's dtype: by x, if it is wanted.
+    #[extension_type]
+    pub x: MaybeFloat<B>,
+    /// `[width, vocab]` in the loss's dtype: by the weight, if it is wanted.
+    #[extension_type]
+    pub weight: MaybeFloat<B>,
+}
+
+/// What the backward pass gets.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct LossSaved<B: Backend> {
+    /// [`LossOutput::factor`].
+    pub factor: FloatTensor<B>,
+    /// By the loss, `[1]`.
+    pub grad: FloatTensor<B>,
+    /// [`LossOutput::x`].
+    #[extension_type]
+    pub x: MaybeFloat<B>,
+    /// [`LossOutput::weight`].
+    #[extension_type]
+    pub weight: MaybeFloat<B>,
+}
+
+/// Gradients, as far as they are wanted.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct LossGrads<B: Backend> {
+    /// `[positions, width]`, in x's dtype.
+    #[extension_type]
+    pub x: MaybeFloat<B>,
+    /// `[width, vocab]`, in the weight's dtype.
+    #[extension_type]
+    pub weight: MaybeFloat<B>,
+}
+
+/// What the forward pass has to compute.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct LossTask {
+    /// What becomes of the losses.
+    pub reduction: Reduction,
+    /// The target that does not count.
+    pub ignore_index: Option<i64>,
+    /// How much of a target's probability is spread over all.
+    pub smoothing: f64,
+    /// Logits that there are at a time, at most.
+    pub chunk_elements: usize,
+    /// Whether the gradient by x is wanted.
+    pub by_x: bool,
+    /// Whether the gradient by the weight is wanted.
+    pub by_weight: bool,
+}
+
+/// What the backward pass has to return.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LossDtypes {
+    /// Of x.
+    pub x: FloatDType,
+    /// Of the weight.
+    pub weight: FloatDType,
+}

@@ -1,0 +1,79 @@
+//! The backend trait of losses.
+
+use burn::backend::{Backend, backend_extension};
+
+use crate::loss::compute::{self, PrimitiveLosses};
+use crate::loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
+
+/// Losses as a backend operation. Arguments are checked by the public function.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "cube"),
+    Autodiff: cfg(feature = "autodiff"),
+    Fusion: cfg(feature = "fusion"),
+)]
+pub trait LossOps: Backend {
+    /// The cross entropy of `x · weight` with targets, and what its gradients are made of.
+    #[fusion(meta = meta::forward)]
+    fn linear_cross_entropy(
+        #[extension_type] inputs: LossInputs<Self>,
+        task: LossTask,
+    ) -> LossOutput<Self> {
+        compute::forward::<Self, PrimitiveLosses<Self>>(inputs, task)
+    }
+
+    /// The gradients of the forward pass times the gradient by the loss.
+    #[fusion(meta = meta::backward)]
+    fn linear_cross_entropy_backward(
+        #[extension_type] saved: LossSaved<Self>,
+        dtypes: LossDtypes,
+    ) -> LossGrads<Self> {
+        compute::backward::<Self>(saved, dtypes)
+    }
+}
+
+/// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+
+    use super::*;
+    use crate::dtype::accumulate_in;
+    use crate::loss::values::{
+        LossGradsMetadata, LossInputsMetadata, LossOutputMetadata, LossSavedMetadata,
+    };
+    use crate::values::MaybeFloatMetadata;
+
+    pub fn forward(inputs: &LossInputsMetadata, task: &LossTask) -> LossOutputMetadata {
+        let dtype = accumulate_in(inputs.x.dtype.into()).into();
+        let one = TensorSpec::new([1].into(), dtype);
+        LossOutputMetadata {
+            loss: one.clone(),
+            factor: one,
+            x: match task.by_x {
+                true => MaybeFloatMetadata::Some(inputs.x.clone()),
+                false => MaybeFloatMetadata::None,
+            },
+            weight: match task.by_weight {
+                true => {
+                    MaybeFloatMetadata::Some(TensorSpec::new(inputs.weight.shape.clone(), dtype))
+                }
+                false => MaybeFloatMetadata::None,
+            },
+        }
+    }
+
+    pub fn backward(saved: &LossSavedMetadata, dtypes: &LossDtypes) -> LossGradsMetadata {
+        let in_dtype = |tensor: &MaybeFloatMetadata, dtype| match tensor {
+            MaybeFloatMetadata::Some(tensor) => {
+                MaybeFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype))
+            }
+            MaybeFloatMetadata::None => MaybeFloatMetadata::None,
+        };
+        LossGradsMetadata {
+            x: in_dtype(&saved.x, dtypes.x.into()),
+            weight: in_dtype(&saved.weight, dtypes.weight.into()),
+        }
+    }
+}

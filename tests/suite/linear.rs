@@ -1,0 +1,41 @@
+//! Products with weights.
+
+use burn::tensor::{DType, Tensor};
+use burn_blocksparse::{LinearOptions, linear_joined, linear_plan};
+use burn_blocksparse_tests::devices::devices;
+use rstest::rstest;
+
+burn_blocksparse_tests::tests!(linear: products_equal_f64, products_in_half_precision, products_of_any_strides, products_differentiate_what_is_tracked);
+
+#[rstest]
+#[case(&[5], "weight's in must be 4, x's last dimension, got 5")]
+#[case(&[4, 5], "weight's in must be 4, x's last dimension, got 5")]
+#[case(&[], "weights must be 1 to 3 matrices, got 0")]
+#[case(&[4; 4], "weights must be 1 to 3 matrices, got 4")]
+fn errors(#[case] inputs: &[usize], #[case] message: &str) {
+    for device in devices() {
+        let x = Tensor::<2>::zeros([3, 4], (&device, DType::F32));
+        let weights = inputs
+            .iter()
+            .map(|inputs| Tensor::<2>::zeros([*inputs, 2], (&device, DType::F32)));
+        let weights: Vec<Tensor<2>> = weights.collect();
+        let options = LinearOptions::default();
+        let error = linear_plan(&x, &weights, &options).unwrap_err();
+        assert_eq!(error.to_string(), message);
+        let error = linear_joined(x, weights, &options).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}
+
+#[test]
+fn plans_say_what_runs() {
+    for device in devices() {
+        let x = Tensor::<2>::zeros([5120, 4], (&device, DType::F32));
+        let weights = [Tensor::<2>::zeros([4, 2], (&device, DType::F32))];
+        let plan = linear_plan(&x, &weights, &LinearOptions::default()).unwrap();
+        assert!(
+            plan.to_string().starts_with("Burn's primitives on"),
+            "{plan}"
+        );
+    }
+}

@@ -1,0 +1,297 @@
+//! The cross entropy of a product with targets and its gradients, against f64.
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::{CrossEntropyOptions, Reduction, linear_cross_entropy};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::compare::{assert_close, to_f64};
+use crate::devices::{exact_dtypes, half_dtypes};
+use crate::linear::{numbers, product, product_tolerance, round_to, tensor};
+
+struct Problem {
+    positions: usize,
+    width: usize,
+    vocab: usize,
+    x: Vec<f64>,
+    weight: Vec<f64>,
+    targets: Vec<i64>,
+    options: CrossEntropyOptions,
+}
+
+impl Problem {
+    fn new([positions, width, vocab]: [usize; 3], options: CrossEntropyOptions) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(vocab as u64);
+        let mut targets: Vec<i64> = (0..positions)
+            .map(|_| rng.random_range(0..vocab as i64))
+            .collect();
+        if let Some(ignored) = options.ignore_index {
+            for target in targets.iter_mut().step_by(3) {
+                *target = ignored;
+            }
+        }
+        Self {
+            positions,
+            width,
+            vocab,
+            x: numbers(1, positions * width)
+                .iter()
+                .map(|x| x * 2.0)
+                .collect(),
+            weight: numbers(2, width * vocab),
+            targets,
+            options,
+        }
+    }
+
+    /// The loss, dx and dW, for a gradient of 1 by the loss.
+    fn expected(&self) -> [Vec<f64>; 3] {
+        let Self {
+            positions,
+            width,
+            vocab,
+            x,
+            weight,
+            ..
+        } = self;
+        let (&positions, &width, &vocab) = (positions, width, vocab);
+        let smoothing = self.options.label_smoothing;
+        let mut dz = product(
+            [positions, width, vocab],
+            |r, k| x[r * width + k],
+            |k, c| weight[k * vocab + c],
+        );
+        let counts = |target: i64| self.options.ignore_index != Some(target);
+        let counted = self
+            .targets
+            .iter()
+            .filter(|target| counts(**target))
+            .count();
+        let factor = match self.options.reduction {
+            Reduction::Sum => 1.0,
+            Reduction::Mean if counted == 0 => 0.0,
+            Reduction::Mean => 1.0 / counted as f64,
+        };
+        let mut loss = 0.0;
+        for (row, &target) in dz.chunks_mut(vocab).zip(&self.targets) {
+            if !counts(target) {
+                row.fill(0.0);
+                continue;
+            }
+            let most = row.iter().cloned().fold(f64::MIN, f64::max);
+            let sum: f64 = row.iter().map(|z| (z - most).exp()).sum();
+            let lse = most + sum.ln();
+            let label = |column: usize| {
+                let one = if column as i64 == target { 1.0 } else { 0.0 };
+                (1.0 - smoothing) * one + smoothing / vocab as f64
+            };
+            for (column, z) in row.iter_mut().enumerate() {
+                loss += label(column) * (lse - *z) * factor;
+                *z = ((*z - lse).exp() - label(column)) * factor;
+            }
+        }
+        let dx = product(
+            [positions, vocab, width],
+            |r, k| dz[r * vocab + k],
+            |k, c| weight[c * vocab + k],
+        );
+        let dw = product(
+            [width, positions, vocab],
+            |i, r| x[r * width + i],
+            |r, c| dz[r * vocab + c],
+        );
+        [vec![loss], dx, dw]
+    }
+
+    fn targets(&self, device: &Device) -> Tensor<1, Int> {
+        Tensor::from_data(
+            TensorData::new(self.targets.clone(), [self.positions]),
+            device,
+        )
+    }
+
+    fn run(&self, device: &Device, dtypes: [DType; 2]) -> [TensorData; 3] {
+        let x = tensor(&self.x, [self.positions, self.width], device, dtypes[0]).require_grad();
+        let shape = [self.width, self.vocab];
+        let weight = tensor(&self.weight, shape, device, dtypes[1]).require_grad();
+        let targets = self.targets(device);
+        let loss = linear_cross_entropy(x.clone(), weight.clone(), targets, &self.options).unwrap();
+        assert_eq!(loss.dims(), [1]);
+        // A gradient by the loss that is not 1, which has to come out again.
+        let grads = (loss.clone() * 4.0).backward();
+        let [dx, dw] = [x.grad(&grads), weight.grad(&grads)].map(|grad| grad.unwrap() / 4.0);
+        assert_eq!([dx.dtype(), dw.dtype()], dtypes);
+        [loss.into_data(), dx.into_data(), dw.into_data()]
+    }
+
+    fn check(&self, what: &str, got: [TensorData; 3], tolerances: [f64; 3]) {
+        let names = ["loss", "dx", "dW"].into_iter().zip(tolerances);
+        // Relative to what the gradients of a sum are: those of a mean are smaller.
+        let scale = match self.options.reduction {
+            Reduction::Sum => 1.0,
+            Reduction::Mean => self.positions.max(1) as f64,
+        };
+        let all = got.into_iter().zip(self.expected()).zip(names);
+        for (index, ((got, expected), (name, tolerance))) in all.enumerate() {
+            let what = format!(
+                "{what}, {} positions of {} to {}, {:?}: {name}",
+                self.positions, self.width, self.vocab, self.options
+            );
+            let scale = if index == 0 { 1.0 } else { scale };
+            let scaled = |values: Vec<f64>| values.iter().map(|x| x * scale).collect::<Vec<f64>>();
+            let shape = got.shape().clone();
+            let got = TensorData::new(scaled(to_f64(got)), shape);
+            assert_close(&what, got, &scaled(expected), tolerance);
+        }
+    }
+}
+
+fn problems() -> Vec<Problem> {
+    let plain = CrossEntropyOptions::default;
+    let sum = || plain().reduction(Reduction::Sum);
+    vec![
+        Problem::new([5, 3, 1], plain()),
+        Problem::new([7, 1, 2], sum().ignore_index(-100)),
+        Problem::new([300, 33, 7], plain().ignore_index(3)),
+        Problem::new([300, 16, 256], plain().label_smoothing(0.1)),
+        Problem::new([130, 12, 1000], sum().label_smoothing(0.2).ignore_index(-1)),
+        Problem::new([9, 8, 40_000], plain().ignore_index(-1)),
+        Problem::new([3, 4, 50_257], sum()),
+        // In chunks: of rows that do not divide the positions, of one row, of rows in groups.
+        Problem::new(
+            [301, 16, 100],
+            plain().ignore_index(-1).chunk_elements(4_000),
+        ),
+        Problem::new([7, 5, 1000], plain().chunk_elements(10)),
+        Problem::new([5000, 3, 9], sum().chunk_elements(1 << 16)),
+        Problem::new([6144, 4, 12], plain()),
+        // Nothing counts.
+        Problem::new([0, 4, 12], plain()),
+        Problem::new([0, 4, 12], sum()),
+        Problem::new([1, 4, 12], plain().ignore_index(-1)),
+    ]
+}
+
+/// Vocabularies from 1 on, in registers and not, in chunks of all kinds, with ignored targets; the same bits twice.
+pub fn cross_entropy_equals_f64(devices: &[Device]) {
+    for problem in problems() {
+        for device in devices {
+            for (dtype, tolerance) in exact_dtypes(device) {
+                let tolerance = product_tolerance(device, dtype, tolerance);
+                let tracked = device.clone().autodiff();
+                let got = problem.run(&tracked, [dtype; 2]);
+                assert_eq!(
+                    got,
+                    problem.run(&tracked, [dtype; 2]),
+                    "the same bits twice"
+                );
+                let checkpointing = tracked.gradient_checkpointing();
+                assert_eq!(got, problem.run(&checkpointing, [dtype; 2]));
+                problem.check(&format!("{device:?}, {dtype:?}"), got, [tolerance; 3]);
+            }
+        }
+    }
+}
+
+/// Logits of ±10,000, whose exponentials no dtype has.
+pub fn cross_entropy_of_large_logits(devices: &[Device]) {
+    for vocab in [3, 300, 40_000] {
+        let mut problem = Problem::new([6, 1, vocab], CrossEntropyOptions::default());
+        problem.x = vec![1.0, -1.0, 1.0, 0.5, 0.0, 1.0];
+        // Exact in tf32, too.
+        problem.weight = (0..vocab)
+            .map(|column| [10_000.0, -10_000.0, 9_992.0][column % 3])
+            .collect();
+        for device in devices {
+            let tracked = device.clone().autodiff();
+            for (dtype, tolerance) in exact_dtypes(device) {
+                // Their differences are small ones of large numbers.
+                let tolerance = product_tolerance(device, dtype, 10.0 * tolerance);
+                let got = problem.run(&tracked, [dtype; 2]);
+                problem.check("large logits", got, [tolerance; 3]);
+            }
+        }
+    }
+}
+
+/// Logits are f32 and gradients by them are rounded once. The weight is f32 or as x.
+pub fn cross_entropy_in_half_precision(devices: &[Device]) {
+    for mut problem in problems() {
+        for device in devices {
+            for half in half_dtypes(device) {
+                let rounding = if half == DType::BF16 { 1e-2 } else { 2e-3 };
+                round_to(&mut problem.x, half);
+                round_to(&mut problem.weight, half);
+                let device = device.clone().autodiff();
+                let what = format!("{device:?}, {half:?}");
+                let got = problem.run(&device, [half, DType::F32]);
+                problem.check(&what, got, [1e-5, rounding, rounding]);
+                let got = problem.run(&device, [half; 2]);
+                problem.check(&what, got, [1e-5, rounding, rounding]);
+            }
+        }
+    }
+}
+
+/// Only what is tracked gets a gradient, and a loss without gradients is the same.
+pub fn cross_entropy_differentiates_what_is_tracked(devices: &[Device]) {
+    let options = CrossEntropyOptions::default();
+    let problem = Problem::new([40, 6, 30], options.clone());
+    let expected = problem.expected();
+    for plain in devices {
+        let tolerance = product_tolerance(plain, DType::F32, 1e-5);
+        let device = &plain.clone().autodiff();
+        let run = |device: &Device, tracked: [bool; 2]| {
+            let x = tensor(&problem.x, [40, 6], device, DType::F32);
+            let weight = tensor(&problem.weight, [6, 30], device, DType::F32);
+            let x = x.set_require_grad(tracked[0]);
+            let weight = weight.set_require_grad(tracked[1]);
+            // By batch and sequence, too.
+            let loss = linear_cross_entropy(
+                x.clone().reshape([2, 20, 6]),
+                weight.clone(),
+                problem.targets(device).reshape([2, 20]),
+                &options,
+            )
+            .unwrap();
+            assert_close("loss", loss.clone().into_data(), &expected[0], tolerance);
+            (loss, x, weight)
+        };
+        for tracked in [[true, false], [false, true]] {
+            let (loss, x, weight) = run(device, tracked);
+            let grads = loss.backward();
+            for (index, leaf) in [x, weight].iter().enumerate() {
+                let grad = leaf.grad(&grads);
+                assert_eq!(grad.is_some(), tracked[index]);
+                if let Some(grad) = grad {
+                    let expected = &expected[index + 1];
+                    assert_close("tracked", grad.into_data(), expected, tolerance);
+                }
+            }
+        }
+        let (loss, ..) = run(plain, [false, false]);
+        assert!(!loss.device().is_autodiff());
+    }
+}
+
+/// Without a check the loss is NaN, and so are the gradients of that row alone.
+pub fn cross_entropy_of_targets_out_of_range(devices: &[Device]) {
+    for target in [-1, 30, i64::from(i32::MAX)] {
+        for chunk in [1 << 24, 100] {
+            let options = CrossEntropyOptions::default()
+                .check_targets(false)
+                .chunk_elements(chunk);
+            let mut problem = Problem::new([40, 6, 30], options);
+            problem.targets[5] = target;
+            for device in devices {
+                let tracked = device.clone().autodiff();
+                let [loss, dx, _] = problem.run(&tracked, [DType::F32; 2]);
+                assert!(to_f64(loss)[0].is_nan(), "{device:?}, {target}");
+                for (row, dx) in to_f64(dx).chunks(6).enumerate() {
+                    let is_nan = dx.iter().all(|x| x.is_nan());
+                    assert_eq!(is_nan, row == 5, "{device:?}, {target}, row {row}");
+                }
+            }
+        }
+    }
+}
