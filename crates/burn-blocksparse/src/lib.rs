@@ -45,6 +45,7 @@
 )]
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
+mod activation;
 mod attention;
 mod backends;
 mod blocks;
@@ -54,6 +55,7 @@ mod device;
 mod device_layout;
 mod dtype;
 mod error;
+mod heads;
 mod linear;
 mod loss;
 mod masses;
@@ -73,6 +75,8 @@ mod values;
 mod vertical_slash;
 mod weights;
 
+pub use activation::values::{ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask};
+pub use activation::{Activation, bias_activation, bias_activation_plan};
 pub use attention::{
     AttentionAux, attention, attention_with_aux, attention_with_lse, attention_with_tensors,
     attention_with_tensors_and_aux, attention_with_tensors_and_weights, attention_with_weights,
@@ -88,6 +92,8 @@ pub use choice::TopKOptions;
 pub use device::check_device;
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use error::OpError;
+pub use heads::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
+pub use heads::{join_heads, split_heads, split_heads_plan};
 pub use linear::values::{
     LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors,
 };
@@ -104,7 +110,9 @@ pub use norm::{
     residual_norm_plan,
 };
 pub use op_plan::OpPlan;
-pub use ops::{AttentionMassOps, BlockSparseOps, LinearOps, LossOps, NormOps};
+pub use ops::{
+    ActivationOps, AttentionMassOps, BlockSparseOps, HeadOps, LinearOps, LossOps, NormOps,
+};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::AttentionTensors;

@@ -31,6 +31,7 @@ impl OpPlan {
         device: &Device,
         kernels: impl FnOnce(&OpDevice) -> Result<String, E>,
     ) -> Self {
+        #[cfg_attr(not(feature = "cube"), allow(unused_mut))]
         let mut reason = None;
         #[cfg(feature = "cube")]
         if let Some(inner) = &crate::device::cube::of(device) {

@@ -5,7 +5,6 @@ use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
-use burn::backend::tensor::FloatTensor;
 use burn::backend::{AutodiffBackend, Backend};
 
 use super::outputs::{OutputGradients, or_zeros};

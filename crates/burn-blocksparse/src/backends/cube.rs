@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, LazyLock};
 
+use blocksparse::kernels::rows::Typed;
 use blocksparse::kernels::{
     self, AttentionPlan, BiasView, ChoiceTensor, Gradients, Outputs, Request, ScoreKind,
     ScoreOptions, TableView, TensorView,
@@ -326,6 +327,30 @@ pub(super) fn filled<const D: usize>(
     let row = Shape::new([elements]);
     let row = full_device_dtype(client.clone(), row, device.clone(), value, dtype);
     CubeTensor::new_contiguous(client, device, Shape::new(shape), row.handle, dtype)
+}
+
+/// A contiguous tensor to be written, on the device of another.
+pub(super) fn shaped(like: &CubeTensor, shape: Shape, dtype: DType) -> CubeTensor {
+    // A tensor without elements still gets a buffer.
+    let CubeTensor { handle, .. } = empty(like, [shape.num_elements().max(1)], dtype);
+    CubeTensor::new_contiguous(
+        like.client.clone(),
+        like.device.clone(),
+        shape,
+        handle,
+        dtype,
+    )
+}
+
+/// A contiguous tensor as row kernels get it.
+pub(super) fn typed(tensor: &CubeTensor) -> Typed<'_> {
+    (&tensor.handle, dtype_to_elem_type(tensor.dtype))
+}
+
+/// The rows of a shape, and their width.
+pub(super) fn matrix(shape: &Shape) -> [usize; 2] {
+    let width = shape[shape.num_dims() - 1];
+    [shape.iter().rev().skip(1).product(), width]
 }
 
 pub(super) fn contiguous(tensor: MaybeFloat<CubeBackend>) -> Option<CubeTensor> {

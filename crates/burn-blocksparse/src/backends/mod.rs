@@ -3,11 +3,13 @@
 #[cfg(any(feature = "flex", feature = "ndarray"))]
 use crate::ops::BlockSparseOps;
 
+pub(crate) mod activation;
 #[cfg(feature = "autodiff")]
 mod autodiff;
 mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+pub(crate) mod heads;
 mod linear;
 pub(crate) mod loss;
 mod masses;

@@ -1,5 +1,7 @@
 //! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
 
+mod activation;
+mod heads;
 mod linear;
 mod loss;
 mod masses;
@@ -7,6 +9,8 @@ mod norm;
 
 use burn::backend::{Backend, backend_extension};
 
+pub use activation::ActivationOps;
+pub use heads::HeadOps;
 pub use linear::LinearOps;
 pub use loss::LossOps;
 pub use masses::AttentionMassOps;

@@ -6,24 +6,32 @@
 //! ```text
 //! tile           how the units of a cube share rows, and sums along them
 //! columns        sums over rows, in two steps
+//! activation     a bias and an activation, and their gradients
 //! dropout        dropout of numbers of rows, and the mask of it that kernels make
+//! heads          rows of heads side by side as tensors by heads, and back
 //! norm           a residual stream, what is added to it, and its norm; backward in norm_backward
 //! cross_entropy  the loss of rows of logits, and its gradient
 //! scaled         a tensor times numbers on the device
 //! ```
 
+mod activation;
 mod columns;
 mod cross_entropy;
 mod dropout;
+mod heads;
 mod norm;
 mod norm_backward;
 mod scaled;
 mod tile;
 
+pub use activation::{
+    ActivationBackward, ActivationKind, activation_text, bias_activation, bias_activation_backward,
+};
 pub use columns::column_sums;
 pub use cross_entropy::{
     CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,
 };
+pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
 pub use norm::{NormBranch, NormOf, Typed, residual_norm, residual_norm_text};
 pub use norm_backward::{NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward};
 pub use scaled::scaled;

@@ -1,0 +1,57 @@
+//! The values that cross the backend trait of activations.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, ExtensionType};
+use burn::tensor::FloatDType;
+
+use crate::values::MaybeFloat;
+
+/// What an activation is made of.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct ActivationInputs<B: Backend> {
+    /// `[.., width]`
+    pub x: FloatTensor<B>,
+    /// `[width]`, of any float dtype.
+    #[extension_type]
+    pub bias: MaybeFloat<B>,
+}
+
+/// What the backward pass gets.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct ActivationSaved<B: Backend> {
+    /// `[.., width]`; none without an activation, whose gradient does not depend on it.
+    #[extension_type]
+    pub x: MaybeFloat<B>,
+    /// `[width]`
+    #[extension_type]
+    pub bias: MaybeFloat<B>,
+    /// By the result.
+    pub grad: FloatTensor<B>,
+}
+
+/// Gradients, each of its input's shape and dtype, if it is wanted.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct ActivationGrads<B: Backend> {
+    /// `[.., width]`
+    #[extension_type]
+    pub x: MaybeFloat<B>,
+    /// `[width]`
+    #[extension_type]
+    pub bias: MaybeFloat<B>,
+}
+
+/// What the backward pass has to compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ActivationTask {
+    /// Whether x's gradient is wanted.
+    pub x: bool,
+    /// The bias's dtype, if its gradient is wanted.
+    pub bias: Option<FloatDType>,
+}

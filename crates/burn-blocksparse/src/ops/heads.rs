@@ -1,0 +1,71 @@
+//! The backend trait of heads.
+
+use burn::backend::{Backend, backend_extension};
+
+use crate::heads::reference;
+use crate::heads::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
+
+/// Splitting rows into heads and joining them as backend operations. Arguments are checked by the public functions.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "cube"),
+    Autodiff: cfg(feature = "autodiff"),
+    Fusion: cfg(feature = "fusion"),
+)]
+pub trait HeadOps: Backend {
+    /// Rows plus a bias, as tensors by heads.
+    #[fusion(meta = meta::split)]
+    fn split_heads(
+        #[extension_type] inputs: SplitInputs<Self>,
+        parts: HeadParts,
+    ) -> HeadTensors<Self> {
+        reference::split::<Self>(inputs, parts)
+    }
+
+    /// Tensors by heads as rows, and the sums over all rows. At least one of the tensors has to be there.
+    #[fusion(meta = meta::join)]
+    fn join_heads(#[extension_type] tensors: HeadTensors<Self>, call: JoinCall) -> Joined<Self> {
+        reference::join::<Self>(tensors, &call)
+    }
+}
+
+/// Output shapes and dtypes for fusion.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+
+    use super::*;
+    use crate::heads::values::{HeadTensorsMetadata, JoinedMetadata, SplitInputsMetadata};
+    use crate::values::MaybeFloatMetadata;
+
+    pub fn split(inputs: &SplitInputsMetadata, parts: &HeadParts) -> HeadTensorsMetadata {
+        let [batch, seq, _] = inputs.x.shape.dims::<3>();
+        let [first, second, third] = parts.map(|part| match part {
+            Some((heads, dim)) => MaybeFloatMetadata::Some(TensorSpec::new(
+                [batch, heads, seq, dim].into(),
+                inputs.x.dtype,
+            )),
+            None => MaybeFloatMetadata::None,
+        });
+        HeadTensorsMetadata {
+            first,
+            second,
+            third,
+        }
+    }
+
+    pub fn join(_tensors: &HeadTensorsMetadata, call: &JoinCall) -> JoinedMetadata {
+        let [batch, seq] = call.rows;
+        let width = call.width();
+        JoinedMetadata {
+            x: TensorSpec::new([batch, seq, width].into(), call.dtype.into()),
+            bias: match call.bias {
+                Some(dtype) => {
+                    MaybeFloatMetadata::Some(TensorSpec::new([width].into(), dtype.into()))
+                }
+                None => MaybeFloatMetadata::None,
+            },
+        }
+    }
+}
