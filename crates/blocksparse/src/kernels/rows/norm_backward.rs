@@ -372,8 +372,9 @@ pub fn residual_norm_backward(
     // Where buffers may begin, and whole vectors.
     let align = client.properties().memory.alignment as usize / accumulator.size();
     let pitch = width.next_multiple_of(align.max(tile.vector));
-    let partial =
-        (wanted > 0).then(|| client.empty((cubes * wanted * pitch).max(1) * accumulator.size()));
+    // Without rows nothing is written, but a binding holds a vector.
+    let numbers = cubes.max(1) * wanted * pitch;
+    let partial = (wanted > 0).then(|| client.empty(numbers * accumulator.size()));
     let k = BackwardKind {
         kind: Kind {
             tile,
