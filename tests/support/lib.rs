@@ -213,6 +213,7 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("residual_norm_constants", norm::residual_norm_constants),
     ("residual_norms_in_a_chain", norm::residual_norms_in_a_chain),
     ("residual_norm_plans", norm::residual_norm_plans),
+    ("stream_dropout_equals_f64", norm::stream_dropout_equals_f64),
     (
         "threads_share_a_new_layout",
         sharing::threads_share_a_new_layout,

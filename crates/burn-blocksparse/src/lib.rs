@@ -52,6 +52,7 @@ mod check;
 mod choice;
 mod device;
 mod device_layout;
+mod dropout;
 mod dtype;
 mod error;
 mod masses;
@@ -85,6 +86,7 @@ pub use blocksparse::{
 pub use choice::TopKOptions;
 pub use device::check_device;
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
+pub use dropout::{dropout, dropout_plan};
 pub use error::OpError;
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
@@ -96,7 +98,7 @@ pub use norm::{
     residual_norm_plan,
 };
 pub use op_plan::OpPlan;
-pub use ops::{AttentionMassOps, BlockSparseOps, NormOps};
+pub use ops::{AttentionMassOps, BlockSparseOps, DropoutOps, NormOps};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::AttentionTensors;

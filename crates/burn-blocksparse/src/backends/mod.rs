@@ -8,6 +8,7 @@ mod autodiff;
 mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+mod dropout;
 mod masses;
 mod norm;
 #[cfg(feature = "autodiff")]

@@ -1,10 +1,12 @@
 //! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
 
+mod dropout;
 mod masses;
 mod norm;
 
 use burn::backend::{Backend, backend_extension};
 
+pub use dropout::DropoutOps;
 pub use masses::AttentionMassOps;
 pub use norm::NormOps;
 

@@ -17,5 +17,6 @@ mod norm_backward;
 mod tile;
 
 pub use columns::column_sums;
+pub use dropout::{stream_dropout, stream_dropout_text};
 pub use norm::{NormBranch, NormOf, Typed, residual_norm, residual_norm_text};
 pub use norm_backward::{NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward};
