@@ -17,6 +17,7 @@ pub mod options;
 pub mod reference;
 pub mod rounding;
 pub mod sharing;
+pub mod stream_dropout;
 
 use burn::tensor::Device;
 
@@ -213,7 +214,14 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("residual_norm_constants", norm::residual_norm_constants),
     ("residual_norms_in_a_chain", norm::residual_norms_in_a_chain),
     ("residual_norm_plans", norm::residual_norm_plans),
-    ("stream_dropout_equals_f64", norm::stream_dropout_equals_f64),
+    (
+        "stream_dropout_equals_f64",
+        stream_dropout::stream_dropout_equals_f64,
+    ),
+    (
+        "stream_dropout_of_views",
+        stream_dropout::stream_dropout_of_views,
+    ),
     (
         "threads_share_a_new_layout",
         sharing::threads_share_a_new_layout,

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_blocksparse::{
-    Branch, Norm, NormParams, ResidualNormOptions, StreamDropout, dropout, norm, residual_add,
+    Branch, Norm, NormParams, ResidualNormOptions, StreamDropout, norm, residual_add,
     residual_norm, residual_norm_plan,
 };
 use rand::{RngExt, SeedableRng};
@@ -575,42 +575,5 @@ pub fn residual_norm_plans(devices: &[Device]) {
             }),
             "{text}"
         );
-    }
-}
-
-/// Dropout alone and its gradient, of all widths and dtypes, against what the host says is kept.
-pub fn stream_dropout_equals_f64(devices: &[Device]) {
-    let mask = StreamDropout::new(0.4, 17 + (3 << 32), 9);
-    for [rows, width] in [[1, 1], [7, 3], [300, 34], [20, 136], [0, 4], [5, 0]] {
-        let problem = Problem::new([1, rows, width], 2);
-        for plain in devices {
-            let exact = exact_dtypes(plain).into_iter();
-            let half = half_dtypes(plain).into_iter().map(|dtype| (dtype, 4e-3));
-            for (dtype, tolerance) in exact.chain(half) {
-                let problem = problem.clone().rounded(Types::all(dtype));
-                let device = plain.clone().autodiff();
-                let x = problem
-                    .matrix(&problem.stream, &device, dtype)
-                    .require_grad();
-                let kept = dropout(x.clone(), &mask).unwrap();
-                let grad = problem.grad_sum.clone().unwrap();
-                let loss = (kept.clone() * problem.matrix(&grad, &device, dtype)).sum();
-                let grads = loss.backward();
-                let expected = |numbers: &[f64]| -> Vec<f64> {
-                    let factor = |at: usize| match mask.keeps(at / width, at % width) {
-                        true => 1.0 / 0.6,
-                        false => 0.0,
-                    };
-                    (numbers.iter().enumerate())
-                        .map(|(at, x)| factor(at) * x)
-                        .collect()
-                };
-                let what = format!("dropout of {rows}, {width}, {device:?}, {dtype:?}");
-                let got = kept.inner().into_data();
-                assert_close(&what, got, &expected(&problem.stream), tolerance);
-                let got = x.grad(&grads).unwrap().into_data();
-                assert_close(&what, got, &expected(&grad), tolerance);
-            }
-        }
     }
 }

@@ -5,7 +5,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::columns::accumulator_of;
-use super::norm::{Typed, tile_of};
+use super::norm::Typed;
+use super::tile::RowTile;
 use crate::StreamDropout;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
@@ -103,7 +104,8 @@ fn launch_of(
     [rows, width]: [usize; 2],
     element: ElemType,
 ) -> Result<(usize, usize, CubeCount), KernelError> {
-    let vector = tile_of(client.properties(), width, element, 1).map_or(1, |tile| tile.vector);
+    let tile = RowTile::new(client.properties(), width, element, usize::MAX);
+    let vector = tile.map_or(1, |tile| tile.vector);
     let vectors = rows * (width / vector);
     let cubes = spread(client, (vectors as u64).div_ceil(UNITS.into()))?;
     Ok((vector, vectors, cubes))
