@@ -15,6 +15,7 @@ mod max_scores;
 mod norm;
 mod options;
 mod sharing;
+mod stream_dropout;
 mod table;
 mod top_k;
 mod vertical_slash;

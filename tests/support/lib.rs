@@ -19,6 +19,7 @@ pub mod options;
 pub mod reference;
 pub mod rounding;
 pub mod sharing;
+pub mod stream_dropout;
 
 use burn::tensor::Device;
 
@@ -241,6 +242,14 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "cross_entropy_of_targets_out_of_range",
         loss::cross_entropy_of_targets_out_of_range,
+    ),
+    (
+        "stream_dropout_equals_f64",
+        stream_dropout::stream_dropout_equals_f64,
+    ),
+    (
+        "stream_dropout_of_views",
+        stream_dropout::stream_dropout_of_views,
     ),
     (
         "threads_share_a_new_layout",

@@ -337,8 +337,9 @@ impl Inputs {
     }
 }
 
-/// Shapes with rows and widths of all kinds: single, ragged, wider than a plane's registers, more rows than one step of all cubes.
-const SHAPES: [[usize; 3]; 12] = [
+/// Shapes with rows and widths of all kinds: single, ragged, wider than a plane's registers, more rows than one step of all cubes,
+/// and wider than a cube's registers, where the reference runs.
+const SHAPES: [[usize; 3]; 13] = [
     [1, 1, 1],
     [7, 1, 3],
     [3, 100, 33],
@@ -351,6 +352,7 @@ const SHAPES: [[usize; 3]; 12] = [
     [1, 3, 1031],
     [2, 1, 16_384],
     [1, 9000, 12],
+    [1, 2, 40_000],
 ];
 
 /// Outputs and all gradients: both norms, with and without branch, bias, beta and dropout, with one output used and both.
@@ -560,6 +562,10 @@ pub fn residual_norm_plans(devices: &[Device]) {
         let branch = Branch::new(stream.clone());
         let options = ResidualNormOptions::default();
         let plan = residual_norm_plan(&stream, Some(&branch), &params, &options).unwrap();
+        let wide = Tensor::<2>::zeros([2, 40_000], device);
+        let of_wide = NormParams::new(Tensor::ones([40_000], device));
+        let of_wide = residual_norm_plan(&wide, None, &of_wide, &options).unwrap();
+        assert!(!of_wide.is_kernels(), "{of_wide}");
         let name = format!("{device:?}");
         let kernels = ["Wgpu", "Cuda"].iter().any(|kind| name.contains(kind));
         assert!(
@@ -567,6 +573,10 @@ pub fn residual_norm_plans(devices: &[Device]) {
                 || std::env::var_os("BURN_BLOCKSPARSE_REFERENCE").is_some()
         );
         let text = plan.to_string();
+        assert!(
+            !plan.is_kernels() || of_wide.to_string().contains("a row's numbers"),
+            "{of_wide}"
+        );
         assert!(
             text.contains(if plan.is_kernels() {
                 "cubes"

@@ -53,6 +53,7 @@ mod check;
 mod choice;
 mod device;
 mod device_layout;
+mod dropout;
 mod dtype;
 mod error;
 mod heads;
@@ -91,6 +92,7 @@ pub use blocksparse::{
 pub use choice::TopKOptions;
 pub use device::check_device;
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
+pub use dropout::{dropout, dropout_plan};
 pub use error::OpError;
 pub use heads::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};
@@ -113,6 +115,7 @@ pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AttentionMassOps, BlockSparseOps, HeadOps, LinearOps, LossOps, NormOps,
 };
+pub use ops::{AttentionMassOps, BlockSparseOps, DropoutOps, NormOps};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::AttentionTensors;

@@ -12,6 +12,7 @@ pub(crate) mod cube;
 pub(crate) mod heads;
 mod linear;
 pub(crate) mod loss;
+mod dropout;
 mod masses;
 mod norm;
 #[cfg(feature = "autodiff")]

@@ -15,6 +15,9 @@ impl NormOps for burn::backend::Flex {}
 impl NormOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
+pub(super) use kernels::shaped;
+
+#[cfg(feature = "cube")]
 mod kernels {
     use blocksparse::kernels::KernelError;
     use blocksparse::kernels::rows::{
@@ -36,7 +39,8 @@ mod kernels {
     };
     use crate::values::MaybeFloat;
 
-    fn shaped(like: &CubeTensor, shape: Shape, dtype: DType) -> CubeTensor {
+    /// A tensor to be written, of a shape, on the device of another.
+    pub(crate) fn shaped(like: &CubeTensor, shape: Shape, dtype: DType) -> CubeTensor {
         let elements = shape.num_elements().max(1);
         let CubeTensor { handle, .. } = empty(like, [elements], dtype);
         let (client, device) = (like.client.clone(), like.device.clone());

@@ -1,5 +1,6 @@
 //! A residual norm in Burn primitives.
 
+use blocksparse::StreamDropout;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, TensorData};
@@ -58,8 +59,8 @@ impl<B: Backend> Rows<B> {
         B::float_zeros(shape.into(), &self.device, dtype)
     }
 
-    fn drop(&self, x: FloatTensor<B>, call: &NormCall) -> FloatTensor<B> {
-        let Some(dropout) = call.dropout else {
+    fn drop(&self, x: FloatTensor<B>, dropout: Option<StreamDropout>) -> FloatTensor<B> {
+        let Some(dropout) = dropout else {
             return x;
         };
         let mask = dropout.mask(self.rows, self.width);
@@ -80,6 +81,17 @@ impl<B: Backend> Rows<B> {
     }
 }
 
+/// Dropout alone.
+pub(crate) fn dropout<B: Backend>(x: FloatTensor<B>, dropout: StreamDropout) -> FloatTensor<B> {
+    let dtype: FloatDType = x.dtype().into();
+    let rows = Rows::<B>::new(&x, dtype);
+    if rows.rows * rows.width == 0 {
+        return x;
+    }
+    let kept = rows.drop(rows.matrix(x), Some(dropout));
+    rows.result(kept, dtype)
+}
+
 pub(crate) fn forward<B: Backend>(inputs: NormInputs<B>, call: &NormCall) -> NormOutput<B> {
     let dtype: FloatDType = inputs.stream.dtype().into();
     let rows = Rows::<B>::new(&inputs.stream, dtype);
@@ -94,7 +106,7 @@ pub(crate) fn forward<B: Backend>(inputs: NormInputs<B>, call: &NormCall) -> Nor
         if let MaybeFloat::Some(bias) = inputs.bias {
             branch = B::float_add(branch, rows.row(bias));
         }
-        let sum = B::float_add(x, rows.drop(branch, call));
+        let sum = B::float_add(x, rows.drop(branch, call.dropout));
         let sum = rows.result(sum, dtype);
         x = rows.matrix(sum.clone());
         stream = Some(sum);
@@ -206,7 +218,7 @@ pub(crate) fn backward<B: Backend>(
     let stream = rows.result(ds.clone(), call.stream);
     let (mut branch, mut bias) = (None, None);
     if call.branch.is_some() || call.bias.is_some() {
-        let da = rows.drop(ds, &call.forward);
+        let da = rows.drop(ds, call.forward.dropout);
         bias = (call.bias).map(|dtype| rows.column_sums(da.clone(), dtype));
         branch = (call.branch).map(|dtype| rows.result(da, dtype));
     }

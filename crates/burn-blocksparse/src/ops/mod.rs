@@ -4,6 +4,7 @@ mod activation;
 mod heads;
 mod linear;
 mod loss;
+mod dropout;
 mod masses;
 mod norm;
 
@@ -13,6 +14,7 @@ pub use activation::ActivationOps;
 pub use heads::HeadOps;
 pub use linear::LinearOps;
 pub use loss::LossOps;
+pub use dropout::DropoutOps;
 pub use masses::AttentionMassOps;
 pub use norm::NormOps;
 

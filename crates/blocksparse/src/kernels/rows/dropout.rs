@@ -1,10 +1,20 @@
 //! Dropout of the numbers of rows.
 
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
+use cubecl::server::Handle;
 
+use super::columns::accumulator_of;
+use super::norm::Typed;
+use super::tile::RowTile;
 use crate::StreamDropout;
+use crate::kernels::args::{address_of, buffer, spread};
+use crate::kernels::error::KernelError;
 use crate::kernels::shared::dropout::{Mask, MaskLaunch, words};
 use crate::stream_dropout::STREAM;
+
+/// Units of a cube.
+const UNITS: u32 = 256;
 
 /// The mask of a [`StreamDropout`], made again wherever it is needed.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -54,7 +64,7 @@ pub fn stream_factors<A: Float, N: Size>(
 /// What a kernel gets of a dropout, or of none, with numbers in `accumulator`.
 pub(super) fn stream_mask(
     dropout: Option<&StreamDropout>,
-    accumulator: cubecl::ir::ElemType,
+    accumulator: ElemType,
 ) -> StreamMaskLaunch {
     let dropout = dropout.copied().unwrap_or(StreamDropout::new(0.0, 0, 0));
     let mask = MaskLaunch::new(
@@ -67,4 +77,89 @@ pub(super) fn stream_mask(
         dropout.site,
         InputScalar::new(dropout.factor(), accumulator),
     )
+}
+
+/// `output = m ∘ input`, a vector for each unit.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn apply<E: Float, A: Float, N: Size>(
+    input: &[Vector<E, N>],
+    output: &mut [Vector<E, N>],
+    vectors: usize,
+    row_vectors: usize,
+    mask: StreamMask,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let at = ABSOLUTE_POS;
+    if at < vectors {
+        let (row, column) = (at / row_vectors, at % row_vectors * N::value());
+        let value = Vector::<A, N>::cast_from(input[at]);
+        output[at] = Vector::<E, N>::cast_from(value * stream_factors::<A, N>(&mask, row, column));
+    }
+}
+
+/// How [`stream_dropout`] is launched: numbers of a vector, vectors, cubes.
+fn launch_of(
+    client: &Client,
+    [rows, width]: [usize; 2],
+    element: ElemType,
+) -> Result<(usize, usize, CubeCount), KernelError> {
+    let tile = RowTile::new(client.properties(), width, element, usize::MAX);
+    let vector = tile.map_or(1, |tile| tile.vector);
+    let vectors = rows * (width / vector);
+    let cubes = spread(client, (vectors as u64).div_ceil(UNITS.into()))?;
+    Ok((vector, vectors, cubes))
+}
+
+/// How [`stream_dropout`] is launched, for plans.
+///
+/// # Errors
+/// As [`stream_dropout`].
+pub fn stream_dropout_text(
+    client: &Client,
+    sizes: [usize; 2],
+    element: ElemType,
+) -> Result<String, KernelError> {
+    let (vector, vectors, _) = launch_of(client, sizes, element)?;
+    Ok(format!(
+        "dropout: {vectors} vectors of {vector}, a unit each"
+    ))
+}
+
+/// `output = m ∘ input`, both contiguous `[rows, width]`; the gradient by the input is the same of that by the output.
+///
+/// # Errors
+/// [`KernelError::Limit`] if the matrix is larger than what the device indexes.
+pub fn stream_dropout(
+    client: &Client,
+    (input, element): Typed,
+    [rows, width]: [usize; 2],
+    output: &Handle,
+    dropout: &StreamDropout,
+) -> Result<(), KernelError> {
+    if rows * width == 0 {
+        return Ok(());
+    }
+    let (vector, vectors, cubes) = launch_of(client, [rows, width], element)?;
+    let units = vectors.next_multiple_of(UNITS as usize);
+    let address = address_of(client, (rows * width).max(2 * units))?;
+    let accumulator = accumulator_of(element);
+    // SAFETY: a unit reads and writes its vector, if there is one; the buffers have the lengths they say (see `buffer`).
+    unsafe {
+        apply::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS),
+            address,
+            vector,
+            buffer(input, vectors),
+            buffer(output, vectors),
+            vectors,
+            width / vector,
+            stream_mask(Some(dropout), accumulator),
+            element,
+            accumulator,
+        );
+    }
+    Ok(())
 }

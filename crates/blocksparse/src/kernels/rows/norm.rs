@@ -310,11 +310,14 @@ pub fn residual_norm_text(
             tile.vector
         )
     };
+    let backward = match super::norm_backward::check_buffers(client, super::norm_backward::BUFFERS)
+    {
+        Ok(()) => format!("{}, {} cubes", text(backward.tile), backward.cubes),
+        Err(error) => format!("primitives, because {error}"),
+    };
     Ok(format!(
-        "norm forward: {}; backward: {}, {} cubes",
-        text(tile),
-        text(backward.tile),
-        backward.cubes
+        "norm forward: {}; backward: {backward}",
+        text(tile)
     ))
 }
 
@@ -336,8 +339,7 @@ pub fn residual_norm(
         let optional = [branch.bias.is_some(), norm.beta.is_some()];
         let kept = if norm.kept.is_some() { 2 } else { 0 };
         let buffers = 5 + optional.into_iter().filter(|some| *some).count() + kept;
-        // One more has the numbers of the call.
-        if buffers + 1 > client.properties().hardware.max_bindings as usize {
+        if super::norm_backward::check_buffers(client, buffers).is_err() {
             launch(client, stream, [rows, width], Some(branch), None)?;
             return launch(
                 client,

@@ -307,6 +307,18 @@ pub struct RowSums {
     pub pitch: usize,
 }
 
+/// The most buffers of a backward pass.
+pub(super) const BUFFERS: usize = 8;
+
+/// That a launch can have so many buffers, and one more with the numbers of the call.
+pub(super) fn check_buffers(client: &Client, buffers: usize) -> Result<(), KernelError> {
+    let most = client.properties().hardware.max_bindings;
+    match buffers < most as usize {
+        true => Ok(()),
+        false => Err(KernelError::limit("buffers of a launch", most, buffers + 1)),
+    }
+}
+
 /// How a backward pass is launched.
 pub(super) struct Launch {
     pub tile: RowTile,
@@ -364,16 +376,13 @@ pub fn residual_norm_backward(
     ];
     let norm_buffers = if pass.norm.is_some() { 4 } else { 0 };
     let buffers = buffers.into_iter().filter(|some| *some).count() + norm_buffers;
-    let most = client.properties().hardware.max_bindings;
-    // One more has the numbers of the call.
-    if buffers + 1 > most as usize {
-        return Err(KernelError::limit("buffers of a launch", most, buffers + 1));
-    }
+    check_buffers(client, buffers)?;
     // Where buffers may begin, and whole vectors.
     let align = client.properties().memory.alignment as usize / accumulator.size();
     let pitch = width.next_multiple_of(align.max(tile.vector));
-    let partial =
-        (wanted > 0).then(|| client.empty((cubes * wanted * pitch).max(1) * accumulator.size()));
+    // Without rows nothing is written, but a binding holds a vector.
+    let numbers = cubes.max(1) * wanted * pitch;
+    let partial = (wanted > 0).then(|| client.empty(numbers * accumulator.size()));
     let k = BackwardKind {
         kind: Kind {
             tile,

@@ -145,3 +145,101 @@ pub fn across_lanes<A: Float>(
     }
     result
 }
+
+#[cfg(test)]
+mod tests {
+    use cubecl::ir::features::Features;
+    use cubecl::ir::{DeviceIdentity, FloatKind, HardwareProperties, MemoryDeviceProperties};
+
+    use super::*;
+
+    const F32: ElemType = ElemType::Float(FloatKind::F32);
+    const BF16: ElemType = ElemType::Float(FloatKind::BF16);
+
+    /// A device with planes of a size, or none, and cubes and vectors up to a size.
+    fn device(plane: Option<u32>, units: u32, vector: usize) -> DeviceProperties {
+        let hardware = HardwareProperties {
+            load_width: 128,
+            vector_register_count: None,
+            plane_size_min: plane.unwrap_or(0),
+            plane_size_max: plane.unwrap_or(0),
+            max_bindings: 8,
+            max_shared_memory_size: 32 << 10,
+            max_cube_count: (65_535, 65_535, 65_535),
+            max_units_per_cube: units,
+            max_cube_dim: (units, units, 64),
+            num_streaming_multiprocessors: None,
+            num_cpu_cores: None,
+            last_level_cache_size: None,
+            num_tensor_cores: None,
+            min_tensor_cores_dim: None,
+            max_vector_size: vector,
+            cube_mma_reserved_shared_memory: 0,
+        };
+        let mut features = Features::default();
+        if plane.is_some() {
+            features.plane.insert(Plane::Ops);
+        }
+        DeviceProperties::new(
+            features,
+            MemoryDeviceProperties::new(1 << 30, 256),
+            hardware,
+            cubecl::profile::TimingMethod::System,
+            DeviceIdentity {
+                name: "described".into(),
+                fingerprint: "none".into(),
+                physical: None,
+            },
+        )
+    }
+
+    /// Every number of a row has a lane, units are no more than the device's, and lanes and planes divide each other.
+    #[test]
+    fn tiles_cover_rows() {
+        for (plane, units, vector) in [
+            (Some(32), 1024, 8),
+            (Some(64), 1024, 4),
+            (Some(8), 512, 4),
+            (None, 1024, 4),
+            (None, 16, 1),
+        ] {
+            let device = device(plane, units, vector);
+            for width in (1..200).chain([512, 1000, 1031, 2048, 4100, 16_384]) {
+                for element in [F32, BF16] {
+                    for most in [1, 4, 32, usize::MAX] {
+                        let what = format!("{plane:?}, {units}, {width}, {element:?}, {most}");
+                        let Some(tile) = RowTile::new(&device, width, element, most) else {
+                            let lanes = width.div_ceil(vector).div_ceil(most);
+                            assert!(lanes > units as usize / 2 / vector, "{what}");
+                            continue;
+                        };
+                        assert!(tile.units() <= units as usize && tile.rows > 0, "{what}");
+                        assert_eq!(tile.vector * tile.row_vectors, width, "{what}");
+                        assert!(tile.lanes * tile.lane_vectors() >= tile.row_vectors);
+                        assert!(tile.vector <= vector && tile.vector * element.size() <= 16);
+                        assert!(tile.lanes.is_power_of_two() && tile.plane.is_power_of_two());
+                        assert_eq!(
+                            tile.is_whole(),
+                            tile.row_vectors % tile.lanes == 0,
+                            "{what}"
+                        );
+                        let few = tile.lane_vectors() <= most || tile.lanes == units as usize;
+                        assert!(few, "{what}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// The trainer's rows have a plane each, and need no shared memory.
+    #[test]
+    fn rows_of_512_have_a_plane_each() {
+        let device = device(Some(32), 1024, 8);
+        let tile = RowTile::new(&device, 512, F32, 8).unwrap();
+        assert_eq!((tile.lanes, tile.rows, tile.vector), (32, 8, 4));
+        assert_eq!((tile.lane_vectors(), tile.shared()), (4, 1));
+        // What a plane has no registers for has several.
+        let tile = RowTile::new(&device, 4096, F32, 8).unwrap();
+        assert_eq!((tile.lanes, tile.rows, tile.shared()), (128, 2, 256));
+    }
+}

@@ -1,0 +1,78 @@
+//! Dropout of a tensor.
+
+use blocksparse::StreamDropout;
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+
+use crate::device::served;
+use crate::error::OpError;
+use crate::norm::{check_dropout, reference};
+use crate::op_plan::{OpDevice, OpPlan};
+use crate::ops::DropoutOps;
+
+/// Dropout of `x`, `[.., width]`: numbers are kept with probability `1 − probability`, and then divided by that; the others become 0
+/// (Srivastava et al., 2014, with the division at training). Which are kept follows of the seed, the site and the place alone ([`StreamDropout`]), so
+/// the backward pass makes the mask again, and nothing is kept for it. [`residual_norm`](crate::residual_norm()) drops a branch itself.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_blocksparse::{StreamDropout, dropout};
+///
+/// let x = Tensor::<2>::ones([100, 100], &Device::flex());
+/// let kept = dropout(x, &StreamDropout::new(0.2, 7, 0))?;
+/// assert!((kept.mean().into_scalar::<f32>() - 1.0).abs() < 0.02);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Errors
+/// [`OpError`] if the probability is not in `[0, 1)`, or the device is not served.
+pub fn dropout<const D: usize>(
+    x: Tensor<D>,
+    dropout: &StreamDropout,
+) -> Result<Tensor<D>, OpError> {
+    check(&x, dropout)?;
+    if dropout.probability == 0.0 {
+        return Ok(x);
+    }
+    let kept = <Dispatch as DropoutOps>::stream_dropout(x.into_dispatch(), *dropout);
+    Ok(Tensor::from_dispatch(kept))
+}
+
+/// What [`dropout`](dropout()) would run for these arguments.
+///
+/// # Errors
+/// As [`dropout`](dropout()).
+pub fn dropout_plan<const D: usize>(
+    x: &Tensor<D>,
+    dropout: &StreamDropout,
+) -> Result<OpPlan, OpError> {
+    check(x, dropout)?;
+    let sizes = reference::matrix(&x.shape());
+    Ok(OpPlan::new(&x.device(), |device| {
+        text(device, sizes, x.dtype())
+    }))
+}
+
+#[cfg(feature = "cube")]
+fn text(
+    device: &OpDevice,
+    sizes: [usize; 2],
+    dtype: burn::tensor::DType,
+) -> Result<String, blocksparse::kernels::KernelError> {
+    let element = burn::backend::cubecl::dtype_to_elem_type(dtype);
+    blocksparse::kernels::rows::stream_dropout_text(&device.client(), sizes, element)
+}
+
+#[cfg(not(feature = "cube"))]
+fn text(
+    device: &OpDevice,
+    _sizes: [usize; 2],
+    _dtype: burn::tensor::DType,
+) -> Result<String, std::convert::Infallible> {
+    match *device {}
+}
+
+fn check<const D: usize>(x: &Tensor<D>, dropout: &StreamDropout) -> Result<(), OpError> {
+    served(&x.device())?;
+    check_dropout("dropout's probability", Some(dropout))
+}

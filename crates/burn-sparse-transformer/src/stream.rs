@@ -1,0 +1,91 @@
+//! The residual stream, and the branch that is still to be added to it.
+
+use burn::nn::LayerNorm;
+use burn::tensor::{FloatDType, Tensor};
+use burn_blocksparse::{
+    Branch, NormParams, ResidualNormOptions, StreamDropout, residual_add, residual_norm,
+};
+
+use crate::TransformerError;
+
+/// What a layer computed and does not add to the stream itself: the addition, its bias, its dropout and the norm that follows are one pass.
+#[derive(Clone, Debug)]
+pub(crate) struct Projected {
+    /// `[batch, seq, d_model]`, in the dtype of the products.
+    pub(crate) x: Tensor<3>,
+    pub(crate) bias: Option<Tensor<1>>,
+}
+
+impl Projected {
+    fn branch(self) -> Branch<3> {
+        let branch = Branch::new(self.x);
+        match self.bias {
+            Some(bias) => branch.bias(bias),
+            None => branch,
+        }
+    }
+}
+
+/// A residual stream.
+pub(crate) struct Stream {
+    x: Tensor<3>,
+    pending: Option<(Projected, Option<StreamDropout>)>,
+}
+
+impl Stream {
+    pub(crate) fn new(x: Tensor<3>) -> Self {
+        Self { x, pending: None }
+    }
+
+    /// The stream without what is pending.
+    pub(crate) fn x(&self) -> &Tensor<3> {
+        &self.x
+    }
+
+    /// Adds a branch, of which `dropout` drops, at the next norm.
+    pub(crate) fn push(
+        self,
+        branch: Projected,
+        dropout: Option<StreamDropout>,
+    ) -> Result<Self, TransformerError> {
+        Ok(Self {
+            x: self.finish()?,
+            pending: Some((branch, dropout)),
+        })
+    }
+
+    /// The stream, and its norm in `dtype`.
+    pub(crate) fn norm(
+        self,
+        norm: &LayerNorm,
+        epsilon: f64,
+        dtype: FloatDType,
+    ) -> Result<(Self, Tensor<3>), TransformerError> {
+        let mut options = ResidualNormOptions::layer(epsilon).dtype(dtype);
+        let branch = self.pending.map(|(branch, dropout)| {
+            if let Some(dropout) = dropout {
+                options = options.clone().dropout(dropout);
+            }
+            branch.branch()
+        });
+        let (x, normed) = residual_norm(self.x, branch, layer_norm_params(norm), &options)?;
+        Ok((Self::new(x), normed))
+    }
+
+    /// The stream with everything added.
+    pub(crate) fn finish(self) -> Result<Tensor<3>, TransformerError> {
+        Ok(match self.pending {
+            Some((branch, dropout)) => residual_add(self.x, branch.branch(), dropout)?,
+            None => self.x,
+        })
+    }
+}
+
+/// The gain and the offset of burn-nn's module.
+pub(crate) fn layer_norm_params(norm: &LayerNorm) -> NormParams {
+    let params = NormParams::new(norm.gamma.val());
+    match &norm.beta {
+        Some(beta) => params.beta(beta.val()),
+        None => params,
+    }
+}
