@@ -194,7 +194,7 @@ pub fn cross_entropy_equals_f64(devices: &[Device]) {
 
 /// Logits of ±10,000, whose exponentials no dtype has.
 pub fn cross_entropy_of_large_logits(devices: &[Device]) {
-    for vocab in [3, 300, 40_000] {
+    for vocab in [3, 300, 128_000] {
         let mut problem = Problem::new([6, 1, vocab], CrossEntropyOptions::default());
         problem.x = vec![1.0, -1.0, 1.0, 0.5, 0.0, 1.0];
         // Exact in tf32, too.
