@@ -184,13 +184,11 @@ impl Problem {
 fn problems() -> Vec<Problem> {
     vec![
         Problem::new([1, 1, 1], &[1]),
-        Problem::new([1, 7, 3], &[33]),
         Problem::new([3, 100, 130], &[33, 1, 20]),
         Problem::new([1, 300, 512], &[8]),
         Problem::new([1, 5000, 33], &[12]),
         // The rows of a weight's gradient in groups.
-        Problem::new([4, 1024, 20], &[13]),
-        Problem::new([1, 5120, 8], &[16, 4]),
+        Problem::new([4, 1024, 20], &[13, 4]),
         Problem::new([2, 0, 5], &[3, 2]),
     ]
 }
@@ -218,7 +216,11 @@ pub fn products_equal_f64(devices: &[Device]) {
 
 /// Factors are rounded, sums are not: weights' gradients are f32, and x's if x is.
 pub fn products_in_half_precision(devices: &[Device]) {
-    for mut problem in problems() {
+    let some = [
+        Problem::new([1, 30, 6], &[4, 3, 5]),
+        Problem::new([4, 1024, 20], &[13]),
+    ];
+    for mut problem in some {
         for device in devices {
             for half in half_dtypes(device) {
                 let rounding = if half == DType::BF16 { 4e-3 } else { 5e-4 };

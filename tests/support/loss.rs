@@ -163,8 +163,7 @@ fn problems() -> Vec<Problem> {
             plain().ignore_index(-1).chunk_elements(4_000),
         ),
         Problem::new([7, 5, 1000], plain().chunk_elements(10)),
-        Problem::new([5000, 3, 9], sum().chunk_elements(1 << 16)),
-        Problem::new([6144, 4, 12], plain()),
+        Problem::new([5120, 4, 12], sum().chunk_elements(1 << 16)),
         // Nothing counts.
         Problem::new([0, 4, 12], plain()),
         Problem::new([0, 4, 12], sum()),
@@ -195,7 +194,7 @@ pub fn cross_entropy_equals_f64(devices: &[Device]) {
 
 /// Logits of ±10,000, whose exponentials no dtype has.
 pub fn cross_entropy_of_large_logits(devices: &[Device]) {
-    for vocab in [3, 300, 40_000] {
+    for vocab in [3, 300, 128_000] {
         let mut problem = Problem::new([6, 1, vocab], CrossEntropyOptions::default());
         problem.x = vec![1.0, -1.0, 1.0, 0.5, 0.0, 1.0];
         // Exact in tf32, too.
@@ -205,10 +204,11 @@ pub fn cross_entropy_of_large_logits(devices: &[Device]) {
         for device in devices {
             let tracked = device.clone().autodiff();
             for (dtype, tolerance) in exact_dtypes(device) {
-                // Their differences are small ones of large numbers.
-                let tolerance = product_tolerance(device, dtype, 10.0 * tolerance);
+                let tolerance = product_tolerance(device, dtype, tolerance);
+                // Sums over the vocabulary of numbers as large as the logits.
+                let sums = 100.0 * tolerance;
                 let got = problem.run(&tracked, [dtype; 2]);
-                problem.check("large logits", got, [tolerance; 3]);
+                problem.check("large logits", got, [tolerance, sums, sums]);
             }
         }
     }
@@ -216,7 +216,15 @@ pub fn cross_entropy_of_large_logits(devices: &[Device]) {
 
 /// Logits are f32 and gradients by them are rounded once. The weight is f32 or as x.
 pub fn cross_entropy_in_half_precision(devices: &[Device]) {
-    for mut problem in problems() {
+    let plain = CrossEntropyOptions::default;
+    let some = [
+        Problem::new(
+            [300, 16, 256],
+            plain().ignore_index(3).chunk_elements(1 << 14),
+        ),
+        Problem::new([9, 8, 40_000], plain().label_smoothing(0.1)),
+    ];
+    for mut problem in some {
         for device in devices {
             for half in half_dtypes(device) {
                 let rounding = if half == DType::BF16 { 1e-2 } else { 2e-3 };

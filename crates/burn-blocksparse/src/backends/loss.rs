@@ -99,7 +99,8 @@ pub(crate) mod kernels {
                 kind: kind(x.dtype, targets.dtype, vocab, gradient, &task),
                 gradient,
                 mean: task.reduction == Reduction::Mean,
-                stats: empty(x, [positions, 2], dtype),
+                // A binding has at least a vector.
+                stats: empty(x, [positions.max(1), 2], dtype),
                 targets,
             }
         }
@@ -124,13 +125,18 @@ pub(crate) mod kernels {
         }
 
         fn loss(self) -> [CubeTensor; 2] {
-            let Self { stats, mean, .. } = self;
+            let Self {
+                stats,
+                targets,
+                mean,
+                ..
+            } = self;
             let made = [(); 2].map(|_| empty(&stats, [1], stats.dtype));
             let [loss, factor] = &made;
             checked(cross_entropy_loss(
                 &stats.client,
                 (&stats.handle, self.kind.accumulator),
-                stats.meta.shape()[0],
+                targets.meta.shape()[0],
                 mean,
                 [&loss.handle, &factor.handle],
             ));

@@ -19,6 +19,10 @@ const INPUT_ROWS: Option<usize> = None;
 /// for each group of rows, and their sum.
 const WEIGHT_ROWS: Option<usize> = Some(1024);
 
+/// Columns that `dy · Wᵀ` sums at a time, if there are twice as many: a vocabulary's. A product of few rows has few tiles then, with long sums
+/// whose small terms no longer count beside large ones.
+const INPUT_COLUMNS: usize = 8192;
+
 /// Fewer rows are not worth groups.
 const LEAST_ROWS: usize = 4096;
 
@@ -61,6 +65,17 @@ pub(crate) fn groups(rows: usize, group: Option<usize>) -> usize {
     match group {
         Some(group) if rows >= LEAST_ROWS && rows.is_multiple_of(group) => rows / group,
         _ => 1,
+    }
+}
+
+/// In how many equal slices a sum over `columns` is taken: 1 if no suitable number divides them.
+fn slices(columns: usize) -> usize {
+    let least = columns.div_ceil(INPUT_COLUMNS);
+    match columns < 2 * INPUT_COLUMNS {
+        true => 1,
+        false => (least..8 * least)
+            .find(|slices| columns.is_multiple_of(*slices))
+            .unwrap_or(1),
     }
 }
 
@@ -118,7 +133,22 @@ pub(crate) fn input_gradient<B: Backend, P: Products<B>>(
     weight: FloatTensor<B>,
     dtype: FloatDType,
 ) -> FloatTensor<B> {
-    tall::<B, P>(grad, B::float_swap_dims(weight, 0, 1), INPUT_ROWS, dtype)
+    let [rows, outputs] = grad.shape().dims();
+    let inputs = weight.shape()[0];
+    let slices = slices(outputs);
+    if slices == 1 || rows * inputs == 0 {
+        return tall::<B, P>(grad, B::float_swap_dims(weight, 0, 1), INPUT_ROWS, dtype);
+    }
+    let width = outputs / slices;
+    let grad = B::float_reshape(grad, Shape::new([rows, slices, width]));
+    let grad = B::float_swap_dims(grad, 0, 1);
+    let weight = B::float_reshape(weight, Shape::new([inputs, slices, width]));
+    let weight = B::float_swap_dims(B::float_swap_dims(weight, 0, 1), 1, 2);
+    let sums = accumulate_in(grad.dtype().into());
+    let parts = P::product(grad, weight, sums);
+    let parts = B::float_reshape(parts, Shape::new([slices, rows * inputs]));
+    let sum = B::float_reshape(P::sum_rows(parts), Shape::new([rows, inputs]));
+    rounded::<B>(sum, dtype)
 }
 
 /// `xᵀ · grad`, `[rows, in]` and `[rows, out]`, in the dtype of sums.

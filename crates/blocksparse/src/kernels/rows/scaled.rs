@@ -24,7 +24,7 @@ fn scale<E: Float, A: Float, O: Float, N: Size>(
     vectors: usize,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
-    #[define(O)] _output: ElemType,
+    #[define(O)] _output_element: ElemType,
 ) {
     let at = ABSOLUTE_POS;
     if at < vectors {
