@@ -58,6 +58,7 @@ mod masses;
 mod merge;
 mod op_plan;
 mod ops;
+mod optim;
 mod options;
 #[cfg(feature = "cube")]
 mod pack;
@@ -87,7 +88,9 @@ pub use error::OpError;
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
 pub use op_plan::OpPlan;
+pub use ops::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
 pub use ops::{AttentionMassOps, BlockSparseOps};
+pub use optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::AttentionTensors;

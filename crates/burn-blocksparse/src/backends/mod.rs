@@ -9,6 +9,7 @@ mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 mod masses;
+pub(crate) mod optim;
 #[cfg(feature = "autodiff")]
 mod outputs;
 

@@ -1,10 +1,13 @@
 //! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
 
 mod masses;
+mod optim;
 
 use burn::backend::{Backend, backend_extension};
 
 pub use masses::AttentionMassOps;
+pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
+pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
 
 use crate::options::AttentionOptions;
 use crate::reference;
