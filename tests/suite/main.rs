@@ -10,6 +10,7 @@ mod fuzz;
 mod layers;
 mod masses;
 mod max_scores;
+mod optim;
 mod options;
 mod sharing;
 mod table;

@@ -12,6 +12,7 @@ pub mod fuzz;
 pub mod fuzz_more;
 pub mod masses;
 pub mod max_scores;
+pub mod optim;
 pub mod options;
 pub mod reference;
 pub mod rounding;
@@ -196,6 +197,21 @@ pub const CHECKS: &[(&str, Check)] = &[
         device_layout::device_layouts_with_relative_bias,
     ),
     ("device_layout_errors", device_layout::device_layout_errors),
+    ("adamw_equals_f64", optim::adamw_equals_f64),
+    ("adamw_in_half_precision", optim::adamw_in_half_precision),
+    (
+        "adamw_gives_the_same_bits",
+        optim::adamw_gives_the_same_bits,
+    ),
+    ("clones_keep_their_values", optim::clones_keep_their_values),
+    ("records_are_burns", optim::records_are_burns),
+    (
+        "parameters_keep_their_autodiff_state",
+        optim::parameters_keep_their_autodiff_state,
+    ),
+    ("clipping_equals_f64", optim::clipping_equals_f64),
+    ("steps_without_gradients", optim::steps_without_gradients),
+    ("optimizer_plans_print", optim::optimizer_plans_print),
     (
         "threads_share_a_new_layout",
         sharing::threads_share_a_new_layout,

@@ -180,7 +180,8 @@ impl Context {
         Self {
             autodiff: parameter.is_autodiff(),
             require_grad: parameter.is_require_grad(),
-            distributed: parameter.is_distributed(),
+            // Burn panics for a tensor without autodiff.
+            distributed: parameter.is_autodiff() && parameter.is_distributed(),
             #[cfg(feature = "autodiff")]
             checkpointing: parameter.gradient_checkpointing_strategy(),
         }
