@@ -4,7 +4,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{Deal, FlatTensor, address_of, buffer, tensors_of_launch, units_of};
+use super::{Deal, FlatTensor, address_of, buffer, launches, tensors_of_launch, units_of};
 use crate::kernels::args::{optional, spread};
 use crate::kernels::error::KernelError;
 
@@ -166,25 +166,19 @@ pub fn adamw(
     accumulator: ElemType,
 ) -> Result<(), KernelError> {
     let most = tensors_of_launch(client, 4, 2)?;
-    type Key = (ElemType, ElemType, usize);
-    let mut launches: Vec<(Key, Vec<&AdamWTensors>)> = Vec::new();
-    for tensors in tensors.iter().filter(|x| x.parameter.elements > 0) {
+    let tensors = tensors.iter().filter(|x| x.parameter.elements > 0);
+    let tensors = tensors.map(|tensors| {
         let AdamWTensors {
             parameter,
             gradient,
-            moments,
+            moments: [first, second],
         } = tensors;
-        let all = [parameter, gradient, &moments[0], &moments[1]];
-        let vector = all
-            .into_iter()
-            .map(|tensor| tensor.vector(client, accumulator.size()))
-            .min();
-        let key = (parameter.dtype, gradient.dtype, vector.unwrap_or(1));
-        match (launches.iter_mut()).find(|(other, held)| *other == key && held.len() < most) {
-            Some((_, held)) => held.push(tensors),
-            None => launches.push((key, vec![tensors])),
-        }
-    }
+        let all = [parameter, gradient, first, second].into_iter();
+        let widths = all.map(|tensor| tensor.vector(client, accumulator.size()));
+        let vector = widths.min().unwrap_or(1);
+        ((parameter.dtype, gradient.dtype, vector), tensors)
+    });
+    let launches = launches(tensors, most);
     let units = units_of(client);
     for ((parameter, gradient, vector), held) in launches {
         let deal = Deal::new(held.iter().map(|x| x.parameter.elements), PART);
@@ -245,17 +239,12 @@ pub fn scale(
     accumulator: ElemType,
 ) -> Result<(), KernelError> {
     let most = tensors_of_launch(client, 1, 1)?;
-    let mut launches: Vec<((ElemType, usize), Vec<&FlatTensor>)> = Vec::new();
-    for tensor in tensors.iter().filter(|tensor| tensor.elements > 0) {
-        let key = (
-            tensor.dtype,
-            tensor.vector(client, tensor.dtype.size().max(accumulator.size())),
-        );
-        match (launches.iter_mut()).find(|(other, held)| *other == key && held.len() < most) {
-            Some((_, held)) => held.push(tensor),
-            None => launches.push((key, vec![tensor])),
-        }
-    }
+    let tensors = tensors.iter().filter(|tensor| tensor.elements > 0);
+    let tensors = tensors.map(|tensor| {
+        let widest = tensor.dtype.size().max(accumulator.size());
+        ((tensor.dtype, tensor.vector(client, widest)), tensor)
+    });
+    let launches = launches(tensors, most);
     let units = units_of(client);
     for ((dtype, vector), held) in launches {
         let deal = Deal::new(held.iter().map(|tensor| tensor.elements), PART);

@@ -92,6 +92,31 @@ fn tensors_of_launch(client: &Client, own: usize, shared: usize) -> Result<usize
     }
 }
 
+/// Tensors in launches: each has tensors of one key, at most `most`. They are as many as a power of two, so that few kernels are compiled whatever a
+/// model looks like.
+fn launches<K: PartialEq + Copy, T>(
+    tensors: impl Iterator<Item = (K, T)>,
+    most: usize,
+) -> Vec<(K, Vec<T>)> {
+    let mut groups: Vec<(K, Vec<T>)> = Vec::new();
+    for (key, tensor) in tensors {
+        match groups.iter_mut().find(|(other, _)| *other == key) {
+            Some((_, group)) => group.push(tensor),
+            None => groups.push((key, vec![tensor])),
+        }
+    }
+    let mut launches = Vec::new();
+    for (key, mut group) in groups {
+        while !group.is_empty() {
+            let count = 1 << group.len().min(most).ilog2();
+            let rest = group.split_off(count);
+            launches.push((key, group));
+            group = rest;
+        }
+    }
+    launches
+}
+
 /// How the largest of tensors, of so many elements, is launched. It prints.
 ///
 /// # Errors

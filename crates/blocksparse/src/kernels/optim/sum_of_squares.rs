@@ -4,7 +4,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{Deal, FlatTensor, address_of, buffer, tensors_of_launch, units_of};
+use super::{Deal, FlatTensor, address_of, buffer, launches, tensors_of_launch, units_of};
 use crate::kernels::args::spread;
 use crate::kernels::error::KernelError;
 
@@ -137,22 +137,18 @@ pub fn sum_of_squares(
     accumulator: ElemType,
 ) -> Result<(), KernelError> {
     let most = tensors_of_launch(client, 1, 1)?;
-    // Of tensors of one type, which vectors of one width make up.
-    let mut launches: Vec<(ElemType, usize, Vec<(&FlatTensor, usize)>)> = Vec::new();
     let mut slot = first;
-    for tensor in tensors.iter().filter(|tensor| tensor.elements > 0) {
+    let tensors = tensors.iter().filter(|tensor| tensor.elements > 0);
+    let tensors = tensors.map(|tensor| {
+        let own = slot;
+        slot += partial_sums(tensor.elements);
         let widest = tensor.dtype.size().max(accumulator.size());
         let key = (tensor.dtype, tensor.vector(client, widest));
-        let open = (launches.iter_mut())
-            .find(|(dtype, vector, held)| (*dtype, *vector) == key && held.len() < most);
-        match open {
-            Some((.., held)) => held.push((tensor, slot)),
-            None => launches.push((key.0, key.1, vec![(tensor, slot)])),
-        }
-        slot += partial_sums(tensor.elements);
-    }
+        (key, (tensor, own))
+    });
+    let launches = launches(tensors, most);
     let units = units_of(client);
-    for (dtype, vector, held) in launches {
+    for ((dtype, vector), held) in launches {
         let deal = Deal::new(held.iter().map(|(tensor, _)| tensor.elements), PART);
         let largest = held.iter().map(|(tensor, _)| tensor.elements).max();
         let cubes = spread(client, deal.cubes() as u64)?;
