@@ -1,7 +1,6 @@
 //! From a module's parameters to lists of tensors, and back.
 
-use std::collections::VecDeque;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use burn::backend::{DispatchTensor, TensorMetadata};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
@@ -31,7 +30,7 @@ pub(super) struct Survey<'a> {
     path: Vec<String>,
     device: Option<Device>,
     found: Vec<DispatchTensor>,
-    seen: Vec<ParamId>,
+    seen: HashSet<ParamId>,
     largest: usize,
     failed: Option<OpError>,
 }
@@ -48,7 +47,7 @@ impl<'a> Survey<'a> {
             path: Vec::new(),
             device: None,
             found: Vec::new(),
-            seen: Vec::new(),
+            seen: HashSet::new(),
             largest: 0,
             failed: None,
         };
@@ -93,8 +92,8 @@ impl<'a> Survey<'a> {
         self.device.get_or_insert(device.clone());
         let shape = parameter.shape().to_vec();
         self.largest = self.largest.max(shape.iter().product());
-        let path = self.path.join(".");
-        let of_parameter = format!("{shape:?}, that of parameter {path}");
+        let path = &self.path;
+        let of_parameter = || format!("{shape:?}, that of parameter {}", path.join("."));
         if let Some(gradient) = gradient {
             same_device(
                 "a gradient's device",
@@ -106,7 +105,7 @@ impl<'a> Survey<'a> {
             if got != shape {
                 return Err(OpError::argument(
                     "a gradient's shape",
-                    of_parameter,
+                    of_parameter(),
                     format!("{got:?}"),
                 ));
             }
@@ -117,11 +116,11 @@ impl<'a> Survey<'a> {
         {
             return Err(OpError::argument(
                 "the record's shape",
-                of_parameter,
+                of_parameter(),
                 format!("{:?}", state.shape),
             ));
         }
-        self.seen.push(param.id);
+        self.seen.insert(param.id);
         Ok(())
     }
 }

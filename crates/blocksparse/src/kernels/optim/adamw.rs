@@ -93,9 +93,9 @@ fn step<P: Float, G: Float, A: Float, N: Size>(
             let second = second.index_mut(i);
             let end = *vectors.index(i);
             let begin = (cube - start) * comptime!(PART / width) + UNIT_POS as usize;
-            #[unroll]
+            // Not unrolled: the code is there for every tensor, and its loads are enough to keep the memory busy.
             for step in 0..steps {
-                let at = begin + comptime!(step * units);
+                let at = begin + step * units;
                 if at < end {
                     let g = Vector::<A, N>::cast_from(gradient[at]) * kept;
                     let p = Vector::<A, N>::cast_from(parameter[at]);
@@ -139,9 +139,8 @@ fn scale_parts<E: Float, A: Float, N: Size>(
             let tensor = tensors.index_mut(i);
             let end = *vectors.index(i);
             let begin = (cube - start) * comptime!(PART / width) + UNIT_POS as usize;
-            #[unroll]
             for step in 0..steps {
-                let at = begin + comptime!(step * units);
+                let at = begin + step * units;
                 if at < end {
                     let scaled = Vector::<A, N>::cast_from(tensor[at]) * factor;
                     tensor[at] = Vector::<E, N>::cast_from(scaled);

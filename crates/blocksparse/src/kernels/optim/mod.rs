@@ -117,18 +117,31 @@ fn launches<K: PartialEq + Copy, T>(
     launches
 }
 
-/// How the largest of tensors, of so many elements, is launched. It prints.
+/// That the device takes tensors of so many `elements`.
 ///
 /// # Errors
-/// [`KernelError::Limit`] if it has more elements than the device indexes, or the device binds too few buffers.
-pub fn describe(client: &Client, elements: usize) -> Result<String, KernelError> {
-    let squares = tensors_of_launch(client, 1, 1)?;
-    let steps = tensors_of_launch(client, 4, 2)?;
+/// [`KernelError::Limit`] if that is more than the device indexes, or it binds too few buffers.
+pub fn check(client: &Client, elements: usize) -> Result<(), KernelError> {
+    tensors_of_launch(client, 1, 1)?;
+    let tensors = tensors_of_launch(client, 4, 2)?;
     address_of(client, elements + sum_of_squares::MARGIN)?;
-    spread(client, elements.div_ceil(adamw::PART) as u64 * steps as u64)?;
+    let cubes = elements.div_ceil(adamw::PART) as u64 * tensors as u64;
+    spread(client, cubes).map(|_| ())
+}
+
+/// How tensors of at most so many `elements` are launched. It prints.
+///
+/// # Errors
+/// As [`check`].
+pub fn describe(client: &Client, elements: usize) -> Result<String, KernelError> {
+    check(client, elements)?;
+    let most = |own, shared| {
+        Ok::<usize, KernelError>(1 << tensors_of_launch(client, own, shared)?.ilog2())
+    };
+    let [squares, steps] = [most(1, 1)?, most(4, 2)?];
     let units = units_of(client);
     Ok(format!(
-        "sums of squares of {squares} tensors a launch, steps of {steps}, {units} units a cube"
+        "sums of squares of up to {squares} tensors a launch, steps of up to {steps}, {units} units a cube"
     ))
 }
 
