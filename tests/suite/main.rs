@@ -13,6 +13,7 @@ mod loss;
 mod masses;
 mod max_scores;
 mod norm;
+mod optim;
 mod options;
 mod sharing;
 mod stream_dropout;

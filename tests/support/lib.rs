@@ -15,6 +15,7 @@ pub mod loss;
 pub mod masses;
 pub mod max_scores;
 pub mod norm;
+pub mod optim;
 pub mod options;
 pub mod reference;
 pub mod rounding;
@@ -251,6 +252,21 @@ pub const CHECKS: &[(&str, Check)] = &[
         "stream_dropout_of_views",
         stream_dropout::stream_dropout_of_views,
     ),
+    ("adamw_equals_f64", optim::adamw_equals_f64),
+    ("adamw_in_half_precision", optim::adamw_in_half_precision),
+    (
+        "adamw_gives_the_same_bits",
+        optim::adamw_gives_the_same_bits,
+    ),
+    ("clones_keep_their_values", optim::clones_keep_their_values),
+    ("records_are_burns", optim::records_are_burns),
+    (
+        "parameters_keep_their_autodiff_state",
+        optim::parameters_keep_their_autodiff_state,
+    ),
+    ("clipping_equals_f64", optim::clipping_equals_f64),
+    ("steps_without_gradients", optim::steps_without_gradients),
+    ("optimizer_plans_print", optim::optimizer_plans_print),
     (
         "threads_share_a_new_layout",
         sharing::threads_share_a_new_layout,

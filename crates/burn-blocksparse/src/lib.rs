@@ -64,6 +64,7 @@ mod merge;
 mod norm;
 mod op_plan;
 mod ops;
+mod optim;
 mod options;
 #[cfg(feature = "cube")]
 mod pack;
@@ -116,6 +117,9 @@ pub use ops::{
     ActivationOps, AttentionMassOps, BlockSparseOps, HeadOps, LinearOps, LossOps, NormOps,
 };
 pub use ops::{AttentionMassOps, BlockSparseOps, DropoutOps, NormOps};
+pub use ops::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
+pub use ops::{AttentionMassOps, BlockSparseOps};
+pub use optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
 pub use tensors::AttentionTensors;

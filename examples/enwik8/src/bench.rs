@@ -5,13 +5,12 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail};
-use burn::optim::ModuleOptimizer;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Int, Tensor};
+use burn_blocksparse::FusedAdamW;
 use burn_sparse_transformer::{Precision, SparseTransformer};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use crate::clip::clip_global_norm;
 use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::model::{self, windows};
@@ -29,7 +28,8 @@ use crate::{arguments, device};
   enwik8 bench --preset paper --attention sparse --batch 4 --recompute false --device cuda
 
 An iteration is what training does: forward, backward, clipping and the optimizer's step. Each kind of attention runs
-in a process of its own, so that the peaks of memory do not mix.")]
+in a process of its own, so that the peaks of memory do not mix. Memory after the first and the last iteration shows
+whether training stays within what it has: --iterations 10000.")]
 pub struct BenchArgs {
     /// Model and recipe
     #[arg(long, value_enum, default_value = "tiny")]
@@ -82,14 +82,51 @@ struct Measurement {
     host_bytes: Option<u64>,
     /// Memory the backend has reserved on its device after the last iteration.
     device_bytes: Option<u64>,
+    /// The parts of it.
+    memory: Option<Memory>,
 }
 
 /// Parts of an iteration, in milliseconds.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Parts {
     gradients: f64,
-    clipping: f64,
+    /// With clipping.
     optimizer: f64,
+}
+
+/// What is where in a device's memory, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Memory {
+    /// In use after the model is made.
+    parameters: u64,
+    /// What the first iteration adds: moments, and layouts.
+    optimizer: u64,
+    /// What a forward pass keeps for the backward pass; nothing is known of one that is recomputed.
+    kept: Option<u64>,
+    /// The rest of what is reserved at the peak: gradients and intermediate results, and gaps between allocations.
+    transient: u64,
+    /// After the first of the iterations that are timed.
+    first: Usage,
+    /// After the last of them.
+    last: Usage,
+}
+
+/// A device's memory at a time, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Usage {
+    in_use: u64,
+    reserved: u64,
+}
+
+impl Usage {
+    /// Of a device that reports it.
+    fn of(device: &Device) -> Option<Self> {
+        let usage = device.memory_pool_usage()?;
+        Some(Self {
+            in_use: usage.bytes_in_use,
+            reserved: usage.bytes_reserved,
+        })
+    }
 }
 
 /// Runs `enwik8 bench`.
@@ -155,15 +192,14 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     for row in &rows {
         let Parts {
             gradients,
-            clipping,
             optimizer,
         } = row.parts;
         say(format!(
-            "{}: gradients {gradients:.1} ms, clipping {clipping:.1} ms, optimizer {optimizer:.1} ms; queued after \
-             {:.1} ms; start-up {:.1} s",
+            "{}: gradients {gradients:.1} ms, clipping and optimizer {optimizer:.1} ms; queued after {:.1} ms; start-up {:.1} s",
             row.attention, row.host_ms, row.start_up_s
         ));
     }
+    say(memory_table(&rows));
     if let Some(path) = &args.json {
         let text = serde_json::to_string_pretty(&rows)? + "\n";
         std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
@@ -203,14 +239,18 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     let device = device::open(args.device.as_deref())?.device;
     let began = Instant::now();
     let mut trainer = Trainer::new(&config, &device)?;
+    trainer.sync()?;
+    let made = Usage::of(&device);
     trainer.iterate(|_| Ok(()))?;
     trainer.sync()?;
+    let stepped = Usage::of(&device);
     let start_up_s = began.elapsed().as_secs_f64();
     trainer.iterate(|_| Ok(()))?;
     trainer.sync()?;
 
     let (mut times, mut host_times) = (Vec::new(), Vec::new());
     let mut loss = 0.0;
+    let (mut first, mut last_usage) = (None, None);
     for _ in 0..args.iterations {
         let began = Instant::now();
         let last = trainer.iterate(|_| Ok(()))?;
@@ -218,11 +258,34 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
         trainer.sync()?;
         times.push(milliseconds(began));
         loss = last.into_scalar::<f64>();
+        last_usage = Usage::of(&device);
+        first = first.or(last_usage);
     }
     let (model_tflop, share_of_causal) = trainer.sizes()?;
     let ms = median(times);
     let rate = model_tflop / (ms / 1_000.0);
     let factorization = model::factorization(&config.model)?;
+    let parts = trainer.parts()?;
+    let peak = Usage::of(&device);
+    // Behind everything else: it may need more memory than an iteration.
+    let kept = match peak.is_some() && !config.recipe.recompute {
+        true => trainer.kept()?,
+        false => None,
+    };
+    let memory = (made.zip(stepped).zip(first).zip(last_usage).zip(peak)).map(
+        |((((made, stepped), first), last), peak)| {
+            let optimizer = stepped.in_use.saturating_sub(made.in_use);
+            let named = made.in_use + optimizer + kept.unwrap_or(0);
+            Memory {
+                parameters: made.in_use,
+                optimizer,
+                kept,
+                transient: peak.reserved.saturating_sub(named),
+                first,
+                last,
+            }
+        },
+    );
     Ok(Measurement {
         attention: match attention {
             Attention::Sparse => factorization.to_string(),
@@ -236,14 +299,15 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
         dropout: config.model.dropout,
         ms,
         host_ms: median(host_times),
-        parts: trainer.parts()?,
+        parts,
         start_up_s,
         tokens_per_s: config.tokens_per_step() as f64 / (ms / 1_000.0),
         model_tflop,
         utilisation: args.peak_tflops.map(|peak| rate / peak),
         loss,
         host_bytes: peak_resident_bytes(),
-        device_bytes: device.memory_pool_usage().map(|usage| usage.bytes_reserved),
+        device_bytes: peak.map(|usage| usage.reserved),
+        memory,
     })
 }
 
@@ -255,7 +319,7 @@ struct Trainer<'a> {
     sampler: Sampler,
     /// Taken and put back by the optimizer's step, which needs it by value.
     model: Option<SparseTransformer>,
-    optimizer: ModuleOptimizer,
+    optimizer: FusedAdamW,
     iteration: u64,
 }
 
@@ -279,22 +343,26 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// One step of training; `done` is called after each part of it. The loss stays on the device.
-    fn iterate(&mut self, mut done: impl FnMut(&Device) -> Result<()>) -> Result<Tensor<1>> {
-        let recipe = &self.config.recipe;
+    /// The next windows, as tokens and targets.
+    fn batch(&mut self) -> (Tensor<2, Int>, Tensor<2, Int>) {
         let context = self.config.model.context;
-        let starts: Vec<usize> = (0..recipe.batch)
+        let starts: Vec<usize> = (0..self.config.recipe.batch)
             .map(|_| self.sampler.next_start())
             .collect();
         let bytes = self.corpus.split(Split::Train);
-        let (tokens, targets) = windows(bytes, &starts, context, self.device);
+        windows(bytes, &starts, context, self.device)
+    }
+
+    /// One step of training; `done` is called after each part of it. The loss stays on the device.
+    fn iterate(&mut self, mut done: impl FnMut(&Device) -> Result<()>) -> Result<Tensor<1>> {
+        let recipe = &self.config.recipe;
+        let (tokens, targets) = self.batch();
         let model = self.model.take().context("an iteration failed before")?;
         let (loss, gradients) =
             model.loss_and_gradients(tokens, targets, self.iteration, recipe.recompute)?;
         done(self.device)?;
-        let (gradients, _) = clip_global_norm(&model, gradients, recipe.clip);
-        done(self.device)?;
-        self.model = Some(self.optimizer.step(recipe.learning_rate, model, gradients));
+        let (model, _) = (self.optimizer).step(recipe.learning_rate, model, gradients)?;
+        self.model = Some(model);
         done(self.device)?;
         self.iteration += 1;
         Ok(loss)
@@ -306,7 +374,7 @@ impl<'a> Trainer<'a> {
 
     /// Medians over three iterations that wait after each part.
     fn parts(&mut self) -> Result<Parts> {
-        let mut times = [const { Vec::new() }; 3];
+        let mut times = [const { Vec::new() }; 2];
         for _ in 0..3 {
             let mut part = 0;
             let mut began = Instant::now();
@@ -318,12 +386,25 @@ impl<'a> Trainer<'a> {
                 Ok(())
             })?;
         }
-        let [gradients, clipping, optimizer] = times.map(median);
+        let [gradients, optimizer] = times.map(median);
         Ok(Parts {
             gradients,
-            clipping,
             optimizer,
         })
+    }
+
+    /// What a forward pass holds for its backward pass, in bytes, on a device that reports its memory.
+    fn kept(&mut self) -> Result<Option<u64>> {
+        let (tokens, targets) = self.batch();
+        self.sync()?;
+        let before = Usage::of(self.device);
+        let model = self.model.as_ref().context("an iteration failed before")?;
+        let loss = model.loss(tokens, targets)?;
+        self.sync()?;
+        let during = Usage::of(self.device);
+        drop(loss);
+        let growth = |(before, during): (Usage, Usage)| during.in_use.saturating_sub(before.in_use);
+        Ok(before.zip(during).map(growth))
     }
 
     /// The operations of an iteration in 10¹² (a backward pass has twice those of a forward pass), and the share of
@@ -360,6 +441,42 @@ fn peak_resident_bytes() -> Option<u64> {
     let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
     let kibibytes: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
     Some(kibibytes * 1024)
+}
+
+/// The device's memory by part, and whether it stays as it is from the first to the last iteration that is timed.
+fn memory_table(rows: &[Measurement]) -> String {
+    let mut text = format!(
+        "{:<28} {:>12} {:>12} {:>12} {:>12} {:>24} {:>24}",
+        "device memory",
+        "parameters",
+        "optimizer",
+        "kept",
+        "transient",
+        "in use, first and last",
+        "reserved, first and last"
+    );
+    for row in rows {
+        let part = |of: fn(&Memory) -> Option<u64>| mebibytes(row.memory.as_ref().and_then(of));
+        let both = |of: fn(&Usage) -> u64| match &row.memory {
+            Some(memory) => {
+                let [first, last] =
+                    [&memory.first, &memory.last].map(|usage| mebibytes(Some(of(usage))));
+                format!("{first}, {last}")
+            }
+            None => "n/a".to_owned(),
+        };
+        text += &format!(
+            "\n{:<28} {:>12} {:>12} {:>12} {:>12} {:>24} {:>24}",
+            row.attention,
+            part(|memory| Some(memory.parameters)),
+            part(|memory| Some(memory.optimizer)),
+            part(|memory| memory.kept),
+            part(|memory| Some(memory.transient)),
+            both(|usage| usage.in_use),
+            both(|usage| usage.reserved)
+        );
+    }
+    text
 }
 
 fn mebibytes(bytes: Option<u64>) -> String {

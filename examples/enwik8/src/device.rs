@@ -91,8 +91,8 @@ fn by_name(backend: &str, index: usize) -> Option<Device> {
 
 /// Names `backend` as Burn's default device.
 ///
-/// Burn restores optimizer records on its default device, which would start CUDA for a run on the
-/// CPU if both are compiled in. It reads the default from the environment.
+/// What Burn puts on its default device would start CUDA for a run on the CPU if both are compiled in. It reads the
+/// default from the environment.
 fn prefer(backend: &str) {
     if compiled_names().len() > 1 && std::env::var_os("BURN_DEVICE").is_none() {
         // SAFETY: called from `main`'s thread before any other thread is started.

@@ -5,7 +5,6 @@
 mod arguments;
 mod bench;
 mod checkpoint;
-mod clip;
 mod config;
 mod data;
 mod device;

@@ -4,10 +4,9 @@ use std::f64::consts::LN_2;
 
 use anyhow::{Context, Result, anyhow};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor, TensorData};
-use burn_blocksparse::Pattern;
+use burn_blocksparse::{FusedAdamW, FusedAdamWConfig, Pattern};
 use burn_sparse_transformer::{Factorization, SparseTransformer, SparseTransformerConfig};
 
 use crate::checkpoint::Checkpoint;
@@ -61,13 +60,15 @@ pub fn restore(checkpoint: &Checkpoint, device: &Device) -> Result<SparseTransfo
         .context("the checkpoint's weights do not fit its configuration")
 }
 
-/// The paper's optimizer: Adam with decoupled weight decay (§6). Burn's default epsilon of 1e-5 is not Adam's.
-pub fn optimizer(recipe: &Recipe) -> ModuleOptimizer {
-    AdamWConfig::new()
-        .with_beta_1(recipe.beta_1 as f32)
-        .with_beta_2(recipe.beta_2 as f32)
-        .with_epsilon(recipe.epsilon as f32)
-        .with_weight_decay(recipe.weight_decay as f32)
+/// The paper's optimizer: Adam with decoupled weight decay, and the gradient scaled by its norm over all parameters (§6). The default epsilon of
+/// 1e-5 is not Adam's.
+pub fn optimizer(recipe: &Recipe) -> FusedAdamW {
+    FusedAdamWConfig::new()
+        .with_beta_1(recipe.beta_1)
+        .with_beta_2(recipe.beta_2)
+        .with_epsilon(recipe.epsilon)
+        .with_weight_decay(recipe.weight_decay)
+        .with_max_grad_norm(Some(recipe.clip))
         .init()
 }
 

@@ -1,9 +1,8 @@
 //! `enwik8 train`: the loop, top-down.
 //!
-//! Optimizer, autodiff, module and optimizer records are Burn's. The loop is not that of Burn's `Learner`: that one
+//! Autodiff, modules and records are Burn's; the optimizer reads and writes the records of Burn's AdamW. The loop is not that of Burn's `Learner`: that one
 //! saves model, optimizer and scheduler at the end of an epoch and builds its data loaders anew, whereas a run here
-//! continues from any step, with the data order and the random numbers it would have had. Clipping is in
-//! [`crate::clip`] because Burn's is per parameter.
+//! continues from any step, with the data order and the random numbers it would have had.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,14 +12,13 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use burn::module::Module;
-use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, Tensor};
+use burn_blocksparse::FusedAdamW;
 use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 use indicatif::ProgressBar;
 
 use crate::checkpoint::{Best, Checkpoint, Header};
-use crate::clip::clip_global_norm;
 use crate::config::RunConfig;
 use crate::data::{Corpus, Fingerprint, Sampler, Split, order_0_entropy, thousands};
 use crate::device::{self, NamedDevice};
@@ -115,8 +113,10 @@ struct Session {
     data: Fingerprint,
     folder: RunFolder,
     device: NamedDevice,
-    model: SparseTransformer,
-    optimizer: ModuleOptimizer,
+    /// None after a step that failed: the optimizer takes it and updates it in place. Then only the last checkpoint is left, which is what a run continues
+    /// from.
+    model: Option<SparseTransformer>,
+    optimizer: FusedAdamW,
     sampler: Sampler,
     step: usize,
     best: Option<Best>,
@@ -146,7 +146,7 @@ impl Session {
             corpus,
             folder,
             device,
-            model,
+            model: Some(model),
         })
     }
 
@@ -171,7 +171,7 @@ impl Session {
             .with_context(|| format!("cannot resume from {}", path.display()))?;
         let optimizer = model::optimizer(&config.recipe)
             .from_bytes(Bytes::from_bytes_vec(checkpoint.optimizer))
-            .map_err(|error| anyhow!("{}: {error}", path.display()))?;
+            .with_context(|| path.display().to_string())?;
         folder.write_config(&config)?;
         say(format!("resuming from {}", path.display()));
         Ok(Session {
@@ -184,7 +184,7 @@ impl Session {
             data,
             folder,
             device,
-            model,
+            model: Some(model),
             optimizer,
         })
     }
@@ -200,7 +200,7 @@ impl Session {
         say(format!("data      {}", self.corpus.describe()));
         say(format!(
             "model     preset {preset}: {} parameters, {} layers, {} heads, d_model {}, context {}, {}",
-            thousands(self.model.num_params()),
+            thousands(self.model()?.num_params()),
             model.layers,
             model.heads,
             model.d_model,
@@ -295,13 +295,13 @@ impl Session {
         let (tokens, targets) = windows(bytes, &starts, context, &self.device.device);
         let dropout_seed = step_seed(recipe.seed, self.step);
         let (loss, gradients) =
-            self.model
+            self.model()?
                 .loss_and_gradients(tokens, targets, dropout_seed, recipe.recompute)?;
-        let (gradients, norm) = clip_global_norm(&self.model, gradients, recipe.clip);
         let learning_rate = self.schedule().learning_rate(self.step);
-        self.model = self
-            .optimizer
-            .step(learning_rate, self.model.clone(), gradients);
+        // Not a clone, which would make the step write another model beside this one.
+        let model = self.model.take().context(NO_MODEL)?;
+        let (model, norm) = self.optimizer.step(learning_rate, model, gradients)?;
+        self.model = Some(model);
         self.step += 1;
 
         // The only wait for the device in a step.
@@ -325,6 +325,10 @@ impl Session {
             tokens_per_s: (starts.len() * context) as f64 / seconds,
             ms: seconds * 1_000.0,
         })
+    }
+
+    fn model(&self) -> Result<&SparseTransformer> {
+        self.model.as_ref().context(NO_MODEL)
     }
 
     fn schedule(&self) -> Schedule {
@@ -369,7 +373,7 @@ impl Session {
 
     fn evaluate(&self, plan: &[Window], bar: &ProgressBar) -> Result<Evaluation> {
         let evaluator = Evaluator {
-            model: &self.model.valid(),
+            model: &self.model()?.valid(),
             device: &self.device.device,
             context: self.config.model.context,
             batch: self.config.recipe.batch,
@@ -386,7 +390,7 @@ impl Session {
     }
 
     fn checkpoint(&self) -> Result<Checkpoint> {
-        let failed = |error| anyhow!("cannot store the state of step {}: {error}", self.step);
+        let failed = |error| anyhow!("{}: {error}", failed_step(self.step));
         Ok(Checkpoint {
             header: Header {
                 program: env!("CARGO_PKG_VERSION").to_owned(),
@@ -397,13 +401,17 @@ impl Session {
                 best: self.best,
             },
             model: self
-                .model
+                .model()?
                 .clone()
                 .into_record()
                 .into_bytes()
                 .map_err(failed)?
                 .to_vec(),
-            optimizer: self.optimizer.into_bytes().map_err(failed)?.to_vec(),
+            optimizer: self
+                .optimizer
+                .to_bytes()
+                .with_context(|| failed_step(self.step))?
+                .to_vec(),
         })
     }
 
@@ -458,6 +466,12 @@ impl Session {
         ));
         Ok(())
     }
+}
+
+const NO_MODEL: &str = "a step failed, and its model is gone: continue from the last checkpoint";
+
+fn failed_step(step: usize) -> String {
+    format!("cannot store the state of step {step}")
 }
 
 /// Bytes of the training split, after all splits were found long enough.

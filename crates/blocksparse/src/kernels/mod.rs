@@ -45,6 +45,7 @@ mod masses;
 #[cfg(feature = "cuda-asm")]
 mod mma;
 mod on_device;
+pub mod optim;
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 mod pass;
 pub mod rows;

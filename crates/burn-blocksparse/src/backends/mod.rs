@@ -15,6 +15,7 @@ pub(crate) mod loss;
 mod dropout;
 mod masses;
 mod norm;
+pub(crate) mod optim;
 #[cfg(feature = "autodiff")]
 mod outputs;
 

@@ -7,6 +7,7 @@ mod loss;
 mod dropout;
 mod masses;
 mod norm;
+mod optim;
 
 use burn::backend::{Backend, backend_extension};
 
@@ -17,6 +18,8 @@ pub use loss::LossOps;
 pub use dropout::DropoutOps;
 pub use masses::AttentionMassOps;
 pub use norm::NormOps;
+pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
+pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
 
 use crate::options::AttentionOptions;
 use crate::reference;

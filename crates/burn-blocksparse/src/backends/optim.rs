@@ -1,0 +1,167 @@
+//! Steps of optimizers on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
+
+#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
+use crate::ops::OptimOps;
+
+#[cfg(feature = "flex")]
+impl OptimOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl OptimOps for burn::backend::NdArray {}
+
+#[cfg(feature = "cube")]
+pub(crate) mod kernels {
+    use blocksparse::kernels::optim::{self, AdamWTensors, FlatTensor};
+    use burn::backend::cubecl::dtype_to_elem_type;
+    use burn_cubecl::CubeBackend;
+    use burn_cubecl::kernel::into_contiguous;
+    use burn_cubecl::tensor::CubeTensor;
+
+    use super::OptimOps;
+    use crate::backends::cube::{checked, contiguous, empty, uses_reference};
+    use crate::ops::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, LIMIT, TensorList};
+    use crate::optim::reference;
+
+    impl OptimOps for CubeBackend {
+        fn sum_of_squares(
+            tensors: TensorList<Self>,
+            partials: CubeTensor,
+            first: usize,
+        ) -> CubeTensor {
+            let tensors = tensors.into_vec();
+            if !kernels_take(&tensors) {
+                let tensors = TensorList::new(tensors);
+                return reference::sum_of_squares::<Self>(tensors, partials, first);
+            }
+            let tensors: Vec<_> = tensors.into_iter().map(into_contiguous).collect();
+            let partials = writable(partials);
+            checked(optim::sum_of_squares(
+                &partials.client,
+                &tensors.iter().map(flat).collect::<Vec<_>>(),
+                (&partials.handle, elements(&partials)),
+                first,
+                dtype_to_elem_type(partials.dtype),
+            ));
+            partials
+        }
+
+        fn clip_factor(partials: CubeTensor, control: CubeTensor) -> ClipFactor<Self> {
+            if !kernels_take([&partials]) {
+                return reference::clip_factor::<Self>(partials, control);
+            }
+            let [partials, control] = [partials, control].map(into_contiguous);
+            let [norm, factor] = [(); 2].map(|()| empty(&partials, [1], partials.dtype));
+            checked(optim::clip_factor(
+                &partials.client,
+                (&partials.handle, elements(&partials)),
+                (&control.handle, LIMIT),
+                [&norm.handle, &factor.handle],
+                dtype_to_elem_type(partials.dtype),
+            ));
+            ClipFactor { norm, factor }
+        }
+
+        fn adamw(
+            inputs: AdamWInputs<Self>,
+            control: CubeTensor,
+            numbers: AdamWNumbers,
+        ) -> AdamWOutput<Self> {
+            let AdamWInputs {
+                parameters,
+                gradients,
+                first,
+                second,
+                factor,
+            } = inputs;
+            let [parameters, gradients, first, second] =
+                [parameters, gradients, first, second].map(TensorList::into_vec);
+            if !kernels_take(&parameters) {
+                let [parameters, gradients, first, second] =
+                    [parameters, gradients, first, second].map(TensorList::new);
+                let inputs = AdamWInputs {
+                    parameters,
+                    gradients,
+                    first,
+                    second,
+                    factor,
+                };
+                return reference::adamw::<Self>(inputs, control, numbers);
+            }
+            let owned = |tensors: Vec<CubeTensor>| -> Vec<CubeTensor> {
+                tensors.into_iter().map(writable).collect()
+            };
+            let [parameters, first, second] = [parameters, first, second].map(owned);
+            let gradients: Vec<_> = gradients.into_iter().map(into_contiguous).collect();
+            let (control, factor) = (into_contiguous(control), contiguous(factor));
+            let tensors: Vec<_> = (0..parameters.len())
+                .map(|i| AdamWTensors {
+                    parameter: flat(&parameters[i]),
+                    gradient: flat(&gradients[i]),
+                    moments: [flat(&first[i]), flat(&second[i])],
+                })
+                .collect();
+            checked(optim::adamw(
+                &control.client,
+                &tensors,
+                &control.handle,
+                factor.as_ref().map(|factor| &factor.handle),
+                optim::AdamWNumbers {
+                    betas: numbers.betas,
+                    epsilon: numbers.epsilon,
+                    weight_decay: numbers.weight_decay,
+                },
+                dtype_to_elem_type(control.dtype),
+            ));
+            let [parameters, first, second] = [parameters, first, second].map(TensorList::new);
+            AdamWOutput {
+                parameters,
+                first,
+                second,
+            }
+        }
+
+        fn scale(tensors: TensorList<Self>, factor: CubeTensor) -> TensorList<Self> {
+            let tensors = tensors.into_vec();
+            if !kernels_take(&tensors) {
+                return reference::scale::<Self>(TensorList::new(tensors), factor);
+            }
+            let tensors: Vec<_> = tensors.into_iter().map(writable).collect();
+            let factor = into_contiguous(factor);
+            checked(optim::scale(
+                &factor.client,
+                &tensors.iter().map(flat).collect::<Vec<_>>(),
+                &factor.handle,
+                dtype_to_elem_type(factor.dtype),
+            ));
+            TensorList::new(tensors)
+        }
+    }
+
+    /// Whether the kernels take tensors of these sizes, and the reference does not run instead.
+    fn kernels_take<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> bool {
+        let largest = tensors.into_iter().max_by_key(|tensor| elements(tensor));
+        let takes = |tensor: &CubeTensor| optim::check(&tensor.client, elements(tensor)).is_ok();
+        !uses_reference() && largest.is_none_or(takes)
+    }
+
+    fn elements(tensor: &CubeTensor) -> usize {
+        tensor.meta.shape().num_elements()
+    }
+
+    fn flat(tensor: &CubeTensor) -> FlatTensor {
+        let dtype = dtype_to_elem_type(tensor.dtype);
+        FlatTensor::new(tensor.handle.clone(), elements(tensor), dtype)
+    }
+
+    /// A contiguous tensor that nobody else reads: the tensor itself, if the call alone holds it.
+    fn writable(tensor: CubeTensor) -> CubeTensor {
+        let tensor = into_contiguous(tensor);
+        if tensor.can_mut() || elements(&tensor) == 0 {
+            return tensor;
+        }
+        let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
+        let (shape, elem) = (tensor.meta.shape().clone(), dtype_to_elem_type(dtype));
+        let copy = cubecl::std::tensor::into_contiguous(&client, tensor.binding(), elem);
+        CubeTensor::new_contiguous(client, device, shape, copy.handle, dtype)
+    }
+}
