@@ -114,11 +114,9 @@ pub use norm::{
 };
 pub use op_plan::OpPlan;
 pub use ops::{
-    ActivationOps, AttentionMassOps, BlockSparseOps, HeadOps, LinearOps, LossOps, NormOps,
+    ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseOps,
+    ClipFactor, DropoutOps, HeadOps, LinearOps, LossOps, NormOps, OptimOps, TensorList,
 };
-pub use ops::{AttentionMassOps, BlockSparseOps, DropoutOps, NormOps};
-pub use ops::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
-pub use ops::{AttentionMassOps, BlockSparseOps};
 pub use optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;

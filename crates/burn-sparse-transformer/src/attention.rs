@@ -4,6 +4,7 @@ use burn::tensor::{Bool, DType, Tensor};
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Dropout as WeightDropout,
     Layout, OpError, Pattern, attention_with_tensors, attention_with_tensors_and_weights,
+    join_heads, split_heads,
 };
 
 use crate::dropout::Seeds;
@@ -11,6 +12,7 @@ use crate::error::{ensure, ensure_none, ensure_shape};
 use crate::heads::{Positions, rotate};
 use crate::input::PaddedBatch;
 use crate::layouts::{Layouts, Request};
+use crate::stream::Projected;
 use crate::{HeadNorm, Precision, SparseMhaCache, SparseMhaInput, TransformerError};
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
@@ -89,11 +91,25 @@ impl SparseMultiHeadAttention {
     /// If the shapes do not fit the module or each other, there is no layout for these lengths, or a position is past the end of
     /// `rope`.
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
+        let (context, call) = self.context(input)?;
+        self.finish(context, &call)
+    }
+
+    /// [`Self::forward`] without the output's bias, and with nothing done about padding.
+    pub(crate) fn forward_projected(
+        &self,
+        input: SparseMhaInput,
+    ) -> Result<Projected, TransformerError> {
+        let (context, _) = self.context(input)?;
+        self.output_product(context)
+    }
+
+    /// What the heads see, `[batch, heads, seq_q, d_v]`.
+    fn context(&self, input: SparseMhaInput) -> Result<(Tensor<4>, Call), TransformerError> {
         let (call, request) = self.prepare(&input, 0)?;
         let layout = self.layouts.get(&request)?;
-        let heads = self.project(input, &call);
-        let context = self.attend(heads, &layout, &call)?;
-        Ok(self.finish(context, &call))
+        let heads = self.project(input, &call)?;
+        Ok((self.attend(heads, &layout, &call)?, call))
     }
 
     /// [`Self::forward`] over a layout that depends on the projected queries and keys, normalised and rotated, in place of the
@@ -128,10 +144,10 @@ impl SparseMultiHeadAttention {
         let expected = "none: a chosen layout says what takes part";
         ensure_none("padding", input.padding.is_some(), expected)?;
         let (call, _) = self.prepare(&input, 0)?;
-        let heads = self.project(input, &call);
+        let heads = self.project(input, &call)?;
         let layout = choose(heads.0.clone(), heads.1.clone())?;
         let context = self.attend(heads, &layout, &call)?;
-        Ok(self.finish(context, &call))
+        self.finish(context, &call)
     }
 
     /// [`Self::forward`], which also returns the attention weights of the kept blocks: after biases, before dropout, and with sinks or
@@ -145,12 +161,12 @@ impl SparseMultiHeadAttention {
     ) -> Result<(SparseMhaOutput, BlockSparseTensor), TransformerError> {
         let (call, request) = self.prepare(&input, 0)?;
         let layout = self.layouts.get(&request)?;
-        let (query, key, value) = self.project(input, &call);
+        let (query, key, value) = self.project(input, &call)?;
         let tensors = self.tensors_of(&query, &call);
         let options = self.options_of(&query, &call);
         let (context, _, weights) =
             attention_with_tensors_and_weights(query, key, value, tensors, &layout, options)?;
-        Ok((self.finish(context, &call), weights))
+        Ok((self.finish(context, &call)?, weights))
     }
 
     /// Attention of new positions to themselves and to those in `cache`, for autoregressive decoding.
@@ -170,16 +186,35 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         cache: &mut SparseMhaCache,
     ) -> Result<SparseMhaOutput, TransformerError> {
+        let (context, call) = self.cached_context(input, cache)?;
+        self.finish(context, &call)
+    }
+
+    /// [`Self::forward_cache`] without the output's bias.
+    pub(crate) fn forward_cache_projected(
+        &self,
+        input: SparseMhaInput,
+        cache: &mut SparseMhaCache,
+    ) -> Result<Projected, TransformerError> {
+        let (context, _) = self.cached_context(input, cache)?;
+        self.output_product(context)
+    }
+
+    fn cached_context(
+        &self,
+        input: SparseMhaInput,
+        cache: &mut SparseMhaCache,
+    ) -> Result<(Tensor<4>, Call), TransformerError> {
         let (_, new) = self.check(&input)?;
         let [batch, ..] = input.key.dims();
         cache.check([batch, self.n_kv_heads, self.d_k()], new)?;
         let before = cache.len();
         let (call, request) = self.prepare(&input, before)?;
         let layout = self.layouts.get(&request)?;
-        let (query, key, value) = self.project(input, &call);
+        let (query, key, value) = self.project(input, &call)?;
         let (key, value) = cache.append(key, value);
         match self.attend((query, key, value), &layout, &call) {
-            Ok(context) => Ok(self.finish(context, &call)),
+            Ok(context) => Ok((context, call)),
             Err(error) => {
                 cache.truncate(before);
                 Err(error)
@@ -214,12 +249,29 @@ impl SparseMultiHeadAttention {
         x: Tensor<3>,
         cu_seqlens: &[usize],
     ) -> Result<SparseMhaOutput, TransformerError> {
-        let input = SparseMhaInput::self_attn(x);
+        let (context, call) = self.packed_context(SparseMhaInput::self_attn(x), cu_seqlens)?;
+        self.finish(context, &call)
+    }
+
+    /// [`Self::forward_packed`] without the output's bias.
+    pub(crate) fn forward_packed_projected(
+        &self,
+        input: SparseMhaInput,
+        cu_seqlens: &[usize],
+    ) -> Result<Projected, TransformerError> {
+        let (context, _) = self.packed_context(input, cu_seqlens)?;
+        self.output_product(context)
+    }
+
+    fn packed_context(
+        &self,
+        input: SparseMhaInput,
+        cu_seqlens: &[usize],
+    ) -> Result<(Tensor<4>, Call), TransformerError> {
         let (call, request) = self.prepare_packed(&input, cu_seqlens)?;
         let layout = self.layouts.get(&request)?;
-        let heads = self.project(input, &call);
-        let context = self.attend(heads, &layout, &call)?;
-        Ok(self.finish(context, &call))
+        let heads = self.project(input, &call)?;
+        Ok((self.attend(heads, &layout, &call)?, call))
     }
 
     /// Which query attends to which key.
@@ -371,21 +423,37 @@ impl SparseMultiHeadAttention {
         Ok((call, request))
     }
 
+    /// Queries, keys and values by heads, normalised and rotated.
     pub(crate) fn project(
         &self,
         input: SparseMhaInput,
         call: &Call,
-    ) -> (Tensor<4>, Tensor<4>, Tensor<4>) {
-        let linear = |layer, x| self.precision.linear(layer, x);
-        let (q, k) = (
-            linear(&self.query, input.query),
-            linear(&self.key, input.key),
-        );
-        (
-            self.heads(q, self.n_heads, &self.query_norm, &call.query),
-            self.heads(k, self.n_kv_heads, &self.key_norm, &call.key),
-            split_heads(linear(&self.value, input.value), self.n_kv_heads),
-        )
+    ) -> Result<(Tensor<4>, Tensor<4>, Tensor<4>), TransformerError> {
+        let (query, key, value) = match input.is_self_attention() {
+            // One product, whose result is read once.
+            true => {
+                let layers = [&self.query, &self.key, &self.value];
+                let heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads];
+                let [q, k, v] = project_heads(self.precision, layers, input.query, heads)?;
+                (q, k, v)
+            }
+            false => {
+                let one = |layer, x, heads| -> Result<Tensor<4>, TransformerError> {
+                    let [x] = project_heads(self.precision, [layer], x, [heads])?;
+                    Ok(x)
+                };
+                (
+                    one(&self.query, input.query, self.n_heads)?,
+                    one(&self.key, input.key, self.n_kv_heads)?,
+                    one(&self.value, input.value, self.n_kv_heads)?,
+                )
+            }
+        };
+        Ok((
+            self.place(query, &self.query_norm, &call.query)?,
+            self.place(key, &self.key_norm, &call.key)?,
+            value,
+        ))
     }
 
     /// Attention of projected queries, keys and values.
@@ -434,46 +502,77 @@ impl SparseMultiHeadAttention {
         drops.then(|| WeightDropout::new(*prob, seed()))
     }
 
-    /// Queries or keys `[batch, seq, heads · d_k]` as `[batch, heads, seq, d_k]`, normalised and rotated.
-    fn heads(
+    /// Queries or keys `[batch, heads, seq, d_k]`, normalised and rotated.
+    fn place(
         &self,
-        x: Tensor<3>,
-        heads: usize,
+        x: Tensor<4>,
         norm: &Option<HeadNorm>,
         positions: &Positions,
-    ) -> Tensor<4> {
+    ) -> Result<Tensor<4>, TransformerError> {
         let dtype = x.dtype();
         let x = match norm {
-            Some(norm) => norm.forward(x, heads, self.qk_norm_eps),
+            Some(norm) => norm.forward(x, self.qk_norm_eps)?,
             None => x,
         };
-        let x = split_heads(x, heads);
         let x = match &self.rope {
             Some(rope) => rotate(rope, x, positions),
             None => x,
         };
-        x.cast(dtype)
+        Ok(x.cast(dtype))
     }
 
-    fn finish(&self, context: Tensor<4>, call: &Call) -> SparseMhaOutput {
-        self.project_output(self.join(context), call)
+    /// The output projection of what the heads see, without its bias.
+    fn output_product(&self, context: Tensor<4>) -> Result<Projected, TransformerError> {
+        Ok(Projected {
+            x: (self.precision).product(&self.output, join_heads(context)?)?,
+            bias: self.output.bias.as_ref().map(Param::val),
+        })
     }
 
-    /// The heads `[batch, heads, seq, d_v]` as `[batch, seq, d_model]`.
-    pub(crate) fn join(&self, context: Tensor<4>) -> Tensor<3> {
-        let [batch, _, seq, _] = context.dims();
-        context.swap_dims(1, 2).reshape([batch, seq, self.d_model])
+    fn finish(&self, context: Tensor<4>, call: &Call) -> Result<SparseMhaOutput, TransformerError> {
+        self.project_output(join_heads(context)?, call)
     }
 
-    pub(crate) fn project_output(&self, joined: Tensor<3>, call: &Call) -> SparseMhaOutput {
-        let context = self.precision.linear(&self.output, joined).cast(call.dtype);
-        SparseMhaOutput {
+    pub(crate) fn project_output(
+        &self,
+        joined: Tensor<3>,
+        call: &Call,
+    ) -> Result<SparseMhaOutput, TransformerError> {
+        let context = self
+            .precision
+            .linear(&self.output, joined)?
+            .cast(call.dtype);
+        Ok(SparseMhaOutput {
             context: match &call.padding {
                 Some(padding) => context.mask_fill(padding.clone(), 0.0),
                 None => context,
             },
-        }
+        })
     }
+}
+
+/// The products of `layers` with their biases, each by so many heads: `[batch, heads, seq, width]`.
+pub(crate) fn project_heads<const N: usize>(
+    precision: Precision,
+    layers: [&Linear; N],
+    x: Tensor<3>,
+    heads: [usize; N],
+) -> Result<[Tensor<4>; N], TransformerError> {
+    let joined = precision.joined(&layers, x)?;
+    let biases: Vec<Tensor<1>> = (layers.iter())
+        .filter_map(|layer| layer.bias.as_ref().map(Param::val))
+        .collect();
+    let bias = match biases.len() {
+        0 => None,
+        1 => biases.into_iter().next(),
+        _ => Some(Tensor::cat(biases, 0)),
+    };
+    let parts: [(usize, usize); N] = std::array::from_fn(|part| {
+        let [_, width] = layers[part].weight.dims();
+        (heads[part], width / heads[part])
+    });
+    let split = split_heads(joined, bias, &parts)?;
+    Ok(split.try_into().expect("as many parts as layers"))
 }
 
 /// What a call computes, decided before it.
@@ -505,13 +604,6 @@ impl Call {
             dropout: input.dropout,
         }
     }
-}
-
-/// `[batch, seq, heads · width]` as `[batch, heads, seq, width]`.
-pub(crate) fn split_heads(x: Tensor<3>, heads: usize) -> Tensor<4> {
-    let [batch, seq, width] = x.dims();
-    x.reshape([batch, seq, heads, width / heads])
-        .swap_dims(1, 2)
 }
 
 /// Operations of a linear layer for one position: a multiplication and an addition per weight.

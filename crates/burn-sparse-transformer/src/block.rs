@@ -2,13 +2,15 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Dropout as WeightDropout, Pattern};
+use burn_blocksparse::{Dropout as WeightDropout, Pattern, StreamDropout};
 
+use crate::dropout::Seeds;
 use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive};
 use crate::layouts::Layouts;
+use crate::stream::{Projected, Stream};
 use crate::{
-    BlockAttentionConfig, FeedForward, Precision, SparseMhaCache, SparseMhaInput, SparseMhaOutput,
-    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError, init, rows,
+    BlockAttentionConfig, FeedForward, Precision, SparseMhaCache, SparseMhaInput,
+    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError, init,
 };
 
 /// Configuration of [`SparseTransformerBlock`].
@@ -95,6 +97,7 @@ impl SparseTransformerBlockConfig {
             dropout: DropoutConfig::new(self.dropout).init(),
             layer_norm_eps: self.layer_norm_eps,
             precision: self.precision,
+            seeds: Seeds::default(),
         })
     }
 
@@ -170,6 +173,8 @@ pub struct SparseTransformerBlock {
     layer_norm_eps: f64,
     #[module(skip)]
     precision: Precision,
+    #[module(skip)]
+    seeds: Seeds,
 }
 
 impl SparseTransformerBlock {
@@ -181,21 +186,17 @@ impl SparseTransformerBlock {
     /// # Errors
     /// If the shape does not fit, or the pattern has no layout for `seq`.
     pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
-        self.forward_with(x, None, |branch| self.dropout.forward(branch))
+        let drops = self.drops(x.is_autodiff());
+        self.step(Stream::new(x), drops)?.finish()
     }
 
-    /// [`Self::forward`] with `dropout` in place of the block's own, and `weights` in place of its attention's, if it is given.
-    pub(crate) fn forward_with(
-        &self,
-        x: Tensor<3>,
-        weights: Option<WeightDropout>,
-        dropout: impl Fn(Tensor<3>) -> Tensor<3>,
-    ) -> Result<Tensor<3>, TransformerError> {
+    /// [`Self::forward`] on a stream that may have a branch pending, with `drops` in place of the block's own.
+    pub(crate) fn step(&self, stream: Stream, drops: Drops) -> Result<Stream, TransformerError> {
         let attend = |mut input: SparseMhaInput| {
-            input.dropout = weights;
-            self.mha.forward(input)
+            input.dropout = drops.weights;
+            self.mha.forward_projected(input)
         };
-        self.residual(x, attend, dropout)
+        self.residual(stream, attend, drops)
     }
 
     /// Applies the block to new positions, which also attend to those in `cache`.
@@ -210,8 +211,12 @@ impl SparseTransformerBlock {
         x: Tensor<3>,
         cache: &mut SparseMhaCache,
     ) -> Result<Tensor<3>, TransformerError> {
-        let attend = |input| self.mha.forward_cache(input, cache);
-        self.residual(x, attend, |branch| self.dropout.forward(branch))
+        let drops = self.drops(x.is_autodiff());
+        let attend = |mut input: SparseMhaInput| {
+            input.dropout = drops.weights;
+            self.mha.forward_cache_projected(input, cache)
+        };
+        self.residual(Stream::new(x), attend, drops)?.finish()
     }
 
     /// Applies the block to several sequences that lie one after the other in one.
@@ -227,50 +232,74 @@ impl SparseTransformerBlock {
         x: Tensor<3>,
         cu_seqlens: &[usize],
     ) -> Result<Tensor<3>, TransformerError> {
-        let attend = |input: SparseMhaInput| self.mha.forward_packed(input.query, cu_seqlens);
-        self.residual(x, attend, |branch| self.dropout.forward(branch))
+        let drops = self.drops(x.is_autodiff());
+        let attend = |mut input: SparseMhaInput| {
+            input.dropout = drops.weights;
+            self.mha.forward_packed_projected(input, cu_seqlens)
+        };
+        self.residual(Stream::new(x), attend, drops)?.finish()
     }
 
     fn residual(
         &self,
-        x: Tensor<3>,
-        attend: impl FnOnce(SparseMhaInput) -> Result<SparseMhaOutput, TransformerError>,
-        dropout: impl Fn(Tensor<3>) -> Tensor<3>,
-    ) -> Result<Tensor<3>, TransformerError> {
-        self.check(&x)?;
-        let a = attend(self.attention_input(&x))?.context;
-        let x = add(x, dropout(a));
-        let b = self.feed_forward(&x);
-        Ok(add(x, dropout(b)))
+        stream: Stream,
+        attend: impl FnOnce(SparseMhaInput) -> Result<Projected, TransformerError>,
+        drops: Drops,
+    ) -> Result<Stream, TransformerError> {
+        let (stream, normed) = self.norm(stream, &self.norm_1)?;
+        let a = attend(SparseMhaInput::self_attn(normed))?;
+        let stream = stream.push(a, drops.branch(0))?;
+        let (stream, normed) = self.norm(stream, &self.norm_2)?;
+        stream.push(self.pwff.forward_projected(normed)?, drops.branch(1))
     }
 
-    /// Rounded here, once for query, key and value.
-    fn attention_input(&self, x: &Tensor<3>) -> SparseMhaInput {
-        SparseMhaInput::self_attn(self.precision.round(self.norm(&self.norm_1, x)))
+    /// The norm in the dtype of the products.
+    fn norm(
+        &self,
+        stream: Stream,
+        norm: &LayerNorm,
+    ) -> Result<(Stream, Tensor<3>), TransformerError> {
+        let x = stream.x();
+        self.mha.check_input("x", x)?;
+        let dtype = self.precision.dtype(x.dtype());
+        stream.norm(norm, self.layer_norm_eps, dtype)
     }
 
-    fn feed_forward(&self, x: &Tensor<3>) -> Tensor<3> {
-        self.pwff
-            .forward(self.precision.round(self.norm(&self.norm_2, x)))
+    /// What one more pass drops, if it is one of training.
+    pub(crate) fn drops(&self, training: bool) -> Drops {
+        match training {
+            true => self.drops_of(self.seeds.next()),
+            false => Drops::default(),
+        }
     }
 
-    fn norm(&self, norm: &LayerNorm, x: &Tensor<3>) -> Tensor<3> {
-        rows::layer_norm(norm, self.layer_norm_eps, x.clone())
+    /// What a pass of training drops under a seed.
+    pub(crate) fn drops_of(&self, seed: u64) -> Drops {
+        let Dropout { prob, training } = &self.dropout;
+        Drops {
+            weights: self.mha.training_dropout(|| seed),
+            branches: (*prob > 0.0 && training.is_enabled()).then_some((*prob, seed)),
+        }
     }
 
     /// Operations of the matrix products outside attention for one position, forward.
     pub fn matmul_flops_per_token(&self) -> u64 {
         self.mha.matmul_flops_per_token() + self.pwff.matmul_flops_per_token()
     }
-
-    /// The layer norms come before the attention, which would otherwise check the shape.
-    fn check(&self, x: &Tensor<3>) -> Result<(), TransformerError> {
-        self.mha.check_input("x", x)
-    }
 }
 
-/// `stream + branch` in the stream's dtype.
-fn add(stream: Tensor<3>, branch: Tensor<3>) -> Tensor<3> {
-    let dtype = stream.dtype();
-    stream + branch.cast(dtype)
+/// What one pass of a block drops.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Drops {
+    /// Of the attention weights.
+    weights: Option<WeightDropout>,
+    /// Of both branches: a probability and a seed.
+    branches: Option<(f64, u64)>,
+}
+
+impl Drops {
+    /// Of the branch of the attention (0) or of the feed-forward network (1).
+    fn branch(&self, site: u32) -> Option<StreamDropout> {
+        (self.branches).map(|(probability, seed)| StreamDropout::new(probability, seed, site))
+    }
 }

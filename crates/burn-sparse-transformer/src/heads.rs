@@ -5,10 +5,12 @@ use burn::nn::{
     LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig, RotaryEncoding, RotaryEncodingConfig,
 };
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_blocksparse::{Norm, NormParams, OpError, ResidualNormOptions, norm};
 use serde::{Deserialize, Serialize};
 
+use crate::TransformerError;
 use crate::error::{ensure, ensure_multiple};
-use crate::{TransformerError, rows};
+use crate::stream::layer_norm_params;
 
 /// Normalisation of every query and key head, before the rotation (Dehghani et al., 2023, §2).
 ///
@@ -47,21 +49,22 @@ impl HeadNorm {
         }
     }
 
-    /// Normalises each head of `[batch, seq, heads · width]`, in the parameters' dtype.
-    pub(crate) fn forward(&self, x: Tensor<3>, heads: usize, epsilon: f64) -> Tensor<3> {
-        let [batch, seq, width] = x.dims();
-        let gamma = match self {
-            Self::Rms(norm) => &norm.gamma,
-            Self::Layer(norm) => &norm.gamma,
+    /// Normalises each head of `[batch, heads, seq, width]`, in the parameters' dtype.
+    pub(crate) fn forward(&self, x: Tensor<4>, epsilon: f64) -> Result<Tensor<4>, OpError> {
+        let (params, options) = match self {
+            Self::Rms(rms) => (
+                NormParams::new(rms.gamma.val()),
+                ResidualNormOptions::default()
+                    .norm(Norm::Rms)
+                    .epsilon(rms.epsilon),
+            ),
+            Self::Layer(layer) => (
+                layer_norm_params(layer),
+                ResidualNormOptions::default().epsilon(epsilon),
+            ),
         };
-        let x = x
-            .cast(gamma.val().dtype())
-            .reshape([batch, seq * heads, width / heads]);
-        let normalized = match self {
-            Self::Rms(norm) => rows::rms_norm(norm, x),
-            Self::Layer(norm) => rows::layer_norm(norm, epsilon, x),
-        };
-        normalized.reshape([batch, seq, width])
+        let dtype = params.gamma.dtype();
+        norm(x, params, &options.dtype(dtype.into()))
     }
 }
 

@@ -154,6 +154,11 @@ impl SparseMhaInput {
         self
     }
 
+    /// Whether query, key and value are one tensor.
+    pub(crate) fn is_self_attention(&self) -> bool {
+        self.self_attention
+    }
+
     /// What takes part, if something is padding.
     ///
     /// # Errors

@@ -54,11 +54,10 @@ mod init;
 mod input;
 mod layouts;
 mod longformer;
-mod loss;
 mod precision;
 #[cfg(feature = "autodiff")]
 mod recompute;
-mod rows;
+mod stream;
 mod transformer;
 
 pub use attention::{SparseMhaOutput, SparseMultiHeadAttention};

@@ -2,9 +2,9 @@ use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData};
-use burn_blocksparse::{Pattern, Restriction, attention};
+use burn_blocksparse::{Pattern, Restriction, attention, join_heads};
 
-use crate::attention::{Call, split_heads};
+use crate::attention::{Call, project_heads};
 use crate::error::{ensure, ensure_none};
 use crate::input::{PaddedBatch, Padding};
 use crate::layouts::{Layouts, Request};
@@ -210,14 +210,14 @@ impl LongformerAttention {
         request.global = tokens;
         let layout = self.mha.layouts.get(&request)?;
         let call = Call::new(&ordinary, padded);
-        let heads = self.mha.project(ordinary, &call);
+        let heads = self.mha.project(ordinary, &call)?;
         let context = self.mha.attend(heads, &layout, &call)?;
-        let mut joined = self.mha.join(context);
+        let mut joined = join_heads(context)?;
         if rows.width > 0 {
             let global = self.global_rows(x, &rows)?;
             joined = rows.write(joined, global);
         }
-        Ok(self.mha.project_output(joined, &call))
+        self.mha.project_output(joined, &call)
     }
 
     /// What the global tokens see, `[batch, width, d_model]`; rows beyond an entry's tokens are 0.
@@ -227,18 +227,13 @@ impl LongformerAttention {
         request.restrictions = rows.restrictions.clone();
         let layout = self.everything.get(&request)?;
         let mha = &self.mha;
-        let linear = |layer, x| mha.precision.linear(layer, x);
-        let q = linear(&self.query_global, rows.read(x.clone()));
-        let k = linear(&self.key_global, x.clone());
-        let v = linear(&self.value_global, x);
-        let context = attention(
-            split_heads(q, mha.n_heads()),
-            split_heads(k, mha.n_kv_heads()),
-            split_heads(v, mha.n_kv_heads()),
-            &layout,
-            mha.options.clone(),
-        )?;
-        Ok(mha.join(context))
+        let (heads, kv_heads) = (mha.n_heads(), mha.n_kv_heads());
+        let read = rows.read(x.clone());
+        let [q] = project_heads(mha.precision, [&self.query_global], read, [heads])?;
+        let layers = [&self.key_global, &self.value_global];
+        let [k, v] = project_heads(mha.precision, layers, x, [kv_heads; 2])?;
+        let context = attention(q, k, v, &layout, mha.options.clone())?;
+        Ok(join_heads(context)?)
     }
 }
 

@@ -2,13 +2,15 @@
 
 use std::fmt;
 
+use burn::module::Param;
 use burn::nn::Linear;
-use burn::tensor::module::linear;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
-use burn_blocksparse::ProductPrecision;
+use burn_blocksparse::{
+    Activation, LinearOptions, OpError, ProductPrecision, bias_activation, linear, linear_joined,
+};
 use serde::{Deserialize, Serialize};
 
-use crate::{TransformerError, rows};
+use crate::TransformerError;
 
 /// The dtype of the blocks' matrix products, of the attention and of the activations between them.
 ///
@@ -94,29 +96,36 @@ impl Precision {
         }
     }
 
-    /// `x` in the dtype of the products.
-    pub(crate) fn round<const D: usize>(self, x: Tensor<D>) -> Tensor<D> {
+    /// The dtype of the products of tensors of a dtype.
+    pub(crate) fn dtype(self, dtype: DType) -> FloatDType {
         match self {
-            Precision::F32 | Precision::Tf32 => x,
-            Precision::Bf16 => x.cast(FloatDType::BF16),
+            Precision::F32 | Precision::Tf32 => dtype.into(),
+            Precision::Bf16 => FloatDType::BF16,
         }
     }
 
+    fn options(self, x: &Tensor<3>) -> LinearOptions {
+        LinearOptions::default().dtype(self.dtype(x.dtype()))
+    }
+
+    /// `x · W`, without the layer's bias, in the dtype of the products.
+    pub(crate) fn product(self, layer: &Linear, x: Tensor<3>) -> Result<Tensor<3>, OpError> {
+        let options = self.options(&x);
+        linear(x, layer.weight.val(), &options)
+    }
+
+    /// The products of several layers side by side, without their biases.
+    pub(crate) fn joined(self, layers: &[&Linear], x: Tensor<3>) -> Result<Tensor<3>, OpError> {
+        let options = self.options(&x);
+        let weights = layers.iter().map(|layer| layer.weight.val()).collect();
+        linear_joined(x, weights, &options)
+    }
+
     /// `x · W + b` in the dtype of the products.
-    pub(crate) fn linear(self, layer: &Linear, x: Tensor<3>) -> Tensor<3> {
-        let [batch, seq, _] = x.dims();
-        let groups = rows::groups(batch * seq);
-        let x = self.round(x);
-        let weight = self.round(layer.weight.val());
-        let bias = layer.bias.as_ref().map(|bias| self.round(bias.val()));
-        match bias {
-            Some(bias) if groups > 1 && x.is_autodiff() => {
-                let [_, width] = weight.dims();
-                let product = rows::group(rows::product(x, weight));
-                (product + rows::spread(bias, groups)).reshape([batch, seq, width])
-            }
-            bias => linear(x, weight, bias),
-        }
+    pub(crate) fn linear(self, layer: &Linear, x: Tensor<3>) -> Result<Tensor<3>, OpError> {
+        let product = self.product(layer, x)?;
+        let bias = layer.bias.as_ref().map(Param::val);
+        bias_activation(product, bias, Activation::None)
     }
 }
 

@@ -61,7 +61,7 @@ impl Stream {
         epsilon: f64,
         dtype: FloatDType,
     ) -> Result<(Self, Tensor<3>), TransformerError> {
-        let mut options = ResidualNormOptions::layer(epsilon).dtype(dtype);
+        let mut options = ResidualNormOptions::default().epsilon(epsilon).dtype(dtype);
         let branch = self.pending.map(|(branch, dropout)| {
             if let Some(dropout) = dropout {
                 options = options.clone().dropout(dropout);

@@ -2,15 +2,17 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Embedding, LayerNorm, LayerNormConfig, Linear};
 use burn::tensor::{Device, Int, Tensor};
+use burn_blocksparse::{CrossEntropyOptions, LinearOptions, linear, linear_cross_entropy};
 
 use crate::attention::linear_flops;
+use crate::block::Drops;
 use crate::error::{ensure, ensure_positive, ensure_shape};
 use crate::layouts::LayoutPool;
-use crate::loss::cross_entropy;
+use crate::stream::Stream;
 use crate::{
     BlockAttentionConfig, Factorization, PositionEmbedding, Precision, SparseMhaCache,
     SparseTransformerBlock, SparseTransformerBlockConfig, SparseTransformerCache, TransformerError,
-    init, rows,
+    init,
 };
 
 /// Configuration of [`SparseTransformer`].
@@ -235,11 +237,21 @@ impl SparseTransformer {
     /// # Errors
     /// If `tokens` is empty or longer than the context, or a pattern has no layout for `seq`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
-        let mut x = self.embed(tokens, 0)?;
-        for block in &self.blocks {
-            x = block.forward(x)?;
-        }
-        Ok(self.logits(x))
+        let stream = self.stream(tokens, |block, training| block.drops(training))?;
+        self.logits(stream)
+    }
+
+    /// The residual stream behind all blocks, each of which drops what `drops` says.
+    pub(crate) fn stream(
+        &self,
+        tokens: Tensor<2, Int>,
+        drops: impl Fn(&SparseTransformerBlock, bool) -> Drops,
+    ) -> Result<Stream, TransformerError> {
+        let x = self.embed(tokens, 0)?;
+        let training = x.is_autodiff();
+        (self.blocks.iter()).try_fold(Stream::new(x), |stream, block| {
+            block.step(stream, drops(block, training))
+        })
     }
 
     /// Logits for new tokens that follow those in `cache`, for autoregressive decoding.
@@ -272,7 +284,7 @@ impl SparseTransformer {
         match self.decode(x, &mut cache.blocks) {
             Ok(x) => {
                 cache.position += new;
-                Ok(self.logits(x))
+                self.logits(Stream::new(x))
             }
             Err(error) => {
                 cache.truncate(position);
@@ -313,8 +325,8 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
     ) -> Result<Tensor<1>, TransformerError> {
         self.check_targets(&tokens, &targets)?;
-        let logits = self.forward(tokens)?;
-        Ok(cross_entropy(logits, targets.without_autodiff()))
+        let stream = self.stream(tokens, |block, training| block.drops(training))?;
+        self.head_loss(stream, targets)
     }
 
     /// Longest sequence, in positions.
@@ -370,10 +382,37 @@ impl SparseTransformer {
         })
     }
 
+    /// `norm(H_N)`, in the stream's dtype.
+    fn head_input(&self, stream: Stream) -> Result<Tensor<3>, TransformerError> {
+        let dtype = stream.x().dtype();
+        let (_, x) = stream.norm(&self.norm, self.layer_norm_eps, dtype.into())?;
+        Ok(x)
+    }
+
     /// `norm(H_N) · W_output`.
-    pub(crate) fn logits(&self, x: Tensor<3>) -> Tensor<3> {
-        let x = rows::layer_norm(&self.norm, self.layer_norm_eps, x);
-        self.output.forward(x)
+    fn logits(&self, stream: Stream) -> Result<Tensor<3>, TransformerError> {
+        let x = self.head_input(stream)?;
+        Ok(linear(
+            x,
+            self.output.weight.val(),
+            &LinearOptions::default(),
+        )?)
+    }
+
+    /// Mean cross-entropy of the logits.
+    pub(crate) fn head_loss(
+        &self,
+        stream: Stream,
+        targets: Tensor<2, Int>,
+    ) -> Result<Tensor<1>, TransformerError> {
+        let x = self.head_input(stream)?;
+        let [batch, seq, width] = x.dims();
+        let x = x.reshape([batch * seq, width]);
+        let targets = targets.without_autodiff().reshape([batch * seq]);
+        // Reading them would wait for the device.
+        let options = CrossEntropyOptions::default().check_targets(false);
+        let weight = self.output.weight.val();
+        Ok(linear_cross_entropy(x, weight, targets, &options)?)
     }
 
     pub(crate) fn check_targets(

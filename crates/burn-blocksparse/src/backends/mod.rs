@@ -9,10 +9,10 @@ mod autodiff;
 mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+mod dropout;
 pub(crate) mod heads;
 mod linear;
 pub(crate) mod loss;
-mod dropout;
 mod masses;
 mod norm;
 pub(crate) mod optim;

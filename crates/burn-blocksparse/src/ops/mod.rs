@@ -1,10 +1,10 @@
 //! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
 
 mod activation;
+mod dropout;
 mod heads;
 mod linear;
 mod loss;
-mod dropout;
 mod masses;
 mod norm;
 mod optim;
@@ -12,10 +12,10 @@ mod optim;
 use burn::backend::{Backend, backend_extension};
 
 pub use activation::ActivationOps;
+pub use dropout::DropoutOps;
 pub use heads::HeadOps;
 pub use linear::LinearOps;
 pub use loss::LossOps;
-pub use dropout::DropoutOps;
 pub use masses::AttentionMassOps;
 pub use norm::NormOps;
 pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};

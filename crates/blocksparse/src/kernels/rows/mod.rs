@@ -31,8 +31,8 @@ pub use columns::column_sums;
 pub use cross_entropy::{
     CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,
 };
-pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
 pub use dropout::{stream_dropout, stream_dropout_text};
+pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
 pub use norm::{NormBranch, NormOf, Typed, residual_norm, residual_norm_text};
 pub use norm_backward::{NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward};
 pub use scaled::scaled;
