@@ -559,14 +559,15 @@ pub(crate) fn project_heads<const N: usize>(
     heads: [usize; N],
 ) -> Result<[Tensor<4>; N], TransformerError> {
     let joined = precision.joined(&layers, x)?;
-    let biases: Vec<Tensor<1>> = (layers.iter())
-        .filter_map(|layer| layer.bias.as_ref().map(Param::val))
-        .collect();
-    let bias = match biases.len() {
-        0 => None,
-        1 => biases.into_iter().next(),
-        _ => Some(Tensor::cat(biases, 0)),
+    let bias_of = |layer: &Linear| match &layer.bias {
+        Some(bias) => bias.val(),
+        None => {
+            let [_, width] = layer.weight.dims();
+            Tensor::zeros([width], &layer.weight.device())
+        }
     };
+    let biased = layers.iter().any(|layer| layer.bias.is_some());
+    let bias = biased.then(|| Tensor::cat(layers.map(bias_of).to_vec(), 0));
     let parts: [(usize, usize); N] = std::array::from_fn(|part| {
         let [_, width] = layers[part].weight.dims();
         (heads[part], width / heads[part])

@@ -27,6 +27,7 @@ pub(super) mod kernels {
 
     use super::LinearOps;
     use crate::backends::cube::{empty, uses_reference};
+    use crate::backends::named_product as named;
     use crate::linear::products::{self, Primitives, Products};
     use crate::linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
 
@@ -44,8 +45,19 @@ pub(super) mod kernels {
                 2 => empty(&lhs, [rows, columns], dtype.into()),
                 _ => empty(&lhs, [lhs.meta.shape()[0], rows, columns], dtype.into()),
             };
+            if named::multiply(&lhs, &rhs, &out) {
+                return out;
+            }
             let result = matmul(lhs, rhs, Some(out), MatmulStrategy::default(), dtype.into());
             result.unwrap_or_else(|error| panic!("linear: Burn's matmul: {error:?}"))
+        }
+
+        fn weight_rows(x: &CubeTensor) -> usize {
+            match named::kernel(&x.client, x.dtype) {
+                // A partial product is written and read in f32, and these kernels are as fast with few.
+                Some(_) => 4096,
+                None => <Primitives as Products<CubeBackend>>::weight_rows(x),
+            }
         }
 
         fn sum_rows(matrix: CubeTensor) -> CubeTensor {

@@ -14,6 +14,8 @@ pub(crate) mod heads;
 mod linear;
 pub(crate) mod loss;
 mod masses;
+#[cfg(feature = "cube")]
+pub(crate) mod named_product;
 mod norm;
 pub(crate) mod optim;
 #[cfg(feature = "autodiff")]

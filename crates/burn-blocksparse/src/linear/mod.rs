@@ -110,17 +110,17 @@ pub fn linear_plan<const D: usize>(
     options: &LinearOptions,
 ) -> Result<OpPlan, OpError> {
     check(x, weights, options)?;
-    let rows: usize = x.dims().iter().rev().skip(1).product();
-    let groups = products::weight_groups(rows);
-    Ok(OpPlan::new(&x.device(), |_| {
-        let update = match groups {
-            1 => "gradients by weights are one product".to_string(),
-            _ => format!(
-                "gradients by weights are {groups} products of {} rows, which our kernel adds",
-                rows / groups
-            ),
-        };
-        Err::<String, _>(format!("there is no kernel for products yet; {update}"))
+    Ok(OpPlan::new(&x.device(), |device| {
+        #[cfg(feature = "cube")]
+        {
+            let dtype = (options.dtype).map_or(x.dtype(), |dtype| dtype.into());
+            let rows: usize = x.dims().iter().rev().skip(1).product();
+            let out = weights.iter().map(|weight| weight.dims()[1]).sum();
+            let sizes = [rows, weights[0].dims()[0], out];
+            crate::backends::named_product::text(device, dtype, sizes)
+        }
+        #[cfg(not(feature = "cube"))]
+        Err::<String, std::convert::Infallible>(*device)
     }))
 }
 

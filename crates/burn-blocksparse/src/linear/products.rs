@@ -17,7 +17,7 @@ const INPUT_ROWS: Option<usize> = None;
 
 /// Rows that `xᵀ · dy` takes at a time: the product of two tall matrices has few tiles to compute and a long sum in each, so it is a product
 /// for each group of rows, and their sum.
-const WEIGHT_ROWS: Option<usize> = Some(1024);
+const WEIGHT_ROWS: usize = 1024;
 
 /// Columns that `dy · Wᵀ` sums at a time, if there are twice as many: a vocabulary's. A product of few rows has few tiles then, with long sums
 /// whose small terms no longer count beside large ones.
@@ -33,6 +33,11 @@ pub(crate) trait Products<B: Backend> {
 
     /// Sums over the rows of `[rows, width]`: `[width]`.
     fn sum_rows(matrix: FloatTensor<B>) -> FloatTensor<B>;
+
+    /// Rows that `xᵀ · dy` takes at a time.
+    fn weight_rows(_x: &FloatTensor<B>) -> usize {
+        WEIGHT_ROWS
+    }
 }
 
 /// In Burn's own operations.
@@ -77,11 +82,6 @@ fn slices(columns: usize) -> usize {
             .find(|slices| columns.is_multiple_of(*slices))
             .unwrap_or(1),
     }
-}
-
-/// In how many groups the rows of a weight's gradient are taken.
-pub(crate) fn weight_groups(rows: usize) -> usize {
-    groups(rows, WEIGHT_ROWS)
 }
 
 fn zeros<B: Backend>(like: &FloatTensor<B>, shape: Shape, dtype: FloatDType) -> FloatTensor<B> {
@@ -163,7 +163,7 @@ pub(crate) fn weight_gradient<B: Backend, P: Products<B>>(
     if [rows, inputs, outputs].contains(&0) {
         return zeros::<B>(&x, shape, dtype);
     }
-    let groups = weight_groups(rows);
+    let groups = groups(rows, Some(P::weight_rows(&x)));
     if groups == 1 {
         return P::product(B::float_swap_dims(x, 0, 1), grad, dtype);
     }

@@ -51,7 +51,8 @@ fn a_block_adds_a_and_b_to_the_residual_stream() {
         .context;
     let b = block
         .pwff
-        .forward(block.norm_2.forward(h.clone() + a.clone()));
+        .forward(block.norm_2.forward(h.clone() + a.clone()))
+        .unwrap();
     assert_close(block.forward(h.clone()).unwrap(), h + a + b, 1e-5);
 }
 
