@@ -14,24 +14,23 @@ fn dropout(probability: f64) -> Option<StreamDropout> {
 }
 
 #[rstest]
-#[case([3, 8], [3, 7], 8, 8, 8, 1e-5, None, "branch's shape must be [3, 8], the stream's, got [3, 7]")]
-#[case([3, 8], [3, 8], 1, 8, 8, 1e-5, None, "bias's shape must be [8], the stream's width, got [1]")]
-#[case([3, 8], [3, 8], 8, 7, 8, 1e-5, None, "gamma's shape must be [8], the stream's width, got [7]")]
-#[case([3, 8], [3, 8], 8, 8, 9, 1e-5, None, "beta's shape must be [8], the stream's width, got [9]")]
-#[case([3, 0], [3, 0], 0, 0, 0, 1e-5, None, "stream's width must be at least 1, got 0")]
-#[case([3, 8], [3, 8], 8, 8, 8, -1.0, None, "options.epsilon must be finite and at least 0, got -1")]
-#[case([3, 8], [3, 8], 8, 8, 8, f64::INFINITY, None, "options.epsilon must be finite and at least 0, got inf")]
-#[case([3, 8], [3, 8], 8, 8, 8, 1e-5, dropout(1.0), "options.dropout's probability must be at least 0 and less than 1, got 1")]
+#[case([3, 8], [3, 7], [8, 8, 8], 1e-5, None, "branch's shape must be [3, 8], the stream's, got [3, 7]")]
+#[case([3, 8], [3, 8], [1, 8, 8], 1e-5, None, "bias's shape must be [8], the stream's width, got [1]")]
+#[case([3, 8], [3, 8], [8, 7, 8], 1e-5, None, "gamma's shape must be [8], the stream's width, got [7]")]
+#[case([3, 8], [3, 8], [8, 8, 9], 1e-5, None, "beta's shape must be [8], the stream's width, got [9]")]
+#[case([3, 0], [3, 0], [0, 0, 0], 1e-5, None, "stream's width must be at least 1, got 0")]
+#[case([3, 8], [3, 8], [8, 8, 8], -1.0, None, "options.epsilon must be finite and at least 0, got -1")]
+#[case([3, 8], [3, 8], [8, 8, 8], f64::INFINITY, None, "options.epsilon must be finite and at least 0, got inf")]
+#[case([3, 8], [3, 8], [8, 8, 8], 1e-5, dropout(1.0), "options.dropout's probability must be at least 0 and less than 1, got 1")]
 fn errors(
     #[case] stream: [usize; 2],
     #[case] branch: [usize; 2],
-    #[case] bias: usize,
-    #[case] gamma: usize,
-    #[case] beta: usize,
+    #[case] widths: [usize; 3],
     #[case] epsilon: f64,
     #[case] dropout: Option<StreamDropout>,
     #[case] message: &str,
 ) {
+    let [bias, gamma, beta] = widths;
     for device in devices() {
         let row = |width: usize| Tensor::<1>::zeros([width], &device);
         let branch = Branch::new(Tensor::<2>::zeros(branch, &device)).bias(row(bias));

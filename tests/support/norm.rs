@@ -90,7 +90,7 @@ impl Problem {
         if index % 2 == 1 {
             self.norm = Some(Norm::Rms);
         }
-        if index % 3 != 0 {
+        if !index.is_multiple_of(3) {
             self.dropout = Some(StreamDropout::new(0.3, index as u64 + (5 << 33), 7));
         }
         if index % 4 == 1 {

@@ -77,12 +77,12 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
     epsilon: InputScalar,
     mask: StreamMask,
     #[comptime] kind: Kind,
-    #[define(S)] _stream: ElemType,
-    #[define(B)] _branch: ElemType,
-    #[define(P)] _bias: ElemType,
-    #[define(G)] _gamma: ElemType,
-    #[define(T)] _beta: ElemType,
-    #[define(H)] _normed: ElemType,
+    #[define(S)] _stream_type: ElemType,
+    #[define(B)] _branch_type: ElemType,
+    #[define(P)] _bias_type: ElemType,
+    #[define(G)] _gamma_type: ElemType,
+    #[define(T)] _beta_type: ElemType,
+    #[define(H)] _normed_type: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
     let tile = comptime!(kind.tile);
@@ -91,7 +91,7 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
     let zero = Vector::<A, N>::zeroed();
     let unit = UNIT_POS as usize;
     let lane = unit % comptime!(tile.lanes);
-    let row = CUBE_POS as usize * comptime!(tile.rows) + unit / comptime!(tile.lanes);
+    let row = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
     let exists = row < rows;
     // Units behind the last row read it once more, so that no load waits for a comparison.
     let row = min(row, rows - 1);

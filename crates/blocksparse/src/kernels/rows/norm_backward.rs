@@ -58,8 +58,8 @@ fn finish<A: Float, N: Size>(
 ) {
     let tile = comptime!(k.kind.tile);
     let unit = UNIT_POS as usize;
-    let start = (CUBE_POS as usize * comptime!(k.before(3)) + comptime!(k.before(index)))
-        * comptime!(k.pitch);
+    let start =
+        (CUBE_POS * comptime!(k.before(3)) + comptime!(k.before(index))) * comptime!(k.pitch);
     #[unroll]
     for i in 0..comptime!(tile.lane_vectors()) {
         shared[unit] = sums[i];
@@ -98,10 +98,10 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
     inverse_width: InputScalar,
     mask: StreamMask,
     #[comptime] k: BackwardKind,
-    #[define(S)] _stream: ElemType,
-    #[define(B)] _branch: ElemType,
-    #[define(G)] _gamma: ElemType,
-    #[define(H)] _normed: ElemType,
+    #[define(S)] _stream_type: ElemType,
+    #[define(B)] _branch_type: ElemType,
+    #[define(G)] _gamma_type: ElemType,
+    #[define(H)] _normed_type: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
     let mut grad_stream = grad_stream;
@@ -114,8 +114,8 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
     let mut shared = Shared::<[A]>::new_slice(comptime!(tile.shared()));
     let unit = UNIT_POS as usize;
     let lane = unit % comptime!(tile.lanes);
-    let own = CUBE_POS as usize * comptime!(tile.rows) + unit / comptime!(tile.lanes);
-    let stride = CUBE_COUNT as usize * comptime!(tile.rows);
+    let own = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
+    let stride = CUBE_COUNT * comptime!(tile.rows);
 
     let bias_sum = comptime!(k.sums[0]);
     let gamma_sum = comptime!(k.sums[1]);
