@@ -158,8 +158,11 @@ fn config() -> FusedAdamWConfig {
         .with_weight_decay(0.1)
 }
 
+/// Of each parameter, if it has one.
+type StepGradients = Vec<Option<Vec<f64>>>;
+
 /// Parameters, and gradients of some steps: the larger they are, the later; every fifth parameter has none in every other step.
-fn problem(steps: usize, seed: u64) -> (Vec<Vec<f64>>, Vec<Vec<Option<Vec<f64>>>>) {
+fn problem(steps: usize, seed: u64) -> (Vec<Vec<f64>>, Vec<StepGradients>) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let sizes = Many::sizes();
     let values = random(&mut rng, &sizes, 1.0);

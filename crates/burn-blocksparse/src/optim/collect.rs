@@ -244,9 +244,9 @@ impl<'a> Take<'a> {
         };
         let moments = match state.moments {
             Moments::Host(data) => {
-                data.map(|data| Tensor::<D>::from_data(data, (&device, dtype)).into_dispatch())
+                (*data).map(|data| Tensor::<D>::from_data(data, (&device, dtype)).into_dispatch())
             }
-            Moments::Device(moments) => moments.map(|moment| {
+            Moments::Device(moments) => (*moments).map(|moment| {
                 let mut moment = Tensor::<D>::from_dispatch(moment);
                 if moment.device() != device {
                     moment = moment.to_device(&device);

@@ -302,9 +302,12 @@ fn norm_of(tensors: &[DispatchTensor], limit: f64, device: &Device) -> ClipFacto
     <Dispatch as OptimOps>::clip_factor(partials, control.into_dispatch())
 }
 
-/// How many partial sums are made of a tensor, on every device.
+/// Elements of a partial sum, on every device.
+pub(crate) const PART: usize = 8192;
+
+/// How many partial sums are made of a tensor.
 pub(crate) fn partial_sums(elements: usize) -> usize {
-    elements.div_ceil(8192)
+    elements.div_ceil(PART)
 }
 
 fn numbers_on(device: &Device, numbers: Vec<f64>, dtype: DType) -> Tensor<1> {

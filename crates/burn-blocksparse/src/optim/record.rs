@@ -30,9 +30,9 @@ pub(super) struct ParameterState {
 #[derive(Clone, Debug)]
 pub(super) enum Moments {
     /// Where the parameter is.
-    Device([DispatchTensor; 2]),
+    Device(Box<[DispatchTensor; 2]>),
     /// As they were read.
-    Host([TensorData; 2]),
+    Host(Box<[TensorData; 2]>),
 }
 
 impl ParameterState {
@@ -42,7 +42,7 @@ impl ParameterState {
             time: held.time,
             path: Some(held.path.clone()),
             shape: held.shape.clone(),
-            moments: Moments::Device(moments),
+            moments: Moments::Device(Box::new(moments)),
         }
     }
 }
@@ -51,9 +51,9 @@ pub(super) fn write(states: &BTreeMap<u64, ParameterState>) -> Result<Bytes, OpE
     let mut tensors = Vec::new();
     for (id, state) in states {
         let data = match state.moments.clone() {
-            Moments::Host(data) => data,
+            Moments::Host(data) => *data,
             Moments::Device(tensors) => {
-                let [first, second] = tensors.map(data_of);
+                let [first, second] = (*tensors).map(data_of);
                 [first?, second?]
             }
         };
@@ -133,7 +133,7 @@ pub(super) fn read(bytes: Bytes) -> Result<BTreeMap<u64, ParameterState>, OpErro
             time,
             path: paths.get(&id.to_string()).cloned(),
             shape,
-            moments: Moments::Host(moments),
+            moments: Moments::Host(Box::new(moments)),
         };
         states.insert(id, state);
     }

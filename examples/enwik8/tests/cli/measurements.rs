@@ -95,4 +95,14 @@ fn bench_writes_what_it_measured() {
         "{row}"
     );
     assert!(number("loss") > 0.0 && row["parts"]["gradients"].as_f64().unwrap() > 0.0);
+    // CPUs do not report their memory; devices that do report all parts.
+    let memory = &row["memory"];
+    assert!(
+        memory.is_null() || memory["parameters"].as_u64().unwrap() > 0,
+        "{row}"
+    );
+    assert!(
+        text.contains("parameters") && text.contains("transient"),
+        "{text}"
+    );
 }

@@ -18,7 +18,7 @@ pub(super) const MARGIN: usize = 2 * PART;
 const FINISH_UNITS: usize = 1024;
 
 /// How many partial sums [`sum_of_squares`] makes of a tensor of `elements`: the same on every device.
-pub fn partial_sums(elements: usize) -> usize {
+pub const fn partial_sums(elements: usize) -> usize {
     elements.div_ceil(PART)
 }
 
