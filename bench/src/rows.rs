@@ -5,7 +5,12 @@ use std::time::Instant;
 #[cfg(not(any(feature = "cuda", feature = "wgpu")))]
 use anyhow::bail;
 use anyhow::{Context, Result, anyhow};
-use blocksparse::kernels::rows;
+use blocksparse::StreamDropout;
+use blocksparse::kernels::optim::{self, AdamWNumbers, AdamWTensors, FlatTensor};
+use blocksparse::kernels::rows::{
+    self, ActivationBackward, ActivationKind, HeadsPart, NormBackward, NormBranch, NormGrad,
+    NormOf, StreamGrad,
+};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::future::block_on;
@@ -26,12 +31,22 @@ struct Args {
     /// Timed runs; the median is reported.
     #[arg(long, default_value_t = 25)]
     repeats: usize,
+    /// Width of the stream; the feed-forward network is four times as wide.
+    #[arg(long, default_value_t = 512)]
+    width: usize,
     /// Also write the numbers to this file.
     #[arg(long)]
     json: Option<std::path::PathBuf>,
+    /// Launch every kernel once and wait for nothing: for looking at what is compiled.
+    #[arg(long)]
+    enqueue_only: bool,
+    /// Only the kernels whose names contain this.
+    #[arg(long, default_value = "")]
+    only: String,
 }
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
+const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 
 fn main() -> Result<()> {
     let args = Args::parse();
@@ -41,10 +56,16 @@ fn main() -> Result<()> {
         args,
         results: Vec::new(),
     };
-    bench.launches()?;
+    if bench.args.only.is_empty() && !bench.args.enqueue_only {
+        bench.launches()?;
+        bench.streams()?;
+    }
     bench.copies()?;
-    bench.streams()?;
     bench.column_sums()?;
+    bench.norms()?;
+    bench.activations()?;
+    bench.heads()?;
+    bench.optimizer()?;
     if let Some(path) = &bench.args.json {
         let text = serde_json::to_string_pretty(&bench.results)?;
         std::fs::write(path, text).with_context(|| path.display().to_string())?;
@@ -107,6 +128,13 @@ impl Bench {
 
     /// Times a kernel that has to move so many bytes.
     fn moves(&mut self, name: &str, bytes: usize, call: impl Fn() + Send + Sync) -> Result<()> {
+        if !name.contains(&self.args.only) {
+            return Ok(());
+        }
+        if self.args.enqueue_only {
+            call();
+            return self.client.flush().map_err(|error| anyhow!("{error}"));
+        }
         let ms = self.time(call)?;
         let rate = bytes as f64 / ms / 1e9;
         println!("{name:<56} {ms:>9.4} ms {rate:>7.2} TB/s");
@@ -193,7 +221,7 @@ impl Bench {
     }
 
     fn column_sums(&mut self) -> Result<()> {
-        let bf16 = ElemType::Float(FloatKind::BF16);
+        let bf16 = BF16;
         for (rows, width, element) in [
             (self.args.rows, 512, F32),
             (self.args.rows, 512, bf16),
@@ -213,6 +241,190 @@ impl Bench {
             })?;
         }
         Ok(())
+    }
+
+    fn buffer(&self, numbers: usize, element: ElemType) -> Handle {
+        self.client.empty(numbers * element.size())
+    }
+
+    /// The stream in f32, everything else in bf16, with and without dropout.
+    fn norms(&mut self) -> Result<()> {
+        let (rows, width) = (self.args.rows, self.args.width);
+        let (client, matrix) = (self.client.clone(), rows * width);
+        let [stream, sum] = [(); 2].map(|_| self.buffer(matrix, F32));
+        let [branch, normed, xhat, grad] = [(); 4].map(|_| self.buffer(matrix, BF16));
+        let [bias, gamma, beta] = [(); 3].map(|_| self.buffer(width, F32));
+        let rstd = self.buffer(rows, F32);
+        for dropout in [None, Some(StreamDropout::new(0.1, 1, 0))] {
+            let kind = if dropout.is_some() { ", dropout" } else { "" };
+            let name = format!("residual norm{kind}");
+            self.moves(&name, matrix * (4 + 2 + 4 + 2 + 2), || {
+                let branch = NormBranch {
+                    x: (&branch, BF16),
+                    bias: Some((&bias, F32)),
+                    dropout: dropout.as_ref(),
+                    sum: &sum,
+                };
+                let norm = NormOf {
+                    centered: true,
+                    epsilon: 1e-5,
+                    gamma: (&gamma, F32),
+                    beta: Some((&beta, F32)),
+                    normed: (&normed, BF16),
+                    kept: Some([&xhat, &rstd]),
+                };
+                let (branch, norm) = (Some(branch), Some(norm));
+                rows::residual_norm(&client, (&stream, F32), [rows, width], branch, norm)
+                    .expect("the device can");
+            })?;
+            let name = format!("residual norm, backward{kind}");
+            self.moves(&name, matrix * (4 + 2 + 2 + 4 + 2), || {
+                let pass = NormBackward {
+                    element: F32,
+                    sum: Some(&sum),
+                    norm: Some(NormGrad {
+                        centered: true,
+                        normed: (&normed, BF16),
+                        xhat: &xhat,
+                        rstd: &rstd,
+                        gamma: (&gamma, F32),
+                    }),
+                    stream: StreamGrad::InPlace,
+                    branch: Some((&grad, BF16)),
+                    dropout: dropout.as_ref(),
+                    sums: [true; 3],
+                };
+                rows::residual_norm_backward(&client, [rows, width], &pass)
+                    .expect("the device can");
+            })?;
+        }
+        Ok(())
+    }
+
+    fn activations(&mut self) -> Result<()> {
+        let (rows, width) = (self.args.rows, 4 * self.args.width);
+        let (client, matrix) = (self.client.clone(), rows * width);
+        let [x, y] = [(); 2].map(|_| self.buffer(matrix, BF16));
+        let [bias, sums] = [(); 2].map(|_| self.buffer(width, F32));
+        for activation in [ActivationKind::GeluSigmoid, ActivationKind::GeluErf] {
+            let bias = (&bias, F32);
+            let name = format!("bias and {activation:?}");
+            self.moves(&name, matrix * 4, || {
+                let x = (&x, BF16);
+                rows::bias_activation(&client, x, Some(bias), &y, [rows, width], activation)
+                    .expect("the device can");
+            })?;
+            let name = format!("bias and {activation:?}, backward");
+            self.moves(&name, matrix * 6, || {
+                let pass = ActivationBackward {
+                    activation,
+                    x: Some(&x),
+                    bias: Some(bias),
+                    dy: (&y, BF16),
+                    dx: Some(&y),
+                    sums: Some((&sums, F32)),
+                };
+                rows::bias_activation_backward(&client, [rows, width], &pass)
+                    .expect("the device can");
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Sequences of a quarter of the rows, heads of 64.
+    fn heads(&mut self) -> Result<()> {
+        let (rows, width) = (self.args.rows, self.args.width);
+        let client = self.client.clone();
+        let joined = self.buffer(rows * 3 * width, BF16);
+        let split = [(); 3].map(|_| self.buffer(rows * width, BF16));
+        let [bias, sums] = [(); 2].map(|_| self.buffer(3 * width, F32));
+        let part = HeadsPart {
+            heads: width / 64,
+            dim: 64,
+        };
+        let bytes = rows * 3 * width * 4;
+        self.moves("heads of queries, keys, values, split", bytes, || {
+            let parts = [0, 1, 2].map(|index| (part, &split[index]));
+            let bias = Some((&bias, F32));
+            rows::split_heads(&client, (&joined, BF16), bias, [rows, rows / 4], &parts)
+                .expect("the device can");
+        })?;
+        self.moves("heads of queries, keys, values, joined", bytes, || {
+            let parts = [0, 1, 2].map(|index| (part, Some(&split[index])));
+            let sums = Some((&sums, F32));
+            rows::join_heads(&client, &parts, [rows, rows / 4], (&joined, BF16), sums)
+                .expect("the device can");
+        })
+    }
+
+    /// The parameters of thirty layers: 94.4 million numbers in 480 tensors at a width of 512.
+    fn optimizer(&mut self) -> Result<()> {
+        let width = self.args.width;
+        let client = self.client.clone();
+        let square = width * width;
+        let layer = [
+            square,
+            square,
+            square,
+            square,
+            4 * square,
+            4 * square,
+            width,
+            width,
+            width,
+            width,
+            width,
+            width,
+            width,
+            width,
+            width,
+            4 * width,
+        ];
+        let flat = |elements: usize| FlatTensor::new(self.buffer(elements, F32), elements, F32);
+        let tensors: Vec<AdamWTensors> = (0..30)
+            .flat_map(|_| layer)
+            .map(|elements| AdamWTensors {
+                parameter: flat(elements),
+                gradient: flat(elements),
+                moments: [flat(elements), flat(elements)],
+            })
+            .collect();
+        let gradients: Vec<FlatTensor> = tensors.iter().map(|x| x.gradient.clone()).collect();
+        let numbers: usize = gradients.iter().map(|x| x.elements).sum();
+        let control = client.create_from_slice(&[0u8; 32]);
+        let [norm, factor] = [(); 2].map(|_| self.buffer(1, F32));
+        let count = gradients
+            .iter()
+            .map(|x| optim::partial_sums(x.elements))
+            .sum();
+        let sums = self.buffer(count, F32);
+        let clip = || {
+            optim::sum_of_squares(&client, &gradients, (&sums, count), 0, F32)
+                .expect("the device can");
+            optim::clip_factor(
+                &client,
+                (&sums, count),
+                (&control, 3),
+                [&norm, &factor],
+                F32,
+            )
+            .expect("the device can");
+        };
+        let step = || {
+            let betas = AdamWNumbers {
+                betas: [0.9, 0.999],
+                epsilon: 1e-8,
+                weight_decay: 0.01,
+            };
+            optim::adamw(&client, &tensors, &control, Some(&factor), betas, F32)
+                .expect("the device can");
+        };
+        self.moves("norm of all gradients", numbers * 4, clip)?;
+        self.moves("AdamW of all parameters", numbers * 28, step)?;
+        self.moves("both", numbers * 32, || {
+            clip();
+            step();
+        })
     }
 }
 
