@@ -78,6 +78,8 @@ fn by_x<B: Backend>(
             swish_slope::<B>(sigmoid::<B>(scaled.clone()), scaled)
         }
         Activation::GeluTanh => {
+            // Beyond ±30 it is 0 or 1 in every type, and the cube would overflow.
+            let x = B::float_clamp(x, Scalar::from(-30.0), Scalar::from(30.0));
             let square = times::<B>(B::float_mul(x.clone(), x.clone()), TANH_CUBE);
             let scaled = times::<B>(x, TANH_SLOPE);
             let inner = B::float_mul(scaled.clone(), plus::<B>(square.clone(), 1.0));
