@@ -172,7 +172,7 @@ impl Problem {
 }
 
 /// Shapes with rows and widths of all kinds and of each rank, empty ones too.
-const SHAPES: [&[usize]; 16] = [
+const SHAPES: [&[usize]; 17] = [
     &[1, 1],
     &[7, 3],
     &[3, 100, 33],
@@ -188,6 +188,7 @@ const SHAPES: [&[usize]; 16] = [
     &[0, 6],
     &[2, 0, 5],
     &[4, 0],
+    &[0, 5, 64],
     // Steps that a cube makes along the rows.
     &[2200, 1001],
 ];
@@ -200,7 +201,7 @@ pub fn bias_activation_equals_f64(devices: &[Device]) {
         let calls: Vec<(Activation, bool)> = match index {
             2 | 3 => with(false).chain(with(true)).collect(),
             // The large one.
-            15 => vec![(Activation::Silu, true)],
+            16 => vec![(Activation::Silu, true)],
             _ => vec![
                 (all[index % 6], true),
                 (all[(index + 1) % 6], index % 3 == 0),

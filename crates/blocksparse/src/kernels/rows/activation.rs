@@ -43,12 +43,13 @@ const TANH_SLOPE: f64 = 1.595_769_121_605_730_7;
 /// Factor of the cube in it.
 const TANH_CUBE: f64 = 0.044_715;
 
-/// `1 / (1 + exp(−x))`. Where the exponential is infinite it is 0.
+/// `1 / (1 + exp(−x))`, of numbers whose exponential is finite: not every device has infinite numbers.
 #[cube]
 fn sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
-    let one = Vector::<A, N>::empty().fill(A::new(1.0));
+    let one = filled::<A, N>(1.0);
     // exp(88) is still finite in f32, and 1 / exp(88) no larger than what is lost.
-    let most = Vector::<A, N>::empty().fill(A::new(88.0));
+    let wide = A::size_bits().comptime() == 64;
+    let most = filled::<A, N>(comptime!(if wide { 700.0 } else { 88.0 }));
     let x = x.min(most).max(-most);
     one / (one + (-x).exp())
 }
