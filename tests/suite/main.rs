@@ -1,5 +1,6 @@
 //! One program for all of it: every test program links all of Burn, some 80 MB, and 215 MB with wgpu.
 
+mod activation;
 mod attention;
 mod autodiff;
 mod blocks;
@@ -7,6 +8,7 @@ mod compare;
 mod device_layout;
 mod errors;
 mod fuzz;
+mod heads;
 mod layers;
 mod linear;
 mod loss;

@@ -1,6 +1,7 @@
 //! What the tests share: the table of cases, the f64 reference, the comparator and the devices.
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
+pub mod activation;
 pub mod attention;
 pub mod autodiff;
 pub mod blocks;
@@ -10,6 +11,7 @@ pub mod device_layout;
 pub mod devices;
 pub mod fuzz;
 pub mod fuzz_more;
+pub mod heads;
 pub mod linear;
 pub mod loss;
 pub mod masses;
@@ -267,6 +269,40 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("clipping_equals_f64", optim::clipping_equals_f64),
     ("steps_without_gradients", optim::steps_without_gradients),
     ("optimizer_plans_print", optim::optimizer_plans_print),
+        "bias_activation_equals_f64",
+        activation::bias_activation_equals_f64,
+    ),
+    (
+        "bias_activation_in_half_precision",
+        activation::bias_activation_in_half_precision,
+    ),
+    (
+        "bias_activation_of_large_values",
+        activation::bias_activation_of_large_values,
+    ),
+    (
+        "bias_activation_gives_the_same_bits",
+        activation::bias_activation_gives_the_same_bits,
+    ),
+    (
+        "bias_activation_keeps_its_inputs",
+        activation::bias_activation_keeps_its_inputs,
+    ),
+    (
+        "bias_activation_constants",
+        activation::bias_activation_constants,
+    ),
+    ("bias_activation_plans", activation::bias_activation_plans),
+    ("heads_equal_f64", heads::heads_equal_f64),
+    ("heads_in_half_precision", heads::heads_in_half_precision),
+    ("joined_heads_equal_f64", heads::joined_heads_equal_f64),
+    ("heads_give_the_same_bits", heads::heads_give_the_same_bits),
+    ("heads_constants", heads::heads_constants),
+    (
+        "heads_are_differentiated_together",
+        heads::heads_are_differentiated_together,
+    ),
+    ("heads_plans", heads::heads_plans),
     (
         "threads_share_a_new_layout",
         sharing::threads_share_a_new_layout,

@@ -2,7 +2,7 @@
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Scalar, TensorMetadata};
-use burn::tensor::{FloatDType, Shape};
+use burn::tensor::{DType, FloatDType, Shape};
 
 use super::Activation;
 use super::values::{ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask};
@@ -28,9 +28,13 @@ fn rest<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     plus::<B>(B::float_neg(x), 1.0)
 }
 
-/// `1 / (1 + exp(−x))`, of numbers whose exponential is finite in f32.
+/// `1 / (1 + exp(−x))`, of numbers whose exponential is finite.
 fn sigmoid<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
-    let near = B::float_clamp(x, Scalar::from(-88.0), Scalar::from(88.0));
+    let most = match x.dtype() {
+        DType::F64 => 700.0,
+        _ => 88.0,
+    };
+    let near = B::float_clamp(x, Scalar::from(-most), Scalar::from(most));
     let exponential = B::float_exp(B::float_neg(near));
     B::float_recip(plus::<B>(exponential, 1.0))
 }
@@ -78,6 +82,8 @@ fn by_x<B: Backend>(
             swish_slope::<B>(sigmoid::<B>(scaled.clone()), scaled)
         }
         Activation::GeluTanh => {
+            // Beyond ±30 it is 0 or 1 in every type, and the cube would overflow.
+            let x = B::float_clamp(x, Scalar::from(-30.0), Scalar::from(30.0));
             let square = times::<B>(B::float_mul(x.clone(), x.clone()), TANH_CUBE);
             let scaled = times::<B>(x, TANH_SLOPE);
             let inner = B::float_mul(scaled.clone(), plus::<B>(square.clone(), 1.0));

@@ -11,6 +11,15 @@ pub(crate) fn split<B: Backend>(inputs: SplitInputs<B>, parts: HeadParts) -> Hea
     let SplitInputs { x, bias } = inputs;
     let dtype = FloatDType::from(x.dtype());
     let [batch, seq, width] = x.shape().dims();
+    if batch * seq == 0 {
+        // A slice of a tensor without numbers may begin behind its end, which Flex does not read.
+        let device = x.device();
+        return HeadTensors::of_list(parts.map(|part| {
+            let (heads, dim) = part?;
+            let shape = Shape::new([batch, heads, seq, dim]);
+            Some(B::float_zeros(shape, &device, dtype))
+        }));
+    }
     let x = match bias.into_option() {
         None => x,
         Some(bias) => {

@@ -37,25 +37,33 @@ pub enum ActivationKind {
 }
 
 /// Slope of the sigmoid of [`ActivationKind::GeluSigmoid`].
-const GELU_SLOPE: f32 = 1.702;
+const GELU_SLOPE: f64 = 1.702;
 /// `2 √(2/π)`: `(1 + tanh y) / 2` is the sigmoid of `2 y`.
-const TANH_SLOPE: f32 = 1.595_769_1;
+const TANH_SLOPE: f64 = 1.595_769_121_605_730_7;
 /// Factor of the cube in it.
-const TANH_CUBE: f32 = 0.044_715;
+const TANH_CUBE: f64 = 0.044_715;
 
-/// `1 / (1 + exp(−x))`. Where the exponential is infinite it is 0.
+/// `1 / (1 + exp(−x))`, of numbers whose exponential is finite: not every device has infinite numbers.
 #[cube]
 fn sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
-    let one = Vector::<A, N>::empty().fill(A::new(1.0));
+    let one = filled::<A, N>(1.0);
     // exp(88) is still finite in f32, and 1 / exp(88) no larger than what is lost.
-    let most = Vector::<A, N>::empty().fill(A::new(88.0));
+    let wide = A::size_bits().comptime() == 64;
+    let most = filled::<A, N>(comptime!(if wide { 700.0 } else { 88.0 }));
     let x = x.min(most).max(-most);
     one / (one + (-x).exp())
 }
 
+/// A constant, which f64 gets as the sum of two in f32: literals of kernels are f32.
 #[cube]
-fn filled<A: Float, N: Size>(#[comptime] number: f32) -> Vector<A, N> {
-    Vector::<A, N>::empty().fill(A::new(number))
+fn filled<A: Float, N: Size>(#[comptime] number: f64) -> Vector<A, N> {
+    let high = comptime!(number as f32);
+    let low = comptime!((number - number as f32 as f64) as f32);
+    let constant = match comptime!(low == 0.0) {
+        true => A::new(high),
+        false => A::new(high) + A::new(low),
+    };
+    Vector::<A, N>::empty().fill(constant)
 }
 
 /// The activation.
@@ -70,7 +78,7 @@ fn value<A: Float, N: Size>(x: Vector<A, N>, #[comptime] kind: ActivationKind) -
         }
         ActivationKind::GeluErf => {
             let half = filled::<A, N>(0.5);
-            let scaled = x * filled::<A, N>(std::f32::consts::FRAC_1_SQRT_2);
+            let scaled = x * filled::<A, N>(std::f64::consts::FRAC_1_SQRT_2);
             x * half * (filled::<A, N>(1.0) + scaled.erf())
         }
         ActivationKind::Relu => x.max(filled::<A, N>(0.0)),
@@ -90,6 +98,9 @@ fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] kind: ActivationKind) -
             s * (one + scaled * (one - s))
         }
         ActivationKind::GeluTanh => {
+            // Beyond ±30 it is 0 or 1 in every type, and the cube would overflow.
+            let most = filled::<A, N>(30.0);
+            let x = x.min(most).max(-most);
             let square = x * x;
             let scaled = filled::<A, N>(TANH_SLOPE) * x;
             let s = sigmoid::<A, N>(scaled * (one + filled::<A, N>(TANH_CUBE) * square));
@@ -98,12 +109,12 @@ fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] kind: ActivationKind) -
         }
         ActivationKind::GeluErf => {
             let half = filled::<A, N>(0.5);
-            let scaled = x * filled::<A, N>(std::f32::consts::FRAC_1_SQRT_2);
+            let scaled = x * filled::<A, N>(std::f64::consts::FRAC_1_SQRT_2);
             // Beyond ±30 it is 0 in every type, and x² would overflow that of the exponential.
             let most = filled::<A, N>(30.0);
             let near = x.min(most).max(-most);
             // 1 / √(2π)
-            let density = filled::<A, N>(0.398_942_3) * (-half * near * near).exp();
+            let density = filled::<A, N>(0.398_942_280_401_432_7) * (-half * near * near).exp();
             half * (one + scaled.erf()) + near * density
         }
         ActivationKind::Relu => {

@@ -349,6 +349,12 @@ impl Launch {
     }
 }
 
+/// The parts that have numbers: the buffer of one that has none may be shorter than a vector, which WGPU does not bind.
+fn with_numbers<T: Copy>(parts: &[T], part: impl Fn(&T) -> HeadsPart) -> Vec<T> {
+    let parts = parts.iter().filter(|of| part(of).width() > 0);
+    parts.copied().collect()
+}
+
 /// How [`split_heads`] and [`join_heads`] are launched.
 ///
 /// # Errors
@@ -359,7 +365,8 @@ pub fn heads_text(
     parts: &[HeadsPart],
     element: ElemType,
 ) -> Result<String, KernelError> {
-    let launch = Launch::new(client, [rows, seq], parts, element, false)?;
+    let parts = with_numbers(parts, |part| *part);
+    let launch = Launch::new(client, [rows, seq], &parts, element, false)?;
     Ok(format!(
         "heads: {} numbers a load, {} × {} units a cube",
         launch.vector, launch.kind.columns, launch.kind.rows
@@ -377,6 +384,7 @@ pub fn split_heads(
     [rows, seq]: [usize; 2],
     parts: &[(HeadsPart, &Handle)],
 ) -> Result<(), KernelError> {
+    let parts = with_numbers(parts, |(part, _)| *part);
     let shapes: Vec<HeadsPart> = parts.iter().map(|(part, _)| *part).collect();
     let width: usize = shapes.iter().map(HeadsPart::width).sum();
     if rows == 0 || width == 0 {
@@ -429,6 +437,7 @@ pub fn join_heads(
     (x, element): (&Handle, ElemType),
     sums: Option<(&Handle, ElemType)>,
 ) -> Result<(), KernelError> {
+    let parts = with_numbers(parts, |(part, _)| *part);
     let shapes: Vec<HeadsPart> = parts.iter().map(|(part, _)| *part).collect();
     let width: usize = shapes.iter().map(HeadsPart::width).sum();
     if width == 0 {

@@ -1,0 +1,39 @@
+//! A bias and an activation.
+
+use burn::tensor::Tensor;
+use burn_blocksparse::{Activation, bias_activation, bias_activation_plan};
+use burn_blocksparse_tests::devices::devices;
+use rstest::rstest;
+
+burn_blocksparse_tests::tests!(activation: bias_activation_equals_f64, bias_activation_in_half_precision, bias_activation_of_large_values, bias_activation_gives_the_same_bits, bias_activation_keeps_its_inputs, bias_activation_constants, bias_activation_plans);
+
+#[rstest]
+#[case([3, 8], 7, "bias's length must be 8, x's width, got 7")]
+#[case([3, 8], 0, "bias's length must be 8, x's width, got 0")]
+#[case([3, 0], 1, "bias's length must be 0, x's width, got 1")]
+fn errors(#[case] x: [usize; 2], #[case] bias: usize, #[case] message: &str) {
+    for device in devices() {
+        let x = Tensor::<2>::zeros(x, &device);
+        let bias = Tensor::<1>::zeros([bias], &device);
+        for activation in Activation::ALL {
+            let error = bias_activation_plan(&x, Some(&bias), activation).unwrap_err();
+            assert_eq!(error.to_string(), message);
+            let error = bias_activation(x.clone(), Some(bias.clone()), activation).unwrap_err();
+            assert_eq!(error.to_string(), message);
+        }
+    }
+}
+
+#[test]
+fn a_bias_of_another_device() {
+    let devices = devices();
+    for (x, bias) in devices.iter().zip(devices.iter().skip(1)) {
+        let x = Tensor::<2>::zeros([3, 8], x);
+        let bias = Tensor::<1>::zeros([8], bias);
+        let error = bias_activation(x, Some(bias), Activation::Relu).unwrap_err();
+        assert!(
+            error.to_string().starts_with("bias's device must be"),
+            "{error}"
+        );
+    }
+}
