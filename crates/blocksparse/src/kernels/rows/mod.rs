@@ -9,12 +9,14 @@
 //! dropout        dropout of numbers of rows, and the mask of it that kernels make
 //! norm           a residual stream, what is added to it, and its norm; backward in norm_backward
 //! cross_entropy  the loss of rows of logits, and its gradient
+//! embedding      the gradient of a table by the rows that were taken from it
 //! scaled         a tensor times numbers on the device
 //! ```
 
 mod columns;
 mod cross_entropy;
 mod dropout;
+mod embedding;
 mod norm;
 mod norm_backward;
 mod scaled;
@@ -24,6 +26,7 @@ pub use columns::column_sums;
 pub use cross_entropy::{
     CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,
 };
+pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
 pub use norm::{NormBranch, NormOf, Typed, residual_norm, residual_norm_text};
 pub use norm_backward::{NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward};
 pub use scaled::scaled;
