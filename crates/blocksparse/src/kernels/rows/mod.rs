@@ -11,6 +11,7 @@
 //! heads          rows of heads side by side as tensors by heads, and back
 //! norm           a residual stream, what is added to it, and its norm; backward in norm_backward
 //! cross_entropy  the loss of rows of logits, and its gradient
+//! embedding      the gradient of a table by the rows that were taken from it
 //! scaled         a tensor times numbers on the device
 //! ```
 
@@ -19,6 +20,7 @@ mod columns;
 mod cross_entropy;
 mod dropout;
 mod heads;
+mod embedding;
 mod norm;
 mod norm_backward;
 mod scaled;
@@ -33,6 +35,7 @@ pub use cross_entropy::{
 };
 pub use dropout::{stream_dropout, stream_dropout_text};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
+pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
 pub use norm::{NormBranch, NormOf, Typed, residual_norm, residual_norm_text};
 pub use norm_backward::{NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward};
 pub use scaled::scaled;
