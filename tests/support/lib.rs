@@ -269,6 +269,7 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("clipping_equals_f64", optim::clipping_equals_f64),
     ("steps_without_gradients", optim::steps_without_gradients),
     ("optimizer_plans_print", optim::optimizer_plans_print),
+    (
         "bias_activation_equals_f64",
         activation::bias_activation_equals_f64,
     ),

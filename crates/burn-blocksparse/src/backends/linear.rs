@@ -16,7 +16,7 @@ impl LinearOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 pub(super) mod kernels {
-    use blocksparse::kernels::rows::column_sums;
+    use blocksparse::kernels::rows::{Window, column_sums, window_sums};
     use burn::backend::TensorMetadata;
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::FloatDType;
@@ -26,7 +26,7 @@ pub(super) mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::LinearOps;
-    use crate::backends::cube::{empty, uses_reference};
+    use crate::backends::cube::{empty, typed, uses_reference};
     use crate::backends::named_product as named;
     use crate::linear::products::{self, Primitives, Products};
     use crate::linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
@@ -50,6 +50,34 @@ pub(super) mod kernels {
             }
             let result = matmul(lhs, rhs, Some(out), MatmulStrategy::default(), dtype.into());
             result.unwrap_or_else(|error| panic!("linear: Burn's matmul: {error:?}"))
+        }
+
+        fn sum_matrices(matrices: CubeTensor, widths: &[usize]) -> Vec<CubeTensor> {
+            let matrices = into_contiguous(matrices);
+            let [count, inner, pitch] = matrices.meta.shape().dims();
+            let mut start = 0;
+            let mut parts = Vec::new();
+            for &width in widths {
+                let sum = empty(&matrices, [inner, width], matrices.dtype);
+                let window = Window {
+                    start,
+                    width,
+                    pitch,
+                };
+                let result = window_sums(
+                    &matrices.client,
+                    typed(&matrices),
+                    [count, inner],
+                    window,
+                    typed(&sum),
+                );
+                if result.is_err() {
+                    return <Primitives as Products<CubeBackend>>::sum_matrices(matrices, widths);
+                }
+                parts.push(sum);
+                start += width;
+            }
+            parts
         }
 
         fn weight_rows(x: &CubeTensor) -> usize {

@@ -34,6 +34,20 @@ pub(crate) trait Products<B: Backend> {
     /// Sums over the rows of `[rows, width]`: `[width]`.
     fn sum_rows(matrix: FloatTensor<B>) -> FloatTensor<B>;
 
+    /// Sums over matrices `[matrices, inner, Σ widths]`: of each width the matrix `[inner, width]`, contiguous.
+    fn sum_matrices(matrices: FloatTensor<B>, widths: &[usize]) -> Vec<FloatTensor<B>> {
+        let [count, inner, width] = matrices.shape().dims();
+        let rows = B::float_reshape(matrices, Shape::new([count, inner * width]));
+        let sum = B::float_reshape(Self::sum_rows(rows), Shape::new([inner, width]));
+        let mut start = 0;
+        let mut parts = Vec::new();
+        for width in widths {
+            parts.push(columns::<B>(sum.clone(), start, *width));
+            start += width;
+        }
+        parts
+    }
+
     /// Rows that `xᵀ · dy` takes at a time.
     fn weight_rows(_x: &FloatTensor<B>) -> usize {
         WEIGHT_ROWS
@@ -151,27 +165,37 @@ pub(crate) fn input_gradient<B: Backend, P: Products<B>>(
     rounded::<B>(sum, dtype)
 }
 
-/// `xᵀ · grad`, `[rows, in]` and `[rows, out]`, in the dtype of sums.
+/// `xᵀ · grad`, `[rows, in]` and `[rows, Σ widths]`, in the dtype of sums: a matrix for each width.
+pub(crate) fn weight_gradients<B: Backend, P: Products<B>>(
+    x: FloatTensor<B>,
+    grad: FloatTensor<B>,
+    widths: &[usize],
+) -> Vec<FloatTensor<B>> {
+    let [rows, inputs] = x.shape().dims();
+    let outputs = grad.shape()[1];
+    let dtype = accumulate_in(x.dtype().into());
+    if [rows, inputs, outputs].contains(&0) {
+        let widths = widths.iter();
+        let part = |width: &usize| zeros::<B>(&x, Shape::new([inputs, *width]), dtype);
+        return widths.map(part).collect();
+    }
+    let groups = groups(rows, Some(P::weight_rows(&x)));
+    let x = B::float_reshape(x, Shape::new([groups, rows / groups, inputs]));
+    let grad = B::float_reshape(grad, Shape::new([groups, rows / groups, outputs]));
+    let parts = P::product(B::float_swap_dims(x, 1, 2), grad, dtype);
+    match (groups, widths) {
+        (1, [_]) => vec![B::float_reshape(parts, Shape::new([inputs, outputs]))],
+        _ => P::sum_matrices(parts, widths),
+    }
+}
+
+/// [`weight_gradients`] of one matrix.
 pub(crate) fn weight_gradient<B: Backend, P: Products<B>>(
     x: FloatTensor<B>,
     grad: FloatTensor<B>,
 ) -> FloatTensor<B> {
-    let [rows, inputs] = x.shape().dims();
-    let outputs = grad.shape()[1];
-    let dtype = accumulate_in(x.dtype().into());
-    let shape = Shape::new([inputs, outputs]);
-    if [rows, inputs, outputs].contains(&0) {
-        return zeros::<B>(&x, shape, dtype);
-    }
-    let groups = groups(rows, Some(P::weight_rows(&x)));
-    if groups == 1 {
-        return P::product(B::float_swap_dims(x, 0, 1), grad, dtype);
-    }
-    let x = B::float_reshape(x, Shape::new([groups, rows / groups, inputs]));
-    let grad = B::float_reshape(grad, Shape::new([groups, rows / groups, outputs]));
-    let parts = P::product(B::float_swap_dims(x, 1, 2), grad, dtype);
-    let parts = B::float_reshape(parts, Shape::new([groups, inputs * outputs]));
-    B::float_reshape(P::sum_rows(parts), shape)
+    let width = grad.shape()[1];
+    weight_gradients::<B, P>(x, grad, &[width]).remove(0)
 }
 
 /// `tensor` as a matrix of its last dimension's width.
@@ -243,26 +267,27 @@ pub(crate) fn backward<B: Backend, P: Products<B>>(
     let mut by_weights = [const { None }; 3];
     if let Some(x) = x.into_option() {
         let x = as_rows::<B>(x, task.inputs);
+        let all = || task.weights.iter().flatten();
         // One product, unless a part of it were for nobody.
-        let all_wanted = task
-            .weights
-            .iter()
-            .flatten()
-            .all(|(_, dtype)| dtype.is_some());
-        let joined = all_wanted.then(|| weight_gradient::<B, P>(x.clone(), grad.clone()));
+        let mut joined = match all().all(|(_, dtype)| dtype.is_some()) {
+            true => {
+                let widths: Vec<usize> = all().map(|(width, _)| *width).collect();
+                weight_gradients::<B, P>(x.clone(), grad.clone(), &widths)
+            }
+            false => Vec::new(),
+        }
+        .into_iter();
         let mut start = 0;
         for (weight, by_weight) in task.weights.into_iter().zip(&mut by_weights) {
             let Some((width, dtype)) = weight else {
                 continue;
             };
+            let made = joined.next();
             *by_weight = dtype.map(|dtype| {
-                let made = match &joined {
-                    Some(joined) => columns::<B>(joined.clone(), start, width),
-                    None => {
-                        let grad = columns::<B>(grad.clone(), start, width);
-                        weight_gradient::<B, P>(x.clone(), grad)
-                    }
-                };
+                let made = made.unwrap_or_else(|| {
+                    let grad = columns::<B>(grad.clone(), start, width);
+                    weight_gradient::<B, P>(x.clone(), grad)
+                });
                 rounded::<B>(made, dtype)
             });
             start += width;

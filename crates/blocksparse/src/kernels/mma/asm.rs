@@ -165,14 +165,6 @@ pub fn wait_copies() {
     gpu_asm!("cp.async.wait_all;");
 }
 
-/// `2^x`.
-#[cube]
-pub fn exp2(x: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("ex2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
-    o
-}
-
 /// Two neighbouring words.
 #[cube]
 pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> {

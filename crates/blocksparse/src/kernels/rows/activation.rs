@@ -8,6 +8,8 @@ use super::columns::{accumulator_of, column_sums};
 use super::norm::Typed;
 use crate::kernels::args::{address_of, buffer, optional};
 use crate::kernels::error::KernelError;
+#[cfg(feature = "cuda-asm")]
+use crate::kernels::shared::asm;
 
 /// Units of a cube.
 const UNITS: usize = 256;
@@ -45,7 +47,36 @@ const TANH_CUBE: f64 = 0.044_715;
 
 /// `1 / (1 + exp(−x))`, of numbers whose exponential is finite: not every device has infinite numbers.
 #[cube]
-fn sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
+fn sigmoid<A: Float, N: Size>(x: Vector<A, N>, #[comptime] fast: bool) -> Vector<A, N> {
+    match comptime!(fast) {
+        true => fast_sigmoid::<A, N>(x),
+        false => exact_sigmoid::<A, N>(x),
+    }
+}
+
+/// By the device's approximate instructions, each within two units of the last place of f32: the exact ones take longer than the memory.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
+    let mut result = Vector::<A, N>::empty();
+    #[unroll]
+    for c in 0..N::value() {
+        let power = f32::cast_from(x.extract(c)) * (-std::f32::consts::LOG2_E);
+        // Where the power is infinite, its reciprocal is 0.
+        let one = asm::reciprocal(asm::exp2(power) + 1.0);
+        result.insert(c, A::cast_from(one));
+    }
+    result
+}
+
+#[cfg(not(feature = "cuda-asm"))]
+#[cube]
+fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
+    exact_sigmoid::<A, N>(x)
+}
+
+#[cube]
+fn exact_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
     let one = filled::<A, N>(1.0);
     // exp(88) is still finite in f32, and 1 / exp(88) no larger than what is lost.
     let wide = A::size_bits().comptime() == 64;
@@ -68,13 +99,13 @@ fn filled<A: Float, N: Size>(#[comptime] number: f64) -> Vector<A, N> {
 
 /// The activation.
 #[cube]
-fn value<A: Float, N: Size>(x: Vector<A, N>, #[comptime] kind: ActivationKind) -> Vector<A, N> {
-    match comptime!(kind) {
+fn value<A: Float, N: Size>(x: Vector<A, N>, #[comptime] k: Kind) -> Vector<A, N> {
+    match comptime!(k.activation) {
         ActivationKind::None => x,
-        ActivationKind::GeluSigmoid => x * sigmoid::<A, N>(x * filled::<A, N>(GELU_SLOPE)),
+        ActivationKind::GeluSigmoid => x * sigmoid::<A, N>(x * filled::<A, N>(GELU_SLOPE), k.fast),
         ActivationKind::GeluTanh => {
             let inner = filled::<A, N>(1.0) + filled::<A, N>(TANH_CUBE) * x * x;
-            x * sigmoid::<A, N>(filled::<A, N>(TANH_SLOPE) * x * inner)
+            x * sigmoid::<A, N>(filled::<A, N>(TANH_SLOPE) * x * inner, k.fast)
         }
         ActivationKind::GeluErf => {
             let half = filled::<A, N>(0.5);
@@ -82,19 +113,19 @@ fn value<A: Float, N: Size>(x: Vector<A, N>, #[comptime] kind: ActivationKind) -
             x * half * (filled::<A, N>(1.0) + scaled.erf())
         }
         ActivationKind::Relu => x.max(filled::<A, N>(0.0)),
-        ActivationKind::Silu => x * sigmoid::<A, N>(x),
+        ActivationKind::Silu => x * sigmoid::<A, N>(x, k.fast),
     }
 }
 
 /// Its derivative.
 #[cube]
-fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] kind: ActivationKind) -> Vector<A, N> {
+fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] k: Kind) -> Vector<A, N> {
     let one = filled::<A, N>(1.0);
-    match comptime!(kind) {
+    match comptime!(k.activation) {
         ActivationKind::None => one,
         ActivationKind::GeluSigmoid => {
             let scaled = x * filled::<A, N>(GELU_SLOPE);
-            let s = sigmoid::<A, N>(scaled);
+            let s = sigmoid::<A, N>(scaled, k.fast);
             s * (one + scaled * (one - s))
         }
         ActivationKind::GeluTanh => {
@@ -103,7 +134,7 @@ fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] kind: ActivationKind) -
             let x = x.min(most).max(-most);
             let square = x * x;
             let scaled = filled::<A, N>(TANH_SLOPE) * x;
-            let s = sigmoid::<A, N>(scaled * (one + filled::<A, N>(TANH_CUBE) * square));
+            let s = sigmoid::<A, N>(scaled * (one + filled::<A, N>(TANH_CUBE) * square), k.fast);
             let inner = scaled * (one + filled::<A, N>(comptime!(3.0 * TANH_CUBE)) * square);
             s * (one + inner * (one - s))
         }
@@ -122,7 +153,7 @@ fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] kind: ActivationKind) -
             select_many(x.greater_than(&zero), one, zero)
         }
         ActivationKind::Silu => {
-            let s = sigmoid::<A, N>(x);
+            let s = sigmoid::<A, N>(x, k.fast);
             s * (one + x * (one - s))
         }
     }
@@ -139,6 +170,8 @@ struct Kind {
     rows: usize,
     /// Whether the gradient is written, and not only its sums.
     written: bool,
+    /// Whether exponentials and reciprocals are the device's approximate ones: where results are rounded to half precision anyway.
+    fast: bool,
 }
 
 /// `y = f(x + bias)`.
@@ -170,7 +203,7 @@ fn forward<E: Float, P: Float, A: Float, N: Size>(
             let row = top + i * comptime!(k.rows);
             if row < rows {
                 y[row * comptime!(k.row_vectors) + column] =
-                    Vector::<E, N>::cast_from(value::<A, N>(values[i] + added, k.activation));
+                    Vector::<E, N>::cast_from(value::<A, N>(values[i] + added, k));
             }
         }
     }
@@ -230,7 +263,7 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
                 }
                 #[unroll]
                 for i in 0..comptime!(UNROLLED) {
-                    grads[i] *= slope::<A, N>(values[i] + added, k.activation);
+                    grads[i] *= slope::<A, N>(values[i] + added, k);
                 }
             }
             #[unroll]
@@ -300,6 +333,7 @@ impl Launch {
             columns,
             rows: units / columns,
             written,
+            fast: cfg!(feature = "cuda-asm") && element.size() == 2 && client.name() == "cuda",
         };
         let (x_most, y_most, _) = hardware.max_cube_count;
         let cubes = row_vectors.div_ceil(columns);

@@ -18,13 +18,52 @@ const UNROLLED: usize = 8;
 /// Cubes that keep a large device busy.
 const CUBES: usize = 1024;
 
-/// How a cube shares a chunk of rows: `columns × rows` units.
+/// How a cube shares a chunk of rows: `columns × rows` units; and what of a row it sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Shape {
     /// Units along a row, each with a vector.
     columns: usize,
     /// Units along a column, each with every `rows`-th row.
     rows: usize,
+    /// The window in vectors: `width` of every `pitch`, from `start` on. All of a row if the two are equal.
+    window: Window,
+}
+
+/// Some of the columns of rows that are matrices themselves, `[.., pitch]`: `width` of them from `start` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Window {
+    /// The first column.
+    pub start: usize,
+    /// How many.
+    pub width: usize,
+    /// Numbers of a matrix's row.
+    pub pitch: usize,
+}
+
+impl Window {
+    /// Everything.
+    const ALL: Self = Self {
+        start: 0,
+        width: 1,
+        pitch: 1,
+    };
+
+    fn divided(self, vector: usize) -> Self {
+        match self == Self::ALL {
+            true => self,
+            false => Self {
+                start: self.start / vector,
+                width: self.width / vector,
+                pitch: self.pitch / vector,
+            },
+        }
+    }
+
+    /// Whether vectors of so many numbers do not cross its edges.
+    fn takes(&self, vector: usize) -> bool {
+        let edges = [self.start, self.width, self.pitch];
+        *self == Self::ALL || edges.iter().all(|edge| edge.is_multiple_of(vector))
+    }
 }
 
 /// `output[chunk, column] = Σ input[row, column]` over the rows of each chunk, in `A`.
@@ -38,7 +77,7 @@ fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
     #[comptime] shape: Shape,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
-    #[define(O)] _output: ElemType,
+    #[define(O)] _output_type: ElemType,
 ) {
     let mut shared = Shared::<[Vector<A, N>]>::new_slice(comptime!(shape.columns * shape.rows));
     let unit = UNIT_POS as usize;
@@ -49,6 +88,11 @@ fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
     let first = chunk * chunk_rows;
     let end = min(first + chunk_rows, rows);
     let mut sum = Vector::<A, N>::empty().fill(A::new(0.0));
+    let window = comptime!(shape.window);
+    let pitch = row_vectors / comptime!(window.width) * comptime!(window.pitch);
+    let read = column / comptime!(window.width) * comptime!(window.pitch)
+        + column % comptime!(window.width)
+        + comptime!(window.start);
     if column < row_vectors {
         let mut row = first + y;
         // Several loads are on their way at a time.
@@ -57,14 +101,14 @@ fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
             let mut part = Vector::<A, N>::empty().fill(A::new(0.0));
             #[unroll]
             for next in 0..comptime!(UNROLLED) {
-                let at = (row + next * comptime!(shape.rows)) * row_vectors + column;
+                let at = (row + next * comptime!(shape.rows)) * pitch + read;
                 part += Vector::<A, N>::cast_from(input[at]);
             }
             sum += part;
             row += step;
         }
         while row < end {
-            sum += Vector::<A, N>::cast_from(input[row * row_vectors + column]);
+            sum += Vector::<A, N>::cast_from(input[row * pitch + read]);
             row += comptime!(shape.rows);
         }
     }
@@ -88,8 +132,32 @@ fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
 /// [`KernelError::Limit`] if the matrix has more elements than the device indexes.
 pub fn column_sums(
     client: &Client,
+    input: (&Handle, ElemType),
+    matrix: [usize; 2],
+    output: (&Handle, ElemType),
+) -> Result<(), KernelError> {
+    sums_in(client, input, matrix, Window::ALL, output)
+}
+
+/// [`column_sums`] of matrices `[inner, window.pitch]`, of each the columns of a window: `output` is `[inner, window.width]`.
+///
+/// # Errors
+/// As [`column_sums`].
+pub fn window_sums(
+    client: &Client,
+    input: (&Handle, ElemType),
+    [rows, inner]: [usize; 2],
+    window: Window,
+    output: (&Handle, ElemType),
+) -> Result<(), KernelError> {
+    sums_in(client, input, [rows, inner * window.width], window, output)
+}
+
+fn sums_in(
+    client: &Client,
     (input, element): (&Handle, ElemType),
     [rows, width]: [usize; 2],
+    window: Window,
     (output, output_element): (&Handle, ElemType),
 ) -> Result<(), KernelError> {
     if width == 0 {
@@ -100,34 +168,30 @@ pub fn column_sums(
         client,
         [rows, width],
         [element, accumulator, output_element],
+        window,
     )?;
     let chunks = launch.chunks(rows);
     if chunks == 1 {
-        launch.run(
-            client,
-            (input, element),
-            rows,
-            rows,
-            (output, output_element),
-        );
+        let output = (output, output_element);
+        launch.run(client, launch.shape, (input, element), [rows, rows], output);
         return Ok(());
     }
     let partial = client.empty(chunks * width * accumulator.size());
+    let sums = (&partial, accumulator);
     let chunk_rows = rows.div_ceil(chunks);
     launch.run(
         client,
+        launch.shape,
         (input, element),
-        rows,
-        chunk_rows,
-        (&partial, accumulator),
+        [rows, chunk_rows],
+        sums,
     );
-    launch.run(
-        client,
-        (&partial, accumulator),
-        chunks,
-        chunks,
-        (output, output_element),
-    );
+    let joined = Shape {
+        window: Window::ALL,
+        ..launch.shape
+    };
+    let output = (output, output_element);
+    launch.run(client, joined, sums, [chunks, chunks], output);
     Ok(())
 }
 
@@ -155,14 +219,18 @@ impl Launch {
         client: &Client,
         [rows, width]: [usize; 2],
         elements: [ElemType; 3],
+        window: Window,
     ) -> Result<Self, KernelError> {
         let hardware = &client.properties().hardware;
         let [.., accumulator, _] = elements;
+        let row_length = width / window.width * window.pitch;
         // Of the input, which is what there is most of.
         let most = (16 / elements[0].size()).min(hardware.max_vector_size.max(1));
         let vector = [8, 4, 2, 1]
             .into_iter()
-            .find(|vector| *vector <= most && width.is_multiple_of(*vector))
+            .find(|vector| {
+                *vector <= most && width.is_multiple_of(*vector) && window.takes(*vector)
+            })
             .unwrap_or(1);
         let row_vectors = width / vector;
         let units = UNITS
@@ -172,6 +240,7 @@ impl Launch {
         let shape = Shape {
             columns,
             rows: units / columns,
+            window: window.divided(vector),
         };
         let (x_most, y_most, _) = hardware.max_cube_count;
         let columns = row_vectors.div_ceil(columns);
@@ -183,7 +252,7 @@ impl Launch {
             row_vectors,
             shape,
             // A chunk's last row may be past the end.
-            address: address_of(client, (rows + rows.isqrt() + 1) * width)?,
+            address: address_of(client, (rows + rows.isqrt() + 1) * row_length)?,
             accumulator,
             most_chunks: y_most as usize,
         })
@@ -196,16 +265,18 @@ impl Launch {
         wanted.clamp(1, self.most_chunks)
     }
 
+    /// Of the rows in a window, or of all their columns.
     fn run(
         &self,
         client: &Client,
+        shape: Shape,
         (input, element): (&Handle, ElemType),
-        rows: usize,
-        chunk_rows: usize,
+        [rows, chunk_rows]: [usize; 2],
         (output, output_element): (&Handle, ElemType),
     ) {
         let chunks = rows.div_ceil(chunk_rows.max(1)).max(1);
         let columns = self.row_vectors.div_ceil(self.shape.columns);
+        let read = self.row_vectors / shape.window.width * shape.window.pitch;
         // SAFETY: a unit reads its vectors of rows below `rows` and writes one vector of its chunk; the buffers have the lengths they say (see
         // `buffer`).
         unsafe {
@@ -215,12 +286,12 @@ impl Launch {
                 CubeDim::new_1d((self.shape.columns * self.shape.rows) as u32),
                 self.address,
                 self.vector,
-                buffer(input, rows * self.row_vectors),
+                buffer(input, rows * read),
                 buffer(output, chunks * self.row_vectors),
                 rows,
                 self.row_vectors,
                 chunk_rows,
-                self.shape,
+                shape,
                 element,
                 self.accumulator,
                 output_element,

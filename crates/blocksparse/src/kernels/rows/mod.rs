@@ -19,8 +19,8 @@ mod activation;
 mod columns;
 mod cross_entropy;
 mod dropout;
-mod heads;
 mod embedding;
+mod heads;
 mod norm;
 mod norm_backward;
 mod scaled;
@@ -29,13 +29,13 @@ mod tile;
 pub use activation::{
     ActivationBackward, ActivationKind, activation_text, bias_activation, bias_activation_backward,
 };
-pub use columns::column_sums;
+pub use columns::{Window, column_sums, window_sums};
 pub use cross_entropy::{
     CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,
 };
 pub use dropout::{stream_dropout, stream_dropout_text};
-pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
 pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
+pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
 pub use norm::{NormBranch, NormOf, Typed, residual_norm, residual_norm_text};
 pub use norm_backward::{NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward};
 pub use scaled::scaled;

@@ -166,30 +166,33 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
             let centered = centered.as_ref().unwrap();
             let gamma = gamma.as_ref().unwrap();
             let scale = rstd.as_ref().unwrap()[row];
-            let mut x = Array::<Vector<A, N>>::new(vectors);
-            let mut g = Array::<Vector<A, N>>::new(vectors);
+            // As they are stored, and widened where they are used: half of the registers, and twice the rows on their way.
+            let mut x = Array::<Vector<H, N>>::new(vectors);
+            let mut g = Array::<Vector<H, N>>::new(vectors);
             #[unroll]
             for i in 0..vectors {
-                x[i] = Vector::<A, N>::cast_from(centered[start + place(lane, i, tile)]);
+                x[i] = centered[start + place(lane, i, tile)];
             }
             #[unroll]
             for i in 0..vectors {
-                g[i] = Vector::<A, N>::cast_from(grad_normed[start + place(lane, i, tile)]);
+                g[i] = grad_normed[start + place(lane, i, tile)];
             }
             let mut total = zero;
             let mut product = zero;
             #[unroll]
             for i in 0..vectors {
-                let grad = select(exists && has(lane, i, tile), g[i], zero);
+                let grad = Vector::<A, N>::cast_from(g[i]);
+                let grad = select(exists && has(lane, i, tile), grad, zero);
+                let x = Vector::<A, N>::cast_from(x[i]);
                 if comptime!(gamma_sum) {
-                    by_gamma[i] += grad * x[i];
+                    by_gamma[i] += grad * x;
                 }
                 if comptime!(beta_sum) {
                     by_beta[i] += grad;
                 }
-                g[i] = grad * Vector::<A, N>::cast_from(gamma[place(lane, i, tile)]);
-                total += g[i];
-                product += g[i] * x[i];
+                let grad = grad * Vector::<A, N>::cast_from(gamma[place(lane, i, tile)]);
+                total += grad;
+                product += grad * x;
             }
             let product = sum_of::<A, N>(product);
             let product = across_lanes::<A>(product, &mut shared, tile, Combine::Sum);
@@ -203,7 +206,10 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
             let scale = Vector::<A, N>::empty().fill(scale);
             #[unroll]
             for i in 0..vectors {
-                ds[i] += scale * (g[i] - mean - x[i] * product);
+                let grad = Vector::<A, N>::cast_from(g[i])
+                    * Vector::<A, N>::cast_from(gamma[place(lane, i, tile)]);
+                let x = Vector::<A, N>::cast_from(x[i]);
+                ds[i] += scale * (grad - mean - x * product);
             }
         }
         if comptime!(k.stream) {

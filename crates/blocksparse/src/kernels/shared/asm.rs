@@ -113,6 +113,14 @@ pub fn log2(x: f32) -> f32 {
     o
 }
 
+/// `2^x`.
+#[cube]
+pub fn exp2(x: f32) -> f32 {
+    let o: f32;
+    gpu_asm!("ex2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
+    o
+}
+
 #[cube]
 pub fn reciprocal(x: f32) -> f32 {
     let o: f32;
