@@ -55,6 +55,7 @@ mod device;
 mod device_layout;
 mod dropout;
 mod dtype;
+mod embedding;
 mod error;
 mod heads;
 mod linear;
@@ -94,6 +95,7 @@ pub use choice::TopKOptions;
 pub use device::check_device;
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use dropout::{dropout, dropout_plan};
+pub use embedding::{embedding, embedding_backward, embedding_plan};
 pub use error::OpError;
 pub use heads::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};
@@ -115,7 +117,8 @@ pub use norm::{
 pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseOps,
-    ClipFactor, DropoutOps, HeadOps, LinearOps, LossOps, NormOps, OptimOps, TensorList,
+    ClipFactor, DropoutOps, EmbeddingOps, HeadOps, LinearOps, LossOps, NormOps, OptimOps,
+    TensorList,
 };
 pub use optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};

@@ -2,7 +2,9 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Embedding, LayerNorm, LayerNormConfig, Linear};
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::{CrossEntropyOptions, LinearOptions, linear, linear_cross_entropy};
+use burn_blocksparse::{
+    CrossEntropyOptions, LinearOptions, embedding, linear, linear_cross_entropy,
+};
 
 use crate::attention::linear_flops;
 use crate::block::Drops;
@@ -375,7 +377,8 @@ impl SparseTransformer {
             });
         }
         // Ids have no gradient. Without their autodiff context they can come from any device setting.
-        let embedded = self.token_embedding.forward(tokens.without_autodiff());
+        let table = self.token_embedding.weight.val();
+        let embedded = embedding(table, tokens.without_autodiff())?;
         Ok(match &self.position_embedding {
             Some(positions) => embedded + positions.forward(start, seq),
             None => embedded,

@@ -10,6 +10,7 @@ mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 mod dropout;
+pub(crate) mod embedding;
 pub(crate) mod heads;
 mod linear;
 pub(crate) mod loss;

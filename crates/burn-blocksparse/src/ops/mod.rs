@@ -2,6 +2,7 @@
 
 mod activation;
 mod dropout;
+mod embedding;
 mod heads;
 mod linear;
 mod loss;
@@ -13,6 +14,7 @@ use burn::backend::{Backend, backend_extension};
 
 pub use activation::ActivationOps;
 pub use dropout::DropoutOps;
+pub use embedding::EmbeddingOps;
 pub use heads::HeadOps;
 pub use linear::LinearOps;
 pub use loss::LossOps;
