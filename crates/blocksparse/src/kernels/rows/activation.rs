@@ -183,7 +183,7 @@ fn forward<E: Float, P: Float, A: Float, N: Size>(
     rows: usize,
     #[comptime] k: Kind,
     #[define(E)] _element: ElemType,
-    #[define(P)] _bias: ElemType,
+    #[define(P)] _added: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
     let unit = UNIT_POS as usize;
@@ -233,7 +233,7 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
     steps: usize,
     #[comptime] k: Kind,
     #[define(E)] _element: ElemType,
-    #[define(P)] _bias: ElemType,
+    #[define(P)] _added: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
     let mut dx = dx;

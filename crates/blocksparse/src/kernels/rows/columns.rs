@@ -163,6 +163,9 @@ fn sums_in(
     if width == 0 {
         return Ok(());
     }
+    // The buffer of a matrix without rows may be shorter than a vector, which WGPU does not bind.
+    let no_rows = (rows == 0).then(|| client.empty(16));
+    let input = no_rows.as_ref().unwrap_or(input);
     let accumulator = accumulator_of(element);
     let launch = Launch::new(
         client,

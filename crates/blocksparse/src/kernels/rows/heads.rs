@@ -97,7 +97,7 @@ fn split<E: Float, P: Float, A: Float, N: Size>(
     seq: usize,
     #[comptime] k: Kind,
     #[define(E)] _element: ElemType,
-    #[define(P)] _bias: ElemType,
+    #[define(P)] _added: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
     let unit = UNIT_POS as usize;
