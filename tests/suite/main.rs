@@ -6,6 +6,7 @@ mod autodiff;
 mod blocks;
 mod compare;
 mod device_layout;
+mod embedding;
 mod errors;
 mod fuzz;
 mod heads;

@@ -9,6 +9,7 @@ pub mod cases;
 pub mod compare;
 pub mod device_layout;
 pub mod devices;
+pub mod embedding;
 pub mod fuzz;
 pub mod fuzz_more;
 pub mod heads;
@@ -304,6 +305,24 @@ pub const CHECKS: &[(&str, Check)] = &[
         heads::heads_are_differentiated_together,
     ),
     ("heads_plans", heads::heads_plans),
+    ("embedding_equals_f64", embedding::embedding_equals_f64),
+    (
+        "embedding_in_half_precision",
+        embedding::embedding_in_half_precision,
+    ),
+    (
+        "embedding_gives_the_same_bits",
+        embedding::embedding_gives_the_same_bits,
+    ),
+    (
+        "embedding_backward_equals_f64",
+        embedding::embedding_backward_equals_f64,
+    ),
+    (
+        "embedding_of_a_frozen_table",
+        embedding::embedding_of_a_frozen_table,
+    ),
+    ("embedding_plans", embedding::embedding_plans),
     (
         "threads_share_a_new_layout",
         sharing::threads_share_a_new_layout,

@@ -81,7 +81,8 @@ pub fn embedding_backward(
 pub fn embedding_plan(table: &Tensor<2>, ids: &Tensor<2, Int>) -> Result<OpPlan, OpError> {
     served(&table.device())?;
     same_device("ids' device", &table.device(), "table's", &ids.device())?;
-    let positions = ids.dims().iter().product();
+    let [batch, seq] = ids.dims();
+    let positions = batch * seq;
     Ok(OpPlan::new(&table.device(), |device| {
         #[cfg(feature = "cube")]
         return crate::backends::embedding::text(

@@ -225,7 +225,7 @@ pub fn embedding_text(
 ) -> Result<String, KernelError> {
     let ranges = kind.ranges(client, positions)?;
     Ok(format!(
-        "{TILE} entries of {TILE} channels a cube, {ranges} ranges of positions"
+        "embedding: {TILE} entries of {TILE} channels, {UNITS} units a cube, {ranges} ranges of positions"
     ))
 }
 
