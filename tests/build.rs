@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 11] = [
+const PAGES: [&str; 12] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
@@ -15,6 +15,7 @@ const PAGES: [&str; 11] = [
     "docs/install-gpu.md",
     "docs/padding.md",
     "docs/swap-burn-nn.md",
+    "docs/training-ops.md",
     "docs/training.md",
     "docs/write-your-own-pattern.md",
 ];

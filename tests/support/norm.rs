@@ -8,7 +8,7 @@ use burn_blocksparse::{
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::compare::{assert_close, to_f64};
+use crate::compare::{assert_close, assert_close_to, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports};
 
 /// Names of a call's results, in the order of [`Problem::solve`] and [`Problem::run`].
@@ -127,6 +127,31 @@ impl Problem {
     }
 
     /// The results, as far as there are.
+    /// The largest of the terms whose differences the gradient by the stream is: r |ĝ|. A row of one number has an r of `ε^−½`, and a gradient of 0.
+    fn largest_term(&self) -> f64 {
+        let [_, _, width] = self.shape;
+        let Some(grad) = self.grad_normed.as_ref().filter(|_| self.norm.is_some()) else {
+            return 0.0;
+        };
+        let [Some(sum), ..] = self.solve() else {
+            return 0.0;
+        };
+        let rows = sum.chunks(width.max(1)).zip(grad.chunks(width.max(1)));
+        rows.map(|(s, grad)| {
+            let mean = match self.norm {
+                Some(Norm::Layer) => s.iter().sum::<f64>() / width as f64,
+                _ => 0.0,
+            };
+            let variance = s.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / width as f64;
+            let terms = grad.iter().zip(&self.gamma);
+            let largest = terms
+                .map(|(g, gamma)| (g * gamma).abs())
+                .fold(0.0, f64::max);
+            largest * (variance + self.epsilon).powf(-0.5)
+        })
+        .fold(0.0, f64::max)
+    }
+
     fn solve(&self) -> [Option<Vec<f64>>; 7] {
         let [a, b, width] = self.shape;
         let (rows, d) = (a * b, width as f64);
@@ -294,12 +319,19 @@ impl Problem {
             types.params,
             types.params,
         ];
+        let largest = self.largest_term();
         for (index, (got, expected)) in got.into_iter().zip(self.solve()).enumerate() {
             let what = format!("{what}, {device:?}, {types:?}: {}", NAMES[index]);
+            // By the stream and the branch.
+            let terms = if (2..=3).contains(&index) {
+                largest
+            } else {
+                0.0
+            };
             match (got, expected) {
                 (Some(got), Some(expected)) => {
                     assert_eq!(got.dtype(), dtypes[index], "{what}");
-                    assert_close(&what, got, &expected, tolerance);
+                    assert_close_to(terms, &what, got, &expected, tolerance);
                 }
                 (None, None) => {}
                 (got, _) => panic!("{what}: there is one: {}", got.is_some()),
@@ -483,12 +515,16 @@ pub fn residual_norm_constants(devices: &[Device]) {
                     let expected = all
                         .as_ref()
                         .filter(|_| index < 2 || track(index as u32 - 2));
-                    assert_eq!(
-                        some.as_ref().map(|data| data.as_bytes()),
-                        expected.map(|data| data.as_bytes()),
-                        "{bits:b}: {}",
-                        NAMES[index]
-                    );
+                    let what = format!("{bits:b}: {}", NAMES[index]);
+                    match (some, expected) {
+                        // Another kernel, whose compiler may contract other products.
+                        (Some(some), Some(expected)) => {
+                            assert_close(&what, some, &to_f64(expected.clone()), 1e-6);
+                        }
+                        (some, expected) => {
+                            assert_eq!(some.is_some(), expected.is_some(), "{what}");
+                        }
+                    }
                 }
             }
         }

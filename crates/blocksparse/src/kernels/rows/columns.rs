@@ -15,6 +15,12 @@ const COLUMN_UNITS: usize = 32;
 const LEAST_ROWS: usize = 8;
 /// Rows of a unit that are loaded together.
 const UNROLLED: usize = 8;
+/// Rows that one launch sums.
+const FEW_ROWS: usize = 2048;
+/// Rows of a unit where there are few.
+const ROWS_OF_FEW: usize = 16;
+/// Vectors of columns of a cube, then: still 128 bytes of f32.
+const NARROW_UNITS: usize = 8;
 /// Cubes that keep a large device busy.
 const CUBES: usize = 1024;
 
@@ -239,7 +245,14 @@ impl Launch {
         let units = UNITS
             .min(hardware.max_units_per_cube as usize)
             .min(hardware.max_cube_dim.0 as usize);
-        let columns = row_vectors.next_power_of_two().min(COLUMN_UNITS).min(units);
+        // Few rows of few columns, like the partial sums of other kernels: more cubes, so that one launch does.
+        let few = rows <= FEW_ROWS && row_vectors < CUBES * COLUMN_UNITS;
+        let most = match few {
+            true => (units * ROWS_OF_FEW / rows.max(1)).clamp(NARROW_UNITS, COLUMN_UNITS),
+            false => COLUMN_UNITS,
+        };
+        let most = 1 << most.ilog2();
+        let columns = row_vectors.next_power_of_two().min(most).min(units);
         let shape = Shape {
             columns,
             rows: units / columns,
@@ -263,6 +276,9 @@ impl Launch {
 
     /// Into how many chunks the rows are cut.
     fn chunks(&self, rows: usize) -> usize {
+        if rows <= FEW_ROWS {
+            return 1;
+        }
         let cubes = self.row_vectors.div_ceil(self.shape.columns);
         let wanted = (CUBES / cubes).min(rows / (self.shape.rows * LEAST_ROWS));
         wanted.clamp(1, self.most_chunks)

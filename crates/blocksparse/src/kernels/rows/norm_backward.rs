@@ -7,15 +7,17 @@ use cubecl::server::Handle;
 use super::columns::{accumulator_of, column_sums};
 use super::dropout::{StreamMask, stream_factors, stream_mask};
 use super::norm::{Kind, Typed, has, place, sum_of, tile_of, widest};
-use super::tile::{Combine, RowTile, across_lanes};
+use super::tile::{Combine, RowTile, across_lanes, pair_across_lanes, pair_shared};
 use crate::StreamDropout;
 use crate::kernels::args::{address_of, optional, spread};
 use crate::kernels::error::KernelError;
 
-/// Numbers of a row that a unit has in registers: beside them it has as many of each sum.
-const LANE_NUMBERS: usize = 16;
+/// Numbers of a row that a unit has in registers: beside them it has as many of each sum, so twice as many would leave a multiprocessor with half of its planes.
+const LANE_NUMBERS: usize = 8;
+/// Units of a cube, which meet in each step.
+const UNITS: usize = 128;
 /// Cubes of a multiprocessor that sum.
-const CUBES: usize = 4;
+const CUBES: usize = 6;
 /// Multiprocessors, where the device does not say.
 const MULTIPROCESSORS: usize = 128;
 
@@ -111,7 +113,7 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
     let row_vectors = comptime!(tile.row_vectors);
     let zero = Vector::<A, N>::zeroed();
     let inverse_width = inverse_width.get::<A>();
-    let mut shared = Shared::<[A]>::new_slice(comptime!(tile.shared()));
+    let mut shared = Shared::<[A]>::new_slice(comptime!(pair_shared(&tile).max(tile.shared())));
     let unit = UNIT_POS as usize;
     let lane = unit % comptime!(tile.lanes);
     let own = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
@@ -195,14 +197,17 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
                 product += grad * x;
             }
             let product = sum_of::<A, N>(product);
-            let product = across_lanes::<A>(product, &mut shared, tile, Combine::Sum);
-            let product = Vector::<A, N>::empty().fill(product * inverse_width);
             let mut mean = zero;
+            let mut product = product;
             if comptime!(k.kind.centered) {
                 let total = sum_of::<A, N>(total);
-                let total = across_lanes::<A>(total, &mut shared, tile, Combine::Sum);
-                mean = Vector::<A, N>::empty().fill(total * inverse_width);
+                let sums = pair_across_lanes::<A>(product, total, &mut shared, step, tile);
+                product = sums.a;
+                mean = Vector::<A, N>::empty().fill(sums.b * inverse_width);
+            } else {
+                product = across_lanes::<A>(product, &mut shared, tile, Combine::Sum);
             }
+            let product = Vector::<A, N>::empty().fill(product * inverse_width);
             let scale = Vector::<A, N>::empty().fill(scale);
             #[unroll]
             for i in 0..vectors {
@@ -339,7 +344,7 @@ pub(super) fn launch_of(
     sums: bool,
 ) -> Result<Launch, KernelError> {
     let properties = client.properties();
-    let tile = tile_of(properties, width, widest, LANE_NUMBERS)?;
+    let tile = tile_of(properties, width, widest, LANE_NUMBERS)?.with_units(UNITS);
     let tiles = rows.div_ceil(tile.rows);
     let multiprocessors = (properties.hardware.num_streaming_multiprocessors)
         .map_or(MULTIPROCESSORS, |count| count as usize);

@@ -68,6 +68,12 @@ impl RowTile {
         })
     }
 
+    /// The tile with fewer rows: at most so many units, if a row has no more.
+    pub fn with_units(mut self, units: usize) -> Self {
+        self.rows = self.rows.min((units / self.lanes).max(1));
+        self
+    }
+
     /// Units of a cube.
     pub fn units(&self) -> usize {
         self.lanes * self.rows
@@ -88,6 +94,68 @@ impl RowTile {
         match self.lanes > self.plane {
             true => self.units(),
             false => 1,
+        }
+    }
+}
+
+/// Two sums over the lanes of a row.
+#[derive(CubeType, Clone, Copy)]
+pub struct Pair<A: Float> {
+    /// The first.
+    pub a: A,
+    /// The second.
+    pub b: A,
+}
+
+/// Numbers of shared memory that [`pair_across_lanes`] needs.
+pub fn pair_shared(tile: &RowTile) -> usize {
+    match tile.plane > 1 && tile.lanes > tile.plane {
+        true => 4 * tile.units() / tile.plane,
+        false => tile.shared(),
+    }
+}
+
+/// The sums of two numbers over a row's lanes, in all of them, for loops: planes meet once in each step. `shared` has [`pair_shared`] numbers, of which even
+/// and odd `step`s take a half each, so that none overwrites what another still reads.
+#[cube]
+pub fn pair_across_lanes<A: Float>(
+    a: A,
+    b: A,
+    shared: &mut [A],
+    step: usize,
+    #[comptime] tile: RowTile,
+) -> Pair<A> {
+    if comptime!(tile.plane > 1 && tile.lanes > tile.plane) {
+        let mut a = a;
+        let mut b = b;
+        #[unroll]
+        for step in 0..comptime!(tile.plane.ilog2()) {
+            a += plane_shuffle_xor(a, comptime!(1u32 << step));
+            b += plane_shuffle_xor(b, comptime!(1u32 << step));
+        }
+        let unit = UNIT_POS as usize;
+        let planes = comptime!(tile.units() / tile.plane);
+        let half = step % 2 * comptime!(2 * planes);
+        if unit % comptime!(tile.plane) == 0 {
+            let at = half + unit / comptime!(tile.plane) * 2;
+            shared[at] = a;
+            shared[at + 1] = b;
+        }
+        sync_cube();
+        let row_planes = comptime!(tile.lanes / tile.plane);
+        let first = half + unit / comptime!(tile.lanes) * comptime!(2 * row_planes);
+        a = shared[first];
+        b = shared[first + 1];
+        #[unroll]
+        for other in 1..row_planes {
+            a += shared[first + comptime!(2 * other)];
+            b += shared[first + comptime!(2 * other + 1)];
+        }
+        Pair::<A> { a, b }
+    } else {
+        Pair::<A> {
+            a: across_lanes::<A>(a, shared, tile, Combine::Sum),
+            b: across_lanes::<A>(b, shared, tile, Combine::Sum),
         }
     }
 }
