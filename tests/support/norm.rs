@@ -322,8 +322,8 @@ impl Problem {
         let largest = self.largest_term();
         for (index, (got, expected)) in got.into_iter().zip(self.solve()).enumerate() {
             let what = format!("{what}, {device:?}, {types:?}: {}", NAMES[index]);
-            // By the stream and the branch.
-            let terms = if (2..=3).contains(&index) {
+            // By the stream, the branch and its bias.
+            let terms = if (2..=4).contains(&index) {
                 largest
             } else {
                 0.0
