@@ -38,7 +38,7 @@ fn sum_entries<E: Float, A: Float, O: Float, I: Int>(
     width: usize,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
-    #[define(O)] _output: ElemType,
+    #[define(O)] _table_type: ElemType,
     #[define(I)] _index: ElemType,
 ) {
     let mut sums = Shared::<[A]>::new_slice(comptime!(TILE * TILE));

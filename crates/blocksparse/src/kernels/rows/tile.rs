@@ -1,5 +1,8 @@
 //! How the units of a cube share rows.
 
+// A kernel's integers have no such method.
+#![allow(clippy::manual_is_multiple_of)]
+
 use cubecl::ir::ElemType;
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
