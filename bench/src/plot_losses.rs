@@ -40,8 +40,8 @@ const COLORS: [RGBColor; 4] = [
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let text = std::fs::read_to_string(&args.losses)
-        .with_context(|| args.losses.display().to_string())?;
+    let text =
+        std::fs::read_to_string(&args.losses).with_context(|| args.losses.display().to_string())?;
     let losses: Losses =
         serde_json::from_str(&text).with_context(|| args.losses.display().to_string())?;
     ensure!(
@@ -50,7 +50,12 @@ fn main() -> Result<()> {
         COLORS.len(),
         losses.curves.len()
     );
-    let points = || losses.curves.iter().flat_map(|of| of.seeds.iter().flatten());
+    let points = || {
+        losses
+            .curves
+            .iter()
+            .flat_map(|of| of.seeds.iter().flatten())
+    };
     let last = points().map(|point| point.0).max();
     let last = last.context("curves must have at least one point")?;
     let bounds = points().fold((f64::MAX, f64::MIN), |(least, most), point| {

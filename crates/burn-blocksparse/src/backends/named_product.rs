@@ -104,7 +104,8 @@ pub(crate) fn multiply(lhs: &CubeTensor, rhs: &CubeTensor, out: &CubeTensor) -> 
         let start = tensor.handle.offset_start.unwrap_or(0) as usize;
         let strides = tensor.meta.strides();
         // One of the two last dimensions is contiguous, and everything else begins at multiples of 16 bytes.
-        let mut outer = (0..rank).filter(|dim| strides[*dim] != 1 && tensor.meta.shape()[*dim] != 1);
+        let mut outer =
+            (0..rank).filter(|dim| strides[*dim] != 1 && tensor.meta.shape()[*dim] != 1);
         start.is_multiple_of(16)
             && (strides[rank - 1] == 1 || strides[rank - 2] == 1)
             && outer.all(|dim| strides[dim].is_multiple_of(MULTIPLE))
