@@ -69,6 +69,12 @@ pub enum KernelError {
         /// The scale.
         scale: String,
     },
+    /// A factor of a product that is not what was planned.
+    #[error("{factor} must have the lengths and strides that the product was planned for")]
+    Factor {
+        /// The factor.
+        factor: &'static str,
+    },
     /// An output that a request asks for and that has no buffer.
     #[error("{output} must have a buffer, because the request asks for it, got none")]
     Output {

@@ -25,8 +25,8 @@
 //!                                                            simt, mma, hopper: the tiers
 //! ```
 //!
-//! Kernels of other kinds have places of their own beside these: [`rows`] (what layers do beside their products), `kernels/optim` (optimizers'
-//! steps); `kernels/linear` (products of layers) and `kernels/decode` (attention of few queries to a cache) are to come.
+//! Kernels of other kinds have places of their own beside these: [`rows`] (what layers do beside their products), [`optim`] (optimizers'
+//! steps), `linear` (products of layers on tensor cores); `kernels/decode` (attention of few queries to a cache) is to come.
 
 #![warn(clippy::undocumented_unsafe_blocks)]
 
@@ -41,6 +41,8 @@ mod error;
 mod forward;
 #[cfg(feature = "cuda-asm")]
 mod hopper;
+#[cfg(feature = "cuda-asm")]
+pub mod linear;
 mod masses;
 #[cfg(feature = "cuda-asm")]
 mod mma;

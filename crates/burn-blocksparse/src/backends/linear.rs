@@ -15,19 +15,22 @@ impl LinearOps for burn::backend::Flex {}
 impl LinearOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
-pub(super) mod kernels {
+pub(crate) mod kernels {
     use blocksparse::kernels::rows::{Window, column_sums, window_sums};
     use burn::backend::TensorMetadata;
     use burn::backend::cubecl::dtype_to_elem_type;
+    use burn::tensor::DType;
     use burn::tensor::FloatDType;
-    use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
     use burn_cubecl::tensor::CubeTensor;
+    use burn_cubecl::{CubeBackend, CubeDevice};
 
     use super::LinearOps;
     use crate::backends::cube::{empty, typed, uses_reference};
     use crate::backends::named_product as named;
+    #[cfg(feature = "cuda")]
+    use crate::backends::wgmma_product as wgmma;
     use crate::linear::products::{self, Primitives, Products};
     use crate::linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
 
@@ -45,6 +48,10 @@ pub(super) mod kernels {
                 2 => empty(&lhs, [rows, columns], dtype.into()),
                 _ => empty(&lhs, [lhs.meta.shape()[0], rows, columns], dtype.into()),
             };
+            #[cfg(feature = "cuda")]
+            if wgmma::multiply(&lhs, &rhs, &out) {
+                return out;
+            }
             if named::multiply(&lhs, &rhs, &out) {
                 return out;
             }
@@ -80,6 +87,11 @@ pub(super) mod kernels {
             parts
         }
 
+        #[cfg(feature = "cuda")]
+        fn parts(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
+            wgmma::parts(lhs, rhs)
+        }
+
         fn weight_rows(x: &CubeTensor) -> usize {
             match named::kernel(&x.client, x.dtype) {
                 // A partial product is written and read in f32, and these kernels are as fast with few.
@@ -104,6 +116,22 @@ pub(super) mod kernels {
                 Err(_) => <Primitives as Products<CubeBackend>>::sum_rows(matrix),
             }
         }
+    }
+
+    /// Which kernel runs the products of a layer of `[rows, inputs, outputs]`, or why Burn's first one does.
+    pub(crate) fn text(
+        device: &CubeDevice,
+        dtype: DType,
+        lengths: [usize; 3],
+    ) -> Result<String, String> {
+        #[cfg(feature = "cuda")]
+        let own = wgmma::text(device, dtype, lengths);
+        #[cfg(not(feature = "cuda"))]
+        let own = Err::<String, _>("built without the feature cuda".to_owned());
+        own.or_else(|why| match named::text(device, dtype, lengths) {
+            Ok(text) => Ok(format!("{text}; not on wgmma: {why}")),
+            Err(other) => Err(format!("{other}; not on wgmma: {why}")),
+        })
     }
 
     impl LinearOps for CubeBackend {

@@ -12,15 +12,17 @@ pub(crate) mod cube;
 mod dropout;
 pub(crate) mod embedding;
 pub(crate) mod heads;
-mod linear;
+pub(crate) mod linear;
 pub(crate) mod loss;
 mod masses;
 #[cfg(feature = "cube")]
-pub(crate) mod named_product;
+mod named_product;
 mod norm;
 pub(crate) mod optim;
 #[cfg(feature = "autodiff")]
 mod outputs;
+#[cfg(feature = "cuda")]
+mod wgmma_product;
 
 #[cfg(feature = "flex")]
 impl BlockSparseOps for burn::backend::Flex {}

@@ -117,7 +117,7 @@ pub fn linear_plan<const D: usize>(
             let rows: usize = x.dims().iter().rev().skip(1).product();
             let out = weights.iter().map(|weight| weight.dims()[1]).sum();
             let sizes = [rows, weights[0].dims()[0], out];
-            crate::backends::named_product::text(device, dtype, sizes)
+            crate::backends::linear::kernels::text(device, dtype, sizes)
         }
         #[cfg(not(feature = "cube"))]
         Err::<String, std::convert::Infallible>(*device)

@@ -31,6 +31,12 @@ pub(crate) trait Products<B: Backend> {
     /// `lhs · rhs` of matrices or batches of them, of one dtype; in it, or in that of its sums. No length is 0.
     fn product(lhs: FloatTensor<B>, rhs: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B>;
 
+    /// Parts of `lhs · rhs` of matrices, in the dtype of sums, which add up to it: `[parts, rows, columns]`, if the backend has a kernel that chooses how
+    /// many. No length is 0.
+    fn parts(_lhs: &FloatTensor<B>, _rhs: &FloatTensor<B>) -> Option<FloatTensor<B>> {
+        None
+    }
+
     /// Sums over the rows of `[rows, width]`: `[width]`.
     fn sum_rows(matrix: FloatTensor<B>) -> FloatTensor<B>;
 
@@ -179,11 +185,14 @@ pub(crate) fn weight_gradients<B: Backend, P: Products<B>>(
         let part = |width: &usize| zeros::<B>(&x, Shape::new([inputs, *width]), dtype);
         return widths.map(part).collect();
     }
-    let groups = groups(rows, Some(P::weight_rows(&x)));
-    let x = B::float_reshape(x, Shape::new([groups, rows / groups, inputs]));
-    let grad = B::float_reshape(grad, Shape::new([groups, rows / groups, outputs]));
-    let parts = P::product(B::float_swap_dims(x, 1, 2), grad, dtype);
-    match (groups, widths) {
+    let transposed = B::float_swap_dims(x.clone(), 0, 1);
+    let parts = P::parts(&transposed, &grad).unwrap_or_else(|| {
+        let groups = groups(rows, Some(P::weight_rows(&x)));
+        let x = B::float_reshape(x, Shape::new([groups, rows / groups, inputs]));
+        let grad = B::float_reshape(grad, Shape::new([groups, rows / groups, outputs]));
+        P::product(B::float_swap_dims(x, 1, 2), grad, dtype)
+    });
+    match (parts.shape()[0], widths) {
         (1, [_]) => vec![B::float_reshape(parts, Shape::new([inputs, outputs]))],
         _ => P::sum_matrices(parts, widths),
     }

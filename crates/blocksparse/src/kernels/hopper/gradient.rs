@@ -3,7 +3,6 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::rows::trade_four;
 use crate::kernels::shared::walk::{Four, Listing};
 
 /// The shape of a step's masks.

@@ -12,7 +12,6 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::rows::trade_four;
 use crate::kernels::call::ScoreKind;
 use crate::kernels::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
 use crate::kernels::shared::dropout::{Mask, words};

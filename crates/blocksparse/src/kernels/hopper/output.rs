@@ -6,7 +6,7 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::rows::{own_place, trade_four};
+use super::rows::own_place;
 use super::tiles::Tile;
 use crate::kernels::shared::walk::{Four, Listing};
 

@@ -169,3 +169,29 @@ pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> {
         o = out(_) o, a = in(_) val::<u32>(a), b = in(_) val::<u32>(b), options(pure, nomem));
     o
 }
+
+/// A unit has 4 of every 16 bytes of its row. Four neighbours trade theirs, so that each has 16 at a time: a transposition,
+/// so it also undoes itself.
+#[cube]
+pub fn trade_four(own: Vector<u32, Const<4>>, lane: u32) -> Vector<u32, Const<4>> {
+    let odd = lane & 1 != 0;
+    let high = lane & 2 != 0;
+    let w0 = own.extract(0usize);
+    let w1 = own.extract(1usize);
+    let w2 = own.extract(2usize);
+    let w3 = own.extract(3usize);
+    let from0 = trade(select(odd, w0, w1), 1u32);
+    let from1 = trade(select(odd, w2, w3), 1u32);
+    let a0 = select(odd, from0, w0);
+    let a1 = select(odd, w1, from0);
+    let b0 = select(odd, from1, w2);
+    let b1 = select(odd, w3, from1);
+    let from0 = trade(select(high, a0, b0), 2u32);
+    let from1 = trade(select(high, a1, b1), 2u32);
+    let mut four = Vector::<u32, Const<4>>::zeroed();
+    four.insert(0usize, select(high, from0, a0));
+    four.insert(1usize, select(high, from1, a1));
+    four.insert(2usize, select(high, b0, from0));
+    four.insert(3usize, select(high, b1, from1));
+    four
+}

@@ -6,4 +6,6 @@ pub mod asm;
 pub mod distances;
 pub mod dropout;
 pub mod score;
+#[cfg(feature = "cuda-asm")]
+pub mod tma;
 pub mod walk;

@@ -1,0 +1,26 @@
+//! Products of layers on wgmma and TMA: `a · b` of matrices in half precision, sums in f32, on GPUs of compute capability 9.0.
+//!
+//! ```text
+//! view       matrices in memory
+//! tile       the shape of a cube's work, and of shared memory
+//! plan       which tile, how many cubes, in how many parts the depth is taken: or why not here
+//! asm        the main loop in PTX
+//! product    the kernel
+//! launch     its launch
+//! ```
+//!
+//! The product of a layer, and both of its gradients, read the same tensors in their natural order: what is contiguous may be the depth or not, in
+//! either factor. The gradient by a weight has few tiles and a long depth, so the depth is cut into parts, each of which has an output of its own;
+//! the caller adds them up in order (`rows::window_sums`).
+
+mod asm;
+mod launch;
+mod plan;
+mod product;
+mod tile;
+mod view;
+
+pub use launch::multiply;
+pub use plan::{ProductPlan, ProductRequest};
+pub use tile::Order;
+pub use view::MatrixView;

@@ -1,0 +1,206 @@
+//! How a product is cut into tiles.
+
+use std::fmt;
+
+use cubecl::client::Client;
+use cubecl::ir::features::Tma;
+
+use super::tile::{Order, ProductTile, ROWS, SLAB};
+use super::view::MatrixView;
+use crate::kernels::shared::asm::Half;
+
+/// What a product is, without its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProductRequest {
+    /// Whether the factors are bf16 and not f16.
+    pub bf16: bool,
+    /// Matrices of the batch.
+    pub batch: usize,
+    /// Rows of the left factor.
+    pub rows: usize,
+    /// Columns of the right factor.
+    pub cols: usize,
+    /// Columns of the left factor, rows of the right one.
+    pub depth: usize,
+    /// What is contiguous in the left and in the right factor.
+    pub orders: [Order; 2],
+    /// Whether the result is f32, and not of the type of the factors.
+    pub wide: bool,
+    /// Whether the depth may be taken in parts, each with a result of its own. Only with an f32 result.
+    pub parts: bool,
+}
+
+impl ProductRequest {
+    /// The product of two batches of matrices.
+    ///
+    /// # Errors
+    /// Why the kernel cannot read them.
+    pub fn of(
+        bf16: bool,
+        [a, b]: [&MatrixView; 2],
+        wide: bool,
+        parts: bool,
+    ) -> Result<Self, &'static str> {
+        let batch = a.shape[0].max(b.shape[0]);
+        if a.shape[2] != b.shape[1] || !([a, b].iter().all(|of| [1, batch].contains(&of.shape[0])))
+        {
+            return Err("the factors' lengths do not fit");
+        }
+        Ok(Self {
+            bf16,
+            batch,
+            rows: a.shape[1],
+            cols: b.shape[2],
+            depth: a.shape[2],
+            orders: [a.order(2)?, b.order(1)?],
+            wide,
+            parts,
+        })
+    }
+}
+
+/// What a product will run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProductPlan {
+    pub(super) request: ProductRequest,
+    pub(super) tile: ProductTile,
+    pub(super) parts: usize,
+    pub(super) part_slabs: usize,
+    pub(super) cubes: usize,
+}
+
+/// Cycles in which tensor cores multiply a slab by so many columns, for both warpgroups: narrow tiles are bound by what is read from shared memory.
+const SLAB_CYCLES: [(usize, usize); 3] = [(256, 1024), (128, 600), (64, 380)];
+/// Cycles of a tile's beginning and end that nothing else fills, and of writing 64 columns of it.
+const TILE_CYCLES: usize = 500;
+const WRITE_CYCLES: usize = 250;
+/// Bytes a cycle of the device's memory.
+const MEMORY_BYTES: usize = 2200;
+/// The fewest slabs of a part, and the most parts.
+const LEAST_SLABS: usize = 8;
+const MOST_PARTS: usize = 128;
+
+impl ProductPlan {
+    /// The fastest plan by a model of the device.
+    ///
+    /// # Errors
+    /// Why the kernel does not run the product.
+    pub fn new(client: &Client, request: ProductRequest) -> Result<Self, &'static str> {
+        Ok(Self::all(client, request)?[0])
+    }
+
+    /// All plans, the fastest by the model first.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn all(client: &Client, request: ProductRequest) -> Result<Vec<Self>, &'static str> {
+        let properties = client.properties();
+        let hardware = &properties.hardware;
+        if properties.identity.fingerprint != "ptx_sm90"
+            || !properties.features.tma.contains(Tma::Base)
+        {
+            return Err("the device is not of compute capability 9.0");
+        }
+        let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
+        Self::on(request, multiprocessors, hardware.max_shared_memory_size)
+    }
+
+    fn on(
+        request: ProductRequest,
+        multiprocessors: usize,
+        shared: usize,
+    ) -> Result<Vec<Self>, &'static str> {
+        let ProductRequest {
+            batch,
+            rows,
+            cols,
+            depth,
+            orders,
+            wide,
+            ..
+        } = request;
+        if [batch, rows, cols, depth].contains(&0) {
+            return Err("a factor is empty");
+        }
+        if !cols.is_multiple_of(8) {
+            return Err("the columns are not a multiple of 8");
+        }
+        if [batch, rows, cols, depth]
+            .iter()
+            .any(|length| i32::try_from(*length).is_err())
+            || (batch * rows)
+                .checked_mul(cols)
+                .is_none_or(|all| u32::try_from(all / 2).is_err())
+        {
+            return Err(
+                "a length or the result has more numbers than the kernel counts in 32 bits",
+            );
+        }
+        let half = if request.bf16 { Half::Bf16 } else { Half::F16 };
+        let slabs = depth.div_ceil(SLAB);
+        let most_parts = match request.parts && wide {
+            true => (slabs / LEAST_SLABS).clamp(1, MOST_PARTS),
+            false => 1,
+        };
+        let plans = SLAB_CYCLES.into_iter().flat_map(|(tile_cols, cycles)| {
+            let tile = ProductTile::new(half, tile_cols, orders, wide, shared);
+            tile.into_iter().flat_map(move |tile| {
+                (1..=most_parts).map(move |parts| {
+                    let part_slabs = slabs.div_ceil(parts);
+                    let parts = slabs.div_ceil(part_slabs);
+                    let tiles = batch * parts * rows.div_ceil(ROWS) * cols.div_ceil(tile_cols);
+                    let width = if wide { 2 } else { 1 };
+                    let of_tile =
+                        part_slabs * cycles + TILE_CYCLES + WRITE_CYCLES * width * tile_cols / 64;
+                    // Parts are written, read, and written once more when they are added up.
+                    let sums = match parts {
+                        1 => 0,
+                        _ => batch * rows * cols * 4 * (2 * parts + 1) / MEMORY_BYTES,
+                    };
+                    let plan = Self {
+                        request,
+                        tile,
+                        parts,
+                        part_slabs,
+                        cubes: tiles.min(multiprocessors),
+                    };
+                    (tiles.div_ceil(multiprocessors) * of_tile + sums, plan)
+                })
+            })
+        });
+        let mut plans: Vec<_> = plans.collect();
+        plans.sort_by_key(|(cycles, _)| *cycles);
+        // Numbers of parts that come to the same number of slabs are one plan.
+        plans.dedup_by_key(|(_, plan)| *plan);
+        match plans.is_empty() {
+            true => Err("no tile fits the shared memory"),
+            false => Ok(plans.into_iter().map(|(_, plan)| plan).collect()),
+        }
+    }
+
+    /// The same with the second warpgroup so many cycles later: for measurements.
+    #[must_use]
+    pub fn with_stagger(mut self, cycles: u32) -> Self {
+        self.tile.stagger = cycles;
+        self
+    }
+
+    /// Parts of the depth: the result is `[batch, parts, rows, columns]`, to be added up.
+    pub fn parts(&self) -> usize {
+        self.parts
+    }
+
+    pub(super) fn slabs(&self) -> usize {
+        self.request.depth.div_ceil(SLAB)
+    }
+}
+
+impl fmt::Display for ProductPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "wgmma, {}, {} cubes", self.tile, self.cubes)?;
+        match self.parts {
+            1 => Ok(()),
+            parts => write!(f, ", the depth in {parts} parts"),
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! The kernel: persistent cubes, a warp that loads and two warpgroups that multiply.
+//!
+//! ```text
+//! warp 8       slab after slab of tile after tile into a ring of slabs, by TMA
+//! warpgroups   64 rows of a tile each: slab after slab, then the sums are written while the other warpgroup may still multiply, and the
+//!              next tile's slabs are on their way
+//! ```
+
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+use super::asm::{main_loop, pause};
+use super::tile::{MULTIPLIERS, Order, ProductTile, ROWS, SLAB, SPAN_BYTES, WARPS};
+use crate::kernels::shared::asm::{pack, shared_address, trade_four, uniform};
+use crate::kernels::shared::tma::{
+    ROW_ELEMENTS, barrier_expect, barrier_fence, barrier_init, barrier_wait, descriptor, load_box,
+};
+
+/// Where tiles are.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Tiles {
+    /// All of them.
+    count: u32,
+    /// Along the rows and along the columns.
+    rows: u32,
+    cols: u32,
+    /// Parts of the depth, and slabs of a part but the last.
+    parts: u32,
+    part_slabs: u32,
+    /// Slabs of the depth.
+    slabs: u32,
+    /// Whether the factors have as many matrices as the batch.
+    a_batch: u32,
+    b_batch: u32,
+}
+
+/// A tile.
+#[derive(CubeType, Clone, Copy)]
+struct Place {
+    row: u32,
+    col: u32,
+    /// The output's matrix.
+    matrix: u32,
+    /// The matrix of the batch.
+    batch: u32,
+    first: u32,
+    count: u32,
+}
+
+#[cube]
+fn place_of(tiles: &Tiles, tile: u32, #[comptime] t: ProductTile) -> Place {
+    let row_tile = tile / tiles.cols;
+    let matrix = row_tile / tiles.rows;
+    let first = matrix % tiles.parts * tiles.part_slabs;
+    Place {
+        row: row_tile % tiles.rows * comptime!(ROWS as u32),
+        col: tile % tiles.cols * comptime!(t.cols as u32),
+        matrix,
+        batch: matrix / tiles.parts,
+        first,
+        count: min(tiles.part_slabs, tiles.slabs - first),
+    }
+}
+
+/// Loads a slab of a factor: `width` of its rows (or columns), from `across` on.
+#[cube]
+fn load_slab(
+    map: u64,
+    target: u32,
+    bar: u32,
+    across: u32,
+    depth: u32,
+    matrix: u32,
+    #[comptime] order: Order,
+    #[comptime] width: usize,
+) {
+    if comptime!(order == Order::Depth) {
+        load_box(map, target, bar, depth, across, matrix, 0u32);
+    } else {
+        #[unroll]
+        for span in 0..comptime!((width / ROW_ELEMENTS) as u32) {
+            load_box(
+                map,
+                target + comptime!(span * SPAN_BYTES as u32),
+                bar,
+                across + comptime!(span * ROW_ELEMENTS as u32),
+                depth,
+                matrix,
+                0u32,
+            );
+        }
+    }
+}
+
+/// `a` and `b` as maps `[1, batch, rows, columns]` whose columns are contiguous: transposed where an [`Order`] says so. `out` is
+/// `[batch, parts, rows, columns]` in words.
+#[cube(launch_unchecked)]
+pub fn product<S: Size, W: Size>(
+    a: &TensorMap<u32, Tiled>,
+    b: &TensorMap<u32, Tiled>,
+    out: &mut [Vector<u32, W>],
+    tiles: Tiles,
+    rows: u32,
+    cols: u32,
+    #[comptime] t: ProductTile,
+) {
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let stages = comptime!(t.stages as u32);
+    if UNIT_POS_X == 0 {
+        #[unroll]
+        for i in 0..stages {
+            barrier_init(base + comptime!(t.full() + 8 * i), 1u32);
+            barrier_init(base + comptime!(t.empty() + 8 * i), WARPS);
+        }
+        barrier_fence();
+    }
+    sync_cube();
+
+    let slabs = base + comptime!(t.slabs());
+    if warp == comptime!((MULTIPLIERS / 32) as u32) {
+        if lane == 0 {
+            let a_map = tensor_map_address(a);
+            let b_map = tensor_map_address(b);
+            let mut number = 0u32;
+            let mut tile = CUBE_POS_X;
+            while tile < tiles.count {
+                let place = place_of(&tiles, tile, t);
+                for slab in 0..place.count {
+                    let stage = number % stages;
+                    let bar = base + stage * 8;
+                    barrier_wait(bar + comptime!(t.empty()), 1 - ((number / stages) & 1));
+                    barrier_expect(bar, comptime!(t.slab_bytes()));
+                    let depth = (place.first + slab) * comptime!(SLAB as u32);
+                    let target = slabs + stage * comptime!(t.slab_bytes() as u32);
+                    load_slab(
+                        a_map,
+                        target,
+                        bar,
+                        place.row,
+                        depth,
+                        place.batch * tiles.a_batch,
+                        t.a,
+                        ROWS,
+                    );
+                    load_slab(
+                        b_map,
+                        target + comptime!(t.a_bytes() as u32),
+                        bar,
+                        place.col,
+                        depth,
+                        place.batch * tiles.b_batch,
+                        t.b,
+                        t.cols,
+                    );
+                    number += 1;
+                }
+                tile += CUBE_COUNT_X;
+            }
+        }
+    } else {
+        let group = warp / 4;
+        let a_desc = descriptor(slabs + group * comptime!(SPAN_BYTES as u32), SPAN_BYTES);
+        let b_desc = descriptor(slabs + comptime!(t.a_bytes() as u32), SPAN_BYTES);
+        let lead = select(lane == 0, 1u32, 0u32);
+        if comptime!(t.stagger > 0) {
+            if group == 1 {
+                barrier_wait(base, 0u32);
+                pause(t.stagger);
+            }
+        }
+        let mut number = 0u32;
+        let mut tile = CUBE_POS_X;
+        while tile < tiles.count {
+            let place = place_of(&tiles, tile, t);
+            let sums = main_loop::<S>(a_desc, b_desc, base, number, place.count, lead, t);
+            number += place.count;
+            #[unroll]
+            for lower in 0..2usize {
+                let row = place.row + warp * 16 + lane / 4 + comptime!(8 * lower as u32);
+                let at = (place.matrix * rows + row) as usize
+                    * (cols / comptime!(t.written() as u32)) as usize;
+                // Units of a warp trade numbers, so all of them come here.
+                let end = select(row < rows, cols, 0u32);
+                store_row::<S, W>(out, &sums, lower, at, place.col, end, lane, t);
+            }
+            tile += CUBE_COUNT_X;
+        }
+    }
+}
+
+/// Writes one of the unit's two rows, which begins at `at`: columns before `end`.
+#[cube]
+fn store_row<S: Size, W: Size>(
+    out: &mut [Vector<u32, W>],
+    sums: &Vector<f32, S>,
+    #[comptime] lower: usize,
+    at: usize,
+    first: u32,
+    end: u32,
+    lane: u32,
+    #[comptime] t: ProductTile,
+) {
+    if comptime!(t.wide) {
+        #[unroll]
+        for eight in 0..comptime!(t.cols / 8) {
+            let col = first + comptime!(8 * eight as u32) + lane % 4 * 2;
+            let mut words = Vector::<u32, W>::zeroed();
+            words.insert(
+                0usize,
+                u32::reinterpret(sums.extract(comptime!(4 * eight + 2 * lower))),
+            );
+            words.insert(
+                1usize,
+                u32::reinterpret(sums.extract(comptime!(4 * eight + 2 * lower + 1))),
+            );
+            if col < end {
+                out[at + (col / 2) as usize] = words;
+            }
+        }
+    } else {
+        #[unroll]
+        for i in 0..comptime!(t.cols / 32) {
+            let mut own = Vector::<u32, Const<4>>::zeroed();
+            #[unroll]
+            for j in 0..4usize {
+                let n = comptime!(16 * i + 4 * j + 2 * lower);
+                own.insert(
+                    j,
+                    pack(sums.extract(n), sums.extract(comptime!(n + 1)), t.half),
+                );
+            }
+            let four = trade_four(own, lane);
+            let mut words = Vector::<u32, W>::zeroed();
+            #[unroll]
+            for j in 0..4usize {
+                words.insert(j, four.extract(j));
+            }
+            let col = first + comptime!(32 * i as u32) + lane % 4 * 8;
+            if col < end {
+                out[at + (col / 8) as usize] = words;
+            }
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! The shape of a cube's work.
+
+use std::fmt;
+
+use crate::kernels::shared::asm::Half;
+use crate::kernels::shared::tma::{DEPTH, ROW, ROW_ELEMENTS};
+
+/// What is contiguous in a factor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Order {
+    /// The depth, over which products are summed: "K-major".
+    Depth,
+    /// The rows of the left factor, the columns of the right one: "MN-major".
+    Across,
+}
+
+/// Rows of a tile: 64 for each of two warpgroups.
+pub const ROWS: usize = 128;
+/// Rows of a warpgroup, and bytes of them or of its columns in a slab.
+const GROUP_ROWS: usize = 64;
+/// Depth of a slab.
+pub const SLAB: usize = ROW_ELEMENTS;
+/// Bytes of 64 rows of a slab, or of 64 columns.
+pub const SPAN_BYTES: usize = GROUP_ROWS * ROW;
+/// Units that multiply.
+pub const MULTIPLIERS: usize = 256;
+/// Units of a cube: a warp loads.
+pub const UNITS: usize = MULTIPLIERS + 32;
+/// Warps that multiply.
+pub const WARPS: u32 = (MULTIPLIERS / 32) as u32;
+/// Bytes before the slabs, for barriers.
+const BARRIERS: usize = 1024;
+
+/// The comptime shape of the kernel: its key in the cache of compiled kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ProductTile {
+    /// The type of the factors.
+    pub half: Half,
+    /// Columns: 64, 128 or 256.
+    pub cols: usize,
+    /// Slabs in shared memory.
+    pub stages: usize,
+    /// How the left factor lies.
+    pub a: Order,
+    /// How the right factor lies.
+    pub b: Order,
+    /// Whether results are f32.
+    pub wide: bool,
+    /// Cycles by which the second warpgroup begins later, so that one multiplies while the other writes.
+    pub stagger: u32,
+}
+
+/// About two slabs of a warpgroup of its own at 256 columns: as long as it takes to write its results.
+const STAGGER: u32 = 1024;
+
+impl ProductTile {
+    /// The tile of so many columns with as many slabs as fit.
+    pub fn new(
+        half: Half,
+        cols: usize,
+        [a, b]: [Order; 2],
+        wide: bool,
+        shared: usize,
+    ) -> Option<Self> {
+        let mut tile = Self {
+            half,
+            cols,
+            stages: 1,
+            a,
+            b,
+            wide,
+            stagger: STAGGER,
+        };
+        let room = shared.checked_sub(BARRIERS)?;
+        tile.stages = (room / tile.slab_bytes()).min(8);
+        (tile.stages >= 2).then_some(tile)
+    }
+
+    pub(super) fn a_bytes(&self) -> usize {
+        ROWS * ROW
+    }
+
+    pub(super) fn slab_bytes(&self) -> usize {
+        self.a_bytes() + self.cols * ROW
+    }
+
+    pub(super) fn full(&self) -> u32 {
+        0
+    }
+
+    pub(super) fn empty(&self) -> u32 {
+        8 * self.stages as u32
+    }
+
+    pub(super) fn slabs(&self) -> u32 {
+        BARRIERS as u32
+    }
+
+    pub(super) fn shared_bytes(&self) -> usize {
+        BARRIERS + self.stages * self.slab_bytes()
+    }
+
+    /// From the descriptor of 16 of the depth to that of the next.
+    pub(super) fn depth_step(order: Order) -> usize {
+        match order {
+            Order::Depth => (2 * DEPTH) >> 4,
+            Order::Across => (DEPTH * ROW) >> 4,
+        }
+    }
+
+    /// Numbers of a result that a unit writes at a time.
+    pub(super) fn written(&self) -> usize {
+        if self.wide { 2 } else { 8 }
+    }
+}
+
+impl fmt::Display for ProductTile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "tiles of {ROWS} × {}, {} slabs of {SLAB}",
+            self.cols, self.stages
+        )
+    }
+}
