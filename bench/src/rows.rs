@@ -325,6 +325,7 @@ impl Bench {
                     bias: Some(bias),
                     dy: (&y, BF16),
                     dx: Some(&y),
+                    y: None,
                     sums: Some((&sums, F32)),
                 };
                 rows::bias_activation_backward(&client, [rows, width], &pass)

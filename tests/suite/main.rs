@@ -15,6 +15,7 @@ mod linear;
 mod loss;
 mod masses;
 mod max_scores;
+mod mlp;
 mod norm;
 mod optim;
 mod options;

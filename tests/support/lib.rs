@@ -17,6 +17,7 @@ pub mod linear;
 pub mod loss;
 pub mod masses;
 pub mod max_scores;
+pub mod mlp;
 pub mod norm;
 pub mod optim;
 pub mod options;
@@ -220,6 +221,9 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("residual_norm_constants", norm::residual_norm_constants),
     ("residual_norms_in_a_chain", norm::residual_norms_in_a_chain),
     ("residual_norm_plans", norm::residual_norm_plans),
+    ("mlp_equals_its_parts", mlp::mlp_equals_its_parts),
+    ("mlp_constants", mlp::mlp_constants),
+    ("mlp_equals_f64", mlp::mlp_equals_f64),
     ("products_equal_f64", linear::products_equal_f64),
     (
         "products_in_half_precision",

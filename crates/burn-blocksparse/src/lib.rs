@@ -62,6 +62,7 @@ mod linear;
 mod loss;
 mod masses;
 mod merge;
+mod mlp;
 mod norm;
 mod op_plan;
 mod ops;
@@ -107,6 +108,8 @@ pub use loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved,
 pub use loss::{CrossEntropyOptions, Reduction, linear_cross_entropy, linear_cross_entropy_plan};
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
+pub use mlp::values::{MlpCall, MlpInputs};
+pub use mlp::{MlpOptions, MlpParams, mlp, mlp_plan};
 pub use norm::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
 };
@@ -117,7 +120,7 @@ pub use norm::{
 pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseOps,
-    ClipFactor, DropoutOps, EmbeddingOps, HeadOps, LinearOps, LossOps, NormOps, OptimOps,
+    ClipFactor, DropoutOps, EmbeddingOps, HeadOps, LinearOps, LossOps, MlpOps, NormOps, OptimOps,
     TensorList,
 };
 pub use optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};

@@ -1,7 +1,7 @@
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::Tensor;
-use burn_blocksparse::{Activation, bias_activation};
+use burn_blocksparse::{Activation, MlpOptions, MlpParams, bias_activation, mlp};
 
 use crate::attention::linear_flops;
 use crate::stream::Projected;
@@ -36,11 +36,12 @@ impl FeedForward {
 
     /// [`Self::forward`] without its last bias.
     pub(crate) fn forward_projected(&self, x: Tensor<3>) -> Result<Projected, TransformerError> {
-        let x = self.precision.product(&self.linear_inner, x)?;
-        let bias = self.linear_inner.bias.as_ref().map(Param::val);
-        let x = bias_activation(x, bias, Activation::GeluSigmoid)?;
+        let value = |layer: &Linear| layer.weight.val();
+        let mut params = MlpParams::new(value(&self.linear_inner), value(&self.linear_outer));
+        params.bias = self.linear_inner.bias.as_ref().map(Param::val);
+        let options = MlpOptions::default().dtype(self.precision.dtype(x.dtype()));
         Ok(Projected {
-            x: self.precision.product(&self.linear_outer, x)?,
+            x: mlp(x, params, Activation::GeluSigmoid, &options)?,
             bias: self.linear_outer.bias.as_ref().map(Param::val),
         })
     }

@@ -146,8 +146,10 @@ pub(crate) fn backward<B: Backend>(
     let width = shape[shape.num_dims() - 1];
     let rows = shape.iter().rev().skip(1).product();
     let grad = B::float_cast(grad, accumulate_in(dtype));
-    let grad = match x.into_option() {
-        Some(x) => by_x::<B>(grad, biased::<B>(x, bias.into_option()), activation),
+    let x = (x.into_option()).map(|x| biased::<B>(x, bias.into_option()));
+    let y = (x.clone().filter(|_| task.y)).map(|x| B::float_cast(value::<B>(x, activation), dtype));
+    let grad = match x {
+        Some(x) => by_x::<B>(grad, x, activation),
         None => grad,
     };
     let bias = task.bias.map(|dtype| {
@@ -158,5 +160,6 @@ pub(crate) fn backward<B: Backend>(
     ActivationGrads {
         x: task.x.then(|| B::float_cast(grad, dtype)).into(),
         bias: bias.into(),
+        y: y.into(),
     }
 }

@@ -33,7 +33,7 @@ pub struct ActivationSaved<B: Backend> {
     pub grad: FloatTensor<B>,
 }
 
-/// Gradients, each of its input's shape and dtype, if it is wanted.
+/// Gradients, each of its input's shape and dtype, if it is wanted, and the activation.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -44,6 +44,9 @@ pub struct ActivationGrads<B: Backend> {
     /// `[width]`
     #[extension_type]
     pub bias: MaybeFloat<B>,
+    /// The activation again, `[.., width]`.
+    #[extension_type]
+    pub y: MaybeFloat<B>,
 }
 
 /// What the backward pass has to compute.
@@ -54,4 +57,6 @@ pub struct ActivationTask {
     pub x: bool,
     /// The bias's dtype, if its gradient is wanted.
     pub bias: Option<FloatDType>,
+    /// Whether the activation is wanted again. Then x's gradient is wanted, too, and there is an activation.
+    pub y: bool,
 }

@@ -97,7 +97,8 @@ mod kernels {
             let ActivationSaved { x, bias, grad } = saved;
             let [x, bias] = [x, bias].map(contiguous);
             let grad = into_contiguous(grad);
-            let in_place = grad.can_mut();
+            // Where nobody else has the gradient or x, the results take their places.
+            let in_place = [grad.can_mut(), x.as_ref().is_some_and(CubeTensor::can_mut)];
             match backward(x.as_ref(), bias.as_ref(), &grad, activation, task, in_place) {
                 Ok(grads) => grads,
                 Err(_) => {
@@ -115,15 +116,19 @@ mod kernels {
         grad: &CubeTensor,
         activation: Activation,
         task: ActivationTask,
-        in_place: bool,
+        in_place: [bool; 2],
     ) -> Result<ActivationGrads<CubeBackend>, KernelError> {
         let [rows, width] = matrix(grad.meta.shape());
         let dx = task
             .x
-            .then(|| match in_place || activation == Activation::None {
+            .then(|| match in_place[0] || activation == Activation::None {
                 true => grad.clone(),
                 false => shaped(grad, grad.meta.shape().clone(), grad.dtype),
             });
+        let y = (x.filter(|_| task.y)).map(|x| match in_place[1] {
+            true => x.clone(),
+            false => shaped(x, x.meta.shape().clone(), x.dtype),
+        });
         let sums = task.bias.map(|dtype| empty(grad, [width], dtype.into()));
         let pass = ActivationBackward {
             activation: kind(activation),
@@ -134,12 +139,14 @@ mod kernels {
             dx: (dx.as_ref())
                 .filter(|_| activation != Activation::None)
                 .map(|dx| &dx.handle),
+            y: y.as_ref().map(|y| &y.handle),
             sums: sums.as_ref().map(typed),
         };
         rows::bias_activation_backward(&grad.client, [rows, width], &pass)?;
         Ok(ActivationGrads {
             x: dx.into(),
             bias: sums.into(),
+            y: y.into(),
         })
     }
 }
@@ -200,6 +207,7 @@ mod steps {
             let task = ActivationTask {
                 x: x.is_some(),
                 bias: state.bias_dtype.filter(|_| bias.is_some()),
+                y: false,
             };
             let made = B::bias_activation_backward(saved, state.activation, task);
             for (parent, grad) in [(x, made.x), (bias, made.bias)] {

@@ -152,6 +152,9 @@ pub(crate) mod kernels {
 }
 
 #[cfg(feature = "autodiff")]
+pub(super) use steps::Factor;
+
+#[cfg(feature = "autodiff")]
 mod steps {
     use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
     use burn::backend::autodiff::grads::Gradients;
@@ -169,14 +172,14 @@ mod steps {
 
     /// A factor that the backward pass needs: kept by the checkpointer if it is an input itself, or else here as it was rounded.
     #[derive(Clone, Debug)]
-    enum Factor<B: Backend> {
+    pub(in crate::backends) enum Factor<B: Backend> {
         Input(NodeId),
         Rounded(FloatTensor<B>),
         Unused,
     }
 
     impl<B: Backend> Factor<B> {
-        fn get(self, checkpointer: &mut Checkpointer) -> MaybeFloat<B> {
+        pub fn get(self, checkpointer: &mut Checkpointer) -> MaybeFloat<B> {
             match self {
                 Self::Input(id) => MaybeFloat::Some(checkpointer.retrieve_node_output(id)),
                 Self::Rounded(tensor) => MaybeFloat::Some(tensor),

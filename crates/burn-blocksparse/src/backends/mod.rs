@@ -15,6 +15,7 @@ pub(crate) mod heads;
 pub(crate) mod linear;
 pub(crate) mod loss;
 mod masses;
+mod mlp;
 #[cfg(feature = "cube")]
 mod named_product;
 mod norm;

@@ -90,7 +90,7 @@ pub fn linear_joined<const D: usize>(
     weights: Vec<Tensor<2>>,
     options: &LinearOptions,
 ) -> Result<Tensor<D>, OpError> {
-    let dtype = check(&x, &weights, options)?;
+    let dtype = check(&x, &named(&weights), options)?;
     let mut weights = weights.into_iter().map(Tensor::into_dispatch);
     let inputs = LinearInputs {
         x: x.into_dispatch(),
@@ -109,7 +109,7 @@ pub fn linear_plan<const D: usize>(
     weights: &[Tensor<2>],
     options: &LinearOptions,
 ) -> Result<OpPlan, OpError> {
-    check(x, weights, options)?;
+    check(x, &named(weights), options)?;
     Ok(OpPlan::new(&x.device(), |device| {
         #[cfg(feature = "cube")]
         {
@@ -124,10 +124,18 @@ pub fn linear_plan<const D: usize>(
     }))
 }
 
+/// Weights with the names of what may be wrong about them: their height and their device.
+type Named<'a> = (&'a Tensor<2>, [&'static str; 2]);
+
+fn named(weights: &[Tensor<2>]) -> Vec<Named<'_>> {
+    let names = ["weight's in", "weight's device"];
+    weights.iter().map(|weight| (weight, names)).collect()
+}
+
 /// The dtype of the product, if the arguments fit each other.
-fn check<const D: usize>(
+pub(crate) fn check<const D: usize>(
     x: &Tensor<D>,
-    weights: &[Tensor<2>],
+    weights: &[Named],
     options: &LinearOptions,
 ) -> Result<FloatDType, OpError> {
     let device = x.device();
@@ -137,20 +145,20 @@ fn check<const D: usize>(
         return Err(OpError::argument("weights", expected, weights.len()));
     }
     let width = x.dims()[D - 1];
-    for weight in weights {
+    for (weight, [height, place]) in weights {
         let [inputs, _] = weight.dims();
         if inputs != width {
             let expected = format!("{width}, x's last dimension");
-            return Err(OpError::argument("weight's in", expected, inputs));
+            return Err(OpError::argument(height, expected, inputs));
         }
-        same_device("weight's device", &device, "x's", &weight.device())?;
+        same_device(place, &device, "x's", &weight.device())?;
     }
     let dtype = match options.dtype {
         Some(dtype) => dtype,
         None => x.dtype().into(),
     };
     let dtypes = [x.dtype(), dtype.into()].into_iter();
-    let all = dtypes.chain(weights.iter().map(Tensor::dtype));
+    let all = dtypes.chain(weights.iter().map(|(weight, _)| weight.dtype()));
     for dtype in all {
         supported("dtype", &x.device(), dtype)?;
     }

@@ -71,6 +71,10 @@ mod meta {
                 }
                 None => MaybeFloatMetadata::None,
             },
+            y: match task.y {
+                true => MaybeFloatMetadata::Some(saved.grad.clone()),
+                false => MaybeFloatMetadata::None,
+            },
         }
     }
 }

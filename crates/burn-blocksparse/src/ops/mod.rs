@@ -7,6 +7,7 @@ mod heads;
 mod linear;
 mod loss;
 mod masses;
+mod mlp;
 mod norm;
 mod optim;
 
@@ -19,6 +20,7 @@ pub use heads::HeadOps;
 pub use linear::LinearOps;
 pub use loss::LossOps;
 pub use masses::AttentionMassOps;
+pub use mlp::MlpOps;
 pub use norm::NormOps;
 pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};

@@ -170,6 +170,8 @@ struct Kind {
     rows: usize,
     /// Whether the gradient is written, and not only its sums.
     written: bool,
+    /// Whether the backward pass writes the activation again.
+    again: bool,
     /// Whether exponentials and reciprocals are the device's approximate ones: where results are rounded to half precision anyway.
     fast: bool,
 }
@@ -221,13 +223,14 @@ fn bias_of<P: Float, A: Float, N: Size>(
     }
 }
 
-/// `dx = dy ∘ f'(x + bias)` and its sums over the rows of each chunk.
+/// `dx = dy ∘ f'(x + bias)` and its sums over the rows of each chunk, and `y = f(x + bias)` again.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn backward<E: Float, P: Float, A: Float, N: Size>(
     x: ComptimeOption<Box<[Vector<E, N>]>>,
     bias: ComptimeOption<Box<[Vector<P, N>]>>,
     dy: &[Vector<E, N>],
     dx: ComptimeOption<Box<[Vector<E, N>]>>,
+    y: ComptimeOption<Box<[Vector<E, N>]>>,
     sums: ComptimeOption<Box<[Vector<A, N>]>>,
     rows: usize,
     steps: usize,
@@ -237,6 +240,7 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
     #[define(A)] _accumulator: ElemType,
 ) {
     let mut dx = dx;
+    let mut y = y;
     let unit = UNIT_POS as usize;
     let column = CUBE_POS_X as usize * comptime!(k.columns) + unit % comptime!(k.columns);
     let step_rows = comptime!(k.rows * UNROLLED);
@@ -263,7 +267,15 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
                 }
                 #[unroll]
                 for i in 0..comptime!(UNROLLED) {
-                    grads[i] *= slope::<A, N>(values[i] + added, k);
+                    let x = values[i] + added;
+                    grads[i] *= slope::<A, N>(x, k);
+                    let row = top + i * comptime!(k.rows);
+                    if comptime!(k.again) {
+                        if row < rows {
+                            y.as_mut().unwrap()[row * comptime!(k.row_vectors) + column] =
+                                Vector::<E, N>::cast_from(value::<A, N>(x, k));
+                        }
+                    }
                 }
             }
             #[unroll]
@@ -333,6 +345,7 @@ impl Launch {
             columns,
             rows: units / columns,
             written,
+            again: false,
             fast: cfg!(feature = "cuda-asm") && element.size() == 2 && client.name() == "cuda",
         };
         let (x_most, y_most, _) = hardware.max_cube_count;
@@ -431,6 +444,8 @@ pub struct ActivationBackward<'a> {
     pub dy: Typed<'a>,
     /// By x, to be written: `[rows, width]`. It may be `dy`'s buffer.
     pub dx: Option<&'a Handle>,
+    /// The activation, to be written again: `[rows, width]`. It may be `x`'s buffer. Only beside `dx`, and not without an activation.
+    pub y: Option<&'a Handle>,
     /// By the bias, to be written: `[width]`.
     pub sums: Option<Typed<'a>>,
 }
@@ -450,6 +465,7 @@ pub fn bias_activation_backward(
         bias,
         dy,
         dx,
+        y,
         sums,
     } = *pass;
     if width == 0 || (dx.is_none() && sums.is_none()) {
@@ -461,7 +477,9 @@ pub fn bias_activation_backward(
             None => Ok(()),
         };
     }
-    let launch = Launch::new(client, [rows, width], dy.1, activation, dx.is_some())?;
+    let mut launch = Launch::new(client, [rows, width], dy.1, activation, dx.is_some())?;
+    let y = y.filter(|_| dx.is_some() && activation != ActivationKind::None);
+    launch.kind.again = y.is_some();
     let steps = rows.div_ceil(launch.step_rows);
     let most = match sums {
         Some(_) => (CUBES / launch.columns as usize).max(1),
@@ -473,7 +491,7 @@ pub fn bias_activation_backward(
     let partial = sums.map(|_| client.empty(chunks * width * accumulator.size()));
     let row_vectors = launch.kind.row_vectors;
     // SAFETY: a unit reads its vectors of rows below `rows` and of the bias, and writes the same vectors and one of its chunk's sums; the buffers have
-    // the lengths they say (see `buffer`). Where `dx` is `dy` it is read by the unit that writes it, before.
+    // the lengths they say (see `buffer`). Where `dx` is `dy`, or `y` is `x`, it is read by the unit that writes it, before.
     unsafe {
         backward::launch_unchecked(
             client,
@@ -488,6 +506,7 @@ pub fn bias_activation_backward(
             optional(bias.map(|bias| bias.0), row_vectors),
             buffer(dy.0, rows * row_vectors),
             optional(dx, rows * row_vectors),
+            optional(y, rows * row_vectors),
             optional(partial.as_ref(), chunks * row_vectors),
             rows,
             of_a_cube,

@@ -1,0 +1,188 @@
+//! Feed-forward networks on each backend, and their step in Burn's autodiff graph.
+
+#[cfg(any(
+    feature = "flex",
+    feature = "ndarray",
+    feature = "cube",
+    feature = "autodiff"
+))]
+use crate::ops::MlpOps;
+
+#[cfg(feature = "flex")]
+impl MlpOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl MlpOps for burn::backend::NdArray {}
+
+#[cfg(feature = "cube")]
+impl MlpOps for burn_cubecl::CubeBackend {}
+
+#[cfg(feature = "autodiff")]
+mod steps {
+    use burn::backend::TensorMetadata;
+    use burn::backend::autodiff::Autodiff;
+    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+    use burn::backend::autodiff::grads::Gradients;
+    use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
+    use burn::backend::tensor::FloatTensor;
+
+    use super::MlpOps;
+    use crate::backends::linear::Factor;
+    use crate::mlp::steps::{Forward, Saved, Task, backward, forward, own};
+    use crate::mlp::values::{MlpCall, MlpInputs};
+
+    /// The step behind x, the weights, and the bias if there is one.
+    #[derive(Debug)]
+    struct Mlp;
+
+    #[derive(Clone, Debug)]
+    struct State<B: MlpOps> {
+        call: MlpCall,
+        task: Task,
+        x: Factor<B>,
+        inner: Factor<B>,
+        bias: Factor<B>,
+        outer: Factor<B>,
+        hidden: Factor<B>,
+    }
+
+    impl<B: MlpOps, const N: usize> Backward<B, N> for Mlp {
+        type State = State<B>;
+
+        fn backward(
+            self,
+            ops: Ops<Self::State, N>,
+            grads: &mut Gradients,
+            checkpointer: &mut Checkpointer,
+        ) {
+            let grad = grads.consume::<B>(&ops.node);
+            let State {
+                call,
+                task,
+                x,
+                inner,
+                bias,
+                outer,
+                hidden,
+            } = ops.state;
+            let mut get = |factor: Factor<B>| factor.get(checkpointer).into_option();
+            let saved = Saved {
+                x: get(x),
+                inner: get(inner),
+                bias: get(bias),
+                outer: get(outer),
+                hidden: get(hidden),
+                grad,
+            };
+            let [by_x, by_inner, by_bias, by_outer] = backward::<B>(saved, call, task);
+            let gradients = [by_x, by_inner, by_outer, by_bias];
+            for (parent, grad) in ops.parents.into_iter().zip(gradients) {
+                if let (Some(parent), Some(grad)) = (parent, grad) {
+                    grads.register::<B>(parent.id, grad);
+                }
+            }
+        }
+    }
+
+    /// The step of `N` inputs: x, the inner weight, the outer one, the bias.
+    fn step<B: MlpOps, C: CheckpointStrategy, const N: usize>(
+        nodes: [NodeGuard; N],
+        inputs: MlpInputs<Autodiff<B, C>>,
+        call: MlpCall,
+    ) -> FloatTensor<Autodiff<B, C>> {
+        let MlpInputs {
+            x,
+            inner,
+            bias,
+            outer,
+        } = inputs;
+        let bias = bias.into_option();
+        type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
+        let run = |x: Tracked<B, C>,
+                   inner: Tracked<B, C>,
+                   bias: Option<Tracked<B, C>>,
+                   outer: Tracked<B, C>,
+                   keep: bool| {
+            let inputs = MlpInputs {
+                x: x.into_primitive(),
+                inner: inner.into_primitive(),
+                bias: bias.map(|bias| bias.into_primitive()).into(),
+                outer: outer.into_primitive(),
+            };
+            forward::<B>(inputs, call, keep)
+        };
+        match Mlp.prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(mut prep) => {
+                let wanted = |tensor: &Tracked<B, C>| tensor.is_tracked().then(|| own(tensor));
+                let task = Task {
+                    x: wanted(&x),
+                    inner: wanted(&inner),
+                    bias: bias.as_ref().and_then(wanted),
+                    outer: wanted(&outer),
+                    lengths: [inner.shape()[0], inner.shape()[1], outer.shape()[1]],
+                };
+                let depends = task.depends(call.activation);
+                // Whether the backward pass has something to do with the numbers between the products.
+                let keep = depends && !call.recompute;
+                let again = depends && call.recompute;
+                // The checkpointer keeps what the products read as it is.
+                let mut input = |wanted: bool, tensor: &Tracked<B, C>| {
+                    let is_itself = own(tensor) == call.dtype;
+                    (wanted && is_itself).then(|| Factor::Input(prep.checkpoint(tensor)))
+                };
+                let needs = [
+                    task.inner.is_some() || again,
+                    task.x.is_some() || again,
+                    task.before(),
+                ];
+                let factors = [
+                    input(needs[0], &x),
+                    input(needs[1], &inner),
+                    input(needs[2], &outer),
+                ];
+                let bias_factor = match &bias {
+                    Some(bias) if depends => Factor::Input(prep.checkpoint(bias)),
+                    _ => Factor::Unused,
+                };
+                let made = run(x, inner, bias, outer, keep);
+                let Forward {
+                    out,
+                    hidden,
+                    x,
+                    inner,
+                    outer,
+                } = made;
+                let mut made = [x, inner, outer].into_iter().zip(needs).zip(factors).map(
+                    |((made, wanted), factor)| match (wanted, factor, made) {
+                        (false, _, _) => Factor::Unused,
+                        (true, Some(factor), _) => factor,
+                        (true, None, made) => made.map_or(Factor::Unused, Factor::Rounded),
+                    },
+                );
+                let mut next = || made.next().unwrap_or(Factor::Unused);
+                let [x, inner, outer] = [next(), next(), next()];
+                let state = State {
+                    call,
+                    task,
+                    x,
+                    inner,
+                    bias: bias_factor,
+                    outer,
+                    hidden: hidden.map_or(Factor::Unused, Factor::Rounded),
+                };
+                prep.finish(state, out)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(run(x, inner, bias, outer, false).out),
+        }
+    }
+
+    impl<B: MlpOps, C: CheckpointStrategy> MlpOps for Autodiff<B, C> {
+        fn mlp(inputs: MlpInputs<Self>, call: MlpCall) -> FloatTensor<Self> {
+            let [x, inner, outer] = [&inputs.x, &inputs.inner, &inputs.outer].map(|x| x.node());
+            match inputs.bias.as_ref().map(|bias| bias.node()) {
+                None => step::<B, C, 3>([x, inner, outer], inputs, call),
+                Some(bias) => step::<B, C, 4>([x, inner, outer, bias], inputs, call),
+            }
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! Feed-forward networks against the three operations that they are made of, each of which is compared with f64 by itself.
+
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn_blocksparse::{
+    Activation, LinearOptions, MlpOptions, MlpParams, bias_activation, linear, mlp,
+};
+
+use crate::compare::{assert_close, to_f64};
+use crate::devices::{assert_ran, exact_dtypes, half_dtypes};
+use crate::linear::{numbers, product, product_tolerance, tensor};
+
+/// Which of x, the weights and the bias are differentiated by.
+type Tracked = [bool; 4];
+
+#[derive(Clone, Debug)]
+struct Problem {
+    rows: usize,
+    /// in, hidden, out.
+    widths: [usize; 3],
+    activation: Activation,
+    bias: bool,
+}
+
+/// The result and the gradients by x, the inner weight, the outer weight and the bias.
+type Results = [Option<TensorData>; 5];
+
+impl Problem {
+    fn new(rows: usize, widths: [usize; 3], activation: Activation, bias: bool) -> Self {
+        Self {
+            rows,
+            widths,
+            activation,
+            bias,
+        }
+    }
+
+    /// By the op with options, or by its three parts.
+    fn run(
+        &self,
+        device: &Device,
+        dtypes: [DType; 2],
+        product: Option<FloatDType>,
+        tracked: Tracked,
+        op: Option<bool>,
+    ) -> Results {
+        let [width, hidden, out] = self.widths;
+        let leaf = |seed: u64, shape: [usize; 2], dtype: DType, tracked: bool| {
+            let values = numbers(seed, shape[0] * shape[1]);
+            tensor(&values, shape, device, dtype).set_require_grad(tracked)
+        };
+        let x = leaf(41, [self.rows, width], dtypes[0], tracked[0]);
+        let inner = leaf(42, [width, hidden], dtypes[1], tracked[1]);
+        let outer = leaf(43, [hidden, out], dtypes[1], tracked[2]);
+        let bias = self.bias.then(|| {
+            let values = numbers(44, hidden);
+            tensor(&values, [hidden], device, dtypes[1]).set_require_grad(tracked[3])
+        });
+        let y = match op {
+            Some(recompute) => {
+                let mut params = MlpParams::new(inner.clone(), outer.clone());
+                params.bias = bias.clone();
+                let mut options = MlpOptions::default().recompute(recompute);
+                options.dtype = product;
+                mlp(x.clone(), params, self.activation, &options).unwrap()
+            }
+            None => {
+                let mut options = LinearOptions::default();
+                options.dtype = product;
+                let between = linear(x.clone(), inner.clone(), &options).unwrap();
+                let between = bias_activation(between, bias.clone(), self.activation).unwrap();
+                linear(between, outer.clone(), &options).unwrap()
+            }
+        };
+        assert_eq!(y.dims(), [self.rows, out]);
+        let dtype = product.map_or(dtypes[0], DType::from);
+        assert_eq!(y.dtype(), dtype);
+        let mut grads = [const { None }; 4];
+        if tracked.contains(&true) {
+            let seed = tensor(
+                &numbers(45, self.rows * out),
+                [self.rows, out],
+                device,
+                dtype,
+            );
+            let all = (y.clone() * seed).sum().backward();
+            grads = [
+                x.grad(&all).map(Tensor::into_data),
+                inner.grad(&all).map(Tensor::into_data),
+                outer.grad(&all).map(Tensor::into_data),
+                bias.and_then(|bias| bias.grad(&all)).map(Tensor::into_data),
+            ];
+        }
+        let [by_x, by_inner, by_outer, by_bias] = grads;
+        [Some(y.into_data()), by_x, by_inner, by_outer, by_bias]
+    }
+}
+
+const ALL: Tracked = [true; 4];
+
+fn bytes(results: &Results) -> Vec<Option<&[u8]>> {
+    results
+        .iter()
+        .map(|data| data.as_ref().map(TensorData::as_bytes))
+        .collect()
+}
+
+/// The same bits as of the three operations, with and without the first product computed again, and with gradient checkpointing.
+pub fn mlp_equals_its_parts(devices: &[Device]) {
+    let mut ran = 0;
+    for plain in devices {
+        let problems = [
+            Problem::new(1, [1, 1, 1], Activation::Relu, true),
+            Problem::new(70, [20, 33, 12], Activation::GeluErf, true),
+            Problem::new(300, [64, 136, 40], Activation::GeluSigmoid, true),
+            Problem::new(40, [16, 24, 8], Activation::Silu, false),
+            Problem::new(40, [16, 24, 8], Activation::None, true),
+            Problem::new(40, [16, 24, 8], Activation::None, false),
+            Problem::new(0, [6, 9, 4], Activation::GeluTanh, true),
+        ];
+        let exact = exact_dtypes(plain).into_iter().map(|(dtype, _)| [dtype; 2]);
+        let halves = half_dtypes(plain);
+        let half = halves.iter().map(|half| [*half, DType::F32]);
+        let mut cases: Vec<_> = exact.chain(half).map(|dtypes| (dtypes, None)).collect();
+        // Rounded for the products alone.
+        cases.extend(
+            halves
+                .iter()
+                .map(|half| ([DType::F32; 2], Some(FloatDType::from(*half)))),
+        );
+        for problem in &problems {
+            for &(dtypes, product) in &cases {
+                let device = plain.clone().autodiff();
+                let parts = problem.run(&device, dtypes, product, ALL, None);
+                for device in [device.clone(), device.clone().gradient_checkpointing()] {
+                    for recompute in [false, true] {
+                        let op = problem.run(&device, dtypes, product, ALL, Some(recompute));
+                        let what =
+                            format!("{plain:?}, {problem:?}, {dtypes:?}, {product:?}, {recompute}");
+                        assert_eq!(bytes(&op), bytes(&parts), "{what}");
+                        ran += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert_ran("mlp_equals_its_parts", ran);
+}
+
+/// What is frozen gets no gradient, and changes no other: all combinations.
+pub fn mlp_constants(devices: &[Device]) {
+    for plain in devices {
+        let device = plain.clone().autodiff();
+        for activation in [Activation::Silu, Activation::None] {
+            let problem = Problem::new(9, [8, 10, 6], activation, true);
+            let all = problem.run(&device, [DType::F32; 2], None, ALL, None);
+            for combination in 0..16u32 {
+                let tracked = [0, 1, 2, 3].map(|bit| combination >> bit & 1 != 0);
+                for recompute in [false, true] {
+                    let some =
+                        problem.run(&device, [DType::F32; 2], None, tracked, Some(recompute));
+                    for (index, (some, all)) in some.iter().zip(&all).enumerate() {
+                        let wanted = index == 0 || tracked[index - 1];
+                        assert_eq!(
+                            some.as_ref().map(TensorData::as_bytes),
+                            all.as_ref().filter(|_| wanted).map(TensorData::as_bytes),
+                            "{plain:?}, {activation:?}, {tracked:?}, {recompute}, result {index}"
+                        );
+                    }
+                }
+            }
+        }
+        // Plain in, plain out.
+        let problem = Problem::new(9, [8, 10, 6], Activation::Silu, true);
+        let plainly = problem.run(plain, [DType::F32; 2], None, [false; 4], Some(false));
+        let parts = problem.run(plain, [DType::F32; 2], None, [false; 4], None);
+        assert_eq!(bytes(&plainly), bytes(&parts));
+    }
+}
+
+/// The result of one problem against f64, so that not everything is compared with itself.
+pub fn mlp_equals_f64(devices: &[Device]) {
+    let problem = Problem::new(7, [12, 20, 8], Activation::Relu, true);
+    let [width, hidden, out] = problem.widths;
+    let [x, inner, outer] = [(41, 7 * width), (42, width * hidden), (43, hidden * out)]
+        .map(|(seed, count)| numbers(seed, count));
+    let bias = numbers(44, hidden);
+    let between: Vec<f64> = product(
+        [7, width, hidden],
+        |row, k| x[row * width + k],
+        |k, column| inner[k * hidden + column],
+    )
+    .into_iter()
+    .enumerate()
+    .map(|(at, x)| (x + bias[at % hidden]).max(0.0))
+    .collect();
+    let expected = product(
+        [7, hidden, out],
+        |row, k| between[row * hidden + k],
+        |k, column| outer[k * out + column],
+    );
+    for device in devices {
+        for (dtype, tolerance) in exact_dtypes(device) {
+            let tolerance = product_tolerance(device, dtype, 10.0 * tolerance);
+            let [got, ..] = problem.run(device, [dtype; 2], None, [false; 4], Some(false));
+            let got = got.expect("a result");
+            assert_eq!(to_f64(got.clone()).len(), expected.len());
+            assert_close(&format!("{device:?}, {dtype:?}"), got, &expected, tolerance);
+        }
+    }
+}
