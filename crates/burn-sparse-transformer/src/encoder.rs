@@ -1,17 +1,15 @@
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::transformer::{
-    PositionWiseFeedForward, TransformerEncoder, TransformerEncoderConfig, TransformerEncoderLayer,
-};
-use burn::nn::{Dropout, LayerNorm};
+use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig};
 use burn::tensor::{Bool, Device, Tensor};
 use burn_blocksparse::Pattern;
 
 use crate::error::{ensure, ensure_above_zero, ensure_dropout, ensure_positive};
 use crate::input::Padding;
 use crate::layouts::Layouts;
+use crate::stream::Stream;
 use crate::{
-    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    Precision, SparseMhaCache, SparseMultiHeadAttentionConfig, SparseTransformerEncoderLayer,
     TransformerError,
 };
 
@@ -55,24 +53,6 @@ impl SparseTransformerEncoderConfig {
 pub struct SparseTransformerEncoder {
     /// First to last.
     pub layers: Vec<SparseTransformerEncoderLayer>,
-}
-
-/// A layer of [`SparseTransformerEncoder`]. As in burn-nn, `norm_2` is the attention's with `norm_first`, and the feed-forward network's
-/// without.
-#[derive(Module, Debug)]
-pub struct SparseTransformerEncoderLayer {
-    /// Self-attention.
-    pub mha: SparseMultiHeadAttention,
-    /// Position-wise feed-forward network.
-    pub pwff: PositionWiseFeedForward,
-    /// After the attention, or before the feed-forward network.
-    pub norm_1: LayerNorm,
-    /// After the feed-forward network, or before the attention.
-    pub norm_2: LayerNorm,
-    /// At the end of both residual branches.
-    pub dropout: Dropout,
-    /// Whether the norms come before what they are for.
-    pub norm_first: bool,
 }
 
 /// Input of [`SparseTransformerEncoder`].
@@ -130,6 +110,19 @@ impl SparseTransformerEncoder {
         })
     }
 
+    /// The same module computing in another precision: with [`Precision::Bf16`] products and attention are in bf16, parameters, the stream and
+    /// norms' statistics stay what they are.
+    ///
+    /// # Errors
+    /// [`TransformerError::Precision`] if the parameters' device does not compute in it.
+    pub fn with_precision(mut self, precision: Precision) -> Result<Self, TransformerError> {
+        for layer in &mut self.layers {
+            precision.check(&layer.norm_1.gamma.device())?;
+            layer.set_precision(precision);
+        }
+        Ok(self)
+    }
+
     /// The same module with another pattern in every layer.
     ///
     /// # Errors
@@ -158,16 +151,15 @@ impl SparseTransformerEncoder {
         &self,
         input: SparseTransformerEncoderInput,
     ) -> Result<Tensor<3>, TransformerError> {
-        let mut x = input.tensor;
+        let mut stream = Stream::new(input.tensor);
         let padding = input.padding.map(Padding::read);
         for layer in &self.layers {
-            x = layer.residual(x, |x| {
-                let mut input = SparseMhaInput::self_attn(x);
+            stream = layer.residual(stream, |mut input| {
                 input.padding = padding.clone();
-                Ok(layer.mha.forward(input)?.context)
+                layer.mha.forward_projected(input)
             })?;
         }
-        Ok(x)
+        stream.finish()
     }
 
     /// Applies the layers to several sequences that lie one after the other in one.
@@ -183,9 +175,12 @@ impl SparseTransformerEncoder {
         x: Tensor<3>,
         cu_seqlens: &[usize],
     ) -> Result<Tensor<3>, TransformerError> {
-        self.layers.iter().try_fold(x, |x, layer| {
-            layer.residual(x, |x| Ok(layer.mha.forward_packed(x, cu_seqlens)?.context))
-        })
+        let stream = (self.layers.iter()).try_fold(Stream::new(x), |stream, layer| {
+            layer.residual(stream, |input| {
+                layer.mha.forward_packed_projected(input, cu_seqlens)
+            })
+        });
+        stream?.finish()
     }
 
     /// Applies the layers to new positions, which also attend to those in `caches`: one for each layer, of [`Self::new_caches`].
@@ -208,12 +203,13 @@ impl SparseTransformerEncoder {
         )?;
         let before: Vec<usize> = caches.iter().map(SparseMhaCache::len).collect();
         let mut layers = self.layers.iter().zip(caches.iter_mut());
-        let result = layers.try_fold(x, |x, (layer, cache)| {
-            layer.residual(x, |x| {
-                let input = SparseMhaInput::self_attn(x);
-                Ok(layer.mha.forward_cache(input, cache)?.context)
+        let result = layers
+            .try_fold(Stream::new(x), |stream, (layer, cache)| {
+                layer.residual(stream, |input| {
+                    layer.mha.forward_cache_projected(input, cache)
+                })
             })
-        });
+            .and_then(Stream::finish);
         if result.is_err() {
             for (cache, len) in caches.iter_mut().zip(before) {
                 cache.truncate(len);
@@ -225,40 +221,5 @@ impl SparseTransformerEncoder {
     /// Empty caches for [`Self::forward_cache`].
     pub fn new_caches(&self) -> Vec<SparseMhaCache> {
         vec![SparseMhaCache::new(); self.layers.len()]
-    }
-}
-
-impl SparseTransformerEncoderLayer {
-    fn from_dense(
-        layer: &TransformerEncoderLayer,
-        layouts: Layouts,
-    ) -> Result<Self, TransformerError> {
-        Ok(Self {
-            mha: SparseMultiHeadAttention::from_dense_with(&layer.mha, layouts)?,
-            pwff: layer.pwff.clone(),
-            norm_1: layer.norm_1.clone(),
-            norm_2: layer.norm_2.clone(),
-            dropout: layer.dropout.clone(),
-            norm_first: layer.norm_first,
-        })
-    }
-
-    /// The layer around `attend`.
-    fn residual(
-        &self,
-        x: Tensor<3>,
-        attend: impl FnOnce(Tensor<3>) -> Result<Tensor<3>, TransformerError>,
-    ) -> Result<Tensor<3>, TransformerError> {
-        self.mha.check_input("x", &x)?;
-        if self.norm_first {
-            let a = attend(self.norm_2.forward(x.clone()))?;
-            let x = x + self.dropout.forward(a);
-            let b = self.pwff.forward(self.norm_1.forward(x.clone()));
-            return Ok(x + self.dropout.forward(b));
-        }
-        let a = attend(x.clone())?;
-        let x = self.norm_1.forward(x + self.dropout.forward(a));
-        let b = self.pwff.forward(x.clone());
-        Ok(self.norm_2.forward(x + self.dropout.forward(b)))
     }
 }

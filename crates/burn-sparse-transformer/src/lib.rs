@@ -46,6 +46,7 @@ mod convert;
 mod dropout;
 mod embedding;
 mod encoder;
+mod encoder_layer;
 mod error;
 mod factorization;
 mod feed_forward;
@@ -68,8 +69,8 @@ pub use cache::{SparseMhaCache, SparseTransformerCache};
 pub use embedding::PositionEmbedding;
 pub use encoder::{
     SparseTransformerEncoder, SparseTransformerEncoderConfig, SparseTransformerEncoderInput,
-    SparseTransformerEncoderLayer,
 };
+pub use encoder_layer::SparseTransformerEncoderLayer;
 pub use error::TransformerError;
 pub use factorization::Factorization;
 pub use feed_forward::FeedForward;

@@ -7,6 +7,7 @@ mod attention;
 mod config;
 mod convert;
 mod decoding;
+mod encoder;
 mod heads;
 mod longformer;
 mod options;

@@ -1,0 +1,221 @@
+//! A layer of the encoder: burn-nn's, on the training ops.
+
+use burn::module::Module;
+use burn::nn::activation::Activation as DenseActivation;
+use burn::nn::transformer::{PositionWiseFeedForward, TransformerEncoderLayer};
+use burn::nn::{Dropout, LayerNorm, Linear};
+use burn::tensor::Tensor;
+use burn_blocksparse::{
+    Activation, Dropout as WeightDropout, MlpOptions, MlpParams, StreamDropout, bias_activation,
+    dropout, mlp,
+};
+
+use crate::dropout::Seeds;
+use crate::error::ensure;
+use crate::layouts::Layouts;
+use crate::stream::{Projected, Stream};
+use crate::{Precision, SparseMhaInput, SparseMultiHeadAttention, TransformerError};
+
+/// A layer of [`SparseTransformerEncoder`](crate::SparseTransformerEncoder). As in burn-nn, `norm_2` is the attention's with `norm_first`, and
+/// the feed-forward network's without.
+#[derive(Module, Debug)]
+pub struct SparseTransformerEncoderLayer {
+    /// Self-attention.
+    pub mha: SparseMultiHeadAttention,
+    /// Position-wise feed-forward network.
+    pub pwff: PositionWiseFeedForward,
+    /// After the attention, or before the feed-forward network.
+    pub norm_1: LayerNorm,
+    /// After the feed-forward network, or before the attention.
+    pub norm_2: LayerNorm,
+    /// At the end of both residual branches.
+    pub dropout: Dropout,
+    /// Whether the norms come before what they are for.
+    pub norm_first: bool,
+    /// Of both norms.
+    #[module(skip)]
+    epsilons: [f64; 2],
+    #[module(skip)]
+    precision: Precision,
+    #[module(skip)]
+    seeds: Seeds,
+}
+
+impl SparseTransformerEncoderLayer {
+    pub(crate) fn from_dense(
+        layer: &TransformerEncoderLayer,
+        layouts: Layouts,
+    ) -> Result<Self, TransformerError> {
+        Ok(Self {
+            mha: SparseMultiHeadAttention::from_dense_with(&layer.mha, layouts)?,
+            pwff: layer.pwff.clone(),
+            norm_1: layer.norm_1.clone(),
+            norm_2: layer.norm_2.clone(),
+            dropout: layer.dropout.clone(),
+            norm_first: layer.norm_first,
+            epsilons: [epsilon(&layer.norm_1)?, epsilon(&layer.norm_2)?],
+            precision: Precision::default(),
+            seeds: Seeds::default(),
+        })
+    }
+
+    pub(crate) fn set_precision(&mut self, precision: Precision) {
+        self.precision = precision;
+        self.mha.precision = precision;
+    }
+
+    /// The layer around `attend`, on a stream that may have a branch pending.
+    pub(crate) fn residual(
+        &self,
+        stream: Stream,
+        attend: impl FnOnce(SparseMhaInput) -> Result<Projected, TransformerError>,
+    ) -> Result<Stream, TransformerError> {
+        let x = stream.x();
+        self.mha.check_input("x", x)?;
+        let drops = self.drops(x.is_autodiff());
+        let attend = |x: Tensor<3>| {
+            let mut input = SparseMhaInput::self_attn(x);
+            input.dropout = drops.weights;
+            attend(input)
+        };
+        let own = x.dtype().into();
+        let [first, second] = self.epsilons;
+        if self.norm_first {
+            let dtype = self.precision.dtype(x.dtype());
+            let (stream, normed) = stream.norm(&self.norm_2, second, dtype)?;
+            let stream = stream.push(attend(normed)?, drops.branch(ATTENTION))?;
+            let (stream, normed) = stream.norm(&self.norm_1, first, dtype)?;
+            let branch = self.feed_forward(normed, drops)?;
+            return stream.push(branch, drops.branch(FEED_FORWARD));
+        }
+        // What is normed is the stream from there on.
+        let x = stream.finish()?;
+        let stream = Stream::new(x.clone()).push(attend(x)?, drops.branch(ATTENTION))?;
+        let (_, x) = stream.norm(&self.norm_1, first, own)?;
+        let branch = self.feed_forward(x.clone(), drops)?;
+        let stream = Stream::new(x).push(branch, drops.branch(FEED_FORWARD))?;
+        let (_, x) = stream.norm(&self.norm_2, second, own)?;
+        Ok(Stream::new(x))
+    }
+
+    /// The network without its last bias.
+    fn feed_forward(&self, x: Tensor<3>, drops: Drops) -> Result<Projected, TransformerError> {
+        let PositionWiseFeedForward {
+            linear_inner,
+            linear_outer,
+            activation,
+            ..
+        } = &self.pwff;
+        let bias = |layer: &Linear| layer.bias.as_ref().map(|bias| bias.val());
+        let x = match (ours(activation), drops.inner) {
+            (Some(activation), None) => {
+                let mut params =
+                    MlpParams::new(linear_inner.weight.val(), linear_outer.weight.val());
+                params.bias = bias(linear_inner);
+                let options = MlpOptions::default().dtype(self.precision.dtype(x.dtype()));
+                mlp(x, params, activation, &options)?
+            }
+            (activation_of, drop) => {
+                let x = match activation_of {
+                    Some(activation) => {
+                        let x = self.precision.product(linear_inner, x)?;
+                        bias_activation(x, bias(linear_inner), activation)?
+                    }
+                    None => activation.forward(self.precision.linear(linear_inner, x)?),
+                };
+                let x = match drop {
+                    Some(drop) => dropout(x, &drop)?,
+                    None => x,
+                };
+                self.precision.product(linear_outer, x)?
+            }
+        };
+        Ok(Projected {
+            x,
+            bias: bias(linear_outer),
+        })
+    }
+
+    /// What one more pass drops, if it is one of training.
+    fn drops(&self, training: bool) -> Drops {
+        if !training {
+            return Drops::default();
+        }
+        let seed = self.seeds.next();
+        let of = |dropout: &Dropout| {
+            let Dropout { prob, training } = dropout;
+            (*prob > 0.0 && training.is_enabled()).then_some((*prob, seed))
+        };
+        Drops {
+            weights: self.mha.training_dropout(|| seed),
+            branches: of(&self.dropout),
+            inner: of(&self.pwff.dropout)
+                .map(|(probability, seed)| StreamDropout::new(probability, seed, INNER)),
+        }
+    }
+}
+
+/// Sites of a layer's dropouts.
+const ATTENTION: u32 = 0;
+const FEED_FORWARD: u32 = 1;
+const INNER: u32 = 2;
+
+/// What one pass of a layer drops.
+#[derive(Clone, Copy, Debug, Default)]
+struct Drops {
+    /// Of the attention weights.
+    weights: Option<WeightDropout>,
+    /// Of both branches: a probability and a seed.
+    branches: Option<(f64, u64)>,
+    /// Between the products of the feed-forward network.
+    inner: Option<StreamDropout>,
+}
+
+impl Drops {
+    fn branch(&self, site: u32) -> Option<StreamDropout> {
+        (self.branches).map(|(probability, seed)| StreamDropout::new(probability, seed, site))
+    }
+}
+
+/// The activation that does the same, if there is one.
+fn ours(activation: &DenseActivation) -> Option<Activation> {
+    match activation {
+        DenseActivation::Identity(_) => Some(Activation::None),
+        DenseActivation::Gelu(gelu) if gelu.approximate => Some(Activation::GeluTanh),
+        DenseActivation::Gelu(_) => Some(Activation::GeluErf),
+        DenseActivation::Relu(_) => Some(Activation::Relu),
+        _ => None,
+    }
+}
+
+/// What a norm of burn-nn's adds to the variance. The field is private, but burn-nn prints it.
+fn epsilon(norm: &LayerNorm) -> Result<f64, TransformerError> {
+    let text = norm.to_string();
+    let number = text.split_once("epsilon: ").and_then(|(_, rest)| {
+        let end = rest.find([',', '\n', '}']).unwrap_or(rest.len());
+        rest[..end].trim().parse().ok()
+    });
+    ensure(
+        number.is_some(),
+        "a layer norm",
+        || "burn-nn's, which prints its epsilon".into(),
+        &text,
+    )?;
+    Ok(number.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::nn::LayerNormConfig;
+    use burn::tensor::Device;
+
+    #[test]
+    fn epsilons_are_those_that_were_set() {
+        for expected in [1e-12, 1e-5, 0.1, 3.0, 1.234_567_890_123e-7] {
+            let config = LayerNormConfig::new(4).with_epsilon(expected);
+            let norm = config.init(&Device::flex());
+            assert_eq!(epsilon(&norm).unwrap(), expected);
+        }
+    }
+}
