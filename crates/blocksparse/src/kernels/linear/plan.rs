@@ -204,3 +204,110 @@ impl fmt::Display for ProductPlan {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An H200's.
+    const MULTIPROCESSORS: usize = 132;
+    const SHARED: usize = 232_448;
+
+    fn request([rows, cols, depth]: [usize; 3], parts: bool) -> ProductRequest {
+        ProductRequest {
+            bf16: true,
+            batch: 1,
+            rows,
+            cols,
+            depth,
+            orders: [Order::Depth, Order::Across],
+            wide: parts,
+            parts,
+        }
+    }
+
+    fn best(request: ProductRequest) -> ProductPlan {
+        ProductPlan::on(request, MULTIPROCESSORS, SHARED).unwrap()[0]
+    }
+
+    #[test]
+    fn products_of_layers_are_planned_as_they_were_measured() {
+        for (lengths, parts, expected) in [
+            (
+                [49_152, 1536, 512],
+                false,
+                "tiles of 128 × 256, 4 slabs of 64, 132 cubes",
+            ),
+            (
+                [49_152, 512, 512],
+                false,
+                "tiles of 128 × 256, 4 slabs of 64, 132 cubes",
+            ),
+            (
+                [8192, 8192, 8192],
+                false,
+                "tiles of 128 × 256, 4 slabs of 64, 132 cubes",
+            ),
+            (
+                [512, 2048, 49_152],
+                true,
+                "tiles of 128 × 256, 4 slabs of 64, 128 cubes, the depth in 4 parts",
+            ),
+            (
+                [512, 512, 49_152],
+                true,
+                "tiles of 128 × 128, 7 slabs of 64, 128 cubes, the depth in 8 parts",
+            ),
+            (
+                [1, 8, 8],
+                false,
+                "tiles of 128 × 64, 8 slabs of 64, 1 cubes",
+            ),
+        ] {
+            let plan = best(request(lengths, parts));
+            assert_eq!(
+                plan.to_string(),
+                format!("wgmma, {expected}"),
+                "{lengths:?}"
+            );
+        }
+    }
+
+    /// Every slab of the depth is in one part, no part is empty, and a cube has at least a tile.
+    #[test]
+    fn parts_cover_the_depth() {
+        for depth in [1, 8, 64, 65, 511, 512, 4097, 12_288, 49_152, 100_000] {
+            for lengths in [[8, 8, depth], [512, 1536, depth], [2048, 512, depth]] {
+                for plan in ProductPlan::on(request(lengths, true), 132, SHARED).unwrap() {
+                    let slabs = depth.div_ceil(SLAB);
+                    assert!((plan.parts - 1) * plan.part_slabs < slabs, "{plan}");
+                    assert!(plan.parts * plan.part_slabs >= slabs, "{plan}");
+                    assert!(plan.tile.shared_bytes() <= SHARED, "{plan}");
+                    let [rows, cols, _] = lengths;
+                    let tiles = rows.div_ceil(ROWS) * cols.div_ceil(plan.tile.cols) * plan.parts;
+                    assert!(plan.cubes > 0 && plan.cubes <= tiles.min(132), "{plan}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_does_not_take_is_said() {
+        let refused = |request| ProductPlan::on(request, MULTIPROCESSORS, SHARED).unwrap_err();
+        assert_eq!(
+            refused(request([64, 12, 64], false)),
+            "the columns are not a multiple of 8"
+        );
+        assert_eq!(refused(request([64, 16, 0], false)), "a factor is empty");
+        assert_eq!(
+            refused(request([1 << 20, 1 << 16, 64], false)),
+            "a length or the result has more numbers than the kernel counts in 32 bits"
+        );
+        assert_eq!(
+            ProductPlan::on(request([64, 16, 64], false), 132, 16 << 10).unwrap_err(),
+            "no tile fits the shared memory"
+        );
+        // Without parts there are none, however deep the product is.
+        assert_eq!(best(request([64, 64, 1 << 20], false)).parts(), 1);
+    }
+}
