@@ -65,6 +65,7 @@ fn main() -> Result<()> {
     bench.norms()?;
     bench.activations()?;
     bench.heads()?;
+    bench.weights()?;
     bench.optimizer()?;
     if let Some(path) = &bench.args.json {
         let text = serde_json::to_string_pretty(&bench.results)?;
@@ -317,6 +318,20 @@ impl Bench {
                 rows::bias_activation(&client, x, Some(bias), &y, [rows, width], activation)
                     .expect("the device can");
             })?;
+            let name = format!("bias and {activation:?}, backward, and again");
+            self.moves(&name, matrix * 8, || {
+                let pass = ActivationBackward {
+                    activation,
+                    x: Some(&x),
+                    bias: Some(bias),
+                    dy: (&y, BF16),
+                    dx: Some(&y),
+                    y: Some(&x),
+                    sums: Some((&sums, F32)),
+                };
+                rows::bias_activation_backward(&client, [rows, width], &pass)
+                    .expect("the device can");
+            })?;
             let name = format!("bias and {activation:?}, backward");
             self.moves(&name, matrix * 6, || {
                 let pass = ActivationBackward {
@@ -357,6 +372,20 @@ impl Bench {
             let parts = [0, 1, 2].map(|index| (part, Some(&split[index])));
             let sums = Some((&sums, F32));
             rows::join_heads(&client, &parts, [rows, rows / 4], (&joined, BF16), sums)
+                .expect("the device can");
+        })
+    }
+
+    /// What the products of a layer read of its weights.
+    fn weights(&mut self) -> Result<()> {
+        let width = self.args.width;
+        let client = self.client.clone();
+        let weights = [(); 3].map(|_| self.buffer(width * width, F32));
+        let joined = self.buffer(3 * width * width, BF16);
+        let bytes = 3 * width * width * 6;
+        self.moves("weights of queries, keys, values, rounded", bytes, || {
+            let matrices = [0, 1, 2].map(|index| (&weights[index], width));
+            rows::rounded_beside(&client, &matrices, F32, width, (&joined, BF16))
                 .expect("the device can");
         })
     }

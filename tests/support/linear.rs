@@ -190,6 +190,8 @@ fn problems() -> Vec<Problem> {
         // The rows of a weight's gradient in groups.
         Problem::new([4, 1024, 20], &[13, 4]),
         Problem::new([2, 0, 5], &[3, 2]),
+        Problem::new([1, 30, 6], &[4, 0, 3]),
+        Problem::new([1, 200, 64], &[128, 64, 8]),
     ]
 }
 

@@ -16,7 +16,7 @@ impl LinearOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 pub(crate) mod kernels {
-    use blocksparse::kernels::rows::{Window, column_sums, window_sums};
+    use blocksparse::kernels::rows::{Window, column_sums, rounded_beside, window_sums};
     use burn::backend::TensorMetadata;
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::DType;
@@ -85,6 +85,31 @@ pub(crate) mod kernels {
                 start += width;
             }
             parts
+        }
+
+        fn joined(weights: Vec<CubeTensor>, dtype: FloatDType) -> CubeTensor {
+            let weights: Vec<CubeTensor> = weights.into_iter().map(into_contiguous).collect();
+            let [rows, _] = weights[0].meta.shape().dims();
+            let element = weights[0].dtype;
+            let matrices: Vec<_> = weights
+                .iter()
+                .map(|weight| (&weight.handle, weight.meta.shape()[1]))
+                .collect();
+            let width = matrices.iter().map(|(_, width)| width).sum();
+            if weights.iter().all(|weight| weight.dtype == element) {
+                let out = empty(&weights[0], [rows, width], dtype.into());
+                let result = rounded_beside(
+                    &out.client,
+                    &matrices,
+                    dtype_to_elem_type(element),
+                    rows,
+                    typed(&out),
+                );
+                if result.is_ok() {
+                    return out;
+                }
+            }
+            <Primitives as Products<CubeBackend>>::joined(weights, dtype)
         }
 
         #[cfg(feature = "cuda")]

@@ -31,6 +31,18 @@ pub(crate) trait Products<B: Backend> {
     /// `lhs · rhs` of matrices or batches of them, of one dtype; in it, or in that of its sums. No length is 0.
     fn product(lhs: FloatTensor<B>, rhs: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B>;
 
+    /// Weights side by side, in `dtype`: `[in, Σ out]`. There is one at least.
+    fn joined(weights: Vec<FloatTensor<B>>, dtype: FloatDType) -> FloatTensor<B> {
+        let mut weights: Vec<FloatTensor<B>> = weights
+            .into_iter()
+            .map(|weight| rounded::<B>(weight, dtype))
+            .collect();
+        match weights.len() {
+            1 => weights.remove(0),
+            _ => B::float_cat(weights, 1),
+        }
+    }
+
     /// Parts of `lhs · rhs` of matrices, in the dtype of sums, which add up to it: `[parts, rows, columns]`, if the backend has a kernel that chooses how
     /// many. No length is 0.
     fn parts(_lhs: &FloatTensor<B>, _rhs: &FloatTensor<B>) -> Option<FloatTensor<B>> {
@@ -238,13 +250,9 @@ pub(crate) fn forward<B: Backend, P: Products<B>>(
     let changed = |tensor: &FloatTensor<B>| FloatDType::from(tensor.dtype()) != dtype;
     let is_joined = weights.len() > 1 || weights.iter().any(changed);
     let is_rounded = changed(&x);
-    let mut weights: Vec<FloatTensor<B>> = weights
-        .into_iter()
-        .map(|weight| rounded::<B>(weight, dtype))
-        .collect();
-    let weight = match weights.len() {
-        1 => weights.remove(0),
-        _ => B::float_cat(weights, 1),
+    let weight = match is_joined {
+        true => P::joined(weights, dtype),
+        false => weights.into_iter().next().expect("there is a weight"),
     };
     let [width, out_width] = weight.shape().dims();
     let out_shape = with_width(&x.shape(), out_width);

@@ -250,42 +250,39 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
         let added = bias_of::<P, A, N>(bias, column);
         for step in 0..steps {
             let top = top + step * step_rows;
-            let mut grads = Array::<Vector<A, N>>::new(comptime!(UNROLLED));
+            // As they are stored, and widened where they are used: half of the registers.
+            let mut grads = Array::<Vector<E, N>>::new(comptime!(UNROLLED));
+            let mut values = Array::<Vector<E, N>>::new(comptime!(UNROLLED));
             #[unroll]
             for i in 0..comptime!(UNROLLED) {
                 let row = min(top + i * comptime!(k.rows), rows - 1);
-                grads[i] = Vector::<A, N>::cast_from(dy[row * comptime!(k.row_vectors) + column]);
+                grads[i] = dy[row * comptime!(k.row_vectors) + column];
             }
             if comptime!(k.activation != ActivationKind::None) {
                 let x = x.as_ref().unwrap();
-                let mut values = Array::<Vector<A, N>>::new(comptime!(UNROLLED));
                 #[unroll]
                 for i in 0..comptime!(UNROLLED) {
                     let row = min(top + i * comptime!(k.rows), rows - 1);
-                    values[i] =
-                        Vector::<A, N>::cast_from(x[row * comptime!(k.row_vectors) + column]);
-                }
-                #[unroll]
-                for i in 0..comptime!(UNROLLED) {
-                    let x = values[i] + added;
-                    grads[i] *= slope::<A, N>(x, k);
-                    let row = top + i * comptime!(k.rows);
-                    if comptime!(k.again) {
-                        if row < rows {
-                            y.as_mut().unwrap()[row * comptime!(k.row_vectors) + column] =
-                                Vector::<E, N>::cast_from(value::<A, N>(x, k));
-                        }
-                    }
+                    values[i] = x[row * comptime!(k.row_vectors) + column];
                 }
             }
             #[unroll]
             for i in 0..comptime!(UNROLLED) {
                 let row = top + i * comptime!(k.rows);
                 if row < rows {
-                    sum += grads[i];
+                    let at = row * comptime!(k.row_vectors) + column;
+                    let mut grad = Vector::<A, N>::cast_from(grads[i]);
+                    if comptime!(k.activation != ActivationKind::None) {
+                        let x = Vector::<A, N>::cast_from(values[i]) + added;
+                        grad *= slope::<A, N>(x, k);
+                        if comptime!(k.again) {
+                            y.as_mut().unwrap()[at] =
+                                Vector::<E, N>::cast_from(value::<A, N>(x, k));
+                        }
+                    }
+                    sum += grad;
                     if comptime!(k.written) {
-                        dx.as_mut().unwrap()[row * comptime!(k.row_vectors) + column] =
-                            Vector::<E, N>::cast_from(grads[i]);
+                        dx.as_mut().unwrap()[at] = Vector::<E, N>::cast_from(grad);
                     }
                 }
             }

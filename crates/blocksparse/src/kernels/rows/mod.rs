@@ -12,10 +12,12 @@
 //! norm           a residual stream, what is added to it, and its norm; backward in norm_backward
 //! cross_entropy  the loss of rows of logits, and its gradient
 //! embedding      the gradient of a table by the rows that were taken from it
+//! beside         matrices side by side, in another type
 //! scaled         a tensor times numbers on the device
 //! ```
 
 mod activation;
+mod beside;
 mod columns;
 mod cross_entropy;
 mod dropout;
@@ -29,6 +31,7 @@ mod tile;
 pub use activation::{
     ActivationBackward, ActivationKind, activation_text, bias_activation, bias_activation_backward,
 };
+pub use beside::rounded_beside;
 pub use columns::{Window, column_sums, window_sums};
 pub use cross_entropy::{
     CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,

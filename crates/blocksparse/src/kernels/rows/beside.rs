@@ -1,0 +1,111 @@
+//! Matrices side by side, in another type.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::args::{address_of, buffer, spread};
+use crate::kernels::error::KernelError;
+
+/// Units of a cube.
+const UNITS: u32 = 256;
+
+/// Bytes of a load or a store.
+const MOST_BYTES: usize = 16;
+
+/// How many matrices there may be.
+pub const MOST_MATRICES: usize = 3;
+
+/// A unit rounds one vector.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn beside<E: Float, O: Float, N: Size>(
+    inputs: Sequence<Box<[Vector<E, N>]>>,
+    output: &mut [Vector<O, N>],
+    vectors: usize,
+    #[comptime] widths: [usize; MOST_MATRICES],
+    #[comptime] count: usize,
+    #[define(E)] _element: ElemType,
+    #[define(O)] _output_type: ElemType,
+) {
+    let all = comptime!(widths.iter().sum::<usize>());
+    if ABSOLUTE_POS < vectors {
+        let row = ABSOLUTE_POS / all;
+        let column = ABSOLUTE_POS % all;
+        #[unroll]
+        for index in 0..count {
+            let start = comptime!(widths[..index].iter().sum::<usize>());
+            let width = comptime!(widths[index]);
+            if column >= start && column < comptime!(start + width) {
+                let at = row * width + column - start;
+                output[ABSOLUTE_POS] = Vector::<O, N>::cast_from(inputs[index][at]);
+            }
+        }
+    }
+}
+
+/// `output = [m₁ m₂ m₃]`, rounded: `rows` of each matrix, all of one type, with their widths. At most [`MOST_MATRICES`] of them.
+///
+/// # Errors
+/// [`KernelError`] if there are more matrices, or the device lacks a type or cannot index the numbers.
+pub fn rounded_beside(
+    client: &Client,
+    matrices: &[(&Handle, usize)],
+    element: ElemType,
+    rows: usize,
+    (output, output_type): (&Handle, ElemType),
+) -> Result<(), KernelError> {
+    let width: usize = matrices.iter().map(|(_, width)| width).sum();
+    if rows * width == 0 {
+        return Ok(());
+    }
+    if matrices.len() > MOST_MATRICES {
+        return Err(KernelError::limit(
+            "matrices",
+            MOST_MATRICES as u64,
+            matrices.len(),
+        ));
+    }
+    for element in [element, output_type] {
+        if !client.properties().supports_type(element) {
+            let dtype = format!("{element:?}");
+            return Err(KernelError::Dtype { dtype });
+        }
+    }
+    let widest = element.size().max(output_type.size());
+    let most = (MOST_BYTES / widest).min(client.properties().hardware.max_vector_size.max(1));
+    let divides = |vector: &usize| {
+        *vector <= most && (matrices.iter()).all(|(_, width)| width.is_multiple_of(*vector))
+    };
+    let vector = [8, 4, 2, 1].into_iter().find(divides).unwrap_or(1);
+    let mut widths = [0; MOST_MATRICES];
+    let mut inputs = SequenceArg::new();
+    // An empty buffer cannot be bound.
+    let some = || matrices.iter().filter(|(_, width)| *width > 0);
+    for (of, (handle, width)) in widths.iter_mut().zip(some()) {
+        *of = width / vector;
+        inputs.push(buffer(handle, rows * width / vector));
+    }
+    let vectors = rows * width / vector;
+    let units = UNITS.min(client.properties().hardware.max_units_per_cube);
+    let address = address_of(client, rows * width)?;
+    let cubes = spread(client, vectors.div_ceil(units as usize) as u64)?;
+    // SAFETY: a unit writes one vector below `vectors` and reads the one that belongs there; the buffers have the lengths they say (see
+    // `buffer`).
+    unsafe {
+        beside::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(units),
+            address,
+            vector,
+            inputs,
+            buffer(output, vectors),
+            vectors,
+            widths,
+            some().count(),
+            element,
+            output_type,
+        );
+    }
+    Ok(())
+}
