@@ -186,17 +186,17 @@ impl SparseTransformerBlock {
     /// # Errors
     /// If the shape does not fit, or the pattern has no layout for `seq`.
     pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
-        let drops = self.drops(x.is_autodiff());
-        self.step(Stream::new(x), drops)?.finish()
+        let pass = self.pass(x.is_autodiff());
+        self.step(Stream::new(x), pass)?.finish()
     }
 
-    /// [`Self::forward`] on a stream that may have a branch pending, with `drops` in place of the block's own.
-    pub(crate) fn step(&self, stream: Stream, drops: Drops) -> Result<Stream, TransformerError> {
+    /// [`Self::forward`] on a stream that may have a branch pending, with `pass` in place of the block's own.
+    pub(crate) fn step(&self, stream: Stream, pass: Pass) -> Result<Stream, TransformerError> {
         let attend = |mut input: SparseMhaInput| {
-            input.dropout = drops.weights;
+            input.dropout = pass.weights;
             self.mha.forward_projected(input)
         };
-        self.residual(stream, attend, drops)
+        self.residual(stream, attend, pass)
     }
 
     /// Applies the block to new positions, which also attend to those in `cache`.
@@ -211,12 +211,12 @@ impl SparseTransformerBlock {
         x: Tensor<3>,
         cache: &mut SparseMhaCache,
     ) -> Result<Tensor<3>, TransformerError> {
-        let drops = self.drops(x.is_autodiff());
+        let pass = self.pass(x.is_autodiff());
         let attend = |mut input: SparseMhaInput| {
-            input.dropout = drops.weights;
+            input.dropout = pass.weights;
             self.mha.forward_cache_projected(input, cache)
         };
-        self.residual(Stream::new(x), attend, drops)?.finish()
+        self.residual(Stream::new(x), attend, pass)?.finish()
     }
 
     /// Applies the block to several sequences that lie one after the other in one.
@@ -232,25 +232,26 @@ impl SparseTransformerBlock {
         x: Tensor<3>,
         cu_seqlens: &[usize],
     ) -> Result<Tensor<3>, TransformerError> {
-        let drops = self.drops(x.is_autodiff());
+        let pass = self.pass(x.is_autodiff());
         let attend = |mut input: SparseMhaInput| {
-            input.dropout = drops.weights;
+            input.dropout = pass.weights;
             self.mha.forward_packed_projected(input, cu_seqlens)
         };
-        self.residual(Stream::new(x), attend, drops)?.finish()
+        self.residual(Stream::new(x), attend, pass)?.finish()
     }
 
     fn residual(
         &self,
         stream: Stream,
         attend: impl FnOnce(SparseMhaInput) -> Result<Projected, TransformerError>,
-        drops: Drops,
+        pass: Pass,
     ) -> Result<Stream, TransformerError> {
         let (stream, normed) = self.norm(stream, &self.norm_1)?;
         let a = attend(SparseMhaInput::self_attn(normed))?;
-        let stream = stream.push(a, drops.branch(0))?;
+        let stream = stream.push(a, pass.branch(0))?;
         let (stream, normed) = self.norm(stream, &self.norm_2)?;
-        stream.push(self.pwff.forward_projected(normed)?, drops.branch(1))
+        let branch = self.pwff.forward_projected(normed, pass.mlp)?;
+        stream.push(branch, pass.branch(1))
     }
 
     /// The norm in the dtype of the products.
@@ -265,18 +266,19 @@ impl SparseTransformerBlock {
         stream.norm(norm, self.layer_norm_eps, dtype)
     }
 
-    /// What one more pass drops, if it is one of training.
-    pub(crate) fn drops(&self, training: bool) -> Drops {
+    /// One more pass, which drops something if it is one of training.
+    pub(crate) fn pass(&self, training: bool) -> Pass {
         match training {
-            true => self.drops_of(self.seeds.next()),
-            false => Drops::default(),
+            true => self.pass_of(self.seeds.next()),
+            false => Pass::default(),
         }
     }
 
-    /// What a pass of training drops under a seed.
-    pub(crate) fn drops_of(&self, seed: u64) -> Drops {
+    /// A pass of training under a seed.
+    pub(crate) fn pass_of(&self, seed: u64) -> Pass {
         let Dropout { prob, training } = &self.dropout;
-        Drops {
+        Pass {
+            mlp: false,
             weights: self.mha.training_dropout(|| seed),
             branches: (*prob > 0.0 && training.is_enabled()).then_some((*prob, seed)),
         }
@@ -288,16 +290,23 @@ impl SparseTransformerBlock {
     }
 }
 
-/// What one pass of a block drops.
+/// What one pass of a block drops and computes again.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Drops {
-    /// Of the attention weights.
+pub(crate) struct Pass {
+    /// What is dropped of the attention weights.
     weights: Option<WeightDropout>,
     /// Of both branches: a probability and a seed.
     branches: Option<(f64, u64)>,
+    /// Whether the backward pass computes the feed-forward network's first product again.
+    mlp: bool,
 }
 
-impl Drops {
+impl Pass {
+    #[cfg(feature = "autodiff")]
+    pub(crate) fn recompute_mlp(self, mlp: bool) -> Self {
+        Self { mlp, ..self }
+    }
+
     /// Of the branch of the attention (0) or of the feed-forward network (1).
     fn branch(&self, site: u32) -> Option<StreamDropout> {
         (self.branches).map(|(probability, seed)| StreamDropout::new(probability, seed, site))

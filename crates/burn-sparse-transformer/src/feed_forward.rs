@@ -30,16 +30,21 @@ impl FeedForward {
     /// If the last axis is not `d_model`.
     pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
         let dtype = x.dtype();
-        let Projected { x, bias } = self.forward_projected(x)?;
+        let Projected { x, bias } = self.forward_projected(x, false)?;
         Ok(bias_activation(x, bias, Activation::None)?.cast(dtype))
     }
 
-    /// [`Self::forward`] without its last bias.
-    pub(crate) fn forward_projected(&self, x: Tensor<3>) -> Result<Projected, TransformerError> {
+    /// [`Self::forward`] without its last bias; with `recompute` the backward pass computes the first product again.
+    pub(crate) fn forward_projected(
+        &self,
+        x: Tensor<3>,
+        recompute: bool,
+    ) -> Result<Projected, TransformerError> {
         let value = |layer: &Linear| layer.weight.val();
         let mut params = MlpParams::new(value(&self.linear_inner), value(&self.linear_outer));
         params.bias = self.linear_inner.bias.as_ref().map(Param::val);
-        let options = MlpOptions::default().dtype(self.precision.dtype(x.dtype()));
+        let dtype = self.precision.dtype(x.dtype());
+        let options = MlpOptions::default().dtype(dtype).recompute(recompute);
         Ok(Projected {
             x: mlp(x, params, Activation::GeluSigmoid, &options)?,
             bias: self.linear_outer.bias.as_ref().map(Param::val),

@@ -58,6 +58,7 @@ mod longformer;
 mod precision;
 #[cfg(feature = "autodiff")]
 mod recompute;
+mod recompute_mode;
 mod stream;
 mod transformer;
 
@@ -78,6 +79,7 @@ pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
 pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
 pub use precision::Precision;
+pub use recompute_mode::Recompute;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
 pub use burn_blocksparse::{

@@ -1,14 +1,16 @@
 //! Gradients with recomputed blocks (Child et al., 2019, §5.4 and Fig. 4).
 //!
 //! ```text
-//! forward, no graph:   H_0 = embed(tokens);  keep H_{k−1};  H_k = block_k(H_{k−1})
-//! head, with graph:    loss = cross_entropy(logits(H_N), targets)  →  dH_N
-//! k = N … 1:           graph of block_k(H_{k−1}) alone, backward from dH_k  →  dH_{k−1}
+//! forward, no graph:   H_0 = embed(tokens);  keep H before each segment but the last
+//! last segment, head:  graph of the segment and of loss = cross_entropy(logits(H_N), targets), backward  →  dH before it
+//! the others, back:    graph of a segment alone, backward from its dH  →  dH before it
 //! embeddings:          graph of embed(tokens), backward from dH_0
 //! ```
 //!
-//! At any time only the residual stream between blocks and the graph of one block are in memory. Both
+//! At any time only the residual stream between segments and the graph of one segment are in memory. Both
 //! runs of a block drop the same, because their masks are a function of a seed.
+
+use std::ops::Range;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
@@ -17,13 +19,12 @@ use burn::tensor::{Gradients, Int, Tensor};
 use crate::dropout::hash;
 use crate::error::ensure;
 use crate::stream::Stream;
-use crate::{SparseTransformer, TransformerError};
+use crate::{Recompute, SparseTransformer, TransformerError};
 
 impl SparseTransformer {
     /// The loss of [`SparseTransformer::loss`] and the gradients of every parameter that requires one.
     ///
-    /// With `recompute` every block runs a second time in the backward pass and only the residual stream
-    /// between blocks is stored, `batch · seq · d_model` numbers per block. The gradients are the same with
+    /// `recompute` says what is computed again in the backward pass in place of being kept. The gradients are the same with
     /// and without, dropout included: what block `k` drops is a function of a hash of `dropout_seed` and `k`, and of the place in
     /// the tensor. The backend's generator of random numbers is left alone.
     ///
@@ -38,7 +39,7 @@ impl SparseTransformer {
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
         dropout_seed: u64,
-        recompute: bool,
+        recompute: impl Into<Recompute>,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
         self.check_targets(&tokens, &targets)?;
         // Before anything is seeded: a parameter drawn between a seed and a mask would change the mask.
@@ -51,54 +52,68 @@ impl SparseTransformer {
             format!("{device:?}"),
         )?;
         let targets = targets.without_autodiff();
-        match recompute {
-            true => self.recomputed(tokens, targets, dropout_seed),
-            false => self.stored(tokens, targets, dropout_seed),
+        match recompute.into() {
+            Recompute::None => self.stored(tokens, targets, dropout_seed, false),
+            Recompute::Mlp => self.stored(tokens, targets, dropout_seed, true),
+            Recompute::Segments(blocks) => {
+                self.recomputed(tokens, targets, dropout_seed, blocks.get())
+            }
         }
     }
 
-    /// One graph of the whole model.
+    /// One graph of the whole model; with `mlp` without the first products of feed-forward networks.
     fn stored(
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
         seed: u64,
+        mlp: bool,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
-        let x = self.embed(tokens, 0)?;
-        let mut stream = Stream::new(x);
+        let mut stream = Stream::new(self.embed(tokens, 0)?);
         for (layer, block) in self.blocks.iter().enumerate() {
-            stream = block.step(stream, block.drops_of(hash(seed, layer as u64)))?;
+            let pass = block.pass_of(hash(seed, layer as u64));
+            stream = block.step(stream, pass.recompute_mlp(mlp))?;
         }
         let loss = self.head_loss(stream, targets)?;
         let gradients = GradientsParams::from_grads(loss.backward(), self);
         Ok((loss.without_autodiff(), gradients))
     }
 
-    /// One graph per block, from the last to the first.
+    /// One graph per segment of blocks, from the last to the first.
     fn recomputed(
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
         seed: u64,
+        segment: usize,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
-        let (mut inputs, last) = self.residual_stream(tokens.clone(), seed)?;
+        let layers = self.blocks.len();
+        let starts = (0..layers.max(1)).step_by(segment);
+        let mut segments: Vec<Range<usize>> = starts
+            .map(|start| start..layers.min(start.saturating_add(segment)))
+            .collect();
+        let mut inputs = self.residual_stream(tokens.clone(), &segments, seed)?;
         let mut gradients = GradientsParams::new();
-
-        let x = self.leaf(last);
-        let loss = self.head_loss(Stream::new(x.clone()), targets)?;
+        // The last segment ends in the loss, so its blocks need not run before.
+        let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) else {
+            unreachable!("there is a segment, if only of no blocks");
+        };
+        let x = self.leaf(input);
+        let stream = self.segment(Stream::new(x.clone()), range.clone(), seed)?;
+        let loss = self.head_loss(stream, targets)?;
         let mut grads = loss.backward();
         let mut grad_x = input_gradient(&x, &mut grads);
         collect(&self.norm, &mut grads, &mut gradients);
         collect(&self.output, &mut grads, &mut gradients);
+        self.collect_blocks(range, &mut grads, &mut gradients);
+        drop(grads);
 
-        for (layer, block) in self.blocks.iter().enumerate().rev() {
-            let Some(input) = inputs.pop() else { break };
+        while let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) {
             let x = self.leaf(input);
-            let drops = block.drops_of(hash(seed, layer as u64));
-            let output = block.step(Stream::new(x.clone()), drops)?.finish()?;
-            let mut grads = backward_from(output, grad_x);
+            let stream = self.segment(Stream::new(x.clone()), range.clone(), seed)?;
+            let mut grads = backward_from(stream.finish()?, grad_x);
             grad_x = input_gradient(&x, &mut grads);
-            collect(block, &mut grads, &mut gradients);
+            self.collect_blocks(range, &mut grads, &mut gradients);
         }
 
         let embedded = self.embed(tokens, 0)?;
@@ -111,24 +126,58 @@ impl SparseTransformer {
         Ok((loss.without_autodiff(), gradients))
     }
 
-    /// The input of every block and the output of the last one, computed without a graph.
+    /// Some blocks, as they are trained.
+    fn segment(
+        &self,
+        mut stream: Stream,
+        layers: Range<usize>,
+        seed: u64,
+    ) -> Result<Stream, TransformerError> {
+        for layer in layers {
+            let block = &self.blocks[layer];
+            stream = block.step(stream, block.pass_of(hash(seed, layer as u64)))?;
+        }
+        Ok(stream)
+    }
+
+    /// The gradients of some blocks' parameters.
+    fn collect_blocks(
+        &self,
+        layers: Range<usize>,
+        grads: &mut Gradients,
+        gradients: &mut GradientsParams,
+    ) {
+        for block in &self.blocks[layers] {
+            collect(block, grads, gradients);
+        }
+    }
+
+    /// The input of every segment, computed without a graph.
     fn residual_stream(
         &self,
         tokens: Tensor<2, Int>,
+        segments: &[Range<usize>],
         seed: u64,
-    ) -> Result<(Vec<Tensor<3>>, Tensor<3>), TransformerError> {
+    ) -> Result<Vec<Tensor<3>>, TransformerError> {
         // Shares the parameters' memory. `no_grad` would not do: autodiff registers operations on its
         // device even when nothing is tracked, and with gradient checkpointing keeps their inputs.
         let plain = self.valid();
-        let mut inputs = Vec::with_capacity(self.blocks.len());
+        let mut inputs = Vec::with_capacity(segments.len());
         let mut x = plain.embed(tokens, 0)?;
-        for (layer, (block, plain)) in self.blocks.iter().zip(&plain.blocks).enumerate() {
+        for (index, segment) in segments.iter().enumerate() {
             inputs.push(x.clone());
-            // Those of the block that trains: the copy drops nothing of its own.
-            let drops = block.drops_of(hash(seed, layer as u64));
-            x = plain.step(Stream::new(x), drops)?.finish()?;
+            if index + 1 == segments.len() {
+                break;
+            }
+            let mut stream = Stream::new(x);
+            for layer in segment.clone() {
+                // Those of the block that trains: the copy drops nothing of its own.
+                let pass = self.blocks[layer].pass_of(hash(seed, layer as u64));
+                stream = plain.blocks[layer].step(stream, pass)?;
+            }
+            x = stream.finish()?;
         }
-        Ok((inputs, x))
+        Ok(inputs)
     }
 
     /// A leaf of a new graph, with the checkpointing strategy of the parameters it will meet.

@@ -7,7 +7,7 @@ use burn_blocksparse::{
 };
 
 use crate::attention::linear_flops;
-use crate::block::Drops;
+use crate::block::Pass;
 use crate::error::{ensure, ensure_positive, ensure_shape};
 use crate::layouts::LayoutPool;
 use crate::stream::Stream;
@@ -239,7 +239,7 @@ impl SparseTransformer {
     /// # Errors
     /// If `tokens` is empty or longer than the context, or a pattern has no layout for `seq`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
-        let stream = self.stream(tokens, |block, training| block.drops(training))?;
+        let stream = self.stream(tokens, |block, training| block.pass(training))?;
         self.logits(stream)
     }
 
@@ -247,7 +247,7 @@ impl SparseTransformer {
     pub(crate) fn stream(
         &self,
         tokens: Tensor<2, Int>,
-        drops: impl Fn(&SparseTransformerBlock, bool) -> Drops,
+        drops: impl Fn(&SparseTransformerBlock, bool) -> Pass,
     ) -> Result<Stream, TransformerError> {
         let x = self.embed(tokens, 0)?;
         let training = x.is_autodiff();
@@ -327,7 +327,7 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
     ) -> Result<Tensor<1>, TransformerError> {
         self.check_targets(&tokens, &targets)?;
-        let stream = self.stream(tokens, |block, training| block.drops(training))?;
+        let stream = self.stream(tokens, |block, training| block.pass(training))?;
         self.head_loss(stream, targets)
     }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow, bail};
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::FusedAdamW;
-use burn_sparse_transformer::{Precision, SparseTransformer};
+use burn_sparse_transformer::{Precision, Recompute, SparseTransformer};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
@@ -25,7 +25,7 @@ use crate::{arguments, device};
   enwik8 bench
   enwik8 bench --context 2048 --batch 2
   enwik8 bench --preset small --precision bf16 --device cuda --peak-tflops 989 --json small.json
-  enwik8 bench --preset paper --attention sparse --batch 4 --recompute false --device cuda
+  enwik8 bench --preset paper --attention sparse --batch 4 --recompute none --device cuda
 
 An iteration is what training does: forward, backward, clipping and the optimizer's step. Each kind of attention runs
 in a process of its own, so that the peaks of memory do not mix. Memory after the first and the last iteration shows
@@ -62,7 +62,7 @@ struct Measurement {
     precision: Precision,
     batch: usize,
     context: usize,
-    recompute: bool,
+    recompute: Recompute,
     dropout: f64,
     ms: f64,
     /// Until everything is in the device's queue.
@@ -152,8 +152,8 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         config.recipe.batch,
         config.model.precision,
         match config.recipe.recompute {
-            true => ", blocks recomputed",
-            false => "",
+            Recompute::None => String::new(),
+            mode => format!(", {mode} recomputed"),
         },
         named.name
     ));
@@ -268,7 +268,7 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     let parts = trainer.parts()?;
     let peak = Usage::of(&device);
     // Behind everything else: it may need more memory than an iteration.
-    let kept = match peak.is_some() && !config.recipe.recompute {
+    let kept = match peak.is_some() && config.recipe.recompute == Recompute::None {
         true => trainer.kept()?,
         false => None,
     };

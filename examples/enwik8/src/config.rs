@@ -207,6 +207,9 @@ mod tests {
         let text = serde_json::to_string(&config).unwrap();
         let older = text.replace(",\"init_scale\":0.125,\"precision\":\"f32\"", "");
         assert_ne!(older, text);
+        let oldest = older.replace("\"recompute\":\"block\"", "\"recompute\":true");
+        assert_ne!(oldest, older);
+        assert_eq!(serde_json::from_str::<RunConfig>(&oldest).unwrap(), config);
         assert_eq!(serde_json::from_str::<RunConfig>(&older).unwrap(), config);
     }
 

@@ -1,6 +1,6 @@
 //! A flag for every number of a preset.
 
-use burn_sparse_transformer::Precision;
+use burn_sparse_transformer::{Precision, Recompute};
 use clap::Args;
 
 use crate::presets::{Attention, FactorizationKind, Length, ModelConfig, Recipe};
@@ -83,9 +83,9 @@ pub struct Overrides {
     /// Seed of weights, data order and dropout
     #[arg(long, value_parser = arguments::whole::<u64>, help_heading = RECIPE)]
     pub seed: Option<u64>,
-    /// Recompute blocks in the backward pass to save memory
-    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "true|false", help_heading = RECIPE)]
-    pub recompute: Option<bool>,
+    /// What to compute again in the backward pass to save memory: every N blocks, every block, or the feed-forward networks' first products
+    #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "none|block|segment:N|mlp", help_heading = RECIPE)]
+    pub recompute: Option<Recompute>,
     /// Steps between validations
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
     pub eval_every: Option<usize>,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use burn_sparse_transformer::Precision;
+use burn_sparse_transformer::{Precision, Recompute};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
@@ -91,7 +91,7 @@ impl Preset {
             epsilon: 1e-8,
             clip: 1.0,
             seed: 1,
-            recompute: false,
+            recompute: Recompute::None,
             eval_every: 250,
             eval_windows: 32,
             checkpoint_every: 250,
@@ -121,7 +121,7 @@ impl Preset {
                 // Not of this experiment: see above.
                 learning_rate: 0.00035,
                 warmup: 5_000,
-                recompute: true,
+                recompute: Recompute::BLOCK,
                 eval_every: 1_000,
                 eval_windows: 16,
                 checkpoint_every: 500,
@@ -226,8 +226,8 @@ pub struct Recipe {
     pub clip: f64,
     /// Seed of weights, data order and dropout.
     pub seed: u64,
-    /// Recompute each block in the backward pass instead of storing its activations (§5.4).
-    pub recompute: bool,
+    /// What the backward pass computes again instead of keeping it (§5.4).
+    pub recompute: Recompute,
     /// Steps between validations.
     pub eval_every: usize,
     /// Windows per validation during training.
