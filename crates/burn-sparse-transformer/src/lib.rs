@@ -54,6 +54,7 @@ mod heads;
 mod init;
 mod input;
 mod layouts;
+mod linear;
 mod longformer;
 mod precision;
 #[cfg(feature = "autodiff")]
@@ -77,6 +78,7 @@ pub use factorization::Factorization;
 pub use feed_forward::FeedForward;
 pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
+pub use linear::{MixedPrecisionLinear, MixedPrecisionLinearConfig};
 pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
 pub use precision::Precision;
 pub use recompute_mode::Recompute;

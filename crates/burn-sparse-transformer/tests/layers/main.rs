@@ -9,6 +9,7 @@ mod convert;
 mod decoding;
 mod encoder;
 mod heads;
+mod linear;
 mod longformer;
 mod options;
 mod packed;

@@ -1,0 +1,91 @@
+use burn::config::Config;
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::{Activation, LinearOptions, bias_activation, linear};
+
+use crate::{Precision, TransformerError};
+
+/// Configuration of [`MixedPrecisionLinear`].
+#[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
+pub struct MixedPrecisionLinearConfig {
+    /// Sizes, bias and initialisation, as burn-nn's.
+    pub linear: LinearConfig,
+    /// The dtype of the product.
+    #[config(default = "Precision::F32")]
+    pub precision: Precision,
+}
+
+impl MixedPrecisionLinearConfig {
+    /// Creates the layer, initialised as burn-nn's.
+    ///
+    /// # Errors
+    /// [`TransformerError::Precision`] if the device does not compute in the precision.
+    pub fn init(&self, device: &Device) -> Result<MixedPrecisionLinear, TransformerError> {
+        MixedPrecisionLinear::from_dense(&self.linear.init(device)).with_precision(self.precision)
+    }
+}
+
+/// burn-nn's `Linear` with its product in another precision: `x · W + b`. Weights stay in their own dtype, f32 unless set otherwise, and are
+/// rounded when they are used; so are their gradients' sums f32. The parameters have burn-nn's names, so records load both ways.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_sparse_transformer::{MixedPrecisionLinear, Precision};
+///
+/// let device = Device::flex();
+/// let trained = LinearConfig::new(8, 4).init(&device);
+/// let layer = MixedPrecisionLinear::from_dense(&trained).with_precision(Precision::Bf16)?;
+/// let x = Tensor::<3>::random([2, 5, 8], Distribution::Default, &device);
+/// assert_eq!(layer.forward(x)?.dims(), [2, 5, 4]);
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
+#[derive(Module, Debug)]
+pub struct MixedPrecisionLinear {
+    /// `[d_input, d_output]`.
+    pub weight: Param<Tensor<2>>,
+    /// `[d_output]`.
+    pub bias: Option<Param<Tensor<1>>>,
+    #[module(skip)]
+    precision: Precision,
+}
+
+impl MixedPrecisionLinear {
+    /// The parameters of `layer`, shared.
+    #[must_use]
+    pub fn from_dense(layer: &Linear) -> Self {
+        Self {
+            weight: layer.weight.clone(),
+            bias: layer.bias.clone(),
+            precision: Precision::default(),
+        }
+    }
+
+    /// The same layer with its product in another precision.
+    ///
+    /// # Errors
+    /// [`TransformerError::Precision`] if the weight's device does not compute in it.
+    pub fn with_precision(mut self, precision: Precision) -> Result<Self, TransformerError> {
+        precision.check(&self.weight.lazy_device())?;
+        self.precision = precision;
+        Ok(self)
+    }
+
+    /// Applies the layer. The result has the input's dtype.
+    ///
+    /// # Shapes
+    /// - input: `[.., d_input]`
+    /// - output: `[.., d_output]`
+    ///
+    /// # Errors
+    /// If the last axis is not `d_input`.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, TransformerError> {
+        let dtype = x.dtype();
+        let options = LinearOptions::default().dtype(self.precision.dtype(dtype));
+        let product = linear(x, self.weight.val(), &options)?;
+        let bias = self.bias.as_ref().map(Param::val);
+        Ok(bias_activation(product, bias, Activation::None)?.cast(dtype))
+    }
+}

@@ -1,0 +1,87 @@
+//! The linear layer beside burn-nn's.
+
+use crate::common::{assert_close, random, randomise};
+use burn::module::Module;
+use burn::nn::LinearConfig;
+use burn::store::ModuleRecord;
+use burn::tensor::{DType, Device, Tensor};
+use burn_sparse_transformer::{
+    MixedPrecisionLinear, MixedPrecisionLinearConfig, Precision, TransformerError,
+};
+use rstest::rstest;
+
+#[rstest]
+fn it_does_what_burn_nns_does(#[values(false, true)] bias: bool) {
+    let device = Device::flex().autodiff();
+    let config = LinearConfig::new(12, 7).with_bias(bias);
+    let dense = randomise(config.init(&device));
+    let ours = MixedPrecisionLinear::from_dense(&dense);
+    let x = random([2, 9, 12], &device);
+    let theirs = dense.forward(x.clone());
+    assert_close(ours.forward(x.clone()).unwrap(), theirs.clone(), 1e-5);
+    let gradient = |y: Tensor<3>| {
+        let grads = y.powi_scalar(2).sum().backward();
+        let bias = dense
+            .bias
+            .as_ref()
+            .map(|bias| bias.val().grad(&grads).unwrap());
+        (dense.weight.val().grad(&grads).unwrap(), bias)
+    };
+    let (got, expected) = (gradient(ours.forward(x).unwrap()), gradient(theirs));
+    assert_close(got.0, expected.0, 1e-3);
+    assert_eq!(got.1.is_some(), bias);
+    if let (Some(got), Some(expected)) = (got.1, expected.1) {
+        assert_close(got.unsqueeze::<2>(), expected.unsqueeze::<2>(), 1e-3);
+    }
+}
+
+#[test]
+fn records_load_both_ways() {
+    let device = Device::flex();
+    let config = LinearConfig::new(12, 7);
+    let dense = randomise(config.init(&device));
+    let bytes = dense.clone().into_record().into_bytes().unwrap();
+    let ours = MixedPrecisionLinearConfig::new(config.clone())
+        .init(&device)
+        .unwrap()
+        .try_load_record(ModuleRecord::from_bytes(bytes).unwrap())
+        .unwrap();
+    let x = random([2, 9, 12], &device);
+    let expected = dense.forward(x.clone());
+    assert_close(ours.forward(x.clone()).unwrap(), expected.clone(), 1e-5);
+    let back = config.init(&device).try_load_record(ours.into_record());
+    assert_close(back.unwrap().forward(x), expected, 1e-6);
+}
+
+#[test]
+fn products_are_rounded_and_nothing_else() {
+    let device = Device::flex().autodiff();
+    let dense = randomise(LinearConfig::new(64, 16).init(&device));
+    let config = MixedPrecisionLinearConfig::new(LinearConfig::new(64, 16));
+    let half = MixedPrecisionLinear::from_dense(&dense)
+        .with_precision(Precision::Bf16)
+        .unwrap();
+    let x = random([4, 5, 64], &device);
+    let y = half.forward(x.clone()).unwrap();
+    assert_eq!(
+        (y.dtype(), half.weight.val().dtype()),
+        (DType::F32, DType::F32)
+    );
+    let norm = |x: Tensor<3>| x.powi_scalar(2).sum().sqrt().into_scalar::<f32>();
+    let expected = dense.forward(x);
+    let error = norm(y.clone() - expected.clone()) / norm(expected);
+    assert!(error > 0.0 && error < 0.01, "{error}");
+    let grads = y.sum().backward();
+    let gradient = half.weight.val().grad(&grads).unwrap();
+    assert_eq!(gradient.dtype(), DType::F32);
+    let error = half.forward(random([4, 5, 63], &device)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "weight's in must be 63, x's last dimension, got 64"
+    );
+    #[allow(deprecated)]
+    let error = config
+        .with_precision(Precision::Bf16)
+        .init(&Device::ndarray());
+    assert!(matches!(error, Err(TransformerError::Precision { .. })));
+}
