@@ -42,7 +42,7 @@ pub use layout::{
     BlockLayout, BlockMask, ChosenBy, DeviceChoice, Entry, FULL, LayoutShape, Part, Residue,
     Restriction, Run,
 };
-pub use pattern::{Pattern, PatternFn};
+pub use pattern::{Pattern, PatternFn, Reach};
 #[doc(hidden)]
 pub use plan::lines;
 pub use stream_dropout::StreamDropout;

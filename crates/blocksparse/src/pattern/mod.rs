@@ -10,12 +10,14 @@ mod cells;
 mod display;
 mod notation;
 mod periods;
+mod reach;
 mod repeats;
 mod validate;
 mod zones;
 
 pub(crate) use attends::{document, document_start};
 pub(crate) use cells::{BlockRow, Cell, Cells};
+pub use reach::Reach;
 
 type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
 

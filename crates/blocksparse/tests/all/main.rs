@@ -6,4 +6,5 @@ mod errors;
 mod long_strides;
 mod patterns;
 mod plans;
+mod reach;
 mod robustness;

@@ -1,5 +1,7 @@
 //! Two products with an activation between them.
 
+// Only autodiff has a backward pass.
+#[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 pub(crate) mod steps;
 pub(crate) mod values;
 

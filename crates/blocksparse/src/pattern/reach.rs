@@ -1,0 +1,335 @@
+//! How far rows and columns reach in a sequence without an end: what a cache of keys may stop at, and what it may forget.
+
+use super::Pattern;
+use super::attends::{document, document_start, is_in, is_in_group};
+
+/// The last position of a row's keys, or of a column's queries, in a sequence that goes on for ever. Ordered: later is greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Reach {
+    /// There is none.
+    Never,
+    /// This one.
+    At(i64),
+    /// There is always a later one.
+    Always,
+}
+
+impl Reach {
+    /// The same of positions that are counted from `start`.
+    fn from(self, start: i64) -> Self {
+        match self {
+            Self::At(last) => Self::At(last.saturating_add(start)),
+            other => other,
+        }
+    }
+
+    /// Whether it is before a position.
+    fn is_before(self, position: i64) -> bool {
+        self < Self::At(position)
+    }
+}
+
+/// Steps that [`Pattern::next_boundary`] makes before it gives up: a pattern whose rows always reach on, such as a window to both sides,
+/// has no boundary, but no step shows it.
+const MOST_STEPS: usize = 1 << 12;
+
+/// Rows of an intersection that are looked at one by one.
+const MOST_ROWS: i64 = 1 << 12;
+
+impl Pattern {
+    /// The last key that the query at position `i ≥ 0` of `head` attends to. Exact for single kinds; of an intersection it may be later than
+    /// that, never earlier. Of a callback nothing is known, so it is [`Reach::Always`].
+    ///
+    /// ```
+    /// use blocksparse::{Pattern, Reach};
+    ///
+    /// assert_eq!(Pattern::prefix_lm(5).horizon(0, 2), Reach::At(4));
+    /// assert_eq!(Pattern::chunked(4).horizon(0, 5), Reach::At(7));
+    /// assert_eq!(Pattern::dense().horizon(0, 5), Reach::Always);
+    /// ```
+    pub fn horizon(&self, head: usize, i: i64) -> Reach {
+        match self {
+            Self::Dense | Self::FromFn(_) => Reach::Always,
+            Self::Causal
+            | Self::Local { .. }
+            | Self::Strided { .. }
+            | Self::Fixed { .. }
+            | Self::Streaming { .. } => Reach::At(i),
+            Self::PrefixLm { prefix } => Reach::At(i.max(*prefix as i64 - 1)),
+            Self::Window { reach, dilation } => {
+                Reach::At(i.saturating_add((*reach as i64).saturating_mul(*dilation as i64)))
+            }
+            Self::Chunked { size, after, .. } => Reach::At(chunk_end(i, *size, *after)),
+            Self::Global { ranges } if is_in(ranges, i) => Reach::Always,
+            Self::Global { ranges } | Self::GlobalKeys { ranges } => last_of(ranges),
+            Self::Columns { .. } => Reach::Always,
+            Self::Rows {
+                stride,
+                rows,
+                num_verts,
+            } => match is_in_group(i, *stride, *rows, head, *num_verts) {
+                true => Reach::Always,
+                false => Reach::Never,
+            },
+            Self::VerticalSlash { vertical, slash } => {
+                let columns = vertical.partition_point(|&v| v as i64 <= i);
+                let column = vertical[..columns].last().map(|&v| v as i64);
+                let diagonal = slash.first().map(|&s| i - s as i64).filter(|&j| j >= 0);
+                column.max(diagonal).map_or(Reach::Never, Reach::At)
+            }
+            Self::Documents { starts } => document_last(starts, i),
+            Self::Packed { starts, pattern } => {
+                let start = document_start(starts, document(starts, i));
+                let own = pattern.horizon(head, i.saturating_sub(start)).from(start);
+                own.min(document_last(starts, i))
+            }
+            Self::RandomBlocks { block, .. } => {
+                let row = i.checked_div_euclid(*block as i64).unwrap_or(0);
+                self.drawn_last(head, row, *block)
+            }
+            Self::Union(parts) => {
+                let parts = parts.iter().map(|part| part.horizon(head, i));
+                parts.max().unwrap_or(Reach::Never)
+            }
+            Self::Intersection(parts) => {
+                let parts = parts.iter().map(|part| part.horizon(head, i));
+                parts.min().unwrap_or(Reach::Always)
+            }
+            Self::PerHead(parts) => {
+                of_head(parts, head).map_or(Reach::Never, |part| part.horizon(head, i))
+            }
+        }
+    }
+
+    /// The last query that attends to the key at position `j ≥ 0` of `head`. Exact for single kinds; of an intersection it may be later than
+    /// that, never earlier. Of a callback nothing is known, so it is [`Reach::Always`].
+    ///
+    /// A key is *live* before query `t` if its last query is at `t` or later; once it is not, it is not any more.
+    ///
+    /// ```
+    /// use blocksparse::{Pattern, Reach};
+    ///
+    /// let fixed = Pattern::fixed(4, 1);
+    /// assert_eq!(fixed.last_query(0, 5), Reach::At(7)); // to the end of its window
+    /// assert_eq!(fixed.last_query(0, 7), Reach::Always); // a kept column
+    /// ```
+    pub fn last_query(&self, head: usize, j: i64) -> Reach {
+        match self {
+            Self::Dense
+            | Self::Causal
+            | Self::Strided { .. }
+            | Self::PrefixLm { .. }
+            | Self::Rows { .. }
+            | Self::FromFn(_) => Reach::Always,
+            Self::Local { window } => Reach::At(j.saturating_add(*window as i64 - 1)),
+            Self::Fixed {
+                stride,
+                columns,
+                num_verts,
+            } => match is_in_group(j, *stride, *columns, head, *num_verts) {
+                true => Reach::Always,
+                false => Reach::At(chunk_end(j, *stride, 0)),
+            },
+            Self::Streaming { window, sink } => match j < *sink as i64 {
+                true => Reach::Always,
+                false => Reach::At(j.saturating_add(*window as i64 - 1)),
+            },
+            Self::Window { reach, dilation } => {
+                Reach::At(j.saturating_add((*reach as i64).saturating_mul(*dilation as i64)))
+            }
+            Self::Chunked { size, before, .. } => Reach::At(chunk_end(j, *size, *before)),
+            Self::Global { ranges } | Self::GlobalKeys { ranges } if is_in(ranges, j) => {
+                Reach::Always
+            }
+            Self::Global { ranges } => last_of(ranges),
+            Self::GlobalKeys { .. } => Reach::Never,
+            Self::Columns {
+                stride,
+                columns,
+                num_verts,
+            } => match is_in_group(j, *stride, *columns, head, *num_verts) {
+                true => Reach::Always,
+                false => Reach::Never,
+            },
+            Self::VerticalSlash { vertical, slash } => {
+                let is_column =
+                    usize::try_from(j).is_ok_and(|j| vertical.binary_search(&j).is_ok());
+                match (is_column, slash.last()) {
+                    (true, _) => Reach::Always,
+                    (false, Some(&furthest)) => Reach::At(j.saturating_add(furthest as i64)),
+                    (false, None) => Reach::Never,
+                }
+            }
+            Self::Documents { starts } => document_last(starts, j),
+            Self::Packed { starts, pattern } => {
+                let start = document_start(starts, document(starts, j));
+                let own = pattern
+                    .last_query(head, j.saturating_sub(start))
+                    .from(start);
+                own.min(document_last(starts, j))
+            }
+            Self::RandomBlocks { block, blocks, .. } => {
+                let column = j.checked_div_euclid(*block as i64).unwrap_or(0);
+                let rows = (0..*blocks as i64).rev();
+                let last =
+                    (rows.into_iter()).find(|&row| self.random_row(head, row).contains(&column));
+                last.map_or(Reach::Never, |row| {
+                    Reach::At(chunk_end(row.saturating_mul(*block as i64), *block, 0))
+                })
+            }
+            Self::Union(parts) => {
+                let parts = parts.iter().map(|part| part.last_query(head, j));
+                parts.max().unwrap_or(Reach::Never)
+            }
+            Self::Intersection(parts) => {
+                let parts = parts.iter().map(|part| part.last_query(head, j));
+                parts.min().unwrap_or(Reach::Always)
+            }
+            Self::PerHead(parts) => {
+                of_head(parts, head).map_or(Reach::Never, |part| part.last_query(head, j))
+            }
+        }
+    }
+
+    /// Whether a cache of the first `t` positions may be stopped at: no query before `t` attends to a key from `t` on, in any of `heads` heads, so
+    /// rows that were given out are those of the whole sequence. May say no where only intersections allow it, and says no of a callback
+    /// unless it is in an intersection with a causal pattern.
+    ///
+    /// ```
+    /// use blocksparse::Pattern;
+    ///
+    /// let chunks = Pattern::chunked_window(4, 1, 0);
+    /// assert!(chunks.allows_boundary(1, 8) && !chunks.allows_boundary(1, 6));
+    /// assert_eq!(chunks.next_boundary(1, 6), Some(8));
+    /// assert!(chunks.and_causal().allows_boundary(1, 6));
+    /// ```
+    pub fn allows_boundary(&self, heads: usize, t: usize) -> bool {
+        self.furthest(heads, t as i64).is_before(t as i64)
+    }
+
+    /// The first position after `t` at which a cache may be stopped; none if there is none, or none was found in some thousand steps.
+    pub fn next_boundary(&self, heads: usize, t: usize) -> Option<usize> {
+        let mut next = t as i64 + 1;
+        for _ in 0..MOST_STEPS {
+            match self.furthest(heads, next) {
+                // Later boundaries are behind what these queries see, too.
+                Reach::At(last) if last >= next => next = last.checked_add(1)?,
+                Reach::Always => return None,
+                _ => return usize::try_from(next).ok(),
+            }
+        }
+        None
+    }
+
+    /// The last key that a query before `t` attends to, in any head; before `t` if all of them are.
+    fn furthest(&self, heads: usize, t: i64) -> Reach {
+        if t <= 0 || self.is_causal() {
+            return Reach::Never;
+        }
+        let heads = (0..heads).map(|head| self.furthest_of(head, t));
+        heads.max().unwrap_or(Reach::Never)
+    }
+
+    fn furthest_of(&self, head: usize, t: i64) -> Reach {
+        match self {
+            // The first of a kind of queries is what decides.
+            Self::Global { ranges } => match ranges.first() {
+                Some(&(first, _)) if (first as i64) < t => Reach::Always,
+                _ => last_of(ranges),
+            },
+            Self::Rows {
+                stride,
+                rows,
+                num_verts,
+            } => {
+                // The group's first row is so far from its window's end.
+                let group = head.checked_rem(*num_verts).unwrap_or(0) as i64;
+                let from_end = (*rows as i64).saturating_mul(group + 1);
+                let first = (*stride as i64).saturating_sub(from_end).max(0);
+                match first < t && is_in_group(first, *stride, *rows, head, *num_verts) {
+                    true => Reach::Always,
+                    false => Reach::Never,
+                }
+            }
+            Self::Packed { starts, pattern } => {
+                // Earlier documents end before `t`.
+                let last = t - 1;
+                let start = document_start(starts, document(starts, last));
+                let own = pattern
+                    .furthest_of(head, t.saturating_sub(start))
+                    .from(start);
+                own.min(document_last(starts, last))
+            }
+            Self::RandomBlocks { block, blocks, .. } => {
+                let row = (t - 1).checked_div_euclid(*block as i64).unwrap_or(0);
+                let rows = 0..=row.min(*blocks as i64);
+                let rows = rows.map(|row| self.drawn_last(head, row, *block));
+                rows.max().unwrap_or(Reach::Never)
+            }
+            Self::Union(parts) => {
+                let parts = parts.iter().map(|part| part.furthest_of(head, t));
+                parts.max().unwrap_or(Reach::Never)
+            }
+            Self::Intersection(parts) => {
+                let of_parts = parts.iter().map(|part| part.furthest_of(head, t));
+                let most = of_parts.min().unwrap_or(Reach::Always);
+                // The parts' furthest keys may be different queries'.
+                match most.is_before(t) || t > MOST_ROWS {
+                    true => most,
+                    false => {
+                        let rows = (0..t).map(|i| self.horizon(head, i));
+                        rows.max().unwrap_or(Reach::Never)
+                    }
+                }
+            }
+            Self::PerHead(parts) => {
+                of_head(parts, head).map_or(Reach::Never, |part| part.furthest_of(head, t))
+            }
+            // What later queries see ends no earlier.
+            Self::Dense
+            | Self::Causal
+            | Self::Local { .. }
+            | Self::Strided { .. }
+            | Self::Fixed { .. }
+            | Self::PrefixLm { .. }
+            | Self::Streaming { .. }
+            | Self::Window { .. }
+            | Self::Chunked { .. }
+            | Self::GlobalKeys { .. }
+            | Self::Columns { .. }
+            | Self::VerticalSlash { .. }
+            | Self::Documents { .. }
+            | Self::FromFn(_) => self.horizon(head, t - 1),
+        }
+    }
+
+    /// The last position of the blocks drawn for a row.
+    fn drawn_last(&self, head: usize, row: i64, block: usize) -> Reach {
+        let last = self.random_row(head, row).into_iter().max();
+        last.map_or(Reach::Never, |last| {
+            Reach::At(chunk_end(last.saturating_mul(block as i64), block, 0))
+        })
+    }
+}
+
+fn of_head(parts: &[Pattern], head: usize) -> Option<&Pattern> {
+    head.checked_rem(parts.len()).map(|part| &parts[part])
+}
+
+/// The last position of the chunk `after` chunks behind that of a position.
+fn chunk_end(position: i64, size: usize, after: usize) -> i64 {
+    let size = size as i64;
+    let chunk = position.checked_div_euclid(size).unwrap_or(0);
+    let next = chunk.saturating_add(after as i64).saturating_add(1);
+    next.saturating_mul(size).saturating_sub(1)
+}
+
+fn last_of(ranges: &[(usize, usize)]) -> Reach {
+    (ranges.last()).map_or(Reach::Never, |&(_, end)| Reach::At(end as i64 - 1))
+}
+
+/// The last position of a position's document.
+fn document_last(starts: &[usize], position: i64) -> Reach {
+    (starts.get(document(starts, position)))
+        .map_or(Reach::Always, |&next| Reach::At(next as i64 - 1))
+}
