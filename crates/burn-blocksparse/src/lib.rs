@@ -89,8 +89,8 @@ pub use blocks::BlockSparseTensorOps;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
 pub use blocksparse::{
-    BLOCK_SIZES, BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Restriction,
-    StreamDropout,
+    BLOCK_SIZES, BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Reach,
+    Restriction, StreamDropout,
 };
 pub use choice::TopKOptions;
 pub use device::check_device;

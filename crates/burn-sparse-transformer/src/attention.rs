@@ -13,7 +13,7 @@ use crate::heads::{Positions, rotate};
 use crate::input::PaddedBatch;
 use crate::layouts::{Layouts, Request};
 use crate::stream::Projected;
-use crate::{HeadNorm, Precision, SparseMhaCache, SparseMhaInput, TransformerError};
+use crate::{HeadNorm, Precision, SparseMhaInput, TransformerError};
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
 
@@ -169,59 +169,6 @@ impl SparseMultiHeadAttention {
         Ok((self.finish(context, &call)?, weights))
     }
 
-    /// Attention of new positions to themselves and to those in `cache`, for autoregressive decoding.
-    ///
-    /// The keys and values of `input` are appended to the cache, keys normalised and rotated; its queries are the last positions of
-    /// what the cache then holds. With a causal pattern, feeding a sequence in pieces gives what
-    /// [`Self::forward`] gives for the whole. After an error the cache is as it was.
-    ///
-    /// # Shapes
-    /// - input: `[batch, new, d_model]`, new positions only
-    /// - `context`: `[batch, new, d_model]`
-    ///
-    /// # Errors
-    /// As [`Self::forward`]; also if the batch differs from the cache's, or the cache is full.
-    pub fn forward_cache(
-        &self,
-        input: SparseMhaInput,
-        cache: &mut SparseMhaCache,
-    ) -> Result<SparseMhaOutput, TransformerError> {
-        let (context, call) = self.cached_context(input, cache)?;
-        self.finish(context, &call)
-    }
-
-    /// [`Self::forward_cache`] without the output's bias.
-    pub(crate) fn forward_cache_projected(
-        &self,
-        input: SparseMhaInput,
-        cache: &mut SparseMhaCache,
-    ) -> Result<Projected, TransformerError> {
-        let (context, _) = self.cached_context(input, cache)?;
-        self.output_product(context)
-    }
-
-    fn cached_context(
-        &self,
-        input: SparseMhaInput,
-        cache: &mut SparseMhaCache,
-    ) -> Result<(Tensor<4>, Call), TransformerError> {
-        let (_, new) = self.check(&input)?;
-        let [batch, ..] = input.key.dims();
-        cache.check([batch, self.n_kv_heads, self.d_k()], new)?;
-        let before = cache.len();
-        let (call, request) = self.prepare(&input, before)?;
-        let layout = self.layouts.get(&request)?;
-        let (query, key, value) = self.project(input, &call)?;
-        let (key, value) = cache.append(key, value);
-        match self.attend((query, key, value), &layout, &call) {
-            Ok(context) => Ok((context, call)),
-            Err(error) => {
-                cache.truncate(before);
-                Err(error)
-            }
-        }
-    }
-
     /// Self-attention of several sequences that lie one after the other in one, without padding: in each of them the pattern holds,
     /// and `rope` counts, as if it stood alone.
     ///
@@ -329,13 +276,13 @@ impl SparseMultiHeadAttention {
     }
 
     /// Width of a query or key head.
-    fn d_k(&self) -> usize {
+    pub(crate) fn d_k(&self) -> usize {
         let [_, d_query] = self.query.weight.lazy_shape().dims();
         d_query / self.n_heads
     }
 
     /// The lengths `(seq_q, seq_kv)`, once every shape fits.
-    fn check(&self, input: &SparseMhaInput) -> Result<(usize, usize), TransformerError> {
+    pub(crate) fn check(&self, input: &SparseMhaInput) -> Result<(usize, usize), TransformerError> {
         self.check_input("query", &input.query)?;
         let [batch, seq_q, _] = input.query.dims();
         let [_, seq_kv, _] = input.key.dims();
@@ -357,7 +304,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// A call and the layout that it asks for, once its input is in order; nothing is computed yet. `cached` keys precede the input's.
-    fn prepare(
+    pub(crate) fn prepare(
         &self,
         input: &SparseMhaInput,
         cached: usize,
@@ -522,14 +469,18 @@ impl SparseMultiHeadAttention {
     }
 
     /// The output projection of what the heads see, without its bias.
-    fn output_product(&self, context: Tensor<4>) -> Result<Projected, TransformerError> {
+    pub(crate) fn output_product(&self, context: Tensor<4>) -> Result<Projected, TransformerError> {
         Ok(Projected {
             x: (self.precision).product(&self.output, join_heads(context)?)?,
             bias: self.output.bias.as_ref().map(Param::val),
         })
     }
 
-    fn finish(&self, context: Tensor<4>, call: &Call) -> Result<SparseMhaOutput, TransformerError> {
+    pub(crate) fn finish(
+        &self,
+        context: Tensor<4>,
+        call: &Call,
+    ) -> Result<SparseMhaOutput, TransformerError> {
         self.project_output(join_heads(context)?, call)
     }
 

@@ -211,10 +211,31 @@ impl SparseTransformerBlock {
         x: Tensor<3>,
         cache: &mut SparseMhaCache,
     ) -> Result<Tensor<3>, TransformerError> {
+        self.cached(x, cache, false)
+    }
+
+    /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttention::forward_cache_last`].
+    pub fn forward_cache_last(
+        &self,
+        x: Tensor<3>,
+        cache: &mut SparseMhaCache,
+    ) -> Result<Tensor<3>, TransformerError> {
+        self.cached(x, cache, true)
+    }
+
+    pub(crate) fn cached(
+        &self,
+        x: Tensor<3>,
+        cache: &mut SparseMhaCache,
+        last: bool,
+    ) -> Result<Tensor<3>, TransformerError> {
         let pass = self.pass(x.is_autodiff());
         let attend = |mut input: SparseMhaInput| {
             input.dropout = pass.weights;
-            self.mha.forward_cache_projected(input, cache)
+            self.mha.forward_cache_projected(input, cache, last)
         };
         self.residual(Stream::new(x), attend, pass)?.finish()
     }

@@ -195,6 +195,27 @@ impl SparseTransformerEncoder {
         x: Tensor<3>,
         caches: &mut [SparseMhaCache],
     ) -> Result<Tensor<3>, TransformerError> {
+        self.cached(x, caches, false)
+    }
+
+    /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
+    ///
+    /// # Errors
+    /// As [`Self::forward_cache`].
+    pub fn forward_cache_last(
+        &self,
+        x: Tensor<3>,
+        caches: &mut [SparseMhaCache],
+    ) -> Result<Tensor<3>, TransformerError> {
+        self.cached(x, caches, true)
+    }
+
+    fn cached(
+        &self,
+        x: Tensor<3>,
+        caches: &mut [SparseMhaCache],
+        last: bool,
+    ) -> Result<Tensor<3>, TransformerError> {
         ensure(
             caches.len() == self.layers.len(),
             "caches",
@@ -206,7 +227,7 @@ impl SparseTransformerEncoder {
         let result = layers
             .try_fold(Stream::new(x), |stream, (layer, cache)| {
                 layer.residual(stream, |input| {
-                    layer.mha.forward_cache_projected(input, cache)
+                    layer.mha.forward_cache_projected(input, cache, last)
                 })
             })
             .and_then(Stream::finish);

@@ -28,6 +28,19 @@ pub enum TransformerError {
         /// One past the last position asked for.
         end: usize,
     },
+    /// A cache would stop between positions that see each other: rows that were given out would not be those of the whole sequence.
+    #[error(
+        "a cache cannot stop at position {position}: queries before it attend to keys {}; {}",
+        keys(*.last), stops(*.next)
+    )]
+    Boundary {
+        /// Where it would stop.
+        position: usize,
+        /// The last key that those queries attend to; none: there is always a later one.
+        last: Option<usize>,
+        /// The next position to stop at, if the pattern has one.
+        next: Option<usize>,
+    },
     /// The device cannot compute in the precision of the configuration.
     #[error(
         "precision must be f32 on {device}, which does not compute in {precision}, got {precision}"
@@ -191,5 +204,21 @@ mod tests {
         assert!(ensure_multiple("d_model", 0, "n_heads", 8).is_err());
         assert!(ensure_multiple("d_model", 8, "n_heads", 0).is_err());
         assert!(ensure_multiple("d_model", 8, "n_heads", 8).is_ok());
+    }
+}
+
+/// What queries before a boundary see.
+fn keys(last: Option<usize>) -> String {
+    match last {
+        Some(last) => format!("up to position {last}"),
+        None => "without an end".into(),
+    }
+}
+
+/// Where a cache may stop.
+fn stops(next: Option<usize>) -> String {
+    match next {
+        Some(next) => format!("the next position to stop at is {next}"),
+        None => "this pattern has none: it is not causal".into(),
     }
 }

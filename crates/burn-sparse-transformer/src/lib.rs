@@ -38,6 +38,7 @@
 #![warn(missing_docs)]
 
 mod attention;
+mod attention_cache;
 mod attention_config;
 mod block;
 mod block_attention;

@@ -258,8 +258,8 @@ impl SparseTransformer {
 
     /// Logits for new tokens that follow those in `cache`, for autoregressive decoding.
     ///
-    /// With causal patterns, feeding a sequence in pieces gives what [`Self::forward`] gives for the
-    /// whole. Call it on [`Module::valid`]'s copy: on an autodiff device the cache would keep the
+    /// Feeding a sequence in pieces gives what [`Self::forward`] gives for the whole; with patterns that are not causal pieces must end where
+    /// every block's pattern allows a boundary ([`Pattern::allows_boundary`]). Call it on [`Module::valid`]'s copy: on an autodiff device the cache would keep the
     /// graph of every step. After an error the cache is at the position where it was.
     ///
     /// # Shapes
@@ -268,11 +268,33 @@ impl SparseTransformer {
     ///
     /// # Errors
     /// If `tokens` is empty, a position is past the context, the batch differs from the cache's, or the
-    /// cache was made by a model with another number of blocks.
+    /// cache was made by a model with another number of blocks; [`TransformerError::Boundary`] if it cannot stop where the tokens begin or
+    /// end.
     pub fn forward_cache(
         &self,
         tokens: Tensor<2, Int>,
         cache: &mut SparseTransformerCache,
+    ) -> Result<Tensor<3>, TransformerError> {
+        self.cached(tokens, cache, false)
+    }
+
+    /// [`Self::forward_cache`] for the last tokens of a sequence, which may end anywhere.
+    ///
+    /// # Errors
+    /// As [`Self::forward_cache`].
+    pub fn forward_cache_last(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut SparseTransformerCache,
+    ) -> Result<Tensor<3>, TransformerError> {
+        self.cached(tokens, cache, true)
+    }
+
+    fn cached(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut SparseTransformerCache,
+        last: bool,
     ) -> Result<Tensor<3>, TransformerError> {
         ensure(
             cache.blocks.len() == self.blocks.len(),
@@ -283,7 +305,7 @@ impl SparseTransformer {
         let [_, new] = tokens.dims();
         let position = cache.position;
         let x = self.embed(tokens, position)?;
-        match self.decode(x, &mut cache.blocks) {
+        match self.decode(x, &mut cache.blocks, last) {
             Ok(x) => {
                 cache.position += new;
                 self.logits(Stream::new(x))
@@ -299,9 +321,10 @@ impl SparseTransformer {
         &self,
         mut x: Tensor<3>,
         caches: &mut [SparseMhaCache],
+        last: bool,
     ) -> Result<Tensor<3>, TransformerError> {
         for (block, cache) in self.blocks.iter().zip(caches) {
-            x = block.forward_cache(x, cache)?;
+            x = block.cached(x, cache, last)?;
         }
         Ok(x)
     }

@@ -207,6 +207,16 @@ impl Pattern {
         self.furthest(heads, t as i64).is_before(t as i64)
     }
 
+    /// The last key from `t` on that a query before `t` attends to, in any of `heads` heads; [`Reach::Never`] if there is none, and a cache may be
+    /// stopped at `t`.
+    pub fn furthest_key(&self, heads: usize, t: usize) -> Reach {
+        let furthest = self.furthest(heads, t as i64);
+        match furthest.is_before(t as i64) {
+            true => Reach::Never,
+            false => furthest,
+        }
+    }
+
     /// The first position after `t` at which a cache may be stopped; none if there is none, or none was found in some thousand steps.
     pub fn next_boundary(&self, heads: usize, t: usize) -> Option<usize> {
         let mut next = t as i64 + 1;

@@ -3,8 +3,10 @@
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{Device, Tensor};
 use burn_sparse_transformer::{
-    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttentionConfig,
+    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, TransformerError,
 };
+use rstest::rstest;
 
 use crate::common::{assert_close, random, randomise};
 
@@ -68,4 +70,103 @@ fn rows_from_a_cache_are_those_of_the_whole_for_every_pattern() {
         println!("{text}");
         assert_close(rows, whole.context, 1e-5);
     }
+}
+
+fn attention(pattern: Pattern) -> SparseMultiHeadAttention {
+    let config = SparseMultiHeadAttentionConfig::new(16, 2, pattern)
+        .with_block_size(8)
+        .with_n_kv_heads(Some(1))
+        .with_softcap(Some(3.0))
+        .with_sinks(true)
+        .with_relative_reach(Some(6));
+    randomise(config.init(&Device::flex()).unwrap())
+}
+
+/// A piece of a sequence: its first position and how many there are.
+fn piece(x: &Tensor<3>, start: usize, len: usize) -> SparseMhaInput {
+    SparseMhaInput::self_attn(x.clone().narrow(1, start, len))
+}
+
+/// Pieces between the positions at which a cache may stop, which patterns that see later positions have, too. Some are taken back, and others fed
+/// in their place.
+#[rstest]
+#[case("prefix:5", &[5, 6, 13])]
+#[case("chunked:4,1,0", &[4, 12, 20])]
+#[case("chunked:6", &[6, 12])]
+#[case("documents:0,6,15", &[6, 15])]
+#[case("packed:0,9,12(prefix:2)", &[9, 12, 14])]
+#[case("chunked:4 / documents:0,8,16", &[8, 16])]
+#[case("causal + (prefix:4 & global:0)", &[4, 9])]
+#[case("window:2 & chunked:5", &[5, 15])]
+#[case("streaming:4,3", &[1, 7, 8, 20])]
+fn pieces_between_boundaries_are_rows_of_the_whole(#[case] text: &str, #[case] stops: &[usize]) {
+    let pattern: Pattern = text.parse().unwrap();
+    let mha = attention(pattern.clone());
+    let x = random([2, SEQ, 16], &Device::flex());
+    let others = random([2, SEQ, 16], &Device::flex()) * -0.7 + 0.3;
+    let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+    let mut cache = SparseMhaCache::new();
+    let mut rows = Vec::new();
+    let mut before = 0;
+    for &stop in stops {
+        assert!(pattern.allows_boundary(2, stop), "{text} at {stop}");
+        // What is taken back leaves nothing behind.
+        mha.forward_cache(piece(&others, before, stop - before), &mut cache)
+            .unwrap();
+        cache.truncate(before);
+        let input = piece(&x, before, stop - before);
+        rows.push(mha.forward_cache(input, &mut cache).unwrap().context);
+        before = stop;
+    }
+    let last = mha.forward_cache_last(piece(&x, before, SEQ - before), &mut cache);
+    rows.push(last.unwrap().context);
+    assert_close(Tensor::cat(rows, 1), whole.context, 1e-5);
+}
+
+#[rstest]
+#[case(
+    "prefix:5",
+    3,
+    "keys up to position 4; the next position to stop at is 5"
+)]
+#[case(
+    "chunked:4,1,0",
+    6,
+    "keys up to position 7; the next position to stop at is 8"
+)]
+#[case(
+    "window:2",
+    7,
+    "keys up to position 8; this pattern has none: it is not causal"
+)]
+#[case(
+    "dense",
+    2,
+    "keys without an end; this pattern has none: it is not causal"
+)]
+#[case(
+    "documents:0,6",
+    9,
+    "keys without an end; this pattern has none: it is not causal"
+)]
+fn a_cache_stops_where_it_may(#[case] text: &str, #[case] stop: usize, #[case] says: &str) {
+    let mha = attention(text.parse().unwrap());
+    let x = random([2, SEQ, 16], &Device::flex());
+    let mut cache = SparseMhaCache::new();
+    let error = mha
+        .forward_cache(piece(&x, 0, stop), &mut cache)
+        .unwrap_err();
+    assert!(matches!(error, TransformerError::Boundary { position, .. } if position == stop));
+    let expected =
+        format!("a cache cannot stop at position {stop}: queries before it attend to {says}");
+    assert_eq!(error.to_string(), expected);
+    assert_eq!(cache.len(), 0);
+    // The end of a sequence may be anywhere, but nothing goes on from there.
+    mha.forward_cache_last(piece(&x, 0, stop), &mut cache)
+        .unwrap();
+    let error = mha
+        .forward_cache(piece(&x, stop, 1), &mut cache)
+        .unwrap_err();
+    assert_eq!(error.to_string(), expected);
+    assert_eq!(cache.len(), stop);
 }

@@ -133,10 +133,13 @@ fn assert_says<T>(result: Result<T, TransformerError>) -> Option<T> {
         Ok(value) => Some(value),
         Err(error) => {
             let text = error.to_string();
-            assert!(
-                text.contains(" must be ") || text.contains(" must stay "),
-                "{text}"
-            );
+            let says = [
+                " must be ",
+                " must stay ",
+                " the next position to stop at is ",
+                "this pattern has none",
+            ];
+            assert!(says.iter().any(|says| text.contains(says)), "{text}");
             None
         }
     }

@@ -1,0 +1,101 @@
+//! Attention to what a cache holds, and where a cache may stop.
+
+use burn::tensor::Tensor;
+use burn_blocksparse::Reach;
+
+use crate::attention::Call;
+use crate::stream::Projected;
+use crate::{
+    SparseMhaCache, SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, TransformerError,
+};
+
+impl SparseMultiHeadAttention {
+    /// Attention of new positions to themselves and to those in `cache`, for autoregressive decoding.
+    ///
+    /// The keys and values of `input` are appended to the cache, keys normalised and rotated; its queries are the last positions of
+    /// what the cache then holds. Feeding a sequence in pieces gives what [`Self::forward`] gives for the whole. That needs pieces that end where
+    /// no earlier query sees a later key: anywhere with a causal pattern, with others where [`Pattern::allows_boundary`] says so; the end
+    /// of a sequence is up to [`Self::forward_cache_last`]. After an error the cache is as it was.
+    ///
+    /// # Shapes
+    /// - input: `[batch, new, d_model]`, new positions only
+    /// - `context`: `[batch, new, d_model]`
+    ///
+    /// # Errors
+    /// As [`Self::forward`]; also if the batch differs from the cache's, or the cache is full; [`TransformerError::Boundary`] if the cache
+    /// cannot stop where the input begins or ends.
+    pub fn forward_cache(
+        &self,
+        input: SparseMhaInput,
+        cache: &mut SparseMhaCache,
+    ) -> Result<SparseMhaOutput, TransformerError> {
+        let (context, call) = self.cached_context(input, cache, false)?;
+        self.finish(context, &call)
+    }
+
+    /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
+    ///
+    /// # Errors
+    /// As [`Self::forward_cache`].
+    pub fn forward_cache_last(
+        &self,
+        input: SparseMhaInput,
+        cache: &mut SparseMhaCache,
+    ) -> Result<SparseMhaOutput, TransformerError> {
+        let (context, call) = self.cached_context(input, cache, true)?;
+        self.finish(context, &call)
+    }
+
+    /// [`Self::forward_cache`] or, with `last`, [`Self::forward_cache_last`], without the output's bias.
+    pub(crate) fn forward_cache_projected(
+        &self,
+        input: SparseMhaInput,
+        cache: &mut SparseMhaCache,
+        last: bool,
+    ) -> Result<Projected, TransformerError> {
+        let (context, _) = self.cached_context(input, cache, last)?;
+        self.output_product(context)
+    }
+
+    /// That a cache may stop at a position.
+    fn check_boundary(&self, position: usize) -> Result<(), TransformerError> {
+        let pattern = self.layouts.pattern();
+        let last = match pattern.furthest_key(self.n_heads, position) {
+            Reach::Never => return Ok(()),
+            Reach::At(last) => usize::try_from(last).ok(),
+            Reach::Always => None,
+        };
+        Err(TransformerError::Boundary {
+            position,
+            last,
+            next: pattern.next_boundary(self.n_heads, position),
+        })
+    }
+
+    fn cached_context(
+        &self,
+        input: SparseMhaInput,
+        cache: &mut SparseMhaCache,
+        last: bool,
+    ) -> Result<(Tensor<4>, Call), TransformerError> {
+        let (_, new) = self.check(&input)?;
+        let [batch, ..] = input.key.dims();
+        let after = cache.check([batch, self.n_kv_heads, self.d_k()], new)?;
+        let before = cache.len();
+        self.check_boundary(before)?;
+        if !last {
+            self.check_boundary(after)?;
+        }
+        let (call, request) = self.prepare(&input, before)?;
+        let layout = self.layouts.get(&request)?;
+        let (query, key, value) = self.project(input, &call)?;
+        let (key, value) = cache.append(key, value);
+        match self.attend((query, key, value), &layout, &call) {
+            Ok(context) => Ok((context, call)),
+            Err(error) => {
+                cache.truncate(before);
+                Err(error)
+            }
+        }
+    }
+}
