@@ -27,6 +27,8 @@ fn view(tensor: &CubeTensor) -> Result<MatrixView, &'static str> {
     let rank = tensor.rank();
     let batch = match rank {
         2 => (1, 0),
+        // One matrix for the whole batch.
+        3 if strides[0] == 0 => (1, 0),
         3 => (shape[0], strides[0]),
         _ => return Err("a factor has more than three dimensions"),
     };

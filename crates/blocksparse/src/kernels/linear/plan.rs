@@ -7,6 +7,7 @@ use cubecl::ir::features::Tma;
 
 use super::tile::{Order, ProductTile, ROWS, SLAB};
 use super::view::MatrixView;
+use crate::kernels::call::TierLimit;
 use crate::kernels::shared::asm::Half;
 
 /// What a product is, without its tensors.
@@ -102,6 +103,11 @@ impl ProductPlan {
             return Err("the device is not of compute capability 9.0");
         }
         let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
+        match TierLimit::from_env() {
+            Ok(TierLimit::Simt) => return Err("BLOCKSPARSE_TIER says simt"),
+            Ok(TierLimit::Mma) => return Err("BLOCKSPARSE_TIER says mma"),
+            _ => {}
+        }
         Self::on(request, multiprocessors, hardware.max_shared_memory_size)
     }
 

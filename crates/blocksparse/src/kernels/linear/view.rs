@@ -32,23 +32,66 @@ impl MatrixView {
     /// # Errors
     /// What TMA cannot read.
     pub(super) fn order(&self, depth: usize) -> Result<Order, &'static str> {
-        let across = 3 - depth;
-        let order = match (self.strides[depth], self.strides[across]) {
-            (1, _) => Order::Depth,
-            (_, 1) => Order::Across,
-            _ => return Err("a factor has neither contiguous rows nor contiguous columns"),
-        };
-        let inner = match order {
-            Order::Depth => depth,
-            Order::Across => across,
-        };
         let begins = self.handle.offset_start.unwrap_or(0);
-        let aligned = (0..3)
-            .filter(|dim| *dim != inner && self.shape[*dim] > 1)
-            .all(|dim| self.strides[dim].is_multiple_of(ALIGNMENT));
-        match aligned && begins.is_multiple_of(16) {
-            true => Ok(order),
-            false => Err("a factor's rows do not begin at multiples of 16 bytes"),
+        lies([self.shape, self.strides], depth, begins)
+    }
+}
+
+/// How a factor of a shape and strides lies that begins at a byte.
+fn lies(
+    [shape, strides]: [[usize; 3]; 2],
+    depth: usize,
+    begins: u64,
+) -> Result<Order, &'static str> {
+    let across = 3 - depth;
+    let (order, inner) = match (strides[depth], strides[across]) {
+        (1, _) => (Order::Depth, depth),
+        (_, 1) => (Order::Across, across),
+        _ => return Err("a factor has neither contiguous rows nor contiguous columns"),
+    };
+    let mut outer = (0..3)
+        .filter(|dim| *dim != inner && shape[*dim] > 1)
+        .map(|dim| strides[dim]);
+    if outer.clone().any(|stride| stride == 0) {
+        return Err("a factor repeats its rows");
+    }
+    match outer.all(|stride| stride.is_multiple_of(ALIGNMENT)) && begins.is_multiple_of(16) {
+        true => Ok(order),
+        false => Err("a factor's rows do not begin at multiples of 16 bytes"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn factors_lie_one_way_or_the_other() {
+        // Rank, shape and strides alone decide.
+        let order =
+            |shape: [usize; 3], strides: [usize; 3], depth| lies([shape, strides], depth, 0);
+        assert_eq!(order([1, 40, 16], [640, 16, 1], 2), Ok(Order::Depth));
+        assert_eq!(order([1, 40, 16], [640, 16, 1], 1), Ok(Order::Across));
+        assert_eq!(order([1, 16, 40], [640, 1, 16], 1), Ok(Order::Depth));
+        // What has one row alone may lie anyhow.
+        assert_eq!(order([1, 1, 16], [3, 5, 1], 2), Ok(Order::Depth));
+        assert_eq!(
+            order([1, 40, 12], [480, 12, 1], 2),
+            Err("a factor's rows do not begin at multiples of 16 bytes")
+        );
+        assert_eq!(
+            lies([[1, 40, 16], [640, 16, 1]], 2, 8),
+            Err("a factor's rows do not begin at multiples of 16 bytes")
+        );
+        assert_eq!(
+            order([1, 40, 16], [1280, 32, 2], 2),
+            Err("a factor has neither contiguous rows nor contiguous columns")
+        );
+        for strides in [[0, 16, 1], [640, 0, 1]] {
+            assert_eq!(
+                order([2, 40, 16], strides, 2),
+                Err("a factor repeats its rows")
+            );
         }
     }
 }
