@@ -62,8 +62,8 @@ pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 /// Its rounds.
 pub(crate) const ROUNDS: u32 = 10;
 
-/// Philox 4×32 with 10 rounds.
-pub(crate) fn philox(mut c: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+/// Philox 4×32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four random words of a counter under a key.
+pub fn philox(mut c: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     let wide = |a: u32, b: u32| {
         let product = u64::from(a) * u64::from(b);
         ((product >> 32) as u32, product as u32)

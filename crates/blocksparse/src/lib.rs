@@ -33,7 +33,7 @@ mod pattern;
 pub mod plan;
 mod stream_dropout;
 
-pub use dropout::Dropout;
+pub use dropout::{Dropout, philox};
 pub use error::LayoutError;
 #[cfg(feature = "draw")]
 #[doc(hidden)]

@@ -90,7 +90,7 @@ pub use blocks::BlockSparseTensorOps;
 pub use blocksparse::font;
 pub use blocksparse::{
     BLOCK_SIZES, BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Reach,
-    Restriction, StreamDropout,
+    Restriction, StreamDropout, philox,
 };
 pub use choice::TopKOptions;
 pub use device::check_device;

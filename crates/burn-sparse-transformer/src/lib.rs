@@ -51,6 +51,7 @@ mod encoder_layer;
 mod error;
 mod factorization;
 mod feed_forward;
+mod generate;
 mod heads;
 mod init;
 mod input;
@@ -61,6 +62,7 @@ mod precision;
 #[cfg(feature = "autodiff")]
 mod recompute;
 mod recompute_mode;
+mod sampling;
 mod stream;
 mod transformer;
 
@@ -77,12 +79,14 @@ pub use encoder_layer::SparseTransformerEncoderLayer;
 pub use error::TransformerError;
 pub use factorization::Factorization;
 pub use feed_forward::FeedForward;
+pub use generate::{EndReason, GenerateOptions, GenerateStep, Generated};
 pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
 pub use linear::{MixedPrecisionLinear, MixedPrecisionLinearConfig};
 pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
 pub use precision::Precision;
 pub use recompute_mode::Recompute;
+pub use sampling::Sampling;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
 pub use burn_blocksparse::{

@@ -53,6 +53,30 @@ pub fn fraction(text: &str) -> Result<f64, String> {
     }
 }
 
+/// A part of everything.
+pub fn share(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(number) if number > 0.0 && number <= 1.0 => Ok(number),
+        _ => Err("must be a number above 0, at most 1".to_owned()),
+    }
+}
+
+/// A part of something, or nothing of it.
+pub fn ratio(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(number) if (0.0..=1.0).contains(&number) => Ok(number),
+        _ => Err("must be a number from 0 to 1".to_owned()),
+    }
+}
+
+/// A text of at least one character.
+pub fn text(text: &str) -> Result<String, String> {
+    match text.is_empty() {
+        true => Err("must not be empty".to_owned()),
+        false => Ok(text.to_owned()),
+    }
+}
+
 /// `--precision`.
 pub fn precision(text: &str) -> Result<Precision, String> {
     Precision::ALL

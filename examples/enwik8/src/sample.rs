@@ -3,13 +3,12 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_sparse_transformer::{Precision, SparseTransformer, SparseTransformerCache};
+use burn_sparse_transformer::{Precision, Sampling, SparseTransformer, SparseTransformerCache};
 use clap::Args;
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 
 use crate::progress::warn;
 use crate::{arguments, device, model, run};
@@ -19,7 +18,8 @@ use crate::{arguments, device, model, run};
 #[command(after_help = "Examples:
   enwik8 sample
   enwik8 sample --prompt '== History ==' --length 1000 --temperature 0.8 --top-k 40
-  enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin
+  enwik8 sample --top-p 0.9 --repetition 1.1 --stop '</page>'
+  enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin --stats
 
 A sample longer than the model's context goes on: when the context is full, its newest half is kept and the model
 reads it again as the beginning of a new window.")]
@@ -39,6 +39,21 @@ pub struct SampleArgs {
     /// Consider only the K likeliest bytes
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=256))]
     top_k: Option<u16>,
+    /// Consider the likeliest bytes that make up P
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = arguments::share)]
+    top_p: f64,
+    /// Consider bytes at least P times as likely as the likeliest
+    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = arguments::ratio)]
+    min_p: f64,
+    /// Above 1 bytes of the prompt, and those written, are less likely
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = arguments::above_zero)]
+    repetition: f64,
+    /// End before this text; may be given several times
+    #[arg(long, value_name = "TEXT", value_parser = arguments::text)]
+    stop: Vec<String>,
+    /// Print the speed to the standard error output
+    #[arg(long)]
+    stats: bool,
     /// Seed of the choice
     #[arg(long, default_value_t = 1, value_parser = arguments::whole::<u64>)]
     seed: u64,
@@ -67,23 +82,69 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     }
     let model = model::restore(&checkpoint, &device.device)?;
     let mut writer = Writer::new(model, device.device, context);
-    let mut choice = Choice {
-        temperature: args.temperature,
-        top_k: args.top_k.map_or(model::VOCABULARY, usize::from),
-        rng: ChaCha8Rng::seed_from_u64(args.seed),
-    };
-
+    let sampling = args.sampling();
+    let stop: Vec<&[u8]> = args.stop.iter().map(String::as_bytes).collect();
     let mut output = Output::open(args)?;
-    output.write(args.prompt.as_bytes())?;
-    let mut logits = writer.read(args.prompt.as_bytes())?;
+    let prompt = args.prompt.as_bytes();
+    output.write(prompt)?;
+    let mut seen = [false; 256];
+    prompt
+        .iter()
+        .for_each(|&byte| seen[usize::from(byte)] = true);
+    let mut logits = writer.read(prompt)?;
+    let mut written = Vec::with_capacity(args.length);
+    // Bytes that are on the output: those before what may become a stop text.
+    let mut given = 0;
+    let begun = Instant::now();
     for index in 0..args.length {
-        let byte = choice.choose(&logits);
-        output.write(&[byte])?;
+        let next = sampling.choose(&logits, |byte| seen[byte as usize], [0, index]);
+        let byte = next.context("the model's logits are not finite")? as u8;
+        seen[usize::from(byte)] = true;
+        written.push(byte);
+        if let Some(stop) = stop.iter().find(|stop| written.ends_with(stop)) {
+            written.truncate(written.len() - stop.len());
+            break;
+        }
+        let certain = written.len() - held_back(&written, &stop);
+        output.write(&written[given.min(certain)..certain])?;
+        given = given.max(certain);
         if index + 1 < args.length {
             logits = writer.read(&[byte])?;
         }
     }
-    output.finish()
+    output.write(&written[given.min(written.len())..])?;
+    output.finish()?;
+    if args.stats {
+        let (bytes, seconds) = (written.len(), begun.elapsed().as_secs_f64());
+        eprintln!(
+            "{bytes} bytes in {seconds:.1} s: {:.1} bytes/s, {:.2} ms a byte",
+            bytes as f64 / seconds,
+            1e3 * seconds / bytes.max(1) as f64
+        );
+    }
+    Ok(())
+}
+
+impl SampleArgs {
+    fn sampling(&self) -> Sampling {
+        Sampling::default()
+            .temperature(self.temperature)
+            .top_k(self.top_k.map(usize::from))
+            .top_p(self.top_p)
+            .min_p(self.min_p)
+            .repetition(self.repetition)
+            .seed(self.seed)
+    }
+}
+
+/// How many of the last bytes may be the beginning of a stop text.
+fn held_back(written: &[u8], stop: &[&[u8]]) -> usize {
+    let longest = |stop: &&[u8]| {
+        (1..stop.len())
+            .rev()
+            .find(|&len| written.ends_with(&stop[..len]))
+    };
+    stop.iter().filter_map(longest).max().unwrap_or(0)
 }
 
 /// A model, what it has read, and the cache of it.
@@ -128,41 +189,6 @@ impl Writer {
         let logits = self.model.forward_cache(tokens, &mut self.cache)?;
         let last = logits.narrow(1, bytes.len() - 1, 1);
         last.try_into_vec_as().map_err(|error| anyhow!("{error:?}"))
-    }
-}
-
-/// How the next byte is chosen.
-struct Choice {
-    temperature: f64,
-    top_k: usize,
-    rng: ChaCha8Rng,
-}
-
-impl Choice {
-    fn choose(&mut self, logits: &[f32]) -> u8 {
-        let mut ranked: Vec<(f64, u8)> = logits
-            .iter()
-            .map(|&logit| f64::from(logit))
-            .zip(0..=255)
-            .collect();
-        ranked.sort_by(|a, b| b.0.total_cmp(&a.0));
-        if self.temperature == 0.0 {
-            return ranked[0].1;
-        }
-        ranked.truncate(self.top_k);
-        let likeliest = ranked[0].0;
-        for candidate in &mut ranked {
-            candidate.0 = ((candidate.0 - likeliest) / self.temperature).exp();
-        }
-        let total: f64 = ranked.iter().map(|candidate| candidate.0).sum();
-        let mut rest = self.rng.random::<f64>() * total;
-        for &(weight, byte) in &ranked {
-            rest -= weight;
-            if rest < 0.0 {
-                return byte;
-            }
-        }
-        ranked[0].1
     }
 }
 
@@ -251,30 +277,17 @@ mod tests {
     }
 
     #[test]
-    fn temperature_0_and_top_1_are_greedy() {
-        let mut logits = vec![0.0; 256];
-        logits[65] = 1.0;
-        for (temperature, top_k) in [(0.0, 256), (5.0, 1)] {
-            let mut choice = Choice {
-                temperature,
-                top_k,
-                rng: ChaCha8Rng::seed_from_u64(0),
-            };
-            assert!((0..50).all(|_| choice.choose(&logits) == 65));
+    fn beginnings_of_stop_texts_are_held_back() {
+        let stop: [&[u8]; 2] = [b"</page>", b"</s>"];
+        for (written, held) in [
+            ("abc<", 1),
+            ("abc</", 2),
+            ("abc</pag", 5),
+            ("</s", 3),
+            ("abc", 0),
+            ("", 0),
+        ] {
+            assert_eq!(held_back(written.as_bytes(), &stop), held, "{written}");
         }
-    }
-
-    #[test]
-    fn sampling_follows_the_probabilities() {
-        let mut logits = vec![f32::NEG_INFINITY; 256];
-        logits[1] = 0.75f32.ln();
-        logits[2] = 0.25f32.ln();
-        let mut choice = Choice {
-            temperature: 1.0,
-            top_k: 256,
-            rng: ChaCha8Rng::seed_from_u64(0),
-        };
-        let ones = (0..4_000).filter(|_| choice.choose(&logits) == 1).count();
-        assert!((2_850..3_150).contains(&ones), "{ones}");
     }
 }

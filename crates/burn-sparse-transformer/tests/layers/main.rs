@@ -8,6 +8,7 @@ mod config;
 mod convert;
 mod decoding;
 mod encoder;
+mod generate;
 mod heads;
 mod linear;
 mod longformer;

@@ -65,6 +65,30 @@ fn a_checkpoint_is_evaluated_and_sampled() {
         succeed(&sample),
         "the same seed writes the same bytes"
     );
+    // Every way of choosing, to the end and up to a text that the model writes.
+    let greedy = [
+        "sample",
+        "--checkpoint",
+        &run,
+        "--length",
+        "60",
+        "--temperature",
+        "0",
+    ];
+    let whole = succeed(&greedy);
+    for flags in [["--top-p", "0.01"], ["--min-p", "1"], ["--top-k", "1"]] {
+        let mut sample = greedy[..5].to_vec();
+        sample.extend(flags);
+        assert_eq!(succeed(&sample), whole, "{flags:?}");
+    }
+    let other = [&greedy[..], &["--repetition", "5"]].concat();
+    assert_ne!(succeed(&other), whole);
+    let text: Vec<char> = whole.trim_end().chars().collect();
+    let stop: String = text[text.len() / 2..text.len() / 2 + 2].iter().collect();
+    let stopped = succeed(&[&greedy[..], &["--stop", &stop, "--stats"]].concat());
+    let written = whole.strip_prefix("The ").unwrap();
+    let before = &written[..written.find(&stop).unwrap()];
+    assert_eq!(stopped.trim_end_matches('\n'), format!("The {before}"));
     let file = folder.path("sample.bin");
     let silent = succeed(
         &[
