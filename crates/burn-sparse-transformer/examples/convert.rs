@@ -25,7 +25,11 @@ const SEQ: usize = 256;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let (config, record) = match &arguments[..] {
+    convert(&arguments)
+}
+
+fn convert(arguments: &[String]) -> Result<(), Box<dyn Error>> {
+    let (config, record) = match arguments {
         [] => (TransformerEncoderConfig::new(64, 256, 4, 2), None),
         [record, sizes @ ..] => {
             let sizes: Vec<usize> = sizes.iter().map(|n| n.parse()).collect::<Result<_, _>>()?;
@@ -96,7 +100,7 @@ mod tests {
 
     #[test]
     fn it_runs() {
-        main().unwrap();
+        convert(&[]).unwrap();
     }
 
     #[test]

@@ -4,8 +4,9 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Scalar, TensorMetadata};
 use burn::tensor::{DType, FloatDType, Shape};
 
-use super::Activation;
-use super::values::{ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask};
+use super::values::{
+    Activation, ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
+};
 use crate::dtype::accumulate_in;
 
 /// Slope of the sigmoid of [`Activation::GeluSigmoid`].

@@ -28,10 +28,11 @@ mod kernels {
     use burn_cubecl::{CubeBackend, CubeDevice};
 
     use super::ActivationOps;
+    use crate::activation::reference;
+    use crate::activation::values::Activation;
     use crate::activation::values::{
         ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
     };
-    use crate::activation::{Activation, reference};
     use crate::backends::cube::{contiguous, empty, matrix, shaped, typed, uses_reference};
     use crate::values::MaybeFloat;
 
@@ -162,7 +163,7 @@ mod steps {
     use burn::tensor::FloatDType;
 
     use super::ActivationOps;
-    use crate::activation::Activation;
+    use crate::activation::values::Activation;
     use crate::activation::values::{
         ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
     };

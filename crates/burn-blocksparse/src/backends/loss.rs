@@ -34,8 +34,8 @@ pub(crate) mod kernels {
     use crate::backends::cube::{checked, contiguous, empty, uses_reference};
     use crate::backends::linear::kernels::Kernels;
     use crate::dtype::accumulate_in;
-    use crate::loss::Reduction;
     use crate::loss::compute::{self, Losses, PrimitiveLosses};
+    use crate::loss::values::Reduction;
     use crate::loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
 
     fn kind(

@@ -6,7 +6,7 @@ use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Shape, Slice};
 
-use super::Reduction;
+use super::values::Reduction;
 use super::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
 use crate::dtype::accumulate_in;
 use crate::linear::products::{

@@ -12,20 +12,11 @@ use crate::error::OpError;
 use crate::linear::supported;
 use crate::op_plan::OpPlan;
 use crate::ops::LossOps;
+pub use values::Reduction;
 use values::{LossInputs, LossTask};
 
 /// Logits that there are at a time: 64 MiB of f32.
 const CHUNK_ELEMENTS: usize = 1 << 24;
-
-/// What becomes of the losses of positions.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Reduction {
-    /// Their mean over the positions that count; 0 without any.
-    #[default]
-    Mean,
-    /// Their sum.
-    Sum,
-}
 
 /// How [`linear_cross_entropy`] computes. Build it from [`Default`].
 #[derive(Clone, Debug, PartialEq)]

@@ -4,8 +4,17 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use super::Reduction;
 use crate::values::MaybeFloat;
+
+/// What becomes of the losses of positions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Reduction {
+    /// Their mean over the positions that count; 0 without any.
+    #[default]
+    Mean,
+    /// Their sum.
+    Sum,
+}
 
 /// The tensors of [`linear_cross_entropy`](crate::linear_cross_entropy).
 #[derive(ExtensionType, Clone, Debug)]

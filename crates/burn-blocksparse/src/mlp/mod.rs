@@ -8,7 +8,7 @@ pub(crate) mod values;
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
-use crate::activation::Activation;
+use crate::activation::values::Activation;
 use crate::check::same_device;
 use crate::error::OpError;
 use crate::linear::{self, LinearOptions};

@@ -5,7 +5,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::FloatDType;
 
 use super::values::{MlpCall, MlpInputs};
-use crate::activation::Activation;
+use crate::activation::values::Activation;
 use crate::activation::values::{ActivationInputs, ActivationSaved, ActivationTask};
 use crate::linear::values::{LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors};
 use crate::ops::{ActivationOps, LinearOps};

@@ -4,7 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use crate::activation::Activation;
+use crate::activation::values::Activation;
 use crate::values::MaybeFloat;
 
 /// What a network is made of.

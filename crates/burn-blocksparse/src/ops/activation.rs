@@ -3,8 +3,8 @@
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, backend_extension};
 
-use crate::activation::Activation;
 use crate::activation::reference;
+use crate::activation::values::Activation;
 use crate::activation::values::{
     ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
 };

@@ -163,6 +163,16 @@ impl Held {
         let gradient = self.gradient.take().expect("before the step");
         [parameter, gradient, first, second]
     }
+
+    /// The parameter's state after its step.
+    pub fn state(&self, moments: [DispatchTensor; 2]) -> ParameterState {
+        ParameterState {
+            time: self.time,
+            path: Some(self.path.clone()),
+            shape: self.shape.clone(),
+            moments: Moments::Device(Box::new(moments)),
+        }
+    }
 }
 
 /// What autodiff knows of a parameter, which does not come back by itself with a new value.

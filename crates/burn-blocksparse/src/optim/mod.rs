@@ -164,7 +164,7 @@ impl FusedAdamW {
                 {
                     let held = held[index].as_mut().expect("of a group");
                     held.parameter = Some(parameter);
-                    let state = ParameterState::new(held, [first, second]);
+                    let state = held.state([first, second]);
                     self.states.insert(held.id.val(), state);
                 }
             }

@@ -7,7 +7,6 @@ use burn::backend::DispatchTensor;
 use burn::tensor::{Bytes, Tensor, TensorData};
 use burn_pack::{Reader, Scalar, Writer};
 
-use super::collect::Held;
 use crate::error::OpError;
 
 const MOMENTS: [&str; 2] = ["momentum.moment_1", "momentum.moment_2"];
@@ -33,18 +32,6 @@ pub(super) enum Moments {
     Device(Box<[DispatchTensor; 2]>),
     /// As they were read.
     Host(Box<[TensorData; 2]>),
-}
-
-impl ParameterState {
-    /// After a step.
-    pub fn new(held: &Held, moments: [DispatchTensor; 2]) -> Self {
-        Self {
-            time: held.time,
-            path: Some(held.path.clone()),
-            shape: held.shape.clone(),
-            moments: Moments::Device(Box::new(moments)),
-        }
-    }
 }
 
 pub(super) fn write(states: &BTreeMap<u64, ParameterState>) -> Result<Bytes, OpError> {

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::columns::{accumulator_of, column_sums};
-use super::norm::Typed;
+use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, optional};
 use crate::kernels::error::KernelError;
 #[cfg(feature = "cuda-asm")]

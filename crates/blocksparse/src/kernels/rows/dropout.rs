@@ -5,8 +5,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::columns::accumulator_of;
-use super::norm::Typed;
 use super::tile::RowTile;
+use super::typed::Typed;
 use crate::StreamDropout;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;

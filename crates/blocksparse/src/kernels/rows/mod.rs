@@ -9,10 +9,11 @@
 //! activation     a bias and an activation, and their gradients
 //! dropout        dropout of numbers of rows, and the mask of it that kernels make
 //! heads          rows of heads side by side as tensors by heads, and back
-//! norm           a residual stream, what is added to it, and its norm; backward in norm_backward
+//! norm           a residual stream, what is added to it, and its norm; backward in norm_backward, shared in norm_shape
 //! cross_entropy  the loss of rows of logits, and its gradient
 //! embedding      the gradient of a table by the rows that were taken from it
 //! beside         matrices side by side, in another type
+//! typed          buffers with the type of their numbers
 //! scaled         a tensor times numbers on the device
 //! ```
 
@@ -25,8 +26,10 @@ mod embedding;
 mod heads;
 mod norm;
 mod norm_backward;
+mod norm_shape;
 mod scaled;
 mod tile;
+mod typed;
 
 pub use activation::{
     ActivationBackward, ActivationKind, activation_text, bias_activation, bias_activation_backward,
@@ -39,6 +42,9 @@ pub use cross_entropy::{
 pub use dropout::{stream_dropout, stream_dropout_text};
 pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
-pub use norm::{NormBranch, NormOf, Typed, residual_norm, residual_norm_text};
-pub use norm_backward::{NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward};
+pub use norm::{NormBranch, NormOf, residual_norm};
+pub use norm_backward::{
+    NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
+};
 pub use scaled::scaled;
+pub use typed::Typed;

@@ -6,53 +6,12 @@ use cubecl::server::Handle;
 
 use super::columns::accumulator_of;
 use super::dropout::{StreamMask, stream_factors, stream_mask};
-use super::tile::{Combine, RowTile, across_lanes};
+use super::norm_shape::{Kind, LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of, widest};
+use super::tile::{Combine, across_lanes};
+use super::typed::Typed;
 use crate::StreamDropout;
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
-
-/// Numbers of a row that a unit has in registers, if the device has units enough.
-const LANE_NUMBERS: usize = 32;
-
-/// What a kernel is compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Kind {
-    /// How units share rows.
-    pub tile: RowTile,
-    /// Whether the mean is taken off.
-    pub centered: bool,
-    /// Whether a mask drops numbers of the branch.
-    pub dropout: bool,
-}
-
-/// Vector `i` of a lane: where it is in the row, or the last of the row in place of one behind it.
-#[cube]
-pub(super) fn place(lane: usize, i: usize, #[comptime] tile: RowTile) -> usize {
-    let at = lane + i * comptime!(tile.lanes);
-    if comptime!(tile.is_whole()) {
-        at
-    } else {
-        min(at, comptime!(tile.row_vectors - 1).runtime())
-    }
-}
-
-/// Whether a lane has a vector `i`.
-#[cube]
-pub(super) fn has(lane: usize, i: usize, #[comptime] tile: RowTile) -> bool {
-    comptime!(tile.is_whole()).runtime()
-        || lane + i * comptime!(tile.lanes) < comptime!(tile.row_vectors)
-}
-
-/// The sum of the numbers of a vector.
-#[cube]
-pub(super) fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
-    let mut sum = vector.extract(0usize);
-    #[unroll]
-    for c in 1..N::value() {
-        sum += vector.extract(c);
-    }
-    sum
-}
 
 /// ```text
 /// s' = s + m ∘ (a + b)                            of the type of s, and so it goes on
@@ -221,9 +180,6 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
     }
 }
 
-/// A buffer and its type.
-pub type Typed<'a> = (&'a Handle, ElemType);
-
 /// What is added to a stream.
 #[derive(Clone, Copy, Debug)]
 pub struct NormBranch<'a> {
@@ -254,73 +210,6 @@ pub struct NormOf<'a> {
     pub kept: Option<[&'a Handle; 2]>,
 }
 
-/// How rows of a width are shared where a unit may have `numbers` of them, of types the widest of which is `element`.
-pub(super) fn tile_of(
-    properties: &DeviceProperties,
-    width: usize,
-    element: ElemType,
-    numbers: usize,
-) -> Result<RowTile, KernelError> {
-    let most_units = properties.hardware.max_units_per_cube;
-    let too_wide =
-        || KernelError::limit("a row's numbers", most_units * LANE_NUMBERS as u32, width);
-    let vector = RowTile::new(properties, width, element, usize::MAX)
-        .ok_or_else(too_wide)?
-        .vector;
-    let most = |numbers: usize| (numbers / vector).max(1);
-    RowTile::new(properties, width, element, most(numbers))
-        .or_else(|| RowTile::new(properties, width, element, most(LANE_NUMBERS)))
-        .ok_or_else(too_wide)
-}
-
-/// The widest of some types.
-pub(super) fn widest(elements: impl IntoIterator<Item = ElemType>) -> ElemType {
-    let widest = elements.into_iter().max_by_key(|element| element.size());
-    widest.expect("there are types")
-}
-
-/// How [`residual_norm`] is launched, for plans.
-///
-/// # Errors
-/// As [`residual_norm`], if `elements` are all of its types.
-pub fn residual_norm_text(
-    client: &Client,
-    [rows, width]: [usize; 2],
-    elements: &[ElemType],
-) -> Result<String, KernelError> {
-    let properties = client.properties();
-    let tile = tile_of(
-        properties,
-        width,
-        widest(elements.iter().copied()),
-        LANE_NUMBERS,
-    )?;
-    let backward = super::norm_backward::launch_of(
-        client,
-        [rows, width],
-        widest(elements.iter().copied()),
-        true,
-    )?;
-    let text = |tile: RowTile| {
-        format!(
-            "{} rows a cube, {} units a row, {} vectors of {} each",
-            tile.rows,
-            tile.lanes,
-            tile.lane_vectors(),
-            tile.vector
-        )
-    };
-    let backward = match super::norm_backward::check_buffers(client, super::norm_backward::BUFFERS)
-    {
-        Ok(()) => format!("{}, {} cubes", text(backward.tile), backward.cubes),
-        Err(error) => format!("primitives, because {error}"),
-    };
-    Ok(format!(
-        "norm forward: {}; backward: {backward}",
-        text(tile)
-    ))
-}
-
 /// `s' = s + m ∘ (a + b)` if there is a branch, and the norm of `s'`, or of `s`, if there is one.
 ///
 /// Every matrix is contiguous. Numbers are f32 between loads and stores, f64 if the stream is f64. Where the device does not bind the buffers of
@@ -339,7 +228,7 @@ pub fn residual_norm(
         let optional = [branch.bias.is_some(), norm.beta.is_some()];
         let kept = if norm.kept.is_some() { 2 } else { 0 };
         let buffers = 5 + optional.into_iter().filter(|some| *some).count() + kept;
-        if super::norm_backward::check_buffers(client, buffers).is_err() {
+        if check_buffers(client, buffers).is_err() {
             launch(client, stream, [rows, width], Some(branch), None)?;
             return launch(
                 client,

@@ -6,8 +6,11 @@ use cubecl::server::Handle;
 
 use super::columns::{accumulator_of, column_sums};
 use super::dropout::{StreamMask, stream_factors, stream_mask};
-use super::norm::{Kind, Typed, has, place, sum_of, tile_of, widest};
+use super::norm_shape::{
+    Kind, LANE_NUMBERS as FORWARD_NUMBERS, check_buffers, has, place, sum_of, tile_of, widest,
+};
 use super::tile::{Combine, RowTile, across_lanes, pair_across_lanes, pair_shared};
+use super::typed::Typed;
 use crate::StreamDropout;
 use crate::kernels::args::{address_of, optional, spread};
 use crate::kernels::error::KernelError;
@@ -319,25 +322,16 @@ pub struct RowSums {
 }
 
 /// The most buffers of a backward pass.
-pub(super) const BUFFERS: usize = 8;
-
-/// That a launch can have so many buffers, and one more with the numbers of the call.
-pub(super) fn check_buffers(client: &Client, buffers: usize) -> Result<(), KernelError> {
-    let most = client.properties().hardware.max_bindings;
-    match buffers < most as usize {
-        true => Ok(()),
-        false => Err(KernelError::limit("buffers of a launch", most, buffers + 1)),
-    }
-}
+const BUFFERS: usize = 8;
 
 /// How a backward pass is launched.
-pub(super) struct Launch {
-    pub tile: RowTile,
-    pub cubes: usize,
+struct Launch {
+    tile: RowTile,
+    cubes: usize,
 }
 
 /// Many rows for each cube if there are `sums`, or else one tile.
-pub(super) fn launch_of(
+fn launch_of(
     client: &Client,
     [rows, width]: [usize; 2],
     widest: ElemType,
@@ -354,6 +348,47 @@ pub(super) fn launch_of(
         false => tiles,
     };
     Ok(Launch { tile, cubes })
+}
+
+/// How [`residual_norm`](super::residual_norm) and its backward pass are launched, for plans.
+///
+/// # Errors
+/// As [`residual_norm`](super::residual_norm), if `elements` are all of its types.
+pub fn residual_norm_text(
+    client: &Client,
+    [rows, width]: [usize; 2],
+    elements: &[ElemType],
+) -> Result<String, KernelError> {
+    let properties = client.properties();
+    let tile = tile_of(
+        properties,
+        width,
+        widest(elements.iter().copied()),
+        FORWARD_NUMBERS,
+    )?;
+    let backward = launch_of(
+        client,
+        [rows, width],
+        widest(elements.iter().copied()),
+        true,
+    )?;
+    let text = |tile: RowTile| {
+        format!(
+            "{} rows a cube, {} units a row, {} vectors of {} each",
+            tile.rows,
+            tile.lanes,
+            tile.lane_vectors(),
+            tile.vector
+        )
+    };
+    let backward = match check_buffers(client, BUFFERS) {
+        Ok(()) => format!("{}, {} cubes", text(backward.tile), backward.cubes),
+        Err(error) => format!("primitives, because {error}"),
+    };
+    Ok(format!(
+        "norm forward: {}; backward: {backward}",
+        text(tile)
+    ))
 }
 
 /// Gradients of a residual stream and its norm. Sums that are wanted are returned.
