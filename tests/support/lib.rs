@@ -19,6 +19,7 @@ pub mod masses;
 pub mod max_scores;
 pub mod mlp;
 pub mod norm;
+mod norm_problem;
 pub mod optim;
 pub mod options;
 pub mod reference;

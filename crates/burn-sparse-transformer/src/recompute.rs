@@ -55,6 +55,10 @@ impl SparseTransformer {
         match recompute.into() {
             Recompute::None => self.stored(tokens, targets, dropout_seed, false),
             Recompute::Mlp => self.stored(tokens, targets, dropout_seed, true),
+            // One segment is one graph.
+            Recompute::Segments(blocks) if blocks.get() >= self.blocks.len() => {
+                self.stored(tokens, targets, dropout_seed, false)
+            }
             Recompute::Segments(blocks) => {
                 self.recomputed(tokens, targets, dropout_seed, blocks.get())
             }
@@ -88,7 +92,7 @@ impl SparseTransformer {
         segment: usize,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
         let layers = self.blocks.len();
-        let starts = (0..layers.max(1)).step_by(segment);
+        let starts = (0..layers).step_by(segment);
         let mut segments: Vec<Range<usize>> = starts
             .map(|start| start..layers.min(start.saturating_add(segment)))
             .collect();
@@ -96,13 +100,13 @@ impl SparseTransformer {
         let mut gradients = GradientsParams::new();
         // The last segment ends in the loss, so its blocks need not run before.
         let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) else {
-            unreachable!("there is a segment, if only of no blocks");
+            unreachable!("fewer blocks in a segment than there are make two at least");
         };
         let x = self.leaf(input);
         let stream = self.segment(Stream::new(x.clone()), range.clone(), seed)?;
         let loss = self.head_loss(stream, targets)?;
         let mut grads = loss.backward();
-        let mut grad_x = input_gradient(&x, &mut grads);
+        let mut grad_x = input_gradient(x, &mut grads);
         collect(&self.norm, &mut grads, &mut gradients);
         collect(&self.output, &mut grads, &mut gradients);
         self.collect_blocks(range, &mut grads, &mut gradients);
@@ -112,7 +116,7 @@ impl SparseTransformer {
             let x = self.leaf(input);
             let stream = self.segment(Stream::new(x.clone()), range.clone(), seed)?;
             let mut grads = backward_from(stream.finish()?, grad_x);
-            grad_x = input_gradient(&x, &mut grads);
+            grad_x = input_gradient(x, &mut grads);
             self.collect_blocks(range, &mut grads, &mut gradients);
         }
 
@@ -203,7 +207,7 @@ fn backward_from(output: Tensor<3>, grad_output: Tensor<3>) -> Gradients {
 
 /// # Panics
 /// If `x` is no leaf of the graph, which would be a defect of this module.
-fn input_gradient(x: &Tensor<3>, grads: &mut Gradients) -> Tensor<3> {
+fn input_gradient(x: Tensor<3>, grads: &mut Gradients) -> Tensor<3> {
     x.grad_remove(grads)
         .expect("a leaf that the output depends on has a gradient")
 }

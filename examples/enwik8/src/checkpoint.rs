@@ -275,6 +275,24 @@ mod tests {
         }
     }
 
+    /// In which `recompute` was a switch.
+    #[test]
+    fn older_checkpoints_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.ckpt");
+        checkpoint().write(&path).unwrap();
+        let mut bytes = fs::read(&path).unwrap();
+        // Of equal length, so that the lengths stay.
+        let (new, old) = (br#""recompute":"none""#, br#""recompute":false "#);
+        let at = bytes.windows(new.len()).position(|bytes| bytes == new);
+        let at = at.unwrap();
+        bytes[at..at + old.len()].copy_from_slice(old);
+        let checksum = crc32fast::hash(&bytes[12..]);
+        bytes[8..12].copy_from_slice(&checksum.to_le_bytes());
+        fs::write(&path, bytes).unwrap();
+        assert_eq!(Checkpoint::read(&path).unwrap(), checkpoint());
+    }
+
     #[test]
     fn round_trip() {
         let folder = tempfile::tempdir().unwrap();

@@ -123,6 +123,51 @@ fn recomputation_gives_the_same_gradients(
     }
 }
 
+/// Three blocks: 2 does not divide them, 3 and 4 make one segment. The gradients of all parameters, with and without those of the embeddings.
+#[rstest]
+fn every_mode_gives_the_same_bits(
+    #[values(0.0, 0.3)] dropout: f64,
+    #[values(false, true)] frozen_embeddings: bool,
+    #[values("mlp", "block", "segment:2", "segment:3", "segment:4")] mode: &str,
+) {
+    let device = device(false);
+    let _guard = crate::common::seed(&device, 15);
+    let mut model = dropping_weights(dropout, dropout, &device);
+    if frozen_embeddings {
+        model.token_embedding = model.token_embedding.no_grad();
+        model.position_embedding = model.position_embedding.no_grad();
+    }
+    let run = |recompute: Recompute| {
+        let (x, y) = data();
+        let (loss, gradients) = model.loss_and_gradients(x, y, 99, recompute).unwrap();
+        let mut bits = Bits {
+            gradients: &gradients,
+            bits: vec![],
+        };
+        model.visit(&mut bits);
+        let embeddings = 3 * usize::from(!frozen_embeddings);
+        assert_eq!(gradients.len(), 3 * 16 + 3 + embeddings);
+        (loss.into_scalar::<f32>().to_bits(), bits.bits)
+    };
+    assert!(run(Recompute::None) == run(mode.parse().unwrap()));
+}
+
+/// Those of every parameter's gradient.
+struct Bits<'a> {
+    gradients: &'a GradientsParams,
+    bits: Vec<Option<Vec<u32>>>,
+}
+
+impl ModuleVisitor for Bits<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let bits = |gradient: Tensor<D>| {
+            let values = gradient.into_data().try_to_vec::<f32>().unwrap();
+            values.into_iter().map(f32::to_bits).collect()
+        };
+        self.bits.push(self.gradients.get::<D>(param.id).map(bits));
+    }
+}
+
 #[test]
 fn without_dropout_they_are_the_gradients_of_the_loss() {
     let device = device(false);

@@ -1,0 +1,368 @@
+//! Residual norms in f64 loops, and the calls that are compared with them.
+
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn_blocksparse::{
+    Branch, Norm, NormParams, ResidualNormOptions, StreamDropout, norm, residual_add, residual_norm,
+};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::compare::{assert_close_to, to_f64};
+
+/// Names of a call's results, in the order of [`Problem::solve`] and [`Problem::run`].
+pub(crate) const NAMES: [&str; 7] = [
+    "the stream",
+    "h",
+    "dstream",
+    "dbranch",
+    "dbias",
+    "dgamma",
+    "dbeta",
+];
+
+/// The dtypes of a call.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Types {
+    pub(crate) stream: DType,
+    pub(crate) branch: DType,
+    pub(crate) params: DType,
+    pub(crate) normed: DType,
+}
+
+impl Types {
+    pub(crate) fn all(dtype: DType) -> Self {
+        Self {
+            stream: dtype,
+            branch: dtype,
+            params: dtype,
+            normed: dtype,
+        }
+    }
+}
+
+/// A call, with numbers in f64.
+#[derive(Clone, Debug)]
+pub(crate) struct Problem {
+    pub(crate) shape: [usize; 3],
+    /// None: the sum alone.
+    pub(crate) norm: Option<Norm>,
+    pub(crate) epsilon: f64,
+    pub(crate) dropout: Option<StreamDropout>,
+    pub(crate) stream: Vec<f64>,
+    pub(crate) branch: Option<Vec<f64>>,
+    pub(crate) bias: Option<Vec<f64>>,
+    pub(crate) gamma: Vec<f64>,
+    pub(crate) beta: Option<Vec<f64>>,
+    /// Of a loss by the stream and by h; None: not used.
+    pub(crate) grad_sum: Option<Vec<f64>>,
+    pub(crate) grad_normed: Option<Vec<f64>>,
+}
+
+impl Problem {
+    /// A layer norm of a stream and a branch with a bias, all of whose outputs are used.
+    pub(crate) fn new(shape: [usize; 3], seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let [a, b, width] = shape;
+        let mut numbers = |count: usize, center: f64| -> Vec<f64> {
+            let mut number = || center + 2.0 * rng.random::<f64>() - 1.0;
+            (0..count).map(|_| number()).collect()
+        };
+        let count = a * b * width;
+        Self {
+            shape,
+            norm: Some(Norm::Layer),
+            epsilon: 1e-3,
+            dropout: None,
+            stream: numbers(count, 0.5),
+            branch: Some(numbers(count, 0.0)),
+            bias: Some(numbers(width, 0.0)),
+            gamma: numbers(width, 1.0),
+            beta: Some(numbers(width, 0.0)),
+            grad_sum: Some(numbers(count, 0.0)),
+            grad_normed: Some(numbers(count, 0.0)),
+        }
+    }
+
+    /// Another of the calls that there are.
+    pub(crate) fn varied(mut self, index: usize) -> Self {
+        if index % 2 == 1 {
+            self.norm = Some(Norm::Rms);
+        }
+        if !index.is_multiple_of(3) {
+            self.dropout = Some(StreamDropout::new(0.3, index as u64 + (5 << 33), 7));
+        }
+        if index % 4 == 1 {
+            self.bias = None;
+        }
+        if index % 3 == 1 {
+            self.beta = None;
+        }
+        match index % 7 {
+            2 => self.grad_sum = None,
+            3 => self.grad_normed = None,
+            4 => (self.branch, self.bias) = (None, None),
+            5 => (self.norm, self.grad_normed, self.beta) = (None, None, None),
+            6 => (self.branch, self.bias, self.grad_sum) = (None, None, None),
+            _ => {}
+        }
+        self
+    }
+
+    /// Rounds all numbers to the dtypes they will be in.
+    pub(crate) fn rounded(mut self, types: Types) -> Self {
+        let round = |numbers: Vec<f64>, dtype: DType| -> Vec<f64> {
+            let count = numbers.len();
+            to_f64(TensorData::new(numbers, [count]).convert_dtype(dtype))
+        };
+        self.stream = round(self.stream, types.stream);
+        self.branch = self.branch.map(|branch| round(branch, types.branch));
+        self.bias = self.bias.map(|bias| round(bias, types.params));
+        self.gamma = round(self.gamma, types.params);
+        self.beta = self.beta.map(|beta| round(beta, types.params));
+        self.grad_sum = self.grad_sum.map(|grad| round(grad, types.stream));
+        self.grad_normed = self.grad_normed.map(|grad| round(grad, types.normed));
+        self
+    }
+
+    /// The results, as far as there are.
+    /// The largest of the terms whose differences the gradient by the stream is: r |ĝ|. A row of one number has an r of `ε^−½`, and a gradient of 0.
+    pub(crate) fn largest_term(&self) -> f64 {
+        let [_, _, width] = self.shape;
+        let Some(grad) = self.grad_normed.as_ref().filter(|_| self.norm.is_some()) else {
+            return 0.0;
+        };
+        let [Some(sum), ..] = self.solve() else {
+            return 0.0;
+        };
+        let rows = sum.chunks(width.max(1)).zip(grad.chunks(width.max(1)));
+        rows.map(|(s, grad)| {
+            let mean = match self.norm {
+                Some(Norm::Layer) => s.iter().sum::<f64>() / width as f64,
+                _ => 0.0,
+            };
+            let variance = s.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / width as f64;
+            let terms = grad.iter().zip(&self.gamma);
+            let largest = terms
+                .map(|(g, gamma)| (g * gamma).abs())
+                .fold(0.0, f64::max);
+            largest * (variance + self.epsilon).powf(-0.5)
+        })
+        .fold(0.0, f64::max)
+    }
+
+    pub(crate) fn solve(&self) -> [Option<Vec<f64>>; 7] {
+        let [a, b, width] = self.shape;
+        let (rows, d) = (a * b, width as f64);
+        let factor = |row: usize, column: usize| match self.dropout {
+            None => 1.0,
+            Some(dropout) if dropout.keeps(row, column) => 1.0 / (1.0 - dropout.probability),
+            Some(_) => 0.0,
+        };
+        let mut sum = self.stream.clone();
+        let (mut h, mut ds) = (vec![0.0; rows * width], vec![0.0; rows * width]);
+        let mut da = ds.clone();
+        let [mut dbias, mut dgamma, mut dbeta] = [(); 3].map(|_| vec![0.0; width]);
+        for row in 0..rows {
+            let of_row = row * width..(row + 1) * width;
+            if let Some(branch) = &self.branch {
+                for (j, at) in of_row.clone().enumerate() {
+                    let bias = self.bias.as_ref().map_or(0.0, |bias| bias[j]);
+                    sum[at] += factor(row, j) * (branch[at] + bias);
+                }
+            }
+            let s = &sum[of_row.clone()];
+            let mean = match self.norm {
+                Some(Norm::Layer) => s.iter().sum::<f64>() / d,
+                _ => 0.0,
+            };
+            let variance = s.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / d;
+            let r = (variance + self.epsilon).powf(-0.5);
+            let xhat: Vec<f64> = s.iter().map(|s| (s - mean) * r).collect();
+            let grad = |at: usize| self.grad_normed.as_ref().map_or(0.0, |grad| grad[at]);
+            let ghat: Vec<f64> = (of_row.clone().enumerate())
+                .map(|(j, at)| self.gamma[j] * grad(at))
+                .collect();
+            let average = match self.norm {
+                Some(Norm::Layer) => ghat.iter().sum::<f64>() / d,
+                _ => 0.0,
+            };
+            let product = ghat.iter().zip(&xhat).map(|(g, x)| g * x).sum::<f64>() / d;
+            for (j, at) in of_row.enumerate() {
+                let beta = self.beta.as_ref().map_or(0.0, |beta| beta[j]);
+                h[at] = self.gamma[j] * xhat[j] + beta;
+                ds[at] = self.grad_sum.as_ref().map_or(0.0, |grad| grad[at])
+                    + r * (ghat[j] - average - xhat[j] * product);
+                da[at] = factor(row, j) * ds[at];
+                dbias[j] += da[at];
+                dgamma[j] += grad(at) * xhat[j];
+                dbeta[j] += grad(at);
+            }
+        }
+        let norm = self.norm.is_some();
+        [
+            Some(sum),
+            norm.then_some(h),
+            Some(ds),
+            self.branch.as_ref().map(|_| da),
+            self.bias.as_ref().map(|_| dbias),
+            norm.then_some(dgamma),
+            self.beta.as_ref().map(|_| dbeta),
+        ]
+    }
+
+    pub(crate) fn options(&self, types: Types) -> ResidualNormOptions {
+        let mut options = ResidualNormOptions::default()
+            .norm(self.norm.unwrap_or_default())
+            .epsilon(self.epsilon)
+            .dtype(FloatDType::from(types.normed));
+        options.dropout = self.dropout;
+        options
+    }
+
+    pub(crate) fn inputs(&self, device: &Device, types: Types) -> Inputs {
+        let [.., width] = self.shape;
+        let row = |numbers: &Vec<f64>| {
+            let data = TensorData::new(numbers.clone(), [width]);
+            Tensor::<1>::from_data(data, (device, types.params))
+        };
+        Inputs {
+            stream: self.matrix(&self.stream, device, types.stream),
+            branch: (self.branch.as_ref()).map(|x| self.matrix(x, device, types.branch)),
+            bias: self.bias.as_ref().map(row),
+            gamma: row(&self.gamma),
+            beta: self.beta.as_ref().map(row),
+        }
+    }
+
+    pub(crate) fn matrix(&self, numbers: &[f64], device: &Device, dtype: DType) -> Tensor<3> {
+        let data = TensorData::new(numbers.to_vec(), self.shape);
+        Tensor::from_data(data, (device, dtype))
+    }
+
+    /// The outputs of a call.
+    pub(crate) fn call(&self, inputs: Inputs, types: Types) -> (Tensor<3>, Option<Tensor<3>>) {
+        let branch = inputs.branch.map(|x| match inputs.bias {
+            Some(bias) => Branch::new(x).bias(bias),
+            None => Branch::new(x),
+        });
+        if self.norm.is_none() {
+            let branch = branch.expect("a branch to be added");
+            let sum = residual_add(inputs.stream, branch, self.dropout);
+            return (sum.unwrap(), None);
+        }
+        let mut params = NormParams::new(inputs.gamma);
+        params.beta = inputs.beta;
+        let options = self.options(types);
+        if branch.is_none() && self.grad_sum.is_none() {
+            let stream = inputs.stream.clone();
+            return (stream, Some(norm(inputs.stream, params, &options).unwrap()));
+        }
+        let (sum, normed) = residual_norm(inputs.stream, branch, params, &options).unwrap();
+        (sum, Some(normed))
+    }
+
+    /// The results on a device, with autodiff.
+    pub(crate) fn run(&self, device: &Device, types: Types) -> [Option<TensorData>; 7] {
+        let inputs = self.inputs(device, types).require_grad();
+        self.results(inputs.clone(), inputs, device, types)
+    }
+
+    /// As [`run`](Self::run), where the call is of `inputs`, made of `leaves`.
+    pub(crate) fn results(
+        &self,
+        inputs: Inputs,
+        leaves: Inputs,
+        device: &Device,
+        types: Types,
+    ) -> [Option<TensorData>; 7] {
+        let (sum, normed) = self.call(inputs, types);
+        let sums = match types.stream {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        let by = |x: &Tensor<3>, grad: &Option<Vec<f64>>, dtype: DType| {
+            let grad = self.matrix(grad.as_ref()?, device, dtype);
+            Some((x.clone() * grad).sum().cast(sums))
+        };
+        let by_sum = by(&sum, &self.grad_sum, types.stream);
+        let by_normed =
+            (normed.as_ref()).and_then(|normed| by(normed, &self.grad_normed, types.normed));
+        let loss = match (by_sum, by_normed) {
+            (Some(a), Some(b)) => a + b,
+            (a, b) => a.or(b).expect("an output that is used"),
+        };
+        let grads = loss.backward();
+        let of = |x: &Tensor<3>| x.grad(&grads).map(Tensor::into_data);
+        let of_row = |x: &Tensor<1>| x.grad(&grads).map(Tensor::into_data);
+        [
+            Some(sum.inner().into_data()),
+            normed.map(|normed| normed.inner().into_data()),
+            of(&leaves.stream),
+            leaves.branch.as_ref().and_then(of),
+            leaves.bias.as_ref().and_then(of_row),
+            of_row(&leaves.gamma),
+            leaves.beta.as_ref().and_then(of_row),
+        ]
+    }
+
+    pub(crate) fn check(&self, what: &str, device: &Device, types: Types, tolerance: f64) {
+        let device = device.clone().autodiff();
+        let got = self.run(&device, types);
+        let dtypes = [
+            types.stream,
+            types.normed,
+            types.stream,
+            types.branch,
+            types.params,
+            types.params,
+            types.params,
+        ];
+        let largest = self.largest_term();
+        for (index, (got, expected)) in got.into_iter().zip(self.solve()).enumerate() {
+            let what = format!("{what}, {device:?}, {types:?}: {}", NAMES[index]);
+            // By the stream, the branch and its bias.
+            let terms = if (2..=4).contains(&index) {
+                largest
+            } else {
+                0.0
+            };
+            match (got, expected) {
+                (Some(got), Some(expected)) => {
+                    assert_eq!(got.dtype(), dtypes[index], "{what}");
+                    assert_close_to(terms, &what, got, &expected, tolerance);
+                }
+                (None, None) => {}
+                (got, _) => panic!("{what}: there is one: {}", got.is_some()),
+            }
+        }
+    }
+}
+
+#[derive(Clone)]
+pub(crate) struct Inputs {
+    pub(crate) stream: Tensor<3>,
+    pub(crate) branch: Option<Tensor<3>>,
+    pub(crate) bias: Option<Tensor<1>>,
+    pub(crate) gamma: Tensor<1>,
+    pub(crate) beta: Option<Tensor<1>>,
+}
+
+impl Inputs {
+    pub(crate) fn require_grad(self) -> Self {
+        self.map(Tensor::require_grad, Tensor::require_grad)
+    }
+
+    pub(crate) fn map(
+        self,
+        matrix: impl Fn(Tensor<3>) -> Tensor<3>,
+        row: impl Fn(Tensor<1>) -> Tensor<1>,
+    ) -> Self {
+        Self {
+            stream: matrix(self.stream),
+            branch: self.branch.map(&matrix),
+            bias: self.bias.map(&row),
+            gamma: row(self.gamma),
+            beta: self.beta.map(&row),
+        }
+    }
+}
