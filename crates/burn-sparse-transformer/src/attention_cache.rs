@@ -14,7 +14,7 @@ impl SparseMultiHeadAttention {
     ///
     /// The keys and values of `input` are appended to the cache, keys normalised and rotated; its queries are the last positions of
     /// what the cache then holds. Feeding a sequence in pieces gives what [`Self::forward`] gives for the whole. That needs pieces that end where
-    /// no earlier query sees a later key: anywhere with a causal pattern, with others where [`Pattern::allows_boundary`] says so; the end
+    /// no earlier query sees a later key: anywhere with a causal pattern, with others where [`Pattern::allows_boundary`](crate::Pattern::allows_boundary) says so; the end
     /// of a sequence is up to [`Self::forward_cache_last`]. After an error the cache is as it was.
     ///
     /// # Shapes

@@ -73,7 +73,7 @@ impl SparseTransformerEncoderInput {
         }
     }
 
-    /// Sets which positions are padding: see [`SparseMhaInput::mask_pad`]. It is read from its device once.
+    /// Sets which positions are padding: see [`SparseMhaInput::mask_pad`](crate::SparseMhaInput::mask_pad). It is read from its device once.
     ///
     /// # Shapes
     /// - `mask`: `[batch, seq]`, `true` = padding
@@ -94,7 +94,7 @@ impl SparseTransformerEncoder {
     /// rounding, and so are the probabilities of dropout.
     ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::from_dense`], or if there are no layers.
+    /// As [`SparseMultiHeadAttention::from_dense`](crate::SparseMultiHeadAttention::from_dense), or if there are no layers.
     pub fn from_dense(
         encoder: &TransformerEncoder,
         pattern: Pattern,
@@ -146,7 +146,7 @@ impl SparseTransformerEncoder {
     /// - input and output: `[batch, seq, d_model]`
     ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::forward`].
+    /// As [`SparseMultiHeadAttention::forward`](crate::SparseMultiHeadAttention::forward).
     pub fn forward(
         &self,
         input: SparseTransformerEncoderInput,
@@ -166,10 +166,10 @@ impl SparseTransformerEncoder {
     ///
     /// # Shapes
     /// - `x` and output: `[1, total, d_model]`
-    /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`]
+    /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`](crate::SparseMultiHeadAttention::forward_packed)
     ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::forward_packed`].
+    /// As [`SparseMultiHeadAttention::forward_packed`](crate::SparseMultiHeadAttention::forward_packed).
     pub fn forward_packed(
         &self,
         x: Tensor<3>,
@@ -189,7 +189,7 @@ impl SparseTransformerEncoder {
     /// - `x` and output: `[batch, new, d_model]`
     ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::forward_cache`]; the caches are then as they were.
+    /// As [`SparseMultiHeadAttention::forward_cache`](crate::SparseMultiHeadAttention::forward_cache); the caches are then as they were.
     pub fn forward_cache(
         &self,
         x: Tensor<3>,

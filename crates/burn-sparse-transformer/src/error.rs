@@ -179,6 +179,22 @@ fn describe<const D: usize>(expected: [Option<usize>; D], names: [&'static str; 
     format!("[{}]", dims.join(", "))
 }
 
+/// What queries before a boundary see.
+fn keys(last: Option<usize>) -> String {
+    match last {
+        Some(last) => format!("up to position {last}"),
+        None => "without an end".into(),
+    }
+}
+
+/// Where a cache may stop.
+fn stops(next: Option<usize>) -> String {
+    match next {
+        Some(next) => format!("the next position to stop at is {next}"),
+        None => "this pattern has none: it is not causal".into(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -204,21 +220,5 @@ mod tests {
         assert!(ensure_multiple("d_model", 0, "n_heads", 8).is_err());
         assert!(ensure_multiple("d_model", 8, "n_heads", 0).is_err());
         assert!(ensure_multiple("d_model", 8, "n_heads", 8).is_ok());
-    }
-}
-
-/// What queries before a boundary see.
-fn keys(last: Option<usize>) -> String {
-    match last {
-        Some(last) => format!("up to position {last}"),
-        None => "without an end".into(),
-    }
-}
-
-/// Where a cache may stop.
-fn stops(next: Option<usize>) -> String {
-    match next {
-        Some(next) => format!("the next position to stop at is {next}"),
-        None => "this pattern has none: it is not causal".into(),
     }
 }

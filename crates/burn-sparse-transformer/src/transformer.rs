@@ -259,7 +259,7 @@ impl SparseTransformer {
     /// Logits for new tokens that follow those in `cache`, for autoregressive decoding.
     ///
     /// Feeding a sequence in pieces gives what [`Self::forward`] gives for the whole; with patterns that are not causal pieces must end where
-    /// every block's pattern allows a boundary ([`Pattern::allows_boundary`]). Call it on [`Module::valid`]'s copy: on an autodiff device the cache would keep the
+    /// every block's pattern allows a boundary ([`Pattern::allows_boundary`](crate::Pattern::allows_boundary)). Call it on [`Module::valid`]'s copy: on an autodiff device the cache would keep the
     /// graph of every step. After an error the cache is at the position where it was.
     ///
     /// # Shapes

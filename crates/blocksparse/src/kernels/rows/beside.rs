@@ -43,7 +43,7 @@ fn beside<E: Float, O: Float, N: Size>(
     }
 }
 
-/// `output = [m₁ m₂ m₃]`, rounded: `rows` of each matrix, all of one type, with their widths. At most [`MOST_MATRICES`] of them.
+/// `output = [m₁ m₂ m₃]`, rounded: `rows` of each matrix, all of one type, with their widths. Three of them at most.
 ///
 /// # Errors
 /// [`KernelError`] if there are more matrices, or the device lacks a type or cannot index the numbers.
