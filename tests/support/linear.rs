@@ -221,6 +221,9 @@ pub fn products_in_half_precision(devices: &[Device]) {
     let some = [
         Problem::new([1, 30, 6], &[4, 3, 5]),
         Problem::new([4, 1024, 20], &[13]),
+        // Multiples of 8, which wgmma multiplies: several tiles with ragged ends, and a long sum.
+        Problem::new([2, 150, 136], &[72, 264, 8]),
+        Problem::new([4, 1024, 24], &[16]),
     ];
     for mut problem in some {
         for device in devices {
