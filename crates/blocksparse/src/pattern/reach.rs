@@ -33,7 +33,7 @@ impl Reach {
 /// has no boundary, but no step shows it.
 const MOST_STEPS: usize = 1 << 12;
 
-/// Rows of an intersection that are looked at one by one.
+/// Rows of an intersection, or rows of random blocks, that are looked at one by one.
 const MOST_ROWS: i64 = 1 << 12;
 
 impl Pattern {
@@ -55,7 +55,7 @@ impl Pattern {
             | Self::Strided { .. }
             | Self::Fixed { .. }
             | Self::Streaming { .. } => Reach::At(i),
-            Self::PrefixLm { prefix } => Reach::At(i.max(*prefix as i64 - 1)),
+            Self::PrefixLm { prefix } => Reach::At(i.max((*prefix as i64).saturating_sub(1))),
             Self::Window { reach, dilation } => {
                 Reach::At(i.saturating_add((*reach as i64).saturating_mul(*dilation as i64)))
             }
@@ -74,7 +74,10 @@ impl Pattern {
             Self::VerticalSlash { vertical, slash } => {
                 let columns = vertical.partition_point(|&v| v as i64 <= i);
                 let column = vertical[..columns].last().map(|&v| v as i64);
-                let diagonal = slash.first().map(|&s| i - s as i64).filter(|&j| j >= 0);
+                let diagonal = slash
+                    .first()
+                    .map(|&s| i.saturating_sub(s as i64))
+                    .filter(|&j| j >= 0);
                 column.max(diagonal).map_or(Reach::Never, Reach::At)
             }
             Self::Documents { starts } => document_last(starts, i),
@@ -101,8 +104,8 @@ impl Pattern {
         }
     }
 
-    /// The last query that attends to the key at position `j ≥ 0` of `head`. Exact for single kinds; of an intersection it may be later than
-    /// that, never earlier. Of a callback nothing is known, so it is [`Reach::Always`].
+    /// The last query that attends to the key at position `j ≥ 0` of `head`. Exact for single kinds; of an intersection, or of thousands of rows of
+    /// random blocks, it may be later than that, never earlier. Of a callback nothing is known, so it is [`Reach::Always`].
     ///
     /// A key is *live* before query `t` if its last query is at `t` or later; once it is not, it is not any more.
     ///
@@ -121,7 +124,9 @@ impl Pattern {
             | Self::PrefixLm { .. }
             | Self::Rows { .. }
             | Self::FromFn(_) => Reach::Always,
-            Self::Local { window } => Reach::At(j.saturating_add(*window as i64 - 1)),
+            Self::Local { window } => {
+                Reach::At(j.saturating_add((*window as i64).saturating_sub(1)))
+            }
             Self::Fixed {
                 stride,
                 columns,
@@ -132,7 +137,7 @@ impl Pattern {
             },
             Self::Streaming { window, sink } => match j < *sink as i64 {
                 true => Reach::Always,
-                false => Reach::At(j.saturating_add(*window as i64 - 1)),
+                false => Reach::At(j.saturating_add((*window as i64).saturating_sub(1))),
             },
             Self::Window { reach, dilation } => {
                 Reach::At(j.saturating_add((*reach as i64).saturating_mul(*dilation as i64)))
@@ -170,9 +175,15 @@ impl Pattern {
             }
             Self::RandomBlocks { block, blocks, .. } => {
                 let column = j.checked_div_euclid(*block as i64).unwrap_or(0);
-                let rows = (0..*blocks as i64).rev();
-                let last =
-                    (rows.into_iter()).find(|&row| self.random_row(head, row).contains(&column));
+                let rows = *blocks as i64;
+                let last = match rows > MOST_ROWS {
+                    // Nothing is drawn for the last row, nor of it.
+                    true => (column > 0 && column < rows.saturating_sub(1))
+                        .then_some(rows.saturating_sub(2)),
+                    false => (0..rows)
+                        .rev()
+                        .find(|&row| self.random_row(head, row).contains(&column)),
+                };
                 last.map_or(Reach::Never, |row| {
                     Reach::At(chunk_end(row.saturating_mul(*block as i64), *block, 0))
                 })
@@ -204,14 +215,16 @@ impl Pattern {
     /// assert!(chunks.and_causal().allows_boundary(1, 6));
     /// ```
     pub fn allows_boundary(&self, heads: usize, t: usize) -> bool {
-        self.furthest(heads, t as i64).is_before(t as i64)
+        let t = position(t);
+        self.furthest(heads, t).is_before(t)
     }
 
     /// The last key from `t` on that a query before `t` attends to, in any of `heads` heads; [`Reach::Never`] if there is none, and a cache may be
     /// stopped at `t`.
     pub fn furthest_key(&self, heads: usize, t: usize) -> Reach {
-        let furthest = self.furthest(heads, t as i64);
-        match furthest.is_before(t as i64) {
+        let t = position(t);
+        let furthest = self.furthest(heads, t);
+        match furthest.is_before(t) {
             true => Reach::Never,
             false => furthest,
         }
@@ -219,7 +232,7 @@ impl Pattern {
 
     /// The first position after `t` at which a cache may be stopped; none if there is none, or none was found in some thousand steps.
     pub fn next_boundary(&self, heads: usize, t: usize) -> Option<usize> {
-        let mut next = t as i64 + 1;
+        let mut next = position(t).checked_add(1)?;
         for _ in 0..MOST_STEPS {
             match self.furthest(heads, next) {
                 // Later boundaries are behind what these queries see, too.
@@ -272,8 +285,14 @@ impl Pattern {
             }
             Self::RandomBlocks { block, blocks, .. } => {
                 let row = (t - 1).checked_div_euclid(*block as i64).unwrap_or(0);
-                let rows = 0..=row.min(*blocks as i64);
-                let rows = rows.map(|row| self.drawn_last(head, row, *block));
+                let rows = row.saturating_add(1).min(*blocks as i64);
+                if rows > MOST_ROWS {
+                    let last = (*blocks as i64)
+                        .saturating_sub(2)
+                        .saturating_mul(*block as i64);
+                    return Reach::At(chunk_end(last, *block, 0));
+                }
+                let rows = (0..rows).map(|row| self.drawn_last(head, row, *block));
                 rows.max().unwrap_or(Reach::Never)
             }
             Self::Union(parts) => {
@@ -322,6 +341,10 @@ impl Pattern {
     }
 }
 
+fn position(t: usize) -> i64 {
+    i64::try_from(t).unwrap_or(i64::MAX)
+}
+
 fn of_head(parts: &[Pattern], head: usize) -> Option<&Pattern> {
     head.checked_rem(parts.len()).map(|part| &parts[part])
 }
@@ -335,11 +358,14 @@ fn chunk_end(position: i64, size: usize, after: usize) -> i64 {
 }
 
 fn last_of(ranges: &[(usize, usize)]) -> Reach {
-    (ranges.last()).map_or(Reach::Never, |&(_, end)| Reach::At(end as i64 - 1))
+    (ranges.last()).map_or(Reach::Never, |&(_, end)| {
+        Reach::At((end as i64).saturating_sub(1))
+    })
 }
 
 /// The last position of a position's document.
 fn document_last(starts: &[usize], position: i64) -> Reach {
-    (starts.get(document(starts, position)))
-        .map_or(Reach::Always, |&next| Reach::At(next as i64 - 1))
+    (starts.get(document(starts, position))).map_or(Reach::Always, |&next| {
+        Reach::At((next as i64).saturating_sub(1))
+    })
 }

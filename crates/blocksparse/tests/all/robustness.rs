@@ -1,6 +1,6 @@
 //! Nothing that is passed to the crate makes it panic: it is a layout that says what the pattern says, or an error.
 
-use blocksparse::{BlockLayout, LayoutShape, Pattern, Restriction};
+use blocksparse::{BlockLayout, LayoutShape, Pattern, Reach, Restriction};
 use proptest::prelude::*;
 
 /// Numbers a person may get wrong: 0, small ones, and those at which arithmetic overflows.
@@ -279,6 +279,40 @@ proptest! {
         match text.parse::<Pattern>() {
             Ok(pattern) => drop(BlockLayout::new(&pattern, shape)),
             Err(error) => prop_assert!(error.to_string().contains("as a pattern: expected"), "{}", error),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(1500))]
+
+    /// What is said of an endless sequence holds for the pairs of a short one, whatever the pattern.
+    #[test]
+    fn reach_of_any_pattern((pattern, heads, t, far) in (pattern(), 1usize..4, 0usize..50, number())) {
+        let head = heads - 1;
+        let position = i64::try_from(far).unwrap_or(i64::MAX);
+        pattern.horizon(head, position);
+        pattern.last_query(head, position);
+        pattern.allows_boundary(heads, far);
+        pattern.next_boundary(heads, t);
+        if pattern.validate(heads).is_err() {
+            return Ok(());
+        }
+        for i in 0..50i64 {
+            for j in 0..50i64 {
+                if pattern.attends(head, i, j) {
+                    prop_assert!(pattern.horizon(head, i) >= Reach::At(j), "{} {} {}", pattern, i, j);
+                    prop_assert!(pattern.last_query(head, j) >= Reach::At(i), "{} {} {}", pattern, i, j);
+                }
+            }
+        }
+        if pattern.allows_boundary(heads, t) {
+            let crosses = |i, j| (0..heads).any(|head| pattern.attends(head, i, j));
+            let t = t as i64;
+            prop_assert!(!(0..t).any(|i| (t..60).any(|j| crosses(i, j))), "{} at {}", pattern, t);
+        }
+        if let Some(next) = pattern.next_boundary(heads, t) {
+            prop_assert!(next > t && pattern.allows_boundary(heads, next), "{} {}", pattern, next);
         }
     }
 }
