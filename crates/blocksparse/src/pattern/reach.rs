@@ -31,10 +31,13 @@ impl Reach {
 
 /// Steps that [`Pattern::next_boundary`] makes before it gives up: a pattern whose rows always reach on, such as a window to both sides,
 /// has no boundary, but no step shows it.
-const MOST_STEPS: usize = 1 << 12;
+const MOST_STEPS: usize = 1 << 10;
 
-/// Rows of an intersection, or rows of random blocks, that are looked at one by one.
-const MOST_ROWS: i64 = 1 << 12;
+/// Rows of an intersection that are looked at one by one.
+const MOST_ROWS: i64 = 1 << 9;
+
+/// Comparisons with which rows of random blocks are drawn.
+const MOST_DRAWS: usize = 1 << 16;
 
 impl Pattern {
     /// The last key that the query at position `i ≥ 0` of `head` attends to. Exact for single kinds; of an intersection it may be later than
@@ -173,10 +176,15 @@ impl Pattern {
                     .from(start);
                 own.min(document_last(starts, j))
             }
-            Self::RandomBlocks { block, blocks, .. } => {
+            Self::RandomBlocks {
+                block,
+                blocks,
+                count,
+                ..
+            } => {
                 let column = j.checked_div_euclid(*block as i64).unwrap_or(0);
                 let rows = *blocks as i64;
-                let last = match rows > MOST_ROWS {
+                let last = match is_costly(*blocks, *count) {
                     // Nothing is drawn for the last row, nor of it.
                     true => (column > 0 && column < rows.saturating_sub(1))
                         .then_some(rows.saturating_sub(2)),
@@ -283,10 +291,15 @@ impl Pattern {
                     .from(start);
                 own.min(document_last(starts, last))
             }
-            Self::RandomBlocks { block, blocks, .. } => {
+            Self::RandomBlocks {
+                block,
+                blocks,
+                count,
+                ..
+            } => {
                 let row = (t - 1).checked_div_euclid(*block as i64).unwrap_or(0);
                 let rows = row.saturating_add(1).min(*blocks as i64);
-                if rows > MOST_ROWS {
+                if is_costly(rows as usize, *count) {
                     let last = (*blocks as i64)
                         .saturating_sub(2)
                         .saturating_mul(*block as i64);
@@ -339,6 +352,12 @@ impl Pattern {
             Reach::At(chunk_end(last.saturating_mul(block as i64), block, 0))
         })
     }
+}
+
+/// Whether so many rows of random blocks are too many to be drawn: each block is compared with those before it.
+fn is_costly(rows: usize, count: usize) -> bool {
+    let draws = rows.saturating_mul(count).saturating_mul(count);
+    draws > MOST_DRAWS
 }
 
 fn position(t: usize) -> i64 {
