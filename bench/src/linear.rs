@@ -1,7 +1,11 @@
 //! `bench-linear`: the products of layers on wgmma, at the shapes of a model: times, and equality to sums in f64.
 
+mod linear_epilogues;
+
 use anyhow::{Context, Result, anyhow, ensure};
-use blocksparse::kernels::linear::{MatrixView, ProductPlan, ProductRequest, multiply};
+use blocksparse::kernels::linear::{
+    EpilogueTensors, MatrixView, ProductPlan, ProductRequest, multiply,
+};
 use blocksparse::kernels::rows::{Window, window_sums};
 use clap::Parser;
 use cubecl::client::Client;
@@ -156,7 +160,8 @@ impl Product {
 
     fn run(&self) -> Result<()> {
         let [a, b] = &self.factors;
-        multiply(&self.client, &self.plan, [a, b], &self.out)?;
+        let beside = EpilogueTensors::default();
+        multiply(&self.client, &self.plan, [a, b], &self.out, &beside)?;
         let parts = self.plan.parts();
         if parts > 1 {
             ensure!(self.request.batch == 1, "parts are of one matrix");
@@ -256,7 +261,7 @@ impl Bench {
         if !self.args.enqueue_only {
             println!("all of 30 layers: {:.1} ms", 30.0 * total);
         }
-        Ok(())
+        linear_epilogues::times(self)
     }
 
     /// The median of a product by the best plan, in ms. A weight's gradient is f32, and may be in parts, whose sum is in the time.
@@ -280,20 +285,7 @@ impl Bench {
                 self.client.flush().map_err(|error| anyhow!("{error}"))?;
                 continue;
             }
-            for _ in 0..3 {
-                product.run()?;
-            }
-            block_on(self.client.sync()).map_err(|error| anyhow!("{error:?}"))?;
-            let mut times = Vec::new();
-            for _ in 0..self.args.repeats {
-                let (_, profile) = (self.client)
-                    .profile(|| product.run().is_ok(), "product")
-                    .map_err(|error| anyhow!("{error:?}"))?;
-                let span = block_on(profile.resolve()).context("the device measured no time")?;
-                times.push(span.duration().as_secs_f64() * 1e3);
-            }
-            times.sort_by(f64::total_cmp);
-            let ms = times[times.len() / 2];
+            let ms = self.median(|| product.run())?;
             let flops = 2.0 * (request.batch * request.rows * request.cols * request.depth) as f64;
             let rate = flops / ms / 1e9;
             println!(
@@ -309,6 +301,24 @@ impl Bench {
             }
         }
         Ok(first)
+    }
+
+    /// The median of a call's times by the device's clock, in ms.
+    fn median(&self, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
+        for _ in 0..3 {
+            run()?;
+        }
+        block_on(self.client.sync()).map_err(|error| anyhow!("{error:?}"))?;
+        let mut times = Vec::new();
+        for _ in 0..self.args.repeats {
+            let (_, profile) = (self.client)
+                .profile(|| run().is_ok(), "product")
+                .map_err(|error| anyhow!("{error:?}"))?;
+            let span = block_on(profile.resolve()).context("the device measured no time")?;
+            times.push(span.duration().as_secs_f64() * 1e3);
+        }
+        times.sort_by(f64::total_cmp);
+        Ok(times[times.len() / 2])
     }
 
     /// Results against f64, NaN before every launch, and the same bits twice.
@@ -372,6 +382,8 @@ impl Bench {
                 }
             }
         }
+        let (more, wrong) = linear_epilogues::verify(self)?;
+        (checked, failed) = (checked + more, failed + wrong);
         println!("{checked} products, {failed} failed");
         ensure!(failed == 0, "{failed} products are wrong");
         Ok(())

@@ -1,7 +1,7 @@
 //! Products on wgmma: tensors of Burn's as the matrices of `blocksparse::kernels::linear`.
 
 use blocksparse::kernels::linear::{
-    MatrixView, Order, ProductPlan, ProductRequest, multiply as launch,
+    Epilogue, EpilogueTensors, MatrixView, Order, ProductPlan, ProductRequest, multiply as launch,
 };
 use burn::backend::{DType, TensorMetadata};
 use burn_cubecl::CubeDevice;
@@ -57,16 +57,29 @@ pub(crate) fn multiply(lhs: &CubeTensor, rhs: &CubeTensor, out: &CubeTensor) -> 
     let Ok((plan, [a, b])) = plan([lhs, rhs], out.dtype, false) else {
         return false;
     };
-    launch(&lhs.client, &plan, [&a, &b], &out.handle).is_ok()
+    launch(
+        &lhs.client,
+        &plan,
+        [&a, &b],
+        &out.handle,
+        &EpilogueTensors::default(),
+    )
+    .is_ok()
 }
 
 /// Parts of `lhs · rhs` of matrices, which add up to it, in f32, if the kernel takes them: `[parts, rows, columns]`.
 pub(crate) fn parts(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
     let (plan, [a, b]) = plan([lhs, rhs], DType::F32, true).ok()?;
     let out = empty(lhs, [plan.parts(), a.shape[1], b.shape[2]], DType::F32);
-    (launch(&lhs.client, &plan, [&a, &b], &out.handle))
-        .is_ok()
-        .then_some(out)
+    (launch(
+        &lhs.client,
+        &plan,
+        [&a, &b],
+        &out.handle,
+        &EpilogueTensors::default(),
+    ))
+    .is_ok()
+    .then_some(out)
 }
 
 /// How a layer's product of contiguous `[rows, inputs]` and `[inputs, outputs]` runs, or why not on wgmma.
@@ -84,6 +97,7 @@ pub(crate) fn text(
         orders: [Order::Depth, Order::Across],
         wide: false,
         parts: false,
+        epilogue: Epilogue::Plain,
     };
     if !inputs.is_multiple_of(8) {
         return Err(format!(

@@ -145,9 +145,6 @@ fn read_half_text(half: Half) -> String {
     )
 }
 
-const READ_FOUR_WORDS: &str = "{ .reg .pred p; setp.lt.u32 p, %5, %6; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; \
-     @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; /* $0 $1 $2 $3 */ }";
-
 fn bulk_instruction(add: bool) -> &'static str {
     match add {
         true => "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
@@ -290,31 +287,11 @@ pub fn bulk_wait() {
     gpu_asm!("cp.async.bulk.wait_group 0;");
 }
 
-/// The address of a buffer.
-#[cube]
-pub fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
-    // SAFETY: the pointer is only turned into an address. What is there is read and written by PTX, at offsets that the host has
-    // checked the buffer's length against.
-    let pointer = unsafe { buffer.as_ptr_unchecked() };
-    let o: u64;
-    gpu_asm!("cvta.to.global.u64 {o}, {p};", o = out(_) o, p = in(_) pointer);
-    o
-}
-
 /// The number in half precision at an address of constant memory, or 0 unless `index < end`.
 #[cube]
 pub fn read_half(address: u64, index: u32, end: u32, #[comptime] half: Half) -> f32 {
     let o: f32;
     gpu_asm!("{body} /* {o} {a} {i} {e} */", body = const read_half_text(half), o = out(_) o,
-        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end), options(nomem));
-    o
-}
-
-/// 16 bytes at an address of constant memory, or 0 unless `index < end`.
-#[cube]
-pub fn read_four_words(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> {
-    let o: Vector<u32, Const<4>>;
-    gpu_asm!("{body} /* {o} {a} {i} {e} */", body = const READ_FOUR_WORDS, o = out(_) o,
         a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end), options(nomem));
     o
 }

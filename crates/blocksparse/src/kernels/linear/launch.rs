@@ -4,11 +4,12 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::epilogue::ResultShapeLaunch;
 use super::plan::ProductPlan;
 use super::product::{self, TilesLaunch};
-use super::tile::{Order, ROWS, SLAB, UNITS};
+use super::tile::{Epilogue, Order, ROWS, SLAB, UNITS};
 use super::view::MatrixView;
-use crate::kernels::args::buffer;
+use crate::kernels::args::{buffer, optional};
 use crate::kernels::error::KernelError;
 use crate::kernels::shared::tma::ROW_ELEMENTS;
 
@@ -47,16 +48,63 @@ fn map(
     TensorMapArg::new(boxes, tensor, dtype).with_swizzle(TensorMapSwizzle::B128)
 }
 
-/// `out = a · b`, as planned: `out` is `[batch, parts, rows, columns]`, contiguous.
+/// What an epilogue reads and writes beside the result. All of it is contiguous.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EpilogueTensors<'a> {
+    /// `[columns]`, f32: what sums get before they become anything. Of heads and activations.
+    pub bias: Option<&'a Handle>,
+    /// What came into the activation, without the bias: `[rows, columns]` in the result's type. Of gradients alone, which need it.
+    pub before: Option<&'a Handle>,
+    /// To be written, `[rows, columns]` in the result's type: of an activation what comes into it, without the bias; of a gradient the activation again.
+    pub second: Option<&'a Handle>,
+    /// To be written, `[plan.total_rows(), columns]` in f32: sums of a gradient over 64 rows each. Of gradients that are planned with sums alone.
+    pub totals: Option<&'a Handle>,
+    /// Rows of a batch entry, and the heads of each part. Of heads alone, whose parts lie one behind the other: `[batch, heads, seq, dim]` each.
+    pub heads: Option<(usize, [usize; 3])>,
+}
+
+impl EpilogueTensors<'_> {
+    /// # Errors
+    /// If it is not what the plan's epilogue reads and writes.
+    fn check(&self, plan: &ProductPlan) -> Result<(), KernelError> {
+        let request = plan.request;
+        let (gradient, sums) = match request.epilogue {
+            Epilogue::Gradient { sums, .. } => (true, sums),
+            _ => (false, false),
+        };
+        let is_plain = request.epilogue == Epilogue::Plain;
+        let heads = match (request.epilogue, self.heads) {
+            (Epilogue::Heads { dim }, Some((seq, heads))) => {
+                let count: usize = heads.iter().sum();
+                seq > 0 && request.rows.is_multiple_of(seq) && count * dim == request.cols
+            }
+            (Epilogue::Heads { .. }, None) => false,
+            (_, heads) => heads.is_none(),
+        };
+        let fits = self.before.is_some() == gradient
+            && self.totals.is_some() == sums
+            && !(is_plain && (self.bias.is_some() || self.second.is_some()))
+            && heads
+            && !(self.heads.is_some() && self.second.is_some());
+        match fits {
+            true => Ok(()),
+            false => Err(KernelError::Factor { factor: "epilogue" }),
+        }
+    }
+}
+
+/// `out = a · b`, as planned: `out` is `[batch, parts, rows, columns]`, contiguous, or as the epilogue says.
 ///
 /// # Errors
-/// [`KernelError::Factor`] if a factor is not what was planned. Then nothing was launched.
+/// [`KernelError::Factor`] if a factor or what belongs to the epilogue is not what was planned. Then nothing was launched.
 pub fn multiply(
     client: &Client,
     plan: &ProductPlan,
     [a, b]: [&MatrixView; 2],
     out: &Handle,
+    beside: &EpilogueTensors,
 ) -> Result<(), KernelError> {
+    beside.check(plan)?;
     let request = plan.request;
     for (name, view, depth, across, order) in [
         ("a", a, 2, request.rows, request.orders[0]),
@@ -89,6 +137,16 @@ pub fn multiply(
     );
     let words = if tile.wide { 2 } else { 4 };
     let elements = request.batch * plan.parts * request.rows * request.cols;
+    let (seq, [first, second, third]) = beside.heads.unwrap_or((request.rows, [0; 3]));
+    let shape = ResultShapeLaunch::new(
+        request.rows as u32,
+        request.cols as u32,
+        seq as u32,
+        (request.rows / seq) as u32,
+        first as u32,
+        (first + second) as u32,
+        (first + second + third) as u32,
+    );
     // SAFETY: TMA reads nothing beyond its maps; rows and columns beyond the result are not written, and `out` has the length it says (see
     // `buffer`).
     unsafe {
@@ -101,9 +159,12 @@ pub fn multiply(
             map(a, 2, tile.a, ROWS, dtype),
             map(b, 1, tile.b, tile.cols, dtype),
             buffer(out, elements / tile.written()),
+            optional(beside.second, elements / 8),
+            optional(beside.bias, request.cols / 4),
+            optional(beside.before, elements / 8),
+            optional(beside.totals, plan.total_rows() * request.cols),
             tiles,
-            request.rows as u32,
-            request.cols as u32,
+            shape,
             tile,
         );
     }

@@ -5,6 +5,7 @@
 //! tile       the shape of a cube's work, and of shared memory
 //! plan       which tile, how many cubes, in how many parts the depth is taken: or why not here
 //! asm        the main loop in PTX
+//! epilogue   what becomes of a tile's sums
 //! product    the kernel
 //! launch     its launch
 //! ```
@@ -14,13 +15,14 @@
 //! the caller adds them up in order (`rows::window_sums`).
 
 mod asm;
+mod epilogue;
 mod launch;
 mod plan;
 mod product;
 mod tile;
 mod view;
 
-pub use launch::multiply;
+pub use launch::{EpilogueTensors, multiply};
 pub use plan::{ProductPlan, ProductRequest};
-pub use tile::Order;
+pub use tile::{Epilogue, Order};
 pub use view::MatrixView;

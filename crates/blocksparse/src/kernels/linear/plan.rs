@@ -5,7 +5,7 @@ use std::fmt;
 use cubecl::client::Client;
 use cubecl::ir::features::Tma;
 
-use super::tile::{Order, ProductTile, ROWS, SLAB};
+use super::tile::{Epilogue, Order, ProductTile, ROWS, SLAB};
 use super::view::MatrixView;
 use crate::kernels::call::TierLimit;
 use crate::kernels::shared::asm::Half;
@@ -29,6 +29,8 @@ pub struct ProductRequest {
     pub wide: bool,
     /// Whether the depth may be taken in parts, each with a result of its own. Only with an f32 result.
     pub parts: bool,
+    /// What becomes of the sums.
+    pub epilogue: Epilogue,
 }
 
 impl ProductRequest {
@@ -56,7 +58,31 @@ impl ProductRequest {
             orders: [a.order(2)?, b.order(1)?],
             wide,
             parts,
+            epilogue: Epilogue::Plain,
         })
+    }
+
+    /// With something that becomes of the sums.
+    #[must_use]
+    pub fn with(mut self, epilogue: Epilogue) -> Self {
+        self.epilogue = epilogue;
+        self
+    }
+
+    /// # Errors
+    /// What the epilogue does not take.
+    fn check_epilogue(&self) -> Result<(), &'static str> {
+        match self.epilogue {
+            Epilogue::Plain => Ok(()),
+            _ if self.wide => Err("only a result in half precision becomes anything else"),
+            Epilogue::Heads { .. } | Epilogue::Gradient { .. } if self.batch > 1 => {
+                Err("heads and gradients are of one matrix")
+            }
+            Epilogue::Heads { dim } if !dim.is_multiple_of(8) || dim == 0 => {
+                Err("a head's columns are not a multiple of 8")
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -123,8 +149,10 @@ impl ProductPlan {
             depth,
             orders,
             wide,
+            epilogue,
             ..
         } = request;
+        request.check_epilogue()?;
         if [batch, rows, cols, depth].contains(&0) {
             return Err("a factor is empty");
         }
@@ -149,7 +177,11 @@ impl ProductPlan {
             false => 1,
         };
         let plans = SLAB_CYCLES.into_iter().flat_map(|(tile_cols, cycles)| {
-            let tile = ProductTile::new(half, tile_cols, orders, wide, shared);
+            // Registers have room for what a gradient reads beside the sums of half a tile.
+            let is_read = matches!(epilogue, Epilogue::Gradient { .. });
+            let tile = (!is_read || tile_cols < 256)
+                .then(|| ProductTile::new(half, tile_cols, orders, wide, epilogue, shared))
+                .flatten();
             tile.into_iter().flat_map(move |tile| {
                 (1..=most_parts).map(move |parts| {
                     let part_slabs = slabs.div_ceil(parts);
@@ -196,6 +228,11 @@ impl ProductPlan {
         self.parts
     }
 
+    /// Rows of the sums over 64 rows each, where those are wanted.
+    pub fn total_rows(&self) -> usize {
+        2 * self.request.rows.div_ceil(ROWS)
+    }
+
     pub(super) fn slabs(&self) -> usize {
         self.request.depth.div_ceil(SLAB)
     }
@@ -229,6 +266,7 @@ mod tests {
             orders: [Order::Depth, Order::Across],
             wide: parts,
             parts,
+            epilogue: Epilogue::Plain,
         }
     }
 

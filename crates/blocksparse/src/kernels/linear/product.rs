@@ -13,8 +13,9 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::{main_loop, pause};
+use super::epilogue::{Lane, Place, ResultShape, finish, prepare};
 use super::tile::{MULTIPLIERS, Order, ProductTile, ROWS, SLAB, SPAN_BYTES, WARPS};
-use crate::kernels::shared::asm::{pack, shared_address, trade_four, uniform};
+use crate::kernels::shared::asm::{shared_address, uniform};
 use crate::kernels::shared::tma::{
     ROW_ELEMENTS, barrier_expect, barrier_fence, barrier_init, barrier_wait, descriptor, load_box,
 };
@@ -37,19 +38,6 @@ pub struct Tiles {
     b_batch: u32,
 }
 
-/// A tile.
-#[derive(CubeType, Clone, Copy)]
-struct Place {
-    row: u32,
-    col: u32,
-    /// The output's matrix.
-    matrix: u32,
-    /// The matrix of the batch.
-    batch: u32,
-    first: u32,
-    count: u32,
-}
-
 #[cube]
 fn place_of(tiles: &Tiles, tile: u32, #[comptime] t: ProductTile) -> Place {
     let row_tile = tile / tiles.cols;
@@ -58,6 +46,7 @@ fn place_of(tiles: &Tiles, tile: u32, #[comptime] t: ProductTile) -> Place {
     Place {
         row: row_tile % tiles.rows * comptime!(ROWS as u32),
         col: tile % tiles.cols * comptime!(t.cols as u32),
+        row_tile,
         matrix,
         batch: matrix / tiles.parts,
         first,
@@ -96,17 +85,23 @@ fn load_slab(
 }
 
 /// `a` and `b` as maps `[1, batch, rows, columns]` whose columns are contiguous: transposed where an [`Order`] says so. `out` is
-/// `[batch, parts, rows, columns]` in words.
+/// `[batch, parts, rows, columns]` in words, or as the tile's epilogue says; so is `second`, what it writes beside that, and `before`, what it reads.
+/// `totals` is `[tiles along the rows · 2, columns]`.
 #[cube(launch_unchecked)]
 pub fn product<S: Size, W: Size>(
     a: &TensorMap<u32, Tiled>,
     b: &TensorMap<u32, Tiled>,
     out: &mut [Vector<u32, W>],
+    second: ComptimeOption<Box<[Vector<u32, W>]>>,
+    bias: ComptimeOption<Box<[Vector<f32, W>]>>,
+    before: ComptimeOption<Box<[Vector<u32, W>]>>,
+    totals: ComptimeOption<Box<[f32]>>,
     tiles: Tiles,
-    rows: u32,
-    cols: u32,
+    shape: ResultShape,
     #[comptime] t: ProductTile,
 ) {
+    let mut second = second;
+    let mut totals = totals;
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
@@ -168,6 +163,11 @@ pub fn product<S: Size, W: Size>(
         let a_desc = descriptor(slabs + group * comptime!(SPAN_BYTES as u32), SPAN_BYTES);
         let b_desc = descriptor(slabs + comptime!(t.a_bytes() as u32), SPAN_BYTES);
         let lead = select(lane == 0, 1u32, 0u32);
+        let own = Lane {
+            unit: UNIT_POS_X,
+            warp,
+            lane,
+        };
         if comptime!(t.stagger > 0) {
             if group == 1 {
                 barrier_wait(base, 0u32);
@@ -178,38 +178,49 @@ pub fn product<S: Size, W: Size>(
         let mut tile = CUBE_POS_X;
         while tile < tiles.count {
             let place = place_of(&tiles, tile, t);
+            let held = prepare::<W>(&before, &place, &shape, &own, t);
             let sums = main_loop::<S>(a_desc, b_desc, base, number, place.count, lead, t);
             number += place.count;
-            #[unroll]
-            for lower in 0..2usize {
-                let row = place.row + warp * 16 + lane / 4 + comptime!(8 * lower as u32);
-                let at = (place.matrix * rows + row) as usize
-                    * (cols / comptime!(t.written() as u32)) as usize;
-                // Units of a warp trade numbers, so all of them come here.
-                let end = select(row < rows, cols, 0u32);
-                store_row::<S, W>(out, &sums, lower, at, place.col, end, lane, t);
+            if comptime!(t.wide) {
+                store::<S, W>(out, &sums, &place, &shape, &own, t);
+            } else {
+                finish::<S, W>(
+                    &sums,
+                    out,
+                    &mut second,
+                    &bias,
+                    &held,
+                    &mut totals,
+                    &place,
+                    &shape,
+                    &own,
+                    base,
+                    t,
+                );
             }
             tile += CUBE_COUNT_X;
         }
     }
 }
 
-/// Writes one of the unit's two rows, which begins at `at`: columns before `end`.
+/// Writes sums as they are.
 #[cube]
-fn store_row<S: Size, W: Size>(
+fn store<S: Size, W: Size>(
     out: &mut [Vector<u32, W>],
     sums: &Vector<f32, S>,
-    #[comptime] lower: usize,
-    at: usize,
-    first: u32,
-    end: u32,
-    lane: u32,
+    place: &Place,
+    shape: &ResultShape,
+    own: &Lane,
     #[comptime] t: ProductTile,
 ) {
-    if comptime!(t.wide) {
+    #[unroll]
+    for lower in 0..2usize {
+        let row = place.row + own.row() + comptime!(8 * lower as u32);
+        let at = (place.matrix * shape.rows + row) as usize * (shape.cols / 2) as usize;
+        let end = select(row < shape.rows, shape.cols, 0u32);
         #[unroll]
         for eight in 0..comptime!(t.cols / 8) {
-            let col = first + comptime!(8 * eight as u32) + lane % 4 * 2;
+            let col = place.col + comptime!(8 * eight as u32) + own.lane % 4 * 2;
             let mut words = Vector::<u32, W>::zeroed();
             words.insert(
                 0usize,
@@ -221,29 +232,6 @@ fn store_row<S: Size, W: Size>(
             );
             if col < end {
                 out[at + (col / 2) as usize] = words;
-            }
-        }
-    } else {
-        #[unroll]
-        for i in 0..comptime!(t.cols / 32) {
-            let mut own = Vector::<u32, Const<4>>::zeroed();
-            #[unroll]
-            for j in 0..4usize {
-                let n = comptime!(16 * i + 4 * j + 2 * lower);
-                own.insert(
-                    j,
-                    pack(sums.extract(n), sums.extract(comptime!(n + 1)), t.half),
-                );
-            }
-            let four = trade_four(own, lane);
-            let mut words = Vector::<u32, W>::zeroed();
-            #[unroll]
-            for j in 0..4usize {
-                words.insert(j, four.extract(j));
-            }
-            let col = first + comptime!(32 * i as u32) + lane % 4 * 8;
-            if col < end {
-                out[at + (col / 8) as usize] = words;
             }
         }
     }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::kernels::shared::asm::Half;
+use crate::kernels::shared::curve::ActivationKind;
 use crate::kernels::shared::tma::{DEPTH, ROW, ROW_ELEMENTS};
 
 /// What is contiguous in a factor.
@@ -12,6 +13,39 @@ pub enum Order {
     Depth,
     /// The rows of the left factor, the columns of the right one: "MN-major".
     Across,
+}
+
+/// What becomes of the sums of a tile. Only results in half precision become anything.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Epilogue {
+    /// They are the result.
+    #[default]
+    Plain,
+    /// A bias is added, and columns are written by heads of so many.
+    Heads {
+        /// Columns of a head.
+        dim: usize,
+    },
+    /// They meet a bias and an activation.
+    Activation(ActivationKind),
+    /// They are the gradient by an activation, and become that by what came into it.
+    Gradient {
+        /// The activation.
+        activation: ActivationKind,
+        /// Whether sums over rows are wanted.
+        sums: bool,
+    },
+}
+
+impl fmt::Display for Epilogue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Plain => Ok(()),
+            Self::Heads { dim } => write!(f, ", written by heads of {dim}"),
+            Self::Activation(activation) => write!(f, ", through {activation:?}"),
+            Self::Gradient { activation, .. } => write!(f, ", back through {activation:?}"),
+        }
+    }
 }
 
 /// Rows of a tile: 64 for each of two warpgroups.
@@ -48,6 +82,8 @@ pub struct ProductTile {
     pub wide: bool,
     /// Cycles by which the second warpgroup begins later, so that one multiplies while the other writes.
     pub stagger: u32,
+    /// What becomes of the sums.
+    pub epilogue: Epilogue,
 }
 
 /// About two slabs of a warpgroup of its own at 256 columns: as long as it takes to write its results.
@@ -60,6 +96,7 @@ impl ProductTile {
         cols: usize,
         [a, b]: [Order; 2],
         wide: bool,
+        epilogue: Epilogue,
         shared: usize,
     ) -> Option<Self> {
         let mut tile = Self {
@@ -70,8 +107,9 @@ impl ProductTile {
             b,
             wide,
             stagger: STAGGER,
+            epilogue,
         };
-        let room = shared.checked_sub(BARRIERS)?;
+        let room = shared.checked_sub(BARRIERS + tile.totals_bytes())?;
         tile.stages = (room / tile.slab_bytes()).min(8);
         (tile.stages >= 2).then_some(tile)
     }
@@ -97,7 +135,25 @@ impl ProductTile {
     }
 
     pub(super) fn shared_bytes(&self) -> usize {
-        BARRIERS + self.stages * self.slab_bytes()
+        BARRIERS + self.stages * self.slab_bytes() + self.totals_bytes()
+    }
+
+    /// Whether sums over rows are wanted.
+    pub(super) fn sums(&self) -> bool {
+        matches!(self.epilogue, Epilogue::Gradient { sums: true, .. })
+    }
+
+    /// Where the sums over each warp's rows lie.
+    pub(super) fn totals(&self) -> u32 {
+        (BARRIERS + self.stages * self.slab_bytes()) as u32
+    }
+
+    fn totals_bytes(&self) -> usize {
+        if self.sums() {
+            WARPS as usize * self.cols * 4
+        } else {
+            0
+        }
     }
 
     /// From the descriptor of 16 of the depth to that of the next.
@@ -118,8 +174,8 @@ impl fmt::Display for ProductTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "tiles of {ROWS} × {}, {} slabs of {SLAB}",
-            self.cols, self.stages
+            "tiles of {ROWS} × {}, {} slabs of {SLAB}{}",
+            self.cols, self.stages, self.epilogue
         )
     }
 }

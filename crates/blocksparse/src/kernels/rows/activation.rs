@@ -8,8 +8,7 @@ use super::columns::{accumulator_of, column_sums};
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, optional};
 use crate::kernels::error::KernelError;
-#[cfg(feature = "cuda-asm")]
-use crate::kernels::shared::asm;
+use crate::kernels::shared::curve::{ActivationKind, Curve, slope, value};
 
 /// Units of a cube.
 const UNITS: usize = 256;
@@ -20,149 +19,10 @@ const UNROLLED: usize = 4;
 /// Cubes that keep a large device busy while sums are made.
 const CUBES: usize = 2048;
 
-/// What is made of each number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ActivationKind {
-    /// The number itself.
-    None,
-    /// `x · sigmoid(1.702 x)`.
-    GeluSigmoid,
-    /// `x / 2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
-    GeluTanh,
-    /// `x / 2 · (1 + erf(x / √2))`.
-    GeluErf,
-    /// `max(x, 0)`.
-    Relu,
-    /// `x · sigmoid(x)`.
-    Silu,
-}
-
-/// Slope of the sigmoid of [`ActivationKind::GeluSigmoid`].
-const GELU_SLOPE: f64 = 1.702;
-/// `2 √(2/π)`: `(1 + tanh y) / 2` is the sigmoid of `2 y`.
-const TANH_SLOPE: f64 = 1.595_769_121_605_730_7;
-/// Factor of the cube in it.
-const TANH_CUBE: f64 = 0.044_715;
-
-/// `1 / (1 + exp(−x))`, of numbers whose exponential is finite: not every device has infinite numbers.
-#[cube]
-fn sigmoid<A: Float, N: Size>(x: Vector<A, N>, #[comptime] fast: bool) -> Vector<A, N> {
-    match comptime!(fast) {
-        true => fast_sigmoid::<A, N>(x),
-        false => exact_sigmoid::<A, N>(x),
-    }
-}
-
-/// By the device's approximate instructions, each within two units of the last place of f32: the exact ones take longer than the memory.
-#[cfg(feature = "cuda-asm")]
-#[cube]
-fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
-    let mut result = Vector::<A, N>::empty();
-    #[unroll]
-    for c in 0..N::value() {
-        let power = f32::cast_from(x.extract(c)) * (-std::f32::consts::LOG2_E);
-        // Where the power is infinite, its reciprocal is 0.
-        let one = asm::reciprocal(asm::exp2(power) + 1.0);
-        result.insert(c, A::cast_from(one));
-    }
-    result
-}
-
-#[cfg(not(feature = "cuda-asm"))]
-#[cube]
-fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
-    exact_sigmoid::<A, N>(x)
-}
-
-#[cube]
-fn exact_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
-    let one = filled::<A, N>(1.0);
-    // exp(88) is still finite in f32, and 1 / exp(88) no larger than what is lost.
-    let wide = A::size_bits().comptime() == 64;
-    let most = filled::<A, N>(comptime!(if wide { 700.0 } else { 88.0 }));
-    let x = x.min(most).max(-most);
-    one / (one + (-x).exp())
-}
-
-/// A constant, which f64 gets as the sum of two in f32: literals of kernels are f32.
-#[cube]
-fn filled<A: Float, N: Size>(#[comptime] number: f64) -> Vector<A, N> {
-    let high = comptime!(number as f32);
-    let low = comptime!((number - number as f32 as f64) as f32);
-    let constant = match comptime!(low == 0.0) {
-        true => A::new(high),
-        false => A::new(high) + A::new(low),
-    };
-    Vector::<A, N>::empty().fill(constant)
-}
-
-/// The activation.
-#[cube]
-fn value<A: Float, N: Size>(x: Vector<A, N>, #[comptime] k: Kind) -> Vector<A, N> {
-    match comptime!(k.activation) {
-        ActivationKind::None => x,
-        ActivationKind::GeluSigmoid => x * sigmoid::<A, N>(x * filled::<A, N>(GELU_SLOPE), k.fast),
-        ActivationKind::GeluTanh => {
-            let inner = filled::<A, N>(1.0) + filled::<A, N>(TANH_CUBE) * x * x;
-            x * sigmoid::<A, N>(filled::<A, N>(TANH_SLOPE) * x * inner, k.fast)
-        }
-        ActivationKind::GeluErf => {
-            let half = filled::<A, N>(0.5);
-            let scaled = x * filled::<A, N>(std::f64::consts::FRAC_1_SQRT_2);
-            x * half * (filled::<A, N>(1.0) + scaled.erf())
-        }
-        ActivationKind::Relu => x.max(filled::<A, N>(0.0)),
-        ActivationKind::Silu => x * sigmoid::<A, N>(x, k.fast),
-    }
-}
-
-/// Its derivative.
-#[cube]
-fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] k: Kind) -> Vector<A, N> {
-    let one = filled::<A, N>(1.0);
-    match comptime!(k.activation) {
-        ActivationKind::None => one,
-        ActivationKind::GeluSigmoid => {
-            let scaled = x * filled::<A, N>(GELU_SLOPE);
-            let s = sigmoid::<A, N>(scaled, k.fast);
-            s * (one + scaled * (one - s))
-        }
-        ActivationKind::GeluTanh => {
-            // Beyond ±30 it is 0 or 1 in every type, and the cube would overflow.
-            let most = filled::<A, N>(30.0);
-            let x = x.min(most).max(-most);
-            let square = x * x;
-            let scaled = filled::<A, N>(TANH_SLOPE) * x;
-            let s = sigmoid::<A, N>(scaled * (one + filled::<A, N>(TANH_CUBE) * square), k.fast);
-            let inner = scaled * (one + filled::<A, N>(comptime!(3.0 * TANH_CUBE)) * square);
-            s * (one + inner * (one - s))
-        }
-        ActivationKind::GeluErf => {
-            let half = filled::<A, N>(0.5);
-            let scaled = x * filled::<A, N>(std::f64::consts::FRAC_1_SQRT_2);
-            // Beyond ±30 it is 0 in every type, and x² would overflow that of the exponential.
-            let most = filled::<A, N>(30.0);
-            let near = x.min(most).max(-most);
-            // 1 / √(2π)
-            let density = filled::<A, N>(0.398_942_280_401_432_7) * (-half * near * near).exp();
-            half * (one + scaled.erf()) + near * density
-        }
-        ActivationKind::Relu => {
-            let zero = filled::<A, N>(0.0);
-            select_many(x.greater_than(&zero), one, zero)
-        }
-        ActivationKind::Silu => {
-            let s = sigmoid::<A, N>(x, k.fast);
-            s * (one + x * (one - s))
-        }
-    }
-}
-
 /// How units share the matrix, known to the compiler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Kind {
-    activation: ActivationKind,
+    curve: Curve,
     row_vectors: usize,
     /// Units along a row.
     columns: usize,
@@ -172,8 +32,6 @@ struct Kind {
     written: bool,
     /// Whether the backward pass writes the activation again.
     again: bool,
-    /// Whether exponentials and reciprocals are the device's approximate ones: where results are rounded to half precision anyway.
-    fast: bool,
 }
 
 /// `y = f(x + bias)`.
@@ -205,7 +63,7 @@ fn forward<E: Float, P: Float, A: Float, N: Size>(
             let row = top + i * comptime!(k.rows);
             if row < rows {
                 y[row * comptime!(k.row_vectors) + column] =
-                    Vector::<E, N>::cast_from(value::<A, N>(values[i] + added, k));
+                    Vector::<E, N>::cast_from(value::<A, N>(values[i] + added, k.curve));
             }
         }
     }
@@ -258,7 +116,7 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
                 let row = min(top + i * comptime!(k.rows), rows - 1);
                 grads[i] = dy[row * comptime!(k.row_vectors) + column];
             }
-            if comptime!(k.activation != ActivationKind::None) {
+            if comptime!(k.curve.activation != ActivationKind::None) {
                 let x = x.as_ref().unwrap();
                 #[unroll]
                 for i in 0..comptime!(UNROLLED) {
@@ -272,12 +130,12 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
                 if row < rows {
                     let at = row * comptime!(k.row_vectors) + column;
                     let mut grad = Vector::<A, N>::cast_from(grads[i]);
-                    if comptime!(k.activation != ActivationKind::None) {
+                    if comptime!(k.curve.activation != ActivationKind::None) {
                         let x = Vector::<A, N>::cast_from(values[i]) + added;
-                        grad *= slope::<A, N>(x, k);
+                        grad *= slope::<A, N>(x, k.curve);
                         if comptime!(k.again) {
                             y.as_mut().unwrap()[at] =
-                                Vector::<E, N>::cast_from(value::<A, N>(x, k));
+                                Vector::<E, N>::cast_from(value::<A, N>(x, k.curve));
                         }
                     }
                     sum += grad;
@@ -337,13 +195,15 @@ impl Launch {
             .min(hardware.max_cube_dim.0 as usize);
         let columns = row_vectors.next_power_of_two().min(COLUMN_UNITS).min(units);
         let kind = Kind {
-            activation,
+            curve: Curve {
+                activation,
+                fast: cfg!(feature = "cuda-asm") && element.size() == 2 && client.name() == "cuda",
+            },
             row_vectors,
             columns,
             rows: units / columns,
             written,
             again: false,
-            fast: cfg!(feature = "cuda-asm") && element.size() == 2 && client.name() == "cuda",
         };
         let (x_most, y_most, _) = hardware.max_cube_count;
         let cubes = row_vectors.div_ceil(columns);

@@ -32,7 +32,7 @@ mod tile;
 mod typed;
 
 pub use activation::{
-    ActivationBackward, ActivationKind, activation_text, bias_activation, bias_activation_backward,
+    ActivationBackward, activation_text, bias_activation, bias_activation_backward,
 };
 pub use beside::rounded_beside;
 pub use columns::{Window, column_sums, window_sums};
@@ -48,3 +48,5 @@ pub use norm_backward::{
 };
 pub use scaled::scaled;
 pub use typed::Typed;
+
+pub use super::shared::curve::ActivationKind;

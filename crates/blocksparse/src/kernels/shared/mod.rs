@@ -2,6 +2,7 @@
 
 #[cfg(feature = "cuda-asm")]
 pub mod asm;
+pub mod curve;
 #[cfg(feature = "cuda-asm")]
 pub mod distances;
 pub mod dropout;
