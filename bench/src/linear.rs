@@ -91,6 +91,7 @@ impl Operand {
             handle: client.create_from_slice(&bytes),
             shape,
             strides,
+            seq: None,
         };
         Self {
             view,

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::linear::{
-    Epilogue, EpilogueTensors, MatrixView, ProductPlan, ProductRequest, multiply,
+    Epilogue, EpilogueTensors, HEAD, MatrixView, ProductPlan, ProductRequest, multiply,
 };
 use blocksparse::kernels::rows::{
     ActivationBackward, ActivationKind, HeadsPart, bias_activation, bias_activation_backward,
@@ -351,6 +351,97 @@ pub(super) fn verify(bench: &Bench) -> Result<(usize, usize)> {
                             "{rows} × {cols} × {depth}, heads {heads:?}, bf16 {is_bf16}, transposed {transposed}, bias and second {has:?}, {plan}: {error}"
                         );
                     }
+                }
+            }
+        }
+    }
+    let (more, wrong) = verify_heads(bench)?;
+    Ok((checked + more, failed + wrong))
+}
+
+/// A left factor that lies by heads gives the bits of the same as rows.
+fn verify_heads(bench: &Bench) -> Result<(usize, usize)> {
+    let (mut checked, mut failed) = (0, 0);
+    let client = &bench.client;
+    for (number, [batch, heads, seq, cols]) in [
+        [1, 1, 128, 64],
+        [2, 8, 256, 264],
+        [3, 5, 384, 512],
+        [4, 2, 1280, 72],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for (kind, transposed) in [(0, false), (1, true), (2, false), (3, true)] {
+            if (number * 4 + kind) as u64 % bench.args.of != bench.args.shard {
+                continue;
+            }
+            let is_bf16 = kind < 2;
+            let seed = (number * 4 + kind) as u64;
+            let [rows, width] = [batch * seq, heads * HEAD];
+            let by_heads = Operand::random(client, is_bf16, [1, rows * heads, HEAD], false, seed);
+            let mut numbers = Vec::with_capacity(rows * width);
+            for row in 0..rows {
+                for col in 0..width {
+                    let (batch, place) = (row / seq, row % seq);
+                    let (head, within) = (col / HEAD, col % HEAD);
+                    numbers.push(
+                        by_heads.numbers[((batch * heads + head) * seq + place) * HEAD + within],
+                    );
+                }
+            }
+            let bytes: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+            let rows_view = MatrixView {
+                handle: client.create_from_slice(&bytes),
+                shape: [1, rows, width],
+                strides: [rows * width, width, 1],
+                seq: None,
+            };
+            let heads_view =
+                MatrixView::by_heads(by_heads.view.handle.clone(), [batch, heads, seq]);
+            let depth = if transposed { rows } else { width };
+            let right = Operand::random(client, is_bf16, [1, depth, cols], false, !seed);
+            let run = |view: MatrixView, index: usize| -> Result<Option<(String, Vec<u8>)>> {
+                let a = if transposed { view.transposed() } else { view };
+                let request =
+                    ProductRequest::of(is_bf16, [&a, &right.view], transposed, transposed)
+                        .map_err(|why| anyhow!(why))?;
+                let plans = ProductPlan::all(client, request).map_err(|why| anyhow!(why))?;
+                let Some(plan) = plans.into_iter().nth(index) else {
+                    return Ok(None);
+                };
+                let count =
+                    request.rows * request.cols * plan.parts() * if transposed { 4 } else { 2 };
+                let out = client.create_from_slice(&vec![0xff; count]);
+                multiply(
+                    client,
+                    &plan,
+                    [&a, &right.view],
+                    &out,
+                    &EpilogueTensors::default(),
+                )?;
+                if bench.args.enqueue_only {
+                    client.flush().map_err(|error| anyhow!("{error}"))?;
+                    return Ok(None);
+                }
+                let bytes = client.read_one(out).map_err(|error| anyhow!("{error:?}"))?;
+                Ok(Some((plan.to_string(), bytes.to_vec())))
+            };
+            for index in 0..3 {
+                let (got, expected) = (
+                    run(heads_view.clone(), index)?,
+                    run(rows_view.clone(), index)?,
+                );
+                let (Some((plan, got)), Some((_, expected))) = (got, expected) else {
+                    break;
+                };
+                checked += 1;
+                let differ = got.iter().zip(&expected).filter(|(a, b)| a != b).count();
+                if differ > 0 || got.iter().all(|byte| *byte == 0xff) {
+                    failed += 1;
+                    println!(
+                        "{batch} × {heads} heads × {seq}, {cols} columns, bf16 {is_bf16}, transposed {transposed}, {plan}: {differ} bytes differ"
+                    );
                 }
             }
         }

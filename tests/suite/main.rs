@@ -19,6 +19,7 @@ mod mlp;
 mod norm;
 mod optim;
 mod options;
+mod projection;
 mod sharing;
 mod stream_dropout;
 mod table;

@@ -22,6 +22,7 @@ pub mod norm;
 mod norm_problem;
 pub mod optim;
 pub mod options;
+pub mod projection;
 pub mod reference;
 pub mod rounding;
 pub mod sharing;
@@ -225,6 +226,10 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("mlp_equals_its_parts", mlp::mlp_equals_its_parts),
     ("mlp_constants", mlp::mlp_constants),
     ("mlp_equals_f64", mlp::mlp_equals_f64),
+    ("projections_to_heads", projection::projections_to_heads),
+    ("projections_from_heads", projection::projections_from_heads),
+    ("projections_constants", projection::projections_constants),
+    ("projections_plans", projection::projections_plans),
     ("products_equal_f64", linear::products_equal_f64),
     (
         "products_in_half_precision",

@@ -104,7 +104,22 @@ fn bytes(results: &Results) -> Vec<Option<&[u8]>> {
         .collect()
 }
 
-/// The same bits as of the three operations, with and without the first product computed again, and with gradient checkpointing.
+fn close(what: &str, got: Results, expected: &Results, dtype: DType) {
+    let tolerance = match dtype {
+        DType::BF16 => 2f64.powi(-7),
+        _ => 2f64.powi(-10),
+    };
+    for (index, (got, expected)) in got.into_iter().zip(expected).enumerate() {
+        assert_eq!(got.is_some(), expected.is_some(), "{what}, result {index}");
+        let (Some(got), Some(expected)) = (got, expected) else {
+            continue;
+        };
+        let what = format!("{what}, result {index}");
+        assert_close(&what, got, &to_f64(expected.clone()), tolerance);
+    }
+}
+
+/// The same bits as of the three operations, or as close as rounding to half precision, with and without the first product computed again, and with gradient checkpointing.
 pub fn mlp_equals_its_parts(devices: &[Device]) {
     let mut ran = 0;
     for plain in devices {
@@ -136,7 +151,11 @@ pub fn mlp_equals_its_parts(devices: &[Device]) {
                         let op = problem.run(&device, dtypes, product, ALL, Some(recompute));
                         let what =
                             format!("{plain:?}, {problem:?}, {dtypes:?}, {product:?}, {recompute}");
-                        assert_eq!(bytes(&op), bytes(&parts), "{what}");
+                        match product.map_or(dtypes[0], DType::from) {
+                            // A kernel that makes two of the three may sum in another order.
+                            dtype @ (DType::BF16 | DType::F16) => close(&what, op, &parts, dtype),
+                            _ => assert_eq!(bytes(&op), bytes(&parts), "{what}"),
+                        }
                         ran += 1;
                     }
                 }

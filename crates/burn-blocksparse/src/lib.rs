@@ -71,6 +71,7 @@ mod options;
 #[cfg(feature = "cube")]
 mod pack;
 mod plan;
+mod projection;
 mod reference;
 mod tensors;
 mod top_k;
@@ -108,7 +109,7 @@ pub use loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved,
 pub use loss::{CrossEntropyOptions, Reduction, linear_cross_entropy, linear_cross_entropy_plan};
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::merge_attention;
-pub use mlp::values::{MlpCall, MlpInputs};
+pub use mlp::values::{MlpActive, MlpCall, MlpInnerInputs, MlpInputs, MlpOuterSaved, MlpOuterTask};
 pub use mlp::{MlpOptions, MlpParams, mlp, mlp_plan};
 pub use norm::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
@@ -121,11 +122,18 @@ pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseOps,
     ClipFactor, DropoutOps, EmbeddingOps, HeadOps, LinearOps, LossOps, MlpOps, NormOps, OptimOps,
-    TensorList,
+    ProjectionOps, TensorList,
 };
 pub use optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use plan::AttentionPlan;
+pub use projection::values::{
+    MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall, ProjectionInputs,
+    ProjectionOutput,
+};
+pub use projection::{
+    linear_from_heads, linear_from_heads_plan, linear_to_heads, linear_to_heads_plan,
+};
 pub use tensors::AttentionTensors;
 pub use top_k::{top_k_blocks, top_k_blocks_on_device};
 pub use values::{

@@ -2,9 +2,9 @@ use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
 use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::{Bool, DType, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Dropout as WeightDropout,
-    Layout, OpError, Pattern, attention_with_tensors, attention_with_tensors_and_weights,
-    join_heads, split_heads,
+    Activation, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
+    Dropout as WeightDropout, Layout, OpError, Pattern, attention_with_tensors,
+    attention_with_tensors_and_weights, bias_activation,
 };
 
 use crate::dropout::Seeds;
@@ -471,7 +471,7 @@ impl SparseMultiHeadAttention {
     /// The output projection of what the heads see, without its bias.
     pub(crate) fn output_product(&self, context: Tensor<4>) -> Result<Projected, TransformerError> {
         Ok(Projected {
-            x: (self.precision).product(&self.output, join_heads(context)?)?,
+            x: (self.precision).merged(&self.output, context)?,
             bias: self.output.bias.as_ref().map(Param::val),
         })
     }
@@ -481,7 +481,8 @@ impl SparseMultiHeadAttention {
         context: Tensor<4>,
         call: &Call,
     ) -> Result<SparseMhaOutput, TransformerError> {
-        self.project_output(join_heads(context)?, call)
+        let Projected { x, bias } = self.output_product(context)?;
+        self.padded(bias_activation(x, bias, Activation::None)?, call)
     }
 
     pub(crate) fn project_output(
@@ -489,10 +490,12 @@ impl SparseMultiHeadAttention {
         joined: Tensor<3>,
         call: &Call,
     ) -> Result<SparseMhaOutput, TransformerError> {
-        let context = self
-            .precision
-            .linear(&self.output, joined)?
-            .cast(call.dtype);
+        self.padded(self.precision.linear(&self.output, joined)?, call)
+    }
+
+    /// The result of a call, with zeros for queries that are padding.
+    fn padded(&self, context: Tensor<3>, call: &Call) -> Result<SparseMhaOutput, TransformerError> {
+        let context = context.cast(call.dtype);
         Ok(SparseMhaOutput {
             context: match &call.padding {
                 Some(padding) => context.mask_fill(padding.clone(), 0.0),
@@ -509,7 +512,6 @@ pub(crate) fn project_heads<const N: usize>(
     x: Tensor<3>,
     heads: [usize; N],
 ) -> Result<[Tensor<4>; N], TransformerError> {
-    let joined = precision.joined(&layers, x)?;
     let bias_of = |layer: &Linear| match &layer.bias {
         Some(bias) => bias.val(),
         None => {
@@ -523,7 +525,7 @@ pub(crate) fn project_heads<const N: usize>(
         let [_, width] = layers[part].weight.dims();
         (heads[part], width / heads[part])
     });
-    let split = split_heads(joined, bias, &parts)?;
+    let split = precision.by_heads(&layers, bias, &parts, x)?;
     Ok(split.try_into().expect("as many parts as layers"))
 }
 

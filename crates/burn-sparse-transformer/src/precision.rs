@@ -6,7 +6,8 @@ use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_blocksparse::{
-    Activation, LinearOptions, OpError, ProductPrecision, bias_activation, linear, linear_joined,
+    Activation, LinearOptions, OpError, ProductPrecision, bias_activation, linear,
+    linear_from_heads, linear_to_heads,
 };
 use serde::{Deserialize, Serialize};
 
@@ -114,11 +115,23 @@ impl Precision {
         linear(x, layer.weight.val(), &options)
     }
 
-    /// The products of several layers side by side, without their biases.
-    pub(crate) fn joined(self, layers: &[&Linear], x: Tensor<3>) -> Result<Tensor<3>, OpError> {
+    /// The products of several layers, and their bias, by heads.
+    pub(crate) fn by_heads(
+        self,
+        layers: &[&Linear],
+        bias: Option<Tensor<1>>,
+        parts: &[(usize, usize)],
+        x: Tensor<3>,
+    ) -> Result<Vec<Tensor<4>>, OpError> {
         let options = self.options(&x);
         let weights = layers.iter().map(|layer| layer.weight.val()).collect();
-        linear_joined(x, weights, &options)
+        linear_to_heads(x, weights, bias, parts, &options)
+    }
+
+    /// `x · W` of what heads see, without the layer's bias, in the dtype of the products.
+    pub(crate) fn merged(self, layer: &Linear, x: Tensor<4>) -> Result<Tensor<3>, OpError> {
+        let options = LinearOptions::default().dtype(self.dtype(x.dtype()));
+        linear_from_heads(x, layer.weight.val(), &options)
     }
 
     /// `x · W + b` in the dtype of the products.

@@ -14,6 +14,8 @@ impl ActivationOps for burn::backend::Flex {}
 #[cfg(feature = "ndarray")]
 impl ActivationOps for burn::backend::NdArray {}
 
+#[cfg(feature = "cuda")]
+pub(crate) use kernels::kind;
 #[cfg(feature = "cube")]
 pub(crate) use kernels::text;
 
@@ -36,7 +38,7 @@ mod kernels {
     use crate::backends::cube::{contiguous, empty, matrix, shaped, typed, uses_reference};
     use crate::values::MaybeFloat;
 
-    fn kind(activation: Activation) -> ActivationKind {
+    pub(crate) fn kind(activation: Activation) -> ActivationKind {
         match activation {
             Activation::None => ActivationKind::None,
             Activation::GeluSigmoid => ActivationKind::GeluSigmoid,

@@ -353,6 +353,14 @@ pub(super) fn matrix(shape: &Shape) -> [usize; 2] {
     [shape.iter().rev().skip(1).product(), width]
 }
 
+/// A contiguous tensor as the matrix of its rows.
+#[cfg(feature = "cuda")]
+pub(super) fn as_matrix(x: CubeTensor) -> CubeTensor {
+    let [rows, width] = matrix(x.meta.shape());
+    let shape = Shape::new([rows, width]);
+    CubeTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
+}
+
 pub(super) fn contiguous(tensor: MaybeFloat<CubeBackend>) -> Option<CubeTensor> {
     tensor.into_option().map(into_contiguous)
 }

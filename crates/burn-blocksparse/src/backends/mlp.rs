@@ -14,8 +14,177 @@ impl MlpOps for burn::backend::Flex {}
 #[cfg(feature = "ndarray")]
 impl MlpOps for burn::backend::NdArray {}
 
-#[cfg(feature = "cube")]
+#[cfg(all(feature = "cube", not(feature = "cuda")))]
 impl MlpOps for burn_cubecl::CubeBackend {}
+
+#[cfg(feature = "cube")]
+pub(crate) use texts::inner_text;
+
+#[cfg(feature = "cube")]
+mod texts {
+    use burn::tensor::DType;
+    use burn_cubecl::CubeDevice;
+
+    use crate::activation::values::Activation;
+    use crate::backends::{activation as between, linear};
+
+    /// How the first product and the activation are launched: in one kernel, or in two.
+    pub(crate) fn inner_text(
+        device: &CubeDevice,
+        dtype: DType,
+        [rows, inputs, hidden]: [usize; 3],
+        bias: Option<DType>,
+        activation: Activation,
+    ) -> Result<String, String> {
+        let lengths = [rows, inputs, hidden];
+        #[cfg(feature = "cuda")]
+        let fused = {
+            let kind = between::kind(activation);
+            crate::backends::wgmma_product::activated_text(device, dtype, lengths, bias, kind)
+        };
+        #[cfg(not(feature = "cuda"))]
+        let fused = {
+            let _ = bias;
+            Err::<String, _>("built without the feature cuda".to_owned())
+        };
+        fused.or_else(|why| {
+            let product = linear::kernels::text(device, dtype, lengths)?;
+            let text = between::text(device, [rows, hidden], dtype, activation)
+                .map_err(|error| error.to_string())?;
+            Ok(format!("{product}; {text}; not as one: {why}"))
+        })
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod kernels {
+    use blocksparse::kernels::rows::column_sums;
+    use burn::tensor::{FloatDType, Shape};
+    use burn_cubecl::CubeBackend;
+    use burn_cubecl::kernel::into_contiguous;
+    use burn_cubecl::tensor::CubeTensor;
+
+    use super::MlpOps;
+    use crate::activation::values::ActivationGrads;
+    use crate::backends::activation::kind;
+    use crate::backends::cube::{as_matrix, contiguous, empty, typed, uses_reference};
+    use crate::backends::linear::kernels::Kernels;
+    use crate::backends::wgmma_product as wgmma;
+    use crate::linear::products::{Products, rounded, with_width};
+    use crate::mlp::steps;
+    use crate::mlp::values::{MlpActive, MlpCall, MlpInnerInputs, MlpOuterSaved, MlpOuterTask};
+    use crate::values::MaybeFloat;
+
+    /// As `[.., width]`.
+    fn shaped(matrix: CubeTensor, like: &Shape) -> CubeTensor {
+        let width = matrix.meta.shape()[1];
+        CubeTensor::new_contiguous(
+            matrix.client,
+            matrix.device,
+            with_width(like, width),
+            matrix.handle,
+            matrix.dtype,
+        )
+    }
+
+    impl MlpOps for CubeBackend {
+        fn mlp_inner(inputs: MlpInnerInputs<Self>, call: MlpCall, keep: bool) -> MlpActive<Self> {
+            if uses_reference() || !wgmma::is_half(call.dtype) {
+                return steps::inner::<Self>(inputs, call, keep);
+            }
+            let MlpInnerInputs { x, inner, bias } = inputs;
+            let changed = |tensor: &CubeTensor| FloatDType::from(tensor.dtype) != call.dtype;
+            let changes = [changed(&x), changed(&inner)];
+            let x = into_contiguous(rounded::<Self>(x, call.dtype));
+            let inner = match changes[1] {
+                true => Kernels::joined(vec![inner], call.dtype),
+                false => inner,
+            };
+            let bias = contiguous(bias);
+            let lhs = as_matrix(x.clone());
+            let made = wgmma::activated([&lhs, &inner], bias.as_ref(), kind(call.activation), keep);
+            drop(lhs);
+            let shape = x.meta.shape().clone();
+            let (active, hidden) = match made {
+                Some([active, hidden]) => (
+                    shaped(active.expect("it is made"), &shape),
+                    hidden.map(|hidden| shaped(hidden, &shape)),
+                ),
+                None => {
+                    let inputs = MlpInnerInputs {
+                        x: x.clone(),
+                        inner: inner.clone(),
+                        bias: bias.into(),
+                    };
+                    let made = steps::inner::<Self>(inputs, call, keep);
+                    (made.active, made.hidden.into_option())
+                }
+            };
+            MlpActive {
+                active,
+                hidden: hidden.into(),
+                x: changes[0].then_some(x).into(),
+                inner: changes[1].then_some(inner).into(),
+            }
+        }
+
+        fn mlp_outer_backward(
+            saved: MlpOuterSaved<Self>,
+            task: MlpOuterTask,
+        ) -> ActivationGrads<Self> {
+            if uses_reference() || !wgmma::is_half(task.dtype) {
+                return steps::outer_backward::<Self>(saved, task);
+            }
+            let MlpOuterSaved {
+                hidden,
+                bias,
+                outer,
+                grad,
+            } = saved;
+            let hidden = into_contiguous(hidden);
+            let bias = contiguous(bias);
+            let grad = into_contiguous(grad);
+            // Where nobody else has what came in, the activation takes its place.
+            let in_place = hidden.can_mut();
+            let shape = hidden.meta.shape().clone();
+            let rows = as_matrix(grad.clone());
+            let made = wgmma::through(
+                [&rows, &outer],
+                &hidden,
+                bias.as_ref(),
+                kind(task.activation),
+                [task.bias.is_some(), task.active, in_place],
+            );
+            drop(rows);
+            let Some(made) = made else {
+                let saved = MlpOuterSaved {
+                    hidden,
+                    bias: bias.into(),
+                    outer,
+                    grad,
+                };
+                return steps::outer_backward::<Self>(saved, task);
+            };
+            let by_bias = match (task.bias, made.totals) {
+                (Some(dtype), Some(totals)) => {
+                    let [rows, width] = totals.meta.shape().dims();
+                    let sums = empty(&totals, [width], dtype.into());
+                    let result =
+                        column_sums(&totals.client, typed(&totals), [rows, width], typed(&sums));
+                    // f32 and half precision are summed everywhere.
+                    result.unwrap_or_else(|error| panic!("mlp: sums over rows: {error}"));
+                    MaybeFloat::Some(sums)
+                }
+                _ => MaybeFloat::None,
+            };
+            ActivationGrads {
+                x: MaybeFloat::Some(shaped(made.grad, &shape)),
+                bias: by_bias,
+                y: made.active.map(|active| shaped(active, &shape)).into(),
+            }
+        }
+    }
+}
 
 #[cfg(feature = "autodiff")]
 mod steps {

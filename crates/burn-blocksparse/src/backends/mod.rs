@@ -15,13 +15,14 @@ pub(crate) mod heads;
 pub(crate) mod linear;
 pub(crate) mod loss;
 mod masses;
-mod mlp;
+pub(crate) mod mlp;
 #[cfg(feature = "cube")]
 mod named_product;
 mod norm;
 pub(crate) mod optim;
 #[cfg(feature = "autodiff")]
 mod outputs;
+pub(crate) mod projection;
 #[cfg(feature = "cuda")]
 mod wgmma_product;
 

@@ -125,9 +125,9 @@ pub fn linear_plan<const D: usize>(
 }
 
 /// Weights with the names of what may be wrong about them: their height and their device.
-type Named<'a> = (&'a Tensor<2>, [&'static str; 2]);
+pub(crate) type Named<'a> = (&'a Tensor<2>, [&'static str; 2]);
 
-fn named(weights: &[Tensor<2>]) -> Vec<Named<'_>> {
+pub(crate) fn named(weights: &[Tensor<2>]) -> Vec<Named<'_>> {
     let names = ["weight's in", "weight's device"];
     weights.iter().map(|weight| (weight, names)).collect()
 }
@@ -138,17 +138,26 @@ pub(crate) fn check<const D: usize>(
     weights: &[Named],
     options: &LinearOptions,
 ) -> Result<FloatDType, OpError> {
+    check_width(x, (x.dims()[D - 1], "x's last dimension"), weights, options)
+}
+
+/// The same of an x whose rows have so many numbers.
+pub(crate) fn check_width<const D: usize>(
+    x: &Tensor<D>,
+    (width, what): (usize, &str),
+    weights: &[Named],
+    options: &LinearOptions,
+) -> Result<FloatDType, OpError> {
     let device = x.device();
     served(&device)?;
     if weights.is_empty() || weights.len() > WEIGHTS {
         let expected = format!("1 to {WEIGHTS} matrices");
         return Err(OpError::argument("weights", expected, weights.len()));
     }
-    let width = x.dims()[D - 1];
     for (weight, [height, place]) in weights {
         let [inputs, _] = weight.dims();
         if inputs != width {
-            let expected = format!("{width}, x's last dimension");
+            let expected = format!("{width}, {what}");
             return Err(OpError::argument(height, expected, inputs));
         }
         same_device(place, &device, "x's", &weight.device())?;

@@ -142,14 +142,13 @@ pub fn mlp_plan<const D: usize>(
     Ok(OpPlan::new(&x.device(), |device| {
         #[cfg(feature = "cube")]
         {
-            use crate::backends::{activation as between, linear::kernels::text};
+            use crate::backends::{linear::kernels::text, mlp::inner_text};
 
-            let product = |lengths| text(device, dtype.into(), lengths);
+            let bias = params.bias.as_ref().map(Tensor::dtype);
+            let dtype = dtype.into();
             let parts = [
-                product([rows, inputs, hidden]),
-                between::text(device, [rows, hidden], dtype.into(), activation)
-                    .map_err(|error| error.to_string()),
-                product([rows, hidden, outputs]),
+                inner_text(device, dtype, [rows, inputs, hidden], bias, activation),
+                text(device, dtype, [rows, hidden, outputs]),
             ];
             let is_ok = parts.iter().all(Result::is_ok);
             let text = parts.map(|part| part.unwrap_or_else(|why| why)).join("; ");

@@ -4,17 +4,76 @@ use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::FloatDType;
 
-use super::values::{MlpCall, MlpInputs};
+use super::values::{MlpActive, MlpCall, MlpInnerInputs, MlpInputs, MlpOuterSaved, MlpOuterTask};
 use crate::activation::values::Activation;
-use crate::activation::values::{ActivationInputs, ActivationSaved, ActivationTask};
+use crate::activation::values::{
+    ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
+};
 use crate::linear::values::{LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors};
-use crate::ops::{ActivationOps, LinearOps};
+use crate::ops::{ActivationOps, LinearOps, MlpOps};
 use crate::values::MaybeFloat;
 
-/// What a backend has to have.
+/// What a backend has to have for the halves.
 pub(crate) trait Parts: LinearOps + ActivationOps {}
 
 impl<B: LinearOps + ActivationOps> Parts for B {}
+
+/// The first product and the activation.
+pub(crate) fn inner<B: Parts>(
+    inputs: MlpInnerInputs<B>,
+    call: MlpCall,
+    keep: bool,
+) -> MlpActive<B> {
+    let MlpInnerInputs { x, inner, bias } = inputs;
+    let first = product::<B>(x, inner, call.dtype);
+    let hidden = keep.then(|| first.out.clone());
+    MlpActive {
+        // In place, where nobody keeps what comes in.
+        active: between::<B>(first.out, bias, call.activation),
+        hidden: hidden.into(),
+        x: first.rounded,
+        inner: first.joined,
+    }
+}
+
+/// The gradient by the activation, and what it becomes before it.
+pub(crate) fn outer_backward<B: Parts>(
+    saved: MlpOuterSaved<B>,
+    task: MlpOuterTask,
+) -> ActivationGrads<B> {
+    let MlpOuterSaved {
+        hidden,
+        bias,
+        outer,
+        grad,
+    } = saved;
+    let [hidden_width, outputs] = outer.shape().dims();
+    let by_active = B::linear_backward(
+        LinearSaved {
+            x: MaybeFloat::None,
+            weight: MaybeFloat::Some(outer),
+            grad,
+        },
+        LinearTask {
+            inputs: hidden_width,
+            x: Some(task.dtype),
+            weights: [Some((outputs, None)), None, None],
+        },
+    );
+    B::bias_activation_backward(
+        ActivationSaved {
+            x: MaybeFloat::Some(hidden),
+            bias,
+            grad: by_active.x.into_option().expect("it was asked for"),
+        },
+        task.activation,
+        ActivationTask {
+            x: true,
+            bias: task.bias,
+            y: task.active,
+        },
+    )
+}
 
 fn one<B: Parts>(weight: FloatTensor<B>) -> WeightTensors<B> {
     WeightTensors::of_list([Some(weight), None, None])
@@ -41,7 +100,7 @@ fn between<B: Parts>(
 }
 
 /// The result and what a backward pass may need: the factors as they were multiplied, where they are not the inputs themselves.
-pub(crate) struct Forward<B: Parts> {
+pub(crate) struct Forward<B: MlpOps> {
     pub out: FloatTensor<B>,
     /// `x · W₁`, unless it is computed again.
     pub hidden: Option<FloatTensor<B>>,
@@ -51,29 +110,26 @@ pub(crate) struct Forward<B: Parts> {
 }
 
 /// `keep`: whether `x · W₁` is wanted behind the call.
-pub(crate) fn forward<B: Parts>(inputs: MlpInputs<B>, call: MlpCall, keep: bool) -> Forward<B> {
+pub(crate) fn forward<B: MlpOps>(inputs: MlpInputs<B>, call: MlpCall, keep: bool) -> Forward<B> {
     let MlpInputs {
         x,
         inner,
         bias,
         outer,
     } = inputs;
-    let first = product::<B>(x, inner, call.dtype);
-    let hidden = keep.then(|| first.out.clone());
-    // In place, where nobody keeps what comes in.
-    let active = between::<B>(first.out, bias, call.activation);
-    let second = product::<B>(active, outer, call.dtype);
+    let first = B::mlp_inner(MlpInnerInputs { x, inner, bias }, call, keep);
+    let second = product::<B>(first.active, outer, call.dtype);
     Forward {
         out: second.out,
-        hidden,
-        x: first.rounded.into_option(),
-        inner: first.joined.into_option(),
+        hidden: first.hidden.into_option(),
+        x: first.x.into_option(),
+        inner: first.inner.into_option(),
         outer: second.joined.into_option(),
     }
 }
 
 /// What a backward pass gets: factors as they were multiplied, as far as a gradient that is wanted needs them.
-pub(crate) struct Saved<B: Parts> {
+pub(crate) struct Saved<B: MlpOps> {
     pub x: Option<FloatTensor<B>>,
     pub inner: Option<FloatTensor<B>>,
     pub bias: Option<FloatTensor<B>>,
@@ -106,7 +162,7 @@ impl Task {
 }
 
 /// Gradients by x, the inner weight, the bias and the outer weight.
-pub(crate) fn backward<B: Parts>(
+pub(crate) fn backward<B: MlpOps>(
     saved: Saved<B>,
     call: MlpCall,
     task: Task,
@@ -136,32 +192,49 @@ pub(crate) fn backward<B: Parts>(
         active = (hidden.clone()).map(|hidden| between::<B>(hidden, bias, call.activation));
     }
     if task.before() {
-        let by_active = B::linear_backward(
-            LinearSaved {
-                x: MaybeFloat::None,
-                weight: outer.into(),
-                grad: grad.clone(),
-            },
-            LinearTask {
-                inputs: hidden_width,
-                x: Some(call.dtype),
-                weights: [Some((outputs, None)), None, None],
-            },
-        );
-        let curved = call.activation != Activation::None;
-        let made = B::bias_activation_backward(
-            ActivationSaved {
-                x: hidden.filter(|_| curved).into(),
-                bias: bias.filter(|_| curved).into(),
-                grad: by_active.x.into_option().expect("it was asked for"),
-            },
-            call.activation,
-            ActivationTask {
-                x: true,
-                bias: task.bias,
-                y: together && task.outer.is_some(),
-            },
-        );
+        let made = match hidden.filter(|_| together) {
+            Some(hidden) => B::mlp_outer_backward(
+                MlpOuterSaved {
+                    hidden,
+                    bias: bias.into(),
+                    outer: outer.expect("what is before it needs it"),
+                    grad: grad.clone(),
+                },
+                MlpOuterTask {
+                    activation: call.activation,
+                    dtype: call.dtype,
+                    bias: task.bias,
+                    active: task.outer.is_some(),
+                },
+            ),
+            None => {
+                let by_active = B::linear_backward(
+                    LinearSaved {
+                        x: MaybeFloat::None,
+                        weight: outer.into(),
+                        grad: grad.clone(),
+                    },
+                    LinearTask {
+                        inputs: hidden_width,
+                        x: Some(call.dtype),
+                        weights: [Some((outputs, None)), None, None],
+                    },
+                );
+                B::bias_activation_backward(
+                    ActivationSaved {
+                        x: MaybeFloat::None,
+                        bias: MaybeFloat::None,
+                        grad: by_active.x.into_option().expect("it was asked for"),
+                    },
+                    Activation::None,
+                    ActivationTask {
+                        x: true,
+                        bias: task.bias,
+                        y: false,
+                    },
+                )
+            }
+        };
         by_bias = made.bias.into_option();
         active = made.y.into_option().or(active);
         if task.x.is_some() || task.inner.is_some() {

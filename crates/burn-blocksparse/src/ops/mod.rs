@@ -10,6 +10,7 @@ mod masses;
 mod mlp;
 mod norm;
 mod optim;
+mod projection;
 
 use burn::backend::{Backend, backend_extension};
 
@@ -24,6 +25,7 @@ pub use mlp::MlpOps;
 pub use norm::NormOps;
 pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
+pub use projection::ProjectionOps;
 
 use crate::options::AttentionOptions;
 use crate::reference;

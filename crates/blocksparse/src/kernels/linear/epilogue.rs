@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 
 use super::tile::{Epilogue, ProductTile};
 use crate::kernels::shared::asm::{
-    Half, global_address, pack, read_four_words, shared_load, shared_store, shuffle_xor,
+    Half, global_address, pack, read_four_words_once, shared_load, shared_store, shuffle_xor,
     trade_four, unpack,
 };
 use crate::kernels::shared::curve::{ActivationKind, Curve, slope, value};
@@ -264,7 +264,7 @@ pub fn prepare<W: Size>(
                 let at = (place.matrix * shape.rows + row) * (shape.cols / 8) + col / 8;
                 // Of rows behind the last one zeros.
                 let end = select(col < shape.cols, shape.rows, 0u32);
-                held[step] = read_four_words(address + u64::cast_from(at) * 16, row, end);
+                held[step] = read_four_words_once(address + u64::cast_from(at) * 16, row, end);
             }
         }
         ComptimeOption::None => {}

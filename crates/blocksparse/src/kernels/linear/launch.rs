@@ -8,7 +8,7 @@ use super::epilogue::ResultShapeLaunch;
 use super::plan::ProductPlan;
 use super::product::{self, TilesLaunch};
 use super::tile::{Epilogue, Order, ROWS, SLAB, UNITS};
-use super::view::MatrixView;
+use super::view::{HEAD, MatrixView};
 use crate::kernels::args::{buffer, optional};
 use crate::kernels::error::KernelError;
 use crate::kernels::shared::tma::ROW_ELEMENTS;
@@ -26,13 +26,22 @@ fn map(
         Order::Depth => (across, depth, [1, 1, width, ROW_ELEMENTS]),
         Order::Across => (depth, across, [1, 1, SLAB, ROW_ELEMENTS]),
     };
-    let shape = [1, view.shape[0], view.shape[outer], view.shape[inner]];
+    let mut shape = [1, view.shape[0], view.shape[outer], view.shape[inner]];
     let mut strides = [0, view.strides[0], view.strides[outer], 1];
     // Strides of dimensions of length 1 are arbitrary, but a map's have to be multiples of 16 bytes.
     for dim in 0..3 {
         if shape[dim] == 1 {
             strides[dim] = shape[3].next_multiple_of(8);
         }
+    }
+    if let Some(seq) = view.seq {
+        let (rows, columns) = match view.strides[2] {
+            1 => (view.shape[1], view.shape[2]),
+            _ => (view.shape[2], view.shape[1]),
+        };
+        let heads = columns / HEAD;
+        shape = [rows / seq, heads, seq, HEAD];
+        strides = [heads * seq * HEAD, seq * HEAD, HEAD, 1];
     }
     // SAFETY: the view's shape and strides, whose elements its handle holds.
     let tensor = unsafe {
@@ -55,7 +64,8 @@ pub struct EpilogueTensors<'a> {
     pub bias: Option<&'a Handle>,
     /// What came into the activation, without the bias: `[rows, columns]` in the result's type. Of gradients alone, which need it.
     pub before: Option<&'a Handle>,
-    /// To be written, `[rows, columns]` in the result's type: of an activation what comes into it, without the bias; of a gradient the activation again.
+    /// To be written, `[rows, columns]` in the result's type: of an activation what comes into it, without the bias; of a gradient the activation again,
+    /// for which `before`'s buffer will do.
     pub second: Option<&'a Handle>,
     /// To be written, `[plan.total_rows(), columns]` in f32: sums of a gradient over 64 rows each. Of gradients that are planned with sums alone.
     pub totals: Option<&'a Handle>,
@@ -113,7 +123,8 @@ pub fn multiply(
         let lengths = [view.shape[depth], view.shape[3 - depth]];
         let fits =
             lengths == [request.depth, across] && [1, request.batch].contains(&view.shape[0]);
-        if !fits || view.order(depth) != Ok(order) {
+        let lies = view.seq.is_some() == (name == "a" && request.by_heads);
+        if !fits || !lies || view.order(depth) != Ok(order) {
             return Err(KernelError::Factor { factor: name });
         }
     }
@@ -134,6 +145,7 @@ pub fn multiply(
         plan.slabs() as u32,
         batched(a),
         batched(b),
+        a.seq.unwrap_or(1) as u32,
     );
     let words = if tile.wide { 2 } else { 4 };
     let elements = request.batch * plan.parts * request.rows * request.cols;

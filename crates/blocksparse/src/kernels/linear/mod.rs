@@ -25,4 +25,4 @@ mod view;
 pub use launch::{EpilogueTensors, multiply};
 pub use plan::{ProductPlan, ProductRequest};
 pub use tile::{Epilogue, Order};
-pub use view::MatrixView;
+pub use view::{HEAD, HEAD_ROWS, MatrixView};

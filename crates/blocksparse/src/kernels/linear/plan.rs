@@ -31,6 +31,8 @@ pub struct ProductRequest {
     pub parts: bool,
     /// What becomes of the sums.
     pub epilogue: Epilogue,
+    /// Whether the left factor lies by heads.
+    pub by_heads: bool,
 }
 
 impl ProductRequest {
@@ -59,6 +61,10 @@ impl ProductRequest {
             wide,
             parts,
             epilogue: Epilogue::Plain,
+            by_heads: match (a.seq, b.seq) {
+                (_, Some(_)) => return Err("the right factor lies by heads"),
+                (seq, None) => seq.is_some(),
+            },
         })
     }
 
@@ -147,7 +153,6 @@ impl ProductPlan {
             rows,
             cols,
             depth,
-            orders,
             wide,
             epilogue,
             ..
@@ -170,7 +175,6 @@ impl ProductPlan {
                 "a length or the result has more numbers than the kernel counts in 32 bits",
             );
         }
-        let half = if request.bf16 { Half::Bf16 } else { Half::F16 };
         let slabs = depth.div_ceil(SLAB);
         let most_parts = match request.parts && wide {
             true => (slabs / LEAST_SLABS).clamp(1, MOST_PARTS),
@@ -180,7 +184,15 @@ impl ProductPlan {
             // Registers have room for what a gradient reads beside the sums of half a tile.
             let is_read = matches!(epilogue, Epilogue::Gradient { .. });
             let tile = (!is_read || tile_cols < 256)
-                .then(|| ProductTile::new(half, tile_cols, orders, wide, epilogue, shared))
+                .then(|| {
+                    let half = if request.bf16 { Half::Bf16 } else { Half::F16 };
+                    ProductTile {
+                        by_heads: request.by_heads,
+                        epilogue,
+                        ..ProductTile::new(half, tile_cols, request.orders, wide)
+                    }
+                    .with_slabs(shared)
+                })
                 .flatten();
             tile.into_iter().flat_map(move |tile| {
                 (1..=most_parts).map(move |parts| {
@@ -267,6 +279,7 @@ mod tests {
             wide: parts,
             parts,
             epilogue: Epilogue::Plain,
+            by_heads: false,
         }
     }
 

@@ -15,6 +15,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 use super::asm::{main_loop, pause};
 use super::epilogue::{Lane, Place, ResultShape, finish, prepare};
 use super::tile::{MULTIPLIERS, Order, ProductTile, ROWS, SLAB, SPAN_BYTES, WARPS};
+use super::view::HEAD;
 use crate::kernels::shared::asm::{shared_address, uniform};
 use crate::kernels::shared::tma::{
     ROW_ELEMENTS, barrier_expect, barrier_fence, barrier_init, barrier_wait, descriptor, load_box,
@@ -36,6 +37,8 @@ pub struct Tiles {
     /// Whether the factors have as many matrices as the batch.
     a_batch: u32,
     b_batch: u32,
+    /// Rows of a batch entry of the left factor, if it lies by heads.
+    seq: u32,
 }
 
 #[cube]
@@ -84,7 +87,46 @@ fn load_slab(
     }
 }
 
-/// `a` and `b` as maps `[1, batch, rows, columns]` whose columns are contiguous: transposed where an [`Order`] says so. `out` is
+/// The same of a factor that lies by heads, whose slabs do not go beyond a batch entry.
+#[cube]
+fn load_heads(
+    map: u64,
+    target: u32,
+    bar: u32,
+    across: u32,
+    depth: u32,
+    seq: u32,
+    #[comptime] order: Order,
+    #[comptime] width: usize,
+) {
+    if comptime!(order == Order::Depth) {
+        load_box(
+            map,
+            target,
+            bar,
+            0u32,
+            across % seq,
+            depth / comptime!(HEAD as u32),
+            across / seq,
+        );
+    } else {
+        #[unroll]
+        for span in 0..comptime!((width / ROW_ELEMENTS) as u32) {
+            load_box(
+                map,
+                target + comptime!(span * SPAN_BYTES as u32),
+                bar,
+                0u32,
+                depth % seq,
+                across / comptime!(HEAD as u32) + span,
+                depth / seq,
+            );
+        }
+    }
+}
+
+/// `a` and `b` as maps `[1, batch, rows, columns]` whose columns are contiguous: transposed where an [`Order`] says so; `a` as a map
+/// `[batch, heads, seq, 64]`, if the tile says so. `out` is
 /// `[batch, parts, rows, columns]` in words, or as the tile's epilogue says; so is `second`, what it writes beside that, and `before`, what it reads.
 /// `totals` is `[tiles along the rows · 2, columns]`.
 #[cube(launch_unchecked)]
@@ -133,16 +175,20 @@ pub fn product<S: Size, W: Size>(
                     barrier_expect(bar, comptime!(t.slab_bytes()));
                     let depth = (place.first + slab) * comptime!(SLAB as u32);
                     let target = slabs + stage * comptime!(t.slab_bytes() as u32);
-                    load_slab(
-                        a_map,
-                        target,
-                        bar,
-                        place.row,
-                        depth,
-                        place.batch * tiles.a_batch,
-                        t.a,
-                        ROWS,
-                    );
+                    if comptime!(t.by_heads) {
+                        load_heads(a_map, target, bar, place.row, depth, tiles.seq, t.a, ROWS);
+                    } else {
+                        load_slab(
+                            a_map,
+                            target,
+                            bar,
+                            place.row,
+                            depth,
+                            place.batch * tiles.a_batch,
+                            t.a,
+                            ROWS,
+                        );
+                    }
                     load_slab(
                         b_map,
                         target + comptime!(t.a_bytes() as u32),

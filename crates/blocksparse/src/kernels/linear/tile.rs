@@ -84,22 +84,17 @@ pub struct ProductTile {
     pub stagger: u32,
     /// What becomes of the sums.
     pub epilogue: Epilogue,
+    /// Whether the left factor lies by heads.
+    pub by_heads: bool,
 }
 
 /// About two slabs of a warpgroup of its own at 256 columns: as long as it takes to write its results.
 const STAGGER: u32 = 1024;
 
 impl ProductTile {
-    /// The tile of so many columns with as many slabs as fit.
-    pub fn new(
-        half: Half,
-        cols: usize,
-        [a, b]: [Order; 2],
-        wide: bool,
-        epilogue: Epilogue,
-        shared: usize,
-    ) -> Option<Self> {
-        let mut tile = Self {
+    /// The tile of so many columns.
+    pub fn new(half: Half, cols: usize, [a, b]: [Order; 2], wide: bool) -> Self {
+        Self {
             half,
             cols,
             stages: 1,
@@ -107,11 +102,16 @@ impl ProductTile {
             b,
             wide,
             stagger: STAGGER,
-            epilogue,
-        };
-        let room = shared.checked_sub(BARRIERS + tile.totals_bytes())?;
-        tile.stages = (room / tile.slab_bytes()).min(8);
-        (tile.stages >= 2).then_some(tile)
+            epilogue: Epilogue::Plain,
+            by_heads: false,
+        }
+    }
+
+    /// With as many slabs as fit. None: too few do.
+    pub fn with_slabs(mut self, shared: usize) -> Option<Self> {
+        let room = shared.checked_sub(BARRIERS + self.totals_bytes())?;
+        self.stages = (room / self.slab_bytes()).min(8);
+        (self.stages >= 2).then_some(self)
     }
 
     pub(super) fn a_bytes(&self) -> usize {
@@ -174,8 +174,11 @@ impl fmt::Display for ProductTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "tiles of {ROWS} × {}, {} slabs of {SLAB}{}",
-            self.cols, self.stages, self.epilogue
+            "tiles of {ROWS} × {}, {} slabs of {SLAB}{}{}",
+            self.cols,
+            self.stages,
+            if self.by_heads { ", read by heads" } else { "" },
+            self.epilogue
         )
     }
 }

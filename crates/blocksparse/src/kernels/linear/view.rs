@@ -2,7 +2,7 @@
 
 use cubecl::server::Handle;
 
-use super::tile::Order;
+use super::tile::{Order, ROWS, SLAB};
 
 /// Elements that TMA's strides and addresses are multiples of: 16 bytes.
 const ALIGNMENT: usize = 8;
@@ -16,9 +16,27 @@ pub struct MatrixView {
     pub shape: [usize; 3],
     /// Elements from one to the next.
     pub strides: [usize; 3],
+    /// Rows of a batch entry, if the matrix lies by heads, as `[batch, heads, seq, 64]`: then it is one, and the strides are as if it had rows of 64.
+    pub seq: Option<usize>,
 }
 
+/// Columns of a head of a factor that lies by heads: a slab has one.
+pub const HEAD: usize = SLAB;
+
+/// What the sequence of such a factor is a multiple of, if its columns are the depth: the rows of a tile.
+pub const HEAD_ROWS: usize = ROWS;
+
 impl MatrixView {
+    /// `[batch, heads, seq, 64]`, contiguous, as the matrix `[batch · seq, heads · 64]`.
+    pub fn by_heads(handle: Handle, [batch, heads, seq]: [usize; 3]) -> Self {
+        Self {
+            handle,
+            shape: [1, batch * seq, heads * HEAD],
+            strides: [batch * seq * heads * HEAD, HEAD, 1],
+            seq: Some(seq),
+        }
+    }
+
     /// The matrices with rows and columns swapped.
     #[must_use]
     pub fn transposed(mut self) -> Self {
@@ -33,7 +51,15 @@ impl MatrixView {
     /// What TMA cannot read.
     pub(super) fn order(&self, depth: usize) -> Result<Order, &'static str> {
         let begins = self.handle.offset_start.unwrap_or(0);
-        lies([self.shape, self.strides], depth, begins)
+        let order = lies([self.shape, self.strides], depth, begins)?;
+        let multiple = match order {
+            Order::Depth => ROWS,
+            Order::Across => SLAB,
+        };
+        match self.seq.is_none_or(|seq| seq.is_multiple_of(multiple)) {
+            true => Ok(order),
+            false => Err("a sequence by heads is not a multiple of the rows of a tile"),
+        }
     }
 }
 

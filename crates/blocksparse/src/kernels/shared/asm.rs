@@ -210,6 +210,15 @@ pub fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     o
 }
 
+/// [`read_four_words`] of memory that the unit itself will write.
+#[cube]
+pub fn read_four_words_once(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> {
+    let o: Vector<u32, Const<4>>;
+    gpu_asm!("{body} /* {o} {a} {i} {e} */", body = const READ_FOUR_WORDS.replace(".nc", ""), o = out(_) o,
+        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end));
+    o
+}
+
 /// 16 bytes at an address of constant memory, or 0 unless `index < end`.
 #[cube]
 pub fn read_four_words(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> {

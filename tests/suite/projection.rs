@@ -1,0 +1,53 @@
+//! Projections to heads and from them.
+
+use burn::tensor::{DType, Tensor};
+use burn_blocksparse::{
+    LinearOptions, linear_from_heads, linear_from_heads_plan, linear_to_heads, linear_to_heads_plan,
+};
+use burn_blocksparse_tests::devices::devices;
+use rstest::rstest;
+
+burn_blocksparse_tests::tests!(projection: projections_to_heads, projections_from_heads, projections_constants, projections_plans);
+
+#[rstest]
+#[case(&[6], &[(2, 3)], 5, 6, "weight's in must be 4, x's last dimension, got 5")]
+#[case(&[], &[(2, 3)], 4, 6, "weights must be 1 to 3 matrices, got 0")]
+#[case(&[6], &[], 4, 6, "parts must be of 1 to 3 tensors, got 0")]
+#[case(&[6], &[(1, 1); 4], 4, 6, "parts must be of 1 to 3 tensors, got 4")]
+#[case(&[6, 2], &[(2, 3)], 4, 8, "parts must be heads of 8 columns in all, those of the weights, got [(2, 3)]")]
+#[case(&[6], &[(usize::MAX, 2)], 4, 6, "parts must be heads of 6 columns in all, those of the weights, got [(18446744073709551615, 2)]")]
+#[case(&[6], &[(2, 3)], 4, 7, "bias's length must be 6, the weights' columns, got 7")]
+fn errors_to_heads(
+    #[case] widths: &[usize],
+    #[case] parts: &[(usize, usize)],
+    #[case] inputs: usize,
+    #[case] bias: usize,
+    #[case] message: &str,
+) {
+    for device in devices() {
+        let x = Tensor::<3>::zeros([2, 5, 4], (&device, DType::F32));
+        let weights: Vec<Tensor<2>> = (widths.iter())
+            .map(|width| Tensor::zeros([inputs, *width], (&device, DType::F32)))
+            .collect();
+        let bias = Tensor::<1>::zeros([bias], (&device, DType::F32));
+        let options = LinearOptions::default();
+        let error = linear_to_heads_plan(&x, &weights, Some(&bias), parts, &options).unwrap_err();
+        assert_eq!(error.to_string(), message);
+        let error = linear_to_heads(x, weights, Some(bias), parts, &options).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}
+
+#[test]
+fn errors_from_heads() {
+    for device in devices() {
+        let x = Tensor::<4>::zeros([2, 3, 5, 4], (&device, DType::F32));
+        let weight = Tensor::<2>::zeros([11, 4], (&device, DType::F32));
+        let options = LinearOptions::default();
+        let message = "weight's in must be 12, x's heads · width, got 11";
+        let error = linear_from_heads_plan(&x, &weight, &options).unwrap_err();
+        assert_eq!(error.to_string(), message);
+        let error = linear_from_heads(x, weight, &options).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}
