@@ -1,7 +1,7 @@
 //! One comparator: the largest error relative to the largest expected value, and where it is; and beside it each row's error in the
 //! 2-norm, relative to what the row is made of ([`crate::rounding`]).
 
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 
 use crate::reference::Expected;
 use crate::rounding::{Rounding, Spread};
@@ -9,6 +9,14 @@ use crate::rounding::{Rounding, Spread};
 /// Inputs are of size 1, so results smaller than this are differences of larger terms (the gradient of a
 /// single score is 0 as 1 − 1) and are held to an absolute error.
 const SMALLEST_SCALE: f64 = 0.1;
+
+/// A tensor's numbers as they are now. `into_data` copies them from the device where they are first looked at, and what is computed in the tensor's
+/// place until then is copied with them (Burn 0.22.1).
+pub fn read<const D: usize>(tensor: Tensor<D>) -> TensorData {
+    let data = tensor.into_data();
+    let _ = data.as_bytes();
+    data
+}
 
 /// Largest `|got − expected| / max |expected|`; infinite values must agree exactly.
 pub fn relative_error(got: &[f64], expected: &[f64]) -> (f64, usize) {

@@ -6,7 +6,7 @@ use burn_blocksparse::{
     linear_to_heads, linear_to_heads_plan, split_heads,
 };
 
-use crate::compare::{assert_close, to_f64};
+use crate::compare::{assert_close, read, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes};
 use crate::linear::{numbers, tensor};
 
@@ -131,7 +131,7 @@ impl ToHeads {
             }
         };
         let mut results: Results = (parts.iter())
-            .map(|part| Some(part.clone().into_data()))
+            .map(|part| Some(read(part.clone())))
             .collect();
         for (part, (heads, dim)) in parts.iter().zip(&self.parts) {
             assert_eq!(part.dims(), [self.batch, *heads, self.seq, *dim]);
@@ -225,7 +225,7 @@ fn from_heads(
     };
     assert_eq!(y.dims(), [batch, seq, outputs]);
     assert_eq!(y.dtype(), dtypes.result());
-    let mut results = vec![Some(y.clone().into_data())];
+    let mut results = vec![Some(read(y.clone()))];
     if tracked.contains(&true) {
         let values = numbers(73, batch * seq * outputs);
         let grad = tensor(&values, [batch, seq, outputs], device, dtypes.result());
