@@ -3,8 +3,8 @@ use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::{Bool, DType, Tensor};
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Dropout as WeightDropout,
-    Layout, OpError, Pattern, attention_with_tensors, attention_with_tensors_and_weights,
-    join_heads, split_heads,
+    KeptAttention, Layout, OpError, Pattern, WeightsMode, attention_given, attention_keeping,
+    attention_with_tensors, attention_with_tensors_and_weights, join_heads, split_heads,
 };
 
 use crate::dropout::Seeds;
@@ -12,6 +12,7 @@ use crate::error::{ensure, ensure_none, ensure_shape};
 use crate::heads::{Positions, rotate};
 use crate::input::PaddedBatch;
 use crate::layouts::{Layouts, Request};
+use crate::results::Results;
 use crate::stream::Projected;
 use crate::{HeadNorm, Precision, SparseMhaInput, TransformerError};
 
@@ -412,8 +413,27 @@ impl SparseMultiHeadAttention {
     ) -> Result<Tensor<4>, TransformerError> {
         let tensors = self.tensors_of(&query, call);
         let options = self.options_of(&query, call);
-        let (context, _) = attention_with_tensors(query, key, value, tensors, layout, options)?;
-        Ok(context)
+        // The weights are not kept.
+        let keeps = options.weights == WeightsMode::Recompute;
+        Ok(match &call.results {
+            Results::Given(kept) => {
+                let kept = KeptAttention::clone(kept);
+                let (context, _) =
+                    attention_given(query, key, value, tensors, kept, layout, options)?;
+                context
+            }
+            Results::Kept(slot) if keeps => {
+                let (context, _, kept) =
+                    attention_keeping(query, key, value, tensors, layout, options)?;
+                slot.put(kept);
+                context
+            }
+            Results::Computed | Results::Kept(_) => {
+                let (context, _) =
+                    attention_with_tensors(query, key, value, tensors, layout, options)?;
+                context
+            }
+        })
     }
 
     /// Sinks and biases of a call.
@@ -540,6 +560,7 @@ pub(crate) struct Call {
     dropout_seed: Option<u64>,
     /// In place of the module's own.
     dropout: Option<WeightDropout>,
+    results: Results,
 }
 
 impl Call {
@@ -554,6 +575,7 @@ impl Call {
             bias: input.bias.clone(),
             dropout_seed: input.dropout_seed,
             dropout: input.dropout,
+            results: input.results.clone(),
         }
     }
 }

@@ -9,15 +9,20 @@
 //!
 //! At any time only the residual stream between segments and the graph of one segment are in memory. Both
 //! runs of a block drop the same, because their masks are a function of a seed.
+//!
+//! Where the results of attention are kept, the forward pass without a graph leaves them, block by block, and the second run of a block
+//! is given them in place of the first steps of its attention.
 
 use std::ops::Range;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Int, Tensor};
+use burn_blocksparse::KeptAttention;
 
 use crate::dropout::hash;
 use crate::error::ensure;
+use crate::results::{Results, Slot};
 use crate::stream::Stream;
 use crate::{Recompute, SparseTransformer, TransformerError};
 
@@ -56,11 +61,16 @@ impl SparseTransformer {
             Recompute::None => self.stored(tokens, targets, dropout_seed, false),
             Recompute::Mlp => self.stored(tokens, targets, dropout_seed, true),
             // One segment is one graph.
-            Recompute::Segments(blocks) if blocks.get() >= self.blocks.len() => {
+            Recompute::Segments(blocks) | Recompute::SegmentsKeepingAttention(blocks)
+                if blocks.get() >= self.blocks.len() =>
+            {
                 self.stored(tokens, targets, dropout_seed, false)
             }
             Recompute::Segments(blocks) => {
-                self.recomputed(tokens, targets, dropout_seed, blocks.get())
+                self.recomputed(tokens, targets, dropout_seed, blocks.get(), false)
+            }
+            Recompute::SegmentsKeepingAttention(blocks) => {
+                self.recomputed(tokens, targets, dropout_seed, blocks.get(), true)
             }
         }
     }
@@ -83,27 +93,28 @@ impl SparseTransformer {
         Ok((loss.without_autodiff(), gradients))
     }
 
-    /// One graph per segment of blocks, from the last to the first.
+    /// One graph per segment of blocks, from the last to the first; with `keep` the attention of blocks that run twice is computed once.
     fn recomputed(
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
         seed: u64,
         segment: usize,
+        keep: bool,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
         let layers = self.blocks.len();
         let starts = (0..layers).step_by(segment);
         let mut segments: Vec<Range<usize>> = starts
             .map(|start| start..layers.min(start.saturating_add(segment)))
             .collect();
-        let mut inputs = self.residual_stream(tokens.clone(), &segments, seed)?;
+        let (mut inputs, mut kept) = self.residual_stream(tokens.clone(), &segments, seed, keep)?;
         let mut gradients = GradientsParams::new();
         // The last segment ends in the loss, so its blocks need not run before.
         let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) else {
             unreachable!("fewer blocks in a segment than there are make two at least");
         };
         let x = self.leaf(input);
-        let stream = self.segment(Stream::new(x.clone()), range.clone(), seed)?;
+        let stream = self.segment(Stream::new(x.clone()), range.clone(), seed, &mut kept)?;
         let loss = self.head_loss(stream, targets)?;
         let mut grads = loss.backward();
         let mut grad_x = input_gradient(x, &mut grads);
@@ -114,7 +125,7 @@ impl SparseTransformer {
 
         while let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) {
             let x = self.leaf(input);
-            let stream = self.segment(Stream::new(x.clone()), range.clone(), seed)?;
+            let stream = self.segment(Stream::new(x.clone()), range.clone(), seed, &mut kept)?;
             let mut grads = backward_from(stream.finish()?, grad_x);
             grad_x = input_gradient(x, &mut grads);
             self.collect_blocks(range, &mut grads, &mut gradients);
@@ -130,16 +141,19 @@ impl SparseTransformer {
         Ok((loss.without_autodiff(), gradients))
     }
 
-    /// Some blocks, as they are trained.
+    /// Some blocks, as they are trained; what is kept of their attention goes into the graph.
     fn segment(
         &self,
         mut stream: Stream,
         layers: Range<usize>,
         seed: u64,
+        kept: &mut [Option<KeptAttention>],
     ) -> Result<Stream, TransformerError> {
         for layer in layers {
             let block = &self.blocks[layer];
-            stream = block.step(stream, block.pass_of(hash(seed, layer as u64)))?;
+            let pass = block.pass_of(hash(seed, layer as u64));
+            let results = kept[layer].take().into();
+            stream = block.step(stream, pass.with_results(results))?;
         }
         Ok(stream)
     }
@@ -156,17 +170,20 @@ impl SparseTransformer {
         }
     }
 
-    /// The input of every segment, computed without a graph.
+    /// The input of every segment, computed without a graph; with `keep` also the results of attention of each block that ran for them, and None for
+    /// the others.
     fn residual_stream(
         &self,
         tokens: Tensor<2, Int>,
         segments: &[Range<usize>],
         seed: u64,
-    ) -> Result<Vec<Tensor<3>>, TransformerError> {
+        keep: bool,
+    ) -> Result<(Vec<Tensor<3>>, Vec<Option<KeptAttention>>), TransformerError> {
         // Shares the parameters' memory. `no_grad` would not do: autodiff registers operations on its
         // device even when nothing is tracked, and with gradient checkpointing keeps their inputs.
         let plain = self.valid();
         let mut inputs = Vec::with_capacity(segments.len());
+        let mut kept = vec![None; self.blocks.len()];
         let mut x = plain.embed(tokens, 0)?;
         for (index, segment) in segments.iter().enumerate() {
             inputs.push(x.clone());
@@ -176,12 +193,17 @@ impl SparseTransformer {
             let mut stream = Stream::new(x);
             for layer in segment.clone() {
                 // Those of the block that trains: the copy drops nothing of its own.
-                let pass = self.blocks[layer].pass_of(hash(seed, layer as u64));
+                let mut pass = self.blocks[layer].pass_of(hash(seed, layer as u64));
+                let slot = Slot::default();
+                if keep {
+                    pass = pass.with_results(Results::Kept(slot.clone()));
+                }
                 stream = plain.blocks[layer].step(stream, pass)?;
+                kept[layer] = slot.take();
             }
             x = stream.finish()?;
         }
-        Ok(inputs)
+        Ok((inputs, kept))
     }
 
     /// A leaf of a new graph, with the checkpointing strategy of the parameters it will meet.

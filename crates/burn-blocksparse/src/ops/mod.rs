@@ -87,8 +87,8 @@ mod meta {
     use crate::options::WeightsMode;
     use crate::values::{
         AttentionGradsMetadata, AttentionInputsMetadata, AttentionOutputMetadata,
-        GivenOutputMetadata, LayoutTensorsMetadata, MaybeFloatMetadata, OutputGradsMetadata, SavedMetadata,
-        ScoreTensorsMetadata,
+        GivenOutputMetadata, LayoutTensorsMetadata, MaybeFloatMetadata, OutputGradsMetadata,
+        SavedMetadata, ScoreTensorsMetadata,
     };
     use crate::weights;
 
