@@ -264,6 +264,8 @@ impl ModuleVisitor for Collect<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Factorization, Pattern, SparseTransformerConfig};
+    use burn::tensor::{Device, Distribution, TensorData};
     use std::collections::HashSet;
 
     #[test]
@@ -272,5 +274,63 @@ mod tests {
             .flat_map(|seed| (0..64).map(move |layer| hash(seed, layer)))
             .collect();
         assert_eq!(hashes.len(), 64 * 64);
+    }
+
+    fn model(store_weights: bool) -> SparseTransformer {
+        let factorization = Factorization::from(Pattern::fixed(8, 2));
+        SparseTransformerConfig::new(16, 2, factorization)
+            .with_vocab_size(7)
+            .with_context(24)
+            .with_n_layers(3)
+            .with_embedding_width(Some(8))
+            .with_block_size(8)
+            .with_store_weights(store_weights)
+            .init(&Device::flex().autodiff())
+            .unwrap()
+    }
+
+    /// What is kept, of two segments.
+    fn kept(model: &SparseTransformer, keep: bool) -> Vec<Option<KeptAttention>> {
+        let tokens = TensorData::new((0..21).map(|i| i % 7).collect::<Vec<i32>>(), [1, 21]);
+        let tokens = Tensor::from_data(tokens, &Device::flex());
+        let (inputs, kept) = model
+            .residual_stream(tokens, &[0..2, 2..3], 1, keep)
+            .unwrap();
+        assert_eq!(inputs.len(), 2);
+        kept
+    }
+
+    #[test]
+    fn attention_of_the_blocks_that_run_twice_is_kept() {
+        let counts = |model: &SparseTransformer, keep| -> Vec<bool> {
+            kept(model, keep).iter().map(Option::is_some).collect()
+        };
+        assert_eq!(counts(&model(false), true), [true, true, false]);
+        assert_eq!(counts(&model(false), false), [false; 3]);
+        assert_eq!(counts(&model(true), true), [false; 3]);
+        let kept = kept(&model(false), true).swap_remove(0).unwrap();
+        assert_eq!(kept.out.dims(), [1, 2, 21, 8]);
+        assert_eq!(kept.lse.dims(), [1, 2, 21]);
+        assert!(!kept.out.is_autodiff() && !kept.lse.is_autodiff());
+    }
+
+    /// Else the blocks would give the same for whatever is kept.
+    #[test]
+    fn blocks_take_what_is_kept() {
+        let model = model(false);
+        let input = Tensor::<3>::random([1, 21, 16], Distribution::Default, &Device::flex());
+        let run = |mut kept: Vec<Option<KeptAttention>>| {
+            let stream = Stream::new(model.leaf(input.clone()));
+            let stream = model.segment(stream, 0..2, 1, &mut kept).unwrap();
+            // They are in the graph and nowhere else.
+            assert!(kept.iter().all(Option::is_none));
+            stream.finish().unwrap().into_data()
+        };
+        let mut altered = kept(&model, true);
+        assert_ne!(run(altered.clone()), run(vec![None; 3]));
+        let first = run(altered.clone());
+        let last = altered[1].as_mut().unwrap();
+        last.out = last.out.clone() + 1.0;
+        assert_ne!(run(altered), first);
     }
 }
