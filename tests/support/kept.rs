@@ -41,7 +41,7 @@ fn variant(index: usize, case: &Case, seed: u64) -> (Problem, AttentionOptions) 
 enum By {
     Itself,
     Keeping,
-    Given(KeptAttention),
+    Given(Box<KeptAttention>),
 }
 
 /// Tracked, on a device with autodiff.
@@ -85,7 +85,7 @@ fn run<'a>(
             (out, lse, Some(kept))
         }
         By::Given(kept) => {
-            let (out, lse) = attention_given(tq, tk, tv, tensors, kept, layout, options).unwrap();
+            let (out, lse) = attention_given(tq, tk, tv, tensors, *kept, layout, options).unwrap();
             (out, lse, None)
         }
     };
@@ -127,7 +127,7 @@ fn check<'a>(
     };
     let (expected, _) = run(problem, layout, options, (&device, dtype), By::Itself);
     let (first, kept) = run(problem, layout, options, (plain, dtype), By::Keeping);
-    let given = By::Given(kept.unwrap());
+    let given = By::Given(Box::new(kept.unwrap()));
     let (again, _) = run(problem, layout, options, (&device, dtype), given.clone());
     let (plain_again, _) = run(problem, layout, options, (plain, dtype), given);
     let (keeping, _) = run(problem, layout, options, (&device, dtype), By::Keeping);
