@@ -16,11 +16,14 @@ use crate::devices::{assert_ran, exact_dtypes, half_dtypes};
 use crate::options::{SHARED, everything, tensors, with_distances};
 use crate::reference::{Problem, Sizes};
 
-/// The case with one of five kinds of scores: with dropout, sinks and ALiBi, with biases of each kind, with all options.
+/// The case with one of five kinds of scores: with dropout, with sinks and ALiBi, with biases of each kind, with all options. Plain if there are few
+/// queries.
 fn variant(index: usize, case: &Case, seed: u64) -> (Problem, AttentionOptions) {
     let problem = case.problem(seed).with_grad_lse(seed);
     let options = case.options();
     match index % 5 {
+        // So that the heads of a key head may be one sequence.
+        _ if case.seq_q < case.heads => (problem, options),
         0 => {
             let dropout = Dropout::new(0.3, seed);
             (problem.with_dropout(dropout), options.dropout(dropout))
@@ -89,14 +92,21 @@ fn run<'a>(
             (out, lse, None)
         }
     };
-    let mut results = vec![("out", out.to_data()), ("lse", lse.to_data())];
+    let outputs = [("out", out.clone()), ("lse", lse.clone().unsqueeze_dim(3))];
+    let read = || {
+        outputs
+            .clone()
+            .map(|(name, x)| (name, x.into_data()))
+            .to_vec()
+    };
     if !device.is_autodiff() {
-        return (results, kept);
+        return (read(), kept);
     }
     let grad_lse = TensorData::new(problem.grad_lse.clone(), lse.dims());
     let grad_lse = Tensor::<3>::from_data(grad_lse, (device, lse.dtype()));
     let loss = (lse * grad_lse).sum();
     let grads = (loss.clone() + (out * grad_out).sum().cast(loss.dtype())).backward();
+    let mut results = read();
     for (name, x) in [("dq", &q), ("dk", &k), ("dv", &v)] {
         results.push((name, x.grad(&grads).unwrap().into_data()));
     }
@@ -155,7 +165,7 @@ pub fn given_attention_gives_the_same_bits(devices: &[Device]) {
     // Among them rows without keys, grouped heads, and few queries of them.
     let cases = table()
         .into_iter()
-        .filter(|(index, case)| (index % 3 == 1 || case.seq_q < case.heads) && case.seq_kv <= 300);
+        .filter(|(index, case)| (index % 6 == 1 || case.seq_q < case.heads) && case.seq_kv <= 300);
     for (index, case) in cases {
         let seed = 9000 + index as u64;
         for device in devices {
@@ -180,10 +190,10 @@ pub fn given_attention_gives_the_same_bits(devices: &[Device]) {
 
 /// Half precision, layouts per batch entry and layouts that are made on the device.
 pub fn given_attention_of_other_kinds(devices: &[Device]) {
-    for (index, case) in table().iter().filter(|(index, _)| index % 5 == 3) {
+    for (index, case) in table().iter().filter(|(index, _)| index % 10 == 3) {
         for device in devices {
             for dtype in half_dtypes(device) {
-                let (mut problem, options) = variant(index / 5, case, 9100 + *index as u64);
+                let (mut problem, options) = variant(index / 10, case, 9100 + *index as u64);
                 problem.sinks = None;
                 problem.round_to(dtype);
                 let layout = case.layout();
