@@ -3,10 +3,9 @@
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, DeviceLayout,
-    DeviceLayoutOptions, Dropout, KeptAttention, LayoutShape, MassOptions, OpError, Pattern,
-    TopKOptions, WeightsMode, attention, attention_given, attention_keeping, attention_masses,
-    attention_with_tensors, merge_attention, top_k_blocks, top_k_blocks_on_device,
-    vertical_slash_layout,
+    DeviceLayoutOptions, Dropout, LayoutShape, MassOptions, OpError, Pattern, TopKOptions,
+    WeightsMode, attention, attention_masses, attention_with_tensors, merge_attention,
+    top_k_blocks, top_k_blocks_on_device, vertical_slash_layout,
 };
 use burn_blocksparse_tests::devices::{devices, supports};
 use proptest::prelude::*;
@@ -234,88 +233,6 @@ fn merged_parts_of_other_devices() {
         let message = error.unwrap_err().to_string();
         assert_eq!(message, format!("{name}'s device {expected}"));
     }
-}
-
-#[rstest]
-#[case([1, 4, 31, 16], [1, 4, 32], "kept.out's shape must be [1, 4, 32, 16], q's and v's, got [1, 4, 31, 16]")]
-#[case([1, 4, 32, 8], [1, 4, 32], "kept.out's shape must be [1, 4, 32, 16], q's and v's, got [1, 4, 32, 8]")]
-#[case([2, 4, 32, 16], [1, 4, 32], "kept.out's shape must be [1, 4, 32, 16], q's and v's, got [2, 4, 32, 16]")]
-#[case([1, 4, 32, 16], [1, 2, 64], "kept.lse's shape must be [1, 4, 32], q's rows, got [1, 2, 64]")]
-fn kept_shapes(#[case] out: [usize; 4], #[case] lse: [usize; 3], #[case] message: &str) {
-    for device in devices() {
-        let kept = KeptAttention::new(zeros(out, &device), Tensor::zeros(lse, &device));
-        let error = given(kept, AttentionOptions::default(), &device).unwrap_err();
-        assert_eq!(error.to_string(), message);
-    }
-}
-
-#[test]
-fn kept_dtypes_and_options() {
-    for device in devices() {
-        let (out, lse) = (
-            zeros([1, 4, 32, 16], &device),
-            Tensor::<3>::zeros([1, 4, 32], (&device, DType::F32)),
-        );
-        let other = [DType::F64, DType::F16, DType::BF16]
-            .into_iter()
-            .find(|&dtype| device.supports_dtype(dtype));
-        let other = other.unwrap_or_else(|| panic!("{device:?} has a second float dtype"));
-        let message = |out: Tensor<4>, lse: Tensor<3>, options| {
-            let error = given(KeptAttention::new(out, lse), options, &device);
-            error.map(drop).unwrap_err().to_string()
-        };
-        let plain = AttentionOptions::default;
-        assert_eq!(
-            message(out.clone().cast(other), lse.clone(), plain()),
-            format!("kept.out's dtype must be F32, q's, got {other:?}")
-        );
-        assert_eq!(
-            message(out.clone(), lse.clone().cast(other), plain()),
-            format!("kept.lse's dtype must be F32, that of q's sums, got {other:?}")
-        );
-        for (options, expected) in [
-            (
-                plain().weights(WeightsMode::Store),
-                "options.weights must be Recompute where the output is kept, got Store",
-            ),
-            (
-                plain().max_scores(true),
-                "options.max_scores must be false where the output is kept, got true",
-            ),
-        ] {
-            assert_eq!(message(out.clone(), lse.clone(), options.clone()), expected);
-            let x = zeros([1, 4, 32, 8], &device);
-            let (k, v) = (x.clone(), x.clone());
-            let kept = attention_keeping(x, k, v, Default::default(), &layout(), options);
-            assert_eq!(kept.unwrap_err().to_string(), expected);
-        }
-    }
-}
-
-#[cfg(all(feature = "flex", feature = "ndarray"))]
-#[test]
-#[allow(deprecated)]
-fn kept_on_other_devices() {
-    let [device, other] = [Device::flex(), Device::ndarray()];
-    for (name, places) in [("out", [&other, &device]), ("lse", [&device, &other])] {
-        let out = zeros([1, 4, 32, 16], places[0]);
-        let lse = Tensor::<3>::zeros([1, 4, 32], places[1]);
-        let kept = KeptAttention::new(out, lse);
-        let error = given(kept, AttentionOptions::default(), &device).unwrap_err();
-        let expected = format!("kept.{name}'s device must be {device:?}, q's, got {other:?}");
-        assert_eq!(error.to_string(), expected);
-    }
-}
-
-/// A call with 32 queries of 4 heads, and values of width 16.
-fn given(
-    kept: KeptAttention,
-    options: AttentionOptions,
-    device: &Device,
-) -> Result<(Tensor<4>, Tensor<3>), OpError> {
-    let (x, v) = (zeros([1, 4, 32, 8], device), zeros([1, 4, 32, 16], device));
-    let tensors = AttentionTensors::default();
-    attention_given(x.clone(), x, v, tensors, kept, &layout(), options)
 }
 
 /// There is no v to speak of.

@@ -3,8 +3,7 @@ use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::{Bool, DType, Tensor};
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Dropout as WeightDropout,
-    KeptAttention, Layout, OpError, Pattern, WeightsMode, attention_given, attention_keeping,
-    attention_with_tensors, attention_with_tensors_and_weights, join_heads, split_heads,
+    Layout, OpError, Pattern, attention_with_tensors_and_weights, join_heads, split_heads,
 };
 
 use crate::dropout::Seeds;
@@ -413,27 +412,8 @@ impl SparseMultiHeadAttention {
     ) -> Result<Tensor<4>, TransformerError> {
         let tensors = self.tensors_of(&query, call);
         let options = self.options_of(&query, call);
-        // The weights are not kept.
-        let keeps = options.weights == WeightsMode::Recompute;
-        Ok(match &call.results {
-            Results::Given(kept) => {
-                let kept = KeptAttention::clone(kept);
-                let (context, _) =
-                    attention_given(query, key, value, tensors, kept, layout, options)?;
-                context
-            }
-            Results::Kept(slot) if keeps => {
-                let (context, _, kept) =
-                    attention_keeping(query, key, value, tensors, layout, options)?;
-                slot.put(kept);
-                context
-            }
-            Results::Computed | Results::Kept(_) => {
-                let (context, _) =
-                    attention_with_tensors(query, key, value, tensors, layout, options)?;
-                context
-            }
-        })
+        let heads = [query, key, value];
+        Ok((call.results).attention(heads, tensors, layout, options)?)
     }
 
     /// Sinks and biases of a call.

@@ -2,7 +2,11 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn_blocksparse::KeptAttention;
+use burn::tensor::Tensor;
+use burn_blocksparse::{
+    AttentionOptions, AttentionTensors, KeptAttention, Layout, OpError, WeightsMode,
+    attention_given, attention_keeping, attention_with_tensors,
+};
 
 /// What becomes of the results of a call of attention. Nothing of it changes what the call computes.
 #[derive(Clone, Debug, Default)]
@@ -16,6 +20,34 @@ pub(crate) enum Results {
     /// They are those that another pass kept.
     #[cfg_attr(not(feature = "autodiff"), expect(dead_code))]
     Given(Box<KeptAttention>),
+}
+
+impl Results {
+    /// Attention of queries, keys and values.
+    pub(crate) fn attention<'a>(
+        &self,
+        [q, k, v]: [Tensor<4>; 3],
+        tensors: AttentionTensors,
+        layout: impl Into<Layout<'a>>,
+        options: AttentionOptions,
+    ) -> Result<Tensor<4>, OpError> {
+        // Stored weights are not kept.
+        let keeps = options.weights == WeightsMode::Recompute;
+        Ok(match self {
+            Self::Given(kept) => {
+                let kept = KeptAttention::clone(kept);
+                attention_given(q, k, v, tensors, kept, layout, options)?.0
+            }
+            Self::Kept(slot) if keeps => {
+                let (out, _, kept) = attention_keeping(q, k, v, tensors, layout, options)?;
+                slot.put(kept);
+                out
+            }
+            Self::Computed | Self::Kept(_) => {
+                attention_with_tensors(q, k, v, tensors, layout, options)?.0
+            }
+        })
+    }
 }
 
 /// Where a call leaves its results.
