@@ -10,6 +10,7 @@ mod embedding;
 mod errors;
 mod fuzz;
 mod heads;
+mod kept;
 mod layers;
 mod linear;
 mod loss;

@@ -13,6 +13,7 @@ pub mod embedding;
 pub mod fuzz;
 pub mod fuzz_more;
 pub mod heads;
+pub mod kept;
 pub mod linear;
 pub mod loss;
 pub mod masses;
@@ -100,6 +101,18 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "max_scores_of_disjoint_parts",
         max_scores::max_scores_of_disjoint_parts,
+    ),
+    (
+        "given_attention_gives_the_same_bits",
+        kept::given_attention_gives_the_same_bits,
+    ),
+    (
+        "given_attention_of_other_kinds",
+        kept::given_attention_of_other_kinds,
+    ),
+    (
+        "given_attention_is_not_computed",
+        kept::given_attention_is_not_computed,
     ),
     (
         "half_precision_is_as_good_as_dense",

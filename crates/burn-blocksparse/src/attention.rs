@@ -7,6 +7,7 @@ use burn::tensor::Tensor;
 use crate::check;
 use crate::device_layout::Layout;
 use crate::error::OpError;
+use crate::kept::KeptAttention;
 use crate::merge::{Shares, shares};
 use crate::ops::BlockSparseOps;
 use crate::options::{AttentionOptions, WeightsMode};
@@ -236,13 +237,21 @@ fn call_with_tensors(
     tensors.check(&q, layout.sizes())?;
     let sinks = tensors.sinks.clone();
     let scores = tensors.scores(&q);
-    let mut output = call(q, k, v, scores, layout, options)?;
+    let output = call(q, k, v, scores, layout, options)?;
+    Ok(with_sinks(output, sinks))
+}
+
+/// Out and lse with sinks in them.
+pub(crate) fn with_sinks(
+    mut output: AttentionOutput<Dispatch>,
+    sinks: Option<Tensor<1>>,
+) -> AttentionOutput<Dispatch> {
     if let Some(sinks) = sinks {
         let Shares { a, lse, .. } = shares_with(sinks, Tensor::from_dispatch(output.lse));
         output.out = scaled(Tensor::from_dispatch(output.out), a).into_dispatch();
         output.lse = lse.into_dispatch();
     }
-    Ok(output)
+    output
 }
 
 /// The output, lse and the weights.
@@ -275,7 +284,23 @@ pub(crate) fn call(
     layout: Layout,
     options: AttentionOptions,
 ) -> Result<AttentionOutput<Dispatch>, OpError> {
+    call_given(q, k, v, scores, None, layout, options)
+}
+
+/// The output, or what is given of it in its place.
+pub(crate) fn call_given(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    scores: ScoreTensors<Dispatch>,
+    given: Option<KeptAttention>,
+    layout: Layout,
+    options: AttentionOptions,
+) -> Result<AttentionOutput<Dispatch>, OpError> {
     check::call(&q, &k, &v, layout, &options)?;
+    if let Some(given) = &given {
+        given.check(&q, &v, &options)?;
+    }
     let Chosen { plan, packed } = AttentionPlan::choose(&q, &k, &v, &scores, layout, &options)?;
     let [batch, heads, seq_q, head_dim] = q.dims();
     let kv_heads = k.dims()[1];
@@ -302,7 +327,16 @@ pub(crate) fn call(
         v: v.into_dispatch(),
         scores,
     };
-    let mut output = <Dispatch as BlockSparseOps>::block_sparse_attention(inputs, tensors, options);
+    let mut output = match given {
+        None => <Dispatch as BlockSparseOps>::block_sparse_attention(inputs, tensors, options),
+        Some(given) => {
+            let packed = packed.as_ref().map(|packed| [kv_heads, packed.seq_q()]);
+            let given = given.into_given(packed);
+            <Dispatch as BlockSparseOps>::block_sparse_attention_given(
+                inputs, given, tensors, options,
+            )
+        }
+    };
     if packed.is_some() {
         let out = Tensor::<4>::from_dispatch(output.out);
         let value_dim = out.dims()[3];

@@ -58,6 +58,7 @@ mod dtype;
 mod embedding;
 mod error;
 mod heads;
+mod kept;
 mod linear;
 mod loss;
 mod masses;
@@ -101,6 +102,7 @@ pub use embedding::{embedding, embedding_backward, embedding_plan};
 pub use error::OpError;
 pub use heads::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};
+pub use kept::{KeptAttention, attention_given, attention_keeping};
 pub use linear::values::{
     LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors,
 };
@@ -137,8 +139,9 @@ pub use projection::{
 pub use tensors::AttentionTensors;
 pub use top_k::{top_k_blocks, top_k_blocks_on_device};
 pub use values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, KernelPlan, LayoutTensors,
-    MassInputs, MassOutput, MaybeFloat, OutputGrads, Saved, ScoreTensors, WantedGrads,
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, GivenOutput, KernelPlan,
+    LayoutTensors, MassInputs, MassOutput, MaybeFloat, OutputGrads, Saved, ScoreTensors,
+    WantedGrads,
 };
 pub use vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
 pub use weights::BlockSparseTensor;

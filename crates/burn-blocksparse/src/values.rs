@@ -179,6 +179,28 @@ pub struct AttentionOutput<B: Backend> {
     pub max_scores: MaybeFloat<B>,
 }
 
+/// What the forward pass of a call returned before, for the same call again.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct GivenOutput<B: Backend> {
+    /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
+    pub out: FloatTensor<B>,
+    /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
+    pub lse: FloatTensor<B>,
+}
+
+impl<B: Backend> From<GivenOutput<B>> for AttentionOutput<B> {
+    fn from(given: GivenOutput<B>) -> Self {
+        Self {
+            out: given.out,
+            lse: given.lse,
+            weights: MaybeFloat::None,
+            max_scores: MaybeFloat::None,
+        }
+    }
+}
+
 /// What the backward pass gets from the forward pass.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]

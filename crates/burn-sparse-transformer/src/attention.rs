@@ -3,8 +3,8 @@ use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::{Bool, DType, Tensor};
 use burn_blocksparse::{
     Activation, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
-    Dropout as WeightDropout, Layout, OpError, Pattern, attention_with_tensors,
-    attention_with_tensors_and_weights, bias_activation,
+    Dropout as WeightDropout, Layout, OpError, Pattern, attention_with_tensors_and_weights,
+    bias_activation,
 };
 
 use crate::dropout::Seeds;
@@ -12,6 +12,7 @@ use crate::error::{ensure, ensure_none, ensure_shape};
 use crate::heads::{Positions, rotate};
 use crate::input::PaddedBatch;
 use crate::layouts::{Layouts, Request};
+use crate::results::Results;
 use crate::stream::Projected;
 use crate::{HeadNorm, Precision, SparseMhaInput, TransformerError};
 
@@ -412,8 +413,8 @@ impl SparseMultiHeadAttention {
     ) -> Result<Tensor<4>, TransformerError> {
         let tensors = self.tensors_of(&query, call);
         let options = self.options_of(&query, call);
-        let (context, _) = attention_with_tensors(query, key, value, tensors, layout, options)?;
-        Ok(context)
+        let heads = [query, key, value];
+        Ok((call.results).attention(heads, tensors, layout, options)?)
     }
 
     /// Sinks and biases of a call.
@@ -542,6 +543,7 @@ pub(crate) struct Call {
     dropout_seed: Option<u64>,
     /// In place of the module's own.
     dropout: Option<WeightDropout>,
+    results: Results,
 }
 
 impl Call {
@@ -556,6 +558,7 @@ impl Call {
             bias: input.bias.clone(),
             dropout_seed: input.dropout_seed,
             dropout: input.dropout,
+            results: input.results.clone(),
         }
     }
 }

@@ -7,6 +7,7 @@ use burn_blocksparse::{Dropout as WeightDropout, Pattern, StreamDropout};
 use crate::dropout::Seeds;
 use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive};
 use crate::layouts::Layouts;
+use crate::results::Results;
 use crate::stream::{Projected, Stream};
 use crate::{
     BlockAttentionConfig, FeedForward, Precision, SparseMhaCache, SparseMhaInput,
@@ -191,9 +192,12 @@ impl SparseTransformerBlock {
     }
 
     /// [`Self::forward`] on a stream that may have a branch pending, with `pass` in place of the block's own.
-    pub(crate) fn step(&self, stream: Stream, pass: Pass) -> Result<Stream, TransformerError> {
+    pub(crate) fn step(&self, stream: Stream, mut pass: Pass) -> Result<Stream, TransformerError> {
+        let results = std::mem::take(&mut pass.results);
+        let weights = pass.weights;
         let attend = |mut input: SparseMhaInput| {
-            input.dropout = pass.weights;
+            input.dropout = weights;
+            input.results = results;
             self.mha.forward_projected(input)
         };
         self.residual(stream, attend, pass)
@@ -233,8 +237,9 @@ impl SparseTransformerBlock {
         last: bool,
     ) -> Result<Tensor<3>, TransformerError> {
         let pass = self.pass(x.is_autodiff());
+        let weights = pass.weights;
         let attend = |mut input: SparseMhaInput| {
-            input.dropout = pass.weights;
+            input.dropout = weights;
             self.mha.forward_cache_projected(input, cache, last)
         };
         self.residual(Stream::new(x), attend, pass)?.finish()
@@ -254,8 +259,9 @@ impl SparseTransformerBlock {
         cu_seqlens: &[usize],
     ) -> Result<Tensor<3>, TransformerError> {
         let pass = self.pass(x.is_autodiff());
+        let weights = pass.weights;
         let attend = |mut input: SparseMhaInput| {
-            input.dropout = pass.weights;
+            input.dropout = weights;
             self.mha.forward_packed_projected(input, cu_seqlens)
         };
         self.residual(Stream::new(x), attend, pass)?.finish()
@@ -300,6 +306,7 @@ impl SparseTransformerBlock {
         let Dropout { prob, training } = &self.dropout;
         Pass {
             mlp: false,
+            results: Results::Computed,
             weights: self.mha.training_dropout(|| seed),
             branches: (*prob > 0.0 && training.is_enabled()).then_some((*prob, seed)),
         }
@@ -312,7 +319,7 @@ impl SparseTransformerBlock {
 }
 
 /// What one pass of a block drops and computes again.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Pass {
     /// What is dropped of the attention weights.
     weights: Option<WeightDropout>,
@@ -320,12 +327,19 @@ pub(crate) struct Pass {
     branches: Option<(f64, u64)>,
     /// Whether the backward pass computes the feed-forward network's first product again.
     mlp: bool,
+    /// Of the attention.
+    results: Results,
 }
 
 impl Pass {
     #[cfg(feature = "autodiff")]
     pub(crate) fn recompute_mlp(self, mlp: bool) -> Self {
         Self { mlp, ..self }
+    }
+
+    #[cfg(feature = "autodiff")]
+    pub(crate) fn with_results(self, results: Results) -> Self {
+        Self { results, ..self }
     }
 
     /// Of the branch of the attention (0) or of the feed-forward network (1).

@@ -5,6 +5,7 @@ use burn_blocksparse::{Dropout, Restriction};
 
 use crate::TransformerError;
 use crate::error::{ensure, ensure_shape};
+use crate::results::Results;
 
 /// Input of [`crate::SparseMultiHeadAttention`].
 #[derive(Clone, Debug)]
@@ -18,6 +19,7 @@ pub struct SparseMhaInput {
     pub(crate) dropout_seed: Option<u64>,
     /// What is dropped, whether or not the device is one of training; none: the module decides.
     pub(crate) dropout: Option<Dropout>,
+    pub(crate) results: Results,
     /// Whether the queries are positions of the same sequence as the keys.
     self_attention: bool,
 }
@@ -115,6 +117,7 @@ impl SparseMhaInput {
             bias: None,
             dropout_seed: None,
             dropout: None,
+            results: Results::Computed,
             self_attention: false,
         }
     }

@@ -62,6 +62,7 @@ mod precision;
 #[cfg(feature = "autodiff")]
 mod recompute;
 mod recompute_mode;
+mod results;
 mod sampling;
 mod stream;
 mod transformer;

@@ -9,15 +9,20 @@
 //!
 //! At any time only the residual stream between segments and the graph of one segment are in memory. Both
 //! runs of a block drop the same, because their masks are a function of a seed.
+//!
+//! Where the results of attention are kept, the forward pass without a graph leaves them, block by block, and the second run of a block
+//! is given them in place of the first steps of its attention.
 
 use std::ops::Range;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Int, Tensor};
+use burn_blocksparse::KeptAttention;
 
 use crate::dropout::hash;
 use crate::error::ensure;
+use crate::results::{Results, Slot};
 use crate::stream::Stream;
 use crate::{Recompute, SparseTransformer, TransformerError};
 
@@ -56,11 +61,16 @@ impl SparseTransformer {
             Recompute::None => self.stored(tokens, targets, dropout_seed, false),
             Recompute::Mlp => self.stored(tokens, targets, dropout_seed, true),
             // One segment is one graph.
-            Recompute::Segments(blocks) if blocks.get() >= self.blocks.len() => {
+            Recompute::Segments(blocks) | Recompute::SegmentsKeepingAttention(blocks)
+                if blocks.get() >= self.blocks.len() =>
+            {
                 self.stored(tokens, targets, dropout_seed, false)
             }
             Recompute::Segments(blocks) => {
-                self.recomputed(tokens, targets, dropout_seed, blocks.get())
+                self.recomputed(tokens, targets, dropout_seed, blocks.get(), false)
+            }
+            Recompute::SegmentsKeepingAttention(blocks) => {
+                self.recomputed(tokens, targets, dropout_seed, blocks.get(), true)
             }
         }
     }
@@ -83,27 +93,28 @@ impl SparseTransformer {
         Ok((loss.without_autodiff(), gradients))
     }
 
-    /// One graph per segment of blocks, from the last to the first.
+    /// One graph per segment of blocks, from the last to the first; with `keep` the attention of blocks that run twice is computed once.
     fn recomputed(
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
         seed: u64,
         segment: usize,
+        keep: bool,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
         let layers = self.blocks.len();
         let starts = (0..layers).step_by(segment);
         let mut segments: Vec<Range<usize>> = starts
             .map(|start| start..layers.min(start.saturating_add(segment)))
             .collect();
-        let mut inputs = self.residual_stream(tokens.clone(), &segments, seed)?;
+        let (mut inputs, mut kept) = self.residual_stream(tokens.clone(), &segments, seed, keep)?;
         let mut gradients = GradientsParams::new();
         // The last segment ends in the loss, so its blocks need not run before.
         let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) else {
             unreachable!("fewer blocks in a segment than there are make two at least");
         };
         let x = self.leaf(input);
-        let stream = self.segment(Stream::new(x.clone()), range.clone(), seed)?;
+        let stream = self.segment(Stream::new(x.clone()), range.clone(), seed, &mut kept)?;
         let loss = self.head_loss(stream, targets)?;
         let mut grads = loss.backward();
         let mut grad_x = input_gradient(x, &mut grads);
@@ -114,7 +125,7 @@ impl SparseTransformer {
 
         while let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) {
             let x = self.leaf(input);
-            let stream = self.segment(Stream::new(x.clone()), range.clone(), seed)?;
+            let stream = self.segment(Stream::new(x.clone()), range.clone(), seed, &mut kept)?;
             let mut grads = backward_from(stream.finish()?, grad_x);
             grad_x = input_gradient(x, &mut grads);
             self.collect_blocks(range, &mut grads, &mut gradients);
@@ -130,16 +141,19 @@ impl SparseTransformer {
         Ok((loss.without_autodiff(), gradients))
     }
 
-    /// Some blocks, as they are trained.
+    /// Some blocks, as they are trained; what is kept of their attention goes into the graph.
     fn segment(
         &self,
         mut stream: Stream,
         layers: Range<usize>,
         seed: u64,
+        kept: &mut [Option<KeptAttention>],
     ) -> Result<Stream, TransformerError> {
         for layer in layers {
             let block = &self.blocks[layer];
-            stream = block.step(stream, block.pass_of(hash(seed, layer as u64)))?;
+            let pass = block.pass_of(hash(seed, layer as u64));
+            let results = kept[layer].take().into();
+            stream = block.step(stream, pass.with_results(results))?;
         }
         Ok(stream)
     }
@@ -156,17 +170,20 @@ impl SparseTransformer {
         }
     }
 
-    /// The input of every segment, computed without a graph.
+    /// The input of every segment, computed without a graph; with `keep` also the results of attention of each block that ran for them, and None for
+    /// the others.
     fn residual_stream(
         &self,
         tokens: Tensor<2, Int>,
         segments: &[Range<usize>],
         seed: u64,
-    ) -> Result<Vec<Tensor<3>>, TransformerError> {
+        keep: bool,
+    ) -> Result<(Vec<Tensor<3>>, Vec<Option<KeptAttention>>), TransformerError> {
         // Shares the parameters' memory. `no_grad` would not do: autodiff registers operations on its
         // device even when nothing is tracked, and with gradient checkpointing keeps their inputs.
         let plain = self.valid();
         let mut inputs = Vec::with_capacity(segments.len());
+        let mut kept = vec![None; self.blocks.len()];
         let mut x = plain.embed(tokens, 0)?;
         for (index, segment) in segments.iter().enumerate() {
             inputs.push(x.clone());
@@ -176,12 +193,17 @@ impl SparseTransformer {
             let mut stream = Stream::new(x);
             for layer in segment.clone() {
                 // Those of the block that trains: the copy drops nothing of its own.
-                let pass = self.blocks[layer].pass_of(hash(seed, layer as u64));
+                let mut pass = self.blocks[layer].pass_of(hash(seed, layer as u64));
+                let slot = Slot::default();
+                if keep {
+                    pass = pass.with_results(Results::Kept(slot.clone()));
+                }
                 stream = plain.blocks[layer].step(stream, pass)?;
+                kept[layer] = slot.take();
             }
             x = stream.finish()?;
         }
-        Ok(inputs)
+        Ok((inputs, kept))
     }
 
     /// A leaf of a new graph, with the checkpointing strategy of the parameters it will meet.
@@ -242,6 +264,8 @@ impl ModuleVisitor for Collect<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Factorization, Pattern, SparseTransformerConfig};
+    use burn::tensor::{Device, Distribution, TensorData};
     use std::collections::HashSet;
 
     #[test]
@@ -250,5 +274,63 @@ mod tests {
             .flat_map(|seed| (0..64).map(move |layer| hash(seed, layer)))
             .collect();
         assert_eq!(hashes.len(), 64 * 64);
+    }
+
+    fn model(store_weights: bool) -> SparseTransformer {
+        let factorization = Factorization::from(Pattern::fixed(8, 2));
+        SparseTransformerConfig::new(16, 2, factorization)
+            .with_vocab_size(7)
+            .with_context(24)
+            .with_n_layers(3)
+            .with_embedding_width(Some(8))
+            .with_block_size(8)
+            .with_store_weights(store_weights)
+            .init(&Device::flex().autodiff())
+            .unwrap()
+    }
+
+    /// What is kept, of two segments.
+    fn kept(model: &SparseTransformer, keep: bool) -> Vec<Option<KeptAttention>> {
+        let tokens = TensorData::new((0..21).map(|i| i % 7).collect::<Vec<i32>>(), [1, 21]);
+        let tokens = Tensor::from_data(tokens, &Device::flex());
+        let (inputs, kept) = model
+            .residual_stream(tokens, &[0..2, 2..3], 1, keep)
+            .unwrap();
+        assert_eq!(inputs.len(), 2);
+        kept
+    }
+
+    #[test]
+    fn attention_of_the_blocks_that_run_twice_is_kept() {
+        let counts = |model: &SparseTransformer, keep| -> Vec<bool> {
+            kept(model, keep).iter().map(Option::is_some).collect()
+        };
+        assert_eq!(counts(&model(false), true), [true, true, false]);
+        assert_eq!(counts(&model(false), false), [false; 3]);
+        assert_eq!(counts(&model(true), true), [false; 3]);
+        let kept = kept(&model(false), true).swap_remove(0).unwrap();
+        assert_eq!(kept.out.dims(), [1, 2, 21, 8]);
+        assert_eq!(kept.lse.dims(), [1, 2, 21]);
+        assert!(!kept.out.is_autodiff() && !kept.lse.is_autodiff());
+    }
+
+    /// Else the blocks would give the same for whatever is kept.
+    #[test]
+    fn blocks_take_what_is_kept() {
+        let model = model(false);
+        let input = Tensor::<3>::random([1, 21, 16], Distribution::Default, &Device::flex());
+        let run = |mut kept: Vec<Option<KeptAttention>>| {
+            let stream = Stream::new(model.leaf(input.clone()));
+            let stream = model.segment(stream, 0..2, 1, &mut kept).unwrap();
+            // They are in the graph and nowhere else.
+            assert!(kept.iter().all(Option::is_none));
+            stream.finish().unwrap().into_data()
+        };
+        let mut altered = kept(&model, true);
+        assert_ne!(run(altered.clone()), run(vec![None; 3]));
+        let first = run(altered.clone());
+        let last = altered[1].as_mut().unwrap();
+        last.out = last.out.clone() + 1.0;
+        assert_ne!(run(altered), first);
     }
 }

@@ -11,13 +11,16 @@ use crate::TransformerError;
 /// What the backward pass of [`SparseTransformer::loss_and_gradients`](crate::SparseTransformer) computes again in place of keeping it. The
 /// gradients are the same.
 ///
-/// As text: `none`, `mlp`, `block` (segments of one) and `segment:N`. Configurations that say `true` or `false` mean `block` and `none`.
+/// As text: `none`, `mlp`, `block` (segments of one), `segment:N`, and the last two with `+attention` for what keeps the results of attention.
+/// Configurations that say `true` or `false` mean `block` and `none`.
 ///
 /// ```
 /// use burn_sparse_transformer::Recompute;
 ///
 /// assert_eq!("segment:2".parse::<Recompute>()?.to_string(), "segment:2");
 /// assert_eq!("segment:1".parse::<Recompute>()?, Recompute::BLOCK);
+/// let keeping = "block+attention".parse::<Recompute>()?;
+/// assert!(matches!(keeping, Recompute::SegmentsKeepingAttention(blocks) if blocks.get() == 1));
 /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -31,12 +34,20 @@ pub enum Recompute {
     /// So many blocks at a time: kept is the residual stream before each segment, `d_model` numbers of a position, and while a segment is
     /// differentiated what its blocks keep (Child et al., 2019, §5.4).
     Segments(NonZeroUsize),
+    /// As [`Segments`](Self::Segments), but for the attention of each block that runs twice, which is computed once: kept are also its output and lse
+    /// ([`KeptAttention`](burn_blocksparse::KeptAttention)), `d_model` numbers of a position and block in the dtype of the products, and one f32 of each
+    /// head. The longer the sequences, the more of a block's time is its attention, and the more that saves. A block that stores the weights of
+    /// attention (`store_weights`) computes them again in any case.
+    SegmentsKeepingAttention(NonZeroUsize),
 }
 
 impl Recompute {
     /// Every block by itself.
     pub const BLOCK: Self = Self::Segments(NonZeroUsize::MIN);
 }
+
+/// Behind the segments whose attention is kept.
+const KEEPING: &str = "+attention";
 
 impl From<bool> for Recompute {
     fn from(blocks: bool) -> Self {
@@ -54,6 +65,9 @@ impl fmt::Display for Recompute {
             Self::Mlp => f.write_str("mlp"),
             Self::Segments(NonZeroUsize::MIN) => f.write_str("block"),
             Self::Segments(blocks) => write!(f, "segment:{blocks}"),
+            Self::SegmentsKeepingAttention(blocks) => {
+                write!(f, "{}{KEEPING}", Self::Segments(*blocks))
+            }
         }
     }
 }
@@ -62,15 +76,19 @@ impl FromStr for Recompute {
     type Err = TransformerError;
 
     fn from_str(text: &str) -> Result<Self, TransformerError> {
-        let segments = || text.strip_prefix("segment:")?.parse().ok();
-        match text {
-            "none" | "false" => Some(Self::None),
-            "mlp" => Some(Self::Mlp),
-            "block" | "true" => Some(Self::BLOCK),
-            _ => segments().map(Self::Segments),
+        let segments = |text: &str| match text {
+            "block" => Some(NonZeroUsize::MIN),
+            _ => text.strip_prefix("segment:")?.parse().ok(),
+        };
+        match (text, text.strip_suffix(KEEPING)) {
+            ("none" | "false", _) => Some(Self::None),
+            ("mlp", _) => Some(Self::Mlp),
+            ("true", _) => Some(Self::BLOCK),
+            (_, Some(text)) => segments(text).map(Self::SegmentsKeepingAttention),
+            (_, None) => segments(text).map(Self::Segments),
         }
         .ok_or_else(|| {
-            let expected = "none, mlp, block or segment:N with N from 1 on";
+            let expected = "none, mlp, block or segment:N with N from 1 on, or one of the last two and +attention";
             TransformerError::argument("recompute", expected, format!("{text:?}"))
         })
     }
@@ -90,7 +108,9 @@ impl<'de> Deserialize<'de> for Recompute {
             type Value = Recompute;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("none, mlp, block, segment:N, true or false")
+                f.write_str(
+                    "none, mlp, block, segment:N, block+attention, segment:N+attention, true or false",
+                )
             }
 
             fn visit_bool<E: de::Error>(self, blocks: bool) -> Result<Recompute, E> {
@@ -118,6 +138,9 @@ mod tests {
             ("block", "block"),
             ("segment:1", "block"),
             ("segment:12", "segment:12"),
+            ("block+attention", "block+attention"),
+            ("segment:1+attention", "block+attention"),
+            ("segment:12+attention", "segment:12+attention"),
             ("true", "block"),
             ("false", "none"),
         ] {
@@ -134,12 +157,27 @@ mod tests {
                 blocks.into()
             );
         }
-        for bad in ["", "segment:0", "segment:", "segment:x", "blocks", "1"] {
+        for bad in [
+            "",
+            "segment:0",
+            "segment:",
+            "segment:x",
+            "blocks",
+            "1",
+            "+attention",
+            "none+attention",
+            "mlp+attention",
+            "true+attention",
+            "segment:0+attention",
+            "block+attention+attention",
+            "block+",
+        ] {
             let error = bad.parse::<Recompute>().unwrap_err();
             assert_eq!(
                 error.to_string(),
                 format!(
-                    "recompute must be none, mlp, block or segment:N with N from 1 on, got {bad:?}"
+                    "recompute must be none, mlp, block or segment:N with N from 1 on, \
+                     or one of the last two and +attention, got {bad:?}"
                 )
             );
         }

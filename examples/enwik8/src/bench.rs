@@ -153,6 +153,10 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         config.model.precision,
         match config.recipe.recompute {
             Recompute::None => String::new(),
+            Recompute::SegmentsKeepingAttention(blocks) => {
+                let mode = Recompute::Segments(blocks);
+                format!(", {mode} recomputed but for attention")
+            }
             mode => format!(", {mode} recomputed"),
         },
         named.name

@@ -83,8 +83,9 @@ pub struct Overrides {
     /// Seed of weights, data order and dropout
     #[arg(long, value_parser = arguments::whole::<u64>, help_heading = RECIPE)]
     pub seed: Option<u64>,
-    /// What to compute again in the backward pass to save memory: every N blocks, every block, or the feed-forward networks' first products
-    #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "none|block|segment:N|mlp", help_heading = RECIPE)]
+    /// What to compute again in the backward pass to save memory: every N blocks, every block, either of them but for its attention, or the
+    /// feed-forward networks' first products
+    #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "none|block|segment:N|block+attention|segment:N+attention|mlp", help_heading = RECIPE)]
     pub recompute: Option<Recompute>,
     /// Steps between validations
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]

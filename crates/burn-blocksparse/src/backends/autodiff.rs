@@ -11,8 +11,8 @@ use super::outputs::{OutputGradients, or_zeros};
 use crate::ops::BlockSparseOps;
 use crate::options::AttentionOptions;
 use crate::values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, LayoutTensors, MaybeFloat,
-    OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, GivenOutput, LayoutTensors,
+    MaybeFloat, OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
 };
 
 /// The attention step, whose outputs are out and lse.
@@ -85,16 +85,21 @@ impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention 
     }
 }
 
-/// The attention step behind the nodes of its inputs: q, k, v and the tensors added to scores that there are. There must be `N`.
+/// The attention step behind the nodes of its inputs: q, k, v and the tensors added to scores that there are. There must be `N`. What is `given`
+/// is not computed.
 fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
     nodes: Vec<NodeGuard>,
     inputs: AttentionInputs<Autodiff<B, C>>,
+    given: Option<GivenOutput<B>>,
     layout: LayoutTensors<B>,
     options: AttentionOptions,
 ) -> AttentionOutput<Autodiff<B, C>> {
     let nodes: [NodeGuard; N] = nodes.try_into().expect("as many nodes as the step has");
     let prepared = BlockSparseAttention.prepare::<C>(nodes).compute_bound();
     let run = |inputs: AttentionInputs<Autodiff<B, C>>| {
+        if let Some(given) = given {
+            return given.into();
+        }
         let inputs = AttentionInputs {
             q: inputs.q.into_primitive(),
             k: inputs.k.into_primitive(),
@@ -153,6 +158,25 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
     }
 }
 
+/// [`attention_step`] of the inputs that there are.
+fn step_of<B: BlockSparseOps, C: CheckpointStrategy>(
+    inputs: AttentionInputs<Autodiff<B, C>>,
+    given: Option<GivenOutput<B>>,
+    layout: LayoutTensors<B>,
+    options: AttentionOptions,
+) -> AttentionOutput<Autodiff<B, C>> {
+    let always = [&inputs.q, &inputs.k, &inputs.v].into_iter();
+    let optional = inputs.scores.list().into_iter().flatten();
+    let nodes: Vec<NodeGuard> = always.chain(optional).map(|input| input.node()).collect();
+    // The number of a step's inputs is part of its type.
+    match nodes.len() {
+        3 => attention_step::<B, C, 3>(nodes, inputs, given, layout, options),
+        4 => attention_step::<B, C, 4>(nodes, inputs, given, layout, options),
+        5 => attention_step::<B, C, 5>(nodes, inputs, given, layout, options),
+        more => unreachable!("{more} inputs of 3 and {SCORE_TENSORS}"),
+    }
+}
+
 /// The tensors added to scores on the backend that autodiff decorates.
 pub(super) fn inner_scores<B: Backend, C: CheckpointStrategy>(
     scores: ScoreTensors<Autodiff<B, C>>,
@@ -187,17 +211,20 @@ impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C>
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let layout = inner_layout(layout);
-        let always = [&inputs.q, &inputs.k, &inputs.v].into_iter();
-        let optional = inputs.scores.list().into_iter().flatten();
-        let nodes: Vec<NodeGuard> = always.chain(optional).map(|input| input.node()).collect();
-        // The number of a step's inputs is part of its type.
-        match nodes.len() {
-            3 => attention_step::<B, C, 3>(nodes, inputs, layout, options),
-            4 => attention_step::<B, C, 4>(nodes, inputs, layout, options),
-            5 => attention_step::<B, C, 5>(nodes, inputs, layout, options),
-            more => unreachable!("{more} inputs of 3 and {SCORE_TENSORS}"),
-        }
+        step_of(inputs, None, inner_layout(layout), options)
+    }
+
+    fn block_sparse_attention_given(
+        inputs: AttentionInputs<Self>,
+        given: GivenOutput<Self>,
+        layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        let given = GivenOutput {
+            out: given.out.into_primitive(),
+            lse: given.lse.into_primitive(),
+        };
+        step_of(inputs, Some(given), inner_layout(layout), options)
     }
 
     /// Overridden so that the reference's backward does not itself run through autodiff.

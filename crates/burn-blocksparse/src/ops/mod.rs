@@ -30,8 +30,8 @@ pub use projection::ProjectionOps;
 use crate::options::AttentionOptions;
 use crate::reference;
 use crate::values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, OutputGrads, Saved,
-    WantedGrads,
+    AttentionGrads, AttentionInputs, AttentionOutput, GivenOutput, LayoutTensors, OutputGrads,
+    Saved, WantedGrads,
 };
 
 /// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
@@ -51,6 +51,19 @@ pub trait BlockSparseOps: Backend {
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
         reference::forward::<Self>(inputs, &layout, &options)
+    }
+
+    /// The forward pass of a call whose output is known, without weights and largest scores: nothing is computed. What autodiff makes of it has the
+    /// gradients of [`Self::block_sparse_attention`] by `inputs`, and none by `given`.
+    #[fusion(meta = meta::given)]
+    fn block_sparse_attention_given(
+        #[extension_type] inputs: AttentionInputs<Self>,
+        #[extension_type] given: GivenOutput<Self>,
+        #[extension_type] layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+    ) -> AttentionOutput<Self> {
+        let _ = (inputs, layout, options);
+        given.into()
     }
 
     /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`; the biases' only if they are `wanted`.
@@ -76,8 +89,8 @@ mod meta {
     use crate::options::WeightsMode;
     use crate::values::{
         AttentionGradsMetadata, AttentionInputsMetadata, AttentionOutputMetadata,
-        LayoutTensorsMetadata, MaybeFloatMetadata, OutputGradsMetadata, SavedMetadata,
-        ScoreTensorsMetadata,
+        GivenOutputMetadata, LayoutTensorsMetadata, MaybeFloatMetadata, OutputGradsMetadata,
+        SavedMetadata, ScoreTensorsMetadata,
     };
     use crate::weights;
 
@@ -104,6 +117,20 @@ mod meta {
                 true => MaybeFloatMetadata::Some(rows),
                 false => MaybeFloatMetadata::None,
             },
+        }
+    }
+
+    pub fn given(
+        _inputs: &AttentionInputsMetadata,
+        given: &GivenOutputMetadata,
+        _layout: &LayoutTensorsMetadata,
+        _options: &AttentionOptions,
+    ) -> AttentionOutputMetadata {
+        AttentionOutputMetadata {
+            out: given.out.clone(),
+            lse: given.lse.clone(),
+            weights: MaybeFloatMetadata::None,
+            max_scores: MaybeFloatMetadata::None,
         }
     }
 

@@ -9,7 +9,8 @@ use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_sparse_transformer::{
-    Factorization, Pattern, Recompute, SparseTransformer, SparseTransformerConfig,
+    BlockAttentionConfig, Factorization, Pattern, Precision, QkNorm, Recompute, SparseTransformer,
+    SparseTransformerConfig,
 };
 use rstest::rstest;
 
@@ -113,7 +114,15 @@ fn recomputation_gives_the_same_gradients(
         model.loss_and_gradients(x, y, 99, recompute).unwrap()
     };
     let (stored_loss, stored) = run(Recompute::None);
-    for mode in ["mlp", "block", "segment:2", "segment:3", "segment:50"] {
+    for mode in [
+        "mlp",
+        "block",
+        "segment:2",
+        "segment:3",
+        "segment:50",
+        "block+attention",
+        "segment:2+attention",
+    ] {
         let (loss, recomputed) = run(mode.parse().unwrap());
         assert!(!loss.is_autodiff() && !stored_loss.is_autodiff());
         // The same operations on the same numbers: the graph alone is another.
@@ -128,7 +137,17 @@ fn recomputation_gives_the_same_gradients(
 fn every_mode_gives_the_same_bits(
     #[values(0.0, 0.3)] dropout: f64,
     #[values(false, true)] frozen_embeddings: bool,
-    #[values("mlp", "block", "segment:2", "segment:3", "segment:4")] mode: &str,
+    #[values(
+        "mlp",
+        "block",
+        "segment:2",
+        "segment:3",
+        "segment:4",
+        "block+attention",
+        "segment:2+attention",
+        "segment:3+attention"
+    )]
+    mode: &str,
 ) {
     let device = device(false);
     let _guard = crate::common::seed(&device, 15);
@@ -138,18 +157,95 @@ fn every_mode_gives_the_same_bits(
         model.position_embedding = model.position_embedding.no_grad();
     }
     let run = |recompute: Recompute| {
-        let (x, y) = data();
-        let (loss, gradients) = model.loss_and_gradients(x, y, 99, recompute).unwrap();
-        let mut bits = Bits {
-            gradients: &gradients,
-            bits: vec![],
-        };
-        model.visit(&mut bits);
+        let (loss, bits) = bits(&model, recompute);
         let embeddings = 3 * usize::from(!frozen_embeddings);
-        assert_eq!(gradients.len(), 3 * 16 + 3 + embeddings);
-        (loss.into_scalar::<f32>().to_bits(), bits.bits)
+        assert_eq!(bits.iter().flatten().count(), 3 * 16 + 3 + embeddings);
+        (loss, bits)
     };
     assert!(run(Recompute::None) == run(mode.parse().unwrap()));
+}
+
+/// What a model's attention may have besides a pattern.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Sinks,
+    RelativeBias,
+    Alibi,
+    All,
+    Bf16,
+    StoredWeights,
+}
+
+/// Five blocks of grouped heads, whose queries and keys are half as wide as the stream: segments of 2 leave a last one of 1, segments of 3
+/// one of 2.
+fn model_of(kind: Kind, dropout: f64, device: &Device) -> SparseTransformer {
+    let has = |one| kind == one || kind == Kind::All;
+    let attention = BlockAttentionConfig::new()
+        .with_dropout(dropout)
+        .with_alibi(has(Kind::Alibi))
+        .with_relative_reach(has(Kind::RelativeBias).then_some(5))
+        .with_sinks(has(Kind::Sinks))
+        .with_qk_norm(has(Kind::RelativeBias).then_some(QkNorm::Rms))
+        .with_rope_theta(has(Kind::Sinks).then_some(100.0));
+    let patterns = vec![Pattern::fixed(8, 2), Pattern::merged_strided(8)];
+    let config = SparseTransformerConfig::new(16, 4, Factorization::Interleaved(patterns))
+        .with_vocab_size(VOCAB)
+        .with_context(24)
+        .with_n_layers(5)
+        .with_embedding_width(Some(8))
+        .with_block_size(8)
+        .with_n_kv_heads(Some(2))
+        .with_d_key(Some(8))
+        .with_dropout(dropout)
+        .with_attention(Some(attention))
+        .with_store_weights(kind == Kind::StoredWeights)
+        .with_precision(match kind {
+            Kind::Bf16 => Precision::Bf16,
+            _ => Precision::F32,
+        });
+    randomise(config.init(device).unwrap())
+}
+
+/// The attention's results are kept, whatever it has; where they cannot be, it is computed again.
+#[rstest]
+fn kept_attention_gives_the_same_bits(
+    #[values(
+        Kind::Sinks,
+        Kind::RelativeBias,
+        Kind::Alibi,
+        Kind::All,
+        Kind::Bf16,
+        Kind::StoredWeights
+    )]
+    kind: Kind,
+    #[values(0.0, 0.3)] dropout: f64,
+    #[values(false, true)] checkpointing: bool,
+) {
+    let device = device(checkpointing);
+    let _guard = crate::common::seed(&device, 16);
+    let model = model_of(kind, dropout, &device);
+    let stored = bits(&model, Recompute::None);
+    assert!(stored.1.iter().flatten().count() >= 3 + 5 * 16 + 3);
+    for mode in [
+        "block",
+        "block+attention",
+        "segment:2+attention",
+        "segment:3+attention",
+    ] {
+        assert!(stored == bits(&model, mode.parse().unwrap()), "{mode}");
+    }
+}
+
+/// Those of the loss and of every parameter's gradient.
+fn bits(model: &SparseTransformer, recompute: Recompute) -> (u32, Vec<Option<Vec<u32>>>) {
+    let (x, y) = data();
+    let (loss, gradients) = model.loss_and_gradients(x, y, 99, recompute).unwrap();
+    let mut bits = Bits {
+        gradients: &gradients,
+        bits: vec![],
+    };
+    model.visit(&mut bits);
+    (loss.into_scalar::<f32>().to_bits(), bits.bits)
 }
 
 /// Those of every parameter's gradient.

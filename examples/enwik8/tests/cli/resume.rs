@@ -125,17 +125,33 @@ fn recomputed_blocks_train_the_same_model() {
     };
     train("stored", &["--steps", "3"]);
     // The old way of saying it, and each new one; resuming may change it.
-    let ways = ["", "true", "block", "segment:2", "mlp", "none", "false"];
+    let ways = [
+        "",
+        "true",
+        "block",
+        "segment:2",
+        "mlp",
+        "none",
+        "false",
+        "block+attention",
+        "segment:2+attention",
+    ];
     for (index, way) in ways.into_iter().enumerate() {
         let run = format!("run-{index}");
         let mut flags = vec!["--steps", "2", "--recompute"];
         flags.extend([way].into_iter().filter(|way| !way.is_empty()));
         train(&run, &flags);
-        folder.resume(&run, &["--steps", "3", "--recompute", "segment:2"]);
+        let after = match index % 2 {
+            0 => "segment:2",
+            _ => "block+attention",
+        };
+        folder.resume(&run, &["--steps", "3", "--recompute", after]);
         assert_eq!(steps("stored"), steps(&run), "{way}");
     }
     let message = fail(&["train", "--recompute", "segment:0"], 2);
     assert!(message.contains("segment:N with N from 1 on"), "{message}");
+    let message = fail(&["train", "--recompute", "mlp+attention"], 2);
+    assert!(message.contains("and +attention"), "{message}");
 }
 
 #[test]

@@ -1,0 +1,78 @@
+//! What becomes of the results of attention in a pass that is one of two.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::tensor::Tensor;
+use burn_blocksparse::{
+    AttentionOptions, AttentionTensors, KeptAttention, Layout, OpError, WeightsMode,
+    attention_given, attention_keeping, attention_with_tensors,
+};
+
+/// What becomes of the results of a call of attention. Nothing of it changes what the call computes.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum Results {
+    /// They are computed, and go where they are needed.
+    #[default]
+    Computed,
+    /// They are computed, and kept for the same call of another pass; not by a call that can be given none.
+    #[cfg_attr(not(feature = "autodiff"), expect(dead_code))]
+    Kept(Slot),
+    /// They are those that another pass kept.
+    #[cfg_attr(not(feature = "autodiff"), expect(dead_code))]
+    Given(Box<KeptAttention>),
+}
+
+impl Results {
+    /// Attention of queries, keys and values.
+    pub(crate) fn attention<'a>(
+        &self,
+        [q, k, v]: [Tensor<4>; 3],
+        tensors: AttentionTensors,
+        layout: impl Into<Layout<'a>>,
+        options: AttentionOptions,
+    ) -> Result<Tensor<4>, OpError> {
+        // Stored weights are not kept.
+        let keeps = options.weights == WeightsMode::Recompute;
+        Ok(match self {
+            Self::Given(kept) => {
+                let kept = KeptAttention::clone(kept);
+                attention_given(q, k, v, tensors, kept, layout, options)?.0
+            }
+            Self::Kept(slot) if keeps => {
+                let (out, _, kept) = attention_keeping(q, k, v, tensors, layout, options)?;
+                slot.put(kept);
+                out
+            }
+            Self::Computed | Self::Kept(_) => {
+                attention_with_tensors(q, k, v, tensors, layout, options)?.0
+            }
+        })
+    }
+}
+
+/// Where a call leaves its results.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Slot(Arc<Mutex<Option<KeptAttention>>>);
+
+impl Slot {
+    pub(crate) fn put(&self, kept: KeptAttention) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(kept);
+    }
+
+    /// What was left, which is gone from here then.
+    #[cfg(feature = "autodiff")]
+    pub(crate) fn take(&self) -> Option<KeptAttention> {
+        let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        slot.take()
+    }
+}
+
+#[cfg(feature = "autodiff")]
+impl From<Option<KeptAttention>> for Results {
+    fn from(kept: Option<KeptAttention>) -> Self {
+        match kept {
+            Some(kept) => Self::Given(Box::new(kept)),
+            None => Self::Computed,
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! Attention with results that another pass kept.
+
+use burn::tensor::{DType, Device, Tensor};
+use burn_blocksparse::{
+    AttentionOptions, AttentionTensors, KeptAttention, OpError, Pattern, WeightsMode,
+    attention_given, attention_keeping,
+};
+use burn_blocksparse_tests::devices::devices;
+use rstest::rstest;
+
+burn_blocksparse_tests::tests!(kept: given_attention_gives_the_same_bits, given_attention_of_other_kinds, given_attention_is_not_computed);
+
+/// A call with 32 queries of 4 heads, and values of width 16.
+fn given(
+    kept: KeptAttention,
+    options: AttentionOptions,
+    device: &Device,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let (x, v) = (zeros([1, 4, 32, 8], device), zeros([1, 4, 32, 16], device));
+    let tensors = AttentionTensors::default();
+    let layout = Pattern::causal().layout(4, 32, 8).unwrap();
+    attention_given(x.clone(), x, v, tensors, kept, &layout, options)
+}
+
+fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
+    Tensor::zeros(shape, (device, DType::F32))
+}
+
+#[rstest]
+#[case([1, 4, 31, 16], [1, 4, 32], "kept.out's shape must be [1, 4, 32, 16], q's and v's, got [1, 4, 31, 16]")]
+#[case([1, 4, 32, 8], [1, 4, 32], "kept.out's shape must be [1, 4, 32, 16], q's and v's, got [1, 4, 32, 8]")]
+#[case([2, 4, 32, 16], [1, 4, 32], "kept.out's shape must be [1, 4, 32, 16], q's and v's, got [2, 4, 32, 16]")]
+#[case([1, 4, 32, 16], [1, 2, 64], "kept.lse's shape must be [1, 4, 32], q's rows, got [1, 2, 64]")]
+fn kept_shapes(#[case] out: [usize; 4], #[case] lse: [usize; 3], #[case] message: &str) {
+    for device in devices() {
+        let kept = KeptAttention::new(zeros(out, &device), Tensor::zeros(lse, &device));
+        let error = given(kept, AttentionOptions::default(), &device).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+}
+
+#[test]
+fn kept_dtypes_and_options() {
+    for device in devices() {
+        let (out, lse) = (
+            zeros([1, 4, 32, 16], &device),
+            Tensor::<3>::zeros([1, 4, 32], (&device, DType::F32)),
+        );
+        let other = [DType::F64, DType::F16, DType::BF16]
+            .into_iter()
+            .find(|&dtype| device.supports_dtype(dtype));
+        let other = other.unwrap_or_else(|| panic!("{device:?} has a second float dtype"));
+        let message = |out: Tensor<4>, lse: Tensor<3>, options| {
+            let error = given(KeptAttention::new(out, lse), options, &device);
+            error.map(drop).unwrap_err().to_string()
+        };
+        let plain = AttentionOptions::default;
+        assert_eq!(
+            message(out.clone().cast(other), lse.clone(), plain()),
+            format!("kept.out's dtype must be F32, q's, got {other:?}")
+        );
+        assert_eq!(
+            message(out.clone(), lse.clone().cast(other), plain()),
+            format!("kept.lse's dtype must be F32, that of q's sums, got {other:?}")
+        );
+        for (options, expected) in [
+            (
+                plain().weights(WeightsMode::Store),
+                "options.weights must be Recompute where the output is kept, got Store",
+            ),
+            (
+                plain().max_scores(true),
+                "options.max_scores must be false where the output is kept, got true",
+            ),
+        ] {
+            assert_eq!(message(out.clone(), lse.clone(), options.clone()), expected);
+            let x = zeros([1, 4, 32, 8], &device);
+            let (k, v) = (x.clone(), x.clone());
+            let layout = Pattern::causal().layout(4, 32, 8).unwrap();
+            let kept = attention_keeping(x, k, v, Default::default(), &layout, options);
+            assert_eq!(kept.unwrap_err().to_string(), expected);
+        }
+    }
+}
+
+#[cfg(all(feature = "flex", feature = "ndarray"))]
+#[test]
+#[allow(deprecated)]
+fn kept_on_other_devices() {
+    let [device, other] = [Device::flex(), Device::ndarray()];
+    for (name, places) in [("out", [&other, &device]), ("lse", [&device, &other])] {
+        let out = zeros([1, 4, 32, 16], places[0]);
+        let lse = Tensor::<3>::zeros([1, 4, 32], places[1]);
+        let kept = KeptAttention::new(out, lse);
+        let error = given(kept, AttentionOptions::default(), &device).unwrap_err();
+        let expected = format!("kept.{name}'s device must be {device:?}, q's, got {other:?}");
+        assert_eq!(error.to_string(), expected);
+    }
+}
