@@ -31,13 +31,14 @@ pub enum Recompute {
     None,
     /// The first product of each feed-forward network: `d_ff` numbers of a position and block less are kept.
     Mlp,
-    /// So many blocks at a time: kept is the residual stream before each segment, `d_model` numbers of a position, and while a segment is
-    /// differentiated what its blocks keep (Child et al., 2019, §5.4).
+    /// So many blocks at a time: kept is the residual stream before each segment, `d_model` numbers of a position, and
+    /// while a segment is differentiated what its blocks keep (Child et al., 2019, §5.4).
     Segments(NonZeroUsize),
-    /// As [`Segments`](Self::Segments), but for the attention of each block that runs twice, which is computed once: kept are also its output and lse
-    /// ([`KeptAttention`](burn_blocksparse::KeptAttention)), `d_model` numbers of a position and block in the dtype of the products, and one f32 of each
-    /// head. The longer the sequences, the more of a block's time is its attention, and the more that saves. A block that stores the weights of
-    /// attention (`store_weights`) computes them again in any case.
+    /// As [`Segments`](Self::Segments), but for the attention of each block that runs twice, which is computed once:
+    /// kept are also its output and lse ([`KeptAttention`](burn_blocksparse::KeptAttention)), `d_model` numbers of a
+    /// position and block in the dtype of the products, and one f32 of each head. The longer the sequences, the more
+    /// of a block's time is its attention, and the more that saves. A block that stores the weights of attention
+    /// (`store_weights`) computes them again in any case.
     SegmentsKeepingAttention(NonZeroUsize),
 }
 

@@ -172,6 +172,8 @@ fn first_difference(stored: &RunConfig, asked: &RunConfig) -> (String, String) {
 
 #[cfg(test)]
 mod tests {
+    use burn_sparse_transformer::Recompute;
+
     use super::*;
 
     #[test]
@@ -203,7 +205,11 @@ mod tests {
         assert_eq!(config.steps(1_000), 7);
         let text = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<RunConfig>(&text).unwrap(), config);
-        let config = RunConfig::new(Preset::Paper, &Overrides::default()).unwrap();
+        let overrides = Overrides {
+            recompute: Some(Recompute::BLOCK),
+            ..Overrides::default()
+        };
+        let config = RunConfig::new(Preset::Paper, &overrides).unwrap();
         let text = serde_json::to_string(&config).unwrap();
         let older = text.replace(",\"init_scale\":0.125,\"precision\":\"f32\"", "");
         assert_ne!(older, text);

@@ -1,6 +1,7 @@
 //! Model and recipe of a run, and three presets of them.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 
 use burn_sparse_transformer::{Precision, Recompute};
 use clap::ValueEnum;
@@ -121,7 +122,7 @@ impl Preset {
                 // Not of this experiment: see above.
                 learning_rate: 0.00035,
                 warmup: 5_000,
-                recompute: Recompute::BLOCK,
+                recompute: Recompute::Segments(const { NonZeroUsize::new(2).unwrap() }),
                 eval_every: 1_000,
                 eval_windows: 16,
                 checkpoint_every: 500,
