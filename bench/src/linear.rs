@@ -1,5 +1,6 @@
 //! `bench-linear`: the products of layers on wgmma, at the shapes of a model: times, and equality to sums in f64.
 
+mod linear_blocks;
 mod linear_epilogues;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -41,6 +42,9 @@ struct Args {
     /// Time so many of each product's plans, the best by the model first.
     #[arg(long, default_value_t = 1)]
     plans: usize,
+    /// Only products of block-sparse weights.
+    #[arg(long)]
+    blocks: bool,
     /// Cycles by which the second warpgroup begins later.
     #[arg(long)]
     stagger: Option<u32>,
@@ -220,9 +224,11 @@ fn main() -> Result<()> {
         args,
         results: Vec::new(),
     };
-    match bench.args.verify {
-        true => bench.verify()?,
-        false => bench.times()?,
+    match (bench.args.verify, bench.args.blocks) {
+        (true, true) => linear_blocks::verify(&bench)?,
+        (true, false) => bench.verify()?,
+        (false, true) => linear_blocks::times(&mut bench)?,
+        (false, false) => bench.times()?,
     }
     if let Some(path) = &bench.args.json {
         let text = serde_json::to_string_pretty(&bench.results)?;

@@ -296,14 +296,6 @@ pub fn read_half(address: u64, index: u32, end: u32, #[comptime] half: Half) -> 
     o
 }
 
-/// A warp's 8 × 8 matrix of halves, of which each unit has two of a row, transposed.
-#[cube]
-pub fn transpose(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("movmatrix.sync.aligned.m8n8.trans.b16 {o}, {x};", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
-    o
-}
-
 /// A number that another cube may be writing.
 #[cube]
 pub fn peek(address: u64) -> u32 {

@@ -3,23 +3,46 @@
 
 use cubecl::prelude::*;
 
-use super::tile::{Order, ProductTile};
-use crate::kernels::shared::asm::val;
+use crate::kernels::shared::asm::{Half, val};
 use crate::kernels::shared::tma::{DEPTH, ROW_ELEMENTS, registers};
+
+/// Products of 16 of the depth in a slab.
+pub const STEPS: usize = ROW_ELEMENTS / DEPTH;
+
+/// What a main loop multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MainLoop {
+    /// The type of the factors.
+    pub half: Half,
+    /// Columns of a warpgroup's sums.
+    pub cols: usize,
+    /// Slabs in shared memory, and bytes from one to the next.
+    pub stages: usize,
+    pub slab_bytes: usize,
+    /// Where the barriers are that say that a slab is free, after those that say that it is full.
+    pub empty: u32,
+    /// Whether rows of the left factor, and columns of the right one, are what is contiguous.
+    pub across: [bool; 2],
+    /// From a factor's slab to each 16 of its depth, in 16 bytes.
+    pub offsets: [[usize; STEPS]; 2],
+}
 
 /// Inputs behind the sums: the descriptors of the first slab's factors, the address of the barriers, the first slab's number, how many there are, and
 /// whether this unit tells that its warp has read a slab.
 ///
 /// A slab's products are started while those of the slab before it are computed; a slab is free when the next one's have been started and its own are
 /// done.
-fn main_loop_text(t: ProductTile) -> String {
-    let out = registers(0, t.cols / 2);
-    let (stages, cols, ty) = (t.stages, t.cols, t.half.ptx());
-    let transposed = |order| usize::from(order == Order::Across);
-    let (trans_a, trans_b) = (transposed(t.a), transposed(t.b));
-    let (step_a, step_b) = (ProductTile::depth_step(t.a), ProductTile::depth_step(t.b));
-    let slab = t.slab_bytes() >> 4;
-    let empty = t.empty();
+fn main_loop_text(of: MainLoop) -> String {
+    let MainLoop {
+        cols,
+        stages,
+        empty,
+        ..
+    } = of;
+    let out = registers(0, cols / 2);
+    let ty = of.half.ptx();
+    let [trans_a, trans_b] = of.across.map(usize::from);
+    let slab = of.slab_bytes >> 4;
     let mut text = format!(
         "{{ .reg .pred more, adds, done, leads, frees, wraps; .reg .b64 da, db, at; .reg .b32 left, s, phase, bar, before; \
          mov.b32 left, $5; rem.u32 s, $4, {stages}; div.u32 phase, $4, {stages}; and.b32 phase, phase, 1; \
@@ -28,8 +51,12 @@ fn main_loop_text(t: ProductTile) -> String {
          AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [bar], phase; @!done bra AGAIN; \
          wgmma.fence.sync.aligned; "
     );
-    for k in 0..ROW_ELEMENTS / DEPTH {
+    for k in 0..STEPS {
         let adds = if k == 0 { "adds" } else { "1" };
+        // What the last step adds is not used.
+        let [step_a, step_b] = of
+            .offsets
+            .map(|to| to.get(k + 1).map_or(0, |next| next - to[k]));
         text += &format!(
             "wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{ty}.{ty} {{{out}}}, da, db, {adds}, 1, 1, {trans_a}, {trans_b}; \
              add.s64 da, da, {step_a}; add.s64 db, db, {step_b}; "
@@ -54,11 +81,11 @@ pub fn main_loop<S: Size>(
     first: u32,
     count: u32,
     lead: u32,
-    #[comptime] t: ProductTile,
+    #[comptime] of: MainLoop,
 ) -> Vector<f32, S> {
     let out: Vector<f32, S>;
     gpu_asm!("{body} /* {d} {a} {b} {r} {f} {c} {l} */",
-        body = const main_loop_text(t),
+        body = const main_loop_text(of),
         d = out(_) out, a = in(_) val::<u64>(a), b = in(_) val::<u64>(b), r = in(_) val::<u32>(barriers),
         f = in(_) val::<u32>(first), c = in(_) val::<u32>(count), l = in(_) val::<u32>(lead));
     out

@@ -447,8 +447,9 @@ fn write_totals(
     named_sync(1 + group, 128u32);
 }
 
+/// A vector as the result's buffer has it.
 #[cube]
-fn as_stored<W: Size>(four: &Vector<u32, Const<4>>) -> Vector<u32, W> {
+pub fn as_stored<W: Size>(four: &Vector<u32, Const<4>>) -> Vector<u32, W> {
     let mut words = Vector::<u32, W>::zeroed();
     #[unroll]
     for j in 0..4usize {

@@ -8,6 +8,7 @@
 //! epilogue   what becomes of a tile's sums
 //! product    the kernel
 //! launch     its launch
+//! blocks     products of block-sparse weights
 //! ```
 //!
 //! The product of a layer, and both of its gradients, read the same tensors in their natural order: what is contiguous may be the depth or not, in
@@ -15,6 +16,7 @@
 //! the caller adds them up in order (`rows::window_sums`).
 
 mod asm;
+pub mod blocks;
 mod epilogue;
 mod launch;
 mod plan;

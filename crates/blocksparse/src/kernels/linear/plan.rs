@@ -92,6 +92,26 @@ impl ProductRequest {
     }
 }
 
+/// Multiprocessors and bytes of shared memory of a device that has wgmma.
+///
+/// # Errors
+/// If it is another one, or if the environment wants another tier.
+pub(super) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    if properties.identity.fingerprint != "ptx_sm90" || !properties.features.tma.contains(Tma::Base)
+    {
+        return Err("the device is not of compute capability 9.0");
+    }
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
+    match TierLimit::from_env() {
+        Ok(TierLimit::Simt) => return Err("BLOCKSPARSE_TIER says simt"),
+        Ok(TierLimit::Mma) => return Err("BLOCKSPARSE_TIER says mma"),
+        _ => {}
+    }
+    Ok((multiprocessors, hardware.max_shared_memory_size))
+}
+
 /// What a product will run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProductPlan {
@@ -127,20 +147,8 @@ impl ProductPlan {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn all(client: &Client, request: ProductRequest) -> Result<Vec<Self>, &'static str> {
-        let properties = client.properties();
-        let hardware = &properties.hardware;
-        if properties.identity.fingerprint != "ptx_sm90"
-            || !properties.features.tma.contains(Tma::Base)
-        {
-            return Err("the device is not of compute capability 9.0");
-        }
-        let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
-        match TierLimit::from_env() {
-            Ok(TierLimit::Simt) => return Err("BLOCKSPARSE_TIER says simt"),
-            Ok(TierLimit::Mma) => return Err("BLOCKSPARSE_TIER says mma"),
-            _ => {}
-        }
-        Self::on(request, multiprocessors, hardware.max_shared_memory_size)
+        let (multiprocessors, shared) = hopper(client)?;
+        Self::on(request, multiprocessors, shared)
     }
 
     fn on(

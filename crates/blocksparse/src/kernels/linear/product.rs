@@ -225,7 +225,15 @@ pub fn product<S: Size, W: Size>(
         while tile < tiles.count {
             let place = place_of(&tiles, tile, t);
             let held = prepare::<W>(&before, &place, &shape, &own, t);
-            let sums = main_loop::<S>(a_desc, b_desc, base, number, place.count, lead, t);
+            let sums = main_loop::<S>(
+                a_desc,
+                b_desc,
+                base,
+                number,
+                place.count,
+                lead,
+                comptime!(t.main_loop()),
+            );
             number += place.count;
             if comptime!(t.wide) {
                 store::<S, W>(out, &sums, &place, &shape, &own, t);

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::asm::{MainLoop, STEPS};
 use crate::kernels::shared::asm::Half;
 use crate::kernels::shared::curve::ActivationKind;
 use crate::kernels::shared::tma::{DEPTH, ROW, ROW_ELEMENTS};
@@ -13,6 +14,17 @@ pub enum Order {
     Depth,
     /// The rows of the left factor, the columns of the right one: "MN-major".
     Across,
+}
+
+impl Order {
+    /// From a slab in rows of 128 bytes to each 16 of its depth, in 16 bytes.
+    pub(super) fn offsets(self) -> [usize; STEPS] {
+        let step = match self {
+            Self::Depth => (2 * DEPTH) >> 4,
+            Self::Across => (DEPTH * ROW) >> 4,
+        };
+        [0, step, 2 * step, 3 * step]
+    }
 }
 
 /// What becomes of the sums of a tile. Only results in half precision become anything.
@@ -156,11 +168,15 @@ impl ProductTile {
         }
     }
 
-    /// From the descriptor of 16 of the depth to that of the next.
-    pub(super) fn depth_step(order: Order) -> usize {
-        match order {
-            Order::Depth => (2 * DEPTH) >> 4,
-            Order::Across => (DEPTH * ROW) >> 4,
+    pub(super) fn main_loop(&self) -> MainLoop {
+        MainLoop {
+            half: self.half,
+            cols: self.cols,
+            stages: self.stages,
+            slab_bytes: self.slab_bytes(),
+            empty: self.empty(),
+            across: [self.a, self.b].map(|order| order == Order::Across),
+            offsets: [self.a, self.b].map(Order::offsets),
         }
     }
 

@@ -196,6 +196,14 @@ pub fn trade_four(own: Vector<u32, Const<4>>, lane: u32) -> Vector<u32, Const<4>
     four
 }
 
+/// A warp's 8 × 8 matrix of halves, of which each unit has two of a row, transposed.
+#[cube]
+pub fn transpose(x: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("movmatrix.sync.aligned.m8n8.trans.b16 {o}, {x};", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
+    o
+}
+
 const READ_FOUR_WORDS: &str = "{ .reg .pred p; setp.lt.u32 p, %5, %6; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; \
      @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; /* $0 $1 $2 $3 */ }";
 

@@ -27,6 +27,18 @@ pub fn descriptor(address: u32, #[comptime] span: usize) -> u64 {
     u64::cast_from(low) | comptime!((1u64 << 62) | (64u64 << 32))
 }
 
+/// The same of an operand with rows of 32, 64 or 128 bytes, swizzled as wide as they are.
+#[cube]
+pub fn descriptor_of(address: u32, #[comptime] span: usize, #[comptime] row: usize) -> u64 {
+    let low = (address >> 4u32) | comptime!((span as u32 >> 4) << 16);
+    let swizzle = comptime!(match row {
+        128 => 1u64,
+        64 => 2u64,
+        _ => 3u64,
+    });
+    u64::cast_from(low) | comptime!((swizzle << 62) | ((row as u64 / 2) << 32))
+}
+
 #[cube]
 pub fn barrier_init(bar: u32, #[comptime] arrivals: u32) {
     gpu_asm!("mbarrier.init.shared::cta.b64 [{b}], {c};", b = in(_) val::<u32>(bar), c = const arrivals);
