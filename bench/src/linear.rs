@@ -95,6 +95,7 @@ impl Operand {
             handle: client.create_from_slice(&bytes),
             shape,
             strides,
+            outer: [1, 0],
             seq: None,
         };
         Self {

@@ -395,6 +395,7 @@ fn verify_heads(bench: &Bench) -> Result<(usize, usize)> {
                 handle: client.create_from_slice(&bytes),
                 shape: [1, rows, width],
                 strides: [rows * width, width, 1],
+                outer: [1, 0],
                 seq: None,
             };
             let heads_view =

@@ -36,6 +36,10 @@ pub enum OpError {
     /// What a function needs of the device could not be read.
     #[error("the device must give back its tensors, got {0}")]
     Read(String),
+    /// What has to come before the first tensor of a program came later, or twice.
+    #[cfg(all(feature = "cube", feature = "fusion"))]
+    #[error("accelerate_matmul must be called once, before the first tensor: {0}")]
+    Registry(String),
     /// The device cannot run the call.
     #[cfg(feature = "cube")]
     #[error(transparent)]

@@ -87,6 +87,8 @@ pub use attention::{
     AttentionAux, attention, attention_with_aux, attention_with_lse, attention_with_tensors,
     attention_with_tensors_and_aux, attention_with_tensors_and_weights, attention_with_weights,
 };
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub use backends::matmul::{accelerate_matmul, accelerated_products};
 pub use blocks::BlockSparseTensorOps;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;

@@ -15,6 +15,8 @@ pub(crate) mod heads;
 pub(crate) mod linear;
 pub(crate) mod loss;
 mod masses;
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub(crate) mod matmul;
 pub(crate) mod mlp;
 #[cfg(feature = "cube")]
 mod named_product;

@@ -2,7 +2,7 @@
 
 use blocksparse::kernels::linear::{
     Epilogue, EpilogueTensors, HEAD, HEAD_ROWS, MatrixView, Order, ProductPlan, ProductRequest,
-    multiply as launch,
+    available as is_available, multiply as launch,
 };
 use blocksparse::kernels::rows::ActivationKind;
 use burn::backend::{DType, TensorMetadata};
@@ -40,8 +40,121 @@ fn view(tensor: &CubeTensor) -> Result<MatrixView, &'static str> {
         handle: tensor.handle.clone(),
         shape: [batch.0, shape[rank - 2], shape[rank - 1]],
         strides: [batch.1, strides[rank - 2], strides[rank - 1]],
+        outer: [1, 0],
         seq: None,
     })
+}
+
+/// Rows and columns that a product of Burn's has at least, to be run here.
+const SMALLEST: usize = 32;
+
+/// Whether the device has the kernel at all.
+pub(crate) fn available(device: &CubeDevice) -> bool {
+    is_available(&device.client()).is_ok()
+}
+
+/// Dimensions of a batch that matrices of both factors are in: how many, and from one to the next in either; 0 where a factor has one for all.
+type Batch = Vec<(usize, [usize; 2])>;
+
+/// The batch of two factors of one rank, with as few dimensions as describe it.
+fn batch_of([lhs, rhs]: [&CubeTensor; 2]) -> Option<Batch> {
+    let rank = lhs.rank();
+    if rank != rhs.rank() || rank < 2 {
+        return None;
+    }
+    let mut batch: Batch = Vec::new();
+    for dim in 0..rank - 2 {
+        let lengths = [lhs, rhs].map(|of| of.meta.shape()[dim]);
+        let length = lengths[0].max(lengths[1]);
+        if lengths.iter().any(|own| ![1, length].contains(own)) {
+            return None;
+        }
+        if length == 1 {
+            continue;
+        }
+        let mut strides = [lhs, rhs].map(|of| of.meta.strides()[dim]);
+        for (stride, own) in strides.iter_mut().zip(lengths) {
+            if own == 1 {
+                *stride = 0;
+            }
+        }
+        match batch.last_mut() {
+            // One run of the dimension before is all of this one, in both.
+            Some((before, outer))
+                if (outer.iter().zip(strides)).all(|(outer, stride)| *outer == stride * length) =>
+            {
+                *before *= length;
+                *outer = strides;
+            }
+            _ => batch.push((length, strides)),
+        }
+    }
+    Some(batch)
+}
+
+/// A factor of a batch of at most two dimensions.
+fn batched(tensor: &CubeTensor, batch: &[(usize, usize)]) -> Option<MatrixView> {
+    if tensor.qparams.is_some() || tensor.meta.is_tiled() {
+        return None;
+    }
+    let rank = tensor.rank();
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    // One matrix for all of them, or one each.
+    let (matrices, stride, outer) = match batch {
+        [] => (1, 0, [1, 0]),
+        batch if batch.iter().all(|(_, stride)| *stride == 0) => (1, 0, [1, 0]),
+        [(length, stride)] => (*length, *stride, [1, 0]),
+        [(outer, outer_stride), (inner, stride)] if *stride != 0 && *outer_stride != 0 => {
+            (outer * inner, *stride, [*outer, *outer_stride])
+        }
+        _ => return None,
+    };
+    Some(MatrixView {
+        handle: tensor.handle.clone(),
+        shape: [matrices, shape[rank - 2], shape[rank - 1]],
+        strides: [stride, strides[rank - 2], strides[rank - 1]],
+        outer,
+        seq: None,
+    })
+}
+
+/// `lhs · rhs` as Burn's `matmul` has it, if the kernel takes them.
+pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Option<CubeTensor> {
+    let batch = batch_of([lhs, rhs])?;
+    let of = |factor: usize| -> Vec<(usize, usize)> {
+        batch
+            .iter()
+            .map(|(length, strides)| (*length, strides[factor]))
+            .collect()
+    };
+    let mut a = batched(lhs, &of(0))?;
+    let b = batched(rhs, &of(1))?;
+    // Rows of all matrices are rows of one, if the right factor is one and they lie behind each other: fewer ragged tiles.
+    let [matrices, rows, _] = a.shape;
+    if b.shape[0] == 1
+        && a.outer[0] == 1
+        && a.strides[0] == rows * a.strides[1]
+        && a.strides[2] == 1
+    {
+        a.shape = [1, matrices * rows, a.shape[2]];
+    }
+    // A tile has 128 rows and 64 columns or more; Burn has kernels for vectors.
+    if a.shape[1] < SMALLEST || b.shape[2] < SMALLEST {
+        return None;
+    }
+    let request = ProductRequest::of(is_bf16(lhs.dtype).ok()?, [&a, &b], false, false).ok()?;
+    let plan = ProductPlan::new(&lhs.client, request).ok()?;
+    let elements = shape.iter().product();
+    let out = empty(lhs, [elements], lhs.dtype);
+    let beside = EpilogueTensors::default();
+    launch(&lhs.client, &plan, [&a, &b], &out.handle, &beside).ok()?;
+    Some(CubeTensor::new_contiguous(
+        lhs.client.clone(),
+        lhs.device.clone(),
+        shape.clone(),
+        out.handle,
+        lhs.dtype,
+    ))
 }
 
 /// How `lhs · rhs` would run.

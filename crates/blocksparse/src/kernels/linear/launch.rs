@@ -26,8 +26,9 @@ fn map(
         Order::Depth => (across, depth, [1, 1, width, ROW_ELEMENTS]),
         Order::Across => (depth, across, [1, 1, SLAB, ROW_ELEMENTS]),
     };
-    let mut shape = [1, view.shape[0], view.shape[outer], view.shape[inner]];
-    let mut strides = [0, view.strides[0], view.strides[outer], 1];
+    let [runs, run_stride] = view.outer;
+    let mut shape = [runs, view.run(), view.shape[outer], view.shape[inner]];
+    let mut strides = [run_stride, view.strides[0], view.strides[outer], 1];
     // Strides of dimensions of length 1 are arbitrary, but a map's have to be multiples of 16 bytes.
     for dim in 0..3 {
         if shape[dim] == 1 {
@@ -145,6 +146,8 @@ pub fn multiply(
         plan.slabs() as u32,
         batched(a),
         batched(b),
+        a.run() as u32,
+        b.run() as u32,
         a.seq.unwrap_or(1) as u32,
     );
     let words = if tile.wide { 2 } else { 4 };

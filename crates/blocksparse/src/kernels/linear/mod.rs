@@ -25,6 +25,6 @@ mod tile;
 mod view;
 
 pub use launch::{EpilogueTensors, multiply};
-pub use plan::{ProductPlan, ProductRequest};
+pub use plan::{ProductPlan, ProductRequest, available};
 pub use tile::{Epilogue, Order};
 pub use view::{HEAD, HEAD_ROWS, MatrixView};

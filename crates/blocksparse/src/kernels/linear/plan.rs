@@ -92,6 +92,14 @@ impl ProductRequest {
     }
 }
 
+/// Whether a device multiplies anything here.
+///
+/// # Errors
+/// Why it does not.
+pub fn available(client: &Client) -> Result<(), &'static str> {
+    hopper(client).map(|_| ())
+}
+
 /// Multiprocessors and bytes of shared memory of a device that has wgmma.
 ///
 /// # Errors

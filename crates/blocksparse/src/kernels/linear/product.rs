@@ -37,6 +37,9 @@ pub struct Tiles {
     /// Whether the factors have as many matrices as the batch.
     a_batch: u32,
     b_batch: u32,
+    /// Matrices of a run of either.
+    a_run: u32,
+    b_run: u32,
     /// Rows of a batch entry of the left factor, if it lies by heads.
     seq: u32,
 }
@@ -66,11 +69,13 @@ fn load_slab(
     across: u32,
     depth: u32,
     matrix: u32,
+    run: u32,
     #[comptime] order: Order,
     #[comptime] width: usize,
 ) {
+    let (within, run) = (matrix % run, matrix / run);
     if comptime!(order == Order::Depth) {
-        load_box(map, target, bar, depth, across, matrix, 0u32);
+        load_box(map, target, bar, depth, across, within, run);
     } else {
         #[unroll]
         for span in 0..comptime!((width / ROW_ELEMENTS) as u32) {
@@ -80,8 +85,8 @@ fn load_slab(
                 bar,
                 across + comptime!(span * ROW_ELEMENTS as u32),
                 depth,
-                matrix,
-                0u32,
+                within,
+                run,
             );
         }
     }
@@ -185,6 +190,7 @@ pub fn product<S: Size, W: Size>(
                             place.row,
                             depth,
                             place.batch * tiles.a_batch,
+                            tiles.a_run,
                             t.a,
                             ROWS,
                         );
@@ -196,6 +202,7 @@ pub fn product<S: Size, W: Size>(
                         place.col,
                         depth,
                         place.batch * tiles.b_batch,
+                        tiles.b_run,
                         t.b,
                         t.cols,
                     );

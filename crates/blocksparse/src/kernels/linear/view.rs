@@ -14,8 +14,10 @@ pub struct MatrixView {
     pub handle: Handle,
     /// Batch, rows, columns. A batch of 1 goes with any other.
     pub shape: [usize; 3],
-    /// Elements from one to the next.
+    /// Elements from one to the next; from a matrix to the next one of the same [`outer`](Self::outer).
     pub strides: [usize; 3],
+    /// How many equal runs of matrices the batch is, and the elements from one to the next.
+    pub outer: [usize; 2],
     /// Rows of a batch entry, if the matrix lies by heads, as `[batch, heads, seq, 64]`: then it is one, and the strides are as if it had rows of 64.
     pub seq: Option<usize>,
 }
@@ -33,6 +35,7 @@ impl MatrixView {
             handle,
             shape: [1, batch * seq, heads * HEAD],
             strides: [batch * seq * heads * HEAD, HEAD, 1],
+            outer: [1, 0],
             seq: Some(seq),
         }
     }
@@ -45,6 +48,11 @@ impl MatrixView {
         self
     }
 
+    /// Matrices of a run.
+    pub(super) fn run(&self) -> usize {
+        self.shape[0] / self.outer[0].max(1)
+    }
+
     /// How a factor lies whose depth is in dimension `depth`.
     ///
     /// # Errors
@@ -52,6 +60,13 @@ impl MatrixView {
     pub(super) fn order(&self, depth: usize) -> Result<Order, &'static str> {
         let begins = self.handle.offset_start.unwrap_or(0);
         let order = lies([self.shape, self.strides], depth, begins)?;
+        let [runs, stride] = self.outer;
+        if runs == 0 || !self.shape[0].is_multiple_of(runs) {
+            return Err("a factor's batch is no number of equal runs");
+        }
+        if runs > 1 && (stride == 0 || !stride.is_multiple_of(ALIGNMENT)) {
+            return Err("a factor's matrices do not begin at multiples of 16 bytes");
+        }
         let multiple = match order {
             Order::Depth => ROWS,
             Order::Across => SLAB,
