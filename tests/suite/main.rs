@@ -3,6 +3,7 @@
 mod activation;
 mod attention;
 mod autodiff;
+mod block_sparse;
 mod blocks;
 mod compare;
 mod device_layout;

@@ -4,6 +4,7 @@
 pub mod activation;
 pub mod attention;
 pub mod autodiff;
+pub mod block_sparse;
 pub mod blocks;
 pub mod cases;
 pub mod compare;
@@ -243,6 +244,26 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("projections_from_heads", projection::projections_from_heads),
     ("projections_constants", projection::projections_constants),
     ("projections_plans", projection::projections_plans),
+    (
+        "block_sparse_products_equal_f64",
+        block_sparse::block_sparse_products_equal_f64,
+    ),
+    (
+        "block_sparse_products_in_half_precision",
+        block_sparse::block_sparse_products_in_half_precision,
+    ),
+    (
+        "block_sparse_products_of_any_strides",
+        block_sparse::block_sparse_products_of_any_strides,
+    ),
+    (
+        "block_sparse_products_differentiate_what_is_tracked",
+        block_sparse::block_sparse_products_differentiate_what_is_tracked,
+    ),
+    (
+        "dense_layouts_equal_linear",
+        block_sparse::dense_layouts_equal_linear,
+    ),
     ("products_equal_f64", linear::products_equal_f64),
     (
         "products_in_half_precision",

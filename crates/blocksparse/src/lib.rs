@@ -32,6 +32,7 @@ mod pattern;
 #[doc(hidden)]
 pub mod plan;
 mod stream_dropout;
+mod weights;
 
 pub use dropout::{Dropout, philox};
 pub use error::LayoutError;
@@ -46,6 +47,7 @@ pub use pattern::{Pattern, PatternFn, Reach};
 #[doc(hidden)]
 pub use plan::lines;
 pub use stream_dropout::StreamDropout;
+pub use weights::{WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern};
 
 /// The block sizes a layout can have.
 pub const BLOCK_SIZES: [usize; 5] = [8, 16, 32, 64, 128];

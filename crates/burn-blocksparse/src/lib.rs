@@ -48,6 +48,7 @@
 mod activation;
 mod attention;
 mod backends;
+mod block_sparse;
 mod blocks;
 mod check;
 mod choice;
@@ -89,12 +90,16 @@ pub use attention::{
 };
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use backends::matmul::{accelerate_matmul, accelerated_products};
+pub use block_sparse::values::{
+    SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+};
+pub use block_sparse::{BlockSparseLinearOptions, block_sparse_linear, block_sparse_linear_plan};
 pub use blocks::BlockSparseTensorOps;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
 pub use blocksparse::{
     BLOCK_SIZES, BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Reach,
-    Restriction, StreamDropout, philox,
+    Restriction, StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern, philox,
 };
 pub use choice::TopKOptions;
 pub use device::check_device;
@@ -124,9 +129,9 @@ pub use norm::{
 };
 pub use op_plan::OpPlan;
 pub use ops::{
-    ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseOps,
-    ClipFactor, DropoutOps, EmbeddingOps, HeadOps, LinearOps, LossOps, MlpOps, NormOps, OptimOps,
-    ProjectionOps, TensorList,
+    ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseLinearOps,
+    BlockSparseOps, ClipFactor, DropoutOps, EmbeddingOps, HeadOps, LinearOps, LossOps, MlpOps,
+    NormOps, OptimOps, ProjectionOps, TensorList,
 };
 pub use optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};

@@ -8,7 +8,7 @@ use std::thread::{self, ThreadId};
 /// A slot for each type. The map is locked only while a slot is looked up, so that what makes a value may use the layout and ask for
 /// values of other types.
 #[derive(Default)]
-pub(super) struct Attachments(Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>);
+pub(crate) struct Attachments(Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>);
 
 impl Attachments {
     /// The value of a type, made on first use.

@@ -148,7 +148,7 @@ impl BlockLayout {
 }
 
 /// `(from, to, shade)` for each stretch of equal, non-empty cells.
-fn equal_stretches(row: &[f64]) -> Vec<(usize, usize, f64)> {
+pub(crate) fn equal_stretches(row: &[f64]) -> Vec<(usize, usize, f64)> {
     let mut stretches: Vec<(usize, usize, f64)> = Vec::new();
     for (index, &shade) in row.iter().enumerate().filter(|(_, shade)| **shade > 0.0) {
         match stretches.last_mut() {
@@ -160,7 +160,7 @@ fn equal_stretches(row: &[f64]) -> Vec<(usize, usize, f64)> {
 }
 
 /// From pale to dark blue as more of a cell's pairs are computed.
-fn color(shade: f64) -> RGBColor {
+pub(crate) fn color(shade: f64) -> RGBColor {
     let mix = |from: f64, to: f64| (from + (to - from) * shade) as u8;
     RGBColor(mix(205.0, 22.0), mix(222.0, 72.0), mix(244.0, 140.0))
 }
@@ -210,11 +210,11 @@ fn shorten(words: &str, length: usize) -> String {
     }
 }
 
-fn text(error: impl ToString) -> String {
+pub(crate) fn text(error: impl ToString) -> String {
     error.to_string()
 }
 
-fn draw_error(path: &Path, reason: String) -> LayoutError {
+pub(crate) fn draw_error(path: &Path, reason: String) -> LayoutError {
     LayoutError::Draw {
         path: path.display().to_string(),
         reason,

@@ -1,11 +1,11 @@
 //! [`BlockLayout`]: which blocks are kept, and which pairs of each.
 
-mod attachments;
+pub(crate) mod attachments;
 mod build;
 mod choice;
 mod columns;
 #[cfg(feature = "draw")]
-mod draw;
+pub(crate) mod draw;
 #[cfg(feature = "draw")]
 pub mod font;
 mod grid;
@@ -16,7 +16,7 @@ mod restrict;
 mod rows;
 mod serial;
 mod shape;
-mod text;
+pub(crate) mod text;
 
 use std::any::Any;
 use std::fmt;

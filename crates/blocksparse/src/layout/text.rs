@@ -5,7 +5,7 @@ use std::fmt;
 use super::BlockLayout;
 
 /// Cells per side, at most.
-const MAX_CELLS: usize = 64;
+pub(crate) const MAX_CELLS: usize = 64;
 
 /// How much of a cell's pairs are computed, from none to all.
 const SHADES: [char; 6] = ['.', '-', '=', '+', '*', '#'];
@@ -43,7 +43,7 @@ impl fmt::Display for BlockLayout {
     }
 }
 
-fn shade(fraction: f64) -> char {
+pub(crate) fn shade(fraction: f64) -> char {
     let last = SHADES.len() - 1;
     match fraction {
         0.0 => SHADES[0],

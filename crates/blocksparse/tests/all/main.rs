@@ -8,3 +8,4 @@ mod patterns;
 mod plans;
 mod reach;
 mod robustness;
+mod weights;

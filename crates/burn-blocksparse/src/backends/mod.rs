@@ -6,6 +6,7 @@ use crate::ops::BlockSparseOps;
 pub(crate) mod activation;
 #[cfg(feature = "autodiff")]
 mod autodiff;
+pub(crate) mod block_sparse;
 mod blocks;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;

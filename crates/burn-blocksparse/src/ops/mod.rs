@@ -1,6 +1,7 @@
 //! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
 
 mod activation;
+mod block_sparse;
 mod dropout;
 mod embedding;
 mod heads;
@@ -15,6 +16,7 @@ mod projection;
 use burn::backend::{Backend, backend_extension};
 
 pub use activation::ActivationOps;
+pub use block_sparse::BlockSparseLinearOps;
 pub use dropout::DropoutOps;
 pub use embedding::EmbeddingOps;
 pub use heads::HeadOps;

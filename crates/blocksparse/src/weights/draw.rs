@@ -1,0 +1,86 @@
+//! A layout of weights as a picture: inputs downwards, outputs to the right.
+
+use std::path::Path;
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+
+use super::WeightLayout;
+use crate::LayoutError;
+use crate::layout::draw::{color, draw_error, equal_stretches, text};
+use crate::layout::font;
+
+/// Cells per side, at most.
+const MAX_CELLS: usize = 256;
+/// Longer side of the panel, and what its title and its axes take beside it.
+const PANEL: u32 = 560;
+const TITLE: u32 = 48;
+const AXES: u32 = 64;
+
+impl WeightLayout {
+    /// Draws the layout into a PNG file.
+    ///
+    /// # Errors
+    /// [`LayoutError::Draw`] if the file cannot be written.
+    pub fn save_png(&self, path: impl AsRef<Path>) -> Result<(), LayoutError> {
+        let path = path.as_ref();
+        let area = BitMapBackend::new(path, self.picture_size()).into_drawing_area();
+        self.draw(&area).map_err(|reason| draw_error(path, reason))
+    }
+
+    /// Draws the layout into an SVG file.
+    ///
+    /// # Errors
+    /// [`LayoutError::Draw`] if the file cannot be written.
+    pub fn save_svg(&self, path: impl AsRef<Path>) -> Result<(), LayoutError> {
+        let path = path.as_ref();
+        let area = SVGBackend::new(path, self.picture_size()).into_drawing_area();
+        self.draw(&area).map_err(|reason| draw_error(path, reason))
+    }
+
+    /// Wide enough for the title, and as high as the weight's shape asks for.
+    fn picture_size(&self) -> (u32, u32) {
+        let (rows, columns) = (self.in_blocks() as f64, self.out_blocks() as f64);
+        let side = |blocks: f64| (f64::from(PANEL) * blocks / rows.max(columns)).ceil() as u32;
+        let width = side(columns).max(PANEL * 3 / 4);
+        (width + AXES, side(rows).max(PANEL / 8) + AXES + TITLE)
+    }
+
+    fn draw<DB: DrawingBackend>(&self, area: &DrawingArea<DB, Shift>) -> Result<(), String> {
+        font::register();
+        area.fill(&WHITE).map_err(text)?;
+        let (title, panel) = area.split_vertically(TITLE);
+        let style = ("sans-serif", 18).into_font().color(&BLACK);
+        title
+            .draw(&Text::new(self.to_string(), (16, 16), style))
+            .map_err(text)?;
+        let mut chart = ChartBuilder::on(&panel)
+            .margin(12)
+            .x_label_area_size(36)
+            .y_label_area_size(52)
+            .build_cartesian_2d(0..self.outputs(), self.inputs()..0)
+            .map_err(text)?;
+        chart
+            .configure_mesh()
+            .disable_mesh()
+            .x_labels(5)
+            .y_labels(5)
+            .x_desc("output")
+            .y_desc("input")
+            .draw()
+            .map_err(text)?;
+        let cell = self.in_blocks().max(self.out_blocks()).div_ceil(MAX_CELLS);
+        let side = cell * self.block();
+        for (row, shades) in self.shades(cell).into_iter().enumerate() {
+            let bottom = ((row + 1) * side).min(self.inputs());
+            let cells = equal_stretches(&shades).into_iter();
+            let rectangles = cells.map(|(from, to, shade)| {
+                let right = (to * side).min(self.outputs());
+                let corners = [(from * side, row * side), (right, bottom)];
+                Rectangle::new(corners, color(shade).filled())
+            });
+            chart.draw_series(rectangles).map_err(text)?;
+        }
+        area.present().map_err(text)
+    }
+}

@@ -1,0 +1,266 @@
+//! Products with block-sparse weights on each backend, and their step in Burn's autodiff graph.
+
+#[cfg(any(
+    feature = "flex",
+    feature = "ndarray",
+    feature = "cube",
+    feature = "autodiff"
+))]
+use crate::ops::BlockSparseLinearOps;
+
+#[cfg(feature = "flex")]
+impl BlockSparseLinearOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl BlockSparseLinearOps for burn::backend::NdArray {}
+
+#[cfg(feature = "cube")]
+pub(crate) mod kernels {
+    use blocksparse::WeightLayout;
+    use burn::tensor::{DType, FloatDType};
+    use burn_cubecl::tensor::CubeTensor;
+    use burn_cubecl::{CubeBackend, CubeDevice};
+
+    use super::BlockSparseLinearOps;
+    use crate::backends::cube::uses_reference;
+    use crate::backends::linear::kernels::Kernels;
+    use crate::block_sparse::products::{
+        Gathered, Pass, SparseProducts, backward_input, backward_weight, forward,
+    };
+    use crate::block_sparse::values::{
+        SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+    };
+    use crate::linear::products::Primitives;
+
+    /// One product, as [`Pass`] describes it.
+    struct BlockSparseCall<'a> {
+        pass: Pass,
+        factors: [&'a CubeTensor; 2],
+        layout: &'a WeightLayout,
+        /// The factors' dtype, or that of their sums.
+        dtype: FloatDType,
+    }
+
+    /// The product, if a kernel takes it.
+    fn product(call: BlockSparseCall) -> Option<CubeTensor> {
+        let BlockSparseCall {
+            pass,
+            factors,
+            layout,
+            dtype,
+        } = call;
+        let _ = (pass, factors, layout, dtype);
+        None
+    }
+
+    /// How the products of `rows` rows are launched, or why by Burn's operations.
+    pub(crate) fn text(
+        _device: &CubeDevice,
+        _dtype: DType,
+        _rows: usize,
+        _layout: &WeightLayout,
+    ) -> Result<String, String> {
+        Err("there is no kernel for block-sparse weights: kept blocks are gathered and multiplied in batches".to_owned())
+    }
+
+    /// The kernel where it takes the call; gathered products elsewhere.
+    struct SparseKernels;
+
+    impl SparseProducts<CubeBackend> for SparseKernels {
+        fn sparse_product(
+            pass: Pass,
+            factors: [CubeTensor; 2],
+            layout: &WeightLayout,
+            dtype: FloatDType,
+        ) -> CubeTensor {
+            let call = BlockSparseCall {
+                pass,
+                factors: [&factors[0], &factors[1]],
+                layout,
+                dtype,
+            };
+            match product(call) {
+                Some(made) => made,
+                None => <Gathered<Kernels> as SparseProducts<CubeBackend>>::sparse_product(
+                    pass, factors, layout, dtype,
+                ),
+            }
+        }
+    }
+
+    impl BlockSparseLinearOps for CubeBackend {
+        fn block_sparse_linear_forward(
+            inputs: SparseLinearInputs<Self>,
+            call: SparseLinearCall,
+        ) -> SparseLinearOutput<Self> {
+            match uses_reference() {
+                true => forward::<Self, Gathered<Primitives>>(inputs, call),
+                false => forward::<Self, SparseKernels>(inputs, call),
+            }
+        }
+
+        fn block_sparse_linear_backward_input(
+            saved: SparseLinearSaved<Self>,
+            call: SparseLinearCall,
+        ) -> CubeTensor {
+            match uses_reference() {
+                true => backward_input::<Self, Gathered<Primitives>>(saved, call),
+                false => backward_input::<Self, SparseKernels>(saved, call),
+            }
+        }
+
+        fn block_sparse_linear_backward_weight(
+            saved: SparseLinearSaved<Self>,
+            call: SparseLinearCall,
+        ) -> CubeTensor {
+            match uses_reference() {
+                true => backward_weight::<Self, Gathered<Primitives>>(saved, call),
+                false => backward_weight::<Self, SparseKernels>(saved, call),
+            }
+        }
+    }
+}
+
+#[cfg(feature = "autodiff")]
+mod steps {
+    use blocksparse::WeightLayout;
+    use burn::backend::autodiff::Autodiff;
+    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+    use burn::backend::autodiff::grads::Gradients;
+    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+    use burn::backend::tensor::FloatTensor;
+    use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
+    use burn::tensor::FloatDType;
+
+    use super::BlockSparseLinearOps;
+    use crate::backends::linear::Factor;
+    use crate::block_sparse::values::{
+        SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+    };
+    use crate::values::MaybeFloat;
+
+    /// The step behind x and the weight.
+    #[derive(Debug)]
+    struct SparseLinear;
+
+    #[derive(Clone, Debug)]
+    struct State<B: Backend> {
+        layout: WeightLayout,
+        /// The dtypes of x and of the weight.
+        dtypes: [FloatDType; 2],
+        x: Factor<B>,
+        weight: Factor<B>,
+    }
+
+    impl<B: BlockSparseLinearOps> Backward<B, 2> for SparseLinear {
+        type State = State<B>;
+
+        fn backward(
+            self,
+            ops: Ops<Self::State, 2>,
+            grads: &mut Gradients,
+            checkpointer: &mut Checkpointer,
+        ) {
+            let grad = grads.consume::<B>(&ops.node);
+            let State {
+                layout,
+                dtypes,
+                x,
+                weight,
+            } = ops.state;
+            let [by_x, by_weight] = dtypes.map(|dtype| SparseLinearCall {
+                layout: layout.clone(),
+                dtype,
+            });
+            let saved = |factor: Option<FloatTensor<B>>| SparseLinearSaved {
+                factor: factor.expect("kept for the gradient that needs it"),
+                grad: grad.clone(),
+            };
+            let [x_node, weight_node] = ops.parents;
+            if let Some(node) = x_node {
+                let saved = saved(weight.get(checkpointer).into_option());
+                let made = B::block_sparse_linear_backward_input(saved, by_x);
+                grads.register::<B>(node.id, made);
+            }
+            if let Some(node) = weight_node {
+                let saved = saved(x.get(checkpointer).into_option());
+                let made = B::block_sparse_linear_backward_weight(saved, by_weight);
+                grads.register::<B>(node.id, made);
+            }
+        }
+    }
+
+    impl<B: BlockSparseLinearOps, C: CheckpointStrategy> BlockSparseLinearOps for Autodiff<B, C> {
+        fn block_sparse_linear_forward(
+            inputs: SparseLinearInputs<Self>,
+            call: SparseLinearCall,
+        ) -> SparseLinearOutput<Self> {
+            let SparseLinearInputs { x, weight } = inputs;
+            let own = |tensor: &FloatTensor<Self>| FloatDType::from(tensor.dtype());
+            let constant = |tensor: MaybeFloat<B>| {
+                let tensor = tensor.into_option();
+                tensor.map(<Self as AutodiffBackend>::from_inner).into()
+            };
+            let run = |x: FloatTensor<Self>, weight: FloatTensor<Self>, call| {
+                let inputs = SparseLinearInputs {
+                    x: x.into_primitive(),
+                    weight: weight.into_primitive(),
+                };
+                B::block_sparse_linear_forward(inputs, call)
+            };
+            let nodes = [x.node(), weight.node()];
+            match SparseLinear.prepare::<C>(nodes).compute_bound().stateful() {
+                OpsKind::Tracked(mut prep) => {
+                    let dtypes = [own(&x), own(&weight)];
+                    let is_tracked = [x.is_tracked(), weight.is_tracked()];
+                    // The checkpointer keeps what the product reads as it is.
+                    let x_node = (is_tracked[1] && dtypes[0] == call.dtype)
+                        .then(|| Factor::Input(prep.checkpoint(&x)));
+                    let weight_node = (is_tracked[0] && dtypes[1] == call.dtype)
+                        .then(|| Factor::Input(prep.checkpoint(&weight)));
+                    let layout = call.layout.clone();
+                    let made = run(x, weight, call);
+                    let kept =
+                        |wanted: bool, node: Option<Factor<B>>, made: MaybeFloat<B>| match node {
+                            _ if !wanted => Factor::Unused,
+                            Some(node) => node,
+                            None => made.into_option().map_or(Factor::Unused, Factor::Rounded),
+                        };
+                    let state = State {
+                        layout,
+                        dtypes,
+                        x: kept(is_tracked[1], x_node, made.x),
+                        weight: kept(is_tracked[0], weight_node, made.weight),
+                    };
+                    SparseLinearOutput {
+                        out: prep.finish(state, made.out),
+                        x: MaybeFloat::None,
+                        weight: MaybeFloat::None,
+                    }
+                }
+                OpsKind::UnTracked(prep) => {
+                    let made = run(x, weight, call);
+                    SparseLinearOutput {
+                        out: prep.finish(made.out),
+                        x: constant(made.x),
+                        weight: constant(made.weight),
+                    }
+                }
+            }
+        }
+
+        fn block_sparse_linear_backward_input(
+            _saved: SparseLinearSaved<Self>,
+            _call: SparseLinearCall,
+        ) -> FloatTensor<Self> {
+            unimplemented!("block_sparse_linear is differentiable once")
+        }
+
+        fn block_sparse_linear_backward_weight(
+            _saved: SparseLinearSaved<Self>,
+            _call: SparseLinearCall,
+        ) -> FloatTensor<Self> {
+            unimplemented!("block_sparse_linear is differentiable once")
+        }
+    }
+}
