@@ -1,13 +1,14 @@
 //! Products of block-sparse weights: equality to sums in f64, and times beside dense ones.
 
 use anyhow::{Result, anyhow, ensure};
+use blocksparse::WeightLayout;
 use blocksparse::kernels::linear::blocks::{
-    BlockGradientPlan, BlockProductPlan, BlockTables, Direction, KeptBlocks, block_gradient,
-    multiply_blocks, pack_blocks,
+    BlockGradientPlan, BlockProduct, BlockProductPlan, BlockTables, Direction, KeptBlocks,
+    block_gradient, multiply_blocks, pack_blocks,
 };
 use blocksparse::kernels::rows::{Window, window_sums};
 use cubecl::client::Client;
-use cubecl::ir::FloatKind;
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::Handle;
 use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};
@@ -55,11 +56,10 @@ impl Layer {
         block: usize,
         grid: [usize; 2],
         rows: usize,
-        density: f64,
+        places: Vec<(u32, u32)>,
         seed: u64,
     ) -> Result<Self> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let places = random_places(grid, density, &mut rng);
         let [inputs, outputs] = grid.map(|blocks| blocks * block);
         let numbers = places.len() * block * block;
         let weight: Vec<f32> = (0..numbers).map(|_| rng.random_range(-1.0..1.0)).collect();
@@ -128,7 +128,7 @@ impl Layer {
             &self.tables,
             direction,
             weight,
-            (packed, half),
+            (packed, ElemType::Float(half)),
         )?;
         let plan = &self.products[direction as usize];
         multiply_blocks(
@@ -302,7 +302,9 @@ pub(super) fn verify(bench: &Bench) -> Result<()> {
                 if number % bench.args.of != bench.args.shard {
                     continue;
                 }
-                let layer = Layer::new(&bench.client, is_bf16, block, grid, rows, density, number)?;
+                let mut rng = ChaCha8Rng::seed_from_u64(!number);
+                let places = random_places(grid, density, &mut rng);
+                let layer = Layer::new(&bench.client, is_bf16, block, grid, rows, places, number)?;
                 checked += 1;
                 if bench.args.enqueue_only {
                     layer.run()?;
@@ -338,39 +340,66 @@ pub(super) fn times(bench: &mut Bench) -> Result<()> {
         dense += bench.time("dx      2048 -> 2048", &x, &w.transposed(), false)?;
         dense += bench.time("dW      2048 -> 2048", &x.transposed(), &x, true)?;
     }
-    for density in [0.25, 0.1] {
-        for block in [128, 64, 32, 16] {
-            let grid = [WIDTH / block; 2];
-            let layer = Layer::new(&client, true, block, grid, rows, density, 7)?;
-            if bench.args.enqueue_only {
-                layer.run()?;
-                client.flush().map_err(|error| anyhow!("{error}"))?;
-                continue;
+    for small_world in [false, true] {
+        for density in [0.25, 0.1] {
+            for block in [128, 64, 32, 16] {
+                let shape = [WIDTH; 2];
+                let layout = match small_world {
+                    false => WeightLayout::random(shape, block, density, 7)?,
+                    true => WeightLayout::small_world(shape, block, density, 0.1, 7)?,
+                };
+                time_layer(bench, &layout, dense)?;
             }
-            let kept = layer.places.len() as f64 / (grid[0] * grid[1]) as f64;
-            let times = [
-                bench.median(|| layer.multiply(Direction::Forward))?,
-                bench.median(|| layer.multiply(Direction::Backward))?,
-                bench.median(|| layer.weight_gradient())?,
-            ];
-            let sum: f64 = times.iter().sum();
-            println!(
-                "blocks of {block:<3} {:>5.1} %  {:>7.4} + {:>7.4} + {:>7.4} = {sum:>7.4} ms, {:.2} of density · dense ({dense:.4} ms)  {}; {}",
-                100.0 * kept,
-                times[0],
-                times[1],
-                times[2],
-                sum / (kept * dense),
-                layer.products[0],
-                layer
-                    .gradient
-                    .as_ref()
-                    .map_or(String::new(), ToString::to_string),
-            );
-            bench.results.push(json!({
-                "block": block, "density": kept, "ms": times, "dense_ms": dense, "rows": rows,
-            }));
         }
     }
+    Ok(())
+}
+
+/// One layout's three products, gathered, the packing of the weight and the sum over parts included.
+fn time_layer(bench: &mut Bench, layout: &WeightLayout, dense: f64) -> Result<()> {
+    let client = bench.client.clone();
+    let rows = bench.args.rows;
+    let grid = [layout.in_blocks(), layout.out_blocks()];
+    let places = layout.kept().collect();
+    let layer = Layer::new(&client, true, layout.block(), grid, rows, places, 7)?;
+    if bench.args.enqueue_only {
+        layer.run()?;
+        return client.flush().map_err(|error| anyhow!("{error}"));
+    }
+    let times = [
+        bench.median(|| layer.multiply(Direction::Forward))?,
+        bench.median(|| layer.multiply(Direction::Backward))?,
+        bench.median(|| layer.weight_gradient())?,
+    ];
+    let sum: f64 = times.iter().sum();
+    let chosen = [
+        BlockProduct::Forward,
+        BlockProduct::Backward,
+        BlockProduct::Weight,
+    ];
+    let chosen = chosen.map(|product| match layer.tables.is_gathered(product) {
+        true => "gathered",
+        false => "dense",
+    });
+    println!(
+        "{layout}: {:.4} + {:.4} + {:.4} = {sum:.4} ms, {:.2} of density · dense ({dense:.4} ms), to be run {}",
+        times[0],
+        times[1],
+        times[2],
+        sum / (layout.density() * dense),
+        chosen.join(", "),
+    );
+    println!(
+        "    {}; {}",
+        layer.products[0],
+        layer
+            .gradient
+            .as_ref()
+            .map_or(String::new(), ToString::to_string)
+    );
+    bench.results.push(json!({
+        "layout": layout.to_string(), "block": layout.block(), "density": layout.density(), "ms": times,
+        "dense_ms": dense, "rows": rows,
+    }));
     Ok(())
 }

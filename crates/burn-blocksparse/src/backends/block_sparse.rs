@@ -32,35 +32,42 @@ pub(crate) mod kernels {
     };
     use crate::linear::products::Primitives;
 
-    /// One product, as [`Pass`] describes it.
-    struct BlockSparseCall<'a> {
+    /// One product, as [`Pass`] describes it, if a kernel takes it: in the factors' dtype, or that of their sums.
+    fn product(
         pass: Pass,
-        factors: [&'a CubeTensor; 2],
-        layout: &'a WeightLayout,
-        /// The factors' dtype, or that of their sums.
+        factors: [&CubeTensor; 2],
+        layout: &WeightLayout,
         dtype: FloatDType,
-    }
-
-    /// The product, if a kernel takes it.
-    fn product(call: BlockSparseCall) -> Option<CubeTensor> {
-        let BlockSparseCall {
-            pass,
-            factors,
-            layout,
-            dtype,
-        } = call;
-        let _ = (pass, factors, layout, dtype);
-        None
+    ) -> Option<CubeTensor> {
+        #[cfg(feature = "cuda")]
+        return crate::backends::wgmma_blocks::product(pass, factors, layout, dtype.into());
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = (pass, factors, layout, dtype);
+            None
+        }
     }
 
     /// How the products of `rows` rows are launched, or why by Burn's operations.
     pub(crate) fn text(
-        _device: &CubeDevice,
-        _dtype: DType,
-        _rows: usize,
-        _layout: &WeightLayout,
+        device: &CubeDevice,
+        dtype: DType,
+        rows: usize,
+        layout: &WeightLayout,
     ) -> Result<String, String> {
-        Err("there is no kernel for block-sparse weights: kept blocks are gathered and multiplied in batches".to_owned())
+        if uses_reference() {
+            return Err("BURN_BLOCKSPARSE_REFERENCE is set".to_owned());
+        }
+        #[cfg(feature = "cuda")]
+        let made = crate::backends::wgmma_blocks::text(device, dtype, rows, layout);
+        #[cfg(not(feature = "cuda"))]
+        let made: Result<String, String> = {
+            let _ = (device, dtype, rows, layout);
+            Err("the feature `cuda` is off".to_owned())
+        };
+        made.map_err(|why| {
+            format!("{why}: kept blocks are gathered and multiplied in batches of Burn's")
+        })
     }
 
     /// The kernel where it takes the call; gathered products elsewhere.
@@ -73,13 +80,7 @@ pub(crate) mod kernels {
             layout: &WeightLayout,
             dtype: FloatDType,
         ) -> CubeTensor {
-            let call = BlockSparseCall {
-                pass,
-                factors: [&factors[0], &factors[1]],
-                layout,
-                dtype,
-            };
-            match product(call) {
+            match product(pass, [&factors[0], &factors[1]], layout, dtype) {
                 Some(made) => made,
                 None => <Gathered<Kernels> as SparseProducts<CubeBackend>>::sparse_product(
                     pass, factors, layout, dtype,

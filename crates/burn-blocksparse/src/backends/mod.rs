@@ -27,6 +27,8 @@ pub(crate) mod optim;
 mod outputs;
 pub(crate) mod projection;
 #[cfg(feature = "cuda")]
+mod wgmma_blocks;
+#[cfg(feature = "cuda")]
 mod wgmma_product;
 
 #[cfg(feature = "flex")]

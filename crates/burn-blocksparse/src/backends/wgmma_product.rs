@@ -14,7 +14,7 @@ use super::cube::empty;
 use crate::heads::values::{HeadParts, MOST_PARTS};
 
 /// Whether a dtype of factors is bf16, and not f16.
-fn is_bf16(dtype: DType) -> Result<bool, String> {
+pub(super) fn is_bf16(dtype: DType) -> Result<bool, String> {
     match dtype {
         DType::BF16 => Ok(true),
         DType::F16 => Ok(false),
@@ -23,7 +23,7 @@ fn is_bf16(dtype: DType) -> Result<bool, String> {
 }
 
 /// A tensor as matrices, if it is at most a batch of them.
-fn view(tensor: &CubeTensor) -> Result<MatrixView, &'static str> {
+pub(super) fn view(tensor: &CubeTensor) -> Result<MatrixView, &'static str> {
     if tensor.qparams.is_some() || tensor.meta.is_tiled() {
         return Err("a factor is quantized or tiled");
     }
@@ -43,6 +43,12 @@ fn view(tensor: &CubeTensor) -> Result<MatrixView, &'static str> {
         outer: [1, 0],
         seq: None,
     })
+}
+
+/// A matrix with rows and columns swapped.
+pub(super) fn swapped(mut tensor: CubeTensor) -> CubeTensor {
+    tensor.meta.swap(0, 1);
+    tensor
 }
 
 /// Rows and columns that a product of Burn's has at least, to be run here.

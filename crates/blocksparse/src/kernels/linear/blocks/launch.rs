@@ -81,7 +81,7 @@ pub fn multiply_blocks(
     if tile.work != Work::Gathered(direction) || tile.block != tables.block {
         return Err(KernelError::Factor { factor: "W" });
     }
-    let [width, cols] = tables.widths(direction);
+    let [width, cols] = tables.ends(direction);
     let lengths = lengths(x, "x", [plan.rows, width])?;
     let walk = tables.walk(direction);
     let packed_rows = walk.slabs * SLAB;

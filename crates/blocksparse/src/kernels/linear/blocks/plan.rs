@@ -54,7 +54,7 @@ impl BlockProductPlan {
         if rows == 0 {
             return Err("a factor is empty");
         }
-        let [_, width] = tables.widths(direction);
+        let [_, width] = tables.ends(direction);
         let counts = [Some(rows), rows.checked_mul(width).map(|all| all / 2)];
         if counts
             .iter()

@@ -1,11 +1,14 @@
 //! What is kept, as lists of what each tile walks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::super::tile::SLAB;
+use crate::WeightLayout;
+use crate::kernels::uploaded::{DeviceKey, device_key};
 
 /// No cell.
 pub const NONE: u32 = u32::MAX;
@@ -95,6 +98,33 @@ pub enum Direction {
     Backward,
 }
 
+/// The three products of a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BlockProduct {
+    /// `x · W`
+    Forward,
+    /// `dy · Wᵀ`
+    Backward,
+    /// `xᵀ · dy`
+    Weight,
+}
+
+impl BlockProduct {
+    /// How much longer a gathered product of as many tiles takes than a dense one, as measured: reading decides, and boxes of few columns are read slowly.
+    fn slowness(self, block: usize) -> f64 {
+        match (self, block) {
+            (Self::Weight, 16) => 3.5,
+            (Self::Weight, 32) => 2.5,
+            (_, 16) => 2.7,
+            (_, 32 | 64) => 1.85,
+            _ => 1.5,
+        }
+    }
+}
+
+#[derive(Default)]
+struct DeviceTables(Mutex<HashMap<DeviceKey, Arc<BlockTables>>>);
+
 /// The cells of 64 outputs (or inputs): of each column of cells that any of them keeps, which they are.
 type Union = BTreeMap<u32, Vec<u32>>;
 
@@ -171,6 +201,35 @@ impl Walk {
     pub(super) fn slabs(&self) -> usize {
         *self.offsets.last().unwrap_or(&0) as usize
     }
+}
+
+/// Of every tile of 64 × 64 of the dense weight, row by row, where its cells begin among the kept blocks, or [`NONE`].
+fn dense_sources(kept: &KeptBlocks) -> Vec<u32> {
+    let side = SLAB / kept.cell();
+    let [rows, columns] = [kept.inputs, kept.outputs].map(|width| width.div_ceil(SLAB));
+    let mut sources = vec![NONE; rows * columns * side * side];
+    for (input, output, first) in kept.cells() {
+        let (input, output) = (input as usize, output as usize);
+        let tile = input / side * columns + output / side;
+        sources[(tile * side + input % side) * side + output % side] = first;
+    }
+    sources
+}
+
+/// What share of a dense weight's tiles is multiplied, in either direction and for the gradient by the weight.
+fn shares(kept: &KeptBlocks) -> [f64; 3] {
+    let cell = kept.cell();
+    let [forward, backward] = [Direction::Forward, Direction::Backward].map(|direction| {
+        let unions = unions(kept, direction);
+        let width = match direction {
+            Direction::Forward => kept.inputs,
+            Direction::Backward => kept.outputs,
+        };
+        let cells: usize = unions.iter().map(Union::len).sum();
+        (cells * cell) as f64 / (unions.len() * width) as f64
+    });
+    // The gradient by the weight has the tiles of the product by its transpose.
+    [forward, backward, backward]
 }
 
 /// What tiles of the gradient by the weight are.
@@ -291,6 +350,8 @@ pub struct BlockTables {
     pub(super) outputs: usize,
     pub(super) numbers: usize,
     walks: [DeviceWalk; 2],
+    pub(super) dense: Words,
+    shares: [f64; 3],
     pub(super) targets: DeviceTargets,
 }
 
@@ -318,6 +379,8 @@ impl BlockTables {
             outputs: kept.outputs,
             numbers: kept.numbers(),
             walks,
+            dense: Words::new(client, &dense_sources(kept)),
+            shares: shares(kept),
             targets: DeviceTargets {
                 tiles: targets.starts.len(),
                 cols: targets.cols,
@@ -328,6 +391,35 @@ impl BlockTables {
         })
     }
 
+    /// Those of a layout, made and uploaded once for each device.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of(client: &Client, layout: &WeightLayout) -> Result<Arc<Self>, &'static str> {
+        let known = layout.attachment(DeviceTables::default);
+        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = device_key(client);
+        if let Some(tables) = known.get(&key) {
+            return Ok(tables.clone());
+        }
+        let places: Vec<_> = layout.kept().collect();
+        let kept = KeptBlocks {
+            block: layout.block(),
+            inputs: layout.inputs(),
+            outputs: layout.outputs(),
+            places: &places,
+        };
+        let tables = Arc::new(Self::new(client, &kept)?);
+        known.insert(key, tables.clone());
+        Ok(tables)
+    }
+
+    /// Whether a product takes less time gathered than with a dense weight that has zeros where no block is kept.
+    pub fn is_gathered(&self, product: BlockProduct) -> bool {
+        let share = self.shares[product as usize];
+        share * product.slowness(self.block) < 1.0
+    }
+
     pub(super) fn walk(&self, direction: Direction) -> &DeviceWalk {
         &self.walks[direction as usize]
     }
@@ -336,8 +428,13 @@ impl BlockTables {
         self.block.min(SLAB)
     }
 
+    /// Inputs and outputs of the weight.
+    pub fn widths(&self) -> [usize; 2] {
+        [self.inputs, self.outputs]
+    }
+
     /// Width of what is multiplied, and of the result.
-    pub(super) fn widths(&self, direction: Direction) -> [usize; 2] {
+    pub(super) fn ends(&self, direction: Direction) -> [usize; 2] {
         match direction {
             Direction::Forward => [self.inputs, self.outputs],
             Direction::Backward => [self.outputs, self.inputs],
@@ -441,6 +538,25 @@ mod tests {
             let found = targets.targets.clone();
             assert_eq!(sorted(found), expected);
         }
+    }
+
+    #[test]
+    fn the_dense_weight_has_every_cell_once() {
+        let places = [(0, 0), (3, 0), (3, 1), (1, 2)];
+        let of = kept(32, [4, 3], &places);
+        let at = |index: u32| index * 1024;
+        // Two tiles along the inputs, and two along the outputs, of which the last one's second column is beyond the weight.
+        assert_eq!(
+            dense_sources(&of),
+            [
+                [at(0), NONE, NONE, NONE],
+                [NONE, NONE, at(3), NONE],
+                [NONE, NONE, at(1), at(2)],
+                [NONE; 4],
+            ]
+            .concat()
+        );
+        assert_eq!(shares(&of), [3.0 / 8.0, 4.0 / 6.0, 4.0 / 6.0]);
     }
 
     #[test]
