@@ -113,11 +113,11 @@ impl BlockProduct {
     /// How much longer a gathered product of as many tiles takes than a dense one, as measured: reading decides, and boxes of few columns are read slowly.
     fn slowness(self, block: usize) -> f64 {
         match (self, block) {
-            (Self::Weight, 16) => 3.5,
-            (Self::Weight, 32) => 2.5,
+            (Self::Weight, 16) => 5.0,
+            (Self::Weight, 32 | 64) => 3.0,
             (_, 16) => 2.7,
             (_, 32 | 64) => 1.85,
-            _ => 1.5,
+            _ => 1.6,
         }
     }
 }
