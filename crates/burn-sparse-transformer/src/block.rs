@@ -10,8 +10,9 @@ use crate::layouts::Layouts;
 use crate::results::Results;
 use crate::stream::{Projected, Stream};
 use crate::{
-    BlockAttentionConfig, FeedForward, Precision, SparseMhaCache, SparseMhaInput,
-    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError, init,
+    BlockAttentionConfig, FeedForward, FeedForwardLinear, FeedForwardSparsity, Precision,
+    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    TransformerError, init,
 };
 
 /// Configuration of [`SparseTransformerBlock`].
@@ -33,6 +34,8 @@ pub struct SparseTransformerBlockConfig {
     pub d_key: Option<usize>,
     /// Width of the feed-forward network. Default: `4 · d_model`.
     pub d_ff: Option<usize>,
+    /// Which blocks of the feed-forward network's weights are kept. Default: all, as dense weights.
+    pub feed_forward_sparsity: Option<FeedForwardSparsity>,
     /// Probability that an element of a residual branch is dropped while training.
     #[config(default = 0.0)]
     pub dropout: f64,
@@ -68,7 +71,8 @@ impl SparseTransformerBlockConfig {
     ///
     /// # Errors
     /// As [`SparseMultiHeadAttentionConfig::init`]; also if `d_ff` or `n_layers` is 0, `dropout` is
-    /// outside `[0, 1)`, `layer_norm_eps` or `init_scale` is not positive, or there is `rope_theta`, but
+    /// outside `[0, 1)`, `layer_norm_eps` or `init_scale` is not positive, `feed_forward_sparsity` gives no layout for
+    /// `d_model` and `d_ff`, or there is `rope_theta`, but
     /// no `context`.
     pub fn init(&self, device: &Device) -> Result<SparseTransformerBlock, TransformerError> {
         self.validate()?;
@@ -83,15 +87,14 @@ impl SparseTransformerBlockConfig {
         device: &Device,
     ) -> Result<SparseTransformerBlock, TransformerError> {
         self.validate()?;
-        let d_ff = self.d_ff();
         let residual_scale = self.init_scale / ((2 * self.n_layers) as f64).sqrt();
         let norm = LayerNormConfig::new(self.d_model).with_epsilon(self.layer_norm_eps);
         Ok(SparseTransformerBlock {
             mha: self.init_attention(layouts, residual_scale, device)?,
             norm_1: norm.init(device),
             pwff: FeedForward {
-                linear_inner: init::linear(self.d_model, d_ff, self.init_scale, device),
-                linear_outer: init::linear(d_ff, self.d_model, residual_scale, device),
+                linear_inner: self.feed_forward_linear(0, self.init_scale, device)?,
+                linear_outer: self.feed_forward_linear(1, residual_scale, device)?,
                 precision: self.precision,
             },
             norm_2: norm.init(device),
@@ -99,6 +102,27 @@ impl SparseTransformerBlockConfig {
             layer_norm_eps: self.layer_norm_eps,
             precision: self.precision,
             seeds: Seeds::default(),
+        })
+    }
+
+    /// The inner (0) or the outer layer (1) of the feed-forward network.
+    fn feed_forward_linear(
+        &self,
+        matrix: u64,
+        scale: f64,
+        device: &Device,
+    ) -> Result<FeedForwardLinear, TransformerError> {
+        let mut shape = [self.d_model, self.d_ff()];
+        if matrix == 1 {
+            shape.reverse();
+        }
+        let [d_input, d_output] = shape;
+        Ok(match &self.feed_forward_sparsity {
+            None => init::linear(d_input, d_output, scale, device).into(),
+            Some(sparsity) => {
+                let layout = sparsity.layout(shape, matrix)?;
+                init::block_sparse_linear(layout, scale, device).into()
+            }
         })
     }
 

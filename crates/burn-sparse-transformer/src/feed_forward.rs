@@ -1,11 +1,212 @@
-use burn::module::{Module, Param};
+use burn::config::Config;
+use burn::module::{
+    Content, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor, Param,
+};
 use burn::nn::Linear;
-use burn::tensor::Tensor;
-use burn_blocksparse::{Activation, MlpOptions, MlpParams, bias_activation, mlp};
+use burn::tensor::{Device, FloatDType, Tensor};
+use burn_blocksparse::{
+    Activation, LinearOptions, MlpOptions, MlpParams, WeightLayout, WeightPattern, bias_activation,
+    linear, mlp,
+};
 
 use crate::attention::linear_flops;
 use crate::stream::Projected;
-use crate::{Precision, TransformerError};
+use crate::{BlockSparseLinear, Precision, TransformerError};
+
+/// Which blocks of the weights of feed-forward networks are kept: the same share of both, drawn with different seeds.
+///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_sparse_transformer::{
+///     Factorization, FeedForwardSparsity, Pattern, SparseTransformerConfig,
+/// };
+///
+/// let fixed = Factorization::from(Pattern::fixed(128, 32));
+/// let model = SparseTransformerConfig::new(64, 4, fixed)
+///     .with_vocab_size(256)
+///     .with_context(512)
+///     .with_n_layers(2)
+///     .with_feed_forward_sparsity(Some(FeedForwardSparsity::new(0.25).with_block(16)))
+///     .init(&Device::flex())?;
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
+#[derive(Config, Debug)]
+#[must_use = "it does nothing until a model is made with it"]
+pub struct FeedForwardSparsity {
+    /// Share of the blocks of each weight that is kept, in `(0, 1]`.
+    pub density: f64,
+    /// Side of a block: 16, 32, 64 or 128. Divides `d_model` and `d_ff`.
+    #[config(default = 64)]
+    pub block: usize,
+    /// Which blocks are kept.
+    #[config(default = "WeightPattern::SmallWorld")]
+    pub pattern: WeightPattern,
+    /// Seed of the patterns that are drawn. Matrix `i` of the model (0 and 1 are the first block's) has this one and `i`.
+    #[config(default = 0)]
+    pub seed: u64,
+}
+
+impl FeedForwardSparsity {
+    /// That of block `layer` of a model.
+    pub(crate) fn of_layer(self, layer: usize) -> Self {
+        let seed = self.seed.wrapping_add(2 * layer as u64);
+        self.with_seed(seed)
+    }
+
+    /// The layout of the inner (0) or the outer weight (1).
+    pub(crate) fn layout(
+        &self,
+        shape: [usize; 2],
+        matrix: u64,
+    ) -> Result<WeightLayout, TransformerError> {
+        let seed = self.seed.wrapping_add(matrix);
+        Ok((self.pattern).layout(shape, self.block, self.density, seed)?)
+    }
+}
+
+/// A layer of [`FeedForward`]. Its parameters have the same names either way.
+#[derive(Clone, Debug)]
+pub enum FeedForwardLinear {
+    /// Every input reaches every output.
+    Dense(Linear),
+    /// Some blocks of the weight are kept: [`FeedForwardSparsity`].
+    BlockSparse(BlockSparseLinear),
+}
+
+impl FeedForwardLinear {
+    /// The layer, if it is dense.
+    pub fn as_dense(&self) -> Option<&Linear> {
+        match self {
+            Self::Dense(layer) => Some(layer),
+            Self::BlockSparse(_) => None,
+        }
+    }
+
+    /// The layer to be changed, if it is dense.
+    pub fn as_dense_mut(&mut self) -> Option<&mut Linear> {
+        match self {
+            Self::Dense(layer) => Some(layer),
+            Self::BlockSparse(_) => None,
+        }
+    }
+
+    /// The layer, if it is block sparse.
+    pub fn as_block_sparse(&self) -> Option<&BlockSparseLinear> {
+        match self {
+            Self::Dense(_) => None,
+            Self::BlockSparse(layer) => Some(layer),
+        }
+    }
+
+    /// The bias, `[d_output]`.
+    pub fn bias(&self) -> Option<&Param<Tensor<1>>> {
+        match self {
+            Self::Dense(layer) => layer.bias.as_ref(),
+            Self::BlockSparse(layer) => layer.bias.as_ref(),
+        }
+    }
+
+    /// `x · W`, without the bias, in `dtype`.
+    fn product(&self, x: Tensor<3>, dtype: FloatDType) -> Result<Tensor<3>, TransformerError> {
+        match self {
+            Self::Dense(layer) => {
+                let options = LinearOptions::default().dtype(dtype);
+                Ok(linear(x, layer.weight.val(), &options)?)
+            }
+            Self::BlockSparse(layer) => layer.product(x, None, dtype),
+        }
+    }
+
+    /// Operations for one position, forward: two per weight.
+    fn flops(&self) -> u64 {
+        match self {
+            Self::Dense(layer) => linear_flops(layer),
+            Self::BlockSparse(layer) => 2 * layer.weight.lazy_shape().num_elements() as u64,
+        }
+    }
+}
+
+impl From<Linear> for FeedForwardLinear {
+    fn from(layer: Linear) -> Self {
+        Self::Dense(layer)
+    }
+}
+
+impl From<BlockSparseLinear> for FeedForwardLinear {
+    fn from(layer: BlockSparseLinear) -> Self {
+        Self::BlockSparse(layer)
+    }
+}
+
+/// By hand, because what Burn derives for an enum puts the variant's name into the names of parameters.
+impl Module for FeedForwardLinear {
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        match self {
+            Self::Dense(layer) => layer.visit(visitor),
+            Self::BlockSparse(layer) => layer.visit(visitor),
+        }
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        match self {
+            Self::Dense(layer) => layer.map(mapper).into(),
+            Self::BlockSparse(layer) => layer.map(mapper).into(),
+        }
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        match self {
+            Self::Dense(layer) => layer.to_device(device).into(),
+            Self::BlockSparse(layer) => layer.to_device(device).into(),
+        }
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        match self {
+            Self::Dense(layer) => layer.fork(device).into(),
+            Self::BlockSparse(layer) => layer.fork(device).into(),
+        }
+    }
+
+    fn collect_devices(&self, devices: Vec<Device>) -> Vec<Device> {
+        match self {
+            Self::Dense(layer) => layer.collect_devices(devices),
+            Self::BlockSparse(layer) => layer.collect_devices(devices),
+        }
+    }
+
+    fn valid(&self) -> Self {
+        match self {
+            Self::Dense(layer) => layer.valid().into(),
+            Self::BlockSparse(layer) => layer.valid().into(),
+        }
+    }
+
+    fn train(self) -> Self {
+        match self {
+            Self::Dense(layer) => layer.train().into(),
+            Self::BlockSparse(layer) => layer.train().into(),
+        }
+    }
+
+    fn materialize(self) -> Self {
+        match self {
+            Self::Dense(layer) => layer.materialize().into(),
+            Self::BlockSparse(layer) => layer.materialize().into(),
+        }
+    }
+}
+
+impl ModuleDisplayDefault for FeedForwardLinear {
+    fn content(&self, content: Content) -> Option<Content> {
+        match self {
+            Self::Dense(layer) => content.add_single(layer).optional(),
+            Self::BlockSparse(layer) => content.add_single(layer).optional(),
+        }
+    }
+}
+
+impl ModuleDisplay for FeedForwardLinear {}
 
 /// `W_2 f(W_1 x + b_1) + b_2` with `f(x) = x · sigmoid(1.702 x)` (Child et al., 2019, §5.2).
 ///
@@ -13,9 +214,9 @@ use crate::{Precision, TransformerError};
 #[derive(Module, Debug)]
 pub struct FeedForward {
     /// `W_1`, `b_1`: `d_model` to `d_ff`.
-    pub linear_inner: Linear,
+    pub linear_inner: FeedForwardLinear,
     /// `W_2`, `b_2`: `d_ff` to `d_model`.
-    pub linear_outer: Linear,
+    pub linear_outer: FeedForwardLinear,
     #[module(skip)]
     pub(crate) precision: Precision,
 }
@@ -34,25 +235,34 @@ impl FeedForward {
         Ok(bias_activation(x, bias, Activation::None)?.cast(dtype))
     }
 
-    /// [`Self::forward`] without its last bias; with `recompute` the backward pass computes the first product again.
+    /// [`Self::forward`] without its last bias; with `recompute` the backward pass computes the first product again, if both layers are dense.
     pub(crate) fn forward_projected(
         &self,
         x: Tensor<3>,
         recompute: bool,
     ) -> Result<Projected, TransformerError> {
-        let value = |layer: &Linear| layer.weight.val();
-        let mut params = MlpParams::new(value(&self.linear_inner), value(&self.linear_outer));
-        params.bias = self.linear_inner.bias.as_ref().map(Param::val);
+        let (inner, outer) = (&self.linear_inner, &self.linear_outer);
         let dtype = self.precision.dtype(x.dtype());
-        let options = MlpOptions::default().dtype(dtype).recompute(recompute);
-        Ok(Projected {
-            x: mlp(x, params, Activation::GeluSigmoid, &options)?,
-            bias: self.linear_outer.bias.as_ref().map(Param::val),
-        })
+        let inner_bias = inner.bias().map(Param::val);
+        let x = match (inner.as_dense(), outer.as_dense()) {
+            (Some(inner), Some(outer)) => {
+                let mut params = MlpParams::new(inner.weight.val(), outer.weight.val());
+                params.bias = inner_bias;
+                let options = MlpOptions::default().dtype(dtype).recompute(recompute);
+                mlp(x, params, Activation::GeluSigmoid, &options)?
+            }
+            _ => {
+                let hidden = inner.product(x, dtype)?;
+                let active = bias_activation(hidden, inner_bias, Activation::GeluSigmoid)?;
+                outer.product(active, dtype)?
+            }
+        };
+        let bias = outer.bias().map(Param::val);
+        Ok(Projected { x, bias })
     }
 
     /// Operations of both layers for one position, forward: two per weight.
     pub fn matmul_flops_per_token(&self) -> u64 {
-        linear_flops(&self.linear_inner) + linear_flops(&self.linear_outer)
+        self.linear_inner.flops() + self.linear_outer.flops()
     }
 }

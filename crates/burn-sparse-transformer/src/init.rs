@@ -4,6 +4,10 @@
 use burn::module::{Initializer, Param};
 use burn::nn::Linear;
 use burn::tensor::{Device, Tensor};
+use burn_blocksparse::WeightLayout;
+
+use crate::BlockSparseLinear;
+use crate::block_sparse_linear::fans;
 
 /// `W` from `N(0, scale / √d_input)`, `b` = 0.
 pub(crate) fn linear(d_input: usize, d_output: usize, scale: f64, device: &Device) -> Linear {
@@ -11,6 +15,18 @@ pub(crate) fn linear(d_input: usize, d_output: usize, scale: f64, device: &Devic
         weight: normal([d_input, d_output], scale / (d_input as f64).sqrt(), device),
         bias: Some(Initializer::Zeros.init([d_output], device)),
     }
+}
+
+/// The kept blocks from `N(0, scale / √(inputs that an output sees, on average))`, `b` = 0.
+pub(crate) fn block_sparse_linear(
+    layout: WeightLayout,
+    scale: f64,
+    device: &Device,
+) -> BlockSparseLinear {
+    let [fan_in, _] = fans(&layout);
+    let weight = normal(layout.shape(), scale / fan_in.sqrt(), device);
+    let bias = Initializer::Zeros.init([layout.outputs()], device);
+    BlockSparseLinear::new(weight, Some(bias), layout, device)
 }
 
 /// `W` = 0 and no bias: every logit starts at 0, every token equally likely.
@@ -33,6 +49,6 @@ pub(crate) fn embedding(
     normal([rows, d_model], std, device)
 }
 
-fn normal(shape: [usize; 2], std: f64, device: &Device) -> Param<Tensor<2>> {
+fn normal<const D: usize>(shape: [usize; D], std: f64, device: &Device) -> Param<Tensor<D>> {
     Initializer::Normal { mean: 0.0, std }.init(shape, device)
 }

@@ -42,6 +42,7 @@ mod attention_cache;
 mod attention_config;
 mod block;
 mod block_attention;
+mod block_sparse_linear;
 mod cache;
 mod convert;
 mod dropout;
@@ -55,6 +56,7 @@ mod generate;
 mod heads;
 mod init;
 mod input;
+mod kept_blocks;
 mod layouts;
 mod linear;
 mod longformer;
@@ -71,6 +73,7 @@ pub use attention::{SparseMhaOutput, SparseMultiHeadAttention};
 pub use attention_config::SparseMultiHeadAttentionConfig;
 pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
 pub use block_attention::BlockAttentionConfig;
+pub use block_sparse_linear::{BlockSparseLinear, BlockSparseLinearConfig};
 pub use cache::{SparseMhaCache, SparseTransformerCache};
 pub use embedding::PositionEmbedding;
 pub use encoder::{
@@ -79,7 +82,7 @@ pub use encoder::{
 pub use encoder_layer::SparseTransformerEncoderLayer;
 pub use error::TransformerError;
 pub use factorization::Factorization;
-pub use feed_forward::FeedForward;
+pub use feed_forward::{FeedForward, FeedForwardLinear, FeedForwardSparsity};
 pub use generate::{EndReason, GenerateOptions, GenerateStep, Generated};
 pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
@@ -92,4 +95,5 @@ pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
 pub use burn_blocksparse::{
     BlockLayout, BlockSparseTensor, DeviceLayout, Layout, LayoutError, OpError, Pattern,
+    WeightLayout, WeightPattern,
 };

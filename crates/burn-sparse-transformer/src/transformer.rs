@@ -12,9 +12,9 @@ use crate::error::{ensure, ensure_positive, ensure_shape};
 use crate::layouts::LayoutPool;
 use crate::stream::Stream;
 use crate::{
-    BlockAttentionConfig, Factorization, PositionEmbedding, Precision, SparseMhaCache,
-    SparseTransformerBlock, SparseTransformerBlockConfig, SparseTransformerCache, TransformerError,
-    init,
+    BlockAttentionConfig, Factorization, FeedForwardSparsity, PositionEmbedding, Precision,
+    SparseMhaCache, SparseTransformerBlock, SparseTransformerBlockConfig, SparseTransformerCache,
+    TransformerError, init,
 };
 
 /// Configuration of [`SparseTransformer`].
@@ -64,6 +64,8 @@ pub struct SparseTransformerConfig {
     pub d_key: Option<usize>,
     /// Width of the feed-forward networks. Default: `4 · d_model`; half-size models use `2 · d_model`.
     pub d_ff: Option<usize>,
+    /// Which blocks of the feed-forward networks' weights are kept. Default: all, as dense weights.
+    pub feed_forward_sparsity: Option<FeedForwardSparsity>,
     /// Number of key and value heads, a divisor of `n_heads`. Default: `n_heads`.
     pub n_kv_heads: Option<usize>,
     /// Probability that an element of a residual branch is dropped while training.
@@ -173,6 +175,9 @@ impl SparseTransformerConfig {
                 .with_n_kv_heads(self.n_kv_heads)
                 .with_d_key(self.d_key)
                 .with_d_ff(self.d_ff)
+                .with_feed_forward_sparsity(
+                    (self.feed_forward_sparsity.clone()).map(|sparsity| sparsity.of_layer(layer)),
+                )
                 .with_dropout(self.dropout)
                 .with_softcap(self.softcap)
                 .with_attention(self.attention.clone())

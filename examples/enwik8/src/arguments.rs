@@ -2,8 +2,9 @@
 
 use std::str::FromStr;
 
-use burn_sparse_transformer::Precision;
+use burn_sparse_transformer::{Precision, WeightPattern};
 use clap::Command;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 /// Reads `-1` as the value of the flag before it, for every flag of every command: otherwise clap takes it for a flag
 /// of its own, and the error names neither the argument nor its range.
@@ -83,6 +84,12 @@ pub fn precision(text: &str) -> Result<Precision, String> {
         .into_iter()
         .find(|precision| precision.name() == text)
         .ok_or_else(|| "must be f32, tf32 or bf16".to_owned())
+}
+
+/// `--ff-layout`: the name of a layout of weights.
+pub fn weight_pattern() -> impl TypedValueParser<Value = WeightPattern> {
+    let names = PossibleValuesParser::new(WeightPattern::all().map(WeightPattern::name));
+    names.try_map(|name| name.parse::<WeightPattern>())
 }
 
 /// Digits, which may be grouped as in `12_288`.

@@ -1,7 +1,7 @@
 //! The configuration of a run: a preset with a user's changes, checked.
 
 use anyhow::{Context, Result, bail, ensure};
-use burn_blocksparse::{BLOCK_SIZES, Pattern};
+use burn_blocksparse::{BLOCK_SIZES, Pattern, WEIGHT_BLOCK_SIZES};
 use serde::{Deserialize, Serialize};
 
 use crate::overrides::Overrides;
@@ -96,6 +96,7 @@ impl RunConfig {
             factorization,
             block_size,
             position_width,
+            ff_weights,
             ..
         } = &self.model;
         ensure!(
@@ -116,6 +117,17 @@ impl RunConfig {
             "--heads must be a multiple of the {} patterns of --factorization multi-head, got {heads}",
             patterns.len()
         );
+        if let Some(weights) = ff_weights {
+            let block = weights.block;
+            ensure!(
+                WEIGHT_BLOCK_SIZES.contains(&block),
+                "--ff-block must be 16, 32, 64 or 128, got {block}"
+            );
+            ensure!(
+                d_model.is_multiple_of(block),
+                "--ff-block must be a divisor of --d-model = {d_model}, got {block}"
+            );
+        }
         patterns.iter().try_for_each(|text| {
             check_pattern(text, *heads).with_context(|| format!("--pattern '{text}'"))
         })

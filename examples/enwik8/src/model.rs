@@ -7,7 +7,9 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{FusedAdamW, FusedAdamWConfig, Pattern};
-use burn_sparse_transformer::{Factorization, SparseTransformer, SparseTransformerConfig};
+use burn_sparse_transformer::{
+    Factorization, FeedForwardSparsity, SparseTransformer, SparseTransformerConfig,
+};
 
 use crate::checkpoint::Checkpoint;
 use crate::presets::{FactorizationKind, ModelConfig, Recipe};
@@ -43,7 +45,12 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
             .with_block_size(config.block_size)
             .with_dropout(config.dropout)
             .with_init_scale(config.init_scale)
-            .with_precision(config.precision),
+            .with_precision(config.precision)
+            .with_feed_forward_sparsity(config.ff_weights.map(|weights| {
+                FeedForwardSparsity::new(weights.density)
+                    .with_block(weights.block)
+                    .with_pattern(weights.layout)
+            })),
     )
 }
 

@@ -1,9 +1,11 @@
 //! A flag for every number of a preset.
 
-use burn_sparse_transformer::{Precision, Recompute};
+use burn_sparse_transformer::{Precision, Recompute, WeightPattern};
 use clap::Args;
 
-use crate::presets::{Attention, FactorizationKind, Length, ModelConfig, Recipe};
+use crate::presets::{
+    Attention, FactorizationKind, FeedForwardWeights, Length, ModelConfig, Recipe,
+};
 use crate::{arguments, pattern};
 
 /// One flag for each number of a preset.
@@ -49,6 +51,15 @@ pub struct Overrides {
     /// optimizer in f32; or tf32: f32 with the attention's products on tensor cores
     #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
     pub precision: Option<Precision>,
+    /// Share of the blocks that the feed-forward networks' weights keep [default: dense weights]
+    #[arg(long, value_parser = arguments::share, value_name = "SHARE")]
+    pub ff_density: Option<f64>,
+    /// Side of those blocks: 16, 32, 64 or 128 [default: 64]
+    #[arg(long, value_parser = arguments::positive, requires = "ff_density")]
+    pub ff_block: Option<usize>,
+    /// How those blocks are chosen [default: small-world]
+    #[arg(long, value_parser = arguments::weight_pattern(), requires = "ff_density", value_name = "LAYOUT")]
+    pub ff_layout: Option<WeightPattern>,
 
     /// Windows per step
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
@@ -119,6 +130,9 @@ impl Overrides {
             dropout,
             init_scale,
             precision,
+            ff_density,
+            ff_block,
+            ff_layout,
             batch,
             steps,
             epochs,
@@ -146,6 +160,12 @@ impl Overrides {
         set(&mut model.dropout, dropout);
         set(&mut model.init_scale, init_scale);
         set(&mut model.precision, precision);
+        if let Some(density) = ff_density {
+            let mut weights = FeedForwardWeights::new(density);
+            set(&mut weights.block, ff_block);
+            set(&mut weights.layout, ff_layout);
+            model.ff_weights = Some(weights);
+        }
         if !pattern.is_empty() {
             model.position_width = position_width_for(&pattern, model.context);
             model.patterns = pattern;

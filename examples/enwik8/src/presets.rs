@@ -3,7 +3,7 @@
 use std::fmt;
 use std::num::NonZeroUsize;
 
-use burn_sparse_transformer::{Precision, Recompute};
+use burn_sparse_transformer::{Precision, Recompute, WeightPattern};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
@@ -44,6 +44,7 @@ impl Preset {
             dropout: 0.0,
             init_scale: paper_init_scale(),
             precision: Precision::F32,
+            ff_weights: None,
         };
         match self {
             // At these widths the paper's scale makes learning slow at first: 2.8 bits per byte instead of 2.6 at the end of `tiny`, 3.3
@@ -197,6 +198,43 @@ pub struct ModelConfig {
     /// Dtype of activations, matrix products and attention. Weights and Adam's moments are f32 in any case.
     #[serde(default)]
     pub precision: Precision,
+    /// Block-sparse weights of the feed-forward networks. None: dense ones, as in the paper.
+    #[serde(default)]
+    pub ff_weights: Option<FeedForwardWeights>,
+}
+
+/// Which blocks of the feed-forward networks' weights are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FeedForwardWeights {
+    /// Share of the blocks.
+    pub density: f64,
+    /// Side of a block.
+    pub block: usize,
+    /// How the blocks are chosen.
+    pub layout: WeightPattern,
+}
+
+impl FeedForwardWeights {
+    /// Of a density, with what the flags beside it default to.
+    pub fn new(density: f64) -> Self {
+        Self {
+            density,
+            block: 64,
+            layout: WeightPattern::SmallWorld,
+        }
+    }
+}
+
+impl fmt::Display for FeedForwardWeights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            density,
+            block,
+            layout,
+        } = self;
+        let percent = 100.0 * density;
+        write!(f, "{layout}, {percent} % of the blocks of {block}")
+    }
 }
 
 /// §6. Also that of checkpoints from before it could be chosen.

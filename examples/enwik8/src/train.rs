@@ -212,6 +212,9 @@ impl Session {
             model::factorization(model)?,
             model.block_size
         ));
+        if let Some(weights) = &model.ff_weights {
+            say(format!("ff        block-sparse weights: {weights}"));
+        }
         say(format!(
             "recipe    {} steps of {} bytes ({:.1} epochs), lr {}, warm-up {}, dropout {}, seed {}",
             thousands(self.steps),

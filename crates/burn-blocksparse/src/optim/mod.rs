@@ -8,7 +8,7 @@ pub(crate) mod reference;
 use std::collections::BTreeMap;
 
 use burn::backend::{Dispatch, DispatchTensor};
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 
@@ -183,6 +183,18 @@ impl FusedAdamW {
         Ok(OpPlan::new(&survey.device(), |device| {
             describe(device, largest)
         }))
+    }
+
+    /// Keeps of a parameter's moments the rows (entries of the first dimension) with these indices, in their order, as a parameter does whose rows
+    /// are pruned: the blocks of a block-sparse weight. Does nothing if the parameter has taken no step.
+    ///
+    /// # Errors
+    /// [`OpError::Argument`] if an index is not below the number of rows.
+    pub fn keep_rows(&mut self, parameter: ParamId, rows: &[usize]) -> Result<(), OpError> {
+        match self.states.get_mut(&parameter.val()) {
+            Some(state) => state.keep_rows(rows),
+            None => Ok(()),
+        }
     }
 
     /// The state as the record of Burn's `AdamW`, which `ModuleOptimizer::from_bytes` reads as well.

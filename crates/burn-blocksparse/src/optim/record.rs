@@ -3,8 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use burn::backend::DispatchTensor;
-use burn::tensor::{Bytes, Tensor, TensorData};
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{Dispatch, DispatchTensor};
+use burn::tensor::{Bytes, Int, Tensor, TensorData};
 use burn_pack::{Reader, Scalar, Writer};
 
 use crate::error::OpError;
@@ -32,6 +33,42 @@ pub(super) enum Moments {
     Device(Box<[DispatchTensor; 2]>),
     /// As they were read.
     Host(Box<[TensorData; 2]>),
+}
+
+impl ParameterState {
+    /// The rows with these indices of both moments.
+    pub fn keep_rows(&mut self, rows: &[usize]) -> Result<(), OpError> {
+        let all = self.shape.first().copied().unwrap_or(0);
+        if let Some(row) = rows.iter().find(|&&row| row >= all) {
+            let expected = format!("below the {all} rows of the parameter's moments");
+            return Err(OpError::argument("rows", expected, row));
+        }
+        self.moments = match self.moments.clone() {
+            Moments::Host(data) => Moments::Host(Box::new((*data).map(|data| rows_of(data, rows)))),
+            Moments::Device(tensors) => Moments::Device(Box::new((*tensors).map(|tensor| {
+                let indices = rows.iter().map(|&row| row as i32).collect();
+                let indices = TensorData::new::<i32, _>(indices, [rows.len()]);
+                let device = Tensor::<1>::from_dispatch(tensor.clone()).device();
+                let indices = Tensor::<1, Int>::from_data(indices, &device);
+                Dispatch::float_select(tensor, 0, indices.into_dispatch())
+            }))),
+        };
+        self.shape[0] = rows.len();
+        Ok(())
+    }
+}
+
+fn rows_of(data: TensorData, rows: &[usize]) -> TensorData {
+    let mut shape = data.shape().to_vec();
+    let dtype = data.dtype();
+    let bytes = data.as_bytes();
+    let width = bytes.len() / shape[0].max(1);
+    let kept = rows
+        .iter()
+        .flat_map(|row| bytes[row * width..][..width].iter().copied());
+    let kept = kept.collect();
+    shape[0] = rows.len();
+    TensorData::from_bytes_vec(kept, shape, dtype)
 }
 
 pub(super) fn write(states: &BTreeMap<u64, ParameterState>) -> Result<Bytes, OpError> {

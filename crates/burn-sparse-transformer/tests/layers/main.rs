@@ -4,6 +4,7 @@
 mod common;
 
 mod attention;
+mod block_sparse;
 mod config;
 mod convert;
 mod decoding;

@@ -384,7 +384,8 @@ fn layers_draw_different_masks(#[values(0.0, 0.5)] dropout: f64) {
     let _guard = crate::common::seed(&device, 6);
     let mut model = model(dropout, &device);
     for block in &mut model.blocks {
-        for linear in [&mut block.mha.output, &mut block.pwff.linear_outer] {
+        let outer = block.pwff.linear_outer.as_dense_mut().unwrap();
+        for linear in [&mut block.mha.output, outer] {
             let zero = |weight: Tensor<2>| weight.zeros_like().require_grad();
             linear.weight = linear.weight.clone().map(zero);
         }
@@ -395,7 +396,7 @@ fn layers_draw_different_masks(#[values(0.0, 0.5)] dropout: f64) {
         let block = &model.blocks[layer];
         let linear = match of_attention {
             true => &block.mha.output,
-            false => &block.pwff.linear_outer,
+            false => block.pwff.linear_outer.as_dense().unwrap(),
         };
         let bias = linear.bias.as_ref().unwrap();
         gradients.get::<1>(bias.id).unwrap()

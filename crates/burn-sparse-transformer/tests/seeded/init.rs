@@ -67,12 +67,13 @@ fn embeddings_and_output() {
 fn assert_block(block: &SparseTransformerBlock, d_ff: usize) {
     let into_residual = 1.0 / (2.0 * LAYERS as f64).sqrt();
     let mha = &block.mha;
-    for linear in [&mha.query, &mha.key, &mha.value, &block.pwff.linear_inner] {
+    let inner = block.pwff.linear_inner.as_dense().unwrap();
+    for linear in [&mha.query, &mha.key, &mha.value, inner] {
         assert_normal(linear.weight.val(), std(D));
         assert_all(linear.bias.as_ref().unwrap().val(), 0.0);
     }
     assert_normal(mha.output.weight.val(), std(D) * into_residual);
-    let outer = &block.pwff.linear_outer;
+    let outer = block.pwff.linear_outer.as_dense().unwrap();
     assert_eq!(outer.weight.dims(), [d_ff, D]);
     assert_normal(outer.weight.val(), std(d_ff) * into_residual);
     for linear in [&mha.output, outer] {
@@ -114,7 +115,7 @@ fn another_scale() {
     let block = &model.blocks[0];
     assert_normal(block.mha.query.weight.val(), 8.0 * std(D));
     let into_residual = 1.0 / (2.0 * LAYERS as f64).sqrt();
-    let outer = &block.pwff.linear_outer;
+    let outer = block.pwff.linear_outer.as_dense().unwrap();
     assert_normal(outer.weight.val(), 8.0 * std(4 * D) * into_residual);
     assert_all(model.output.weight.val(), 0.0);
 }

@@ -82,6 +82,11 @@ fn bad_flags_list_the_choices() {
         ),
         (vec!["train", "--steps", "0"], vec!["at least 1"]),
         (vec!["train", "--dropout", "1.5"], vec!["from 0"]),
+        (
+            vec!["train", "--ff-density", "0.5", "--ff-layout", "ring"],
+            vec!["'ring'", "small-world", "barabasi-albert"],
+        ),
+        (vec!["train", "--ff-block", "32"], vec!["--ff-density"]),
     ] {
         let message = fail(&arguments, 2);
         assert!(words.iter().all(|word| message.contains(word)), "{message}");
@@ -112,6 +117,14 @@ fn impossible_models_are_explained() {
             "--pattern causal --pattern local:8 --pattern strided:8 --factorization multi-head",
             heads,
         ),
+        (
+            "--ff-density 0.5 --ff-block 8",
+            "--ff-block must be 16, 32, 64 or 128, got 8",
+        ),
+        (
+            "--ff-density 0.5 --d-model 96",
+            "--ff-block must be a divisor of --d-model = 96, got 64",
+        ),
         ("--device tpu", "choices"),
     ] {
         let flags: Vec<&str> = flags.split(' ').collect();
@@ -130,7 +143,7 @@ fn negative_numbers_are_refused_by_name_and_range() {
     let train = |flags, range| ("train", flags, range);
     for (command, flags, range) in [
         train(
-            "context layers heads d-model block position-width",
+            "context layers heads d-model block position-width ff-block",
             positive,
         ),
         train(
@@ -149,6 +162,7 @@ fn negative_numbers_are_refused_by_name_and_range() {
         ("sample", "length seed", whole),
         ("sample", "temperature", "must be a number, at least 0"),
         ("sample", "top-k", "-1 is not in 1..=256"),
+        train("ff-density", "must be a number above 0, at most 1"),
         ("sample", "top-p", "must be a number above 0, at most 1"),
         ("sample", "min-p", "must be a number from 0 to 1"),
         ("sample", "repetition", "must be a number above 0"),

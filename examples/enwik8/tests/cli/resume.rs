@@ -57,6 +57,36 @@ fn a_resumed_run_equals_an_uninterrupted_one() {
 }
 
 #[test]
+fn block_sparse_weights_are_shown_and_resume_bit_for_bit() {
+    let folder = Folder::new();
+    let length = ["--steps", "20", "--checkpoint-every", "10"];
+    let sparse = [
+        "--ff-density",
+        "0.5",
+        "--ff-block",
+        "16",
+        "--ff-layout",
+        "random",
+    ];
+    let flags = [&length[..], &sparse].concat();
+    let text = folder.train("whole", &flags);
+    let shown = "ff        block-sparse weights: random, 50 % of the blocks of 16";
+    assert!(text.contains(shown), "{text}");
+    folder.train("parts", &flags);
+    fs::remove_file(folder.checkpoint("parts", 20)).unwrap();
+    let path = folder.path("parts");
+    let arguments = ["train", "--resume", "--run", &path, "--ff-density", "0.25"];
+    let message = fail(&arguments, 1);
+    assert!(message.contains("ff_weights"), "{message}");
+    folder.resume("parts", &[]);
+    assert_same_model(
+        &folder.checkpoint("parts", 20),
+        &folder.checkpoint("whole", 20),
+    );
+    assert_eq!(folder.losses("parts"), folder.losses("whole"));
+}
+
+#[test]
 fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
     let folder = Folder::new();
     let flags = ["--steps", "20", "--checkpoint-every", "10"];
