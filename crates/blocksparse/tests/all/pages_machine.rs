@@ -1,0 +1,335 @@
+//! Random calls to a pool of pages, against plain lists of tokens and pages that are really written and copied.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use blocksparse::pages::{
+    ALWAYS, CacheError, PagePool, PoolConfig, Residency, SequenceId, Step, Writes,
+};
+use blocksparse::{Pattern, Reach};
+use proptest::prelude::*;
+
+/// A call, its sequence as a number of those there are.
+#[derive(Clone, Debug)]
+enum Call {
+    Join(Residency),
+    Leave(usize),
+    Fork(usize),
+    Append(usize, usize),
+    Prefill(usize, usize),
+    AppendEach(usize),
+    Truncate(usize, usize),
+    Rollback(usize, usize),
+}
+
+fn residency() -> impl Strategy<Value = Residency> {
+    prop_oneof![
+        1 => Just(Residency::All),
+        3 => Just(Residency::Reachable),
+        1 => (1usize..12, 0usize..6).prop_map(|(window, sinks)| Residency::Window { window, sinks }),
+    ]
+}
+
+fn call() -> impl Strategy<Value = Call> {
+    prop_oneof![
+        2 => residency().prop_map(Call::Join),
+        1 => (0usize..8).prop_map(Call::Leave),
+        2 => (0usize..8).prop_map(Call::Fork),
+        6 => (0usize..8, 0usize..7).prop_map(|(at, n)| Call::Append(at, n)),
+        1 => (0usize..8, 0usize..20).prop_map(|(at, n)| Call::Prefill(at, n)),
+        3 => (0usize..4).prop_map(Call::AppendEach),
+        2 => (0usize..8, 0usize..60).prop_map(|(at, len)| Call::Truncate(at, len)),
+        3 => (0usize..8, 0usize..5).prop_map(|(at, n)| Call::Rollback(at, n)),
+    ]
+}
+
+fn patterns() -> Vec<Pattern> {
+    vec![
+        Pattern::causal(),
+        Pattern::local(5),
+        Pattern::strided(4),
+        Pattern::fixed(6, 2),
+        Pattern::fixed_heads(6, 1, 3),
+        Pattern::streaming(4, 3),
+        Pattern::merged_strided(4),
+        Pattern::vertical_slash([0, 3, 9], [0, 1, 4]),
+        Pattern::vertical_slash([5], []),
+        Pattern::chunked_window(4, 1, 0).and_causal(),
+        Pattern::chunked_window(4, 1, 0),
+        Pattern::prefix_lm(5),
+        Pattern::intersection([Pattern::documents([0, 5, 9, 30]), Pattern::local(8)]),
+        Pattern::packed([0, 7, 20], Pattern::fixed(4, 1)),
+        Pattern::deepspeed_fixed(6, 2, 3, false).and_causal(),
+        Pattern::longformer(3, 1, [0, 6]).and_causal(),
+        Pattern::bigbird(4, 9, 1, 3).and_causal(),
+        Pattern::per_head([Pattern::local(3), Pattern::strided(3), Pattern::fixed(4, 1)]),
+        Pattern::global_keys([1, 2]).and_causal(),
+    ]
+}
+
+/// What a sequence is: its tokens and how it is kept.
+struct Model {
+    tokens: Vec<u64>,
+    residency: Residency,
+    /// The sequence's table on the device, for which only changes were sent.
+    table: Vec<Vec<i32>>,
+}
+
+struct Machine {
+    pool: PagePool,
+    pattern: Pattern,
+    heads: usize,
+    models: BTreeMap<SequenceId, Model>,
+    /// What the slots of the pages hold: the table row and the token.
+    memory: Vec<Option<(usize, u64)>>,
+    next_token: u64,
+    most_step: usize,
+}
+
+impl Machine {
+    fn new(config: PoolConfig, pattern: Pattern, heads: usize) -> Self {
+        Self {
+            memory: vec![None; config.pages() * config.page_size()],
+            pool: PagePool::new(config).unwrap(),
+            pattern,
+            heads,
+            models: BTreeMap::new(),
+            next_token: 0,
+            most_step: 0,
+        }
+    }
+
+    fn id(&self, at: usize) -> Option<SequenceId> {
+        let count = self.models.len().max(1);
+        self.models.keys().nth(at % count).copied()
+    }
+
+    /// Does what the pool says to the pages.
+    fn write(&mut self, steps: Vec<(SequenceId, Writes)>) {
+        let page_size = self.pool.config().page_size();
+        for (_, writes) in &steps {
+            for copy in &writes.copies {
+                for slot in copy.slots.clone() {
+                    let copied = self.memory[copy.from * page_size + slot];
+                    self.memory[copy.to * page_size + slot] = copied;
+                }
+            }
+        }
+        for (id, writes) in steps {
+            let model = self.models.get_mut(&id).unwrap();
+            assert_eq!(writes.first, model.tokens.len());
+            for row in 0..writes.rows {
+                for token in 0..writes.tokens {
+                    if let Some(slot) = writes.slot(row, token) {
+                        assert_eq!(self.pool.references(slot.page), 1);
+                        let content = (row, self.next_token + token as u64);
+                        self.memory[slot.page * page_size + slot.slot] = Some(content);
+                    }
+                }
+            }
+            for change in &writes.changes {
+                let row = &mut model.table[change.row];
+                row.resize(row.len().max(writes.entries), -1);
+                row[change.entry] = change.page as i32;
+            }
+            model
+                .tokens
+                .extend((0..writes.tokens as u64).map(|n| self.next_token + n));
+            self.next_token += writes.tokens as u64;
+            self.most_step = self.most_step.max(writes.tokens);
+        }
+    }
+
+    fn step(&mut self, steps: &[(SequenceId, Step)]) {
+        let before = self.pool.clone();
+        let asked: Vec<Step> = steps.iter().map(|&(_, step)| step).collect();
+        match self.pool.steps(&asked) {
+            Ok(writes) => self.write(steps.iter().map(|&(id, _)| id).zip(writes).collect()),
+            Err(error) => {
+                let expected = matches!(
+                    error,
+                    CacheError::OutOfPages { .. } | CacheError::Boundary { .. }
+                );
+                assert!(expected, "{error}");
+                let ids: Vec<SequenceId> = self.models.keys().copied().collect();
+                assert_eq!(self.pool.tables(&ids), before.tables(&ids));
+                assert_eq!(self.pool.free_pages(), before.free_pages());
+            }
+        }
+    }
+
+    fn enter(&mut self, id: SequenceId, tokens: Vec<u64>, residency: Residency) {
+        let tables = self.pool.tables(&[id]).unwrap();
+        let table = tables
+            .table
+            .chunks(tables.max_pages)
+            .map(<[i32]>::to_vec)
+            .collect();
+        let model = Model {
+            tokens,
+            residency,
+            table,
+        };
+        self.models.insert(id, model);
+    }
+
+    fn call(&mut self, call: &Call) {
+        match *call {
+            Call::Join(residency) => {
+                let id = self.pool.join(residency).unwrap();
+                self.enter(id, Vec::new(), residency);
+            }
+            Call::Leave(at) => {
+                if let Some(id) = self.id(at) {
+                    self.pool.leave(id).unwrap();
+                    self.models.remove(&id);
+                }
+            }
+            Call::Fork(at) => {
+                if let Some(id) = self.id(at).filter(|_| self.models.len() < 8) {
+                    let fork = self.pool.fork(id).unwrap();
+                    let model = &self.models[&id];
+                    self.enter(fork, model.tokens.clone(), model.residency);
+                }
+            }
+            Call::Append(at, n) => {
+                if let Some(id) = self.id(at) {
+                    self.step(&[(id, Step::decode(id, n))]);
+                }
+            }
+            Call::Prefill(at, n) => {
+                if let Some(id) = self.id(at) {
+                    self.step(&[(id, Step::prefill(id, n))]);
+                }
+            }
+            Call::AppendEach(n) => {
+                let ids = self.models.keys();
+                let steps: Vec<_> = ids.map(|&id| (id, Step::decode(id, n))).collect();
+                self.step(&steps);
+            }
+            Call::Truncate(at, len) => {
+                if let Some(id) = self.id(at) {
+                    let tokens = self.models[&id].tokens.len();
+                    self.truncate(id, len % (tokens + 1));
+                }
+            }
+            Call::Rollback(at, n) => {
+                if let Some(id) = self.id(at) {
+                    let tokens = self.models[&id].tokens.len();
+                    self.truncate(id, tokens.saturating_sub(n));
+                }
+            }
+        }
+    }
+
+    fn truncate(&mut self, id: SequenceId, len: usize) {
+        let oldest = self.pool.oldest(id).unwrap();
+        match self.pool.truncate(id, len) {
+            Ok(()) => self.models.get_mut(&id).unwrap().tokens.truncate(len),
+            Err(error) if len < oldest => {
+                assert_eq!(error, CacheError::Gone { asked: len, oldest });
+            }
+            Err(error) => assert!(matches!(error, CacheError::Boundary { .. }), "{error}"),
+        }
+    }
+
+    /// The last query of a key by any head of a table row.
+    fn last(&self, model: &Model, row: usize, position: usize) -> i32 {
+        let of_row = self.heads / self.pool.table_rows();
+        let heads = row * of_row..(row + 1) * of_row;
+        let last = heads
+            .map(|head| self.pattern.last_query(head, position as i64))
+            .max();
+        let last = match last.unwrap() {
+            Reach::Never => -1,
+            Reach::At(last) => last as i32,
+            Reach::Always => ALWAYS,
+        };
+        match model.residency {
+            Residency::Window { window, sinks } if position >= sinks => {
+                last.min((position + window - 1) as i32)
+            }
+            _ => last,
+        }
+    }
+
+    /// Every key that is needed is where the tables say, and holds its token.
+    fn check(&self) {
+        self.pool.verify().unwrap();
+        let page_size = self.pool.config().page_size();
+        let rows = self.pool.table_rows();
+        for (&id, model) in &self.models {
+            let next = model.tokens.len();
+            assert_eq!(self.pool.len(id).unwrap(), next);
+            let tables = self.pool.tables(&[id]).unwrap();
+            let oldest = self.pool.oldest(id).unwrap();
+            let mut live_keys = 0;
+            for row in 0..rows {
+                let span = &tables.spans[row * 4..row * 4 + 4];
+                let [permanent, entry, start, timed] = [0, 1, 2, 3].map(|at| span[at] as usize);
+                let entries = &tables.table[row * tables.max_pages..(row + 1) * tables.max_pages];
+                let first = entry * page_size + start;
+                let walk = (0..permanent).chain(first..first + timed);
+                let used: BTreeSet<usize> = walk.clone().map(|at| at / page_size).collect();
+                for (at, &page) in entries.iter().enumerate() {
+                    assert_eq!(page >= 0, used.contains(&at));
+                    assert!(
+                        page < 0 || model.table[row][at] == page,
+                        "changes were not sent"
+                    );
+                }
+                let keys = self.pool.slot_keys(id, row).unwrap();
+                assert_eq!(keys.len(), permanent + timed);
+                let mut found = BTreeSet::new();
+                for (at, key) in walk.zip(keys) {
+                    let slot = entries[at / page_size] as usize * page_size + at % page_size;
+                    assert_eq!(slot, key.slot.page * page_size + key.slot.slot);
+                    assert_eq!(key.last, self.last(model, row, key.position));
+                    let expected = Some((row, model.tokens[key.position]));
+                    assert_eq!(self.memory[slot], expected, "{id}, row {row}: {key:?}");
+                    assert!(found.insert(key.position));
+                }
+                for position in 0..next {
+                    let last = self.last(model, row, position);
+                    let is_kept = model.residency == Residency::All || last >= oldest as i32;
+                    assert!(!is_kept || found.contains(&position));
+                    live_keys += usize::from(last >= next as i32);
+                }
+            }
+            let usage = self.pool.usage(id).unwrap();
+            assert_eq!(usage.live, live_keys);
+            assert!(usage.live <= usage.stored && usage.stored <= usage.slots);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever is called, in whatever order: the pages hold what they should, or there is an error and nothing has changed.
+    #[test]
+    fn calls_in_any_order(
+        pattern in prop::sample::select(patterns()),
+        heads in prop::sample::select(vec![[1, 1], [4, 2], [3, 3], [6, 2]]),
+        page_size in prop::sample::select(vec![1, 2, 4, 8, 16]),
+        pages in 4usize..60,
+        rollback in 0usize..5,
+        calls in prop::collection::vec(call(), 1..50),
+    ) {
+        let [heads, kv_heads] = heads;
+        prop_assume!(pattern.validate(heads).is_ok());
+        let config = PoolConfig::new(pages).with_small_pages().with_page_size(page_size);
+        let config = config.with_pattern(pattern.clone(), heads, kv_heads).with_rollback(rollback);
+        let mut machine = Machine::new(config, pattern, heads);
+        machine.call(&Call::Join(Residency::Reachable));
+        for call in &calls {
+            machine.call(call);
+            machine.check();
+        }
+        let ids: Vec<SequenceId> = machine.pool.sequences().collect();
+        for id in ids {
+            machine.pool.leave(id).unwrap();
+        }
+        prop_assert_eq!(machine.pool.free_pages(), pages);
+        machine.pool.verify().unwrap();
+    }
+}
