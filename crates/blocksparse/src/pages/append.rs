@@ -116,6 +116,7 @@ impl PagePool {
         if asked > free {
             return Err(CacheError::OutOfPages { asked, free });
         }
+        self.known.tick();
         for plan in &planned {
             self.let_go(plan);
         }
@@ -213,7 +214,7 @@ impl PagePool {
         let mut forecast = Forecast {
             pool: self,
             refs: BTreeMap::new(),
-            free: self.free.len(),
+            free: self.unused,
         };
         let rows = || {
             planned.iter().flat_map(|plan| {
@@ -315,6 +316,9 @@ impl PagePool {
         let mut changed = region.pages.len();
         let filling = region.filling(0, page_size);
         let written = filling.written_page(added, page_size);
+        if let Some(page) = written.filter(|&page| self.refs[page as usize] == 1) {
+            self.forget_page(page);
+        }
         if let Some(from) = written.filter(|&page| self.refs[page as usize] > 1) {
             let to = self.take();
             self.release(from);

@@ -61,6 +61,7 @@ pub struct PoolConfig {
     pub(super) table_rows: Option<usize>,
     pub(super) rollback: usize,
     pub(super) reuse: Option<u64>,
+    pub(super) hash_mask: u64,
 }
 
 impl PoolConfig {
@@ -77,6 +78,7 @@ impl PoolConfig {
             table_rows: None,
             rollback: 0,
             reuse: None,
+            hash_mask: u64::MAX,
         }
     }
 
@@ -116,9 +118,16 @@ impl PoolConfig {
     }
 
     /// Keeps the contents of full pages known by their tokens, so that a sequence that begins with the same tokens finds them:
-    /// `PagePool::join_with_prefix`. The fingerprint stands for the model and whatever else keys depend on.
+    /// [`PagePool::join_with_prefix`](super::PagePool::join_with_prefix). The fingerprint stands for the model and whatever else keys depend on.
     pub fn with_prefix_reuse(mut self, fingerprint: u64) -> Self {
         self.reuse = Some(fingerprint);
+        self
+    }
+
+    /// Makes hashes of known pages equal that should not be.
+    #[doc(hidden)]
+    pub fn with_hash_mask(mut self, mask: u64) -> Self {
+        self.hash_mask = mask;
         self
     }
 

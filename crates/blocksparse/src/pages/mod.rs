@@ -34,6 +34,7 @@ mod config;
 mod error;
 mod lifetimes;
 mod pool;
+mod prefix;
 mod region;
 mod row_plan;
 mod sequence;

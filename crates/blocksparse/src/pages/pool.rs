@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::config::PoolConfig;
 use super::lifetimes::Lifetimes;
+use super::prefix::KnownPages;
 use super::sequence::Sequence;
 use super::{CacheError, Residency};
 use crate::Reach;
@@ -30,7 +31,11 @@ pub struct PagePool {
     pub(super) lifetimes: Lifetimes,
     /// Table rows that name each page.
     pub(super) refs: Vec<u32>,
+    /// Pages that nobody names and that are not known by their contents.
     pub(super) free: BTreeSet<u32>,
+    pub(super) known: KnownPages,
+    /// Pages that nobody names.
+    pub(super) unused: usize,
     pub(super) sequences: BTreeMap<SequenceId, Sequence>,
     next_id: u64,
 }
@@ -46,6 +51,8 @@ impl PagePool {
             lifetimes: Lifetimes::new(&config),
             refs: vec![0; config.pages],
             free: (0..config.pages as u32).collect(),
+            known: KnownPages::default(),
+            unused: config.pages,
             sequences: BTreeMap::new(),
             next_id: 0,
             config,
@@ -67,9 +74,9 @@ impl PagePool {
         head / self.lifetimes.heads_of_row()
     }
 
-    /// Pages that no sequence names.
+    /// Pages that no sequence names, known contents or not.
     pub fn free_pages(&self) -> usize {
-        self.free.len()
+        self.unused
     }
 
     /// Table rows that name a page: it is free at 0, and shared from 2 on.
@@ -101,6 +108,7 @@ impl PagePool {
     pub fn leave(&mut self, id: SequenceId) -> Result<(), CacheError> {
         let sequence = self.sequences.remove(&id);
         let sequence = sequence.ok_or(CacheError::Unknown { id })?;
+        self.known.tick();
         for page in sequence.pages() {
             self.release(page);
         }
@@ -159,6 +167,7 @@ impl PagePool {
         let page_size = self.config.page_size;
         let sequence = self.sequences.get_mut(&id).expect("it was found");
         sequence.next = len;
+        sequence.chain.truncate(len / page_size);
         let mut dropped = Vec::new();
         for row in &mut sequence.rows {
             dropped.extend(row.permanent.drop_from(len, page_size));
@@ -167,6 +176,7 @@ impl PagePool {
                 row.timed_entry = row.permanent.pages.len();
             }
         }
+        self.known.tick();
         for page in dropped {
             self.release(page);
         }
@@ -223,12 +233,17 @@ impl PagePool {
         let refs = &mut self.refs[page as usize];
         *refs -= 1;
         if *refs == 0 {
-            self.free.insert(page);
+            self.unused += 1;
+            if !self.known.keeps(page) {
+                self.free.insert(page);
+            }
         }
     }
 
-    /// The lowest free page, now named once. That there is one was checked before.
+    /// The lowest free page, now named once; contents that are needed least are forgotten for it. That there is one was checked before.
     pub(super) fn take(&mut self) -> u32 {
+        while self.free.is_empty() && self.forget_least_useful() {}
+        self.unused -= 1;
         let page = self.free.pop_first().expect("enough pages are free");
         self.refs[page as usize] = 1;
         page

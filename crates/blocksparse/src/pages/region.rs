@@ -80,6 +80,15 @@ impl Region {
         }
     }
 
+    /// Keys of the positions from 0 on that are in the region without a gap, none of which was let go: those of position `p` are in slot `p`.
+    pub fn whole_from_start(&self) -> usize {
+        let first = self.runs().next().filter(|run| run.start == 0);
+        match self.first {
+            0 => first.map_or(0, |run| run.end),
+            _ => 0,
+        }
+    }
+
     /// Positions of the keys, oldest first.
     pub fn positions(&self) -> impl Iterator<Item = usize> + '_ {
         self.runs().flatten()

@@ -16,6 +16,8 @@ pub(super) struct Sequence {
     /// The fewest tokens that can be gone back to: every key whose last query is there or later is stored.
     pub oldest: usize,
     pub rows: Vec<Row>,
+    /// What its first full pages are known as.
+    pub chain: Vec<u64>,
 }
 
 impl Sequence {
@@ -25,6 +27,7 @@ impl Sequence {
             next: 0,
             oldest: 0,
             rows: vec![Row::default(); rows],
+            chain: Vec::new(),
         }
     }
 

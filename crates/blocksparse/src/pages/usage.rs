@@ -93,7 +93,7 @@ impl PagePool {
         }
         PoolUsage {
             pages: self.config.pages,
-            free: self.free.len(),
+            free: self.unused,
             shared: self.refs.iter().filter(|&&refs| refs > 1).count(),
             sequences: self.sequences.len(),
             of_sequences,

@@ -41,8 +41,8 @@ impl PagePool {
             }
         }
         for (page, (&expected, &kept)) in refs.iter().zip(&self.refs).enumerate() {
-            let is_free = self.free.contains(&(page as u32));
-            if expected != kept || is_free != (kept == 0) || named[page].len() > 1 {
+            let is_free = self.free.contains(&(page as u32)) || self.known.names(page as u32);
+            if expected != kept || (kept == 0 && !is_free) || named[page].len() > 1 {
                 let what = format!(
                     "page {page} is named {expected} times, by rows {:?}; its references are {kept}, free: {is_free}",
                     named[page]
@@ -51,12 +51,13 @@ impl PagePool {
             }
         }
         let used = refs.iter().filter(|&&refs| refs > 0).count();
-        match used + self.free.len() == self.config.pages {
-            true => Ok(()),
+        let idle = self.idle_pages();
+        let free = self.free.len() + idle;
+        match used + free == self.config.pages && self.unused == free {
+            true => self.check_known(),
             false => Err(CacheError::corrupt(format!(
-                "{used} pages are used and {} free, of {}",
-                self.free.len(),
-                self.config.pages
+                "{used} pages are used and {free} free, {idle} of them known, of {}; {} are counted",
+                self.config.pages, self.unused
             ))),
         }
     }

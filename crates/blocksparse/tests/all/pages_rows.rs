@@ -85,7 +85,7 @@ fn long_sequences() {
     assert_eq!((plan.runs.len(), plan.slots()), (8_191, 8_191 + 128));
     let plan = plans(Pattern::vertical_slash([0, 3, 4], [0, 1, 2, 1000]), n - 1);
     assert_eq!(plan.runs, [(0, 1), (3, 2), (n - 1001, 1), (n - 3, 3)]);
-    let plan = plans(Pattern::fixed_heads(128, 8, 16), n - 1);
+    let plan = plans(Pattern::fixed_heads(128, 8, 8), n - 1);
     assert_eq!((plan.runs.len(), plan.slots()), (8_192, 8_191 * 8 + 128));
 }
 
