@@ -172,7 +172,6 @@ impl PagePool {
             return Err(CacheError::argument("tokens", expected, tokens.len()));
         }
         let residency = sequence.residency;
-        let mut chain = sequence.chain.clone();
         let whole = |row: &Row| {
             row.regions()
                 .map(Region::whole_from_start)
@@ -185,6 +184,8 @@ impl PagePool {
             .map(|row| whole(row).unwrap_or(0))
             .min()
             .unwrap_or(0);
+        let sequence = self.sequences.get_mut(&id).expect("it was found");
+        let mut chain = std::mem::take(&mut sequence.chain);
         for number in chain.len()..whole.min(tokens.len()) / page_size {
             let tokens = &tokens[number * page_size..(number + 1) * page_size];
             let parent = chain.last().copied();
@@ -240,7 +241,8 @@ impl PagePool {
     }
 
     /// A new sequence that has the beginning of a prompt, as [`known_prefix`](Self::known_prefix) says but no more than `at_most` tokens, and how many those are. It shares
-    /// their pages. Where several pools serve the layers of a model, `at_most` is the least of what they know.
+    /// their pages. Where several pools serve the layers of a model, all of them have to join with as many tokens: ask each what it knows of the prompt, cut the
+    /// prompt behind the token after the least of these, and ask again until they agree.
     ///
     /// # Errors
     /// As [`Self::join`] and [`Self::known_prefix`].
@@ -273,6 +275,7 @@ impl PagePool {
             row.timed_entry = row.permanent.pages.len();
         }
         for page in sequence.pages() {
+            self.unused -= usize::from(self.refs[page as usize] == 0);
             self.refs[page as usize] += 1;
         }
         for &number in &chain {

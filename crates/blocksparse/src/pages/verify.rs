@@ -41,8 +41,15 @@ impl PagePool {
             }
         }
         for (page, (&expected, &kept)) in refs.iter().zip(&self.refs).enumerate() {
-            let is_free = self.free.contains(&(page as u32)) || self.known.names(page as u32);
-            if expected != kept || (kept == 0 && !is_free) || named[page].len() > 1 {
+            let (is_free, is_known) = (
+                self.free.contains(&(page as u32)),
+                self.known.names(page as u32),
+            );
+            let is_counted = match kept {
+                0 => is_free != is_known,
+                _ => !is_free,
+            };
+            if expected != kept || !is_counted || named[page].len() > 1 {
                 let what = format!(
                     "page {page} is named {expected} times, by rows {:?}; its references are {kept}, free: {is_free}",
                     named[page]

@@ -1,6 +1,7 @@
 //! Random calls to a pool of pages, against plain lists of tokens and pages that are really written and copied.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use blocksparse::pages::{
     ALWAYS, CacheError, PagePool, PoolConfig, Residency, SequenceId, Step, Writes,
@@ -12,6 +13,9 @@ use proptest::prelude::*;
 #[derive(Clone, Debug)]
 enum Call {
     Join(Residency),
+    /// With the tokens of a sequence that there was, so many of them, and some others.
+    JoinWithPrefix(Residency, usize, usize),
+    Remember(usize, usize),
     Leave(usize),
     Fork(usize),
     Append(usize, usize),
@@ -32,7 +36,9 @@ fn residency() -> impl Strategy<Value = Residency> {
 fn call() -> impl Strategy<Value = Call> {
     prop_oneof![
         2 => residency().prop_map(Call::Join),
-        1 => (0usize..8).prop_map(Call::Leave),
+        2 => (residency(), 0usize..30, 0usize..40).prop_map(|(residency, at, n)| Call::JoinWithPrefix(residency, at, n)),
+        3 => (0usize..8, 0usize..3).prop_map(|(at, less)| Call::Remember(at, less)),
+        2 => (0usize..8).prop_map(Call::Leave),
         2 => (0usize..8).prop_map(Call::Fork),
         6 => (0usize..8, 0usize..7).prop_map(|(at, n)| Call::Append(at, n)),
         1 => (0usize..8, 0usize..20).prop_map(|(at, n)| Call::Prefill(at, n)),
@@ -68,10 +74,20 @@ fn patterns() -> Vec<Pattern> {
 
 /// What a sequence is: its tokens and how it is kept.
 struct Model {
-    tokens: Vec<u64>,
+    tokens: Vec<u32>,
     residency: Residency,
     /// The sequence's table on the device, for which only changes were sent.
     table: Vec<Vec<i32>>,
+}
+
+/// What stands for each key: it depends on all tokens up to its own.
+fn contents(tokens: &[u32]) -> Vec<u64> {
+    let mut hasher = DefaultHasher::new();
+    let mut content = |token: &u32| {
+        token.hash(&mut hasher);
+        hasher.finish()
+    };
+    tokens.iter().map(&mut content).collect()
 }
 
 struct Machine {
@@ -79,14 +95,18 @@ struct Machine {
     pattern: Pattern,
     heads: usize,
     models: BTreeMap<SequenceId, Model>,
-    /// What the slots of the pages hold: the table row and the token.
+    /// What the slots of the pages hold: the table row, and what stands for a key: all tokens up to it.
     memory: Vec<Option<(usize, u64)>>,
-    next_token: u64,
-    most_step: usize,
+    next_token: u32,
+    /// Tokens of sequences that were.
+    prompts: Vec<Vec<u32>>,
+    is_knowing: bool,
+    /// Tokens that were found among them.
+    found: usize,
 }
 
 impl Machine {
-    fn new(config: PoolConfig, pattern: Pattern, heads: usize) -> Self {
+    fn new(config: PoolConfig, pattern: Pattern, heads: usize, is_knowing: bool) -> Self {
         Self {
             memory: vec![None; config.pages() * config.page_size()],
             pool: PagePool::new(config).unwrap(),
@@ -94,7 +114,9 @@ impl Machine {
             heads,
             models: BTreeMap::new(),
             next_token: 0,
-            most_step: 0,
+            prompts: Vec::new(),
+            is_knowing,
+            found: 0,
         }
     }
 
@@ -117,11 +139,15 @@ impl Machine {
         for (id, writes) in steps {
             let model = self.models.get_mut(&id).unwrap();
             assert_eq!(writes.first, model.tokens.len());
+            let new = self.next_token..self.next_token + writes.tokens as u32;
+            model.tokens.extend(new);
+            self.next_token += writes.tokens as u32;
+            let contents = contents(&model.tokens);
             for row in 0..writes.rows {
                 for token in 0..writes.tokens {
                     if let Some(slot) = writes.slot(row, token) {
                         assert_eq!(self.pool.references(slot.page), 1);
-                        let content = (row, self.next_token + token as u64);
+                        let content = (row, contents[writes.first + token]);
                         self.memory[slot.page * page_size + slot.slot] = Some(content);
                     }
                 }
@@ -131,11 +157,6 @@ impl Machine {
                 row.resize(row.len().max(writes.entries), -1);
                 row[change.entry] = change.page as i32;
             }
-            model
-                .tokens
-                .extend((0..writes.tokens as u64).map(|n| self.next_token + n));
-            self.next_token += writes.tokens as u64;
-            self.most_step = self.most_step.max(writes.tokens);
         }
     }
 
@@ -157,7 +178,7 @@ impl Machine {
         }
     }
 
-    fn enter(&mut self, id: SequenceId, tokens: Vec<u64>, residency: Residency) {
+    fn enter(&mut self, id: SequenceId, tokens: Vec<u32>, residency: Residency) {
         let tables = self.pool.tables(&[id]).unwrap();
         let table = tables
             .table
@@ -177,6 +198,28 @@ impl Machine {
             Call::Join(residency) => {
                 let id = self.pool.join(residency).unwrap();
                 self.enter(id, Vec::new(), residency);
+            }
+            Call::JoinWithPrefix(residency, at, n) => {
+                if !self.is_knowing || self.prompts.is_empty() || self.models.len() >= 8 {
+                    return;
+                }
+                let mut prompt = self.prompts[at % self.prompts.len()].clone();
+                prompt.truncate(n);
+                prompt.extend([1 << 30, 1 << 30]);
+                let expected = self.pool.known_prefix(residency, &prompt).unwrap();
+                let (id, known) = self.pool.join_with_prefix(residency, &prompt, n).unwrap();
+                assert!(known <= expected);
+                self.found += known;
+                prompt.truncate(known);
+                self.enter(id, prompt, residency);
+            }
+            Call::Remember(at, less) => {
+                if let Some(id) = self.id(at).filter(|_| self.is_knowing) {
+                    let tokens = &self.models[&id].tokens;
+                    let told = &tokens[..tokens.len().saturating_sub(less)];
+                    self.pool.remember(id, told).unwrap();
+                    self.prompts.push(told.to_vec());
+                }
             }
             Call::Leave(at) => {
                 if let Some(id) = self.id(at) {
@@ -259,6 +302,7 @@ impl Machine {
         let rows = self.pool.table_rows();
         for (&id, model) in &self.models {
             let next = model.tokens.len();
+            let contents = contents(&model.tokens);
             assert_eq!(self.pool.len(id).unwrap(), next);
             let tables = self.pool.tables(&[id]).unwrap();
             let oldest = self.pool.oldest(id).unwrap();
@@ -284,7 +328,7 @@ impl Machine {
                     let slot = entries[at / page_size] as usize * page_size + at % page_size;
                     assert_eq!(slot, key.slot.page * page_size + key.slot.slot);
                     assert_eq!(key.last, self.last(model, row, key.position));
-                    let expected = Some((row, model.tokens[key.position]));
+                    let expected = Some((row, contents[key.position]));
                     assert_eq!(self.memory[slot], expected, "{id}, row {row}: {key:?}");
                     assert!(found.insert(key.position));
                 }
@@ -303,7 +347,7 @@ impl Machine {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Whatever is called, in whatever order: the pages hold what they should, or there is an error and nothing has changed.
     #[test]
@@ -313,13 +357,18 @@ proptest! {
         page_size in prop::sample::select(vec![1, 2, 4, 8, 16]),
         pages in 4usize..60,
         rollback in 0usize..5,
-        calls in prop::collection::vec(call(), 1..50),
+        reuse in prop::sample::select(vec![None, Some(u64::MAX), Some(1)]),
+        calls in prop::collection::vec(call(), 1..60),
     ) {
         let [heads, kv_heads] = heads;
         prop_assume!(pattern.validate(heads).is_ok());
         let config = PoolConfig::new(pages).with_small_pages().with_page_size(page_size);
         let config = config.with_pattern(pattern.clone(), heads, kv_heads).with_rollback(rollback);
-        let mut machine = Machine::new(config, pattern, heads);
+        let config = match reuse {
+            Some(mask) => config.with_prefix_reuse(3).with_hash_mask(mask),
+            None => config,
+        };
+        let mut machine = Machine::new(config, pattern, heads, reuse.is_some());
         machine.call(&Call::Join(Residency::Reachable));
         for call in &calls {
             machine.call(call);
