@@ -3,13 +3,11 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
-
 /// Keys in a list of pages, oldest first: slots `start..start + slots` of the pages are in use. Pages die whole: the first one is given back when
 /// its last slot is let go, and all of them when no key is left, so that a page never waits for a key that is not there.
 ///
 /// Beside its pages it holds the positions of its keys as stretches of neighbours.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Region {
     pub pages: VecDeque<u32>,
     /// The slot of the first page that the oldest key is in.
@@ -21,7 +19,7 @@ pub(super) struct Region {
 }
 
 /// Keys of neighbouring positions, up to the next stretch.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 struct Stretch {
     position: usize,
     /// The number of the first of them.

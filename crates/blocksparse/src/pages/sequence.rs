@@ -2,13 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use serde::{Deserialize, Serialize};
-
 use super::Residency;
 use super::region::Region;
 
 /// What a sequence keeps of its tokens.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Sequence {
     pub residency: Residency,
     /// Tokens so far: the position of the next one.
@@ -38,7 +36,7 @@ impl Sequence {
 }
 
 /// One row of a sequence's page table.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Row {
     /// Keys that every later query may attend to.
     pub permanent: Region,

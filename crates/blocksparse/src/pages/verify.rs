@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::lifetimes::Lifetimes;
-use super::pool::{PagePool, SequenceId};
+use super::pool::PagePool;
 use super::sequence::Sequence;
 use super::{ALWAYS, CacheError};
 
@@ -23,7 +23,7 @@ impl PagePool {
         let mut named: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); self.config.pages];
         let mut refs = vec![0u32; self.config.pages];
         for (&id, sequence) in &self.sequences {
-            self.verify_sequence(id, sequence)?;
+            self.verify_sequence(&id.to_string(), sequence)?;
             for (at, row) in sequence.rows.iter().enumerate() {
                 if let Some(page) = row.has_twice() {
                     let what = format!("{id} names page {page} twice in row {at}");
@@ -69,17 +69,22 @@ impl PagePool {
         }
     }
 
-    fn verify_sequence(&self, id: SequenceId, sequence: &Sequence) -> Result<(), CacheError> {
+    /// [`Self::verify`] of one sequence, but for which pages it has.
+    pub(super) fn verify_sequence(
+        &self,
+        name: &str,
+        sequence: &Sequence,
+    ) -> Result<(), CacheError> {
         let page_size = self.config.page_size;
         if sequence.rows.len() != self.table_rows() || sequence.oldest > sequence.next {
             let what = format!(
-                "{id} has {} rows, or forgot the future",
+                "{name} has {} rows, or forgot the future",
                 sequence.rows.len()
             );
             return Err(CacheError::corrupt(what));
         }
         for (at, row) in sequence.rows.iter().enumerate() {
-            let corrupt = |what: String| CacheError::corrupt(format!("{id}, row {at}: {what}"));
+            let corrupt = |what: String| CacheError::corrupt(format!("{name}, row {at}: {what}"));
             for region in row.regions() {
                 region.check(page_size).map_err(corrupt)?;
             }

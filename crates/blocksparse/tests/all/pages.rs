@@ -756,3 +756,94 @@ fn known_pages_of_patterns() {
         pool.verify().unwrap();
     }
 }
+
+/// A saved sequence is loaded into pages of another size; what is of another pool or altered is not.
+#[test]
+fn saved_sequences() {
+    let pattern = Pattern::fixed(4, 1);
+    let mut pool = PagePool::new(small(16, 4, pattern.clone())).unwrap();
+    let id = pool.join(Residency::Reachable).unwrap();
+    for _ in 0..10 {
+        pool.append(id, 1).unwrap();
+    }
+    let saved = pool.save(id).unwrap();
+    assert_eq!((saved.tokens(), saved.keys()), (10, vec![4]));
+    let mut other = PagePool::new(small(16, 1, pattern.clone())).unwrap();
+    let (loaded, slots) = other.load(&saved).unwrap();
+    other.verify().unwrap();
+    assert_eq!(slots, [[0, 1, 2, 3]]);
+    assert_eq!(stored(&other, loaded, 0), [vec![3, 7], vec![8, 9]]);
+    assert_eq!(other.oldest(loaded), pool.oldest(id));
+    assert_eq!(other.append(loaded, 1).unwrap().first, 10);
+    other.verify().unwrap();
+
+    let error = |config: PoolConfig| PagePool::new(config).unwrap().load(&saved).unwrap_err();
+    let mismatch = |what, expected: &str, got: &str| CacheError::Mismatch {
+        what,
+        expected: expected.into(),
+        got: got.into(),
+    };
+    assert_eq!(
+        error(small(1, 4, pattern.clone())),
+        CacheError::OutOfPages { asked: 2, free: 1 }
+    );
+    let wrong = error(small(8, 4, Pattern::local(3)));
+    assert_eq!(wrong, mismatch("pattern", "local(3)", "fixed(4, 1)"));
+    assert_eq!(
+        wrong.to_string(),
+        "pattern of the saved sequence must be local(3), got fixed(4, 1)"
+    );
+    let two = small(8, 4, pattern.clone()).with_pattern(pattern.clone(), 2, 2);
+    assert_eq!(error(two.clone()), mismatch("heads", "2", "1"));
+
+    let json = serde_json::to_value(&saved).unwrap();
+    let load = |pool: &PagePool, path: &str, value: serde_json::Value| {
+        let mut altered = json.clone();
+        *altered.pointer_mut(path).unwrap() = value;
+        let mut pool = pool.clone();
+        let before = pool.free_pages();
+        let error = pool
+            .load(&serde_json::from_value(altered).unwrap())
+            .unwrap_err();
+        assert_eq!(pool.free_pages(), before);
+        pool.verify().unwrap();
+        error
+    };
+    let large = usize::MAX;
+    assert_eq!(
+        load(&pool, "/version", 2.into()),
+        mismatch("version", "1", "2")
+    );
+    for (path, value) in [
+        ("/next", 9.into()),
+        ("/next", 11.into()),
+        ("/next", large.into()),
+        ("/oldest", 11.into()),
+        ("/oldest", 5.into()),
+        ("/rows/0/permanent/0/0", 2.into()),
+        ("/rows/0/permanent/0/1", 0.into()),
+        ("/rows/0/permanent/1/0", 3.into()),
+        ("/rows/0/permanent/1/1", 2.into()),
+        ("/rows/0/permanent/1/1", large.into()),
+        ("/rows/0/timed/0/0", 7.into()),
+        ("/rows/0/timed/0/1", 1.into()),
+        ("/rows/0/timed/0/1", 3.into()),
+        ("/rows/0/timed/0/0", large.into()),
+        ("/rows/0/timed", serde_json::json!([])),
+        ("/residency", "all".into()),
+        (
+            "/residency",
+            serde_json::json!({"window": {"window": 0, "sinks": 1}}),
+        ),
+    ] {
+        let error = load(&pool, path, value.clone());
+        assert!(
+            matches!(error, CacheError::Corrupt { .. }),
+            "{path} = {value}: {error}"
+        );
+    }
+    assert_eq!(
+        load(&pool, "/rows", serde_json::json!([])),
+        mismatch("table rows", "1", "0")
+    );
+}

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use blocksparse::pages::{
-    ALWAYS, CacheError, PagePool, PoolConfig, Residency, SequenceId, Step, Writes,
+    ALWAYS, CacheError, PagePool, PoolConfig, Residency, SequenceId, SlotKey, Step, Writes,
 };
 use blocksparse::{Pattern, Reach};
 use proptest::prelude::*;
@@ -16,6 +16,8 @@ enum Call {
     /// With the tokens of a sequence that there was, so many of them, and some others.
     JoinWithPrefix(Residency, usize, usize),
     Remember(usize, usize),
+    /// Saved, and loaded as another one.
+    SaveAndLoad(usize),
     Leave(usize),
     Fork(usize),
     Append(usize, usize),
@@ -38,6 +40,7 @@ fn call() -> impl Strategy<Value = Call> {
         2 => residency().prop_map(Call::Join),
         2 => (residency(), 0usize..30, 0usize..40).prop_map(|(residency, at, n)| Call::JoinWithPrefix(residency, at, n)),
         3 => (0usize..8, 0usize..3).prop_map(|(at, less)| Call::Remember(at, less)),
+        1 => (0usize..8).prop_map(Call::SaveAndLoad),
         2 => (0usize..8).prop_map(Call::Leave),
         2 => (0usize..8).prop_map(Call::Fork),
         6 => (0usize..8, 0usize..7).prop_map(|(at, n)| Call::Append(at, n)),
@@ -221,6 +224,11 @@ impl Machine {
                     self.prompts.push(told.to_vec());
                 }
             }
+            Call::SaveAndLoad(at) => {
+                if let Some(id) = self.id(at).filter(|_| self.models.len() < 8) {
+                    self.save_and_load(id);
+                }
+            }
             Call::Leave(at) => {
                 if let Some(id) = self.id(at) {
                     self.pool.leave(id).unwrap();
@@ -260,6 +268,37 @@ impl Machine {
                     let tokens = self.models[&id].tokens.len();
                     self.truncate(id, tokens.saturating_sub(n));
                 }
+            }
+        }
+    }
+
+    fn save_and_load(&mut self, id: SequenceId) {
+        let page_size = self.pool.config().page_size();
+        let saved = self.pool.save(id).unwrap();
+        let text = serde_json::to_string(&saved).unwrap();
+        let read = serde_json::from_str(&text).unwrap();
+        assert_eq!(saved, read);
+        let rows = 0..self.pool.table_rows();
+        let keys = rows.map(|row| self.pool.slot_keys(id, row).unwrap());
+        let content = |key: &SlotKey| self.memory[key.slot.page * page_size + key.slot.slot];
+        let contents: Vec<Vec<_>> = keys
+            .map(|keys| keys.iter().map(content).collect())
+            .collect();
+        let before = self.pool.free_pages();
+        match self.pool.load(&read) {
+            Ok((loaded, slots)) => {
+                assert_eq!(slots.iter().map(Vec::len).collect::<Vec<_>>(), saved.keys());
+                for (slots, contents) in slots.into_iter().zip(contents) {
+                    for (slot, content) in slots.into_iter().zip(contents) {
+                        self.memory[slot as usize] = content;
+                    }
+                }
+                let model = &self.models[&id];
+                self.enter(loaded, model.tokens.clone(), model.residency);
+            }
+            Err(error) => {
+                assert!(matches!(error, CacheError::OutOfPages { .. }), "{error}");
+                assert_eq!(self.pool.free_pages(), before);
             }
         }
     }
