@@ -1,6 +1,6 @@
 //! New tokens: what they need is planned without a change, then done.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::MOST_POSITIONS;
 use super::lifetimes::Lifetimes;
@@ -117,10 +117,11 @@ impl PagePool {
             return Err(CacheError::OutOfPages { asked, free });
         }
         self.known.tick();
-        for plan in &planned {
-            self.let_go(plan);
-        }
-        Ok(planned.into_iter().map(|plan| self.write(plan)).collect())
+        let freed: Vec<Vec<usize>> = planned.iter().map(|plan| self.let_go(plan)).collect();
+        let planned = planned.into_iter().zip(freed);
+        Ok(planned
+            .map(|(plan, freed)| self.write(plan, freed))
+            .collect())
     }
 
     /// The pages that steps would take, and those that would be free for them: with fewer free ones they are [`CacheError::OutOfPages`].
@@ -133,9 +134,10 @@ impl PagePool {
 
     fn plan(&self, steps: &[Step]) -> Result<Vec<Planned>, CacheError> {
         let mut planned: Vec<Planned> = Vec::with_capacity(steps.len());
+        let mut ids = BTreeSet::new();
         for step in steps {
             let id = step.id;
-            if planned.iter().any(|other| other.id == id) {
+            if !ids.insert(id) {
                 return Err(CacheError::Twice { id });
             }
             let sequence = self.sequence(id)?;
@@ -247,8 +249,8 @@ impl PagePool {
         (asked, free)
     }
 
-    /// Gives back what is dead before the step.
-    fn let_go(&mut self, plan: &Planned) {
+    /// Gives back what is dead before the step: the pages that nobody names now.
+    fn let_go(&mut self, plan: &Planned) -> Vec<usize> {
         let page_size = self.config.page_size;
         let sequence = self.sequences.get_mut(&plan.id).expect("it was found");
         sequence.oldest = plan.floor;
@@ -258,12 +260,11 @@ impl PagePool {
             row.timed_entry += pages.len();
             dead.extend(pages);
         }
-        for page in dead {
-            self.release(page);
-        }
+        dead.retain(|&page| self.release(page));
+        dead.into_iter().map(|page| page as usize).collect()
     }
 
-    fn write(&mut self, plan: Planned) -> Writes {
+    fn write(&mut self, plan: Planned, freed: Vec<usize>) -> Writes {
         let page_size = self.config.page_size;
         let mut sequence = self.sequences.remove(&plan.id).expect("it was found");
         let first = sequence.next;
@@ -274,6 +275,7 @@ impl PagePool {
             page_size,
             slots: Vec::with_capacity(sequence.rows.len() * plan.tokens),
             last: Vec::with_capacity(sequence.rows.len() * plan.tokens),
+            freed,
             copies: Vec::new(),
             changes: Vec::new(),
             entries: 0,

@@ -29,9 +29,9 @@ impl fmt::Display for SequenceId {
 pub struct PagePool {
     pub(super) config: PoolConfig,
     pub(super) lifetimes: Lifetimes,
-    /// Table rows that name each page.
+    /// Table rows that name each page, up to the last one that ever was in use.
     pub(super) refs: Vec<u32>,
-    /// Pages that nobody names and that are not known by their contents.
+    /// Of those, the ones that nobody names and that are not known by their contents.
     pub(super) free: BTreeSet<u32>,
     pub(super) known: KnownPages,
     /// Pages that nobody names.
@@ -49,8 +49,8 @@ impl PagePool {
         config.validate()?;
         Ok(Self {
             lifetimes: Lifetimes::new(&config),
-            refs: vec![0; config.pages],
-            free: (0..config.pages as u32).collect(),
+            refs: Vec::new(),
+            free: BTreeSet::new(),
             known: KnownPages::default(),
             unused: config.pages,
             sequences: BTreeMap::new(),
@@ -80,11 +80,8 @@ impl PagePool {
     }
 
     /// Table rows that name a page: it is free at 0, and shared from 2 on.
-    ///
-    /// # Panics
-    /// If the pool has no such page.
     pub fn references(&self, page: usize) -> usize {
-        self.refs[page] as usize
+        self.refs.get(page).map_or(0, |&refs| refs as usize)
     }
 
     /// The sequences, in the order in which they came.
@@ -228,23 +225,27 @@ impl PagePool {
         })
     }
 
-    /// One table row less names a page.
-    pub(super) fn release(&mut self, page: u32) {
+    /// One table row less names a page; whether none does now, and its contents are not kept either.
+    pub(super) fn release(&mut self, page: u32) -> bool {
         let refs = &mut self.refs[page as usize];
         *refs -= 1;
-        if *refs == 0 {
-            self.unused += 1;
-            if !self.known.keeps(page) {
-                self.free.insert(page);
-            }
+        if *refs > 0 {
+            return false;
         }
+        self.unused += 1;
+        !self.known.keeps(page) && self.free.insert(page)
     }
 
     /// The lowest free page, now named once; contents that are needed least are forgotten for it. That there is one was checked before.
     pub(super) fn take(&mut self) -> u32 {
-        while self.free.is_empty() && self.forget_least_useful() {}
+        let is_fresh_left = self.refs.len() < self.config.pages;
+        while self.free.is_empty() && !is_fresh_left && self.forget_least_useful() {}
         self.unused -= 1;
-        let page = self.free.pop_first().expect("enough pages are free");
+        let Some(page) = self.free.pop_first() else {
+            debug_assert!(is_fresh_left, "enough pages are free");
+            self.refs.push(1);
+            return self.refs.len() as u32 - 1;
+        };
         self.refs[page as usize] = 1;
         page
     }

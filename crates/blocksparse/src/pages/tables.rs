@@ -92,6 +92,25 @@ impl PagePool {
         Ok(keys.collect())
     }
 
+    /// What the queries of a pool see, as two tensors `[pages, page_size]`: each slot's position, and the last query that attends to it. Slots without a key have
+    /// [`ALWAYS`](super::ALWAYS) and [`NEVER`](super::NEVER), so that no query sees them. Made anew from all sequences: a step changes what
+    /// [`Writes`](super::Writes) says.
+    pub fn visibility(&self) -> [Vec<i32>; 2] {
+        let slots = self.config.pages * self.config.page_size;
+        let mut positions = vec![super::ALWAYS; slots];
+        let mut last = vec![super::NEVER; slots];
+        for (&id, sequence) in &self.sequences {
+            for row in 0..sequence.rows.len() {
+                for key in self.slot_keys(id, row).expect("there is such a row") {
+                    let slot = key.slot.page * self.config.page_size + key.slot.slot;
+                    positions[slot] = key.position as i32;
+                    last[slot] = key.last;
+                }
+            }
+        }
+        [positions, last]
+    }
+
     /// Whether a query sees a stored key just if it is at the key's position or later and no later than its last query, in every head:
     /// then kernels need nothing but [`Writes::last`](super::Writes). Otherwise each query has a [`RowPlan`](super::RowPlan).
     pub fn row_is_live(&self) -> bool {

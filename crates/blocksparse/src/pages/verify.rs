@@ -40,13 +40,21 @@ impl PagePool {
                 }
             }
         }
-        for (page, (&expected, &kept)) in refs.iter().zip(&self.refs).enumerate() {
+        for (page, &expected) in refs.iter().enumerate() {
+            let kept = self.references(page) as u32;
+            let is_fresh = page >= self.refs.len();
             let (is_free, is_known) = (
                 self.free.contains(&(page as u32)),
                 self.known.names(page as u32),
             );
             let is_counted = match kept {
-                0 => is_free != is_known,
+                0 => {
+                    [is_free, is_known, is_fresh]
+                        .iter()
+                        .filter(|&&of| of)
+                        .count()
+                        == 1
+                }
                 _ => !is_free,
             };
             if expected != kept || !is_counted || named[page].len() > 1 {
@@ -59,7 +67,8 @@ impl PagePool {
         }
         let used = refs.iter().filter(|&&refs| refs > 0).count();
         let idle = self.idle_pages();
-        let free = self.free.len() + idle;
+        let fresh = self.config.pages - self.refs.len();
+        let free = self.free.len() + fresh + idle;
         match used + free == self.config.pages && self.unused == free {
             true => self.check_known(),
             false => Err(CacheError::corrupt(format!(

@@ -60,6 +60,9 @@ pub struct Writes {
     pub slots: Vec<i32>,
     /// `[rows, tokens]`: the last query that attends to each key, [`ALWAYS`](super::ALWAYS) or [`NEVER`](super::NEVER).
     pub last: Vec<i32>,
+    /// Pages that nobody names any more since the step let their keys go. It may take them again. Nothing has to be done with them; a test fills them with
+    /// NaN before the copies.
+    pub freed: Vec<usize>,
     /// Pages that are copied before anything is written.
     pub copies: Vec<PageCopy>,
     /// Entries of the page table that changed.

@@ -847,3 +847,14 @@ fn saved_sequences() {
         mismatch("table rows", "1", "0")
     );
 }
+
+/// A large pool costs what is used of it, and its last page is as good as the first.
+#[test]
+fn large_pools() {
+    let mut pool = PagePool::new(PoolConfig::new(1 << 26)).unwrap();
+    let id = pool.join(Residency::All).unwrap();
+    pool.append(id, 1000).unwrap();
+    assert_eq!(pool.free_pages(), (1 << 26) - 32);
+    assert_eq!(pool.usage(id).unwrap().slots, 1024);
+    assert_eq!(pool.references(1 << 40), 0);
+}

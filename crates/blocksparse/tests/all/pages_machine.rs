@@ -131,6 +131,10 @@ impl Machine {
     /// Does what the pool says to the pages.
     fn write(&mut self, steps: Vec<(SequenceId, Writes)>) {
         let page_size = self.pool.config().page_size();
+        let freed = steps.iter().flat_map(|(_, writes)| &writes.freed);
+        for &page in freed {
+            self.memory[page * page_size..(page + 1) * page_size].fill(None);
+        }
         for (_, writes) in &steps {
             for copy in &writes.copies {
                 for slot in copy.slots.clone() {
@@ -339,6 +343,7 @@ impl Machine {
         self.pool.verify().unwrap();
         let page_size = self.pool.config().page_size();
         let rows = self.pool.table_rows();
+        let [positions, last] = self.pool.visibility();
         for (&id, model) in &self.models {
             let next = model.tokens.len();
             let contents = contents(&model.tokens);
@@ -370,12 +375,40 @@ impl Machine {
                     let expected = Some((row, contents[key.position]));
                     assert_eq!(self.memory[slot], expected, "{id}, row {row}: {key:?}");
                     assert!(found.insert(key.position));
+                    assert_eq!(
+                        (positions[slot], last[slot]),
+                        (key.position as i32, key.last)
+                    );
                 }
                 for position in 0..next {
                     let last = self.last(model, row, position);
                     let is_kept = model.residency == Residency::All || last >= oldest as i32;
                     assert!(!is_kept || found.contains(&position));
                     live_keys += usize::from(last >= next as i32);
+                }
+            }
+            for head in 0..self.heads {
+                let row = self.pool.row_of_head(head);
+                let entries = &tables.table[row * tables.max_pages..];
+                for query in [oldest, next] {
+                    let plan = self.pool.row_plan(id, head, query).unwrap();
+                    let slots = plan.runs.iter().flat_map(|&(first, n)| first..first + n);
+                    let content = |at: usize| {
+                        self.memory[entries[at / page_size] as usize * page_size + at % page_size]
+                    };
+                    let mut read: Vec<_> = slots.map(content).collect();
+                    let sees = |&j: &usize| {
+                        let is_near = match model.residency {
+                            Residency::Window { window, sinks } => j < sinks || j + window > query,
+                            _ => true,
+                        };
+                        is_near && self.pattern.attends(head, query as i64, j as i64)
+                    };
+                    let seen = (0..next).filter(sees).map(|j| Some((row, contents[j])));
+                    let mut seen: Vec<_> = seen.collect();
+                    read.sort_unstable();
+                    seen.sort_unstable();
+                    assert_eq!(read, seen, "head {head}, query {query}");
                 }
             }
             let usage = self.pool.usage(id).unwrap();
