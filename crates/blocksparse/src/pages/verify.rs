@@ -20,8 +20,8 @@ impl PagePool {
     /// # Errors
     /// [`CacheError::Corrupt`] with the first contradiction.
     pub fn verify(&self) -> Result<(), CacheError> {
-        let mut named: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); self.config.pages];
-        let mut refs = vec![0u32; self.config.pages];
+        let mut named: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); self.refs.len()];
+        let mut refs = vec![0u32; self.refs.len()];
         for (&id, sequence) in &self.sequences {
             self.verify_sequence(&id.to_string(), sequence)?;
             for (at, row) in sequence.rows.iter().enumerate() {
@@ -31,8 +31,8 @@ impl PagePool {
                 }
                 for page in row.pages() {
                     let page = page as usize;
-                    if page >= self.config.pages {
-                        let what = format!("{id} names page {page} of {}", self.config.pages);
+                    if page >= self.refs.len() {
+                        let what = format!("{id} names page {page}, which was never taken");
                         return Err(CacheError::corrupt(what));
                     }
                     named[page].insert(at);
@@ -41,20 +41,13 @@ impl PagePool {
             }
         }
         for (page, &expected) in refs.iter().enumerate() {
-            let kept = self.references(page) as u32;
-            let is_fresh = page >= self.refs.len();
+            let kept = self.refs[page];
             let (is_free, is_known) = (
                 self.free.contains(&(page as u32)),
                 self.known.names(page as u32),
             );
             let is_counted = match kept {
-                0 => {
-                    [is_free, is_known, is_fresh]
-                        .iter()
-                        .filter(|&&of| of)
-                        .count()
-                        == 1
-                }
+                0 => is_free != is_known,
                 _ => !is_free,
             };
             if expected != kept || !is_counted || named[page].len() > 1 {
@@ -69,7 +62,9 @@ impl PagePool {
         let idle = self.idle_pages();
         let fresh = self.config.pages - self.refs.len();
         let free = self.free.len() + fresh + idle;
-        match used + free == self.config.pages && self.unused == free {
+        let most = self.free.last().map_or(0, |&last| last as usize + 1);
+        let is_whole = used + free == self.config.pages && most <= self.refs.len();
+        match is_whole && self.unused == free {
             true => self.check_known(),
             false => Err(CacheError::corrupt(format!(
                 "{used} pages are used and {free} free, {idle} of them known, of {}; {} are counted",

@@ -5,6 +5,8 @@ mod callbacks;
 mod errors;
 mod long_strides;
 mod pages;
+mod pages_errors;
+mod pages_known;
 mod pages_machine;
 mod pages_rows;
 mod patterns;

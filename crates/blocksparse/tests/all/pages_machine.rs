@@ -8,6 +8,8 @@ use blocksparse::pages::{
 };
 use blocksparse::{Pattern, Reach};
 use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
 
 /// A call, its sequence as a number of those there are.
 #[derive(Clone, Debug)]
@@ -79,6 +81,8 @@ fn patterns() -> Vec<Pattern> {
 struct Model {
     tokens: Vec<u32>,
     residency: Residency,
+    /// How far back it must be possible to go.
+    oldest: usize,
     /// The sequence's table on the device, for which only changes were sent.
     table: Vec<Vec<i32>>,
 }
@@ -104,12 +108,19 @@ struct Machine {
     /// Tokens of sequences that were.
     prompts: Vec<Vec<u32>>,
     is_knowing: bool,
+    rollback: usize,
     /// Tokens that were found among them.
     found: usize,
 }
 
 impl Machine {
-    fn new(config: PoolConfig, pattern: Pattern, heads: usize, is_knowing: bool) -> Self {
+    fn new(
+        config: PoolConfig,
+        pattern: Pattern,
+        heads: usize,
+        rollback: usize,
+        is_knowing: bool,
+    ) -> Self {
         Self {
             memory: vec![None; config.pages() * config.page_size()],
             pool: PagePool::new(config).unwrap(),
@@ -119,6 +130,7 @@ impl Machine {
             next_token: 0,
             prompts: Vec::new(),
             is_knowing,
+            rollback,
             found: 0,
         }
     }
@@ -171,7 +183,19 @@ impl Machine {
         let before = self.pool.clone();
         let asked: Vec<Step> = steps.iter().map(|&(_, step)| step).collect();
         match self.pool.steps(&asked) {
-            Ok(writes) => self.write(steps.iter().map(|&(id, _)| id).zip(writes).collect()),
+            Ok(writes) => {
+                for (&(id, step), writes) in steps.iter().zip(&writes) {
+                    let model = self.models.get_mut(&id).unwrap();
+                    let query = match step == Step::prefill(id, writes.tokens) {
+                        true => writes.first + writes.tokens,
+                        false => writes.first,
+                    };
+                    if writes.tokens > 0 && model.residency != Residency::All {
+                        model.oldest = model.oldest.max(query.saturating_sub(self.rollback));
+                    }
+                }
+                self.write(steps.iter().map(|&(id, _)| id).zip(writes).collect());
+            }
             Err(error) => {
                 let expected = matches!(
                     error,
@@ -185,7 +209,7 @@ impl Machine {
         }
     }
 
-    fn enter(&mut self, id: SequenceId, tokens: Vec<u32>, residency: Residency) {
+    fn enter(&mut self, id: SequenceId, tokens: Vec<u32>, residency: Residency, oldest: usize) {
         let tables = self.pool.tables(&[id]).unwrap();
         let table = tables
             .table
@@ -195,6 +219,7 @@ impl Machine {
         let model = Model {
             tokens,
             residency,
+            oldest,
             table,
         };
         self.models.insert(id, model);
@@ -204,7 +229,7 @@ impl Machine {
         match *call {
             Call::Join(residency) => {
                 let id = self.pool.join(residency).unwrap();
-                self.enter(id, Vec::new(), residency);
+                self.enter(id, Vec::new(), residency, 0);
             }
             Call::JoinWithPrefix(residency, at, n) => {
                 if !self.is_knowing || self.prompts.is_empty() || self.models.len() >= 8 {
@@ -218,7 +243,7 @@ impl Machine {
                 assert!(known <= expected);
                 self.found += known;
                 prompt.truncate(known);
-                self.enter(id, prompt, residency);
+                self.enter(id, prompt, residency, 0);
             }
             Call::Remember(at, less) => {
                 if let Some(id) = self.id(at).filter(|_| self.is_knowing) {
@@ -243,7 +268,7 @@ impl Machine {
                 if let Some(id) = self.id(at).filter(|_| self.models.len() < 8) {
                     let fork = self.pool.fork(id).unwrap();
                     let model = &self.models[&id];
-                    self.enter(fork, model.tokens.clone(), model.residency);
+                    self.enter(fork, model.tokens.clone(), model.residency, model.oldest);
                 }
             }
             Call::Append(at, n) => {
@@ -298,7 +323,7 @@ impl Machine {
                     }
                 }
                 let model = &self.models[&id];
-                self.enter(loaded, model.tokens.clone(), model.residency);
+                self.enter(loaded, model.tokens.clone(), model.residency, model.oldest);
             }
             Err(error) => {
                 assert!(matches!(error, CacheError::OutOfPages { .. }), "{error}");
@@ -350,6 +375,7 @@ impl Machine {
             assert_eq!(self.pool.len(id).unwrap(), next);
             let tables = self.pool.tables(&[id]).unwrap();
             let oldest = self.pool.oldest(id).unwrap();
+            assert!(oldest <= model.oldest, "{id} forgot what a rollback needs");
             let mut live_keys = 0;
             for row in 0..rows {
                 let span = &tables.spans[row * 4..row * 4 + 4];
@@ -418,6 +444,34 @@ impl Machine {
     }
 }
 
+/// Calls that write and find pages that are known by their tokens.
+fn knowing_call() -> impl Strategy<Value = Call> {
+    let residency = Just(Residency::Reachable);
+    prop_oneof![
+        3 => (residency, 0usize..30, 0usize..20).prop_map(|(residency, at, n)| Call::JoinWithPrefix(residency, at, n)),
+        4 => (0usize..8, 0usize..2).prop_map(|(at, less)| Call::Remember(at, less)),
+        1 => (0usize..8).prop_map(Call::Leave),
+        1 => (0usize..8).prop_map(Call::Fork),
+        6 => (0usize..8, 1usize..6).prop_map(|(at, n)| Call::Append(at, n)),
+        4 => (0usize..8, 0usize..5).prop_map(|(at, n)| Call::Rollback(at, n)),
+    ]
+}
+
+fn run(mut machine: Machine, pages: usize, calls: &[Call]) -> usize {
+    machine.call(&Call::Join(Residency::Reachable));
+    for call in calls {
+        machine.call(call);
+        machine.check();
+    }
+    let ids: Vec<SequenceId> = machine.pool.sequences().collect();
+    for id in ids {
+        machine.pool.leave(id).unwrap();
+    }
+    assert_eq!(machine.pool.free_pages(), pages);
+    machine.pool.verify().unwrap();
+    machine.found
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -440,17 +494,28 @@ proptest! {
             Some(mask) => config.with_prefix_reuse(3).with_hash_mask(mask),
             None => config,
         };
-        let mut machine = Machine::new(config, pattern, heads, reuse.is_some());
-        machine.call(&Call::Join(Residency::Reachable));
-        for call in &calls {
-            machine.call(call);
-            machine.check();
-        }
-        let ids: Vec<SequenceId> = machine.pool.sequences().collect();
-        for id in ids {
-            machine.pool.leave(id).unwrap();
-        }
-        prop_assert_eq!(machine.pool.free_pages(), pages);
-        machine.pool.verify().unwrap();
+        run(Machine::new(config, pattern, heads, rollback, reuse.is_some()), pages, &calls);
     }
+}
+
+/// Sequences that begin alike, whose pages are found, written and forgotten.
+#[test]
+fn prefixes_in_any_order() {
+    let mut runner = TestRunner::deterministic();
+    let mut found = 0;
+    for case in 0..200 {
+        let pattern = [Pattern::causal(), Pattern::strided(3), Pattern::local(9)][case % 3].clone();
+        let (page_size, pages) = (1 << (case % 3), 6 + case % 30);
+        let calls = prop::collection::vec(knowing_call(), 1..60);
+        let calls = calls.new_tree(&mut runner).unwrap().current();
+        let config = PoolConfig::new(pages)
+            .with_small_pages()
+            .with_page_size(page_size);
+        let config = config.with_pattern(pattern.clone(), 1, 1).with_rollback(4);
+        let config = config
+            .with_prefix_reuse(3)
+            .with_hash_mask(if case % 2 == 0 { 1 } else { u64::MAX });
+        found += run(Machine::new(config, pattern, 1, 4, true), pages, &calls);
+    }
+    assert!(found > 500, "{found} tokens were found");
 }
