@@ -28,6 +28,7 @@ mod error;
 #[cfg(feature = "kernels")]
 pub mod kernels;
 mod layout;
+pub mod pages;
 mod pattern;
 #[doc(hidden)]
 pub mod plan;

@@ -12,6 +12,7 @@ mod notation;
 mod periods;
 mod reach;
 mod repeats;
+mod row_keys;
 mod validate;
 mod zones;
 

@@ -1,0 +1,345 @@
+//! New tokens: what they need is planned without a change, then done.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::config::MOST_POSITIONS;
+use super::lifetimes::Lifetimes;
+use super::pool::{PagePool, SequenceId};
+use super::region::Region;
+use super::sequence::Sequence;
+use super::writes::{PageCopy, TableChange, Writes};
+use super::{ALWAYS, CacheError};
+
+/// New tokens of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Step {
+    id: SequenceId,
+    tokens: usize,
+    is_prefill: bool,
+    is_last: bool,
+}
+
+impl Step {
+    /// New tokens whose queries read all keys from the pages, their own included. What no query from the first new one on attends to, nor one that may
+    /// come after a rollback, is let go before they are written.
+    pub fn decode(id: SequenceId, tokens: usize) -> Self {
+        Self {
+            id,
+            tokens,
+            is_prefill: false,
+            is_last: false,
+        }
+    }
+
+    /// New tokens whose queries read keys from elsewhere: what only they attend to is not written, and let go. Taking tokens back reaches no further than
+    /// the rollback.
+    pub fn prefill(id: SequenceId, tokens: usize) -> Self {
+        Self {
+            is_prefill: true,
+            ..Self::decode(id, tokens)
+        }
+    }
+
+    /// The end of the sequence: it may be where the pattern allows no stop.
+    pub fn last(mut self) -> Self {
+        self.is_last = true;
+        self
+    }
+}
+
+/// What a step does to one sequence.
+struct Planned {
+    id: SequenceId,
+    tokens: usize,
+    /// The first query that may come: keys whose last query is before it are let go.
+    floor: usize,
+    rows: Vec<PlannedRow>,
+}
+
+struct PlannedRow {
+    /// The last query of each new key.
+    last: Vec<i32>,
+    /// Timed keys that are let go.
+    dropped: usize,
+    permanent: usize,
+    timed: usize,
+}
+
+/// Free pages and references as they will be.
+struct Forecast<'a> {
+    pool: &'a PagePool,
+    refs: BTreeMap<u32, u32>,
+    free: usize,
+}
+
+impl Forecast<'_> {
+    fn refs(&self, page: u32) -> u32 {
+        let now = self.pool.refs[page as usize];
+        self.refs.get(&page).copied().unwrap_or(now)
+    }
+
+    fn release(&mut self, page: u32) {
+        let left = self.refs(page) - 1;
+        self.refs.insert(page, left);
+        self.free += usize::from(left == 0);
+    }
+}
+
+impl PagePool {
+    /// Makes room for the next `tokens` of a sequence, [`Step::decode`], and says where their keys go.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]; [`CacheError::OutOfPages`]; [`CacheError::Boundary`] if the pattern does not allow to stop behind them;
+    /// [`CacheError::Argument`] if the sequence would have 2³¹ tokens.
+    pub fn append(&mut self, id: SequenceId, tokens: usize) -> Result<Writes, CacheError> {
+        self.step(Step::decode(id, tokens))
+    }
+
+    /// [`Self::append`] of any [`Step`].
+    ///
+    /// # Errors
+    /// As [`Self::append`].
+    pub fn step(&mut self, step: Step) -> Result<Writes, CacheError> {
+        let mut writes = self.steps(&[step])?;
+        Ok(writes.pop().expect("one for each step"))
+    }
+
+    /// Steps of different sequences, all of which are done or none. What all of them let go is free before the first one takes a page. The copies of all of
+    /// them come before the writes of any.
+    ///
+    /// # Errors
+    /// As [`Self::append`]; [`CacheError::Twice`].
+    pub fn steps(&mut self, steps: &[Step]) -> Result<Vec<Writes>, CacheError> {
+        let planned = self.plan(steps)?;
+        let (asked, free) = self.forecast(&planned);
+        if asked > free {
+            return Err(CacheError::OutOfPages { asked, free });
+        }
+        self.known.tick();
+        let freed: Vec<Vec<usize>> = planned.iter().map(|plan| self.let_go(plan)).collect();
+        let planned = planned.into_iter().zip(freed);
+        Ok(planned
+            .map(|(plan, freed)| self.write(plan, freed))
+            .collect())
+    }
+
+    /// The pages that steps would take, and those that would be free for them: with fewer free ones they are [`CacheError::OutOfPages`].
+    ///
+    /// # Errors
+    /// As [`Self::steps`] but for the pages.
+    pub fn pages_needed(&self, steps: &[Step]) -> Result<(usize, usize), CacheError> {
+        Ok(self.forecast(&self.plan(steps)?))
+    }
+
+    fn plan(&self, steps: &[Step]) -> Result<Vec<Planned>, CacheError> {
+        let mut planned: Vec<Planned> = Vec::with_capacity(steps.len());
+        let mut ids = BTreeSet::new();
+        for step in steps {
+            let id = step.id;
+            if !ids.insert(id) {
+                return Err(CacheError::Twice { id });
+            }
+            let sequence = self.sequence(id)?;
+            let next = sequence.next;
+            let most = MOST_POSITIONS - next;
+            if step.tokens > most {
+                let expected = format!("at most {most} after the {next} tokens of {id}");
+                return Err(CacheError::argument("tokens", expected, step.tokens));
+            }
+            if step.tokens > 0 && !self.config.pattern.is_causal() {
+                self.check_boundary(next)?;
+                if !step.is_last {
+                    self.check_boundary(next + step.tokens)?;
+                }
+            }
+            planned.push(self.plan_one(*step, sequence));
+        }
+        Ok(planned)
+    }
+
+    fn plan_one(&self, step: Step, sequence: &Sequence) -> Planned {
+        let Sequence {
+            residency, next, ..
+        } = *sequence;
+        let tokens = next..next + step.tokens;
+        let is_everything_kept = self.lifetimes.is_everything_kept(residency);
+        let first_query = match step.is_prefill {
+            true => tokens.end,
+            false => next,
+        };
+        let floor = match is_everything_kept || step.tokens == 0 {
+            true => sequence.oldest,
+            false => first_query
+                .saturating_sub(self.config.rollback)
+                .max(sequence.oldest),
+        };
+        let rows = sequence.rows.iter().enumerate().map(|(at, row)| {
+            let last_of = |position| self.lifetimes.last(residency, at, position);
+            let is_dead = |last: i32| last < floor as i32;
+            let dropped = match is_everything_kept {
+                true => 0,
+                false => (row.timed.positions())
+                    .take_while(|&position| is_dead(last_of(position)))
+                    .count(),
+            };
+            let last: Vec<i32> = tokens.clone().map(last_of).collect();
+            let kept = last
+                .iter()
+                .map(|&last| Lifetimes::kept_until(residency, last));
+            let (mut permanent, mut timed) = (0, 0);
+            for last in kept {
+                match last {
+                    ALWAYS => permanent += 1,
+                    last if is_dead(last) => {}
+                    _ => timed += 1,
+                }
+            }
+            PlannedRow {
+                last,
+                dropped,
+                permanent,
+                timed,
+            }
+        });
+        Planned {
+            id: step.id,
+            tokens: step.tokens,
+            floor,
+            rows: rows.collect(),
+        }
+    }
+
+    /// The pages that are taken, and those that are free by then.
+    fn forecast(&self, planned: &[Planned]) -> (usize, usize) {
+        let page_size = self.config.page_size;
+        let mut forecast = Forecast {
+            pool: self,
+            refs: BTreeMap::new(),
+            free: self.unused,
+        };
+        let rows = || {
+            planned.iter().flat_map(|plan| {
+                let rows = self.sequences[&plan.id].rows.iter();
+                rows.zip(&plan.rows)
+            })
+        };
+        for (row, plan) in rows() {
+            let dead = row.timed.pages_of_oldest(plan.dropped, page_size);
+            for &page in row.timed.pages.iter().take(dead) {
+                forecast.release(page);
+            }
+        }
+        let free = forecast.free;
+        let mut asked = 0;
+        for (row, plan) in rows() {
+            let regions = [
+                (row.permanent.filling(0, page_size), plan.permanent),
+                (row.timed.filling(plan.dropped, page_size), plan.timed),
+            ];
+            for (filling, added) in regions {
+                asked += filling.pages_for(added, page_size);
+                let written = filling.written_page(added, page_size);
+                if let Some(page) = written.filter(|&page| forecast.refs(page) > 1) {
+                    forecast.release(page);
+                    asked += 1;
+                }
+            }
+        }
+        (asked, free)
+    }
+
+    /// Gives back what is dead before the step: the pages that nobody names now.
+    fn let_go(&mut self, plan: &Planned) -> Vec<usize> {
+        let page_size = self.config.page_size;
+        let sequence = self.sequences.get_mut(&plan.id).expect("it was found");
+        sequence.oldest = plan.floor;
+        let mut dead = Vec::new();
+        for (row, plan) in sequence.rows.iter_mut().zip(&plan.rows) {
+            let pages = row.timed.drop_oldest(plan.dropped, page_size);
+            row.timed_entry += pages.len();
+            dead.extend(pages);
+        }
+        dead.retain(|&page| self.release(page));
+        dead.into_iter().map(|page| page as usize).collect()
+    }
+
+    fn write(&mut self, plan: Planned, freed: Vec<usize>) -> Writes {
+        let page_size = self.config.page_size;
+        let mut sequence = self.sequences.remove(&plan.id).expect("it was found");
+        let first = sequence.next;
+        let mut writes = Writes {
+            first,
+            tokens: plan.tokens,
+            rows: sequence.rows.len(),
+            page_size,
+            slots: Vec::with_capacity(sequence.rows.len() * plan.tokens),
+            last: Vec::with_capacity(sequence.rows.len() * plan.tokens),
+            freed,
+            copies: Vec::new(),
+            changes: Vec::new(),
+            entries: 0,
+        };
+        for (at, (row, plan_row)) in sequence.rows.iter_mut().zip(plan.rows).enumerate() {
+            // Table entries that are written: the page that is copied, and new ones.
+            let permanent = self.grow(&mut row.permanent, plan_row.permanent, &mut writes.copies);
+            let timed = self.grow(&mut row.timed, plan_row.timed, &mut writes.copies);
+            let is_placed_anew = row.place();
+            let timed = if is_placed_anew { 0 } else { timed };
+            let entries = row.table_from(permanent, timed);
+            writes
+                .changes
+                .extend(entries.map(|(entry, page)| TableChange {
+                    row: at,
+                    entry,
+                    page: page as usize,
+                }));
+            writes.entries = writes.entries.max(row.width());
+            for (token, &last) in plan_row.last.iter().enumerate() {
+                let kept = Lifetimes::kept_until(sequence.residency, last);
+                let slot = match kept {
+                    ALWAYS => Some(row.permanent.push(first + token, page_size)),
+                    kept if kept < plan.floor as i32 => None,
+                    _ => Some(row.timed.push(first + token, page_size)),
+                };
+                let number = |(page, slot)| (page as usize * page_size + slot) as i32;
+                writes.slots.push(slot.map_or(-1, number));
+            }
+            writes.last.extend(plan_row.last);
+        }
+        sequence.next = first + plan.tokens;
+        self.sequences.insert(plan.id, sequence);
+        writes
+    }
+
+    /// Makes room for more keys: copies the page they begin in if others name it, and takes new ones. The first of the region's pages that is another.
+    fn grow(&mut self, region: &mut Region, added: usize, copies: &mut Vec<PageCopy>) -> usize {
+        let page_size = self.config.page_size;
+        let mut changed = region.pages.len();
+        let filling = region.filling(0, page_size);
+        let written = filling.written_page(added, page_size);
+        if let Some(page) = written.filter(|&page| self.refs[page as usize] == 1) {
+            self.forget_page(page);
+        }
+        if let Some(from) = written.filter(|&page| self.refs[page as usize] > 1) {
+            let to = self.take();
+            self.release(from);
+            changed -= 1;
+            region.pages[changed] = to;
+            let first = match changed {
+                0 => region.start,
+                _ => 0,
+            };
+            copies.push(PageCopy {
+                from: from as usize,
+                to: to as usize,
+                slots: first..region.filled() - changed * page_size,
+            });
+        }
+        for _ in 0..filling.pages_for(added, page_size) {
+            let page = self.take();
+            region.pages.push_back(page);
+        }
+        changed
+    }
+}

@@ -1,0 +1,194 @@
+//! What a pool of pages is made from.
+
+use serde::{Deserialize, Serialize};
+
+use super::CacheError;
+use crate::Pattern;
+
+/// The page sizes that pools have; smaller ones are for tests, [`PoolConfig::with_small_pages`].
+pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
+
+/// Which keys of a sequence are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Residency {
+    /// All of them, whatever the pattern reaches. Any number of tokens can be taken back.
+    All,
+    /// Those that some later query attends to, by the pool's pattern: exact, and the smaller the less the pattern reaches back.
+    #[default]
+    Reachable,
+    /// Of those, the first `sinks` and of the others those of the last `window` positions, a query's own included: what
+    /// [`Pattern::streaming`] sees (Xiao et al., 2024). Changes results where the pattern reaches further.
+    Window {
+        /// Positions behind a query that it sees, its own included.
+        window: usize,
+        /// First positions that are kept for ever.
+        sinks: usize,
+    },
+}
+
+impl Residency {
+    pub(super) fn validate(self) -> Result<(), CacheError> {
+        match self {
+            Self::Window { window: 0, .. } => Err(CacheError::argument("window", "at least 1", 0)),
+            Self::Window { window, sinks } if window.max(sinks) > MOST_POSITIONS => {
+                Err(CacheError::argument(
+                    if window > sinks { "window" } else { "sinks" },
+                    format!("at most {MOST_POSITIONS}"),
+                    window.max(sinks),
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Tokens of a sequence: positions are numbers of 32 bits on devices, the largest of which means "always".
+pub(super) const MOST_POSITIONS: usize = i32::MAX as usize - 1;
+
+/// How many pages a pool has, of which size, and which keys the layers that share it attend to.
+///
+/// Layers whose patterns are equal keep the same keys and share one pool's books, each with tensors of its own.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[must_use]
+pub struct PoolConfig {
+    pub(super) pages: usize,
+    pub(super) page_size: usize,
+    pub(super) small: bool,
+    pub(super) pattern: Pattern,
+    pub(super) heads: usize,
+    pub(super) kv_heads: usize,
+    pub(super) table_rows: Option<usize>,
+    pub(super) rollback: usize,
+    pub(super) reuse: Option<u64>,
+    pub(super) hash_mask: u64,
+}
+
+impl PoolConfig {
+    /// A pool of so many pages of 32 slots, for one causal head. A slot holds one key and value of one table row: of one KV head, or of all of them
+    /// where they keep the same keys.
+    pub fn new(pages: usize) -> Self {
+        Self {
+            pages,
+            page_size: 32,
+            small: false,
+            pattern: Pattern::causal(),
+            heads: 1,
+            kv_heads: 1,
+            table_rows: None,
+            rollback: 0,
+            reuse: None,
+            hash_mask: u64::MAX,
+        }
+    }
+
+    /// Slots of a page: 16, 32, 64 or 128.
+    pub fn with_page_size(mut self, page_size: usize) -> Self {
+        self.page_size = page_size;
+        self
+    }
+
+    /// Allows pages of 1, 2, 4 and 8 slots, which no kernel reads well.
+    #[doc(hidden)]
+    pub fn with_small_pages(mut self) -> Self {
+        self.small = true;
+        self
+    }
+
+    /// What `heads` query heads attend to, of which `heads / kv_heads` share a KV head.
+    pub fn with_pattern(mut self, pattern: Pattern, heads: usize, kv_heads: usize) -> Self {
+        self.pattern = pattern;
+        self.heads = heads;
+        self.kv_heads = kv_heads;
+        self
+    }
+
+    /// Rows of a sequence in the page table: 1, where all KV heads keep the keys that any of them reaches, or one for each KV head. Without this
+    /// it is 1 where the KV heads reach the same keys, and one for each otherwise.
+    pub fn with_table_rows(mut self, rows: usize) -> Self {
+        self.table_rows = Some(rows);
+        self
+    }
+
+    /// Tokens that can be taken back, as a draft's that were not accepted (0 without this): what they may have
+    /// let go is kept for so long. Sequences that keep all keys can go back to any length.
+    pub fn with_rollback(mut self, tokens: usize) -> Self {
+        self.rollback = tokens;
+        self
+    }
+
+    /// Keeps the contents of full pages known by their tokens, so that a sequence that begins with the same tokens finds them:
+    /// [`PagePool::join_with_prefix`](super::PagePool::join_with_prefix). The fingerprint stands for the model and whatever else keys depend on.
+    pub fn with_prefix_reuse(mut self, fingerprint: u64) -> Self {
+        self.reuse = Some(fingerprint);
+        self
+    }
+
+    /// Makes hashes of known pages equal that should not be.
+    #[doc(hidden)]
+    pub fn with_hash_mask(mut self, mask: u64) -> Self {
+        self.hash_mask = mask;
+        self
+    }
+
+    pub(super) fn validate(&self) -> Result<(), CacheError> {
+        if self.pages == 0 {
+            return Err(CacheError::argument("pages", "at least 1", 0));
+        }
+        let is_small = self.small && [1, 2, 4, 8].contains(&self.page_size);
+        if !PAGE_SIZES.contains(&self.page_size) && !is_small {
+            return Err(CacheError::argument(
+                "page_size",
+                "16, 32, 64 or 128",
+                self.page_size,
+            ));
+        }
+        let slots = self.pages.checked_mul(self.page_size);
+        if slots.is_none_or(|slots| slots > 1 << 31) {
+            return Err(CacheError::argument(
+                "pages",
+                format!(
+                    "at most {} of {} slots",
+                    (1usize << 31) / self.page_size,
+                    self.page_size
+                ),
+                self.pages,
+            ));
+        }
+        if self.kv_heads == 0 || self.heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
+            return Err(CacheError::argument(
+                "heads",
+                format!("a multiple of the {} KV heads", self.kv_heads),
+                self.heads,
+            ));
+        }
+        if let Some(rows) = self
+            .table_rows
+            .filter(|&rows| rows != 1 && rows != self.kv_heads)
+        {
+            return Err(CacheError::argument(
+                "table_rows",
+                format!("1 or the {} KV heads", self.kv_heads),
+                rows,
+            ));
+        }
+        self.pattern
+            .validate(self.heads)
+            .map_err(|error| CacheError::argument("pattern", "valid", error))
+    }
+
+    /// The pattern that says which keys a sequence may forget.
+    pub fn pattern(&self) -> &Pattern {
+        &self.pattern
+    }
+
+    /// Slots of a page.
+    pub fn page_size(&self) -> usize {
+        self.page_size
+    }
+
+    /// Pages of the pool.
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+}

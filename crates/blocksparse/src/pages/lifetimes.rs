@@ -1,0 +1,114 @@
+//! The last queries of keys, by table row.
+
+use std::collections::BTreeSet;
+
+use super::config::PoolConfig;
+use super::{ALWAYS, NEVER, Residency};
+use crate::{Pattern, Reach};
+
+/// Which queries see a key last, for the heads that share a table row.
+#[derive(Clone, Debug)]
+pub(super) struct Lifetimes {
+    pattern: Pattern,
+    /// Of each table row one head of each kind.
+    heads: Vec<Vec<usize>>,
+    /// Query heads of a table row.
+    heads_of_row: usize,
+    /// No key is ever let go.
+    keeps_all: bool,
+    /// Whether a row of the pattern is what is live before it, in all heads, and the heads of a table row are alike.
+    row_is_live: bool,
+}
+
+impl Lifetimes {
+    pub(super) fn new(config: &PoolConfig) -> Self {
+        let (heads, kv_heads) = (config.heads, config.kv_heads);
+        let kinds = |rows: usize| -> Vec<BTreeSet<usize>> {
+            let group = heads / rows;
+            let kind = |head: usize| match config.pattern.head_period() {
+                Some(period) => head.checked_rem(period).unwrap_or(0),
+                None => head,
+            };
+            let row = |row: usize| (row * group..(row + 1) * group).map(kind).collect();
+            (0..rows).map(row).collect()
+        };
+        let keeps_all = config.pattern.keeps_all();
+        let kinds = match config.table_rows {
+            Some(rows) => kinds(rows),
+            None => {
+                let each = kinds(kv_heads);
+                match keeps_all || each.iter().all(|kind| kind == &each[0]) {
+                    true => kinds(1),
+                    false => each,
+                }
+            }
+        };
+        let heads_of_row = heads / kinds.len();
+        let alike = kinds.iter().all(|kinds| kinds.len() == 1);
+        Self {
+            row_is_live: alike && (0..heads).all(|head| config.pattern.row_is_live(head)),
+            pattern: config.pattern.clone(),
+            heads: kinds.into_iter().map(Vec::from_iter).collect(),
+            heads_of_row,
+            keeps_all,
+        }
+    }
+
+    pub(super) fn rows(&self) -> usize {
+        self.heads.len()
+    }
+
+    pub(super) fn heads_of_row(&self) -> usize {
+        self.heads_of_row
+    }
+
+    pub(super) fn row_is_live(&self) -> bool {
+        self.row_is_live
+    }
+
+    /// The last query of any head of a table row that sees a key, in a sequence of that residency: [`NEVER`], a position, or [`ALWAYS`].
+    pub(super) fn last(&self, residency: Residency, row: usize, position: usize) -> i32 {
+        let reached = match self.keeps_all {
+            true => ALWAYS,
+            false => {
+                let position = position as i64;
+                let heads = self.heads[row].iter();
+                let last = heads.map(|&head| self.pattern.last_query(head, position));
+                number(last.max().unwrap_or(Reach::Never))
+            }
+        };
+        match residency {
+            Residency::Window { window, sinks } if position >= sinks => {
+                let last = position.saturating_add(window - 1);
+                reached.min(i32::try_from(last).unwrap_or(ALWAYS))
+            }
+            _ => reached,
+        }
+    }
+
+    /// The last query for which a key is kept.
+    pub(super) fn kept_until(residency: Residency, last: i32) -> i32 {
+        match residency {
+            Residency::All => ALWAYS,
+            Residency::Reachable | Residency::Window { .. } => last,
+        }
+    }
+
+    /// [`Self::kept_until`] of the [`Self::last`] query, if all keys are kept for ever.
+    pub(super) fn is_everything_kept(&self, residency: Residency) -> bool {
+        match residency {
+            Residency::All => true,
+            Residency::Reachable => self.keeps_all,
+            Residency::Window { .. } => false,
+        }
+    }
+}
+
+/// Positions end before what means "always": a later last query is never there.
+fn number(last: Reach) -> i32 {
+    match last {
+        Reach::Never => NEVER,
+        Reach::At(last) => i32::try_from(last.max(-1)).unwrap_or(ALWAYS),
+        Reach::Always => ALWAYS,
+    }
+}

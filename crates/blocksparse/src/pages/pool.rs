@@ -1,0 +1,252 @@
+//! Pages, who names them, and the sequences that come and go.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::config::PoolConfig;
+use super::lifetimes::Lifetimes;
+use super::prefix::KnownPages;
+use super::sequence::Sequence;
+use super::{CacheError, Residency};
+use crate::Reach;
+
+/// A sequence of a [`PagePool`]. Ids are given out in order and never again, so pools of which the same is asked give the same ids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct SequenceId(pub(super) u64);
+
+impl fmt::Display for SequenceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sequence {}", self.0)
+    }
+}
+
+/// Which page and slot each key of each sequence lives in. See the [module](super).
+///
+/// Every method that returns an error leaves the pool as it was. Free pages are taken lowest first.
+#[derive(Clone, Debug)]
+pub struct PagePool {
+    pub(super) config: PoolConfig,
+    pub(super) lifetimes: Lifetimes,
+    /// Table rows that name each page, up to the last one that ever was in use.
+    pub(super) refs: Vec<u32>,
+    /// Of those, the ones that nobody names and that are not known by their contents.
+    pub(super) free: BTreeSet<u32>,
+    pub(super) known: KnownPages,
+    /// Pages that nobody names.
+    pub(super) unused: usize,
+    pub(super) sequences: BTreeMap<SequenceId, Sequence>,
+    next_id: u64,
+}
+
+impl PagePool {
+    /// A pool whose pages are all free.
+    ///
+    /// # Errors
+    /// [`CacheError::Argument`] naming what of the configuration is out of range.
+    pub fn new(config: PoolConfig) -> Result<Self, CacheError> {
+        config.validate()?;
+        Ok(Self {
+            lifetimes: Lifetimes::new(&config),
+            refs: Vec::new(),
+            free: BTreeSet::new(),
+            known: KnownPages::default(),
+            unused: config.pages,
+            sequences: BTreeMap::new(),
+            next_id: 0,
+            config,
+        })
+    }
+
+    /// What the pool was made from.
+    pub fn config(&self) -> &PoolConfig {
+        &self.config
+    }
+
+    /// Rows of a sequence in the page table: 1 where all KV heads keep the same keys, else one for each KV head.
+    pub fn table_rows(&self) -> usize {
+        self.lifetimes.rows()
+    }
+
+    /// The table row of a query head.
+    pub fn row_of_head(&self, head: usize) -> usize {
+        head / self.lifetimes.heads_of_row()
+    }
+
+    /// Pages that no sequence names, known contents or not.
+    pub fn free_pages(&self) -> usize {
+        self.unused
+    }
+
+    /// Table rows that name a page: it is free at 0, and shared from 2 on.
+    pub fn references(&self, page: usize) -> usize {
+        self.refs.get(page).map_or(0, |&refs| refs as usize)
+    }
+
+    /// The sequences, in the order in which they came.
+    pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + '_ {
+        self.sequences.keys().copied()
+    }
+
+    /// A new sequence without tokens.
+    ///
+    /// # Errors
+    /// [`CacheError::Argument`] if a window is out of range.
+    pub fn join(&mut self, residency: Residency) -> Result<SequenceId, CacheError> {
+        residency.validate()?;
+        Ok(self.enter(Sequence::new(residency, self.table_rows())))
+    }
+
+    /// Ends a sequence; its pages that no other one names are free.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]
+    pub fn leave(&mut self, id: SequenceId) -> Result<(), CacheError> {
+        let sequence = self.sequences.remove(&id);
+        let sequence = sequence.ok_or(CacheError::Unknown { id })?;
+        self.known.tick();
+        for page in sequence.pages() {
+            self.release(page);
+        }
+        Ok(())
+    }
+
+    /// A new sequence with the tokens of another one, whose pages it shares: a page is copied when either writes to it.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]
+    pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId, CacheError> {
+        let copy = self.sequence(id)?.clone();
+        for page in copy.pages() {
+            self.refs[page as usize] += 1;
+        }
+        Ok(self.enter(copy))
+    }
+
+    /// Tokens of a sequence: the position of its next one.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]
+    pub fn len(&self, id: SequenceId) -> Result<usize, CacheError> {
+        Ok(self.sequence(id)?.next)
+    }
+
+    /// The fewest tokens that a sequence can be [`truncate`](Self::truncate)d to.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]
+    pub fn oldest(&self, id: SequenceId) -> Result<usize, CacheError> {
+        Ok(self.sequence(id)?.oldest)
+    }
+
+    /// Takes a sequence's last tokens back, so that it has `len`: as if they had never been.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if it has fewer tokens; [`CacheError::Gone`] if keys that would live again are gone;
+    /// [`CacheError::Boundary`] if a sequence cannot stop there.
+    pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<(), CacheError> {
+        let sequence = self.sequence(id)?;
+        if len > sequence.next {
+            let expected = format!("at most the {} tokens of {id}", sequence.next);
+            return Err(CacheError::argument("len", expected, len));
+        }
+        if len < sequence.oldest {
+            return Err(CacheError::Gone {
+                asked: len,
+                oldest: sequence.oldest,
+            });
+        }
+        if len == sequence.next {
+            return Ok(());
+        }
+        self.check_boundary(len)?;
+        let page_size = self.config.page_size;
+        let sequence = self.sequences.get_mut(&id).expect("it was found");
+        sequence.next = len;
+        sequence.chain.truncate(len / page_size);
+        let mut dropped = Vec::new();
+        for row in &mut sequence.rows {
+            dropped.extend(row.permanent.drop_from(len, page_size));
+            dropped.extend(row.timed.drop_from(len, page_size));
+            if row.timed.pages.is_empty() {
+                row.timed_entry = row.permanent.pages.len();
+            }
+        }
+        self.known.tick();
+        for page in dropped {
+            self.release(page);
+        }
+        Ok(())
+    }
+
+    /// Takes a sequence's last `tokens` back: [`truncate`](Self::truncate) by how many go.
+    ///
+    /// # Errors
+    /// As [`truncate`](Self::truncate).
+    pub fn rollback(&mut self, id: SequenceId, tokens: usize) -> Result<(), CacheError> {
+        let next = self.sequence(id)?.next;
+        let len = next.checked_sub(tokens).ok_or_else(|| {
+            let expected = format!("at most the {next} tokens of {id}");
+            CacheError::argument("tokens", expected, tokens)
+        })?;
+        self.truncate(id, len)
+    }
+
+    pub(super) fn sequence(&self, id: SequenceId) -> Result<&Sequence, CacheError> {
+        self.sequences.get(&id).ok_or(CacheError::Unknown { id })
+    }
+
+    pub(super) fn enter(&mut self, sequence: Sequence) -> SequenceId {
+        let id = SequenceId(self.next_id);
+        self.next_id += 1;
+        self.sequences.insert(id, sequence);
+        id
+    }
+
+    /// That no query before a position sees a key from there on.
+    pub(super) fn check_boundary(&self, position: usize) -> Result<(), CacheError> {
+        let last = match self
+            .config
+            .pattern
+            .furthest_key(self.config.heads, position)
+        {
+            Reach::Never => return Ok(()),
+            Reach::At(last) => usize::try_from(last).ok(),
+            Reach::Always => None,
+        };
+        Err(CacheError::Boundary {
+            position,
+            last,
+            next: self
+                .config
+                .pattern
+                .next_boundary(self.config.heads, position),
+        })
+    }
+
+    /// One table row less names a page; whether none does now, and its contents are not kept either.
+    pub(super) fn release(&mut self, page: u32) -> bool {
+        let refs = &mut self.refs[page as usize];
+        *refs -= 1;
+        if *refs > 0 {
+            return false;
+        }
+        self.unused += 1;
+        !self.known.keeps(page) && self.free.insert(page)
+    }
+
+    /// The lowest free page, now named once; contents that are needed least are forgotten for it. That there is one was checked before.
+    pub(super) fn take(&mut self) -> u32 {
+        let is_fresh_left = self.refs.len() < self.config.pages;
+        while self.free.is_empty() && !is_fresh_left && self.forget_least_useful() {}
+        self.unused -= 1;
+        let Some(page) = self.free.pop_first() else {
+            debug_assert!(is_fresh_left, "enough pages are free");
+            self.refs.push(1);
+            return self.refs.len() as u32 - 1;
+        };
+        self.refs[page as usize] = 1;
+        page
+    }
+}

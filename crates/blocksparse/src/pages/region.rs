@@ -1,0 +1,238 @@
+//! A list of pages whose slots are filled in order and let go in order.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// Keys in a list of pages, oldest first: slots `start..start + slots` of the pages are in use. Pages die whole: the first one is given back when
+/// its last slot is let go, and all of them when no key is left, so that a page never waits for a key that is not there.
+///
+/// Beside its pages it holds the positions of its keys as stretches of neighbours.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Region {
+    pub pages: VecDeque<u32>,
+    /// The slot of the first page that the oldest key is in.
+    pub start: usize,
+    /// Keys that were let go, and those and the ones in use: the numbers of the oldest key and of the one after the youngest.
+    first: usize,
+    end: usize,
+    stretches: VecDeque<Stretch>,
+}
+
+/// Keys of neighbouring positions, up to the next stretch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Stretch {
+    position: usize,
+    /// The number of the first of them.
+    number: usize,
+}
+
+/// How far the pages of a region are filled.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Filling {
+    filled: usize,
+    pages: usize,
+    last: Option<u32>,
+}
+
+impl Filling {
+    /// Pages that so many more keys take.
+    pub fn pages_for(&self, more: usize, page_size: usize) -> usize {
+        (self.filled + more).div_ceil(page_size) - self.pages
+    }
+
+    /// The page in use that so many more keys are written to.
+    pub fn written_page(&self, more: usize, page_size: usize) -> Option<u32> {
+        let is_open = !self.filled.is_multiple_of(page_size);
+        self.last.filter(|_| more > 0 && is_open)
+    }
+}
+
+impl Region {
+    /// Keys in use.
+    pub fn slots(&self) -> usize {
+        self.end - self.first
+    }
+
+    /// Slots up to the youngest key, those let go in the first page included.
+    pub fn filled(&self) -> usize {
+        self.start + self.slots()
+    }
+
+    /// How far the pages are filled once the `count` oldest keys are let go.
+    pub fn filling(&self, count: usize, page_size: usize) -> Filling {
+        match count == self.slots() {
+            true => Filling::default(),
+            false => Filling {
+                filled: (self.start + count) % page_size + self.slots() - count,
+                pages: self.pages.len() - self.pages_of_oldest(count, page_size),
+                last: self.pages.back().copied(),
+            },
+        }
+    }
+
+    /// The pages that are given back if the `count` oldest keys are let go.
+    pub fn pages_of_oldest(&self, count: usize, page_size: usize) -> usize {
+        match count == self.slots() {
+            true => self.pages.len(),
+            false => (self.start + count) / page_size,
+        }
+    }
+
+    /// Keys of the positions from 0 on that are in the region without a gap, none of which was let go: those of position `p` are in slot `p`.
+    pub fn whole_from_start(&self) -> usize {
+        let first = self.runs().next().filter(|run| run.start == 0);
+        match self.first {
+            0 => first.map_or(0, |run| run.end),
+            _ => 0,
+        }
+    }
+
+    /// Positions of the keys, oldest first.
+    pub fn positions(&self) -> impl Iterator<Item = usize> + '_ {
+        self.runs().flatten()
+    }
+
+    /// The same as ranges of neighbours.
+    pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        let ends = self.stretches.iter().skip(1).map(|next| next.number);
+        let ends = ends.chain([self.end]);
+        self.stretches.iter().zip(ends).map(|(stretch, end)| {
+            let from = self.first.max(stretch.number);
+            let position = |number: usize| stretch.position + number - stretch.number;
+            position(from)..position(end)
+        })
+    }
+
+    /// Adds a key behind all others, in a slot of a page that is there: page and slot.
+    pub fn push(&mut self, position: usize, page_size: usize) -> (u32, usize) {
+        let at = self.filled();
+        let is_next = self
+            .stretches
+            .back()
+            .is_some_and(|last| last.position + (self.end - last.number) == position);
+        if !is_next {
+            self.stretches.push_back(Stretch {
+                position,
+                number: self.end,
+            });
+        }
+        self.end += 1;
+        (self.pages[at / page_size], at % page_size)
+    }
+
+    /// Lets the oldest keys go: the pages that are not needed any more.
+    pub fn drop_oldest(&mut self, count: usize, page_size: usize) -> Vec<u32> {
+        let pages = self.pages_of_oldest(count, page_size);
+        self.first += count;
+        if self.slots() == 0 {
+            self.start = 0;
+            self.stretches.clear();
+        } else {
+            self.start = (self.start + count) % page_size;
+            while self
+                .stretches
+                .get(1)
+                .is_some_and(|next| next.number <= self.first)
+            {
+                self.stretches.pop_front();
+            }
+        }
+        self.pages.drain(..pages).collect()
+    }
+
+    /// Lets the keys from a position on go: the pages that are not needed any more.
+    pub fn drop_from(&mut self, position: usize, page_size: usize) -> Vec<u32> {
+        while let Some(last) = self.stretches.back() {
+            if last.position < position {
+                let kept = (position - last.position).min(self.end - last.number);
+                self.end = (last.number + kept).max(self.first);
+                break;
+            }
+            self.end = last.number.max(self.first);
+            self.stretches.pop_back();
+        }
+        if self.slots() == 0 {
+            self.start = 0;
+            self.stretches.clear();
+        }
+        let needed = self.filled().div_ceil(page_size);
+        self.pages.drain(needed..).collect()
+    }
+
+    /// The slots of the keys in a range of positions, in order, as slots of the listed pages.
+    pub fn slots_of(&self, keys: Range<usize>) -> impl Iterator<Item = Range<usize>> + '_ {
+        let from = self
+            .stretches
+            .partition_point(|stretch| stretch.position <= keys.start);
+        let stretches = self.stretches.range(from.saturating_sub(1)..);
+        let end_of = move |at: usize| {
+            self.stretches
+                .get(at + 1)
+                .map_or(self.end, |next| next.number)
+        };
+        let end = keys.end;
+        stretches
+            .take_while(move |stretch| stretch.position < end)
+            .enumerate()
+            .filter_map(move |(at, stretch)| {
+                let after = end_of(from.saturating_sub(1) + at);
+                let number = |position: usize| {
+                    stretch
+                        .number
+                        .saturating_add(position.saturating_sub(stretch.position))
+                };
+                let first = number(keys.start).max(self.first).min(after);
+                let last = number(keys.end).min(after);
+                let slot = |number: usize| self.start + number - self.first;
+                (first < last).then(|| slot(first)..slot(last))
+            })
+    }
+
+    /// That pages, slots and positions fit each other.
+    pub fn check(&self, page_size: usize) -> Result<(), String> {
+        if self.first > self.end || self.start >= page_size {
+            return Err(format!(
+                "slots from {} of a page of {page_size}, keys {}..{}",
+                self.start, self.first, self.end
+            ));
+        }
+        if self.slots() == 0 && self.start != 0 {
+            return Err("an empty region has a start".to_string());
+        }
+        let needed = self.filled().div_ceil(page_size);
+        if needed != self.pages.len() {
+            return Err(format!(
+                "{} slots are in use of {} pages of {page_size}",
+                self.filled(),
+                self.pages.len()
+            ));
+        }
+        let numbers = self.stretches.iter().map(|stretch| stretch.number);
+        let is_ascending = numbers
+            .clone()
+            .zip(numbers.skip(1).chain([self.end]))
+            .all(|(a, b)| a < b);
+        let begins = self
+            .stretches
+            .front()
+            .is_none_or(|front| front.number <= self.first)
+            && self
+                .stretches
+                .get(1)
+                .is_none_or(|next| next.number > self.first);
+        if !is_ascending || !begins || self.stretches.is_empty() != (self.slots() == 0) {
+            return Err("stretches of positions do not follow each other".to_string());
+        }
+        let mut previous = None;
+        for run in self.runs() {
+            if previous.is_some_and(|end| run.start < end) {
+                return Err(format!(
+                    "position {} is not after the one before",
+                    run.start
+                ));
+            }
+            previous = Some(run.end);
+        }
+        Ok(())
+    }
+}

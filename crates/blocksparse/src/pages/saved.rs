@@ -1,0 +1,185 @@
+//! A sequence on its way to a file or another pool.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use super::config::MOST_POSITIONS;
+use super::pool::{PagePool, SequenceId};
+use super::region::Region;
+use super::sequence::{Row, Sequence};
+use super::{CacheError, Residency};
+
+const VERSION: u32 = 1;
+
+/// What the books know of a sequence, without its pages: which keys it stores, in which order. Its keys and values go beside it in that order, which is
+/// the one of [`PagePool::slot_keys`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedSequence {
+    version: u32,
+    /// The pattern's text.
+    pattern: String,
+    heads: usize,
+    kv_heads: usize,
+    residency: Residency,
+    next: usize,
+    oldest: usize,
+    rows: Vec<SavedRow>,
+}
+
+/// Positions of a table row's keys as first position and count of neighbours.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct SavedRow {
+    permanent: Vec<(usize, usize)>,
+    timed: Vec<(usize, usize)>,
+}
+
+impl SavedSequence {
+    /// Tokens of the sequence.
+    pub fn tokens(&self) -> usize {
+        self.next
+    }
+
+    /// Keys that each table row stores.
+    pub fn keys(&self) -> Vec<usize> {
+        let count = |runs: &[(usize, usize)]| -> usize { runs.iter().map(|&(_, keys)| keys).sum() };
+        let rows = self.rows.iter();
+        rows.map(|row| count(&row.permanent) + count(&row.timed))
+            .collect()
+    }
+}
+
+impl PagePool {
+    /// What the books know of a sequence.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]
+    pub fn save(&self, id: SequenceId) -> Result<SavedSequence, CacheError> {
+        let sequence = self.sequence(id)?;
+        let runs = |region: &Region| region.runs().map(|run| (run.start, run.len())).collect();
+        let row = |row: &Row| SavedRow {
+            permanent: runs(&row.permanent),
+            timed: runs(&row.timed),
+        };
+        Ok(SavedSequence {
+            version: VERSION,
+            pattern: self.config.pattern.to_string(),
+            heads: self.config.heads,
+            kv_heads: self.config.kv_heads,
+            residency: sequence.residency,
+            next: sequence.next,
+            oldest: sequence.oldest,
+            rows: sequence.rows.iter().map(row).collect(),
+        })
+    }
+
+    /// A sequence as it was saved, in pages of this pool, which may have another size; and for each table row the slots, as `page · page_size + slot`, that its keys and
+    /// values are written to, in the order in which they were saved.
+    ///
+    /// Nothing that was read is trusted: which keys there are is compared with what the pattern says, in as many steps as the sequence has tokens.
+    ///
+    /// # Errors
+    /// [`CacheError::Mismatch`] if the pool's pattern, heads or table rows are others; [`CacheError::OutOfPages`]; [`CacheError::Corrupt`].
+    pub fn load(
+        &mut self,
+        saved: &SavedSequence,
+    ) -> Result<(SequenceId, Vec<Vec<i32>>), CacheError> {
+        let same = |what, expected: String, got: String| match expected == got {
+            true => Ok(()),
+            false => Err(CacheError::Mismatch {
+                what,
+                expected,
+                got,
+            }),
+        };
+        let number =
+            |what, expected: usize, got: usize| same(what, expected.to_string(), got.to_string());
+        number("version", VERSION as usize, saved.version as usize)?;
+        same(
+            "pattern",
+            self.config.pattern.to_string(),
+            saved.pattern.clone(),
+        )?;
+        number("heads", self.config.heads, saved.heads)?;
+        number("KV heads", self.config.kv_heads, saved.kv_heads)?;
+        number("table rows", self.table_rows(), saved.rows.len())?;
+        let residency = saved.residency;
+        let corrupt = |error: CacheError| CacheError::corrupt(error.to_string());
+        residency.validate().map_err(corrupt)?;
+        if saved.next > MOST_POSITIONS {
+            return Err(CacheError::corrupt(format!("{} tokens", saved.next)));
+        }
+
+        let page_size = self.config.page_size;
+        let mut asked = 0usize;
+        for row in &saved.rows {
+            for runs in [&row.permanent, &row.timed] {
+                asked += count(runs, saved.next)?.div_ceil(page_size);
+            }
+        }
+        let free = self.unused;
+        if asked > free {
+            return Err(CacheError::OutOfPages { asked, free });
+        }
+        // The pages come when everything else is right: until then these are none that there are.
+        let region = |runs: &[(usize, usize)]| -> Region {
+            let keys = runs.iter().map(|&(_, keys)| keys).sum::<usize>();
+            let mut region = Region::default();
+            region
+                .pages
+                .extend((0..keys.div_ceil(page_size)).map(|_| u32::MAX));
+            for position in runs.iter().flat_map(|&(first, keys)| first..first + keys) {
+                region.push(position, page_size);
+            }
+            region
+        };
+        let mut sequence = Sequence::new(residency, 0);
+        sequence.next = saved.next;
+        sequence.oldest = saved.oldest;
+        for row in &saved.rows {
+            let mut row = Row {
+                permanent: region(&row.permanent),
+                timed: region(&row.timed),
+                timed_entry: 0,
+            };
+            row.place();
+            sequence.rows.push(row);
+        }
+        self.verify_sequence("the saved sequence", &sequence)?;
+
+        let mut slots = Vec::with_capacity(sequence.rows.len());
+        for row in &mut sequence.rows {
+            let mut of_row = Vec::new();
+            for region in [&mut row.permanent, &mut row.timed] {
+                for page in &mut region.pages {
+                    *page = self.take();
+                }
+                let pages = region.pages.iter().flat_map(|&page| {
+                    let first = page as usize * page_size;
+                    first..first + page_size
+                });
+                of_row.extend(pages.take(region.slots()).map(|slot| slot as i32));
+            }
+            slots.push(of_row);
+        }
+        Ok((self.enter(sequence), slots))
+    }
+}
+
+/// Keys of ranges of positions that ascend and are of tokens that there are.
+fn count(runs: &[(usize, usize)], tokens: usize) -> Result<usize, CacheError> {
+    let mut previous = 0;
+    let mut count = 0;
+    for &(first, keys) in runs {
+        let run: Range<usize> = first..first.saturating_add(keys);
+        if run.start < previous || run.is_empty() || run.end > tokens {
+            let what = format!(
+                "{keys} keys from position {first} on, after {previous}, of {tokens} tokens"
+            );
+            return Err(CacheError::corrupt(what));
+        }
+        previous = run.end;
+        count += keys;
+    }
+    Ok(count)
+}

@@ -1,0 +1,102 @@
+//! How much of a pool is in use.
+
+use std::ops::AddAssign;
+
+use super::pool::{PagePool, SequenceId};
+use super::{CacheError, Residency};
+
+/// What a sequence holds, of all its table rows together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Keys that some query from the next one on attends to.
+    pub live: usize,
+    /// Keys that are stored.
+    pub stored: usize,
+    /// Pages that its table names, shared ones included.
+    pub pages: usize,
+    /// Slots of those pages.
+    pub slots: usize,
+}
+
+impl Usage {
+    /// Bytes of the slots in the layers that share the pool's books: each slot takes `of_slot` bytes, its keys and values of all those layers, and of all
+    /// KV heads if they share a table row.
+    pub fn bytes(&self, of_slot: usize) -> usize {
+        self.slots * of_slot
+    }
+
+    /// Bytes of the live keys and values alone.
+    pub fn live_bytes(&self, of_slot: usize) -> usize {
+        self.live * of_slot
+    }
+}
+
+impl AddAssign for Usage {
+    fn add_assign(&mut self, other: Self) {
+        self.live += other.live;
+        self.stored += other.stored;
+        self.pages += other.pages;
+        self.slots += other.slots;
+    }
+}
+
+/// What a pool holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolUsage {
+    /// Pages of the pool.
+    pub pages: usize,
+    /// Pages that no sequence names.
+    pub free: usize,
+    /// Pages that more than one sequence names.
+    pub shared: usize,
+    /// Sequences.
+    pub sequences: usize,
+    /// Sum over all sequences: a shared page counts for each of them.
+    pub of_sequences: Usage,
+}
+
+impl PagePool {
+    /// What a sequence holds. Looks at each of its timed keys, and where all keys are kept at each key.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]
+    pub fn usage(&self, id: SequenceId) -> Result<Usage, CacheError> {
+        let sequence = self.sequence(id)?;
+        let mut usage = Usage::default();
+        for (at, row) in sequence.rows.iter().enumerate() {
+            let pages = row.pages().count();
+            let [permanent, timed] = row.regions().map(|region| {
+                let last = |position| self.lifetimes.last(sequence.residency, at, position);
+                let is_live = move |&position: &usize| last(position) >= sequence.next as i32;
+                region.positions().filter(is_live)
+            });
+            let live_for_ever = match sequence.residency {
+                // Where all keys are kept, not all of them are live.
+                Residency::All => permanent.count(),
+                Residency::Reachable | Residency::Window { .. } => row.permanent.slots(),
+            };
+            usage += Usage {
+                live: live_for_ever + timed.count(),
+                stored: row.permanent.slots() + row.timed.slots(),
+                pages,
+                slots: pages * self.config.page_size,
+            };
+        }
+        Ok(usage)
+    }
+
+    /// What the pool holds.
+    pub fn pool_usage(&self) -> PoolUsage {
+        let mut of_sequences = Usage::default();
+        for &id in self.sequences.keys() {
+            of_sequences += self.usage(id).expect("it is one of the pool's");
+        }
+        PoolUsage {
+            pages: self.config.pages,
+            free: self.unused,
+            shared: self.refs.iter().filter(|&&refs| refs > 1).count(),
+            sequences: self.sequences.len(),
+            of_sequences,
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! The keys of one query, as ranges: what a step of decoding reads.
+
+use std::ops::Range;
+
+use super::Pattern;
+use super::cells::{BlockRow, Cell, Cells};
+
+impl Pattern {
+    /// Whether every query of `head` attends to just those keys up to its own position that are live before it
+    /// ([`Pattern::last_query`] is at the query or later): then nothing but a key's position and its last query says who sees it. May say no where
+    /// it is so only of some parameters.
+    ///
+    /// ```
+    /// use blocksparse::Pattern;
+    ///
+    /// assert!(Pattern::fixed(4, 1).row_is_live(0) && Pattern::chunked_window(4, 1, 0).and_causal().row_is_live(0));
+    /// assert!(!Pattern::strided(4).row_is_live(0) && !Pattern::chunked(4).row_is_live(0));
+    /// ```
+    pub fn row_is_live(&self, head: usize) -> bool {
+        self.is_causal_in(head) && self.earlier_is_live(head)
+    }
+
+    /// [`Self::is_causal`] of one head.
+    fn is_causal_in(&self, head: usize) -> bool {
+        match self {
+            Self::PerHead(parts) => head
+                .checked_rem(parts.len())
+                .is_some_and(|part| parts[part].is_causal_in(head)),
+            Self::Union(parts) => parts.iter().all(|part| part.is_causal_in(head)),
+            Self::Intersection(parts) => parts.iter().any(|part| part.is_causal_in(head)),
+            other => other.is_causal(),
+        }
+    }
+
+    /// Whether of the keys up to a query's own position it attends to those whose last query is not before it.
+    fn earlier_is_live(&self, head: usize) -> bool {
+        match self {
+            Self::Dense
+            | Self::Causal
+            | Self::Local { .. }
+            | Self::Fixed { .. }
+            | Self::PrefixLm { .. }
+            | Self::Streaming { .. }
+            | Self::Chunked { .. }
+            | Self::GlobalKeys { .. }
+            | Self::Columns { .. }
+            | Self::Documents { .. } => true,
+            Self::Strided { stride } => *stride == 1,
+            Self::Window { reach, dilation } => *dilation == 1 || *reach == 0,
+            Self::Global { ranges } => ranges.is_empty(),
+            // Diagonals without a hole.
+            Self::VerticalSlash { slash, .. } => slash.iter().enumerate().all(|(at, &s)| at == s),
+            Self::Packed { pattern, .. } => pattern.earlier_is_live(head),
+            Self::Union(parts) | Self::Intersection(parts) => {
+                parts.iter().all(|part| part.earlier_is_live(head))
+            }
+            Self::PerHead(parts) => head
+                .checked_rem(parts.len())
+                .is_some_and(|part| parts[part].earlier_is_live(head)),
+            Self::Rows { .. } | Self::RandomBlocks { .. } | Self::FromFn(_) => false,
+        }
+    }
+
+    /// Whether each key has a query that always comes later, in any head.
+    pub(crate) fn keeps_all(&self) -> bool {
+        match self {
+            Self::Dense
+            | Self::Causal
+            | Self::Strided { .. }
+            | Self::PrefixLm { .. }
+            | Self::Rows { .. }
+            | Self::FromFn(_) => true,
+            Self::Union(parts) => parts.iter().any(Self::keeps_all),
+            Self::Intersection(parts) | Self::PerHead(parts) => parts.iter().all(Self::keeps_all),
+            _ => false,
+        }
+    }
+
+    /// The keys before `end` that the query at position `i` attends to, as the fewest ranges, ascending. Made from the zones of the row in O(ranges),
+    /// and the period where ranges repeat; a callback is asked about every key. The pattern must be valid.
+    pub(crate) fn row_keys(&self, head: usize, i: usize, end: usize) -> Vec<Range<usize>> {
+        let i = i as i64;
+        let row = BlockRow {
+            first: i,
+            last: i,
+            block_size: 1,
+            kv_blocks: end as i64,
+        };
+        let mut ranges = Ranges(Vec::new());
+        if end == 0 {
+            return ranges.0;
+        }
+        let mut start = 0;
+        for zone in self.zones(head, &row) {
+            let keys = start..zone.end;
+            start = zone.end;
+            match zone.cells {
+                Cells::Same(Cell::Empty) => {}
+                Cells::Same(Cell::Full) => ranges.push(keys),
+                Cells::Same(Cell::Mixed) | Cells::Each => {
+                    for j in keys.filter(|&j| self.attends(head, i, j)) {
+                        ranges.push(j..j + 1);
+                    }
+                }
+                Cells::Cycle(cells) => {
+                    // One key of each residue stands for all of them.
+                    let period = (cells.len() as i64).min(keys.end - keys.start);
+                    let mut first = Ranges(Vec::new());
+                    for j in keys.start..keys.start + period {
+                        let is_seen = match cells[j as usize % cells.len()] {
+                            Cell::Empty => false,
+                            Cell::Full => true,
+                            Cell::Mixed => self.attends(head, i, j),
+                        };
+                        if is_seen {
+                            first.push(j..j + 1);
+                        }
+                    }
+                    if first.0.is_empty() {
+                        continue;
+                    }
+                    let mut shift = 0;
+                    while keys.start + shift < keys.end {
+                        for seen in &first.0 {
+                            let (from, to) = (seen.start as i64 + shift, seen.end as i64 + shift);
+                            ranges.push(from..to.min(keys.end));
+                        }
+                        shift += period;
+                    }
+                }
+            }
+        }
+        ranges.0
+    }
+}
+
+/// Ascending ranges, of which neighbours are one.
+struct Ranges(Vec<Range<usize>>);
+
+impl Ranges {
+    fn push(&mut self, range: Range<i64>) {
+        let range = range.start.max(0) as usize..range.end.max(0) as usize;
+        if range.is_empty() {
+            return;
+        }
+        match self.0.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => self.0.push(range),
+        }
+    }
+}

@@ -1,0 +1,416 @@
+//! The books of a pool of pages: published tables, word for word.
+
+use blocksparse::Pattern;
+use blocksparse::pages::{
+    ALWAYS, CacheError, PageCopy, PagePool, PoolConfig, Residency, SequenceId, Slot, Step,
+};
+use rstest::rstest;
+
+/// A pool of small pages.
+pub(crate) fn small(pages: usize, page_size: usize, pattern: Pattern) -> PoolConfig {
+    let config = PoolConfig::new(pages).with_small_pages();
+    config.with_page_size(page_size).with_pattern(pattern, 1, 1)
+}
+
+/// The pages of a sequence's row and region, from its table: permanent, then timed.
+pub(crate) fn pages_of(pool: &PagePool, id: SequenceId) -> [Vec<usize>; 2] {
+    let tables = pool.tables(&[id]).unwrap();
+    let p = pool.config().page_size();
+    let [permanent, entry, start, slots] = [0, 1, 2, 3].map(|at| tables.spans[at] as usize);
+    let pages = |first: usize, filled: usize| {
+        let entries = &tables.table[first..first + filled.div_ceil(p)];
+        entries.iter().map(|&page| page as usize).collect()
+    };
+    [
+        pages(0, permanent),
+        pages(entry, if slots == 0 { 0 } else { start + slots }),
+    ]
+}
+
+/// Positions that a row of a sequence stores: of the permanent region, and of the timed one.
+pub(crate) fn stored(pool: &PagePool, id: SequenceId, row: usize) -> [Vec<usize>; 2] {
+    let keys = pool.slot_keys(id, row).unwrap();
+    let permanent = pool.spans(&[id]).unwrap()[row * 4] as usize;
+    let positions: Vec<usize> = keys.iter().map(|key| key.position).collect();
+    [
+        positions[..permanent].to_vec(),
+        positions[permanent..].to_vec(),
+    ]
+}
+
+/// One line of the table: tokens and pages of the sequences, references, free pages.
+#[track_caller]
+fn line(
+    pool: &PagePool,
+    sequences: &[(SequenceId, usize, &[usize])],
+    refs: [usize; 8],
+    free: &[usize],
+) {
+    for &(id, len, pages) in sequences {
+        assert_eq!(pool.len(id).unwrap(), len, "{id}");
+        assert_eq!(pages_of(pool, id), [pages.to_vec(), vec![]], "{id}");
+    }
+    assert_eq!(pool.sequences().count(), sequences.len());
+    assert_eq!(
+        [0, 1, 2, 3, 4, 5, 6, 7].map(|page| pool.references(page)),
+        refs
+    );
+    let got: Vec<usize> = (0..8).filter(|&page| pool.references(page) == 0).collect();
+    assert_eq!(got, free);
+    assert_eq!(pool.free_pages(), free.len());
+    pool.verify().unwrap();
+}
+
+#[test]
+fn sharing_and_copy_on_write() {
+    let mut pool = PagePool::new(small(8, 4, Pattern::causal())).unwrap();
+    let a = pool.join(Residency::All).unwrap();
+    let writes = pool.append(a, 10).unwrap();
+    assert_eq!(writes.slots, (0..10).collect::<Vec<i32>>());
+    assert_eq!(writes.last, [ALWAYS; 10]);
+    assert_eq!(writes.slot(0, 9), Some(Slot { page: 2, slot: 1 }));
+    line(
+        &pool,
+        &[(a, 10, &[0, 1, 2])],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        &[3, 4, 5, 6, 7],
+    );
+
+    let b = pool.fork(a).unwrap();
+    let both: [(_, _, &[usize]); 2] = [(a, 10, &[0, 1, 2]), (b, 10, &[0, 1, 2])];
+    line(&pool, &both, [2, 2, 2, 0, 0, 0, 0, 0], &[3, 4, 5, 6, 7]);
+
+    let writes = pool.append(b, 1).unwrap();
+    let copy = PageCopy {
+        from: 2,
+        to: 3,
+        slots: 0..2,
+    };
+    assert_eq!(writes.copies, [copy]);
+    assert_eq!(writes.slots, [3 * 4 + 2]);
+    let changes: Vec<_> = writes
+        .changes
+        .iter()
+        .map(|change| (change.entry, change.page))
+        .collect();
+    assert_eq!(changes, [(2, 3)]);
+    let both: [(_, _, &[usize]); 2] = [(a, 10, &[0, 1, 2]), (b, 11, &[0, 1, 3])];
+    line(&pool, &both, [2, 2, 1, 1, 0, 0, 0, 0], &[4, 5, 6, 7]);
+
+    let writes = pool.append(a, 1).unwrap();
+    assert_eq!((writes.copies.len(), writes.changes.len()), (0, 0));
+    let both: [(_, _, &[usize]); 2] = [(a, 11, &[0, 1, 2]), (b, 11, &[0, 1, 3])];
+    line(&pool, &both, [2, 2, 1, 1, 0, 0, 0, 0], &[4, 5, 6, 7]);
+
+    let c = pool.join(Residency::All).unwrap();
+    pool.append(c, 5).unwrap();
+    let all: [(_, _, &[usize]); 3] = [(a, 11, &[0, 1, 2]), (b, 11, &[0, 1, 3]), (c, 5, &[4, 5])];
+    line(&pool, &all, [2, 2, 1, 1, 1, 1, 0, 0], &[6, 7]);
+
+    pool.leave(a).unwrap();
+    let two: [(_, _, &[usize]); 2] = [(b, 11, &[0, 1, 3]), (c, 5, &[4, 5])];
+    line(&pool, &two, [1, 1, 0, 1, 1, 1, 0, 0], &[2, 6, 7]);
+
+    pool.append(c, 4).unwrap();
+    let two: [(_, _, &[usize]); 2] = [(b, 11, &[0, 1, 3]), (c, 9, &[4, 5, 2])];
+    line(&pool, &two, [1, 1, 1, 1, 1, 1, 0, 0], &[6, 7]);
+
+    pool.truncate(b, 6).unwrap();
+    let two: [(_, _, &[usize]); 2] = [(b, 6, &[0, 1]), (c, 9, &[4, 5, 2])];
+    line(&pool, &two, [1, 1, 1, 0, 1, 1, 0, 0], &[3, 6, 7]);
+}
+
+/// Keys that are live before query t, through a pool: what is stored when the query's own key comes.
+#[rstest]
+#[case("local:4", 1, [&[3, 4, 5][..], &[5, 6, 7], &[7, 8, 9], &[9, 10, 11]])]
+#[case("strided:4", 1, [&[0, 1, 2, 3, 4, 5][..], &[0, 1, 2, 3, 4, 5, 6, 7], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])]
+#[case("fixed:4,1", 1, [&[3, 4, 5][..], &[3, 7], &[3, 7, 8, 9], &[3, 7, 11]])]
+#[case("fixed:4,1,2", 2, [&[2, 3, 4, 5][..], &[2, 3, 6, 7], &[2, 3, 6, 7, 8, 9], &[2, 3, 6, 7, 10, 11]])]
+#[case("streaming:3,2", 1, [&[0, 1, 4, 5][..], &[0, 1, 6, 7], &[0, 1, 8, 9], &[0, 1, 10, 11]])]
+#[case("documents:0,5,9&causal", 1, [&[5][..], &[5, 6, 7], &[9], &[9, 10, 11]])]
+#[case("documents:0,5,9&local:4", 1, [&[5][..], &[5, 6, 7], &[9], &[9, 10, 11]])]
+#[case("vertical:0,3+slash:0,1,4", 1, [&[0, 2, 3, 4, 5][..], &[0, 3, 4, 5, 6, 7], &[0, 3, 6, 7, 8, 9], &[0, 3, 8, 9, 10, 11]])]
+#[case("chunked:4,1,0&causal", 1, [&[0, 1, 2, 3, 4, 5][..], &[4, 5, 6, 7], &[4, 5, 6, 7, 8, 9], &[8, 9, 10, 11]])]
+fn live_keys(#[case] pattern: &str, #[case] heads: usize, #[case] expected: [&[usize]; 4]) {
+    let pattern: Pattern = pattern.parse().unwrap();
+    for page_size in [1, 2, 4, 16] {
+        let config = small(64, page_size, pattern.clone()).with_pattern(pattern.clone(), heads, 1);
+        for step in [1, 2] {
+            let mut pool = PagePool::new(config.clone()).unwrap();
+            let id = pool.join(Residency::Reachable).unwrap();
+            for (t, expected) in [6, 8, 10, 12].into_iter().zip(expected) {
+                while pool.len(id).unwrap() < t {
+                    pool.append(id, step).unwrap();
+                    pool.verify().unwrap();
+                }
+                assert_eq!(pool.usage(id).unwrap().live, expected.len());
+                let mut other = pool.clone();
+                other.append(id, 1).unwrap();
+                let [mut keys, timed] = stored(&other, id, 0);
+                keys.extend(timed);
+                keys.sort_unstable();
+                keys.retain(|&key| key != t);
+                assert_eq!(keys, expected, "{pattern} at {t}, pages of {page_size}");
+                // A prompt, of which only what is live at its end is written.
+                let mut prompt = PagePool::new(config.clone()).unwrap();
+                let id = prompt.join(Residency::Reachable).unwrap();
+                prompt.step(Step::prefill(id, t)).unwrap();
+                prompt.verify().unwrap();
+                let [mut keys, timed] = stored(&prompt, id, 0);
+                keys.extend(timed);
+                keys.sort_unstable();
+                assert_eq!(keys, expected, "{pattern}, prompt of {t}");
+            }
+        }
+    }
+}
+
+/// Heads that keep different columns have a table row each.
+#[test]
+fn rows_of_heads_that_differ() {
+    let pattern = Pattern::fixed_heads(4, 1, 2);
+    let config = small(64, 4, pattern.clone()).with_pattern(pattern.clone(), 4, 4);
+    let mut pool = PagePool::new(config.clone()).unwrap();
+    assert_eq!(pool.table_rows(), 4);
+    let id = pool.join(Residency::Reachable).unwrap();
+    pool.step(Step::prefill(id, 10)).unwrap();
+    assert_eq!(stored(&pool, id, 0), [vec![3, 7], vec![8, 9]]);
+    assert_eq!(stored(&pool, id, 1), [vec![2, 6], vec![8, 9]]);
+    pool.verify().unwrap();
+    // One row for all, where it is asked for.
+    let mut pool = PagePool::new(config.with_table_rows(1)).unwrap();
+    let id = pool.join(Residency::Reachable).unwrap();
+    pool.step(Step::prefill(id, 10)).unwrap();
+    assert_eq!(stored(&pool, id, 0), [vec![2, 3, 6, 7], vec![8, 9]]);
+    // Two heads of a group of two share what either keeps.
+    let config = small(64, 4, pattern.clone()).with_pattern(pattern, 4, 2);
+    let pool = PagePool::new(config).unwrap();
+    assert_eq!((pool.table_rows(), pool.row_is_live()), (1, false));
+    let alike = small(64, 4, Pattern::fixed(4, 1)).with_pattern(Pattern::fixed(4, 1), 4, 2);
+    let pool = PagePool::new(alike).unwrap();
+    assert_eq!((pool.table_rows(), pool.row_is_live()), (1, true));
+}
+
+/// fixed(4, 1) at t = 10 with pages of 4: permanent page [3 7 · ·], timed page [8 9 · ·].
+#[test]
+fn pages_of_regions() {
+    let mut pool = PagePool::new(small(8, 4, Pattern::fixed(4, 1))).unwrap();
+    let id = pool.join(Residency::Reachable).unwrap();
+    for _ in 0..10 {
+        pool.append(id, 1).unwrap();
+        pool.verify().unwrap();
+    }
+    assert_eq!(stored(&pool, id, 0), [vec![3, 7], vec![8, 9]]);
+    let spans = pool.spans(&[id]).unwrap();
+    assert_eq!((spans[0], &spans[2..]), (2, &[0, 2][..]));
+    assert_eq!(pool.usage(id).unwrap().pages, 2);
+}
+
+/// What is kept for a rollback of 2: streaming(3, 2) before query 10 keeps what is live at 8, and what came after.
+#[test]
+fn rollback() {
+    let config = small(16, 4, Pattern::streaming(3, 2)).with_rollback(2);
+    let mut pool = PagePool::new(config).unwrap();
+    let id = pool.join(Residency::Reachable).unwrap();
+    let mut at_ten = None;
+    for t in 1..=11 {
+        pool.append(id, 1).unwrap();
+        if t == 10 {
+            at_ten = Some(pool.clone());
+        }
+    }
+    assert_eq!(stored(&pool, id, 0), [vec![0, 1], vec![6, 7, 8, 9, 10]]);
+    assert_eq!(pool.oldest(id).unwrap(), 8);
+    let error = pool.truncate(id, 7).unwrap_err();
+    assert_eq!(
+        error,
+        CacheError::Gone {
+            asked: 7,
+            oldest: 8
+        }
+    );
+    assert_eq!(
+        error.to_string(),
+        "cannot go back to 7 tokens: keys are gone, the least is 8; a pool with a longer rollback keeps more"
+    );
+    let mut fewer = at_ten.unwrap();
+    fewer.rollback(id, 2).unwrap();
+    assert_eq!(stored(&fewer, id, 0), [vec![0, 1], vec![5, 6, 7]]);
+    pool.rollback(id, 3).unwrap();
+    assert_eq!(stored(&pool, id, 0), [vec![0, 1], vec![6, 7]]);
+    pool.verify().unwrap();
+    // What comes then is as if there had been no other tokens.
+    pool.append(id, 2).unwrap();
+    assert_eq!(stored(&pool, id, 0), [vec![0, 1], vec![6, 7, 8, 9]]);
+    assert_eq!(
+        pool.rollback(id, 3),
+        Err(CacheError::Gone {
+            asked: 7,
+            oldest: 8
+        })
+    );
+    let error = pool.rollback(id, 11).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "tokens must be at most the 10 tokens of sequence 0, got 11"
+    );
+    pool.verify().unwrap();
+}
+
+/// Two sinks and a window of four, pages of two.
+///
+/// In a ring of four slots the key at `j` is in slot `2 + (j − 2) mod 4`, so that after 7 tokens it has `6 3 4 5`, after 9 `6 7 8 5` and after 12
+/// `10 11 8 9`. Here the same keys are in the order in which they came, in a list of pages whose first one is given back when both of its keys are dead:
+/// up to one page more, but whoever walks the slots needs no modulo, and pages of any list can be shared.
+#[test]
+fn sinks_and_a_window() {
+    let config = small(8, 2, Pattern::causal());
+    let mut pool = PagePool::new(config).unwrap();
+    let id = pool
+        .join(Residency::Window {
+            window: 4,
+            sinks: 2,
+        })
+        .unwrap();
+    let expected: [(usize, &[usize], i32); 4] = [
+        (5, &[2, 3, 4], 0),
+        (7, &[3, 4, 5, 6], 1),
+        (9, &[5, 6, 7, 8], 1),
+        (12, &[8, 9, 10, 11], 0),
+    ];
+    for (t, timed, start) in expected {
+        while pool.len(id).unwrap() < t {
+            pool.append(id, 1).unwrap();
+            pool.verify().unwrap();
+        }
+        assert_eq!(
+            stored(&pool, id, 0),
+            [vec![0, 1], timed.to_vec()],
+            "after {t}"
+        );
+        let spans = pool.spans(&[id]).unwrap();
+        assert_eq!(
+            (spans[0], spans[2], spans[3]),
+            (2, start, timed.len() as i32)
+        );
+        assert!(pool.usage(id).unwrap().pages <= 4);
+    }
+}
+
+/// Chunks of any length over the pages' ends, with and without a rollback, against the keys that a plain list would keep.
+#[test]
+fn windows_in_chunks_of_any_length() {
+    for (window, sinks, page_size) in [(4, 2, 2), (7, 3, 4), (1, 0, 1), (16, 1, 8), (5, 5, 16)] {
+        for chunk in 1..=window + 1 {
+            for back in [0, 3] {
+                let config = small(64, page_size, Pattern::causal()).with_rollback(back);
+                let mut pool = PagePool::new(config).unwrap();
+                let id = pool.join(Residency::Window { window, sinks }).unwrap();
+                for step in 0..30 {
+                    let t = pool.len(id).unwrap();
+                    pool.append(id, chunk).unwrap();
+                    pool.verify().unwrap();
+                    let oldest = t.saturating_sub(back).max(pool.oldest(id).unwrap());
+                    let kept = |&j: &usize| j >= sinks && j + window > oldest;
+                    let expected: Vec<usize> = (0..t + chunk).filter(kept).collect();
+                    assert_eq!(stored(&pool, id, 0)[1], expected);
+                    let usage = pool.usage(id).unwrap();
+                    // Part of a page at the end of each region, and at the beginning of the timed one.
+                    let parts = if sinks == 0 { 2 } else { 3 };
+                    assert!(usage.slots < usage.live + parts * page_size + back + chunk);
+                    if step % 3 == 2 {
+                        pool.rollback(id, back.min(chunk)).unwrap();
+                        pool.verify().unwrap();
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Live keys and slots of the published table, one token at a time. A position takes 2,048 bytes in a layer, and there are 30.
+#[rstest]
+#[case("causal", [12_287, 1_048_575], [12_288, 1_048_576], [0.755, 64.42])]
+#[case("strided:128", [12_287, 1_048_575], [12_288, 1_048_576], [0.755, 64.42])]
+#[case("fixed:128,32", [3_167, 262_239], [3_200, 262_272], [0.195, 16.11])]
+#[case("local:128", [127, 127], [192, 192], [0.0078, 0.0078])]
+#[case("local:256", [255, 255], [320, 320], [0.016, 0.016])]
+#[case("streaming:4096,64", [4_159, 4_159], [4_224, 4_224], [0.256, 0.256])]
+#[case("streaming:1024,4", [1_027, 1_027], [1_152, 1_152], [0.063, 0.063])]
+fn sizes(
+    #[case] pattern: &str,
+    #[case] live: [usize; 2],
+    #[case] slots: [usize; 2],
+    #[case] gigabytes: [f64; 2],
+) {
+    const BYTES: usize = 2_048 * 30;
+    let pattern: Pattern = pattern.parse().unwrap();
+    let config = PoolConfig::new(1 << 15)
+        .with_page_size(64)
+        .with_pattern(pattern.clone(), 8, 8);
+    let mut pool = PagePool::new(config).unwrap();
+    assert_eq!(pool.table_rows(), 1);
+    let id = pool.join(Residency::Reachable).unwrap();
+    let mut changes = 0;
+    for (at, t) in [12_287, 1_048_575].into_iter().enumerate() {
+        while pool.len(id).unwrap() < t {
+            changes += pool.append(id, 1).unwrap().changes.len();
+        }
+        let usage = pool.usage(id).unwrap();
+        assert_eq!(usage.live, live[at], "{pattern} at {t}");
+        assert!(
+            usage.slots <= slots[at],
+            "{pattern} at {t}: {}",
+            usage.slots
+        );
+        assert!(usage.slots <= usage.live + 2 * 64 + 1);
+        let got = usage.live_bytes(BYTES) as f64 / 1e9;
+        let digits: f64 = if gigabytes[at] < 0.01 { 1e-4 } else { 1e-3 };
+        assert!(
+            (got - gigabytes[at]).abs() < digits.max(gigabytes[at] * 1e-3),
+            "{got}"
+        );
+        assert_eq!(usage.bytes(BYTES), usage.slots * BYTES);
+        let tables = pool.tables(&[id]).unwrap();
+        assert!(tables.max_pages <= (4 * usage.pages).next_power_of_two());
+        // A page is named by a constant number of changes.
+        assert!(
+            changes <= 4 * (t / 64 + 1) + 16,
+            "{pattern}: {changes} changes up to {t}"
+        );
+    }
+}
+
+/// fixed(128, 32) in pages of 64, exactly.
+#[test]
+fn slots_of_fixed() {
+    let pattern = Pattern::fixed(128, 32);
+    let config = PoolConfig::new(4_200)
+        .with_page_size(64)
+        .with_pattern(pattern, 8, 8);
+    for (t, permanent, slots) in [(12_287, 3_071, 3_200), (1_048_575, 262_143, 262_272)] {
+        let mut pool = PagePool::new(config.clone()).unwrap();
+        let id = pool.join(Residency::Reachable).unwrap();
+        while pool.len(id).unwrap() < t {
+            let chunk = 125.min(t - pool.len(id).unwrap());
+            pool.append(id, chunk).unwrap();
+        }
+        // The last steps one by one: what a step of many tokens holds on to goes with the next.
+        pool.append(id, 1).unwrap();
+        pool.truncate(id, t).unwrap();
+        assert_eq!(pool.usage(id).unwrap().slots, slots);
+        let spans = pool.spans(&[id]).unwrap();
+        assert_eq!((spans[0], spans[3]), (permanent, 96));
+    }
+}
+
+/// A large pool costs what is used of it, and its last page is as good as the first.
+#[test]
+fn large_pools() {
+    let mut pool = PagePool::new(PoolConfig::new(1 << 26)).unwrap();
+    let id = pool.join(Residency::All).unwrap();
+    pool.append(id, 1000).unwrap();
+    assert_eq!(pool.free_pages(), (1 << 26) - 32);
+    assert_eq!(pool.usage(id).unwrap().slots, 1024);
+    assert_eq!(pool.references(1 << 40), 0);
+}

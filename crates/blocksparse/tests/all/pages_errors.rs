@@ -1,0 +1,269 @@
+//! What a pool of pages refuses.
+
+use blocksparse::Pattern;
+use blocksparse::pages::{CacheError, PagePool, PoolConfig, Residency, Step, Writes};
+use proptest::prelude::*;
+use rstest::rstest;
+
+use crate::pages::small;
+
+#[rstest]
+#[case("causal", &(1..=16).collect::<Vec<_>>())]
+#[case("dense&causal", &(1..=16).collect::<Vec<_>>())]
+#[case("prefix:5", &(5..=16).collect::<Vec<_>>())]
+#[case("chunked:4,1,0", &[4, 8, 12, 16])]
+#[case("window:2", &[])]
+#[case("documents:0,6", &[6])]
+fn boundaries(#[case] pattern: &str, #[case] expected: &[usize]) {
+    let pattern: Pattern = pattern.parse().unwrap();
+    let mut allowed = Vec::new();
+    for t in 1..=16 {
+        let mut pool = PagePool::new(small(16, 4, pattern.clone())).unwrap();
+        let id = pool.join(Residency::Reachable).unwrap();
+        match pool.append(id, t) {
+            Ok(_) => allowed.push(t),
+            Err(CacheError::Boundary { position, .. }) => {
+                assert_eq!((position, pool.len(id).unwrap()), (t, 0));
+                // The end of a sequence may be anywhere, but nothing comes after it.
+                pool.step(Step::decode(id, t).last()).unwrap();
+                pool.verify().unwrap();
+                assert!(matches!(
+                    pool.append(id, 1),
+                    Err(CacheError::Boundary { .. })
+                ));
+                pool.truncate(id, 0).unwrap();
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    assert_eq!(allowed, expected, "{pattern}");
+}
+
+#[test]
+fn boundary_texts() {
+    let text = |pattern: Pattern, tokens: usize| {
+        let mut pool = PagePool::new(small(4, 4, pattern)).unwrap();
+        let id = pool.join(Residency::All).unwrap();
+        pool.append(id, tokens).unwrap_err().to_string()
+    };
+    assert_eq!(
+        text(Pattern::prefix_lm(5), 3),
+        "a cache cannot stop at position 3: queries before it attend to keys up to position 4; the next position to stop at is 5"
+    );
+    assert_eq!(
+        text(Pattern::dense(), 3),
+        "a cache cannot stop at position 3: queries before it attend to keys without an end; this pattern has no position to stop at: it is not causal"
+    );
+}
+
+#[test]
+fn errors_name_what_is_wrong() {
+    let text = |config: PoolConfig| PagePool::new(config).unwrap_err().to_string();
+    assert_eq!(text(PoolConfig::new(0)), "pages must be at least 1, got 0");
+    let config = PoolConfig::new(1);
+    for size in [0, 1, 8, 24, 256] {
+        let expected = format!("page_size must be 16, 32, 64 or 128, got {size}");
+        assert_eq!(text(config.clone().with_page_size(size)), expected);
+    }
+    assert_eq!(
+        text(config.clone().with_small_pages().with_page_size(3)),
+        "page_size must be 16, 32, 64 or 128, got 3"
+    );
+    assert_eq!(
+        text(PoolConfig::new((1 << 26) + 1)),
+        "pages must be at most 67108864 of 32 slots, got 67108865"
+    );
+    assert_eq!(
+        text(config.clone().with_pattern(Pattern::causal(), 6, 4)),
+        "heads must be a multiple of the 4 KV heads, got 6"
+    );
+    assert_eq!(
+        text(
+            config
+                .clone()
+                .with_pattern(Pattern::causal(), 8, 4)
+                .with_table_rows(2)
+        ),
+        "table_rows must be 1 or the 4 KV heads, got 2"
+    );
+    let invalid = config.clone().with_pattern(Pattern::local(0), 1, 1);
+    assert!(text(invalid).starts_with("pattern must be valid, got local(0)"));
+
+    let mut pool = PagePool::new(config.with_page_size(16)).unwrap();
+    let window = |window, sinks| Residency::Window { window, sinks };
+    let error = pool.join(window(0, 4)).unwrap_err();
+    assert_eq!(error.to_string(), "window must be at least 1, got 0");
+    let error = pool.join(window(4, usize::MAX)).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("sinks must be at most 2147483646")
+    );
+    let id = pool.join(Residency::All).unwrap();
+    let gone = pool.join(Residency::All).unwrap();
+    pool.leave(gone).unwrap();
+    let unknown = CacheError::Unknown { id: gone };
+    assert_eq!(pool.append(gone, 1), Err(unknown.clone()));
+    assert_eq!(pool.leave(gone), Err(unknown.clone()));
+    assert_eq!(pool.fork(gone), Err(unknown.clone()));
+    assert_eq!(pool.truncate(gone, 0), Err(unknown.clone()));
+    assert_eq!(pool.tables(&[id, gone]), Err(unknown.clone()));
+    assert_eq!(
+        unknown.to_string(),
+        "sequence must be one that joined this pool and has not left it, got sequence 1"
+    );
+    let twice = CacheError::Twice { id };
+    assert_eq!(pool.append_each(&[id, id], 1), Err(twice.clone()));
+    assert_eq!(pool.tables(&[id, id]), Err(twice.clone()));
+    assert_eq!(
+        twice.to_string(),
+        "sequences must be different ones, got sequence 0 twice"
+    );
+    assert_eq!(
+        pool.append(id, 17),
+        Err(CacheError::OutOfPages { asked: 2, free: 1 })
+    );
+    assert_eq!(
+        CacheError::OutOfPages { asked: 2, free: 1 }.to_string(),
+        "the call needs 2 pages, 1 are free"
+    );
+    let most = i32::MAX as usize;
+    let error = pool.append(id, most).unwrap_err().to_string();
+    assert!(
+        error.starts_with("tokens must be at most 2147483646"),
+        "{error}"
+    );
+    assert!(pool.append(id, usize::MAX).is_err());
+    let error = pool.truncate(id, 3).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "len must be at most the 0 tokens of sequence 0, got 3"
+    );
+    let error = pool.slot_keys(id, 1).unwrap_err().to_string();
+    assert_eq!(error, "row must be below the 1 table rows, got 1");
+    let error = pool.row_plan(id, 1, 0).unwrap_err().to_string();
+    assert_eq!(error, "head must be below the 1 heads, got 1");
+    assert_eq!(pool.free_pages(), 1);
+    pool.verify().unwrap();
+}
+
+/// Nothing is asked of the tensors for no tokens.
+#[test]
+fn no_tokens() {
+    let mut pool = PagePool::new(small(2, 4, Pattern::local(3))).unwrap();
+    let id = pool.join(Residency::Reachable).unwrap();
+    let writes: Writes = pool.append(id, 0).unwrap();
+    assert!(writes.slots.is_empty() && writes.copies.is_empty() && writes.changes.is_empty());
+    let tables = pool.tables(&[id]).unwrap();
+    assert_eq!((tables.table, tables.spans), (vec![-1], vec![0, 0, 0, 0]));
+    assert_eq!(pool.tables(&[]).unwrap().rows, 0);
+    pool.append(id, 4).unwrap();
+    let before = pool.tables(&[id]).unwrap();
+    pool.append(id, 0).unwrap();
+    assert_eq!(pool.tables(&[id]).unwrap(), before);
+    pool.verify().unwrap();
+}
+
+/// Each pool size is too small for something: it says so, and nothing has changed.
+#[test]
+fn out_of_pages_at_every_point() {
+    let pattern = Pattern::fixed_heads(6, 1, 2);
+    for pages in 1..40 {
+        let config = small(pages, 2, pattern.clone()).with_pattern(pattern.clone(), 4, 2);
+        let config = config.with_table_rows(2).with_rollback(1);
+        let mut pool = PagePool::new(config).unwrap();
+        let a = pool.join(Residency::Reachable).unwrap();
+        let mut ids = vec![a];
+        for step in 0..20 {
+            if step == 5 || step == 9 {
+                ids.push(pool.fork(a).unwrap());
+            }
+            let steps: Vec<Step> = ids
+                .iter()
+                .map(|&id| Step::decode(id, 1 + step % 3))
+                .collect();
+            let needed = pool.pages_needed(&steps).unwrap();
+            let before = (pool.tables(&ids).unwrap(), pool.free_pages());
+            match pool.steps(&steps) {
+                Ok(_) => {
+                    assert!(needed.0 <= needed.1);
+                    assert_eq!(pool.free_pages(), needed.1 - needed.0);
+                }
+                Err(error) => {
+                    let (asked, free) = needed;
+                    assert_eq!(error, CacheError::OutOfPages { asked, free });
+                    assert!(asked > free);
+                    assert_eq!((pool.tables(&ids).unwrap(), pool.free_pages()), before);
+                    break;
+                }
+            }
+            pool.verify().unwrap();
+        }
+        pool.verify().unwrap();
+    }
+}
+
+fn number() -> impl Strategy<Value = usize> {
+    prop_oneof![
+        4 => 0usize..40,
+        1 => Just(usize::MAX),
+        1 => (0u32..64).prop_map(|bits| 1 << bits),
+        1 => Just(i32::MAX as usize),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Numbers of any size are an error or work; nothing panics, and nothing is made that large.
+    #[test]
+    fn arguments_of_any_size(
+        (pages, page_size, heads, kv_heads) in (number(), number(), number(), number()),
+        rows in prop::option::of(number()),
+        (rollback, window, sinks) in (number(), number(), number()),
+        residency in 0usize..3,
+        pattern in prop_oneof![
+            Just(Pattern::causal()),
+            number().prop_map(Pattern::local),
+            (number(), number()).prop_map(|(stride, columns)| Pattern::fixed(stride, columns)),
+            (number(), number()).prop_map(|(window, sink)| Pattern::streaming(window, sink)),
+        ],
+        calls in prop::collection::vec((0usize..8, number()), 0..8),
+    ) {
+        // Of thousands of rows each one is made, as it should be.
+        prop_assume!(heads <= 64 || !heads.is_multiple_of(kv_heads.max(1)) || kv_heads == 0);
+        let page_size = if page_size % 3 == 0 { page_size } else { 16 };
+        let config = PoolConfig::new(pages).with_page_size(page_size).with_rollback(rollback);
+        let config = config.with_pattern(pattern, heads, kv_heads).with_prefix_reuse(1);
+        let config = match rows {
+            Some(rows) => config.with_table_rows(rows),
+            None => config,
+        };
+        let Ok(mut pool) = PagePool::new(config) else { return Ok(()) };
+        let residency = [Residency::All, Residency::Reachable, Residency::Window { window, sinks }][residency];
+        let Ok(id) = pool.join(residency) else { return Ok(()) };
+        for (call, n) in calls {
+            // What would be written is a list of that many slots.
+            let step = if n > 1 << 12 && n < 1 << 31 { 5 } else { n };
+            let _ = match call {
+                0 => pool.append(id, step).err(),
+                1 => pool.step(Step::prefill(id, step)).err(),
+                2 => pool.step(Step::decode(id, step).last()).err(),
+                3 => pool.truncate(id, n).err(),
+                4 => pool.rollback(id, n).err(),
+                5 => pool.row_plan(id, n % 70, n).err(),
+                6 => pool.slot_keys(id, n).err(),
+                _ => pool.join_with_prefix(residency, &[1; 40], n).err(),
+            };
+            pool.verify().unwrap();
+        }
+        prop_assert!(pool.usage(id).is_ok() && pool.tables(&[id]).is_ok());
+    }
+}
+
+/// A pool can go to another thread.
+#[test]
+fn pools_are_sent() {
+    fn sent<T: Send + Sync>() {}
+    sent::<PagePool>();
+}

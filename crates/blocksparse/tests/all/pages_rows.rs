@@ -1,0 +1,175 @@
+//! The slots of single queries, against the pairs of the pattern.
+
+use blocksparse::pages::{PagePool, PoolConfig, Residency, Step};
+use blocksparse::{Pattern, Reach};
+use proptest::prelude::*;
+use rstest::rstest;
+
+use crate::pages::small;
+use crate::patterns::pattern;
+
+/// The positions that a plan's slots hold, by way of the table.
+fn positions(
+    pool: &PagePool,
+    id: blocksparse::pages::SequenceId,
+    head: usize,
+    query: usize,
+) -> Vec<usize> {
+    let page_size = pool.config().page_size();
+    let row = pool.row_of_head(head);
+    let tables = pool.tables(&[id]).unwrap();
+    let entries = &tables.table[row * tables.max_pages..(row + 1) * tables.max_pages];
+    let keys = pool.slot_keys(id, row).unwrap();
+    let plan = pool.row_plan(id, head, query).unwrap();
+    let ends = plan
+        .runs
+        .windows(2)
+        .all(|pair| pair[0].0 + pair[0].1 < pair[1].0);
+    assert!(ends, "runs that could be one: {plan:?}");
+    assert_eq!(plan.to_i32().len(), 2 * plan.runs.len());
+    let slots = plan
+        .runs
+        .iter()
+        .flat_map(|&(first, slots)| first..first + slots);
+    let mut found: Vec<usize> = slots
+        .map(|at| {
+            let (page, slot) = (entries[at / page_size] as usize, at % page_size);
+            let is_here =
+                |key: &&blocksparse::pages::SlotKey| (key.slot.page, key.slot.slot) == (page, slot);
+            keys.iter().find(is_here).expect("a slot in use").position
+        })
+        .collect();
+    assert_eq!(found.len(), plan.slots());
+    found.sort_unstable();
+    found
+}
+
+/// Keys that query t reads before its own: the worked example.
+#[rstest]
+#[case("strided:4", [&[2][..], &[0, 4], &[2, 6], &[0, 4, 8]])]
+#[case("vertical:0,3+slash:0,1,4", [&[0, 2, 3, 5][..], &[0, 3, 4, 7], &[0, 3, 6, 9], &[0, 3, 8, 11]])]
+#[case("local:4", [&[3, 4, 5][..], &[5, 6, 7], &[7, 8, 9], &[9, 10, 11]])]
+#[case("fixed:4,1", [&[3, 4, 5][..], &[3, 7], &[3, 7, 8, 9], &[3, 7, 11]])]
+fn worked_example(#[case] pattern: &str, #[case] expected: [&[usize]; 4]) {
+    let pattern: Pattern = pattern.parse().unwrap();
+    let mut pool = PagePool::new(small(16, 4, pattern.clone())).unwrap();
+    let id = pool.join(Residency::Reachable).unwrap();
+    for (t, expected) in [6, 8, 10, 12].into_iter().zip(expected) {
+        while pool.len(id).unwrap() < t {
+            pool.append(id, 1).unwrap();
+        }
+        assert_eq!(positions(&pool, id, 0, t), expected, "{pattern} at {t}");
+        pool.append(id, 1).unwrap();
+        let mut with_own = expected.to_vec();
+        with_own.push(t);
+        assert_eq!(positions(&pool, id, 0, t), with_own, "{pattern} at {t}");
+    }
+}
+
+/// A query's runs are few, however long the sequence is, and found at once.
+#[test]
+fn long_sequences() {
+    let n = 1 << 20;
+    let plans = |pattern: Pattern, query: usize| {
+        let config = PoolConfig::new(n / 64)
+            .with_page_size(64)
+            .with_pattern(pattern, 8, 8);
+        let mut pool = PagePool::new(config.with_table_rows(1)).unwrap();
+        let id = pool.join(Residency::All).unwrap();
+        pool.step(Step::prefill(id, n)).unwrap();
+        pool.row_plan(id, 3, query).unwrap()
+    };
+    let plan = plans(Pattern::strided(128), n - 1);
+    assert_eq!((plan.runs.len(), plan.slots()), (8_192, 8_192));
+    let plan = plans(Pattern::merged_strided(128), n - 1);
+    assert_eq!((plan.runs.len(), plan.slots()), (8_191, 8_191 + 128));
+    let plan = plans(Pattern::vertical_slash([0, 3, 4], [0, 1, 2, 1000]), n - 1);
+    assert_eq!(plan.runs, [(0, 1), (3, 2), (n - 1001, 1), (n - 3, 3)]);
+    let plan = plans(Pattern::fixed_heads(128, 8, 8), n - 1);
+    assert_eq!((plan.runs.len(), plan.slots()), (8_192, 8_191 * 8 + 128));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Every query from the oldest on reads the pattern's keys, through whatever pages.
+    #[test]
+    fn rows_are_those_of_the_pairs(
+        pattern in pattern(),
+        causal in any::<bool>(),
+        groups in prop::sample::select(vec![[1usize, 1], [4, 2], [3, 3], [6, 1]]),
+        page_size in prop::sample::select(vec![1, 4, 16]),
+        residency in prop::sample::select(vec![
+            Residency::All,
+            Residency::Reachable,
+            Residency::Window { window: 5, sinks: 3 },
+        ]),
+        chunks in prop::collection::vec(0usize..12, 1..6),
+    ) {
+        let [heads, kv_heads] = groups;
+        let pattern = if causal { pattern.and_causal() } else { pattern };
+        prop_assume!(pattern.validate(heads).is_ok());
+        let config = PoolConfig::new(1 << 10).with_small_pages().with_page_size(page_size);
+        let config = config.with_pattern(pattern.clone(), heads, kv_heads).with_rollback(2);
+        let mut pool = PagePool::new(config).unwrap();
+        let id = pool.join(residency).unwrap();
+        for chunk in chunks {
+            let before = pool.len(id).unwrap();
+            if pool.append(id, chunk).is_err() && pool.step(Step::decode(id, chunk).last()).is_err() {
+                break;
+            }
+            pool.verify().unwrap();
+            let next = pool.len(id).unwrap();
+            for query in pool.oldest(id).unwrap().min(before)..=next {
+                for head in 0..heads {
+                    let is_seen = |&j: &usize| {
+                        let is_near = match residency {
+                            Residency::Window { window, sinks } => j < sinks || j + window > query,
+                            _ => true,
+                        };
+                        is_near && pattern.attends(head, query as i64, j as i64)
+                    };
+                    let expected: Vec<usize> = (0..next).filter(is_seen).collect();
+                    let got = positions(&pool, id, head, query);
+                    if query >= pool.oldest(id).unwrap() {
+                        prop_assert_eq!(&got, &expected, "{} head {}, query {}", pattern, head, query);
+                    }
+                }
+            }
+            // Where nothing but positions and last queries decides, they do.
+            if pool.row_is_live() && residency != Residency::All {
+                for row in 0..pool.table_rows() {
+                    let head = row * (heads / pool.table_rows());
+                    for key in pool.slot_keys(id, row).unwrap() {
+                        for query in 0..next {
+                            let sees = key.position <= query && query as i64 <= i64::from(key.last);
+                            let is_near = match residency {
+                                Residency::Window { window, sinks } => {
+                                    key.position < sinks || key.position + window > query
+                                }
+                                _ => true,
+                            };
+                            let attends = pattern.attends(head, query as i64, key.position as i64);
+                            prop_assert_eq!(sees, attends && is_near, "{} at {}, {:?}", pattern, query, key);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// What is live is what is seen, where a pattern says so.
+    #[test]
+    fn live_rows(pattern in pattern(), causal in any::<bool>()) {
+        let pattern = if causal { pattern.and_causal() } else { pattern };
+        prop_assume!(pattern.validate(6).is_ok());
+        for head in (0..6).filter(|&head| pattern.row_is_live(head)) {
+            for i in 0..70i64 {
+                for j in 0..70i64 {
+                    let is_live = pattern.last_query(head, j) >= Reach::At(i);
+                    prop_assert_eq!(pattern.attends(head, i, j), j <= i && is_live, "{} at ({}, {})", pattern, i, j);
+                }
+            }
+        }
+    }
+}
