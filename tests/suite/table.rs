@@ -54,9 +54,7 @@ fn every_part_meets_every_variant() {
                 .iter()
                 .flat_map(|(index, case)| variants(*index, case));
             let met: BTreeSet<String> = met.collect();
-            let missed = all
-                .difference(&met)
-                .map(|what| format!("{part}/7: {what}"));
+            let missed = all.difference(&met).map(|what| format!("{part}/7: {what}"));
             missed.collect::<Vec<_>>()
         })
         .collect();

@@ -96,6 +96,7 @@ impl RunConfig {
             factorization,
             block_size,
             position_width,
+            d_ff,
             ff_weights,
             ..
         } = &self.model;
@@ -126,6 +127,11 @@ impl RunConfig {
             ensure!(
                 d_model.is_multiple_of(block),
                 "--ff-block must be a divisor of --d-model = {d_model}, got {block}"
+            );
+            ensure!(
+                d_ff.is_none_or(|width| width.is_multiple_of(block)),
+                "--ff-block must be a divisor of --d-ff = {}, got {block}",
+                d_ff.unwrap_or_default()
             );
         }
         patterns.iter().try_for_each(|text| {

@@ -46,6 +46,7 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
             .with_dropout(config.dropout)
             .with_init_scale(config.init_scale)
             .with_precision(config.precision)
+            .with_d_ff(config.d_ff)
             .with_feed_forward_sparsity(config.ff_weights.map(|weights| {
                 FeedForwardSparsity::new(weights.density)
                     .with_block(weights.block)

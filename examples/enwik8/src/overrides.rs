@@ -51,6 +51,9 @@ pub struct Overrides {
     /// optimizer in f32; or tf32: f32 with the attention's products on tensor cores
     #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
     pub precision: Option<Precision>,
+    /// Inner width of the feed-forward networks [default: 4 · d-model]
+    #[arg(long, value_parser = arguments::positive)]
+    pub d_ff: Option<usize>,
     /// Share of the blocks that the feed-forward networks' weights keep [default: dense weights]
     #[arg(long, value_parser = arguments::share, value_name = "SHARE")]
     pub ff_density: Option<f64>,
@@ -130,6 +133,7 @@ impl Overrides {
             dropout,
             init_scale,
             precision,
+            d_ff,
             ff_density,
             ff_block,
             ff_layout,
@@ -160,6 +164,9 @@ impl Overrides {
         set(&mut model.dropout, dropout);
         set(&mut model.init_scale, init_scale);
         set(&mut model.precision, precision);
+        if d_ff.is_some() {
+            model.d_ff = d_ff;
+        }
         if let Some(density) = ff_density {
             let mut weights = FeedForwardWeights::new(density);
             set(&mut weights.block, ff_block);

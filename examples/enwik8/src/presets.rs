@@ -44,6 +44,7 @@ impl Preset {
             dropout: 0.0,
             init_scale: paper_init_scale(),
             precision: Precision::F32,
+            d_ff: None,
             ff_weights: None,
         };
         match self {
@@ -198,6 +199,9 @@ pub struct ModelConfig {
     /// Dtype of activations, matrix products and attention. Weights and Adam's moments are f32 in any case.
     #[serde(default)]
     pub precision: Precision,
+    /// Inner width of the feed-forward networks. None: four times the model's, as in the paper.
+    #[serde(default)]
+    pub d_ff: Option<usize>,
     /// Block-sparse weights of the feed-forward networks. None: dense ones, as in the paper.
     #[serde(default)]
     pub ff_weights: Option<FeedForwardWeights>,

@@ -125,6 +125,10 @@ fn impossible_models_are_explained() {
             "--ff-density 0.5 --d-model 96",
             "--ff-block must be a divisor of --d-model = 96, got 64",
         ),
+        (
+            "--ff-density 0.5 --d-ff 500",
+            "--ff-block must be a divisor of --d-ff = 500, got 64",
+        ),
         ("--device tpu", "choices"),
     ] {
         let flags: Vec<&str> = flags.split(' ').collect();
@@ -143,7 +147,7 @@ fn negative_numbers_are_refused_by_name_and_range() {
     let train = |flags, range| ("train", flags, range);
     for (command, flags, range) in [
         train(
-            "context layers heads d-model block position-width ff-block",
+            "context layers heads d-model d-ff block position-width ff-block",
             positive,
         ),
         train(
