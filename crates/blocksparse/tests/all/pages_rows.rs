@@ -140,7 +140,7 @@ proptest! {
                 }
             }
             // Where nothing but positions and last queries decides, they do.
-            if pool.row_is_live() && residency != Residency::All {
+            if pool.row_is_live() {
                 for row in 0..pool.table_rows() {
                     let head = row * (heads / pool.table_rows());
                     for key in pool.slot_keys(id, row).unwrap() {
