@@ -176,8 +176,8 @@ impl PagePool {
     /// are known already only the tokens that follow are looked at. Pages that have let keys go, or whose keys have different lifetimes, do not become known.
     ///
     /// # Errors
-    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if the pool was made without [`PoolConfig::with_prefix_reuse`](super::PoolConfig::with_prefix_reuse), or there are
-    /// more tokens than the sequence has.
+    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if the pool was made without
+    /// [`PoolConfig::with_prefix_reuse`](super::PoolConfig::with_prefix_reuse), or there are more tokens than the sequence has.
     pub fn remember(&mut self, id: SequenceId, tokens: &[u32]) -> Result<(), CacheError> {
         let fingerprint = self.fingerprint()?;
         let page_size = self.config.page_size;
@@ -238,8 +238,8 @@ impl PagePool {
         Ok(self.chain(residency, tokens, usize::MAX)?.len() * self.config.page_size)
     }
 
-    /// A new sequence that has the beginning of a prompt, as [`known_prefix`](Self::known_prefix) says but no more than `at_most` tokens, and how many those are. It shares
-    /// their pages. Where several pools serve the layers of a model, all of them have to join with as many tokens: ask each what it knows of the prompt, cut the
+    /// A new sequence that has the beginning of a prompt, as [`known_prefix`](Self::known_prefix) says but no more than `at_most` tokens,
+    /// and how many those are. It shares their pages. Where several pools serve the layers of a model, all of them have to join with as many tokens: ask each what it knows of the prompt, cut the
     /// prompt behind the token after the least of these, and ask again until they agree.
     ///
     /// # Errors

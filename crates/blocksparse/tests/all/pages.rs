@@ -404,7 +404,8 @@ fn slots_of_fixed() {
     }
 }
 
-/// Slots are the keys that are live where a rollback goes back to, what the rollback and a call add, and a part of a page at each end of the timed region and at the end of the permanent one. Every step can be
+/// Slots are the keys that are live where a rollback goes back to, what the rollback and a call add, and a part of a page
+/// at each end of the timed region and at the end of the permanent one. Every step can be
 /// taken back.
 #[test]
 fn slots_of_patterns() {
