@@ -22,7 +22,7 @@ pub struct Step {
 
 impl Step {
     /// New tokens whose queries read all keys from the pages, their own included. What no query from the first new one on attends to, nor one that may
-    /// come after a rollback, is let go before they are written.
+    /// come after a rollback, is let go before they are written; so after an error [`PagePool::truncate`] takes the whole step back.
     pub fn decode(id: SequenceId, tokens: usize) -> Self {
         Self {
             id,
@@ -32,8 +32,8 @@ impl Step {
         }
     }
 
-    /// New tokens whose queries read keys from elsewhere: what only they attend to is not written, and let go. Taking tokens back reaches no further than
-    /// the rollback.
+    /// New tokens whose queries have been computed already, from their own keys and from the pages as they were: what only they
+    /// attend to is not written, and let go. So the step comes after attention, and tokens can be taken back no further than by the rollback.
     pub fn prefill(id: SequenceId, tokens: usize) -> Self {
         Self {
             is_prefill: true,

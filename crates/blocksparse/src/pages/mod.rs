@@ -48,7 +48,7 @@ pub use append::Step;
 pub use config::{PAGE_SIZES, PoolConfig, Residency};
 pub use error::CacheError;
 pub use pool::{PagePool, SequenceId};
-pub use row_plan::RowPlan;
+pub use row_plan::{RowPlan, SlotRuns};
 pub use saved::SavedSequence;
 pub use tables::Tables;
 pub use usage::{PoolUsage, Usage};

@@ -98,6 +98,21 @@ impl KnownPages {
         pages
     }
 
+    /// Knows pages from now on: their number.
+    fn learn(&mut self, known: Known) -> u64 {
+        let number = self.next;
+        self.next += 1;
+        for &page in &known.pages {
+            self.of_page.insert(page, number);
+        }
+        if let Some(parent) = known.parent.and_then(|parent| self.known.get_mut(&parent)) {
+            parent.children.push(number);
+        }
+        self.by_hash.entry(known.hash).or_default().push(number);
+        self.known.insert(number, known);
+        number
+    }
+
     fn find(
         &self,
         hash: u64,
@@ -161,8 +176,8 @@ impl PagePool {
     /// are known already only the tokens that follow are looked at. Pages that have let keys go, or whose keys have different lifetimes, do not become known.
     ///
     /// # Errors
-    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if the pool was made without [`PoolConfig::with_prefix_reuse`](super::PoolConfig::with_prefix_reuse), or there are
-    /// more tokens than the sequence has.
+    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if the pool was made without
+    /// [`PoolConfig::with_prefix_reuse`](super::PoolConfig::with_prefix_reuse), or there are more tokens than the sequence has.
     pub fn remember(&mut self, id: SequenceId, tokens: &[u32]) -> Result<(), CacheError> {
         let fingerprint = self.fingerprint()?;
         let page_size = self.config.page_size;
@@ -172,61 +187,44 @@ impl PagePool {
             return Err(CacheError::argument("tokens", expected, tokens.len()));
         }
         let residency = sequence.residency;
-        let whole = |row: &Row| {
-            row.regions()
-                .map(Region::whole_from_start)
-                .into_iter()
-                .max()
-        };
         let whole = sequence
             .rows
             .iter()
-            .map(|row| whole(row).unwrap_or(0))
-            .min()
-            .unwrap_or(0);
+            .map(|row| whole_region(row).whole_from_start());
+        let whole = whole.min().unwrap_or(0);
         let sequence = self.sequences.get_mut(&id).expect("it was found");
         let mut chain = std::mem::take(&mut sequence.chain);
-        for number in chain.len()..whole.min(tokens.len()) / page_size {
-            let tokens = &tokens[number * page_size..(number + 1) * page_size];
+        // Forgotten pages that the sequence still has can be known again.
+        while chain
+            .last()
+            .is_some_and(|last| !self.known.known.contains_key(last))
+        {
+            chain.pop();
+        }
+        for depth in chain.len()..whole.min(tokens.len()) / page_size {
+            let tokens = &tokens[depth * page_size..(depth + 1) * page_size];
             let parent = chain.last().copied();
-            if parent.is_some_and(|parent| !self.known.known.contains_key(&parent)) {
+            let hash = self.hash(fingerprint, parent, residency, tokens);
+            if let Some(known) = self.known.find(hash, parent, residency, tokens) {
+                chain.push(known);
+                continue;
+            }
+            let rows = self.sequences[&id].rows.iter();
+            let pages: Vec<u32> = rows.map(|row| whole_region(row).pages[depth]).collect();
+            // A page is known once: by what it was first written for.
+            if pages.iter().any(|&page| self.known.names(page)) {
                 break;
             }
-            let hash = self.hash(fingerprint, parent, residency, tokens);
-            let found = self.known.find(hash, parent, residency, tokens);
-            let known = match found {
-                Some(known) => known,
-                None => {
-                    let rows = &self.sequences[&id].rows;
-                    let page = |row: &Row| {
-                        let regions = row.regions();
-                        let region = regions
-                            .into_iter()
-                            .max_by_key(|region| region.whole_from_start());
-                        region.expect("there are two").pages[number]
-                    };
-                    let pages: Vec<u32> = rows.iter().map(page).collect();
-                    // A page is known once: by what it was first written for.
-                    if pages
-                        .iter()
-                        .any(|page| self.known.of_page.contains_key(page))
-                    {
-                        break;
-                    }
-                    let known = Known {
-                        hash,
-                        parent,
-                        residency,
-                        tokens: tokens.into(),
-                        pages,
-                        depth: number,
-                        children: Vec::new(),
-                        used: self.known.clock,
-                    };
-                    self.learn(known)
-                }
-            };
-            chain.push(known);
+            chain.push(self.known.learn(Known {
+                hash,
+                parent,
+                residency,
+                tokens: tokens.into(),
+                pages,
+                depth,
+                children: Vec::new(),
+                used: self.known.clock,
+            }));
         }
         self.sequences.get_mut(&id).expect("it was found").chain = chain;
         Ok(())
@@ -240,8 +238,8 @@ impl PagePool {
         Ok(self.chain(residency, tokens, usize::MAX)?.len() * self.config.page_size)
     }
 
-    /// A new sequence that has the beginning of a prompt, as [`known_prefix`](Self::known_prefix) says but no more than `at_most` tokens, and how many those are. It shares
-    /// their pages. Where several pools serve the layers of a model, all of them have to join with as many tokens: ask each what it knows of the prompt, cut the
+    /// A new sequence that has the beginning of a prompt, as [`known_prefix`](Self::known_prefix) says but no more than `at_most` tokens,
+    /// and how many those are. It shares their pages. Where several pools serve the layers of a model, all of them have to join with as many tokens: ask each what it knows of the prompt, cut the
     /// prompt behind the token after the least of these, and ask again until they agree.
     ///
     /// # Errors
@@ -316,27 +314,6 @@ impl PagePool {
         Ok(chain)
     }
 
-    fn learn(&mut self, known: Known) -> u64 {
-        let number = self.known.next;
-        self.known.next += 1;
-        for &page in &known.pages {
-            self.known.of_page.insert(page, number);
-        }
-        if let Some(parent) = known
-            .parent
-            .and_then(|parent| self.known.known.get_mut(&parent))
-        {
-            parent.children.push(number);
-        }
-        self.known
-            .by_hash
-            .entry(known.hash)
-            .or_default()
-            .push(number);
-        self.known.known.insert(number, known);
-        number
-    }
-
     /// The contents of a page change.
     pub(super) fn forget_page(&mut self, page: u32) {
         if let Some(&number) = self.known.of_page.get(&page) {
@@ -391,5 +368,14 @@ impl PagePool {
         let parent = parent.map(|parent| self.known.known[&parent].hash);
         (fingerprint, parent, residency, tokens).hash(&mut hasher);
         hasher.finish() & self.config.hash_mask
+    }
+}
+
+/// The region of a row that has its first keys.
+fn whole_region(row: &Row) -> &Region {
+    let [permanent, timed] = row.regions();
+    match permanent.whole_from_start() >= timed.whole_from_start() {
+        true => permanent,
+        false => timed,
     }
 }

@@ -3,6 +3,8 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use crate::pattern::Repeat;
+
 /// Keys in a list of pages, oldest first: slots `start..start + slots` of the pages are in use. Pages die whole: the first one is given back when
 /// its last slot is let go, and all of them when no key is left, so that a page never waits for a key that is not there.
 ///
@@ -159,33 +161,54 @@ impl Region {
         self.pages.drain(needed..).collect()
     }
 
-    /// The slots of the keys in a range of positions, in order, as slots of the listed pages.
-    pub fn slots_of(&self, keys: Range<usize>) -> impl Iterator<Item = Range<usize>> + '_ {
-        let from = self
-            .stretches
-            .partition_point(|stretch| stretch.position <= keys.start);
-        let stretches = self.stretches.range(from.saturating_sub(1)..);
-        let end_of = move |at: usize| {
+    /// The slots of the keys at positions, in order, as slots of the listed pages.
+    pub fn slots_of(&self, keys: &Repeat, mut found: impl FnMut(Repeat)) {
+        let after = |keys: &Range<usize>| {
             self.stretches
-                .get(at + 1)
-                .map_or(self.end, |next| next.number)
+                .partition_point(|at| at.position <= keys.start)
         };
-        let end = keys.end;
-        stretches
-            .take_while(move |stretch| stretch.position < end)
-            .enumerate()
-            .filter_map(move |(at, stretch)| {
-                let after = end_of(from.saturating_sub(1) + at);
-                let number = |position: usize| {
-                    stretch
-                        .number
-                        .saturating_add(position.saturating_sub(stretch.position))
-                };
-                let first = number(keys.start).max(self.first).min(after);
-                let last = number(keys.end).min(after);
-                let slot = |number: usize| self.start + number - self.first;
-                (first < last).then(|| slot(first)..slot(last))
-            })
+        // Where the keys are all of one stretch, or there are fewer stretches than ranges, each stretch is looked at; otherwise each range.
+        let all = keys.keys.start..keys.keys.end + keys.period * (keys.times - 1);
+        let first = after(&all).saturating_sub(1);
+        let stretches = self.stretches.range(first..);
+        let few = stretches
+            .take_while(|at| at.position < all.end)
+            .take(keys.times)
+            .count();
+        if few < keys.times || keys.times == 1 {
+            self.slots_from(first, keys, &mut found);
+        } else {
+            for range in keys.ranges() {
+                let first = after(&range).saturating_sub(1);
+                self.slots_from(first, &Repeat::once(range), &mut found);
+            }
+        }
+    }
+
+    /// [`Self::slots_of`] in the stretches from one on.
+    fn slots_from(&self, first: usize, keys: &Repeat, found: &mut impl FnMut(Repeat)) {
+        let end = keys.keys.end + keys.period * (keys.times - 1);
+        for at in first..self.stretches.len() {
+            let stretch = self.stretches[at];
+            if stretch.position >= end {
+                break;
+            }
+            let after = self
+                .stretches
+                .get(at + 1)
+                .map_or(self.end, |next| next.number);
+            let from = self.first.max(stretch.number);
+            let position = |number: usize| stretch.position + number - stretch.number;
+            let slot = |position: usize| {
+                self.start + stretch.number + position - stretch.position - self.first
+            };
+            for part in keys.within(position(from)..position(after)) {
+                found(Repeat {
+                    keys: slot(part.keys.start)..slot(part.keys.end),
+                    ..part
+                });
+            }
+        }
     }
 
     /// That pages, slots and positions fit each other.

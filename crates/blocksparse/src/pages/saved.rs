@@ -73,8 +73,8 @@ impl PagePool {
         })
     }
 
-    /// A sequence as it was saved, in pages of this pool, which may have another size; and for each table row the slots, as `page · page_size + slot`, that its keys and
-    /// values are written to, in the order in which they were saved.
+    /// A sequence as it was saved, in pages of this pool, which may have another size; and for each table row the slots,
+    /// as `page · page_size + slot`, that its keys and values are written to, in the order in which they were saved.
     ///
     /// Nothing that was read is trusted: which keys there are is compared with what the pattern says, in as many steps as the sequence has tokens.
     ///

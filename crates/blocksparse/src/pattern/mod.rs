@@ -19,6 +19,7 @@ mod zones;
 pub(crate) use attends::{document, document_start};
 pub(crate) use cells::{BlockRow, Cell, Cells};
 pub use reach::Reach;
+pub(crate) use row_keys::Repeat;
 
 type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
 

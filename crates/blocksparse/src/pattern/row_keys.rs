@@ -76,9 +76,9 @@ impl Pattern {
         }
     }
 
-    /// The keys before `end` that the query at position `i` attends to, as the fewest ranges, ascending. Made from the zones of the row in O(ranges),
-    /// and the period where ranges repeat; a callback is asked about every key. The pattern must be valid.
-    pub(crate) fn row_keys(&self, head: usize, i: usize, end: usize) -> Vec<Range<usize>> {
+    /// The keys before `end` that the query at position `i` attends to, each once. Made from the zones of the row, in O(zones) and the period where keys
+    /// repeat; a callback is asked about every key. The pattern must be valid.
+    pub(crate) fn row_keys(&self, head: usize, i: usize, end: usize) -> Vec<Repeat> {
         let i = i as i64;
         let row = BlockRow {
             first: i,
@@ -86,9 +86,9 @@ impl Pattern {
             block_size: 1,
             kv_blocks: end as i64,
         };
-        let mut ranges = Ranges(Vec::new());
+        let mut found = Found(Vec::new());
         if end == 0 {
-            return ranges.0;
+            return found.0;
         }
         let mut start = 0;
         for zone in self.zones(head, &row) {
@@ -96,16 +96,16 @@ impl Pattern {
             start = zone.end;
             match zone.cells {
                 Cells::Same(Cell::Empty) => {}
-                Cells::Same(Cell::Full) => ranges.push(keys),
+                Cells::Same(Cell::Full) => found.push(keys),
                 Cells::Same(Cell::Mixed) | Cells::Each => {
                     for j in keys.filter(|&j| self.attends(head, i, j)) {
-                        ranges.push(j..j + 1);
+                        found.push(j..j + 1);
                     }
                 }
                 Cells::Cycle(cells) => {
                     // One key of each residue stands for all of them.
                     let period = (cells.len() as i64).min(keys.end - keys.start);
-                    let mut first = Ranges(Vec::new());
+                    let mut first = Found(Vec::new());
                     for j in keys.start..keys.start + period {
                         let is_seen = match cells[j as usize % cells.len()] {
                             Cell::Empty => false,
@@ -116,36 +116,111 @@ impl Pattern {
                             first.push(j..j + 1);
                         }
                     }
-                    if first.0.is_empty() {
-                        continue;
-                    }
-                    let mut shift = 0;
-                    while keys.start + shift < keys.end {
-                        for seen in &first.0 {
-                            let (from, to) = (seen.start as i64 + shift, seen.end as i64 + shift);
-                            ranges.push(from..to.min(keys.end));
+                    let (end, period) = (keys.end as usize, period as usize);
+                    for seen in first.0 {
+                        match seen.keys.len() == period {
+                            true => found.push(keys.clone()),
+                            false => {
+                                let times = (end - seen.keys.start).div_ceil(period);
+                                let endless = Repeat {
+                                    keys: seen.keys,
+                                    period,
+                                    times,
+                                };
+                                found.0.extend(endless.within(0..end));
+                            }
                         }
-                        shift += period;
                     }
                 }
             }
         }
-        ranges.0
+        found.0
+    }
+}
+
+/// A range of positions, and others of the same length behind it at equal distances.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Repeat {
+    /// The first one.
+    pub keys: Range<usize>,
+    /// From the start of one to that of the next.
+    pub period: usize,
+    /// How many there are.
+    pub times: usize,
+}
+
+impl Repeat {
+    /// One range.
+    pub fn once(keys: Range<usize>) -> Self {
+        Self {
+            period: keys.len(),
+            keys,
+            times: 1,
+        }
+    }
+
+    /// All ranges.
+    pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        (0..self.times).map(|k| self.at(k))
+    }
+
+    fn at(&self, k: usize) -> Range<usize> {
+        let shift = k * self.period;
+        self.keys.start + shift..self.keys.end + shift
+    }
+
+    /// What of it is in a range of positions: whole ranges, and what is left of the first and the last one.
+    pub fn within(&self, bounds: Range<usize>) -> Vec<Self> {
+        let cut = |range: Range<usize>| range.start.max(bounds.start)..range.end.min(bounds.end);
+        // Ranges that begin in the bounds, and of the others the first that ends in them.
+        let first = (bounds.start + 1)
+            .saturating_sub(self.keys.end)
+            .div_ceil(self.period);
+        let after = bounds
+            .end
+            .saturating_sub(self.keys.start)
+            .div_ceil(self.period)
+            .min(self.times);
+        let mut parts = Vec::new();
+        if first >= after || bounds.is_empty() {
+            return parts;
+        }
+        let mut whole = first..after;
+        let (low, high) = (self.at(first), self.at(after - 1));
+        if cut(low.clone()) != low {
+            parts.push(Self::once(cut(low)));
+            whole.start += 1;
+        }
+        let is_last_cut = whole.start < after && cut(high.clone()) != high;
+        whole.end -= usize::from(is_last_cut);
+        if whole.start < whole.end {
+            parts.push(Self {
+                keys: self.at(whole.start),
+                period: self.period,
+                times: whole.len(),
+            });
+        }
+        if is_last_cut {
+            parts.push(Self::once(cut(high)));
+        }
+        parts
     }
 }
 
 /// Ascending ranges, of which neighbours are one.
-struct Ranges(Vec<Range<usize>>);
+struct Found(Vec<Repeat>);
 
-impl Ranges {
+impl Found {
     fn push(&mut self, range: Range<i64>) {
         let range = range.start.max(0) as usize..range.end.max(0) as usize;
         if range.is_empty() {
             return;
         }
         match self.0.last_mut() {
-            Some(last) if last.end == range.start => last.end = range.end,
-            _ => self.0.push(range),
+            Some(last) if last.times == 1 && last.keys.end == range.start => {
+                *last = Repeat::once(last.keys.start..range.end);
+            }
+            _ => self.0.push(Repeat::once(range)),
         }
     }
 }

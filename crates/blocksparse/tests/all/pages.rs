@@ -1,9 +1,9 @@
 //! The books of a pool of pages: published tables, word for word.
 
-use blocksparse::Pattern;
 use blocksparse::pages::{
     ALWAYS, CacheError, PageCopy, PagePool, PoolConfig, Residency, SequenceId, Slot, Step,
 };
+use blocksparse::{Pattern, Reach};
 use rstest::rstest;
 
 /// A pool of small pages.
@@ -401,6 +401,46 @@ fn slots_of_fixed() {
         assert_eq!(pool.usage(id).unwrap().slots, slots);
         let spans = pool.spans(&[id]).unwrap();
         assert_eq!((spans[0], spans[3]), (permanent, 96));
+    }
+}
+
+/// Slots are the keys that are live where a rollback goes back to, what the rollback and a call add, and a part of a page
+/// at each end of the timed region and at the end of the permanent one. Every step can be
+/// taken back.
+#[test]
+fn slots_of_patterns() {
+    for (pattern, parts) in [
+        (Pattern::causal(), 1),
+        (Pattern::strided(5), 1),
+        (Pattern::local(37), 2),
+        (Pattern::chunked_window(12, 1, 0).and_causal(), 2),
+        (Pattern::documents([0, 31, 99]).and_causal(), 3),
+        (Pattern::fixed(20, 4), 3),
+        (Pattern::streaming(40, 3), 3),
+        (Pattern::vertical_slash([0, 30], [0, 1, 9]), 3),
+        (Pattern::merged_strided(4), 1),
+        (Pattern::longformer(9, 1, [0, 6]).and_causal(), 3),
+    ] {
+        for (page_size, step, rollback) in [(16, 1, 0), (4, 3, 0), (8, 5, 4), (16, 2, 7)] {
+            let config = small(64, page_size, pattern.clone()).with_rollback(rollback);
+            let mut pool = PagePool::new(config).unwrap();
+            let id = pool.join(Residency::Reachable).unwrap();
+            for _ in 0..200 / step {
+                let before = pool.len(id).unwrap();
+                let live_before = pool.usage(id).unwrap().live;
+                pool.append(id, step).unwrap();
+                let usage = pool.usage(id).unwrap();
+                let back = before.saturating_sub(rollback);
+                let is_live =
+                    |&j: &usize| pattern.last_query(0, j as i64) >= Reach::At(back as i64);
+                let live = (0..back).filter(is_live).count();
+                let most = live + rollback + step + parts * page_size;
+                assert!(usage.slots < most, "{pattern}: {usage:?} at {before}");
+                pool.truncate(id, before).unwrap();
+                assert_eq!(pool.usage(id).unwrap().live, live_before);
+                pool.append(id, step).unwrap();
+            }
+        }
     }
 }
 

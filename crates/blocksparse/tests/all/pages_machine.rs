@@ -418,7 +418,10 @@ impl Machine {
                 let entries = &tables.table[row * tables.max_pages..];
                 for query in [oldest, next] {
                     let plan = self.pool.row_plan(id, head, query).unwrap();
-                    let slots = plan.runs.iter().flat_map(|&(first, n)| first..first + n);
+                    let slots = plan
+                        .runs()
+                        .into_iter()
+                        .flat_map(|(first, n)| first..first + n);
                     let content = |at: usize| {
                         self.memory[entries[at / page_size] as usize * page_size + at % page_size]
                     };

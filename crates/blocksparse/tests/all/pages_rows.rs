@@ -22,15 +22,15 @@ fn positions(
     let keys = pool.slot_keys(id, row).unwrap();
     let plan = pool.row_plan(id, head, query).unwrap();
     let ends = plan
-        .runs
+        .runs()
         .windows(2)
         .all(|pair| pair[0].0 + pair[0].1 < pair[1].0);
     assert!(ends, "runs that could be one: {plan:?}");
-    assert_eq!(plan.to_i32().len(), 2 * plan.runs.len());
+    assert_eq!(plan.to_i32().len(), 4 * plan.repeats.len());
     let slots = plan
-        .runs
-        .iter()
-        .flat_map(|&(first, slots)| first..first + slots);
+        .runs()
+        .into_iter()
+        .flat_map(|(first, slots)| first..first + slots);
     let mut found: Vec<usize> = slots
         .map(|at| {
             let (page, slot) = (entries[at / page_size] as usize, at % page_size);
@@ -80,13 +80,16 @@ fn long_sequences() {
         pool.row_plan(id, 3, query).unwrap()
     };
     let plan = plans(Pattern::strided(128), n - 1);
-    assert_eq!((plan.runs.len(), plan.slots()), (8_192, 8_192));
+    assert_eq!(plan.to_i32(), [127, 1, 128, 8_192]);
+    assert_eq!((plan.runs().len(), plan.slots()), (8_192, 8_192));
     let plan = plans(Pattern::merged_strided(128), n - 1);
-    assert_eq!((plan.runs.len(), plan.slots()), (8_191, 8_191 + 128));
+    assert_eq!(plan.repeats.len(), 2);
+    assert_eq!((plan.runs().len(), plan.slots()), (8_191, 8_191 + 128));
     let plan = plans(Pattern::vertical_slash([0, 3, 4], [0, 1, 2, 1000]), n - 1);
-    assert_eq!(plan.runs, [(0, 1), (3, 2), (n - 1001, 1), (n - 3, 3)]);
+    assert_eq!(plan.runs(), [(0, 1), (3, 2), (n - 1001, 1), (n - 3, 3)]);
     let plan = plans(Pattern::fixed_heads(128, 8, 8), n - 1);
-    assert_eq!((plan.runs.len(), plan.slots()), (8_192, 8_191 * 8 + 128));
+    assert_eq!(plan.repeats.len(), 2);
+    assert_eq!((plan.runs().len(), plan.slots()), (8_192, 8_191 * 8 + 128));
 }
 
 proptest! {
@@ -137,7 +140,7 @@ proptest! {
                 }
             }
             // Where nothing but positions and last queries decides, they do.
-            if pool.row_is_live() && residency != Residency::All {
+            if pool.row_is_live() {
                 for row in 0..pool.table_rows() {
                     let head = row * (heads / pool.table_rows());
                     for key in pool.slot_keys(id, row).unwrap() {
