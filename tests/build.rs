@@ -5,11 +5,12 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 12] = [
+const PAGES: [&str; 13] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
     "crates/burn-sparse-transformer/README.md",
+    "docs/block-sparse-weights.md",
     "docs/choose-a-pattern.md",
     "docs/gallery.md",
     "docs/install-gpu.md",
