@@ -2,7 +2,7 @@
 //!
 //! A [`Pattern`] says which (query, key) pairs attend; a [`BlockLayout`] is that pattern cut into
 //! `block_size × block_size` blocks, of which only the non-empty ones are kept. `burn-blocksparse` computes
-//! attention over a layout in Burn; this crate knows nothing of Burn.
+//! attention over a layout in Burn; this crate knows nothing of Burn. A [`WeightLayout`] is likewise the kept blocks of a weight.
 //!
 //! # Features
 //! - `draw`: layouts draw themselves as PNG and SVG.

@@ -102,8 +102,8 @@ pub(crate) fn fans(layout: &WeightLayout) -> [f64; 2] {
 /// burn-nn's `Linear` with a weight of which only some blocks are kept (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights", 2017):
 /// `x · W + b`, where `W` is zero outside of the blocks of a [`WeightLayout`]. Work and memory follow the kept blocks.
 ///
-/// Records hold the layout beside the parameters. One loads into a layer that has as many blocks, whichever they are; a layer with the blocks of
-/// a record that has been pruned is made with [`BlockSparseLinearConfig::init_with_layout`] (layouts serialize with serde).
+/// Records hold the layout beside the parameters. One loads into any layer of the same widths that has as many blocks of the same size, whichever
+/// they are: one that was pruned, or made of a dense layer, into a new one of its density, if that is drawn.
 ///
 /// ```
 /// use burn::nn::LinearConfig;

@@ -29,7 +29,8 @@ pub enum Recompute {
     /// Nothing. Of the feed-forward networks' two inner tensors one is kept in any case.
     #[default]
     None,
-    /// The first product of each feed-forward network: `d_ff` numbers of a position and block less are kept.
+    /// The first product of each feed-forward network: `d_ff` numbers of a position and block less are kept. Of no effect on networks of block-sparse
+    /// weights.
     Mlp,
     /// So many blocks at a time: kept is the residual stream before each segment, `d_model` numbers of a position, and
     /// while a segment is differentiated what its blocks keep (Child et al., 2019, §5.4).

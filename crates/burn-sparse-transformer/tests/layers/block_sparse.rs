@@ -120,9 +120,9 @@ fn records_bring_their_layout() {
             .is_err()
     );
     let layout = pruned.layout().unwrap();
-    let other = WeightLayout::random([64, 96], 16, 0.25, 1).unwrap();
-    assert_ne!(other, layout);
-    let fresh = config().init_with_layout(other, &device).unwrap();
+    let fresh = BlockSparseLinearConfig::new(64, 96, 0.25).with_block(16);
+    let fresh = fresh.init(&device).unwrap();
+    assert_ne!(fresh.layout().unwrap(), layout);
     let loaded = fresh.try_load_record(bytes_of(&pruned)).unwrap();
     assert_eq!(loaded.layout().unwrap(), layout);
 }
@@ -299,8 +299,14 @@ fn dense_layouts_are_dense_networks() {
 
 #[test]
 fn blocks_that_do_not_divide_the_widths() {
-    let config = model_config(Some(sparsity().with_block(64)));
-    let error = config.init(&Device::flex()).unwrap_err();
+    let model = model_config(Some(sparsity().with_block(64)));
+    let error = model.init(&Device::flex()).unwrap_err();
     let text = "inputs must be a positive multiple of the block, 64, got 32";
     assert_eq!(error.to_string(), text);
+    let layout = WeightLayout::dense([32, 96], 16).unwrap();
+    let error = config().init_with_layout(layout, &Device::flex());
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "layout must be of a weight [64, 96], got [32, 96]"
+    );
 }
