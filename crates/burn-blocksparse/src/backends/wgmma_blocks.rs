@@ -174,7 +174,7 @@ pub(crate) fn text(
     )?;
     let weight = match tables.is_gathered(BlockProduct::Weight) {
         true => BlockGradientPlan::new(&client, &tables, bf16, rows)?.to_string(),
-        false => format!("{zeros}"),
+        false => zeros.to_owned(),
     };
     Ok(format!(
         "x · W: {forward}; dy · Wᵀ: {backward}; xᵀ · dy: {weight}"

@@ -41,8 +41,8 @@ fn copy_cells<E: Float, H: Float, N: Size>(
     tiles: TilePlaces,
     #[comptime] cell: usize,
     #[comptime] back: bool,
-    #[define(E)] _from: ElemType,
-    #[define(H)] _to: ElemType,
+    #[define(E)] _source: ElemType,
+    #[define(H)] _target: ElemType,
 ) {
     let tile = CUBE_POS;
     let side = comptime!(SLAB / cell);
