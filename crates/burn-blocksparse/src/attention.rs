@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 use crate::check;
 use crate::device_layout::Layout;
 use crate::error::OpError;
-use crate::kept::KeptAttention;
+use crate::kept::values::KeptAttention;
 use crate::merge::{Shares, shares};
 use crate::ops::BlockSparseOps;
 use crate::options::{AttentionOptions, WeightsMode};

@@ -109,7 +109,8 @@ pub use embedding::{embedding, embedding_backward, embedding_plan};
 pub use error::OpError;
 pub use heads::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};
-pub use kept::{KeptAttention, attention_given, attention_keeping};
+pub use kept::values::KeptAttention;
+pub use kept::{attention_given, attention_keeping};
 pub use linear::values::{
     LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors,
 };

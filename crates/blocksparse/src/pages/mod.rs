@@ -32,6 +32,7 @@
 mod append;
 mod config;
 mod error;
+mod known;
 mod lifetimes;
 mod pool;
 mod prefix;

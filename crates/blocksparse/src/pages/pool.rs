@@ -6,8 +6,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::config::PoolConfig;
+use super::known::KnownPages;
 use super::lifetimes::Lifetimes;
-use super::prefix::KnownPages;
 use super::sequence::Sequence;
 use super::{CacheError, Residency};
 use crate::Reach;

@@ -1,31 +1,16 @@
 //! Attention whose results are kept from one pass and given to another.
 
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Tensor};
+pub(crate) mod values;
+
+use burn::tensor::Tensor;
 
 use crate::attention::{call, call_given, with_sinks};
-use crate::check::{self, same_device};
+use crate::check;
 use crate::device_layout::Layout;
-use crate::dtype::accumulate_in;
 use crate::error::OpError;
-use crate::options::{AttentionOptions, WeightsMode};
+use crate::options::AttentionOptions;
 use crate::tensors::AttentionTensors;
-use crate::values::GivenOutput;
-
-/// What [`attention_keeping`] keeps of a call for [`attention_given`]: output and lse **before sinks**, without autodiff.
-///
-/// Without sinks they are what [`attention_with_lse`](crate::attention_with_lse) returns. With sinks the backward pass needs those of the keys alone,
-/// and they cannot be had back from the output, so that [`new`](Self::new) must not be given what
-/// [`attention_with_tensors`](crate::attention_with_tensors) returns with sinks.
-#[derive(Clone, Debug)]
-#[must_use]
-#[non_exhaustive]
-pub struct KeptAttention {
-    /// `[batch, heads, seq_q, value_dim]`, in the dtype of q, k and v.
-    pub out: Tensor<4>,
-    /// `[batch, heads, seq_q]`, in f32 (f64 for f64 inputs).
-    pub lse: Tensor<3>,
-}
+use values::{KeptAttention, check_options};
 
 /// [`attention_with_tensors`](crate::attention_with_tensors), which returns out and lse, and what of it a later call with the same arguments can take
 /// in place of computing it.
@@ -120,62 +105,4 @@ pub fn attention_given<'a>(
         Tensor::from_dispatch(output.out),
         Tensor::from_dispatch(output.lse),
     ))
-}
-
-/// That a call with these options returns nothing but what is kept.
-fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
-    if options.weights == WeightsMode::Store {
-        let expected = "Recompute where the output is kept";
-        return Err(OpError::argument("options.weights", expected, "Store"));
-    }
-    if options.max_scores {
-        let expected = "false where the output is kept";
-        return Err(OpError::argument("options.max_scores", expected, true));
-    }
-    Ok(())
-}
-
-impl KeptAttention {
-    /// Output and lse before sinks. What autodiff knows of them is dropped.
-    pub fn new(out: Tensor<4>, lse: Tensor<3>) -> Self {
-        Self {
-            out: out.without_autodiff(),
-            lse: lse.without_autodiff(),
-        }
-    }
-
-    /// That a call with these options, whose other arguments were checked, can take it.
-    pub(crate) fn check(
-        &self,
-        q: &Tensor<4>,
-        v: &Tensor<4>,
-        options: &AttentionOptions,
-    ) -> Result<(), OpError> {
-        check_options(options)?;
-        let ([batch, heads, seq_q, _], [.., value_dim]) = (q.dims(), v.dims());
-        let (rows, out) = ([batch, heads, seq_q], [batch, heads, seq_q, value_dim]);
-        let sums: DType = accumulate_in(q.dtype().into()).into();
-        OpError::expect_same("kept.out's shape", out, "q's and v's", self.out.dims())?;
-        OpError::expect_same("kept.lse's shape", rows, "q's rows", self.lse.dims())?;
-        OpError::expect_same("kept.out's dtype", q.dtype(), "q's", self.out.dtype())?;
-        let whose = "that of q's sums";
-        OpError::expect_same("kept.lse's dtype", sums, whose, self.lse.dtype())?;
-        same_device("kept.out's device", &q.device(), "q's", &self.out.device())?;
-        same_device("kept.lse's device", &q.device(), "q's", &self.lse.device())
-    }
-
-    /// As backends take it; with the heads and queries of the layout that the call runs over, if heads that share a key head are one there.
-    pub(crate) fn into_given(self, packed: Option<[usize; 2]>) -> GivenOutput<Dispatch> {
-        // The fields are public, so that they may be of a graph again.
-        let Self { mut out, mut lse } = Self::new(self.out, self.lse);
-        if let Some([heads, seq_q]) = packed {
-            let [batch, .., value_dim] = out.dims();
-            out = out.reshape([batch, heads, seq_q, value_dim]);
-            lse = lse.reshape([batch, heads, seq_q]);
-        }
-        GivenOutput {
-            out: out.into_dispatch(),
-            lse: lse.into_dispatch(),
-        }
-    }
 }
