@@ -5,16 +5,19 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 13] = [
+const PAGES: [&str; 16] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
     "crates/burn-sparse-transformer/README.md",
     "docs/block-sparse-weights.md",
     "docs/choose-a-pattern.md",
+    "docs/decoding.md",
     "docs/gallery.md",
     "docs/install-gpu.md",
     "docs/padding.md",
+    "docs/replayed-steps.md",
+    "docs/selection.md",
     "docs/swap-burn-nn.md",
     "docs/training-ops.md",
     "docs/training.md",

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::linear::{
-    Epilogue, EpilogueTensors, HEAD, MatrixView, ProductPlan, ProductRequest, multiply,
+    Epilogue, EpilogueTensors, HEAD, MatrixView, Order, ProductPlan, ProductRequest, multiply,
 };
 use blocksparse::kernels::rows::{
     ActivationBackward, ActivationKind, HeadsPart, bias_activation, bias_activation_backward,
@@ -32,6 +32,23 @@ struct Case {
     second: Option<Handle>,
     totals: Handle,
     sums: Handle,
+}
+
+/// Why the device's tier has no epilogues, if it has none.
+pub(super) fn refused(bench: &Bench) -> Option<&'static str> {
+    let request = ProductRequest {
+        bf16: true,
+        batch: 1,
+        rows: 128,
+        cols: 128,
+        depth: 128,
+        orders: [Order::Depth, Order::Across],
+        wide: false,
+        parts: false,
+        epilogue: Epilogue::Activation(ActivationKind::GeluSigmoid),
+        by_heads: false,
+    };
+    ProductPlan::new(&bench.client, request).err()
 }
 
 /// What a case writes.

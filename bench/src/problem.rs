@@ -37,6 +37,7 @@ pub fn request_of(workload: &Workload, args: &Args) -> Request {
         softcap: args.softcap.is_some(),
         alibi: args.alibi,
         dropout: args.dropout.is_some(),
+        seeds: false,
         bias: args.bias.is_some(),
         relative: args.relative.is_some(),
     };

@@ -127,11 +127,16 @@ pub fn per_batch(
 /// 0/N): to run a device that compiles slowly on a part of the table, another one each time. Checks pick variants by a case's number
 /// modulo 2, 3, 4, 5 and 6, so N has to be coprime with these: each of 0/7 to 6/7 meets every variant (a test).
 pub fn table() -> Vec<(usize, Case)> {
-    let shard = std::env::var("BURN_SPARSE_SHARD").ok();
-    let (part, parts) = shard.map_or((0, 1), |text| {
-        parse_shard(&text).unwrap_or_else(|error| panic!("{error}"))
-    });
+    let (part, parts) = shard();
     shard_of(part, parts)
+}
+
+/// K and N of `BURN_SPARSE_SHARD`, or 0 and 1.
+pub fn shard() -> (usize, usize) {
+    let shard = std::env::var("BURN_SPARSE_SHARD").ok();
+    shard.map_or((0, 1), |text| {
+        parse_shard(&text).unwrap_or_else(|error| panic!("{error}"))
+    })
 }
 
 /// K and N of `K/N`, K less than N.

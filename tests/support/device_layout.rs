@@ -3,159 +3,17 @@
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, AttentionPlan, AttentionTensors, DeviceLayout, DeviceLayoutOptions, Dropout,
-    LayoutShape, TopKOptions, WeightsMode, attention_with_tensors, top_k_blocks,
-    top_k_blocks_on_device,
+    TopKOptions, WeightsMode, attention_with_tensors, top_k_blocks, top_k_blocks_on_device,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::attention::inputs;
 use crate::compare::assert_close;
+use crate::device_layout_case::{Case, cases};
 use crate::devices::{exact_dtypes, half_dtypes};
 use crate::options::{Call, REACHES, half_tolerance};
-use crate::reference::{Problem, Sizes};
-
-/// Sizes of a layout and of the tensors of a call.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Case {
-    pub(crate) name: &'static str,
-    batch: usize,
-    heads: usize,
-    kv_heads: usize,
-    seq_q: usize,
-    seq_kv: usize,
-    head_dim: usize,
-    block_size: usize,
-    /// Batch entries and heads with blocks of their own.
-    patterns: [usize; 2],
-    causal: bool,
-}
-
-impl Case {
-    fn new(name: &'static str, seq_q: usize, seq_kv: usize, block_size: usize) -> Self {
-        Self {
-            name,
-            batch: 2,
-            heads: 2,
-            kv_heads: 2,
-            seq_q,
-            seq_kv,
-            head_dim: 16,
-            block_size,
-            patterns: [2, 2],
-            causal: true,
-        }
-    }
-
-    fn heads(mut self, heads: usize, kv_heads: usize) -> Self {
-        (self.heads, self.kv_heads) = (heads, kv_heads);
-        self.patterns = [2, heads];
-        self
-    }
-
-    fn shared(mut self, batch: bool, heads: bool) -> Self {
-        self.patterns = [
-            if batch { 1 } else { 2 },
-            if heads { 1 } else { self.heads },
-        ];
-        self
-    }
-
-    fn dim(mut self, head_dim: usize) -> Self {
-        self.head_dim = head_dim;
-        self
-    }
-
-    fn every_key(mut self) -> Self {
-        self.causal = false;
-        self
-    }
-
-    fn shape(&self) -> LayoutShape {
-        LayoutShape {
-            heads: self.heads,
-            seq_q: self.seq_q,
-            seq_kv: self.seq_kv,
-            block_size: self.block_size,
-        }
-    }
-
-    fn options(&self) -> DeviceLayoutOptions {
-        DeviceLayoutOptions::new(self.shape()).causal(self.causal)
-    }
-
-    fn blocks(&self) -> [usize; 2] {
-        [self.seq_q, self.seq_kv].map(|seq| seq.div_ceil(self.block_size))
-    }
-
-    fn dims(&self) -> [usize; 4] {
-        let [batch, heads] = self.patterns;
-        let [q_blocks, kv_blocks] = self.blocks();
-        [batch, heads, q_blocks, kv_blocks]
-    }
-
-    fn sizes(&self) -> Sizes {
-        Sizes {
-            batch: self.batch,
-            heads: self.heads,
-            kv_heads: self.kv_heads,
-            seq_q: self.seq_q,
-            seq_kv: self.seq_kv,
-            head_dim: self.head_dim,
-            value_dim: self.head_dim,
-        }
-    }
-
-    /// The problem in which the blocks of `mask`, `dims`, are chosen.
-    pub(crate) fn problem(&self, seed: u64, mask: Vec<bool>) -> Problem {
-        let case = *self;
-        let offset = self.seq_kv as i64 - self.seq_q as i64;
-        Problem::random(self.sizes(), seed, move |batch, head, i, j| {
-            let [batches, heads, q_blocks, kv_blocks] = case.dims();
-            let pattern = batch.min(batches - 1) * heads + head.min(heads - 1);
-            let row = pattern * q_blocks + i / case.block_size;
-            mask[row * kv_blocks + j / case.block_size]
-                && (!case.causal || j as i64 <= i as i64 + offset)
-        })
-        .with_grad_lse(seed)
-    }
-
-    /// Random blocks: rows of all densities, none and all among them, and a column that no row has.
-    pub(crate) fn mask(&self, rng: &mut ChaCha8Rng) -> Vec<bool> {
-        let [batch, heads, q_blocks, kv_blocks] = self.dims();
-        let mut mask = Vec::new();
-        for _ in 0..batch * heads * q_blocks {
-            let density = [0.0, 0.15, 0.3, 0.3, 0.6, 1.0][rng.random_range(0..6)];
-            mask.extend((0..kv_blocks).map(|c| {
-                let kept = rng.random::<f64>() < density;
-                kept && (c != 1 || kv_blocks < 3)
-            }));
-        }
-        mask
-    }
-}
-
-pub(crate) fn cases() -> Vec<Case> {
-    vec![
-        Case::new("blocks of 16, grouped heads", 70, 70, 16).heads(4, 2),
-        Case::new("one mask for all", 100, 100, 32)
-            .shared(true, true)
-            .every_key(),
-        Case::new("masks per batch entry, fewer queries", 50, 133, 16).shared(false, true),
-        Case::new("masks per head, more queries", 150, 41, 8)
-            .heads(3, 1)
-            .shared(true, false),
-        Case::new("blocks of 64", 300, 300, 64).dim(64),
-        Case::new("blocks of 128, fewer queries", 290, 400, 128).dim(64),
-        Case::new("blocks of 128, every key", 130, 257, 128)
-            .every_key()
-            .heads(2, 1),
-        Case::new("many blocks", 600, 555, 8).shared(true, true),
-        Case::new("a query of grouped heads", 1, 77, 16).heads(6, 2),
-        Case::new("few queries", 9, 40, 32).dim(5),
-        Case::new("one block", 16, 16, 16),
-    ]
-}
+use crate::reference::Problem;
 
 /// Masks may come from a device with autodiff, too.
 fn placed(device: &Device, index: usize) -> Device {
@@ -532,7 +390,7 @@ pub fn device_layout_errors(devices: &[Device]) {
             ),
             (
                 of_mask([2, 3, 4, 4], case.options()),
-                "mask's heads must be 4 or 1, got 3",
+                "mask's heads must be a divisor of the 4 heads of the shape, got 3",
             ),
             (
                 of_mask([2, 4, 5, 4], case.options()),
@@ -551,8 +409,8 @@ pub fn device_layout_errors(devices: &[Device]) {
                 "indices' width must be at least 1, got 0",
             ),
             (
-                indices([1, 2, 4, 2], [1, 2, 4]),
-                "indices' heads must be 4 or 1, got 2",
+                indices([1, 3, 4, 2], [1, 3, 4]),
+                "indices' heads must be a divisor of the 4 heads of the shape, got 3",
             ),
             (
                 indices([1, 4, 4, 2], [2, 4, 4]),

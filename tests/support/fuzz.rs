@@ -158,7 +158,8 @@ impl Extras {
         let slopes: Vec<f64> = (0..heads).map(&mut slope).collect();
         Self {
             slopes: chance(rng, 4).then_some(slopes),
-            dropout: chance(rng, 4).then(|| Dropout::new(rng.random_range(0.0..0.9), rng.random())),
+            dropout: chance(rng, 4)
+                .then(|| Dropout::new(rng.random_range(0.0..0.9), rng.random::<u64>())),
             bias: chance(rng, 4).then(|| pick(rng, &SHARED)),
             sinks: chance(rng, 4),
             grad_lse: chance(rng, 2),
@@ -182,7 +183,10 @@ impl Extras {
                 ..nothing
             },
             1 => Self {
-                dropout: Some(Dropout::new(rng.random_range(0.0..0.9), rng.random())),
+                dropout: Some(Dropout::new(
+                    rng.random_range(0.0..0.9),
+                    rng.random::<u64>(),
+                )),
                 ..nothing
             },
             2 => Self {

@@ -11,10 +11,10 @@ use rand_chacha::ChaCha8Rng;
 use crate::attention::inputs;
 use crate::cases::{Case, per_batch, table};
 use crate::compare::{assert_close, to_f64};
-use crate::device_layout;
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes};
 use crate::options::{SHARED, everything, tensors, with_distances};
 use crate::reference::{Problem, Sizes};
+use crate::{device_layout, device_layout_case};
 
 /// The case with one of five kinds of scores: with dropout, with sinks and ALiBi, with biases of each kind, with all options. Plain if there are few
 /// queries.
@@ -226,7 +226,7 @@ pub fn given_attention_of_other_kinds(devices: &[Device]) {
             true,
         );
         for index in [0, 4] {
-            let case = &device_layout::cases()[index];
+            let case = &device_layout_case::cases()[index];
             let mask = case.mask(&mut ChaCha8Rng::seed_from_u64(9200));
             let problem = case.problem(9200, mask.clone()).with_grad_lse(9200);
             let problem = problem.options(Some(0.3), None);

@@ -6,13 +6,20 @@ pub mod attention;
 pub mod autodiff;
 pub mod block_sparse;
 pub mod blocks;
+mod blocks_dense;
 pub mod cases;
 pub mod compare;
 pub mod device_layout;
+mod device_layout_case;
 pub mod devices;
 pub mod embedding;
+pub mod eviction;
 pub mod fuzz;
 pub mod fuzz_more;
+mod golden;
+pub mod graph;
+pub mod graph_decoding;
+pub mod graph_training;
 pub mod heads;
 pub mod kept;
 pub mod linear;
@@ -24,9 +31,22 @@ pub mod norm;
 mod norm_problem;
 pub mod optim;
 pub mod options;
+pub mod packed;
+pub mod paged;
+mod paged_problem;
+pub mod paged_quantised;
 pub mod projection;
 pub mod reference;
 pub mod rounding;
+pub mod sampling;
+pub mod selected;
+pub mod selected_lists;
+pub mod selected_planted;
+mod selected_problem;
+pub mod selection;
+pub mod selection_dense;
+pub mod selection_goldens;
+pub mod selection_rules;
 pub mod sharing;
 pub mod stream_dropout;
 
@@ -102,6 +122,38 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "max_scores_of_disjoint_parts",
         max_scores::max_scores_of_disjoint_parts,
+    ),
+    (
+        "fixed_tensors_are_overwritten",
+        graph::fixed_tensors_are_overwritten,
+    ),
+    (
+        "replayed_runs_equal_plain_runs",
+        graph::replayed_runs_equal_plain_runs,
+    ),
+    (
+        "recordings_refuse_what_would_be_frozen",
+        graph_training::recordings_refuse_what_would_be_frozen,
+    ),
+    (
+        "device_seeds_give_the_masks_of_their_numbers",
+        graph_training::device_seeds_give_the_masks_of_their_numbers,
+    ),
+    (
+        "replayed_decoding_equals_plain_decoding",
+        graph_decoding::replayed_decoding_equals_plain_decoding,
+    ),
+    (
+        "replayed_decoding_survives_errors",
+        graph_decoding::replayed_decoding_survives_errors,
+    ),
+    (
+        "decoding_reserves_nothing_more",
+        graph_decoding::decoding_reserves_nothing_more,
+    ),
+    (
+        "replayed_training_equals_plain_training",
+        graph_training::replayed_training_equals_plain_training,
     ),
     (
         "given_attention_gives_the_same_bits",
@@ -221,6 +273,23 @@ pub const CHECKS: &[(&str, Check)] = &[
         device_layout::device_layouts_with_relative_bias,
     ),
     ("device_layout_errors", device_layout::device_layout_errors),
+    ("selection_goldens", selection_goldens::selection_goldens),
+    (
+        "choices_equal_those_of_loops",
+        selection::choices_equal_those_of_loops,
+    ),
+    (
+        "choices_of_what_is_no_number",
+        selection::choices_of_what_is_no_number,
+    ),
+    (
+        "methods_of_earlier_keys_say_so",
+        selection::methods_of_earlier_keys_say_so,
+    ),
+    (
+        "rules_keep_the_same_on_devices",
+        selection_rules::rules_keep_the_same_on_devices,
+    ),
     ("residual_norm_equals_f64", norm::residual_norm_equals_f64),
     (
         "residual_norm_without_rows",
@@ -349,6 +418,56 @@ pub const CHECKS: &[(&str, Check)] = &[
         heads::heads_are_differentiated_together,
     ),
     ("heads_plans", heads::heads_plans),
+    (
+        "sampled_tokens_are_those_of_a_sort",
+        sampling::sampled_tokens_are_those_of_a_sort,
+    ),
+    (
+        "sampled_tokens_follow_the_probabilities",
+        sampling::sampled_tokens_follow_the_probabilities,
+    ),
+    (
+        "selected_attention_equals_f64",
+        selected::selected_attention_equals_f64,
+    ),
+    (
+        "selected_attention_in_half_precision",
+        selected::selected_attention_in_half_precision,
+    ),
+    (
+        "selected_attention_equals_its_layout",
+        selected::selected_attention_equals_its_layout,
+    ),
+    (
+        "selected_attention_of_query_blocks",
+        selected::selected_attention_of_query_blocks,
+    ),
+    (
+        "selected_gradients_equal_finite_differences",
+        selected::selected_gradients_equal_finite_differences,
+    ),
+    (
+        "selected_attention_is_prefix_stable",
+        selected::selected_attention_is_prefix_stable,
+    ),
+    (
+        "selected_attention_of_a_permuted_batch",
+        selected::selected_attention_of_a_permuted_batch,
+    ),
+    (
+        "chosen_blocks_of_any_scores",
+        selected_lists::chosen_blocks_of_any_scores,
+    ),
+    (
+        "chosen_blocks_in_several_slabs",
+        selected_lists::chosen_blocks_in_several_slabs,
+    ),
+    ("moba_golden", selected_lists::moba_golden),
+    (
+        "moba_on_planted_structure",
+        selected_planted::moba_on_planted_structure,
+    ),
+    ("rows_at_equals_f64", selected_lists::rows_at_equals_f64),
     ("embedding_equals_f64", embedding::embedding_equals_f64),
     (
         "embedding_in_half_precision",
@@ -367,6 +486,66 @@ pub const CHECKS: &[(&str, Check)] = &[
         embedding::embedding_of_a_frozen_table,
     ),
     ("embedding_plans", embedding::embedding_plans),
+    (
+        "paged_attention_equals_f64",
+        paged::paged_attention_equals_f64,
+    ),
+    (
+        "paged_attention_in_half_precision",
+        paged::paged_attention_in_half_precision,
+    ),
+    (
+        "paged_attention_gives_the_same_bits",
+        paged::paged_attention_gives_the_same_bits,
+    ),
+    (
+        "paged_attention_with_fixed_split",
+        paged::paged_attention_with_fixed_split,
+    ),
+    ("paged_attention_golden", paged::paged_attention_golden),
+    (
+        "paged_attention_of_nothing",
+        paged::paged_attention_of_nothing,
+    ),
+    (
+        "paged_attention_leaves_the_graph",
+        paged::paged_attention_leaves_the_graph,
+    ),
+    ("paged_attention_plans", paged::paged_attention_plans),
+    ("appended_rows", paged::appended_rows),
+    ("quantised_rows", paged_quantised::quantised_rows),
+    (
+        "quantised_rows_golden",
+        paged_quantised::quantised_rows_golden,
+    ),
+    (
+        "quantised_rows_that_are_not_finite",
+        paged_quantised::quantised_rows_that_are_not_finite,
+    ),
+    (
+        "quantised_attention_equals_f64",
+        paged_quantised::quantised_attention_equals_f64,
+    ),
+    (
+        "quantised_attention_in_half_precision",
+        paged_quantised::quantised_attention_in_half_precision,
+    ),
+    (
+        "quantised_scores_are_bounded",
+        paged_quantised::quantised_scores_are_bounded,
+    ),
+    (
+        "quantised_plans_name_the_store",
+        paged_quantised::quantised_plans_name_the_store,
+    ),
+    (
+        "queries_see_the_keys_that_stay",
+        eviction::queries_see_the_keys_that_stay,
+    ),
+    (
+        "sums_of_attention_are_the_same_by_both_roads",
+        eviction::sums_of_attention_are_the_same_by_both_roads,
+    ),
     (
         "threads_share_a_new_layout",
         sharing::threads_share_a_new_layout,

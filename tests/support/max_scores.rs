@@ -11,10 +11,10 @@ use rand_chacha::ChaCha8Rng;
 use crate::attention::inputs;
 use crate::cases::{Case, cases, per_batch, table};
 use crate::compare::{assert_close, assert_rows};
-use crate::device_layout;
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes};
 use crate::options::{SHARED, everything, tensors, with_distances};
 use crate::reference::{Problem, Sizes};
+use crate::{device_layout, device_layout_case};
 
 /// The case with one of six kinds of scores: plain, with a scale that turns the order of products around or makes them one, with biases of
 /// each kind, with all options.
@@ -180,7 +180,7 @@ fn run(
 /// Layouts that are made on the device, and layouts per batch entry.
 pub fn max_scores_of_other_layouts(devices: &[Device]) {
     for index in [0, 1, 4, 5, 8] {
-        let case = &device_layout::cases()[index];
+        let case = &device_layout_case::cases()[index];
         let seed = 8300 + index as u64;
         let mask = case.mask(&mut ChaCha8Rng::seed_from_u64(seed));
         let scale = if index == 1 { -0.6 } else { 0.3 };

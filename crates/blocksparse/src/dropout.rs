@@ -1,5 +1,7 @@
 //! Dropout of attention weights: which pairs are kept is a function of a seed and the pair alone.
 
+use crate::Seed;
+
 /// Dropout of attention weights. A pair is kept with probability `1 − probability`, and its weight is divided by that.
 ///
 /// Whether a pair is kept depends on the seed, its batch entry, head, query and key and on nothing else: it is the same in the backward
@@ -20,7 +22,7 @@ pub struct Dropout {
     /// Probability that a weight is dropped, in `[0, 1)`.
     pub probability: f64,
     /// Seed of the mask. Training takes another in every step.
-    pub seed: u64,
+    pub seed: Seed,
 }
 
 impl Dropout {
@@ -28,8 +30,11 @@ impl Dropout {
     ///
     /// The range of the probability, `[0, 1)`, is not checked here but when attention is called with it, which is an error outside of it. Until
     /// then [`threshold`](Self::threshold) and [`factor`](Self::factor) are what their formulas give.
-    pub fn new(probability: f64, seed: u64) -> Self {
-        Self { probability, seed }
+    pub fn new(probability: f64, seed: impl Into<Seed>) -> Self {
+        Self {
+            probability,
+            seed: seed.into(),
+        }
     }
 
     /// Words below it keep their pair: `(1 − probability) · 2³²`, rounded.
@@ -50,7 +55,8 @@ impl Dropout {
     /// [`keeps`](Self::keeps) of the keys from `4 · four` on.
     pub fn keeps_four(&self, batch: usize, head: usize, query: usize, four: usize) -> [bool; 4] {
         let counter = [query, four, head, batch].map(|number| number as u32);
-        let key = [self.seed as u32, (self.seed >> 32) as u32];
+        let seed = self.seed.value();
+        let key = [seed as u32, (seed >> 32) as u32];
         philox(counter, key).map(|word| word < self.threshold())
     }
 }

@@ -32,6 +32,9 @@ pub mod pages;
 mod pattern;
 #[doc(hidden)]
 pub mod plan;
+mod quantization;
+mod rule;
+mod seed;
 mod stream_dropout;
 mod weights;
 
@@ -47,6 +50,9 @@ pub use layout::{
 pub use pattern::{Pattern, PatternFn, Reach};
 #[doc(hidden)]
 pub use plan::lines;
+pub use quantization::Quantization;
+pub use rule::{EstimateKind, Forced, Keep, Rule, ScoreGrid};
+pub use seed::{Seed, SeedPlace, SeedTable};
 pub use stream_dropout::StreamDropout;
 pub use weights::{WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern};
 

@@ -1,5 +1,6 @@
 //! Dropout of the numbers of a matrix: which are kept is a function of a seed, a site and the place alone.
 
+use crate::Seed;
 use crate::dropout::philox;
 
 /// The generator's fourth word. Attention weights have their batch entry there, which is below it.
@@ -27,17 +28,17 @@ pub struct StreamDropout {
     /// Probability that a number is dropped, in `[0, 1)`.
     pub probability: f64,
     /// Seed of the mask. Training takes another in every step.
-    pub seed: u64,
+    pub seed: Seed,
     /// Which of a model's dropouts this is: each has a number of its own, so that they share a seed.
     pub site: u32,
 }
 
 impl StreamDropout {
     /// Dropout with a probability, a seed and a site. Calls check that the probability is in `[0, 1)`.
-    pub fn new(probability: f64, seed: u64, site: u32) -> Self {
+    pub fn new(probability: f64, seed: impl Into<Seed>, site: u32) -> Self {
         Self {
             probability,
-            seed,
+            seed: seed.into(),
             site,
         }
     }
@@ -60,10 +61,11 @@ impl StreamDropout {
     /// The mask of a matrix, row by row: 1 where a number is kept, or else 0.
     pub fn mask(&self, rows: usize, width: usize) -> Vec<f32> {
         let threshold = self.threshold();
+        let now = Self::new(self.probability, self.seed.value(), self.site);
         let mut mask = vec![0.0; rows * width];
         for (row, numbers) in mask.chunks_exact_mut(width.max(1)).enumerate() {
             for (four, numbers) in numbers.chunks_mut(4).enumerate() {
-                let words = self.words(row, four);
+                let words = now.words(row, four);
                 for (number, word) in numbers.iter_mut().zip(words) {
                     *number = f32::from(u8::from(word < threshold));
                 }
@@ -73,7 +75,8 @@ impl StreamDropout {
     }
 
     fn words(&self, row: usize, four: usize) -> [u32; 4] {
-        let key = [self.seed as u32, (self.seed >> 32) as u32];
+        let seed = self.seed.value();
+        let key = [seed as u32, (seed >> 32) as u32];
         philox([row as u32, four as u32, self.site, STREAM], key)
     }
 }

@@ -316,7 +316,7 @@ pub(crate) fn call_given(
         None => q,
     };
     let host = packed.as_ref().unwrap_or(host);
-    let mut tensors = upload::layout_tensors(host, &own.device(), plan.is_kernels());
+    let mut tensors = upload::layout_tensors(host, &own.device(), plan.is_kernels())?;
     tensors.plan = plan.kernels();
     if let (Layout::Device(layout), None) = (layout, &read) {
         tensors.choice = layout.chooser();

@@ -6,6 +6,7 @@ use burn::tensor::{Device, Tensor};
 use crate::device::served;
 use crate::device_layout::Layout;
 use crate::error::OpError;
+use crate::graph::seeds;
 use crate::options::{AttentionOptions, WeightsMode};
 
 /// Checks everything but tensors that are options.
@@ -18,6 +19,9 @@ pub(crate) fn call(
 ) -> Result<(), OpError> {
     shapes(q, k, v, layout.sizes())?;
     options.validate(layout.sizes().heads(), q.dtype())?;
+    if let Some(dropout) = options.active_dropout() {
+        seeds::check(dropout.seed, &q.device())?;
+    }
     let Layout::Device(layout) = layout else {
         return Ok(());
     };

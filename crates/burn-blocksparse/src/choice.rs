@@ -1,7 +1,9 @@
 //! How blocks are chosen by scores, on the host; the same rules as on the device.
 
 use blocksparse::BlockLayout;
-use blocksparse::{BlockMask, ChosenBy, DeviceChoice, LayoutShape};
+use blocksparse::{
+    BlockMask, ChosenBy, DeviceChoice, EstimateKind, Forced, Keep, LayoutShape, Rule, ScoreGrid,
+};
 use burn::tensor::Tensor;
 
 use crate::error::OpError;
@@ -52,6 +54,17 @@ impl TopKOptions {
         self.first = blocks;
         self
     }
+
+    pub(crate) fn rule(&self) -> Rule {
+        Rule {
+            kind: EstimateKind::Affinity,
+            keep: Keep::TopK(self.k),
+            forced: Forced {
+                first: self.first,
+                local: self.local,
+            },
+        }
+    }
 }
 
 /// Sizes that a layout can have.
@@ -65,58 +78,38 @@ pub(crate) fn checked(shape: &LayoutShape) -> Result<LayoutShape, OpError> {
     Ok(*BlockLayout::on_device("sizes", *shape, nothing)?.shape())
 }
 
+/// The rows and blocks of a layout's scores.
+pub(crate) fn grid(shape: &LayoutShape, causal: bool) -> ScoreGrid {
+    ScoreGrid {
+        query_rows: shape.block_size,
+        block: shape.block_size,
+        seq_q: shape.seq_q,
+        seq_kv: shape.seq_kv,
+        causal,
+    }
+}
+
 /// Which key blocks each row of scores keeps, read back from the device.
 pub(crate) fn choose_rows(
     scores: Tensor<4>,
     shape: LayoutShape,
-    options: &TopKOptions,
+    rule: &Rule,
+    causal: bool,
 ) -> Result<Vec<Vec<bool>>, OpError> {
     let [_, _, q_blocks, kv_blocks] = scores.dims();
     let scores = scores.try_into_data().map_err(OpError::read)?;
-    let scores: Vec<f32> = scores.to_vec().map_err(OpError::read)?;
+    let scores = scores.convert::<f64>();
+    let scores: Vec<f64> = scores.to_vec().map_err(OpError::read)?;
+    let grid = grid(&shape, causal);
     let rows = scores.chunks(kv_blocks).enumerate();
-    let rows = rows.map(|(row, scores)| choose(scores, row % q_blocks, shape, options));
+    let rows = rows.map(|(row, scores)| rule.kept(&grid, row % q_blocks, scores));
     Ok(rows.collect())
-}
-
-/// Which key blocks a row of query blocks keeps.
-fn choose(scores: &[f32], q_block: usize, shape: LayoutShape, options: &TopKOptions) -> Vec<bool> {
-    let [first, last] = positions(q_block, shape);
-    let b = shape.block_size as i64;
-    let start = |kv_block: usize| kv_block as i64 * b;
-    let allowed = |kv_block: usize| !options.causal || start(kv_block) <= last;
-    let reach = i64::try_from(options.local).map_or(i64::MAX, |local| local.saturating_mul(b));
-    let near = |kv_block: usize| start(kv_block) <= last && first - start(kv_block) < reach;
-    let forced =
-        |kv_block: usize| kv_block < options.first || (options.local > 0 && near(kv_block));
-    let candidates = (0..scores.len()).filter(|&kv_block| allowed(kv_block));
-    let (mut chosen, mut rest): (Vec<_>, Vec<_>) =
-        candidates.partition(|&kv_block| forced(kv_block));
-    let key = |kv_block: usize| match scores[kv_block].is_nan() {
-        true => f32::NEG_INFINITY,
-        // −0 equals 0.
-        false => scores[kv_block] + 0.0,
-    };
-    rest.sort_by(|&x, &y| key(y).total_cmp(&key(x)));
-    rest.truncate(options.k.saturating_sub(chosen.len()));
-    chosen.extend(rest);
-    let mut kept = vec![false; scores.len()];
-    chosen.iter().for_each(|&kv_block| kept[kv_block] = true);
-    kept
-}
-
-/// Positions of the first and the last query of a block; the last of all queries sits at the last key.
-pub(crate) fn positions(q_block: usize, shape: LayoutShape) -> [i64; 2] {
-    let offset = shape.seq_kv as i64 - shape.seq_q as i64;
-    let first = q_block * shape.block_size;
-    let last = (first + shape.block_size).min(shape.seq_q) - 1;
-    [first as i64 + offset, last as i64 + offset]
 }
 
 /// The pairs of a chosen block.
 pub(crate) fn mask(q_block: usize, kv_block: usize, shape: LayoutShape, causal: bool) -> BlockMask {
     let b = shape.block_size;
-    let [first, _] = positions(q_block, shape);
+    let [first, _] = grid(&shape, causal).positions(q_block);
     BlockMask::from_fn(b, |row, column| {
         !causal || (kv_block * b + column) as i64 <= first + row as i64
     })

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, LayoutError, LayoutShape};
+use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, LayoutError, LayoutShape, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
@@ -90,14 +90,14 @@ const _: () = {
 enum Chooser {
     Mask(Tensor<4, Bool>),
     Indices(Tensor<4, Int>),
-    Scores(Tensor<4>, TopKOptions),
+    Scores(Tensor<4>, Rule),
 }
 
 impl DeviceLayout {
     /// The blocks at which `mask` is true.
     ///
     /// # Shapes
-    /// - `mask`: `[batch or 1, heads or 1, q_blocks, kv_blocks]`; what is 1 is shared
+    /// - `mask`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many neighbouring heads share one
     ///
     /// # Errors
     /// [`OpError`] if the options' sizes are out of range, or the mask does not fit them.
@@ -127,8 +127,8 @@ impl DeviceLayout {
     /// nothing, and one that is repeated counts once; so do counts that are negative or larger than a row.
     ///
     /// # Shapes
-    /// - `indices`: `[batch or 1, heads or 1, q_blocks, most]`, of key blocks
-    /// - `counts`: `[batch or 1, heads or 1, q_blocks]`, with the same batch and heads
+    /// - `indices`: `[batch or 1, a divisor of heads, q_blocks, most]`, of key blocks
+    /// - `counts`: `[batch or 1, a divisor of heads, q_blocks]`, with the same batch and heads
     ///
     /// # Errors
     /// [`OpError`] if the options' sizes are out of range, the tensors do not fit them or each other, or `most` is 0.
@@ -172,7 +172,7 @@ impl DeviceLayout {
     /// The choice is not differentiable, and no gradient reaches the scores.
     ///
     /// # Shapes
-    /// - `scores`: `[batch or 1, heads or 1, q_blocks, kv_blocks]`; what is 1 is shared
+    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many neighbouring heads share one
     ///
     /// # Errors
     /// [`OpError`] if a size or an option is out of range, or the scores do not fit the shape.
@@ -187,6 +187,40 @@ impl DeviceLayout {
         if options.k == 0 {
             return Err(OpError::argument("options.k", "at least 1", 0));
         }
+        let (rule, k) = (options.rule(), options.k);
+        let options = DeviceLayoutOptions::new(shape).causal(options.causal);
+        let name = format!("the top {}", k);
+        Self::of_scores(name, scores, rule, options)
+    }
+
+    /// The blocks that a [`Rule`] keeps by the scores of each row of blocks. Scores are compared and weighed in f32.
+    ///
+    /// The choice is not differentiable, and no gradient reaches the scores.
+    ///
+    /// # Shapes
+    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many neighbouring heads share one
+    ///
+    /// # Errors
+    /// [`OpError`] if a size or a number of the rule is out of range, or the scores do not fit the shape.
+    pub fn from_scores(
+        scores: Tensor<4>,
+        rule: Rule,
+        options: DeviceLayoutOptions,
+    ) -> Result<Self, OpError> {
+        served(&scores.device().without_autodiff())?;
+        let shape = checked(&options.shape)?;
+        let options = DeviceLayoutOptions { shape, ..options };
+        rule.check()?;
+        Self::of_scores(format!("{:?}", rule.keep), scores, rule, options)
+    }
+
+    fn of_scores(
+        name: String,
+        scores: Tensor<4>,
+        rule: Rule,
+        options: DeviceLayoutOptions,
+    ) -> Result<Self, OpError> {
+        let DeviceLayoutOptions { shape, causal } = options;
         let dims = scores.dims();
         let patterns = rows("scores", dims, &shape)?;
         expect(
@@ -196,16 +230,11 @@ impl DeviceLayout {
         )?;
         let choice = DeviceChoice {
             patterns,
-            causal: options.causal,
-            by: ChosenBy::TopK {
-                k: options.k,
-                local: options.local,
-                first: options.first,
-            },
+            causal,
+            by: ChosenBy::Scores(rule),
         };
-        let name = format!("the top {}", options.k);
         let scores = scores.detach().without_autodiff().cast(DType::F32);
-        Self::new(&name, shape, choice, Chooser::Scores(scores, options))
+        Self::new(&name, shape, choice, Chooser::Scores(scores, rule))
     }
 
     fn new(
@@ -289,7 +318,7 @@ impl DeviceLayout {
         let rows = self.read_rows()?;
         let layouts = (0..batch).map(|entry| {
             BlockLayout::from_block_fn(self.frame.name(), shape, |head, q_block, kv_block| {
-                let pattern = entry * heads + head.min(heads - 1);
+                let pattern = entry * heads + head / (shape.heads / heads);
                 let kept = rows[pattern * q_blocks + q_block][kv_block];
                 kept.then(|| mask(q_block, kv_block, shape, causal))
             })
@@ -325,7 +354,9 @@ impl DeviceLayout {
                 };
                 Ok(integers(indices)?.chunks(most).map(kept).collect())
             }
-            Chooser::Scores(scores, options) => choose_rows(scores.clone(), *self.shape(), options),
+            Chooser::Scores(scores, rule) => {
+                choose_rows(scores.clone(), *self.shape(), rule, self.is_causal())
+            }
         }
     }
 }
@@ -357,8 +388,8 @@ fn rows(
     if batch == 0 {
         return Err(OpError::argument(batches, "at least 1", batch));
     }
-    if heads != 1 && heads != shape.heads {
-        let expected = format!("{} or 1", shape.heads);
+    if heads == 0 || !shape.heads.is_multiple_of(heads) {
+        let expected = format!("a divisor of the {} heads of the shape", shape.heads);
         return Err(OpError::argument(of_heads, expected, heads));
     }
     expect(of_rows, shape.seq_q.div_ceil(shape.block_size), q_blocks)?;

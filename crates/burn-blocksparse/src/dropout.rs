@@ -74,5 +74,5 @@ fn text(
 
 fn check<const D: usize>(x: &Tensor<D>, dropout: &StreamDropout) -> Result<(), OpError> {
     served(&x.device())?;
-    check_dropout("dropout's probability", Some(dropout))
+    check_dropout("dropout's probability", Some(dropout), &x.device())
 }

@@ -15,6 +15,16 @@ pub enum OpError {
     /// A layout that was asked for cannot be.
     #[error(transparent)]
     Layout(#[from] blocksparse::LayoutError),
+    /// Text that is no selection in the notation of [`Selection::NOTATION`](crate::Selection::NOTATION).
+    #[error("cannot read '{text}' as a selection: expected {expected}, got {got}")]
+    Selection {
+        /// The text.
+        text: String,
+        /// What may stand there.
+        expected: String,
+        /// What came.
+        got: String,
+    },
     /// This crate does not serve the device's backend, or not with the features that are on.
     #[error("the device's backend must be one that a feature of burn-blocksparse turns on, got {device}: {}", advice(.feature))]
     Backend {
@@ -36,6 +46,31 @@ pub enum OpError {
     /// What a function needs of the device could not be read.
     #[error("the device must give back its tensors, got {0}")]
     Read(String),
+    /// Numbers of the host that would be copied inside a recording.
+    #[error(
+        "{what} must be on the device before a recording begins, because replays would copy the same bytes again: \
+         make the same call once before"
+    )]
+    Recording {
+        /// What would be copied.
+        what: &'static str,
+    },
+    /// A number of the host inside a recording, which replays would not take again.
+    #[error("{what} would be the same in every replay of a recording: {instead}")]
+    Frozen {
+        /// The number.
+        what: &'static str,
+        /// What to do.
+        instead: &'static str,
+    },
+    /// What a recording would not have updated where it lies.
+    #[error(
+        "{what} must be updated where it lies inside a recording, but something else holds it: replays would start from the old numbers"
+    )]
+    NotInPlace {
+        /// What.
+        what: &'static str,
+    },
     /// What has to come before the first tensor of a program came later, or twice.
     #[cfg(all(feature = "cube", feature = "fusion"))]
     #[error("accelerate_matmul must be called once, before the first tensor: {0}")]

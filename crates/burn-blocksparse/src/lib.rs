@@ -58,6 +58,7 @@ mod dropout;
 mod dtype;
 mod embedding;
 mod error;
+mod graph;
 mod heads;
 mod kept;
 mod linear;
@@ -72,9 +73,13 @@ mod optim;
 mod options;
 #[cfg(feature = "cube")]
 mod pack;
+mod paged;
 mod plan;
 mod projection;
 mod reference;
+mod rows;
+mod sampling;
+mod selection;
 mod tensors;
 mod top_k;
 mod upload;
@@ -98,8 +103,9 @@ pub use blocks::BlockSparseTensorOps;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
 pub use blocksparse::{
-    BLOCK_SIZES, BlockLayout, BlockMask, Dropout, LayoutError, LayoutShape, Pattern, Reach,
-    Restriction, StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern, philox,
+    BLOCK_SIZES, BlockLayout, BlockMask, Dropout, EstimateKind, Forced, Keep, LayoutError,
+    LayoutShape, Pattern, Quantization, Reach, Restriction, Rule, ScoreGrid, Seed, SeedTable,
+    StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern, pages, philox,
 };
 pub use choice::TopKOptions;
 pub use device::check_device;
@@ -107,6 +113,7 @@ pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use dropout::{dropout, dropout_plan};
 pub use embedding::{embedding, embedding_backward, embedding_plan};
 pub use error::OpError;
+pub use graph::{DeviceSeed, Fixed, FixedKind, Replayed, check_not_recording, prepare_seed};
 pub use heads::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};
 pub use kept::values::KeptAttention;
@@ -131,11 +138,19 @@ pub use norm::{
 pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseLinearOps,
-    BlockSparseOps, ClipFactor, DropoutOps, EmbeddingOps, HeadOps, LinearOps, LossOps, MlpOps,
-    NormOps, OptimOps, ProjectionOps, TensorList,
+    BlockSparseOps, ClipFactor, DropoutOps, EmbeddingOps, FixedOps, HeadOps, LinearOps, LossOps,
+    MlpOps, NormOps, OptimOps, PagedOps, ProjectionOps, RowOps, SamplingOps, TensorList,
 };
-pub use optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
+pub use optim::{AdamWControl, FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
+pub use paged::values::{
+    AppendInputs, AppendPacked, MaybeInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
+    StoredPages,
+};
+pub use paged::{
+    PagedKeysValues, PagedOptions, PagedOutput, PagedStore, PagedVisibility, QuantizedPages,
+    append_quantized, append_rows, dequantize, paged_attention, paged_attention_plan,
+};
 pub use plan::AttentionPlan;
 pub use projection::values::{
     MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall, ProjectionInputs,
@@ -143,6 +158,14 @@ pub use projection::values::{
 };
 pub use projection::{
     linear_from_heads, linear_from_heads_plan, linear_to_heads, linear_to_heads_plan,
+};
+pub use rows::rows_at;
+pub use sampling::{SampleOptions, sample_tokens, sample_tokens_plan};
+pub use selection::{
+    Antidiagonals, BlockEstimator, BlockMeans, Chosen, DenseCall, EstimateGrid, EstimatorTraits,
+    FlexHead, FlexPrefill, MixtureOfBlocks, QueryLists, ScoreCall, SelectedOptions, Selection,
+    SelectionQuality, Sharing, SpargeBlocks, VerticalSlash, attention_selected,
+    attention_selected_with_lse, recall,
 };
 pub use tensors::AttentionTensors;
 pub use top_k::{top_k_blocks, top_k_blocks_on_device};

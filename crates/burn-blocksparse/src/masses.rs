@@ -130,7 +130,7 @@ pub fn attention_masses(
     }
     let scores = tensors.scores(&q);
     let kernels = plan::sums_in_kernels(&q, &k, &scores, layout, &options)?;
-    let layout = upload::layout_tensors(layout, &q.device(), kernels);
+    let layout = upload::layout_tensors(layout, &q.device(), kernels)?;
     let inputs = MassInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),

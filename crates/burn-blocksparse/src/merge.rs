@@ -72,6 +72,33 @@ pub fn merge_attention(
     Ok((out.cast(dtype), lse))
 }
 
+/// Merges several parts of each row, and one more: the attention over all of their keys, rounded once.
+///
+/// # Shapes
+/// - `parts`: out `[batch, heads, seq_q, parts, value_dim]` and lse `[batch, heads, seq_q, parts]`
+/// - `last`, and what is returned: as [`merge_attention`] has them
+pub(crate) fn merge_parts(
+    parts: (Tensor<5>, Tensor<4>),
+    last: (Tensor<4>, Tensor<3>),
+) -> (Tensor<4>, Tensor<3>) {
+    let ((parts, part_lse), (out, lse)) = (parts, last);
+    let [batch, heads, seq_q, _, value_dim] = parts.dims();
+    let (dtype, accumulator) = (out.dtype(), lse.dtype());
+    let rows = [batch, heads, seq_q];
+    let part_lse = part_lse.clamp_min(LOWEST);
+    let max = part_lse.clone().max_dim(3).detach();
+    let weights = (part_lse - max.clone()).exp();
+    let total = weights.clone().sum_dim(3);
+    let merged_lse = (max + total.clone().log()).reshape(rows);
+    let weights = (weights / total).unsqueeze_dim::<5>(4);
+    let merged = (parts.cast(accumulator) * weights).sum_dim(3);
+    let merged = merged.reshape([batch, heads, seq_q, value_dim]);
+    let Shares { a, b, lse } = shares(merged_lse, lse);
+    let weighted = |out: Tensor<4>, share: Tensor<3>| out * share.unsqueeze_dim(3);
+    let out = weighted(merged, a) + weighted(out.cast(accumulator), b);
+    (out.cast(dtype), lse)
+}
+
 /// What two parts have of their union's softmax.
 pub(crate) struct Shares {
     /// `exp(lse_a − lse)`

@@ -1,12 +1,13 @@
 //! Layouts chosen by content: the key blocks whose means score highest.
 
 use blocksparse::{BlockLayout, LayoutShape};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 
 use crate::choice::{TopKOptions, checked, choose_rows, mask};
 use crate::device::served;
 use crate::device_layout::DeviceLayout;
 use crate::error::OpError;
+use crate::selection::{check_shapes, means, products};
 
 /// A layout per batch entry and head, of the key blocks that score highest for each row of query blocks: the score of a pair of blocks is
 /// `mean(q) · mean(k)` (as the block-sparse heads of MInference choose, Jiang et al., 2024). Ties go to the earlier block.
@@ -43,7 +44,7 @@ pub fn top_k_blocks(
     let [batch, heads, ..] = q.dims();
     let scores = scores(q, k.clone(), heads / k.dims()[1], options.block_size);
     let q_blocks = scores.dims()[2];
-    let rows = choose_rows(scores, shape, &options)?;
+    let rows = choose_rows(scores, shape, &options.rule(), options.causal)?;
     let layouts = (0..batch).map(|entry| {
         BlockLayout::from_block_fn("top_k", shape, |head, q_block, kv_block| {
             let row = (entry * heads + head) * q_blocks + q_block;
@@ -131,56 +132,15 @@ fn checked_shape(
 }
 
 fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), OpError> {
-    let [batch, heads, _, head_dim] = q.dims();
-    let [k_batch, kv_heads, _, k_dim] = k.dims();
-    let at_least_1 = [
-        ("q's batch", batch),
-        ("q's head_dim", head_dim),
-        ("options.k", options.k),
-    ];
-    for (argument, got) in at_least_1 {
-        if got == 0 {
-            return Err(OpError::argument(argument, "at least 1", got));
-        }
+    check_shapes(q, k)?;
+    match options.k {
+        0 => Err(OpError::argument("options.k", "at least 1", 0)),
+        _ => Ok(()),
     }
-    OpError::expect_same("k's batch", batch, "q's", k_batch)?;
-    OpError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
-    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(OpError::argument(
-            "k's kv_heads",
-            format!("a divisor of the {heads} heads of q"),
-            kv_heads,
-        ));
-    }
-    OpError::expect_same("k's dtype", q.dtype(), "q's", k.dtype())?;
-    OpError::expect_same("k's device", q.device(), "q's", k.device())
 }
 
 /// `[batch, heads, q_blocks, kv_blocks]`, f32. The scale changes no order.
 fn scores(q: Tensor<4>, k: Tensor<4>, group: usize, block_size: usize) -> Tensor<4> {
     let (q, k) = (means(q.detach(), block_size), means(k.detach(), block_size));
-    let [batch, heads, q_blocks, dim] = q.dims();
-    let kv_blocks = k.dims()[2];
-    let q = q.reshape([batch, heads / group, group * q_blocks, dim]);
-    let scores = q.matmul(k.transpose());
-    scores.reshape([batch, heads, q_blocks, kv_blocks])
-}
-
-/// Means over blocks of rows, in f32: `[batch, heads, blocks, dim]`.
-fn means(x: Tensor<4>, block_size: usize) -> Tensor<4> {
-    let [batch, heads, seq, dim] = x.dims();
-    let x = x.cast(DType::F32);
-    let blocks = seq.div_ceil(block_size);
-    let whole = seq / block_size;
-    let rows = |from, to| x.clone().slice([0..batch, 0..heads, from..to, 0..dim]);
-    let mut parts = Vec::new();
-    if whole > 0 {
-        let rows = rows(0, whole * block_size);
-        let rows = rows.reshape([batch * heads, whole, block_size, dim]);
-        parts.push(rows.mean_dim(2).reshape([batch, heads, whole, dim]));
-    }
-    if whole < blocks {
-        parts.push(rows(whole * block_size, seq).mean_dim(2));
-    }
-    Tensor::cat(parts, 2)
+    products(q, k, group)
 }

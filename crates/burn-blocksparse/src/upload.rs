@@ -7,6 +7,8 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 
+use crate::error::OpError;
+use crate::graph::recording;
 use crate::values::{BlockChoice, KernelPlan, LayoutTensors};
 
 /// What a layout has on devices, found by the address of a token that lives as long as the layout's data.
@@ -27,11 +29,14 @@ struct Uploaded {
 /// The layout for a call on `device`. Its tensors are on the device without autodiff: an autodiff layout
 /// would silently turn plain outputs into autodiff ones. Kernels read no mask table: where they run, `blocked` is
 /// a single element.
+///
+/// # Errors
+/// [`OpError::Recording`] if they are not there yet and this thread records.
 pub(crate) fn layout_tensors(
     layout: &BlockLayout,
     device: &Device,
     kernels: bool,
-) -> LayoutTensors<Dispatch> {
+) -> Result<LayoutTensors<Dispatch>, OpError> {
     let device = device.clone().without_autodiff();
     let token = match kernels {
         false => layout.attachment(Token::default),
@@ -46,6 +51,7 @@ pub(crate) fn layout_tensors(
     let blocked = match known {
         Some((_, blocked)) => blocked.clone(),
         None => {
+            recording::refuse_upload("the masks of a layout")?;
             let dead: Vec<usize> = (uploaded.iter())
                 .filter(|(_, entry)| entry.layout.strong_count() == 0)
                 .map(|(key, _)| *key)
@@ -66,12 +72,12 @@ pub(crate) fn layout_tensors(
     // Dropping tensors takes the device's locks; ours is given back before.
     drop(uploaded);
     drop(gone);
-    LayoutTensors {
+    Ok(LayoutTensors {
         blocked: blocked.into_dispatch(),
         choice: BlockChoice::Listed,
         host: layout.clone(),
         plan: KernelPlan::default(),
-    }
+    })
 }
 
 /// The token of the element that stands for no mask table.

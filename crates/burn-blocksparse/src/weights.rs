@@ -80,6 +80,7 @@ impl BlockSparseTensor {
             0 => zeros,
             _ => Tensor::cat(vec![self.values().reshape([absent, b, b]), zeros], 0),
         };
+        crate::graph::recording::expect_no_upload("the places of stored blocks");
         let places = TensorData::new(places, [batch * heads * q_blocks * kv_blocks]);
         blocks
             .select(0, Tensor::from_data(places, &device))

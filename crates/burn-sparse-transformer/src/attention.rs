@@ -1,18 +1,17 @@
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
 use burn::nn::{Dropout, Linear, RotaryEncoding};
-use burn::tensor::{Bool, DType, Tensor};
+use burn::tensor::Tensor;
 use burn_blocksparse::{
     Activation, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
-    Dropout as WeightDropout, Layout, OpError, Pattern, attention_with_tensors_and_weights,
-    bias_activation,
+    Dropout as WeightDropout, Layout, OpError, Pattern, Seed, Selection, attention_with_tensors,
+    attention_with_tensors_and_weights, bias_activation,
 };
 
+use crate::call::Call;
 use crate::dropout::Seeds;
 use crate::error::{ensure, ensure_none, ensure_shape};
 use crate::heads::{Positions, rotate};
-use crate::input::PaddedBatch;
 use crate::layouts::{Layouts, Request};
-use crate::results::Results;
 use crate::stream::Projected;
 use crate::{HeadNorm, Precision, SparseMhaInput, TransformerError};
 
@@ -64,6 +63,8 @@ pub struct SparseMultiHeadAttention {
     #[module(skip)]
     pub(crate) layouts: Layouts,
     #[module(skip)]
+    pub(crate) selection: Option<Selection>,
+    #[module(skip)]
     pub(crate) options: AttentionOptions,
     #[module(skip)]
     pub(crate) precision: Precision,
@@ -89,8 +90,8 @@ impl SparseMultiHeadAttention {
     /// - `context`: `[batch, seq_q, d_model]`
     ///
     /// # Errors
-    /// If the shapes do not fit the module or each other, there is no layout for these lengths, or a position is past the end of
-    /// `rope`.
+    /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
+    /// `rope`, or there are padding and a selection.
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (context, call) = self.context(input)?;
         self.finish(context, &call)
@@ -107,7 +108,18 @@ impl SparseMultiHeadAttention {
 
     /// What the heads see, `[batch, heads, seq_q, d_v]`.
     fn context(&self, input: SparseMhaInput) -> Result<(Tensor<4>, Call), TransformerError> {
+        let padded = input.padding.is_some();
         let (call, request) = self.prepare(&input, 0)?;
+        if let Some(selection) = &self.selection {
+            ensure(
+                !padded,
+                "padding",
+                || "none with a selection, which would choose padding, too".into(),
+                "some",
+            )?;
+            let heads = self.project(input, &call)?;
+            return Ok((self.attend_chosen(heads, selection, &call)?, call));
+        }
         let layout = self.layouts.get(&request)?;
         let heads = self.project(input, &call)?;
         Ok((self.attend(heads, &layout, &call)?, call))
@@ -160,6 +172,7 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
     ) -> Result<(SparseMhaOutput, BlockSparseTensor), TransformerError> {
+        self.ensure_unselected()?;
         let (call, request) = self.prepare(&input, 0)?;
         let layout = self.layouts.get(&request)?;
         let (query, key, value) = self.project(input, &call)?;
@@ -216,6 +229,7 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         cu_seqlens: &[usize],
     ) -> Result<(Tensor<4>, Call), TransformerError> {
+        self.ensure_unselected()?;
         let (call, request) = self.prepare_packed(&input, cu_seqlens)?;
         let layout = self.layouts.get(&request)?;
         let heads = self.project(input, &call)?;
@@ -266,7 +280,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// Operations of the attention itself for one sequence, forward: four per allowed pair and
-    /// channel when keys and values are equally wide (q·k and p·v).
+    /// channel when keys and values are equally wide (q·k and p·v). With a selection these are the pairs that it chooses from.
     ///
     /// # Errors
     /// If there is no layout for this length.
@@ -334,7 +348,7 @@ impl SparseMultiHeadAttention {
         let call = Call {
             query,
             key,
-            ..Call::new(input, padded)
+            ..Call::new(input, padded)?
         };
         Ok((call, request))
     }
@@ -366,7 +380,7 @@ impl SparseMultiHeadAttention {
         let call = Call {
             query: positions.clone(),
             key: positions,
-            ..Call::new(input, None)
+            ..Call::new(input, None)?
         };
         Ok((call, request))
     }
@@ -417,8 +431,22 @@ impl SparseMultiHeadAttention {
         Ok((call.results).attention(heads, tensors, layout, options)?)
     }
 
+    /// The same with the log of each row's sum of exponentials, `[batch, heads, seq]`.
+    pub(crate) fn attend_with_lse(
+        &self,
+        (query, key, value): (Tensor<4>, Tensor<4>, Tensor<4>),
+        layout: &BlockLayout,
+        call: &Call,
+    ) -> Result<(Tensor<4>, Tensor<3>), TransformerError> {
+        let tensors = self.tensors_of(&query, call);
+        let options = self.options_of(&query, call);
+        Ok(attention_with_tensors(
+            query, key, value, tensors, layout, options,
+        )?)
+    }
+
     /// Sinks and biases of a call.
-    fn tensors_of(&self, query: &Tensor<4>, call: &Call) -> AttentionTensors {
+    pub(crate) fn tensors_of(&self, query: &Tensor<4>, call: &Call) -> AttentionTensors {
         let mut tensors = AttentionTensors::default();
         tensors.sinks = match &self.sinks {
             None if self.quiet_softmax => Some(Tensor::zeros([self.n_heads], &query.device())),
@@ -430,7 +458,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// The options of a call, with dropout where burn-nn's module would drop.
-    fn options_of(&self, query: &Tensor<4>, call: &Call) -> AttentionOptions {
+    pub(crate) fn options_of(&self, query: &Tensor<4>, call: &Call) -> AttentionOptions {
         let options = self.options.clone();
         let seed = || call.dropout_seed.unwrap_or_else(|| self.seeds.next());
         let dropout = match call.dropout {
@@ -444,7 +472,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// What a training pass drops of the attention weights.
-    pub(crate) fn training_dropout(&self, seed: impl FnOnce() -> u64) -> Option<WeightDropout> {
+    pub(crate) fn training_dropout(&self, seed: impl FnOnce() -> Seed) -> Option<WeightDropout> {
         let Dropout { prob, training } = &self.dropout;
         let drops = *prob > 0.0 && training.is_enabled();
         drops.then(|| WeightDropout::new(*prob, seed()))
@@ -463,7 +491,7 @@ impl SparseMultiHeadAttention {
             None => x,
         };
         let x = match &self.rope {
-            Some(rope) => rotate(rope, x, positions),
+            Some(rope) => rotate(rope, x, positions)?,
             None => x,
         };
         Ok(x.cast(dtype))
@@ -530,39 +558,6 @@ pub(crate) fn project_heads<const N: usize>(
     Ok(split.try_into().expect("as many parts as layers"))
 }
 
-/// What a call computes, decided before it.
-pub(crate) struct Call {
-    query: Positions,
-    key: Positions,
-    /// Queries that are padding, `[batch, seq_q, 1]`.
-    padding: Option<Tensor<3, Bool>>,
-    /// Of the output.
-    dtype: DType,
-    /// Of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
-    bias: Option<Tensor<4>>,
-    dropout_seed: Option<u64>,
-    /// In place of the module's own.
-    dropout: Option<WeightDropout>,
-    results: Results,
-}
-
-impl Call {
-    /// One whose positions count from 0.
-    pub(crate) fn new(input: &SparseMhaInput, padded: Option<PaddedBatch>) -> Self {
-        let device = input.query.device();
-        Self {
-            query: Positions::From(0),
-            key: Positions::From(0),
-            padding: padded.and_then(|padded| padded.queries_mask(&device)),
-            dtype: input.query.dtype(),
-            bias: input.bias.clone(),
-            dropout_seed: input.dropout_seed,
-            dropout: input.dropout,
-            results: input.results.clone(),
-        }
-    }
-}
-
 /// Operations of a linear layer for one position: a multiplication and an addition per weight.
 pub(crate) fn linear_flops(linear: &Linear) -> u64 {
     2 * linear.weight.lazy_shape().num_elements() as u64
@@ -576,12 +571,16 @@ impl ModuleDisplay for SparseMultiHeadAttention {
     }
 
     fn custom_content(&self, content: Content) -> Option<Content> {
-        content
+        let content = content
             .add("d_model", &self.d_model)
             .add("n_heads", &self.n_heads)
             .add("n_kv_heads", &self.n_kv_heads)
             .add("pattern", &self.pattern().to_string())
-            .add("block_size", &self.block_size())
-            .optional()
+            .add("block_size", &self.block_size());
+        let content = match &self.selection {
+            Some(selection) => content.add("selection", &selection.to_string()),
+            None => content,
+        };
+        content.optional()
     }
 }

@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 use burn_blocksparse::Reach;
 
-use crate::attention::Call;
+use crate::call::Call;
 use crate::stream::Projected;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, TransformerError,
@@ -86,11 +86,18 @@ impl SparseMultiHeadAttention {
         if !last {
             self.check_boundary(after)?;
         }
+        self.ensure_decodable()?;
         let (call, request) = self.prepare(&input, before)?;
-        let layout = self.layouts.get(&request)?;
         let (query, key, value) = self.project(input, &call)?;
         let (key, value) = cache.append(key, value);
-        match self.attend((query, key, value), &layout, &call) {
+        let heads = (query, key, value);
+        let context = match &self.selection {
+            Some(selection) => self.attend_chosen(heads, selection, &call),
+            None => {
+                (self.layouts.get(&request)).and_then(|layout| self.attend(heads, &layout, &call))
+            }
+        };
+        match context {
             Ok(context) => Ok((context, call)),
             Err(error) => {
                 cache.truncate(before);

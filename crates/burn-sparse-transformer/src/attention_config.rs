@@ -2,7 +2,9 @@ use burn::config::Config;
 use burn::module::Initializer;
 use burn::nn::{DropoutConfig, LinearConfig, RotaryEncodingConfig};
 use burn::tensor::Device;
-use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, WeightsMode, alibi_slopes};
+use burn_blocksparse::{
+    AttentionOptions, AttentionTensors, Pattern, Selection, WeightsMode, alibi_slopes,
+};
 
 use crate::dropout::Seeds;
 use crate::error::{
@@ -10,6 +12,7 @@ use crate::error::{
 };
 use crate::heads::validate_rope;
 use crate::layouts::Layouts;
+use crate::selected::check_selection;
 use crate::{HeadNorm, Precision, QkNorm, SparseMultiHeadAttention, TransformerError};
 
 /// Configuration of [`SparseMultiHeadAttention`].
@@ -27,6 +30,8 @@ pub struct SparseMultiHeadAttentionConfig {
     pub n_heads: usize,
     /// Which query attends to which key, per head.
     pub pattern: Pattern,
+    /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
+    pub selection: Option<Selection>,
     /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
@@ -95,7 +100,7 @@ impl SparseMultiHeadAttentionConfig {
     /// # Errors
     /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
     /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
-    /// than 2³⁰ numbers, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads and the block size, or the device does not
+    /// than 2³⁰ numbers, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
     /// compute in `precision`.
     pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;
@@ -145,6 +150,7 @@ impl SparseMultiHeadAttentionConfig {
             n_heads: self.n_heads,
             n_kv_heads,
             layouts,
+            selection: self.selection.clone(),
             options: self.options(),
             precision: self.precision,
         })
@@ -175,6 +181,7 @@ impl SparseMultiHeadAttentionConfig {
 
     pub(crate) fn validate(&self) -> Result<(), TransformerError> {
         ensure_positive("n_heads", self.n_heads)?;
+        check_selection(&self.pattern, self.selection.as_ref())?;
         ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
         if let Some(d_key) = self.d_key {
             ensure_multiple("d_key", d_key, "n_heads", self.n_heads)?;

@@ -2,11 +2,12 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Dropout as WeightDropout, Pattern, StreamDropout};
+use burn_blocksparse::{Dropout as WeightDropout, Pattern, Seed, Selection, StreamDropout};
 
 use crate::dropout::Seeds;
 use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive};
 use crate::layouts::Layouts;
+use crate::pool::{KvPool, Step};
 use crate::results::Results;
 use crate::stream::{Projected, Stream};
 use crate::{
@@ -25,6 +26,8 @@ pub struct SparseTransformerBlockConfig {
     pub n_heads: usize,
     /// Which query attends to which key, per head.
     pub pattern: Pattern,
+    /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
+    pub selection: Option<Selection>,
     /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
@@ -145,6 +148,7 @@ impl SparseTransformerBlockConfig {
     fn mha(&self) -> Result<SparseMultiHeadAttentionConfig, TransformerError> {
         let (d_model, pattern) = (self.d_model, self.pattern.clone());
         let mha = SparseMultiHeadAttentionConfig::new(d_model, self.n_heads, pattern)
+            .with_selection(self.selection.clone())
             .with_block_size(self.block_size)
             .with_n_kv_heads(self.n_kv_heads)
             .with_d_key(self.d_key)
@@ -269,6 +273,19 @@ impl SparseTransformerBlock {
         self.residual(Stream::new(x), attend, pass)?.finish()
     }
 
+    /// Applies the block, layer `layer` of a pool, to the rows of a step.
+    pub(crate) fn pooled(
+        &self,
+        stream: Stream,
+        pool: &mut KvPool,
+        step: &Step,
+        layer: usize,
+    ) -> Result<Stream, TransformerError> {
+        let attend =
+            |input: SparseMhaInput| self.mha.forward_pool_projected(input, pool, step, layer);
+        self.residual(stream, attend, Pass::default())
+    }
+
     /// Applies the block to several sequences that lie one after the other in one.
     ///
     /// # Shapes
@@ -291,7 +308,7 @@ impl SparseTransformerBlock {
         self.residual(Stream::new(x), attend, pass)?.finish()
     }
 
-    fn residual(
+    pub(crate) fn residual(
         &self,
         stream: Stream,
         attend: impl FnOnce(SparseMhaInput) -> Result<Projected, TransformerError>,
@@ -326,7 +343,7 @@ impl SparseTransformerBlock {
     }
 
     /// A pass of training under a seed.
-    pub(crate) fn pass_of(&self, seed: u64) -> Pass {
+    pub(crate) fn pass_of(&self, seed: Seed) -> Pass {
         let Dropout { prob, training } = &self.dropout;
         Pass {
             mlp: false,
@@ -348,7 +365,7 @@ pub(crate) struct Pass {
     /// What is dropped of the attention weights.
     weights: Option<WeightDropout>,
     /// Of both branches: a probability and a seed.
-    branches: Option<(f64, u64)>,
+    branches: Option<(f64, Seed)>,
     /// Whether the backward pass computes the feed-forward network's first product again.
     mlp: bool,
     /// Of the attention.

@@ -6,6 +6,7 @@ use burn_blocksparse::Pattern;
 
 use crate::error::ensure_shape;
 use crate::layouts::Layouts;
+use crate::selected::check_selection;
 use crate::{SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError};
 
 impl SparseMultiHeadAttention {
@@ -67,12 +68,13 @@ impl SparseMultiHeadAttention {
     /// The same module with another pattern.
     ///
     /// # Errors
-    /// If the pattern does not fit the heads and the block size.
+    /// If the pattern does not fit the heads, the block size or the module's selection.
     pub fn with_pattern(
         self,
         pattern: Pattern,
         block_size: usize,
     ) -> Result<Self, TransformerError> {
+        check_selection(&pattern, self.selection())?;
         let layouts = Layouts::new(pattern, self.n_heads(), block_size)?;
         Ok(self.with_layouts(layouts))
     }

@@ -1,6 +1,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use burn_blocksparse::Seed;
+
 /// Modules made so far in this process.
 static MODULES: AtomicU64 = AtomicU64::new(0);
 
@@ -22,20 +24,9 @@ impl Default for Seeds {
 }
 
 impl Seeds {
-    pub(crate) fn next(&self) -> u64 {
-        hash(self.module, self.calls.fetch_add(1, Ordering::Relaxed))
+    pub(crate) fn next(&self) -> Seed {
+        Seed::Value(self.module).derive(self.calls.fetch_add(1, Ordering::Relaxed))
     }
-}
-
-/// One step of SplitMix64 (Steele et al., 2014), so that neighbouring seeds and layers, modules or calls share no masks.
-pub(crate) fn hash(seed: u64, index: u64) -> u64 {
-    let mix = |z: u64| {
-        let z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    };
-    mix(mix(seed) ^ index)
 }
 
 #[cfg(test)]
@@ -54,7 +45,7 @@ mod tests {
             b.next(),
             b.next(),
         ];
-        let distinct: std::collections::HashSet<u64> = seeds.into_iter().collect();
+        let distinct: std::collections::HashSet<u64> = seeds.into_iter().map(Seed::value).collect();
         assert_eq!(distinct.len(), seeds.len());
     }
 }

@@ -1,5 +1,5 @@
 use burn::module::{Module, Param};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Int, Tensor};
 
 use crate::init;
 
@@ -49,6 +49,20 @@ impl PositionEmbedding {
         matrix
             .reshape([1, (last - first) * width, d_model])
             .narrow(1, start - first * width, len)
+    }
+
+    /// Embeddings of the rows and columns of positions that need not follow each other, `[positions]` each.
+    ///
+    /// # Shapes
+    /// - output: `[positions, d_model]`
+    pub(crate) fn at(&self, rows: Tensor<1, Int>, columns: Tensor<1, Int>) -> Tensor<2> {
+        self.row.val().select(0, rows) + self.column.val().select(0, columns)
+    }
+
+    /// Columns of the matrix that positions are arranged in.
+    pub(crate) fn width(&self) -> usize {
+        let [width, _] = self.column.dims();
+        width
     }
 }
 

@@ -6,8 +6,8 @@ use burn::nn::transformer::{PositionWiseFeedForward, TransformerEncoderLayer};
 use burn::nn::{Dropout, LayerNorm, Linear};
 use burn::tensor::Tensor;
 use burn_blocksparse::{
-    Activation, Dropout as WeightDropout, MlpOptions, MlpParams, StreamDropout, bias_activation,
-    dropout, mlp,
+    Activation, Dropout as WeightDropout, MlpOptions, MlpParams, Seed, StreamDropout,
+    bias_activation, dropout, mlp,
 };
 
 use crate::dropout::Seeds;
@@ -166,7 +166,7 @@ struct Drops {
     /// Of the attention weights.
     weights: Option<WeightDropout>,
     /// Of both branches: a probability and a seed.
-    branches: Option<(f64, u64)>,
+    branches: Option<(f64, Seed)>,
     /// Between the products of the feed-forward network.
     inner: Option<StreamDropout>,
 }

@@ -1,3 +1,4 @@
+use burn_blocksparse::pages::CacheError;
 use burn_blocksparse::{LayoutError, OpError};
 
 use crate::Precision;
@@ -54,9 +55,29 @@ pub enum TransformerError {
     /// The pattern does not give a layout for the sequence lengths at hand.
     #[error(transparent)]
     Layout(#[from] LayoutError),
+    /// A pool of pages refused a call.
+    #[error(transparent)]
+    Cache(CacheError),
     /// The attention function refused its inputs.
     #[error(transparent)]
     Attention(#[from] OpError),
+}
+
+impl From<CacheError> for TransformerError {
+    fn from(error: CacheError) -> Self {
+        match error {
+            CacheError::Boundary {
+                position,
+                last,
+                next,
+            } => Self::Boundary {
+                position,
+                last,
+                next,
+            },
+            other => Self::Cache(other),
+        }
+    }
 }
 
 impl TransformerError {

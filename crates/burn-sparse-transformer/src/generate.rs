@@ -1,12 +1,16 @@
-//! Text from a model: token after token, from caches.
+//! Text from a model: token after token, from a pool of pages.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
 use std::ops::ControlFlow;
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::sample_tokens;
 
 use crate::error::ensure;
-use crate::{Sampling, SparseTransformer, TransformerError};
+use crate::{
+    EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvStep, NgramDrafts, NgramIndex, Residency,
+    Sampling, SequenceId, SparseTransformer, TransformerError,
+};
 
 /// What [`SparseTransformer::generate`] writes, and where it ends. Build it from [`Default`].
 #[derive(Clone, Debug, PartialEq)]
@@ -21,6 +25,16 @@ pub struct GenerateOptions {
     pub stop_tokens: Vec<u32>,
     /// Sequences of tokens that end a text and do not belong to it.
     pub stop: Vec<Vec<u32>>,
+    /// Which keys are kept. Default: those that later tokens reach.
+    pub residency: Residency,
+    /// Which keys are evicted, in place of [`Self::residency`]. Default: none.
+    pub eviction: Option<EvictionConfig>,
+    /// How the keys and values that are kept are stored. Default: in the dtype of the model's products.
+    pub kv_dtype: Option<KvDtype>,
+    /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32.
+    pub page_size: usize,
+    /// Drafts that are checked several tokens at once. Default: none.
+    pub drafts: Option<NgramDrafts>,
 }
 
 impl Default for GenerateOptions {
@@ -30,6 +44,11 @@ impl Default for GenerateOptions {
             max_new: 256,
             stop_tokens: Vec::new(),
             stop: Vec::new(),
+            residency: Residency::default(),
+            eviction: None,
+            kv_dtype: None,
+            page_size: 32,
+            drafts: None,
         }
     }
 }
@@ -57,6 +76,66 @@ impl GenerateOptions {
     pub fn stop(mut self, sequences: impl IntoIterator<Item = Vec<u32>>) -> Self {
         self.stop = sequences.into_iter().collect();
         self
+    }
+
+    /// Sets which keys are kept.
+    pub fn residency(mut self, residency: Residency) -> Self {
+        self.residency = residency;
+        self
+    }
+
+    /// Keeps so many keys of each layer and head by what attention says of them ([`KvPoolConfig::with_eviction`]): **other texts**.
+    pub fn eviction(mut self, eviction: EvictionConfig) -> Self {
+        self.eviction = Some(eviction);
+        self
+    }
+
+    /// Sets how the keys and values that are kept are stored.
+    pub fn kv_dtype(mut self, dtype: impl Into<KvDtype>) -> Self {
+        self.kv_dtype = Some(dtype.into());
+        self
+    }
+
+    /// Sets the slots of a page.
+    pub fn page_size(mut self, page_size: usize) -> Self {
+        self.page_size = page_size;
+        self
+    }
+
+    /// Sets drafts that are checked several tokens at once.
+    pub fn drafts(mut self, drafts: NgramDrafts) -> Self {
+        self.drafts = Some(drafts);
+        self
+    }
+
+    /// Room for prompts and what follows them.
+    fn pool(&self, prompts: &[Vec<u32>], context: usize) -> KvPoolConfig {
+        let lengths = prompts.iter().map(|prompt| {
+            let length = prompt.len().saturating_add(self.max_new);
+            length.min(context)
+        });
+        // A window hides keys from a prompt's queries, too, and keys are evicted behind a prompt: they are all stored until then.
+        let chunk = match self.residency {
+            _ if self.eviction.is_some() => prompts.iter().map(Vec::len).max().unwrap_or(1),
+            Residency::Window { .. } | Residency::Evict => {
+                prompts.iter().map(Vec::len).max().unwrap_or(1)
+            }
+            Residency::All | Residency::Reachable => 1,
+        };
+        let drafted = self.drafts.map_or(0, |drafts| drafts.tokens);
+        let config = KvPoolConfig::for_lengths(lengths)
+            .with_chunk(chunk.max(1 + drafted))
+            .with_rollback(drafted)
+            .with_residency(self.residency)
+            .with_page_size(self.page_size);
+        let config = match self.eviction {
+            Some(eviction) => config.with_eviction(eviction),
+            None => config,
+        };
+        match self.kv_dtype {
+            Some(dtype) => config.with_dtype(dtype),
+            None => config,
+        }
     }
 }
 
@@ -96,16 +175,26 @@ pub struct Generated {
     pub tokens: Vec<u32>,
     /// Why there are no more.
     pub reason: EndReason,
+    /// Tokens of drafts that were read, 0 without [`GenerateOptions::drafts`].
+    pub drafted: usize,
+    /// Of those, the ones that were accepted.
+    pub accepted: usize,
 }
 
 /// A text that is being written.
 struct Text {
     prompt: usize,
+    /// Its place in the pool, until it ends.
+    sequence: Option<SequenceId>,
     /// Whether a token was read or written.
     seen: Vec<bool>,
+    /// The prompt and what was written, where there are drafts.
+    index: Option<NgramIndex>,
     tokens: Vec<u32>,
     /// Tokens that the caller was given: not those that may begin a stop sequence.
     given: usize,
+    drafted: usize,
+    accepted: usize,
     reason: Option<EndReason>,
 }
 
@@ -124,6 +213,9 @@ impl Text {
         }
         self.tokens.push(token);
         self.seen[token as usize] = true;
+        if let Some(index) = &mut self.index {
+            index.extend([token]);
+        }
         let stop = options
             .stop
             .iter()
@@ -133,6 +225,64 @@ impl Text {
             self.end(EndReason::Stop);
         } else if self.tokens.len() == options.max_new {
             self.end(EndReason::Length);
+        }
+    }
+
+    /// Takes the next token; a text that ends leaves the pool.
+    fn next(
+        &mut self,
+        token: Option<u32>,
+        options: &GenerateOptions,
+        on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
+        pool: &mut KvPool,
+    ) -> Result<(), TransformerError> {
+        self.push(token, options);
+        self.give(options, on_token);
+        if self.reason.is_some()
+            && let Some(id) = self.sequence.take()
+        {
+            pool.leave(id)?;
+        }
+        Ok(())
+    }
+
+    /// What the model may read behind the last token and check at once.
+    fn draft(&self, options: &GenerateOptions, len: usize, context: usize) -> Vec<u32> {
+        let mut draft = self
+            .index
+            .as_ref()
+            .map(NgramIndex::draft)
+            .unwrap_or_default();
+        // The last token is read, too, and one is drawn behind what is read.
+        let room = (context - len - 1).min(options.max_new - self.tokens.len() - 1);
+        draft.truncate(room);
+        draft
+    }
+
+    /// Takes the drawn tokens as long as they are the drafted ones, and one behind; what was read in vain is taken back.
+    fn check(
+        &mut self,
+        draft: &[u32],
+        drawn: &[Option<u32>],
+        options: &GenerateOptions,
+        on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
+        pool: &mut KvPool,
+    ) -> Result<(), TransformerError> {
+        let mut accepted = 0;
+        for &token in drawn {
+            self.next(token, options, on_token, pool)?;
+            if self.reason.is_some() || self.tokens.last() != draft.get(accepted) {
+                break;
+            }
+            accepted += 1;
+        }
+        self.drafted += draft.len();
+        self.accepted += accepted;
+        match self.sequence {
+            Some(id) if accepted < draft.len() => {
+                pool.truncate(id, pool.len(id)? - (draft.len() - accepted))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -162,6 +312,9 @@ impl Text {
     }
 }
 
+/// A text, and the tokens that are drafted behind its last one before a row.
+type Row<'a> = (&'a Text, &'a [u32]);
+
 /// How many of the last tokens may be the beginning of a stop sequence.
 fn held_back(tokens: &[u32], stop: &[Vec<u32>]) -> usize {
     let of = |stop: &Vec<u32>| {
@@ -176,8 +329,9 @@ impl SparseTransformer {
     /// Continues prompts, which may be of different lengths, and calls `on_token` for each token as soon as it is certain to belong to the text.
     /// A break ends that prompt's text.
     ///
-    /// Prompts of one length are read and continued as one batch, from one cache. What is drawn depends on the seed, the prompt's number in
-    /// `prompts` and the step, not on what else is in the batch. Logits are read back for every step.
+    /// Prompts are read, and texts continued, as one batch from one [`KvPool`]; a text that has ended leaves it. What is drawn depends on the seed, the
+    /// prompt's number in `prompts` and the step, not on what else is in the batch. Tokens are drawn on the device ([`sample_tokens`]) and read back for every step. With
+    /// [`GenerateOptions::drafts`] a step may write several tokens, the same ones.
     ///
     /// ```
     /// use std::ops::ControlFlow;
@@ -204,14 +358,14 @@ impl SparseTransformer {
     ///
     /// # Errors
     /// If a prompt is empty, longer than the context or has a token that is none, a stop sequence is empty, or a number of `options.sampling` is out
-    /// of its range; and as [`Self::forward_cache`].
+    /// of its range; and as [`Self::forward_pool`].
     pub fn generate(
         &self,
         prompts: &[Vec<u32>],
         options: &GenerateOptions,
         on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
     ) -> Result<Vec<Generated>, TransformerError> {
-        let device = self.token_embedding.weight.device();
+        let device = self.device();
         #[cfg(feature = "autodiff")]
         if device.is_autodiff() {
             // Caches would keep the graph of every step.
@@ -219,86 +373,180 @@ impl SparseTransformer {
         }
         let [_, vocab] = self.output.weight.dims();
         self.check_prompts(prompts, options, vocab)?;
-        let mut by_length: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-        for (index, prompt) in prompts.iter().enumerate() {
-            by_length.entry(prompt.len()).or_default().push(index);
-        }
-        let mut generated: Vec<Option<Generated>> = vec![None; prompts.len()];
-        for group in by_length.into_values() {
-            let texts = group.into_iter().map(|prompt| {
-                let mut seen = vec![false; vocab];
-                (prompts[prompt].iter()).for_each(|&token| seen[token as usize] = true);
-                Text {
-                    prompt,
-                    seen,
-                    tokens: Vec::new(),
-                    given: 0,
-                    reason: (options.max_new == 0).then_some(EndReason::Length),
-                }
+        let texts = (0..prompts.len()).map(|prompt| {
+            let mut seen = vec![false; vocab];
+            (prompts[prompt].iter()).for_each(|&token| seen[token as usize] = true);
+            let index = options.drafts.map(|drafts| {
+                let mut index = NgramIndex::new(drafts);
+                index.extend(prompts[prompt].iter().copied());
+                index
             });
-            let mut texts: Vec<Text> = texts.collect();
-            self.continue_texts(prompts, &mut texts, options, on_token, &device)?;
-            for text in texts {
-                generated[text.prompt] = Some(Generated {
-                    tokens: text.tokens,
-                    reason: text.reason.unwrap_or(EndReason::Length),
-                });
+            Text {
+                prompt,
+                sequence: None,
+                seen,
+                index,
+                tokens: Vec::new(),
+                given: 0,
+                drafted: 0,
+                accepted: 0,
+                reason: (options.max_new == 0).then_some(EndReason::Length),
             }
+        });
+        let mut texts: Vec<Text> = texts.collect();
+        if options.max_new > 0 && !texts.is_empty() {
+            let mut pool = self.new_pool(&options.pool(prompts, self.context()))?;
+            self.read_prompts(prompts, &mut texts, options, on_token, &mut pool)?;
+            self.continue_texts(&mut texts, options, on_token, &mut pool)?;
         }
-        Ok(generated.into_iter().flatten().collect())
+        let ended = texts.into_iter().map(|text| Generated {
+            tokens: text.tokens,
+            reason: text.reason.unwrap_or(EndReason::Length),
+            drafted: text.drafted,
+            accepted: text.accepted,
+        });
+        Ok(ended.collect())
     }
 
-    /// Writes the texts of prompts of one length.
-    fn continue_texts(
+    /// Reads the prompts, those together that are at least half as long as the longest of them, and writes a token after each.
+    fn read_prompts(
         &self,
         prompts: &[Vec<u32>],
         texts: &mut [Text],
         options: &GenerateOptions,
         on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
-        device: &Device,
+        pool: &mut KvPool,
     ) -> Result<(), TransformerError> {
-        let mut cache = self.new_cache();
-        let mut tokens: Vec<u32> = (texts.iter())
-            .flat_map(|text| prompts[text.prompt].iter().copied())
-            .collect();
-        for step in 0.. {
-            if texts.iter().all(|text| text.reason.is_some()) {
-                break;
+        let mut order: Vec<usize> = (0..texts.len()).collect();
+        order.sort_by_key(|&text| Reverse(prompts[text].len()));
+        let mut rest = order.as_slice();
+        while let Some(&longest) = rest.first() {
+            let most = prompts[longest].len();
+            let count = rest.partition_point(|&text| 2 * prompts[text].len() >= most);
+            let (group, shorter) = rest.split_at(count);
+            rest = shorter;
+            let mut steps = Vec::with_capacity(count);
+            let mut tokens = Vec::with_capacity(count * most);
+            for &text in group {
+                let id = pool.join()?;
+                texts[text].sequence = Some(id);
+                let prompt = &prompts[text];
+                steps.push(KvStep::new(id, prompt.len()));
+                tokens.extend(prompt);
+                tokens.extend(std::iter::repeat_n(0, most - prompt.len()));
             }
-            let [batch, new] = [texts.len(), tokens.len() / texts.len()];
-            if cache.position() + new > self.context() {
-                texts
-                    .iter_mut()
-                    .for_each(|text| text.end(EndReason::Context));
-                texts
-                    .iter_mut()
-                    .for_each(|text| text.give(options, on_token));
-                break;
-            }
-            let ids: Vec<i64> = tokens.iter().map(|&token| token.into()).collect();
-            let data = TensorData::new(ids, [batch, new]);
-            let ids = Tensor::<2, Int>::from_data(data, device);
-            let logits = self.forward_cache(ids, &mut cache)?;
-            let [_, _, vocab] = logits.dims();
-            let logits: Vec<f32> = (logits.narrow(1, new - 1, 1).into_data())
-                .convert::<f32>()
-                .try_into_vec()
-                .map_err(|error| {
-                    TransformerError::argument("logits", "numbers", format!("{error:?}"))
-                })?;
-            tokens.clear();
-            for (text, logits) in texts.iter_mut().zip(logits.chunks(vocab)) {
-                if text.reason.is_none() {
-                    let seen = |token: u32| text.seen[token as usize];
-                    let token = options.sampling.choose(logits, seen, [text.prompt, step]);
-                    text.push(token, options);
-                    text.give(options, on_token);
-                }
-                // What has ended keeps its place in the batch, and reads something.
-                tokens.push(text.tokens.last().copied().unwrap_or(0));
+            let ids = self.ids(&tokens, steps.len());
+            let logits = self.next_logits(ids, &steps, pool)?;
+            let rows: Vec<Row> = group.iter().map(|&text| (&texts[text], &[][..])).collect();
+            let drawn = self.draw(logits, &rows, &options.sampling)?;
+            for (&text, token) in group.iter().zip(drawn) {
+                texts[text].next(token, options, on_token, pool)?;
             }
         }
         Ok(())
+    }
+
+    /// Continues texts behind their first tokens, until all have ended.
+    fn continue_texts(
+        &self,
+        texts: &mut [Text],
+        options: &GenerateOptions,
+        on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
+        pool: &mut KvPool,
+    ) -> Result<(), TransformerError> {
+        loop {
+            let (mut steps, mut read, mut going_on) = (Vec::new(), Vec::new(), Vec::new());
+            for text in texts.iter_mut().filter(|text| text.reason.is_none()) {
+                let Some((id, &token)) = text.sequence.zip(text.tokens.last()) else {
+                    continue;
+                };
+                let (len, context) = (pool.len(id)?, self.context());
+                if len == context {
+                    text.end(EndReason::Context);
+                    text.give(options, on_token);
+                    continue;
+                }
+                let draft = text.draft(options, len, context);
+                steps.push(KvStep::new(id, 1 + draft.len()));
+                read.push([vec![token], draft].concat());
+                going_on.push(text);
+            }
+            if steps.is_empty() {
+                return Ok(());
+            }
+            let seq = read.iter().map(Vec::len).max().unwrap_or(1);
+            let mut tokens = Vec::with_capacity(read.len() * seq);
+            for read in &read {
+                tokens.extend(read);
+                tokens.extend(std::iter::repeat_n(0, seq - read.len()));
+            }
+            let ids = self.ids(&tokens, steps.len());
+            let logits = match seq {
+                1 => self.next_logits(ids, &steps, pool)?,
+                _ => {
+                    let logits = self.forward_pool(ids, &steps, pool)?;
+                    let [batch, seq, vocab] = logits.dims();
+                    logits.reshape([batch * seq, vocab])
+                }
+            };
+            let texts = going_on.iter().zip(&read);
+            // Behind a token everything up to it is known; rows behind a text's own draw what nobody looks at.
+            let rows = texts.flat_map(|(text, read)| {
+                let text: &Text = text;
+                (0..seq).map(move |row| (text, &read[1..read.len().min(row + 1)]))
+            });
+            let drawn = self.draw(logits, &rows.collect::<Vec<Row>>(), &options.sampling)?;
+            let drawn = drawn.chunks(seq).zip(&read);
+            for (text, (drawn, read)) in going_on.into_iter().zip(drawn) {
+                text.check(&read[1..], &drawn[..read.len()], options, on_token, pool)?;
+            }
+        }
+    }
+
+    /// A token from each row of logits; none where no logit is finite. Tokens are drawn on the device and read back.
+    fn draw(
+        &self,
+        logits: Tensor<2>,
+        rows: &[Row],
+        sampling: &Sampling,
+    ) -> Result<Vec<Option<u32>>, TransformerError> {
+        let device = logits.device();
+        let [count, vocab] = logits.dims();
+        let numbers = rows.iter().map(|(text, draft)| {
+            let step = text.tokens.len() + draft.len();
+            sampling.number(text.prompt, step) as f32
+        });
+        // What is just below 1 must not become it.
+        let numbers = numbers.map(|number| number.min(1.0 - f32::EPSILON / 2.0));
+        let numbers = TensorData::new(numbers.collect::<Vec<f32>>(), [count]);
+        let numbers = Tensor::from_data(numbers, (&device, DType::F32));
+        let seen = (sampling.repetition != 1.0).then(|| {
+            let mut seen = Vec::with_capacity(count * vocab);
+            for (row, (text, draft)) in rows.iter().enumerate() {
+                seen.extend(text.seen.iter().map(|&seen| i32::from(seen)));
+                for &token in *draft {
+                    seen[row * vocab + token as usize] = 1;
+                }
+            }
+            let seen = TensorData::new(seen, [count, vocab]);
+            Tensor::<2, Int>::from_data(seen, (&device, DType::I32))
+        });
+        let tokens = sample_tokens(logits, numbers, seen, &sampling.options())?;
+        let tokens = tokens.into_data();
+        Ok(tokens
+            .iter::<i64>()
+            .map(|token| u32::try_from(token).ok())
+            .collect())
+    }
+
+    fn ids(&self, tokens: &[u32], batch: usize) -> Tensor<2, Int> {
+        let ids: Vec<i64> = tokens.iter().map(|&token| token.into()).collect();
+        let data = TensorData::new(ids, [batch, tokens.len() / batch]);
+        Tensor::from_data(data, &self.device())
+    }
+
+    fn device(&self) -> Device {
+        self.token_embedding.weight.device()
     }
 
     fn check_prompts(
@@ -308,6 +556,9 @@ impl SparseTransformer {
         vocab: usize,
     ) -> Result<(), TransformerError> {
         options.sampling.check()?;
+        if let Some(drafts) = &options.drafts {
+            drafts.check()?;
+        }
         ensure(
             options.stop.iter().all(|stop| !stop.is_empty()),
             "stop",

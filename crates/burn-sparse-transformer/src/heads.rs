@@ -5,7 +5,7 @@ use burn::nn::{
     LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig, RotaryEncoding, RotaryEncodingConfig,
 };
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_blocksparse::{Norm, NormParams, OpError, ResidualNormOptions, norm};
+use burn_blocksparse::{Norm, NormParams, OpError, ResidualNormOptions, check_not_recording, norm};
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;
@@ -75,6 +75,8 @@ pub(crate) enum Positions {
     From(usize),
     /// Documents of these lengths, each from 0 on.
     Documents(Vec<usize>),
+    /// Of every row of every batch entry, `[batch · seq]`; they were checked.
+    Listed(Box<Tensor<1, Int>>),
 }
 
 impl Positions {
@@ -83,6 +85,7 @@ impl Positions {
         match self {
             Self::From(start) => start + seq,
             Self::Documents(lengths) => lengths.iter().copied().max().unwrap_or(0),
+            Self::Listed(_) => 0,
         }
     }
 
@@ -93,7 +96,7 @@ impl Positions {
         let end = self.end(seq);
         let start = match self {
             Self::From(start) => *start,
-            Self::Documents(_) => 0,
+            Self::Documents(_) | Self::Listed(_) => 0,
         };
         match end > context {
             true => Err(TransformerError::ContextExceeded {
@@ -107,21 +110,63 @@ impl Positions {
     }
 }
 
-/// Rotates the heads `[batch, heads, seq, width]`, in the dtype of the table.
-pub(crate) fn rotate(rope: &RotaryEncoding, x: Tensor<4>, positions: &Positions) -> Tensor<4> {
-    let x = x.cast(rope.freq_complex.dtype());
-    match positions {
-        Positions::From(start) => rope.apply(x, *start),
+/// Rotates the heads `[batch, heads, seq, width]`, in the dtype of the table, as burn-nn's `RotaryEncoding::apply`. That one copies a constant from the host
+/// with every call, which a recording would not survive, and multiplies by it, which rounds to tf32 on CUDA.
+pub(crate) fn rotate(
+    rope: &RotaryEncoding,
+    x: Tensor<4>,
+    positions: &Positions,
+) -> Result<Tensor<4>, TransformerError> {
+    turn(rope, x, positions, false)
+}
+
+/// The other way round: what was rotated at a position as if that were so much less.
+pub(crate) fn rotate_back(
+    rope: &RotaryEncoding,
+    x: Tensor<4>,
+    by: &Positions,
+) -> Result<Tensor<4>, TransformerError> {
+    turn(rope, x, by, true)
+}
+
+fn turn(
+    rope: &RotaryEncoding,
+    x: Tensor<4>,
+    positions: &Positions,
+    back: bool,
+) -> Result<Tensor<4>, TransformerError> {
+    let table = rope.freq_complex.clone();
+    let x = x.cast(table.dtype());
+    let [batch, heads, seq, width] = x.dims();
+    // `[batch or 1, seq, width, 2]`: cosine and sine, for both numbers of a pair.
+    let table = match positions {
+        Positions::From(start) => table.narrow(0, *start, seq).unsqueeze_dim::<4>(0),
         Positions::Documents(lengths) => {
+            check_not_recording("positions in documents")?;
             let places: Vec<i64> = (lengths.iter()).flat_map(|&n| 0..n as i64).collect();
             let count = places.len();
-            let device = rope.freq_complex.device().without_autodiff();
+            let device = table.device().without_autodiff();
             let places = Tensor::<1, Int>::from_data(TensorData::new(places, [count]), &device);
-            let mut listed = rope.clone();
-            listed.freq_complex = rope.freq_complex.clone().select(0, places);
-            listed.forward(x)
+            table.select(0, places).unsqueeze_dim::<4>(0)
         }
-    }
+        Positions::Listed(places) => {
+            (table.select(0, *places.clone())).reshape([batch, seq, width, 2])
+        }
+    };
+    let [entries, ..] = table.dims();
+    let table = table.reshape([entries, 1, seq, width / 2, 4]);
+    let (cosine, sine) = (table.clone().narrow(4, 0, 1), table.narrow(4, 1, 1));
+    let sine = if back { -sine } else { sine };
+    let pairs = x.reshape([batch, heads, seq, width / 2, 2]);
+    let (first, second) = (pairs.clone().narrow(4, 0, 1), pairs.narrow(4, 1, 1));
+    let rotated = Tensor::cat(
+        vec![
+            first.clone() * cosine.clone() - second.clone() * sine.clone(),
+            second * cosine + first * sine,
+        ],
+        4,
+    );
+    Ok(rotated.reshape([batch, heads, seq, width]))
 }
 
 /// Beyond 2²⁴ a position is no f32 any more, and angles are made of positions.

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use burn::tensor::{Bool, Device, Tensor, TensorData};
-use burn_blocksparse::{Dropout, Restriction};
+use burn_blocksparse::{Dropout, Restriction, Seed, check_not_recording};
 
 use crate::TransformerError;
 use crate::error::{ensure, ensure_shape};
@@ -16,7 +16,7 @@ pub struct SparseMhaInput {
     pub(crate) value: Tensor<3>,
     pub(crate) padding: Option<Padding>,
     pub(crate) bias: Option<Tensor<4>>,
-    pub(crate) dropout_seed: Option<u64>,
+    pub(crate) dropout_seed: Option<Seed>,
     /// What is dropped, whether or not the device is one of training; none: the module decides.
     pub(crate) dropout: Option<Dropout>,
     pub(crate) results: Results,
@@ -152,8 +152,8 @@ impl SparseMhaInput {
 
     /// Sets the seed of the module's dropout, of which the mask is a function
     /// ([`burn_blocksparse::Dropout`]). Default: another one in every call.
-    pub fn dropout_seed(mut self, seed: u64) -> Self {
-        self.dropout_seed = Some(seed);
+    pub fn dropout_seed(mut self, seed: impl Into<Seed>) -> Self {
+        self.dropout_seed = Some(seed.into());
         self
     }
 
@@ -215,11 +215,18 @@ impl PaddedBatch {
     }
 
     /// The queries that are padding, `[batch, seq_q, 1]`.
-    pub(crate) fn queries_mask(&self, device: &Device) -> Option<Tensor<3, Bool>> {
-        let queries = self.queries.as_ref()?;
+    pub(crate) fn queries_mask(
+        &self,
+        device: &Device,
+    ) -> Result<Option<Tensor<3, Bool>>, TransformerError> {
+        let Some(queries) = self.queries.as_ref() else {
+            return Ok(None);
+        };
+        check_not_recording("which queries are padding")?;
         let shape = [queries.len(), queries[0].len(), 1];
         let padding: Vec<bool> = queries.iter().flatten().map(|kept| !kept).collect();
         let device = device.clone().without_autodiff();
-        Some(Tensor::from_data(TensorData::new(padding, shape), &device))
+        let padding = TensorData::new(padding, shape);
+        Ok(Some(Tensor::from_data(padding, &device)))
     }
 }

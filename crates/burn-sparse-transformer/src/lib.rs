@@ -44,7 +44,9 @@ mod block;
 mod block_attention;
 mod block_sparse_linear;
 mod cache;
+mod call;
 mod convert;
+mod drafts;
 mod dropout;
 mod embedding;
 mod encoder;
@@ -60,12 +62,14 @@ mod kept_blocks;
 mod layouts;
 mod linear;
 mod longformer;
+mod pool;
 mod precision;
 #[cfg(feature = "autodiff")]
 mod recompute;
 mod recompute_mode;
 mod results;
 mod sampling;
+mod selected;
 mod stream;
 mod transformer;
 
@@ -75,6 +79,7 @@ pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
 pub use block_attention::BlockAttentionConfig;
 pub use block_sparse_linear::{BlockSparseLinear, BlockSparseLinearConfig};
 pub use cache::{SparseMhaCache, SparseTransformerCache};
+pub use drafts::{NgramDrafts, NgramIndex};
 pub use embedding::PositionEmbedding;
 pub use encoder::{
     SparseTransformerEncoder, SparseTransformerEncoderConfig, SparseTransformerEncoderInput,
@@ -88,12 +93,18 @@ pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
 pub use linear::{MixedPrecisionLinear, MixedPrecisionLinearConfig};
 pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
+pub use pool::{
+    KvDtype, KvPool, KvPoolConfig, KvPositions, KvSnapshot, KvStep, KvUsage, ReplayedDecoder,
+};
 pub use precision::Precision;
 pub use recompute_mode::Recompute;
 pub use sampling::Sampling;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
+pub use burn_blocksparse::pages::{
+    CacheError, EvictionBudget, EvictionConfig, EvictionScore, Residency, SequenceId, VotePool,
+};
 pub use burn_blocksparse::{
-    BlockLayout, BlockSparseTensor, DeviceLayout, Layout, LayoutError, OpError, Pattern,
-    WeightLayout, WeightPattern,
+    BlockLayout, BlockSparseTensor, DeviceLayout, Layout, LayoutError, OpError, Pattern, Seed,
+    Selection, SelectionQuality, WeightLayout, WeightPattern,
 };

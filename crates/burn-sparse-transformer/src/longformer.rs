@@ -2,9 +2,10 @@ use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData};
-use burn_blocksparse::{Pattern, Restriction, attention, join_heads};
+use burn_blocksparse::{Pattern, Restriction, attention, check_not_recording, join_heads};
 
-use crate::attention::{Call, project_heads};
+use crate::attention::project_heads;
+use crate::call::Call;
 use crate::error::{ensure, ensure_none};
 use crate::input::{PaddedBatch, Padding};
 use crate::layouts::{Layouts, Request};
@@ -18,7 +19,7 @@ use crate::{
 #[must_use = "a configuration does nothing until `init`"]
 pub struct LongformerAttentionConfig {
     /// Of the attention of ordinary tokens. Its pattern is without the global tokens: `Pattern::window(256)`, or
-    /// [`Pattern::dilated_window`]s per head. There is neither `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach`, `sinks` nor `quiet_softmax`.
+    /// [`Pattern::dilated_window`]s per head. There is neither `selection`, `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach`, `sinks` nor `quiet_softmax`.
     pub attention: SparseMultiHeadAttentionConfig,
 }
 
@@ -141,10 +142,11 @@ impl LongformerAttention {
     /// Adds the projections of global tokens to a trained attention, as copies of its own.
     ///
     /// # Errors
-    /// If the attention has `rope`, `qk_norm`, `dropout`, `alibi`, biases of distances, sinks or `quiet_softmax`.
+    /// If the attention has a `selection`, `rope`, `qk_norm`, `dropout`, `alibi`, biases of distances, sinks or `quiet_softmax`.
     pub fn from_attention(mha: SparseMultiHeadAttention) -> Result<Self, TransformerError> {
         // Global tokens are queries out of their places, which these depend on.
         for (argument, given) in [
+            ("selection", mha.selection().is_some()),
             ("rope", mha.rope.is_some()),
             ("qk_norm", mha.query_norm.is_some()),
             ("dropout", mha.dropout.prob > 0.0),
@@ -209,13 +211,13 @@ impl LongformerAttention {
         }
         request.global = tokens;
         let layout = self.mha.layouts.get(&request)?;
-        let call = Call::new(&ordinary, padded);
+        let call = Call::new(&ordinary, padded)?;
         let heads = self.mha.project(ordinary, &call)?;
         let context = self.mha.attend(heads, &layout, &call)?;
         let mut joined = join_heads(context)?;
         if rows.width > 0 {
             let global = self.global_rows(x, &rows)?;
-            joined = rows.write(joined, global);
+            joined = rows.write(joined, global)?;
         }
         self.mha.project_output(joined, &call)
     }
@@ -228,7 +230,7 @@ impl LongformerAttention {
         let layout = self.everything.get(&request)?;
         let mha = &self.mha;
         let (heads, kv_heads) = (mha.n_heads(), mha.n_kv_heads());
-        let read = rows.read(x.clone());
+        let read = rows.read(x.clone())?;
         let [q] = project_heads(mha.precision, [&self.query_global], read, [heads])?;
         let layers = [&self.key_global, &self.value_global];
         let [k, v] = project_heads(mha.precision, layers, x, [kv_heads; 2])?;
@@ -282,34 +284,38 @@ impl GlobalRows {
     }
 
     /// `[batch, seq, d_model]` to `[batch, width, d_model]`.
-    fn read(&self, x: Tensor<3>) -> Tensor<3> {
+    fn read(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
         let [batch, seq, d_model] = x.dims();
         let device = x.device();
-        x.reshape([batch * seq, d_model])
-            .select(0, indices(&self.from, &device))
-            .reshape([batch, self.width, d_model])
+        Ok(x.reshape([batch * seq, d_model])
+            .select(0, indices(&self.from, &device)?)
+            .reshape([batch, self.width, d_model]))
     }
 
     /// Adds `[batch, width, d_model]` to their rows of `[batch, seq, d_model]`, which are 0. No row is written twice.
-    fn write(&self, x: Tensor<3>, rows: Tensor<3>) -> Tensor<3> {
+    fn write(&self, x: Tensor<3>, rows: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
         if self.to.is_empty() {
-            return x;
+            return Ok(x);
         }
         let [batch, seq, d_model] = x.dims();
         let device = x.device();
         let rows = rows
             .reshape([batch * self.width, d_model])
-            .select(0, indices(&self.written, &device));
-        let to = indices(&self.to, &device);
-        x.reshape([batch * seq, d_model])
+            .select(0, indices(&self.written, &device)?);
+        let to = indices(&self.to, &device)?;
+        let sum = x
+            .reshape([batch * seq, d_model])
             .select_assign(0, to, rows, IndexingUpdateOp::Add)
-            .reshape([batch, seq, d_model])
+            .reshape([batch, seq, d_model]);
+        Ok(sum)
     }
 }
 
-fn indices(list: &[i64], device: &Device) -> Tensor<1, Int> {
+fn indices(list: &[i64], device: &Device) -> Result<Tensor<1, Int>, TransformerError> {
+    check_not_recording("positions of global tokens")?;
     let device = device.clone().without_autodiff();
-    Tensor::from_data(TensorData::new(list.to_vec(), [list.len()]), &device)
+    let list = TensorData::new(list.to_vec(), [list.len()]);
+    Ok(Tensor::from_data(list, &device))
 }
 
 /// The same values as parameters of their own.

@@ -18,9 +18,8 @@ use std::ops::Range;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Int, Tensor};
-use burn_blocksparse::KeptAttention;
+use burn_blocksparse::{KeptAttention, Seed, prepare_seed};
 
-use crate::dropout::hash;
 use crate::error::ensure;
 use crate::results::{Results, Slot};
 use crate::stream::Stream;
@@ -43,10 +42,11 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
-        dropout_seed: u64,
+        dropout_seed: impl Into<Seed>,
         recompute: impl Into<Recompute>,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
         self.check_targets(&tokens, &targets)?;
+        let dropout_seed = dropout_seed.into();
         // Before anything is seeded: a parameter drawn between a seed and a mask would change the mask.
         self.visit(&mut Initialise);
         let device = self.token_embedding.weight.device();
@@ -56,6 +56,12 @@ impl SparseTransformer {
             || "an autodiff device".into(),
             format!("{device:?}"),
         )?;
+        // All of them before any is prepared.
+        let layers = 0..self.blocks.len() as u64;
+        let seeds: Vec<Seed> = layers.map(|layer| dropout_seed.derive(layer)).collect();
+        if let Some(last) = seeds.last() {
+            prepare_seed(*last, &device)?;
+        }
         let targets = targets.without_autodiff();
         match recompute.into() {
             Recompute::None => self.stored(tokens, targets, dropout_seed, false),
@@ -80,12 +86,12 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
-        seed: u64,
+        seed: Seed,
         mlp: bool,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
         let mut stream = Stream::new(self.embed(tokens, 0)?);
         for (layer, block) in self.blocks.iter().enumerate() {
-            let pass = block.pass_of(hash(seed, layer as u64));
+            let pass = block.pass_of(seed.derive(layer as u64));
             stream = block.step(stream, pass.recompute_mlp(mlp))?;
         }
         let loss = self.head_loss(stream, targets)?;
@@ -98,7 +104,7 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
-        seed: u64,
+        seed: Seed,
         segment: usize,
         keep: bool,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
@@ -146,12 +152,12 @@ impl SparseTransformer {
         &self,
         mut stream: Stream,
         layers: Range<usize>,
-        seed: u64,
+        seed: Seed,
         kept: &mut [Option<KeptAttention>],
     ) -> Result<Stream, TransformerError> {
         for layer in layers {
             let block = &self.blocks[layer];
-            let pass = block.pass_of(hash(seed, layer as u64));
+            let pass = block.pass_of(seed.derive(layer as u64));
             let results = kept[layer].take().into();
             stream = block.step(stream, pass.with_results(results))?;
         }
@@ -176,7 +182,7 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         segments: &[Range<usize>],
-        seed: u64,
+        seed: Seed,
         keep: bool,
     ) -> Result<(Vec<Tensor<3>>, Vec<Option<KeptAttention>>), TransformerError> {
         // Shares the parameters' memory. `no_grad` would not do: autodiff registers operations on its
@@ -193,7 +199,7 @@ impl SparseTransformer {
             let mut stream = Stream::new(x);
             for layer in segment.clone() {
                 // Those of the block that trains: the copy drops nothing of its own.
-                let mut pass = self.blocks[layer].pass_of(hash(seed, layer as u64));
+                let mut pass = self.blocks[layer].pass_of(seed.derive(layer as u64));
                 let slot = Slot::default();
                 if keep {
                     pass = pass.with_results(Results::Kept(slot.clone()));
@@ -266,15 +272,6 @@ mod tests {
     use super::*;
     use crate::{Factorization, Pattern, SparseTransformerConfig};
     use burn::tensor::{Device, Distribution, TensorData};
-    use std::collections::HashSet;
-
-    #[test]
-    fn neighbouring_seeds_and_layers_hash_apart() {
-        let hashes: HashSet<u64> = (0..64)
-            .flat_map(|seed| (0..64).map(move |layer| hash(seed, layer)))
-            .collect();
-        assert_eq!(hashes.len(), 64 * 64);
-    }
 
     fn model(store_weights: bool) -> SparseTransformer {
         let factorization = Factorization::from(Pattern::fixed(8, 2));
@@ -294,7 +291,7 @@ mod tests {
         let tokens = TensorData::new((0..21).map(|i| i % 7).collect::<Vec<i32>>(), [1, 21]);
         let tokens = Tensor::from_data(tokens, &Device::flex());
         let (inputs, kept) = model
-            .residual_stream(tokens, &[0..2, 2..3], 1, keep)
+            .residual_stream(tokens, &[0..2, 2..3], Seed::Value(1), keep)
             .unwrap();
         assert_eq!(inputs.len(), 2);
         kept
@@ -321,7 +318,9 @@ mod tests {
         let input = Tensor::<3>::random([1, 21, 16], Distribution::Default, &Device::flex());
         let run = |mut kept: Vec<Option<KeptAttention>>| {
             let stream = Stream::new(model.leaf(input.clone()));
-            let stream = model.segment(stream, 0..2, 1, &mut kept).unwrap();
+            let stream = model
+                .segment(stream, 0..2, Seed::Value(1), &mut kept)
+                .unwrap();
             // They are in the graph and nowhere else.
             assert!(kept.iter().all(Option::is_none));
             stream.finish().unwrap().into_data()

@@ -1,9 +1,8 @@
 //! How the next token is chosen from logits.
 
-use burn_blocksparse::philox;
+use burn_blocksparse::{SampleOptions, philox};
 
 use crate::TransformerError;
-use crate::error::ensure;
 
 /// The last word of the generator's counter, which dropout does not use.
 const STREAM: u32 = u32::MAX - 1;
@@ -90,82 +89,28 @@ impl Sampling {
         self
     }
 
+    /// Which tokens may be drawn, without the seed.
+    pub fn options(&self) -> SampleOptions {
+        SampleOptions::default()
+            .temperature(self.temperature)
+            .top_k(self.top_k)
+            .top_p(self.top_p)
+            .min_p(self.min_p)
+            .repetition(self.repetition)
+    }
+
     /// That every number is in its range.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`] that names the first that is not.
+    /// [`TransformerError::Attention`] that names the first that is not.
     pub fn check(&self) -> Result<(), TransformerError> {
-        let within = |ok: bool, name, expected: &str, got: f64| {
-            ensure(ok, name, || expected.to_owned(), got)
-        };
-        let temperature = self.temperature;
-        within(
-            temperature >= 0.0 && temperature.is_finite(),
-            "temperature",
-            "a number, at least 0",
-            temperature,
-        )?;
-        ensure(self.top_k != Some(0), "top_k", || "at least 1".into(), 0)?;
-        let [top_p, min_p] = [self.top_p, self.min_p];
-        within(
-            top_p > 0.0 && top_p <= 1.0,
-            "top_p",
-            "above 0 and at most 1",
-            top_p,
-        )?;
-        within((0.0..=1.0).contains(&min_p), "min_p", "from 0 to 1", min_p)?;
-        let repetition = self.repetition;
-        within(
-            repetition > 0.0 && repetition.is_finite(),
-            "repetition",
-            "a number above 0",
-            repetition,
-        )
+        Ok(self.options().check()?)
     }
 
     /// The tokens that may be drawn, the likeliest first, with their probabilities, which add up to 1. None if no logit is finite. `seen` says
     /// whether a token was in the prompt or was written since.
     pub fn candidates(&self, logits: &[f32], seen: impl Fn(u32) -> bool) -> Vec<(u32, f64)> {
-        let mut kept: Vec<(u32, f64)> = (0..).zip(logits.iter().map(|&z| f64::from(z))).collect();
-        kept.retain(|(_, logit)| !logit.is_nan() && *logit > f64::NEG_INFINITY);
-        if self.repetition != 1.0 {
-            for (token, logit) in kept.iter_mut().filter(|(token, _)| seen(*token)) {
-                let _ = token;
-                *logit = match *logit > 0.0 {
-                    true => *logit / self.repetition,
-                    false => *logit * self.repetition,
-                };
-            }
-        }
-        // Stable, so tokens that are as likely stay in order.
-        kept.sort_by(|a, b| b.1.total_cmp(&a.1));
-        let Some(&(_, likeliest)) = kept.first() else {
-            return kept;
-        };
-        let top_k = match self.temperature == 0.0 || likeliest == f64::INFINITY {
-            true => 1,
-            false => self.top_k.unwrap_or(usize::MAX),
-        };
-        kept.truncate(top_k);
-        for (_, weight) in &mut kept {
-            *weight = match *weight == likeliest {
-                true => 1.0,
-                false => ((*weight - likeliest) / self.temperature).exp(),
-            };
-        }
-        normalise(&mut kept);
-        let mut before = 0.0;
-        let within = kept.iter().take_while(|(_, probability)| {
-            let is_kept = before < self.top_p;
-            before += probability;
-            is_kept
-        });
-        let count = within.count();
-        kept.truncate(count.max(1));
-        let least = self.min_p * kept[0].1;
-        kept.retain(|(_, probability)| *probability >= least);
-        normalise(&mut kept);
-        kept
+        self.options().candidates(logits, seen)
     }
 
     /// The token of a step of a prompt; none if no logit is finite.
@@ -175,40 +120,23 @@ impl Sampling {
         seen: impl Fn(u32) -> bool,
         [prompt, step]: [usize; 2],
     ) -> Option<u32> {
-        let kept = self.candidates(logits, seen);
-        draw(&kept, uniform(self.seed, prompt, step))
+        let number = self.number(prompt, step);
+        self.options().choose(logits, seen, number)
     }
-}
 
-fn normalise(weights: &mut [(u32, f64)]) {
-    let total: f64 = weights.iter().map(|(_, weight)| weight).sum();
-    for (_, weight) in weights {
-        *weight /= total;
+    /// The number in [0, 1), with 53 bits, that draws the token of a step of a prompt.
+    pub fn number(&self, prompt: usize, step: usize) -> f64 {
+        let counter = [
+            step as u32,
+            prompt as u32,
+            (step as u64 >> 32) as u32,
+            STREAM,
+        ];
+        let key = [self.seed as u32, (self.seed >> 32) as u32];
+        let [high, low, ..] = philox(counter, key);
+        let bits = (u64::from(high) << 32 | u64::from(low)) >> 11;
+        bits as f64 * 2f64.powi(-53)
     }
-}
-
-/// The first whose running sum exceeds `u`.
-fn draw(candidates: &[(u32, f64)], u: f64) -> Option<u32> {
-    let mut sum = 0.0;
-    let found = candidates.iter().find(|(_, probability)| {
-        sum += probability;
-        sum > u
-    });
-    // Rounding may leave the sum of all below u.
-    found.or(candidates.last()).map(|(token, _)| *token)
-}
-
-/// A number in [0, 1) with 53 bits.
-fn uniform(seed: u64, prompt: usize, step: usize) -> f64 {
-    let counter = [
-        step as u32,
-        prompt as u32,
-        (step as u64 >> 32) as u32,
-        STREAM,
-    ];
-    let [high, low, ..] = philox(counter, [seed as u32, (seed >> 32) as u32]);
-    let bits = (u64::from(high) << 32 | u64::from(low)) >> 11;
-    bits as f64 * 2f64.powi(-53)
 }
 
 #[cfg(test)]
@@ -248,9 +176,9 @@ mod tests {
             .temperature(0.8)
             .top_k(Some(4))
             .top_p(0.9);
-        let kept = sampling.candidates(&LOGITS, |_| false);
+        let draw = |logits: &[f32], u| sampling.options().choose(logits, |_| false, u);
         for (u, expected) in [(0.0, 0), (0.3, 0), (0.5, 0), (0.75, 1), (0.95, 2), (1.0, 2)] {
-            assert_eq!(draw(&kept, u), Some(expected), "{u}");
+            assert_eq!(draw(&LOGITS, u), Some(expected), "{u}");
         }
         assert_eq!(draw(&[], 0.5), None);
     }
@@ -298,7 +226,12 @@ mod tests {
         }
         let draws = |seed, prompt| -> Vec<u64> {
             (0..50)
-                .map(|step| uniform(seed, prompt, step).to_bits())
+                .map(|step| {
+                    Sampling::default()
+                        .seed(seed)
+                        .number(prompt, step)
+                        .to_bits()
+                })
                 .collect()
         };
         assert_eq!(draws(1, 0), draws(1, 0));

@@ -3,13 +3,14 @@ use burn::module::Module;
 use burn::nn::{Embedding, LayerNorm, LayerNormConfig, Linear};
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::{
-    CrossEntropyOptions, LinearOptions, embedding, linear, linear_cross_entropy,
+    CrossEntropyOptions, LinearOptions, Selection, embedding, linear, linear_cross_entropy,
 };
 
 use crate::attention::linear_flops;
 use crate::block::Pass;
 use crate::error::{ensure, ensure_positive, ensure_shape};
 use crate::layouts::LayoutPool;
+use crate::selected::of_layer;
 use crate::stream::Stream;
 use crate::{
     BlockAttentionConfig, Factorization, FeedForwardSparsity, PositionEmbedding, Precision,
@@ -57,6 +58,10 @@ pub struct SparseTransformerConfig {
     /// the patterns: position `i` has row `i / width` and column `i mod width`. Of no effect without
     /// `position_embedding`. Default: a power of two near `√context`.
     pub embedding_width: Option<usize>,
+    /// How the layers choose their keys by content, in turn, from those of patterns that are causal or dense. Default: their keys are the patterns'.
+    pub selections: Option<Vec<Selection>>,
+    /// How many of the last layers have no selection (MoBA: Lu et al., 2025, §3.2). Default: 0.
+    pub full_last_layers: Option<usize>,
     /// Side of the blocks the patterns are cut into: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
@@ -169,8 +174,15 @@ impl SparseTransformerConfig {
     /// If the factorization has no patterns.
     pub fn block(&self, layer: usize) -> Result<SparseTransformerBlockConfig, TransformerError> {
         let pattern = self.factorization.pattern(layer)?;
+        let selection = of_layer(
+            self.selections.as_deref().unwrap_or_default(),
+            layer,
+            self.n_layers,
+            self.full_last_layers.unwrap_or_default(),
+        );
         Ok(
             SparseTransformerBlockConfig::new(self.d_model, self.n_heads, pattern)
+                .with_selection(selection)
                 .with_block_size(self.block_size)
                 .with_n_kv_heads(self.n_kv_heads)
                 .with_d_key(self.d_key)
@@ -379,7 +391,7 @@ impl SparseTransformer {
     }
 
     /// Operations of all blocks' attention for one sequence of `seq` tokens, forward: the allowed
-    /// pairs only, whatever a kernel computes beside them.
+    /// pairs only, whatever a kernel computes beside them. With selections these are the pairs that they choose from.
     ///
     /// # Errors
     /// If a pattern has no layout for `seq`.
@@ -404,13 +416,21 @@ impl SparseTransformer {
                 end,
             });
         }
-        // Ids have no gradient. Without their autodiff context they can come from any device setting.
-        let table = self.token_embedding.weight.val();
-        let embedded = embedding(table, tokens.without_autodiff())?;
+        let embedded = self.embed_tokens(tokens)?;
         Ok(match &self.position_embedding {
             Some(positions) => embedded + positions.forward(start, seq),
             None => embedded,
         })
+    }
+
+    /// Of tokens alone, without their positions.
+    pub(crate) fn embed_tokens(
+        &self,
+        tokens: Tensor<2, Int>,
+    ) -> Result<Tensor<3>, TransformerError> {
+        // Ids have no gradient. Without their autodiff context they can come from any device setting.
+        let table = self.token_embedding.weight.val();
+        Ok(embedding(table, tokens.without_autodiff())?)
     }
 
     /// `norm(H_N)`, in the stream's dtype.
@@ -421,7 +441,7 @@ impl SparseTransformer {
     }
 
     /// `norm(H_N) · W_output`.
-    fn logits(&self, stream: Stream) -> Result<Tensor<3>, TransformerError> {
+    pub(crate) fn logits(&self, stream: Stream) -> Result<Tensor<3>, TransformerError> {
         let x = self.head_input(stream)?;
         Ok(linear(
             x,

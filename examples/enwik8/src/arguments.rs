@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use burn_sparse_transformer::{Precision, WeightPattern};
+use burn_sparse_transformer::{Precision, Selection, WeightPattern};
 use clap::Command;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
@@ -90,6 +90,15 @@ pub fn precision(text: &str) -> Result<Precision, String> {
 pub fn weight_pattern() -> impl TypedValueParser<Value = WeightPattern> {
     let names = PossibleValuesParser::new(WeightPattern::all().map(WeightPattern::name));
     names.try_map(|name| name.parse::<WeightPattern>())
+}
+
+/// `--selection` with all that can stand there.
+pub fn selection_help(usage: &str) -> String {
+    format!(
+        "{usage}\n\nTexts:\n  {}\n\nKEEP is a number or a rule: k=12, ratio=0.25, p=0.9 (with min=, max=) or above=0.01. share=sum, mean or max: heads that\n\
+         share keys choose together.",
+        Selection::NOTATION.join("\n  ")
+    )
 }
 
 /// Digits, which may be grouped as in `12_288`.

@@ -5,18 +5,18 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail};
-use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::FusedAdamW;
-use burn_sparse_transformer::{Precision, Recompute, SparseTransformer};
+use burn::tensor::{Device, Tensor};
+use burn_sparse_transformer::{Precision, Recompute};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
-use crate::model::{self, windows};
+use crate::model::{self, window_data};
 use crate::overrides::Overrides;
 use crate::presets::{Attention, Preset};
 use crate::progress::say;
+use crate::step::{Batch, Steps};
 use crate::{arguments, device};
 
 /// Time training iterations with sparse and with dense attention
@@ -46,6 +46,9 @@ pub struct BenchArgs {
     /// Write the results to a file too
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Record an iteration once and replay it where the device can (CUDA)
+    #[arg(long)]
+    graph: bool,
     /// Measure in this process and print the result as JSON
     #[arg(long, value_enum, hide = true)]
     measure: Option<Attention>,
@@ -64,6 +67,8 @@ struct Measurement {
     context: usize,
     recompute: Recompute,
     dropout: f64,
+    /// With --graph, how iterations run.
+    graph: Option<String>,
     ms: f64,
     /// Until everything is in the device's queue.
     host_ms: f64,
@@ -161,6 +166,9 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         },
         named.name
     ));
+    if !config.model.selections.is_empty() {
+        say("with --selection, shares and TFLOP/s count all that it chooses from");
+    }
     say(format!(
         "{:<28} {:>15} {:>13} {:>11} {:>9} {:>7} {:>8} {:>12} {:>14}",
         "attention",
@@ -202,6 +210,9 @@ pub fn run(args: &BenchArgs) -> Result<()> {
             "{}: gradients {gradients:.1} ms, clipping and optimizer {optimizer:.1} ms; queued after {:.1} ms; start-up {:.1} s",
             row.attention, row.host_ms, row.start_up_s
         ));
+        if let Some(how) = &row.graph {
+            say(format!("{}: {how}", row.attention));
+        }
     }
     say(memory_table(&rows));
     if let Some(path) = &args.json {
@@ -237,31 +248,39 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     let mut overrides = args.overrides.clone();
     if attention == Attention::Dense {
         overrides.pattern.clear();
+        overrides.selection.clear();
+        overrides.selection_full_last = None;
+        overrides.selection_until = None;
+        overrides.recall_every = None;
         overrides.attention = Some(attention);
     }
     let config = RunConfig::new(args.preset, &overrides)?;
     let device = device::open(args.device.as_deref())?.device;
     let began = Instant::now();
-    let mut trainer = Trainer::new(&config, &device)?;
+    let mut trainer = Trainer::new(&config, &device, args.graph)?;
     trainer.sync()?;
     let made = Usage::of(&device);
-    trainer.iterate(|_| Ok(()))?;
+    trainer.iterate()?;
     trainer.sync()?;
     let stepped = Usage::of(&device);
     let start_up_s = began.elapsed().as_secs_f64();
-    trainer.iterate(|_| Ok(()))?;
-    trainer.sync()?;
+    // With a recording the fourth makes it.
+    for _ in 0..if args.graph { 4 } else { 1 } {
+        trainer.iterate()?;
+        trainer.sync()?;
+    }
+    let graph = trainer.training.describe();
 
     let (mut times, mut host_times) = (Vec::new(), Vec::new());
     let mut loss = 0.0;
     let (mut first, mut last_usage) = (None, None);
     for _ in 0..args.iterations {
         let began = Instant::now();
-        let last = trainer.iterate(|_| Ok(()))?;
+        let last = trainer.iterate()?;
         host_times.push(milliseconds(began));
         trainer.sync()?;
         times.push(milliseconds(began));
-        loss = last.into_scalar::<f64>();
+        loss = last.narrow(0, 0, 1).into_scalar::<f64>();
         last_usage = Usage::of(&device);
         first = first.or(last_usage);
     }
@@ -301,6 +320,7 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
         context: config.model.context,
         recompute: config.recipe.recompute,
         dropout: config.model.dropout,
+        graph,
         ms,
         host_ms: median(host_times),
         parts,
@@ -321,14 +341,12 @@ struct Trainer<'a> {
     device: &'a Device,
     corpus: Corpus,
     sampler: Sampler,
-    /// Taken and put back by the optimizer's step, which needs it by value.
-    model: Option<SparseTransformer>,
-    optimizer: FusedAdamW,
+    training: Steps,
     iteration: u64,
 }
 
 impl<'a> Trainer<'a> {
-    fn new(config: &'a RunConfig, device: &'a Device) -> Result<Self> {
+    fn new(config: &'a RunConfig, device: &'a Device, graph: bool) -> Result<Self> {
         let corpus = Corpus::open(None)?;
         let bytes = corpus.split_for(Split::Train, config.model.context)?.len();
         let model = model::new(
@@ -341,35 +359,38 @@ impl<'a> Trainer<'a> {
             device,
             sampler: Sampler::new(bytes, config.model.context, config.recipe.seed),
             corpus,
-            model: Some(model),
-            optimizer: model::optimizer(&config.recipe),
+            training: Steps::new(
+                model,
+                model::optimizer(&config.recipe),
+                device,
+                config.recipe.recompute,
+                graph,
+            ),
             iteration: 0,
         })
     }
 
-    /// The next windows, as tokens and targets.
-    fn batch(&mut self) -> (Tensor<2, Int>, Tensor<2, Int>) {
+    /// The next windows.
+    fn batch(&mut self) -> Batch {
         let context = self.config.model.context;
         let starts: Vec<usize> = (0..self.config.recipe.batch)
             .map(|_| self.sampler.next_start())
             .collect();
         let bytes = self.corpus.split(Split::Train);
-        windows(bytes, &starts, context, self.device)
+        let [tokens, targets] = window_data(bytes, &starts, context);
+        self.iteration += 1;
+        Batch {
+            tokens,
+            targets,
+            dropout_seed: self.iteration - 1,
+            learning_rate: self.config.recipe.learning_rate,
+        }
     }
 
-    /// One step of training; `done` is called after each part of it. The loss stays on the device.
-    fn iterate(&mut self, mut done: impl FnMut(&Device) -> Result<()>) -> Result<Tensor<1>> {
-        let recipe = &self.config.recipe;
-        let (tokens, targets) = self.batch();
-        let model = self.model.take().context("an iteration failed before")?;
-        let (loss, gradients) =
-            model.loss_and_gradients(tokens, targets, self.iteration, recipe.recompute)?;
-        done(self.device)?;
-        let (model, _) = (self.optimizer).step(recipe.learning_rate, model, gradients)?;
-        self.model = Some(model);
-        done(self.device)?;
-        self.iteration += 1;
-        Ok(loss)
+    /// One step of training. The loss and the gradients' norm stay on the device.
+    fn iterate(&mut self) -> Result<Tensor<1>> {
+        let batch = self.batch();
+        self.training.take(batch)
     }
 
     fn sync(&self) -> Result<()> {
@@ -380,15 +401,16 @@ impl<'a> Trainer<'a> {
     fn parts(&mut self) -> Result<Parts> {
         let mut times = [const { Vec::new() }; 2];
         for _ in 0..3 {
-            let mut part = 0;
+            let batch = self.batch();
             let mut began = Instant::now();
-            self.iterate(|device| {
-                sync(device)?;
-                times[part].push(milliseconds(began));
-                part += 1;
+            self.training.one(batch, || {
+                self.sync()?;
+                times[0].push(milliseconds(began));
                 began = Instant::now();
                 Ok(())
             })?;
+            self.sync()?;
+            times[1].push(milliseconds(began));
         }
         let [gradients, optimizer] = times.map(median);
         Ok(Parts {
@@ -399,10 +421,13 @@ impl<'a> Trainer<'a> {
 
     /// What a forward pass holds for its backward pass, in bytes, on a device that reports its memory.
     fn kept(&mut self) -> Result<Option<u64>> {
-        let (tokens, targets) = self.batch();
+        let Batch {
+            tokens, targets, ..
+        } = self.batch();
+        let [tokens, targets] = [tokens, targets].map(|data| Tensor::from_data(data, self.device));
         self.sync()?;
         let before = Usage::of(self.device);
-        let model = self.model.as_ref().context("an iteration failed before")?;
+        let model = self.training.model()?;
         let loss = model.loss(tokens, targets)?;
         self.sync()?;
         let during = Usage::of(self.device);
@@ -414,7 +439,7 @@ impl<'a> Trainer<'a> {
     /// The operations of an iteration in 10¹² (a backward pass has twice those of a forward pass), and the share of
     /// the causal pairs that the first layer computes.
     fn sizes(&self) -> Result<(f64, f64)> {
-        let model = self.model.as_ref().context("an iteration failed before")?;
+        let model = self.training.model()?;
         let context = self.config.model.context;
         let tokens = self.config.tokens_per_step() as u64;
         let attention = model.attention_flops(context)? * self.config.recipe.batch as u64;

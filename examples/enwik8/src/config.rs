@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use burn_blocksparse::{BLOCK_SIZES, Pattern, WEIGHT_BLOCK_SIZES};
+use burn_sparse_transformer::Selection;
 use serde::{Deserialize, Serialize};
 
 use crate::overrides::Overrides;
@@ -51,6 +52,7 @@ impl RunConfig {
             recipe: Recipe {
                 length: wanted.recipe.length,
                 recompute: wanted.recipe.recompute,
+                recall_every: wanted.recipe.recall_every,
                 eval_every: wanted.recipe.eval_every,
                 eval_windows: wanted.recipe.eval_windows,
                 checkpoint_every: wanted.recipe.checkpoint_every,
@@ -81,6 +83,27 @@ impl RunConfig {
         }
     }
 
+    /// The share of the blocks of the feed-forward networks' weights after so many steps; none if they are dense.
+    pub fn ff_density(&self, step: usize) -> Option<f64> {
+        let initial = self.model.ff_weights?.density;
+        Some(match &self.recipe.ff_prune {
+            Some(pruning) => pruning.density_after(step, initial),
+            None => initial,
+        })
+    }
+
+    /// How the layers choose their keys after so many steps.
+    pub fn selections(&self, step: usize) -> &[Selection] {
+        match self
+            .recipe
+            .selection_until
+            .is_some_and(|until| step >= until)
+        {
+            true => &[],
+            false => &self.model.selections,
+        }
+    }
+
     /// Bytes predicted in one step.
     pub fn tokens_per_step(&self) -> usize {
         self.recipe.batch * self.model.context
@@ -98,6 +121,7 @@ impl RunConfig {
             position_width,
             d_ff,
             ff_weights,
+            selections,
             ..
         } = &self.model;
         ensure!(
@@ -118,6 +142,9 @@ impl RunConfig {
             "--heads must be a multiple of the {} patterns of --factorization multi-head, got {heads}",
             patterns.len()
         );
+        if let (Some(weights), Some(pruning)) = (ff_weights, &self.recipe.ff_prune) {
+            pruning.check(weights.density)?;
+        }
         if let Some(weights) = ff_weights {
             let block = weights.block;
             ensure!(
@@ -134,6 +161,15 @@ impl RunConfig {
                 d_ff.unwrap_or_default()
             );
         }
+        ensure!(
+            selections.is_empty() || patterns.iter().all(|text| text == "causal"),
+            "--selection chooses from every earlier byte; leave out --pattern"
+        );
+        ensure!(
+            !selections.is_empty()
+                || self.recipe.recall_every.is_none() && self.recipe.selection_until.is_none(),
+            "--recall-every and --selection-until are of a choice by content; add --selection"
+        );
         patterns.iter().try_for_each(|text| {
             check_pattern(text, *heads).with_context(|| format!("--pattern '{text}'"))
         })

@@ -3,13 +3,16 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, ensure};
-use burn::tensor::Device;
 use burn::tensor::activation::log_softmax;
-use burn_sparse_transformer::{Precision, SparseTransformer};
+use burn::tensor::{Device, Int, Tensor};
+use burn_sparse_transformer::{
+    KvDtype, KvPoolConfig, KvPositions, KvStep, KvUsage, Precision, Residency, SparseTransformer,
+};
 use clap::Args;
 use indicatif::ProgressBar;
 
 use crate::data::{Corpus, Split, thousands};
+use crate::kept::{Kept, KeptArgs};
 use crate::model::{self, bits, windows};
 use crate::progress::{plain_bar, say, warn};
 use crate::{arguments, device, run};
@@ -19,7 +22,10 @@ use crate::{arguments, device, run};
 #[command(after_help = "Examples:
   enwik8 eval
   enwik8 eval --checkpoint runs/tiny --split test --min-context 128
-  enwik8 eval --checkpoint runs/paper/best.ckpt --min-context 12160 --device cuda")]
+  enwik8 eval --checkpoint runs/paper/best.ckpt --min-context 12160 --device cuda
+  enwik8 eval --cache tova:64 --slack 32 --windows 100
+
+With --cache or --kv-dtype, windows are read through a cache of keys and values, --chunk bytes a call: between calls keys are evicted.")]
 pub struct EvalArgs {
     /// A checkpoint file, or a run folder, whose best checkpoint is taken
     #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
@@ -34,6 +40,14 @@ pub struct EvalArgs {
     /// Windows per forward pass [default: the run's batch]
     #[arg(long, value_parser = arguments::positive)]
     batch: Option<usize>,
+    /// Only N windows, spread evenly; --min-context is then 0
+    #[arg(long, value_name = "N", value_parser = arguments::positive, conflicts_with = "min_context")]
+    windows: Option<usize>,
+    #[command(flatten)]
+    kept: KeptArgs,
+    /// Bytes of a call, with --cache or --kv-dtype
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = arguments::positive)]
+    chunk: usize,
     /// Other raw bytes than the run's
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
@@ -47,6 +61,9 @@ pub struct EvalArgs {
 
 /// Runs `enwik8 eval`.
 pub fn run(args: &EvalArgs) -> Result<()> {
+    let dtype = args.kept.kv_dtype;
+    let reachable = || (dtype != KvDtype::Model).then_some(Kept::Residency(Residency::Reachable));
+    let kept = args.kept.kept()?.or_else(reachable);
     let device = device::open(args.device.as_deref())?;
     let (path, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
     if let Some(precision) = args.precision {
@@ -62,20 +79,50 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref())?;
     let bytes = corpus.split_for(args.split, context)?;
     let model = model::restore(&checkpoint, &device.device)?;
+    let model = match kept {
+        Some(_) => model::without_selections(model)?,
+        None => model,
+    };
     say(format!(
         "{}: step {}, context {context}, on {}",
         path.display(),
         thousands(checkpoint.header.step),
         device.name
     ));
-    let windows = sliding_windows(bytes.len(), context, args.min_context);
+    let windows = match args.windows {
+        Some(count) => spread_windows(bytes.len(), context, count),
+        None => sliding_windows(bytes.len(), context, args.min_context),
+    };
     let evaluator = Evaluator {
         model: &model,
         device: &device.device,
         context,
         batch: args.batch.unwrap_or(config.recipe.batch),
     };
-    let evaluation = evaluator.run(bytes, &windows, &plain_bar("evaluating"))?;
+    let bar = plain_bar("evaluating");
+    let evaluation = match kept {
+        None => evaluator.run(bytes, &windows, &bar)?,
+        Some(kept) => {
+            let mut most = KvUsage::default();
+            let losses = |part: &[Window]| {
+                evaluator.cached(
+                    bytes,
+                    part,
+                    (kept, dtype, args.kept.positions),
+                    args.chunk,
+                    &mut most,
+                )
+            };
+            let evaluation = evaluator.sum(&windows, &bar, losses)?;
+            say(format!(
+                "the cache of a window takes {} bytes, all keys {}; scores of keys {}",
+                thousands(most.live_bytes),
+                thousands(most.all_bytes),
+                thousands(most.score_bytes)
+            ));
+            evaluation
+        }
+    };
     say(format!(
         "{:.4} bits per byte over {} bytes of the {} split, with at least {} bytes of context after the first window",
         evaluation.bits_per_byte(),
@@ -167,13 +214,22 @@ impl Evaluator<'_> {
     /// # Errors
     /// Those of the model.
     pub fn run(&self, bytes: &[u8], plan: &[Window], bar: &ProgressBar) -> Result<Evaluation> {
+        self.sum(plan, bar, |part| self.losses(bytes, part))
+    }
+
+    fn sum(
+        &self,
+        plan: &[Window],
+        bar: &ProgressBar,
+        mut losses: impl FnMut(&[Window]) -> Result<Vec<f32>>,
+    ) -> Result<Evaluation> {
         let mut total = Evaluation {
             nats: 0.0,
             bytes: 0,
         };
         bar.set_length(plan.len() as u64);
         for part in plan.chunks(self.batch) {
-            let losses = self.losses(bytes, part)?;
+            let losses = losses(part)?;
             for (window, row) in part.iter().zip(losses.chunks(self.context)) {
                 let counted = &row[window.first..];
                 total.nats += counted.iter().map(|&loss| f64::from(loss)).sum::<f64>();
@@ -189,12 +245,54 @@ impl Evaluator<'_> {
     fn losses(&self, bytes: &[u8], part: &[Window]) -> Result<Vec<f32>> {
         let starts: Vec<usize> = part.iter().map(|window| window.start).collect();
         let (tokens, targets) = windows(bytes, &starts, self.context, self.device);
-        let log_probabilities = log_softmax(self.model.forward(tokens)?, 2);
-        let losses = log_probabilities.gather(2, targets.unsqueeze_dim(2)).neg();
+        let losses = losses_of(self.model.forward(tokens)?, targets);
         losses
             .try_into_vec_as()
             .map_err(|error| anyhow!("{error:?}"))
     }
+
+    /// The same through a cache that keeps some of the keys, `chunk` bytes a call; `usage` is the largest of a window so far.
+    fn cached(
+        &self,
+        bytes: &[u8],
+        part: &[Window],
+        (kept, dtype, positions): (Kept, KvDtype, KvPositions),
+        chunk: usize,
+        usage: &mut KvUsage,
+    ) -> Result<Vec<f32>> {
+        let starts: Vec<usize> = part.iter().map(|window| window.start).collect();
+        let (tokens, targets) = windows(bytes, &starts, self.context, self.device);
+        let config = KvPoolConfig::new(part.len(), self.context)
+            .with_chunk(chunk)
+            .with_dtype(dtype)
+            .with_positions(positions);
+        let mut pool = self.model.new_pool(&kept.pool(config, chunk))?;
+        let ids = (part.iter().map(|_| pool.join())).collect::<Result<Vec<_>, _>>()?;
+        let mut losses = Vec::new();
+        for first in (0..self.context).step_by(chunk) {
+            let count = chunk.min(self.context - first);
+            let steps: Vec<KvStep> = ids.iter().map(|&id| KvStep::new(id, count)).collect();
+            let rows = |x: &Tensor<2, Int>| x.clone().narrow(1, first, count);
+            let logits = self.model.forward_pool(rows(&tokens), &steps, &mut pool)?;
+            losses.push(losses_of(logits, rows(&targets)));
+        }
+        for id in ids {
+            let now = pool.usage(id)?;
+            if now.live_bytes > usage.live_bytes {
+                *usage = now;
+            }
+        }
+        let losses = Tensor::cat(losses, 1);
+        losses
+            .try_into_vec_as()
+            .map_err(|error| anyhow!("{error:?}"))
+    }
+}
+
+/// −log p of each byte, `[windows, bytes, 1]`.
+fn losses_of(logits: Tensor<3>, targets: Tensor<2, Int>) -> Tensor<3> {
+    let log_probabilities = log_softmax(logits, 2);
+    log_probabilities.gather(2, targets.unsqueeze_dim(2)).neg()
 }
 
 #[cfg(test)]

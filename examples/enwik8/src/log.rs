@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::write_atomically;
+use crate::recall::LayerRecall;
 
 /// A line of the log. `loss` is in nats per byte, `bits_per_byte` the same in bits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -41,6 +42,13 @@ pub enum Row {
         /// Bytes that were predicted.
         bytes: usize,
     },
+    /// What a choice of keys by content keeps of the attention, over one validation window.
+    Selection {
+        /// Steps done.
+        step: usize,
+        /// Each layer that chooses.
+        layers: Vec<LayerRecall>,
+    },
     /// The whole validation split, at the end of the run.
     Final {
         /// Steps done.
@@ -58,9 +66,10 @@ impl Row {
     /// Steps done when it was written.
     pub fn step(&self) -> usize {
         match *self {
-            Row::Train { step, .. } | Row::Validation { step, .. } | Row::Final { step, .. } => {
-                step
-            }
+            Row::Train { step, .. }
+            | Row::Validation { step, .. }
+            | Row::Selection { step, .. }
+            | Row::Final { step, .. } => step,
         }
     }
 }

@@ -11,6 +11,7 @@ mod device;
 mod draw;
 mod eval;
 mod export;
+mod kept;
 mod log;
 mod model;
 mod overrides;
@@ -18,9 +19,12 @@ mod pattern;
 mod plot;
 mod presets;
 mod progress;
+mod prune;
+mod recall;
 mod run;
 mod sample;
 mod schedule;
+mod step;
 mod train;
 
 use std::io;
@@ -52,6 +56,7 @@ struct Cli {
 enum Task {
     Train(train::TrainArgs),
     Eval(eval::EvalArgs),
+    Recall(recall::RecallArgs),
     Sample(sample::SampleArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
@@ -81,6 +86,7 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
     match task {
         Task::Train(args) => train::run(args),
         Task::Eval(args) => eval::run(args).map(done),
+        Task::Recall(args) => recall::run(args).map(done),
         Task::Sample(args) => sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),

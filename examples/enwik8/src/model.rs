@@ -13,6 +13,8 @@ use burn_sparse_transformer::{
 
 use crate::checkpoint::Checkpoint;
 use crate::presets::{FactorizationKind, ModelConfig, Recipe};
+use crate::progress::say;
+use crate::prune::prune;
 
 /// Every byte is a token.
 pub const VOCABULARY: usize = 256;
@@ -47,6 +49,8 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
             .with_init_scale(config.init_scale)
             .with_precision(config.precision)
             .with_d_ff(config.d_ff)
+            .with_selections((!config.selections.is_empty()).then(|| config.selections.clone()))
+            .with_full_last_layers(Some(config.full_last_layers))
             .with_feed_forward_sparsity(config.ff_weights.map(|weights| {
                 FeedForwardSparsity::new(weights.density)
                     .with_block(weights.block)
@@ -63,9 +67,33 @@ pub fn restore(checkpoint: &Checkpoint, device: &Device) -> Result<SparseTransfo
     let config = &checkpoint.header.config;
     let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(checkpoint.model.clone()))
         .map_err(|error| anyhow!("{error}"))?;
-    new(&config.model, config.recipe.seed, device)?
+    let model = new(&config.model, config.recipe.seed, device)?;
+    let selections = config.selections(checkpoint.header.step);
+    let model = model.with_selections(selections, config.model.full_last_layers)?;
+    // Records hold which blocks are kept, but not how many.
+    let model = match (
+        config.recipe.ff_prune,
+        config.ff_density(checkpoint.header.step),
+    ) {
+        (Some(_), Some(density)) => prune(model, density)?.0,
+        _ => model,
+    };
+    model
         .try_load_record(record)
         .context("the checkpoint's weights do not fit its configuration")
+}
+
+/// The model without a choice of keys by content, which caches know nothing of: layers see what their patterns allow. Says so, if there was one.
+///
+/// # Errors
+/// None that a model of ours has.
+pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer> {
+    if let Some(selection) = (model.blocks.iter()).find_map(|block| block.mha.selection()) {
+        say(format!(
+            "the cache keeps every earlier byte: {selection}, by which the model was trained to choose, is not used"
+        ));
+    }
+    Ok(model.with_selections(&[], 0)?)
 }
 
 /// The paper's optimizer: Adam with decoupled weight decay, and the gradient scaled by its norm over all parameters (§6). The default epsilon of
@@ -104,15 +132,23 @@ pub fn windows(
     context: usize,
     device: &Device,
 ) -> (Tensor<2, Int>, Tensor<2, Int>) {
-    let tensor = |offset: usize| {
+    let [inputs, targets] = window_data(bytes, starts, context);
+    (
+        Tensor::from_data(inputs, device),
+        Tensor::from_data(targets, device),
+    )
+}
+
+/// As [`windows`], on the host.
+pub fn window_data(bytes: &[u8], starts: &[usize], context: usize) -> [TensorData; 2] {
+    [0, 1].map(|offset| {
         let values: Vec<i32> = starts
             .iter()
             .flat_map(|start| &bytes[start + offset..start + offset + context])
             .map(|&byte| i32::from(byte))
             .collect();
-        Tensor::from_data(TensorData::new(values, [starts.len(), context]), device)
-    };
-    (tensor(0), tensor(1))
+        TensorData::new(values, [starts.len(), context])
+    })
 }
 
 /// Nats as bits.

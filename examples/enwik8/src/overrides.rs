@@ -1,11 +1,12 @@
 //! A flag for every number of a preset.
 
-use burn_sparse_transformer::{Precision, Recompute, WeightPattern};
+use burn_sparse_transformer::{Precision, Recompute, Selection, WeightPattern};
 use clap::Args;
 
 use crate::presets::{
     Attention, FactorizationKind, FeedForwardWeights, Length, ModelConfig, Recipe,
 };
+use crate::prune::Pruning;
 use crate::{arguments, pattern};
 
 /// One flag for each number of a preset.
@@ -32,6 +33,14 @@ pub struct Overrides {
         "Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization",
     ))]
     pub pattern: Vec<String>,
+    /// Choose keys by content, e.g. topk:32,8: all layers, or in turn if repeated; the pattern is then every earlier byte
+    #[arg(long, value_name = "TEXT", long_help = arguments::selection_help(
+        "Choose keys by content, e.g. topk:32,8: all layers, or in turn if repeated; the pattern is then every earlier byte",
+    ))]
+    pub selection: Vec<Selection>,
+    /// Layers at the end that see every earlier byte all the same
+    #[arg(long, value_parser = arguments::whole::<usize>, value_name = "N", requires = "selection")]
+    pub selection_full_last: Option<usize>,
     /// How several patterns are combined
     #[arg(long, value_enum)]
     pub factorization: Option<FactorizationKind>,
@@ -63,6 +72,18 @@ pub struct Overrides {
     /// How those blocks are chosen [default: small-world]
     #[arg(long, value_parser = arguments::weight_pattern(), requires = "ff_density", value_name = "LAYOUT")]
     pub ff_layout: Option<WeightPattern>,
+    /// Prune those blocks by magnitude, down to this share of all blocks
+    #[arg(long, value_parser = arguments::share, requires_all = ["ff_density", "ff_prune_until"], value_name = "SHARE")]
+    pub ff_prune: Option<f64>,
+    /// Steps before the first blocks are pruned [default: --warmup]
+    #[arg(long, value_parser = arguments::whole::<usize>, requires = "ff_prune", value_name = "STEP")]
+    pub ff_prune_from: Option<usize>,
+    /// Steps after which the last blocks are pruned
+    #[arg(long, value_parser = arguments::positive, requires = "ff_prune", value_name = "STEP")]
+    pub ff_prune_until: Option<usize>,
+    /// Steps between two prunings [default: 100]
+    #[arg(long, value_parser = arguments::positive, requires = "ff_prune", value_name = "STEPS")]
+    pub ff_prune_every: Option<usize>,
 
     /// Windows per step
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
@@ -101,6 +122,12 @@ pub struct Overrides {
     /// feed-forward networks' first products
     #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "none|block|segment:N|block+attention|segment:N+attention|mlp", help_heading = RECIPE)]
     pub recompute: Option<Recompute>,
+    /// Steps after which the layers see every earlier byte, in place of --selection
+    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, value_name = "STEP")]
+    pub selection_until: Option<usize>,
+    /// Steps between measurements of how much of the attention --selection keeps
+    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, value_name = "STEPS")]
+    pub recall_every: Option<usize>,
     /// Steps between validations
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
     pub eval_every: Option<usize>,
@@ -127,6 +154,8 @@ impl Overrides {
             d_model,
             attention,
             pattern,
+            selection,
+            selection_full_last,
             factorization,
             block,
             position_width,
@@ -137,6 +166,10 @@ impl Overrides {
             ff_density,
             ff_block,
             ff_layout,
+            ff_prune,
+            ff_prune_from,
+            ff_prune_until,
+            ff_prune_every,
             batch,
             steps,
             epochs,
@@ -149,6 +182,8 @@ impl Overrides {
             clip,
             seed,
             recompute,
+            selection_until,
+            recall_every,
             eval_every,
             eval_windows,
             checkpoint_every,
@@ -177,8 +212,14 @@ impl Overrides {
             model.position_width = position_width_for(&pattern, model.context);
             model.patterns = pattern;
         }
+        let chooses = !selection.is_empty();
+        let is_free = self.pattern.is_empty();
+        if chooses {
+            model.selections = selection;
+        }
+        set(&mut model.full_last_layers, selection_full_last);
         // The position embedding stays that of the sparse model, so that the two have the same parameters.
-        if attention == Some(Attention::Dense) {
+        if attention == Some(Attention::Dense) || chooses && is_free {
             model.patterns = vec!["causal".to_owned()];
             model.factorization = FactorizationKind::Merged;
         }
@@ -196,6 +237,20 @@ impl Overrides {
         set(&mut recipe.clip, clip);
         set(&mut recipe.seed, seed);
         set(&mut recipe.recompute, recompute);
+        if let Some((density, until)) = ff_prune.zip(ff_prune_until) {
+            recipe.ff_prune = Some(Pruning {
+                density,
+                from: ff_prune_from.unwrap_or(recipe.warmup),
+                until,
+                every: ff_prune_every.unwrap_or(100),
+            });
+        }
+        if selection_until.is_some() {
+            recipe.selection_until = selection_until;
+        }
+        if recall_every.is_some() {
+            recipe.recall_every = recall_every;
+        }
         set(&mut recipe.eval_every, eval_every);
         set(&mut recipe.eval_windows, eval_windows);
         set(&mut recipe.checkpoint_every, checkpoint_every);

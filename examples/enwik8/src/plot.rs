@@ -72,6 +72,7 @@ impl Curves {
                     bits_per_byte,
                     ..
                 } => last = Some((step as f64, bits_per_byte)),
+                Row::Selection { .. } => {}
             }
         }
         let smooth = thin(&smoothed(&raw));

@@ -3,9 +3,11 @@
 use std::fmt;
 use std::num::NonZeroUsize;
 
-use burn_sparse_transformer::{Precision, Recompute, WeightPattern};
+use burn_sparse_transformer::{Precision, Recompute, Selection, WeightPattern};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
+
+use crate::prune::Pruning;
 
 /// A named starting point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -46,6 +48,8 @@ impl Preset {
             precision: Precision::F32,
             d_ff: None,
             ff_weights: None,
+            selections: Vec::new(),
+            full_last_layers: 0,
         };
         match self {
             // At these widths the paper's scale makes learning slow at first: 2.8 bits per byte instead of 2.6 at the end of `tiny`, 3.3
@@ -95,6 +99,9 @@ impl Preset {
             clip: 1.0,
             seed: 1,
             recompute: Recompute::None,
+            ff_prune: None,
+            selection_until: None,
+            recall_every: None,
             eval_every: 250,
             eval_windows: 32,
             checkpoint_every: 250,
@@ -205,6 +212,12 @@ pub struct ModelConfig {
     /// Block-sparse weights of the feed-forward networks. None: dense ones, as in the paper.
     #[serde(default)]
     pub ff_weights: Option<FeedForwardWeights>,
+    /// How the layers choose their keys by content, in turn. None: by their patterns.
+    #[serde(default)]
+    pub selections: Vec<Selection>,
+    /// How many of the last layers do not.
+    #[serde(default)]
+    pub full_last_layers: usize,
 }
 
 /// Which blocks of the feed-forward networks' weights are kept.
@@ -271,6 +284,15 @@ pub struct Recipe {
     pub seed: u64,
     /// What the backward pass computes again instead of keeping it (§5.4).
     pub recompute: Recompute,
+    /// Pruning of the feed-forward networks' block-sparse weights.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ff_prune: Option<Pruning>,
+    /// Steps after which the layers no longer choose their keys by content.
+    #[serde(default)]
+    pub selection_until: Option<usize>,
+    /// Steps between measurements of what the choice keeps.
+    #[serde(default)]
+    pub recall_every: Option<usize>,
     /// Steps between validations.
     pub eval_every: usize,
     /// Windows per validation during training.

@@ -1,15 +1,21 @@
-//! `enwik8 sample`: one byte after the other, with a key/value cache.
+//! `enwik8 sample`: one byte after the other, with a cache of keys and values.
 
-use std::fs::File;
-use std::io::{self, Write};
+mod output;
+mod statistics;
+mod writer;
+
+use std::fs;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, ensure};
-use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_sparse_transformer::{Precision, Sampling, SparseTransformer, SparseTransformerCache};
+use anyhow::{Context, Result, ensure};
+use burn_sparse_transformer::{NgramDrafts, NgramIndex, Precision, Residency, Sampling};
 use clap::Args;
+use output::Output;
+use statistics::Times;
+use writer::{Cache, Writer};
 
+use crate::kept::{Kept, KeptArgs};
 use crate::progress::warn;
 use crate::{arguments, device, model, run};
 
@@ -19,6 +25,10 @@ use crate::{arguments, device, model, run};
   enwik8 sample
   enwik8 sample --prompt '== History ==' --length 1000 --temperature 0.8 --top-k 40
   enwik8 sample --top-p 0.9 --repetition 1.1 --stop '</page>'
+  enwik8 sample --prompt 'The ' --prompt '== See also ==' --batch 4 --length 200 --stats
+  enwik8 sample --cache window:512,4 --kv-dtype f16 --stats
+  enwik8 sample --temperature 0 --speculate 8 --stats
+  enwik8 sample --cache snapkv:256,32,5 --budget pyramid:20 --slack 64 --stats
   enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin --stats
 
 A sample longer than the model's context goes on: when the context is full, its newest half is kept and the model
@@ -27,9 +37,16 @@ pub struct SampleArgs {
     /// A checkpoint file, or a run folder, whose best checkpoint is taken
     #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
     checkpoint: PathBuf,
-    /// What the bytes follow; of a prompt longer than the context the newest half context is read
+    /// What the bytes follow; of a prompt longer than the context the newest half context is read. Several, of whatever
+    /// lengths, are continued at once
     #[arg(long, value_name = "TEXT", default_value = "The ")]
-    prompt: String,
+    prompt: Vec<String>,
+    /// Read the prompt from a file
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    prompt_file: Option<PathBuf>,
+    /// Write N samples of each prompt at once
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = arguments::positive)]
+    batch: usize,
     /// Bytes to write after the prompt
     #[arg(long, default_value_t = 500, value_parser = arguments::whole::<usize>)]
     length: usize,
@@ -51,9 +68,26 @@ pub struct SampleArgs {
     /// End before this text; may be given several times
     #[arg(long, value_name = "TEXT", value_parser = arguments::text)]
     stop: Vec<String>,
-    /// Print the speed to the standard error output
+    /// End after S seconds
+    #[arg(long, value_name = "S", value_parser = arguments::above_zero)]
+    max_time: Option<f64>,
+    #[command(flatten)]
+    kept: KeptArgs,
+    /// Keys of a page of the cache: 16, 32, 64 or 128
+    #[arg(long, value_name = "P", default_value_t = 32, value_parser = page_size)]
+    page_size: usize,
+    /// Record a step once and replay it where the device can (CUDA): the same bytes with less work of the host
+    #[arg(long)]
+    graph: bool,
+    /// Draft up to K bytes from where the last few were before, and check them at once: the same text in fewer steps
+    #[arg(long, value_name = "K", value_parser = arguments::positive, conflicts_with = "graph")]
+    speculate: Option<usize>,
+    /// Print the speed and the size of the cache to the standard error output
     #[arg(long)]
     stats: bool,
+    /// Write the same to a file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
     /// Seed of the choice
     #[arg(long, default_value_t = 1, value_parser = arguments::whole::<u64>)]
     seed: u64,
@@ -70,62 +104,135 @@ pub struct SampleArgs {
 
 /// Runs `enwik8 sample`.
 pub fn run(args: &SampleArgs) -> Result<()> {
+    let prompts = args.prompts()?;
     ensure!(
-        !args.prompt.is_empty(),
+        prompts.iter().all(|prompt| !prompt.is_empty()),
         "--prompt must not be empty: the model predicts bytes from earlier ones"
     );
+    ensure!(
+        prompts.len() == 1 || args.output.is_none(),
+        "--output takes one sample, not {}",
+        prompts.len()
+    );
+    let cache = args.cache()?;
     let device = device::open(args.device.as_deref())?;
     let (_, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
-    let context = checkpoint.header.config.model.context;
     if let Some(precision) = args.precision {
         checkpoint.header.config.model.precision = precision;
     }
-    let model = model::restore(&checkpoint, &device.device)?;
-    let mut writer = Writer::new(model, device.device, context);
-    let sampling = args.sampling();
+    let model = model::without_selections(model::restore(&checkpoint, &device.device)?)?;
+    let lengths: Vec<usize> = (prompts.iter())
+        .map(|prompt| prompt.len().saturating_add(args.length))
+        .collect();
+    let read = prompts.iter().map(Vec::len).max().unwrap_or(1);
+    let mut writer = Writer::new(model, device.device, &lengths, read, &cache)?;
     let stop: Vec<&[u8]> = args.stop.iter().map(String::as_bytes).collect();
-    let mut output = Output::open(args)?;
-    let prompt = args.prompt.as_bytes();
-    output.write(prompt)?;
-    let mut seen = [false; 256];
-    prompt
-        .iter()
-        .for_each(|&byte| seen[usize::from(byte)] = true);
-    let mut logits = writer.read(prompt)?;
-    let mut written = Vec::with_capacity(args.length);
-    // Bytes that are on the output: those before what may become a stop text.
-    let mut given = 0;
+    let sampling = args.sampling();
+    // One text is written as it comes, several when all are done.
+    let mut output = match prompts.len() {
+        1 => Some(Output::open(args.output.as_deref())?),
+        _ => None,
+    };
+    if let Some(output) = &mut output {
+        output.write(&prompts[0])?;
+    }
+    let drafts = args.speculate.map(NgramDrafts::new);
+    let texts = prompts.iter().map(|prompt| Sample::new(prompt, drafts));
+    let mut texts: Vec<Sample> = texts.collect();
     let begun = Instant::now();
-    for index in 0..args.length {
-        let next = sampling.choose(&logits, |byte| seen[byte as usize], [0, index]);
-        let byte = next.context("the model's logits are not finite")? as u8;
-        seen[usize::from(byte)] = true;
-        written.push(byte);
-        if let Some(stop) = stop.iter().find(|stop| written.ends_with(stop)) {
-            written.truncate(written.len() - stop.len());
+    let read: Vec<&[u8]> = prompts.iter().map(Vec::as_slice).collect();
+    let mut rows: Vec<Vec<Vec<f32>>> = match args.length {
+        0 => Vec::new(),
+        _ => writer
+            .begin(&read)?
+            .into_iter()
+            .map(|row| vec![row])
+            .collect(),
+    };
+    let mut times = Times::new(begun.elapsed());
+    let mut going_on: Vec<usize> = (0..texts.len()).filter(|_| args.length > 0).collect();
+    let mut drafts: Vec<Vec<u8>> = vec![Vec::new(); texts.len()];
+    while !going_on.is_empty() {
+        let before = Instant::now();
+        for ((&text, rows), draft) in going_on.iter().zip(&rows).zip(&drafts) {
+            let accepted = texts[text].check(text, rows, draft, &sampling, &stop, args.length)?;
+            if accepted < draft.len() && texts[text].goes_on(args.length) {
+                writer.take_back(text, draft.len() - accepted)?;
+            }
+            times.drafted += draft.len();
+            times.accepted += accepted;
+        }
+        if let Some(output) = &mut output {
+            output.write(texts[0].certain(&stop))?;
+        }
+        going_on.retain(|&text| texts[text].goes_on(args.length));
+        let is_late = (args.max_time).is_some_and(|most| begun.elapsed().as_secs_f64() >= most);
+        if going_on.is_empty() || is_late {
+            times.steps.push(before.elapsed());
             break;
         }
-        let certain = written.len() - held_back(&written, &stop);
-        output.write(&written[given.min(certain)..certain])?;
-        given = given.max(certain);
-        if index + 1 < args.length {
-            logits = writer.read(&[byte])?;
+        drafts = (going_on.iter())
+            .map(|&text| texts[text].draft(writer.room(text), args.length))
+            .collect();
+        let more = going_on.iter().zip(&drafts);
+        let more: Vec<(usize, Vec<u8>)> = more
+            .map(|(&text, draft)| (text, [texts[text].last(), draft].concat()))
+            .collect();
+        rows = writer.check(&more)?;
+        times.steps.push(before.elapsed());
+    }
+    match output {
+        Some(mut output) => {
+            output.write(texts[0].rest())?;
+            output.finish()?;
+        }
+        None => print(&prompts, &texts)?,
+    }
+    if args.stats || args.json.is_some() {
+        let read = prompts.iter().map(Vec::len).sum();
+        let written = texts.iter().map(|text| text.written.len()).sum();
+        let statistics = times.statistics(read, written, writer.describe(), writer.usage()?);
+        if args.stats {
+            eprint!("{statistics}");
+        }
+        if let Some(path) = &args.json {
+            let text = serde_json::to_string_pretty(&statistics)?;
+            fs::write(path, text + "\n")
+                .with_context(|| format!("cannot write {}", path.display()))?;
         }
     }
-    output.write(&written[given.min(written.len())..])?;
-    output.finish()?;
-    if args.stats {
-        let (bytes, seconds) = (written.len(), begun.elapsed().as_secs_f64());
-        eprintln!(
-            "{bytes} bytes in {seconds:.1} s: {:.1} bytes/s, {:.2} ms a byte",
-            bytes as f64 / seconds,
-            1e3 * seconds / bytes.max(1) as f64
-        );
+    Ok(())
+}
+
+/// Texts under headings.
+fn print(prompts: &[Vec<u8>], texts: &[Sample]) -> Result<()> {
+    for (index, (prompt, text)) in prompts.iter().zip(texts).enumerate() {
+        let mut output = Output::open(None)?;
+        output.write(format!("--- {} ---\n", index + 1).as_bytes())?;
+        output.write(prompt)?;
+        output.write(&text.written)?;
+        output.finish()?;
     }
     Ok(())
 }
 
 impl SampleArgs {
+    /// The prompt of each sample.
+    fn prompts(&self) -> Result<Vec<Vec<u8>>> {
+        let prompts = match &self.prompt_file {
+            Some(path) => {
+                let prompt = fs::read(path);
+                vec![prompt.with_context(|| format!("cannot read {}", path.display()))?]
+            }
+            None => {
+                let prompts = self.prompt.iter();
+                prompts.map(|prompt| prompt.clone().into_bytes()).collect()
+            }
+        };
+        let each = |prompt: &Vec<u8>| std::iter::repeat_n(prompt.clone(), self.batch);
+        Ok(prompts.iter().flat_map(each).collect())
+    }
+
     fn sampling(&self) -> Sampling {
         Sampling::default()
             .temperature(self.temperature)
@@ -134,6 +241,136 @@ impl SampleArgs {
             .min_p(self.min_p)
             .repetition(self.repetition)
             .seed(self.seed)
+    }
+
+    fn cache(&self) -> Result<Cache> {
+        let kept = self.kept.kept()?;
+        Ok(Cache {
+            kept: kept.unwrap_or(Kept::Residency(Residency::Reachable)),
+            dtype: self.kept.kv_dtype,
+            positions: self.kept.positions,
+            page_size: self.page_size,
+            graph: self.graph,
+            drafted: self.speculate.unwrap_or(0),
+        })
+    }
+}
+
+/// `--page-size`.
+fn page_size(text: &str) -> Result<usize, String> {
+    (text.parse().ok())
+        .filter(|size| [16, 32, 64, 128].contains(size))
+        .ok_or_else(|| "must be 16, 32, 64 or 128".to_owned())
+}
+
+/// A text that is being written.
+struct Sample {
+    /// Whether a byte was read or written.
+    seen: [bool; 256],
+    written: Vec<u8>,
+    /// Bytes that are on the output: those before what may become a stop text.
+    given: usize,
+    has_stopped: bool,
+    /// The prompt and what was written, where there are drafts.
+    index: Option<NgramIndex>,
+}
+
+impl Sample {
+    fn new(prompt: &[u8], drafts: Option<NgramDrafts>) -> Self {
+        let mut seen = [false; 256];
+        (prompt.iter()).for_each(|&byte| seen[usize::from(byte)] = true);
+        let index = drafts.map(|drafts| {
+            let mut index = NgramIndex::new(drafts);
+            index.extend(prompt.iter().map(|&byte| byte.into()));
+            index
+        });
+        Self {
+            seen,
+            written: Vec::new(),
+            given: 0,
+            has_stopped: false,
+            index,
+        }
+    }
+
+    fn goes_on(&self, length: usize) -> bool {
+        !self.has_stopped && self.written.len() < length
+    }
+
+    /// Draws bytes as long as they are the drafted ones, and one behind: how many were drafted.
+    fn check(
+        &mut self,
+        number: usize,
+        rows: &[Vec<f32>],
+        draft: &[u8],
+        sampling: &Sampling,
+        stop: &[&[u8]],
+        length: usize,
+    ) -> Result<usize> {
+        let mut accepted = 0;
+        for logits in rows {
+            let seen = |byte: u32| self.seen[byte as usize];
+            let next = sampling.choose(logits, seen, [number, self.written.len()]);
+            let byte = next.context("the model's logits are not finite")? as u8;
+            self.push(byte, stop);
+            if draft.get(accepted) != Some(&byte) {
+                break;
+            }
+            accepted += 1;
+            if !self.goes_on(length) {
+                break;
+            }
+        }
+        Ok(accepted)
+    }
+
+    /// What may come behind the last byte.
+    fn draft(&self, room: usize, length: usize) -> Vec<u8> {
+        let draft = self
+            .index
+            .as_ref()
+            .map(NgramIndex::draft)
+            .unwrap_or_default();
+        // One byte is drawn behind a draft.
+        let room = room.min(length - self.written.len() - 1);
+        draft
+            .into_iter()
+            .take(room)
+            .map(|byte| byte as u8)
+            .collect()
+    }
+
+    fn push(&mut self, byte: u8, stop: &[&[u8]]) {
+        self.seen[usize::from(byte)] = true;
+        self.written.push(byte);
+        if let Some(index) = &mut self.index {
+            index.extend([byte.into()]);
+        }
+        let found = stop.iter().find(|stop| self.written.ends_with(stop));
+        if let Some(stop) = found {
+            self.written.truncate(self.written.len() - stop.len());
+            self.has_stopped = true;
+        }
+    }
+
+    /// What belongs to the text for certain and was not given yet.
+    fn certain(&mut self, stop: &[&[u8]]) -> &[u8] {
+        let held = match self.has_stopped {
+            true => 0,
+            false => held_back(&self.written, stop),
+        };
+        let certain = self.written.len() - held;
+        let from = self.given.min(certain);
+        self.given = certain.max(self.given);
+        &self.written[from..certain]
+    }
+
+    fn rest(&mut self) -> &[u8] {
+        self.certain(&[])
+    }
+
+    fn last(&self) -> &[u8] {
+        &self.written[self.written.len() - 1..]
     }
 }
 
@@ -147,134 +384,9 @@ fn held_back(written: &[u8], stop: &[&[u8]]) -> usize {
     stop.iter().filter_map(longest).max().unwrap_or(0)
 }
 
-/// A model, what it has read, and the cache of it.
-struct Writer {
-    model: SparseTransformer,
-    device: Device,
-    context: usize,
-    cache: SparseTransformerCache,
-    /// The bytes in the cache.
-    window: Vec<u8>,
-}
-
-impl Writer {
-    fn new(model: SparseTransformer, device: Device, context: usize) -> Self {
-        Writer {
-            cache: model.new_cache(),
-            model,
-            device,
-            context,
-            window: Vec::new(),
-        }
-    }
-
-    /// Reads more bytes and returns the logits of the next one.
-    fn read(&mut self, bytes: &[u8]) -> Result<Vec<f32>> {
-        if self.window.len() + bytes.len() <= self.context {
-            self.window.extend(bytes);
-            return self.forward(bytes);
-        }
-        // Positions are absolute, so the cache cannot slide: the newest half is read again from position 0.
-        let all = [self.window.as_slice(), bytes].concat();
-        let kept = &all[all.len() - (self.context / 2).max(1)..];
-        self.cache = self.model.new_cache();
-        self.window = kept.to_vec();
-        self.forward(kept)
-    }
-
-    fn forward(&mut self, bytes: &[u8]) -> Result<Vec<f32>> {
-        let values: Vec<i32> = bytes.iter().map(|&byte| i32::from(byte)).collect();
-        let data = TensorData::new(values, [1, bytes.len()]);
-        let tokens = Tensor::<2, Int>::from_data(data, &self.device);
-        let logits = self.model.forward_cache(tokens, &mut self.cache)?;
-        let last = logits.narrow(1, bytes.len() - 1, 1);
-        last.try_into_vec_as().map_err(|error| anyhow!("{error:?}"))
-    }
-}
-
-/// Raw bytes to a file, or text to the terminal as it comes.
-enum Output {
-    File(io::BufWriter<File>),
-    Terminal(Text),
-}
-
-impl Output {
-    fn open(args: &SampleArgs) -> Result<Self> {
-        Ok(match &args.output {
-            None => Output::Terminal(Text::default()),
-            Some(path) => {
-                let file = File::create(path)
-                    .with_context(|| format!("cannot write {}", path.display()))?;
-                Output::File(io::BufWriter::new(file))
-            }
-        })
-    }
-
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        match self {
-            Output::File(file) => file.write_all(bytes)?,
-            Output::Terminal(text) => {
-                let mut terminal = io::stdout().lock();
-                terminal.write_all(text.push(bytes).as_bytes())?;
-                terminal.flush()?;
-            }
-        }
-        Ok(())
-    }
-
-    fn finish(self) -> Result<()> {
-        match self {
-            Output::File(mut file) => file.flush()?,
-            Output::Terminal(mut text) => writeln!(io::stdout(), "{}", text.rest())?,
-        }
-        Ok(())
-    }
-}
-
-/// Bytes as UTF-8: whole characters as soon as they are complete, `�` for what is none.
-#[derive(Default)]
-struct Text {
-    pending: Vec<u8>,
-}
-
-impl Text {
-    fn push(&mut self, bytes: &[u8]) -> String {
-        self.pending.extend(bytes);
-        let incomplete = match str::from_utf8(&self.pending) {
-            // An error without a length is a character that more bytes may complete.
-            Err(_) => self.pending.utf8_chunks().last().map_or(0, |chunk| {
-                let bytes = chunk.invalid();
-                match str::from_utf8(bytes) {
-                    Err(error) if error.error_len().is_none() => bytes.len(),
-                    _ => 0,
-                }
-            }),
-            Ok(_) => 0,
-        };
-        let complete: Vec<u8> = self
-            .pending
-            .drain(..self.pending.len() - incomplete)
-            .collect();
-        String::from_utf8_lossy(&complete).into_owned()
-    }
-
-    fn rest(&mut self) -> String {
-        String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn characters_are_printed_once_they_are_whole() {
-        let mut text = Text::default();
-        let printed: Vec<String> = "aé€".bytes().map(|byte| text.push(&[byte])).collect();
-        assert_eq!(printed, ["a", "", "é", "", "", "€"]);
-        assert_eq!(text.push(&[b'x', 0xff, b'y', 0xe2]), "x\u{fffd}y");
-        assert_eq!(text.rest(), "\u{fffd}");
-    }
 
     #[test]
     fn beginnings_of_stop_texts_are_held_back() {

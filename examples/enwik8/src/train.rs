@@ -12,9 +12,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use burn::module::Module;
-use burn::tensor::{Bytes, Tensor};
-use burn_blocksparse::FusedAdamW;
-use burn_sparse_transformer::SparseTransformer;
+use burn::tensor::Bytes;
 use clap::Args;
 use indicatif::ProgressBar;
 
@@ -24,13 +22,15 @@ use crate::data::{Corpus, Fingerprint, Sampler, Split, order_0_entropy, thousand
 use crate::device::{self, NamedDevice};
 use crate::eval::{Evaluation, Evaluator, Window, sliding_windows, spread_windows};
 use crate::log::{self, Log, Row};
-use crate::model::{self, bits, windows};
+use crate::model::{self, bits, window_data};
 use crate::overrides::Overrides;
 use crate::plot;
-use crate::presets::Preset;
+use crate::presets::{ModelConfig, Preset};
 use crate::progress::{Progress, clock, plain_bar, program, say, warn};
+use crate::recall;
 use crate::run::{self, RunFolder};
 use crate::schedule::Schedule;
+use crate::step::{Batch, Steps};
 
 /// Train a model on bytes
 #[derive(Args, Debug)]
@@ -62,6 +62,9 @@ pub struct TrainArgs {
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
     device: Option<String>,
+    /// Record a step once and replay it where the device can (CUDA): the same numbers with less work of the host
+    #[arg(long)]
+    graph: bool,
     #[command(flatten)]
     overrides: Overrides,
 }
@@ -105,7 +108,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A run in memory. What a checkpoint holds is `step`, `model`, `optimizer`, `sampler` and `best`.
+/// A run in memory. What a checkpoint holds is `step`, `training`, `sampler` and `best`.
 struct Session {
     config: RunConfig,
     steps: usize,
@@ -113,10 +116,7 @@ struct Session {
     data: Fingerprint,
     folder: RunFolder,
     device: NamedDevice,
-    /// None after a step that failed: the optimizer takes it and updates it in place. Then only the last checkpoint is left, which is what a run continues
-    /// from.
-    model: Option<SparseTransformer>,
-    optimizer: FusedAdamW,
+    training: Steps,
     sampler: Sampler,
     step: usize,
     best: Option<Best>,
@@ -138,7 +138,13 @@ impl Session {
         Ok(Session {
             steps: config.steps(train),
             sampler: Sampler::new(train, config.model.context, config.recipe.seed),
-            optimizer: model::optimizer(&config.recipe),
+            training: Steps::new(
+                model,
+                model::optimizer(&config.recipe),
+                &device.device,
+                config.recipe.recompute,
+                args.graph,
+            ),
             data: corpus.fingerprint(),
             step: 0,
             best: None,
@@ -146,7 +152,6 @@ impl Session {
             corpus,
             folder,
             device,
-            model: Some(model),
         })
     }
 
@@ -174,8 +179,16 @@ impl Session {
             .with_context(|| path.display().to_string())?;
         folder.write_config(&config)?;
         say(format!("resuming from {}", path.display()));
+        let training = Steps::new(
+            model,
+            optimizer,
+            &device.device,
+            config.recipe.recompute,
+            args.graph,
+        );
         Ok(Session {
             steps: config.steps(train),
+            training,
             sampler: Sampler::resume(train, config.model.context, checkpoint.header.sampler),
             step: checkpoint.header.step,
             best: checkpoint.header.best,
@@ -184,8 +197,6 @@ impl Session {
             data,
             folder,
             device,
-            model: Some(model),
-            optimizer,
         })
     }
 
@@ -200,7 +211,7 @@ impl Session {
         say(format!("data      {}", self.corpus.describe()));
         say(format!(
             "model     preset {preset}: {} parameters, {} layers, {} heads, d_model {}, context {}, {}",
-            thousands(self.model()?.num_params()),
+            thousands(self.training.model()?.num_params()),
             model.layers,
             model.heads,
             model.d_model,
@@ -212,8 +223,20 @@ impl Session {
             model::factorization(model)?,
             model.block_size
         ));
+        for selection in &model.selections {
+            let note = match selection.estimator().traits().prefix_stable {
+                true => "",
+                false => {
+                    ": later bytes take part in the choice, so that a little of what is predicted leaks into it"
+                }
+            };
+            say(format!("          keys chosen by {selection}{note}"));
+        }
         if let Some(weights) = &model.ff_weights {
             say(format!("ff        block-sparse weights: {weights}"));
+            if let Some(pruning) = &recipe.ff_prune {
+                say(format!("          {pruning}"));
+            }
         }
         say(format!(
             "recipe    {} steps of {} bytes ({:.1} epochs), lr {}, warm-up {}, dropout {}, seed {}",
@@ -252,10 +275,22 @@ impl Session {
         if self.step == self.steps {
             self.validate_last_step(&mut log, &progress)?;
         }
+        let mut described = false;
         while self.step < self.steps {
             let row = self.train_step()?;
             log.write(&row)?;
             progress.step(&row);
+            for note in [
+                self.prune()?,
+                self.see_everything()?,
+                self.recall(&mut log)?,
+            ] {
+                note.into_iter().for_each(|note| progress.note(note));
+            }
+            if let (false, Some(how)) = (described, self.training.describe()) {
+                progress.note(how);
+                described = true;
+            }
 
             let last = self.step == self.steps || stop.load(Ordering::Relaxed);
             if self.step.is_multiple_of(recipe.eval_every) || self.step == self.steps {
@@ -295,20 +330,18 @@ impl Session {
             .map(|_| self.sampler.next_start())
             .collect();
         let bytes = self.corpus.split(Split::Train);
-        let (tokens, targets) = windows(bytes, &starts, context, &self.device.device);
-        let dropout_seed = step_seed(recipe.seed, self.step);
-        let (loss, gradients) =
-            self.model()?
-                .loss_and_gradients(tokens, targets, dropout_seed, recipe.recompute)?;
+        let [tokens, targets] = window_data(bytes, &starts, context);
         let learning_rate = self.schedule().learning_rate(self.step);
-        // Not a clone, which would make the step write another model beside this one.
-        let model = self.model.take().context(NO_MODEL)?;
-        let (model, norm) = self.optimizer.step(learning_rate, model, gradients)?;
-        self.model = Some(model);
+        let measured = self.training.take(Batch {
+            tokens,
+            targets,
+            dropout_seed: step_seed(recipe.seed, self.step),
+            learning_rate,
+        })?;
         self.step += 1;
 
         // The only wait for the device in a step.
-        let measured = Tensor::cat(vec![loss, norm], 0)
+        let measured = measured
             .try_into_vec_as::<f32>()
             .map_err(|error| anyhow!("{error:?}"))?;
         let (loss, grad_norm) = (f64::from(measured[0]), f64::from(measured[1]));
@@ -330,8 +363,56 @@ impl Session {
         })
     }
 
-    fn model(&self) -> Result<&SparseTransformer> {
-        self.model.as_ref().context(NO_MODEL)
+    /// Prunes weights, if that comes after the step; what to tell the user.
+    fn prune(&mut self) -> Result<Option<String>> {
+        let density = |step| self.config.ff_density(step);
+        let now = density(self.step).filter(|now| density(self.step - 1) > Some(*now));
+        let Some(now) = now else {
+            return Ok(None);
+        };
+        self.training.prune(now)?;
+        Ok(Some(format!(
+            "step {}/{}  feed-forward weights keep {:.1} % of their blocks: {} parameters",
+            self.step,
+            self.steps,
+            100.0 * now,
+            thousands(self.training.model()?.num_params()),
+        )))
+    }
+
+    /// Ends the choice by content, if that comes after the step; what to tell the user.
+    fn see_everything(&mut self) -> Result<Option<String>> {
+        if self.config.recipe.selection_until != Some(self.step) {
+            return Ok(None);
+        }
+        self.training.see_everything()?;
+        let (step, steps) = (self.step, self.steps);
+        Ok(Some(format!(
+            "step {step}/{steps}  from here on layers see every earlier byte"
+        )))
+    }
+
+    /// Measures what the choice keeps, if that comes after the step; what to tell the user.
+    fn recall(&self, log: &mut Log) -> Result<Option<String>> {
+        let due = (self.config.recipe.recall_every).is_some_and(|n| self.step.is_multiple_of(n));
+        if !due || self.config.selections(self.step).is_empty() {
+            return Ok(None);
+        }
+        let context = self.config.model.context;
+        let bytes = self.corpus.split(Split::Validation);
+        let model = self.training.model()?.valid();
+        let layers = recall::measure(&model, None, &bytes[..context], &self.device.device)?;
+        let note = format!(
+            "step {}/{}  {}",
+            self.step,
+            self.steps,
+            recall::summary(&layers)
+        );
+        log.write(&Row::Selection {
+            step: self.step,
+            layers,
+        })?;
+        Ok(Some(note))
     }
 
     fn schedule(&self) -> Schedule {
@@ -376,7 +457,7 @@ impl Session {
 
     fn evaluate(&self, plan: &[Window], bar: &ProgressBar) -> Result<Evaluation> {
         let evaluator = Evaluator {
-            model: &self.model()?.valid(),
+            model: &self.training.model()?.valid(),
             device: &self.device.device,
             context: self.config.model.context,
             batch: self.config.recipe.batch,
@@ -404,6 +485,7 @@ impl Session {
                 best: self.best,
             },
             model: self
+                .training
                 .model()?
                 .clone()
                 .into_record()
@@ -411,7 +493,8 @@ impl Session {
                 .map_err(failed)?
                 .to_vec(),
             optimizer: self
-                .optimizer
+                .training
+                .optimizer()
                 .to_bytes()
                 .with_context(|| failed_step(self.step))?
                 .to_vec(),
@@ -423,7 +506,7 @@ impl Session {
         let title = format!(
             "enwik8, preset {}: {}",
             self.config.preset,
-            self.config.model.patterns.join(" / ")
+            attention_text(&self.config.model)
         );
         let entropy = order_0_entropy(self.corpus.bytes());
         let drawn = log::read(&self.folder.log())
@@ -471,7 +554,16 @@ impl Session {
     }
 }
 
-const NO_MODEL: &str = "a step failed, and its model is gone: continue from the last checkpoint";
+/// What layers attend to, in short.
+fn attention_text(model: &ModelConfig) -> String {
+    match &model.selections[..] {
+        [] => model.patterns.join(" / "),
+        selections => {
+            let texts: Vec<String> = selections.iter().map(ToString::to_string).collect();
+            texts.join(" / ")
+        }
+    }
+}
 
 fn failed_step(step: usize) -> String {
     format!("cannot store the state of step {step}")

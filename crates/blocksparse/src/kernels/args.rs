@@ -8,6 +8,7 @@ use cubecl::server::Handle;
 
 use super::call::{BiasView, Request, TableView, TensorView};
 use super::error::KernelError;
+use super::seeds;
 #[cfg(feature = "cuda-asm")]
 use super::shared::distances::{TableArgs, TableArgsLaunch};
 use super::shared::dropout::MaskLaunch;
@@ -15,7 +16,7 @@ use super::shared::walk::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
 use super::simt::score::{BiasStridesLaunch, DistancesLaunch};
 use super::uploaded::{self, DevicePlan};
 use crate::plan::Sections;
-use crate::{BlockLayout, Dropout, Residue};
+use crate::{BlockLayout, Dropout, Residue, Seed};
 
 /// What the scores of a call are, apart from its tensors. What is given has to be what the request's
 /// [`ScoreKind`](super::call::ScoreKind) says.
@@ -123,9 +124,10 @@ impl ScoreOptions {
     }
 
     pub(super) fn mask(&self) -> MaskLaunch {
-        let (seed, threshold) =
-            (self.dropout.as_ref()).map_or((0, 0), |dropout| (dropout.seed, dropout.threshold()));
-        MaskLaunch::new(seed as u32, (seed >> 32) as u32, threshold)
+        match &self.dropout {
+            Some(dropout) => seeds::mask(dropout.seed, dropout.threshold()),
+            None => seeds::mask(Seed::Value(0), 0),
+        }
     }
 
     /// What weights that are kept are multiplied by.
@@ -143,9 +145,10 @@ impl ScoreOptions {
         client: &Client,
         layout: &BlockLayout,
         accumulator: ElemType,
-    ) -> Option<Handle> {
-        let slopes = self.slopes.as_ref()?;
-        Some(uploaded::slopes(client, layout, slopes, accumulator))
+    ) -> Result<Option<Handle>, KernelError> {
+        (self.slopes.as_ref())
+            .map(|slopes| uploaded::slopes(client, layout, slopes, accumulator))
+            .transpose()
     }
 }
 
@@ -263,11 +266,19 @@ pub(super) fn load_width(
 
 /// The type of indices into `largest` elements.
 pub(super) fn address_of(client: &Client, largest: usize) -> Result<AddressType, KernelError> {
+    address_in(client.properties(), largest)
+}
+
+/// [`address_of`] on a device that is described.
+pub(super) fn address_in(
+    properties: &DeviceProperties,
+    largest: usize,
+) -> Result<AddressType, KernelError> {
     let address = match u32::try_from(largest) {
         Ok(_) => AddressType::U32,
         Err(_) => AddressType::U64,
     };
-    match client.properties().supports_address(address) {
+    match properties.supports_address(address) {
         true => Ok(address),
         false => Err(KernelError::limit(
             "the elements of a tensor",

@@ -40,7 +40,7 @@ pub fn backward(
         grads,
         gradients,
         options,
-        slopes: options.device_slopes(client, layout, request.accumulator()),
+        slopes: options.device_slopes(client, layout, request.accumulator())?,
         indexing: Indexing::new(client, request, layout, &named, options)?,
     };
     let mut known = KnownStats::default();

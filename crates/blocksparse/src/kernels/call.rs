@@ -145,6 +145,8 @@ pub struct ScoreKind {
     pub relative: bool,
     /// Whether weights are dropped out.
     pub dropout: bool,
+    /// Whether dropout has its seed from a table on the device.
+    pub seeds: bool,
 }
 
 impl ScoreKind {
@@ -158,9 +160,9 @@ impl ScoreKind {
         self.biased() || self.dropout
     }
 
-    /// Buffers that a kernel binds for the biases.
+    /// Buffers that a kernel binds for the biases and the seed.
     pub(super) fn buffers(&self) -> usize {
-        [self.alibi, self.bias, self.relative]
+        [self.alibi, self.bias, self.relative, self.seeds]
             .into_iter()
             .map(usize::from)
             .sum()

@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cubecl::prelude::*;
 
 use super::call::{DeviceFacts, Kernel, PartRequest, Request, TierLimit};
+use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
 use super::pass::Part;
 use super::tier::{self, BackwardTile, Choice, ForwardTile};
-use super::uploaded::{DeviceKey, device_key};
 use super::{masses, on_device, simt};
 use crate::plan::{Tiling, Walk};
 use crate::{BlockLayout, Residue};
@@ -266,7 +266,7 @@ fn check_limits(
         // In the backward pass slopes and biases of distances lie behind lse and delta.
         Kernel::Forward => 7 + request.score.buffers() + usize::from(request.max_scores),
         // The bias and its gradient.
-        _ => 8 + 2 * usize::from(request.score.bias),
+        _ => 8 + 2 * usize::from(request.score.bias) + usize::from(request.score.seeds),
     } + usize::from(request.store);
     let hardware = &properties.hardware;
     let most = hardware.max_cube_count;

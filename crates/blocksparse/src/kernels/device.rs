@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
 use super::on_device;
-use super::uploaded::{DeviceKey, DevicePlan, device_key};
+use super::recording;
+use super::uploaded::DevicePlan;
 use crate::BlockLayout;
 use crate::lines::{LinePlan, LineSections, Lines};
 use crate::plan::{TilePlan, Tiling};
@@ -21,7 +23,7 @@ struct DevicePlans(Mutex<HashMap<Key, Arc<DevicePlan>>>);
 /// The words of a plan, on the client's device.
 fn upload(client: &Client, words: &[u32]) -> Result<Handle, KernelError> {
     check_words(words.len())?;
-    Ok(client.create_from_slice(bytemuck::cast_slice(words)))
+    recording::upload(client, words, "the launch plan of a layout")
 }
 
 /// Checks that kernels can index the words of a plan: they do it in 32 bits.

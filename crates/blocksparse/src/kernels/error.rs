@@ -81,6 +81,15 @@ pub enum KernelError {
         /// The output.
         output: &'static str,
     },
+    /// Numbers of the host that would be uploaded inside a recording.
+    #[error(
+        "{what} must be on the device before a recording begins, because replays would copy the same bytes again: \
+         make the same call once before"
+    )]
+    Recording {
+        /// What would be uploaded.
+        what: &'static str,
+    },
     /// A limit of tiers that is none.
     #[error("BLOCKSPARSE_TIER must be simt, mma, hopper-forward or hopper-walks, got {got:?}")]
     Tier {

@@ -39,7 +39,7 @@ pub fn forward(
         inputs,
         outputs,
         options,
-        slopes: options.device_slopes(client, layout, request.accumulator()),
+        slopes: options.device_slopes(client, layout, request.accumulator())?,
         indexing: Indexing::new(client, request, layout, &named, options)?,
     };
     (plan.parts().iter()).try_for_each(|plan| plan.forward.tile.launch(&pass, plan.part(layout)))

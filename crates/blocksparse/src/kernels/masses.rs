@@ -54,7 +54,7 @@ pub(super) fn check_distances(
     request: &Request,
 ) -> Result<Tile, KernelError> {
     // q, k, v, grad_out, stats, sums, the plan and the scalars.
-    let buffers = 8 + usize::from(request.score.bias);
+    let buffers = 8 + usize::from(request.score.bias) + usize::from(request.score.seeds);
     check(device, layout, request, true, buffers)
 }
 
@@ -292,7 +292,7 @@ impl Segments {
     }
 
     /// Sums of each segment.
-    fn sum(&self, summed: &Summed) {
+    fn sum(&self, summed: &Summed) -> Result<(), KernelError> {
         let &Summed {
             client,
             layout,
@@ -304,7 +304,7 @@ impl Segments {
         let (tile, width, accumulator) = (self.tile, self.width, request.accumulator());
         let heads = layout.heads();
         let gradient = summed.gradient.is_some();
-        let slopes = options.device_slopes(client, layout, accumulator);
+        let slopes = options.device_slopes(client, layout, accumulator)?;
         let [table_start, numbers] = summed.stats_len();
         let [v, grad_out] = summed.gradient.unwrap_or(summed.inputs);
         let [segments, all_heads, batches] =
@@ -355,6 +355,7 @@ impl Segments {
                 accumulator,
             );
         }
+        Ok(())
     }
 
     /// Adds up the segments of each line, or of the two diagonals of tiles that a distance crosses.
@@ -391,7 +392,7 @@ impl Segments {
 /// Sums along lines into `out`.
 fn sum_lines(summed: &Summed, line: Line, out: &Handle) -> Result<(), KernelError> {
     let segments = Segments::new(summed, line)?;
-    segments.sum(summed);
+    segments.sum(summed)?;
     segments.add(summed, out)
 }
 
@@ -438,6 +439,7 @@ fn tile(
         store: None,
         score: ScoreKind {
             dropout: gradient && request.score.dropout,
+            seeds: gradient && request.score.seeds,
             ..request.score
         },
         max_scores: false,

@@ -26,7 +26,7 @@
 //! ```
 //!
 //! Kernels of other kinds have places of their own beside these: [`rows`] (what layers do beside their products), [`optim`] (optimizers'
-//! steps), `linear` (products of layers on tensor cores); `kernels/decode` (attention of few queries to a cache) is to come.
+//! steps), `linear` (products of layers on tensor cores), [`paged`] (attention of few queries to keys and values in pages).
 
 #![warn(clippy::undocumented_unsafe_blocks)]
 
@@ -37,6 +37,7 @@ mod backward;
 mod call;
 mod choice;
 mod device;
+mod device_key;
 mod error;
 mod forward;
 #[cfg(feature = "cuda-asm")]
@@ -48,9 +49,12 @@ mod masses;
 mod mma;
 mod on_device;
 pub mod optim;
+pub mod paged;
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 mod pass;
+pub mod recording;
 pub mod rows;
+pub mod seeds;
 mod shared;
 mod simt;
 mod stats;

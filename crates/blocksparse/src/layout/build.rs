@@ -162,7 +162,7 @@ impl BlockLayout {
     /// tensor, on its device, once `kernels::choose_blocks` has been given it.
     ///
     /// # Errors
-    /// [`LayoutError`] if a size is out of range, or there are patterns for some of the heads only.
+    /// [`LayoutError`] if a size is out of range, or the heads do not divide into as many neighbours as there are patterns.
     pub fn on_device(
         name: impl Into<String>,
         shape: LayoutShape,
@@ -170,8 +170,8 @@ impl BlockLayout {
     ) -> Result<Self, LayoutError> {
         shape.validate()?;
         let [batch, heads] = choice.patterns;
-        if heads != 1 && heads != shape.heads {
-            let expected = format!("{} or 1", shape.heads);
+        if heads == 0 || !shape.heads.is_multiple_of(heads) {
+            let expected = format!("a divisor of the {} heads", shape.heads);
             return Err(LayoutError::argument("patterns' heads", expected, heads));
         }
         if batch == 0 {

@@ -124,6 +124,20 @@ impl PagePool {
             .collect())
     }
 
+    /// Whether the next token of a sequence may have a page copied, because it goes into one that another sequence names, too.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]
+    pub fn copies_next(&self, id: SequenceId) -> Result<bool, CacheError> {
+        let page_size = self.config.page_size;
+        let regions = self.sequence(id)?.rows.iter().flat_map(|row| row.regions());
+        let mut pages = regions.filter_map(|region| {
+            let filling = region.filling(0, page_size);
+            filling.written_page(1, page_size)
+        });
+        Ok(pages.any(|page| self.refs[page as usize] > 1))
+    }
+
     /// The pages that steps would take, and those that would be free for them: with fewer free ones they are [`CacheError::OutOfPages`].
     ///
     /// # Errors

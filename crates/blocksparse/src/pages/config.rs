@@ -25,6 +25,9 @@ pub enum Residency {
         /// First positions that are kept for ever.
         sinks: usize,
     },
+    /// All of them until the caller says which ones are to stay ([`PagePool::retain`](super::PagePool::retain)), for heads that are causal and nothing else.
+    /// Changes results.
+    Evict,
 }
 
 impl Residency {

@@ -62,8 +62,23 @@ impl Lifetimes {
         self.heads_of_row
     }
 
+    /// Whether every head sees all keys up to its query's own.
+    pub(super) fn is_causal(&self) -> bool {
+        self.keeps_all && self.row_is_live && self.pattern.is_causal()
+    }
+
     pub(super) fn row_is_live(&self) -> bool {
         self.row_is_live
+    }
+
+    /// Whether each key is let go when it dies, and not later: none waits for others before it.
+    pub(super) fn dies_in_order(&self, residency: Residency) -> bool {
+        match residency {
+            Residency::Window { .. } => self.keeps_all,
+            Residency::All | Residency::Reachable | Residency::Evict => {
+                self.pattern.dies_in_order()
+            }
+        }
     }
 
     /// The last query of any head of a table row that sees a key, in a sequence of that residency: [`NEVER`], a position, or [`ALWAYS`].
@@ -89,7 +104,7 @@ impl Lifetimes {
     /// The last query for which a key is kept.
     pub(super) fn kept_until(residency: Residency, last: i32) -> i32 {
         match residency {
-            Residency::All => ALWAYS,
+            Residency::All | Residency::Evict => ALWAYS,
             Residency::Reachable | Residency::Window { .. } => last,
         }
     }
@@ -97,7 +112,7 @@ impl Lifetimes {
     /// [`Self::kept_until`] of the [`Self::last`] query, if all keys are kept for ever.
     pub(super) fn is_everything_kept(&self, residency: Residency) -> bool {
         match residency {
-            Residency::All => true,
+            Residency::All | Residency::Evict => true,
             Residency::Reachable => self.keeps_all,
             Residency::Window { .. } => false,
         }

@@ -32,11 +32,13 @@
 mod append;
 mod config;
 mod error;
+mod eviction;
 mod known;
 mod lifetimes;
 mod pool;
 mod prefix;
 mod region;
+mod retain;
 mod row_plan;
 mod saved;
 mod sequence;
@@ -48,7 +50,12 @@ mod writes;
 pub use append::Step;
 pub use config::{PAGE_SIZES, PoolConfig, Residency};
 pub use error::CacheError;
+pub use eviction::{
+    EvictionBudget, EvictionConfig, EvictionScore, VotePool, adaptive, best, pooled_votes,
+    pyramid_budgets,
+};
 pub use pool::{PagePool, SequenceId};
+pub use retain::Retained;
 pub use row_plan::{RowPlan, SlotRuns};
 pub use saved::SavedSequence;
 pub use tables::Tables;

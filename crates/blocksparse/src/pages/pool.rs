@@ -92,9 +92,10 @@ impl PagePool {
     /// A new sequence without tokens.
     ///
     /// # Errors
-    /// [`CacheError::Argument`] if a window is out of range.
+    /// [`CacheError::Argument`] if a window is out of range, or keys are to be evicted of heads that are not just causal.
     pub fn join(&mut self, residency: Residency) -> Result<SequenceId, CacheError> {
         residency.validate()?;
+        self.check_evictable(residency)?;
         Ok(self.enter(Sequence::new(residency, self.table_rows())))
     }
 
@@ -191,6 +192,18 @@ impl PagePool {
             CacheError::argument("tokens", expected, tokens)
         })?;
         self.truncate(id, len)
+    }
+
+    /// That keys of the pool can be evicted, if they are to be.
+    pub(super) fn check_evictable(&self, residency: Residency) -> Result<(), CacheError> {
+        match residency == Residency::Evict && !self.lifetimes.is_causal() {
+            true => Err(CacheError::argument(
+                "pattern",
+                "causal in every head, for keys to be evicted",
+                &self.config.pattern,
+            )),
+            false => Ok(()),
+        }
     }
 
     pub(super) fn sequence(&self, id: SequenceId) -> Result<&Sequence, CacheError> {

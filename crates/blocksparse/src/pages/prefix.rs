@@ -91,6 +91,7 @@ impl PagePool {
         at_most: usize,
     ) -> Result<(SequenceId, usize), CacheError> {
         residency.validate()?;
+        self.check_evictable(residency)?;
         let chain = self.chain(residency, tokens, at_most)?;
         let page_size = self.config.page_size;
         let mut sequence = Sequence::new(residency, self.table_rows());

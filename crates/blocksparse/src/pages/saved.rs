@@ -106,6 +106,7 @@ impl PagePool {
         let residency = saved.residency;
         let corrupt = |error: CacheError| CacheError::corrupt(error.to_string());
         residency.validate().map_err(corrupt)?;
+        self.check_evictable(residency).map_err(corrupt)?;
         if saved.next > MOST_POSITIONS {
             return Err(CacheError::corrupt(format!("{} tokens", saved.next)));
         }

@@ -2,7 +2,7 @@
 
 use super::pool::{PagePool, SequenceId};
 use super::writes::{Slot, SlotKey};
-use super::{CacheError, Step};
+use super::{CacheError, Residency, Step};
 
 /// The page table of a batch and which of its slots are in use, as kernels read them.
 ///
@@ -65,6 +65,36 @@ impl PagePool {
             .collect())
     }
 
+    /// Pages at the beginning of the permanent regions of a batch that all of its sequences share, filled to the end, in each table row: what forks of one
+    /// sequence have in common. Every later query sees their keys: where keys are kept that it does not ([`Residency::All`]), no page counts.
+    ///
+    /// # Errors
+    /// As [`Self::tables`].
+    pub fn shared_pages(&self, batch: &[SequenceId]) -> Result<usize, CacheError> {
+        self.check_batch(batch)?;
+        let full = |at: usize, id: &SequenceId| {
+            let region = &self.sequences[id].rows[at].permanent;
+            let full = region.slots() / self.config.page_size;
+            region.pages.range(..full)
+        };
+        let Some((first, others)) = batch.split_first() else {
+            return Ok(0);
+        };
+        let keeps_all = self.lifetimes.is_everything_kept(Residency::Reachable);
+        let keeps_more = |id| self.sequences[id].residency == Residency::All && !keeps_all;
+        if batch.iter().any(keeps_more) {
+            return Ok(0);
+        }
+        let of_row = |at: usize| {
+            let alike = |id| {
+                let pairs = full(at, first).zip(full(at, id));
+                pairs.take_while(|(a, b)| a == b).count()
+            };
+            others.iter().map(alike).min().unwrap_or(0)
+        };
+        Ok((0..self.table_rows()).map(of_row).min().unwrap_or(0))
+    }
+
     /// The keys that a table row of a sequence stores, in the order of its slots: first the permanent ones, then the timed ones.
     ///
     /// # Errors
@@ -115,6 +145,17 @@ impl PagePool {
     /// then kernels need nothing but [`Writes::last`](super::Writes). Otherwise each query has a [`RowPlan`](super::RowPlan).
     pub fn row_is_live(&self) -> bool {
         self.lifetimes.row_is_live()
+    }
+
+    /// Whether the query of a single new token ([`Step::decode`]) sees every slot that its sequence has then: kernels need no positions for it. Otherwise slots
+    /// are also kept for queries that may come again, or the pattern is not [`row_is_live`](Self::row_is_live).
+    pub fn single_sees_all(&self, residency: Residency) -> bool {
+        let lets_go_at_once = self.config.rollback == 0
+            && residency != Residency::All
+            && self.lifetimes.dies_in_order(residency);
+        let nothing_dies = self.lifetimes.is_everything_kept(Residency::Reachable)
+            && !matches!(residency, Residency::Window { .. });
+        self.row_is_live() && (lets_go_at_once || nothing_dies)
     }
 
     fn check_batch(&self, batch: &[SequenceId]) -> Result<(), CacheError> {

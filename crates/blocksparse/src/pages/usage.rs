@@ -56,6 +56,17 @@ pub struct PoolUsage {
 }
 
 impl PagePool {
+    /// Keys that a sequence stores, of all its table rows together.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]
+    pub fn stored(&self, id: SequenceId) -> Result<usize, CacheError> {
+        let rows = self.sequence(id)?.rows.iter();
+        Ok(rows
+            .map(|row| row.permanent.slots() + row.timed.slots())
+            .sum())
+    }
+
     /// What a sequence holds. Looks at each of its timed keys, and where all keys are kept at each key.
     ///
     /// # Errors
@@ -73,7 +84,9 @@ impl PagePool {
             let live_for_ever = match sequence.residency {
                 // Where all keys are kept, not all of them are live.
                 Residency::All => permanent.count(),
-                Residency::Reachable | Residency::Window { .. } => row.permanent.slots(),
+                Residency::Reachable | Residency::Window { .. } | Residency::Evict => {
+                    row.permanent.slots()
+                }
             };
             usage += Usage {
                 live: live_for_ever + timed.count(),

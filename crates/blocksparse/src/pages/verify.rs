@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::lifetimes::Lifetimes;
 use super::pool::PagePool;
 use super::sequence::Sequence;
-use super::{ALWAYS, CacheError};
+use super::{ALWAYS, CacheError, Residency};
 
 impl PagePool {
     /// Checks everything that holds between two calls. Looks at every token of every sequence: for tests.
@@ -98,12 +98,26 @@ impl PagePool {
             let [mut permanent, mut timed] =
                 row.regions().map(|region| region.positions().peekable());
             let (stored, mut seen) = (row.permanent.slots() + row.timed.slots(), 0);
+            // Keys that were evicted make the others count as later ones.
+            let first = match (sequence.residency, row.permanent.runs().next()) {
+                (Residency::Evict, Some(run)) => run.start,
+                (Residency::Evict, None) => sequence.next,
+                _ => 0,
+            };
+            if first > sequence.oldest {
+                let what = format!(
+                    "keys before {first} are gone, those from {} on are needed",
+                    sequence.oldest
+                );
+                return Err(corrupt(what));
+            }
             for position in 0..sequence.next {
                 let last = self.lifetimes.last(sequence.residency, at, position);
                 let kept = Lifetimes::kept_until(sequence.residency, last);
                 let is_permanent = permanent.next_if_eq(&position).is_some();
                 let is_timed = timed.next_if_eq(&position).is_some();
                 let fits = match kept {
+                    _ if position < first => !is_permanent && !is_timed,
                     ALWAYS => is_permanent && !is_timed,
                     kept if kept >= sequence.oldest as i32 => is_timed && !is_permanent,
                     _ => !is_permanent,

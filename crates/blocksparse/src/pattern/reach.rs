@@ -176,6 +176,7 @@ impl Pattern {
                     .from(start);
                 own.min(document_last(starts, j))
             }
+            Self::RandomBlocks { count: 0, .. } => Reach::Never,
             Self::RandomBlocks {
                 block,
                 blocks,
@@ -291,6 +292,7 @@ impl Pattern {
                     .from(start);
                 own.min(document_last(starts, last))
             }
+            Self::RandomBlocks { count: 0, .. } => Reach::Never,
             Self::RandomBlocks {
                 block,
                 blocks,

@@ -76,6 +76,44 @@ impl Pattern {
         }
     }
 
+    /// Whether keys that have a last query, and are not seen for ever, get it in the order in which they come. May say no where it is so.
+    pub(crate) fn dies_in_order(&self) -> bool {
+        match self {
+            Self::Fixed { .. }
+            | Self::Streaming { .. }
+            | Self::GlobalKeys { .. }
+            | Self::Columns { .. }
+            | Self::Global { .. }
+            | Self::VerticalSlash { .. } => true,
+            Self::Union(parts) | Self::PerHead(parts) => parts.iter().all(Self::dies_in_order),
+            // What keeps all changes nothing of the others.
+            Self::Intersection(parts) => {
+                let mut dying = parts.iter().filter(|part| !part.keeps_all());
+                self.lives_ascend()
+                    || match (dying.next(), dying.next()) {
+                        (Some(part), None) => part.dies_in_order(),
+                        (part, _) => part.is_none(),
+                    }
+            }
+            other => other.lives_ascend(),
+        }
+    }
+
+    /// Whether no key's last query is before that of an earlier key, with those that are seen for ever behind all others.
+    fn lives_ascend(&self) -> bool {
+        match self {
+            Self::Local { .. }
+            | Self::Window { .. }
+            | Self::Chunked { .. }
+            | Self::Documents { .. } => true,
+            Self::Packed { pattern, .. } => pattern.lives_ascend(),
+            Self::Union(parts) | Self::Intersection(parts) | Self::PerHead(parts) => {
+                parts.iter().all(Self::lives_ascend)
+            }
+            other => other.keeps_all(),
+        }
+    }
+
     /// The keys before `end` that the query at position `i` attends to, each once. Made from the zones of the row, in O(zones) and the period where keys
     /// repeat; a callback is asked about every key. The pattern must be valid.
     pub(crate) fn row_keys(&self, head: usize, i: usize, end: usize) -> Vec<Repeat> {

@@ -3,9 +3,11 @@
 mod attachments;
 mod callbacks;
 mod errors;
+mod eviction;
 mod long_strides;
 mod pages;
 mod pages_errors;
+mod pages_eviction;
 mod pages_known;
 mod pages_machine;
 mod pages_rows;

@@ -161,6 +161,49 @@ proptest! {
         }
     }
 
+    /// Where a pool says so, a single query sees every slot that its sequence has.
+    #[test]
+    fn single_queries_see_all_slots(
+        pattern in pattern(),
+        groups in prop::sample::select(vec![[1usize, 1], [4, 2], [3, 3], [6, 1]]),
+        rollback in prop::sample::select(vec![0usize, 0, 3]),
+        residency in prop::sample::select(vec![
+            Residency::All,
+            Residency::Reachable,
+            Residency::Reachable,
+            Residency::Window { window: 5, sinks: 3 },
+        ]),
+        chunks in prop::collection::vec(prop::sample::select(vec![1usize, 1, 1, 2, 7, 12]), 1..30),
+    ) {
+        let [heads, kv_heads] = groups;
+        let pattern = pattern.and_causal();
+        // Most patterns are not of those; that is no reason to ask for others.
+        if pattern.validate(heads).is_err() {
+            return Ok(());
+        }
+        let config = PoolConfig::new(1 << 10).with_small_pages().with_page_size(4);
+        let config = config.with_pattern(pattern.clone(), heads, kv_heads).with_rollback(rollback);
+        let mut pool = PagePool::new(config).unwrap();
+        if !pool.single_sees_all(residency) {
+            return Ok(());
+        }
+        let id = pool.join(residency).unwrap();
+        for chunk in chunks {
+            pool.append(id, chunk).unwrap();
+            if chunk > 1 {
+                continue;
+            }
+            let query = pool.len(id).unwrap() - 1;
+            for head in 0..heads {
+                for key in pool.slot_keys(id, pool.row_of_head(head)).unwrap() {
+                    let sees = pattern.attends(head, query as i64, key.position as i64)
+                        && query as i64 <= i64::from(key.last);
+                    prop_assert!(sees, "{} head {} at {}, {:?}", pattern, head, query, key);
+                }
+            }
+        }
+    }
+
     /// What is live is what is seen, where a pattern says so.
     #[test]
     fn live_rows(pattern in pattern(), causal in any::<bool>()) {

@@ -262,3 +262,11 @@ fn long_strides_are_as_fast() {
         let _ = (pattern.allows_boundary(8, 77), pattern.next_boundary(8, 77));
     }
 }
+
+/// Rows of which nothing is drawn are not looked through, however many there are.
+#[test]
+fn rows_without_random_blocks_are_not_counted() {
+    let pattern = Pattern::random_blocks(16, (1 << 40) + 1, 0, 7);
+    assert_eq!(pattern.last_query(0, 100), Reach::Never);
+    assert!(pattern.allows_boundary(1, 1 << 50));
+}

@@ -7,7 +7,7 @@ use blocksparse::kernels::{
     self, AttentionPlan, BiasView, ChoiceTensor, Gradients, Outputs, Request, ScoreKind,
     ScoreOptions, TableView, TensorView,
 };
-use blocksparse::{BlockLayout, kernels::KernelError};
+use blocksparse::{BlockLayout, Dropout, Seed, kernels::KernelError};
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::{cast, into_contiguous};
@@ -65,6 +65,13 @@ pub(crate) fn request(
             softcap: options.softcap.is_some(),
             alibi: options.alibi.is_some(),
             dropout: options.active_dropout().is_some(),
+            seeds: matches!(
+                options.active_dropout(),
+                Some(Dropout {
+                    seed: Seed::Place(_),
+                    ..
+                })
+            ),
             bias,
             relative,
         })
@@ -105,7 +112,7 @@ impl BlockSparseOps for CubeBackend {
                 .with_max_scores(max_scores.as_ref().map(|scores| &scores.handle)),
             &call.score_options(),
         );
-        checked(result);
+        launched(result);
         AttentionOutput {
             out,
             lse,
@@ -180,7 +187,7 @@ impl BlockSparseOps for CubeBackend {
             &gradients,
             &call.score_options(),
         );
-        checked(result);
+        launched(result);
         let part = |handle, dim| {
             CubeTensor::new_contiguous(
                 call.client.clone(),
@@ -308,6 +315,8 @@ pub(super) fn empty<const D: usize>(
 ) -> CubeTensor {
     let (client, device) = (like.client.clone(), like.device.clone());
     match *POISON {
+        // Integers have no NaN.
+        true if dtype.is_int() => filled(like, shape, f64::from(i32::MIN), dtype),
         true => filled(like, shape, f64::NAN, dtype),
         false => empty_device_contiguous_dtype(client, device, Shape::new(shape), dtype),
     }
@@ -391,7 +400,7 @@ fn choose_blocks(client: &Client, layout: &BlockLayout, choice: BlockChoice<Cube
         dtype: dtype_to_elem_type(tensor.dtype),
         handle: tensor.handle,
     };
-    checked(kernels::choose_blocks(client, layout, &tensor));
+    launched(kernels::choose_blocks(client, layout, &tensor));
 }
 
 /// The kernels take any strides but of the last dimension, as long as they are multiples of `alignment` elements.
@@ -412,6 +421,15 @@ pub(super) fn view(tensor: &CubeTensor) -> TensorView {
         handle: tensor.handle.clone(),
         shape: tensor.meta.shape().dims(),
         strides: std::array::from_fn(|dim| tensor.meta.strides()[dim]),
+    }
+}
+
+/// As [`checked`], of launches. One that a recording refuses is kept with the recording, which then fails as a whole: the thread that launches has nobody to
+/// return it to.
+pub(super) fn launched(result: Result<(), KernelError>) {
+    match result {
+        Err(KernelError::Recording { .. }) => {}
+        result => checked(result),
     }
 }
 

@@ -154,8 +154,8 @@ pub(crate) mod kernels {
         #[cfg(not(feature = "cuda"))]
         let own = Err::<String, _>("built without the feature cuda".to_owned());
         own.or_else(|why| match named::text(device, dtype, lengths) {
-            Ok(text) => Ok(format!("{text}; not on wgmma: {why}")),
-            Err(other) => Err(format!("{other}; not on wgmma: {why}")),
+            Ok(text) => Ok(format!("{text}; not on wgmma or mma.sync: {why}")),
+            Err(other) => Err(format!("{other}; not on wgmma or mma.sync: {why}")),
         })
     }
 

@@ -24,7 +24,8 @@ mod kernels {
 
     use super::AttentionMassOps;
     use crate::backends::cube::{
-        bias_view, checked, contiguous, empty, readable, request, table_view, uses_reference, view,
+        bias_view, checked, contiguous, empty, launched, readable, request, table_view,
+        uses_reference, view,
     };
     use crate::options::AttentionOptions;
     use crate::reference;
@@ -72,7 +73,7 @@ mod kernels {
                 &scores,
                 &outputs,
             );
-            checked(result);
+            launched(result);
             MassOutput { columns, diagonals }
         }
     }

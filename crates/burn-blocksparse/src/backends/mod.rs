@@ -12,6 +12,7 @@ mod blocks;
 pub(crate) mod cube;
 mod dropout;
 pub(crate) mod embedding;
+mod fixed;
 pub(crate) mod heads;
 pub(crate) mod linear;
 pub(crate) mod loss;
@@ -25,7 +26,10 @@ mod norm;
 pub(crate) mod optim;
 #[cfg(feature = "autodiff")]
 mod outputs;
+pub(crate) mod paged;
 pub(crate) mod projection;
+mod rows;
+pub(crate) mod sampling;
 #[cfg(feature = "cuda")]
 mod wgmma_blocks;
 #[cfg(feature = "cuda")]

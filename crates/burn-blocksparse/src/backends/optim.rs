@@ -12,6 +12,7 @@ impl OptimOps for burn::backend::NdArray {}
 #[cfg(feature = "cube")]
 pub(crate) mod kernels {
     use blocksparse::kernels::optim::{self, AdamWTensors, FlatTensor};
+    use blocksparse::kernels::recording::{self, Failure};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::into_contiguous;
@@ -82,6 +83,10 @@ pub(crate) mod kernels {
             let [parameters, gradients, first, second] =
                 [parameters, gradients, first, second].map(TensorList::into_vec);
             if !kernels_take(&parameters) {
+                if let Some(tensor) = parameters.first() {
+                    let what = "parameters of a size that no kernel takes";
+                    recording::fails(&tensor.client, Failure::NotInPlace(what));
+                }
                 let [parameters, gradients, first, second] =
                     [parameters, gradients, first, second].map(TensorList::new);
                 let inputs = AdamWInputs {
@@ -94,7 +99,7 @@ pub(crate) mod kernels {
                 return reference::adamw::<Self>(inputs, control, numbers);
             }
             let owned = |tensors: Vec<CubeTensor>| -> Vec<CubeTensor> {
-                tensors.into_iter().map(writable).collect()
+                tensors.into_iter().map(in_place).collect()
             };
             let [parameters, first, second] = [parameters, first, second].map(owned);
             let gradients: Vec<_> = gradients.into_iter().map(into_contiguous).collect();
@@ -159,8 +164,18 @@ pub(crate) mod kernels {
         FlatTensor::new(tensor.handle.clone(), elements(tensor), dtype)
     }
 
+    /// As [`writable`]; what a recording updates in a copy would be read as it was by the next replay.
+    fn in_place(tensor: CubeTensor) -> CubeTensor {
+        let own = (tensor.can_mut() && tensor.is_contiguous()) || elements(&tensor) == 0;
+        if !own {
+            let what = "parameters and moments of a step of the optimizer";
+            recording::fails(&tensor.client, Failure::NotInPlace(what));
+        }
+        writable(tensor)
+    }
+
     /// A contiguous tensor that nobody else reads: the tensor itself, if the call alone holds it.
-    fn writable(tensor: CubeTensor) -> CubeTensor {
+    pub(crate) fn writable(tensor: CubeTensor) -> CubeTensor {
         let tensor = into_contiguous(tensor);
         if tensor.can_mut() || elements(&tensor) == 0 {
             return tensor;

@@ -1,4 +1,4 @@
-//! Products on wgmma: tensors of Burn's as the matrices of `blocksparse::kernels::linear`.
+//! Products on wgmma, or on mma.sync: tensors of Burn's as the matrices of `blocksparse::kernels::linear`.
 
 use blocksparse::kernels::linear::{
     Epilogue, EpilogueTensors, HEAD, HEAD_ROWS, MatrixView, Order, ProductPlan, ProductRequest,
@@ -18,7 +18,9 @@ pub(super) fn is_bf16(dtype: DType) -> Result<bool, String> {
     match dtype {
         DType::BF16 => Ok(true),
         DType::F16 => Ok(false),
-        _ => Err(format!("wgmma multiplies bf16 and f16, not {dtype:?}")),
+        _ => Err(format!(
+            "wgmma and mma.sync multiply bf16 and f16, not {dtype:?}"
+        )),
     }
 }
 

@@ -11,6 +11,7 @@ use burn::tensor::{FloatDType, Shape, TensorData};
 
 use super::values::{SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved};
 use crate::dtype::accumulate_in;
+use crate::graph::recording;
 use crate::linear::products::{Products, groups, rounded, with_width};
 
 /// Numbers that are gathered at a time, at most. One target's may be more; they are no more than x's.
@@ -262,6 +263,7 @@ fn indices<B: Backend>(
 ) -> IntTensor<B> {
     let indices: Vec<i32> = indices.into_iter().map(|index| index as i32).collect();
     let length = indices.len();
+    recording::doom_by_upload(&like.device(), "indices of kept blocks");
     B::int_from_data(TensorData::new(indices, [length]), &like.device())
 }
 

@@ -20,6 +20,7 @@ use burn::tensor::{FloatDType, Shape, TensorData};
 
 use super::places::{Chunk, Places, Side};
 use crate::dtype::accumulate_in;
+use crate::graph::recording;
 use crate::reference::{tile, untile};
 use crate::values::LayoutTensors;
 use crate::weights;
@@ -201,12 +202,14 @@ impl<'a, B: Backend> Call<'a, B> {
     }
 
     fn indices(&self, indices: &[i32]) -> IntTensor<B> {
+        recording::doom_by_upload(&self.device, "indices of blocks");
         let data = TensorData::new(indices.to_vec(), [indices.len()]);
         B::int_from_data(data, &self.device)
     }
 
     /// Bools as the backend stores them, which is how it stores the layout's.
     fn bools<const D: usize>(&self, bools: Vec<bool>, shape: [usize; D]) -> BoolTensor<B> {
+        recording::doom_by_upload(&self.device, "indices of blocks");
         let data = TensorData::new(bools, shape);
         B::bool_from_data(
             data.convert_dtype(self.layout.blocked.dtype()),

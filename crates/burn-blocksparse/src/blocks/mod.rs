@@ -16,6 +16,7 @@ use crate::check::same_device;
 use crate::device::served;
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
+use crate::graph::recording;
 use crate::reference::tile;
 use crate::upload;
 use crate::values::LayoutTensors;
@@ -204,6 +205,7 @@ impl BlockSparseTensor {
             return Self::new(values, layout);
         }
         let rows = Places::of(&layout, batch, layout.heads()).stored_q_tiles();
+        recording::expect_no_upload("the rows of a block-sparse tensor");
         let rows = TensorData::new(rows, [batch * stored]);
         let tiles = tile::<Dispatch>(factors.unsqueeze_dim::<4>(3).into_dispatch(), b);
         let factors = Tensor::<2>::from_dispatch(tiles)
@@ -223,7 +225,7 @@ fn masked(values: Tensor<4>, layout: &BlockLayout) -> Tensor<4> {
 }
 
 fn on_device(layout: &BlockLayout, device: &Device) -> LayoutTensors<Dispatch> {
-    upload::layout_tensors(layout, device, false)
+    upload::layout_tensors(layout, device, false).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn expect<T: PartialEq + std::fmt::Debug>(

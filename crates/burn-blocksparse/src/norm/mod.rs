@@ -10,6 +10,7 @@ use burn::tensor::{Device, FloatDType, Tensor};
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
+use crate::graph::seeds;
 use crate::op_plan::{OpDevice, OpPlan};
 use crate::ops::NormOps;
 use crate::values::MaybeFloat;
@@ -298,6 +299,7 @@ fn run<const D: usize>(
 pub(crate) fn check_dropout(
     argument: &'static str,
     dropout: Option<&StreamDropout>,
+    device: &Device,
 ) -> Result<(), OpError> {
     match dropout {
         Some(dropout) if !(0.0..1.0).contains(&dropout.probability) => Err(OpError::argument(
@@ -305,6 +307,7 @@ pub(crate) fn check_dropout(
             "at least 0 and less than 1",
             dropout.probability,
         )),
+        Some(dropout) if dropout.probability > 0.0 => seeds::check(dropout.seed, device),
         _ => Ok(()),
     }
 }
@@ -360,7 +363,8 @@ fn check<const D: usize>(
             options.epsilon,
         ));
     }
-    check_dropout("options.dropout's probability", options.dropout.as_ref())?;
+    let dropout = options.dropout.as_ref();
+    check_dropout("options.dropout's probability", dropout, &device)?;
     let dtype = options.dtype.unwrap_or_else(|| stream.dtype().into());
     has_dtype(&device, dtype)?;
     Ok(NormCall {

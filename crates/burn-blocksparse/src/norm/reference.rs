@@ -10,6 +10,7 @@ use super::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
 };
 use crate::dtype::accumulate_in;
+use crate::graph::recording;
 use crate::values::MaybeFloat;
 
 /// Rows and width of a shape.
@@ -63,6 +64,7 @@ impl<B: Backend> Rows<B> {
         let Some(dropout) = dropout else {
             return x;
         };
+        recording::doom_by_upload(&self.device, "a mask of dropout");
         let mask = dropout.mask(self.rows, self.width);
         let mask = TensorData::new(mask, [self.rows, self.width]);
         let mask = B::float_from_data(mask, &self.device);

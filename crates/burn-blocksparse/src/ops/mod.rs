@@ -4,6 +4,7 @@ mod activation;
 mod block_sparse;
 mod dropout;
 mod embedding;
+mod fixed;
 mod heads;
 mod linear;
 mod loss;
@@ -11,7 +12,10 @@ mod masses;
 mod mlp;
 mod norm;
 mod optim;
+mod paged;
 mod projection;
+mod rows;
+mod sampling;
 
 use burn::backend::{Backend, backend_extension};
 
@@ -19,6 +23,7 @@ pub use activation::ActivationOps;
 pub use block_sparse::BlockSparseLinearOps;
 pub use dropout::DropoutOps;
 pub use embedding::EmbeddingOps;
+pub use fixed::FixedOps;
 pub use heads::HeadOps;
 pub use linear::LinearOps;
 pub use loss::LossOps;
@@ -27,7 +32,10 @@ pub use mlp::MlpOps;
 pub use norm::NormOps;
 pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
+pub use paged::PagedOps;
 pub use projection::ProjectionOps;
+pub use rows::RowOps;
+pub use sampling::SamplingOps;
 
 use crate::options::AttentionOptions;
 use crate::reference;

@@ -32,6 +32,8 @@ pub(super) struct Survey<'a> {
     found: Vec<DispatchTensor>,
     seen: HashSet<ParamId>,
     largest: usize,
+    steps: Vec<usize>,
+    sums: Vec<DType>,
     failed: Option<OpError>,
 }
 
@@ -49,6 +51,8 @@ impl<'a> Survey<'a> {
             found: Vec::new(),
             seen: HashSet::new(),
             largest: 0,
+            steps: Vec::new(),
+            sums: Vec::new(),
             failed: None,
         };
         model.visit(&mut survey);
@@ -66,6 +70,16 @@ impl<'a> Survey<'a> {
     /// Elements of the largest parameter.
     pub fn largest(&self) -> usize {
         self.largest
+    }
+
+    /// How many steps the parameters have behind them, each number once.
+    pub fn steps(&self) -> &[usize] {
+        &self.steps
+    }
+
+    /// The dtypes of sums of parameters and gradients, each once.
+    pub fn sums(&self) -> &[DType] {
+        &self.sums
     }
 
     /// The gradients, in the order of the parameters.
@@ -95,6 +109,11 @@ impl<'a> Survey<'a> {
         let path = &self.path;
         let of_parameter = || format!("{shape:?}, that of parameter {}", path.join("."));
         if let Some(gradient) = gradient {
+            for dtype in [parameter.dtype(), gradient.dtype()].map(sums_of) {
+                if !self.sums.contains(&dtype) {
+                    self.sums.push(dtype);
+                }
+            }
             same_device(
                 "a gradient's device",
                 &device,
@@ -119,6 +138,10 @@ impl<'a> Survey<'a> {
                 of_parameter(),
                 format!("{:?}", state.shape),
             ));
+        }
+        let steps = (self.states.get(&param.id.val())).map_or(0, |state| state.time);
+        if !self.steps.contains(&steps) {
+            self.steps.push(steps);
         }
         self.seen.insert(param.id);
         Ok(())
@@ -168,6 +191,7 @@ impl Held {
     pub fn state(&self, moments: [DispatchTensor; 2]) -> ParameterState {
         ParameterState {
             time: self.time,
+            counted: false,
             path: Some(self.path.clone()),
             shape: self.shape.clone(),
             moments: Moments::Device(Box::new(moments)),
@@ -254,6 +278,7 @@ impl<'a> Take<'a> {
         };
         let moments = match state.moments {
             Moments::Host(data) => {
+                crate::graph::recording::expect_no_upload("the moments of a record");
                 (*data).map(|data| Tensor::<D>::from_data(data, (&device, dtype)).into_dispatch())
             }
             Moments::Device(moments) => (*moments).map(|moment| {

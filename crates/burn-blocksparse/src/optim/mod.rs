@@ -2,10 +2,13 @@
 
 mod collect;
 mod config;
+mod control;
 mod record;
 pub(crate) mod reference;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::backend::{Dispatch, DispatchTensor};
 use burn::module::{Module, ParamId};
@@ -13,13 +16,15 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 
 use crate::error::OpError;
+use crate::graph::recording;
 use crate::op_plan::{OpDevice, OpPlan};
 use crate::ops::{
-    AdamWInputs, AdamWNumbers, CONTROL, ClipFactor, LIMIT, MOST_TENSORS, OptimOps, TensorList,
+    AdamWInputs, AdamWNumbers, CONTROL, ClipFactor, MOST_TENSORS, OptimOps, TensorList,
 };
 use crate::values::MaybeFloat;
 use collect::{GiveBack, Held, Replace, Survey, Take};
 pub use config::FusedAdamWConfig;
+pub use control::AdamWControl;
 use record::ParameterState;
 
 /// AdamW (Loshchilov & Hutter, 2019, algorithm 2) with the gradient clipped by its norm over all parameters, in a few launches for a whole module.
@@ -50,11 +55,24 @@ use record::ParameterState;
 /// # drop(model);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct FusedAdamW {
     config: FusedAdamWConfig,
     /// By parameter id.
     states: BTreeMap<u64, ParameterState>,
+    /// The steps of a control, which replays take without this optimizer.
+    counted: Option<Arc<AtomicUsize>>,
+}
+
+impl Clone for FusedAdamW {
+    /// With the steps that were taken; those of a control go on in the original.
+    fn clone(&self) -> Self {
+        Self {
+            config: self.config,
+            states: self.settled(),
+            counted: None,
+        }
+    }
 }
 
 impl FusedAdamW {
@@ -62,6 +80,7 @@ impl FusedAdamW {
         Self {
             config,
             states: BTreeMap::new(),
+            counted: None,
         }
     }
 
@@ -85,34 +104,140 @@ impl FusedAdamW {
         gradients: GradientsParams,
     ) -> Result<(M, Tensor<1>), OpError> {
         self.config.validate()?;
-        if !(learning_rate.is_finite() && learning_rate >= 0.0) {
-            let range = "a finite number, at least 0";
-            return Err(OpError::argument("learning_rate", range, learning_rate));
+        check_rate(learning_rate)?;
+        if recording::is_recording() {
+            return Err(OpError::Frozen {
+                what: "the learning rate",
+                instead: "call step_prepared with FusedAdamW's control",
+            });
         }
+        self.settle();
         let device = Survey::of(&model, Some(&gradients), &self.states)?.device();
+        let config = self.config;
+        let numbers = |time: Option<usize>, dtype: DType| {
+            let control = control::control(&config, learning_rate, time.unwrap_or(1));
+            numbers_on(&device, control.to_vec(), dtype)
+        };
+        Ok(self.stepped(model, gradients, numbers))
+    }
+
+    /// What steps of `model` read from the device when they are recorded. The parameters that have a moment must all have taken as many steps.
+    ///
+    /// # Errors
+    /// [`OpError`] if they have not, if the configuration is out of range, or if this thread records.
+    pub fn control<M: Module>(&mut self, model: &M) -> Result<AdamWControl, OpError> {
+        self.config.validate()?;
+        self.settle();
+        let mut times = self.states.values().map(|state| state.time);
+        let taken = times.next().unwrap_or(0);
+        if let Some(other) = times.find(|time| *time != taken) {
+            let expected = format!("{taken}, as another parameter's");
+            return Err(OpError::argument("a parameter's steps", expected, other));
+        }
+        let control = AdamWControl::new(model, &self.config, taken)?;
+        self.counted = Some(control.taken.clone());
+        Ok(control)
+    }
+
+    /// As [`step`](Self::step), with the numbers that the last [`prepare`](AdamWControl::prepare) of this optimizer's control left on the device: for steps that
+    /// [`Replayed`](crate::Replayed) records. Inside a recording parameters and moments are updated where they lie, or it fails with
+    /// [`OpError::NotInPlace`]: nothing else may hold the parameters of the model then, such as a clone or a graph of autodiff.
+    ///
+    /// Steps that are replayed count: [`to_bytes`](Self::to_bytes), between runs, writes them.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step); also if the control is another optimizer's or not prepared, or if a parameter with a gradient has not taken as many steps as
+    /// the control counts.
+    pub fn step_prepared<M: Module>(
+        &mut self,
+        control: &AdamWControl,
+        model: M,
+        gradients: GradientsParams,
+    ) -> Result<(M, Tensor<1>), OpError> {
+        let own = |counted: &Arc<AtomicUsize>| Arc::ptr_eq(counted, &control.taken);
+        if !self.counted.as_ref().is_some_and(own) {
+            return Err(OpError::argument(
+                "control",
+                "this optimizer's last",
+                "another",
+            ));
+        }
+        let time = control.use_step()?;
+        set_steps(&mut self.states, time - 1);
+        let survey = Survey::of(&model, Some(&gradients), &self.states)?;
+        if let Some(other) = survey.steps().iter().find(|steps| **steps + 1 != time) {
+            let expected = format!("{}, as the control's", time - 1);
+            return Err(OpError::argument("a parameter's steps", expected, other));
+        }
+        let device = survey.device();
+        let found = (survey.sums().iter())
+            .map(|dtype| Ok((*dtype, control.of(*dtype)?)))
+            .collect::<Result<Vec<_>, OpError>>()?;
+        let numbers = |_: Option<usize>, dtype: DType| {
+            match found.iter().find(|(known, _)| *known == dtype) {
+                Some((_, numbers)) => numbers.clone(),
+                // Without gradients, of which the norm is 0.
+                None => limit_on(&device, 1.0, dtype),
+            }
+        };
+        let stepped = self.stepped(model, gradients, numbers);
+        for state in self.states.values_mut() {
+            state.counted = state.time == time;
+        }
+        Ok(stepped)
+    }
+
+    /// The step, with control tensors by a parameter's steps (none for the norm) and the dtype of sums.
+    fn stepped<M: Module>(
+        &mut self,
+        model: M,
+        gradients: GradientsParams,
+        numbers: impl Fn(Option<usize>, DType) -> Tensor<1>,
+    ) -> (M, Tensor<1>) {
         let mut take = Take::new(gradients, &mut self.states);
         let model = model.map(&mut take);
         let held = take.into_held();
         let gradients: Vec<_> = (held.iter().flatten())
             .filter_map(|held| held.gradient.clone())
             .collect();
-        let limit = self.config.max_grad_norm;
-        let clip = norm_of(&gradients, limit.unwrap_or(1.0), &device);
+        let device = (gradients.first()).map_or_else(Device::default, |gradient| {
+            Tensor::<1>::from_dispatch(gradient.clone()).device()
+        });
+        let clip = norm_of(&gradients, |dtype| numbers(None, dtype), &device);
         drop(gradients);
         let norm = Tensor::from_dispatch(clip.norm);
+        let limit = self.config.max_grad_norm;
         let factor = limit.map(|_| Tensor::<1>::from_dispatch(clip.factor));
-        let updated = self.update(learning_rate, held, factor, &device);
+        let updated = self.update(held, factor, numbers);
         let model = model.map(&mut GiveBack::new(updated));
-        Ok((model, norm))
+        (model, norm)
+    }
+
+    /// The states with the steps that were replayed.
+    fn settled(&self) -> BTreeMap<u64, ParameterState> {
+        let mut states = self.states.clone();
+        if let Some(counted) = &self.counted {
+            set_steps(&mut states, counted.load(Ordering::Relaxed));
+        }
+        states
+    }
+
+    /// Ends what a control counts.
+    fn settle(&mut self) {
+        if let Some(counted) = self.counted.take() {
+            set_steps(&mut self.states, counted.load(Ordering::Relaxed));
+            for state in self.states.values_mut() {
+                state.counted = false;
+            }
+        }
     }
 
     /// The step of the parameters that are held, by groups of one step count and one dtype of sums.
     fn update(
         &mut self,
-        learning_rate: f64,
         held: Vec<Option<Held>>,
         factor: Option<Tensor<1>>,
-        device: &Device,
+        numbers_of: impl Fn(Option<usize>, DType) -> Tensor<1>,
     ) -> Vec<Option<Held>> {
         let FusedAdamWConfig {
             beta_1,
@@ -133,11 +258,7 @@ impl FusedAdamW {
         }
         let mut held = held;
         for ((time, dtype), group) in groups {
-            let mut control = [0.0; CONTROL];
-            control[0] = learning_rate;
-            control[1] = 1.0 - beta_1.powf(time as f64);
-            control[2] = 1.0 - beta_2.powf(time as f64);
-            let control = numbers_on(device, control.to_vec(), dtype);
+            let control = numbers_of(Some(time), dtype);
             let factor =
                 (factor.as_ref()).map(|factor| factor.clone().cast(float(dtype)).into_dispatch());
             for part in group.chunks(MOST_TENSORS) {
@@ -202,7 +323,7 @@ impl FusedAdamW {
     /// # Errors
     /// [`OpError::Read`] if the moments cannot be read from the device or not be written.
     pub fn to_bytes(&self) -> Result<Bytes, OpError> {
-        record::write(&self.states)
+        record::write(&self.settled())
     }
 
     /// This optimizer with the state of a record, its own or one of Burn's `AdamW`. The moments move to the parameters' device with the next step.
@@ -211,6 +332,7 @@ impl FusedAdamW {
     /// [`OpError::Argument`] if the bytes are no such record: not readable, a field missing, moments of different shapes, or one of AMSGrad.
     pub fn from_bytes(mut self, bytes: Bytes) -> Result<Self, OpError> {
         self.states = record::read(bytes)?;
+        self.counted = None;
         Ok(self)
     }
 }
@@ -237,7 +359,8 @@ pub fn gradient_norm<M: Module>(
     let no_states = BTreeMap::new();
     let survey = Survey::of(model, Some(gradients), &no_states)?;
     let device = survey.device();
-    let clip = norm_of(&survey.into_gradients(), 1.0, &device);
+    let numbers = |dtype| limit_on(&device, 1.0, dtype);
+    let clip = norm_of(&survey.into_gradients(), numbers, &device);
     Ok(Tensor::from_dispatch(clip.norm))
 }
 
@@ -257,7 +380,8 @@ pub fn clip_gradients<M: Module>(
     let device = Survey::of(model, Some(&gradients), &BTreeMap::new())?.device();
     let mut replace = Replace::take(gradients);
     model.visit(&mut replace);
-    let clip = norm_of(&replace.tensors, max_norm, &device);
+    let numbers = |dtype| limit_on(&device, max_norm, dtype);
+    let clip = norm_of(&replace.tensors, numbers, &device);
     let factor = Tensor::<1>::from_dispatch(clip.factor);
     let mut scaled: Vec<Option<DispatchTensor>> = vec![None; replace.tensors.len()];
     let mut tensors: Vec<Option<DispatchTensor>> = replace.tensors.drain(..).map(Some).collect();
@@ -284,7 +408,11 @@ pub fn clip_gradients<M: Module>(
 }
 
 /// The norm of tensors together, and the factor that clips it to `limit`.
-fn norm_of(tensors: &[DispatchTensor], limit: f64, device: &Device) -> ClipFactor<Dispatch> {
+fn norm_of(
+    tensors: &[DispatchTensor],
+    numbers: impl FnOnce(DType) -> Tensor<1>,
+    device: &Device,
+) -> ClipFactor<Dispatch> {
     let dtypes = tensors.iter().map(collect::dtype_of);
     let dtype = match dtypes.into_iter().any(|dtype| dtype == DType::F64) {
         true => DType::F64,
@@ -308,10 +436,29 @@ fn norm_of(tensors: &[DispatchTensor], limit: f64, device: &Device) -> ClipFacto
         }
         first += sums_in(part);
     }
-    let mut control = [0.0; CONTROL];
-    control[LIMIT] = limit;
-    let control = numbers_on(device, control.to_vec(), dtype);
-    <Dispatch as OptimOps>::clip_factor(partials, control.into_dispatch())
+    <Dispatch as OptimOps>::clip_factor(partials, numbers(dtype).into_dispatch())
+}
+
+/// A control tensor of which only the limit is read; the device makes it, so that recordings may.
+fn limit_on(device: &Device, limit: f64, dtype: DType) -> Tensor<1> {
+    Tensor::full([CONTROL], limit, (device, dtype))
+}
+
+/// Sets the steps of the parameters that a control counts.
+fn set_steps(states: &mut BTreeMap<u64, ParameterState>, steps: usize) {
+    for state in states.values_mut().filter(|state| state.counted) {
+        state.time = steps;
+    }
+}
+
+fn check_rate(learning_rate: f64) -> Result<(), OpError> {
+    match learning_rate.is_finite() && learning_rate >= 0.0 {
+        true => Ok(()),
+        false => {
+            let range = "a finite number, at least 0";
+            Err(OpError::argument("learning_rate", range, learning_rate))
+        }
+    }
 }
 
 /// Elements of a partial sum, on every device.
@@ -323,6 +470,7 @@ pub(crate) fn partial_sums(elements: usize) -> usize {
 }
 
 fn numbers_on(device: &Device, numbers: Vec<f64>, dtype: DType) -> Tensor<1> {
+    recording::expect_no_upload("the numbers of a step of the optimizer");
     let length = numbers.len();
     Tensor::from_data(TensorData::new(numbers, [length]), (device, dtype))
 }

@@ -12,6 +12,7 @@ use blocksparse::{BlockLayout, Dropout};
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
 use super::tiles::{tile, untile};
 use crate::dtype::accumulate_in;
+use crate::graph::recording;
 use crate::options::AttentionOptions;
 use crate::values::{AttentionInputs, LayoutTensors};
 use crate::weights;
@@ -156,11 +157,13 @@ impl<'a, B: Backend> Problem<'a, B> {
     }
 
     pub fn numbers<const D: usize>(&self, numbers: Vec<f64>, shape: [usize; D]) -> FloatTensor<B> {
+        recording::doom_by_upload(&self.device, "indices of the reference");
         let numbers = TensorData::new(numbers, shape).convert_dtype(self.dtype.into());
         B::float_from_data(numbers, &self.device)
     }
 
     pub fn indices(&self, indices: Vec<i32>) -> IntTensor<B> {
+        recording::doom_by_upload(&self.device, "indices of the reference");
         let length = indices.len();
         B::int_from_data(TensorData::new(indices, [length]), &self.device)
     }
@@ -281,6 +284,7 @@ impl<'a, B: Backend> Problem<'a, B> {
     /// What dropout multiplies the weights by, if there is any: `[T, b, L·b]`.
     pub fn dropout_factors(&self, chunk: &Chunk) -> Option<FloatTensor<B>> {
         let dropout = self.dropout?;
+        let dropout = Dropout::new(dropout.probability, dropout.seed.value());
         let (b, factor) = (self.b, dropout.factor());
         let mut factors = Vec::with_capacity(chunk.tiles.len() * chunk.shape.entries * b * b);
         for placed in &chunk.tiles {
@@ -365,6 +369,7 @@ impl<'a, B: Backend> Problem<'a, B> {
 
     /// Queries of the chunk with nothing to attend to: `[T, b, 1]`.
     pub fn empty_rows(&self, chunk: &Chunk) -> BoolTensor<B> {
+        recording::doom_by_upload(&self.device, "indices of the reference");
         let rows: Vec<bool> = (chunk.tiles.iter())
             .flat_map(|placed| placed.tile.empty_rows.iter().copied())
             .collect();

@@ -14,7 +14,7 @@ use crate::common::{assert_close, random, randomise};
 const SEQ: usize = 21;
 
 /// Every kind of pattern, those that see later positions made causal; and what combines them.
-const PATTERNS: &[&str] = &[
+pub(crate) const PATTERNS: &[&str] = &[
     "causal",
     "dense & causal",
     "local:5",

@@ -3,10 +3,10 @@
 use std::ops::ControlFlow;
 
 use crate::common::randomise;
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_sparse_transformer::{
-    EndReason, Factorization, GenerateOptions, Generated, Pattern, Sampling, SparseTransformer,
-    SparseTransformerConfig,
+    EndReason, Factorization, GenerateOptions, Generated, KvDtype, NgramDrafts, Pattern, Residency,
+    Sampling, SparseTransformer, SparseTransformerConfig,
 };
 use rstest::rstest;
 
@@ -90,6 +90,86 @@ fn draws_do_not_depend_on_the_batch() {
     assert_ne!(run(&model, &prompts, &options(6)).0, all);
 }
 
+/// What no later token reads is not missed, and prompts of whatever lengths are continued together.
+#[test]
+fn what_is_kept_changes_no_text() {
+    let model = model(&Device::flex());
+    let prompts: Vec<Vec<u32>> = [1, 7, 2, 11, 3, 6]
+        .map(|len| {
+            (0..len)
+                .map(|token| (token * 5 + len) % VOCAB as u32)
+                .collect()
+        })
+        .to_vec();
+    let options = GenerateOptions::default().max_new(8).sampling(greedy());
+    let (texts, _) = run(&model, &prompts, &options);
+    let window = |window, sinks| Residency::Window { window, sinks };
+    for residency in [Residency::All, window(CONTEXT, 0), window(8, CONTEXT)] {
+        let options = options.clone().residency(residency).page_size(16);
+        assert_eq!(run(&model, &prompts, &options).0, texts, "{residency:?}");
+    }
+    let (same, _) = run(&model, &prompts, &options.clone().kv_dtype(FloatDType::F32));
+    assert_eq!(same, texts);
+    // Another text, or not: weights are random.
+    let few = options.clone().residency(window(1, 0));
+    assert_eq!(run(&model, &prompts, &few).0.len(), prompts.len());
+    let int8 = options.clone().kv_dtype(KvDtype::Int8);
+    assert_eq!(run(&model, &prompts, &int8).0.len(), prompts.len());
+    let half = options.kv_dtype(FloatDType::F16);
+    assert_eq!(run(&model, &prompts, &half).0.len(), prompts.len());
+}
+
+/// With drafts a step reads several tokens, of which those that would not have been drawn are taken back: the same texts, greedy or drawn, however
+/// many are drafted, with stops and full contexts.
+#[rstest]
+#[case(Pattern::fixed(8, 2))]
+#[case(Pattern::local(5))]
+#[case(Pattern::strided(4))]
+fn drafts_change_no_text(#[case] pattern: Pattern) {
+    let config = SparseTransformerConfig::new(16, 2, Factorization::from(pattern))
+        .with_vocab_size(VOCAB)
+        .with_context(3 * CONTEXT)
+        .with_n_layers(1)
+        .with_block_size(8);
+    let model = randomise(config.init(&Device::flex()).unwrap());
+    let prompts = [
+        vec![1, 2, 3, 1, 2],
+        vec![7; 9],
+        vec![4],
+        (0..58).map(|token| token % 4).collect(),
+    ];
+    let (mut drafted, mut accepted) = (0, 0);
+    for sampling in [greedy(), Sampling::default().seed(3).temperature(0.7)] {
+        let plain = GenerateOptions::default()
+            .max_new(30)
+            .sampling(sampling)
+            .stop([vec![5, 5]])
+            .page_size(16);
+        let (texts, given) = run(&model, &prompts, &plain);
+        for (tokens, residency) in [
+            (1, Residency::Reachable),
+            (3, Residency::Reachable),
+            (7, Residency::All),
+        ] {
+            let options = plain
+                .clone()
+                .residency(residency)
+                .drafts(NgramDrafts::new(tokens).with_match(1, 4));
+            let (with_drafts, also_given) = run(&model, &prompts, &options);
+            for (plain, text) in texts.iter().zip(&with_drafts) {
+                assert_eq!((&text.tokens, text.reason), (&plain.tokens, plain.reason));
+                drafted += text.drafted;
+                accepted += text.accepted;
+            }
+            assert_eq!(also_given, given);
+        }
+    }
+    assert!(
+        0 < accepted && accepted < drafted,
+        "{accepted} of {drafted}"
+    );
+}
+
 /// What may begin a stop sequence is not given before it is certain not to.
 #[test]
 fn stops_are_not_written() {
@@ -170,6 +250,7 @@ fn a_model_without_finite_logits_writes_nothing() {
 #[case(&[1; 21], GenerateOptions::default(), "prompts must be of 1 to 20 tokens, the context, got 21 in prompt 1")]
 #[case(&[1, 11], GenerateOptions::default(), "prompts must be of tokens below 11, the model's vocabulary, got 11 in prompt 1")]
 #[case(&[1], GenerateOptions::default().stop([vec![]]), "stop must be sequences of at least one token, got an empty one")]
+#[case(&[1], GenerateOptions::default().drafts(NgramDrafts::new(0)), "drafts.tokens must be at least 1, got 0")]
 #[case(&[1], GenerateOptions::default().sampling(Sampling::default().top_p(2.0)), "top_p must be above 0 and at most 1, got 2")]
 fn bad_input(#[case] prompt: &[u32], #[case] options: GenerateOptions, #[case] message: &str) {
     let model = model(&Device::flex());

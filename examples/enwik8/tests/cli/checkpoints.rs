@@ -101,6 +101,227 @@ fn a_checkpoint_is_evaluated_and_sampled() {
     assert_eq!(fs::read(&file).unwrap().len(), 103);
 }
 
+/// Several texts at once, each of which is what it is alone; caches that keep more or less of what no later byte reads.
+#[test]
+fn several_samples_and_their_cache() {
+    let folder = Folder::new();
+    folder.train("run", &["--steps", "5", "--lr", "0.01"]);
+    let path = folder.path("run");
+    let greedy = [
+        "sample",
+        "--checkpoint",
+        &path,
+        "--length",
+        "45",
+        "--temperature",
+        "0",
+    ];
+    let with = |flags: &[&str]| succeed(&[&greedy[..], flags].concat());
+    let short = with(&["--prompt", "a"]);
+    let long = with(&["--prompt", "abc def ghi jkl mno"]);
+    let both = with(&["--prompt", "a", "--prompt", "abc def ghi jkl mno"]);
+    assert_eq!(both, format!("--- 1 ---\n{short}--- 2 ---\n{long}"));
+    let twice = with(&["--prompt", "a", "--batch", "2"]);
+    assert_eq!(twice, format!("--- 1 ---\n{short}--- 2 ---\n{short}"));
+    let file = folder.file("prompt", b"abc def ghi jkl mno");
+    assert_eq!(with(&["--prompt-file", &file]), long);
+    for flags in [
+        ["--cache", "all"],
+        ["--cache", "reachable"],
+        ["--cache", "window:64"],
+        ["--page-size", "16"],
+        ["--kv-dtype", "f32"],
+        ["--max-time", "1000"],
+        ["--speculate", "1"],
+        ["--speculate", "7"],
+    ] {
+        let flags = [&["--prompt", "abc def ghi jkl mno"], &flags[..]].concat();
+        assert_eq!(with(&flags), long, "{flags:?}");
+    }
+    let text = with(&[
+        "--prompt",
+        "abc",
+        "--cache",
+        "window:4,1",
+        "--kv-dtype",
+        "f16",
+    ]);
+    assert!(text.starts_with("abc"));
+    // With room for all keys nothing is evicted.
+    let prompt = ["--prompt", "abc def ghi jkl mno"];
+    let evicting = [
+        "h2o:20,44",
+        "h2o-mean:20,44",
+        "tova:64",
+        "snapkv:64,8,3",
+        "key-norm:64",
+        "combined:4,20,40",
+    ];
+    // Whose patterns are not causal in every head cannot evict.
+    let got = fail(&[&greedy[..], &["--cache", "tova:9"]].concat(), 1);
+    assert!(
+        got.contains("pattern must be causal in every head"),
+        "{got}"
+    );
+    folder.train("causal", &["--steps", "5", "--pattern", "causal"]);
+    let causal = folder.path("causal");
+    let causal = [&["sample", "--checkpoint", &causal], &greedy[3..]].concat();
+    let all = succeed(&[&causal[..], &prompt].concat());
+    for cache in evicting {
+        let flags = [&causal[..], &prompt, &["--cache", cache]].concat();
+        assert_eq!(succeed(&flags), all, "{cache}");
+    }
+    for flags in [
+        &["--cache", "h2o:4,4"][..],
+        &["--cache", "h2o-mean:4,4", "--budget", "adaptive:0.2"],
+        &["--cache", "tova:8", "--budget", "uniform"],
+        &["--cache", "snapkv:8,4,3", "--budget", "pyramid:20"],
+        &["--cache", "key-norm:8"],
+        &["--cache", "combined:2,2,4"],
+    ] {
+        let flags = [&causal[..], &prompt, flags, &["--slack", "2", "--stats"]].concat();
+        let output = run(&flags);
+        let stats = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{stats}");
+        assert!(output.stdout.starts_with(prompt[1].as_bytes()));
+        // At most ten of the 32 keys of 16 numbers and their values, of one layer.
+        let live = stats
+            .split("of which ")
+            .nth(1)
+            .and_then(|rest| rest.split(' ').next());
+        let live: usize = live.unwrap().parse().unwrap();
+        assert!(live <= 10 * 2 * 16 * 4, "{stats}");
+    }
+    let window = ["--cache", "window:6,2", "--positions", "in-cache"];
+    let text = succeed(&[&causal[..], &prompt, &window].concat());
+    assert!(text.starts_with(prompt[1]), "{text}");
+    for (flags, code, message) in [
+        (&["--cache", "tova:x"][..], 2, "snapkv:C,M,F"),
+        (
+            &["--positions", "in-cache"],
+            1,
+            "positions must be Original, because the residency is no Window",
+        ),
+        (&["--cache", "tova:1"], 1, "capacity must be at least 2"),
+        (
+            &["--cache", "tova:9", "--budget", "pyramid:1"],
+            1,
+            "beta must be a number above 1",
+        ),
+        (
+            &["--cache", "tova:9", "--budget", "some"],
+            2,
+            "pyramid:BETA",
+        ),
+        (
+            &["--slack", "3"],
+            1,
+            "--slack needs a --cache that evicts keys",
+        ),
+    ] {
+        let got = fail(&[&causal[..], flags].concat(), code);
+        assert!(got.contains(message), "{got}");
+    }
+    let eval = |flags: &[&str]| {
+        let run = folder.path("causal");
+        succeed(&[&["eval", "--checkpoint", &run, "--windows", "3"], flags].concat())
+    };
+    let bits = |text: &str| -> f64 {
+        let line = text.lines().find(|line| line.contains("bits per byte"));
+        let number = line.unwrap().split(' ').next();
+        number.unwrap().parse().unwrap()
+    };
+    let whole = bits(&eval(&[]));
+    for cache in ["all", "tova:64"] {
+        let text = eval(&["--cache", cache, "--chunk", "5"]);
+        assert!((bits(&text) - whole).abs() < 2e-4, "{text} {whole}");
+    }
+    for dtype in ["int8", "fp8"] {
+        let text = eval(&["--kv-dtype", dtype, "--chunk", "5"]);
+        assert!((bits(&text) - whole).abs() < 0.01, "{text} {whole}");
+    }
+    let text = eval(&["--cache", "h2o:3,3", "--slack", "0", "--chunk", "1"]);
+    assert!(
+        bits(&text) < 9.0 && text.contains("the cache of a window takes"),
+        "{text}"
+    );
+
+    for dtype in ["int8", "fp8"] {
+        let text = with(&["--prompt", "abc", "--kv-dtype", dtype]);
+        assert!(text.starts_with("abc"), "{text}");
+    }
+    let text = with(&["--max-time", "0.000001"]);
+    assert!(text.trim_end().len() <= 5, "{text}");
+
+    let output = run(&[&greedy[..], &["--prompt", "a", "--batch", "2", "--stats"]].concat());
+    let stats = String::from_utf8(output.stderr).unwrap();
+    assert!(stats.contains("prompt: 2 bytes in"), "{stats}");
+    assert!(
+        stats.contains("90 bytes in") && stats.contains("bytes/s"),
+        "{stats}"
+    );
+    assert!(
+        stats.contains(" slots, ") && stats.contains("all keys would take"),
+        "{stats}"
+    );
+
+    // On CPUs steps run one by one, over the end of the context, too.
+    let output = run(&[&greedy[..], &["--graph", "--stats"]].concat());
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), with(&[]));
+    let stats = String::from_utf8(output.stderr).unwrap();
+    assert!(stats.contains("runs steps one by one: "), "{stats}");
+
+    // Drafts over the end of the context, of two texts.
+    let json = folder.path("stats.json");
+    let drafts = [
+        "--prompt",
+        "a",
+        "--batch",
+        "2",
+        "--speculate",
+        "6",
+        "--stats",
+        "--json",
+        &json,
+    ];
+    let output = run(&[&greedy[..], &drafts].concat());
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), twice);
+    let stats = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        stats.contains("drafts: ") && stats.contains("bytes a step"),
+        "{stats}"
+    );
+    let json: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
+    assert_eq!(
+        (&json["prompt_bytes"], &json["bytes"]),
+        (&2.into(), &90.into())
+    );
+    assert!(json["cache"]["slots"].as_u64() > Some(0), "{json}");
+    assert!(json["accepted_bytes"].as_u64() <= json["drafted_bytes"].as_u64());
+    let both = fail(&[&greedy[..], &["--graph", "--speculate", "6"]].concat(), 2);
+    assert!(both.contains("cannot be used with"), "{both}");
+
+    for (flags, code, message) in [
+        (["--cache", "some"], 2, "must be all, reachable, window:W,S"),
+        (["--cache", "window:0,1"], 2, "with W at least 1"),
+        (["--page-size", "20"], 2, "must be 16, 32, 64 or 128"),
+        (
+            ["--kv-dtype", "f8"],
+            2,
+            "possible values: model, f32, f16, bf16, int8, fp8",
+        ),
+        (["--batch", "0"], 2, "must be a whole number, at least 1"),
+        (["--max-time", "0"], 2, "must be a number above 0"),
+        (["--prompt-file", "/none/such"], 1, "cannot read /none/such"),
+    ] {
+        let got = fail(&[&greedy[..], &flags].concat(), code);
+        assert!(got.contains(message), "{got}");
+    }
+    let two = ["--batch", "2", "--output", "x"];
+    let got = fail(&[&greedy[..], &two].concat(), 1);
+    assert!(got.contains("--output takes one sample, not 2"), "{got}");
+}
+
 /// What `docs/training.md` shows: a model from the files that `export` wrote.
 fn load_exported(folder: &str) -> SparseTransformer {
     let folder = Path::new(folder);

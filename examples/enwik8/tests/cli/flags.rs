@@ -87,6 +87,10 @@ fn bad_flags_list_the_choices() {
             vec!["'ring'", "small-world", "barabasi-albert"],
         ),
         (vec!["train", "--ff-block", "32"], vec!["--ff-density"]),
+        (
+            vec!["train", "--selection", "topk:16"],
+            vec!["'topk:16' as a selection: expected topk:BLOCK,KEEP[,LOCAL,FIRST], got 1 number"],
+        ),
     ] {
         let message = fail(&arguments, 2);
         assert!(words.iter().all(|word| message.contains(word)), "{message}");
@@ -126,8 +130,24 @@ fn impossible_models_are_explained() {
             "--ff-block must be a divisor of --d-model = 96, got 64",
         ),
         (
+            "--ff-density 0.5 --ff-prune 0.75 --ff-prune-until 100",
+            "--ff-prune must be at most --ff-density = 0.5, got 0.75",
+        ),
+        (
+            "--ff-density 0.5 --ff-prune 0.25 --ff-prune-until 10 --ff-prune-from 20",
+            "--ff-prune-until must be at least the 20 steps of --ff-prune-from, got 10",
+        ),
+        (
             "--ff-density 0.5 --d-ff 500",
             "--ff-block must be a divisor of --d-ff = 500, got 64",
+        ),
+        (
+            "--selection topk:16,2 --pattern local:8",
+            "--selection chooses from every earlier byte; leave out --pattern",
+        ),
+        (
+            "--recall-every 5",
+            "are of a choice by content; add --selection",
         ),
         ("--device tpu", "choices"),
     ] {
@@ -162,8 +182,10 @@ fn negative_numbers_are_refused_by_name_and_range() {
         ),
         train("weight-decay", "must be a number, at least 0"),
         ("eval", "min-context", whole),
-        ("eval", "batch", positive),
+        ("eval", "batch windows chunk", positive),
+        ("sample", "slack", whole),
         ("sample", "length seed", whole),
+        ("sample", "batch speculate", positive),
         ("sample", "temperature", "must be a number, at least 0"),
         ("sample", "top-k", "-1 is not in 1..=256"),
         train("ff-density", "must be a number above 0, at most 1"),

@@ -2,6 +2,7 @@
 
 mod checkpoints;
 mod flags;
+mod graph;
 mod measurements;
 mod resume;
 mod support;

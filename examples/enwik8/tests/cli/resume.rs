@@ -4,6 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use serde_json::Value;
+
 use crate::support::*;
 
 #[test]
@@ -58,6 +60,117 @@ fn a_resumed_run_equals_an_uninterrupted_one() {
 
 #[test]
 fn block_sparse_weights_are_shown_and_resume_bit_for_bit() {
+    let shown = "ff        block-sparse weights: random, 50 % of the blocks of 16";
+    weights_resume_bit_for_bit(&[], shown);
+}
+
+#[test]
+fn pruned_weights_resume_bit_for_bit() {
+    let pruning = [
+        "--ff-prune",
+        "0.25",
+        "--ff-prune-from",
+        "3",
+        "--ff-prune-until",
+        "15",
+        "--ff-prune-every",
+        "4",
+    ];
+    let shown = "step 15/20  feed-forward weights keep 25.0 % of their blocks: ";
+    weights_resume_bit_for_bit(&pruning, shown);
+}
+
+#[test]
+fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
+    let folder = Folder::new();
+    let without_pattern: Vec<&str> = (NANO.iter().copied())
+        .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
+        .collect();
+    let flags = [
+        "--steps",
+        "12",
+        "--checkpoint-every",
+        "6",
+        "--selection",
+        "topk:8,2,1,0",
+        "--selection-until",
+        "8",
+        "--recall-every",
+        "4",
+    ];
+    let train = |name: &str| {
+        let (path, data) = (folder.path(name), folder.data());
+        let run = ["train", "--run", &path, "--data", &data];
+        succeed(&[&run[..], &without_pattern, &flags].concat())
+    };
+    let text = train("whole");
+    for shown in [
+        "keys chosen by topk:8,2,1,0: later bytes take part in the choice",
+        "step 4/12  recall 0.",
+        "step 8/12  from here on layers see every earlier byte",
+    ] {
+        assert!(text.contains(shown), "{shown}: {text}");
+    }
+    let measured: Vec<Value> = (folder.log("whole").into_iter())
+        .filter(|row| row["kind"] == "selection")
+        .collect();
+    // At step 8 there is no choice any more.
+    assert_eq!(measured.len(), 1, "{measured:?}");
+    let layer = &measured[0]["layers"][0];
+    // Of the four blocks of each row's past, two at most.
+    assert_eq!(layer["density"], 0.7, "{layer}");
+    let (recall, ratio) = (
+        layer["recall"].as_f64().unwrap(),
+        layer["ratio"].as_f64().unwrap(),
+    );
+    assert!(
+        recall > 0.3 && recall < 1.0 && ratio > 0.8 && ratio <= 1.0,
+        "{layer}"
+    );
+
+    train("parts");
+    fs::remove_file(folder.checkpoint("parts", 12)).unwrap();
+    folder.resume("parts", &[]);
+    assert_same_model(
+        &folder.checkpoint("parts", 12),
+        &folder.checkpoint("whole", 12),
+    );
+    assert_eq!(folder.losses("parts"), folder.losses("whole"));
+
+    let path = folder.path("whole");
+    let table = succeed(&[
+        "recall",
+        "--checkpoint",
+        &path,
+        "--windows",
+        "2",
+        "--json",
+        "--selection",
+        "topk:8,ratio=1",
+        "--selection",
+        "topk:8,1",
+    ]);
+    let rows: Vec<Value> = table
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!(rows.len(), 3, "{table}");
+    let bits = |row: usize| rows[row]["bits_per_byte"].as_f64().unwrap();
+    assert!((bits(0) - bits(1)).abs() < 1e-5, "{table}");
+    assert!((bits(0) - bits(2)).abs() > 1e-5, "{table}");
+    let text = succeed(&[
+        "sample",
+        "--checkpoint",
+        &path,
+        "--prompt",
+        "The ",
+        "--length",
+        "4",
+    ]);
+    assert!(text.contains("The "), "{text}");
+}
+
+fn weights_resume_bit_for_bit(pruning: &[&str], shown: &str) {
     let folder = Folder::new();
     let length = ["--steps", "20", "--checkpoint-every", "10"];
     let sparse = [
@@ -68,9 +181,8 @@ fn block_sparse_weights_are_shown_and_resume_bit_for_bit() {
         "--ff-layout",
         "random",
     ];
-    let flags = [&length[..], &sparse].concat();
+    let flags = [&length[..], &sparse, pruning].concat();
     let text = folder.train("whole", &flags);
-    let shown = "ff        block-sparse weights: random, 50 % of the blocks of 16";
     assert!(text.contains(shown), "{text}");
     folder.train("parts", &flags);
     fs::remove_file(folder.checkpoint("parts", 20)).unwrap();

@@ -111,14 +111,14 @@ impl Folder {
             .collect()
     }
 
-    /// Kind, step and loss of each log line.
+    /// Kind, step and loss, if it has one, of each log line.
     pub fn losses(&self, run: &str) -> Vec<(String, u64, f64)> {
         let row = |row: &Value| {
             let kind = row["kind"].as_str().unwrap().to_owned();
             (
                 kind,
                 row["step"].as_u64().unwrap(),
-                row["loss"].as_f64().unwrap(),
+                row["loss"].as_f64().unwrap_or_default(),
             )
         };
         self.log(run).iter().map(row).collect()

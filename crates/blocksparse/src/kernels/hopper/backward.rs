@@ -37,6 +37,7 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::*;
+use super::backward_chain::{Chain, close};
 use super::backward_loads::*;
 use super::gradient::*;
 use super::options::*;
@@ -540,19 +541,6 @@ fn softcapped<S: Size>(
     s
 }
 
-/// What the additions that the unit started last belong to is told that they are done: then they are in memory, and their
-/// buffer is free.
-#[cube]
-fn close(chain: &Chain) {
-    bulk_wait();
-    if chain.open_visits.read() != 0 {
-        post(
-            chain.counters + u64::cast_from(chain.open_counter.read()) * 4,
-            chain.open_visits.read(),
-        );
-    }
-}
-
 /// The numbers that scores are made with.
 #[derive(CubeType, Clone, Copy)]
 struct Numbers {
@@ -560,24 +548,6 @@ struct Numbers {
     log2_scale: f32,
     softcap: f32,
     cap_scale: f32,
-}
-
-/// Where a warp adds its dQ.
-#[derive(CubeType)]
-struct Chain {
-    counters: u64,
-    scratch: u64,
-    /// Which half of the columns.
-    part: u32,
-    /// The first of the unit's eight queries of a step.
-    query: u32,
-    /// Steps the cube has done.
-    done: RuntimeCell<u32>,
-    /// The counter to be raised when the additions started last are done, and to what.
-    open_counter: RuntimeCell<u32>,
-    open_visits: RuntimeCell<u32>,
-    /// Whether the products of the next step are of its tile's keys.
-    started: RuntimeCell<u32>,
 }
 
 /// Starts the product of a warpgroup's own 64 rows and a step's.

@@ -7,6 +7,7 @@
 
 mod asm;
 mod backward;
+mod backward_chain;
 mod backward_loads;
 mod backward_stats;
 mod choose;

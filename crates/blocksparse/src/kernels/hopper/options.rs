@@ -78,7 +78,7 @@ pub struct PairArgs {
 }
 
 /// What of a call's options is the same for all its pairs.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[derive(CubeType, CubeLaunch)]
 pub struct PairNumbers {
     /// Numbers of queries
     pub queries: u32,

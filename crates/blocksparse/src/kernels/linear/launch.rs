@@ -5,9 +5,11 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::epilogue::ResultShapeLaunch;
-use super::plan::ProductPlan;
+use super::mma::product::FactorLaunch;
+use super::mma::{self, MmaTile};
+use super::plan::{ProductPlan, TierTile};
 use super::product::{self, TilesLaunch};
-use super::tile::{Epilogue, Order, ROWS, SLAB, UNITS};
+use super::tile::{Epilogue, Order, ProductTile, ROWS, SLAB, UNITS};
 use super::view::{HEAD, MatrixView};
 use crate::kernels::args::{buffer, optional};
 use crate::kernels::error::KernelError;
@@ -129,15 +131,21 @@ pub fn multiply(
             return Err(KernelError::Factor { factor: name });
         }
     }
-    let dtype = ElemType::Float(match request.bf16 {
-        true => FloatKind::BF16,
-        false => FloatKind::F16,
-    });
-    let tile = plan.tile;
+    match plan.tile {
+        TierTile::Wgmma(tile) => {
+            launch_wgmma(client, plan, tile, [a, b], out, beside);
+            Ok(())
+        }
+        TierTile::Mma(tile) => launch_mma(client, plan, tile, [a, b], out),
+    }
+}
+
+fn tiles(plan: &ProductPlan, [a, b]: [&MatrixView; 2]) -> TilesLaunch {
+    let request = plan.request;
     let rows = request.rows.div_ceil(ROWS);
-    let cols = request.cols.div_ceil(tile.cols);
+    let cols = request.cols.div_ceil(plan.tile.cols());
     let batched = |view: &MatrixView| u32::from(view.shape[0] > 1);
-    let tiles = TilesLaunch::new(
+    TilesLaunch::new(
         (request.batch * plan.parts * rows * cols) as u32,
         rows as u32,
         cols as u32,
@@ -149,7 +157,95 @@ pub fn multiply(
         a.run() as u32,
         b.run() as u32,
         a.seq.unwrap_or(1) as u32,
-    );
+    )
+}
+
+/// A factor, of which the `depth`-th dimension is the depth, or nothing if the kernel does not count so far.
+fn factor(view: &MatrixView, depth: usize, order: Order) -> Option<FactorLaunch> {
+    let across = 3 - depth;
+    let outer = match order {
+        Order::Depth => across,
+        Order::Across => depth,
+    };
+    // Strides of dimensions of length 1 are arbitrary.
+    let stride = |dim: usize, bytes: usize| match view.shape[dim] {
+        1 => Some(0),
+        _ => u32::try_from(view.strides[dim].checked_mul(2)? / bytes).ok(),
+    };
+    let [pitch, batch] = [stride(outer, 1)?, stride(0, 16)?];
+    let to_next_run = match view.outer {
+        [1, _] => 0,
+        [_, stride] => u32::try_from(stride.checked_mul(2)? / 16).ok()?,
+    };
+    Some(FactorLaunch::new(
+        view.shape[across] as u32,
+        pitch,
+        batch,
+        view.run() as u32,
+        to_next_run,
+    ))
+}
+
+/// A factor's words, from the first to the last.
+fn words(view: &MatrixView) -> BufferArg {
+    let [_, rows, cols] = view.shape;
+    let lengths = [view.run(), rows, cols].into_iter().zip(view.strides);
+    let [runs, stride] = view.outer;
+    let last: usize = (lengths.chain([(runs, stride)]))
+        .map(|(length, stride)| (length - 1) * stride)
+        .sum();
+    buffer(&view.handle, (last + 1).div_ceil(2))
+}
+
+fn launch_mma(
+    client: &Client,
+    plan: &ProductPlan,
+    tile: MmaTile,
+    [a, b]: [&MatrixView; 2],
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let request = plan.request;
+    let factor = |name, view, depth, order| {
+        factor(view, depth, order).ok_or(KernelError::Factor { factor: name })
+    };
+    let left = factor("a", a, 2, tile.a)?;
+    let right = factor("b", b, 1, tile.b)?;
+    let elements = request.batch * plan.parts * request.rows * request.cols;
+    let depth = request.depth as u32;
+    // SAFETY: rows and pieces behind the factors' ends are not read, which begin at multiples of 16 bytes ([`MatrixView::order`]); rows and columns
+    // beyond the result are not written, and `out` has the length it says (see `buffer`).
+    unsafe {
+        mma::product::product::launch_unchecked(
+            client,
+            CubeCount::Static(plan.cubes as u32, 1, 1),
+            CubeDim::new_1d(tile.units() as u32),
+            if tile.wide { 2 } else { 4 },
+            words(a),
+            words(b),
+            buffer(out, elements / tile.written()),
+            left,
+            right,
+            depth,
+            tiles(plan, [a, b]),
+            tile,
+        );
+    }
+    Ok(())
+}
+
+fn launch_wgmma(
+    client: &Client,
+    plan: &ProductPlan,
+    tile: ProductTile,
+    [a, b]: [&MatrixView; 2],
+    out: &Handle,
+    beside: &EpilogueTensors,
+) {
+    let request = plan.request;
+    let dtype = ElemType::Float(match request.bf16 {
+        true => FloatKind::BF16,
+        false => FloatKind::F16,
+    });
     let words = if tile.wide { 2 } else { 4 };
     let elements = request.batch * plan.parts * request.rows * request.cols;
     let (seq, [first, second, third]) = beside.heads.unwrap_or((request.rows, [0; 3]));
@@ -178,10 +274,9 @@ pub fn multiply(
             optional(beside.bias, request.cols / 4),
             optional(beside.before, elements / 8),
             optional(beside.totals, plan.total_rows() * request.cols),
-            tiles,
+            tiles(plan, [a, b]),
             shape,
             tile,
         );
     }
-    Ok(())
 }

@@ -1,4 +1,5 @@
-//! Products of layers on wgmma and TMA: `a · b` of matrices in half precision, sums in f32, on GPUs of compute capability 9.0.
+//! Products of layers: `a · b` of matrices in half precision, sums in f32, on wgmma and TMA on GPUs of compute capability 9.0, and on mma.sync and
+//! cp.async on others from 8.0 on.
 //!
 //! ```text
 //! view       matrices in memory
@@ -9,6 +10,7 @@
 //! product    the kernel
 //! launch     its launch
 //! blocks     products of block-sparse weights
+//! mma        the kernel on mma.sync, with its tile
 //! ```
 //!
 //! The product of a layer, and both of its gradients, read the same tensors in their natural order: what is contiguous may be the depth or not, in
@@ -19,6 +21,7 @@ mod asm;
 pub mod blocks;
 mod epilogue;
 mod launch;
+mod mma;
 mod plan;
 mod product;
 mod tile;

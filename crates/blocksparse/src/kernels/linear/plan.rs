@@ -5,6 +5,7 @@ use std::fmt;
 use cubecl::client::Client;
 use cubecl::ir::features::Tma;
 
+use super::mma::{MmaTile, VARIANTS};
 use super::tile::{Epilogue, Order, ProductTile, ROWS, SLAB};
 use super::view::MatrixView;
 use crate::kernels::call::TierLimit;
@@ -90,6 +91,10 @@ impl ProductRequest {
             _ => Ok(()),
         }
     }
+
+    fn half(&self) -> Half {
+        if self.bf16 { Half::Bf16 } else { Half::F16 }
+    }
 }
 
 /// Whether a device multiplies anything here.
@@ -120,11 +125,68 @@ pub(super) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
     Ok((multiprocessors, hardware.max_shared_memory_size))
 }
 
+/// The same of a device that has mma.sync of half precision, ldmatrix and cp.async.
+///
+/// # Errors
+/// If it is another one, or if the environment wants another tier.
+fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
+    let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
+    if capability < 80 {
+        return Err("the device is not of compute capability 8.0 or up");
+    }
+    if let Ok(TierLimit::Simt) = TierLimit::from_env() {
+        return Err("BLOCKSPARSE_TIER says simt");
+    }
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize;
+    Ok((multiprocessors, hardware.max_shared_memory_size))
+}
+
+/// The shape of a cube's work on a tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TierTile {
+    /// wgmma and TMA, on compute capability 9.0.
+    Wgmma(ProductTile),
+    /// mma.sync and cp.async, from 8.0 on.
+    Mma(MmaTile),
+}
+
+impl TierTile {
+    pub(super) fn cols(&self) -> usize {
+        match self {
+            Self::Wgmma(tile) => tile.cols,
+            Self::Mma(tile) => tile.cols,
+        }
+    }
+}
+
+impl fmt::Display for TierTile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Wgmma(tile) => write!(f, "wgmma, {tile}"),
+            Self::Mma(tile) => write!(f, "mma, {tile}"),
+        }
+    }
+}
+
+/// A shape with what it costs, by a model of the device.
+struct Costed {
+    tile: TierTile,
+    /// Cubes that share a multiprocessor.
+    cubes: usize,
+    /// Cycles of a slab.
+    slab: usize,
+    /// Cycles of a tile's beginning and end.
+    tile_cycles: usize,
+}
+
 /// What a product will run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProductPlan {
     pub(super) request: ProductRequest,
-    pub(super) tile: ProductTile,
+    pub(super) tile: TierTile,
     pub(super) parts: usize,
     pub(super) part_slabs: usize,
     pub(super) cubes: usize,
@@ -155,14 +217,77 @@ impl ProductPlan {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn all(client: &Client, request: ProductRequest) -> Result<Vec<Self>, &'static str> {
-        let (multiprocessors, shared) = hopper(client)?;
-        Self::on(request, multiprocessors, shared)
+        match hopper(client) {
+            Ok((multiprocessors, shared)) => Self::on_wgmma(request, multiprocessors, shared),
+            Err(_) => {
+                let (multiprocessors, shared) = ampere(client)?;
+                Self::on_mma(request, multiprocessors, shared)
+            }
+        }
     }
 
-    fn on(
+    fn on_wgmma(
         request: ProductRequest,
         multiprocessors: usize,
         shared: usize,
+    ) -> Result<Vec<Self>, &'static str> {
+        let ProductRequest { wide, epilogue, .. } = request;
+        // Registers have room for what a gradient reads beside the sums of half a tile.
+        let is_read = matches!(epilogue, Epilogue::Gradient { .. });
+        let shapes = SLAB_CYCLES.into_iter().filter_map(|(cols, slab)| {
+            let tile = (!is_read || cols < 256).then(|| ProductTile {
+                by_heads: request.by_heads,
+                epilogue,
+                ..ProductTile::new(request.half(), cols, request.orders, wide)
+            })?;
+            let width = if wide { 2 } else { 1 };
+            Some(Costed {
+                tile: TierTile::Wgmma(tile.with_slabs(shared)?),
+                cubes: 1,
+                slab,
+                tile_cycles: TILE_CYCLES + WRITE_CYCLES * width * cols / 64,
+            })
+        });
+        Self::of(request, multiprocessors, shapes)
+    }
+
+    fn on_mma(
+        request: ProductRequest,
+        multiprocessors: usize,
+        shared: usize,
+    ) -> Result<Vec<Self>, &'static str> {
+        if request.epilogue != Epilogue::Plain {
+            return Err("on mma.sync sums are the result, and become nothing else");
+        }
+        if request.by_heads {
+            return Err("on mma.sync a factor does not lie by heads");
+        }
+        let wide = request.wide;
+        let whole = request.depth.is_multiple_of(8)
+            && (request.orders[0] == Order::Depth || request.rows.is_multiple_of(8));
+        let shapes = VARIANTS.into_iter().filter_map(|variant| {
+            let tile = MmaTile {
+                whole,
+                ..MmaTile::new(request.half(), variant, request.orders, wide, shared)?
+            };
+            let width = if wide { 2 } else { 1 };
+            Some(Costed {
+                tile: TierTile::Mma(tile),
+                cubes: variant.cubes,
+                slab: variant.cycles,
+                // While one cube writes, the other multiplies.
+                tile_cycles: (TILE_CYCLES + WRITE_CYCLES * width * variant.cols / 64)
+                    / variant.cubes,
+            })
+        });
+        Self::of(request, multiprocessors, shapes)
+    }
+
+    /// The plans of a tier that has these shapes.
+    fn of(
+        request: ProductRequest,
+        multiprocessors: usize,
+        shapes: impl Iterator<Item = Costed>,
     ) -> Result<Vec<Self>, &'static str> {
         let ProductRequest {
             batch,
@@ -170,7 +295,6 @@ impl ProductPlan {
             cols,
             depth,
             wide,
-            epilogue,
             ..
         } = request;
         request.check_epilogue()?;
@@ -196,42 +320,27 @@ impl ProductPlan {
             true => (slabs / LEAST_SLABS).clamp(1, MOST_PARTS),
             false => 1,
         };
-        let plans = SLAB_CYCLES.into_iter().flat_map(|(tile_cols, cycles)| {
-            // Registers have room for what a gradient reads beside the sums of half a tile.
-            let is_read = matches!(epilogue, Epilogue::Gradient { .. });
-            let tile = (!is_read || tile_cols < 256)
-                .then(|| {
-                    let half = if request.bf16 { Half::Bf16 } else { Half::F16 };
-                    ProductTile {
-                        by_heads: request.by_heads,
-                        epilogue,
-                        ..ProductTile::new(half, tile_cols, request.orders, wide)
-                    }
-                    .with_slabs(shared)
-                })
-                .flatten();
-            tile.into_iter().flat_map(move |tile| {
-                (1..=most_parts).map(move |parts| {
-                    let part_slabs = slabs.div_ceil(parts);
-                    let parts = slabs.div_ceil(part_slabs);
-                    let tiles = batch * parts * rows.div_ceil(ROWS) * cols.div_ceil(tile_cols);
-                    let width = if wide { 2 } else { 1 };
-                    let of_tile =
-                        part_slabs * cycles + TILE_CYCLES + WRITE_CYCLES * width * tile_cols / 64;
-                    // Parts are written, read, and written once more when they are added up.
-                    let sums = match parts {
-                        1 => 0,
-                        _ => batch * rows * cols * 4 * (2 * parts + 1) / MEMORY_BYTES,
-                    };
-                    let plan = Self {
-                        request,
-                        tile,
-                        parts,
-                        part_slabs,
-                        cubes: tiles.min(multiprocessors),
-                    };
-                    (tiles.div_ceil(multiprocessors) * of_tile + sums, plan)
-                })
+        let plans = shapes.flat_map(|shape| {
+            (1..=most_parts).map(move |parts| {
+                let part_slabs = slabs.div_ceil(parts);
+                let parts = slabs.div_ceil(part_slabs);
+                let tile_cols = shape.tile.cols();
+                let tiles = batch * parts * rows.div_ceil(ROWS) * cols.div_ceil(tile_cols);
+                let of_tile = part_slabs * shape.slab + shape.tile_cycles;
+                // Parts are written, read, and written once more when they are added up.
+                let sums = match parts {
+                    1 => 0,
+                    _ => batch * rows * cols * 4 * (2 * parts + 1) / MEMORY_BYTES,
+                };
+                let most_cubes = multiprocessors * shape.cubes;
+                let plan = Self {
+                    request,
+                    tile: shape.tile,
+                    parts,
+                    part_slabs,
+                    cubes: tiles.min(most_cubes),
+                };
+                (tiles.div_ceil(most_cubes) * of_tile + sums, plan)
             })
         });
         let mut plans: Vec<_> = plans.collect();
@@ -247,7 +356,9 @@ impl ProductPlan {
     /// The same with the second warpgroup so many cycles later: for measurements.
     #[must_use]
     pub fn with_stagger(mut self, cycles: u32) -> Self {
-        self.tile.stagger = cycles;
+        if let TierTile::Wgmma(tile) = &mut self.tile {
+            tile.stagger = cycles;
+        }
         self
     }
 
@@ -268,7 +379,7 @@ impl ProductPlan {
 
 impl fmt::Display for ProductPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "wgmma, {}, {} cubes", self.tile, self.cubes)?;
+        write!(f, "{}, {} cubes", self.tile, self.cubes)?;
         match self.parts {
             1 => Ok(()),
             parts => write!(f, ", the depth in {parts} parts"),
@@ -277,110 +388,4 @@ impl fmt::Display for ProductPlan {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// An H200's.
-    const MULTIPROCESSORS: usize = 132;
-    const SHARED: usize = 232_448;
-
-    fn request([rows, cols, depth]: [usize; 3], parts: bool) -> ProductRequest {
-        ProductRequest {
-            bf16: true,
-            batch: 1,
-            rows,
-            cols,
-            depth,
-            orders: [Order::Depth, Order::Across],
-            wide: parts,
-            parts,
-            epilogue: Epilogue::Plain,
-            by_heads: false,
-        }
-    }
-
-    fn best(request: ProductRequest) -> ProductPlan {
-        ProductPlan::on(request, MULTIPROCESSORS, SHARED).unwrap()[0]
-    }
-
-    #[test]
-    fn products_of_layers_are_planned_as_they_were_measured() {
-        for (lengths, parts, expected) in [
-            (
-                [49_152, 1536, 512],
-                false,
-                "tiles of 128 × 256, 4 slabs of 64, 132 cubes",
-            ),
-            (
-                [49_152, 512, 512],
-                false,
-                "tiles of 128 × 256, 4 slabs of 64, 132 cubes",
-            ),
-            (
-                [8192, 8192, 8192],
-                false,
-                "tiles of 128 × 256, 4 slabs of 64, 132 cubes",
-            ),
-            (
-                [512, 2048, 49_152],
-                true,
-                "tiles of 128 × 256, 4 slabs of 64, 128 cubes, the depth in 4 parts",
-            ),
-            (
-                [512, 512, 49_152],
-                true,
-                "tiles of 128 × 128, 7 slabs of 64, 128 cubes, the depth in 8 parts",
-            ),
-            (
-                [1, 8, 8],
-                false,
-                "tiles of 128 × 64, 8 slabs of 64, 1 cubes",
-            ),
-        ] {
-            let plan = best(request(lengths, parts));
-            assert_eq!(
-                plan.to_string(),
-                format!("wgmma, {expected}"),
-                "{lengths:?}"
-            );
-        }
-    }
-
-    /// Every slab of the depth is in one part, no part is empty, and a cube has at least a tile.
-    #[test]
-    fn parts_cover_the_depth() {
-        for depth in [1, 8, 64, 65, 511, 512, 4097, 12_288, 49_152, 100_000] {
-            for lengths in [[8, 8, depth], [512, 1536, depth], [2048, 512, depth]] {
-                for plan in ProductPlan::on(request(lengths, true), 132, SHARED).unwrap() {
-                    let slabs = depth.div_ceil(SLAB);
-                    assert!((plan.parts - 1) * plan.part_slabs < slabs, "{plan}");
-                    assert!(plan.parts * plan.part_slabs >= slabs, "{plan}");
-                    assert!(plan.tile.shared_bytes() <= SHARED, "{plan}");
-                    let [rows, cols, _] = lengths;
-                    let tiles = rows.div_ceil(ROWS) * cols.div_ceil(plan.tile.cols) * plan.parts;
-                    assert!(plan.cubes > 0 && plan.cubes <= tiles.min(132), "{plan}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn what_the_kernel_does_not_take_is_said() {
-        let refused = |request| ProductPlan::on(request, MULTIPROCESSORS, SHARED).unwrap_err();
-        assert_eq!(
-            refused(request([64, 12, 64], false)),
-            "the columns are not a multiple of 8"
-        );
-        assert_eq!(refused(request([64, 16, 0], false)), "a factor is empty");
-        assert_eq!(
-            refused(request([1 << 20, 1 << 16, 64], false)),
-            "a length or the result has more numbers than the kernel counts in 32 bits"
-        );
-        assert_eq!(
-            ProductPlan::on(request([64, 16, 64], false), 132, 16 << 10).unwrap_err(),
-            "no tile fits the shared memory"
-        );
-        // Without parts there are none, however deep the product is.
-        assert_eq!(best(request([64, 64, 1 << 20], false)).parts(), 1);
-    }
-}
+mod tests;

@@ -25,33 +25,34 @@ use crate::kernels::shared::tma::{
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Tiles {
     /// All of them.
-    count: u32,
+    pub count: u32,
     /// Along the rows and along the columns.
-    rows: u32,
-    cols: u32,
+    pub rows: u32,
+    pub cols: u32,
     /// Parts of the depth, and slabs of a part but the last.
-    parts: u32,
-    part_slabs: u32,
+    pub parts: u32,
+    pub part_slabs: u32,
     /// Slabs of the depth.
-    slabs: u32,
+    pub slabs: u32,
     /// Whether the factors have as many matrices as the batch.
-    a_batch: u32,
-    b_batch: u32,
+    pub a_batch: u32,
+    pub b_batch: u32,
     /// Matrices of a run of either.
-    a_run: u32,
-    b_run: u32,
+    pub a_run: u32,
+    pub b_run: u32,
     /// Rows of a batch entry of the left factor, if it lies by heads.
-    seq: u32,
+    pub seq: u32,
 }
 
+/// The place of a tile of so many columns.
 #[cube]
-fn place_of(tiles: &Tiles, tile: u32, #[comptime] t: ProductTile) -> Place {
+pub fn place_of(tiles: &Tiles, tile: u32, #[comptime] cols: usize) -> Place {
     let row_tile = tile / tiles.cols;
     let matrix = row_tile / tiles.rows;
     let first = matrix % tiles.parts * tiles.part_slabs;
     Place {
         row: row_tile % tiles.rows * comptime!(ROWS as u32),
-        col: tile % tiles.cols * comptime!(t.cols as u32),
+        col: tile % tiles.cols * comptime!(cols as u32),
         row_tile,
         matrix,
         batch: matrix / tiles.parts,
@@ -172,7 +173,7 @@ pub fn product<S: Size, W: Size>(
             let mut number = 0u32;
             let mut tile = CUBE_POS_X;
             while tile < tiles.count {
-                let place = place_of(&tiles, tile, t);
+                let place = place_of(&tiles, tile, t.cols);
                 for slab in 0..place.count {
                     let stage = number % stages;
                     let bar = base + stage * 8;
@@ -230,7 +231,7 @@ pub fn product<S: Size, W: Size>(
         let mut number = 0u32;
         let mut tile = CUBE_POS_X;
         while tile < tiles.count {
-            let place = place_of(&tiles, tile, t);
+            let place = place_of(&tiles, tile, t.cols);
             let held = prepare::<W>(&before, &place, &shape, &own, t);
             let sums = main_loop::<S>(
                 a_desc,

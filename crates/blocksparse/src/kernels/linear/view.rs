@@ -4,7 +4,7 @@ use cubecl::server::Handle;
 
 use super::tile::{Order, ROWS, SLAB};
 
-/// Elements that TMA's strides and addresses are multiples of: 16 bytes.
+/// Elements that strides and addresses are multiples of, for TMA and for cp.async: 16 bytes.
 const ALIGNMENT: usize = 8;
 
 /// A batch of matrices of half-precision numbers.
@@ -56,7 +56,7 @@ impl MatrixView {
     /// How a factor lies whose depth is in dimension `depth`.
     ///
     /// # Errors
-    /// What TMA cannot read.
+    /// What TMA and cp.async cannot read.
     pub(super) fn order(&self, depth: usize) -> Result<Order, &'static str> {
         let begins = self.handle.offset_start.unwrap_or(0);
         let order = lies([self.shape, self.strides], depth, begins)?;

@@ -5,7 +5,7 @@
 //! gathered one by one, in pieces of 16 bytes, so nothing is required of blocks and listings; keys and values lie in
 //! shared memory with their rows an odd number of pieces apart. Scores and weights stay in registers.
 
-mod asm;
+pub(super) mod asm;
 mod backward;
 mod choose;
 mod dropout;

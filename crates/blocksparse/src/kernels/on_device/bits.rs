@@ -1,4 +1,4 @@
-//! From the tensor that chooses blocks to bits: one for each pair of blocks, by rows and by columns.
+//! From the tensor that chooses blocks to bits: one for each pair of blocks, by rows and by columns. Of scores, see [`keep`](super::keep).
 
 use cubecl::prelude::*;
 
@@ -11,7 +11,9 @@ pub struct Grid {
     pub kv_blocks: usize,
     /// Words of a row of bits.
     pub words: usize,
-    /// Positions of a block.
+    /// Queries of a row.
+    pub query_rows: usize,
+    /// Keys of a block.
     pub block: usize,
     /// Number of queries.
     pub seq_q: usize,
@@ -21,19 +23,19 @@ pub struct Grid {
 
 /// Position of the first query of a block.
 #[cube]
-fn first_position(q_block: usize, grid: &Grid) -> i32 {
-    (q_block * grid.block) as i32 + grid.offset
+pub fn first_position(q_block: usize, grid: &Grid) -> i32 {
+    (q_block * grid.query_rows) as i32 + grid.offset
 }
 
 /// Position of the last query of a block.
 #[cube]
-fn last_position(q_block: usize, grid: &Grid) -> i32 {
-    (q_block * grid.block + grid.block).min(grid.seq_q) as i32 - 1i32 + grid.offset
+pub fn last_position(q_block: usize, grid: &Grid) -> i32 {
+    (q_block * grid.query_rows + grid.query_rows).min(grid.seq_q) as i32 - 1i32 + grid.offset
 }
 
 /// Whether some query of a block may see some key of another.
 #[cube]
-fn seen(q_block: usize, kv_block: usize, grid: &Grid, #[comptime] causal: bool) -> bool {
+pub fn seen(q_block: usize, kv_block: usize, grid: &Grid, #[comptime] causal: bool) -> bool {
     let mut result = kv_block < grid.kv_blocks;
     if comptime!(causal) {
         let start = (kv_block * grid.block) as i32;
@@ -91,158 +93,6 @@ pub fn from_indices(
             }
         }
     }
-}
-
-/// How the highest scores of a row are chosen.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct TopK {
-    /// Blocks of a row, the forced ones among them.
-    pub k: u32,
-    /// How many blocks up to the queries' own are forced, at most one more than there are.
-    pub local: usize,
-    /// How many of the first key blocks are forced.
-    pub first: usize,
-}
-
-/// Units of a row of scores. A unit has whole words of it.
-pub const ROW_UNITS: usize = 64;
-
-/// `scores` `[patterns, q_blocks, kv_blocks]`, the bits of f32 numbers. A cube makes a row:
-///
-/// ```text
-/// m = k − forced blocks
-/// t = the largest number that m or more keys of the other blocks reach      found bit by bit
-/// chosen: the forced blocks, keys above t, and the first of those that equal t, up to m
-/// ```
-#[cube(launch_unchecked, address_type = "dynamic")]
-pub fn from_scores(
-    scores: &[u32],
-    bits: &mut [u32],
-    grid: Grid,
-    top: TopK,
-    rows: usize,
-    #[comptime] causal: bool,
-) {
-    // Cubes beyond the last row make it again.
-    let row = CUBE_POS.min(rows - 1);
-    let q_block = row % grid.q_blocks;
-    let base = row * grid.kv_blocks;
-    let mut shared = Shared::<[u32]>::new_slice(ROW_UNITS);
-    let own_words = grid.words.div_ceil(ROW_UNITS);
-    let first_word = (UNIT_POS as usize * own_words).min(grid.words);
-    let end_word = (first_word + own_words).min(grid.words);
-
-    let mut forced_blocks = 0u32;
-    let mut others = 0u32;
-    for kv_block in first_word * 32..end_word * 32 {
-        if seen(q_block, kv_block, &grid, causal) {
-            if forced(q_block, kv_block, &grid, &top) {
-                forced_blocks += 1u32;
-            } else {
-                others += 1u32;
-            }
-        }
-    }
-    let forced_blocks = total(forced_blocks, &mut shared);
-    let others = total(others, &mut shared);
-    let wanted = (top.k.max(forced_blocks) - forced_blocks).min(others);
-
-    let mut threshold = 0u32;
-    for bit in 0..32u32 {
-        let candidate = threshold | (1u32 << (31u32 - bit));
-        let mut reached = 0u32;
-        for kv_block in first_word * 32..end_word * 32 {
-            if seen(q_block, kv_block, &grid, causal)
-                && !forced(q_block, kv_block, &grid, &top)
-                && key(scores[base + kv_block]) >= candidate
-            {
-                reached += 1u32;
-            }
-        }
-        if total(reached, &mut shared) >= wanted {
-            threshold = candidate;
-        }
-    }
-
-    let mut above = 0u32;
-    let mut equal = 0u32;
-    for kv_block in first_word * 32..end_word * 32 {
-        if seen(q_block, kv_block, &grid, causal) && !forced(q_block, kv_block, &grid, &top) {
-            let key = key(scores[base + kv_block]);
-            if key > threshold {
-                above += 1u32;
-            }
-            if key == threshold {
-                equal += 1u32;
-            }
-        }
-    }
-    let mut left = wanted - total(above, &mut shared);
-    // Equal ones of the units before.
-    let all = total(equal, &mut shared);
-    let mut before = 0u32;
-    for unit in 0..UNIT_POS as usize {
-        before += shared[unit];
-    }
-    left = left.min(all);
-    left = left.max(before) - before;
-    for word in first_word..end_word {
-        let mut kept = 0u32;
-        for bit in 0..32usize {
-            let kv_block = word * 32 + bit;
-            if seen(q_block, kv_block, &grid, causal) {
-                if forced(q_block, kv_block, &grid, &top) {
-                    kept |= 1u32 << bit as u32;
-                } else {
-                    let key = key(scores[base + kv_block]);
-                    if key > threshold {
-                        kept |= 1u32 << bit as u32;
-                    }
-                    if key == threshold && left > 0u32 {
-                        kept |= 1u32 << bit as u32;
-                        left -= 1u32;
-                    }
-                }
-            }
-        }
-        bits[row * grid.words + word] = kept;
-    }
-}
-
-/// Whether a block is chosen whatever its score.
-#[cube]
-fn forced(q_block: usize, kv_block: usize, grid: &Grid, top: &TopK) -> bool {
-    let start = (kv_block * grid.block) as i32;
-    let near = start <= last_position(q_block, grid)
-        && first_position(q_block, grid) - start < (top.local * grid.block) as i32;
-    kv_block < top.first || (top.local != 0 && near)
-}
-
-/// A number that orders f32 numbers, given as bits: NaN is the lowest, −0 equals 0.
-#[cube]
-fn key(number: u32) -> u32 {
-    let size = number & 0x7fff_ffffu32;
-    let mut bits = number;
-    if size > 0x7f80_0000u32 {
-        bits = 0xff80_0000u32;
-    }
-    if size == 0u32 {
-        bits = 0u32;
-    }
-    select(bits >> 31u32 == 1u32, !bits, bits | 0x8000_0000u32)
-}
-
-/// The sum over the units of a cube; `shared` keeps their values.
-#[cube]
-fn total(value: u32, shared: &mut Shared<[u32]>) -> u32 {
-    sync_cube();
-    shared[UNIT_POS as usize] = value;
-    sync_cube();
-    let mut sum = 0u32;
-    for unit in 0..ROW_UNITS {
-        sum += shared[unit];
-    }
-    sum
 }
 
 /// The bits by columns, `[patterns, kv_blocks, column_words]`. A unit makes a word.

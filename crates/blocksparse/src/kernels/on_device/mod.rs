@@ -3,6 +3,7 @@
 //! The tensor becomes bits ([`bits`]), the bits become the words of a plan ([`words`]), and kernels walk it as they walk any other.
 
 mod bits;
+mod keep;
 mod words;
 
 use std::collections::HashMap;
@@ -14,12 +15,13 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::args::buffer;
+use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
-use super::uploaded::{DeviceKey, DevicePlan, device_key};
+use super::uploaded::DevicePlan;
 use crate::layout::TALLEST;
 use crate::plan::{Sections, Tiling, Walk};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
-use bits::{GridLaunch, TopKLaunch};
+use bits::GridLaunch;
 use words::{Cut, ExtentLaunch, HeadsLaunch, PlacesLaunch};
 
 /// Units of a cube of kernels whose units work alone.
@@ -76,6 +78,7 @@ fn grid(layout: &BlockLayout) -> GridLaunch {
         layout.kv_blocks(),
         layout.kv_blocks().div_ceil(32),
         layout.block_size(),
+        layout.block_size(),
         layout.seq_q(),
         offset(layout.shape()),
     )
@@ -95,7 +98,7 @@ fn row_bits(
     let rows = patterns(choice) * layout.q_blocks();
     let width = match choice.by {
         ChosenBy::Indices { most } => most,
-        ChosenBy::Mask | ChosenBy::TopK { .. } => layout.kv_blocks(),
+        ChosenBy::Mask | ChosenBy::Scores(_) => layout.kv_blocks(),
     };
     let elements = rows * width.max(layout.kv_blocks());
     if u32::try_from(elements).is_err() {
@@ -125,22 +128,13 @@ fn row_bits(
             );
         },
         // SAFETY: likewise a cube, of the row's scores.
-        ChosenBy::TopK { k, local, first } => unsafe {
-            let dim = CubeDim::new_1d(bits::ROW_UNITS as u32);
-            let k = u32::try_from(k).unwrap_or(u32::MAX);
+        ChosenBy::Scores(rule) => unsafe {
             let most = layout.kv_blocks();
-            let top = TopKLaunch::new(k, local.min(most + 1), first.min(most));
-            bits::from_scores::launch_unchecked(
-                client,
-                cubes(client, rows),
-                dim,
-                address,
-                input,
-                output,
-                grid,
-                top,
-                rows,
-                causal,
+            let chosen = keep::Chosen::new(client.properties(), &rule, most, causal)?;
+            let (cubes, dim) = (cubes(client, rows), CubeDim::new_1d(chosen.units()));
+            let numbers = keep::numbers(&rule, most);
+            keep::from_scores::launch_unchecked(
+                client, cubes, dim, address, input, output, grid, numbers, rows, chosen,
             );
         },
     }

@@ -393,7 +393,7 @@ pub struct Heads {
     pub all: usize,
     /// Heads of a batch entry.
     pub per_batch: usize,
-    /// Of them, those with patterns of their own: all, or 1.
+    /// Patterns of a batch entry, a divisor of its heads: as many neighbouring heads share one.
     pub patterns: usize,
 }
 
@@ -423,10 +423,8 @@ pub fn tables(
         plan[places.masks + at] = word;
     } else if at < mask_words + heads.all {
         let head = at - mask_words;
-        let mut pattern = head / heads.per_batch;
-        if heads.patterns > 1 {
-            pattern = pattern * heads.patterns + head % heads.per_batch;
-        }
+        let shared_by = heads.per_batch / heads.patterns;
+        let pattern = head / heads.per_batch * heads.patterns + head % heads.per_batch / shared_by;
         plan[places.heads + head] = (pattern * extent.tiles) as u32;
     }
 }

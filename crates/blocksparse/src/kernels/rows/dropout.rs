@@ -10,14 +10,15 @@ use super::typed::Typed;
 use crate::StreamDropout;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
-use crate::kernels::shared::dropout::{Mask, MaskLaunch, words};
+use crate::kernels::seeds;
+use crate::kernels::shared::dropout::{Mask, words};
 use crate::stream_dropout::STREAM;
 
 /// Units of a cube.
 const UNITS: u32 = 256;
 
 /// The mask of a [`StreamDropout`], made again wherever it is needed.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[derive(CubeType, CubeLaunch)]
 pub struct StreamMask {
     /// Key and threshold of the generator.
     pub mask: Mask,
@@ -67,13 +68,8 @@ pub(super) fn stream_mask(
     accumulator: ElemType,
 ) -> StreamMaskLaunch {
     let dropout = dropout.copied().unwrap_or(StreamDropout::new(0.0, 0, 0));
-    let mask = MaskLaunch::new(
-        dropout.seed as u32,
-        (dropout.seed >> 32) as u32,
-        dropout.threshold(),
-    );
     StreamMaskLaunch::new(
-        mask,
+        seeds::mask(dropout.seed, dropout.threshold()),
         dropout.site,
         InputScalar::new(dropout.factor(), accumulator),
     )

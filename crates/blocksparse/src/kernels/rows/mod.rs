@@ -14,6 +14,7 @@
 //! embedding      the gradient of a table by the rows that were taken from it
 //! beside         matrices side by side, in another type
 //! typed          buffers with the type of their numbers
+//! sample         tokens drawn from rows of logits
 //! scaled         a tensor times numbers on the device
 //! ```
 
@@ -27,14 +28,16 @@ mod heads;
 mod norm;
 mod norm_backward;
 mod norm_shape;
+mod sample;
 mod scaled;
-mod tile;
+pub(super) mod tile;
 mod typed;
 
 pub use activation::{
     ActivationBackward, activation_text, bias_activation, bias_activation_backward,
 };
 pub use beside::rounded_beside;
+pub(super) use columns::accumulator_of;
 pub use columns::{Window, column_sums, window_sums};
 pub use cross_entropy::{
     CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,
@@ -46,6 +49,7 @@ pub use norm::{NormBranch, NormOf, residual_norm};
 pub use norm_backward::{
     NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
 };
+pub use sample::{SampleKind, sample_rows, sample_text};
 pub use scaled::scaled;
 pub use typed::Typed;
 

@@ -12,6 +12,7 @@ use super::typed::Typed;
 use crate::StreamDropout;
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
+use crate::kernels::seeds;
 
 /// ```text
 /// s' = s + m ∘ (a + b)                            of the type of s, and so it goes on
@@ -227,6 +228,7 @@ pub fn residual_norm(
     if let (Some(branch), Some(norm)) = (branch, norm) {
         let optional = [branch.bias.is_some(), norm.beta.is_some()];
         let kept = if norm.kept.is_some() { 2 } else { 0 };
+        let kept = kept + seeds::buffers(branch.dropout.map(|dropout| dropout.seed));
         let buffers = 5 + optional.into_iter().filter(|some| *some).count() + kept;
         if check_buffers(client, buffers).is_err() {
             launch(client, stream, [rows, width], Some(branch), None)?;

@@ -14,6 +14,7 @@ use super::typed::Typed;
 use crate::StreamDropout;
 use crate::kernels::args::{address_of, optional, spread};
 use crate::kernels::error::KernelError;
+use crate::kernels::seeds;
 
 /// Numbers of a row that a unit has in registers: beside them it has as many of each sum, so twice as many would leave a multiprocessor with half of its planes.
 const LANE_NUMBERS: usize = 8;
@@ -421,7 +422,9 @@ pub fn residual_norm_backward(
         wanted > 0,
     ];
     let norm_buffers = if pass.norm.is_some() { 4 } else { 0 };
-    let buffers = buffers.into_iter().filter(|some| *some).count() + norm_buffers;
+    let buffers = buffers.into_iter().filter(|some| *some).count()
+        + norm_buffers
+        + seeds::buffers(pass.dropout.map(|dropout| dropout.seed));
     check_buffers(client, buffers)?;
     // Where buffers may begin, and whole vectors.
     let align = client.properties().memory.alignment as usize / accumulator.size();

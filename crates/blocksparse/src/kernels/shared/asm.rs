@@ -98,6 +98,41 @@ pub fn shuffle_xor(x: f32, #[comptime] mask: u32) -> f32 {
     o
 }
 
+/// Whether `x` is not 0 in any unit of the warp.
+#[cube]
+pub fn above_any(x: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("{{ .reg .pred p, q; setp.ne.u32 p, {x}, 0; vote.sync.any.pred q, p, 0xffffffff; selp.u32 {o}, 1, 0, q; }}",
+        o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
+    o
+}
+
+/// An 8 × 8 matrix of half precision transposed: lane `4 g + t` has the word of row `g` and columns `2t, 2t + 1`.
+#[cube]
+pub fn transpose_eight(x: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("movmatrix.sync.aligned.m8n8.trans.b16 {o}, {i};", o = out(_) o, i = in(_) val::<u32>(x), options(nomem));
+    o
+}
+
+/// The lower halves of two words, `low`'s in the lower half, or the higher ones.
+#[cube]
+pub fn merge_words(low: u32, high: u32, #[comptime] upper: bool) -> u32 {
+    let selector = comptime!(if upper { 0x7632u32 } else { 0x5410u32 });
+    let o: u32;
+    gpu_asm!("prmt.b32 {o}, {l}, {h}, {s};", o = out(_) o, l = in(_) val::<u32>(low), h = in(_) val::<u32>(high),
+        s = const selector, options(pure, nomem));
+    o
+}
+
+/// The number of a lane.
+#[cube]
+pub fn shuffle(x: f32, lane: u32) -> f32 {
+    let o: f32;
+    gpu_asm!("shfl.sync.idx.b32 {o}, {i}, {l}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<f32>(x), l = in(_) val::<u32>(lane), options(nomem));
+    o
+}
+
 /// The other lane's number.
 #[cube]
 pub fn trade(x: u32, #[comptime] mask: u32) -> u32 {
@@ -149,6 +184,15 @@ pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
     let o: u32;
     gpu_asm!("cvt.rn.{t}x2.f32 {o}, {h}, {l};", t = const half.ptx(), o = out(_) o,
         h = in(_) val::<f32>(high), l = in(_) val::<f32>(low), options(pure, nomem));
+    o
+}
+
+/// `a · b + c` of two numbers each in half precision, without a loss for subnormal ones.
+#[cube]
+pub fn multiply_add_pair(a: u32, b: u32, c: u32, #[comptime] half: Half) -> u32 {
+    let o: u32;
+    gpu_asm!("fma.rn.{t}x2 {o}, {a}, {b}, {c};", t = const half.ptx(), o = out(_) o, a = in(_) val::<u32>(a),
+        b = in(_) val::<u32>(b), c = in(_) val::<u32>(c), options(pure, nomem));
     o
 }
 

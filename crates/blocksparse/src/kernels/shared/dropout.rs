@@ -10,12 +10,14 @@ use super::asm::multiply_wide;
 use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL};
 
 /// The generator's key, and what keeps a pair.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[derive(CubeType, CubeLaunch)]
 pub struct Mask {
-    /// Lower half of the seed.
+    /// Lower half of the seed; of one in a table, where it is there.
     pub seed_low: u32,
     /// Its upper half.
     pub seed_high: u32,
+    /// The words of a table of seeds.
+    pub table: ComptimeOption<Box<[u32]>>,
     /// Words below it keep their pair.
     pub threshold: u32,
 }
@@ -29,6 +31,14 @@ pub fn words(mask: &Mask, batch: usize, head: usize, query: usize, four: usize) 
     let mut c3 = u32::cast_from(batch);
     let mut k0 = mask.seed_low;
     let mut k1 = mask.seed_high;
+    #[comptime]
+    match mask.table.as_ref() {
+        ComptimeOption::Some(table) => {
+            k0 = table[mask.seed_low as usize];
+            k1 = table[mask.seed_low as usize + 1];
+        }
+        ComptimeOption::None => {}
+    }
     for _ in 0..comptime!(ROUNDS) {
         let m0 = u32::new(comptime!(MULTIPLIERS[0] as i64));
         let m1 = u32::new(comptime!(MULTIPLIERS[1] as i64));
@@ -75,6 +85,14 @@ pub fn unrolled_words(mask: &Mask, batch: u32, head: u32, query: u32, four: u32)
     let mut c3 = batch;
     let mut k0 = mask.seed_low;
     let mut k1 = mask.seed_high;
+    #[comptime]
+    match mask.table.as_ref() {
+        ComptimeOption::Some(table) => {
+            k0 = table[mask.seed_low as usize];
+            k1 = table[mask.seed_low as usize + 1];
+        }
+        ComptimeOption::None => {}
+    }
     #[unroll]
     for _ in 0..comptime!(ROUNDS) {
         let product0 = multiply_wide(c0, comptime!(MULTIPLIERS[0]).runtime());

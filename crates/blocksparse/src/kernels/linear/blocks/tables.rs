@@ -8,7 +8,8 @@ use cubecl::server::Handle;
 
 use super::super::tile::SLAB;
 use crate::WeightLayout;
-use crate::kernels::uploaded::{DeviceKey, device_key};
+use crate::kernels::device_key::{DeviceKey, device_key};
+use crate::kernels::recording::refuse_upload;
 
 /// No cell.
 pub const NONE: u32 = u32::MAX;
@@ -362,6 +363,7 @@ impl BlockTables {
     /// What the kernels do not take.
     pub fn new(client: &Client, kept: &KeptBlocks) -> Result<Self, &'static str> {
         kept.check()?;
+        refuse_upload(client, "").map_err(|_| "no tables of kept blocks are uploaded inside a recording: make the same call once before")?;
         let walks = [Direction::Forward, Direction::Backward].map(|direction| {
             let walk = Walk::new(kept, direction);
             DeviceWalk {

@@ -1,0 +1,406 @@
+//! Which slots a cube walks: the share of a cube, and the pages of a walk.
+
+// Kernels have no iterators over shared memory.
+#![allow(clippy::needless_range_loop)]
+
+use cubecl::prelude::*;
+
+/// What is known of walks when a kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Walked {
+    /// Units of a cube.
+    pub units: usize,
+    /// Slots of a page, a power of two.
+    pub page: usize,
+    /// Whether entries of the table are selected.
+    pub selected: bool,
+}
+
+/// Sizes of a call that kernels get as numbers.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Sizes {
+    /// Rows of the table, over all sequences.
+    pub walks: usize,
+    /// Rows of the table of a sequence.
+    pub tables: usize,
+    /// Heads of keys that share a row of the table.
+    pub shared_heads: usize,
+    /// Entries of a row of the table.
+    pub entries: usize,
+    /// Entries that are selected.
+    pub selected: usize,
+    /// Pages of the pool.
+    pub pages: usize,
+    /// Queries of a head of keys.
+    pub group_rows: usize,
+    /// Queries of a head.
+    pub rows: usize,
+    /// Cubes that share the queries of a head of keys.
+    pub row_blocks: usize,
+    /// Shares that all walks are cut into: besides one for each walk, or at most, if there is a wave.
+    pub work: usize,
+    /// Shares that the device computes at a time, if cubes are to choose how long shares are. Otherwise 0.
+    pub wave: usize,
+    /// Pages of a share. 0: as `work` says.
+    pub split: usize,
+    /// Where the shares of walks are in the statistics, behind every lse.
+    pub info: usize,
+}
+
+/// A share of a walk: pages `first .. first + pages`.
+#[derive(CubeType, Clone, Copy)]
+pub struct Share {
+    /// The row of the table; all rows if the cube has no share.
+    pub walk: usize,
+    /// The first page.
+    pub first: usize,
+    /// Pages.
+    pub pages: usize,
+    /// The first share of the walk.
+    pub first_item: usize,
+    /// Shares of the walk.
+    pub items: usize,
+}
+
+/// Pages of a walk.
+#[cube]
+fn pages_of(spans: &[i32], walk: usize, sizes: &Sizes, #[comptime] t: Walked) -> usize {
+    let mut pages = sizes.selected;
+    if comptime!(!t.selected) {
+        let span = span_of(spans, walk, t);
+        let timed = (span.end + comptime!(t.page - 1)) / comptime!(t.page) - span.first_page;
+        pages = span.permanent_pages + select(span.end > span.start, timed, 0usize);
+        // What is beyond the table has no pages.
+        pages = min(pages, sizes.entries);
+    }
+    pages
+}
+
+/// Numbers of shares that cubes choose from.
+pub const CANDIDATES: usize = 32;
+/// Slots that take as long as a share's beginning and end.
+const SHARE_SLOTS: usize = 96;
+
+/// Units that look at one number of shares each.
+fn candidates(t: &Walked) -> usize {
+    CANDIDATES.min(t.units)
+}
+
+/// Pages of a share, so that waves of shares are full: of some numbers of shares up to `work` the one that takes the least time. There are no more walks than
+/// units; `own` is the pages of the unit's.
+///
+/// ```text
+/// length = max(⌈Σ pages / (work · (c + 1) / candidates)⌉, least)        c = 0 .. candidates
+/// time = ⌈Σ ⌈pages / length⌉ / wave⌉ · (slots of length + SHARE_SLOTS)
+/// ```
+#[cube]
+fn chosen_length(
+    total: usize,
+    own: usize,
+    sizes: &Sizes,
+    shared: &mut [u32],
+    #[comptime] t: Walked,
+) -> usize {
+    let units = comptime!(t.units);
+    let candidates = comptime!(candidates(&t));
+    let parts = comptime!(t.units / candidates);
+    let unit = UNIT_POS as usize;
+    let length = candidate_length(total, unit % candidates, sizes, t);
+    shared[unit] = own as u32;
+    sync_cube();
+    // Each candidate's shares, counted by several units.
+    let mut items = 0usize;
+    let mut walk = unit / candidates;
+    if walk < parts {
+        while walk < sizes.walks {
+            items += max((shared[walk] as usize).div_ceil(length), 1usize);
+            walk += parts;
+        }
+    }
+    shared[units + unit] = items as u32;
+    sync_cube();
+    if unit < candidates {
+        let mut items = 0usize;
+        #[unroll]
+        for part in 0..parts {
+            items += shared[units + part * candidates + unit] as usize;
+        }
+        let waves = items.div_ceil(sizes.wave);
+        let slots = length * comptime!(t.page) + comptime!(SHARE_SLOTS);
+        let time = select(
+            items <= sizes.work,
+            waves as f32 * slots as f32,
+            f32::new(f32::MAX),
+        );
+        // Positive numbers are in the order of their bits.
+        shared[unit] = u32::reinterpret(time);
+    }
+    sync_cube();
+    let mut best = 0usize;
+    let mut least_time = shared[0];
+    for candidate in 1..candidates {
+        if shared[candidate] < least_time {
+            least_time = shared[candidate];
+            best = candidate;
+        }
+    }
+    sync_cube();
+    candidate_length(total, best, sizes, t)
+}
+
+#[cube]
+fn candidate_length(total: usize, candidate: usize, sizes: &Sizes, #[comptime] t: Walked) -> usize {
+    let candidates = comptime!(candidates(&t));
+    let length = (total * candidates).div_ceil(sizes.work * (candidate + 1));
+    max(length, comptime!(least_pages(t.page)))
+}
+
+/// The share `item` of all walks, in order. Every unit of the cube gets here; `shared` has two numbers for each.
+///
+/// ```text
+/// most = max(⌈Σ pages / work⌉, least)        pages of a share, or [`chosen_length`]; `split`, if it is given
+/// items = max(⌈pages / most⌉, 1)             shares of a walk, all of them as long:  Σ items ≤ walks + work
+/// ```
+#[cube]
+pub fn share_of(
+    spans: &[i32],
+    item: usize,
+    sizes: &Sizes,
+    shared: &mut [u32],
+    #[comptime] t: Walked,
+) -> Share {
+    let units = comptime!(t.units);
+    let unit = UNIT_POS as usize;
+    let rounds = sizes.walks.div_ceil(units);
+    let least = comptime!(least_pages(t.page));
+    let mut most = sizes.split;
+    let mut own = 0usize;
+    if sizes.split == 0 {
+        let mut total = 0usize;
+        // The first round comes last, so that the unit has its pages once more.
+        for round in 0..rounds {
+            let start = (rounds - 1 - round) * units;
+            own = 0usize;
+            if start + unit < sizes.walks {
+                own = pages_of(spans, start + unit, sizes, t);
+            }
+            shared[unit] = own as u32;
+            sync_cube();
+            for other in 0..min(units, sizes.walks - start) {
+                total += shared[other] as usize;
+            }
+            sync_cube();
+        }
+        most = max(total.div_ceil(sizes.work), least);
+        if sizes.wave > 0 {
+            most = chosen_length(total, own, sizes, shared, t);
+        }
+    } else {
+        if unit < sizes.walks {
+            own = pages_of(spans, unit, sizes, t);
+        }
+    }
+    let mut share = Share {
+        walk: sizes.walks,
+        first: 0usize,
+        pages: 0usize,
+        first_item: 0usize,
+        items: 0usize,
+    };
+    let mut before = 0usize;
+    for round in 0..rounds {
+        let start = round * units;
+        if round > 0 {
+            own = 0usize;
+            if start + unit < sizes.walks {
+                own = pages_of(spans, start + unit, sizes, t);
+            }
+        }
+        shared[unit] = own as u32;
+        shared[units + unit] = max(own.div_ceil(most), 1usize) as u32;
+        sync_cube();
+        for other in 0..min(units, sizes.walks - start) {
+            let items = shared[units + other] as usize;
+            if item >= before && item < before + items {
+                share.walk = start + other;
+                share.pages = shared[other] as usize;
+                share.first_item = before;
+                share.items = items;
+            }
+            before += items;
+        }
+        sync_cube();
+    }
+    if share.items > 0 {
+        // As long as each other, in whole steps of a cube.
+        let mut length = share.pages.div_ceil(share.items);
+        if sizes.split > 0 {
+            length = sizes.split;
+        } else {
+            length = length.div_ceil(least) * least;
+        }
+        share.first = min((item - share.first_item) * length, share.pages);
+        share.pages = min(length, share.pages - share.first);
+    }
+    share
+}
+
+/// Pages of a share, at least: 64 slots.
+pub fn least_pages(page: usize) -> usize {
+    (64 / page).max(1)
+}
+
+/// The regions of a walk.
+#[derive(CubeType, Clone, Copy)]
+pub struct Span {
+    /// Slots of region one.
+    pub permanent: usize,
+    /// Pages of region one.
+    pub permanent_pages: usize,
+    /// Entry of the first page of region two.
+    pub entry: usize,
+    /// First slot of region two.
+    pub start: usize,
+    /// The slot behind its last.
+    pub end: usize,
+    /// Its first page that has a slot.
+    pub first_page: usize,
+}
+
+#[cube]
+pub fn span_of(spans: &[i32], walk: usize, #[comptime] t: Walked) -> Span {
+    let permanent = max(spans[walk * 4], 0i32) as usize;
+    let entry = max(spans[walk * 4 + 1], 0i32) as usize;
+    let start = max(spans[walk * 4 + 2], 0i32) as usize;
+    let timed = max(spans[walk * 4 + 3], 0i32) as usize;
+    Span {
+        permanent,
+        permanent_pages: (permanent + comptime!(t.page - 1)) / comptime!(t.page),
+        entry,
+        start,
+        end: start + timed,
+        first_page: start / comptime!(t.page),
+    }
+}
+
+/// A page of a walk: slots `from .. to` of it.
+#[derive(CubeType, Clone, Copy)]
+pub struct Place {
+    /// Whether there is such a page, with slots that count.
+    pub exists: bool,
+    /// Its number in the table.
+    pub id: usize,
+    /// The first slot.
+    pub from: usize,
+    /// The slot behind the last.
+    pub to: usize,
+}
+
+/// Of which head of which sequence a walk is.
+#[derive(CubeType, Clone, Copy)]
+pub struct Walker {
+    /// The regions.
+    pub span: Span,
+    /// Its first entry in the table.
+    pub table: usize,
+    /// Its first selected entry.
+    pub selected: usize,
+}
+
+/// Page `page` of a walk.
+#[cube]
+pub fn place_of(
+    table: &[i32],
+    selected: &ComptimeOption<Box<[i32]>>,
+    walker: &Walker,
+    sizes: &Sizes,
+    page: usize,
+    #[comptime] t: Walked,
+) -> Place {
+    let span = &walker.span;
+    let mut entry = page;
+    let mut exists = true;
+    if comptime!(t.selected) {
+        let listed = selected.as_ref().unwrap()[walker.selected + page];
+        exists = listed >= 0i32;
+        entry = max(listed, 0i32) as usize;
+    } else if page >= span.permanent_pages {
+        entry = span.entry + span.first_page + (page - span.permanent_pages);
+    }
+    let mut first = entry * comptime!(t.page);
+    let mut from = 0usize;
+    let mut to = span.permanent;
+    if entry >= span.permanent_pages {
+        exists = exists && entry >= span.entry;
+        // Below entries of the region this wraps, and nothing comes of it.
+        first = (max(entry, span.entry) - span.entry) * comptime!(t.page);
+        from = max(span.start, first) - first;
+        to = span.end;
+    }
+    to = min(max(to, first) - first, comptime!(t.page));
+    exists = exists && from < to && entry < sizes.entries;
+    let mut id = 0usize;
+    if exists {
+        let listed = table[walker.table + entry];
+        exists = listed >= 0i32;
+        id = max(listed, 0i32) as usize;
+        exists = exists && (id + 1) * sizes.shared_heads <= sizes.pages;
+    }
+    Place {
+        exists,
+        id,
+        from,
+        to,
+    }
+}
+
+/// Where a cube walks.
+#[derive(CubeType, Clone, Copy)]
+pub struct Walking {
+    /// Of which sequence and head.
+    pub walker: Walker,
+    /// The first page of the share.
+    pub first_page: usize,
+    /// Slots of the share.
+    pub slots: usize,
+    /// Which of the heads that share an entry.
+    pub shared_head: usize,
+}
+
+/// A page of a step.
+#[derive(CubeType, Clone, Copy)]
+pub struct Found {
+    /// Its number in the table and 1, or 0: there is none.
+    pub id: u32,
+    /// The first slot that counts.
+    pub from: u32,
+    /// The slot behind the last.
+    pub to: u32,
+}
+
+/// The page of a slot of the share.
+#[cube]
+pub fn page_at(
+    table: &[i32],
+    selected: &ComptimeOption<Box<[i32]>>,
+    walking: &Walking,
+    sizes: &Sizes,
+    slot: usize,
+    #[comptime] t: Walked,
+) -> Found {
+    let mut found = Found {
+        id: 0u32,
+        from: 0u32,
+        to: 0u32,
+    };
+    if slot < walking.slots {
+        let page = walking.first_page + slot / comptime!(t.page);
+        let place = place_of(table, selected, &walking.walker, sizes, page, t);
+        if place.exists {
+            found.id = place.id as u32 + 1u32;
+            found.from = place.from as u32;
+            found.to = place.to as u32;
+        }
+    }
+    found
+}

@@ -1,0 +1,250 @@
+//! What is kept, by which score, and how much.
+
+use serde::{Deserialize, Serialize};
+
+use super::super::CacheError;
+
+/// What a key is worth. Queries of the heads that share a KV head count together.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum EvictionScore {
+    /// The attention that all queries since the key came gave it (H2O: Zhang et al., 2023).
+    Sum,
+    /// The same divided by the number of heads and queries that saw the key, so that old keys have no advantage (kvpress' `ObservedAttentionPress`).
+    Mean,
+    /// The newest query's attention, as a mean over all heads of the layer: all KV heads keep the same keys (TOVA: Oren et al., 2024, section 3).
+    LastRow,
+    /// The mean attention of the last `window` queries, pooled over `pool` neighbouring keys (SnapKV: Li et al., 2024). Keys of the window itself are kept
+    /// without a contest.
+    Votes {
+        /// Queries that vote.
+        window: usize,
+        /// Neighbours that are pooled, the key itself included: an odd number; 1 pools nothing.
+        pool: usize,
+        /// How.
+        kind: VotePool,
+    },
+    /// The less the longer the key (Devoto et al., 2024).
+    KeyNorm,
+    /// What the caller says.
+    Given,
+}
+
+/// How the votes of neighbouring keys become one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VotePool {
+    /// Their sum over the width of the pool, zeros outside of the contest.
+    #[default]
+    Average,
+    /// The largest.
+    Max,
+}
+
+/// How the keys of all layers and KV heads are shared out among these.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum EvictionBudget {
+    /// As many each.
+    #[default]
+    Uniform,
+    /// The more the earlier the layer (PyramidKV: Cai et al., 2024, section 3): [`pyramid_budgets`](super::pyramid_budgets).
+    Pyramid {
+        /// The last layer's share of the mean is 1 / β; the paper's is 20.
+        beta: f64,
+    },
+    /// Within a layer by the heads' scores (Ada-KV: Feng et al., 2024): [`adaptive`](super::adaptive).
+    Adaptive {
+        /// The share of the mean that each head has for certain; kvpress' is 0.2.
+        alpha: f64,
+    },
+}
+
+/// Which keys of a sequence are kept: the first `sinks`, the last `recent` ones, and those of the others with the best scores, `capacity` together for each layer and
+/// KV head. They are evicted when there are more than `capacity + slack`, down to `capacity`.
+///
+/// ```
+/// use blocksparse::pages::EvictionConfig;
+///
+/// // Two thousand keys for each head, by the votes of the last 64 queries.
+/// let config = EvictionConfig::snapkv(2048);
+/// assert_eq!((config.capacity(), config.recent, config.slack), (2048, 64, 256));
+/// config.validate()?;
+/// // The five that the newest query looks at most, and never more than five.
+/// EvictionConfig::tova(5).with_slack(0).validate()?;
+/// # Ok::<(), blocksparse::pages::CacheError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[must_use]
+#[non_exhaustive]
+pub struct EvictionConfig {
+    /// What a key is worth.
+    pub score: EvictionScore,
+    /// First keys, which are kept whatever their scores.
+    pub sinks: usize,
+    /// Last keys, which are kept whatever their scores.
+    pub recent: usize,
+    /// Keys between these that are kept for their scores: of each layer and KV head, or on average.
+    pub heavy: usize,
+    /// Keys above the capacity until which nothing is evicted, so that there need not be a contest for each token.
+    pub slack: usize,
+    /// How keys are shared out among layers and heads.
+    pub budget: EvictionBudget,
+}
+
+impl EvictionConfig {
+    /// Any score with sinks, recent and heavy keys. Slack is 256 (kvpress' `DecodingPress` evicts every 512 tokens), the budget uniform.
+    pub fn combined(score: EvictionScore, sinks: usize, recent: usize, heavy: usize) -> Self {
+        Self {
+            score,
+            sinks,
+            recent,
+            heavy,
+            slack: 256,
+            budget: EvictionBudget::Uniform,
+        }
+    }
+
+    /// H2O: so many keys that got the most attention so far, and the last ones.
+    pub fn h2o(heavy: usize, recent: usize) -> Self {
+        Self::combined(EvictionScore::Sum, 0, recent, heavy)
+    }
+
+    /// [`Self::h2o`] by the mean attention.
+    pub fn h2o_mean(heavy: usize, recent: usize) -> Self {
+        Self::combined(EvictionScore::Mean, 0, recent, heavy)
+    }
+
+    /// [`Self::h2o`] with shares of a prompt's tokens; the paper's are 0.1 and 0.1.
+    ///
+    /// # Errors
+    /// [`CacheError::Argument`] if a share is not above 0 and at most 1.
+    pub fn h2o_shares(prompt: usize, heavy: f64, recent: f64) -> Result<Self, CacheError> {
+        let keys = |argument, share: f64| match share > 0.0 && share <= 1.0 {
+            true => Ok((share * prompt as f64) as usize),
+            false => Err(CacheError::argument(argument, "above 0, at most 1", share)),
+        };
+        Ok(Self::h2o(keys("heavy", heavy)?, keys("recent", recent)?))
+    }
+
+    /// TOVA: the keys that the newest query looks at most, and its own.
+    pub fn tova(capacity: usize) -> Self {
+        Self::combined(EvictionScore::LastRow, 0, 1, capacity.saturating_sub(1))
+    }
+
+    /// SnapKV with the window of 64 queries and the pool of 5 keys of its authors, whose capacity is 2,048.
+    pub fn snapkv(capacity: usize) -> Self {
+        Self::snapkv_with(capacity, 64, 5, VotePool::Average)
+    }
+
+    /// SnapKV: the last `window` keys, and those of the others that the last `window` queries look at.
+    pub fn snapkv_with(capacity: usize, window: usize, pool: usize, kind: VotePool) -> Self {
+        let score = EvictionScore::Votes { window, pool, kind };
+        Self::combined(score, 0, window, capacity.saturating_sub(window))
+    }
+
+    /// The shortest keys.
+    pub fn key_norm(capacity: usize) -> Self {
+        Self::combined(EvictionScore::KeyNorm, 0, 0, capacity)
+    }
+
+    /// The keys that a caller's scores say.
+    pub fn importance(capacity: usize) -> Self {
+        Self::combined(EvictionScore::Given, 0, 0, capacity)
+    }
+
+    /// Sets the first keys that are kept, which take from the heavy ones.
+    pub fn with_sinks(mut self, sinks: usize) -> Self {
+        self.heavy = (self.heavy + self.sinks).saturating_sub(sinks);
+        self.sinks = sinks;
+        self
+    }
+
+    /// Sets the keys above the capacity until which nothing is evicted.
+    pub fn with_slack(mut self, slack: usize) -> Self {
+        self.slack = slack;
+        self
+    }
+
+    /// Sets how keys are shared out.
+    pub fn with_budget(mut self, budget: EvictionBudget) -> Self {
+        self.budget = budget;
+        self
+    }
+
+    /// Keys that are kept of each layer and KV head, or on average.
+    pub fn capacity(&self) -> usize {
+        (self.sinks.saturating_add(self.recent)).saturating_add(self.heavy)
+    }
+
+    /// Whether all KV heads of a layer keep the same keys.
+    pub fn is_shared(&self) -> bool {
+        self.score == EvictionScore::LastRow
+    }
+
+    /// Whether a layer's KV heads keep equally many keys.
+    pub fn is_even_in_layers(&self) -> bool {
+        !matches!(self.budget, EvictionBudget::Adaptive { .. })
+    }
+
+    /// Whether all layers keep equally many keys.
+    pub fn is_even(&self) -> bool {
+        self.budget == EvictionBudget::Uniform
+    }
+
+    /// # Errors
+    /// [`CacheError::Argument`] naming the value and its range.
+    pub fn validate(&self) -> Result<(), CacheError> {
+        let most = super::super::config::MOST_POSITIONS;
+        let with_slack = self.capacity().saturating_add(self.slack);
+        if with_slack > most {
+            let expected = format!("at most {most} with the slack");
+            return Err(CacheError::argument("capacity", expected, with_slack));
+        }
+        if let EvictionScore::Votes { window, pool, .. } = self.score {
+            if window == 0 {
+                return Err(CacheError::argument("window", "at least 1", window));
+            }
+            if window >= self.capacity() {
+                let expected = format!("below the capacity of {} keys", self.capacity());
+                return Err(CacheError::argument("window", expected, window));
+            }
+            if self.recent < window {
+                let expected = format!("at least the {window} queries that vote");
+                return Err(CacheError::argument("recent", expected, self.recent));
+            }
+            if pool % 2 == 0 {
+                return Err(CacheError::argument("pool", "an odd number", pool));
+            }
+        }
+        if self.heavy == 0 {
+            let outside = self.sinks.saturating_add(self.recent);
+            let expected = format!(
+                "at least {}: {} sinks, {} recent keys and one for its score",
+                outside.saturating_add(1),
+                self.sinks,
+                self.recent
+            );
+            return Err(CacheError::argument("capacity", expected, self.capacity()));
+        }
+        match self.budget {
+            EvictionBudget::Uniform => Ok(()),
+            EvictionBudget::Pyramid { beta } => match beta > 1.0 && beta.is_finite() {
+                true => Ok(()),
+                false => Err(CacheError::argument("beta", "a number above 1", beta)),
+            },
+            EvictionBudget::Adaptive { .. } if self.is_shared() => Err(CacheError::argument(
+                "budget",
+                "uniform or pyramid: all heads keep the same keys",
+                "adaptive",
+            )),
+            EvictionBudget::Adaptive { alpha } => match (0.0..=1.0).contains(&alpha) {
+                true => Ok(()),
+                false => Err(CacheError::argument("alpha", "from 0 to 1", alpha)),
+            },
+        }
+    }
+}

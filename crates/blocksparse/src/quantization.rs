@@ -1,0 +1,180 @@
+//! Keys and values in eight bits: the definition, number by number, that kernels and references share.
+
+use std::fmt;
+
+/// How a row of numbers is stored in eight bits each, with one scale `σ` in f32 for the row.
+///
+/// ```text
+/// Int8       σ = amax / 127    n = x / σ to the nearest integer, ties to even, within ±127     x̂ = n · σ
+/// Fp8E4m3    σ = amax / 448    the nearest e4m3 to x / σ, ties to even, within ±448            x̂ = e · σ
+/// ```
+///
+/// `amax` is the largest finite `|x|` of the row in f32, and `σ` is 1 where `amax` is below 2⁻¹⁰⁰ (zeros among them). `±∞` becomes the largest number that the
+/// row can say. A NaN makes `σ`, and so the whole row, NaN; e4m3's own NaN is never stored.
+///
+/// Four numbers are a word, the first in its lowest bits.
+///
+/// ```
+/// use blocksparse::Quantization;
+///
+/// let (words, scale) = Quantization::Int8.quantize(&[1.0, -2.0, 0.25, 0.0]);
+/// assert_eq!(words, [i32::from_le_bytes([64, 129, 16, 0])]);
+/// let numbers = Quantization::Int8.dequantize(&words, scale);
+/// assert!((numbers[0] - 1.0).abs() <= scale / 2.0);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Quantization {
+    /// Integers from −127 to 127.
+    Int8,
+    /// Floats of one sign bit, four of exponent and three of mantissa, without infinities (OCP FP8, E4M3).
+    Fp8E4m3,
+}
+
+/// Rows whose largest number is below this have the scale 1.
+pub(crate) const SMALLEST: f32 = f32::from_bits((127 - 100) << 23);
+/// e4m3's NaN.
+const NAN: u8 = 0x7f;
+/// e4m3's largest number, 448.
+const LARGEST: u32 = 0x7e;
+
+impl Quantization {
+    /// The largest number before it is multiplied by the scale.
+    pub fn largest(self) -> f32 {
+        match self {
+            Self::Int8 => 127.0,
+            Self::Fp8E4m3 => 448.0,
+        }
+    }
+
+    /// The scale of a row.
+    pub fn scale(self, row: &[f32]) -> f32 {
+        if row.iter().any(|x| x.is_nan()) {
+            return f32::NAN;
+        }
+        let finite = row.iter().filter(|x| x.is_finite());
+        let amax = finite.fold(0f32, |most, x| most.max(x.abs()));
+        match amax < SMALLEST {
+            true => 1.0,
+            false => amax / self.largest(),
+        }
+    }
+
+    /// A number that was divided by its row's scale. NaN is 0.
+    pub fn encode(self, x: f32) -> u8 {
+        if x.is_nan() {
+            return 0;
+        }
+        let x = x.clamp(-self.largest(), self.largest());
+        match self {
+            Self::Int8 => x.round_ties_even() as i8 as u8,
+            Self::Fp8E4m3 => {
+                let size = x.abs();
+                let code = match size < 0.015_625 {
+                    // Steps of 2⁻⁹ below the smallest normal number.
+                    true => (size * 512.0).round_ties_even() as u32,
+                    false => {
+                        let bits = size.to_bits();
+                        let up = 0x7_ffff + (bits >> 20 & 1);
+                        (((bits + up) >> 20) - (120 << 3)).min(LARGEST)
+                    }
+                };
+                code as u8 | u8::from(x.is_sign_negative()) << 7
+            }
+        }
+    }
+
+    /// The number before it is multiplied by its row's scale.
+    pub fn decode(self, code: u8) -> f32 {
+        match self {
+            Self::Int8 => f32::from(code as i8),
+            Self::Fp8E4m3 => {
+                let [exponent, mantissa] = [code >> 3 & 15, code & 7].map(f32::from);
+                let size = match code & 0x7f {
+                    NAN => f32::NAN,
+                    0..8 => mantissa / 512.0,
+                    _ => (1.0 + mantissa / 8.0) * (exponent - 7.0).exp2(),
+                };
+                if code & 0x80 == 0 { size } else { -size }
+            }
+        }
+    }
+
+    /// A row as words and its scale. The row is a multiple of four numbers, or zeros follow it.
+    pub fn quantize(self, row: &[f32]) -> (Vec<i32>, f32) {
+        let scale = self.scale(row);
+        let words = row.chunks(4).map(|four| {
+            let mut bytes = [0; 4];
+            for (byte, x) in bytes.iter_mut().zip(four) {
+                *byte = self.encode(x / scale);
+            }
+            i32::from_le_bytes(bytes)
+        });
+        (words.collect(), scale)
+    }
+
+    /// What [`quantize`](Self::quantize) stored.
+    pub fn dequantize(self, words: &[i32], scale: f32) -> Vec<f32> {
+        let bytes = words.iter().flat_map(|word| word.to_le_bytes());
+        bytes.map(|byte| self.decode(byte) * scale).collect()
+    }
+}
+
+impl fmt::Display for Quantization {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Int8 => "int8",
+            Self::Fp8E4m3 => "fp8 e4m3",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_is_the_nearest_to_itself_and_halves_go_to_even() {
+        for kind in [Quantization::Int8, Quantization::Fp8E4m3] {
+            for code in 0..=255u8 {
+                let x = kind.decode(code);
+                // −128 is no result.
+                if x.is_finite() && x.abs() <= kind.largest() {
+                    assert_eq!(kind.encode(x), code, "{kind} {code}");
+                } else if x.is_nan() {
+                    assert_eq!(kind.encode(x), 0);
+                }
+            }
+        }
+        let fp8 = Quantization::Fp8E4m3;
+        let positive: Vec<f32> = (0..=0x7e).map(|code| fp8.decode(code)).collect();
+        assert_eq!(
+            (positive[1], positive[8], positive[0x7e]),
+            (1.0 / 512.0, 1.0 / 64.0, 448.0)
+        );
+        for (code, pair) in positive.windows(2).enumerate() {
+            let middle = (pair[0] + pair[1]) / 2.0;
+            let even = (code + code % 2) as u8;
+            assert_eq!(fp8.encode(middle), even);
+            assert_eq!(fp8.encode(middle.next_down()), code as u8);
+            assert_eq!(fp8.encode(-middle.next_up()), (code as u8 + 1) | 0x80);
+        }
+        assert_eq!(fp8.encode(1e9), 0x7e);
+        assert_eq!(Quantization::Int8.encode(2.5), 2);
+        assert_eq!(Quantization::Int8.encode(-3.5) as i8, -4);
+    }
+
+    #[test]
+    fn rows_that_are_not_finite() {
+        for kind in [Quantization::Int8, Quantization::Fp8E4m3] {
+            let (words, scale) = kind.quantize(&[0.0; 4]);
+            assert_eq!((words, scale), (vec![0], 1.0));
+            let (words, scale) = kind.quantize(&[f32::INFINITY, f32::NEG_INFINITY, 2.0, -1e-45]);
+            let got = kind.dequantize(&words, scale);
+            assert_eq!([got[0], got[1], got[2]], [2.0, -2.0, 2.0]);
+            let (words, scale) = kind.quantize(&[f32::NAN, 1.0, 0.0, 0.0]);
+            let got = kind.dequantize(&words, scale);
+            assert!(got.iter().all(|x| x.is_nan()));
+        }
+    }
+}

@@ -1,0 +1,415 @@
+//! Which blocks of a row are kept by their scores: the rules of content-based selection, on the host.
+
+use crate::LayoutError;
+
+/// What a score of a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum EstimateKind {
+    /// An estimate of the attention that the block gets, at least 0: a score is its own weight. +∞ is no estimate: it marks a block that an estimator wants
+    /// whatever the others get. Such a block comes first and weighs nothing; a rule leaves it out only if it may keep no more blocks.
+    Mass,
+    /// Any number: the weights of a row are the softmax of its scores over the blocks that are visible.
+    Affinity,
+}
+
+/// How many of the blocks with the highest scores a row keeps, of equal ones the earlier. NaN is the lowest score.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Keep {
+    /// So many, the forced ones among them (more, if more are forced).
+    TopK(usize),
+    /// So large a share of the blocks that are visible, rounded up to whole blocks; the share itself is rounded down to a multiple of 2⁻¹⁴.
+    Ratio(f64),
+    /// As many as it takes for the weights of what is kept to reach a share of the weights of all that are visible.
+    TopP {
+        /// The share, in (0, 1]. 1 keeps all.
+        p: f64,
+        /// At least so many blocks, the forced ones among them.
+        min: usize,
+        /// At most so many, the forced ones among them (more, if more are forced).
+        max: usize,
+    },
+    /// All whose weight is at least so many times the largest, in (0, 1].
+    AboveMax(f64),
+}
+
+impl Keep {
+    /// [`Keep::TopP`] with any number of blocks.
+    pub fn top_p(p: f64) -> Self {
+        let (min, max) = (0, usize::MAX);
+        Self::TopP { p, min, max }
+    }
+}
+
+/// Blocks that are kept whatever their score, if they are visible.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Forced {
+    /// So many of the first key blocks (attention sinks).
+    pub first: usize,
+    /// So many key blocks up to the queries' own: 1 is those that the row's own positions lie in, 2 also the block before them.
+    pub local: usize,
+}
+
+/// How the blocks of a row are chosen by their scores.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rule {
+    /// What the scores are.
+    pub kind: EstimateKind,
+    /// How many are kept.
+    pub keep: Keep,
+    /// Which are kept whatever their score.
+    pub forced: Forced,
+}
+
+/// What rows of scores are of: `query_rows` neighbouring queries, and blocks of keys. The last query sits at the last key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScoreGrid {
+    /// Queries of a row, which share a choice.
+    pub query_rows: usize,
+    /// Keys of a block.
+    pub block: usize,
+    /// Number of queries.
+    pub seq_q: usize,
+    /// Number of keys.
+    pub seq_kv: usize,
+    /// Whether queries see no later keys.
+    pub causal: bool,
+}
+
+impl ScoreGrid {
+    /// Rows of scores.
+    pub fn rows(&self) -> usize {
+        self.seq_q.div_ceil(self.query_rows)
+    }
+
+    /// Blocks of keys.
+    pub fn blocks(&self) -> usize {
+        self.seq_kv.div_ceil(self.block)
+    }
+
+    /// Positions of the first and the last query of a row.
+    pub fn positions(&self, row: usize) -> [i64; 2] {
+        let offset = self.seq_kv as i64 - self.seq_q as i64;
+        let first = row * self.query_rows;
+        let last = (first + self.query_rows).min(self.seq_q) - 1;
+        [first as i64 + offset, last as i64 + offset]
+    }
+
+    fn start(&self, block: usize) -> i64 {
+        (block * self.block) as i64
+    }
+
+    /// Whether some query of a row may see some key of a block.
+    pub fn is_visible(&self, row: usize, block: usize) -> bool {
+        !self.causal || self.start(block) <= self.positions(row)[1]
+    }
+
+    /// Whether a block is kept whatever its score.
+    pub fn is_forced(&self, row: usize, block: usize, forced: Forced) -> bool {
+        let [first, last] = self.positions(row);
+        let reach = i64::try_from(forced.local).unwrap_or(i64::MAX);
+        let reach = reach.saturating_mul(self.block as i64);
+        let near = self.start(block) <= last && first - self.start(block) < reach;
+        let is_one = block < forced.first || (forced.local > 0 && near);
+        is_one && self.is_visible(row, block)
+    }
+}
+
+/// Scores are no larger for their weights, so that sums are finite.
+pub(crate) const LARGEST: f32 = 7.922_816_3e28; // 2^96
+
+/// A share of blocks in parts of [`WHOLE`].
+pub(crate) fn parts_of(ratio: f64) -> u32 {
+    ((ratio * f64::from(WHOLE)) as u32).max(1)
+}
+
+/// 1 as a share of blocks.
+pub(crate) const WHOLE: u32 = 1 << 14;
+
+impl Rule {
+    /// Checks the rule's numbers.
+    ///
+    /// # Errors
+    /// [`LayoutError::Argument`] if k is 0, a share is not in (0, 1], or a smallest number of blocks is above the largest.
+    pub fn check(&self) -> Result<(), LayoutError> {
+        let share = |argument, share: f64| match share > 0.0 && share <= 1.0 {
+            true => Ok(()),
+            false => Err(LayoutError::argument(
+                argument,
+                "above 0 and at most 1",
+                share,
+            )),
+        };
+        match self.keep {
+            Keep::TopK(0) => Err(LayoutError::argument("k", "at least 1", 0)),
+            Keep::TopK(_) => Ok(()),
+            Keep::Ratio(ratio) => share("ratio", ratio),
+            Keep::AboveMax(above) => share("above", above),
+            Keep::TopP { p, min, max } => {
+                if min > max {
+                    let expected = format!("at most max, which is {max}");
+                    return Err(LayoutError::argument("min", expected, min));
+                }
+                share("p", p)
+            }
+        }
+    }
+
+    /// The most blocks that a row can have, of `all`.
+    pub fn most_blocks(&self, all: usize) -> usize {
+        let Forced { first, local } = self.forced;
+        // Positions of a row are of two blocks of keys if it is no longer than a block.
+        let near = local.saturating_add(usize::from(local > 0));
+        let forced = first.saturating_add(near);
+        let kept = match self.keep {
+            Keep::TopK(k) => k,
+            Keep::Ratio(ratio) => of_visible(all, ratio),
+            Keep::TopP { max, .. } => max,
+            Keep::AboveMax(_) => all,
+        };
+        kept.max(forced).min(all)
+    }
+
+    /// Which blocks a row of scores keeps.
+    ///
+    /// # Panics
+    /// If there are not as many scores as blocks.
+    pub fn kept(&self, grid: &ScoreGrid, row: usize, scores: &[f64]) -> Vec<bool> {
+        assert_eq!(scores.len(), grid.blocks());
+        let visible = (0..scores.len()).filter(|&block| grid.is_visible(row, block));
+        let visible: Vec<usize> = visible.collect();
+        let is_forced = |block: &usize| grid.is_forced(row, *block, self.forced);
+        let (forced, mut rest): (Vec<usize>, Vec<usize>) =
+            visible.iter().partition(|b| is_forced(b));
+        let order = |block: usize| match scores[block].is_nan() {
+            true => f64::NEG_INFINITY,
+            // −0 equals 0.
+            false => scores[block] + 0.0,
+        };
+        rest.sort_by(|&x, &y| order(y).total_cmp(&order(x)));
+        let weights = self.weights(scores, &visible);
+        let sum = |blocks: &[usize]| blocks.iter().map(|&block| weights[block]).sum::<f64>();
+        let up_to = |count: usize| count.saturating_sub(forced.len());
+        let count = match self.keep {
+            Keep::TopK(k) => up_to(k),
+            Keep::Ratio(ratio) => up_to(of_visible(visible.len(), ratio)),
+            Keep::TopP { p, min, max } => {
+                let wanted = p * sum(&visible);
+                let mut have = sum(&forced);
+                let is_wanted = |block: &&usize| self.is_wanted(scores[**block]);
+                let mut count = rest.iter().filter(is_wanted).count();
+                while count < rest.len() && (have < wanted || p >= 1.0) {
+                    have += weights[rest[count]];
+                    count += 1;
+                }
+                count.max(up_to(min)).min(up_to(max))
+            }
+            Keep::AboveMax(above) => {
+                let largest = visible
+                    .iter()
+                    .map(|&block| weights[block])
+                    .fold(0.0, f64::max);
+                rest.retain(|&block| {
+                    weights[block] >= above * largest || self.is_wanted(scores[block])
+                });
+                rest.len()
+            }
+        };
+        rest.truncate(count);
+        let mut kept = vec![false; scores.len()];
+        let all = forced.into_iter().chain(rest);
+        all.for_each(|block| kept[block] = true);
+        kept
+    }
+
+    /// Whether an estimator wants a block of this score whatever the others get.
+    fn is_wanted(&self, score: f64) -> bool {
+        self.kind == EstimateKind::Mass && score == f64::INFINITY
+    }
+
+    /// The weight of every block, 0 for one that is not visible.
+    fn weights(&self, scores: &[f64], visible: &[usize]) -> Vec<f64> {
+        let most = f64::from(LARGEST);
+        // `max` and `min` take the number beside NaN.
+        let value = |block: usize| match self.kind {
+            EstimateKind::Mass if self.is_wanted(scores[block]) => 0.0,
+            EstimateKind::Mass => scores[block].max(0.0).min(most),
+            EstimateKind::Affinity => scores[block].max(-most).min(most),
+        };
+        let largest = visible
+            .iter()
+            .map(|&block| value(block))
+            .fold(-most, f64::max);
+        let mut weights = vec![0.0; scores.len()];
+        for &block in visible {
+            weights[block] = match self.kind {
+                EstimateKind::Mass => value(block),
+                EstimateKind::Affinity => (value(block) - largest).exp(),
+            };
+        }
+        weights
+    }
+}
+
+/// A share of so many blocks.
+fn of_visible(visible: usize, ratio: f64) -> usize {
+    (visible * parts_of(ratio) as usize).div_ceil(WHOLE as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(keep: Keep, forced: Forced) -> Rule {
+        let kind = EstimateKind::Affinity;
+        Rule { kind, keep, forced }
+    }
+
+    fn kept(rule: &Rule, scores: &[f64]) -> Vec<usize> {
+        let grid = ScoreGrid {
+            query_rows: 8,
+            block: 8,
+            seq_q: 8,
+            seq_kv: 8 * scores.len(),
+            causal: true,
+        };
+        let kept = rule.kept(&grid, 0, scores);
+        (0..scores.len()).filter(|&block| kept[block]).collect()
+    }
+
+    const NONE: Forced = Forced { first: 0, local: 0 };
+
+    /// The examples of the rules' definition, of scores whose weights are .1256 .5630 .0280 .2071 .0762.
+    #[rstest::rstest]
+    #[case(Keep::TopK(2), vec![1, 3])]
+    #[case(Keep::TopK(9), vec![0, 1, 2, 3, 4])]
+    #[case(Keep::top_p(0.5), vec![1])]
+    #[case(Keep::top_p(0.6), vec![1, 3])]
+    #[case(Keep::top_p(0.8), vec![0, 1, 3])]
+    #[case(Keep::top_p(0.9), vec![0, 1, 3, 4])]
+    #[case(Keep::top_p(0.95), vec![0, 1, 3, 4])]
+    #[case(Keep::top_p(1.0), vec![0, 1, 2, 3, 4])]
+    #[case(Keep::TopP { p: 0.5, min: 3, max: 4 }, vec![0, 1, 3])]
+    #[case(Keep::TopP { p: 1.0, min: 0, max: 2 }, vec![1, 3])]
+    #[case(Keep::AboveMax(0.1), vec![0, 1, 3, 4])]
+    #[case(Keep::AboveMax(0.2), vec![0, 1, 3])]
+    #[case(Keep::AboveMax(0.3), vec![1, 3])]
+    #[case(Keep::AboveMax(1.0), vec![1])]
+    #[case(Keep::Ratio(0.4), vec![1, 3])]
+    #[case(Keep::Ratio(0.41), vec![0, 1, 3])]
+    #[case(Keep::Ratio(1.0), vec![0, 1, 2, 3, 4])]
+    #[case(Keep::Ratio(1e-9), vec![1])]
+    fn rules_keep(#[case] keep: Keep, #[case] expected: Vec<usize>) {
+        let scores = [0.5, 2.0, -1.0, 1.0, 0.0];
+        assert_eq!(kept(&rule(keep, NONE), &scores), expected);
+    }
+
+    /// As above with block 2 forced, by its place: it is the last that the queries see.
+    #[rstest::rstest]
+    #[case(Keep::TopK(2), vec![1, 2])]
+    #[case(Keep::TopK(1), vec![2])]
+    #[case(Keep::TopP { p: 0.6, min: 0, max: 1 }, vec![2])]
+    fn forced_blocks_count(#[case] keep: Keep, #[case] expected: Vec<usize>) {
+        let scores = [0.5, 2.0, -1.0];
+        assert_eq!(
+            kept(&rule(keep, Forced { first: 0, local: 1 }), &scores),
+            expected
+        );
+    }
+
+    /// Equal scores, and scores that are no numbers.
+    #[test]
+    fn any_score_has_a_place() {
+        let nan = f64::NAN;
+        let inf = f64::INFINITY;
+        for (keep, scores, expected) in [
+            (Keep::TopK(2), [0.0, -0.0, 0.0, 0.0], vec![0, 1]),
+            (Keep::TopK(3), [nan, 1.0, nan, -inf], vec![0, 1, 2]),
+            (Keep::top_p(0.9), [nan, 1.0, nan, -inf], vec![1]),
+            (Keep::top_p(0.5), [inf, 1.0, inf, inf], vec![0, 2]),
+            (
+                Keep::AboveMax(0.5),
+                [nan, -inf, nan, -inf],
+                vec![0, 1, 2, 3],
+            ),
+        ] {
+            assert_eq!(
+                kept(&rule(keep, NONE), &scores),
+                expected,
+                "{keep:?} of {scores:?}"
+            );
+        }
+        let masses = Rule {
+            kind: EstimateKind::Mass,
+            ..rule(Keep::top_p(0.7), NONE)
+        };
+        assert_eq!(kept(&masses, &[nan, 3.0, -9.0, 1.0]), [1]);
+        assert_eq!(kept(&masses, &[0.0, 0.0, -9.0, nan]), [0usize; 0]);
+    }
+
+    /// An infinite mass is kept where there is room, and its weight is none.
+    #[rstest::rstest]
+    #[case(Keep::top_p(0.5), vec![0, 2, 3])]
+    #[case(Keep::top_p(0.8), vec![0, 1, 2, 3])]
+    #[case(Keep::TopP { p: 0.8, min: 0, max: 1 }, vec![0])]
+    #[case(Keep::TopP { p: 0.8, min: 0, max: 3 }, vec![0, 2, 3])]
+    #[case(Keep::TopK(1), vec![0])]
+    #[case(Keep::TopK(3), vec![0, 2, 3])]
+    #[case(Keep::AboveMax(0.7), vec![0, 2, 3])]
+    #[case(Keep::AboveMax(0.5), vec![0, 1, 2, 3])]
+    fn wanted_blocks_weigh_nothing(#[case] keep: Keep, #[case] expected: Vec<usize>) {
+        let masses = Rule {
+            kind: EstimateKind::Mass,
+            ..rule(keep, NONE)
+        };
+        let inf = f64::INFINITY;
+        assert_eq!(kept(&masses, &[inf, 0.3, inf, 0.5]), expected);
+    }
+
+    /// Beside wanted blocks those that weigh nothing are not kept.
+    #[test]
+    fn wanted_blocks_are_enough() {
+        let masses = Rule {
+            kind: EstimateKind::Mass,
+            ..rule(Keep::top_p(0.5), NONE)
+        };
+        let inf = f64::INFINITY;
+        assert_eq!(kept(&masses, &[0.0, inf, 0.0, inf]), [1, 3]);
+    }
+
+    #[rstest::rstest]
+    #[case(Keep::TopK(0), "k must be at least 1, got 0")]
+    #[case(Keep::Ratio(0.0), "ratio must be above 0 and at most 1, got 0")]
+    #[case(
+        Keep::AboveMax(f64::NAN),
+        "above must be above 0 and at most 1, got NaN"
+    )]
+    #[case(Keep::top_p(1.1), "p must be above 0 and at most 1, got 1.1")]
+    #[case(Keep::TopP { p: 0.5, min: 3, max: 2 }, "min must be at most max, which is 2, got 3")]
+    fn numbers_are_checked(#[case] keep: Keep, #[case] message: &str) {
+        let error = rule(keep, NONE).check().unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+
+    #[rstest::rstest]
+    #[case(Keep::TopK(3), 0, 1, 3)]
+    #[case(Keep::TopK(1), 2, 1, 4)]
+    #[case(Keep::TopK(1), 1, 2, 4)]
+    #[case(Keep::TopK(1), 2, 0, 2)]
+    #[case(Keep::TopK(1), usize::MAX, 1, 5)]
+    #[case(Keep::TopK(1), 0, usize::MAX, 5)]
+    #[case(Keep::TopK(usize::MAX), 0, 0, 5)]
+    #[case(Keep::Ratio(0.5), 0, 0, 3)]
+    #[case(Keep::TopP { p: 0.5, min: 0, max: 2 }, 1, 0, 2)]
+    #[case(Keep::top_p(0.5), 0, 0, 5)]
+    #[case(Keep::AboveMax(0.5), 0, 0, 5)]
+    fn no_row_has_more_blocks_than_there_are(
+        #[case] keep: Keep,
+        #[case] first: usize,
+        #[case] local: usize,
+        #[case] most: usize,
+    ) {
+        assert_eq!(rule(keep, Forced { first, local }).most_blocks(5), most);
+    }
+}

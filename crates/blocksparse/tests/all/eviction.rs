@@ -1,0 +1,385 @@
+//! Which keys eviction keeps: worked examples whose attention is computed here in f64.
+
+use blocksparse::pages::{
+    EvictionBudget, EvictionConfig, EvictionScore, VotePool, adaptive, best, pooled_votes,
+    pyramid_budgets,
+};
+use rstest::rstest;
+
+const N: usize = 10;
+
+/// Exact in every float: queries 0, keys 1, values 2.
+fn val(a: usize, h: usize, i: usize, c: usize) -> f64 {
+    let number = 131 * a + 61 * h + 31 * i + 17 * c + 5 * i * c + 7 * i * i;
+    ((number % 23) as f64 - 11.0) / 8.0
+}
+
+/// Attention of query `i` of a head to some of the keys; the KV head is 0.
+fn row(head: usize, i: usize, keys: &[usize]) -> Vec<f64> {
+    let score = |&j: &usize| {
+        let products = (0..4).map(|c| val(0, head, i, c) * val(1, 0, j, c));
+        0.5 * products.sum::<f64>()
+    };
+    let scores: Vec<f64> = keys.iter().map(score).collect();
+    let total: f64 = scores.iter().map(|score| score.exp()).sum();
+    scores.iter().map(|score| score.exp() / total).collect()
+}
+
+fn dense(head: usize, i: usize) -> Vec<f64> {
+    row(head, i, &(0..=i).collect::<Vec<_>>())
+}
+
+/// Sums over both heads and the last `rows` queries.
+fn columns(rows: usize) -> Vec<f64> {
+    let mut sums = vec![0.0; N];
+    for head in 0..2 {
+        for i in N - rows..N {
+            for (sum, p) in sums.iter_mut().zip(dense(head, i)) {
+                *sum += p;
+            }
+        }
+    }
+    sums
+}
+
+fn f32s(numbers: &[f64]) -> Vec<f32> {
+    numbers.iter().map(|&number| number as f32).collect()
+}
+
+#[track_caller]
+fn printed(got: &[f64], expected: &[f64]) {
+    assert_eq!(got.len(), expected.len());
+    for (got, expected) in got.iter().zip(expected) {
+        assert!((got - expected).abs() <= 5.001e-5, "{got} {expected}");
+    }
+}
+
+fn choose(config: EvictionConfig, scores: &[f64]) -> Vec<usize> {
+    config.validate().unwrap();
+    let scores = f32s(scores);
+    let mut kept = config.choose(&[&scores], config.capacity()).unwrap();
+    kept.remove(0)
+}
+
+/// Head 0's attention of the last query to the kept keys, and the largest error of its output's channels.
+fn quality(kept: &[usize]) -> (f64, f64) {
+    let whole = dense(0, N - 1);
+    let mass = kept.iter().map(|&j| whole[j]).sum();
+    let output = |keys: &[usize]| {
+        let weights = row(0, N - 1, keys);
+        let channel = |c: usize| -> f64 {
+            let pairs = keys.iter().zip(&weights);
+            pairs.map(|(&j, p)| p * val(2, 0, j, c)).sum()
+        };
+        [0, 1, 2, 3].map(channel)
+    };
+    let (all, some) = (output(&(0..N).collect::<Vec<_>>()), output(kept));
+    let errors = all.iter().zip(some).map(|(a, b)| (a - b).abs());
+    (mass, errors.fold(0.0, f64::max))
+}
+
+#[test]
+fn golden_input_and_its_attention() {
+    printed(
+        &[0, 1, 2, 3].map(|c| val(1, 0, 0, c)),
+        &[0.625, -0.125, -0.875, 1.25],
+    );
+    let sums = columns(N);
+    let expected = [
+        5.9303, 3.4297, 2.8625, 2.0123, 1.5772, 1.4777, 0.9964, 0.8425, 0.5961, 0.2753,
+    ];
+    printed(&sums, &expected);
+    printed(&[sums.iter().sum()], &[20.0]);
+    let mean: Vec<f64> = columns(1).iter().map(|p| p / 2.0).collect();
+    let expected = [
+        0.1531, 0.0615, 0.0609, 0.0731, 0.1616, 0.0504, 0.0989, 0.0988, 0.1041, 0.1377,
+    ];
+    printed(&mean, &expected);
+}
+
+#[test]
+fn after_a_prompt() {
+    let sums = columns(N);
+    let kept = choose(EvictionConfig::h2o(3, 2), &sums);
+    assert_eq!(kept, [0, 1, 2, 8, 9]);
+    let (mass, error) = quality(&kept);
+    printed(&[mass, error], &[0.4185, 0.2903]);
+    let means = sums
+        .iter()
+        .enumerate()
+        .map(|(j, sum)| sum / (2 * (N - j)) as f64);
+    let kept = choose(EvictionConfig::h2o_mean(3, 2), &means.collect::<Vec<_>>());
+    assert_eq!(kept, [0, 1, 2, 8, 9]);
+
+    let last: Vec<f64> = columns(1).iter().map(|p| p / 2.0).collect();
+    let kept = choose(EvictionConfig::tova(5), &last);
+    assert_eq!(kept, [0, 4, 6, 8, 9]);
+    let (mass, error) = quality(&kept);
+    printed(&[mass, error], &[0.7327, 0.1199]);
+
+    let (mass, error) = quality(&[5, 6, 7, 8, 9]);
+    printed(&[mass, error], &[0.2969, 0.8090]);
+    let (mass, error) = quality(&[0, 6, 7, 8, 9]);
+    printed(&[mass, error], &[0.5134, 0.2585]);
+
+    let combined = |score| EvictionConfig::combined(score, 1, 2, 2);
+    assert_eq!(choose(combined(EvictionScore::Sum), &sums), [0, 1, 2, 8, 9]);
+    assert_eq!(
+        choose(combined(EvictionScore::LastRow), &last),
+        [0, 4, 6, 8, 9]
+    );
+}
+
+#[test]
+fn the_whole_output_of_the_last_row() {
+    let weights = dense(0, N - 1);
+    let channel = |c: usize| (0..N).map(|j| weights[j] * val(2, 0, j, c)).sum::<f64>();
+    printed(
+        &[0, 1, 2, 3].map(channel),
+        &[-0.0467, -0.5353, 0.8184, 0.0506],
+    );
+}
+
+/// What is evicted at each token, with its score; and what is kept.
+fn token_by_token(config: EvictionConfig) -> (Vec<(usize, f64)>, Vec<usize>, Vec<f64>) {
+    let (mut keys, mut sums): (Vec<usize>, Vec<f64>) = (vec![], vec![]);
+    let mut evicted = Vec::new();
+    for t in 0..N {
+        keys.push(t);
+        sums.push(0.0);
+        let rows = [0, 1].map(|head| row(head, t, &keys));
+        for at in 0..keys.len() {
+            let p = rows[0][at] + rows[1][at];
+            match config.score {
+                EvictionScore::Sum => sums[at] += p,
+                _ => sums[at] = p / 2.0,
+            }
+        }
+        if keys.len() > config.capacity() {
+            let kept = choose(config, &sums);
+            let gone = (0..keys.len()).filter(|at| !kept.contains(at));
+            evicted.extend(gone.map(|at| (keys[at], sums[at])));
+            keys = kept.iter().map(|&at| keys[at]).collect();
+            sums = kept.iter().map(|&at| sums[at]).collect();
+        }
+    }
+    (evicted, keys, sums)
+}
+
+#[rstest]
+#[case(EvictionConfig::h2o(3, 2), &[(3, 1.2768), (4, 1.0035), (5, 1.2504), (6, 0.9806), (7, 1.1416)], [0, 1, 2, 8, 9])]
+#[case(EvictionConfig::tova(5), &[(2, 0.0955), (4, 0.1123), (0, 0.0798), (1, 0.0947), (5, 0.0860)], [3, 6, 7, 8, 9])]
+fn steps(#[case] config: EvictionConfig, #[case] gone: &[(usize, f64)], #[case] kept: [usize; 5]) {
+    let (evicted, keys, sums) = token_by_token(config);
+    assert_eq!(keys, kept);
+    let keys = |pairs: &[(usize, f64)]| pairs.iter().map(|pair| pair.0).collect::<Vec<_>>();
+    let scores = |pairs: &[(usize, f64)]| pairs.iter().map(|pair| pair.1).collect::<Vec<_>>();
+    assert_eq!(keys(&evicted), keys(gone));
+    printed(&scores(&evicted), &scores(gone));
+    if config.score == EvictionScore::Sum {
+        printed(&sums, &[6.3996, 3.6704, 3.0733, 0.8051, 0.3988]);
+    }
+}
+
+#[test]
+fn votes() {
+    let votes: Vec<f64> = columns(3).iter().map(|sum| sum / 6.0).collect();
+    let expected = [0.1046, 0.0746, 0.1338, 0.0877, 0.0997, 0.1126, 0.1014];
+    printed(&votes[..7], &expected);
+    let pooled = pooled_votes(&f32s(&votes[..7]), 3, VotePool::Average);
+    let pooled: Vec<f64> = pooled.into_iter().map(f64::from).collect();
+    let expected = [0.0597, 0.1043, 0.0987, 0.1071, 0.1000, 0.1045, 0.0713];
+    printed(&pooled, &expected);
+    let snapkv = |pool, kind| choose(EvictionConfig::snapkv_with(6, 3, pool, kind), &votes);
+    assert_eq!(snapkv(3, VotePool::Average), [1, 3, 5, 7, 8, 9]);
+    assert_eq!(snapkv(1, VotePool::Average), [0, 2, 5, 7, 8, 9]);
+    assert_eq!(snapkv(3, VotePool::Max), [1, 2, 3, 7, 8, 9]);
+}
+
+#[test]
+fn best_ones() {
+    assert_eq!(best(&[1.2, 2.0, 0.5, 2.5], 2), [1, 3]);
+    assert_eq!(best(&[0.1, 0.9, 0.3, 0.8], 2), [1, 3]);
+    // Fixed importance: the first two.
+    assert_eq!(best(&[4.0, 3.0, 2.0, 1.0], 2), [0, 1]);
+    // A window of 3 of 5 keys, and 2 recent ones beside the best, B.
+    let kept = |config: EvictionConfig, scores: &[f32]| {
+        config
+            .choose(&[scores], config.capacity())
+            .unwrap()
+            .remove(0)
+    };
+    let window = EvictionConfig::combined(EvictionScore::Given, 0, 2, 1);
+    assert_eq!(kept(window, &[0.0, 1.0, 2.0, 3.0, 4.0]), [2, 3, 4]);
+    assert_eq!(kept(window, &[0.0, 9.0, 2.0, 3.0, 4.0]), [1, 3, 4]);
+    // The norm with its sign.
+    let norms = [1.2f32, 2.0, 0.5, 2.5].map(|norm| -norm);
+    assert_eq!(kept(EvictionConfig::key_norm(2), &norms), [0, 2]);
+
+    // Ties go to the later one, and no number is worth less than NaN.
+    assert_eq!(best(&[1.0; 4], 2), [2, 3]);
+    assert_eq!(best(&[0.0, -0.0, 0.0], 1), [2]);
+    assert_eq!(best(&[f32::NAN, f32::NEG_INFINITY, f32::NAN], 2), [1, 2]);
+    assert_eq!(best(&[f32::NAN, f32::INFINITY, 3.0], 2), [1, 2]);
+    assert_eq!(best(&[1.0, 2.0], 5), [0, 1]);
+    assert_eq!(best(&[1.0, 2.0], 0), [0usize; 0]);
+    assert_eq!(best(&[], 3), [0usize; 0]);
+}
+
+#[test]
+fn pyramids() {
+    let budgets = pyramid_budgets(6, 128, 32, 20.0, 4096).unwrap();
+    assert_eq!(budgets, [219, 183, 146, 110, 73, 37]);
+    let budgets = pyramid_budgets(6, 128, 32, 20.0, 200).unwrap();
+    assert_eq!(budgets, [200, 171, 142, 114, 85, 56]);
+    for layers in 1..9 {
+        for capacity in [33, 64, 100, 129] {
+            for tokens in [capacity + 1, 150, 1000] {
+                let budgets = pyramid_budgets(layers, capacity, 32, 20.0, tokens).unwrap();
+                assert_eq!(
+                    budgets.iter().sum::<usize>(),
+                    layers * capacity,
+                    "{budgets:?}"
+                );
+                assert!(budgets.is_sorted_by(|a, b| a >= b), "{budgets:?}");
+                assert!(
+                    budgets
+                        .iter()
+                        .all(|&keys| keys >= 32 && keys <= tokens.max(capacity))
+                );
+            }
+        }
+    }
+    let config = EvictionConfig::combined(EvictionScore::Sum, 4, 28, 96)
+        .with_budget(EvictionBudget::Pyramid { beta: 20.0 });
+    let capacities = config.layer_capacities(6, 4096).unwrap();
+    assert_eq!(capacities, [219, 183, 146, 110, 73, 37]);
+    let uniform = config.with_budget(EvictionBudget::Uniform);
+    assert_eq!(uniform.layer_capacities(2, 4096).unwrap(), [128, 128]);
+}
+
+#[test]
+fn adaptive_heads() {
+    let scores: [[f32; 8]; 3] = [
+        [0.30, 0.02, 0.01, 0.20, 0.05, 0.02, 0.30, 0.10],
+        [0.11, 0.13, 0.12, 0.14, 0.10, 0.15, 0.12, 0.13],
+        [0.02, 0.90, 0.01, 0.01, 0.02, 0.01, 0.02, 0.01],
+    ];
+    let heads: Vec<&[f32]> = scores.iter().map(|scores| &scores[..]).collect();
+    let mass = |kept: &[Vec<usize>]| -> f64 {
+        let pairs = kept.iter().zip(&scores);
+        let masses = pairs.flat_map(|(kept, scores)| kept.iter().map(|&at| f64::from(scores[at])));
+        masses.sum()
+    };
+    let kept = adaptive(&heads, 4, 0.2).unwrap();
+    assert_eq!(kept.iter().map(Vec::len).collect::<Vec<_>>(), [4, 7, 1]);
+    assert!((mass(&kept) - 2.70).abs() < 5e-3, "{}", mass(&kept));
+    let uniform: Vec<Vec<usize>> = heads.iter().map(|scores| best(scores, 4)).collect();
+    assert!((mass(&uniform) - 2.41).abs() < 5e-3, "{}", mass(&uniform));
+    let kept = adaptive(&heads, 4, 0.5).unwrap();
+    assert_eq!(kept, [vec![0, 3, 6], vec![0, 1, 2, 3, 5, 6, 7], vec![1, 6]]);
+
+    let config = EvictionConfig::importance(4).with_budget(EvictionBudget::Adaptive { alpha: 0.5 });
+    assert_eq!(config.choose(&heads, 4).unwrap(), kept);
+    // With nothing certain, and with everything certain.
+    let sizes = |alpha| {
+        let kept = adaptive(&heads, 4, alpha).unwrap();
+        kept.iter().map(Vec::len).collect::<Vec<_>>()
+    };
+    assert_eq!(sizes(0.0).iter().sum::<usize>(), 12);
+    assert_eq!(sizes(1.0), [4, 4, 4]);
+}
+
+/// All KV heads keep the same keys where the score is the layer's.
+#[test]
+fn heads() {
+    let scores: [&[f32]; 2] = [&[0.5, 0.0, 0.3, 0.2], &[0.0, 0.4, 0.3, 0.3]];
+    let config = EvictionConfig::tova(3);
+    assert_eq!(config.choose(&scores, 3).unwrap(), [[0, 2, 3], [0, 2, 3]]);
+    let each = EvictionConfig::h2o(2, 1);
+    assert_eq!(each.choose(&scores, 3).unwrap(), [[0, 2, 3], [1, 2, 3]]);
+    // Fewer keys than are kept without a contest.
+    let few = EvictionConfig::combined(EvictionScore::Sum, 2, 3, 1);
+    assert_eq!(
+        few.choose(&scores, 6).unwrap(),
+        [[0, 1, 2, 3], [0, 1, 2, 3]]
+    );
+    let error = config.choose(&[&[0.1, 0.2], &[0.1]], 3).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "scores must be of 2 keys, as those of the first head, got 1"
+    );
+}
+
+#[rstest]
+#[case(
+    EvictionConfig::h2o(0, 5),
+    "capacity must be at least 6: 0 sinks, 5 recent keys and one for its score, got 5"
+)]
+#[case(
+    EvictionConfig::tova(1),
+    "capacity must be at least 2: 0 sinks, 1 recent keys and one for its score, got 1"
+)]
+#[case(
+    EvictionConfig::snapkv(64),
+    "window must be below the capacity of 64 keys, got 64"
+)]
+#[case(
+    EvictionConfig::snapkv_with(64, 0, 5, VotePool::Max),
+    "window must be at least 1, got 0"
+)]
+#[case(
+    EvictionConfig::snapkv_with(64, 8, 4, VotePool::Max),
+    "pool must be an odd number, got 4"
+)]
+#[case(
+    EvictionConfig::snapkv_with(64, 8, 0, VotePool::Average),
+    "pool must be an odd number, got 0"
+)]
+#[case(EvictionConfig::combined(EvictionScore::Votes { window: 8, pool: 1, kind: VotePool::Max }, 0, 4, 20), "recent must be at least the 8 queries that vote, got 4")]
+#[case(EvictionConfig::key_norm(8).with_budget(EvictionBudget::Pyramid { beta: 1.0 }), "beta must be a number above 1, got 1")]
+#[case(EvictionConfig::key_norm(8).with_budget(EvictionBudget::Pyramid { beta: f64::NAN }), "beta must be a number above 1, got NaN")]
+#[case(EvictionConfig::key_norm(8).with_budget(EvictionBudget::Adaptive { alpha: 1.5 }), "alpha must be from 0 to 1, got 1.5")]
+#[case(EvictionConfig::tova(8).with_budget(EvictionBudget::Adaptive { alpha: 0.5 }), "budget must be uniform or pyramid: all heads keep the same keys, got adaptive")]
+#[case(EvictionConfig::key_norm(8).with_slack(usize::MAX), "capacity must be at most 2147483646 with the slack, got 18446744073709551615")]
+fn bad_configurations(#[case] config: EvictionConfig, #[case] message: &str) {
+    assert_eq!(config.validate().unwrap_err().to_string(), message);
+}
+
+#[test]
+fn shares_of_a_prompt() {
+    assert_eq!(
+        EvictionConfig::h2o_shares(200, 0.1, 0.2).unwrap(),
+        EvictionConfig::h2o(20, 40)
+    );
+    for (heavy, recent, message) in [
+        (0.0, 0.1, "heavy must be above 0, at most 1, got 0"),
+        (0.1, 1.5, "recent must be above 0, at most 1, got 1.5"),
+        (f64::NAN, 0.1, "heavy must be above 0, at most 1, got NaN"),
+    ] {
+        let error = EvictionConfig::h2o_shares(200, heavy, recent).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+    let error = pyramid_budgets(4, 32, 32, 20.0, 100).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "capacity must be above the window of 32 keys, got 32"
+    );
+    assert!(pyramid_budgets(4, 64, 32, 0.5, 100).is_err());
+    assert!(adaptive(&[], 4, -0.1).is_err());
+}
+
+#[test]
+fn configurations_as_json() {
+    let config = EvictionConfig::snapkv(2048)
+        .with_sinks(4)
+        .with_budget(EvictionBudget::Pyramid { beta: 20.0 });
+    assert_eq!(config.capacity(), 2048);
+    let text = serde_json::to_string(&config).unwrap();
+    let expected = r#"{"score":{"votes":{"window":64,"pool":5,"kind":"average"}},"sinks":4,"recent":64,"heavy":1980,"slack":256,"budget":{"pyramid":{"beta":20.0}}}"#;
+    assert_eq!(text, expected);
+    assert_eq!(
+        serde_json::from_str::<EvictionConfig>(&text).unwrap(),
+        config
+    );
+}

@@ -1,0 +1,165 @@
+//! Inputs of a recording.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use burn::backend::{Backend, Dispatch};
+use burn::tensor::kind::Basic;
+use burn::tensor::{DType, Device, Float, Int, Tensor, TensorData};
+
+use super::recording;
+use crate::device::served;
+use crate::error::OpError;
+use crate::ops::FixedOps;
+
+/// The kinds of tensors that [`Fixed`] holds: [`Float`] and [`Int`].
+pub trait FixedKind: Basic + sealed::Overwrite {}
+
+impl FixedKind for Float {}
+impl FixedKind for Int {}
+
+mod sealed {
+    use super::*;
+
+    pub trait Overwrite: Sized {
+        fn is(dtype: DType) -> bool;
+        const NAME: &'static str;
+        fn made(data: TensorData, device: &Device, dtype: DType) -> Tensor<1, Self>
+        where
+            Self: Basic;
+        fn overwritten(x: Tensor<1, Self>, data: TensorData) -> Tensor<1, Self>
+        where
+            Self: Basic;
+    }
+
+    impl Overwrite for Float {
+        const NAME: &'static str = "a float dtype";
+
+        fn is(dtype: DType) -> bool {
+            dtype.is_float()
+        }
+
+        fn made(data: TensorData, device: &Device, dtype: DType) -> Tensor<1> {
+            Tensor::from_data(data, (device, dtype))
+        }
+
+        fn overwritten(x: Tensor<1>, data: TensorData) -> Tensor<1> {
+            Tensor::from_dispatch(<Dispatch as FixedOps>::overwrite_float(
+                x.into_dispatch(),
+                data,
+            ))
+        }
+    }
+
+    impl Overwrite for Int {
+        const NAME: &'static str = "an integer dtype";
+
+        fn is(dtype: DType) -> bool {
+            dtype.is_int() || dtype.is_uint()
+        }
+
+        fn made(data: TensorData, device: &Device, dtype: DType) -> Tensor<1, Int> {
+            Tensor::from_data(data, (device, dtype))
+        }
+
+        fn overwritten(x: Tensor<1, Int>, data: TensorData) -> Tensor<1, Int> {
+            Tensor::from_dispatch(<Dispatch as FixedOps>::overwrite_int(
+                x.into_dispatch(),
+                data,
+            ))
+        }
+    }
+}
+
+/// A tensor whose numbers the host may overwrite where they lie: an input of [`Replayed`](super::Replayed), such as the tokens of a step.
+///
+/// A recording reads the buffers that it saw. A tensor that the host makes anew has another one, so replays would go on with the first batch;
+/// [`write`](Self::write) puts new numbers into the buffer itself. Clones are the same tensor. On CPUs, which record nothing, a write makes another tensor.
+///
+/// It stays on its thread: CubeCL orders the work of a thread, and the write of another could come before or after a replay.
+///
+/// ```
+/// use burn::tensor::{Device, Int, TensorData};
+/// use burn_blocksparse::Fixed;
+///
+/// let tokens = Fixed::<2, Int>::new(TensorData::from([[1, 2], [3, 4]]), &Device::flex())?;
+/// tokens.write(TensorData::from([[5, 6], [7, 8]]))?;
+/// assert_eq!(tokens.tensor().sum().into_scalar::<i32>(), 26);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Fixed<const D: usize, K: FixedKind = Float> {
+    /// One row, because a device may leave gaps between rows.
+    flat: Rc<RefCell<Tensor<1, K>>>,
+    shape: [usize; D],
+}
+
+impl<const D: usize, K: FixedKind> Fixed<D, K> {
+    /// Of the numbers, in their dtype, on the device.
+    ///
+    /// # Errors
+    /// [`OpError`] if the numbers have another rank or kind, if the device is not served, or if this thread records.
+    pub fn new(data: TensorData, device: &Device) -> Result<Self, OpError> {
+        served(device)?;
+        recording::refuse_upload("an input of a recording")?;
+        OpError::expect_same(
+            "data's rank",
+            D,
+            "that of the type",
+            data.shape().num_dims(),
+        )?;
+        check_kind::<K>(&data)?;
+        let shape = data.shape().dims();
+        let (dtype, elements) = (data.dtype(), data.num_elements());
+        let flat = K::made(flat(data, elements), device, dtype);
+        Ok(Self {
+            flat: Rc::new(RefCell::new(flat)),
+            shape,
+        })
+    }
+
+    /// The tensor, with the numbers of the last write before each of its uses where devices record.
+    pub fn tensor(&self) -> Tensor<D, K> {
+        self.flat.borrow().clone().reshape(self.shape)
+    }
+
+    /// Its sizes.
+    pub fn dims(&self) -> [usize; D] {
+        self.shape
+    }
+
+    /// Overwrites the numbers, behind all that this thread has enqueued.
+    ///
+    /// # Errors
+    /// [`OpError`] if the numbers have another shape or dtype, or if this thread records: a replay would write the same numbers again.
+    pub fn write(&self, data: TensorData) -> Result<(), OpError> {
+        recording::refuse_upload("an input of a recording")?;
+        let shape = self.shape.to_vec();
+        OpError::expect_same("data's shape", shape, "the tensor's", data.shape().to_vec())?;
+        check_kind::<K>(&data)?;
+        let mut held = self.flat.borrow_mut();
+        OpError::expect_same("data's dtype", held.dtype(), "the tensor's", data.dtype())?;
+        let elements = data.num_elements();
+        // Fusion orders operations by what they read of each other, and those that read the old numbers are none of the write's.
+        let device = held.device().without_autodiff();
+        Dispatch::flush(device.as_dispatch()).map_err(OpError::read)?;
+        *held = K::overwritten(held.clone(), flat(data, elements));
+        Ok(())
+    }
+}
+
+fn check_kind<K: FixedKind>(data: &TensorData) -> Result<(), OpError> {
+    match K::is(data.dtype()) {
+        true => Ok(()),
+        false => Err(OpError::argument(
+            "data's dtype",
+            K::NAME,
+            format!("{:?}", data.dtype()),
+        )),
+    }
+}
+
+fn flat(data: TensorData, elements: usize) -> TensorData {
+    let (bytes, _, dtype) = data.into_parts();
+    TensorData::from_bytes(bytes, [elements], dtype)
+}

@@ -1,0 +1,91 @@
+//! Whether this thread records, and what must not happen then.
+
+use std::cell::Cell;
+
+use burn::tensor::Device;
+
+use crate::error::OpError;
+
+thread_local! {
+    static RECORDING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Says that this thread records on a device, until it is dropped.
+///
+/// Public functions run on the thread that calls them, so a flag of the thread serves them; what they enqueue may run on another one, so kernels and the
+/// reference ask for the device and its stream.
+pub(crate) struct Recording {
+    before: bool,
+    #[cfg(feature = "cube")]
+    launches: Option<blocksparse::kernels::recording::Recording>,
+}
+
+impl Recording {
+    pub fn begin(_device: &Device) -> Self {
+        Self {
+            before: RECORDING.replace(true),
+            #[cfg(feature = "cube")]
+            launches: crate::device::cube::of(_device)
+                .map(|device| blocksparse::kernels::recording::Recording::begin(&device.client())),
+        }
+    }
+
+    /// What went wrong where it could not be returned.
+    pub fn failure(&self) -> Option<OpError> {
+        #[cfg(feature = "cube")]
+        if let Some(failure) = (self.launches.as_ref()).and_then(|launches| launches.failure()) {
+            use blocksparse::kernels::recording::Failure;
+            return Some(match failure {
+                Failure::Upload(what) => OpError::Recording { what },
+                Failure::NotInPlace(what) => OpError::NotInPlace { what },
+            });
+        }
+        None
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        RECORDING.set(self.before);
+    }
+}
+
+/// Whether this thread records.
+pub(crate) fn is_recording() -> bool {
+    RECORDING.get()
+}
+
+/// That this thread does not record.
+pub(crate) fn refuse_upload(what: &'static str) -> Result<(), OpError> {
+    match is_recording() {
+        true => Err(OpError::Recording { what }),
+        false => Ok(()),
+    }
+}
+
+/// As [`refuse_upload`], where no error can be returned.
+#[track_caller]
+pub(crate) fn expect_no_upload(what: &'static str) {
+    if let Err(error) = refuse_upload(what) {
+        panic!("{error}");
+    }
+}
+
+/// As [`refuse_upload`], where a backend runs an operation: the recording then fails as a whole, because the thread that launches has nobody to return an error
+/// to. Only CubeCL records: a CPU runs the operation again, with what the host has then.
+pub(crate) fn doom_by_upload<D: 'static>(_device: &D, _what: &'static str) {
+    #[cfg(feature = "cube")]
+    if let Some(device) = (_device as &dyn std::any::Any).downcast_ref::<burn_cubecl::CubeDevice>()
+    {
+        let _ = blocksparse::kernels::recording::refuse_upload(&device.client(), _what);
+    }
+}
+
+/// That this thread does not record: for a layer that is about to copy numbers of the host to a device, which replays of [`Replayed`](crate::Replayed) would
+/// copy again as they were.
+///
+/// # Errors
+/// [`OpError::Recording`] with what would be copied.
+pub fn check_not_recording(what: &'static str) -> Result<(), OpError> {
+    refuse_upload(what)
+}

@@ -1,0 +1,47 @@
+//! The backend trait of sampling.
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, backend_extension};
+
+use crate::paged::values::MaybeInt;
+use crate::sampling::options::SampleOptions;
+use crate::sampling::reference;
+
+/// Tokens drawn from logits as a backend operation, on tensors that are not on an autodiff device. Arguments are checked by the public function.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "fusion"),
+)]
+pub trait SamplingOps: Backend {
+    /// A token, i32, from each row of `[rows, vocab]`, f32.
+    #[fusion(meta = meta::tokens)]
+    fn sample_tokens(
+        logits: FloatTensor<Self>,
+        draws: FloatTensor<Self>,
+        #[extension_type] seen: MaybeInt<Self>,
+        options: SampleOptions,
+    ) -> IntTensor<Self> {
+        reference::tokens::<Self>(logits, draws, seen.into_option(), &options)
+    }
+}
+
+/// Output shapes and dtypes for fusion.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+    use burn::tensor::DType;
+
+    use super::*;
+    use crate::paged::values::MaybeIntMetadata;
+
+    pub fn tokens(
+        logits: &TensorSpec,
+        _draws: &TensorSpec,
+        _seen: &MaybeIntMetadata,
+        _options: &SampleOptions,
+    ) -> TensorSpec {
+        TensorSpec::new([logits.shape[0]].into(), DType::I32)
+    }
+}

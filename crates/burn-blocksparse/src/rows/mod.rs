@@ -1,0 +1,75 @@
+//! Rows of a tensor by an index, with a gradient that is taken by an index too.
+
+pub(crate) mod reference;
+
+use burn::backend::Dispatch;
+use burn::tensor::{Int, Tensor};
+
+use crate::check::same_device;
+use crate::device::served;
+use crate::error::OpError;
+use crate::ops::RowOps;
+
+/// The rows of each head that `index` names, 0 where it is negative, with a gradient that is taken and not scattered: `users` says for each row of `x`
+/// at which places of `index` it stands, and its gradient is the sum of theirs. So both passes read by an index and have the same bits every time.
+///
+/// `users` must be the reverse of `index`; its negative numbers count for nothing. That is not checked, because neither is read back from the device:
+/// numbers that are not below the number of rows, or places, take what the backend's `select` takes.
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_blocksparse::rows_at;
+///
+/// let device = Device::flex().autodiff();
+/// let x = Tensor::<4>::from_data([[[[1.0], [2.0], [3.0]]]], &device).require_grad();
+/// let index = Tensor::<3, Int>::from_data([[[2, -1, 0, 2]]], &device);
+/// let users = Tensor::<4, Int>::from_data([[[[2, -1], [-1, -1], [0, 3]]]], &device);
+/// let rows = rows_at(x.clone(), index, users)?;
+/// assert_eq!(rows.to_data().to_vec::<f32>().unwrap(), [3.0, 0.0, 1.0, 3.0]);
+/// let by_x = x.grad(&rows.sum().backward()).unwrap();
+/// assert_eq!(by_x.into_data().to_vec::<f32>().unwrap(), [1.0, 0.0, 2.0]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[batch, heads, rows, dim]`, at least one row
+/// - `index`: `[batch, heads, places]`, of rows
+/// - `users`: `[batch, heads, rows, most]`, of places
+/// - result: `[batch, heads, places, dim]`
+///
+/// # Errors
+/// [`OpError`] if shapes or devices do not fit each other, or no feature of this crate serves the device.
+pub fn rows_at(
+    x: Tensor<4>,
+    index: Tensor<3, Int>,
+    users: Tensor<4, Int>,
+) -> Result<Tensor<4>, OpError> {
+    served(&x.device())?;
+    same_device("index's device", &x.device(), "x's", &index.device())?;
+    same_device("users' device", &x.device(), "x's", &users.device())?;
+    let [batch, heads, rows, _] = x.dims();
+    let [index_batch, index_heads, places] = index.dims();
+    let [users_batch, users_heads, users_rows, most] = users.dims();
+    let own = [batch, heads];
+    OpError::expect_same("index's heads", own, "x's", [index_batch, index_heads])?;
+    let all = [batch, heads, rows];
+    let got = [users_batch, users_heads, users_rows];
+    OpError::expect_same("users' rows", all, "x's", got)?;
+    for (argument, number) in [
+        ("x's rows", rows),
+        ("index's places", places),
+        ("users' width", most),
+    ] {
+        if number == 0 {
+            return Err(OpError::argument(argument, "at least 1", 0));
+        }
+    }
+    // Numbers of rows have no gradient, and no place in the graph.
+    let (index, users) = (index.without_autodiff(), users.without_autodiff());
+    let rows = <Dispatch as RowOps>::rows_at(
+        x.into_dispatch(),
+        index.into_dispatch(),
+        users.into_dispatch(),
+    );
+    Ok(Tensor::from_dispatch(rows))
+}

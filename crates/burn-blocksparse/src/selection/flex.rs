@@ -1,0 +1,297 @@
+//! Blocks by means where those are to be trusted, else by columns and diagonals (FlexPrefill: Lai et al., 2025, §3).
+
+use std::ops::Range;
+
+use blocksparse::{EstimateKind, Forced, Rule};
+use burn::tensor::Tensor;
+
+use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+use super::lines::{
+    By, LineSums, is_touched, largest, largest_reference, line_sums, line_sums_reference, touched,
+};
+use super::mean::{means, means_reference, products};
+use super::parts::{by_heads, hidden, padded, rows_of, softmax_of_seen, softmax_reference};
+use super::sharing::Sharing;
+use super::text::{Arguments, Method, Written};
+use super::vertical_slash::ONES;
+use super::{Selection, check_block};
+use crate::error::OpError;
+
+/// Each head chooses in one of two ways, by its last block of queries: those give blocks of keys attention, and the softmax of the products of means
+/// (`mean(q) · mean(k) · scale`) is an estimate of it. Where the two are alike, less than `threshold` of `√JS` apart (the square root of their Jensen–Shannon
+/// divergence, in natural logarithms), that estimate is made of all rows, and the largest of all the head's pairs of blocks are kept until they
+/// have a share `gamma` of the whole. Elsewhere keys are kept, and distances from a query back to a key, that have a share `gamma` each of what the last
+/// queries give, and with them all blocks that they touch.
+///
+/// The first block and the queries' own are kept by both. The paper's least number of tokens of a row is not imposed. Scores are 1 and 0, and
+/// [`VerticalSlash::KEPT`](crate::VerticalSlash::KEPT) is the rule that keeps the ones. The last block of queries are as many last queries as a block has.
+///
+/// ```
+/// use burn_blocksparse::{FlexPrefill, Forced, Selection, VerticalSlash};
+///
+/// let selection: Selection = "flexprefill:128,0.9".parse()?;
+/// let estimator = FlexPrefill { block: 128, gamma: 0.9, threshold: 0.1 };
+/// let same = Selection::new(estimator, VerticalSlash::KEPT).with_forced(Forced { first: 1, local: 1 });
+/// assert_eq!(selection, same);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FlexPrefill {
+    /// Width of a block.
+    pub block: usize,
+    /// The share that is kept, in (0, 1].
+    pub gamma: f64,
+    /// How far an estimate may be from what it estimates: 0.1.
+    pub threshold: f64,
+}
+
+/// What a head chose, on the host.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct FlexHead {
+    /// The attention that the last block of queries gives each block of keys, by products of means.
+    pub estimate: Vec<f64>,
+    /// The same, exactly.
+    pub attention: Vec<f64>,
+    /// How far apart these are, √JS.
+    pub divergence: f64,
+    /// Which keys, and which distances, are kept if that is too far.
+    pub lines: [Vec<bool>; 2],
+    /// Which pairs of blocks are kept, `[rows][blocks]`, before any are forced.
+    pub pairs: Vec<bool>,
+}
+
+/// Forced by default: the first block and the queries' own.
+const FORCED: Forced = Forced { first: 1, local: 1 };
+
+/// How far an estimate may be from what it estimates, by default.
+const THRESHOLD: f64 = 0.1;
+
+pub(crate) const METHOD: Method = Method {
+    name: "flexprefill",
+    notation: "flexprefill:BLOCK,GAMMA[,THRESHOLD]",
+    read: |arguments: &mut Arguments| {
+        let estimator = FlexPrefill {
+            block: arguments.whole("BLOCK")?,
+            gamma: arguments.real("GAMMA")?,
+            threshold: arguments.optional_real("THRESHOLD", THRESHOLD)?,
+        };
+        let keep = arguments.named_keep()?.unwrap_or(ONES);
+        let selection = Selection::new(estimator, keep);
+        Ok(selection.with_forced(arguments.forced(FORCED)?))
+    },
+};
+
+impl FlexPrefill {
+    /// What a head chooses, in plain f64 loops.
+    pub fn head_reference(&self, call: &DenseCall, head: usize) -> FlexHead {
+        let grid = call.grid(self.grid());
+        let (b, blocks) = (self.block, grid.blocks());
+        let queries = b.min(call.seq_q);
+        let q_means = means_reference(|i| call.query(head, i), call.seq_q, b);
+        let k_means = means_reference(|j| call.key(head, j), call.seq_kv, b);
+        let first = call.seq_q - queries;
+        let last = means_reference(|i| call.query(head, first + i), queries, queries).remove(0);
+        let product = |q: &[f64], block: usize| dot(q, &k_means[block]) * call.scale;
+        let of_last = (0..blocks).map(|block| Some(product(&last, block)));
+        let estimate = softmax_reference(&of_last.collect::<Vec<_>>());
+
+        let [columns, distances] = line_sums_reference(call, head, queries);
+        let whole: f64 = columns.iter().sum();
+        let attention = columns
+            .chunks(b)
+            .map(|part| part.iter().sum::<f64>() / whole);
+        let attention: Vec<f64> = attention.collect();
+        let divergence = divergence_reference(&estimate, &attention);
+        let lines = [columns, distances].map(|sums| {
+            let limit = self.gamma * sums.iter().sum::<f64>();
+            largest_reference(&sums, By::Sum, limit)
+        });
+
+        let rows = 0..grid.rows();
+        let pairs = match divergence < self.threshold {
+            true => {
+                let row = |row: usize| {
+                    let x = (0..blocks).map(|block| {
+                        let is_seen = grid.is_visible(row, block);
+                        is_seen.then(|| product(&q_means[row], block))
+                    });
+                    softmax_reference(&x.collect::<Vec<_>>())
+                };
+                let p: Vec<f64> = rows.flat_map(row).collect();
+                largest_reference(&p, By::Sum, self.gamma * p.iter().sum::<f64>())
+            }
+            false => {
+                let row = |row: usize| (0..blocks).map(move |block| [row, block]);
+                let pairs = rows.flat_map(row);
+                let is_kept = |[row, block]: [usize; 2]| is_touched(&lines, &grid, row, block);
+                pairs.map(is_kept).collect()
+            }
+        };
+        FlexHead {
+            estimate,
+            attention,
+            divergence,
+            lines,
+            pairs,
+        }
+    }
+}
+
+impl BlockEstimator for FlexPrefill {
+    fn name(&self) -> &'static str {
+        METHOD.name
+    }
+
+    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
+        let written = Written::new(METHOD.name).whole(self.block);
+        let mut written = written.real(self.gamma);
+        if self.threshold != THRESHOLD {
+            written = written.real(self.threshold);
+        }
+        if rule.keep != ONES {
+            written = written.keep(rule.keep, |_| false);
+        }
+        let written = written.forced(rule.forced, FORCED);
+        written.sharing(sharing, Sharing::PerHead).finish()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        EstimateGrid {
+            query_rows: self.block,
+            block: self.block,
+        }
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        EstimatorTraits {
+            kind: EstimateKind::Mass,
+            // The last queries choose for all.
+            prefix_stable: false,
+            causal_only: true,
+        }
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        check_block(self.block)?;
+        if !(self.gamma > 0.0 && self.gamma <= 1.0) {
+            let expected = "above 0 and at most 1";
+            return Err(OpError::argument("gamma", expected, self.gamma));
+        }
+        match self.threshold >= 0.0 {
+            true => Ok(()),
+            false => {
+                let expected = "at least 0";
+                Err(OpError::argument("threshold", expected, self.threshold))
+            }
+        }
+    }
+
+    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        let [batch, heads, ..] = call.q.dims();
+        let grid = call.grid(self.grid());
+        let (all, blocks) = (grid.rows(), grid.blocks());
+        let (lines, count) = (batch * heads, rows.len());
+        let sums = line_sums(call, self.block);
+        let estimates = self.estimates(call);
+        let of_last = estimates.clone().slice_dim(2, all..all + 1);
+        let by_means = estimates
+            .slice_dim(2, 0..all)
+            .reshape([lines, all * blocks]);
+        let by_means = self.share(by_means).reshape([lines, all, blocks]);
+        let by_means = by_means.slice_dim(1, rows.clone());
+
+        let attention = padded(
+            sums.columns.clone(),
+            1,
+            [0, blocks * self.block - grid.seq_kv],
+        );
+        let attention = attention.reshape([lines, blocks, self.block]).sum_dim(2);
+        let attention = attention.reshape([lines, blocks]);
+        let whole = attention.clone().sum_dim(1).clamp_min(f32::MIN_POSITIVE);
+        let apart = divergence(of_last.reshape([lines, blocks]), attention / whole);
+        let is_apart = apart.greater_equal_elem(self.threshold);
+
+        let LineSums { columns, distances } = sums;
+        let by_lines = touched(self.share(columns), self.share(distances), &grid, rows);
+        let dims = [lines, count, blocks];
+        let is_apart = is_apart.reshape([lines, 1, 1]).expand(dims);
+        let chosen = by_means.mask_where(is_apart, by_lines);
+        // Every row has a score of 1 then.
+        let first = chosen.clone().slice_dim(2, 0..1).ones_like();
+        let chosen = match blocks {
+            1 => first,
+            _ => Tensor::cat(vec![first, chosen.slice_dim(2, 1..blocks)], 2),
+        };
+        Ok(chosen.reshape([batch, heads, count, blocks]))
+    }
+
+    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+        let blocks = call.grid(self.grid()).blocks();
+        let of_head = |head| {
+            let pairs = self
+                .head_reference(call, head)
+                .pairs
+                .into_iter()
+                .enumerate();
+            pairs.map(move |(pair, kept)| match kept || pair % blocks == 0 {
+                true => 1.0,
+                false => 0.0,
+            })
+        };
+        (0..call.heads).flat_map(of_head).collect()
+    }
+}
+
+impl FlexPrefill {
+    /// The softmax of the products of means: of every row, and behind them of the last block of queries, `[batch, heads, rows + 1, blocks]`.
+    fn estimates(&self, call: &ScoreCall) -> Tensor<4> {
+        let [_, _, seq_q, dim] = call.q.dims();
+        let seq_kv = call.k.dims()[2];
+        let grid = call.grid(self.grid());
+        let (all, blocks) = (grid.rows(), grid.blocks());
+        let numbers = (seq_q * dim).max((all + 1) * blocks);
+        by_heads(call, numbers, |q, k| {
+            let [parts, group, ..] = q.dims();
+            let last = rows_of(&q, seq_q - self.block.min(seq_q)..seq_q).mean_dim(2);
+            let q = Tensor::cat(vec![means(q, self.block), last], 2) * call.scale;
+            let x = products(q, means(rows_of(&k, 0..seq_kv), self.block), group);
+            let dims = [parts, group, all, blocks];
+            let hidden = hidden(&grid, 0..all, blocks, &x.device());
+            let hidden = hidden.reshape([1, 1, all, blocks]).expand(dims);
+            let rows = softmax_of_seen(x.clone().slice_dim(2, 0..all), hidden);
+            let last = burn::tensor::activation::softmax(x.slice_dim(2, all..all + 1), 3);
+            Tensor::cat(vec![rows, last], 2)
+        })
+    }
+
+    /// The largest numbers of each row that have a share of it.
+    fn share(&self, x: Tensor<2>) -> Tensor<2> {
+        let limit = x.clone().sum_dim(1) * self.gamma;
+        largest(x, By::Sum, limit)
+    }
+}
+
+/// The square root of the Jensen–Shannon divergence of rows: `[rows, 1]`.
+fn divergence(a: Tensor<2>, b: Tensor<2>) -> Tensor<2> {
+    let middle = ((a.clone() + b.clone()) / 2.0).clamp_min(f32::MIN_POSITIVE);
+    let from_middle = |x: Tensor<2>| {
+        let ratio = (x.clone() / middle.clone()).clamp_min(f32::MIN_POSITIVE);
+        (x * ratio.log()).sum_dim(1)
+    };
+    // Rounding may leave less than 0 of rows that are equal.
+    ((from_middle(a) + from_middle(b)) / 2.0)
+        .clamp_min(0.0)
+        .sqrt()
+}
+
+/// [`divergence`], in f64.
+fn divergence_reference(a: &[f64], b: &[f64]) -> f64 {
+    let from_middle = |x: f64, other: f64| match x > 0.0 {
+        true => x * (2.0 * x / (x + other)).ln(),
+        false => 0.0,
+    };
+    let pairs = a.iter().zip(b);
+    let terms = pairs.map(|(&a, &b)| from_middle(a, b) + from_middle(b, a));
+    (terms.sum::<f64>() / 2.0).max(0.0).sqrt()
+}

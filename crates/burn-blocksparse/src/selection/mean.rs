@@ -1,0 +1,141 @@
+//! Blocks by the products of means (the block-sparse heads of MInference: Jiang et al., 2024).
+
+use std::ops::Range;
+
+use blocksparse::{EstimateKind, Forced, Keep, Rule};
+use burn::tensor::{DType, Tensor};
+
+use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+use super::sharing::Sharing;
+use super::text::{Arguments, Method, Written};
+use super::{Selection, check_block};
+use crate::error::OpError;
+
+/// `mean(q) · mean(k) · scale` of a block of queries and a block of keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockMeans {
+    /// Width of a block.
+    pub block: usize,
+}
+
+/// Forced by default: the first block, the queries' own and the one before it.
+const FORCED: Forced = Forced { first: 1, local: 2 };
+
+pub(crate) const METHOD: Method = Method {
+    name: "topk",
+    notation: "topk:BLOCK,KEEP[,LOCAL,FIRST]",
+    read: |arguments: &mut Arguments| {
+        let block = arguments.whole("BLOCK")?;
+        let keep = arguments.keep("KEEP", |k| Keep::TopK(k as usize))?;
+        let local = arguments.optional_whole("LOCAL", FORCED.local)?;
+        let first = arguments.optional_whole("FIRST", FORCED.first)?;
+        let selection = Selection::new(BlockMeans { block }, keep);
+        Ok(selection.with_forced(Forced { first, local }))
+    },
+};
+
+impl BlockEstimator for BlockMeans {
+    fn name(&self) -> &'static str {
+        METHOD.name
+    }
+
+    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
+        let Forced { first, local } = rule.forced;
+        let written = Written::new(METHOD.name).whole(self.block);
+        let written = written.keep(rule.keep, |keep| matches!(keep, Keep::TopK(_)));
+        let written = match rule.forced == FORCED {
+            true => written,
+            false => written.whole(local).whole(first),
+        };
+        written.sharing(sharing, Sharing::PerHead).finish()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        EstimateGrid {
+            query_rows: self.block,
+            block: self.block,
+        }
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        EstimatorTraits {
+            kind: EstimateKind::Affinity,
+            // The mean of a block of queries has its later ones.
+            prefix_stable: false,
+            causal_only: false,
+        }
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        check_block(self.block)
+    }
+
+    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        let b = self.block;
+        let to = (rows.end * b).min(call.q.dims()[2]);
+        let q = call.q.clone().slice_dim(2, rows.start * b..to);
+        let (q, k) = (means(q, b), means(call.k.clone(), b));
+        Ok(products(q * call.scale, k, call.group()))
+    }
+
+    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+        let mut scores = Vec::new();
+        for head in 0..call.heads {
+            let q = |row| call.query(head, row);
+            let k = |row| call.key(head, row);
+            let q = means_reference(q, call.seq_q, self.block);
+            let k = means_reference(k, call.seq_kv, self.block);
+            for q in &q {
+                scores.extend(k.iter().map(|k| dot(q, k) * call.scale));
+            }
+        }
+        scores
+    }
+}
+
+/// `q · kᵀ` of every head of queries and its head of keys: `[batch, heads, rows of q, rows of k]`.
+pub(crate) fn products(q: Tensor<4>, k: Tensor<4>, group: usize) -> Tensor<4> {
+    let [batch, heads, rows, dim] = q.dims();
+    let blocks = k.dims()[2];
+    let q = q.reshape([batch, heads / group, group * rows, dim]);
+    q.matmul(k.transpose())
+        .reshape([batch, heads, rows, blocks])
+}
+
+/// Means over blocks of rows, in f32: `[batch, heads, blocks, dim]`.
+pub(crate) fn means(x: Tensor<4>, block_size: usize) -> Tensor<4> {
+    let [batch, heads, seq, dim] = x.dims();
+    let x = x.cast(DType::F32);
+    let blocks = seq.div_ceil(block_size);
+    let whole = seq / block_size;
+    let rows = |from, to| x.clone().slice([0..batch, 0..heads, from..to, 0..dim]);
+    let mut parts = Vec::new();
+    if whole > 0 {
+        let rows = rows(0, whole * block_size);
+        let rows = rows.reshape([batch * heads, whole, block_size, dim]);
+        parts.push(rows.mean_dim(2).reshape([batch, heads, whole, dim]));
+    }
+    if whole < blocks {
+        parts.push(rows(whole * block_size, seq).mean_dim(2));
+    }
+    match parts.len() {
+        1 => parts.remove(0),
+        _ => Tensor::cat(parts, 2),
+    }
+}
+
+/// Means over blocks of rows.
+pub(crate) fn means_reference<'a>(
+    row: impl Fn(usize) -> &'a [f64],
+    rows: usize,
+    block: usize,
+) -> Vec<Vec<f64>> {
+    let blocks = (0..rows).step_by(block).map(|start| {
+        let members = start..(start + block).min(rows);
+        let count = members.len() as f64;
+        let dim = row(start).len();
+        let of = |c: usize| members.clone().map(|i| row(i)[c]).sum::<f64>() / count;
+        (0..dim).map(of).collect()
+    });
+    blocks.collect()
+}

@@ -1,0 +1,136 @@
+//! Mixture of block attention, MoBA (Lu et al., 2025, §2.2).
+
+use std::ops::Range;
+
+use blocksparse::{BLOCK_SIZES, EstimateKind, Forced, Keep, Rule};
+use burn::tensor::{DType, Tensor};
+
+use super::Selection;
+use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+use super::mean::{means, means_reference, products};
+use super::sharing::Sharing;
+use super::text::{Arguments, Method, Written};
+use crate::error::OpError;
+
+/// `q · mean(k)` of a query and a block of keys, keys as they are attended to: every query chooses for itself. Its own block is always among the chosen
+/// and counts as one of them, so with `k` blocks it chooses `k − 1` before its own, and with 1 none. Defined for causal attention.
+///
+/// Nothing is trained for it, and the choice has no gradient. The paper has blocks of 512 and k = 3 at 8K tokens, 2,048 and 3 at 32K, 4,096 and 12 at
+/// 1M with the last 3 layers in full attention, and trains nine tenths of the tokens with it and the rest with full attention.
+///
+/// [`attention_selected`](crate::attention_selected) runs over its choice. It is written `moba:BLOCK,K[,FULL_LAST_LAYERS]`:
+///
+/// ```
+/// use burn_blocksparse::Selection;
+///
+/// let selection: Selection = "moba:512,3,2".parse()?;
+/// assert_eq!(selection.estimator().full_last_layers(), 2);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MixtureOfBlocks {
+    /// Width of a block of keys: 8, 16, 32, 64, 128, or a larger multiple of 128.
+    pub block: usize,
+    /// So many of a model's last layers attend to all keys. It is for the layers to read ([`BlockEstimator::full_last_layers`]).
+    pub full_last_layers: usize,
+}
+
+/// What MoBA forces: the block that a query lies in.
+const FORCED: Forced = Forced { first: 0, local: 1 };
+
+pub(crate) const METHOD: Method = Method {
+    name: "moba",
+    notation: "moba:BLOCK,K[,FULL_LAST_LAYERS]",
+    read: |arguments: &mut Arguments| {
+        let block = arguments.whole("BLOCK")?;
+        let keep = arguments.keep("K", |k| Keep::TopK(k as usize))?;
+        let full_last_layers = arguments.optional_whole("FULL_LAST_LAYERS", 0)?;
+        let estimator = MixtureOfBlocks {
+            block,
+            full_last_layers,
+        };
+        Ok(Selection::new(estimator, keep).with_forced(FORCED))
+    },
+};
+
+impl BlockEstimator for MixtureOfBlocks {
+    fn name(&self) -> &'static str {
+        METHOD.name
+    }
+
+    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
+        let written = Written::new(METHOD.name).whole(self.block);
+        let written = written.keep(rule.keep, |keep| matches!(keep, Keep::TopK(_)));
+        let written = match self.full_last_layers {
+            0 => written,
+            layers => written.whole(layers),
+        };
+        written.sharing(sharing, Sharing::PerHead).finish()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        EstimateGrid {
+            query_rows: 1,
+            block: self.block,
+        }
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        EstimatorTraits {
+            kind: EstimateKind::Affinity,
+            // Blocks before a query's own are whole, and nothing else is looked at.
+            prefix_stable: true,
+            causal_only: true,
+        }
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        let is_wide = self.block > 128 && self.block.is_multiple_of(128);
+        match BLOCK_SIZES.contains(&self.block) || is_wide {
+            true => Ok(()),
+            false => {
+                let expected = "8, 16, 32, 64, 128 or a larger multiple of 128";
+                Err(OpError::argument("block", expected, self.block))
+            }
+        }
+    }
+
+    fn check_rule(&self, rule: &Rule) -> Result<(), OpError> {
+        if !matches!(rule.keep, Keep::TopK(_)) {
+            let (expected, got) = ("a number of blocks for moba", format!("{:?}", rule.keep));
+            return Err(OpError::argument("keep", expected, got));
+        }
+        match rule.forced == FORCED {
+            true => Ok(()),
+            false => {
+                let expected = format!("{FORCED:?} for moba");
+                Err(OpError::argument(
+                    "forced",
+                    expected,
+                    format!("{:?}", rule.forced),
+                ))
+            }
+        }
+    }
+
+    fn full_last_layers(&self) -> usize {
+        self.full_last_layers
+    }
+
+    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        let q = call.q.clone().slice_dim(2, rows).cast(DType::F32);
+        Ok(products(q, means(call.k.clone(), self.block), call.group()))
+    }
+
+    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+        let mut scores = Vec::new();
+        for head in 0..call.heads {
+            let k = means_reference(|row| call.key(head, row), call.seq_kv, self.block);
+            for row in 0..call.seq_q {
+                let q = call.query(head, row);
+                scores.extend(k.iter().map(|k| dot(q, k)));
+            }
+        }
+        scores
+    }
+}

@@ -1,0 +1,320 @@
+//! Attention that chooses its keys by content: scores of blocks, a rule that keeps some of them, a layout.
+//!
+//! ```text
+//! estimator    what a method is: scores of blocks by queries and keys
+//! mean, moba, antidiagonal, sparge, flex, vertical_slash
+//!              methods
+//! lines        columns and diagonals of attention, for the last two
+//! parts        calls in parts, and who sees whom
+//! selected     attention over what is chosen
+//! query_lists  the queries that chose each block, where every query chooses for itself
+//! by_query     the same choice on the host
+//! sharing      whether heads that share keys choose together
+//! text         arguments of selections as text
+//! methods      the table of methods, by which selections are read
+//! recall       how much of the attention a choice keeps
+//! quality      the same beside the best choice, for reports
+//! ```
+
+mod antidiagonal;
+mod by_query;
+pub(crate) mod estimator;
+mod flex;
+mod lines;
+mod mean;
+mod methods;
+mod moba;
+mod parts;
+mod quality;
+mod query_lists;
+mod recall;
+mod selected;
+pub(crate) mod sharing;
+mod sparge;
+mod text;
+mod vertical_slash;
+
+use std::fmt;
+use std::sync::Arc;
+
+use blocksparse::{BLOCK_SIZES, BlockLayout, Forced, Keep, LayoutShape, Rule};
+use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
+
+use crate::choice::{checked, mask};
+use crate::device::served;
+use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
+use crate::error::OpError;
+pub use antidiagonal::Antidiagonals;
+pub use estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall};
+pub use flex::{FlexHead, FlexPrefill};
+pub use mean::BlockMeans;
+pub(crate) use mean::{means, products};
+pub use moba::MixtureOfBlocks;
+pub use quality::SelectionQuality;
+pub use query_lists::QueryLists;
+pub use recall::recall;
+use selected::OwnBlocks;
+pub use selected::{SelectedOptions, attention_selected, attention_selected_with_lse};
+pub use sharing::Sharing;
+pub use sparge::SpargeBlocks;
+pub use vertical_slash::VerticalSlash;
+
+/// How blocks of keys are chosen by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
+/// [`attention()`](crate::attention()) runs over.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::{AttentionOptions, Keep, ScoreCall, Selection, attention};
+///
+/// let [q, k, v] = [(); 3]
+///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
+/// // The 4 blocks of 32 keys that score highest, or those that make up nine tenths of the estimate.
+/// let selection: Selection = "topk:32,4".parse()?;
+/// let by_share = selection.clone().with_keep(Keep::top_p(0.9));
+/// assert_eq!(by_share.to_string(), "topk:32,p=0.9");
+/// let chosen = selection.choose(&ScoreCall::new(q.clone(), k.clone()))?;
+/// let out = attention(q, k, v, &chosen.layout, AttentionOptions::default())?;
+/// assert_eq!(out.dims(), [1, 2, 256, 16]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Selection {
+    estimator: Arc<dyn BlockEstimator>,
+    keep: Keep,
+    forced: Forced,
+    sharing: Sharing,
+    own: OwnBlocks,
+}
+
+/// What a [`Selection`] chose.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Chosen {
+    /// The blocks, on the device.
+    pub layout: DeviceLayout,
+}
+
+impl Selection {
+    /// How selections are written: `KEEP` is a number, or a rule with its name, `k=12`, `ratio=0.25`, `p=0.9` or `above=0.01`. `share=sum`, `mean` or `max`
+    /// lets heads that share keys choose together.
+    pub const NOTATION: &[&str] = methods::NOTATION;
+
+    /// By an estimator and a rule, with no block forced, each head for itself.
+    pub fn new(estimator: impl BlockEstimator + 'static, keep: Keep) -> Self {
+        Self {
+            estimator: Arc::new(estimator),
+            keep,
+            forced: Forced::default(),
+            sharing: Sharing::PerHead,
+            own: OwnBlocks::default(),
+        }
+    }
+
+    /// Sets which blocks are kept by their scores.
+    pub fn with_keep(mut self, keep: Keep) -> Self {
+        self.keep = keep;
+        self
+    }
+
+    /// Sets which blocks are kept whatever their score.
+    pub fn with_forced(mut self, forced: Forced) -> Self {
+        self.forced = forced;
+        self
+    }
+
+    /// Sets whether heads that share keys choose together.
+    pub fn with_sharing(mut self, sharing: Sharing) -> Self {
+        self.sharing = sharing;
+        self
+    }
+
+    /// What scores the blocks.
+    pub fn estimator(&self) -> &dyn BlockEstimator {
+        &*self.estimator
+    }
+
+    /// What keeps them.
+    pub fn rule(&self) -> Rule {
+        Rule {
+            kind: self.estimator.traits().kind,
+            keep: self.keep,
+            forced: self.forced,
+        }
+    }
+
+    /// Whether heads that share keys choose together.
+    pub fn sharing(&self) -> Sharing {
+        self.sharing
+    }
+
+    /// Checks the numbers of the estimator and the rule.
+    ///
+    /// # Errors
+    /// [`OpError`] if one is out of range.
+    pub fn check(&self) -> Result<(), OpError> {
+        self.estimator.check()?;
+        let rule = self.rule();
+        self.estimator.check_rule(&rule)?;
+        Ok(rule.check()?)
+    }
+
+    /// Checks the selection, and that it is defined for a call.
+    fn check_for(&self, call: &ScoreCall) -> Result<(), OpError> {
+        self.check()?;
+        check_call(call)?;
+        let traits = self.estimator.traits();
+        if traits.causal_only && !call.causal {
+            let expected = format!("true for {}", self.estimator.name());
+            return Err(OpError::argument("call.causal", expected, false));
+        }
+        Ok(())
+    }
+
+    /// The blocks that the call's queries attend to. Nothing is read back; no gradient reaches the scores.
+    ///
+    /// # Errors
+    /// [`OpError`] if shapes, dtypes or devices do not fit each other, a number is out of range, or the method is not defined for the call.
+    pub fn choose(&self, call: &ScoreCall) -> Result<Chosen, OpError> {
+        self.check_for(call)?;
+        let shape = self.shape(call.q.dims(), call.k.dims()[2])?;
+        let call = ScoreCall {
+            q: call.q.clone().without_autodiff(),
+            k: call.k.clone().without_autodiff(),
+            ..*call
+        };
+        let rows = call.grid(self.estimator.grid()).rows();
+        let scores = self.estimator.scores(&call, 0..rows)?;
+        let scores = self.sharing.reduce(scores, call.group());
+        let options = DeviceLayoutOptions::new(shape).causal(call.causal);
+        let layout = DeviceLayout::from_scores(scores, self.rule(), options)?;
+        Ok(Chosen { layout })
+    }
+
+    /// What [`choose`](Self::choose) chooses, of one batch entry, in plain f64 loops on the host.
+    ///
+    /// # Errors
+    /// [`OpError`] if a number is out of range.
+    pub fn choose_reference(&self, call: &DenseCall) -> Result<BlockLayout, OpError> {
+        self.check()?;
+        let dims = [1, call.heads, call.seq_q, call.head_dim];
+        let shape = match self.is_by_query() {
+            true => self.query_shape(dims, call.seq_kv)?,
+            false => self.shape(dims, call.seq_kv)?,
+        };
+        let grid = call.grid(self.estimator.grid());
+        let group = call.heads / call.kv_heads;
+        let scores = self.estimator.reference(call);
+        let scores = self.sharing.reduce_reference(scores, call.heads, group);
+        let rows = scores.chunks(grid.blocks()).enumerate();
+        let rule = self.rule();
+        let rows = rows.map(|(row, scores)| rule.kept(&grid, row % grid.rows(), scores));
+        let rows: Vec<Vec<bool>> = rows.collect();
+        let patterns = rows.len() / grid.rows();
+        let name = self.to_string();
+        if self.is_by_query() {
+            return by_query::layout(&name, shape, &grid, &rows);
+        }
+        let layout = BlockLayout::from_block_fn(&name, shape, |head, q_block, kv_block| {
+            let pattern = head / (call.heads / patterns);
+            let kept = rows[pattern * grid.rows() + q_block][kv_block];
+            kept.then(|| mask(q_block, kv_block, shape, call.causal))
+        });
+        Ok(layout?)
+    }
+
+    fn shape(&self, q: [usize; 4], seq_kv: usize) -> Result<LayoutShape, OpError> {
+        let grid = self.estimator.grid();
+        if grid.query_rows != grid.block {
+            let expected = "as many queries as keys of a block (attention_selected takes 1, too)";
+            return Err(OpError::argument("query_rows", expected, grid.query_rows));
+        }
+        sizes(q, seq_kv, grid.block)
+    }
+
+    /// Sizes of a layout of single queries, whose blocks may be narrower than those that are chosen.
+    fn query_shape(&self, q: [usize; 4], seq_kv: usize) -> Result<LayoutShape, OpError> {
+        let [.., widest] = BLOCK_SIZES;
+        sizes(q, seq_kv, self.estimator.grid().block.min(widest))
+    }
+}
+
+impl fmt::Display for Selection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.estimator.text(&self.rule(), self.sharing))
+    }
+}
+
+/// Selections are equal if they are written alike.
+impl PartialEq for Selection {
+    fn eq(&self, other: &Self) -> bool {
+        self.to_string() == other.to_string()
+    }
+}
+
+impl From<Selection> for String {
+    fn from(selection: Selection) -> Self {
+        selection.to_string()
+    }
+}
+
+impl TryFrom<String> for Selection {
+    type Error = OpError;
+
+    fn try_from(text: String) -> Result<Self, OpError> {
+        text.parse()
+    }
+}
+
+/// Sizes that a layout can have.
+fn sizes(q: [usize; 4], seq_kv: usize, block_size: usize) -> Result<LayoutShape, OpError> {
+    let [_, heads, seq_q, _] = q;
+    checked(&LayoutShape {
+        heads,
+        seq_q,
+        seq_kv,
+        block_size,
+    })
+}
+
+/// A width that blocks can have.
+pub(crate) fn check_block(block: usize) -> Result<(), OpError> {
+    match BLOCK_SIZES.contains(&block) {
+        true => Ok(()),
+        false => Err(OpError::argument("block", "8, 16, 32, 64 or 128", block)),
+    }
+}
+
+/// That queries and keys fit each other, on a device that this crate serves.
+pub(crate) fn check_call(call: &ScoreCall) -> Result<(), OpError> {
+    let (q, k): (&Tensor<4>, &Tensor<4>) = (&call.q, &call.k);
+    served(&q.device().without_autodiff())?;
+    check_shapes(q, k)?;
+    match call.scale.is_finite() {
+        true => Ok(()),
+        false => Err(OpError::argument("call.scale", "finite", call.scale)),
+    }
+}
+
+/// That queries and keys fit each other.
+pub(crate) fn check_shapes(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
+    let [batch, heads, _, head_dim] = q.dims();
+    let [k_batch, kv_heads, _, k_dim] = k.dims();
+    for (argument, got) in [("q's batch", batch), ("q's head_dim", head_dim)] {
+        if got == 0 {
+            return Err(OpError::argument(argument, "at least 1", got));
+        }
+    }
+    OpError::expect_same("k's batch", batch, "q's", k_batch)?;
+    OpError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return Err(OpError::argument(
+            "k's kv_heads",
+            format!("a divisor of the {heads} heads of q"),
+            kv_heads,
+        ));
+    }
+    OpError::expect_same("k's dtype", q.dtype(), "q's", k.dtype())?;
+    OpError::expect_same("k's device", q.device(), "q's", k.device())
+}

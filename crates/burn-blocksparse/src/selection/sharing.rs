@@ -1,0 +1,74 @@
+//! Whether heads that share keys share a choice.
+
+use std::fmt;
+
+use burn::tensor::Tensor;
+
+/// Whether query heads that share a head of keys share a choice, and what becomes of their scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Sharing {
+    /// Every query head chooses for itself.
+    #[default]
+    PerHead,
+    /// The heads of a head of keys choose together, by the sum of their scores.
+    Sum,
+    /// By the mean.
+    Mean,
+    /// By the largest.
+    Max,
+}
+
+/// How each is written.
+pub(crate) const WORDS: [(&str, Sharing); 4] = [
+    ("no", Sharing::PerHead),
+    ("sum", Sharing::Sum),
+    ("mean", Sharing::Mean),
+    ("max", Sharing::Max),
+];
+
+impl fmt::Display for Sharing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let word = WORDS.iter().find(|(_, sharing)| sharing == self);
+        f.write_str(word.map_or("", |(word, _)| word))
+    }
+}
+
+impl Sharing {
+    /// `[batch, heads, rows, blocks]` becomes `[batch, kv_heads, rows, blocks]`, if heads share.
+    pub(crate) fn reduce(self, scores: Tensor<4>, group: usize) -> Tensor<4> {
+        if group == 1 || self == Self::PerHead {
+            return scores;
+        }
+        let [batch, heads, rows, blocks] = scores.dims();
+        let kv_heads = heads / group;
+        let scores = scores.reshape([batch * kv_heads, group, rows, blocks]);
+        let scores = match self {
+            Self::Max => scores.max_dim(1),
+            Self::Mean => scores.mean_dim(1),
+            Self::Sum | Self::PerHead => scores.sum_dim(1),
+        };
+        scores.reshape([batch, kv_heads, rows, blocks])
+    }
+
+    /// [`reduce`](Self::reduce) of `[heads][numbers]`.
+    pub(crate) fn reduce_reference(self, scores: Vec<f64>, heads: usize, group: usize) -> Vec<f64> {
+        if group == 1 || self == Self::PerHead {
+            return scores;
+        }
+        let numbers = scores.len() / heads;
+        let of = |head: usize, at: usize| scores[head * numbers + at];
+        let reduced = (0..heads / group).flat_map(|kv_head| {
+            let members = kv_head * group..(kv_head + 1) * group;
+            (0..numbers).map(move |at| {
+                let members = members.clone().map(|head| of(head, at));
+                match self {
+                    Self::Max => members.fold(f64::NEG_INFINITY, f64::max),
+                    Self::Mean => members.sum::<f64>() / group as f64,
+                    Self::Sum | Self::PerHead => members.sum(),
+                }
+            })
+        });
+        reduced.collect()
+    }
+}

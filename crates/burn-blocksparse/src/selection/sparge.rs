@@ -1,0 +1,212 @@
+//! Blocks by means, where blocks are alike in themselves (SpargeAttn: Zhang et al., 2025, §3).
+
+use std::ops::Range;
+
+use blocksparse::{EstimateKind, Forced, Keep, Rule};
+use burn::tensor::Tensor;
+
+use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+use super::mean::{means, means_reference, products};
+use super::parts::{by_heads, hidden, rows_of, softmax_of_seen, softmax_reference};
+use super::sharing::Sharing;
+use super::text::{Arguments, Method, Written};
+use super::{Selection, check_block};
+use crate::error::OpError;
+
+/// `softmax(mean(q) · mean(k) · scale)` over blocks of keys, where means say something of their blocks: the self-similarity of a block is the mean of the
+/// cosines of all pairs of its rows. A block of keys of less than `similarity` is left out of the softmax, and its score is +∞: the rules keep it besides what
+/// they keep of the others ([`EstimateKind::Mass`]), if they do not count blocks. So are all blocks of a row of queries of less than that.
+///
+/// ```
+/// use burn_blocksparse::{Forced, Keep, Selection, SpargeBlocks};
+///
+/// let selection: Selection = "sparge:64,0.98,0.6".parse()?;
+/// let estimator = SpargeBlocks { block: 64, similarity: 0.6, smooth: true };
+/// let same = Selection::new(estimator, Keep::top_p(0.98)).with_forced(Forced { first: 0, local: 1 });
+/// assert_eq!(selection, same);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SpargeBlocks {
+    /// Width of a block.
+    pub block: usize,
+    /// The least self-similarity of a block whose mean stands for it, from −1 to 1.
+    pub similarity: f64,
+    /// Whether keys are taken less their mean over the sequence, which no softmax over all of them notices, but similarities do.
+    pub smooth: bool,
+}
+
+/// Forced by default: the queries' own block.
+const FORCED: Forced = Forced { first: 0, local: 1 };
+
+pub(crate) const METHOD: Method = Method {
+    name: "sparge",
+    notation: "sparge:BLOCK,KEEP,SIMILARITY[,smooth=0]",
+    read: |arguments: &mut Arguments| {
+        let block = arguments.whole("BLOCK")?;
+        let keep = arguments.keep("KEEP", Keep::top_p)?;
+        let estimator = SpargeBlocks {
+            block,
+            similarity: arguments.real("SIMILARITY")?,
+            smooth: arguments.flag("smooth", true)?,
+        };
+        let selection = Selection::new(estimator, keep);
+        Ok(selection.with_forced(arguments.forced(FORCED)?))
+    },
+};
+
+/// Shorter rows have no direction.
+const SHORTEST: f64 = 1e-18;
+
+impl SpargeBlocks {
+    /// The self-similarities of the blocks of queries and of keys that a head sees, in plain f64 loops.
+    pub fn similarities_reference(&self, call: &DenseCall, head: usize) -> [Vec<f64>; 2] {
+        let (b, dim) = (self.block, call.head_dim);
+        let k = self.keys_reference(call, head);
+        let of_queries = similarities_reference(|i| call.query(head, i), call.seq_q, b);
+        let of_keys = similarities_reference(|j| &k[j * dim..][..dim], call.seq_kv, b);
+        [of_queries, of_keys]
+    }
+
+    /// The keys that a head sees.
+    fn keys_reference(&self, call: &DenseCall, head: usize) -> Vec<f64> {
+        let mean = match self.smooth {
+            true => means_reference(|j| call.key(head, j), call.seq_kv, call.seq_kv).remove(0),
+            false => vec![0.0; call.head_dim],
+        };
+        let less = |j: usize| {
+            call.key(head, j)
+                .iter()
+                .zip(&mean)
+                .map(|(k, mean)| k - mean)
+        };
+        (0..call.seq_kv).flat_map(less).collect()
+    }
+}
+
+impl BlockEstimator for SpargeBlocks {
+    fn name(&self) -> &'static str {
+        METHOD.name
+    }
+
+    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
+        let written = Written::new(METHOD.name).whole(self.block);
+        let written = written.keep(rule.keep, |keep| matches!(keep, Keep::TopP { .. }));
+        let written = written.real(self.similarity);
+        let written = written.named_whole("smooth", self.smooth.into(), 1);
+        let written = written.forced(rule.forced, FORCED);
+        written.sharing(sharing, Sharing::PerHead).finish()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        EstimateGrid {
+            query_rows: self.block,
+            block: self.block,
+        }
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        EstimatorTraits {
+            kind: EstimateKind::Mass,
+            // The mean of a block of queries has its later ones, and that of all keys too.
+            prefix_stable: false,
+            causal_only: false,
+        }
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        check_block(self.block)?;
+        match (-1.0..=1.0).contains(&self.similarity) {
+            true => Ok(()),
+            false => {
+                let expected = "from -1 to 1";
+                Err(OpError::argument("similarity", expected, self.similarity))
+            }
+        }
+    }
+
+    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        let b = self.block;
+        let [_, _, seq_q, dim] = call.q.dims();
+        let seq_kv = call.k.dims()[2];
+        let grid = call.grid(self.grid());
+        let (blocks, count) = (grid.blocks(), rows.len());
+        let queries = (rows.start * b).min(seq_q)..(rows.end * b).min(seq_q);
+        let numbers = (queries.len() * dim).max(count * blocks);
+        let scores = by_heads(call, numbers, |q, k| {
+            let [parts, group, ..] = q.dims();
+            let dims = [parts, group, count, blocks];
+            let k = rows_of(&k, 0..seq_kv);
+            let k = match self.smooth {
+                true => k.clone() - k.mean_dim(2),
+                false => k,
+            };
+            let q = rows_of(&q, queries.clone());
+            let unlike = |x: Tensor<4>| similarities(x, b).lower_elem(self.similarity);
+            let of_keys = unlike(k.clone()).swap_dims(2, 3).expand(dims);
+            let of_queries = unlike(q.clone()).expand(dims);
+            let x = products(means(q, b) * call.scale, means(k, b), group);
+            let hidden = hidden(&grid, rows.clone(), blocks, &x.device());
+            let hidden = hidden.reshape([1, 1, count, blocks]).expand(dims);
+            let p = softmax_of_seen(x, hidden.bool_or(of_keys.clone()));
+            p.mask_fill(of_keys.bool_or(of_queries), f32::INFINITY)
+        });
+        Ok(scores)
+    }
+
+    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+        let grid = call.grid(self.grid());
+        let dim = call.head_dim;
+        let mut scores = Vec::new();
+        for head in 0..call.heads {
+            let k = self.keys_reference(call, head);
+            let q_means = means_reference(|i| call.query(head, i), call.seq_q, self.block);
+            let k_means = means_reference(|j| &k[j * dim..][..dim], call.seq_kv, self.block);
+            let [of_queries, of_keys] = self.similarities_reference(call, head);
+            for row in 0..grid.rows() {
+                let is_like = |block: usize| of_keys[block] >= self.similarity;
+                let x = (0..grid.blocks()).map(|block| {
+                    let is_weighed = grid.is_visible(row, block) && is_like(block);
+                    is_weighed.then(|| dot(&q_means[row], &k_means[block]) * call.scale)
+                });
+                let p = softmax_reference(&x.collect::<Vec<_>>());
+                let is_weighed = |block| of_queries[row] >= self.similarity && is_like(block);
+                scores.extend(p.into_iter().enumerate().map(|(block, p)| {
+                    match is_weighed(block) {
+                        true => p,
+                        false => f64::INFINITY,
+                    }
+                }));
+            }
+        }
+        scores
+    }
+}
+
+/// The mean of the cosines of all pairs of a block's rows, which is the square of the length of their directions' mean: `[batch, heads, blocks, 1]`.
+fn similarities(x: Tensor<4>, block: usize) -> Tensor<4> {
+    let lengths = x.clone().square().sum_dim(3).sqrt();
+    let directions = means(x / lengths.clamp_min(SHORTEST), block);
+    directions.square().sum_dim(3)
+}
+
+fn similarities_reference<'a>(
+    row: impl Fn(usize) -> &'a [f64],
+    rows: usize,
+    block: usize,
+) -> Vec<f64> {
+    let cosine = |i: usize, j: usize| {
+        let [i, j] = [i, j].map(&row);
+        let length = |x: &[f64]| dot(x, x).sqrt().max(SHORTEST);
+        dot(i, j) / (length(i) * length(j))
+    };
+    let blocks = (0..rows).step_by(block).map(|start| {
+        let members = start..(start + block).min(rows);
+        let pairs = members
+            .clone()
+            .flat_map(|i| members.clone().map(move |j| (i, j)));
+        let count = members.len() * members.len();
+        pairs.map(|(i, j)| cosine(i, j)).sum::<f64>() / count as f64
+    });
+    blocks.collect()
+}

@@ -1,0 +1,61 @@
+//! What a call of the attention computes.
+
+use burn::tensor::{Bool, DType, Tensor};
+use burn_blocksparse::Dropout as WeightDropout;
+
+use crate::heads::Positions;
+use crate::input::PaddedBatch;
+use crate::results::Results;
+use crate::{Seed, SparseMhaInput, TransformerError};
+
+/// What a call computes, decided before it.
+pub(crate) struct Call {
+    pub(crate) query: Positions,
+    pub(crate) key: Positions,
+    /// Queries that are padding, `[batch, seq_q, 1]`.
+    pub(crate) padding: Option<Tensor<3, Bool>>,
+    /// Of the output.
+    pub(crate) dtype: DType,
+    /// Of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
+    pub(crate) bias: Option<Tensor<4>>,
+    pub(crate) dropout_seed: Option<Seed>,
+    /// In place of the module's own.
+    pub(crate) dropout: Option<WeightDropout>,
+    pub(crate) results: Results,
+}
+
+impl Call {
+    /// One whose queries and keys are the same rows, at these positions.
+    pub(crate) fn at(
+        input: &SparseMhaInput,
+        positions: Positions,
+    ) -> Result<Self, TransformerError> {
+        Ok(Self {
+            query: positions.clone(),
+            key: positions,
+            ..Self::new(input, None)?
+        })
+    }
+
+    /// One whose positions count from 0.
+    pub(crate) fn new(
+        input: &SparseMhaInput,
+        padded: Option<PaddedBatch>,
+    ) -> Result<Self, TransformerError> {
+        let device = input.query.device();
+        let padding = match padded {
+            Some(padded) => padded.queries_mask(&device)?,
+            None => None,
+        };
+        Ok(Self {
+            query: Positions::From(0),
+            key: Positions::From(0),
+            padding,
+            dtype: input.query.dtype(),
+            bias: input.bias.clone(),
+            dropout_seed: input.dropout_seed,
+            dropout: input.dropout,
+            results: input.results.clone(),
+        })
+    }
+}

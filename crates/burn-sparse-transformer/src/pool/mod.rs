@@ -1,0 +1,452 @@
+//! Keys and values of many sequences in pages.
+
+mod attend;
+mod begin;
+mod config;
+mod evict;
+mod model;
+mod prefix;
+mod replayed;
+mod saved;
+mod sight;
+mod step;
+mod store;
+mod watch;
+mod watched;
+
+use burn::module::Param;
+use burn::tensor::{DType, Device, Tensor};
+use burn_blocksparse::pages::{CacheError, PagePool, Residency, SequenceId};
+use burn_blocksparse::{Activation, Reach, bias_activation};
+
+pub(crate) use begin::Step;
+pub use config::{KvDtype, KvPoolConfig, KvPositions};
+pub use replayed::ReplayedDecoder;
+pub use saved::KvSnapshot;
+use sight::Sight;
+pub(crate) use step::Rows;
+use step::{GroupKey, GroupStep, Uploaded};
+use store::{Store, Stored};
+use watched::Evictor;
+
+use crate::error::{ensure, ensure_none};
+use crate::stream::Projected;
+use crate::{SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, TransformerError};
+
+/// The next rows of a sequence of a [`KvPool`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct KvStep {
+    /// The sequence.
+    pub id: SequenceId,
+    /// Its new tokens, at least 1.
+    pub tokens: usize,
+}
+
+impl KvStep {
+    /// So many new tokens of a sequence.
+    pub fn new(id: SequenceId, tokens: usize) -> Self {
+        Self { id, tokens }
+    }
+}
+
+/// What a sequence takes, in all layers together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KvUsage {
+    /// Tokens of the sequence.
+    pub tokens: usize,
+    /// Slots of its pages: each is a key and value of one KV head of one layer.
+    pub slots: usize,
+    /// Bytes of those slots. Pages that sequences share count for each of them.
+    pub bytes: usize,
+    /// Bytes of the keys and values that a later query reads.
+    pub live_bytes: usize,
+    /// Bytes that all tokens' keys and values would take.
+    pub all_bytes: usize,
+    /// Bytes of what evicted keys are chosen by.
+    pub score_bytes: usize,
+}
+
+/// Keys and values of many sequences in pages on the device, for all layers of a model.
+///
+/// Sequences of unequal lengths [`join`](Self::join) and [`leave`](Self::leave) at any time, share pages when one is [`fork`](Self::fork)ed from another, and
+/// can be [`truncate`](Self::truncate)d. Keys that no later query attends to are let go, by each layer's pattern: with local attention a sequence takes
+/// as many slots as its window, however long it is. Layers with equal patterns share one page table. The pool's size is fixed when it is made, and a step
+/// for which it has no room is refused before anything is written.
+///
+/// [`SparseTransformer::new_pool`](crate::SparseTransformer::new_pool) makes one for a model, and
+/// [`forward_pool`](crate::SparseTransformer::forward_pool) continues sequences; [`Self::for_attention`] and
+/// [`SparseMultiHeadAttention::forward_pool`] are the same for one layer. [`SparseTransformerCache`](crate::SparseTransformerCache) is the simpler cache for
+/// a batch whose sequences all have one length and keep all their keys.
+#[derive(Debug)]
+pub struct KvPool {
+    groups: Vec<Group>,
+    /// Of each layer its group and its tensors.
+    layers: Vec<(usize, Store)>,
+    /// Positions that there are.
+    context: Option<usize>,
+    residency: Residency,
+    /// Keys that a batch shares from which on they are read once.
+    cascade: usize,
+    positions: KvPositions,
+    evictor: Option<Evictor>,
+    device: Device,
+}
+
+/// Layers that keep the same keys.
+#[derive(Debug)]
+struct Group {
+    key: GroupKey,
+    books: PagePool,
+    uploaded: Option<Uploaded>,
+    /// None unless the last step needed it.
+    sight: Option<Sight>,
+}
+
+impl KvPool {
+    /// An empty pool for one layer.
+    ///
+    /// # Errors
+    /// [`TransformerError::Argument`] or [`TransformerError::Cache`] naming what of the configuration is out of range.
+    pub fn for_attention(
+        attention: &SparseMultiHeadAttention,
+        config: &KvPoolConfig,
+    ) -> Result<Self, TransformerError> {
+        Self::for_layers(&[attention], None, config)
+    }
+
+    fn for_layers(
+        layers: &[&SparseMultiHeadAttention],
+        context: Option<usize>,
+        config: &KvPoolConfig,
+    ) -> Result<Self, TransformerError> {
+        config.validate()?;
+        let device = layers[0].key.weight.device().without_autodiff();
+        let mut groups: Vec<Group> = Vec::new();
+        let mut stores = Vec::with_capacity(layers.len());
+        let mut context = context;
+        let evictor = match config.eviction {
+            Some(eviction) => Some(Evictor::new(eviction, config.rollback, layers.len())?),
+            None => None,
+        };
+        for mha in layers {
+            mha.ensure_unselected()?;
+            let key = mha.group_key();
+            let found = groups.iter().position(|group| group.key == key);
+            // Layers that keep unequally many keys have books of their own.
+            let found = found.filter(|_| config.eviction.is_none_or(|config| config.is_even()));
+            let at = match found {
+                Some(at) => at,
+                None => {
+                    let books = config.books(&key.pattern, [key.heads, key.kv_heads])?;
+                    if evictor.is_some() {
+                        evict::check(&key, &books)?;
+                    }
+                    if config.positions == KvPositions::InCache {
+                        let is_causal = books.clone().join(Residency::Evict).is_ok();
+                        let expected = || "Original: heads are not causal and nothing else".into();
+                        ensure(
+                            is_causal && key.is_plain(),
+                            "positions",
+                            expected,
+                            "InCache",
+                        )?;
+                    }
+                    groups.push(Group {
+                        key,
+                        books,
+                        uploaded: None,
+                        sight: None,
+                    });
+                    groups.len() - 1
+                }
+            };
+            let books = &groups[at].books;
+            let pages = books.config().pages() * (mha.n_kv_heads / books.table_rows());
+            let widths = [mha.d_k(), mha.d_model / mha.n_heads];
+            let stored = (config.dtype).stored(mha.precision.dtype(mha.key.weight.val().dtype()));
+            if let Stored::Float(dtype) = stored
+                && !device.supports_dtype(DType::from(dtype))
+            {
+                let expected = "one that the device stores";
+                return Err(TransformerError::argument(
+                    "dtype",
+                    expected,
+                    format!("{dtype:?}"),
+                ));
+            }
+            let pages = [pages, books.config().page_size()];
+            let store = Store::new(pages, mha.n_kv_heads, widths, &device, stored)?;
+            stores.push((at, store));
+            if let Some(rope) = &mha.rope {
+                let [table, ..] = rope.freq_complex.dims();
+                context = Some(context.map_or(table, |context| context.min(table)));
+            }
+        }
+        Ok(Self {
+            groups,
+            layers: stores,
+            context,
+            residency: config.residency,
+            cascade: config.cascade,
+            positions: config.positions,
+            evictor,
+            device,
+        })
+    }
+
+    /// A new sequence without tokens.
+    ///
+    /// # Errors
+    /// [`TransformerError::Cache`] if the residency's window is out of range.
+    pub fn join(&mut self) -> Result<SequenceId, TransformerError> {
+        let residency = self.residency;
+        self.each(|books| books.join(residency))
+    }
+
+    /// Ends a sequence, whose pages others can take.
+    ///
+    /// # Errors
+    /// [`TransformerError::Cache`] if there is no such sequence.
+    pub fn leave(&mut self, id: SequenceId) -> Result<(), TransformerError> {
+        self.each(|books| books.leave(id))?;
+        if let Some(evictor) = &mut self.evictor {
+            evictor.leave(id);
+        }
+        Ok(())
+    }
+
+    /// A new sequence with the tokens of another one, whose pages it shares until either writes to them.
+    ///
+    /// # Errors
+    /// [`TransformerError::Cache`] if there is no such sequence.
+    pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId, TransformerError> {
+        let fork = self.each(|books| books.fork(id))?;
+        if let Some(evictor) = &mut self.evictor {
+            evictor.fork(id, fork);
+        }
+        Ok(fork)
+    }
+
+    /// Takes a sequence's last tokens back, so that it has `len`: as if they had never been.
+    ///
+    /// # Errors
+    /// [`TransformerError::Cache`] if there is no such sequence, it has fewer tokens, or keys that would live again are gone in some layer;
+    /// [`TransformerError::Boundary`] if a pattern has no boundary there.
+    pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<(), TransformerError> {
+        // All layers can, or none does.
+        for Group { key, books, .. } in &self.groups {
+            let oldest = books.oldest(id)?;
+            if len < oldest {
+                return Err(CacheError::Gone { asked: len, oldest }.into());
+            }
+            if len < books.len(id)? {
+                check_boundary(key, len)?;
+            }
+        }
+        let before = self.len(id)?;
+        if let Some(evictor) = (self.evictor.as_ref()).filter(|_| 0 < len && len < before) {
+            let oldest = evictor.oldest(id, before);
+            if len < oldest {
+                return Err(CacheError::Gone { asked: len, oldest }.into());
+            }
+        }
+        self.each(|books| books.truncate(id, len))?;
+        if let Some(evictor) = (self.evictor.as_mut()).filter(|_| len < before) {
+            evictor.truncate(id, len, before - len);
+        }
+        Ok(())
+    }
+
+    /// Tokens of a sequence: the position of its next one.
+    ///
+    /// # Errors
+    /// [`TransformerError::Cache`] if there is no such sequence.
+    pub fn len(&self, id: SequenceId) -> Result<usize, TransformerError> {
+        Ok(self.groups[0].books.len(id)?)
+    }
+
+    /// The sequences, in the order in which they came.
+    pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + '_ {
+        self.groups[0].books.sequences()
+    }
+
+    /// What a sequence takes.
+    ///
+    /// # Errors
+    /// [`TransformerError::Cache`] if there is no such sequence.
+    pub fn usage(&self, id: SequenceId) -> Result<KvUsage, TransformerError> {
+        let mut usage = KvUsage {
+            tokens: self.len(id)?,
+            ..KvUsage::default()
+        };
+        for (at, store) in &self.layers {
+            let Group { key, books, .. } = &self.groups[*at];
+            let of_books = books.usage(id)?;
+            let bytes = store.slot_bytes();
+            let heads = key.kv_heads / books.table_rows();
+            usage.slots += of_books.slots * heads;
+            usage.bytes += of_books.bytes(bytes * heads);
+            usage.live_bytes += of_books.live_bytes(bytes * heads);
+            usage.all_bytes += usage.tokens * key.kv_heads * bytes;
+        }
+        usage.score_bytes = (self.evictor.as_ref()).map_or(0, |evictor| evictor.bytes(id));
+        Ok(usage)
+    }
+
+    /// Bytes of all pages of all layers, whether in use or not.
+    pub fn bytes(&self) -> usize {
+        self.layers.iter().map(|(_, store)| store.bytes()).sum()
+    }
+
+    /// The books of each pattern of the layers: which page and slot each key lives in.
+    pub fn books(&self) -> impl Iterator<Item = &PagePool> {
+        self.groups.iter().map(|group| &group.books)
+    }
+
+    /// Checks everything that holds between two calls. Looks at every token of every sequence: for tests.
+    ///
+    /// # Errors
+    /// [`TransformerError::Cache`] with the first contradiction.
+    pub fn verify(&self) -> Result<(), TransformerError> {
+        let ids: Vec<SequenceId> = self.sequences().collect();
+        for group in &self.groups {
+            group.books.verify()?;
+            for &id in &ids {
+                let (len, expected) = (group.books.len(id)?, self.len(id)?);
+                ensure(len == expected, "len", || expected.to_string(), len)?;
+            }
+        }
+        self.verify_kept()
+    }
+
+    /// The same of the books of every pattern. They are asked the same, so what one allows all do, unless it was checked before.
+    fn each<T>(
+        &mut self,
+        mut f: impl FnMut(&mut PagePool) -> Result<T, CacheError>,
+    ) -> Result<T, TransformerError> {
+        let mut first = None;
+        for group in &mut self.groups {
+            group.uploaded = None;
+            let result = f(&mut group.books)?;
+            first.get_or_insert(result);
+        }
+        Ok(first.expect("a pool has at least one layer"))
+    }
+
+    fn layer<'a>(
+        &'a mut self,
+        step: &'a Step,
+        layer: usize,
+    ) -> (&'a mut Store, &'a GroupStep, Option<&'a mut Evictor>) {
+        let (group, store) = &mut self.layers[layer];
+        (store, &step.groups[*group], self.evictor.as_mut())
+    }
+}
+
+fn check_boundary(key: &GroupKey, position: usize) -> Result<(), TransformerError> {
+    let last = match key.pattern.furthest_key(key.heads, position) {
+        Reach::Never => return Ok(()),
+        Reach::At(last) => usize::try_from(last).ok(),
+        Reach::Always => None,
+    };
+    Err(TransformerError::Boundary {
+        position,
+        last,
+        next: key.pattern.next_boundary(key.heads, position),
+    })
+}
+
+impl SparseMultiHeadAttention {
+    /// Attention of new rows of sequences of a pool to themselves and to what the pool holds of them.
+    ///
+    /// Feeding sequences in pieces gives what [`Self::forward`] gives for the whole, as with [`Self::forward_cache`]: pieces have to end where the pattern allows a
+    /// boundary. After an error the pool is as it was.
+    ///
+    /// # Shapes
+    /// - `x`: `[batch, seq, d_model]`; of entry `b` the first `steps[b].tokens` rows count
+    /// - `context`: `[batch, seq, d_model]`, with numbers of no meaning in the other rows
+    ///
+    /// # Errors
+    /// As [`Self::forward`]; if `x` is on a device with autodiff, `steps` are not as many as its entries, or the pool is not this layer's;
+    /// [`TransformerError::Cache`] if a sequence is none of the pool's or is named twice, or there are too few pages;
+    /// [`TransformerError::ContextExceeded`], [`TransformerError::Boundary`].
+    pub fn forward_pool(
+        &self,
+        x: Tensor<3>,
+        steps: &[KvStep],
+        pool: &mut KvPool,
+    ) -> Result<SparseMhaOutput, TransformerError> {
+        self.check_input("x", &x)?;
+        pool.check_layers(&[self], &x.device())?;
+        let [batch, seq, _] = x.dims();
+        check_steps(steps, batch)?;
+        let step = pool.begin(steps, seq, false)?;
+        let input = SparseMhaInput::self_attn(x);
+        let dtype = input.query.dtype();
+        let context = self
+            .forward_pool_projected(input, pool, &step, 0)
+            .and_then(|Projected { x, bias }| Ok(bias_activation(x, bias, Activation::None)?))
+            .and_then(|context| pool.settle(steps).map(|()| context));
+        match context {
+            Ok(context) => Ok(SparseMhaOutput {
+                context: context.cast(dtype),
+            }),
+            Err(error) => {
+                pool.take_back(step);
+                Err(error)
+            }
+        }
+    }
+
+    fn group_key(&self) -> GroupKey {
+        GroupKey {
+            pattern: self.pattern().clone(),
+            heads: self.n_heads,
+            kv_heads: self.n_kv_heads,
+            alibi: self.options.alibi.as_ref().map(|slopes| slopes.to_vec()),
+            relative: (self.relative_bias.as_ref()).map(|table| Param::val(table).dims()),
+        }
+    }
+}
+
+fn check_steps(steps: &[KvStep], batch: usize) -> Result<(), TransformerError> {
+    let expected = || format!("as many as the batch's {batch} entries");
+    ensure(steps.len() == batch, "steps", expected, steps.len())
+}
+
+impl KvPool {
+    /// That the pool was made for these layers, on the device of an input.
+    fn check_layers(
+        &self,
+        layers: &[&SparseMultiHeadAttention],
+        device: &Device,
+    ) -> Result<(), TransformerError> {
+        let expected = "none: use `Module::valid`";
+        ensure_none("autodiff", device.is_autodiff(), expected)?;
+        ensure(
+            self.layers.len() == layers.len(),
+            "pool",
+            || format!("of {} layers, the model's", layers.len()),
+            format!("{} layers", self.layers.len()),
+        )?;
+        for (mha, (group, store)) in layers.iter().zip(&self.layers) {
+            let is_same = self.groups[*group].key.is_of(mha);
+            let widths = [mha.d_k(), mha.d_model / mha.n_heads];
+            ensure(
+                is_same && store.widths() == Some(widths),
+                "pool",
+                || "one that was made for these layers".into(),
+                "another",
+            )?;
+        }
+        let expected = || format!("on {device:?}, the input's");
+        ensure(
+            self.device == *device,
+            "pool",
+            expected,
+            format!("{:?}", self.device),
+        )
+    }
+}

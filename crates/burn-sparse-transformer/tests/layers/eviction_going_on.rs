@@ -1,0 +1,350 @@
+//! Sequences whose keys are evicted, as they fork, go back, are replayed and are told what counts.
+
+use burn::tensor::{Device, Int, Tensor};
+use burn_sparse_transformer::{
+    CacheError, EvictionConfig, EvictionScore, KvDtype, KvPool, KvPoolConfig, KvStep, Pattern,
+    ReplayedDecoder, Residency, SparseMultiHeadAttentionConfig, TransformerError,
+};
+
+use crate::common::{assert_close, random, tokens};
+use crate::eviction::{
+    SEQ, VOCAB, WIDTH, attention, calls_of_two, go_on, model, part, policies, pool_config,
+};
+
+/// A fork goes on as the sequence would have; both keep what they do alone.
+#[test]
+fn forks() {
+    let device = Device::flex();
+    let model = model(&device);
+    let text = tokens(1, SEQ, VOCAB, &device);
+    let other = tokens(1, 2 * SEQ, VOCAB, &device).narrow(1, SEQ, SEQ);
+    let continuation = |tokens: &Tensor<2, Int>, from: usize| {
+        Tensor::cat(
+            vec![part(&text, 0, from), part(tokens, from, SEQ - from)],
+            1,
+        )
+    };
+    for config in policies() {
+        // Behind an eviction and between two.
+        for from in [20, 23] {
+            let [a, b] = [&text, &other].map(|tokens| continuation(tokens, from));
+            let alone = [&a, &b].map(|tokens| {
+                let mut pool = model.new_pool(&pool_config(1, config)).unwrap();
+                let id = pool.join().unwrap();
+                go_on(&model, tokens, &mut pool, id, &[20]);
+                go_on(&model, tokens, &mut pool, id, &[1; 3][..from - 20]);
+                let logits = go_on(&model, tokens, &mut pool, id, &[1; 14]);
+                (Tensor::cat(logits, 1), pool.kept_positions(id, 2).unwrap())
+            });
+            let mut pool = model.new_pool(&pool_config(3, config)).unwrap();
+            let id = pool.join().unwrap();
+            go_on(&model, &text, &mut pool, id, &[20]);
+            go_on(&model, &text, &mut pool, id, &[1; 3][..from - 20]);
+            let fork = pool.fork(id).unwrap();
+            let mut logits = [Vec::new(), Vec::new()];
+            for _ in 0..14 {
+                logits[0].extend(go_on(&model, &a, &mut pool, id, &[1]));
+                logits[1].extend(go_on(&model, &b, &mut pool, fork, &[1]));
+            }
+            for ((logits, id), (expected, kept)) in logits.into_iter().zip([id, fork]).zip(alone) {
+                assert_close(Tensor::cat(logits, 1), expected, 1e-5);
+                assert_eq!(pool.kept_positions(id, 2).unwrap(), kept, "{config:?}");
+                pool.leave(id).unwrap();
+                pool.verify().unwrap();
+            }
+            let mut books = pool.books();
+            assert!(books.all(|books| books.free_pages() == books.config().pages()));
+        }
+    }
+}
+
+/// Steps of a decoder that replays where it can are those of the model.
+#[test]
+fn stepwise_equals_replay() {
+    let device = Device::flex();
+    let text = tokens(1, SEQ, VOCAB, &device);
+    let ids: Vec<i32> = text
+        .clone()
+        .into_data()
+        .convert::<i32>()
+        .try_into_vec()
+        .unwrap();
+    let ids: Vec<u32> = ids.into_iter().map(|id| id as u32).collect();
+    for config in policies() {
+        let model = model(&device);
+        let mut pool = model.new_pool(&pool_config(1, config)).unwrap();
+        let id = pool.join().unwrap();
+        let steps = [vec![18], vec![1; SEQ - 18]].concat();
+        let expected = go_on(&model, &text, &mut pool, id, &steps);
+        let pool = model.new_pool(&pool_config(1, config)).unwrap();
+        let mut decoder = ReplayedDecoder::new(model, pool).unwrap();
+        let id = decoder.pool_mut().join().unwrap();
+        let mut first = 0;
+        for (count, expected) in steps.into_iter().zip(expected) {
+            let tokens = &ids[first..first + count];
+            let logits = decoder
+                .next_logits(tokens, &[KvStep::new(id, count)])
+                .unwrap();
+            let expected = expected.narrow(1, count - 1, 1).reshape([1, VOCAB]);
+            assert_close(logits, expected, 1e-6);
+            first += count;
+        }
+        assert!(!decoder.is_recorded());
+    }
+}
+
+/// Taken back within the rollback, a sequence is as if the tokens had never been; further back its keys are gone.
+#[test]
+fn going_back() {
+    let device = Device::flex();
+    let model = model(&device);
+    let text = tokens(1, SEQ, VOCAB, &device);
+    let other = tokens(1, 2 * SEQ, VOCAB, &device).narrow(1, SEQ, SEQ);
+    for config in policies() {
+        let mut config = config.with_slack(6);
+        config.recent = config.recent.max(3);
+        let run = |drafts: bool| {
+            let mut pool = model
+                .new_pool(&pool_config(1, config).with_rollback(3))
+                .unwrap();
+            let id = pool.join().unwrap();
+            // Evicted behind the prompt: of 16 tokens, then not before six more.
+            go_on(&model, &text, &mut pool, id, &[20, 1]);
+            if drafts {
+                go_on(&model, &other, &mut pool, id, &[2]);
+                pool.truncate(id, 21).unwrap();
+                pool.verify().unwrap();
+            }
+            let mut logits = go_on(&model, &text, &mut pool, id, &[1, 1]);
+            if drafts {
+                go_on(&model, &other, &mut pool, id, &[1, 1]);
+                let reads_attention = config.score != EvictionScore::KeyNorm;
+                assert!(!reads_attention || pool.truncate(id, 21).is_err());
+                pool.truncate(id, 23).unwrap();
+                pool.verify().unwrap();
+            }
+            logits.extend(go_on(&model, &text, &mut pool, id, &[1; 14]));
+            (
+                Tensor::cat(logits, 1),
+                pool.kept_positions(id, 1).unwrap(),
+                pool,
+                id,
+            )
+        };
+        let (logits, kept, mut pool, id) = run(true);
+        let (expected, expected_kept, ..) = run(false);
+        assert_close(logits, expected, 1e-5);
+        assert_eq!(kept, expected_kept, "{config:?}");
+        let error = pool.truncate(id, 3).unwrap_err();
+        let is_gone = matches!(
+            error,
+            TransformerError::Cache(CacheError::Gone { asked: 3, .. })
+        );
+        assert!(is_gone, "{error}");
+        assert_eq!(pool.len(id).unwrap(), SEQ);
+    }
+}
+
+/// The caller's scores of the tokens, of two sequences of unequal lengths; ties go to the later ones.
+#[test]
+fn importance() {
+    let device = Device::flex();
+    let x = random([2, SEQ, WIDTH], &device);
+    let mha = attention(Pattern::causal(), 2).init(&device).unwrap();
+    let eviction = EvictionConfig::importance(3).with_slack(0);
+    let config = KvPoolConfig::new(2, SEQ).with_page_size(16).with_chunk(20);
+    let config = config.with_eviction(eviction);
+    let mut pool = KvPool::for_attention(&mha, &config).unwrap();
+    let ids = calls_of_two(&mha, &x, &mut pool, &[[6, 5], [1, 1]]);
+    // Nothing is evicted until the caller says so.
+    assert_eq!(
+        pool.kept_positions(ids[1], 0).unwrap(),
+        [[0, 1, 2, 3, 4, 5]; 2]
+    );
+    let scores = Tensor::<3>::from_data(
+        [
+            [[9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 0.0], [0.0; 7]],
+            [
+                [1.0, 2.0, f32::NAN, 3.0, 4.0, 0.0, 9.0],
+                [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, 9.0],
+            ],
+        ],
+        &device,
+    );
+    pool.evict(&ids, std::slice::from_ref(&scores)).unwrap();
+    pool.verify().unwrap();
+    assert_eq!(
+        pool.kept_positions(ids[0], 0).unwrap(),
+        [[0, 2, 4], [4, 5, 6]]
+    );
+    assert_eq!(
+        pool.kept_positions(ids[1], 0).unwrap(),
+        [[1, 3, 4], [0, 1, 2]]
+    );
+    // Scores are of tokens, not of what is left of them.
+    let step = [KvStep::new(ids[1], 1)];
+    mha.forward_pool(x.clone().slice([1..2, 6..7]), &step, &mut pool)
+        .unwrap();
+    let scores_of_one = scores.clone().narrow(0, 1, 1);
+    pool.evict(&ids[1..], std::slice::from_ref(&scores_of_one))
+        .unwrap();
+    assert_eq!(
+        pool.kept_positions(ids[1], 0).unwrap(),
+        [[3, 4, 6], [0, 1, 6]]
+    );
+    let text = |error: TransformerError| error.to_string();
+    assert_eq!(
+        text(
+            pool.evict(&[ids[0]; 2], std::slice::from_ref(&scores))
+                .unwrap_err()
+        ),
+        "sequences must be different ones, got sequence 0 twice"
+    );
+    assert_eq!(
+        text(pool.evict(&ids, &[]).unwrap_err()),
+        "importance must be one for each of the 1 layers, got 0"
+    );
+    assert_eq!(
+        text(
+            pool.evict(&ids, std::slice::from_ref(&scores_of_one))
+                .unwrap_err()
+        ),
+        "importance must be [2, 2, at least 7], got [1, 2, 7]"
+    );
+    let mut other = KvPool::for_attention(&mha, &pool_config(1, EvictionConfig::tova(4))).unwrap();
+    let id = other.join().unwrap();
+    assert_eq!(
+        text(
+            other
+                .evict(&[id], std::slice::from_ref(&scores_of_one))
+                .unwrap_err()
+        ),
+        "pool must be one whose keys are evicted by the caller's scores, got another"
+    );
+}
+
+#[test]
+fn what_a_sequence_takes() {
+    let device = Device::flex();
+    let model = model(&device);
+    let text = tokens(1, SEQ, VOCAB, &device);
+    let config = EvictionConfig::tova(8).with_slack(4);
+    let mut pool = model
+        .new_pool(&pool_config(1, config).with_chunk(1))
+        .unwrap();
+    let id = pool.join().unwrap();
+    go_on(&model, &text, &mut pool, id, &[1; SEQ]);
+    let usage = pool.usage(id).unwrap();
+    // Three layers of two heads; 37 tokens, of which 8 stayed and up to 4 came.
+    let stored = pool.kept_positions(id, 0).unwrap()[0].len();
+    assert!((8..=12).contains(&stored));
+    assert_eq!(usage.live_bytes, 3 * 2 * stored * 8 * 4);
+    assert_eq!(usage.all_bytes, 3 * 2 * SEQ * 8 * 4);
+    // A query of each head.
+    assert_eq!(usage.score_bytes, 3 * 4 * 4 * 4);
+    assert!(pool.bytes() < 3 * 2 * 64 * 8 * 4);
+}
+
+/// Nothing has changed after an error.
+#[test]
+fn errors() {
+    let device = Device::flex();
+    let tova = EvictionConfig::tova(9).with_slack(2);
+    let fails = |mha: SparseMultiHeadAttentionConfig, config: KvPoolConfig, message: &str| {
+        let mha = mha.init(&device).unwrap();
+        let error = KvPool::for_attention(&mha, &config).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    };
+    let causal = || attention(Pattern::causal(), 2);
+    fails(
+        attention(Pattern::local(5), 2),
+        pool_config(1, tova),
+        "pattern must be causal in every head, for keys to be evicted, got local(5)",
+    );
+    let message = "eviction must be none with ALiBi or biases of distances, got some";
+    fails(causal().with_alibi(true), pool_config(1, tova), message);
+    fails(
+        causal().with_relative_reach(Some(3)),
+        pool_config(1, tova),
+        message,
+    );
+    fails(
+        causal(),
+        pool_config(1, EvictionConfig::tova(1)),
+        "capacity must be at least 2: 0 sinks, 1 recent keys and one for its score, got 1",
+    );
+    fails(
+        causal(),
+        pool_config(1, tova).with_rollback(2),
+        "recent must be at least 2, what can be taken back, got 1",
+    );
+    fails(
+        causal(),
+        pool_config(1, tova).with_residency(Residency::Evict),
+        "residency must be another; `with_eviction` says which keys stay, got Evict",
+    );
+
+    // Both sequences have the same three pages: one that goes on copies one of them, and its eviction two more.
+    let model = model(&device);
+    let text = tokens(1, SEQ, VOCAB, &device);
+    for config in [
+        EvictionConfig::h2o(14, 4).with_slack(18),
+        EvictionConfig::tova(18).with_slack(18),
+    ] {
+        let config = pool_config(1, config).with_chunk(36).with_pages(4);
+        let mut pool = model.new_pool(&config).unwrap();
+        let id = pool.join().unwrap();
+        go_on(&model, &text, &mut pool, id, &[36]);
+        let fork = pool.fork(id).unwrap();
+        let kept = pool.kept_positions(id, 1).unwrap();
+        let steps = [KvStep::new(id, 1)];
+        let error = model
+            .forward_pool(part(&text, 36, 1), &steps, &mut pool)
+            .unwrap_err();
+        assert!(matches!(
+            error,
+            TransformerError::Cache(CacheError::OutOfPages { .. })
+        ));
+        pool.verify().unwrap();
+        assert_eq!(pool.kept_positions(id, 1).unwrap(), kept);
+        assert_eq!(pool.len(id).unwrap(), 36);
+        // With the other gone it goes on.
+        pool.leave(fork).unwrap();
+        go_on(&model, &text, &mut pool, id, &[1]);
+        assert_eq!(pool.kept_positions(id, 1).unwrap()[0].len(), 18);
+    }
+}
+
+/// Keys in eight bits are moved as they are: what comes behind an eviction is as near to floats as without one.
+#[test]
+fn eight_bits_are_evicted() {
+    let device = Device::flex();
+    let model = model(&device);
+    let text = tokens(1, SEQ, VOCAB, &device);
+    for (dtype, share) in [(KvDtype::Int8, 0.03), (KvDtype::Fp8E4m3, 0.15)] {
+        let run = |dtype: KvDtype| {
+            let eviction = EvictionConfig::importance(7).with_slack(0);
+            let config = pool_config(1, eviction).with_dtype(dtype);
+            let mut pool = model.new_pool(&config).unwrap();
+            let id = pool.join().unwrap();
+            let mut logits = go_on(&model, &text, &mut pool, id, &[20, 1]);
+            let layers = model.blocks.len();
+            let scores = (0..layers).map(|layer| {
+                let heads = model.blocks[layer].mha.n_kv_heads();
+                let scores = (0..heads * 21).map(|at| ((at * 7 + layer) % 11) as f32);
+                let scores = scores.collect::<Vec<f32>>();
+                Tensor::<1>::from_floats(scores.as_slice(), &device).reshape([1, heads, 21])
+            });
+            pool.evict(&[id], &scores.collect::<Vec<_>>()).unwrap();
+            pool.verify().unwrap();
+            logits.extend(go_on(&model, &text, &mut pool, id, &[1, 3, 1]));
+            (Tensor::cat(logits, 1), pool.kept_positions(id, 1).unwrap())
+        };
+        let (got, kept) = run(dtype);
+        let (expected, expected_kept) = run(KvDtype::Model);
+        assert_eq!(kept, expected_kept);
+        let most = expected.clone().abs().max().into_scalar::<f32>();
+        assert!(most > 0.1);
+        assert_close(got, expected, share * most);
+    }
+}

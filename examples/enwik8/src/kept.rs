@@ -1,0 +1,160 @@
+//! Which keys a cache keeps: `--cache`, `--budget` and `--slack`.
+
+use anyhow::{Result, anyhow, bail};
+use burn::tensor::FloatDType;
+use burn_sparse_transformer::{
+    EvictionBudget, EvictionConfig, EvictionScore, KvDtype, KvPoolConfig, KvPositions, Residency,
+    VotePool,
+};
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+
+use crate::arguments;
+
+/// The forms of `--cache`.
+const FORMS: &str = "must be all, reachable, window:W,S with W at least 1, h2o:H,R, h2o-mean:H,R, tova:C, \
+                     snapkv:C,M,F, key-norm:C or combined:S,R,H";
+
+/// Which keys are kept.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kept {
+    /// By their positions.
+    Residency(Residency),
+    /// By what attention says of them.
+    Evict(EvictionConfig),
+}
+
+impl Kept {
+    /// A pool that keeps these, of sequences that read so many bytes at once at most.
+    pub fn pool(self, config: KvPoolConfig, read: usize) -> KvPoolConfig {
+        match self {
+            // All keys that are read at once are stored until then.
+            Self::Residency(residency @ Residency::Window { .. }) => {
+                config.with_residency(residency).with_chunk(read)
+            }
+            Self::Residency(residency) => config.with_residency(residency),
+            Self::Evict(eviction) => config.with_eviction(eviction).with_chunk(read),
+        }
+    }
+}
+
+/// Flags of what is kept.
+#[derive(Args, Debug)]
+pub struct KeptArgs {
+    /// Keys that are kept: all; those that later bytes reach; the first S and those of the last W bytes; or, of each
+    /// layer and head, at most C or H + R or S + R + H, and others are evicted: those that got the least attention so
+    /// far (h2o, also as a mean), the newest byte's least (tova), that of the last M bytes, pooled over F neighbours
+    /// (snapkv, 64 and 5 where they are left out), or the longest (key-norm); R newest and S first ones always stay
+    #[arg(
+        long,
+        value_name = "all|reachable|window:W,S|h2o:H,R|h2o-mean:H,R|tova:C|snapkv:C,M,F|key-norm:C|combined:S,R,H",
+        value_parser = kept
+    )]
+    cache: Option<Kept>,
+    /// How evicted keys are shared out: evenly, the fewer the later the layer, or by the heads' scores
+    #[arg(long, value_name = "uniform|pyramid:BETA|adaptive:ALPHA", value_parser = budget)]
+    budget: Option<EvictionBudget>,
+    /// Evict when there are N keys more than are kept [default: 256]
+    #[arg(long, value_name = "N", value_parser = arguments::whole::<usize>)]
+    slack: Option<usize>,
+    /// Positions that rotations are of, with window:W,S: those of the bytes, or of what is kept of them
+    #[arg(long, value_name = "original|in-cache", default_value = "original", value_parser = positions())]
+    pub positions: KvPositions,
+    /// How the keys and values that are kept are stored: int8 and fp8 take half the room of bf16
+    #[arg(long, value_name = "model|f32|f16|bf16|int8|fp8", default_value = "model", value_parser = kv_dtype())]
+    pub kv_dtype: KvDtype,
+}
+
+/// `--positions`.
+fn positions() -> impl TypedValueParser<Value = KvPositions> {
+    PossibleValuesParser::new(["original", "in-cache"]).map(|name| match name.as_str() {
+        "in-cache" => KvPositions::InCache,
+        _ => KvPositions::Original,
+    })
+}
+
+/// `--kv-dtype`.
+fn kv_dtype() -> impl TypedValueParser<Value = KvDtype> {
+    let names = ["model", "f32", "f16", "bf16", "int8", "fp8"];
+    PossibleValuesParser::new(names).map(|name| match name.as_str() {
+        "f32" => FloatDType::F32.into(),
+        "f16" => FloatDType::F16.into(),
+        "bf16" => FloatDType::BF16.into(),
+        "int8" => KvDtype::Int8,
+        "fp8" => KvDtype::Fp8E4m3,
+        _ => KvDtype::Model,
+    })
+}
+
+impl KeptArgs {
+    /// What the flags say, if any.
+    pub fn kept(&self) -> Result<Option<Kept>> {
+        let Some(Kept::Evict(mut config)) = self.cache else {
+            let given = [
+                ("--budget", self.budget.is_some()),
+                ("--slack", self.slack.is_some()),
+            ];
+            if let Some((flag, _)) = given.iter().find(|(_, is_given)| *is_given) {
+                bail!("{flag} needs a --cache that evicts keys, as tova:512");
+            }
+            return Ok(self.cache);
+        };
+        config.budget = self.budget.unwrap_or(config.budget);
+        config.slack = self.slack.unwrap_or(config.slack);
+        (config.validate()).map_err(|error| anyhow!("--cache, --budget or --slack: {error}"))?;
+        Ok(Some(Kept::Evict(config)))
+    }
+}
+
+/// `--cache`.
+fn kept(text: &str) -> Result<Kept, String> {
+    parse(text).ok_or_else(|| FORMS.to_owned())
+}
+
+fn parse(text: &str) -> Option<Kept> {
+    let (name, numbers) = text.split_once(':').unwrap_or((text, ""));
+    let numbers: Vec<usize> = match numbers {
+        "" => Vec::new(),
+        numbers => (numbers.split(','))
+            .map(|number| number.parse().ok())
+            .collect::<Option<_>>()?,
+    };
+    let snapkv = |capacity, window, pool| {
+        EvictionConfig::snapkv_with(capacity, window, pool, VotePool::Average)
+    };
+    let evict = match (name, numbers.as_slice()) {
+        ("all", []) if text == "all" => return Some(Kept::Residency(Residency::All)),
+        ("reachable", []) if text == "reachable" => {
+            return Some(Kept::Residency(Residency::Reachable));
+        }
+        ("window", &[window, ref sinks @ ..]) if window > 0 && sinks.len() < 2 => {
+            let sinks = sinks.first().copied().unwrap_or(0);
+            return Some(Kept::Residency(Residency::Window { window, sinks }));
+        }
+        ("h2o", &[heavy, recent]) => EvictionConfig::h2o(heavy, recent),
+        ("h2o-mean", &[heavy, recent]) => EvictionConfig::h2o_mean(heavy, recent),
+        ("tova", &[capacity]) => EvictionConfig::tova(capacity),
+        ("snapkv", &[capacity]) => EvictionConfig::snapkv(capacity),
+        ("snapkv", &[capacity, window]) => snapkv(capacity, window, 5),
+        ("snapkv", &[capacity, window, pool]) => snapkv(capacity, window, pool),
+        ("key-norm", &[capacity]) => EvictionConfig::key_norm(capacity),
+        ("combined", &[sinks, recent, heavy]) => {
+            EvictionConfig::combined(EvictionScore::Sum, sinks, recent, heavy)
+        }
+        _ => return None,
+    };
+    Some(Kept::Evict(evict))
+}
+
+/// `--budget`.
+fn budget(text: &str) -> Result<EvictionBudget, String> {
+    let found = match text.split_once(':') {
+        None if text == "uniform" => Some(EvictionBudget::Uniform),
+        Some(("pyramid", beta)) => (beta.parse().ok()).map(|beta| EvictionBudget::Pyramid { beta }),
+        Some(("adaptive", alpha)) => {
+            (alpha.parse().ok()).map(|alpha| EvictionBudget::Adaptive { alpha })
+        }
+        _ => None,
+    };
+    found.ok_or_else(|| "must be uniform, pyramid:BETA or adaptive:ALPHA".to_owned())
+}

@@ -1,0 +1,127 @@
+//! When blocks of the feed-forward networks' weights are pruned, and which.
+
+use std::fmt;
+
+use anyhow::{Result, ensure};
+use burn::module::ParamId;
+use burn_sparse_transformer::{FeedForwardLinear, SparseTransformer};
+use serde::{Deserialize, Serialize};
+
+/// Gradual pruning by magnitude (Zhu and Gupta, "To prune, or not to prune", 2017): between two steps the share of kept blocks falls from the model's to
+/// another, fast at first.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Pruning {
+    /// The share of the blocks in the end.
+    pub density: f64,
+    /// Steps before anything is pruned.
+    pub from: usize,
+    /// Steps after which nothing is pruned any more.
+    pub until: usize,
+    /// Steps between two prunings.
+    pub every: usize,
+}
+
+impl fmt::Display for Pruning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            density,
+            from,
+            until,
+            every,
+        } = self;
+        let percent = 100.0 * density;
+        write!(
+            f,
+            "pruned to {percent} % from step {from} to step {until}, every {every} steps"
+        )
+    }
+}
+
+impl Pruning {
+    /// That the numbers go together, for weights that begin with this share of their blocks.
+    pub fn check(&self, initial: f64) -> Result<()> {
+        let Self {
+            density,
+            from,
+            until,
+            ..
+        } = self;
+        ensure!(
+            *density <= initial,
+            "--ff-prune must be at most --ff-density = {initial}, got {density}"
+        );
+        ensure!(
+            until >= from,
+            "--ff-prune-until must be at least the {from} steps of --ff-prune-from, got {until}"
+        );
+        Ok(())
+    }
+
+    /// The share of the blocks after so many steps, of weights that begin with `initial`.
+    pub fn density_after(&self, step: usize, initial: f64) -> f64 {
+        let pruned_at = match step {
+            step if step >= self.until => self.until,
+            step if step >= self.from => step - (step - self.from) % self.every,
+            _ => return initial,
+        };
+        let all = (self.until - self.from) as f64;
+        let left = match self.until == self.from {
+            true => 0.0,
+            false => (self.until - pruned_at) as f64 / all,
+        };
+        self.density + (initial - self.density) * left.powi(3)
+    }
+}
+
+/// A weight that was pruned, and the places that its blocks had.
+pub type Pruned = (ParamId, Vec<usize>);
+
+/// The model with this share of the blocks of its feed-forward networks' weights, those with the largest norms. Weights that keep no more are left as
+/// they are.
+pub fn prune(
+    mut model: SparseTransformer,
+    density: f64,
+) -> Result<(SparseTransformer, Vec<Pruned>)> {
+    let mut all = Vec::new();
+    for block in &mut model.blocks {
+        for layer in [&mut block.pwff.linear_inner, &mut block.pwff.linear_outer] {
+            let FeedForwardLinear::BlockSparse(weight) = layer else {
+                continue;
+            };
+            if weight.layout()?.density() <= density {
+                continue;
+            }
+            let (fewer, kept) = weight.clone().prune(density)?;
+            all.push((fewer.weight.id, kept));
+            *weight = fewer;
+        }
+    }
+    Ok((model, all))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn density_falls_in_steps() {
+        let pruning = Pruning {
+            density: 0.2,
+            from: 100,
+            until: 200,
+            every: 30,
+        };
+        let at = |step| pruning.density_after(step, 1.0);
+        assert_eq!([at(0), at(100), at(129)], [1.0; 3]);
+        let third = |left: f64| 0.2 + 0.8 * (left / 100.0).powi(3);
+        assert_eq!([at(130), at(159), at(160)], [70.0, 70.0, 40.0].map(third));
+        assert_eq!([at(190), at(199)], [10.0; 2].map(third));
+        assert_eq!([at(200), at(10_000)], [0.2; 2]);
+        let at_once = Pruning {
+            until: 100,
+            ..pruning
+        };
+        assert_eq!(at_once.density_after(99, 1.0), 1.0);
+        assert_eq!(at_once.density_after(100, 1.0), 0.2);
+    }
+}

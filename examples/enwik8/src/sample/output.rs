@@ -1,0 +1,94 @@
+//! Where samples go.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+/// Raw bytes to a file, or text to the terminal as it comes.
+pub enum Output {
+    File(io::BufWriter<File>),
+    Terminal(Text),
+}
+
+impl Output {
+    /// A file, or without one the terminal.
+    pub fn open(file: Option<&Path>) -> Result<Self> {
+        Ok(match file {
+            None => Output::Terminal(Text::default()),
+            Some(path) => {
+                let file = File::create(path)
+                    .with_context(|| format!("cannot write {}", path.display()))?;
+                Output::File(io::BufWriter::new(file))
+            }
+        })
+    }
+
+    pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        match self {
+            Output::File(file) => file.write_all(bytes)?,
+            Output::Terminal(text) => {
+                let mut terminal = io::stdout().lock();
+                terminal.write_all(text.push(bytes).as_bytes())?;
+                terminal.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes what is left.
+    pub fn finish(self) -> Result<()> {
+        match self {
+            Output::File(mut file) => file.flush()?,
+            Output::Terminal(mut text) => writeln!(io::stdout(), "{}", text.rest())?,
+        }
+        Ok(())
+    }
+}
+
+/// Bytes as UTF-8: whole characters as soon as they are complete, `�` for what is none.
+#[derive(Default)]
+pub struct Text {
+    pending: Vec<u8>,
+}
+
+impl Text {
+    fn push(&mut self, bytes: &[u8]) -> String {
+        self.pending.extend(bytes);
+        let incomplete = match str::from_utf8(&self.pending) {
+            // An error without a length is a character that more bytes may complete.
+            Err(_) => self.pending.utf8_chunks().last().map_or(0, |chunk| {
+                let bytes = chunk.invalid();
+                match str::from_utf8(bytes) {
+                    Err(error) if error.error_len().is_none() => bytes.len(),
+                    _ => 0,
+                }
+            }),
+            Ok(_) => 0,
+        };
+        let complete: Vec<u8> = self
+            .pending
+            .drain(..self.pending.len() - incomplete)
+            .collect();
+        String::from_utf8_lossy(&complete).into_owned()
+    }
+
+    fn rest(&mut self) -> String {
+        String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn characters_are_printed_once_they_are_whole() {
+        let mut text = Text::default();
+        let printed: Vec<String> = "aé€".bytes().map(|byte| text.push(&[byte])).collect();
+        assert_eq!(printed, ["a", "", "é", "", "", "€"]);
+        assert_eq!(text.push(&[b'x', 0xff, b'y', 0xe2]), "x\u{fffd}y");
+        assert_eq!(text.rest(), "\u{fffd}");
+    }
+}

@@ -1,0 +1,141 @@
+//! How fast texts were written, and what their cache takes.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// How long reading and writing took.
+pub struct Times {
+    prompt: Duration,
+    pub steps: Vec<Duration>,
+    /// Bytes of drafts, and those that were accepted.
+    pub drafted: usize,
+    pub accepted: usize,
+}
+
+impl Times {
+    pub fn new(prompt: Duration) -> Self {
+        Self {
+            prompt,
+            steps: Vec::new(),
+            drafted: 0,
+            accepted: 0,
+        }
+    }
+
+    /// Of so many bytes that were read, and written.
+    pub fn statistics(
+        mut self,
+        read: usize,
+        written: usize,
+        steps: Option<String>,
+        cache: CacheStatistics,
+    ) -> Statistics {
+        let seconds = self.steps.iter().sum::<Duration>().as_secs_f64();
+        self.steps.sort_unstable();
+        let rank = |share: f64| {
+            let at = (self.steps.len() as f64 * share) as usize;
+            let step = self.steps.get(at.min(self.steps.len().saturating_sub(1)));
+            1e3 * step.map_or(0.0, Duration::as_secs_f64)
+        };
+        Statistics {
+            prompt_bytes: read,
+            prompt_seconds: self.prompt.as_secs_f64(),
+            bytes: written,
+            seconds,
+            bytes_per_second: rate(written, seconds),
+            step_ms_median: rank(0.5),
+            step_ms_99th_percentile: rank(0.99),
+            bytes_per_step: rate(written, self.steps.len() as f64),
+            drafted_bytes: self.drafted,
+            accepted_bytes: self.accepted,
+            steps,
+            cache,
+        }
+    }
+}
+
+fn rate(count: usize, of: f64) -> f64 {
+    count as f64 / of.max(1e-9)
+}
+
+/// What `--stats` prints and `--json` writes.
+#[derive(Clone, Debug, Serialize)]
+pub struct Statistics {
+    prompt_bytes: usize,
+    prompt_seconds: f64,
+    bytes: usize,
+    seconds: f64,
+    bytes_per_second: f64,
+    step_ms_median: f64,
+    step_ms_99th_percentile: f64,
+    bytes_per_step: f64,
+    drafted_bytes: usize,
+    accepted_bytes: usize,
+    /// How steps ran, where they were to be replayed.
+    steps: Option<String>,
+    cache: CacheStatistics,
+}
+
+/// What the keys and values of all texts take in the end.
+#[derive(Clone, Debug, Serialize)]
+pub struct CacheStatistics {
+    pub slots: usize,
+    pub bytes: usize,
+    /// Of keys that later bytes read.
+    pub live_bytes: usize,
+    /// What the keys of all bytes would take.
+    pub all_bytes: usize,
+    /// What evicted keys are chosen by.
+    pub score_bytes: usize,
+    /// All pages, in use or not.
+    pub pool_bytes: usize,
+    /// Pages that several texts have in common, of all layers' patterns.
+    pub shared_pages: usize,
+}
+
+impl fmt::Display for Statistics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (read, prompt) = (self.prompt_bytes, self.prompt_seconds);
+        let per_second = rate(read, prompt);
+        writeln!(
+            f,
+            "prompt: {read} bytes in {prompt:.2} s: {per_second:.1} bytes/s"
+        )?;
+        writeln!(
+            f,
+            "{} bytes in {:.1} s: {:.1} bytes/s, {:.2} ms a step (99th percentile {:.2})",
+            self.bytes,
+            self.seconds,
+            self.bytes_per_second,
+            self.step_ms_median,
+            self.step_ms_99th_percentile,
+        )?;
+        if self.drafted_bytes > 0 {
+            writeln!(
+                f,
+                "drafts: {} of {} bytes accepted, {:.2} bytes a step",
+                self.accepted_bytes, self.drafted_bytes, self.bytes_per_step
+            )?;
+        }
+        if let Some(steps) = &self.steps {
+            writeln!(f, "{steps}")?;
+        }
+        let cache = &self.cache;
+        writeln!(
+            f,
+            "cache: {} slots, {} bytes, of which {} are live; all keys would take {}; the pool has {}, {} pages are shared",
+            cache.slots,
+            cache.bytes,
+            cache.live_bytes,
+            cache.all_bytes,
+            cache.pool_bytes,
+            cache.shared_pages,
+        )?;
+        if cache.score_bytes > 0 {
+            writeln!(f, "scores of keys: {} bytes", cache.score_bytes)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,338 @@
+//! A model that writes several texts at once.
+
+use anyhow::{Context, Result, anyhow, bail};
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_sparse_transformer::{
+    KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, KvUsage, ReplayedDecoder, SequenceId,
+    SparseTransformer,
+};
+
+use super::statistics::CacheStatistics;
+use crate::kept::Kept;
+
+/// What is kept of the bytes that were read.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    /// Which keys.
+    pub kept: Kept,
+    /// How they are stored.
+    pub dtype: KvDtype,
+    /// Which positions rotations are of.
+    pub positions: KvPositions,
+    /// Slots of a page.
+    pub page_size: usize,
+    /// Whether steps are recorded and replayed where the device can.
+    pub graph: bool,
+    /// Bytes of a draft, at most.
+    pub drafted: usize,
+}
+
+/// A model and its pool.
+enum Decoder {
+    Plain(Box<(SparseTransformer, KvPool)>),
+    Replayed(Box<ReplayedDecoder>),
+}
+
+impl Decoder {
+    fn new(model: SparseTransformer, pool: KvPool, graph: bool) -> Result<Self> {
+        Ok(match graph {
+            true => Self::Replayed(Box::new(ReplayedDecoder::new(model, pool)?)),
+            false => Self::Plain(Box::new((model, pool))),
+        })
+    }
+
+    /// Does something with the pool.
+    fn with_pool<T>(&mut self, f: impl FnOnce(&mut KvPool) -> T) -> T {
+        match self {
+            Self::Plain(plain) => f(&mut plain.1),
+            Self::Replayed(decoder) => f(&mut decoder.pool_mut()),
+        }
+    }
+
+    /// The logits behind every byte of rows of them.
+    fn all_logits(
+        &mut self,
+        tokens: &[u32],
+        steps: &[KvStep],
+        device: &Device,
+    ) -> Result<Tensor<3>> {
+        let data = rows_of(tokens, steps.len());
+        Ok(match self {
+            Self::Plain(plain) => {
+                let (model, pool) = &mut **plain;
+                model.forward_pool(Tensor::from_data(data, device), steps, pool)?
+            }
+            Self::Replayed(_) => bail!("drafts are not recorded"),
+        })
+    }
+
+    /// The logits behind rows of bytes.
+    fn next_logits(
+        &mut self,
+        tokens: &[u32],
+        steps: &[KvStep],
+        device: &Device,
+    ) -> Result<Tensor<2>> {
+        Ok(match self {
+            Self::Plain(plain) => {
+                let (model, pool) = &mut **plain;
+                let tokens = Tensor::from_data(rows_of(tokens, steps.len()), device);
+                model.next_logits(tokens, steps, pool)?
+            }
+            Self::Replayed(decoder) => decoder.next_logits(tokens, steps)?,
+        })
+    }
+}
+
+fn rows_of(tokens: &[u32], rows: usize) -> TensorData {
+    let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
+    let row = tokens.len() / rows;
+    TensorData::new(tokens, [rows, row])
+}
+
+/// A model, and what it has read of each text.
+pub struct Writer {
+    decoder: Decoder,
+    context: usize,
+    device: Device,
+    windows: Vec<Window>,
+}
+
+/// What the model sees of a text.
+struct Window {
+    id: SequenceId,
+    bytes: Vec<u8>,
+}
+
+impl Writer {
+    /// A writer of texts of so many bytes each, which begin with up to `read`.
+    pub fn new(
+        model: SparseTransformer,
+        device: Device,
+        lengths: &[usize],
+        read: usize,
+        cache: &Cache,
+    ) -> Result<Self> {
+        let context = model.context();
+        // A text that does not fit goes on behind the newest half of the context.
+        let read = match lengths.iter().all(|&length| length <= context) {
+            true => read,
+            false => read.max(context / 2),
+        };
+        let lengths = lengths.iter().map(|&length| length.clamp(1, context));
+        let config = KvPoolConfig::for_lengths(lengths)
+            .with_page_size(cache.page_size)
+            .with_dtype(cache.dtype)
+            .with_positions(cache.positions)
+            .with_chunk(1 + cache.drafted)
+            .with_rollback(cache.drafted);
+        let read = read.clamp(1, context).max(1 + cache.drafted);
+        let config = cache.kept.pool(config, read);
+        let pool = model.new_pool(&config)?;
+        Ok(Writer {
+            decoder: Decoder::new(model, pool, cache.graph)?,
+            context,
+            device,
+            windows: Vec::new(),
+        })
+    }
+
+    /// Begins texts and returns the logits of each one's next byte. Prompts that are the same are read once, and share the keys of what was read.
+    pub fn begin(&mut self, prompts: &[&[u8]]) -> Result<Vec<Vec<f32>>> {
+        let begun = self.windows.len();
+        let first = |prompt: &[u8]| prompts.iter().position(|other| *other == prompt);
+        let firsts: Vec<usize> = prompts.iter().filter_map(|prompt| first(prompt)).collect();
+        let is_first = |text: &usize| firsts[*text] == *text;
+        for _ in prompts {
+            self.windows.push(Window {
+                id: self.decoder.with_pool(KvPool::join)?,
+                bytes: Vec::new(),
+            });
+        }
+        let read = (0..prompts.len()).filter(is_first);
+        let read: Vec<(usize, &[u8])> = read.map(|text| (begun + text, prompts[text])).collect();
+        let places: Vec<usize> = read.iter().map(|(text, _)| text - begun).collect();
+        let logits = self.read(&read)?;
+        let of = |text: usize| places.iter().position(|&place| place == text);
+        let mut each = Vec::with_capacity(prompts.len());
+        for (text, &first) in firsts.iter().enumerate() {
+            if text != first {
+                let Window { id, bytes } = &self.windows[begun + first];
+                let (from, bytes) = (*id, bytes.clone());
+                let window = &mut self.windows[begun + text];
+                let empty = window.id;
+                window.bytes = bytes;
+                window.id = self.decoder.with_pool(|pool| {
+                    pool.leave(empty)?;
+                    pool.fork(from)
+                })?;
+            }
+            let place = of(first).context("every first prompt was read")?;
+            each.push(logits[place].clone());
+        }
+        Ok(each)
+    }
+
+    /// Reads more bytes of texts and returns the logits of each one's next byte.
+    pub fn read(&mut self, more: &[(usize, &[u8])]) -> Result<Vec<Vec<f32>>> {
+        let context = self.context;
+        let mut logits = vec![Vec::new(); more.len()];
+        let (mut single, mut longer) = (Vec::new(), Vec::new());
+        for (place, &(text, bytes)) in more.iter().enumerate() {
+            let window = &mut self.windows[text];
+            let mut new = bytes.to_vec();
+            if window.bytes.len() + bytes.len() <= context {
+                window.bytes.extend(bytes);
+            } else {
+                // Positions are absolute, so the cache cannot slide: the newest half is read again from position 0.
+                let all = [window.bytes.as_slice(), bytes].concat();
+                new = all[all.len() - (context / 2).max(1)..].to_vec();
+                window.bytes = new.clone();
+                let old = window.id;
+                window.id = self.decoder.with_pool(|pool| {
+                    pool.leave(old)?;
+                    pool.join()
+                })?;
+            }
+            let together = if new.len() == 1 {
+                &mut single
+            } else {
+                &mut longer
+            };
+            together.push((place, window.id, new));
+        }
+        for together in [single, longer] {
+            self.forward(&together, &mut logits)?;
+        }
+        Ok(logits)
+    }
+
+    /// Bytes of a draft that the window of a text has room for, behind one more byte.
+    pub fn room(&self, text: usize) -> usize {
+        let len = self.windows[text].bytes.len();
+        self.context.saturating_sub(len + 1)
+    }
+
+    /// Reads the next byte of each text and a draft of those behind it, for which there is [`Self::room`], and returns the logits behind each of them.
+    pub fn check(&mut self, more: &[(usize, Vec<u8>)]) -> Result<Vec<Vec<Vec<f32>>>> {
+        let is_plain = |(_, bytes): &&(usize, Vec<u8>)| bytes.len() == 1;
+        if more.iter().all(|more| is_plain(&more)) {
+            let more: Vec<(usize, &[u8])> = (more.iter())
+                .map(|(text, bytes)| (*text, bytes.as_slice()))
+                .collect();
+            let logits = self.read(&more)?;
+            return Ok(logits.into_iter().map(|logits| vec![logits]).collect());
+        }
+        let mut rows = vec![Vec::new(); more.len()];
+        // Windows that are full begin anew, which is a read of its own.
+        let full = |text: usize, windows: &[Window]| windows[text].bytes.len() == self.context;
+        let (anew, together): (Vec<usize>, Vec<usize>) =
+            (0..more.len()).partition(|&place| full(more[place].0, &self.windows));
+        for place in anew {
+            let (text, bytes) = &more[place];
+            rows[place] = self.read(&[(*text, bytes)])?;
+        }
+        let Some(most) = together.iter().map(|&place| more[place].1.len()).max() else {
+            return Ok(rows);
+        };
+        let (mut steps, mut tokens) = (Vec::new(), Vec::new());
+        for &place in &together {
+            let (text, bytes) = &more[place];
+            let window = &mut self.windows[*text];
+            window.bytes.extend(bytes);
+            steps.push(KvStep::new(window.id, bytes.len()));
+            tokens.extend(bytes.iter().map(|&byte| u32::from(byte)));
+            tokens.extend(std::iter::repeat_n(0, most - bytes.len()));
+        }
+        let logits = self.decoder.all_logits(&tokens, &steps, &self.device)?;
+        let [_, seq, vocab] = logits.dims();
+        let logits: Vec<f32> = logits
+            .try_into_vec_as()
+            .map_err(|error| anyhow!("{error:?}"))?;
+        for (&place, logits) in together.iter().zip(logits.chunks(seq * vocab)) {
+            let count = more[place].1.len();
+            rows[place] = logits
+                .chunks(vocab)
+                .take(count)
+                .map(<[f32]>::to_vec)
+                .collect();
+        }
+        Ok(rows)
+    }
+
+    /// Takes back the last bytes that were read of a text.
+    pub fn take_back(&mut self, text: usize, bytes: usize) -> Result<()> {
+        let window = &mut self.windows[text];
+        let len = window.bytes.len() - bytes;
+        window.bytes.truncate(len);
+        let id = window.id;
+        Ok(self.decoder.with_pool(|pool| pool.truncate(id, len))?)
+    }
+
+    /// One call for several texts.
+    fn forward(
+        &mut self,
+        texts: &[(usize, SequenceId, Vec<u8>)],
+        logits: &mut [Vec<f32>],
+    ) -> Result<()> {
+        let Some(most) = texts.iter().map(|(_, _, bytes)| bytes.len()).max() else {
+            return Ok(());
+        };
+        let (mut steps, mut tokens) = (Vec::new(), Vec::new());
+        for (_, id, bytes) in texts {
+            steps.push(KvStep::new(*id, bytes.len()));
+            tokens.extend(bytes.iter().map(|&byte| u32::from(byte)));
+            tokens.extend(std::iter::repeat_n(0, most - bytes.len()));
+        }
+        let next = self.decoder.next_logits(&tokens, &steps, &self.device)?;
+        let [_, vocab] = next.dims();
+        let next: Vec<f32> = next
+            .try_into_vec_as()
+            .map_err(|error| anyhow!("{error:?}"))?;
+        for ((place, ..), next) in texts.iter().zip(next.chunks(vocab)) {
+            logits[*place] = next.to_vec();
+        }
+        Ok(())
+    }
+
+    /// What the keys and values of all texts take.
+    pub fn usage(&mut self) -> Result<CacheStatistics> {
+        let mut sum = KvUsage::default();
+        for window in &self.windows {
+            let usage = self.decoder.with_pool(|pool| pool.usage(window.id))?;
+            sum.slots += usage.slots;
+            sum.bytes += usage.bytes;
+            sum.live_bytes += usage.live_bytes;
+            sum.all_bytes += usage.all_bytes;
+            sum.score_bytes += usage.score_bytes;
+        }
+        let (pool_bytes, shared_pages) = self.decoder.with_pool(|pool| {
+            let shared = pool.books().map(|books| {
+                let pages = 0..books.config().pages();
+                pages.filter(|&page| books.references(page) > 1).count()
+            });
+            (pool.bytes(), shared.sum())
+        });
+        Ok(CacheStatistics {
+            slots: sum.slots,
+            bytes: sum.bytes,
+            live_bytes: sum.live_bytes,
+            all_bytes: sum.all_bytes,
+            score_bytes: sum.score_bytes,
+            pool_bytes,
+            shared_pages,
+        })
+    }
+
+    /// How steps of a byte run, where they were to be replayed and it is known.
+    pub fn describe(&self) -> Option<String> {
+        match &self.decoder {
+            Decoder::Plain(_) => None,
+            Decoder::Replayed(decoder) => match (decoder.is_recorded(), decoder.refusal()) {
+                (true, _) => Some("replays steps: one dispatch for each".to_owned()),
+                (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
+                (false, None) => None,
+            },
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! Steps of training, run one by one or replayed.
+
+use std::cell::{Ref, RefCell};
+use std::rc::Rc;
+
+use anyhow::{Context, Result, anyhow};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::{AdamWControl, DeviceSeed, Fixed, FusedAdamW, Replayed};
+use burn_sparse_transformer::{Recompute, Seed, SparseTransformer};
+
+use crate::prune::prune;
+
+/// A model in training.
+struct State {
+    /// None after a step that failed: the optimizer takes it and updates it in place. Then only the last checkpoint is left, which is what a run continues
+    /// from.
+    model: Option<SparseTransformer>,
+    optimizer: FusedAdamW,
+}
+
+impl State {
+    /// One step; `update` is the optimizer's. The loss and the norm of the gradients, `[2]`, stay on the device.
+    fn step(
+        &mut self,
+        [tokens, targets]: [Tensor<2, Int>; 2],
+        seed: impl Into<Seed>,
+        recompute: Recompute,
+        update: impl FnOnce(
+            &mut FusedAdamW,
+            SparseTransformer,
+            burn::optim::GradientsParams,
+        ) -> Result<(SparseTransformer, Tensor<1>)>,
+    ) -> Result<Tensor<1>> {
+        let model = self.model.as_ref().context(NO_MODEL)?;
+        let (loss, gradients) = model.loss_and_gradients(tokens, targets, seed, recompute)?;
+        // Not a clone, which would make the step write another model beside this one.
+        let model = self.model.take().context(NO_MODEL)?;
+        let (model, norm) = update(&mut self.optimizer, model, gradients)?;
+        self.model = Some(model);
+        Ok(Tensor::cat(vec![loss, norm], 0))
+    }
+}
+
+/// What a step is of.
+pub struct Batch {
+    /// `[batch, context]`, each.
+    pub tokens: TensorData,
+    pub targets: TensorData,
+    pub dropout_seed: u64,
+    pub learning_rate: f64,
+}
+
+/// A model, its optimizer and how they take steps.
+pub struct Steps {
+    state: Rc<RefCell<State>>,
+    device: Device,
+    recompute: Recompute,
+    /// Made with the first step.
+    replays: Option<Replays>,
+    graph: bool,
+}
+
+impl Steps {
+    /// With `graph` the fourth step is recorded, and from then on replayed, where the device can.
+    pub fn new(
+        model: SparseTransformer,
+        optimizer: FusedAdamW,
+        device: &Device,
+        recompute: Recompute,
+        graph: bool,
+    ) -> Self {
+        let model = Some(model);
+        Self {
+            state: Rc::new(RefCell::new(State { model, optimizer })),
+            device: device.clone(),
+            recompute,
+            replays: None,
+            graph,
+        }
+    }
+
+    /// The model between steps.
+    pub fn model(&self) -> Result<Ref<'_, SparseTransformer>> {
+        Ref::filter_map(self.state.borrow(), |state| state.model.as_ref())
+            .map_err(|_| anyhow!(NO_MODEL))
+    }
+
+    /// The optimizer between steps.
+    pub fn optimizer(&self) -> Ref<'_, FusedAdamW> {
+        Ref::map(self.state.borrow(), |state| &state.optimizer)
+    }
+
+    /// Takes a step. The loss and the norm of the gradients, `[2]`, stay on the device; the next step may write there.
+    pub fn take(&mut self, batch: Batch) -> Result<Tensor<1>> {
+        if !self.graph {
+            return self.one(batch, || Ok(()));
+        }
+        let integers = self.device.settings().int_dtype.into();
+        let replays = match &mut self.replays {
+            Some(replays) => replays,
+            none => none.insert(Replays::new(
+                &self.state,
+                &batch,
+                integers,
+                &self.device,
+                self.recompute,
+            )?),
+        };
+        replays.take(batch, integers)
+    }
+
+    /// A step that is not replayed; `between` is called between its gradients and the optimizer.
+    pub fn one(&self, batch: Batch, between: impl FnOnce() -> Result<()>) -> Result<Tensor<1>> {
+        let Batch {
+            tokens,
+            targets,
+            dropout_seed,
+            learning_rate,
+        } = batch;
+        let inputs = [tokens, targets].map(|data| Tensor::from_data(data, &self.device));
+        let mut state = self.state.borrow_mut();
+        state.step(
+            inputs,
+            dropout_seed,
+            self.recompute,
+            |optimizer, model, gradients| {
+                between()?;
+                Ok(optimizer.step(learning_rate, model, gradients)?)
+            },
+        )
+    }
+
+    /// Prunes the feed-forward networks' weights; their moments go on. What was recorded is of the old shapes.
+    pub fn prune(&mut self, density: f64) -> Result<()> {
+        self.replays = None;
+        let mut state = self.state.borrow_mut();
+        let model = state.model.take().context(NO_MODEL)?;
+        let (model, pruned) = prune(model, density)?;
+        for (weight, kept) in pruned {
+            state.optimizer.keep_rows(weight, &kept)?;
+        }
+        state.model = Some(model);
+        Ok(())
+    }
+
+    /// Takes the choice of keys by content out of all layers. What was recorded is of the choice.
+    pub fn see_everything(&mut self) -> Result<()> {
+        self.replays = None;
+        let mut state = self.state.borrow_mut();
+        let model = state.model.take().context(NO_MODEL)?;
+        state.model = Some(model.with_selections(&[], 0)?);
+        Ok(())
+    }
+
+    /// How steps run, where they were to be replayed and it is known: from the fourth on.
+    pub fn describe(&self) -> Option<String> {
+        let replays = &self.replays.as_ref()?.replayed;
+        match (replays.is_recorded(), replays.refusal()) {
+            (true, _) => Some("replays steps: one dispatch for each".to_owned()),
+            (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
+            (false, None) => None,
+        }
+    }
+}
+
+type Step = Box<dyn FnMut() -> Result<Tensor<1>>>;
+
+/// What replays read, and the recording.
+struct Replays {
+    tokens: Fixed<2, Int>,
+    targets: Fixed<2, Int>,
+    seed: Rc<DeviceSeed>,
+    control: Rc<AdamWControl>,
+    replayed: Replayed<Tensor<1>, Step>,
+}
+
+impl Replays {
+    fn new(
+        state: &Rc<RefCell<State>>,
+        batch: &Batch,
+        integers: DType,
+        device: &Device,
+        recompute: Recompute,
+    ) -> Result<Self> {
+        let fixed = |data: &TensorData| Fixed::new(data.clone().convert_dtype(integers), device);
+        let (tokens, targets) = (fixed(&batch.tokens)?, fixed(&batch.targets)?);
+        let seed = Rc::new(DeviceSeed::new(batch.dropout_seed, device)?);
+        let control = {
+            let State { model, optimizer } = &mut *state.borrow_mut();
+            Rc::new(optimizer.control(model.as_ref().context(NO_MODEL)?)?)
+        };
+        let step: Step = Box::new({
+            let (state, tokens, targets) = (state.clone(), tokens.clone(), targets.clone());
+            let (seed, control) = (seed.clone(), control.clone());
+            move || {
+                let inputs = [tokens.tensor(), targets.tensor()];
+                state.borrow_mut().step(
+                    inputs,
+                    seed.seed(),
+                    recompute,
+                    |optimizer, model, gradients| {
+                        Ok(optimizer.step_prepared(&control, model, gradients)?)
+                    },
+                )
+            }
+        });
+        Ok(Self {
+            tokens,
+            targets,
+            seed,
+            control,
+            replayed: Replayed::new(device, step)?,
+        })
+    }
+
+    fn take(&mut self, batch: Batch, integers: DType) -> Result<Tensor<1>> {
+        self.tokens.write(batch.tokens.convert_dtype(integers))?;
+        self.targets.write(batch.targets.convert_dtype(integers))?;
+        self.seed.write(batch.dropout_seed)?;
+        self.control.prepare(batch.learning_rate)?;
+        let taken = self.replayed.run().context("a step with --graph failed")?;
+        Ok(taken.clone())
+    }
+}
+
+const NO_MODEL: &str = "a step failed, and its model is gone: continue from the last checkpoint";

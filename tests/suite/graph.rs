@@ -1,0 +1,106 @@
+//! Recordings.
+
+use std::process::Command;
+
+use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
+use burn_blocksparse::{
+    AttentionOptions, BlockLayout, Fixed, OpError, Pattern, Replayed, attention,
+};
+use burn_blocksparse_tests::devices::devices;
+use rstest::rstest;
+
+burn_blocksparse_tests::tests!(graph: fixed_tensors_are_overwritten, replayed_runs_equal_plain_runs);
+burn_blocksparse_tests::tests!(graph_training: device_seeds_give_the_masks_of_their_numbers, recordings_refuse_what_would_be_frozen,
+    replayed_training_equals_plain_training);
+
+burn_blocksparse_tests::tests!(graph_decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_survives_errors);
+
+/// A device's reserved bytes are those of the whole process, other tests' included: this one has a process of its own.
+#[test]
+fn decoding_reserves_nothing_more() {
+    const ALONE: &str = "BURN_SPARSE_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return burn_blocksparse_tests::graph_decoding::decoding_reserves_nothing_more(&devices());
+    }
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "graph::decoding_reserves_nothing_more"])
+        .env(ALONE, "")
+        .output()
+        .unwrap();
+    let printed = String::from_utf8_lossy(&run.stdout);
+    assert!(run.status.success(), "{printed}");
+    assert!(printed.contains("1 passed"), "{printed}");
+}
+
+/// The devices that record nothing, and run the closure again.
+fn rerunning() -> Vec<Device> {
+    let of_cpu = |device: &Device| !format!("{device:?}").contains("Cube");
+    devices().into_iter().filter(of_cpu).collect()
+}
+
+#[test]
+fn a_layout_that_is_not_warm_is_refused() {
+    let layout = |window| Pattern::local(window).layout(2, 32, 8).unwrap();
+    for device in rerunning() {
+        let q = Tensor::<4>::random([1, 2, 32, 8], Distribution::Default, &device);
+        let warm = layout(9);
+        let run = |layout: &BlockLayout| {
+            attention(
+                q.clone(),
+                q.clone(),
+                q.clone(),
+                layout,
+                AttentionOptions::default(),
+            )
+        };
+        let mut runs = 0;
+        let mut replayed = Replayed::new(&device, || {
+            runs += 1;
+            match runs {
+                ..5 => run(&warm),
+                _ => run(&layout(9 + runs)),
+            }
+        })
+        .unwrap();
+        for _ in 0..4 {
+            replayed.run().unwrap();
+        }
+        let error = replayed.run().unwrap_err().to_string();
+        let message = "the masks of a layout must be on the device before a recording begins";
+        assert!(error.starts_with(message), "{error}");
+        // Only inside.
+        run(&layout(11)).unwrap();
+    }
+}
+
+#[test]
+fn inputs_are_not_written_inside() {
+    for device in rerunning() {
+        let x = Fixed::<1>::new(TensorData::from([1f32]), &device).unwrap();
+        let mut replayed = Replayed::new(&device, || {
+            x.write(TensorData::from([2f32]))?;
+            Ok::<_, OpError>(())
+        })
+        .unwrap();
+        for _ in 0..3 {
+            replayed.run().unwrap();
+        }
+        let error = replayed.run().unwrap_err().to_string();
+        let message = "an input of a recording must be on the device before a recording begins";
+        assert!(error.starts_with(message), "{error}");
+        x.write(TensorData::from([3f32])).unwrap();
+    }
+}
+
+#[rstest]
+#[case(TensorData::new(vec![1i32; 6], [3, 2]), "data's shape must be [2, 3], the tensor's, got [3, 2]")]
+#[case(TensorData::new(vec![1f32; 6], [2, 3]), "data's dtype must be an integer dtype, got F32")]
+#[case(TensorData::new(vec![1u8; 6], [2, 3]), "data's dtype must be I32, the tensor's, got U8")]
+fn other_numbers_are_refused(#[case] data: TensorData, #[case] message: &str) {
+    for device in devices() {
+        let first = TensorData::new(vec![0i32; 6], [2, 3]);
+        let ids = Fixed::<2, Int>::new(first, &device).unwrap();
+        assert_eq!(ids.tensor().dtype(), DType::I32);
+        assert_eq!(ids.write(data.clone()).unwrap_err().to_string(), message);
+    }
+}

@@ -1,0 +1,229 @@
+//! Attention over pages.
+
+use burn::tensor::{DType, Device, Int, Tensor};
+use burn_blocksparse::{
+    AttentionOptions, AttentionTensors, PagedKeysValues, PagedOptions, PagedStore, PagedVisibility,
+    Quantization, QuantizedPages, alibi_slopes, append_quantized, append_rows, dequantize,
+    paged_attention,
+};
+use burn_blocksparse_tests::devices::devices;
+
+burn_blocksparse_tests::tests!(
+    paged: paged_attention_equals_f64, paged_attention_in_half_precision, paged_attention_gives_the_same_bits,
+    paged_attention_with_fixed_split, paged_attention_golden, paged_attention_of_nothing,
+    paged_attention_leaves_the_graph, paged_attention_plans, appended_rows
+);
+
+burn_blocksparse_tests::tests!(
+    paged_quantised: quantised_rows, quantised_rows_golden, quantised_rows_that_are_not_finite,
+    quantised_attention_equals_f64, quantised_attention_in_half_precision, quantised_scores_are_bounded,
+    quantised_plans_name_the_store
+);
+
+fn int<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D, Int> {
+    Tensor::zeros(shape, (device, DType::I32))
+}
+
+fn float<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
+    Tensor::zeros(shape, (device, DType::F32))
+}
+
+/// Two sequences, four heads on two of keys that share a table.
+fn pages(device: &Device) -> PagedKeysValues {
+    PagedKeysValues::new(
+        float([6, 16, 8], device),
+        float([6, 16, 8], device),
+        2,
+        int([2, 1, 4], device),
+        int([2, 1, 4], device),
+    )
+}
+
+fn plain(pages: &mut PagedKeysValues) -> (&mut Tensor<3>, &mut Tensor<3>) {
+    match &mut pages.store {
+        PagedStore::Plain { keys, values } => (keys, values),
+        PagedStore::Quantized(_) => panic!("pages of floats"),
+    }
+}
+
+type Change = fn(&mut PagedKeysValues, &mut PagedOptions, &Device);
+
+#[test]
+fn arguments_are_checked() {
+    let cases: [(Change, &str); 17] = [
+        (
+            |kv, _, device| *plain(kv).0 = float([6, 12, 8], device),
+            "keys' page size must be a power of two, got 12",
+        ),
+        (
+            |kv, _, device| *plain(kv).0 = float([6, 16, 4], device),
+            "keys' width must be 8, q's, got 4",
+        ),
+        (
+            |kv, _, device| *plain(kv).1 = float([5, 16, 8], device),
+            "values' pages must be 6, the keys', got 5",
+        ),
+        (
+            |kv, _, device| *plain(kv).1 = float([6, 8, 8], device),
+            "values' page size must be 16, the keys', got 8",
+        ),
+        (
+            |kv, _, _| kv.kv_heads = 0,
+            "kv_heads must be at least 1, got 0",
+        ),
+        (
+            |kv, _, _| kv.kv_heads = 3,
+            "kv_heads must be a divisor of the 4 heads of q, got 3",
+        ),
+        (
+            |kv, _, device| kv.table = int([2, 3, 4], device),
+            "table's heads must be 1 or 2, kv_heads, got 3",
+        ),
+        (
+            |kv, _, device| kv.table = int([3, 1, 4], device),
+            "table's batch must be 2, q's, got 3",
+        ),
+        (
+            |kv, _, device| kv.spans = int([2, 2, 4], device),
+            "spans' shape must be [2, 1, 4], the table's rows, got [2, 2, 4]",
+        ),
+        (
+            |kv, _, device| {
+                let (keys, values) = plain(kv);
+                (*keys, *values) = (float([5, 16, 8], device), float([5, 16, 8], device))
+            },
+            "keys' pages must be a multiple of 2, kv_heads, because they share the table, got 5",
+        ),
+        (
+            |kv, _, device| kv.selected = Some(int([2, 1, 3], device)),
+            "selected's shape must be [2, 2, 3], a list a head, got [2, 1, 3]",
+        ),
+        (
+            |kv, _, device| {
+                kv.visibility = Some(PagedVisibility {
+                    positions: int([6, 16], device),
+                    last: int([3, 16], device),
+                    query_positions: int([2], device),
+                })
+            },
+            "positions' shape must be [3, 16], the table's pages, got [6, 16]",
+        ),
+        (
+            |kv, _, device| {
+                kv.visibility = Some(PagedVisibility {
+                    positions: int([3, 16], device),
+                    last: int([3, 16], device),
+                    query_positions: int([1], device),
+                })
+            },
+            "query_positions' shape must be [2], q's batch, got [1]",
+        ),
+        (
+            |_, options, device| options.sinks = Some(float([2], device)),
+            "sinks' heads must be 4, q's, got 2",
+        ),
+        (
+            |_, options, _| options.scale = Some(f64::NAN),
+            "options.scale must be finite in f32, got NaN",
+        ),
+        (
+            |_, options, _| options.softcap = Some(0.0),
+            "options.softcap must be positive and finite in f32, got 0",
+        ),
+        (
+            |_, options, _| options.fixed_split = Some(0),
+            "options.fixed_split must be at least 1, got 0",
+        ),
+    ];
+    for device in devices() {
+        for (change, message) in cases {
+            let (mut kv, mut options) = (pages(&device), PagedOptions::default());
+            let q = float([2, 4, 1, 8], &device);
+            paged_attention(q.clone(), &kv, &options).unwrap();
+            change(&mut kv, &mut options, &device);
+            let error = paged_attention(q, &kv, &options).unwrap_err();
+            assert_eq!(error.to_string(), message);
+        }
+    }
+}
+
+#[test]
+fn rows_to_append_are_checked() {
+    for device in devices() {
+        let pages = || float([6, 16, 8], &device);
+        let row = |heads: usize| float([1, heads, 1, 8], &device);
+        let append = |k, v, slots| append_rows(pages(), pages(), k, v, int(slots, &device));
+        let error = append(row(2), row(1), [1, 1, 1]).unwrap_err();
+        let message = "v's shape must be [1, 2, 1, 8], k's, of the values' width, got [1, 1, 1, 8]";
+        assert_eq!(error.to_string(), message);
+        let error = append(row(2), row(2), [1, 1, 3]).unwrap_err();
+        let message = "slots' shape must be [1, 1, 1], k's rows, got [1, 1, 3]";
+        assert_eq!(error.to_string(), message);
+        let error = append(row(4), row(4), [1, 1, 1]).unwrap_err();
+        let message =
+            "keys' pages must be a multiple of 4, kv_heads, because they share the table, got 6";
+        assert_eq!(error.to_string(), message);
+    }
+}
+
+#[test]
+fn options_that_pages_do_not_have() {
+    let tensors = AttentionTensors::default();
+    let options = AttentionOptions::default().softcap(30.0).scale(0.5);
+    let paged = PagedOptions::for_attention(&options, &tensors).unwrap();
+    assert_eq!((paged.softcap, paged.scale), (Some(30.0), Some(0.5)));
+    let error = PagedOptions::for_attention(&options.alibi(alibi_slopes(4)), &tensors).unwrap_err();
+    let message = "options.alibi must be unset, because attention over pages does not support it, got a value";
+    assert_eq!(error.to_string(), message);
+}
+
+#[test]
+fn quantised_pages_are_checked() {
+    for device in devices() {
+        let zeros =
+            |sizes, widths| QuantizedPages::zeros(Quantization::Int8, sizes, widths, &device);
+        let error = zeros([6, 16], [8, 6]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "values' width must be a multiple of 4, got 6"
+        );
+        let error = zeros([6, 12], [8, 8]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "keys' page size must be a power of two, got 12"
+        );
+        let pages = zeros([6, 16], [8, 8]).unwrap();
+        assert_eq!(pages.widths(), [8, 8]);
+        let row = |heads: usize| float([1, heads, 1, 8], &device);
+        let slots = || int([1, 1, 1], &device);
+        let error = append_quantized(pages.clone(), row(2), row(1), slots()).unwrap_err();
+        let message = "v's shape must be [1, 2, 1, 8], k's, of the values' width, got [1, 1, 1, 8]";
+        assert_eq!(error.to_string(), message);
+        let mut other = pages.clone();
+        other.key_scales = float([6, 8], &device);
+        let error = append_quantized(other, row(2), row(2), slots()).unwrap_err();
+        let message = "key_scales' shape must be [6, 16], the pages', got [6, 8]";
+        assert_eq!(error.to_string(), message);
+        let mut other = pages.clone();
+        other.keys = Tensor::zeros([6, 16, 2], (&device, DType::I64));
+        let error = append_quantized(other, row(2), row(2), slots()).unwrap_err();
+        let message = "keys' dtype must be I32, for quantised pages, got I64";
+        assert_eq!(error.to_string(), message);
+        let kv = PagedKeysValues::of_store(
+            PagedStore::Quantized(pages),
+            2,
+            int([2, 1, 4], &device),
+            int([2, 1, 4], &device),
+        );
+        let error = paged_attention(float([2, 4, 1, 4], &device), &kv, &PagedOptions::default());
+        let message = "keys' width must be 4, q's, got 8";
+        assert_eq!(error.unwrap_err().to_string(), message);
+        let error = dequantize(
+            Quantization::Fp8E4m3,
+            int([3, 2], &device),
+            float([2], &device),
+        );
+        let message = "scales' shape must be [3], a row each, got [2]";
+        assert_eq!(error.unwrap_err().to_string(), message);
+    }
+}

@@ -1,0 +1,204 @@
+//! Attention over what single queries choose.
+
+use burn::tensor::{DType, Device, Int, Tensor};
+use burn_blocksparse::{
+    AttentionOptions, Dropout, Forced, Keep, OpError, ScoreCall, SelectedOptions, Selection,
+    Sharing, WeightsMode, attention_selected, rows_at,
+};
+use burn_blocksparse_tests::devices::devices;
+use rstest::rstest;
+
+burn_blocksparse_tests::tests!(
+    selected: selected_attention_equals_f64, selected_attention_in_half_precision,
+    selected_attention_equals_its_layout, selected_attention_of_query_blocks,
+    selected_gradients_equal_finite_differences, selected_attention_is_prefix_stable,
+    selected_attention_of_a_permuted_batch
+);
+
+burn_blocksparse_tests::tests!(
+    selected_lists: chosen_blocks_of_any_scores, chosen_blocks_in_several_slabs, moba_golden,
+    rows_at_equals_f64
+);
+
+burn_blocksparse_tests::tests!(selected_planted: moba_on_planted_structure);
+
+fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
+    Tensor::zeros(shape, (device, DType::F32))
+}
+
+fn moba() -> Selection {
+    "moba:16,3".parse().unwrap()
+}
+
+#[rstest]
+#[case("moba:512,3", 0)]
+#[case("moba:4096,12,3", 3)]
+#[case("moba:8,1", 0)]
+#[case("moba:128,2,share=mean", 0)]
+#[case("moba:64,4,1,share=max", 1)]
+fn texts(#[case] text: &str, #[case] layers: usize) {
+    let selection: Selection = text.parse().unwrap();
+    assert_eq!(selection.to_string(), text);
+    assert_eq!(selection.estimator().full_last_layers(), layers);
+    assert!(Selection::NOTATION.contains(&"moba:BLOCK,K[,FULL_LAST_LAYERS]"));
+    let json = serde_json::to_string(&selection).unwrap();
+    assert_eq!(serde_json::from_str::<Selection>(&json).unwrap(), selection);
+}
+
+#[rstest]
+#[case(
+    "moba:512",
+    "cannot read 'moba:512' as a selection: expected moba:BLOCK,K[,FULL_LAST_LAYERS], got 1 number"
+)]
+#[case(
+    "moba:512,3,1,2",
+    "cannot read 'moba:512,3,1,2' as a selection: expected moba:BLOCK,K[,FULL_LAST_LAYERS], got also '2'"
+)]
+#[case(
+    "moba:512,-1",
+    "cannot read 'moba:512,-1' as a selection: expected K to be a whole number, got '-1'"
+)]
+#[case("moba:512,0", "k must be at least 1, got 0")]
+#[case(
+    "moba:48,3",
+    "block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 48"
+)]
+#[case(
+    "moba:192,3",
+    "block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 192"
+)]
+#[case(
+    "moba:64,ratio=0.5",
+    "keep must be a number of blocks for moba, got Ratio(0.5)"
+)]
+fn texts_of_none(#[case] text: &str, #[case] message: &str) {
+    let error = text.parse::<Selection>().unwrap_err();
+    assert_eq!(error.to_string(), message);
+}
+
+#[rstest]
+#[case(
+    AttentionOptions::default().alibi([0.5, 0.5]).into(),
+    "options.alibi must be none where every query chooses for itself, got slopes"
+)]
+#[case(
+    AttentionOptions::default().dropout(Dropout::new(0.5, 1)).into(),
+    "options.dropout must be none where every query chooses for itself, got 0.5"
+)]
+#[case(
+    AttentionOptions::default().weights(WeightsMode::Store).into(),
+    "options.weights must be Recompute where every query chooses for itself, got Store"
+)]
+#[case(
+    AttentionOptions::default().softcap(0.0).into(),
+    "options.softcap must be positive and finite in f32, got 0"
+)]
+#[case(
+    AttentionOptions::default().scale(f64::NAN).into(),
+    "call.scale must be finite, got NaN"
+)]
+#[case(
+    SelectedOptions::default().causal(false),
+    "call.causal must be true for moba, got false"
+)]
+fn options_of_none(#[case] options: SelectedOptions, #[case] message: &str) {
+    for device in devices() {
+        let x = zeros([1, 2, 40, 8], &device);
+        let error = attention_selected(x.clone(), x.clone(), x, &moba(), options.clone());
+        assert_eq!(error.unwrap_err().to_string(), message);
+    }
+}
+
+#[rstest]
+#[case([1, 3, 40, 8], [1, 2, 40, 8], [1, 2, 40, 8], "k's kv_heads must be a divisor of the 3 heads of q, got 2")]
+#[case([1, 2, 40, 8], [2, 2, 40, 8], [2, 2, 40, 8], "k's batch must be 1, q's, got 2")]
+#[case([1, 2, 40, 8], [1, 2, 40, 4], [1, 2, 40, 8], "k's head_dim must be 8, q's, got 4")]
+#[case([1, 2, 40, 8], [1, 2, 40, 8], [1, 2, 39, 8], "v's seq_kv must be 40, k's, got 39")]
+#[case([0, 2, 40, 8], [0, 2, 40, 8], [0, 2, 40, 8], "q's batch must be at least 1, got 0")]
+#[case([1, 2, 40, 0], [1, 2, 40, 0], [1, 2, 40, 8], "q's head_dim must be at least 1, got 0")]
+#[case([1, 2, 0, 8], [1, 2, 40, 8], [1, 2, 40, 8], "seq_q must be between 1 and 1073741824, got 0")]
+#[case([1, 2, 40, 8], [1, 2, 0, 8], [1, 2, 0, 8], "seq_kv must be between 1 and 1073741824, got 0")]
+fn shapes(
+    #[case] q: [usize; 4],
+    #[case] k: [usize; 4],
+    #[case] v: [usize; 4],
+    #[case] message: &str,
+) {
+    for device in devices() {
+        let [q, k, v] = [q, k, v].map(|shape| zeros(shape, &device));
+        let error = attention_selected(q, k, v, &moba(), AttentionOptions::default());
+        assert_eq!(error.unwrap_err().to_string(), message);
+    }
+}
+
+#[test]
+fn selections_of_none() {
+    let message = |result: Result<(), OpError>| result.unwrap_err().to_string();
+    for device in devices() {
+        let x = zeros([1, 2, 40, 8], &device);
+        let call = ScoreCall::new(x.clone(), x.clone());
+        let run = |selection: &Selection| {
+            let options = AttentionOptions::default();
+            attention_selected(x.clone(), x.clone(), x.clone(), selection, options).map(|_| ())
+        };
+        assert_eq!(
+            message(run(&moba().with_keep(Keep::TopK(0)))),
+            "k must be at least 1, got 0"
+        );
+        assert_eq!(
+            message(run(&moba().with_keep(Keep::AboveMax(0.5)))),
+            "keep must be a number of blocks for moba, got AboveMax(0.5)"
+        );
+        assert_eq!(
+            message(run(&moba().with_forced(Forced { first: 1, local: 1 }))),
+            "forced must be Forced { first: 0, local: 1 } for moba, got Forced { first: 1, local: 1 }"
+        );
+        assert_eq!(
+            message(moba().choose(&call).map(|_| ())),
+            "query_rows must be as many queries as keys of a block (attention_selected takes 1, too), got 1"
+        );
+        let squares: Selection = "topk:16,3".parse().unwrap();
+        assert_eq!(
+            message(squares.query_lists(&call).map(|_| ())),
+            "query_rows must be 1, got 16"
+        );
+        // Sharing is no error, also where heads have nothing to share.
+        run(&moba().with_sharing(Sharing::Sum)).unwrap();
+    }
+}
+
+#[test]
+fn rows_of_none() {
+    for device in devices() {
+        let error = |index: [usize; 3], users: [usize; 4]| {
+            let index = Tensor::<3, Int>::zeros(index, &device);
+            let users = Tensor::<4, Int>::zeros(users, &device);
+            let rows = rows_at(zeros([1, 2, 5, 3], &device), index, users);
+            rows.unwrap_err().to_string()
+        };
+        for (index, users, message) in [
+            (
+                [1, 1, 4],
+                [1, 2, 5, 1],
+                "index's heads must be [1, 2], x's, got [1, 1]",
+            ),
+            (
+                [1, 2, 4],
+                [1, 2, 4, 1],
+                "users' rows must be [1, 2, 5], x's, got [1, 2, 4]",
+            ),
+            (
+                [1, 2, 0],
+                [1, 2, 5, 1],
+                "index's places must be at least 1, got 0",
+            ),
+            (
+                [1, 2, 4],
+                [1, 2, 5, 0],
+                "users' width must be at least 1, got 0",
+            ),
+        ] {
+            assert_eq!(error(index, users), message);
+        }
+    }
+}

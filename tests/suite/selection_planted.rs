@@ -1,0 +1,216 @@
+//! Selection on planted structure: how much of full attention each method keeps, against numbers that were computed elsewhere.
+
+use burn_blocksparse::{
+    Antidiagonals, BlockEstimator, BlockMeans, EstimateKind, FlexPrefill, Keep, VerticalSlash,
+};
+use burn_blocksparse_tests::selection_dense::{Attention, Dense, kept, square_grid};
+
+const ROWS: usize = 1024;
+const DIM: usize = 64;
+const HEADS: usize = 2;
+const BLOCK: usize = 64;
+
+/// The finaliser of MurmurHash3.
+fn mix(mut x: u32) -> u32 {
+    x ^= x >> 16;
+    x = x.wrapping_mul(0x85eb_ca6b);
+    x ^= x >> 13;
+    x = x.wrapping_mul(0xc2b2_ae35);
+    x ^ x >> 16
+}
+
+fn uniform(of: usize, head: usize, i: usize, c: usize) -> f64 {
+    let place = ((8 * of + head) * 65_536 + i) * 256 + c;
+    f64::from(mix(place as u32) >> 8) / f64::from(1 << 23) - 1.0
+}
+
+/// Rows of keys, `[rows][dim]`, or of queries, `[heads][rows][dim]`.
+fn rows(heads: usize, of: impl Fn(usize, usize, usize) -> f64) -> Vec<f64> {
+    let mut numbers = Vec::with_capacity(heads * ROWS * DIM);
+    for head in 0..heads {
+        for i in 0..ROWS {
+            numbers.extend((0..DIM).map(|c| of(head, i, c)));
+        }
+    }
+    numbers
+}
+
+fn dense(q: Vec<f64>, k: Vec<f64>) -> Dense {
+    Dense {
+        q,
+        k,
+        heads: HEADS,
+        kv_heads: 1,
+        seq: ROWS,
+        head_dim: DIM,
+        scale: 0.125,
+    }
+}
+
+/// Blocks of four topics.
+fn topics() -> Dense {
+    let topic = |i: usize| mix((i / BLOCK) as u32) as usize % 4;
+    let e = |i: usize, c: usize| uniform(2, 0, topic(i), c);
+    dense(
+        rows(HEADS, |h, i, c| uniform(0, h, i, c) + 1.5 * e(i, c)),
+        rows(1, |_, i, c| uniform(1, 0, i, c) + e(i, c)),
+    )
+}
+
+/// Each block of queries looks for one key.
+fn needles() -> Dense {
+    let needle = |head: usize, block: usize| {
+        mix((100 + 16 * head + block) as u32) as usize % (BLOCK * block)
+    };
+    let places = (0..HEADS).flat_map(|head| (1..16).map(move |block| needle(head, block)));
+    let places: Vec<usize> = places.collect();
+    let q = rows(HEADS, |head, i, c| {
+        let own = uniform(0, head, i, c);
+        match i / BLOCK {
+            0 => own,
+            block => own + 1.5 * uniform(3, 0, needle(head, block), c),
+        }
+    });
+    let k = rows(1, |_, i, c| {
+        let found = if places.contains(&i) { 2.0 } else { 0.0 };
+        uniform(1, 0, i, c) + found * uniform(3, 0, i, c)
+    });
+    dense(q, k)
+}
+
+/// A few keys that all look for, and a few distances.
+fn streams() -> Dense {
+    let q = rows(HEADS, |head, i, c| {
+        let behind = [1, 2, 130, 131].into_iter().filter(|x| *x <= i);
+        let behind: f64 = behind.map(|x| uniform(4, 0, i - x, c)).sum();
+        uniform(0, head, i, c) + uniform(5, 0, 0, c) + 1.8 * behind
+    });
+    let k = rows(1, |_, i, c| {
+        let sink = [0, 1, 2, 300, 301, 500].contains(&i);
+        let sink = if sink { 2.0 } else { 0.0 };
+        uniform(1, 0, i, c) + uniform(4, 0, i, c) + sink * uniform(5, 0, 0, c)
+    });
+    dense(q, k)
+}
+
+/// A recall is printed of four digits, a density of three.
+fn assert_printed(what: &str, got: f64, printed: f64) {
+    let tolerance = if what.contains("density") { 1e-3 } else { 5e-4 };
+    assert!(
+        (got - printed).abs() < tolerance,
+        "{what}: {got}, {printed}"
+    );
+}
+
+/// The table's columns, of both heads: recalls, or densities.
+type Columns = [[f64; 2]; 3];
+
+const ORACLE: Columns = [[0.8136, 0.8126], [0.8647, 0.7628], [0.6898, 0.6859]];
+const MEANS: Columns = [[0.8125, 0.8116], [0.7591, 0.7622], [0.6509, 0.6691]];
+const CONTROL: Columns = [[0.3305, 0.3313], [0.1683, 0.2525], [0.4957, 0.4949]];
+const LINES: Columns = [[0.1498, 0.1488], [0.2138, 0.3623], [0.6498, 0.6475]];
+const LINE_DENSITY: Columns = [[0.064, 0.064], [0.065, 0.076], [0.039, 0.040]];
+const DIVERGENCE: Columns = [[0.0935, 0.0947], [0.5073, 0.3286], [0.2952, 0.2832]];
+const ANTIDIAGONALS: [(usize, f64, Columns, Columns); 3] = [
+    (
+        8,
+        0.9,
+        [[0.9570, 0.9562], [0.9869, 0.9768], [0.9667, 0.9665]],
+        [[0.355, 0.355], [0.927, 0.927], [0.906, 0.906]],
+    ),
+    (
+        16,
+        0.9,
+        [[0.9570, 0.9562], [0.9869, 0.9768], [0.9644, 0.9639]],
+        [[0.355, 0.355], [0.927, 0.927], [0.917, 0.917]],
+    ),
+    (
+        8,
+        0.8,
+        [[0.9526, 0.9521], [0.9659, 0.9428], [0.9198, 0.9199]],
+        [[0.334, 0.334], [0.813, 0.823], [0.781, 0.781]],
+    ),
+];
+
+/// Scores and attention of one head.
+struct Head<'a> {
+    what: String,
+    column: usize,
+    head: usize,
+    attention: &'a Attention,
+}
+
+impl Head<'_> {
+    fn check(&self, method: &str, got: f64, expected: &Columns) {
+        let what = format!("{}, {method}", self.what);
+        assert_printed(&what, got, expected[self.column][self.head]);
+    }
+
+    /// Recall and density of the blocks that a rule keeps, the first and the own one forced.
+    fn recall(&self, scores: &[f64], kind: EstimateKind, keep: Keep) -> [f64; 2] {
+        let grid = square_grid(BLOCK, ROWS);
+        let numbers = grid.rows() * grid.blocks();
+        let scores = match scores.len() == numbers {
+            true => scores,
+            false => &scores[self.head * numbers..][..numbers],
+        };
+        let kept = kept(&grid, scores, kind, keep, [1, 1]);
+        self.attention.recall_of_blocks(&kept, BLOCK)
+    }
+}
+
+#[test]
+fn planted_structure_is_found() {
+    assert_eq!(mix(1), 1_364_076_727);
+    assert!((uniform(1, 0, 5, 7) - 0.282853).abs() < 5e-7);
+    let grid = square_grid(BLOCK, ROWS);
+    for (column, dense) in [topics(), needles(), streams()].into_iter().enumerate() {
+        let call = dense.call();
+        let means = BlockMeans { block: BLOCK }.reference(&call);
+        let sums = ANTIDIAGONALS.map(|(stride, ..)| {
+            let estimator = Antidiagonals {
+                block: BLOCK,
+                stride,
+            };
+            estimator.reference(&call)
+        });
+        let lines = VerticalSlash::new(BLOCK, 32, 32).sinks(4).window(8);
+        let flex = FlexPrefill {
+            block: BLOCK,
+            gamma: 0.9,
+            threshold: 0.1,
+        };
+        for head in 0..HEADS {
+            let attention = dense.attention(head, ROWS / 2);
+            let name = ["topics", "needles", "streams"][column];
+            let of = Head {
+                what: format!("{name}, head {head}"),
+                column,
+                head,
+                attention: &attention,
+            };
+            let masses = attention.masses(&grid);
+            let [oracle, density] = of.recall(&masses, EstimateKind::Mass, Keep::TopK(4));
+            of.check("oracle", oracle, &ORACLE);
+            of.check("density of four blocks", density, &[[0.292; 2]; 3]);
+            let [recall, _] = of.recall(&means, EstimateKind::Affinity, Keep::TopK(4));
+            of.check("means", recall, &MEANS);
+            let [control, _] = attention.recall(|i, j| {
+                let behind = i / BLOCK - j / BLOCK;
+                j < BLOCK || behind < 3
+            });
+            of.check("control", control, &CONTROL);
+            for (sums, (stride, p, recalls, densities)) in sums.iter().zip(&ANTIDIAGONALS) {
+                let [recall, density] = of.recall(sums, EstimateKind::Mass, Keep::top_p(*p));
+                of.check(&format!("antidiagonals {stride}, {p}"), recall, recalls);
+                of.check(&format!("density {stride}, {p}"), density, densities);
+            }
+            let [columns, distances] = lines.lines_reference(&call, head);
+            let [recall, density] = attention.recall(|i, j| columns[j] || distances[i - j]);
+            of.check("vertical-slash", recall, &LINES);
+            of.check("density of vertical-slash", density, &LINE_DENSITY);
+            let divergence = flex.head_reference(&call, head).divergence;
+            of.check("√JS", divergence, &DIVERGENCE);
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! Attention over what single queries choose (MoBA), against the same in plain f64 loops.
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_blocksparse::{
+    AttentionOptions, BlockLayout, DenseCall, ScoreCall, SelectedOptions, Selection, Sharing,
+    attention_selected, attention_selected_with_lse, attention_with_lse,
+};
+
+use crate::attention::inputs;
+use crate::compare::{assert_close, to_f64};
+use crate::devices::{exact_dtypes, half_dtypes, supports};
+use crate::options::half_tolerance;
+use crate::reference::Problem;
+use crate::selected_lists::check_lists;
+use crate::selected_problem::{CASE, Case, cases, differentiated, selected};
+
+/// Every output and gradient equals that of the choice in f64, and so do the blocks that are chosen.
+pub fn selected_attention_equals_f64(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        let (problem, chosen) = case.problem(7000 + 100 * index as u64, DType::F32);
+        let answer = problem.solve();
+        let selection = case.selection();
+        for device in devices {
+            check_lists(case, &problem, &chosen, &selection, device);
+            for (dtype, tolerance) in exact_dtypes(device) {
+                let device = device.clone().autodiff();
+                for (name, got) in selected(&problem, &selection, &device, dtype) {
+                    let what = format!("{}, {device:?}, {dtype:?}: {name}", case.name);
+                    let expected = answer.result(name).values;
+                    assert_close(&what, got, expected, tolerance);
+                }
+            }
+        }
+    }
+}
+
+pub fn selected_attention_in_half_precision(devices: &[Device]) {
+    for (index, keep) in [(1, 4), (12, 3), (13, 2)] {
+        let case = Case {
+            keep,
+            dims: [64, 64],
+            ..cases()[index]
+        };
+        for device in devices {
+            for dtype in half_dtypes(device) {
+                let (problem, _) = case.problem(7900 + index as u64, dtype);
+                let answer = problem.solve();
+                let device = device.clone().autodiff();
+                for (name, got) in selected(&problem, &case.selection(), &device, dtype) {
+                    let what = format!("{}, {device:?}, {dtype:?}: {name}", case.name);
+                    let expected = answer.result(name).values;
+                    assert_close(&what, got, expected, half_tolerance(dtype));
+                }
+            }
+        }
+    }
+}
+
+/// Out, lse and all gradients over the choice of the host, with every option that queries take along; heads that share a choice too.
+pub fn selected_attention_equals_its_layout(devices: &[Device]) {
+    let case = Case {
+        heads: [4, 2],
+        seq: [83, 107],
+        ..CASE
+    };
+    let options = AttentionOptions::default().scale(0.3).softcap(2.0);
+    for sharing in [Sharing::PerHead, Sharing::Mean, Sharing::Max] {
+        let (problem, _) = case.problem(8100, DType::F32);
+        let problem = problem.options(Some(0.3), Some(2.0));
+        let selection = case.selection().with_sharing(sharing);
+        let s = problem.sizes;
+        let layouts = (0..s.batch).map(|batch| {
+            let part = |x: &[f64], heads: usize, seq: usize| {
+                let numbers = heads * seq * s.head_dim;
+                x[batch * numbers..][..numbers].to_vec()
+            };
+            let (q, k) = (
+                part(&problem.q, s.heads, s.seq_q),
+                part(&problem.k, s.kv_heads, s.seq_kv),
+            );
+            let call = DenseCall {
+                q: &q,
+                k: &k,
+                heads: s.heads,
+                kv_heads: s.kv_heads,
+                seq_q: s.seq_q,
+                seq_kv: s.seq_kv,
+                head_dim: s.head_dim,
+                scale: 0.3,
+                causal: true,
+            };
+            selection.choose_reference(&call).unwrap()
+        });
+        let layouts: Vec<_> = layouts.collect();
+        let layout = BlockLayout::stack_batch(&layouts).unwrap();
+        for device in devices {
+            let device = device.clone().autodiff();
+            let got = differentiated(&problem, &device, DType::F32, |q, k, v| {
+                attention_selected_with_lse(q, k, v, &selection, options.clone()).unwrap()
+            });
+            let expected = differentiated(&problem, &device, DType::F32, |q, k, v| {
+                attention_with_lse(q, k, v, &layout, options.clone()).unwrap()
+            });
+            for ((name, got), (_, expected)) in got.into_iter().zip(expected) {
+                let what = format!("{sharing:?}, {device:?}: {name}");
+                assert_close(&what, got, &to_f64(expected), 1e-5);
+            }
+        }
+    }
+}
+
+/// Blocks of queries that choose together: the same bits as the choice and attention over it.
+pub fn selected_attention_of_query_blocks(devices: &[Device]) {
+    let selection: Selection = "topk:16,3".parse().unwrap();
+    let (problem, _) = CASE.problem(8200, DType::F32);
+    for device in devices {
+        let [q, k, v, _] = inputs(&problem, device, DType::F32);
+        for causal in [true, false] {
+            let call = ScoreCall::new(q.clone(), k.clone()).causal(causal);
+            let layout = selection.choose(&call).unwrap().layout;
+            let options = AttentionOptions::default();
+            let (q, k, v) = (q.clone(), k.clone(), v.clone());
+            let expected =
+                attention_with_lse(q.clone(), k.clone(), v.clone(), &layout, options.clone());
+            let expected = expected.unwrap();
+            let options = SelectedOptions::from(options).causal(causal);
+            let got = attention_selected_with_lse(q, k, v, &selection, options).unwrap();
+            for (got, expected) in [
+                (got.0.into_data(), expected.0.into_data()),
+                (got.1.into_data(), expected.1.into_data()),
+            ] {
+                assert_eq!(got.as_bytes(), expected.as_bytes(), "{device:?}, {causal}");
+            }
+        }
+    }
+}
+
+/// f64 gradients against differences of the function itself, at a choice that no step changes.
+pub fn selected_gradients_equal_finite_differences(devices: &[Device]) {
+    let case = Case {
+        seq: [29, 29],
+        block: 8,
+        batch: 1,
+        ..CASE
+    };
+    let selection = case.selection();
+    for device in devices.iter().filter(|device| supports(device, DType::F64)) {
+        let (mut problem, _) = case.problem(8300, DType::F32);
+        let autodiff = device.clone().autodiff();
+        let results = selected(&problem, &selection, &autodiff, DType::F64);
+        for (which, (name, grad)) in results.into_iter().skip(2).enumerate() {
+            let grad = to_f64(grad);
+            for index in (0..grad.len()).step_by(37) {
+                let step = 1e-6;
+                let mut loss = |step: f64| {
+                    let values = [&mut problem.q, &mut problem.k, &mut problem.v];
+                    values.into_iter().nth(which).unwrap()[index] += step;
+                    let [q, k, v, grad_out] = inputs(&problem, device, DType::F64);
+                    let options = AttentionOptions::default();
+                    let result = attention_selected_with_lse(q, k, v, &selection, options);
+                    let (out, lse) = result.unwrap();
+                    let shape = TensorData::new(problem.grad_lse.clone(), lse.dims());
+                    let grad_lse = Tensor::<3>::from_data(shape, (device, DType::F64));
+                    ((out * grad_out).sum() + (lse * grad_lse).sum()).into_scalar::<f64>()
+                };
+                let (above, below) = (loss(step), loss(-2.0 * step));
+                loss(step);
+                let slope = (above - below) / (2.0 * step);
+                assert!(
+                    (slope - grad[index]).abs() < 1e-7,
+                    "{device:?}, {name} at {index}: {} but differences say {slope}",
+                    grad[index]
+                );
+            }
+        }
+    }
+}
+
+/// Later tokens change nothing of what comes before them. Packed queries may lie at other places, and so be summed in another order.
+pub fn selected_attention_is_prefix_stable(devices: &[Device]) {
+    let case = Case {
+        heads: [4, 2],
+        seq: [90, 90],
+        ..CASE
+    };
+    let selection = case.selection();
+    assert!(selection.estimator().traits().prefix_stable);
+    let (problem, _) = case.problem(8400, DType::F32);
+    for device in devices {
+        let run = |problem: &Problem| {
+            let [q, k, v, _] = inputs(problem, device, DType::F32);
+            attention_selected(q, k, v, &selection, AttentionOptions::default()).unwrap()
+        };
+        let before = run(&problem);
+        // The last queries alone attend as they do among all.
+        let [q, k, v, _] = inputs(&problem, device, DType::F32);
+        for count in [1, 7, 40] {
+            let last = 90 - count..90;
+            let q = q.clone().slice_dim(2, last.clone());
+            let options = AttentionOptions::default();
+            let out = attention_selected(q, k.clone(), v.clone(), &selection, options).unwrap();
+            let expected = to_f64(before.clone().slice_dim(2, last).into_data());
+            let what = format!("{device:?}, the last {count} queries");
+            assert_close(&what, out.into_data(), &expected, 1e-6);
+        }
+        for first in [17, 48, 63] {
+            let (mut moved, _) = case.problem(8400, DType::F32);
+            let fresh = Problem::random(case.sizes(), 8401 + first as u64, |_, _, _, _| false);
+            let [seq, _] = case.seq;
+            let numbers = [
+                (&mut moved.q, fresh.q),
+                (&mut moved.k, fresh.k),
+                (&mut moved.v, fresh.v),
+            ];
+            for (values, fresh) in numbers {
+                for (at, value) in values.iter_mut().enumerate() {
+                    if at / case.dims[0] % seq >= first {
+                        *value = 3.0 * fresh[at];
+                    }
+                }
+            }
+            let after = run(&moved);
+            let kept = |x: &Tensor<4>| to_f64(x.clone().slice_dim(2, 0..first).into_data());
+            assert_close(
+                &format!("{device:?}, tokens from {first} on changed"),
+                after.clone().slice_dim(2, 0..first).into_data(),
+                &kept(&before),
+                1e-6,
+            );
+            let blocks = |problem: &Problem| {
+                let [q, k, ..] = inputs(problem, device, DType::F32);
+                let lists = selection.query_lists(&ScoreCall::new(q, k)).unwrap();
+                let blocks = lists.unwrap().blocks.slice_dim(2, 0..first);
+                to_f64(blocks.into_data())
+            };
+            assert_eq!(blocks(&moved), blocks(&problem), "{device:?}, {first}");
+            assert_ne!(
+                to_f64(after.into_data()),
+                to_f64(before.clone().into_data())
+            );
+        }
+    }
+}
+
+/// Batch entries in another order give their outputs in that order, and the same call the same bits.
+pub fn selected_attention_of_a_permuted_batch(devices: &[Device]) {
+    let case = Case {
+        batch: 3,
+        heads: [4, 2],
+        ..CASE
+    };
+    let (problem, _) = case.problem(8500, DType::F32);
+    for device in devices {
+        let [q, k, v, _] = inputs(&problem, device, DType::F32);
+        let order = [2, 0, 1];
+        let run = |q: Tensor<4>, k: Tensor<4>, v: Tensor<4>| {
+            let options = AttentionOptions::default();
+            attention_selected(q, k, v, &case.selection(), options).unwrap()
+        };
+        let permuted = |x: &Tensor<4>| {
+            let entries = order.map(|entry| x.clone().narrow(0, entry, 1));
+            Tensor::cat(entries.to_vec(), 0)
+        };
+        let expected = permuted(&run(q.clone(), k.clone(), v.clone()));
+        let got = run(permuted(&q), permuted(&k), permuted(&v));
+        let (got, expected) = (got.into_data(), expected.into_data());
+        assert_eq!(got.as_bytes(), expected.as_bytes(), "{device:?}");
+        let device = device.clone().autodiff();
+        let first = selected(&problem, &case.selection(), &device, DType::F32);
+        for _ in 0..2 {
+            let again = selected(&problem, &case.selection(), &device, DType::F32);
+            for ((name, a), (_, b)) in first.iter().zip(&again) {
+                assert_eq!(a.as_bytes(), b.as_bytes(), "{device:?}: {name}");
+            }
+        }
+    }
+}
