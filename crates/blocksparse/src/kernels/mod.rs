@@ -74,4 +74,6 @@ pub use choice::AttentionPlan;
 pub use error::KernelError;
 pub use forward::forward;
 pub use masses::{MassOutputs, check_masses, masses};
-pub use on_device::{ChoiceTensor, choose_blocks};
+pub use on_device::{
+    ChoiceTensor, ListBuffers, ListSizes, ScoredRows, choose_blocks, highest_blocks, list_queries,
+};

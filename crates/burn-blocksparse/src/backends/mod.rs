@@ -28,6 +28,7 @@ pub(crate) mod optim;
 mod outputs;
 pub(crate) mod paged;
 pub(crate) mod projection;
+mod query_lists;
 mod rows;
 pub(crate) mod sampling;
 #[cfg(feature = "cuda")]

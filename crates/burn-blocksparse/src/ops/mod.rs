@@ -14,6 +14,7 @@ mod norm;
 mod optim;
 mod paged;
 mod projection;
+mod query_lists;
 mod rows;
 mod sampling;
 
@@ -34,6 +35,7 @@ pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, Te
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
 pub use paged::PagedOps;
 pub use projection::ProjectionOps;
+pub use query_lists::{HighestBlocks, ListedQueries, QueryListOps, QueryTiles};
 pub use rows::RowOps;
 pub use sampling::SamplingOps;
 

@@ -8,6 +8,8 @@
 //! parts        calls in parts, and who sees whom
 //! selected     attention over what is chosen
 //! query_lists  the queries that chose each block, where every query chooses for itself
+//! list_reference
+//!              such lists in loops on the host
 //! by_query     the same choice on the host
 //! sharing      whether heads that share keys choose together
 //! text         arguments of selections as text
@@ -21,6 +23,7 @@ mod by_query;
 pub(crate) mod estimator;
 mod flex;
 mod lines;
+pub(crate) mod list_reference;
 mod mean;
 mod methods;
 mod moba;

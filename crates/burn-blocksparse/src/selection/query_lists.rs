@@ -1,21 +1,19 @@
 //! Single queries that choose blocks, as lists of the queries that chose each block.
 
 use blocksparse::ScoreGrid;
-use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor};
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Int, Tensor};
 
 use super::estimator::{BlockEstimator, ScoreCall};
 use super::sharing::Sharing;
 use crate::error::OpError;
+use crate::ops::{HighestBlocks, QueryListOps, QueryTiles};
 
-/// Scores in memory at a time, at most (64 queries of every head may have more).
+/// Scores in memory at a time, at most ([`FEWEST_ROWS`] queries of every head may have more).
 const SLAB_SCORES: usize = 1 << 24;
 
-/// Queries of a part that ranks are counted in: Burn's running sums on GPUs read all that comes before, for every number.
-const PART: usize = 64;
-
-/// Scores lie within ±`LARGEST`, and what is no candidate is below all of them. Both are finite, because not every shader knows infinities.
-const LARGEST: f32 = 1e38;
-const NO_CANDIDATE: f32 = -3e38;
+/// Queries whose scores are in memory at a time, at least.
+const FEWEST_ROWS: usize = 64;
 
 /// Which blocks before its own each query chose, and the same by blocks: for each head a sequence of places, `tile` to a tile, where the queries that
 /// chose a block have neighbouring places, in order, and the last tile of a block is filled up with places of no query. All are i32 tensors on the
@@ -97,74 +95,43 @@ impl QueryLists {
     ) -> Result<Self, OpError> {
         let ListSizes { grid, most, .. } = sizes;
         let [batch, heads, queries, _] = call.q.dims();
-        let lists = match sharing {
-            Sharing::PerHead => heads,
-            _ => call.k.dims()[1],
-        };
-        let (device, blocks) = (call.q.device(), grid.blocks());
-        let slab = SLAB_SCORES / (batch * heads * blocks);
-        let slab = (slab / PART * PART).max(PART);
-        let mut counts = Tensor::<4, Int>::zeros([batch, lists, 1, blocks], (&device, DType::I32));
-        let (mut chosen, mut ranks) = (Vec::new(), Vec::new());
+        let slab = (SLAB_SCORES / (batch * heads * grid.blocks())).max(FEWEST_ROWS);
+        let mut chosen = Vec::new();
         for start in (0..queries).step_by(slab) {
             let rows = start..(start + slab).min(queries);
             let scores = estimator.scores(call, rows)?;
-            let scores = sharing.reduce(scores, call.group());
-            let (picks, members) = highest(scores, grid, start, *most);
-            let rank = running(members.clone()) + counts.clone();
-            ranks.push(rank.gather(3, picks.clone().clamp_min(0)) - 1);
-            chosen.push(picks);
-            counts = counts + members.sum_dim(2);
+            let scores = sharing.reduce(scores, call.group()).cast(DType::F32);
+            let [position, _] = grid.positions(start);
+            let wanted = HighestBlocks::new(position, grid.block, *most);
+            let picks = <Dispatch as QueryListOps>::highest_blocks(scores.into_dispatch(), wanted);
+            chosen.push(Tensor::<4, Int>::from_dispatch(picks));
         }
-        let (blocks, ranks) = (Tensor::cat(chosen, 2), Tensor::cat(ranks, 2));
-        Ok(Self::of_choices(blocks, ranks, counts, sizes))
+        let blocks = match chosen.len() {
+            1 => chosen.remove(0),
+            _ => Tensor::cat(chosen, 2),
+        };
+        Ok(Self::of_choices(blocks, sizes))
     }
 
-    /// The lists of chosen blocks, of the rank of each among those of its block, and of how many chose a block.
-    fn of_choices(
-        blocks: Tensor<4, Int>,
-        ranks: Tensor<4, Int>,
-        counts: Tensor<4, Int>,
-        sizes: &ListSizes,
-    ) -> Self {
-        let (tiles, tile) = (sizes.tiles, sizes.tile);
+    /// The lists of chosen blocks.
+    fn of_choices(blocks: Tensor<4, Int>, sizes: &ListSizes) -> Self {
         let [batch, lists, queries, most] = blocks.dims();
-        let [.., all_blocks] = counts.dims();
-        let device = blocks.device();
-        let flat = [batch, lists, queries * most];
-        let none = blocks.clone().lower_elem(0);
-        let of_blocks = (counts + (tile as i32 - 1)).div_scalar(tile as i32);
-        let of_blocks = of_blocks.reshape([batch, lists, all_blocks]);
-        let starts = (of_blocks.clone().cumsum(2) - of_blocks).mul_scalar(tile as i32);
-        let flat_blocks = blocks.clone().reshape(flat);
-        let starts = starts.gather(2, flat_blocks.clone().clamp_min(0));
-        let places = starts.reshape([batch, lists, queries, most]) + ranks;
-        let places = places.mask_fill(none.clone(), -1);
-        // Every choice is written to its place; those of none to one behind the last.
-        let end = tiles * tile;
-        let numbers = counted(queries * most, 1, &device).reshape([1, 1, queries * most]);
-        let none = none.reshape(flat);
-        let numbers = numbers.expand(flat).mask_fill(none.clone(), 0);
-        let at = places.clone().reshape(flat).mask_fill(none, end as i32);
-        let choices = Tensor::<3, Int>::zeros([batch, lists, end + 1], (&device, DType::I32));
-        let choices = choices.scatter(2, at, numbers, IndexingUpdateOp::Add);
-        let choices = choices.slice_dim(2, 0..end) - 1;
+        let wanted = QueryTiles::new(sizes.grid.blocks(), sizes.tiles, sizes.tile);
+        let listed =
+            <Dispatch as QueryListOps>::list_queries(blocks.clone().into_dispatch(), wanted);
+        let places = Tensor::<4, Int>::from_dispatch(listed.places);
+        let choices = Tensor::<3, Int>::from_dispatch(listed.choices);
         let unused = choices.clone().lower_elem(0);
-        let queries = choices.clone().clamp_min(0).div_scalar(most as i32);
-        let queries = queries.mask_fill(unused, -1);
-        // The first place of a tile that is needed has a query.
-        let firsts = choices.clone().reshape([batch, lists, tiles, tile]);
-        let firsts = firsts.slice_dim(3, 0..1).reshape([batch, lists, tiles]);
-        let unused = firsts.clone().lower_elem(0);
-        let tile_blocks = flat_blocks.gather(2, firsts.clamp_min(0));
+        let at = choices.clone().clamp_min(0).div_scalar(most as i32);
+        debug_assert_eq!(places.dims(), [batch, lists, queries, most]);
         Self {
             block: sizes.grid.block,
-            tile,
+            tile: sizes.tile,
             blocks,
             places,
             choices,
-            queries,
-            tile_blocks: tile_blocks.mask_fill(unused, -1),
+            queries: at.mask_fill(unused, -1),
+            tile_blocks: Tensor::from_dispatch(listed.tile_blocks),
         }
     }
 
@@ -196,76 +163,4 @@ fn repeated<const D: usize>(x: Tensor<D, Int>, group: usize) -> Tensor<D, Int> {
     let x = x.expand([batch, lists, group, rest]);
     dims[1] = lists * group;
     x.reshape(dims)
-}
-
-/// The `most` highest scores before the own block of each row, from query `start` on: their blocks, −1 where there are fewer, and 1 at each in the place of
-/// its score. Of equal scores the earlier block, and NaN is the lowest.
-fn highest(
-    scores: Tensor<4>,
-    grid: &ScoreGrid,
-    start: usize,
-    most: usize,
-) -> (Tensor<4, Int>, Tensor<4, Int>) {
-    let dims = scores.dims();
-    let [batch, lists, rows, blocks] = dims;
-    let device = scores.device();
-    let [position, _] = grid.positions(start);
-    let positions = counted(rows, position, &device);
-    let past = positions.clamp_min(0).div_scalar(grid.block as i32);
-    let past = past.reshape([1, 1, rows, 1]);
-    let columns = counted(blocks, 0, &device).reshape([1, 1, 1, blocks]);
-    let columns = columns.expand(dims);
-    let candidates = columns.clone().lower(past.clone().expand(dims));
-    let nan = scores.clone().is_nan();
-    let scores = scores.mask_fill(nan, -LARGEST).clamp(-LARGEST, LARGEST);
-    let mut scores = scores.mask_fill(candidates.clone().bool_not(), NO_CANDIDATE);
-    let mut picks = Vec::with_capacity(most);
-    for round in 0..most {
-        // The first of the largest.
-        let best = scores.clone().argmax(3).cast(DType::I32);
-        let taken = columns.clone().equal(best.clone().expand(dims));
-        scores = scores.mask_fill(taken, NO_CANDIDATE);
-        let none = past.clone().lower_equal_elem(round as i32);
-        picks.push(best.mask_fill(none.expand([batch, lists, rows, 1]), -1));
-    }
-    let members = scores.equal_elem(NO_CANDIDATE).bool_and(candidates);
-    (Tensor::cat(picks, 3), members.int().cast(DType::I32))
-}
-
-/// Sums over the rows up to each, itself included.
-fn running(x: Tensor<4, Int>) -> Tensor<4, Int> {
-    let [batch, lists, rows, blocks] = x.dims();
-    if rows <= PART {
-        return x.cumsum(2);
-    }
-    let device = x.device();
-    let parts = rows.div_ceil(PART);
-    let x = match parts * PART - rows {
-        0 => x,
-        missing => {
-            let zeros = Tensor::zeros([batch, lists, missing, blocks], (&device, DType::I32));
-            Tensor::cat(vec![x, zeros], 2)
-        }
-    };
-    let x = x.reshape([batch * lists, parts, PART, blocks]);
-    let sums = x.clone().sum_dim(2);
-    let before = sums.clone().cumsum(1) - sums;
-    let x = x.cumsum(2) + before;
-    x.reshape([batch, lists, parts * PART, blocks])
-        .slice_dim(2, 0..rows)
-}
-
-/// `count` numbers from `first` on. With fusion, Burn's `arange` is a running sum, which on GPUs reads all that comes before for every number: long ones
-/// are made of short ones.
-fn counted(count: usize, first: i64, device: &Device) -> Tensor<1, Int> {
-    const SHORT: usize = 512;
-    if count <= SHORT {
-        return Tensor::arange(first..first + count as i64, (device, DType::I32));
-    }
-    let parts = count.div_ceil(SHORT);
-    let high = counted(parts, 0, device).mul_scalar(SHORT as i32);
-    let low = counted(SHORT, first, device);
-    let all = high.reshape([parts, 1]).expand([parts, SHORT])
-        + low.reshape([1, SHORT]).expand([parts, SHORT]);
-    all.reshape([parts * SHORT]).slice_dim(0, 0..count)
 }

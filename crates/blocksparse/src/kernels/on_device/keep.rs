@@ -137,7 +137,7 @@ fn forced(q_block: usize, kv_block: usize, grid: &Grid, rule: &Numbers) -> bool 
 
 /// A number that orders f32 numbers, given as bits: NaN is the lowest, −0 equals 0.
 #[cube]
-fn key(number: u32) -> u32 {
+pub fn key(number: u32) -> u32 {
     let size = number & 0x7fff_ffffu32;
     let mut bits = number;
     if size > 0x7f80_0000u32 {

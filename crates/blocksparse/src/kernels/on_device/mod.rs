@@ -1,9 +1,11 @@
 //! Launch plans of layouts whose blocks a tensor chooses: made on its device, in buffers whose sizes follow from the layout's sizes.
 //!
-//! The tensor becomes bits ([`bits`]), the bits become the words of a plan ([`words`]), and kernels walk it as they walk any other.
+//! The tensor becomes bits ([`bits`]), the bits become the words of a plan ([`words`]), and kernels walk it as they walk any other. Where every query
+//! chooses for itself, [`query_lists`] packs those that chose the same block.
 
 mod bits;
 mod keep;
+mod query_lists;
 mod words;
 
 use std::collections::HashMap;
@@ -22,6 +24,7 @@ use crate::layout::TALLEST;
 use crate::plan::{Sections, Tiling, Walk};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
 use bits::GridLaunch;
+pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
 use words::{Cut, ExtentLaunch, HeadsLaunch, PlacesLaunch};
 
 /// Units of a cube of kernels whose units work alone.

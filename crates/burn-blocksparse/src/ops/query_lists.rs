@@ -1,0 +1,122 @@
+//! The backend trait of single queries that choose blocks, and what crosses it.
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType, backend_extension};
+
+use crate::selection::list_reference;
+
+/// Which blocks queries take, of the scores of some of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HighestBlocks {
+    /// The position of the first query of the scores; the first key's is 0.
+    pub position: i64,
+    /// Keys of a block.
+    pub block: usize,
+    /// Blocks that a query takes, at most.
+    pub most: usize,
+}
+
+impl HighestBlocks {
+    pub(crate) fn new(position: i64, block: usize, most: usize) -> Self {
+        Self {
+            position,
+            block,
+            most,
+        }
+    }
+}
+
+/// The sizes of lists of queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct QueryTiles {
+    /// Blocks of keys.
+    pub blocks: usize,
+    /// Tiles of a list, as many as all choices need.
+    pub tiles: usize,
+    /// Places of a tile.
+    pub tile: usize,
+}
+
+impl QueryTiles {
+    pub(crate) fn new(blocks: usize, tiles: usize, tile: usize) -> Self {
+        Self {
+            blocks,
+            tiles,
+            tile,
+        }
+    }
+}
+
+/// Queries by the blocks that they chose: i32, −1 for none.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct ListedQueries<B: Backend> {
+    /// The place of each choice: `[batch, lists, queries, most]`.
+    pub places: IntTensor<B>,
+    /// The choice at each place: `[batch, lists, tiles · tile]`.
+    pub choices: IntTensor<B>,
+    /// The block of each tile: `[batch, lists, tiles]`.
+    pub tile_blocks: IntTensor<B>,
+}
+
+impl<B: Backend> ListedQueries<B> {
+    pub(crate) fn new(
+        places: IntTensor<B>,
+        choices: IntTensor<B>,
+        tile_blocks: IntTensor<B>,
+    ) -> Self {
+        Self {
+            places,
+            choices,
+            tile_blocks,
+        }
+    }
+}
+
+/// Lists of queries as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "fusion"),
+)]
+pub trait QueryListOps: Backend {
+    /// The blocks of the highest of `scores` `[batch, lists, rows, blocks]`, f32, before the block that a row's own position lies in, by falling score;
+    /// of equal ones the earlier, and NaN is the lowest: `[batch, lists, rows, most]`, i32, −1 where there are fewer.
+    #[fusion(meta = meta::highest)]
+    fn highest_blocks(scores: FloatTensor<Self>, call: HighestBlocks) -> IntTensor<Self> {
+        list_reference::highest_blocks::<Self>(scores, &call)
+    }
+
+    /// The lists of such blocks: the queries that chose a block have neighbouring places, in order, from the first place of a tile on.
+    #[fusion(meta = meta::lists)]
+    fn list_queries(picks: IntTensor<Self>, call: QueryTiles) -> ListedQueries<Self> {
+        list_reference::list_queries::<Self>(picks, &call)
+    }
+}
+
+/// Output shapes and dtypes for fusion.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+    use burn::tensor::DType;
+
+    use super::*;
+
+    pub fn highest(scores: &TensorSpec, call: &HighestBlocks) -> TensorSpec {
+        let [batch, lists, rows, _] = scores.shape.dims::<4>();
+        TensorSpec::new([batch, lists, rows, call.most].into(), DType::I32)
+    }
+
+    pub fn lists(picks: &TensorSpec, call: &QueryTiles) -> ListedQueriesMetadata {
+        let [batch, lists, ..] = picks.shape.dims::<4>();
+        ListedQueriesMetadata {
+            places: TensorSpec::new(picks.shape.clone(), DType::I32),
+            choices: TensorSpec::new([batch, lists, call.tiles * call.tile].into(), DType::I32),
+            tile_blocks: TensorSpec::new([batch, lists, call.tiles].into(), DType::I32),
+        }
+    }
+}

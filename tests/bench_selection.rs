@@ -1,0 +1,270 @@
+//! Times choices of keys by content, and attention over them, beside dense causal attention of the same shapes, on the device that
+//! `BURN_SPARSE_DEVICE` names.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use burn::tensor::{DType, Device, Distribution, Tensor};
+use burn_blocksparse::{
+    AttentionOptions, DeviceLayout, DeviceLayoutOptions, Layout, LayoutShape, Pattern, ScoreCall,
+    Selection, attention, attention_selected,
+};
+use burn_blocksparse_tests::devices::devices;
+use serde_json::{Value, json};
+
+const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda bench-selection [N,N,...] [REPEATS] [JSON]
+
+N        positions (default 4096,16384,65536)
+REPEATS  timed runs of each row; medians are printed (default 20)
+JSON     also write the numbers to this file";
+
+/// Heads of queries and keys, and their width, of the larger calls.
+const WIDE: [usize; 3] = [32, 8, 128];
+
+/// Calls of a run, for what takes less than this many seconds.
+const CALLS: usize = 20;
+const SHORT: f64 = 2e-3;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let lengths = match args.first() {
+        None => Some(vec![4096, 16_384, 65_536]),
+        Some(text) => text.split(',').map(|n| n.parse().ok()).collect(),
+    };
+    let repeats = match args.get(1) {
+        None => Some(20),
+        Some(text) => text.parse().ok().filter(|&repeats: &usize| repeats > 0),
+    };
+    let (Some(lengths), Some(repeats), 0..=3) = (lengths, repeats, args.len()) else {
+        eprintln!("{USAGE}");
+        return ExitCode::FAILURE;
+    };
+    let mut results = Vec::new();
+    for device in devices() {
+        println!("{device:?}, bf16, causal");
+        println!(
+            "{:<64} {:>10} {:>10} {:>9}",
+            "", "host", "device", "of dense"
+        );
+        let mut bench = Bench {
+            device,
+            repeats,
+            dense: f64::NAN,
+            shape: Value::Null,
+            results: &mut results,
+        };
+        bench.small();
+        for &n in &lengths {
+            bench.rules(n);
+            bench.methods(n);
+        }
+    }
+    if let Some(path) = args.get(2) {
+        let text = serde_json::to_string_pretty(&results).expect("numbers");
+        std::fs::write(path, text).expect("the file can be written");
+    }
+    ExitCode::SUCCESS
+}
+
+struct Bench<'a> {
+    device: Device,
+    repeats: usize,
+    /// Seconds of dense attention, that others are compared with.
+    dense: f64,
+    shape: Value,
+    results: &'a mut Vec<Value>,
+}
+
+impl Bench<'_> {
+    fn inputs(&self, [heads, kv_heads, dim]: [usize; 3], n: usize) -> [Tensor<4>; 3] {
+        let options = (&self.device, DType::BF16);
+        let normal = Distribution::Normal(0.0, 1.0);
+        [heads, kv_heads, kv_heads].map(|heads| Tensor::random([1, heads, n, dim], normal, options))
+    }
+
+    fn tracked(inputs: &[Tensor<4>; 3]) -> [Tensor<4>; 3] {
+        inputs.clone().map(|x| x.autodiff().require_grad())
+    }
+
+    fn sync(&self) {
+        self.device.sync().expect("the device works");
+    }
+
+    /// Medians of the seconds until a call returns, and of those that the device has for one of several.
+    fn time<T>(&mut self, name: &str, mut call: impl FnMut() -> T) -> f64 {
+        for _ in 0..2 {
+            drop(call());
+            self.sync();
+        }
+        let start = Instant::now();
+        drop(call());
+        self.sync();
+        let calls = match start.elapsed().as_secs_f64() < SHORT {
+            true => CALLS,
+            false => 1,
+        };
+        let times = (0..self.repeats).map(|_| {
+            let start = Instant::now();
+            let result = call();
+            let returned = start.elapsed().as_secs_f64();
+            for _ in 1..calls {
+                drop(call());
+            }
+            self.sync();
+            let done = start.elapsed().as_secs_f64() / calls as f64;
+            drop(result);
+            (returned, done)
+        });
+        let (returned, done): (Vec<f64>, Vec<f64>) = times.unzip();
+        let (returned, done) = (median(returned), median(done));
+        self.row(name, Some(returned), done);
+        done
+    }
+
+    fn row(&mut self, name: &str, host: Option<f64>, device: f64) {
+        println!(
+            "{name:<64} {:>10} {:>10} {:>9.4}",
+            host.map_or_else(String::new, shown),
+            shown(device),
+            device / self.dense
+        );
+        self.results.push(json!({
+            "shape": self.shape, "name": name, "host_s": host, "device_s": device,
+            "of_dense": device / self.dense,
+        }));
+    }
+
+    fn heading(&mut self, [heads, kv_heads, dim]: [usize; 3], n: usize) {
+        self.shape = json!([1, heads, kv_heads, n, dim]);
+        println!("1 x {heads} / {kv_heads} x {n} x {dim}");
+    }
+
+    /// What documentation compared before there were rules: a choice, its plans and the attention that they are for.
+    fn small(&mut self) {
+        let (sizes, n) = ([8, 8, 64], 4096);
+        self.heading(sizes, n);
+        let [q, k, v] = self.inputs(sizes, n);
+        self.dense = f64::NAN;
+        let selection: Selection = "topk:64,16".parse().expect("a selection");
+        let call = ScoreCall::new(q.clone(), k.clone());
+        let choose = || selection.choose(&call).expect("shapes fit").layout;
+        let layout = choose();
+        self.dense = self.time("attention over topk:64,16", || run(&q, &k, &v, &layout));
+        self.time("choice", choose);
+        let all = self.time("choice, plans and attention", || run(&q, &k, &v, &choose()));
+        let alone = all - self.dense;
+        self.row("choice and plans", None, alone);
+    }
+
+    /// A rule over scores, and the plans made of what it keeps: attention over a new layout, without attention over a known one.
+    fn rules(&mut self, n: usize) {
+        let (heads, dim, block) = (32, 16, 128);
+        self.heading([heads, heads, dim], n);
+        let [q, k, v] = self.inputs([heads, heads, dim], n);
+        let blocks = n / block;
+        let uniform = Distribution::Default;
+        let scores = Tensor::<4>::random([1, heads, blocks, blocks], uniform, &self.device);
+        let shape = LayoutShape {
+            heads,
+            seq_q: n,
+            seq_kv: n,
+            block_size: block,
+        };
+        let options = DeviceLayoutOptions::new(shape).causal(true);
+        for text in ["topk:128,16", "topk:128,p=0.2"] {
+            let rule = text.parse::<Selection>().expect("a selection").rule();
+            let layout = || {
+                DeviceLayout::from_scores(scores.clone(), rule, options.clone()).expect("sizes fit")
+            };
+            let known = layout();
+            self.dense = f64::NAN;
+            let over = self.time("attention over known blocks", || run(&q, &k, &v, &known));
+            let all = self.time("rule, plans and attention", || run(&q, &k, &v, &layout()));
+            self.row(&format!("rule of {text} and plans"), None, all - over);
+        }
+    }
+
+    /// Every method, at about a tenth of the pairs where its rule can say so.
+    fn methods(&mut self, n: usize) {
+        let [heads, ..] = WIDE;
+        self.heading(WIDE, n);
+        let inputs = self.inputs(WIDE, n);
+        let [q, k, v] = inputs.clone();
+        let causal = Pattern::causal()
+            .layout(heads, n, 128)
+            .expect("valid sizes");
+        self.dense = f64::NAN;
+        self.dense = self.time("dense", || run(&q, &k, &v, &causal));
+        let forward = self.dense;
+        let tracked = Self::tracked(&inputs);
+        let dense_both = self.time("dense, forward and backward", || {
+            let [q, k, v] = &tracked;
+            run(q, k, v, &causal).sum().backward()
+        });
+        let call = ScoreCall::new(q.clone(), k.clone());
+        for text in [
+            "topk:128,ratio=0.1",
+            "sparge:128,ratio=0.1,0.1",
+            "flexprefill:128,0.5",
+            "xattention:128,16,ratio=0.1",
+            "xattention:128,8,ratio=0.1",
+            "minference:64,1000,200",
+        ] {
+            let selection: Selection = match text.parse() {
+                Ok(selection) => selection,
+                Err(error) => {
+                    println!("{text}: {error}");
+                    continue;
+                }
+            };
+            let choose = || selection.choose(&call).expect("shapes fit").layout;
+            self.dense = forward;
+            self.time(&format!("{text}: choice"), choose);
+            self.time(&format!("{text}: choice and attention"), || {
+                run(&q, &k, &v, &choose())
+            });
+        }
+        for text in ["topk:128,ratio=0.1", "moba:512,3"] {
+            let selection: Selection = text.parse().expect("a selection");
+            if text.starts_with("moba") {
+                self.dense = forward;
+                self.time(&format!("{text}: choice"), || selection.query_lists(&call));
+                self.time(&format!("{text}: choice and attention"), || {
+                    selected(&q, &k, &v, &selection)
+                });
+            }
+            self.dense = dense_both;
+            self.time(&format!("{text}: forward and backward"), || {
+                let [q, k, v] = &tracked;
+                selected(q, k, v, &selection).sum().backward()
+            });
+        }
+    }
+}
+
+fn run<'a>(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    layout: impl Into<Layout<'a>>,
+) -> Tensor<4> {
+    let options = AttentionOptions::default();
+    attention(q.clone(), k.clone(), v.clone(), layout, options).expect("shapes fit")
+}
+
+fn selected(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>, selection: &Selection) -> Tensor<4> {
+    let options = AttentionOptions::default();
+    attention_selected(q.clone(), k.clone(), v.clone(), selection, options).expect("shapes fit")
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn shown(seconds: f64) -> String {
+    match seconds {
+        seconds if seconds < 1e-3 => format!("{:.1} µs", seconds * 1e6),
+        seconds => format!("{:.2} ms", seconds * 1e3),
+    }
+}
