@@ -3,6 +3,7 @@
 //! The tensor becomes bits ([`bits`]), the bits become the words of a plan ([`words`]), and kernels walk it as they walk any other. Where every query
 //! chooses for itself, [`query_lists`] packs those that chose the same block.
 
+mod at_once;
 mod bits;
 mod keep;
 mod query_lists;
@@ -23,6 +24,7 @@ use super::uploaded::DevicePlan;
 use crate::layout::TALLEST;
 use crate::plan::{Sections, Tiling, Walk};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
+use at_once::Once;
 use bits::GridLaunch;
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
 use words::{Cut, ExtentLaunch, HeadsLaunch, PlacesLaunch};
@@ -39,9 +41,15 @@ pub struct ChoiceTensor {
     pub dtype: ElemType,
 }
 
-/// The bits of a layout's blocks on devices, by rows and by columns.
+/// The bits of a layout's blocks on devices.
 #[derive(Default)]
-struct Bits(Mutex<HashMap<DeviceKey, [Handle; 2]>>);
+struct Bits(Mutex<HashMap<DeviceKey, ByWalk>>);
+
+/// Bits by rows, and by columns from when they are walked.
+struct ByWalk {
+    rows: Handle,
+    columns: Option<Handle>,
+}
 
 /// Gives a layout the tensor that chooses its blocks: `[batch or 1, heads or 1, q_blocks, n]`, `n` being `kv_blocks` or the indices of a
 /// row, as its [`DeviceChoice`] says. A layout that was given one on this device keeps it. Nothing is read back.
@@ -64,9 +72,10 @@ pub fn choose_blocks(
     let known = layout.attachment(Bits::default);
     let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
     if let Entry::Vacant(entry) = known.entry(device_key(client)) {
-        let rows = row_bits(client, layout, choice, tensor)?;
-        let columns = column_bits(client, layout, choice, &rows);
-        entry.insert([rows, columns]);
+        entry.insert(ByWalk {
+            rows: row_bits(client, layout, choice, tensor)?,
+            columns: None,
+        });
     }
     Ok(())
 }
@@ -300,9 +309,13 @@ pub fn plan(
         "a plan that is made on the device has neither places, visits nor clusters"
     );
     let bits = layout.attachment(Bits::default);
-    let bits = bits.0.lock().unwrap_or_else(PoisonError::into_inner);
-    let bits = bits.get(&device_key(client));
-    let bits = &bits.expect("a layout has its blocks before a launch")[tiling.walk as usize];
+    let mut bits = bits.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let bits = bits.get_mut(&device_key(client));
+    let ByWalk { rows, columns } = bits.expect("a layout has its blocks before a launch");
+    let bits = match tiling.walk {
+        Walk::Rows => rows,
+        Walk::Columns => columns.get_or_insert_with(|| column_bits(client, layout, choice, rows)),
+    };
     let making = Making {
         client,
         layout,
@@ -312,8 +325,13 @@ pub fn plan(
         room: Room::new(layout, choice, tiling),
     };
     let words = client.empty(making.room.len * size_of::<u32>());
-    making.list(&words);
-    making.tables(&words);
+    match Once::new(client.properties(), making.room.tiles) {
+        Some(once) => making.at_once(&words, once),
+        None => {
+            making.list(&words);
+            making.tables(&words);
+        }
+    }
     let Room {
         len,
         sections,
@@ -379,6 +397,41 @@ impl Making<'_> {
         buffer(&self.bits, patterns * lines * words)
     }
 
+    /// Heads of all batch entries, and words of the masks and of those heads.
+    fn table_words(&self) -> [usize; 2] {
+        let cut = self.room.cut;
+        let heads = self.layout.batch().unwrap_or(1) * self.layout.heads();
+        [heads, cut.masks() * cut.rows * cut.mask_words() + heads]
+    }
+
+    fn heads(&self, heads: usize) -> HeadsLaunch {
+        HeadsLaunch::new(heads, self.layout.heads(), self.choice.patterns[1])
+    }
+
+    /// All of it in one launch.
+    fn at_once(&self, words: &Handle, once: Once) {
+        let (client, cut, patterns) = (self.client, self.room.cut, self.room.patterns);
+        let [heads, tables] = self.table_words();
+        // SAFETY: a cube writes what belongs to the tiles of its pattern, below `patterns`, and words of the tables, where `Room` has room for them.
+        unsafe {
+            at_once::at_once::launch_unchecked(
+                client,
+                cubes(client, patterns),
+                CubeDim::new_1d(once.units as u32),
+                AddressType::U32,
+                self.bits(),
+                buffer(words, self.room.len),
+                self.extent(),
+                self.places(),
+                self.heads(heads),
+                patterns,
+                tables,
+                cut,
+                once,
+            );
+        }
+    }
+
     /// The tiles, their order and their entries.
     fn list(&self, words: &Handle) {
         let (client, cut, patterns) = (self.client, self.room.cut, self.room.patterns);
@@ -438,8 +491,7 @@ impl Making<'_> {
     /// The masks, and the first tile of each head.
     fn tables(&self, words: &Handle) {
         let (client, cut) = (self.client, self.room.cut);
-        let heads = self.layout.batch().unwrap_or(1) * self.layout.heads();
-        let tables = cut.masks() * cut.rows * cut.mask_words() + heads;
+        let [heads, tables] = self.table_words();
         // SAFETY: a unit writes its own word of the two sections.
         unsafe {
             words::tables::launch_unchecked(
@@ -450,7 +502,7 @@ impl Making<'_> {
                 buffer(words, self.room.len),
                 self.extent(),
                 self.places(),
-                HeadsLaunch::new(heads, self.layout.heads(), self.choice.patterns[1]),
+                self.heads(heads),
                 cut,
             );
         }

@@ -8,6 +8,8 @@
 //! tables    masks, and the tiles of heads                   a unit a word
 //! ```
 //!
+//! Where patterns have few tiles, [`at_once`](super::at_once) does all of it in one launch.
+//!
 //! A tile's masks depend on how its rows lie to the entry's columns, and on which of its block rows have the block. All of them
 //! are in a table: a mask's id says which it is.
 
@@ -232,6 +234,50 @@ fn place(at: usize, extent: &Extent, #[comptime] cut: Cut) -> Place {
     }
 }
 
+/// How long a tile's walk is.
+#[derive(CubeType, Clone, Copy)]
+pub struct Counted {
+    /// Steps.
+    pub steps: u32,
+    /// Steps whose masks matter, the first ones.
+    pub masked: u32,
+}
+
+/// Counts the entries of tile `at`.
+#[cube]
+pub fn counted(bits: &[u32], at: usize, extent: &Extent, #[comptime] cut: Cut) -> Counted {
+    let place = place(at, extent, cut);
+    let mut masked = 0u32;
+    let mut full = 0u32;
+    for word in 0..extent.words {
+        let union = union(bits, place.line, word, place.end, extent, cut);
+        if union != 0u32 {
+            for bit in 0..32u32 {
+                if (union >> bit) & 1u32 == 1u32 {
+                    let subset = subset(bits, place.line, word, bit, place.end, extent, cut);
+                    let col = (word * 32 + bit as usize) * comptime!(cut.block);
+                    for part in 0..comptime!(cut.parts()) {
+                        let col = (col + part * comptime!(cut.group)) as i32;
+                        let id = mask_id(subset, place.row, col, extent, cut);
+                        if id == FULL {
+                            full += 1u32;
+                        } else if id != EMPTY {
+                            masked += 1u32;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    let per_step = comptime!(cut.per_step as u32);
+    let steps = (masked + full).div_ceil(per_step);
+    let fill = steps * per_step - masked - full;
+    Counted {
+        steps,
+        masked: (masked + fill).div_ceil(per_step),
+    }
+}
+
 /// Counts the entries of each tile into its record: 0, steps, steps whose masks matter.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn count(
@@ -244,36 +290,11 @@ pub fn count(
 ) {
     let at = ABSOLUTE_POS;
     if at < tiles {
-        let place = place(at, &extent, cut);
-        let mut masked = 0u32;
-        let mut full = 0u32;
-        for word in 0..extent.words {
-            let union = union(bits, place.line, word, place.end, &extent, cut);
-            if union != 0u32 {
-                for bit in 0..32u32 {
-                    if (union >> bit) & 1u32 == 1u32 {
-                        let subset = subset(bits, place.line, word, bit, place.end, &extent, cut);
-                        let col = (word * 32 + bit as usize) * comptime!(cut.block);
-                        for part in 0..comptime!(cut.parts()) {
-                            let col = (col + part * comptime!(cut.group)) as i32;
-                            let id = mask_id(subset, place.row, col, &extent, cut);
-                            if id == FULL {
-                                full += 1u32;
-                            } else if id != EMPTY {
-                                masked += 1u32;
-                            }
-                        }
-                    }
-                }
-            }
-        }
-        let per_step = comptime!(cut.per_step as u32);
-        let steps = (masked + full).div_ceil(per_step);
-        let fill = steps * per_step - masked - full;
+        let counted = counted(bits, at, &extent, cut);
         let record = places.tiles + at * 3;
         plan[record] = 0u32;
-        plan[record + 1] = steps;
-        plan[record + 2] = (masked + fill).div_ceil(per_step);
+        plan[record + 1] = counted.steps;
+        plan[record + 2] = counted.masked;
     }
 }
 
@@ -336,7 +357,7 @@ pub fn rank(plan: &mut [u32], extent: Extent, places: Places, tiles: usize) {
     }
 }
 
-/// The entries of each tile: masked ones from the front, full ones from the back, and between them what fills up the steps.
+/// The entries of each tile, as [`listed`] lists them.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn entries(
     bits: &[u32],
@@ -348,41 +369,56 @@ pub fn entries(
 ) {
     let at = ABSOLUTE_POS;
     if at < tiles {
-        let place = place(at, &extent, cut);
         let record = places.tiles + at * 3;
         let first = places.entries + plan[record] as usize * 2;
-        let mut front = first;
-        let mut back = first + plan[record + 1] as usize * comptime!(cut.per_step * 2);
-        for word in 0..extent.words {
-            let union = union(bits, place.line, word, place.end, &extent, cut);
-            if union != 0u32 {
-                for bit in 0..32u32 {
-                    if (union >> bit) & 1u32 == 1u32 {
-                        let subset = subset(bits, place.line, word, bit, place.end, &extent, cut);
-                        let block = word * 32 + bit as usize;
-                        for part in 0..comptime!(cut.parts()) {
-                            let entry = block * comptime!(cut.parts()) + part;
-                            let col = (entry * comptime!(cut.group)) as i32;
-                            let id = mask_id(subset, place.row, col, &extent, cut);
-                            if id == FULL {
-                                back -= 2;
-                                plan[back] = entry as u32;
-                                plan[back + 1] = FULL;
-                            } else if id != EMPTY {
-                                plan[front] = entry as u32;
-                                plan[front + 1] = id;
-                                front += 2;
-                            }
+        let steps = plan[record + 1];
+        listed(bits, plan, at, first, steps, &extent, cut);
+    }
+}
+
+/// The entries of tile `at` from word `first` on: masked ones from the front, full ones from the back, and between them what fills up the steps.
+#[cube]
+pub fn listed(
+    bits: &[u32],
+    plan: &mut [u32],
+    at: usize,
+    first: usize,
+    steps: u32,
+    extent: &Extent,
+    #[comptime] cut: Cut,
+) {
+    let place = place(at, extent, cut);
+    let mut front = first;
+    let mut back = first + steps as usize * comptime!(cut.per_step * 2);
+    for word in 0..extent.words {
+        let union = union(bits, place.line, word, place.end, extent, cut);
+        if union != 0u32 {
+            for bit in 0..32u32 {
+                if (union >> bit) & 1u32 == 1u32 {
+                    let subset = subset(bits, place.line, word, bit, place.end, extent, cut);
+                    let block = word * 32 + bit as usize;
+                    for part in 0..comptime!(cut.parts()) {
+                        let entry = block * comptime!(cut.parts()) + part;
+                        let col = (entry * comptime!(cut.group)) as i32;
+                        let id = mask_id(subset, place.row, col, extent, cut);
+                        if id == FULL {
+                            back -= 2;
+                            plan[back] = entry as u32;
+                            plan[back + 1] = FULL;
+                        } else if id != EMPTY {
+                            plan[front] = entry as u32;
+                            plan[front + 1] = id;
+                            front += 2;
                         }
                     }
                 }
             }
         }
-        while front < back {
-            plan[front] = 0u32;
-            plan[front + 1] = EMPTY;
-            front += 2;
-        }
+    }
+    while front < back {
+        plan[front] = 0u32;
+        plan[front + 1] = EMPTY;
+        front += 2;
     }
 }
 
@@ -397,7 +433,7 @@ pub struct Heads {
     pub patterns: usize,
 }
 
-/// The masks' words, and behind them the heads'. Entries 0 and 1 are full and empty; the id of any other is that of [`mask_id`].
+/// The masks' words, and behind them the heads'.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn tables(
     plan: &mut [u32],
@@ -406,7 +442,19 @@ pub fn tables(
     heads: Heads,
     #[comptime] cut: Cut,
 ) {
-    let at = ABSOLUTE_POS;
+    table_word(plan, ABSOLUTE_POS, &extent, &places, &heads, cut);
+}
+
+/// Word `at` of the masks, and behind them of the heads. Masks 0 and 1 are full and empty; the id of any other is that of [`mask_id`].
+#[cube]
+pub fn table_word(
+    plan: &mut [u32],
+    at: usize,
+    extent: &Extent,
+    places: &Places,
+    heads: &Heads,
+    #[comptime] cut: Cut,
+) {
     let row_words = comptime!(cut.mask_words());
     let mask_words = comptime!(cut.masks() * cut.rows * cut.mask_words());
     if at < mask_words {
@@ -416,7 +464,7 @@ pub fn tables(
         let mut word = 0u32;
         for bit in 0..32usize {
             let col = first + bit;
-            if col < comptime!(cut.group) && allowed(id, row, col, &extent, cut) {
+            if col < comptime!(cut.group) && allowed(id, row, col, extent, cut) {
                 word |= 1u32 << bit as u32;
             }
         }
