@@ -28,9 +28,9 @@ pub(crate) mod optim;
 mod outputs;
 pub(crate) mod paged;
 pub(crate) mod projection;
-mod query_lists;
 mod rows;
 pub(crate) mod sampling;
+mod selection;
 #[cfg(feature = "cuda")]
 mod wgmma_blocks;
 #[cfg(feature = "cuda")]

@@ -14,9 +14,9 @@ mod norm;
 mod optim;
 mod paged;
 mod projection;
-mod query_lists;
 mod rows;
 mod sampling;
+mod selection;
 
 use burn::backend::{Backend, backend_extension};
 
@@ -35,9 +35,9 @@ pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, Te
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
 pub use paged::PagedOps;
 pub use projection::ProjectionOps;
-pub use query_lists::{HighestBlocks, ListedQueries, QueryListOps, QueryTiles};
 pub use rows::RowOps;
 pub use sampling::SamplingOps;
+pub use selection::{HighestBlocks, ListedQueries, QueryTiles, SelectionOps};
 
 use crate::options::AttentionOptions;
 use crate::reference;

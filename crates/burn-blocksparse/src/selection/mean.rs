@@ -3,13 +3,15 @@
 use std::ops::Range;
 
 use blocksparse::{EstimateKind, Forced, Keep, Rule};
-use burn::tensor::{DType, Tensor};
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
 
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
 use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
 use crate::error::OpError;
+use crate::ops::SelectionOps;
 
 /// `mean(q) · mean(k) · scale` of a block of queries and a block of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,26 +104,24 @@ pub(crate) fn products(q: Tensor<4>, k: Tensor<4>, group: usize) -> Tensor<4> {
         .reshape([batch, heads, rows, blocks])
 }
 
-/// Means over blocks of rows, in f32: `[batch, heads, blocks, dim]`.
+/// Means over blocks of rows, in f32 and without autodiff: `[batch, heads, blocks, dim]`.
 pub(crate) fn means(x: Tensor<4>, block_size: usize) -> Tensor<4> {
-    let [batch, heads, seq, dim] = x.dims();
-    let x = x.cast(DType::F32);
-    let blocks = seq.div_ceil(block_size);
-    let whole = seq / block_size;
-    let rows = |from, to| x.clone().slice([0..batch, 0..heads, from..to, 0..dim]);
-    let mut parts = Vec::new();
-    if whole > 0 {
-        let rows = rows(0, whole * block_size);
-        let rows = rows.reshape([batch * heads, whole, block_size, dim]);
-        parts.push(rows.mean_dim(2).reshape([batch, heads, whole, dim]));
+    let x = x.without_autodiff().into_dispatch();
+    Tensor::from_dispatch(<Dispatch as SelectionOps>::block_means(x, block_size))
+}
+
+/// The mean of all rows, by means of blocks: `[batch, heads, 1, dim]`. Burn's sum over many rows is one cube's.
+pub(crate) fn mean_of_all(x: Tensor<4>) -> Tensor<4> {
+    let rows = x.dims()[2];
+    let block = rows.isqrt().max(1);
+    let means = means(x, block);
+    let (whole, rest) = (rows / block, rows % block);
+    let of_whole = means.clone().slice_dim(2, 0..whole).mean_dim(2);
+    if rest == 0 {
+        return of_whole;
     }
-    if whole < blocks {
-        parts.push(rows(whole * block_size, seq).mean_dim(2));
-    }
-    match parts.len() {
-        1 => parts.remove(0),
-        _ => Tensor::cat(parts, 2),
-    }
+    let share = rest as f64 / rows as f64;
+    of_whole * (1.0 - share) + means.slice_dim(2, whole..whole + 1) * share
 }
 
 /// Means over blocks of rows.

@@ -8,12 +8,11 @@
 //! parts        calls in parts, and who sees whom
 //! selected     attention over what is chosen
 //! query_lists  the queries that chose each block, where every query chooses for itself
-//! list_reference
-//!              such lists in loops on the host
 //! by_query     the same choice on the host
 //! sharing      whether heads that share keys choose together
 //! text         arguments of selections as text
 //! methods      the table of methods, by which selections are read
+//! reference    what kernels do of it, in Burn's primitives and in loops on the host
 //! recall       how much of the attention a choice keeps
 //! quality      the same beside the best choice, for reports
 //! ```
@@ -23,7 +22,6 @@ mod by_query;
 pub(crate) mod estimator;
 mod flex;
 mod lines;
-pub(crate) mod list_reference;
 mod mean;
 mod methods;
 mod moba;
@@ -31,6 +29,7 @@ mod parts;
 mod quality;
 mod query_lists;
 mod recall;
+pub(crate) mod reference;
 mod selected;
 pub(crate) mod sharing;
 mod sparge;

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Int, Tensor};
 use super::estimator::{BlockEstimator, ScoreCall};
 use super::sharing::Sharing;
 use crate::error::OpError;
-use crate::ops::{HighestBlocks, QueryListOps, QueryTiles};
+use crate::ops::{HighestBlocks, QueryTiles, SelectionOps};
 
 /// Scores in memory at a time, at most ([`FEWEST_ROWS`] queries of every head may have more).
 const SLAB_SCORES: usize = 1 << 24;
@@ -103,7 +103,7 @@ impl QueryLists {
             let scores = sharing.reduce(scores, call.group()).cast(DType::F32);
             let [position, _] = grid.positions(start);
             let wanted = HighestBlocks::new(position, grid.block, *most);
-            let picks = <Dispatch as QueryListOps>::highest_blocks(scores.into_dispatch(), wanted);
+            let picks = <Dispatch as SelectionOps>::highest_blocks(scores.into_dispatch(), wanted);
             chosen.push(Tensor::<4, Int>::from_dispatch(picks));
         }
         let blocks = match chosen.len() {
@@ -118,7 +118,7 @@ impl QueryLists {
         let [batch, lists, queries, most] = blocks.dims();
         let wanted = QueryTiles::new(sizes.grid.blocks(), sizes.tiles, sizes.tile);
         let listed =
-            <Dispatch as QueryListOps>::list_queries(blocks.clone().into_dispatch(), wanted);
+            <Dispatch as SelectionOps>::list_queries(blocks.clone().into_dispatch(), wanted);
         let places = Tensor::<4, Int>::from_dispatch(listed.places);
         let choices = Tensor::<3, Int>::from_dispatch(listed.choices);
         let unused = choices.clone().lower_elem(0);

@@ -3,15 +3,18 @@
 use std::ops::Range;
 
 use blocksparse::{EstimateKind, Forced, Keep, Rule};
+use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
-use super::mean::{means, means_reference, products};
-use super::parts::{by_heads, hidden, rows_of, softmax_of_seen, softmax_reference};
+use super::mean::{mean_of_all, means, means_reference, products};
+use super::parts::{hidden, softmax_of_seen, softmax_reference};
 use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
 use crate::error::OpError;
+use crate::ops::SelectionOps;
+use crate::values::MaybeFloat;
 
 /// `softmax(mean(q) · mean(k) · scale)` over blocks of keys, where means say something of their blocks: the self-similarity of a block is the mean of the
 /// cosines of all pairs of its rows. A block of keys of less than `similarity` is left out of the softmax, and its score is +∞: the rules keep it besides what
@@ -127,31 +130,35 @@ impl BlockEstimator for SpargeBlocks {
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let b = self.block;
-        let [_, _, seq_q, dim] = call.q.dims();
-        let seq_kv = call.k.dims()[2];
+        let [batch, heads, seq_q, _] = call.q.dims();
+        let group = call.group();
         let grid = call.grid(self.grid());
         let (blocks, count) = (grid.blocks(), rows.len());
         let queries = (rows.start * b).min(seq_q)..(rows.end * b).min(seq_q);
-        let numbers = (queries.len() * dim).max(count * blocks);
-        let scores = by_heads(call, numbers, |q, k| {
-            let [parts, group, ..] = q.dims();
-            let dims = [parts, group, count, blocks];
-            let k = rows_of(&k, 0..seq_kv);
-            let k = match self.smooth {
-                true => k.clone() - k.mean_dim(2),
-                false => k,
-            };
-            let q = rows_of(&q, queries.clone());
-            let unlike = |x: Tensor<4>| similarities(x, b).lower_elem(self.similarity);
-            let of_keys = unlike(k.clone()).swap_dims(2, 3).expand(dims);
-            let of_queries = unlike(q.clone()).expand(dims);
-            let x = products(means(q, b) * call.scale, means(k, b), group);
-            let hidden = hidden(&grid, rows.clone(), blocks, &x.device());
-            let hidden = hidden.reshape([1, 1, count, blocks]).expand(dims);
-            let p = softmax_of_seen(x, hidden.bool_or(of_keys.clone()));
-            p.mask_fill(of_keys.bool_or(of_queries), f32::INFINITY)
-        });
-        Ok(scores)
+        let q = call.q.clone().slice_dim(2, queries);
+        let k = call.k.clone();
+        let less = self.smooth.then(|| mean_of_all(k.clone()));
+        let unlike = |x: Tensor<4>, less| {
+            let alike = likeness(x, less, b);
+            alike.lower_elem(self.similarity)
+        };
+        let dims = [batch, heads, count, blocks];
+        let of_keys = unlike(k.clone(), less.clone()).swap_dims(2, 3);
+        let by_head = [batch, heads / group, group, blocks];
+        let of_keys = of_keys.expand(by_head).reshape([batch, heads, 1, blocks]);
+        let of_keys = of_keys.expand(dims);
+        let of_queries = unlike(q.clone(), None).expand(dims);
+        let k = means(k, b);
+        // Means of differences are differences of means.
+        let k = match less {
+            Some(less) => k - less,
+            None => k,
+        };
+        let x = products(means(q, b) * call.scale, k, group);
+        let hidden = hidden(&grid, rows, blocks, &x.device());
+        let hidden = hidden.reshape([1, 1, count, blocks]).expand(dims);
+        let p = softmax_of_seen(x, hidden.bool_or(of_keys.clone()));
+        Ok(p.mask_fill(of_keys.bool_or(of_queries), f32::INFINITY))
     }
 
     fn reference(&self, call: &DenseCall) -> Vec<f64> {
@@ -183,11 +190,11 @@ impl BlockEstimator for SpargeBlocks {
     }
 }
 
-/// The mean of the cosines of all pairs of a block's rows, which is the square of the length of their directions' mean: `[batch, heads, blocks, 1]`.
-fn similarities(x: Tensor<4>, block: usize) -> Tensor<4> {
-    let lengths = x.clone().square().sum_dim(3).sqrt();
-    let directions = means(x / lengths.clamp_min(SHORTEST), block);
-    directions.square().sum_dim(3)
+/// The mean of the cosines of all pairs of a block's rows less `less`: `[batch, heads, blocks, 1]`.
+fn likeness(x: Tensor<4>, less: Option<Tensor<4>>, block: usize) -> Tensor<4> {
+    let less = MaybeFloat::from(less.map(Tensor::into_dispatch));
+    let alike = <Dispatch as SelectionOps>::block_likeness(x.into_dispatch(), less, block);
+    Tensor::from_dispatch(alike)
 }
 
 fn similarities_reference<'a>(

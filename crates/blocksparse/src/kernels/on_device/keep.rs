@@ -1,7 +1,7 @@
 //! From scores to bits: the rules of [`Rule`], on the device.
 //!
 //! Nothing is sorted. Scores in their order are whole numbers in the same order, so how many are above one, and how much they weigh, is asked of a
-//! bound, which 32 halvings find. A cube has a row.
+//! bound, which 32 halvings find. A cube has a row, and where a row is no longer than its units can hold, its numbers are read once.
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -19,8 +19,11 @@ const F32: ElemType = ElemType::Float(FloatKind::F32);
 /// Units of a row, at least and at most, if the device has them.
 const UNITS: [usize; 2] = [32, 256];
 
-/// Blocks of a unit, where units are between these.
-const UNIT_BLOCKS: usize = 4;
+/// Blocks of a unit, where units are between these: few units, because each halving is a sum over all of them.
+const UNIT_BLOCKS: usize = 16;
+
+/// Blocks that a unit holds, at most; of longer rows it reads them again.
+const MOST_HELD: usize = 16;
 
 /// What of a [`Keep`] is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -38,6 +41,8 @@ pub struct Chosen {
     by: By,
     kind: EstimateKind,
     causal: bool,
+    /// Blocks that a unit holds, 0 if they are too many.
+    held: usize,
 }
 
 impl Chosen {
@@ -58,6 +63,7 @@ impl Chosen {
         let lanes = lanes.clamp(low, high).min(1 << most.max(1).ilog2());
         let limit = || KernelError::limit("units of a row", most as u32, most + 1);
         let tile = RowTile::new(properties, lanes, F32, 1).ok_or_else(limit)?;
+        let held = blocks.div_ceil(lanes);
         Ok(Self {
             tile: RowTile {
                 lanes,
@@ -75,6 +81,7 @@ impl Chosen {
             },
             kind: rule.kind,
             causal,
+            held: if held <= MOST_HELD { held } else { 0 },
         })
     }
 
@@ -185,10 +192,52 @@ fn weight(key: u32, row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     }
 }
 
+/// The key of a block that a rule may choose, 0 (no number's) if it is forced or not seen.
+#[cube]
+fn free_key(
+    scores: &[u32],
+    block: usize,
+    row: &Row,
+    grid: &Grid,
+    rule: &Numbers,
+    #[comptime] causal: bool,
+) -> u32 {
+    let mut result = 0u32.runtime();
+    if seen(row.q_block, block, grid, causal) && !forced(row.q_block, block, grid, rule) {
+        result = key(scores[row.start + block]);
+    }
+    result
+}
+
+/// What a unit holds of a row: the keys of its blocks that a rule may choose, and what they weigh.
+#[derive(CubeType)]
+struct Held {
+    keys: Array<u32>,
+    weights: Array<f32>,
+}
+
+/// The unit's every `lanes`-th block, if it holds them.
+#[cube]
+fn held(scores: &[u32], row: &Row, grid: &Grid, rule: &Numbers, #[comptime] c: Chosen) -> Held {
+    // Without any, a place that nothing reads.
+    let mut keys = Array::<u32>::new(comptime!(c.held.max(1)));
+    let mut weights = Array::<f32>::new(comptime!(c.held.max(1)));
+    #[unroll]
+    for i in 0..comptime!(c.held) {
+        let block = UNIT_POS as usize + comptime!(i * c.tile.lanes);
+        keys[i] = free_key(scores, block, row, grid, rule, comptime!(c.causal));
+        if comptime!(matches!(c.by, By::TopP)) {
+            weights[i] = weight(keys[i], row, comptime!(c.kind));
+        }
+    }
+    Held { keys, weights }
+}
+
 /// What the blocks above a bound weigh (`a`), and how many they are (`b`), of those that are not forced.
 #[cube]
 fn above(
     scores: &[u32],
+    own: &Held,
     bound: u32,
     row: &Row,
     grid: &Grid,
@@ -199,20 +248,27 @@ fn above(
 ) -> Pair<f32> {
     let mut mass = 0.0f32.runtime();
     let mut count = 0.0f32.runtime();
-    let mut block = UNIT_POS as usize;
-    while block < grid.kv_blocks {
-        if seen(row.q_block, block, grid, comptime!(c.causal))
-            && !forced(row.q_block, block, grid, rule)
-        {
-            let key = key(scores[row.start + block]);
+    if comptime!(c.held > 0) {
+        #[unroll]
+        for i in 0..comptime!(c.held) {
+            let is_above = own.keys[i] > bound;
+            count += select(is_above, 1.0f32, 0.0f32);
+            if comptime!(matches!(c.by, By::TopP)) {
+                mass += select(is_above, own.weights[i], 0.0f32);
+            }
+        }
+    } else {
+        let mut block = UNIT_POS as usize;
+        while block < grid.kv_blocks {
+            let key = free_key(scores, block, row, grid, rule, comptime!(c.causal));
             if key > bound {
                 if comptime!(matches!(c.by, By::TopP)) {
                     mass += weight(key, row, comptime!(c.kind));
                 }
                 count += 1.0f32;
             }
+            block += comptime!(c.tile.lanes);
         }
-        block += comptime!(c.tile.lanes);
     }
     pair_across_lanes::<f32>(mass, count, shared, step, comptime!(c.tile))
 }
@@ -221,6 +277,7 @@ fn above(
 #[cube]
 fn bound_of(
     scores: &[u32],
+    own: &Held,
     limit: f32,
     row: &Row,
     grid: &Grid,
@@ -233,7 +290,7 @@ fn bound_of(
     let mut high = 0xffff_ffffu32.runtime();
     for step in 0..32usize {
         let middle = low + (high - low) / 2;
-        let there = above(scores, middle, row, grid, rule, shared, step, c);
+        let there = above(scores, own, middle, row, grid, rule, shared, step, c);
         let is_enough = match comptime!(by_weight) {
             true => there.a < limit,
             false => there.b < limit,
@@ -309,6 +366,7 @@ pub fn from_scores(
         row.largest = across_lanes::<f32>(row.largest, &mut one, comptime!(c.tile), Combine::Max);
     }
     sync_cube();
+    let own = held(scores, &row, &grid, &rule, c);
 
     let mut wanted = 0.0f32.runtime();
     // The least weight that is kept.
@@ -335,14 +393,44 @@ pub fn from_scores(
             }
             let of_forced =
                 across_lanes::<f32>(of_forced, &mut one, comptime!(c.tile), Combine::Sum);
-            let rest = above(scores, 0u32, &row, &grid, &rule, &mut shared, 0usize, c);
+            let rest = above(
+                scores,
+                &own,
+                0u32,
+                &row,
+                &grid,
+                &rule,
+                &mut shared,
+                0usize,
+                c,
+            );
             sync_cube();
             let needed = rule.share * (of_forced + rest.a) - of_forced;
             if rule.share >= 1.0f32 {
                 wanted = others;
             } else if needed > 0.0f32 {
-                let bound = bound_of(scores, needed, &row, &grid, &rule, &mut shared, true, c);
-                let there = above(scores, bound, &row, &grid, &rule, &mut shared, 0usize, c);
+                let bound = bound_of(
+                    scores,
+                    &own,
+                    needed,
+                    &row,
+                    &grid,
+                    &rule,
+                    &mut shared,
+                    true,
+                    c,
+                );
+                let there = above(
+                    scores,
+                    &own,
+                    bound,
+                    &row,
+                    &grid,
+                    &rule,
+                    &mut shared,
+                    0usize,
+                    c,
+                );
                 sync_cube();
                 wanted = there.b;
                 // All together may be rounded to less than what is needed: then the bound is 0, which is no score's key.
@@ -355,6 +443,7 @@ pub fn from_scores(
             if comptime!(matches!(c.kind, EstimateKind::Mass)) {
                 let first = above(
                     scores,
+                    &own,
                     comptime!(WANTED - 1).runtime(),
                     &row,
                     &grid,
@@ -381,8 +470,28 @@ pub fn from_scores(
     let mut bound = 0u32.runtime();
     let mut left = 0u32.runtime();
     if comptime!(!matches!(c.by, By::AboveMax)) {
-        bound = bound_of(scores, wanted, &row, &grid, &rule, &mut shared, false, c);
-        let there = above(scores, bound, &row, &grid, &rule, &mut shared, 0usize, c);
+        bound = bound_of(
+            scores,
+            &own,
+            wanted,
+            &row,
+            &grid,
+            &rule,
+            &mut shared,
+            false,
+            c,
+        );
+        let there = above(
+            scores,
+            &own,
+            bound,
+            &row,
+            &grid,
+            &rule,
+            &mut shared,
+            0usize,
+            c,
+        );
         sync_cube();
         left = u32::cast_from(max(wanted - there.b, 0.0f32));
     }

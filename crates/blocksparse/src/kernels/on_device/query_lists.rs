@@ -22,6 +22,9 @@ use crate::kernels::error::KernelError;
 /// Units of a cube that has a part, or a list.
 const LIST_UNITS: usize = 256;
 
+/// Blocks that a query picks in one pass over its scores, at most.
+const AT_A_TIME: usize = 4;
+
 /// Choices of a part that are in shared memory at a time.
 const CHUNK: usize = 512;
 
@@ -147,6 +150,7 @@ pub fn highest_blocks(
             buffer(scores, count * of.blocks),
             buffer(picks, count * of.most),
             rows,
+            of.most.clamp(1, AT_A_TIME),
         );
     }
     Ok(())
@@ -257,7 +261,7 @@ struct Rows {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn highest(scores: &[u32], picks: &mut [i32], of: Rows) {
+fn highest(scores: &[u32], picks: &mut [i32], of: Rows, #[comptime] at_a_time: usize) {
     let row = ABSOLUTE_POS;
     if row < of.count {
         let position = max((row % of.rows) as i32 + of.position, 0i32) as usize;
@@ -267,20 +271,43 @@ fn highest(scores: &[u32], picks: &mut [i32], of: Rows) {
         // What was picked last: what follows has a lower key, or the same and a later block.
         let mut bound = 0xffff_ffffu32.runtime();
         let mut from = 0usize.runtime();
-        for pick in 0..of.most {
-            let mut best = of.blocks;
-            let mut highest = 0u32.runtime();
+        let mut keys = Array::<u32>::new(at_a_time);
+        let mut blocks = Array::<i32>::new(at_a_time);
+        let mut pick = 0usize.runtime();
+        while pick < of.most {
+            #[unroll]
+            for i in 0..at_a_time {
+                keys[i] = 0u32.runtime();
+                blocks[i] = (-1i32).runtime();
+            }
             for block in 0..candidates {
-                let key = key(scores[start + block]);
+                let mut key = key(scores[start + block]);
                 let follows = key < bound || (key == bound && block >= from);
-                if follows && (best == of.blocks || key > highest) {
-                    best = block;
-                    highest = key;
+                // Below all of them, it stays out.
+                if follows && key > keys[comptime!(at_a_time - 1)] {
+                    let mut its = block as i32;
+                    let mut is_in = false.runtime();
+                    #[unroll]
+                    for i in 0..at_a_time {
+                        // From its place on, all move down.
+                        is_in = is_in || key > keys[i];
+                        let (here, other) = (keys[i], blocks[i]);
+                        keys[i] = select(is_in, key, here);
+                        blocks[i] = select(is_in, its, other);
+                        key = select(is_in, here, key);
+                        its = select(is_in, other, its);
+                    }
                 }
             }
-            picks[row * of.most + pick] = select(best < of.blocks, best as i32, -1i32);
-            bound = highest;
-            from = best + 1;
+            #[unroll]
+            for i in 0..at_a_time {
+                if pick + i < of.most {
+                    picks[row * of.most + pick + i] = blocks[i];
+                }
+            }
+            bound = keys[comptime!(at_a_time - 1)];
+            from = (blocks[comptime!(at_a_time - 1)] + 1i32) as usize;
+            pick += at_a_time;
         }
     }
 }

@@ -13,6 +13,7 @@
 //! cross_entropy  the loss of rows of logits, and its gradient
 //! embedding      the gradient of a table by the rows that were taken from it
 //! beside         matrices side by side, in another type
+//! blocks         means of blocks of rows, and how alike their rows are
 //! typed          buffers with the type of their numbers
 //! sample         tokens drawn from rows of logits
 //! scaled         a tensor times numbers on the device
@@ -20,6 +21,7 @@
 
 mod activation;
 mod beside;
+mod blocks;
 mod columns;
 mod cross_entropy;
 mod dropout;
@@ -37,6 +39,7 @@ pub use activation::{
     ActivationBackward, activation_text, bias_activation, bias_activation_backward,
 };
 pub use beside::rounded_beside;
+pub use blocks::{RowBlocks, block_likeness, block_means};
 pub(super) use columns::accumulator_of;
 pub use columns::{Window, column_sums, window_sums};
 pub use cross_entropy::{

@@ -1,12 +1,64 @@
-//! Queries that choose blocks, and the lists of those that chose each, in loops on the host, which for CPUs is where scores are.
+//! Steps of choices by content: blocks of rows in Burn's primitives; queries that choose blocks, and the lists of those that chose each, in loops on the
+//! host, which for CPUs is where scores are.
 
 use std::cmp::Ordering;
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{Shape, TensorData, try_read_sync};
+use burn::tensor::{FloatDType, Shape, Slice, TensorData, try_read_sync};
 
 use crate::ops::{HighestBlocks, ListedQueries, QueryTiles};
+
+/// Shorter rows have no direction.
+const SHORTEST: f64 = 1e-18;
+
+pub(crate) fn block_means<B: Backend>(x: FloatTensor<B>, block: usize) -> FloatTensor<B> {
+    let [batch, heads, rows, width] = x.shape().dims();
+    let x = B::float_cast(x, FloatDType::F32);
+    let whole = rows / block;
+    let part = |from: usize, to: usize, blocks: usize| {
+        let range = |start: usize, end: usize| Slice::new(start as isize, Some(end as isize), 1);
+        let slices = [
+            range(0, batch),
+            range(0, heads),
+            range(from, to),
+            range(0, width),
+        ];
+        let x = B::float_slice(x.clone(), &slices);
+        let members = (to - from) / blocks;
+        let x = B::float_reshape(x, Shape::new([batch * heads, blocks, members, width]));
+        let means = B::float_mean_dim(x, 2);
+        B::float_reshape(means, Shape::new([batch, heads, blocks, width]))
+    };
+    let mut parts = Vec::new();
+    if whole > 0 {
+        parts.push(part(0, whole * block, whole));
+    }
+    if !rows.is_multiple_of(block) {
+        parts.push(part(whole * block, rows, 1));
+    }
+    match parts.len() {
+        1 => parts.remove(0),
+        _ => B::float_cat(parts, 2),
+    }
+}
+
+/// The square of the length of the mean of directions.
+pub(crate) fn block_likeness<B: Backend>(
+    x: FloatTensor<B>,
+    less: Option<FloatTensor<B>>,
+    block: usize,
+) -> FloatTensor<B> {
+    let x = B::float_cast(x, FloatDType::F32);
+    let x = match less {
+        Some(less) => B::float_sub(x, less),
+        None => x,
+    };
+    let square = |x: FloatTensor<B>| B::float_sum_dim(B::float_mul(x.clone(), x), 3);
+    let lengths = B::float_sqrt(square(x.clone()));
+    let lengths = B::float_clamp_min(lengths, SHORTEST.into());
+    square(block_means::<B>(B::float_div(x, lengths), block))
+}
 
 pub(crate) fn highest_blocks<B: Backend>(
     scores: FloatTensor<B>,

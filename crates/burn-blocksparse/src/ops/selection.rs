@@ -1,9 +1,10 @@
-//! The backend trait of single queries that choose blocks, and what crosses it.
+//! The backend trait of choices by content, and what crosses it.
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
-use crate::selection::list_reference;
+use crate::selection::reference;
+use crate::values::MaybeFloat;
 
 /// Which blocks queries take, of the scores of some of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,25 +77,41 @@ impl<B: Backend> ListedQueries<B> {
     }
 }
 
-/// Lists of queries as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
+/// Steps of choices by content as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
     Cube: cfg(feature = "cube"),
     Fusion: cfg(feature = "fusion"),
 )]
-pub trait QueryListOps: Backend {
+pub trait SelectionOps: Backend {
+    /// The means of blocks of neighbouring rows of `[batch, heads, rows, width]`, with at least one row: `[batch, heads, blocks, width]`, f32.
+    #[fusion(meta = meta::means)]
+    fn block_means(x: FloatTensor<Self>, block: usize) -> FloatTensor<Self> {
+        reference::block_means::<Self>(x, block)
+    }
+
+    /// The means of the cosines of all pairs of rows of such blocks, of rows less `less` `[batch, heads, 1, width]`: `[batch, heads, blocks, 1]`, f32.
+    #[fusion(meta = meta::likeness)]
+    fn block_likeness(
+        x: FloatTensor<Self>,
+        #[extension_type] less: MaybeFloat<Self>,
+        block: usize,
+    ) -> FloatTensor<Self> {
+        reference::block_likeness::<Self>(x, less.into_option(), block)
+    }
+
     /// The blocks of the highest of `scores` `[batch, lists, rows, blocks]`, f32, before the block that a row's own position lies in, by falling score;
     /// of equal ones the earlier, and NaN is the lowest: `[batch, lists, rows, most]`, i32, −1 where there are fewer.
     #[fusion(meta = meta::highest)]
     fn highest_blocks(scores: FloatTensor<Self>, call: HighestBlocks) -> IntTensor<Self> {
-        list_reference::highest_blocks::<Self>(scores, &call)
+        reference::highest_blocks::<Self>(scores, &call)
     }
 
     /// The lists of such blocks: the queries that chose a block have neighbouring places, in order, from the first place of a tile on.
     #[fusion(meta = meta::lists)]
     fn list_queries(picks: IntTensor<Self>, call: QueryTiles) -> ListedQueries<Self> {
-        list_reference::list_queries::<Self>(picks, &call)
+        reference::list_queries::<Self>(picks, &call)
     }
 }
 
@@ -105,6 +122,20 @@ mod meta {
     use burn::tensor::DType;
 
     use super::*;
+    use crate::values::MaybeFloatMetadata;
+
+    pub fn means(x: &TensorSpec, block: &usize) -> TensorSpec {
+        let [batch, heads, rows, width] = x.shape.dims::<4>();
+        TensorSpec::new(
+            [batch, heads, rows.div_ceil(*block), width].into(),
+            DType::F32,
+        )
+    }
+
+    pub fn likeness(x: &TensorSpec, _less: &MaybeFloatMetadata, block: &usize) -> TensorSpec {
+        let [batch, heads, rows, _] = x.shape.dims::<4>();
+        TensorSpec::new([batch, heads, rows.div_ceil(*block), 1].into(), DType::F32)
+    }
 
     pub fn highest(scores: &TensorSpec, call: &HighestBlocks) -> TensorSpec {
         let [batch, lists, rows, _] = scores.shape.dims::<4>();

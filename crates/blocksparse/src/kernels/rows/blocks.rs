@@ -1,0 +1,225 @@
+//! Blocks of neighbouring rows: their means, and how alike their rows are.
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::norm_shape::{LANE_NUMBERS, has, place, sum_of, tile_of, widest};
+use super::tile::{Combine, RowTile, across_lanes};
+use super::typed::Typed;
+use crate::kernels::args::{address_of, buffer, optional, spread};
+use crate::kernels::error::KernelError;
+
+/// Shorter rows have no direction.
+const SHORTEST: f32 = 1e-18;
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct BlockKind {
+    tile: RowTile,
+    /// Whether the squared lengths of the means of directions are wanted, not the means.
+    alike: bool,
+}
+
+/// Lists of rows, and how they are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RowBlocks {
+    /// Sequences.
+    pub lists: usize,
+    /// Rows of each, at least one.
+    pub rows: usize,
+    /// Numbers of a row.
+    pub width: usize,
+    /// Rows of a block; a sequence's last may have fewer.
+    pub block: usize,
+}
+
+impl RowBlocks {
+    /// Of so many lists of rows of a width.
+    pub fn new(lists: usize, [rows, width]: [usize; 2], block: usize) -> Self {
+        Self {
+            lists,
+            rows,
+            width,
+            block,
+        }
+    }
+
+    /// Blocks of a sequence.
+    pub fn blocks(&self) -> usize {
+        self.rows.div_ceil(self.block)
+    }
+}
+
+/// A cube has a block: `output` `[lists, blocks, width]`, or `[lists, blocks]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn of_blocks<E: Float, N: Size>(
+    x: &[Vector<E, N>],
+    less: ComptimeOption<Box<[Vector<f32, N>]>>,
+    output: &mut [f32],
+    rows: usize,
+    block: usize,
+    blocks: usize,
+    count: usize,
+    #[comptime] c: BlockKind,
+    #[define(E)] _element: ElemType,
+) {
+    let tile = comptime!(c.tile);
+    let vectors = comptime!(tile.lane_vectors());
+    let row_vectors = comptime!(tile.row_vectors);
+    let zero = Vector::<f32, N>::zeroed();
+    // Cubes beyond the last block do it again.
+    let at_block = CUBE_POS.min(count - 1);
+    let list = at_block / blocks;
+    let first = at_block % blocks * block;
+    let members = min(block, rows - first);
+    let unit = UNIT_POS as usize;
+    let lane = unit % comptime!(tile.lanes);
+    let group = unit / comptime!(tile.lanes);
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.shared()));
+    let mut sums = Array::<Vector<f32, N>>::new(vectors);
+    #[unroll]
+    for i in 0..vectors {
+        sums[i] = zero;
+    }
+    // Every unit meets every barrier: groups behind the last row have it again, and it counts for nothing.
+    for step in 0..members.div_ceil(comptime!(tile.rows)) {
+        let row = step * comptime!(tile.rows) + group;
+        let mut factor = select(row < members, 1.0f32, 0.0f32);
+        let start = (list * rows + first + min(row, members - 1)) * row_vectors;
+        let mut own = Array::<Vector<f32, N>>::new(vectors);
+        #[unroll]
+        for i in 0..vectors {
+            let mut value = Vector::<f32, N>::cast_from(x[start + place(lane, i, tile)]);
+            #[comptime]
+            match &less {
+                ComptimeOption::Some(less) => {
+                    value -= less[list * row_vectors + place(lane, i, tile)];
+                }
+                ComptimeOption::None => {}
+            }
+            own[i] = select(has(lane, i, tile), value, zero);
+        }
+        if comptime!(c.alike) {
+            let mut total = zero;
+            #[unroll]
+            for i in 0..vectors {
+                total += own[i] * own[i];
+            }
+            let square =
+                across_lanes::<f32>(sum_of::<f32, N>(total), &mut shared, tile, Combine::Sum);
+            factor /= max(square.sqrt(), comptime!(SHORTEST).runtime());
+        }
+        #[unroll]
+        for i in 0..vectors {
+            sums[i] += own[i] * Vector::<f32, N>::empty().fill(factor);
+        }
+    }
+    let mut groups = Shared::<[Vector<f32, N>]>::new_slice(comptime!(tile.units() * vectors));
+    #[unroll]
+    for i in 0..vectors {
+        groups[unit * vectors + i] = sums[i];
+    }
+    sync_cube();
+    // All groups have the same sums then, added in the same order.
+    let part = 1.0f32 / f32::cast_from(members);
+    #[unroll]
+    for i in 0..vectors {
+        let mut sum = groups[lane * vectors + i];
+        for other in 1..comptime!(tile.rows) {
+            sum += groups[(other * comptime!(tile.lanes) + lane) * vectors + i];
+        }
+        sums[i] = sum * Vector::<f32, N>::empty().fill(part);
+    }
+    if comptime!(c.alike) {
+        let mut total = zero;
+        #[unroll]
+        for i in 0..vectors {
+            total += sums[i] * sums[i];
+        }
+        let square = across_lanes::<f32>(sum_of::<f32, N>(total), &mut shared, tile, Combine::Sum);
+        if unit == 0 {
+            output[at_block] = square;
+        }
+    } else if group == 0 {
+        #[unroll]
+        for i in 0..vectors {
+            if has(lane, i, tile) {
+                let at = (at_block * row_vectors + place(lane, i, tile)) * N::value();
+                #[unroll]
+                for n in 0..N::value() {
+                    output[at + n] = sums[i].extract(n);
+                }
+            }
+        }
+    }
+}
+
+/// The mean of each block of rows: `means` `[lists, blocks, width]`, f32. `x` is contiguous `[lists, rows, width]`; sums are f32.
+///
+/// # Errors
+/// [`KernelError`] if the device does not index as many numbers, or has no cube for a row.
+pub fn block_means(
+    client: &Client,
+    x: Typed,
+    of: &RowBlocks,
+    means: &Handle,
+) -> Result<(), KernelError> {
+    launch(client, x, of, None, means, false)
+}
+
+/// The mean of the cosines of all pairs of rows of each block, which is the square of the length of their directions' mean: `alike` `[lists, blocks]`, f32.
+/// Rows are taken less `less` `[lists, width]`, f32, if there is one.
+///
+/// # Errors
+/// As [`block_means`].
+pub fn block_likeness(
+    client: &Client,
+    x: Typed,
+    of: &RowBlocks,
+    less: Option<&Handle>,
+    alike: &Handle,
+) -> Result<(), KernelError> {
+    launch(client, x, of, less, alike, true)
+}
+
+fn launch(
+    client: &Client,
+    (x, element): Typed,
+    of: &RowBlocks,
+    less: Option<&Handle>,
+    output: &Handle,
+    alike: bool,
+) -> Result<(), KernelError> {
+    let f32 = less.map(|_| ElemType::Float(FloatKind::F32));
+    let widest = widest(f32.into_iter().chain([element]));
+    let tile = tile_of(client.properties(), of.width, widest, LANE_NUMBERS)?;
+    let (blocks, count) = (of.blocks(), of.lists * of.blocks());
+    let width = if alike { 1 } else { of.width };
+    let address = address_of(client, of.lists * of.rows * of.width)?;
+    let cubes = spread(client, count as u64)?;
+    if count == 0 {
+        return Ok(());
+    }
+    // SAFETY: a unit reads its vectors of rows of its block, which are below `rows`, and of its list; one unit writes each number of a block.
+    unsafe {
+        of_blocks::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(tile.units() as u32),
+            address,
+            tile.vector,
+            buffer(x, of.lists * of.rows * tile.row_vectors),
+            optional(less, of.lists * tile.row_vectors),
+            buffer(output, count * width),
+            of.rows,
+            of.block,
+            blocks,
+            count,
+            BlockKind { tile, alike },
+            element,
+        );
+    }
+    Ok(())
+}

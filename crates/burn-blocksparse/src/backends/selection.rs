@@ -1,0 +1,119 @@
+//! Steps of choices by content on each backend. Autodiff has none: selections hand over tensors that it does not follow.
+
+#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
+use crate::ops::SelectionOps;
+
+#[cfg(feature = "flex")]
+impl SelectionOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl SelectionOps for burn::backend::NdArray {}
+
+#[cfg(feature = "cube")]
+mod kernels {
+    use blocksparse::kernels::rows::{self, RowBlocks};
+    use blocksparse::kernels::{self, ListBuffers, ListSizes, ScoredRows};
+    use burn::backend::cubecl::dtype_to_elem_type;
+    use burn::tensor::{DType, IntDType};
+    use burn_cubecl::CubeBackend;
+    use burn_cubecl::kernel::{cast, into_contiguous};
+    use burn_cubecl::tensor::CubeTensor;
+
+    use super::SelectionOps;
+    use crate::backends::cube::{empty, uses_reference};
+    use crate::ops::{HighestBlocks, ListedQueries, QueryTiles};
+    use crate::selection::reference;
+    use crate::values::MaybeFloat;
+
+    /// The rows of a tensor in blocks.
+    fn row_blocks(x: &CubeTensor, block: usize) -> RowBlocks {
+        let [batch, heads, rows, width] = x.meta.shape().dims();
+        RowBlocks::new(batch * heads, [rows, width], block)
+    }
+
+    impl SelectionOps for CubeBackend {
+        fn block_means(x: CubeTensor, block: usize) -> CubeTensor {
+            let [batch, heads, rows, width] = x.meta.shape().dims();
+            let x = into_contiguous(x);
+            let means = empty(&x, [batch, heads, rows.div_ceil(block), width], DType::F32);
+            let typed = (&x.handle, dtype_to_elem_type(x.dtype));
+            let of = row_blocks(&x, block);
+            let result = match uses_reference() {
+                true => None,
+                false => rows::block_means(&x.client, typed, &of, &means.handle).ok(),
+            };
+            match result {
+                Some(()) => means,
+                None => reference::block_means::<Self>(x, block),
+            }
+        }
+
+        fn block_likeness(x: CubeTensor, less: MaybeFloat<Self>, block: usize) -> CubeTensor {
+            let [batch, heads, rows, _] = x.meta.shape().dims();
+            let x = into_contiguous(x);
+            let less = less.into_option().map(into_contiguous);
+            let alike = empty(&x, [batch, heads, rows.div_ceil(block), 1], DType::F32);
+            let typed = (&x.handle, dtype_to_elem_type(x.dtype));
+            let of = row_blocks(&x, block);
+            let handle = less.as_ref().map(|less| &less.handle);
+            let result = match uses_reference() {
+                true => None,
+                false => rows::block_likeness(&x.client, typed, &of, handle, &alike.handle).ok(),
+            };
+            match result {
+                Some(()) => alike,
+                None => reference::block_likeness::<Self>(x, less, block),
+            }
+        }
+
+        fn highest_blocks(scores: CubeTensor, call: HighestBlocks) -> CubeTensor {
+            let [batch, lists, rows, blocks] = scores.meta.shape().dims();
+            if uses_reference() || batch * lists * rows == 0 {
+                return reference::highest_blocks::<Self>(scores, &call);
+            }
+            let scores = into_contiguous(cast(scores, DType::F32));
+            let picks = empty(&scores, [batch, lists, rows, call.most], DType::I32);
+            let of = ScoredRows::new(
+                [batch * lists, rows],
+                call.position,
+                [blocks, call.block],
+                call.most,
+            );
+            let result =
+                kernels::highest_blocks(&scores.client, &of, &scores.handle, &picks.handle);
+            match result {
+                Ok(()) => picks,
+                Err(_) => reference::highest_blocks::<Self>(scores, &call),
+            }
+        }
+
+        fn list_queries(picks: CubeTensor, call: QueryTiles) -> ListedQueries<Self> {
+            let dims @ [batch, lists, queries, most] = picks.meta.shape().dims();
+            if uses_reference() || batch * lists * queries * most == 0 {
+                return reference::list_queries::<Self>(picks, &call);
+            }
+            let picks = into_contiguous(cast(picks, IntDType::I32.into()));
+            let sizes = ListSizes::new(
+                [batch * lists, queries * most, call.blocks],
+                [call.tiles, call.tile],
+            );
+            let places = empty(&picks, dims, DType::I32);
+            let choices = empty(&picks, [batch, lists, call.tiles * call.tile], DType::I32);
+            let tile_blocks = empty(&picks, [batch, lists, call.tiles], DType::I32);
+            let result = kernels::list_queries(
+                &picks.client,
+                &sizes,
+                &picks.handle,
+                &ListBuffers {
+                    places: &places.handle,
+                    choices: &choices.handle,
+                    tile_blocks: &tile_blocks.handle,
+                },
+            );
+            match result {
+                Ok(()) => ListedQueries::new(places, choices, tile_blocks),
+                Err(_) => reference::list_queries::<Self>(picks, &call),
+            }
+        }
+    }
+}
