@@ -12,11 +12,13 @@ use burn_blocksparse::{
 use burn_blocksparse_tests::devices::devices;
 use serde_json::{Value, json};
 
-const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda bench-selection [N,N,...] [REPEATS] [JSON]
+const USAGE: &str =
+    "usage: BURN_SPARSE_DEVICE=cuda bench-selection [N,N,...] [REPEATS] [JSON] [ONLY]
 
 N        positions (default 4096,16384,65536)
 REPEATS  timed runs of each row; medians are printed (default 20)
-JSON     also write the numbers to this file";
+JSON     also write the numbers to this file
+ONLY     only rows whose names contain this";
 
 /// Heads of queries and keys, and their width, of the larger calls.
 const WIDE: [usize; 3] = [32, 8, 128];
@@ -35,7 +37,7 @@ fn main() -> ExitCode {
         None => Some(20),
         Some(text) => text.parse().ok().filter(|&repeats: &usize| repeats > 0),
     };
-    let (Some(lengths), Some(repeats), 0..=3) = (lengths, repeats, args.len()) else {
+    let (Some(lengths), Some(repeats), 0..=4) = (lengths, repeats, args.len()) else {
         eprintln!("{USAGE}");
         return ExitCode::FAILURE;
     };
@@ -49,6 +51,7 @@ fn main() -> ExitCode {
         let mut bench = Bench {
             device,
             repeats,
+            only: args.get(3).cloned().unwrap_or_default(),
             dense: f64::NAN,
             shape: Value::Null,
             results: &mut results,
@@ -69,6 +72,8 @@ fn main() -> ExitCode {
 struct Bench<'a> {
     device: Device,
     repeats: usize,
+    /// What the names of rows contain.
+    only: String,
     /// Seconds of dense attention, that others are compared with.
     dense: f64,
     shape: Value,
@@ -92,6 +97,9 @@ impl Bench<'_> {
 
     /// Medians of the seconds until a call returns, and of those that the device has for one of several.
     fn time<T>(&mut self, name: &str, mut call: impl FnMut() -> T) -> f64 {
+        if !name.contains(&self.only) {
+            return f64::NAN;
+        }
         for _ in 0..2 {
             drop(call());
             self.sync();

@@ -1,9 +1,12 @@
 //! Attention over disjoint sets of keys, merged by lse.
 
-use burn::tensor::{DType, Tensor};
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Int, Tensor};
 
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
+use crate::ops::{MergedRows, RowOps};
+use crate::rows::rows_at;
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
 const LOWEST: f64 = -1e30;
@@ -72,31 +75,45 @@ pub fn merge_attention(
     Ok((out.cast(dtype), lse))
 }
 
-/// Merges several parts of each row, and one more: the attention over all of their keys, rounded once.
+/// Merges a part of each row with others that lie at places: the attention over all of their keys, summed in f32 and rounded once.
 ///
 /// # Shapes
-/// - `parts`: out `[batch, heads, seq_q, parts, value_dim]` and lse `[batch, heads, seq_q, parts]`
-/// - `last`, and what is returned: as [`merge_attention`] has them
+/// - `own`: as [`merge_attention`] has them, and what is returned
+/// - `others`: out `[batch, heads, places, value_dim]` and lse `[batch, heads, places]`
+/// - `places`: those of each row, `[batch, heads, seq_q, most]`, negative for none
+/// - `choices`: at each place the number of it in `places`, `[batch, heads, places]`, negative for none
 pub(crate) fn merge_parts(
-    parts: (Tensor<5>, Tensor<4>),
-    last: (Tensor<4>, Tensor<3>),
-) -> (Tensor<4>, Tensor<3>) {
-    let ((parts, part_lse), (out, lse)) = (parts, last);
-    let [batch, heads, seq_q, _, value_dim] = parts.dims();
-    let (dtype, accumulator) = (out.dtype(), lse.dtype());
+    (own, own_lse): (Tensor<4>, Tensor<3>),
+    (others, other_lse): (Tensor<4>, Tensor<3>),
+    places: Tensor<4, Int>,
+    choices: Tensor<3, Int>,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let [batch, heads, seq_q, most] = places.dims();
+    let [.., count] = choices.dims();
     let rows = [batch, heads, seq_q];
-    let part_lse = part_lse.clamp_min(LOWEST);
-    let max = part_lse.clone().max_dim(3).detach();
-    let weights = (part_lse - max.clone()).exp();
+    let (places, choices) = (places.without_autodiff(), choices.without_autodiff());
+    let index = places.clone().reshape([batch, heads, seq_q * most]);
+    let users = choices.clone().reshape([batch, heads, count, 1]);
+    let other_lse = rows_at(other_lse.unsqueeze_dim(3), index, users)?;
+    let none = places.clone().lower_elem(0);
+    let other_lse = other_lse.reshape([batch, heads, seq_q, most]);
+    let other_lse = other_lse.mask_fill(none, LOWEST);
+    let lse = Tensor::cat(vec![own_lse.unsqueeze_dim(3), other_lse], 3).clamp_min(LOWEST);
+    // The result does not depend on the maximum, and nor does its gradient.
+    let max = lse.clone().max_dim(3).detach();
+    let empty = max.clone().lower_equal_elem(LOWEST).reshape(rows);
+    let weights = (lse - max.clone()).exp();
     let total = weights.clone().sum_dim(3);
-    let merged_lse = (max + total.clone().log()).reshape(rows);
-    let weights = (weights / total).unsqueeze_dim::<5>(4);
-    let merged = (parts.cast(accumulator) * weights).sum_dim(3);
-    let merged = merged.reshape([batch, heads, seq_q, value_dim]);
-    let Shares { a, b, lse } = shares(merged_lse, lse);
-    let weighted = |out: Tensor<4>, share: Tensor<3>| out * share.unsqueeze_dim(3);
-    let out = weighted(merged, a) + weighted(out.cast(accumulator), b);
-    (out.cast(dtype), lse)
+    let lse = (max + total.clone().log()).reshape(rows);
+    let inputs = MergedRows {
+        own: own.into_dispatch(),
+        rows: others.into_dispatch(),
+        weights: (weights / total).into_dispatch(),
+        places: places.into_dispatch(),
+        choices: choices.into_dispatch(),
+    };
+    let out = Tensor::from_dispatch(<Dispatch as RowOps>::merged_rows(inputs));
+    Ok((out, lse.mask_fill(empty, f64::NEG_INFINITY)))
 }
 
 /// What two parts have of their union's softmax.

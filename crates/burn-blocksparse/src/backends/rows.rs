@@ -15,7 +15,142 @@ impl RowOps for burn::backend::Flex {}
 impl RowOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
-impl RowOps for burn_cubecl::CubeBackend {}
+mod kernels {
+    use blocksparse::kernels::rows::{IndexedRows, Typed, gather_rows, row_dots};
+    use burn::backend::Backend;
+    use burn::backend::cubecl::dtype_to_elem_type;
+    use burn::tensor::{DType, IntDType, Shape};
+    use burn_cubecl::CubeBackend;
+    use burn_cubecl::kernel::{cast, into_contiguous};
+    use burn_cubecl::tensor::CubeTensor;
+
+    use super::RowOps;
+    use crate::backends::cube::{empty, uses_reference};
+    use crate::dtype::accumulate_in;
+    use crate::ops::{MergedRows, MergedRowsGrads};
+    use crate::rows::reference;
+
+    fn numbers(index: CubeTensor) -> CubeTensor {
+        into_contiguous(cast(index, IntDType::I32.into()))
+    }
+
+    fn typed(x: &CubeTensor) -> Typed<'_> {
+        (&x.handle, dtype_to_elem_type(x.dtype))
+    }
+
+    /// The sums of rows that `index` `[batch, heads, places, most]` names. `None` if kernels do not take them.
+    fn gathered(
+        rows: &CubeTensor,
+        index: &CubeTensor,
+        own: Option<&CubeTensor>,
+        weights: Option<&CubeTensor>,
+    ) -> Option<CubeTensor> {
+        let [batch, heads, places, most] = index.meta.shape().dims();
+        let [_, _, count, dim] = rows.meta.shape().dims();
+        if uses_reference() || count == 0 {
+            return None;
+        }
+        let out = empty(rows, [batch, heads, places, dim], rows.dtype);
+        let of = IndexedRows::new(batch * heads, count, [places, most], dim);
+        let others = [own, weights].map(|tensor| tensor.map(|tensor| &tensor.handle));
+        let (rows, client) = (typed(rows), &rows.client);
+        gather_rows(client, &of, rows, &index.handle, others, &out.handle).ok()?;
+        Some(out)
+    }
+
+    fn reshaped<const D: usize>(x: CubeTensor, shape: [usize; D]) -> CubeTensor {
+        CubeBackend::int_reshape(x, Shape::new(shape))
+    }
+
+    impl RowOps for CubeBackend {
+        fn rows_at(x: CubeTensor, index: CubeTensor, _users: CubeTensor) -> CubeTensor {
+            let [batch, heads, places] = index.meta.shape().dims();
+            let (x, index) = (into_contiguous(x), numbers(index));
+            let by_one = reshaped(index.clone(), [batch, heads, places, 1]);
+            gathered(&x, &by_one, None, None)
+                .unwrap_or_else(|| reference::rows_at::<Self>(x, index))
+        }
+
+        fn rows_at_backward(grad: CubeTensor, users: CubeTensor) -> CubeTensor {
+            let (grad, users) = (into_contiguous(grad), numbers(users));
+            gathered(&grad, &users, None, None)
+                .unwrap_or_else(|| reference::rows_at_backward::<Self>(grad, users))
+        }
+
+        fn merged_rows(inputs: MergedRows<Self>) -> CubeTensor {
+            let inputs = contiguous(inputs);
+            let MergedRows {
+                own,
+                rows,
+                weights,
+                places,
+                ..
+            } = &inputs;
+            gathered(rows, places, Some(own), Some(weights))
+                .unwrap_or_else(|| reference::merged_rows::<Self>(inputs))
+        }
+
+        fn merged_rows_backward(
+            inputs: MergedRows<Self>,
+            grad: CubeTensor,
+        ) -> MergedRowsGrads<Self> {
+            let inputs = contiguous(inputs);
+            let grad = into_contiguous(grad);
+            backward(&inputs, &grad)
+                .unwrap_or_else(|| reference::merged_rows_backward::<Self>(inputs, grad))
+        }
+    }
+
+    fn contiguous(inputs: MergedRows<CubeBackend>) -> MergedRows<CubeBackend> {
+        MergedRows {
+            own: into_contiguous(inputs.own),
+            rows: into_contiguous(inputs.rows),
+            weights: into_contiguous(inputs.weights),
+            places: numbers(inputs.places),
+            choices: numbers(inputs.choices),
+        }
+    }
+
+    /// The gradients by rows at places are the gradients of their queries, times their weights; those by weights are products.
+    fn backward(
+        inputs: &MergedRows<CubeBackend>,
+        grad: &CubeTensor,
+    ) -> Option<MergedRowsGrads<CubeBackend>> {
+        let [batch, heads, queries, dim] = inputs.own.meta.shape().dims();
+        let [_, _, places, _] = inputs.rows.meta.shape().dims();
+        let most = inputs.places.meta.shape()[3];
+        let sums: DType = accumulate_in(inputs.own.dtype.into()).into();
+        let weights = |from: usize, to: usize| {
+            let ranges = reference::ranges([batch, heads, queries], from..to);
+            into_contiguous(CubeBackend::float_slice(inputs.weights.clone(), &ranges))
+        };
+        let others = reshaped(weights(1, most + 1), [batch, heads, queries * most, 1]);
+        let one = |index: CubeTensor, count: usize| reshaped(index, [batch, heads, count, 1]);
+        let factors = gathered(&others, &one(inputs.choices.clone(), places), None, None)?;
+        let at = reference::queries_of::<CubeBackend>(inputs.choices.clone(), most);
+        let at = numbers(one(at, places));
+        let rows = gathered(grad, &at, None, Some(&factors))?;
+
+        let first = CubeBackend::float_expand(weights(0, 1), inputs.own.meta.shape().clone());
+        let wide = CubeBackend::float_cast(grad.clone(), accumulate_in(grad.dtype.into()));
+        let own = CubeBackend::float_mul(wide.clone(), first);
+        let own = CubeBackend::float_cast(own, inputs.own.dtype.into());
+
+        let of = IndexedRows::new(batch * heads, places, [queries, most], dim);
+        let dots = empty(grad, [batch, heads, queries, most], sums);
+        let (client, index) = (&grad.client, &inputs.places.handle);
+        let (rows_of, out) = (typed(&inputs.rows), &dots.handle);
+        row_dots(client, &of, rows_of, index, &grad.handle, out).ok()?;
+        let own_rows =
+            CubeBackend::float_cast(inputs.own.clone(), accumulate_in(inputs.own.dtype.into()));
+        let own_dots = CubeBackend::float_sum_dim(CubeBackend::float_mul(own_rows, wide), 3);
+        Some(MergedRowsGrads {
+            own,
+            rows,
+            weights: CubeBackend::float_cat(vec![own_dots, dots], 3),
+        })
+    }
+}
 
 #[cfg(feature = "autodiff")]
 mod steps {
@@ -26,6 +161,30 @@ mod steps {
     use burn::backend::tensor::{FloatTensor, IntTensor};
 
     use super::RowOps;
+    use crate::ops::{MergedRows, MergedRowsGrads};
+
+    /// The step behind merged rows.
+    #[derive(Debug)]
+    struct Merged;
+
+    impl<B: RowOps> Backward<B, 3> for Merged {
+        type State = MergedRows<B>;
+
+        fn backward(
+            self,
+            ops: Ops<Self::State, 3>,
+            grads: &mut Gradients,
+            _checkpointer: &mut Checkpointer,
+        ) {
+            let grad = grads.consume::<B>(&ops.node);
+            let MergedRowsGrads { own, rows, weights } = B::merged_rows_backward(ops.state, grad);
+            for (parent, grad) in ops.parents.into_iter().zip([own, rows, weights]) {
+                if let Some(parent) = parent {
+                    grads.register::<B>(parent.id, grad);
+                }
+            }
+        }
+    }
 
     /// The step behind the rows.
     #[derive(Debug)]
@@ -63,6 +222,33 @@ mod steps {
                 }
                 OpsKind::UnTracked(prep) => prep.finish(B::rows_at(x, index, users)),
             }
+        }
+
+        fn merged_rows(inputs: MergedRows<Self>) -> FloatTensor<Self> {
+            let nodes = [inputs.own.node(), inputs.rows.node(), inputs.weights.node()];
+            let prepared = Merged.prepare::<C>(nodes).compute_bound();
+            let inputs = MergedRows {
+                own: inputs.own.into_primitive(),
+                rows: inputs.rows.into_primitive(),
+                weights: inputs.weights.into_primitive(),
+                places: inputs.places,
+                choices: inputs.choices,
+            };
+            match prepared.stateful() {
+                OpsKind::Tracked(prep) => {
+                    let out = B::merged_rows(inputs.clone());
+                    prep.finish(inputs, out)
+                }
+                OpsKind::UnTracked(prep) => prep.finish(B::merged_rows(inputs)),
+            }
+        }
+
+        /// Overridden so that the reference does not itself run through autodiff.
+        fn merged_rows_backward(
+            _inputs: MergedRows<Self>,
+            _grad: FloatTensor<Self>,
+        ) -> MergedRowsGrads<Self> {
+            unimplemented!("merged_rows is differentiable once")
         }
 
         /// Overridden so that the reference does not itself run through autodiff.

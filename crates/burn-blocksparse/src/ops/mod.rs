@@ -35,7 +35,7 @@ pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, Te
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
 pub use paged::PagedOps;
 pub use projection::ProjectionOps;
-pub use rows::RowOps;
+pub use rows::{MergedRows, MergedRowsGrads, RowOps};
 pub use sampling::SamplingOps;
 pub use selection::{HighestBlocks, ListedQueries, QueryTiles, SelectionOps};
 

@@ -125,10 +125,10 @@ pub fn attention_selected_with_lse(
     let Some(sizes) = sizes else {
         return attention_with_lse(q, k, v, &own, attention);
     };
-    let lists = selection.lists(&call, &sizes)?;
+    let lists = selection.lists(&call, &sizes)?.for_heads(q.dims()[1]);
     let near = attention_with_lse(q.clone(), k.clone(), v.clone(), &own, attention.clone())?;
-    let far = attention_of_lists(q, k, v, lists, attention)?;
-    Ok(merge_parts(far, near))
+    let far = attention_of_lists(q, k, v, &lists, attention)?;
+    merge_parts(near, far, lists.places, lists.choices)
 }
 
 /// What does not follow queries to other places.
@@ -151,31 +151,17 @@ fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
     }
 }
 
-/// Attention of each query to each of the blocks that it chose: out `[batch, heads, seq_q, most, value_dim]` and lse, −∞ where there is none.
+/// Attention of the queries at each place to the block of its tile: out `[batch, heads, places, value_dim]` and lse.
 fn attention_of_lists(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    lists: QueryLists,
+    lists: &QueryLists,
     options: AttentionOptions,
-) -> Result<(Tensor<5>, Tensor<4>), OpError> {
-    let [batch, heads, queries, _] = q.dims();
-    let lists = lists.for_heads(heads);
-    let layout = layout_of(&lists, k.dims()[2])?;
-    let [.., most] = lists.places.dims();
-    let [.., places] = lists.choices.dims();
-    let packed = rows_at(q, lists.queries, lists.places.clone())?;
-    let (out, lse) = attention_with_lse(packed, k, v, &layout, options)?;
-    let index = lists.places.clone().reshape([batch, heads, queries * most]);
-    let users = lists.choices.reshape([batch, heads, places, 1]);
-    let out = rows_at(out, index.clone(), users.clone())?;
-    let lse = rows_at(lse.unsqueeze_dim(3), index, users)?;
-    let value_dim = out.dims()[3];
-    let out = out.reshape([batch, heads, queries, most, value_dim]);
-    let lse = lse.reshape([batch, heads, queries, most]);
-    // Whether there is a choice has no gradient, and no place in the graph.
-    let none = lists.places.lower_elem(0);
-    Ok((out, lse.mask_fill(none, f64::NEG_INFINITY)))
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let layout = layout_of(lists, k.dims()[2])?;
+    let packed = rows_at(q, lists.queries.clone(), lists.places.clone())?;
+    attention_with_lse(packed, k, v, &layout, options)
 }
 
 /// The layout of tiles of packed queries, each with one block, which is several of the layout's.

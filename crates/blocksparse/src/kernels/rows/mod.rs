@@ -13,6 +13,7 @@
 //! cross_entropy  the loss of rows of logits, and its gradient
 //! embedding      the gradient of a table by the rows that were taken from it
 //! beside         matrices side by side, in another type
+//! gather         weighted sums of rows by an index, and products with them
 //! blocks         means of blocks of rows, and how alike their rows are
 //! typed          buffers with the type of their numbers
 //! sample         tokens drawn from rows of logits
@@ -26,6 +27,7 @@ mod columns;
 mod cross_entropy;
 mod dropout;
 mod embedding;
+mod gather;
 mod heads;
 mod norm;
 mod norm_backward;
@@ -47,6 +49,7 @@ pub use cross_entropy::{
 };
 pub use dropout::{stream_dropout, stream_dropout_text};
 pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
+pub use gather::{IndexedRows, gather_rows, row_dots};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
 pub use norm::{NormBranch, NormOf, residual_norm};
 pub use norm_backward::{
