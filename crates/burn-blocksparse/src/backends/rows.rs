@@ -17,8 +17,8 @@ impl RowOps for burn::backend::NdArray {}
 #[cfg(feature = "cube")]
 mod kernels {
     use blocksparse::kernels::rows::{IndexedRows, Typed, gather_rows, row_dots};
-    use burn::backend::Backend;
     use burn::backend::cubecl::dtype_to_elem_type;
+    use burn::backend::ops::{FloatTensorOps, IntTensorOps};
     use burn::tensor::{DType, IntDType, Shape};
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::{cast, into_contiguous};
