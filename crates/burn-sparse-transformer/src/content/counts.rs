@@ -86,7 +86,7 @@ mod tests {
         for length in [1, 5, 64, 65, 200] {
             let [groups, lists] = [2, 3];
             let is_member = |group: usize, list: usize, at: usize| {
-                (at * at + 5 * at + 3 * list + 7 * group) % (list + 2) == 0
+                (at * at + 5 * at + 3 * list + 7 * group).is_multiple_of(list + 2)
             };
             let mut numbers = Vec::new();
             let (mut asked, mut expected) = ([Vec::new(), Vec::new()], Vec::new());

@@ -8,6 +8,7 @@ mod attention;
 mod block_sparse;
 mod config;
 mod content;
+mod content_planted;
 mod convert;
 mod decoding;
 mod encoder;
