@@ -97,7 +97,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
-    /// `rope`, or there are padding and a selection.
+    /// `rope`, or there is padding beside a selection or heads that choose by content; those also refuse a bias, and queries that are not the keys' tokens.
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (seen, call) = self.context(input)?;
         let mut output = self.finish(seen.heads, &call)?;

@@ -105,7 +105,7 @@ impl SparseMultiHeadAttentionConfig {
     /// # Errors
     /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
     /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
-    /// than 2³⁰ numbers, there is something beside `content` that its heads do not have, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
+    /// than 2³⁰ numbers, there is something beside `content` that its heads do not have, `local_heads` leaves no heads of one kind, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
     /// compute in `precision`.
     pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;

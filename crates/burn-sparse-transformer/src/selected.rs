@@ -31,7 +31,8 @@ impl SparseMultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// If the module's pattern is neither causal nor dense attention, which is what the choice is taken from, or a number of the selection is out of its range.
+    /// If the module's pattern is neither causal nor dense attention, which is what the choice is taken from, a number of the selection is out of its range, or
+    /// the module has heads that choose by content already.
     pub fn with_selection(
         mut self,
         selection: Option<Selection>,

@@ -295,6 +295,56 @@ mod tests {
     }
 
     #[test]
+    fn presets_by_content_are_lucidrains_scripts() {
+        let local = |window: usize| vec![format!("local:{window}")];
+        for (preset, content, heads, patterns) in [
+            (
+                Preset::Routing,
+                "routing:128",
+                vec![8, 8, 8, 4, 4, 4],
+                local(128),
+            ),
+            (Preset::Reformer, "lsh:64,4", vec![4], local(128)),
+        ] {
+            let config = RunConfig::new(preset, &Overrides::default()).unwrap();
+            let model = &config.model;
+            assert_eq!(model.content, Some(content.parse().unwrap()));
+            assert_eq!((&model.local_heads, &model.patterns), (&heads, &patterns));
+            let shape = (model.context, model.layers, model.heads, model.d_model);
+            assert_eq!(shape, (4_096, 6, 8, 512));
+            assert_eq!(
+                (config.recipe.batch, config.recipe.learning_rate),
+                (4, 1e-4)
+            );
+            let flags = Overrides {
+                attention: Some(content.parse().unwrap()),
+                ..Overrides::default()
+            };
+            // Half of the heads are local where nothing else is said, in other presets, too.
+            for preset in [preset, Preset::Small] {
+                let config = RunConfig::new(preset, &flags).unwrap();
+                assert_eq!(config.model.content, model.content);
+                assert!(config.model.local_heads.is_empty());
+            }
+            let dense = Overrides {
+                attention: Some(AttentionKind::Dense),
+                ..Overrides::default()
+            };
+            let dense = RunConfig::new(preset, &dense).unwrap().model;
+            assert_eq!(
+                (dense.content, dense.patterns),
+                (None, vec!["causal".to_owned()])
+            );
+        }
+        // A checkpoint from before there were such heads.
+        let config = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
+        let text = serde_json::to_string(&config).unwrap();
+        let older = text.replace(",\"content\":null,\"local_heads\":[]", "");
+        assert_ne!(older, text);
+        assert_eq!(serde_json::from_str::<RunConfig>(&older).unwrap(), config);
+    }
+
+    #[test]
     fn flags_override_and_stay() {
         let overrides = Overrides {
             layers: Some(2),

@@ -225,6 +225,34 @@ fn means_settle_and_are_in_records() {
     plain.update_means();
 }
 
+/// As the page says: a token that comes later changes what earlier ones see, of which none is causal attention's fault. With one cluster, or chunks that
+/// hold everything, nothing is left to choose, and nothing leaks.
+#[test]
+fn later_tokens_take_part_in_the_choice_alone() {
+    let device = Device::flex();
+    let _guard = seed(&device, 8);
+    let x = random([1, 64, 32], &device);
+    for (content, leaks) in [
+        ("routing:16,4", true),
+        ("lsh:4,2", true),
+        ("routing:64,1", false),
+        ("lsh:32,2", false),
+    ] {
+        assert!(!text(content).is_prefix_stable());
+        let mha = randomise(config(content).init(&device).unwrap());
+        let seen = x.clone().slice_dim(1, 0..48);
+        let mut largest = 0f32;
+        for _ in 0..4 {
+            let other = Tensor::cat(vec![seen.clone(), random([1, 16, 32], &device)], 1);
+            let difference = forward(&mha, &other) - forward(&mha, &x);
+            let difference = difference.slice_dim(1, 0..48).abs().max();
+            largest = largest.max(difference.into_scalar());
+        }
+        assert_eq!(largest > 1e-3, leaks, "{content}: {largest}");
+        assert!(leaks || largest < 1e-5, "{content}: {largest}");
+    }
+}
+
 /// Seeds of dropout are those of rotations: a training pass repeats under one, and a pass of evaluation always.
 #[test]
 fn rotations_of_a_pass_follow_from_its_seed() {
