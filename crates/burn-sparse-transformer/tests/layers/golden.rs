@@ -26,6 +26,12 @@ pub fn scattered(count: usize, seed: usize) -> Vec<f64> {
     (0..count).map(|_| next()).collect()
 }
 
+/// The CPU backends, which have other integers.
+#[allow(deprecated)]
+pub fn devices() -> [Device; 2] {
+    [Device::flex(), Device::ndarray()]
+}
+
 pub fn tensor<const D: usize>(
     numbers: &[f64],
     shape: [usize; D],

@@ -9,7 +9,7 @@ use burn_sparse_transformer::{
 
 use crate::common::{random, seed};
 use crate::golden::{
-    assert_near, attend, differences, dot, numbers, scattered, tensor, unit, val, vals,
+    assert_near, attend, devices, differences, dot, numbers, scattered, tensor, unit, val, vals,
 };
 
 fn options(bucket: usize) -> LshOptions {
@@ -104,7 +104,12 @@ fn golden_rotation(round: usize) -> Vec<Vec<f64>> {
 
 #[test]
 fn the_golden_case() {
-    let device = Device::flex();
+    for device in devices() {
+        golden_on(&device);
+    }
+}
+
+fn golden_on(device: &Device) {
     let (qk, v) = (vals(1, 16), vals(2, 16));
     let rotations = [golden_rotation(0), golden_rotation(1)];
     let Expected { found, .. } = reference(&qk, &v, &rotations, options(4));
@@ -114,12 +119,12 @@ fn the_golden_case() {
     assert_eq!(found[1][15], [0, 1, 3, 5, 10, 13, 14]);
     assert!(found[0][0].is_empty() && found[1][0].is_empty());
     for (dtype, tolerance) in [(DType::F32, 5e-5), (DType::F64, 5e-5)] {
-        let [tq, tv] = [&qk, &v].map(|x| tensor(&x.concat(), [1, 1, 16, 4], &device, dtype));
+        let [tq, tv] = [&qk, &v].map(|x| tensor(&x.concat(), [1, 1, 16, 4], device, dtype));
         let run = |rounds: &[usize], options| {
             let flat: Vec<f64> = (rounds.iter())
                 .flat_map(|&round| golden_rotation(round).concat())
                 .collect();
-            let rotations = tensor(&flat, [rounds.len(), 4, 2], &device, dtype);
+            let rotations = tensor(&flat, [rounds.len(), 4, 2], device, dtype);
             let (out, lse) = lsh_attention(tq.clone(), tv.clone(), rotations, options).unwrap();
             (numbers(out), numbers(lse))
         };

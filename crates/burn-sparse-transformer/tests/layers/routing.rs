@@ -3,13 +3,13 @@
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor};
 use burn_sparse_transformer::{
-    RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput, RoutingHeads,
+    Precision, RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput, RoutingHeads,
     RoutingHeadsConfig,
 };
 
 use crate::common::{assert_close, random, seed};
 use crate::golden::{
-    assert_near, attend, differences, dot, filled, numbers, scattered, tensor, unit, vals,
+    assert_near, attend, devices, differences, dot, filled, numbers, scattered, tensor, unit, vals,
 };
 
 /// Heads with these means, `[heads, clusters, dim]`.
@@ -41,7 +41,13 @@ fn golden(device: &Device, decay: f64) -> (RoutingHeads, Tensor<4>, Tensor<4>) {
 
 #[test]
 fn the_golden_case() {
-    let (routing, q, v) = golden(&Device::flex(), 0.999);
+    for device in devices() {
+        golden_on(&device);
+    }
+}
+
+fn golden_on(device: &Device) {
+    let (routing, q, v) = golden(device, 0.999);
     let clusters: Vec<i32> = (routing.clusters(q.clone()).unwrap().into_data())
         .iter()
         .collect();
@@ -64,11 +70,23 @@ fn the_golden_case() {
 
 #[test]
 fn means_follow_queries_in_training_alone() {
-    for (decay, expected, tolerance) in [
-        (0.999, [-0.694966, 0.624826, 0.347737, 0.069985], 1e-6),
-        (0.5, [-0.6542, 0.2671, 0.4538, 0.3094], 5e-5),
+    let flex = Device::flex;
+    for (device, decay, expected, tolerance) in [
+        (
+            flex(),
+            0.999,
+            [-0.694966, 0.624826, 0.347737, 0.069985],
+            1e-6,
+        ),
+        (flex(), 0.5, [-0.6542, 0.2671, 0.4538, 0.3094], 5e-5),
+        (
+            devices()[1].clone(),
+            0.5,
+            [-0.6542, 0.2671, 0.4538, 0.3094],
+            5e-5,
+        ),
     ] {
-        let device = Device::flex().autodiff();
+        let device = device.autodiff();
         let (mut routing, q, v) = golden(&device, decay);
         let before = numbers(routing.means.val());
         // A pass of evaluation, of a copy without autodiff.
@@ -412,6 +430,38 @@ fn a_module_is_repeatable_and_its_record_holds_the_means() {
 fn heads_moved(mut attention: RoutingAttention) -> RoutingAttention {
     attention.heads.means = attention.heads.means.map(|means| -means);
     attention
+}
+
+/// One cluster holds everything, so that rounding changes no choice.
+#[test]
+fn half_precision_is_near() {
+    let device = Device::flex().autodiff();
+    let _guard = seed(&device, 10);
+    let x = tensor(&scattered(40 * 16, 4), [1, 40, 16], &device, DType::F32);
+    let run = |precision| {
+        let config = RoutingAttentionConfig::new(16, 2, 40, 40).with_precision(precision);
+        let attention = filled(config.init(&device).unwrap());
+        let out = attention
+            .forward(RoutingAttentionInput::new(x.clone()))
+            .unwrap();
+        let commitment = numbers(out.commitment.clone().unwrap());
+        let grads = (out.context.clone() * out.context.clone()).sum().backward();
+        let by_query = attention.query.weight.val().grad(&grads).unwrap();
+        assert_eq!(out.context.dtype(), DType::F32);
+        (numbers(out.context), numbers(by_query), commitment)
+    };
+    let (out, by_query, commitment) = run(Precision::F32);
+    let (near, near_by_query, near_commitment) = run(Precision::Bf16);
+    let largest = |x: &[f64]| x.iter().fold(0.0, |a: f64, b| a.max(b.abs()));
+    assert!(out != near);
+    assert_near("out", &near, &out, 0.02 * largest(&out));
+    assert_near(
+        "by query",
+        &near_by_query,
+        &by_query,
+        0.05 * largest(&by_query),
+    );
+    assert_near("commitment", &near_commitment, &commitment, 1e-6);
 }
 
 #[test]
