@@ -8,6 +8,7 @@ use burn_blocksparse::{
 };
 
 use crate::call::Call;
+use crate::content::{ContentHeads, Seen};
 use crate::dropout::Seeds;
 use crate::error::{ensure, ensure_none, ensure_shape};
 use crate::heads::{Positions, rotate};
@@ -51,6 +52,8 @@ pub struct SparseMultiHeadAttention {
     pub relative_bias: Option<Param<Tensor<2>>>,
     /// Sink logits, `[n_heads]`: see [`AttentionTensors::sinks`].
     pub sinks: Option<Param<Tensor<1>>>,
+    /// Heads that choose by content, behind those of the pattern.
+    pub content: Option<ContentHeads>,
     /// Of the attention weights. Its masks are not drawn from the backend's generator but depend on a seed, see [`SparseMhaInput::dropout_seed`].
     pub dropout: Dropout,
     #[module(skip)]
@@ -76,6 +79,9 @@ pub struct SparseMultiHeadAttention {
 pub struct SparseMhaOutput {
     /// `[batch, seq_q, d_model]`, in the query's dtype.
     pub context: Tensor<3>,
+    /// To be added to the loss, `[1]`, where there are heads that choose by clusters and the pass is one of training: see
+    /// [`RoutingOutput::commitment`](crate::RoutingOutput::commitment).
+    pub commitment: Option<Tensor<1>>,
 }
 
 impl SparseMultiHeadAttention {
@@ -91,10 +97,12 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
-    /// `rope`, or there are padding and a selection.
+    /// `rope`, or there is padding beside a selection or heads that choose by content; those also refuse a bias, and queries that are not the keys' tokens.
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
-        let (context, call) = self.context(input)?;
-        self.finish(context, &call)
+        let (seen, call) = self.context(input)?;
+        let mut output = self.finish(seen.heads, &call)?;
+        output.commitment = seen.commitment;
+        Ok(output)
     }
 
     /// [`Self::forward`] without the output's bias, and with nothing done about padding.
@@ -102,12 +110,17 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
     ) -> Result<Projected, TransformerError> {
-        let (context, _) = self.context(input)?;
-        self.output_product(context)
+        let (seen, _) = self.context(input)?;
+        let mut projected = self.output_product(seen.heads)?;
+        projected.commitment = seen.commitment;
+        Ok(projected)
     }
 
-    /// What the heads see, `[batch, heads, seq_q, d_v]`.
-    fn context(&self, input: SparseMhaInput) -> Result<(Tensor<4>, Call), TransformerError> {
+    /// What the heads see.
+    fn context(&self, input: SparseMhaInput) -> Result<(Seen, Call), TransformerError> {
+        if let Some(content) = &self.content {
+            return self.mixed_context(input, content);
+        }
         let padded = input.padding.is_some();
         let (call, request) = self.prepare(&input, 0)?;
         if let Some(selection) = &self.selection {
@@ -118,11 +131,11 @@ impl SparseMultiHeadAttention {
                 "some",
             )?;
             let heads = self.project(input, &call)?;
-            return Ok((self.attend_chosen(heads, selection, &call)?, call));
+            return Ok((self.attend_chosen(heads, selection, &call)?.into(), call));
         }
         let layout = self.layouts.get(&request)?;
         let heads = self.project(input, &call)?;
-        Ok((self.attend(heads, &layout, &call)?, call))
+        Ok((self.attend(heads, &layout, &call)?.into(), call))
     }
 
     /// [`Self::forward`] over a layout that depends on the projected queries and keys, normalised and rotated, in place of the
@@ -156,6 +169,7 @@ impl SparseMultiHeadAttention {
     {
         let expected = "none: a chosen layout says what takes part";
         ensure_none("padding", input.padding.is_some(), expected)?;
+        self.ensure_no_content()?;
         let (call, _) = self.prepare(&input, 0)?;
         let heads = self.project(input, &call)?;
         let layout = choose(heads.0.clone(), heads.1.clone())?;
@@ -287,7 +301,10 @@ impl SparseMultiHeadAttention {
     pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
         let d_v = self.d_model / self.n_heads;
         let pairs = self.layout(seq, seq)?.allowed_pairs();
-        Ok(2 * pairs * (self.d_k() + d_v) as u64)
+        let chosen = self.content.as_ref().map_or(0, |content| {
+            (self.n_heads - content.local_heads()) as u64 * content.pairs(seq)
+        });
+        Ok(2 * (pairs + chosen) * (self.d_k() + d_v) as u64)
     }
 
     /// Width of a query or key head.
@@ -391,11 +408,12 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         call: &Call,
     ) -> Result<(Tensor<4>, Tensor<4>, Tensor<4>), TransformerError> {
+        let [key_heads, value_heads] = self.kv_heads();
         let (query, key, value) = match input.is_self_attention() {
             // One product, whose result is read once.
             true => {
                 let layers = [&self.query, &self.key, &self.value];
-                let heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads];
+                let heads = [self.n_heads, key_heads, value_heads];
                 let [q, k, v] = project_heads(self.precision, layers, input.query, heads)?;
                 (q, k, v)
             }
@@ -406,8 +424,8 @@ impl SparseMultiHeadAttention {
                 };
                 (
                     one(&self.query, input.query, self.n_heads)?,
-                    one(&self.key, input.key, self.n_kv_heads)?,
-                    one(&self.value, input.value, self.n_kv_heads)?,
+                    one(&self.key, input.key, key_heads)?,
+                    one(&self.value, input.value, value_heads)?,
                 )
             }
         };
@@ -502,6 +520,7 @@ impl SparseMultiHeadAttention {
         Ok(Projected {
             x: (self.precision).merged(&self.output, context)?,
             bias: self.output.bias.as_ref().map(Param::val),
+            commitment: None,
         })
     }
 
@@ -510,7 +529,7 @@ impl SparseMultiHeadAttention {
         context: Tensor<4>,
         call: &Call,
     ) -> Result<SparseMhaOutput, TransformerError> {
-        let Projected { x, bias } = self.output_product(context)?;
+        let Projected { x, bias, .. } = self.output_product(context)?;
         self.padded(bias_activation(x, bias, Activation::None)?, call)
     }
 
@@ -526,6 +545,7 @@ impl SparseMultiHeadAttention {
     fn padded(&self, context: Tensor<3>, call: &Call) -> Result<SparseMhaOutput, TransformerError> {
         let context = context.cast(call.dtype);
         Ok(SparseMhaOutput {
+            commitment: None,
             context: match &call.padding {
                 Some(padding) => context.mask_fill(padding.clone(), 0.0),
                 None => context,
@@ -577,6 +597,11 @@ impl ModuleDisplay for SparseMultiHeadAttention {
             .add("n_kv_heads", &self.n_kv_heads)
             .add("pattern", &self.pattern().to_string())
             .add("block_size", &self.block_size());
+        let content = match &self.content {
+            Some(heads) => (content.add("content", &heads.config().to_string()))
+                .add("local_heads", &heads.local_heads()),
+            None => content,
+        };
         let content = match &self.selection {
             Some(selection) => content.add("selection", &selection.to_string()),
             None => content,

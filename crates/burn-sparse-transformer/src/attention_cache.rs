@@ -23,7 +23,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// As [`Self::forward`]; also if the batch differs from the cache's, or the cache is full; [`TransformerError::Boundary`] if the cache
-    /// cannot stop where the input begins or ends.
+    /// cannot stop where the input begins or ends; and if later tokens take part in what earlier ones see, by a selection or by heads that choose by content.
     pub fn forward_cache(
         &self,
         input: SparseMhaInput,

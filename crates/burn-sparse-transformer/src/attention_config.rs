@@ -6,6 +6,7 @@ use burn_blocksparse::{
     AttentionOptions, AttentionTensors, Pattern, Selection, WeightsMode, alibi_slopes,
 };
 
+use crate::content::ContentAttention;
 use crate::dropout::Seeds;
 use crate::error::{
     ensure, ensure_above_zero, ensure_dropout, ensure_multiple, ensure_none, ensure_positive,
@@ -32,6 +33,10 @@ pub struct SparseMultiHeadAttentionConfig {
     pub pattern: Pattern,
     /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
     pub selection: Option<Selection>,
+    /// How heads that are not the pattern's choose single keys by content; their keys are their queries. Default: all heads are the pattern's.
+    pub content: Option<ContentAttention>,
+    /// With `content`: how many heads are the pattern's, the first ones. Default: half of them.
+    pub local_heads: Option<usize>,
     /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
@@ -100,11 +105,11 @@ impl SparseMultiHeadAttentionConfig {
     /// # Errors
     /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
     /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
-    /// than 2³⁰ numbers, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
+    /// than 2³⁰ numbers, there is something beside `content` that its heads do not have, `local_heads` leaves no heads of one kind, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
     /// compute in `precision`.
     pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;
-        let layouts = Layouts::new(self.pattern.clone(), self.n_heads, self.block_size)?;
+        let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;
         self.init_with(layouts, device)
     }
 
@@ -117,6 +122,10 @@ impl SparseMultiHeadAttentionConfig {
         self.validate()?;
         self.precision.check(device)?;
         let n_kv_heads = self.n_kv_heads.unwrap_or(self.n_heads);
+        let key_heads = match self.content {
+            Some(_) => self.pattern_heads(),
+            None => n_kv_heads,
+        };
         let d_k = self.d_key.unwrap_or(self.d_model) / self.n_heads;
         let d_v = self.d_model / self.n_heads;
         let linear = |d_input, d_output, bias| {
@@ -143,7 +152,7 @@ impl SparseMultiHeadAttentionConfig {
             qk_norm_eps: self.qk_norm_eps,
             quiet_softmax: self.quiet_softmax,
             query: linear(self.d_model, self.n_heads * d_k, self.query_bias),
-            key: linear(self.d_model, n_kv_heads * d_k, self.key_bias),
+            key: linear(self.d_model, key_heads * d_k, self.key_bias),
             value: linear(self.d_model, n_kv_heads * d_v, self.value_bias),
             output: linear(self.d_model, self.d_model, self.output_bias),
             d_model: self.d_model,
@@ -151,6 +160,7 @@ impl SparseMultiHeadAttentionConfig {
             n_kv_heads,
             layouts,
             selection: self.selection.clone(),
+            content: self.init_content(d_k, device)?,
             options: self.options(),
             precision: self.precision,
         })
@@ -182,6 +192,7 @@ impl SparseMultiHeadAttentionConfig {
     pub(crate) fn validate(&self) -> Result<(), TransformerError> {
         ensure_positive("n_heads", self.n_heads)?;
         check_selection(&self.pattern, self.selection.as_ref())?;
+        self.validate_content()?;
         ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
         if let Some(d_key) = self.d_key {
             ensure_multiple("d_key", d_key, "n_heads", self.n_heads)?;

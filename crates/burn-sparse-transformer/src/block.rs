@@ -11,9 +11,9 @@ use crate::pool::{KvPool, Step};
 use crate::results::Results;
 use crate::stream::{Projected, Stream};
 use crate::{
-    BlockAttentionConfig, FeedForward, FeedForwardLinear, FeedForwardSparsity, Precision,
-    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    TransformerError, init,
+    BlockAttentionConfig, ContentAttention, FeedForward, FeedForwardLinear, FeedForwardSparsity,
+    Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, TransformerError, init,
 };
 
 /// Configuration of [`SparseTransformerBlock`].
@@ -28,6 +28,10 @@ pub struct SparseTransformerBlockConfig {
     pub pattern: Pattern,
     /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
     pub selection: Option<Selection>,
+    /// How heads that are not the pattern's choose single keys by content. Default: all heads are the pattern's.
+    pub content: Option<ContentAttention>,
+    /// With `content`: how many heads are the pattern's. With as many as `n_heads` there is no `content`. Default: half of them.
+    pub local_heads: Option<usize>,
     /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
@@ -79,7 +83,7 @@ impl SparseTransformerBlockConfig {
     /// no `context`.
     pub fn init(&self, device: &Device) -> Result<SparseTransformerBlock, TransformerError> {
         self.validate()?;
-        let layouts = Layouts::new(self.pattern.clone(), self.n_heads, self.block_size)?;
+        let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads()?, self.block_size)?;
         self.init_with(layouts, device)
     }
 
@@ -150,6 +154,8 @@ impl SparseTransformerBlockConfig {
         let mha = SparseMultiHeadAttentionConfig::new(d_model, self.n_heads, pattern)
             .with_selection(self.selection.clone())
             .with_block_size(self.block_size)
+            .with_content(self.content()?)
+            .with_local_heads(self.local_heads.filter(|&heads| heads != self.n_heads))
             .with_n_kv_heads(self.n_kv_heads)
             .with_d_key(self.d_key)
             .with_softcap(self.softcap)
@@ -159,6 +165,20 @@ impl SparseTransformerBlockConfig {
             Some(attention) => attention.apply(mha, self.context),
             None => Ok(mha),
         }
+    }
+
+    /// Of heads that are not the pattern's.
+    fn content(&self) -> Result<Option<ContentAttention>, TransformerError> {
+        match (&self.content, self.context) {
+            (Some(_), _) if self.local_heads == Some(self.n_heads) => Ok(None),
+            (Some(content), Some(context)) => content.clone().for_context(context).map(Some),
+            (content, _) => Ok(content.clone()),
+        }
+    }
+
+    /// How many heads are the pattern's.
+    pub(crate) fn pattern_heads(&self) -> Result<usize, TransformerError> {
+        Ok(self.mha()?.pattern_heads())
     }
 
     fn d_ff(&self) -> usize {
@@ -222,9 +242,10 @@ impl SparseTransformerBlock {
     /// [`Self::forward`] on a stream that may have a branch pending, with `pass` in place of the block's own.
     pub(crate) fn step(&self, stream: Stream, mut pass: Pass) -> Result<Stream, TransformerError> {
         let results = std::mem::take(&mut pass.results);
-        let weights = pass.weights;
+        let (weights, seed) = (pass.weights, pass.seed);
         let attend = |mut input: SparseMhaInput| {
             input.dropout = weights;
+            input.dropout_seed = seed;
             input.results = results;
             self.mha.forward_projected(input)
         };
@@ -348,6 +369,7 @@ impl SparseTransformerBlock {
         Pass {
             mlp: false,
             results: Results::Computed,
+            seed: Some(seed),
             weights: self.mha.training_dropout(|| seed),
             branches: (*prob > 0.0 && training.is_enabled()).then_some((*prob, seed)),
         }
@@ -362,6 +384,8 @@ impl SparseTransformerBlock {
 /// What one pass of a block drops and computes again.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Pass {
+    /// Of whatever is drawn.
+    seed: Option<Seed>,
     /// What is dropped of the attention weights.
     weights: Option<WeightDropout>,
     /// Of both branches: a probability and a seed.

@@ -75,7 +75,11 @@ impl SparseMultiHeadAttention {
         block_size: usize,
     ) -> Result<Self, TransformerError> {
         check_selection(&pattern, self.selection())?;
-        let layouts = Layouts::new(pattern, self.n_heads(), block_size)?;
+        if self.content.is_some() && !pattern.is_causal() {
+            let expected = "causal beside heads that choose by content";
+            return Err(TransformerError::argument("pattern", expected, &pattern));
+        }
+        let layouts = Layouts::new(pattern, self.pattern_heads(), block_size)?;
         Ok(self.with_layouts(layouts))
     }
 

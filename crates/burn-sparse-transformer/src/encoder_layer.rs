@@ -131,6 +131,7 @@ impl SparseTransformerEncoderLayer {
             }
         };
         Ok(Projected {
+            commitment: None,
             x,
             bias: bias(linear_outer),
         })

@@ -231,7 +231,7 @@ impl FeedForward {
     /// If the last axis is not `d_model`.
     pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
         let dtype = x.dtype();
-        let Projected { x, bias } = self.forward_projected(x, false)?;
+        let Projected { x, bias, .. } = self.forward_projected(x, false)?;
         Ok(bias_activation(x, bias, Activation::None)?.cast(dtype))
     }
 
@@ -258,7 +258,11 @@ impl FeedForward {
             }
         };
         let bias = outer.bias().map(Param::val);
-        Ok(Projected { x, bias })
+        Ok(Projected {
+            x,
+            bias,
+            commitment: None,
+        })
     }
 
     /// Operations of both layers for one position, forward: two per weight.

@@ -151,7 +151,8 @@ impl SparseMhaInput {
     }
 
     /// Sets the seed of the module's dropout, of which the mask is a function
-    /// ([`burn_blocksparse::Dropout`]). Default: another one in every call.
+    /// ([`burn_blocksparse::Dropout`]), and of the rotations of heads that choose by hashes. Default: another one in every call; rotations of calls that are
+    /// not of training are always the same then.
     pub fn dropout_seed(mut self, seed: impl Into<Seed>) -> Self {
         self.dropout_seed = Some(seed.into());
         self

@@ -45,6 +45,7 @@ mod block_attention;
 mod block_sparse_linear;
 mod cache;
 mod call;
+mod content;
 mod convert;
 mod drafts;
 mod dropout;
@@ -79,6 +80,11 @@ pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
 pub use block_attention::BlockAttentionConfig;
 pub use block_sparse_linear::{BlockSparseLinear, BlockSparseLinearConfig};
 pub use cache::{SparseMhaCache, SparseTransformerCache};
+pub use content::{
+    ContentAttention, ContentHeads, LshAttention, LshAttentionConfig, LshHeads, LshHeadsConfig,
+    LshOptions, RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput,
+    RoutingAttentionOutput, RoutingHeads, RoutingHeadsConfig, RoutingOutput, lsh_attention,
+};
 pub use drafts::{NgramDrafts, NgramIndex};
 pub use embedding::PositionEmbedding;
 pub use encoder::{

@@ -147,6 +147,7 @@ impl LongformerAttention {
         // Global tokens are queries out of their places, which these depend on.
         for (argument, given) in [
             ("selection", mha.selection().is_some()),
+            ("content", mha.content.is_some()),
             ("rope", mha.rope.is_some()),
             ("qk_norm", mha.query_norm.is_some()),
             ("dropout", mha.dropout.prob > 0.0),

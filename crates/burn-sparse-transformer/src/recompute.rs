@@ -30,7 +30,10 @@ impl SparseTransformer {
     ///
     /// `recompute` says what is computed again in the backward pass in place of being kept. The gradients are the same with
     /// and without, dropout included: what block `k` drops is a function of a hash of `dropout_seed` and `k`, and of the place in
-    /// the tensor. The backend's generator of random numbers is left alone.
+    /// the tensor; so are the rotations of heads that choose by hashes. The backend's generator of random numbers is left alone.
+    ///
+    /// The commitment losses of heads that choose by clusters are in the gradients, and not in the loss that is returned. Their means move by
+    /// [`SparseTransformer::update_means`].
     ///
     /// # Shapes
     /// - `tokens`, `targets`: `[batch, seq]`
@@ -94,8 +97,10 @@ impl SparseTransformer {
             let pass = block.pass_of(seed.derive(layer as u64));
             stream = block.step(stream, pass.recompute_mlp(mlp))?;
         }
+        let commitment = stream.take_commitment();
         let loss = self.head_loss(stream, targets)?;
-        let gradients = GradientsParams::from_grads(loss.backward(), self);
+        let whole = with_commitment(loss.clone(), commitment);
+        let gradients = GradientsParams::from_grads(whole.backward(), self);
         Ok((loss.without_autodiff(), gradients))
     }
 
@@ -120,9 +125,10 @@ impl SparseTransformer {
             unreachable!("fewer blocks in a segment than there are make two at least");
         };
         let x = self.leaf(input);
-        let stream = self.segment(Stream::new(x.clone()), range.clone(), seed, &mut kept)?;
+        let mut stream = self.segment(Stream::new(x.clone()), range.clone(), seed, &mut kept)?;
+        let commitment = stream.take_commitment();
         let loss = self.head_loss(stream, targets)?;
-        let mut grads = loss.backward();
+        let mut grads = with_commitment(loss.clone(), commitment).backward();
         let mut grad_x = input_gradient(x, &mut grads);
         collect(&self.norm, &mut grads, &mut gradients);
         collect(&self.output, &mut grads, &mut gradients);
@@ -131,8 +137,10 @@ impl SparseTransformer {
 
         while let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) {
             let x = self.leaf(input);
-            let stream = self.segment(Stream::new(x.clone()), range.clone(), seed, &mut kept)?;
-            let mut grads = backward_from(stream.finish()?, grad_x);
+            let mut stream =
+                self.segment(Stream::new(x.clone()), range.clone(), seed, &mut kept)?;
+            let commitment = stream.take_commitment();
+            let mut grads = backward_from(stream.finish()?, grad_x, commitment);
             grad_x = input_gradient(x, &mut grads);
             self.collect_blocks(range, &mut grads, &mut gradients);
         }
@@ -140,7 +148,7 @@ impl SparseTransformer {
         let embedded = self.embed(tokens, 0)?;
         // Not tracked if the embeddings are frozen.
         if embedded.is_tracked() {
-            let mut grads = backward_from(embedded, grad_x);
+            let mut grads = backward_from(embedded, grad_x, None);
             collect(&self.token_embedding, &mut grads, &mut gradients);
             collect(&self.position_embedding, &mut grads, &mut gradients);
         }
@@ -228,9 +236,24 @@ impl SparseTransformer {
 }
 
 /// Backward from `output` when its gradient is already known. Burn starts from ones in the shape of the
-/// tensor that it is asked about, so a sum would only add a pass.
-fn backward_from(output: Tensor<3>, grad_output: Tensor<3>) -> Gradients {
-    (output * grad_output).backward()
+/// tensor that it is asked about, so a sum would only add a pass, unless something is added to it.
+fn backward_from(
+    output: Tensor<3>,
+    grad_output: Tensor<3>,
+    commitment: Option<Tensor<1>>,
+) -> Gradients {
+    match commitment {
+        Some(commitment) => ((output * grad_output).sum() + commitment).backward(),
+        None => (output * grad_output).backward(),
+    }
+}
+
+/// A loss, and what layers add to it.
+fn with_commitment(loss: Tensor<1>, commitment: Option<Tensor<1>>) -> Tensor<1> {
+    match commitment {
+        Some(commitment) => loss + commitment,
+        None => loss,
+    }
 }
 
 /// # Panics

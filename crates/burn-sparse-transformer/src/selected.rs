@@ -31,12 +31,16 @@ impl SparseMultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// If the module's pattern is neither causal nor dense attention, which is what the choice is taken from, or a number of the selection is out of its range.
+    /// If the module's pattern is neither causal nor dense attention, which is what the choice is taken from, a number of the selection is out of its range, or
+    /// the module has heads that choose by content already.
     pub fn with_selection(
         mut self,
         selection: Option<Selection>,
     ) -> Result<Self, TransformerError> {
         check_selection(self.pattern(), selection.as_ref())?;
+        if selection.is_some() {
+            self.ensure_no_content()?;
+        }
         self.selection = selection;
         Ok(self)
     }
@@ -96,6 +100,7 @@ impl SparseMultiHeadAttention {
 
     /// That tokens that come later change no choice.
     pub(crate) fn ensure_decodable(&self) -> Result<(), TransformerError> {
+        self.ensure_no_content()?;
         let leaks = |selection: &&Selection| !selection.estimator().traits().prefix_stable;
         match self.selection.as_ref().filter(leaks) {
             None => Ok(()),
@@ -125,6 +130,7 @@ impl SparseMultiHeadAttention {
         selection: &Selection,
     ) -> Result<Vec<SelectionQuality>, TransformerError> {
         ensure_none("padding", input.padding.is_some(), "none")?;
+        self.ensure_no_content()?;
         check_selection(self.pattern(), Some(selection))?;
         let (call, _) = self.prepare(&input, 0)?;
         let (query, key, _) = self.project(input, &call)?;
@@ -133,6 +139,7 @@ impl SparseMultiHeadAttention {
 
     /// That a call that knows patterns alone is not one of a module that chooses.
     pub(crate) fn ensure_unselected(&self) -> Result<(), TransformerError> {
+        self.ensure_no_content()?;
         let expected = "none where layouts are the pattern's (padding, packed sequences, weights, pools): \
                         take it out by `with_selection(None)`";
         ensure_none("selection", self.selection.is_some(), expected)
@@ -187,6 +194,9 @@ impl SparseTransformer {
         for (layer, block) in self.blocks.iter_mut().enumerate() {
             let selection = of_layer(selections, layer, n_layers, full_last);
             check_selection(block.mha.pattern(), selection.as_ref())?;
+            if selection.is_some() {
+                block.mha.ensure_no_content()?;
+            }
             block.mha.selection = selection;
         }
         Ok(self)

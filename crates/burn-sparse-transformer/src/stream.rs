@@ -14,6 +14,8 @@ pub(crate) struct Projected {
     /// `[batch, seq, d_model]`, in the dtype of the products.
     pub(crate) x: Tensor<3>,
     pub(crate) bias: Option<Tensor<1>>,
+    /// To be added to the loss.
+    pub(crate) commitment: Option<Tensor<1>>,
 }
 
 impl Projected {
@@ -30,11 +32,17 @@ impl Projected {
 pub(crate) struct Stream {
     x: Tensor<3>,
     pending: Option<(Projected, Option<StreamDropout>)>,
+    /// What the layers so far add to the loss.
+    commitment: Option<Tensor<1>>,
 }
 
 impl Stream {
     pub(crate) fn new(x: Tensor<3>) -> Self {
-        Self { x, pending: None }
+        Self {
+            x,
+            pending: None,
+            commitment: None,
+        }
     }
 
     /// The stream without what is pending.
@@ -42,15 +50,22 @@ impl Stream {
         &self.x
     }
 
+    /// What the layers so far add to the loss, of which the stream is rid then.
+    pub(crate) fn take_commitment(&mut self) -> Option<Tensor<1>> {
+        self.commitment.take()
+    }
+
     /// Adds a branch, of which `dropout` drops, at the next norm.
     pub(crate) fn push(
-        self,
-        branch: Projected,
+        mut self,
+        mut branch: Projected,
         dropout: Option<StreamDropout>,
     ) -> Result<Self, TransformerError> {
+        let parts = [self.take_commitment(), branch.commitment.take()];
         Ok(Self {
             x: self.finish()?,
             pending: Some((branch, dropout)),
+            commitment: parts.into_iter().flatten().reduce(|a, b| a + b),
         })
     }
 
@@ -69,7 +84,11 @@ impl Stream {
             branch.branch()
         });
         let (x, normed) = residual_norm(self.x, branch, layer_norm_params(norm), &options)?;
-        Ok((Self::new(x), normed))
+        let stream = Self {
+            commitment: self.commitment,
+            ..Self::new(x)
+        };
+        Ok((stream, normed))
     }
 
     /// The stream with everything added.

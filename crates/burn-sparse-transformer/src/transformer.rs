@@ -13,9 +13,9 @@ use crate::layouts::LayoutPool;
 use crate::selected::of_layer;
 use crate::stream::Stream;
 use crate::{
-    BlockAttentionConfig, Factorization, FeedForwardSparsity, PositionEmbedding, Precision,
-    SparseMhaCache, SparseTransformerBlock, SparseTransformerBlockConfig, SparseTransformerCache,
-    TransformerError, init,
+    BlockAttentionConfig, ContentAttention, Factorization, FeedForwardSparsity, PositionEmbedding,
+    Precision, SparseMhaCache, SparseTransformerBlock, SparseTransformerBlockConfig,
+    SparseTransformerCache, TransformerError, init,
 };
 
 /// Configuration of [`SparseTransformer`].
@@ -60,6 +60,12 @@ pub struct SparseTransformerConfig {
     pub embedding_width: Option<usize>,
     /// How the layers choose their keys by content, in turn, from those of patterns that are causal or dense. Default: their keys are the patterns'.
     pub selections: Option<Vec<Selection>>,
+    /// How heads that are not the patterns' choose single keys by content (Roy et al., 2021; Kitaev et al., 2020). Patterns are causal then, and those of
+    /// the local heads. Default: all heads are the patterns'.
+    pub content: Option<ContentAttention>,
+    /// With `content`: how many heads of each layer are the patterns', for all layers one number or one for each; a layer with `n_heads` of them has no
+    /// others. Default: half of them.
+    pub local_heads: Option<Vec<usize>>,
     /// How many of the last layers have no selection (MoBA: Lu et al., 2025, §3.2). Default: 0.
     pub full_last_layers: Option<usize>,
     /// Side of the blocks the patterns are cut into: 8, 16, 32, 64 or 128.
@@ -160,7 +166,8 @@ impl SparseTransformerConfig {
             .map(|layer| {
                 let config = self.block(layer)?;
                 config.validate()?;
-                let layouts = pool.get(&config.pattern, self.n_heads, self.block_size)?;
+                let heads = config.pattern_heads()?;
+                let layouts = pool.get(&config.pattern, heads, self.block_size)?;
                 let mut block = config.init_with(layouts, device)?;
                 block.mha.rope = rope.get_or_insert(block.mha.rope).clone();
                 Ok(block)
@@ -183,6 +190,8 @@ impl SparseTransformerConfig {
         Ok(
             SparseTransformerBlockConfig::new(self.d_model, self.n_heads, pattern)
                 .with_selection(selection)
+                .with_content(self.content.clone())
+                .with_local_heads(self.local_heads(layer))
                 .with_block_size(self.block_size)
                 .with_n_kv_heads(self.n_kv_heads)
                 .with_d_key(self.d_key)
@@ -202,7 +211,21 @@ impl SparseTransformerConfig {
         )
     }
 
+    /// How many heads of a layer are the pattern's.
+    fn local_heads(&self, layer: usize) -> Option<usize> {
+        let heads = self.local_heads.as_deref()?;
+        // One number is that of all layers.
+        heads.get(layer).or(heads.first()).copied()
+    }
+
     fn validate(&self) -> Result<(), TransformerError> {
+        let heads = self.local_heads.as_ref().map(Vec::len);
+        ensure(
+            heads.is_none_or(|count| count == 1 || count == self.n_layers),
+            "local_heads",
+            || format!("one number, or {}, one for each layer", self.n_layers),
+            heads.unwrap_or_default(),
+        )?;
         ensure_positive("vocab_size", self.vocab_size)?;
         ensure_positive("context", self.context)?;
         ensure_positive("n_layers", self.n_layers)?;
@@ -353,7 +376,7 @@ impl SparseTransformer {
 
     /// Mean cross-entropy of the targets, in nats per token.
     ///
-    /// The softmax is computed in f32 at least.
+    /// The softmax is computed in f32 at least. On an autodiff device the commitment losses of heads that choose by clusters are added.
     ///
     /// # Shapes
     /// - `tokens`, `targets`: `[batch, seq]`; `targets[b, i]` is the token after `tokens[b, i]`
@@ -367,8 +390,13 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
     ) -> Result<Tensor<1>, TransformerError> {
         self.check_targets(&tokens, &targets)?;
-        let stream = self.stream(tokens, |block, training| block.pass(training))?;
-        self.head_loss(stream, targets)
+        let mut stream = self.stream(tokens, |block, training| block.pass(training))?;
+        let commitment = stream.take_commitment();
+        let loss = self.head_loss(stream, targets)?;
+        Ok(match commitment {
+            Some(commitment) => loss + commitment,
+            None => loss,
+        })
     }
 
     /// Longest sequence, in positions.

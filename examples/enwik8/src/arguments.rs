@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use burn_sparse_transformer::{Precision, Selection, WeightPattern};
+use burn_sparse_transformer::{ContentAttention, Precision, Selection, WeightPattern};
 use clap::Command;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
@@ -98,6 +98,14 @@ pub fn selection_help(usage: &str) -> String {
         "{usage}\n\nTexts:\n  {}\n\nKEEP is a number or a rule: k=12, ratio=0.25, p=0.9 (with min=, max=) or above=0.01. share=sum, mean or max: heads that\n\
          share keys choose together.",
         Selection::NOTATION.join("\n  ")
+    )
+}
+
+/// `--attention` with all that can stand there.
+pub fn attention_help(usage: &str) -> String {
+    format!(
+        "{usage}\n\nTexts:\n  sparse  the preset's pattern, or --pattern\n  dense   every earlier byte\n  {}",
+        ContentAttention::NOTATION.join("\n  ")
     )
 }
 

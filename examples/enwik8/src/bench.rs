@@ -14,7 +14,7 @@ use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::model::{self, window_data};
 use crate::overrides::Overrides;
-use crate::presets::{Attention, Preset};
+use crate::presets::{Attention, AttentionKind, Preset};
 use crate::progress::say;
 use crate::step::{Batch, Steps};
 use crate::{arguments, device};
@@ -142,8 +142,10 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         return Ok(());
     }
     let config = RunConfig::new(args.preset, &args.overrides)?;
+    config.check_graph(args.graph)?;
     let kinds = match args.overrides.attention {
-        Some(kind) => vec![kind],
+        Some(AttentionKind::Sparse | AttentionKind::Content(_)) => vec![Attention::Sparse],
+        Some(AttentionKind::Dense) => vec![Attention::Dense],
         None => vec![Attention::Sparse, Attention::Dense],
     };
     let named = device::open(args.device.as_deref())?;
@@ -252,7 +254,10 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
         overrides.selection_full_last = None;
         overrides.selection_until = None;
         overrides.recall_every = None;
-        overrides.attention = Some(attention);
+        overrides.local_heads.clear();
+        overrides.commitment = None;
+        overrides.means_decay = None;
+        overrides.attention = Some(AttentionKind::Dense);
     }
     let config = RunConfig::new(args.preset, &overrides)?;
     let device = device::open(args.device.as_deref())?.device;
@@ -311,7 +316,10 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     );
     Ok(Measurement {
         attention: match attention {
-            Attention::Sparse => factorization.to_string(),
+            Attention::Sparse => match &config.model.content {
+                Some(content) => format!("{factorization} and {content}"),
+                None => factorization.to_string(),
+            },
             Attention::Dense => "dense causal".to_owned(),
         },
         share_of_causal,
@@ -444,8 +452,14 @@ impl<'a> Trainer<'a> {
         let tokens = self.config.tokens_per_step() as u64;
         let attention = model.attention_flops(context)? * self.config.recipe.batch as u64;
         let forward = model.matmul_flops_per_token() * tokens + attention;
-        let layout = model.blocks[0].mha.layout(context, context)?;
+        let mha = &model.blocks[0].mha;
         let causal = context as f64 * (context + 1) as f64 / 2.0;
+        if mha.content.is_some() {
+            let dense = 4.0 * self.config.model.d_model as f64 * causal;
+            let share = mha.attention_flops(context)? as f64 / dense;
+            return Ok((3.0 * forward as f64 / 1e12, share));
+        }
+        let layout = mha.layout(context, context)?;
         let share = layout.density() * (context as f64).powi(2) / causal;
         Ok((3.0 * forward as f64 / 1e12, share))
     }

@@ -2,12 +2,12 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use burn_blocksparse::{BLOCK_SIZES, Pattern, WEIGHT_BLOCK_SIZES};
-use burn_sparse_transformer::Selection;
+use burn_sparse_transformer::{ContentAttention, Selection};
 use serde::{Deserialize, Serialize};
 
 use crate::overrides::Overrides;
 use crate::pattern;
-use crate::presets::{Attention, FactorizationKind, Length, ModelConfig, Preset, Recipe};
+use crate::presets::{AttentionKind, FactorizationKind, Length, ModelConfig, Preset, Recipe};
 
 /// All that defines a run besides its data. Stored in the run folder and in every checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -32,10 +32,11 @@ impl RunConfig {
             recipe: preset.recipe(),
         };
         ensure!(
-            overrides.attention != Some(Attention::Dense) || overrides.pattern.is_empty(),
+            overrides.attention != Some(AttentionKind::Dense) || overrides.pattern.is_empty(),
             "--attention dense is a pattern by itself; leave out --pattern"
         );
         overrides.apply(&mut config.model, &mut config.recipe);
+        config.check_content_flags(overrides)?;
         config.check()?;
         Ok(config)
     }
@@ -48,6 +49,7 @@ impl RunConfig {
         let mut wanted = self.clone();
         wanted.preset = preset.unwrap_or(self.preset);
         overrides.apply(&mut wanted.model, &mut wanted.recipe);
+        wanted.check_content_flags(overrides)?;
         let allowed = RunConfig {
             recipe: Recipe {
                 length: wanted.recipe.length,
@@ -109,6 +111,34 @@ impl RunConfig {
         self.recipe.batch * self.model.context
     }
 
+    /// Means of clusters and rotations of hashes are new in every step, where a recording would keep the first ones.
+    ///
+    /// # Errors
+    /// If steps are to be recorded, and heads choose by content.
+    pub fn check_graph(&self, graph: bool) -> Result<()> {
+        match &self.model.content {
+            Some(content) if graph => bail!(
+                "--graph records a step with the clusters or hashes that it has; leave it out with --attention {content}"
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// That flags of heads that choose by content have such heads.
+    fn check_content_flags(&self, overrides: &Overrides) -> Result<()> {
+        let content = &self.model.content;
+        ensure!(
+            content.is_some() || overrides.local_heads.is_empty(),
+            "--local-heads are those beside heads that choose by content; add --attention routing:WINDOW or lsh:BUCKET,ROUNDS"
+        );
+        let has_means = matches!(content, Some(ContentAttention::Routing(_)));
+        ensure!(
+            has_means || overrides.commitment.is_none() && overrides.means_decay.is_none(),
+            "--commitment and --means-decay are of clusters; add --attention routing:WINDOW"
+        );
+        Ok(())
+    }
+
     /// Errors name flags, where those of the layers would name the fields of their configurations.
     fn check(&self) -> Result<()> {
         let ModelConfig {
@@ -122,6 +152,9 @@ impl RunConfig {
             d_ff,
             ff_weights,
             selections,
+            content,
+            local_heads,
+            layers,
             ..
         } = &self.model;
         ensure!(
@@ -142,6 +175,21 @@ impl RunConfig {
             "--heads must be a multiple of the {} patterns of --factorization multi-head, got {heads}",
             patterns.len()
         );
+        if let Some(content) = content {
+            ensure!(
+                selections.is_empty(),
+                "--selection and --attention {content} are two ways to choose; leave out one of them"
+            );
+            ensure!(
+                [0, 1, *layers].contains(&local_heads.len()),
+                "--local-heads must be one number, or {layers}, one for each of --layers, got {}",
+                local_heads.len()
+            );
+            ensure!(
+                local_heads.iter().all(|count| (1..=*heads).contains(count)) && *heads > 1,
+                "--local-heads must be from 1 to --heads = {heads}, and there must be two heads at least, got {local_heads:?}"
+            );
+        }
         if let (Some(weights), Some(pruning)) = (ff_weights, &self.recipe.ff_prune) {
             pruning.check(weights.density)?;
         }
@@ -247,6 +295,56 @@ mod tests {
     }
 
     #[test]
+    fn presets_by_content_are_lucidrains_scripts() {
+        let local = |window: usize| vec![format!("local:{window}")];
+        for (preset, content, heads, patterns) in [
+            (
+                Preset::Routing,
+                "routing:128",
+                vec![8, 8, 8, 4, 4, 4],
+                local(128),
+            ),
+            (Preset::Reformer, "lsh:64,4", vec![4], local(128)),
+        ] {
+            let config = RunConfig::new(preset, &Overrides::default()).unwrap();
+            let model = &config.model;
+            assert_eq!(model.content, Some(content.parse().unwrap()));
+            assert_eq!((&model.local_heads, &model.patterns), (&heads, &patterns));
+            let shape = (model.context, model.layers, model.heads, model.d_model);
+            assert_eq!(shape, (4_096, 6, 8, 512));
+            assert_eq!(
+                (config.recipe.batch, config.recipe.learning_rate),
+                (4, 1e-4)
+            );
+            let flags = Overrides {
+                attention: Some(content.parse().unwrap()),
+                ..Overrides::default()
+            };
+            // Half of the heads are local where nothing else is said, in other presets, too.
+            for preset in [preset, Preset::Small] {
+                let config = RunConfig::new(preset, &flags).unwrap();
+                assert_eq!(config.model.content, model.content);
+                assert!(config.model.local_heads.is_empty());
+            }
+            let dense = Overrides {
+                attention: Some(AttentionKind::Dense),
+                ..Overrides::default()
+            };
+            let dense = RunConfig::new(preset, &dense).unwrap().model;
+            assert_eq!(
+                (dense.content, dense.patterns),
+                (None, vec!["causal".to_owned()])
+            );
+        }
+        // A checkpoint from before there were such heads.
+        let config = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
+        let text = serde_json::to_string(&config).unwrap();
+        let older = text.replace(",\"content\":null,\"local_heads\":[]", "");
+        assert_ne!(older, text);
+        assert_eq!(serde_json::from_str::<RunConfig>(&older).unwrap(), config);
+    }
+
+    #[test]
     fn flags_override_and_stay() {
         let overrides = Overrides {
             layers: Some(2),
@@ -277,7 +375,7 @@ mod tests {
     fn dense_attention_changes_nothing_else() {
         let sparse = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
         let overrides = Overrides {
-            attention: Some(Attention::Dense),
+            attention: Some(AttentionKind::Dense),
             ..Overrides::default()
         };
         let mut dense = RunConfig::new(Preset::Tiny, &overrides).unwrap();

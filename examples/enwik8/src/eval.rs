@@ -78,6 +78,9 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     );
     let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref())?;
     let bytes = corpus.split_for(args.split, context)?;
+    if kept.is_some() {
+        model::check_cached(&config.model)?;
+    }
     let model = model::restore(&checkpoint, &device.device)?;
     let model = match kept {
         Some(_) => model::without_selections(model)?,

@@ -2,7 +2,7 @@
 
 use std::f64::consts::LN_2;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor, TensorData};
@@ -51,6 +51,8 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
             .with_d_ff(config.d_ff)
             .with_selections((!config.selections.is_empty()).then(|| config.selections.clone()))
             .with_full_last_layers(Some(config.full_last_layers))
+            .with_content(config.content.clone())
+            .with_local_heads((!config.local_heads.is_empty()).then(|| config.local_heads.clone()))
             .with_feed_forward_sparsity(config.ff_weights.map(|weights| {
                 FeedForwardSparsity::new(weights.density)
                     .with_block(weights.block)
@@ -94,6 +96,20 @@ pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer>
         ));
     }
     Ok(model.with_selections(&[], 0)?)
+}
+
+/// Refuses a model whose heads choose by content, which caches know nothing of.
+///
+/// # Errors
+/// Names what the model was trained with.
+pub fn check_cached(config: &ModelConfig) -> Result<()> {
+    match &config.content {
+        None => Ok(()),
+        Some(content) => bail!(
+            "the model was trained with --attention {content}: what its heads see of a byte depends on later ones, so it neither writes byte \
+             by byte nor reads through a cache; enwik8 eval without a cache measures it"
+        ),
+    }
 }
 
 /// The paper's optimizer: Adam with decoupled weight decay, and the gradient scaled by its norm over all parameters (§6). The default epsilon of

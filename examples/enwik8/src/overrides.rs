@@ -1,10 +1,10 @@
 //! A flag for every number of a preset.
 
-use burn_sparse_transformer::{Precision, Recompute, Selection, WeightPattern};
+use burn_sparse_transformer::{ContentAttention, Precision, Recompute, Selection, WeightPattern};
 use clap::Args;
 
 use crate::presets::{
-    Attention, FactorizationKind, FeedForwardWeights, Length, ModelConfig, Recipe,
+    AttentionKind, FactorizationKind, FeedForwardWeights, Length, ModelConfig, Recipe,
 };
 use crate::prune::Pruning;
 use crate::{arguments, pattern};
@@ -25,9 +25,20 @@ pub struct Overrides {
     /// Width of the model
     #[arg(long, value_parser = arguments::positive)]
     pub d_model: Option<usize>,
-    /// Sparse attention, or dense causal attention with the same parameters
-    #[arg(long, value_enum)]
-    pub attention: Option<Attention>,
+    /// Sparse attention, dense causal attention with the same parameters, or heads that choose by content beside local ones
+    #[arg(long, value_name = "sparse|dense|routing:WINDOW|lsh:BUCKET,ROUNDS", long_help = arguments::attention_help(
+        "Sparse attention, dense causal attention with the same parameters, or heads that choose by content beside local ones",
+    ))]
+    pub attention: Option<AttentionKind>,
+    /// With --attention routing or lsh: heads of each layer that are local, or one number for all [default: half]
+    #[arg(long, value_delimiter = ',', value_parser = arguments::positive, value_name = "N,N,..")]
+    pub local_heads: Vec<usize>,
+    /// With --attention routing: factor of the commitment loss [default: 0.0001]
+    #[arg(long, value_parser = arguments::at_least_zero, value_name = "FACTOR")]
+    pub commitment: Option<f64>,
+    /// With --attention routing: how much of a mean stays in each step [default: 0.999]
+    #[arg(long, value_parser = arguments::ratio, value_name = "DECAY")]
+    pub means_decay: Option<f64>,
     /// Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization
     #[arg(long, value_parser = pattern::checked, value_name = "PATTERN", long_help = pattern::help(
         "Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization",
@@ -153,6 +164,9 @@ impl Overrides {
             heads,
             d_model,
             attention,
+            local_heads,
+            commitment,
+            means_decay,
             pattern,
             selection,
             selection_full_last,
@@ -208,6 +222,24 @@ impl Overrides {
             set(&mut weights.layout, ff_layout);
             model.ff_weights = Some(weights);
         }
+        if let Some(AttentionKind::Content(content)) = &attention {
+            model.choose_by_content(content.clone());
+            model.local_heads = Vec::new();
+        }
+        if matches!(
+            attention,
+            Some(AttentionKind::Sparse | AttentionKind::Dense)
+        ) {
+            model.content = None;
+            model.local_heads = Vec::new();
+        }
+        if !local_heads.is_empty() {
+            model.local_heads = local_heads;
+        }
+        if let Some(ContentAttention::Routing(routing)) = &mut model.content {
+            set(&mut routing.commitment, commitment);
+            set(&mut routing.means_decay, means_decay);
+        }
         if !pattern.is_empty() {
             model.position_width = position_width_for(&pattern, model.context);
             model.patterns = pattern;
@@ -219,7 +251,7 @@ impl Overrides {
         }
         set(&mut model.full_last_layers, selection_full_last);
         // The position embedding stays that of the sparse model, so that the two have the same parameters.
-        if attention == Some(Attention::Dense) || chooses && is_free {
+        if attention == Some(AttentionKind::Dense) || chooses && is_free {
             model.patterns = vec!["causal".to_owned()];
             model.factorization = FactorizationKind::Merged;
         }

@@ -1,9 +1,10 @@
-//! Model and recipe of a run, and three presets of them.
+//! Model and recipe of a run, and presets of them.
 
 use std::fmt;
 use std::num::NonZeroUsize;
+use std::str::FromStr;
 
-use burn_sparse_transformer::{Precision, Recompute, Selection, WeightPattern};
+use burn_sparse_transformer::{ContentAttention, Precision, Recompute, Selection, WeightPattern};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +20,10 @@ pub enum Preset {
     Small,
     /// The enwik8 model and recipe of the Sparse Transformer paper: 95M parameters, context 12288
     Paper,
+    /// Clusters of similar bytes beside local heads (Roy et al., 2021): 6 layers, context 4096
+    Routing,
+    /// Bytes that hash alike beside local heads (Kitaev et al., 2020): 6 layers, context 4096
+    Reformer,
 }
 
 impl Preset {
@@ -28,6 +33,8 @@ impl Preset {
             Preset::Tiny => "tiny",
             Preset::Small => "small",
             Preset::Paper => "paper",
+            Preset::Routing => "routing",
+            Preset::Reformer => "reformer",
         }
     }
 
@@ -50,6 +57,25 @@ impl Preset {
             ff_weights: None,
             selections: Vec::new(),
             full_last_layers: 0,
+            content: None,
+            local_heads: Vec::new(),
+        };
+        // The shapes of lucidrains' enwik8 scripts of both models.
+        let by_content = |text: &str, local_heads: &[usize]| {
+            let mut model = ModelConfig {
+                context: 4096,
+                layers: 6,
+                heads: 8,
+                d_model: 512,
+                block_size: 32,
+                position_width: 64,
+                init_scale: 1.0,
+                ..base.clone()
+            };
+            let content = text.parse().expect("a text of ours");
+            model.choose_by_content(content);
+            model.local_heads = local_heads.to_vec();
+            model
         };
         match self {
             // At these widths the paper's scale makes learning slow at first: 2.8 bits per byte instead of 2.6 at the end of `tiny`, 3.3
@@ -82,6 +108,8 @@ impl Preset {
                 dropout: 0.40,
                 ..base
             },
+            Preset::Routing => by_content("routing:128", &[8, 8, 8, 4, 4, 4]),
+            Preset::Reformer => by_content("lsh:64,4", &[4]),
         }
     }
 
@@ -137,6 +165,15 @@ impl Preset {
                 checkpoint_every: 500,
                 ..base
             },
+            // Rate and batch of lucidrains' scripts. They give no length.
+            Preset::Routing | Preset::Reformer => Recipe {
+                length: Length::Steps(20_000),
+                learning_rate: 1e-4,
+                warmup: 1_000,
+                eval_every: 500,
+                checkpoint_every: 500,
+                ..base
+            },
         }
     }
 }
@@ -167,6 +204,33 @@ pub enum Attention {
     Sparse,
     /// Every earlier position, through the same operation
     Dense,
+}
+
+/// `--attention`: what layers attend to.
+#[derive(Clone, Debug, PartialEq)]
+pub enum AttentionKind {
+    /// The preset's pattern, or --pattern.
+    Sparse,
+    /// Every earlier position, through the same operation.
+    Dense,
+    /// By content in the heads that are not local.
+    Content(ContentAttention),
+}
+
+impl FromStr for AttentionKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "sparse" => Ok(Self::Sparse),
+            "dense" => Ok(Self::Dense),
+            _ if text.contains(':') => match text.parse() {
+                Ok(content) => Ok(Self::Content(content)),
+                Err(error) => Err(error.to_string()),
+            },
+            _ => Err("must be sparse, dense, routing:WINDOW or lsh:BUCKET,ROUNDS".to_owned()),
+        }
+    }
 }
 
 /// How long to train.
@@ -218,6 +282,25 @@ pub struct ModelConfig {
     /// How many of the last layers do not.
     #[serde(default)]
     pub full_last_layers: usize,
+    /// How heads that are not local choose single keys by content. None: all heads are the patterns'.
+    #[serde(default)]
+    pub content: Option<ContentAttention>,
+    /// Heads of each layer that are the patterns', or of all layers, if there is some. Empty: half of them.
+    #[serde(default)]
+    pub local_heads: Vec<usize>,
+}
+
+impl ModelConfig {
+    /// Beside local heads that see about as many bytes as one that chooses by content.
+    pub fn choose_by_content(&mut self, content: ContentAttention) {
+        let window = match &content {
+            ContentAttention::Lsh(config) => 2 * config.bucket,
+            other => other.window(),
+        };
+        self.patterns = vec![format!("local:{window}")];
+        self.factorization = FactorizationKind::Merged;
+        self.content = Some(content);
+    }
 }
 
 /// Which blocks of the feed-forward networks' weights are kept.

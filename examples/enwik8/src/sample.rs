@@ -120,6 +120,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     if let Some(precision) = args.precision {
         checkpoint.header.config.model.precision = precision;
     }
+    model::check_cached(&checkpoint.header.config.model)?;
     let model = model::without_selections(model::restore(&checkpoint, &device.device)?)?;
     let lengths: Vec<usize> = (prompts.iter())
         .map(|prompt| prompt.len().saturating_add(args.length))

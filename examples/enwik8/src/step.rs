@@ -35,7 +35,8 @@ impl State {
         let (loss, gradients) = model.loss_and_gradients(tokens, targets, seed, recompute)?;
         // Not a clone, which would make the step write another model beside this one.
         let model = self.model.take().context(NO_MODEL)?;
-        let (model, norm) = update(&mut self.optimizer, model, gradients)?;
+        let (mut model, norm) = update(&mut self.optimizer, model, gradients)?;
+        model.update_means();
         self.model = Some(model);
         Ok(Tensor::cat(vec![loss, norm], 0))
     }
@@ -140,6 +141,14 @@ impl Steps {
             state.optimizer.keep_rows(weight, &kept)?;
         }
         state.model = Some(model);
+        Ok(())
+    }
+
+    /// Moves the means of clusters to where the bytes of a batch are.
+    pub fn settle_means(&mut self, tokens: TensorData, seed: u64) -> Result<()> {
+        let mut state = self.state.borrow_mut();
+        let model = state.model.as_mut().context(NO_MODEL)?;
+        model.settle_means(Tensor::from_data(tokens, &self.device), seed)?;
         Ok(())
     }
 

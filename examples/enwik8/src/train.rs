@@ -13,6 +13,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow, ensure};
 use burn::module::Module;
 use burn::tensor::Bytes;
+use burn_sparse_transformer::ContentAttention;
 use clap::Args;
 use indicatif::ProgressBar;
 
@@ -125,6 +126,7 @@ struct Session {
 impl Session {
     fn begin(args: &TrainArgs, device: NamedDevice) -> Result<Self> {
         let config = RunConfig::new(args.preset.unwrap_or(Preset::Tiny), &args.overrides)?;
+        config.check_graph(args.graph)?;
         let corpus = Corpus::open(args.data.as_deref())?;
         let train = check_lengths(&corpus, &config)?;
         // Only now that all input is known to be good is anything written.
@@ -160,6 +162,7 @@ impl Session {
         let (path, checkpoint) = run::latest_checkpoint(folder.path(), warn)?;
         let header = &checkpoint.header;
         let config = header.config.resumed(args.preset, &args.overrides)?;
+        config.check_graph(args.graph)?;
         let corpus = Corpus::reopen(&header.data, args.data.as_deref())?;
         let data = corpus.fingerprint();
         ensure!(
@@ -223,12 +226,24 @@ impl Session {
             model::factorization(model)?,
             model.block_size
         ));
+        let leak = ": later bytes take part in the choice, so that a little of what is predicted leaks into it";
+        if let Some(content) = &model.content {
+            let local = match &model.local_heads[..] {
+                [] => (model.heads / 2).to_string(),
+                heads => {
+                    let heads: Vec<String> = heads.iter().map(ToString::to_string).collect();
+                    heads.join(", ")
+                }
+            };
+            let note = if content.is_prefix_stable() { "" } else { leak };
+            say(format!(
+                "          in {local} local heads; keys of the others chosen by {content}{note}"
+            ));
+        }
         for selection in &model.selections {
             let note = match selection.estimator().traits().prefix_stable {
                 true => "",
-                false => {
-                    ": later bytes take part in the choice, so that a little of what is predicted leaks into it"
-                }
+                false => leak,
             };
             say(format!("          keys chosen by {selection}{note}"));
         }
@@ -331,6 +346,15 @@ impl Session {
             .collect();
         let bytes = self.corpus.split(Split::Train);
         let [tokens, targets] = window_data(bytes, &starts, context);
+        // Before the first step alone: after it they follow the bytes by themselves, and checkpoints hold them.
+        let has_means = matches!(
+            self.config.model.content,
+            Some(ContentAttention::Routing(_))
+        );
+        if self.step == 0 && has_means {
+            let seed = step_seed(!recipe.seed, 0);
+            self.training.settle_means(tokens.clone(), seed)?;
+        }
         let learning_rate = self.schedule().learning_rate(self.step);
         let measured = self.training.take(Batch {
             tokens,
@@ -556,6 +580,9 @@ impl Session {
 
 /// What layers attend to, in short.
 fn attention_text(model: &ModelConfig) -> String {
+    if let Some(content) = &model.content {
+        return format!("{} and {content}", model.patterns.join(" / "));
+    }
     match &model.selections[..] {
         [] => model.patterns.join(" / "),
         selections => {

@@ -387,10 +387,11 @@ impl SparseMultiHeadAttention {
         let dtype = input.query.dtype();
         let context = self
             .forward_pool_projected(input, pool, &step, 0)
-            .and_then(|Projected { x, bias }| Ok(bias_activation(x, bias, Activation::None)?))
+            .and_then(|Projected { x, bias, .. }| Ok(bias_activation(x, bias, Activation::None)?))
             .and_then(|context| pool.settle(steps).map(|()| context));
         match context {
             Ok(context) => Ok(SparseMhaOutput {
+                commitment: None,
                 context: context.cast(dtype),
             }),
             Err(error) => {

@@ -2,10 +2,13 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod golden;
 
 mod attention;
 mod block_sparse;
 mod config;
+mod content;
+mod content_planted;
 mod convert;
 mod decoding;
 mod encoder;
@@ -15,11 +18,13 @@ mod generate;
 mod heads;
 mod linear;
 mod longformer;
+mod lsh;
 mod options;
 mod packed;
 mod pool;
 mod pool_kept;
 mod pool_quantised;
 mod robustness;
+mod routing;
 mod selection;
 mod transformer;

@@ -88,6 +88,16 @@ fn bad_flags_list_the_choices() {
         ),
         (vec!["train", "--ff-block", "32"], vec!["--ff-density"]),
         (
+            vec!["train", "--attention", "lsh:16"],
+            vec![
+                "content must be routing:WINDOW[,CLUSTERS] or lsh:BUCKET,ROUNDS[,dedup], got \"lsh:16\"",
+            ],
+        ),
+        (
+            vec!["train", "--attention", "some"],
+            vec!["must be sparse, dense, routing:WINDOW or lsh:BUCKET,ROUNDS"],
+        ),
+        (
             vec!["train", "--selection", "topk:16"],
             vec!["'topk:16' as a selection: expected topk:BLOCK,KEEP[,LOCAL,FIRST], got 1 number"],
         ),
@@ -148,6 +158,30 @@ fn impossible_models_are_explained() {
         (
             "--recall-every 5",
             "are of a choice by content; add --selection",
+        ),
+        (
+            "--local-heads 2",
+            "--local-heads are those beside heads that choose by content; add --attention",
+        ),
+        (
+            "--attention lsh:16,2 --commitment 0.1",
+            "--commitment and --means-decay are of clusters; add --attention routing:WINDOW",
+        ),
+        (
+            "--attention routing:16 --local-heads 1,2,3",
+            "--local-heads must be one number, or 2, one for each of --layers, got 3",
+        ),
+        (
+            "--attention routing:16 --local-heads 5",
+            "--local-heads must be from 1 to --heads = 4",
+        ),
+        (
+            "--attention lsh:16,2 --selection topk:16,2",
+            "--selection and --attention lsh:16,2 are two ways to choose",
+        ),
+        (
+            "--attention lsh:16,2 --graph",
+            "leave it out with --attention lsh:16,2",
         ),
         ("--device tpu", "choices"),
     ] {

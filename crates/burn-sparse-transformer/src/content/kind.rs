@@ -1,0 +1,166 @@
+//! How heads choose single keys by content: a configuration that is also a text.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::{LshHeadsConfig, RoutingHeadsConfig};
+use crate::TransformerError;
+
+/// How the heads of an attention that are not its pattern's choose their keys: each token for itself, by content.
+///
+/// As text: see [`Self::NOTATION`].
+///
+/// ```
+/// use burn_sparse_transformer::ContentAttention;
+///
+/// let clusters: ContentAttention = "routing:128".parse()?;
+/// assert!(matches!(&clusters, ContentAttention::Routing(config) if config.window == 128));
+/// assert_eq!(clusters.to_string(), "routing:128");
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum ContentAttention {
+    /// By clusters (Roy et al., 2021): [`RoutingHeads`](crate::RoutingHeads).
+    Routing(RoutingHeadsConfig),
+    /// By hashes (Kitaev et al., 2020): [`LshHeads`](crate::LshHeads).
+    Lsh(LshHeadsConfig),
+}
+
+impl ContentAttention {
+    /// The texts that are read.
+    pub const NOTATION: &[&str] = &[
+        "routing:WINDOW[,CLUSTERS]  clusters of WINDOW similar tokens (Roy et al., 2021)",
+        "lsh:BUCKET,ROUNDS[,dedup]  chunks of BUCKET tokens that hash alike (Kitaev et al., 2020)",
+    ];
+
+    /// Whether tokens that come later change nothing of what a token sees: with none of them yet, so that none decodes from a cache, and language models that
+    /// are trained with them are scored a little too well.
+    pub fn is_prefix_stable(&self) -> bool {
+        match self {
+            Self::Routing(_) | Self::Lsh(_) => false,
+        }
+    }
+
+    /// Tokens of a cluster or of a chunk.
+    pub fn window(&self) -> usize {
+        match self {
+            Self::Routing(config) => config.window,
+            Self::Lsh(config) => config.bucket,
+        }
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+        match self {
+            Self::Routing(config) => config.validate(),
+            Self::Lsh(config) => config.validate(),
+        }
+    }
+
+    /// For sequences of up to `context` tokens, which the clusters are counted for.
+    pub(crate) fn for_context(self, context: usize) -> Result<Self, TransformerError> {
+        Ok(match self {
+            Self::Routing(config) => {
+                let clusters = config.clusters(context)?;
+                Self::Routing(config.with_clusters(Some(clusters)))
+            }
+            other => other,
+        })
+    }
+}
+
+impl fmt::Display for ContentAttention {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Routing(config) => {
+                write!(f, "routing:{}", config.window)?;
+                (config.clusters).map_or(Ok(()), |clusters| write!(f, ",{clusters}"))
+            }
+            Self::Lsh(config) => {
+                write!(f, "lsh:{},{}", config.bucket, config.rounds)?;
+                f.write_str(if config.dedup { ",dedup" } else { "" })
+            }
+        }
+    }
+}
+
+impl FromStr for ContentAttention {
+    type Err = TransformerError;
+
+    fn from_str(text: &str) -> Result<Self, TransformerError> {
+        let read = |text: &str| {
+            let (name, arguments) = text.split_once(':')?;
+            let arguments: Vec<&str> = arguments.split(',').collect();
+            let number = |at: usize| arguments[at].parse::<usize>().ok();
+            Some(match (name, &arguments[..]) {
+                ("routing", [_]) => Self::Routing(RoutingHeadsConfig::new(number(0)?)),
+                ("routing", [_, _]) => {
+                    let clusters = Some(number(1)?);
+                    Self::Routing(RoutingHeadsConfig::new(number(0)?).with_clusters(clusters))
+                }
+                ("lsh", [_, _] | [_, _, "dedup"]) => Self::Lsh(
+                    LshHeadsConfig::new()
+                        .with_bucket(number(0)?)
+                        .with_rounds(number(1)?)
+                        .with_dedup(arguments.len() == 3),
+                ),
+                _ => return None,
+            })
+        };
+        let found = read(text).ok_or_else(|| {
+            let expected = "routing:WINDOW[,CLUSTERS] or lsh:BUCKET,ROUNDS[,dedup]";
+            TransformerError::argument("content", expected, format!("{text:?}"))
+        })?;
+        found.validate()?;
+        Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_are_read_as_they_are_written() {
+        for text in ["routing:128", "routing:64,8", "lsh:64,4", "lsh:32,1,dedup"] {
+            let content: ContentAttention = text.parse().unwrap();
+            assert_eq!(content.to_string(), text);
+            let json = serde_json::to_string(&content).unwrap();
+            let read: ContentAttention = serde_json::from_str(&json).unwrap();
+            assert_eq!(read, content);
+            assert!(!content.is_prefix_stable());
+        }
+        for text in [
+            "",
+            "routing",
+            "routing:",
+            "routing:x",
+            "routing:8,",
+            "routing:8,2,1",
+            "lsh:64",
+            "lsh:64,4,twice",
+            "lsh:64,4,dedup,",
+            "moba:8,2",
+        ] {
+            let error = text.parse::<ContentAttention>().unwrap_err().to_string();
+            assert_eq!(
+                error,
+                format!(
+                    "content must be routing:WINDOW[,CLUSTERS] or lsh:BUCKET,ROUNDS[,dedup], got {text:?}"
+                )
+            );
+        }
+        for (text, message) in [
+            ("routing:0", "window must be at least 1, got 0"),
+            ("routing:8,0", "clusters must be at least 1, got 0"),
+            ("lsh:0,4", "bucket must be at least 1, got 0"),
+            ("lsh:64,0", "rounds must be at least 1, got 0"),
+        ] {
+            let error = text.parse::<ContentAttention>().unwrap_err();
+            assert_eq!(error.to_string(), message);
+        }
+    }
+}

@@ -1,0 +1,446 @@
+//! Attention to what hashes alike (Kitaev et al., 2020).
+
+use std::num::NonZeroUsize;
+
+use burn::config::Config;
+use burn::tensor::activation::softmax;
+use burn::tensor::{DType, Int, Tensor};
+use burn_blocksparse::{Seed, rows_at};
+use serde::{Deserialize, Serialize};
+
+use super::buckets::Sorted;
+use super::rotations::rotations;
+use super::{counted, unit, widened};
+use crate::TransformerError;
+use crate::error::{ensure, ensure_positive, ensure_shape};
+
+const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
+
+/// A score that weighs nothing. Finite, because not every shader knows infinities.
+const NOTHING: f64 = -1e30;
+
+/// lse of a token that sees itself alone, so that any other round outweighs it (lucidrains' `TOKEN_SELF_ATTN_VALUE`).
+const SELF_ALONE: f64 = -5e4;
+
+/// How [`lsh_attention`] hashes and attends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[must_use]
+#[non_exhaustive]
+pub struct LshOptions {
+    /// Tokens of a chunk, and of a bucket on average.
+    pub bucket: NonZeroUsize,
+    /// Whether tokens see earlier ones only.
+    pub causal: bool,
+    /// Whether a pair that several rounds find counts once. Otherwise it counts as often as it is found, as published.
+    pub dedup: bool,
+    /// Whether tokens see those of their own bucket alone. Otherwise chunks may cross buckets, as published.
+    pub own_bucket: bool,
+}
+
+impl LshOptions {
+    /// Causal, with pairs that count as often as they are found, across buckets.
+    pub fn new(bucket: NonZeroUsize) -> Self {
+        Self {
+            bucket,
+            causal: true,
+            dedup: false,
+            own_bucket: false,
+        }
+    }
+
+    /// Sets whether tokens see earlier ones only.
+    pub fn causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
+        self
+    }
+
+    /// Sets whether a pair counts once.
+    pub fn dedup(mut self, dedup: bool) -> Self {
+        self.dedup = dedup;
+        self
+    }
+
+    /// Sets whether tokens see those of their own bucket alone.
+    pub fn own_bucket(mut self, own_bucket: bool) -> Self {
+        self.own_bucket = own_bucket;
+        self
+    }
+
+    /// Chunks of a sequence of `seq` tokens, with those that it is filled up with: an even number.
+    fn chunks(&self, seq: usize) -> usize {
+        seq.div_ceil(2 * self.bucket.get()) * 2
+    }
+}
+
+/// Attention of each token to tokens that random rotations put into the same bucket, or a neighbouring one (Kitaev et al., 2020, §2).
+///
+/// ```text
+/// round r:  bucket = argmax [x R_r; −x R_r];  tokens sorted by bucket, and by position, in chunks of `bucket` tokens
+///           each chunk sees itself and the one before, the first the last; of those a token sees the earlier ones, not itself
+///           a token that would see nothing sees itself, with lse −5e4
+/// keys = unit(x), scores = x · key / √head_dim;  out = Σ_r softmax_r(lse_r) · out_r
+/// ```
+///
+/// Sequences are filled up to a multiple of `2 · bucket` tokens that come last and that nobody sees. What a token sees depends on the whole sequence, because
+/// chunks are counted through: not prefix-stable.
+///
+/// There is no kernel yet that masks by gathered positions, so inside of chunks this is made of Burn's products and softmax: a tensor of
+/// `2 · bucket · seq` scores for each head and round is in memory, and with autodiff some five of them stay for the backward pass. To sort, a round counts in
+/// `n_buckets · seq` numbers of each head. Nothing is read back. Gradients do not flow through the hashes.
+///
+/// # Shapes
+/// - `qk`: `[batch, heads, seq, head_dim]`, queries and, made as long as 1, keys
+/// - `value`: `[batch, heads, seq, value_dim]`
+/// - `rotations`: `[rounds, head_dim, n_buckets / 2]`, without autodiff
+/// - returns out `[batch, heads, seq, value_dim]` in the dtype of `value`, and lse `[batch, heads, seq]` over all that rounds find
+///
+/// # Errors
+/// If shapes do not fit each other, or one is empty.
+pub fn lsh_attention(
+    qk: Tensor<4>,
+    value: Tensor<4>,
+    rotations: Tensor<3>,
+    options: LshOptions,
+) -> Result<(Tensor<4>, Tensor<3>), TransformerError> {
+    ensure_shape("qk", qk.dims(), [None; 4], AXES)?;
+    let [batch, heads, seq, head_dim] = qk.dims();
+    let expected = [Some(batch), Some(heads), Some(seq), None];
+    ensure_shape("value", value.dims(), expected, AXES)?;
+    let axes = ["rounds", "head_dim", "n_buckets / 2"];
+    let expected = [None, Some(head_dim), None];
+    ensure_shape("rotations", rotations.dims(), expected, axes)?;
+    let [rounds, ..] = rotations.dims();
+    let dtype = value.dtype();
+    let hashed = widened(qk.clone().without_autodiff());
+    let rotations = rotations.without_autodiff().cast(hashed.dtype());
+    let rounds: Vec<Round> = (0..rounds)
+        .map(|round| {
+            let rotation = rotations.clone().slice_dim(0, round..round + 1);
+            Round::new(hashed.clone(), rotation, options)
+        })
+        .collect();
+    let both = Tensor::cat(vec![qk.cast(dtype), value], 3);
+    let (mut outs, mut lses) = (Vec::new(), Vec::new());
+    for (round, own) in rounds.iter().enumerate() {
+        let found = own.found(&rounds, round, options);
+        let (out, lse) = own.attend(both.clone(), head_dim, found)?;
+        outs.push(out);
+        lses.push(lse);
+    }
+    let (out, lse) = match outs.len() {
+        1 => (outs.remove(0), lses.remove(0)),
+        _ => merged(outs, lses),
+    };
+    Ok((out.cast(dtype), lse.reshape([batch, heads, seq])))
+}
+
+/// The rounds of `[batch, heads, seq, dim]` and lse `[.., 1]`, merged.
+fn merged(outs: Vec<Tensor<4>>, lses: Vec<Tensor<4>>) -> (Tensor<4>, Tensor<4>) {
+    let lse = Tensor::cat(lses, 3);
+    let max = lse.clone().max_dim(3).detach();
+    let total = (lse.clone() - max.clone().expand(lse.dims()))
+        .exp()
+        .sum_dim(3)
+        .log()
+        + max;
+    let shares = softmax(lse, 3);
+    let weighted = outs.into_iter().enumerate().map(|(round, out)| {
+        let dims = out.dims();
+        let share = shares.clone().slice_dim(3, round..round + 1);
+        out * share.expand(dims)
+    });
+    let out = weighted.reduce(|a, b| a + b);
+    (out.expect("at least one round"), total)
+}
+
+/// What a round finds: the tokens at places, and of each token.
+struct Round {
+    /// The token at each place, those that fill up behind all others: `[batch, heads, places]`.
+    positions: Tensor<3, Int>,
+    /// The same, −1 for those that fill up.
+    tokens: Tensor<3, Int>,
+    /// The place of each token: `[batch, heads, seq]`.
+    places: Tensor<3, Int>,
+    /// The bucket of each token: `[batch, heads, seq]`.
+    buckets: Tensor<3, Int>,
+    chunks: usize,
+    bucket: usize,
+    seq: usize,
+}
+
+/// Pairs of tiles, `[batch, heads, chunks, bucket, 2 · bucket]`.
+struct Found {
+    /// 1 where a token is seen, else 0.
+    seen: Tensor<5, Int>,
+    /// How many rounds find it, if pairs that several find count once.
+    times: Option<Tensor<5, Int>>,
+}
+
+impl Round {
+    /// Of queries `[batch, heads, seq, head_dim]` and a rotation `[1, head_dim, half]`.
+    fn new(x: Tensor<4>, rotation: Tensor<3>, options: LshOptions) -> Self {
+        let [batch, heads, seq, _] = x.dims();
+        let [_, head_dim, half] = rotation.dims();
+        let groups = batch * heads;
+        let device = x.device();
+        let x = x.reshape([1, groups * seq, head_dim]).matmul(rotation);
+        let x = Tensor::cat(vec![x.clone(), x.neg()], 2);
+        let buckets = x.argmax(2).cast(DType::I32).reshape([groups, seq]);
+        let Sorted { tokens, places } = Sorted::new(buckets.clone(), 2 * half);
+        let chunks = options.chunks(seq);
+        let bucket = options.bucket.get();
+        let all = chunks * bucket;
+        let (mut positions, mut marked) = (tokens.clone(), tokens);
+        if all > seq {
+            let none = Tensor::full([groups, all - seq], -1, (&device, DType::I32));
+            let behind = counted(all, &device).slice_dim(0, seq..all);
+            let behind = behind.reshape([1, all - seq]).expand([groups, all - seq]);
+            positions = Tensor::cat(vec![positions, behind], 1);
+            marked = Tensor::cat(vec![marked, none], 1);
+        }
+        let by_heads = |x: Tensor<2, Int>| {
+            let [_, count] = x.dims();
+            x.reshape([batch, heads, count])
+        };
+        Self {
+            positions: by_heads(positions),
+            tokens: by_heads(marked),
+            places: by_heads(places),
+            buckets: by_heads(buckets),
+            chunks,
+            bucket,
+            seq,
+        }
+    }
+
+    /// Of places, as queries `[batch, heads, chunks, bucket, 1]` and as keys `[batch, heads, chunks, 1, 2 · bucket]`.
+    fn tiles(&self, x: Tensor<3, Int>) -> [Tensor<5, Int>; 2] {
+        let [batch, heads, _] = x.dims();
+        let x = x.reshape([batch, heads, self.chunks, self.bucket]);
+        let queries = x.clone().unsqueeze_dim(4);
+        let before = before(x.clone());
+        let keys = Tensor::cat(vec![before, x], 3).unsqueeze_dim(3);
+        [queries, keys]
+    }
+
+    fn dims(&self) -> [usize; 5] {
+        let [batch, heads, _] = self.positions.dims();
+        [batch, heads, self.chunks, self.bucket, 2 * self.bucket]
+    }
+
+    /// Of each token, at this round's places: what fills up has −1.
+    fn at_places(&self, x: Tensor<3, Int>) -> Tensor<3, Int> {
+        let none = self.tokens.clone().lower_elem(0);
+        let x = x.gather(2, self.tokens.clone().clamp_min(0));
+        x.mask_fill(none, -1)
+    }
+
+    /// Which pairs of this round's tiles a token sees, and how often rounds find them.
+    fn found(&self, rounds: &[Round], own: usize, options: LshOptions) -> Found {
+        let dims = self.dims();
+        let [query, key] = self.tiles(self.positions.clone()).map(|x| x.expand(dims));
+        let seen = match options.causal {
+            true => key.lower(query),
+            false => {
+                let is_token = key.clone().lower_elem(self.seq as i32);
+                is_token.bool_and(key.equal(query).bool_not())
+            }
+        };
+        let same_bucket = |round: &Round| {
+            let [query, key] = self.tiles(self.at_places(round.buckets.clone()));
+            query.expand(dims).equal(key.expand(dims))
+        };
+        let seen = match options.own_bucket {
+            true => seen.bool_and(same_bucket(self)),
+            false => seen,
+        };
+        let seen = super::ones(seen);
+        if !options.dedup || rounds.len() == 1 {
+            return Found { seen, times: None };
+        }
+        let mut times = seen.ones_like();
+        for (number, round) in rounds.iter().enumerate() {
+            if number == own {
+                continue;
+            }
+            let chunk = round.places.clone().div_scalar(self.bucket as i32);
+            let [query, key] = self.tiles(self.at_places(chunk)).map(|x| x.expand(dims));
+            let last = self.chunks as i32 - 1;
+            let before = query.clone() - 1;
+            let before = before.clone().mask_fill(before.lower_elem(0), last);
+            let is_near = key.clone().equal(query).bool_or(key.equal(before));
+            let found = match options.own_bucket {
+                true => is_near.bool_and(same_bucket(round)),
+                false => is_near,
+            };
+            times = times + super::ones(found);
+        }
+        Found {
+            seen,
+            times: Some(times),
+        }
+    }
+
+    /// Attention of this round, of queries and values side by side: out `[batch, heads, seq, value_dim]` and lse `[batch, heads, seq, 1]`, in f32 at least.
+    fn attend(
+        &self,
+        both: Tensor<4>,
+        head_dim: usize,
+        found: Found,
+    ) -> Result<(Tensor<4>, Tensor<4>), TransformerError> {
+        let dims = self.dims();
+        let [batch, heads, chunks, bucket, _] = dims;
+        let [.., width] = both.dims();
+        let value_dim = width - head_dim;
+        let [_, _, seq] = self.places.dims();
+        let users = self.places.clone().reshape([batch, heads, seq, 1]);
+        let placed = rows_at(both, self.tokens.clone(), users)?;
+        let placed = placed.reshape([batch, heads, chunks, bucket, width]);
+        let query = placed.clone().slice_dim(4, 0..head_dim);
+        let value = placed.slice_dim(4, head_dim..width);
+        let key = with_before(unit(query.clone()).cast(query.dtype()));
+        let scores = widened(query.matmul(key.swap_dims(3, 4)));
+        let scores = scores * (1.0 / (head_dim as f64).sqrt());
+        let dtype = scores.dtype();
+        let scores = match found.times {
+            Some(times) => scores - times.float().cast(dtype).log(),
+            None => scores,
+        };
+        let hidden = found.seen.clone().equal_elem(0);
+        let empty = found.seen.sum_dim(4).equal_elem(0);
+        let scores = scores.mask_fill(hidden.clone(), NOTHING);
+        let max = scores.clone().max_dim(4).detach();
+        let weights = (scores - max.clone().expand(dims)).exp();
+        let weights = weights.mask_fill(hidden, 0.0);
+        let sum = weights.clone().sum_dim(4).mask_fill(empty.clone(), 1.0);
+        let lse = (max + sum.clone().log()).mask_fill(empty.clone(), SELF_ALONE);
+        let weights = (weights / sum.expand(dims)).cast(value.dtype());
+        let out = weights.matmul(with_before(value.clone()));
+        let out = out.mask_where(empty.expand(value.dims()), value);
+        let joined = Tensor::cat(vec![widened(out), lse], 4);
+        let joined = joined.reshape([batch, heads, chunks * bucket, value_dim + 1]);
+        let users = self.tokens.clone().unsqueeze_dim(3);
+        let joined = rows_at(joined, self.places.clone(), users)?;
+        let out = joined.clone().slice_dim(3, 0..value_dim);
+        Ok((out, joined.slice_dim(3, value_dim..value_dim + 1)))
+    }
+}
+
+/// The chunk before each, and the last before the first: `[batch, heads, chunks, bucket]`.
+fn before(x: Tensor<4, Int>) -> Tensor<4, Int> {
+    let [_, _, chunks, _] = x.dims();
+    let last = x.clone().slice_dim(2, chunks - 1..chunks);
+    Tensor::cat(vec![last, x.slice_dim(2, 0..chunks - 1)], 2)
+}
+
+/// Each chunk behind the one before it: `[batch, heads, chunks, 2 · bucket, dim]`.
+fn with_before(x: Tensor<5>) -> Tensor<5> {
+    let [_, _, chunks, ..] = x.dims();
+    let last = x.clone().slice_dim(2, chunks - 1..chunks);
+    let before = Tensor::cat(vec![last, x.clone().slice_dim(2, 0..chunks - 1)], 2);
+    Tensor::cat(vec![before, x], 3)
+}
+
+/// Configuration of [`LshHeads`].
+#[derive(Config, Debug, PartialEq)]
+#[must_use = "a configuration does nothing until `init`"]
+pub struct LshHeadsConfig {
+    /// Tokens of a chunk, and of a bucket on average.
+    #[config(default = 64)]
+    pub bucket: usize,
+    /// How many hashes there are.
+    #[config(default = 8)]
+    pub rounds: usize,
+    /// Buckets of a hash, an even number. Default: one for each `bucket` tokens of a sequence, with what it is filled up with.
+    pub n_buckets: Option<usize>,
+    /// Whether tokens see earlier ones only.
+    #[config(default = true)]
+    pub causal: bool,
+    /// Whether a pair that several rounds find counts once.
+    #[config(default = false)]
+    pub dedup: bool,
+    /// Whether tokens see those of their own bucket alone.
+    #[config(default = false)]
+    pub own_bucket: bool,
+    /// Seed of the rotations of passes that are not of training, and of those that are, if nothing else says theirs.
+    #[config(default = 0)]
+    pub seed: u64,
+}
+
+impl LshHeadsConfig {
+    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+        ensure_positive("bucket", self.bucket)?;
+        ensure_positive("rounds", self.rounds)?;
+        if let Some(buckets) = self.n_buckets {
+            ensure(
+                buckets > 0 && buckets.is_multiple_of(2) && buckets <= 1 << 20,
+                "n_buckets",
+                || "even, from 2 to 2²⁰: half of the buckets are opposite to the others".into(),
+                buckets,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// The heads. They have no parameters.
+    ///
+    /// # Errors
+    /// If `bucket` or `rounds` is 0, or `n_buckets` is odd or 0.
+    pub fn init(&self) -> Result<LshHeads, TransformerError> {
+        self.validate()?;
+        let bucket = NonZeroUsize::new(self.bucket).expect("checked");
+        Ok(LshHeads {
+            options: LshOptions::new(bucket)
+                .causal(self.causal)
+                .dedup(self.dedup)
+                .own_bucket(self.own_bucket),
+            rounds: self.rounds,
+            n_buckets: self.n_buckets,
+            seed: self.seed,
+        })
+    }
+}
+
+/// Heads of the Reformer (Kitaev et al., 2020, §2): [`lsh_attention`] with rotations that a seed draws.
+#[derive(Clone, Debug)]
+pub struct LshHeads {
+    options: LshOptions,
+    rounds: usize,
+    n_buckets: Option<usize>,
+    seed: u64,
+}
+
+impl LshHeads {
+    /// Attention of queries that are keys, too, with rotations of `seed`, or of the configuration's. All heads have the same rotations.
+    ///
+    /// # Shapes
+    /// As [`lsh_attention`].
+    ///
+    /// # Errors
+    /// As [`lsh_attention`], and if a computation is being recorded, in which rotations would stay the same.
+    pub fn forward(
+        &self,
+        qk: Tensor<4>,
+        value: Tensor<4>,
+        seed: Option<Seed>,
+    ) -> Result<Tensor<4>, TransformerError> {
+        ensure_shape("qk", qk.dims(), [None; 4], AXES)?;
+        let [_, _, seq, head_dim] = qk.dims();
+        let buckets = self.n_buckets.unwrap_or(self.options.chunks(seq));
+        let seed = seed.unwrap_or(Seed::Value(self.seed));
+        let dtype = match qk.dtype() {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        let shape = [self.rounds, head_dim, buckets / 2];
+        let rotations = rotations(shape, seed, (&qk.device(), dtype))?;
+        Ok(lsh_attention(qk, value, rotations, self.options)?.0)
+    }
+
+    /// Pairs that are computed for a sequence of `seq` tokens, of one head, whether or not they are seen.
+    pub fn pairs(&self, seq: usize) -> u64 {
+        let bucket = self.options.bucket.get() as u64;
+        let places = self.options.chunks(seq) as u64 * bucket;
+        self.rounds as u64 * places * 2 * bucket
+    }
+}

@@ -1,0 +1,121 @@
+//! The attention layer of the Reformer.
+
+use burn::config::Config;
+use burn::module::{Initializer, Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::{Activation, Seed, bias_activation};
+
+use super::lsh::{LshHeads, LshHeadsConfig};
+use crate::attention::project_heads;
+use crate::dropout::Seeds;
+use crate::error::{ensure_multiple, ensure_shape};
+use crate::{Precision, TransformerError};
+
+const AXES: [&str; 3] = ["batch", "seq", "d_model"];
+
+/// Configuration of [`LshAttention`].
+#[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
+pub struct LshAttentionConfig {
+    /// Width of the input and of the output.
+    pub d_model: usize,
+    /// Number of heads, a divisor of `d_model`.
+    pub n_heads: usize,
+    /// How the heads hash.
+    #[config(default = "LshHeadsConfig::new()")]
+    pub heads: LshHeadsConfig,
+    /// Dtype of the projections and of the products of attention. Hashes are computed in f32.
+    #[config(default = "Precision::F32")]
+    pub precision: Precision,
+    /// How the projections are initialised.
+    #[config(
+        default = "Initializer::KaimingUniform{gain: 1.0 / f64::sqrt(3.0), fan_out_only: false}"
+    )]
+    pub initializer: Initializer,
+}
+
+impl LshAttentionConfig {
+    /// Creates the module, with parameters that are initialised on first use.
+    ///
+    /// # Errors
+    /// If `n_heads` does not divide `d_model`, as [`LshHeadsConfig::init`], and if the device does not compute in `precision`.
+    pub fn init(&self, device: &Device) -> Result<LshAttention, TransformerError> {
+        ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
+        let heads = self.heads.init()?;
+        self.precision.check(device)?;
+        let linear = || {
+            LinearConfig::new(self.d_model, self.d_model)
+                .with_initializer(self.initializer.clone())
+                .init(device)
+        };
+        Ok(LshAttention {
+            query: linear(),
+            value: linear(),
+            output: linear(),
+            heads,
+            d_model: self.d_model,
+            n_heads: self.n_heads,
+            precision: self.precision,
+            seeds: Seeds::default(),
+        })
+    }
+}
+
+/// Multi-head attention to tokens that hash alike (Kitaev et al., 2020): projections around [`lsh_attention`](crate::lsh_attention()). Keys are the queries, made as
+/// long as 1.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_sparse_transformer::{LshAttentionConfig, LshHeadsConfig};
+///
+/// let device = Device::flex();
+/// let attention = LshAttentionConfig::new(64, 4)
+///     .with_heads(LshHeadsConfig::new().with_bucket(32).with_rounds(2))
+///     .init(&device)?;
+/// let x = Tensor::<3>::random([2, 500, 64], Distribution::Default, &device);
+/// assert_eq!(attention.forward(x, None)?.dims(), [2, 500, 64]);
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
+///
+/// Should be created with [`LshAttentionConfig`].
+#[derive(Module, Debug)]
+pub struct LshAttention {
+    /// `d_model` to `d_model`, of queries and keys.
+    pub query: Linear,
+    /// `d_model` to `d_model`.
+    pub value: Linear,
+    /// `d_model` to `d_model`.
+    pub output: Linear,
+    #[module(skip)]
+    heads: LshHeads,
+    d_model: usize,
+    n_heads: usize,
+    #[module(skip)]
+    precision: Precision,
+    #[module(skip)]
+    seeds: Seeds,
+}
+
+impl LshAttention {
+    /// Attention of each token to those that it hashes alike with. Rotations are those of `seed`; without one others in every call on an autodiff device, and
+    /// the configuration's elsewhere.
+    ///
+    /// # Shapes
+    /// - `x` and the result: `[batch, seq, d_model]`
+    ///
+    /// # Errors
+    /// If the shape does not fit.
+    pub fn forward(&self, x: Tensor<3>, seed: Option<Seed>) -> Result<Tensor<3>, TransformerError> {
+        let expected = [None, None, Some(self.d_model)];
+        ensure_shape("x", x.dims(), expected, AXES)?;
+        let dtype = x.dtype();
+        let seed = seed.or_else(|| x.is_autodiff().then(|| self.seeds.next()));
+        let layers = [&self.query, &self.value];
+        let [qk, value] = project_heads(self.precision, layers, x, [self.n_heads; 2])?;
+        let context = self.heads.forward(qk, value, seed)?;
+        let context = self.precision.merged(&self.output, context)?;
+        let bias = self.output.bias.as_ref().map(Param::val);
+        Ok(bias_activation(context, bias, Activation::None)?.cast(dtype))
+    }
+}

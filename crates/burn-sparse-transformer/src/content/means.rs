@@ -1,0 +1,117 @@
+//! Means that queries are compared with, and how they follow them.
+
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn_blocksparse::{Seed, check_not_recording};
+
+use super::{counted, unit};
+use crate::TransformerError;
+use crate::error::ensure;
+
+/// Similarities of `x`, `[batch, heads, length, dim]`, to means `[heads, clusters, dim]`: `[batch, heads, clusters, length]`.
+pub(super) fn similarities(x: Tensor<4>, means: Tensor<3>) -> Tensor<4> {
+    let [batch, heads, _, dim] = x.dims();
+    let [_, clusters, _] = means.dims();
+    let means = means
+        .unsqueeze_dim::<4>(0)
+        .expand([batch, heads, clusters, dim]);
+    means.matmul(x.swap_dims(2, 3))
+}
+
+/// The most similar mean of each token, of equally similar ones the first: `[batch, heads, 1, length]`, i32.
+pub(super) fn nearest(similarities: &Tensor<4>) -> Tensor<4, Int> {
+    similarities.clone().argmax(2).cast(DType::I32)
+}
+
+/// The sums of the tokens nearest to each mean, over the batch, made as long as 1, and whether there are any: `[heads, clusters, dim]` and
+/// `[heads, clusters, 1]`, 0 or more.
+fn centres(x: Tensor<4>, nearest: Tensor<4, Int>, clusters: usize) -> (Tensor<3>, Tensor<3>) {
+    let [batch, heads, length, dim] = x.dims();
+    let dims = [batch, heads, clusters, length];
+    let numbers = counted(clusters, &x.device()).reshape([1, 1, clusters, 1]);
+    let members = nearest.expand(dims).equal(numbers.expand(dims));
+    let members = members.float().cast(x.dtype());
+    let sums = members.clone().matmul(x).sum_dim(0);
+    let counts = members.sum_dim(3).sum_dim(0);
+    (
+        unit(sums.reshape([heads, clusters, dim])),
+        counts.reshape([heads, clusters, 1]),
+    )
+}
+
+/// `decay · mean + (1 − decay) · centre` of the tokens nearest to each mean (Roy et al., 2021, §4.1); a mean without tokens stays.
+pub(super) fn followed(
+    means: Tensor<3>,
+    x: Tensor<4>,
+    nearest: Tensor<4, Int>,
+    decay: f64,
+) -> Tensor<3> {
+    let dims = means.dims();
+    let (centres, counts) = centres(x, nearest, dims[1]);
+    let moved = means.clone() * decay + centres * (1.0 - decay);
+    moved.mask_where(counts.equal_elem(0.0).expand(dims), means)
+}
+
+/// The mean square of the distances of `x` from their nearest means, with a gradient by `x` alone: `[1]`.
+pub(super) fn commitment(x: Tensor<4>, means: Tensor<3>, nearest: Tensor<4, Int>) -> Tensor<1> {
+    let [batch, heads, length, dim] = x.dims();
+    let [_, clusters, _] = means.dims();
+    let dims = [batch, heads, 1, length];
+    let first = counted(heads, &means.device()).mul_scalar(clusters as i32);
+    let rows = nearest + first.reshape([1, heads, 1, 1]).expand(dims);
+    let means = means.reshape([heads * clusters, dim]);
+    let own = means.select(0, rows.reshape([batch * heads * length]));
+    let own = own.reshape([batch, heads, length, dim]);
+    // A constant of the graph that `x` is in.
+    let own = match x.is_autodiff() {
+        true => {
+            let own = own.autodiff();
+            match x.gradient_checkpointing_strategy() {
+                Some(strategy) => own.with_gradient_checkpointing_strategy(strategy),
+                None => own,
+            }
+        }
+        false => own,
+    };
+    (x - own).powi_scalar(2).mean()
+}
+
+/// Spherical k-means from tokens that a seed draws, for each head others, none twice: `[heads, clusters, dim]`. `x` is without autodiff.
+///
+/// # Errors
+/// If there are fewer tokens than clusters, or a computation is being recorded.
+pub(super) fn settled(
+    x: Tensor<4>,
+    clusters: usize,
+    iterations: usize,
+    seed: Seed,
+) -> Result<Tensor<3>, TransformerError> {
+    check_not_recording("which tokens clusters begin with")?;
+    let [batch, heads, length, dim] = x.dims();
+    let tokens = batch * length;
+    ensure(
+        tokens >= clusters,
+        "x",
+        || format!("of {clusters} tokens at least, as many as clusters"),
+        tokens,
+    )?;
+    let x = (x.swap_dims(0, 1)).reshape([1, heads, tokens, dim]);
+    let rows = x.clone().reshape([heads * tokens, dim]);
+    let mut drawn = Vec::with_capacity(heads * clusters);
+    for head in 0..heads {
+        let mut left: Vec<usize> = (0..tokens).collect();
+        for cluster in 0..clusters {
+            let number = seed.derive((head * clusters + cluster) as u64).value();
+            let at = cluster + (number % (tokens - cluster) as u64) as usize;
+            left.swap(cluster, at);
+            drawn.push((head * tokens + left[cluster]) as i32);
+        }
+    }
+    let drawn = TensorData::new(drawn, [heads * clusters]);
+    let drawn = Tensor::<1, Int>::from_data(drawn, (&x.device(), DType::I32));
+    let mut means = rows.select(0, drawn).reshape([heads, clusters, dim]);
+    for _ in 0..iterations {
+        let nearest = nearest(&similarities(x.clone(), means.clone()));
+        means = followed(means, x.clone(), nearest, 0.0);
+    }
+    Ok(means)
+}

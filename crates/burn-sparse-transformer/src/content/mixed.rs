@@ -1,0 +1,322 @@
+//! Attention of which some heads are a pattern's, and the others choose by content.
+
+use burn::module::Module;
+use burn::tensor::{Device, Int, Tensor};
+use burn_blocksparse::Seed;
+
+use super::kind::ContentAttention;
+use super::lsh::LshHeads;
+use super::routing::RoutingHeads;
+use crate::call::Call;
+use crate::error::{ensure, ensure_none};
+use crate::stream::Stream;
+use crate::{
+    Precision, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    SparseTransformer, TransformerError,
+};
+
+/// Of a call's dropout seed, for the rotations of hashes.
+const ROTATIONS: u64 = 0x6c73_6800;
+
+/// The heads of a [`SparseMultiHeadAttention`] that choose by content, behind those of its pattern. Their keys are their queries, made as long as 1.
+#[derive(Module, Debug)]
+pub struct ContentHeads {
+    /// Those that choose by clusters; their means are in the record.
+    pub routing: Option<RoutingHeads>,
+    /// Those that choose by hashes.
+    #[module(skip)]
+    lsh: Option<LshHeads>,
+    local_heads: usize,
+    #[module(skip)]
+    config: ContentAttention,
+}
+
+/// What the heads of a call see.
+pub(crate) struct Seen {
+    /// `[batch, heads, seq, d_v]`.
+    pub(crate) heads: Tensor<4>,
+    /// To be added to the loss.
+    pub(crate) commitment: Option<Tensor<1>>,
+}
+
+impl From<Tensor<4>> for Seen {
+    fn from(heads: Tensor<4>) -> Self {
+        Self {
+            heads,
+            commitment: None,
+        }
+    }
+}
+
+impl ContentHeads {
+    /// How they choose.
+    pub fn config(&self) -> &ContentAttention {
+        &self.config
+    }
+
+    /// How many heads before them are the pattern's.
+    pub fn local_heads(&self) -> usize {
+        self.local_heads
+    }
+
+    fn new(
+        config: &ContentAttention,
+        [heads, local_heads, head_dim]: [usize; 3],
+        precision: Precision,
+        device: &Device,
+    ) -> Result<Self, TransformerError> {
+        let (mut routing, mut lsh) = (None, None);
+        match config {
+            ContentAttention::Routing(config) => {
+                // Clusters are known: validated.
+                let mut means = config.init(heads - local_heads, head_dim, 1, device)?;
+                means.products = precision.products();
+                routing = Some(means);
+            }
+            ContentAttention::Lsh(config) => lsh = Some(config.init()?),
+        }
+        Ok(Self {
+            routing,
+            lsh,
+            local_heads,
+            config: config.clone(),
+        })
+    }
+
+    fn forward(
+        &self,
+        query: Tensor<4>,
+        value: Tensor<4>,
+        seed: Option<Seed>,
+    ) -> Result<Seen, TransformerError> {
+        match (&self.routing, &self.lsh) {
+            (Some(routing), _) => {
+                let out = routing.forward(query, value)?;
+                Ok(Seen {
+                    heads: out.context,
+                    commitment: out.commitment,
+                })
+            }
+            (None, Some(lsh)) => Ok(lsh.forward(query, value, seed)?.into()),
+            (None, None) => unreachable!("made with one of them"),
+        }
+    }
+
+    /// Pairs that are computed for a sequence, of one head.
+    pub(crate) fn pairs(&self, seq: usize) -> u64 {
+        let of_clusters = self.routing.as_ref().map(|routing| routing.pairs(seq));
+        let of_hashes = self.lsh.as_ref().map(|lsh| lsh.pairs(seq));
+        of_clusters.or(of_hashes).unwrap_or_default()
+    }
+}
+
+impl SparseMultiHeadAttentionConfig {
+    /// How many heads are the pattern's.
+    pub(crate) fn pattern_heads(&self) -> usize {
+        match self.content {
+            Some(_) => self.local_heads.unwrap_or(self.n_heads / 2),
+            None => self.n_heads,
+        }
+    }
+
+    pub(crate) fn validate_content(&self) -> Result<(), TransformerError> {
+        let Some(content) = &self.content else {
+            let expected = "none without content, where all heads are the pattern's";
+            return ensure_none("local_heads", self.local_heads.is_some(), expected);
+        };
+        content.validate()?;
+        let local = self.pattern_heads();
+        ensure(
+            (1..self.n_heads).contains(&local),
+            "local_heads",
+            || {
+                format!(
+                    "at least 1 and below n_heads = {}, so that there are heads of both kinds",
+                    self.n_heads
+                )
+            },
+            local,
+        )?;
+        let counted =
+            !matches!(content, ContentAttention::Routing(config) if config.clusters.is_none());
+        let expected = || "given where the context is not".into();
+        ensure(counted, "clusters", expected, "none")?;
+        if let ContentAttention::Lsh(config) = content {
+            let expected = || "true: its queries see earlier tokens alone".into();
+            ensure(config.causal, "causal", expected, config.causal)?;
+        }
+        ensure(
+            self.pattern.is_causal(),
+            "pattern",
+            || "causal beside heads that choose by content, which see earlier tokens alone".into(),
+            &self.pattern,
+        )?;
+        for (argument, given) in [
+            ("selection", self.selection.is_some()),
+            (
+                "n_kv_heads",
+                self.n_kv_heads.is_some_and(|heads| heads != self.n_heads),
+            ),
+            ("softcap", self.softcap.is_some()),
+            ("scale", self.scale.is_some()),
+            ("rope", self.rope.is_some()),
+            ("qk_norm", self.qk_norm.is_some()),
+            ("dropout", self.dropout > 0.0),
+            ("alibi", self.alibi),
+            ("relative_reach", self.relative_reach.is_some()),
+            ("sinks", self.sinks),
+            ("quiet_softmax", self.quiet_softmax),
+            ("store_weights", self.store_weights),
+        ] {
+            ensure_none(argument, given, "none beside heads that choose by content")?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn init_content(
+        &self,
+        head_dim: usize,
+        device: &Device,
+    ) -> Result<Option<ContentHeads>, TransformerError> {
+        let heads = [self.n_heads, self.pattern_heads(), head_dim];
+        let content = self.content.as_ref();
+        content
+            .map(|content| ContentHeads::new(content, heads, self.precision, device))
+            .transpose()
+    }
+}
+
+impl SparseMultiHeadAttention {
+    /// Heads of keys and of values.
+    pub(crate) fn kv_heads(&self) -> [usize; 2] {
+        match &self.content {
+            Some(content) => [content.local_heads, self.n_heads],
+            None => [self.n_kv_heads; 2],
+        }
+    }
+
+    /// How many heads are the pattern's.
+    pub(crate) fn pattern_heads(&self) -> usize {
+        (self.content.as_ref()).map_or(self.n_heads, ContentHeads::local_heads)
+    }
+
+    /// The pattern's heads, and behind them those that choose by content.
+    pub(crate) fn mixed_context(
+        &self,
+        input: SparseMhaInput,
+        content: &ContentHeads,
+    ) -> Result<(Seen, Call), TransformerError> {
+        let beside = "none with heads that choose by content";
+        ensure_none("padding", input.padding.is_some(), beside)?;
+        ensure_none("bias", input.bias.is_some(), beside)?;
+        let own = input.is_self_attention();
+        let expected = || "self-attention with heads that choose by content".into();
+        ensure(own, "input", expected, "another key or value")?;
+        let (call, request) = self.prepare(&input, 0)?;
+        let layout = self.layouts.get(&request)?;
+        let (query, key, value) = self.project(input, &call)?;
+        let (local, all) = (content.local_heads, self.n_heads);
+        let part = |x: &Tensor<4>, from: usize, to: usize| x.clone().slice_dim(1, from..to);
+        let near = (part(&query, 0, local), key, part(&value, 0, local));
+        let near = self.attend(near, &layout, &call)?;
+        let seed = match call.dropout_seed {
+            Some(seed) => Some(seed.derive(ROTATIONS)),
+            None => query.is_autodiff().then(|| self.seeds.next()),
+        };
+        let far = content.forward(part(&query, local, all), part(&value, local, all), seed)?;
+        let seen = Seen {
+            heads: Tensor::cat(vec![near, far.heads], 1),
+            commitment: far.commitment,
+        };
+        Ok((seen, call))
+    }
+
+    /// That a call that knows patterns alone, or a cache, is not one of a module with heads that choose by content.
+    pub(crate) fn ensure_no_content(&self) -> Result<(), TransformerError> {
+        match &self.content {
+            None => Ok(()),
+            Some(content) => Err(TransformerError::argument(
+                "content",
+                "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see",
+                &content.config,
+            )),
+        }
+    }
+
+    /// Moves the means of heads that choose by clusters to where an input's queries are: see [`RoutingHeads::settle`]. Of no effect without such heads.
+    ///
+    /// # Errors
+    /// If the shape does not fit, or there are fewer tokens than clusters.
+    pub fn settle_means(
+        &mut self,
+        x: Tensor<3>,
+        seed: impl Into<Seed>,
+    ) -> Result<(), TransformerError> {
+        let Some(local) = self.content.as_ref().map(ContentHeads::local_heads) else {
+            return Ok(());
+        };
+        let input = SparseMhaInput::self_attn(x);
+        let (call, _) = self.prepare(&input, 0)?;
+        let (query, ..) = self.project(input, &call)?;
+        let query = query.slice_dim(1, local..self.n_heads);
+        match &mut self.content {
+            Some(ContentHeads {
+                routing: Some(routing),
+                ..
+            }) => routing.settle(query, seed),
+            _ => Ok(()),
+        }
+    }
+
+    /// [`RoutingHeads::update_means`], if there are such heads.
+    pub fn update_means(&mut self) {
+        if let Some(ContentHeads {
+            routing: Some(routing),
+            ..
+        }) = &mut self.content
+        {
+            routing.update_means();
+        }
+    }
+}
+
+impl SparseTransformer {
+    /// Moves the means of all heads that choose by clusters to where their queries of some tokens are, layer by layer: see [`RoutingHeads::settle`]. For the
+    /// beginning of a training; of no effect without such heads.
+    ///
+    /// # Errors
+    /// As [`Self::forward`], and if there are fewer tokens than clusters.
+    pub fn settle_means(
+        &mut self,
+        tokens: Tensor<2, Int>,
+        seed: impl Into<Seed>,
+    ) -> Result<(), TransformerError> {
+        let seed = seed.into();
+        // A copy that trains nothing and moves no means by itself.
+        let plain = self.valid();
+        let mut stream = Stream::new(plain.embed(tokens.without_autodiff(), 0)?);
+        for (layer, block) in plain.blocks.iter().enumerate() {
+            let mut mha = block.mha.clone();
+            let attend = |input: SparseMhaInput| {
+                mha.settle_means(input.query.clone(), seed.derive(layer as u64))?;
+                mha.forward_projected(input)
+            };
+            stream = block.residual(stream, attend, block.pass(false))?;
+            let settled = mha.content.and_then(|content| content.routing);
+            let own = self.blocks[layer].mha.content.as_mut();
+            let own = own.and_then(|content| content.routing.as_mut());
+            if let Some((own, settled)) = own.zip(settled) {
+                own.set_means(settled.means.val());
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves the means of all heads that choose by clusters after the queries of the latest training pass: see [`RoutingHeads::update_means`]. Once for each
+    /// step, behind the optimizer's.
+    pub fn update_means(&mut self) {
+        for block in &mut self.blocks {
+            block.mha.update_means();
+        }
+    }
+}

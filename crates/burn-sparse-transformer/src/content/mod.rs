@@ -1,0 +1,73 @@
+//! Heads that choose single keys by content: clusters of the Routing Transformer, and the Reformer's hashing.
+//!
+//! ```text
+//! which places   counts.rs (ranks and members of lists), clusters.rs (the nearest tokens of each mean), buckets.rs (a sort by bucket)
+//! attention      routing.rs (over clusters), lsh.rs (over chunks of a sorted sequence)
+//! state          means.rs (means and how they follow queries), rotations.rs (planes that are drawn from a seed)
+//! modules        routing_attention.rs, lsh_attention.rs; kind.rs and mixed.rs (beside the heads of a pattern)
+//! ```
+//!
+//! Nothing is sorted and nothing is read from the device: on GPUs Burn's sort reads back, and its running sums read all that comes before for each
+//! number, so ranks are counted in parts of 64.
+
+mod buckets;
+mod clusters;
+mod counts;
+mod kind;
+mod lsh;
+mod lsh_attention;
+mod means;
+mod mixed;
+mod rotations;
+mod routing;
+mod routing_attention;
+
+pub use kind::ContentAttention;
+pub use lsh::{LshHeads, LshHeadsConfig, LshOptions, lsh_attention};
+pub use lsh_attention::{LshAttention, LshAttentionConfig};
+pub use mixed::ContentHeads;
+pub(crate) use mixed::Seen;
+pub use routing::{RoutingHeads, RoutingHeadsConfig, RoutingOutput};
+pub use routing_attention::{
+    RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput, RoutingAttentionOutput,
+};
+
+use burn::tensor::{DType, Int, Tensor};
+
+/// Squares below this count as 0 where a vector is made as long as 1.
+const SMALLEST_SQUARE: f64 = 1e-24;
+
+/// Vectors of length 1 along the last dimension, in f32 at least; a vector of zeros stays one, with finite gradients.
+fn unit<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    let x = widened(x);
+    let square = x.clone().powi_scalar(2).sum_dim(D - 1);
+    x / square.clamp_min(SMALLEST_SQUARE).sqrt()
+}
+
+/// In f32 at least.
+fn widened<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    match x.dtype() {
+        DType::F64 => x,
+        _ => x.cast(DType::F32),
+    }
+}
+
+/// `count` numbers, i32. With fusion, Burn's `arange` is a running sum, which on GPUs reads all that comes before for every number: long ones are made of
+/// short ones.
+fn counted(count: usize, device: &burn::tensor::Device) -> Tensor<1, Int> {
+    const SHORT: usize = 512;
+    if count <= SHORT {
+        return Tensor::arange(0..count as i64, (device, DType::I32));
+    }
+    let parts = count.div_ceil(SHORT);
+    let dims = [parts, SHORT];
+    let high = counted(parts, device).mul_scalar(SHORT as i32);
+    let low = counted(SHORT, device);
+    let all = high.reshape([parts, 1]).expand(dims) + low.reshape([1, SHORT]).expand(dims);
+    all.reshape([parts * SHORT]).slice_dim(0, 0..count)
+}
+
+/// 1 where it is true, i32.
+fn ones<const D: usize>(x: Tensor<D, burn::tensor::Bool>) -> Tensor<D, Int> {
+    x.int().cast(DType::I32)
+}

@@ -1,0 +1,61 @@
+//! Random rotations of hashes.
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_blocksparse::{Seed, check_not_recording};
+
+use crate::TransformerError;
+
+/// `[rounds, dim, half]` of independent normal numbers that follow from the seed alone: Box and Muller's (1958), computed on the host in f64.
+///
+/// # Errors
+/// If a computation is being recorded, in which they would be the same ever after.
+pub(super) fn rotations(
+    shape: [usize; 3],
+    seed: Seed,
+    (device, dtype): (&Device, DType),
+) -> Result<Tensor<3>, TransformerError> {
+    check_not_recording("rotations of hashes")?;
+    let count: usize = shape.iter().product();
+    let numbers = (0..count as u64).map(|index| normal(seed.derive(index)));
+    let data = TensorData::new(numbers.collect::<Vec<f64>>(), shape);
+    let device = device.clone().without_autodiff();
+    Ok(Tensor::from_data(
+        data.convert_dtype(dtype),
+        (&device, dtype),
+    ))
+}
+
+fn normal(seed: Seed) -> f64 {
+    let [a, b] = [0, 1].map(|half| {
+        let bits = seed.derive(half).value() >> 11;
+        (bits as f64 + 0.5) / (1u64 << 53) as f64
+    });
+    (-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rotations_are_normal_and_those_of_their_seed() {
+        let device = Device::flex();
+        let draw = |seed: u64| {
+            let shape = [4, 50, 50];
+            let drawn = rotations(shape, seed.into(), (&device, DType::F64)).unwrap();
+            drawn.into_data().iter::<f64>().collect::<Vec<f64>>()
+        };
+        let numbers = draw(1);
+        let moment = |power| {
+            let powers = numbers.iter().map(|x: &f64| x.powi(power));
+            powers.sum::<f64>() / numbers.len() as f64
+        };
+        // Of 10,000 numbers, four standard errors.
+        for (power, expected, error) in [(1, 0.0, 0.04), (2, 1.0, 0.057), (4, 3.0, 0.4)] {
+            let got = moment(power);
+            assert!((got - expected).abs() < error, "{power}: {got}");
+        }
+        assert_eq!(draw(1), numbers);
+        assert_ne!(draw(2), numbers);
+    }
+}

@@ -1,0 +1,407 @@
+//! Attention within clusters of similar tokens (Roy et al., 2021).
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::config::Config;
+use burn::module::{Initializer, Module, Param};
+use burn::tensor::{Device, Int, Tensor};
+use burn_blocksparse::{
+    AttentionOptions, BlockLayout, LayoutShape, Pattern, ProductPrecision, Seed, attention,
+};
+
+use super::clusters::Clusters;
+use super::means::{commitment, followed, nearest, settled, similarities};
+use super::unit;
+use crate::TransformerError;
+use crate::error::{ensure, ensure_positive, ensure_shape};
+
+const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
+
+/// Iterations of k-means from the first tokens (Roy et al., 2021, and lucidrains' `routing_transformer`).
+const ITERATIONS: usize = 10;
+
+/// Configuration of [`RoutingHeads`].
+#[derive(Config, Debug, PartialEq)]
+#[must_use = "a configuration does nothing until `init`"]
+pub struct RoutingHeadsConfig {
+    /// Tokens of a cluster.
+    pub window: usize,
+    /// Clusters of each head. Default: the longest sequence over `window`, rounded up.
+    pub clusters: Option<usize>,
+    /// How much of a mean stays in an update.
+    #[config(default = 0.999)]
+    pub means_decay: f64,
+    /// Factor of the commitment loss, the mean square of the distances of queries from their means.
+    #[config(default = 1e-4)]
+    pub commitment: f64,
+}
+
+impl RoutingHeadsConfig {
+    /// The clusters of a head, for sequences of up to `context` tokens.
+    ///
+    /// # Errors
+    /// If a number is out of its range.
+    pub fn clusters(&self, context: usize) -> Result<usize, TransformerError> {
+        ensure_positive("window", self.window)?;
+        let clusters = self.clusters.unwrap_or(context.div_ceil(self.window));
+        ensure_positive("clusters", clusters)?;
+        let places = clusters.checked_mul(self.window);
+        ensure(
+            places.is_some_and(|places| places <= 1 << 30),
+            "clusters",
+            || "such that clusters · window is at most 2³⁰".into(),
+            clusters,
+        )?;
+        Ok(clusters)
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+        // Whatever the context is.
+        self.clusters(1)?;
+        let decay = self.means_decay;
+        ensure(
+            (0.0..=1.0).contains(&decay),
+            "means_decay",
+            || "from 0 to 1".into(),
+            decay,
+        )?;
+        let factor = self.commitment;
+        ensure(
+            factor >= 0.0 && factor.is_finite(),
+            "commitment",
+            || "at least 0 and finite".into(),
+            factor,
+        )
+    }
+
+    /// `heads` heads of width `head_dim`, for sequences of up to `context` tokens. Means begin in random directions; [`RoutingHeads::settle`] moves them to
+    /// where tokens are.
+    ///
+    /// # Errors
+    /// If a number is out of its range.
+    pub fn init(
+        &self,
+        heads: usize,
+        head_dim: usize,
+        context: usize,
+        device: &Device,
+    ) -> Result<RoutingHeads, TransformerError> {
+        self.validate()?;
+        ensure_positive("heads", heads)?;
+        ensure_positive("head_dim", head_dim)?;
+        let clusters = self.clusters(context)?;
+        // Of about length 1.
+        let std = 1.0 / (head_dim as f64).sqrt();
+        let normal = Initializer::Normal { mean: 0.0, std };
+        let means: Param<Tensor<3>> = normal.init([heads, clusters, head_dim], device);
+        Ok(RoutingHeads {
+            means: means.set_require_grad(false),
+            window: self.window,
+            means_decay: self.means_decay,
+            commitment: self.commitment,
+            products: ProductPrecision::Full,
+            followed: Followed::default(),
+            layouts: PlaceLayouts::default(),
+        })
+    }
+}
+
+/// Heads of the Routing Transformer (Roy et al., 2021, §4; after lucidrains' `routing_transformer`): each head has means, each mean attracts the `window`
+/// tokens most similar to it, and tokens attend within such clusters.
+///
+/// ```text
+/// x = unit(query);  cluster c = the `window` tokens with the largest x · means[c], of equal ones the earlier, by position
+/// causal:      keys are x, scores query · x / √head_dim; a token sees the earlier tokens of its cluster, and itself if it is the first
+/// not causal:  x = [unit(query); unit(key)]; cluster c = `window` queries and `window` keys, which all see each other
+/// out = the mean over the clusters that a token is in, or 0 if it is in none
+/// ```
+///
+/// Which tokens are in a cluster depends on the whole sequence, so this is **not prefix-stable**: a language model that is trained with it is scored a little
+/// too well, and cannot generate token by token from a cache.
+///
+/// Means are state, not parameters: they are in records, have no gradient, and follow the queries of a training pass when [`Self::update_means`] is called
+/// after the optimizer's step. Passes of a module that is not on an autodiff device leave them alone.
+#[derive(Module, Debug)]
+pub struct RoutingHeads {
+    /// `[heads, clusters, head_dim]`.
+    pub means: Param<Tensor<3>>,
+    pub(crate) window: usize,
+    pub(crate) means_decay: f64,
+    pub(crate) commitment: f64,
+    #[module(skip)]
+    pub(crate) products: ProductPrecision,
+    #[module(skip)]
+    followed: Followed,
+    #[module(skip)]
+    layouts: PlaceLayouts,
+}
+
+/// What [`RoutingHeads::forward`] gives.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RoutingOutput {
+    /// `[batch, heads, seq, value_dim]`.
+    pub context: Tensor<4>,
+    /// To be added to the loss, `[1]`: `commitment` times the mean square of the distances of queries (and keys, if they have clusters of their own) from
+    /// their nearest means. Only on an autodiff device.
+    pub commitment: Option<Tensor<1>>,
+}
+
+impl RoutingHeads {
+    /// Causal attention of queries that are keys, too.
+    ///
+    /// # Shapes
+    /// - `query`: `[batch, heads, seq, head_dim]`
+    /// - `value`: `[batch, heads, seq, value_dim]`
+    /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
+    ///
+    /// # Errors
+    /// If shapes do not fit each other or the means.
+    pub fn forward(
+        &self,
+        query: Tensor<4>,
+        value: Tensor<4>,
+    ) -> Result<RoutingOutput, TransformerError> {
+        self.check(&query, &value)?;
+        let x = unit(query.clone());
+        let choice = self.choose(&x)?;
+        let [.., head_dim] = query.dims();
+        let [.., value_dim] = value.dims();
+        // One gather for both.
+        let dtype = value.dtype();
+        let both = Tensor::cat(vec![query.cast(dtype), value], 3);
+        let both = choice.clusters.take(both)?;
+        let query = both.clone().slice_dim(3, 0..head_dim);
+        let value = both.slice_dim(3, head_dim..head_dim + value_dim);
+        let key = unit(query.clone()).cast(dtype);
+        let layout = self.layouts.get(&choice.clusters, true)?;
+        let out = attention(query, key, value, &layout, self.options())?;
+        self.finish(choice.clusters.mean(out)?, x, choice.nearest)
+    }
+
+    /// Attention of queries to keys, in which every query of a cluster sees each of its keys.
+    ///
+    /// # Shapes
+    /// - `query`: `[batch, heads, seq, head_dim]`
+    /// - `key`: as `query`
+    /// - `value`: `[batch, heads, seq, value_dim]`
+    /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
+    ///
+    /// # Errors
+    /// If shapes do not fit each other or the means.
+    pub fn forward_unshared(
+        &self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+    ) -> Result<RoutingOutput, TransformerError> {
+        self.check(&query, &value)?;
+        let expected = query.dims().map(Some);
+        ensure_shape("key", key.dims(), expected, AXES)?;
+        let [x, y] = [&query, &key].map(|x| unit(x.clone()));
+        let of_queries = self.choose(&x)?;
+        let of_keys = self.choose(&y)?;
+        let dtype = value.dtype();
+        let query = of_queries.clusters.take(query.cast(dtype))?;
+        let key = of_keys.clusters.take(y.clone().cast(dtype))?;
+        let value = of_keys.clusters.take(value)?;
+        let layout = self.layouts.get(&of_queries.clusters, false)?;
+        let out = attention(query, key, value, &layout, self.options())?;
+        let nearest = Tensor::cat(vec![of_queries.nearest, of_keys.nearest], 3);
+        let both = Tensor::cat(vec![x, y], 2);
+        self.finish(of_queries.clusters.mean(out)?, both, nearest)
+    }
+
+    /// Which tokens each cluster takes, ascending: `[batch, heads, clusters, min(window, seq)]`, i32, without autodiff.
+    ///
+    /// # Shapes
+    /// - `x`: queries or keys, `[batch, heads, seq, head_dim]`
+    ///
+    /// # Errors
+    /// If the shape does not fit the means.
+    pub fn clusters(&self, x: Tensor<4>) -> Result<Tensor<4, Int>, TransformerError> {
+        self.check(&x, &x)?;
+        Ok(self.choose(&unit(x))?.clusters.tokens)
+    }
+
+    /// Moves the means to where tokens are: to some of them, which `seed` draws, and from there by ten iterations of k-means (Roy et al., 2021; what the
+    /// published code does in its first call). For the beginning of a training.
+    ///
+    /// # Shapes
+    /// - `x`: queries, or queries and keys one behind the other, `[batch, heads, seq, head_dim]`
+    ///
+    /// # Errors
+    /// If the shape does not fit the means, or there are fewer tokens than clusters.
+    pub fn settle(&mut self, x: Tensor<4>, seed: impl Into<Seed>) -> Result<(), TransformerError> {
+        self.check(&x, &x)?;
+        let [_, clusters, _] = self.means.lazy_shape().dims();
+        let x = unit(x.without_autodiff());
+        let means = settled(x, clusters, ITERATIONS, seed.into())?;
+        self.set_means(means);
+        Ok(())
+    }
+
+    /// Moves the means after the queries of the latest training pass: `decay · mean + (1 − decay) · unit(sum of the queries nearest to it)`, over the batch;
+    /// those that no query is nearest to stay. Once for each step of training, behind the optimizer's; of no effect without a training pass since the last
+    /// time.
+    pub fn update_means(&mut self) {
+        if let Some(means) = self.followed.take() {
+            self.set_means(means);
+        }
+    }
+
+    pub(crate) fn set_means(&mut self, means: Tensor<3>) {
+        let means = means.cast(self.means.val().dtype());
+        let old = self.means.clone();
+        self.means = old.map(|old| {
+            let means = match old.is_autodiff() {
+                true => means.autodiff(),
+                false => means,
+            };
+            let means = match old.gradient_checkpointing_strategy() {
+                Some(strategy) => means.with_gradient_checkpointing_strategy(strategy),
+                None => means,
+            };
+            means.set_require_grad(false)
+        });
+    }
+
+    fn check(&self, query: &Tensor<4>, value: &Tensor<4>) -> Result<(), TransformerError> {
+        let [heads, _, head_dim] = self.means.lazy_shape().dims();
+        let expected = [None, Some(heads), None, Some(head_dim)];
+        ensure_shape("query", query.dims(), expected, AXES)?;
+        let [batch, _, seq, _] = query.dims();
+        let expected = [Some(batch), Some(heads), Some(seq), None];
+        ensure_shape("value", value.dims(), expected, AXES)
+    }
+
+    fn options(&self) -> AttentionOptions {
+        AttentionOptions::default().precision(self.products)
+    }
+
+    /// The clusters of unit vectors. No gradient flows through the choice.
+    fn choose(&self, x: &Tensor<4>) -> Result<Choice, TransformerError> {
+        let x = x.clone().without_autodiff();
+        let means = self.means.val().without_autodiff().cast(x.dtype());
+        let [_, _, seq, _] = x.dims();
+        let similarities = similarities(x, means);
+        Ok(Choice {
+            nearest: nearest(&similarities),
+            clusters: Clusters::new(similarities, self.window.min(seq)),
+        })
+    }
+
+    /// The output; in training also the loss, and where the means are to go.
+    fn finish(
+        &self,
+        context: Tensor<4>,
+        x: Tensor<4>,
+        nearest: Tensor<4, Int>,
+    ) -> Result<RoutingOutput, TransformerError> {
+        if !x.is_autodiff() {
+            return Ok(RoutingOutput {
+                context,
+                commitment: None,
+            });
+        }
+        let means = self.means.val().without_autodiff().cast(x.dtype());
+        let fixed = x.clone().without_autodiff();
+        let moved = followed(means.clone(), fixed, nearest.clone(), self.means_decay);
+        self.followed.put(moved);
+        Ok(RoutingOutput {
+            context,
+            commitment: Some(commitment(x, means, nearest) * self.commitment),
+        })
+    }
+
+    /// Pairs of a sequence of `seq` tokens that causal attention sees, of one head.
+    pub fn pairs(&self, seq: usize) -> u64 {
+        let [_, clusters, _] = self.means.lazy_shape().dims();
+        let width = self.window.min(seq) as u64;
+        // Each sees the earlier ones, and the first itself.
+        clusters as u64 * (width * (width - 1) / 2 + 1)
+    }
+}
+
+struct Choice {
+    clusters: Clusters,
+    nearest: Tensor<4, Int>,
+}
+
+/// Where the means go after the latest training pass. A copy of a module begins without.
+#[derive(Debug, Default)]
+struct Followed(Mutex<Option<Tensor<3>>>);
+
+impl Clone for Followed {
+    fn clone(&self) -> Self {
+        Self::default()
+    }
+}
+
+impl Followed {
+    fn put(&self, means: Tensor<3>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(means);
+    }
+
+    fn take(&self) -> Option<Tensor<3>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// Sizes whose layouts are kept.
+const KEPT: usize = 8;
+
+/// Layouts over places: the latest of a few sizes, which copies of a module share.
+#[derive(Clone, Debug, Default)]
+struct PlaceLayouts(Arc<Mutex<Vec<KnownLayout>>>);
+
+/// A layout, the width of its clusters, and whether it is causal.
+type KnownLayout = (usize, bool, BlockLayout);
+
+impl PlaceLayouts {
+    fn get(&self, clusters: &Clusters, causal: bool) -> Result<BlockLayout, TransformerError> {
+        let [_, heads, count, width] = clusters.tokens.dims();
+        let shape = LayoutShape {
+            heads,
+            seq_q: count * width,
+            seq_kv: count * width,
+            block_size: block_size(width),
+        };
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let same = |(of, is, layout): &KnownLayout| {
+            (*of, *is) == (width, causal) && *layout.shape() == shape
+        };
+        let found = match known.iter().position(same) {
+            Some(at) => known.remove(at),
+            None => {
+                let layout = BlockLayout::new(&pattern(width, causal), shape)?;
+                (width, causal, layout)
+            }
+        };
+        let layout = found.2.clone();
+        known.push(found);
+        if known.len() > KEPT {
+            known.remove(0);
+        }
+        Ok(layout)
+    }
+}
+
+/// What places of clusters of `width` see. Of two places of a cluster the earlier has the earlier token.
+fn pattern(width: usize, causal: bool) -> Pattern {
+    let own = Pattern::chunked(width);
+    if !causal {
+        return own;
+    }
+    let size = width as i64;
+    let earlier = Pattern::from_pair_fn("earlier, the first itself", move |i, j| {
+        j < i || (j == i && i % size == 0)
+    });
+    Pattern::intersection([own.and_causal(), earlier])
+}
+
+/// Of the layout: blocks that clusters are made of, where they are.
+fn block_size(width: usize) -> usize {
+    let fits = |size: &usize| width.is_multiple_of(*size);
+    [64, 32, 16, 8].into_iter().find(fits).unwrap_or(32)
+}

@@ -1,0 +1,237 @@
+//! The attention layer of the Routing Transformer.
+
+use burn::config::Config;
+use burn::module::{Initializer, Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::{Activation, Seed, bias_activation};
+
+use super::routing::{RoutingHeads, RoutingHeadsConfig};
+use crate::attention::project_heads;
+use crate::error::{ensure, ensure_multiple, ensure_none, ensure_positive, ensure_shape};
+use crate::{Precision, TransformerError};
+
+const AXES: [&str; 3] = ["batch", "seq", "d_model"];
+
+/// Configuration of [`RoutingAttention`].
+#[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
+pub struct RoutingAttentionConfig {
+    /// Width of the input and of the output.
+    pub d_model: usize,
+    /// Number of heads, a divisor of `d_model`.
+    pub n_heads: usize,
+    /// Tokens of a cluster.
+    pub window: usize,
+    /// Longest sequence that `clusters` are counted for.
+    pub context: usize,
+    /// Clusters of each head. Default: `context / window`, rounded up.
+    pub clusters: Option<usize>,
+    /// Whether tokens see earlier ones only.
+    #[config(default = true)]
+    pub causal: bool,
+    /// Whether keys are the queries, made as long as 1. Default: if `causal`. Causal attention has to share them; other attention must not.
+    pub shared_qk: Option<bool>,
+    /// How much of a mean stays in an update.
+    #[config(default = 0.999)]
+    pub means_decay: f64,
+    /// Factor of the commitment loss.
+    #[config(default = 1e-4)]
+    pub commitment: f64,
+    /// Dtype of the projections and of the attention. Clusters are found in f32.
+    #[config(default = "Precision::F32")]
+    pub precision: Precision,
+    /// How the projections are initialised.
+    #[config(
+        default = "Initializer::KaimingUniform{gain: 1.0 / f64::sqrt(3.0), fan_out_only: false}"
+    )]
+    pub initializer: Initializer,
+}
+
+impl RoutingAttentionConfig {
+    /// Creates the module, with parameters that are initialised on first use.
+    ///
+    /// # Errors
+    /// If `n_heads` does not divide `d_model`, a number is out of its range, `shared_qk` is not what `causal` needs, or the device does not compute in
+    /// `precision`.
+    pub fn init(&self, device: &Device) -> Result<RoutingAttention, TransformerError> {
+        ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
+        ensure_positive("context", self.context)?;
+        let shared = self.shared_qk.unwrap_or(self.causal);
+        ensure(
+            shared || !self.causal,
+            "shared_qk",
+            || {
+                "true with causal attention: clusters of queries and of keys hold other positions, and there are no masks by gathered positions yet"
+                    .into()
+            },
+            shared,
+        )?;
+        ensure(
+            !shared || self.causal,
+            "shared_qk",
+            || "false without causal attention: queries that are keys see earlier tokens".into(),
+            shared,
+        )?;
+        self.precision.check(device)?;
+        let heads = RoutingHeadsConfig::new(self.window)
+            .with_clusters(self.clusters)
+            .with_means_decay(self.means_decay)
+            .with_commitment(self.commitment);
+        let head_dim = self.d_model / self.n_heads;
+        let mut heads = heads.init(self.n_heads, head_dim, self.context, device)?;
+        heads.products = self.precision.products();
+        let linear = || {
+            LinearConfig::new(self.d_model, self.d_model)
+                .with_initializer(self.initializer.clone())
+                .init(device)
+        };
+        Ok(RoutingAttention {
+            query: linear(),
+            key: (!shared).then(linear),
+            value: linear(),
+            output: linear(),
+            heads,
+            d_model: self.d_model,
+            n_heads: self.n_heads,
+            precision: self.precision,
+        })
+    }
+}
+
+/// Multi-head attention within clusters of similar tokens (Roy et al., 2021): projections around [`RoutingHeads`].
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_sparse_transformer::{RoutingAttentionConfig, RoutingAttentionInput};
+///
+/// let device = Device::flex();
+/// // Sequences of up to 512 tokens, in 8 clusters of 64.
+/// let attention = RoutingAttentionConfig::new(64, 4, 64, 512).init(&device)?;
+/// let x = Tensor::<3>::random([2, 500, 64], Distribution::Default, &device);
+/// let y = attention.forward(RoutingAttentionInput::new(x))?.context;
+/// assert_eq!(y.dims(), [2, 500, 64]);
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
+///
+/// Should be created with [`RoutingAttentionConfig`].
+#[derive(Module, Debug)]
+pub struct RoutingAttention {
+    /// `d_model` to `d_model`.
+    pub query: Linear,
+    /// `d_model` to `d_model`, where keys are not the queries.
+    pub key: Option<Linear>,
+    /// `d_model` to `d_model`.
+    pub value: Linear,
+    /// `d_model` to `d_model`.
+    pub output: Linear,
+    /// The clusters and their means.
+    pub heads: RoutingHeads,
+    d_model: usize,
+    n_heads: usize,
+    #[module(skip)]
+    precision: Precision,
+}
+
+/// Input of [`RoutingAttention`].
+#[derive(Clone, Debug)]
+#[must_use = "an input does nothing until it is passed to a layer"]
+pub struct RoutingAttentionInput {
+    x: Tensor<3>,
+    padded: bool,
+}
+
+impl RoutingAttentionInput {
+    /// # Shapes
+    /// - `x`: `[batch, seq, d_model]`
+    pub fn new(x: Tensor<3>) -> Self {
+        Self { x, padded: false }
+    }
+
+    /// Says that sequences have other lengths than `x`. Clusters know of no padding yet, so that the call is refused.
+    pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
+        let [_, seq, _] = self.x.dims();
+        self.padded = lengths.into_iter().any(|length| length != seq);
+        self
+    }
+}
+
+/// Output of [`RoutingAttention`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RoutingAttentionOutput {
+    /// `[batch, seq, d_model]`, in the input's dtype.
+    pub context: Tensor<3>,
+    /// To be added to the loss, `[1]`: see [`RoutingOutput::commitment`](crate::RoutingOutput::commitment).
+    pub commitment: Option<Tensor<1>>,
+}
+
+impl RoutingAttention {
+    /// Attention of each token to the tokens of its clusters; a token in no cluster contributes zeros, so that its output is the output projection's bias.
+    ///
+    /// # Shapes
+    /// - input and `context`: `[batch, seq, d_model]`
+    ///
+    /// # Errors
+    /// If the shape does not fit, or there is padding.
+    pub fn forward(
+        &self,
+        input: RoutingAttentionInput,
+    ) -> Result<RoutingAttentionOutput, TransformerError> {
+        let expected = "none with clusters, which would take padding, too";
+        ensure_none("padding", input.padded, expected)?;
+        let x = input.x;
+        let dtype = x.dtype();
+        self.check(&x)?;
+        let heads = self.n_heads;
+        let out = match &self.key {
+            None => {
+                let layers = [&self.query, &self.value];
+                let [query, value] = project_heads(self.precision, layers, x, [heads; 2])?;
+                self.heads.forward(query, value)?
+            }
+            Some(key) => {
+                let layers = [&self.query, key, &self.value];
+                let [query, key, value] = project_heads(self.precision, layers, x, [heads; 3])?;
+                self.heads.forward_unshared(query, key, value)?
+            }
+        };
+        let context = self.precision.merged(&self.output, out.context)?;
+        let bias = self.output.bias.as_ref().map(Param::val);
+        Ok(RoutingAttentionOutput {
+            context: bias_activation(context, bias, Activation::None)?.cast(dtype),
+            commitment: out.commitment,
+        })
+    }
+
+    /// [`RoutingHeads::settle`] on the projected queries (and keys, if they have clusters of their own) of an input.
+    ///
+    /// # Errors
+    /// As [`Self::forward`], and [`RoutingHeads::settle`].
+    pub fn settle(&mut self, x: Tensor<3>, seed: impl Into<Seed>) -> Result<(), TransformerError> {
+        self.check(&x)?;
+        let heads = self.n_heads;
+        let x = match &self.key {
+            None => {
+                let [query] = project_heads(self.precision, [&self.query], x, [heads])?;
+                query
+            }
+            Some(key) => {
+                let layers = [&self.query, key];
+                let both = project_heads(self.precision, layers, x, [heads; 2])?;
+                Tensor::cat(both.to_vec(), 2)
+            }
+        };
+        self.heads.settle(x, seed)
+    }
+
+    /// [`RoutingHeads::update_means`].
+    pub fn update_means(&mut self) {
+        self.heads.update_means();
+    }
+
+    fn check(&self, x: &Tensor<3>) -> Result<(), TransformerError> {
+        let expected = [None, None, Some(self.d_model)];
+        ensure_shape("x", x.dims(), expected, AXES)
+    }
+}

@@ -1,0 +1,444 @@
+//! Heads that choose by content beside those of a pattern, in attention, blocks and models.
+
+use burn::config::Config;
+use burn::module::Module;
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::{AttentionOptions, attention, join_heads};
+use burn_sparse_transformer::{
+    ContentAttention, Factorization, KvPoolConfig, LongformerAttentionConfig, LshHeadsConfig,
+    Pattern, QkNorm, Recompute, RoutingHeadsConfig, SparseMhaCache, SparseMhaInput,
+    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
+    SparseTransformerBlockConfig, SparseTransformerConfig,
+};
+
+use crate::common::{assert_close, random, randomise, seed, tokens};
+use crate::golden::numbers;
+
+fn text(text: &str) -> ContentAttention {
+    text.parse().unwrap()
+}
+
+fn config(content: &str) -> SparseMultiHeadAttentionConfig {
+    SparseMultiHeadAttentionConfig::new(32, 4, Pattern::local(5))
+        .with_block_size(8)
+        .with_content(Some(text(content)))
+        .with_local_heads(Some(1))
+}
+
+fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
+    let input = SparseMhaInput::self_attn(x.clone());
+    mha.forward(input).unwrap().context
+}
+
+/// The first head is the pattern's, with keys of its own; the others are what such heads are alone.
+#[test]
+fn heads_of_both_kinds_stand_side_by_side() {
+    let device = Device::flex();
+    let _guard = seed(&device, 1);
+    let x = random([2, 45, 32], &device);
+    for content in ["routing:8,6", "lsh:8,2,dedup"] {
+        let mha = randomise(config(content).init(&device).unwrap());
+        assert_eq!(mha.key.weight.dims(), [32, 8]);
+        let heads = |projected: Tensor<3>, count| {
+            let [batch, seq, width] = projected.dims();
+            let split = projected.reshape([batch, seq, count, width / count]);
+            split.swap_dims(1, 2)
+        };
+        let query = heads(mha.query.forward(x.clone()), 4);
+        let key = heads(mha.key.forward(x.clone()), 1);
+        let value = heads(mha.value.forward(x.clone()), 4);
+        let part = |x: &Tensor<4>, from: usize, to: usize| x.clone().slice_dim(1, from..to);
+        let layout = Pattern::local(5).layout(1, 45, 8).unwrap();
+        let (near_q, near_v) = (part(&query, 0, 1), part(&value, 0, 1));
+        let near = attention(near_q, key, near_v, &layout, AttentionOptions::default()).unwrap();
+        let (far_q, far_v) = (part(&query, 1, 4), part(&value, 1, 4));
+        let far = match &mha.content.as_ref().unwrap().routing {
+            Some(routing) => routing.forward(far_q, far_v).unwrap().context,
+            None => {
+                let heads = LshHeadsConfig::new().with_bucket(8).with_rounds(2);
+                let heads = heads.with_dedup(true).init().unwrap();
+                heads.forward(far_q, far_v, None).unwrap()
+            }
+        };
+        let joined = join_heads(Tensor::cat(vec![near, far], 1)).unwrap();
+        let expected = mha.output.forward(joined);
+        assert_close(forward(&mha, &x), expected, 1e-5);
+        let printed = format!("{mha}");
+        assert!(
+            printed.contains(content) && printed.contains("local_heads: 1"),
+            "{printed}"
+        );
+    }
+}
+
+fn model(content: &str, local_heads: &[usize], device: &Device) -> SparseTransformer {
+    let config = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::local(6)))
+        .with_vocab_size(11)
+        .with_context(32)
+        .with_n_layers(3)
+        .with_block_size(8)
+        .with_content(Some(text(content)))
+        .with_local_heads(Some(local_heads.to_vec()));
+    config.init(device).unwrap()
+}
+
+fn means(model: &SparseTransformer) -> Vec<Vec<f64>> {
+    let of_layers = model.blocks.iter().map(|block| {
+        let content = block.mha.content.as_ref();
+        let routing = content.and_then(|content| content.routing.as_ref());
+        routing.map_or(Vec::new(), |routing| numbers(routing.means.val()))
+    });
+    of_layers.collect()
+}
+
+#[test]
+fn layers_have_their_local_heads() {
+    let device = Device::flex();
+    let _guard = seed(&device, 2);
+    let of = |model: &SparseTransformer| -> Vec<usize> {
+        let heads = model.blocks.iter().map(|block| {
+            let content = block.mha.content.as_ref();
+            content.map_or(2, |content| content.local_heads())
+        });
+        heads.collect()
+    };
+    assert_eq!(of(&model("lsh:8,2", &[2, 1, 1], &device)), [2, 1, 1]);
+    let routing = model("routing:8", &[1], &device);
+    assert_eq!(of(&routing), [1, 1, 1]);
+    // As many clusters as windows fit into the context.
+    let content = routing.blocks[0].mha.content.as_ref().unwrap();
+    assert_eq!(content.config().to_string(), "routing:8,4");
+    assert_eq!(
+        content.routing.as_ref().unwrap().means.val().dims(),
+        [1, 4, 8]
+    );
+}
+
+/// Whatever is computed again, gradients, commitment and the means after a step are the same, and the means move once.
+#[test]
+fn recomputed_blocks_choose_and_follow_the_same() {
+    let device = Device::flex().autodiff();
+    let _guard = seed(&device, 3);
+    let tokens = tokens(2, 32, 11, &device);
+    for content in ["routing:8", "lsh:8,2"] {
+        let model = randomise(model(content, &[2, 1, 1], &device));
+        let step = |recompute| {
+            let mut model = model.clone();
+            let (loss, gradients) = model
+                .loss_and_gradients(tokens.clone(), tokens.clone(), 1u64, recompute)
+                .unwrap();
+            let gradients = [0, 1, 2].map(|layer| {
+                let weight = &model.blocks[layer].mha.query.weight;
+                gradients.get::<2>(weight.id).unwrap()
+            });
+            let before = means(&model);
+            model.update_means();
+            let after = means(&model);
+            model.update_means();
+            assert!(after == means(&model));
+            (loss.into_data(), gradients, before, after)
+        };
+        let (loss, plain, before, after) = step(Recompute::None);
+        let is_routing = content.starts_with("routing");
+        assert_eq!(before != after, is_routing);
+        for recompute in ["block", "segment:2", "block+attention", "mlp"] {
+            let (again, gradients, _, moved) = step(recompute.parse().unwrap());
+            assert_eq!(again, loss, "{content}, {recompute}");
+            assert!(moved == after, "{content}, {recompute}");
+            for (gradient, plain) in gradients.into_iter().zip(plain.clone()) {
+                assert!(plain.clone().abs().max().into_scalar::<f32>() > 1e-6);
+                assert_close(gradient, plain, 1e-6);
+            }
+        }
+    }
+}
+
+/// The commitment is in the gradients, and in the loss that is to be differentiated, but not in the one that is reported.
+#[test]
+fn the_commitment_is_differentiated_and_not_reported() {
+    let device = Device::flex().autodiff();
+    let _guard = seed(&device, 4);
+    let tokens = tokens(2, 32, 11, &device);
+    let model = |factor| {
+        device.seed(9);
+        let content = RoutingHeadsConfig::new(8).with_commitment(factor);
+        let config = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::local(6)))
+            .with_vocab_size(11)
+            .with_context(32)
+            .with_n_layers(2)
+            .with_block_size(8)
+            .with_content(Some(ContentAttention::Routing(content)));
+        randomise(config.init(&device).unwrap())
+    };
+    let of = |factor, recompute| {
+        let model = model(factor);
+        let (reported, gradients) = model
+            .loss_and_gradients(tokens.clone(), tokens.clone(), 1u64, recompute)
+            .unwrap();
+        let whole = model.loss(tokens.clone(), tokens.clone()).unwrap();
+        let weight = &model.blocks[0].mha.query.weight;
+        let by_loss = weight.val().grad(&whole.backward()).unwrap();
+        let by_step = gradients.get::<2>(weight.id).unwrap();
+        (numbers(reported)[0], numbers(whole)[0], by_loss, by_step)
+    };
+    let (reported, whole, by_loss, by_step) = of(0.0, Recompute::None);
+    assert!((reported - whole).abs() < 1e-6);
+    assert_close(by_loss.clone(), by_step, 1e-6);
+    for recompute in [Recompute::None, Recompute::BLOCK] {
+        let (same, larger, by_whole, by_step) = of(5.0, recompute);
+        assert_eq!(same, reported);
+        assert!(larger > whole + 0.1, "{larger}, {whole}");
+        assert_close(by_whole.clone(), by_step, 1e-5);
+        let difference = (by_whole - by_loss.clone()).abs().max();
+        assert!(difference.into_scalar::<f32>() > 1e-3);
+    }
+}
+
+#[test]
+fn means_settle_and_are_in_records() {
+    let device = Device::flex().autodiff();
+    let _guard = seed(&device, 5);
+    let mut first = randomise(model("routing:8", &[2, 1, 1], &device));
+    let before = means(&first);
+    let tokens = tokens(2, 32, 11, &device);
+    first.settle_means(tokens.clone(), 1u64).unwrap();
+    let settled = means(&first);
+    assert!(settled[0].is_empty());
+    for layer in 1..3 {
+        assert!(settled[layer] != before[layer]);
+        for mean in settled[layer].chunks(8) {
+            let length: f64 = mean.iter().map(|x| x * x).sum();
+            assert!((length - 1.0).abs() < 1e-5, "{length}");
+        }
+    }
+    // Settling is no training pass.
+    first.update_means();
+    assert!(means(&first) == settled);
+    let second = model("routing:8", &[2, 1, 1], &device);
+    let second = second.load_record(first.clone().into_record());
+    assert!(means(&second) == settled);
+    let logits = |model: &SparseTransformer| numbers(model.forward(tokens.clone()).unwrap());
+    assert!(logits(&second) == logits(&first));
+    // Plain models have nothing to move.
+    let mut plain = model("lsh:8,2", &[1], &device);
+    plain.settle_means(tokens, 1u64).unwrap();
+    plain.update_means();
+}
+
+/// As the page says: a token that comes later changes what earlier ones see, of which none is causal attention's fault. With one cluster, or chunks that
+/// hold everything, nothing is left to choose, and nothing leaks.
+#[test]
+fn later_tokens_take_part_in_the_choice_alone() {
+    let device = Device::flex();
+    let _guard = seed(&device, 8);
+    let x = random([1, 64, 32], &device);
+    for (content, leaks) in [
+        ("routing:16,4", true),
+        ("lsh:4,2", true),
+        ("routing:64,1", false),
+        ("lsh:32,2", false),
+    ] {
+        assert!(!text(content).is_prefix_stable());
+        let mha = randomise(config(content).init(&device).unwrap());
+        let seen = x.clone().slice_dim(1, 0..48);
+        let mut largest = 0f32;
+        for _ in 0..4 {
+            let other = Tensor::cat(vec![seen.clone(), random([1, 16, 32], &device)], 1);
+            let difference = forward(&mha, &other) - forward(&mha, &x);
+            let difference = difference.slice_dim(1, 0..48).abs().max();
+            largest = largest.max(difference.into_scalar());
+        }
+        assert_eq!(largest > 1e-3, leaks, "{content}: {largest}");
+        assert!(leaks || largest < 1e-5, "{content}: {largest}");
+    }
+}
+
+/// Seeds of dropout are those of rotations: a training pass repeats under one, and a pass of evaluation always.
+#[test]
+fn rotations_of_a_pass_follow_from_its_seed() {
+    let device = Device::flex();
+    let _guard = seed(&device, 6);
+    let mha = randomise(config("lsh:8,1").init(&device).unwrap());
+    let x = random([1, 64, 32], &device);
+    let with = |seed: u64| {
+        let input = SparseMhaInput::self_attn(x.clone()).dropout_seed(seed);
+        numbers(mha.forward(input).unwrap().context)
+    };
+    assert!(with(1) == with(1) && with(1) != with(2));
+    let plain = || numbers(forward(&mha, &x));
+    assert!(plain() == plain());
+}
+
+#[test]
+fn what_heads_by_content_cannot_do_is_refused() {
+    let device = Device::flex();
+    let _guard = seed(&device, 7);
+    let x = random([2, 16, 32], &device);
+    let one = x.clone().slice_dim(0, 0..1);
+    for content in ["routing:8,2", "lsh:8,2"] {
+        let mut mha = config(content).init(&device).unwrap();
+        let input = || SparseMhaInput::self_attn(x.clone());
+        let mut cache = SparseMhaCache::new();
+        let none = "content must be none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see, got";
+        for result in [
+            mha.forward_cache(input(), &mut cache).map(drop),
+            mha.forward_packed(one.clone(), &[0, 9, 16]).map(drop),
+            mha.forward_with_weights(input()).map(drop),
+            mha.clone()
+                .with_selection(Some("topk:8,2".parse().unwrap()))
+                .map(drop),
+        ] {
+            let error = result.unwrap_err().to_string();
+            assert!(
+                error.starts_with("pattern must be") || error == format!("{none} {content}"),
+                "{error}"
+            );
+        }
+        assert!(cache.is_empty());
+        let bias = Tensor::<4>::zeros([1, 1, 16, 16], &device);
+        let other = SparseMhaInput::new(x.clone(), x.clone(), x.clone());
+        for (input, message) in [
+            (
+                input().lengths([16, 4]),
+                "padding must be none with heads that choose by content",
+            ),
+            (
+                input().bias(bias),
+                "bias must be none with heads that choose by content",
+            ),
+            (
+                other,
+                "input must be self-attention with heads that choose by content",
+            ),
+        ] {
+            let error = mha.forward(input).unwrap_err().to_string();
+            assert!(error.starts_with(message), "{error}");
+        }
+        let error = mha.clone().with_pattern(Pattern::window(3), 8).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .starts_with("pattern must be causal beside")
+        );
+        let wider = mha.clone().with_pattern(Pattern::local(9), 8).unwrap();
+        assert!(numbers(forward(&wider, &x)) != numbers(forward(&mha, &x)));
+        mha.update_means();
+        let model = model(content, &[2, 1, 1], &device);
+        let mut cache = model.new_cache();
+        let tokens = tokens(1, 8, 11, &device);
+        let error = model
+            .forward_cache(tokens, &mut cache)
+            .unwrap_err()
+            .to_string();
+        assert!(error.starts_with("content must be none with"), "{error}");
+        let error = model
+            .new_pool(&KvPoolConfig::new(1, 32))
+            .unwrap_err()
+            .to_string();
+        assert!(error.starts_with("content must be none with"), "{error}");
+    }
+}
+
+#[test]
+fn configurations_that_do_not_go_together_are_refused() {
+    let device = Device::flex();
+    let routing = || config("routing:8,2");
+    let beside = "must be none beside heads that choose by content, got some";
+    for (config, message) in [
+        (
+            routing().with_local_heads(Some(0)),
+            "local_heads must be at least 1 and below n_heads = 4".into(),
+        ),
+        (
+            routing().with_local_heads(Some(4)),
+            "local_heads must be at least 1 and below n_heads = 4".into(),
+        ),
+        (
+            routing().with_content(None),
+            "local_heads must be none without content".into(),
+        ),
+        (
+            config("routing:8"),
+            "clusters must be given where the context is not, got none".into(),
+        ),
+        (
+            config("lsh:8,2").with_softcap(Some(5.0)),
+            format!("softcap {beside}"),
+        ),
+        (routing().with_scale(Some(1.0)), format!("scale {beside}")),
+        (
+            routing().with_qk_norm(Some(QkNorm::Rms)),
+            format!("qk_norm {beside}"),
+        ),
+        (routing().with_alibi(true), format!("alibi {beside}")),
+        (routing().with_sinks(true), format!("sinks {beside}")),
+        (routing().with_dropout(0.1), format!("dropout {beside}")),
+        (
+            routing().with_n_kv_heads(Some(2)),
+            format!("n_kv_heads {beside}"),
+        ),
+        (
+            routing().with_store_weights(true),
+            format!("store_weights {beside}"),
+        ),
+    ] {
+        let error = config.init(&device).unwrap_err().to_string();
+        assert!(error.starts_with(&message), "{error}");
+    }
+    let window = SparseMultiHeadAttentionConfig::new(32, 4, Pattern::window(5))
+        .with_content(Some(text("lsh:8,2")));
+    let error = window.init(&device).unwrap_err().to_string();
+    assert!(
+        error.starts_with("pattern must be causal beside heads"),
+        "{error}"
+    );
+    let lsh = LshHeadsConfig::new().with_bucket(8).with_causal(false);
+    let open = routing().with_content(Some(ContentAttention::Lsh(lsh)));
+    let error = open.init(&device).unwrap_err().to_string();
+    assert!(error.starts_with("causal must be true"), "{error}");
+    let error = LongformerAttentionConfig::new(routing())
+        .init(&device)
+        .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "content must be none in LongformerAttention, got some"
+    );
+    let layers = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::local(6)))
+        .with_vocab_size(11)
+        .with_context(32)
+        .with_n_layers(3)
+        .with_content(Some(text("lsh:8,2")))
+        .with_local_heads(Some(vec![1, 1]));
+    let error = layers.init(&device).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "local_heads must be one number, or 3, one for each layer, got 2"
+    );
+    let block = SparseTransformerBlockConfig::new(16, 2, Pattern::local(6))
+        .with_content(Some(text("routing:8")));
+    let error = block.init(&device).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "clusters must be given where the context is not, got none"
+    );
+    assert!(block.with_context(Some(32)).init(&device).is_ok());
+}
+
+#[test]
+fn configurations_go_through_files() {
+    let written = config("routing:8,2").with_local_heads(Some(2));
+    let path = std::env::temp_dir().join(format!("content-{}.json", std::process::id()));
+    written.save(&path).unwrap();
+    let read = SparseMultiHeadAttentionConfig::load(&path).unwrap();
+    // A file from before there were such heads.
+    let json = std::fs::read_to_string(&path).unwrap();
+    let older: serde_json::Value = serde_json::from_str(&json).unwrap();
+    let mut older = older.as_object().unwrap().clone();
+    older.remove("content").unwrap();
+    older.remove("local_heads").unwrap();
+    std::fs::write(&path, serde_json::Value::Object(older).to_string()).unwrap();
+    let older = SparseMultiHeadAttentionConfig::load(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!((read.content, read.local_heads), (written.content, Some(2)));
+    assert_eq!((older.content, older.local_heads), (None, None));
+}

@@ -1,0 +1,121 @@
+//! The golden input: small numbers that are exact in any dtype, for results that were computed elsewhere; and plain f64 arithmetic on rows.
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+
+/// Numbers of eighths: of queries (0), keys (1), values (2) and more.
+pub fn val(of: usize, head: usize, i: usize, c: usize) -> f64 {
+    let sum = 131 * of + 61 * head + 31 * i + 17 * c + 5 * i * c + 7 * i * i;
+    ((sum % 23) as f64 - 11.0) / 8.0
+}
+
+/// `val` of a head, rows of four.
+pub fn vals(of: usize, rows: usize) -> Vec<Vec<f64>> {
+    let row = |i| (0..4).map(|c| val(of, 0, i, c)).collect();
+    (0..rows).map(row).collect()
+}
+
+/// Numbers without an obvious order, from −1 to 1.
+pub fn scattered(count: usize, seed: usize) -> Vec<f64> {
+    let mut state = (seed as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005);
+        state = state.wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as f64 / (1u64 << 30) as f64 - 1.0
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// The CPU backends, which have other integers.
+#[allow(deprecated)]
+pub fn devices() -> [Device; 2] {
+    [Device::flex(), Device::ndarray()]
+}
+
+pub fn tensor<const D: usize>(
+    numbers: &[f64],
+    shape: [usize; D],
+    device: &Device,
+    dtype: DType,
+) -> Tensor<D> {
+    let data = TensorData::new(numbers.to_vec(), shape).convert_dtype(dtype);
+    Tensor::from_data(data, (device, dtype))
+}
+
+/// Every parameter from numbers that no generator draws.
+pub fn filled<M: Module>(module: M) -> M {
+    struct Fill(usize);
+    impl ModuleMapper for Fill {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            self.0 += 1;
+            param.map(|old| {
+                let count = old.shape().num_elements();
+                let new: Tensor<D> = tensor(
+                    &scattered(count, self.0),
+                    old.dims(),
+                    &old.device(),
+                    old.dtype(),
+                );
+                (new * 0.5).detach().set_require_grad(old.is_require_grad())
+            })
+        }
+    }
+    module.map(&mut Fill(0))
+}
+
+pub fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
+    let data = x.into_data().convert_dtype(DType::F64);
+    data.try_into_vec().unwrap()
+}
+
+pub fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+pub fn unit(x: &[f64]) -> Vec<f64> {
+    let length = dot(x, x).sqrt();
+    x.iter().map(|x| x / length).collect()
+}
+
+/// Softmax attention of one query: out and lse, of scores that come with their values.
+pub fn attend(seen: &[(f64, &[f64])]) -> (Vec<f64>, f64) {
+    let max = seen
+        .iter()
+        .map(|(score, _)| *score)
+        .fold(f64::MIN, f64::max);
+    let weights: Vec<f64> = seen.iter().map(|(score, _)| (score - max).exp()).collect();
+    let sum: f64 = weights.iter().sum();
+    let mut out = vec![0.0; seen[0].1.len()];
+    for (weight, (_, value)) in weights.iter().zip(seen) {
+        for (out, value) in out.iter_mut().zip(*value) {
+            *out += weight / sum * value;
+        }
+    }
+    (out, max + sum.ln())
+}
+
+/// Equal up to `tolerance`.
+pub fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (at, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let near = (got - expected).abs() <= tolerance;
+        assert!(near, "{what}, number {at}: {got}, not {expected}");
+    }
+}
+
+/// The gradient by each number of `x` in turn, by differences.
+pub fn differences(x: &[f64], mut of: impl FnMut(&[f64]) -> f64) -> Vec<f64> {
+    const STEP: f64 = 1e-6;
+    let mut x = x.to_vec();
+    let mut gradient = Vec::with_capacity(x.len());
+    for at in 0..x.len() {
+        let own = x[at];
+        x[at] = own + STEP;
+        let above = of(&x);
+        x[at] = own - STEP;
+        let below = of(&x);
+        x[at] = own;
+        gradient.push((above - below) / (2.0 * STEP));
+    }
+    gradient
+}

@@ -1,0 +1,570 @@
+//! Attention within clusters.
+
+use burn::module::{Module, Param};
+use burn::tensor::{DType, Device, Tensor};
+use burn_sparse_transformer::{
+    Precision, RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput, RoutingHeads,
+    RoutingHeadsConfig,
+};
+
+use crate::common::{assert_close, random, seed};
+use crate::golden::{
+    assert_near, attend, devices, differences, dot, filled, numbers, scattered, tensor, unit, vals,
+};
+
+/// Heads with these means, `[heads, clusters, dim]`.
+fn heads(config: RoutingHeadsConfig, means: Tensor<3>) -> RoutingHeads {
+    let [heads, clusters, dim] = means.dims();
+    let config = config.with_clusters(Some(clusters));
+    let mut routing = config.init(heads, dim, 1, &means.device()).unwrap();
+    routing.means = Param::from_tensor(means).set_require_grad(false);
+    routing
+}
+
+/// The golden case: queries, values and heads with the means at positions 0, 5, 10 and 15.
+fn golden(device: &Device, decay: f64) -> (RoutingHeads, Tensor<4>, Tensor<4>) {
+    let [q, v] = [1, 2].map(|of| {
+        let flat = vals(of, 16).concat();
+        tensor(&flat, [1, 1, 16, 4], device, DType::F32)
+    });
+    let rows = vals(1, 16);
+    let means: Vec<f64> = [0, 5, 10, 15]
+        .iter()
+        .flat_map(|&i| unit(&rows[i]))
+        .collect();
+    let means = tensor(&means, [1, 4, 4], device, DType::F32);
+    let config = RoutingHeadsConfig::new(4)
+        .with_means_decay(decay)
+        .with_commitment(1.0);
+    (heads(config, means), q, v)
+}
+
+#[test]
+fn the_golden_case() {
+    for device in devices() {
+        golden_on(&device);
+    }
+}
+
+fn golden_on(device: &Device) {
+    let (routing, q, v) = golden(device, 0.999);
+    let clusters: Vec<i32> = (routing.clusters(q.clone()).unwrap().into_data())
+        .iter()
+        .collect();
+    assert_eq!(
+        clusters,
+        [0, 3, 4, 12, 3, 5, 7, 11, 2, 4, 8, 10, 1, 7, 14, 15]
+    );
+    let out = routing.forward(q, v).unwrap();
+    assert!(out.commitment.is_none());
+    let out = numbers(out.context);
+    let row = |i: usize| &out[4 * i..4 * i + 4];
+    // Position 5 sees 3 alone, and 6, 9 and 13 are in no cluster.
+    assert_near("5", row(5), &[-0.875, 0.25, 1.375, -0.375], 5e-7);
+    assert_near("10", row(10), &[0.1635, -0.5409, 0.6623, -0.0421], 5e-5);
+    assert_near("15", row(15), &[0.1549, -0.7417, 0.3263, 0.3113], 5e-5);
+    for i in [6, 9, 13] {
+        assert_near("none", row(i), &[0.0; 4], 0.0);
+    }
+}
+
+#[test]
+fn means_follow_queries_in_training_alone() {
+    let flex = Device::flex;
+    for (device, decay, expected, tolerance) in [
+        (
+            flex(),
+            0.999,
+            [-0.694966, 0.624826, 0.347737, 0.069985],
+            1e-6,
+        ),
+        (flex(), 0.5, [-0.6542, 0.2671, 0.4538, 0.3094], 5e-5),
+        (
+            devices()[1].clone(),
+            0.5,
+            [-0.6542, 0.2671, 0.4538, 0.3094],
+            5e-5,
+        ),
+    ] {
+        let device = device.autodiff();
+        let (mut routing, q, v) = golden(&device, decay);
+        let before = numbers(routing.means.val());
+        // A pass of evaluation, of a copy without autodiff.
+        let [plain_q, plain_v] = [&q, &v].map(|x| x.clone().without_autodiff());
+        let mut plain = routing.valid();
+        plain.forward(plain_q, plain_v).unwrap();
+        plain.update_means();
+        routing.update_means();
+        assert_eq!(numbers(plain.means.val()), before);
+        assert_eq!(numbers(routing.means.val()), before);
+        // Two passes, as where blocks are computed again, move them once.
+        let out = routing.forward(q.clone(), v.clone()).unwrap();
+        routing.forward(q.clone(), v.clone()).unwrap();
+        assert_eq!(numbers(routing.means.val()), before);
+        let commitment = numbers(out.commitment.unwrap());
+        assert_near("commitment", &commitment, &[0.209251], 5e-7);
+        routing.update_means();
+        let after = numbers(routing.means.val());
+        assert_near("mean 1", &after[4..8], &expected, tolerance);
+        routing.update_means();
+        assert_eq!(numbers(routing.means.val()), after);
+        assert!(!routing.means.val().is_require_grad());
+    }
+}
+
+/// Sizes of a case.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    batch: usize,
+    heads: usize,
+    seq: usize,
+    dim: usize,
+    value_dim: usize,
+    clusters: usize,
+    window: usize,
+}
+
+const SIZES: Sizes = Sizes {
+    batch: 2,
+    heads: 3,
+    seq: 50,
+    dim: 5,
+    value_dim: 6,
+    clusters: 6,
+    window: 9,
+};
+
+/// The tokens of the clusters of a head, by a sort.
+fn clusters(x: &[Vec<f64>], means: &[&[f64]], window: usize) -> Vec<Vec<usize>> {
+    let of_mean = |mean: &&[f64]| {
+        let similarity: Vec<f64> = x.iter().map(|x| dot(&unit(x), mean)).collect();
+        let mut order: Vec<usize> = (0..x.len()).collect();
+        order.sort_by(|&a, &b| similarity[b].total_cmp(&similarity[a]).then(a.cmp(&b)));
+        order.truncate(window);
+        order.sort_unstable();
+        order
+    };
+    means.iter().map(of_mean).collect()
+}
+
+/// Attention in loops, of `[batch, heads, seq, ..]`; without keys queries are those, and see earlier tokens.
+fn reference(sizes: Sizes, q: &[f64], k: Option<&[f64]>, v: &[f64], means: &[f64]) -> Vec<f64> {
+    let Sizes {
+        seq,
+        dim,
+        value_dim,
+        ..
+    } = sizes;
+    let mut out = Vec::new();
+    for group in 0..sizes.batch * sizes.heads {
+        let rows = |x: &[f64], width: usize| -> Vec<Vec<f64>> {
+            let own = &x[group * seq * width..][..seq * width];
+            own.chunks(width).map(<[f64]>::to_vec).collect()
+        };
+        let (q, v) = (rows(q, dim), rows(v, value_dim));
+        let keys = k.map_or(q.clone(), |k| rows(k, dim));
+        let head = group % sizes.heads;
+        let means = &means[head * sizes.clusters * dim..][..sizes.clusters * dim];
+        let means: Vec<&[f64]> = means.chunks(dim).collect();
+        let of_queries = clusters(&q, &means, sizes.window);
+        let of_keys = clusters(&keys, &means, sizes.window);
+        let mut sums = vec![vec![0.0; value_dim]; seq];
+        let mut counts = vec![0; seq];
+        for (queries, among) in of_queries.iter().zip(&of_keys) {
+            for (place, &i) in queries.iter().enumerate() {
+                let seen = match (k, place) {
+                    (Some(_), _) => &among[..],
+                    (None, 0) => &among[..1],
+                    (None, _) => &among[..place],
+                };
+                let scores = seen.iter().map(|&j| {
+                    let score = dot(&q[i], &unit(&keys[j])) / (dim as f64).sqrt();
+                    (score, &v[j][..])
+                });
+                let (row, _) = attend(&scores.collect::<Vec<_>>());
+                counts[i] += 1;
+                sums[i].iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+            }
+        }
+        for (sum, count) in sums.iter().zip(counts) {
+            out.extend(sum.iter().map(|x| x / f64::from(count.max(1))));
+        }
+    }
+    out
+}
+
+/// Queries, keys, values and means.
+fn problem(sizes: Sizes) -> [Vec<f64>; 4] {
+    let rows = sizes.batch * sizes.heads * sizes.seq;
+    let widths = [
+        rows * sizes.dim,
+        rows * sizes.dim,
+        rows * sizes.value_dim,
+        sizes.heads * sizes.clusters * sizes.dim,
+    ];
+    std::array::from_fn(|of| scattered(widths[of], of + 7))
+}
+
+#[test]
+fn clusters_attend_as_in_loops() {
+    let device = Device::flex();
+    let of_width = |window, seq| Sizes {
+        window,
+        seq,
+        ..SIZES
+    };
+    for sizes in [
+        SIZES,
+        of_width(64, 200),
+        of_width(1, 20),
+        of_width(16, 7),
+        of_width(3, 1),
+    ] {
+        let [q, k, v, means] = problem(sizes);
+        let Sizes {
+            batch,
+            heads: count,
+            seq,
+            dim,
+            value_dim,
+            clusters,
+            window,
+        } = sizes;
+        let shape = [batch, count, seq, dim];
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
+            let [tq, tk] = [&q, &k].map(|x| tensor(x, shape, &device, dtype));
+            let tv = tensor(&v, [batch, count, seq, value_dim], &device, dtype);
+            let means_at = tensor(&means, [count, clusters, dim], &device, dtype);
+            let routing = heads(RoutingHeadsConfig::new(window), means_at);
+            let got = routing.forward(tq.clone(), tv.clone()).unwrap().context;
+            let sizes = Sizes {
+                window: window.min(seq),
+                ..sizes
+            };
+            let expected = reference(sizes, &q, None, &v, &means);
+            assert_near(&format!("{sizes:?}"), &numbers(got), &expected, tolerance);
+            let got = routing.forward_unshared(tq, tk, tv).unwrap().context;
+            let expected = reference(sizes, &q, Some(&k), &v, &means);
+            assert_near(
+                &format!("{sizes:?}, unshared"),
+                &numbers(got),
+                &expected,
+                tolerance,
+            );
+        }
+    }
+}
+
+/// Clusters that are gathered some at a time give what all at once give: here one cluster is more than is gathered together.
+#[test]
+fn many_clusters_are_gathered_in_parts() {
+    let sizes = Sizes {
+        batch: 1,
+        heads: 1,
+        seq: 700,
+        dim: 4,
+        value_dim: 8_188,
+        clusters: 7,
+        window: 100,
+    };
+    let device = Device::flex();
+    let [q, _, v, means] = problem(sizes);
+    let tq = tensor(&q, [1, 1, 700, 4], &device, DType::F32);
+    let tv = tensor(&v, [1, 1, 700, 8_188], &device, DType::F32);
+    let means_at = tensor(&means, [1, 7, 4], &device, DType::F32);
+    let routing = heads(RoutingHeadsConfig::new(100), means_at);
+    let got = routing.forward(tq, tv).unwrap().context;
+    // The first eight columns alone, which fit at once.
+    let narrow: Vec<f64> = v.chunks(8_188).flat_map(|row| row[..8].to_vec()).collect();
+    let sizes = Sizes {
+        value_dim: 8,
+        ..sizes
+    };
+    let expected = reference(sizes, &q, None, &narrow, &means);
+    assert_near("parts", &numbers(got.slice_dim(3, 0..8)), &expected, 1e-5);
+}
+
+#[test]
+fn gradients_are_those_of_differences() {
+    let sizes = Sizes {
+        batch: 1,
+        heads: 1,
+        seq: 11,
+        dim: 3,
+        value_dim: 2,
+        clusters: 3,
+        window: 6,
+    };
+    let plain = Device::flex();
+    let device = plain.clone().autodiff();
+    let [q, k, v, means] = problem(sizes);
+    let weights = scattered(11 * 2, 40);
+    let shapes = [[1, 1, 11, 3], [1, 1, 11, 3], [1, 1, 11, 2]];
+    let routing = |device: &Device| {
+        let means = tensor(&means, [1, 3, 3], device, DType::F64);
+        heads(RoutingHeadsConfig::new(6).with_commitment(3.0), means)
+    };
+    for shared in [true, false] {
+        let value = |inputs: [Tensor<4>; 3]| {
+            let device = inputs[0].device();
+            let [q, k, v] = inputs;
+            let out = match shared {
+                true => routing(&device).forward(q, v),
+                false => routing(&device).forward_unshared(q, k, v),
+            };
+            let out = out.unwrap();
+            let weights = tensor(&weights, [1, 1, 11, 2], &device, DType::F64);
+            (out.context * weights).sum() + out.commitment.unwrap()
+        };
+        let all = [&q, &k, &v];
+        let leaves: [Tensor<4>; 3] = std::array::from_fn(|of| {
+            tensor(all[of], shapes[of], &device, DType::F64).require_grad()
+        });
+        let grads = value(leaves.clone()).backward();
+        for of in 0..3 {
+            if shared && of == 1 {
+                continue;
+            }
+            let got = numbers(leaves[of].grad(&grads).unwrap());
+            let expected = differences(all[of], |x| {
+                let inputs = std::array::from_fn(|other| {
+                    let x = if other == of { x } else { all[other] };
+                    tensor(x, shapes[other], &device, DType::F64)
+                });
+                numbers(value(inputs))[0]
+            });
+            assert_near(&format!("{shared}, {of}"), &got, &expected, 1e-7);
+        }
+    }
+}
+
+/// Tokens in groups far apart: k-means finds them, from whichever tokens it begins with.
+#[test]
+fn means_settle_where_tokens_are() {
+    let device = Device::flex();
+    let _guard = seed(&device, 6);
+    let centre =
+        |group: usize| -> [f64; 4] { std::array::from_fn(|c| f64::from(u8::from(c == group))) };
+    let noise = scattered(2 * 60 * 4, 3);
+    let x: Vec<f64> = (0..120)
+        .flat_map(|token| {
+            let own = centre(token % 4);
+            let noise = &noise[token * 4..];
+            (0..4)
+                .map(move |c| own[c] + 0.02 * noise[c])
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    let x = tensor(&x, [2, 1, 60, 4], &device, DType::F32);
+    let settled = |seed: u64| {
+        let mut routing = RoutingHeadsConfig::new(15).init(1, 4, 60, &device).unwrap();
+        routing.settle(x.clone(), seed).unwrap();
+        numbers(routing.means.val())
+    };
+    assert_eq!(settled(1), settled(1));
+    assert_ne!(settled(1), settled(2));
+    let mut whole = 0;
+    for seed in 0..10 {
+        let means = settled(seed);
+        for mean in means.chunks(4) {
+            assert!((dot(mean, mean) - 1.0).abs() < 1e-5);
+        }
+        let found = |group: usize| means.chunks(4).any(|mean| dot(mean, &centre(group)) > 0.99);
+        whole += usize::from((0..4).all(found));
+    }
+    // Some begin with two tokens of a group, which k-means does not part; chance has 4!/4⁴ = 0.09 begin in all four.
+    assert!((1..10).contains(&whole), "{whole}");
+    let mut many = RoutingHeadsConfig::new(1).with_clusters(Some(121));
+    many.commitment = 0.0;
+    let error = many.init(1, 4, 60, &device).unwrap().settle(x, 1u64);
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "x must be of 121 tokens at least, as many as clusters, got 120"
+    );
+}
+
+fn module(device: &Device) -> RoutingAttention {
+    let config = RoutingAttentionConfig::new(16, 2, 8, 48).with_means_decay(0.5);
+    config.init(device).unwrap()
+}
+
+#[test]
+fn a_module_is_repeatable_and_its_record_holds_the_means() {
+    let device = Device::flex().autodiff();
+    let run = || {
+        let _guard = seed(&device, 5);
+        let mut attention = filled(module(&device));
+        let x = tensor(&scattered(2 * 40 * 16, 4), [2, 40, 16], &device, DType::F32);
+        attention.settle(x.clone(), 3u64).unwrap();
+        let out = attention
+            .forward(RoutingAttentionInput::new(x.clone()))
+            .unwrap();
+        let loss = (out.context.clone() * out.context).sum() + out.commitment.unwrap();
+        let grads = loss.backward();
+        let by_query = attention.query.weight.val().grad(&grads).unwrap();
+        attention.update_means();
+        (attention, x, numbers(by_query))
+    };
+    let (attention, x, by_query) = run();
+    assert!(by_query.iter().all(|x| x.is_finite()) && by_query.iter().any(|x| x.abs() > 1e-6));
+    for _ in 0..3 {
+        let (again, _, gradient) = run();
+        assert!(gradient == by_query);
+        let [again, first] = [&again, &attention].map(|it| numbers(it.heads.means.val()));
+        assert!(again == first);
+    }
+    let [heads, clusters, dim] = attention.heads.means.val().dims();
+    assert_eq!([heads, clusters, dim], [2, 6, 8]);
+    let _guard = seed(&device, 9);
+    let loaded = module(&device).load_record(attention.clone().into_record());
+    let forward = |attention: &RoutingAttention| {
+        let input = RoutingAttentionInput::new(x.clone());
+        attention.forward(input).unwrap().context
+    };
+    assert_close(forward(&loaded), forward(&attention), 0.0);
+    let shifted = heads_moved(attention.clone());
+    let difference = (forward(&shifted) - forward(&attention)).abs().max();
+    assert!(difference.into_scalar::<f32>() > 1e-3);
+}
+
+fn heads_moved(mut attention: RoutingAttention) -> RoutingAttention {
+    attention.heads.means = attention.heads.means.map(|means| -means);
+    attention
+}
+
+/// One cluster holds everything, so that rounding changes no choice.
+#[test]
+fn half_precision_is_near() {
+    let device = Device::flex().autodiff();
+    let _guard = seed(&device, 10);
+    let x = tensor(&scattered(40 * 16, 4), [1, 40, 16], &device, DType::F32);
+    let run = |precision| {
+        let config = RoutingAttentionConfig::new(16, 2, 40, 40).with_precision(precision);
+        let attention = filled(config.init(&device).unwrap());
+        let out = attention
+            .forward(RoutingAttentionInput::new(x.clone()))
+            .unwrap();
+        let commitment = numbers(out.commitment.clone().unwrap());
+        let grads = (out.context.clone() * out.context.clone()).sum().backward();
+        let by_query = attention.query.weight.val().grad(&grads).unwrap();
+        assert_eq!(out.context.dtype(), DType::F32);
+        (numbers(out.context), numbers(by_query), commitment)
+    };
+    let (out, by_query, commitment) = run(Precision::F32);
+    let (near, near_by_query, near_commitment) = run(Precision::Bf16);
+    let largest = |x: &[f64]| x.iter().fold(0.0, |a: f64, b| a.max(b.abs()));
+    assert!(out != near);
+    assert_near("out", &near, &out, 0.02 * largest(&out));
+    assert_near(
+        "by query",
+        &near_by_query,
+        &by_query,
+        0.05 * largest(&by_query),
+    );
+    assert_near("commitment", &near_commitment, &commitment, 1e-6);
+}
+
+#[test]
+fn bad_numbers_and_shapes_are_refused() {
+    let device = Device::flex();
+    let config = || RoutingAttentionConfig::new(16, 2, 8, 48);
+    let masks = "there are no masks by gathered positions yet, got false";
+    for (config, message) in [
+        (config().with_shared_qk(Some(false)), masks),
+        (
+            config().with_causal(false).with_shared_qk(Some(true)),
+            "shared_qk must be false without causal attention",
+        ),
+        (
+            RoutingAttentionConfig::new(16, 2, 0, 48),
+            "window must be at least 1, got 0",
+        ),
+        (
+            config().with_clusters(Some(0)),
+            "clusters must be at least 1, got 0",
+        ),
+        (
+            RoutingAttentionConfig::new(16, 2, 8, 0),
+            "context must be at least 1, got 0",
+        ),
+        (
+            RoutingAttentionConfig::new(15, 2, 8, 48),
+            "d_model must be a positive multiple",
+        ),
+        (
+            config().with_means_decay(1.5),
+            "means_decay must be from 0 to 1, got 1.5",
+        ),
+        (
+            config().with_means_decay(f64::NAN),
+            "means_decay must be from 0 to 1, got NaN",
+        ),
+        (
+            config().with_commitment(-1.0),
+            "commitment must be at least 0 and finite, got -1",
+        ),
+        (
+            config().with_clusters(Some(1 << 29)),
+            "clusters must be such that clusters · window is at most 2³⁰",
+        ),
+    ] {
+        let error = config.init(&device).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+    }
+    let _guard = seed(&device, 7);
+    let attention = config().init(&device).unwrap();
+    let forward = |input| attention.forward(input).map(drop).unwrap_err().to_string();
+    let x = Tensor::<3>::zeros([2, 5, 16], &device);
+    let error = forward(RoutingAttentionInput::new(x.clone()).lengths([5, 3]));
+    assert!(
+        error.starts_with("padding must be none with clusters"),
+        "{error}"
+    );
+    assert!(
+        attention
+            .forward(RoutingAttentionInput::new(x).lengths([5, 5]))
+            .is_ok()
+    );
+    let error = forward(RoutingAttentionInput::new(Tensor::zeros(
+        [2, 5, 15],
+        &device,
+    )));
+    assert_eq!(
+        error,
+        "x must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 5, 15]"
+    );
+    let q = Tensor::<4>::zeros([1, 3, 5, 8], &device);
+    let error = attention
+        .heads
+        .forward(q.clone(), q)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.starts_with("query must be [batch ≥ 1, heads = 2"),
+        "{error}"
+    );
+}
+
+/// Not causal: its keys have a projection of their own, and later tokens are seen.
+#[test]
+fn attention_that_is_not_causal_has_keys() {
+    let device = Device::flex();
+    let _guard = seed(&device, 8);
+    let config = RoutingAttentionConfig::new(16, 2, 16, 32).with_causal(false);
+    let mut attention = config.init(&device).unwrap();
+    assert!(attention.key.is_some());
+    let x = random([1, 32, 16], &device);
+    attention.settle(x.clone(), 1u64).unwrap();
+    let forward = |x: Tensor<3>| {
+        attention
+            .forward(RoutingAttentionInput::new(x))
+            .unwrap()
+            .context
+    };
+    let last = Tensor::cat(
+        vec![x.clone().slice_dim(1, 0..31), random([1, 1, 16], &device)],
+        1,
+    );
+    let difference = (forward(last) - forward(x)).slice_dim(1, 0..31).abs().max();
+    assert!(difference.into_scalar::<f32>() > 1e-4);
+}
