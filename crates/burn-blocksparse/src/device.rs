@@ -53,17 +53,6 @@ pub(crate) fn served(device: &Device) -> Result<(), OpError> {
     }
 }
 
-/// Whether Burn's products of f32 numbers on a device may round their factors to tf32.
-pub(crate) fn may_round(device: &Device) -> bool {
-    #[cfg(feature = "cube")]
-    return cube::of(&device.clone().without_autodiff()).is_some();
-    #[cfg(not(feature = "cube"))]
-    {
-        let _ = device;
-        false
-    }
-}
-
 fn not_served(device: &DispatchDevice) -> OpError {
     // Its variants cannot be named here, but they print their names.
     let device = format!("{device:?}");

@@ -7,7 +7,7 @@ use crate::choice::{TopKOptions, checked, choose_rows, mask};
 use crate::device::served;
 use crate::device_layout::DeviceLayout;
 use crate::error::OpError;
-use crate::selection::{check_shapes, choice_products, means};
+use crate::selection::{check_shapes, means, products};
 
 /// A layout per batch entry and head, of the key blocks that score highest for each row of query blocks: the score of a pair of blocks is
 /// `mean(q) · mean(k)` (as the block-sparse heads of MInference choose, Jiang et al., 2024). Ties go to the earlier block.
@@ -141,7 +141,6 @@ fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), OpEr
 
 /// `[batch, heads, q_blocks, kv_blocks]`, f32. The scale changes no order.
 fn scores(q: Tensor<4>, k: Tensor<4>, group: usize, block_size: usize) -> Tensor<4> {
-    let dtype = q.dtype();
     let (q, k) = (means(q.detach(), block_size), means(k.detach(), block_size));
-    choice_products(q, k, group, dtype)
+    products(q, k, group)
 }

@@ -4,13 +4,12 @@ use std::ops::Range;
 
 use blocksparse::{EstimateKind, Forced, Keep, Rule};
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
 use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
-use crate::device::may_round;
 use crate::error::OpError;
 use crate::ops::SelectionOps;
 
@@ -78,12 +77,7 @@ impl BlockEstimator for BlockMeans {
         let to = (rows.end * b).min(call.q.dims()[2]);
         let q = call.q.clone().slice_dim(2, rows.start * b..to);
         let (q, k) = (means(q, b), means(call.k.clone(), b));
-        Ok(choice_products(
-            q * call.scale,
-            k,
-            call.group(),
-            call.q.dtype(),
-        ))
+        Ok(products(q * call.scale, k, call.group()))
     }
 
     fn reference(&self, call: &DenseCall) -> Vec<f64> {
@@ -108,27 +102,6 @@ pub(crate) fn products(q: Tensor<4>, k: Tensor<4>, group: usize) -> Tensor<4> {
     let q = q.reshape([batch, heads / group, group * rows, dim]);
     q.matmul(k.transpose())
         .reshape([batch, heads, rows, blocks])
-}
-
-/// [`products`] for a choice by queries and keys of a dtype. Of f32 they are f32 everywhere: tensor cores round factors to tf32, and which of two blocks is
-/// chosen would depend on that. Queries and keys in half precision are no more exact than tf32.
-pub(crate) fn choice_products(q: Tensor<4>, k: Tensor<4>, group: usize, of: DType) -> Tensor<4> {
-    let is_half = matches!(of, DType::F16 | DType::BF16);
-    if is_half || !may_round(&q.device()) {
-        return products(q, k, group);
-    }
-    let ([q, q_rest], [k, k_rest]) = (halves(q), halves(k));
-    let rests = products(q.clone(), k_rest, group) + products(q_rest, k.clone(), group);
-    products(q, k, group) + rests
-}
-
-/// A number as the sum of one of 11 bits, which tf32 has, and what is left (Veltkamp's splitting).
-fn halves(x: Tensor<4>) -> [Tensor<4>; 2] {
-    const FACTOR: f32 = 8193.0;
-    let wide = x.clone() * FACTOR;
-    let high = wide.clone() - (wide - x.clone());
-    let low = x - high.clone();
-    [high, low]
 }
 
 /// Means over blocks of rows, in f32 and without autodiff: `[batch, heads, blocks, dim]`.

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Tensor};
 
 use super::Selection;
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
-use super::mean::{choice_products, means, means_reference};
+use super::mean::{means, means_reference, products};
 use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
 use crate::error::OpError;
@@ -119,8 +119,7 @@ impl BlockEstimator for MixtureOfBlocks {
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let q = call.q.clone().slice_dim(2, rows).cast(DType::F32);
-        let k = means(call.k.clone(), self.block);
-        Ok(choice_products(q, k, call.group(), call.q.dtype()))
+        Ok(products(q, means(call.k.clone(), self.block), call.group()))
     }
 
     fn reference(&self, call: &DenseCall) -> Vec<f64> {

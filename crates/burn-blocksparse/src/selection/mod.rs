@@ -51,7 +51,7 @@ pub use antidiagonal::Antidiagonals;
 pub use estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall};
 pub use flex::{FlexHead, FlexPrefill};
 pub use mean::BlockMeans;
-pub(crate) use mean::{choice_products, means};
+pub(crate) use mean::{means, products};
 pub use moba::MixtureOfBlocks;
 pub use quality::SelectionQuality;
 pub use query_lists::QueryLists;

@@ -7,7 +7,7 @@ use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
-use super::mean::{choice_products, mean_of_all, means, means_reference};
+use super::mean::{mean_of_all, means, means_reference, products};
 use super::parts::{hidden, softmax_of_seen, softmax_reference};
 use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
@@ -154,7 +154,7 @@ impl BlockEstimator for SpargeBlocks {
             Some(less) => k - less,
             None => k,
         };
-        let x = choice_products(means(q, b) * call.scale, k, group, call.q.dtype());
+        let x = products(means(q, b) * call.scale, k, group);
         let hidden = hidden(&grid, rows, blocks, &x.device());
         let hidden = hidden.reshape([1, 1, count, blocks]).expand(dims);
         let p = softmax_of_seen(x, hidden.bool_or(of_keys.clone()));
