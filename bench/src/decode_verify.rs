@@ -13,6 +13,9 @@ use super::{BF16, Bench, Call, bytes_of, tables};
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 const F16: ElemType = ElemType::Float(FloatKind::F16);
 
+/// Keys of a query whose weights' roundings cancel by half at least.
+const MANY_KEYS: usize = 64;
+
 impl Bench {
     /// Results against loops in f64, NaN before every launch, and the same bits twice.
     pub(super) fn verify(&mut self) -> Result<()> {
@@ -201,8 +204,9 @@ impl Bench {
                     (sum, size) = (sum + term, size + term.abs());
                 }
                 let got = out[row * value_width + channel];
-                // Tensor cores get the weights rounded.
-                let bound = 1.01 * rounding * (sum.abs() + 0.5 * size) + 1e-5 * size + 1e-7;
+                // Tensor cores get the weights rounded, each by up to `rounding` of itself. Of many, not all are rounded the same way.
+                let share = if scores.len() > MANY_KEYS { 0.5 } else { 1.0 };
+                let bound = 1.01 * rounding * (sum.abs() + share * size) + 1e-5 * size + 1e-7;
                 ensure!(
                     (got - sum).abs() <= bound,
                     "row {row}, channel {channel} is {got}, and {sum} in f64: {:.1} of the bound",
