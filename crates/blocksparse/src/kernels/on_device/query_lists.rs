@@ -342,6 +342,8 @@ fn load(picks: &[i32], chunk: &mut [i32], list: usize, first: usize, of: &Parts)
 }
 
 /// How many of the first `end` of a chunk chose a block.
+// A kernel's slice has no iterator.
+#[allow(clippy::needless_range_loop)]
 #[cube]
 fn chosen(chunk: &[i32], block: i32, end: usize) -> u32 {
     let mut count = 0u32.runtime();

@@ -18,12 +18,10 @@ pub const KEY_NUMBERS: usize = 32;
 pub const VALUE_NUMBERS: usize = 64;
 /// Units of a warp.
 const WARP: usize = 32;
-/// Columns of queries of a cube, and registers of a unit for what is loaded, kept and summed, at most.
-const MOST: [usize; 2] = [2, 180];
-/// The same from [`MANY_ROWS`] on, of which several cubes read the same keys: fewer cubes, each of which is slower.
-const MOST_OF_MANY: [usize; 2] = [3, 210];
-/// Queries that share keys, where reading them takes longer than waiting for them.
-const MANY_ROWS: usize = 64;
+/// Columns of queries of a cube, at most.
+const MOST_COLUMNS: usize = 2;
+/// Registers of a unit for what is loaded, kept and summed, at most.
+const MOST_REGISTERS: usize = 180;
 /// With no more of them a multiprocessor has three cubes at a time, otherwise two.
 const FEW_REGISTERS: usize = 116;
 /// Shares that a unit loads together, where a cube joins them.
@@ -97,11 +95,12 @@ impl MmaTile {
             let queries = width / KEY_NUMBERS * 4 + value_width / 4;
             keys + columns * queries
         };
-        let rows = shape.group_rows().max(1);
-        let [columns, most] = if rows < MANY_ROWS { MOST } else { MOST_OF_MANY };
-        let columns = (1..=rows.div_ceil(QUERIES).min(columns))
+        let columns = (shape.group_rows().max(1))
+            .div_ceil(QUERIES)
+            .min(MOST_COLUMNS);
+        let columns = (1..=columns)
             .rev()
-            .find(|columns| registers(*columns) <= most)
+            .find(|columns| registers(*columns) <= MOST_REGISTERS)
             .ok_or("keys and values are too wide")?;
         let cubes = if registers(columns) <= FEW_REGISTERS {
             3
