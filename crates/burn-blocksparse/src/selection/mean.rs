@@ -7,9 +7,11 @@ use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+use super::reference;
 use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
+use crate::device::served;
 use crate::error::OpError;
 use crate::ops::SelectionOps;
 
@@ -106,8 +108,14 @@ pub(crate) fn products(q: Tensor<4>, k: Tensor<4>, group: usize) -> Tensor<4> {
 
 /// Means over blocks of rows, in f32 and without autodiff: `[batch, heads, blocks, dim]`.
 pub(crate) fn means(x: Tensor<4>, block_size: usize) -> Tensor<4> {
-    let x = x.without_autodiff().into_dispatch();
-    Tensor::from_dispatch(<Dispatch as SelectionOps>::block_means(x, block_size))
+    let x = x.without_autodiff();
+    // `top_k_blocks` is made of Burn's own operations, and works on devices that this crate does not serve.
+    let is_served = served(&x.device()).is_ok();
+    let x = x.into_dispatch();
+    Tensor::from_dispatch(match is_served {
+        true => <Dispatch as SelectionOps>::block_means(x, block_size),
+        false => reference::block_means::<Dispatch>(x, block_size),
+    })
 }
 
 /// The mean of all rows, by means of blocks: `[batch, heads, 1, dim]`. Burn's sum over many rows is one cube's.
