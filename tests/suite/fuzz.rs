@@ -2,6 +2,7 @@
 
 use burn_blocksparse_tests::devices::devices;
 use burn_blocksparse_tests::fuzz::{fuzz, fuzz_of_the_day};
+use burn_blocksparse_tests::fuzz_decoding::pieces_are_rows_of_the_whole;
 
 /// The same 200 cases each time, and 100 of the day, which are printed.
 #[test]
@@ -13,4 +14,10 @@ fn random_cases_of_the_day_equal_f64() {
 #[ignore = "takes as long as it is asked to: see docs/reliability.md"]
 fn random_cases_equal_f64() {
     fuzz(&devices());
+}
+
+/// `BURN_SPARSE_FUZZ_DECODING` cases, 40 if it is not set.
+#[test]
+fn random_pieces_are_rows_of_the_whole() {
+    pieces_are_rows_of_the_whole(&devices());
 }

@@ -3,37 +3,8 @@
 use burn_blocksparse::{
     Antidiagonals, BlockEstimator, BlockMeans, EstimateKind, FlexPrefill, Keep, VerticalSlash,
 };
+use burn_blocksparse_tests::planted::{BLOCK, DIM, HEADS, ROWS, mix, rows, uniform};
 use burn_blocksparse_tests::selection_dense::{Attention, Dense, kept, square_grid};
-
-const ROWS: usize = 1024;
-const DIM: usize = 64;
-const HEADS: usize = 2;
-const BLOCK: usize = 64;
-
-/// The finaliser of MurmurHash3.
-fn mix(mut x: u32) -> u32 {
-    x ^= x >> 16;
-    x = x.wrapping_mul(0x85eb_ca6b);
-    x ^= x >> 13;
-    x = x.wrapping_mul(0xc2b2_ae35);
-    x ^ x >> 16
-}
-
-fn uniform(of: usize, head: usize, i: usize, c: usize) -> f64 {
-    let place = ((8 * of + head) * 65_536 + i) * 256 + c;
-    f64::from(mix(place as u32) >> 8) / f64::from(1 << 23) - 1.0
-}
-
-/// Rows of keys, `[rows][dim]`, or of queries, `[heads][rows][dim]`.
-fn rows(heads: usize, of: impl Fn(usize, usize, usize) -> f64) -> Vec<f64> {
-    let mut numbers = Vec::with_capacity(heads * ROWS * DIM);
-    for head in 0..heads {
-        for i in 0..ROWS {
-            numbers.extend((0..DIM).map(|c| of(head, i, c)));
-        }
-    }
-    numbers
-}
 
 fn dense(q: Vec<f64>, k: Vec<f64>) -> Dense {
     Dense {

@@ -15,6 +15,7 @@ pub mod devices;
 pub mod embedding;
 pub mod eviction;
 pub mod fuzz;
+pub mod fuzz_decoding;
 pub mod fuzz_more;
 mod golden;
 pub mod graph;
@@ -35,6 +36,7 @@ pub mod packed;
 pub mod paged;
 mod paged_problem;
 pub mod paged_quantised;
+pub mod planted;
 pub mod projection;
 pub mod reference;
 pub mod rounding;
@@ -567,6 +569,10 @@ pub const NAMED: &[(&str, Check)] = &[
         attention::more_than_2_31_elements,
     ),
     ("fuzz", fuzz::fuzz),
+    (
+        "pieces_are_rows_of_the_whole",
+        fuzz_decoding::pieces_are_rows_of_the_whole,
+    ),
 ];
 
 /// Makes tests of checks, on the devices of [`devices::devices`].

@@ -8,32 +8,7 @@ use burn_blocksparse::{
 
 use crate::compare::to_f64;
 use crate::linear::tensor;
-
-const ROWS: usize = 1024;
-const DIM: usize = 64;
-const HEADS: usize = 2;
-const BLOCK: usize = 64;
-
-/// The finaliser of MurmurHash3.
-fn mix(mut x: u32) -> u32 {
-    x ^= x >> 16;
-    x = x.wrapping_mul(0x85eb_ca6b);
-    x ^= x >> 13;
-    x = x.wrapping_mul(0xc2b2_ae35);
-    x ^ x >> 16
-}
-
-/// A number in [−1, 1) of a place.
-fn uniform(of: usize, head: usize, i: usize, c: usize) -> f64 {
-    let place = ((8 * of + head) * 65_536 + i) * 256 + c;
-    f64::from(mix(place as u32) >> 8) / f64::from(1 << 23) - 1.0
-}
-
-fn rows(heads: usize, of: impl Fn(usize, usize, usize) -> f64) -> Vec<f64> {
-    let places = (0..heads).flat_map(|head| (0..ROWS).map(move |i| (head, i)));
-    let places = places.flat_map(|(head, i)| (0..DIM).map(move |c| (head, i, c)));
-    places.map(|(head, i, c)| of(head, i, c)).collect()
-}
+use crate::planted::{BLOCK, DIM, HEADS, ROWS, mix, rows, uniform};
 
 /// Queries and keys of a name.
 type Planted = (&'static str, Vec<f64>, Vec<f64>);

@@ -115,7 +115,7 @@ impl QueryLists {
 
     /// The lists of chosen blocks.
     fn of_choices(blocks: Tensor<4, Int>, sizes: &ListSizes) -> Self {
-        let [batch, lists, queries, most] = blocks.dims();
+        let [.., most] = blocks.dims();
         let wanted = QueryTiles::new(sizes.grid.blocks(), sizes.tiles, sizes.tile);
         let listed =
             <Dispatch as SelectionOps>::list_queries(blocks.clone().into_dispatch(), wanted);
@@ -123,7 +123,6 @@ impl QueryLists {
         let choices = Tensor::<3, Int>::from_dispatch(listed.choices);
         let unused = choices.clone().lower_elem(0);
         let at = choices.clone().clamp_min(0).div_scalar(most as i32);
-        debug_assert_eq!(places.dims(), [batch, lists, queries, most]);
         Self {
             block: sizes.grid.block,
             tile: sizes.tile,
