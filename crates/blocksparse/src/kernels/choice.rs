@@ -242,10 +242,6 @@ fn check_limits(
     kernel: Kernel,
     properties: &DeviceProperties,
 ) -> Result<(), KernelError> {
-    let heads = match kernel.walk() {
-        Walk::Rows => layout.heads(),
-        Walk::Columns => request.kv_heads,
-    };
     let mut tiles = 0;
     for plan in parts {
         let (walked, tile) = (plan.part(layout).layout, &plan.simt[kernel as usize]);
@@ -272,8 +268,6 @@ fn check_limits(
     let most = hardware.max_cube_count;
     for (what, limit, got) in [
         ("the tiles of a head", most.0, tiles),
-        ("heads", most.1, heads),
-        ("batch", most.2, request.batch),
         ("the buffers of a kernel", hardware.max_bindings, buffers),
     ] {
         if got as u64 > u64::from(limit) {

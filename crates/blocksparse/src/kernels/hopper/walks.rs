@@ -26,7 +26,7 @@ use super::gradient::*;
 use super::options::*;
 use super::rows::{own_place, own_rows, pack_all};
 use super::tiles::WalkTile;
-use crate::kernels::shared::walk::{Four, Listing, PlanParts};
+use crate::kernels::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
@@ -46,6 +46,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     args: ComptimeOption<PairArgs>,
     parts: PlanParts,
     listing: Listing,
+    slice: Slice,
     len: u32,
     pitch: u32,
     heads_per_kv: u32,
@@ -62,8 +63,8 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let outer = CUBE_POS_Y;
-    let batch = CUBE_POS_Z;
+    let outer = head_of(&slice) as u32;
+    let batch = batch_of(&slice) as u32;
 
     if UNIT_POS_X == 0 {
         barrier_init(base, 1u32);
@@ -80,7 +81,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     // In a walk over columns a tile of keys goes through all query heads of its group.
     let mut first_head = outer;
     let mut turns = 1u32;
-    let mut heads = CUBE_COUNT_Y;
+    let mut heads = slice.heads as u32;
     let mut divisor = heads_per_kv;
     if comptime!(columns) {
         first_head = outer * heads_per_kv;
@@ -365,7 +366,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         }
     }
 
-    let first = (batch * CUBE_COUNT_Y + outer) * len;
+    let first = (batch * slice.heads as u32 + outer) * len;
     store_rows::<O>(
         out,
         &out1,

@@ -25,7 +25,7 @@ use super::score::*;
 use super::tile::*;
 use crate::kernels::shared::distances::TableArgs;
 use crate::kernels::shared::dropout::Mask;
-use crate::kernels::shared::walk::{Four, Listing, PlanParts};
+use crate::kernels::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` with any strides of 16 bytes in their outer dimensions, in words; `stats`
@@ -49,6 +49,7 @@ pub fn backward(
     bias_strides: BiasStrides,
     parts: PlanParts,
     listing: Listing,
+    slice: Slice,
     pitch_stats: u32,
     heads_per_kv: u32,
     second: u32,
@@ -69,13 +70,13 @@ pub fn backward(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let outer = CUBE_POS_Y;
-    let batch = CUBE_POS_Z;
+    let outer = head_of(&slice) as u32;
+    let batch = batch_of(&slice) as u32;
 
     // In a walk over columns a tile of keys goes through all query heads of its group.
     let mut first_head = outer;
     let mut turns = 1u32;
-    let mut heads = CUBE_COUNT_Y;
+    let mut heads = slice.heads as u32;
     let mut divisor = heads_per_kv;
     if comptime!(columns) {
         first_head = outer * heads_per_kv;
@@ -117,9 +118,10 @@ pub fn backward(
 
     let a1_at = base + comptime!(t.a1_offset() as u32);
     let a2_at = base + comptime!(t.a2_offset() as u32);
+    clear_rows(base, t);
     copy_rows(
         head_address(address::<u32>(a1), &a1_strides, batch, outer),
-        a1_strides.row * 16,
+        a1_strides.row,
         base,
         a1_at,
         comptime!(t.rows()),
@@ -129,7 +131,7 @@ pub fn backward(
     if comptime!(t.outputs.first()) {
         copy_rows(
             head_address(address::<u32>(a2), &a2_strides, batch, outer),
-            a2_strides.row * 16,
+            a2_strides.row,
             base,
             a2_at,
             comptime!(t.rows()),
@@ -202,7 +204,7 @@ pub fn backward(
         let head = first_head + turn;
         let mut slope = f32::new(0.0);
         if comptime!(t.score.alibi) {
-            slope = stats[(CUBE_COUNT_Z * heads * pitch_stats * 2 + head) as usize];
+            slope = stats[(slice.batches as u32 * heads * pitch_stats * 2 + head) as usize];
         }
         let biases = Biases {
             slope,
@@ -348,7 +350,7 @@ pub fn backward(
         }
     }
 
-    let first = (batch * CUBE_COUNT_Y + outer) * a1_strides.len;
+    let first = (batch * slice.heads as u32 + outer) * a1_strides.len;
     if comptime!(t.outputs.first()) {
         store_rows(
             out,
@@ -382,6 +384,35 @@ pub fn backward(
             t,
         );
     }
+}
+
+/// Zeros what rows have beyond their widths, of the tile's own and of both stages.
+#[cube]
+fn clear_rows(base: u32, #[comptime] t: Tile) {
+    clear_beyond(
+        base + comptime!(t.a1_offset() as u32),
+        comptime!(t.rows()),
+        comptime!(t.head_dim),
+        t,
+    );
+    clear_beyond(
+        base + comptime!(t.a2_offset() as u32),
+        comptime!(t.rows()),
+        comptime!(t.value_dim),
+        t,
+    );
+    clear_beyond(
+        base + comptime!(t.b1_offset(true) as u32),
+        comptime!(t.stages * t.cols),
+        comptime!(t.head_dim),
+        t,
+    );
+    clear_beyond(
+        base + comptime!(t.b2_offset(true) as u32),
+        comptime!(t.stages * t.cols),
+        comptime!(t.value_dim),
+        t,
+    );
 }
 
 /// What copies are made of.
@@ -506,7 +537,7 @@ fn copy_step(
         let inner = head / loads.divisor;
         copy_rows(
             head_address(loads.b1, b1_strides, loads.batch, inner),
-            b1_strides.row * 16,
+            b1_strides.row,
             slot,
             loads.base
                 + comptime!(t.b1_offset(true) as u32)
@@ -517,7 +548,7 @@ fn copy_step(
         );
         copy_rows(
             head_address(loads.b2, b2_strides, loads.batch, inner),
-            b2_strides.row * 16,
+            b2_strides.row,
             slot,
             loads.base
                 + comptime!(t.b2_offset(true) as u32)

@@ -9,8 +9,8 @@ use crate::kernels::shared::asm::Half;
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, is_u32};
 use crate::plan::{Grouping, Walk};
 
-/// Widths are multiples of the depth of mma.sync.
-const WIDTH: usize = 16;
+/// Rows are copied in pieces of 16 bytes, and the sums of mma.sync have eight columns.
+const WIDTH: usize = 8;
 const WIDEST: usize = 256;
 
 /// A shape that a tile may have, and its speed relative to the others on dense attention.
@@ -119,7 +119,7 @@ fn check_tier(part: &PartRequest) -> Result<Element, &'static str> {
     check_options(request)?;
     let widths = [request.head_dim, request.value_dim];
     if !(widths.iter()).all(|dim| dim.is_multiple_of(WIDTH) && (1..=WIDEST).contains(dim)) {
-        return Err("head_dim or value_dim is no multiple of 16 up to 256");
+        return Err("head_dim or value_dim is no multiple of 8 up to 256");
     }
     Ok(element)
 }
@@ -169,6 +169,7 @@ fn shaped(
         residue: part.residue.is_some(),
         carry: part.carry,
         clustered: false,
+        far_rows: false,
         outputs,
     }
 }
