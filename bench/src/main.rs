@@ -33,7 +33,7 @@ struct Args {
     #[arg(long, group = "custom")]
     pattern: Option<PatternArg>,
     /// Run this layout, a `BlockLayout` as serde_json writes it: heads, length and block size are the file's. A file
-    /// does not know the pattern, so strided heads do not run class by class, as they do with --pattern.
+    /// does not know the pattern.
     #[arg(long, value_name = "FILE.json", group = "custom", conflicts_with_all = ["heads", "n", "block", "per_batch"])]
     layout: Option<PathBuf>,
     /// Batch entries; as many as the layout of a file has if it has any, 1 otherwise.

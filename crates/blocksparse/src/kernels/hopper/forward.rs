@@ -167,7 +167,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let mut o = Vector::<f32, O>::zeroed();
     let mut tops = RowTops::new(t);
     let first = (batch * slice.heads as u32 + head) * seq_q;
-    let fours = comptime!(t.dim / 32);
+    let fours = comptime!(t.dim.div_ceil(32));
     let mut before = Array::<Vector<u32, Four>>::new(comptime!(2 * fours));
     let mut log0 = f32::new(LOWEST_MAX);
     let mut log1 = f32::new(LOWEST_MAX);

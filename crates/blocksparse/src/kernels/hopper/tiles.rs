@@ -33,6 +33,11 @@ macro_rules! common {
                 self.dim.div_ceil(ROW_ELEMENTS)
             }
 
+            /// Registers of a unit's sums over the width: those of whole 32 columns, of which a unit stores 16 bytes.
+            pub(super) fn sums(&self) -> usize {
+                (self.dim / 2).next_power_of_two().max(16)
+            }
+
             /// Entries of a step.
             pub(super) fn entries(&self) -> usize {
                 self.cols / self.group
@@ -101,7 +106,7 @@ common_backward!(BackwardTile, WalkTile);
 pub struct Tile {
     /// Type of the tensors.
     pub half: Half,
-    /// Width of queries, keys and values, a multiple of 32.
+    /// Width of queries, keys and values, a multiple of 8.
     pub dim: usize,
     /// Warpgroups, each with 64 rows: 1 or 2.
     pub warpgroups: usize,
@@ -162,7 +167,7 @@ impl Tile {
 
     /// Whether there are registers for a step's masks while its scores are computed.
     pub(super) fn early_masks(&self) -> bool {
-        self.overlap || self.dim == 64
+        self.overlap || self.dim <= 64
     }
 
     /// Whether the warpgroups take turns at the tensor cores.
@@ -260,7 +265,7 @@ impl fmt::Display for Tile {
 pub struct BackwardTile {
     /// Type of the tensors.
     pub half: Half,
-    /// Width of queries, keys and values: 64, 96 or 128.
+    /// Width of queries, keys and values, a multiple of 8 up to 128.
     pub dim: usize,
     /// Warpgroups, each with 64 keys: 1 or 2.
     pub warpgroups: usize,
@@ -487,7 +492,7 @@ impl fmt::Display for BackwardTile {
 pub struct WalkTile {
     /// Type of the tensors.
     pub half: Half,
-    /// Width of queries, keys and values: 64 or 128.
+    /// Width of queries, keys and values, a multiple of 8 up to 128.
     pub dim: usize,
     /// Warpgroups, each with 64 rows: 1 or 2.
     pub warpgroups: usize,
