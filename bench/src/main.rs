@@ -32,8 +32,8 @@ struct Args {
     /// block size, per head, causal) or gaps:PERCENT (likewise, anywhere).
     #[arg(long, group = "custom")]
     pattern: Option<PatternArg>,
-    /// Run this layout, a `BlockLayout` as serde_json writes it: heads, length and block size are the file's. A file
-    /// does not know the pattern.
+    /// Run this layout, a `BlockLayout` as serde_json writes it: heads, length and block size are the file's. Strided
+    /// heads run class by class if the file was written with their parts.
     #[arg(long, value_name = "FILE.json", group = "custom", conflicts_with_all = ["heads", "n", "block", "per_batch"])]
     layout: Option<PathBuf>,
     /// Batch entries; as many as the layout of a file has if it has any, 1 otherwise.

@@ -187,7 +187,7 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
         return walks(part, &forward);
     }
     if forward.dim > 128 {
-        return Err("head_dim is above 128");
+        return walks(part, &forward);
     }
     // A tile of unlike blocks computes pairs that none of them keeps, where two walks may have tiles of half the height. And tiles side by
     // side that see different queries do not keep step: they wait for each other at the sums of dQ. The classes of a listing
@@ -262,9 +262,6 @@ fn steps_of_tile(layout: &BlockLayout, request: &Request, cols: usize) -> f64 {
 
 /// Whether two walks can make the gradients.
 fn check_walks(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
-    if forward.dim > 128 {
-        return Err("head_dim is above 128");
-    }
     if part.layout.block_size() < 16 {
         // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
         return Err("blocks are narrower than 16");
@@ -281,7 +278,10 @@ fn check_walks(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
 /// Two walks.
 fn walks(part: &PartRequest, forward: &Tile) -> Result<Backward, &'static str> {
     check_walks(part, forward)?;
-    let tile = |walk| choose_walk(part, forward, walk);
+    let tile = |walk| match forward.dim {
+        ..=128 => choose_walk(part, forward, walk),
+        _ => choose_wide_walk(part, forward, walk),
+    };
     Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(tile)))
 }
 
@@ -303,6 +303,7 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
             half: forward.half,
             dim: forward.dim,
             warpgroups,
+            shared: false,
             cols: 64,
             group: layout.block_size().min(64),
             stages,
@@ -316,4 +317,34 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
     });
     let [(cost, tile), (other, small)] = tiles;
     if cost <= other { tile } else { small }
+}
+
+/// The tile of a walk of heads wider than 128. Own rows fill half of the shared memory; the bits of dropout are made for 64 columns at a time.
+fn choose_wide_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
+    let layout = part.layout;
+    let (warpgroups, cols, stages) = match walk {
+        Walk::Columns => (2, 64, 2),
+        Walk::Rows if forward.options.score.dropout => (1, 64, 2),
+        Walk::Rows => (2, 32, 3),
+    };
+    let tile = WalkTile {
+        half: forward.half,
+        dim: forward.dim,
+        warpgroups,
+        shared: walk == Walk::Columns,
+        cols,
+        group: layout.block_size().min(cols),
+        stages,
+        lag: stages - 1,
+        options: forward.options,
+        residue: forward.residue,
+        carry: forward.carry,
+        clustered: false,
+    };
+    let may_cluster = part.request.may_cluster(layout, walk);
+    let grouping = Grouping::best(layout, walk, [tile.rows(), cols], may_cluster);
+    WalkTile {
+        clustered: grouping.clustered,
+        ..tile
+    }
 }

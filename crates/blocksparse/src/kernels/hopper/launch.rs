@@ -7,7 +7,7 @@ use cubecl::server::Handle;
 use super::asm::ROW_ELEMENTS;
 use super::options::{Options, PairArgs, PairArgsLaunch, PairNumbersLaunch};
 use super::tiles::{Tile, WalkTile};
-use super::{forward, walks};
+use super::{forward, walks, wide};
 use crate::Residue;
 use crate::kernels::args::{
     ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words,
@@ -253,36 +253,66 @@ fn launch_walk(
     for slice in Slice::whole(request.batch, outer_heads).cut(client) {
         // SAFETY: as for the forward pass.
         unsafe {
-            walks::one_walk::launch_unchecked(
-                client,
-                slice.cubes(device_plan.tiles),
-                CubeDim::new_1d(tile.units() as u32),
-                tile.cols / 2,
-                tile.cols / 4,
-                tile.sums(),
-                tensor_map(a1, tile.a_group(), residue, request.dtype),
-                tensor_map(a2, tile.a_group(), residue, request.dtype),
-                tensor_map(b1, tile.group, residue, request.dtype),
-                tensor_map(b2, tile.group, residue, request.dtype),
-                stats_map(stats, tile.group, stat_rows, pitch),
-                buffer(stats, stat_rows * pitch * 2),
-                buffer(operands.out, elements / 8),
-                plan_words(&device_plan),
-                call.args(tile.options, heads, lengths),
-                plan_parts(&device_plan.sections, batch_words(part.layout)),
-                listing(residue),
-                slice.args(),
-                len as u32,
-                pitch as u32,
-                (heads / request.kv_heads) as u32,
-                (operands.second / 8) as u32,
-                call.options.scale as f32,
-                log2_scale as f32,
-                call.options.softcap.unwrap_or(1.0) as f32,
-                cap_scale as f32,
-                walk,
-                tile,
-            );
+            if tile.shared {
+                wide::wide_columns::launch_unchecked(
+                    client,
+                    slice.cubes(device_plan.tiles),
+                    CubeDim::new_1d(tile.units() as u32),
+                    tile.cols / 2,
+                    tile.cols / 4,
+                    tile.sums(),
+                    tensor_map(a1, tile.a_group(), residue, request.dtype),
+                    tensor_map(a2, tile.a_group(), residue, request.dtype),
+                    tensor_map(b1, tile.group, residue, request.dtype),
+                    tensor_map(b2, tile.group, residue, request.dtype),
+                    stats_map(stats, tile.group, stat_rows, pitch),
+                    buffer(operands.out, elements / 8),
+                    plan_words(&device_plan),
+                    call.args(tile.options, heads, lengths),
+                    plan_parts(&device_plan.sections, batch_words(part.layout)),
+                    listing(residue),
+                    slice.args(),
+                    len as u32,
+                    (heads / request.kv_heads) as u32,
+                    (operands.second / 8) as u32,
+                    call.options.scale as f32,
+                    log2_scale as f32,
+                    call.options.softcap.unwrap_or(1.0) as f32,
+                    cap_scale as f32,
+                    tile,
+                );
+            } else {
+                walks::one_walk::launch_unchecked(
+                    client,
+                    slice.cubes(device_plan.tiles),
+                    CubeDim::new_1d(tile.units() as u32),
+                    tile.cols / 2,
+                    tile.cols / 4,
+                    tile.sums(),
+                    tensor_map(a1, tile.a_group(), residue, request.dtype),
+                    tensor_map(a2, tile.a_group(), residue, request.dtype),
+                    tensor_map(b1, tile.group, residue, request.dtype),
+                    tensor_map(b2, tile.group, residue, request.dtype),
+                    stats_map(stats, tile.group, stat_rows, pitch),
+                    buffer(stats, stat_rows * pitch * 2),
+                    buffer(operands.out, elements / 8),
+                    plan_words(&device_plan),
+                    call.args(tile.options, heads, lengths),
+                    plan_parts(&device_plan.sections, batch_words(part.layout)),
+                    listing(residue),
+                    slice.args(),
+                    len as u32,
+                    pitch as u32,
+                    (heads / request.kv_heads) as u32,
+                    (operands.second / 8) as u32,
+                    call.options.scale as f32,
+                    log2_scale as f32,
+                    call.options.softcap.unwrap_or(1.0) as f32,
+                    cap_scale as f32,
+                    walk,
+                    tile,
+                );
+            }
         }
     }
     Ok(())
