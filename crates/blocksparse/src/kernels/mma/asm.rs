@@ -168,6 +168,13 @@ pub fn copy_pair(target: u32, source: u64, bytes: u32) {
         t = in(_) val::<u32>(target), s = in(_) val::<u64>(source), n = in(_) val::<u32>(bytes));
 }
 
+/// Adds to the number at an address that no other unit adds to, if `adds` is not 0. Nobody waits for it.
+#[cube]
+pub fn add_number(address: u64, x: f32, adds: u32) {
+    gpu_asm!("{{ .reg .pred p; setp.ne.u32 p, {n}, 0; @p red.relaxed.gpu.global.add.f32 [{a}], {x}; }}",
+        a = in(_) val::<u64>(address), x = in(_) val::<f32>(x), n = in(_) val::<u32>(adds));
+}
+
 /// Waits for the copies that this unit started.
 #[cube]
 pub fn wait_copies() {

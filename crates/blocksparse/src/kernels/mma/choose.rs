@@ -170,6 +170,7 @@ fn shaped(
         carry: part.carry,
         clustered: false,
         far_rows: false,
+        bias_gradient: false,
         outputs,
     }
 }
@@ -179,11 +180,16 @@ fn shaped(
 /// # Errors
 /// What the tier lacks: the device, the type, the widths, or something it does not compute.
 pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, &'static str> {
+    let element = check_tier(part)?;
+    check_output(part, kernel, element)?;
+    fastest(part, kernel, element)
+}
+
+/// The tile that should be fastest of those that fit.
+fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile, &'static str> {
     let &PartRequest {
         layout, request, ..
     } = part;
-    let element = check_tier(part)?;
-    check_output(part, kernel, element)?;
     let backward = kernel != Kernel::Forward;
     let walk = kernel.walk();
     let block = layout.block_size();
@@ -242,4 +248,24 @@ pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, &'static str> 
 pub fn choose_backward(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
     let rows = choose(part, Kernel::BackwardRows)?;
     Ok([rows, choose(part, Kernel::BackwardColumns)?])
+}
+
+/// As [`choose`], for the gradient of a given bias in either walk: it is added to by addresses, so it may be of any size.
+///
+/// # Errors
+/// As [`choose`].
+pub fn choose_bias_gradient(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
+    let element = check_tier(part)?;
+    let of_walk = |kernel| {
+        let tile = fastest(part, kernel, element)?;
+        Ok(Tile {
+            bias_gradient: true,
+            outputs: Outputs::First,
+            ..tile
+        })
+    };
+    Ok([
+        of_walk(Kernel::BackwardRows)?,
+        of_walk(Kernel::BackwardColumns)?,
+    ])
 }

@@ -11,7 +11,7 @@ use super::{PIECE, backward, forward};
 use crate::kernels::args::{
     ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words,
 };
-use crate::kernels::call::TensorView;
+use crate::kernels::call::{BiasView, TensorView};
 use crate::kernels::device::plan;
 use crate::kernels::error::KernelError;
 use crate::kernels::pass::{BackwardPass, ForwardPass, Operands, Part};
@@ -172,11 +172,7 @@ pub fn launch_backward(
     part: Part,
     tiles: [Tile; 2],
 ) -> Result<(), KernelError> {
-    let wanted = Wanted {
-        pitch: part.layout.seq_q(),
-        lse_factor: std::f64::consts::LOG2_E,
-        by_class: part.residue.is_some(),
-    };
+    let wanted = wanted(part);
     let stats = stats::make(pass, part, wanted)?;
     for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
         let launches = match (walk, tile.outputs) {
@@ -188,20 +184,84 @@ pub fn launch_backward(
         let tile = for_tensors(tile, &operands.named());
         for outputs in launches {
             let tile = Tile { outputs, ..tile };
-            launch_walk(pass, part, tile, &operands, &stats, wanted.pitch)?;
+            let rows = pass.request.batch * operands.heads * operands.a[0].shape[2];
+            let elements = match walk {
+                Walk::Rows => rows * tile.head_dim,
+                Walk::Columns => operands.second + rows * tile.value_dim,
+            };
+            check_words("the elements of a gradient", elements, tile.element)?;
+            let target = Target {
+                out: operands.out,
+                words: words(elements, tile.element),
+                second: words(operands.second, tile.element),
+                slice: Slice::whole(pass.request.batch, operands.heads),
+            };
+            launch_walk(pass, part, tile, &operands, &stats, target)?;
         }
     }
     Ok(())
 }
 
-/// A launch of one walk: `stats` are those of the queries at `pitch` places of each head.
+/// Adds a part's gradient of the bias, in the walk that gives each of its elements one writer: over rows, or over columns if queries share
+/// a row.
+///
+/// # Errors
+/// As [`check`].
+pub fn launch_bias_gradient(
+    pass: &BackwardPass,
+    part: Part,
+    tiles: [Tile; 2],
+    bias: &BiasView,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let (walk, tile) = match bias.shape[2] {
+        1 => (Walk::Columns, tiles[1]),
+        _ => (Walk::Rows, tiles[0]),
+    };
+    let operands = pass.operands(walk);
+    check(&operands.named(), tile, pass.options)?;
+    let tile = for_tensors(tile, &operands.named());
+    let stats = stats::make(pass, part, wanted(part))?;
+    for slice in Slice::sharing(bias.shape, pass.request.batch, pass.layout.heads()) {
+        let target = Target {
+            out,
+            words: bias.elements(),
+            second: 0,
+            slice,
+        };
+        launch_walk(pass, part, tile, &operands, &stats, target)?;
+    }
+    Ok(())
+}
+
+/// What is wanted of the queries of a part.
+fn wanted(part: Part) -> Wanted {
+    Wanted {
+        pitch: part.layout.seq_q(),
+        lse_factor: std::f64::consts::LOG2_E,
+        by_class: part.residue.is_some(),
+    }
+}
+
+/// What a walk writes, for which batch entries and heads.
+#[derive(Clone, Copy)]
+struct Target<'a> {
+    out: &'a Handle,
+    /// Words there are,
+    words: usize,
+    /// and those before dV.
+    second: usize,
+    slice: Slice,
+}
+
+/// A walk over a part, from the [`wanted`] stats of its queries.
 fn launch_walk(
     pass: &BackwardPass,
     part: Part,
     tile: Tile,
     operands: &Operands,
     stats: &Handle,
-    pitch: usize,
+    target: Target,
 ) -> Result<(), KernelError> {
     let &BackwardPass {
         client,
@@ -213,24 +273,16 @@ fn launch_walk(
         walk,
         a: [a1, a2],
         b: [b1, b2],
-        out,
-        second,
         ..
     } = operands;
     let element = tile.element;
     let heads = part.layout.heads();
-    let outer_heads = a1.shape[1];
-    let rows = request.batch * outer_heads * a1.shape[2];
-    let elements = match walk {
-        Walk::Rows => rows * tile.head_dim,
-        Walk::Columns => second + rows * tile.value_dim,
-    };
-    check_words("the elements of a gradient", elements, element)?;
+    let pitch = wanted(part).pitch;
     let device_plan = plan(client, part.layout, tile.tiling(walk))?;
     let (log2_scale, product_scale) = factors(tile, options);
     let slopes = if tile.score.alibi { heads } else { 0 };
     let stats_len = request.batch * heads * pitch * 2 + slopes;
-    for slice in Slice::whole(request.batch, outer_heads).cut(client) {
+    for slice in target.slice.cut(client) {
         // SAFETY: as for the forward pass; the stats have the slopes behind their rows.
         unsafe {
             backward::backward::launch_unchecked(
@@ -244,7 +296,7 @@ fn launch_walk(
                 buffer(stats, stats_len),
                 bias(options, element),
                 options.table_args(),
-                buffer(out, words(elements, element)),
+                buffer(target.out, target.words),
                 plan_words(&device_plan),
                 strides(a1, element),
                 strides(a2, element),
@@ -256,7 +308,7 @@ fn launch_walk(
                 slice.args(),
                 pitch as u32,
                 (heads / request.kv_heads) as u32,
-                words(second, element) as u32,
+                target.second as u32,
                 options.scale as f32,
                 log2_scale as f32,
                 options.softcap.unwrap_or(1.0) as f32,

@@ -43,6 +43,8 @@ pub struct Tile {
     pub clustered: bool,
     /// Whether two rows of a tensor may be more than 4 GB apart, which is known with the tensors only.
     pub far_rows: bool,
+    /// Whether the backward kernel makes the gradient of a given bias, and no other.
+    pub bias_gradient: bool,
     /// In the backward pass, which of dK (or dQ) and dV a launch computes.
     pub outputs: Outputs,
 }
@@ -227,7 +229,9 @@ impl fmt::Display for Described {
             Element::Half(_) => "",
         };
         let split = match (kernel, tile.outputs) {
-            (Kernel::BackwardColumns, Outputs::First) => ", one output a launch",
+            (Kernel::BackwardColumns, Outputs::First) if !tile.bias_gradient => {
+                ", one output a launch"
+            }
             _ => "",
         };
         write!(
