@@ -70,9 +70,13 @@ struct Args {
     /// Drop weights with this probability.
     #[arg(long)]
     dropout: Option<f64>,
-    /// A bias of the scores, which all batch entries and heads share by default. Its gradient is made only to compare results.
+    /// A bias of the scores, which all batch entries and heads share by default. Its gradient is made only to compare results, or with
+    /// --bias-gradient.
     #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "shared")]
     bias: Option<BiasShape>,
+    /// Make the gradient of the bias in the backward pass.
+    #[arg(long, requires = "bias")]
+    bias_gradient: bool,
     /// Biases of distances up to REACH, for each head or shared: REACH or REACH:shared. Their gradient is made only to compare results.
     #[arg(long, value_name = "REACH")]
     relative: Option<Relative>,

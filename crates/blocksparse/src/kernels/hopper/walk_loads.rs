@@ -29,9 +29,10 @@ pub fn load_own_rows(plan: &[u32], own: &OwnRows, base: u32, #[comptime] t: Walk
         barrier_expect(base, comptime!(2 * t.a_bytes()));
     }
     let a_boxes = comptime!((t.rows() / t.a_group() * t.spans()) as u32);
+    let warp = uniform(unit() / 32);
     if unit() % 32 == 0 {
         // Dealt to the warps: lanes of one warp would wait for each other.
-        let mut index = uniform(unit() / 32);
+        let mut index = warp;
         while index < 2 * a_boxes {
             let mut map = own.a1;
             let mut start = base + comptime!(t.a1_offset() as u32);

@@ -96,7 +96,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     load_own_rows(plan, &own, base, t);
 
     let group = warp / 4;
-    let mut index = u32::MAX.runtime();
+    let mut index = comptime!(u32::MAX).runtime();
     if group == 1 {
         index = warp % 4 + lane * 4;
     }

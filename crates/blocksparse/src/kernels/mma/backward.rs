@@ -59,6 +59,7 @@ pub fn backward(
     pitch_stats: u32,
     heads_per_kv: u32,
     second: u32,
+    chunks: u32,
     scale: f32,
     log2_scale: f32,
     softcap: f32,
@@ -97,7 +98,12 @@ pub fn backward(
     }
     let heads_at = parts.heads + batch as usize * parts.batch;
     let record0 = plan[heads_at + first_head as usize] as usize;
-    let ranked = parts.order + (record0 + CUBE_POS_X as usize) * 4;
+    let pieces = comptime!(t.bias_gradient && !columns);
+    let mut rank = CUBE_POS_X;
+    if comptime!(pieces) {
+        rank = CUBE_POS_X / chunks;
+    }
+    let ranked = parts.order + (record0 + rank as usize) * 4;
     let tile = plan[ranked];
 
     let cursor = Cursor {
@@ -108,6 +114,16 @@ pub fn backward(
         steps: RuntimeCell::<u32>::new(0u32),
     };
     open(plan, &parts, ranked + 1, &cursor);
+    // Steps add to what is in memory, and none needs another: cubes share those of a tile.
+    let mut first_step = 0u32;
+    if comptime!(pieces) {
+        let steps = cursor.steps.read();
+        let chunk = CUBE_POS_X % chunks;
+        first_step = uniform(steps * chunk / chunks);
+        cursor.j.store(first_step);
+        cursor.steps.store(uniform(steps * (chunk + 1) / chunks));
+    }
+    let last_step = cursor.steps.read();
     let loads = Loads {
         b1: address::<u32>(b1),
         b2: address::<u32>(b2),
@@ -236,7 +252,11 @@ pub fn backward(
         let entry0 = parts.entries + plan[record] as usize * 2;
         let steps = uniform(plan[record + 1]);
         let masked = uniform(plan[record + 2]);
-        for j in 0..steps {
+        let mut end = steps;
+        if comptime!(pieces) {
+            end = last_step;
+        }
+        for j in first_step..end {
             let stage = done & 1;
             let positions = base + comptime!(t.slot_offset() as u32) + slot_of(done, t);
             wait_copies();

@@ -194,6 +194,7 @@ pub fn launch_backward(
                 out: operands.out,
                 words: words(elements, tile.element),
                 second: words(operands.second, tile.element),
+                chunks: 1,
                 slice: Slice::whole(pass.request.batch, operands.heads),
             };
             launch_walk(pass, part, tile, &operands, &stats, target)?;
@@ -222,17 +223,28 @@ pub fn launch_bias_gradient(
     check(&operands.named(), tile, pass.options)?;
     let tile = for_tensors(tile, &operands.named());
     let stats = stats::make(pass, part, wanted(part))?;
+    let hardware = &pass.client.properties().hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
     for slice in Slice::sharing(bias.shape, pass.request.batch, pass.layout.heads()) {
+        let tiles = part.layout.seq_q().div_ceil(tile.rows()) * slice.heads * slice.batches;
         let target = Target {
             out,
             words: bias.elements(),
             second: 0,
+            // A few cubes to each multiprocessor at least.
+            chunks: match walk {
+                Walk::Rows => (6 * multiprocessors).div_ceil(tiles).min(MOST_CHUNKS),
+                Walk::Columns => 1,
+            },
             slice,
         };
         launch_walk(pass, part, tile, &operands, &stats, target)?;
     }
     Ok(())
 }
+
+/// Steps of a tile are not cut into more.
+const MOST_CHUNKS: usize = 32;
 
 /// What is wanted of the queries of a part.
 fn wanted(part: Part) -> Wanted {
@@ -251,6 +263,8 @@ struct Target<'a> {
     words: usize,
     /// and those before dV.
     second: usize,
+    /// Cubes that share a tile's steps.
+    chunks: usize,
     slice: Slice,
 }
 
@@ -287,7 +301,7 @@ fn launch_walk(
         unsafe {
             backward::backward::launch_unchecked(
                 client,
-                slice.cubes(device_plan.tiles),
+                slice.cubes(device_plan.tiles * target.chunks),
                 CubeDim::new_1d(tile.units() as u32),
                 input(a1, element),
                 input(a2, element),
@@ -309,6 +323,7 @@ fn launch_walk(
                 pitch as u32,
                 (heads / request.kv_heads) as u32,
                 target.second as u32,
+                target.chunks as u32,
                 options.scale as f32,
                 log2_scale as f32,
                 options.softcap.unwrap_or(1.0) as f32,
