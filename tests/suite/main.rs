@@ -34,3 +34,4 @@ mod stream_dropout;
 mod table;
 mod top_k;
 mod vertical_slash;
+mod widths;

@@ -51,6 +51,7 @@ pub mod selection_goldens;
 pub mod selection_rules;
 pub mod sharing;
 pub mod stream_dropout;
+pub mod widths;
 
 use burn::tensor::Device;
 
@@ -184,6 +185,11 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("strides_do_not_matter", attention::strides_do_not_matter),
     ("same_input_same_bits", attention::same_input_same_bits),
     ("per_batch_layouts", attention::per_batch_layouts),
+    ("every_width_equals_f64", widths::every_width_equals_f64),
+    (
+        "strided_layouts_of_other_kinds",
+        widths::strided_layouts_of_other_kinds,
+    ),
     (
         "tf32_only_where_asked_for",
         attention::tf32_only_where_asked_for,
@@ -568,6 +574,11 @@ pub const NAMED: &[(&str, Check)] = &[
         "more_than_2_31_elements",
         attention::more_than_2_31_elements,
     ),
+    (
+        "more_batch_entries_and_heads_than_a_grid",
+        widths::more_batch_entries_and_heads_than_a_grid,
+    ),
+    ("far_strides", widths::far_strides),
     ("fuzz", fuzz::fuzz),
     (
         "pieces_are_rows_of_the_whole",

@@ -57,6 +57,7 @@ pub mod rows;
 pub mod seeds;
 mod shared;
 mod simt;
+mod slices;
 mod stats;
 #[cfg(feature = "cuda-asm")]
 mod tensor;
