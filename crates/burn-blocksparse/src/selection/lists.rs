@@ -21,10 +21,21 @@ const PACKED: usize = 1 << 31;
 /// Heads are computed so many at a time that packed queries take little memory. Where a graph is kept it holds those of all heads anyway, and parts are no
 /// smaller than the heads of a head of keys: the gradient of a part is as large as that of the whole.
 pub(crate) fn attention_of_choice(
+    x: [Tensor<4>; 3],
+    near: &BlockLayout,
+    lists: Option<QueryLists>,
+    options: &AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    in_parts(x, near, lists, options, PACKED)
+}
+
+/// [`attention_of_choice`] with other numbers at a time.
+fn in_parts(
     [q, k, v]: [Tensor<4>; 3],
     near: &BlockLayout,
     lists: Option<QueryLists>,
     options: &AttentionOptions,
+    packed: usize,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let all = [q.clone(), k.clone(), v.clone()];
     let (out, lse) = {
@@ -38,7 +49,7 @@ pub(crate) fn attention_of_choice(
     let ([_, kv_heads, ..], [.., value_dim]) = (k.dims(), v.dims());
     let group = heads / kv_heads;
     let of_head = batch * lists.queries.dims()[2] * (head_dim + value_dim);
-    let fitting = (PACKED / of_head.max(1)).max(1);
+    let fitting = (packed / of_head.max(1)).max(1);
     let members = match q.is_autodiff() || k.is_autodiff() || v.is_autodiff() {
         true => group,
         // As many in each part, or one less.
@@ -122,7 +133,10 @@ fn layout_of(lists: &QueryLists, seq_kv: usize) -> Result<DeviceLayout, OpError>
 
 #[cfg(test)]
 mod tests {
-    use super::parts_of;
+    use blocksparse::Pattern;
+
+    use super::*;
+    use crate::{ScoreCall, Selection};
 
     #[test]
     fn parts_are_of_whole_groups_or_within_one() {
@@ -131,5 +145,38 @@ mod tests {
         assert_eq!(parts_of(3, 1, 1, 2), [0..2, 2..3]);
         // One group at least.
         assert_eq!(parts_of(2, 4, 4, 1), [0..4, 4..8]);
+    }
+
+    /// However many heads at a time, with lists of their own or of their group's.
+    #[cfg(feature = "flex")]
+    #[test]
+    fn parts_give_what_the_whole_gives() {
+        use burn::tensor::{Device, Distribution};
+        let device = Device::flex();
+        let random = |heads| Tensor::<4>::random([2, heads, 60, 4], Distribution::Default, &device);
+        let [q, k, v] = [random(6), random(2), random(2)];
+        let near = Pattern::chunked(8).and_causal().layout(6, 60, 8).unwrap();
+        for text in ["moba:8,3", "moba:8,3,share=sum"] {
+            let selection: Selection = text.parse().unwrap();
+            let lists = selection.query_lists(&ScoreCall::new(q.clone(), k.clone()));
+            let lists = lists.unwrap().unwrap();
+            let of_head = 2 * lists.queries.dims()[2] * 8;
+            let run = |q: &Tensor<4>, heads: usize| {
+                let x = [q.clone(), k.clone(), v.clone()];
+                let options = AttentionOptions::default();
+                let lists = Some(lists.clone());
+                let (out, lse) = in_parts(x, &near, lists, &options, heads * of_head).unwrap();
+                (out.into_data(), lse.into_data())
+            };
+            let whole = run(&q, 6);
+            for heads in [0, 1, 2, 3, 4, 5] {
+                assert!(run(&q, heads) == whole, "{text}, {heads} heads at a time");
+                #[cfg(feature = "autodiff")]
+                assert!(
+                    run(&q.clone().autodiff(), heads) == whole,
+                    "{text}, {heads} heads"
+                );
+            }
+        }
     }
 }
