@@ -21,6 +21,7 @@ mod masses;
 mod max_scores;
 mod mlp;
 mod norm;
+mod nsa;
 mod optim;
 mod options;
 mod paged;

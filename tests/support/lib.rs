@@ -30,6 +30,8 @@ pub mod max_scores;
 pub mod mlp;
 pub mod norm;
 mod norm_problem;
+pub mod nsa;
+mod nsa_problem;
 pub mod optim;
 pub mod options;
 pub mod packed;
@@ -476,6 +478,15 @@ pub const CHECKS: &[(&str, Check)] = &[
         selected_planted::moba_on_planted_structure,
     ),
     ("rows_at_equals_f64", selected_lists::rows_at_equals_f64),
+    ("nsa_equals_f64", nsa::nsa_equals_f64),
+    ("nsa_in_half_precision", nsa::nsa_in_half_precision),
+    (
+        "nsa_gradients_equal_finite_differences",
+        nsa::nsa_gradients_equal_finite_differences,
+    ),
+    ("nsa_is_prefix_stable", nsa::nsa_is_prefix_stable),
+    ("nsa_gives_the_same_bits", nsa::nsa_gives_the_same_bits),
+    ("nsa_golden", nsa::nsa_golden),
     ("embedding_equals_f64", embedding::embedding_equals_f64),
     (
         "embedding_in_half_precision",

@@ -67,6 +67,7 @@ mod masses;
 mod merge;
 mod mlp;
 mod norm;
+mod nsa;
 mod op_plan;
 mod ops;
 mod optim;
@@ -135,6 +136,7 @@ pub use norm::{
     Branch, Norm, NormParams, ResidualNormOptions, norm, residual_add, residual_norm,
     residual_norm_plan,
 };
+pub use nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions};
 pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseLinearOps,

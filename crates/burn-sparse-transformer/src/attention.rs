@@ -285,28 +285,6 @@ impl SparseMultiHeadAttention {
         self.layouts.keep(most);
     }
 
-    /// Operations of the four projections for one position, forward: two per weight.
-    pub fn matmul_flops_per_token(&self) -> u64 {
-        [&self.query, &self.key, &self.value, &self.output]
-            .map(linear_flops)
-            .iter()
-            .sum()
-    }
-
-    /// Operations of the attention itself for one sequence, forward: four per allowed pair and
-    /// channel when keys and values are equally wide (q·k and p·v). With a selection these are the pairs that it chooses from.
-    ///
-    /// # Errors
-    /// If there is no layout for this length.
-    pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
-        let d_v = self.d_model / self.n_heads;
-        let pairs = self.layout(seq, seq)?.allowed_pairs();
-        let chosen = self.content.as_ref().map_or(0, |content| {
-            (self.n_heads - content.local_heads()) as u64 * content.pairs(seq)
-        });
-        Ok(2 * (pairs + chosen) * (self.d_k() + d_v) as u64)
-    }
-
     /// Width of a query or key head.
     pub(crate) fn d_k(&self) -> usize {
         let [_, d_query] = self.query.weight.lazy_shape().dims();
@@ -497,7 +475,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// Queries or keys `[batch, heads, seq, d_k]`, normalised and rotated.
-    fn place(
+    pub(crate) fn place(
         &self,
         x: Tensor<4>,
         norm: &Option<HeadNorm>,
@@ -576,11 +554,6 @@ pub(crate) fn project_heads<const N: usize>(
     });
     let split = precision.by_heads(&layers, bias, &parts, x)?;
     Ok(split.try_into().expect("as many parts as layers"))
-}
-
-/// Operations of a linear layer for one position: a multiplication and an addition per weight.
-pub(crate) fn linear_flops(linear: &Linear) -> u64 {
-    2 * linear.weight.lazy_shape().num_elements() as u64
 }
 
 impl ModuleDisplay for SparseMultiHeadAttention {

@@ -86,6 +86,13 @@ impl SparseMultiHeadAttention {
         if !last {
             self.check_boundary(after)?;
         }
+        if let Some(nsa) = self.nsa() {
+            let context = self.nsa_context(input, nsa, Some(cache));
+            if context.is_err() {
+                cache.truncate(before);
+            }
+            return context;
+        }
         self.ensure_decodable()?;
         let (call, request) = self.prepare(&input, before)?;
         let (query, key, value) = self.project(input, &call)?;

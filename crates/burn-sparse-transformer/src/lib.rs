@@ -40,6 +40,7 @@
 mod attention;
 mod attention_cache;
 mod attention_config;
+mod attention_flops;
 mod block;
 mod block_attention;
 mod block_sparse_linear;
@@ -63,6 +64,7 @@ mod kept_blocks;
 mod layouts;
 mod linear;
 mod longformer;
+mod nsa;
 mod pool;
 mod precision;
 #[cfg(feature = "autodiff")]
@@ -99,6 +101,10 @@ pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
 pub use linear::{MixedPrecisionLinear, MixedPrecisionLinearConfig};
 pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
+pub use nsa::{
+    Compression, NsaAttention, NsaAttentionConfig, NsaCompressor, NsaHeads, NsaHeadsConfig,
+    NsaProjections,
+};
 pub use pool::{
     KvDtype, KvPool, KvPoolConfig, KvPositions, KvSnapshot, KvStep, KvUsage, ReplayedDecoder,
 };

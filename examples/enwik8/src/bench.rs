@@ -317,6 +317,7 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     Ok(Measurement {
         attention: match attention {
             Attention::Sparse => match &config.model.content {
+                Some(content) if content.is_whole_layer() => content.to_string(),
                 Some(content) => format!("{factorization} and {content}"),
                 None => factorization.to_string(),
             },

@@ -52,6 +52,7 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
             .with_selections((!config.selections.is_empty()).then(|| config.selections.clone()))
             .with_full_last_layers(Some(config.full_last_layers))
             .with_content(config.content.clone())
+            .with_n_kv_heads(config.kv_heads)
             .with_local_heads((!config.local_heads.is_empty()).then(|| config.local_heads.clone()))
             .with_feed_forward_sparsity(config.ff_weights.map(|weights| {
                 FeedForwardSparsity::new(weights.density)
@@ -98,13 +99,17 @@ pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer>
     Ok(model.with_selections(&[], 0)?)
 }
 
-/// Refuses a model whose heads choose by content, which caches know nothing of.
+/// Refuses a model whose heads choose by content as pools of pages do not.
 ///
 /// # Errors
 /// Names what the model was trained with.
 pub fn check_cached(config: &ModelConfig) -> Result<()> {
     match &config.content {
         None => Ok(()),
+        Some(content) if content.is_prefix_stable() => bail!(
+            "the model was trained with --attention {content}, whose branches pools of pages do not hold, so it neither writes byte by byte nor \
+             reads through a cache here; enwik8 eval without a cache measures it"
+        ),
         Some(content) => bail!(
             "the model was trained with --attention {content}: what its heads see of a byte depends on later ones, so it neither writes byte \
              by byte nor reads through a cache; enwik8 eval without a cache measures it"

@@ -236,9 +236,12 @@ impl Session {
                 }
             };
             let note = if content.is_prefix_stable() { "" } else { leak };
-            say(format!(
-                "          in {local} local heads; keys of the others chosen by {content}{note}"
-            ));
+            say(match content.is_whole_layer() {
+                true => format!("          keys of all heads chosen by {content}{note}"),
+                false => format!(
+                    "          in {local} local heads; keys of the others chosen by {content}{note}"
+                ),
+            });
         }
         for selection in &model.selections {
             let note = match selection.estimator().traits().prefix_stable {
@@ -581,6 +584,9 @@ impl Session {
 /// What layers attend to, in short.
 fn attention_text(model: &ModelConfig) -> String {
     if let Some(content) = &model.content {
+        if content.is_whole_layer() {
+            return content.to_string();
+        }
         return format!("{} and {content}", model.patterns.join(" / "));
     }
     match &model.selections[..] {

@@ -102,6 +102,33 @@ impl BlockLayout {
         Ok(Self::from_heads(name.into(), shape, heads, masks))
     }
 
+    /// The layout in which each of `heads` heads sees what the first one of this layout sees. What is the same for all heads is so built once.
+    ///
+    /// # Errors
+    /// [`LayoutError`] if there are no heads, or too many, or the layout is per batch or lists no blocks.
+    pub fn of_first_head(&self, heads: usize) -> Result<Self, LayoutError> {
+        let shape = LayoutShape {
+            heads,
+            ..*self.shape()
+        };
+        shape.validate()?;
+        if self.batch().is_some() || self.device_choice().is_some() {
+            let expected = "built on the host and shared over the batch";
+            let got = format!("batch {:?}", self.batch());
+            return Err(LayoutError::argument("the layout", expected, got));
+        }
+        let first = self.inner.head_patterns[0] as usize;
+        let rows = self.inner.patterns[first].rows.clone();
+        Ok(Self::from_parts(Inner::new(
+            self.inner.name.clone(),
+            shape,
+            None,
+            vec![0; heads],
+            vec![rows],
+            self.inner.masks.clone(),
+        )))
+    }
+
     /// One layout out of one per batch entry, all of the same shape.
     ///
     /// # Errors

@@ -8,6 +8,8 @@
 //! parts        calls in parts, and who sees whom
 //! selected     attention over what is chosen
 //! query_lists  the queries that chose each block, where every query chooses for itself
+//! lists        attention over such lists, in parts of heads
+//! layouts      layouts of what is forced, which are kept
 //! by_query     the same choice on the host
 //! sharing      whether heads that share keys choose together
 //! text         arguments of selections as text
@@ -21,16 +23,18 @@ mod antidiagonal;
 mod by_query;
 pub(crate) mod estimator;
 mod flex;
+pub(crate) mod layouts;
 mod lines;
+pub(crate) mod lists;
 mod mean;
 mod methods;
 mod moba;
-mod parts;
+pub(crate) mod parts;
 mod quality;
-mod query_lists;
+pub(crate) mod query_lists;
 mod recall;
 pub(crate) mod reference;
-mod selected;
+pub(crate) mod selected;
 pub(crate) mod sharing;
 mod sparge;
 mod text;
@@ -50,13 +54,13 @@ use crate::error::OpError;
 pub use antidiagonal::Antidiagonals;
 pub use estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall};
 pub use flex::{FlexHead, FlexPrefill};
+use layouts::KeptLayouts;
 pub use mean::BlockMeans;
 pub(crate) use mean::{means, products};
 pub use moba::MixtureOfBlocks;
 pub use quality::SelectionQuality;
 pub use query_lists::QueryLists;
 pub use recall::recall;
-use selected::OwnBlocks;
 pub use selected::{SelectedOptions, attention_selected, attention_selected_with_lse};
 pub use sharing::Sharing;
 pub use sparge::SpargeBlocks;
@@ -87,7 +91,7 @@ pub struct Selection {
     keep: Keep,
     forced: Forced,
     sharing: Sharing,
-    own: OwnBlocks,
+    own: KeptLayouts,
 }
 
 /// What a [`Selection`] chose.
@@ -110,7 +114,7 @@ impl Selection {
             keep,
             forced: Forced::default(),
             sharing: Sharing::PerHead,
-            own: OwnBlocks::default(),
+            own: KeptLayouts::default(),
         }
     }
 

@@ -19,6 +19,7 @@ mod heads;
 mod linear;
 mod longformer;
 mod lsh;
+mod nsa;
 mod options;
 mod packed;
 mod pool;
