@@ -9,6 +9,7 @@
 //! selected     attention over what is chosen
 //! query_lists  the queries that chose each block, where every query chooses for itself
 //! by_query     the same choice on the host
+//! estimates    the same scores by kernels, where a device has them
 //! sharing      whether heads that share keys choose together
 //! text         arguments of selections as text
 //! methods      the table of methods, by which selections are read
@@ -19,6 +20,8 @@
 
 mod antidiagonal;
 mod by_query;
+#[cfg(feature = "cube")]
+mod estimates;
 pub(crate) mod estimator;
 mod flex;
 mod lines;
