@@ -46,6 +46,7 @@ mod selected_problem;
 pub mod selection;
 pub mod selection_dense;
 pub mod selection_goldens;
+pub mod selection_long;
 pub mod selection_rules;
 pub mod sharing;
 pub mod stream_dropout;
@@ -560,13 +561,22 @@ pub const CHECKS: &[(&str, Check)] = &[
     ),
 ];
 
-/// Checks that run only if they are named: one that needs a large GPU, and one that takes as long as it is asked to.
+/// Checks that run only if they are named: one that needs a large GPU, one that takes as long as it is asked to, and
+/// those whose loops take long.
 pub const NAMED: &[(&str, Check)] = &[
     (
         "more_than_2_31_elements",
         attention::more_than_2_31_elements,
     ),
     ("fuzz", fuzz::fuzz),
+    (
+        "long_calls_choose_as_loops",
+        selection_long::long_calls_choose_as_loops,
+    ),
+    (
+        "long_gates_choose_as_loops",
+        selection_long::long_gates_choose_as_loops,
+    ),
 ];
 
 /// Makes tests of checks, on the devices of [`devices::devices`].

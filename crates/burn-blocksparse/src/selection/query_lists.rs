@@ -94,10 +94,10 @@ impl QueryLists {
         sizes: &ListSizes,
     ) -> Result<Self, OpError> {
         let ListSizes { grid, most, .. } = sizes;
-        if call.group() == 1 || sharing == Sharing::PerHead {
-            if let Some(blocks) = estimator.picks(call, *most) {
-                return Ok(Self::of_choices(blocks, sizes));
-            }
+        if (call.group() == 1 || sharing == Sharing::PerHead)
+            && let Some(blocks) = estimator.picks(call, *most)
+        {
+            return Ok(Self::of_choices(blocks, sizes));
         }
         let [batch, heads, queries, _] = call.q.dims();
         let slab = (SLAB_SCORES / (batch * heads * grid.blocks())).max(FEWEST_ROWS);

@@ -387,7 +387,7 @@ fn group_masses(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile)
         let column = chunk * comptime!(c.tile.units()) + unit;
         let mut sum = 0.0f32.runtime();
         if column < end {
-            #[unroll(comptime!(in_block <= 16))]
+            #[unroll(c.in_block <= 16)]
             for other in 0..in_block {
                 let place = (first_row + (row * in_block + other).min(g.queries - 1)) * g.pitch;
                 let number = x[place + column] * g.factor;
@@ -400,12 +400,63 @@ fn group_masses(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile)
         let block = chunk * at_once + unit;
         if unit < at_once && block < g.blocks {
             let mut mass = 0.0f32.runtime();
-            #[unroll(comptime!(in_block <= 16))]
+            #[unroll(c.in_block <= 16)]
             for other in 0..in_block {
                 mass += sums[unit * in_block + other];
             }
             out[target + block] = mass;
         }
         sync_cube();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Slabs have every row once, as many numbers as there is room for, and the groups of keys that their rows see.
+    #[test]
+    fn slabs_cover_rows() {
+        for (lists, seq, block, stride, causal) in [
+            (32, [65_536, 65_536], 128, 16, true),
+            (32, [65_536, 65_536], 128, 8, true),
+            (32, [16_384, 16_384], 128, 16, false),
+            (3, [1_000, 70_001], 64, 1, true),
+            (1, [70_001, 1_000], 8, 8, true),
+            (1, [1, 1], 16, 2, true),
+        ] {
+            let of = Antidiagonals {
+                lists: [lists, 1],
+                seq,
+                width: 8,
+                block,
+                stride,
+                causal,
+                factor: 1.0,
+                rows: 0..seq[0].div_ceil(block),
+            };
+            let what = format!("{of:?}");
+            let mut first = 0;
+            let mut slabs = 0;
+            while first < of.rows.end {
+                let rows = of.slab(first);
+                assert!((1..=of.rows.end - first).contains(&rows), "{what}");
+                let columns = of.columns(first + rows);
+                let numbers = lists * rows * of.in_block() * pitch(columns);
+                assert!(rows == 1 || numbers <= NUMBERS, "{what}");
+                // The last position of the last row.
+                let last = ((first + rows) * block).min(seq[0]) as i64 - 1;
+                let last = last + seq[1] as i64 - seq[0] as i64;
+                let seen = match causal {
+                    true => (last + 1).clamp(0, seq[1] as i64) as usize,
+                    false => seq[1],
+                };
+                assert!(columns * stride >= seen, "{what}, {first}");
+                assert!(columns <= of.groups()[1], "{what}");
+                first += rows;
+                slabs += 1;
+            }
+            assert!(slabs <= of.rows.len(), "{what}");
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Rows times rows, `a · bᵀ`, with results in f32.
 
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -101,6 +101,8 @@ fn on_tensor_cores(
     [a, b]: [&RowsView; 2],
     out: &Handle,
 ) -> bool {
+    use cubecl::ir::FloatKind;
+
     use crate::kernels::linear::{
         EpilogueTensors, MatrixView, ProductPlan, ProductRequest, multiply,
     };
@@ -253,16 +255,17 @@ fn fill<E: Float, N: Size>(
     depth: usize,
     first: usize,
 ) {
+    let width = N::value();
     let own = UNIT_POS as usize % comptime!(DEPTH / OWN) * comptime!(OWN);
     #[unroll]
-    for i in 0..comptime!(OWN / N::value()) {
-        let within = own + comptime!(i * N::value());
+    for i in 0..comptime!(OWN / width) {
+        let within = own + comptime!(i * width);
         let at = first + within;
         let inside = is_row && at < depth;
-        let place = (start + select(inside, at, 0usize)) / comptime!(N::value());
+        let place = (start + select(inside, at, 0usize)) / width;
         let numbers = Vector::<f32, N>::cast_from(x[place]);
         #[unroll]
-        for c in 0..comptime!(N::value()) {
+        for c in 0..width {
             let number = select(inside, numbers.extract(c), 0.0f32);
             shared[(within + c) * comptime!(COLUMN) + row] = number;
         }

@@ -44,10 +44,8 @@ const APART: f32 = 1e-6;
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct FlagSizes {
-    lists: usize,
     keys: usize,
     block: usize,
-    blocks: usize,
     /// Flags of a line.
     flags: usize,
     /// The distance of flag 1; the others are whole blocks apart.
@@ -94,10 +92,8 @@ impl Touched {
         let [forced, forced_second] = self.kept.forced(keys);
         let [_, first] = self.offset();
         let sizes = FlagSizesLaunch::new(
-            lists,
             keys,
             self.block,
-            self.blocks(),
             flags,
             first as usize,
             forced,
