@@ -167,6 +167,11 @@ impl Bench<'_> {
         let choose = || selection.choose(&call).expect("shapes fit").layout;
         let layout = choose();
         self.dense = self.time("attention over topk:64,16", || run(&q, &k, &v, &layout));
+        let estimator = selection.estimator();
+        let rows = call.grid(estimator.grid()).rows();
+        self.time("estimate", || {
+            estimator.scores(&call, 0..rows).expect("shapes fit")
+        });
         self.time("choice", choose);
         let all = self.time("choice, plans and attention", || run(&q, &k, &v, &choose()));
         let alone = all - self.dense;
@@ -236,6 +241,11 @@ impl Bench<'_> {
             };
             let choose = || selection.choose(&call).expect("shapes fit").layout;
             self.dense = forward;
+            let estimator = selection.estimator();
+            let rows = call.grid(estimator.grid()).rows();
+            self.time(&format!("{text}: estimate"), || {
+                estimator.scores(&call, 0..rows).expect("shapes fit")
+            });
             self.time(&format!("{text}: choice"), choose);
             self.time(&format!("{text}: choice and attention"), || {
                 run(&q, &k, &v, &choose())

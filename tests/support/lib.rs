@@ -50,6 +50,7 @@ mod selected_problem;
 pub mod selection;
 pub mod selection_dense;
 pub mod selection_goldens;
+pub mod selection_long;
 pub mod selection_rules;
 pub mod sharing;
 pub mod stream_dropout;
@@ -579,7 +580,8 @@ pub const CHECKS: &[(&str, Check)] = &[
     ),
 ];
 
-/// Checks that run only if they are named: one that needs a large GPU, and one that takes as long as it is asked to.
+/// Checks that run only if they are named: one that needs a large GPU, one that takes as long as it is asked to, and
+/// those whose loops take long.
 pub const NAMED: &[(&str, Check)] = &[
     (
         "more_than_2_31_elements",
@@ -594,6 +596,14 @@ pub const NAMED: &[(&str, Check)] = &[
     (
         "pieces_are_rows_of_the_whole",
         fuzz_decoding::pieces_are_rows_of_the_whole,
+    ),
+    (
+        "long_calls_choose_as_loops",
+        selection_long::long_calls_choose_as_loops,
+    ),
+    (
+        "long_gates_choose_as_loops",
+        selection_long::long_gates_choose_as_loops,
     ),
 ];
 

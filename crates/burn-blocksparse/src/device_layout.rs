@@ -233,7 +233,12 @@ impl DeviceLayout {
             causal,
             by: ChosenBy::Scores(rule),
         };
-        let scores = scores.detach().without_autodiff().cast(DType::F32);
+        let scores = scores.detach().without_autodiff();
+        // A cast to the same type would be an operation.
+        let scores = match scores.dtype() {
+            DType::F32 => scores,
+            _ => scores.cast(DType::F32),
+        };
         Self::new(&name, shape, choice, Chooser::Scores(scores, rule))
     }
 

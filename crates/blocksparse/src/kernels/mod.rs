@@ -55,6 +55,7 @@ mod pass;
 pub mod recording;
 pub mod rows;
 pub mod seeds;
+pub mod selection;
 mod shared;
 mod simt;
 mod slices;

@@ -12,6 +12,8 @@ mod blocks;
 pub(crate) mod cube;
 mod dropout;
 pub(crate) mod embedding;
+#[cfg(feature = "cube")]
+pub(crate) mod estimates;
 mod fixed;
 pub(crate) mod heads;
 pub(crate) mod linear;

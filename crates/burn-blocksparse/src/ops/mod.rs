@@ -4,6 +4,8 @@ mod activation;
 mod block_sparse;
 mod dropout;
 mod embedding;
+#[cfg(feature = "cube")]
+mod estimates;
 mod fixed;
 mod heads;
 mod linear;
@@ -24,6 +26,8 @@ pub use activation::ActivationOps;
 pub use block_sparse::BlockSparseLinearOps;
 pub use dropout::DropoutOps;
 pub use embedding::EmbeddingOps;
+#[cfg(feature = "cube")]
+pub use estimates::{EstimateOps, MeanScores};
 pub use fixed::FixedOps;
 pub use heads::HeadOps;
 pub use linear::LinearOps;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 
 use blocksparse::{EstimateKind, Rule, ScoreGrid};
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 
 use super::sharing::Sharing;
 use crate::error::OpError;
@@ -183,4 +183,10 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
 
     /// The same in plain f64 loops: `[heads][rows][blocks]`.
     fn reference(&self, call: &DenseCall) -> Vec<f64>;
+
+    /// Where every query chooses for itself, the blocks of the `most` highest scores before its own, if there is a shorter way to them than by
+    /// [`scores`](Self::scores): `[batch, heads, queries, most]` by falling score, of equal ones the earlier, −1 where there are fewer.
+    fn picks(&self, _call: &ScoreCall, _most: usize) -> Option<Tensor<4, Int>> {
+        None
+    }
 }

@@ -3,9 +3,13 @@
 use std::ops::Range;
 
 use blocksparse::{BLOCK_SIZES, EstimateKind, Forced, Keep, Rule};
+#[cfg(feature = "cube")]
+use burn::tensor::Int;
 use burn::tensor::{DType, Tensor};
 
 use super::Selection;
+#[cfg(feature = "cube")]
+use super::estimates;
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
 use super::mean::{means, means_reference, products};
 use super::sharing::Sharing;
@@ -120,6 +124,11 @@ impl BlockEstimator for MixtureOfBlocks {
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let q = call.q.clone().slice_dim(2, rows).cast(DType::F32);
         Ok(products(q, means(call.k.clone(), self.block), call.group()))
+    }
+
+    #[cfg(feature = "cube")]
+    fn picks(&self, call: &ScoreCall, most: usize) -> Option<Tensor<4, Int>> {
+        estimates::picks(call, self.block, most)
     }
 
     fn reference(&self, call: &DenseCall) -> Vec<f64> {

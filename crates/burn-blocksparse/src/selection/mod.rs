@@ -11,6 +11,7 @@
 //! lists        attention over such lists, in parts of heads
 //! layouts      layouts of what is forced, which are kept
 //! by_query     the same choice on the host
+//! estimates    the same scores by kernels, where a device has them
 //! sharing      whether heads that share keys choose together
 //! text         arguments of selections as text
 //! methods      the table of methods, by which selections are read
@@ -21,6 +22,8 @@
 
 mod antidiagonal;
 mod by_query;
+#[cfg(feature = "cube")]
+mod estimates;
 pub(crate) mod estimator;
 mod flex;
 pub(crate) mod layouts;

@@ -95,6 +95,14 @@ fn tile(block: usize) -> usize {
     }
 }
 
+impl ListSizes {
+    /// Blocks that a query chooses, at most, if it chooses from all blocks before its own.
+    pub(crate) fn before_own(&self) -> Option<usize> {
+        let own = Forced { first: 0, local: 1 };
+        (self.forced == own).then_some(self.most)
+    }
+}
+
 impl QueryLists {
     /// The blocks of highest scores beside the forced ones, and their lists. `scores` gives those of rows of queries, f32 `[batch, lists, rows, blocks]`
     /// without autodiff; it makes as many of them for each of `all` heads.
@@ -138,7 +146,7 @@ impl QueryLists {
     }
 
     /// The lists of chosen blocks.
-    fn of_choices(blocks: Tensor<4, Int>, sizes: &ListSizes) -> Self {
+    pub(crate) fn of_choices(blocks: Tensor<4, Int>, sizes: &ListSizes) -> Self {
         let [.., most] = blocks.dims();
         let wanted = QueryTiles::new(sizes.grid.blocks(), sizes.tiles, sizes.tile);
         let listed =

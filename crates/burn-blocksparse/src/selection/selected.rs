@@ -7,6 +7,7 @@ use super::Selection;
 use super::estimator::ScoreCall;
 use super::lists::attention_of_choice;
 use super::query_lists::{ListSizes, QueryLists};
+use super::sharing::Sharing;
 use crate::attention::attention_with_lse;
 use crate::check;
 use crate::error::OpError;
@@ -185,6 +186,12 @@ impl Selection {
             k: call.k.clone().without_autodiff(),
             ..*call
         };
+        if let Some(most) = sizes.before_own()
+            && (call.group() == 1 || self.sharing == Sharing::PerHead)
+            && let Some(blocks) = self.estimator.picks(&call, most)
+        {
+            return Ok(QueryLists::of_choices(blocks, sizes));
+        }
         let [batch, heads, ..] = call.q.dims();
         let scores = |rows| {
             let scores = self.estimator.scores(&call, rows)?;

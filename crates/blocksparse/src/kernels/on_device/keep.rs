@@ -1,7 +1,8 @@
 //! From scores to bits: the rules of [`Rule`], on the device.
 //!
 //! Nothing is sorted. Scores in their order are whole numbers in the same order, so how many are above one, and how much they weigh, is asked of a
-//! bound, which 32 halvings find. A cube has a row, and where a row is no longer than its units can hold, its numbers are read once.
+//! bound, which 32 halvings find. A cube has a row, and where a row is no longer than its units can hold, its numbers are read once. Where there are planes
+//! of 32 units and rows are short, [`keep_planes`](super::keep_planes) does the same.
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -27,11 +28,23 @@ const MOST_HELD: usize = 16;
 
 /// What of a [`Keep`] is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum By {
+pub enum By {
     TopK,
     Ratio,
     TopP,
     AboveMax,
+}
+
+impl By {
+    /// What of a rule is compiled.
+    pub fn of(rule: &Rule) -> Self {
+        match rule.keep {
+            Keep::TopK(_) => Self::TopK,
+            Keep::Ratio(_) => Self::Ratio,
+            Keep::TopP { .. } => Self::TopP,
+            Keep::AboveMax(_) => Self::AboveMax,
+        }
+    }
 }
 
 /// What is compiled into the kernel.
@@ -73,12 +86,7 @@ impl Chosen {
                 row_vectors: 0,
                 plane: tile.plane.min(lanes),
             },
-            by: match rule.keep {
-                Keep::TopK(_) => By::TopK,
-                Keep::Ratio(_) => By::Ratio,
-                Keep::TopP { .. } => By::TopP,
-                Keep::AboveMax(_) => By::AboveMax,
-            },
+            by: By::of(rule),
             kind: rule.kind,
             causal,
             held: if held <= MOST_HELD { held } else { 0 },
@@ -124,18 +132,18 @@ pub fn numbers(rule: &Rule, blocks: usize) -> NumbersLaunch {
 
 /// A row of scores.
 #[derive(CubeType, Clone, Copy)]
-struct Row {
+pub struct Row {
     /// Where it begins.
-    start: usize,
+    pub start: usize,
     /// Its block of queries.
-    q_block: usize,
+    pub q_block: usize,
     /// The largest score that is visible.
-    largest: f32,
+    pub largest: f32,
 }
 
 /// Whether a block is chosen whatever its score.
 #[cube]
-fn forced(q_block: usize, kv_block: usize, grid: &Grid, rule: &Numbers) -> bool {
+pub fn forced(q_block: usize, kv_block: usize, grid: &Grid, rule: &Numbers) -> bool {
     let start = (kv_block * grid.block) as i32;
     let near = start <= last_position(q_block, grid)
         && first_position(q_block, grid) - start < (rule.local * grid.block) as i32;
@@ -163,11 +171,11 @@ fn number(key: u32) -> f32 {
 }
 
 /// The key of +∞: as a mass, of a block that is wanted whatever the others get, and weighs nothing.
-const WANTED: u32 = 0xff80_0000;
+pub const WANTED: u32 = 0xff80_0000;
 
 /// A score of which a weight is made, by its key.
 #[cube]
-fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
+pub fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
     let least = comptime!(match kind {
         EstimateKind::Mass => 0.0f32,
         EstimateKind::Affinity => -LARGEST,
@@ -184,7 +192,7 @@ fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
 
 /// What a block weighs, by its key.
 #[cube]
-fn weight(key: u32, row: &Row, #[comptime] kind: EstimateKind) -> f32 {
+pub fn weight(key: u32, row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     let value = value(key, kind);
     match comptime!(kind) {
         EstimateKind::Mass => value,
@@ -550,7 +558,7 @@ pub fn from_scores(
 
 /// What the largest score of a row weighs.
 #[cube]
-fn weight_of_largest(row: &Row, #[comptime] kind: EstimateKind) -> f32 {
+pub fn weight_of_largest(row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     match comptime!(kind) {
         EstimateKind::Mass => row.largest,
         EstimateKind::Affinity => 1.0f32.runtime(),

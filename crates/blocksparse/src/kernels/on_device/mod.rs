@@ -4,8 +4,9 @@
 //! chooses for itself, [`query_lists`] packs those that chose the same block.
 
 mod at_once;
-mod bits;
-mod keep;
+pub(super) mod bits;
+pub(super) mod keep;
+mod keep_planes;
 mod query_lists;
 mod words;
 
@@ -26,6 +27,7 @@ use crate::plan::{Sections, Tiling, Walk};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
 use at_once::Once;
 use bits::GridLaunch;
+use keep_planes::ByPlanes;
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
 use words::{Cut, ExtentLaunch, HeadsLaunch, PlacesLaunch};
 
@@ -139,16 +141,28 @@ fn row_bits(
                 client, cubes, dim, address, input, output, grid, most, rows, causal,
             );
         },
-        // SAFETY: likewise a cube, of the row's scores.
-        ChosenBy::Scores(rule) => unsafe {
+        ChosenBy::Scores(rule) => {
             let most = layout.kv_blocks();
-            let chosen = keep::Chosen::new(client.properties(), &rule, most, causal)?;
-            let (cubes, dim) = (cubes(client, rows), CubeDim::new_1d(chosen.units()));
             let numbers = keep::numbers(&rule, most);
-            keep::from_scores::launch_unchecked(
-                client, cubes, dim, address, input, output, grid, numbers, rows, chosen,
-            );
-        },
+            match ByPlanes::new(client.properties(), &rule, most, causal) {
+                // SAFETY: likewise a plane, of the row's scores.
+                Some(planes) => unsafe {
+                    let cubes = cubes(client, rows.div_ceil(planes.rows()));
+                    let dim = CubeDim::new_1d(planes.units());
+                    keep_planes::from_scores_by_planes::launch_unchecked(
+                        client, cubes, dim, address, input, output, grid, numbers, rows, planes,
+                    );
+                },
+                // SAFETY: likewise a cube.
+                None => unsafe {
+                    let chosen = keep::Chosen::new(client.properties(), &rule, most, causal)?;
+                    let (cubes, dim) = (cubes(client, rows), CubeDim::new_1d(chosen.units()));
+                    keep::from_scores::launch_unchecked(
+                        client, cubes, dim, address, input, output, grid, numbers, rows, chosen,
+                    );
+                },
+            }
+        }
     }
     Ok(made)
 }
