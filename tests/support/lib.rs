@@ -32,6 +32,7 @@ mod norm_problem;
 pub mod optim;
 pub mod options;
 pub mod packed;
+pub mod page_choice;
 pub mod paged;
 mod paged_problem;
 pub mod paged_quantised;
@@ -146,6 +147,10 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "replayed_decoding_survives_errors",
         graph_decoding::replayed_decoding_survives_errors,
+    ),
+    (
+        "replayed_decoding_chooses_pages",
+        graph_decoding::replayed_decoding_chooses_pages,
     ),
     (
         "decoding_reserves_nothing_more",
@@ -467,6 +472,10 @@ pub const CHECKS: &[(&str, Check)] = &[
         "moba_on_planted_structure",
         selected_planted::moba_on_planted_structure,
     ),
+    (
+        "quest_on_planted_structure",
+        selected_planted::quest_on_planted_structure,
+    ),
     ("rows_at_equals_f64", selected_lists::rows_at_equals_f64),
     ("embedding_equals_f64", embedding::embedding_equals_f64),
     (
@@ -513,6 +522,11 @@ pub const CHECKS: &[(&str, Check)] = &[
     ),
     ("paged_attention_plans", paged::paged_attention_plans),
     ("appended_rows", paged::appended_rows),
+    (
+        "chosen_pages_equal_f64",
+        page_choice::chosen_pages_equal_f64,
+    ),
+    ("picks_of_any_scores", page_choice::picks_of_any_scores),
     ("quantised_rows", paged_quantised::quantised_rows),
     (
         "quantised_rows_golden",

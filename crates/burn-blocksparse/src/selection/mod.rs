@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! estimator    what a method is: scores of blocks by queries and keys
-//! mean, moba, antidiagonal, sparge, flex, vertical_slash
+//! mean, moba, quest, antidiagonal, sparge, flex, vertical_slash
 //!              methods
 //! lines        columns and diagonals of attention, for the last two
 //! parts        calls in parts, and who sees whom
@@ -28,6 +28,7 @@ mod moba;
 mod parts;
 mod quality;
 mod query_lists;
+mod quest;
 mod recall;
 pub(crate) mod reference;
 mod selected;
@@ -48,13 +49,16 @@ use crate::device::served;
 use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
 use crate::error::OpError;
 pub use antidiagonal::Antidiagonals;
-pub use estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall};
+pub use estimator::{
+    BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, PageSummary, ScoreCall,
+};
 pub use flex::{FlexHead, FlexPrefill};
 pub use mean::BlockMeans;
 pub(crate) use mean::{means, products};
 pub use moba::MixtureOfBlocks;
 pub use quality::SelectionQuality;
 pub use query_lists::QueryLists;
+pub use quest::PageBounds;
 pub use recall::recall;
 use selected::OwnBlocks;
 pub use selected::{SelectedOptions, attention_selected, attention_selected_with_lse};

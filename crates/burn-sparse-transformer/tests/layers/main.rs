@@ -22,6 +22,7 @@ mod lsh;
 mod options;
 mod packed;
 mod pool;
+mod pool_choice;
 mod pool_kept;
 mod pool_quantised;
 mod robustness;

@@ -26,6 +26,7 @@ use crate::plan::{Sections, Tiling, Walk};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
 use at_once::Once;
 use bits::GridLaunch;
+pub(super) use keep::key;
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
 use words::{Cut, ExtentLaunch, HeadsLaunch, PlacesLaunch};
 
