@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device};
 use burn_blocksparse::{
-    Antidiagonals, BlockEstimator, BlockMeans, EstimateKind, FlexPrefill, Keep, PageBounds,
-    ScoreCall, ScoreGrid, SpargeBlocks, VerticalSlash,
+    Antidiagonals, BlockEstimator, BlockMeans, EstimateKind, FlexPrefill, Forced, Keep, PageBounds,
+    Rule, ScoreCall, ScoreGrid, SpargeBlocks, VerticalSlash,
 };
 
 use crate::compare::to_f64;
@@ -329,7 +329,7 @@ fn flex(devices: &[Device]) {
     }
 }
 
-/// Bounds of the pages of query 15, and the two pages of each head, and of both, that score highest.
+/// Bounds of the pages of query 15, and the two pages that each head chooses, and both together.
 fn quest(devices: &[Device]) {
     let dense = golden(0.5);
     let estimator = PageBounds {
@@ -344,12 +344,16 @@ fn quest(devices: &[Device]) {
         [1.0156, 2.3438, 1.4062, 0.1562],
         [0.8438, 0.1875, 0.0, 0.3750],
     ];
-    let highest = |scores: &[f64]| {
-        let mut order: Vec<usize> = (0..4).collect();
-        order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
-        order.truncate(2);
-        order.sort_unstable();
-        order
+    // The query's own page, and one more.
+    let chosen = |scores: &[f64]| {
+        let grid = ScoreGrid {
+            query_rows: 1,
+            ..square_grid(BLOCK, ROWS)
+        };
+        let forced = Forced { first: 0, local: 1 };
+        let (kind, keep) = (EstimateKind::Affinity, Keep::TopK(2));
+        let rule = Rule { kind, keep, forced };
+        places(&rule.kept(&grid, 15, scores))
     };
     let reference = estimator.reference(&dense.call());
     let of_head = |scores: &[f64], head: usize| scores[(head * ROWS + 15) * 4..][..4].to_vec();
@@ -373,12 +377,13 @@ fn quest(devices: &[Device]) {
                 .zip(&scores)
                 .all(|(product, bound)| product <= bound)
         );
-        assert_eq!(highest(&scores), [[1, 3], [0, 3]][head]);
+        assert_eq!(chosen(&scores), [[1, 3], [0, 3]][head]);
     }
     let sums: Vec<f64> = (0..4)
         .map(|page| of_head(&reference, 0)[page] + of_head(&reference, 1)[page])
         .collect();
     assert_printed("sums of bounds", &sums, &[3.7656, 3.8281, 2.8438, 2.2812]);
+    assert_eq!(chosen(&sums), [1, 3]);
     for device in devices {
         let q = tensor(&dense.q, [1, 2, ROWS, 4], device, DType::F32);
         let k = tensor(&dense.k, [1, 1, ROWS, 4], device, DType::F32);
