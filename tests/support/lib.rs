@@ -35,6 +35,7 @@ mod nsa_problem;
 pub mod optim;
 pub mod options;
 pub mod packed;
+pub mod page_choice;
 pub mod paged;
 mod paged_problem;
 pub mod paged_quantised;
@@ -152,6 +153,10 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "replayed_decoding_survives_errors",
         graph_decoding::replayed_decoding_survives_errors,
+    ),
+    (
+        "replayed_decoding_chooses_pages",
+        graph_decoding::replayed_decoding_chooses_pages,
     ),
     (
         "decoding_reserves_nothing_more",
@@ -478,6 +483,10 @@ pub const CHECKS: &[(&str, Check)] = &[
         "moba_on_planted_structure",
         selected_planted::moba_on_planted_structure,
     ),
+    (
+        "quest_on_planted_structure",
+        selected_planted::quest_on_planted_structure,
+    ),
     ("rows_at_equals_f64", selected_lists::rows_at_equals_f64),
     ("nsa_equals_f64", nsa::nsa_equals_f64),
     ("nsa_in_half_precision", nsa::nsa_in_half_precision),
@@ -533,6 +542,11 @@ pub const CHECKS: &[(&str, Check)] = &[
     ),
     ("paged_attention_plans", paged::paged_attention_plans),
     ("appended_rows", paged::appended_rows),
+    (
+        "chosen_pages_equal_f64",
+        page_choice::chosen_pages_equal_f64,
+    ),
+    ("picks_of_any_scores", page_choice::picks_of_any_scores),
     ("quantised_rows", paged_quantised::quantised_rows),
     (
         "quantised_rows_golden",

@@ -140,7 +140,7 @@ impl SparseMultiHeadAttention {
     /// That a call that knows patterns alone is not one of a module that chooses.
     pub(crate) fn ensure_unselected(&self) -> Result<(), TransformerError> {
         self.ensure_no_content()?;
-        let expected = "none where layouts are the pattern's (padding, packed sequences, weights, pools): \
+        let expected = "none where layouts are the pattern's (padding, packed sequences, weights): \
                         take it out by `with_selection(None)`";
         ensure_none("selection", self.selection.is_some(), expected)
     }
@@ -164,7 +164,8 @@ pub(crate) fn check_selection(
     )
 }
 
-/// The selection of layer `layer`: they take turns, but the last layers have none, if only because a selection says so.
+/// The selection of layer `layer`: they take turns, but the first and the last layers have none where a selection says so, the last ones also where the
+/// model does.
 pub(crate) fn of_layer(
     selections: &[Selection],
     layer: usize,
@@ -176,7 +177,8 @@ pub(crate) fn of_layer(
     }
     let selection = &selections[layer % selections.len()];
     let full_last = full_last.max(selection.estimator().full_last_layers());
-    (layer + full_last < n_layers).then(|| selection.clone())
+    let full_first = selection.estimator().full_first_layers();
+    (layer >= full_first && layer + full_last < n_layers).then(|| selection.clone())
 }
 
 impl SparseTransformer {

@@ -28,6 +28,7 @@ mod norm;
 pub(crate) mod optim;
 #[cfg(feature = "autodiff")]
 mod outputs;
+mod page_choice;
 pub(crate) mod paged;
 pub(crate) mod projection;
 mod rows;

@@ -30,6 +30,16 @@ pub struct EstimatorTraits {
     pub causal_only: bool,
 }
 
+/// What a pool of pages has to know of each page for an estimator's scores, besides its keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PageSummary {
+    /// The largest and the smallest number of each channel: scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
+    Bounds,
+    /// The mean of the keys: scores are `q · mean`.
+    Mean,
+}
+
 /// Queries and keys whose blocks are to be scored.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -172,6 +182,16 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
     /// So many of a model's last layers attend to all keys in the method's place, for the layers of a model to read.
     fn full_last_layers(&self) -> usize {
         0
+    }
+
+    /// So many of a model's first layers attend to all keys in the method's place, for the layers of a model to read.
+    fn full_first_layers(&self) -> usize {
+        0
+    }
+
+    /// What of each page of keys its scores follow from, if a [pool of pages](crate::select_pages) can choose by it.
+    fn page_summary(&self) -> Option<PageSummary> {
+        None
     }
 
     /// The scores of rows of queries, f32 `[batch, heads, rows, blocks]`. Those of blocks that a row does not see count for nothing, whatever they are.

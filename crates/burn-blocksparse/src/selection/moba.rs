@@ -10,7 +10,9 @@ use burn::tensor::{DType, Tensor};
 use super::Selection;
 #[cfg(feature = "cube")]
 use super::estimates;
-use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+use super::estimator::{
+    BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, PageSummary, ScoreCall, dot,
+};
 use super::mean::{means, means_reference, products};
 use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
@@ -119,6 +121,10 @@ impl BlockEstimator for MixtureOfBlocks {
 
     fn full_last_layers(&self) -> usize {
         self.full_last_layers
+    }
+
+    fn page_summary(&self) -> Option<PageSummary> {
+        Some(PageSummary::Mean)
     }
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {

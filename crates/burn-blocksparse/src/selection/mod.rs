@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! estimator    what a method is: scores of blocks by queries and keys
-//! mean, moba, antidiagonal, sparge, flex, vertical_slash
+//! mean, moba, quest, antidiagonal, sparge, flex, vertical_slash
 //!              methods
 //! lines        columns and diagonals of attention, for the last two
 //! parts        calls in parts, and who sees whom
@@ -35,6 +35,7 @@ mod moba;
 pub(crate) mod parts;
 mod quality;
 pub(crate) mod query_lists;
+mod quest;
 mod recall;
 pub(crate) mod reference;
 pub(crate) mod selected;
@@ -55,7 +56,9 @@ use crate::device::served;
 use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
 use crate::error::OpError;
 pub use antidiagonal::Antidiagonals;
-pub use estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall};
+pub use estimator::{
+    BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, PageSummary, ScoreCall,
+};
 pub use flex::{FlexHead, FlexPrefill};
 use layouts::KeptLayouts;
 pub use mean::BlockMeans;
@@ -63,6 +66,7 @@ pub(crate) use mean::{means, products};
 pub use moba::MixtureOfBlocks;
 pub use quality::SelectionQuality;
 pub use query_lists::QueryLists;
+pub use quest::PageBounds;
 pub use recall::recall;
 pub use selected::{SelectedOptions, attention_selected, attention_selected_with_lse};
 pub use sharing::Sharing;

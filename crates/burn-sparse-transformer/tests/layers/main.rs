@@ -23,6 +23,7 @@ mod nsa;
 mod options;
 mod packed;
 mod pool;
+mod pool_choice;
 mod pool_kept;
 mod pool_quantised;
 mod robustness;

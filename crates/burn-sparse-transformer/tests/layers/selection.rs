@@ -85,6 +85,8 @@ fn layers_take_turns() {
         quality.iter().map(Vec::len).collect::<Vec<_>>(),
         [2, 2, 2, 0]
     );
+    let first = model(&["quest:8,24,1"], 2, &device);
+    assert_eq!(of(&first), ["", "quest:8,24,1", "", ""]);
     let none = two.with_selections(&[], 0).unwrap();
     assert_eq!(of(&none), [""; 4]);
     let all = text("topk:8,ratio=1");
@@ -200,7 +202,6 @@ fn what_knows_patterns_alone_is_refused() {
     let refused = [
         mha.forward_packed(one, &[0, 9, 16]).map(drop),
         mha.forward_with_weights(input()).map(drop),
-        KvPool::for_attention(&mha, &KvPoolConfig::new(2, 16)).map(drop),
     ];
     for result in refused {
         let error = result.unwrap_err().to_string();
@@ -209,6 +210,9 @@ fn what_knows_patterns_alone_is_refused() {
             "{error}"
         );
     }
+    let error = KvPool::for_attention(&mha, &KvPoolConfig::new(2, 16)).unwrap_err();
+    let stable = "selection must be prefix stable with a cache";
+    assert!(error.to_string().starts_with(stable), "{error}");
     let mut cache = SparseMhaCache::new();
     let error = mha
         .forward_cache(input(), &mut cache)

@@ -28,6 +28,7 @@ use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
 use at_once::Once;
 use bits::GridLaunch;
 use keep_planes::ByPlanes;
+pub(super) use keep::key;
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
 use words::{Cut, ExtentLaunch, HeadsLaunch, PlacesLaunch};
 
