@@ -2,6 +2,7 @@
 
 use burn_blocksparse_tests::devices::devices;
 use burn_blocksparse_tests::fuzz::{fuzz, fuzz_of_the_day};
+use burn_blocksparse_tests::selection_fuzz::{random_choices, some_random_choices};
 
 /// The same 200 cases each time, and 100 of the day, which are printed.
 #[test]
@@ -13,4 +14,16 @@ fn random_cases_of_the_day_equal_f64() {
 #[ignore = "takes as long as it is asked to: see docs/reliability.md"]
 fn random_cases_equal_f64() {
     fuzz(&devices());
+}
+
+#[test]
+fn some_random_choices_equal_f64() {
+    some_random_choices(&devices());
+}
+
+/// `BURN_SPARSE_FUZZ_SELECTIONS=1000 cargo test -p burn-blocksparse-tests --test suite -- random_choices --ignored --nocapture`
+#[test]
+#[ignore = "takes as long as it is asked to: see docs/reliability.md"]
+fn random_choices_equal_f64() {
+    random_choices(&devices());
 }

@@ -65,7 +65,7 @@ fn run_seeds(devices: &[Device], first: u64, count: u64) {
     assert!(failed.is_empty(), "{} failed: {failed:?}", failed.len());
 }
 
-fn number(name: &str, default: u64) -> u64 {
+pub(crate) fn number(name: &str, default: u64) -> u64 {
     match std::env::var(name) {
         Ok(text) => text
             .parse()

@@ -11,6 +11,7 @@ pub mod cases;
 pub mod compare;
 pub mod device_layout;
 mod device_layout_case;
+pub mod device_layout_within;
 pub mod devices;
 pub mod embedding;
 pub mod eviction;
@@ -45,8 +46,10 @@ pub mod selected_planted;
 mod selected_problem;
 pub mod selection;
 pub mod selection_dense;
+pub mod selection_fuzz;
 pub mod selection_goldens;
 pub mod selection_rules;
+pub mod selection_runs;
 pub mod sharing;
 pub mod stream_dropout;
 
@@ -567,6 +570,29 @@ pub const NAMED: &[(&str, Check)] = &[
         attention::more_than_2_31_elements,
     ),
     ("fuzz", fuzz::fuzz),
+    ("random_choices", selection_fuzz::random_choices),
+    (
+        "choices_give_the_same_bits",
+        selection_runs::choices_give_the_same_bits,
+    ),
+    ("choices_are_replayed", selection_runs::choices_are_replayed),
+    (
+        "outputs_are_bounded_by_recall",
+        selection_runs::outputs_are_bounded_by_recall,
+    ),
+    ("rules_are_nested", selection_runs::rules_are_nested),
+    (
+        "blocks_within_a_layout_equal_f64",
+        device_layout_within::blocks_within_a_layout_equal_f64,
+    ),
+    (
+        "rules_within_a_layout",
+        device_layout_within::rules_within_a_layout,
+    ),
+    (
+        "layouts_within_give_the_same_bits",
+        device_layout_within::layouts_within_give_the_same_bits,
+    ),
 ];
 
 /// Makes tests of checks, on the devices of [`devices::devices`].

@@ -17,6 +17,7 @@ mod rows;
 mod serial;
 mod shape;
 pub(crate) mod text;
+mod within;
 
 use std::any::Any;
 use std::fmt;
@@ -78,6 +79,8 @@ pub(crate) struct Inner {
     parts: Option<Vec<Part>>,
     /// Blocks are chosen on a device, and none are listed here.
     pub choice: Option<DeviceChoice>,
+    /// What those blocks are chosen from.
+    pub within: Option<BlockLayout>,
     attachments: Attachments,
 }
 
@@ -425,6 +428,7 @@ impl Inner {
             masks,
             parts: None,
             choice: None,
+            within: None,
             attachments: Attachments::default(),
         }
     }
