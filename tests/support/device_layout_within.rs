@@ -21,7 +21,7 @@ fn cuts() -> Vec<(Case, BlockLayout)> {
         let layout = BlockLayout::new(&pattern, case.shape()).unwrap();
         (case, layout)
     };
-    let halves = Pattern::per_head([Pattern::local(30), Pattern::fixed(32, 5)]);
+    let halves = Pattern::per_head([Pattern::local(30), Pattern::fixed(32, 4)]);
     let packed = Pattern::packed([0, 21, 50, 51], Pattern::causal());
     let padded = |case: Case, pattern: Pattern, real: [usize; 2]| {
         let (case, layout) = of(case, pattern);
@@ -39,7 +39,7 @@ fn cuts() -> Vec<(Case, BlockLayout)> {
         ),
         of(
             Case::new("stripes, one choice for all", 100, 100, 32).shared(true, true),
-            Pattern::fixed(64, 10),
+            Pattern::fixed(64, 8),
         ),
         of(
             Case::new("heads that differ, one choice", 90, 90, 8).shared(true, true),

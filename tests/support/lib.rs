@@ -471,6 +471,29 @@ pub const CHECKS: &[(&str, Check)] = &[
         selected_planted::moba_on_planted_structure,
     ),
     ("rows_at_equals_f64", selected_lists::rows_at_equals_f64),
+    ("some_random_choices", selection_fuzz::some_random_choices),
+    (
+        "choices_give_the_same_bits",
+        selection_runs::choices_give_the_same_bits,
+    ),
+    ("choices_are_replayed", selection_runs::choices_are_replayed),
+    (
+        "outputs_are_bounded_by_recall",
+        selection_runs::outputs_are_bounded_by_recall,
+    ),
+    ("rules_are_nested", selection_runs::rules_are_nested),
+    (
+        "blocks_within_a_layout_equal_f64",
+        device_layout_within::blocks_within_a_layout_equal_f64,
+    ),
+    (
+        "rules_within_a_layout",
+        device_layout_within::rules_within_a_layout,
+    ),
+    (
+        "layouts_within_give_the_same_bits",
+        device_layout_within::layouts_within_give_the_same_bits,
+    ),
     ("embedding_equals_f64", embedding::embedding_equals_f64),
     (
         "embedding_in_half_precision",
@@ -571,28 +594,6 @@ pub const NAMED: &[(&str, Check)] = &[
     ),
     ("fuzz", fuzz::fuzz),
     ("random_choices", selection_fuzz::random_choices),
-    (
-        "choices_give_the_same_bits",
-        selection_runs::choices_give_the_same_bits,
-    ),
-    ("choices_are_replayed", selection_runs::choices_are_replayed),
-    (
-        "outputs_are_bounded_by_recall",
-        selection_runs::outputs_are_bounded_by_recall,
-    ),
-    ("rules_are_nested", selection_runs::rules_are_nested),
-    (
-        "blocks_within_a_layout_equal_f64",
-        device_layout_within::blocks_within_a_layout_equal_f64,
-    ),
-    (
-        "rules_within_a_layout",
-        device_layout_within::rules_within_a_layout,
-    ),
-    (
-        "layouts_within_give_the_same_bits",
-        device_layout_within::layouts_within_give_the_same_bits,
-    ),
 ];
 
 /// Makes tests of checks, on the devices of [`devices::devices`].

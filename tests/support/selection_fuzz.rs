@@ -146,7 +146,8 @@ impl Fuzz {
         let block = one(rng, &[8, 8, 16, 32]);
         let selection = selection(rng, block);
         let by_query = selection.estimator().grid().query_rows == 1;
-        let seq_kv = 1 + rng.random_range(0..one(rng, &[24, 90]));
+        let longest = one(rng, &[24, 90]);
+        let seq_kv = 1 + rng.random_range(0..longest);
         let is_square = by_query || rng.random_range(0..4) > 0;
         let seq_q = match is_square {
             true => seq_kv,
@@ -162,7 +163,7 @@ impl Fuzz {
             head_dim: one(rng, &[4, 8, 16]),
             value_dim: 8,
         };
-        let causal = by_query || rng.random_range(0..3) > 0;
+        let causal = selection.estimator().traits().causal_only || rng.random_range(0..3) > 0;
         let pattern = (!by_query && rng.random_range(0..3) == 0).then(|| {
             let any = [
                 Pattern::local(1 + rng.random_range(0..seq_kv)),

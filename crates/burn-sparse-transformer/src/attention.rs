@@ -3,14 +3,14 @@ use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::Tensor;
 use burn_blocksparse::{
     Activation, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
-    Dropout as WeightDropout, Layout, OpError, Pattern, Seed, Selection, attention_with_tensors,
+    Dropout as WeightDropout, Layout, Pattern, Seed, Selection, attention_with_tensors,
     attention_with_tensors_and_weights, bias_activation,
 };
 
 use crate::call::Call;
 use crate::content::{ContentHeads, Seen};
 use crate::dropout::Seeds;
-use crate::error::{ensure, ensure_none, ensure_shape};
+use crate::error::{ensure, ensure_shape};
 use crate::heads::{Positions, rotate};
 use crate::layouts::{Layouts, Request};
 use crate::stream::Projected;

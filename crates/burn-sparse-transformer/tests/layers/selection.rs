@@ -247,7 +247,7 @@ fn patterns_cut_what_is_chosen() {
     let x = random([2, 75, D_MODEL], &device);
     for pattern in [
         Pattern::local(30),
-        Pattern::fixed(32, 5),
+        Pattern::fixed(32, 4),
         Pattern::packed([0, 21, 50], Pattern::causal()),
         Pattern::per_head([Pattern::local(9), Pattern::causal()]),
         Pattern::window(12),
