@@ -11,6 +11,7 @@ pub mod cases;
 pub mod compare;
 pub mod device_layout;
 mod device_layout_case;
+pub mod device_layout_within;
 pub mod devices;
 pub mod embedding;
 pub mod eviction;
@@ -50,9 +51,11 @@ pub mod selected_planted;
 mod selected_problem;
 pub mod selection;
 pub mod selection_dense;
+pub mod selection_fuzz;
 pub mod selection_goldens;
 pub mod selection_long;
 pub mod selection_rules;
+pub mod selection_runs;
 pub mod sharing;
 pub mod stream_dropout;
 pub mod widths;
@@ -497,6 +500,29 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("nsa_is_prefix_stable", nsa::nsa_is_prefix_stable),
     ("nsa_gives_the_same_bits", nsa::nsa_gives_the_same_bits),
     ("nsa_golden", nsa::nsa_golden),
+    ("some_random_choices", selection_fuzz::some_random_choices),
+    (
+        "choices_give_the_same_bits",
+        selection_runs::choices_give_the_same_bits,
+    ),
+    ("choices_are_replayed", selection_runs::choices_are_replayed),
+    (
+        "outputs_are_bounded_by_recall",
+        selection_runs::outputs_are_bounded_by_recall,
+    ),
+    ("rules_are_nested", selection_runs::rules_are_nested),
+    (
+        "blocks_within_a_layout_equal_f64",
+        device_layout_within::blocks_within_a_layout_equal_f64,
+    ),
+    (
+        "rules_within_a_layout",
+        device_layout_within::rules_within_a_layout,
+    ),
+    (
+        "layouts_within_give_the_same_bits",
+        device_layout_within::layouts_within_give_the_same_bits,
+    ),
     ("embedding_equals_f64", embedding::embedding_equals_f64),
     (
         "embedding_in_half_precision",
@@ -619,6 +645,7 @@ pub const NAMED: &[(&str, Check)] = &[
         "long_gates_choose_as_loops",
         selection_long::long_gates_choose_as_loops,
     ),
+    ("random_choices", selection_fuzz::random_choices),
 ];
 
 /// Makes tests of checks, on the devices of [`devices::devices`].

@@ -168,7 +168,7 @@ pub use sampling::{SampleOptions, sample_tokens, sample_tokens_plan};
 pub use selection::{
     Antidiagonals, BlockEstimator, BlockMeans, Chosen, DenseCall, EstimateGrid, EstimatorTraits,
     FlexHead, FlexPrefill, MixtureOfBlocks, PageBounds, PageSummary, QueryLists, ScoreCall,
-    SelectedOptions, Selection, SelectionQuality, Sharing, SpargeBlocks, VerticalSlash,
+    SelectedOptions, Selection, SelectionQuality, Sharing, SpargeBlocks, VerticalSlash, Within,
     attention_selected, attention_selected_with_lse, recall,
 };
 pub use tensors::AttentionTensors;

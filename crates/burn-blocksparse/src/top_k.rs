@@ -44,7 +44,7 @@ pub fn top_k_blocks(
     let [batch, heads, ..] = q.dims();
     let scores = scores(q, k.clone(), heads / k.dims()[1], options.block_size);
     let q_blocks = scores.dims()[2];
-    let rows = choose_rows(scores, shape, &options.rule(), options.causal)?;
+    let rows = choose_rows(scores, shape, &options.rule(), options.causal, None)?;
     let layouts = (0..batch).map(|entry| {
         BlockLayout::from_block_fn("top_k", shape, |head, q_block, kv_block| {
             let row = (entry * heads + head) * q_blocks + q_block;

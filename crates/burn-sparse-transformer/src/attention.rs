@@ -3,18 +3,18 @@ use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::Tensor;
 use burn_blocksparse::{
     Activation, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
-    Dropout as WeightDropout, Layout, OpError, Pattern, Seed, Selection, attention_with_tensors,
+    Dropout as WeightDropout, Layout, Pattern, Seed, Selection, attention_with_tensors,
     attention_with_tensors_and_weights, bias_activation,
 };
 
 use crate::call::Call;
 use crate::content::{ContentHeads, Seen};
 use crate::dropout::Seeds;
-use crate::error::{ensure, ensure_none, ensure_shape};
+use crate::error::{ensure, ensure_shape};
 use crate::heads::{Positions, rotate};
 use crate::layouts::{Layouts, Request};
 use crate::stream::Projected;
-use crate::{HeadNorm, Precision, SparseMhaInput, TransformerError};
+use crate::{HeadNorm, HeadSelections, Precision, SparseMhaInput, TransformerError};
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
 
@@ -68,6 +68,8 @@ pub struct SparseMultiHeadAttention {
     #[module(skip)]
     pub(crate) selection: Option<Selection>,
     #[module(skip)]
+    pub(crate) head_selections: Option<HeadSelections>,
+    #[module(skip)]
     pub(crate) options: AttentionOptions,
     #[module(skip)]
     pub(crate) precision: Precision,
@@ -97,7 +99,8 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
-    /// `rope`, or there is padding beside a selection or heads that choose by content; those also refuse a bias, and queries that are not the keys' tokens.
+    /// `rope`, or there is padding beside heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
+    /// heads also refuse a bias, and queries that are not the keys' tokens.
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (seen, call) = self.context(input)?;
         let mut output = self.finish(seen.heads, &call)?;
@@ -121,60 +124,21 @@ impl SparseMultiHeadAttention {
         if let Some(content) = &self.content {
             return self.mixed_context(input, content);
         }
-        let padded = input.padding.is_some();
         let (call, request) = self.prepare(&input, 0)?;
         if let Some(selection) = &self.selection {
-            ensure(
-                !padded,
-                "padding",
-                || "none with a selection, which would choose padding, too".into(),
-                "some",
-            )?;
+            let cut = self.cut(selection, &request)?;
             let heads = self.project(input, &call)?;
-            return Ok((self.attend_chosen(heads, selection, &call)?.into(), call));
+            let context = self.attend_chosen(heads, selection, &cut, &call)?;
+            return Ok((context.into(), call));
+        }
+        if let Some(selections) = &self.head_selections {
+            let heads = self.project(input, &call)?;
+            let context = self.attend_by_heads(heads, selections, &request, &call)?;
+            return Ok((context.into(), call));
         }
         let layout = self.layouts.get(&request)?;
         let heads = self.project(input, &call)?;
         Ok((self.attend(heads, &layout, &call)?.into(), call))
-    }
-
-    /// [`Self::forward`] over a layout that depends on the projected queries and keys, normalised and rotated, in place of the
-    /// module's pattern: `choose` gets `[batch, n_heads, seq_q, d_k]` and `[batch, n_kv_heads, seq_kv, d_k]`.
-    ///
-    /// # Errors
-    /// As [`Self::forward`] and `choose`; also if the input has padding, which the layout would have to leave out.
-    ///
-    /// ```
-    /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_blocksparse::{TopKOptions, top_k_blocks_on_device};
-    /// use burn_sparse_transformer::{Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig};
-    ///
-    /// let device = Device::flex();
-    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::causal()).init(&device)?;
-    /// let x = Tensor::<3>::random([1, 500, 64], Distribution::Default, &device);
-    /// // Each block sees four: the first, its own, the one before it, and of the others the one most alike.
-    /// let four = TopKOptions::new(32, 4);
-    /// let choose = |query, key| top_k_blocks_on_device(query, key, four);
-    /// let y = mha.forward_choosing(SparseMhaInput::self_attn(x), choose)?.context;
-    /// assert_eq!(y.dims(), [1, 500, 64]);
-    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
-    /// ```
-    pub fn forward_choosing<L>(
-        &self,
-        input: SparseMhaInput,
-        choose: impl FnOnce(Tensor<4>, Tensor<4>) -> Result<L, OpError>,
-    ) -> Result<SparseMhaOutput, TransformerError>
-    where
-        for<'a> &'a L: Into<Layout<'a>>,
-    {
-        let expected = "none: a chosen layout says what takes part";
-        ensure_none("padding", input.padding.is_some(), expected)?;
-        self.ensure_no_content()?;
-        let (call, _) = self.prepare(&input, 0)?;
-        let heads = self.project(input, &call)?;
-        let layout = choose(heads.0.clone(), heads.1.clone())?;
-        let context = self.attend(heads, &layout, &call)?;
-        self.finish(context, &call)
     }
 
     /// [`Self::forward`], which also returns the attention weights of the kept blocks: after biases, before dropout, and with sinks or
@@ -577,6 +541,10 @@ impl ModuleDisplay for SparseMultiHeadAttention {
         };
         let content = match &self.selection {
             Some(selection) => content.add("selection", &selection.to_string()),
+            None => content,
+        };
+        let content = match &self.head_selections {
+            Some(heads) => content.add("head_selections", &heads.to_string()),
             None => content,
         };
         content.optional()

@@ -95,11 +95,15 @@ impl SparseMultiHeadAttention {
         }
         self.ensure_decodable()?;
         let (call, request) = self.prepare(&input, before)?;
+        let cut = match &self.selection {
+            Some(selection) => Some((selection, self.cut(selection, &request)?)),
+            None => None,
+        };
         let (query, key, value) = self.project(input, &call)?;
         let (key, value) = cache.append(key, value);
         let heads = (query, key, value);
-        let context = match &self.selection {
-            Some(selection) => self.attend_chosen(heads, selection, &call),
+        let context = match cut {
+            Some((selection, cut)) => self.attend_chosen(heads, selection, &cut, &call),
             None => {
                 (self.layouts.get(&request)).and_then(|layout| self.attend(heads, &layout, &call))
             }

@@ -161,6 +161,7 @@ impl SparseMultiHeadAttentionConfig {
             n_kv_heads,
             layouts,
             selection: self.selection.clone(),
+            head_selections: None,
             content: self.init_content(d_k, device)?,
             options: self.options(),
             precision: self.precision,

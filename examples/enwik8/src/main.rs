@@ -24,6 +24,7 @@ mod recall;
 mod run;
 mod sample;
 mod schedule;
+mod search;
 mod step;
 mod train;
 
@@ -57,6 +58,7 @@ enum Task {
     Train(train::TrainArgs),
     Eval(eval::EvalArgs),
     Recall(recall::RecallArgs),
+    SearchSelection(search::SearchArgs),
     Sample(sample::SampleArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
@@ -87,6 +89,7 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::Train(args) => train::run(args),
         Task::Eval(args) => eval::run(args).map(done),
         Task::Recall(args) => recall::run(args).map(done),
+        Task::SearchSelection(args) => search::run(args).map(done),
         Task::Sample(args) => sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),

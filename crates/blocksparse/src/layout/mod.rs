@@ -18,6 +18,7 @@ mod same_pairs;
 mod serial;
 mod shape;
 pub(crate) mod text;
+mod within;
 
 use std::any::Any;
 use std::fmt;
@@ -79,6 +80,8 @@ pub(crate) struct Inner {
     parts: Option<Vec<Part>>,
     /// Blocks are chosen on a device, and none are listed here.
     pub choice: Option<DeviceChoice>,
+    /// What those blocks are chosen from.
+    pub within: Option<BlockLayout>,
     attachments: Attachments,
 }
 
@@ -446,6 +449,7 @@ impl Inner {
             masks,
             parts: None,
             choice: None,
+            within: None,
             attachments: Attachments::default(),
         }
     }

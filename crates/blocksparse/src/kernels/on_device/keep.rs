@@ -7,7 +7,7 @@
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
-use super::bits::{Grid, first_position, last_position, seen};
+use super::bits::{Grid, HIDDEN, first_position, last_position, seen};
 use crate::kernels::error::KernelError;
 use crate::kernels::rows::tile::{
     Combine, Pair, RowTile, across_lanes, pair_across_lanes, pair_shared,
@@ -54,6 +54,8 @@ pub struct Chosen {
     by: By,
     kind: EstimateKind,
     causal: bool,
+    /// Whether scores say which blocks there are none of: [`HIDDEN`].
+    hides: bool,
     /// Blocks that a unit holds, 0 if they are too many.
     held: usize,
 }
@@ -89,8 +91,15 @@ impl Chosen {
             by: By::of(rule),
             kind: rule.kind,
             causal,
+            hides: false,
             held: if held <= MOST_HELD { held } else { 0 },
         })
+    }
+
+    /// Sets whether scores say which blocks cannot be chosen.
+    pub fn hides(mut self, hides: bool) -> Self {
+        self.hides = hides;
+        self
     }
 
     /// Units of a cube.
@@ -139,6 +148,19 @@ pub struct Row {
     pub q_block: usize,
     /// The largest score that is visible.
     pub largest: f32,
+}
+
+/// Whether a block can be chosen.
+#[cube]
+#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
+fn visible(scores: &[u32], row: &Row, block: usize, grid: &Grid, #[comptime] c: Chosen) -> bool {
+    let mut result = seen(row.q_block, block, grid, comptime!(c.causal));
+    if comptime!(c.hides) {
+        if result {
+            result = scores[row.start + block] != HIDDEN;
+        }
+    }
+    result
 }
 
 /// Whether a block is chosen whatever its score.
@@ -208,10 +230,10 @@ fn free_key(
     row: &Row,
     grid: &Grid,
     rule: &Numbers,
-    #[comptime] causal: bool,
+    #[comptime] c: Chosen,
 ) -> u32 {
     let mut result = 0u32.runtime();
-    if seen(row.q_block, block, grid, causal) && !forced(row.q_block, block, grid, rule) {
+    if visible(scores, row, block, grid, c) && !forced(row.q_block, block, grid, rule) {
         result = key(scores[row.start + block]);
     }
     result
@@ -233,7 +255,7 @@ fn held(scores: &[u32], row: &Row, grid: &Grid, rule: &Numbers, #[comptime] c: C
     #[unroll]
     for i in 0..comptime!(c.held) {
         let block = UNIT_POS as usize + comptime!(i * c.tile.lanes);
-        keys[i] = free_key(scores, block, row, grid, rule, comptime!(c.causal));
+        keys[i] = free_key(scores, block, row, grid, rule, c);
         if comptime!(matches!(c.by, By::TopP)) {
             weights[i] = weight(keys[i], row, comptime!(c.kind));
         }
@@ -268,7 +290,7 @@ fn above(
     } else {
         let mut block = UNIT_POS as usize;
         while block < grid.kv_blocks {
-            let key = free_key(scores, block, row, grid, rule, comptime!(c.causal));
+            let key = free_key(scores, block, row, grid, rule, c);
             if key > bound {
                 if comptime!(matches!(c.by, By::TopP)) {
                     mass += weight(key, row, comptime!(c.kind));
@@ -348,7 +370,7 @@ pub fn from_scores(
     let mut others = 0.0f32.runtime();
     let mut block = lane;
     while block < grid.kv_blocks {
-        if seen(row.q_block, block, &grid, comptime!(c.causal)) {
+        if visible(scores, &row, block, &grid, c) {
             if forced(row.q_block, block, &grid, &rule) {
                 forced_blocks += 1.0f32;
             } else {
@@ -392,7 +414,7 @@ pub fn from_scores(
             let mut of_forced = 0.0f32.runtime();
             let mut block = lane;
             while block < grid.kv_blocks {
-                if seen(row.q_block, block, &grid, comptime!(c.causal))
+                if visible(scores, &row, block, &grid, c)
                     && forced(row.q_block, block, &grid, &rule)
                 {
                     of_forced += weight(key(scores[row.start + block]), &row, comptime!(c.kind));
@@ -511,9 +533,7 @@ pub fn from_scores(
     if comptime!(!matches!(c.by, By::AboveMax)) {
         let mut equal = 0u32.runtime();
         for block in first_word * 32..end_word * 32 {
-            if seen(row.q_block, block, &grid, comptime!(c.causal))
-                && !forced(row.q_block, block, &grid, &rule)
-            {
+            if visible(scores, &row, block, &grid, c) && !forced(row.q_block, block, &grid, &rule) {
                 equal += select(key(scores[row.start + block]) == bound, 1u32, 0u32);
             }
         }
@@ -529,7 +549,7 @@ pub fn from_scores(
         let mut kept = 0u32;
         for bit in 0..32usize {
             let block = word * 32 + bit;
-            if seen(row.q_block, block, &grid, comptime!(c.causal)) {
+            if visible(scores, &row, block, &grid, c) {
                 let key = key(scores[row.start + block]);
                 let mut keeps = forced(row.q_block, block, &grid, &rule);
                 match comptime!(matches!(c.by, By::AboveMax)) {

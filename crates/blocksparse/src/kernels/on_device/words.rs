@@ -120,8 +120,9 @@ pub struct Places {
 }
 
 /// The id of the full mask.
-const FULL: u32 = crate::FULL;
-const EMPTY: u32 = crate::plan::EMPTY;
+pub const FULL: u32 = crate::FULL;
+/// That of a mask without a pair.
+pub const EMPTY: u32 = crate::plan::EMPTY;
 
 /// The mask of an entry whose columns begin at `col` in a tile whose rows begin at `row`, of whose block rows `subset` have the
 /// block.
@@ -189,7 +190,7 @@ fn union(
 
 /// Which of a tile's block rows have block `bit` of word `word`.
 #[cube]
-fn subset(
+pub fn subset(
     bits: &[u32],
     line: usize,
     word: usize,
@@ -255,17 +256,18 @@ fn is_clear(row: i32, word: usize, extent: &Extent, #[comptime] cut: Cut) -> boo
 
 /// A tile: where it is in the bits and in the sequence.
 #[derive(CubeType, Clone, Copy)]
-struct Place {
+pub struct Place {
     /// Its first block row, of all patterns'.
-    line: usize,
+    pub line: usize,
     /// The first block row of the next pattern.
-    end: usize,
+    pub end: usize,
     /// Its first row.
     row: i32,
 }
 
+/// Tile `at` of all patterns'.
 #[cube]
-fn place(at: usize, extent: &Extent, #[comptime] cut: Cut) -> Place {
+pub fn place(at: usize, extent: &Extent, #[comptime] cut: Cut) -> Place {
     let first = at / extent.tiles * extent.lines;
     let row = at % extent.tiles * comptime!(cut.rows);
     Place {
@@ -533,10 +535,16 @@ pub fn table_word(
         plan[places.masks + at] = word;
     } else if at < mask_words + heads.all {
         let head = at - mask_words;
-        let shared_by = heads.per_batch / heads.patterns;
-        let pattern = head / heads.per_batch * heads.patterns + head % heads.per_batch / shared_by;
-        plan[places.heads + head] = (pattern * extent.tiles) as u32;
+        plan[places.heads + head] = first_tile(head, extent, heads);
     }
+}
+
+/// The first tile record of a head, of all batch entries' heads.
+#[cube]
+pub fn first_tile(head: usize, extent: &Extent, heads: &Heads) -> u32 {
+    let shared_by = heads.per_batch / heads.patterns;
+    let pattern = head / heads.per_batch * heads.patterns + head % heads.per_batch / shared_by;
+    (pattern * extent.tiles) as u32
 }
 
 /// Whether row `row` and column `col` of an entry are a pair under the mask `id`.
