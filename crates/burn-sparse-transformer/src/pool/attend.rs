@@ -44,8 +44,10 @@ impl SparseMultiHeadAttention {
         let context = match &group.road {
             Road::Dense => {
                 if let Some(selection) = self.selection() {
+                    let [_, _, seq, _] = query.dims();
+                    let cut = self.cut(selection, &Request::new(seq, seq))?;
                     let heads = (query.clone(), key, value);
-                    let context = self.attend_chosen(heads, selection, &call)?;
+                    let context = self.attend_chosen(heads, selection, &cut, &call)?;
                     if let (Some(watch), Some(evictor)) = (&group.watch, evictor) {
                         // No score that a choice goes with is of attention.
                         self.watch(watch::Rows::of(&query), store, watch, evictor, layer)?;
