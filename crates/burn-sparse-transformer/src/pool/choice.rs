@@ -129,7 +129,11 @@ impl SparseMultiHeadAttention {
         let [batch, heads, seq, width] = query.dims();
         let [_, _, entries] = walk.table.dims();
         let walks = batch * seq;
-        let rows = query.swap_dims(1, 2).reshape([walks, heads, width]);
+        // Of one row each the heads are in their places.
+        let rows = match seq {
+            1 => query.reshape([walks, heads, width]),
+            _ => query.swap_dims(1, 2).reshape([walks, heads, width]),
+        };
         // More than one row at a time, whatever a context is.
         let together = (SCORES / (self.n_kv_heads * entries).max(1)).clamp(1, WALKS);
         let mut outs = Vec::with_capacity(walks.div_ceil(together));
@@ -150,9 +154,12 @@ impl SparseMultiHeadAttention {
             _ => Tensor::cat(outs, 0),
         };
         let [.., value_width] = out.dims();
-        Ok(out
-            .reshape([batch, seq, heads, value_width])
-            .swap_dims(1, 2))
+        Ok(match seq {
+            1 => out,
+            _ => out
+                .reshape([batch, seq, heads, value_width])
+                .swap_dims(1, 2),
+        })
     }
 
     /// The same of one query for each walk: `[walks, heads, 1, d_v]`.

@@ -192,14 +192,6 @@ fn several_samples_and_their_cache() {
         let live: usize = live.unwrap().parse().unwrap();
         assert!(live <= 10 * 2 * 16 * 4, "{stats}");
     }
-    // Three pages are all of the context's.
-    let quest = ["--cache", "all", "--selection", "quest:16,48"];
-    assert_eq!(succeed(&[&causal[..], &prompt, &quest].concat()), all);
-    let moba = ["--cache", "all", "--selection", "moba:16,1", "--stats"];
-    let output = run(&[&causal[..], &prompt, &moba].concat());
-    let stats = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success(), "{stats}");
-    assert!(stats.contains("the last bytes attended to "), "{stats}");
     let window = ["--cache", "window:6,2", "--positions", "in-cache"];
     let text = succeed(&[&causal[..], &prompt, &window].concat());
     assert!(text.starts_with(prompt[1]), "{text}");
@@ -215,11 +207,6 @@ fn several_samples_and_their_cache() {
             &["--selection", "topk:16,2"],
             1,
             "--selection topk:16,2: what a byte chooses depends on later ones",
-        ),
-        (
-            &["--selection", "quest:16,48", "--page-size", "32"],
-            1,
-            "page_size must be 16, the page of quest, got 32",
         ),
         (
             &["--cache", "tova:9", "--budget", "pyramid:1"],
