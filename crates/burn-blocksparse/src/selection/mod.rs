@@ -51,6 +51,8 @@ use crate::device::served;
 use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
 use crate::error::OpError;
 pub use antidiagonal::Antidiagonals;
+#[cfg(feature = "cube")]
+pub(crate) use estimates::means as means_by_kernels;
 pub use estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall};
 pub use flex::{FlexHead, FlexPrefill};
 pub use mean::BlockMeans;
