@@ -58,6 +58,8 @@ use crate::device::served;
 use crate::device_layout::DeviceLayout;
 use crate::error::OpError;
 pub use antidiagonal::Antidiagonals;
+#[cfg(feature = "cube")]
+pub(crate) use estimates::means as means_by_kernels;
 pub use estimator::{
     BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, PageSummary, ScoreCall,
 };

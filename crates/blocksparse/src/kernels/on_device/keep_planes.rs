@@ -207,14 +207,14 @@ pub fn from_scores_by_planes(
         let block = lane + comptime!(i * LANES);
         let is_seen = seen(row.q_block, block, &grid, comptime!(c.causal));
         let is_forced = is_seen && forced(row.q_block, block, &grid, &rule);
-        let mut own_key = 0u32.runtime();
-        if is_seen {
-            own_key = key(scores[row.start + block]);
-            if comptime!(matches!(c.by, By::TopP | By::AboveMax)) {
-                row.largest = max(row.largest, value(own_key, comptime!(c.kind)));
-            }
+        // No branch: all units of a plane vote.
+        let own_key = key(scores[row.start + block.min(grid.kv_blocks - 1)]);
+        if comptime!(matches!(c.by, By::TopP | By::AboveMax)) {
+            let value = value(own_key, comptime!(c.kind));
+            let none = comptime!(-LARGEST).runtime();
+            row.largest = max(row.largest, select(is_seen, value, none));
         }
-        keys[i] = select(is_forced, 0u32, own_key);
+        keys[i] = select(is_seen && !is_forced, own_key, 0u32);
         forced_mask |= select(is_forced, comptime!(1u32 << i).runtime(), 0u32);
         forced_count += votes(is_forced).count_ones();
         others += votes(is_seen && !is_forced).count_ones();
@@ -242,10 +242,10 @@ pub fn from_scores_by_planes(
             #[unroll]
             for i in 0..held {
                 weights[i] = weight(keys[i], &row, comptime!(c.kind));
-                if (forced_mask >> comptime!(i as u32)) & 1u32 == 1u32 {
-                    let block = lane + comptime!(i * LANES);
-                    of_forced += weight(key(scores[row.start + block]), &row, comptime!(c.kind));
-                }
+                let block = (lane + comptime!(i * LANES)).min(grid.kv_blocks - 1);
+                let own = weight(key(scores[row.start + block]), &row, comptime!(c.kind));
+                let is_forced = (forced_mask >> comptime!(i as u32)) & 1u32 == 1u32;
+                of_forced += select(is_forced, own, 0.0f32);
             }
             let of_forced = sum(of_forced);
             let rest = mass(&keys, &weights, 0u32, held);
