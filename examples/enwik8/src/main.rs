@@ -13,6 +13,7 @@ mod eval;
 mod export;
 mod kept;
 mod log;
+mod memory;
 mod model;
 mod overrides;
 mod pattern;
@@ -21,10 +22,12 @@ mod presets;
 mod progress;
 mod prune;
 mod recall;
+mod report;
 mod run;
 mod sample;
 mod schedule;
 mod step;
+mod tensorboard;
 mod train;
 
 use std::io;
@@ -41,6 +44,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
   enwik8 train         train the preset `tiny` on an embedded sample of Wikipedia: minutes on a CPU
   enwik8 sample        let it write
   enwik8 eval          bits per byte on held-out text
+  enwik8 report        the run on one page
   enwik8 bench         sparse against dense attention on this machine
   enwik8 draw --pattern fixed:128,32 --out pattern.png
   enwik8 export --out exported   files for a program of your own
@@ -57,6 +61,7 @@ enum Task {
     Train(train::TrainArgs),
     Eval(eval::EvalArgs),
     Recall(recall::RecallArgs),
+    Report(report::ReportArgs),
     Sample(sample::SampleArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
@@ -87,6 +92,7 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::Train(args) => train::run(args),
         Task::Eval(args) => eval::run(args).map(done),
         Task::Recall(args) => recall::run(args).map(done),
+        Task::Report(args) => report::run(args).map(done),
         Task::Sample(args) => sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
