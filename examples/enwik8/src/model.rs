@@ -12,6 +12,7 @@ use burn_sparse_transformer::{
 };
 
 use crate::checkpoint::Checkpoint;
+use crate::config::RunConfig;
 use crate::presets::{FactorizationKind, ModelConfig, Recipe};
 use crate::progress::say;
 use crate::prune::prune;
@@ -146,6 +147,23 @@ pub fn factorization(config: &ModelConfig) -> Result<Factorization> {
     })
 }
 
+/// What layers attend to, in short.
+pub fn attention_text(model: &ModelConfig) -> String {
+    if let Some(content) = &model.content {
+        if content.is_whole_layer() {
+            return content.to_string();
+        }
+        return format!("{} and {content}", model.patterns.join(" / "));
+    }
+    match &model.selections[..] {
+        [] => model.patterns.join(" / "),
+        selections => {
+            let texts: Vec<String> = selections.iter().map(ToString::to_string).collect();
+            texts.join(" / ")
+        }
+    }
+}
+
 /// Windows of `context + 1` bytes as inputs and the bytes that follow each of them, both `[windows, context]`.
 pub fn windows(
     bytes: &[u8],
@@ -170,6 +188,17 @@ pub fn window_data(bytes: &[u8], starts: &[usize], context: usize) -> [TensorDat
             .collect();
         TensorData::new(values, [starts.len(), context])
     })
+}
+
+/// The operations of an optimizer step in 10¹²: a backward pass has twice those of a forward pass.
+///
+/// # Errors
+/// If a pattern has no layout for the context.
+pub fn step_tflop(model: &SparseTransformer, config: &RunConfig) -> Result<f64> {
+    let tokens = config.tokens_per_step() as u64;
+    let attention = model.attention_flops(config.model.context)? * config.recipe.batch as u64;
+    let forward = model.matmul_flops_per_token() * tokens + attention;
+    Ok(3.0 * forward as f64 / 1e12)
 }
 
 /// Nats as bits.

@@ -68,7 +68,8 @@ pub struct Slice {
     /// The first head.
     pub first_head: usize,
     /// Batch entries of the call.
-    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))] // Read by kernels for tensor cores.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    // Read by kernels for tensor cores.
     pub batches: usize,
     /// Heads of the call, of what tiles are of.
     pub heads: usize,
