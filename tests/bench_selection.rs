@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, DeviceLayout, DeviceLayoutOptions, Layout, LayoutShape, Pattern, ScoreCall,
-    Selection, attention, attention_selected,
+    AttentionOptions, DeviceLayout, DeviceLayoutOptions, Layout, LayoutShape, Nsa, NsaKeysValues,
+    NsaOptions, Pattern, ScoreCall, Selection, attention, attention_selected,
 };
 use burn_blocksparse_tests::devices::devices;
 use serde_json::{Value, json};
@@ -18,10 +18,16 @@ const USAGE: &str =
 N        positions (default 4096,16384,65536)
 REPEATS  timed runs of each row; medians are printed (default 20)
 JSON     also write the numbers to this file
-ONLY     only rows whose names contain this";
+ONLY     only rows whose names contain this
+
+BURN_SPARSE_BENCH_GB  memory of the device (default 80): what would need more is skipped, and said to be";
 
 /// Heads of queries and keys, and their width, of the larger calls.
 const WIDE: [usize; 3] = [32, 8, 128];
+
+/// Heads of queries and keys of native sparse attention, and widths of keys and values: the paper's (Yuan et al., 2025, §4.1), and as wide keys as values.
+const NSA_HEADS: [usize; 2] = [64, 4];
+const NSA_DIMS: [[usize; 2]; 2] = [[128, 128], [192, 128]];
 
 /// Calls of a run, for what takes less than this many seconds.
 const CALLS: usize = 20;
@@ -60,6 +66,9 @@ fn main() -> ExitCode {
         for &n in &lengths {
             bench.rules(n);
             bench.methods(n);
+            for dims in NSA_DIMS {
+                bench.nsa(n, dims);
+            }
         }
     }
     if let Some(path) = args.get(2) {
@@ -158,6 +167,11 @@ impl Bench<'_> {
         let choose = || selection.choose(&call).expect("shapes fit").layout;
         let layout = choose();
         self.dense = self.time("attention over topk:64,16", || run(&q, &k, &v, &layout));
+        let estimator = selection.estimator();
+        let rows = call.grid(estimator.grid()).rows();
+        self.time("estimate", || {
+            estimator.scores(&call, 0..rows).expect("shapes fit")
+        });
         self.time("choice", choose);
         let all = self.time("choice, plans and attention", || run(&q, &k, &v, &choose()));
         let alone = all - self.dense;
@@ -227,6 +241,11 @@ impl Bench<'_> {
             };
             let choose = || selection.choose(&call).expect("shapes fit").layout;
             self.dense = forward;
+            let estimator = selection.estimator();
+            let rows = call.grid(estimator.grid()).rows();
+            self.time(&format!("{text}: estimate"), || {
+                estimator.scores(&call, 0..rows).expect("shapes fit")
+            });
             self.time(&format!("{text}: choice"), choose);
             self.time(&format!("{text}: choice and attention"), || {
                 run(&q, &k, &v, &choose())
@@ -248,6 +267,75 @@ impl Bench<'_> {
             });
         }
     }
+}
+
+impl Bench<'_> {
+    /// Native sparse attention with the paper's numbers, beside dense attention of as many heads.
+    fn nsa(&mut self, n: usize, [head_dim, value_dim]: [usize; 2]) {
+        let [heads, kv_heads] = NSA_HEADS;
+        self.heading([heads, kv_heads, head_dim], n);
+        let name = |what: &str| format!("nsa, {head_dim} and {value_dim} wide: {what}");
+        let options = (&self.device, DType::BF16);
+        let normal = Distribution::Normal(0.0, 1.0);
+        let random = |heads: usize, width: usize| -> Tensor<4> {
+            Tensor::random([1, heads, n, width], normal, options)
+        };
+        let (q, k, v) = (
+            random(heads, head_dim),
+            random(kv_heads, head_dim),
+            random(kv_heads, value_dim),
+        );
+        let gates = Tensor::<4>::random([1, heads, n, 3], Distribution::Default, options);
+        let causal = Pattern::causal()
+            .layout(heads, n, 128)
+            .expect("valid sizes");
+        let nsa = Nsa::new(NsaOptions::default()).expect("the paper's numbers");
+        let attend = |[q, k, v, gates]: [Tensor<4>; 4]| {
+            let keys_values = NsaKeysValues::shared(k, v).compressed_by_means(&nsa)?;
+            nsa.attention(q, keys_values, gates)
+        };
+        let inputs = [q.clone(), k.clone(), v.clone(), gates];
+        if let Err(error) = attend(inputs.clone()) {
+            println!("{}: {error}", name("skipped"));
+            return;
+        }
+        self.dense = f64::NAN;
+        let dense = self.time(&name("dense"), || run(&q, &k, &v, &causal));
+        self.dense = dense;
+        let keys_values = NsaKeysValues::shared(k.clone(), v.clone()).compressed_by_means(&nsa);
+        let keys_values = keys_values.expect("shapes fit");
+        self.time(&name("compressed blocks and choice"), || {
+            nsa.query_lists(q.clone(), &keys_values)
+        });
+        self.time(&name("forward"), || attend(inputs.clone()));
+        // Packed queries and their outputs, and the gradients of both; and some twenty tensors as large as the queries.
+        let options = nsa.options();
+        let chosen = options.keep - options.forced.first - options.forced.local;
+        let numbers = heads * n * (head_dim + value_dim) * (2 * chosen + 10);
+        let (needed, there) = (numbers as f64 * 2.0 / 1e9, memory());
+        if needed > there {
+            let what = name("forward and backward");
+            println!("{what}: skipped, needs about {needed:.0} GB, and there are {there:.0}");
+            return;
+        }
+        let tracked = inputs.map(|x| x.autodiff().require_grad());
+        let [q, k, v, _] = &tracked;
+        self.dense = f64::NAN;
+        let dense = self.time(&name("dense, forward and backward"), || {
+            run(q, k, v, &causal).sum().backward()
+        });
+        self.dense = dense;
+        self.time(&name("forward and backward"), || {
+            let out = attend(tracked.clone()).expect("it ran before");
+            out.sum().backward()
+        });
+    }
+}
+
+/// Memory of the device in GB, as it is said to be.
+fn memory() -> f64 {
+    let said = std::env::var("BURN_SPARSE_BENCH_GB").ok();
+    said.and_then(|text| text.parse().ok()).unwrap_or(80.0)
 }
 
 fn run<'a>(

@@ -1,5 +1,6 @@
 //! `bench-decode`: attention of few queries over pages, at the shapes of decoding: times, and equality to loops in f64.
 
+mod decode_quest;
 mod decode_verify;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -216,6 +217,7 @@ fn fill_words(output: &mut [u32], count: usize, seed: u32, bits: u32) {
 /// A call with its tensors on the device.
 struct Call {
     client: Client,
+    shape: PagedShape,
     plan: PagedPlan,
     q: Handle,
     keys: Handle,
@@ -224,6 +226,7 @@ struct Call {
     table: Handle,
     spans: Handle,
     visibility: Option<[Handle; 3]>,
+    selected: Option<Handle>,
     out: Handle,
     lse: Handle,
     counters: Option<Handle>,
@@ -242,7 +245,7 @@ impl Call {
             table: &self.table,
             spans: &self.spans,
             visibility: visibility.map(|[a, b, c]| [a, b, c]),
-            selected: None,
+            selected: self.selected.as_ref(),
             sinks: None,
             counters: self.counters.as_ref(),
             out: &self.out,
@@ -376,6 +379,7 @@ impl Bench {
         let counters = (shape.counters).then(|| self.zeros(batch * heads * rows));
         Ok(Call {
             client: self.client.clone(),
+            shape,
             plan,
             q: self.filled(batch * heads * rows * width, BF16, 1),
             keys: self.stored(pages * page * width, 2),
@@ -384,6 +388,7 @@ impl Bench {
             table: self.client.create_from_slice(&bytes_of(&table)),
             spans: self.client.create_from_slice(&bytes_of(&spans)),
             visibility: None,
+            selected: None,
             counters,
             out: self.client.empty(batch * heads * rows * width * 2),
             lse: self.client.empty(batch * heads * rows * 4),
@@ -405,7 +410,8 @@ impl Bench {
                 self.time(&shape, page)?;
             }
         }
-        self.append()
+        self.append()?;
+        self.quest()
     }
 
     fn time(&mut self, shape: &Shape, page: usize) -> Result<()> {

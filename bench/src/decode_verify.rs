@@ -66,7 +66,7 @@ impl Bench {
         }
         println!("{checked} calls, {failed} failed");
         ensure!(failed == 0, "{failed} calls are wrong");
-        Ok(())
+        self.verify_quest()
     }
 
     fn check(&self, small: &Small, seed: u64) -> Result<()> {
@@ -135,6 +135,7 @@ impl Bench {
         let out_len = batch * heads * rows * value_width;
         let call = Call {
             client: self.client.clone(),
+            shape,
             plan: PagedPlan::new(&self.client, shape)?,
             q: create(&encoded(&q, dtype)),
             keys: match &stored {
@@ -150,6 +151,7 @@ impl Bench {
             spans: create(&bytes_of(&spans)),
             visibility: (small.visibility)
                 .then(|| [&positions, &last, &queries].map(|numbers| create(&bytes_of(numbers)))),
+            selected: None,
             counters: (shape.counters).then(|| self.zeros(batch * heads * rows)),
             // All bits set are NaN.
             out: create(&vec![0xff; out_len * dtype.size()]),

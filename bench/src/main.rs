@@ -32,8 +32,8 @@ struct Args {
     /// block size, per head, causal) or gaps:PERCENT (likewise, anywhere).
     #[arg(long, group = "custom")]
     pattern: Option<PatternArg>,
-    /// Run this layout, a `BlockLayout` as serde_json writes it: heads, length and block size are the file's. A file
-    /// does not know the pattern, so strided heads do not run class by class, as they do with --pattern.
+    /// Run this layout, a `BlockLayout` as serde_json writes it: heads, length and block size are the file's. Strided
+    /// heads run class by class if the file was written with their parts.
     #[arg(long, value_name = "FILE.json", group = "custom", conflicts_with_all = ["heads", "n", "block", "per_batch"])]
     layout: Option<PathBuf>,
     /// Batch entries; as many as the layout of a file has if it has any, 1 otherwise.
@@ -70,9 +70,13 @@ struct Args {
     /// Drop weights with this probability.
     #[arg(long)]
     dropout: Option<f64>,
-    /// A bias of the scores, which all batch entries and heads share by default. Its gradient is made only to compare results.
+    /// A bias of the scores, which all batch entries and heads share by default. Its gradient is made only to compare results, or with
+    /// --bias-gradient.
     #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "shared")]
     bias: Option<BiasShape>,
+    /// Make the gradient of the bias in the backward pass.
+    #[arg(long, requires = "bias")]
+    bias_gradient: bool,
     /// Biases of distances up to REACH, for each head or shared: REACH or REACH:shared. Their gradient is made only to compare results.
     #[arg(long, value_name = "REACH")]
     relative: Option<Relative>,

@@ -349,7 +349,8 @@ impl Outputs {
         };
         let element = args.dtype.elem().size();
         let v_offset = keys * head_dim;
-        let bias_shape = (args.bias.filter(|_| args.verify)).map(|bias| bias.of(workload));
+        let bias_shape =
+            (args.bias.filter(|_| args.verify || args.bias_gradient)).map(|bias| bias.of(workload));
         let table_shape =
             (args.relative.filter(|_| args.verify)).map(|relative| relative.shape(workload));
         let mut gradients = Gradients::new(

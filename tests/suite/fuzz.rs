@@ -3,6 +3,7 @@
 use burn_blocksparse_tests::devices::devices;
 use burn_blocksparse_tests::fuzz::{fuzz, fuzz_of_the_day};
 use burn_blocksparse_tests::fuzz_decoding::pieces_are_rows_of_the_whole;
+use burn_blocksparse_tests::selection_fuzz::{random_choices, some_random_choices};
 
 /// The same 200 cases each time, and 100 of the day, which are printed.
 #[test]
@@ -20,4 +21,16 @@ fn random_cases_equal_f64() {
 #[test]
 fn random_pieces_are_rows_of_the_whole() {
     pieces_are_rows_of_the_whole(&devices());
+}
+
+#[test]
+fn some_random_choices_equal_f64() {
+    some_random_choices(&devices());
+}
+
+/// `BURN_SPARSE_FUZZ_SELECTIONS=1000 cargo test -p burn-blocksparse-tests --test suite -- random_choices --ignored --nocapture`
+#[test]
+#[ignore = "takes as long as it is asked to: see docs/reliability.md"]
+fn random_choices_equal_f64() {
+    random_choices(&devices());
 }

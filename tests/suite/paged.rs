@@ -2,9 +2,9 @@
 
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, PagedKeysValues, PagedOptions, PagedStore, PagedVisibility,
-    Quantization, QuantizedPages, alibi_slopes, append_quantized, append_rows, dequantize,
-    paged_attention,
+    AttentionOptions, AttentionTensors, PageSummaries, PageSummary, PagedKeysValues, PagedOptions,
+    PagedStore, PagedVisibility, Quantization, QuantizedPages, Selection, alibi_slopes,
+    append_quantized, append_rows, dequantize, paged_attention, select_pages, summarize_pages,
 };
 use burn_blocksparse_tests::devices::devices;
 
@@ -13,6 +13,8 @@ burn_blocksparse_tests::tests!(
     paged_attention_with_fixed_split, paged_attention_golden, paged_attention_of_nothing,
     paged_attention_leaves_the_graph, paged_attention_plans, appended_rows
 );
+
+burn_blocksparse_tests::tests!(page_choice: chosen_pages_equal_f64, picks_of_any_scores);
 
 burn_blocksparse_tests::tests!(
     paged_quantised: quantised_rows, quantised_rows_golden, quantised_rows_that_are_not_finite,
@@ -163,6 +165,76 @@ fn rows_to_append_are_checked() {
         let message =
             "keys' pages must be a multiple of 4, kv_heads, because they share the table, got 6";
         assert_eq!(error.to_string(), message);
+    }
+}
+
+#[test]
+fn choices_of_pages_are_checked() {
+    for device in devices() {
+        let choice = "quest:16,48".parse::<Selection>().unwrap().on_pages(16, 2);
+        let choice = choice.unwrap();
+        let bounds = |pages, width| {
+            PageSummaries::zeros(PageSummary::Bounds, pages, width, DType::F32, &device)
+        };
+        let keys = float([6, 16, 8], &device);
+        let slots = |heads| int([1, heads, 1], &device);
+        let error = summarize_pages(bounds(6, 4), &keys, 2, slots(1)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "summaries' shape must be [6, 2, 8], of the keys, got [6, 2, 4]"
+        );
+        let error = summarize_pages(bounds(6, 8), &keys, 2, slots(3)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "slots' heads must be 1 or 2, kv_heads, got 3"
+        );
+        let select = |q: [usize; 3], summaries: PageSummaries, table, spans| {
+            let (table, spans) = (int(table, &device), int(spans, &device));
+            let q = float(q, &device);
+            let picks = select_pages(q, &summaries, 2, &table, &spans, &choice);
+            picks
+                .map(|picks| picks.dims())
+                .map_err(|error| error.to_string())
+        };
+        let table = [2, 1, 4];
+        assert_eq!(
+            select([2, 4, 8], bounds(6, 8), table, [2, 1, 4]),
+            Ok([2, 2, 3])
+        );
+        let refused = [
+            (
+                select([2, 4, 4], bounds(6, 8), table, [2, 1, 4]),
+                "summaries' width must be 4, q's, got 8",
+            ),
+            (
+                select([2, 3, 8], bounds(6, 8), table, [2, 1, 4]),
+                "kv_heads must be a divisor of the 3 heads of q, got 2",
+            ),
+            (
+                select([3, 4, 8], bounds(6, 8), table, [2, 1, 4]),
+                "table's batch must be 3, q's, got 2",
+            ),
+            (
+                select([2, 4, 8], bounds(6, 8), table, [2, 2, 4]),
+                "spans' shape must be [2, 1, 4], the table's rows, got [2, 2, 4]",
+            ),
+            (
+                select([2, 4, 8], bounds(5, 8), table, [2, 1, 4]),
+                "keys' pages must be a multiple of 2, kv_heads, because they share the table, got 5",
+            ),
+            (
+                select(
+                    [2, 4, 8],
+                    PageSummaries::zeros(PageSummary::Mean, 6, 8, DType::F32, &device),
+                    table,
+                    [2, 1, 4],
+                ),
+                "summaries must be Bounds, the choice's, got Mean",
+            ),
+        ];
+        for (result, message) in refused {
+            assert_eq!(result.unwrap_err(), message);
+        }
     }
 }
 

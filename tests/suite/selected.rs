@@ -20,7 +20,7 @@ burn_blocksparse_tests::tests!(
     rows_at_equals_f64
 );
 
-burn_blocksparse_tests::tests!(selected_planted: moba_on_planted_structure);
+burn_blocksparse_tests::tests!(selected_planted: moba_on_planted_structure, quest_on_planted_structure);
 
 fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
     Tensor::zeros(shape, (device, DType::F32))
@@ -43,6 +43,70 @@ fn texts(#[case] text: &str, #[case] layers: usize) {
     assert!(Selection::NOTATION.contains(&"moba:BLOCK,K[,FULL_LAST_LAYERS]"));
     let json = serde_json::to_string(&selection).unwrap();
     assert_eq!(serde_json::from_str::<Selection>(&json).unwrap(), selection);
+}
+
+#[rstest]
+#[case("quest:16,2048", 0)]
+#[case("quest:32,96,2", 2)]
+#[case("quest:16,48,share=no", 0)]
+fn texts_of_pages(#[case] text: &str, #[case] layers: usize) {
+    let selection: Selection = text.parse().unwrap();
+    assert_eq!(selection.to_string(), text);
+    assert_eq!(selection.estimator().full_first_layers(), layers);
+    assert!(Selection::NOTATION.contains(&"quest:PAGE,BUDGET[,FULL_FIRST_LAYERS]"));
+}
+
+#[rstest]
+#[case(
+    "quest:16",
+    "cannot read 'quest:16' as a selection: expected quest:PAGE,BUDGET[,FULL_FIRST_LAYERS], got 1 number"
+)]
+#[case("quest:12,48", "page must be 8, 16, 32, 64 or 128, got 12")]
+#[case(
+    "quest:16,32",
+    "BUDGET must be a multiple of 16, PAGE, and at least 3 times it, got 32"
+)]
+#[case(
+    "quest:16,100",
+    "BUDGET must be a multiple of 16, PAGE, and at least 3 times it, got 100"
+)]
+fn texts_of_no_pages(#[case] text: &str, #[case] message: &str) {
+    let error = text.parse::<Selection>().unwrap_err();
+    assert_eq!(error.to_string(), message);
+}
+
+#[test]
+fn rules_of_no_pages() {
+    let quest: Selection = "quest:16,64".parse().unwrap();
+    for (selection, message) in [
+        (
+            quest.clone().with_keep(Keep::TopK(2)),
+            "keep must be at least 3 pages for quest, got 2",
+        ),
+        (
+            quest.clone().with_keep(Keep::Ratio(0.5)),
+            "keep must be a number of pages for quest, got Ratio(0.5)",
+        ),
+        (
+            quest.clone().with_forced(Forced { first: 1, local: 1 }),
+            "forced must be Forced { first: 0, local: 1 } for quest, got Forced { first: 1, local: 1 }",
+        ),
+    ] {
+        assert_eq!(selection.check().unwrap_err().to_string(), message);
+        assert_eq!(selection.on_pages(16, 1).unwrap_err().to_string(), message);
+    }
+    let error = "topk:16,3".parse::<Selection>().unwrap().on_pages(16, 1);
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "selection must be one that a pool of pages can choose by (moba, quest), got topk:16,3"
+    );
+    let choice = quest.on_pages(16, 4).unwrap();
+    assert_eq!((choice.listed(), choice.mean), (4, true));
+    // The query's own page is as long as it is.
+    assert_eq!(
+        [0, 1, 64, 65, 100].map(|keys| choice.attended(keys)),
+        [0, 1, 64, 49, 52]
+    );
 }
 
 #[rstest]

@@ -5,6 +5,10 @@ use rstest::rstest;
 
 burn_blocksparse_tests::tests!(selection_rules: rules_keep_the_same_on_devices);
 burn_blocksparse_tests::tests!(selection_goldens: selection_goldens);
+burn_blocksparse_tests::tests!(
+    selection_runs: choices_give_the_same_bits, choices_are_replayed, outputs_are_bounded_by_recall,
+    rules_are_nested
+);
 burn_blocksparse_tests::tests!(selection: choices_equal_those_of_loops, choices_of_what_is_no_number, methods_of_earlier_keys_say_so);
 
 /// A text is read and written as the shortest one of the same selection.

@@ -10,7 +10,13 @@ const VOCAB: usize = 11;
 const CONTEXT: usize = 96;
 
 fn model(pattern: Pattern, device: &Device) -> SparseTransformer {
+    model_with(pattern, &[], device)
+}
+
+/// With selections, by which there are no sinks.
+fn model_with(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTransformer {
     device.seed(7);
+    let chosen = selections.iter().map(|text| text.parse().unwrap());
     SparseTransformerConfig::new(32, 4, Factorization::from(pattern))
         .with_vocab_size(VOCAB)
         .with_context(CONTEXT)
@@ -21,8 +27,9 @@ fn model(pattern: Pattern, device: &Device) -> SparseTransformer {
         .with_attention(Some(
             BlockAttentionConfig::new()
                 .with_rope_theta(Some(1000.0))
-                .with_sinks(true),
+                .with_sinks(selections.is_empty()),
         ))
+        .with_selections((!selections.is_empty()).then(|| chosen.collect()))
         .init(device)
         .unwrap()
 }
@@ -39,70 +46,85 @@ pub fn replayed_decoding_equals_plain_decoding(devices: &[Device]) {
         ] {
             let what = format!("{pattern}, {dtype:?} on {device:?}");
             let model = model(pattern, device);
-            let config = KvPoolConfig::new(3, CONTEXT)
-                .with_page_size(16)
-                .with_dtype(dtype);
-            let mut plain = model.new_pool(&config).unwrap();
-            let pool = model.new_pool(&config).unwrap();
-            let mut decoder = ReplayedDecoder::new(model.clone(), pool).unwrap();
-            let mut recorded = 0;
-            let mut step = |decoder: &mut ReplayedDecoder,
-                            plain: &mut burn_sparse_transformer::KvPool,
-                            steps: &[KvStep],
-                            seed: usize| {
-                let count: usize = steps[0].tokens;
-                let tokens: Vec<u32> = (0..count * steps.len())
-                    .map(|i| ((i * 5 + seed * 3) % VOCAB) as u32)
-                    .collect();
-                let data: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
-                let data = TensorData::new(data, [steps.len(), count]);
-                let data = Tensor::<2, Int>::from_data(data, device);
-                let expected = model.next_logits(data, steps, plain).unwrap().into_data();
-                let got = decoder.next_logits(&tokens, steps).unwrap().into_data();
-                got.assert_approx_eq::<f32>(
-                    &expected,
-                    burn::tensor::Tolerance::absolute(tolerance),
-                );
-                recorded += usize::from(decoder.is_recorded());
-                assert!(!decoder.is_recorded() || decoder.refusal().is_none());
-            };
-            // Both pools name sequences alike.
-            let join = |decoder: &mut ReplayedDecoder,
-                        plain: &mut burn_sparse_transformer::KvPool| {
-                let id = plain.join().unwrap();
-                assert_eq!(decoder.pool_mut().join().unwrap(), id);
-                id
-            };
-            let a = join(&mut decoder, &mut plain);
-            let b = join(&mut decoder, &mut plain);
-            step(&mut decoder, &mut plain, &[KvStep::new(a, 5)], 0);
-            step(&mut decoder, &mut plain, &[KvStep::new(b, 19)], 1);
-            // Over the ends of pages, with lengths that differ.
-            for seed in 0..20 {
-                step(
-                    &mut decoder,
-                    &mut plain,
-                    &[KvStep::new(a, 1), KvStep::new(b, 1)],
-                    seed,
-                );
-            }
-            let c = plain.fork(a).unwrap();
-            assert_eq!(decoder.pool_mut().fork(a).unwrap(), c);
-            for seed in 0..6 {
-                let steps = [c, b, a].map(|id| KvStep::new(id, 1));
-                step(&mut decoder, &mut plain, &steps, seed);
-            }
-            decoder.pool_mut().leave(b).unwrap();
-            plain.leave(b).unwrap();
-            step(&mut decoder, &mut plain, &[KvStep::new(a, 3)], 4);
-            for seed in 0..8 {
-                step(&mut decoder, &mut plain, &[KvStep::new(c, 1)], seed);
-            }
-            decoder.pool().verify().unwrap();
-            assert_eq!(decoder.pool().len(c), plain.len(c), "{what}");
-            eprintln!("{what}: {recorded} steps of a recording");
+            replayed_equals_plain(&what, model, dtype, tolerance, device);
         }
     }
+}
+
+/// The same where queries choose pages, of which 96 tokens have six.
+pub fn replayed_decoding_chooses_pages(devices: &[Device]) {
+    for device in devices {
+        let model = model_with(Pattern::causal(), &["quest:16,48,1"], device);
+        let what = format!("quest on {device:?}");
+        replayed_equals_plain(&what, model, KvDtype::Model, 2e-5, device);
+    }
+}
+
+fn replayed_equals_plain(
+    what: &str,
+    model: SparseTransformer,
+    dtype: KvDtype,
+    tolerance: f32,
+    device: &Device,
+) {
+    let config = KvPoolConfig::new(3, CONTEXT)
+        .with_page_size(16)
+        .with_dtype(dtype);
+    let mut plain = model.new_pool(&config).unwrap();
+    let pool = model.new_pool(&config).unwrap();
+    let mut decoder = ReplayedDecoder::new(model.clone(), pool).unwrap();
+    let mut recorded = 0;
+    let mut step = |decoder: &mut ReplayedDecoder,
+                    plain: &mut burn_sparse_transformer::KvPool,
+                    steps: &[KvStep],
+                    seed: usize| {
+        let count: usize = steps[0].tokens;
+        let tokens: Vec<u32> = (0..count * steps.len())
+            .map(|i| ((i * 5 + seed * 3) % VOCAB) as u32)
+            .collect();
+        let data: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
+        let data = TensorData::new(data, [steps.len(), count]);
+        let data = Tensor::<2, Int>::from_data(data, device);
+        let expected = model.next_logits(data, steps, plain).unwrap().into_data();
+        let got = decoder.next_logits(&tokens, steps).unwrap().into_data();
+        got.assert_approx_eq::<f32>(&expected, burn::tensor::Tolerance::absolute(tolerance));
+        recorded += usize::from(decoder.is_recorded());
+        assert!(!decoder.is_recorded() || decoder.refusal().is_none());
+    };
+    // Both pools name sequences alike.
+    let join = |decoder: &mut ReplayedDecoder, plain: &mut burn_sparse_transformer::KvPool| {
+        let id = plain.join().unwrap();
+        assert_eq!(decoder.pool_mut().join().unwrap(), id);
+        id
+    };
+    let a = join(&mut decoder, &mut plain);
+    let b = join(&mut decoder, &mut plain);
+    step(&mut decoder, &mut plain, &[KvStep::new(a, 5)], 0);
+    step(&mut decoder, &mut plain, &[KvStep::new(b, 19)], 1);
+    // Over the ends of pages, with lengths that differ.
+    for seed in 0..20 {
+        step(
+            &mut decoder,
+            &mut plain,
+            &[KvStep::new(a, 1), KvStep::new(b, 1)],
+            seed,
+        );
+    }
+    let c = plain.fork(a).unwrap();
+    assert_eq!(decoder.pool_mut().fork(a).unwrap(), c);
+    for seed in 0..6 {
+        let steps = [c, b, a].map(|id| KvStep::new(id, 1));
+        step(&mut decoder, &mut plain, &steps, seed);
+    }
+    decoder.pool_mut().leave(b).unwrap();
+    plain.leave(b).unwrap();
+    step(&mut decoder, &mut plain, &[KvStep::new(a, 3)], 4);
+    for seed in 0..8 {
+        step(&mut decoder, &mut plain, &[KvStep::new(c, 1)], seed);
+    }
+    decoder.pool().verify().unwrap();
+    assert_eq!(decoder.pool().len(c), plain.len(c), "{what}");
+    eprintln!("{what}: {recorded} steps of a recording");
 }
 
 /// A step that fails changes nothing, and the next one goes on.

@@ -11,6 +11,7 @@ pub mod cases;
 pub mod compare;
 pub mod device_layout;
 mod device_layout_case;
+pub mod device_layout_within;
 pub mod devices;
 pub mod embedding;
 pub mod eviction;
@@ -30,9 +31,12 @@ pub mod max_scores;
 pub mod mlp;
 pub mod norm;
 mod norm_problem;
+pub mod nsa;
+mod nsa_problem;
 pub mod optim;
 pub mod options;
 pub mod packed;
+pub mod page_choice;
 pub mod paged;
 mod paged_problem;
 pub mod paged_quantised;
@@ -47,10 +51,14 @@ pub mod selected_planted;
 mod selected_problem;
 pub mod selection;
 pub mod selection_dense;
+pub mod selection_fuzz;
 pub mod selection_goldens;
+pub mod selection_long;
 pub mod selection_rules;
+pub mod selection_runs;
 pub mod sharing;
 pub mod stream_dropout;
+pub mod widths;
 
 use burn::tensor::Device;
 
@@ -150,6 +158,10 @@ pub const CHECKS: &[(&str, Check)] = &[
         graph_decoding::replayed_decoding_survives_errors,
     ),
     (
+        "replayed_decoding_chooses_pages",
+        graph_decoding::replayed_decoding_chooses_pages,
+    ),
+    (
         "decoding_reserves_nothing_more",
         graph_decoding::decoding_reserves_nothing_more,
     ),
@@ -184,6 +196,11 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("strides_do_not_matter", attention::strides_do_not_matter),
     ("same_input_same_bits", attention::same_input_same_bits),
     ("per_batch_layouts", attention::per_batch_layouts),
+    ("every_width_equals_f64", widths::every_width_equals_f64),
+    (
+        "strided_layouts_of_other_kinds",
+        widths::strided_layouts_of_other_kinds,
+    ),
     (
         "tf32_only_where_asked_for",
         attention::tf32_only_where_asked_for,
@@ -469,7 +486,43 @@ pub const CHECKS: &[(&str, Check)] = &[
         "moba_on_planted_structure",
         selected_planted::moba_on_planted_structure,
     ),
+    (
+        "quest_on_planted_structure",
+        selected_planted::quest_on_planted_structure,
+    ),
     ("rows_at_equals_f64", selected_lists::rows_at_equals_f64),
+    ("nsa_equals_f64", nsa::nsa_equals_f64),
+    ("nsa_in_half_precision", nsa::nsa_in_half_precision),
+    (
+        "nsa_gradients_equal_finite_differences",
+        nsa::nsa_gradients_equal_finite_differences,
+    ),
+    ("nsa_is_prefix_stable", nsa::nsa_is_prefix_stable),
+    ("nsa_gives_the_same_bits", nsa::nsa_gives_the_same_bits),
+    ("nsa_golden", nsa::nsa_golden),
+    ("some_random_choices", selection_fuzz::some_random_choices),
+    (
+        "choices_give_the_same_bits",
+        selection_runs::choices_give_the_same_bits,
+    ),
+    ("choices_are_replayed", selection_runs::choices_are_replayed),
+    (
+        "outputs_are_bounded_by_recall",
+        selection_runs::outputs_are_bounded_by_recall,
+    ),
+    ("rules_are_nested", selection_runs::rules_are_nested),
+    (
+        "blocks_within_a_layout_equal_f64",
+        device_layout_within::blocks_within_a_layout_equal_f64,
+    ),
+    (
+        "rules_within_a_layout",
+        device_layout_within::rules_within_a_layout,
+    ),
+    (
+        "layouts_within_give_the_same_bits",
+        device_layout_within::layouts_within_give_the_same_bits,
+    ),
     ("embedding_equals_f64", embedding::embedding_equals_f64),
     (
         "embedding_in_half_precision",
@@ -515,6 +568,11 @@ pub const CHECKS: &[(&str, Check)] = &[
     ),
     ("paged_attention_plans", paged::paged_attention_plans),
     ("appended_rows", paged::appended_rows),
+    (
+        "chosen_pages_equal_f64",
+        page_choice::chosen_pages_equal_f64,
+    ),
+    ("picks_of_any_scores", page_choice::picks_of_any_scores),
     ("quantised_rows", paged_quantised::quantised_rows),
     (
         "quantised_rows_golden",
@@ -562,17 +620,32 @@ pub const CHECKS: &[(&str, Check)] = &[
     ),
 ];
 
-/// Checks that run only if they are named: one that needs a large GPU, and one that takes as long as it is asked to.
+/// Checks that run only if they are named: one that needs a large GPU, one that takes as long as it is asked to, and
+/// those whose loops take long.
 pub const NAMED: &[(&str, Check)] = &[
     (
         "more_than_2_31_elements",
         attention::more_than_2_31_elements,
     ),
+    (
+        "more_batch_entries_and_heads_than_a_grid",
+        widths::more_batch_entries_and_heads_than_a_grid,
+    ),
+    ("far_strides", widths::far_strides),
     ("fuzz", fuzz::fuzz),
     (
         "pieces_are_rows_of_the_whole",
         fuzz_decoding::pieces_are_rows_of_the_whole,
     ),
+    (
+        "long_calls_choose_as_loops",
+        selection_long::long_calls_choose_as_loops,
+    ),
+    (
+        "long_gates_choose_as_loops",
+        selection_long::long_gates_choose_as_loops,
+    ),
+    ("random_choices", selection_fuzz::random_choices),
 ];
 
 /// Makes tests of checks, on the devices of [`devices::devices`].

@@ -149,21 +149,30 @@ pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
         block,
         full_last_layers: 0,
     };
-    for keep in [2, 4, 20] {
+    let forced = |first, local| Forced { first, local };
+    let forced = [forced(0, 1), forced(2, 1), forced(1, 3), forced(40, 50)];
+    for (keep, forced) in [2, 4, 20].into_iter().flat_map(|k| forced.map(|f| (k, f))) {
         let blocks = seq.div_ceil(block);
         let scores = (0..seq * blocks).map(|_| kinds[rng.random_range(0..kinds.len())]);
         let scores: Vec<f32> = scores.collect();
         let given = Given { inner, scores };
-        let forced = Forced { first: 0, local: 1 };
         let selection = Selection::new(given.clone(), Keep::TopK(keep)).with_forced(forced);
         for device in devices {
             let device = device.clone().autodiff();
             let x = Tensor::<4>::zeros([1, 2, seq, 4], (&device, DType::F32)).require_grad();
             let call = ScoreCall::new(x.clone(), x.clone());
             let grid = call.grid(given.grid());
-            let lists = selection.query_lists(&call).unwrap().unwrap();
-            let most = lists.blocks.dims()[3];
-            let got: Vec<i32> = lists.blocks.into_data().to_vec().unwrap();
+            // None has a choice where all that is kept is forced.
+            let lists = selection.query_lists(&call).unwrap();
+            assert_eq!(lists.is_none(), keep <= forced.first + forced.local);
+            let (most, got) = match lists {
+                None => (1, vec![-1; 2 * seq]),
+                Some(lists) => {
+                    let most = lists.blocks.dims()[3];
+                    (most, lists.blocks.into_data().to_vec().unwrap())
+                }
+            };
+            let got: Vec<i32> = got;
             for (row, got) in got.chunks(most).enumerate() {
                 let row = row % seq;
                 let scores = &given.scores[row * blocks..][..blocks];
@@ -173,10 +182,13 @@ pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
                     .iter()
                     .filter_map(|&b| usize::try_from(b).ok())
                     .collect();
-                got.push(row / block);
+                got.extend((0..blocks).filter(|&block| grid.is_forced(row, block, forced)));
                 got.sort_unstable();
                 let expected: Vec<usize> = (0..blocks).filter(|&block| kept[block]).collect();
-                assert_eq!(got, expected, "{device:?}, k = {keep}, row {row}");
+                assert_eq!(
+                    got, expected,
+                    "{device:?}, k = {keep}, {forced:?}, row {row}"
+                );
             }
             // No gradient reaches the scores, which the estimator looks for too.
             let out = attention_selected(

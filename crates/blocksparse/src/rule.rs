@@ -176,8 +176,23 @@ impl Rule {
     /// # Panics
     /// If there are not as many scores as blocks.
     pub fn kept(&self, grid: &ScoreGrid, row: usize, scores: &[f64]) -> Vec<bool> {
+        self.kept_of(grid, row, scores, |_| true)
+    }
+
+    /// Which blocks a row of scores keeps, of those alone at which `may_choose` is true: no other one is visible.
+    ///
+    /// # Panics
+    /// As [`Self::kept`].
+    pub fn kept_of(
+        &self,
+        grid: &ScoreGrid,
+        row: usize,
+        scores: &[f64],
+        may_choose: impl Fn(usize) -> bool,
+    ) -> Vec<bool> {
         assert_eq!(scores.len(), grid.blocks());
-        let visible = (0..scores.len()).filter(|&block| grid.is_visible(row, block));
+        let is_visible = |block: &usize| grid.is_visible(row, *block) && may_choose(*block);
+        let visible = (0..scores.len()).filter(is_visible);
         let visible: Vec<usize> = visible.collect();
         let is_forced = |block: &usize| grid.is_forced(row, *block, self.forced);
         let (forced, mut rest): (Vec<usize>, Vec<usize>) =

@@ -89,21 +89,46 @@ pub(crate) fn grid(shape: &LayoutShape, causal: bool) -> ScoreGrid {
     }
 }
 
-/// Which key blocks each row of scores keeps, read back from the device.
+/// Which key blocks each row of scores keeps, read back from the device; of those of `within` alone, where there is one.
 pub(crate) fn choose_rows(
     scores: Tensor<4>,
     shape: LayoutShape,
     rule: &Rule,
     causal: bool,
+    within: Option<&BlockLayout>,
 ) -> Result<Vec<Vec<bool>>, OpError> {
-    let [_, _, q_blocks, kv_blocks] = scores.dims();
+    let [_, heads, q_blocks, kv_blocks] = scores.dims();
     let scores = scores.try_into_data().map_err(OpError::read)?;
     let scores = scores.convert::<f64>();
     let scores: Vec<f64> = scores.to_vec().map_err(OpError::read)?;
     let grid = grid(&shape, causal);
     let rows = scores.chunks(kv_blocks).enumerate();
-    let rows = rows.map(|(row, scores)| rule.kept(&grid, row % q_blocks, scores));
+    let rows = rows.map(|(row, scores)| {
+        let Some(within) = within else {
+            return rule.kept(&grid, row % q_blocks, scores);
+        };
+        let pattern = row / q_blocks;
+        let head = pattern % heads * (shape.heads / heads);
+        let allowed = allowed_blocks(within, pattern / heads, head, row % q_blocks);
+        rule.kept_of(&grid, row % q_blocks, scores, |block| allowed[block])
+    });
     Ok(rows.collect())
+}
+
+/// Which blocks a row of a layout has; a layout of one batch entry has the same for all.
+pub(crate) fn allowed_blocks(
+    layout: &BlockLayout,
+    entry: usize,
+    head: usize,
+    q_block: usize,
+) -> Vec<bool> {
+    let entry = entry.min(layout.batch().unwrap_or(1) - 1);
+    let mut allowed = vec![false; layout.kv_blocks()];
+    for run in layout.row_runs(layout.pattern_of(entry, head), q_block) {
+        run.blocks()
+            .for_each(|block| allowed[block as usize] = true);
+    }
+    allowed
 }
 
 /// The pairs of a chosen block.

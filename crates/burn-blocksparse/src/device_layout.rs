@@ -5,11 +5,14 @@ use std::sync::{Arc, OnceLock};
 
 use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, LayoutError, LayoutShape, Rule};
 use burn::backend::Dispatch;
-use burn::tensor::{Bool, DType, Device, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
 use crate::choice::{TopKOptions, checked, choose_rows, mask};
 use crate::device::served;
 use crate::error::OpError;
+use crate::ops::SelectionOps;
+use crate::plan::runs_kernels;
+use crate::upload::layout_tensors;
 use crate::values::BlockChoice;
 
 /// What a [`DeviceLayout`] is, besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
@@ -75,6 +78,7 @@ impl DeviceLayoutOptions {
 pub struct DeviceLayout {
     /// The sizes and how blocks are chosen; launch plans are kept with it.
     frame: BlockLayout,
+    causal: bool,
     chooser: Chooser,
     host: Arc<OnceLock<BlockLayout>>,
 }
@@ -91,6 +95,43 @@ enum Chooser {
     Mask(Tensor<4, Bool>),
     Indices(Tensor<4, Int>),
     Scores(Tensor<4>, Rule),
+}
+
+impl Chooser {
+    /// The same for so many batch entries and heads, as many neighbours of which had shared one.
+    fn expanded(&self, [batch, heads]: [usize; 2]) -> Self {
+        match self.clone() {
+            Self::Mask(mask) => {
+                let dims = mask.dims();
+                match dims[..2] == [batch, heads] {
+                    true => Self::Mask(mask),
+                    false => Self::Mask(repeated(mask.int(), [batch, heads]).bool()),
+                }
+            }
+            Self::Indices(indices) => Self::Indices(repeated(indices, [batch, heads])),
+            Self::Scores(scores, rule) => {
+                let [own, patterns, rows, blocks] = scores.dims();
+                if [own, patterns] == [batch, heads] {
+                    return Self::Scores(scores, rule);
+                }
+                let group = heads / patterns;
+                let scores = scores.reshape([own, patterns, 1, rows * blocks]);
+                let scores = scores.expand([batch, patterns, group, rows * blocks]);
+                Self::Scores(scores.reshape([batch, heads, rows, blocks]), rule)
+            }
+        }
+    }
+}
+
+fn repeated(x: Tensor<4, Int>, [batch, heads]: [usize; 2]) -> Tensor<4, Int> {
+    let [own, patterns, rows, blocks] = x.dims();
+    if [own, patterns] == [batch, heads] {
+        return x;
+    }
+    let group = heads / patterns;
+    let x = x.reshape([own, patterns, 1, rows * blocks]);
+    let x = x.expand([batch, patterns, group, rows * blocks]);
+    x.reshape([batch, heads, rows, blocks])
 }
 
 impl DeviceLayout {
@@ -233,7 +274,12 @@ impl DeviceLayout {
             causal,
             by: ChosenBy::Scores(rule),
         };
-        let scores = scores.detach().without_autodiff().cast(DType::F32);
+        let scores = scores.detach().without_autodiff();
+        // A cast to the same type would be an operation.
+        let scores = match scores.dtype() {
+            DType::F32 => scores,
+            _ => scores.cast(DType::F32),
+        };
         Self::new(&name, shape, choice, Chooser::Scores(scores, rule))
     }
 
@@ -250,9 +296,122 @@ impl DeviceLayout {
         );
         Ok(Self {
             frame: BlockLayout::on_device(name, shape, choice)?,
+            causal: choice.causal,
             chooser,
             host: Arc::default(),
         })
+    }
+
+    /// The same choice from the blocks of `layout`, which is on the host: a rule sees no other blocks, forced ones included, others that are chosen count
+    /// for nothing, and a chosen block has the pairs that it has in `layout`. So `layout` alone says which keys queries see, in place of
+    /// [`DeviceLayoutOptions::causal`]: that of a causal pattern, with windows, documents, padding and what else a layout can have.
+    ///
+    /// Where kernels run, `layout`'s launch plans are uploaded once, and plans of the chosen blocks are made of their entries on the device. Take one layout
+    /// for all calls.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_blocksparse::{
+    ///     BlockLayout, DeviceLayout, DeviceLayoutOptions, LayoutShape, Pattern, TopKOptions,
+    /// };
+    ///
+    /// let shape = LayoutShape { heads: 4, seq_q: 256, seq_kv: 256, block_size: 32 };
+    /// let near = BlockLayout::new(&Pattern::local(100), shape)?;
+    /// let scores = Tensor::<4>::random([1, 4, 8, 8], Distribution::Default, &Device::flex());
+    /// // The best two blocks of those that hold one of the last 100 keys, and of those the last 100 keys.
+    /// let best = DeviceLayout::from_block_scores(scores, shape, TopKOptions::new(32, 2))?;
+    /// let best = best.within(&near)?.to_host()?;
+    /// assert!((0..256).all(|i| (0..256).all(|j| !best.to_dense(0)[i][j] || near.to_dense(0)[i][j])));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`OpError`] if sizes or batches differ, or a layout on the host was given before.
+    pub fn within(&self, layout: &BlockLayout) -> Result<Self, OpError> {
+        OpError::expect_same(
+            "layout's shape",
+            *self.shape(),
+            "the choice's",
+            *layout.shape(),
+        )?;
+        if self.frame.within().is_some() {
+            let expected = "given once";
+            return Err(OpError::argument("layout", expected, layout.name()));
+        }
+        let choice = *self.choice();
+        let patterns = layout.patterns_within(choice.patterns)?;
+        let choice = DeviceChoice {
+            patterns,
+            causal: false,
+            ..choice
+        };
+        let name = format!("{}, within {}", self.frame.name(), layout.name());
+        Ok(Self {
+            frame: BlockLayout::on_device_within(name, choice, layout)?,
+            causal: self.causal,
+            chooser: self.chooser.expanded(patterns),
+            host: Arc::default(),
+        })
+    }
+
+    /// How many blocks each row of blocks has: i32 `[batch or 1, patterns, q_blocks]`, on the device, without autodiff. `patterns` are the heads that have
+    /// blocks of their own, a divisor of all, of which as many neighbours share one. Nothing is read back where kernels run.
+    ///
+    /// # Errors
+    /// [`OpError`] if the tensor that chooses cannot be read, where no kernels run.
+    pub fn counts(&self) -> Result<Tensor<3, Int>, OpError> {
+        let device = self.device();
+        let [batch, patterns] = self.choice().patterns;
+        let q_blocks = self.frame.q_blocks();
+        if runs_kernels(&device) {
+            let mut tensors = layout_tensors(&self.frame, &device, true)?;
+            tensors.choice = self.chooser();
+            let counts = <Dispatch as SelectionOps>::count_blocks(tensors);
+            return Ok(Tensor::from_dispatch(counts));
+        }
+        let host = self.to_host()?;
+        let group = host.heads() / patterns;
+        let mut counts = Vec::with_capacity(batch * patterns * q_blocks);
+        for (entry, head) in (0..batch).flat_map(|entry| (0..patterns).map(move |p| (entry, p))) {
+            let offsets = host.row_offsets(host.pattern_of(entry, head * group));
+            counts.extend(offsets.windows(2).map(|row| (row[1] - row[0]) as i32));
+        }
+        let counts = TensorData::new(counts, [batch, patterns, q_blocks]);
+        Ok(Tensor::from_data(counts, (&device, DType::I32)))
+    }
+
+    /// Chosen blocks as a share of those that are visible, of all rows together: `[1]` in f32, on the device. Nothing is read back where kernels run.
+    ///
+    /// # Errors
+    /// As [`Self::counts`].
+    pub fn density(&self) -> Result<Tensor<1>, OpError> {
+        let counts = self.counts()?;
+        let dims = counts.dims();
+        let [batch, patterns, q_blocks] = dims;
+        let visible: usize = match self.frame.within() {
+            Some(within) => {
+                let group = within.heads() / patterns;
+                let entries = (0..batch).flat_map(|entry| (0..patterns).map(move |p| (entry, p)));
+                let last = within.batch().unwrap_or(1) - 1;
+                let blocks = entries.map(|(entry, p)| {
+                    within.pattern_blocks(within.pattern_of(entry.min(last), p * group))
+                });
+                blocks.sum()
+            }
+            None => {
+                let grid = crate::choice::grid(self.shape(), self.causal);
+                let rows = 0..q_blocks;
+                let of_row = |row| {
+                    (0..grid.blocks())
+                        .filter(|&b| grid.is_visible(row, b))
+                        .count()
+                };
+                batch * patterns * rows.map(of_row).sum::<usize>()
+            }
+        };
+        // A sum over rows, then over the rest: one long sum is one cube's.
+        let counts = counts.float().cast(DType::F32).sum_dim(2).sum();
+        Ok(counts.div_scalar(visible.max(1) as f32))
     }
 
     /// The layout's sizes.
@@ -265,9 +424,9 @@ impl DeviceLayout {
         self.frame.batch()
     }
 
-    /// Whether queries see no later keys.
+    /// Whether queries see no later keys, as the options said; [`within`](Self::within) another layout, which keys they see is that layout's to say.
     pub fn is_causal(&self) -> bool {
-        self.choice().causal
+        self.causal
     }
 
     /// The device of the tensor that chooses, without autodiff.
@@ -316,6 +475,13 @@ impl DeviceLayout {
         let [batch, heads] = self.choice().patterns;
         let q_blocks = self.frame.q_blocks();
         let rows = self.read_rows()?;
+        if let Some(within) = self.frame.within() {
+            let kept = |entry: usize, head: usize, q_block: usize, kv_block: usize| {
+                let pattern = entry.min(batch - 1) * heads + head / (shape.heads / heads);
+                rows[pattern * q_blocks + q_block][kv_block]
+            };
+            return Ok(within.keep_blocks(self.frame.name(), self.batch(), kept)?);
+        }
         let layouts = (0..batch).map(|entry| {
             BlockLayout::from_block_fn(self.frame.name(), shape, |head, q_block, kv_block| {
                 let pattern = entry * heads + head / (shape.heads / heads);
@@ -355,7 +521,9 @@ impl DeviceLayout {
                 Ok(integers(indices)?.chunks(most).map(kept).collect())
             }
             Chooser::Scores(scores, rule) => {
-                choose_rows(scores.clone(), *self.shape(), rule, self.is_causal())
+                let causal = self.choice().causal;
+                let within = self.frame.within();
+                choose_rows(scores.clone(), *self.shape(), rule, causal, within)
             }
         }
     }

@@ -67,6 +67,7 @@ mod masses;
 mod merge;
 mod mlp;
 mod norm;
+mod nsa;
 mod op_plan;
 mod ops;
 mod optim;
@@ -135,21 +136,24 @@ pub use norm::{
     Branch, Norm, NormParams, ResidualNormOptions, norm, residual_add, residual_norm,
     residual_norm_plan,
 };
+pub use nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions};
 pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseLinearOps,
     BlockSparseOps, ClipFactor, DropoutOps, EmbeddingOps, FixedOps, HeadOps, LinearOps, LossOps,
-    MlpOps, NormOps, OptimOps, PagedOps, ProjectionOps, RowOps, SamplingOps, TensorList,
+    MlpOps, NormOps, OptimOps, PageChoiceOps, PagedOps, ProjectionOps, RowOps, SamplingOps,
+    TensorList,
 };
 pub use optim::{AdamWControl, FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use paged::values::{
-    AppendInputs, AppendPacked, MaybeInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
-    StoredPages,
+    AppendInputs, AppendPacked, MaybeInt, PackedPages, PageChoiceCall, PageScoreInputs, PagedCall,
+    PagedInputs, PagedRows, Pages, StoredPages, SummarizeInputs,
 };
 pub use paged::{
-    PagedKeysValues, PagedOptions, PagedOutput, PagedStore, PagedVisibility, QuantizedPages,
-    append_quantized, append_rows, dequantize, paged_attention, paged_attention_plan,
+    PageChoice, PageSummaries, PagedKeysValues, PagedOptions, PagedOutput, PagedStore,
+    PagedVisibility, QuantizedPages, append_quantized, append_rows, dequantize, highest_pages,
+    page_scores, paged_attention, paged_attention_plan, select_pages, summarize_pages,
 };
 pub use plan::AttentionPlan;
 pub use projection::values::{
@@ -163,9 +167,9 @@ pub use rows::rows_at;
 pub use sampling::{SampleOptions, sample_tokens, sample_tokens_plan};
 pub use selection::{
     Antidiagonals, BlockEstimator, BlockMeans, Chosen, DenseCall, EstimateGrid, EstimatorTraits,
-    FlexHead, FlexPrefill, MixtureOfBlocks, QueryLists, ScoreCall, SelectedOptions, Selection,
-    SelectionQuality, Sharing, SpargeBlocks, VerticalSlash, attention_selected,
-    attention_selected_with_lse, recall,
+    FlexHead, FlexPrefill, MixtureOfBlocks, PageBounds, PageSummary, QueryLists, ScoreCall,
+    SelectedOptions, Selection, SelectionQuality, Sharing, SpargeBlocks, VerticalSlash, Within,
+    attention_selected, attention_selected_with_lse, recall,
 };
 pub use tensors::AttentionTensors;
 pub use top_k::{top_k_blocks, top_k_blocks_on_device};

@@ -160,6 +160,16 @@ fn is_autodiff(scores: &ScoreTensors<Dispatch>) -> bool {
     tensors.any(|tensor| Device::new(tensor.device()).is_autodiff())
 }
 
+/// Whether kernels run on a device, and not the reference.
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub(crate) fn runs_kernels(device: &Device) -> bool {
+    #[cfg(feature = "cube")]
+    if device::cube::of(device).is_some() {
+        return !crate::backends::cube::uses_reference();
+    }
+    false
+}
+
 /// Whether kernels sum the weights of a call, and not the reference.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub(crate) fn sums_in_kernels(

@@ -7,6 +7,8 @@ use crate::choice::{TopKOptions, checked, choose_rows, mask};
 use crate::device::served;
 use crate::device_layout::DeviceLayout;
 use crate::error::OpError;
+#[cfg(feature = "cube")]
+use crate::selection::{ScoreCall, means_by_kernels};
 use crate::selection::{check_shapes, means, products};
 
 /// A layout per batch entry and head, of the key blocks that score highest for each row of query blocks: the score of a pair of blocks is
@@ -41,10 +43,10 @@ pub fn top_k_blocks(
 ) -> Result<BlockLayout, OpError> {
     check(&q, &k, &options)?;
     let shape = checked_shape(&q, &k, &options)?;
-    let [batch, heads, ..] = q.dims();
-    let scores = scores(q, k.clone(), heads / k.dims()[1], options.block_size);
+    let ([batch, heads, ..], kv_heads) = (q.dims(), k.dims()[1]);
+    let scores = scores(q, k, heads / kv_heads, &options);
     let q_blocks = scores.dims()[2];
-    let rows = choose_rows(scores, shape, &options.rule(), options.causal)?;
+    let rows = choose_rows(scores, shape, &options.rule(), options.causal, None)?;
     let layouts = (0..batch).map(|entry| {
         BlockLayout::from_block_fn("top_k", shape, |head, q_block, kv_block| {
             let row = (entry * heads + head) * q_blocks + q_block;
@@ -111,7 +113,7 @@ pub fn top_k_blocks_on_device(
     check(&q, &k, &options)?;
     let shape = checked_shape(&q, &k, &options)?;
     let group = shape.heads / k.dims()[1];
-    let scores = scores(q, k, group, options.block_size);
+    let scores = scores(q, k, group, &options);
     DeviceLayout::from_block_scores(scores, shape, options)
 }
 
@@ -140,7 +142,16 @@ fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), OpEr
 }
 
 /// `[batch, heads, q_blocks, kv_blocks]`, f32. The scale changes no order.
-fn scores(q: Tensor<4>, k: Tensor<4>, group: usize, block_size: usize) -> Tensor<4> {
-    let (q, k) = (means(q.detach(), block_size), means(k.detach(), block_size));
-    products(q, k, group)
+fn scores(q: Tensor<4>, k: Tensor<4>, group: usize, options: &TopKOptions) -> Tensor<4> {
+    let (q, k, block) = (q.detach(), k.detach(), options.block_size);
+    #[cfg(feature = "cube")]
+    {
+        let [q, k] = [&q, &k].map(|x| x.clone().without_autodiff());
+        let rows = 0..q.dims()[2].div_ceil(block);
+        let call = ScoreCall::new(q, k).scale(1.0).causal(options.causal);
+        if let Some(scores) = means_by_kernels(&call, block, &rows) {
+            return scores;
+        }
+    }
+    products(means(q, block), means(k, block), group)
 }

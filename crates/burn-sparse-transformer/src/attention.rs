@@ -3,18 +3,18 @@ use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::Tensor;
 use burn_blocksparse::{
     Activation, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
-    Dropout as WeightDropout, Layout, OpError, Pattern, Seed, Selection, attention_with_tensors,
+    Dropout as WeightDropout, Layout, Pattern, Seed, Selection, attention_with_tensors,
     attention_with_tensors_and_weights, bias_activation,
 };
 
 use crate::call::Call;
 use crate::content::{ContentHeads, Seen};
 use crate::dropout::Seeds;
-use crate::error::{ensure, ensure_none, ensure_shape};
+use crate::error::{ensure, ensure_shape};
 use crate::heads::{Positions, rotate};
 use crate::layouts::{Layouts, Request};
 use crate::stream::Projected;
-use crate::{HeadNorm, Precision, SparseMhaInput, TransformerError};
+use crate::{HeadNorm, HeadSelections, Precision, SparseMhaInput, TransformerError};
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
 
@@ -68,6 +68,8 @@ pub struct SparseMultiHeadAttention {
     #[module(skip)]
     pub(crate) selection: Option<Selection>,
     #[module(skip)]
+    pub(crate) head_selections: Option<HeadSelections>,
+    #[module(skip)]
     pub(crate) options: AttentionOptions,
     #[module(skip)]
     pub(crate) precision: Precision,
@@ -97,7 +99,8 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
-    /// `rope`, or there is padding beside a selection or heads that choose by content; those also refuse a bias, and queries that are not the keys' tokens.
+    /// `rope`, or there is padding beside heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
+    /// heads also refuse a bias, and queries that are not the keys' tokens.
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (seen, call) = self.context(input)?;
         let mut output = self.finish(seen.heads, &call)?;
@@ -121,60 +124,21 @@ impl SparseMultiHeadAttention {
         if let Some(content) = &self.content {
             return self.mixed_context(input, content);
         }
-        let padded = input.padding.is_some();
         let (call, request) = self.prepare(&input, 0)?;
         if let Some(selection) = &self.selection {
-            ensure(
-                !padded,
-                "padding",
-                || "none with a selection, which would choose padding, too".into(),
-                "some",
-            )?;
+            let cut = self.cut(selection, &request)?;
             let heads = self.project(input, &call)?;
-            return Ok((self.attend_chosen(heads, selection, &call)?.into(), call));
+            let context = self.attend_chosen(heads, selection, &cut, &call)?;
+            return Ok((context.into(), call));
+        }
+        if let Some(selections) = &self.head_selections {
+            let heads = self.project(input, &call)?;
+            let context = self.attend_by_heads(heads, selections, &request, &call)?;
+            return Ok((context.into(), call));
         }
         let layout = self.layouts.get(&request)?;
         let heads = self.project(input, &call)?;
         Ok((self.attend(heads, &layout, &call)?.into(), call))
-    }
-
-    /// [`Self::forward`] over a layout that depends on the projected queries and keys, normalised and rotated, in place of the
-    /// module's pattern: `choose` gets `[batch, n_heads, seq_q, d_k]` and `[batch, n_kv_heads, seq_kv, d_k]`.
-    ///
-    /// # Errors
-    /// As [`Self::forward`] and `choose`; also if the input has padding, which the layout would have to leave out.
-    ///
-    /// ```
-    /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_blocksparse::{TopKOptions, top_k_blocks_on_device};
-    /// use burn_sparse_transformer::{Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig};
-    ///
-    /// let device = Device::flex();
-    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::causal()).init(&device)?;
-    /// let x = Tensor::<3>::random([1, 500, 64], Distribution::Default, &device);
-    /// // Each block sees four: the first, its own, the one before it, and of the others the one most alike.
-    /// let four = TopKOptions::new(32, 4);
-    /// let choose = |query, key| top_k_blocks_on_device(query, key, four);
-    /// let y = mha.forward_choosing(SparseMhaInput::self_attn(x), choose)?.context;
-    /// assert_eq!(y.dims(), [1, 500, 64]);
-    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
-    /// ```
-    pub fn forward_choosing<L>(
-        &self,
-        input: SparseMhaInput,
-        choose: impl FnOnce(Tensor<4>, Tensor<4>) -> Result<L, OpError>,
-    ) -> Result<SparseMhaOutput, TransformerError>
-    where
-        for<'a> &'a L: Into<Layout<'a>>,
-    {
-        let expected = "none: a chosen layout says what takes part";
-        ensure_none("padding", input.padding.is_some(), expected)?;
-        self.ensure_no_content()?;
-        let (call, _) = self.prepare(&input, 0)?;
-        let heads = self.project(input, &call)?;
-        let layout = choose(heads.0.clone(), heads.1.clone())?;
-        let context = self.attend(heads, &layout, &call)?;
-        self.finish(context, &call)
     }
 
     /// [`Self::forward`], which also returns the attention weights of the kept blocks: after biases, before dropout, and with sinks or
@@ -283,28 +247,6 @@ impl SparseMultiHeadAttention {
     /// requests have more lengths than that builds layouts again and again. 0 keeps none.
     pub fn keep_layouts(&self, most: usize) {
         self.layouts.keep(most);
-    }
-
-    /// Operations of the four projections for one position, forward: two per weight.
-    pub fn matmul_flops_per_token(&self) -> u64 {
-        [&self.query, &self.key, &self.value, &self.output]
-            .map(linear_flops)
-            .iter()
-            .sum()
-    }
-
-    /// Operations of the attention itself for one sequence, forward: four per allowed pair and
-    /// channel when keys and values are equally wide (q·k and p·v). With a selection these are the pairs that it chooses from.
-    ///
-    /// # Errors
-    /// If there is no layout for this length.
-    pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
-        let d_v = self.d_model / self.n_heads;
-        let pairs = self.layout(seq, seq)?.allowed_pairs();
-        let chosen = self.content.as_ref().map_or(0, |content| {
-            (self.n_heads - content.local_heads()) as u64 * content.pairs(seq)
-        });
-        Ok(2 * (pairs + chosen) * (self.d_k() + d_v) as u64)
     }
 
     /// Width of a query or key head.
@@ -497,7 +439,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// Queries or keys `[batch, heads, seq, d_k]`, normalised and rotated.
-    fn place(
+    pub(crate) fn place(
         &self,
         x: Tensor<4>,
         norm: &Option<HeadNorm>,
@@ -578,11 +520,6 @@ pub(crate) fn project_heads<const N: usize>(
     Ok(split.try_into().expect("as many parts as layers"))
 }
 
-/// Operations of a linear layer for one position: a multiplication and an addition per weight.
-pub(crate) fn linear_flops(linear: &Linear) -> u64 {
-    2 * linear.weight.lazy_shape().num_elements() as u64
-}
-
 impl ModuleDisplay for SparseMultiHeadAttention {
     fn custom_settings(&self) -> Option<DisplaySettings> {
         DisplaySettings::new()
@@ -604,6 +541,10 @@ impl ModuleDisplay for SparseMultiHeadAttention {
         };
         let content = match &self.selection {
             Some(selection) => content.add("selection", &selection.to_string()),
+            None => content,
+        };
+        let content = match &self.head_selections {
+            Some(heads) => content.add("head_selections", &heads.to_string()),
             None => content,
         };
         content.optional()

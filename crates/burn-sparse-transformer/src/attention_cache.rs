@@ -86,13 +86,24 @@ impl SparseMultiHeadAttention {
         if !last {
             self.check_boundary(after)?;
         }
+        if let Some(nsa) = self.nsa() {
+            let context = self.nsa_context(input, nsa, Some(cache));
+            if context.is_err() {
+                cache.truncate(before);
+            }
+            return context;
+        }
         self.ensure_decodable()?;
         let (call, request) = self.prepare(&input, before)?;
+        let cut = match &self.selection {
+            Some(selection) => Some((selection, self.cut(selection, &request)?)),
+            None => None,
+        };
         let (query, key, value) = self.project(input, &call)?;
         let (key, value) = cache.append(key, value);
         let heads = (query, key, value);
-        let context = match &self.selection {
-            Some(selection) => self.attend_chosen(heads, selection, &call),
+        let context = match cut {
+            Some((selection, cut)) => self.attend_chosen(heads, selection, &cut, &call),
             None => {
                 (self.layouts.get(&request)).and_then(|layout| self.attend(heads, &layout, &call))
             }

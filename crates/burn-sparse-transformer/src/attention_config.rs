@@ -33,7 +33,8 @@ pub struct SparseMultiHeadAttentionConfig {
     pub pattern: Pattern,
     /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
     pub selection: Option<Selection>,
-    /// How heads that are not the pattern's choose single keys by content; their keys are their queries. Default: all heads are the pattern's.
+    /// How heads that are not the pattern's choose keys by content: single ones, where their keys are their queries, or as `nsa` does, which is all heads. Default:
+    /// all heads are the pattern's.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's, the first ones. Default: half of them.
     pub local_heads: Option<usize>,
@@ -122,9 +123,9 @@ impl SparseMultiHeadAttentionConfig {
         self.validate()?;
         self.precision.check(device)?;
         let n_kv_heads = self.n_kv_heads.unwrap_or(self.n_heads);
-        let key_heads = match self.content {
-            Some(_) => self.pattern_heads(),
-            None => n_kv_heads,
+        let key_heads = match &self.content {
+            Some(content) if !content.is_whole_layer() => self.pattern_heads(),
+            None | Some(_) => n_kv_heads,
         };
         let d_k = self.d_key.unwrap_or(self.d_model) / self.n_heads;
         let d_v = self.d_model / self.n_heads;
@@ -160,6 +161,7 @@ impl SparseMultiHeadAttentionConfig {
             n_kv_heads,
             layouts,
             selection: self.selection.clone(),
+            head_selections: None,
             content: self.init_content(d_k, device)?,
             options: self.options(),
             precision: self.precision,

@@ -28,7 +28,7 @@ pub struct SparseTransformerBlockConfig {
     pub pattern: Pattern,
     /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
     pub selection: Option<Selection>,
-    /// How heads that are not the pattern's choose single keys by content. Default: all heads are the pattern's.
+    /// How heads that are not the pattern's choose keys by content. Default: all heads are the pattern's.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's. With as many as `n_heads` there is no `content`. Default: half of them.
     pub local_heads: Option<usize>,
@@ -144,6 +144,16 @@ impl SparseTransformerBlockConfig {
         for projection in [&mut mha.query, &mut mha.key, &mut mha.value] {
             let [d_input, d_output] = projection.weight.lazy_shape().dims();
             *projection = init::linear(d_input, d_output, self.init_scale, device);
+        }
+        if let Some(nsa) = mha
+            .content
+            .as_mut()
+            .and_then(|content| content.nsa.as_mut())
+        {
+            for layer in nsa.layers_mut() {
+                let [d_input, d_output] = layer.weight.lazy_shape().dims();
+                *layer = init::linear(d_input, d_output, self.init_scale, device);
+            }
         }
         mha.output = init::linear(self.d_model, self.d_model, residual_scale, device);
         Ok(mha)

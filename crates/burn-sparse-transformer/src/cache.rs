@@ -2,6 +2,7 @@ use burn::tensor::Tensor;
 
 use crate::TransformerError;
 use crate::error::ensure;
+use crate::nsa::BranchCaches;
 
 /// Positions a buffer has room for at first.
 const FIRST_CAPACITY: usize = 64;
@@ -16,6 +17,8 @@ pub struct SparseMhaCache {
     buffers: Option<Buffers>,
     len: usize,
     context: Option<usize>,
+    /// Of native sparse attention.
+    branches: Option<Box<BranchCaches>>,
 }
 
 /// `[batch, kv_heads, capacity, width]`, of which the first `len` positions are in use.
@@ -59,12 +62,35 @@ impl SparseMhaCache {
     /// Forgets every position from `len` on; nothing if there are fewer. The buffers stay.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
+        if let Some(branches) = &mut self.branches {
+            branches.truncate(len);
+        }
     }
 
     /// Forgets everything and frees the buffers. The next input may have another batch.
     pub fn clear(&mut self) {
         self.buffers = None;
+        self.branches = None;
         self.len = 0;
+    }
+
+    /// What the other branches of native sparse attention keep, of compressed blocks of `block` tokens, one every `stride`.
+    pub(crate) fn branches(&mut self, block: usize, stride: usize) -> &mut BranchCaches {
+        let context = self.context;
+        let new = || {
+            let empty = || Self {
+                context,
+                ..Self::default()
+            };
+            Box::new(BranchCaches::new(empty, block, stride))
+        };
+        self.branches.get_or_insert_with(new)
+    }
+
+    /// All keys and values, if there are some.
+    pub(crate) fn all(&self) -> Option<[Tensor<4>; 2]> {
+        let Buffers { key, value } = self.buffers.as_ref().filter(|_| self.len > 0)?;
+        Some([key, value].map(|x| x.clone().narrow(2, 0, self.len)))
     }
 
     /// The length after `new` more positions of keys `[batch, kv_heads, _, width]`, if they fit.

@@ -75,6 +75,7 @@ impl SparseMultiHeadAttention {
         block_size: usize,
     ) -> Result<Self, TransformerError> {
         check_selection(&pattern, self.selection())?;
+        self.ensure_alike()?;
         if self.content.is_some() && !pattern.is_causal() {
             let expected = "causal beside heads that choose by content";
             return Err(TransformerError::argument("pattern", expected, &pattern));

@@ -9,7 +9,7 @@ use burn_blocksparse::{
     linear, mlp,
 };
 
-use crate::attention::linear_flops;
+use crate::attention_flops::linear_flops;
 use crate::stream::Projected;
 use crate::{BlockSparseLinear, Precision, TransformerError};
 

@@ -31,8 +31,8 @@ pub struct GenerateOptions {
     pub eviction: Option<EvictionConfig>,
     /// How the keys and values that are kept are stored. Default: in the dtype of the model's products.
     pub kv_dtype: Option<KvDtype>,
-    /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32.
-    pub page_size: usize,
+    /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32, or what the layers' selections choose.
+    pub page_size: Option<usize>,
     /// Drafts that are checked several tokens at once. Default: none.
     pub drafts: Option<NgramDrafts>,
 }
@@ -47,7 +47,7 @@ impl Default for GenerateOptions {
             residency: Residency::default(),
             eviction: None,
             kv_dtype: None,
-            page_size: 32,
+            page_size: None,
             drafts: None,
         }
     }
@@ -98,7 +98,7 @@ impl GenerateOptions {
 
     /// Sets the slots of a page.
     pub fn page_size(mut self, page_size: usize) -> Self {
-        self.page_size = page_size;
+        self.page_size = Some(page_size);
         self
     }
 
@@ -126,8 +126,11 @@ impl GenerateOptions {
         let config = KvPoolConfig::for_lengths(lengths)
             .with_chunk(chunk.max(1 + drafted))
             .with_rollback(drafted)
-            .with_residency(self.residency)
-            .with_page_size(self.page_size);
+            .with_residency(self.residency);
+        let config = match self.page_size {
+            Some(page_size) => config.with_page_size(page_size),
+            None => config,
+        };
         let config = match self.eviction {
             Some(eviction) => config.with_eviction(eviction),
             None => config,

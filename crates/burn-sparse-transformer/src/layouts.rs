@@ -19,6 +19,8 @@ pub(crate) struct Layouts {
     heads: usize,
     block_size: usize,
     built: Arc<Mutex<Built>>,
+    /// Those of the same pattern in other blocks, or for other numbers of heads.
+    siblings: Arc<Mutex<Vec<Layouts>>>,
 }
 
 /// The layouts that are kept, and those that threads are building or about to use.
@@ -98,6 +100,7 @@ impl Layouts {
                 most: KEPT,
                 entries: Vec::new(),
             })),
+            siblings: Arc::default(),
         };
         // The smallest layout meets every check that does not depend on the lengths.
         layouts.build(&Request::new(1, 1))?;
@@ -108,8 +111,34 @@ impl Layouts {
         &self.pattern
     }
 
+    pub(crate) fn heads(&self) -> usize {
+        self.heads
+    }
+
     pub(crate) fn block_size(&self) -> usize {
         self.block_size
+    }
+
+    /// The layouts of the same pattern for so many heads, in blocks of this size.
+    ///
+    /// # Errors
+    /// If no such layout can be built, whatever the lengths.
+    pub(crate) fn of_shape(
+        &self,
+        heads: usize,
+        block_size: usize,
+    ) -> Result<Self, TransformerError> {
+        let is_it = |of: &Self| of.block_size == block_size && of.heads == heads;
+        if is_it(self) {
+            return Ok(self.clone());
+        }
+        let mut siblings = self.siblings.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = siblings.iter().find(|of| is_it(of)) {
+            return Ok(known.clone());
+        }
+        let made = Self::new(self.pattern.clone(), heads, block_size)?;
+        siblings.push(made.clone());
+        Ok(made)
     }
 
     /// Keeps the `most` recently used layouts, in all clones.

@@ -40,6 +40,7 @@
 mod attention;
 mod attention_cache;
 mod attention_config;
+mod attention_flops;
 mod block;
 mod block_attention;
 mod block_sparse_linear;
@@ -56,6 +57,7 @@ mod error;
 mod factorization;
 mod feed_forward;
 mod generate;
+mod head_selections;
 mod heads;
 mod init;
 mod input;
@@ -63,6 +65,7 @@ mod kept_blocks;
 mod layouts;
 mod linear;
 mod longformer;
+mod nsa;
 mod pool;
 mod precision;
 #[cfg(feature = "autodiff")]
@@ -95,10 +98,15 @@ pub use error::TransformerError;
 pub use factorization::Factorization;
 pub use feed_forward::{FeedForward, FeedForwardLinear, FeedForwardSparsity};
 pub use generate::{EndReason, GenerateOptions, GenerateStep, Generated};
+pub use head_selections::HeadSelections;
 pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
 pub use linear::{MixedPrecisionLinear, MixedPrecisionLinearConfig};
 pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
+pub use nsa::{
+    Compression, NsaAttention, NsaAttentionConfig, NsaCompressor, NsaHeads, NsaHeadsConfig,
+    NsaProjections,
+};
 pub use pool::{
     KvDtype, KvPool, KvPoolConfig, KvPositions, KvSnapshot, KvStep, KvUsage, ReplayedDecoder,
 };

@@ -2,18 +2,42 @@
 
 use burn::tensor::{Int, Tensor};
 use burn_blocksparse::{
-    DeviceLayout, Pattern, ScoreCall, SelectedOptions, Selection, SelectionQuality,
-    attention_selected,
+    BlockLayout, DeviceLayout, Layout, OpError, Pattern, Restriction, ScoreCall, SelectedOptions,
+    Selection, SelectionQuality, Within, attention_selected,
 };
 
 use crate::call::Call;
 use crate::error::{ensure, ensure_none};
+use crate::layouts::Request;
 use crate::stream::Stream;
-use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
+use crate::{
+    SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, SparseTransformer, TransformerError,
+};
+
+/// What a selection chooses from, if that is less than all keys or all earlier ones.
+#[derive(Default)]
+pub(crate) struct Cut {
+    /// The pattern's layout, in the selection's blocks and without padding.
+    layout: Option<BlockLayout>,
+    /// The real positions of each batch entry.
+    lengths: Option<Vec<usize>>,
+}
+
+impl Cut {
+    fn within(&self) -> Within<'_> {
+        let mut within = Within::default();
+        within.layout = self.layout.as_ref();
+        within.lengths = self.lengths.as_deref();
+        within
+    }
+}
 
 impl SparseMultiHeadAttention {
     /// Sets how keys are chosen by content, anew in each call; `None` leaves the choice to the pattern. No parameter belongs to it, so a trained module
     /// can be tried with any.
+    ///
+    /// Blocks are chosen from those that the pattern keeps, forced ones included, and a chosen block has the pairs that it has in the pattern:
+    /// [`Pattern::local`] and a selection choose from a window, and so on. Batch entries with padding at the end choose as they would alone.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -31,8 +55,8 @@ impl SparseMultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// If the module's pattern is neither causal nor dense attention, which is what the choice is taken from, a number of the selection is out of its range, or
-    /// the module has heads that choose by content already.
+    /// If every query chooses for itself by the selection and the module's pattern is neither causal nor dense attention, a number of the selection is out of
+    /// its range, or the module has heads that choose by content already.
     pub fn with_selection(
         mut self,
         selection: Option<Selection>,
@@ -40,9 +64,50 @@ impl SparseMultiHeadAttention {
         check_selection(self.pattern(), selection.as_ref())?;
         if selection.is_some() {
             self.ensure_no_content()?;
+            self.ensure_alike()?;
         }
         self.selection = selection;
         Ok(self)
+    }
+
+    /// [`Self::forward`] over a layout that depends on the projected queries and keys, normalised and rotated, in place of the
+    /// module's pattern: `choose` gets `[batch, n_heads, seq_q, d_k]` and `[batch, n_kv_heads, seq_kv, d_k]`.
+    ///
+    /// # Errors
+    /// As [`Self::forward`] and `choose`; also if the input has padding, which the layout would have to leave out.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_blocksparse::{TopKOptions, top_k_blocks_on_device};
+    /// use burn_sparse_transformer::{Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig};
+    ///
+    /// let device = Device::flex();
+    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::causal()).init(&device)?;
+    /// let x = Tensor::<3>::random([1, 500, 64], Distribution::Default, &device);
+    /// // Each block sees four: the first, its own, the one before it, and of the others the one most alike.
+    /// let four = TopKOptions::new(32, 4);
+    /// let choose = |query, key| top_k_blocks_on_device(query, key, four);
+    /// let y = mha.forward_choosing(SparseMhaInput::self_attn(x), choose)?.context;
+    /// assert_eq!(y.dims(), [1, 500, 64]);
+    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+    /// ```
+    pub fn forward_choosing<L>(
+        &self,
+        input: SparseMhaInput,
+        choose: impl FnOnce(Tensor<4>, Tensor<4>) -> Result<L, OpError>,
+    ) -> Result<SparseMhaOutput, TransformerError>
+    where
+        for<'a> &'a L: Into<Layout<'a>>,
+    {
+        let expected = "none: a chosen layout says what takes part";
+        ensure_none("padding", input.padding.is_some(), expected)?;
+        self.ensure_no_content()?;
+        self.ensure_alike()?;
+        let (call, _) = self.prepare(&input, 0)?;
+        let heads = self.project(input, &call)?;
+        let layout = choose(heads.0.clone(), heads.1.clone())?;
+        let context = self.attend(heads, &layout, &call)?;
+        self.finish(context, &call)
     }
 
     /// How keys are chosen by content, if they are.
@@ -58,18 +123,51 @@ impl SparseMultiHeadAttention {
         let Some(selection) = &self.selection else {
             return Ok(None);
         };
-        let (call, _) = self.prepare(&input, 0)?;
+        let (call, request) = self.prepare(&input, 0)?;
+        let cut = self.cut(selection, &request)?;
         let (query, key, _) = self.project(input, &call)?;
-        Ok(Some(self.choose(selection, query, key)?))
+        Ok(Some(self.choose(selection, &cut, query, key)?))
+    }
+
+    /// What a selection chooses from in a call.
+    ///
+    /// # Errors
+    /// If there is padding that is not at the end of self-attention's sequences, or the pattern has no layout in the selection's blocks.
+    pub(crate) fn cut(
+        &self,
+        selection: &Selection,
+        request: &Request,
+    ) -> Result<Cut, TransformerError> {
+        self.cut_of(selection, request, self.layouts.heads())
+    }
+
+    /// [`Self::cut`] for some of the heads.
+    pub(crate) fn cut_of(
+        &self,
+        selection: &Selection,
+        request: &Request,
+        heads: usize,
+    ) -> Result<Cut, TransformerError> {
+        let lengths = lengths_of(request)?;
+        if is_by_query(selection) || (is_whole(self.pattern()) && lengths.is_none()) {
+            let layout = None;
+            return Ok(Cut { layout, lengths });
+        }
+        let block = selection.estimator().grid().block;
+        let layouts = self.layouts.of_shape(heads, block)?;
+        let layout = Some(layouts.get(&Request::new(request.seq_q, request.seq_kv))?);
+        Ok(Cut { layout, lengths })
     }
 
     pub(crate) fn choose(
         &self,
         selection: &Selection,
+        cut: &Cut,
         query: Tensor<4>,
         key: Tensor<4>,
     ) -> Result<DeviceLayout, TransformerError> {
-        Ok(selection.choose(&self.score_call(query, key))?.layout)
+        let call = self.score_call(query, key);
+        Ok(selection.choose_within(&call, cut.within())?.layout)
     }
 
     /// Attention of projected queries, keys and values over what a selection chooses.
@@ -77,10 +175,11 @@ impl SparseMultiHeadAttention {
         &self,
         heads: (Tensor<4>, Tensor<4>, Tensor<4>),
         selection: &Selection,
+        cut: &Cut,
         call: &Call,
     ) -> Result<Tensor<4>, TransformerError> {
-        if selection.estimator().grid().query_rows > 1 {
-            let layout = self.choose(selection, heads.0.clone(), heads.1.clone())?;
+        if !is_by_query(selection) {
+            let layout = self.choose(selection, cut, heads.0.clone(), heads.1.clone())?;
             return self.attend(heads, &layout, call);
         }
         let (query, key, value) = heads;
@@ -95,12 +194,28 @@ impl SparseMultiHeadAttention {
         }
         let options = SelectedOptions::from(self.options_of(&query, call));
         let options = options.causal(self.pattern().is_causal());
-        Ok(attention_selected(query, key, value, selection, options)?)
+        let out = attention_selected(query, key, value, selection, options)?;
+        // Queries choose from what comes before them alone, where there is no padding: it is at the end, and sees nothing.
+        Ok(match &call.padding {
+            Some(padding) => {
+                let padding = padding.clone().unsqueeze_dim::<4>(1);
+                let dims = out.dims();
+                out.mask_fill(padding.expand(dims), 0.0)
+            }
+            None => out,
+        })
+    }
+
+    /// That heads do not choose in different ways.
+    pub(crate) fn ensure_alike(&self) -> Result<(), TransformerError> {
+        let expected = "none here: take it out by `with_head_selections(None)`";
+        ensure_none("head_selections", self.head_selections.is_some(), expected)
     }
 
     /// That tokens that come later change no choice.
     pub(crate) fn ensure_decodable(&self) -> Result<(), TransformerError> {
         self.ensure_no_content()?;
+        self.ensure_alike()?;
         let leaks = |selection: &&Selection| !selection.estimator().traits().prefix_stable;
         match self.selection.as_ref().filter(leaks) {
             None => Ok(()),
@@ -132,6 +247,12 @@ impl SparseMultiHeadAttention {
         ensure_none("padding", input.padding.is_some(), "none")?;
         self.ensure_no_content()?;
         check_selection(self.pattern(), Some(selection))?;
+        ensure(
+            is_whole(self.pattern()),
+            "pattern",
+            || "causal or dense where a selection is measured".into(),
+            self.pattern(),
+        )?;
         let (call, _) = self.prepare(&input, 0)?;
         let (query, key, _) = self.project(input, &call)?;
         Ok(selection.quality(&self.score_call(query, key))?)
@@ -140,7 +261,8 @@ impl SparseMultiHeadAttention {
     /// That a call that knows patterns alone is not one of a module that chooses.
     pub(crate) fn ensure_unselected(&self) -> Result<(), TransformerError> {
         self.ensure_no_content()?;
-        let expected = "none where layouts are the pattern's (padding, packed sequences, weights, pools): \
+        self.ensure_alike()?;
+        let expected = "none where layouts are the pattern's (packed sequences, weights): \
                         take it out by `with_selection(None)`";
         ensure_none("selection", self.selection.is_some(), expected)
     }
@@ -155,16 +277,50 @@ pub(crate) fn check_selection(
         return Ok(());
     };
     selection.check()?;
-    let is_whole = [Pattern::causal(), Pattern::dense()].contains(pattern);
     ensure(
-        is_whole,
+        is_whole(pattern) || !is_by_query(selection),
         "pattern",
-        || "causal or dense with a selection, which chooses from all keys".into(),
+        || "causal or dense with a selection by which every query chooses for itself".into(),
         pattern,
     )
 }
 
-/// The selection of layer `layer`: they take turns, but the last layers have none, if only because a selection says so.
+/// Whether a pattern leaves out no key, or none but later ones.
+fn is_whole(pattern: &Pattern) -> bool {
+    [Pattern::causal(), Pattern::dense()].contains(pattern)
+}
+
+fn is_by_query(selection: &Selection) -> bool {
+    selection.estimator().grid().query_rows == 1
+}
+
+/// The real positions of each batch entry of a padded request.
+///
+/// # Errors
+/// If padding is not at the end, or the queries are not the keys' positions.
+fn lengths_of(request: &Request) -> Result<Option<Vec<usize>>, TransformerError> {
+    if request.restrictions.is_empty() {
+        return Ok(None);
+    }
+    let length = |entry: &Restriction| {
+        let keys = entry.keys.as_ref()?;
+        let length = keys.iter().filter(|&&real| real).count();
+        let is_end = keys[..length].iter().all(|&real| real);
+        (is_end && entry.queries == entry.keys).then_some(length)
+    };
+    let lengths: Option<Vec<usize>> = request.restrictions.iter().map(length).collect();
+    match lengths {
+        Some(lengths) => Ok(Some(lengths)),
+        None => Err(TransformerError::argument(
+            "padding",
+            "at the end of self-attention's sequences with a selection",
+            "other padding",
+        )),
+    }
+}
+
+/// The selection of layer `layer`: they take turns, but the first and the last layers have none where a selection says so, the last ones also where the
+/// model does.
 pub(crate) fn of_layer(
     selections: &[Selection],
     layer: usize,
@@ -176,12 +332,13 @@ pub(crate) fn of_layer(
     }
     let selection = &selections[layer % selections.len()];
     let full_last = full_last.max(selection.estimator().full_last_layers());
-    (layer + full_last < n_layers).then(|| selection.clone())
+    let full_first = selection.estimator().full_first_layers();
+    (layer >= full_first && layer + full_last < n_layers).then(|| selection.clone())
 }
 
 impl SparseTransformer {
     /// Sets how the layers choose their keys by content, in turn, but for the last `full_last` ones, which leave it to their patterns; none of them does with
-    /// no selections. Parameters stay as they are.
+    /// no selections. Heads that chose in different ways do so no longer. Parameters stay as they are.
     ///
     /// # Errors
     /// As [`SparseMultiHeadAttention::with_selection`].
@@ -198,6 +355,7 @@ impl SparseTransformer {
                 block.mha.ensure_no_content()?;
             }
             block.mha.selection = selection;
+            block.mha.head_selections = None;
         }
         Ok(self)
     }

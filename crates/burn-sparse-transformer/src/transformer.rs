@@ -6,7 +6,7 @@ use burn_blocksparse::{
     CrossEntropyOptions, LinearOptions, Selection, embedding, linear, linear_cross_entropy,
 };
 
-use crate::attention::linear_flops;
+use crate::attention_flops::linear_flops;
 use crate::block::Pass;
 use crate::error::{ensure, ensure_positive, ensure_shape};
 use crate::layouts::LayoutPool;

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
+use crate::memory::peak_resident_bytes;
 use crate::model::{self, window_data};
 use crate::overrides::Overrides;
 use crate::presets::{Attention, AttentionKind, Preset};
@@ -317,6 +318,7 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     Ok(Measurement {
         attention: match attention {
             Attention::Sparse => match &config.model.content {
+                Some(content) if content.is_whole_layer() => content.to_string(),
                 Some(content) => format!("{factorization} and {content}"),
                 None => factorization.to_string(),
             },
@@ -449,19 +451,17 @@ impl<'a> Trainer<'a> {
     fn sizes(&self) -> Result<(f64, f64)> {
         let model = self.training.model()?;
         let context = self.config.model.context;
-        let tokens = self.config.tokens_per_step() as u64;
-        let attention = model.attention_flops(context)? * self.config.recipe.batch as u64;
-        let forward = model.matmul_flops_per_token() * tokens + attention;
+        let tflop = model::step_tflop(&model, &self.config)?;
         let mha = &model.blocks[0].mha;
         let causal = context as f64 * (context + 1) as f64 / 2.0;
         if mha.content.is_some() {
             let dense = 4.0 * self.config.model.d_model as f64 * causal;
             let share = mha.attention_flops(context)? as f64 / dense;
-            return Ok((3.0 * forward as f64 / 1e12, share));
+            return Ok((tflop, share));
         }
         let layout = mha.layout(context, context)?;
         let share = layout.density() * (context as f64).powi(2) / causal;
-        Ok((3.0 * forward as f64 / 1e12, share))
+        Ok((tflop, share))
     }
 }
 
@@ -476,14 +476,6 @@ fn milliseconds(since: Instant) -> f64 {
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
-}
-
-/// `VmHWM` of this process; nothing where there is no `/proc`.
-fn peak_resident_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
-    let kibibytes: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(kibibytes * 1024)
 }
 
 /// The device's memory by part, and whether it stays as it is from the first to the last iteration that is timed.

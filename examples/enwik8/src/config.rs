@@ -117,6 +117,9 @@ impl RunConfig {
     /// If steps are to be recorded, and heads choose by content.
     pub fn check_graph(&self, graph: bool) -> Result<()> {
         match &self.model.content {
+            Some(content) if graph && content.is_whole_layer() => bail!(
+                "--graph has not been tried with choices of blocks; leave it out with --attention {content}"
+            ),
             Some(content) if graph => bail!(
                 "--graph records a step with the clusters or hashes that it has; leave it out with --attention {content}"
             ),
@@ -131,6 +134,12 @@ impl RunConfig {
             content.is_some() || overrides.local_heads.is_empty(),
             "--local-heads are those beside heads that choose by content; add --attention routing:WINDOW or lsh:BUCKET,ROUNDS"
         );
+        if let Some(content) = content {
+            ensure!(
+                !content.is_whole_layer() || overrides.local_heads.is_empty(),
+                "--attention {content} is all heads of a layer; leave out --local-heads"
+            );
+        }
         let has_means = matches!(content, Some(ContentAttention::Routing(_)));
         ensure!(
             has_means || overrides.commitment.is_none() && overrides.means_decay.is_none(),
@@ -154,12 +163,18 @@ impl RunConfig {
             selections,
             content,
             local_heads,
+            kv_heads,
             layers,
             ..
         } = &self.model;
         ensure!(
             d_model % heads == 0,
             "--d-model must be a multiple of --heads, got {d_model} and {heads}"
+        );
+        ensure!(
+            kv_heads.is_none_or(|count| heads % count == 0),
+            "--kv-heads must be a divisor of --heads = {heads}, got {}",
+            kv_heads.unwrap_or_default()
         );
         ensure!(
             BLOCK_SIZES.contains(block_size),
@@ -186,8 +201,13 @@ impl RunConfig {
                 local_heads.len()
             );
             ensure!(
-                local_heads.iter().all(|count| (1..=*heads).contains(count)) && *heads > 1,
+                local_heads.iter().all(|count| (1..=*heads).contains(count))
+                    && (*heads > 1 || content.is_whole_layer()),
                 "--local-heads must be from 1 to --heads = {heads}, and there must be two heads at least, got {local_heads:?}"
+            );
+            ensure!(
+                kv_heads.is_none() || content.is_whole_layer(),
+                "--kv-heads are of heads whose keys are not their queries; leave it out with --attention {content}"
             );
         }
         if let (Some(weights), Some(pruning)) = (ff_weights, &self.recipe.ff_prune) {

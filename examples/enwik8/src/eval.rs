@@ -64,6 +64,10 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let dtype = args.kept.kv_dtype;
     let reachable = || (dtype != KvDtype::Model).then_some(Kept::Residency(Residency::Reachable));
     let kept = args.kept.kept()?.or_else(reachable);
+    ensure!(
+        kept.is_some() || args.kept.selection.is_empty(),
+        "--selection is of a cache; add --cache all"
+    );
     let device = device::open(args.device.as_deref())?;
     let (path, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
     if let Some(precision) = args.precision {
@@ -83,7 +87,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     }
     let model = model::restore(&checkpoint, &device.device)?;
     let model = match kept {
-        Some(_) => model::without_selections(model)?,
+        Some(_) => args.kept.chosen(model)?,
         None => model,
     };
     say(format!(

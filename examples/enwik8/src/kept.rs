@@ -1,15 +1,15 @@
 //! Which keys a cache keeps: `--cache`, `--budget` and `--slack`.
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::FloatDType;
 use burn_sparse_transformer::{
     EvictionBudget, EvictionConfig, EvictionScore, KvDtype, KvPoolConfig, KvPositions, Residency,
-    VotePool,
+    Selection, SparseTransformer, VotePool,
 };
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
-use crate::arguments;
+use crate::{arguments, model};
 
 /// The forms of `--cache`.
 const FORMS: &str = "must be all, reachable, window:W,S with W at least 1, h2o:H,R, h2o-mean:H,R, tova:C, \
@@ -63,6 +63,10 @@ pub struct KeptArgs {
     /// How the keys and values that are kept are stored: int8 and fp8 take half the room of bf16
     #[arg(long, value_name = "model|f32|f16|bf16|int8|fp8", default_value = "model", value_parser = kv_dtype())]
     pub kv_dtype: KvDtype,
+    /// Attend to pages of keys that each byte chooses, by layer in turn; the cache keeps all of them. Only what no later
+    /// byte takes part in, as quest:PAGE,BUDGET[,FULL_FIRST_LAYERS] and moba:BLOCK,K
+    #[arg(long, value_name = "TEXT")]
+    pub selection: Vec<Selection>,
 }
 
 /// `--positions`.
@@ -87,6 +91,25 @@ fn kv_dtype() -> impl TypedValueParser<Value = KvDtype> {
 }
 
 impl KeptArgs {
+    /// The model with the choice of `--selection`, and without one of its own.
+    ///
+    /// # Errors
+    /// If a cache cannot choose so, or the model's pattern is not causal.
+    pub fn chosen(&self, model: SparseTransformer) -> Result<SparseTransformer> {
+        if self.selection.is_empty() {
+            return model::without_selections(model);
+        }
+        for selection in &self.selection {
+            let traits = selection.estimator().traits();
+            ensure!(
+                traits.prefix_stable && selection.estimator().page_summary().is_some(),
+                "--selection {selection}: what a byte chooses depends on later ones, which a cache does not know; quest and moba choose by earlier bytes"
+            );
+        }
+        (model.with_selections(&self.selection, 0))
+            .context("--selection chooses from every earlier byte")
+    }
+
     /// What the flags say, if any.
     pub fn kept(&self) -> Result<Option<Kept>> {
         let Some(Kept::Evict(mut config)) = self.cache else {

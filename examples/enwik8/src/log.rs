@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::write_atomically;
 use crate::recall::LayerRecall;
+use crate::tensorboard::EventFile;
 
 /// A line of the log. `loss` is in nats per byte, `bits_per_byte` the same in bits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -78,6 +79,8 @@ impl Row {
 pub struct Log {
     path: PathBuf,
     file: File,
+    /// The same for TensorBoard.
+    events: Option<EventFile>,
 }
 
 impl Log {
@@ -98,6 +101,7 @@ impl Log {
             .map(|file| Log {
                 path: path.to_owned(),
                 file,
+                events: None,
             })
             .with_context(|| format!("cannot write {}", path.display()))
     }
@@ -108,7 +112,20 @@ impl Log {
     /// If the disk is full, for instance.
     pub fn write(&mut self, row: &Row) -> Result<()> {
         write_row(&mut self.file, row)
-            .with_context(|| format!("cannot write {}", self.path.display()))
+            .with_context(|| format!("cannot write {}", self.path.display()))?;
+        self.events
+            .iter_mut()
+            .try_for_each(|events| events.write(row))
+    }
+
+    /// Writes all further lines to an event file, too.
+    pub fn write_events(&mut self, events: EventFile) {
+        self.events = Some(events);
+    }
+
+    /// The event file, if there is one.
+    pub fn events(&mut self) -> Option<&mut EventFile> {
+        self.events.as_mut()
     }
 
     /// Waits until all lines are on disk. A checkpoint of their step must not get there before them: a run that is

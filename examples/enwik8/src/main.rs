@@ -13,6 +13,7 @@ mod eval;
 mod export;
 mod kept;
 mod log;
+mod memory;
 mod model;
 mod overrides;
 mod pattern;
@@ -21,10 +22,13 @@ mod presets;
 mod progress;
 mod prune;
 mod recall;
+mod report;
 mod run;
 mod sample;
 mod schedule;
+mod search;
 mod step;
+mod tensorboard;
 mod train;
 
 use std::io;
@@ -41,6 +45,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
   enwik8 train         train the preset `tiny` on an embedded sample of Wikipedia: minutes on a CPU
   enwik8 sample        let it write
   enwik8 eval          bits per byte on held-out text
+  enwik8 report        the run on one page
   enwik8 bench         sparse against dense attention on this machine
   enwik8 draw --pattern fixed:128,32 --out pattern.png
   enwik8 export --out exported   files for a program of your own
@@ -57,6 +62,8 @@ enum Task {
     Train(train::TrainArgs),
     Eval(eval::EvalArgs),
     Recall(recall::RecallArgs),
+    SearchSelection(search::SearchArgs),
+    Report(report::ReportArgs),
     Sample(sample::SampleArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
@@ -87,6 +94,8 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::Train(args) => train::run(args),
         Task::Eval(args) => eval::run(args).map(done),
         Task::Recall(args) => recall::run(args).map(done),
+        Task::SearchSelection(args) => search::run(args).map(done),
+        Task::Report(args) => report::run(args).map(done),
         Task::Sample(args) => sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),

@@ -12,6 +12,7 @@ use burn_sparse_transformer::{
 };
 
 use crate::checkpoint::Checkpoint;
+use crate::config::RunConfig;
 use crate::presets::{FactorizationKind, ModelConfig, Recipe};
 use crate::progress::say;
 use crate::prune::prune;
@@ -52,6 +53,7 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
             .with_selections((!config.selections.is_empty()).then(|| config.selections.clone()))
             .with_full_last_layers(Some(config.full_last_layers))
             .with_content(config.content.clone())
+            .with_n_kv_heads(config.kv_heads)
             .with_local_heads((!config.local_heads.is_empty()).then(|| config.local_heads.clone()))
             .with_feed_forward_sparsity(config.ff_weights.map(|weights| {
                 FeedForwardSparsity::new(weights.density)
@@ -98,13 +100,17 @@ pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer>
     Ok(model.with_selections(&[], 0)?)
 }
 
-/// Refuses a model whose heads choose by content, which caches know nothing of.
+/// Refuses a model whose heads choose by content as pools of pages do not.
 ///
 /// # Errors
 /// Names what the model was trained with.
 pub fn check_cached(config: &ModelConfig) -> Result<()> {
     match &config.content {
         None => Ok(()),
+        Some(content) if content.is_prefix_stable() => bail!(
+            "the model was trained with --attention {content}, whose branches pools of pages do not hold, so it neither writes byte by byte nor \
+             reads through a cache here; enwik8 eval without a cache measures it"
+        ),
         Some(content) => bail!(
             "the model was trained with --attention {content}: what its heads see of a byte depends on later ones, so it neither writes byte \
              by byte nor reads through a cache; enwik8 eval without a cache measures it"
@@ -141,6 +147,23 @@ pub fn factorization(config: &ModelConfig) -> Result<Factorization> {
     })
 }
 
+/// What layers attend to, in short.
+pub fn attention_text(model: &ModelConfig) -> String {
+    if let Some(content) = &model.content {
+        if content.is_whole_layer() {
+            return content.to_string();
+        }
+        return format!("{} and {content}", model.patterns.join(" / "));
+    }
+    match &model.selections[..] {
+        [] => model.patterns.join(" / "),
+        selections => {
+            let texts: Vec<String> = selections.iter().map(ToString::to_string).collect();
+            texts.join(" / ")
+        }
+    }
+}
+
 /// Windows of `context + 1` bytes as inputs and the bytes that follow each of them, both `[windows, context]`.
 pub fn windows(
     bytes: &[u8],
@@ -165,6 +188,17 @@ pub fn window_data(bytes: &[u8], starts: &[usize], context: usize) -> [TensorDat
             .collect();
         TensorData::new(values, [starts.len(), context])
     })
+}
+
+/// The operations of an optimizer step in 10¹²: a backward pass has twice those of a forward pass.
+///
+/// # Errors
+/// If a pattern has no layout for the context.
+pub fn step_tflop(model: &SparseTransformer, config: &RunConfig) -> Result<f64> {
+    let tokens = config.tokens_per_step() as u64;
+    let attention = model.attention_flops(config.model.context)? * config.recipe.batch as u64;
+    let forward = model.matmul_flops_per_token() * tokens + attention;
+    Ok(3.0 * forward as f64 / 1e12)
 }
 
 /// Nats as bits.

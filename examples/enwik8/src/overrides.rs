@@ -22,12 +22,15 @@ pub struct Overrides {
     /// Attention heads
     #[arg(long, value_parser = arguments::positive)]
     pub heads: Option<usize>,
+    /// Heads of keys and values, a divisor of --heads [default: as many]
+    #[arg(long, value_parser = arguments::positive, value_name = "N")]
+    pub kv_heads: Option<usize>,
     /// Width of the model
     #[arg(long, value_parser = arguments::positive)]
     pub d_model: Option<usize>,
-    /// Sparse attention, dense causal attention with the same parameters, or heads that choose by content beside local ones
-    #[arg(long, value_name = "sparse|dense|routing:WINDOW|lsh:BUCKET,ROUNDS", long_help = arguments::attention_help(
-        "Sparse attention, dense causal attention with the same parameters, or heads that choose by content beside local ones",
+    /// Sparse attention, dense causal attention with the same parameters, or heads that choose by content
+    #[arg(long, value_name = "sparse|dense|routing:WINDOW|lsh:BUCKET,ROUNDS|nsa", long_help = arguments::attention_help(
+        "Sparse attention, dense causal attention with the same parameters, or heads that choose by content: beside local ones, or all with nsa",
     ))]
     pub attention: Option<AttentionKind>,
     /// With --attention routing or lsh: heads of each layer that are local, or one number for all [default: half]
@@ -162,6 +165,7 @@ impl Overrides {
             context,
             layers,
             heads,
+            kv_heads,
             d_model,
             attention,
             local_heads,
@@ -215,6 +219,9 @@ impl Overrides {
         set(&mut model.precision, precision);
         if d_ff.is_some() {
             model.d_ff = d_ff;
+        }
+        if kv_heads.is_some() {
+            model.kv_heads = kv_heads;
         }
         if let Some(density) = ff_density {
             let mut weights = FeedForwardWeights::new(density);

@@ -1,4 +1,4 @@
-//! `loss.png`: bits per byte over steps, drawn from the log.
+//! `loss.png` and `loss-by-time.png`: bits per byte over steps and over time, drawn from the log.
 
 use std::fs;
 use std::ops::Range;
@@ -24,12 +24,33 @@ const GRID: RGBColor = RGBColor(226, 226, 226);
 
 type Curve = Vec<(f64, f64)>;
 
-/// Draws the curves of `rows` to `path`, with the data's order-0 entropy for comparison.
+/// What a curve is drawn over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Axis {
+    /// Optimizer steps.
+    Steps,
+    /// Time in steps, in the unit that suits the whole of it: validation and checkpoints do not count.
+    Time,
+}
+
+/// What is written around the curves.
+pub struct Frame<'a> {
+    /// Above them.
+    pub title: &'a str,
+    /// E.g. `bits per byte`.
+    pub unit: &'a str,
+    /// The order-0 entropy of the data, for comparison, if the data are at hand.
+    pub entropy: Option<f64>,
+    /// To the right.
+    pub axis: Axis,
+}
+
+/// Draws the curves of `rows` to `path`.
 ///
 /// # Errors
 /// If the picture cannot be written.
-pub fn draw(path: &Path, title: &str, rows: &[Row], entropy: f64) -> Result<()> {
-    let curves = Curves::of(rows);
+pub fn draw(path: &Path, frame: &Frame, rows: &[Row]) -> Result<()> {
+    let curves = Curves::of(rows, frame.axis);
     if curves.raw.is_empty() {
         return Ok(());
     }
@@ -37,7 +58,7 @@ pub fn draw(path: &Path, title: &str, rows: &[Row], entropy: f64) -> Result<()> 
     // A whole picture or the old one: this file is rewritten during training.
     let unfinished = path.with_file_name(UNFINISHED_PLOT);
     curves
-        .draw(&unfinished, title, entropy)
+        .draw(&unfinished, frame)
         .map_err(|error| anyhow!("{error}"))
         .and_then(|()| Ok(fs::rename(&unfinished, path)?))
         .with_context(|| format!("cannot draw {}", path.display()))
@@ -48,30 +69,29 @@ struct Curves {
     smooth: Curve,
     validation: Curve,
     last: Option<(f64, f64)>,
+    /// What stands below the axis.
+    axis: String,
 }
 
 impl Curves {
-    fn of(rows: &[Row]) -> Self {
+    fn of(rows: &[Row], axis: Axis) -> Self {
+        let (unit, name) = time_unit(rows);
+        let mut time = 0.0;
         let mut raw = Curve::new();
         let mut validation = Curve::new();
         let mut last = None;
         for row in rows {
+            if let Row::Train { ms, .. } = row {
+                time += ms / 1_000.0;
+            }
+            let x = match axis {
+                Axis::Steps => row.step() as f64,
+                Axis::Time => time / unit,
+            };
             match *row {
-                Row::Train {
-                    step,
-                    bits_per_byte,
-                    ..
-                } => raw.push((step as f64, bits_per_byte)),
-                Row::Validation {
-                    step,
-                    bits_per_byte,
-                    ..
-                } => validation.push((step as f64, bits_per_byte)),
-                Row::Final {
-                    step,
-                    bits_per_byte,
-                    ..
-                } => last = Some((step as f64, bits_per_byte)),
+                Row::Train { bits_per_byte, .. } => raw.push((x, bits_per_byte)),
+                Row::Validation { bits_per_byte, .. } => validation.push((x, bits_per_byte)),
+                Row::Final { bits_per_byte, .. } => last = Some((x, bits_per_byte)),
                 Row::Selection { .. } => {}
             }
         }
@@ -81,29 +101,32 @@ impl Curves {
             smooth,
             validation,
             last,
+            axis: match axis {
+                Axis::Steps => "optimizer steps".to_owned(),
+                Axis::Time => format!("{name} of training"),
+            },
         }
     }
 
-    fn draw(
-        &self,
-        path: &Path,
-        title: &str,
-        entropy: f64,
-    ) -> Result<(), Box<dyn std::error::Error>> {
+    fn draw(&self, path: &Path, frame: &Frame) -> Result<(), Box<dyn std::error::Error>> {
         let area = BitMapBackend::new(path, SIZE).into_drawing_area();
         area.fill(&WHITE)?;
-        let (steps, bits) = (self.steps(), self.bits(entropy));
+        let (xs, bits) = (self.xs(), self.bits(frame.entropy));
         let mut chart = ChartBuilder::on(&area)
-            .caption(title, ("sans-serif", 28))
+            .caption(frame.title, ("sans-serif", 28))
             .margin(20)
             .x_label_area_size(60)
             .y_label_area_size(72)
-            .build_cartesian_2d(steps.clone(), bits)?;
+            .build_cartesian_2d(xs.clone(), bits)?;
+        let decimals = if xs.end < 20.0 { 1 } else { 0 };
         chart
             .configure_mesh()
-            .x_desc("optimizer steps")
-            .y_desc("bits per byte")
-            .x_label_formatter(&|step| thousands(step.round() as usize))
+            .x_desc(&self.axis)
+            .y_desc(frame.unit)
+            .x_label_formatter(&|&x| match frame.axis {
+                Axis::Steps => thousands(x.round() as usize),
+                Axis::Time => format!("{x:.decimals$}"),
+            })
             .y_label_formatter(&|bits| format!("{bits:.1}"))
             .label_style(("sans-serif", 18))
             .axis_desc_style(("sans-serif", 22))
@@ -119,15 +142,14 @@ impl Curves {
             ))?
             .label("training (running mean)")
             .legend(|(x, y)| PathElement::new([(x, y), (x + 24, y)], TRAIN.stroke_width(3)));
-        chart
-            .draw_series(DashedLineSeries::new(
-                [(steps.start, entropy), (steps.end, entropy)],
-                8,
-                6,
-                REFERENCE.stroke_width(2),
-            ))?
-            .label(format!("order-0 entropy of the data: {entropy:.2}"))
-            .legend(|(x, y)| PathElement::new([(x, y), (x + 24, y)], REFERENCE.stroke_width(2)));
+        if let Some(entropy) = frame.entropy {
+            let style = REFERENCE.stroke_width(2);
+            let line = [(xs.start, entropy), (xs.end, entropy)];
+            chart
+                .draw_series(DashedLineSeries::new(line, 8, 6, style))?
+                .label(format!("order-0 entropy of the data: {entropy:.2}"))
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 24, y)], style));
+        }
         if !self.validation.is_empty() {
             chart
                 .draw_series(
@@ -158,17 +180,31 @@ impl Curves {
         Ok(())
     }
 
-    fn steps(&self) -> Range<f64> {
+    fn xs(&self) -> Range<f64> {
         let end = self.raw.last().map_or(1.0, |point| point.0);
         // A little more, for the last marker and its label.
-        0.0..end.max(1.0) * 1.01
+        0.0..end.max(1e-3) * 1.01
     }
 
-    fn bits(&self, entropy: f64) -> Range<f64> {
-        let shown = || self.raw.iter().chain(&self.validation).map(|point| point.1);
-        let low = shown().fold(entropy, f64::min);
-        let high = shown().fold(entropy, f64::max);
+    fn bits(&self, entropy: Option<f64>) -> Range<f64> {
+        let curves = self.raw.iter().chain(&self.validation);
+        let shown = || curves.clone().map(|point| point.1).chain(entropy);
+        let low = shown().fold(f64::INFINITY, f64::min);
+        let high = shown().fold(f64::NEG_INFINITY, f64::max);
         (low - 0.3).max(0.0)..(high + 0.3)
+    }
+}
+
+/// Seconds of the unit that a run's time is shown in, and its name.
+fn time_unit(rows: &[Row]) -> (f64, &'static str) {
+    let ms = rows.iter().map(|row| match row {
+        Row::Train { ms, .. } => *ms,
+        _ => 0.0,
+    });
+    match ms.sum::<f64>() / 1_000.0 {
+        ..120.0 => (1.0, "seconds"),
+        ..7_200.0 => (60.0, "minutes"),
+        _ => (3_600.0, "hours"),
     }
 }
 
@@ -209,7 +245,7 @@ mod tests {
                 learning_rate: 1e-3,
                 grad_norm: 1.0,
                 tokens_per_s: 1.0,
-                ms: 1.0,
+                ms: 500.0,
             });
             if step % 100 == 0 {
                 rows.push(Row::Validation {
@@ -229,12 +265,34 @@ mod tests {
         rows
     }
 
+    fn frame(axis: Axis, entropy: Option<f64>) -> Frame<'static> {
+        Frame {
+            title: "enwik8 tiny",
+            unit: "bits per byte",
+            entropy,
+            axis,
+        }
+    }
+
+    #[test]
+    fn time_is_that_of_the_steps_so_far() {
+        let rows = rows(1_000);
+        let curves = Curves::of(&rows, Axis::Time);
+        // 500 s in minutes.
+        assert_eq!(curves.axis, "minutes of training");
+        assert_eq!(curves.raw[119].0, 1.0);
+        assert!((curves.validation[0].0 - 100.0 / 120.0).abs() < 1e-9);
+        assert_eq!(Curves::of(&rows, Axis::Steps).validation[0].0, 100.0);
+    }
+
     #[test]
     fn draws_a_png_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("loss.png");
-        draw(&path, "enwik8 tiny", &rows(1_000), 5.06).unwrap();
-        assert!(fs::read(&path).unwrap().starts_with(b"\x89PNG"));
+        for (axis, entropy) in [(Axis::Steps, Some(5.06)), (Axis::Time, None)] {
+            draw(&path, &frame(axis, entropy), &rows(1_000)).unwrap();
+            assert!(fs::read(&path).unwrap().starts_with(b"\x89PNG"));
+        }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
@@ -242,7 +300,7 @@ mod tests {
     fn nothing_to_draw_is_no_error() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("loss.png");
-        draw(&path, "empty", &[], 5.0).unwrap();
+        draw(&path, &frame(Axis::Steps, Some(5.0)), &[]).unwrap();
         assert!(!path.exists());
     }
 

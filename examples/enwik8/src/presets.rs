@@ -59,6 +59,7 @@ impl Preset {
             full_last_layers: 0,
             content: None,
             local_heads: Vec::new(),
+            kv_heads: None,
         };
         // The shapes of lucidrains' enwik8 scripts of both models.
         let by_content = |text: &str, local_heads: &[usize]| {
@@ -213,7 +214,7 @@ pub enum AttentionKind {
     Sparse,
     /// Every earlier position, through the same operation.
     Dense,
-    /// By content in the heads that are not local.
+    /// By content in the heads that are not local, or in all of them.
     Content(ContentAttention),
 }
 
@@ -224,11 +225,11 @@ impl FromStr for AttentionKind {
         match text {
             "sparse" => Ok(Self::Sparse),
             "dense" => Ok(Self::Dense),
-            _ if text.contains(':') => match text.parse() {
+            _ if text.contains(':') || text == "nsa" => match text.parse() {
                 Ok(content) => Ok(Self::Content(content)),
                 Err(error) => Err(error.to_string()),
             },
-            _ => Err("must be sparse, dense, routing:WINDOW or lsh:BUCKET,ROUNDS".to_owned()),
+            _ => Err("must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS or nsa".to_owned()),
         }
     }
 }
@@ -288,16 +289,20 @@ pub struct ModelConfig {
     /// Heads of each layer that are the patterns', or of all layers, if there is some. Empty: half of them.
     #[serde(default)]
     pub local_heads: Vec<usize>,
+    /// Heads of keys and values. None: as many as there are heads.
+    #[serde(default)]
+    pub kv_heads: Option<usize>,
 }
 
 impl ModelConfig {
-    /// Beside local heads that see about as many bytes as one that chooses by content.
+    /// Beside local heads that see about as many bytes as one that chooses by content; or in all heads, of every earlier byte.
     pub fn choose_by_content(&mut self, content: ContentAttention) {
-        let window = match &content {
-            ContentAttention::Lsh(config) => 2 * config.bucket,
-            other => other.window(),
+        let pattern = match &content {
+            content if content.is_whole_layer() => "causal".to_owned(),
+            ContentAttention::Lsh(config) => format!("local:{}", 2 * config.bucket),
+            other => format!("local:{}", other.window()),
         };
-        self.patterns = vec![format!("local:{window}")];
+        self.patterns = vec![pattern];
         self.factorization = FactorizationKind::Merged;
         self.content = Some(content);
     }

@@ -1,16 +1,20 @@
 //! What a choice of keys by content keeps of a model's attention.
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_sparse_transformer::{Selection, SelectionQuality, SparseTransformer};
+use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality, SparseTransformer};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
+use crate::config::RunConfig;
 use crate::data::{Corpus, Split, thousands};
 use crate::eval::{Evaluator, spread_windows};
 use crate::progress::{plain_bar, say, warn};
+use crate::search::SelectionFile;
 use crate::{arguments, device, model, run};
 
 /// Compare choices of keys by content on a checkpoint
@@ -26,19 +30,22 @@ pub struct RecallArgs {
     #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
     checkpoint: PathBuf,
     /// A choice, e.g. topk:32,8; repeat to compare
-    #[arg(long, value_name = "TEXT", required = true, long_help = arguments::selection_help(
+    #[arg(long, value_name = "TEXT", required_unless_present = "selection_file", long_help = arguments::selection_help(
         "A choice, e.g. topk:32,8; repeat to compare",
     ))]
     selection: Vec<Selection>,
+    /// A choice for each head, as search-selection writes it; repeat to compare
+    #[arg(long, value_name = "FILE")]
+    selection_file: Vec<PathBuf>,
     /// Windows of the validation split for bits per byte
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = arguments::positive)]
     windows: usize,
     /// Also each layer and head
     #[arg(long)]
     heads: bool,
-    /// One JSON object a line
-    #[arg(long)]
-    json: bool,
+    /// One JSON object a line, in place of a table, or into FILE beside it (`plot-recall` draws it)
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    json: Option<Option<PathBuf>>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
     device: Option<String>,
@@ -71,18 +78,14 @@ pub fn run(args: &RecallArgs) -> Result<()> {
     let device = device::open(args.device.as_deref())?;
     let (path, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
     let config = &checkpoint.header.config;
-    ensure!(
-        config.model.patterns.iter().all(|text| text == "causal"),
-        "{} has the pattern {}, and a choice by content is made from every earlier byte; train with --attention dense or --selection",
-        path.display(),
-        config.model.patterns.join(" / ")
-    );
+    check_patterns(&path, config)?;
     let context = config.model.context;
     let corpus = Corpus::reopen(&checkpoint.header.data, None)?;
     let bytes = corpus.split_for(Split::Validation, context)?;
     let model = model::restore(&checkpoint, &device.device)?;
     let model = model.with_selections(&[], 0)?;
-    if !args.json {
+    let mut lines = Lines::new(args.json.as_ref())?;
+    if lines.has_table() {
         say(format!(
             "{}: step {}, context {context}, {} windows, on {}\n\n{:<28} {:>9} {:>8} {:>8} {:>8}",
             path.display(),
@@ -97,10 +100,15 @@ pub fn run(args: &RecallArgs) -> Result<()> {
         ));
     }
     let plan = spread_windows(bytes.len(), context, args.windows);
-    let choices = std::iter::once(None).chain(args.selection.iter().map(Some));
-    for selection in choices {
-        let chosen: Vec<Selection> = selection.cloned().into_iter().collect();
-        let with = model.clone().with_selections(&chosen, 0)?;
+    let mut choices = vec![Choice::Every];
+    choices.extend(args.selection.iter().cloned().map(Choice::Alike));
+    for path in &args.selection_file {
+        let heads = SelectionFile::read(path)?.heads();
+        let heads = heads.with_context(|| format!("cannot read {}", path.display()))?;
+        choices.push(Choice::ByHead(path.display().to_string(), heads));
+    }
+    for choice in &choices {
+        let with = choice.switched_on(&model)?;
         let evaluator = Evaluator {
             model: &with,
             device: &device.device,
@@ -109,18 +117,133 @@ pub fn run(args: &RecallArgs) -> Result<()> {
         };
         let evaluation = evaluator.run(bytes, &plan, &plain_bar("evaluating"))?;
         // Of the model that sees everything: what the choice would have kept.
-        let heads = match selection {
-            Some(_) => heads(&model, selection, &bytes[..context], &device.device)?,
-            None => Vec::new(),
-        };
-        print(args, selection, evaluation.bits_per_byte(), &heads)?;
+        let heads = choice.heads(&model, &bytes[..context], &device.device)?;
+        let bits_per_byte = evaluation.bits_per_byte();
+        print(args, &mut lines, choice.name(), bits_per_byte, &heads)?;
     }
     Ok(())
 }
 
+/// That a checkpoint's patterns are every earlier byte.
+///
+/// # Errors
+/// If they are others.
+pub fn check_patterns(path: &Path, config: &RunConfig) -> Result<()> {
+    ensure!(
+        config.model.patterns.iter().all(|text| text == "causal"),
+        "{} has the pattern {}, and a choice by content is made from every earlier byte; train with --attention dense or --selection",
+        path.display(),
+        config.model.patterns.join(" / ")
+    );
+    Ok(())
+}
+
+/// A choice that is compared.
+enum Choice {
+    /// Every earlier byte.
+    Every,
+    /// One for all heads.
+    Alike(Selection),
+    /// One for each head of each layer, from a file.
+    ByHead(String, Vec<HeadSelections>),
+}
+
+impl Choice {
+    fn name(&self) -> Option<String> {
+        match self {
+            Self::Every => None,
+            Self::Alike(selection) => Some(selection.to_string()),
+            Self::ByHead(path, _) => Some(path.clone()),
+        }
+    }
+
+    fn switched_on(&self, model: &SparseTransformer) -> Result<SparseTransformer> {
+        let model = model.clone();
+        Ok(match self {
+            Self::Every => model,
+            Self::Alike(selection) => model.with_selections(std::slice::from_ref(selection), 0)?,
+            Self::ByHead(_, layers) => {
+                model.with_head_selections(layers.iter().cloned().map(Some).collect())?
+            }
+        })
+    }
+
+    /// What it keeps of the attention of a model that sees everything, of each layer and head.
+    fn heads(
+        &self,
+        model: &SparseTransformer,
+        window: &[u8],
+        device: &Device,
+    ) -> Result<Vec<Vec<SelectionQuality>>> {
+        let layers = match self {
+            Self::Every => return Ok(Vec::new()),
+            Self::Alike(selection) => return heads(model, Some(selection), window, device),
+            Self::ByHead(_, layers) => layers,
+        };
+        let mut found: Vec<(Selection, Vec<Vec<SelectionQuality>>)> = Vec::new();
+        let mut all = Vec::new();
+        for (layer, of) in layers.iter().enumerate() {
+            let mut own = Vec::new();
+            for head in 0..model.blocks[layer].mha.n_heads() {
+                // All blocks, for a head that leaves it to the pattern.
+                let selection = match of.of(head) {
+                    Some(selection) => selection.clone(),
+                    None => "topk:32,ratio=1".parse()?,
+                };
+                if !found.iter().any(|(known, _)| *known == selection) {
+                    let heads = heads(model, Some(&selection), window, device)?;
+                    found.push((selection.clone(), heads));
+                }
+                let known = found.iter().find(|(known, _)| *known == selection);
+                own.extend(known.map(|(_, heads)| heads[layer][head]));
+            }
+            all.push(own);
+        }
+        Ok(all)
+    }
+}
+
+/// Where JSON goes.
+enum Lines {
+    Nowhere,
+    Printed,
+    Written(PathBuf, File),
+}
+
+impl Lines {
+    fn new(json: Option<&Option<PathBuf>>) -> Result<Self> {
+        Ok(match json {
+            None => Self::Nowhere,
+            Some(None) => Self::Printed,
+            Some(Some(path)) => {
+                let file = File::create(path);
+                let file = file.with_context(|| format!("cannot write {}", path.display()))?;
+                Self::Written(path.clone(), file)
+            }
+        })
+    }
+
+    /// Whether people are told, too.
+    fn has_table(&self) -> bool {
+        !matches!(self, Self::Printed)
+    }
+
+    fn write(&mut self, found: &Found) -> Result<()> {
+        let line = || serde_json::to_string(found);
+        match self {
+            Self::Nowhere => {}
+            Self::Printed => println!("{}", line()?),
+            Self::Written(path, file) => writeln!(file, "{}", line()?)
+                .with_context(|| format!("cannot write {}", path.display()))?,
+        }
+        Ok(())
+    }
+}
+
 fn print(
     args: &RecallArgs,
-    selection: Option<&Selection>,
+    lines: &mut Lines,
+    selection: Option<String>,
     bits_per_byte: f64,
     heads: &[Vec<SelectionQuality>],
 ) -> Result<()> {
@@ -134,17 +257,16 @@ fn print(
         ratio: head.ratio(),
         density: head.density,
     };
-    if args.json {
-        let found = Found {
-            selection: selection.map(ToString::to_string),
-            bits_per_byte,
-            heads: heads
-                .iter()
-                .map(|heads| heads.iter().map(numbers).collect())
-                .collect(),
-            layers,
-        };
-        println!("{}", serde_json::to_string(&found)?);
+    lines.write(&Found {
+        selection: selection.clone(),
+        bits_per_byte,
+        heads: heads
+            .iter()
+            .map(|heads| heads.iter().map(numbers).collect())
+            .collect(),
+        layers: layers.clone(),
+    })?;
+    if !lines.has_table() {
         return Ok(());
     }
     let mean = |of: fn(&LayerRecall) -> f64| {
@@ -157,7 +279,7 @@ fn print(
         ),
         Some(selection) => format!(
             "{:<28} {bits_per_byte:>9.4} {:>8.4} {:>8.4} {:>8.4}",
-            selection.to_string(),
+            selection,
             mean(|layer| layer.recall),
             mean(|layer| layer.ratio),
             mean(|layer| layer.density)

@@ -1,4 +1,5 @@
-//! The folder of a run: `config.json`, `log.jsonl`, `loss.png`, `step-*.ckpt` and `best.ckpt`.
+//! The folder of a run: `config.json`, `log.jsonl`, `resources.json`, event files, the report and its pictures,
+//! `step-*.ckpt` and `best.ckpt`.
 
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
@@ -8,14 +9,32 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::checkpoint::{Checkpoint, TEMPORARY, write_atomically};
 use crate::config::RunConfig;
 use crate::progress::program;
+use crate::tensorboard::is_event_file;
 
 const CONFIG: &str = "config.json";
 const LOG: &str = "log.jsonl";
 const PLOT: &str = "loss.png";
 /// What [`PLOT`] is called until it is complete.
 pub const UNFINISHED_PLOT: &str = "loss.partial.png";
+const RESOURCES: &str = "resources.json";
+const REPORT: &str = "report.md";
+const TIME_PLOT: &str = "loss-by-time.png";
+const SAMPLES: &str = "samples.png";
 const BEST: &str = "best.ckpt";
 const LOCK: &str = "lock";
+
+/// Every file but checkpoints of steps and event files.
+const FILES: [&str; 9] = [
+    CONFIG,
+    LOG,
+    RESOURCES,
+    PLOT,
+    TIME_PLOT,
+    SAMPLES,
+    REPORT,
+    UNFINISHED_PLOT,
+    BEST,
+];
 
 /// Regular checkpoints that are kept, besides the best one.
 const KEPT: usize = 2;
@@ -96,14 +115,9 @@ impl RunFolder {
         &self.path
     }
 
-    /// `log.jsonl`.
-    pub fn log(&self) -> PathBuf {
-        self.path.join(LOG)
-    }
-
-    /// `loss.png`.
-    pub fn plot(&self) -> PathBuf {
-        self.path.join(PLOT)
+    /// The other files.
+    pub fn files(&self) -> RunFiles<'_> {
+        RunFiles(&self.path)
     }
 
     /// Stores the configuration for people to read; checkpoints have their own copy.
@@ -137,6 +151,37 @@ impl RunFolder {
     /// If the folder cannot be written to.
     pub fn save_best(&self, checkpoint: &Checkpoint) -> Result<()> {
         Ok(checkpoint.write(&self.path.join(BEST))?)
+    }
+}
+
+/// Where files of a run's folder are, for those that only read runs, too.
+#[derive(Clone, Copy)]
+pub struct RunFiles<'a>(pub &'a Path);
+
+impl RunFiles<'_> {
+    /// `log.jsonl`.
+    pub fn log(self) -> PathBuf {
+        self.0.join(LOG)
+    }
+
+    /// `loss.png`.
+    pub fn plot(self) -> PathBuf {
+        self.0.join(PLOT)
+    }
+
+    /// `loss-by-time.png`.
+    pub fn time_plot(self) -> PathBuf {
+        self.0.join(TIME_PLOT)
+    }
+
+    /// `report.md`.
+    pub fn report(self) -> PathBuf {
+        self.0.join(REPORT)
+    }
+
+    /// `resources.json`.
+    pub fn resources(self) -> PathBuf {
+        self.0.join(RESOURCES)
     }
 }
 
@@ -234,8 +279,7 @@ fn files_of_run(folder: &Path) -> Result<Vec<PathBuf>> {
             .and_then(|name| name.to_str())
             .unwrap_or_default();
         let name = name.strip_suffix(&format!(".{TEMPORARY}")).unwrap_or(name);
-        [CONFIG, LOG, PLOT, UNFINISHED_PLOT, BEST].contains(&name)
-            || step_of(Path::new(name)).is_some()
+        FILES.contains(&name) || is_event_file(name) || step_of(Path::new(name)).is_some()
     };
     Ok(entries(folder)?.into_iter().filter(is_ours).collect())
 }

@@ -28,6 +28,7 @@ use crate::{arguments, device, model, run};
   enwik8 sample --prompt 'The ' --prompt '== See also ==' --batch 4 --length 200 --stats
   enwik8 sample --cache window:512,4 --kv-dtype f16 --stats
   enwik8 sample --temperature 0 --speculate 8 --stats
+  enwik8 sample --selection quest:16,256 --cache all --stats
   enwik8 sample --cache snapkv:256,32,5 --budget pyramid:20 --slack 64 --stats
   enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin --stats
 
@@ -73,9 +74,9 @@ pub struct SampleArgs {
     max_time: Option<f64>,
     #[command(flatten)]
     kept: KeptArgs,
-    /// Keys of a page of the cache: 16, 32, 64 or 128
-    #[arg(long, value_name = "P", default_value_t = 32, value_parser = page_size)]
-    page_size: usize,
+    /// Keys of a page of the cache: 16, 32, 64 or 128 [default: 32, or the page of --selection]
+    #[arg(long, value_name = "P", value_parser = page_size)]
+    page_size: Option<usize>,
     /// Record a step once and replay it where the device can (CUDA): the same bytes with less work of the host
     #[arg(long)]
     graph: bool,
@@ -121,7 +122,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         checkpoint.header.config.model.precision = precision;
     }
     model::check_cached(&checkpoint.header.config.model)?;
-    let model = model::without_selections(model::restore(&checkpoint, &device.device)?)?;
+    let model = (args.kept).chosen(model::restore(&checkpoint, &device.device)?)?;
     let lengths: Vec<usize> = (prompts.iter())
         .map(|prompt| prompt.len().saturating_add(args.length))
         .collect();

@@ -4,6 +4,8 @@
 //! saves model, optimizer and scheduler at the end of an epoch and builds its data loaders anew, whereas a run here
 //! continues from any step, with the data order and the random numbers it would have had.
 
+mod describe;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -17,21 +19,25 @@ use burn_sparse_transformer::ContentAttention;
 use clap::Args;
 use indicatif::ProgressBar;
 
+use crate::arguments;
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Fingerprint, Sampler, Split, order_0_entropy, thousands};
 use crate::device::{self, NamedDevice};
 use crate::eval::{Evaluation, Evaluator, Window, sliding_windows, spread_windows};
 use crate::log::{self, Log, Row};
+use crate::memory::Resources;
 use crate::model::{self, bits, window_data};
 use crate::overrides::Overrides;
-use crate::plot;
-use crate::presets::{ModelConfig, Preset};
+use crate::plot::{self, Axis, Frame};
+use crate::presets::Preset;
 use crate::progress::{Progress, clock, plain_bar, program, say, warn};
 use crate::recall;
+use crate::report::{self, Report};
 use crate::run::{self, RunFolder};
 use crate::schedule::Schedule;
 use crate::step::{Batch, Steps};
+use crate::tensorboard::EventFile;
 
 /// Train a model on bytes
 #[derive(Args, Debug)]
@@ -66,6 +72,12 @@ pub struct TrainArgs {
     /// Record a step once and replay it where the device can (CUDA): the same numbers with less work of the host
     #[arg(long)]
     graph: bool,
+    /// Peak rate of the device in the run's precision, in 10¹² operations per second, for the report's utilisation
+    #[arg(long, value_name = "TFLOPS", value_parser = arguments::above_zero)]
+    peak_tflops: Option<f64>,
+    /// Write event files for TensorBoard into the folder
+    #[arg(long)]
+    tensorboard: bool,
     #[command(flatten)]
     overrides: Overrides,
 }
@@ -95,7 +107,8 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let stop = stop_on_ctrl_c()?;
-    session.train(&stop)?;
+    let mut log = session.open_log(args.tensorboard)?;
+    session.train(&mut log, &stop)?;
     if session.step < session.steps {
         say(format!(
             "stopped after step {}; continue with: {} train --resume --run {}",
@@ -105,7 +118,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
         ));
         return Ok(ExitCode::from(130));
     }
-    session.finish()?;
+    session.finish(&mut log, args.peak_tflops)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -203,103 +216,36 @@ impl Session {
         })
     }
 
-    fn describe(&self) -> Result<()> {
-        let RunConfig {
-            preset,
-            model,
-            recipe,
-        } = &self.config;
-        let per_step = self.config.tokens_per_step();
-        let train = self.corpus.split(Split::Train).len();
-        say(format!("data      {}", self.corpus.describe()));
-        say(format!(
-            "model     preset {preset}: {} parameters, {} layers, {} heads, d_model {}, context {}, {}",
-            thousands(self.training.model()?.num_params()),
-            model.layers,
-            model.heads,
-            model.d_model,
-            thousands(model.context),
-            model.precision,
-        ));
-        say(format!(
-            "attention {}, block size {}",
-            model::factorization(model)?,
-            model.block_size
-        ));
-        let leak = ": later bytes take part in the choice, so that a little of what is predicted leaks into it";
-        if let Some(content) = &model.content {
-            let local = match &model.local_heads[..] {
-                [] => (model.heads / 2).to_string(),
-                heads => {
-                    let heads: Vec<String> = heads.iter().map(ToString::to_string).collect();
-                    heads.join(", ")
-                }
-            };
-            let note = if content.is_prefix_stable() { "" } else { leak };
-            say(format!(
-                "          in {local} local heads; keys of the others chosen by {content}{note}"
-            ));
-        }
-        for selection in &model.selections {
-            let note = match selection.estimator().traits().prefix_stable {
-                true => "",
-                false => leak,
-            };
-            say(format!("          keys chosen by {selection}{note}"));
-        }
-        if let Some(weights) = &model.ff_weights {
-            say(format!("ff        block-sparse weights: {weights}"));
-            if let Some(pruning) = &recipe.ff_prune {
-                say(format!("          {pruning}"));
-            }
-        }
-        say(format!(
-            "recipe    {} steps of {} bytes ({:.1} epochs), lr {}, warm-up {}, dropout {}, seed {}",
-            thousands(self.steps),
-            thousands(per_step),
-            (self.steps * per_step) as f64 / train as f64,
-            recipe.learning_rate,
-            thousands(recipe.warmup),
-            model.dropout,
-            recipe.seed,
-        ));
-        if preset == &Preset::Paper {
-            say(
-                "          (the paper gives no learning rate or batch for enwik8: this is its CIFAR-10 rate, batch ours)",
-            );
-        }
-        say(format!(
-            "run       {}, on {}\n",
-            self.folder.path().display(),
-            self.device.name
-        ));
-        Ok(())
-    }
-
     /// Whether the evaluation that follows the last step is in the log, too.
     fn is_finished(&self) -> Result<bool> {
         let is_last = |row: &Row| matches!(row, Row::Final { step, .. } if *step == self.step);
-        let rows = log::read(&self.folder.log())?;
+        let rows = log::read(&self.folder.files().log())?;
         Ok(self.step > self.steps || (self.step == self.steps && rows.iter().any(is_last)))
     }
 
-    fn train(&mut self, stop: &AtomicBool) -> Result<()> {
+    fn open_log(&self, tensorboard: bool) -> Result<Log> {
+        let path = self.folder.files().log();
+        let mut log = Log::open(&path, self.step)?;
+        if tensorboard {
+            let rows = log::read(&path)?;
+            let events = EventFile::create(self.folder.path(), self.step, &rows)?;
+            log.write_events(events);
+        }
+        Ok(log)
+    }
+
+    fn train(&mut self, log: &mut Log, stop: &AtomicBool) -> Result<()> {
         let recipe = self.config.recipe.clone();
-        let mut log = Log::open(&self.folder.log(), self.step)?;
         let mut progress = Progress::new(self.step, self.steps, recipe.log_every);
         if self.step == self.steps {
-            self.validate_last_step(&mut log, &progress)?;
+            self.validate_last_step(log, &progress)?;
         }
         let mut described = false;
         while self.step < self.steps {
             let row = self.train_step()?;
             log.write(&row)?;
             progress.step(&row);
-            for note in [
-                self.prune()?,
-                self.see_everything()?,
-                self.recall(&mut log)?,
-            ] {
+            for note in [self.prune()?, self.see_everything()?, self.recall(log)?] {
                 note.into_iter().for_each(|note| progress.note(note));
             }
             if let (false, Some(how)) = (described, self.training.describe()) {
@@ -309,11 +255,12 @@ impl Session {
 
             let last = self.step == self.steps || stop.load(Ordering::Relaxed);
             if self.step.is_multiple_of(recipe.eval_every) || self.step == self.steps {
-                progress.note(self.validate(&mut log)?);
+                progress.note(self.validate(log)?);
             }
             if self.step.is_multiple_of(recipe.checkpoint_every) || last {
                 log.sync()?;
                 self.folder.save(&self.checkpoint()?)?;
+                self.measure(log)?;
                 self.plot();
             }
             if last {
@@ -327,7 +274,10 @@ impl Session {
     fn validate_last_step(&mut self, log: &mut Log, progress: &Progress) -> Result<()> {
         let is_its_own =
             |row: &Row| matches!(row, Row::Validation { step, .. } if *step == self.step);
-        if !log::read(&self.folder.log())?.iter().any(is_its_own) {
+        if !log::read(&self.folder.files().log())?
+            .iter()
+            .any(is_its_own)
+        {
             progress.note(self.validate(log)?);
             log.sync()?;
             self.folder.save(&self.checkpoint()?)?;
@@ -525,23 +475,33 @@ impl Session {
         })
     }
 
+    /// What this process and the device hold, for the report and for TensorBoard.
+    fn measure(&self, log: &mut Log) -> Result<()> {
+        let resources = Resources::now(&self.device);
+        if let Some(events) = log.events() {
+            events.write_memory(self.step, &resources)?;
+        }
+        resources.merge_into(&self.folder.files().resources())
+    }
+
     /// A picture that cannot be drawn is no reason to lose a run.
     fn plot(&self) {
-        let title = format!(
-            "enwik8, preset {}: {}",
-            self.config.preset,
-            attention_text(&self.config.model)
-        );
-        let entropy = order_0_entropy(self.corpus.bytes());
-        let drawn = log::read(&self.folder.log())
-            .and_then(|rows| plot::draw(&self.folder.plot(), &title, &rows, entropy));
+        let files = self.folder.files();
+        let frame = Frame {
+            title: &report::title(&self.config),
+            unit: "bits per byte",
+            entropy: Some(order_0_entropy(self.corpus.bytes())),
+            axis: Axis::Steps,
+        };
+        let drawn =
+            log::read(&files.log()).and_then(|rows| plot::draw(&files.plot(), &frame, &rows));
         if let Err(error) = drawn {
             warn(format!("{error:#}"));
         }
     }
 
     /// The whole validation split, the final picture, and what to do next.
-    fn finish(&self) -> Result<()> {
+    fn finish(&self, log: &mut Log, peak_tflops: Option<f64>) -> Result<()> {
         let context = self.config.model.context;
         let bytes = self.corpus.split(Split::Validation).len();
         let began = Instant::now();
@@ -549,7 +509,6 @@ impl Session {
             &sliding_windows(bytes, context, 0),
             &plain_bar("validation"),
         )?;
-        let mut log = Log::open(&self.folder.log(), self.step)?;
         log.write(&Row::Final {
             step: self.step,
             loss: evaluation.loss(),
@@ -557,6 +516,7 @@ impl Session {
             bytes: evaluation.bytes,
         })?;
         log.sync()?;
+        Resources::now(&self.device).merge_into(&self.folder.files().resources())?;
         self.plot();
         let folder = self.folder.path().display();
         say(format!(
@@ -565,7 +525,11 @@ impl Session {
             thousands(evaluation.bytes),
             clock(began.elapsed())
         ));
-        say(format!("loss curve: {}", self.folder.plot().display()));
+        match self.report(peak_tflops) {
+            Ok(path) => say(format!("report:     {}", path.display())),
+            // As with pictures.
+            Err(error) => warn(format!("there is no report: {error:#}")),
+        }
         let program = program();
         say(format!(
             "sample:     {program} sample --checkpoint {folder} --prompt 'The '"
@@ -576,19 +540,18 @@ impl Session {
         ));
         Ok(())
     }
-}
 
-/// What layers attend to, in short.
-fn attention_text(model: &ModelConfig) -> String {
-    if let Some(content) = &model.content {
-        return format!("{} and {content}", model.patterns.join(" / "));
-    }
-    match &model.selections[..] {
-        [] => model.patterns.join(" / "),
-        selections => {
-            let texts: Vec<String> = selections.iter().map(ToString::to_string).collect();
-            texts.join(" / ")
+    /// The run on one page; where that is.
+    fn report(&self, peak_tflops: Option<f64>) -> Result<PathBuf> {
+        let (_, checkpoint) = run::open_checkpoint(self.folder.path(), warn)?;
+        Report {
+            files: self.folder.files(),
+            checkpoint: &checkpoint,
+            device: &self.device,
+            corpus: Some(&self.corpus),
+            peak_tflops,
         }
+        .write()
     }
 }
 

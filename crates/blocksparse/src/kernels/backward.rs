@@ -8,7 +8,6 @@ use super::choice::AttentionPlan;
 use super::error::KernelError;
 use super::masses::distance_gradient;
 use super::pass::BackwardPass;
-use super::simt;
 use super::tier::KnownStats;
 use crate::BlockLayout;
 
@@ -47,9 +46,8 @@ pub fn backward(
     for plan in plan.parts() {
         let part = plan.part(layout);
         // Whatever tier the gradients of the inputs are made on.
-        if let (Some(bias), true) = (&options.bias, gradients.bias.is_some()) {
-            let stats = known.plain(&pass, part)?;
-            simt::launch::launch_bias_gradient(&pass, part, plan.simt_walks(), &stats, bias)?;
+        if let (Some(bias), Some(out)) = (&options.bias, &gradients.bias) {
+            plan.bias.launch(&pass, part, (bias, out), &mut known)?;
         }
         plan.backward.tile.launch(&pass, part, &mut known)?;
     }

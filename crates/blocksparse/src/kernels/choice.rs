@@ -10,7 +10,7 @@ use super::call::{DeviceFacts, Kernel, PartRequest, Request, TierLimit};
 use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
 use super::pass::Part;
-use super::tier::{self, BackwardTile, Choice, ForwardTile};
+use super::tier::{self, BackwardTile, BiasTile, Choice, ForwardTile};
 use super::{masses, on_device, simt};
 use crate::plan::{Tiling, Walk};
 use crate::{BlockLayout, Residue};
@@ -42,7 +42,9 @@ pub(super) struct PartPlan {
     residue: Option<Residue>,
     pub(super) forward: Choice<ForwardTile>,
     pub(super) backward: Choice<BackwardTile>,
-    /// The tiles of the `simt` tier, in the order of the kernels: they make the gradients of biases whatever makes the others.
+    /// What makes the gradient of a bias, if the call has one.
+    pub(super) bias: BiasTile,
+    /// The tiles of the `simt` tier, in the order of the kernels.
     simt: [simt::Tile; 3],
 }
 
@@ -53,11 +55,6 @@ impl PartPlan {
             layout: self.layout.as_ref().unwrap_or(own),
             residue: self.residue,
         }
-    }
-
-    /// The tiles of the `simt` tier's two walks of the backward pass.
-    pub(super) fn simt_walks(&self) -> [simt::Tile; 2] {
-        [self.simt[1], self.simt[2]]
     }
 
     /// How the plan is cut that a kernel's launch walks, on whatever tier.
@@ -96,17 +93,10 @@ impl PartPlan {
         if !backward.tile.is_tensor() {
             write(f, backward.tile.lines(accumulator))?;
         }
-        // On this tier whatever the rest runs on, in a walk over rows, or over columns where queries share a row of the bias.
-        if request.score.bias {
-            for (name, kernel) in [
-                ("dbias", Kernel::BackwardRows),
-                ("or dbias", Kernel::BackwardColumns),
-            ] {
-                let tile = &self.simt[kernel as usize];
-                write(f, vec![(name, simt::describe(tile, kernel, accumulator))])?;
-            }
+        match request.score.bias {
+            true => write(f, self.bias.lines(accumulator)),
+            false => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -183,6 +173,7 @@ impl AttentionPlan {
                     residue,
                     forward,
                     backward,
+                    bias: tier::choose_bias(&asked, simt),
                     simt,
                 })
             })
@@ -217,8 +208,10 @@ impl AttentionPlan {
     /// The multiple that strides, in elements, and beginnings of inputs must be of: tensor cores are fed in pieces of
     /// 16 bytes.
     pub fn alignment(&self) -> usize {
-        let is_tensor =
-            |part: &PartPlan| part.forward.tile.is_tensor() || part.backward.tile.is_tensor();
+        let is_tensor = |part: &PartPlan| {
+            let of_bias = self.request.score.bias && part.bias.is_tensor();
+            part.forward.tile.is_tensor() || part.backward.tile.is_tensor() || of_bias
+        };
         match self.parts.iter().any(is_tensor) {
             true => 16 / self.request.dtype.size(),
             false => 1,
@@ -242,10 +235,6 @@ fn check_limits(
     kernel: Kernel,
     properties: &DeviceProperties,
 ) -> Result<(), KernelError> {
-    let heads = match kernel.walk() {
-        Walk::Rows => layout.heads(),
-        Walk::Columns => request.kv_heads,
-    };
     let mut tiles = 0;
     for plan in parts {
         let (walked, tile) = (plan.part(layout).layout, &plan.simt[kernel as usize]);
@@ -255,10 +244,8 @@ fn check_limits(
         };
         tiles = tiles.max(length.div_ceil(tile.rows));
         on_device::check(walked, plan.launched(kernel), properties)?;
-        if request.score.bias {
-            // Its gradient is the simt tier's.
-            let tiling = simt::tiling(tile, kernel.walk());
-            on_device::check(walked, tiling, properties)?;
+        if request.score.bias && kernel != Kernel::Forward {
+            on_device::check(walked, plan.bias.tiling(kernel), properties)?;
         }
     }
     // With the buffer in which CubeCL passes scalars.
@@ -272,8 +259,6 @@ fn check_limits(
     let most = hardware.max_cube_count;
     for (what, limit, got) in [
         ("the tiles of a head", most.0, tiles),
-        ("heads", most.1, heads),
-        ("batch", most.2, request.batch),
         ("the buffers of a kernel", hardware.max_bindings, buffers),
     ] {
         if got as u64 > u64::from(limit) {

@@ -47,7 +47,7 @@ pub fn plan(
         return Ok(known.clone());
     }
     let made = Arc::new(match layout.device_choice() {
-        Some(choice) => on_device::plan(client, layout, choice, tiling),
+        Some(choice) => on_device::plan(client, layout, choice, tiling)?,
         None => {
             let plan = TilePlan::new(layout, tiling);
             DevicePlan {

@@ -17,6 +17,7 @@ use super::simt::mass::{
     FOLD_UNITS, LinePartsLaunch, add_segments, fold_distances, line_width, masses as kernel,
     row_fours,
 };
+use super::slices::Slice;
 use crate::BlockLayout;
 use crate::lines::{Line, Lines};
 
@@ -70,8 +71,6 @@ fn check(
     let lines = layout.seq_q().div_ceil(tile.rows) + layout.seq_kv().div_ceil(tile.rows);
     for (what, limit, got) in [
         ("the diagonals of tiles", hardware.max_cube_count.0, lines),
-        ("heads", hardware.max_cube_count.1, layout.heads()),
-        ("batch", hardware.max_cube_count.2, request.batch),
         ("the buffers of a kernel", hardware.max_bindings, buffers),
     ] {
         if got as u64 > u64::from(limit) {
@@ -307,53 +306,54 @@ impl Segments {
         let slopes = options.device_slopes(client, layout, accumulator)?;
         let [table_start, numbers] = summed.stats_len();
         let [v, grad_out] = summed.gradient.unwrap_or(summed.inputs);
-        let [segments, all_heads, batches] =
-            [self.segments, heads, request.batch].map(|count| count as u32);
-        // SAFETY: a cube walks the tiles that the plan has for its segment, reads positions below the lengths in the strides, writes its
-        // own sums, and the buffers have the lengths they say (see `buffer`).
-        unsafe {
-            kernel::launch_unchecked(
-                client,
-                CubeCount::Static(segments, all_heads, batches),
-                CubeDim::new_1d(tile.units() as u32),
-                self.address,
-                width,
-                vectors_of(q, width),
-                vectors_of(k, width),
-                buffer(summed.stats, numbers),
-                match gradient {
-                    true => ComptimeOptionArgs::None,
-                    false => optional(slopes.as_ref(), heads),
-                },
-                options.bias(),
-                match gradient {
-                    true => ComptimeOptionArgs::None,
-                    false => options.table(),
-                },
-                vectors_if(gradient, v, width),
-                vectors_if(gradient, grad_out, width),
-                buffer(&self.sums, self.elements),
-                self.words(),
-                strides_of(q, width),
-                strides_of(k, width),
-                strides_of(v, width),
-                strides_of(grad_out, width),
-                options.bias_strides(),
-                options.distances(table_start),
-                listing(None),
-                self.parts(layout),
-                heads / request.kv_heads,
-                request.batch * heads * layout.seq_q() * 2,
-                InputScalar::new(options.scale, accumulator),
-                InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
-                options.mask(),
-                options.dropout_factor(accumulator),
-                gradient,
-                self.line,
-                tile,
-                request.dtype,
-                accumulator,
-            );
+        for slice in Slice::whole(request.batch, heads).cut(client) {
+            // SAFETY: a cube walks the tiles that the plan has for its segment, reads positions below the lengths in the strides, writes its
+            // own sums, and the buffers have the lengths they say (see `buffer`).
+            unsafe {
+                kernel::launch_unchecked(
+                    client,
+                    slice.cubes(self.segments),
+                    CubeDim::new_1d(tile.units() as u32),
+                    self.address,
+                    width,
+                    vectors_of(q, width),
+                    vectors_of(k, width),
+                    buffer(summed.stats, numbers),
+                    match gradient {
+                        true => ComptimeOptionArgs::None,
+                        false => optional(slopes.as_ref(), heads),
+                    },
+                    options.bias(),
+                    match gradient {
+                        true => ComptimeOptionArgs::None,
+                        false => options.table(),
+                    },
+                    vectors_if(gradient, v, width),
+                    vectors_if(gradient, grad_out, width),
+                    buffer(&self.sums, self.elements),
+                    self.words(),
+                    strides_of(q, width),
+                    strides_of(k, width),
+                    strides_of(v, width),
+                    strides_of(grad_out, width),
+                    options.bias_strides(),
+                    options.distances(table_start),
+                    listing(None),
+                    self.parts(layout),
+                    slice.args(),
+                    heads / request.kv_heads,
+                    request.batch * heads * layout.seq_q() * 2,
+                    InputScalar::new(options.scale, accumulator),
+                    InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+                    options.mask(),
+                    options.dropout_factor(accumulator),
+                    gradient,
+                    self.line,
+                    tile,
+                    request.dtype,
+                    accumulator,
+                );
+            }
         }
         Ok(())
     }

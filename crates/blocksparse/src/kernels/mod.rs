@@ -55,8 +55,10 @@ mod pass;
 pub mod recording;
 pub mod rows;
 pub mod seeds;
+pub mod selection;
 mod shared;
 mod simt;
+mod slices;
 mod stats;
 #[cfg(feature = "cuda-asm")]
 mod tensor;
@@ -75,5 +77,6 @@ pub use error::KernelError;
 pub use forward::forward;
 pub use masses::{MassOutputs, check_masses, masses};
 pub use on_device::{
-    ChoiceTensor, ListBuffers, ListSizes, ScoredRows, choose_blocks, highest_blocks, list_queries,
+    ChoiceTensor, ListBuffers, ListSizes, ScoredRows, choose_blocks, count_blocks, highest_blocks,
+    list_queries,
 };

@@ -159,8 +159,8 @@ fn a_device_says_what_it_lacks() {
     }
     let wide = error(request(4096, F32));
     assert!(wide.contains("shared memory, got 4096 and 4096"), "{wide}");
-    let many = Request::new([65536, 4], [64, 64], F32);
-    assert!(error(many).contains("batch must be at most 65535"));
+    // More than a grid has places for are launched in slices.
+    assert!(plan(Request::new([65536, 4], [64, 64], F32)).is_ok());
     // With their buffer there are eight.
     let largest = request(64, F32).with_max_scores(true);
     assert!(plan(largest).is_ok());
@@ -249,26 +249,28 @@ mod tensor_cores {
         let device = Fake::sm90();
         let both = ["forward: hopper", "backward: hopper"];
         let dense = Pattern::causal().layout(4, 1024, 128).unwrap();
-        for dim in [64, 96, 128] {
+        for dim in [40, 64, 72, 96, 104, 128] {
             check(&device, &dense, request(dim, BF16), TierLimit::None, &both);
         }
         // What the fused pass would unite here two walks of lower tiles do not.
         let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
         let wide = request(128, BF16);
         check(&device, &fixed(), wide, TierLimit::None, &walks);
-        let no_backward = "backward: not hopper, head_dim is none of 64, 96, 128";
+        for dim in [136, 256] {
+            check(
+                &device,
+                &fixed(),
+                request(dim, BF16),
+                TierLimit::None,
+                &walks,
+            );
+        }
+        let reason = "head_dim is no multiple of 8 from 40 to 256";
+        let [forward, backward] = refused("hopper", reason);
         check(
             &device,
             &fixed(),
-            request(256, BF16),
-            TierLimit::None,
-            &["forward: hopper", no_backward, "dQ: mma", "dK, dV: mma"],
-        );
-        let [forward, backward] = refused("hopper", "head_dim is none of 64, 96, 128, 256");
-        check(
-            &device,
-            &fixed(),
-            request(48, BF16),
+            request(32, BF16),
             TierLimit::None,
             &[
                 &forward,
@@ -278,6 +280,27 @@ mod tensor_cores {
                 "dK, dV: mma",
             ],
         );
+    }
+
+    #[test]
+    fn every_width_is_multiplied_on_tensor_cores() {
+        let dense = Pattern::causal().layout(4, 1024, 64).unwrap();
+        for dim in (8..=256).step_by(8) {
+            for (device, request) in [
+                (Fake::sm90(), request(dim, BF16)),
+                (Fake::sm80(), request(dim, BF16)),
+                (Fake::sm80(), request(dim, F32).with_tf32(true)),
+                (Fake::sm80(), Request::new([2, 4], [dim, 264 - dim], BF16)),
+            ] {
+                let plan = device.plan(&dense, request, TierLimit::None).unwrap();
+                let runs = lines(&plan);
+                assert!(runs.iter().all(|line| !line.ends_with("simt")), "{plan}");
+            }
+        }
+        // Rows of others do not begin at multiples of 16 bytes.
+        let [m1, _] = refused("mma", "head_dim or value_dim is no multiple of 8 up to 256");
+        let odd = Fake::sm80().plan(&dense, request(68, BF16), TierLimit::None);
+        assert!(lines(&odd.unwrap()).contains(&m1));
     }
 
     #[test]
@@ -416,15 +439,14 @@ mod tensor_cores {
         check(&device, &layout, grouped(1, 64), TierLimit::None, &fits);
         let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
         check(&device, &layout, grouped(2, 64), TierLimit::None, &walks);
-        // There are no walks of this width, and mma writes as many words.
-        let large = [
-            "forward: hopper",
-            &format!("backward: not hopper, {TOO_LARGE}"),
-            &format!("backward: not mma, {TOO_LARGE}"),
-            "dQ: simt",
-            "dK, dV: simt",
-        ];
-        check(&device, &layout, grouped(2, 96), TierLimit::None, &large);
+        check(&device, &layout, grouped(2, 96), TierLimit::None, &walks);
+        // Eights of numbers of the output, and on the mma tier its words.
+        let [h1, h2] = refused("hopper", TOO_LARGE);
+        let [m1, m2] = refused("mma", TOO_LARGE);
+        let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];
+        let mut large: Vec<&str> = vec![&h1, &m1, &h2, &m2];
+        large.extend(simt);
+        check(&device, &layout, grouped(2, 256), TierLimit::None, &large);
     }
 
     /// Inputs have to be aligned for whatever reads them.

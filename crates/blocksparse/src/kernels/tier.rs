@@ -5,7 +5,7 @@
 
 use cubecl::server::Handle;
 
-use super::call::{Kernel, PartRequest};
+use super::call::{BiasView, Kernel, PartRequest};
 use super::error::KernelError;
 #[cfg(feature = "cuda-asm")]
 use super::hopper;
@@ -38,7 +38,7 @@ struct Tier {
 struct Asked<'a> {
     #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     part: &'a PartRequest<'a>,
-    /// The tiles of the `simt` tier, which were chosen before: the gradients of biases need them whatever the rest runs on.
+    /// The tiles of the `simt` tier, which were chosen before.
     simt: [simt::Tile; 3],
 }
 
@@ -184,6 +184,86 @@ pub enum BackwardTile {
     Mma([mma::Tile; 2]),
     /// Scalar multiply-adds, two walks.
     Simt([simt::Tile; 2]),
+}
+
+/// What makes the gradient of a given bias: a launch beside those of the other gradients.
+#[derive(Clone, Copy, Debug)]
+pub enum BiasTile {
+    /// mma.sync, one of two walks.
+    #[cfg(feature = "cuda-asm")]
+    Mma([mma::Tile; 2]),
+    /// Scalar multiply-adds, one of two walks.
+    Simt([simt::Tile; 2]),
+}
+
+/// What makes the gradient of a given bias over a part, whose `simt` tiles are given.
+#[cfg_attr(not(feature = "cuda-asm"), allow(unused_variables))]
+pub fn choose_bias(part: &PartRequest, [_, rows, columns]: [simt::Tile; 3]) -> BiasTile {
+    #[cfg(feature = "cuda-asm")]
+    if let Ok(tiles) = mma::choose_bias_gradient(part) {
+        return BiasTile::Mma(tiles);
+    }
+    BiasTile::Simt([rows, columns])
+}
+
+impl BiasTile {
+    /// Whether it runs on tensor cores.
+    pub fn is_tensor(&self) -> bool {
+        !matches!(self, Self::Simt(_))
+    }
+
+    /// As [`BackwardTile::tiling`].
+    pub fn tiling(&self, kernel: Kernel) -> Tiling {
+        let walk = kernel.walk();
+        let index = usize::from(kernel == Kernel::BackwardColumns);
+        match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tiles) => tiles[index].tiling(walk),
+            Self::Simt(tiles) => simt::tiling(&tiles[index], walk),
+        }
+    }
+
+    /// As [`ForwardTile::lines`]: a walk over rows, or over columns where queries share a row of the bias.
+    pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
+        let walks = [
+            ("dbias", Kernel::BackwardRows),
+            ("or dbias", Kernel::BackwardColumns),
+        ];
+        let lines = walks.into_iter().enumerate();
+        lines
+            .map(|(index, (name, kernel))| {
+                let tile = match self {
+                    #[cfg(feature = "cuda-asm")]
+                    Self::Mma(tiles) => mma::describe(tiles[index], kernel).to_string(),
+                    Self::Simt(tiles) => simt::describe(&tiles[index], kernel, accumulator),
+                };
+                (name, tile)
+            })
+            .collect()
+    }
+
+    /// Adds a part's gradient of the bias.
+    ///
+    /// # Errors
+    /// As [`ForwardTile::launch`].
+    #[cfg_attr(not(feature = "cuda-asm"), allow(unused_variables))]
+    pub fn launch(
+        &self,
+        pass: &BackwardPass,
+        part: Part,
+        (bias, out): (&BiasView, &Handle),
+        known: &mut KnownStats,
+    ) -> Result<(), KernelError> {
+        match *self {
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tiles) => mma::launch_bias_gradient(pass, part, tiles, bias, out),
+            // The pass says where it goes.
+            Self::Simt(tiles) => {
+                let stats = known.plain(pass, part)?;
+                simt::launch::launch_bias_gradient(pass, part, tiles, &stats, bias)
+            }
+        }
+    }
 }
 
 /// What is known of the queries while the parts of a pass are launched.

@@ -1,7 +1,5 @@
 //! What makes layouts: a pattern, a callback over blocks, other layouts, a tensor on a device.
 
-use std::sync::Arc;
-
 use super::choice::DeviceChoice;
 use super::grid::{Grid, natural_layout};
 use super::mask::{BlockMask, MaskInterner};
@@ -34,10 +32,9 @@ impl BlockLayout {
     /// # Errors
     /// [`LayoutError`] if a size or one of the pattern's parameters is out of range.
     pub fn new(pattern: &Pattern, shape: LayoutShape) -> Result<Self, LayoutError> {
-        let mut layout = natural_layout(pattern, shape)?;
-        let parts = residue::parts(pattern, &layout)?;
-        Arc::get_mut(&mut layout.inner).expect("just made").parts = parts;
-        Ok(layout)
+        let layout = natural_layout(pattern, shape)?;
+        let parts = residue::parts(pattern, shape)?;
+        Ok(layout.with_parts(parts))
     }
 
     /// A layout from a block-level callback, called once per head and block:
@@ -105,6 +102,33 @@ impl BlockLayout {
         Ok(Self::from_heads(name.into(), shape, heads, masks))
     }
 
+    /// The layout in which each of `heads` heads sees what the first one of this layout sees. What is the same for all heads is so built once.
+    ///
+    /// # Errors
+    /// [`LayoutError`] if there are no heads, or too many, or the layout is per batch or lists no blocks.
+    pub fn of_first_head(&self, heads: usize) -> Result<Self, LayoutError> {
+        let shape = LayoutShape {
+            heads,
+            ..*self.shape()
+        };
+        shape.validate()?;
+        if self.batch().is_some() || self.device_choice().is_some() {
+            let expected = "built on the host and shared over the batch";
+            let got = format!("batch {:?}", self.batch());
+            return Err(LayoutError::argument("the layout", expected, got));
+        }
+        let first = self.inner.head_patterns[0] as usize;
+        let rows = self.inner.patterns[first].rows.clone();
+        Ok(Self::from_parts(Inner::new(
+            self.inner.name.clone(),
+            shape,
+            None,
+            vec![0; heads],
+            vec![rows],
+            self.inner.masks.clone(),
+        )))
+    }
+
     /// One layout out of one per batch entry, all of the same shape.
     ///
     /// # Errors
@@ -148,14 +172,15 @@ impl BlockLayout {
                     .map(|&p| known[p as usize]),
             );
         }
-        Ok(Self::from_parts(Inner::of_patterns(
+        let stacked = Self::from_parts(Inner::of_patterns(
             first.inner.name.clone(),
             *first.shape(),
             Some(layouts.len()),
             head_patterns,
             patterns,
             masks.into_masks(),
-        )))
+        ));
+        Ok(stacked.with_parts(residue::stacked(layouts)?))
     }
 
     /// A layout whose blocks a tensor on a device chooses. It has sizes and **lists no blocks**; kernels make their launch plans of the

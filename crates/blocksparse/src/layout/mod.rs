@@ -14,9 +14,11 @@ mod pack;
 mod residue;
 mod restrict;
 mod rows;
+mod same_pairs;
 mod serial;
 mod shape;
 pub(crate) mod text;
+mod within;
 
 use std::any::Any;
 use std::fmt;
@@ -78,6 +80,8 @@ pub(crate) struct Inner {
     parts: Option<Vec<Part>>,
     /// Blocks are chosen on a device, and none are listed here.
     pub choice: Option<DeviceChoice>,
+    /// What those blocks are chosen from.
+    pub within: Option<BlockLayout>,
     attachments: Attachments,
 }
 
@@ -137,6 +141,13 @@ pub struct Residue {
     pub class_len: usize,
 }
 
+impl Residue {
+    /// The position at a place.
+    pub fn position(&self, place: usize) -> usize {
+        place % self.class_len * self.stride + place / self.class_len
+    }
+}
+
 /// A layout that computes some of the pairs of another, over positions in natural order or class by class.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -149,7 +160,8 @@ pub struct Part {
 
 impl BlockLayout {
     /// Disjoint parts that make up the layout at less cost, if its pattern has strided heads: see
-    /// [`Part`]. Layouts that were built otherwise than from a pattern have none.
+    /// [`Part`]. Layouts made of such ones have them, too: padded, stacked for a batch, written and read again. Layouts of callbacks, or
+    /// of blocks that are listed, have none.
     pub fn parts(&self) -> Option<&[Part]> {
         self.inner.parts.as_deref()
     }
@@ -174,6 +186,18 @@ impl BlockLayout {
             patterns,
             masks.into_masks(),
         ))
+    }
+
+    /// With parts that have the same pairs, if they compute fewer in vain.
+    pub(crate) fn with_parts(mut self, parts: Option<Vec<Part>>) -> Self {
+        let pairs = |layout: &BlockLayout| layout.blocks() * layout.block_size().pow(2);
+        let cheaper = |parts: &Vec<Part>| {
+            let computed: usize = parts.iter().map(|part| pairs(&part.layout)).sum();
+            computed < pairs(&self)
+        };
+        let parts = parts.filter(cheaper);
+        Arc::get_mut(&mut self.inner).expect("just made").parts = parts;
+        self
     }
 
     pub(crate) fn from_parts(inner: Inner) -> Self {
@@ -425,6 +449,7 @@ impl Inner {
             masks,
             parts: None,
             choice: None,
+            within: None,
             attachments: Attachments::default(),
         }
     }

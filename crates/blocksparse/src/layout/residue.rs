@@ -23,6 +23,7 @@ use std::collections::HashMap;
 
 use super::grid;
 use super::mask::{BlockMask, FULL, MaskInterner};
+use super::restrict::Restriction;
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
 use super::{BlockLayout, Part, Residue};
@@ -101,12 +102,11 @@ impl Windows {
     }
 }
 
-/// The parts of a pattern with strided heads, if listing them class by class computes fewer pairs than `natural`.
+/// The parts of a pattern with strided heads.
 pub(crate) fn parts(
     pattern: &Pattern,
-    natural: &BlockLayout,
+    shape: LayoutShape,
 ) -> Result<Option<Vec<Part>>, LayoutError> {
-    let shape = *natural.shape();
     let heads: Vec<&Pattern> = match pattern {
         Pattern::PerHead(parts) => parts.iter().cycle().take(shape.heads).collect(),
         // All heads alike.
@@ -163,9 +163,87 @@ pub(crate) fn parts(
         layout: BlockLayout::from_heads(name, listed, rows, masks),
         residue: Some(residue),
     });
-    let pairs = |layout: &BlockLayout| layout.blocks() * layout.block_size().pow(2);
-    let computed: usize = parts.iter().map(|part| pairs(&part.layout)).sum();
-    Ok((computed < pairs(natural)).then_some(parts))
+    Ok(Some(parts))
+}
+
+/// The parts of layouts of one shape that are stacked for a batch. An entry without a part has none of its pairs there.
+pub(crate) fn stacked(layouts: &[BlockLayout]) -> Result<Option<Vec<Part>>, LayoutError> {
+    // Those in order, which carry nothing on, come first.
+    let mut listings: Vec<(Option<Residue>, LayoutShape)> = Vec::new();
+    let mut listed = false;
+    for layout in layouts {
+        let own = (None, *layout.shape());
+        let parts = layout.parts().map(|parts| parts.iter());
+        let of_parts = parts.map(|parts| parts.map(|part| (part.residue, *part.layout.shape())));
+        listed |= layout.parts().is_some();
+        let found: Vec<_> = of_parts.map_or(vec![own], Iterator::collect);
+        for listing in found {
+            if !listings.contains(&listing) {
+                listings.push(listing);
+            }
+        }
+    }
+    if !listed {
+        return Ok(None);
+    }
+    listings.sort_by_key(|(residue, _)| residue.map(|residue| residue.stride));
+    let parts = listings.into_iter().map(|(residue, shape)| {
+        let of_entry = |layout: &BlockLayout| match layout.parts() {
+            None => residue.is_none().then(|| layout.clone()),
+            Some(parts) => (parts.iter())
+                .find(|part| part.residue == residue)
+                .map(|part| part.layout.clone()),
+        };
+        let found: Vec<Option<BlockLayout>> = layouts.iter().map(of_entry).collect();
+        let name = found.iter().flatten().next().map(BlockLayout::name);
+        let nothing = BlockLayout::from_heads(
+            name.unwrap_or_default().into(),
+            shape,
+            vec![RowRuns::empty(shape.seq_q.div_ceil(shape.block_size))],
+            MaskInterner::new(shape.block_size),
+        );
+        let found: Vec<BlockLayout> = (found.into_iter())
+            .map(|layout| layout.unwrap_or_else(|| nothing.clone()))
+            .collect();
+        let layout = BlockLayout::stack_batch(&found)?;
+        Ok(Part { layout, residue })
+    });
+    parts.collect::<Result<_, _>>().map(Some)
+}
+
+/// The parts of a restricted layout.
+pub(crate) fn restricted(
+    parts: &[Part],
+    entries: &[Restriction],
+) -> Result<Vec<Part>, LayoutError> {
+    let restrict = |part: &Part| {
+        let layout = match part.residue {
+            None => part.layout.restrict(entries)?,
+            Some(residue) => {
+                // What is beyond the sequence has no pairs anyway.
+                let listed = |kept: &Option<Vec<bool>>| {
+                    let at = |place| kept.as_ref()?.get(residue.position(place)).copied();
+                    kept.as_ref().map(|_| {
+                        (0..part.layout.seq_q())
+                            .map(|place| at(place).unwrap_or(true))
+                            .collect()
+                    })
+                };
+                let entries: Vec<Restriction> = (entries.iter())
+                    .map(|entry| Restriction {
+                        queries: listed(&entry.queries),
+                        keys: listed(&entry.keys),
+                    })
+                    .collect();
+                part.layout.restrict(&entries)?
+            }
+        };
+        Ok(Part {
+            layout,
+            residue: part.residue,
+        })
+    };
+    parts.iter().map(restrict).collect()
 }
 
 /// Causal attention inside each class but for the nearest `delta`.
@@ -250,9 +328,7 @@ mod tests {
             for part in parts {
                 let position = |place: usize| match part.residue {
                     None => place,
-                    Some(Residue { stride, class_len }) => {
-                        place % class_len * stride + place / class_len
-                    }
+                    Some(residue) => residue.position(place),
                 };
                 for (u, row) in part.layout.to_dense(head).iter().enumerate() {
                     for (w, _) in row.iter().enumerate().filter(|(_, on)| **on) {

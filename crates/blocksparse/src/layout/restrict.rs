@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::mask::{BlockMask, MaskInterner};
 use super::rows::{RowRuns, Run};
-use super::{BlockLayout, HeadPattern, Inner, position_or_push};
+use super::{BlockLayout, HeadPattern, Inner, position_or_push, residue};
 use crate::LayoutError;
 
 /// Which queries and keys of one batch entry take part: `true` = yes, `false` = padding. What is not said takes part.
@@ -71,14 +71,18 @@ impl BlockLayout {
                 head_patterns.push(index);
             }
         }
-        Ok(Self::from_parts(Inner::of_patterns(
+        let restricted = Self::from_parts(Inner::of_patterns(
             format!("{}, restricted", inner.name),
             inner.shape,
             Some(entries.len()),
             head_patterns,
             patterns,
             masks.into_masks(),
-        )))
+        ));
+        let parts = self
+            .parts()
+            .map(|parts| residue::restricted(parts, entries));
+        Ok(restricted.with_parts(parts.transpose()?))
     }
 
     /// [`Self::restrict`] for keys that end with padding: entry `b` keeps the first `lengths[b]` keys.

@@ -6,7 +6,7 @@ use super::grid::Grid;
 use super::mask::{BlockMask, FULL};
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
-use super::{BlockLayout, Inner};
+use super::{BlockLayout, Inner, Part, Residue, same_pairs};
 use crate::LayoutError;
 
 const VERSION: u32 = 1;
@@ -21,6 +21,16 @@ pub(crate) struct LayoutData {
     patterns: Vec<PatternData>,
     /// Masks 1.. of the table (mask 0 is the full block), `block_size² / 64` words each.
     masks: Vec<u64>,
+    /// The parts that have the same pairs, if there are any.
+    #[serde(default)]
+    parts: Vec<PartData>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct PartData {
+    /// The stride and the places of a class.
+    residue: Option<[usize; 2]>,
+    layout: LayoutData,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -45,6 +55,12 @@ impl From<BlockLayout> for LayoutData {
             patterns: inner.patterns.iter().map(|p| pattern(&p.rows)).collect(),
             masks: (inner.masks[1..].iter())
                 .flat_map(|mask| mask.words().iter().copied())
+                .collect(),
+            parts: (layout.parts().unwrap_or_default().iter())
+                .map(|part| PartData {
+                    residue: (part.residue).map(|residue| [residue.stride, residue.class_len]),
+                    layout: part.layout.clone().into(),
+                })
                 .collect(),
         }
     }
@@ -71,15 +87,40 @@ impl TryFrom<LayoutData> for BlockLayout {
             run_offsets: p.run_offsets,
             runs: p.runs,
         });
-        Ok(BlockLayout::from_parts(Inner::new(
+        let layout = BlockLayout::from_parts(Inner::new(
             data.name,
             data.shape,
             data.batch,
             data.head_patterns,
             rows.collect(),
             masks,
-        )))
+        ));
+        match data.parts.is_empty() {
+            true => Ok(layout),
+            false => {
+                let parts = read_parts(data.parts)?;
+                same_pairs::check(&layout, &parts)?;
+                Ok(layout.with_parts(Some(parts)))
+            }
+        }
     }
+}
+
+fn read_parts(parts: Vec<PartData>) -> Result<Vec<Part>, LayoutError> {
+    let read = |(index, part): (usize, PartData)| {
+        if !part.layout.parts.is_empty() {
+            return Err(LayoutError::corrupt(format!(
+                "part {index} must have no parts of its own, got {}",
+                part.layout.parts.len()
+            )));
+        }
+        let residue = part
+            .residue
+            .map(|[stride, class_len]| Residue { stride, class_len });
+        let layout = BlockLayout::try_from(part.layout)?;
+        Ok(Part { layout, residue })
+    };
+    parts.into_iter().enumerate().map(read).collect()
 }
 
 fn read_masks(data: &LayoutData) -> Result<Vec<BlockMask>, LayoutError> {

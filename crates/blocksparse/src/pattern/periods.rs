@@ -34,6 +34,11 @@ impl Pattern {
         }
     }
 
+    /// Whether heads may see different pairs.
+    pub fn is_by_head(&self) -> bool {
+        self.head_period() != Some(1)
+    }
+
     /// A `p` such that heads `h` and `h + p` have the same pairs; `None` if only a comparison can tell.
     pub(crate) fn head_period(&self) -> Option<usize> {
         match self {

@@ -11,6 +11,7 @@ mod pages_eviction;
 mod pages_known;
 mod pages_machine;
 mod pages_rows;
+mod parts;
 mod patterns;
 mod plans;
 mod reach;

@@ -3,6 +3,8 @@
 use blocksparse::{BlockLayout, LayoutShape, Pattern, Reach, Restriction};
 use proptest::prelude::*;
 
+use crate::parts::assert_parts_make_up;
+
 /// Numbers a person may get wrong: 0, small ones, and those at which arithmetic overflows.
 fn number() -> impl Strategy<Value = usize> {
     prop_oneof![
@@ -183,6 +185,9 @@ fn assert_refused_or_sound(bytes: &[u8]) {
         assert!(layout.seq_q() <= 1 << 12 && layout.seq_kv() <= 1 << 30);
         if layout.seq_kv() <= 1 << 12 {
             assert_sound(&layout);
+            if layout.parts().is_some() {
+                assert_parts_make_up(&layout);
+            }
         }
     }
 }

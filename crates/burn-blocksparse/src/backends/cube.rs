@@ -389,7 +389,11 @@ pub(super) fn bias_view(bias: &CubeTensor) -> BiasView {
 }
 
 /// Gives a layout that is made on the device the tensor that chooses its blocks.
-fn choose_blocks(client: &Client, layout: &BlockLayout, choice: BlockChoice<CubeBackend>) {
+pub(super) fn choose_blocks(
+    client: &Client,
+    layout: &BlockLayout,
+    choice: BlockChoice<CubeBackend>,
+) {
     let tensor = match choice {
         BlockChoice::Listed => return,
         BlockChoice::Mask(tensor) | BlockChoice::Indices(tensor) | BlockChoice::Scores(tensor) => {

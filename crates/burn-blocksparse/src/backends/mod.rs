@@ -12,6 +12,8 @@ mod blocks;
 pub(crate) mod cube;
 mod dropout;
 pub(crate) mod embedding;
+#[cfg(feature = "cube")]
+pub(crate) mod estimates;
 mod fixed;
 pub(crate) mod heads;
 pub(crate) mod linear;
@@ -26,6 +28,7 @@ mod norm;
 pub(crate) mod optim;
 #[cfg(feature = "autodiff")]
 mod outputs;
+mod page_choice;
 pub(crate) mod paged;
 pub(crate) mod projection;
 mod rows;

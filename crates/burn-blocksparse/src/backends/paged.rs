@@ -10,7 +10,7 @@ impl PagedOps for burn::backend::Flex {}
 impl PagedOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
-pub(crate) use kernels::text;
+pub(crate) use kernels::{in_place, integers, text};
 
 #[cfg(feature = "cube")]
 mod kernels {
@@ -88,7 +88,7 @@ mod kernels {
     }
 
     /// Contiguous integers of 32 bits.
-    fn integers(tensor: CubeTensor) -> CubeTensor {
+    pub(crate) fn integers(tensor: CubeTensor) -> CubeTensor {
         let tensor = into_contiguous(tensor);
         match tensor.dtype {
             DType::I32 => tensor,
@@ -101,7 +101,7 @@ mod kernels {
     }
 
     /// Pages that a kernel writes.
-    fn in_place(pages: CubeTensor) -> CubeTensor {
+    pub(crate) fn in_place(pages: CubeTensor) -> CubeTensor {
         if !pages.can_mut() {
             recording::fails(&pages.client, Failure::NotInPlace("the pages"));
         }

@@ -20,10 +20,10 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::SelectionOps;
-    use crate::backends::cube::{empty, uses_reference};
+    use crate::backends::cube::{choose_blocks, empty, uses_reference};
     use crate::ops::{HighestBlocks, ListedQueries, QueryTiles};
     use crate::selection::reference;
-    use crate::values::MaybeFloat;
+    use crate::values::{LayoutTensors, MaybeFloat};
 
     /// The rows of a tensor in blocks.
     fn row_blocks(x: &CubeTensor, block: usize) -> RowBlocks {
@@ -85,6 +85,17 @@ mod kernels {
                 Ok(()) => picks,
                 Err(_) => reference::highest_blocks::<Self>(scores, &call),
             }
+        }
+
+        fn count_blocks(layout: LayoutTensors<Self>) -> CubeTensor {
+            let choice = layout.host.device_choice();
+            let [batch, patterns] = choice.map_or([1, 1], |choice| choice.patterns);
+            let client = layout.blocked.client.clone();
+            let dims = [batch, patterns, layout.host.q_blocks()];
+            let counts = empty(&layout.blocked, dims, DType::I32);
+            choose_blocks(&client, &layout.host, layout.choice);
+            kernels::count_blocks(&client, &layout.host, &counts.handle);
+            counts
         }
 
         fn list_queries(picks: CubeTensor, call: QueryTiles) -> ListedQueries<Self> {

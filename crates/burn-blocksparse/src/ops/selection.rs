@@ -4,7 +4,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
 use crate::selection::reference;
-use crate::values::MaybeFloat;
+use crate::values::{LayoutTensors, MaybeFloat};
 
 /// Which blocks queries take, of the scores of some of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,6 +113,13 @@ pub trait SelectionOps: Backend {
     fn list_queries(picks: IntTensor<Self>, call: QueryTiles) -> ListedQueries<Self> {
         reference::list_queries::<Self>(picks, &call)
     }
+
+    /// How many blocks each row of a layout that is made on the device has: i32 `[batch or 1, patterns, q_blocks]`. Asked for only where kernels run.
+    #[fusion(meta = meta::counts)]
+    fn count_blocks(#[extension_type] layout: LayoutTensors<Self>) -> IntTensor<Self> {
+        let _ = layout;
+        unimplemented!("where no kernels run the host knows the blocks")
+    }
 }
 
 /// Output shapes and dtypes for fusion.
@@ -122,7 +129,7 @@ mod meta {
     use burn::tensor::DType;
 
     use super::*;
-    use crate::values::MaybeFloatMetadata;
+    use crate::values::{LayoutTensorsMetadata, MaybeFloatMetadata};
 
     pub fn means(x: &TensorSpec, block: &usize) -> TensorSpec {
         let [batch, heads, rows, width] = x.shape.dims::<4>();
@@ -140,6 +147,12 @@ mod meta {
     pub fn highest(scores: &TensorSpec, call: &HighestBlocks) -> TensorSpec {
         let [batch, lists, rows, _] = scores.shape.dims::<4>();
         TensorSpec::new([batch, lists, rows, call.most].into(), DType::I32)
+    }
+
+    pub fn counts(layout: &LayoutTensorsMetadata) -> TensorSpec {
+        let choice = layout.host.device_choice();
+        let [batch, patterns] = choice.map_or([1, 1], |choice| choice.patterns);
+        TensorSpec::new([batch, patterns, layout.host.q_blocks()].into(), DType::I32)
     }
 
     pub fn lists(picks: &TensorSpec, call: &QueryTiles) -> ListedQueriesMetadata {

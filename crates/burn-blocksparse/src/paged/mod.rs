@@ -1,5 +1,7 @@
 //! Attention of a few queries to keys and values in pages, as decoding needs it, and writing into pages.
 
+pub(crate) mod choice;
+pub(crate) mod choice_reference;
 pub(crate) mod options;
 pub(crate) mod reference;
 mod store;
@@ -14,6 +16,9 @@ use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
 use crate::ops::PagedOps;
+pub use choice::{
+    PageChoice, PageSummaries, highest_pages, page_scores, select_pages, summarize_pages,
+};
 pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
 pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};
 use values::{AppendInputs, MaybeInt, PagedCall, PagedInputs};

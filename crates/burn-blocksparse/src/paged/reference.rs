@@ -277,7 +277,7 @@ pub(crate) fn dequantize<B: Backend>(
 }
 
 /// Which of the new rows go where: rows in the order of batch, head and position, and rows of all pages.
-fn written(
+pub(super) fn written(
     slots: &Numbers,
     [batch, kv_heads, rows]: [usize; 3],
     [pages, page]: [usize; 2],
@@ -400,7 +400,7 @@ pub(crate) fn append<B: Backend>(inputs: AppendInputs<B>) -> Pages<B> {
 }
 
 /// Rows in the place of others. Not every backend assigns by an index, but all scatter.
-fn assign<B: Backend>(
+pub(super) fn assign<B: Backend>(
     into: FloatTensor<B>,
     to: IntTensor<B>,
     rows: FloatTensor<B>,
@@ -411,14 +411,14 @@ fn assign<B: Backend>(
 }
 
 /// A tensor of integers on the host.
-struct Numbers {
-    values: Vec<i64>,
-    shape: Vec<usize>,
+pub(super) struct Numbers {
+    pub values: Vec<i64>,
+    pub shape: Vec<usize>,
     dtype: burn::tensor::DType,
 }
 
 impl Numbers {
-    fn read<B: Backend>(tensor: IntTensor<B>) -> Self {
+    pub fn read<B: Backend>(tensor: IntTensor<B>) -> Self {
         let dtype = tensor.dtype();
         let shape = tensor.shape().to_vec();
         let data = try_read_sync(B::int_into_data(tensor))
@@ -433,7 +433,7 @@ impl Numbers {
 }
 
 /// Integers in the dtype that a tensor of the call has.
-fn int_data(values: Vec<i64>, like: &Numbers) -> TensorData {
+pub(super) fn int_data(values: Vec<i64>, like: &Numbers) -> TensorData {
     let count = values.len();
     TensorData::new(values, [count]).convert_dtype(like.dtype)
 }

@@ -4,6 +4,7 @@ use blocksparse::Quantization;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, TensorMetadata};
 
+use super::choice::PageChoice;
 use crate::values::MaybeFloat;
 
 /// An optional tensor of integers.
@@ -197,6 +198,61 @@ impl<B: Backend> StoredPages<B> {
             Self::Quantized(pages) => {
                 [&pages.keys, &pages.values].map(|words| 4 * words.shape()[2])
             }
+        }
+    }
+}
+
+/// The tensors of [`summarize_pages`](crate::summarize_pages).
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct SummarizeInputs<B: Backend> {
+    /// `[pages, 2 or 1, d_k]`
+    pub summaries: FloatTensor<B>,
+    /// `[pages, P, d_k]`
+    pub keys: FloatTensor<B>,
+    /// `[batch, T, s]`: where rows went, or a negative number.
+    pub slots: IntTensor<B>,
+}
+
+/// The tensors of [`page_scores`](crate::page_scores).
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct PageScoreInputs<B: Backend> {
+    /// `[batch, heads, d_k]`
+    pub q: FloatTensor<B>,
+    /// `[pages, 2 or 1, d_k]`
+    pub summaries: FloatTensor<B>,
+    /// `[batch, T, max_pages]`
+    pub table: IntTensor<B>,
+    /// `[batch, T, 4]`
+    pub spans: IntTensor<B>,
+}
+
+/// The numbers of a choice of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PageChoiceCall {
+    /// Heads of keys.
+    pub kv_heads: usize,
+    /// How pages are chosen.
+    pub choice: PageChoice,
+}
+
+impl PageChoiceCall {
+    pub(crate) fn new(kv_heads: usize, choice: &PageChoice) -> Self {
+        Self {
+            kv_heads,
+            choice: *choice,
+        }
+    }
+
+    /// What sums over so many heads that share keys are multiplied by.
+    pub(crate) fn factor(&self, group: usize) -> f64 {
+        match self.choice.mean {
+            true => 1.0 / group as f64,
+            false => 1.0,
         }
     }
 }

@@ -5,6 +5,8 @@ use std::ops::Range;
 use blocksparse::{EstimateKind, Forced, Keep, Rule, ScoreGrid};
 use burn::tensor::Tensor;
 
+#[cfg(feature = "cube")]
+use super::estimates;
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
 use super::parts::{
     NUMBERS, by_heads, hidden, joined, padded, rows_of, softmax_of_seen, softmax_reference,
@@ -123,6 +125,10 @@ impl BlockEstimator for Antidiagonals {
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let (b, s) = (self.block, self.stride);
+        #[cfg(feature = "cube")]
+        if let Some(scores) = estimates::antidiagonals(call, [b, s], &rows) {
+            return Ok(scores);
+        }
         let in_block = b / s;
         let [_, _, seq_q, dim] = call.q.dims();
         let seq_kv = call.k.dims()[2];

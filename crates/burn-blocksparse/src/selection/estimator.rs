@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 
 use blocksparse::{EstimateKind, Rule, ScoreGrid};
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 
 use super::sharing::Sharing;
 use crate::error::OpError;
@@ -28,6 +28,16 @@ pub struct EstimatorTraits {
     pub prefix_stable: bool,
     /// Whether it is defined only where queries see no later keys.
     pub causal_only: bool,
+}
+
+/// What a pool of pages has to know of each page for an estimator's scores, besides its keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PageSummary {
+    /// The largest and the smallest number of each channel: scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
+    Bounds,
+    /// The mean of the keys: scores are `q · mean`.
+    Mean,
 }
 
 /// Queries and keys whose blocks are to be scored.
@@ -174,6 +184,16 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
         0
     }
 
+    /// So many of a model's first layers attend to all keys in the method's place, for the layers of a model to read.
+    fn full_first_layers(&self) -> usize {
+        0
+    }
+
+    /// What of each page of keys its scores follow from, if a [pool of pages](crate::select_pages) can choose by it.
+    fn page_summary(&self) -> Option<PageSummary> {
+        None
+    }
+
     /// The scores of rows of queries, f32 `[batch, heads, rows, blocks]`. Those of blocks that a row does not see count for nothing, whatever they are.
     /// Tensors are without autodiff. Nothing is read back.
     ///
@@ -183,4 +203,10 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
 
     /// The same in plain f64 loops: `[heads][rows][blocks]`.
     fn reference(&self, call: &DenseCall) -> Vec<f64>;
+
+    /// Where every query chooses for itself, the blocks of the `most` highest scores before its own, if there is a shorter way to them than by
+    /// [`scores`](Self::scores): `[batch, heads, queries, most]` by falling score, of equal ones the earlier, −1 where there are fewer.
+    fn picks(&self, _call: &ScoreCall, _most: usize) -> Option<Tensor<4, Int>> {
+        None
+    }
 }

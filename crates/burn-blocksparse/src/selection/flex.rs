@@ -5,6 +5,8 @@ use std::ops::Range;
 use blocksparse::{EstimateKind, Forced, Rule};
 use burn::tensor::Tensor;
 
+#[cfg(feature = "cube")]
+use super::estimates;
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
 use super::lines::{
     By, LineSums, is_touched, largest, largest_reference, line_sums, line_sums_reference, touched,
@@ -188,6 +190,10 @@ impl BlockEstimator for FlexPrefill {
     }
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        #[cfg(feature = "cube")]
+        if let Some(scores) = estimates::flex(call, self, &rows) {
+            return Ok(scores);
+        }
         let [batch, heads, ..] = call.q.dims();
         let grid = call.grid(self.grid());
         let (all, blocks) = (grid.rows(), grid.blocks());

@@ -6,6 +6,8 @@ use blocksparse::{EstimateKind, Forced, Keep, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+#[cfg(feature = "cube")]
+use super::estimates;
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
 use super::reference;
 use super::sharing::Sharing;
@@ -76,6 +78,10 @@ impl BlockEstimator for BlockMeans {
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let b = self.block;
+        #[cfg(feature = "cube")]
+        if let Some(scores) = estimates::means(call, b, &rows) {
+            return Ok(scores);
+        }
         let to = (rows.end * b).min(call.q.dims()[2]);
         let q = call.q.clone().slice_dim(2, rows.start * b..to);
         let (q, k) = (means(q, b), means(call.k.clone(), b));

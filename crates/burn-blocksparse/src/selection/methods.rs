@@ -3,13 +3,14 @@
 use std::str::FromStr;
 
 use super::text::{Arguments, Method};
-use super::{Selection, antidiagonal, flex, mean, moba, sparge, vertical_slash};
+use super::{Selection, antidiagonal, flex, mean, moba, quest, sparge, vertical_slash};
 use crate::error::OpError;
 
 /// All methods. A new one is a row here.
 pub(crate) const METHODS: &[Method] = &[
     mean::METHOD,
     moba::METHOD,
+    quest::METHOD,
     antidiagonal::METHOD,
     sparge::METHOD,
     flex::METHOD,

@@ -3,10 +3,16 @@
 use std::ops::Range;
 
 use blocksparse::{BLOCK_SIZES, EstimateKind, Forced, Keep, Rule};
+#[cfg(feature = "cube")]
+use burn::tensor::Int;
 use burn::tensor::{DType, Tensor};
 
 use super::Selection;
-use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+#[cfg(feature = "cube")]
+use super::estimates;
+use super::estimator::{
+    BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, PageSummary, ScoreCall, dot,
+};
 use super::mean::{means, means_reference, products};
 use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
@@ -117,9 +123,18 @@ impl BlockEstimator for MixtureOfBlocks {
         self.full_last_layers
     }
 
+    fn page_summary(&self) -> Option<PageSummary> {
+        Some(PageSummary::Mean)
+    }
+
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let q = call.q.clone().slice_dim(2, rows).cast(DType::F32);
         Ok(products(q, means(call.k.clone(), self.block), call.group()))
+    }
+
+    #[cfg(feature = "cube")]
+    fn picks(&self, call: &ScoreCall, most: usize) -> Option<Tensor<4, Int>> {
+        estimates::picks(call, self.block, most)
     }
 
     fn reference(&self, call: &DenseCall) -> Vec<f64> {

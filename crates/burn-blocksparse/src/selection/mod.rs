@@ -2,13 +2,17 @@
 //!
 //! ```text
 //! estimator    what a method is: scores of blocks by queries and keys
-//! mean, moba, antidiagonal, sparge, flex, vertical_slash
+//! mean, moba, quest, antidiagonal, sparge, flex, vertical_slash
 //!              methods
 //! lines        columns and diagonals of attention, for the last two
 //! parts        calls in parts, and who sees whom
 //! selected     attention over what is chosen
 //! query_lists  the queries that chose each block, where every query chooses for itself
+//! lists        attention over such lists, in parts of heads
+//! layouts      layouts of what is forced, which are kept
 //! by_query     the same choice on the host
+//! estimates    the same scores by kernels, where a device has them
+//! within       choices that are cut by a layout, and by padding
 //! sharing      whether heads that share keys choose together
 //! text         arguments of selections as text
 //! methods      the table of methods, by which selections are read
@@ -19,48 +23,61 @@
 
 mod antidiagonal;
 mod by_query;
+#[cfg(feature = "cube")]
+mod estimates;
 pub(crate) mod estimator;
 mod flex;
+pub(crate) mod layouts;
 mod lines;
+pub(crate) mod lists;
 mod mean;
 mod methods;
 mod moba;
-mod parts;
+pub(crate) mod parts;
 mod quality;
-mod query_lists;
+pub(crate) mod query_lists;
+mod quest;
 mod recall;
 pub(crate) mod reference;
-mod selected;
+pub(crate) mod selected;
 pub(crate) mod sharing;
 mod sparge;
 mod text;
 mod vertical_slash;
+mod within;
 
 use std::fmt;
 use std::sync::Arc;
 
 use blocksparse::{BLOCK_SIZES, BlockLayout, Forced, Keep, LayoutShape, Rule};
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::choice::{checked, mask};
 use crate::device::served;
-use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
+use crate::device_layout::DeviceLayout;
 use crate::error::OpError;
 pub use antidiagonal::Antidiagonals;
-pub use estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall};
+#[cfg(feature = "cube")]
+pub(crate) use estimates::means as means_by_kernels;
+pub use estimator::{
+    BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, PageSummary, ScoreCall,
+};
 pub use flex::{FlexHead, FlexPrefill};
+use layouts::KeptLayouts;
 pub use mean::BlockMeans;
 pub(crate) use mean::{means, products};
 pub use moba::MixtureOfBlocks;
 pub use quality::SelectionQuality;
 pub use query_lists::QueryLists;
+pub use quest::PageBounds;
 pub use recall::recall;
-use selected::OwnBlocks;
 pub use selected::{SelectedOptions, attention_selected, attention_selected_with_lse};
 pub use sharing::Sharing;
 pub use sparge::SpargeBlocks;
 pub use vertical_slash::VerticalSlash;
+use within::WholeLayouts;
+pub use within::Within;
 
 /// How blocks of keys are chosen by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
 /// [`attention()`](crate::attention()) runs over.
@@ -87,7 +104,8 @@ pub struct Selection {
     keep: Keep,
     forced: Forced,
     sharing: Sharing,
-    own: OwnBlocks,
+    own: KeptLayouts,
+    whole: WholeLayouts,
 }
 
 /// What a [`Selection`] chose.
@@ -96,6 +114,25 @@ pub struct Selection {
 pub struct Chosen {
     /// The blocks, on the device.
     pub layout: DeviceLayout,
+}
+
+impl Chosen {
+    /// How many blocks each row of queries attends to: i32 `[batch, heads, rows]`, on the device. Nothing is read back where kernels run. Heads that share a
+    /// choice have one row for all of them ([`DeviceLayout::counts`]).
+    ///
+    /// # Errors
+    /// As [`DeviceLayout::counts`].
+    pub fn counts(&self) -> Result<Tensor<3, Int>, OpError> {
+        self.layout.counts()
+    }
+
+    /// Chosen blocks as a share of those that could be, `[1]` in f32, on the device.
+    ///
+    /// # Errors
+    /// As [`DeviceLayout::counts`].
+    pub fn density(&self) -> Result<Tensor<1>, OpError> {
+        self.layout.density()
+    }
 }
 
 impl Selection {
@@ -110,7 +147,8 @@ impl Selection {
             keep,
             forced: Forced::default(),
             sharing: Sharing::PerHead,
-            own: OwnBlocks::default(),
+            own: KeptLayouts::default(),
+            whole: WholeLayouts::default(),
         }
     }
 
@@ -179,19 +217,7 @@ impl Selection {
     /// # Errors
     /// [`OpError`] if shapes, dtypes or devices do not fit each other, a number is out of range, or the method is not defined for the call.
     pub fn choose(&self, call: &ScoreCall) -> Result<Chosen, OpError> {
-        self.check_for(call)?;
-        let shape = self.shape(call.q.dims(), call.k.dims()[2])?;
-        let call = ScoreCall {
-            q: call.q.clone().without_autodiff(),
-            k: call.k.clone().without_autodiff(),
-            ..*call
-        };
-        let rows = call.grid(self.estimator.grid()).rows();
-        let scores = self.estimator.scores(&call, 0..rows)?;
-        let scores = self.sharing.reduce(scores, call.group());
-        let options = DeviceLayoutOptions::new(shape).causal(call.causal);
-        let layout = DeviceLayout::from_scores(scores, self.rule(), options)?;
-        Ok(Chosen { layout })
+        self.choose_within(call, Within::default())
     }
 
     /// What [`choose`](Self::choose) chooses, of one batch entry, in plain f64 loops on the host.

@@ -1,11 +1,11 @@
 //! Single queries that choose blocks, as lists of the queries that chose each block.
 
-use blocksparse::ScoreGrid;
+use std::ops::Range;
+
+use blocksparse::{Forced, ScoreGrid};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
-use super::estimator::{BlockEstimator, ScoreCall};
-use super::sharing::Sharing;
 use crate::error::OpError;
 use crate::ops::{HighestBlocks, QueryTiles, SelectionOps};
 
@@ -15,7 +15,7 @@ const SLAB_SCORES: usize = 1 << 24;
 /// Queries whose scores are in memory at a time, at least.
 const FEWEST_ROWS: usize = 64;
 
-/// Which blocks before its own each query chose, and the same by blocks: for each head a sequence of places, `tile` to a tile, where the queries that
+/// Which blocks each query chose beside the forced ones, and the same by blocks: for each head a sequence of places, `tile` to a tile, where the queries that
 /// chose a block have neighbouring places, in order, and the last tile of a block is filled up with places of no query. All are i32 tensors on the
 /// device, without autodiff; −1 stands for none. `lists` are the heads of the queries, or those of the keys if heads share a choice.
 ///
@@ -43,6 +43,7 @@ pub struct QueryLists {
 /// Sizes of the lists of a call.
 pub(crate) struct ListSizes {
     grid: ScoreGrid,
+    forced: Forced,
     /// Blocks that a query chooses, at most.
     most: usize,
     /// Tiles of a head.
@@ -51,23 +52,32 @@ pub(crate) struct ListSizes {
 }
 
 impl ListSizes {
-    /// Of queries that choose up to `keep` blocks, their own among them. `None` if none of them has a choice.
-    pub fn new(grid: ScoreGrid, keep: usize) -> Option<Self> {
+    /// Of queries that keep up to `keep` blocks, or all forced ones if those are more, their own among them. `None` if none of them has a choice.
+    ///
+    /// Blocks between the first ones and the nearest ones are what there is to choose from, so that forced blocks take no part in it: with less than all of
+    /// them in sight a query sees nothing else.
+    pub fn new(grid: ScoreGrid, keep: usize, forced: Forced) -> Option<Self> {
         let tile = tile(grid.block);
         // Queries at positions below 0 see nothing.
         let first = grid.seq_kv.saturating_sub(grid.seq_q);
-        let blocks = (grid.seq_kv - 1) / grid.block;
-        let most = blocks.min(keep - 1);
-        // Queries of a block have the blocks before it to choose from.
+        let last = (grid.seq_kv - 1) / grid.block;
+        let taken = forced.first.saturating_add(forced.local);
+        let free = |own: usize| (own + 1).saturating_sub(taken);
+        let blocks = free(last);
+        let most = blocks.min(keep.saturating_sub(taken));
+        // Queries of a block have the same blocks to choose from.
         let queries = |block: usize| {
             let start = (block * grid.block).max(first);
             ((block + 1) * grid.block)
                 .min(grid.seq_kv)
                 .saturating_sub(start)
         };
-        let choices: usize = (0..=blocks).map(|own| queries(own) * own.min(most)).sum();
+        let choices: usize = (0..=last)
+            .map(|own| queries(own) * free(own).min(most))
+            .sum();
         (choices > 0).then(|| Self {
             grid,
+            forced,
             most,
             tiles: (choices + (tile - 1) * blocks) / tile,
             tile,
@@ -85,36 +95,58 @@ fn tile(block: usize) -> usize {
     }
 }
 
+impl ListSizes {
+    /// Blocks that a query chooses, at most, if it chooses from all blocks before its own.
+    pub(crate) fn before_own(&self) -> Option<usize> {
+        let own = Forced { first: 0, local: 1 };
+        (self.forced == own).then_some(self.most)
+    }
+}
+
 impl QueryLists {
-    /// The blocks of highest scores before each query's own, and their lists. The call is without autodiff.
+    /// The blocks of highest scores beside the forced ones, and their lists. `scores` gives those of rows of queries, f32 `[batch, lists, rows, blocks]`
+    /// without autodiff; it makes as many of them for each of `all` heads.
     pub(crate) fn new(
-        estimator: &dyn BlockEstimator,
-        sharing: Sharing,
-        call: &ScoreCall,
+        scores: impl Fn(Range<usize>) -> Result<Tensor<4>, OpError>,
+        all: usize,
         sizes: &ListSizes,
     ) -> Result<Self, OpError> {
-        let ListSizes { grid, most, .. } = sizes;
-        let [batch, heads, queries, _] = call.q.dims();
-        let slab = (SLAB_SCORES / (batch * heads * grid.blocks())).max(FEWEST_ROWS);
+        let ListSizes {
+            grid, forced, most, ..
+        } = sizes;
+        let (queries, blocks) = (grid.seq_q, grid.blocks());
+        let slab = (SLAB_SCORES / (all * blocks)).max(FEWEST_ROWS);
         let mut chosen = Vec::new();
         for start in (0..queries).step_by(slab) {
             let rows = start..(start + slab).min(queries);
-            let scores = estimator.scores(call, rows)?;
-            let scores = sharing.reduce(scores, call.group()).cast(DType::F32);
+            let scores = scores(rows)?.cast(DType::F32);
+            // A query takes from the blocks before that of its position: as if the first blocks were not there, and it lay so much earlier.
+            let scores = match forced.first {
+                0 => scores,
+                first => scores.slice_dim(3, first..blocks),
+            };
             let [position, _] = grid.positions(start);
-            let wanted = HighestBlocks::new(position, grid.block, *most);
+            let aside = (forced.first + forced.local - 1) * grid.block;
+            let wanted = HighestBlocks::new(position - aside as i64, grid.block, *most);
             let picks = <Dispatch as SelectionOps>::highest_blocks(scores.into_dispatch(), wanted);
             chosen.push(Tensor::<4, Int>::from_dispatch(picks));
         }
-        let blocks = match chosen.len() {
+        let picks = match chosen.len() {
             1 => chosen.remove(0),
             _ => Tensor::cat(chosen, 2),
+        };
+        let blocks = match forced.first {
+            0 => picks,
+            first => {
+                let none = picks.clone().lower_elem(0);
+                picks.add_scalar(first as i32).mask_fill(none, -1)
+            }
         };
         Ok(Self::of_choices(blocks, sizes))
     }
 
     /// The lists of chosen blocks.
-    fn of_choices(blocks: Tensor<4, Int>, sizes: &ListSizes) -> Self {
+    pub(crate) fn of_choices(blocks: Tensor<4, Int>, sizes: &ListSizes) -> Self {
         let [.., most] = blocks.dims();
         let wanted = QueryTiles::new(sizes.grid.blocks(), sizes.tiles, sizes.tile);
         let listed =
@@ -132,6 +164,23 @@ impl QueryLists {
             queries: at.mask_fill(unused, -1),
             tile_blocks: Tensor::from_dispatch(listed.tile_blocks),
         }
+    }
+
+    /// Those of a range of `heads` heads, which is of whole groups that share a list, or within one.
+    pub(crate) fn of_heads(&self, heads: usize, part: Range<usize>) -> Self {
+        let [_, lists, ..] = self.blocks.dims();
+        let group = heads / lists;
+        let range = part.start / group..part.end.div_ceil(group);
+        let lists = Self {
+            block: self.block,
+            tile: self.tile,
+            blocks: self.blocks.clone().slice_dim(1, range.clone()),
+            places: self.places.clone().slice_dim(1, range.clone()),
+            choices: self.choices.clone().slice_dim(1, range.clone()),
+            queries: self.queries.clone().slice_dim(1, range.clone()),
+            tile_blocks: self.tile_blocks.clone().slice_dim(1, range),
+        };
+        lists.for_heads(part.len())
     }
 
     /// The same for heads in groups that share a list.

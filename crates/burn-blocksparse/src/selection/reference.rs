@@ -92,7 +92,7 @@ pub(crate) fn highest_blocks<B: Backend>(
 }
 
 /// The higher first; NaN is as low as −∞.
-fn descending(a: f32, b: f32) -> Ordering {
+pub(crate) fn descending(a: f32, b: f32) -> Ordering {
     let number = |x: f32| if x.is_nan() { f32::NEG_INFINITY } else { x };
     number(b).partial_cmp(&number(a)).expect("no NaN is left")
 }

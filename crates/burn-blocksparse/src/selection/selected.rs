@@ -1,20 +1,17 @@
 //! Attention over what a selection chooses.
 
-use std::sync::{Arc, Mutex, PoisonError};
-
-use blocksparse::{BlockLayout, Keep, LayoutShape, Pattern};
-use burn::tensor::{DType, Int, Tensor};
+use blocksparse::{BlockLayout, Keep};
+use burn::tensor::Tensor;
 
 use super::Selection;
 use super::estimator::ScoreCall;
+use super::lists::attention_of_choice;
 use super::query_lists::{ListSizes, QueryLists};
+use super::sharing::Sharing;
 use crate::attention::attention_with_lse;
 use crate::check;
-use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
 use crate::error::OpError;
-use crate::merge::merge_parts;
 use crate::options::{AttentionOptions, WeightsMode};
-use crate::rows::rows_at;
 
 /// How [`attention_selected`] chooses and attends. [`AttentionOptions`] alone are causal ones.
 #[derive(Clone, Debug, PartialEq)]
@@ -60,10 +57,10 @@ impl SelectedOptions {
 /// gradients flow through the chosen pairs, and none through the choice.
 ///
 /// Blocks of queries that choose together run as one call of [`attention()`](crate::attention()) over [`Selection::choose`]. Where every query chooses for
-/// itself, as in MoBA (Lu et al., 2025, §2.2), its own block is attended to through a layout that is built on the host once for each size, and kept with the
-/// selection; for the blocks before it the queries are packed by the block that they chose ([`QueryLists`]), attended to that block alone, and brought back;
-/// and the parts are merged by their lse. That takes `places · head_dim` numbers for packed queries and as many for their outputs, where `places` is about
-/// `(k − 1) · seq_q`, in both passes.
+/// itself, as in MoBA (Lu et al., 2025, §2.2), its forced blocks are attended to through a layout that is built on the host once for each size, and kept with
+/// the selection; for the others the queries are packed by the block that they chose ([`QueryLists`]), attended to that block alone, and brought back; and
+/// the parts are merged by their lse. Of each head that takes `places · (head_dim + value_dim)` numbers for packed queries and their outputs, where `places`
+/// is about `(k − forced) · seq_q`: for all heads in training, and elsewhere for so many heads at a time that it is 2³¹ numbers, or one head.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -86,7 +83,7 @@ impl SelectedOptions {
 ///
 /// # Errors
 /// As [`attention()`](crate::attention()) and [`Selection::choose`]. Where every query chooses for itself, also if the rule is not [`Keep::TopK`] with the
-/// query's own block forced alone, if queries see later keys, or for ALiBi and dropout, which depend on the places of queries.
+/// query's own block among the forced ones, if queries see later keys, or for ALiBi and dropout, which depend on the places of queries.
 pub fn attention_selected(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -122,17 +119,15 @@ pub fn attention_selected_with_lse(
     let sizes = selection.list_sizes(&call)?;
     let own = selection.own_blocks(&call)?;
     check::call(&q, &k, &v, (&own).into(), &attention)?;
-    let Some(sizes) = sizes else {
-        return attention_with_lse(q, k, v, &own, attention);
+    let lists = match sizes {
+        Some(sizes) => Some(selection.lists(&call, &sizes)?),
+        None => None,
     };
-    let lists = selection.lists(&call, &sizes)?.for_heads(q.dims()[1]);
-    let near = attention_with_lse(q.clone(), k.clone(), v.clone(), &own, attention.clone())?;
-    let far = attention_of_lists(q, k, v, &lists, attention)?;
-    merge_parts(near, far, lists.places, lists.choices)
+    attention_of_choice([q, k, v], &own, lists, &attention)
 }
 
 /// What does not follow queries to other places.
-fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
+pub(crate) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
     let expected = "none where every query chooses for itself";
     if options.alibi.is_some() {
         return Err(OpError::argument("options.alibi", expected, "slopes"));
@@ -151,73 +146,14 @@ fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
     }
 }
 
-/// Attention of the queries at each place to the block of its tile: out `[batch, heads, places, value_dim]` and lse.
-fn attention_of_lists(
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    lists: &QueryLists,
-    options: AttentionOptions,
-) -> Result<(Tensor<4>, Tensor<3>), OpError> {
-    let layout = layout_of(lists, k.dims()[2])?;
-    let packed = rows_at(q, lists.queries.clone(), lists.places.clone())?;
-    attention_with_lse(packed, k, v, &layout, options)
-}
-
-/// The layout of tiles of packed queries, each with one block, which is several of the layout's.
-fn layout_of(lists: &QueryLists, seq_kv: usize) -> Result<DeviceLayout, OpError> {
-    let [batch, heads, tiles] = lists.tile_blocks.dims();
-    let device = lists.tile_blocks.device();
-    let parts = lists.block / lists.tile;
-    let dims = [batch, heads, tiles, parts];
-    let part = Tensor::<1, Int>::arange(0..parts as i64, (&device, DType::I32));
-    let part = part.reshape([1, 1, 1, parts]).expand(dims);
-    // Parts of block −1 are negative, too.
-    let blocks = lists.tile_blocks.clone().unsqueeze_dim::<4>(3);
-    let indices = blocks.mul_scalar(parts as i32).expand(dims) + part;
-    let counts = Tensor::<3, Int>::full([batch, heads, tiles], parts as i32, (&device, DType::I32));
-    let shape = LayoutShape {
-        heads,
-        seq_q: tiles * lists.tile,
-        seq_kv,
-        block_size: lists.tile,
-    };
-    DeviceLayout::from_block_indices(indices, counts, DeviceLayoutOptions::new(shape))
-}
-
-/// Layouts of queries' own blocks, the latest of a few sizes.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct OwnBlocks(Arc<Mutex<Vec<BlockLayout>>>);
-
-/// Sizes whose layouts are kept.
-const KEPT_SIZES: usize = 8;
-
-impl OwnBlocks {
-    /// The layout in which a query sees what comes before it of its own block of `block` keys.
-    fn layout(&self, block: usize, shape: LayoutShape) -> Result<BlockLayout, OpError> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = known.iter().position(|layout| *layout.shape() == shape) {
-            let layout = known.remove(at);
-            known.push(layout.clone());
-            return Ok(layout);
-        }
-        let layout = BlockLayout::new(&Pattern::chunked(block).and_causal(), shape)?;
-        if known.len() == KEPT_SIZES {
-            known.remove(0);
-        }
-        known.push(layout.clone());
-        Ok(layout)
-    }
-}
-
 impl Selection {
     /// Whether every query chooses for itself.
     pub(crate) fn is_by_query(&self) -> bool {
         self.estimator.grid().query_rows == 1 && self.estimator.grid().block > 1
     }
 
-    /// Which blocks before its own every query of a call chooses, and the queries of each block, for a selection whose queries choose each for itself. `None`
-    /// if no query has a block before its own, or only its own is kept. Nothing is read back.
+    /// Which blocks every query of a call chooses beside the forced ones, and the queries of each block, for a selection whose queries choose each for itself.
+    /// `None` if no query has a block to choose, or only forced ones are kept. Nothing is read back.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -250,7 +186,18 @@ impl Selection {
             k: call.k.clone().without_autodiff(),
             ..*call
         };
-        QueryLists::new(&*self.estimator, self.sharing, &call, sizes)
+        if let Some(most) = sizes.before_own()
+            && (call.group() == 1 || self.sharing == Sharing::PerHead)
+            && let Some(blocks) = self.estimator.picks(&call, most)
+        {
+            return Ok(QueryLists::of_choices(blocks, sizes));
+        }
+        let [batch, heads, ..] = call.q.dims();
+        let scores = |rows| {
+            let scores = self.estimator.scores(&call, rows)?;
+            Ok(self.sharing.reduce(scores, call.group()))
+        };
+        QueryLists::new(scores, batch * heads, sizes)
     }
 
     /// Checks the call, and says how long its lists are.
@@ -268,21 +215,19 @@ impl Selection {
                 format!("{:?}", self.keep),
             ));
         };
-        let own = blocksparse::Forced { first: 0, local: 1 };
-        if self.forced != own {
-            let expected = format!("{own:?} where every query chooses for itself");
-            return Err(OpError::argument(
-                "forced",
-                expected,
-                format!("{:?}", self.forced),
-            ));
+        if self.forced.local == 0 {
+            let expected =
+                "at least 1, the query's own block, where every query chooses for itself";
+            return Err(OpError::argument("forced.local", expected, 0));
         }
         let _ = self.query_shape(call.q.dims(), call.k.dims()[2])?;
-        Ok(ListSizes::new(call.grid(self.estimator.grid()), keep))
+        let grid = call.grid(self.estimator.grid());
+        Ok(ListSizes::new(grid, keep, self.forced))
     }
 
     fn own_blocks(&self, call: &ScoreCall) -> Result<BlockLayout, OpError> {
         let shape = self.query_shape(call.q.dims(), call.k.dims()[2])?;
-        self.own.layout(self.estimator.grid().block, shape)
+        let grid = call.grid(self.estimator.grid());
+        self.own.of_forced(&grid, self.forced, shape)
     }
 }

@@ -5,6 +5,8 @@ use std::ops::Range;
 use blocksparse::{EstimateKind, Forced, Keep, Rule};
 use burn::tensor::Tensor;
 
+#[cfg(feature = "cube")]
+use super::estimates;
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall};
 use super::lines::{
     By, is_touched, largest, largest_reference, line_sums, line_sums_reference, touched,
@@ -193,6 +195,10 @@ impl BlockEstimator for VerticalSlash {
     }
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        #[cfg(feature = "cube")]
+        if let Some(scores) = estimates::lines(call, self, &rows) {
+            return Ok(scores);
+        }
         let [batch, heads, ..] = call.q.dims();
         let grid = call.grid(self.grid());
         let sums = line_sums(call, self.queries);

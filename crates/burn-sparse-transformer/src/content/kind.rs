@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::{LshHeadsConfig, RoutingHeadsConfig};
-use crate::TransformerError;
+use crate::{NsaHeadsConfig, TransformerError};
 
 /// How the heads of an attention that are not its pattern's choose their keys: each token for itself, by content.
 ///
@@ -28,6 +28,8 @@ pub enum ContentAttention {
     Routing(RoutingHeadsConfig),
     /// By hashes (Kitaev et al., 2020): [`LshHeads`](crate::LshHeads).
     Lsh(LshHeadsConfig),
+    /// In three branches (Yuan et al., 2025), which are all heads of a layer: [`NsaHeads`](crate::NsaHeads).
+    Nsa(NsaHeadsConfig),
 }
 
 impl ContentAttention {
@@ -35,6 +37,7 @@ impl ContentAttention {
     pub const NOTATION: &[&str] = &[
         "routing:WINDOW[,CLUSTERS]  clusters of WINDOW similar tokens (Roy et al., 2021)",
         "lsh:BUCKET,ROUNDS[,dedup]  chunks of BUCKET tokens that hash alike (Kitaev et al., 2020)",
+        "nsa[:BLOCK,STRIDE,SELECTED,KEEP,WINDOW][,mlp][,shared]  compressed blocks, KEEP blocks of SELECTED tokens and a window, in all heads (Yuan et al., 2025)",
     ];
 
     /// Whether tokens that come later change nothing of what a token sees: with none of them yet, so that none decodes from a cache, and language models that
@@ -42,14 +45,21 @@ impl ContentAttention {
     pub fn is_prefix_stable(&self) -> bool {
         match self {
             Self::Routing(_) | Self::Lsh(_) => false,
+            Self::Nsa(_) => true,
         }
     }
 
-    /// Tokens of a cluster or of a chunk.
+    /// Whether it is all heads of a layer, and not some beside those of a pattern.
+    pub fn is_whole_layer(&self) -> bool {
+        matches!(self, Self::Nsa(_))
+    }
+
+    /// Tokens of a cluster, of a chunk or of a window.
     pub fn window(&self) -> usize {
         match self {
             Self::Routing(config) => config.window,
             Self::Lsh(config) => config.bucket,
+            Self::Nsa(config) => config.window,
         }
     }
 
@@ -57,6 +67,7 @@ impl ContentAttention {
         match self {
             Self::Routing(config) => config.validate(),
             Self::Lsh(config) => config.validate(),
+            Self::Nsa(config) => config.validate(),
         }
     }
 
@@ -83,6 +94,7 @@ impl fmt::Display for ContentAttention {
                 write!(f, "lsh:{},{}", config.bucket, config.rounds)?;
                 f.write_str(if config.dedup { ",dedup" } else { "" })
             }
+            Self::Nsa(config) => config.write(f),
         }
     }
 }
@@ -92,6 +104,9 @@ impl FromStr for ContentAttention {
 
     fn from_str(text: &str) -> Result<Self, TransformerError> {
         let read = |text: &str| {
+            if text == NsaHeadsConfig::NAME {
+                return Some(Self::Nsa(NsaHeadsConfig::new()));
+            }
             let (name, arguments) = text.split_once(':')?;
             let arguments: Vec<&str> = arguments.split(',').collect();
             let number = |at: usize| arguments[at].parse::<usize>().ok();
@@ -107,11 +122,12 @@ impl FromStr for ContentAttention {
                         .with_rounds(number(1)?)
                         .with_dedup(arguments.len() == 3),
                 ),
+                (NsaHeadsConfig::NAME, arguments) => Self::Nsa(NsaHeadsConfig::read(arguments)?),
                 _ => return None,
             })
         };
         let found = read(text).ok_or_else(|| {
-            let expected = "routing:WINDOW[,CLUSTERS] or lsh:BUCKET,ROUNDS[,dedup]";
+            let expected = "routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup] or nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared]";
             TransformerError::argument("content", expected, format!("{text:?}"))
         })?;
         found.validate()?;
@@ -125,13 +141,29 @@ mod tests {
 
     #[test]
     fn texts_are_read_as_they_are_written() {
-        for text in ["routing:128", "routing:64,8", "lsh:64,4", "lsh:32,1,dedup"] {
+        for text in [
+            "routing:128",
+            "routing:64,8",
+            "lsh:64,4",
+            "lsh:32,1,dedup",
+            "nsa:32,16,64,16,512",
+            "nsa:8,4,16,4,0,mlp",
+            "nsa:8,4,16,4,32,shared",
+            "nsa:8,4,16,4,32,mlp,shared",
+        ] {
             let content: ContentAttention = text.parse().unwrap();
             assert_eq!(content.to_string(), text);
             let json = serde_json::to_string(&content).unwrap();
             let read: ContentAttention = serde_json::from_str(&json).unwrap();
             assert_eq!(read, content);
-            assert!(!content.is_prefix_stable());
+            assert_eq!(content.is_prefix_stable(), text.starts_with("nsa"));
+        }
+        for (text, written) in [
+            ("nsa", "nsa:32,16,64,16,512"),
+            ("nsa:mlp", "nsa:32,16,64,16,512,mlp"),
+        ] {
+            let content: ContentAttention = text.parse().unwrap();
+            assert_eq!(content.to_string(), written);
         }
         for text in [
             "",
@@ -144,12 +176,18 @@ mod tests {
             "lsh:64,4,twice",
             "lsh:64,4,dedup,",
             "moba:8,2",
+            "nsa:",
+            "nsa:32",
+            "nsa:32,16,64,16,x",
+            "nsa:32,16,64,16,-1",
+            "nsa:32,16,64,16,512,shared,mlp",
+            "nsa:32,16,64,16,512,7",
         ] {
             let error = text.parse::<ContentAttention>().unwrap_err().to_string();
             assert_eq!(
                 error,
                 format!(
-                    "content must be routing:WINDOW[,CLUSTERS] or lsh:BUCKET,ROUNDS[,dedup], got {text:?}"
+                    "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup] or nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared], got {text:?}"
                 )
             );
         }
@@ -158,6 +196,14 @@ mod tests {
             ("routing:8,0", "clusters must be at least 1, got 0"),
             ("lsh:0,4", "bucket must be at least 1, got 0"),
             ("lsh:64,0", "rounds must be at least 1, got 0"),
+            (
+                "nsa:32,12,64,16,512",
+                "block must be a multiple of stride, which is 12, got 32",
+            ),
+            (
+                "nsa:32,16,64,2,512",
+                "keep must be at least 3, the forced blocks, got 2",
+            ),
         ] {
             let error = text.parse::<ContentAttention>().unwrap_err();
             assert_eq!(error.to_string(), message);

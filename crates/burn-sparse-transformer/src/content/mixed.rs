@@ -11,7 +11,7 @@ use crate::call::Call;
 use crate::error::{ensure, ensure_none};
 use crate::stream::Stream;
 use crate::{
-    Precision, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    NsaHeads, Precision, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     SparseTransformer, TransformerError,
 };
 
@@ -26,6 +26,8 @@ pub struct ContentHeads {
     /// Those that choose by hashes.
     #[module(skip)]
     lsh: Option<LshHeads>,
+    /// Those of native sparse attention, which are all of a layer; keys and values of the chosen blocks are the layer's own.
+    pub nsa: Option<NsaHeads>,
     local_heads: usize,
     #[module(skip)]
     config: ContentAttention,
@@ -74,10 +76,12 @@ impl ContentHeads {
                 routing = Some(means);
             }
             ContentAttention::Lsh(config) => lsh = Some(config.init()?),
+            ContentAttention::Nsa(_) => {}
         }
         Ok(Self {
             routing,
             lsh,
+            nsa: None,
             local_heads,
             config: config.clone(),
         })
@@ -98,7 +102,7 @@ impl ContentHeads {
                 })
             }
             (None, Some(lsh)) => Ok(lsh.forward(query, value, seed)?.into()),
-            (None, None) => unreachable!("made with one of them"),
+            (None, None) => unreachable!("made with one of them, or called as a whole layer"),
         }
     }
 
@@ -106,16 +110,21 @@ impl ContentHeads {
     pub(crate) fn pairs(&self, seq: usize) -> u64 {
         let of_clusters = self.routing.as_ref().map(|routing| routing.pairs(seq));
         let of_hashes = self.lsh.as_ref().map(|lsh| lsh.pairs(seq));
-        of_clusters.or(of_hashes).unwrap_or_default()
+        let of_branches = self.nsa.as_ref().map(|nsa| nsa.pairs(seq));
+        let pairs = of_clusters.or(of_hashes).or(of_branches);
+        pairs.unwrap_or_default()
     }
 }
 
 impl SparseMultiHeadAttentionConfig {
     /// How many heads are the pattern's.
     pub(crate) fn pattern_heads(&self) -> usize {
-        match self.content {
-            Some(_) => self.local_heads.unwrap_or(self.n_heads / 2),
-            None => self.n_heads,
+        match &self.content {
+            Some(content) if !content.is_whole_layer() => {
+                self.local_heads.unwrap_or(self.n_heads / 2)
+            }
+            // Of a pattern that is not looked at, in the second case.
+            None | Some(_) => self.n_heads,
         }
     }
 
@@ -125,6 +134,9 @@ impl SparseMultiHeadAttentionConfig {
             return ensure_none("local_heads", self.local_heads.is_some(), expected);
         };
         content.validate()?;
+        if let ContentAttention::Nsa(config) = content {
+            return self.validate_nsa(config);
+        }
         let local = self.pattern_heads();
         ensure(
             (1..self.n_heads).contains(&local),
@@ -178,11 +190,19 @@ impl SparseMultiHeadAttentionConfig {
         head_dim: usize,
         device: &Device,
     ) -> Result<Option<ContentHeads>, TransformerError> {
-        let heads = [self.n_heads, self.pattern_heads(), head_dim];
-        let content = self.content.as_ref();
-        content
-            .map(|content| ContentHeads::new(content, heads, self.precision, device))
-            .transpose()
+        let Some(content) = &self.content else {
+            return Ok(None);
+        };
+        let local_heads = match content.is_whole_layer() {
+            true => 0,
+            false => self.pattern_heads(),
+        };
+        let heads = [self.n_heads, local_heads, head_dim];
+        let mut heads = ContentHeads::new(content, heads, self.precision, device)?;
+        if let ContentAttention::Nsa(config) = content {
+            heads.nsa = Some(self.init_nsa(config, device)?);
+        }
+        Ok(Some(heads))
     }
 }
 
@@ -190,8 +210,8 @@ impl SparseMultiHeadAttention {
     /// Heads of keys and of values.
     pub(crate) fn kv_heads(&self) -> [usize; 2] {
         match &self.content {
-            Some(content) => [content.local_heads, self.n_heads],
-            None => [self.n_kv_heads; 2],
+            Some(content) if content.nsa.is_none() => [content.local_heads, self.n_heads],
+            None | Some(_) => [self.n_kv_heads; 2],
         }
     }
 
@@ -206,6 +226,10 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         content: &ContentHeads,
     ) -> Result<(Seen, Call), TransformerError> {
+        if let Some(nsa) = &content.nsa {
+            let (heads, call) = self.nsa_context(input, nsa, None)?;
+            return Ok((heads.into(), call));
+        }
         let beside = "none with heads that choose by content";
         ensure_none("padding", input.padding.is_some(), beside)?;
         ensure_none("bias", input.bias.is_some(), beside)?;
@@ -237,7 +261,14 @@ impl SparseMultiHeadAttention {
             None => Ok(()),
             Some(content) => Err(TransformerError::argument(
                 "content",
-                "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see",
+                match content.config.is_prefix_stable() {
+                    false => {
+                        "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see"
+                    }
+                    true => {
+                        "none with padding, packed sequences, weights and pools, which know nothing of its branches"
+                    }
+                },
                 &content.config,
             )),
         }

@@ -54,7 +54,7 @@ fn widened<const D: usize>(x: Tensor<D>) -> Tensor<D> {
 
 /// `count` numbers, i32. With fusion, Burn's `arange` is a running sum, which on GPUs reads all that comes before for every number: long ones are made of
 /// short ones.
-fn counted(count: usize, device: &burn::tensor::Device) -> Tensor<1, Int> {
+pub(crate) fn counted(count: usize, device: &burn::tensor::Device) -> Tensor<1, Int> {
     const SHORT: usize = 512;
     if count <= SHORT {
         return Tensor::arange(0..count as i64, (device, DType::I32));

@@ -16,6 +16,14 @@ use crate::{SparseMhaInput, SparseMultiHeadAttention, TransformerError};
 /// Where the scores of rows without keys are, and above those of pairs that do not count.
 const LOWEST: f64 = -1e29;
 
+/// Queries in the dtype of keys that are floats.
+pub(super) fn as_stored(query: Tensor<4>, store: &PagedStore) -> Tensor<4> {
+    match store {
+        PagedStore::Plain { keys, .. } => query.cast(FloatDType::from(keys.dtype())),
+        PagedStore::Quantized(_) => query,
+    }
+}
+
 impl SparseMultiHeadAttention {
     /// Attention of a step's rows in layer `layer` of a pool, without the output's bias.
     pub(crate) fn forward_pool_projected(
@@ -35,6 +43,17 @@ impl SparseMultiHeadAttention {
         store.write(group.copies.as_ref(), pair, group.slots.clone())?;
         let context = match &group.road {
             Road::Dense => {
+                if let Some(selection) = self.selection() {
+                    let [_, _, seq, _] = query.dims();
+                    let cut = self.cut(selection, &Request::new(seq, seq))?;
+                    let heads = (query.clone(), key, value);
+                    let context = self.attend_chosen(heads, selection, &cut, &call)?;
+                    if let (Some(watch), Some(evictor)) = (&group.watch, evictor) {
+                        // No score that a choice goes with is of attention.
+                        self.watch(watch::Rows::of(&query), store, watch, evictor, layer)?;
+                    }
+                    return self.output_product(context);
+                }
                 let [_, _, seq, _] = query.dims();
                 let layout = self.layouts.get(&Request::new(seq, seq))?;
                 match (&group.watch, evictor) {
@@ -51,6 +70,13 @@ impl SparseMultiHeadAttention {
                     }
                     _ => self.attend((query, key, value), &layout, &call)?,
                 }
+            }
+            Road::Paged(walk) if walk.choice.is_some() => {
+                let out = self.attend_chosen_pages(query.clone(), store, walk)?;
+                if let (Some(watch), Some(evictor)) = (&group.watch, evictor) {
+                    self.watch(watch::Rows::of(&query), store, watch, evictor, layer)?;
+                }
+                out.cast(FloatDType::from(query.dtype()))
             }
             Road::Paged(walk) => {
                 let attended = self.attend_pages(query.clone(), store.pages()?, walk)?;
@@ -69,20 +95,22 @@ impl SparseMultiHeadAttention {
         self.output_product(context)
     }
 
+    pub(super) fn paged_options(&self, query: &Tensor<4>) -> PagedOptions {
+        let mut options = PagedOptions::default();
+        options.scale = self.options.scale;
+        options.softcap = self.options.softcap;
+        options.sinks = self.sinks_of(query);
+        options
+    }
+
     fn attend_pages(
         &self,
         query: Tensor<4>,
         store: PagedStore,
         walk: &Walk,
     ) -> Result<PagedOutput, TransformerError> {
-        let mut options = PagedOptions::default();
-        options.scale = self.options.scale;
-        options.softcap = self.options.softcap;
-        options.sinks = self.sinks_of(&query);
-        let query = match &store {
-            PagedStore::Plain { keys, .. } => query.cast(FloatDType::from(keys.dtype())),
-            PagedStore::Quantized(_) => query,
-        };
+        let mut options = self.paged_options(&query);
+        let query = as_stored(query, &store);
         let pages = walk.pages(store.clone(), self.n_kv_heads);
         let mut attended = paged_attention(query.clone(), &pages, &options)?;
         // Sinks that are no keys count once.

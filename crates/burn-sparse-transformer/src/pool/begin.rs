@@ -233,6 +233,7 @@ impl Group {
     ) -> Result<GroupStep, TransformerError> {
         let Self {
             key,
+            choice,
             books,
             uploaded,
             sight,
@@ -250,14 +251,20 @@ impl Group {
                 }
                 _ => None,
             };
-            let cascade = seen.map_or(kept.cascade, |_| usize::MAX);
+            // What is read once for all sequences is chosen by none.
+            let is_apart = seen.is_some() || choice.is_some();
+            let cascade = if is_apart { usize::MAX } else { kept.cascade };
             let mut walk = step::walk(books, uploaded, steps, writes, cascade, device)?;
             if let Some(seen) = seen {
                 let sinks = Sinks::of(&mut walk, books, steps, writes, seq, seen, device)?;
                 walk.sinks = sinks;
             }
             let is_single = steps.iter().all(|step| step.tokens == 1);
-            if !(is_single && books.single_sees_all(kept.residency)) {
+            if let Some(choice) = choice {
+                let batch: Vec<_> = steps.iter().map(|step| step.id).collect();
+                walk.by_row(&books.spans(&batch)?, writes, rows, seq);
+                walk.choice = Some(*choice);
+            } else if !(is_single && books.single_sees_all(kept.residency)) {
                 let first = writes.iter().map(|writes| writes.first as i32).collect();
                 let first = store::ints(first, [steps.len()], device);
                 let now = match known {

@@ -76,7 +76,8 @@ pub struct KvPoolConfig {
     /// Tokens of each sequence.
     pub(super) lengths: Vec<usize>,
     pub(super) chunk: usize,
-    pub(super) page_size: usize,
+    /// Slots of a page, if the configuration says.
+    pub(super) page_size: Option<usize>,
     pub(super) residency: Residency,
     pub(super) rollback: usize,
     pub(super) dtype: KvDtype,
@@ -88,7 +89,7 @@ pub struct KvPoolConfig {
 }
 
 impl KvPoolConfig {
-    /// Room for so many sequences of so many tokens each, which grow by one token a call, in pages of 32 slots. The keys that later queries
+    /// Room for so many sequences of so many tokens each, which grow by one token a call. The keys that later queries
     /// reach are kept.
     pub fn new(sequences: usize, tokens: usize) -> Self {
         Self::for_lengths(std::iter::repeat_n(tokens, sequences))
@@ -101,7 +102,7 @@ impl KvPoolConfig {
         Self {
             lengths,
             chunk: 1,
-            page_size: 32,
+            page_size: None,
             residency: Residency::default(),
             rollback: 0,
             dtype: KvDtype::Model,
@@ -120,9 +121,9 @@ impl KvPoolConfig {
         self
     }
 
-    /// Slots of a page: 16, 32, 64 or 128.
+    /// Slots of a page: 16, 32, 64 or 128. Without this 32, or what the layers' selections choose: `quest:16,256` has pages of 16.
     pub fn with_page_size(mut self, page_size: usize) -> Self {
-        self.page_size = page_size;
+        self.page_size = Some(page_size);
         self
     }
 
@@ -184,6 +185,11 @@ impl KvPoolConfig {
         self
     }
 
+    /// Slots of a page.
+    pub(super) fn page_size(&self) -> usize {
+        self.page_size.unwrap_or(32)
+    }
+
     pub(super) fn validate(&self) -> Result<(), TransformerError> {
         ensure_positive("sequences", self.lengths.len())?;
         for &tokens in &self.lengths {
@@ -217,7 +223,7 @@ impl KvPoolConfig {
     ) -> Result<PagePool, TransformerError> {
         let of_pages = |pages: usize| {
             let config = PoolConfig::new(pages)
-                .with_page_size(self.page_size)
+                .with_page_size(self.page_size())
                 .with_pattern(pattern.clone(), heads, kv_heads)
                 .with_rollback(self.rollback);
             let config = match self.prefix_reuse {
@@ -237,7 +243,7 @@ impl KvPoolConfig {
                 // One page says how many rows there are, and whether the configuration is right.
                 let rows = PagePool::new(of_pages(1))?.table_rows();
                 // Both regions of a row end within a page.
-                let whole = |tokens: usize| rows * (tokens.div_ceil(self.page_size) + 2);
+                let whole = |tokens: usize| rows * (tokens.div_ceil(self.page_size()) + 2);
                 if let Some(eviction) = &self.eviction {
                     let most = self.most_keys(eviction);
                     let each = self.lengths.iter().map(|&tokens| whole(tokens.min(most)));
@@ -273,7 +279,7 @@ impl KvPoolConfig {
     fn most_pages(&self, mut pool: PagePool) -> Result<Vec<usize>, CacheError> {
         let id = pool.join(self.residency)?;
         let rows = pool.table_rows();
-        let step = self.chunk.max(self.page_size);
+        let step = self.chunk.max(self.page_size());
         let (mut len, mut most) = (0, 0);
         let mut of_lengths = Vec::with_capacity(self.lengths.len());
         for &tokens in &self.lengths {

@@ -2,6 +2,7 @@
 
 mod attend;
 mod begin;
+mod choice;
 mod config;
 mod evict;
 mod model;
@@ -17,7 +18,7 @@ mod watched;
 use burn::module::Param;
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::pages::{CacheError, PagePool, Residency, SequenceId};
-use burn_blocksparse::{Activation, Reach, bias_activation};
+use burn_blocksparse::{Activation, PageChoice, Reach, bias_activation};
 
 pub(crate) use begin::Step;
 pub use config::{KvDtype, KvPoolConfig, KvPositions};
@@ -66,6 +67,10 @@ pub struct KvUsage {
     pub all_bytes: usize,
     /// Bytes of what evicted keys are chosen by.
     pub score_bytes: usize,
+    /// Bytes of what queries choose pages by.
+    pub summary_bytes: usize,
+    /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live.
+    pub read_bytes: usize,
 }
 
 /// Keys and values of many sequences in pages on the device, for all layers of a model.
@@ -98,6 +103,8 @@ pub struct KvPool {
 #[derive(Debug)]
 struct Group {
     key: GroupKey,
+    /// How queries choose pages, if they do.
+    choice: Option<PageChoice>,
     books: PagePool,
     uploaded: Option<Uploaded>,
     /// None unless the last step needed it.
@@ -122,6 +129,11 @@ impl KvPool {
         config: &KvPoolConfig,
     ) -> Result<Self, TransformerError> {
         config.validate()?;
+        let config = &config.clone().with_page_size(
+            config
+                .page_size
+                .unwrap_or_else(|| choice::page_size(layers)),
+        );
         let device = layers[0].key.weight.device().without_autodiff();
         let mut groups: Vec<Group> = Vec::new();
         let mut stores = Vec::with_capacity(layers.len());
@@ -131,7 +143,9 @@ impl KvPool {
             None => None,
         };
         for mha in layers {
-            mha.ensure_unselected()?;
+            let stored = (config.dtype).stored(mha.precision.dtype(mha.key.weight.val().dtype()));
+            let page_size = config.page_size();
+            let choice = choice::of_layer(mha, config, page_size, stored)?;
             let key = mha.group_key();
             let found = groups.iter().position(|group| group.key == key);
             // Layers that keep unequally many keys have books of their own.
@@ -155,6 +169,7 @@ impl KvPool {
                     }
                     groups.push(Group {
                         key,
+                        choice,
                         books,
                         uploaded: None,
                         sight: None,
@@ -165,7 +180,6 @@ impl KvPool {
             let books = &groups[at].books;
             let pages = books.config().pages() * (mha.n_kv_heads / books.table_rows());
             let widths = [mha.d_k(), mha.d_model / mha.n_heads];
-            let stored = (config.dtype).stored(mha.precision.dtype(mha.key.weight.val().dtype()));
             if let Stored::Float(dtype) = stored
                 && !device.supports_dtype(DType::from(dtype))
             {
@@ -178,6 +192,10 @@ impl KvPool {
             }
             let pages = [pages, books.config().page_size()];
             let store = Store::new(pages, mha.n_kv_heads, widths, &device, stored)?;
+            let store = match choice {
+                Some(choice) => store.with_summaries(choice.summary),
+                None => store,
+            };
             stores.push((at, store));
             if let Some(rope) = &mha.rope {
                 let [table, ..] = rope.freq_complex.dims();
@@ -282,13 +300,28 @@ impl KvPool {
             ..KvUsage::default()
         };
         for (at, store) in &self.layers {
-            let Group { key, books, .. } = &self.groups[*at];
+            let Group {
+                key, books, choice, ..
+            } = &self.groups[*at];
             let of_books = books.usage(id)?;
             let bytes = store.slot_bytes();
             let heads = key.kv_heads / books.table_rows();
             usage.slots += of_books.slots * heads;
+            let pages = of_books.slots * heads / books.config().page_size();
+            usage.summary_bytes += pages * store.summary_bytes();
             usage.bytes += of_books.bytes(bytes * heads);
-            usage.live_bytes += of_books.live_bytes(bytes * heads);
+            let live = of_books.live_bytes(bytes * heads);
+            usage.live_bytes += live;
+            usage.read_bytes += match choice {
+                Some(choice) => {
+                    let spans = books.spans(&[id])?;
+                    let keys = spans
+                        .chunks(4)
+                        .map(|span| choice.attended(span[0] as usize));
+                    keys.sum::<usize>() * bytes * heads
+                }
+                None => live,
+            };
             usage.all_bytes += usage.tokens * key.kv_heads * bytes;
         }
         usage.score_bytes = (self.evictor.as_ref()).map_or(0, |evictor| evictor.bytes(id));
@@ -408,6 +441,7 @@ impl SparseMultiHeadAttention {
             kv_heads: self.n_kv_heads,
             alibi: self.options.alibi.as_ref().map(|slopes| slopes.to_vec()),
             relative: (self.relative_bias.as_ref()).map(|table| Param::val(table).dims()),
+            selection: self.selection().cloned(),
         }
     }
 }

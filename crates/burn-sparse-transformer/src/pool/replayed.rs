@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::pages::{SequenceId, Writes};
-use burn_blocksparse::{Fixed, Replayed};
+use burn_blocksparse::{Fixed, PageChoice, Replayed};
 
 use super::begin::Advance;
 use super::step::{GroupStep, Road, Rows, Walk};
@@ -80,6 +80,8 @@ struct GroupInputs {
     table: Fixed<3, Int>,
     /// `[batch, T, 4]`
     spans: Fixed<3, Int>,
+    /// How queries choose pages, if they do.
+    choice: Option<PageChoice>,
 }
 
 impl ReplayedDecoder {
@@ -269,6 +271,7 @@ impl Inputs {
                 counters: Some(self.counters.clone()),
                 prefix: None,
                 sinks: None,
+                choice: group.choice,
             })),
             watch: None,
             freed: Vec::new(),
@@ -300,6 +303,7 @@ impl GroupInputs {
             slots: zeros([batch.len(), rows, 1], &pool.device)?,
             table: zeros([batch.len(), rows, entries], &pool.device)?,
             spans: zeros([batch.len(), rows, 4], &pool.device)?,
+            choice: group.choice,
         })
     }
 

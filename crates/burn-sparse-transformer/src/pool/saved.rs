@@ -130,7 +130,17 @@ impl KvPool {
             let group = &self.groups[at];
             let ids = self.rows_of(&group.books, group.key.kv_heads, &loaded[at].1);
             if !saved.rows.is_empty() {
-                self.layers[layer].1.write_raw(&ids, &saved.rows)?;
+                let store = &mut self.layers[layer].1;
+                store.write_raw(&ids, &saved.rows)?;
+                // A sequence's keys are in one region, in the order of their slots.
+                let slots = &loaded[at].1;
+                let most = slots.iter().map(Vec::len).max().unwrap_or(0);
+                let places = slots.iter().flat_map(|slots| {
+                    let none = std::iter::repeat_n(-1, most - slots.len());
+                    slots.iter().copied().chain(none)
+                });
+                let places = ints(places.collect(), [1, slots.len(), most], &self.device);
+                store.summarize(places)?;
             }
         }
         let first = loaded.first().map(|(id, _)| *id);

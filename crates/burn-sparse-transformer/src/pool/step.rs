@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_blocksparse::pages::{PagePool, SequenceId, SlotKey, Writes};
-use burn_blocksparse::{PagedKeysValues, PagedStore, PagedVisibility, Pattern};
+use burn_blocksparse::{
+    PageChoice, PagedKeysValues, PagedStore, PagedVisibility, Pattern, Selection,
+};
 
 use super::KvStep;
 use super::store::{Copies, ints};
@@ -93,6 +95,8 @@ pub(super) struct Walk {
     pub prefix: Option<Prefix>,
     /// Keys of the table that queries see from elsewhere, and the spans do not name.
     pub sinks: Option<Sinks>,
+    /// How queries choose pages, if they do: then every row of the call is a walk.
+    pub choice: Option<PageChoice>,
 }
 
 /// First keys of sequences, to which queries are as if what is left out in between had never been.
@@ -186,6 +190,8 @@ pub(super) struct GroupKey {
     pub alibi: Option<Vec<f64>>,
     /// `[heads or 1, 2 · reach + 1]`
     pub relative: Option<[usize; 2]>,
+    /// How keys are chosen by content.
+    pub selection: Option<Selection>,
 }
 
 impl GroupKey {
@@ -196,6 +202,7 @@ impl GroupKey {
             && [self.heads, self.kv_heads] == [mha.n_heads, mha.n_kv_heads]
             && self.alibi.as_deref() == mha.options.alibi.as_deref()
             && self.relative == relative
+            && self.selection.as_ref() == mha.selection()
     }
 
     /// Whether attention over pages knows all that the layers add to scores.
@@ -332,6 +339,7 @@ pub(super) fn walk(
         counters: None,
         prefix,
         sinks: None,
+        choice: None,
     })
 }
 

@@ -3,9 +3,11 @@
 use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
 use burn_blocksparse::pages::PageCopy;
 use burn_blocksparse::{
-    PagedStore, Quantization, QuantizedPages, append_quantized, append_rows, dequantize,
+    PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages, append_quantized,
+    append_rows, dequantize, summarize_pages,
 };
 
+use super::choice;
 use crate::TransformerError;
 use crate::error::ensure;
 
@@ -22,6 +24,9 @@ pub(super) enum Stored {
 pub(super) struct Store {
     pages: Option<PagedStore>,
     kv_heads: usize,
+    /// By what queries choose pages, if they do. They are written in place, too.
+    summaries: Option<PageSummaries>,
+    summary: Option<PageSummary>,
 }
 
 /// Pages that are copied before anything is written.
@@ -97,6 +102,46 @@ impl Store {
         Ok(Self {
             pages: Some(store),
             kv_heads,
+            summaries: None,
+            summary: None,
+        })
+    }
+
+    /// With what queries choose pages by.
+    pub(super) fn with_summaries(mut self, summary: PageSummary) -> Self {
+        if let Some(PagedStore::Plain { keys, .. }) = &self.pages {
+            let [pages, _, width] = keys.dims();
+            let dtype = choice::dtype_of(summary, keys.dtype());
+            let zeros = PageSummaries::zeros(summary, pages, width, dtype, &keys.device());
+            self.summaries = Some(zeros);
+            self.summary = Some(summary);
+        }
+        self
+    }
+
+    /// What queries choose pages by.
+    pub(super) fn summaries(&self) -> Result<&PageSummaries, TransformerError> {
+        self.summaries.as_ref().ok_or_else(lost)
+    }
+
+    /// Looks again at the pages that keys were written to, in the order of their slots, `[batch, T, s]`.
+    pub(super) fn summarize(&mut self, slots: Tensor<3, Int>) -> Result<(), TransformerError> {
+        if self.summary.is_none() {
+            return Ok(());
+        }
+        let summaries = self.summaries.take().ok_or_else(lost)?;
+        let Some(PagedStore::Plain { keys, .. }) = &self.pages else {
+            return Err(lost());
+        };
+        self.summaries = Some(summarize_pages(summaries, keys, self.kv_heads, slots)?);
+        Ok(())
+    }
+
+    /// Bytes of what queries choose pages by, of a page.
+    pub(super) fn summary_bytes(&self) -> usize {
+        self.summaries.as_ref().map_or(0, |summaries| {
+            let [_, rows, width] = summaries.numbers.dims();
+            rows * width * summaries.numbers.dtype().size()
         })
     }
 
@@ -116,10 +161,11 @@ impl Store {
         })
     }
 
-    /// Bytes of all pages.
+    /// Bytes of all pages, and of what they are chosen by.
     pub(super) fn bytes(&self) -> usize {
         let slots = |store: &PagedStore| store.pages().iter().product::<usize>();
-        self.pages.as_ref().map_or(0, slots) * self.slot_bytes()
+        let pages = self.pages.as_ref().map_or(0, |store| store.pages()[0]);
+        self.pages.as_ref().map_or(0, slots) * self.slot_bytes() + pages * self.summary_bytes()
     }
 
     pub(super) fn pages(&self) -> Result<PagedStore, TransformerError> {
@@ -142,6 +188,7 @@ impl Store {
             || format!("of {} heads {got:?} wide, the layer's", key.dims()[1]),
             format!("{} heads {widths:?} wide", self.kv_heads),
         )?;
+        let written = slots.clone();
         let store = match self.pages.take().ok_or_else(lost)? {
             PagedStore::Plain {
                 mut keys,
@@ -170,7 +217,7 @@ impl Store {
             }
         };
         self.pages = Some(store);
-        Ok(())
+        self.summarize(written)
     }
 
     /// Rows of all pages, `[rows, width]` of keys and of values.

@@ -100,6 +100,17 @@ pub(super) struct Rows<'a> {
     pub key: Option<Tensor<4>>,
 }
 
+impl<'a> Rows<'a> {
+    /// Queries alone, for scores that are not of attention.
+    pub(super) fn of(query: &'a Tensor<4>) -> Self {
+        Self {
+            query,
+            lse: None,
+            key: None,
+        }
+    }
+}
+
 impl SparseMultiHeadAttention {
     /// Takes what eviction has to know from a step's rows, whose keys are in the pages.
     pub(super) fn watch(

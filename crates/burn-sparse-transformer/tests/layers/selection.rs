@@ -1,11 +1,11 @@
 //! Layers that choose their keys by content.
 
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::{TopKOptions, top_k_blocks_on_device};
 use burn_sparse_transformer::{
-    Factorization, KvPool, KvPoolConfig, LongformerAttentionConfig, Pattern, Recompute, Selection,
-    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    SparseTransformer, SparseTransformerConfig,
+    Factorization, HeadSelections, KvPool, KvPoolConfig, LongformerAttentionConfig, Pattern,
+    Recompute, Selection, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig,
 };
 
 use crate::common::{assert_close, random, randomise, seed, tokens};
@@ -85,6 +85,8 @@ fn layers_take_turns() {
         quality.iter().map(Vec::len).collect::<Vec<_>>(),
         [2, 2, 2, 0]
     );
+    let first = model(&["quest:8,24,1"], 2, &device);
+    assert_eq!(of(&first), ["", "quest:8,24,1", "", ""]);
     let none = two.with_selections(&[], 0).unwrap();
     assert_eq!(of(&none), [""; 4]);
     let all = text("topk:8,ratio=1");
@@ -179,28 +181,34 @@ fn what_knows_patterns_alone_is_refused() {
     let device = Device::flex();
     let _guard = seed(&device, 4);
     let selection = || Some(text("topk:8,4"));
-    let whole = "pattern must be causal or dense with a selection, which chooses from all keys";
-    let local = config(Pattern::local(9)).with_selection(selection());
+    let whole = "pattern must be causal or dense with a selection by which every query";
+    let local = config(Pattern::local(9)).with_selection(Some(text("moba:8,2")));
     let error = local.init(&device).unwrap_err().to_string();
     assert!(error.starts_with(whole), "{error}");
-    let mha = init(&device).with_selection(selection()).unwrap();
-    let error = mha.clone().with_pattern(Pattern::local(9), 8).unwrap_err();
+    let mha = init(&device)
+        .with_selection(Some(text("moba:8,2")))
+        .unwrap();
+    let error = mha.with_pattern(Pattern::local(9), 8).unwrap_err();
     assert!(error.to_string().starts_with(whole), "{error}");
 
+    let mha = init(&device).with_selection(selection()).unwrap();
     let x = random([2, 16, D_MODEL], &device);
     let input = || SparseMhaInput::self_attn(x.clone());
-    let padding =
-        "padding must be none with a selection, which would choose padding, too, got some";
-    let error = mha
-        .forward(input().lengths([9, 4]))
-        .unwrap_err()
-        .to_string();
-    assert_eq!(error, padding);
+    let message = |input: SparseMhaInput| mha.forward(input).unwrap_err().to_string();
+    assert_eq!(
+        message(input().lengths([9, 17])),
+        "lengths must be at most 16, the number of keys, got 17"
+    );
+    let left = Tensor::<2, Int>::from_data([[0, 0, 0, 0], [1, 0, 0, 0]], &device).bool();
+    let left = left.repeat_dim(1, 4);
+    let end = "padding must be at the end of self-attention's sequences with a selection";
+    assert!(message(input().mask_pad(left)).starts_with(end));
+    let other = SparseMhaInput::new(x.clone(), x.clone(), x.clone());
+    assert!(message(other.lengths([9, 4])).starts_with(end));
     let one = x.clone().slice_dim(0, 0..1);
     let refused = [
         mha.forward_packed(one, &[0, 9, 16]).map(drop),
         mha.forward_with_weights(input()).map(drop),
-        KvPool::for_attention(&mha, &KvPoolConfig::new(2, 16)).map(drop),
     ];
     for result in refused {
         let error = result.unwrap_err().to_string();
@@ -209,6 +217,9 @@ fn what_knows_patterns_alone_is_refused() {
             "{error}"
         );
     }
+    let error = KvPool::for_attention(&mha, &KvPoolConfig::new(2, 16)).unwrap_err();
+    let stable = "selection must be prefix stable with a cache";
+    assert!(error.to_string().starts_with(stable), "{error}");
     let mut cache = SparseMhaCache::new();
     let error = mha
         .forward_cache(input(), &mut cache)
@@ -230,4 +241,146 @@ fn what_knows_patterns_alone_is_refused() {
     let dense = config(Pattern::dense()).with_selection(selection());
     let mha = randomise(dense.init(&device).unwrap());
     assert_eq!(forward(&mha, &x).dims(), [2, 16, D_MODEL]);
+}
+
+/// A pattern's blocks are what is chosen from, and its pairs hold in them.
+#[test]
+fn patterns_cut_what_is_chosen() {
+    let device = Device::flex();
+    let _guard = seed(&device, 6);
+    let x = random([2, 75, D_MODEL], &device);
+    for pattern in [
+        Pattern::local(30),
+        Pattern::fixed(32, 4),
+        Pattern::packed([0, 21, 50], Pattern::causal()),
+        Pattern::per_head([Pattern::local(9), Pattern::causal()]),
+        Pattern::window(12),
+    ] {
+        let mha = randomise(config(pattern.clone()).init(&device).unwrap());
+        let with = |selection: &str| mha.clone().with_selection(Some(text(selection))).unwrap();
+        // Blocks of another size than the pattern's are cut from it, too.
+        for all in ["topk:8,ratio=1", "topk:16,ratio=1"] {
+            assert_close(forward(&with(all), &x), forward(&mha, &x), 1e-5);
+        }
+        let two = with("topk:8,2,1,1");
+        let input = || SparseMhaInput::self_attn(x.clone());
+        let chosen = two.chosen(input()).unwrap().unwrap().to_host().unwrap();
+        let whole = mha.layout(75, 75).unwrap();
+        for (batch, head) in (0..2).flat_map(|batch| (0..4).map(move |head| (batch, head))) {
+            let (chosen, whole) = (chosen.to_dense_batch(batch, head), whole.to_dense(head));
+            for (i, (chosen, whole)) in chosen.iter().zip(&whole).enumerate() {
+                let pairs = chosen.iter().zip(whole);
+                assert!(pairs.clone().all(|(&chosen, &whole)| !chosen || whole));
+                let blocks = chosen.chunks(8).filter(|block| block.contains(&true));
+                // The own block is forced, and the first one where the pattern has it.
+                assert!(blocks.count() <= 2 && chosen[i], "{pattern}, row {i}");
+            }
+        }
+        let expected = mha.forward_choosing(input(), |_, _| Ok(chosen.clone()));
+        assert_close(forward(&two, &x), expected.unwrap().context, 1e-6);
+    }
+}
+
+/// Each batch entry is what it would be alone, and padding is nothing.
+#[test]
+fn batch_entries_with_padding_choose_alone() {
+    let device = Device::flex().autodiff();
+    let _guard = seed(&device, 7);
+    let lengths = [45, 21, 0, 16];
+    let x = random([4, 45, D_MODEL], &device);
+    for (pattern, selection) in [
+        (Pattern::causal(), "topk:8,3"),
+        (Pattern::dense(), "topk:8,p=0.7,0,0"),
+        (Pattern::local(20), "sparge:8,0.8,0.1"),
+        (Pattern::causal(), "minference:8,3,4,9"),
+        (Pattern::causal(), "moba:8,2"),
+    ] {
+        let mha = randomise(config(pattern).init(&device).unwrap());
+        let mha = mha.with_selection(Some(text(selection))).unwrap();
+        let padded = |x: Tensor<3>| {
+            let input = SparseMhaInput::self_attn(x).lengths(lengths);
+            mha.forward(input).unwrap().context
+        };
+        let x = x.clone().require_grad();
+        let got = padded(x.clone());
+        let gradient = x
+            .grad(&got.clone().powi_scalar(2).sum().backward())
+            .unwrap();
+        for (entry, length) in lengths.into_iter().enumerate() {
+            let part = |x: &Tensor<3>, from: usize, to: usize| {
+                x.clone()
+                    .slice_dim(0, entry..entry + 1)
+                    .slice_dim(1, from..to)
+            };
+            if length < 45 {
+                let rest = part(&got, length, 45).abs().max().into_scalar::<f32>();
+                assert_eq!(rest, 0.0, "{selection}");
+            }
+            if length == 0 {
+                continue;
+            }
+            let alone = part(&x, 0, length).detach().require_grad();
+            let expected = forward(&mha, &alone);
+            assert_close(part(&got, 0, length), expected.clone(), 1e-5);
+            let own = alone
+                .grad(&expected.powi_scalar(2).sum().backward())
+                .unwrap();
+            let of = gradient.clone().slice_dim(0, entry..entry + 1);
+            assert_close(of.slice_dim(1, 0..length), own, 1e-4);
+        }
+        // What stands in the padding is of no account.
+        let places = Tensor::<1, Int>::arange(0..45, &device).reshape([1, 45, 1]);
+        let ends = Tensor::<1, Int>::from_data(lengths.map(|of| of as i32), &device);
+        let is_padding = places
+            .expand([4, 45, D_MODEL])
+            .greater_equal(ends.reshape([4, 1, 1]).expand([4, 45, D_MODEL]));
+        assert_close(padded(x.clone().mask_fill(is_padding, 1e3)), got, 1e-5);
+    }
+}
+
+/// Heads that choose in different ways: what a head gives does not depend on how the others choose.
+#[test]
+fn heads_choose_for_themselves() {
+    let device = Device::flex();
+    let _guard = seed(&device, 8);
+    let mha = init(&device);
+    let x = random([2, 75, D_MODEL], &device);
+    let heads = |text: &str| {
+        let heads: HeadSelections = text.parse().unwrap();
+        assert_eq!(heads.to_string(), text);
+        mha.clone().with_head_selections(Some(heads)).unwrap()
+    };
+    let alike = |selection: &str| mha.clone().with_selection(Some(text(selection))).unwrap();
+    assert_close(forward(&heads("pattern"), &x), forward(&mha, &x), 1e-6);
+    for selection in ["topk:8,3", "moba:8,2"] {
+        let one = forward(&heads(selection), &x);
+        assert_close(one, forward(&alike(selection), &x), 1e-6);
+    }
+    // The output is a sum over heads.
+    let both = forward(&heads("topk:8,3 / moba:8,2 / pattern / topk:16,2"), &x)
+        + forward(&heads("moba:8,2 / topk:8,3 / topk:16,2 / pattern"), &x);
+    let sum = forward(&heads("topk:8,3 / moba:8,2 / topk:8,3 / moba:8,2"), &x)
+        + forward(&heads("moba:8,2 / topk:8,3"), &x);
+    let rest =
+        forward(&heads("pattern / topk:16,2"), &x) + forward(&heads("topk:16,2 / pattern"), &x);
+    let halves = forward(&heads("pattern / pattern / topk:8,3 / moba:8,2"), &x)
+        + forward(&heads("topk:16,2 / topk:16,2 / moba:8,2 / topk:8,3"), &x);
+    assert_close(both + halves, sum + rest, 1e-5);
+    let padded = |mha: &SparseMultiHeadAttention| {
+        let input = SparseMhaInput::self_attn(x.clone()).lengths([75, 30]);
+        mha.forward(input).unwrap().context
+    };
+    assert_close(padded(&heads("topk:8,3")), padded(&alike("topk:8,3")), 1e-6);
+    let expected = "selection must be none where heads choose in different ways, got some";
+    let error = alike("topk:8,3").with_head_selections(Some("pattern".parse().unwrap()));
+    assert_eq!(error.unwrap_err().to_string(), expected);
+    let error = "topk:8,3 / ".parse::<HeadSelections>().unwrap_err();
+    assert!(error.to_string().contains("cannot read ''"), "{error}");
+    let mut cache = SparseMhaCache::new();
+    let input = SparseMhaInput::self_attn(x.clone());
+    let error = heads("moba:8,2")
+        .forward_cache(input, &mut cache)
+        .unwrap_err();
+    let expected = "head_selections must be none here";
+    assert!(error.to_string().starts_with(expected), "{error}");
 }

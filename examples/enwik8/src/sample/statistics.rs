@@ -89,6 +89,10 @@ pub struct CacheStatistics {
     pub all_bytes: usize,
     /// What evicted keys are chosen by.
     pub score_bytes: usize,
+    /// What bytes choose pages of keys by.
+    pub summary_bytes: usize,
+    /// Of keys that the last bytes attended to.
+    pub read_bytes: usize,
     /// All pages, in use or not.
     pub pool_bytes: usize,
     /// Pages that several texts have in common, of all layers' patterns.
@@ -135,6 +139,14 @@ impl fmt::Display for Statistics {
         )?;
         if cache.score_bytes > 0 {
             writeln!(f, "scores of keys: {} bytes", cache.score_bytes)?;
+        }
+        if cache.summary_bytes > 0 {
+            let density = 100.0 * rate(cache.read_bytes, cache.live_bytes as f64);
+            writeln!(
+                f,
+                "bounds of pages: {} bytes; the last bytes attended to {density:.1} % of the live keys",
+                cache.summary_bytes
+            )?;
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ pub struct Cache {
     /// Which positions rotations are of.
     pub positions: KvPositions,
     /// Slots of a page.
-    pub page_size: usize,
+    pub page_size: Option<usize>,
     /// Whether steps are recorded and replayed where the device can.
     pub graph: bool,
     /// Bytes of a draft, at most.
@@ -121,13 +121,16 @@ impl Writer {
         };
         let lengths = lengths.iter().map(|&length| length.clamp(1, context));
         let config = KvPoolConfig::for_lengths(lengths)
-            .with_page_size(cache.page_size)
             .with_dtype(cache.dtype)
             .with_positions(cache.positions)
             .with_chunk(1 + cache.drafted)
             .with_rollback(cache.drafted);
         let read = read.clamp(1, context).max(1 + cache.drafted);
         let config = cache.kept.pool(config, read);
+        let config = match cache.page_size {
+            Some(page_size) => config.with_page_size(page_size),
+            None => config,
+        };
         let pool = model.new_pool(&config)?;
         Ok(Writer {
             decoder: Decoder::new(model, pool, cache.graph)?,
@@ -305,6 +308,8 @@ impl Writer {
             sum.live_bytes += usage.live_bytes;
             sum.all_bytes += usage.all_bytes;
             sum.score_bytes += usage.score_bytes;
+            sum.summary_bytes += usage.summary_bytes;
+            sum.read_bytes += usage.read_bytes;
         }
         let (pool_bytes, shared_pages) = self.decoder.with_pool(|pool| {
             let shared = pool.books().map(|books| {
@@ -319,6 +324,8 @@ impl Writer {
             live_bytes: sum.live_bytes,
             all_bytes: sum.all_bytes,
             score_bytes: sum.score_bytes,
+            summary_bytes: sum.summary_bytes,
+            read_bytes: sum.read_bytes,
             pool_bytes,
             shared_pages,
         })

@@ -204,6 +204,11 @@ fn several_samples_and_their_cache() {
         ),
         (&["--cache", "tova:1"], 1, "capacity must be at least 2"),
         (
+            &["--selection", "topk:16,2"],
+            1,
+            "--selection topk:16,2: what a byte chooses depends on later ones",
+        ),
+        (
             &["--cache", "tova:9", "--budget", "pyramid:1"],
             1,
             "beta must be a number above 1",

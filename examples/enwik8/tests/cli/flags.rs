@@ -90,12 +90,12 @@ fn bad_flags_list_the_choices() {
         (
             vec!["train", "--attention", "lsh:16"],
             vec![
-                "content must be routing:WINDOW[,CLUSTERS] or lsh:BUCKET,ROUNDS[,dedup], got \"lsh:16\"",
+                "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup] or nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared], got \"lsh:16\"",
             ],
         ),
         (
             vec!["train", "--attention", "some"],
-            vec!["must be sparse, dense, routing:WINDOW or lsh:BUCKET,ROUNDS"],
+            vec!["must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS or nsa"],
         ),
         (
             vec!["train", "--selection", "topk:16"],
@@ -170,6 +170,18 @@ fn impossible_models_are_explained() {
         (
             "--attention routing:16 --local-heads 1,2,3",
             "--local-heads must be one number, or 2, one for each of --layers, got 3",
+        ),
+        (
+            "--attention nsa:8,4,8,4,16 --local-heads 1",
+            "--attention nsa:8,4,8,4,16 is all heads of a layer; leave out --local-heads",
+        ),
+        (
+            "--kv-heads 3",
+            "--kv-heads must be a divisor of --heads = 4, got 3",
+        ),
+        (
+            "--attention routing:16 --kv-heads 2",
+            "--kv-heads are of heads whose keys are not their queries; leave it out with --attention routing:16",
         ),
         (
             "--attention routing:16 --local-heads 5",

@@ -5,5 +5,6 @@ mod content;
 mod flags;
 mod graph;
 mod measurements;
+mod reports;
 mod resume;
 mod support;

@@ -120,6 +120,19 @@ fn store_left_text(width: usize, span: usize) -> String {
     text + "/* $0 */ }"
 }
 
+/// A unit's registers as fours, those of a warpgroup's units side by side.
+fn own_text(width: usize, load: bool) -> String {
+    let mut text = String::new();
+    for four in 0..width / 4 {
+        let (at, words) = (four * 128 * 16, registers(4 * four, 4));
+        text += &match load {
+            true => format!("ld.shared.v4.b32 {{{words}}}, [$1 + {at}]; "),
+            false => format!("st.shared.v4.b32 [$1 + {at}], {{{words}}}; "),
+        };
+    }
+    text + "/* $0 */"
+}
+
 /// The fours of each lane for each 16 columns.
 fn store_sixteen_text(width: usize, eight: usize) -> String {
     let mut text = String::new();
@@ -252,6 +265,24 @@ pub fn store_left<P: Size>(p: Vector<u32, P>, address: u32, #[comptime] span: us
     let width = P::value();
     gpu_asm!("{body} /* {p} {a} */", body = const store_left_text(width, span),
         p = in(_) val::<Vector<u32, P>>(p), a = in(_) val::<u32>(address));
+}
+
+/// Stores a unit's registers for the unit at its place of another warpgroup; `address` is 16 bytes on from each unit to the next.
+#[cube]
+pub fn store_own<P: Size>(p: Vector<u32, P>, address: u32) {
+    let width = P::value();
+    gpu_asm!("{body} /* {p} {a} */", body = const own_text(width, false),
+        p = in(_) val::<Vector<u32, P>>(p), a = in(_) val::<u32>(address));
+}
+
+/// Loads what [`store_own`] stored.
+#[cube]
+pub fn load_own<P: Size>(address: u32) -> Vector<u32, P> {
+    let out: Vector<u32, P>;
+    let width = P::value();
+    gpu_asm!("{body} /* {d} {a} */", body = const own_text(width, true),
+        d = out(_) out, a = in(_) val::<u32>(address));
+    out
 }
 
 /// Makes this unit's writes to shared memory known to wgmma and TMA.

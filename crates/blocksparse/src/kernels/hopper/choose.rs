@@ -15,8 +15,22 @@ use crate::{BlockLayout, Residue};
 /// a tile begins and ends with is much of its time.
 const SHORT_WALK: f64 = 12.0;
 
+/// The least width. What is beyond a row's is filled up with zeros to multiples of 64 columns, and narrower rows would be more zeros than
+/// numbers.
+const LEAST: usize = 40;
+
+/// The widths between which tiles have the same shapes.
+const WIDTHS: [usize; 4] = [64, 96, 128, 256];
+
+/// The least of [`WIDTHS`] that is not below a width that the tier has.
+fn class_of(dim: usize) -> Option<usize> {
+    let known = dim >= LEAST && dim.is_multiple_of(8);
+    WIDTHS.into_iter().find(|&width| known && dim <= width)
+}
+
 /// A shape that a tile may have, and its speed relative to the others on dense attention.
 struct Candidate {
+    /// For widths up to this one of [`WIDTHS`].
     dim: usize,
     warpgroups: usize,
     cols: usize,
@@ -93,14 +107,10 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     if request.head_dim != request.value_dim {
         return Err("head_dim and value_dim differ");
     }
-    let shapes = || {
-        CANDIDATES
-            .iter()
-            .filter(|shape| shape.dim == request.head_dim)
+    let dim = request.head_dim;
+    let Some(class) = class_of(dim) else {
+        return Err("head_dim is no multiple of 8 from 40 to 256");
     };
-    if shapes().next().is_none() {
-        return Err("head_dim is none of 64, 96, 128, 256");
-    }
     let rows = request.batch * layout.heads() * layout.seq_q();
     if !is_u32(rows * request.value_dim / 8) {
         return Err(TOO_LARGE);
@@ -108,13 +118,13 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     let hardware = &part.properties.hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
     let mut best: Option<(f64, Tile)> = None;
-    for shape in shapes() {
+    for shape in CANDIDATES.iter().filter(|shape| shape.dim == class) {
         let rows = GROUP_ROWS * shape.warpgroups;
         let may_cluster = request.may_cluster(layout, Walk::Rows);
         let grouping = Grouping::best(layout, Walk::Rows, [rows, shape.cols], may_cluster);
         let tile = Tile {
             half,
-            dim: shape.dim,
+            dim,
             warpgroups: shape.warpgroups,
             cols: shape.cols,
             group: shape.cols.min(layout.block_size()),
@@ -177,7 +187,7 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
         return walks(part, &forward);
     }
     if forward.dim > 128 {
-        return Err("head_dim is none of 64, 96, 128");
+        return walks(part, &forward);
     }
     // A tile of unlike blocks computes pairs that none of them keeps, where two walks may have tiles of half the height. And tiles side by
     // side that see different queries do not keep step: they wait for each other at the sums of dQ. The classes of a listing
@@ -188,7 +198,7 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
         Grouping::best(layout, Walk::Columns, shape, may_cluster)
     });
     // What the fused pass gains on two walks where both compute the same pairs.
-    let gain = if forward.dim == 64 { 1.5 } else { 1.3 };
+    let gain = if forward.dim <= 64 { 1.5 } else { 1.3 };
     let unlike =
         grouping.overhead > gain * small.overhead || large.overhead > 1.7 * grouping.overhead;
     if unlike && !forward.residue && check_walks(part, &forward).is_ok() {
@@ -212,7 +222,7 @@ fn fused(
     grouping: Grouping,
 ) -> Result<BackwardTile, &'static str> {
     let (cols, stages) = match forward.dim {
-        64 => (128, 2),
+        ..=64 => (128, 2),
         _ => (64, 3),
     };
     let steps = steps_of_tile(part.layout, part.request, cols);
@@ -252,9 +262,6 @@ fn steps_of_tile(layout: &BlockLayout, request: &Request, cols: usize) -> f64 {
 
 /// Whether two walks can make the gradients.
 fn check_walks(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
-    if forward.dim != 64 && forward.dim != 128 {
-        return Err("head_dim is neither 64 nor 128");
-    }
     if part.layout.block_size() < 16 {
         // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
         return Err("blocks are narrower than 16");
@@ -271,7 +278,10 @@ fn check_walks(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
 /// Two walks.
 fn walks(part: &PartRequest, forward: &Tile) -> Result<Backward, &'static str> {
     check_walks(part, forward)?;
-    let tile = |walk| choose_walk(part, forward, walk);
+    let tile = |walk| match forward.dim {
+        ..=128 => choose_walk(part, forward, walk),
+        _ => choose_wide_walk(part, forward, walk),
+    };
     Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(tile)))
 }
 
@@ -285,7 +295,7 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
         let speed = if warpgroups == 2 { 1.0 } else { 0.8 };
         // One warpgroup leaves room for a second cube, if its buffers do.
         let stages = match (forward.dim, warpgroups) {
-            (64, _) => 4,
+            (..=64, _) => 4,
             (_, 1) => 2,
             _ => 3,
         };
@@ -293,6 +303,7 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
             half: forward.half,
             dim: forward.dim,
             warpgroups,
+            shared: false,
             cols: 64,
             group: layout.block_size().min(64),
             stages,
@@ -306,4 +317,34 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
     });
     let [(cost, tile), (other, small)] = tiles;
     if cost <= other { tile } else { small }
+}
+
+/// The tile of a walk of heads wider than 128. Own rows fill half of the shared memory; the bits of dropout are made for 64 columns at a time.
+fn choose_wide_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
+    let layout = part.layout;
+    let (warpgroups, cols, stages) = match walk {
+        Walk::Columns => (2, 64, 2),
+        Walk::Rows if forward.options.score.dropout => (1, 64, 2),
+        Walk::Rows => (2, 32, 3),
+    };
+    let tile = WalkTile {
+        half: forward.half,
+        dim: forward.dim,
+        warpgroups,
+        shared: walk == Walk::Columns,
+        cols,
+        group: layout.block_size().min(cols),
+        stages,
+        lag: stages - 1,
+        options: forward.options,
+        residue: forward.residue,
+        carry: forward.carry,
+        clustered: false,
+    };
+    let may_cluster = part.request.may_cluster(layout, walk);
+    let grouping = Grouping::best(layout, walk, [tile.rows(), cols], may_cluster);
+    WalkTile {
+        clustered: grouping.clustered,
+        ..tile
+    }
 }

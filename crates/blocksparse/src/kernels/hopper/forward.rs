@@ -30,7 +30,7 @@ use super::rows::*;
 use super::softmax::*;
 use super::tiles::Tile;
 use crate::kernels::shared::score::LOWEST_MAX;
-use crate::kernels::shared::walk::{Four, Listing, PlanParts};
+use crate::kernels::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
 
 /// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`; `out`
 /// `[batch, heads, seq_q, dim]` in eights of elements and `lse` `[batch, heads, seq_q]` contiguous.
@@ -50,6 +50,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     args: ComptimeOption<PairArgs>,
     parts: PlanParts,
     listing: Listing,
+    slice: Slice,
     seq_q: u32,
     heads_per_kv: u32,
     log2_scale: f32,
@@ -62,8 +63,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let head = CUBE_POS_Y;
-    let batch = CUBE_POS_Z;
+    let head = head_of(&slice) as u32;
+    let batch = batch_of(&slice) as u32;
     let stages = comptime!(t.stages as u32);
 
     if UNIT_POS_X == 0 {
@@ -165,8 +166,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let mut l1 = f32::new(0.0);
     let mut o = Vector::<f32, O>::zeroed();
     let mut tops = RowTops::new(t);
-    let first = (batch * CUBE_COUNT_Y + head) * seq_q;
-    let fours = comptime!(t.dim / 32);
+    let first = (batch * slice.heads as u32 + head) * seq_q;
+    let fours = comptime!(t.dim.div_ceil(32));
     let mut before = Array::<Vector<u32, Four>>::new(comptime!(2 * fours));
     let mut log0 = f32::new(LOWEST_MAX);
     let mut log1 = f32::new(LOWEST_MAX);

@@ -270,7 +270,7 @@ impl Launch<'_> {
                 CubeDim::new_1d(tile.units() as u32),
                 tile.cols / 2,
                 tile.cols / 4,
-                (tile.dim / 2).next_power_of_two(),
+                tile.sums(),
                 tile.dq_cols() / 2,
                 map(k, tile.a_group()),
                 map(v, tile.a_group()),

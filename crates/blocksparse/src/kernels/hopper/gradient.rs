@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
+use super::rows::within;
 use crate::kernels::shared::walk::{Four, Listing};
 
 /// The shape of a step's masks.
@@ -89,7 +90,7 @@ pub fn store_rows<O: Size>(
     factor: f32,
     #[comptime] t: StoreShape,
 ) {
-    let fours = comptime!(t.dim / 32);
+    let fours = comptime!(t.dim.div_ceil(32));
     let upper = target(place, start, first, listing, len, lane, t);
     let lower = target(place8, start, first, listing, len, lane, t);
     let mut before = Array::<Vector<u32, Four>>::new(comptime!(2 * fours));
@@ -97,18 +98,18 @@ pub fn store_rows<O: Size>(
         // All of them first: each store that came between would be waited for.
         #[unroll]
         for i in 0..fours {
-            before[i] = read(&out[..], &upper, i);
-            before[comptime!(fours + i)] = read(&out[..], &lower, i);
+            before[i] = read(&out[..], &upper, lane, i, t);
+            before[comptime!(fours + i)] = read(&out[..], &lower, lane, i, t);
         }
     }
     #[unroll]
     for i in 0..fours {
         let made = four::<O>(acc, &before, 0usize, i, lane, factor, t);
-        if upper.exists {
+        if upper.exists && within(lane, i, t.dim) {
             out[upper.at + comptime!(4 * i)] = made;
         }
         let made = four::<O>(acc, &before, 1usize, i, lane, factor, t);
-        if lower.exists {
+        if lower.exists && within(lane, i, t.dim) {
             out[lower.at + comptime!(4 * i)] = made;
         }
     }
@@ -146,9 +147,15 @@ fn target(
 }
 
 #[cube]
-fn read(out: &[Vector<u32, Four>], row: &Target, #[comptime] i: usize) -> Vector<u32, Four> {
+fn read(
+    out: &[Vector<u32, Four>],
+    row: &Target,
+    lane: u32,
+    #[comptime] i: usize,
+    #[comptime] t: StoreShape,
+) -> Vector<u32, Four> {
     let mut four = Vector::<u32, Four>::zeroed();
-    if row.exists {
+    if row.exists && within(lane, i, t.dim) {
         four = out[row.at + comptime!(4 * i)];
     }
     four
@@ -168,7 +175,7 @@ fn four<O: Size>(
     let mut own = Vector::<u32, Four>::zeroed();
     let mut sum = Vector::<u32, Four>::zeroed();
     if comptime!(t.carry) {
-        sum = trade_four(before[comptime!(lower * (t.dim / 32) + i)], lane);
+        sum = trade_four(before[comptime!(lower * t.dim.div_ceil(32) + i)], lane);
     }
     #[unroll]
     for j in 0..4usize {

@@ -7,7 +7,7 @@ use cubecl::server::Handle;
 use super::asm::ROW_ELEMENTS;
 use super::options::{Options, PairArgs, PairArgsLaunch, PairNumbersLaunch};
 use super::tiles::{Tile, WalkTile};
-use super::{forward, walks};
+use super::{forward, walks, wide};
 use crate::Residue;
 use crate::kernels::args::{
     ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words,
@@ -16,6 +16,7 @@ use crate::kernels::call::TensorView;
 use crate::kernels::device::plan;
 use crate::kernels::error::KernelError;
 use crate::kernels::pass::{BackwardPass, ForwardPass, Part};
+use crate::kernels::slices::Slice;
 use crate::kernels::stats::{self, Wanted};
 use crate::kernels::tensor::{check_rows, check_scale, check_table, scales};
 use crate::plan::Walk;
@@ -159,34 +160,37 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
     check_eights("the elements of the output", rows * tile.dim)?;
     let device_plan = plan(client, part.layout, tile.tiling())?;
     let (log2_scale, cap_scale) = call.scales();
-    // SAFETY: a cube walks the entries that the plan has for its tile; TMA reads nothing beyond its maps, rows beyond the queries are not
-    // written, and the buffers have the lengths they say (see `buffer`).
-    unsafe {
-        forward::forward::launch_unchecked(
-            client,
-            CubeCount::Static(device_plan.tiles as u32, heads as u32, request.batch as u32),
-            CubeDim::new_1d(tile.units() as u32),
-            tile.cols / 2,
-            tile.cols / 4,
-            (tile.dim / 2).next_power_of_two(),
-            tensor_map(q, tile.q_group(), residue, request.dtype),
-            tensor_map(k, tile.group, residue, request.dtype),
-            tensor_map(v, tile.group, residue, request.dtype),
-            buffer(outputs.out, rows * tile.dim / 8),
-            buffer(outputs.lse, rows),
-            pass.max_scores(),
-            plan_words(&device_plan),
-            call.args(tile.options, heads, [seq_q, k.shape[2]]),
-            plan_parts(&device_plan.sections, batch_words(part.layout)),
-            listing(residue),
-            seq_q as u32,
-            (heads / request.kv_heads) as u32,
-            log2_scale as f32,
-            (std::f64::consts::LOG2_E / log2_scale) as f32,
-            call.options.softcap.unwrap_or(1.0) as f32,
-            cap_scale as f32,
-            tile,
-        );
+    for slice in Slice::whole(request.batch, heads).cut(client) {
+        // SAFETY: a cube walks the entries that the plan has for its tile; TMA reads nothing beyond its maps, rows beyond the queries are not
+        // written, and the buffers have the lengths they say (see `buffer`).
+        unsafe {
+            forward::forward::launch_unchecked(
+                client,
+                slice.cubes(device_plan.tiles),
+                CubeDim::new_1d(tile.units() as u32),
+                tile.cols / 2,
+                tile.cols / 4,
+                tile.sums(),
+                tensor_map(q, tile.q_group(), residue, request.dtype),
+                tensor_map(k, tile.group, residue, request.dtype),
+                tensor_map(v, tile.group, residue, request.dtype),
+                buffer(outputs.out, rows * tile.dim / 8),
+                buffer(outputs.lse, rows),
+                pass.max_scores(),
+                plan_words(&device_plan),
+                call.args(tile.options, heads, [seq_q, k.shape[2]]),
+                plan_parts(&device_plan.sections, batch_words(part.layout)),
+                listing(residue),
+                slice.args(),
+                seq_q as u32,
+                (heads / request.kv_heads) as u32,
+                log2_scale as f32,
+                (std::f64::consts::LOG2_E / log2_scale) as f32,
+                call.options.softcap.unwrap_or(1.0) as f32,
+                cap_scale as f32,
+                tile,
+            );
+        }
     }
     Ok(())
 }
@@ -246,39 +250,70 @@ fn launch_walk(
     check_eights("the elements of a gradient", elements)?;
     let (log2_scale, cap_scale) = call.scales();
     let stat_rows = request.batch * heads;
-    let [tiles, outer, batches] =
-        [device_plan.tiles, outer_heads, request.batch].map(|count| count as u32);
-    // SAFETY: as for the forward pass.
-    unsafe {
-        walks::one_walk::launch_unchecked(
-            client,
-            CubeCount::Static(tiles, outer, batches),
-            CubeDim::new_1d(tile.units() as u32),
-            tile.cols / 2,
-            tile.cols / 4,
-            tile.dim / 2,
-            tensor_map(a1, tile.a_group(), residue, request.dtype),
-            tensor_map(a2, tile.a_group(), residue, request.dtype),
-            tensor_map(b1, tile.group, residue, request.dtype),
-            tensor_map(b2, tile.group, residue, request.dtype),
-            stats_map(stats, tile.group, stat_rows, pitch),
-            buffer(stats, stat_rows * pitch * 2),
-            buffer(operands.out, elements / 8),
-            plan_words(&device_plan),
-            call.args(tile.options, heads, lengths),
-            plan_parts(&device_plan.sections, batch_words(part.layout)),
-            listing(residue),
-            len as u32,
-            pitch as u32,
-            (heads / request.kv_heads) as u32,
-            (operands.second / 8) as u32,
-            call.options.scale as f32,
-            log2_scale as f32,
-            call.options.softcap.unwrap_or(1.0) as f32,
-            cap_scale as f32,
-            walk,
-            tile,
-        );
+    for slice in Slice::whole(request.batch, outer_heads).cut(client) {
+        // SAFETY: as for the forward pass.
+        unsafe {
+            if tile.shared {
+                wide::wide_columns::launch_unchecked(
+                    client,
+                    slice.cubes(device_plan.tiles),
+                    CubeDim::new_1d(tile.units() as u32),
+                    tile.cols / 2,
+                    tile.cols / 4,
+                    tile.sums(),
+                    tensor_map(a1, tile.a_group(), residue, request.dtype),
+                    tensor_map(a2, tile.a_group(), residue, request.dtype),
+                    tensor_map(b1, tile.group, residue, request.dtype),
+                    tensor_map(b2, tile.group, residue, request.dtype),
+                    stats_map(stats, tile.group, stat_rows, pitch),
+                    buffer(operands.out, elements / 8),
+                    plan_words(&device_plan),
+                    call.args(tile.options, heads, lengths),
+                    plan_parts(&device_plan.sections, batch_words(part.layout)),
+                    listing(residue),
+                    slice.args(),
+                    len as u32,
+                    (heads / request.kv_heads) as u32,
+                    (operands.second / 8) as u32,
+                    call.options.scale as f32,
+                    log2_scale as f32,
+                    call.options.softcap.unwrap_or(1.0) as f32,
+                    cap_scale as f32,
+                    tile,
+                );
+            } else {
+                walks::one_walk::launch_unchecked(
+                    client,
+                    slice.cubes(device_plan.tiles),
+                    CubeDim::new_1d(tile.units() as u32),
+                    tile.cols / 2,
+                    tile.cols / 4,
+                    tile.sums(),
+                    tensor_map(a1, tile.a_group(), residue, request.dtype),
+                    tensor_map(a2, tile.a_group(), residue, request.dtype),
+                    tensor_map(b1, tile.group, residue, request.dtype),
+                    tensor_map(b2, tile.group, residue, request.dtype),
+                    stats_map(stats, tile.group, stat_rows, pitch),
+                    buffer(stats, stat_rows * pitch * 2),
+                    buffer(operands.out, elements / 8),
+                    plan_words(&device_plan),
+                    call.args(tile.options, heads, lengths),
+                    plan_parts(&device_plan.sections, batch_words(part.layout)),
+                    listing(residue),
+                    slice.args(),
+                    len as u32,
+                    pitch as u32,
+                    (heads / request.kv_heads) as u32,
+                    (operands.second / 8) as u32,
+                    call.options.scale as f32,
+                    log2_scale as f32,
+                    call.options.softcap.unwrap_or(1.0) as f32,
+                    cap_scale as f32,
+                    walk,
+                    tile,
+                );
+            }
+        }
     }
     Ok(())
 }

@@ -20,7 +20,10 @@ mod output;
 mod rows;
 mod softmax;
 mod tiles;
+mod walk_loads;
+mod walk_tile;
 mod walks;
+mod wide;
 
 pub use choose::{Backward, choose, choose_backward};
 pub use fused::{Stats, launch_fused};

@@ -6,7 +6,7 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::rows::own_place;
+use super::rows::{own_place, within};
 use super::tiles::Tile;
 use crate::kernels::shared::walk::{Four, Listing};
 
@@ -75,7 +75,7 @@ pub fn store_row<O: Size>(
     let at = (first + row.position) as usize;
     let target = at * comptime!(t.dim / 8) + (lane % 4) as usize;
     #[unroll]
-    for i in 0..comptime!(t.dim / 32) {
+    for i in 0..comptime!(t.dim.div_ceil(32)) {
         let mut own = Vector::<u32, Four>::zeroed();
         #[unroll]
         for j in 0..4usize {
@@ -90,7 +90,7 @@ pub fn store_row<O: Size>(
             );
         }
         let four = trade_four(own, lane);
-        if row.exists {
+        if row.exists && within(lane, i, t.dim) {
             out[target + comptime!(4 * i)] = four;
         }
     }
@@ -157,7 +157,7 @@ pub fn read_four(
 ) -> Vector<u32, Four> {
     let target = (first + row.position) as usize * comptime!(t.dim / 8) + (unit() % 4) as usize;
     let mut four = Vector::<u32, Four>::zeroed();
-    if row.exists {
+    if row.exists && within(unit() % 32, i, t.dim) {
         four = out[target + comptime!(4 * i)];
     }
     four
@@ -174,8 +174,8 @@ pub fn unpack_row<O: Size>(
     let mut o = o_in;
     let lane = unit() % 32;
     #[unroll]
-    for i in 0..comptime!(t.dim / 32) {
-        let own = trade_four(fours[comptime!(lower * (t.dim / 32) + i)], lane);
+    for i in 0..comptime!(t.dim.div_ceil(32)) {
+        let own = trade_four(fours[comptime!(lower * t.dim.div_ceil(32) + i)], lane);
         #[unroll]
         for j in 0..4usize {
             let n = comptime!(16 * i + 4 * j + 2 * lower);

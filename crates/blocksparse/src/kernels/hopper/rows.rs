@@ -39,6 +39,16 @@ pub fn own_place(
     place
 }
 
+/// Whether the width has the eight of the `i`-th 32 columns of a row that a unit stores.
+#[cube]
+pub fn within(lane: u32, #[comptime] i: usize, #[comptime] dim: usize) -> bool {
+    let mut is = true.runtime();
+    if comptime!(dim < 32 * (i + 1)) {
+        is = lane % 4 < comptime!((dim / 8 - 4 * i) as u32);
+    }
+    is
+}
+
 /// `p` as the left operand of a product. Its registers 4k … 4k + 3 are those of depth step k.
 #[cube]
 pub fn pack_all<S: Size, P: Size>(s: Vector<f32, S>, #[comptime] half: Half) -> Vector<u32, P> {

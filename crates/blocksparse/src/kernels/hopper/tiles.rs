@@ -5,6 +5,7 @@ use std::fmt;
 use super::asm::{Half, ROW, ROW_ELEMENTS};
 use super::gradient::{MaskShape, StoreShape};
 use super::options::{Options, PairShape};
+pub use super::walk_tile::WalkTile;
 use crate::plan::{Tiling, Walk};
 
 /// Rows of a warpgroup.
@@ -16,7 +17,7 @@ macro_rules! common {
         impl $tile {
             /// Rows of a tile.
             pub fn rows(&self) -> usize {
-                GROUP_ROWS * self.warpgroups
+                GROUP_ROWS * self.row_groups()
             }
 
             /// Units of a cube.
@@ -33,12 +34,17 @@ macro_rules! common {
                 self.dim.div_ceil(ROW_ELEMENTS)
             }
 
+            /// Registers of a unit's sums over the width: those of whole 32 columns, of which a unit stores 16 bytes.
+            pub(super) fn sums(&self) -> usize {
+                (self.dim / 2).next_power_of_two().max(16)
+            }
+
             /// Entries of a step.
             pub(super) fn entries(&self) -> usize {
                 self.cols / self.group
             }
 
-            fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            pub(super) fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 let like_rows = match self.clustered {
                     true => ", like rows together",
                     false => "",
@@ -101,7 +107,7 @@ common_backward!(BackwardTile, WalkTile);
 pub struct Tile {
     /// Type of the tensors.
     pub half: Half,
-    /// Width of queries, keys and values, a multiple of 32.
+    /// Width of queries, keys and values, a multiple of 8.
     pub dim: usize,
     /// Warpgroups, each with 64 rows: 1 or 2.
     pub warpgroups: usize,
@@ -128,6 +134,10 @@ pub struct Tile {
 }
 
 impl Tile {
+    fn row_groups(&self) -> usize {
+        self.warpgroups
+    }
+
     /// How the layout is cut.
     pub fn tiling(&self) -> Tiling {
         Tiling {
@@ -162,7 +172,7 @@ impl Tile {
 
     /// Whether there are registers for a step's masks while its scores are computed.
     pub(super) fn early_masks(&self) -> bool {
-        self.overlap || self.dim == 64
+        self.overlap || self.dim <= 64
     }
 
     /// Whether the warpgroups take turns at the tensor cores.
@@ -260,7 +270,7 @@ impl fmt::Display for Tile {
 pub struct BackwardTile {
     /// Type of the tensors.
     pub half: Half,
-    /// Width of queries, keys and values: 64, 96 or 128.
+    /// Width of queries, keys and values, a multiple of 8 up to 128.
     pub dim: usize,
     /// Warpgroups, each with 64 keys: 1 or 2.
     pub warpgroups: usize,
@@ -285,6 +295,10 @@ pub struct BackwardTile {
 }
 
 impl BackwardTile {
+    fn row_groups(&self) -> usize {
+        self.warpgroups
+    }
+
     /// How the layout is cut.
     pub fn tiling(&self) -> Tiling {
         Tiling {
@@ -479,112 +493,5 @@ impl fmt::Display for BackwardTile {
             true => write!(f, ", tile after tile"),
             false => Ok(()),
         }
-    }
-}
-
-/// The comptime shape of the kernel of the two walks, in either.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct WalkTile {
-    /// Type of the tensors.
-    pub half: Half,
-    /// Width of queries, keys and values: 64 or 128.
-    pub dim: usize,
-    /// Warpgroups, each with 64 rows: 1 or 2.
-    pub warpgroups: usize,
-    /// Columns of a step.
-    pub cols: usize,
-    /// Consecutive positions an entry names.
-    pub group: usize,
-    /// Steps that are in shared memory at a time.
-    pub stages: usize,
-    /// How many steps late a buffer is filled again.
-    pub lag: usize,
-    /// What else a call may ask for.
-    pub options: Options,
-    /// Whether positions are listed by residue class.
-    pub residue: bool,
-    /// Whether results are added to what is there.
-    pub carry: bool,
-    /// Whether the tile's rows are gathered from like blocks.
-    pub clustered: bool,
-}
-
-impl WalkTile {
-    /// How the layout is cut.
-    pub fn tiling(&self, walk: Walk) -> Tiling {
-        Tiling {
-            walk,
-            rows: self.rows(),
-            cols: self.cols,
-            places: false,
-            clustered: self.clustered,
-            visits: false,
-        }
-    }
-
-    pub(super) fn mask(&self) -> MaskShape {
-        MaskShape {
-            rows: self.rows(),
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.tiling(Walk::Columns).entry_words(),
-        }
-    }
-
-    pub(super) fn pairs(&self, walk: Walk) -> PairShape {
-        PairShape {
-            options: self.options,
-            walk,
-            half: self.half,
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.tiling(walk).entry_words(),
-            residue: self.residue,
-        }
-    }
-
-    pub(super) fn stats_bytes(&self) -> usize {
-        self.cols * 8
-    }
-
-    // Byte offsets in shared memory. The barrier of the tile's own rows comes first.
-
-    pub(super) fn full(&self) -> u32 {
-        8
-    }
-
-    pub(super) fn empty(&self) -> u32 {
-        self.full() + 8 * self.stages as u32
-    }
-
-    pub(super) fn stats_offset(&self) -> usize {
-        1024
-    }
-
-    pub(super) fn a1_offset(&self) -> usize {
-        (self.stats_offset() + self.stages * self.stats_bytes()).next_multiple_of(1024)
-    }
-
-    pub(super) fn a2_offset(&self) -> usize {
-        self.a1_offset() + self.a_bytes()
-    }
-
-    pub(super) fn b1_offset(&self) -> usize {
-        self.a2_offset() + self.a_bytes()
-    }
-
-    pub(super) fn b2_offset(&self) -> usize {
-        self.b1_offset() + self.stages * self.b_bytes()
-    }
-
-    /// Bytes of shared memory of a cube.
-    pub fn shared_bytes(&self) -> usize {
-        self.b2_offset() + self.stages * self.b_bytes()
-    }
-}
-
-impl fmt::Display for WalkTile {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.describe(f)
     }
 }

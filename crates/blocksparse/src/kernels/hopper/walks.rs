@@ -26,7 +26,8 @@ use super::gradient::*;
 use super::options::*;
 use super::rows::{own_place, own_rows, pack_all};
 use super::tiles::WalkTile;
-use crate::kernels::shared::walk::{Four, Listing, PlanParts};
+use super::walk_loads::*;
+use crate::kernels::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
@@ -46,6 +47,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     args: ComptimeOption<PairArgs>,
     parts: PlanParts,
     listing: Listing,
+    slice: Slice,
     len: u32,
     pitch: u32,
     heads_per_kv: u32,
@@ -62,8 +64,8 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let outer = CUBE_POS_Y;
-    let batch = CUBE_POS_Z;
+    let outer = head_of(&slice) as u32;
+    let batch = batch_of(&slice) as u32;
 
     if UNIT_POS_X == 0 {
         barrier_init(base, 1u32);
@@ -80,7 +82,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     // In a walk over columns a tile of keys goes through all query heads of its group.
     let mut first_head = outer;
     let mut turns = 1u32;
-    let mut heads = CUBE_COUNT_Y;
+    let mut heads = slice.heads as u32;
     let mut divisor = heads_per_kv;
     if comptime!(columns) {
         first_head = outer * heads_per_kv;
@@ -102,45 +104,15 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     );
     let class_len = listing.class_len as u32;
 
-    if UNIT_POS_X == 0 {
-        barrier_expect(base, comptime!(2 * t.a_bytes()));
-    }
-    let a_boxes = comptime!((t.rows() / t.a_group() * t.spans()) as u32);
-    if lane == 0 {
-        // Dealt to the warps: lanes of one warp would wait for each other.
-        let mut index = warp;
-        while index < 2 * a_boxes {
-            let mut map = tensor_map_address(a1);
-            let mut start = base + comptime!(t.a1_offset() as u32);
-            if index >= a_boxes {
-                map = tensor_map_address(a2);
-                start = base + comptime!(t.a2_offset() as u32);
-            }
-            let which = index % a_boxes;
-            let span = which % comptime!(t.spans() as u32);
-            let rows = which / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
-            let target =
-                start + span * comptime!((t.rows() * ROW) as u32) + rows * comptime!(ROW as u32);
-            load_at(
-                map,
-                target,
-                base,
-                span,
-                own_place(
-                    plan,
-                    rows_at,
-                    rows,
-                    comptime!(t.group),
-                    comptime!(t.clustered),
-                ),
-                class_len,
-                outer,
-                batch,
-                comptime!(t.residue),
-            );
-            index += comptime!(t.warps());
-        }
-    }
+    let own = OwnRows {
+        a1: tensor_map_address(a1),
+        a2: tensor_map_address(a2),
+        at: rows_at,
+        class_len,
+        head: outer,
+        batch,
+    };
+    load_own_rows(plan, &own, base, t);
 
     let loads = Loads {
         b1: tensor_map_address(b1),
@@ -365,7 +337,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         }
     }
 
-    let first = (batch * CUBE_COUNT_Y + outer) * len;
+    let first = (batch * slice.heads as u32 + outer) * len;
     store_rows::<O>(
         out,
         &out1,
@@ -394,133 +366,5 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             factor,
             comptime!(t.store()),
         );
-    }
-}
-
-/// What loads are made of.
-#[derive(CubeType, Clone, Copy)]
-struct Loads {
-    b1: u64,
-    b2: u64,
-    stats: u64,
-    base: u32,
-    class_len: u32,
-    batch: u32,
-    /// Query heads.
-    heads: u32,
-    /// Query heads per head of b1 and b2.
-    divisor: u32,
-    /// Which of a step's boxes the unit loads: those of b1, then of b2, then the stats.
-    index: u32,
-}
-
-/// The step that is loaded next.
-#[derive(CubeType)]
-struct Cursor {
-    head: RuntimeCell<u32>,
-    /// The head after the last one.
-    end: u32,
-    /// Word of the head's first entry.
-    entry: RuntimeCell<usize>,
-    j: RuntimeCell<u32>,
-    /// Steps of the head.
-    steps: RuntimeCell<u32>,
-    /// Steps loaded so far, of all heads.
-    loaded: RuntimeCell<u32>,
-}
-
-/// Reads the record of the cursor's head.
-#[cube]
-fn open(plan: &[u32], parts: &PlanParts, record: usize, cursor: &Cursor) {
-    cursor
-        .entry
-        .store(parts.entries + plan[record] as usize * 2);
-    cursor.j.store(0u32);
-    cursor.steps.store(uniform(plan[record + 1]));
-}
-
-/// Loads the cursor's step, if there is one, once its buffer is free. All units call this together.
-#[cube]
-fn load_next(
-    plan: &[u32],
-    parts: &PlanParts,
-    loads: &Loads,
-    heads_at: usize,
-    tile: u32,
-    cursor: &Cursor,
-    #[comptime] columns: bool,
-    #[comptime] t: WalkTile,
-) {
-    if comptime!(columns) {
-        while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
-            cursor.head.store(cursor.head.read() + 1);
-            let first_record = plan[heads_at + cursor.head.read() as usize];
-            let record = parts.tiles + (first_record + tile) as usize * 3;
-            open(plan, parts, record, cursor);
-        }
-    }
-    if cursor.j.read() < cursor.steps.read() {
-        let boxes = comptime!((t.entries() * t.spans()) as u32);
-        let all =
-            comptime!((2 * t.entries() * t.spans() + if columns { t.entries() } else { 0 }) as u32);
-        let stage = cursor.loaded.read() % comptime!(t.stages as u32);
-        let parity = (cursor.loaded.read() / comptime!(t.stages as u32)) & 1;
-        let full = loads.base + comptime!(t.full()) + stage * 8;
-        if loads.index < all {
-            barrier_wait(loads.base + comptime!(t.empty()) + stage * 8, 1 - parity);
-            if loads.index == 0 {
-                barrier_expect(
-                    full,
-                    comptime!(2 * t.b_bytes() + if columns { t.stats_bytes() } else { 0 }),
-                );
-            }
-            let mut which = loads.index % boxes;
-            let span = which % comptime!(t.spans() as u32);
-            which /= comptime!(t.spans() as u32);
-            if loads.index >= 2 * boxes {
-                which = loads.index - 2 * boxes;
-            }
-            let word = cursor.entry.read()
-                + ((cursor.j.read() * comptime!(t.entries() as u32) + which) * 2) as usize;
-            let at = plan[word] * comptime!(t.group as u32);
-            if loads.index >= 2 * boxes {
-                let target = loads.base
-                    + comptime!(t.stats_offset() as u32)
-                    + stage * comptime!(t.stats_bytes() as u32)
-                    + which * comptime!((t.group * 8) as u32);
-                load_line(
-                    loads.stats,
-                    target,
-                    full,
-                    at * 2,
-                    loads.batch * loads.heads + cursor.head.read(),
-                );
-            } else {
-                let mut map = loads.b1;
-                let mut start = loads.base + comptime!(t.b1_offset() as u32);
-                if loads.index >= boxes {
-                    map = loads.b2;
-                    start = loads.base + comptime!(t.b2_offset() as u32);
-                }
-                let target = start
-                    + stage * comptime!(t.b_bytes() as u32)
-                    + span * comptime!((t.cols * ROW) as u32)
-                    + which * comptime!((t.group * ROW) as u32);
-                let head = cursor.head.read() / loads.divisor;
-                load_at(
-                    map,
-                    target,
-                    full,
-                    span,
-                    at,
-                    loads.class_len,
-                    head,
-                    loads.batch,
-                    comptime!(t.residue),
-                );
-            }
-        }
-        cursor.j.store(cursor.j.read() + 1);
-        cursor.loaded.store(cursor.loaded.read() + 1);
     }
 }

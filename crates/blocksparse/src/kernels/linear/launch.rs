@@ -123,9 +123,14 @@ pub fn multiply(
         ("a", a, 2, request.rows, request.orders[0]),
         ("b", b, 1, request.cols, request.orders[1]),
     ] {
-        let lengths = [view.shape[depth], view.shape[3 - depth]];
-        let fits =
-            lengths == [request.depth, across] && [1, request.batch].contains(&view.shape[0]);
+        // What is behind the last row is read as 0: the columns of the result may be more than the right factor has, up to a multiple of 8.
+        let own = match name {
+            "b" => view.shape[3 - depth].next_multiple_of(8),
+            _ => view.shape[3 - depth],
+        };
+        let is_across = own == across || view.shape[3 - depth] == across;
+        let is_shared = view.shape[0] > 0 && request.batch.is_multiple_of(view.shape[0]);
+        let fits = view.shape[depth] == request.depth && is_across && is_shared;
         let lies = view.seq.is_some() == (name == "a" && request.by_heads);
         if !fits || !lies || view.order(depth) != Ok(order) {
             return Err(KernelError::Factor { factor: name });
@@ -144,7 +149,7 @@ fn tiles(plan: &ProductPlan, [a, b]: [&MatrixView; 2]) -> TilesLaunch {
     let request = plan.request;
     let rows = request.rows.div_ceil(ROWS);
     let cols = request.cols.div_ceil(plan.tile.cols());
-    let batched = |view: &MatrixView| u32::from(view.shape[0] > 1);
+    let each = |view: &MatrixView| (request.batch / view.shape[0]) as u32;
     TilesLaunch::new(
         (request.batch * plan.parts * rows * cols) as u32,
         rows as u32,
@@ -152,16 +157,16 @@ fn tiles(plan: &ProductPlan, [a, b]: [&MatrixView; 2]) -> TilesLaunch {
         plan.parts as u32,
         plan.part_slabs as u32,
         plan.slabs() as u32,
-        batched(a),
-        batched(b),
+        each(a),
+        each(b),
         a.run() as u32,
         b.run() as u32,
         a.seq.unwrap_or(1) as u32,
     )
 }
 
-/// A factor, of which the `depth`-th dimension is the depth, or nothing if the kernel does not count so far.
-fn factor(view: &MatrixView, depth: usize, order: Order) -> Option<FactorLaunch> {
+/// A factor of a batch of `all`, of which the `depth`-th dimension is the depth, or nothing if the kernel does not count so far.
+fn factor(view: &MatrixView, depth: usize, order: Order, all: usize) -> Option<FactorLaunch> {
     let across = 3 - depth;
     let outer = match order {
         Order::Depth => across,
@@ -173,15 +178,19 @@ fn factor(view: &MatrixView, depth: usize, order: Order) -> Option<FactorLaunch>
         _ => u32::try_from(view.strides[dim].checked_mul(2)? / bytes).ok(),
     };
     let [pitch, batch] = [stride(outer, 1)?, stride(0, 16)?];
-    let to_next_run = match view.outer {
-        [1, _] => 0,
-        [_, stride] => u32::try_from(stride.checked_mul(2)? / 16).ok()?,
+    let sixteens = |stride: usize| u32::try_from(stride.checked_mul(2)? / 16).ok();
+    let each = all / view.shape[0];
+    let (in_run, run, to_next_run) = match view.outer {
+        // A run is of those that share a matrix.
+        [1, _] if each > 1 => (0, each, if view.shape[0] > 1 { batch } else { 0 }),
+        [1, _] => (batch, view.run(), 0),
+        [_, stride] => (batch, view.run(), sixteens(stride)?),
     };
     Some(FactorLaunch::new(
         view.shape[across] as u32,
         pitch,
-        batch,
-        view.run() as u32,
+        in_run,
+        run as u32,
         to_next_run,
     ))
 }
@@ -206,7 +215,7 @@ fn launch_mma(
 ) -> Result<(), KernelError> {
     let request = plan.request;
     let factor = |name, view, depth, order| {
-        factor(view, depth, order).ok_or(KernelError::Factor { factor: name })
+        factor(view, depth, order, request.batch).ok_or(KernelError::Factor { factor: name })
     };
     let left = factor("a", a, 2, tile.a)?;
     let right = factor("b", b, 1, tile.b)?;

@@ -48,8 +48,11 @@ impl ProductRequest {
         parts: bool,
     ) -> Result<Self, &'static str> {
         let batch = a.shape[0].max(b.shape[0]);
-        if a.shape[2] != b.shape[1] || !([a, b].iter().all(|of| [1, batch].contains(&of.shape[0])))
-        {
+        let is_shared = |of: &&MatrixView| of.shape[0] > 0 && batch.is_multiple_of(of.shape[0]);
+        let runs = [a, b]
+            .iter()
+            .all(|of| of.outer[0] == 1 || of.shape[0] == batch);
+        if a.shape[2] != b.shape[1] || ![a, b].iter().all(is_shared) || !runs {
             return Err("the factors' lengths do not fit");
         }
         Ok(Self {

@@ -34,9 +34,9 @@ pub struct Tiles {
     pub part_slabs: u32,
     /// Slabs of the depth.
     pub slabs: u32,
-    /// Whether the factors have as many matrices as the batch.
-    pub a_batch: u32,
-    pub b_batch: u32,
+    /// Neighbouring matrices of the batch that share one of either factor.
+    pub a_each: u32,
+    pub b_each: u32,
     /// Matrices of a run of either.
     pub a_run: u32,
     pub b_run: u32,
@@ -190,7 +190,7 @@ pub fn product<S: Size, W: Size>(
                             bar,
                             place.row,
                             depth,
-                            place.batch * tiles.a_batch,
+                            place.batch / tiles.a_each,
                             tiles.a_run,
                             t.a,
                             ROWS,
@@ -202,7 +202,7 @@ pub fn product<S: Size, W: Size>(
                         bar,
                         place.col,
                         depth,
-                        place.batch * tiles.b_batch,
+                        place.batch / tiles.b_each,
                         tiles.b_run,
                         t.b,
                         t.cols,

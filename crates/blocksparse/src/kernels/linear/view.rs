@@ -12,7 +12,7 @@ const ALIGNMENT: usize = 8;
 pub struct MatrixView {
     /// The buffer, from the first element on.
     pub handle: Handle,
-    /// Batch, rows, columns. A batch of 1 goes with any other.
+    /// Batch, rows, columns. Where the other factor's batch is a multiple, as many neighbours share a matrix.
     pub shape: [usize; 3],
     /// Elements from one to the next; from a matrix to the next one of the same [`outer`](Self::outer).
     pub strides: [usize; 3],

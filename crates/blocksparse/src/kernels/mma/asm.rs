@@ -152,11 +152,27 @@ pub fn copy_piece(target: u32, base: u64, position: u32, stride: u32) {
         t = in(_) val::<u32>(target), b = in(_) val::<u64>(base), x = in(_) val::<u32>(position), s = in(_) val::<u32>(stride));
 }
 
+/// As [`copy_piece`], where rows are more than 4 GB apart.
+#[cube]
+pub fn copy_far_piece(target: u32, base: u64, position: u32, stride: u64) {
+    gpu_asm!("{{ .reg .pred p; .reg .b32 r, n; .reg .b64 a; setp.eq.u32 p, {x}, 0xffffffff; selp.b32 r, 0, {x}, p; \
+              selp.b32 n, 0, 16, p; cvt.u64.u32 a, r; mad.lo.u64 a, a, {s}, {b}; \
+              cp.async.cg.shared.global [{t}], [a], 16, n; }}",
+        t = in(_) val::<u32>(target), b = in(_) val::<u64>(base), x = in(_) val::<u32>(position), s = in(_) val::<u64>(stride));
+}
+
 /// Starts to copy 8 bytes to shared memory, or zeros if `bytes` is 0.
 #[cube]
 pub fn copy_pair(target: u32, source: u64, bytes: u32) {
     gpu_asm!("cp.async.ca.shared.global [{t}], [{s}], 8, {n};",
         t = in(_) val::<u32>(target), s = in(_) val::<u64>(source), n = in(_) val::<u32>(bytes));
+}
+
+/// Adds to the number at an address that no other unit adds to, if `adds` is not 0. Nobody waits for it.
+#[cube]
+pub fn add_number(address: u64, x: f32, adds: u32) {
+    gpu_asm!("{{ .reg .pred p; setp.ne.u32 p, {n}, 0; @p red.relaxed.gpu.global.add.f32 [{a}], {x}; }}",
+        a = in(_) val::<u64>(address), x = in(_) val::<f32>(x), n = in(_) val::<u32>(adds));
 }
 
 /// Waits for the copies that this unit started.

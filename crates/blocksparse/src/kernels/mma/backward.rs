@@ -18,6 +18,8 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
+use super::backward_loads::*;
+use super::bias_gradient::*;
 use super::dropout::*;
 use super::gather::*;
 use super::product::*;
@@ -25,12 +27,16 @@ use super::score::*;
 use super::tile::*;
 use crate::kernels::shared::distances::TableArgs;
 use crate::kernels::shared::dropout::Mask;
-use crate::kernels::shared::walk::{Four, Listing, PlanParts};
+use crate::kernels::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
 use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` with any strides of 16 bytes in their outer dimensions, in words; `stats`
 /// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, and behind them the ALiBi slopes; `out` `[batch, heads, len, dim]` in words,
 /// out2 from word `second` on. With `carry` the results are added to it.
+///
+/// With `t.bias_gradient` `out` is the gradient of the bias, to which `ds` is added without the softcap's factor: a walk over rows adds it pair by
+/// pair, a walk over columns, where all queries share a row of the bias, a sum for each key, and is launched for query heads. Batch
+/// entries and heads that share a bias are in slices of their own, so that every element has one writer at a time.
 #[cube(launch_unchecked)]
 pub fn backward(
     a1: &[u32],
@@ -49,9 +55,11 @@ pub fn backward(
     bias_strides: BiasStrides,
     parts: PlanParts,
     listing: Listing,
+    slice: Slice,
     pitch_stats: u32,
     heads_per_kv: u32,
     second: u32,
+    chunks: u32,
     scale: f32,
     log2_scale: f32,
     softcap: f32,
@@ -69,15 +77,20 @@ pub fn backward(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let outer = CUBE_POS_Y;
-    let batch = CUBE_POS_Z;
+    let outer = head_of(&slice) as u32;
+    let batch = batch_of(&slice) as u32;
 
     // In a walk over columns a tile of keys goes through all query heads of its group.
     let mut first_head = outer;
     let mut turns = 1u32;
-    let mut heads = CUBE_COUNT_Y;
+    let mut heads = slice.heads as u32;
     let mut divisor = heads_per_kv;
-    if comptime!(columns) {
+    // The head of the tile's own rows.
+    let mut own_head = outer;
+    if comptime!(columns && t.bias_gradient) {
+        own_head = outer / heads_per_kv;
+        divisor = 1u32;
+    } else if comptime!(columns) {
         first_head = outer * heads_per_kv;
         turns = heads_per_kv;
         heads *= heads_per_kv;
@@ -85,7 +98,12 @@ pub fn backward(
     }
     let heads_at = parts.heads + batch as usize * parts.batch;
     let record0 = plan[heads_at + first_head as usize] as usize;
-    let ranked = parts.order + (record0 + CUBE_POS_X as usize) * 4;
+    let pieces = comptime!(t.bias_gradient && !columns);
+    let mut rank = CUBE_POS_X;
+    if comptime!(pieces) {
+        rank = CUBE_POS_X / chunks;
+    }
+    let ranked = parts.order + (record0 + rank as usize) * 4;
     let tile = plan[ranked];
 
     let cursor = Cursor {
@@ -96,6 +114,16 @@ pub fn backward(
         steps: RuntimeCell::<u32>::new(0u32),
     };
     open(plan, &parts, ranked + 1, &cursor);
+    // Steps add to what is in memory, and none needs another: cubes share those of a tile.
+    let mut first_step = 0u32;
+    if comptime!(pieces) {
+        let steps = cursor.steps.read();
+        let chunk = CUBE_POS_X % chunks;
+        first_step = uniform(steps * chunk / chunks);
+        cursor.j.store(first_step);
+        cursor.steps.store(uniform(steps * (chunk + 1) / chunks));
+    }
+    let last_step = cursor.steps.read();
     let loads = Loads {
         b1: address::<u32>(b1),
         b2: address::<u32>(b2),
@@ -117,9 +145,10 @@ pub fn backward(
 
     let a1_at = base + comptime!(t.a1_offset() as u32);
     let a2_at = base + comptime!(t.a2_offset() as u32);
+    clear_rows(base, t);
     copy_rows(
-        head_address(address::<u32>(a1), &a1_strides, batch, outer),
-        a1_strides.row * 16,
+        head_address(address::<u32>(a1), &a1_strides, batch, own_head),
+        a1_strides.row,
         base,
         a1_at,
         comptime!(t.rows()),
@@ -128,8 +157,8 @@ pub fn backward(
     );
     if comptime!(t.outputs.first()) {
         copy_rows(
-            head_address(address::<u32>(a2), &a2_strides, batch, outer),
-            a2_strides.row * 16,
+            head_address(address::<u32>(a2), &a2_strides, batch, own_head),
+            a2_strides.row,
             base,
             a2_at,
             comptime!(t.rows()),
@@ -174,7 +203,14 @@ pub fn backward(
         }
     }
 
-    let size1 = comptime!(if t.outputs.first() {
+    let gradient = gradient_rows(&out[..], &bias_strides, batch, outer, t);
+    let key_pairs = comptime!(if t.bias_gradient { 2 * tiles } else { 0 });
+    let mut key_sums = Array::<f32>::new(comptime!(key_pairs.max(1)));
+    #[unroll]
+    for i in 0..key_pairs {
+        key_sums[i] = f32::new(0.0);
+    }
+    let size1 = comptime!(if t.outputs.first() && !t.bias_gradient {
         tiles * t.head_dim / 8
     } else {
         1
@@ -202,7 +238,7 @@ pub fn backward(
         let head = first_head + turn;
         let mut slope = f32::new(0.0);
         if comptime!(t.score.alibi) {
-            slope = stats[(CUBE_COUNT_Z * heads * pitch_stats * 2 + head) as usize];
+            slope = stats[(slice.batches as u32 * heads * pitch_stats * 2 + head) as usize];
         }
         let biases = Biases {
             slope,
@@ -216,7 +252,11 @@ pub fn backward(
         let entry0 = parts.entries + plan[record] as usize * 2;
         let steps = uniform(plan[record + 1]);
         let masked = uniform(plan[record + 2]);
-        for j in 0..steps {
+        let mut end = steps;
+        if comptime!(pieces) {
+            end = last_step;
+        }
+        for j in first_step..end {
             let stage = done & 1;
             let positions = base + comptime!(t.slot_offset() as u32) + slot_of(done, t);
             wait_copies();
@@ -334,22 +374,32 @@ pub fn backward(
                             }
                             four.insert(i, p.extract(i) * (by_weight - delta));
                         }
-                        if comptime!(t.score.softcap) {
+                        if comptime!(t.score.softcap && !t.bias_gradient) {
                             four *= cap_slope[at];
                         }
                         dp[at] = four;
                     }
                 }
-                let ds = pack_left(&dp, t);
-                accumulate(&ds, b1_rows + b1_stage, &mut out1, comptime!(t.head_dim), t);
+                if comptime!(!t.bias_gradient) {
+                    let ds = pack_left(&dp, t);
+                    accumulate(&ds, b1_rows + b1_stage, &mut out1, comptime!(t.head_dim), t);
+                } else if comptime!(columns) {
+                    sum_queries(&dp, &mut key_sums, t);
+                } else {
+                    add_pairs(&s, &dp, &gradient, own, positions + quad * 4, t);
+                }
             }
             store_place(base, done + 2, &found, &listing, b1_strides.len, t);
             done += 1;
         }
     }
 
-    let first = (batch * CUBE_COUNT_Y + outer) * a1_strides.len;
-    if comptime!(t.outputs.first()) {
+    let first = (batch * slice.heads as u32 + outer) * a1_strides.len;
+    if comptime!(t.bias_gradient) {
+        if comptime!(columns) {
+            add_sums(&key_sums, &gradient, own, lane, t);
+        }
+    } else if comptime!(t.outputs.first()) {
         store_rows(
             out,
             &out1,
@@ -381,166 +431,6 @@ pub fn backward(
             comptime!(t.value_dim),
             t,
         );
-    }
-}
-
-/// What copies are made of.
-#[derive(CubeType, Clone, Copy)]
-struct Loads {
-    b1: u64,
-    b2: u64,
-    stats: u64,
-    base: u32,
-    batch: u32,
-    /// Query heads.
-    heads: u32,
-    /// Query heads per head of b1 and b2.
-    divisor: u32,
-    /// Places of a head in the stats.
-    pitch: u32,
-}
-
-/// The step whose positions are worked out next.
-#[derive(CubeType)]
-struct Cursor {
-    head: RuntimeCell<u32>,
-    /// The head after the last one.
-    end: u32,
-    /// Word of the head's first entry.
-    entry: RuntimeCell<usize>,
-    j: RuntimeCell<u32>,
-    /// Steps of the head.
-    steps: RuntimeCell<u32>,
-}
-
-/// The unit's column of a step.
-#[derive(CubeType, Clone, Copy)]
-struct Found {
-    place: u32,
-    /// The step's head, or [`NOWHERE`] after the last step.
-    head: u32,
-}
-
-/// Reads the record of the cursor's head.
-#[cube]
-fn open(plan: &[u32], parts: &PlanParts, record: usize, cursor: &Cursor) {
-    cursor
-        .entry
-        .store(parts.entries + plan[record] as usize * 2);
-    cursor.j.store(0u32);
-    cursor.steps.store(uniform(plan[record + 1]));
-}
-
-/// The place of the unit's column in the cursor's step, which then is the next one. All units call this together.
-#[cube]
-fn next_place(
-    plan: &[u32],
-    parts: &PlanParts,
-    heads_at: usize,
-    tile: u32,
-    cursor: &Cursor,
-    #[comptime] columns: bool,
-    #[comptime] t: Tile,
-) -> Found {
-    if comptime!(columns) {
-        while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
-            cursor.head.store(cursor.head.read() + 1);
-            let first_record = plan[heads_at + cursor.head.read() as usize];
-            let record = parts.tiles + (first_record + tile) as usize * 3;
-            open(plan, parts, record, cursor);
-        }
-    }
-    let mut place = 0u32;
-    let mut head = comptime!(NOWHERE).runtime();
-    if cursor.j.read() < cursor.steps.read() {
-        head = cursor.head.read();
-        let col = UNIT_POS_X;
-        if col < comptime!(t.cols as u32) {
-            let entry =
-                cursor.j.read() * comptime!(t.entries() as u32) + col / comptime!(t.group as u32);
-            place = plan[cursor.entry.read() + (entry * 2) as usize] * comptime!(t.group as u32)
-                + col % comptime!(t.group as u32);
-        }
-        cursor.j.store(cursor.j.read() + 1);
-    }
-    Found { place, head }
-}
-
-/// Writes the positions of the `step`-th step and its head to its slot.
-#[cube]
-fn store_place(
-    base: u32,
-    step: u32,
-    found: &Found,
-    listing: &Listing,
-    len: u32,
-    #[comptime] t: Tile,
-) {
-    let target = base + comptime!(t.slot_offset() as u32) + slot_of(step, t);
-    if UNIT_POS_X < comptime!(t.cols as u32) {
-        shared_store(
-            target + UNIT_POS_X * 4,
-            position_at(found.place, listing, len, t),
-        );
-    }
-    if UNIT_POS_X == 0 {
-        shared_store(target + comptime!(t.cols as u32 * 4), found.head);
-    }
-}
-
-/// Starts to copy the rows of the `done`-th step, if there is one; `place` is that of the unit's column.
-#[cube]
-fn copy_step(
-    loads: &Loads,
-    b1_strides: &Strides,
-    b2_strides: &Strides,
-    done: u32,
-    place: u32,
-    #[comptime] columns: bool,
-    #[comptime] t: Tile,
-) {
-    let stage = done & 1;
-    let slot = loads.base + comptime!(t.slot_offset() as u32) + slot_of(done, t);
-    let head = uniform(shared_load(slot + comptime!(t.cols as u32 * 4)));
-    if head != comptime!(NOWHERE) {
-        let inner = head / loads.divisor;
-        copy_rows(
-            head_address(loads.b1, b1_strides, loads.batch, inner),
-            b1_strides.row * 16,
-            slot,
-            loads.base
-                + comptime!(t.b1_offset(true) as u32)
-                + stage * comptime!(t.b1_bytes() as u32),
-            comptime!(t.cols),
-            comptime!(t.head_dim),
-            t,
-        );
-        copy_rows(
-            head_address(loads.b2, b2_strides, loads.batch, inner),
-            b2_strides.row * 16,
-            slot,
-            loads.base
-                + comptime!(t.b2_offset(true) as u32)
-                + stage * comptime!(t.b2_bytes() as u32),
-            comptime!(t.cols),
-            comptime!(t.value_dim),
-            t,
-        );
-        if comptime!(columns) {
-            if UNIT_POS_X < comptime!(t.cols as u32) {
-                let exists = place < loads.pitch;
-                let row =
-                    (loads.batch * loads.heads + head) * loads.pitch + select(exists, place, 0u32);
-                copy_pair(
-                    loads.base
-                        + comptime!(t.stats_at(0) as u32)
-                        + stage * comptime!(t.stats_bytes() as u32)
-                        + UNIT_POS_X * 8,
-                    loads.stats + u64::cast_from(row) * 8,
-                    select(exists, 8u32, 0u32),
-                );
-            }
-        }
     }
 }
 

@@ -9,8 +9,8 @@ use crate::kernels::shared::asm::Half;
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, is_u32};
 use crate::plan::{Grouping, Walk};
 
-/// Widths are multiples of the depth of mma.sync.
-const WIDTH: usize = 16;
+/// Rows are copied in pieces of 16 bytes, and the sums of mma.sync have eight columns.
+const WIDTH: usize = 8;
 const WIDEST: usize = 256;
 
 /// A shape that a tile may have, and its speed relative to the others on dense attention.
@@ -119,7 +119,7 @@ fn check_tier(part: &PartRequest) -> Result<Element, &'static str> {
     check_options(request)?;
     let widths = [request.head_dim, request.value_dim];
     if !(widths.iter()).all(|dim| dim.is_multiple_of(WIDTH) && (1..=WIDEST).contains(dim)) {
-        return Err("head_dim or value_dim is no multiple of 16 up to 256");
+        return Err("head_dim or value_dim is no multiple of 8 up to 256");
     }
     Ok(element)
 }
@@ -169,6 +169,8 @@ fn shaped(
         residue: part.residue.is_some(),
         carry: part.carry,
         clustered: false,
+        far_rows: false,
+        bias_gradient: false,
         outputs,
     }
 }
@@ -178,11 +180,16 @@ fn shaped(
 /// # Errors
 /// What the tier lacks: the device, the type, the widths, or something it does not compute.
 pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, &'static str> {
+    let element = check_tier(part)?;
+    check_output(part, kernel, element)?;
+    fastest(part, kernel, element)
+}
+
+/// The tile that should be fastest of those that fit.
+fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile, &'static str> {
     let &PartRequest {
         layout, request, ..
     } = part;
-    let element = check_tier(part)?;
-    check_output(part, kernel, element)?;
     let backward = kernel != Kernel::Forward;
     let walk = kernel.walk();
     let block = layout.block_size();
@@ -241,4 +248,24 @@ pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, &'static str> 
 pub fn choose_backward(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
     let rows = choose(part, Kernel::BackwardRows)?;
     Ok([rows, choose(part, Kernel::BackwardColumns)?])
+}
+
+/// As [`choose`], for the gradient of a given bias in either walk: it is added to by addresses, so it may be of any size.
+///
+/// # Errors
+/// As [`choose`].
+pub fn choose_bias_gradient(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
+    let element = check_tier(part)?;
+    let of_walk = |kernel| {
+        let tile = fastest(part, kernel, element)?;
+        Ok(Tile {
+            bias_gradient: true,
+            outputs: Outputs::First,
+            ..tile
+        })
+    };
+    Ok([
+        of_walk(Kernel::BackwardRows)?,
+        of_walk(Kernel::BackwardColumns)?,
+    ])
 }

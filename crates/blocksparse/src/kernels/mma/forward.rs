@@ -28,7 +28,7 @@ use super::tile::*;
 use crate::kernels::shared::distances::TableArgs;
 use crate::kernels::shared::dropout::Mask;
 use crate::kernels::shared::score::{LOWEST_MAX, SLACK};
-use crate::kernels::shared::walk::{Four, Listing, PlanParts};
+use crate::kernels::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
 
 /// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
 /// words, and `lse` and `max_scores` `[batch, heads, seq_q]` contiguous.
@@ -55,6 +55,7 @@ pub fn forward(
     bias_strides: BiasStrides,
     parts: PlanParts,
     listing: Listing,
+    slice: Slice,
     heads_per_kv: u32,
     log2_scale: f32,
     lse_scale: f32,
@@ -71,8 +72,8 @@ pub fn forward(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let head = CUBE_POS_Y;
-    let batch = CUBE_POS_Z;
+    let head = head_of(&slice) as u32;
+    let batch = batch_of(&slice) as u32;
 
     let first_record = plan[parts.heads + batch as usize * parts.batch + head as usize] as usize;
     let ranked = parts.order + (first_record + CUBE_POS_X as usize) * 4;
@@ -95,20 +96,27 @@ pub fn forward(
     let kv_head = head / heads_per_kv;
     let keys = StepRows {
         head: head_address(address::<u32>(k), &k_strides, batch, kv_head),
-        stride: k_strides.row * 16,
+        stride: k_strides.row,
         slots,
         target: base + comptime!(t.b1_offset(false) as u32),
     };
     let values = StepRows {
         head: head_address(address::<u32>(v), &v_strides, batch, kv_head),
-        stride: v_strides.row * 16,
+        stride: v_strides.row,
         slots,
         target: base + comptime!(t.b2_offset(false) as u32),
     };
     let q_at = base + comptime!(t.a1_offset() as u32);
+    clear_beyond(q_at, comptime!(t.rows()), comptime!(t.head_dim), t);
+    clear_beyond(
+        keys.target,
+        comptime!(t.stages * t.cols),
+        comptime!(t.head_dim),
+        t,
+    );
     copy_rows(
         head_address(address::<u32>(q), &q_strides, batch, head),
-        q_strides.row * 16,
+        q_strides.row,
         base,
         q_at,
         comptime!(t.rows()),
@@ -124,7 +132,7 @@ pub fn forward(
 
     let warp_rows = warp * comptime!(16 * t.warp_tiles as u32);
     let first_row = warp_rows + lane / 4;
-    let first = (batch * CUBE_COUNT_Y + head) * q_strides.len;
+    let first = (batch * slice.heads as u32 + head) * q_strides.len;
     let quad = lane % 4 * 2;
     let mut m = Array::<f32>::new(comptime!(2 * tiles));
     let mut l = Array::<f32>::new(comptime!(2 * tiles));
@@ -318,8 +326,8 @@ fn keeps_queries(t: Tile) -> bool {
 struct StepRows {
     /// Address of the head.
     head: u64,
-    /// Bytes between positions.
-    stride: u32,
+    /// Pieces of 16 bytes between positions.
+    stride: u64,
     /// Positions of steps.
     slots: u32,
     /// Where the first stage is.

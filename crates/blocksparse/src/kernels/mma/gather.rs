@@ -10,11 +10,11 @@ use crate::kernels::shared::walk::{Listing, PlanParts};
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Strides {
     /// Between batch entries.
-    pub batch: u32,
+    pub batch: u64,
     /// Between heads.
-    pub head: u32,
+    pub head: u64,
     /// Between positions.
-    pub row: u32,
+    pub row: u64,
     /// Positions.
     pub len: u32,
 }
@@ -22,8 +22,7 @@ pub struct Strides {
 /// The address of a head's first row.
 #[cube]
 pub fn head_address(buffer: u64, strides: &Strides, batch: u32, head: u32) -> u64 {
-    let pieces = u64::cast_from(batch) * u64::cast_from(strides.batch)
-        + u64::cast_from(head) * u64::cast_from(strides.head);
+    let pieces = u64::cast_from(batch) * strides.batch + u64::cast_from(head) * strides.head;
     buffer + pieces * 16
 }
 
@@ -91,11 +90,21 @@ pub fn own_positions(
     }
 }
 
-/// Starts to copy `rows` rows to shared memory, whose positions are there.
+/// Starts to copy a piece of the row at a position, whose rows begin at `base` and are `stride` pieces of 16 bytes apart.
+#[cube]
+fn copy_of_row(target: u32, base: u64, position: u32, stride: u64, #[comptime] t: Tile) {
+    if comptime!(t.far_rows) {
+        copy_far_piece(target, base, position, stride * 16);
+    } else {
+        copy_piece(target, base, position, u32::cast_from(stride) * 16);
+    }
+}
+
+/// Starts to copy `rows` rows to shared memory, whose positions are there; `stride` is in pieces of 16 bytes.
 #[cube]
 pub fn copy_rows(
     head: u64,
-    stride: u32,
+    stride: u64,
     positions: u32,
     target: u32,
     #[comptime] rows: usize,
@@ -114,11 +123,12 @@ pub fn copy_rows(
         #[unroll]
         for i in 0..comptime!(total / units) {
             let below = comptime!((i * units / pieces) as u32);
-            copy_piece(
+            copy_of_row(
                 first + comptime!(below * t.pitch(dim) as u32),
                 source,
                 shared_load(position + comptime!(below * 4)),
                 stride,
+                t,
             );
         }
     } else {
@@ -126,13 +136,38 @@ pub fn copy_rows(
         while index < comptime!(total as u32) {
             let row = index / comptime!(pieces as u32);
             let piece = index % comptime!(pieces as u32) * 16;
-            copy_piece(
+            copy_of_row(
                 target + row * comptime!(t.pitch(dim) as u32) + piece,
                 head + u64::cast_from(piece),
                 shared_load(positions + row * 4),
                 stride,
+                t,
             );
             index += comptime!(units as u32);
+        }
+    }
+}
+
+/// Zeros what rows of width `dim` have beyond it within the depth of a product: 16 bytes, which copies leave as they are. `rows` rows
+/// from `target` on.
+#[cube]
+pub fn clear_beyond(
+    target: u32,
+    #[comptime] rows: usize,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    if comptime!(t.ragged(dim)) {
+        let mut row = UNIT_POS_X;
+        while row < comptime!(rows as u32) {
+            let at = target
+                + row * comptime!(t.pitch(dim) as u32)
+                + comptime!((dim * t.element.bytes()) as u32);
+            #[unroll]
+            for word in 0..4u32 {
+                shared_store(at + comptime!(word * 4), 0u32);
+            }
+            row += comptime!(t.units() as u32);
         }
     }
 }

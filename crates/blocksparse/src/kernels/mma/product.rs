@@ -121,7 +121,7 @@ pub fn accumulate(
     #[unroll]
     for k in 0..depth {
         #[unroll]
-        for n in 0..comptime!(eights / 2) {
+        for n in 0..comptime!(eights.div_ceil(2)) {
             let mut right = Vector::<u32, Four>::zeroed();
             if comptime!(t.element == Element::Tf32) {
                 #[unroll]
@@ -144,14 +144,17 @@ pub fn accumulate(
                     o[at],
                     t.element,
                 );
-                let at = comptime!(at + 1);
-                o[at] = multiply(
-                    left,
-                    right.extract(2usize),
-                    right.extract(3usize),
-                    o[at],
-                    t.element,
-                );
+                // Widths that are no multiple of 16 end with a single eight.
+                if comptime!(2 * n + 1 < eights) {
+                    let at = comptime!(at + 1);
+                    o[at] = multiply(
+                        left,
+                        right.extract(2usize),
+                        right.extract(3usize),
+                        o[at],
+                        t.element,
+                    );
+                }
             }
         }
     }

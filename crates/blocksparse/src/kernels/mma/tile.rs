@@ -17,9 +17,9 @@ pub const ROW_PAIR: u32 = 8;
 pub struct Tile {
     /// What the products' operands are.
     pub element: Element,
-    /// Width of queries and keys, a multiple of 16.
+    /// Width of queries and keys, a multiple of 8.
     pub head_dim: usize,
-    /// Width of values, a multiple of 16.
+    /// Width of values, a multiple of 8.
     pub value_dim: usize,
     /// Warps of a cube.
     pub warps: usize,
@@ -41,6 +41,10 @@ pub struct Tile {
     pub carry: bool,
     /// Whether the tile's rows are gathered from like blocks.
     pub clustered: bool,
+    /// Whether two rows of a tensor may be more than 4 GB apart, which is known with the tensors only.
+    pub far_rows: bool,
+    /// Whether the backward kernel makes the gradient of a given bias, and no other.
+    pub bias_gradient: bool,
     /// In the backward pass, which of dK (or dQ) and dV a launch computes.
     pub outputs: Outputs,
 }
@@ -177,15 +181,26 @@ impl Tile {
         self.b2_offset(backward) + self.stages * self.b2_bytes()
     }
 
+    /// A width as it is in shared memory: a multiple of 16. What is beyond `dim` is zeros, see
+    /// [`clear_beyond`](super::gather::clear_beyond).
+    pub fn padded(&self, dim: usize) -> usize {
+        dim.next_multiple_of(16)
+    }
+
     /// Bytes between two rows in shared memory: an odd number of 16-byte pieces, so that eight neighbouring rows lie
     /// in different banks.
     pub fn pitch(&self, dim: usize) -> usize {
-        dim * self.element.bytes() + 16
+        self.padded(dim) * self.element.bytes() + 16
     }
 
-    /// Products deep a width is.
+    /// Products deep a width, or a step's columns, is.
     pub fn depth(&self, dim: usize) -> usize {
-        dim / self.element.depth()
+        dim.div_ceil(self.element.depth())
+    }
+
+    /// Whether a row of this width ends within the depth of a product.
+    pub fn ragged(&self, dim: usize) -> bool {
+        !dim.is_multiple_of(self.element.depth())
     }
 
     /// Words of a row in memory.
@@ -214,7 +229,9 @@ impl fmt::Display for Described {
             Element::Half(_) => "",
         };
         let split = match (kernel, tile.outputs) {
-            (Kernel::BackwardColumns, Outputs::First) => ", one output a launch",
+            (Kernel::BackwardColumns, Outputs::First) if !tile.bias_gradient => {
+                ", one output a launch"
+            }
             _ => "",
         };
         write!(

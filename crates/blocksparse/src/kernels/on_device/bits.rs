@@ -95,6 +95,77 @@ pub fn from_indices(
     }
 }
 
+/// The score of a block that cannot be chosen: a number that is none, and no other score's.
+pub const HIDDEN: u32 = 0xffff_ffff;
+
+/// The score of every other number that is none.
+const NO_NUMBER: u32 = 0x7fc0_0000;
+
+/// Which blocks can be chosen: a word for each head says at which row its bits begin, and the bits follow, `[rows, words]`.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Allowed {
+    /// Where the bits begin, `[batch entries, heads]` words behind the first.
+    pub bits: usize,
+    /// Heads of a batch entry.
+    pub heads: usize,
+    /// The last batch entry.
+    pub last_entry: usize,
+    /// Patterns of a batch entry, of those that choose.
+    pub patterns: usize,
+}
+
+/// The bits of block `kv_block`'s word, of row `row` of all patterns'.
+#[cube]
+fn allowed_word(allowed: &[u32], row: usize, word: usize, grid: &Grid, of: &Allowed) -> u32 {
+    let pattern = row / grid.q_blocks;
+    let entry = (pattern / of.patterns).min(of.last_entry);
+    let head = entry * of.heads + pattern % of.patterns * (of.heads / of.patterns);
+    let first = allowed[head] as usize;
+    allowed[of.bits + (first + row % grid.q_blocks) * grid.words + word]
+}
+
+/// `scores` `[patterns, q_blocks, kv_blocks]`, and [`HIDDEN`] where no block can be chosen. A unit makes a score.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn hide(scores: &[u32], allowed: &[u32], hidden: &mut [u32], grid: Grid, of: Allowed) {
+    let at = ABSOLUTE_POS;
+    if at < hidden.len() {
+        let row = at / grid.kv_blocks;
+        let block = at % grid.kv_blocks;
+        let mut score = scores[at];
+        if score & 0x7fff_ffffu32 > 0x7f80_0000u32 {
+            score = NO_NUMBER.runtime();
+        }
+        let word = allowed_word(allowed, row, block / 32, &grid, &of);
+        if (word >> (block % 32) as u32) & 1u32 == 0u32 {
+            score = HIDDEN.runtime();
+        }
+        hidden[at] = score;
+    }
+}
+
+/// Bits `[patterns, q_blocks, words]` without those of blocks that cannot be chosen. A unit makes a word.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn cut(bits: &mut [u32], allowed: &[u32], grid: Grid, of: Allowed) {
+    let at = ABSOLUTE_POS;
+    if at < bits.len() {
+        let own = allowed_word(allowed, at / grid.words, at % grid.words, &grid, &of);
+        bits[at] = bits[at] & own;
+    }
+}
+
+/// How many bits a row has. A unit counts a row's.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn count_rows(bits: &[u32], counts: &mut [i32], words: usize) {
+    let row = ABSOLUTE_POS;
+    if row < counts.len() {
+        let mut count = 0u32;
+        for word in 0..words {
+            count += bits[row * words + word].count_ones();
+        }
+        counts[row] = count as i32;
+    }
+}
+
 /// The bits by columns, `[patterns, kv_blocks, column_words]`. A unit makes a word.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn transpose(bits: &[u32], columns: &mut [u32], grid: Grid, column_words: usize) {

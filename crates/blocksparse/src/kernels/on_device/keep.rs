@@ -1,12 +1,13 @@
 //! From scores to bits: the rules of [`Rule`], on the device.
 //!
 //! Nothing is sorted. Scores in their order are whole numbers in the same order, so how many are above one, and how much they weigh, is asked of a
-//! bound, which 32 halvings find. A cube has a row, and where a row is no longer than its units can hold, its numbers are read once.
+//! bound, which 32 halvings find. A cube has a row, and where a row is no longer than its units can hold, its numbers are read once. Where there are planes
+//! of 32 units and rows are short, [`keep_planes`](super::keep_planes) does the same.
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
-use super::bits::{Grid, first_position, last_position, seen};
+use super::bits::{Grid, HIDDEN, first_position, last_position, seen};
 use crate::kernels::error::KernelError;
 use crate::kernels::rows::tile::{
     Combine, Pair, RowTile, across_lanes, pair_across_lanes, pair_shared,
@@ -27,11 +28,23 @@ const MOST_HELD: usize = 16;
 
 /// What of a [`Keep`] is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum By {
+pub enum By {
     TopK,
     Ratio,
     TopP,
     AboveMax,
+}
+
+impl By {
+    /// What of a rule is compiled.
+    pub fn of(rule: &Rule) -> Self {
+        match rule.keep {
+            Keep::TopK(_) => Self::TopK,
+            Keep::Ratio(_) => Self::Ratio,
+            Keep::TopP { .. } => Self::TopP,
+            Keep::AboveMax(_) => Self::AboveMax,
+        }
+    }
 }
 
 /// What is compiled into the kernel.
@@ -41,6 +54,8 @@ pub struct Chosen {
     by: By,
     kind: EstimateKind,
     causal: bool,
+    /// Whether scores say which blocks there are none of: [`HIDDEN`].
+    hides: bool,
     /// Blocks that a unit holds, 0 if they are too many.
     held: usize,
 }
@@ -73,16 +88,18 @@ impl Chosen {
                 row_vectors: 0,
                 plane: tile.plane.min(lanes),
             },
-            by: match rule.keep {
-                Keep::TopK(_) => By::TopK,
-                Keep::Ratio(_) => By::Ratio,
-                Keep::TopP { .. } => By::TopP,
-                Keep::AboveMax(_) => By::AboveMax,
-            },
+            by: By::of(rule),
             kind: rule.kind,
             causal,
+            hides: false,
             held: if held <= MOST_HELD { held } else { 0 },
         })
+    }
+
+    /// Sets whether scores say which blocks cannot be chosen.
+    pub fn hides(mut self, hides: bool) -> Self {
+        self.hides = hides;
+        self
     }
 
     /// Units of a cube.
@@ -124,18 +141,31 @@ pub fn numbers(rule: &Rule, blocks: usize) -> NumbersLaunch {
 
 /// A row of scores.
 #[derive(CubeType, Clone, Copy)]
-struct Row {
+pub struct Row {
     /// Where it begins.
-    start: usize,
+    pub start: usize,
     /// Its block of queries.
-    q_block: usize,
+    pub q_block: usize,
     /// The largest score that is visible.
-    largest: f32,
+    pub largest: f32,
+}
+
+/// Whether a block can be chosen.
+#[cube]
+#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
+fn visible(scores: &[u32], row: &Row, block: usize, grid: &Grid, #[comptime] c: Chosen) -> bool {
+    let mut result = seen(row.q_block, block, grid, comptime!(c.causal));
+    if comptime!(c.hides) {
+        if result {
+            result = scores[row.start + block] != HIDDEN;
+        }
+    }
+    result
 }
 
 /// Whether a block is chosen whatever its score.
 #[cube]
-fn forced(q_block: usize, kv_block: usize, grid: &Grid, rule: &Numbers) -> bool {
+pub fn forced(q_block: usize, kv_block: usize, grid: &Grid, rule: &Numbers) -> bool {
     let start = (kv_block * grid.block) as i32;
     let near = start <= last_position(q_block, grid)
         && first_position(q_block, grid) - start < (rule.local * grid.block) as i32;
@@ -163,11 +193,11 @@ fn number(key: u32) -> f32 {
 }
 
 /// The key of +∞: as a mass, of a block that is wanted whatever the others get, and weighs nothing.
-const WANTED: u32 = 0xff80_0000;
+pub const WANTED: u32 = 0xff80_0000;
 
 /// A score of which a weight is made, by its key.
 #[cube]
-fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
+pub fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
     let least = comptime!(match kind {
         EstimateKind::Mass => 0.0f32,
         EstimateKind::Affinity => -LARGEST,
@@ -184,7 +214,7 @@ fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
 
 /// What a block weighs, by its key.
 #[cube]
-fn weight(key: u32, row: &Row, #[comptime] kind: EstimateKind) -> f32 {
+pub fn weight(key: u32, row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     let value = value(key, kind);
     match comptime!(kind) {
         EstimateKind::Mass => value,
@@ -200,10 +230,10 @@ fn free_key(
     row: &Row,
     grid: &Grid,
     rule: &Numbers,
-    #[comptime] causal: bool,
+    #[comptime] c: Chosen,
 ) -> u32 {
     let mut result = 0u32.runtime();
-    if seen(row.q_block, block, grid, causal) && !forced(row.q_block, block, grid, rule) {
+    if visible(scores, row, block, grid, c) && !forced(row.q_block, block, grid, rule) {
         result = key(scores[row.start + block]);
     }
     result
@@ -225,7 +255,7 @@ fn held(scores: &[u32], row: &Row, grid: &Grid, rule: &Numbers, #[comptime] c: C
     #[unroll]
     for i in 0..comptime!(c.held) {
         let block = UNIT_POS as usize + comptime!(i * c.tile.lanes);
-        keys[i] = free_key(scores, block, row, grid, rule, comptime!(c.causal));
+        keys[i] = free_key(scores, block, row, grid, rule, c);
         if comptime!(matches!(c.by, By::TopP)) {
             weights[i] = weight(keys[i], row, comptime!(c.kind));
         }
@@ -260,7 +290,7 @@ fn above(
     } else {
         let mut block = UNIT_POS as usize;
         while block < grid.kv_blocks {
-            let key = free_key(scores, block, row, grid, rule, comptime!(c.causal));
+            let key = free_key(scores, block, row, grid, rule, c);
             if key > bound {
                 if comptime!(matches!(c.by, By::TopP)) {
                     mass += weight(key, row, comptime!(c.kind));
@@ -340,7 +370,7 @@ pub fn from_scores(
     let mut others = 0.0f32.runtime();
     let mut block = lane;
     while block < grid.kv_blocks {
-        if seen(row.q_block, block, &grid, comptime!(c.causal)) {
+        if visible(scores, &row, block, &grid, c) {
             if forced(row.q_block, block, &grid, &rule) {
                 forced_blocks += 1.0f32;
             } else {
@@ -384,7 +414,7 @@ pub fn from_scores(
             let mut of_forced = 0.0f32.runtime();
             let mut block = lane;
             while block < grid.kv_blocks {
-                if seen(row.q_block, block, &grid, comptime!(c.causal))
+                if visible(scores, &row, block, &grid, c)
                     && forced(row.q_block, block, &grid, &rule)
                 {
                     of_forced += weight(key(scores[row.start + block]), &row, comptime!(c.kind));
@@ -503,9 +533,7 @@ pub fn from_scores(
     if comptime!(!matches!(c.by, By::AboveMax)) {
         let mut equal = 0u32.runtime();
         for block in first_word * 32..end_word * 32 {
-            if seen(row.q_block, block, &grid, comptime!(c.causal))
-                && !forced(row.q_block, block, &grid, &rule)
-            {
+            if visible(scores, &row, block, &grid, c) && !forced(row.q_block, block, &grid, &rule) {
                 equal += select(key(scores[row.start + block]) == bound, 1u32, 0u32);
             }
         }
@@ -521,7 +549,7 @@ pub fn from_scores(
         let mut kept = 0u32;
         for bit in 0..32usize {
             let block = word * 32 + bit;
-            if seen(row.q_block, block, &grid, comptime!(c.causal)) {
+            if visible(scores, &row, block, &grid, c) {
                 let key = key(scores[row.start + block]);
                 let mut keeps = forced(row.q_block, block, &grid, &rule);
                 match comptime!(matches!(c.by, By::AboveMax)) {
@@ -550,7 +578,7 @@ pub fn from_scores(
 
 /// What the largest score of a row weighs.
 #[cube]
-fn weight_of_largest(row: &Row, #[comptime] kind: EstimateKind) -> f32 {
+pub fn weight_of_largest(row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     match comptime!(kind) {
         EstimateKind::Mass => row.largest,
         EstimateKind::Affinity => 1.0f32.runtime(),

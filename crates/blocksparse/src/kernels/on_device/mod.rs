@@ -1,183 +1,38 @@
 //! Launch plans of layouts whose blocks a tensor chooses: made on its device, in buffers whose sizes follow from the layout's sizes.
 //!
 //! The tensor becomes bits ([`bits`]), the bits become the words of a plan ([`words`]), and kernels walk it as they walk any other. Where every query
-//! chooses for itself, [`query_lists`] packs those that chose the same block.
+//! chooses for itself, [`query_lists`] packs those that chose the same block. Blocks that are chosen from those of a layout on the host have its plan's
+//! entries ([`within`]).
 
 mod at_once;
-mod bits;
-mod keep;
+pub(super) mod bits;
+mod chosen;
+pub(super) mod keep;
+mod keep_planes;
 mod query_lists;
+mod within;
 mod words;
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
-use std::sync::{Mutex, PoisonError};
-
-use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::args::buffer;
-use super::device_key::{DeviceKey, device_key};
+use super::device;
 use super::error::KernelError;
 use super::uploaded::DevicePlan;
 use crate::layout::TALLEST;
 use crate::plan::{Sections, Tiling, Walk};
-use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
+use crate::{BlockLayout, DeviceChoice};
 use at_once::Once;
-use bits::GridLaunch;
+pub use chosen::{ChoiceTensor, choose_blocks, count_blocks};
+use chosen::{offset, patterns};
+pub(super) use keep::key;
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
+use within::{WholeLaunch, WholeSizes};
 use words::{Cut, ExtentLaunch, HeadsLaunch, PlacesLaunch};
 
 /// Units of a cube of kernels whose units work alone.
 const UNITS: u32 = 64;
-
-/// The tensor that chooses a layout's blocks, contiguous.
-#[derive(Clone, Debug)]
-pub struct ChoiceTensor {
-    /// The buffer, beginning at the first element.
-    pub handle: Handle,
-    /// Type of the elements: of a mask any integers, 0 for what is not chosen; of indices i32; of scores f32.
-    pub dtype: ElemType,
-}
-
-/// The bits of a layout's blocks on devices.
-#[derive(Default)]
-struct Bits(Mutex<HashMap<DeviceKey, ByWalk>>);
-
-/// Bits by rows, and by columns from when they are walked.
-struct ByWalk {
-    rows: Handle,
-    columns: Option<Handle>,
-}
-
-/// Gives a layout the tensor that chooses its blocks: `[batch or 1, heads or 1, q_blocks, n]`, `n` being `kv_blocks` or the indices of a
-/// row, as its [`DeviceChoice`] says. A layout that was given one on this device keeps it. Nothing is read back.
-///
-/// # Errors
-/// [`KernelError`] if the device lacks the tensor's type, or the pairs of blocks are more than 32 bits count.
-pub fn choose_blocks(
-    client: &Client,
-    layout: &BlockLayout,
-    tensor: &ChoiceTensor,
-) -> Result<(), KernelError> {
-    let Some(choice) = layout.device_choice() else {
-        return Ok(());
-    };
-    if !client.properties().supports_type(tensor.dtype) {
-        return Err(KernelError::Dtype {
-            dtype: tensor.dtype.to_string(),
-        });
-    }
-    let known = layout.attachment(Bits::default);
-    let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Entry::Vacant(entry) = known.entry(device_key(client)) {
-        entry.insert(ByWalk {
-            rows: row_bits(client, layout, choice, tensor)?,
-            columns: None,
-        });
-    }
-    Ok(())
-}
-
-fn patterns(choice: &DeviceChoice) -> usize {
-    choice.patterns.iter().product()
-}
-
-fn grid(layout: &BlockLayout) -> GridLaunch {
-    GridLaunch::new(
-        layout.q_blocks(),
-        layout.kv_blocks(),
-        layout.kv_blocks().div_ceil(32),
-        layout.block_size(),
-        layout.block_size(),
-        layout.seq_q(),
-        offset(layout.shape()),
-    )
-}
-
-/// Position of the first query.
-fn offset(shape: &LayoutShape) -> i32 {
-    shape.seq_kv as i32 - shape.seq_q as i32
-}
-
-fn row_bits(
-    client: &Client,
-    layout: &BlockLayout,
-    choice: &DeviceChoice,
-    tensor: &ChoiceTensor,
-) -> Result<Handle, KernelError> {
-    let rows = patterns(choice) * layout.q_blocks();
-    let width = match choice.by {
-        ChosenBy::Indices { most } => most,
-        ChosenBy::Mask | ChosenBy::Scores(_) => layout.kv_blocks(),
-    };
-    let elements = rows * width.max(layout.kv_blocks());
-    if u32::try_from(elements).is_err() {
-        let what = "the pairs of blocks of a layout";
-        return Err(KernelError::limit(what, u32::MAX, elements));
-    }
-    let len = rows * layout.kv_blocks().div_ceil(32);
-    let made = client.empty(len * size_of::<u32>());
-    let address = AddressType::U32;
-    let input = buffer(&tensor.handle, rows * width);
-    let output = buffer(&made, len);
-    let (grid, causal) = (grid(layout), choice.causal);
-    match choice.by {
-        // SAFETY: a unit writes its own word of bits, below `len`, and reads as many elements of that row.
-        ChosenBy::Mask => unsafe {
-            let cubes = units(client, len);
-            let (dim, dtype) = (CubeDim::new_1d(UNITS), tensor.dtype);
-            bits::from_mask::launch_unchecked(
-                client, cubes, dim, address, input, output, grid, causal, dtype,
-            );
-        },
-        // SAFETY: a unit writes the bits of its own row, below `rows`, and reads that row's indices.
-        ChosenBy::Indices { most } => unsafe {
-            let (cubes, dim) = (units(client, rows), CubeDim::new_1d(UNITS));
-            bits::from_indices::launch_unchecked(
-                client, cubes, dim, address, input, output, grid, most, rows, causal,
-            );
-        },
-        // SAFETY: likewise a cube, of the row's scores.
-        ChosenBy::Scores(rule) => unsafe {
-            let most = layout.kv_blocks();
-            let chosen = keep::Chosen::new(client.properties(), &rule, most, causal)?;
-            let (cubes, dim) = (cubes(client, rows), CubeDim::new_1d(chosen.units()));
-            let numbers = keep::numbers(&rule, most);
-            keep::from_scores::launch_unchecked(
-                client, cubes, dim, address, input, output, grid, numbers, rows, chosen,
-            );
-        },
-    }
-    Ok(made)
-}
-
-fn column_bits(
-    client: &Client,
-    layout: &BlockLayout,
-    choice: &DeviceChoice,
-    rows: &Handle,
-) -> Handle {
-    let row_len = patterns(choice) * layout.q_blocks() * layout.kv_blocks().div_ceil(32);
-    let words = layout.q_blocks().div_ceil(32);
-    let len = patterns(choice) * layout.kv_blocks() * words;
-    let made = client.empty(len * size_of::<u32>());
-    // SAFETY: a unit writes its own word, below `len`, of 32 rows' bits.
-    unsafe {
-        bits::transpose::launch_unchecked(
-            client,
-            units(client, len),
-            CubeDim::new_1d(UNITS),
-            AddressType::U32,
-            buffer(rows, row_len),
-            buffer(&made, len),
-            grid(layout),
-            words,
-        );
-    }
-    made
-}
 
 /// The size of everything in a plan.
 struct Room {
@@ -191,6 +46,8 @@ struct Room {
     words: usize,
     /// Entries of a pattern, at most.
     entries: usize,
+    /// Words of the masks.
+    mask_words: usize,
     sections: Sections,
     len: usize,
 }
@@ -229,6 +86,10 @@ impl Room {
                 (all + tiles * (step - 1)).min(tiles * by_tile)
             }
         };
+        let whole = layout.within().map(|whole| WholeSizes::new(whole, tiling));
+        let entries = whole.map_or(entries, |whole| entries.min(whole.entries));
+        let masks = whole.map_or_else(|| cut.masks(), |whole| whole.table(cut.height()));
+        let mask_words = masks * cut.rows * cut.mask_words();
         let patterns = patterns(choice);
         let heads = layout.batch().unwrap_or(1) * layout.heads();
         let mut len = 0;
@@ -241,7 +102,7 @@ impl Room {
         let order = section(patterns * tiles * 4);
         let records = section(patterns * tiles * 3);
         let room = section(patterns * entries * 2);
-        let masks = section(cut.masks() * cut.rows * cut.mask_words());
+        let masks = section(mask_words);
         let sections = Sections {
             heads,
             // Nothing is stored: read, and not used.
@@ -259,6 +120,7 @@ impl Room {
             lines,
             words: others.div_ceil(32),
             entries,
+            mask_words,
             sections,
             len,
         }
@@ -296,6 +158,9 @@ pub fn check(
 
 /// The plan of a layout under a tiling, made of its bits.
 ///
+/// # Errors
+/// [`KernelError`] if the plan of the layout that it is chosen from cannot be uploaded.
+///
 /// # Panics
 /// If [`choose_blocks`] was not called before.
 pub fn plan(
@@ -303,34 +168,33 @@ pub fn plan(
     layout: &BlockLayout,
     choice: &DeviceChoice,
     tiling: Tiling,
-) -> DevicePlan {
+) -> Result<DevicePlan, KernelError> {
     assert!(
         !(tiling.places || tiling.visits || tiling.clustered),
         "a plan that is made on the device has neither places, visits nor clusters"
     );
-    let bits = layout.attachment(Bits::default);
-    let mut bits = bits.0.lock().unwrap_or_else(PoisonError::into_inner);
-    let bits = bits.get_mut(&device_key(client));
-    let ByWalk { rows, columns } = bits.expect("a layout has its blocks before a launch");
-    let bits = match tiling.walk {
-        Walk::Rows => rows,
-        Walk::Columns => columns.get_or_insert_with(|| column_bits(client, layout, choice, rows)),
-    };
+    let bits = chosen::bits_of(client, layout, choice, tiling.walk);
     let making = Making {
         client,
         layout,
         choice,
         tiling,
-        bits: bits.clone(),
+        bits,
         room: Room::new(layout, choice, tiling),
     };
     let words = client.empty(making.room.len * size_of::<u32>());
-    match Once::new(client.properties(), making.room.tiles) {
-        Some(once) => making.at_once(&words, once),
-        None => {
-            making.list(&words);
-            making.tables(&words);
+    match layout.within() {
+        Some(whole) => {
+            let plan = device::plan(client, whole, tiling)?;
+            making.list_within(&words, whole, &plan);
         }
+        None => match Once::new(client.properties(), making.room.tiles) {
+            Some(once) => making.at_once(&words, once),
+            None => {
+                making.list(&words);
+                making.tables(&words);
+            }
+        },
     }
     let Room {
         len,
@@ -338,12 +202,12 @@ pub fn plan(
         tiles,
         ..
     } = making.room;
-    DevicePlan {
+    Ok(DevicePlan {
         words,
         len,
         sections,
         tiles,
-    }
+    })
 }
 
 /// A plan being made.
@@ -399,9 +263,8 @@ impl Making<'_> {
 
     /// Heads of all batch entries, and words of the masks and of those heads.
     fn table_words(&self) -> [usize; 2] {
-        let cut = self.room.cut;
         let heads = self.layout.batch().unwrap_or(1) * self.layout.heads();
-        [heads, cut.masks() * cut.rows * cut.mask_words() + heads]
+        [heads, self.room.mask_words + heads]
     }
 
     fn heads(&self, heads: usize) -> HeadsLaunch {
@@ -434,8 +297,8 @@ impl Making<'_> {
 
     /// The tiles, their order and their entries.
     fn list(&self, words: &Handle) {
-        let (client, cut, patterns) = (self.client, self.room.cut, self.room.patterns);
-        let all = patterns * self.room.tiles;
+        let (client, cut) = (self.client, self.room.cut);
+        let all = self.room.patterns * self.room.tiles;
         let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
         let made = || buffer(words, self.room.len);
         // SAFETY: a unit, or a cube of offsets, writes what belongs to its tile, below `all`, or its pattern, where `Room` has room for it.
@@ -452,6 +315,33 @@ impl Making<'_> {
                 all,
                 cut,
             );
+            self.order(words);
+            words::entries::launch_unchecked(
+                client,
+                units(client, all),
+                dim,
+                address,
+                self.bits(),
+                made(),
+                self.extent(),
+                self.places(),
+                all,
+                cut,
+            );
+        }
+    }
+
+    /// The first entry of each tile, and the tiles by falling work, once their entries are counted.
+    ///
+    /// # Safety
+    /// `words` has the room of the plan.
+    unsafe fn order(&self, words: &Handle) {
+        let (client, patterns) = (self.client, self.room.patterns);
+        let all = patterns * self.room.tiles;
+        let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
+        let made = || buffer(words, self.room.len);
+        // SAFETY: a cube of offsets writes what belongs to its pattern, and a unit what belongs to its tile, below `all`.
+        unsafe {
             words::offsets::launch_unchecked(
                 client,
                 cubes(client, patterns),
@@ -461,7 +351,7 @@ impl Making<'_> {
                 self.extent(),
                 self.places(),
                 patterns,
-                cut.per_step,
+                self.room.cut.per_step,
             );
             words::rank::launch_unchecked(
                 client,
@@ -473,16 +363,75 @@ impl Making<'_> {
                 self.places(),
                 all,
             );
-            words::entries::launch_unchecked(
+        }
+    }
+
+    /// All of a plan whose blocks are chosen from those of a layout with a plan.
+    fn list_within(&self, words: &Handle, layout: &BlockLayout, whole: &DevicePlan) {
+        let (client, cut) = (self.client, self.room.cut);
+        let all = self.room.patterns * self.room.tiles;
+        let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
+        let made = || buffer(words, self.room.len);
+        let given = || buffer(&whole.words, whole.len);
+        let at = whole.sections;
+        let mask_count = (whole.len - at.masks) / (cut.rows * cut.mask_words());
+        let of = || {
+            WholeLaunch::new(
+                at.heads,
+                at.tiles,
+                at.entries,
+                at.masks,
+                mask_count as u32,
+                layout.batch().unwrap_or(1) - 1,
+                layout.heads(),
+                self.choice.patterns[1],
+            )
+        };
+        let [heads, tables] = self.table_words();
+        // SAFETY: a unit writes what belongs to its tile, below `all`, or its own word of the two tables, where `Room` has room for them, and reads the
+        // records, entries and masks of the whole plan, in which patterns, tiles and masks have their places.
+        unsafe {
+            within::count::launch_unchecked(
                 client,
                 units(client, all),
                 dim,
                 address,
                 self.bits(),
+                given(),
                 made(),
                 self.extent(),
                 self.places(),
+                of(),
                 all,
+                cut,
+            );
+            self.order(words);
+            within::entries::launch_unchecked(
+                client,
+                units(client, all),
+                dim,
+                address,
+                self.bits(),
+                given(),
+                made(),
+                self.extent(),
+                self.places(),
+                of(),
+                all,
+                cut,
+            );
+            within::tables::launch_unchecked(
+                client,
+                units(client, tables),
+                dim,
+                address,
+                given(),
+                made(),
+                self.extent(),
+                self.places(),
+                self.heads(heads),
+                of(),
+                self.room.mask_words,
                 cut,
             );
         }

@@ -120,8 +120,9 @@ pub struct Places {
 }
 
 /// The id of the full mask.
-const FULL: u32 = crate::FULL;
-const EMPTY: u32 = crate::plan::EMPTY;
+pub const FULL: u32 = crate::FULL;
+/// That of a mask without a pair.
+pub const EMPTY: u32 = crate::plan::EMPTY;
 
 /// The mask of an entry whose columns begin at `col` in a tile whose rows begin at `row`, of whose block rows `subset` have the
 /// block.
@@ -189,7 +190,7 @@ fn union(
 
 /// Which of a tile's block rows have block `bit` of word `word`.
 #[cube]
-fn subset(
+pub fn subset(
     bits: &[u32],
     line: usize,
     word: usize,
@@ -212,19 +213,61 @@ fn subset(
     subset
 }
 
+/// The bits of word `word` that all of a tile's block rows have.
+#[cube]
+fn whole(
+    bits: &[u32],
+    line: usize,
+    word: usize,
+    end: usize,
+    extent: &Extent,
+    #[comptime] cut: Cut,
+) -> u32 {
+    let mut whole = 0xffff_ffffu32.runtime();
+    #[unroll]
+    for k in 0..comptime!(cut.height()) {
+        let mut own = 0u32.runtime();
+        if line + k < end {
+            own = bits[(line + k) * extent.words + word];
+        }
+        whole &= own;
+    }
+    whole
+}
+
+/// Whether in a tile whose rows begin at `row` every entry of word `word` is full that all of its block rows have: no diagonal crosses one, and none is at an
+/// end of the sequence.
+#[cube]
+fn is_clear(row: i32, word: usize, extent: &Extent, #[comptime] cut: Cut) -> bool {
+    let first = (word * comptime!(32 * cut.block)) as i32;
+    let last = first + comptime!((32 * cut.block - cut.group) as i32);
+    let mut clear = row + comptime!(cut.rows as i32) <= extent.row_len
+        && last + comptime!(cut.group as i32) <= extent.col_len;
+    if comptime!(cut.causal) {
+        // Of a walk over columns entries far on lie farther from the diagonal, of one over rows nearer.
+        let nearest = match comptime!(cut.walk) {
+            Walk::Rows => last,
+            Walk::Columns => first,
+        };
+        clear = clear && distance(row, nearest, extent, cut) >= comptime!(cut.above() as i32);
+    }
+    clear
+}
+
 /// A tile: where it is in the bits and in the sequence.
 #[derive(CubeType, Clone, Copy)]
-struct Place {
+pub struct Place {
     /// Its first block row, of all patterns'.
-    line: usize,
+    pub line: usize,
     /// The first block row of the next pattern.
-    end: usize,
+    pub end: usize,
     /// Its first row.
     row: i32,
 }
 
+/// Tile `at` of all patterns'.
 #[cube]
-fn place(at: usize, extent: &Extent, #[comptime] cut: Cut) -> Place {
+pub fn place(at: usize, extent: &Extent, #[comptime] cut: Cut) -> Place {
     let first = at / extent.tiles * extent.lines;
     let row = at % extent.tiles * comptime!(cut.rows);
     Place {
@@ -252,18 +295,26 @@ pub fn counted(bits: &[u32], at: usize, extent: &Extent, #[comptime] cut: Cut) -
     for word in 0..extent.words {
         let union = union(bits, place.line, word, place.end, extent, cut);
         if union != 0u32 {
-            for bit in 0..32u32 {
-                if (union >> bit) & 1u32 == 1u32 {
-                    let subset = subset(bits, place.line, word, bit, place.end, extent, cut);
-                    let col = (word * 32 + bit as usize) * comptime!(cut.block);
-                    for part in 0..comptime!(cut.parts()) {
-                        let col = (col + part * comptime!(cut.group)) as i32;
-                        let id = mask_id(subset, place.row, col, extent, cut);
-                        if id == FULL {
-                            full += 1u32;
-                        } else if id != EMPTY {
-                            masked += 1u32;
-                        }
+            let mut left = union;
+            if is_clear(place.row, word, extent, cut) {
+                let parts = comptime!(cut.parts() as u32);
+                let whole = whole(bits, place.line, word, place.end, extent, cut);
+                full += whole.count_ones() * parts;
+                masked += (union & !whole).count_ones() * parts;
+                left = 0u32;
+            }
+            while left != 0u32 {
+                let bit = left.trailing_zeros();
+                left &= left - 1u32;
+                let subset = subset(bits, place.line, word, bit, place.end, extent, cut);
+                let col = (word * 32 + bit as usize) * comptime!(cut.block);
+                for part in 0..comptime!(cut.parts()) {
+                    let col = (col + part * comptime!(cut.group)) as i32;
+                    let id = mask_id(subset, place.row, col, extent, cut);
+                    if id == FULL {
+                        full += 1u32;
+                    } else if id != EMPTY {
+                        masked += 1u32;
                     }
                 }
             }
@@ -393,10 +444,23 @@ pub fn listed(
     for word in 0..extent.words {
         let union = union(bits, place.line, word, place.end, extent, cut);
         if union != 0u32 {
-            for bit in 0..32u32 {
-                if (union >> bit) & 1u32 == 1u32 {
+            let mut clear = 0u32.runtime();
+            if is_clear(place.row, word, extent, cut) {
+                clear = whole(bits, place.line, word, place.end, extent, cut);
+            }
+            let mut left = union;
+            while left != 0u32 {
+                let bit = left.trailing_zeros();
+                left &= left - 1u32;
+                let block = word * 32 + bit as usize;
+                if (clear >> bit) & 1u32 == 1u32 {
+                    for part in 0..comptime!(cut.parts()) {
+                        back -= 2;
+                        plan[back] = (block * comptime!(cut.parts()) + part) as u32;
+                        plan[back + 1] = FULL;
+                    }
+                } else {
                     let subset = subset(bits, place.line, word, bit, place.end, extent, cut);
-                    let block = word * 32 + bit as usize;
                     for part in 0..comptime!(cut.parts()) {
                         let entry = block * comptime!(cut.parts()) + part;
                         let col = (entry * comptime!(cut.group)) as i32;
@@ -471,10 +535,16 @@ pub fn table_word(
         plan[places.masks + at] = word;
     } else if at < mask_words + heads.all {
         let head = at - mask_words;
-        let shared_by = heads.per_batch / heads.patterns;
-        let pattern = head / heads.per_batch * heads.patterns + head % heads.per_batch / shared_by;
-        plan[places.heads + head] = (pattern * extent.tiles) as u32;
+        plan[places.heads + head] = first_tile(head, extent, heads);
     }
+}
+
+/// The first tile record of a head, of all batch entries' heads.
+#[cube]
+pub fn first_tile(head: usize, extent: &Extent, heads: &Heads) -> u32 {
+    let shared_by = heads.per_batch / heads.patterns;
+    let pattern = head / heads.per_batch * heads.patterns + head % heads.per_batch / shared_by;
+    (pattern * extent.tiles) as u32
 }
 
 /// Whether row `row` and column `col` of an entry are a pair under the mask `id`.

@@ -15,12 +15,15 @@
 //! last       the shares of a query as one softmax, in the launch of mma
 //! codec      numbers of eight bits                        quantize rows written into pages of them
 //! shape      what a call is                               plan     how it is launched
+//! summary    what is known of each page besides its keys  page_scores  scores of pages by it
+//! highest    the pages of the highest scores
 //! ```
 
 mod append;
 mod attend;
 mod codec;
 mod exchange;
+mod highest;
 mod join;
 mod lanes;
 #[cfg(feature = "cuda-asm")]
@@ -34,13 +37,18 @@ mod mma_codec;
 mod mma_load;
 #[cfg(feature = "cuda-asm")]
 mod mma_tile;
+mod page_scores;
 mod plan;
 mod quantize;
 mod shape;
+mod summary;
 mod tile;
 mod walk;
 
 pub use append::{AppendShape, append_rows, check_append};
+pub use highest::{HighestShape, check_highest_pages, highest_pages};
+pub use page_scores::{PageScoreBuffers, PageScoreShape, check_page_scores, page_scores};
 pub use plan::{PagedBuffers, PagedPlan, paged_attention};
 pub use quantize::{append_quantized, check_append_quantized};
 pub use shape::PagedShape;
+pub use summary::{Summary, check_summarize, summarize_pages};

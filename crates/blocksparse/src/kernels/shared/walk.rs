@@ -60,6 +60,33 @@ pub fn span_of(place: usize, listing: &Listing, #[comptime] residue: bool) -> Sp
     Span { first, step }
 }
 
+/// Which batch entries and heads a launch is for: those of its grid come after the first ones.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Slice {
+    /// The first batch entry.
+    pub first_batch: usize,
+    /// The first head.
+    pub first_head: usize,
+    /// Batch entries of the call.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    // Read by kernels for tensor cores.
+    pub batches: usize,
+    /// Heads of the call, of what tiles are of.
+    pub heads: usize,
+}
+
+/// The cube's batch entry.
+#[cube]
+pub fn batch_of(slice: &Slice) -> usize {
+    slice.first_batch + CUBE_POS_Z as usize
+}
+
+/// The cube's head.
+#[cube]
+pub fn head_of(slice: &Slice) -> usize {
+    slice.first_head + CUBE_POS_Y as usize
+}
+
 /// Where the parts of a plan's words begin: `plan::Sections` on the device.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct PlanParts {

@@ -29,7 +29,7 @@ use crate::plan::Walk;
 ///
 /// With `t.bias_gradient` the kernel makes the gradient of the bias instead, `ds` without the softcap's factor: a walk over rows adds it
 /// pair by pair, a walk over columns, where all queries share a row of the bias, a sum for each key. Batch entries and heads that share
-/// a bias are launched one after the other, from `first_batch` and `first_head` on, so that every element has one writer at a time.
+/// a bias are launched one after the other, in a slice each, so that every element has one writer at a time.
 ///
 /// `out` holds out1 and from vector `second` on out2, both contiguous; `stats` from number `slopes` on the ALiBi slopes, and further on the
 /// biases of `distances`.
@@ -53,10 +53,9 @@ pub fn backward<E: Float, A: Float, N: Size>(
     distances: Distances,
     listing: Listing,
     parts: PlanParts,
+    slice: Slice,
     heads: usize,
     heads_per_kv: usize,
-    first_batch: usize,
-    first_head: usize,
     weight_blocks: usize,
     second: usize,
     slopes: usize,
@@ -77,8 +76,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let fours2 = comptime!(t.unit_fours(t.value_dim));
     let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
     let unit_y = UNIT_POS_X as usize / comptime!(t.units_x);
-    let outer = CUBE_POS_Y as usize + first_head;
-    let batch = CUBE_POS_Z as usize + first_batch;
+    let outer = head_of(&slice);
+    let batch = batch_of(&slice);
     let scale = scale.get::<A>();
     let softcap = softcap.get::<A>();
 
@@ -429,7 +428,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
             for i in 0..rows {
                 let row = own_span.first + i * own_span.step;
                 let row = row.min(a1_strides.len - 1);
-                let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
+                let at = (batch * slice.heads + outer) * a1_strides.len + row;
                 let source = at * comptime!(t.head_dim / width);
                 add_row::<E, A, N>(
                     &out[..],
@@ -460,7 +459,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
         for i in 0..rows {
             let row = own_span.first + i * own_span.step;
             if row < a1_strides.len {
-                let at = (batch * CUBE_COUNT_Y as usize + outer) * a1_strides.len + row;
+                let at = (batch * slice.heads + outer) * a1_strides.len + row;
                 let target = at * comptime!(t.head_dim / width);
                 store_row::<E, A, N>(
                     out,

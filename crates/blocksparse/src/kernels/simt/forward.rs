@@ -47,6 +47,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     distances: Distances,
     listing: Listing,
     parts: PlanParts,
+    slice: Slice,
     heads_per_kv: usize,
     weight_blocks: usize,
     scale: InputScalar,
@@ -63,8 +64,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
     let unit_fours = comptime!(t.unit_fours(t.value_dim));
     let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
     let unit_y = UNIT_POS_X as usize / comptime!(t.units_x);
-    let head = CUBE_POS_Y as usize;
-    let batch = CUBE_POS_Z as usize;
+    let head = head_of(&slice);
+    let batch = batch_of(&slice);
     let scale = scale.get::<A>();
     let softcap = softcap.get::<A>();
 
@@ -138,8 +139,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
         #[unroll]
         for i in 0..rows {
             let row = span.first + i * span.step;
-            let at =
-                (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row.min(q_strides.len - 1);
+            let at = (batch * slice.heads + head) * q_strides.len + row.min(q_strides.len - 1);
             logs[i] = select(row < q_strides.len, lse[at], A::new(LOW));
             #[unroll]
             for f in 0..unit_fours {
@@ -269,7 +269,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     #[unroll]
     for i in 0..rows {
         let row = span.first + i * span.step;
-        let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
+        let at = (batch * slice.heads + head) * q_strides.len + row;
         let mut inverse = A::new(0.0);
         let mut log = neg_infinity.get::<A>();
         if l[i] > A::new(0.0) {
@@ -301,7 +301,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
         #[unroll]
         for i in 0..rows {
             let row = span.first + i * span.step;
-            let at = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len + row;
+            let at = (batch * slice.heads + head) * q_strides.len + row;
             if row < q_strides.len && unit_x == 0 {
                 let mut most = top[i];
                 if comptime!(t.carry) {

@@ -11,6 +11,7 @@ use crate::kernels::call::BiasView;
 use crate::kernels::device::plan;
 use crate::kernels::error::KernelError;
 use crate::kernels::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::kernels::slices::Slice;
 use crate::plan::Walk;
 
 /// Runs the forward pass over a part. With [`Tile::carry`] outputs hold the parts before.
@@ -32,44 +33,47 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
     let (heads, rows) = (layout.heads(), pass.rows());
     let (width, accumulator) = (indexing.width, request.accumulator());
     let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
-    // SAFETY: a cube walks the entries that the plan has for its tile, reads and writes positions below the lengths in the strides, and the
-    // buffers have the lengths they say (see `buffer`).
-    unsafe {
-        forward::forward::launch_unchecked(
-            client,
-            CubeCount::Static(device_plan.tiles as u32, heads as u32, request.batch as u32),
-            CubeDim::new_1d(tile.units() as u32),
-            indexing.address,
-            width,
-            vectors_of(q, width),
-            vectors_of(k, width),
-            vectors_of(v, width),
-            buffer(outputs.out, rows * request.value_dim / width),
-            buffer(outputs.lse, rows),
-            pass.max_scores(),
-            optional(outputs.weights, weights),
-            optional(pass.slopes.as_ref(), heads),
-            options.bias(),
-            options.table(),
-            plan_words(&device_plan),
-            strides_of(q, width),
-            strides_of(k, width),
-            strides_of(v, width),
-            options.bias_strides(),
-            options.distances(0),
-            listing(part.residue),
-            plan_parts(&device_plan.sections, batch_words(layout)),
-            heads / request.kv_heads,
-            indexing.weight_blocks,
-            InputScalar::new(options.scale, accumulator),
-            InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
-            InputScalar::new(f64::NEG_INFINITY, accumulator),
-            options.mask(),
-            options.dropout_factor(accumulator),
-            tile,
-            request.dtype,
-            accumulator,
-        );
+    for slice in Slice::whole(request.batch, heads).cut(client) {
+        // SAFETY: a cube walks the entries that the plan has for its tile, reads and writes positions below the lengths in the strides, and the
+        // buffers have the lengths they say (see `buffer`).
+        unsafe {
+            forward::forward::launch_unchecked(
+                client,
+                slice.cubes(device_plan.tiles),
+                CubeDim::new_1d(tile.units() as u32),
+                indexing.address,
+                width,
+                vectors_of(q, width),
+                vectors_of(k, width),
+                vectors_of(v, width),
+                buffer(outputs.out, rows * request.value_dim / width),
+                buffer(outputs.lse, rows),
+                pass.max_scores(),
+                optional(outputs.weights, weights),
+                optional(pass.slopes.as_ref(), heads),
+                options.bias(),
+                options.table(),
+                plan_words(&device_plan),
+                strides_of(q, width),
+                strides_of(k, width),
+                strides_of(v, width),
+                options.bias_strides(),
+                options.distances(0),
+                listing(part.residue),
+                plan_parts(&device_plan.sections, batch_words(layout)),
+                slice.args(),
+                heads / request.kv_heads,
+                indexing.weight_blocks,
+                InputScalar::new(options.scale, accumulator),
+                InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+                InputScalar::new(f64::NEG_INFINITY, accumulator),
+                options.mask(),
+                options.dropout_factor(accumulator),
+                tile,
+                request.dtype,
+                accumulator,
+            );
+        }
     }
     Ok(())
 }
@@ -86,12 +90,7 @@ pub fn launch_backward(
 ) -> Result<(), KernelError> {
     for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
         let operands = pass.operands(walk);
-        let all = Slice {
-            first_batch: 0,
-            batches: pass.request.batch,
-            first_head: 0,
-            heads: operands.heads,
-        };
+        let all = Slice::whole(pass.request.batch, operands.heads);
         launch_walk(pass, part, tile, stats, &operands, all)?;
     }
     Ok(())
@@ -156,76 +155,49 @@ fn launch_walk(
     let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
     let [table_start, numbers] = options.stats_len(rows);
     let bias_grad = gradients.bias.as_ref().filter(|_| tile.bias_gradient);
-    let [tiles, own_heads, batches] =
-        [device_plan.tiles, slice.heads, slice.batches].map(|count| count as u32);
-    // SAFETY: as for the forward pass; the stats have slopes and the table behind their rows.
-    unsafe {
-        backward::backward::launch_unchecked(
-            client,
-            CubeCount::Static(tiles, own_heads, batches),
-            CubeDim::new_1d(tile.units() as u32),
-            indexing.address,
-            width,
-            vectors_of(a1, width),
-            vectors_of(a2, width),
-            vectors_of(b1, width),
-            vectors_of(b2, width),
-            buffer(stats, numbers),
-            optional(pass.outputs.weights, weights),
-            options.bias(),
-            optional(bias_grad, options.bias_len()),
-            buffer(out, elements / width),
-            plan_words(&device_plan),
-            strides_of(a1, width),
-            strides_of(a2, width),
-            strides_of(b1, width),
-            strides_of(b2, width),
-            options.bias_strides(),
-            options.distances(table_start),
-            listing(part.residue),
-            plan_parts(&device_plan.sections, batch_words(layout)),
-            heads,
-            heads / request.kv_heads,
-            slice.first_batch,
-            slice.first_head,
-            indexing.weight_blocks,
-            gradients.v_offset / width,
-            rows * 2,
-            InputScalar::new(options.scale, accumulator),
-            InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
-            options.mask(),
-            options.dropout_factor(accumulator),
-            walk,
-            tile,
-            request.dtype,
-            accumulator,
-        );
+    for slice in slice.cut(client) {
+        // SAFETY: as for the forward pass; the stats have slopes and the table behind their rows.
+        unsafe {
+            backward::backward::launch_unchecked(
+                client,
+                slice.cubes(device_plan.tiles),
+                CubeDim::new_1d(tile.units() as u32),
+                indexing.address,
+                width,
+                vectors_of(a1, width),
+                vectors_of(a2, width),
+                vectors_of(b1, width),
+                vectors_of(b2, width),
+                buffer(stats, numbers),
+                optional(pass.outputs.weights, weights),
+                options.bias(),
+                optional(bias_grad, options.bias_len()),
+                buffer(out, elements / width),
+                plan_words(&device_plan),
+                strides_of(a1, width),
+                strides_of(a2, width),
+                strides_of(b1, width),
+                strides_of(b2, width),
+                options.bias_strides(),
+                options.distances(table_start),
+                listing(part.residue),
+                plan_parts(&device_plan.sections, batch_words(layout)),
+                slice.args(),
+                heads,
+                heads / request.kv_heads,
+                indexing.weight_blocks,
+                gradients.v_offset / width,
+                rows * 2,
+                InputScalar::new(options.scale, accumulator),
+                InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+                options.mask(),
+                options.dropout_factor(accumulator),
+                walk,
+                tile,
+                request.dtype,
+                accumulator,
+            );
+        }
     }
     Ok(())
-}
-
-/// Batch entries and heads of a launch.
-#[derive(Clone, Copy)]
-struct Slice {
-    first_batch: usize,
-    batches: usize,
-    first_head: usize,
-    heads: usize,
-}
-
-impl Slice {
-    /// Launches in each of which no two batch entries or heads share a bias of `shape`.
-    fn sharing([batches, own_heads, ..]: [usize; 4], batch: usize, heads: usize) -> Vec<Self> {
-        let firsts = |own: usize, all: usize| if own == 1 { 0..all } else { 0..1 };
-        firsts(batches, batch)
-            .flat_map(|first_batch| {
-                firsts(own_heads, heads).map(move |first_head| Self {
-                    first_batch,
-                    batches,
-                    first_head,
-                    heads: own_heads,
-                })
-            })
-            .collect()
-    }
 }

@@ -79,6 +79,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
     distances: Distances,
     listing: Listing,
     parts: LineParts,
+    slice: Slice,
     heads_per_kv: usize,
     slopes_at: usize,
     scale: InputScalar,
@@ -95,9 +96,9 @@ pub fn masses<E: Float, A: Float, N: Size>(
     let rows = comptime!(t.unit_rows);
     let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
     let unit_y = UNIT_POS_X as usize / comptime!(t.units_x);
-    let head = CUBE_POS_Y as usize;
-    let batch = CUBE_POS_Z as usize;
-    let row0 = (batch * CUBE_COUNT_Y as usize + head) * q_strides.len;
+    let head = head_of(&slice);
+    let batch = batch_of(&slice);
+    let row0 = (batch * slice.heads + head) * q_strides.len;
     let scale = scale.get::<A>();
     let softcap = softcap.get::<A>();
     // Queries and keys, and after them what their gradients are made of.
@@ -279,7 +280,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
     }
     sync_cube();
     let width = comptime!(line_width(line, t.rows));
-    let segment = (batch * CUBE_COUNT_Y as usize + head) * CUBE_COUNT_X as usize;
+    let segment = (batch * slice.heads + head) * CUBE_COUNT_X as usize;
     let target = (segment + CUBE_POS_X as usize) * width;
     let mut at = UNIT_POS_X as usize;
     while at < width {

@@ -1,0 +1,318 @@
+//! The rules of [`keep`](super::keep) where a plane of 32 units holds a row: units vote, and meet no barrier.
+//!
+//! A plane's votes on its `i`-th blocks are word `i` of the row's bits, and the ones in it say how many there are. So a bound is found by votes alone, and as
+//! soon as it has as many blocks above it as are wanted.
+
+use cubecl::ir::features::Plane;
+use cubecl::prelude::*;
+
+use super::bits::{Grid, seen};
+use super::keep::{By, Numbers, Row, WANTED, forced, key, value, weight, weight_of_largest};
+use crate::rule::{LARGEST, WHOLE};
+use crate::{EstimateKind, Rule};
+
+/// Units of a plane, and of a row.
+const LANES: usize = 32;
+
+/// Blocks of a unit, at most: a word of the row's bits each, of which a unit writes one.
+const MOST_HELD: usize = 32;
+
+/// Rows of a cube.
+const ROWS: usize = 4;
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ByPlanes {
+    by: By,
+    kind: EstimateKind,
+    causal: bool,
+    /// Blocks of a unit.
+    held: usize,
+}
+
+impl ByPlanes {
+    /// Of rows of so many blocks. `None` if the device has other planes, or rows are too long.
+    pub fn new(
+        properties: &DeviceProperties,
+        rule: &Rule,
+        blocks: usize,
+        causal: bool,
+    ) -> Option<Self> {
+        let hardware = &properties.hardware;
+        let has_planes = properties.features.plane.contains(Plane::Ops)
+            && hardware.plane_size_min == LANES as u32
+            && hardware.plane_size_max == LANES as u32;
+        let units = (LANES * ROWS) as u32;
+        let fits = hardware.max_units_per_cube >= units && hardware.max_cube_dim.0 >= units;
+        let held = blocks.div_ceil(LANES);
+        (has_planes && fits && (1..=MOST_HELD).contains(&held)).then(|| Self {
+            by: By::of(rule),
+            kind: rule.kind,
+            causal,
+            held,
+        })
+    }
+
+    /// Units of a cube.
+    pub fn units(&self) -> u32 {
+        (LANES * ROWS) as u32
+    }
+
+    /// Rows of a cube.
+    pub fn rows(&self) -> usize {
+        ROWS
+    }
+}
+
+/// The units of a plane for which it is so, as bits.
+#[cube]
+fn votes(is_so: bool) -> u32 {
+    plane_ballot(is_so).extract(0usize)
+}
+
+/// The sum of the numbers of a plane.
+#[cube]
+fn sum(number: f32) -> f32 {
+    let mut result = number;
+    #[unroll]
+    for step in 0..comptime!(LANES.ilog2()) {
+        result += plane_shuffle_xor(result, comptime!(1u32 << step));
+    }
+    result
+}
+
+/// The largest number of a plane.
+#[cube]
+fn largest(number: f32) -> f32 {
+    let mut result = number;
+    #[unroll]
+    for step in 0..comptime!(LANES.ilog2()) {
+        result = max(result, plane_shuffle_xor(result, comptime!(1u32 << step)));
+    }
+    result
+}
+
+/// How many keys of the row are above a bound.
+#[cube]
+fn count(keys: &Array<u32>, bound: u32, #[comptime] held: usize) -> u32 {
+    let mut count = 0u32.runtime();
+    #[unroll]
+    for i in 0..held {
+        count += votes(keys[i] > bound).count_ones();
+    }
+    count
+}
+
+/// What the blocks above a bound weigh.
+#[cube]
+fn mass(keys: &Array<u32>, weights: &Array<f32>, bound: u32, #[comptime] held: usize) -> f32 {
+    let mut mass = 0.0f32.runtime();
+    #[unroll]
+    for i in 0..held {
+        mass += select(keys[i] > bound, weights[i], 0.0f32);
+    }
+    sum(mass)
+}
+
+/// The smallest bound above which blocks weigh less than `limit`: a key, or 0. `others` keys are not 0.
+#[cube]
+fn bound_of_mass(
+    keys: &Array<u32>,
+    weights: &Array<f32>,
+    limit: f32,
+    others: u32,
+    #[comptime] held: usize,
+) -> u32 {
+    let mut low = 0u32.runtime();
+    let mut high = 0xffff_ffffu32.runtime();
+    // Keys from `low` on, and above `high`.
+    let mut from_low = others;
+    let mut above_high = 0u32.runtime();
+    let mut is_open = from_low > above_high + 1;
+    while is_open {
+        let middle = low + (high - low) / 2;
+        let there = count(keys, middle, held);
+        if mass(keys, weights, middle, held) < limit {
+            high = middle;
+            above_high = there;
+        } else {
+            low = middle + 1;
+            from_low = there;
+        }
+        is_open = low < high && from_low > above_high + 1;
+    }
+    // What is left is one key, or keys that are equal.
+    let mut bound = 0u32.runtime();
+    #[unroll]
+    for i in 0..held {
+        let is_left = keys[i] >= low && keys[i] <= high;
+        bound = bound.max(select(is_left, keys[i], 0u32));
+    }
+    #[unroll]
+    for step in 0..comptime!(LANES.ilog2()) {
+        bound = bound.max(plane_shuffle_xor(bound, comptime!(1u32 << step)));
+    }
+    bound
+}
+
+/// A bound above which there are `wanted` keys, or the smallest above which there are fewer.
+#[cube]
+fn bound_of_count(keys: &Array<u32>, wanted: u32, #[comptime] held: usize) -> u32 {
+    let mut low = 0u32.runtime();
+    let mut high = 0xffff_ffffu32.runtime();
+    let mut is_open = true.runtime();
+    while is_open {
+        let middle = low + (high - low) / 2;
+        let there = count(keys, middle, held);
+        if there > wanted {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+        if there == wanted {
+            low = middle;
+        }
+        is_open = low < high;
+    }
+    low
+}
+
+/// As [`from_scores`](super::keep::from_scores), a plane a row.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn from_scores_by_planes(
+    scores: &[u32],
+    bits: &mut [u32],
+    grid: Grid,
+    rule: Numbers,
+    rows: usize,
+    #[comptime] c: ByPlanes,
+) {
+    let held = comptime!(c.held);
+    let lane = UNIT_POS as usize % comptime!(LANES);
+    let own = CUBE_POS * comptime!(ROWS) + UNIT_POS as usize / comptime!(LANES);
+    // Planes beyond the last row have it, too, and write nothing.
+    let at_row = own.min(rows - 1);
+    let mut row = Row {
+        start: at_row * grid.kv_blocks,
+        q_block: at_row % grid.q_blocks,
+        largest: comptime!(-LARGEST).runtime(),
+    };
+    // Keys that a rule may choose, 0 for others; the unit's blocks that are forced, as bits.
+    let mut keys = Array::<u32>::new(held);
+    let mut forced_mask = 0u32.runtime();
+    let mut forced_count = 0u32.runtime();
+    let mut others = 0u32.runtime();
+    #[unroll]
+    for i in 0..held {
+        let block = lane + comptime!(i * LANES);
+        let is_seen = seen(row.q_block, block, &grid, comptime!(c.causal));
+        let is_forced = is_seen && forced(row.q_block, block, &grid, &rule);
+        // No branch: all units of a plane vote.
+        let own_key = key(scores[row.start + block.min(grid.kv_blocks - 1)]);
+        if comptime!(matches!(c.by, By::TopP | By::AboveMax)) {
+            let value = value(own_key, comptime!(c.kind));
+            let none = comptime!(-LARGEST).runtime();
+            row.largest = max(row.largest, select(is_seen, value, none));
+        }
+        keys[i] = select(is_seen && !is_forced, own_key, 0u32);
+        forced_mask |= select(is_forced, comptime!(1u32 << i).runtime(), 0u32);
+        forced_count += votes(is_forced).count_ones();
+        others += votes(is_seen && !is_forced).count_ones();
+    }
+    if comptime!(matches!(c.by, By::TopP | By::AboveMax)) {
+        row.largest = largest(row.largest);
+    }
+
+    let forced_blocks = f32::cast_from(forced_count);
+    let mut wanted = 0.0f32.runtime();
+    // The least weight that is kept.
+    let mut least = 0.0f32.runtime();
+    match comptime!(c.by) {
+        By::TopK => {
+            wanted = max(f32::cast_from(rule.least) - forced_blocks, 0.0f32);
+        }
+        By::Ratio => {
+            let visible = forced_count + others;
+            let kept = (visible * rule.least).div_ceil(comptime!(WHOLE));
+            wanted = max(f32::cast_from(kept) - forced_blocks, 0.0f32);
+        }
+        By::TopP => {
+            let mut weights = Array::<f32>::new(held);
+            let mut of_forced = 0.0f32.runtime();
+            #[unroll]
+            for i in 0..held {
+                weights[i] = weight(keys[i], &row, comptime!(c.kind));
+                let block = (lane + comptime!(i * LANES)).min(grid.kv_blocks - 1);
+                let own = weight(key(scores[row.start + block]), &row, comptime!(c.kind));
+                let is_forced = (forced_mask >> comptime!(i as u32)) & 1u32 == 1u32;
+                of_forced += select(is_forced, own, 0.0f32);
+            }
+            let of_forced = sum(of_forced);
+            let rest = mass(&keys, &weights, 0u32, held);
+            let needed = rule.share * (of_forced + rest) - of_forced;
+            if rule.share >= 1.0f32 {
+                wanted = f32::cast_from(others);
+            } else if needed > 0.0f32 {
+                let bound = bound_of_mass(&keys, &weights, needed, others, held);
+                wanted = f32::cast_from(count(&keys, bound, held));
+                // All together may be rounded to less than what is needed: then the bound is 0, which is no score's key.
+                if bound != 0u32 {
+                    let there = mass(&keys, &weights, bound, held);
+                    let ties = ((needed - there) / weight(bound, &row, comptime!(c.kind))).ceil();
+                    // Those that equal it cannot be more than all.
+                    wanted = min(wanted + ties, f32::cast_from(others));
+                }
+            }
+            if comptime!(matches!(c.kind, EstimateKind::Mass)) {
+                let first = count(&keys, comptime!(WANTED - 1).runtime(), held);
+                wanted = max(wanted, f32::cast_from(first));
+            }
+            wanted = max(wanted, f32::cast_from(rule.least) - forced_blocks);
+            wanted = max(
+                min(wanted, f32::cast_from(rule.most) - forced_blocks),
+                0.0f32,
+            );
+        }
+        By::AboveMax => {
+            least = rule.share * weight_of_largest(&row, comptime!(c.kind));
+        }
+    }
+
+    let mut bound = 0u32.runtime();
+    let mut left = 0u32.runtime();
+    if comptime!(!matches!(c.by, By::AboveMax)) {
+        let wanted = u32::cast_from(min(wanted, f32::cast_from(others)));
+        bound = bound_of_count(&keys, wanted, held);
+        let there = count(&keys, bound, held);
+        left = wanted.max(there) - there;
+    }
+    let before_lane = (1u32 << lane as u32) - 1u32;
+    let mut own_word = 0u32.runtime();
+    #[unroll]
+    for i in 0..held {
+        let is_free = keys[i] != 0u32;
+        let mut keeps = (forced_mask >> comptime!(i as u32)) & 1u32 == 1u32;
+        match comptime!(matches!(c.by, By::AboveMax)) {
+            true => {
+                let mut is_kept = weight(keys[i], &row, comptime!(c.kind)) >= least;
+                if comptime!(matches!(c.kind, EstimateKind::Mass)) {
+                    is_kept = is_kept || keys[i] == WANTED;
+                }
+                keeps = keeps || (is_free && is_kept);
+            }
+            false => {
+                // Those that equal the bound are kept in their order.
+                let is_equal = is_free && keys[i] == bound;
+                let equal = votes(is_equal);
+                let before = (equal & before_lane).count_ones();
+                keeps = keeps || keys[i] > bound || (is_equal && before < left);
+                left = left.max(equal.count_ones()) - equal.count_ones();
+            }
+        }
+        let word = votes(keeps);
+        own_word = select(lane == comptime!(i), word, own_word);
+    }
+    if own < rows && lane < grid.words {
+        bits[at_row * grid.words + lane] = own_word;
+    }
+}

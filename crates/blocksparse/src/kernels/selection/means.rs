@@ -1,0 +1,174 @@
+//! The products of means of blocks of queries and of keys, and their softmax.
+
+use cubecl::ir::features::Plane;
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::UNITS;
+use super::products::{RowsView, SeenBlocks, dots};
+use crate::kernels::args::{buffer, spread};
+use crate::kernels::error::KernelError;
+use crate::kernels::on_device::bits::{Grid, GridLaunch, last_position};
+use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
+
+/// Which blocks rows of means see, if queries see no later keys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SeenRows {
+    /// Queries and keys.
+    pub seq: [usize; 2],
+    /// Queries and keys of a block.
+    pub block: usize,
+    /// The block of queries of the first row.
+    pub first: usize,
+}
+
+impl SeenRows {
+    fn grid(&self) -> GridLaunch {
+        let [seq_q, seq_kv] = self.seq;
+        let blocks = seq_kv.div_ceil(self.block);
+        let offset = seq_kv as i32 - seq_q as i32;
+        let rows = seq_q.div_ceil(self.block);
+        GridLaunch::new(rows, blocks, 1, self.block, self.block, seq_q, offset)
+    }
+}
+
+/// Sizes of products of means.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MeanProducts {
+    /// Batch entries times heads, of queries and of keys; these divide those.
+    pub lists: [usize; 2],
+    /// Blocks of queries, and of keys.
+    pub rows: usize,
+    /// Of keys.
+    pub blocks: usize,
+    /// Numbers of a mean.
+    pub width: usize,
+    /// What products are multiplied by.
+    pub factor: f64,
+    /// Who sees whom, if not all do: other products may be 0.
+    pub seen: Option<SeenRows>,
+}
+
+/// `factor · a · bᵀ` of means `[lists, rows, width]` and `[kv lists, blocks, width]`, in f32: `[lists, rows, blocks]`.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot run it.
+pub fn mean_products(
+    client: &Client,
+    [q, k]: [&Handle; 2],
+    of: &MeanProducts,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let [lists, kv_lists] = of.lists;
+    let q = RowsView::new(q, [lists, of.rows, of.width]);
+    let k = RowsView::new(k, [kv_lists, of.blocks, of.width]);
+    let seen = of.seen.map(|seen| SeenBlocks {
+        grid: seen.grid(),
+        first: seen.first,
+    });
+    let f32 = ElemType::Float(FloatKind::F32);
+    let out = (out, of.blocks);
+    dots(client, f32, [&q, &k], out, of.factor as f32, seen)
+}
+
+/// Units of a row.
+const LANES: usize = 32;
+
+/// Rows of products become their softmax over the blocks that they see, in place: `x` is `[lists, rows, blocks]`. What they do not see becomes 0.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot run it.
+pub fn softmax_of_seen(
+    client: &Client,
+    x: &Handle,
+    [lists, rows, blocks]: [usize; 3],
+    seen: Option<SeenRows>,
+) -> Result<(), KernelError> {
+    super::check(client)?;
+    let count = lists * rows;
+    let plane = match client.properties().features.plane.contains(Plane::Ops) {
+        true => client.properties().hardware.plane_size_min.max(1) as usize,
+        false => 1,
+    };
+    let tile = RowTile {
+        lanes: LANES,
+        rows: UNITS / LANES,
+        vector: 1,
+        row_vectors: 0,
+        plane: plane.min(LANES),
+    };
+    let is_seen = seen.is_some();
+    let grid = match seen {
+        Some(seen) => seen.grid(),
+        None => GridLaunch::new(rows, blocks, 1, 1, 1, rows, 0),
+    };
+    let first = seen.map_or(0, |seen| seen.first);
+    // SAFETY: units read and write numbers of their row, which is below `count`.
+    unsafe {
+        softmax_rows::launch_unchecked(
+            client,
+            spread(client, count.div_ceil(UNITS / LANES) as u64)?,
+            CubeDim::new_1d(UNITS as u32),
+            AddressType::U32,
+            buffer(x, count * blocks),
+            grid,
+            first,
+            rows,
+            count,
+            is_seen,
+            tile,
+        );
+    }
+    Ok(())
+}
+
+/// What no product is as low as.
+const LOWEST: f32 = -3.0e38;
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn softmax_rows(
+    x: &mut [f32],
+    grid: Grid,
+    first: usize,
+    rows: usize,
+    count: usize,
+    #[comptime] is_seen: bool,
+    #[comptime] tile: RowTile,
+) {
+    let unit = UNIT_POS as usize;
+    let lane = unit % comptime!(LANES);
+    let own = CUBE_POS * comptime!(UNITS / LANES) + unit / comptime!(LANES);
+    let row = own.min(count - 1);
+    let start = row * grid.kv_blocks;
+    let mut end = grid.kv_blocks;
+    if comptime!(is_seen) {
+        let last = last_position(row % rows + first, &grid);
+        let before = last.max(0i32) as usize / grid.block + 1;
+        end = select(last < 0i32, 0usize, before.min(end));
+    }
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.shared()));
+    let mut top = comptime!(LOWEST).runtime();
+    let mut block = lane;
+    while block < end {
+        top = max(top, x[start + block]);
+        block += comptime!(LANES);
+    }
+    let top = across_lanes::<f32>(top, &mut shared, tile, Combine::Max);
+    let mut whole = 0.0f32.runtime();
+    let mut block = lane;
+    while block < end {
+        whole += (x[start + block] - top).exp();
+        block += comptime!(LANES);
+    }
+    let whole = across_lanes::<f32>(whole, &mut shared, tile, Combine::Sum);
+    let part = select(end > 0, 1.0f32 / whole, 0.0f32);
+    if own < count {
+        let mut block = lane;
+        while block < grid.kv_blocks {
+            let p = (x[start + block] - top).exp() * part;
+            x[start + block] = select(block < end, p, 0.0f32);
+            block += comptime!(LANES);
+        }
+    }
+}

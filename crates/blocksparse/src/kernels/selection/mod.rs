@@ -1,0 +1,67 @@
+//! Scores of blocks of keys, by which selections choose them. On any CubeCL runtime; products in half precision on tensor cores, where there are some.
+//!
+//! ```text
+//! products      rows times rows: on tensor cores, or in f32
+//! groups        sums over antidiagonals: groups of rows, the softmax of their products, its sums by blocks
+//! lines         the attention of the last queries, summed over keys and over distances
+//! threshold     of each line of numbers the least that is kept: so many, or a share of the whole
+//! touched       blocks in which something is kept
+//! gate          the blocks that single queries choose by means
+//! means         the products of means of blocks, and their softmax
+//! ```
+//!
+//! What is in between never has more than [`NUMBERS`] numbers, unless a single row of blocks has more. Every number has one writer and sums have a fixed
+//! order, so the same input gives the same bits on a device.
+
+mod gate;
+mod groups;
+mod lines;
+mod means;
+mod products;
+mod threshold;
+mod touched;
+
+use cubecl::prelude::*;
+
+use super::error::KernelError;
+
+pub use gate::{GateSizes, query_picks};
+pub use groups::{Antidiagonals, antidiagonal_masses};
+pub use lines::{LineSizes, line_sums};
+pub use means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
+pub use products::{RowsView, products};
+pub use threshold::{Kept, KeptLines, least_kept};
+pub use touched::{FlexTensors, Touched, flex_blocks, touched_blocks};
+
+/// Numbers of a buffer in between: 64 MiB of f32.
+pub const NUMBERS: usize = 1 << 24;
+
+/// Units of a cube of most kernels here.
+const UNITS: usize = 256;
+
+/// Whether a device can run these kernels at all.
+///
+/// # Errors
+/// [`KernelError`] if its cubes are too small.
+pub fn check(client: &Client) -> Result<(), KernelError> {
+    let hardware = &client.properties().hardware;
+    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    match most >= UNITS {
+        true => Ok(()),
+        false => {
+            let what = "units of a cube that scores blocks";
+            Err(KernelError::limit(what, most as u32, UNITS))
+        }
+    }
+}
+
+/// So many numbers are as many as kernels here count.
+///
+/// # Errors
+/// [`KernelError`] if they are more.
+fn counted(what: &'static str, numbers: usize) -> Result<(), KernelError> {
+    match i32::try_from(numbers) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(KernelError::limit(what, i32::MAX as u32, numbers)),
+    }
+}

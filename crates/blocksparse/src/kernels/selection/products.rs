@@ -1,0 +1,352 @@
+//! Rows times rows, `a · bᵀ`, with results in f32.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::UNITS;
+use crate::kernels::args::{address_of, buffer, spread};
+use crate::kernels::error::KernelError;
+use crate::kernels::on_device::bits::{Grid, GridLaunch, last_position};
+
+/// Matrices of rows whose numbers are contiguous.
+#[derive(Clone, Debug)]
+pub struct RowsView {
+    /// The buffer, from the first number on.
+    pub handle: Handle,
+    /// How many matrices there are. Where the other factor has more, as many neighbours share one.
+    pub matrices: usize,
+    /// Rows of a matrix.
+    pub rows: usize,
+    /// Numbers of a row.
+    pub width: usize,
+    /// Numbers from a matrix to the next, and from a row to the next.
+    pub strides: [usize; 2],
+}
+
+impl RowsView {
+    /// Matrices one behind the other.
+    pub fn new(handle: &Handle, [matrices, rows, width]: [usize; 3]) -> Self {
+        Self {
+            handle: handle.clone(),
+            matrices,
+            rows,
+            width,
+            strides: [rows * width, width],
+        }
+    }
+
+    /// The rows from `first` on, so many, of numbers of so many bytes.
+    pub fn rows(&self, first: usize, rows: usize, bytes: usize) -> Self {
+        Self {
+            handle: self.from(first * self.strides[1], bytes),
+            rows,
+            ..self.clone()
+        }
+    }
+
+    /// So many matrices from `first` on, likewise.
+    pub fn matrices(&self, first: usize, matrices: usize, bytes: usize) -> Self {
+        Self {
+            handle: self.from(first * self.strides[0], bytes),
+            matrices,
+            ..self.clone()
+        }
+    }
+
+    fn from(&self, numbers: usize, bytes: usize) -> Handle {
+        self.handle.clone().offset_start((numbers * bytes) as u64)
+    }
+
+    /// Numbers from the first to the last.
+    fn reach(&self) -> usize {
+        let last = (self.matrices - 1) * self.strides[0] + (self.rows - 1) * self.strides[1];
+        last + self.width
+    }
+}
+
+/// Numbers of a row of a result: what tensor cores write.
+pub fn pitch(columns: usize) -> usize {
+    columns.next_multiple_of(8)
+}
+
+/// `a · bᵀ` of each matrix: `[a.matrices, a.rows, pitch(b.rows)]` in f32, what is behind `b`'s rows 0. Of half-precision numbers on tensor cores, where a
+/// device has them.
+///
+/// # Errors
+/// [`KernelError`] if a buffer is larger than the device counts, or a factor is empty.
+pub fn products(
+    client: &Client,
+    element: ElemType,
+    [a, b]: [&RowsView; 2],
+    out: &Handle,
+) -> Result<(), KernelError> {
+    if a.matrices * a.rows * b.matrices * b.rows * a.width == 0
+        || a.width != b.width
+        || !a.matrices.is_multiple_of(b.matrices)
+    {
+        return Err(KernelError::Factor { factor: "b" });
+    }
+    match on_tensor_cores(client, element, [a, b], out) {
+        true => Ok(()),
+        false => dots(client, element, [a, b], (out, pitch(b.rows)), 1.0, None),
+    }
+}
+
+/// Whether tensor cores have it.
+#[cfg(feature = "cuda-asm")]
+fn on_tensor_cores(
+    client: &Client,
+    element: ElemType,
+    [a, b]: [&RowsView; 2],
+    out: &Handle,
+) -> bool {
+    use cubecl::ir::FloatKind;
+
+    use crate::kernels::linear::{
+        EpilogueTensors, MatrixView, ProductPlan, ProductRequest, multiply,
+    };
+
+    let is_bf16 = match element {
+        ElemType::Float(FloatKind::BF16) => true,
+        ElemType::Float(FloatKind::F16) => false,
+        _ => return false,
+    };
+    let view = |of: &RowsView| MatrixView {
+        handle: of.handle.clone(),
+        shape: [of.matrices, of.rows, of.width],
+        strides: [of.strides[0], of.strides[1], 1],
+        outer: [1, 0],
+        seq: None,
+    };
+    let (left, right) = (view(a), view(b).transposed());
+    let Ok(request) = ProductRequest::of(is_bf16, [&left, &right], true, false) else {
+        return false;
+    };
+    let request = ProductRequest {
+        cols: pitch(request.cols),
+        ..request
+    };
+    let Ok(plan) = ProductPlan::new(client, request) else {
+        return false;
+    };
+    let beside = EpilogueTensors::default();
+    multiply(client, &plan, [&left, &right], out, &beside).is_ok()
+}
+
+#[cfg(not(feature = "cuda-asm"))]
+fn on_tensor_cores(_: &Client, _: ElemType, _: [&RowsView; 2], _: &Handle) -> bool {
+    false
+}
+
+/// Rows and columns of a tile, and how deep it is at a time.
+const SIDE: usize = 64;
+const DEPTH: usize = 16;
+
+/// Numbers between two columns of what is shared.
+const COLUMN: usize = SIDE + 4;
+
+/// Rows, and columns, of a unit.
+const OWN: usize = 4;
+
+/// Sizes of a product.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct DotSizes {
+    rows: usize,
+    columns: usize,
+    /// Numbers of a row of the result.
+    pitch: usize,
+    depth: usize,
+    /// Tiles of a matrix, along its columns and in all.
+    column_tiles: usize,
+    tiles: usize,
+    /// Matrices of `a` that share one of `b`.
+    share: usize,
+    /// All tiles.
+    count: usize,
+    a_matrix: usize,
+    a_row: usize,
+    b_matrix: usize,
+    b_row: usize,
+    factor: f32,
+}
+
+/// Blocks of which products are, if those that are not seen are left out.
+pub struct SeenBlocks {
+    pub grid: GridLaunch,
+    /// The block of queries of the first row.
+    pub first: usize,
+}
+
+/// The product of rows in f32, times a factor: `out` with so many numbers a row, no fewer than columns. Tiles that no row sees are 0.
+pub fn dots(
+    client: &Client,
+    element: ElemType,
+    [a, b]: [&RowsView; 2],
+    (out, pitch): (&Handle, usize),
+    factor: f32,
+    seen: Option<SeenBlocks>,
+) -> Result<(), KernelError> {
+    super::check(client)?;
+    let most = client.properties().hardware.max_vector_size.clamp(1, 4);
+    let begins = |of: &RowsView| of.handle.offset_start.unwrap_or(0) as usize / element.size();
+    let numbers = [a, b].map(|of| [of.width, of.strides[0], of.strides[1], begins(of)]);
+    let is_aligned = |width: usize| numbers.as_flattened().iter().all(|n| n % width == 0);
+    let vector = [4, 2, 1]
+        .into_iter()
+        .find(|&width| width <= most && is_aligned(width))
+        .unwrap_or(1);
+    let elements = a.matrices * a.rows * pitch;
+    super::counted("the products of rows", elements)?;
+    let address = address_of(client, a.reach().max(b.reach()).max(elements))?;
+    let (column_tiles, row_tiles) = (pitch.div_ceil(SIDE), a.rows.div_ceil(SIDE));
+    let count = a.matrices * row_tiles * column_tiles;
+    let cubes = spread(client, count as u64)?;
+    let is_seen = seen.is_some();
+    let none = || SeenBlocks {
+        grid: GridLaunch::new(1, 1, 1, 1, 1, 1, 0),
+        first: 0,
+    };
+    let SeenBlocks { grid, first } = seen.unwrap_or_else(none);
+    let sizes = DotSizesLaunch::new(
+        a.rows,
+        b.rows,
+        pitch,
+        a.width,
+        column_tiles,
+        row_tiles * column_tiles,
+        a.matrices / b.matrices,
+        count,
+        a.strides[0],
+        a.strides[1],
+        b.strides[0],
+        b.strides[1],
+        factor,
+    );
+    // SAFETY: a unit reads numbers of rows that there are, and writes its own numbers of rows and columns below the result's.
+    unsafe {
+        dot_rows::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS as u32),
+            address,
+            vector,
+            buffer(&a.handle, a.reach() / vector),
+            buffer(&b.handle, b.reach() / vector),
+            buffer(out, elements),
+            sizes,
+            grid,
+            first,
+            is_seen,
+            element,
+        );
+    }
+    Ok(())
+}
+
+/// Fills a unit's share of a tile's columns: numbers of a row that there is, or zeros.
+#[cube]
+fn fill<E: Float, N: Size>(
+    x: &[Vector<E, N>],
+    shared: &mut [f32],
+    start: usize,
+    row: usize,
+    is_row: bool,
+    depth: usize,
+    first: usize,
+) {
+    let width = N::value();
+    let own = UNIT_POS as usize % comptime!(DEPTH / OWN) * comptime!(OWN);
+    #[unroll]
+    for i in 0..comptime!(OWN / width) {
+        let within = own + comptime!(i * width);
+        let at = first + within;
+        let inside = is_row && at < depth;
+        let place = (start + select(inside, at, 0usize)) / width;
+        let numbers = Vector::<f32, N>::cast_from(x[place]);
+        #[unroll]
+        for c in 0..width {
+            let number = select(inside, numbers.extract(c), 0.0f32);
+            shared[(within + c) * comptime!(COLUMN) + row] = number;
+        }
+    }
+}
+
+/// A cube has a tile of the result, a unit four rows and every 16th column of it.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn dot_rows<E: Float, N: Size>(
+    a: &[Vector<E, N>],
+    b: &[Vector<E, N>],
+    out: &mut [f32],
+    sizes: DotSizes,
+    grid: Grid,
+    first_block: usize,
+    #[comptime] is_seen: bool,
+    #[define(E)] _element: ElemType,
+) {
+    // Cubes beyond the last tile make it again.
+    let at = CUBE_POS.min(sizes.count - 1);
+    let matrix = at / sizes.tiles;
+    let tile = at % sizes.tiles;
+    let row0 = tile / sizes.column_tiles * comptime!(SIDE);
+    let column0 = tile % sizes.column_tiles * comptime!(SIDE);
+    let unit = UNIT_POS as usize;
+    let across = unit % comptime!(SIDE / OWN);
+    let down = unit / comptime!(SIDE / OWN) * comptime!(OWN);
+    let mut left = Shared::<[f32]>::new_slice(comptime!(DEPTH * COLUMN));
+    let mut right = Shared::<[f32]>::new_slice(comptime!(DEPTH * COLUMN));
+    let mut sums = Array::<f32>::new(comptime!(OWN * OWN));
+    #[unroll]
+    for i in 0..comptime!(OWN * OWN) {
+        sums[i] = 0.0f32;
+    }
+    let mut steps = sizes.depth.div_ceil(comptime!(DEPTH));
+    if comptime!(is_seen) {
+        let last = (row0 + comptime!(SIDE - 1)).min(sizes.rows - 1) + first_block;
+        if (column0 * grid.block) as i32 > last_position(last, &grid) {
+            steps = 0usize.runtime();
+        }
+    }
+    let load_row = unit / comptime!(DEPTH / OWN);
+    let a_row = (row0 + load_row).min(sizes.rows - 1);
+    let b_row = (column0 + load_row).min(sizes.columns - 1);
+    let a_start = matrix * sizes.a_matrix + a_row * sizes.a_row;
+    let b_start = matrix / sizes.share * sizes.b_matrix + b_row * sizes.b_row;
+    let is_a = row0 + load_row < sizes.rows;
+    let is_b = column0 + load_row < sizes.columns;
+    for step in 0..steps {
+        let first = step * comptime!(DEPTH);
+        fill::<E, N>(a, &mut left, a_start, load_row, is_a, sizes.depth, first);
+        fill::<E, N>(b, &mut right, b_start, load_row, is_b, sizes.depth, first);
+        sync_cube();
+        #[unroll]
+        for k in 0..comptime!(DEPTH) {
+            let mut own = Array::<f32>::new(comptime!(OWN));
+            #[unroll]
+            for i in 0..comptime!(OWN) {
+                own[i] = left[comptime!(k * COLUMN + i).runtime() + down];
+            }
+            #[unroll]
+            for j in 0..comptime!(OWN) {
+                let other = right[comptime!(k * COLUMN + j * (SIDE / OWN)).runtime() + across];
+                #[unroll]
+                for i in 0..comptime!(OWN) {
+                    sums[comptime!(i * OWN + j)] += own[i] * other;
+                }
+            }
+        }
+        sync_cube();
+    }
+    #[unroll]
+    for i in 0..comptime!(OWN) {
+        let row = row0 + down + comptime!(i);
+        #[unroll]
+        for j in 0..comptime!(OWN) {
+            let column = column0 + across + comptime!(j * (SIDE / OWN));
+            if row < sizes.rows && column < sizes.pitch {
+                out[(matrix * sizes.rows + row) * sizes.pitch + column] =
+                    sums[comptime!(i * OWN + j)] * sizes.factor;
+            }
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Some blocks of a layout: chosen on the host, or by a tensor on a device.
+
+use super::rows::{RowRuns, Run};
+use super::{BlockLayout, DeviceChoice, HeadPattern, Inner, position_or_push};
+use crate::LayoutError;
+
+impl BlockLayout {
+    /// A layout whose blocks a tensor on a device chooses from those of `within`, of which each keeps its pairs: see [`Self::on_device`]. The choice is not
+    /// causal; which keys queries see is `within`'s to say.
+    ///
+    /// # Errors
+    /// As [`Self::on_device`]; also if `within` is itself made on a device, the choice is causal, or not all heads and batch entries that differ in `within`
+    /// have blocks of their own.
+    pub fn on_device_within(
+        name: impl Into<String>,
+        choice: DeviceChoice,
+        within: &BlockLayout,
+    ) -> Result<Self, LayoutError> {
+        if within.device_choice().is_some() {
+            let (expected, got) = ("built on the host", within.name());
+            return Err(LayoutError::argument("within", expected, got));
+        }
+        if choice.causal {
+            let expected = "not causal within another layout";
+            return Err(LayoutError::argument("choice", expected, "causal"));
+        }
+        let expected = within.patterns_within(choice.patterns)?;
+        if choice.patterns != expected {
+            return Err(LayoutError::argument(
+                "choice.patterns",
+                format!("{expected:?} within {}", within.name()),
+                format!("{:?}", choice.patterns),
+            ));
+        }
+        let layout = Self::on_device(name, *within.shape(), choice)?;
+        let Inner {
+            name,
+            shape,
+            head_patterns,
+            patterns,
+            masks,
+            ..
+        } = (std::sync::Arc::into_inner(layout.inner)).expect("nobody else has a new layout");
+        let batch = within.batch().or(match choice.patterns[0] {
+            1 => None,
+            batch => Some(batch),
+        });
+        let head_patterns = vec![head_patterns[0]; batch.unwrap_or(1) * shape.heads];
+        let mut inner = Inner::of_patterns(name, shape, batch, head_patterns, patterns, masks);
+        inner.within = Some(within.clone());
+        Ok(Self::from_parts(inner.on_device(choice)))
+    }
+
+    /// The layout that the blocks of this one are chosen from, if it is made on a device and they are.
+    pub fn within(&self) -> Option<&BlockLayout> {
+        self.inner().within.as_ref()
+    }
+
+    /// Batch entries and heads that have blocks of their own if a choice for so many of each is made within this layout.
+    ///
+    /// # Errors
+    /// [`LayoutError`] if the batches differ.
+    pub fn patterns_within(&self, [batch, heads]: [usize; 2]) -> Result<[usize; 2], LayoutError> {
+        let own = self.batch().unwrap_or(1);
+        if own > 1 && batch > 1 && own != batch {
+            let expected = format!("{own}, the layout's");
+            return Err(LayoutError::argument("patterns' batch", expected, batch));
+        }
+        let shared = heads > 0
+            && self.heads().is_multiple_of(heads)
+            && (0..own).all(|entry| {
+                let of = |head| self.pattern_of(entry, head);
+                let group = self.heads() / heads;
+                (0..self.heads()).all(|head| of(head) == of(head / group * group))
+            });
+        Ok([own.max(batch), if shared { heads } else { self.heads() }])
+    }
+
+    /// The blocks at which `kept(batch, head, q_block, kv_block)` is true, with their pairs. With `batch` the result has that many entries.
+    ///
+    /// # Errors
+    /// [`LayoutError`] if the layout has another batch.
+    pub fn keep_blocks(
+        &self,
+        name: impl Into<String>,
+        batch: Option<usize>,
+        mut kept: impl FnMut(usize, usize, usize, usize) -> bool,
+    ) -> Result<Self, LayoutError> {
+        if let (Some(own), Some(batch)) = (self.batch(), batch)
+            && own != batch
+        {
+            let expected = format!("{own}, the layout's");
+            return Err(LayoutError::argument("batch", expected, batch));
+        }
+        let batch = self.batch().or(batch);
+        let mut patterns: Vec<HeadPattern> = Vec::new();
+        let mut head_patterns = Vec::new();
+        for entry in 0..batch.unwrap_or(1) {
+            for head in 0..self.heads() {
+                let whole = &self.inner().patterns[self.pattern_of(entry, head)];
+                let mut rows = RowRuns::new();
+                for q_block in 0..self.q_blocks() {
+                    for block in whole.row(q_block) {
+                        if kept(entry, head, q_block, block.block as usize) {
+                            rows.push(Run {
+                                start: block.block,
+                                stride: 1,
+                                count: 1,
+                                mask: block.mask,
+                            });
+                        }
+                    }
+                    rows.end_row();
+                }
+                head_patterns.push(position_or_push(&mut patterns, rows));
+            }
+        }
+        Ok(Self::from_parts(Inner::of_patterns(
+            name.into(),
+            *self.shape(),
+            batch,
+            head_patterns,
+            patterns,
+            self.masks().to_vec(),
+        )))
+    }
+}

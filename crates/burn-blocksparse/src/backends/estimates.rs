@@ -1,0 +1,170 @@
+//! Scores by which blocks are chosen, on CubeCL devices.
+
+use blocksparse::kernels::rows::{RowBlocks, block_means};
+use blocksparse::kernels::selection::{
+    Antidiagonals, FlexTensors, GateSizes, LineSizes, MeanProducts, SeenRows, Touched,
+    antidiagonal_masses, check, flex_blocks, line_sums, mean_products, query_picks, touched_blocks,
+};
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::tensor::DType;
+use burn_cubecl::kernel::{cast, into_contiguous, slice};
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+
+use super::cube::{empty, launched, uses_reference};
+use crate::ops::{EstimateOps, MeanScores};
+
+/// Whether kernels make scores on a device.
+pub(crate) fn available(device: &CubeDevice) -> bool {
+    !uses_reference() && check(&device.client()).is_ok()
+}
+
+/// As kernels read it.
+fn readable(x: CubeTensor) -> CubeTensor {
+    // Scores are f32, whatever they are made of.
+    into_contiguous(match x.dtype {
+        DType::F64 => cast(x, DType::F32),
+        _ => x,
+    })
+}
+
+/// The last rows of `[batch, heads, seq, width]`.
+fn last(x: &CubeTensor, rows: usize) -> CubeTensor {
+    let [batch, heads, seq, width] = x.meta.shape().dims();
+    let ranges = [0..batch, 0..heads, seq - rows..seq, 0..width];
+    into_contiguous(slice(x.clone(), &ranges))
+}
+
+/// Room for scores.
+fn scores(q: &CubeTensor, k: &CubeTensor, rows: usize, block: usize) -> CubeTensor {
+    let [batch, heads, ..] = q.meta.shape().dims::<4>();
+    let blocks = k.meta.shape()[2].div_ceil(block);
+    empty(q, [batch, heads, rows, blocks], DType::F32)
+}
+
+impl EstimateOps for CubeBackend {
+    fn antidiagonal_masses(q: CubeTensor, k: CubeTensor, call: Antidiagonals) -> CubeTensor {
+        let [q, k] = [q, k].map(readable);
+        let out = scores(&q, &k, call.rows.len(), call.block);
+        let element = dtype_to_elem_type(q.dtype);
+        let inputs = [&q.handle, &k.handle];
+        launched(antidiagonal_masses(
+            &q.client,
+            element,
+            inputs,
+            &call,
+            &out.handle,
+        ));
+        out
+    }
+
+    fn blocks_of_lines(
+        q: CubeTensor,
+        k: CubeTensor,
+        sizes: LineSizes,
+        call: Touched,
+    ) -> CubeTensor {
+        let [q, k] = [q, k].map(readable);
+        let [queries, keys] = sizes.seq;
+        let last = last(&q, queries);
+        let sums = empty(&q, [call.lists, 2, keys], DType::F32);
+        let out = scores(&q, &k, call.rows.len(), call.block);
+        let element = dtype_to_elem_type(q.dtype);
+        let inputs = [&last.handle, &k.handle];
+        launched(line_sums(&q.client, element, inputs, &sizes, &sums.handle));
+        launched(touched_blocks(&q.client, &sums.handle, &call, &out.handle));
+        out
+    }
+
+    fn flex_blocks(
+        q: CubeTensor,
+        k: CubeTensor,
+        sizes: LineSizes,
+        call: Touched,
+        threshold: f64,
+    ) -> CubeTensor {
+        let [q, k] = [q, k].map(readable);
+        let last = last(&q, sizes.seq[0]);
+        let out = scores(&q, &k, call.rows.len(), call.block);
+        let tensors = FlexTensors {
+            q: &q.handle,
+            last: &last.handle,
+            k: &k.handle,
+        };
+        let element = dtype_to_elem_type(q.dtype);
+        launched(flex_blocks(
+            &q.client,
+            element,
+            tensors,
+            &sizes,
+            &call,
+            threshold,
+            &out.handle,
+        ));
+        out
+    }
+
+    fn query_picks(q: CubeTensor, k: CubeTensor, call: GateSizes) -> CubeTensor {
+        let [q, k] = [q, k].map(readable);
+        let [batch, heads, seq_q, _] = q.meta.shape().dims();
+        let picks = empty(&q, [batch, heads, seq_q, call.most], DType::I32);
+        let element = dtype_to_elem_type(q.dtype);
+        let inputs = [&q.handle, &k.handle];
+        launched(query_picks(
+            &q.client,
+            element,
+            inputs,
+            &call,
+            &picks.handle,
+        ));
+        picks
+    }
+
+    fn mean_scores(q: CubeTensor, k: CubeTensor, call: MeanScores) -> CubeTensor {
+        let [q, k] = [q, k].map(readable);
+        let MeanScores {
+            block,
+            rows,
+            factor,
+            causal,
+        } = call;
+        let [batch, heads, seq_q, width] = q.meta.shape().dims();
+        let [_, kv_heads, seq_kv, _] = k.meta.shape().dims::<4>();
+        let out = scores(&q, &k, rows.len(), block);
+        let element = dtype_to_elem_type(q.dtype);
+        let some = match rows == (0..seq_q.div_ceil(block)) {
+            true => q.clone(),
+            false => {
+                let queries = rows.start * block..(rows.end * block).min(seq_q);
+                let ranges = [0..batch, 0..heads, queries, 0..width];
+                into_contiguous(slice(q.clone(), &ranges))
+            }
+        };
+        let means = |x: &CubeTensor| {
+            let [batch, heads, seq, _] = x.meta.shape().dims();
+            let blocks = seq.div_ceil(block);
+            let means = empty(x, [batch, heads, blocks, width], DType::F32);
+            let of = RowBlocks::new(batch * heads, [seq, width], block);
+            let input = (&x.handle, element);
+            launched(block_means(&x.client, input, &of, &means.handle));
+            means
+        };
+        let (q_means, k_means) = (means(&some), means(&k));
+        let seen = causal.then_some(SeenRows {
+            seq: [seq_q, seq_kv],
+            block,
+            first: rows.start,
+        });
+        let of = MeanProducts {
+            lists: [batch * heads, batch * kv_heads],
+            rows: rows.len(),
+            blocks: seq_kv.div_ceil(block),
+            width,
+            factor,
+            seen,
+        };
+        let inputs = [&q_means.handle, &k_means.handle];
+        launched(mean_products(&q.client, inputs, &of, &out.handle));
+        out
+    }
+}

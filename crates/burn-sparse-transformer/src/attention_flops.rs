@@ -1,0 +1,36 @@
+//! Operations of attention layers.
+
+use burn::nn::Linear;
+
+use crate::{NsaHeads, SparseMultiHeadAttention, TransformerError};
+
+impl SparseMultiHeadAttention {
+    /// Operations of the four projections for one position, forward: two per weight.
+    pub fn matmul_flops_per_token(&self) -> u64 {
+        let layers = [&self.query, &self.key, &self.value, &self.output];
+        let layers: u64 = layers.map(linear_flops).iter().sum();
+        layers + self.nsa().map_or(0, NsaHeads::matmul_flops_per_token)
+    }
+
+    /// Operations of the attention itself for one sequence, forward: four per allowed pair and
+    /// channel when keys and values are equally wide (q·k and p·v). With a selection these are the pairs that it chooses from.
+    ///
+    /// # Errors
+    /// If there is no layout for this length.
+    pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
+        let d_v = self.d_model / self.n_heads;
+        let pairs = match self.nsa() {
+            Some(_) => 0,
+            None => self.layout(seq, seq)?.allowed_pairs(),
+        };
+        let chosen = self.content.as_ref().map_or(0, |content| {
+            (self.n_heads - content.local_heads()) as u64 * content.pairs(seq)
+        });
+        Ok(2 * (pairs + chosen) * (self.d_k() + d_v) as u64)
+    }
+}
+
+/// Operations of a linear layer for one position: a multiplication and an addition per weight.
+pub(crate) fn linear_flops(linear: &Linear) -> u64 {
+    2 * linear.weight.lazy_shape().num_elements() as u64
+}

@@ -1,0 +1,239 @@
+//! Heads of a layer that choose their keys in different ways.
+
+use std::fmt;
+use std::str::FromStr;
+
+use burn::tensor::Tensor;
+use burn_blocksparse::Selection;
+use serde::{Deserialize, Serialize};
+
+use crate::call::Call;
+use crate::error::{ensure, ensure_none};
+use crate::layouts::Request;
+use crate::selected::check_selection;
+use crate::{SparseMultiHeadAttention, SparseTransformer, TransformerError};
+
+/// How each head of a layer chooses its keys by content: the heads take the choices in turn. Written with `/` between them, and `pattern` for heads that
+/// leave it to the layer's pattern, as patterns by head are:
+///
+/// ```
+/// use burn_sparse_transformer::HeadSelections;
+///
+/// let heads: HeadSelections = "topk:64,8 / minference:64,100,100 / pattern".parse()?;
+/// assert_eq!(heads.of(3).unwrap().to_string(), "topk:64,8");
+/// assert!(heads.of(2).is_none());
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
+///
+/// MInference (Jiang et al., 2024, §3) finds one for each head offline.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct HeadSelections(Vec<Option<Selection>>);
+
+/// What a head without a selection is written as.
+const PATTERN: &str = "pattern";
+
+impl HeadSelections {
+    /// The choices that heads take in turn; `None` leaves a head to the pattern.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn new(choices: Vec<Option<Selection>>) -> Result<Self, TransformerError> {
+        let count = choices.len();
+        ensure(count > 0, "choices", || "at least 1".into(), count)?;
+        Ok(Self(choices))
+    }
+
+    /// How a head chooses.
+    pub fn of(&self, head: usize) -> Option<&Selection> {
+        self.0[head % self.0.len()].as_ref()
+    }
+
+    /// How many choices there are, before heads take them again.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Never.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The different choices, each with its heads.
+    fn parts(&self, heads: usize) -> Vec<(Option<&Selection>, Vec<usize>)> {
+        let mut parts: Vec<(Option<&Selection>, Vec<usize>)> = Vec::new();
+        for head in 0..heads {
+            let own = self.of(head);
+            match parts.iter_mut().find(|(known, _)| *known == own) {
+                Some((_, of)) => of.push(head),
+                None => parts.push((own, vec![head])),
+            }
+        }
+        parts
+    }
+}
+
+impl fmt::Display for HeadSelections {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, choice) in self.0.iter().enumerate() {
+            if index > 0 {
+                f.write_str(" / ")?;
+            }
+            match choice {
+                Some(selection) => selection.fmt(f)?,
+                None => f.write_str(PATTERN)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for HeadSelections {
+    type Err = TransformerError;
+
+    fn from_str(text: &str) -> Result<Self, TransformerError> {
+        let choices = text.split('/').map(|part| match part.trim() {
+            PATTERN => Ok(None),
+            part => Ok(Some(part.parse()?)),
+        });
+        Self::new(choices.collect::<Result<_, TransformerError>>()?)
+    }
+}
+
+impl From<HeadSelections> for String {
+    fn from(heads: HeadSelections) -> Self {
+        heads.to_string()
+    }
+}
+
+impl TryFrom<String> for HeadSelections {
+    type Error = TransformerError;
+
+    fn try_from(text: String) -> Result<Self, TransformerError> {
+        text.parse()
+    }
+}
+
+impl SparseMultiHeadAttention {
+    /// Sets how each head chooses its keys by content, anew in each call, in place of one choice for all ([`Self::with_selection`]). Heads that choose alike
+    /// are one call of attention, each with a copy of its keys and values.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_sparse_transformer::{Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig};
+    ///
+    /// let device = Device::flex();
+    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::causal()).init(&device)?;
+    /// let mha = mha.with_head_selections(Some("topk:32,4 / pattern".parse()?))?;
+    /// let x = Tensor::<3>::random([1, 500, 64], Distribution::Default, &device);
+    /// assert_eq!(mha.forward(SparseMhaInput::self_attn(x))?.context.dims(), [1, 500, 64]);
+    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the pattern differs by head, a choice does not serve the pattern, or the module has a selection, heads that choose single keys by content, sinks,
+    /// biases of distances, ALiBi or the quiet softmax.
+    pub fn with_head_selections(
+        mut self,
+        heads: Option<HeadSelections>,
+    ) -> Result<Self, TransformerError> {
+        if let Some(heads) = &heads {
+            self.check_head_selections(heads)?;
+        }
+        self.head_selections = heads;
+        Ok(self)
+    }
+
+    /// How each head chooses its keys, if they choose in different ways.
+    pub fn head_selections(&self) -> Option<&HeadSelections> {
+        self.head_selections.as_ref()
+    }
+
+    fn check_head_selections(&self, heads: &HeadSelections) -> Result<(), TransformerError> {
+        self.ensure_no_content()?;
+        let by_head = self.pattern().is_by_head();
+        let expected = "one for all heads where heads choose in different ways";
+        ensure(!by_head, "pattern", || expected.into(), self.pattern())?;
+        let expected = "none where heads choose in different ways";
+        ensure_none("selection", self.selection.is_some(), expected)?;
+        let sinks = self.sinks.is_some() || self.quiet_softmax;
+        ensure_none("sinks", sinks, expected)?;
+        ensure_none("relative_bias", self.relative_bias.is_some(), expected)?;
+        ensure_none("alibi", self.options.alibi.is_some(), expected)?;
+        for head in 0..heads.len() {
+            check_selection(self.pattern(), heads.of(head))?;
+        }
+        Ok(())
+    }
+
+    /// Attention of projected queries, keys and values, heads that choose alike together.
+    pub(crate) fn attend_by_heads(
+        &self,
+        (query, key, value): (Tensor<4>, Tensor<4>, Tensor<4>),
+        heads: &HeadSelections,
+        request: &Request,
+        call: &Call,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let expected = "none where heads choose in different ways";
+        ensure_none("bias", call.bias.is_some(), expected)?;
+        let dropout = self.options_of(&query, call).dropout.is_some();
+        ensure_none("dropout", dropout, expected)?;
+        let group = self.n_heads / self.n_kv_heads;
+        let mut found: Vec<Option<Tensor<4>>> = vec![None; self.n_heads];
+        for (selection, members) in heads.parts(self.n_heads) {
+            let of = |x: &Tensor<4>, group: usize| {
+                let heads = members.iter().map(|head| {
+                    let head = head / group;
+                    x.clone().slice_dim(1, head..head + 1)
+                });
+                Tensor::cat(heads.collect(), 1)
+            };
+            let part = (of(&query, 1), of(&key, group), of(&value, group));
+            let context = match selection {
+                Some(selection) => {
+                    let cut = self.cut_of(selection, request, members.len())?;
+                    self.attend_chosen(part, selection, &cut, call)?
+                }
+                None => {
+                    let layouts = (self.layouts).of_shape(members.len(), self.block_size())?;
+                    self.attend(part, &layouts.get(request)?, call)?
+                }
+            };
+            for (at, &head) in members.iter().enumerate() {
+                found[head] = Some(context.clone().slice_dim(1, at..at + 1));
+            }
+        }
+        let found = found
+            .into_iter()
+            .map(|head| head.expect("each head has a choice"));
+        Ok(Tensor::cat(found.collect(), 1))
+    }
+}
+
+impl SparseTransformer {
+    /// Sets how each head of each layer chooses its keys by content: an entry for each layer, `None` for one that leaves it to its pattern. The layers'
+    /// selections are taken out. Parameters stay as they are.
+    ///
+    /// # Errors
+    /// If there are not as many entries as layers, and as [`SparseMultiHeadAttention::with_head_selections`].
+    pub fn with_head_selections(
+        self,
+        layers: Vec<Option<HeadSelections>>,
+    ) -> Result<Self, TransformerError> {
+        let mut model = self.with_selections(&[], 0)?;
+        let n_layers = model.blocks.len();
+        ensure(
+            layers.len() == n_layers,
+            "layers",
+            || format!("{n_layers}, the model's"),
+            layers.len(),
+        )?;
+        for (block, heads) in model.blocks.iter_mut().zip(layers) {
+            if let Some(heads) = &heads {
+                block.mha.check_head_selections(heads)?;
+            }
+            block.mha.head_selections = heads;
+        }
+        Ok(model)
+    }
+}

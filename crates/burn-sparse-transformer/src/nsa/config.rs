@@ -1,0 +1,114 @@
+//! The numbers of native sparse attention, also as text.
+
+use std::fmt;
+
+use burn::config::Config;
+use burn_blocksparse::{Forced, NsaOptions};
+
+use super::Compression;
+use crate::TransformerError;
+
+/// Configuration of [`NsaHeads`](super::NsaHeads). The defaults are the paper's (Yuan et al., 2025, §4.1), but for the compression.
+///
+/// As text, in [`ContentAttention`](crate::ContentAttention): `nsa`, or `nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW` with `,mlp` and `,shared` behind it.
+#[derive(Config, Debug, PartialEq)]
+#[must_use = "a configuration does nothing until heads are made with it"]
+pub struct NsaHeadsConfig {
+    /// Tokens of a compressed block, a multiple of `stride`.
+    #[config(default = 32)]
+    pub block: usize,
+    /// Tokens from the beginning of a compressed block to that of the next.
+    #[config(default = 16)]
+    pub stride: usize,
+    /// Keys of a block that is chosen: 8, 16, 32, 64, 128, or a larger multiple of 128, and a multiple of `stride`.
+    #[config(default = 64)]
+    pub selected_block: usize,
+    /// Blocks that a token sees, `first` and `local` among them.
+    #[config(default = 16)]
+    pub keep: usize,
+    /// So many of the first blocks are seen in any case.
+    #[config(default = 1)]
+    pub first: usize,
+    /// So are so many up to a token's own.
+    #[config(default = 2)]
+    pub local: usize,
+    /// Keys of the window; 0 turns that branch off.
+    #[config(default = 512)]
+    pub window: usize,
+    /// What makes one key or value of a block of them.
+    #[config(default = "Compression::Mean")]
+    pub compression: Compression,
+    /// Whether all branches have the same projections of keys and values. The paper's have their own.
+    #[config(default = false)]
+    pub shared_kv: bool,
+}
+
+impl NsaHeadsConfig {
+    /// What their text begins with.
+    pub(crate) const NAME: &str = "nsa";
+
+    pub(crate) fn options(&self) -> NsaOptions {
+        NsaOptions::default()
+            .block(self.block)
+            .stride(self.stride)
+            .selected_block(self.selected_block)
+            .keep(self.keep)
+            .forced(Forced {
+                first: self.first,
+                local: self.local,
+            })
+            .window(self.window)
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+        Ok(self.options().check()?)
+    }
+
+    /// Reads what stands behind the name, if it is a configuration.
+    pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
+        let is_number = |text: &&&str| text.starts_with(|c: char| c.is_ascii_digit());
+        let count = arguments.iter().take_while(is_number).count();
+        let (numbers, words) = arguments.split_at(count);
+        let numbers: Result<Vec<usize>, _> = numbers.iter().map(|text| text.parse()).collect();
+        let config = match numbers.ok()?[..] {
+            [] => Self::new(),
+            [block, stride, selected_block, keep, window] => Self::new()
+                .with_block(block)
+                .with_stride(stride)
+                .with_selected_block(selected_block)
+                .with_keep(keep)
+                .with_window(window),
+            _ => return None,
+        };
+        let config =
+            |compression, shared| Some(config.with_compression(compression).with_shared_kv(shared));
+        match words {
+            [] => config(Compression::Mean, false),
+            ["mlp"] => config(Compression::Mlp, false),
+            ["shared"] => config(Compression::Mean, true),
+            ["mlp", "shared"] => config(Compression::Mlp, true),
+            _ => None,
+        }
+    }
+
+    /// Its text.
+    pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            block,
+            stride,
+            selected_block,
+            keep,
+            window,
+            ..
+        } = self;
+        let name = Self::NAME;
+        write!(
+            f,
+            "{name}:{block},{stride},{selected_block},{keep},{window}"
+        )?;
+        if self.compression == Compression::Mlp {
+            f.write_str(",mlp")?;
+        }
+        f.write_str(if self.shared_kv { ",shared" } else { "" })
+    }
+}

@@ -1,0 +1,336 @@
+//! Heads of native sparse attention.
+
+use burn::module::Module;
+use burn::nn::{Linear, RotaryEncoding};
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{Device, Int, Tensor};
+use burn_blocksparse::{Nsa, NsaBranches, NsaKeysValues, ProductPrecision};
+
+use super::{Compression, NsaCompressor, NsaHeadsConfig};
+use crate::attention::project_heads;
+use crate::attention_flops::linear_flops;
+use crate::content::counted;
+use crate::heads::{HeadNorm, Positions, rotate};
+use crate::{Precision, SparseMhaCache, TransformerError};
+
+/// The heads of native sparse attention (Yuan et al., 2025), but for their queries and the keys and values that blocks are chosen of: projections of the other
+/// branches, what compresses, and gates.
+#[derive(Module, Debug)]
+pub struct NsaHeads {
+    /// Keys and values that are compressed. None where branches share theirs.
+    pub compressed: Option<NsaProjections>,
+    /// Keys and values of the window. None where branches share theirs, or there is no window.
+    pub window: Option<NsaProjections>,
+    /// `d_model` to `3 · n_heads`: for each head the gates of compressed blocks, chosen blocks and the window, before their sigmoids.
+    pub gate: Linear,
+    /// What compresses keys, if it is not the mean.
+    pub key_compressor: Option<NsaCompressor>,
+    /// What compresses values.
+    pub value_compressor: Option<NsaCompressor>,
+    n_kv_heads: usize,
+    #[module(skip)]
+    op: Nsa,
+    #[module(skip)]
+    config: NsaHeadsConfig,
+}
+
+/// Projections of a branch.
+#[derive(Module, Debug)]
+pub struct NsaProjections {
+    /// `d_model` to `n_kv_heads · d_k`.
+    pub key: Linear,
+    /// `d_model` to `n_kv_heads · d_v`.
+    pub value: Linear,
+}
+
+/// Sizes of heads.
+#[derive(Clone, Copy)]
+pub(crate) struct NsaSizes {
+    pub(crate) d_model: usize,
+    pub(crate) n_heads: usize,
+    pub(crate) n_kv_heads: usize,
+    pub(crate) d_k: usize,
+    pub(crate) d_v: usize,
+}
+
+/// What happens to queries and keys behind their projections.
+pub(crate) struct Placing<'a> {
+    pub(crate) norm: Option<&'a HeadNorm>,
+    pub(crate) eps: f64,
+    pub(crate) rope: Option<&'a RotaryEncoding>,
+}
+
+impl Placing<'_> {
+    fn normed(&self, x: Tensor<4>) -> Result<Tensor<4>, TransformerError> {
+        let dtype = x.dtype();
+        Ok(match self.norm {
+            Some(norm) => norm.forward(x, self.eps)?.cast(dtype),
+            None => x,
+        })
+    }
+
+    pub(crate) fn rotated(
+        &self,
+        x: Tensor<4>,
+        positions: &Positions,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let dtype = x.dtype();
+        Ok(match self.rope {
+            Some(rope) => rotate(rope, x, positions)?.cast(dtype),
+            None => x,
+        })
+    }
+}
+
+/// Projected heads: queries normalised and rotated; keys and values of the chosen blocks as they were projected.
+pub(crate) struct Projections {
+    pub(crate) query: Tensor<4>,
+    pub(crate) key: Tensor<4>,
+    pub(crate) value: Tensor<4>,
+}
+
+/// Keys and values of branches, normalised, and rotated but for tokens that a network compresses.
+struct Branches {
+    /// What is compressed.
+    tokens: [Tensor<4>; 2],
+    selected: [Tensor<4>; 2],
+    window: [Tensor<4>; 2],
+}
+
+impl NsaHeads {
+    /// `linear` makes layers of a number of inputs and outputs.
+    pub(crate) fn new(
+        config: &NsaHeadsConfig,
+        sizes: NsaSizes,
+        scale: Option<f64>,
+        products: ProductPrecision,
+        linear: &dyn Fn(usize, usize) -> Linear,
+        device: &Device,
+    ) -> Result<Self, TransformerError> {
+        let options = config.options().precision(products);
+        let op = Nsa::new(match scale {
+            Some(scale) => options.scale(scale),
+            None => options,
+        })?;
+        let projections = || NsaProjections {
+            key: linear(sizes.d_model, sizes.n_kv_heads * sizes.d_k),
+            value: linear(sizes.d_model, sizes.n_kv_heads * sizes.d_v),
+        };
+        let compressor = |width: usize| {
+            let learns = config.compression == Compression::Mlp;
+            learns.then(|| NsaCompressor::new([config.block, width], linear, device))
+        };
+        let own = !config.shared_kv;
+        Ok(Self {
+            compressed: own.then(projections),
+            window: (own && config.window > 0).then(projections),
+            gate: linear(sizes.d_model, NsaBranches::COUNT * sizes.n_heads),
+            key_compressor: compressor(sizes.d_k),
+            value_compressor: compressor(sizes.d_v),
+            n_kv_heads: sizes.n_kv_heads,
+            op,
+            config: config.clone(),
+        })
+    }
+
+    /// Its numbers.
+    pub fn config(&self) -> &NsaHeadsConfig {
+        &self.config
+    }
+
+    /// All layers, for another initialisation.
+    pub(crate) fn layers_mut(&mut self) -> Vec<&mut Linear> {
+        let projections = [&mut self.compressed, &mut self.window];
+        let projections = projections.into_iter().flatten();
+        let projections = projections.flat_map(|both| [&mut both.key, &mut both.value]);
+        let compressors = [&mut self.key_compressor, &mut self.value_compressor];
+        let compressors = compressors.into_iter().flatten();
+        let compressors =
+            compressors.flat_map(|both| [&mut both.linear_inner, &mut both.linear_outer]);
+        let layers = projections.chain(compressors);
+        layers.chain([&mut self.gate]).collect()
+    }
+
+    /// What heads see of an input, `[batch, heads, seq, d_v]`.
+    pub(crate) fn forward(
+        &self,
+        x: Tensor<3>,
+        heads: Projections,
+        placing: &Placing,
+        precision: Precision,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let gates = self.gates(x.clone(), &heads.query, precision)?;
+        let query = heads.query.clone();
+        let branches = self.branches(x, heads, 0, placing, precision)?;
+        let keys_values = NsaKeysValues {
+            compressed: self.compressed(branches.tokens, 0, placing, precision)?,
+            selected: branches.selected,
+            window: branches.window,
+        };
+        Ok(self.op.attention(query, keys_values, gates)?)
+    }
+
+    /// The same of new positions, behind those in a cache.
+    pub(crate) fn forward_cache(
+        &self,
+        x: Tensor<3>,
+        heads: Projections,
+        cache: &mut SparseMhaCache,
+        placing: &Placing,
+        precision: Precision,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let before = cache.len();
+        let gates = self.gates(x.clone(), &heads.query, precision)?;
+        let query = heads.query.clone();
+        let new = self.branches(x, heads, before, placing, precision)?;
+        let [k, v] = new.selected;
+        let (k, v) = cache.append(k, v);
+        let seq = k.dims()[2];
+        let NsaHeadsConfig { block, stride, .. } = self.config;
+        let branches = cache.branches(block, stride);
+        let [tokens_k, tokens_v] = new.tokens;
+        let (tokens_k, tokens_v) = branches.tokens.append(tokens_k, tokens_v);
+        let window = match self.window {
+            Some(_) => {
+                let [k, v] = new.window;
+                branches.window.append(k, v).into()
+            }
+            None => [k.clone(), v.clone()],
+        };
+        let (known, all) = (self.op.entries(before), self.op.entries(seq));
+        if all > known {
+            let first = known * stride;
+            let range = first..(all - 1) * stride + block;
+            let tokens = [tokens_k, tokens_v].map(|x| x.slice_dim(2, range.clone()));
+            if let Some([k, v]) = self.compressed(tokens, first, placing, precision)? {
+                let _ = branches.entries.append(k, v);
+            }
+        }
+        let keys_values = NsaKeysValues {
+            compressed: branches.entries.all(),
+            selected: [k, v],
+            window,
+        };
+        Ok(self.op.attention(query, keys_values, gates)?)
+    }
+
+    /// Keys and values of the branches, of positions from `start` on.
+    fn branches(
+        &self,
+        x: Tensor<3>,
+        heads: Projections,
+        start: usize,
+        placing: &Placing,
+        precision: Precision,
+    ) -> Result<Branches, TransformerError> {
+        let positions = Positions::From(start);
+        let kv_heads = self.n_kv_heads;
+        let project = |of: &NsaProjections| -> Result<[Tensor<4>; 2], TransformerError> {
+            let layers = [&of.key, &of.value];
+            let [key, value] = project_heads(precision, layers, x.clone(), [kv_heads; 2])?;
+            Ok([placing.normed(key)?, value])
+        };
+        let own = [placing.normed(heads.key)?, heads.value];
+        let rotated = |[key, value]: [Tensor<4>; 2]| -> Result<[Tensor<4>; 2], TransformerError> {
+            Ok([placing.rotated(key, &positions)?, value])
+        };
+        let tokens = match &self.compressed {
+            Some(of) => project(of)?,
+            None => own.clone(),
+        };
+        // A mean is one of rotated keys; a network's result is rotated itself.
+        let tokens = match self.key_compressor {
+            None => rotated(tokens)?,
+            Some(_) => tokens,
+        };
+        let selected = rotated(own)?;
+        let window = match &self.window {
+            Some(of) => rotated(project(of)?)?,
+            None => selected.clone(),
+        };
+        Ok(Branches {
+            tokens,
+            selected,
+            window,
+        })
+    }
+
+    /// One key and one value of each block of tokens, of which the first is at position `first`.
+    fn compressed(
+        &self,
+        [keys, values]: [Tensor<4>; 2],
+        first: usize,
+        placing: &Placing,
+        precision: Precision,
+    ) -> Result<Option<[Tensor<4>; 2]>, TransformerError> {
+        let compress = |x: Tensor<4>, by: &Option<NsaCompressor>| match by {
+            None => Ok(self.op.means(x)?),
+            Some(by) => match self.op.windows(x)? {
+                None => Ok(None),
+                Some(windows) => by.forward(windows, precision).map(Some),
+            },
+        };
+        let keys = compress(keys, &self.key_compressor)?;
+        let values = compress(values, &self.value_compressor)?;
+        let Some((keys, values)) = keys.zip(values) else {
+            return Ok(None);
+        };
+        if self.key_compressor.is_none() || placing.rope.is_none() {
+            return Ok(Some([keys, values]));
+        }
+        // As at the last token of its block.
+        let [batch, _, entries, _] = keys.dims();
+        let device = keys.device().without_autodiff();
+        let NsaHeadsConfig { block, stride, .. } = self.config;
+        let last = counted(entries, &device).mul_scalar(stride as i32);
+        let last = last.add_scalar((first + block - 1) as i32);
+        let last: Tensor<2, Int> = last.reshape([1, entries]).expand([batch, entries]);
+        let last = Positions::Listed(Box::new(last.reshape([batch * entries])));
+        Ok(Some([placing.rotated(keys, &last)?, values]))
+    }
+
+    /// `[batch, heads, seq, 3]`.
+    fn gates(
+        &self,
+        x: Tensor<3>,
+        query: &Tensor<4>,
+        precision: Precision,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let [batch, n_heads, seq, _] = query.dims();
+        let gates = precision.linear(&self.gate, x)?;
+        let gates = gates.reshape([batch, seq, n_heads, NsaBranches::COUNT]);
+        Ok(sigmoid(gates.swap_dims(1, 2)))
+    }
+
+    /// Operations of projections and gates for one position, and of what compresses, forward.
+    pub(crate) fn matmul_flops_per_token(&self) -> u64 {
+        let projections = [&self.compressed, &self.window];
+        let projections = projections.into_iter().flatten();
+        let projections = projections.flat_map(|both| [&both.key, &both.value]);
+        let layers: u64 = projections.chain([&self.gate]).map(linear_flops).sum();
+        let compressors = [&self.key_compressor, &self.value_compressor];
+        let compressors = compressors.into_iter().flatten();
+        // Each head of keys has a block of its own for every stride.
+        let of_block = |of: &NsaCompressor| {
+            let block = linear_flops(&of.linear_inner) + linear_flops(&of.linear_outer);
+            block * self.n_kv_heads as u64 / self.config.stride as u64
+        };
+        layers + compressors.map(of_block).sum::<u64>()
+    }
+
+    /// Pairs that one head attends to in a sequence, in all branches.
+    pub(crate) fn pairs(&self, seq: usize) -> u64 {
+        let NsaHeadsConfig {
+            selected_block,
+            keep,
+            window,
+            ..
+        } = self.config;
+        let of = |position: usize| {
+            let (own, inside) = (position / selected_block, position % selected_block + 1);
+            let chosen = own.min(keep - 1) * selected_block + inside;
+            self.op.entries(position + 1) + chosen + window.min(position + 1)
+        };
+        (0..seq).map(|position| of(position) as u64).sum()
+    }
+}

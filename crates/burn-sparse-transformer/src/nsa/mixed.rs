@@ -1,0 +1,108 @@
+//! Native sparse attention in the place of a layer's pattern.
+
+use burn::nn::LinearConfig;
+use burn::tensor::{Device, Tensor};
+
+use super::heads::{NsaSizes, Placing, Projections};
+use super::{NsaHeads, NsaHeadsConfig};
+use crate::attention::project_heads;
+use crate::call::Call;
+use crate::error::{ensure, ensure_none};
+use crate::{
+    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    TransformerError,
+};
+
+impl SparseMultiHeadAttentionConfig {
+    /// That nothing stands beside native sparse attention that it does not have.
+    pub(crate) fn validate_nsa(&self, config: &NsaHeadsConfig) -> Result<(), TransformerError> {
+        config.validate()?;
+        ensure(
+            self.pattern.is_causal(),
+            "pattern",
+            || "causal with nsa, whose tokens see earlier ones alone".into(),
+            &self.pattern,
+        )?;
+        for (argument, given) in [
+            ("local_heads", self.local_heads.is_some()),
+            ("selection", self.selection.is_some()),
+            ("softcap", self.softcap.is_some()),
+            ("dropout", self.dropout > 0.0),
+            ("alibi", self.alibi),
+            ("relative_reach", self.relative_reach.is_some()),
+            ("sinks", self.sinks),
+            ("quiet_softmax", self.quiet_softmax),
+            ("store_weights", self.store_weights),
+        ] {
+            ensure_none(
+                argument,
+                given,
+                "none with nsa, which is all heads of a layer",
+            )?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn init_nsa(
+        &self,
+        config: &NsaHeadsConfig,
+        device: &Device,
+    ) -> Result<NsaHeads, TransformerError> {
+        let sizes = NsaSizes {
+            d_model: self.d_model,
+            n_heads: self.n_heads,
+            n_kv_heads: self.n_kv_heads.unwrap_or(self.n_heads),
+            d_k: self.d_key.unwrap_or(self.d_model) / self.n_heads,
+            d_v: self.d_model / self.n_heads,
+        };
+        let linear = |d_input: usize, d_output: usize| {
+            LinearConfig::new(d_input, d_output)
+                .with_initializer(self.initializer.clone())
+                .init(device)
+        };
+        let products = self.precision.products();
+        NsaHeads::new(config, sizes, self.scale, products, &linear, device)
+    }
+}
+
+impl SparseMultiHeadAttention {
+    /// Heads of native sparse attention, if that is what they are.
+    pub(crate) fn nsa(&self) -> Option<&NsaHeads> {
+        self.content.as_ref()?.nsa.as_ref()
+    }
+
+    /// What heads of native sparse attention see, with a cache also of the positions in it. After an error the cache may hold some of the input's.
+    pub(crate) fn nsa_context(
+        &self,
+        input: SparseMhaInput,
+        nsa: &NsaHeads,
+        cache: Option<&mut SparseMhaCache>,
+    ) -> Result<(Tensor<4>, Call), TransformerError> {
+        ensure_none("padding", input.padding.is_some(), "none with nsa")?;
+        ensure_none("bias", input.bias.is_some(), "none with nsa")?;
+        let own = input.is_self_attention();
+        let expected = || "self-attention with nsa".into();
+        ensure(own, "input", expected, "another key or value")?;
+        let before = cache.as_ref().map_or(0, |cache| cache.len());
+        let (call, _) = self.prepare(&input, before)?;
+        let x = input.query;
+        let layers = [&self.query, &self.key, &self.value];
+        let heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads];
+        let [query, key, value] = project_heads(self.precision, layers, x.clone(), heads)?;
+        let heads = Projections {
+            query: self.place(query, &self.query_norm, &call.query)?,
+            key,
+            value,
+        };
+        let placing = Placing {
+            norm: self.key_norm.as_ref(),
+            eps: self.qk_norm_eps,
+            rope: self.rope.as_ref(),
+        };
+        let context = match cache {
+            None => nsa.forward(x, heads, &placing, self.precision)?,
+            Some(cache) => nsa.forward_cache(x, heads, cache, &placing, self.precision)?,
+        };
+        Ok((context, call))
+    }
+}

@@ -1,0 +1,23 @@
+//! Native sparse attention (NSA: Yuan et al., 2025): heads with three branches, of compressed blocks, chosen blocks and a window.
+//!
+//! ```text
+//! config        its numbers, also as text
+//! compression   what makes one key or value of a block of them
+//! heads         projections of the branches, gates, and attention
+//! cache         what they keep of earlier tokens
+//! attention     a layer of its own
+//! mixed         in the place of a layer's pattern
+//! ```
+
+mod attention;
+mod cache;
+mod compression;
+mod config;
+mod heads;
+mod mixed;
+
+pub use attention::{NsaAttention, NsaAttentionConfig};
+pub(crate) use cache::BranchCaches;
+pub use compression::{Compression, NsaCompressor};
+pub use config::NsaHeadsConfig;
+pub use heads::{NsaHeads, NsaProjections};

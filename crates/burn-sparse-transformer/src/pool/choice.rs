@@ -1,0 +1,195 @@
+//! Layers of a pool whose queries choose pages by content.
+
+use burn::tensor::{DType, Int, Tensor};
+use burn_blocksparse::pages::{EvictionScore, Residency, Writes};
+use burn_blocksparse::{
+    PageChoice, PageSummary, PagedKeysValues, PagedOptions, PagedStore, paged_attention,
+    select_pages,
+};
+
+use super::KvPoolConfig;
+use super::attend::as_stored;
+use super::step::Walk;
+use super::store::{Store, Stored, ints};
+use crate::error::{ensure, ensure_none};
+use crate::{SparseMultiHeadAttention, TransformerError};
+
+/// Slots of a page, if neither the configuration nor a selection says.
+const PAGE_SIZE: usize = 32;
+/// Scores of pages that are in memory at a time.
+const SCORES: usize = 1 << 24;
+/// Queries of a call, at most: every part of a call looks at all of its walks.
+const WALKS: usize = 512;
+
+/// Slots of a page, if the configuration does not say: as many as the layers' selections have, where pages are all that they choose.
+pub(super) fn page_size(layers: &[&SparseMultiHeadAttention]) -> usize {
+    let sizes = layers.iter().filter_map(|mha| {
+        let estimator = mha.selection()?.estimator();
+        let block = estimator.grid().block;
+        match estimator.page_summary()? {
+            PageSummary::Bounds => Some(block),
+            _ => Some(block.min(PAGE_SIZE)),
+        }
+    });
+    sizes.min().unwrap_or(PAGE_SIZE)
+}
+
+/// How a layer chooses pages of a pool, if it does.
+pub(super) fn of_layer(
+    mha: &SparseMultiHeadAttention,
+    config: &KvPoolConfig,
+    page_size: usize,
+    stored: Stored,
+) -> Result<Option<PageChoice>, TransformerError> {
+    mha.ensure_decodable()?;
+    let Some(selection) = mha.selection() else {
+        return Ok(None);
+    };
+    let choice = selection.on_pages(page_size, mha.n_heads / mha.n_kv_heads)?;
+    if let Stored::Quantized(quantization) = stored {
+        let expected = "one of floats with a selection, which chooses by what is stored";
+        let got = format!("{quantization:?}");
+        return Err(TransformerError::argument("dtype", expected, got));
+    }
+    let expected = || format!("All, Reachable or by eviction with the selection {selection}");
+    let got = config.residency;
+    let is_window = matches!(got, Residency::Window { .. });
+    ensure(!is_window, "residency", expected, format!("{got:?}"))?;
+    let by_attention = config.eviction.is_some_and(|eviction| {
+        !matches!(
+            eviction.score,
+            EvictionScore::Given | EvictionScore::KeyNorm
+        )
+    });
+    let expected = "none that goes by attention to all keys, with a selection";
+    ensure_none("eviction", by_attention, expected)?;
+    for (argument, given) in [
+        ("sinks", mha.sinks.is_some() || mha.quiet_softmax),
+        ("alibi", mha.options.alibi.is_some()),
+        ("relative_bias", mha.relative_bias.is_some()),
+    ] {
+        let expected = "none with a selection by which every query chooses for itself";
+        ensure_none(argument, given, expected)?;
+    }
+    let is_causal = mha.pattern().is_causal();
+    let expected = || format!("causal with the selection {selection}");
+    ensure(is_causal, "pattern", expected, mha.pattern())?;
+    Ok(Some(choice))
+}
+
+/// The dtype of summaries of keys: bounds are some of the keys' own numbers.
+pub(super) fn dtype_of(summary: PageSummary, keys: DType) -> DType {
+    match (summary, keys) {
+        (PageSummary::Bounds, keys) => keys,
+        (_, DType::F64) => DType::F64,
+        _ => DType::F32,
+    }
+}
+
+impl Walk {
+    /// Makes every row of a call a walk of its own, which ends at the row's own key.
+    pub(super) fn by_row(
+        &mut self,
+        spans: &[i32],
+        writes: &[Writes],
+        table_rows: usize,
+        seq: usize,
+    ) {
+        if seq == 1 {
+            return;
+        }
+        let [batch, rows, entries] = self.table.dims();
+        let table = self.table.clone().reshape([batch, 1, rows, entries]);
+        let table = table.expand([batch, seq, rows, entries]);
+        self.table = table.reshape([batch * seq, rows, entries]);
+        let mut of_rows = Vec::with_capacity(seq * spans.len());
+        for (writes, spans) in writes.iter().zip(spans.chunks(4 * table_rows)) {
+            for row in 0..seq {
+                // Rows behind a sequence's own are none, and see what its last one does.
+                let behind = writes.tokens.saturating_sub(row + 1) as i32;
+                for span in spans.chunks(4) {
+                    of_rows.extend([span[0] - behind, span[1], span[2], span[3]]);
+                }
+            }
+        }
+        self.spans = ints(of_rows, [batch * seq, rows, 4], &self.table.device());
+    }
+}
+
+impl SparseMultiHeadAttention {
+    /// Attention of queries `[batch, heads, s, d_k]` to the pages that each of them chooses.
+    pub(super) fn attend_chosen_pages(
+        &self,
+        query: Tensor<4>,
+        store: &Store,
+        walk: &Walk,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let (pages, options) = (store.pages()?, self.paged_options(&query));
+        let query = as_stored(query, &pages);
+        let [batch, heads, seq, width] = query.dims();
+        let [_, _, entries] = walk.table.dims();
+        let walks = batch * seq;
+        // Of one row each the heads are in their places.
+        let rows = match seq {
+            1 => query.reshape([walks, heads, width]),
+            _ => query.swap_dims(1, 2).reshape([walks, heads, width]),
+        };
+        // More than one row at a time, whatever a context is.
+        let together = (SCORES / (self.n_kv_heads * entries).max(1)).clamp(1, WALKS);
+        let mut outs = Vec::with_capacity(walks.div_ceil(together));
+        for first in (0..walks).step_by(together) {
+            let count = together.min(walks - first);
+            let part = match count == walks {
+                true => (rows.clone(), walk.table.clone(), walk.spans.clone()),
+                false => (
+                    rows.clone().narrow(0, first, count),
+                    walk.table.clone().narrow(0, first, count),
+                    walk.spans.clone().narrow(0, first, count),
+                ),
+            };
+            outs.push(self.attend_walks(part, store, &pages, walk, &options)?);
+        }
+        let out = match outs.len() {
+            1 => outs.remove(0),
+            _ => Tensor::cat(outs, 0),
+        };
+        let [.., value_width] = out.dims();
+        Ok(match seq {
+            1 => out,
+            _ => out
+                .reshape([batch, seq, heads, value_width])
+                .swap_dims(1, 2),
+        })
+    }
+
+    /// The same of one query for each walk: `[walks, heads, 1, d_v]`.
+    fn attend_walks(
+        &self,
+        (rows, table, spans): (Tensor<3>, Tensor<3, Int>, Tensor<3, Int>),
+        store: &Store,
+        pages: &PagedStore,
+        walk: &Walk,
+        options: &PagedOptions,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let [walks, heads, width] = rows.dims();
+        let [_, _, entries] = table.dims();
+        // Where there is no more than what is chosen, there is no choice.
+        let selected = match &walk.choice {
+            Some(choice) if entries > choice.listed() => {
+                let summaries = store.summaries()?;
+                let kv_heads = self.n_kv_heads;
+                let rows = rows.clone();
+                Some(select_pages(
+                    rows, summaries, kv_heads, &table, &spans, choice,
+                )?)
+            }
+            _ => None,
+        };
+        let mut of_walks = PagedKeysValues::of_store(pages.clone(), self.n_kv_heads, table, spans);
+        of_walks.selected = selected;
+        let counted = |counters: &&Tensor<1, Int>| counters.dims()[0] >= walks * heads;
+        of_walks.counters = walk.counters.as_ref().filter(counted).cloned();
+        let query = rows.reshape([walks, heads, 1, width]);
+        Ok(paged_attention(query, &of_walks, options)?.out)
+    }
+}

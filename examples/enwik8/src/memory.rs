@@ -1,0 +1,87 @@
+//! What a run takes of the machine: `resources.json`, so that a report can tell of a process that is gone.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use burn::tensor::Device;
+use serde::{Deserialize, Serialize};
+
+use crate::checkpoint::write_atomically;
+use crate::device::NamedDevice;
+
+/// Where a run was computed, and the most that any of its processes held.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resources {
+    /// Of the last process.
+    pub device: String,
+    /// Peak resident memory; unknown where there is no `/proc`.
+    pub process_bytes: Option<u64>,
+    /// What the device's pools reserved; unknown on devices that do not say.
+    pub device_bytes: Option<u64>,
+}
+
+impl Resources {
+    /// Of this process, up to now.
+    pub fn now(device: &NamedDevice) -> Self {
+        Self {
+            device: device.name.clone(),
+            process_bytes: peak_resident_bytes(),
+            device_bytes: reserved_bytes(&device.device),
+        }
+    }
+
+    /// Of a run's folder; none if it has no such file, or one of another version.
+    pub fn read(path: &Path) -> Option<Self> {
+        serde_json::from_slice(&fs::read(path).ok()?).ok()
+    }
+
+    /// Stores it, with the larger one of each number that the file has already.
+    ///
+    /// # Errors
+    /// If the folder cannot be written to.
+    pub fn merge_into(&self, path: &Path) -> Result<()> {
+        let earlier = Self::read(path).unwrap_or_default();
+        let merged = Self {
+            device: self.device.clone(),
+            process_bytes: self.process_bytes.max(earlier.process_bytes),
+            device_bytes: self.device_bytes.max(earlier.device_bytes),
+        };
+        let text = serde_json::to_string_pretty(&merged)?;
+        write_atomically(path, |file| file.write_all(text.as_bytes()))
+            .with_context(|| format!("cannot write {}", path.display()))
+    }
+}
+
+/// `VmHWM` of this process; nothing where there is no `/proc`.
+pub fn peak_resident_bytes() -> Option<u64> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+    let kibibytes: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kibibytes * 1024)
+}
+
+fn reserved_bytes(device: &Device) -> Option<u64> {
+    Some(device.memory_pool_usage()?.bytes_reserved)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_of_all_processes_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("resources.json");
+        assert_eq!(Resources::read(&path), None);
+        let of = |device: &str, process_bytes, device_bytes| Resources {
+            device: device.to_owned(),
+            process_bytes,
+            device_bytes,
+        };
+        of("cuda:0", Some(5), Some(9)).merge_into(&path).unwrap();
+        of("flex", Some(7), None).merge_into(&path).unwrap();
+        assert_eq!(Resources::read(&path), Some(of("flex", Some(7), Some(9))));
+    }
+}

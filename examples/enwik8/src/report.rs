@@ -1,0 +1,474 @@
+//! `report.md`: a run on one page. Training writes it at its end; `enwik8 report` for any run.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use burn::module::Module;
+use burn_sparse_transformer::{GenerateOptions, Sampling, SparseTransformer};
+use clap::Args;
+
+use crate::arguments;
+use crate::checkpoint::{Checkpoint, write_atomically};
+use crate::config::RunConfig;
+use crate::data::{Corpus, Split, order_0_entropy, thousands};
+use crate::device::{self, NamedDevice};
+use crate::log::{self, Row};
+use crate::memory::Resources;
+use crate::model::{self, attention_text};
+use crate::plot::{self, Axis, Frame};
+use crate::progress::{clock, program, say, warn};
+use crate::run::{self, RunFiles};
+
+/// Texts of a report.
+const SAMPLES: usize = 3;
+/// Bytes that the model reads for one, and writes, at most.
+const PROMPT: usize = 64;
+const WRITTEN: usize = 320;
+/// How wild they are.
+const TEMPERATURE: f64 = 0.8;
+/// Lines of the table of validations, at most.
+const VALIDATIONS: usize = 10;
+
+/// Write a run's report: curves, speed, memory and samples on one page
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  enwik8 report
+  enwik8 report --run runs/small --device cuda --peak-tflops 989
+
+Training writes the same page at its end. It is DIR/report.md, with the pictures beside it; what is there is replaced.")]
+pub struct ReportArgs {
+    /// The folder of a run
+    #[arg(long, value_name = "DIR", default_value = "runs/tiny")]
+    run: PathBuf,
+    /// Where the run's data are now
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// Peak rate of the run's device in its precision, in 10¹² operations per second, for the model-flops utilisation
+    #[arg(long, value_name = "TFLOPS", value_parser = arguments::above_zero)]
+    peak_tflops: Option<f64>,
+    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
+    #[arg(long)]
+    device: Option<String>,
+}
+
+/// Runs `enwik8 report`.
+pub fn run(args: &ReportArgs) -> Result<()> {
+    let device = device::open(args.device.as_deref())?;
+    let (_, checkpoint) = run::open_checkpoint(&args.run, warn)?;
+    let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref());
+    let corpus = corpus.inspect_err(|error| {
+        warn(format!(
+            "{error:#}: prompts and the entropy of the data are left out"
+        ));
+    });
+    let path = Report {
+        files: RunFiles(&args.run),
+        checkpoint: &checkpoint,
+        device: &device,
+        corpus: corpus.as_ref().ok(),
+        peak_tflops: args.peak_tflops,
+    }
+    .write()?;
+    say(format!("wrote {}", path.display()));
+    Ok(())
+}
+
+/// What a report is made of.
+pub struct Report<'a> {
+    /// Of the run.
+    pub files: RunFiles<'a>,
+    /// That writes the samples.
+    pub checkpoint: &'a Checkpoint,
+    /// On which it does.
+    pub device: &'a NamedDevice,
+    /// The run's data, if they are at hand.
+    pub corpus: Option<&'a Corpus>,
+    /// `--peak-tflops`.
+    pub peak_tflops: Option<f64>,
+}
+
+impl Report<'_> {
+    /// Writes the page and its pictures; where it is.
+    ///
+    /// # Errors
+    /// If the folder cannot be written to, or the model not be made.
+    pub fn write(&self) -> Result<PathBuf> {
+        let rows = log::read(&self.files.log())?;
+        self.draw(&rows)?;
+        let model = model::restore(self.checkpoint, &self.device.device)?;
+        let text = [
+            self.facts(&rows, &model)?,
+            self.curves(&rows),
+            self.samples(model)?,
+            self.commands(),
+        ]
+        .concat();
+        let path = self.files.report();
+        write_atomically(&path, |file| file.write_all(text.as_bytes()))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(path)
+    }
+
+    fn draw(&self, rows: &[Row]) -> Result<()> {
+        let config = &self.checkpoint.header.config;
+        let title = title(config);
+        let files = [
+            (self.files.plot(), Axis::Steps),
+            (self.files.time_plot(), Axis::Time),
+        ];
+        for (path, axis) in files {
+            let frame = Frame {
+                title: &title,
+                unit: "bits per byte",
+                entropy: self.entropy(),
+                axis,
+            };
+            plot::draw(&path, &frame, rows)?;
+        }
+        Ok(())
+    }
+
+    fn entropy(&self) -> Option<f64> {
+        self.corpus.map(|corpus| order_0_entropy(corpus.bytes()))
+    }
+
+    /// What the run is, what came out, and what it took.
+    fn facts(&self, rows: &[Row], model: &SparseTransformer) -> Result<String> {
+        let header = &self.checkpoint.header;
+        let config = &header.config;
+        let shape = &config.model;
+        let mut table = Table::new(&title(config));
+        table.row(
+            "model",
+            format!(
+                "{} parameters: {} layers, {} heads, width {}, context {}, {}",
+                thousands(model.num_params()),
+                shape.layers,
+                shape.heads,
+                shape.d_model,
+                thousands(shape.context),
+                shape.precision
+            ),
+        );
+        let attention = attention_text(shape);
+        table.row(
+            "attention",
+            format!("`{attention}`, blocks of {}", shape.block_size),
+        );
+        table.row(
+            "data",
+            format!(
+                "{} bytes, CRC-32 `{:08x}`",
+                thousands(header.data.bytes),
+                header.data.crc32
+            ),
+        );
+        let recipe = &config.recipe;
+        table.row(
+            "recipe",
+            format!(
+                "batch {}, learning rate {}, warm-up {}, dropout {}, seed {}",
+                recipe.batch,
+                recipe.learning_rate,
+                thousands(recipe.warmup),
+                shape.dropout,
+                recipe.seed
+            ),
+        );
+        let speed = Speed::of(rows);
+        let seen = speed.steps * config.tokens_per_step();
+        table.row(
+            "length",
+            format!(
+                "{} steps, {} bytes",
+                thousands(speed.steps),
+                thousands(seen)
+            ),
+        );
+        if let Some(best) = header.best {
+            let (step, bits) = (thousands(best.step), best.bits_per_byte);
+            table.row(
+                "best validation",
+                format!("{bits:.4} bits per byte after step {step}"),
+            );
+        }
+        if let Some((bits, bytes)) = rows.iter().rev().find_map(final_result) {
+            let bytes = thousands(bytes);
+            table.row(
+                "whole validation split",
+                format!("{bits:.4} bits per byte over {bytes} bytes"),
+            );
+        }
+        if let Some(entropy) = self.entropy() {
+            table.row(
+                "order-0 entropy of the data",
+                format!("{entropy:.4} bits per byte"),
+            );
+        }
+        self.add_cost(&mut table, &speed, model)?;
+        Ok(table.text)
+    }
+
+    /// Time, speed and memory.
+    fn add_cost(&self, table: &mut Table, speed: &Speed, model: &SparseTransformer) -> Result<()> {
+        let config = &self.checkpoint.header.config;
+        let resources = Resources::read(&self.files.resources());
+        if let Some(resources) = &resources {
+            table.row("device", resources.device.clone());
+        }
+        if speed.steps > 0 {
+            let tflop = model::step_tflop(model, config)?;
+            let rate = tflop / (speed.median_ms / 1_000.0);
+            table.row(
+                "time in steps",
+                clock(Duration::from_secs_f64(speed.seconds)),
+            );
+            table.row(
+                "speed",
+                format!(
+                    "{} bytes per second, {:.1} ms a step (medians)",
+                    thousands(speed.bytes_per_s as usize),
+                    speed.median_ms
+                ),
+            );
+            let share = self
+                .peak_tflops
+                .map(|peak| format!(", {:.1} % of {peak}", 100.0 * rate / peak));
+            table.row(
+                "operations of the model",
+                format!(
+                    "{tflop:.4} · 10¹² a step, {rate:.3} · 10¹² per second{}",
+                    share.unwrap_or_else(|| " (`--peak-tflops` makes that a utilisation)".to_owned())
+                ),
+            );
+        }
+        let mebibytes = |bytes: u64| thousands((bytes >> 20) as usize);
+        let Resources {
+            process_bytes,
+            device_bytes,
+            ..
+        } = resources.unwrap_or_default();
+        for (name, bytes) in [
+            ("peak memory of the process", process_bytes),
+            ("peak memory of the device", device_bytes),
+        ] {
+            if let Some(bytes) = bytes {
+                table.row(name, format!("{} MiB", mebibytes(bytes)));
+            }
+        }
+        Ok(())
+    }
+
+    fn curves(&self, rows: &[Row]) -> String {
+        let name = |path: PathBuf| path.file_name().unwrap_or_default().display().to_string();
+        let mut text = "\n## Curves\n\n".to_owned();
+        if rows.is_empty() {
+            return text + "The log has no steps.\n";
+        }
+        for (path, over) in [
+            (self.files.plot(), "steps"),
+            (self.files.time_plot(), "time"),
+        ] {
+            let _ = write!(text, "![bits per byte over {over}]({})\n\n", name(path));
+        }
+        let validations: Vec<(usize, f64)> = rows.iter().filter_map(validation).collect();
+        if !validations.is_empty() {
+            text += "| step | validation, bits per byte |\n|---|---|\n";
+        }
+        for (step, bits) in thinned(&validations) {
+            let _ = writeln!(text, "| {} | {bits:.4} |", thousands(step));
+        }
+        text
+    }
+
+    fn samples(&self, model: SparseTransformer) -> Result<String> {
+        let header = &self.checkpoint.header;
+        let mut text = "\n## Samples\n\n".to_owned();
+        if let Err(reason) = model::check_cached(&header.config.model) {
+            let _ = writeln!(text, "None: {reason}.");
+            return Ok(text);
+        }
+        let model = model::without_selections(model)?;
+        let context = model.context();
+        let prompts = self.prompts(context);
+        let read = prompts.iter().map(Vec::len).max().unwrap_or(1);
+        let options = GenerateOptions::default()
+            .max_new(WRITTEN.min(context - read))
+            .sampling(Sampling::default().temperature(TEMPERATURE).seed(1));
+        let tokens: Vec<Vec<u32>> = prompts
+            .iter()
+            .map(|prompt| prompt.iter().map(|&byte| u32::from(byte)).collect())
+            .collect();
+        let written = model.generate(&tokens, &options, &mut |_| ControlFlow::Continue(()))?;
+        let from = match self.corpus {
+            Some(_) => "from the validation split",
+            None => "of ours, as the data are gone",
+        };
+        let _ = writeln!(
+            text,
+            "By the model after step {}, at temperature {TEMPERATURE}; prompts are {from}.",
+            thousands(header.step)
+        );
+        for (prompt, sample) in prompts.iter().zip(written) {
+            let sample: Vec<u8> = sample.tokens.iter().map(|&token| token as u8).collect();
+            let _ = write!(
+                text,
+                "\nAfter\n\n{}\nthe model writes\n\n{}",
+                fenced(prompt),
+                fenced(&sample)
+            );
+        }
+        Ok(text)
+    }
+
+    /// Beginnings that were held out, evenly spread.
+    fn prompts(&self, context: usize) -> Vec<Vec<u8>> {
+        let bytes = self.corpus.map(|corpus| corpus.split(Split::Validation));
+        let length = PROMPT.min(context / 2).max(1);
+        let Some(bytes) = bytes.filter(|bytes| bytes.len() >= length * SAMPLES) else {
+            return vec![b"The ".to_vec(); SAMPLES];
+        };
+        (0..SAMPLES)
+            .map(|index| {
+                let start = index * (bytes.len() / SAMPLES);
+                bytes[start..start + length].to_vec()
+            })
+            .collect()
+    }
+
+    fn commands(&self) -> String {
+        let (program, folder) = (program(), self.files.0.display());
+        format!(
+            "\n## Go on\n\n```sh\n{program} train --resume --run {folder} --steps N\n{program} sample --checkpoint {folder}\n\
+             {program} eval --checkpoint {folder} --split test\n{program} report --run {folder}\n```\n"
+        )
+    }
+}
+
+/// What stands above the page and its pictures.
+pub fn title(config: &RunConfig) -> String {
+    format!(
+        "enwik8, preset {}: {}",
+        config.preset,
+        attention_text(&config.model)
+    )
+}
+
+fn final_result(row: &Row) -> Option<(f64, usize)> {
+    match *row {
+        Row::Final {
+            bits_per_byte,
+            bytes,
+            ..
+        } => Some((bits_per_byte, bytes)),
+        _ => None,
+    }
+}
+
+fn validation(row: &Row) -> Option<(usize, f64)> {
+    match *row {
+        Row::Validation {
+            step,
+            bits_per_byte,
+            ..
+        } => Some((step, bits_per_byte)),
+        _ => None,
+    }
+}
+
+/// Some of many values, the last one among them.
+fn thinned(values: &[(usize, f64)]) -> Vec<(usize, f64)> {
+    let every = values.len().div_ceil(VALIDATIONS).max(1);
+    let mut thinned: Vec<_> = values.iter().rev().step_by(every).copied().collect();
+    thinned.reverse();
+    thinned
+}
+
+/// A table of two columns under a heading.
+struct Table {
+    text: String,
+}
+
+impl Table {
+    fn new(title: &str) -> Self {
+        let text = format!("# {title}\n\n| | |\n|---|---|\n");
+        Self { text }
+    }
+
+    fn row(&mut self, name: &str, value: String) {
+        // A pipe would begin a column.
+        let _ = writeln!(self.text, "| {name} | {} |", value.replace('|', "\\|"));
+    }
+}
+
+/// How fast steps were.
+struct Speed {
+    steps: usize,
+    seconds: f64,
+    median_ms: f64,
+    bytes_per_s: f64,
+}
+
+impl Speed {
+    fn of(rows: &[Row]) -> Self {
+        let measured: Vec<(f64, f64)> = (rows.iter())
+            .filter_map(|row| match *row {
+                Row::Train {
+                    ms, tokens_per_s, ..
+                } => Some((ms, tokens_per_s)),
+                _ => None,
+            })
+            .collect();
+        let (times, rates): (Vec<f64>, Vec<f64>) = measured.into_iter().unzip();
+        Self {
+            steps: times.len(),
+            seconds: times.iter().sum::<f64>() / 1_000.0,
+            median_ms: median(times),
+            bytes_per_s: median(rates),
+        }
+    }
+}
+
+/// 0 of nothing.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or_default()
+}
+
+/// Bytes as a block of code, whatever is in them.
+fn fenced(bytes: &[u8]) -> String {
+    let text: String = String::from_utf8_lossy(bytes)
+        .chars()
+        .map(|c| match c.is_control() && c != '\n' {
+            true => '\u{fffd}',
+            false => c,
+        })
+        .collect();
+    let longest = text.split(|c| c != '`').map(str::len).max().unwrap_or(0);
+    let fence = "`".repeat((longest + 1).max(3));
+    format!("{fence}text\n{}\n{fence}\n", text.trim_end_matches('\n'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_blocks_hold_any_bytes() {
+        assert_eq!(fenced(b"a\x00b\n"), "```text\na\u{fffd}b\n```\n");
+        assert_eq!(fenced(b"````"), "`````text\n````\n`````\n");
+        assert_eq!(fenced(b"\xff"), "```text\n\u{fffd}\n```\n");
+    }
+
+    #[test]
+    fn many_validations_are_thinned_to_the_last_one() {
+        let values: Vec<(usize, f64)> = (1..=95).map(|step| (step, 1.0)).collect();
+        let steps: Vec<usize> = thinned(&values).iter().map(|value| value.0).collect();
+        assert_eq!(steps, [5, 15, 25, 35, 45, 55, 65, 75, 85, 95]);
+        assert_eq!(thinned(&values[..3]), values[..3]);
+    }
+}

@@ -1,0 +1,162 @@
+//! Finds for each head the choice of keys by content that keeps most of its attention (MInference: Jiang et al., 2024, §3), and the file that says so.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality};
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use crate::data::{Corpus, Split};
+use crate::progress::{say, warn};
+use crate::{arguments, device, model, recall, run};
+
+/// Find for each head of a checkpoint the choice of keys by content that keeps most of its attention
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  enwik8 search-selection --checkpoint runs/dense --density 0.3 --out heads.json \\
+    --selection topk:64,8 --selection topk:64,1,7,1 --selection minference:64,100,100
+  enwik8 recall --checkpoint runs/dense --selection-file heads.json
+
+One window of the training split is looked at. Of the candidates that keep no more than --density of the blocks a head gets the one with the largest
+recall, or the sparsest if none does; candidates should cost about the same. topk:BLOCK,1,LOCAL,FIRST is a window with sinks, whatever the content.")]
+pub struct SearchArgs {
+    /// A checkpoint file, or a run folder, whose best checkpoint is taken
+    #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
+    checkpoint: PathBuf,
+    /// A candidate, e.g. topk:64,8; repeat for more
+    #[arg(long, value_name = "TEXT", required = true, long_help = arguments::selection_help(
+        "A candidate, e.g. topk:64,8; repeat for more",
+    ))]
+    selection: Vec<Selection>,
+    /// The largest share of the blocks that a head may keep
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0)]
+    density: f64,
+    /// The file: by layer and head
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
+    #[arg(long)]
+    device: Option<String>,
+}
+
+/// What `--selection-file` reads: for each layer, for each head, how it chooses; `pattern` is every earlier byte.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SelectionFile {
+    /// Layer, head: the text of a choice.
+    pub layers: Vec<Vec<String>>,
+    /// What they keep, where the choice was made.
+    #[serde(default)]
+    pub recall: Vec<Vec<f64>>,
+    /// Chosen blocks as a share of those that are visible.
+    #[serde(default)]
+    pub density: Vec<Vec<f64>>,
+}
+
+impl SelectionFile {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// If it cannot be read, or is no such file.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        serde_json::from_str(&text)
+            .with_context(|| format!("{} is not what search-selection writes", path.display()))
+    }
+
+    /// How the heads of each layer choose.
+    ///
+    /// # Errors
+    /// If a text is no choice, or a layer has no heads.
+    pub fn heads(&self) -> Result<Vec<HeadSelections>> {
+        let layers = self.layers.iter().enumerate();
+        let layers = layers.map(|(layer, heads)| {
+            let parsed = heads.join(" / ").parse::<HeadSelections>();
+            parsed.with_context(|| format!("layer {layer}"))
+        });
+        layers.collect()
+    }
+}
+
+/// Runs `enwik8 search-selection`.
+///
+/// # Errors
+/// If the checkpoint cannot be read, its patterns are other than every earlier byte, or the file cannot be written.
+pub fn run(args: &SearchArgs) -> Result<()> {
+    ensure!(
+        args.density > 0.0 && args.density <= 1.0,
+        "--density must be above 0 and at most 1, got {}",
+        args.density
+    );
+    let device = device::open(args.device.as_deref())?;
+    let (path, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let config = &checkpoint.header.config;
+    recall::check_patterns(&path, config)?;
+    let context = config.model.context;
+    let corpus = Corpus::reopen(&checkpoint.header.data, None)?;
+    let bytes = corpus.split_for(Split::Train, context)?;
+    let model = model::restore(&checkpoint, &device.device)?;
+    let model = model.with_selections(&[], 0)?;
+    let mut found: Vec<(String, Vec<Vec<SelectionQuality>>)> = Vec::new();
+    for selection in &args.selection {
+        let heads = recall::heads(&model, Some(selection), &bytes[..context], &device.device)?;
+        found.push((selection.to_string(), heads));
+    }
+    let file = best(&found, args.density);
+    for (text, _) in &found {
+        let heads = file.layers.iter().flatten().filter(|of| *of == text);
+        say(format!("{text:<36} {:>4} heads", heads.count()));
+    }
+    let numbers = |of: &[Vec<f64>]| {
+        let all: Vec<f64> = of.iter().flatten().copied().collect();
+        all.iter().sum::<f64>() / all.len().max(1) as f64
+    };
+    say(format!(
+        "recall {:.4} at density {:.4}, mean over heads",
+        numbers(&file.recall),
+        numbers(&file.density)
+    ));
+    let json = serde_json::to_string_pretty(&file)?;
+    std::fs::write(&args.out, json + "\n")
+        .with_context(|| format!("cannot write {}", args.out.display()))
+}
+
+/// For each head the candidate of largest recall of those that are sparse enough, of equal ones the earlier; the sparsest if none is.
+fn best(found: &[(String, Vec<Vec<SelectionQuality>>)], density: f64) -> SelectionFile {
+    let mut file = SelectionFile {
+        layers: Vec::new(),
+        recall: Vec::new(),
+        density: Vec::new(),
+    };
+    let layers = found.first().map_or(0, |(_, heads)| heads.len());
+    for layer in 0..layers {
+        let heads = found[0].1[layer].len();
+        let best: Vec<usize> = (0..heads)
+            .map(|head| {
+                let of = |candidate: usize| &found[candidate].1[layer][head];
+                // Rounding of the sum that a density is of.
+                let fits = |&candidate: &usize| of(candidate).density <= density + 1e-9;
+                let better = |a: usize, b: usize| match of(b).recall > of(a).recall {
+                    true => b,
+                    false => a,
+                };
+                let sparser = |a: usize, b: usize| match of(b).density < of(a).density {
+                    true => b,
+                    false => a,
+                };
+                let all = 0..found.len();
+                let fitting = all.clone().filter(fits).reduce(better);
+                fitting.or_else(|| all.reduce(sparser)).unwrap_or(0)
+            })
+            .collect();
+        let of = |head: usize| &found[best[head]].1[layer][head];
+        file.layers
+            .push(best.iter().map(|&of| found[of].0.clone()).collect());
+        file.recall
+            .push((0..heads).map(|head| of(head).recall).collect());
+        file.density
+            .push((0..heads).map(|head| of(head).density).collect());
+    }
+    file
+}

@@ -1,0 +1,418 @@
+//! TensorBoard's event files: what `log.jsonl` has, for `tensorboard --logdir`.
+//!
+//! An event file is a sequence of records, each of which is a protocol buffer `Event` of TensorFlow (`event.proto`,
+//! `summary.proto`); of its fields six are written here.
+//!
+//! ```text
+//! length: u64   masked CRC-32C of length: u32   event   masked CRC-32C of event: u32        (little-endian)
+//!
+//! Event     1: wall_time (double)  2: step (varint)  3: file_version (string)  5: summary  7: session_log
+//! Summary   1: value, repeated
+//! Value     1: tag (string)  2: simple_value (float)
+//! SessionLog  1: status (varint; START is 1)
+//! ```
+//!
+//! A record is one system call, so that a process that is killed leaves whole records but for the last, which readers
+//! skip. A run that goes on cuts what is later than its checkpoint from the files that it finds, as it does with the log,
+//! and begins a new one, whose first event tells a TensorBoard that is open to forget those steps, too.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+
+use crate::log::Row;
+use crate::memory::Resources;
+
+/// What TensorBoard recognises event files by.
+const PREFIX: &str = "events.out.tfevents.";
+/// Length and its checksum, and the checksum behind the event.
+const HEAD: usize = 8 + 4;
+const TAIL: usize = 4;
+
+/// Whether a file of a run's folder is one of ours.
+pub fn is_event_file(name: &str) -> bool {
+    name.starts_with(PREFIX)
+}
+
+/// An event file that grows.
+pub struct EventFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl EventFile {
+    /// Begins a file for a run that has done `step` steps, of which `rows` tell. Events of later steps are cut from the
+    /// run's other files; if there are none, the new one begins with `rows`.
+    ///
+    /// # Errors
+    /// If the folder cannot be read or written.
+    pub fn create(folder: &Path, step: usize, rows: &[Row]) -> Result<Self> {
+        let found = event_files(folder)?;
+        found.iter().try_for_each(|path| cut(path, step))?;
+        // Files are read in the order of their names.
+        let newest = found.last().and_then(|path| seconds_of(path)).unwrap_or(0);
+        let seconds = (now() as u64).max(newest);
+        let name = format!("{PREFIX}{seconds:010}.{:04}", found.len());
+        let path = folder.join(name);
+        let file =
+            File::create_new(&path).with_context(|| format!("cannot create {}", path.display()))?;
+        let mut events = Self { path, file };
+        events.append(&Event::new(now(), 0).text(3, "brain.Event:2"))?;
+        if found.is_empty() {
+            for (row, time) in rows.iter().zip(times(rows)) {
+                events.append_row(row, time)?;
+            }
+        } else {
+            // SessionLog { status: START }: what was read of this step and of later ones is void.
+            events.append(&Event::new(now(), step + 1).message(7, &[8, 1]))?;
+        }
+        Ok(events)
+    }
+
+    /// Appends a row of the log.
+    ///
+    /// # Errors
+    /// If the disk is full, for instance.
+    pub fn write(&mut self, row: &Row) -> Result<()> {
+        self.append_row(row, now())
+    }
+
+    /// Appends what is held after so many steps.
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    pub fn write_memory(&mut self, step: usize, resources: &Resources) -> Result<()> {
+        let mebibytes = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let known = [
+            ("memory/process_peak_mib", resources.process_bytes),
+            ("memory/device_reserved_mib", resources.device_bytes),
+        ];
+        let scalars: Vec<(&str, f64)> = (known.into_iter())
+            .filter_map(|(tag, bytes)| Some((tag, mebibytes(bytes?))))
+            .collect();
+        match scalars.is_empty() {
+            true => Ok(()),
+            false => self.append(&Event::new(now(), step).scalars(&scalars)),
+        }
+    }
+
+    fn append_row(&mut self, row: &Row, time: f64) -> Result<()> {
+        let scalars = scalars(row);
+        match scalars.is_empty() {
+            true => Ok(()),
+            false => self.append(&Event::new(time, row.step()).scalars(&scalars)),
+        }
+    }
+
+    fn append(&mut self, event: &Event) -> Result<()> {
+        (self.file.write_all(&record(&event.0)))
+            .with_context(|| format!("cannot write {}", self.path.display()))
+    }
+}
+
+/// Tags and values of a row.
+fn scalars(row: &Row) -> Vec<(&'static str, f64)> {
+    match row {
+        Row::Train {
+            bits_per_byte,
+            learning_rate,
+            grad_norm,
+            tokens_per_s,
+            ms,
+            ..
+        } => vec![
+            ("bits_per_byte/train", *bits_per_byte),
+            ("learning_rate", *learning_rate),
+            ("grad_norm", *grad_norm),
+            ("speed/tokens_per_s", *tokens_per_s),
+            ("speed/step_ms", *ms),
+        ],
+        Row::Validation { bits_per_byte, .. } => {
+            vec![("bits_per_byte/validation", *bits_per_byte)]
+        }
+        Row::Final { bits_per_byte, .. } => vec![("bits_per_byte/final", *bits_per_byte)],
+        Row::Selection { layers, .. } => {
+            let recalls = layers.iter().map(|layer| layer.recall);
+            vec![(
+                "selection/recall",
+                recalls.sum::<f64>() / layers.len().max(1) as f64,
+            )]
+        }
+    }
+}
+
+/// When rows were written, if the last one is of now and nothing but steps took time: the log has durations only.
+fn times(rows: &[Row]) -> Vec<f64> {
+    let mut time = now();
+    let mut times: Vec<f64> = (rows.iter().rev())
+        .map(|row| {
+            let written = time;
+            if let Row::Train { ms, .. } = row {
+                time -= ms / 1_000.0;
+            }
+            written
+        })
+        .collect();
+    times.reverse();
+    times
+}
+
+fn now() -> f64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// The run's event files, oldest first.
+fn event_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder)
+        .and_then(|entries| entries.collect::<Result<Vec<_>, _>>())
+        .with_context(|| format!("cannot read {}", folder.display()))?;
+    let mut files: Vec<PathBuf> = (entries.into_iter())
+        .filter(|entry| entry.file_name().to_str().is_some_and(is_event_file))
+        .map(|entry| entry.path())
+        .collect();
+    files.sort();
+    Ok(files)
+}
+
+fn seconds_of(path: &Path) -> Option<u64> {
+    let name = path.file_name()?.to_str()?.strip_prefix(PREFIX)?;
+    name.split('.').next()?.parse().ok()
+}
+
+/// Cuts a file before its first event of a step after `step`, and before what is no whole record.
+fn cut(path: &Path, step: usize) -> Result<()> {
+    let cut = || -> std::io::Result<()> {
+        let bytes = fs::read(path)?;
+        let kept: usize = (records(&bytes))
+            .take_while(|event| step_of(event).is_some_and(|found| found <= step as u64))
+            .map(|event| HEAD + event.len() + TAIL)
+            .sum();
+        match kept < bytes.len() {
+            true => OpenOptions::new()
+                .write(true)
+                .open(path)?
+                .set_len(kept as u64),
+            false => Ok(()),
+        }
+    };
+    cut().with_context(|| format!("cannot shorten {}", path.display()))
+}
+
+/// The events of whole records with the right checksums, up to the first one that is not.
+fn records(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let mut rest = bytes;
+    std::iter::from_fn(move || {
+        let (length, behind) = rest.split_first_chunk::<8>()?;
+        let (checksum, behind) = behind.split_first_chunk::<4>()?;
+        if masked_crc(length) != u32::from_le_bytes(*checksum) {
+            return None;
+        }
+        let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
+        let (event, behind) = behind.split_at_checked(length)?;
+        let (checksum, behind) = behind.split_first_chunk::<4>()?;
+        rest = behind;
+        (masked_crc(event) == u32::from_le_bytes(*checksum)).then_some(event)
+    })
+}
+
+/// The step of an event: its second field, where the first one is the time; 0 is not written.
+fn step_of(event: &[u8]) -> Option<u64> {
+    let behind_time = event.get(9..)?;
+    let Some((&STEP_TAG, number)) = behind_time.split_first() else {
+        return Some(0);
+    };
+    let mut value = 0;
+    for (index, &byte) in number.iter().take(10).enumerate() {
+        value |= u64::from(byte & 0x7f) << (7 * index);
+        if byte < 0x80 {
+            return Some(value);
+        }
+    }
+    None
+}
+
+/// Field 2, a varint.
+const STEP_TAG: u8 = 2 << 3;
+
+/// The bytes of an `Event`.
+struct Event(Vec<u8>);
+
+impl Event {
+    fn new(wall_time: f64, step: usize) -> Self {
+        let mut bytes = vec![1 << 3 | 1];
+        bytes.extend(wall_time.to_le_bytes());
+        if step > 0 {
+            bytes.push(STEP_TAG);
+            varint(&mut bytes, step as u64);
+        }
+        Self(bytes)
+    }
+
+    fn text(self, field: u8, text: &str) -> Self {
+        self.message(field, text.as_bytes())
+    }
+
+    fn message(mut self, field: u8, message: &[u8]) -> Self {
+        bytes(&mut self.0, field, message);
+        self
+    }
+
+    fn scalars(self, scalars: &[(&str, f64)]) -> Self {
+        let mut summary = Vec::new();
+        for (tag, number) in scalars {
+            let mut value = Vec::new();
+            bytes(&mut value, 1, tag.as_bytes());
+            value.push(2 << 3 | 5);
+            value.extend((*number as f32).to_le_bytes());
+            bytes(&mut summary, 1, &value);
+        }
+        self.message(5, &summary)
+    }
+}
+
+/// A field of bytes: text, or a message.
+fn bytes(to: &mut Vec<u8>, field: u8, content: &[u8]) {
+    to.push(field << 3 | 2);
+    varint(to, content.len() as u64);
+    to.extend(content);
+}
+
+fn varint(to: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        to.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    to.push(number as u8);
+}
+
+fn record(event: &[u8]) -> Vec<u8> {
+    let length = (event.len() as u64).to_le_bytes();
+    let mut record = length.to_vec();
+    record.extend(masked_crc(&length).to_le_bytes());
+    record.extend(event);
+    record.extend(masked_crc(event).to_le_bytes());
+    record
+}
+
+/// CRC-32C, rotated and moved by a constant as record files have it: they may hold checksums themselves.
+fn masked_crc(bytes: &[u8]) -> u32 {
+    crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// CRC with Castagnoli's polynomial; `crc32fast` has another one.
+fn crc32c(bytes: &[u8]) -> u32 {
+    static TABLE: [u32; 256] = {
+        let mut table = [0; 256];
+        let mut index = 0;
+        while index < 256 {
+            let (mut value, mut bit) = (index as u32, 0);
+            while bit < 8 {
+                value = value >> 1 ^ if value & 1 == 1 { 0x82f6_3b78 } else { 0 };
+                bit += 1;
+            }
+            table[index] = value;
+            index += 1;
+        }
+        table
+    };
+    !(bytes.iter()).fold(!0, |crc, &byte| {
+        TABLE[usize::from(crc as u8 ^ byte)] ^ crc >> 8
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn train(step: usize) -> Row {
+        Row::Train {
+            step,
+            loss: 1.0,
+            bits_per_byte: 1.5,
+            learning_rate: 1e-3,
+            grad_norm: 0.25,
+            tokens_per_s: 2_000.0,
+            ms: 500.0,
+        }
+    }
+
+    /// The steps of a file's events.
+    fn steps(path: &Path) -> Vec<u64> {
+        let bytes = fs::read(path).unwrap();
+        records(&bytes)
+            .map(|event| step_of(event).unwrap())
+            .collect()
+    }
+
+    /// RFC 3720, B.4, and the check value of the catalogues of CRCs.
+    #[test]
+    fn checksums_are_castagnolis() {
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
+    }
+
+    /// Bytes that `tensorboard` 2.21's own protocol buffers write for the same event.
+    #[test]
+    fn events_are_those_of_tensorboards_own_classes() {
+        let event = Event::new(1.5, 300).scalars(&[("loss", 2.5), ("lr", 0.001)]);
+        let expected = "09000000000000f83f10ac022a180a0b0a046c6f737315000020400a090a\
+            026c72156f12833a";
+        let hex: String = event.0.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(hex, expected);
+        assert_eq!(step_of(&event.0), Some(300));
+    }
+
+    #[test]
+    fn every_prefix_of_a_file_is_readable() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut events = EventFile::create(folder.path(), 0, &[]).unwrap();
+        (1..=3).for_each(|step| events.write(&train(step)).unwrap());
+        let bytes = fs::read(&events.path).unwrap();
+        let mut seen = Vec::new();
+        for length in 0..=bytes.len() {
+            let count = records(&bytes[..length]).count();
+            assert!(seen.last().is_none_or(|&last| last <= count));
+            seen.push(count);
+        }
+        assert_eq!(seen.last(), Some(&4));
+        let mut flipped = bytes;
+        flipped[20] ^= 1;
+        assert_eq!(records(&flipped).count(), 0);
+    }
+
+    #[test]
+    fn a_resumed_run_has_each_step_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut first = EventFile::create(folder.path(), 0, &[]).unwrap();
+        (1..=5).for_each(|step| first.write(&train(step)).unwrap());
+        first.file.write_all(b"half a record").unwrap();
+        let mut second = EventFile::create(folder.path(), 3, &[train(1)]).unwrap();
+        second.write(&train(4)).unwrap();
+        assert_eq!(
+            event_files(folder.path()).unwrap(),
+            [&*first.path, &*second.path]
+        );
+        assert_eq!(steps(&first.path), [0, 1, 2, 3]);
+        // The version, the beginning of a session, and the row.
+        assert_eq!(steps(&second.path), [0, 4, 4]);
+        // Before its first row.
+        EventFile::create(folder.path(), 2, &[]).unwrap();
+        assert_eq!(steps(&first.path), [0, 1, 2]);
+        assert_eq!(steps(&second.path), [0]);
+    }
+
+    #[test]
+    fn a_run_that_had_no_event_files_begins_with_its_log() {
+        let folder = tempfile::tempdir().unwrap();
+        let rows = [train(1), train(2)];
+        let events = EventFile::create(folder.path(), 2, &rows).unwrap();
+        assert_eq!(steps(&events.path), [0, 1, 2]);
+        let times = times(&rows);
+        assert!((times[1] - times[0] - 0.5).abs() < 1e-3, "{times:?}");
+    }
+}

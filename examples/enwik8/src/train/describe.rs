@@ -1,0 +1,90 @@
+//! What a run says of itself when it begins.
+
+use anyhow::Result;
+use burn::module::Module;
+
+use super::Session;
+use crate::config::RunConfig;
+use crate::data::{Split, thousands};
+use crate::model;
+use crate::presets::Preset;
+use crate::progress::say;
+
+impl Session {
+    /// Prints what is trained, and how.
+    pub(super) fn describe(&self) -> Result<()> {
+        let RunConfig {
+            preset,
+            model,
+            recipe,
+        } = &self.config;
+        let per_step = self.config.tokens_per_step();
+        let train = self.corpus.split(Split::Train).len();
+        say(format!("data      {}", self.corpus.describe()));
+        say(format!(
+            "model     preset {preset}: {} parameters, {} layers, {} heads, d_model {}, context {}, {}",
+            thousands(self.training.model()?.num_params()),
+            model.layers,
+            model.heads,
+            model.d_model,
+            thousands(model.context),
+            model.precision,
+        ));
+        say(format!(
+            "attention {}, block size {}",
+            model::factorization(model)?,
+            model.block_size
+        ));
+        let leak = ": later bytes take part in the choice, so that a little of what is predicted leaks into it";
+        if let Some(content) = &model.content {
+            let local = match &model.local_heads[..] {
+                [] => (model.heads / 2).to_string(),
+                heads => {
+                    let heads: Vec<String> = heads.iter().map(ToString::to_string).collect();
+                    heads.join(", ")
+                }
+            };
+            let note = if content.is_prefix_stable() { "" } else { leak };
+            say(match content.is_whole_layer() {
+                true => format!("          keys of all heads chosen by {content}{note}"),
+                false => format!(
+                    "          in {local} local heads; keys of the others chosen by {content}{note}"
+                ),
+            });
+        }
+        for selection in &model.selections {
+            let note = match selection.estimator().traits().prefix_stable {
+                true => "",
+                false => leak,
+            };
+            say(format!("          keys chosen by {selection}{note}"));
+        }
+        if let Some(weights) = &model.ff_weights {
+            say(format!("ff        block-sparse weights: {weights}"));
+            if let Some(pruning) = &recipe.ff_prune {
+                say(format!("          {pruning}"));
+            }
+        }
+        say(format!(
+            "recipe    {} steps of {} bytes ({:.1} epochs), lr {}, warm-up {}, dropout {}, seed {}",
+            thousands(self.steps),
+            thousands(per_step),
+            (self.steps * per_step) as f64 / train as f64,
+            recipe.learning_rate,
+            thousands(recipe.warmup),
+            model.dropout,
+            recipe.seed,
+        ));
+        if preset == &Preset::Paper {
+            say(
+                "          (the paper gives no learning rate or batch for enwik8: this is its CIFAR-10 rate, batch ours)",
+            );
+        }
+        say(format!(
+            "run       {}, on {}\n",
+            self.folder.path().display(),
+            self.device.name
+        ));
+        Ok(())
+    }
+}

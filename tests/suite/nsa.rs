@@ -1,0 +1,101 @@
+//! Native sparse attention.
+
+use burn::tensor::{DType, Device, Tensor};
+use burn_blocksparse::{Forced, Nsa, NsaKeysValues, NsaOptions, OpError};
+use burn_blocksparse_tests::devices::devices;
+use rstest::rstest;
+
+burn_blocksparse_tests::tests!(
+    nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences,
+    nsa_is_prefix_stable, nsa_gives_the_same_bits, nsa_golden
+);
+
+#[rstest]
+#[case(NsaOptions::default().stride(0), "stride must be at least 1, got 0")]
+#[case(
+    NsaOptions::default().stride(12),
+    "block must be a multiple of stride, which is 12, got 32"
+)]
+#[case(
+    NsaOptions::default().block(48).stride(24),
+    "selected_block must be a multiple of stride, which is 24, got 64"
+)]
+#[case(NsaOptions::default().block(0), "block must be a multiple of stride, which is 16, got 0")]
+#[case(
+    NsaOptions::default().selected_block(48),
+    "selected_block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 48"
+)]
+#[case(NsaOptions::default().keep(2), "keep must be at least 3, the forced blocks, got 2")]
+#[case(
+    NsaOptions::default().forced(Forced { first: 1, local: 0 }),
+    "forced.local must be at least 1, the query's own block, got 0"
+)]
+#[case(NsaOptions::default().scale(f64::NAN), "scale must be finite, got NaN")]
+fn options_of_none(#[case] options: NsaOptions, #[case] message: &str) {
+    assert_eq!(Nsa::new(options).unwrap_err().to_string(), message);
+}
+
+#[test]
+fn shapes_of_none() {
+    let options = NsaOptions::default()
+        .block(8)
+        .stride(4)
+        .selected_block(8)
+        .keep(4)
+        .window(8);
+    let nsa = Nsa::new(options).unwrap();
+    for device in devices() {
+        let zeros = |shape: [usize; 4]| zeros(shape, &device);
+        let (q, k, v) = (
+            zeros([1, 4, 30, 8]),
+            zeros([1, 2, 30, 8]),
+            zeros([1, 2, 30, 4]),
+        );
+        let shared = NsaKeysValues::shared(k.clone(), v.clone());
+        let whole = shared.clone().compressed_by_means(&nsa).unwrap();
+        let gates = zeros([1, 4, 30, 3]);
+        let message = |q: &Tensor<4>, keys_values: &NsaKeysValues, gates: &Tensor<4>| {
+            let run = nsa.attention(q.clone(), keys_values.clone(), gates.clone());
+            let error: OpError = run.unwrap_err();
+            error.to_string()
+        };
+        assert_eq!(
+            message(&q, &shared, &gates),
+            "compressed keys must be 6, the blocks of so many keys that are compressed, got 0"
+        );
+        assert_eq!(
+            message(&q, &whole, &zeros([1, 4, 30, 2])),
+            "gates' shape must be [1, 4, 30, 3], q's rows and 3, got [1, 4, 30, 2]"
+        );
+        assert_eq!(
+            message(&zeros([1, 3, 30, 8]), &whole, &gates),
+            "k's kv_heads must be a divisor of the 3 heads of q, got 2"
+        );
+        assert_eq!(
+            message(&zeros([1, 4, 31, 8]), &whole, &gates),
+            "seq_q must be between 1 and seq_kv, which is 30, got 31"
+        );
+        let other = NsaKeysValues {
+            window: [zeros([1, 2, 29, 8]), zeros([1, 2, 29, 4])],
+            ..whole.clone()
+        };
+        assert_eq!(
+            message(&q, &other, &gates),
+            "window's keys must be 30, the selected ones, got 29"
+        );
+        let other = NsaKeysValues {
+            window: [k.clone(), k.clone()],
+            ..whole.clone()
+        };
+        assert_eq!(
+            message(&q, &other, &gates),
+            "value_dim of a branch must be 4, the selected one's, got 8"
+        );
+        let empty = nsa.means(zeros([1, 2, 0, 8])).unwrap_err().to_string();
+        assert_eq!(empty, "x must be of one number at least, got [1, 2, 0, 8]");
+    }
+}
+
+fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
+    Tensor::zeros(shape, (device, DType::F32))
+}
