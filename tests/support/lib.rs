@@ -17,6 +17,7 @@ pub mod eviction;
 pub mod fuzz;
 pub mod fuzz_more;
 mod golden;
+pub mod gradients;
 pub mod graph;
 pub mod graph_decoding;
 pub mod graph_training;
@@ -166,6 +167,22 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "given_attention_is_not_computed",
         kept::given_attention_is_not_computed,
+    ),
+    (
+        "gradients_equal_the_backward_pass",
+        gradients::gradients_equal_the_backward_pass,
+    ),
+    (
+        "hessian_vector_products_equal_differences",
+        gradients::hessian_vector_products_equal_differences,
+    ),
+    (
+        "gradients_are_differentiated_by_every_input",
+        gradients::gradients_are_differentiated_by_every_input,
+    ),
+    (
+        "gradients_on_kernels_are_refused",
+        gradients::gradients_on_kernels_are_refused,
     ),
     (
         "half_precision_is_as_good_as_dense",
