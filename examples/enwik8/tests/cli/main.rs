@@ -7,3 +7,4 @@ mod graph;
 mod measurements;
 mod resume;
 mod support;
+mod weights;
