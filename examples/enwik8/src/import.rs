@@ -30,7 +30,7 @@ pub struct ImportArgs {
     /// The file
     #[arg(long, value_name = "FILE")]
     weights: PathBuf,
-    /// Where in a PyTorch file its state dict is, as `model` in {\"model\": .., \"optimizer\": ..} [default: at the top]
+    /// Where in a PyTorch file its state dict is, as `model` in a dictionary of model and optimizer [default: at the top]
     #[arg(long, value_name = "KEY")]
     key: Option<String>,
     /// Folder of the run

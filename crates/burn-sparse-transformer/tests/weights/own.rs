@@ -1,7 +1,6 @@
 //! The library's own model in PyTorch, `examples/enwik8/pytorch/sparse_transformer.py`, in both directions.
 
 use burn::module::Module;
-use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_sparse_transformer::weights::{KeyMap, WeightsFile, save_safetensors};
 use burn_sparse_transformer::{
@@ -46,7 +45,7 @@ fn records_of_burn_are_weights_too() {
     let model = open("own.safetensors").load(&own_model(16), &KeyMap::pytorch());
     let model = model.unwrap();
     let file = Scratch::new("record.bpk");
-    ModuleRecord::from_module(&model).save(&file.0).unwrap();
+    model.clone().into_record().save(&file.0).unwrap();
     let record = WeightsFile::open(&file.0).unwrap();
     let loaded = record.load(&own_model(16), &KeyMap::default()).unwrap();
     let tokens = ints(&open("own.golden.safetensors"), "tokens");

@@ -43,12 +43,11 @@ fn weights_go_out_and_come_back() {
         let import = ["import", "--weights", weights, "--run", &imported];
         let text = succeed(&[&import[..], &["--like", &run]].concat());
         assert!(text.contains("train --resume --run"), "{text}");
+        // The number alone, which comes first.
         let measured = |run: &str| {
-            succeed(&["eval", "--checkpoint", run])
-                .lines()
-                .last()
-                .unwrap()
-                .to_owned()
+            let text = succeed(&["eval", "--checkpoint", run]);
+            let last = text.lines().last().unwrap();
+            last.split(' ').next().unwrap().parse::<f64>().unwrap()
         };
         let [got, expected] = [&imported, trained.to_str().unwrap()].map(measured);
         assert_eq!(got, expected);
