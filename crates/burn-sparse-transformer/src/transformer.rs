@@ -13,9 +13,9 @@ use crate::layouts::LayoutPool;
 use crate::selected::of_layer;
 use crate::stream::Stream;
 use crate::{
-    BlockAttentionConfig, ContentAttention, Factorization, FeedForwardSparsity, PositionEmbedding,
-    Precision, SparseMhaCache, SparseTransformerBlock, SparseTransformerBlockConfig,
-    SparseTransformerCache, TransformerError, init,
+    BlockAttentionConfig, ContentAttention, Factorization, FeedForwardActivation,
+    FeedForwardSparsity, PositionEmbedding, Precision, SparseMhaCache, SparseTransformerBlock,
+    SparseTransformerBlockConfig, SparseTransformerCache, TransformerError, init,
 };
 
 /// Configuration of [`SparseTransformer`].
@@ -77,6 +77,8 @@ pub struct SparseTransformerConfig {
     pub d_ff: Option<usize>,
     /// Which blocks of the feed-forward networks' weights are kept. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
+    /// Activation of the feed-forward networks. Default: the paper's, `x · sigmoid(1.702 x)`.
+    pub activation: Option<FeedForwardActivation>,
     /// Number of key and value heads, a divisor of `n_heads`. Default: `n_heads`.
     pub n_kv_heads: Option<usize>,
     /// Probability that an element of a residual branch is dropped while training.
@@ -199,6 +201,7 @@ impl SparseTransformerConfig {
                 .with_feed_forward_sparsity(
                     (self.feed_forward_sparsity.clone()).map(|sparsity| sparsity.of_layer(layer)),
                 )
+                .with_activation(self.activation)
                 .with_dropout(self.dropout)
                 .with_softcap(self.softcap)
                 .with_attention(self.attention.clone())

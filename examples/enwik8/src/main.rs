@@ -11,6 +11,7 @@ mod device;
 mod draw;
 mod eval;
 mod export;
+mod import;
 mod kept;
 mod log;
 mod memory;
@@ -49,6 +50,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
   enwik8 bench         sparse against dense attention on this machine
   enwik8 draw --pattern fixed:128,32 --out pattern.png
   enwik8 export --out exported   files for a program of your own
+  enwik8 import --weights model.pt --run runs/imported   what another program trained
 
 From the repository: cargo run -p enwik8 -- train"
 )]
@@ -68,6 +70,7 @@ enum Task {
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
     Export(export::ExportArgs),
+    Import(import::ImportArgs),
 }
 
 fn main() -> ExitCode {
@@ -100,6 +103,7 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
         Task::Export(args) => export::run(args).map(done),
+        Task::Import(args) => import::run(args).map(done),
     }
 }
 

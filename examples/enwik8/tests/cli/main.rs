@@ -8,3 +8,4 @@ mod measurements;
 mod reports;
 mod resume;
 mod support;
+mod weights;
