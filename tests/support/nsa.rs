@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{Nsa, NsaKeysValues};
 
-use crate::compare::{assert_close, to_f64};
+use crate::compare::{assert_close, relative_error, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes, supports};
 use crate::golden::vals;
 use crate::linear::{product_tolerance, tensor};
@@ -15,7 +15,10 @@ fn mass_tolerance(device: &Device, dtype: DType) -> f64 {
     match dtype {
         DType::F16 | DType::BF16 => half_tolerance(dtype),
         // Products of f32 numbers are tf32 on tensor cores.
-        _ => product_tolerance(device, DType::F32, 1e-5),
+        _ => match product_tolerance(device, DType::F32, 1e-5) > 1e-5 {
+            true => 5e-3,
+            false => 1e-5,
+        },
     }
 }
 
@@ -65,6 +68,27 @@ fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
         }
     }
     picks
+}
+
+/// Whether the choice of a query does not hang on a rounding: `[batch · heads · rows]`.
+fn clear_choices(inputs: &Inputs, tolerance: f64) -> Vec<bool> {
+    let ([heads, kv_heads], [rows, _]) = (inputs.case.heads, inputs.case.seq);
+    let masses = inputs.masses();
+    let largest = masses.iter().flatten().fold(0.1, |a: f64, &b| a.max(b));
+    let (_, gaps) = inputs.chosen(&masses);
+    let group = heads / kv_heads;
+    let places = (0..inputs.case.batch * heads * rows).map(|at| {
+        let (row, head) = (at % rows, at / rows);
+        gaps[head / group * rows + row] > 2.0 * largest * tolerance
+    });
+    let clear: Vec<bool> = places.collect();
+    let count = clear.iter().filter(|clear| **clear).count();
+    assert!(
+        count * 4 > clear.len(),
+        "{count} of {} are clear",
+        clear.len()
+    );
+    clear
 }
 
 /// Choices, the output of every branch, their sum and all gradients are those of f64.
@@ -192,6 +216,7 @@ pub fn nsa_is_prefix_stable(devices: &[Device]) {
         };
         let x = inputs.tensors(device, DType::F32);
         let before = run(&x);
+        let is_clear = clear_choices(&inputs, mass_tolerance(device, DType::F32));
         let rows = |x: &Tensor<4>, range: std::ops::Range<usize>| {
             to_f64(x.clone().slice_dim(2, range).into_data())
         };
@@ -201,7 +226,17 @@ pub fn nsa_is_prefix_stable(devices: &[Device]) {
             some.q = some.q.slice_dim(2, last.clone());
             some.gates = some.gates.slice_dim(2, last.clone());
             let what = format!("{device:?}, the last {count} queries");
-            assert_close(&what, run(&some).into_data(), &rows(&before, last), 1e-6);
+            // Products of other sizes may be rounded otherwise, which chooses between near masses.
+            let clear = |x: Vec<f64>| -> Vec<f64> {
+                let of = |at: usize| (at / 8 / count) * 90 + 90 - count + at / 8 % count;
+                let numbers = x.into_iter().enumerate();
+                let numbers = numbers.map(|(at, x)| if is_clear[of(at)] { x } else { 0.0 });
+                numbers.collect()
+            };
+            let got = clear(to_f64(run(&some).into_data()));
+            let expected = clear(rows(&before, last));
+            let (error, at) = relative_error(&got, &expected);
+            assert!(error < 1e-6, "{what}: {error} at {at}");
         }
         for first in [11, 48, 63] {
             let mut moved = inputs.clone();

@@ -60,8 +60,8 @@ pub struct SparseTransformerConfig {
     pub embedding_width: Option<usize>,
     /// How the layers choose their keys by content, in turn, from those of patterns that are causal or dense. Default: their keys are the patterns'.
     pub selections: Option<Vec<Selection>>,
-    /// How heads that are not the patterns' choose single keys by content (Roy et al., 2021; Kitaev et al., 2020). Patterns are causal then, and those of
-    /// the local heads. Default: all heads are the patterns'.
+    /// How heads that are not the patterns' choose keys by content (Roy et al., 2021; Kitaev et al., 2020; or all heads: Yuan et al., 2025). Patterns are causal
+    /// then, and those of the local heads. Default: all heads are the patterns'.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads of each layer are the patterns', for all layers one number or one for each; a layer with `n_heads` of them has no
     /// others. Default: half of them.
