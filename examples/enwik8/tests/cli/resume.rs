@@ -179,13 +179,15 @@ fn chosen_pages_are_sampled_from(checkpoint: &str) {
     let sample = [&sample[..], &flags, &greedy].concat();
     let all = succeed(&sample);
     // Three pages are all of the context's.
-    let with = |selection: &[&str]| [&sample[..], &["--selection"], selection].concat();
-    assert_eq!(succeed(&with(&["quest:16,48"])), all);
-    let output = run(&with(&["moba:16,1", "--stats"]));
+    let quest = ["--selection", "quest:16,48"];
+    assert_eq!(succeed(&[&sample[..], &quest].concat()), all);
+    let moba = ["--selection", "moba:16,1", "--stats"];
+    let output = run(&[&sample[..], &moba].concat());
     let stats = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success(), "{stats}");
     assert!(stats.contains("the last bytes attended to "), "{stats}");
-    let got = fail(&with(&["quest:16,48", "--page-size", "32"]), 1);
+    let pages = ["--page-size", "32"];
+    let got = fail(&[&sample[..], &quest, &pages].concat(), 1);
     let message = "page_size must be 16, the page of quest, got 32";
     assert!(got.contains(message), "{got}");
 }
