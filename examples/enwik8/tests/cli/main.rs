@@ -7,5 +7,6 @@ mod graph;
 mod measurements;
 mod reports;
 mod resume;
+mod search;
 mod support;
 mod weights;

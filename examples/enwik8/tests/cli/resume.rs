@@ -158,6 +158,7 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     let bits = |row: usize| rows[row]["bits_per_byte"].as_f64().unwrap();
     assert!((bits(0) - bits(1)).abs() < 1e-5, "{table}");
     assert!((bits(0) - bits(2)).abs() > 1e-5, "{table}");
+    crate::search::heads_are_searched(&folder, &path);
     let text = succeed(&[
         "sample",
         "--checkpoint",
