@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::memory::peak_resident_bytes;
-use crate::model::{self, window_data};
+use crate::model;
 use crate::overrides::Overrides;
 use crate::presets::{Attention, AttentionKind, Preset};
 use crate::progress::say;
@@ -356,7 +356,7 @@ struct Trainer<'a> {
 
 impl<'a> Trainer<'a> {
     fn new(config: &'a RunConfig, device: &'a Device, graph: bool) -> Result<Self> {
-        let corpus = Corpus::open(None)?;
+        let corpus = Corpus::open(None, config.model.pictures)?;
         let bytes = corpus.split_for(Split::Train, config.model.context)?.len();
         let model = model::new(
             &config.model,
@@ -366,7 +366,7 @@ impl<'a> Trainer<'a> {
         Ok(Trainer {
             config,
             device,
-            sampler: Sampler::new(bytes, config.model.context, config.recipe.seed),
+            sampler: Sampler::new(bytes, config.model.cut(), config.recipe.seed),
             corpus,
             training: Steps::new(
                 model,
@@ -381,12 +381,11 @@ impl<'a> Trainer<'a> {
 
     /// The next windows.
     fn batch(&mut self) -> Batch {
-        let context = self.config.model.context;
         let starts: Vec<usize> = (0..self.config.recipe.batch)
             .map(|_| self.sampler.next_start())
             .collect();
         let bytes = self.corpus.split(Split::Train);
-        let [tokens, targets] = window_data(bytes, &starts, context);
+        let [tokens, targets] = self.config.model.cut().data(bytes, &starts);
         self.iteration += 1;
         Batch {
             tokens,

@@ -11,6 +11,7 @@ mod device;
 mod draw;
 mod eval;
 mod export;
+mod images;
 mod kept;
 mod log;
 mod memory;
@@ -29,6 +30,7 @@ mod schedule;
 mod step;
 mod tensorboard;
 mod train;
+mod windows;
 
 use std::io;
 use std::process::ExitCode;
@@ -63,6 +65,7 @@ enum Task {
     Recall(recall::RecallArgs),
     Report(report::ReportArgs),
     Sample(sample::SampleArgs),
+    SampleImages(images::sample::SampleImagesArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
     Export(export::ExportArgs),
@@ -94,6 +97,7 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::Recall(args) => recall::run(args).map(done),
         Task::Report(args) => report::run(args).map(done),
         Task::Sample(args) => sample::run(args).map(done),
+        Task::SampleImages(args) => images::sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
         Task::Export(args) => export::run(args).map(done),

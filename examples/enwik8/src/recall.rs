@@ -9,7 +9,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::data::{Corpus, Split, thousands};
-use crate::eval::{Evaluator, spread_windows};
+use crate::eval::Evaluator;
 use crate::progress::{plain_bar, say, warn};
 use crate::{arguments, device, model, run};
 
@@ -78,7 +78,12 @@ pub fn run(args: &RecallArgs) -> Result<()> {
         config.model.patterns.join(" / ")
     );
     let context = config.model.context;
-    let corpus = Corpus::reopen(&checkpoint.header.data, None)?;
+    ensure!(
+        config.model.pictures.is_none(),
+        "{} was trained on pictures, and recall measures windows of text",
+        path.display()
+    );
+    let corpus = Corpus::reopen(&checkpoint.header.data, None, None)?;
     let bytes = corpus.split_for(Split::Validation, context)?;
     let model = model::restore(&checkpoint, &device.device)?;
     let model = model.with_selections(&[], 0)?;
@@ -96,7 +101,8 @@ pub fn run(args: &RecallArgs) -> Result<()> {
             "density"
         ));
     }
-    let plan = spread_windows(bytes.len(), context, args.windows);
+    let cut = config.model.cut();
+    let plan = cut.spread(bytes.len(), args.windows);
     let choices = std::iter::once(None).chain(args.selection.iter().map(Some));
     for selection in choices {
         let chosen: Vec<Selection> = selection.cloned().into_iter().collect();
@@ -104,7 +110,7 @@ pub fn run(args: &RecallArgs) -> Result<()> {
         let evaluator = Evaluator {
             model: &with,
             device: &device.device,
-            context,
+            cut,
             batch: config.recipe.batch,
         };
         let evaluation = evaluator.run(bytes, &plan, &plain_bar("evaluating"))?;
