@@ -449,7 +449,7 @@ impl<'a> Trainer<'a> {
     fn sizes(&self) -> Result<(f64, f64)> {
         let model = self.training.model()?;
         let context = self.config.model.context;
-        let tflop = model::step_tflop(&model, &self.config)?;
+        let tflop = model::step_tflop(&model, self.config)?;
         let mha = &model.blocks[0].mha;
         let causal = context as f64 * (context + 1) as f64 / 2.0;
         if mha.content.is_some() {
