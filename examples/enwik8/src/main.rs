@@ -11,6 +11,7 @@ mod device;
 mod draw;
 mod eval;
 mod export;
+mod images;
 mod import;
 mod kept;
 mod log;
@@ -31,6 +32,7 @@ mod search;
 mod step;
 mod tensorboard;
 mod train;
+mod windows;
 
 use std::io;
 use std::process::ExitCode;
@@ -67,6 +69,7 @@ enum Task {
     SearchSelection(search::SearchArgs),
     Report(report::ReportArgs),
     Sample(sample::SampleArgs),
+    SampleImages(images::sample::SampleImagesArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
     Export(export::ExportArgs),
@@ -100,6 +103,7 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::SearchSelection(args) => search::run(args).map(done),
         Task::Report(args) => report::run(args).map(done),
         Task::Sample(args) => sample::run(args).map(done),
+        Task::SampleImages(args) => images::sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
         Task::Export(args) => export::run(args).map(done),

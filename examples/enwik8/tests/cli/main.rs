@@ -4,6 +4,7 @@ mod checkpoints;
 mod content;
 mod flags;
 mod graph;
+mod images;
 mod measurements;
 mod reports;
 mod resume;
