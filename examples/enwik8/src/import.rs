@@ -58,12 +58,14 @@ pub fn run(args: &ImportArgs) -> Result<()> {
         Some(path) => {
             let (_, like) = run::open_checkpoint(path, warn)?;
             let config = like.header.config.resumed(None, &args.overrides)?;
-            (config, Corpus::reopen(&like.header.data, None)?)
+            let pictures = config.model.pictures;
+            (config, Corpus::reopen(&like.header.data, None, pictures)?)
         }
         None => {
             let preset = args.preset.unwrap_or(Preset::Tiny);
             let config = RunConfig::new(preset, &args.overrides)?;
-            (config, Corpus::open(args.data.as_deref())?)
+            let pictures = config.model.pictures;
+            (config, Corpus::open(args.data.as_deref(), pictures)?)
         }
     };
     // As when a run begins: what is too short now would be too short to train on.
@@ -84,7 +86,7 @@ pub fn run(args: &ImportArgs) -> Result<()> {
             program: env!("CARGO_PKG_VERSION").to_owned(),
             data: corpus.fingerprint(),
             step: 0,
-            sampler: Sampler::new(train.len(), config.model.context, config.recipe.seed)
+            sampler: Sampler::new(train.len(), config.model.cut(), config.recipe.seed)
                 .state()
                 .clone(),
             best: None,
