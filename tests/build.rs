@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 16] = [
+const PAGES: [&str; 17] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
@@ -21,6 +21,7 @@ const PAGES: [&str; 16] = [
     "docs/swap-burn-nn.md",
     "docs/training-ops.md",
     "docs/training.md",
+    "docs/weights.md",
     "docs/write-your-own-pattern.md",
 ];
 

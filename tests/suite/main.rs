@@ -11,6 +11,7 @@ mod embedding;
 mod errors;
 mod eviction;
 mod fuzz;
+mod gradients;
 mod graph;
 mod heads;
 mod kept;

@@ -19,6 +19,7 @@ pub mod fuzz;
 pub mod fuzz_decoding;
 pub mod fuzz_more;
 mod golden;
+pub mod gradients;
 pub mod graph;
 pub mod graph_decoding;
 pub mod graph_training;
@@ -180,6 +181,22 @@ pub const CHECKS: &[(&str, Check)] = &[
     (
         "given_attention_is_not_computed",
         kept::given_attention_is_not_computed,
+    ),
+    (
+        "gradients_equal_the_backward_pass",
+        gradients::gradients_equal_the_backward_pass,
+    ),
+    (
+        "hessian_vector_products_equal_differences",
+        gradients::hessian_vector_products_equal_differences,
+    ),
+    (
+        "gradients_are_differentiated_by_every_input",
+        gradients::gradients_are_differentiated_by_every_input,
+    ),
+    (
+        "gradients_on_kernels_are_refused",
+        gradients::gradients_on_kernels_are_refused,
     ),
     (
         "half_precision_is_as_good_as_dense",

@@ -74,7 +74,7 @@ pub(crate) fn cases() -> Vec<Case> {
             keep: 4,
             window: 33,
             batch: 1,
-            ..seq("blocks of 64", 400)
+            ..seq("blocks of 64", 290)
         },
         Case {
             seq: [37, 90],

@@ -255,9 +255,9 @@ impl Problem {
         let got = to_f64(scores.clone().into_data());
         let mut is_made = vec![false; self.pages];
         let group = heads / kv_heads;
-        for entry in 0..batch {
+        for (entry, length) in lengths.iter().enumerate() {
             for head in 0..kv_heads {
-                for at in 0..lengths[entry].div_ceil(page) {
+                for at in 0..length.div_ceil(page) {
                     let id = self.page(entry, head, at);
                     is_made[id] = true;
                     let expected = self.summary(entry, head, at);

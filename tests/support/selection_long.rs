@@ -107,11 +107,10 @@ pub fn long_calls_choose_as_loops(devices: &[Device]) {
                     let ones = estimator.traits().kind == EstimateKind::Mass
                         && estimator.traits().causal_only;
                     let mut other = 0;
-                    for at in 0..of_head {
+                    for (at, (&got, &expected)) in got.iter().zip(expected).enumerate() {
                         if !grid.is_visible(at / grid.blocks(), at % grid.blocks()) {
                             continue;
                         }
-                        let (got, expected) = (got[at], expected[at]);
                         let tolerance = if ones { 0.0 } else { 1e-4 };
                         if (got - expected).abs() > tolerance || got.is_nan() {
                             assert!(ones && !got.is_nan(), "{what}, {at}: {got}, {expected}");

@@ -94,7 +94,8 @@ fn results(inputs: [Tensor<4>; 4], pattern: &Pattern, block_size: usize) -> [Vec
 
 /// More batch entries, and more heads, than a grid has places for (65,535): the last ones have the numbers that they have alone.
 pub fn more_batch_entries_and_heads_than_a_grid(devices: &[Device]) {
-    const MANY: usize = 65_535 + 70;
+    /// Of batch entries; and of heads as many as a layout has at most.
+    const MANY: [usize; 2] = [65_535 + 70, 65_536];
     for device in devices {
         // Widths of three tiers, where a device has them.
         let mut kinds = vec![(DType::F32, 8)];
@@ -102,10 +103,10 @@ pub fn more_batch_entries_and_heads_than_a_grid(devices: &[Device]) {
             kinds.extend([(dtype, 16), (dtype, 64)]);
         }
         for (dtype, width) in kinds {
-            for (shape, dim) in [([MANY, 1, 8, width], 0), ([1, MANY, 8, width], 1)] {
+            for (shape, dim) in [([MANY[0], 1, 8, width], 0), ([1, MANY[1], 8, width], 1)] {
                 let inputs = [(); 4]
                     .map(|()| Tensor::<4>::random(shape, Distribution::Default, (device, dtype)));
-                let last = inputs.clone().map(|x| x.narrow(dim, MANY - 100, 100));
+                let last = inputs.clone().map(|x| x.narrow(dim, MANY[dim] - 100, 100));
                 let all = results(inputs, &Pattern::causal(), 8);
                 let alone = results(last, &Pattern::causal(), 8);
                 for ((name, all), alone) in ["out", "dq", "dk", "dv"].iter().zip(all).zip(alone) {

@@ -22,7 +22,7 @@ use crate::weights::BlockSparseTensor;
 ///
 /// `layout` is a [`BlockLayout`], built on the host, or a [`DeviceLayout`](crate::DeviceLayout), made on the device of tensors.
 ///
-/// Exact, differentiable (once) in `q`, `k` and `v`, deterministic. Rows with no allowed key give zeros
+/// Exact, differentiable (once; [`attention_gradients`](crate::attention_gradients) is for second derivatives) in `q`, `k` and `v`, deterministic. Rows with no allowed key give zeros
 /// and zero gradients.
 ///
 /// # Shapes
@@ -351,7 +351,7 @@ pub(crate) fn call_given(
 }
 
 /// The sink is one more part of the keys, whose output is 0.
-fn shares_with(sinks: Tensor<1>, lse: Tensor<3>) -> Shares {
+pub(crate) fn shares_with(sinks: Tensor<1>, lse: Tensor<3>) -> Shares {
     let heads = sinks.dims()[0];
     let sinks = sinks.cast(lse.dtype()).reshape([1, heads, 1]);
     let sinks = sinks.expand(lse.dims());
@@ -359,7 +359,7 @@ fn shares_with(sinks: Tensor<1>, lse: Tensor<3>) -> Shares {
 }
 
 /// The rows of `out` times their shares.
-fn scaled(out: Tensor<4>, shares: Tensor<3>) -> Tensor<4> {
+pub(crate) fn scaled(out: Tensor<4>, shares: Tensor<3>) -> Tensor<4> {
     let dtype = out.dtype();
     let out = out.cast(shares.dtype()) * shares.unsqueeze_dim(3);
     out.cast(dtype)

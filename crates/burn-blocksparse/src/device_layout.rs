@@ -335,8 +335,7 @@ impl DeviceLayout {
             *layout.shape(),
         )?;
         if self.frame.within().is_some() {
-            let expected = "given once";
-            return Err(OpError::argument("layout", expected, layout.name()));
+            return Err(OpError::argument("layout", "given once", layout.name()));
         }
         let choice = *self.choice();
         let patterns = layout.patterns_within(choice.patterns)?;
@@ -386,8 +385,7 @@ impl DeviceLayout {
     /// As [`Self::counts`].
     pub fn density(&self) -> Result<Tensor<1>, OpError> {
         let counts = self.counts()?;
-        let dims = counts.dims();
-        let [batch, patterns, q_blocks] = dims;
+        let [batch, patterns, q_blocks] = counts.dims();
         let visible: usize = match self.frame.within() {
             Some(within) => {
                 let group = within.heads() / patterns;
@@ -400,13 +398,12 @@ impl DeviceLayout {
             }
             None => {
                 let grid = crate::choice::grid(self.shape(), self.causal);
-                let rows = 0..q_blocks;
                 let of_row = |row| {
                     (0..grid.blocks())
                         .filter(|&b| grid.is_visible(row, b))
                         .count()
                 };
-                batch * patterns * rows.map(of_row).sum::<usize>()
+                batch * patterns * (0..q_blocks).map(of_row).sum::<usize>()
             }
         };
         // A sum over rows, then over the rest: one long sum is one cube's.

@@ -58,6 +58,7 @@ mod dropout;
 mod dtype;
 mod embedding;
 mod error;
+mod gradients;
 mod graph;
 mod heads;
 mod kept;
@@ -114,6 +115,9 @@ pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
 pub use dropout::{dropout, dropout_plan};
 pub use embedding::{embedding, embedding_backward, embedding_plan};
 pub use error::OpError;
+#[cfg(feature = "autodiff")]
+pub use gradients::attention_hvp;
+pub use gradients::{AttentionGradients, attention_gradients};
 pub use graph::{DeviceSeed, Fixed, FixedKind, Replayed, check_not_recording, prepare_seed};
 pub use heads::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};

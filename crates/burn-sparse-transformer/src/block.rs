@@ -11,8 +11,8 @@ use crate::pool::{KvPool, Step};
 use crate::results::Results;
 use crate::stream::{Projected, Stream};
 use crate::{
-    BlockAttentionConfig, ContentAttention, FeedForward, FeedForwardLinear, FeedForwardSparsity,
-    Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    BlockAttentionConfig, ContentAttention, FeedForward, FeedForwardActivation, FeedForwardLinear,
+    FeedForwardSparsity, Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
     SparseMultiHeadAttentionConfig, TransformerError, init,
 };
 
@@ -43,6 +43,8 @@ pub struct SparseTransformerBlockConfig {
     pub d_ff: Option<usize>,
     /// Which blocks of the feed-forward network's weights are kept. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
+    /// Activation of the feed-forward network. Default: the paper's, `x · sigmoid(1.702 x)`.
+    pub activation: Option<FeedForwardActivation>,
     /// Probability that an element of a residual branch is dropped while training.
     #[config(default = 0.0)]
     pub dropout: f64,
@@ -102,6 +104,7 @@ impl SparseTransformerBlockConfig {
             pwff: FeedForward {
                 linear_inner: self.feed_forward_linear(0, self.init_scale, device)?,
                 linear_outer: self.feed_forward_linear(1, residual_scale, device)?,
+                activation: self.activation.unwrap_or_default(),
                 precision: self.precision,
             },
             norm_2: norm.init(device),

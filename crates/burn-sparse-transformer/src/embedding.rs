@@ -8,27 +8,46 @@ use crate::init;
 /// Position `i` is row `i / width`, column `i mod width`; its embedding is the sum of its row's and its
 /// column's (`n_emb = 2`). With the width of the attention's stride, a row of the matrix is a window of
 /// the pattern.
+///
+/// In a picture whose pixels have `channels` bytes, a column is a pixel's: `(i mod width) / channels`, and
+/// `(i mod width) mod channels` is a channel with an embedding of its own (`n_emb = 3`).
 #[derive(Module, Debug)]
 pub struct PositionEmbedding {
     /// `[rows, d_model]`, `rows = ⌈context / width⌉`.
     pub row: Param<Tensor<2>>,
-    /// `[width, d_model]`.
+    /// `[width, d_model]`, or with channels `[width / channels, d_model]`.
     pub column: Param<Tensor<2>>,
+    /// `[channels, d_model]`, in pictures.
+    pub channel: Option<Param<Tensor<2>>>,
 }
 
 impl PositionEmbedding {
     pub(crate) fn new(
         context: usize,
         width: usize,
+        channels: Option<usize>,
         d_model: usize,
         init_scale: f64,
         device: &Device,
     ) -> Self {
-        const N_EMB: usize = 2;
+        let n_emb = 2 + usize::from(channels.is_some());
+        let table = |len| init::embedding(len, d_model, n_emb, init_scale, device);
         Self {
-            row: init::embedding(context.div_ceil(width), d_model, N_EMB, init_scale, device),
-            column: init::embedding(width, d_model, N_EMB, init_scale, device),
+            row: table(context.div_ceil(width)),
+            column: table(width / channels.unwrap_or(1)),
+            channel: channels.map(table),
         }
+    }
+
+    /// `[width, d_model]`: what is added to each row's embedding.
+    fn columns(&self) -> Tensor<2> {
+        let column = self.column.val();
+        let Some(channel) = &self.channel else {
+            return column;
+        };
+        let [_, d_model] = column.dims();
+        let pixels = column.unsqueeze_dim::<3>(1) + channel.val().unsqueeze_dim::<3>(0);
+        pixels.reshape([self.width(), d_model])
     }
 
     /// Embeddings of the positions `start..start + len`.
@@ -39,7 +58,7 @@ impl PositionEmbedding {
     /// # Panics
     /// If a position's row is past the last one.
     pub fn forward(&self, start: usize, len: usize) -> Tensor<3> {
-        let column = self.column.val();
+        let column = self.columns();
         let [width, d_model] = column.dims();
         let (first, last) = (start / width, (start + len).div_ceil(width));
         // Whole rows of the matrix as a broadcast sum: its backward is two reductions, where looking
@@ -56,13 +75,14 @@ impl PositionEmbedding {
     /// # Shapes
     /// - output: `[positions, d_model]`
     pub(crate) fn at(&self, rows: Tensor<1, Int>, columns: Tensor<1, Int>) -> Tensor<2> {
-        self.row.val().select(0, rows) + self.column.val().select(0, columns)
+        self.row.val().select(0, rows) + self.columns().select(0, columns)
     }
 
     /// Columns of the matrix that positions are arranged in.
     pub(crate) fn width(&self) -> usize {
         let [width, _] = self.column.dims();
-        width
+        let channels = self.channel.as_ref().map_or(1, |channel| channel.dims()[0]);
+        width * channels
     }
 }
 
@@ -74,7 +94,7 @@ mod tests {
     fn position_i_is_row_i_div_width_plus_column_i_mod_width() {
         let (context, width, d_model) = (22, 5, 3);
         let device = Device::flex();
-        let embedding = PositionEmbedding::new(context, width, d_model, 0.125, &device);
+        let embedding = PositionEmbedding::new(context, width, None, d_model, 0.125, &device);
         assert_eq!(embedding.row.dims(), [5, d_model]);
         let table = |param: &Param<Tensor<2>>| param.val().into_data().try_to_vec::<f32>().unwrap();
         let (row, column) = (table(&embedding.row), table(&embedding.column));
@@ -90,5 +110,40 @@ mod tests {
                 assert_eq!(*value, expected, "position {i}, channel {channel}");
             }
         }
+    }
+
+    #[test]
+    fn pictures_have_rows_columns_and_channels() {
+        let (side, channels, d_model) = (4, 3, 2);
+        let (width, context) = (side * channels, side * side * channels);
+        let device = Device::flex();
+        let embedding =
+            PositionEmbedding::new(context, width, Some(channels), d_model, 0.125, &device);
+        assert_eq!(embedding.width(), width);
+        let tables = [&embedding.row, &embedding.column]
+            .into_iter()
+            .chain(&embedding.channel)
+            .map(|table| table.val().into_data().try_to_vec::<f32>().unwrap());
+        let tables: Vec<Vec<f32>> = tables.collect();
+        assert_eq!(tables.iter().map(Vec::len).collect::<Vec<_>>(), [8, 8, 6]);
+        let (start, len) = (5, 40);
+        let got = embedding.forward(start, len).into_data();
+        for (index, value) in got.try_to_vec::<f32>().unwrap().iter().enumerate() {
+            let (i, dim) = (start + index / d_model, index % d_model);
+            let places = [i / width, i % width / channels, i % channels];
+            let [row, column, channel] =
+                [0, 1, 2].map(|table| tables[table][places[table] * d_model + dim]);
+            assert!(
+                (value - (row + (column + channel))).abs() < 1e-7,
+                "position {i}"
+            );
+        }
+        // As a cache asks for them.
+        let ints = |value: i32| Tensor::<1, Int>::from_ints([value], &device);
+        let at = embedding.at(ints(2), ints(7));
+        let whole = embedding.forward(2 * width + 7, 1);
+        at.unsqueeze::<3>()
+            .into_data()
+            .assert_eq(&whole.into_data(), true);
     }
 }

@@ -9,6 +9,8 @@ use burn_blocksparse::{
     linear, mlp,
 };
 
+use serde::{Deserialize, Serialize};
+
 use crate::attention_flops::linear_flops;
 use crate::stream::Projected;
 use crate::{BlockSparseLinear, Precision, TransformerError};
@@ -208,7 +210,33 @@ impl ModuleDisplayDefault for FeedForwardLinear {
 
 impl ModuleDisplay for FeedForwardLinear {}
 
-/// `W_2 f(W_1 x + b_1) + b_2` with `f(x) = x · sigmoid(1.702 x)` (Child et al., 2019, §5.2).
+/// What the feed-forward networks make of each hidden number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum FeedForwardActivation {
+    /// `x · sigmoid(1.702 x)`, the Sparse Transformer's (Child et al., 2019, §5.2).
+    #[default]
+    GeluSigmoid,
+    /// `x / 2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`, GPT-2's (`gelu_new` in `transformers`).
+    GeluTanh,
+    /// `x / 2 · (1 + erf(x / √2))`, BERT's and Longformer's.
+    GeluErf,
+    /// `max(x, 0)`.
+    Relu,
+}
+
+impl From<FeedForwardActivation> for Activation {
+    fn from(activation: FeedForwardActivation) -> Self {
+        match activation {
+            FeedForwardActivation::GeluSigmoid => Self::GeluSigmoid,
+            FeedForwardActivation::GeluTanh => Self::GeluTanh,
+            FeedForwardActivation::GeluErf => Self::GeluErf,
+            FeedForwardActivation::Relu => Self::Relu,
+        }
+    }
+}
+
+/// `W_2 f(W_1 x + b_1) + b_2`, with `f` an activation: `x · sigmoid(1.702 x)` unless the configuration says otherwise.
 ///
 /// The layers have the names of burn-nn's `PositionWiseFeedForward`. There is no dropout inside.
 #[derive(Module, Debug)]
@@ -217,6 +245,8 @@ pub struct FeedForward {
     pub linear_inner: FeedForwardLinear,
     /// `W_2`, `b_2`: `d_ff` to `d_model`.
     pub linear_outer: FeedForwardLinear,
+    #[module(skip)]
+    pub(crate) activation: FeedForwardActivation,
     #[module(skip)]
     pub(crate) precision: Precision,
 }
@@ -244,16 +274,17 @@ impl FeedForward {
         let (inner, outer) = (&self.linear_inner, &self.linear_outer);
         let dtype = self.precision.dtype(x.dtype());
         let inner_bias = inner.bias().map(Param::val);
+        let activation = Activation::from(self.activation);
         let x = match (inner.as_dense(), outer.as_dense()) {
             (Some(inner), Some(outer)) => {
                 let mut params = MlpParams::new(inner.weight.val(), outer.weight.val());
                 params.bias = inner_bias;
                 let options = MlpOptions::default().dtype(dtype).recompute(recompute);
-                mlp(x, params, Activation::GeluSigmoid, &options)?
+                mlp(x, params, activation, &options)?
             }
             _ => {
                 let hidden = inner.product(x, dtype)?;
-                let active = bias_activation(hidden, inner_bias, Activation::GeluSigmoid)?;
+                let active = bias_activation(hidden, inner_bias, activation)?;
                 outer.product(active, dtype)?
             }
         };

@@ -25,6 +25,9 @@
 #![doc = ""]
 #![doc = include_str!("../from-burn-nn.md")]
 //!
+//! With the feature `store`, `weights` loads what other programs trained, and writes what they read: safetensors, PyTorch's state dicts, GPT-2's and
+//! Longformer's names.
+//!
 //! # The model and backends
 //!
 //! [`SparseTransformer`] is the whole model: [`forward`](SparseTransformer::forward) for logits,
@@ -65,6 +68,7 @@ mod kept_blocks;
 mod layouts;
 mod linear;
 mod longformer;
+mod longformer_encoder;
 mod nsa;
 mod pool;
 mod precision;
@@ -76,6 +80,8 @@ mod sampling;
 mod selected;
 mod stream;
 mod transformer;
+#[cfg(feature = "store")]
+pub mod weights;
 
 pub use attention::{SparseMhaOutput, SparseMultiHeadAttention};
 pub use attention_config::SparseMultiHeadAttentionConfig;
@@ -96,13 +102,18 @@ pub use encoder::{
 pub use encoder_layer::SparseTransformerEncoderLayer;
 pub use error::TransformerError;
 pub use factorization::Factorization;
-pub use feed_forward::{FeedForward, FeedForwardLinear, FeedForwardSparsity};
+pub use feed_forward::{
+    FeedForward, FeedForwardActivation, FeedForwardLinear, FeedForwardSparsity,
+};
 pub use generate::{EndReason, GenerateOptions, GenerateStep, Generated};
 pub use head_selections::HeadSelections;
 pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
 pub use linear::{MixedPrecisionLinear, MixedPrecisionLinearConfig};
 pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
+pub use longformer_encoder::{
+    LongformerEncoder, LongformerEncoderConfig, LongformerEncoderInput, LongformerLayer,
+};
 pub use nsa::{
     Compression, NsaAttention, NsaAttentionConfig, NsaCompressor, NsaHeads, NsaHeadsConfig,
     NsaProjections,

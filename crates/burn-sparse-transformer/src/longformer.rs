@@ -111,6 +111,11 @@ impl LongformerInput {
         self
     }
 
+    /// `[batch, seq, d_model]`
+    pub(crate) fn tensor(&self) -> &Tensor<3> {
+        &self.tensor
+    }
+
     /// The global tokens of each batch entry, ascending.
     fn tokens(&self, batch: usize, seq: usize) -> Result<Vec<Vec<usize>>, TransformerError> {
         let mut entries = match &self.global {

@@ -247,15 +247,11 @@ impl SparseMultiHeadAttention {
         ensure_none("padding", input.padding.is_some(), "none")?;
         self.ensure_no_content()?;
         check_selection(self.pattern(), Some(selection))?;
-        ensure(
-            is_whole(self.pattern()),
-            "pattern",
-            || "causal or dense where a selection is measured".into(),
-            self.pattern(),
-        )?;
-        let (call, _) = self.prepare(&input, 0)?;
+        let (call, request) = self.prepare(&input, 0)?;
+        let cut = self.cut(selection, &request)?;
         let (query, key, _) = self.project(input, &call)?;
-        Ok(selection.quality(&self.score_call(query, key))?)
+        let call = self.score_call(query, key);
+        Ok(selection.quality_within(&call, cut.layout.as_ref())?)
     }
 
     /// That a call that knows patterns alone is not one of a module that chooses.

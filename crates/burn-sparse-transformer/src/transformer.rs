@@ -8,14 +8,14 @@ use burn_blocksparse::{
 
 use crate::attention_flops::linear_flops;
 use crate::block::Pass;
-use crate::error::{ensure, ensure_positive, ensure_shape};
+use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape};
 use crate::layouts::LayoutPool;
 use crate::selected::of_layer;
 use crate::stream::Stream;
 use crate::{
-    BlockAttentionConfig, ContentAttention, Factorization, FeedForwardSparsity, PositionEmbedding,
-    Precision, SparseMhaCache, SparseTransformerBlock, SparseTransformerBlockConfig,
-    SparseTransformerCache, TransformerError, init,
+    BlockAttentionConfig, ContentAttention, Factorization, FeedForwardActivation,
+    FeedForwardSparsity, PositionEmbedding, Precision, SparseMhaCache, SparseTransformerBlock,
+    SparseTransformerBlockConfig, SparseTransformerCache, TransformerError, init,
 };
 
 /// Configuration of [`SparseTransformer`].
@@ -58,6 +58,10 @@ pub struct SparseTransformerConfig {
     /// the patterns: position `i` has row `i / width` and column `i mod width`. Of no effect without
     /// `position_embedding`. Default: a power of two near `√context`.
     pub embedding_width: Option<usize>,
+    /// Bytes of a pixel, where sequences are pictures, row by row: then `embedding_width` is that of a row, a multiple of
+    /// `embedding_channels`, and a position's embedding is the sum of its row's, its column's and its channel's (§5.3,
+    /// `n_emb = 3`). Default: none, `n_emb = 2`.
+    pub embedding_channels: Option<usize>,
     /// How the layers choose their keys by content, in turn, from those of patterns that are causal or dense. Default: their keys are the patterns'.
     pub selections: Option<Vec<Selection>>,
     /// How heads that are not the patterns' choose keys by content (Roy et al., 2021; Kitaev et al., 2020; or all heads: Yuan et al., 2025). Patterns are causal
@@ -77,6 +81,8 @@ pub struct SparseTransformerConfig {
     pub d_ff: Option<usize>,
     /// Which blocks of the feed-forward networks' weights are kept. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
+    /// Activation of the feed-forward networks. Default: the paper's, `x · sigmoid(1.702 x)`.
+    pub activation: Option<FeedForwardActivation>,
     /// Number of key and value heads, a divisor of `n_heads`. Default: `n_heads`.
     pub n_kv_heads: Option<usize>,
     /// Probability that an element of a residual branch is dropped while training.
@@ -117,7 +123,7 @@ impl SparseTransformerConfig {
     /// Creates the model, with parameters that are initialised on first use.
     ///
     /// The initialisation is the paper's (§6), with the paper's scale of 0.125 unless `init_scale` says
-    /// otherwise: tokens `N(0, 0.125 / √d)`, positions `N(0, 0.125 / √(2d))`, other weights
+    /// otherwise: tokens `N(0, 0.125 / √d)`, positions `N(0, 0.125 / √(2d))` (`√(3d)` in pictures), other weights
     /// `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by
     /// `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
     ///
@@ -133,7 +139,14 @@ impl SparseTransformerConfig {
             },
             position_embedding: self.embeds_positions().then(|| {
                 let (width, scale) = (self.embedding_width(), self.init_scale);
-                PositionEmbedding::new(context, width, d_model, scale, device)
+                PositionEmbedding::new(
+                    context,
+                    width,
+                    self.embedding_channels,
+                    d_model,
+                    scale,
+                    device,
+                )
             }),
             blocks: self.init_blocks(device)?,
             norm: LayerNormConfig::new(d_model)
@@ -199,6 +212,7 @@ impl SparseTransformerConfig {
                 .with_feed_forward_sparsity(
                     (self.feed_forward_sparsity.clone()).map(|sparsity| sparsity.of_layer(layer)),
                 )
+                .with_activation(self.activation)
                 .with_dropout(self.dropout)
                 .with_softcap(self.softcap)
                 .with_attention(self.attention.clone())
@@ -235,6 +249,14 @@ impl SparseTransformerConfig {
             "embedding_width",
             || format!("between 1 and {}, the context", self.context),
             self.embedding_width(),
+        )?;
+        let channels = self.embedding_channels.unwrap_or(1);
+        ensure_positive("embedding_channels", channels)?;
+        ensure_multiple(
+            "embedding_width",
+            self.embedding_width(),
+            "embedding_channels",
+            channels,
         )
     }
 }
@@ -242,7 +264,8 @@ impl SparseTransformerConfig {
 /// The model of "Generating Long Sequences with Sparse Transformers" (Child et al., 2019, §5).
 ///
 /// ```text
-/// H_0 = token embedding + row embedding + column embedding     (the latter two unless switched off)
+/// H_0 = token embedding + row embedding + column embedding     (the latter two unless switched off; in pictures
+///                                                              a channel's, too)
 /// H_k = block_k(H_{k−1})
 /// logits = norm(H_N) · W_output
 /// ```

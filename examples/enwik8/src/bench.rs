@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::memory::peak_resident_bytes;
-use crate::model::{self, window_data};
+use crate::model;
 use crate::overrides::Overrides;
 use crate::presets::{Attention, AttentionKind, Preset};
 use crate::progress::say;
@@ -357,7 +357,7 @@ struct Trainer<'a> {
 
 impl<'a> Trainer<'a> {
     fn new(config: &'a RunConfig, device: &'a Device, graph: bool) -> Result<Self> {
-        let corpus = Corpus::open(None)?;
+        let corpus = Corpus::open(None, config.model.pictures)?;
         let bytes = corpus.split_for(Split::Train, config.model.context)?.len();
         let model = model::new(
             &config.model,
@@ -367,7 +367,7 @@ impl<'a> Trainer<'a> {
         Ok(Trainer {
             config,
             device,
-            sampler: Sampler::new(bytes, config.model.context, config.recipe.seed),
+            sampler: Sampler::new(bytes, config.model.cut(), config.recipe.seed),
             corpus,
             training: Steps::new(
                 model,
@@ -382,12 +382,11 @@ impl<'a> Trainer<'a> {
 
     /// The next windows.
     fn batch(&mut self) -> Batch {
-        let context = self.config.model.context;
         let starts: Vec<usize> = (0..self.config.recipe.batch)
             .map(|_| self.sampler.next_start())
             .collect();
         let bytes = self.corpus.split(Split::Train);
-        let [tokens, targets] = window_data(bytes, &starts, context);
+        let [tokens, targets] = self.config.model.cut().data(bytes, &starts);
         self.iteration += 1;
         Batch {
             tokens,
@@ -451,7 +450,7 @@ impl<'a> Trainer<'a> {
     fn sizes(&self) -> Result<(f64, f64)> {
         let model = self.training.model()?;
         let context = self.config.model.context;
-        let tflop = model::step_tflop(&model, &self.config)?;
+        let tflop = model::step_tflop(&model, self.config)?;
         let mha = &model.blocks[0].mha;
         let causal = context as f64 * (context + 1) as f64 / 2.0;
         if mha.content.is_some() {

@@ -250,6 +250,7 @@ mod tests {
     use crate::data::Sampler;
     use crate::overrides::Overrides;
     use crate::presets::{Length, Preset};
+    use crate::windows::Cut;
     use rand::{RngExt, SeedableRng};
     use rand_chacha::ChaCha8Rng;
 
@@ -264,7 +265,7 @@ mod tests {
                     crc32: 1,
                 },
                 step: 3,
-                sampler: Sampler::new(100, 10, 1).state().clone(),
+                sampler: Sampler::new(100, Cut::from(10), 1).state().clone(),
                 best: Some(Best {
                     step: 2,
                     bits_per_byte: 4.5,

@@ -35,6 +35,7 @@ impl RunConfig {
             overrides.attention != Some(AttentionKind::Dense) || overrides.pattern.is_empty(),
             "--attention dense is a pattern by itself; leave out --pattern"
         );
+        config.check_picture_flags(overrides)?;
         overrides.apply(&mut config.model, &mut config.recipe);
         config.check_content_flags(overrides)?;
         config.check()?;
@@ -48,6 +49,7 @@ impl RunConfig {
     pub fn resumed(&self, preset: Option<Preset>, overrides: &Overrides) -> Result<Self> {
         let mut wanted = self.clone();
         wanted.preset = preset.unwrap_or(self.preset);
+        wanted.check_picture_flags(overrides)?;
         overrides.apply(&mut wanted.model, &mut wanted.recipe);
         wanted.check_content_flags(overrides)?;
         let allowed = RunConfig {
@@ -74,7 +76,7 @@ impl RunConfig {
         Ok(wanted)
     }
 
-    /// Optimizer steps of the run on a training split of `train_bytes`.
+    /// Optimizer steps of the run on a training split of so many bytes that are predicted.
     pub fn steps(&self, train_bytes: usize) -> usize {
         match self.recipe.length {
             Length::Steps(steps) => steps,
@@ -127,6 +129,29 @@ impl RunConfig {
         }
     }
 
+    /// That flags of pictures have pictures, whose size is the context.
+    fn check_picture_flags(&self, overrides: &Overrides) -> Result<()> {
+        let has_flags =
+            overrides.picture_size.is_some() || overrides.classes.is_some() || overrides.halve;
+        if self.model.pictures.is_none() {
+            ensure!(
+                !has_flags,
+                "--picture-size, --classes and --halve are of pictures; add --task images or --preset cifar"
+            );
+            return Ok(());
+        }
+        ensure!(
+            overrides.context.is_none() && overrides.position_width.is_none(),
+            "a picture is a window, and a row of it one of the position matrix; leave out --context and --position-width, or \
+             give --picture-size"
+        );
+        ensure!(
+            overrides.recall_every.is_none(),
+            "--recall-every measures windows of text; leave it out"
+        );
+        Ok(())
+    }
+
     /// That flags of heads that choose by content have such heads.
     fn check_content_flags(&self, overrides: &Overrides) -> Result<()> {
         let content = &self.model.content;
@@ -159,6 +184,7 @@ impl RunConfig {
             block_size,
             position_width,
             d_ff,
+            d_key,
             ff_weights,
             selections,
             content,
@@ -171,6 +197,12 @@ impl RunConfig {
             d_model % heads == 0,
             "--d-model must be a multiple of --heads, got {d_model} and {heads}"
         );
+        if let Some(width) = d_key {
+            ensure!(
+                width % heads == 0,
+                "--d-key must be a multiple of --heads, got {width} and {heads}"
+            );
+        }
         ensure!(
             kv_heads.is_none_or(|count| heads % count == 0),
             "--kv-heads must be a divisor of --heads = {heads}, got {}",
@@ -312,6 +344,77 @@ mod tests {
         );
         assert_eq!(config.recipe.length, Length::Epochs(80.0));
         assert_eq!(config.steps(90_000_000), 73_242);
+    }
+
+    #[test]
+    #[cfg(feature = "flex")]
+    fn the_cifar_preset_is_the_paper() {
+        let config = RunConfig::new(Preset::Cifar, &Overrides::default()).unwrap();
+        let model = &config.model;
+        assert_eq!(
+            (model.context, model.layers, model.heads, model.d_model),
+            (3_072, 128, 2, 256)
+        );
+        assert_eq!((model.d_key, model.d_ff), (Some(128), Some(512)));
+        assert_eq!(model.patterns, ["local:96", "strided:96"]);
+        assert_eq!(
+            (model.dropout, config.recipe.learning_rate),
+            (0.25, 0.00035)
+        );
+        assert_eq!(config.recipe.length, Length::Epochs(120.0));
+        use burn::module::Module;
+        let layers = crate::model::transformer(model).unwrap();
+        let parameters = layers
+            .init(&burn::tensor::Device::flex())
+            .unwrap()
+            .num_params();
+        // "59M".
+        assert_eq!(parameters / 1_000_000, 59, "{parameters}");
+    }
+
+    #[test]
+    fn pictures_decide_context_and_pattern() {
+        let overrides = Overrides {
+            picture_size: Some(8),
+            halve: true,
+            ..Overrides::default()
+        };
+        let config = RunConfig::new(Preset::Shapes, &overrides).unwrap();
+        let model = &config.model;
+        let pictures = model.pictures.unwrap();
+        assert_eq!(
+            (pictures.side, pictures.classes, pictures.halved),
+            (8, 6, true)
+        );
+        assert_eq!((model.context, model.position_width), (192, 24));
+        assert_eq!(model.patterns, ["local:24+strided:24"]);
+        let pattern = Overrides {
+            classes: Some(3),
+            pattern: vec!["fixed:48,12".to_owned()],
+            ..Overrides::default()
+        };
+        let config = RunConfig::new(Preset::Shapes, &pattern).unwrap();
+        assert_eq!(
+            (config.model.context, config.model.position_width),
+            (768, 48)
+        );
+        assert_eq!(config.model.patterns, ["fixed:48,12"]);
+        let resumed = config.resumed(None, &Overrides::default()).unwrap();
+        assert_eq!(resumed, config);
+        let message = config.resumed(None, &overrides).unwrap_err().to_string();
+        assert!(message.contains("--resume continues the run"), "{message}");
+        for wrong in [
+            Overrides {
+                context: Some(768),
+                ..Overrides::default()
+            },
+            Overrides {
+                position_width: Some(48),
+                ..Overrides::default()
+            },
+        ] {
+            assert!(RunConfig::new(Preset::Shapes, &wrong).is_err());
+        }
     }
 
     #[test]

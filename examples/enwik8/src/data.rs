@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
-use rand::seq::SliceRandom;
-use rand::{RngExt, SeedableRng};
+use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
+
+use crate::images::format::{PictureSet, Pictures};
+use crate::windows::Cut;
 
 /// The first 1,000,000 bytes of enwik8; see `data/README.md` for authors and licence.
 static SAMPLE: &[u8] = include_bytes!("../data/enwik8-1mb");
@@ -20,7 +22,7 @@ const ENWIK8_BYTES: usize = 100_000_000;
 /// What a checkpoint remembers of its data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Fingerprint {
-    /// The file, or nothing for the embedded sample.
+    /// The file or folder, or nothing for the embedded sample and for the synthetic set of pictures.
     pub path: Option<PathBuf>,
     /// Its length.
     pub bytes: usize,
@@ -55,19 +57,29 @@ impl Split {
 pub struct Corpus {
     path: Option<PathBuf>,
     bytes: Vec<u8>,
+    /// Training, validation and test.
+    splits: [Range<usize>; 3],
+    /// What they are like, if they are pictures: `bytes` are records of them.
+    pictures: Option<Pictures>,
 }
 
 impl Corpus {
-    /// Reads `path`, or takes the embedded sample.
+    /// Reads `path`, or takes the embedded sample, or of pictures the synthetic set.
     ///
     /// # Errors
-    /// If the file cannot be read or is empty.
-    pub fn open(path: Option<&Path>) -> Result<Self> {
-        let Some(path) = path else {
+    /// If the file cannot be read or is empty, or does not hold such pictures.
+    pub fn open(path: Option<&Path>, pictures: Option<Pictures>) -> Result<Self> {
+        if let Some(pictures) = pictures {
+            let set = PictureSet::open(path, pictures)?;
             return Ok(Corpus {
-                path: None,
-                bytes: SAMPLE.to_vec(),
+                path: set.path,
+                bytes: set.records,
+                splits: set.splits,
+                pictures: Some(pictures),
             });
+        }
+        let Some(path) = path else {
+            return Ok(Corpus::text(None, SAMPLE.to_vec()));
         };
         ensure!(
             !path.is_dir(),
@@ -80,23 +92,37 @@ impl Corpus {
             "{} is empty: there is nothing to train on",
             path.display()
         );
-        Ok(Corpus {
-            // An absolute path still leads there when a run is resumed from elsewhere.
-            path: Some(std::path::absolute(path)?),
+        // An absolute path still leads there when a run is resumed from elsewhere.
+        Ok(Corpus::text(Some(std::path::absolute(path)?), bytes))
+    }
+
+    fn text(path: Option<PathBuf>, bytes: Vec<u8>) -> Self {
+        let splits = [Split::Train, Split::Validation, Split::Test];
+        Corpus {
+            path,
+            splits: splits.map(|split| split_range(bytes.len(), split)),
             bytes,
-        })
+            pictures: None,
+        }
     }
 
     /// Reopens what a checkpoint was trained on, or what the user names instead.
     ///
     /// # Errors
     /// As [`Corpus::open`].
-    pub fn reopen(fingerprint: &Fingerprint, instead: Option<&Path>) -> Result<Self> {
-        Corpus::open(instead.or(fingerprint.path.as_deref()))
+    pub fn reopen(
+        fingerprint: &Fingerprint,
+        instead: Option<&Path>,
+        pictures: Option<Pictures>,
+    ) -> Result<Self> {
+        Corpus::open(instead.or(fingerprint.path.as_deref()), pictures)
     }
 
     /// One line for the user: where the bytes come from.
     pub fn describe(&self) -> String {
+        if let Some(pictures) = self.pictures {
+            return self.describe_pictures(pictures);
+        }
         let source = match &self.path {
             None => {
                 "the first 1,000,000 bytes of enwik8 (embedded; --data FILE for more)".to_owned()
@@ -116,6 +142,21 @@ impl Corpus {
         )
     }
 
+    fn describe_pictures(&self, pictures: Pictures) -> String {
+        let (side, classes) = (pictures.side, pictures.classes);
+        let source = match &self.path {
+            None => "a synthetic set (--data DIR for CIFAR-10)".to_owned(),
+            Some(path) => path.display().to_string(),
+        };
+        let halved = if pictures.halved { ", halved" } else { "" };
+        let [train, validation, test] = [Split::Train, Split::Validation, Split::Test]
+            .map(|split| thousands(self.split(split).len() / pictures.record()));
+        format!(
+            "{source}: pictures of {side} × {side} pixels{halved}, {classes} classes\n          split into {train} / {validation} / {test} \
+             pictures (train / validation / test)"
+        )
+    }
+
     /// What identifies these bytes.
     pub fn fingerprint(&self) -> Fingerprint {
         Fingerprint {
@@ -125,14 +166,16 @@ impl Corpus {
         }
     }
 
-    /// All of them.
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes
+    /// Entropy of single bytes, in bits: what a model without any context can reach. Classes do not count.
+    pub fn order_0_entropy(&self) -> f64 {
+        let record = self.pictures.map_or(usize::MAX, Pictures::record);
+        let skipped = usize::from(self.pictures.is_some());
+        order_0_entropy((self.bytes.chunks(record)).flat_map(|record| &record[skipped..]))
     }
 
     /// The bytes of one split.
     pub fn split(&self, split: Split) -> &[u8] {
-        &self.bytes[split_range(self.bytes.len(), split)]
+        &self.bytes[self.splits[split as usize].clone()]
     }
 
     /// The bytes of one split, of which one window must fit.
@@ -148,6 +191,11 @@ impl Corpus {
             Some(path) => path.display().to_string(),
             None => "the embedded sample".to_owned(),
         };
+        ensure!(
+            self.pictures.is_none(),
+            "{name} has too few pictures: none is left for the {} split; use at least 20, or 25 beside a test_batch.bin",
+            split.name()
+        );
         bail!(
             "{name} is too short for a context of {context}: its {} bytes leave {} for the {} split, and a window \
              needs {}; use a longer file (at least {} bytes) or a smaller --context",
@@ -171,13 +219,12 @@ fn split_range(bytes: usize, split: Split) -> Range<usize> {
     }
 }
 
-/// Entropy of single bytes, in bits: what a model without any context can reach.
-pub fn order_0_entropy(bytes: &[u8]) -> f64 {
+fn order_0_entropy<'a>(bytes: impl IntoIterator<Item = &'a u8>) -> f64 {
     let mut counts = [0u64; 256];
     for &byte in bytes {
         counts[usize::from(byte)] += 1;
     }
-    let total = bytes.len() as f64;
+    let total = counts.iter().sum::<u64>() as f64;
     counts
         .iter()
         .filter(|&&count| count > 0)
@@ -198,20 +245,20 @@ pub struct SamplerState {
 }
 
 /// Training windows without replacement: each epoch cuts the bytes into windows of `context + 1`
-/// (successive windows share one byte) from a random phase, and goes through them in random order.
+/// (successive windows share one byte) from a random phase, or into pictures, and goes through them in random order.
 pub struct Sampler {
     bytes: usize,
-    context: usize,
+    cut: Cut,
     state: SamplerState,
     order: Vec<usize>,
 }
 
 impl Sampler {
-    /// Starts a run. `bytes` must exceed `context`.
-    pub fn new(bytes: usize, context: usize, seed: u64) -> Self {
+    /// Starts a run. `bytes` must exceed the context.
+    pub fn new(bytes: usize, cut: Cut, seed: u64) -> Self {
         Sampler::resume(
             bytes,
-            context,
+            cut,
             SamplerState {
                 epoch: 0,
                 used: 0,
@@ -221,15 +268,16 @@ impl Sampler {
     }
 
     /// Continues where `state` was taken.
-    pub fn resume(bytes: usize, context: usize, state: SamplerState) -> Self {
+    pub fn resume(bytes: usize, cut: Cut, state: SamplerState) -> Self {
+        let context = cut.context();
         assert!(
             bytes > context,
             "{bytes} bytes hold no window of {context} + 1"
         );
-        let order = shuffled_starts(bytes, context, &mut state.rng.clone());
+        let order = cut.shuffled(bytes, &mut state.rng.clone());
         Sampler {
             bytes,
-            context,
+            cut,
             state,
             order,
         }
@@ -243,22 +291,14 @@ impl Sampler {
     /// Where the next window begins.
     pub fn next_start(&mut self) -> usize {
         if self.state.used == self.order.len() {
-            shuffled_starts(self.bytes, self.context, &mut self.state.rng);
+            self.cut.shuffled(self.bytes, &mut self.state.rng);
             self.state.epoch += 1;
             self.state.used = 0;
-            self.order = shuffled_starts(self.bytes, self.context, &mut self.state.rng.clone());
+            self.order = self.cut.shuffled(self.bytes, &mut self.state.rng.clone());
         }
         self.state.used += 1;
         self.order[self.state.used - 1]
     }
-}
-
-fn shuffled_starts(bytes: usize, context: usize, rng: &mut ChaCha8Rng) -> Vec<usize> {
-    let room = bytes - 1 - context;
-    let phase = rng.random_range(0..=room.min(context - 1) as u64) as usize;
-    let mut starts: Vec<usize> = (phase..=room).step_by(context).collect();
-    starts.shuffle(rng);
-    starts
 }
 
 /// `1234567` as `1,234,567`.
@@ -308,9 +348,9 @@ mod tests {
 
     #[test]
     fn the_sample_has_the_entropy_of_english_wiki_markup() {
-        let corpus = Corpus::open(None).unwrap();
+        let corpus = Corpus::open(None, None).unwrap();
         assert_eq!(corpus.bytes.len(), 1_000_000);
-        let entropy = order_0_entropy(&corpus.bytes);
+        let entropy = corpus.order_0_entropy();
         assert!((5.0..5.2).contains(&entropy), "{entropy}");
     }
 
@@ -324,7 +364,7 @@ mod tests {
     #[test]
     fn an_epoch_visits_every_window_once() {
         let (bytes, context) = (1_000, 32);
-        let mut sampler = Sampler::new(bytes, context, 7);
+        let mut sampler = Sampler::new(bytes, Cut::from(context), 7);
         for epoch in 0..3 {
             let windows = sampler.order.len();
             let starts: HashSet<_> = (0..windows).map(|_| sampler.next_start()).collect();
@@ -339,11 +379,12 @@ mod tests {
 
     #[test]
     fn a_stored_state_continues_the_same_order() {
-        let mut sampler = Sampler::new(500, 16, 3);
+        let mut sampler = Sampler::new(500, Cut::from(16), 3);
         for taken in 0..100 {
             let stored = serde_json::to_string(sampler.state()).unwrap();
-            let mut resumed = Sampler::resume(500, 16, serde_json::from_str(&stored).unwrap());
-            let mut original = Sampler::resume(500, 16, sampler.state().clone());
+            let mut resumed =
+                Sampler::resume(500, Cut::from(16), serde_json::from_str(&stored).unwrap());
+            let mut original = Sampler::resume(500, Cut::from(16), sampler.state().clone());
             let expected: Vec<_> = (0..80).map(|_| original.next_start()).collect();
             let actual: Vec<_> = (0..80).map(|_| resumed.next_start()).collect();
             assert_eq!(actual, expected, "after {taken} windows");
@@ -353,7 +394,7 @@ mod tests {
 
     #[test]
     fn the_smallest_corpus_still_gives_windows() {
-        let mut sampler = Sampler::new(17, 16, 0);
+        let mut sampler = Sampler::new(17, Cut::from(16), 0);
         assert_eq!([sampler.next_start(), sampler.next_start()], [0, 0]);
     }
 

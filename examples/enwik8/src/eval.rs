@@ -13,8 +13,10 @@ use indicatif::ProgressBar;
 
 use crate::data::{Corpus, Split, thousands};
 use crate::kept::{Kept, KeptArgs};
-use crate::model::{self, bits, windows};
+use crate::model::{self, bits};
+use crate::presets::Task;
 use crate::progress::{plain_bar, say, warn};
+use crate::windows::{Cut, Window};
 use crate::{arguments, device, run};
 
 /// Measure bits per byte of a checkpoint
@@ -80,7 +82,13 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         "--min-context must be below the model's context of {context}, got {}",
         args.min_context
     );
-    let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref())?;
+    ensure!(
+        args.min_context == 0 || config.model.task() == Task::Text,
+        "--min-context moves a window over text, and each picture is a sequence of its own; leave it out"
+    );
+    let cut = config.model.cut();
+    let pictures = config.model.pictures;
+    let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref(), pictures)?;
     let bytes = corpus.split_for(args.split, context)?;
     if kept.is_some() {
         model::check_cached(&config.model)?;
@@ -97,13 +105,13 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         device.name
     ));
     let windows = match args.windows {
-        Some(count) => spread_windows(bytes.len(), context, count),
-        None => sliding_windows(bytes.len(), context, args.min_context),
+        Some(count) => cut.spread(bytes.len(), count),
+        None => cut.all(bytes.len(), args.min_context),
     };
     let evaluator = Evaluator {
         model: &model,
         device: &device.device,
-        context,
+        cut,
         batch: args.batch.unwrap_or(config.recipe.batch),
     };
     let bar = plain_bar("evaluating");
@@ -130,12 +138,19 @@ pub fn run(args: &EvalArgs) -> Result<()> {
             evaluation
         }
     };
+    let behind = match config.model.task() {
+        Task::Text => format!(
+            ", with at least {} bytes of context after the first window",
+            args.min_context
+        ),
+        Task::Images => format!(": {} pictures", thousands(windows.len())),
+    };
     say(format!(
-        "{:.4} bits per byte over {} bytes of the {} split, with at least {} bytes of context after the first window",
+        "{:.4} {} over {} bytes of the {} split{behind}",
         evaluation.bits_per_byte(),
+        config.model.unit(),
         thousands(evaluation.bytes),
         args.split.name(),
-        args.min_context
     ));
     Ok(())
 }
@@ -161,56 +176,14 @@ impl Evaluation {
     }
 }
 
-/// A window of `context` bytes, of which the predictions from `first` on are counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Window {
-    /// Where it begins.
-    pub start: usize,
-    /// First prediction that no earlier window has made.
-    pub first: usize,
-}
-
-/// Windows that predict each of `bytes` but the first exactly once; those after the first window
-/// with more than `min_context` bytes before them. (The paper's evaluation, §7.)
-///
-/// `bytes` must exceed `context`, and `context` exceed `min_context`.
-pub fn sliding_windows(bytes: usize, context: usize, min_context: usize) -> Vec<Window> {
-    let last = bytes - 1 - context;
-    let mut windows = vec![Window { start: 0, first: 0 }];
-    let mut predicted = context;
-    while predicted < bytes - 1 {
-        let start = (predicted - min_context).min(last);
-        windows.push(Window {
-            start,
-            first: predicted - start,
-        });
-        predicted = start + context;
-    }
-    windows
-}
-
-/// `count` whole windows spread evenly over `bytes`, or all there are.
-pub fn spread_windows(bytes: usize, context: usize, count: usize) -> Vec<Window> {
-    if count * context >= bytes - 1 {
-        return sliding_windows(bytes, context, 0);
-    }
-    let last = bytes - 1 - context;
-    (0..count)
-        .map(|index| Window {
-            start: index * last / (count - 1).max(1),
-            first: 0,
-        })
-        .collect()
-}
-
 /// How windows are run through a model.
 pub struct Evaluator<'a> {
     /// The model, without autodiff.
     pub model: &'a SparseTransformer,
     /// Where it is, without autodiff.
     pub device: &'a Device,
-    /// Bytes per window.
-    pub context: usize,
+    /// How the bytes are cut.
+    pub cut: Cut,
     /// Windows per forward pass.
     pub batch: usize,
 }
@@ -237,7 +210,7 @@ impl Evaluator<'_> {
         bar.set_length(plan.len() as u64);
         for part in plan.chunks(self.batch) {
             let losses = losses(part)?;
-            for (window, row) in part.iter().zip(losses.chunks(self.context)) {
+            for (window, row) in part.iter().zip(losses.chunks(self.cut.context())) {
                 let counted = &row[window.first..];
                 total.nats += counted.iter().map(|&loss| f64::from(loss)).sum::<f64>();
                 total.bytes += counted.len();
@@ -251,7 +224,7 @@ impl Evaluator<'_> {
     /// −log p of each byte, `[windows · context]`.
     fn losses(&self, bytes: &[u8], part: &[Window]) -> Result<Vec<f32>> {
         let starts: Vec<usize> = part.iter().map(|window| window.start).collect();
-        let (tokens, targets) = windows(bytes, &starts, self.context, self.device);
+        let [tokens, targets] = self.cut.tensors(bytes, &starts, self.device);
         let losses = losses_of(self.model.forward(tokens)?, targets);
         losses
             .try_into_vec_as()
@@ -268,16 +241,17 @@ impl Evaluator<'_> {
         usage: &mut KvUsage,
     ) -> Result<Vec<f32>> {
         let starts: Vec<usize> = part.iter().map(|window| window.start).collect();
-        let (tokens, targets) = windows(bytes, &starts, self.context, self.device);
-        let config = KvPoolConfig::new(part.len(), self.context)
+        let context = self.cut.context();
+        let [tokens, targets] = self.cut.tensors(bytes, &starts, self.device);
+        let config = KvPoolConfig::new(part.len(), context)
             .with_chunk(chunk)
             .with_dtype(dtype)
             .with_positions(positions);
         let mut pool = self.model.new_pool(&kept.pool(config, chunk))?;
         let ids = (part.iter().map(|_| pool.join())).collect::<Result<Vec<_>, _>>()?;
         let mut losses = Vec::new();
-        for first in (0..self.context).step_by(chunk) {
-            let count = chunk.min(self.context - first);
+        for first in (0..context).step_by(chunk) {
+            let count = chunk.min(context - first);
             let steps: Vec<KvStep> = ids.iter().map(|&id| KvStep::new(id, count)).collect();
             let rows = |x: &Tensor<2, Int>| x.clone().narrow(1, first, count);
             let logits = self.model.forward_pool(rows(&tokens), &steps, &mut pool)?;
@@ -300,47 +274,4 @@ impl Evaluator<'_> {
 fn losses_of(logits: Tensor<3>, targets: Tensor<2, Int>) -> Tensor<3> {
     let log_probabilities = log_softmax(logits, 2);
     log_probabilities.gather(2, targets.unsqueeze_dim(2)).neg()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_byte_is_predicted_once_with_enough_context() {
-        for (bytes, context, min_context) in [
-            (100, 10, 0),
-            (100, 10, 9),
-            (101, 10, 3),
-            (11, 10, 5),
-            (12, 10, 9),
-            (1_000, 64, 48),
-        ] {
-            let mut times = vec![0; bytes];
-            for (index, window) in sliding_windows(bytes, context, min_context)
-                .iter()
-                .enumerate()
-            {
-                for prediction in window.first..context {
-                    let byte = window.start + prediction + 1;
-                    times[byte] += 1;
-                    assert!(index == 0 || byte - window.start > min_context);
-                }
-            }
-            assert_eq!(times[0], 0);
-            assert!(
-                times[1..].iter().all(|&count| count == 1),
-                "{bytes} {context} {min_context}"
-            );
-        }
-    }
-
-    #[test]
-    fn windows_are_spread_from_end_to_end() {
-        let windows = spread_windows(1_001, 100, 4);
-        let starts: Vec<_> = windows.iter().map(|window| window.start).collect();
-        assert_eq!(starts, [0, 300, 600, 900]);
-        assert_eq!(spread_windows(301, 100, 50), sliding_windows(301, 100, 0));
-        assert_eq!(spread_windows(1_001, 100, 1).len(), 1);
-    }
 }

@@ -5,26 +5,45 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use clap::Args;
+use burn_sparse_transformer::weights::{KeyMap, save_safetensors};
+use clap::{Args, ValueEnum};
 
 use crate::checkpoint::write_atomically;
 use crate::data::thousands;
 use crate::progress::{say, warn};
-use crate::{model, pattern, run};
+use crate::{device, model, pattern, run};
 
-/// Burn's record of the parameters.
-const RECORD: &str = "model.bpk";
 /// The `SparseTransformerConfig`. Not `config.json`, which a run's folder has already.
 const CONFIG: &str = "model.json";
 
-/// Write a checkpoint's model as a Burn record and its configuration
+/// What the parameters are written as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// model.bpk: a record that Burn's modules load
+    Burnpack,
+    /// model.safetensors, in PyTorch's conventions
+    Safetensors,
+}
+
+impl Format {
+    fn file(self) -> &'static str {
+        match self {
+            Self::Burnpack => "model.bpk",
+            Self::Safetensors => "model.safetensors",
+        }
+    }
+}
+
+/// Write a checkpoint's model and its configuration for other programs
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 export --out exported
   enwik8 export --checkpoint runs/paper/best.ckpt --out exported
+  enwik8 export --out exported --format safetensors
 
 DIR/model.bpk is a Burn record of the parameters, all f32, DIR/model.json the SparseTransformerConfig; docs/training.md
-shows the program that loads them.")]
+shows the program that loads them. DIR/model.safetensors has PyTorch's conventions: docs/weights.md has the names, and
+examples/enwik8/pytorch/sparse_transformer.py the model.")]
 pub struct ExportArgs {
     /// A checkpoint file, or a run folder, whose best checkpoint is taken
     #[arg(
@@ -37,6 +56,9 @@ pub struct ExportArgs {
     /// Folder for the two files
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    /// What the parameters are written as
+    #[arg(long, value_enum, default_value = "burnpack")]
+    format: Format,
     /// Replace the files if they are there
     #[arg(long)]
     overwrite: bool,
@@ -53,8 +75,8 @@ pub fn run(args: &ExportArgs) -> Result<()> {
             path.display()
         );
     }
-    let [record, config_file] = [RECORD, CONFIG].map(|name| args.out.join(name));
-    for file in [&record, &config_file] {
+    let [weights, config_file] = [args.format.file(), CONFIG].map(|name| args.out.join(name));
+    for file in [&weights, &config_file] {
         ensure!(
             args.overwrite || !file.exists(),
             "{} exists: replace it with --overwrite, or choose another folder",
@@ -63,14 +85,20 @@ pub fn run(args: &ExportArgs) -> Result<()> {
     }
     fs::create_dir_all(&args.out)
         .with_context(|| format!("cannot create {}", args.out.display()))?;
-    // A checkpoint holds the record as Burn writes it.
-    write(&record, &checkpoint.model)?;
+    match args.format {
+        // A checkpoint holds the record as Burn writes it.
+        Format::Burnpack => write(&weights, &checkpoint.model)?,
+        Format::Safetensors => {
+            let model = model::restore(&checkpoint, &device::open(None)?.device)?;
+            save_safetensors(&model, &weights, &KeyMap::pytorch(), args.overwrite)?;
+        }
+    }
     write(&config_file, &serde_json::to_vec_pretty(&config)?)?;
     say(format!(
         "{}: step {}; wrote {} and {}",
         path.display(),
         thousands(checkpoint.header.step),
-        record.display(),
+        weights.display(),
         config_file.display()
     ));
     Ok(())

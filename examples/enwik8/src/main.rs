@@ -11,6 +11,8 @@ mod device;
 mod draw;
 mod eval;
 mod export;
+mod images;
+mod import;
 mod kept;
 mod log;
 mod memory;
@@ -30,6 +32,7 @@ mod search;
 mod step;
 mod tensorboard;
 mod train;
+mod windows;
 
 use std::io;
 use std::process::ExitCode;
@@ -49,6 +52,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
   enwik8 bench         sparse against dense attention on this machine
   enwik8 draw --pattern fixed:128,32 --out pattern.png
   enwik8 export --out exported   files for a program of your own
+  enwik8 import --weights model.pt --run runs/imported   what another program trained
 
 From the repository: cargo run -p enwik8 -- train"
 )]
@@ -65,9 +69,11 @@ enum Task {
     SearchSelection(search::SearchArgs),
     Report(report::ReportArgs),
     Sample(sample::SampleArgs),
+    SampleImages(images::sample::SampleImagesArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
     Export(export::ExportArgs),
+    Import(import::ImportArgs),
 }
 
 fn main() -> ExitCode {
@@ -97,9 +103,11 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::SearchSelection(args) => search::run(args).map(done),
         Task::Report(args) => report::run(args).map(done),
         Task::Sample(args) => sample::run(args).map(done),
+        Task::SampleImages(args) => images::sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
         Task::Export(args) => export::run(args).map(done),
+        Task::Import(args) => import::run(args).map(done),
     }
 }
 

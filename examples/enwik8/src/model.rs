@@ -5,7 +5,7 @@ use std::f64::consts::LN_2;
 use anyhow::{Context, Result, anyhow, bail};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::store::ModuleRecord;
-use burn::tensor::{Bytes, Device, Int, Tensor, TensorData};
+use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_blocksparse::{FusedAdamW, FusedAdamWConfig, Pattern};
 use burn_sparse_transformer::{
     Factorization, FeedForwardSparsity, SparseTransformer, SparseTransformerConfig,
@@ -13,12 +13,13 @@ use burn_sparse_transformer::{
 
 use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
+use crate::images::format::{CHANNELS, Pictures};
 use crate::presets::{FactorizationKind, ModelConfig, Recipe};
 use crate::progress::say;
 use crate::prune::prune;
 
-/// Every byte is a token.
-pub const VOCABULARY: usize = 256;
+/// Every byte is a token. In pictures each class is one, too.
+const BYTES: usize = 256;
 
 /// A model with random weights that depend on `seed` only.
 ///
@@ -41,7 +42,7 @@ pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTra
 pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
     Ok(
         SparseTransformerConfig::new(config.d_model, config.heads, factorization(config)?)
-            .with_vocab_size(VOCABULARY)
+            .with_vocab_size(config.pictures.map_or(BYTES, Pictures::vocabulary))
             .with_context(config.context)
             .with_n_layers(config.layers)
             .with_embedding_width(Some(config.position_width))
@@ -50,6 +51,8 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
             .with_init_scale(config.init_scale)
             .with_precision(config.precision)
             .with_d_ff(config.d_ff)
+            .with_d_key(config.d_key)
+            .with_embedding_channels(config.pictures.map(|_| CHANNELS))
             .with_selections((!config.selections.is_empty()).then(|| config.selections.clone()))
             .with_full_last_layers(Some(config.full_last_layers))
             .with_content(config.content.clone())
@@ -162,32 +165,6 @@ pub fn attention_text(model: &ModelConfig) -> String {
             texts.join(" / ")
         }
     }
-}
-
-/// Windows of `context + 1` bytes as inputs and the bytes that follow each of them, both `[windows, context]`.
-pub fn windows(
-    bytes: &[u8],
-    starts: &[usize],
-    context: usize,
-    device: &Device,
-) -> (Tensor<2, Int>, Tensor<2, Int>) {
-    let [inputs, targets] = window_data(bytes, starts, context);
-    (
-        Tensor::from_data(inputs, device),
-        Tensor::from_data(targets, device),
-    )
-}
-
-/// As [`windows`], on the host.
-pub fn window_data(bytes: &[u8], starts: &[usize], context: usize) -> [TensorData; 2] {
-    [0, 1].map(|offset| {
-        let values: Vec<i32> = starts
-            .iter()
-            .flat_map(|start| &bytes[start + offset..start + offset + context])
-            .map(|&byte| i32::from(byte))
-            .collect();
-        TensorData::new(values, [starts.len(), context])
-    })
 }
 
 /// The operations of an optimizer step in 10¹²: a backward pass has twice those of a forward pass.

@@ -77,6 +77,18 @@ pub struct Overrides {
     /// Inner width of the feed-forward networks [default: 4 · d-model]
     #[arg(long, value_parser = arguments::positive)]
     pub d_ff: Option<usize>,
+    /// Width of the query and the key projections, all heads together [default: d-model]
+    #[arg(long, value_parser = arguments::positive)]
+    pub d_key: Option<usize>,
+    /// Of pictures: pixels of a row, and rows
+    #[arg(long, value_parser = arguments::positive, value_name = "N")]
+    pub picture_size: Option<usize>,
+    /// Of pictures: how many classes there are, from 0 on
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub classes: Option<u16>,
+    /// Of pictures: those of the data are twice as wide and high, and reduced to the means of four pixels
+    #[arg(long)]
+    pub halve: bool,
     /// Share of the blocks that the feed-forward networks' weights keep [default: dense weights]
     #[arg(long, value_parser = arguments::share, value_name = "SHARE")]
     pub ff_density: Option<f64>,
@@ -181,6 +193,10 @@ impl Overrides {
             init_scale,
             precision,
             d_ff,
+            d_key,
+            picture_size,
+            classes,
+            halve,
             ff_density,
             ff_block,
             ff_layout,
@@ -223,6 +239,20 @@ impl Overrides {
         if kv_heads.is_some() {
             model.kv_heads = kv_heads;
         }
+        if d_key.is_some() {
+            model.d_key = d_key;
+        }
+        let changed = picture_size.is_some() || classes.is_some() || halve;
+        if let Some(mut pictures) = model.pictures.filter(|_| changed) {
+            set(&mut pictures.side, picture_size);
+            set(&mut pictures.classes, classes.map(usize::from));
+            pictures.halved |= halve;
+            let patterns = std::mem::take(&mut model.patterns);
+            *model = model.clone().with_pictures(pictures);
+            if picture_size.is_none() {
+                model.patterns = patterns;
+            }
+        }
         if let Some(density) = ff_density {
             let mut weights = FeedForwardWeights::new(density);
             set(&mut weights.block, ff_block);
@@ -248,7 +278,10 @@ impl Overrides {
             set(&mut routing.means_decay, means_decay);
         }
         if !pattern.is_empty() {
-            model.position_width = position_width_for(&pattern, model.context);
+            // A picture's row stays one.
+            if model.pictures.is_none() {
+                model.position_width = position_width_for(&pattern, model.context);
+            }
             model.patterns = pattern;
         }
         let chooses = !selection.is_empty();

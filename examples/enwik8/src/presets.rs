@@ -8,7 +8,9 @@ use burn_sparse_transformer::{ContentAttention, Precision, Recompute, Selection,
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
+use crate::images::format::Pictures;
 use crate::prune::Pruning;
+use crate::windows::Cut;
 
 /// A named starting point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -24,6 +26,10 @@ pub enum Preset {
     Routing,
     /// Bytes that hash alike beside local heads (Kitaev et al., 2020): 6 layers, context 4096
     Reformer,
+    /// Pictures, minutes on a CPU: 16 × 16 pixels, the set that the program makes
+    Shapes,
+    /// The CIFAR-10 model and recipe of the Sparse Transformer paper: 59M parameters, context 3072
+    Cifar,
 }
 
 impl Preset {
@@ -35,6 +41,8 @@ impl Preset {
             Preset::Paper => "paper",
             Preset::Routing => "routing",
             Preset::Reformer => "reformer",
+            Preset::Shapes => "shapes",
+            Preset::Cifar => "cifar",
         }
     }
 
@@ -60,6 +68,8 @@ impl Preset {
             content: None,
             local_heads: Vec::new(),
             kv_heads: None,
+            d_key: None,
+            pictures: None,
         };
         // The shapes of lucidrains' enwik8 scripts of both models.
         let by_content = |text: &str, local_heads: &[usize]| {
@@ -111,6 +121,34 @@ impl Preset {
             },
             Preset::Routing => by_content("routing:128", &[8, 8, 8, 4, 4, 4]),
             Preset::Reformer => by_content("lsh:64,4", &[4]),
+            Preset::Shapes => ModelConfig {
+                init_scale: 1.0,
+                ..base
+            }
+            .with_pictures(Pictures {
+                side: 16,
+                classes: 6,
+                halved: false,
+            }),
+            // §7.1: 128 layers, 2 heads, d = 256, half-size feed-forward networks and query and key projections, strided
+            // attention, dropout 0.25. The paper says neither the stride nor how the two parts are combined: here a row of
+            // the picture, and in turn.
+            Preset::Cifar => ModelConfig {
+                layers: 128,
+                heads: 2,
+                d_model: 256,
+                d_key: Some(128),
+                d_ff: Some(512),
+                block_size: 32,
+                factorization: FactorizationKind::Interleaved,
+                dropout: 0.25,
+                ..base
+            }
+            .with_pictures(Pictures {
+                side: 32,
+                classes: 10,
+                halved: false,
+            }),
         }
     }
 
@@ -163,6 +201,25 @@ impl Preset {
                 recompute: Recompute::Segments(const { NonZeroUsize::new(2).unwrap() }),
                 eval_every: 1_000,
                 eval_windows: 16,
+                checkpoint_every: 500,
+                ..base
+            },
+            Preset::Shapes => Recipe {
+                length: Length::Steps(1_500),
+                warmup: 100,
+                beta_2: 0.99,
+                eval_windows: 16,
+                ..base
+            },
+            // §6; §7.1: learning rate 0.00035, 120 epochs of 48,000 pictures. The batch is ours.
+            Preset::Cifar => Recipe {
+                batch: 16,
+                length: Length::Epochs(120.0),
+                learning_rate: 0.00035,
+                warmup: 5_000,
+                recompute: Recompute::Segments(const { NonZeroUsize::new(4).unwrap() }),
+                eval_every: 1_000,
+                eval_windows: 256,
                 checkpoint_every: 500,
                 ..base
             },
@@ -292,9 +349,62 @@ pub struct ModelConfig {
     /// Heads of keys and values. None: as many as there are heads.
     #[serde(default)]
     pub kv_heads: Option<usize>,
+    /// Width of the query and the key projections, all heads together. None: the model's.
+    #[serde(default)]
+    pub d_key: Option<usize>,
+    /// What the pictures are like, if the bytes are pictures. None: they are text.
+    #[serde(default)]
+    pub pictures: Option<Pictures>,
+}
+
+/// What bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Task {
+    /// Text, or anything else without a form
+    Text,
+    /// Pictures: CIFAR-10's binary format
+    Images,
 }
 
 impl ModelConfig {
+    /// With sequences that are pictures: a row is a row of the position matrix, and the stride of the pattern.
+    pub fn with_pictures(mut self, pictures: Pictures) -> Self {
+        let row = pictures.row();
+        let parts = ["local", "strided"].map(|part| format!("{part}:{row}"));
+        self.patterns = match self.factorization {
+            FactorizationKind::Merged => vec![parts.join("+")],
+            _ => parts.to_vec(),
+        };
+        self.context = pictures.bytes();
+        self.position_width = row;
+        self.pictures = Some(pictures);
+        self
+    }
+
+    /// What the bytes are.
+    pub fn task(&self) -> Task {
+        match self.pictures {
+            None => Task::Text,
+            Some(_) => Task::Images,
+        }
+    }
+
+    /// How the bytes are cut into windows.
+    pub fn cut(&self) -> Cut {
+        match self.pictures {
+            None => Cut::from(self.context),
+            Some(pictures) => Cut::Pictures(pictures),
+        }
+    }
+
+    /// What the loss is in: a byte of a picture is a dimension of it.
+    pub fn unit(&self) -> &'static str {
+        match self.task() {
+            Task::Text => "bits per byte",
+            Task::Images => "bits per dimension",
+        }
+    }
+
     /// Beside local heads that see about as many bytes as one that chooses by content; or in all heads, of every earlier byte.
     pub fn choose_by_content(&mut self, content: ContentAttention) {
         let pattern = match &content {

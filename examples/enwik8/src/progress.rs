@@ -39,17 +39,19 @@ pub fn program() -> String {
 pub struct Progress {
     steps: usize,
     log_every: usize,
+    unit: &'static str,
     bar: Option<ProgressBar>,
     recent: Recent,
 }
 
 impl Progress {
-    /// Of a run that has done `step` of `steps` steps and prints every `log_every`.
-    pub fn new(step: usize, steps: usize, log_every: usize) -> Self {
+    /// Of a run that has done `step` of `steps` steps and prints every `log_every`, with losses in `unit`.
+    pub fn new(step: usize, steps: usize, log_every: usize, unit: &'static str) -> Self {
         let terminal = io::stdout().is_terminal() && io::stderr().is_terminal();
         Progress {
             steps,
             log_every,
+            unit,
             bar: terminal.then(|| bar(step, steps, "{pos}/{len} {bar:24} {msg}  {eta} left")),
             recent: Recent::default(),
         }
@@ -61,7 +63,7 @@ impl Progress {
         let step = row.step();
         if let Some(bar) = &self.bar {
             bar.set_position(step as u64);
-            bar.set_message(self.recent.summary());
+            bar.set_message(self.recent.summary(self.unit));
         }
         if step.is_multiple_of(self.log_every) || step == self.steps {
             if self.bar.is_none() {
@@ -70,7 +72,7 @@ impl Progress {
                 say(format!(
                     "step {step}/{}  {}  {left} left",
                     self.steps,
-                    self.recent.summary()
+                    self.recent.summary(self.unit)
                 ));
             }
             self.recent = Recent::default();
@@ -154,10 +156,10 @@ impl Recent {
         self.ms / self.steps.max(1.0)
     }
 
-    fn summary(&self) -> String {
+    fn summary(&self, unit: &str) -> String {
         let steps = self.steps.max(1.0);
         format!(
-            "loss {:.3}  {:.3} bits/byte  lr {:.1e}  grad {:.2}  {} tokens/s  {:.0} ms",
+            "loss {:.3}  {:.3} {unit}  lr {:.1e}  grad {:.2}  {} tokens/s  {:.0} ms",
             self.loss / steps,
             self.bits_per_byte / steps,
             self.learning_rate,
@@ -197,7 +199,7 @@ mod tests {
             });
         }
         let expected = "loss 2.000  4.000 bits/byte  lr 1.0e-3  grad 2.00  5,000 tokens/s  200 ms";
-        assert_eq!(recent.summary(), expected);
+        assert_eq!(recent.summary("bits/byte"), expected);
     }
 
     #[test]

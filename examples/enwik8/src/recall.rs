@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::RunConfig;
 use crate::data::{Corpus, Split, thousands};
-use crate::eval::{Evaluator, spread_windows};
+use crate::eval::Evaluator;
 use crate::progress::{plain_bar, say, warn};
 use crate::search::SelectionFile;
 use crate::{arguments, device, model, run};
@@ -80,7 +80,12 @@ pub fn run(args: &RecallArgs) -> Result<()> {
     let config = &checkpoint.header.config;
     check_patterns(&path, config)?;
     let context = config.model.context;
-    let corpus = Corpus::reopen(&checkpoint.header.data, None)?;
+    ensure!(
+        config.model.pictures.is_none(),
+        "{} was trained on pictures, and recall measures windows of text",
+        path.display()
+    );
+    let corpus = Corpus::reopen(&checkpoint.header.data, None, None)?;
     let bytes = corpus.split_for(Split::Validation, context)?;
     let model = model::restore(&checkpoint, &device.device)?;
     let model = model.with_selections(&[], 0)?;
@@ -99,7 +104,8 @@ pub fn run(args: &RecallArgs) -> Result<()> {
             "density"
         ));
     }
-    let plan = spread_windows(bytes.len(), context, args.windows);
+    let cut = config.model.cut();
+    let plan = cut.spread(bytes.len(), args.windows);
     let mut choices = vec![Choice::Every];
     choices.extend(args.selection.iter().cloned().map(Choice::Alike));
     for path in &args.selection_file {
@@ -112,7 +118,7 @@ pub fn run(args: &RecallArgs) -> Result<()> {
         let evaluator = Evaluator {
             model: &with,
             device: &device.device,
-            context,
+            cut,
             batch: config.recipe.batch,
         };
         let evaluation = evaluator.run(bytes, &plan, &plain_bar("evaluating"))?;

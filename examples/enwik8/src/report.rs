@@ -14,12 +14,15 @@ use clap::Args;
 use crate::arguments;
 use crate::checkpoint::{Checkpoint, write_atomically};
 use crate::config::RunConfig;
-use crate::data::{Corpus, Split, order_0_entropy, thousands};
+use crate::data::{Corpus, Split, thousands};
 use crate::device::{self, NamedDevice};
+use crate::images::format::Pictures;
+use crate::images::{grid, sample as images};
 use crate::log::{self, Row};
 use crate::memory::Resources;
 use crate::model::{self, attention_text};
 use crate::plot::{self, Axis, Frame};
+use crate::presets::Task;
 use crate::progress::{clock, program, say, warn};
 use crate::run::{self, RunFiles};
 
@@ -28,7 +31,9 @@ const SAMPLES: usize = 3;
 /// Bytes that the model reads for one, and writes, at most.
 const PROMPT: usize = 64;
 const WRITTEN: usize = 320;
-/// How wild they are.
+/// Pictures of one.
+const PICTURES: usize = 9;
+/// How wild texts are.
 const TEMPERATURE: f64 = 0.8;
 /// Lines of the table of validations, at most.
 const VALIDATIONS: usize = 10;
@@ -59,7 +64,8 @@ pub struct ReportArgs {
 pub fn run(args: &ReportArgs) -> Result<()> {
     let device = device::open(args.device.as_deref())?;
     let (_, checkpoint) = run::open_checkpoint(&args.run, warn)?;
-    let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref());
+    let pictures = checkpoint.header.config.model.pictures;
+    let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref(), pictures);
     let corpus = corpus.inspect_err(|error| {
         warn(format!(
             "{error:#}: prompts and the entropy of the data are left out"
@@ -123,7 +129,7 @@ impl Report<'_> {
         for (path, axis) in files {
             let frame = Frame {
                 title: &title,
-                unit: "bits per byte",
+                unit: config.model.unit(),
                 entropy: self.entropy(),
                 axis,
             };
@@ -133,7 +139,7 @@ impl Report<'_> {
     }
 
     fn entropy(&self) -> Option<f64> {
-        self.corpus.map(|corpus| order_0_entropy(corpus.bytes()))
+        self.corpus.map(Corpus::order_0_entropy)
     }
 
     /// What the run is, what came out, and what it took.
@@ -141,6 +147,7 @@ impl Report<'_> {
         let header = &self.checkpoint.header;
         let config = &header.config;
         let shape = &config.model;
+        let unit = shape.unit();
         let mut table = Table::new(&title(config));
         table.row(
             "model",
@@ -193,20 +200,20 @@ impl Report<'_> {
             let (step, bits) = (thousands(best.step), best.bits_per_byte);
             table.row(
                 "best validation",
-                format!("{bits:.4} bits per byte after step {step}"),
+                format!("{bits:.4} {unit} after step {step}"),
             );
         }
         if let Some((bits, bytes)) = rows.iter().rev().find_map(final_result) {
             let bytes = thousands(bytes);
             table.row(
                 "whole validation split",
-                format!("{bits:.4} bits per byte over {bytes} bytes"),
+                format!("{bits:.4} {unit} over {bytes} bytes"),
             );
         }
         if let Some(entropy) = self.entropy() {
             table.row(
                 "order-0 entropy of the data",
-                format!("{entropy:.4} bits per byte"),
+                format!("{entropy:.4} {unit}"),
             );
         }
         self.add_cost(&mut table, &speed, model)?;
@@ -265,6 +272,7 @@ impl Report<'_> {
 
     fn curves(&self, rows: &[Row]) -> String {
         let name = |path: PathBuf| path.file_name().unwrap_or_default().display().to_string();
+        let unit = self.checkpoint.header.config.model.unit();
         let mut text = "\n## Curves\n\n".to_owned();
         if rows.is_empty() {
             return text + "The log has no steps.\n";
@@ -273,11 +281,11 @@ impl Report<'_> {
             (self.files.plot(), "steps"),
             (self.files.time_plot(), "time"),
         ] {
-            let _ = write!(text, "![bits per byte over {over}]({})\n\n", name(path));
+            let _ = write!(text, "![{unit} over {over}]({})\n\n", name(path));
         }
         let validations: Vec<(usize, f64)> = rows.iter().filter_map(validation).collect();
         if !validations.is_empty() {
-            text += "| step | validation, bits per byte |\n|---|---|\n";
+            text += "| step | validation |\n|---|---|\n";
         }
         for (step, bits) in thinned(&validations) {
             let _ = writeln!(text, "| {} | {bits:.4} |", thousands(step));
@@ -293,11 +301,38 @@ impl Report<'_> {
             return Ok(text);
         }
         let model = model::without_selections(model)?;
+        text += &match header.config.model.pictures {
+            None => self.texts(&model)?,
+            Some(pictures) => self.pictures(model, pictures)?,
+        };
+        Ok(text)
+    }
+
+    /// A picture of each class, or of some.
+    fn pictures(&self, model: SparseTransformer, pictures: Pictures) -> Result<String> {
+        let classes = images::classes(&[], pictures.classes.min(PICTURES), pictures);
+        let sampling = Sampling::default().temperature(images::TEMPERATURE).seed(1);
+        let device = &self.device.device;
+        let drawn = images::draw(model, device, pictures, &classes, &sampling, false)?;
+        let path = self.files.samples();
+        let (columns, zoom) = (images::columns(drawn.len()), images::zoom(pictures));
+        grid::save(&path, pictures, &drawn, columns, zoom)?;
+        let listed: Vec<String> = classes.iter().map(u8::to_string).collect();
+        Ok(format!(
+            "By the model after step {}, at temperature {}; of the classes {}.\n\n![samples]({})\n",
+            thousands(self.checkpoint.header.step),
+            images::TEMPERATURE,
+            listed.join(", "),
+            path.file_name().unwrap_or_default().display()
+        ))
+    }
+
+    fn texts(&self, model: &SparseTransformer) -> Result<String> {
         let context = model.context();
         let prompts = self.prompts(context);
         let read = prompts.iter().map(Vec::len).max().unwrap_or(1);
         let options = GenerateOptions::default()
-            .max_new(WRITTEN.min(context - read))
+            .max_new(WRITTEN.min(context.saturating_sub(read)))
             .sampling(Sampling::default().temperature(TEMPERATURE).seed(1));
         let tokens: Vec<Vec<u32>> = prompts
             .iter()
@@ -308,10 +343,9 @@ impl Report<'_> {
             Some(_) => "from the validation split",
             None => "of ours, as the data are gone",
         };
-        let _ = writeln!(
-            text,
-            "By the model after step {}, at temperature {TEMPERATURE}; prompts are {from}.",
-            thousands(header.step)
+        let step = thousands(self.checkpoint.header.step);
+        let mut text = format!(
+            "By the model after step {step}, at temperature {TEMPERATURE}; prompts are {from}.\n"
         );
         for (prompt, sample) in prompts.iter().zip(written) {
             let sample: Vec<u8> = sample.tokens.iter().map(|&token| token as u8).collect();
@@ -330,7 +364,7 @@ impl Report<'_> {
         let bytes = self.corpus.map(|corpus| corpus.split(Split::Validation));
         let length = PROMPT.min(context / 2).max(1);
         let Some(bytes) = bytes.filter(|bytes| bytes.len() >= length * SAMPLES) else {
-            return vec![b"The ".to_vec(); SAMPLES];
+            return vec![b"The "[..length.min(4)].to_vec(); SAMPLES];
         };
         (0..SAMPLES)
             .map(|index| {
@@ -342,8 +376,12 @@ impl Report<'_> {
 
     fn commands(&self) -> String {
         let (program, folder) = (program(), self.files.0.display());
+        let sample = match self.checkpoint.header.config.model.task() {
+            Task::Text => "sample",
+            Task::Images => "sample-images",
+        };
         format!(
-            "\n## Go on\n\n```sh\n{program} train --resume --run {folder} --steps N\n{program} sample --checkpoint {folder}\n\
+            "\n## Go on\n\n```sh\n{program} train --resume --run {folder} --steps N\n{program} {sample} --checkpoint {folder}\n\
              {program} eval --checkpoint {folder} --split test\n{program} report --run {folder}\n```\n"
         )
     }

@@ -174,6 +174,11 @@ impl RunFiles<'_> {
         self.0.join(TIME_PLOT)
     }
 
+    /// `samples.png`.
+    pub fn samples(self) -> PathBuf {
+        self.0.join(SAMPLES)
+    }
+
     /// `report.md`.
     pub fn report(self) -> PathBuf {
         self.0.join(REPORT)

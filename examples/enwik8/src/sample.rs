@@ -1,5 +1,6 @@
 //! `enwik8 sample`: one byte after the other, with a cache of keys and values.
 
+pub mod decoder;
 mod output;
 mod statistics;
 mod writer;
@@ -117,10 +118,15 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     );
     let cache = args.cache()?;
     let device = device::open(args.device.as_deref())?;
-    let (_, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let (path, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
     if let Some(precision) = args.precision {
         checkpoint.header.config.model.precision = precision;
     }
+    ensure!(
+        checkpoint.header.config.model.pictures.is_none(),
+        "{} was trained on pictures: enwik8 sample-images lets it draw",
+        path.display()
+    );
     model::check_cached(&checkpoint.header.config.model)?;
     let model = (args.kept).chosen(model::restore(&checkpoint, &device.device)?)?;
     let lengths: Vec<usize> = (prompts.iter())

@@ -94,7 +94,7 @@ pub fn run(args: &SearchArgs) -> Result<()> {
     let config = &checkpoint.header.config;
     recall::check_patterns(&path, config)?;
     let context = config.model.context;
-    let corpus = Corpus::reopen(&checkpoint.header.data, None)?;
+    let corpus = Corpus::reopen(&checkpoint.header.data, None, None)?;
     let bytes = corpus.split_for(Split::Train, context)?;
     let model = model::restore(&checkpoint, &device.device)?;
     let model = model.with_selections(&[], 0)?;

@@ -5,6 +5,7 @@
 //! continues from any step, with the data order and the random numbers it would have had.
 
 mod describe;
+mod finish;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -22,24 +23,25 @@ use indicatif::ProgressBar;
 use crate::arguments;
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
-use crate::data::{Corpus, Fingerprint, Sampler, Split, order_0_entropy, thousands};
+use crate::data::{Corpus, Fingerprint, Sampler, Split, thousands};
 use crate::device::{self, NamedDevice};
-use crate::eval::{Evaluation, Evaluator, Window, sliding_windows, spread_windows};
+use crate::eval::{Evaluation, Evaluator};
 use crate::log::{self, Log, Row};
 use crate::memory::Resources;
-use crate::model::{self, bits, window_data};
+use crate::model::{self, bits};
 use crate::overrides::Overrides;
 use crate::plot::{self, Axis, Frame};
-use crate::presets::Preset;
-use crate::progress::{Progress, clock, plain_bar, program, say, warn};
+use crate::presets::{Preset, Task};
+use crate::progress::{Progress, program, say, warn};
 use crate::recall;
-use crate::report::{self, Report};
+use crate::report;
 use crate::run::{self, RunFolder};
 use crate::schedule::Schedule;
 use crate::step::{Batch, Steps};
 use crate::tensorboard::EventFile;
+use crate::windows::Window;
 
-/// Train a model on bytes
+/// Train a model on bytes, of text or of pictures
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 train                                  minutes on a CPU, on an embedded sample
@@ -47,14 +49,20 @@ use crate::tensorboard::EventFile;
   enwik8 train --attention dense --run runs/dense
   enwik8 train --data enwik8 --preset small --device cuda --precision bf16
   enwik8 train --data enwik8 --preset paper --device cuda --precision bf16
+  enwik8 train --task images                    pictures of shapes: minutes on a CPU
+  enwik8 train --preset cifar --data cifar-10-batches-bin --device cuda --precision bf16
 
 Ctrl-C finishes the step, writes a checkpoint and stops.")]
 pub struct TrainArgs {
-    /// Model and recipe [default: tiny]
+    /// What the bytes are [default: what the preset is for, text]
+    #[arg(long, value_enum)]
+    task: Option<Task>,
+    /// Model and recipe [default: tiny, or shapes with --task images]
     #[arg(long, value_enum)]
     preset: Option<Preset>,
     /// A file of raw bytes; enwik8 itself is recognised by its length [default: the first 1,000,000
-    /// bytes of enwik8, embedded]
+    /// bytes of enwik8, embedded]. Of images: a folder with CIFAR-10's binary files, a file in that format, or 'synthetic',
+    /// which is the default
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     /// Folder for checkpoints, log and loss curve [default: runs/PRESET]
@@ -84,10 +92,31 @@ pub struct TrainArgs {
 
 impl TrainArgs {
     fn folder(&self) -> PathBuf {
-        let preset = self.preset.unwrap_or(Preset::Tiny);
         self.run
             .clone()
-            .unwrap_or_else(|| PathBuf::from("runs").join(preset.name()))
+            .unwrap_or_else(|| PathBuf::from("runs").join(self.preset().name()))
+    }
+
+    fn preset(&self) -> Preset {
+        let default = match self.task {
+            Some(Task::Images) => Preset::Shapes,
+            Some(Task::Text) | None => Preset::Tiny,
+        };
+        self.preset.unwrap_or(default)
+    }
+
+    fn check_task(&self, config: &RunConfig) -> Result<()> {
+        let task = config.model.task();
+        ensure!(
+            self.task.is_none_or(|wanted| wanted == task),
+            "--task contradicts the preset {}, which is one of {}",
+            config.preset,
+            match task {
+                Task::Text => "text",
+                Task::Images => "images",
+            }
+        );
+        Ok(())
     }
 }
 
@@ -138,10 +167,12 @@ struct Session {
 
 impl Session {
     fn begin(args: &TrainArgs, device: NamedDevice) -> Result<Self> {
-        let config = RunConfig::new(args.preset.unwrap_or(Preset::Tiny), &args.overrides)?;
+        let config = RunConfig::new(args.preset(), &args.overrides)?;
+        args.check_task(&config)?;
         config.check_graph(args.graph)?;
-        let corpus = Corpus::open(args.data.as_deref())?;
+        let corpus = Corpus::open(args.data.as_deref(), config.model.pictures)?;
         let train = check_lengths(&corpus, &config)?;
+        let cut = config.model.cut();
         // Only now that all input is known to be good is anything written.
         let model = model::new(
             &config.model,
@@ -151,8 +182,8 @@ impl Session {
         let folder = RunFolder::create(&args.folder(), args.overwrite)?;
         folder.write_config(&config)?;
         Ok(Session {
-            steps: config.steps(train),
-            sampler: Sampler::new(train, config.model.context, config.recipe.seed),
+            steps: config.steps(cut.predictions(train)),
+            sampler: Sampler::new(train, cut, config.recipe.seed),
             training: Steps::new(
                 model,
                 model::optimizer(&config.recipe),
@@ -175,8 +206,10 @@ impl Session {
         let (path, checkpoint) = run::latest_checkpoint(folder.path(), warn)?;
         let header = &checkpoint.header;
         let config = header.config.resumed(args.preset, &args.overrides)?;
+        args.check_task(&config)?;
         config.check_graph(args.graph)?;
-        let corpus = Corpus::reopen(&header.data, args.data.as_deref())?;
+        let pictures = config.model.pictures;
+        let corpus = Corpus::reopen(&header.data, args.data.as_deref(), pictures)?;
         let data = corpus.fingerprint();
         ensure!(
             (data.bytes, data.crc32) == (header.data.bytes, header.data.crc32),
@@ -188,6 +221,7 @@ impl Session {
             header.data.crc32
         );
         let train = check_lengths(&corpus, &config)?;
+        let cut = config.model.cut();
         let model = model::restore(&checkpoint, &device.device.clone().autodiff())
             .with_context(|| format!("cannot resume from {}", path.display()))?;
         let optimizer = model::optimizer(&config.recipe)
@@ -203,9 +237,9 @@ impl Session {
             args.graph,
         );
         Ok(Session {
-            steps: config.steps(train),
+            steps: config.steps(cut.predictions(train)),
             training,
-            sampler: Sampler::resume(train, config.model.context, checkpoint.header.sampler),
+            sampler: Sampler::resume(train, cut, checkpoint.header.sampler),
             step: checkpoint.header.step,
             best: checkpoint.header.best,
             config,
@@ -236,7 +270,7 @@ impl Session {
 
     fn train(&mut self, log: &mut Log, stop: &AtomicBool) -> Result<()> {
         let recipe = self.config.recipe.clone();
-        let mut progress = Progress::new(self.step, self.steps, recipe.log_every);
+        let mut progress = Progress::new(self.step, self.steps, recipe.log_every, self.bits());
         if self.step == self.steps {
             self.validate_last_step(log, &progress)?;
         }
@@ -295,7 +329,7 @@ impl Session {
             .map(|_| self.sampler.next_start())
             .collect();
         let bytes = self.corpus.split(Split::Train);
-        let [tokens, targets] = window_data(bytes, &starts, context);
+        let [tokens, targets] = self.config.model.cut().data(bytes, &starts);
         // Before the first step alone: after it they follow the bytes by themselves, and checkpoints hold them.
         let has_means = matches!(
             self.config.model.content,
@@ -389,6 +423,14 @@ impl Session {
         Ok(Some(note))
     }
 
+    /// The unit of the loss, in short.
+    fn bits(&self) -> &'static str {
+        match self.config.model.task() {
+            Task::Text => "bits/byte",
+            Task::Images => "bits/dim",
+        }
+    }
+
     fn schedule(&self) -> Schedule {
         Schedule {
             peak: self.config.recipe.learning_rate,
@@ -400,9 +442,8 @@ impl Session {
     /// Over a fixed set of windows, always the same. A new best is stored at once, after the line in the log: a run
     /// may be resumed from it. Returns what to tell the user.
     fn validate(&mut self, log: &mut Log) -> Result<String> {
-        let context = self.config.model.context;
         let bytes = self.corpus.split(Split::Validation).len();
-        let plan = spread_windows(bytes, context, self.config.recipe.eval_windows);
+        let plan = (self.config.model.cut()).spread(bytes, self.config.recipe.eval_windows);
         let evaluation = self.evaluate(&plan, &ProgressBar::hidden())?;
         let bits_per_byte = evaluation.bits_per_byte();
         log.write(&Row::Validation {
@@ -424,8 +465,10 @@ impl Session {
         }
         let mark = if improved { "  (best)" } else { "" };
         Ok(format!(
-            "step {}/{}  validation {bits_per_byte:.3} bits/byte{mark}",
-            self.step, self.steps
+            "step {}/{}  validation {bits_per_byte:.3} {}{mark}",
+            self.step,
+            self.steps,
+            self.bits()
         ))
     }
 
@@ -433,7 +476,7 @@ impl Session {
         let evaluator = Evaluator {
             model: &self.training.model()?.valid(),
             device: &self.device.device,
-            context: self.config.model.context,
+            cut: self.config.model.cut(),
             batch: self.config.recipe.batch,
         };
         let evaluation = evaluator.run(self.corpus.split(Split::Validation), plan, bar)?;
@@ -489,8 +532,8 @@ impl Session {
         let files = self.folder.files();
         let frame = Frame {
             title: &report::title(&self.config),
-            unit: "bits per byte",
-            entropy: Some(order_0_entropy(self.corpus.bytes())),
+            unit: self.config.model.unit(),
+            entropy: Some(self.corpus.order_0_entropy()),
             axis: Axis::Steps,
         };
         let drawn =
@@ -498,60 +541,6 @@ impl Session {
         if let Err(error) = drawn {
             warn(format!("{error:#}"));
         }
-    }
-
-    /// The whole validation split, the final picture, and what to do next.
-    fn finish(&self, log: &mut Log, peak_tflops: Option<f64>) -> Result<()> {
-        let context = self.config.model.context;
-        let bytes = self.corpus.split(Split::Validation).len();
-        let began = Instant::now();
-        let evaluation = self.evaluate(
-            &sliding_windows(bytes, context, 0),
-            &plain_bar("validation"),
-        )?;
-        log.write(&Row::Final {
-            step: self.step,
-            loss: evaluation.loss(),
-            bits_per_byte: evaluation.bits_per_byte(),
-            bytes: evaluation.bytes,
-        })?;
-        log.sync()?;
-        Resources::now(&self.device).merge_into(&self.folder.files().resources())?;
-        self.plot();
-        let folder = self.folder.path().display();
-        say(format!(
-            "\nwhole validation split: {:.3} bits per byte over {} bytes ({})",
-            evaluation.bits_per_byte(),
-            thousands(evaluation.bytes),
-            clock(began.elapsed())
-        ));
-        match self.report(peak_tflops) {
-            Ok(path) => say(format!("report:     {}", path.display())),
-            // As with pictures.
-            Err(error) => warn(format!("there is no report: {error:#}")),
-        }
-        let program = program();
-        say(format!(
-            "sample:     {program} sample --checkpoint {folder} --prompt 'The '"
-        ));
-        say(format!(
-            "evaluate:   {program} eval --checkpoint {folder} --split test --min-context {}",
-            context / 2
-        ));
-        Ok(())
-    }
-
-    /// The run on one page; where that is.
-    fn report(&self, peak_tflops: Option<f64>) -> Result<PathBuf> {
-        let (_, checkpoint) = run::open_checkpoint(self.folder.path(), warn)?;
-        Report {
-            files: self.folder.files(),
-            checkpoint: &checkpoint,
-            device: &self.device,
-            corpus: Some(&self.corpus),
-            peak_tflops,
-        }
-        .write()
     }
 }
 

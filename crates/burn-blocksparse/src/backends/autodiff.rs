@@ -10,6 +10,7 @@ use burn::backend::{AutodiffBackend, Backend};
 use super::outputs::{OutputGradients, or_zeros};
 use crate::ops::BlockSparseOps;
 use crate::options::AttentionOptions;
+use crate::reference;
 use crate::values::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, GivenOutput, LayoutTensors,
     MaybeFloat, OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
@@ -235,6 +236,19 @@ impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C>
         _options: AttentionOptions,
         _wanted: WantedGrads,
     ) -> AttentionGrads<Self> {
-        unimplemented!("block-sparse attention is differentiable once")
+        unimplemented!(
+            "block-sparse attention is differentiable once; attention_gradients is for second derivatives"
+        )
+    }
+
+    /// On this backend each operation of the reference is a step of the graph.
+    fn block_sparse_attention_gradients(
+        saved: Saved<Self>,
+        grads: OutputGrads<Self>,
+        layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+        wanted: WantedGrads,
+    ) -> AttentionGrads<Self> {
+        reference::backward::<Self>(saved, grads, &layout, &options, wanted)
     }
 }

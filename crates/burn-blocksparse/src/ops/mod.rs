@@ -95,6 +95,18 @@ pub trait BlockSparseOps: Backend {
     ) -> AttentionGrads<Self> {
         reference::backward::<Self>(saved, grads, &layout, &options, wanted)
     }
+
+    /// The backward pass as operations that autodiff can differentiate, on backends without kernels. Weights are not given.
+    #[fusion(meta = meta::backward)]
+    fn block_sparse_attention_gradients(
+        #[extension_type] saved: Saved<Self>,
+        #[extension_type] grads: OutputGrads<Self>,
+        #[extension_type] layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+        wanted: WantedGrads,
+    ) -> AttentionGrads<Self> {
+        reference::backward::<Self>(saved, grads, &layout, &options, wanted)
+    }
 }
 
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.

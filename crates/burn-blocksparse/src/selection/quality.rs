@@ -1,12 +1,15 @@
 //! How well a choice serves: what it keeps of the attention, beside the best that as many blocks could.
 
-use blocksparse::{EstimateKind, Keep, Rule};
+use std::ops::Range;
+
+use blocksparse::{BlockLayout, EstimateKind, Keep, Rule};
 use burn::tensor::activation::softmax;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 
 use super::estimator::ScoreCall;
 use super::mean::products;
 use super::{Selection, check_call};
+use crate::choice::allowed_blocks;
 use crate::error::OpError;
 
 /// What a choice keeps of a head's attention: means over rows of queries, batch entries together.
@@ -39,14 +42,35 @@ impl Selection {
     /// # Errors
     /// As [`choose`](Self::choose), and if the device gives nothing back.
     pub fn quality(&self, call: &ScoreCall) -> Result<Vec<SelectionQuality>, OpError> {
+        self.quality_within(call, None)
+    }
+
+    /// [`quality`](Self::quality) of a choice from the blocks of a layout ([`Within::layout`](crate::Within::layout)): of the attention over that layout.
+    ///
+    /// # Errors
+    /// As [`quality`](Self::quality), and if the layout's sizes or batch are not the call's.
+    pub fn quality_within(
+        &self,
+        call: &ScoreCall,
+        layout: Option<&BlockLayout>,
+    ) -> Result<Vec<SelectionQuality>, OpError> {
         self.check()?;
         check_call(call)?;
+        if let Some(layout) = layout {
+            let shape = self.shape(call.q.dims(), call.k.dims()[2])?;
+            OpError::expect_same("layout's shape", shape, "the choice's", *layout.shape())?;
+            let own = call.q.dims()[0];
+            let batch = layout.batch().unwrap_or(own);
+            OpError::expect_same("layout's batch", own, "q's", batch)?;
+        }
         let call = ScoreCall {
             q: call.q.clone().without_autodiff(),
             k: call.k.clone().without_autodiff(),
             ..*call
         };
-        let grid = call.grid(self.estimator.grid());
+        let mut grid = call.grid(self.estimator.grid());
+        // Who sees whom is the layout's to say.
+        grid.causal &= layout.is_none();
         let (rows, blocks) = (grid.rows(), grid.blocks());
         let [batch, heads, ..] = call.q.dims();
         let rule = self.rule();
@@ -58,7 +82,7 @@ impl Selection {
             let scores = self.sharing.reduce(scores, call.group());
             let of_scores = scores.dims()[1];
             let scores = read(scores)?;
-            let masses = read(self.masses(&call, first, end))?;
+            let masses = read(self.masses(&call, first, end, layout))?;
             for (entry_head, head) in (0..batch).flat_map(|_| 0..heads).enumerate() {
                 let entry = entry_head / heads;
                 for row in first..end {
@@ -68,9 +92,14 @@ impl Selection {
                     let shared = head / (heads / of_scores);
                     let scores = &scores[at(shared, of_scores)..][..blocks];
                     let masses = &masses[at(head, heads)..][..blocks];
-                    let kept = rule.kept(&grid, row, scores);
-                    let visible = (0..blocks).filter(|&block| grid.is_visible(row, block));
-                    let visible = visible.count();
+                    let allowed = match layout {
+                        Some(layout) => allowed_blocks(layout, entry, head, row),
+                        None => vec![true; blocks],
+                    };
+                    let may_choose = |block: usize| allowed[block];
+                    let kept = rule.kept_of(&grid, row, scores, may_choose);
+                    let is_visible = |&block: &usize| allowed[block] && grid.is_visible(row, block);
+                    let visible = (0..blocks).filter(is_visible).count();
                     let count = kept.iter().filter(|&&kept| kept).count();
                     let best = Rule {
                         kind: EstimateKind::Mass,
@@ -85,7 +114,7 @@ impl Selection {
                     of.recall.push(share(&kept));
                     of.oracle += match count {
                         0 => 0.0,
-                        _ => share(&best.kept(&grid, row, masses)),
+                        _ => share(&best.kept_of(&grid, row, masses, may_choose)),
                     };
                     of.kept += count;
                     of.visible += visible;
@@ -96,7 +125,13 @@ impl Selection {
     }
 
     /// The attention that blocks of keys get of rows of queries, each row 1 in all: `[batch, heads, rows, blocks]`.
-    fn masses(&self, call: &ScoreCall, first: usize, end: usize) -> Tensor<4> {
+    fn masses(
+        &self,
+        call: &ScoreCall,
+        first: usize,
+        end: usize,
+        layout: Option<&BlockLayout>,
+    ) -> Tensor<4> {
         let grid = call.grid(self.estimator.grid());
         let (from, to) = (
             first * grid.query_rows,
@@ -107,8 +142,15 @@ impl Selection {
         let q = call.q.clone().slice_dim(2, from..to).cast(DType::F32);
         let k = call.k.clone().cast(DType::F32);
         let scores = products(q * call.scale, k, call.group());
-        let scores = match call.causal {
-            false => scores,
+        let hidden = layout.map(|layout| hidden(layout, from..to, &device));
+        let scores = match call.causal && hidden.is_none() {
+            false => match &hidden {
+                Some(hidden) => {
+                    let dims = [batch, heads, to - from, grid.seq_kv];
+                    scores.mask_fill(hidden.clone().expand(dims), -1e30)
+                }
+                None => scores,
+            },
             true => {
                 let offset = grid.seq_kv as i64 - grid.seq_q as i64 + from as i64;
                 let shape = [to - from, grid.seq_kv];
@@ -118,6 +160,14 @@ impl Selection {
             }
         };
         let p = softmax(scores, 3);
+        // A row that sees nothing has no attention.
+        let p = match hidden {
+            Some(hidden) => {
+                let dims = p.dims();
+                p.mask_fill(hidden.expand(dims), 0.0)
+            }
+            None => p,
+        };
         let padded = grid.blocks() * grid.block;
         let p = pad(p, 3, padded);
         let dims = [batch * heads, to - from, grid.blocks(), grid.block];
@@ -142,6 +192,31 @@ impl Selection {
             }
         }
     }
+}
+
+/// Where a layout has no pair, of some of its queries: `[batch or 1, heads, queries, seq_kv]`.
+fn hidden(layout: &BlockLayout, queries: Range<usize>, device: &Device) -> Tensor<4, Bool> {
+    let (entries, heads, b) = (
+        layout.batch().unwrap_or(1),
+        layout.heads(),
+        layout.block_size(),
+    );
+    let dims = [entries, heads, queries.len(), layout.seq_kv()];
+    let mut hidden = Vec::with_capacity(dims.iter().product());
+    for (entry, head) in (0..entries).flat_map(|entry| (0..heads).map(move |head| (entry, head))) {
+        let pattern = layout.pattern_of(entry, head);
+        for query in queries.clone() {
+            let mut row = vec![true; layout.seq_kv()];
+            for block in layout.row(pattern, query / b) {
+                let mask = &layout.masks()[block.mask as usize];
+                let first = block.block as usize * b;
+                let own = row[first..].iter_mut().take(b).enumerate();
+                own.for_each(|(column, hidden)| *hidden = !mask.get(query % b, column));
+            }
+            hidden.extend(row);
+        }
+    }
+    Tensor::from_data(TensorData::new(hidden, dims), device)
 }
 
 /// What is counted of a head.

@@ -107,14 +107,11 @@ fn tokens_one_by_one_choose_as_the_whole(#[case] selections: &[&str], #[case] kv
             let rows = Tensor::cat(rows.collect(), 0);
             let steps = [0, 1].map(|entry| KvStep::new(ids[entry], counts[entry]));
             let logits = model.forward_pool(rows, &steps, &mut pool).unwrap();
-            for entry in 0..2 {
-                let got = logits
-                    .clone()
-                    .narrow(0, entry, 1)
-                    .narrow(1, 0, counts[entry]);
+            for (entry, count) in counts.into_iter().enumerate() {
+                let got = logits.clone().narrow(0, entry, 1).narrow(1, 0, count);
                 let expected = whole.clone().narrow(0, entry, 1);
-                assert_close(got, expected.narrow(1, at[entry], counts[entry]), 2e-4);
-                at[entry] += counts[entry];
+                assert_close(got, expected.narrow(1, at[entry], count), 2e-4);
+                at[entry] += count;
             }
         }
         assert_eq!(at, [SEQ, SEQ - 1]);

@@ -276,6 +276,23 @@ fn patterns_cut_what_is_chosen() {
                 assert!(blocks.count() <= 2 && chosen[i], "{pattern}, row {i}");
             }
         }
+        // What is kept is measured as a share of the attention over the pattern.
+        let everything = mha.selection_quality(input(), &text("topk:8,ratio=1"));
+        for head in everything.unwrap() {
+            for number in [head.recall, head.oracle, head.density] {
+                assert!((number - 1.0).abs() < 1e-5, "{pattern}: {head:?}");
+            }
+        }
+        let quality = mha
+            .selection_quality(input(), &text("topk:8,2,1,1"))
+            .unwrap();
+        assert!(quality.iter().any(|head| head.recall < 0.99), "{quality:?}");
+        for head in quality {
+            assert!(
+                head.recall > 0.0 && head.recall <= head.oracle + 1e-6,
+                "{head:?}"
+            );
+        }
         let expected = mha.forward_choosing(input(), |_, _| Ok(chosen.clone()));
         assert_close(forward(&two, &x), expected.unwrap().context, 1e-6);
     }

@@ -1,12 +1,12 @@
 //! A model that writes several texts at once.
 
-use anyhow::{Context, Result, anyhow, bail};
-use burn::tensor::{Device, Tensor, TensorData};
+use anyhow::{Context, Result, anyhow};
+use burn::tensor::Device;
 use burn_sparse_transformer::{
-    KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, KvUsage, ReplayedDecoder, SequenceId,
-    SparseTransformer,
+    KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, KvUsage, SequenceId, SparseTransformer,
 };
 
+use super::decoder::Decoder;
 use super::statistics::CacheStatistics;
 use crate::kept::Kept;
 
@@ -25,69 +25,6 @@ pub struct Cache {
     pub graph: bool,
     /// Bytes of a draft, at most.
     pub drafted: usize,
-}
-
-/// A model and its pool.
-enum Decoder {
-    Plain(Box<(SparseTransformer, KvPool)>),
-    Replayed(Box<ReplayedDecoder>),
-}
-
-impl Decoder {
-    fn new(model: SparseTransformer, pool: KvPool, graph: bool) -> Result<Self> {
-        Ok(match graph {
-            true => Self::Replayed(Box::new(ReplayedDecoder::new(model, pool)?)),
-            false => Self::Plain(Box::new((model, pool))),
-        })
-    }
-
-    /// Does something with the pool.
-    fn with_pool<T>(&mut self, f: impl FnOnce(&mut KvPool) -> T) -> T {
-        match self {
-            Self::Plain(plain) => f(&mut plain.1),
-            Self::Replayed(decoder) => f(&mut decoder.pool_mut()),
-        }
-    }
-
-    /// The logits behind every byte of rows of them.
-    fn all_logits(
-        &mut self,
-        tokens: &[u32],
-        steps: &[KvStep],
-        device: &Device,
-    ) -> Result<Tensor<3>> {
-        let data = rows_of(tokens, steps.len());
-        Ok(match self {
-            Self::Plain(plain) => {
-                let (model, pool) = &mut **plain;
-                model.forward_pool(Tensor::from_data(data, device), steps, pool)?
-            }
-            Self::Replayed(_) => bail!("drafts are not recorded"),
-        })
-    }
-
-    /// The logits behind rows of bytes.
-    fn next_logits(
-        &mut self,
-        tokens: &[u32],
-        steps: &[KvStep],
-        device: &Device,
-    ) -> Result<Tensor<2>> {
-        Ok(match self {
-            Self::Plain(plain) => {
-                let (model, pool) = &mut **plain;
-                let tokens = Tensor::from_data(rows_of(tokens, steps.len()), device);
-                model.next_logits(tokens, steps, pool)?
-            }
-            Self::Replayed(decoder) => decoder.next_logits(tokens, steps)?,
-        })
-    }
-}
-
-fn rows_of(tokens: &[u32], rows: usize) -> TensorData {
-    let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
-    let row = tokens.len() / rows;
-    TensorData::new(tokens, [rows, row])
 }
 
 /// A model, and what it has read of each text.
@@ -287,13 +224,9 @@ impl Writer {
             tokens.extend(bytes.iter().map(|&byte| u32::from(byte)));
             tokens.extend(std::iter::repeat_n(0, most - bytes.len()));
         }
-        let next = self.decoder.next_logits(&tokens, &steps, &self.device)?;
-        let [_, vocab] = next.dims();
-        let next: Vec<f32> = next
-            .try_into_vec_as()
-            .map_err(|error| anyhow!("{error:?}"))?;
-        for ((place, ..), next) in texts.iter().zip(next.chunks(vocab)) {
-            logits[*place] = next.to_vec();
+        let next = self.decoder.next_rows(&tokens, &steps, &self.device)?;
+        for ((place, ..), next) in texts.iter().zip(next) {
+            logits[*place] = next;
         }
         Ok(())
     }
@@ -333,13 +266,6 @@ impl Writer {
 
     /// How steps of a byte run, where they were to be replayed and it is known.
     pub fn describe(&self) -> Option<String> {
-        match &self.decoder {
-            Decoder::Plain(_) => None,
-            Decoder::Replayed(decoder) => match (decoder.is_recorded(), decoder.refusal()) {
-                (true, _) => Some("replays steps: one dispatch for each".to_owned()),
-                (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
-                (false, None) => None,
-            },
-        }
+        self.decoder.describe()
     }
 }

@@ -19,7 +19,7 @@ impl Session {
             recipe,
         } = &self.config;
         let per_step = self.config.tokens_per_step();
-        let train = self.corpus.split(Split::Train).len();
+        let train = (model.cut()).predictions(self.corpus.split(Split::Train).len());
         say(format!("data      {}", self.corpus.describe()));
         say(format!(
             "model     preset {preset}: {} parameters, {} layers, {} heads, d_model {}, context {}, {}",

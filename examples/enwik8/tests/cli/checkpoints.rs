@@ -424,3 +424,24 @@ fn exports_destroy_nothing_and_say_what_they_cannot_hold() {
     );
     assert!(!Path::new(&out).exists());
 }
+
+/// Bytes choose pages of a cache, in a model whose layers see every earlier byte.
+pub fn chosen_pages_are_sampled_from(checkpoint: &str) {
+    let flags = ["--prompt", "abc def ghi jkl mno", "--length", "45"];
+    let greedy = ["--temperature", "0", "--cache", "all"];
+    let sample = ["sample", "--checkpoint", checkpoint];
+    let sample = [&sample[..], &flags, &greedy].concat();
+    let all = succeed(&sample);
+    // Three pages are all of the context's.
+    let quest = ["--selection", "quest:16,48"];
+    assert_eq!(succeed(&[&sample[..], &quest].concat()), all);
+    let moba = ["--selection", "moba:16,1", "--stats"];
+    let output = run(&[&sample[..], &moba].concat());
+    let stats = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{stats}");
+    assert!(stats.contains("the last bytes attended to "), "{stats}");
+    let pages = ["--page-size", "32"];
+    let got = fail(&[&sample[..], &quest, &pages].concat(), 1);
+    let message = "page_size must be 16, the page of quest, got 32";
+    assert!(got.contains(message), "{got}");
+}

@@ -16,11 +16,14 @@ fn help_shows_what_to_type() {
         "bench",
         "draw",
         "export",
+        "import",
         "cargo run -p enwik8 -- train",
     ] {
         assert!(help.contains(word), "{word}");
     }
-    for command in ["train", "eval", "sample", "bench", "draw", "export"] {
+    for command in [
+        "train", "eval", "sample", "bench", "draw", "export", "import",
+    ] {
         assert!(
             succeed(&[command, "--help"]).contains("Examples:"),
             "{command}"

@@ -158,6 +158,7 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     let bits = |row: usize| rows[row]["bits_per_byte"].as_f64().unwrap();
     assert!((bits(0) - bits(1)).abs() < 1e-5, "{table}");
     assert!((bits(0) - bits(2)).abs() > 1e-5, "{table}");
+    crate::search::heads_are_searched(&folder, &path);
     let text = succeed(&[
         "sample",
         "--checkpoint",
@@ -168,26 +169,7 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
         "4",
     ]);
     assert!(text.contains("The "), "{text}");
-    chosen_pages_are_sampled_from(&path);
-}
-
-/// Bytes choose pages of a cache, in a model whose layers see every earlier byte.
-fn chosen_pages_are_sampled_from(checkpoint: &str) {
-    let flags = ["--prompt", "abc def ghi jkl mno", "--length", "45"];
-    let greedy = ["--temperature", "0", "--cache", "all"];
-    let sample = ["sample", "--checkpoint", checkpoint];
-    let sample = [&sample[..], &flags, &greedy].concat();
-    let all = succeed(&sample);
-    // Three pages are all of the context's.
-    let with = |selection: &[&str]| [&sample[..], &["--selection"], selection].concat();
-    assert_eq!(succeed(&with(&["quest:16,48"])), all);
-    let output = run(&with(&["moba:16,1", "--stats"]));
-    let stats = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success(), "{stats}");
-    assert!(stats.contains("the last bytes attended to "), "{stats}");
-    let got = fail(&with(&["quest:16,48", "--page-size", "32"]), 1);
-    let message = "page_size must be 16, the page of quest, got 32";
-    assert!(got.contains(message), "{got}");
+    crate::checkpoints::chosen_pages_are_sampled_from(&path);
 }
 
 fn weights_resume_bit_for_bit(pruning: &[&str], shown: &str) {

@@ -13,6 +13,9 @@
 //! room for one of them. Weights go to the same unit of the other warpgroup as the registers they are, in half precision. With a softcap they
 //! have its slope by then. The second warpgroup, which is behind, loads.
 
+// Kernels have no variables without a first value.
+#![allow(unused_assignments)]
+
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 

@@ -149,9 +149,9 @@ fn grouped(
     turned: bool,
 ) -> Result<Handle, KernelError> {
     let most = (16 / element.size()).min(client.properties().hardware.max_vector_size.max(1));
-    let vector = (0..=most.ilog2()).rev().map(|power| 1 << power);
-    let vector = vector
-        .into_iter()
+    let vector = (0..=most.ilog2())
+        .rev()
+        .map(|power| 1 << power)
         .find(|vector| width.is_multiple_of(*vector))
         .unwrap_or(1);
     let vectors = width / vector;

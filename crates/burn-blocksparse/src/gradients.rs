@@ -1,0 +1,267 @@
+//! Gradients of attention as tensors that can be differentiated again, and Hessian-vector products.
+//!
+//! Burn's autodiff is of first order: a backward pass returns tensors without a graph, and a device with autodiff takes no second one. So what
+//! is to be differentiated twice computes its gradient itself, as operations of the graph, and the graph's one backward pass differentiates those. The reference's
+//! backward pass is made of Burn's primitives and serves on the backend with autodiff as it does on the plain one.
+
+use blocksparse::BlockLayout;
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+
+use crate::attention::{call, scaled, shares_with};
+use crate::check::{self, same_device};
+use crate::device_layout::Layout;
+use crate::error::OpError;
+use crate::merge::Shares;
+use crate::ops::BlockSparseOps;
+use crate::options::{AttentionOptions, WeightsMode};
+use crate::plan::AttentionPlan;
+use crate::tensors::AttentionTensors;
+use crate::upload;
+use crate::values::{
+    AttentionInputs, AttentionOutput, MaybeFloat, OutputGrads, Saved, WantedGrads,
+};
+
+/// What [`attention_gradients`] returns: the output, and the gradients of `Σ out · grad_out`. All are of their inputs' shapes and dtypes.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct AttentionGradients {
+    /// `[batch, heads, seq_q, value_dim]`: the attention itself.
+    pub out: Tensor<4>,
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: Tensor<4>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: Tensor<4>,
+    /// `[batch, kv_heads, seq_kv, value_dim]`
+    pub v: Tensor<4>,
+    /// By the tensors that there are.
+    pub tensors: AttentionTensors,
+}
+
+/// The gradients of `Σ out · grad_out` by q, k, v and further tensors, computed forward: on a device with autodiff they are part of its graph, and a
+/// backward pass through them gives second derivatives of the attention, by `grad_out`, too.
+///
+/// Burn's autodiff differentiates once, so [`attention`](crate::attention()) has no second derivatives. This function is for losses with a
+/// gradient in them, as gradient penalties (Gulrajani et al., 2017, §4) and sharpness; [`attention_hvp`] has the product of the Hessian and a
+/// vector in one call. The rest of a model has to give its gradients in the same way.
+///
+/// The reference implementation computes it, on the CPU backends. The graph keeps the weights of all kept blocks, several times. With
+/// [`WeightsMode::Store`] weights are computed again all the same.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, attention_gradients};
+///
+/// let device = Device::flex().autodiff();
+/// let [q, k, v] = [(); 3].map(|_| {
+///     Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device).require_grad()
+/// });
+/// let layout = Pattern::local(16).layout(2, 64, 16)?;
+/// let ones = Tensor::ones([1, 2, 64, 16], &device);
+/// let (tensors, options) = (AttentionTensors::default(), AttentionOptions::default());
+/// let gradients = attention_gradients(q.clone(), k, v, tensors, ones, &layout, options)?;
+/// // A penalty on the size of the gradient by the queries.
+/// let penalty = gradients.q.powi_scalar(2).sum();
+/// let grads = penalty.backward();
+/// assert_eq!(q.grad(&grads).unwrap().dims(), [1, 2, 64, 16]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// - `q`, `k`, `v`: as [`attention`](crate::attention()) has them
+/// - `grad_out`: `[batch, heads, seq_q, value_dim]`, in the dtype of q
+///
+/// # Errors
+/// [`OpError`] as [`attention_with_tensors`](crate::attention_with_tensors), if `grad_out` does not fit, or if the device is one of kernels, which
+/// have no second derivatives.
+pub fn attention_gradients(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    tensors: AttentionTensors,
+    grad_out: Tensor<4>,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+) -> Result<AttentionGradients, OpError> {
+    check::call(&q, &k, &v, layout.into(), &options)?;
+    tensors.check(&q, layout)?;
+    let [batch, heads, seq_q, _] = q.dims();
+    let expected = [batch, heads, seq_q, v.dims()[3]];
+    OpError::expect_same(
+        "grad_out's shape",
+        expected,
+        "the output's",
+        grad_out.dims(),
+    )?;
+    OpError::expect_same("grad_out's dtype", q.dtype(), "q's", grad_out.dtype())?;
+    let device = q.device();
+    same_device("grad_out's device", &device, "q's", &grad_out.device())?;
+    let mut options = options.weights(WeightsMode::Recompute);
+    options.max_scores = false;
+    let scores = tensors.clone().scores(&q);
+    let plan = AttentionPlan::choose(&q, &k, &v, &scores, Layout::Host(layout), &options)?.plan;
+    if plan.is_kernels() {
+        return Err(OpError::argument(
+            "q's device",
+            "one of the reference implementation (Flex or NdArray), because kernels have no second derivatives",
+            format!("{device:?}"),
+        ));
+    }
+
+    let inputs = [q.clone(), k.clone(), v.clone()];
+    let AttentionOutput { out, lse, .. } = call(
+        q,
+        k,
+        v,
+        scores.clone(),
+        Layout::Host(layout),
+        options.clone(),
+    )?;
+    let own_out = Tensor::<4>::from_dispatch(out);
+    let own_lse = Tensor::<3>::from_dispatch(lse);
+    // With sinks the output is a share of that without them, which depends on lse.
+    let (out, by_out, by_lse, by_sinks) = match tensors.sinks.clone() {
+        None => (own_out.clone(), grad_out, None, None),
+        Some(sinks) => {
+            let Shares { a, b, .. } = shares_with(sinks.clone(), own_lse.clone());
+            let product =
+                own_out.clone().cast(own_lse.dtype()) * grad_out.clone().cast(own_lse.dtype());
+            let by_share = product.sum_dim(3).reshape([batch, heads, seq_q]);
+            let by_lse = by_share * a.clone() * b;
+            let by_sinks = -by_lse.clone().sum_dim(2).sum_dim(0).reshape([heads]);
+            let by_sinks = by_sinks.cast(sinks.dtype());
+            let out = scaled(own_out.clone(), a.clone());
+            (out, scaled(grad_out, a), Some(by_lse), Some(by_sinks))
+        }
+    };
+    let [q, k, v] = inputs.map(Tensor::into_dispatch);
+    let saved = Saved {
+        inputs: AttentionInputs { q, k, v, scores },
+        output: AttentionOutput {
+            out: own_out.into_dispatch(),
+            lse: own_lse.into_dispatch(),
+            weights: MaybeFloat::None,
+            max_scores: MaybeFloat::None,
+        },
+    };
+    let grads = OutputGrads {
+        out: by_out.into_dispatch(),
+        lse: by_lse.map(Tensor::into_dispatch).into(),
+    };
+    let wanted = WantedGrads {
+        bias: tensors.bias.is_some(),
+        relative_bias: tensors.relative_bias.is_some(),
+    };
+    let uploaded = upload::layout_tensors(layout, &device, false)?;
+    let made = <Dispatch as BlockSparseOps>::block_sparse_attention_gradients(
+        saved, grads, uploaded, options, wanted,
+    );
+    let bias = made.scores.bias.into_option();
+    let relative = made.scores.relative_bias.into_option();
+    let mut by_tensors = AttentionTensors::default();
+    by_tensors.sinks = by_sinks;
+    by_tensors.bias = bias.map(Tensor::from_dispatch);
+    by_tensors.relative_bias = relative.map(|grad| {
+        let grad = Tensor::<2>::from_dispatch(grad);
+        let table = tensors.relative_bias.as_ref();
+        table.map_or(grad.clone(), |table| grad.cast(table.dtype()))
+    });
+    Ok(AttentionGradients {
+        out,
+        q: Tensor::from_dispatch(made.q),
+        k: Tensor::from_dispatch(made.k),
+        v: Tensor::from_dispatch(made.v),
+        tensors: by_tensors,
+    })
+}
+
+/// The Hessian of `Σ out · grad_out` by (q, k, v), times the vector of `tangents`: of each of q, k and v, the derivative of its gradient in the direction
+/// of `tangents`. Further tensors are constants.
+///
+/// One backward pass through [`attention_gradients`], since the Hessian is symmetric; no Hessian is made. The results have no graph.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, attention_hvp};
+///
+/// let device = Device::flex();
+/// let [q, k, v, tq, tk, tv, grad_out] =
+///     [(); 7].map(|_| Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device));
+/// let layout = Pattern::local(16).layout(2, 64, 16)?;
+/// let (tensors, options) = (AttentionTensors::default(), AttentionOptions::default());
+/// let [hq, _, _] = attention_hvp([q, k, v], tensors, [tq, tk, tv], grad_out, &layout, options)?;
+/// assert_eq!(hq.dims(), [1, 2, 64, 16]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// - `inputs`: q, k and v, as [`attention`](crate::attention()) has them; `tangents` and the results: each of its input's shape and dtype
+/// - `grad_out`: `[batch, heads, seq_q, value_dim]`
+///
+/// # Errors
+/// As [`attention_gradients`], and if a tangent does not fit its input.
+#[cfg(feature = "autodiff")]
+pub fn attention_hvp(
+    inputs: [Tensor<4>; 3],
+    tensors: AttentionTensors,
+    tangents: [Tensor<4>; 3],
+    grad_out: Tensor<4>,
+    layout: &BlockLayout,
+    options: AttentionOptions,
+) -> Result<[Tensor<4>; 3], OpError> {
+    let names = [
+        [
+            "q's tangent's shape",
+            "q's tangent's dtype",
+            "q's tangent's device",
+        ],
+        [
+            "k's tangent's shape",
+            "k's tangent's dtype",
+            "k's tangent's device",
+        ],
+        [
+            "v's tangent's shape",
+            "v's tangent's dtype",
+            "v's tangent's device",
+        ],
+    ];
+    for ((input, tangent), [shape, dtype, device]) in inputs.iter().zip(&tangents).zip(names) {
+        OpError::expect_same(shape, input.dims(), "its input's", tangent.dims())?;
+        OpError::expect_same(dtype, input.dtype(), "its input's", tangent.dtype())?;
+        same_device(device, &input.device(), "its input's", &tangent.device())?;
+    }
+    // A graph of its own, whatever graph the arguments are part of.
+    let [q, k, v] = inputs.map(|x| x.without_autodiff().autodiff().require_grad());
+    let constant = |x: Tensor<4>| x.without_autodiff();
+    let constants = AttentionTensors {
+        sinks: tensors.sinks.map(Tensor::without_autodiff),
+        bias: tensors.bias.map(constant),
+        relative_bias: tensors.relative_bias.map(Tensor::without_autodiff),
+    };
+    let gradients = attention_gradients(
+        q.clone(),
+        k.clone(),
+        v.clone(),
+        constants,
+        constant(grad_out),
+        layout,
+        options,
+    )?;
+    let gradients = [gradients.q, gradients.k, gradients.v];
+    let along = gradients
+        .into_iter()
+        .zip(tangents)
+        .map(|(gradient, tangent)| (gradient * constant(tangent)).sum());
+    let [dq, dk, dv] = [&q, &k, &v].map(|x| x.zeros_like().without_autodiff());
+    let Some(sum) = along.reduce(|a, b| a + b) else {
+        return Ok([dq, dk, dv]);
+    };
+    let grads = sum.backward();
+    // What nothing depends on has no gradient: with one key for each query, none by q.
+    Ok([
+        q.grad(&grads).unwrap_or(dq),
+        k.grad(&grads).unwrap_or(dk),
+        v.grad(&grads).unwrap_or(dv),
+    ])
+}

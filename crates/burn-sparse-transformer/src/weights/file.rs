@@ -1,0 +1,241 @@
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
+use std::path::Path;
+
+use burn::module::Module;
+use burn::store::burn_pack::Tensor as Stored;
+use burn::store::{
+    BurnpackStore, ModuleSnapshot, ModuleStore, PytorchStore, SafetensorsStore, bridge,
+};
+use burn::tensor::{DType, TensorData};
+
+use super::error::{WeightsError, WrongTensor};
+use super::{Form, KeyMap};
+
+const ENDINGS: &str = ".safetensors, .pt, .pth, .bin (PyTorch) or .bpk, .burnpack (Burn)";
+
+/// The tensors of a file, whose numbers are read when they are asked for.
+#[derive(Debug)]
+pub struct WeightsFile {
+    path: String,
+    tensors: BTreeMap<String, Stored>,
+}
+
+impl WeightsFile {
+    /// Opens a file of the format that its name ends in: `.safetensors`, `.pt`, `.pth` or `.bin` for a state dict that PyTorch saved, `.bpk` or
+    /// `.burnpack` for a record of Burn's.
+    ///
+    /// PyTorch's files are read without running what is pickled in them.
+    ///
+    /// # Errors
+    /// [`WeightsError::Format`] for another ending, [`WeightsError::Read`] if the file cannot be read or is damaged.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, WeightsError> {
+        let path = path.as_ref();
+        let ending = path.extension().and_then(|ending| ending.to_str());
+        match ending.unwrap_or_default() {
+            "safetensors" => Self::read(path, SafetensorsStore::from_file(path)),
+            "pt" | "pth" | "bin" => Self::read(path, pytorch(path)),
+            "bpk" | "burnpack" => {
+                let store = BurnpackStore::from_file(path).auto_extension(false);
+                Self::read(path, store)
+            }
+            _ => Err(WeightsError::Format {
+                path: path.display().to_string(),
+                expected: ENDINGS,
+            }),
+        }
+    }
+
+    /// Opens a file of PyTorch's that has its state dict under a key, as `model` in `torch.save({"model": model.state_dict(), ..}, path)`.
+    ///
+    /// # Errors
+    /// [`WeightsError::Read`] if the file cannot be read or has no such key.
+    pub fn open_pytorch(path: impl AsRef<Path>, key: &str) -> Result<Self, WeightsError> {
+        let path = path.as_ref();
+        Self::read(path, pytorch(path).with_top_level_key(key))
+    }
+
+    fn read<S: ModuleStore>(path: &Path, mut store: S) -> Result<Self, WeightsError> {
+        let path = path.display().to_string();
+        match store.get_all_tensors() {
+            Ok(tensors) => Ok(Self {
+                tensors: tensors.clone(),
+                path,
+            }),
+            Err(reason) => Err(read_error(&path, reason)),
+        }
+    }
+
+    /// The names of the tensors, in order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The shape of a tensor, if there is one of this name.
+    pub fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        let tensor = self.tensors.get(name)?;
+        Some(tensor.shape.iter().copied().collect())
+    }
+
+    /// The numbers of a tensor, in the file's dtype, if there is one of this name.
+    ///
+    /// # Errors
+    /// [`WeightsError::Read`] if they cannot be read.
+    pub fn tensor(&self, name: &str) -> Result<Option<TensorData>, WeightsError> {
+        let tensor = self.tensors.get(name);
+        tensor.map(|tensor| self.data(tensor)).transpose()
+    }
+
+    /// The module with its parameters from this file. Every parameter is in the file, and every tensor of the file is a parameter, or `map` ignores it;
+    /// otherwise nothing is loaded. Numbers become those of the parameters' dtypes, on the module's device; parameters keep their ids.
+    ///
+    /// # Errors
+    /// [`WeightsError::Mismatch`] names all that does not fit, [`WeightsError::Read`] what could not be read.
+    pub fn load<M: Module>(&self, module: &M, map: &KeyMap) -> Result<M, WeightsError> {
+        let plan = self.plan(module, map)?;
+        let mut tensors = Vec::with_capacity(plan.len());
+        for Planned {
+            parameter,
+            form,
+            source,
+        } in plan
+        {
+            let dtype = parameter.dtype;
+            let data = match source {
+                Some(source) => form.take(self.data(source)?),
+                None => TensorData::full_dtype(parameter.shape.clone(), 0, dtype),
+            };
+            // The mask of kept blocks is known by its id.
+            let id = dtype.is_bool().then(|| id_of(&data));
+            let data = data.convert_dtype(dtype);
+            tensors.push(bridge::from_data(data, parameter.name, id));
+        }
+        let mut loaded = module.clone();
+        let result = loaded.apply(tensors, None, None, false);
+        match result.errors.first() {
+            Some(error) => Err(read_error(&self.path, error)),
+            None => Ok(loaded),
+        }
+    }
+
+    /// Where each parameter comes from, once all of them fit.
+    fn plan<M: Module>(&self, module: &M, map: &KeyMap) -> Result<Vec<Planned<'_>>, WeightsError> {
+        let mut named: BTreeMap<&str, (&str, &Stored)> = BTreeMap::new();
+        let mut unexpected = BTreeSet::new();
+        for (name, tensor) in &self.tensors {
+            let short = map.without_prefix(name);
+            if map.is_ignored(short) {
+                continue;
+            }
+            unexpected.insert(name.as_str());
+            // Of one with a prefix and one without it, the second is too many.
+            named.entry(short).or_insert((name, tensor));
+        }
+        let (mut missing, mut wrong) = (BTreeSet::new(), Vec::new());
+        let mut plan = Vec::new();
+        for parameter in module.collect(None, None, false) {
+            let candidates = map.candidates(&parameter.name);
+            let found = candidates.iter().find_map(|(name, form)| match form {
+                Form::Zeros => Some(("", *form, None)),
+                _ => {
+                    let &(name, tensor) = named.get(name.as_str())?;
+                    Some((name, *form, Some(tensor)))
+                }
+            });
+            let Some((name, form, source)) = found else {
+                let names: Vec<_> = candidates.into_iter().map(|(name, _)| name).collect();
+                missing.insert(names.join(" or "));
+                continue;
+            };
+            // All that a parameter may be are its, as a head that is tied to an embedding and stored, too.
+            for (name, _) in &candidates {
+                if let Some((name, _)) = named.get(name.as_str()) {
+                    unexpected.remove(name);
+                }
+            }
+            if let Some(source) = source {
+                wrong.extend(differing(name, form, &parameter, source));
+            }
+            plan.push(Planned {
+                parameter,
+                form,
+                source,
+            });
+        }
+        wrong.sort_by(|a, b| a.name.cmp(&b.name));
+        wrong.dedup();
+        match missing.is_empty() && unexpected.is_empty() && wrong.is_empty() {
+            true => Ok(plan),
+            false => Err(WeightsError::Mismatch {
+                path: self.path.clone(),
+                missing: missing.into_iter().collect(),
+                unexpected: unexpected.into_iter().map(str::to_owned).collect(),
+                wrong,
+            }),
+        }
+    }
+
+    fn data(&self, tensor: &Stored) -> Result<TensorData, WeightsError> {
+        bridge::to_data(tensor).map_err(|reason| read_error(&self.path, reason))
+    }
+}
+
+/// A parameter and where it comes from.
+struct Planned<'a> {
+    parameter: Stored,
+    form: Form,
+    source: Option<&'a Stored>,
+}
+
+fn pytorch(path: &Path) -> PytorchStore {
+    // Names are the map's alone.
+    PytorchStore::from_file(path).map_indices_contiguous(false)
+}
+
+/// What of a tensor is not as its parameter needs it.
+fn differing(name: &str, form: Form, parameter: &Stored, source: &Stored) -> Option<WrongTensor> {
+    let wrong = |expected: String, got: String| {
+        Some(WrongTensor {
+            name: name.to_owned(),
+            expected,
+            got,
+        })
+    };
+    let shape: Vec<usize> = parameter.shape.iter().copied().collect();
+    let got: Vec<usize> = source.shape.iter().copied().collect();
+    match form.in_file(&shape) {
+        Some(expected) if expected == got => {}
+        Some(expected) => return wrong(format!("{expected:?}"), format!("{got:?}")),
+        None => return wrong(format!("one for a parameter {shape:?}"), format!("{form}")),
+    }
+    let fits = match parameter.dtype {
+        dtype if dtype.is_float() => source.dtype.is_float(),
+        dtype if dtype.is_bool() => {
+            // Formats without bools have small integers.
+            source.dtype.is_bool() || matches!(source.dtype, DType::U8 | DType::U32)
+        }
+        _ => source.dtype.is_int() || source.dtype.is_uint(),
+    };
+    match fits {
+        true => None,
+        false => wrong(
+            format!("of a kind with {:?}", parameter.dtype),
+            format!("{:?}", source.dtype),
+        ),
+    }
+}
+
+/// The same number for the same bytes.
+fn id_of(data: &TensorData) -> u64 {
+    let bytes = data.as_bytes().iter();
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, &byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+fn read_error(path: &str, reason: impl Display) -> WeightsError {
+    WeightsError::Read {
+        path: path.to_owned(),
+        reason: reason.to_string(),
+    }
+}

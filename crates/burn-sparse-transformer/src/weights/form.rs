@@ -1,0 +1,122 @@
+use std::fmt;
+
+use burn::tensor::{Shape, TensorData};
+
+/// How a parameter lies in the tensor of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Form {
+    /// As it is.
+    Same,
+    /// With its last two axes exchanged: PyTorch's linear layers are `[outputs, inputs]`, Burn's `[inputs, outputs]`.
+    Transposed,
+    /// Part `index` of `count` equal ones along the last axis.
+    Part {
+        /// Counted from 0.
+        index: usize,
+        /// Number of parts.
+        count: usize,
+    },
+    /// Behind `skipped` rows that are not used.
+    Rows {
+        /// Rows before the first that is used.
+        skipped: usize,
+    },
+    /// Not at all: the parameter is 0.
+    Zeros,
+}
+
+impl fmt::Display for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Same => f.write_str("a tensor"),
+            Self::Transposed => f.write_str("a transposed tensor"),
+            Self::Part { index, count } => write!(f, "part {index} of {count} of a tensor"),
+            Self::Rows { skipped } => write!(f, "a tensor without its first {skipped} rows"),
+            Self::Zeros => f.write_str("in no tensor"),
+        }
+    }
+}
+
+impl Form {
+    /// The shape in the file of a parameter of `shape`; none if no parameter of this rank has this form.
+    pub(super) fn in_file(self, shape: &[usize]) -> Option<Vec<usize>> {
+        let mut shape = shape.to_vec();
+        let rank = shape.len();
+        match self {
+            Self::Same | Self::Zeros => {}
+            Self::Transposed if rank < 2 => return None,
+            Self::Transposed => shape.swap(rank - 2, rank - 1),
+            Self::Part { count, .. } => *shape.last_mut()? *= count,
+            Self::Rows { skipped } => *shape.first_mut()? += skipped,
+        }
+        Some(shape)
+    }
+
+    /// The parameter in a tensor of a file, of the shape that [`Self::in_file`] says.
+    pub(super) fn take(self, data: TensorData) -> TensorData {
+        let (bytes, shape, dtype) = data.into_parts();
+        let dims: Vec<usize> = shape.iter().copied().collect();
+        let rank = dims.len();
+        let size = dtype.size();
+        let (bytes, dims) = match self {
+            Self::Same | Self::Zeros => return TensorData::from_bytes(bytes, shape, dtype),
+            Self::Transposed => {
+                let (rows, columns) = (dims[rank - 2], dims[rank - 1]);
+                let mut taken = Vec::with_capacity(bytes.len());
+                for matrix in bytes.chunks_exact((rows * columns * size).max(1)) {
+                    for column in 0..columns {
+                        for row in 0..rows {
+                            let at = (row * columns + column) * size;
+                            taken.extend_from_slice(&matrix[at..at + size]);
+                        }
+                    }
+                }
+                let mut dims = dims;
+                dims.swap(rank - 2, rank - 1);
+                (taken, dims)
+            }
+            Self::Part { index, count } => {
+                let mut dims = dims;
+                let row = dims[rank - 1] * size;
+                let part = row / count;
+                let rows = bytes.chunks_exact(row.max(1));
+                let taken = rows.flat_map(|row| &row[index * part..(index + 1) * part]);
+                let taken = taken.copied().collect();
+                dims[rank - 1] /= count;
+                (taken, dims)
+            }
+            Self::Rows { skipped } => {
+                let mut dims = dims;
+                let row = dims[1..].iter().product::<usize>() * size;
+                dims[0] -= skipped;
+                (bytes[skipped * row..].to_vec(), dims)
+            }
+        };
+        TensorData::from_bytes_vec(bytes, Shape::from(dims), dtype)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_are_taken_out_of_tensors() {
+        let data = || TensorData::new((0..12).map(|i| i as f32).collect(), [2, 6]);
+        let taken = |form: Form| {
+            let data = form.take(data());
+            let dims: Vec<usize> = data.shape().iter().copied().collect();
+            assert_eq!(form.in_file(&dims), Some(vec![2, 6]), "{form:?}");
+            (dims, data.try_to_vec::<f32>().unwrap())
+        };
+        let (dims, numbers) = taken(Form::Transposed);
+        assert_eq!(dims, [6, 2]);
+        assert_eq!(numbers[..4], [0.0, 6.0, 1.0, 7.0]);
+        let (dims, numbers) = taken(Form::Part { index: 1, count: 3 });
+        assert_eq!((dims, numbers), (vec![2, 2], vec![2.0, 3.0, 8.0, 9.0]));
+        let (dims, numbers) = taken(Form::Rows { skipped: 1 });
+        assert_eq!(dims, [1, 6]);
+        assert_eq!(numbers[0], 6.0);
+    }
+}

@@ -1,0 +1,151 @@
+use super::Form;
+
+/// Which tensors of a file are a module's parameters.
+///
+/// A rule names parameters, the tensors of the file that they are, and how they lie there. In both names `{}` stands for a number, the same in both.
+/// A parameter that no rule names is the tensor of its own name. Several rules for one parameter are tried in their order: the first whose tensor is
+/// in the file is taken.
+///
+/// ```
+/// use burn_sparse_transformer::weights::{Form, KeyMap};
+///
+/// let map = KeyMap::default()
+///     .rule("layers.{}.mha.query.weight", "encoder.{}.q.kernel", Form::Transposed)
+///     .ignore("encoder.{}.position_ids");
+/// assert_eq!(map.name_of("layers.11.mha.query.weight"), "encoder.11.q.kernel");
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[must_use = "a map does nothing until weights are loaded or saved by it"]
+pub struct KeyMap {
+    rules: Vec<Rule>,
+    ignored: Vec<String>,
+    prefixes: Vec<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Rule {
+    parameter: String,
+    tensor: String,
+    form: Form,
+}
+
+impl KeyMap {
+    /// Adds a rule: the parameters of this name are the tensors of that one, which lie there in `form`.
+    pub fn rule(
+        mut self,
+        parameter: impl Into<String>,
+        tensor: impl Into<String>,
+        form: Form,
+    ) -> Self {
+        self.rules.push(Rule {
+            parameter: parameter.into(),
+            tensor: tensor.into(),
+            form,
+        });
+        self
+    }
+
+    /// Adds tensors of a file that are not looked at, as buffers of masks.
+    pub fn ignore(mut self, tensor: impl Into<String>) -> Self {
+        self.ignored.push(tensor.into());
+        self
+    }
+
+    /// Adds a beginning of names that files may have or not: it is left out of those that have it.
+    pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.prefixes.push(prefix.into());
+        self
+    }
+
+    /// The tensor that a parameter is, by the first rule for it.
+    pub fn name_of(&self, parameter: &str) -> String {
+        let [(name, _), ..] = &self.candidates(parameter)[..] else {
+            return parameter.to_owned();
+        };
+        name.clone()
+    }
+
+    /// The tensors that a parameter may be, at least one.
+    pub(super) fn candidates(&self, parameter: &str) -> Vec<(String, Form)> {
+        let named = self.rules.iter().filter_map(|rule| {
+            let numbers = numbers(&rule.parameter, parameter)?;
+            Some((filled(&rule.tensor, &numbers), rule.form))
+        });
+        let named: Vec<_> = named.collect();
+        match named.is_empty() {
+            true => vec![(parameter.to_owned(), Form::Same)],
+            false => named,
+        }
+    }
+
+    pub(super) fn is_ignored(&self, tensor: &str) -> bool {
+        let mut ignored = self.ignored.iter();
+        ignored.any(|pattern| numbers(pattern, tensor).is_some())
+    }
+
+    /// The name without a beginning that it may have.
+    pub(super) fn without_prefix<'a>(&self, name: &'a str) -> &'a str {
+        let mut prefixes = self.prefixes.iter();
+        prefixes
+            .find_map(|prefix| name.strip_prefix(prefix.as_str()))
+            .unwrap_or(name)
+    }
+}
+
+/// The numbers that stand in `name` where `pattern` has `{}`, if the rest is the same.
+fn numbers<'a>(pattern: &str, name: &'a str) -> Option<Vec<&'a str>> {
+    let mut parts = pattern.split("{}");
+    let mut rest = name.strip_prefix(parts.next()?)?;
+    let mut numbers = Vec::new();
+    for part in parts {
+        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        if digits == 0 {
+            return None;
+        }
+        let (number, after) = rest.split_at(digits);
+        numbers.push(number);
+        rest = after.strip_prefix(part)?;
+    }
+    rest.is_empty().then_some(numbers)
+}
+
+/// `pattern` with `numbers` in the places of `{}`.
+fn filled(pattern: &str, numbers: &[&str]) -> String {
+    let mut parts = pattern.split("{}");
+    let mut name = parts.next().unwrap_or_default().to_owned();
+    for (index, part) in parts.enumerate() {
+        name += numbers.get(index).unwrap_or(&"{}");
+        name += part;
+    }
+    name
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_taken_over() {
+        let map = KeyMap::default()
+            .rule("a.{}.b.{}.w", "x.{}.{}", Form::Transposed)
+            .rule("a.{}.b.{}.w", "y.{}", Form::Same);
+        let expected = [
+            ("x.10.2".to_owned(), Form::Transposed),
+            ("y.10".to_owned(), Form::Same),
+        ];
+        assert_eq!(map.candidates("a.10.b.2.w"), expected);
+        for other in ["a..b.2.w", "a.1.b.2.ww", "aa.1.b.2.w", "a.1.b.x.w"] {
+            assert_eq!(map.name_of(other), other);
+        }
+    }
+
+    #[test]
+    fn prefixes_may_be_there() {
+        let map = KeyMap::default()
+            .prefix("transformer.")
+            .ignore("h.{}.attn.bias");
+        assert_eq!(map.without_prefix("transformer.h.0.w"), "h.0.w");
+        assert_eq!(map.without_prefix("h.0.w"), "h.0.w");
+        assert!(map.is_ignored("h.3.attn.bias") && !map.is_ignored("h.3.attn.c_attn.bias"));
+    }
+}

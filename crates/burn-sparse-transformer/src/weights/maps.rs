@@ -1,0 +1,157 @@
+//! The maps of models that are known.
+
+use super::{Form, KeyMap};
+
+use Form::{Same, Transposed};
+
+/// A module's linear layers, from and to, whose weights are transposed and whose biases are not.
+fn linear(map: KeyMap, parameter: &str, tensor: &str) -> KeyMap {
+    let [weights, biases] =
+        ["weight", "bias"].map(|part| [parameter, tensor].map(|name| format!("{name}.{part}")));
+    let ([weight, to], [bias, bias_to]) = (weights, biases);
+    map.rule(weight, to, Transposed).rule(bias, bias_to, Same)
+}
+
+/// A layer norm, whose gain and offset PyTorch calls `weight` and `bias`.
+fn norm(map: KeyMap, parameter: &str, tensor: &str) -> KeyMap {
+    map.rule(
+        format!("{parameter}.gamma"),
+        format!("{tensor}.weight"),
+        Same,
+    )
+    .rule(format!("{parameter}.beta"), format!("{tensor}.bias"), Same)
+}
+
+impl KeyMap {
+    /// The conventions of PyTorch under this crate's own names: weights of linear layers are `[outputs, inputs]`, the parameters of layer norms are
+    /// `weight` and `bias`. For [`SparseTransformer`](crate::SparseTransformer) and [`SparseTransformerEncoder`](crate::SparseTransformerEncoder).
+    ///
+    /// Blocks of block-sparse weights are transposed, each in its place.
+    pub fn pytorch() -> Self {
+        let mut map = Self::default();
+        for block in ["blocks.{}", "layers.{}"] {
+            for layer in [
+                "mha.query",
+                "mha.key",
+                "mha.value",
+                "mha.output",
+                "pwff.linear_inner",
+                "pwff.linear_outer",
+            ] {
+                let name = format!("{block}.{layer}");
+                map = linear(map, &name, &name);
+            }
+            for layer in ["norm_1", "norm_2"] {
+                let name = format!("{block}.{layer}");
+                map = norm(map, &name, &name);
+            }
+        }
+        let map = norm(map, "norm", "norm");
+        map.rule("output.weight", "output.weight", Transposed)
+    }
+
+    /// GPT-2's names (Radford et al., 2019) in `transformers`, for a [`SparseTransformer`](crate::SparseTransformer) of [`gpt2_config`](super::gpt2_config): with or
+    /// without `transformer.` before them, the head tied to the embedding or a tensor of its own.
+    ///
+    /// Its linear layers lie as Burn's do, with queries, keys and values side by side in one. Its positions have a table each, which is the columns' of
+    /// a matrix of one row.
+    pub fn gpt2() -> Self {
+        let mut map = Self::default()
+            .prefix("transformer.")
+            .rule("token_embedding.weight", "wte.weight", Same)
+            .rule("position_embedding.column", "wpe.weight", Same)
+            .rule("position_embedding.row", "", Form::Zeros);
+        map = norm(map, "blocks.{}.norm_1", "h.{}.ln_1");
+        map = norm(map, "blocks.{}.norm_2", "h.{}.ln_2");
+        map = norm(map, "norm", "ln_f");
+        for part in ["weight", "bias"] {
+            for (index, name) in ["query", "key", "value"].iter().enumerate() {
+                map = map.rule(
+                    format!("blocks.{{}}.mha.{name}.{part}"),
+                    format!("h.{{}}.attn.c_attn.{part}"),
+                    Form::Part { index, count: 3 },
+                );
+            }
+            for (parameter, tensor) in [
+                ("mha.output", "attn.c_proj"),
+                ("pwff.linear_inner", "mlp.c_fc"),
+                ("pwff.linear_outer", "mlp.c_proj"),
+            ] {
+                map = map.rule(
+                    format!("blocks.{{}}.{parameter}.{part}"),
+                    format!("h.{{}}.{tensor}.{part}"),
+                    Same,
+                );
+            }
+        }
+        map.rule("output.weight", "lm_head.weight", Transposed)
+            .rule("output.weight", "wte.weight", Transposed)
+            // A mask and a number, in files of older versions.
+            .ignore("h.{}.attn.bias")
+            .ignore("h.{}.attn.masked_bias")
+    }
+
+    /// Longformer's names (Beltagy et al., 2020) in `transformers`, for a [`LongformerEncoder`](crate::LongformerEncoder) of
+    /// [`longformer_config`](super::longformer_config): with or without `longformer.` before them. The pooler and the heads of tasks are not read.
+    ///
+    /// Positions begin behind those of the padding token, at 2.
+    pub fn longformer() -> Self {
+        let embeddings = |name: &str| format!("embeddings.{name}_embeddings.weight");
+        let mut map = Self::default()
+            .prefix("longformer.")
+            .rule("token_embedding.weight", embeddings("word"), Same)
+            .rule("type_embedding.weight", embeddings("token_type"), Same)
+            .rule(
+                "position_embedding.weight",
+                embeddings("position"),
+                Form::Rows { skipped: 2 },
+            );
+        map = norm(map, "norm", "embeddings.LayerNorm");
+        for (parameter, tensor) in [
+            ("attention.mha.query", "attention.self.query"),
+            ("attention.mha.key", "attention.self.key"),
+            ("attention.mha.value", "attention.self.value"),
+            ("attention.query_global", "attention.self.query_global"),
+            ("attention.key_global", "attention.self.key_global"),
+            ("attention.value_global", "attention.self.value_global"),
+            ("attention.mha.output", "attention.output.dense"),
+            ("linear_inner", "intermediate.dense"),
+            ("linear_outer", "output.dense"),
+        ] {
+            let (parameter, tensor) = (
+                format!("layers.{{}}.{parameter}"),
+                format!("encoder.layer.{{}}.{tensor}"),
+            );
+            map = linear(map, &parameter, &tensor);
+        }
+        map = norm(
+            map,
+            "layers.{}.norm_1",
+            "encoder.layer.{}.attention.output.LayerNorm",
+        );
+        map = norm(map, "layers.{}.norm_2", "encoder.layer.{}.output.LayerNorm");
+        for ignored in [
+            "embeddings.position_ids",
+            "pooler.dense.weight",
+            "pooler.dense.bias",
+            "lm_head.bias",
+            "lm_head.decoder.weight",
+            "lm_head.decoder.bias",
+            "lm_head.dense.weight",
+            "lm_head.dense.bias",
+            "lm_head.layer_norm.weight",
+            "lm_head.layer_norm.bias",
+            "classifier.dense.weight",
+            "classifier.dense.bias",
+            "classifier.out_proj.weight",
+            "classifier.out_proj.bias",
+            "classifier.weight",
+            "classifier.bias",
+            "qa_outputs.weight",
+            "qa_outputs.bias",
+        ] {
+            map = map.ignore(ignored);
+        }
+        map
+    }
+}

@@ -1,0 +1,41 @@
+//! Weights that other programs write and read: safetensors, PyTorch's state dicts and burnpack files, through Burn's store.
+//!
+//! A [`KeyMap`] says which tensor of a file a parameter is, and how it lies there: PyTorch's linear layers have their weights transposed, and GPT-2
+//! has queries, keys and values in one. A file either fits the module, every tensor of it, or nothing is loaded and the error names what is missing,
+//! what is left over and what has another shape.
+//!
+//! ```
+//! use burn::tensor::Device;
+//! use burn_sparse_transformer::weights::{KeyMap, WeightsFile, save_safetensors};
+//! use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
+//!
+//! let config = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::fixed(8, 2)))
+//!     .with_vocab_size(256)
+//!     .with_context(32)
+//!     .with_n_layers(1);
+//! let model = config.init(&Device::flex())?;
+//! let path = std::env::temp_dir().join(format!("weights-{}.safetensors", std::process::id()));
+//! save_safetensors(&model, &path, &KeyMap::pytorch(), true)?;
+//!
+//! let file = WeightsFile::open(&path)?;
+//! assert_eq!(file.shape("blocks.0.pwff.linear_inner.weight"), Some(vec![64, 16])); // as PyTorch has it
+//! let model = file.load(&config.init(&Device::flex())?, &KeyMap::pytorch())?;
+//! # std::fs::remove_file(&path)?;
+//! # let _ = model;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod error;
+mod file;
+mod form;
+mod key_map;
+mod maps;
+mod models;
+mod save;
+
+pub use error::{WeightsError, WrongTensor};
+pub use file::WeightsFile;
+pub use form::Form;
+pub use key_map::KeyMap;
+pub use models::{gpt2_config, longformer_config};
+pub use save::save_safetensors;

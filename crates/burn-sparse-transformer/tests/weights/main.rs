@@ -1,0 +1,7 @@
+//! Weights of other programs, and what those compute with them: PyTorch's files, GPT-2 and Longformer of `transformers`.
+//! `tests/data/weights/make.py` made the files.
+
+mod errors;
+mod models;
+mod own;
+mod support;

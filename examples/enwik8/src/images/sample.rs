@@ -1,0 +1,201 @@
+//! `enwik8 sample-images`: a model's pictures, several at once.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::Device;
+use burn_sparse_transformer::{
+    KvPoolConfig, KvStep, Precision, Residency, Sampling, SparseTransformer,
+};
+use clap::Args;
+
+use super::format::Pictures;
+use super::grid;
+use crate::data::thousands;
+use crate::progress::{clock, plain_bar, say, warn};
+use crate::sample::decoder::Decoder;
+use crate::{arguments, device, model, run};
+
+/// Let a checkpoint of pictures draw some
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  enwik8 sample-images
+  enwik8 sample-images --class 3 --count 16 --out crosses.png
+  enwik8 sample-images --checkpoint runs/cifar --temperature 1 --device cuda --graph")]
+pub struct SampleImagesArgs {
+    /// A checkpoint file, or a run folder, whose best checkpoint is taken
+    #[arg(long, value_name = "PATH", default_value = "runs/shapes")]
+    checkpoint: PathBuf,
+    /// The picture to write: FILE.png
+    #[arg(long, value_name = "FILE", default_value = "samples.png")]
+    out: PathBuf,
+    /// How many, all at once
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = arguments::positive)]
+    count: usize,
+    /// Of which class; several are drawn in turn [default: all]
+    #[arg(long, value_name = "CLASS")]
+    class: Vec<u8>,
+    /// 0 takes the likeliest bytes, 1 samples from the model
+    #[arg(long, default_value_t = TEMPERATURE, value_parser = arguments::at_least_zero)]
+    temperature: f64,
+    /// Consider the likeliest bytes that make up P
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = arguments::share)]
+    top_p: f64,
+    /// Seed of the choice
+    #[arg(long, default_value_t = 1, value_parser = arguments::whole::<u64>)]
+    seed: u64,
+    /// Pixels of the file for each of a picture [default: so that one is 128 wide, about]
+    #[arg(long, value_name = "N", value_parser = arguments::positive)]
+    zoom: Option<usize>,
+    /// Record a step once and replay it where the device can (CUDA): the same pictures with less work of the host
+    #[arg(long)]
+    graph: bool,
+    /// f32, tf32 or bf16 [default: the run's]
+    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
+    precision: Option<Precision>,
+    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
+    #[arg(long)]
+    device: Option<String>,
+}
+
+/// A little below the model's own distribution.
+pub const TEMPERATURE: f64 = 0.94;
+
+/// Runs `enwik8 sample-images`.
+pub fn run(args: &SampleImagesArgs) -> Result<()> {
+    let is_png = args
+        .out
+        .extension()
+        .is_some_and(|extension| extension == "png");
+    ensure!(is_png, "--out must end in .png, got {}", args.out.display());
+    let device = device::open(args.device.as_deref())?;
+    let (path, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let config = &mut checkpoint.header.config.model;
+    let Some(pictures) = config.pictures else {
+        bail!(
+            "{} was trained on text: enwik8 sample lets it write",
+            path.display()
+        );
+    };
+    if let Some(precision) = args.precision {
+        config.precision = precision;
+    }
+    for &class in &args.class {
+        ensure!(
+            usize::from(class) < pictures.classes,
+            "--class must be below {}, the number of classes of {}, got {class}",
+            pictures.classes,
+            path.display()
+        );
+    }
+    model::check_cached(config)?;
+    let model = model::without_selections(model::restore(&checkpoint, &device.device)?)?;
+    let classes = classes(&args.class, args.count, pictures);
+    let sampling = Sampling::default()
+        .temperature(args.temperature)
+        .top_p(args.top_p)
+        .seed(args.seed);
+    let began = Instant::now();
+    let drawn = draw(
+        model,
+        &device.device,
+        pictures,
+        &classes,
+        &sampling,
+        args.graph,
+    )?;
+    let zoom = args.zoom.unwrap_or_else(|| zoom(pictures));
+    grid::save(&args.out, pictures, &drawn, columns(args.count), zoom)?;
+    say(format!(
+        "{}: step {}; {} pictures of {} bytes in {}; wrote {}",
+        path.display(),
+        thousands(checkpoint.header.step),
+        args.count,
+        thousands(pictures.bytes()),
+        clock(began.elapsed()),
+        args.out.display()
+    ));
+    Ok(())
+}
+
+/// The wanted classes in turn, or all.
+pub fn classes(wanted: &[u8], count: usize, pictures: Pictures) -> Vec<u8> {
+    let all: Vec<u8> = match wanted {
+        [] => (0..pictures.classes.min(256))
+            .map(|class| class as u8)
+            .collect(),
+        wanted => wanted.to_vec(),
+    };
+    all.into_iter().cycle().take(count).collect()
+}
+
+/// Of a grid that is about as wide as it is high.
+pub fn columns(count: usize) -> usize {
+    (1..).find(|side| side * side >= count).unwrap_or(1)
+}
+
+/// So that a picture is about 128 pixels wide.
+pub fn zoom(pictures: Pictures) -> usize {
+    (128 / pictures.side).max(1)
+}
+
+/// Draws a picture of each class, all at once: the bytes of each, channels last.
+///
+/// # Errors
+/// Those of the model.
+pub fn draw(
+    model: SparseTransformer,
+    device: &Device,
+    pictures: Pictures,
+    classes: &[u8],
+    sampling: &Sampling,
+    graph: bool,
+) -> Result<Vec<Vec<u8>>> {
+    let length = pictures.bytes();
+    let config = KvPoolConfig::for_lengths(classes.iter().map(|_| length))
+        .with_residency(Residency::Reachable);
+    let pool = model.new_pool(&config)?;
+    let mut decoder = Decoder::new(model, pool, graph)?;
+    let ids = (classes.iter())
+        .map(|_| decoder.with_pool(|pool| pool.join()))
+        .collect::<Result<Vec<_>, _>>()?;
+    let steps: Vec<KvStep> = ids.iter().map(|&id| KvStep::new(id, 1)).collect();
+    let mut tokens: Vec<u32> = classes
+        .iter()
+        .map(|&class| Pictures::start_token(class))
+        .collect();
+    let mut drawn = vec![Vec::with_capacity(length); classes.len()];
+    let bar = plain_bar("drawing");
+    bar.set_length(length as u64);
+    for at in 0..length {
+        let rows = decoder.next_rows(&tokens, &steps, device)?;
+        for (index, logits) in rows.iter().enumerate() {
+            // Start tokens come first only.
+            let next = sampling.choose(&logits[..256], |_| false, [index, at]);
+            let byte = next.context("the model's logits are not finite")?;
+            drawn[index].push(byte as u8);
+            tokens[index] = byte;
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok(drawn)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn grids_are_square_and_classes_in_turn() {
+        assert_eq!([1, 2, 4, 5, 9, 16].map(columns), [1, 2, 2, 3, 3, 4]);
+        let pictures = Pictures {
+            side: 16,
+            classes: 3,
+            halved: false,
+        };
+        assert_eq!(classes(&[], 4, pictures), [0, 1, 2, 0]);
+        assert_eq!(classes(&[2, 0], 3, pictures), [2, 0, 2]);
+    }
+}

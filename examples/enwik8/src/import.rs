@@ -1,0 +1,136 @@
+//! `enwik8 import`: weights that another program trained, as a run that is evaluated, sampled and trained further.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use burn::module::Module;
+use burn_sparse_transformer::weights::{KeyMap, WeightsFile};
+use clap::Args;
+
+use crate::checkpoint::{Checkpoint, Header};
+use crate::config::RunConfig;
+use crate::data::{Corpus, Sampler, Split, thousands};
+use crate::overrides::Overrides;
+use crate::presets::Preset;
+use crate::progress::{program, say, warn};
+use crate::run::{self, RunFolder};
+use crate::{device, model};
+
+/// Begin a run with the weights of a safetensors or PyTorch file
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:
+  enwik8 import --weights model.pt --preset tiny --run runs/imported
+  enwik8 import --weights exported/model.safetensors --like runs/tiny --run runs/imported
+  enwik8 eval --checkpoint runs/imported
+  enwik8 train --resume --run runs/imported
+
+FILE.safetensors, .pt, .pth or .bin (a state dict of PyTorch) has the names that export --format safetensors writes and
+docs/weights.md lists; FILE.bpk those of Burn. A file that does not fit is refused, and the message names each tensor.")]
+pub struct ImportArgs {
+    /// The file
+    #[arg(long, value_name = "FILE")]
+    weights: PathBuf,
+    /// Where in a PyTorch file its state dict is, as `model` in a dictionary of model and optimizer [default: at the top]
+    #[arg(long, value_name = "KEY")]
+    key: Option<String>,
+    /// Folder of the run
+    #[arg(long, value_name = "DIR")]
+    run: PathBuf,
+    /// Replace the run in the folder
+    #[arg(long)]
+    overwrite: bool,
+    /// A checkpoint or a run folder with the same model, recipe and data, in place of --preset and the flags of a model
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["preset", "data"])]
+    like: Option<PathBuf>,
+    /// Model and recipe [default: tiny]
+    #[arg(long, value_enum)]
+    preset: Option<Preset>,
+    /// A file of raw bytes to train on [default: the embedded sample]
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    #[command(flatten)]
+    overrides: Overrides,
+}
+
+/// Runs `enwik8 import`.
+pub fn run(args: &ImportArgs) -> Result<()> {
+    let (config, corpus) = match &args.like {
+        Some(path) => {
+            let (_, like) = run::open_checkpoint(path, warn)?;
+            let config = like.header.config.resumed(None, &args.overrides)?;
+            let pictures = config.model.pictures;
+            (config, Corpus::reopen(&like.header.data, None, pictures)?)
+        }
+        None => {
+            let preset = args.preset.unwrap_or(Preset::Tiny);
+            let config = RunConfig::new(preset, &args.overrides)?;
+            let pictures = config.model.pictures;
+            (config, Corpus::open(args.data.as_deref(), pictures)?)
+        }
+    };
+    // As when a run begins: what is too short now would be too short to train on.
+    corpus.split_for(Split::Validation, config.model.context)?;
+    let train = corpus.split_for(Split::Train, config.model.context)?;
+    let file = open(&args.weights, args.key.as_deref())?;
+    let map = match is_burns(&args.weights) {
+        true => KeyMap::default(),
+        false => KeyMap::pytorch(),
+    };
+    let device = device::open(None)?.device;
+    let model = model::new(&config.model, config.recipe.seed, &device)?;
+    let model = file.load(&model, &map)?;
+    let parameters = model.num_params();
+    let failed = |error| anyhow!("cannot store the weights: {error}");
+    let checkpoint = Checkpoint {
+        header: Header {
+            program: env!("CARGO_PKG_VERSION").to_owned(),
+            data: corpus.fingerprint(),
+            step: 0,
+            sampler: Sampler::new(train.len(), config.model.cut(), config.recipe.seed)
+                .state()
+                .clone(),
+            best: None,
+            config: config.clone(),
+        },
+        model: model.into_record().into_bytes().map_err(failed)?.to_vec(),
+        optimizer: model::optimizer(&config.recipe)
+            .to_bytes()
+            .context("cannot store the optimizer")?
+            .to_vec(),
+    };
+    // Only now that all input is known to be good is anything written.
+    let folder = RunFolder::create(&args.run, args.overwrite)?;
+    folder.write_config(&config)?;
+    folder.save(&checkpoint)?;
+    say(format!(
+        "{}: {} parameters in {}; train them further with: {} train --resume --run {2}",
+        args.weights.display(),
+        thousands(parameters),
+        args.run.display(),
+        program()
+    ));
+    Ok(())
+}
+
+fn open(path: &Path, key: Option<&str>) -> Result<WeightsFile> {
+    Ok(match key {
+        None => WeightsFile::open(path)?,
+        Some(key) => {
+            let is_pytorch =
+                ["pt", "pth", "bin"].map(|ending| path.extension() == Some(ending.as_ref()));
+            ensure!(
+                is_pytorch.contains(&true),
+                "--key is for files of PyTorch (.pt, .pth, .bin), and {} is none",
+                path.display()
+            );
+            WeightsFile::open_pytorch(path, key)?
+        }
+    })
+}
+
+/// A record of Burn's has Burn's names and forms.
+fn is_burns(path: &Path) -> bool {
+    ["bpk", "burnpack"]
+        .map(|ending| path.extension() == Some(ending.as_ref()))
+        .contains(&true)
+}

@@ -1,0 +1,102 @@
+//! A model and its pool, one call at a time or replayed.
+
+use anyhow::{Result, anyhow, bail};
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_sparse_transformer::{KvPool, KvStep, ReplayedDecoder, SparseTransformer};
+
+/// A model and its pool.
+pub enum Decoder {
+    Plain(Box<(SparseTransformer, KvPool)>),
+    Replayed(Box<ReplayedDecoder>),
+}
+
+impl Decoder {
+    /// With `graph` steps of a token are recorded and replayed where the device can.
+    ///
+    /// # Errors
+    /// If the pool is not the model's.
+    pub fn new(model: SparseTransformer, pool: KvPool, graph: bool) -> Result<Self> {
+        Ok(match graph {
+            true => Self::Replayed(Box::new(ReplayedDecoder::new(model, pool)?)),
+            false => Self::Plain(Box::new((model, pool))),
+        })
+    }
+
+    /// Does something with the pool.
+    pub fn with_pool<T>(&mut self, f: impl FnOnce(&mut KvPool) -> T) -> T {
+        match self {
+            Self::Plain(plain) => f(&mut plain.1),
+            Self::Replayed(decoder) => f(&mut decoder.pool_mut()),
+        }
+    }
+
+    /// The logits behind every byte of rows of them.
+    pub fn all_logits(
+        &mut self,
+        tokens: &[u32],
+        steps: &[KvStep],
+        device: &Device,
+    ) -> Result<Tensor<3>> {
+        let data = rows_of(tokens, steps.len());
+        Ok(match self {
+            Self::Plain(plain) => {
+                let (model, pool) = &mut **plain;
+                model.forward_pool(Tensor::from_data(data, device), steps, pool)?
+            }
+            Self::Replayed(_) => bail!("drafts are not recorded"),
+        })
+    }
+
+    /// The logits behind the last token of each row, on the host.
+    ///
+    /// # Errors
+    /// Those of the model.
+    pub fn next_rows(
+        &mut self,
+        tokens: &[u32],
+        steps: &[KvStep],
+        device: &Device,
+    ) -> Result<Vec<Vec<f32>>> {
+        let next = self.next_logits(tokens, steps, device)?;
+        let [_, vocab] = next.dims();
+        let next: Vec<f32> = next
+            .try_into_vec_as()
+            .map_err(|error| anyhow!("{error:?}"))?;
+        Ok(next.chunks(vocab).map(<[f32]>::to_vec).collect())
+    }
+
+    /// How steps of a token run, where they were to be replayed and it is known.
+    pub fn describe(&self) -> Option<String> {
+        match self {
+            Self::Plain(_) => None,
+            Self::Replayed(decoder) => match (decoder.is_recorded(), decoder.refusal()) {
+                (true, _) => Some("replays steps: one dispatch for each".to_owned()),
+                (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
+                (false, None) => None,
+            },
+        }
+    }
+
+    /// The logits behind rows of bytes.
+    fn next_logits(
+        &mut self,
+        tokens: &[u32],
+        steps: &[KvStep],
+        device: &Device,
+    ) -> Result<Tensor<2>> {
+        Ok(match self {
+            Self::Plain(plain) => {
+                let (model, pool) = &mut **plain;
+                let tokens = Tensor::from_data(rows_of(tokens, steps.len()), device);
+                model.next_logits(tokens, steps, pool)?
+            }
+            Self::Replayed(decoder) => decoder.next_logits(tokens, steps)?,
+        })
+    }
+}
+
+fn rows_of(tokens: &[u32], rows: usize) -> TensorData {
+    let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
+    let row = tokens.len() / rows;
+    TensorData::new(tokens, [rows, row])
+}
