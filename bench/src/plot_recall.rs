@@ -35,8 +35,11 @@ struct Head {
     density: f64,
 }
 
+/// A number of a head, and its name.
+type Column = (&'static str, fn(&Head) -> f64);
+
 /// What is drawn of a head, a column each.
-const COLUMNS: [(&str, fn(&Head) -> f64); 3] = [
+const COLUMNS: [Column; 3] = [
     ("recall", |head| head.recall),
     ("ratio to the best choice", |head| head.ratio),
     ("density", |head| head.density),

@@ -179,6 +179,6 @@ fn unknown_methods_are_told_of_the_known() {
     for notation in Selection::NOTATION {
         assert!(error.contains(notation), "{error}");
     }
-    assert_eq!(Selection::NOTATION.len(), 6);
+    assert_eq!(Selection::NOTATION.len(), 7);
     assert!(error.ends_with("got 'nothing'"), "{error}");
 }

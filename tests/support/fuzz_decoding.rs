@@ -76,10 +76,10 @@ fn tolerance(device: &Device) -> f64 {
 }
 
 fn attention(rng: &mut impl Rng, seq: usize) -> SparseMultiHeadAttentionConfig {
-    let heads = pick(rng, &[1, 2, 4, 8]);
+    let heads: usize = pick(rng, &[1, 2, 4, 8]);
     let groups: Vec<usize> = [1, 2, 4, 8]
         .into_iter()
-        .filter(|group| heads % group == 0)
+        .filter(|&group| heads.is_multiple_of(group))
         .collect();
     let widths = [4, 8, 16, 32, 64, 128];
     let widths = &widths[..if heads > 2 { 3 } else { 6 }];

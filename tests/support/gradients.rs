@@ -55,7 +55,7 @@ fn cases() -> Vec<Case> {
             kv_heads: 2,
             ..case(
                 "grouped queries",
-                layout(Pattern::fixed(8, 3), 21, 21),
+                layout(Pattern::fixed(8, 2), 21, 21),
                 plain(),
             )
         },

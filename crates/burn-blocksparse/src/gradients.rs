@@ -158,14 +158,15 @@ pub fn attention_gradients(
     );
     let bias = made.scores.bias.into_option();
     let relative = made.scores.relative_bias.into_option();
-    let mut by_tensors = AttentionTensors::default();
-    by_tensors.sinks = by_sinks;
-    by_tensors.bias = bias.map(Tensor::from_dispatch);
-    by_tensors.relative_bias = relative.map(|grad| {
-        let grad = Tensor::<2>::from_dispatch(grad);
-        let table = tensors.relative_bias.as_ref();
-        table.map_or(grad.clone(), |table| grad.cast(table.dtype()))
-    });
+    let by_tensors = AttentionTensors {
+        sinks: by_sinks,
+        bias: bias.map(Tensor::from_dispatch),
+        relative_bias: relative.map(|grad| {
+            let grad = Tensor::<2>::from_dispatch(grad);
+            let table = tensors.relative_bias.as_ref();
+            table.map_or(grad.clone(), |table| grad.cast(table.dtype()))
+        }),
+    };
     Ok(AttentionGradients {
         out,
         q: Tensor::from_dispatch(made.q),

@@ -99,7 +99,7 @@ mod tests {
         let whole = Slice::whole(7, 5);
         assert_eq!(whole.cut_to(7, 5), [whole]);
         let slices = whole.cut_to(3, 2);
-        let mut seen = vec![0; 7 * 5];
+        let mut seen = [0; 7 * 5];
         for slice in &slices {
             assert!(slice.batches <= 3 && slice.heads <= 2);
             for batch in slice.first_batch..slice.first_batch + slice.batches {

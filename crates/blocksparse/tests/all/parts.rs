@@ -68,9 +68,11 @@ fn padded_layouts_keep_their_parts() {
         // And what is restricted once more.
         assert_parts_make_up(&restricted.restrict(&entries).unwrap());
     }
-    // Of next to nothing blocks of positions in order are less.
+    // One key is one block of its class; without any there is nothing to list.
     let layout = Pattern::merged_strided(16).layout(2, 250, 16).unwrap();
-    assert!(layout.with_key_padding(&[1]).unwrap().parts().is_none());
+    assert_parts_make_up(&layout.with_key_padding(&[1]).unwrap());
+    let nothing = Restriction::default().keys((0..250).map(|_| false));
+    assert!(layout.restrict(&[nothing]).unwrap().parts().is_none());
 }
 
 #[test]

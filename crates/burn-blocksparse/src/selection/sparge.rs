@@ -6,6 +6,8 @@ use blocksparse::{EstimateKind, Forced, Keep, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+#[cfg(feature = "cube")]
+use super::estimates;
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
 use super::mean::{mean_of_all, means, means_reference, products};
 use super::parts::{hidden, softmax_of_seen, softmax_reference};
@@ -148,13 +150,7 @@ impl BlockEstimator for SpargeBlocks {
         let of_keys = of_keys.expand(by_head).reshape([batch, heads, 1, blocks]);
         let of_keys = of_keys.expand(dims);
         let of_queries = unlike(q.clone(), None).expand(dims);
-        let k = means(k, b);
-        // Means of differences are differences of means.
-        let k = match less {
-            Some(less) => k - less,
-            None => k,
-        };
-        let x = products(means(q, b) * call.scale, k, group);
+        let x = self.products(call, &rows, less);
         let hidden = hidden(&grid, rows, blocks, &x.device());
         let hidden = hidden.reshape([1, 1, count, blocks]).expand(dims);
         let p = softmax_of_seen(x, hidden.bool_or(of_keys.clone()));
@@ -187,6 +183,32 @@ impl BlockEstimator for SpargeBlocks {
             }
         }
         scores
+    }
+}
+
+impl SpargeBlocks {
+    /// The products of means of blocks of queries and of keys less `less`, times the scale.
+    fn products(
+        &self,
+        call: &ScoreCall,
+        rows: &Range<usize>,
+        less: Option<Tensor<4>>,
+    ) -> Tensor<4> {
+        // What is taken from all keys is the same for all blocks of a row, and a softmax does not see it.
+        #[cfg(feature = "cube")]
+        if let Some(x) = estimates::means(call, self.block, rows) {
+            return x;
+        }
+        let seq_q = call.q.dims()[2];
+        let queries = (rows.start * self.block).min(seq_q)..(rows.end * self.block).min(seq_q);
+        let q = call.q.clone().slice_dim(2, queries);
+        let k = means(call.k.clone(), self.block);
+        // Means of differences are differences of means.
+        let k = match less {
+            Some(less) => k - less,
+            None => k,
+        };
+        products(means(q, self.block) * call.scale, k, call.group())
     }
 }
 

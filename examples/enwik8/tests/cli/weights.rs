@@ -35,8 +35,9 @@ fn weights_go_out_and_come_back() {
 
     // The same bits come back, in whichever format.
     let weights = weights.to_str().unwrap();
-    succeed(&export);
-    let record = folder.path("exported/model.bpk");
+    let record = folder.path("record");
+    succeed(&["export", "--run", &run, "--out", &record]);
+    let record = folder.path("record/model.bpk");
     let trained = Path::new(&run).join("best.ckpt");
     for (weights, name) in [(weights, "imported"), (&record, "again")] {
         let imported = folder.path(name);

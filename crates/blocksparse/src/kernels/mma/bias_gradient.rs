@@ -106,7 +106,7 @@ pub fn add_sums(
         add_number(
             gradient.address + u64::cast_from(key) * 4,
             sum,
-            u32::cast_from(key != comptime!(NOWHERE) && lane % 4 == 0),
+            u32::cast_from(key != comptime!(NOWHERE) && lane & 3 == 0),
         );
     }
 }

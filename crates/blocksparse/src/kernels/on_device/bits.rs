@@ -149,7 +149,8 @@ pub fn cut(bits: &mut [u32], allowed: &[u32], grid: Grid, of: Allowed) {
     let at = ABSOLUTE_POS;
     if at < bits.len() {
         let own = allowed_word(allowed, at / grid.words, at % grid.words, &grid, &of);
-        bits[at] = bits[at] & own;
+        let kept = bits[at] & own;
+        bits[at] = kept;
     }
 }
 
