@@ -4,8 +4,8 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+use crate::call_layout::Layout;
 use crate::check;
-use crate::device_layout::Layout;
 use crate::error::OpError;
 use crate::kept::values::KeptAttention;
 use crate::merge::{Shares, shares};

@@ -3,8 +3,8 @@
 use blocksparse::BlockLayout;
 use burn::tensor::{Device, Tensor};
 
+use crate::call_layout::Layout;
 use crate::device::served;
-use crate::device_layout::Layout;
 use crate::error::OpError;
 use crate::graph::seeds;
 use crate::options::{AttentionOptions, WeightsMode};

@@ -10,8 +10,8 @@ use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use crate::choice::{TopKOptions, checked, choose_rows, mask};
 use crate::device::served;
 use crate::error::OpError;
+use crate::kernels_run::runs_kernels;
 use crate::ops::SelectionOps;
-use crate::plan::runs_kernels;
 use crate::upload::layout_tensors;
 use crate::values::BlockChoice;
 
@@ -569,37 +569,5 @@ impl fmt::Debug for DeviceLayout {
             .field("batch", &self.batch())
             .field("device", &self.device())
             .finish()
-    }
-}
-
-/// A layout of a call: on the host, or made on the device.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub enum Layout<'a> {
-    /// Built on the host.
-    Host(&'a BlockLayout),
-    /// Made on the device.
-    Device(&'a DeviceLayout),
-}
-
-impl<'a> Layout<'a> {
-    /// A layout with the same sizes.
-    pub(crate) fn sizes(self) -> &'a BlockLayout {
-        match self {
-            Layout::Host(layout) => layout,
-            Layout::Device(layout) => layout.frame(),
-        }
-    }
-}
-
-impl<'a> From<&'a BlockLayout> for Layout<'a> {
-    fn from(layout: &'a BlockLayout) -> Self {
-        Layout::Host(layout)
-    }
-}
-
-impl<'a> From<&'a DeviceLayout> for Layout<'a> {
-    fn from(layout: &'a DeviceLayout) -> Self {
-        Layout::Device(layout)
     }
 }

@@ -9,8 +9,8 @@ use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 use crate::attention::{call, scaled, shares_with};
+use crate::call_layout::Layout;
 use crate::check::{self, same_device};
-use crate::device_layout::Layout;
 use crate::error::OpError;
 use crate::merge::Shares;
 use crate::ops::BlockSparseOps;

@@ -50,6 +50,7 @@ mod attention;
 mod backends;
 mod block_sparse;
 mod blocks;
+mod call_layout;
 mod check;
 mod choice;
 mod device;
@@ -62,6 +63,7 @@ mod gradients;
 mod graph;
 mod heads;
 mod kept;
+mod kernels_run;
 mod linear;
 mod loss;
 mod masses;
@@ -109,9 +111,10 @@ pub use blocksparse::{
     LayoutShape, Pattern, Quantization, Reach, Restriction, Rule, ScoreGrid, Seed, SeedTable,
     StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern, pages, philox,
 };
+pub use call_layout::Layout;
 pub use choice::TopKOptions;
 pub use device::check_device;
-pub use device_layout::{DeviceLayout, DeviceLayoutOptions, Layout};
+pub use device_layout::{DeviceLayout, DeviceLayoutOptions};
 pub use dropout::{dropout, dropout_plan};
 pub use embedding::{embedding, embedding_backward, embedding_plan};
 pub use error::OpError;

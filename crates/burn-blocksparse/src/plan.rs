@@ -10,10 +10,10 @@ use burn::backend::Dispatch;
 use burn::backend::TensorMetadata;
 use burn::tensor::{Device, Tensor};
 
+use crate::call_layout::Layout;
 use crate::check;
 #[cfg(feature = "cube")]
 use crate::device;
-use crate::device_layout::Layout;
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cube")]
@@ -158,16 +158,6 @@ impl Chosen {
 fn is_autodiff(scores: &ScoreTensors<Dispatch>) -> bool {
     let mut tensors = scores.list().into_iter().flatten();
     tensors.any(|tensor| Device::new(tensor.device()).is_autodiff())
-}
-
-/// Whether kernels run on a device, and not the reference.
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub(crate) fn runs_kernels(device: &Device) -> bool {
-    #[cfg(feature = "cube")]
-    if device::cube::of(device).is_some() {
-        return !crate::backends::cube::uses_reference();
-    }
-    false
 }
 
 /// Whether kernels sum the weights of a call, and not the reference.

@@ -47,7 +47,11 @@ pub fn plan(
         return Ok(known.clone());
     }
     let made = Arc::new(match layout.device_choice() {
-        Some(choice) => on_device::plan(client, layout, choice, tiling)?,
+        Some(choice) => {
+            let whole = layout.within().map(|whole| plan(client, whole, tiling));
+            let whole = whole.transpose()?;
+            on_device::plan(client, layout, choice, tiling, whole.as_deref())?
+        }
         None => {
             let plan = TilePlan::new(layout, tiling);
             DevicePlan {

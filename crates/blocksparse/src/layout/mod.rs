@@ -13,6 +13,7 @@ mod mask;
 mod pack;
 mod residue;
 mod restrict;
+mod restriction;
 mod rows;
 mod same_pairs;
 mod serial;
@@ -34,7 +35,7 @@ pub(crate) use choice::TALLEST;
 pub use choice::{ChosenBy, DeviceChoice};
 pub(crate) use mask::MaskInterner;
 pub use mask::{BlockMask, FULL};
-pub use restrict::Restriction;
+pub use restriction::Restriction;
 pub use rows::{Entry, Run};
 pub use shape::LayoutShape;
 

@@ -23,7 +23,7 @@ use std::collections::HashMap;
 
 use super::grid;
 use super::mask::{BlockMask, FULL, MaskInterner};
-use super::restrict::Restriction;
+use super::restriction::Restriction;
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
 use super::{BlockLayout, Part, Residue};

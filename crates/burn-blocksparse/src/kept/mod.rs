@@ -5,8 +5,8 @@ pub(crate) mod values;
 use burn::tensor::Tensor;
 
 use crate::attention::{call, call_given, with_sinks};
+use crate::call_layout::Layout;
 use crate::check;
-use crate::device_layout::Layout;
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 use crate::tensors::AttentionTensors;

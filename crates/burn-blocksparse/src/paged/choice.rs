@@ -3,6 +3,7 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Int, Tensor};
 
+use super::page_choice::PageChoice;
 use super::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs};
 use super::{check_heads, check_shared};
 use crate::check::same_device;
@@ -53,36 +54,6 @@ impl PageSummaries {
             0 => Err(OpError::argument("summaries' width", "at least 1", 0)),
             _ => Ok(()),
         }
-    }
-}
-
-/// How pages are chosen: what [`select_pages`] does of a [`Selection`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PageChoice {
-    /// What of each page scores follow from.
-    pub summary: PageSummary,
-    /// Slots of a page.
-    pub page: usize,
-    /// Pages that are chosen together, by the sum of their scores.
-    pub block: usize,
-    /// Such blocks that are kept, the last of a walk among them.
-    pub keep: usize,
-    /// Whether scores are the mean over the heads that share keys; otherwise their sum.
-    pub mean: bool,
-}
-
-impl PageChoice {
-    /// Keys that a query attends to at the end of a walk of so many.
-    pub fn attended(&self, keys: usize) -> usize {
-        let block = self.page * self.block;
-        let before = keys.saturating_sub(1) / block;
-        before.min(self.keep - 1) * block + (keys - before * block)
-    }
-
-    /// Pages that are listed for each walk.
-    pub fn listed(&self) -> usize {
-        self.keep * self.block
     }
 }
 
@@ -321,24 +292,6 @@ pub fn highest_pages(
         call,
     );
     Ok(Tensor::from_dispatch(picks))
-}
-
-impl PageChoice {
-    fn check(&self) -> Result<(), OpError> {
-        if !self.page.is_power_of_two() {
-            return Err(OpError::argument(
-                "choice.page",
-                "a power of two",
-                self.page,
-            ));
-        }
-        for (argument, number) in [("choice.block", self.block), ("choice.keep", self.keep)] {
-            if number == 0 {
-                return Err(OpError::argument(argument, "at least 1", number));
-            }
-        }
-        Ok(())
-    }
 }
 
 fn check(

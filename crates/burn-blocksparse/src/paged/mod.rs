@@ -3,6 +3,7 @@
 pub(crate) mod choice;
 pub(crate) mod choice_reference;
 pub(crate) mod options;
+mod page_choice;
 pub(crate) mod reference;
 mod store;
 pub(crate) mod values;
@@ -16,10 +17,9 @@ use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
 use crate::ops::PagedOps;
-pub use choice::{
-    PageChoice, PageSummaries, highest_pages, page_scores, select_pages, summarize_pages,
-};
+pub use choice::{PageSummaries, highest_pages, page_scores, select_pages, summarize_pages};
 pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
+pub use page_choice::PageChoice;
 pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};
 use values::{AppendInputs, MaybeInt, PagedCall, PagedInputs};
 

@@ -4,7 +4,7 @@ use blocksparse::Quantization;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, TensorMetadata};
 
-use super::choice::PageChoice;
+use super::page_choice::PageChoice;
 use crate::values::MaybeFloat;
 
 /// An optional tensor of integers.

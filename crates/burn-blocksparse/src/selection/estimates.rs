@@ -8,8 +8,6 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::estimator::ScoreCall;
-use super::flex::FlexPrefill;
-use super::vertical_slash::VerticalSlash;
 use crate::backends::estimates::available;
 use crate::device::cube;
 use crate::ops::{EstimateOps, MeanScores};
@@ -103,18 +101,15 @@ fn touched(call: &ScoreCall, block: usize, rows: &Range<usize>, kept: Kept) -> T
     }
 }
 
-/// Those of [`VerticalSlash`].
+/// Those of [`VerticalSlash`](super::VerticalSlash): of the last `queries` queries, what is kept of columns and of slashes.
 pub(crate) fn lines(
     call: &ScoreCall,
-    of: &VerticalSlash,
+    [block, queries]: [usize; 2],
+    kept: Kept,
     rows: &Range<usize>,
 ) -> Option<Tensor<4>> {
-    let sizes = last_queries(call, of.queries, of.block)?;
-    let kept = Kept::Count {
-        all: [of.columns, of.slashes],
-        forced: [of.sinks, of.window],
-    };
-    let wanted = touched(call, of.block, rows, kept);
+    let sizes = last_queries(call, queries, block)?;
+    let wanted = touched(call, block, rows, kept);
     let (q, k) = (
         call.q.clone().into_dispatch(),
         call.k.clone().into_dispatch(),
@@ -123,15 +118,20 @@ pub(crate) fn lines(
     Some(Tensor::from_dispatch(scores))
 }
 
-/// Those of [`FlexPrefill`].
-pub(crate) fn flex(call: &ScoreCall, of: &FlexPrefill, rows: &Range<usize>) -> Option<Tensor<4>> {
-    let sizes = last_queries(call, of.block, of.block)?;
-    let wanted = touched(call, of.block, rows, Kept::Share(of.gamma));
+/// Those of [`FlexPrefill`](super::FlexPrefill).
+pub(crate) fn flex(
+    call: &ScoreCall,
+    block: usize,
+    [gamma, threshold]: [f64; 2],
+    rows: &Range<usize>,
+) -> Option<Tensor<4>> {
+    let sizes = last_queries(call, block, block)?;
+    let wanted = touched(call, block, rows, Kept::Share(gamma));
     let (q, k) = (
         call.q.clone().into_dispatch(),
         call.k.clone().into_dispatch(),
     );
-    let scores = <Dispatch as EstimateOps>::flex_blocks(q, k, sizes, wanted, of.threshold);
+    let scores = <Dispatch as EstimateOps>::flex_blocks(q, k, sizes, wanted, threshold);
     Some(Tensor::from_dispatch(scores))
 }
 

@@ -191,7 +191,8 @@ impl BlockEstimator for FlexPrefill {
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
-        if let Some(scores) = estimates::flex(call, self, &rows) {
+        if let Some(scores) = estimates::flex(call, self.block, [self.gamma, self.threshold], &rows)
+        {
             return Ok(scores);
         }
         let [batch, heads, ..] = call.q.dims();

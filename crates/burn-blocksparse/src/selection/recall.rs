@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 
 use crate::attention::attention_with_lse;
-use crate::device_layout::Layout;
+use crate::call_layout::Layout;
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 

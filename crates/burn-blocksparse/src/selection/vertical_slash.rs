@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+#[cfg(feature = "cube")]
+use blocksparse::kernels::selection::Kept;
 use blocksparse::{EstimateKind, Forced, Keep, Rule};
 use burn::tensor::Tensor;
 
@@ -196,8 +198,15 @@ impl BlockEstimator for VerticalSlash {
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
-        if let Some(scores) = estimates::lines(call, self, &rows) {
-            return Ok(scores);
+        {
+            let kept = Kept::Count {
+                all: [self.columns, self.slashes],
+                forced: [self.sinks, self.window],
+            };
+            let scores = estimates::lines(call, [self.block, self.queries], kept, &rows);
+            if let Some(scores) = scores {
+                return Ok(scores);
+            }
         }
         let [batch, heads, ..] = call.q.dims();
         let grid = call.grid(self.grid());

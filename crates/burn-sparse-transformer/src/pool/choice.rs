@@ -77,15 +77,6 @@ pub(super) fn of_layer(
     Ok(Some(choice))
 }
 
-/// The dtype of summaries of keys: bounds are some of the keys' own numbers.
-pub(super) fn dtype_of(summary: PageSummary, keys: DType) -> DType {
-    match (summary, keys) {
-        (PageSummary::Bounds, keys) => keys,
-        (_, DType::F64) => DType::F64,
-        _ => DType::F32,
-    }
-}
-
 impl Walk {
     /// Makes every row of a call a walk of its own, which ends at the row's own key.
     pub(super) fn by_row(

@@ -7,7 +7,6 @@ use burn_blocksparse::{
     append_rows, dequantize, summarize_pages,
 };
 
-use super::choice;
 use crate::TransformerError;
 use crate::error::ensure;
 
@@ -111,7 +110,7 @@ impl Store {
     pub(super) fn with_summaries(mut self, summary: PageSummary) -> Self {
         if let Some(PagedStore::Plain { keys, .. }) = &self.pages {
             let [pages, _, width] = keys.dims();
-            let dtype = choice::dtype_of(summary, keys.dtype());
+            let dtype = dtype_of(summary, keys.dtype());
             let zeros = PageSummaries::zeros(summary, pages, width, dtype, &keys.device());
             self.summaries = Some(zeros);
             self.summary = Some(summary);
@@ -463,4 +462,13 @@ pub(super) fn ints<const D: usize>(
     device: &Device,
 ) -> Tensor<D, Int> {
     Tensor::from_data(TensorData::new(values, shape), (device, DType::I32))
+}
+
+/// The dtype of summaries of keys: bounds are some of the keys' own numbers.
+fn dtype_of(summary: PageSummary, keys: DType) -> DType {
+    match (summary, keys) {
+        (PageSummary::Bounds, keys) => keys,
+        (_, DType::F64) => DType::F64,
+        _ => DType::F32,
+    }
 }

@@ -17,7 +17,6 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::args::buffer;
-use super::device;
 use super::error::KernelError;
 use super::uploaded::DevicePlan;
 use crate::layout::TALLEST;
@@ -156,10 +155,10 @@ pub fn check(
     }
 }
 
-/// The plan of a layout under a tiling, made of its bits.
+/// The plan of a layout under a tiling, made of its bits; `whole` is that of the layout that it is chosen from, if there is one.
 ///
 /// # Errors
-/// [`KernelError`] if the plan of the layout that it is chosen from cannot be uploaded.
+/// [`KernelError`] if it has more words than kernels can index.
 ///
 /// # Panics
 /// If [`choose_blocks`] was not called before.
@@ -168,6 +167,7 @@ pub fn plan(
     layout: &BlockLayout,
     choice: &DeviceChoice,
     tiling: Tiling,
+    whole: Option<&DevicePlan>,
 ) -> Result<DevicePlan, KernelError> {
     assert!(
         !(tiling.places || tiling.visits || tiling.clustered),
@@ -183,11 +183,8 @@ pub fn plan(
         room: Room::new(layout, choice, tiling),
     };
     let words = client.empty(making.room.len * size_of::<u32>());
-    match layout.within() {
-        Some(whole) => {
-            let plan = device::plan(client, whole, tiling)?;
-            making.list_within(&words, whole, &plan);
-        }
+    match layout.within().zip(whole) {
+        Some((whole, plan)) => making.list_within(&words, whole, plan),
         None => match Once::new(client.properties(), making.room.tiles) {
             Some(once) => making.at_once(&words, once),
             None => {

@@ -1,0 +1,118 @@
+//! The table of checks.
+
+use burn::tensor::Device;
+
+use crate::{
+    activation, attention, autodiff, block_sparse, blocks, device_layout, device_layout_within,
+    embedding, eviction, fuzz, fuzz_decoding, gradients, graph, graph_decoding, graph_training,
+    heads, kept, linear, loss, masses, max_scores, mlp, norm, nsa, optim, options, page_choice,
+    paged, paged_quantised, projection, sampling, selected, selected_lists, selected_planted,
+    selection, selection_fuzz, selection_goldens, selection_long, selection_rules, selection_runs,
+    sharing, stream_dropout, widths,
+};
+
+/// A check over the table of cases on some devices; it panics if it fails.
+pub type Check = fn(&[Device]);
+
+/// Checks with their names, by modules.
+macro_rules! table {
+    ($($module:ident: $($check:ident),+;)+) => {
+        &[$($((stringify!($check), $module::$check as Check),)+)+]
+    };
+}
+
+/// Every check, for runners other than `cargo test`.
+pub const CHECKS: &[(&str, Check)] = table! {
+    attention: forward_and_gradients_equal_f64, lse_and_weights_equal_f64;
+    options: lse_gradients_equal_f64, lse_alone_equals_f64, sinks_equal_f64, weights_with_options_equal_f64,
+        weights_with_sinks_per_batch, alibi_equals_f64, dropout_equals_f64, bias_equals_f64,
+        relative_bias_equals_f64, options_work_together, options_give_the_same_bits,
+        options_in_half_precision, relative_bias_in_half_precision, dropout_follows_its_seed;
+    masses: masses_equal_f64, masses_of_long_lines, masses_give_the_same_bits;
+    max_scores: max_scores_equal_f64, max_scores_in_half_precision, max_scores_change_nothing_else,
+        max_scores_of_other_layouts, max_scores_of_disjoint_parts;
+    graph: fixed_tensors_are_overwritten, replayed_runs_equal_plain_runs;
+    graph_training: recordings_refuse_what_would_be_frozen, device_seeds_give_the_masks_of_their_numbers;
+    graph_decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_survives_errors,
+        replayed_decoding_chooses_pages, decoding_reserves_nothing_more;
+    graph_training: replayed_training_equals_plain_training;
+    kept: given_attention_gives_the_same_bits, given_attention_of_other_kinds,
+        given_attention_is_not_computed;
+    gradients: gradients_equal_the_backward_pass, hessian_vector_products_equal_differences,
+        gradients_are_differentiated_by_every_input, gradients_on_kernels_are_refused;
+    attention: half_precision_is_as_good_as_dense, equals_burns_own_attention,
+        gradients_equal_finite_differences, strides_do_not_matter, same_input_same_bits, per_batch_layouts;
+    widths: every_width_equals_f64, strided_layouts_of_other_kinds;
+    attention: tf32_only_where_asked_for, lse_merges_disjoint_parts;
+    autodiff: gradient_checkpointing_gives_the_same_gradients, constants_get_no_gradient,
+        out_and_lse_are_differentiated_together, bias_with_and_without_gradient,
+        one_tensor_as_query_key_and_value, recompute_and_store_agree;
+    blocks: operators_equal_dense_f64, operators_on_per_batch_layouts, operators_compose_to_attention,
+        operators_in_several_chunks, products_are_adjoint, softmax_of_large_values,
+        functions_leave_masked_pairs_alone, operators_are_deterministic;
+    device_layout: device_masks_equal_f64, device_indices_equal_f64, device_top_k_equals_host_top_k,
+        device_scores_of_all_kinds, device_layouts_with_all_options, device_layouts_are_used_again,
+        device_layouts_in_half_precision, device_layouts_with_relative_bias, device_layout_errors;
+    selection_goldens: selection_goldens;
+    selection: choices_equal_those_of_loops, choices_of_what_is_no_number, methods_of_earlier_keys_say_so;
+    selection_rules: rules_keep_the_same_on_devices;
+    norm: residual_norm_equals_f64, residual_norm_without_rows, residual_norm_in_half_precision,
+        residual_norm_gives_the_same_bits, residual_norm_constants, residual_norms_in_a_chain,
+        residual_norm_plans;
+    mlp: mlp_equals_its_parts, mlp_constants, mlp_equals_f64;
+    projection: projections_to_heads, projections_from_heads, projections_constants, projections_plans;
+    block_sparse: block_sparse_products_equal_f64, block_sparse_products_in_half_precision,
+        block_sparse_products_of_any_strides, block_sparse_products_differentiate_what_is_tracked,
+        dense_layouts_equal_linear;
+    linear: products_equal_f64, products_in_half_precision, products_of_any_strides,
+        products_differentiate_what_is_tracked;
+    loss: cross_entropy_equals_f64, cross_entropy_of_large_logits, cross_entropy_in_half_precision,
+        cross_entropy_differentiates_what_is_tracked, cross_entropy_of_targets_out_of_range;
+    stream_dropout: stream_dropout_equals_f64, stream_dropout_of_views;
+    optim: adamw_equals_f64, adamw_in_half_precision, adamw_gives_the_same_bits, clones_keep_their_values,
+        records_are_burns, parameters_keep_their_autodiff_state, clipping_equals_f64,
+        steps_without_gradients, optimizer_plans_print;
+    activation: bias_activation_equals_f64, bias_activation_in_half_precision,
+        bias_activation_of_large_values, bias_activation_gives_the_same_bits,
+        bias_activation_keeps_its_inputs, bias_activation_constants, bias_activation_plans;
+    heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_give_the_same_bits,
+        heads_constants, heads_are_differentiated_together, heads_plans;
+    sampling: sampled_tokens_are_those_of_a_sort, sampled_tokens_follow_the_probabilities;
+    selected: selected_attention_equals_f64, selected_attention_in_half_precision,
+        selected_attention_equals_its_layout, selected_attention_of_query_blocks,
+        selected_gradients_equal_finite_differences, selected_attention_is_prefix_stable,
+        selected_attention_of_a_permuted_batch;
+    selected_lists: chosen_blocks_of_any_scores, chosen_blocks_in_several_slabs, moba_golden;
+    selected_planted: moba_on_planted_structure, quest_on_planted_structure;
+    selected_lists: rows_at_equals_f64;
+    nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences, nsa_is_prefix_stable,
+        nsa_gives_the_same_bits, nsa_golden;
+    selection_fuzz: some_random_choices;
+    selection_runs: choices_give_the_same_bits, choices_are_replayed, outputs_are_bounded_by_recall,
+        rules_are_nested;
+    device_layout_within: blocks_within_a_layout_equal_f64, rules_within_a_layout,
+        layouts_within_give_the_same_bits;
+    embedding: embedding_equals_f64, embedding_in_half_precision, embedding_gives_the_same_bits,
+        embedding_backward_equals_f64, embedding_of_a_frozen_table, embedding_plans;
+    paged: paged_attention_equals_f64, paged_attention_in_half_precision,
+        paged_attention_gives_the_same_bits, paged_attention_with_fixed_split, paged_attention_golden,
+        paged_attention_of_nothing, paged_attention_leaves_the_graph, paged_attention_plans, appended_rows;
+    page_choice: chosen_pages_equal_f64, picks_of_any_scores;
+    paged_quantised: quantised_rows, quantised_rows_golden, quantised_rows_that_are_not_finite,
+        quantised_attention_equals_f64, quantised_attention_in_half_precision, quantised_scores_are_bounded,
+        quantised_plans_name_the_store;
+    eviction: queries_see_the_keys_that_stay, sums_of_attention_are_the_same_by_both_roads;
+    sharing: threads_share_a_new_layout, threads_share_a_new_device_layout,
+        a_layout_outlives_tensors_and_threads;
+};
+
+/// Checks that run only if they are named: one that needs a large GPU, one that takes as long as it is asked to, and
+/// those whose loops take long.
+pub const NAMED: &[(&str, Check)] = table! {
+    attention: more_than_2_31_elements;
+    widths: more_batch_entries_and_heads_than_a_grid, far_strides;
+    fuzz: fuzz;
+    fuzz_decoding: pieces_are_rows_of_the_whole;
+    selection_long: long_calls_choose_as_loops, long_gates_choose_as_loops;
+    selection_fuzz: random_choices;
+};
