@@ -1,6 +1,6 @@
 //! Layers of a pool whose queries choose pages by content.
 
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 use burn_blocksparse::pages::{EvictionScore, Residency, Writes};
 use burn_blocksparse::{
     PageChoice, PageSummary, PagedKeysValues, PagedOptions, PagedStore, paged_attention,
