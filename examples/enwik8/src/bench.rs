@@ -27,6 +27,7 @@ use crate::{arguments, device};
   enwik8 bench --context 2048 --batch 2
   enwik8 bench --preset small --precision bf16 --device cuda --peak-tflops 989 --json small.json
   enwik8 bench --preset paper --attention sparse --batch 4 --recompute none --device cuda
+  enwik8 bench --preset paper --attention sparse --batch 1 --context 1_048_576 --data FILE --iterations 1 --untimed 1 --parts 0 --device cuda
 
 An iteration is what training does: forward, backward, clipping and the optimizer's step. Each kind of attention runs
 in a process of its own, so that the peaks of memory do not mix. Memory after the first and the last iteration shows
@@ -35,9 +36,18 @@ pub struct BenchArgs {
     /// Model and recipe
     #[arg(long, value_enum, default_value = "tiny")]
     preset: Preset,
-    /// Iterations to time, after two that are not
+    /// Iterations to time
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     iterations: u32,
+    /// Iterations before them that are not timed [default: 2, with --graph 5]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    untimed: Option<u32>,
+    /// Iterations behind them that wait for the device after each part; 0 leaves the parts out
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    parts: u32,
+    /// Raw bytes, more than the context of them in the first 90% [default: the embedded start of enwik8]
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
     /// Peak rate of the device in the run's precision, in 10¹² operations per second, for the model-flops utilisation
     #[arg(long, value_parser = arguments::above_zero, value_name = "PEAK")]
     peak_tflops: Option<f64>,
@@ -73,8 +83,8 @@ struct Measurement {
     ms: f64,
     /// Until everything is in the device's queue.
     host_ms: f64,
-    /// Iterations that wait for the device after each part, so their sum is more than `ms`.
-    parts: Parts,
+    /// Iterations that wait for the device after each part, so their sum is more than `ms`; not with `--parts 0`.
+    parts: Option<Parts>,
     /// Building the model, the first iteration and the kernels it needs.
     start_up_s: f64,
     tokens_per_s: f64,
@@ -205,12 +215,17 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         rows.push(row);
     }
     for row in &rows {
-        let Parts {
-            gradients,
-            optimizer,
-        } = row.parts;
+        let parts = match &row.parts {
+            Some(Parts {
+                gradients,
+                optimizer,
+            }) => {
+                format!("gradients {gradients:.1} ms, clipping and optimizer {optimizer:.1} ms; ")
+            }
+            None => String::new(),
+        };
         say(format!(
-            "{}: gradients {gradients:.1} ms, clipping and optimizer {optimizer:.1} ms; queued after {:.1} ms; start-up {:.1} s",
+            "{}: {parts}queued after {:.1} ms; start-up {:.1} s",
             row.attention, row.host_ms, row.start_up_s
         ));
         if let Some(how) = &row.graph {
@@ -263,15 +278,16 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     let config = RunConfig::new(args.preset, &overrides)?;
     let device = device::open(args.device.as_deref())?.device;
     let began = Instant::now();
-    let mut trainer = Trainer::new(&config, &device, args.graph)?;
+    let mut trainer = Trainer::new(&config, &device, args)?;
     trainer.sync()?;
     let made = Usage::of(&device);
     trainer.iterate()?;
     trainer.sync()?;
     let stepped = Usage::of(&device);
     let start_up_s = began.elapsed().as_secs_f64();
-    // With a recording the fourth makes it.
-    for _ in 0..if args.graph { 4 } else { 1 } {
+    // With a recording the fourth after the first makes it.
+    let untimed = args.untimed.unwrap_or(if args.graph { 5 } else { 2 });
+    for _ in 1..untimed {
         trainer.iterate()?;
         trainer.sync()?;
     }
@@ -294,7 +310,7 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     let ms = median(times);
     let rate = model_tflop / (ms / 1_000.0);
     let factorization = model::factorization(&config.model)?;
-    let parts = trainer.parts()?;
+    let parts = trainer.parts(args.parts)?;
     let peak = Usage::of(&device);
     // Behind everything else: it may need more memory than an iteration.
     let kept = match peak.is_some() && config.recipe.recompute == Recompute::None {
@@ -356,8 +372,8 @@ struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    fn new(config: &'a RunConfig, device: &'a Device, graph: bool) -> Result<Self> {
-        let corpus = Corpus::open(None, config.model.pictures)?;
+    fn new(config: &'a RunConfig, device: &'a Device, args: &BenchArgs) -> Result<Self> {
+        let corpus = Corpus::open(args.data.as_deref(), config.model.pictures)?;
         let bytes = corpus.split_for(Split::Train, config.model.context)?.len();
         let model = model::new(
             &config.model,
@@ -374,7 +390,7 @@ impl<'a> Trainer<'a> {
                 model::optimizer(&config.recipe),
                 device,
                 config.recipe.recompute,
-                graph,
+                args.graph,
             ),
             iteration: 0,
         })
@@ -406,10 +422,13 @@ impl<'a> Trainer<'a> {
         sync(self.device)
     }
 
-    /// Medians over three iterations that wait after each part.
-    fn parts(&mut self) -> Result<Parts> {
+    /// Medians over iterations that wait after each part.
+    fn parts(&mut self, iterations: u32) -> Result<Option<Parts>> {
+        if iterations == 0 {
+            return Ok(None);
+        }
         let mut times = [const { Vec::new() }; 2];
-        for _ in 0..3 {
+        for _ in 0..iterations {
             let batch = self.batch();
             let mut began = Instant::now();
             self.training.one(batch, || {
@@ -422,10 +441,10 @@ impl<'a> Trainer<'a> {
             times[1].push(milliseconds(began));
         }
         let [gradients, optimizer] = times.map(median);
-        Ok(Parts {
+        Ok(Some(Parts {
             gradients,
             optimizer,
-        })
+        }))
     }
 
     /// What a forward pass holds for its backward pass, in bytes, on a device that reports its memory.
