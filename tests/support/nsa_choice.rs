@@ -185,7 +185,8 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) {
             },
         };
         let (masses, picks, most) = found(&nsa, &x.q, &keys_values);
-        let again = found(&nsa, &x.q, &keys_values);
+        // The same queries as a layer's projection has them.
+        let again = found(&nsa, &by_rows(&inputs, device, dtype), &keys_values);
         let masses = masses.into_data();
         assert_eq!(masses.as_bytes(), again.0.into_data().as_bytes(), "{what}");
         assert_eq!(picks, again.1, "{what}");
@@ -212,6 +213,20 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) {
             assert!(clear * 2 > gaps.len(), "{what}: {clear} of {}", gaps.len());
         }
     }
+}
+
+/// The queries with the heads of a row side by side in memory.
+fn by_rows(inputs: &Inputs, device: &Device, dtype: DType) -> Tensor<4> {
+    let (case, [heads, _]) = (&inputs.case, inputs.case.heads);
+    let ([rows, _], [width, _]) = (case.seq, case.dims);
+    let mut numbers = Vec::with_capacity(inputs.q.len());
+    for at in 0..case.batch * rows * heads {
+        let (head, row, batch) = (at % heads, at / heads % rows, at / heads / rows);
+        let start = ((batch * heads + head) * rows + row) * width;
+        numbers.extend_from_slice(&inputs.q[start..start + width]);
+    }
+    let dims = [case.batch, rows, heads, width];
+    tensor::<4>(&numbers, dims, device, dtype).swap_dims(1, 2)
 }
 
 /// Whether attention in half precision runs on tensor cores here, as far as plans say.

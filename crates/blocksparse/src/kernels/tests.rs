@@ -560,18 +560,42 @@ fn masses_on_described_devices() {
         assert_eq!(on_h200(BF16, shape), Err("feature `cuda` is off"));
         return;
     }
-    let text = "mma  128 units a cube of 8 queries, 2 of a warp with 16 rows each, 64 compressed blocks at a time in 39 KiB shared";
-    assert_eq!(on_h200(BF16, shape).unwrap(), text);
-    assert_eq!(on_h200(f16, shape).unwrap(), text);
+    let on_wgmma = "wgmma  256 units a cube of 8 queries, 1 of a warp with 16 rows each, 64 compressed blocks at a time in 37 KiB shared";
+    let on_mma = "mma  128 units a cube of 8 queries, 2 of a warp with 16 rows each, 64 compressed blocks at a time in 39 KiB shared";
+    for dtype in [BF16, f16] {
+        assert_eq!(on_h200(dtype, shape).unwrap(), on_wgmma);
+        let on_a100 = plan(&Fake::sm80(), dtype, shape, TierLimit::None);
+        assert_eq!(on_a100.unwrap(), on_mma);
+        let limited = plan(&Fake::sm90(), dtype, shape, TierLimit::Mma);
+        assert_eq!(limited.unwrap(), on_mma);
+    }
     let groups = |heads| CompressedShape { heads, ..shape };
-    for (heads, queries) in [
-        ([32, 4], "16 queries, 4 of a warp with 8 rows"),
-        ([24, 4], "16 queries, 4 of a warp with 8 rows"),
-        ([16, 4], "32 queries, 8 of a warp with 4 rows"),
-        ([4, 4], "64 queries, 16 of a warp with 1 rows"),
+    for (heads, wgmma, mma) in [
+        (
+            [32, 4],
+            "16 queries, 2 of a warp with 8 rows",
+            "16 queries, 4 of",
+        ),
+        (
+            [24, 4],
+            "16 queries, 2 of a warp with 8 rows",
+            "16 queries, 4 of",
+        ),
+        (
+            [16, 4],
+            "32 queries, 4 of a warp with 4 rows",
+            "32 queries, 8 of",
+        ),
+        (
+            [4, 4],
+            "128 queries, 16 of a warp with 1 rows",
+            "64 queries, 16 of",
+        ),
     ] {
         let text = on_h200(BF16, groups(heads)).unwrap();
-        assert!(text.contains(queries), "{text}");
+        assert!(text.contains(wgmma), "{text}");
+        let text = plan(&Fake::sm80(), BF16, groups(heads), TierLimit::None).unwrap();
+        assert!(text.contains(mma), "{text}");
     }
     let blocks = |blocks| CompressedShape { blocks, ..shape };
     let wide = |width| CompressedShape { width, ..shape };
@@ -595,9 +619,10 @@ fn masses_on_described_devices() {
     }
     let simt = plan(&Fake::sm90(), BF16, shape, TierLimit::Simt);
     assert_eq!(simt, Err("BLOCKSPARSE_TIER says simt"));
-    // Every width's keys are whole pieces of all units, and fit beside the sums.
+    // Every width's keys fit beside the sums; wgmma has them in spans of 64 numbers.
     for width in (16..=256).step_by(16) {
-        on_h200(BF16, wide(width)).unwrap();
-        plan(&Fake::sm80(), BF16, wide(width), TierLimit::Mma).unwrap();
+        let text = on_h200(BF16, wide(width)).unwrap();
+        assert_eq!(text.starts_with("wgmma"), width % 64 == 0, "{text}");
+        plan(&Fake::sm80(), BF16, wide(width), TierLimit::None).unwrap();
     }
 }

@@ -1,7 +1,7 @@
 //! The kernel: a warp has all heads of some queries, and goes through the compressed blocks that they see.
 //!
 //! ```text
-//! s = q · kᵀ                 mma.sync: 16 rows are the heads of a query, of two or of four; queries stay in registers
+//! s = q · kᵀ                 wgmma or mma.sync: 16 rows are the heads of a query, of two or of four; queries stay in registers
 //! p = exp2(s − lse)          0 where a query does not see a compressed block
 //! sums over heads            8 lanes trade halves of what they have, so that each ends with some sums
 //! sums over what overlaps    of this step and the one before, in shared memory of the warp's own
@@ -16,29 +16,18 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::asm::*;
-use super::tile::{CompressedPlan, CompressedShape, MOST, MassTile, ROWS, STEP};
+use super::asm::async_fence;
+use super::chosen::{insert_all, nothing_chosen};
+use super::steps::{copy_keys, group_products, overlapping, products, sum_heads, weigh};
+use super::tile::{CompressedPlan, CompressedShape, MOST, MassTile, STEP};
 use super::{CompressedInputs, Wanted};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
-use crate::kernels::mma::asm::{
-    Element, address, bits_of, copy_piece, load_matrices, multiply, of_bits, wait_copies,
-};
+use crate::kernels::mma::asm::{address, bits_of, wait_copies};
 use crate::kernels::on_device::keep::key;
-use crate::kernels::shared::asm::{
-    exp2, multiply_add, shared_address, shared_load, shared_store, shuffle_xor, uniform,
-};
+use crate::kernels::shared::asm::{shared_address, shared_store, uniform};
 use crate::kernels::shared::walk::Four;
 use crate::kernels::tensor::check_rows;
-
-/// Stands for a key that there is not.
-const NOWHERE: u32 = u32::MAX;
-
-/// Compressed blocks that have sums in registers at a time: half a step, so that a multiprocessor has more warps.
-const CHUNK: usize = STEP / 2;
-
-/// Eights of them.
-const EIGHTS: usize = CHUNK / 8;
 
 /// Sizes of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -116,6 +105,7 @@ pub fn launch(
         return Ok(());
     }
     let tile = plan.tile.choosing(chooses);
+    let [low, high, sums] = tile.vectors();
     let [_, of_cube] = tile.queries();
     let row_cubes = rows.len().div_ceil(of_cube);
     let cubes = lists * row_cubes;
@@ -161,6 +151,9 @@ pub fn launch(
             spread(client, cubes as u64)?,
             CubeDim::new_1d(tile.units() as u32),
             address_of(client, largest)?,
+            low,
+            high,
+            sums,
             buffer(&inputs.q.handle, q_words),
             buffer(&inputs.k, lists * entries * width / 2),
             buffer(&inputs.lse, lse_len),
@@ -176,7 +169,7 @@ pub fn launch(
 /// `q` with any strides of 4 bytes in its outer dimensions and `k` `[batch, kv_heads, entries, width]` contiguous, in words; `lse` `[batch, heads, seq_q]`; `out` are
 /// the bits of f32 masses `[batch, kv_heads, rows, blocks]`, or of i32 blocks `[batch, kv_heads, rows, most]`. `factor` makes powers of two of products.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn masses(
+fn masses<P: Size, R: Size, S: Size>(
     q: &[u32],
     k: &[u32],
     lse: &[f32],
@@ -190,7 +183,7 @@ fn masses(
     let queries = comptime!(tile.queries()[0]);
     let per = comptime!(tile.blocks());
     let smem: Shared<[u32]> =
-        Shared::new_aligned_slice(comptime!(tile.shared_bytes() / 4), 128usize);
+        Shared::new_aligned_slice(comptime!(tile.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
@@ -246,6 +239,22 @@ fn masses(
             }
         }
 
+        // The same for wgmma, whose operands are single vectors.
+        let mut low = Vector::<u32, P>::zeroed();
+        let mut high = Vector::<u32, R>::zeroed();
+        if comptime!(tile.is_wgmma) {
+            let (first, words) = comptime!((tile.vectors()[0], 4 * depth));
+            #[unroll]
+            for i in 0..words {
+                let word = left[comptime!(i / 4)].extract(comptime!(i % 4));
+                if comptime!(i < first) {
+                    low.insert(i, word);
+                } else {
+                    high.insert(comptime!(i - first), word);
+                }
+            }
+        }
+
         // Blocks up to the last that counts for any of the cube's queries.
         let last = min(cube_row + comptime!(tile.queries()[1] as u32), of.rows) - 1
             + of.first_row
@@ -273,14 +282,21 @@ fn masses(
                 * u64::cast_from(of.entries)
                 * comptime!((tile.width * 2) as u64);
         copy_keys(keys, base, 0u32, of.entries, tile);
-        let lane_keys =
-            base + (lane % 8 + lane / 16 * 8) * comptime!(tile.pitch() as u32) + lane / 8 % 2 * 16;
-        for chunk in 0..2 * steps {
-            let j = chunk / 2;
+        let mut own_keys = base;
+        if comptime!(!tile.is_wgmma) {
+            own_keys +=
+                (lane % 8 + lane / 16 * 8) * comptime!(tile.pitch() as u32) + lane / 8 % 2 * 16;
+        }
+        let chunks = comptime!((STEP / tile.chunk()) as u32);
+        for chunk in 0..steps * chunks {
+            let j = chunk / chunks;
+            let part = chunk % chunks;
             let stage = j & 1;
-            let half = chunk & 1;
-            if half == 0 {
+            if part == 0 {
                 wait_copies();
+                if comptime!(tile.is_wgmma) {
+                    async_fence();
+                }
                 sync_cube();
                 if j + 1 < steps {
                     let target = base + (1 - stage) * comptime!(tile.step_bytes() as u32);
@@ -293,14 +309,18 @@ fn masses(
                     );
                 }
             }
-            let from = lane_keys
-                + stage * comptime!(tile.step_bytes() as u32)
-                + half * comptime!((CHUNK * tile.pitch()) as u32);
-            let mut p = products(&left, from, tile);
+            let from = own_keys + stage * comptime!(tile.step_bytes() as u32);
+            let mut p = if comptime!(tile.is_wgmma) {
+                group_products::<P, R, S>(low, high, from, tile)
+            } else {
+                let from = from + part * comptime!((tile.chunk() * tile.pitch()) as u32);
+                products(&left, from, tile)
+            };
             weigh(&mut p, &shift, &seen, factor, chunk, along, tile);
-            let ring = (chunk & 3) * comptime!((CHUNK * 4) as u32);
+            let ring =
+                stage * comptime!((STEP * 4) as u32) + part * comptime!((tile.chunk() * 4) as u32);
             sum_heads(&p, sums + ring, across, along, lane, tile);
-            if half == 1 {
+            if part == comptime!((STEP / tile.chunk()) as u32 - 1) {
                 sync_plane();
                 #[unroll]
                 for i in 0..comptime!((queries * per).div_ceil(32)) {
@@ -368,239 +388,5 @@ fn masses(
                 }
             }
         }
-    }
-}
-
-/// Starts to copy the keys of a step from entry `first` on; behind the last one there are zeros.
-#[cube]
-fn copy_keys(keys: u64, target: u32, first: u32, entries: u32, #[comptime] tile: MassTile) {
-    let pieces = comptime!((tile.width / 8) as u32);
-    #[unroll]
-    for i in 0..comptime!(STEP * tile.width / 8 / tile.units()) {
-        let at = UNIT_POS_X + comptime!((i * tile.units()) as u32);
-        let (row, piece) = (at / pieces, at % pieces);
-        let entry = first + row;
-        let place = select(entry < entries, entry, comptime!(NOWHERE));
-        copy_piece(
-            target + row * comptime!(tile.pitch() as u32) + piece * 16,
-            keys + u64::cast_from(piece * 16),
-            place,
-            comptime!((tile.width * 2) as u32).runtime(),
-        );
-    }
-}
-
-/// Products of the warp's rows and the keys of half a step.
-#[cube]
-fn products(
-    left: &Array<Vector<u32, Four>>,
-    keys: u32,
-    #[comptime] tile: MassTile,
-) -> Array<Vector<f32, Four>> {
-    let tiles = comptime!(tile.tiles);
-    let depth = comptime!(tile.depth());
-    let mut s = Array::<Vector<f32, Four>>::new(comptime!(tiles * EIGHTS));
-    #[unroll]
-    for i in 0..comptime!(tiles * EIGHTS) {
-        s[i] = Vector::<f32, Four>::zeroed();
-    }
-    #[unroll]
-    for n in 0..depth {
-        #[unroll]
-        for pair in 0..comptime!(EIGHTS / 2) {
-            let right = load_matrices(keys, comptime!(pair * 16 * tile.pitch() + n * 32));
-            #[unroll]
-            for m in 0..tiles {
-                #[unroll]
-                for half in 0..2usize {
-                    let at = comptime!(m * EIGHTS + 2 * pair + half);
-                    s[at] = multiply(
-                        left[comptime!(m * depth + n)],
-                        right.extract(comptime!(2 * half)),
-                        right.extract(comptime!(2 * half + 1)),
-                        s[at],
-                        comptime!(Element::Half(tile.half())),
-                    );
-                }
-            }
-        }
-    }
-    s
-}
-
-/// Products to weights.
-#[cube]
-fn weigh(
-    p: &mut Array<Vector<f32, Four>>,
-    shift: &Array<f32>,
-    seen: &Array<u32>,
-    factor: f32,
-    chunk: u32,
-    along: u32,
-    #[comptime] tile: MassTile,
-) {
-    #[unroll]
-    for m in 0..comptime!(tile.tiles) {
-        #[unroll]
-        for n in 0..EIGHTS {
-            let mut four = p[comptime!(m * EIGHTS + n)];
-            #[unroll]
-            for i in 0..4usize {
-                let power = multiply_add(four.extract(i), factor, shift[comptime!(2 * m + i / 2)]);
-                four.insert(i, exp2(power));
-            }
-            p[comptime!(m * EIGHTS + n)] = four;
-        }
-    }
-    // Rows of later queries see no less.
-    if (chunk + 1) * comptime!(CHUNK as u32) > uniform(seen[0]) {
-        #[unroll]
-        for m in 0..comptime!(tile.tiles) {
-            #[unroll]
-            for n in 0..EIGHTS {
-                let mut four = p[comptime!(m * EIGHTS + n)];
-                #[unroll]
-                for i in 0..4usize {
-                    let entry = chunk * comptime!(CHUNK as u32)
-                        + comptime!((n * 8 + i % 2) as u32)
-                        + 2 * along;
-                    let is_seen = entry < seen[comptime!(2 * m + i / 2)];
-                    four.insert(i, select(is_seen, four.extract(i), 0.0f32));
-                }
-                p[comptime!(m * EIGHTS + n)] = four;
-            }
-        }
-    }
-}
-
-/// Sums over the heads of each query, to shared memory.
-///
-/// A query's rows are `members` neighbours. Lanes whose rows are of one query trade halves of their eights of columns until each has its own.
-#[cube]
-fn sum_heads(
-    p: &Array<Vector<f32, Four>>,
-    sums: u32,
-    across: u32,
-    along: u32,
-    lane: u32,
-    #[comptime] tile: MassTile,
-) {
-    // Where rows `across` and `across + 8` are of one query, they are added first.
-    let halves = comptime!(if tile.members == ROWS { 1usize } else { 2usize });
-    let lanes = comptime!(tile.members.min(8));
-    let kept = comptime!(2 * EIGHTS / lanes);
-    #[unroll]
-    for m in 0..comptime!(tile.tiles) {
-        #[unroll]
-        for half in 0..halves {
-            let mut own = Array::<f32>::new(comptime!(2 * EIGHTS));
-            #[unroll]
-            for n in 0..EIGHTS {
-                let four = p[comptime!(m * EIGHTS + n)];
-                #[unroll]
-                for c in 0..2usize {
-                    let mut sum = four.extract(comptime!(2 * half + c));
-                    if comptime!(halves == 1) {
-                        sum += four.extract(comptime!(2 + c));
-                    }
-                    own[comptime!(2 * n + c)] = sum;
-                }
-            }
-            #[unroll]
-            for step in 0..comptime!(lanes.ilog2() as usize) {
-                // Sums that are kept, and the lane's bit that says which.
-                let few = comptime!(EIGHTS >> step);
-                let bit = comptime!((2 * lanes as u32) >> step);
-                let is_upper = lane & bit != 0;
-                #[unroll]
-                for i in 0..few {
-                    let low = own[i];
-                    let high = own[comptime!(few + i)];
-                    let given = select(is_upper, low, high);
-                    own[i] = select(is_upper, high, low) + shuffle_xor(given, bit);
-                }
-            }
-            let query =
-                (across + comptime!((m * ROWS + half * 8) as u32)) / comptime!(tile.members as u32);
-            let start = sums + query * comptime!(tile.sums_pitch() as u32) + along * 8;
-            #[unroll]
-            for i in 0..kept {
-                // Columns `2 along` and `2 along + 1` of an eight.
-                let at =
-                    across % comptime!(lanes as u32) * comptime!(kept as u32) + comptime!(i as u32);
-                shared_store(start + at / 2 * 32 + at % 2 * 4, bits_of(own[i]));
-            }
-        }
-    }
-}
-
-/// What a block gets that begins at compressed block `place` of the ring of two steps: each stride of its tokens has as much of a compressed block as any other.
-#[cube]
-fn overlapping(sums: u32, place: u32, #[comptime] tile: MassTile) -> f32 {
-    let (strides, before) = comptime!((tile.strides, tile.covered - 1));
-    let mut mass = 0.0f32.runtime();
-    #[unroll]
-    for i in 0..comptime!(strides + before) {
-        // The first of the strides that it has in the block, and the last.
-        let weight =
-            comptime!((before.min(strides + before - 1 - i) + 1 - before.saturating_sub(i)) as f32);
-        let at =
-            (place + comptime!((2 * STEP + i - before) as u32)) & comptime!(2 * STEP as u32 - 1);
-        mass = multiply_add(of_bits(shared_load(sums + at * 4)), weight.runtime(), mass);
-    }
-    mass
-}
-
-/// The highest few of each query: lane `i` has the `i`-th.
-#[derive(CubeType)]
-struct Chosen {
-    keys: Array<u32>,
-    blocks: Array<u32>,
-    /// Keys that others have to be above.
-    last: Array<u32>,
-}
-
-#[cube]
-fn nothing_chosen(#[comptime] queries: usize) -> Chosen {
-    let mut keys = Array::<u32>::new(queries);
-    let mut blocks = Array::<u32>::new(queries);
-    let mut last = Array::<u32>::new(queries);
-    #[unroll]
-    for i in 0..queries {
-        keys[i] = 0u32.runtime();
-        blocks[i] = 0xffff_ffffu32.runtime();
-        last[i] = 0u32.runtime();
-    }
-    Chosen { keys, blocks, last }
-}
-
-/// Inserts the keys of some lanes, whose blocks rise, where they are among the highest of a query. Of equal ones those before stay before.
-#[cube]
-fn insert_all(
-    chosen: &mut Chosen,
-    key: u32,
-    block: u32,
-    #[comptime] lanes: u32,
-    most: u32,
-    #[comptime] query: usize,
-) {
-    let lane = UNIT_POS_X % 32;
-    let mut above = votes_above(key, chosen.last[query]) & lanes;
-    while above != 0u32 {
-        let source = lowest_bit(above);
-        let its_key = word_of(key, source);
-        let its_block = word_of(block, source);
-        let (own_key, own_block) = (chosen.keys[query], chosen.blocks[query]);
-        // As many are no lower.
-        let place = count_bits(!votes_above(its_key, own_key));
-        let (key_before, block_before) = (word_before(own_key), word_before(own_block));
-        let moved_key = select(lane == place, its_key, key_before);
-        let moved_block = select(lane == place, its_block, block_before);
-        chosen.keys[query] = select(lane < place, own_key, moved_key);
-        chosen.blocks[query] = select(lane < place, own_block, moved_block);
-        let last = word_of(chosen.keys[query], most - 1);
-        chosen.last[query] = last;
-        // What was above the last of before may be no more.
-        above = above & (above - 1u32) & votes_above(key, last);
     }
 }

@@ -9,14 +9,20 @@
 //!
 //! ```text
 //! tile      what a call gets, or why not
-//! kernel    products, their sums over heads, over what overlaps, and the highest few
-//! asm       its PTX
+//! kernel    a launch, and how a warp goes through compressed blocks
+//! steps     products, their sums over heads and over what overlaps
+//! chosen    the highest few
+//! asm       PTX of them
 //! ```
 
 #[cfg(feature = "cuda-asm")]
 mod asm;
 #[cfg(feature = "cuda-asm")]
+mod chosen;
+#[cfg(feature = "cuda-asm")]
 mod kernel;
+#[cfg(feature = "cuda-asm")]
+mod steps;
 mod tile;
 
 use std::ops::Range;

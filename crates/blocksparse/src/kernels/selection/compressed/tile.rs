@@ -59,6 +59,10 @@ pub const ROWS: usize = 16;
 pub const MOST: usize = 32;
 /// Warps of a cube: few, so that a multiprocessor has cubes that wait for each other's keys at other times.
 const WARPS: usize = 4;
+/// Warps of a cube on wgmma: two groups of four.
+const GROUP_WARPS: usize = 8;
+/// Numbers of a span of keys that wgmma reads.
+const ROW_ELEMENTS: usize = 64;
 /// Widest queries of which a warp holds two tiles in registers.
 const WIDE: usize = 192;
 /// Widest of all.
@@ -85,6 +89,8 @@ pub struct MassTile {
     pub covered: usize,
     /// Whether blocks are chosen, and masses not written.
     pub chooses: bool,
+    /// Whether products are wgmma's, and not mma.sync's.
+    pub is_wgmma: bool,
 }
 
 impl MassTile {
@@ -121,16 +127,24 @@ impl MassTile {
                 "too many compressed blocks overlap a block, or no power of two begins in it",
             );
         }
+        let is_wgmma = properties.identity.fingerprint == "ptx_sm90"
+            && limit != TierLimit::Mma
+            && width.is_multiple_of(ROW_ELEMENTS);
         let tile = Self {
             is_bf16,
             width,
             members,
-            warps: WARPS,
-            // Of many queries there would be too much beside sums.
-            tiles: if width <= WIDE && members >= 4 { 2 } else { 1 },
+            warps: if is_wgmma { GROUP_WARPS } else { WARPS },
+            // Of many queries there would be too much beside sums. wgmma reads keys once for four warps.
+            tiles: if !is_wgmma && width <= WIDE && members >= 4 {
+                2
+            } else {
+                1
+            },
             strides,
             covered,
             chooses: false,
+            is_wgmma,
         };
         match tile.shared_bytes() > properties.hardware.max_shared_memory_size {
             true => Err("a cube has too little shared memory"),
@@ -176,9 +190,44 @@ impl MassTile {
         self.width / 16
     }
 
-    /// Bytes between two keys in shared memory: an odd number of 16-byte pieces, so that eight neighbours lie in different banks.
+    /// Compressed blocks that have sums in registers at a time: on mma.sync half a step, so that a multiprocessor has more warps.
+    pub fn chunk(&self) -> usize {
+        match self.is_wgmma {
+            true => STEP,
+            false => STEP / 2,
+        }
+    }
+
+    /// Eights of them.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub fn eights(&self) -> usize {
+        self.chunk() / 8
+    }
+
+    /// Vectors of the words of a row that a unit has, together no fewer: an asm takes powers of two. And of its sums.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub fn vectors(&self) -> [usize; 3] {
+        match (self.is_wgmma, self.width) {
+            (false, _) => [4, 4, 4],
+            (true, ..=64) => [8, 8, self.chunk() / 2],
+            (true, ..=128) => [16, 16, self.chunk() / 2],
+            (true, ..=192) => [32, 16, self.chunk() / 2],
+            (true, _) => [32, 32, self.chunk() / 2],
+        }
+    }
+
+    /// Bytes of a span of 64 numbers of a step's keys, as wgmma reads them.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub fn span(&self) -> usize {
+        STEP * 2 * ROW_ELEMENTS
+    }
+
+    /// Bytes between two keys in shared memory: for mma.sync an odd number of 16-byte pieces, so that eight neighbours lie in different banks.
     pub fn pitch(&self) -> usize {
-        self.width * 2 + 16
+        match self.is_wgmma {
+            true => self.width * 2,
+            false => self.width * 2 + 16,
+        }
     }
 
     /// Bytes of the keys of a step, of which there are two.
@@ -249,7 +298,8 @@ impl fmt::Display for CompressedPlan {
         let [of_warp, of_cube] = tile.queries();
         write!(
             f,
-            "mma  {} units a cube of {of_cube} queries, {of_warp} of a warp with {} rows each, {STEP} compressed blocks at a time in {} KiB shared",
+            "{}  {} units a cube of {of_cube} queries, {of_warp} of a warp with {} rows each, {STEP} compressed blocks at a time in {} KiB shared",
+            if tile.is_wgmma { "wgmma" } else { "mma" },
             tile.units(),
             tile.members,
             tile.shared_bytes().div_ceil(1024)
