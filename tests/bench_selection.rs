@@ -304,9 +304,36 @@ impl Bench<'_> {
         self.dense = dense;
         let keys_values = NsaKeysValues::shared(k.clone(), v.clone()).compressed_by_means(&nsa);
         let keys_values = keys_values.expect("shapes fit");
-        self.time(&name("compressed blocks and choice"), || {
-            nsa.query_lists(q.clone(), &keys_values)
+        // With what chooses as devices without its kernel have it, too: the choice alone is what is left without the attention to compressed blocks.
+        let alone = self.time(&name("compressed blocks"), || {
+            nsa.compressed_branch(q.clone(), &keys_values)
         });
+        for (nsa, kind) in [
+            (&nsa, ""),
+            (&nsa.clone().without_mass_kernel(), ", without kernel"),
+        ] {
+            println!(
+                "{:?}",
+                nsa.plan(&q, &keys_values).map(|plan| plan.to_string())
+            );
+            let both = self.time(
+                &name(&format!("compressed blocks and choice{kind}")),
+                || nsa.query_lists(q.clone(), &keys_values),
+            );
+            self.row(&name(&format!("choice alone{kind}")), None, both - alone);
+        }
+        if let Some([k, v]) = &keys_values.compressed {
+            let tracked = [&q, k, v].map(|x| x.clone().autodiff().require_grad());
+            self.time(&name("compressed blocks, forward and backward"), || {
+                let [q, k, v] = tracked.clone();
+                let keys_values = NsaKeysValues {
+                    compressed: Some([k, v]),
+                    ..keys_values.clone()
+                };
+                let out = nsa.compressed_branch(q, &keys_values).expect("it ran");
+                out.expect("the sequence is long").sum().backward()
+            });
+        }
         self.time(&name("forward"), || attend(inputs.clone()));
         // Packed queries and their outputs, and the gradients of both; and some twenty tensors as large as the queries.
         let options = nsa.options();

@@ -5,12 +5,16 @@ use std::time::Instant;
 #[cfg(not(any(feature = "cuda", feature = "wgpu")))]
 use anyhow::bail;
 use anyhow::{Context, Result, anyhow};
-use blocksparse::StreamDropout;
+use blocksparse::kernels::TensorView;
 use blocksparse::kernels::optim::{self, AdamWNumbers, AdamWTensors, FlatTensor};
 use blocksparse::kernels::rows::{
     self, ActivationBackward, ActivationKind, HeadsPart, NormBackward, NormBranch, NormGrad,
     NormOf, StreamGrad,
 };
+use blocksparse::kernels::selection::{
+    CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
+};
+use blocksparse::{Forced, StreamDropout};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::future::block_on;
@@ -65,6 +69,7 @@ fn main() -> Result<()> {
     bench.norms()?;
     bench.activations()?;
     bench.heads()?;
+    bench.compressed()?;
     bench.weights()?;
     bench.optimizer()?;
     if let Some(path) = &bench.args.json {
@@ -243,6 +248,60 @@ impl Bench {
                     rows::column_sums(&client, (&input, element), [rows, width], (&output, F32));
                 result.expect("the device can");
             })?;
+        }
+        Ok(())
+    }
+
+    /// What queries of native sparse attention choose, by 64 heads on 4 of keys: the bytes are those of queries, keys and results.
+    fn compressed(&mut self) -> Result<()> {
+        let (rows, heads, kv_heads, most) = (self.args.rows, 64, 4, 13);
+        for (width, group) in [(128, 16), (192, 16), (64, 16), (128, 8), (128, 4), (128, 1)] {
+            let shape = CompressedShape {
+                batch: 1,
+                heads: [kv_heads * group, kv_heads],
+                seq: [rows, rows],
+                width,
+                blocks: [32, 16, 64],
+            };
+            let heads = heads / 16 * group;
+            let plan = match CompressedPlan::new(&self.client, BF16, shape) {
+                Ok(plan) => plan,
+                Err(reason) => {
+                    println!("choices of compressed blocks, {width} wide: {reason}");
+                    continue;
+                }
+            };
+            let (entries, blocks) = (shape.entries(), shape.chosen_from());
+            let inputs = CompressedInputs {
+                q: TensorView {
+                    handle: self.buffer(heads * rows * width, BF16),
+                    shape: [1, heads, rows, width],
+                    strides: [heads * rows * width, rows * width, width, 1],
+                },
+                k: self.buffer(kv_heads * entries * width, BF16),
+                lse: self.buffer(heads * rows, F32),
+            };
+            // Masses of all queries together would be a gigabyte.
+            let some = rows - rows.min(4096)..rows;
+            let forced = Forced { first: 1, local: 2 };
+            for (what, wanted, numbers) in [
+                ("choices", Wanted::Choice { forced, most }, rows * most),
+                (
+                    "last 4,096 masses",
+                    Wanted::Masses(some.clone()),
+                    some.len() * blocks,
+                ),
+            ] {
+                let out = self.buffer(kv_heads * numbers, F32);
+                let bytes =
+                    heads * rows * width * 2 + kv_heads * (entries * width * 2 + numbers * 4);
+                let client = self.client.clone();
+                let name = format!("{what} of compressed blocks, {width} wide, groups of {group}");
+                self.moves(&name, bytes, || {
+                    compressed_masses(&client, &plan, &inputs, 0.1, &wanted, &out)
+                        .expect("the device can");
+                })?;
+            }
         }
         Ok(())
     }

@@ -5,10 +5,10 @@ use burn::tensor::Device;
 use crate::{
     activation, attention, autodiff, block_sparse, blocks, device_layout, device_layout_within,
     embedding, eviction, fuzz, fuzz_decoding, gradients, graph, graph_decoding, graph_training,
-    heads, kept, linear, loss, masses, max_scores, mlp, norm, nsa, optim, options, page_choice,
-    paged, paged_quantised, projection, sampling, selected, selected_lists, selected_planted,
-    selection, selection_fuzz, selection_goldens, selection_long, selection_rules, selection_runs,
-    sharing, stream_dropout, widths,
+    heads, kept, linear, loss, masses, max_scores, mlp, norm, nsa, nsa_choice, optim, options,
+    page_choice, paged, paged_quantised, projection, sampling, selected, selected_lists,
+    selected_planted, selection, selection_fuzz, selection_goldens, selection_long,
+    selection_rules, selection_runs, sharing, stream_dropout, widths,
 };
 
 /// A check over the table of cases on some devices; it panics if it fails.
@@ -87,6 +87,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
     selected_lists: rows_at_equals_f64;
     nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences, nsa_is_prefix_stable,
         nsa_gives_the_same_bits, nsa_golden;
+    nsa_choice: nsa_choices_equal_f64;
     selection_fuzz: some_random_choices;
     selection_runs: choices_give_the_same_bits, choices_are_replayed, outputs_are_bounded_by_recall,
         rules_are_nested;

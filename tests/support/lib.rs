@@ -34,6 +34,7 @@ pub mod mlp;
 pub mod norm;
 mod norm_problem;
 pub mod nsa;
+pub mod nsa_choice;
 mod nsa_problem;
 pub mod optim;
 pub mod options;

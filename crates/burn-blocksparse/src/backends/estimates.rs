@@ -2,8 +2,9 @@
 
 use blocksparse::kernels::rows::{RowBlocks, block_means};
 use blocksparse::kernels::selection::{
-    Antidiagonals, FlexTensors, GateSizes, LineSizes, MeanProducts, SeenRows, Touched,
-    antidiagonal_masses, check, flex_blocks, line_sums, mean_products, query_picks, touched_blocks,
+    Antidiagonals, CompressedInputs, CompressedPlan, FlexTensors, GateSizes, LineSizes,
+    MeanProducts, SeenRows, Touched, Wanted, antidiagonal_masses, check, compressed_masses,
+    flex_blocks, line_sums, mean_products, query_picks, touched_blocks,
 };
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;
@@ -11,8 +12,8 @@ use burn_cubecl::kernel::{cast, into_contiguous, slice};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
-use super::cube::{empty, launched, uses_reference};
-use crate::ops::{EstimateOps, MeanScores};
+use super::cube::{empty, launched, readable as rows_readable, uses_reference, view};
+use crate::ops::{CompressedCall, EstimateOps, MeanScores};
 
 /// Whether kernels make scores on a device.
 pub(crate) fn available(device: &CubeDevice) -> bool {
@@ -40,6 +41,40 @@ fn scores(q: &CubeTensor, k: &CubeTensor, rows: usize, block: usize) -> CubeTens
     let [batch, heads, ..] = q.meta.shape().dims::<4>();
     let blocks = k.meta.shape()[2].div_ceil(block);
     empty(q, [batch, heads, rows, blocks], DType::F32)
+}
+
+/// Masses of compressed blocks, or what they choose, in a new tensor of these sizes.
+fn of_compressed(
+    [q, k, lse]: [CubeTensor; 3],
+    call: &CompressedCall,
+    wanted: &Wanted,
+    (columns, dtype): (usize, DType),
+) -> CubeTensor {
+    // Words have two numbers.
+    let q = rows_readable(q, 2);
+    let (k, lse) = (into_contiguous(k), into_contiguous(cast(lse, DType::F32)));
+    let plan = CompressedPlan::new(&q.client, dtype_to_elem_type(q.dtype), call.shape);
+    let plan = plan.unwrap_or_else(|reason| panic!("masses of compressed blocks: {reason}"));
+    let rows = match wanted {
+        Wanted::Masses(rows) => rows.len(),
+        Wanted::Choice { .. } => call.shape.seq[0],
+    };
+    let dims = [call.shape.batch, call.shape.heads[1], rows, columns];
+    let out = empty(&q, dims, dtype);
+    let inputs = CompressedInputs {
+        q: view(&q),
+        k: k.handle.clone(),
+        lse: lse.handle.clone(),
+    };
+    launched(compressed_masses(
+        &q.client,
+        &plan,
+        &inputs,
+        call.scale,
+        wanted,
+        &out.handle,
+    ));
+    out
 }
 
 impl EstimateOps for CubeBackend {
@@ -118,6 +153,30 @@ impl EstimateOps for CubeBackend {
             &picks.handle,
         ));
         picks
+    }
+
+    fn compressed_masses(
+        q: CubeTensor,
+        k: CubeTensor,
+        lse: CubeTensor,
+        call: CompressedCall,
+    ) -> CubeTensor {
+        let wanted = Wanted::Masses(call.rows.clone());
+        let of = (call.shape.chosen_from(), DType::F32);
+        of_compressed([q, k, lse], &call, &wanted, of)
+    }
+
+    fn compressed_choice(
+        q: CubeTensor,
+        k: CubeTensor,
+        lse: CubeTensor,
+        call: CompressedCall,
+    ) -> CubeTensor {
+        let wanted = Wanted::Choice {
+            forced: call.forced,
+            most: call.most,
+        };
+        of_compressed([q, k, lse], &call, &wanted, (call.most, DType::I32))
     }
 
     fn mean_scores(q: CubeTensor, k: CubeTensor, call: MeanScores) -> CubeTensor {

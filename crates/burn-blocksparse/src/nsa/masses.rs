@@ -7,8 +7,10 @@ use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
 use super::Nsa;
 use crate::error::OpError;
+use crate::op_plan::{OpDevice, OpPlan};
 use crate::selection::parts::{NUMBERS, joined, padded};
 use crate::selection::products;
+use crate::selection::query_lists::{ListSizes, QueryLists};
 
 /// `Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)` of every block J, without autodiff.
 pub(super) struct Masses<'a> {
@@ -24,7 +26,7 @@ pub(super) struct Masses<'a> {
     block: usize,
     stride: usize,
     selected_block: usize,
-    scale: f64,
+    pub(super) scale: f64,
     /// What stands for values where masses are attention.
     pub(super) overlaps: OnceCell<Tensor<4>>,
 }
@@ -59,6 +61,10 @@ impl<'a> Masses<'a> {
     ///
     /// What is chosen by queries and keys of half precision is no better than they are, and their attention is much faster than products of f32.
     pub fn of_rows(&self, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        #[cfg(feature = "cube")]
+        if let Some(masses) = self.by_kernel(rows.clone()) {
+            return Ok(masses);
+        }
         let is_half = matches!(self.q.dtype(), DType::F16 | DType::BF16);
         let [batch, heads, ..] = self.q.dims();
         let of_row = match is_half {
@@ -78,6 +84,25 @@ impl<'a> Masses<'a> {
             );
         }
         Ok(joined(slabs, 2))
+    }
+
+    /// How they are made.
+    pub fn op_plan(&self) -> OpPlan {
+        #[cfg(feature = "cube")]
+        let kernels = |device: &OpDevice| self.plan_on(device).map(|plan| plan.to_string());
+        #[cfg(not(feature = "cube"))]
+        let kernels = |_: &OpDevice| Err("there are no kernels");
+        OpPlan::new(&self.q.device(), kernels)
+    }
+
+    /// The blocks that queries choose by them beside the forced ones, and the queries of each block.
+    pub fn lists(&self, sizes: &ListSizes) -> Result<QueryLists, OpError> {
+        #[cfg(feature = "cube")]
+        if let Some(blocks) = self.choice(sizes) {
+            return Ok(QueryLists::of_choices(blocks, sizes));
+        }
+        let [batch, ..] = self.q.dims();
+        QueryLists::new(|rows| self.of_rows(rows), batch * self.kv_heads, sizes)
     }
 
     /// Of queries and blocks that see nothing of each other.

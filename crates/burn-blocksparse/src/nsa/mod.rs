@@ -7,9 +7,12 @@
 //! layout        who sees which of them
 //! masses        the attention that blocks of keys get in compressed form, by which they are chosen
 //! by_attention  the same for half precision
+//! by_kernel     the same by a kernel that chooses at once, where there is one
 //! ```
 
 mod by_attention;
+#[cfg(feature = "cube")]
+mod by_kernel;
 mod layout;
 mod masses;
 mod options;
@@ -20,6 +23,7 @@ use burn::tensor::Tensor;
 
 use crate::attention::attention_with_lse;
 use crate::error::OpError;
+use crate::op_plan::OpPlan;
 use crate::options::AttentionOptions;
 use crate::selection::layouts::KeptLayouts;
 use crate::selection::lists::attention_of_choice;
@@ -64,6 +68,9 @@ pub use options::NsaOptions;
 pub struct Nsa {
     options: NsaOptions,
     layouts: KeptLayouts,
+    /// Whether the kernel of masses is left out.
+    #[cfg_attr(not(feature = "cube"), allow(dead_code))]
+    is_general: bool,
 }
 
 /// Keys and values of the branches of [`Nsa`], each `[batch, kv_heads, rows, width]`; keys are as wide as queries, and all values are equally wide.
@@ -146,7 +153,30 @@ impl Nsa {
         Ok(Self {
             options,
             layouts: KeptLayouts::default(),
+            is_general: false,
         })
+    }
+
+    /// The same without the kernel that makes masses and chooses by them on some devices: for measuring and comparing.
+    pub fn without_mass_kernel(self) -> Self {
+        Self {
+            is_general: true,
+            ..self
+        }
+    }
+
+    /// How a call makes the masses that queries choose by, and why not by the kernel that chooses at once. It prints.
+    ///
+    /// # Errors
+    /// As [`Self::attention`].
+    pub fn plan(&self, q: &Tensor<4>, keys_values: &NsaKeysValues) -> Result<OpPlan, OpError> {
+        Call::new(self, q, keys_values)?;
+        let [batch, heads, seq_q, _] = q.dims();
+        let no_lse = || Tensor::zeros([batch, heads, seq_q], &q.device());
+        let compressed = keys_values.compressed.clone();
+        let compressed = compressed.map(|keys_values| (keys_values, no_lse()));
+        let masses = Masses::new(self, q, &keys_values.selected[0], compressed);
+        Ok(masses.op_plan())
     }
 
     /// Its numbers.
@@ -192,14 +222,8 @@ impl Nsa {
             selected,
             window,
         } = keys_values;
-        let [batch, heads, seq_q, _] = q.dims();
-        let (mut by_entries, mut lse) = (None, None);
-        if let Some([k, v]) = &compressed {
-            let layout = self.entries_layout(&call)?;
-            let (k, v) = (k.clone(), v.clone());
-            let (out, of_out) = attention_with_lse(q.clone(), k, v, &layout, options.clone())?;
-            (by_entries, lse) = (Some(out), Some(of_out));
-        }
+        let [_, heads, seq_q, _] = q.dims();
+        let (by_entries, lse) = self.of_entries(&call, &q, &compressed)?.unzip();
         let [k, v] = selected;
         let near = LayoutShape {
             heads,
@@ -213,8 +237,7 @@ impl Nsa {
             None => None,
             Some(sizes) => {
                 let masses = Masses::new(self, &q, &k, compressed.zip(lse));
-                let scores = |rows| masses.of_rows(rows);
-                Some(QueryLists::new(scores, batch * k.dims()[1], &sizes)?)
+                Some(masses.lists(&sizes)?)
             }
         };
         let (selected, _) = attention_of_choice([q.clone(), k, v], &near, lists, &options)?;
@@ -238,6 +261,34 @@ impl Nsa {
         })
     }
 
+    /// The first branch alone: the attention to compressed blocks. None where the sequence is shorter than a block.
+    ///
+    /// # Errors
+    /// As [`Self::attention`].
+    pub fn compressed_branch(
+        &self,
+        q: Tensor<4>,
+        keys_values: &NsaKeysValues,
+    ) -> Result<Option<Tensor<4>>, OpError> {
+        let call = Call::new(self, &q, keys_values)?;
+        let found = self.of_entries(&call, &q, &keys_values.compressed)?;
+        Ok(found.map(|(out, _)| out))
+    }
+
+    /// The attention to compressed blocks and its lse, if there are any.
+    fn of_entries(
+        &self,
+        call: &Call,
+        q: &Tensor<4>,
+        compressed: &Option<[Tensor<4>; 2]>,
+    ) -> Result<Option<(Tensor<4>, Tensor<3>)>, OpError> {
+        let Some([k, v]) = compressed.clone() else {
+            return Ok(None);
+        };
+        let layout = self.entries_layout(call)?;
+        attention_with_lse(q.clone(), k, v, &layout, self.attention_options()).map(Some)
+    }
+
     /// The attention that blocks of [`NsaOptions::selected_block`] keys get in compressed form, of all heads that choose together: what a query chooses its
     /// blocks by. Those that a query does not see may have anything.
     ///
@@ -252,20 +303,20 @@ impl Nsa {
         q: Tensor<4>,
         keys_values: &NsaKeysValues,
     ) -> Result<Tensor<4>, OpError> {
+        let rows = 0..q.dims()[2];
+        self.masses(q, keys_values)?.of_rows(rows)
+    }
+
+    /// What masses of a call are made of, without autodiff.
+    fn masses(&self, q: Tensor<4>, keys_values: &NsaKeysValues) -> Result<Masses<'_>, OpError> {
         let call = Call::new(self, &q, keys_values)?;
-        let compressed = match &keys_values.compressed {
-            None => None,
-            Some([k, v]) => {
-                let layout = self.entries_layout(&call)?;
-                let [q, k, v] = [&q, k, v].map(|x| x.clone().without_autodiff());
-                let of_k = k.clone();
-                let (_, lse) =
-                    attention_with_lse(q, k, v.clone(), &layout, self.attention_options())?;
-                Some(([of_k, v], lse))
-            }
-        };
-        let masses = Masses::new(self, &q, &keys_values.selected[0], compressed);
-        masses.of_rows(0..q.dims()[2])
+        let q = q.without_autodiff();
+        let compressed = keys_values.compressed.clone();
+        let compressed = compressed.map(|keys_values| keys_values.map(Tensor::without_autodiff));
+        let lse = self.of_entries(&call, &q, &compressed)?.map(|(_, lse)| lse);
+        let compressed = compressed.zip(lse);
+        let k = &keys_values.selected[0];
+        Ok(Masses::new(self, &q, k, compressed))
     }
 
     /// The blocks that every query chooses beside the forced ones, and the queries of each block; lists are those of heads of keys. None if there is nothing to
@@ -280,13 +331,10 @@ impl Nsa {
     ) -> Result<Option<QueryLists>, OpError> {
         let call = Call::new(self, &q, keys_values)?;
         let sizes = ListSizes::new(call.grid, self.options.keep, self.options.forced);
-        let Some(sizes) = sizes else {
-            return Ok(None);
-        };
-        let masses = self.block_masses(q, keys_values)?;
-        let [batch, kv_heads, ..] = masses.dims();
-        let scores = |rows| Ok(masses.clone().slice_dim(2, rows));
-        QueryLists::new(scores, batch * kv_heads, &sizes).map(Some)
+        match sizes {
+            None => Ok(None),
+            Some(sizes) => self.masses(q, keys_values)?.lists(&sizes).map(Some),
+        }
     }
 
     fn attention_options(&self) -> AttentionOptions {

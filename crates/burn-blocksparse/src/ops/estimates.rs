@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use blocksparse::kernels::selection::{Antidiagonals, GateSizes, LineSizes, Touched};
+use blocksparse::Forced;
+use blocksparse::kernels::selection::{
+    Antidiagonals, CompressedShape, GateSizes, LineSizes, Touched,
+};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
 
@@ -27,6 +30,40 @@ impl MeanScores {
             rows,
             factor,
             causal,
+        }
+    }
+}
+
+/// Which masses of compressed blocks are wanted, or which blocks chosen by them.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct CompressedCall {
+    /// Sizes of the call.
+    pub shape: CompressedShape,
+    /// What products are multiplied by.
+    pub scale: f64,
+    /// Queries whose masses are wanted; all of them choose.
+    pub rows: Range<usize>,
+    /// Blocks that are not chosen.
+    pub forced: Forced,
+    /// Blocks that a query chooses, at most.
+    pub most: usize,
+}
+
+impl CompressedCall {
+    pub(crate) fn new(
+        shape: CompressedShape,
+        scale: f64,
+        rows: Range<usize>,
+        forced: Forced,
+        most: usize,
+    ) -> Self {
+        Self {
+            shape,
+            scale,
+            rows,
+            forced,
+            most,
         }
     }
 }
@@ -75,6 +112,26 @@ pub trait EstimateOps: Backend {
     /// `[batch, heads, seq_q, most]`, i32, −1 where there are fewer.
     #[fusion(meta = meta::picks)]
     fn query_picks(q: FloatTensor<Self>, k: FloatTensor<Self>, call: GateSizes) -> IntTensor<Self>;
+
+    /// The attention that blocks get by way of compressed blocks, whose keys are `k` `[batch, kv_heads, entries, width]`, summed over the heads that share keys:
+    /// `[batch, kv_heads, rows, blocks]`. `lse` `[batch, heads, seq_q]` is that of the attention to compressed blocks. Only with a plan that has the kernel.
+    #[fusion(meta = meta::compressed)]
+    fn compressed_masses(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        call: CompressedCall,
+    ) -> FloatTensor<Self>;
+
+    /// The blocks of the highest ones beside those that are forced, by falling mass; of equal ones the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
+    /// are fewer. Only with a plan that chooses so many.
+    #[fusion(meta = meta::compressed_choice)]
+    fn compressed_choice(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        call: CompressedCall,
+    ) -> IntTensor<Self>;
 }
 
 /// Output shapes and dtypes for fusion.
@@ -112,6 +169,28 @@ mod meta {
     pub fn picks(q: &TensorSpec, _k: &TensorSpec, call: &GateSizes) -> TensorSpec {
         let [batch, heads, seq_q, _] = q.shape.dims::<4>();
         TensorSpec::new([batch, heads, seq_q, call.most].into(), DType::I32)
+    }
+
+    pub fn compressed(
+        _q: &TensorSpec,
+        _k: &TensorSpec,
+        _lse: &TensorSpec,
+        call: &CompressedCall,
+    ) -> TensorSpec {
+        let CompressedCall { shape, rows, .. } = call;
+        let dims = [shape.batch, shape.heads[1], rows.len(), shape.chosen_from()];
+        TensorSpec::new(dims.into(), DType::F32)
+    }
+
+    pub fn compressed_choice(
+        _q: &TensorSpec,
+        _k: &TensorSpec,
+        _lse: &TensorSpec,
+        call: &CompressedCall,
+    ) -> TensorSpec {
+        let CompressedCall { shape, most, .. } = call;
+        let dims = [shape.batch, shape.heads[1], shape.seq[0], *most];
+        TensorSpec::new(dims.into(), DType::I32)
     }
 
     pub fn means(q: &TensorSpec, k: &TensorSpec, call: &MeanScores) -> TensorSpec {

@@ -28,7 +28,7 @@ pub use block_sparse::BlockSparseLinearOps;
 pub use dropout::DropoutOps;
 pub use embedding::EmbeddingOps;
 #[cfg(feature = "cube")]
-pub use estimates::{EstimateOps, MeanScores};
+pub use estimates::{CompressedCall, EstimateOps, MeanScores};
 pub use fixed::FixedOps;
 pub use heads::HeadOps;
 pub use linear::LinearOps;

@@ -96,6 +96,12 @@ fn tile(block: usize) -> usize {
 }
 
 impl ListSizes {
+    /// Blocks that a query chooses, at most.
+    #[cfg(feature = "cube")]
+    pub(crate) fn most(&self) -> usize {
+        self.most
+    }
+
     /// Blocks that a query chooses, at most, if it chooses from all blocks before its own.
     pub(crate) fn before_own(&self) -> Option<usize> {
         let own = Forced { first: 0, local: 1 };

@@ -8,11 +8,13 @@
 //! touched       blocks in which something is kept
 //! gate          the blocks that single queries choose by means
 //! means         the products of means of blocks, and their softmax
+//! compressed    the attention that blocks get in compressed form, and what single queries choose by it
 //! ```
 //!
 //! What is in between never has more than [`NUMBERS`] numbers, unless a single row of blocks has more. Every number has one writer and sums have a fixed
 //! order, so the same input gives the same bits on a device.
 
+mod compressed;
 mod gate;
 mod groups;
 mod lines;
@@ -25,6 +27,9 @@ use cubecl::prelude::*;
 
 use super::error::KernelError;
 
+pub use compressed::{
+    CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
+};
 pub use gate::{GateSizes, query_picks};
 pub use groups::{Antidiagonals, antidiagonal_masses};
 pub use lines::{LineSizes, line_sums};

@@ -1,0 +1,240 @@
+//! The masses that queries choose by and the choices of native sparse attention, of keys of compressed blocks as they are given, against plain f64 loops.
+//!
+//! Nothing is rounded but the inputs, before both sides get them, so masses are held to what f32 sums leave where a kernel makes them at once.
+
+use burn::tensor::{DType, Device, Tensor};
+use burn_blocksparse::{AttentionOptions, AttentionPlan, Nsa, NsaKeysValues, Pattern};
+
+use crate::cases::shard;
+use crate::compare::{assert_close, to_f64};
+use crate::devices::{half_dtypes, supports};
+use crate::linear::{numbers, product_tolerance, round_to, tensor};
+use crate::nsa_problem::{CASE, Case, Inputs};
+use crate::options::half_tolerance;
+
+/// How near masses are where the kernel makes them: sums in f32, of weights that are powers of two of sums in f32.
+const KERNEL_TOLERANCE: f64 = 2e-4;
+
+fn cases() -> Vec<Case> {
+    let named = |name: &'static str| Case {
+        name,
+        batch: 1,
+        dims: [64, 16],
+        ..CASE
+    };
+    vec![
+        Case {
+            heads: [32, 2],
+            seq: [700, 700],
+            dims: [128, 16],
+            selected: 16,
+            keep: 9,
+            ..named("groups of 16, ragged steps")
+        },
+        Case {
+            heads: [8, 1],
+            seq: [333, 333],
+            compressed: [16, 8],
+            selected: 16,
+            keep: 6,
+            forced: [0, 1],
+            batch: 2,
+            ..named("groups of 8, two batch entries")
+        },
+        Case {
+            heads: [8, 2],
+            seq: [150, 610],
+            dims: [192, 16],
+            compressed: [32, 16],
+            selected: 64,
+            ..named("groups of 4, fewer queries, the published blocks")
+        },
+        Case {
+            heads: [6, 1],
+            seq: [203, 203],
+            dims: [32, 16],
+            compressed: [8, 2],
+            ..named("groups of 6, blocks that overlap much")
+        },
+        Case {
+            heads: [2, 2],
+            seq: [270, 270],
+            dims: [48, 16],
+            compressed: [4, 4],
+            keep: 20,
+            batch: 2,
+            ..named("each head for itself, blocks that do not overlap")
+        },
+        Case {
+            heads: [32, 2],
+            seq: [150, 150],
+            compressed: [64, 8],
+            selected: 16,
+            forced: [0, 1],
+            ..named("the first queries choose among blocks without masses")
+        },
+        Case {
+            heads: [16, 1],
+            seq: [420, 420],
+            dims: [256, 16],
+            keep: 45,
+            ..named("more choices than a warp has units")
+        },
+        Case {
+            heads: [4, 2],
+            seq: [77, 77],
+            dims: [72, 16],
+            ..named("a width that the kernel does not take")
+        },
+    ]
+}
+
+/// Masses of each list and row, by keys of compressed blocks `[batch · kv_heads][entries][width]`.
+fn masses(inputs: &Inputs, keys: &[f64]) -> Vec<Vec<f64>> {
+    let case = &inputs.case;
+    let ([heads, kv_heads], [rows, seq]) = (case.heads, case.seq);
+    let ([block, stride], [width, _]) = (case.compressed, case.dims);
+    let (group, entries) = (heads / kv_heads, case.entries());
+    let mut all = Vec::new();
+    for list in 0..case.batch * kv_heads {
+        for row in 0..rows {
+            let position = row + seq - rows;
+            let seen = (0..entries).filter(|entry| entry * stride + block <= position + 1);
+            let mut of_blocks = vec![0.0; case.blocks()];
+            for head in list * group..(list + 1) * group {
+                let q = &inputs.q[(head * rows + row) * width..][..width];
+                let score = |entry: usize| {
+                    let k = &keys[(list * entries + entry) * width..][..width];
+                    let dot: f64 = q.iter().zip(k).map(|(q, k)| q * k).sum();
+                    dot / (width as f64).sqrt()
+                };
+                let scores: Vec<f64> = seen.clone().map(score).collect();
+                let most = scores.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
+                let sum: f64 = scores.iter().map(|s| (s - most).exp()).sum();
+                for (entry, score) in scores.iter().enumerate() {
+                    for token in (entry * stride..entry * stride + block).step_by(stride) {
+                        of_blocks[token / case.selected] += (score - most).exp() / sum;
+                    }
+                }
+            }
+            all.push(of_blocks);
+        }
+    }
+    all
+}
+
+/// What a device gives: masses, and the blocks that each query chose.
+fn found(nsa: &Nsa, q: &Tensor<4>, keys_values: &NsaKeysValues) -> (Tensor<4>, Vec<i32>, usize) {
+    let masses = nsa.block_masses(q.clone(), keys_values).unwrap();
+    let lists = nsa.query_lists(q.clone(), keys_values).unwrap();
+    let blocks = lists.expect("there is a choice").blocks;
+    let most = blocks.dims()[3];
+    (masses, blocks.into_data().to_vec().unwrap(), most)
+}
+
+/// Masses are those of f64, choices follow from the device's own masses, and are those of f64 where these are not almost equal; with the kernel and without.
+pub fn nsa_choices_equal_f64(devices: &[Device]) {
+    let (part, parts) = shard();
+    let cases = cases().into_iter().enumerate();
+    for (index, case) in cases.filter(|(index, _)| index % parts == part) {
+        for device in devices {
+            let single = [DType::F32]
+                .into_iter()
+                .filter(|&f32| supports(device, f32));
+            for dtype in half_dtypes(device).into_iter().chain(single) {
+                check(case, 9500 + index as u64, device, dtype);
+            }
+        }
+    }
+}
+
+fn check(case: Case, seed: u64, device: &Device, dtype: DType) {
+    let mut inputs = Inputs::random(case, seed, dtype);
+    // Of size 1 they would give all blocks about the same.
+    inputs.q.iter_mut().for_each(|q| *q *= 4.0);
+    let ([_, kv_heads], [width, value_dim]) = (case.heads, case.dims);
+    let (entries, lists) = (case.entries(), case.batch * kv_heads);
+    let mut keys = numbers(seed * 100 + 50, lists * entries * width);
+    round_to(&mut keys, dtype);
+    let dims = [case.batch, kv_heads, entries, width];
+    let x = inputs.tensors(device, dtype);
+    let k = tensor(&keys, dims, device, dtype);
+    let v = Tensor::zeros([case.batch, kv_heads, entries, value_dim], (device, dtype));
+    let keys_values = NsaKeysValues {
+        compressed: Some([k, v]),
+        ..NsaKeysValues::shared(x.keys[1].clone(), x.values[1].clone())
+    };
+    let expected = masses(&inputs, &keys);
+    let flat: Vec<f64> = expected.iter().flatten().copied().collect();
+    let largest = flat.iter().fold(0.1, |a: f64, &b| a.max(b));
+    let (exact, gaps) = inputs.chosen(&expected);
+    let general = case.nsa().without_mass_kernel();
+    let is_half = dtype != DType::F32;
+    let is_served = is_half && width.is_multiple_of(16) && runs_on_tensor_cores(&x.q, dtype);
+    for (nsa, is_kernels) in [(case.nsa(), is_served), (general, false)] {
+        let plan = nsa.plan(&x.q, &keys_values).unwrap();
+        let what = format!("{}, {device:?}, {dtype:?}, {plan}", case.name);
+        assert_eq!(plan.is_kernels(), is_kernels, "{what}");
+        let tolerance = match (plan.is_kernels(), is_half) {
+            (true, _) => KERNEL_TOLERANCE,
+            (false, true) => half_tolerance(dtype),
+            // Products of f32 numbers are tf32 on tensor cores, and scores here are larger than their factors.
+            (false, false) => match product_tolerance(device, dtype, 1e-5) > 1e-5 {
+                true => 2e-2,
+                false => 2e-5,
+            },
+        };
+        let (masses, picks, most) = found(&nsa, &x.q, &keys_values);
+        // The same queries as a layer's projection has them.
+        let again = found(&nsa, &by_rows(&inputs, device, dtype), &keys_values);
+        let masses = masses.into_data();
+        assert_eq!(masses.as_bytes(), again.0.into_data().as_bytes(), "{what}");
+        assert_eq!(picks, again.1, "{what}");
+        assert_close(&format!("{what}: masses"), masses.clone(), &flat, tolerance);
+        let masses = to_f64(masses);
+        let masses: Vec<Vec<f64>> = masses.chunks(case.blocks()).map(<[f64]>::to_vec).collect();
+        let (own, _) = inputs.chosen(&masses);
+        let mut clear = 0;
+        for (at, picks) in picks.chunks(most).enumerate() {
+            let some = picks.iter().filter_map(|&b| usize::try_from(b).ok());
+            let some: Vec<usize> = some.collect();
+            assert_eq!(some, own[at], "{what}, list {at}");
+            // None stand behind all others.
+            assert!(
+                picks[some.len()..].iter().all(|&b| b == -1),
+                "{what}, list {at}"
+            );
+            if gaps[at] > 2.0 * largest * tolerance {
+                assert_eq!(some, exact[at], "{what}, list {at}");
+                clear += 1;
+            }
+        }
+        if plan.is_kernels() {
+            assert!(clear * 2 > gaps.len(), "{what}: {clear} of {}", gaps.len());
+        }
+    }
+}
+
+/// The queries with the heads of a row side by side in memory.
+fn by_rows(inputs: &Inputs, device: &Device, dtype: DType) -> Tensor<4> {
+    let (case, [heads, _]) = (&inputs.case, inputs.case.heads);
+    let ([rows, _], [width, _]) = (case.seq, case.dims);
+    let mut numbers = Vec::with_capacity(inputs.q.len());
+    for at in 0..case.batch * rows * heads {
+        let (head, row, batch) = (at % heads, at / heads % rows, at / heads / rows);
+        let start = ((batch * heads + head) * rows + row) * width;
+        numbers.extend_from_slice(&inputs.q[start..start + width]);
+    }
+    let dims = [case.batch, rows, heads, width];
+    tensor::<4>(&numbers, dims, device, dtype).swap_dims(1, 2)
+}
+
+/// Whether attention in half precision runs on tensor cores here, as far as plans say.
+fn runs_on_tensor_cores(q: &Tensor<4>, dtype: DType) -> bool {
+    let [_, heads, ..] = q.dims();
+    let layout = Pattern::causal().layout(heads, 64, 32).unwrap();
+    let [q, k, v] = [(); 3].map(|_| Tensor::<4>::zeros([1, heads, 64, 64], (&q.device(), dtype)));
+    let plan = AttentionPlan::new(&q, &k, &v, &layout, &AttentionOptions::default()).unwrap();
+    let plan = plan.to_string();
+    plan.contains("forward  hopper") || plan.contains("forward  mma")
+}
