@@ -47,8 +47,7 @@ pub fn forward(
     let tile = comptime!(t.inner);
     let tiles = comptime!(tile.warp_tiles);
     let stages = comptime!(tile.stages as u32);
-    let smem: Shared<[u32]> =
-        Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 128usize);
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 128usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
@@ -192,7 +191,14 @@ pub fn forward(
                 low: four.extract(comptime!(i % 2 * 2)) * inverse,
                 high: four.extract(comptime!(i % 2 * 2 + 1)) * inverse,
             };
-            store_pair(out, at * comptime!(tile.words(tile.value_dim)), quad, &pair, n, tile);
+            store_pair(
+                out,
+                at * comptime!(tile.words(tile.value_dim)),
+                quad,
+                &pair,
+                n,
+                tile,
+            );
         }
         if lane % 4 == 0 {
             lse[at] = log;

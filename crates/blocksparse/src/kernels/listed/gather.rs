@@ -44,8 +44,7 @@ pub fn steps_of(list: &QueryList, #[comptime] t: WalkTile) -> u32 {
 #[cube]
 pub fn listed_position(lists: &[i32], list: &QueryList, j: u32, #[comptime] t: WalkTile) -> u32 {
     let block = comptime!(t.block as u32);
-    let flat =
-        j * comptime!(t.inner.cols as u32) + UNIT_POS_X % comptime!(t.inner.cols as u32);
+    let flat = j * comptime!(t.inner.cols as u32) + UNIT_POS_X % comptime!(t.inner.cols as u32);
     let entry = flat / block;
     let mut position = comptime!(NOWHERE).runtime();
     if entry < list.most {
@@ -72,9 +71,8 @@ pub fn copy_listed(
         shared_store(base + stage * 4, there);
     }
     if there != 0u32 {
-        let target = base
-            + comptime!(t.ring_offset() as u32)
-            + stage * comptime!(t.step_bytes() as u32);
+        let target =
+            base + comptime!(t.ring_offset() as u32) + stage * comptime!(t.step_bytes() as u32);
         copy_of_lanes(
             target,
             sources.keys,

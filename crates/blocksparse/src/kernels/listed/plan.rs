@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 
 use super::keys::ListShape;
 use super::tile::{MOST_STAGES, WalkTile};
-use crate::kernels::call::ScoreKind;
+use crate::kernels::call::{ScoreKind, TierLimit};
 use crate::kernels::mma::asm::Element;
 use crate::kernels::mma::tile::{Outputs, Tile};
 use crate::kernels::shared::asm::Half;
@@ -153,14 +153,14 @@ impl ListedPlan {
 const NO_ROOM: &str = "no tile fits the shared memory of the device";
 
 /// What the products' operands are, or why the call is not taken.
-fn check(
-    properties: &DeviceProperties,
-    request: &ListedRequest,
-) -> Result<Element, &'static str> {
+fn check(properties: &DeviceProperties, request: &ListedRequest) -> Result<Element, &'static str> {
     let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
     let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
     if capability < 80 {
         return Err("the device is not of compute capability 8.0 or up");
+    }
+    if let Ok(TierLimit::Simt) = TierLimit::from_env() {
+        return Err("BLOCKSPARSE_TIER says simt");
     }
     let element = match request.dtype {
         ElemType::Float(FloatKind::BF16) => Element::Half(Half::Bf16),

@@ -40,8 +40,7 @@ pub fn queries(
     let tiles = comptime!(tile.warp_tiles);
     let eights = comptime!(tile.eights());
     let stages = comptime!(tile.stages as u32);
-    let smem: Shared<[u32]> =
-        Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 128usize);
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 128usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
@@ -136,9 +135,8 @@ pub fn queries(
     let ring = base + comptime!(t.ring_offset() as u32);
     let k_cols = ring + lane_cols(lane, comptime!(tile.head_dim), tile);
     let k_rows = ring + lane_depth(lane, comptime!(tile.head_dim), tile);
-    let v_cols = ring
-        + comptime!(tile.b1_bytes() as u32)
-        + lane_cols(lane, comptime!(tile.value_dim), tile);
+    let v_cols =
+        ring + comptime!(tile.b1_bytes() as u32) + lane_cols(lane, comptime!(tile.value_dim), tile);
     let mut stage = 0u32;
     let mut next = comptime!(stages - 1).runtime();
     for j in 0..steps {
