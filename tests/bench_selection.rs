@@ -6,8 +6,9 @@ use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, DeviceLayout, DeviceLayoutOptions, Layout, LayoutShape, Nsa, NsaKeysValues,
-    NsaOptions, Pattern, ScoreCall, Selection, attention, attention_selected,
+    AttentionOptions, ChoiceWalk, DeviceLayout, DeviceLayoutOptions, Layout, LayoutShape, Nsa,
+    NsaKeysValues, NsaOptions, Pattern, ScoreCall, Selection, attention, attention_selected,
+    attention_with_lists, attention_with_lists_plan,
 };
 use burn_blocksparse_tests::devices::devices;
 use serde_json::{Value, json};
@@ -294,6 +295,12 @@ impl Bench<'_> {
             let keys_values = NsaKeysValues::shared(k, v).compressed_by_means(&nsa)?;
             nsa.attention(q, keys_values, gates)
         };
+        let packed = NsaOptions::default().choice_walk(ChoiceWalk::Packed);
+        let packed = Nsa::new(packed).expect("the paper's numbers");
+        let attend_packed = |[q, k, v, gates]: [Tensor<4>; 4]| {
+            let keys_values = NsaKeysValues::shared(k, v).compressed_by_means(&packed)?;
+            packed.attention(q, keys_values, gates)
+        };
         let inputs = [q.clone(), k.clone(), v.clone(), gates];
         if let Err(error) = attend(inputs.clone()) {
             println!("{}: {error}", name("skipped"));
@@ -335,6 +342,10 @@ impl Bench<'_> {
             });
         }
         self.time(&name("forward"), || attend(inputs.clone()));
+        self.time(&name("forward, queries packed"), || {
+            attend_packed(inputs.clone())
+        });
+        self.nsa_selected(n, [head_dim, value_dim], &nsa, &inputs);
         // Packed queries and their outputs, and the gradients of both; and some twenty tensors as large as the queries.
         let options = nsa.options();
         let chosen = options.keep - options.forced.first - options.forced.local;
@@ -356,6 +367,45 @@ impl Bench<'_> {
             let out = attend(tracked.clone()).expect("it ran before");
             out.sum().backward()
         });
+        self.time(&name("forward and backward, queries packed"), || {
+            let out = attend_packed(tracked.clone()).expect("it ran before");
+            out.sum().backward()
+        });
+    }
+
+    /// The selected branch alone, of a choice that is known: each query walks its list, or queries are packed by block.
+    fn nsa_selected(
+        &mut self,
+        n: usize,
+        [head_dim, value_dim]: [usize; 2],
+        nsa: &Nsa,
+        [q, k, v, _]: &[Tensor<4>; 4],
+    ) {
+        let name = |what: &str| format!("nsa, {head_dim} and {value_dim} wide: selected {what}");
+        let keys_values = NsaKeysValues::shared(k.clone(), v.clone()).compressed_by_means(nsa);
+        let keys_values = keys_values.expect("shapes fit");
+        let Ok(Some(lists)) = nsa.query_lists(q.clone(), &keys_values) else {
+            return;
+        };
+        let near = nsa.forced_layout(q.dims(), n).expect("shapes fit");
+        let options = |walk| AttentionOptions::default().choice_walk(walk);
+        let plan = attention_with_lists_plan(q, k, v, &near, &lists, &options(ChoiceWalk::Auto));
+        println!("{}", plan.expect("shapes fit"));
+        let tracked = [q, k, v].map(|x| x.clone().autodiff().require_grad());
+        for (walk, what) in [(ChoiceWalk::Auto, "walked"), (ChoiceWalk::Packed, "packed")] {
+            let attend = |[q, k, v]: [Tensor<4>; 3]| {
+                attention_with_lists(q, k, v, &near, lists.clone(), options(walk))
+                    .expect("shapes fit")
+                    .0
+            };
+            self.time(&name(&format!("branch, {what}")), || {
+                attend([q, k, v].map(Clone::clone))
+            });
+            self.time(
+                &name(&format!("branch, {what}, forward and backward")),
+                || attend(tracked.clone()).sum().backward(),
+            );
+        }
     }
 }
 

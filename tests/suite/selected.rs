@@ -20,6 +20,12 @@ burn_blocksparse_tests::tests!(
     rows_at_equals_f64
 );
 
+burn_blocksparse_tests::tests!(
+    listed: attention_with_lists_equals_f64, attention_with_lists_in_half_precision,
+    attention_with_lists_gives_the_same_bits, attention_with_lists_plans,
+    attention_with_lists_errors
+);
+
 burn_blocksparse_tests::tests!(selected_planted: moba_on_planted_structure, quest_on_planted_structure);
 
 fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {

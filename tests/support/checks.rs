@@ -5,8 +5,8 @@ use burn::tensor::Device;
 use crate::{
     activation, attention, autodiff, block_sparse, blocks, device_layout, device_layout_within,
     embedding, eviction, fuzz, fuzz_decoding, gradients, graph, graph_decoding, graph_training,
-    heads, kept, linear, loss, masses, max_scores, mlp, norm, nsa, nsa_choice, optim, options,
-    page_choice, paged, paged_quantised, projection, sampling, selected, selected_lists,
+    heads, kept, linear, listed, loss, masses, max_scores, mlp, norm, nsa, nsa_choice, optim,
+    options, page_choice, paged, paged_quantised, projection, sampling, selected, selected_lists,
     selected_planted, selection, selection_fuzz, selection_goldens, selection_long,
     selection_rules, selection_runs, sharing, stream_dropout, widths,
 };
@@ -83,6 +83,8 @@ pub const CHECKS: &[(&str, Check)] = table! {
         selected_gradients_equal_finite_differences, selected_attention_is_prefix_stable,
         selected_attention_of_a_permuted_batch;
     selected_lists: chosen_blocks_of_any_scores, chosen_blocks_in_several_slabs, moba_golden;
+    listed: attention_with_lists_equals_f64, attention_with_lists_in_half_precision,
+        attention_with_lists_gives_the_same_bits, attention_with_lists_plans, attention_with_lists_errors;
     selected_planted: moba_on_planted_structure, quest_on_planted_structure;
     selected_lists: rows_at_equals_f64;
     nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences, nsa_is_prefix_stable,

@@ -27,6 +27,7 @@ pub mod graph_training;
 pub mod heads;
 pub mod kept;
 pub mod linear;
+pub mod listed;
 pub mod loss;
 pub mod masses;
 pub mod max_scores;

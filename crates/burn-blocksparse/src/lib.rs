@@ -152,7 +152,7 @@ pub use ops::{
     TensorList,
 };
 pub use optim::{AdamWControl, FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
-pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
+pub use options::{AttentionOptions, ChoiceWalk, ProductPrecision, WeightsMode, alibi_slopes};
 pub use paged::values::{
     AppendInputs, AppendPacked, MaybeInt, PackedPages, PageChoiceCall, PageScoreInputs, PagedCall,
     PagedInputs, PagedRows, Pages, StoredPages, SummarizeInputs,
@@ -172,6 +172,7 @@ pub use projection::{
 };
 pub use rows::rows_at;
 pub use sampling::{SampleOptions, sample_tokens, sample_tokens_plan};
+pub use selection::lists::{attention_with_lists, attention_with_lists_plan};
 pub use selection::{
     Antidiagonals, BlockEstimator, BlockMeans, Chosen, DenseCall, EstimateGrid, EstimatorTraits,
     FlexHead, FlexPrefill, MixtureOfBlocks, PageBounds, PageSummary, QueryLists, ScoreCall,

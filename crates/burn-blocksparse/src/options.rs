@@ -32,6 +32,20 @@ pub struct AttentionOptions {
     /// Whether each row's largest score is computed, too. [`attention_with_aux`](crate::attention_with_aux) sets it; set it yourself to plan such
     /// a call ([`AttentionPlan`](crate::AttentionPlan)).
     pub max_scores: bool,
+    /// How queries that choose each for itself attend to what they chose.
+    pub choice_walk: ChoiceWalk,
+}
+
+/// How queries attend to blocks that each of them chose ([`attention_selected`](crate::attention_selected()), [`Nsa`](crate::Nsa)).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ChoiceWalk {
+    /// Kernels in which a query walks its own list, where a device has them and they take the call, and otherwise as [`Packed`](Self::Packed).
+    /// [`attention_with_lists_plan`](crate::attention_with_lists_plan) says which.
+    #[default]
+    Auto,
+    /// Queries are packed by the block that they chose, attend to that block alone, and the parts are merged.
+    Packed,
 }
 
 /// How precise the products of f32 tensors are. Sums, exponentials and outputs are f32 in any case.
@@ -114,6 +128,12 @@ impl AttentionOptions {
     /// Sets whether each row's largest score is computed, too.
     pub fn max_scores(mut self, max_scores: bool) -> Self {
         self.max_scores = max_scores;
+        self
+    }
+
+    /// Sets how queries that choose each for itself attend to what they chose.
+    pub fn choice_walk(mut self, choice_walk: ChoiceWalk) -> Self {
+        self.choice_walk = choice_walk;
         self
     }
 

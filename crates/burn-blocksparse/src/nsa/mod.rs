@@ -222,17 +222,11 @@ impl Nsa {
             selected,
             window,
         } = keys_values;
-        let [_, heads, seq_q, _] = q.dims();
+        let [batch, heads, ..] = q.dims();
         let (by_entries, lse) = self.of_entries(&call, &q, &compressed)?.unzip();
         let [k, v] = selected;
-        let near = LayoutShape {
-            heads,
-            seq_q,
-            seq_kv: call.grid.seq_kv,
-            block_size: call.grid.block.min(BLOCK_SIZES[BLOCK_SIZES.len() - 1]),
-        };
         let forced = self.options.forced;
-        let near = self.layouts.of_forced(&call.grid, forced, near)?;
+        let near = self.forced_of(&call.grid, heads)?;
         let lists = match ListSizes::new(call.grid, self.options.keep, forced) {
             None => None,
             Some(sizes) => {
@@ -337,8 +331,44 @@ impl Nsa {
         }
     }
 
+    /// The layout of the blocks that are forced, of queries `[batch, heads, seq_q, head_dim]` and so many keys: what a query sees of the selected branch beside
+    /// its [lists](Self::query_lists).
+    ///
+    /// # Errors
+    /// [`OpError`] if there is no query, or more of them than keys.
+    pub fn forced_layout(
+        &self,
+        [_, heads, seq_q, _]: [usize; 4],
+        seq_kv: usize,
+    ) -> Result<BlockLayout, OpError> {
+        if seq_q == 0 || seq_kv < seq_q {
+            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
+            return Err(OpError::argument("seq_q", expected, seq_q));
+        }
+        let grid = ScoreGrid {
+            query_rows: 1,
+            block: self.options.selected_block,
+            seq_q,
+            seq_kv,
+            causal: true,
+        };
+        self.forced_of(&grid, heads)
+    }
+
+    fn forced_of(&self, grid: &ScoreGrid, heads: usize) -> Result<BlockLayout, OpError> {
+        let shape = LayoutShape {
+            heads,
+            seq_q: grid.seq_q,
+            seq_kv: grid.seq_kv,
+            block_size: grid.block.min(BLOCK_SIZES[BLOCK_SIZES.len() - 1]),
+        };
+        self.layouts.of_forced(grid, self.options.forced, shape)
+    }
+
     fn attention_options(&self) -> AttentionOptions {
-        let options = AttentionOptions::default().precision(self.options.precision);
+        let options = AttentionOptions::default()
+            .precision(self.options.precision)
+            .choice_walk(self.options.choice_walk);
         match self.options.scale {
             Some(scale) => options.scale(scale),
             None => options,

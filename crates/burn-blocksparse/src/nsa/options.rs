@@ -3,7 +3,7 @@
 use blocksparse::{BLOCK_SIZES, Forced};
 
 use crate::error::OpError;
-use crate::options::ProductPrecision;
+use crate::options::{ChoiceWalk, ProductPrecision};
 
 /// The numbers of [`Nsa`](crate::Nsa). The defaults are the paper's (Yuan et al., 2025, §4.1).
 #[derive(Clone, Debug, PartialEq)]
@@ -26,6 +26,8 @@ pub struct NsaOptions {
     pub scale: Option<f64>,
     /// Of products of f32 tensors.
     pub precision: ProductPrecision,
+    /// How queries attend to the blocks that they chose.
+    pub choice_walk: ChoiceWalk,
 }
 
 impl Default for NsaOptions {
@@ -39,6 +41,7 @@ impl Default for NsaOptions {
             window: 512,
             scale: None,
             precision: ProductPrecision::default(),
+            choice_walk: ChoiceWalk::default(),
         }
     }
 }
@@ -89,6 +92,12 @@ impl NsaOptions {
     /// Sets the precision of products of f32 tensors.
     pub fn precision(mut self, precision: ProductPrecision) -> Self {
         self.precision = precision;
+        self
+    }
+
+    /// Sets how queries attend to the blocks that they chose.
+    pub fn choice_walk(mut self, choice_walk: ChoiceWalk) -> Self {
+        self.choice_walk = choice_walk;
         self
     }
 

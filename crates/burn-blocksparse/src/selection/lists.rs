@@ -1,24 +1,141 @@
-//! Attention of queries to blocks that each of them chose, in parts of heads.
+//! Attention of queries to blocks that each of them chose: by kernels in which a query walks its list, or of queries that are packed by block, in parts of
+//! heads.
 
 use std::ops::Range;
 
 use blocksparse::{BlockLayout, LayoutShape};
 use burn::tensor::{DType, Int, Tensor};
 
+use super::listed;
 use super::query_lists::QueryLists;
 use crate::attention::attention_with_lse;
+use crate::check;
 use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
 use crate::error::OpError;
 use crate::merge::merge_parts;
+use crate::op_plan::OpPlan;
 use crate::options::AttentionOptions;
 use crate::rows::rows_at;
+use crate::selection::selected::check_options;
 
 /// Numbers of packed queries and of their outputs that are in memory at a time, unless one head has more.
 const PACKED: usize = 1 << 31;
 
+/// Sizes of lists.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ListsShape {
+    /// Heads that have lists of their own.
+    pub lists: usize,
+    /// Blocks that a query chooses, at most.
+    pub most: usize,
+    /// Keys of a block.
+    pub block: usize,
+    /// Tiles of queries by blocks.
+    pub tiles: usize,
+    /// Places of a tile.
+    pub tile: usize,
+}
+
+impl QueryLists {
+    pub(crate) fn shape(&self) -> ListsShape {
+        let [_, lists, _, most] = self.blocks.dims();
+        ListsShape {
+            lists,
+            most,
+            block: self.block,
+            tiles: self.tile_blocks.dims()[2],
+            tile: self.tile,
+        }
+    }
+}
+
+/// Attention over a layout and, beside it, over the blocks that each query lists, which it sees whole: out and lse over all of them. The pairs of the layout
+/// and those of the lists must be others, and a query must not list a block twice, because what comes twice counts twice; that is not checked, because lists
+/// are not read back. Differentiable in q, k and v.
+///
+/// On GPUs that have kernels for it ([`attention_with_lists_plan`]) a query walks its own list, with the heads that share it as rows of a matrix; elsewhere
+/// queries are packed by block.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Int, Tensor};
+/// use burn_blocksparse::{AttentionOptions, Pattern, QueryLists, attention_with_lists};
+///
+/// let device = Device::flex();
+/// let q = Tensor::<4>::random([1, 4, 64, 16], Distribution::Default, &device);
+/// let [k, v] = [(); 2].map(|_| Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device));
+/// // The own block of 16 keys, and for queries of the last block the first one.
+/// let near = Pattern::chunked(16).and_causal().layout(4, 64, 16)?;
+/// let rows = (0..2 * 64).map(|row| if row % 64 < 48 { -1 } else { 0 });
+/// let blocks = Tensor::<1, Int>::from_data(rows.collect::<Vec<i32>>().as_slice(), &device);
+/// let lists = QueryLists::of_blocks(blocks.reshape([1, 2, 64, 1]), 64, 16)?;
+/// let (out, lse) = attention_with_lists(q, k, v, &near, lists, AttentionOptions::default())?;
+/// assert_eq!((out.dims(), lse.dims()), ([1, 4, 64, 16], [1, 4, 64]));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// As [`attention_with_lse`]; lists are those of the heads of q, or of k.
+///
+/// # Errors
+/// As [`attention_with_lse`], if the lists are of other sizes or on another device, and for ALiBi, dropout and stored weights.
+pub fn attention_with_lists(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    near: &BlockLayout,
+    lists: QueryLists,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    check_lists([&q, &k, &v], near, &lists, &options)?;
+    attention_of_choice([q, k, v], near, Some(lists), &options)
+}
+
+/// What [`attention_with_lists`] runs for these arguments, and what [`attention_selected`](crate::attention_selected()) and [`Nsa`](crate::Nsa) run for lists
+/// of these sizes.
+///
+/// # Errors
+/// As [`attention_with_lists`].
+pub fn attention_with_lists_plan(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    near: &BlockLayout,
+    lists: &QueryLists,
+    options: &AttentionOptions,
+) -> Result<OpPlan, OpError> {
+    check_lists([q, k, v], near, lists, options)?;
+    let walk = listed::choose([q, k, v], near, lists.shape(), options)?;
+    Ok(OpPlan::new::<OpError>(&q.device(), |_| {
+        Ok(match &walk {
+            Ok(walk) => walk.text().to_string(),
+            Err(why) => format!("packed  queries by the block that they chose, because {why}"),
+        })
+    }))
+}
+
+fn check_lists(
+    [q, k, v]: [&Tensor<4>; 3],
+    near: &BlockLayout,
+    lists: &QueryLists,
+    options: &AttentionOptions,
+) -> Result<(), OpError> {
+    check::call(q, k, v, near.into(), options)?;
+    check_options(options)?;
+    let ([batch, heads, seq_q, _], kv_heads) = (q.dims(), k.dims()[1]);
+    let [list_batch, of_heads, queries, _] = lists.blocks.dims();
+    OpError::expect_same("lists' batch", batch, "q's", list_batch)?;
+    OpError::expect_same("lists' queries", seq_q, "q's", queries)?;
+    if of_heads != heads && of_heads != kv_heads {
+        let expected = format!("{heads} or {kv_heads}, those of q or k");
+        return Err(OpError::argument("lists' heads", expected, of_heads));
+    }
+    let device = lists.blocks.device();
+    check::same_device("lists' device", &q.device(), "q's", &device)
+}
+
 /// Attention over a layout, which is the same for all heads, and over what queries chose beside it: out and lse.
 ///
-/// Heads are computed so many at a time that packed queries take little memory. Where a graph is kept it holds those of all heads anyway, and parts are no
+/// Where kernels take single queries, these walk their lists. Elsewhere heads are computed so many at a time that packed queries take little memory. Where a graph is kept it holds those of all heads anyway, and parts are no
 /// smaller than the heads of a head of keys: the gradient of a part is as large as that of the whole.
 pub(crate) fn attention_of_choice(
     x: [Tensor<4>; 3],
@@ -26,6 +143,13 @@ pub(crate) fn attention_of_choice(
     lists: Option<QueryLists>,
     options: &AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    if let Some(lists) = &lists {
+        let [q, k, v] = &x;
+        check::call(q, k, v, near.into(), options)?;
+        if let Ok(walk) = listed::choose([q, k, v], near, lists.shape(), options)? {
+            return walk.attend(x, near, lists.clone(), options);
+        }
+    }
     in_parts(x, near, lists, options, PACKED)
 }
 

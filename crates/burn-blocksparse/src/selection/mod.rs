@@ -9,6 +9,7 @@
 //! selected     attention over what is chosen
 //! query_lists  the queries that chose each block, where every query chooses for itself
 //! lists        attention over such lists, in parts of heads
+//! listed       the same by kernels that take single queries
 //! layouts      layouts of what is forced, which are kept
 //! by_query     the same choice on the host
 //! estimates    the same scores by kernels, where a device has them
@@ -29,6 +30,7 @@ pub(crate) mod estimator;
 mod flex;
 pub(crate) mod layouts;
 mod lines;
+mod listed;
 pub(crate) mod lists;
 mod mean;
 mod methods;

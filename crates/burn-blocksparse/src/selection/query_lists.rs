@@ -110,6 +110,41 @@ impl ListSizes {
 }
 
 impl QueryLists {
+    /// The lists of blocks that are given: i32 `[batch, lists, queries, most]` on the device, without autodiff, negative for none, of blocks of `block` keys
+    /// of `seq_kv`. There are as many places as every query could choose.
+    ///
+    /// # Errors
+    /// [`OpError`] if a size is 0.
+    pub fn of_blocks(blocks: Tensor<4, Int>, seq_kv: usize, block: usize) -> Result<Self, OpError> {
+        let [.., seq_q, most] = blocks.dims();
+        for (argument, size) in [
+            ("blocks' queries", seq_q),
+            ("blocks' width", most),
+            ("seq_kv", seq_kv),
+            ("block", block),
+        ] {
+            if size == 0 {
+                return Err(OpError::argument(argument, "at least 1", 0));
+            }
+        }
+        let grid = ScoreGrid {
+            query_rows: 1,
+            block,
+            seq_q,
+            seq_kv,
+            causal: true,
+        };
+        let tile = tile(block);
+        let sizes = ListSizes {
+            grid,
+            forced: Forced { first: 0, local: 1 },
+            most,
+            tiles: (seq_q * most + (tile - 1) * seq_kv.div_ceil(block)) / tile,
+            tile,
+        };
+        Ok(Self::of_choices(blocks, &sizes))
+    }
+
     /// The blocks of highest scores beside the forced ones, and their lists. `scores` gives those of rows of queries, f32 `[batch, lists, rows, blocks]`
     /// without autodiff; it makes as many of them for each of `all` heads.
     pub(crate) fn new(

@@ -181,6 +181,35 @@ pub fn wait_copies() {
     gpu_asm!("cp.async.wait_all;");
 }
 
+/// Ends a group of the copies that this unit started.
+#[cube]
+pub fn commit_copies() {
+    gpu_asm!("cp.async.commit_group;");
+}
+
+/// Waits for this unit's copies but for those of the last `groups` groups.
+#[cube]
+pub fn wait_copies_but(#[comptime] groups: usize) {
+    gpu_asm!("cp.async.wait_group {n};", n = const groups);
+}
+
+/// For which lanes of the warp `x` is not `y`, a bit each.
+#[cube]
+pub fn lanes_that_differ(x: u32, y: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("{{ .reg .pred p; setp.ne.u32 p, {x}, {y}; vote.sync.ballot.b32 {o}, p, 0xffffffff; }}",
+        o = out(_) o, x = in(_) val::<u32>(x), y = in(_) val::<u32>(y), options(nomem));
+    o
+}
+
+/// The word of a lane.
+#[cube]
+pub fn word_of_lane(x: u32, lane: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("shfl.sync.idx.b32 {o}, {i}, {l}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), l = in(_) val::<u32>(lane), options(nomem));
+    o
+}
+
 /// Two neighbouring words.
 #[cube]
 pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> {

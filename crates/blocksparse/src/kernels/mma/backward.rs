@@ -434,9 +434,9 @@ pub fn backward(
     }
 }
 
-/// Stores the unit's rows.
+/// Stores the unit's rows, whose positions are in shared memory.
 #[cube]
-fn store_rows(
+pub fn store_rows(
     out: &mut [u32],
     acc: &Array<Vector<f32, Four>>,
     start: u32,

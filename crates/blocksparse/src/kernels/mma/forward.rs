@@ -380,7 +380,7 @@ fn store_position(
 
 /// One step of online softmax: scores to weights, and what was summed before rescaled.
 #[cube]
-fn softmax(
+pub fn softmax(
     s: &mut Array<Vector<f32, Four>>,
     m: &mut Array<f32>,
     l: &mut Array<f32>,
@@ -456,7 +456,7 @@ fn softmax(
 
 /// Reads one of the unit's rows of the output, which has the factor of dropout by now.
 #[cube]
-fn load_row(
+pub fn load_row(
     out: &[u32],
     o: &mut Array<Vector<f32, Four>>,
     at: usize,

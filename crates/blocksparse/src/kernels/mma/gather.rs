@@ -92,7 +92,7 @@ pub fn own_positions(
 
 /// Starts to copy a piece of the row at a position, whose rows begin at `base` and are `stride` pieces of 16 bytes apart.
 #[cube]
-fn copy_of_row(target: u32, base: u64, position: u32, stride: u64, #[comptime] t: Tile) {
+pub fn copy_of_row(target: u32, base: u64, position: u32, stride: u64, #[comptime] t: Tile) {
     if comptime!(t.far_rows) {
         copy_far_piece(target, base, position, stride * 16);
     } else {

@@ -6,17 +6,17 @@
 //! shared memory with their rows an odd number of pieces apart. Scores and weights stay in registers.
 
 pub(super) mod asm;
-mod backward;
+pub(super) mod backward;
 mod backward_loads;
 mod bias_gradient;
 mod choose;
 mod dropout;
-mod forward;
-mod gather;
+pub(super) mod forward;
+pub(super) mod gather;
 mod launch;
-mod product;
+pub(super) mod product;
 mod score;
-mod tile;
+pub(super) mod tile;
 
 use super::call::Kernel;
 

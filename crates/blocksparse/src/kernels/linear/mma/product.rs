@@ -16,7 +16,9 @@ use super::super::product::{Tiles, place_of};
 use super::super::tile::{Order, ROWS, SLAB};
 use super::places::{below, beside, lane_place, piece_at};
 use super::tile::{MmaTile, PIECE, PIECE_NUMBERS, STEPS, WARP_ROWS};
-use crate::kernels::mma::asm::{Element, load_matrices, load_transposes, multiply};
+use crate::kernels::mma::asm::{
+    Element, commit_copies, load_matrices, load_transposes, multiply, wait_copies_but,
+};
 use crate::kernels::shared::asm::{global_address, pack, shared_address, trade_four, uniform, val};
 use crate::kernels::shared::walk::Four;
 
@@ -62,17 +64,6 @@ fn copy_piece(
     gpu_asm!("{body} /* {t} {f} {l} {n} */",
         body = const copy_text(whole, below, offset), t = in(_) val::<u32>(target), f = in(_) val::<u64>(source), l = in(_) val::<i32>(left),
         n = in(_) val::<u32>(bytes));
-}
-
-#[cube]
-fn commit_copies() {
-    gpu_asm!("cp.async.commit_group;");
-}
-
-/// Waits for this unit's copies but for those of the last `groups` commits.
-#[cube]
-fn wait_copies_but(#[comptime] groups: usize) {
-    gpu_asm!("cp.async.wait_group {n};", n = const groups);
 }
 
 /// Starts to copy the pieces `first..last` of this unit, of a slab of a factor that is `width` wide in the tile. `from` is the factor's matrix; the

@@ -1,0 +1,185 @@
+//! What a walk reads: the rows of its query, and the keys and values that a list names, a few steps ahead.
+
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
+use cubecl::prelude::*;
+
+use super::tile::WalkTile;
+use crate::kernels::mma::asm::*;
+use crate::kernels::mma::gather::copy_of_row;
+use crate::kernels::mma::tile::{NOWHERE, Tile};
+use crate::kernels::shared::walk::Four;
+
+/// The list of a query.
+#[derive(CubeType, Clone, Copy)]
+pub struct QueryList {
+    /// Its first number.
+    pub first: usize,
+    /// How many there are.
+    pub most: u32,
+    /// Keys of the sequence.
+    pub len: u32,
+}
+
+/// The keys and values of a head.
+#[derive(CubeType, Clone, Copy)]
+pub struct Sources {
+    /// Addresses of the first key and the first value.
+    pub keys: u64,
+    pub values: u64,
+    /// Pieces of 16 bytes between positions.
+    pub key_stride: u64,
+    pub value_stride: u64,
+}
+
+/// Steps of a list.
+#[cube]
+pub fn steps_of(list: &QueryList, #[comptime] t: WalkTile) -> u32 {
+    let cols = comptime!(t.inner.cols as u32);
+    (list.most * comptime!(t.block as u32) + cols - 1) / cols
+}
+
+/// The position of the lane's key of step `j`, or [`NOWHERE`]. All warps have the same ones.
+#[cube]
+pub fn listed_position(lists: &[i32], list: &QueryList, j: u32, #[comptime] t: WalkTile) -> u32 {
+    let block = comptime!(t.block as u32);
+    let flat = j * comptime!(t.inner.cols as u32) + UNIT_POS_X % comptime!(t.inner.cols as u32);
+    let entry = flat / block;
+    let mut position = comptime!(NOWHERE).runtime();
+    if entry < list.most {
+        let named = lists[list.first + entry as usize];
+        let at = named as u32 * block + flat % block;
+        if named >= 0i32 && at < list.len {
+            position = at;
+        }
+    }
+    position
+}
+
+/// Starts to copy the keys and values at the lanes' positions to a stage, and says there which of them exist. Ends a group of copies.
+#[cube]
+pub fn copy_listed(
+    base: u32,
+    stage: u32,
+    position: u32,
+    sources: &Sources,
+    #[comptime] t: WalkTile,
+) {
+    let there = lanes_that_differ(position, comptime!(NOWHERE).runtime());
+    if UNIT_POS_X == 0 {
+        shared_store(base + stage * 4, there);
+    }
+    if there != 0u32 {
+        let target =
+            base + comptime!(t.ring_offset() as u32) + stage * comptime!(t.step_bytes() as u32);
+        copy_of_lanes(
+            target,
+            sources.keys,
+            sources.key_stride,
+            position,
+            comptime!(t.inner.head_dim),
+            comptime!(t.inner),
+        );
+        copy_of_lanes(
+            target + comptime!(t.inner.b1_bytes() as u32),
+            sources.values,
+            sources.value_stride,
+            position,
+            comptime!(t.inner.value_dim),
+            comptime!(t.inner),
+        );
+    }
+    commit_copies();
+}
+
+/// Starts to copy a step's rows, of which row `r` is at the position of lane `r`.
+#[cube]
+fn copy_of_lanes(
+    target: u32,
+    head: u64,
+    stride: u64,
+    position: u32,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    let units = comptime!(t.units());
+    let pieces = comptime!(t.words(dim) / 4);
+    let total = comptime!(t.cols * pieces);
+    // After so many copies of all units the same pieces come again, in later rows.
+    let period = comptime!(period_of(pieces, units));
+    #[unroll]
+    for i in 0..comptime!(total.div_ceil(units)) {
+        let index = UNIT_POS_X + comptime!((i % period * units) as u32);
+        let row = index / comptime!(pieces as u32)
+            + comptime!((i / period * (period * units / pieces)) as u32);
+        let piece = index % comptime!(pieces as u32) * 16;
+        let at = word_of_lane(position, row);
+        let place = target + row * comptime!(t.pitch(dim) as u32) + piece;
+        let source = head + u64::cast_from(piece);
+        if comptime!(total % units == 0) {
+            copy_of_row(place, source, at, stride, t);
+        } else {
+            if row < comptime!(t.cols as u32) {
+                copy_of_row(place, source, at, stride, t);
+            }
+        }
+    }
+}
+
+/// Copies of all units after which pieces repeat.
+fn period_of(pieces: usize, units: usize) -> usize {
+    let (mut a, mut b) = (pieces, units);
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    pieces / a
+}
+
+/// Starts to copy the rows of a query, which are `stride` pieces of 16 bytes apart.
+#[cube]
+pub fn copy_own(target: u32, first: u64, stride: u64, #[comptime] dim: usize, #[comptime] t: Tile) {
+    let pieces = comptime!(t.words(dim) as u32 / 4);
+    let mut index = UNIT_POS_X;
+    while index < comptime!(t.rows() as u32) * pieces {
+        let row = index / pieces;
+        let piece = index % pieces * 16;
+        copy_far_piece(
+            target + row * comptime!(t.pitch(dim) as u32) + piece,
+            first + u64::cast_from(piece),
+            row,
+            stride * 16,
+        );
+        index += comptime!(t.units() as u32);
+    }
+}
+
+/// What a stage says where all keys of its step exist: with fewer of them than lanes the others repeat them.
+pub const ALL: u32 = u32::MAX;
+
+/// Gives `score` to the unit's pairs with keys that do not exist.
+#[cube]
+pub fn hide(
+    s: &mut Array<Vector<f32, Four>>,
+    there: u32,
+    quad: u32,
+    score: f32,
+    #[comptime] t: WalkTile,
+) {
+    let eights = comptime!(t.inner.eights());
+    let own = there >> quad;
+    #[unroll]
+    for n in 0..eights {
+        #[unroll]
+        for i in 0..4usize {
+            let exists = (own >> comptime!((8 * n + i % 2) as u32)) & 1u32 != 0u32;
+            #[unroll]
+            for m in 0..comptime!(t.inner.warp_tiles) {
+                let at = comptime!(m * eights + n);
+                let mut four = s[at];
+                four.insert(i, select(exists, four.extract(i), score));
+                s[at] = four;
+            }
+        }
+    }
+}

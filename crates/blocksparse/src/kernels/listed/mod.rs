@@ -1,0 +1,28 @@
+//! Attention of single queries to lists of their own: blocks of keys, or single keys, that the heads of a group chose together.
+//!
+//! Where queries choose each for itself, two queries share keys only by chance, so that the rows of a matrix are the heads that share a query's list. Kernels
+//! that need more rows pack queries by the block that they chose, write a part of the output for each choice, and merge them; these do not: a query walks
+//! its list, with its heads as 16 rows or more, and carries on what attention to other keys left in the outputs.
+//!
+//! ```text
+//! plan       what a call runs, or why it does not
+//! tile       the shape of a query's walk               gather   rows and listed keys on their way to shared memory
+//! forward    a cube a query: its list                  queries  the same for dQ
+//! keys       a cube 64 keys: the queries that chose their block, for dK and dV
+//! launch     launches
+//! ```
+//!
+//! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
+
+mod forward;
+mod gather;
+mod keys;
+mod launch;
+mod plan;
+#[cfg(test)]
+mod plan_tests;
+mod queries;
+mod tile;
+
+pub use launch::{ListedGradients, ListedLists, ListedSaved, backward, forward};
+pub use plan::{ListedPlan, ListedRequest};

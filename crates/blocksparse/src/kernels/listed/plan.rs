@@ -1,0 +1,317 @@
+//! What a call over lists of queries runs, or why it does not.
+
+use std::fmt;
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+
+use super::keys::ListShape;
+use super::tile::{MOST_STAGES, WalkTile};
+use crate::kernels::call::{ScoreKind, TierLimit};
+use crate::kernels::mma::asm::Element;
+use crate::kernels::mma::tile::{Outputs, Tile};
+use crate::kernels::shared::asm::Half;
+use crate::kernels::tensor::{TOO_LARGE, is_u32};
+
+/// Widths of queries and keys, and of values.
+const HEAD_DIMS: [usize; 3] = [64, 128, 192];
+const VALUE_DIMS: [usize; 2] = [64, 128];
+
+/// Rows of a matrix of mma.sync, and of a query at most.
+const ROWS: usize = 16;
+const MOST_ROWS: usize = 128;
+
+/// Bytes of shared memory of a multiprocessor that a cube takes besides its own.
+const RESERVED: usize = 1024;
+
+/// What a call asks for, apart from the numbers in its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct ListedRequest {
+    /// Batch entries.
+    pub batch: usize,
+    /// Heads of queries.
+    pub heads: usize,
+    /// Heads of keys and values, and of lists.
+    pub kv_heads: usize,
+    /// Queries.
+    pub seq_q: usize,
+    /// Keys.
+    pub seq_kv: usize,
+    /// Width of queries and keys.
+    pub head_dim: usize,
+    /// Width of values.
+    pub value_dim: usize,
+    /// Type of all tensors but lse.
+    pub dtype: ElemType,
+    /// Neighbouring keys that a number of a list names.
+    pub block: usize,
+    /// Numbers of a list.
+    pub most: usize,
+    /// Places of a tile of the lists of queries by blocks.
+    pub tile: usize,
+    /// Tiles of such a list.
+    pub tiles: usize,
+}
+
+impl ListedRequest {
+    /// Of batch entries, heads and heads of keys; queries and keys; widths; lists of `most` numbers of blocks; and lists by blocks in tiles.
+    pub fn new(
+        [batch, heads, kv_heads]: [usize; 3],
+        [seq_q, seq_kv]: [usize; 2],
+        [head_dim, value_dim]: [usize; 2],
+        dtype: ElemType,
+        [block, most]: [usize; 2],
+        [tile, tiles]: [usize; 2],
+    ) -> Self {
+        Self {
+            batch,
+            heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+            head_dim,
+            value_dim,
+            dtype,
+            block,
+            most,
+            tile,
+            tiles,
+        }
+    }
+
+    /// Heads that share a list.
+    pub fn rows(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// Rows of queries of all heads.
+    pub(super) fn all_rows(&self) -> usize {
+        self.batch * self.heads * self.seq_q
+    }
+
+    /// Rows of keys of all heads.
+    pub(super) fn all_keys(&self) -> usize {
+        self.batch * self.kv_heads * self.seq_kv
+    }
+
+    /// Numbers of the lists of all queries.
+    pub(super) fn listed(&self) -> usize {
+        self.batch * self.kv_heads * self.seq_q * self.most
+    }
+
+    pub(super) fn list_shape(&self) -> ListShape {
+        ListShape {
+            rows: self.rows(),
+            block: self.block,
+            tile: self.tile,
+        }
+    }
+}
+
+/// What a call runs. It prints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ListedPlan {
+    pub(super) request: ListedRequest,
+    pub(super) forward: WalkTile,
+    pub(super) queries: WalkTile,
+    pub(super) keys: Tile,
+}
+
+impl ListedPlan {
+    /// For a device.
+    ///
+    /// # Errors
+    /// Why its kernels do not take the call.
+    pub fn new(
+        properties: &DeviceProperties,
+        request: ListedRequest,
+    ) -> Result<Self, &'static str> {
+        let element = check(properties, &request)?;
+        let hardware = &properties.hardware;
+        let walk = |backward| walk_tile(&request, element, backward, hardware);
+        let (forward, queries) = (walk(false)?, walk(true)?);
+        let keys = keys_tile(&request, element);
+        match keys.shared_bytes(true) <= hardware.max_shared_memory_size {
+            true => Ok(Self {
+                request,
+                forward,
+                queries,
+                keys,
+            }),
+            false => Err(NO_ROOM),
+        }
+    }
+
+    /// The call.
+    pub fn request(&self) -> &ListedRequest {
+        &self.request
+    }
+}
+
+/// Why a device has no tile.
+const NO_ROOM: &str = "no tile fits the shared memory of the device";
+
+/// What the products' operands are, or why the call is not taken.
+fn check(properties: &DeviceProperties, request: &ListedRequest) -> Result<Element, &'static str> {
+    let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
+    let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
+    if capability < 80 {
+        return Err("the device is not of compute capability 8.0 or up");
+    }
+    if let Ok(TierLimit::Simt) = TierLimit::from_env() {
+        return Err("BLOCKSPARSE_TIER says simt");
+    }
+    let element = match request.dtype {
+        ElemType::Float(FloatKind::BF16) => Element::Half(Half::Bf16),
+        ElemType::Float(FloatKind::F16) => Element::Half(Half::F16),
+        _ => return Err("the dtype is neither bf16 nor f16"),
+    };
+    let rows = request.rows();
+    if !rows.is_multiple_of(ROWS) || rows > MOST_ROWS || rows == 0 {
+        return Err("the heads that share a list are no multiple of 16 up to 128");
+    }
+    if !HEAD_DIMS.contains(&request.head_dim) || !VALUE_DIMS.contains(&request.value_dim) {
+        return Err("head_dim is not 64, 128 or 192, or value_dim is not 64 or 128");
+    }
+    if request.block < 16 || !(request.block.is_multiple_of(64) || request.block <= 32) {
+        return Err("blocks are not of 16, 32, 64 or a multiple of 64 keys");
+    }
+    let widest = request.head_dim.max(request.value_dim);
+    let numbers = [
+        request.all_rows() * widest.max(2),
+        request.all_keys() * widest,
+        request.listed(),
+        request.batch * request.kv_heads * request.tiles * request.tile,
+    ];
+    // Pairs of a row of stats, and words of everything else.
+    match numbers.into_iter().all(is_u32) {
+        true => Ok(element),
+        false => Err(TOO_LARGE),
+    }
+}
+
+/// A tile of which only sizes matter.
+fn plain(
+    request: &ListedRequest,
+    element: Element,
+    [warps, warp_tiles]: [usize; 2],
+    [cols, stages]: [usize; 2],
+) -> Tile {
+    Tile {
+        element,
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
+        warps,
+        warp_tiles,
+        cols,
+        group: cols.min(request.block),
+        stages,
+        score: ScoreKind::default(),
+        max_scores: false,
+        residue: false,
+        carry: false,
+        clustered: false,
+        far_rows: false,
+        bias_gradient: false,
+        outputs: Outputs::Both,
+    }
+}
+
+/// `BLOCKSPARSE_LISTED_TILE=COLSxSTAGES`, two of them with a comma between, are the steps of forward and dQ: for measuring them.
+fn forced(backward: bool) -> Option<[usize; 2]> {
+    let text = std::env::var("BLOCKSPARSE_LISTED_TILE").ok()?;
+    let shape = text.split(',').nth(usize::from(backward))?;
+    let mut numbers = shape.split('x').map(|part| part.parse().ok());
+    let mut next = || numbers.next()?;
+    let (cols, stages) = (next()?, next()?);
+    let fits = matches!(cols, 16 | 32) && (2..=MOST_STAGES).contains(&stages);
+    fits.then_some([cols, stages])
+}
+
+/// The walk of a query: bytes on their way to a multiprocessor are what counts. With four warps a multiprocessor, or cubes of more warps, its shared memory
+/// is full of steps, of 32 keys where three of them fit a cube and otherwise of 16.
+fn walk_tile(
+    request: &ListedRequest,
+    element: Element,
+    backward: bool,
+    hardware: &cubecl::ir::HardwareProperties,
+) -> Result<WalkTile, &'static str> {
+    let rows = request.rows();
+    // Two matrices of rows to a warp read what is shared once for both, where their sums have room in registers.
+    let wide = rows >= 64 && rows.is_multiple_of(32) && !backward && request.head_dim <= 128;
+    let warp_tiles = if wide { 2 } else { 1 };
+    let warps = rows / (ROWS * warp_tiles);
+    let shape = |[cols, stages]: [usize; 2]| WalkTile {
+        inner: plain(request, element, [warps, warp_tiles], [cols, stages]),
+        block: request.block,
+        backward,
+    };
+    let most = hardware.max_shared_memory_size;
+    if let Some(forced) = forced(backward) {
+        let tile = shape(forced);
+        return (tile.shared_bytes() <= most).then_some(tile).ok_or(NO_ROOM);
+    }
+    let cubes = (4 / warps).max(2);
+    let share = (most + RESERVED) / cubes - RESERVED;
+    let fits = |of: [usize; 2]| shape(of).shared_bytes() <= share;
+    let deepest = |cols: usize, most: usize| {
+        let stages = (2..=most).rev().map(|stages| [cols, stages]);
+        stages.into_iter().find(|&of| fits(of))
+    };
+    let found = match deepest(32, 6) {
+        Some(of) if of[1] >= 3 => Some(of),
+        few => deepest(16, 8).or(few),
+    };
+    match found {
+        Some(of) => Ok(shape(of)),
+        None => {
+            let smallest = shape([16, 2]);
+            (smallest.shared_bytes() <= most)
+                .then_some(smallest)
+                .ok_or(NO_ROOM)
+        }
+    }
+}
+
+/// The walk of the queries that chose a block.
+fn keys_tile(request: &ListedRequest, element: Element) -> Tile {
+    let warps = request.block.min(64) / ROWS;
+    let cols = match request.head_dim {
+        ..=128 => 64,
+        _ => 32,
+    };
+    plain(request, element, [warps, 1], [cols.min(32 * warps), 2])
+}
+
+impl fmt::Display for ListedPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let request = &self.request;
+        writeln!(
+            f,
+            "listed  {} rows of a query walk its list of {} blocks of {} keys",
+            request.rows(),
+            request.most,
+            request.block,
+        )?;
+        for (name, tile) in [("forward", self.forward), ("dQ", self.queries)] {
+            writeln!(
+                f,
+                "  {name:8} {} keys a step, {} units, {} stages in {} KiB shared",
+                tile.inner.cols,
+                tile.inner.units(),
+                tile.inner.stages,
+                tile.shared_bytes().div_ceil(1024),
+            )?;
+        }
+        write!(
+            f,
+            "  {:8} {} keys × {} rows a step, {} units, {} KiB shared",
+            "dK, dV",
+            self.keys.rows(),
+            self.keys.cols,
+            self.keys.units(),
+            self.keys.shared_bytes(true).div_ceil(1024),
+        )
+    }
+}

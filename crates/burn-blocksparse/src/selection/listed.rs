@@ -1,0 +1,138 @@
+//! Queries that walk the blocks they chose, by kernels that take single queries: where a device has them and they take the call.
+
+use blocksparse::BlockLayout;
+use burn::tensor::Tensor;
+
+use super::lists::ListsShape;
+use super::query_lists::QueryLists;
+use crate::error::OpError;
+use crate::options::AttentionOptions;
+#[cfg(feature = "cuda")]
+use crate::options::{ChoiceWalk, WeightsMode};
+#[cfg(feature = "cuda")]
+use crate::plan::{AttentionPlan, Chosen};
+
+/// What a call that kernels take runs.
+pub(super) struct ListedWalk {
+    /// For what queries see beside their lists.
+    #[cfg(feature = "cuda")]
+    near: AttentionPlan,
+    /// As plans print it.
+    #[cfg(feature = "cuda")]
+    text: String,
+}
+
+/// What runs, or why queries are packed by block instead.
+#[cfg(not(feature = "cuda"))]
+pub(super) fn choose(
+    _x: [&Tensor<4>; 3],
+    _near: &BlockLayout,
+    _shape: ListsShape,
+    _options: &AttentionOptions,
+) -> Result<Result<ListedWalk, String>, OpError> {
+    Ok(Err("the crate's feature cuda is off".to_string()))
+}
+
+/// What runs, or why queries are packed by block instead.
+#[cfg(feature = "cuda")]
+pub(super) fn choose(
+    [q, k, v]: [&Tensor<4>; 3],
+    near: &BlockLayout,
+    shape: ListsShape,
+    options: &AttentionOptions,
+) -> Result<Result<ListedWalk, String>, OpError> {
+    use crate::backends::listed::kernels::{plan, request};
+    use crate::ops::ListedCall;
+    let why = |text: &str| Ok(Err(text.to_string()));
+    let device = q.device();
+    let Some(inner) = &crate::device::cube::of(&device) else {
+        return why("the device has no kernels");
+    };
+    if crate::backends::cube::uses_reference() {
+        return why("BURN_BLOCKSPARSE_REFERENCE is set");
+    }
+    if options.choice_walk == ChoiceWalk::Packed {
+        return why("options.choice_walk says so");
+    }
+    let scale = options.scale_for(q.dims()[3]);
+    if scale <= 0.0 || !(scale as f32).is_normal() {
+        return why("the scale is not positive");
+    }
+    let plain = options.softcap.is_none()
+        && options.alibi.is_none()
+        && options.active_dropout().is_none()
+        && options.weights == WeightsMode::Recompute
+        && !options.max_scores;
+    if !plain {
+        return why("the options ask for more than scaled scores");
+    }
+    if shape.lists != k.dims()[1] {
+        return why("heads that share keys choose each for itself");
+    }
+    let call = ListedCall::new(shape.block, shape.tile);
+    let dims = [q.dims(), k.dims(), v.dims()];
+    let request = request(dims, q.dtype(), shape.most, shape.tiles, call);
+    let plan = match plan(inner, request) {
+        Ok(plan) => plan,
+        Err(text) => return why(text),
+    };
+    let scores = crate::values::ScoreTensors::default();
+    let Chosen { plan: near, packed } =
+        AttentionPlan::choose(q, k, v, &scores, near.into(), options)?;
+    if packed.is_some() {
+        return why("heads of so few queries are packed");
+    }
+    let text = plan.to_string();
+    Ok(Ok(ListedWalk { near, text }))
+}
+
+impl ListedWalk {
+    /// As plans print it.
+    pub(super) fn text(&self) -> &str {
+        #[cfg(feature = "cuda")]
+        return &self.text;
+        #[cfg(not(feature = "cuda"))]
+        unreachable!("no call is taken without kernels")
+    }
+
+    /// Attention over a layout and over lists beside it: out and lse. The arguments were checked.
+    #[cfg(not(feature = "cuda"))]
+    pub(super) fn attend(
+        self,
+        _x: [Tensor<4>; 3],
+        _near: &BlockLayout,
+        _lists: QueryLists,
+        _options: &AttentionOptions,
+    ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+        unreachable!("no call is taken without kernels")
+    }
+
+    /// Attention over a layout and over lists beside it: out and lse. The arguments were checked.
+    #[cfg(feature = "cuda")]
+    pub(super) fn attend(
+        self,
+        [q, k, v]: [Tensor<4>; 3],
+        near: &BlockLayout,
+        lists: QueryLists,
+        options: &AttentionOptions,
+    ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+        use burn::backend::Dispatch;
+
+        use crate::ops::{ListedCall, ListedInputs, ListedOps};
+        let mut layout = crate::upload::layout_tensors(near, &q.device(), true)?;
+        layout.plan = self.near.kernels();
+        let call = ListedCall::new(lists.block, lists.tile);
+        let inputs = ListedInputs {
+            q: q.into_dispatch(),
+            k: k.into_dispatch(),
+            v: v.into_dispatch(),
+            blocks: lists.blocks.into_dispatch(),
+            queries: lists.queries.into_dispatch(),
+            tile_blocks: lists.tile_blocks.into_dispatch(),
+        };
+        let output =
+            <Dispatch as ListedOps>::listed_attention(inputs, layout, options.clone(), call);
+        let (out, lse) = (output.out, output.lse);
+        Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
+    }
+}
