@@ -271,6 +271,7 @@ impl Bench {
                     continue;
                 }
             };
+            println!("{width} wide, groups of {group}: {plan}");
             let (entries, blocks) = (shape.entries(), shape.chosen_from());
             let inputs = CompressedInputs {
                 q: TensorView {

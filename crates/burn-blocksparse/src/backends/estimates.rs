@@ -50,8 +50,8 @@ fn of_compressed(
     wanted: &Wanted,
     (columns, dtype): (usize, DType),
 ) -> CubeTensor {
-    // Words have two numbers.
-    let q = rows_readable(q, 2);
+    // 16 bytes have eight numbers.
+    let q = rows_readable(q, 8);
     let (k, lse) = (into_contiguous(k), into_contiguous(cast(lse, DType::F32)));
     let plan = CompressedPlan::new(&q.client, dtype_to_elem_type(q.dtype), call.shape);
     let plan = plan.unwrap_or_else(|reason| panic!("masses of compressed blocks: {reason}"));

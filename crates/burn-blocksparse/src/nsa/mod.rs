@@ -172,7 +172,7 @@ impl Nsa {
     pub fn plan(&self, q: &Tensor<4>, keys_values: &NsaKeysValues) -> Result<OpPlan, OpError> {
         Call::new(self, q, keys_values)?;
         let [batch, heads, seq_q, _] = q.dims();
-        let no_lse = || Tensor::zeros([batch, heads, seq_q], &q.device());
+        let no_lse = || Tensor::empty([batch, heads, seq_q], &q.device());
         let compressed = keys_values.compressed.clone();
         let compressed = compressed.map(|keys_values| (keys_values, no_lse()));
         let masses = Masses::new(self, q, &keys_values.selected[0], compressed);

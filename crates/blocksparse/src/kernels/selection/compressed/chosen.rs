@@ -39,21 +39,22 @@ pub fn insert_all(
 ) {
     let lane = UNIT_POS_X % 32;
     let mut above = votes_above(key, chosen.last[query]) & lanes;
-    while above != 0u32 {
-        let source = lowest_bit(above);
-        let its_key = word_of(key, source);
-        let its_block = word_of(block, source);
-        let (own_key, own_block) = (chosen.keys[query], chosen.blocks[query]);
-        // As many are no lower.
-        let place = count_bits(!votes_above(its_key, own_key));
-        let (key_before, block_before) = (word_before(own_key), word_before(own_block));
-        let moved_key = select(lane == place, its_key, key_before);
-        let moved_block = select(lane == place, its_block, block_before);
-        chosen.keys[query] = select(lane < place, own_key, moved_key);
-        chosen.blocks[query] = select(lane < place, own_block, moved_block);
-        let last = word_of(chosen.keys[query], most - 1);
-        chosen.last[query] = last;
-        // What was above the last of before may be no more.
-        above = above & (above - 1u32) & votes_above(key, last);
+    if above != 0u32 {
+        // What those before push out of the highest `most` is inserted behind them, which does no harm and takes less time than to ask.
+        while above != 0u32 {
+            let source = lowest_bit(above);
+            let its_key = word_of(key, source);
+            let its_block = word_of(block, source);
+            let (own_key, own_block) = (chosen.keys[query], chosen.blocks[query]);
+            // As many are no lower.
+            let place = count_bits(!votes_above(its_key, own_key));
+            let (key_before, block_before) = (word_before(own_key), word_before(own_block));
+            let moved_key = select(lane == place, its_key, key_before);
+            let moved_block = select(lane == place, its_block, block_before);
+            chosen.keys[query] = select(lane < place, own_key, moved_key);
+            chosen.blocks[query] = select(lane < place, own_block, moved_block);
+            above &= above - 1u32;
+        }
+        chosen.last[query] = word_of(chosen.keys[query], most - 1);
     }
 }

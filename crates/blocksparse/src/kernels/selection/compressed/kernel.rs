@@ -77,7 +77,7 @@ pub fn launch(
         width,
         blocks: [block, stride, selected],
     } = plan.shape;
-    check_rows("q", &inputs.q, 2)?;
+    check_rows("q", &inputs.q, 8)?;
     let begins = inputs.k.offset_start.unwrap_or(0) as usize;
     if !begins.is_multiple_of(16) {
         return Err(KernelError::Alignment {
@@ -166,7 +166,7 @@ pub fn launch(
     Ok(())
 }
 
-/// `q` with any strides of 4 bytes in its outer dimensions and `k` `[batch, kv_heads, entries, width]` contiguous, in words; `lse` `[batch, heads, seq_q]`; `out` are
+/// `q` with any strides of 16 bytes in its outer dimensions and `k` `[batch, kv_heads, entries, width]` contiguous, in words; `lse` `[batch, heads, seq_q]`; `out` are
 /// the bits of f32 masses `[batch, kv_heads, rows, blocks]`, or of i32 blocks `[batch, kv_heads, rows, most]`. `factor` makes powers of two of products.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn masses<P: Size, R: Size, S: Size>(

@@ -23,6 +23,8 @@ mod chosen;
 mod kernel;
 #[cfg(feature = "cuda-asm")]
 mod steps;
+#[cfg(test)]
+mod tests;
 mod tile;
 
 use std::ops::Range;
