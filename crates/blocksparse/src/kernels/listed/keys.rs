@@ -11,6 +11,9 @@
 //! A block that very many queries chose has several cubes, each with a part of its list. What they leave is summed up in order by [`fold`](super::fold), so
 //! the bits do not depend on which of them ends first.
 
+// Kernels have no `div_ceil`.
+#![allow(clippy::manual_div_ceil)]
+
 use cubecl::prelude::*;
 
 use crate::kernels::mma::asm::*;

@@ -147,7 +147,7 @@ impl ListedPlan {
         let hardware = &properties.hardware;
         let walk = |backward| walk_tile(&request, element, backward, hardware);
         let (forward, queries) = (walk(false)?, walk(true)?);
-        let keys = keys_tile(&request, element);
+        let keys = keys_tile(&request, element, hardware.max_shared_memory_size);
         if !is_u32(request.partial(&keys)) {
             return Err(TOO_LARGE);
         }
@@ -294,13 +294,15 @@ fn walk_tile(
 }
 
 /// The walk of the queries that chose a block.
-fn keys_tile(request: &ListedRequest, element: Element) -> Tile {
+fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
     let warps = request.block.min(64) / ROWS;
-    let cols = match request.head_dim {
-        ..=128 => 64,
-        _ => 32,
-    };
-    plain(request, element, [warps, 1], [cols.min(32 * warps), 2])
+    let of_cols = |cols: usize| plain(request, element, [warps, 1], [cols.min(32 * warps), 2]);
+    let wide = of_cols(64);
+    match request.head_dim <= 128 && wide.shared_bytes(true) <= room {
+        true => wide,
+        // Sums of wider heads leave no registers for more.
+        false => of_cols(32),
+    }
 }
 
 impl fmt::Display for ListedPlan {
