@@ -12,6 +12,9 @@
 //! Nothing is shared between queries, so a cube of 16 rows is a single warp, and several of them on a multiprocessor begin and end by themselves. What
 //! binds is the L2 cache: 16 rows do 16 operations for each byte of keys and values.
 
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
 use cubecl::prelude::*;
 
 use super::gather::*;

@@ -7,6 +7,12 @@
 //! It is the walk over columns of the `mma` tier's backward kernel, but for what a step is: 32 or 64 rows of queries, which lie one after the other in the
 //! block's list, each with its heads. Where a block's queries are in the list is found by a search of the tiles' blocks, which rise. A row that is none is
 //! zeros, with lse and delta 0, and adds nothing.
+//!
+//! A block that very many queries chose has several cubes, each with a part of its list. What they leave is summed up in order by [`fold`](super::fold), so
+//! the bits do not depend on which of them ends first.
+
+// Kernels have no `div_ceil`.
+#![allow(clippy::manual_div_ceil)]
 
 use cubecl::prelude::*;
 
@@ -14,7 +20,7 @@ use crate::kernels::mma::asm::*;
 use crate::kernels::mma::backward::store_rows;
 use crate::kernels::mma::gather::*;
 use crate::kernels::mma::product::*;
-use crate::kernels::mma::tile::{NOWHERE, Tile};
+use crate::kernels::mma::tile::{NOWHERE, ROW_PAIR, Tile};
 use crate::kernels::shared::walk::{Four, Slice, batch_of, head_of};
 
 /// Sizes of the lists of queries by blocks.
@@ -26,23 +32,63 @@ pub struct ListShape {
     pub block: usize,
     /// Places of a tile of queries.
     pub tile: usize,
+    /// Cubes that share a block's list, at most.
+    pub parts: usize,
+    /// Steps of a part, at least, unless it is the last.
+    pub least: usize,
 }
 
 /// The queries of a block.
 #[derive(CubeType, Clone, Copy)]
-struct Queries {
+pub struct Queries {
     /// Their first place.
     first: usize,
     /// Places.
     count: u32,
-    /// Queries of a head.
-    len: u32,
+    /// Steps of all of them,
+    steps: u32,
+    /// of a part but the last,
+    part: u32,
+    /// and how many parts there are.
+    pub parts: u32,
+}
+
+/// The queries of the block of a key, by the number of the list.
+#[cube]
+pub fn queries_of(
+    tile_blocks: &[i32],
+    list: u32,
+    tiles: u32,
+    key: u32,
+    #[comptime] shape: ListShape,
+    #[comptime] t: Tile,
+) -> Queries {
+    let block = (key / comptime!(shape.block as u32)) as i32;
+    let of_list = (list * tiles) as usize;
+    let start = first_tile(tile_blocks, of_list, tiles, block);
+    let end = first_tile(tile_blocks, of_list, tiles, block + 1i32);
+    let count = (end - start) * comptime!(shape.tile as u32);
+    let cols = comptime!(t.cols as u32);
+    let steps = (count * comptime!(shape.rows as u32) + cols - 1) / cols;
+    let parts = comptime!(shape.parts as u32);
+    let part = max(
+        (steps + parts - 1) / parts,
+        comptime!(shape.least as u32).runtime(),
+    );
+    Queries {
+        first: (of_list + start as usize) * comptime!(shape.tile),
+        count,
+        steps,
+        part,
+        parts: (steps + part - 1) / part,
+    }
 }
 
 /// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k`, `v` with any strides of 16 bytes in their outer dimensions; `stats` as
 /// [`queries`](super::queries::queries) has them. `places` `[batch, kv_heads, tiles · tile]`: the query at each place, and `tile_blocks`
 /// `[batch, kv_heads, tiles]`: the block of each tile, rising; i32, negative for none, and tiles of none last. To `grad_k` and `grad_v`, contiguous, the
-/// gradients are added with `carry`.
+/// gradients are added with `carry`, where a block's list has one part; where it has more these go to `partial`
+/// `[parts, batch · kv_heads, seq_kv, head_dim + value_dim]`, f32, without the scale.
 #[cube(launch_unchecked)]
 pub fn keys(
     q: &[u32],
@@ -54,6 +100,7 @@ pub fn keys(
     tile_blocks: &[i32],
     grad_k: &mut [u32],
     grad_v: &mut [u32],
+    partial: &mut [f32],
     k_strides: Strides,
     v_strides: Strides,
     slice: Slice,
@@ -73,19 +120,12 @@ pub fn keys(
     let kv_head = head_of(&slice) as u32;
     let batch = batch_of(&slice) as u32;
     let list = batch * slice.heads as u32 + kv_head;
-    let first_key = CUBE_POS_X * comptime!(t.rows() as u32);
-    let block = first_key / comptime!(shape.block as u32);
-
-    let of_list = (list * tiles) as usize;
-    let start = first_tile(tile_blocks, of_list, tiles, block as i32);
-    let end = first_tile(tile_blocks, of_list, tiles, block as i32 + 1i32);
-    let queries = Queries {
-        first: (of_list + start as usize) * comptime!(shape.tile),
-        count: (end - start) * comptime!(shape.tile as u32),
-        len: seq_q,
-    };
-    let cols = comptime!(t.cols as u32);
-    let steps = (queries.count * comptime!(shape.rows as u32) + cols - 1) / cols;
+    let parts = comptime!(shape.parts as u32);
+    let first_key = CUBE_POS_X / parts * comptime!(t.rows() as u32);
+    let queries = queries_of(tile_blocks, list, tiles, first_key, shape, t);
+    let part = CUBE_POS_X % parts;
+    let first_step = min(part * queries.part, queries.steps);
+    let steps = uniform(min(queries.part, queries.steps - first_step));
     // Heads before the list's first, in all batch entries.
     let head = list * comptime!(shape.rows as u32);
     let row = u64::cast_from(head) * u64::cast_from(seq_q);
@@ -105,9 +145,9 @@ pub fn keys(
             shared_store(base + UNIT_POS_X * 4, position);
         }
         let slots = base + comptime!(t.slot_offset() as u32);
-        let mut loaded = query_row(places, &queries, 0u32, shape, t);
+        let mut loaded = query_row(places, &queries, first_step, seq_q, shape, t);
         store_row(slots, 0u32, loaded, t);
-        let mut found = query_row(places, &queries, 1u32, shape, t);
+        let mut found = query_row(places, &queries, first_step + 1, seq_q, shape, t);
         store_row(slots, 1u32, found, t);
         sync_cube();
 
@@ -167,7 +207,7 @@ pub fn keys(
             wait_copies();
             sync_cube();
             copy_step(&loads, base, j + 1, loaded, t);
-            found = query_row(places, &queries, j + 2, shape, t);
+            found = query_row(places, &queries, first_step + j + 2, seq_q, shape, t);
             loaded = found;
 
             let q_stage = stage * comptime!(t.b1_bytes() as u32);
@@ -220,30 +260,90 @@ pub fn keys(
         }
 
         let first = list * k_strides.len;
-        store_rows(
-            grad_k,
-            &dk,
-            0u32,
-            first,
-            base,
-            first_row,
-            quad,
-            scale,
-            comptime!(t.head_dim),
-            t,
-        );
-        store_rows(
-            grad_v,
-            &dv,
-            0u32,
-            first,
-            base,
-            first_row,
-            quad,
-            f32::new(1.0),
-            comptime!(t.value_dim),
-            t,
-        );
+        if queries.parts == 1u32 {
+            store_rows(
+                grad_k,
+                &dk,
+                0u32,
+                first,
+                base,
+                first_row,
+                quad,
+                scale,
+                comptime!(t.head_dim),
+                t,
+            );
+            store_rows(
+                grad_v,
+                &dv,
+                0u32,
+                first,
+                base,
+                first_row,
+                quad,
+                f32::new(1.0),
+                comptime!(t.value_dim),
+                t,
+            );
+        } else {
+            let keys = part * (list_count(&slice) * k_strides.len) + first;
+            store_part(
+                partial,
+                &dk,
+                keys,
+                base,
+                first_row,
+                quad,
+                0usize,
+                comptime!(t.head_dim),
+                t,
+            );
+            store_part(
+                partial,
+                &dv,
+                keys,
+                base,
+                first_row,
+                quad,
+                comptime!(t.head_dim),
+                comptime!(t.value_dim),
+                t,
+            );
+        }
+    }
+}
+
+/// Lists of all batch entries.
+#[cube]
+pub fn list_count(slice: &Slice) -> u32 {
+    (slice.batches * slice.heads) as u32
+}
+
+/// Writes the unit's rows of a part, from number `column` of a row on; `first` keys come before the head's.
+#[cube]
+fn store_part(
+    partial: &mut [f32],
+    acc: &Array<Vector<f32, Four>>,
+    first: u32,
+    positions: u32,
+    first_row: u32,
+    quad: u32,
+    #[comptime] column: usize,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    #[unroll]
+    for i in 0..2usize {
+        let position = shared_load(positions + (first_row + comptime!(i as u32 * ROW_PAIR)) * 4);
+        if position != comptime!(NOWHERE) {
+            let row = (first + position) as usize * comptime!(t.head_dim + t.value_dim);
+            let at = row + comptime!(column) + quad as usize;
+            #[unroll]
+            for n in 0..comptime!(dim / 8) {
+                partial[at + comptime!(8 * n)] = acc[n].extract(comptime!(2 * i));
+                partial[at + comptime!(8 * n + 1)] = acc[n].extract(comptime!(2 * i + 1));
+            }
+        }
     }
 }
 
@@ -290,6 +390,7 @@ fn query_row(
     places: &[i32],
     queries: &Queries,
     j: u32,
+    seq_q: u32,
     #[comptime] shape: ListShape,
     #[comptime] t: Tile,
 ) -> u32 {
@@ -300,7 +401,7 @@ fn query_row(
         if entry < queries.count {
             let query = places[queries.first + entry as usize];
             if query >= 0i32 {
-                row = flat % comptime!(shape.rows as u32) * queries.len + query as u32;
+                row = flat % comptime!(shape.rows as u32) * seq_q + query as u32;
             }
         }
     }

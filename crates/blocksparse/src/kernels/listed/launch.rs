@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use super::plan::ListedPlan;
 use super::tile::WalkTile;
-use super::{forward as forward_kernel, keys, queries};
+use super::{fold, forward as forward_kernel, keys, queries};
 use crate::kernels::args::{
     address_of, buffer, listing, load_width, optional, spread, strides_of, vectors_of,
 };
@@ -171,6 +171,12 @@ pub fn backward(
         ..plan.keys
     };
     let places = request.batch * request.kv_heads * request.tiles;
+    let shape = request.list_shape(&of_keys);
+    let numbers = request.partial(&of_keys);
+    let partial = client.empty(numbers * size_of::<f32>());
+    let key_tiles = request.seq_kv.div_ceil(of_keys.rows());
+    let [k_words, v_words] =
+        [request.head_dim, request.value_dim].map(|width| words(request.all_keys() * width));
     for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
         // SAFETY: as for the forward pass; a cube of keys reads rows of the queries that places name, which are below their number, and adds to its own keys.
         unsafe {
@@ -197,7 +203,7 @@ pub fn backward(
             );
             keys::keys::launch_unchecked(
                 client,
-                cubes(&slice, request.seq_kv.div_ceil(of_keys.rows())),
+                cubes(&slice, key_tiles * shape.parts),
                 CubeDim::new_1d(of_keys.units() as u32),
                 input(q),
                 input(k),
@@ -206,8 +212,9 @@ pub fn backward(
                 buffer(&stats, rows * 2),
                 buffer(lists.queries, places * request.tile),
                 buffer(lists.tile_blocks, places),
-                buffer(gradients.k, words(request.all_keys() * request.head_dim)),
-                buffer(gradients.v, words(request.all_keys() * request.value_dim)),
+                buffer(gradients.k, k_words),
+                buffer(gradients.v, v_words),
+                buffer(&partial, numbers),
                 strides(k),
                 strides(v),
                 slice.args(),
@@ -215,9 +222,26 @@ pub fn backward(
                 request.tiles as u32,
                 scale as f32,
                 log2_scale as f32,
-                request.list_shape(),
+                shape,
                 of_keys,
             );
+            if shape.parts > 1 {
+                fold::fold::launch_unchecked(
+                    client,
+                    cubes(&slice, key_tiles),
+                    CubeDim::new_1d(of_keys.units() as u32),
+                    buffer(&partial, numbers),
+                    buffer(lists.tile_blocks, places),
+                    buffer(gradients.k, k_words),
+                    buffer(gradients.v, v_words),
+                    slice.args(),
+                    request.seq_kv as u32,
+                    request.tiles as u32,
+                    scale as f32,
+                    shape,
+                    of_keys,
+                );
+            }
         }
     }
     Ok(())

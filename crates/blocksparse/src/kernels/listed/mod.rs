@@ -9,11 +9,13 @@
 //! tile       the shape of a query's walk               gather   rows and listed keys on their way to shared memory
 //! forward    a cube a query: its list                  queries  the same for dQ
 //! keys       a cube 64 keys: the queries that chose their block, for dK and dV
+//! fold       sums of the parts of a block's list
 //! launch     launches
 //! ```
 //!
 //! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
 
+mod fold;
 mod forward;
 mod gather;
 mod keys;

@@ -21,6 +21,10 @@ const VALUE_DIMS: [usize; 2] = [64, 128];
 const ROWS: usize = 16;
 const MOST_ROWS: usize = 128;
 
+/// Parts of a block's list, and steps of a part: so that the list of a block that all queries chose takes no longer than everything else.
+const MOST_PARTS: usize = 4;
+const LEAST_STEPS: usize = 512;
+
 /// Bytes of shared memory of a multiprocessor that a cube takes besides its own.
 const RESERVED: usize = 1024;
 
@@ -100,11 +104,23 @@ impl ListedRequest {
         self.batch * self.kv_heads * self.seq_q * self.most
     }
 
-    pub(super) fn list_shape(&self) -> ListShape {
+    /// A block's list has parts where it is long: of a quarter of all queries where very many chose it.
+    pub(super) fn list_shape(&self, keys: &Tile) -> ListShape {
+        let steps = self.seq_q * self.rows() / keys.cols;
         ListShape {
             rows: self.rows(),
             block: self.block,
             tile: self.tile,
+            parts: (steps / LEAST_STEPS).clamp(1, MOST_PARTS),
+            least: LEAST_STEPS,
+        }
+    }
+
+    /// Numbers of the parts of gradients by keys and values, 1 at least.
+    pub(super) fn partial(&self, keys: &Tile) -> usize {
+        match self.list_shape(keys).parts {
+            1 => 1,
+            parts => parts * self.all_keys() * (self.head_dim + self.value_dim),
         }
     }
 }
@@ -131,7 +147,10 @@ impl ListedPlan {
         let hardware = &properties.hardware;
         let walk = |backward| walk_tile(&request, element, backward, hardware);
         let (forward, queries) = (walk(false)?, walk(true)?);
-        let keys = keys_tile(&request, element);
+        let keys = keys_tile(&request, element, hardware.max_shared_memory_size);
+        if !is_u32(request.partial(&keys)) {
+            return Err(TOO_LARGE);
+        }
         match keys.shared_bytes(true) <= hardware.max_shared_memory_size {
             true => Ok(Self {
                 request,
@@ -275,13 +294,15 @@ fn walk_tile(
 }
 
 /// The walk of the queries that chose a block.
-fn keys_tile(request: &ListedRequest, element: Element) -> Tile {
+fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
     let warps = request.block.min(64) / ROWS;
-    let cols = match request.head_dim {
-        ..=128 => 64,
-        _ => 32,
-    };
-    plain(request, element, [warps, 1], [cols.min(32 * warps), 2])
+    let of_cols = |cols: usize| plain(request, element, [warps, 1], [cols.min(32 * warps), 2]);
+    let wide = of_cols(64);
+    match request.head_dim <= 128 && wide.shared_bytes(true) <= room {
+        true => wide,
+        // Sums of wider heads leave no registers for more.
+        false => of_cols(32),
+    }
 }
 
 impl fmt::Display for ListedPlan {
@@ -306,11 +327,12 @@ impl fmt::Display for ListedPlan {
         }
         write!(
             f,
-            "  {:8} {} keys × {} rows a step, {} units, {} KiB shared",
+            "  {:8} {} keys × {} rows a step, {} units, {} parts, {} KiB shared",
             "dK, dV",
             self.keys.rows(),
             self.keys.cols,
             self.keys.units(),
+            request.list_shape(&self.keys).parts,
             self.keys.shared_bytes(true).div_ceil(1024),
         )
     }

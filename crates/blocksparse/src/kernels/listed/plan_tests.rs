@@ -72,14 +72,14 @@ fn plans_fill_a_multiprocessor_with_steps() {
         "listed  16 rows of a query walk its list of 13 blocks of 64 keys\n  \
          forward  32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
          dQ       32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
-         dK, dV   64 keys × 64 rows a step, 128 units, 105 KiB shared"
+         dK, dV   64 keys × 64 rows a step, 128 units, 4 parts, 104 KiB shared"
     );
     assert_eq!(
         printed(nsa([64, 4], [192, 128])),
         "listed  16 rows of a query walk its list of 13 blocks of 64 keys\n  \
          forward  16 keys a step, 32 units, 5 stages in 53 KiB shared\n  \
          dQ       16 keys a step, 32 units, 5 stages in 53 KiB shared\n  \
-         dK, dV   64 keys × 32 rows a step, 128 units, 85 KiB shared"
+         dK, dV   64 keys × 32 rows a step, 128 units, 4 parts, 86 KiB shared"
     );
     // More heads are more warps of a cube, with one ring.
     let of_64 = printed(nsa([256, 4], [128, 128]));
