@@ -106,7 +106,7 @@ fn plans_allow_what_the_layout_allows(
 #[case(Pattern::causal(), 16, 64, 1)]
 #[case(Pattern::fixed_heads(16, 4, 2), 16, 64, 2)]
 #[case(Pattern::local(30), 128, 64, 1)]
-#[case(Pattern::strided(7), 16, 128, 2)]
+#[case(Pattern::strided(7), 16, 128, 1)]
 fn steps_of_a_pattern_follow_each_other(
     #[case] pattern: Pattern,
     #[case] block: usize,
