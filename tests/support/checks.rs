@@ -3,12 +3,13 @@
 use burn::tensor::Device;
 
 use crate::{
-    activation, attention, autodiff, block_sparse, blocks, device_layout, device_layout_within,
-    embedding, eviction, fuzz, fuzz_decoding, gradients, graph, graph_decoding, graph_training,
-    heads, kept, linear, listed, loss, masses, max_scores, mlp, norm, nsa, nsa_choice, optim,
-    options, page_choice, paged, paged_quantised, projection, sampling, selected, selected_lists,
-    selected_planted, selection, selection_fuzz, selection_goldens, selection_long,
-    selection_rules, selection_runs, sharing, stream_dropout, widths,
+    activation, attention, autodiff, bias_gradient, block_sparse, blocks, device_layout,
+    device_layout_within, embedding, eviction, fuzz, fuzz_decoding, gradients, graph,
+    graph_decoding, graph_training, heads, kept, linear, listed, loss, masses, max_scores, mlp,
+    norm, nsa, nsa_choice, optim, options, page_choice, paged, paged_quantised, projection,
+    sampling, selected, selected_lists, selected_planted, selection, selection_fuzz,
+    selection_goldens, selection_long, selection_rules, selection_runs, sharing, stream_dropout,
+    widths,
 };
 
 /// A check over the table of cases on some devices; it panics if it fails.
@@ -28,6 +29,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
         weights_with_sinks_per_batch, alibi_equals_f64, dropout_equals_f64, bias_equals_f64,
         relative_bias_equals_f64, options_work_together, options_give_the_same_bits,
         options_in_half_precision, relative_bias_in_half_precision, dropout_follows_its_seed;
+    bias_gradient: bias_gradients_in_half_precision, bias_gradients_with_options, bias_gradients_per_batch;
     masses: masses_equal_f64, masses_of_long_lines, masses_give_the_same_bits;
     max_scores: max_scores_equal_f64, max_scores_in_half_precision, max_scores_change_nothing_else,
         max_scores_of_other_layouts, max_scores_of_disjoint_parts;

@@ -4,6 +4,7 @@
 pub mod activation;
 pub mod attention;
 pub mod autodiff;
+pub mod bias_gradient;
 pub mod block_sparse;
 pub mod blocks;
 mod blocks_dense;

@@ -47,7 +47,9 @@ pub fn backward(
         let part = plan.part(layout);
         // Whatever tier the gradients of the inputs are made on.
         if let (Some(bias), Some(out)) = (&options.bias, &gradients.bias) {
-            plan.bias.launch(&pass, part, (bias, out), &mut known)?;
+            plan.bias
+                .tile
+                .launch(&pass, part, (bias, out), &mut known)?;
         }
         plan.backward.tile.launch(&pass, part, &mut known)?;
     }

@@ -300,6 +300,8 @@ pub enum TierLimit {
     HopperForward,
     /// The fused backward pass of the `hopper` tier.
     HopperWalks,
+    /// The gradient of a bias on the `hopper` tier.
+    MmaBias,
 }
 
 impl FromStr for TierLimit {
@@ -312,6 +314,7 @@ impl FromStr for TierLimit {
             "mma" => Self::Mma,
             "hopper-forward" => Self::HopperForward,
             "hopper-walks" => Self::HopperWalks,
+            "mma-bias" => Self::MmaBias,
             _ => return Err(KernelError::Tier { got: text.into() }),
         })
     }

@@ -43,7 +43,7 @@ pub(super) struct PartPlan {
     pub(super) forward: Choice<ForwardTile>,
     pub(super) backward: Choice<BackwardTile>,
     /// What makes the gradient of a bias, if the call has one.
-    pub(super) bias: BiasTile,
+    pub(super) bias: Choice<BiasTile>,
     /// The tiles of the `simt` tier, in the order of the kernels.
     simt: [simt::Tile; 3],
 }
@@ -93,10 +93,13 @@ impl PartPlan {
         if !backward.tile.is_tensor() {
             write(f, backward.tile.lines(accumulator))?;
         }
-        match request.score.bias {
-            true => write(f, self.bias.lines(accumulator)),
-            false => Ok(()),
+        if !request.score.bias {
+            return Ok(());
         }
+        for (tier, reason) in &self.bias.refused {
+            writeln!(f, "  dbias    not on the {tier} tier: {reason}")?;
+        }
+        write(f, self.bias.tile.lines(accumulator))
     }
 }
 
@@ -171,9 +174,9 @@ impl AttentionPlan {
                 Ok(PartPlan {
                     layout: part.cloned(),
                     residue,
-                    forward,
                     backward,
-                    bias: tier::choose_bias(&asked, simt),
+                    bias: tier::choose_bias(&asked, &forward, simt),
+                    forward,
                     simt,
                 })
             })
@@ -209,7 +212,7 @@ impl AttentionPlan {
     /// 16 bytes.
     pub fn alignment(&self) -> usize {
         let is_tensor = |part: &PartPlan| {
-            let of_bias = self.request.score.bias && part.bias.is_tensor();
+            let of_bias = self.request.score.bias && part.bias.tile.is_tensor();
             part.forward.tile.is_tensor() || part.backward.tile.is_tensor() || of_bias
         };
         match self.parts.iter().any(is_tensor) {
@@ -245,7 +248,7 @@ fn check_limits(
         tiles = tiles.max(length.div_ceil(tile.rows));
         on_device::check(walked, plan.launched(kernel), properties)?;
         if request.score.bias && kernel != Kernel::Forward {
-            on_device::check(walked, plan.bias.tiling(kernel), properties)?;
+            on_device::check(walked, plan.bias.tile.tiling(kernel), properties)?;
         }
     }
     // With the buffer in which CubeCL passes scalars.

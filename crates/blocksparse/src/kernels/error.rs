@@ -91,7 +91,9 @@ pub enum KernelError {
         what: &'static str,
     },
     /// A limit of tiers that is none.
-    #[error("BLOCKSPARSE_TIER must be simt, mma, hopper-forward or hopper-walks, got {got:?}")]
+    #[error(
+        "BLOCKSPARSE_TIER must be simt, mma, hopper-forward, hopper-walks or mma-bias, got {got:?}"
+    )]
     Tier {
         /// What came.
         got: String,

@@ -196,13 +196,14 @@ fn limits_are_words_that_mean_something() {
         ("mma", TierLimit::Mma),
         ("hopper-forward", TierLimit::HopperForward),
         ("hopper-walks", TierLimit::HopperWalks),
+        ("mma-bias", TierLimit::MmaBias),
     ] {
         assert_eq!(text.parse(), Ok(limit));
     }
     let error = "hoper".parse::<TierLimit>().unwrap_err().to_string();
     assert_eq!(
         error,
-        "BLOCKSPARSE_TIER must be simt, mma, hopper-forward or hopper-walks, got \"hoper\""
+        "BLOCKSPARSE_TIER must be simt, mma, hopper-forward, hopper-walks or mma-bias, got \"hoper\""
     );
 }
 
@@ -218,6 +219,9 @@ fn a_build_without_tensor_cores_says_so_on_cuda() {
     assert!(says(Fake::sm80()));
     assert!(!says(Fake::webgpu()));
 }
+
+#[cfg(feature = "cuda-asm")]
+mod biases;
 
 #[cfg(feature = "cuda-asm")]
 mod tensor_cores {

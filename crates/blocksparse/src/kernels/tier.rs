@@ -14,6 +14,8 @@ use super::mma;
 use super::pass::{BackwardPass, ForwardPass, Part};
 use super::{simt, stats};
 use crate::plan::Tiling;
+#[cfg(feature = "cuda-asm")]
+use crate::plan::Walk;
 
 /// Why a tier does not take a part.
 type Reason = &'static str;
@@ -189,6 +191,9 @@ pub enum BackwardTile {
 /// What makes the gradient of a given bias: a launch beside those of the other gradients.
 #[derive(Clone, Copy, Debug)]
 pub enum BiasTile {
+    /// wgmma and TMA; what these do not take, as `Mma`.
+    #[cfg(feature = "cuda-asm")]
+    Hopper(hopper::BiasTiles, [mma::Tile; 2]),
     /// mma.sync, one of two walks.
     #[cfg(feature = "cuda-asm")]
     Mma([mma::Tile; 2]),
@@ -196,14 +201,37 @@ pub enum BiasTile {
     Simt([simt::Tile; 2]),
 }
 
-/// What makes the gradient of a given bias over a part, whose `simt` tiles are given.
+/// What makes the gradient of a given bias over a part, whose `simt` tiles are given, and what runs its forward pass.
 #[cfg_attr(not(feature = "cuda-asm"), allow(unused_variables))]
-pub fn choose_bias(part: &PartRequest, [_, rows, columns]: [simt::Tile; 3]) -> BiasTile {
+pub fn choose_bias(
+    part: &PartRequest,
+    forward: &Choice<ForwardTile>,
+    [_, rows, columns]: [simt::Tile; 3],
+) -> Choice<BiasTile> {
     #[cfg(feature = "cuda-asm")]
     if let Ok(tiles) = mma::choose_bias_gradient(part) {
-        return BiasTile::Mma(tiles);
+        let mut refused = Vec::new();
+        // What this tier's forward pass does not take has said so.
+        if let (ForwardTile::Hopper(forward), true) = (forward.tile, part.request.score.bias) {
+            match hopper::choose_bias(part, forward) {
+                Ok(own) => {
+                    return Choice {
+                        tile: BiasTile::Hopper(own, tiles),
+                        refused,
+                    };
+                }
+                Err(reason) => refused.push((HOPPER, reason)),
+            }
+        }
+        return Choice {
+            tile: BiasTile::Mma(tiles),
+            refused,
+        };
     }
-    BiasTile::Simt([rows, columns])
+    Choice {
+        tile: BiasTile::Simt([rows, columns]),
+        refused: Vec::new(),
+    }
 }
 
 impl BiasTile {
@@ -218,7 +246,11 @@ impl BiasTile {
         let index = usize::from(kernel == Kernel::BackwardColumns);
         match self {
             #[cfg(feature = "cuda-asm")]
-            Self::Mma(tiles) => tiles[index].tiling(walk),
+            Self::Hopper(own, _) if walk == Walk::Rows => own.pairs.tiling(),
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => keys.tiling(walk),
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(_, tiles) | Self::Mma(tiles) => tiles[index].tiling(walk),
             Self::Simt(tiles) => simt::tiling(&tiles[index], walk),
         }
     }
@@ -233,6 +265,16 @@ impl BiasTile {
         lines
             .map(|(index, (name, kernel))| {
                 let tile = match self {
+                    #[cfg(feature = "cuda-asm")]
+                    Self::Hopper(own, _) if index == 0 => own.pairs.to_string(),
+                    #[cfg(feature = "cuda-asm")]
+                    Self::Hopper(own, tiles) => match own.keys {
+                        Ok(keys) => format!("{keys}, sums over queries"),
+                        Err(reason) => {
+                            let tile = mma::describe(tiles[index], kernel);
+                            format!("{tile} (not on the {HOPPER} tier: {reason})")
+                        }
+                    },
                     #[cfg(feature = "cuda-asm")]
                     Self::Mma(tiles) => mma::describe(tiles[index], kernel).to_string(),
                     Self::Simt(tiles) => simt::describe(&tiles[index], kernel, accumulator),
@@ -256,7 +298,17 @@ impl BiasTile {
     ) -> Result<(), KernelError> {
         match *self {
             #[cfg(feature = "cuda-asm")]
-            Self::Mma(tiles) => mma::launch_bias_gradient(pass, part, tiles, bias, out),
+            Self::Hopper(own, _) if bias.shape[2] > 1 => {
+                hopper::launch_bias_pairs(pass, part, own.pairs, bias, out)
+            }
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => {
+                hopper::launch_bias_keys(pass, part, keys, bias, out)
+            }
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(_, tiles) | Self::Mma(tiles) => {
+                mma::launch_bias_gradient(pass, part, tiles, bias, out)
+            }
             // The pass says where it goes.
             Self::Simt(tiles) => {
                 let stats = known.plain(pass, part)?;

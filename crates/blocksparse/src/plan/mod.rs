@@ -121,6 +121,14 @@ impl TilePlan {
         }
     }
 
+    /// Steps of each pattern's tiles. Those of a pattern follow each other in [`words`](Self::words), tile after tile.
+    pub fn pattern_steps(&self) -> Vec<usize> {
+        let Sections { tiles, entries, .. } = self.sections;
+        let records: Vec<&[u32]> = self.words[tiles..entries].chunks_exact(3).collect();
+        let steps = |pattern: &[&[u32]]| pattern.iter().map(|record| record[1] as usize).sum();
+        records.chunks(self.tiles.max(1)).map(steps).collect()
+    }
+
     /// The pairs that a launch computes, allowed or not, for one batch entry.
     pub fn computed_pairs(&self) -> u64 {
         self.steps * (self.tiling.rows * self.tiling.cols) as u64

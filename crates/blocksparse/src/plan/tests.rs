@@ -101,6 +101,49 @@ fn plans_allow_what_the_layout_allows(
     }
 }
 
+/// The steps of a pattern's tiles follow each other, so that the number of a step says whose it is.
+#[rstest::rstest]
+#[case(Pattern::causal(), 16, 64, 1)]
+#[case(Pattern::fixed_heads(16, 4, 2), 16, 64, 2)]
+#[case(Pattern::local(30), 128, 64, 1)]
+#[case(Pattern::strided(7), 16, 128, 1)]
+fn steps_of_a_pattern_follow_each_other(
+    #[case] pattern: Pattern,
+    #[case] block: usize,
+    #[case] cols: usize,
+    #[case] patterns: usize,
+    #[values(false, true)] clustered: bool,
+) {
+    if clustered && cols < block {
+        return;
+    }
+    let layout = pattern.layout(4, 300, block).unwrap();
+    assert_eq!(layout.num_patterns(), patterns);
+    let tiling = Tiling {
+        walk: Walk::Rows,
+        ..tiling(128, cols, clustered)
+    };
+    let plan = TilePlan::new(&layout, tiling);
+    let per_step = cols / plan.group;
+    let steps = plan.pattern_steps();
+    assert_eq!(steps.len(), layout.num_patterns());
+    let of_heads = (0..4).map(|head| steps[layout.pattern_of(0, head)] as u64);
+    assert_eq!(of_heads.sum::<u64>(), plan.steps);
+    for (pattern, &steps) in steps.iter().enumerate() {
+        let records = &plan.words[plan.sections.tiles + pattern * plan.tiles * 3..];
+        let records: Vec<&[u32]> = records.chunks(3).take(plan.tiles).collect();
+        let first = records[0][0] as usize;
+        for step in 0..steps {
+            let entry = first + step * per_step;
+            let has = |record: &&&[u32]| {
+                let begin = record[0] as usize;
+                (begin..begin + record[1] as usize * per_step).contains(&entry)
+            };
+            assert_eq!(records.iter().filter(has).count(), 1, "step {step}");
+        }
+    }
+}
+
 fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
     Tiling {
         walk: Walk::Columns,

@@ -356,6 +356,12 @@ pub fn post(address: u64, x: u32) {
     gpu_asm!("st.relaxed.gpu.global.u32 [{a}], {x};", a = in(_) val::<u64>(address), x = in(_) val::<u32>(x));
 }
 
+/// Writes a number to an address.
+#[cube]
+pub fn store_number(address: u64, x: f32) {
+    gpu_asm!("st.global.f32 [{a}], {x};", a = in(_) val::<u64>(address), x = in(_) val::<f32>(x));
+}
+
 /// Waits for the other lanes of the warp.
 #[cube]
 pub fn sync_warp() {

@@ -3,8 +3,10 @@
 use cubecl::ir::{ElemType, FloatKind, features::Tma};
 
 use super::asm::Half;
+use super::bias_launch::BiasTiles;
 use super::fused::Sizes;
 use super::options::Options;
+use super::pair_tile::PairTile;
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
 use crate::kernels::call::{PartRequest, Request, TierLimit};
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, is_u32};
@@ -312,6 +314,7 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
             residue: forward.residue,
             carry: forward.carry,
             clustered: grouping.clustered,
+            bias_sums: false,
         };
         (grouping.overhead / speed, tile)
     });
@@ -340,6 +343,7 @@ fn choose_wide_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile 
         residue: forward.residue,
         carry: forward.carry,
         clustered: false,
+        bias_sums: false,
     };
     let may_cluster = part.request.may_cluster(layout, walk);
     let grouping = Grouping::best(layout, walk, [tile.rows(), cols], may_cluster);
@@ -347,4 +351,92 @@ fn choose_wide_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile 
         clustered: grouping.clustered,
         ..tile
     }
+}
+
+/// The shapes of a tile of pairs: warpgroups, columns, and speed. What a tile reads for each pair from the L2 cache is what its speed follows.
+const PAIRS: [(usize, usize, f64); 3] = [(2, 128, 1.0), (2, 64, 0.7), (1, 64, 0.55)];
+
+/// As [`choose`], for the gradient of a given bias, of a part whose forward pass has a tile.
+///
+/// # Errors
+/// What the tier lacks.
+pub fn choose_bias(part: &PartRequest, forward: Tile) -> Result<BiasTiles, &'static str> {
+    match part.limit {
+        TierLimit::HopperForward => return Err("BLOCKSPARSE_TIER says hopper-forward"),
+        TierLimit::MmaBias => return Err("BLOCKSPARSE_TIER says mma-bias"),
+        _ => {}
+    }
+    // A launch has a cube for each step.
+    if part.layout.device_choice().is_some() {
+        return Err("the blocks are chosen on the device");
+    }
+    if forward.dim > 128 {
+        return Err("head_dim is above 128");
+    }
+    let keys = check_walks(part, &forward).map(|()| WalkTile {
+        bias_sums: true,
+        carry: false,
+        ..choose_walk(part, &forward, Walk::Columns)
+    });
+    Ok(BiasTiles {
+        pairs: choose_pairs(part, &forward)?,
+        keys,
+    })
+}
+
+/// The tile of pairs that should be fastest.
+fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static str> {
+    let &PartRequest {
+        layout, request, ..
+    } = part;
+    let most = part.properties.hardware.max_shared_memory_size;
+    let may_cluster = request.may_cluster(layout, Walk::Rows);
+    let mut best: Option<(f64, PairTile)> = None;
+    for (warpgroups, cols, speed) in PAIRS {
+        let shape = [GROUP_ROWS * warpgroups, cols];
+        let tile = PairTile {
+            half: forward.half,
+            dim: forward.dim,
+            warpgroups,
+            cols,
+            group: cols.min(layout.block_size()),
+            stages: 0,
+            lag: 1,
+            options: forward.options,
+            residue: forward.residue,
+            carry: forward.carry,
+            clustered: false,
+            several: false,
+            wide: false,
+        };
+        if !tile.fits(layout.block_size()) {
+            continue;
+        }
+        let grouping = Grouping::best(layout, Walk::Rows, shape, may_cluster);
+        // Tiles of 64 columns leave registers for two cubes on a multiprocessor.
+        let half = (most + 1024) / 2 - 1024;
+        let rooms = if cols == 64 {
+            vec![half, most]
+        } else {
+            vec![most]
+        };
+        let stages_in = |room: usize| {
+            let free = room.saturating_sub(tile.shared_bytes());
+            (free / tile.stage_bytes()).min(6)
+        };
+        let Some(stages) = (rooms.into_iter().map(stages_in)).find(|&stages| stages >= 3) else {
+            continue;
+        };
+        let tile = PairTile {
+            stages,
+            lag: if stages > 4 { 2 } else { 1 },
+            clustered: grouping.clustered,
+            ..tile
+        };
+        let cost = grouping.overhead / speed;
+        if best.is_none_or(|(least, _)| cost < least) {
+            best = Some((cost, tile));
+        }
+    }
+    best.map(|(_, tile)| tile).ok_or(NO_TILE)
 }

@@ -15,7 +15,7 @@ use crate::kernels::args::{
 use crate::kernels::call::TensorView;
 use crate::kernels::device::plan;
 use crate::kernels::error::KernelError;
-use crate::kernels::pass::{BackwardPass, ForwardPass, Part};
+use crate::kernels::pass::{BackwardPass, ForwardPass, Operands, Part};
 use crate::kernels::slices::Slice;
 use crate::kernels::stats::{self, Wanted};
 use crate::kernels::tensor::{check_rows, check_scale, check_table, scales};
@@ -212,17 +212,17 @@ pub fn launch_walks(
     };
     let stats = stats::make(pass, part, wanted)?;
     for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
-        launch_walk(pass, part, tile, walk, &stats, wanted.pitch)?;
+        launch_walk(pass, part, tile, &pass.operands(walk), &stats, wanted.pitch)?;
     }
     Ok(())
 }
 
-/// One walk of the backward pass: `stats` are those of the queries at `pitch` places of each head.
-fn launch_walk(
+/// One walk of the backward pass, for the heads of `operands`: `stats` are those of the queries at `pitch` places of each head.
+pub(super) fn launch_walk(
     pass: &BackwardPass,
     part: Part,
     tile: WalkTile,
-    walk: Walk,
+    operands: &Operands,
     stats: &Handle,
     pitch: usize,
 ) -> Result<(), KernelError> {
@@ -231,7 +231,7 @@ fn launch_walk(
         options: pass.options,
         slopes: pass.slopes.as_ref(),
     };
-    let operands = pass.operands(walk);
+    let walk = operands.walk;
     let ([a1, a2], [b1, b2]) = (operands.a, operands.b);
     let residue = part.residue;
     check(&operands.named(), residue, call)?;
@@ -241,12 +241,17 @@ fn launch_walk(
     };
     let device_plan = plan(client, part.layout, tile.tiling(walk))?;
     let heads = part.layout.heads();
-    let (outer_heads, len) = (a1.shape[1], a1.shape[2]);
+    let (outer_heads, len) = (operands.heads, a1.shape[2]);
     let lengths = match walk {
         Walk::Rows => [len, b1.shape[2]],
         Walk::Columns => [b1.shape[2], len],
     };
-    let elements = request.batch * outer_heads * len * tile.dim + operands.second;
+    let rows = request.batch * outer_heads * len;
+    let elements = match tile.bias_sums {
+        // Numbers in f32, of which a vector has four.
+        true => rows.div_ceil(4) * 8,
+        false => rows * tile.dim + operands.second,
+    };
     check_eights("the elements of a gradient", elements)?;
     let (log2_scale, cap_scale) = call.scales();
     let stat_rows = request.batch * heads;

@@ -35,6 +35,8 @@ pub struct WalkTile {
     pub carry: bool,
     /// Whether the tile's rows are gathered from like blocks.
     pub clustered: bool,
+    /// Whether a walk over columns makes the sums over queries of the gradients of scores, of each query head, and nothing else.
+    pub bias_sums: bool,
 }
 
 impl WalkTile {

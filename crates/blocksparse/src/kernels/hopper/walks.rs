@@ -32,7 +32,7 @@ use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as numbers; `out`
-/// `[batch, heads, len, dim]` in eights of elements, out2 from the `second`-th on. With `carry` the results are added to it. Where biases are
+/// `[batch, heads, len, dim]` in eights of elements, out2 from the `second`-th on, or with `bias_sums` `[batch, query heads, len]` in f32. With `carry` the results are added to it. Where biases are
 /// added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn one_walk<S: Size, P: Size, O: Size>(
@@ -84,7 +84,12 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     let mut turns = 1u32;
     let mut heads = slice.heads as u32;
     let mut divisor = heads_per_kv;
-    if comptime!(columns) {
+    let mut own_head = outer;
+    if comptime!(t.bias_sums) {
+        // A tile is of one query head.
+        divisor = 1u32;
+        own_head = outer / heads_per_kv;
+    } else if comptime!(columns) {
         first_head = outer * heads_per_kv;
         turns = heads_per_kv;
         heads *= heads_per_kv;
@@ -109,7 +114,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         a2: tensor_map_address(a2),
         at: rows_at,
         class_len,
-        head: outer,
+        head: own_head,
         batch,
     };
     load_own_rows(plan, &own, base, t);
@@ -189,6 +194,9 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     let rows = unit_rows(place, place8, &listing, comptime!(t.pairs(walk)));
     let mut out1 = Vector::<f32, O>::zeroed();
     let mut out2 = Vector::<f32, O>::zeroed();
+    // Of the gradients of scores, over the queries of the unit's rows.
+    let mut sum0 = f32::new(0.0);
+    let mut sum1 = f32::new(0.0);
     let mut done = 0u32;
     barrier_wait(base, 0u32);
     for turn in 0..turns {
@@ -285,12 +293,16 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, l3)));
             }
             let mut out2_started = out2;
-            if comptime!(columns) {
+            if comptime!(columns && !t.bias_sums) {
                 let kept = drop_out::<S>(p, &kept, comptime!(t.options));
                 let left = pack_all::<S, P>(kept, t.half);
                 out2_started = accumulate::<P, O>(out2, left, b2_wide + offset, t.half, t.dim);
             }
-            let mut dp = wait::<S>(dp_started, comptime!(usize::from(columns)), width);
+            let mut dp = wait::<S>(
+                dp_started,
+                comptime!(usize::from(columns && !t.bias_sums)),
+                width,
+            );
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
                 let mut d0 = delta0;
@@ -317,19 +329,31 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 let inner = drop_gradient(dp.extract(at), d3, &kept, &args, at, t.options);
                 dp.insert(at, p.extract(at) * inner);
             }
-            if comptime!(t.options.score.softcap) {
+            if comptime!(t.bias_sums) {
                 #[unroll]
                 for i in 0..S::value() {
-                    let ratio = capped.extract(i) / softcap;
-                    dp.insert(i, dp.extract(i) * (1.0f32 - ratio * ratio));
+                    // The bias is added to what was softcapped.
+                    if comptime!(i % 4 < 2) {
+                        sum0 += dp.extract(i);
+                    } else {
+                        sum1 += dp.extract(i);
+                    }
                 }
+            } else {
+                if comptime!(t.options.score.softcap) {
+                    #[unroll]
+                    for i in 0..S::value() {
+                        let ratio = capped.extract(i) / softcap;
+                        dp.insert(i, dp.extract(i) * (1.0f32 - ratio * ratio));
+                    }
+                }
+                let left = pack_all::<S, P>(dp, t.half);
+                let out1_started = accumulate::<P, O>(out1, left, b1_wide + offset, t.half, t.dim);
+                if comptime!(columns) {
+                    out2 = wait::<O>(out2_started, 1usize, comptime!(t.dim / 2));
+                }
+                out1 = wait::<O>(out1_started, 0usize, comptime!(t.dim / 2));
             }
-            let left = pack_all::<S, P>(dp, t.half);
-            let out1_started = accumulate::<P, O>(out1, left, b1_wide + offset, t.half, t.dim);
-            if comptime!(columns) {
-                out2 = wait::<O>(out2_started, 1usize, comptime!(t.dim / 2));
-            }
-            out1 = wait::<O>(out1_started, 0usize, comptime!(t.dim / 2));
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + stage * 8);
             }
@@ -337,34 +361,59 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         }
     }
 
-    let first = (batch * slice.heads as u32 + outer) * len;
-    store_rows::<O>(
-        out,
-        &out1,
-        0u32,
-        first,
-        place,
-        place8,
-        &listing,
-        len,
-        lane,
-        scale,
-        comptime!(t.store()),
-    );
-    if comptime!(columns) {
-        let factor = factor_of(&args, comptime!(t.options));
+    if comptime!(t.bias_sums) {
+        store_sums(out, sum0, batch * heads + outer, place, len, &listing, t);
+        store_sums(out, sum1, batch * heads + outer, place8, len, &listing, t);
+    } else {
+        let first = (batch * slice.heads as u32 + outer) * len;
         store_rows::<O>(
             out,
-            &out2,
-            second,
+            &out1,
+            0u32,
             first,
             place,
             place8,
             &listing,
             len,
             lane,
-            factor,
+            scale,
             comptime!(t.store()),
         );
+        if comptime!(columns) {
+            let factor = factor_of(&args, comptime!(t.options));
+            store_rows::<O>(
+                out,
+                &out2,
+                second,
+                first,
+                place,
+                place8,
+                &listing,
+                len,
+                lane,
+                factor,
+                comptime!(t.store()),
+            );
+        }
+    }
+}
+
+/// Writes the sum of a key, of which four lanes have a part each, to `out` as `[batch · heads, keys]` in f32.
+#[cube]
+fn store_sums(
+    out: &mut [Vector<u32, Four>],
+    sum: f32,
+    head: u32,
+    place: u32,
+    len: u32,
+    listing: &Listing,
+    #[comptime] t: WalkTile,
+) {
+    let sum = sum + shuffle_xor(sum, 1u32);
+    let sum = sum + shuffle_xor(sum, 2u32);
+    let position = position_at(place, listing, comptime!(t.residue));
+    if position < len && unit() % 4 == 0 {
+        let at = u64::cast_from(head) * u64::cast_from(len) + u64::cast_from(position);
+        store_number(global_address::<Vector<u32, Four>>(&*out) + at * 4u64, sum);
     }
 }

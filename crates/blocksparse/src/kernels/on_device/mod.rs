@@ -204,6 +204,7 @@ pub fn plan(
         len,
         sections,
         tiles,
+        steps: Vec::new(),
     })
 }
 

@@ -1,0 +1,88 @@
+//! What makes the gradient of a given bias.
+
+use super::*;
+
+/// Each line of a plan that is about the gradient of a bias, with what is printed of tiles.
+fn bias_lines(plan: &AttentionPlan) -> Vec<String> {
+    let text = plan.to_string();
+    let about = text.lines().filter(|line| line.contains("dbias"));
+    about.map(|line| line.trim().to_string()).collect()
+}
+
+#[test]
+fn gradients_of_biases() {
+    let biased = |dim| {
+        request(dim, BF16).with_score(ScoreKind {
+            bias: true,
+            ..ScoreKind::default()
+        })
+    };
+    let device = Fake::sm90();
+    let dense = Pattern::causal().layout(4, 1024, 128).unwrap();
+    let of = |layout: &BlockLayout, dim, limit| {
+        bias_lines(&device.plan(layout, biased(dim), limit).unwrap())
+    };
+    // Of a layout of blocks of 128 the widest tiles, at every width that the fused pass has.
+    for (dim, products, kib) in [(64, 6, 225), (72, 3, 225), (96, 3, 225), (128, 3, 225)] {
+        let lines = of(&dense, dim, TierLimit::None);
+        let pairs = format!(
+            "dbias    hopper  128 × 128 tiles gathered from 128-wide blocks, summed over what shares the bias, 256 units, \
+             {products} products in {kib} KiB shared"
+        );
+        assert_eq!(lines[0], pairs);
+        assert!(
+            lines[1].starts_with("or dbias hopper  128 × 64 tiles"),
+            "{lines:?}"
+        );
+        assert!(lines[1].ends_with(", sums over queries"), "{lines:?}");
+    }
+    // What else there is says why.
+    for (dim, limit, reason) in [
+        (64, TierLimit::MmaBias, "BLOCKSPARSE_TIER says mma-bias"),
+        (
+            64,
+            TierLimit::HopperForward,
+            "BLOCKSPARSE_TIER says hopper-forward",
+        ),
+        (256, TierLimit::None, "head_dim is above 128"),
+    ] {
+        let lines = of(&dense, dim, limit);
+        assert_eq!(
+            lines[0],
+            format!("dbias    not on the hopper tier: {reason}")
+        );
+        assert!(lines[1].starts_with("dbias    mma "), "{lines:?}");
+        assert!(lines[2].starts_with("or dbias mma "), "{lines:?}");
+    }
+    // The lse and delta of eight queries are too few for TMA.
+    let narrow = Pattern::local(32).layout(4, 1024, 8).unwrap();
+    let lines = of(&narrow, 64, TierLimit::None);
+    assert!(lines[0].starts_with("dbias    hopper "), "{lines:?}");
+    assert!(lines[1].starts_with("or dbias mma "), "{lines:?}");
+    let reason = "(not on the hopper tier: blocks are narrower than 16)";
+    assert!(lines[1].ends_with(reason), "{lines:?}");
+    // Every part of a pattern has its own.
+    let strided = Pattern::strided(32).layout(4, 1024, 32).unwrap();
+    let lines = of(&strided, 64, TierLimit::None);
+    assert_eq!(lines.len(), 2 * strided.parts().unwrap().len());
+    assert!(
+        lines.iter().all(|line| line.contains("hopper ")),
+        "{lines:?}"
+    );
+    // Tiles fit a multiprocessor whatever the blocks.
+    for block in [8, 16, 32, 64, 128] {
+        for dim in [40, 64, 96, 128] {
+            let layout = Pattern::local(100).layout(4, 2048, block).unwrap();
+            let lines = of(&layout, dim, TierLimit::None);
+            assert!(
+                lines[0].starts_with("dbias    hopper "),
+                "{block}: {lines:?}"
+            );
+        }
+    }
+    // Without a bias there is nothing to say.
+    let plain = device
+        .plan(&dense, request(64, BF16), TierLimit::None)
+        .unwrap();
+    assert!(bias_lines(&plain).is_empty());
+}
