@@ -11,6 +11,7 @@ mod backward_chain;
 mod backward_loads;
 mod backward_stats;
 mod choose;
+mod dropout;
 mod forward;
 mod fused;
 mod gradient;
