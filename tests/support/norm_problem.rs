@@ -155,7 +155,7 @@ impl Problem {
         let (rows, d) = (a * b, width as f64);
         let factor = |row: usize, column: usize| match self.dropout {
             None => 1.0,
-            Some(dropout) if dropout.keeps(row, column) => 1.0 / (1.0 - dropout.probability),
+            Some(dropout) if dropout.keeps(row, column) => dropout.factor(),
             Some(_) => 0.0,
         };
         let mut sum = self.stream.clone();

@@ -271,10 +271,18 @@ pub fn alibi_equals_f64(devices: &[Device]) {
 }
 
 pub fn dropout_equals_f64(devices: &[Device]) {
-    check_cases(devices, "dropout", Cases::All, |_, _, problem, options| {
-        let dropout = Dropout::new(0.3, 0x1234_5678_9abc);
-        (problem.with_dropout(dropout), options.dropout(dropout))
-    });
+    // Of the last hardly one in 65,536 pairs is dropped, and the factor is not 1.
+    let probabilities = [0.3, 0.75, 1e-7];
+    check_cases(
+        devices,
+        "dropout",
+        Cases::All,
+        |index, _, problem, options| {
+            let probability = probabilities[index % probabilities.len()];
+            let dropout = Dropout::new(probability, 0x1234_5678_9abc);
+            (problem.with_dropout(dropout), options.dropout(dropout))
+        },
+    );
 }
 
 /// What shares a bias: batch entries, heads, queries.

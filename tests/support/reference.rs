@@ -419,7 +419,7 @@ impl Problem {
         let factors: Vec<f64> = (keys.iter())
             .map(|&j| match self.dropout {
                 Some(dropout) if !dropout.keeps(batch, head, i, j) => 0.0,
-                Some(dropout) => 1.0 / (1.0 - dropout.probability),
+                Some(dropout) => 1.0 / (1.0 - dropout.rounded()),
                 None => 1.0,
             })
             .collect();

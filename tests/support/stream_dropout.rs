@@ -18,7 +18,7 @@ pub fn stream_dropout_equals_f64(devices: &[Device]) {
         let [numbers, by_kept] = [7, 11].map(numbers);
         let expected = |numbers: &[f64]| -> Vec<f64> {
             let factor = |at: usize| match mask.keeps(at / width, at % width) {
-                true => 1.0 / 0.6,
+                true => mask.factor(),
                 false => 0.0,
             };
             (numbers.iter().enumerate())

@@ -1,7 +1,7 @@
 //! Dropout of the numbers of a matrix: which are kept is a function of a seed, a site and the place alone.
 
 use crate::Seed;
-use crate::dropout::philox;
+use crate::dropout::keeps_eight;
 
 /// The generator's fourth word. Attention weights have their batch entry there, which is below it.
 pub(crate) const STREAM: u32 = u32::MAX;
@@ -11,9 +11,9 @@ pub(crate) const STREAM: u32 = u32::MAX;
 ///
 /// A tensor `[.., width]` is a matrix: a number is at a column of a row, and rows count through all dimensions but the last. Whether it is kept
 /// depends on the seed, the site, its row and its column and on nothing else: it is the same in the backward pass and on every
-/// device. Word `column mod 4` of Philox 4×32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), of counter
-/// `(row mod 2³², ⌊column / 4⌋, site, 2³² − 1)` under the seed as its key, is below [`threshold`](Self::threshold). [`Dropout`](crate::Dropout) of
-/// attention weights has a batch entry for the fourth number, so the same seed gives other words there.
+/// device. The probability is rounded, and numbers of 16 bits are made, as [`Dropout`](crate::Dropout) says: number `column mod 8` of the counter
+/// `(⌊column / 8⌋, site, row mod 2³², 2³² − 1)` under the seed as its key is below [`threshold`](Self::threshold). [`Dropout`](crate::Dropout) of
+/// attention weights has a batch entry for the fourth word, so the same seed gives other numbers there.
 ///
 /// ```
 /// use blocksparse::StreamDropout;
@@ -43,19 +43,23 @@ impl StreamDropout {
         }
     }
 
-    /// Words below it keep their number: `(1 − probability) · 2³²`, rounded.
+    /// Numbers of 16 bits below it keep theirs: that of a [`Dropout`](crate::Dropout) of this probability.
     pub fn threshold(&self) -> u32 {
-        crate::Dropout::new(self.probability, self.seed).threshold()
+        self.of_weights().threshold()
     }
 
-    /// What numbers that are kept are multiplied by: `1 / (1 − probability)`.
+    /// What numbers that are kept are multiplied by: that of a [`Dropout`](crate::Dropout) of this probability.
     pub fn factor(&self) -> f64 {
-        1.0 / (1.0 - self.probability)
+        self.of_weights().factor()
+    }
+
+    fn of_weights(&self) -> crate::Dropout {
+        crate::Dropout::new(self.probability, self.seed)
     }
 
     /// Whether the number at a column of a row is kept.
     pub fn keeps(&self, row: usize, column: usize) -> bool {
-        self.words(row, column / 4)[column % 4] < self.threshold()
+        self.keeps_eight(row, column / 8, self.threshold())[column % 8]
     }
 
     /// The mask of a matrix, row by row: 1 where a number is kept, or else 0.
@@ -64,20 +68,19 @@ impl StreamDropout {
         let now = Self::new(self.probability, self.seed.value(), self.site);
         let mut mask = vec![0.0; rows * width];
         for (row, numbers) in mask.chunks_exact_mut(width.max(1)).enumerate() {
-            for (four, numbers) in numbers.chunks_mut(4).enumerate() {
-                let words = now.words(row, four);
-                for (number, word) in numbers.iter_mut().zip(words) {
-                    *number = f32::from(u8::from(word < threshold));
+            for (eight, numbers) in numbers.chunks_mut(8).enumerate() {
+                let kept = now.keeps_eight(row, eight, threshold);
+                for (number, kept) in numbers.iter_mut().zip(kept) {
+                    *number = f32::from(u8::from(kept));
                 }
             }
         }
         mask
     }
 
-    fn words(&self, row: usize, four: usize) -> [u32; 4] {
-        let seed = self.seed.value();
-        let key = [seed as u32, (seed >> 32) as u32];
-        philox([row as u32, four as u32, self.site, STREAM], key)
+    fn keeps_eight(&self, row: usize, eight: usize, threshold: u32) -> [bool; 8] {
+        let counter = [eight as u32, self.site, row as u32, STREAM];
+        keeps_eight(self.seed, counter, threshold)
     }
 }
 

@@ -126,7 +126,7 @@ impl ScoreOptions {
     pub(super) fn mask(&self) -> MaskLaunch {
         match &self.dropout {
             Some(dropout) => seeds::mask(dropout.seed, dropout.threshold()),
-            None => seeds::mask(Seed::Value(0), 0),
+            None => seeds::mask(Seed::Value(0), 1),
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::shared::dropout::MaskLaunch;
+use super::shared::dropout::{MaskLaunch, mask_launch};
 use crate::Seed;
 use crate::seed::SLOTS;
 
@@ -22,12 +22,10 @@ pub fn register(table: u32, words: Handle) {
 /// What a kernel gets of a seed and a threshold.
 pub(super) fn mask(seed: Seed, threshold: u32) -> MaskLaunch {
     match seed {
-        Seed::Value(seed) => MaskLaunch::new(
-            seed as u32,
-            (seed >> 32) as u32,
-            ComptimeOptionArgs::None,
-            threshold,
-        ),
+        Seed::Value(seed) => {
+            let halves = [seed as u32, (seed >> 32) as u32];
+            mask_launch(halves, ComptimeOptionArgs::None, threshold)
+        }
         Seed::Place(place) => {
             let tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
             let words = tables
@@ -37,7 +35,7 @@ pub(super) fn mask(seed: Seed, threshold: u32) -> MaskLaunch {
             // SAFETY: tables have so many words.
             let words = unsafe { BufferArg::from_raw_parts(words.clone(), 2 * SLOTS) };
             let words = ComptimeOptionArgs::Some(words);
-            MaskLaunch::new(2 * place.slot(), 0, words, threshold)
+            mask_launch([2 * place.slot(), 0], words, threshold)
         }
     }
 }

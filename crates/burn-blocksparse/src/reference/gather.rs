@@ -290,9 +290,9 @@ impl<'a, B: Backend> Problem<'a, B> {
         for placed in &chunk.tiles {
             for query in placed.tile.q_block * b..(placed.tile.q_block + 1) * b {
                 for entry in &placed.tile.entries {
-                    let first = entry.kv_block as usize * b / 4;
-                    let kept = (first..first + b / 4).flat_map(|four| {
-                        dropout.keeps_four(placed.batch, placed.head, query, four)
+                    let first = entry.kv_block as usize * b / 8;
+                    let kept = (first..first + b / 8).flat_map(|eight| {
+                        dropout.keeps_eight(placed.batch, placed.head, query, eight)
                     });
                     factors.extend(kept.map(|kept| if kept { factor } else { 0.0 }));
                 }

@@ -39,6 +39,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 use super::asm::*;
 use super::backward_chain::{Chain, close};
 use super::backward_loads::*;
+use super::dropout::*;
 use super::gradient::*;
 use super::options::*;
 use super::rows::pack_all;
@@ -339,6 +340,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let do_wide = descriptor(do_address + offset, comptime!(t.cols * ROW));
             let grad_v_started = accumulate::<P, O>(grad_v, left, do_wide, t.half, t.dim);
             let mut ds = wait::<S>(dp_started, 1usize, width);
+            let turned = kept_again(&kept, comptime!(t.pairs()));
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
                 let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
@@ -354,7 +356,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                             t.half,
                         );
                     }
-                    let dp = drop_gradient(ds.extract(at), delta, &kept, args, at, t.options);
+                    let dp = drop_gradient(ds.extract(at), delta, &turned, args, at, t.options);
                     ds.insert(at, weight * dp);
                 }
             }

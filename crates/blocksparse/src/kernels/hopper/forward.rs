@@ -24,6 +24,7 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::*;
+use super::dropout::*;
 use super::options::*;
 use super::output::*;
 use super::rows::*;

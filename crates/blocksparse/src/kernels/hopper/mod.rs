@@ -15,6 +15,7 @@ mod bias_kept;
 mod bias_launch;
 mod bias_store;
 mod choose;
+mod dropout;
 mod forward;
 mod fused;
 mod gradient;

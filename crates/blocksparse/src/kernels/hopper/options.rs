@@ -1,4 +1,4 @@
-//! What scores and weights depend on besides products: ALiBi, biases given or of distances, dropout.
+//! What scores depend on besides products: ALiBi, biases given or of distances; and the arguments of dropout.
 //!
 //! All of it is a function of positions. A unit has two rows of a step's scores, `r` and `r + 8`, and two columns side by side of every
 //! eight; what its numbers are of, in the order of the wgmma's result, is
@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 use super::asm::*;
 use crate::kernels::call::ScoreKind;
 use crate::kernels::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
-use crate::kernels::shared::dropout::{Mask, words};
+use crate::kernels::shared::dropout::Mask;
 use crate::kernels::shared::walk::Listing;
 use crate::plan::Walk;
 
@@ -59,7 +59,7 @@ pub struct PairShape {
 }
 
 impl PairShape {
-    fn columns(&self) -> bool {
+    pub fn columns(&self) -> bool {
         self.walk == Walk::Columns
     }
 }
@@ -99,8 +99,10 @@ pub struct PairNumbers {
 /// The options of a head.
 #[derive(CubeType, Clone, Copy)]
 pub struct HeadOptions {
-    batch: u32,
-    head: u32,
+    /// Batch entry.
+    pub batch: u32,
+    /// Query head.
+    pub head: u32,
     /// What scores change by with a distance of 1.
     per_distance: f32,
     /// Where the head's bias begins.
@@ -381,191 +383,4 @@ fn bias_word(word: u32, #[comptime] t: PairShape) -> u32 {
         own = transpose(word);
     }
     own
-}
-
-/// Which of the unit's pairs are kept: bit `n mod 32` of word `n / 32` is that of its number `n`.
-#[cube]
-pub fn kept_pairs(
-    args: &ComptimeOption<PairArgs>,
-    of_head: &HeadOptions,
-    rows: &UnitRows,
-    plan: &[u32],
-    entry: usize,
-    listing: &Listing,
-    #[comptime] t: PairShape,
-) -> Array<u32> {
-    let mut kept = Array::<u32>::new(comptime!(if t.options.score.dropout {
-        t.cols / 64
-    } else {
-        1
-    }));
-    if comptime!(t.options.score.dropout) {
-        let mask = &args.as_ref().unwrap().pairs.mask;
-        #[unroll]
-        for word in 0..comptime!(t.cols / 64) {
-            let mut bits = 0u32;
-            for eight in 0..8u32 {
-                let col = comptime!(64 * word as u32) + 8 * eight;
-                let at = entry
-                    + (col / comptime!(t.group as u32) * comptime!(t.entry_words as u32)) as usize;
-                let place = plan[at] * comptime!(t.group as u32) + col % comptime!(t.group as u32);
-                let first = position_at(place, listing, comptime!(t.residue));
-                let four = if comptime!(t.residue) {
-                    each_pair(mask, of_head, rows, first, listing, t)
-                } else {
-                    shared_four(mask, of_head, rows, first, t)
-                };
-                bits |= four << (4 * eight);
-            }
-            if comptime!(!t.residue) {
-                bits = exchange(bits, t);
-            }
-            kept[word] = bits;
-        }
-    }
-    kept
-}
-
-/// The bits of the unit's four pairs in eight columns from position `first` on, made one by one.
-#[cube]
-fn each_pair(
-    mask: &Mask,
-    of_head: &HeadOptions,
-    rows: &UnitRows,
-    first: u32,
-    listing: &Listing,
-    #[comptime] t: PairShape,
-) -> u32 {
-    let mut bits = 0u32;
-    let quad = unit() % 4 * 2;
-    for i in 0..4u32 {
-        let row = select(i < 2, rows.upper, rows.lower);
-        let col = first + (quad + i % 2) * listing.stride as u32;
-        let mut query = row;
-        let mut key = col;
-        if comptime!(t.columns()) {
-            query = col;
-            key = row;
-        }
-        let words = words(
-            mask,
-            of_head.batch as usize,
-            of_head.head as usize,
-            query as usize,
-            (key / 4) as usize,
-        );
-        let even = select(key & 2 != 0, words[2], words[0]);
-        let odd = select(key & 2 != 0, words[3], words[1]);
-        let kept = select(key & 1 != 0, odd, even) < mask.threshold;
-        bits |= select(kept, 1u32, 0u32) << i;
-    }
-    bits
-}
-
-/// The bits of the four keys of one counter. In a walk over rows two neighbours share the counters of two rows; in one over columns four
-/// lanes with keys side by side those of two queries and two fours of keys. Each makes one of them.
-#[cube]
-fn shared_four(
-    mask: &Mask,
-    of_head: &HeadOptions,
-    rows: &UnitRows,
-    first: u32,
-    #[comptime] t: PairShape,
-) -> u32 {
-    let lane = unit() % 32;
-    let mut query = select(lane & 1 != 0, rows.lower, rows.upper);
-    let mut key = first + lane % 4 / 2 * 4;
-    if comptime!(t.columns()) {
-        query = first + lane % 4 * 2 + lane / 4 % 2;
-        key = select(lane & 8 != 0, rows.lower, rows.upper);
-    }
-    let words = words(
-        mask,
-        of_head.batch as usize,
-        of_head.head as usize,
-        query as usize,
-        (key / 4) as usize,
-    );
-    let mut bits = 0u32;
-    #[unroll]
-    for i in 0..4usize {
-        bits |= select(words[i] < mask.threshold, comptime!(1u32 << i), 0u32);
-    }
-    bits
-}
-
-/// From the bits of the counters that each lane made to those of its pairs, eight fours at a time.
-#[cube]
-fn exchange(own: u32, #[comptime] t: PairShape) -> u32 {
-    let lane = unit() % 32;
-    let mut bits = 0u32;
-    if comptime!(t.columns()) {
-        // Each made those of one of the numbers i; of them the lane's own key is one of four.
-        let key = lane / 4 % 4;
-        let ones = 0x1111_1111u32;
-        bits |= ((own >> key) & ones) << key;
-        bits |= ((trade(own, 4u32) >> key) & ones) << (key ^ 1);
-        bits |= ((trade(own, 8u32) >> key) & ones) << (key ^ 2);
-        bits |= ((trade(own, 12u32) >> key) & ones) << (key ^ 3);
-    } else {
-        let other = trade(own, 1u32);
-        let odd = lane & 1 != 0;
-        // An odd lane has the upper two of the four keys.
-        let shift = lane % 2 * 2;
-        let twos = 0x3333_3333u32;
-        bits |= (select(odd, other, own) >> shift) & twos;
-        bits |= ((select(odd, own, other) >> shift) & twos) << 2;
-    }
-    bits
-}
-
-/// Whether number `n` of a unit is kept.
-#[cube]
-pub fn is_kept(kept: &Array<u32>, #[comptime] n: usize) -> bool {
-    kept[comptime!(n / 32)] & comptime!(1u32 << (n % 32)) != 0
-}
-
-/// Weights without those that are dropped. They lack the factor, which the sums get in the end.
-#[cube]
-pub fn drop_out<S: Size>(
-    p_in: Vector<f32, S>,
-    kept: &Array<u32>,
-    #[comptime] options: Options,
-) -> Vector<f32, S> {
-    let mut p = p_in;
-    if comptime!(options.score.dropout) {
-        #[unroll]
-        for n in 0..S::value() {
-            p.insert(n, select(is_kept(kept, n), p.extract(n), f32::new(0.0)));
-        }
-    }
-    p
-}
-
-/// `factor · dp − delta`, of pairs that are dropped `−delta`.
-#[cube]
-pub fn drop_gradient(
-    dp: f32,
-    delta: f32,
-    kept: &Array<u32>,
-    args: &ComptimeOption<PairArgs>,
-    #[comptime] n: usize,
-    #[comptime] options: Options,
-) -> f32 {
-    let mut difference = dp - delta;
-    if comptime!(options.score.dropout) {
-        let factor = select(is_kept(kept, n), factor_of(args, options), f32::new(0.0));
-        difference = multiply_add(dp, factor, -delta);
-    }
-    difference
-}
-
-/// What weights that are kept are multiplied by.
-#[cube]
-pub fn factor_of(args: &ComptimeOption<PairArgs>, #[comptime] options: Options) -> f32 {
-    let mut factor = f32::new(1.0);
-    if comptime!(options.score.dropout) {
-        factor = args.as_ref().unwrap().pairs.factor;
-    }
-    factor
 }

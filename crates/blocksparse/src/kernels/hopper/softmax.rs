@@ -6,6 +6,7 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
+use super::dropout::*;
 use super::options::*;
 use super::rows::own_place;
 use super::tiles::Tile;

@@ -22,6 +22,7 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::*;
+use super::dropout::*;
 use super::gradient::*;
 use super::options::*;
 use super::rows::{own_place, own_rows, pack_all};
@@ -303,6 +304,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 comptime!(usize::from(columns && !t.bias_sums)),
                 width,
             );
+            let turned = kept_again(&kept, comptime!(t.pairs(walk)));
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
                 let mut d0 = delta0;
@@ -317,16 +319,16 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                     d3 = d1;
                 }
                 let at = comptime!(4 * eight);
-                let inner = drop_gradient(dp.extract(at), d0, &kept, &args, at, t.options);
+                let inner = drop_gradient(dp.extract(at), d0, &turned, &args, at, t.options);
                 dp.insert(at, p.extract(at) * inner);
                 let at = comptime!(4 * eight + 1);
-                let inner = drop_gradient(dp.extract(at), d1, &kept, &args, at, t.options);
+                let inner = drop_gradient(dp.extract(at), d1, &turned, &args, at, t.options);
                 dp.insert(at, p.extract(at) * inner);
                 let at = comptime!(4 * eight + 2);
-                let inner = drop_gradient(dp.extract(at), d2, &kept, &args, at, t.options);
+                let inner = drop_gradient(dp.extract(at), d2, &turned, &args, at, t.options);
                 dp.insert(at, p.extract(at) * inner);
                 let at = comptime!(4 * eight + 3);
-                let inner = drop_gradient(dp.extract(at), d3, &kept, &args, at, t.options);
+                let inner = drop_gradient(dp.extract(at), d3, &turned, &args, at, t.options);
                 dp.insert(at, p.extract(at) * inner);
             }
             if comptime!(t.bias_sums) {

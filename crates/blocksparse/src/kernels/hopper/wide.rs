@@ -20,6 +20,7 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::*;
+use super::dropout::*;
 use super::gradient::*;
 use super::options::*;
 use super::rows::{own_place, own_rows, pack_all};
@@ -261,6 +262,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
             } else {
                 named_sync(comptime!(FULL) + even, 256u32);
                 let weights = load_own::<P>(exchange);
+                let turned = kept_again(&kept, comptime!(t.pairs(Walk::Columns)));
                 let mut ds = x;
                 #[unroll]
                 for eight in 0..comptime!(t.cols / 8) {
@@ -275,7 +277,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
                             t.half,
                         );
                         let inner =
-                            drop_gradient(ds.extract(at), delta, &kept, &args, at, t.options);
+                            drop_gradient(ds.extract(at), delta, &turned, &args, at, t.options);
                         ds.insert(at, weight * inner);
                     }
                 }

@@ -11,7 +11,7 @@ use crate::StreamDropout;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::seeds;
-use crate::kernels::shared::dropout::{Mask, words};
+use crate::kernels::shared::dropout::{Mask, kept_eight};
 use crate::stream_dropout::STREAM;
 
 /// Units of a cube.
@@ -20,7 +20,7 @@ const UNITS: u32 = 256;
 /// The mask of a [`StreamDropout`], made again wherever it is needed.
 #[derive(CubeType, CubeLaunch)]
 pub struct StreamMask {
-    /// Key and threshold of the generator.
+    /// Key of the generator, and what it is compared with.
     pub mask: Mask,
     /// Which of a model's dropouts it is.
     pub site: u32,
@@ -37,26 +37,22 @@ pub fn stream_factors<A: Float, N: Size>(
 ) -> Vector<A, N> {
     let width = N::value();
     let factor = stream.factor.get::<A>();
-    let last = usize::cast_from(u32::new(comptime!(STREAM as i64)));
-    let site = stream.site as usize;
+    let last = u32::new(comptime!(STREAM as i64));
+    let (row, column) = (row as u32, column as u32);
     let mut factors = Vector::<A, N>::zeroed();
-    if comptime!(width >= 4) {
-        #[unroll]
-        for four in 0..comptime!(width / 4) {
-            let words = words(&stream.mask, last, site, row, column / 4 + four);
-            #[unroll]
-            for i in 0..4usize {
-                let kept = words[i] < stream.mask.threshold;
-                factors.insert(comptime!(4 * four + i), select(kept, factor, A::new(0.0)));
-            }
+    // A vector that is narrower than eight begins at a multiple of its width, so it has one counter.
+    let eights = comptime!(width.div_ceil(8));
+    #[unroll]
+    for eight in 0..eights {
+        let counter = column / 8 + comptime!(eight as u32);
+        let mut kept = kept_eight(&stream.mask, last, stream.site, row, counter);
+        if comptime!(width < 8) {
+            kept >>= column % 8;
         }
-    } else {
-        // A vector that is narrower than four begins at a multiple of its width, so it has one counter.
-        let words = words(&stream.mask, last, site, row, column / 4);
         #[unroll]
-        for i in 0..width {
-            let kept = words[column % 4 + i] < stream.mask.threshold;
-            factors.insert(i, select(kept, factor, A::new(0.0)));
+        for i in 0..comptime!(width / eights) {
+            let bit = kept & comptime!(1u32 << i) != 0;
+            factors.insert(comptime!(8 * eight + i), select(bit, factor, A::new(0.0)));
         }
     }
     factors

@@ -125,6 +125,25 @@ pub fn merge_words(low: u32, high: u32, #[comptime] upper: bool) -> u32 {
     o
 }
 
+/// The even bytes of two words, `low`'s first, or the odd ones.
+#[cube]
+pub fn bytes_of(low: u32, high: u32, #[comptime] odd: bool) -> u32 {
+    let selector = comptime!(if odd { 0x7531u32 } else { 0x6420u32 });
+    let o: u32;
+    gpu_asm!("prmt.b32 {o}, {l}, {h}, {s};", o = out(_) o, l = in(_) val::<u32>(low), h = in(_) val::<u32>(high),
+        s = const selector, options(pure, nomem));
+    o
+}
+
+/// A word turned to the left.
+#[cube]
+pub fn rotate(x: u32, by: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("shf.l.wrap.b32 {o}, {i}, {i}, {s};", o = out(_) o, i = in(_) val::<u32>(x), s = in(_) val::<u32>(by),
+        options(pure, nomem));
+    o
+}
+
 /// The number of a lane.
 #[cube]
 pub fn shuffle(x: f32, lane: u32) -> f32 {

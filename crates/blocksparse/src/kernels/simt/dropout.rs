@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::score::{Positions, pair_at};
 use super::tile::*;
-use crate::kernels::shared::dropout::{Mask, words};
+use crate::kernels::shared::dropout::{Mask, kept_eight};
 use crate::plan::Walk;
 
 /// The factors of the unit's pairs, `[unit_rows · 4]`: `factor` or 0.
@@ -21,28 +21,34 @@ pub fn factors<A: Float>(
     let rows = comptime!(t.unit_rows);
     let mut factors = Array::<A>::new(comptime!(rows * 4));
     let zero = A::new(0.0);
-    // Four keys side by side have one counter, unless they are listed by residue class.
+    let (batch, head) = (batch as u32, head as u32);
+    // Eight keys side by side have one counter, unless they are listed by residue class.
     if comptime!(!t.residue && matches!(walk, Walk::Rows)) {
         #[unroll]
         for i in 0..rows {
-            let four = positions.cols[0] / 4;
-            let words = words(mask, batch, head, positions.rows[i], four);
+            let key = positions.cols[0] as u32;
+            let query = positions.rows[i] as u32;
+            let kept = kept_eight(mask, batch, head, query, key / 8) >> (key % 8);
             #[unroll]
             for j in 0..4usize {
-                factors[comptime!(4 * i + j)] = select(words[j] < mask.threshold, factor, zero);
+                let bit = kept & comptime!(1u32 << j) != 0;
+                factors[comptime!(4 * i + j)] = select(bit, factor, zero);
             }
         }
     } else if comptime!(!t.residue && t.unit_rows.is_multiple_of(4)) {
+        let side_by_side = comptime!(if t.unit_rows.is_multiple_of(8) { 8 } else { 4 });
         #[unroll]
-        for first in 0..comptime!(rows / 4) {
+        for first in 0..comptime!(rows / side_by_side) {
             #[unroll]
             for j in 0..4usize {
-                let four = positions.rows[comptime!(4 * first)] / 4;
-                let words = words(mask, batch, head, positions.cols[j], four);
+                let key = positions.rows[comptime!(side_by_side * first)] as u32;
+                let query = positions.cols[j] as u32;
+                let kept = kept_eight(mask, batch, head, query, key / 8) >> (key % 8);
                 #[unroll]
-                for i in 0..4usize {
-                    factors[comptime!(4 * (4 * first + i) + j)] =
-                        select(words[i] < mask.threshold, factor, zero);
+                for i in 0..side_by_side {
+                    let bit = kept & comptime!(1u32 << i) != 0;
+                    factors[comptime!(4 * (side_by_side * first + i) + j)] =
+                        select(bit, factor, zero);
                 }
             }
         }
@@ -52,9 +58,9 @@ pub fn factors<A: Float>(
             #[unroll]
             for j in 0..4usize {
                 let pair = pair_at(positions, i, j, walk);
-                let words = words(mask, batch, head, pair.query, pair.key / 4);
-                factors[comptime!(4 * i + j)] =
-                    select(words[pair.key % 4] < mask.threshold, factor, zero);
+                let (query, key) = (pair.query as u32, pair.key as u32);
+                let kept = kept_eight(mask, batch, head, query, key / 8) >> (key % 8);
+                factors[comptime!(4 * i + j)] = select(kept & 1 != 0, factor, zero);
             }
         }
     }
