@@ -2,7 +2,7 @@
 
 use blocksparse::kernels::rows::{RowBlocks, block_means};
 use blocksparse::kernels::selection::{
-    Antidiagonals, FlexTensors, GateSizes, LineSizes, MeanProducts, SeenRows, Touched,
+    Antidiagonals, FlexLimits, FlexTensors, GateSizes, LineSizes, MeanProducts, SeenRows, Touched,
     antidiagonal_masses, check, flex_blocks, line_sums, mean_products, query_picks, touched_blocks,
 };
 use burn::backend::cubecl::dtype_to_elem_type;
@@ -81,7 +81,7 @@ impl EstimateOps for CubeBackend {
         k: CubeTensor,
         sizes: LineSizes,
         call: Touched,
-        threshold: f64,
+        limits: FlexLimits,
     ) -> CubeTensor {
         let [q, k] = [q, k].map(readable);
         let last = last(&q, sizes.seq[0]);
@@ -98,7 +98,7 @@ impl EstimateOps for CubeBackend {
             tensors,
             &sizes,
             &call,
-            threshold,
+            &limits,
             &out.handle,
         ));
         out

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use blocksparse::kernels::selection::{Antidiagonals, GateSizes, LineSizes, Touched};
+use blocksparse::kernels::selection::{Antidiagonals, FlexLimits, GateSizes, LineSizes, Touched};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
 
@@ -60,7 +60,7 @@ pub trait EstimateOps: Backend {
         k: FloatTensor<Self>,
         sizes: LineSizes,
         call: Touched,
-        threshold: f64,
+        limits: FlexLimits,
     ) -> FloatTensor<Self>;
 
     /// Products of means.
@@ -104,7 +104,7 @@ mod meta {
         k: &TensorSpec,
         _sizes: &LineSizes,
         call: &Touched,
-        _threshold: &f64,
+        _limits: &FlexLimits,
     ) -> TensorSpec {
         scores(q, k, call.rows.len(), call.block)
     }
