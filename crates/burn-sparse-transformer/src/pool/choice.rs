@@ -10,7 +10,7 @@ use burn_blocksparse::{
 use super::KvPoolConfig;
 use super::attend::as_stored;
 use super::step::Walk;
-use super::store::{Store, Stored, ints};
+use super::store::{Store, ints};
 use crate::error::{ensure, ensure_none};
 use crate::{SparseMultiHeadAttention, TransformerError};
 
@@ -39,18 +39,12 @@ pub(super) fn of_layer(
     mha: &SparseMultiHeadAttention,
     config: &KvPoolConfig,
     page_size: usize,
-    stored: Stored,
 ) -> Result<Option<PageChoice>, TransformerError> {
     mha.ensure_decodable()?;
     let Some(selection) = mha.selection() else {
         return Ok(None);
     };
     let choice = selection.on_pages(page_size, mha.n_heads / mha.n_kv_heads)?;
-    if let Stored::Quantized(quantization) = stored {
-        let expected = "one of floats with a selection, which chooses by what is stored";
-        let got = format!("{quantization:?}");
-        return Err(TransformerError::argument("dtype", expected, got));
-    }
     let expected = || format!("All, Reachable or by eviction with the selection {selection}");
     let got = config.residency;
     let is_window = matches!(got, Residency::Window { .. });

@@ -145,7 +145,7 @@ impl KvPool {
         for mha in layers {
             let stored = (config.dtype).stored(mha.precision.dtype(mha.key.weight.val().dtype()));
             let page_size = config.page_size();
-            let choice = choice::of_layer(mha, config, page_size, stored)?;
+            let choice = choice::of_layer(mha, config, page_size)?;
             let key = mha.group_key();
             let found = groups.iter().position(|group| group.key == key);
             // Layers that keep unequally many keys have books of their own.
