@@ -96,6 +96,8 @@ pub struct KvPool {
     cascade: usize,
     positions: KvPositions,
     evictor: Option<Evictor>,
+    /// Whether choices by content are of prompts alone.
+    prompts_choose: bool,
     device: Device,
 }
 
@@ -132,7 +134,7 @@ impl KvPool {
         let config = &config.clone().with_page_size(
             config
                 .page_size
-                .unwrap_or_else(|| choice::page_size(layers)),
+                .unwrap_or_else(|| choice::page_size(layers, config)),
         );
         let device = layers[0].key.weight.device().without_autodiff();
         let mut groups: Vec<Group> = Vec::new();
@@ -210,6 +212,7 @@ impl KvPool {
             cascade: config.cascade,
             positions: config.positions,
             evictor,
+            prompts_choose: config.prompts_choose,
             device,
         })
     }
