@@ -73,7 +73,7 @@ fn curves(rows: &[Row], of: Of) -> Vec<LayerCurve> {
 fn panels(path: &Path, title: &str, rows: &[Row]) -> Result<(), Box<dyn std::error::Error>> {
     let area = BitMapBackend::new(path, SIZE).into_drawing_area();
     area.fill(&WHITE)?;
-    let below = area.titled(title, ("sans-serif", 28))?;
+    let below = area.margin(14, 0, 0, 0).titled(title, ("sans-serif", 28))?;
     for (at, (panel, (name, of))) in below.split_evenly((3, 1)).iter().zip(PANELS).enumerate() {
         draw_panel(panel, name, &curves(rows, of), at == 0)?;
     }

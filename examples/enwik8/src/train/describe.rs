@@ -63,8 +63,9 @@ impl Session {
         }
         for (way, heads) in model::ways_of_heads(model) {
             let (text, note) = (model::way_text(way), way.map_or("", note));
+            let plural = if heads == 1 { "" } else { "s" };
             say(format!(
-                "          keys of {heads} heads chosen by {text}{note}"
+                "          keys of {heads} head{plural} chosen by {text}{note}"
             ));
         }
         if let Some(weights) = &model.ff_weights {

@@ -84,8 +84,8 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     let text = train("whole", &flags);
     for shown in [
         "attention merged(causal)",
-        "keys of 1 heads chosen by topk:8,2,1,0: later bytes take part in the choice",
-        "keys of 1 heads chosen by the pattern",
+        "keys of 1 head chosen by topk:8,2,1,0: later bytes take part in the choice",
+        "keys of 1 head chosen by the pattern",
         "step 6/12  recall 0.",
     ] {
         assert!(text.contains(shown), "{shown}: {text}");
