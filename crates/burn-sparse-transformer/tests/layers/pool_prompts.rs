@@ -76,9 +76,9 @@ fn prompts_choose_and_what_follows_sees_all_keys(
         let steps = [0, 1].map(|entry| KvStep::new(ids[entry], read[entry]));
         let prompts = tokens.clone().narrow(1, 0, READ[0]);
         let logits = model.forward_pool(prompts, &steps, &mut pool).unwrap();
-        for entry in 0..2 {
-            let prompt = of(entry, read[entry]);
-            let got = logits.clone().narrow(0, entry, 1).narrow(1, 0, read[entry]);
+        for (entry, &count) in read.iter().enumerate() {
+            let prompt = of(entry, count);
+            let got = logits.clone().narrow(0, entry, 1).narrow(1, 0, count);
             let whole = model.forward(prompt.clone()).unwrap();
             assert_close(got.clone(), whole, 2e-4);
             let difference = (got - plain.forward(prompt).unwrap()).abs().max();
