@@ -229,6 +229,7 @@ impl Bench<'_> {
             "topk:128,ratio=0.1",
             "sparge:128,ratio=0.1,0.1",
             "flexprefill:128,0.5",
+            "flexprefill:128,0.5,0.1,1024",
             "xattention:128,16,ratio=0.1",
             "xattention:128,8,ratio=0.1",
             "minference:64,1000,200",

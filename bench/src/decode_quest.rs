@@ -1,10 +1,12 @@
 //! Attention over the pages that queries choose (Quest: Tang et al., 2024), beside attention over all of them.
 
 use anyhow::{Result, anyhow, ensure};
+use blocksparse::kernels::KernelError;
 use blocksparse::kernels::paged::{
     AppendShape, HighestShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, highest_pages,
-    page_scores, summarize_pages,
+    page_scores, summarize_pages, summarize_quantized,
 };
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::bf16;
@@ -70,18 +72,8 @@ struct Chosen {
 
 impl Chosen {
     fn summarize(&self) -> bool {
-        let summaries = (&self.summaries, BF16);
-        let keys = &self.dense.keys;
-        let bounds = Summary::Bounds;
-        summarize_pages(
-            &self.client,
-            &self.rows,
-            bounds,
-            keys,
-            &self.slots,
-            summaries,
-        )
-        .is_ok()
+        let (rows, slots) = (&self.rows, &self.slots);
+        bounds(&self.client, &self.dense, rows, slots, &self.summaries).is_ok()
     }
 
     fn score(&self) -> bool {
@@ -109,6 +101,24 @@ impl Chosen {
     }
 }
 
+/// Bounds of the pages that rows were written to, in bf16 as keys are, or in f32 of keys in eight bits.
+fn bounds(
+    client: &Client,
+    call: &Call,
+    rows: &AppendShape,
+    slots: &Handle,
+    summaries: &Handle,
+) -> Result<(), KernelError> {
+    let (summary, keys) = (Summary::Bounds, &call.keys);
+    match (call.shape.quantization, &call.scales) {
+        (Some(quantization), Some([scales, _])) => {
+            let keys = (keys, scales, quantization);
+            summarize_quantized(client, rows, summary, keys, slots, summaries)
+        }
+        _ => summarize_pages(client, rows, summary, keys, slots, (summaries, BF16)),
+    }
+}
+
 impl Bench {
     /// The call of attention over all pages, and of a choice of so many of them. Every sequence's last key is as if it was new.
     fn chosen(&self, shape: &Shape, page: usize, keep: usize) -> Result<Chosen> {
@@ -121,6 +131,7 @@ impl Bench {
         sparse.plan = PagedPlan::new(&self.client, over_some)?;
         // The same keys, not as many again.
         (sparse.keys, sparse.values) = (dense.keys.clone(), dense.values.clone());
+        sparse.scales = dense.scales.clone();
         sparse.selected = Some(self.client.empty(batch * kv_heads * keep * 4));
         let table = self.read_ints(&dense.table)?;
         let longest = shape.lengths.iter().map(|length| length[0]).max();
@@ -139,17 +150,13 @@ impl Bench {
             of.widths,
             BF16,
         );
-        let summaries = self.client.empty(of.pages * 2 * width * 2);
+        let of_bounds = match of.quantization {
+            Some(_) => ElemType::Float(FloatKind::F32),
+            None => BF16,
+        };
+        let summaries = self.client.empty(of.pages * 2 * width * of_bounds.size());
         let slots = self.client.create_from_slice(&bytes_of(&slots));
-        let keys = &dense.keys;
-        summarize_pages(
-            &self.client,
-            &rows,
-            Summary::Bounds,
-            keys,
-            &slots,
-            (&summaries, BF16),
-        )?;
+        bounds(&self.client, &dense, &rows, &slots, &summaries)?;
         let last = shape.lengths.iter().enumerate().map(|(entry, length)| {
             let key = length[0] - 1;
             table[entry * of.entries + key / page] * page as i32 + (key % page) as i32
@@ -162,7 +169,7 @@ impl Bench {
                 [1, of.entries],
                 [of.pages, page, width],
                 BF16,
-                (Summary::Bounds, BF16),
+                (Summary::Bounds, of_bounds),
             ),
             highest: HighestShape::new([batch, kv_heads], [1, of.entries], page, [1, keep]),
             rows: AppendShape::new([batch, kv_heads, 1, 1], [of.pages, page], of.widths, BF16),
@@ -183,9 +190,6 @@ impl Bench {
 
     /// Times of the parts of a choice, and how many times as fast it is with the attention over it.
     pub(super) fn quest(&mut self) -> Result<()> {
-        if self.args.quantization().is_some() {
-            return Ok(());
-        }
         for budget in BUDGETS {
             let Budget {
                 name,
@@ -238,7 +242,9 @@ impl Bench {
     /// Bounds and scores against loops in f64, picks against a sort of the scores that there are, and attention over the picks the same bits twice.
     pub(super) fn verify_quest(&mut self) -> Result<()> {
         let name = "quest";
-        if !self.client.properties().supports_type(BF16) || !name.contains(&self.args.only) {
+        // Of keys in eight bits `check-device` has the comparison.
+        let is_other = self.args.quantization().is_some() || !name.contains(&self.args.only);
+        if is_other || !self.client.properties().supports_type(BF16) {
             return Ok(());
         }
         for (seed, (heads, kv_heads, width, page, keep)) in [

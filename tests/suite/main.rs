@@ -6,6 +6,8 @@ mod autodiff;
 mod block_sparse;
 mod blocks;
 mod compare;
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod compiled;
 mod device_layout;
 mod embedding;
 mod errors;

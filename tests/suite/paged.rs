@@ -14,7 +14,7 @@ burn_blocksparse_tests::tests!(
     paged_attention_leaves_the_graph, paged_attention_plans, appended_rows
 );
 
-burn_blocksparse_tests::tests!(page_choice: chosen_pages_equal_f64, picks_of_any_scores);
+burn_blocksparse_tests::tests!(page_choice: chosen_pages_equal_f64, chosen_quantised_pages_equal_f64, picks_of_any_scores);
 
 burn_blocksparse_tests::tests!(
     paged_quantised: quantised_rows, quantised_rows_golden, quantised_rows_that_are_not_finite,

@@ -40,6 +40,8 @@ burn_blocksparse_tests::tests!(selection: choices_equal_those_of_loops, choices_
 #[case("sparge:64,0.98,0.6,smooth=1,first=1", "sparge:64,0.98,0.6,first=1")]
 #[case("flexprefill:128,0.9", "flexprefill:128,0.9")]
 #[case("flexprefill:128,0.95,0.1", "flexprefill:128,0.95")]
+#[case("flexprefill:128,0.95,0.1,0", "flexprefill:128,0.95")]
+#[case("flexprefill:128,0.95,0.1,1024", "flexprefill:128,0.95,0.1,1024")]
 #[case(
     "flexprefill:128,0.95,0.2,share=max",
     "flexprefill:128,0.95,0.2,share=max"
@@ -147,14 +149,14 @@ fn changes_are_written() {
 #[case("sparge:9,0.9,0.5", "block must be 8, 16, 32, 64 or 128, got 9")]
 #[case(
     "flexprefill:64",
-    "cannot read 'flexprefill:64' as a selection: expected flexprefill:BLOCK,GAMMA[,THRESHOLD], got 1 number"
+    "cannot read 'flexprefill:64' as a selection: expected flexprefill:BLOCK,GAMMA[,THRESHOLD[,MIN_BUDGET]], got 1 number"
 )]
 #[case("flexprefill:64,0", "gamma must be above 0 and at most 1, got 0")]
 #[case("flexprefill:64,0.9,-1", "threshold must be at least 0, got -1")]
 #[case("flexprefill:65,0.9", "block must be 8, 16, 32, 64 or 128, got 65")]
 #[case(
-    "flexprefill:64,0.9,0.1,5",
-    "cannot read 'flexprefill:64,0.9,0.1,5' as a selection: expected flexprefill:BLOCK,GAMMA[,THRESHOLD], got also '5'"
+    "flexprefill:64,0.9,0.1,5,6",
+    "cannot read 'flexprefill:64,0.9,0.1,5,6' as a selection: expected flexprefill:BLOCK,GAMMA[,THRESHOLD[,MIN_BUDGET]], got also '6'"
 )]
 #[case(
     "minference:64,9",

@@ -150,6 +150,7 @@ fn planted_structure_is_found() {
             block: BLOCK,
             gamma: 0.9,
             threshold: 0.1,
+            min_budget: 0,
         };
         for head in 0..HEADS {
             let attention = dense.attention(head, ROWS / 2);

@@ -55,8 +55,10 @@ pub fn replayed_decoding_equals_plain_decoding(devices: &[Device]) {
 pub fn replayed_decoding_chooses_pages(devices: &[Device]) {
     for device in devices {
         let model = model_with(Pattern::causal(), &["quest:16,48,1"], device);
-        let what = format!("quest on {device:?}");
-        replayed_equals_plain(&what, model, KvDtype::Model, 2e-5, device);
+        for (dtype, tolerance) in [(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)] {
+            let what = format!("quest, {dtype:?} on {device:?}");
+            replayed_equals_plain(&what, model.clone(), dtype, tolerance, device);
+        }
     }
 }
 

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
-    PageChoice, PageSummaries, PageSummary, Selection, highest_pages, page_scores, select_pages,
-    summarize_pages,
+    PageChoice, PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages, Selection,
+    append_quantized, highest_pages, page_scores, select_pages, summarize_stored,
 };
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -213,7 +213,47 @@ impl Problem {
         )
     }
 
-    fn check(&self, what: &str, device: &Device, dtype: DType, tolerance: f64) {
+    /// Keys as floats.
+    fn plain(&self, device: &Device, dtype: DType) -> PagedStore {
+        let shape = [self.pages, self.case.page, self.case.width];
+        let keys = tensor(&self.keys, shape, device, dtype);
+        PagedStore::Plain {
+            values: keys.clone(),
+            keys,
+        }
+    }
+
+    /// Keys in eight bits a number, which the problem's are from here on.
+    fn quantized(&mut self, device: &Device, quantization: Quantization) -> PagedStore {
+        let Case {
+            kv_heads,
+            page,
+            width,
+            lengths,
+            ..
+        } = self.case;
+        let (batch, tables, longest) = (lengths.len(), self.tables(), self.longest());
+        let pages = [self.pages, page];
+        let mut store = QuantizedPages::zeros(quantization, pages, [width, width], device).unwrap();
+        // What no sequence has is not looked at.
+        store.key_scales = store.key_scales + f32::NAN;
+        let mut k = vec![0.0; batch * kv_heads * longest * width];
+        for (at, row) in k.chunks_mut(width).enumerate() {
+            let (entry, head) = (at / longest / kv_heads, at / longest % kv_heads);
+            let key = at % longest;
+            if key < lengths[entry] {
+                row.copy_from_slice(self.key(entry, head, key));
+            }
+        }
+        let k = tensor(&k, [batch, kv_heads, longest, width], device, DType::F32);
+        let slots = Self::ints(&self.slots, [batch, tables, longest], device);
+        let store = append_quantized(store, k.clone(), k, slots).unwrap();
+        let [keys, _] = store.dequantize().unwrap();
+        self.keys = to_f64(keys.into_data());
+        PagedStore::Quantized(store)
+    }
+
+    fn check(&self, what: &str, store: &PagedStore, device: &Device, dtype: DType, tolerance: f64) {
         let Case {
             heads,
             kv_heads,
@@ -223,14 +263,17 @@ impl Problem {
             ..
         } = self.case;
         let (batch, tables, longest) = (lengths.len(), self.tables(), self.longest());
-        let keys = tensor(&self.keys, [self.pages, page, width], device, dtype);
         let q = tensor(&self.q, [batch, heads, width], device, dtype);
         let table = Self::ints(&self.table, [batch, tables, self.entries], device);
         let spans = Self::ints(&self.spans, [batch, tables, 4], device);
         let slots = Self::ints(&self.slots, [batch, tables, longest], device);
         // In two goes, the first of which ends within pages: what it says of those is said again.
         let summary = self.choice.summary;
-        let mut summaries = PageSummaries::zeros(summary, self.pages, width, dtype, device);
+        let of_summaries = match store {
+            PagedStore::Plain { .. } => dtype,
+            PagedStore::Quantized(_) => DType::F32,
+        };
+        let mut summaries = PageSummaries::zeros(summary, self.pages, width, of_summaries, device);
         summaries.numbers = summaries.numbers + f32::NAN;
         let cut = longest / 2;
         for part in [0..cut, cut..longest] {
@@ -238,7 +281,7 @@ impl Problem {
                 continue;
             }
             let slots = slots.clone().slice_dim(2, part);
-            summaries = summarize_pages(summaries, &keys, kv_heads, slots).unwrap();
+            summaries = summarize_stored(summaries, store, kv_heads, slots).unwrap();
         }
         let made = to_f64(summaries.numbers.clone().into_data());
         let numbers = made.len() / self.pages;
@@ -379,7 +422,27 @@ pub fn chosen_pages_equal_f64(devices: &[Device]) {
             for (dtype, tolerance) in exact.chain(half.map(|dtype| (dtype, 4e-3))) {
                 let problem = Problem::new(7000 + 10 * index as u64, case, dtype);
                 let what = format!("{}, {dtype:?} on {device:?}", case.text);
-                problem.check(&what, device, dtype, tolerance);
+                let store = problem.plain(device, dtype);
+                problem.check(&what, &store, device, dtype, tolerance);
+            }
+        }
+    }
+}
+
+/// What is known of pages in eight bits a number is of the keys that they stand for.
+pub fn chosen_quantised_pages_equal_f64(devices: &[Device]) {
+    let words = |case: &&Case| case.width.is_multiple_of(4);
+    for (index, case) in CASES.iter().filter(words).enumerate() {
+        for device in devices {
+            for quantization in [Quantization::Int8, Quantization::Fp8E4m3] {
+                let mut dtypes = vec![DType::F32];
+                dtypes.extend(half_dtypes(device).into_iter().take(index % 2));
+                for dtype in dtypes {
+                    let mut problem = Problem::new(7200 + 10 * index as u64, *case, dtype);
+                    let store = problem.quantized(device, quantization);
+                    let what = format!("{}, {quantization:?}, {dtype:?}, {device:?}", case.text);
+                    problem.check(&what, &store, device, dtype, 1e-6);
+                }
             }
         }
     }

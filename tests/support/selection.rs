@@ -33,7 +33,7 @@ const SIZES: [Sizes; 6] = [
 ];
 
 /// Every method and every rule, and whether it takes calls of every key. The first rows of a causal call sum to whole numbers: no share of a few is one.
-const SELECTIONS: [(&str, bool); 20] = [
+const SELECTIONS: [(&str, bool); 23] = [
     ("topk:8,3", true),
     ("topk:16,ratio=0.3,1,0,share=mean", true),
     ("topk:8,p=0.8,share=max", true),
@@ -51,6 +51,9 @@ const SELECTIONS: [(&str, bool); 20] = [
     ("flexprefill:8,0.73", false),
     ("flexprefill:16,0.47,0.3,share=max", false),
     ("flexprefill:8,0.83,0", false),
+    ("flexprefill:8,0.21,0.1,20", false),
+    ("flexprefill:16,0.1,2,33", false),
+    ("flexprefill:8,0.1,0,1000", false),
     ("minference:8,6,5,12,sinks=2,window=3", false),
     ("minference:16,0,1,64,sinks=3,window=1,share=sum", false),
     ("minference:8,20,9,1,sinks=0,window=4,share=max", false),

@@ -129,7 +129,13 @@ fn selection(rng: &mut impl Rng, block: usize) -> Selection {
             let theta = rng.random_range(-1.0..1.0);
             format!("sparge:{block},{rule},{theta:.2},first={first},local={local}{share}")
         }
-        5 => format!("flexprefill:{block},{:.2}", rng.random_range(0.3..0.99)),
+        5 => {
+            let (gamma, least) = (rng.random_range(0.3..0.99), rng.random_range(0..40));
+            match rng.random() {
+                true => format!("flexprefill:{block},{gamma:.2}"),
+                false => format!("flexprefill:{block},{gamma:.2},0.1,{least}"),
+            }
+        }
         6 => {
             let (v, s) = (rng.random_range(0..9), rng.random_range(1..9));
             format!("minference:{block},{v},{s},7,sinks={first},window=2{share}")

@@ -290,6 +290,7 @@ fn flex(devices: &[Device]) {
         block: BLOCK,
         gamma,
         threshold: 0.1,
+        min_budget: 0,
     };
     let head = flex(0.5).head_reference(&dense.call(), 0);
     assert_printed(
@@ -325,6 +326,50 @@ fn flex(devices: &[Device]) {
         let chosen = choice(&got, 1, EstimateKind::Mass, VerticalSlash::KEPT, [1, 1]);
         if gamma == 0.9 {
             assert_eq!(chosen[3], [true; 4]);
+        }
+    }
+    least_of_flex(&dense, devices);
+}
+
+/// Two blocks of keys and two distances between blocks, of each head: the first and a query's own, and the heaviest of the others, in both kinds of heads.
+fn least_of_flex(dense: &Dense, devices: &[Device]) {
+    for (threshold, min_budget) in [(0.1, 5), (0.1, 8), (0.0, 8), (1.0, 8)] {
+        // Next to nothing is kept otherwise.
+        let estimator = FlexPrefill {
+            block: BLOCK,
+            gamma: 1e-3,
+            threshold,
+            min_budget,
+        };
+        let without = FlexPrefill {
+            min_budget: 0,
+            ..estimator
+        };
+        let got = scores(&estimator, dense, devices);
+        for head in 0..2 {
+            let attention = dense.attention(head, 12);
+            let sum = |is_of: &dyn Fn(usize, usize) -> bool| -> f64 {
+                let pairs = (12..16).flat_map(|i| (0..=i).map(move |j| (i, j)));
+                let of = pairs.filter(|&(i, j)| is_of(i, j));
+                of.map(|(i, j)| attention.rows[i - 12][j]).sum()
+            };
+            let most = |sums: Vec<f64>| {
+                let by = |a: &usize, b: &usize| sums[*a].total_cmp(&sums[*b]);
+                1 + (0..sums.len()).max_by(by).unwrap()
+            };
+            let column = most((1..4).map(|c| sum(&|_, j| j / BLOCK == c)).collect());
+            let distance = most((1..4).map(|d| sum(&|i, j| (i - j) / BLOCK == d)).collect());
+            let chosen = choice(&got, head, EstimateKind::Mass, VerticalSlash::KEPT, [0, 0]);
+            let alone = without.head_reference(&dense.call(), head).pairs;
+            for (row, block) in (0..4).flat_map(|row| (0..=row).map(move |block| (row, block))) {
+                let is_heavy =
+                    [0, column].contains(&block) || [0, distance].contains(&(row - block));
+                let expected = is_heavy || alone[row * 4 + block];
+                assert_eq!(
+                    chosen[row][block], expected,
+                    "threshold {threshold}, head {head}: {row}, {block}"
+                );
+            }
         }
     }
 }

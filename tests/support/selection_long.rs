@@ -9,7 +9,7 @@ use crate::compare::to_f64;
 use crate::devices::{assert_ran, supports};
 
 /// A selection, and batch entries, heads of queries and of keys, tokens and width of a call.
-const CALLS: [(&str, [usize; 5]); 7] = [
+const CALLS: [(&str, [usize; 5]); 8] = [
     ("topk:128,4", [1, 8, 2, 8_192, 32]),
     // 1,024 groups of 32 heads: more than 2²⁴ products.
     ("xattention:128,16,0.9", [1, 32, 8, 16_384, 16]),
@@ -19,6 +19,7 @@ const CALLS: [(&str, [usize; 5]); 7] = [
     ("minference:128,300,100,300", [1, 4, 2, 32_771, 16]),
     ("flexprefill:128,0.5", [1, 4, 2, 32_768, 16]),
     ("flexprefill:128,0.5,2", [2, 4, 2, 16_384, 16]),
+    ("flexprefill:128,0.01,0.1,1024", [1, 4, 2, 20_000, 16]),
 ];
 
 /// Numbers that both a device and loops have exactly.

@@ -161,6 +161,7 @@ pub use paged::{
     PageChoice, PageSummaries, PagedKeysValues, PagedOptions, PagedOutput, PagedStore,
     PagedVisibility, QuantizedPages, append_quantized, append_rows, dequantize, highest_pages,
     page_scores, paged_attention, paged_attention_plan, select_pages, summarize_pages,
+    summarize_stored,
 };
 pub use plan::AttentionPlan;
 pub use projection::values::{

@@ -3,15 +3,15 @@
 use std::fmt;
 use std::str::FromStr;
 
-use burn::tensor::Tensor;
-use burn_blocksparse::Selection;
+use burn::tensor::{Int, Tensor};
+use burn_blocksparse::{Selection, SelectionQuality};
 use serde::{Deserialize, Serialize};
 
 use crate::call::Call;
 use crate::error::{ensure, ensure_none};
 use crate::layouts::Request;
 use crate::selected::check_selection;
-use crate::{SparseMultiHeadAttention, SparseTransformer, TransformerError};
+use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
 /// How each head of a layer chooses its keys by content: the heads take the choices in turn. Written with `/` between them, and `pattern` for heads that
 /// leave it to the layer's pattern, as patterns by head are:
@@ -166,6 +166,37 @@ impl SparseMultiHeadAttention {
         Ok(())
     }
 
+    /// How well each head's choice would serve on an input: see [`Selection::quality`]. A head that leaves it to the pattern keeps everything.
+    ///
+    /// # Errors
+    /// As [`Self::with_head_selections`] and [`Self::selection_quality`].
+    pub fn head_selection_quality(
+        &self,
+        input: SparseMhaInput,
+        heads: &HeadSelections,
+    ) -> Result<Vec<SelectionQuality>, TransformerError> {
+        ensure_none("padding", input.padding.is_some(), "none")?;
+        self.check_head_selections(heads)?;
+        let (call, request) = self.prepare(&input, 0)?;
+        let (query, key, _) = self.project(input, &call)?;
+        let group = self.n_heads / self.n_kv_heads;
+        let mut found = vec![SelectionQuality::ALL; self.n_heads];
+        for (selection, members) in heads.parts(self.n_heads) {
+            let Some(selection) = selection else {
+                continue;
+            };
+            let cut = self.cut_of(selection, &request, members.len())?;
+            let [query, key] =
+                [(&query, 1), (&key, group)].map(|(x, group)| of_heads(x, &members, group));
+            let call = self.score_call(query, key);
+            let of_part = selection.quality_within(&call, cut.layout.as_ref())?;
+            for (&head, quality) in members.iter().zip(of_part) {
+                found[head] = quality;
+            }
+        }
+        Ok(found)
+    }
+
     /// Attention of projected queries, keys and values, heads that choose alike together.
     pub(crate) fn attend_by_heads(
         &self,
@@ -181,13 +212,7 @@ impl SparseMultiHeadAttention {
         let group = self.n_heads / self.n_kv_heads;
         let mut found: Vec<Option<Tensor<4>>> = vec![None; self.n_heads];
         for (selection, members) in heads.parts(self.n_heads) {
-            let of = |x: &Tensor<4>, group: usize| {
-                let heads = members.iter().map(|head| {
-                    let head = head / group;
-                    x.clone().slice_dim(1, head..head + 1)
-                });
-                Tensor::cat(heads.collect(), 1)
-            };
+            let of = |x: &Tensor<4>, group: usize| of_heads(x, &members, group);
             let part = (of(&query, 1), of(&key, group), of(&value, group));
             let context = match selection {
                 Some(selection) => {
@@ -210,7 +235,37 @@ impl SparseMultiHeadAttention {
     }
 }
 
+/// Some heads' queries, or the keys or values that they share with `group` heads.
+fn of_heads(x: &Tensor<4>, members: &[usize], group: usize) -> Tensor<4> {
+    let heads = members.iter().map(|head| {
+        let head = head / group;
+        x.clone().slice_dim(1, head..head + 1)
+    });
+    Tensor::cat(heads.collect(), 1)
+}
+
 impl SparseTransformer {
+    /// How well choices of heads would serve on tokens, an entry for each layer, which changes nothing of what the layers compute: of each layer and head.
+    ///
+    /// # Errors
+    /// If there are not as many entries as layers, and as [`SparseMultiHeadAttention::head_selection_quality`].
+    pub fn head_selection_quality(
+        &self,
+        tokens: Tensor<2, Int>,
+        layers: &[HeadSelections],
+    ) -> Result<Vec<Vec<SelectionQuality>>, TransformerError> {
+        self.ensure_layers(layers.len())?;
+        self.quality_by_layer(tokens, |layer, mha, input| {
+            mha.head_selection_quality(input, &layers[layer])
+        })
+    }
+
+    /// That something has an entry for each layer.
+    fn ensure_layers(&self, count: usize) -> Result<(), TransformerError> {
+        let expected = || format!("{}, the model's", self.blocks.len());
+        ensure(count == self.blocks.len(), "layers", expected, count)
+    }
+
     /// Sets how each head of each layer chooses its keys by content: an entry for each layer, `None` for one that leaves it to its pattern. The layers'
     /// selections are taken out. Parameters stay as they are.
     ///
@@ -221,13 +276,7 @@ impl SparseTransformer {
         layers: Vec<Option<HeadSelections>>,
     ) -> Result<Self, TransformerError> {
         let mut model = self.with_selections(&[], 0)?;
-        let n_layers = model.blocks.len();
-        ensure(
-            layers.len() == n_layers,
-            "layers",
-            || format!("{n_layers}, the model's"),
-            layers.len(),
-        )?;
+        model.ensure_layers(layers.len())?;
         for (block, heads) in model.blocks.iter_mut().zip(layers) {
             if let Some(heads) = &heads {
                 block.mha.check_head_selections(heads)?;

@@ -18,7 +18,7 @@ use crate::{
 #[derive(Default)]
 pub(crate) struct Cut {
     /// The pattern's layout, in the selection's blocks and without padding.
-    layout: Option<BlockLayout>,
+    pub(crate) layout: Option<BlockLayout>,
     /// The real positions of each batch entry.
     lengths: Option<Vec<usize>>,
 }
@@ -227,7 +227,7 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    fn score_call(&self, query: Tensor<4>, key: Tensor<4>) -> ScoreCall {
+    pub(crate) fn score_call(&self, query: Tensor<4>, key: Tensor<4>) -> ScoreCall {
         let call = ScoreCall::new(query, key).causal(self.pattern().is_causal());
         match self.options.scale {
             Some(scale) => call.scale(scale),
@@ -357,7 +357,7 @@ impl SparseTransformer {
     }
 
     /// How well selections serve on tokens, of each layer and head: `selection` in all layers, which changes nothing of what the layers compute, or without
-    /// one each layer's own; a layer without either has no heads in the result.
+    /// one each layer's own, those of its heads among them; a layer without either has no heads in the result.
     ///
     /// # Errors
     /// As [`Self::forward`], and [`SparseMultiHeadAttention::selection_quality`].
@@ -366,14 +366,30 @@ impl SparseTransformer {
         tokens: Tensor<2, Int>,
         selection: Option<&Selection>,
     ) -> Result<Vec<Vec<SelectionQuality>>, TransformerError> {
+        self.quality_by_layer(tokens, |_, mha, input| {
+            match (selection.or(mha.selection()), mha.head_selections()) {
+                (Some(selection), _) => mha.selection_quality(input, selection),
+                (None, Some(heads)) => mha.head_selection_quality(input, heads),
+                (None, None) => Ok(Vec::new()),
+            }
+        })
+    }
+
+    /// What `measure` finds of each layer's input, with the layer's number.
+    pub(crate) fn quality_by_layer(
+        &self,
+        tokens: Tensor<2, Int>,
+        measure: impl Fn(
+            usize,
+            &SparseMultiHeadAttention,
+            SparseMhaInput,
+        ) -> Result<Vec<SelectionQuality>, TransformerError>,
+    ) -> Result<Vec<Vec<SelectionQuality>>, TransformerError> {
         let mut stream = Stream::new(self.embed(tokens, 0)?);
         let mut found = Vec::with_capacity(self.blocks.len());
-        for block in &self.blocks {
+        for (layer, block) in self.blocks.iter().enumerate() {
             let attend = |input: SparseMhaInput| {
-                found.push(match selection.or(block.mha.selection()) {
-                    Some(selection) => block.mha.selection_quality(input.clone(), selection)?,
-                    None => Vec::new(),
-                });
+                found.push(measure(layer, &block.mha, input.clone())?);
                 block.mha.forward_projected(input)
             };
             stream = block.residual(stream, attend, block.pass(false))?;

@@ -179,7 +179,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         },
         named.name
     ));
-    if !config.model.selections.is_empty() {
+    if config.model.chooses() {
         say("with --selection, shares and TFLOP/s count all that it chooses from");
     }
     say(format!(
@@ -267,6 +267,7 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
     if attention == Attention::Dense {
         overrides.pattern.clear();
         overrides.selection.clear();
+        overrides.selection_file = None;
         overrides.selection_full_last = None;
         overrides.selection_until = None;
         overrides.recall_every = None;

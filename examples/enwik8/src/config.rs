@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::overrides::Overrides;
 use crate::pattern;
 use crate::presets::{AttentionKind, FactorizationKind, Length, ModelConfig, Preset, Recipe};
+use crate::search;
 
 /// All that defines a run besides its data. Stored in the run folder and in every checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -96,16 +97,10 @@ impl RunConfig {
         })
     }
 
-    /// How the layers choose their keys after so many steps.
-    pub fn selections(&self, step: usize) -> &[Selection] {
-        match self
-            .recipe
-            .selection_until
-            .is_some_and(|until| step >= until)
-        {
-            true => &[],
-            false => &self.model.selections,
-        }
+    /// Whether layers choose their keys by content after so many steps.
+    pub fn chooses(&self, step: usize) -> bool {
+        let is_over = (self.recipe.selection_until).is_some_and(|until| step >= until);
+        self.model.chooses() && !is_over
     }
 
     /// Bytes predicted in one step.
@@ -186,13 +181,13 @@ impl RunConfig {
             d_ff,
             d_key,
             ff_weights,
-            selections,
             content,
             local_heads,
             kv_heads,
             layers,
             ..
         } = &self.model;
+        let chooses = self.model.chooses();
         ensure!(
             d_model % heads == 0,
             "--d-model must be a multiple of --heads, got {d_model} and {heads}"
@@ -224,7 +219,7 @@ impl RunConfig {
         );
         if let Some(content) = content {
             ensure!(
-                selections.is_empty(),
+                !chooses,
                 "--selection and --attention {content} are two ways to choose; leave out one of them"
             );
             ensure!(
@@ -261,18 +256,39 @@ impl RunConfig {
                 d_ff.unwrap_or_default()
             );
         }
+        self.check_choices()?;
         ensure!(
-            selections.is_empty() || patterns.iter().all(|text| text == "causal"),
-            "--selection chooses from every earlier byte; leave out --pattern"
-        );
-        ensure!(
-            !selections.is_empty()
-                || self.recipe.recall_every.is_none() && self.recipe.selection_until.is_none(),
-            "--recall-every and --selection-until are of a choice by content; add --selection"
+            chooses || self.recipe.recall_every.is_none() && self.recipe.selection_until.is_none(),
+            "--recall-every and --selection-until are of a choice by content; add --selection or --selection-file"
         );
         patterns.iter().try_for_each(|text| {
             check_pattern(text, *heads).with_context(|| format!("--pattern '{text}'"))
         })
+    }
+}
+
+impl RunConfig {
+    /// That choices of keys by content serve the patterns that they are made within.
+    fn check_choices(&self) -> Result<()> {
+        let model = &self.model;
+        let by_byte = |selection: &&Selection| selection.estimator().grid().query_rows == 1;
+        let by_byte = model.all_selections().find(by_byte);
+        if let Some(selection) = by_byte.filter(|_| !model.sees_everything()) {
+            bail!(
+                "--selection {selection}: every byte chooses for itself, from every earlier one, and not within the pattern {}; leave out --pattern and \
+                 --attention sparse, or choose for blocks of bytes together, as with topk",
+                model.patterns.join(" / ")
+            );
+        }
+        if model.head_selections.is_empty() {
+            return Ok(());
+        }
+        search::check_heads(&model.head_selections, model.layers, model.heads)?;
+        ensure!(
+            model.factorization != FactorizationKind::MultiHead || model.patterns.len() == 1,
+            "--selection-file has a choice for each head, which is made within a pattern that heads share; leave out --factorization multi-head"
+        );
+        Ok(())
     }
 }
 

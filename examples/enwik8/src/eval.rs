@@ -26,6 +26,7 @@ use crate::{arguments, device, run};
   enwik8 eval --checkpoint runs/tiny --split test --min-context 128
   enwik8 eval --checkpoint runs/paper/best.ckpt --min-context 12160 --device cuda
   enwik8 eval --cache tova:64 --slack 32 --windows 100
+  enwik8 eval --checkpoint runs/dense --selection-file heads.json
 
 With --cache or --kv-dtype, windows are read through a cache of keys and values, --chunk bytes a call: between calls keys are evicted.")]
 pub struct EvalArgs {
@@ -70,6 +71,10 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         kept.is_some() || args.kept.selection.is_empty(),
         "--selection is of a cache; add --cache all"
     );
+    ensure!(
+        kept.is_none() || args.kept.selection_file.is_none(),
+        "--selection-file is of windows that are read at once; leave out --cache and --kv-dtype"
+    );
     let device = device::open(args.device.as_deref())?;
     let (path, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
     if let Some(precision) = args.precision {
@@ -94,9 +99,9 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         model::check_cached(&config.model)?;
     }
     let model = model::restore(&checkpoint, &device.device)?;
-    let model = match kept {
-        Some(_) => args.kept.chosen(model)?,
-        None => model,
+    let model = match kept.is_some() || args.kept.selection_file.is_some() {
+        true => args.kept.chosen(model)?,
+        false => model,
     };
     say(format!(
         "{}: step {}, context {context}, on {}",

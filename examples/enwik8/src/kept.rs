@@ -9,6 +9,7 @@ use burn_sparse_transformer::{
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
+use crate::search::{self, HeadChoices};
 use crate::{arguments, model};
 
 /// The forms of `--cache`.
@@ -67,6 +68,10 @@ pub struct KeptArgs {
     /// byte takes part in, as quest:PAGE,BUDGET[,FULL_FIRST_LAYERS] and moba:BLOCK,K
     #[arg(long, value_name = "TEXT")]
     pub selection: Vec<Selection>,
+    /// A choice of keys for each head, as search-selection writes it. To write, prompts alone are read by it, and each byte that follows attends to all
+    /// keys that the cache keeps; to evaluate, whole windows are, without a cache
+    #[arg(long, value_name = "FILE", value_parser = search::head_choices, conflicts_with = "selection")]
+    pub selection_file: Option<HeadChoices>,
 }
 
 /// `--positions`.
@@ -91,11 +96,14 @@ fn kv_dtype() -> impl TypedValueParser<Value = KvDtype> {
 }
 
 impl KeptArgs {
-    /// The model with the choice of `--selection`, and without one of its own.
+    /// The model with the choice of `--selection` or `--selection-file`, and without one of its own.
     ///
     /// # Errors
     /// If a cache cannot choose so, or the model's pattern is not causal.
     pub fn chosen(&self, model: SparseTransformer) -> Result<SparseTransformer> {
+        if let Some(choices) = &self.selection_file {
+            return choices.switched_on(model);
+        }
         if self.selection.is_empty() {
             return model::without_selections(model);
         }
@@ -106,8 +114,7 @@ impl KeptArgs {
                 "--selection {selection}: what a byte chooses depends on later ones, which a cache does not know; quest and moba choose by earlier bytes"
             );
         }
-        (model.with_selections(&self.selection, 0))
-            .context("--selection chooses from every earlier byte")
+        (model.with_selections(&self.selection, 0)).context("--selection")
     }
 
     /// What the flags say, if any.

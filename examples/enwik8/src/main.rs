@@ -20,6 +20,7 @@ mod model;
 mod overrides;
 mod pattern;
 mod plot;
+mod plot_recall;
 mod presets;
 mod progress;
 mod prune;

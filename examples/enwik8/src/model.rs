@@ -8,7 +8,7 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_blocksparse::{FusedAdamW, FusedAdamWConfig, Pattern};
 use burn_sparse_transformer::{
-    Factorization, FeedForwardSparsity, SparseTransformer, SparseTransformerConfig,
+    Factorization, FeedForwardSparsity, Selection, SparseTransformer, SparseTransformerConfig,
 };
 
 use crate::checkpoint::Checkpoint;
@@ -31,6 +31,7 @@ pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTra
         .init(device)?
         // Weights are drawn here, in order, not on first use.
         .materialize();
+    let model = choosing(model, config)?;
     // Burn draws parameter ids at random; counted ids make two models of one seed equal in every byte.
     Ok(model.map(&mut CountedIds(0)))
 }
@@ -66,6 +67,30 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
     )
 }
 
+/// The model with choices of its heads, where the configuration has them.
+fn choosing(model: SparseTransformer, config: &ModelConfig) -> Result<SparseTransformer> {
+    if config.head_selections.is_empty() {
+        return Ok(model);
+    }
+    let layers = config.head_selections.iter().cloned().map(Some).collect();
+    (model.with_head_selections(layers)).context("--selection-file")
+}
+
+/// How heads of a configuration choose keys where they do it in different ways, each way once, `None` by the pattern, and how many heads do.
+pub fn ways_of_heads(config: &ModelConfig) -> Vec<(Option<&Selection>, usize)> {
+    let mut found: Vec<(Option<&Selection>, usize)> = Vec::new();
+    for layer in &config.head_selections {
+        for head in 0..layer.len() {
+            let own = layer.of(head);
+            match found.iter_mut().find(|(known, _)| *known == own) {
+                Some((_, count)) => *count += 1,
+                None => found.push((own, 1)),
+            }
+        }
+    }
+    found
+}
+
 /// The model of a checkpoint.
 ///
 /// # Errors
@@ -75,8 +100,10 @@ pub fn restore(checkpoint: &Checkpoint, device: &Device) -> Result<SparseTransfo
     let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(checkpoint.model.clone()))
         .map_err(|error| anyhow!("{error}"))?;
     let model = new(&config.model, config.recipe.seed, device)?;
-    let selections = config.selections(checkpoint.header.step);
-    let model = model.with_selections(selections, config.model.full_last_layers)?;
+    let model = match config.chooses(checkpoint.header.step) {
+        true => model,
+        false => model.with_selections(&[], 0)?,
+    };
     // Records hold which blocks are kept, but not how many.
     let model = match (
         config.recipe.ff_prune,
@@ -95,9 +122,14 @@ pub fn restore(checkpoint: &Checkpoint, device: &Device) -> Result<SparseTransfo
 /// # Errors
 /// None that a model of ours has.
 pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer> {
-    if let Some(selection) = (model.blocks.iter()).find_map(|block| block.mha.selection()) {
+    let mut layers = model.blocks.iter().map(|block| &block.mha);
+    let of_layer = layers.find_map(|mha| {
+        let of_heads = || mha.head_selections().map(ToString::to_string);
+        (mha.selection().map(ToString::to_string)).or_else(of_heads)
+    });
+    if let Some(selection) = of_layer {
         say(format!(
-            "the cache keeps every earlier byte: {selection}, by which the model was trained to choose, is not used"
+            "the cache keeps all that the pattern does: {selection}, by which the model was trained to choose, is not used"
         ));
     }
     Ok(model.with_selections(&[], 0)?)
@@ -150,6 +182,11 @@ pub fn factorization(config: &ModelConfig) -> Result<Factorization> {
     })
 }
 
+/// A way of [`ways_of_heads`].
+pub fn way_text(way: Option<&Selection>) -> String {
+    way.map_or_else(|| "the pattern".to_owned(), ToString::to_string)
+}
+
 /// What layers attend to, in short.
 pub fn attention_text(model: &ModelConfig) -> String {
     if let Some(content) = &model.content {
@@ -158,12 +195,24 @@ pub fn attention_text(model: &ModelConfig) -> String {
         }
         return format!("{} and {content}", model.patterns.join(" / "));
     }
-    match &model.selections[..] {
-        [] => model.patterns.join(" / "),
-        selections => {
+    let patterns = model.patterns.join(" / ");
+    let choice = match (&model.selections[..], &model.head_selections[..]) {
+        ([], []) => return patterns,
+        (selections, []) => {
             let texts: Vec<String> = selections.iter().map(ToString::to_string).collect();
             texts.join(" / ")
         }
+        _ => {
+            let ways = ways_of_heads(model).into_iter();
+            let texts: Vec<String> = ways
+                .map(|(way, heads)| format!("{} in {heads}", way_text(way)))
+                .collect();
+            format!("heads by {}", texts.join(", "))
+        }
+    };
+    match model.sees_everything() {
+        true => choice,
+        false => format!("{choice} within {patterns}"),
     }
 }
 

@@ -4,9 +4,10 @@ use burn_sparse_transformer::{ContentAttention, Precision, Recompute, Selection,
 use clap::Args;
 
 use crate::presets::{
-    AttentionKind, FactorizationKind, FeedForwardWeights, Length, ModelConfig, Recipe,
+    AttentionKind, CAUSAL, FactorizationKind, FeedForwardWeights, Length, ModelConfig, Recipe,
 };
 use crate::prune::Pruning;
+use crate::search::{self, HeadChoices};
 use crate::{arguments, pattern};
 
 /// One flag for each number of a preset.
@@ -47,12 +48,17 @@ pub struct Overrides {
         "Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization",
     ))]
     pub pattern: Vec<String>,
-    /// Choose keys by content, e.g. topk:32,8: all layers, or in turn if repeated; the pattern is then every earlier byte
+    /// Choose keys by content, e.g. topk:32,8: all layers, or in turn if repeated; from every earlier byte, or from what --pattern keeps, or with
+    /// --attention sparse the preset's
     #[arg(long, value_name = "TEXT", long_help = arguments::selection_help(
-        "Choose keys by content, e.g. topk:32,8: all layers, or in turn if repeated; the pattern is then every earlier byte",
+        "Choose keys by content, e.g. topk:32,8: all layers, or in turn if repeated; from every earlier byte, or from what --pattern keeps, or with \
+         --attention sparse the preset's. moba and quest, by which every byte chooses for itself, choose from every earlier byte alone",
     ))]
     pub selection: Vec<Selection>,
-    /// Layers at the end that see every earlier byte all the same
+    /// The same for each head of each layer, as search-selection writes it
+    #[arg(long, value_name = "FILE", value_parser = search::head_choices, conflicts_with = "selection")]
+    pub selection_file: Option<HeadChoices>,
+    /// Layers at the end that see all that their pattern keeps
     #[arg(long, value_parser = arguments::whole::<usize>, value_name = "N", requires = "selection")]
     pub selection_full_last: Option<usize>,
     /// How several patterns are combined
@@ -148,7 +154,7 @@ pub struct Overrides {
     /// feed-forward networks' first products
     #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "none|block|segment:N|block+attention|segment:N+attention|mlp", help_heading = RECIPE)]
     pub recompute: Option<Recompute>,
-    /// Steps after which the layers see every earlier byte, in place of --selection
+    /// Steps after which the layers see all that their pattern keeps, in place of --selection
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, value_name = "STEP")]
     pub selection_until: Option<usize>,
     /// Steps between measurements of how much of the attention --selection keeps
@@ -185,6 +191,7 @@ impl Overrides {
             means_decay,
             pattern,
             selection,
+            selection_file,
             selection_full_last,
             factorization,
             block,
@@ -284,15 +291,18 @@ impl Overrides {
             }
             model.patterns = pattern;
         }
-        let chooses = !selection.is_empty();
-        let is_free = self.pattern.is_empty();
+        let chooses = !selection.is_empty() || selection_file.is_some();
+        // With either flag the choice is made within the pattern, that of the preset or the one given.
+        let keeps_pattern =
+            !self.pattern.is_empty() || self.attention == Some(AttentionKind::Sparse);
         if chooses {
             model.selections = selection;
+            model.head_selections = selection_file.map_or(Vec::new(), |file| file.layers);
         }
         set(&mut model.full_last_layers, selection_full_last);
         // The position embedding stays that of the sparse model, so that the two have the same parameters.
-        if attention == Some(AttentionKind::Dense) || chooses && is_free {
-            model.patterns = vec!["causal".to_owned()];
+        if attention == Some(AttentionKind::Dense) || chooses && !keeps_pattern {
+            model.patterns = vec![CAUSAL.to_owned()];
             model.factorization = FactorizationKind::Merged;
         }
         set(&mut model.position_width, position_width);

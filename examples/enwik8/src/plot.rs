@@ -19,8 +19,10 @@ const MAX_POINTS: usize = 2_000;
 const TRAIN_RAW: RGBColor = RGBColor(190, 207, 228);
 const TRAIN: RGBColor = RGBColor(49, 104, 176);
 const VALIDATION: RGBColor = RGBColor(214, 96, 30);
-const REFERENCE: RGBColor = RGBColor(90, 90, 90);
-const GRID: RGBColor = RGBColor(226, 226, 226);
+/// Of what curves are compared with.
+pub const REFERENCE: RGBColor = RGBColor(90, 90, 90);
+/// Of the lines behind them.
+pub const GRID: RGBColor = RGBColor(226, 226, 226);
 
 type Curve = Vec<(f64, f64)>;
 
@@ -54,11 +56,20 @@ pub fn draw(path: &Path, frame: &Frame, rows: &[Row]) -> Result<()> {
     if curves.raw.is_empty() {
         return Ok(());
     }
+    written_whole(path, |unfinished| curves.draw(unfinished, frame))
+}
+
+/// A whole picture or the old one: files are rewritten during training.
+///
+/// # Errors
+/// If it cannot be drawn or written.
+pub fn written_whole(
+    path: &Path,
+    draw: impl FnOnce(&Path) -> Result<(), Box<dyn std::error::Error>>,
+) -> Result<()> {
     font::register();
-    // A whole picture or the old one: this file is rewritten during training.
     let unfinished = path.with_file_name(UNFINISHED_PLOT);
-    curves
-        .draw(&unfinished, frame)
+    draw(&unfinished)
         .map_err(|error| anyhow!("{error}"))
         .and_then(|()| Ok(fs::rename(&unfinished, path)?))
         .with_context(|| format!("cannot draw {}", path.display()))

@@ -4,7 +4,9 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
-use burn_sparse_transformer::{ContentAttention, Precision, Recompute, Selection, WeightPattern};
+use burn_sparse_transformer::{
+    ContentAttention, HeadSelections, Precision, Recompute, Selection, WeightPattern,
+};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
@@ -64,6 +66,7 @@ impl Preset {
             d_ff: None,
             ff_weights: None,
             selections: Vec::new(),
+            head_selections: Vec::new(),
             full_last_layers: 0,
             content: None,
             local_heads: Vec::new(),
@@ -337,6 +340,9 @@ pub struct ModelConfig {
     /// How the layers choose their keys by content, in turn. None: by their patterns.
     #[serde(default)]
     pub selections: Vec<Selection>,
+    /// How each head of each layer chooses its keys by content, in place of that. None: as the layers.
+    #[serde(default)]
+    pub head_selections: Vec<HeadSelections>,
     /// How many of the last layers do not.
     #[serde(default)]
     pub full_last_layers: usize,
@@ -366,6 +372,9 @@ pub enum Task {
     Images,
 }
 
+/// The pattern by which every byte sees all earlier ones.
+pub const CAUSAL: &str = "causal";
+
 impl ModelConfig {
     /// With sequences that are pictures: a row is a row of the position matrix, and the stride of the pattern.
     pub fn with_pictures(mut self, pictures: Pictures) -> Self {
@@ -379,6 +388,23 @@ impl ModelConfig {
         self.position_width = row;
         self.pictures = Some(pictures);
         self
+    }
+
+    /// Whether layers choose keys by content, all heads of one in one way or each in its own.
+    pub fn chooses(&self) -> bool {
+        !self.selections.is_empty() || !self.head_selections.is_empty()
+    }
+
+    /// Whether the patterns let every byte see all earlier ones.
+    pub fn sees_everything(&self) -> bool {
+        self.patterns.iter().all(|text| text == CAUSAL)
+    }
+
+    /// The choices of keys of layers and heads.
+    pub fn all_selections(&self) -> impl Iterator<Item = &Selection> {
+        let heads = self.head_selections.iter();
+        let of_heads = heads.flat_map(|of| (0..of.len()).filter_map(|head| of.of(head)));
+        self.selections.iter().chain(of_heads)
     }
 
     /// What the bytes are.

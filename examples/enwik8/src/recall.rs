@@ -2,19 +2,18 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality, SparseTransformer};
+use burn_sparse_transformer::{Selection, SelectionQuality, SparseTransformer};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use crate::config::RunConfig;
 use crate::data::{Corpus, Split, thousands};
 use crate::eval::Evaluator;
 use crate::progress::{plain_bar, say, warn};
-use crate::search::SelectionFile;
+use crate::search::{self, HeadChoices};
 use crate::{arguments, device, model, run};
 
 /// Compare choices of keys by content on a checkpoint
@@ -23,8 +22,8 @@ use crate::{arguments, device, model, run};
   enwik8 recall --checkpoint runs/dense --selection topk:32,8 --selection topk:32,p=0.9
   enwik8 recall --checkpoint runs/dense --selection topk:32,8 --heads
 
-The model's pattern is every earlier byte, as --attention dense and --selection train it. Bits per byte are those with the choice switched on
-in all layers; recall, density and the ratio to the best choice are of one window.")]
+Choices are made from what the model's pattern lets bytes see: every earlier byte, as --attention dense and --selection train it, or less. Bits per
+byte are those with the choice switched on in all layers; recall, density and the ratio to the best choice are of one window.")]
 pub struct RecallArgs {
     /// A checkpoint file, or a run folder, whose best checkpoint is taken
     #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
@@ -35,8 +34,8 @@ pub struct RecallArgs {
     ))]
     selection: Vec<Selection>,
     /// A choice for each head, as search-selection writes it; repeat to compare
-    #[arg(long, value_name = "FILE")]
-    selection_file: Vec<PathBuf>,
+    #[arg(long, value_name = "FILE", value_parser = search::head_choices)]
+    selection_file: Vec<HeadChoices>,
     /// Windows of the validation split for bits per byte
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = arguments::positive)]
     windows: usize,
@@ -51,7 +50,7 @@ pub struct RecallArgs {
     device: Option<String>,
 }
 
-/// What is found of a choice; none for every earlier byte.
+/// What is found of a choice; none for all that the pattern lets bytes see.
 #[derive(Serialize)]
 struct Found {
     selection: Option<String>,
@@ -73,12 +72,11 @@ struct SelectionNumbers {
 /// Runs `enwik8 recall`.
 ///
 /// # Errors
-/// If the checkpoint cannot be read, or its patterns are other than every earlier byte.
+/// If the checkpoint cannot be read, or a choice does not serve its patterns.
 pub fn run(args: &RecallArgs) -> Result<()> {
     let device = device::open(args.device.as_deref())?;
     let (path, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
     let config = &checkpoint.header.config;
-    check_patterns(&path, config)?;
     let context = config.model.context;
     ensure!(
         config.model.pictures.is_none(),
@@ -108,11 +106,7 @@ pub fn run(args: &RecallArgs) -> Result<()> {
     let plan = cut.spread(bytes.len(), args.windows);
     let mut choices = vec![Choice::Every];
     choices.extend(args.selection.iter().cloned().map(Choice::Alike));
-    for path in &args.selection_file {
-        let heads = SelectionFile::read(path)?.heads();
-        let heads = heads.with_context(|| format!("cannot read {}", path.display()))?;
-        choices.push(Choice::ByHead(path.display().to_string(), heads));
-    }
+    choices.extend(args.selection_file.iter().cloned().map(Choice::ByHead));
     for choice in &choices {
         let with = choice.switched_on(&model)?;
         let evaluator = Evaluator {
@@ -125,33 +119,24 @@ pub fn run(args: &RecallArgs) -> Result<()> {
         // Of the model that sees everything: what the choice would have kept.
         let heads = choice.heads(&model, &bytes[..context], &device.device)?;
         let bits_per_byte = evaluation.bits_per_byte();
-        print(args, &mut lines, choice.name(), bits_per_byte, &heads)?;
+        let everything = match config.model.sees_everything() {
+            true => "every earlier byte".to_owned(),
+            false => config.model.patterns.join(" / "),
+        };
+        let names = (choice.name(), everything.as_str());
+        print(args, &mut lines, names, bits_per_byte, &heads)?;
     }
-    Ok(())
-}
-
-/// That a checkpoint's patterns are every earlier byte.
-///
-/// # Errors
-/// If they are others.
-pub fn check_patterns(path: &Path, config: &RunConfig) -> Result<()> {
-    ensure!(
-        config.model.patterns.iter().all(|text| text == "causal"),
-        "{} has the pattern {}, and a choice by content is made from every earlier byte; train with --attention dense or --selection",
-        path.display(),
-        config.model.patterns.join(" / ")
-    );
     Ok(())
 }
 
 /// A choice that is compared.
 enum Choice {
-    /// Every earlier byte.
+    /// All that the pattern lets bytes see.
     Every,
     /// One for all heads.
     Alike(Selection),
     /// One for each head of each layer, from a file.
-    ByHead(String, Vec<HeadSelections>),
+    ByHead(HeadChoices),
 }
 
 impl Choice {
@@ -159,7 +144,7 @@ impl Choice {
         match self {
             Self::Every => None,
             Self::Alike(selection) => Some(selection.to_string()),
-            Self::ByHead(path, _) => Some(path.clone()),
+            Self::ByHead(choices) => Some(choices.path.display().to_string()),
         }
     }
 
@@ -168,9 +153,7 @@ impl Choice {
         Ok(match self {
             Self::Every => model,
             Self::Alike(selection) => model.with_selections(std::slice::from_ref(selection), 0)?,
-            Self::ByHead(_, layers) => {
-                model.with_head_selections(layers.iter().cloned().map(Some).collect())?
-            }
+            Self::ByHead(choices) => choices.switched_on(model)?,
         })
     }
 
@@ -181,31 +164,14 @@ impl Choice {
         window: &[u8],
         device: &Device,
     ) -> Result<Vec<Vec<SelectionQuality>>> {
-        let layers = match self {
-            Self::Every => return Ok(Vec::new()),
-            Self::Alike(selection) => return heads(model, Some(selection), window, device),
-            Self::ByHead(_, layers) => layers,
-        };
-        let mut found: Vec<(Selection, Vec<Vec<SelectionQuality>>)> = Vec::new();
-        let mut all = Vec::new();
-        for (layer, of) in layers.iter().enumerate() {
-            let mut own = Vec::new();
-            for head in 0..model.blocks[layer].mha.n_heads() {
-                // All blocks, for a head that leaves it to the pattern.
-                let selection = match of.of(head) {
-                    Some(selection) => selection.clone(),
-                    None => "topk:32,ratio=1".parse()?,
-                };
-                if !found.iter().any(|(known, _)| *known == selection) {
-                    let heads = heads(model, Some(&selection), window, device)?;
-                    found.push((selection.clone(), heads));
-                }
-                let known = found.iter().find(|(known, _)| *known == selection);
-                own.extend(known.map(|(_, heads)| heads[layer][head]));
+        match self {
+            Self::Every => Ok(Vec::new()),
+            Self::Alike(selection) => heads(model, Some(selection), window, device),
+            Self::ByHead(choices) => {
+                let tokens = tokens(window, device);
+                Ok(model.head_selection_quality(tokens, &choices.layers)?)
             }
-            all.push(own);
         }
-        Ok(all)
     }
 }
 
@@ -249,7 +215,7 @@ impl Lines {
 fn print(
     args: &RecallArgs,
     lines: &mut Lines,
-    selection: Option<String>,
+    (selection, everything): (Option<String>, &str),
     bits_per_byte: f64,
     heads: &[Vec<SelectionQuality>],
 ) -> Result<()> {
@@ -275,20 +241,19 @@ fn print(
     if !lines.has_table() {
         return Ok(());
     }
-    let mean = |of: fn(&LayerRecall) -> f64| {
-        layers.iter().map(of).sum::<f64>() / layers.len().max(1) as f64
-    };
+    let LayerRecall {
+        recall,
+        ratio,
+        density,
+        ..
+    } = mean(&layers);
     say(match selection {
         None => format!(
-            "{:<28} {bits_per_byte:>9.4} {:>8} {:>8} {:>8}",
-            "every earlier byte", 1, 1, 1
+            "{everything:<28} {bits_per_byte:>9.4} {:>8} {:>8} {:>8}",
+            1, 1, 1
         ),
         Some(selection) => format!(
-            "{:<28} {bits_per_byte:>9.4} {:>8.4} {:>8.4} {:>8.4}",
-            selection,
-            mean(|layer| layer.recall),
-            mean(|layer| layer.ratio),
-            mean(|layer| layer.density)
+            "{selection:<28} {bits_per_byte:>9.4} {recall:>8.4} {ratio:>8.4} {density:>8.4}"
         ),
     });
     for (layer, heads) in heads.iter().enumerate().filter(|_| args.heads) {
@@ -365,25 +330,42 @@ pub fn heads(
     window: &[u8],
     device: &Device,
 ) -> Result<Vec<Vec<SelectionQuality>>> {
+    Ok(model.selection_quality(tokens(window, device), selection)?)
+}
+
+/// A window as a batch of one.
+fn tokens(window: &[u8], device: &Device) -> Tensor<2, Int> {
     let tokens: Vec<i32> = window.iter().map(|&byte| i32::from(byte)).collect();
     let tokens = TensorData::new(tokens, [1, window.len()]);
-    let tokens = Tensor::<2, Int>::from_data(tokens, device);
-    Ok(model.selection_quality(tokens, selection)?)
+    Tensor::from_data(tokens, device)
+}
+
+/// The mean over layers, with as many of them in the place of one's number.
+pub fn mean(layers: &[LayerRecall]) -> LayerRecall {
+    let mean = |of: fn(&LayerRecall) -> f64| {
+        layers.iter().map(of).sum::<f64>() / layers.len().max(1) as f64
+    };
+    LayerRecall {
+        layer: layers.len(),
+        recall: mean(|layer| layer.recall),
+        ratio: mean(|layer| layer.ratio),
+        density: mean(|layer| layer.density),
+    }
 }
 
 /// One line of all layers.
 pub fn summary(layers: &[LayerRecall]) -> String {
-    let mean = |of: fn(&LayerRecall) -> f64| {
-        layers.iter().map(of).sum::<f64>() / layers.len().max(1) as f64
-    };
+    let LayerRecall {
+        recall,
+        ratio,
+        density,
+        ..
+    } = mean(layers);
     let of_layers: Vec<String> = (layers.iter())
         .map(|layer| format!("{:.3}", layer.recall))
         .collect();
     format!(
-        "recall {:.3} at density {:.3}, {:.3} of the best choice's; by layer {}",
-        mean(|layer| layer.recall),
-        mean(|layer| layer.density),
-        mean(|layer| layer.ratio),
+        "recall {recall:.3} at density {density:.3}, {ratio:.3} of the best choice's; by layer {}",
         of_layers.join(" ")
     )
 }

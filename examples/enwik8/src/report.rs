@@ -22,8 +22,10 @@ use crate::log::{self, Row};
 use crate::memory::Resources;
 use crate::model::{self, attention_text};
 use crate::plot::{self, Axis, Frame};
+use crate::plot_recall;
 use crate::presets::Task;
 use crate::progress::{clock, program, say, warn};
+use crate::recall::{self, LayerRecall};
 use crate::run::{self, RunFiles};
 
 /// Texts of a report.
@@ -109,6 +111,7 @@ impl Report<'_> {
         let text = [
             self.facts(&rows, &model)?,
             self.curves(&rows),
+            self.recall(&rows),
             self.samples(model)?,
             self.commands(),
         ]
@@ -135,7 +138,7 @@ impl Report<'_> {
             };
             plot::draw(&path, &frame, rows)?;
         }
-        Ok(())
+        plot_recall::draw(&self.files.recall_plot(), &title, rows)
     }
 
     fn entropy(&self) -> Option<f64> {
@@ -270,8 +273,38 @@ impl Report<'_> {
         Ok(())
     }
 
+    /// What choices of keys by content keep, where that was measured.
+    fn recall(&self, rows: &[Row]) -> String {
+        let last = rows.iter().rev().find_map(|row| match row {
+            Row::Selection { step, layers } if !layers.is_empty() => Some((*step, layers)),
+            _ => None,
+        });
+        let Some((step, layers)) = last else {
+            return String::new();
+        };
+        let mut text = format!(
+            "\n## Choice of keys\n\nOf the full attention to what layers see, on one window of the validation split; the best choice has as many \
+             blocks.\n\n![recall by layer over steps]({})\n\n| after step {} | recall | ratio to the best choice | density |\n|---|---|---|---|\n",
+            name(self.files.recall_plot()),
+            thousands(step)
+        );
+        let mut line = |what: String, of: &LayerRecall| {
+            let LayerRecall {
+                recall,
+                ratio,
+                density,
+                ..
+            } = of;
+            let _ = writeln!(text, "| {what} | {recall:.4} | {ratio:.4} | {density:.4} |");
+        };
+        for layer in layers {
+            line(format!("layer {}", layer.layer), layer);
+        }
+        line("mean".to_owned(), &recall::mean(layers));
+        text
+    }
+
     fn curves(&self, rows: &[Row]) -> String {
-        let name = |path: PathBuf| path.file_name().unwrap_or_default().display().to_string();
         let unit = self.checkpoint.header.config.model.unit();
         let mut text = "\n## Curves\n\n".to_owned();
         if rows.is_empty() {
@@ -385,6 +418,11 @@ impl Report<'_> {
              {program} eval --checkpoint {folder} --split test\n{program} report --run {folder}\n```\n"
         )
     }
+}
+
+/// Of a file beside the page.
+fn name(path: PathBuf) -> String {
+    path.file_name().unwrap_or_default().display().to_string()
 }
 
 /// What stands above the page and its pictures.

@@ -20,16 +20,18 @@ const RESOURCES: &str = "resources.json";
 const REPORT: &str = "report.md";
 const TIME_PLOT: &str = "loss-by-time.png";
 const SAMPLES: &str = "samples.png";
+const RECALL: &str = "recall.png";
 const BEST: &str = "best.ckpt";
 const LOCK: &str = "lock";
 
 /// Every file but checkpoints of steps and event files.
-const FILES: [&str; 9] = [
+const FILES: [&str; 10] = [
     CONFIG,
     LOG,
     RESOURCES,
     PLOT,
     TIME_PLOT,
+    RECALL,
     SAMPLES,
     REPORT,
     UNFINISHED_PLOT,
@@ -172,6 +174,11 @@ impl RunFiles<'_> {
     /// `loss-by-time.png`.
     pub fn time_plot(self) -> PathBuf {
         self.0.join(TIME_PLOT)
+    }
+
+    /// `recall.png`.
+    pub fn recall_plot(self) -> PathBuf {
+        self.0.join(RECALL)
     }
 
     /// `samples.png`.

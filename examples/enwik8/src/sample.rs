@@ -30,6 +30,7 @@ use crate::{arguments, device, model, run};
   enwik8 sample --cache window:512,4 --kv-dtype f16 --stats
   enwik8 sample --temperature 0 --speculate 8 --stats
   enwik8 sample --selection quest:16,256 --cache all --stats
+  enwik8 sample --prompt-file article.txt --selection-file heads.json
   enwik8 sample --cache snapkv:256,32,5 --budget pyramid:20 --slack 64 --stats
   enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin --stats
 
@@ -260,6 +261,7 @@ impl SampleArgs {
             page_size: self.page_size,
             graph: self.graph,
             drafted: self.speculate.unwrap_or(0),
+            prompts_choose: self.kept.selection_file.is_some(),
         })
     }
 }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality};
+use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality, SparseTransformer};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
@@ -40,7 +40,7 @@ pub struct SearchArgs {
     device: Option<String>,
 }
 
-/// What `--selection-file` reads: for each layer, for each head, how it chooses; `pattern` is every earlier byte.
+/// What `--selection-file` reads: for each layer, for each head, how it chooses; `pattern` is all that the layer's pattern lets it see.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SelectionFile {
     /// Layer, head: the text of a choice.
@@ -79,10 +79,91 @@ impl SelectionFile {
     }
 }
 
+/// `--selection-file`: how each head of each layer chooses, and where that was read.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeadChoices {
+    /// The file.
+    pub path: PathBuf,
+    /// Of each layer.
+    pub layers: Vec<HeadSelections>,
+}
+
+impl HeadChoices {
+    /// The model with these choices in its layers.
+    ///
+    /// # Errors
+    /// If they are not of as many layers and heads, or do not serve its patterns.
+    pub fn switched_on(&self, model: SparseTransformer) -> Result<SparseTransformer> {
+        let mha = &model.blocks[0].mha;
+        check_heads(&self.layers, model.blocks.len(), mha.n_heads())?;
+        let layers = self.layers.iter().cloned().map(Some).collect();
+        (model.with_head_selections(layers))
+            .with_context(|| format!("--selection-file {}", self.path.display()))
+    }
+}
+
+/// Reads the value of `--selection-file`.
+pub fn head_choices(text: &str) -> Result<HeadChoices, String> {
+    let path = PathBuf::from(text);
+    let layers = SelectionFile::read(&path).and_then(|file| file.heads());
+    match layers {
+        Ok(layers) => Ok(HeadChoices { path, layers }),
+        Err(error) => Err(format!("{error:#}")),
+    }
+}
+
+/// Choices of heads that are not those of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SelectionFileError {
+    /// Of other layers.
+    #[error("--selection-file must have {expected} layers, as the model, got {got}")]
+    Layers {
+        /// The model's.
+        expected: usize,
+        /// The file's.
+        got: usize,
+    },
+    /// Of other heads.
+    #[error(
+        "--selection-file must have {expected} heads in layer {layer}, as the model, got {got}"
+    )]
+    Heads {
+        /// From 0 on.
+        layer: usize,
+        /// The model's.
+        expected: usize,
+        /// The file's.
+        got: usize,
+    },
+}
+
+/// That choices are of so many layers and heads.
+///
+/// # Errors
+/// If they are of others.
+pub fn check_heads(
+    choices: &[HeadSelections],
+    layers: usize,
+    heads: usize,
+) -> Result<(), SelectionFileError> {
+    if choices.len() != layers {
+        let (expected, got) = (layers, choices.len());
+        return Err(SelectionFileError::Layers { expected, got });
+    }
+    match choices.iter().position(|of| of.len() != heads) {
+        None => Ok(()),
+        Some(layer) => Err(SelectionFileError::Heads {
+            layer,
+            expected: heads,
+            got: choices[layer].len(),
+        }),
+    }
+}
+
 /// Runs `enwik8 search-selection`.
 ///
 /// # Errors
-/// If the checkpoint cannot be read, its patterns are other than every earlier byte, or the file cannot be written.
+/// If the checkpoint cannot be read, a candidate does not serve its patterns, or the file cannot be written.
 pub fn run(args: &SearchArgs) -> Result<()> {
     ensure!(
         args.density > 0.0 && args.density <= 1.0,
@@ -90,9 +171,8 @@ pub fn run(args: &SearchArgs) -> Result<()> {
         args.density
     );
     let device = device::open(args.device.as_deref())?;
-    let (path, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let (_, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
     let config = &checkpoint.header.config;
-    recall::check_patterns(&path, config)?;
     let context = config.model.context;
     let corpus = Corpus::reopen(&checkpoint.header.data, None, None)?;
     let bytes = corpus.split_for(Split::Train, context)?;

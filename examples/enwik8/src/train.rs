@@ -31,6 +31,7 @@ use crate::memory::Resources;
 use crate::model::{self, bits};
 use crate::overrides::Overrides;
 use crate::plot::{self, Axis, Frame};
+use crate::plot_recall;
 use crate::presets::{Preset, Task};
 use crate::progress::{Progress, program, say, warn};
 use crate::recall;
@@ -396,14 +397,14 @@ impl Session {
         self.training.see_everything()?;
         let (step, steps) = (self.step, self.steps);
         Ok(Some(format!(
-            "step {step}/{steps}  from here on layers see every earlier byte"
+            "step {step}/{steps}  from here on layers see all that their pattern keeps"
         )))
     }
 
     /// Measures what the choice keeps, if that comes after the step; what to tell the user.
     fn recall(&self, log: &mut Log) -> Result<Option<String>> {
         let due = (self.config.recipe.recall_every).is_some_and(|n| self.step.is_multiple_of(n));
-        if !due || self.config.selections(self.step).is_empty() {
+        if !due || !self.config.chooses(self.step) {
             return Ok(None);
         }
         let context = self.config.model.context;
@@ -536,8 +537,10 @@ impl Session {
             entropy: Some(self.corpus.order_0_entropy()),
             axis: Axis::Steps,
         };
-        let drawn =
-            log::read(&files.log()).and_then(|rows| plot::draw(&files.plot(), &frame, &rows));
+        let drawn = log::read(&files.log()).and_then(|rows| {
+            plot_recall::draw(&files.recall_plot(), frame.title, &rows)?;
+            plot::draw(&files.plot(), &frame, &rows)
+        });
         if let Err(error) = drawn {
             warn(format!("{error:#}"));
         }

@@ -2,7 +2,7 @@
 
 use blocksparse::kernels::rows::{RowBlocks, block_means};
 use blocksparse::kernels::selection::{
-    Antidiagonals, CompressedInputs, CompressedPlan, FlexTensors, GateSizes, LineSizes,
+    Antidiagonals, CompressedInputs, CompressedPlan, FlexLimits, FlexTensors, GateSizes, LineSizes,
     MeanProducts, SeenRows, Touched, Wanted, antidiagonal_masses, check, compressed_masses,
     flex_blocks, line_sums, mean_products, query_picks, touched_blocks,
 };
@@ -116,7 +116,7 @@ impl EstimateOps for CubeBackend {
         k: CubeTensor,
         sizes: LineSizes,
         call: Touched,
-        threshold: f64,
+        limits: FlexLimits,
     ) -> CubeTensor {
         let [q, k] = [q, k].map(readable);
         let last = last(&q, sizes.seq[0]);
@@ -133,7 +133,7 @@ impl EstimateOps for CubeBackend {
             tensors,
             &sizes,
             &call,
-            threshold,
+            &limits,
             &out.handle,
         ));
         out

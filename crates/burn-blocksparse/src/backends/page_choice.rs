@@ -25,7 +25,7 @@ mod kernels {
     use crate::backends::cube::{checked, empty, uses_reference};
     use crate::backends::paged::{in_place, integers};
     use crate::paged::choice_reference as reference;
-    use crate::paged::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs};
+    use crate::paged::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
     use crate::selection::PageSummary;
 
     fn summary_of(summary: PageSummary) -> Summary {
@@ -65,6 +65,41 @@ mod kernels {
                 &keys.handle,
                 &slots.handle,
                 (&summaries.handle, dtype),
+            ));
+            summaries
+        }
+
+        fn summarize_quantized(
+            inputs: SummarizePacked<Self>,
+            kv_heads: usize,
+            summary: PageSummary,
+        ) -> CubeTensor {
+            let [pages, page, words] = inputs.words.meta.shape().dims();
+            let [batch, tables, rows] = inputs.slots.meta.shape().dims();
+            let shape = AppendShape::new(
+                [batch, kv_heads, tables, rows],
+                [pages, page],
+                [4 * words, 0],
+                dtype_to_elem_type(DType::F32),
+            );
+            let client = inputs.words.client.clone();
+            if uses_reference() || paged::check_summarize_quantized(&client, &shape).is_err() {
+                recording::fails(&client, Failure::NotInPlace("the summaries of pages"));
+                return reference::summarize_packed::<Self>(inputs, kv_heads, summary);
+            }
+            let summaries = in_place(inputs.summaries);
+            let (words, scales) = (
+                into_contiguous(inputs.words),
+                into_contiguous(inputs.scales),
+            );
+            let slots = integers(inputs.slots);
+            checked(paged::summarize_quantized(
+                &client,
+                &shape,
+                summary_of(summary),
+                (&words.handle, &scales.handle, inputs.quantization),
+                &slots.handle,
+                &summaries.handle,
             ));
             summaries
         }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use blocksparse::Forced;
 use blocksparse::kernels::selection::{
-    Antidiagonals, CompressedShape, GateSizes, LineSizes, Touched,
+    Antidiagonals, CompressedShape, FlexLimits, GateSizes, LineSizes, Touched,
 };
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
@@ -97,7 +97,7 @@ pub trait EstimateOps: Backend {
         k: FloatTensor<Self>,
         sizes: LineSizes,
         call: Touched,
-        threshold: f64,
+        limits: FlexLimits,
     ) -> FloatTensor<Self>;
 
     /// Products of means.
@@ -161,7 +161,7 @@ mod meta {
         k: &TensorSpec,
         _sizes: &LineSizes,
         call: &Touched,
-        _threshold: &f64,
+        _limits: &FlexLimits,
     ) -> TensorSpec {
         scores(q, k, call.rows.len(), call.block)
     }

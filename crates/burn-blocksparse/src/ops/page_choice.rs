@@ -4,7 +4,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
 
 use crate::paged::choice_reference as reference;
-use crate::paged::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs};
+use crate::paged::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
 use crate::selection::PageSummary;
 
 /// Choices of pages as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
@@ -23,6 +23,16 @@ pub trait PageChoiceOps: Backend {
         summary: PageSummary,
     ) -> FloatTensor<Self> {
         reference::summarize::<Self>(inputs, kv_heads, summary)
+    }
+
+    /// The same of keys in eight bits a number.
+    #[fusion(meta = meta::packed_summaries)]
+    fn summarize_quantized(
+        #[extension_type] inputs: SummarizePacked<Self>,
+        kv_heads: usize,
+        summary: PageSummary,
+    ) -> FloatTensor<Self> {
+        reference::summarize_packed::<Self>(inputs, kv_heads, summary)
     }
 
     /// Scores of pages, f32 `[batch, kv_heads, entries]`.
@@ -52,10 +62,20 @@ mod meta {
     use burn::tensor::DType;
 
     use super::*;
-    use crate::paged::values::{PageScoreInputsMetadata, SummarizeInputsMetadata};
+    use crate::paged::values::{
+        PageScoreInputsMetadata, SummarizeInputsMetadata, SummarizePackedMetadata,
+    };
 
     pub fn summaries(
         inputs: &SummarizeInputsMetadata,
+        _kv_heads: &usize,
+        _summary: &PageSummary,
+    ) -> TensorSpec {
+        inputs.summaries.clone()
+    }
+
+    pub fn packed_summaries(
+        inputs: &SummarizePackedMetadata,
         _kv_heads: &usize,
         _summary: &PageSummary,
     ) -> TensorSpec {

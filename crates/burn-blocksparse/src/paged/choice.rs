@@ -4,7 +4,8 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Int, Tensor};
 
 use super::page_choice::PageChoice;
-use super::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs};
+use super::store::PagedStore;
+use super::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
 use super::{check_heads, check_shared};
 use crate::check::same_device;
 use crate::device::served;
@@ -150,10 +151,85 @@ pub fn summarize_pages(
     kv_heads: usize,
     slots: Tensor<3, Int>,
 ) -> Result<PageSummaries, OpError> {
-    let device = keys.device();
-    served(&device)?;
+    check_summarize(&summaries, keys.dims(), &keys.device(), kv_heads, &slots)?;
+    let summary = summaries.summary;
+    let inputs = SummarizeInputs {
+        summaries: summaries.numbers.without_autodiff().into_dispatch(),
+        keys: keys.clone().without_autodiff().into_dispatch(),
+        slots: slots.without_autodiff().into_dispatch(),
+    };
+    let numbers = <Dispatch as PageChoiceOps>::summarize_pages(inputs, kv_heads, summary);
+    Ok(PageSummaries {
+        summary,
+        numbers: Tensor::from_dispatch(numbers),
+    })
+}
+
+/// [`summarize_pages`] of keys as they are stored: of those in eight bits a number what the numbers stand for, so that bounds are those of the keys that
+/// attention sees. Their summaries are f32.
+///
+/// ```
+/// use burn::tensor::{DType, Device, Int, Tensor};
+/// use burn_blocksparse::{
+///     PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages, append_quantized,
+///     summarize_stored,
+/// };
+///
+/// let device = Device::flex();
+/// let pages = QuantizedPages::zeros(Quantization::Int8, [4, 16], [8, 8], &device)?;
+/// let k = Tensor::<4>::ones([1, 2, 1, 8], &device) * 3.0;
+/// let slots = Tensor::<3, Int>::from_data([[[16]]], &device);
+/// let pages = append_quantized(pages, k.clone(), k, slots.clone())?;
+/// let summaries = PageSummaries::zeros(PageSummary::Bounds, 4, 8, DType::F32, &device);
+/// let summaries = summarize_stored(summaries, &PagedStore::Quantized(pages), 2, slots)?;
+/// assert_eq!(summaries.numbers.slice([2..4]).sum().into_scalar::<f32>(), 96.0);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Errors
+/// As [`summarize_pages`]; if summaries of numbers of eight bits are not f32.
+pub fn summarize_stored(
+    summaries: PageSummaries,
+    store: &PagedStore,
+    kv_heads: usize,
+    slots: Tensor<3, Int>,
+) -> Result<PageSummaries, OpError> {
+    let pages = match store {
+        PagedStore::Plain { keys, .. } => return summarize_pages(summaries, keys, kv_heads, slots),
+        PagedStore::Quantized(pages) => pages,
+    };
+    let [count, page, _] = pages.keys.dims();
+    let [width, _] = pages.widths();
+    let device = pages.keys.device();
+    check_summarize(&summaries, [count, page, width], &device, kv_heads, &slots)?;
+    pages.check()?;
+    let dtype = summaries.numbers.dtype();
+    OpError::expect_same("summaries' dtype", DType::F32, "of quantised keys", dtype)?;
+    let summary = summaries.summary;
+    let inputs = SummarizePacked {
+        quantization: pages.quantization,
+        summaries: summaries.numbers.without_autodiff().into_dispatch(),
+        words: pages.keys.clone().without_autodiff().into_dispatch(),
+        scales: pages.key_scales.clone().without_autodiff().into_dispatch(),
+        slots: slots.without_autodiff().into_dispatch(),
+    };
+    let numbers = <Dispatch as PageChoiceOps>::summarize_quantized(inputs, kv_heads, summary);
+    Ok(PageSummaries {
+        summary,
+        numbers: Tensor::from_dispatch(numbers),
+    })
+}
+
+/// That keys of a shape, summaries and slots fit each other.
+fn check_summarize(
+    summaries: &PageSummaries,
+    [pages, page, width]: [usize; 3],
+    device: &Device,
+    kv_heads: usize,
+    slots: &Tensor<3, Int>,
+) -> Result<(), OpError> {
+    served(device)?;
     summaries.check()?;
-    let [pages, page, width] = keys.dims();
     if !page.is_power_of_two() {
         return Err(OpError::argument("keys' page size", "a power of two", page));
     }
@@ -167,19 +243,9 @@ pub fn summarize_pages(
         ("summaries' device", summaries.numbers.device()),
         ("slots' device", slots.device()),
     ] {
-        same_device(argument, &device, "the keys'", &other)?;
+        same_device(argument, device, "the keys'", &other)?;
     }
-    let summary = summaries.summary;
-    let inputs = SummarizeInputs {
-        summaries: summaries.numbers.without_autodiff().into_dispatch(),
-        keys: keys.clone().without_autodiff().into_dispatch(),
-        slots: slots.without_autodiff().into_dispatch(),
-    };
-    let numbers = <Dispatch as PageChoiceOps>::summarize_pages(inputs, kv_heads, summary);
-    Ok(PageSummaries {
-        summary,
-        numbers: Tensor::from_dispatch(numbers),
-    })
+    Ok(())
 }
 
 /// Scores of the pages of region one of each walk, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, which no product of the query and a key

@@ -5,8 +5,8 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, IntDType, Shape, TensorData, try_read_sync};
 
 use super::choice::summary_rows;
-use super::reference::{Numbers, assign, int_data, written};
-use super::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs};
+use super::reference::{Numbers, assign, dequantize, int_data, written};
+use super::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
 use crate::dtype::accumulate_in;
 use crate::graph::recording;
 use crate::selection::PageSummary;
@@ -29,6 +29,50 @@ pub(crate) fn summarize<B: Backend>(
         slots,
     } = inputs;
     let [pages, page, width] = keys.shape().dims();
+    let sums = accumulate_in(FloatDType::from(keys.dtype()));
+    let of_rows = |ids: IntTensor<B>| {
+        let flat = B::float_reshape(keys, Shape::new([pages * page, width]));
+        B::float_cast(B::float_select(flat, 0, ids), sums)
+    };
+    let sizes = [pages, page, width];
+    summarize_rows::<B>(summaries, slots, (sizes, sums), kv_heads, summary, of_rows)
+}
+
+/// [`summarize`] of what is stored in eight bits.
+pub(crate) fn summarize_packed<B: Backend>(
+    inputs: SummarizePacked<B>,
+    kv_heads: usize,
+    summary: PageSummary,
+) -> FloatTensor<B> {
+    let SummarizePacked {
+        quantization,
+        summaries,
+        words,
+        scales,
+        slots,
+    } = inputs;
+    let [pages, page, of_key] = words.shape().dims();
+    let all = pages * page;
+    let of_rows = |ids: IntTensor<B>| {
+        let words = B::int_reshape(words, Shape::new([all, of_key]));
+        let words = B::int_select(words, 0, ids.clone());
+        let scales = B::float_reshape(scales, Shape::new([all]));
+        dequantize::<B>(quantization, words, B::float_select(scales, 0, ids))
+    };
+    let sizes = [pages, page, 4 * of_key];
+    let sums = FloatDType::F32;
+    summarize_rows::<B>(summaries, slots, (sizes, sums), kv_heads, summary, of_rows)
+}
+
+/// Of pages, slots of a page and the width of a key, whose rows `of_rows` finds by their slots among all, in the dtype of sums.
+fn summarize_rows<B: Backend>(
+    summaries: FloatTensor<B>,
+    slots: IntTensor<B>,
+    ([pages, page, width], sums): ([usize; 3], FloatDType),
+    kv_heads: usize,
+    summary: PageSummary,
+    of_rows: impl FnOnce(IntTensor<B>) -> FloatTensor<B>,
+) -> FloatTensor<B> {
     let [batch, _, rows] = slots.shape().dims();
     let slots = Numbers::read::<B>(slots);
     let (_, to) = written(&slots, [batch, kv_heads, rows], [pages, page]);
@@ -44,19 +88,16 @@ pub(crate) fn summarize<B: Backend>(
     if touched.is_empty() {
         return summaries;
     }
-    let device = keys.device();
+    let device = summaries.device();
     recording::doom_by_upload(&device, "slots of pages");
     let dtype = FloatDType::from(summaries.dtype());
-    let sums = accumulate_in(FloatDType::from(keys.dtype()));
     let count = touched.len();
     // The first key once more for each that is not there.
     let ids = touched.iter().flat_map(|touched| {
         (0..size).map(|slot| touched.page * size + if slot < touched.keys { slot } else { 0 })
     });
     let ids = B::int_from_data(int_data(ids.collect(), &slots), &device);
-    let flat = B::float_reshape(keys, Shape::new([pages * page, width]));
-    let rows = B::float_cast(B::float_select(flat, 0, ids), sums);
-    let rows = B::float_reshape(rows, Shape::new([count, page, width]));
+    let rows = B::float_reshape(of_rows(ids), Shape::new([count, page, width]));
     let made = match summary {
         PageSummary::Bounds => {
             let most = B::float_max_dim(rows.clone(), 1);

@@ -17,7 +17,9 @@ use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
 use crate::ops::PagedOps;
-pub use choice::{PageSummaries, highest_pages, page_scores, select_pages, summarize_pages};
+pub use choice::{
+    PageSummaries, highest_pages, page_scores, select_pages, summarize_pages, summarize_stored,
+};
 pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
 pub use page_choice::PageChoice;
 pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};

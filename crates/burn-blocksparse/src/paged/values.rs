@@ -215,6 +215,23 @@ pub struct SummarizeInputs<B: Backend> {
     pub slots: IntTensor<B>,
 }
 
+/// The tensors of [`summarize_stored`](crate::summarize_stored), of keys in eight bits a number.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct SummarizePacked<B: Backend> {
+    /// What the numbers are.
+    pub quantization: Quantization,
+    /// `[pages, 2 or 1, d_k]`
+    pub summaries: FloatTensor<B>,
+    /// `[pages, P, d_k / 4]`
+    pub words: IntTensor<B>,
+    /// `[pages, P]`
+    pub scales: FloatTensor<B>,
+    /// `[batch, T, s]`: where rows went, or a negative number.
+    pub slots: IntTensor<B>,
+}
+
 /// The tensors of [`page_scores`](crate::page_scores).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]

@@ -1,8 +1,52 @@
-//! Choices of single queries on the host.
+//! What choices of single queries have in common, and those choices on the host.
 
-use blocksparse::{BlockLayout, BlockMask, LayoutShape, ScoreGrid};
+use blocksparse::{
+    BlockLayout, BlockMask, EstimateKind, Forced, Keep, LayoutShape, Rule, ScoreGrid,
+};
 
+use super::estimator::EstimatorTraits;
 use crate::error::OpError;
+
+/// Of products of a query with what summarizes blocks of keys.
+pub(crate) const TRAITS: EstimatorTraits = EstimatorTraits {
+    kind: EstimateKind::Affinity,
+    // Blocks before a query's own are whole, and nothing else is looked at.
+    prefix_stable: true,
+    causal_only: true,
+};
+
+/// The block that a query lies in.
+pub(crate) const FORCED: Forced = Forced { first: 0, local: 1 };
+
+/// That a method's rule is a number of its blocks, at least so many, with [`FORCED`] ones.
+///
+/// # Errors
+/// If it is another.
+pub(crate) fn check_rule(
+    rule: &Rule,
+    [name, blocks]: [&str; 2],
+    least: usize,
+) -> Result<(), OpError> {
+    match rule.keep {
+        Keep::TopK(count) if count >= least => {}
+        Keep::TopK(count) => {
+            let expected = format!("at least {least} {blocks} for {name}");
+            return Err(OpError::argument("keep", expected, count));
+        }
+        keep => {
+            let expected = format!("a number of {blocks} for {name}");
+            return Err(OpError::argument("keep", expected, format!("{keep:?}")));
+        }
+    }
+    match rule.forced == FORCED {
+        true => Ok(()),
+        false => {
+            let expected = format!("{FORCED:?} for {name}");
+            let got = format!("{:?}", rule.forced);
+            Err(OpError::argument("forced", expected, got))
+        }
+    }
+}
 
 /// The layout of what each row of a grid of single queries keeps, `[patterns · rows][blocks]`. The grid's blocks are whole multiples of the layout's.
 pub(crate) fn layout(

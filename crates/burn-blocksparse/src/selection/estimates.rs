@@ -3,7 +3,9 @@
 
 use std::ops::Range;
 
-use blocksparse::kernels::selection::{Antidiagonals, GateSizes, Kept, LineSizes, Touched};
+use blocksparse::kernels::selection::{
+    Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, Touched,
+};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
@@ -122,7 +124,8 @@ pub(crate) fn lines(
 pub(crate) fn flex(
     call: &ScoreCall,
     block: usize,
-    [gamma, threshold]: [f64; 2],
+    gamma: f64,
+    limits: FlexLimits,
     rows: &Range<usize>,
 ) -> Option<Tensor<4>> {
     let sizes = last_queries(call, block, block)?;
@@ -131,7 +134,7 @@ pub(crate) fn flex(
         call.q.clone().into_dispatch(),
         call.k.clone().into_dispatch(),
     );
-    let scores = <Dispatch as EstimateOps>::flex_blocks(q, k, sizes, wanted, threshold);
+    let scores = <Dispatch as EstimateOps>::flex_blocks(q, k, sizes, wanted, limits);
     Some(Tensor::from_dispatch(scores))
 }
 

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+#[cfg(feature = "cube")]
+use blocksparse::kernels::selection::FlexLimits;
 use blocksparse::{EstimateKind, Forced, Rule};
 use burn::tensor::Tensor;
 
@@ -9,7 +11,8 @@ use burn::tensor::Tensor;
 use super::estimates;
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
 use super::lines::{
-    By, LineSums, is_touched, largest, largest_reference, line_sums, line_sums_reference, touched,
+    By, LineSums, heaviest_blocks, heaviest_blocks_reference, is_touched, largest,
+    largest_reference, line_sums, line_sums_reference, touched,
 };
 use super::mean::{means, means_reference, products};
 use super::parts::{by_heads, hidden, padded, rows_of, softmax_of_seen, softmax_reference};
@@ -25,14 +28,16 @@ use crate::error::OpError;
 /// have a share `gamma` of the whole. Elsewhere keys are kept, and distances from a query back to a key, that have a share `gamma` each of what the last
 /// queries give, and with them all blocks that they touch.
 ///
-/// The first block and the queries' own are kept by both. The paper's least number of tokens of a row is not imposed. Scores are 1 and 0, and
+/// The first block and the queries' own are kept by both, and with a `min_budget` the heaviest blocks of keys that have as many keys together, and as many
+/// of the heaviest distances between blocks, by what the last queries give them: 1,024 in the paper's experiments (and in its repository, where it is off
+/// unless asked for, as here). The last rows keep at least so many keys then, earlier ones those that they see of them. Scores are 1 and 0, and
 /// [`VerticalSlash::KEPT`](crate::VerticalSlash::KEPT) is the rule that keeps the ones. The last block of queries are as many last queries as a block has.
 ///
 /// ```
 /// use burn_blocksparse::{FlexPrefill, Forced, Selection, VerticalSlash};
 ///
 /// let selection: Selection = "flexprefill:128,0.9".parse()?;
-/// let estimator = FlexPrefill { block: 128, gamma: 0.9, threshold: 0.1 };
+/// let estimator = FlexPrefill { block: 128, gamma: 0.9, threshold: 0.1, min_budget: 0 };
 /// let same = Selection::new(estimator, VerticalSlash::KEPT).with_forced(Forced { first: 1, local: 1 });
 /// assert_eq!(selection, same);
 /// # Ok::<(), burn_blocksparse::OpError>(())
@@ -45,6 +50,8 @@ pub struct FlexPrefill {
     pub gamma: f64,
     /// How far an estimate may be from what it estimates: 0.1.
     pub threshold: f64,
+    /// So many keys are kept at least, in whole blocks, and as many distances. 0: none but what is forced.
+    pub min_budget: usize,
 }
 
 /// What a head chose, on the host.
@@ -71,12 +78,13 @@ const THRESHOLD: f64 = 0.1;
 
 pub(crate) const METHOD: Method = Method {
     name: "flexprefill",
-    notation: "flexprefill:BLOCK,GAMMA[,THRESHOLD]",
+    notation: "flexprefill:BLOCK,GAMMA[,THRESHOLD[,MIN_BUDGET]]",
     read: |arguments: &mut Arguments| {
         let estimator = FlexPrefill {
             block: arguments.whole("BLOCK")?,
             gamma: arguments.real("GAMMA")?,
             threshold: arguments.optional_real("THRESHOLD", THRESHOLD)?,
+            min_budget: arguments.optional_whole("MIN_BUDGET", 0)?,
         };
         let keep = arguments.named_keep()?.unwrap_or(ONES);
         let selection = Selection::new(estimator, keep);
@@ -85,6 +93,11 @@ pub(crate) const METHOD: Method = Method {
 };
 
 impl FlexPrefill {
+    /// Blocks of keys that are kept at least.
+    fn least_blocks(&self) -> usize {
+        self.min_budget.div_ceil(self.block)
+    }
+
     /// What a head chooses, in plain f64 loops.
     pub fn head_reference(&self, call: &DenseCall, head: usize) -> FlexHead {
         let grid = call.grid(self.grid());
@@ -105,13 +118,18 @@ impl FlexPrefill {
             .map(|part| part.iter().sum::<f64>() / whole);
         let attention: Vec<f64> = attention.collect();
         let divergence = divergence_reference(&estimate, &attention);
-        let lines = [columns, distances].map(|sums| {
+        let sums = [columns, distances];
+        let heaviest = match self.least_blocks() {
+            0 => vec![false; grid.rows() * blocks],
+            least => heaviest_blocks_reference(&sums, least, &grid),
+        };
+        let lines = sums.map(|sums| {
             let limit = self.gamma * sums.iter().sum::<f64>();
             largest_reference(&sums, By::Sum, limit)
         });
 
         let rows = 0..grid.rows();
-        let pairs = match divergence < self.threshold {
+        let chosen: Vec<bool> = match divergence < self.threshold {
             true => {
                 let row = |row: usize| {
                     let x = (0..blocks).map(|block| {
@@ -130,6 +148,8 @@ impl FlexPrefill {
                 pairs.map(is_kept).collect()
             }
         };
+        let pairs = chosen.into_iter().zip(heaviest);
+        let pairs = pairs.map(|(chosen, is_heavy)| chosen || is_heavy).collect();
         FlexHead {
             estimate,
             attention,
@@ -148,8 +168,11 @@ impl BlockEstimator for FlexPrefill {
     fn text(&self, rule: &Rule, sharing: Sharing) -> String {
         let written = Written::new(METHOD.name).whole(self.block);
         let mut written = written.real(self.gamma);
-        if self.threshold != THRESHOLD {
+        if self.threshold != THRESHOLD || self.min_budget > 0 {
             written = written.real(self.threshold);
+        }
+        if self.min_budget > 0 {
+            written = written.whole(self.min_budget);
         }
         if rule.keep != ONES {
             written = written.keep(rule.keep, |_| false);
@@ -191,9 +214,14 @@ impl BlockEstimator for FlexPrefill {
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
-        if let Some(scores) = estimates::flex(call, self.block, [self.gamma, self.threshold], &rows)
         {
-            return Ok(scores);
+            let limits = FlexLimits {
+                threshold: self.threshold,
+                blocks: self.least_blocks(),
+            };
+            if let Some(scores) = estimates::flex(call, self.block, self.gamma, limits, &rows) {
+                return Ok(scores);
+            }
         }
         let [batch, heads, ..] = call.q.dims();
         let grid = call.grid(self.grid());
@@ -219,11 +247,19 @@ impl BlockEstimator for FlexPrefill {
         let apart = divergence(of_last.reshape([lines, blocks]), attention / whole);
         let is_apart = apart.greater_equal_elem(self.threshold);
 
+        let heaviest = match self.least_blocks() {
+            0 => None,
+            least => Some(heaviest_blocks(&sums, least, &grid, rows.clone())),
+        };
         let LineSums { columns, distances } = sums;
         let by_lines = touched(self.share(columns), self.share(distances), &grid, rows);
         let dims = [lines, count, blocks];
         let is_apart = is_apart.reshape([lines, 1, 1]).expand(dims);
         let chosen = by_means.mask_where(is_apart, by_lines);
+        let chosen = match heaviest {
+            Some(heaviest) => chosen.max_pair(heaviest),
+            None => chosen,
+        };
         // Every row has a score of 1 then.
         let first = chosen.clone().slice_dim(2, 0..1).ones_like();
         let chosen = match blocks {

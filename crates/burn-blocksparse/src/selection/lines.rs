@@ -150,26 +150,107 @@ pub(crate) fn touched(
     grid: &ScoreGrid,
     rows: Range<usize>,
 ) -> Tensor<3> {
-    let (b, n, blocks, count) = (grid.block, grid.seq_kv, grid.blocks(), rows.len());
+    let (b, n, blocks) = (grid.block, grid.seq_kv, grid.blocks());
     let lines = columns.dims()[0];
-    let dims = [lines, count, blocks];
     let columns = padded(columns, 1, [0, blocks * b - n]);
     let columns = columns.reshape([lines, blocks, b]).max_dim(2);
-    let columns = columns.reshape([lines, 1, blocks]).expand(dims);
-    // Parts of `b` distances that begin where the distance between the first positions of a row and a block can be; the first begins below 0.
-    let offset = n as i64 - grid.seq_q as i64;
-    let first = offset.rem_euclid(b as i64);
-    let before = b - first as usize;
-    let parts = (before + n).div_ceil(b);
-    let distances = padded(distances, 1, [before, parts * b - before - n]);
-    let distances = distances.reshape([lines, parts, b]);
+    let columns = columns.reshape([lines, blocks]);
+    let distances = parts_of(distances, grid);
+    let parts = distances.dims()[1];
     let all = distances.clone().max_dim(2);
     let but_first = distances.slice_dim(2, 1..b).max_dim(2);
     let but_first = padded(but_first, 1, [1, 0]).slice_dim(1, 0..parts);
     let parts_kept = all.max_pair(but_first).reshape([lines, parts]);
+    touched_wholly(columns, parts_kept, grid, rows)
+}
+
+/// Distances in parts of a block each, `[lines, parts, block]`: the second begins where the distance between the first positions of a row and of the block
+/// that it lies in can be, so that the first begins below 0.
+fn parts_of(distances: Tensor<2>, grid: &ScoreGrid) -> Tensor<3> {
+    let [lines, n] = distances.dims();
+    let before = grid.block - first_distance(grid);
+    let parts = (before + n).div_ceil(grid.block);
+    let behind = parts * grid.block - before - n;
+    let distances = padded(distances, 1, [before, behind]);
+    distances.reshape([lines, parts, grid.block])
+}
+
+/// How far the first position of a row lies behind that of the last block that begins no later.
+fn first_distance(grid: &ScoreGrid) -> usize {
+    let offset = grid.seq_kv as i64 - grid.seq_q as i64;
+    offset.rem_euclid(grid.block as i64) as usize
+}
+
+/// Blocks of columns `[lines, blocks]` and parts of distances `[lines, parts]` that are kept as wholes, so many at least of each that have the largest sums:
+/// 1 and 0 of `[lines, rows, blocks]`. The first block, and those that a row lies in, are among them.
+pub(crate) fn heaviest_blocks(
+    sums: &LineSums,
+    count: usize,
+    grid: &ScoreGrid,
+    rows: Range<usize>,
+) -> Tensor<3> {
+    let (b, n, blocks) = (grid.block, grid.seq_kv, grid.blocks());
+    let lines = sums.columns.dims()[0];
+    let columns = padded(sums.columns.clone(), 1, [0, blocks * b - n]);
+    let columns = columns.reshape([lines, blocks, b]).sum_dim(2);
+    let distances = parts_of(sums.distances.clone(), grid).sum_dim(2);
+    let parts = distances.dims()[1];
+    // Positions of a row lie in blocks of two parts, of which one may be empty.
+    let columns = largest_behind(columns.reshape([lines, blocks]), count, OWN[0]);
+    let parts = largest_behind(
+        distances.reshape([lines, parts]),
+        count.saturating_add(1),
+        OWN[1],
+    );
+    touched_wholly(columns, parts, grid, rows)
+}
+
+/// Of parts of columns the first, and of those of distances the ones that a row's own positions have.
+const OWN: [usize; 2] = [1, 2];
+
+/// As many of the largest of each row, as 1, the first ones forced.
+pub(crate) fn largest_behind(sums: Tensor<2>, all: usize, forced: usize) -> Tensor<2> {
+    let [lines, n] = sums.dims();
+    let forced = forced.min(n);
+    if forced == n {
+        return sums.ones_like();
+    }
+    let rest = sums.clone().slice_dim(1, forced..n);
+    let count = all.saturating_sub(forced).min(n) as f32;
+    let limit = Tensor::full([lines, 1], count, (&sums.device(), sums.dtype()));
+    let rest = largest(rest, By::Count, limit);
+    // Where operators are fused, a slice of nothing has been seen to spoil its neighbours on WGPU.
+    if forced == 0 {
+        return rest;
+    }
+    let first = sums.slice_dim(1, 0..forced).ones_like();
+    Tensor::cat(vec![first, rest], 1)
+}
+
+/// [`largest_behind`], in f64.
+pub(crate) fn largest_behind_reference(sums: &[f64], all: usize, forced: usize) -> Vec<bool> {
+    let forced = forced.min(sums.len());
+    let rest = all.saturating_sub(forced) as f64;
+    let mut kept = vec![true; forced];
+    kept.extend(largest_reference(&sums[forced..], By::Count, rest));
+    kept
+}
+
+/// Blocks of kept columns `[lines, blocks]` or of kept parts of distances `[lines, parts]`, as 1 and 0: `[lines, rows, blocks]`.
+fn touched_wholly(
+    columns: Tensor<2>,
+    parts_kept: Tensor<2>,
+    grid: &ScoreGrid,
+    rows: Range<usize>,
+) -> Tensor<3> {
+    let (b, blocks, count) = (grid.block as i64, grid.blocks(), rows.len());
+    let [lines, parts] = parts_kept.dims();
+    let dims = [lines, count, blocks];
+    let columns = columns.reshape([lines, 1, blocks]).expand(dims);
+    let offset = grid.seq_kv as i64 - grid.seq_q as i64;
     let device = parts_kept.device();
     let ints = |range: Range<i64>| Tensor::<1, Int>::arange(range, &device);
-    let of_rows = ints(rows.start as i64..rows.end as i64) + ((offset - first) / b as i64 + 1);
+    let of_rows = ints(rows.start as i64..rows.end as i64) + (offset.div_euclid(b) + 1);
     let of_rows = of_rows.reshape([count, 1]).expand([count, blocks]);
     let of_blocks = ints(0..blocks as i64).reshape([1, blocks]);
     let part = of_rows - of_blocks.expand([count, blocks]);
@@ -195,4 +276,30 @@ pub(crate) fn is_touched(
     let own = within((block * b) as i64, (block * b + b) as i64);
     let between = within(apart - b as i64 + 1, apart + b as i64);
     columns[own].iter().any(|&kept| kept) || distances[between].iter().any(|&kept| kept)
+}
+
+/// [`heaviest_blocks`] of a head, `[rows][blocks]`, in f64 loops.
+pub(crate) fn heaviest_blocks_reference(
+    [columns, distances]: &[Vec<f64>; 2],
+    count: usize,
+    grid: &ScoreGrid,
+) -> Vec<bool> {
+    let (b, first) = (grid.block, first_distance(grid));
+    let columns: Vec<f64> = columns.chunks(b).map(|part| part.iter().sum()).collect();
+    let mut parts = vec![distances[..first.min(distances.len())].iter().sum()];
+    let rest = distances.get(first..).unwrap_or_default().chunks(b);
+    parts.extend(rest.map(|part| part.iter().sum::<f64>()));
+    let columns = largest_behind_reference(&columns, count, OWN[0]);
+    let parts = largest_behind_reference(&parts, count.saturating_add(1), OWN[1]);
+    let mut kept = Vec::with_capacity(grid.rows() * grid.blocks());
+    for row in 0..grid.rows() {
+        for (block, &by_column) in columns.iter().enumerate() {
+            let apart = grid.positions(row)[0] - (block * b) as i64;
+            // Part 1 begins at the first distance.
+            let part = (apart - first as i64).div_euclid(b as i64) + 1;
+            let by_distance = usize::try_from(part).ok().and_then(|part| parts.get(part));
+            kept.push(by_column || by_distance.is_some_and(|&kept| kept));
+        }
+    }
+    kept
 }

@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
-use blocksparse::{BLOCK_SIZES, EstimateKind, Forced, Keep, Rule};
+use blocksparse::{BLOCK_SIZES, Keep, Rule};
 #[cfg(feature = "cube")]
 use burn::tensor::Int;
 use burn::tensor::{DType, Tensor};
 
 use super::Selection;
+use super::by_query::{self, FORCED};
 #[cfg(feature = "cube")]
 use super::estimates;
 use super::estimator::{
@@ -40,9 +41,6 @@ pub struct MixtureOfBlocks {
     /// So many of a model's last layers attend to all keys. It is for the layers to read ([`BlockEstimator::full_last_layers`]).
     pub full_last_layers: usize,
 }
-
-/// What MoBA forces: the block that a query lies in.
-const FORCED: Forced = Forced { first: 0, local: 1 };
 
 pub(crate) const METHOD: Method = Method {
     name: "moba",
@@ -82,12 +80,7 @@ impl BlockEstimator for MixtureOfBlocks {
     }
 
     fn traits(&self) -> EstimatorTraits {
-        EstimatorTraits {
-            kind: EstimateKind::Affinity,
-            // Blocks before a query's own are whole, and nothing else is looked at.
-            prefix_stable: true,
-            causal_only: true,
-        }
+        by_query::TRAITS
     }
 
     fn check(&self) -> Result<(), OpError> {
@@ -102,21 +95,7 @@ impl BlockEstimator for MixtureOfBlocks {
     }
 
     fn check_rule(&self, rule: &Rule) -> Result<(), OpError> {
-        if !matches!(rule.keep, Keep::TopK(_)) {
-            let (expected, got) = ("a number of blocks for moba", format!("{:?}", rule.keep));
-            return Err(OpError::argument("keep", expected, got));
-        }
-        match rule.forced == FORCED {
-            true => Ok(()),
-            false => {
-                let expected = format!("{FORCED:?} for moba");
-                Err(OpError::argument(
-                    "forced",
-                    expected,
-                    format!("{:?}", rule.forced),
-                ))
-            }
-        }
+        by_query::check_rule(rule, [METHOD.name, "blocks"], 0)
     }
 
     fn full_last_layers(&self) -> usize {

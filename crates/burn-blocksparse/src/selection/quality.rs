@@ -27,6 +27,14 @@ pub struct SelectionQuality {
 }
 
 impl SelectionQuality {
+    /// Of a head that attends to everything that it sees.
+    pub const ALL: Self = Self {
+        recall: 1.0,
+        first_percentile: 1.0,
+        oracle: 1.0,
+        density: 1.0,
+    };
+
     /// Recall as a share of the best that as many blocks can have.
     pub fn ratio(&self) -> f64 {
         self.recall / self.oracle

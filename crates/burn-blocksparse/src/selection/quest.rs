@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use blocksparse::{BLOCK_SIZES, EstimateKind, Forced, Keep, Rule};
+use blocksparse::{BLOCK_SIZES, Keep, Rule};
 use burn::tensor::{DType, Tensor};
 
 use super::Selection;
+use super::by_query::{self, FORCED};
 use super::estimator::{
     BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, PageSummary, ScoreCall,
 };
@@ -37,9 +38,6 @@ pub struct PageBounds {
     /// So many of a model's first layers attend to all keys. It is for the layers to read ([`BlockEstimator::full_first_layers`]).
     pub full_first_layers: usize,
 }
-
-/// What Quest forces: the page that a query lies in.
-const FORCED: Forced = Forced { first: 0, local: 1 };
 
 /// Pages that are kept, at least.
 const LEAST: usize = 3;
@@ -91,12 +89,7 @@ impl BlockEstimator for PageBounds {
     }
 
     fn traits(&self) -> EstimatorTraits {
-        EstimatorTraits {
-            kind: EstimateKind::Affinity,
-            // Pages before a query's own are whole, and nothing else is looked at.
-            prefix_stable: true,
-            causal_only: true,
-        }
+        by_query::TRAITS
     }
 
     fn check(&self) -> Result<(), OpError> {
@@ -107,25 +100,7 @@ impl BlockEstimator for PageBounds {
     }
 
     fn check_rule(&self, rule: &Rule) -> Result<(), OpError> {
-        match rule.keep {
-            Keep::TopK(pages) if pages >= LEAST => {}
-            Keep::TopK(pages) => {
-                let expected = format!("at least {LEAST} pages for quest");
-                return Err(OpError::argument("keep", expected, pages));
-            }
-            keep => {
-                let expected = "a number of pages for quest";
-                return Err(OpError::argument("keep", expected, format!("{keep:?}")));
-            }
-        }
-        match rule.forced == FORCED {
-            true => Ok(()),
-            false => {
-                let expected = format!("{FORCED:?} for quest");
-                let got = format!("{:?}", rule.forced);
-                Err(OpError::argument("forced", expected, got))
-            }
-        }
+        by_query::check_rule(rule, [METHOD.name, "pages"], LEAST)
     }
 
     fn full_first_layers(&self) -> usize {

@@ -11,7 +11,7 @@ use burn::tensor::Tensor;
 use super::estimates;
 use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall};
 use super::lines::{
-    By, is_touched, largest, largest_reference, line_sums, line_sums_reference, touched,
+    is_touched, largest_behind, largest_behind_reference, line_sums, line_sums_reference, touched,
 };
 use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
@@ -115,37 +115,11 @@ impl VerticalSlash {
     /// Which keys, and which distances, a head keeps, in plain f64 loops.
     pub fn lines_reference(&self, call: &DenseCall, head: usize) -> [Vec<bool>; 2] {
         let [columns, distances] = line_sums_reference(call, head, self.queries);
-        let kept = |sums: &[f64], all: usize, forced: usize| {
-            let forced = forced.min(sums.len());
-            let rest = all.saturating_sub(forced) as f64;
-            let mut kept = vec![true; forced];
-            kept.extend(largest_reference(&sums[forced..], By::Count, rest));
-            kept
-        };
         [
-            kept(&columns, self.columns, self.sinks),
-            kept(&distances, self.slashes, self.window),
+            largest_behind_reference(&columns, self.columns, self.sinks),
+            largest_behind_reference(&distances, self.slashes, self.window),
         ]
     }
-}
-
-/// As many of the largest of each row, the first ones forced.
-fn kept(sums: Tensor<2>, all: usize, forced: usize) -> Tensor<2> {
-    let [lines, n] = sums.dims();
-    let forced = forced.min(n);
-    if forced == n {
-        return sums.ones_like();
-    }
-    let rest = sums.clone().slice_dim(1, forced..n);
-    let count = all.saturating_sub(forced).min(n) as f32;
-    let limit = Tensor::full([lines, 1], count, (&sums.device(), sums.dtype()));
-    let rest = largest(rest, By::Count, limit);
-    // Where operators are fused, a slice of nothing has been seen to spoil its neighbours on WGPU.
-    if forced == 0 {
-        return rest;
-    }
-    let first = sums.slice_dim(1, 0..forced).ones_like();
-    Tensor::cat(vec![first, rest], 1)
 }
 
 impl BlockEstimator for VerticalSlash {
@@ -211,8 +185,8 @@ impl BlockEstimator for VerticalSlash {
         let [batch, heads, ..] = call.q.dims();
         let grid = call.grid(self.grid());
         let sums = line_sums(call, self.queries);
-        let columns = kept(sums.columns, self.columns, self.sinks);
-        let distances = kept(sums.distances, self.slashes, self.window);
+        let columns = largest_behind(sums.columns, self.columns, self.sinks);
+        let distances = largest_behind(sums.distances, self.slashes, self.window);
         let dims = [batch, heads, rows.len(), grid.blocks()];
         Ok(touched(columns, distances, &grid, rows).reshape(dims))
     }

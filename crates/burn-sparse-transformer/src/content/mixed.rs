@@ -163,16 +163,27 @@ impl SparseMultiHeadAttentionConfig {
             || "causal beside heads that choose by content, which see earlier tokens alone".into(),
             &self.pattern,
         )?;
+        let expected = "none beside heads that choose by content";
+        self.ensure_no_options(expected)?;
         for (argument, given) in [
-            ("selection", self.selection.is_some()),
             (
                 "n_kv_heads",
                 self.n_kv_heads.is_some_and(|heads| heads != self.n_heads),
             ),
-            ("softcap", self.softcap.is_some()),
             ("scale", self.scale.is_some()),
             ("rope", self.rope.is_some()),
             ("qk_norm", self.qk_norm.is_some()),
+        ] {
+            ensure_none(argument, given, expected)?;
+        }
+        Ok(())
+    }
+
+    /// That there is none of the options that no heads by content have.
+    pub(crate) fn ensure_no_options(&self, expected: &'static str) -> Result<(), TransformerError> {
+        for (argument, given) in [
+            ("selection", self.selection.is_some()),
+            ("softcap", self.softcap.is_some()),
             ("dropout", self.dropout > 0.0),
             ("alibi", self.alibi),
             ("relative_reach", self.relative_reach.is_some()),
@@ -180,7 +191,7 @@ impl SparseMultiHeadAttentionConfig {
             ("quiet_softmax", self.quiet_softmax),
             ("store_weights", self.store_weights),
         ] {
-            ensure_none(argument, given, "none beside heads that choose by content")?;
+            ensure_none(argument, given, expected)?;
         }
         Ok(())
     }

@@ -23,24 +23,9 @@ impl SparseMultiHeadAttentionConfig {
             || "causal with nsa, whose tokens see earlier ones alone".into(),
             &self.pattern,
         )?;
-        for (argument, given) in [
-            ("local_heads", self.local_heads.is_some()),
-            ("selection", self.selection.is_some()),
-            ("softcap", self.softcap.is_some()),
-            ("dropout", self.dropout > 0.0),
-            ("alibi", self.alibi),
-            ("relative_reach", self.relative_reach.is_some()),
-            ("sinks", self.sinks),
-            ("quiet_softmax", self.quiet_softmax),
-            ("store_weights", self.store_weights),
-        ] {
-            ensure_none(
-                argument,
-                given,
-                "none with nsa, which is all heads of a layer",
-            )?;
-        }
-        Ok(())
+        let expected = "none with nsa, which is all heads of a layer";
+        ensure_none("local_heads", self.local_heads.is_some(), expected)?;
+        self.ensure_no_options(expected)
     }
 
     pub(crate) fn init_nsa(

@@ -2,7 +2,9 @@
 
 use burn::module::Param;
 use burn::tensor::{DType, FloatDType, Tensor};
-use burn_blocksparse::{PagedOptions, PagedOutput, PagedStore, merge_attention, paged_attention};
+use burn_blocksparse::{
+    PagedOptions, PagedOutput, PagedStore, Restriction, Selection, merge_attention, paged_attention,
+};
 
 use super::step::{Gathered, Road, Walk};
 use super::store::Store;
@@ -42,12 +44,10 @@ impl SparseMultiHeadAttention {
         let pair = [key.clone(), value.clone()];
         store.write(group.copies.as_ref(), pair, group.slots.clone())?;
         let context = match &group.road {
-            Road::Dense => {
-                if let Some(selection) = self.selection() {
-                    let [_, _, seq, _] = query.dims();
-                    let cut = self.cut(selection, &Request::new(seq, seq))?;
-                    let heads = (query.clone(), key, value);
-                    let context = self.attend_chosen(heads, selection, &cut, &call)?;
+            Road::Dense(lengths) => {
+                let heads = (query.clone(), key.clone(), value.clone());
+                let chosen = self.attend_prompts(heads, lengths.as_deref(), &call)?;
+                if let Some(context) = chosen {
                     if let (Some(watch), Some(evictor)) = (&group.watch, evictor) {
                         // No score that a choice goes with is of attention.
                         self.watch(watch::Rows::of(&query), store, watch, evictor, layer)?;
@@ -93,6 +93,36 @@ impl SparseMultiHeadAttention {
             Road::Gathered(gathered) => self.attend_gathered(query, store, gathered)?,
         };
         self.output_product(context)
+    }
+
+    /// Attention of prompts, all of a length or of these, whose keys are chosen by content. None without a choice.
+    fn attend_prompts(
+        &self,
+        heads: (Tensor<4>, Tensor<4>, Tensor<4>),
+        lengths: Option<&[usize]>,
+        call: &Call,
+    ) -> Result<Option<Tensor<4>>, TransformerError> {
+        let [_, _, seq, _] = heads.0.dims();
+        let mut request = Request::new(seq, seq);
+        // Rows behind a prompt are none, and take no part in its choice; where later ones have no part anyway, nothing has to be cut.
+        let is_stable = |selection: &Selection| selection.estimator().traits().prefix_stable;
+        if let Some(lengths) = lengths.filter(|_| !self.selection().is_some_and(is_stable)) {
+            let entry = |&length: &usize| {
+                let real: Vec<bool> = (0..seq).map(|row| row < length).collect();
+                Restriction::default().queries(real.clone()).keys(real)
+            };
+            request.restrictions = lengths.iter().map(entry).collect();
+        }
+        if let Some(by_head) = self.head_selections() {
+            let context = self.attend_by_heads(heads, by_head, &request, call);
+            return context.map(Some);
+        }
+        let Some(selection) = self.selection() else {
+            return Ok(None);
+        };
+        let cut = self.cut(selection, &request)?;
+        let context = self.attend_chosen(heads, selection, &cut, call);
+        context.map(Some)
     }
 
     pub(super) fn paged_options(&self, query: &Tensor<4>) -> PagedOptions {

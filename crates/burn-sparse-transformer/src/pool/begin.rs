@@ -96,6 +96,14 @@ impl KvPool {
             && starts.iter().all(|&start| start == 0)
             && (is_even || is_causal)
             && !matches!(self.residency, Residency::Window { .. });
+        let is_prompt = |(step, &start): (&KvStep, &usize)| start == 0 && step.tokens > 1;
+        if self.prompts_choose && !is_dense && steps.iter().zip(&starts).any(is_prompt) {
+            return Err(TransformerError::argument(
+                "steps",
+                "prompts alone, or none of more than one token, where prompts choose their keys",
+                "both",
+            ));
+        }
         let of_books: Vec<_> = steps
             .iter()
             .map(|step| {
@@ -243,7 +251,9 @@ impl Group {
         let copies = writes.iter().flat_map(|writes| &writes.copies);
         let page_size = books.config().page_size();
         let road = if is_dense {
-            Road::Dense
+            let is_even = steps.iter().all(|step| step.tokens == seq);
+            let lengths = || steps.iter().map(|step| step.tokens).collect();
+            Road::Dense((!is_even).then(lengths))
         } else if key.is_plain() && books.row_is_live() {
             let seen = match (kept.positions, kept.residency) {
                 (KvPositions::InCache, Residency::Window { window, sinks }) => {

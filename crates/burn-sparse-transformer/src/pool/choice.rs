@@ -10,7 +10,7 @@ use burn_blocksparse::{
 use super::KvPoolConfig;
 use super::attend::as_stored;
 use super::step::Walk;
-use super::store::{Store, Stored, ints};
+use super::store::{Store, ints};
 use crate::error::{ensure, ensure_none};
 use crate::{SparseMultiHeadAttention, TransformerError};
 
@@ -22,8 +22,9 @@ const SCORES: usize = 1 << 24;
 const WALKS: usize = 512;
 
 /// Slots of a page, if the configuration does not say: as many as the layers' selections have, where pages are all that they choose.
-pub(super) fn page_size(layers: &[&SparseMultiHeadAttention]) -> usize {
-    let sizes = layers.iter().filter_map(|mha| {
+pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolConfig) -> usize {
+    let choosing = layers.iter().filter(|_| !config.prompts_choose);
+    let sizes = choosing.filter_map(|mha| {
         let estimator = mha.selection()?.estimator();
         let block = estimator.grid().block;
         match estimator.page_summary()? {
@@ -39,30 +40,21 @@ pub(super) fn of_layer(
     mha: &SparseMultiHeadAttention,
     config: &KvPoolConfig,
     page_size: usize,
-    stored: Stored,
 ) -> Result<Option<PageChoice>, TransformerError> {
+    if config.prompts_choose {
+        check_prompts(mha, config)?;
+        return Ok(None);
+    }
     mha.ensure_decodable()?;
     let Some(selection) = mha.selection() else {
         return Ok(None);
     };
     let choice = selection.on_pages(page_size, mha.n_heads / mha.n_kv_heads)?;
-    if let Stored::Quantized(quantization) = stored {
-        let expected = "one of floats with a selection, which chooses by what is stored";
-        let got = format!("{quantization:?}");
-        return Err(TransformerError::argument("dtype", expected, got));
-    }
     let expected = || format!("All, Reachable or by eviction with the selection {selection}");
     let got = config.residency;
     let is_window = matches!(got, Residency::Window { .. });
     ensure(!is_window, "residency", expected, format!("{got:?}"))?;
-    let by_attention = config.eviction.is_some_and(|eviction| {
-        !matches!(
-            eviction.score,
-            EvictionScore::Given | EvictionScore::KeyNorm
-        )
-    });
-    let expected = "none that goes by attention to all keys, with a selection";
-    ensure_none("eviction", by_attention, expected)?;
+    check_eviction(config)?;
     for (argument, given) in [
         ("sinks", mha.sinks.is_some() || mha.quiet_softmax),
         ("alibi", mha.options.alibi.is_some()),
@@ -75,6 +67,34 @@ pub(super) fn of_layer(
     let expected = || format!("causal with the selection {selection}");
     ensure(is_causal, "pattern", expected, mha.pattern())?;
     Ok(Some(choice))
+}
+
+/// That prompts of a layer can be read by its choice, if it has one.
+fn check_prompts(
+    mha: &SparseMultiHeadAttention,
+    config: &KvPoolConfig,
+) -> Result<(), TransformerError> {
+    mha.ensure_no_content()?;
+    if mha.selection().is_none() && mha.head_selections().is_none() {
+        return Ok(());
+    }
+    let expected = || "All, Reachable or by eviction where prompts choose".into();
+    let is_window = matches!(config.residency, Residency::Window { .. });
+    let got = format!("{:?}", config.residency);
+    ensure(!is_window, "residency", expected, got)?;
+    check_eviction(config)
+}
+
+/// That keys are not evicted by attention that is not computed.
+fn check_eviction(config: &KvPoolConfig) -> Result<(), TransformerError> {
+    let by_attention = config.eviction.is_some_and(|eviction| {
+        !matches!(
+            eviction.score,
+            EvictionScore::Given | EvictionScore::KeyNorm
+        )
+    });
+    let expected = "none that goes by attention to all keys, with a selection";
+    ensure_none("eviction", by_attention, expected)
 }
 
 impl Walk {

@@ -86,6 +86,7 @@ pub struct KvPoolConfig {
     pub(super) prefix_reuse: bool,
     pub(super) positions: KvPositions,
     pub(super) eviction: Option<EvictionConfig>,
+    pub(super) prompts_choose: bool,
 }
 
 impl KvPoolConfig {
@@ -111,6 +112,7 @@ impl KvPoolConfig {
             prefix_reuse: false,
             positions: KvPositions::Original,
             eviction: None,
+            prompts_choose: false,
         }
     }
 
@@ -185,6 +187,17 @@ impl KvPoolConfig {
         self
     }
 
+    /// Lets the layers' choices of keys by content read prompts alone, whatever they are, those of single heads among them: a prompt is what a sequence
+    /// without tokens gets in one call, and all that follows sees all keys that the layers' patterns allow. Prompts are calls of their own then. Without
+    /// this, later tokens choose pages as prompts do, and choices that later tokens take part in are refused.
+    ///
+    /// Where later tokens take part in the choice, a prompt's keys are those of the whole prompt: after [`KvPool::truncate`](super::KvPool::truncate) they
+    /// are not those of a shorter one.
+    pub fn with_choosing_prompts(mut self) -> Self {
+        self.prompts_choose = true;
+        self
+    }
+
     /// Slots of a page.
     pub(super) fn page_size(&self) -> usize {
         self.page_size.unwrap_or(32)
@@ -204,6 +217,9 @@ impl KvPoolConfig {
             || "Original, because the residency is no Window".into(),
             "InCache",
         )?;
+        let known = self.prefix_reuse && self.prompts_choose;
+        let expected = "none where prompts choose: what is known of a beginning may depend on what followed it";
+        ensure_none("prefix_reuse", known, expected)?;
         let expected = || "another; `with_eviction` says which keys stay".into();
         let is_said = self.residency != Residency::Evict || self.eviction.is_some();
         ensure(is_said, "residency", expected, "Evict")?;

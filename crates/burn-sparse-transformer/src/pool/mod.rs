@@ -96,6 +96,8 @@ pub struct KvPool {
     cascade: usize,
     positions: KvPositions,
     evictor: Option<Evictor>,
+    /// Whether choices by content are of prompts alone.
+    prompts_choose: bool,
     device: Device,
 }
 
@@ -132,7 +134,7 @@ impl KvPool {
         let config = &config.clone().with_page_size(
             config
                 .page_size
-                .unwrap_or_else(|| choice::page_size(layers)),
+                .unwrap_or_else(|| choice::page_size(layers, config)),
         );
         let device = layers[0].key.weight.device().without_autodiff();
         let mut groups: Vec<Group> = Vec::new();
@@ -145,7 +147,7 @@ impl KvPool {
         for mha in layers {
             let stored = (config.dtype).stored(mha.precision.dtype(mha.key.weight.val().dtype()));
             let page_size = config.page_size();
-            let choice = choice::of_layer(mha, config, page_size, stored)?;
+            let choice = choice::of_layer(mha, config, page_size)?;
             let key = mha.group_key();
             let found = groups.iter().position(|group| group.key == key);
             // Layers that keep unequally many keys have books of their own.
@@ -210,6 +212,7 @@ impl KvPool {
             cascade: config.cascade,
             positions: config.positions,
             evictor,
+            prompts_choose: config.prompts_choose,
             device,
         })
     }

@@ -75,8 +75,8 @@ pub(super) struct GroupStep {
 /// How attention is computed.
 #[derive(Debug)]
 pub(super) enum Road {
-    /// Nothing is in the cache: over the layers' own layout.
-    Dense,
+    /// Nothing is in the cache: over the layers' own layout. Of sequences of different lengths, how long each is.
+    Dense(Option<Vec<usize>>),
     /// From the pages where they are.
     Paged(Box<Walk>),
     /// From the slots in use, gathered.

@@ -4,7 +4,7 @@ use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, Ten
 use burn_blocksparse::pages::PageCopy;
 use burn_blocksparse::{
     PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages, append_quantized,
-    append_rows, dequantize, summarize_pages,
+    append_rows, dequantize, summarize_stored,
 };
 
 use crate::TransformerError;
@@ -108,10 +108,14 @@ impl Store {
 
     /// With what queries choose pages by.
     pub(super) fn with_summaries(mut self, summary: PageSummary) -> Self {
-        if let Some(PagedStore::Plain { keys, .. }) = &self.pages {
-            let [pages, _, width] = keys.dims();
-            let dtype = dtype_of(summary, keys.dtype());
-            let zeros = PageSummaries::zeros(summary, pages, width, dtype, &keys.device());
+        if let Some(store) = &self.pages {
+            let ([pages, _], [width, _]) = (store.pages(), store.widths());
+            let (dtype, device) = match store {
+                PagedStore::Plain { keys, .. } => (dtype_of(summary, keys.dtype()), keys.device()),
+                // No eight bits hold a bound that no key is above.
+                PagedStore::Quantized(pages) => (DType::F32, pages.keys.device()),
+            };
+            let zeros = PageSummaries::zeros(summary, pages, width, dtype, &device);
             self.summaries = Some(zeros);
             self.summary = Some(summary);
         }
@@ -129,10 +133,8 @@ impl Store {
             return Ok(());
         }
         let summaries = self.summaries.take().ok_or_else(lost)?;
-        let Some(PagedStore::Plain { keys, .. }) = &self.pages else {
-            return Err(lost());
-        };
-        self.summaries = Some(summarize_pages(summaries, keys, self.kv_heads, slots)?);
+        let store = self.pages.as_ref().ok_or_else(lost)?;
+        self.summaries = Some(summarize_stored(summaries, store, self.kv_heads, slots)?);
         Ok(())
     }
 

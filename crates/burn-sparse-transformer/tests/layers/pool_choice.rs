@@ -302,11 +302,6 @@ fn what_cannot_be_chosen_from_is_refused() {
         ),
         (
             "quest:16,48",
-            room().with_dtype(KvDtype::Int8),
-            "dtype must be one of floats with a selection, which chooses by what is stored, got Int8",
-        ),
-        (
-            "quest:16,48",
             room().with_residency(window),
             "residency must be All, Reachable or by eviction with the selection quest:16,48, got Window { window: 9, sinks: 1 }",
         ),
@@ -337,4 +332,59 @@ fn what_cannot_be_chosen_from_is_refused() {
     let error = other.next_logits(tokens, &[KvStep::new(id, 4)], &mut pool);
     let message = "pool must be one that was made for these layers, got another";
     assert_eq!(error.unwrap_err().to_string(), message);
+}
+
+/// Pages in eight bits are chosen by what they stand for: with all of them as without a choice, and with some nearly as with keys in floats.
+#[rstest]
+#[case("quest:16,48", "quest:16,112", 2)]
+#[case("moba:16,3", "moba:16,7", 4)]
+fn pages_in_eight_bits_are_chosen(
+    #[case] some: &str,
+    #[case] every: &str,
+    #[case] kv_heads: usize,
+    #[values(KvDtype::Int8, KvDtype::Fp8E4m3)] dtype: KvDtype,
+) {
+    let device = Device::flex();
+    let _guard = seed(&device, 19);
+    let plain = model(&[], kv_heads, &device);
+    let tokens = tokens(1, SEQ, VOCAB, &device);
+    let read = |selection: Option<&str>, dtype: KvDtype| {
+        let selections: Vec<_> = selection
+            .map(|text| text.parse().unwrap())
+            .into_iter()
+            .collect();
+        let model = plain.clone().with_selections(&selections, 0).unwrap();
+        let config = KvPoolConfig::new(1, 128)
+            .with_page_size(16)
+            .with_dtype(dtype);
+        let mut pool = model.new_pool(&config).unwrap();
+        let id = pool.join().unwrap();
+        let rows = (0..SEQ).map(|at| {
+            let steps = [KvStep::new(id, 1)];
+            let logits = model.forward_pool(part(&tokens, 0, at, at + 1), &steps, &mut pool);
+            pool.verify().unwrap();
+            logits.unwrap()
+        });
+        let rows = Tensor::cat(rows.collect(), 1);
+        (rows, pool.usage(id).unwrap())
+    };
+    let (all, usage) = read(None, dtype);
+    assert_eq!(usage.summary_bytes, 0);
+    let (chosen_all, usage) = read(Some(every), dtype);
+    assert_close(chosen_all, all.clone(), 1e-4);
+    // Seven pages in each of three layers, two rows of f32 or one, eight numbers of each head.
+    let rows = if some.starts_with("quest") { 2 } else { 1 };
+    assert_eq!(
+        usage.summary_bytes,
+        3 * 7 * kv_heads * rows * 8 * size_of::<f32>()
+    );
+    let (chosen, usage) = read(Some(some), dtype);
+    assert!(usage.read_bytes < usage.live_bytes / 2, "{usage:?}");
+    let (expected, _) = read(Some(some), KvDtype::Model);
+    let square =
+        |a: &Tensor<3>, b: &Tensor<3>| (a.clone() - b.clone()).square().mean().into_scalar::<f32>();
+    let (apart, by_choice) = (square(&chosen, &expected), square(&all, &expected));
+    // fp8 has three bits of a number behind its first.
+    let most = if dtype == KvDtype::Int8 { 0.1 } else { 0.3 };
+    assert!(apart < most * by_choice, "{apart}, {by_choice}");
 }

@@ -4,8 +4,9 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::{TopKOptions, top_k_blocks_on_device};
 use burn_sparse_transformer::{
     Factorization, HeadSelections, KvPool, KvPoolConfig, LongformerAttentionConfig, Pattern,
-    Recompute, Selection, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig,
+    Recompute, Selection, SelectionQuality, SparseMhaCache, SparseMhaInput,
+    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
+    SparseTransformerConfig,
 };
 
 use crate::common::{assert_close, random, randomise, seed, tokens};
@@ -400,4 +401,53 @@ fn heads_choose_for_themselves() {
         .unwrap_err();
     let expected = "head_selections must be none here";
     assert!(error.to_string().starts_with(expected), "{error}");
+}
+
+/// What is measured of heads is of the choice that each makes, within a pattern, too, and with keys that heads share.
+#[test]
+fn heads_are_measured_each_by_its_own_choice() {
+    let device = Device::flex();
+    let _guard = seed(&device, 8);
+    for (pattern, kv_heads) in [(Pattern::causal(), 4), (Pattern::local(30), 2)] {
+        let mha = config(pattern).with_n_kv_heads(Some(kv_heads));
+        let mha = randomise(mha.init(&device).unwrap());
+        let input = SparseMhaInput::self_attn(random([2, 75, D_MODEL], &device));
+        let heads: HeadSelections = "topk:8,3 / pattern / topk:8,2,1,0 / topk:8,3"
+            .parse()
+            .unwrap();
+        let found = mha.head_selection_quality(input.clone(), &heads).unwrap();
+        let of = |selection: &str| {
+            let found = mha.selection_quality(input.clone(), &text(selection));
+            found.unwrap()
+        };
+        let (three, two) = (of("topk:8,3"), of("topk:8,2,1,0"));
+        assert_eq!(found, [three[0], SelectionQuality::ALL, two[2], three[3]]);
+        assert!(
+            found[2].density < found[0].density && found[0].density < 1.0,
+            "{found:?}"
+        );
+    }
+    let model = model(&[], 0, &device);
+    let tokens = tokens(1, 40, 11, &device);
+    let layers = vec!["topk:8,2 / pattern".parse().unwrap(); model.blocks.len()];
+    let measured = model
+        .head_selection_quality(tokens.clone(), &layers)
+        .unwrap();
+    let own = (model.clone()).with_head_selections(layers.iter().cloned().map(Some).collect());
+    let own = own
+        .unwrap()
+        .selection_quality(tokens.clone(), None)
+        .unwrap();
+    // The first layer's queries and keys are the same, whatever it attends to.
+    assert_eq!(own[0], measured[0]);
+    assert_ne!(own[1], measured[1]);
+    let error = model
+        .head_selection_quality(tokens, &layers[1..])
+        .unwrap_err();
+    let expected = format!(
+        "layers must be {}, the model's, got {}",
+        layers.len(),
+        layers.len() - 1
+    );
+    assert_eq!(error.to_string(), expected);
 }

@@ -25,6 +25,8 @@ pub struct Cache {
     pub graph: bool,
     /// Bytes of a draft, at most.
     pub drafted: usize,
+    /// Whether the model's choice of keys by content is of prompts alone.
+    pub prompts_choose: bool,
 }
 
 /// A model, and what it has read of each text.
@@ -67,6 +69,10 @@ impl Writer {
         let config = match cache.page_size {
             Some(page_size) => config.with_page_size(page_size),
             None => config,
+        };
+        let config = match cache.prompts_choose {
+            true => config.with_choosing_prompts(),
+            false => config,
         };
         let pool = model.new_pool(&config)?;
         Ok(Writer {

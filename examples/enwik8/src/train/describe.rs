@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use burn::module::Module;
+use burn_sparse_transformer::Selection;
 
 use super::Session;
 use crate::config::RunConfig;
@@ -52,12 +53,20 @@ impl Session {
                 ),
             });
         }
+        let note = |selection: &Selection| match selection.estimator().traits().prefix_stable {
+            true => "",
+            false => leak,
+        };
         for selection in &model.selections {
-            let note = match selection.estimator().traits().prefix_stable {
-                true => "",
-                false => leak,
-            };
+            let note = note(selection);
             say(format!("          keys chosen by {selection}{note}"));
+        }
+        for (way, heads) in model::ways_of_heads(model) {
+            let (text, note) = (model::way_text(way), way.map_or("", note));
+            let plural = if heads == 1 { "" } else { "s" };
+            say(format!(
+                "          keys of {heads} head{plural} chosen by {text}{note}"
+            ));
         }
         if let Some(weights) = &model.ff_weights {
             say(format!("ff        block-sparse weights: {weights}"));

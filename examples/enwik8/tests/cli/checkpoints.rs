@@ -435,6 +435,10 @@ pub fn chosen_pages_are_sampled_from(checkpoint: &str) {
     // Three pages are all of the context's.
     let quest = ["--selection", "quest:16,48"];
     assert_eq!(succeed(&[&sample[..], &quest].concat()), all);
+    // Of keys in eight bits, too.
+    let eight = ["--kv-dtype", "int8"];
+    let all = succeed(&[&sample[..], &eight].concat());
+    assert_eq!(succeed(&[&sample[..], &eight, &quest].concat()), all);
     let moba = ["--selection", "moba:16,1", "--stats"];
     let output = run(&[&sample[..], &moba].concat());
     let stats = String::from_utf8(output.stderr).unwrap();

@@ -155,12 +155,16 @@ fn impossible_models_are_explained() {
             "--ff-block must be a divisor of --d-ff = 500, got 64",
         ),
         (
-            "--selection topk:16,2 --pattern local:8",
-            "--selection chooses from every earlier byte; leave out --pattern",
+            "--selection moba:16,2 --pattern local:8",
+            "--selection moba:16,2: every byte chooses for itself, from every earlier one, and not within the pattern local:8",
+        ),
+        (
+            "--selection topk:16,2 --selection quest:16,48 --attention sparse",
+            "--selection quest:16,48: every byte chooses for itself, from every earlier one, and not within the pattern fixed:32,8",
         ),
         (
             "--recall-every 5",
-            "are of a choice by content; add --selection",
+            "are of a choice by content; add --selection or --selection-file",
         ),
         (
             "--local-heads 2",

@@ -1,6 +1,7 @@
 //! The program as its users meet it: a process with arguments, files, signals and exit codes.
 
 mod checkpoints;
+mod choices;
 mod content;
 mod flags;
 mod graph;

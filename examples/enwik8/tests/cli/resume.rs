@@ -107,7 +107,7 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     for shown in [
         "keys chosen by topk:8,2,1,0: later bytes take part in the choice",
         "step 4/12  recall 0.",
-        "step 8/12  from here on layers see every earlier byte",
+        "step 8/12  from here on layers see all that their pattern keeps",
     ] {
         assert!(text.contains(shown), "{shown}: {text}");
     }

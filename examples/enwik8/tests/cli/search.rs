@@ -1,4 +1,4 @@
-//! The search for each head's choice of keys.
+//! The search for each head's choice of keys, and what its file is for.
 
 use std::fs;
 
@@ -45,4 +45,175 @@ pub fn heads_are_searched(folder: &Folder, checkpoint: &str) {
     let bits = |row: usize| rows[row]["bits_per_byte"].as_f64().unwrap();
     assert!((bits(1) - bits(2)).abs() < 1e-5, "{rows:?}");
     assert_eq!(rows[1]["heads"], rows[2]["heads"]);
+}
+
+/// Bits per byte that `eval` prints.
+fn bits(folder: &Folder, run: &str, more: &[&str]) -> f64 {
+    let path = folder.path(run);
+    let text = succeed(&[&["eval", "--checkpoint", &path], more].concat());
+    let line = text
+        .lines()
+        .find(|line| line.contains("bits per byte over"));
+    let number = line.and_then(|line| line.split(' ').next());
+    number.unwrap().parse().unwrap()
+}
+
+/// Training with a choice for each head is stored and resumed bit for bit, and the file serves evaluation and prompts of a model without one.
+#[test]
+fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
+    let folder = Folder::new();
+    let file = |name: &str, heads: &str| folder.file(name, heads.as_bytes());
+    let heads = file(
+        "heads.json",
+        r#"{"layers": [["topk:8,2,1,0", "pattern"]], "recall": [[0.5, 1]], "density": [[0.7, 1]]}"#,
+    );
+    let all = file(
+        "all.json",
+        r#"{"layers": [["topk:8,ratio=1", "topk:16,ratio=1"]]}"#,
+    );
+    let without_pattern: Vec<&str> = (NANO.iter().copied())
+        .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
+        .collect();
+    let train = |name: &str, more: &[&str]| {
+        let (path, data) = (folder.path(name), folder.data());
+        let run = ["train", "--run", &path, "--data", &data, "--steps", "12"];
+        let flags = ["--checkpoint-every", "6", "--lr", "0.01"];
+        succeed(&[&run[..], &without_pattern, &flags, more].concat())
+    };
+    let flags = ["--selection-file", &heads, "--recall-every", "6"];
+    let text = train("whole", &flags);
+    for shown in [
+        "attention merged(causal)",
+        "keys of 1 head chosen by topk:8,2,1,0: later bytes take part in the choice",
+        "keys of 1 head chosen by the pattern",
+        "step 6/12  recall 0.",
+    ] {
+        assert!(text.contains(shown), "{shown}: {text}");
+    }
+    let report = fs::read_to_string(format!("{}/report.md", folder.path("whole"))).unwrap();
+    assert!(
+        report.contains("heads by topk:8,2,1,0 in 1, the pattern in 1"),
+        "{report}"
+    );
+    let rows = folder.log("whole");
+    let measured = rows.iter().find(|row| row["kind"] == "selection").unwrap();
+    // Of the four blocks of each row's past two at most, in one of two heads.
+    let density = measured["layers"][0]["density"].as_f64().unwrap();
+    assert!((density - (0.7 + 1.0) / 2.0).abs() < 1e-9, "{measured}");
+    // The file is not looked at again.
+    train("parts", &flags);
+    fs::remove_file(&heads).unwrap();
+    fs::remove_file(folder.checkpoint("parts", 12)).unwrap();
+    folder.resume("parts", &[]);
+    assert_same_model(
+        &folder.checkpoint("parts", 12),
+        &folder.checkpoint("whole", 12),
+    );
+    assert_eq!(folder.losses("parts"), folder.losses("whole"));
+
+    train("dense", &["--attention", "dense"]);
+    assert!(model_of(&folder.checkpoint("dense", 12)) != model_of(&folder.checkpoint("whole", 12)));
+    let dense = bits(&folder, "dense", &[]);
+    assert_eq!(bits(&folder, "dense", &["--selection-file", &all]), dense);
+    let sparse = file(
+        "sparse.json",
+        r#"{"layers": [["topk:8,1,1,0", "pattern"]]}"#,
+    );
+    assert_ne!(
+        bits(&folder, "dense", &["--selection-file", &sparse]),
+        dense
+    );
+
+    let path = folder.path("dense");
+    let sample = |more: &[&str]| {
+        let flags = [
+            "--prompt",
+            "abc def ghi jkl mno",
+            "--length",
+            "40",
+            "--temperature",
+            "0",
+        ];
+        succeed(&[&["sample", "--checkpoint", &path], &flags[..], more].concat())
+    };
+    // Longer than the context, so that a part is read again.
+    let text = sample(&[]);
+    assert_eq!(sample(&["--selection-file", &all]), text);
+    assert!(sample(&["--selection-file", &sparse]).starts_with("abc def ghi jkl mno"));
+
+    let other = file(
+        "other.json",
+        r#"{"layers": [["topk:8,2,1,0", "pattern"], ["pattern", "pattern"]]}"#,
+    );
+    let three = file(
+        "three.json",
+        r#"{"layers": [["topk:8,2,1,0", "pattern", "pattern"]]}"#,
+    );
+    let unknown = file("unknown.json", r#"{"layers": [["topk:8,2,1,0", "some"]]}"#);
+    let (layers, head_count) = (
+        "--selection-file must have 1 layers, as the model, got 2",
+        "--selection-file must have 2 heads in layer 0, as the model, got 3",
+    );
+    let new = folder.path("new");
+    let run: Vec<&str> = [&["train", "--run", &new][..], &without_pattern].concat();
+    for command in [
+        &run[..],
+        &["eval", "--checkpoint", &path],
+        &["sample", "--checkpoint", &path],
+        &["recall", "--checkpoint", &path],
+    ] {
+        for (file, message) in [(&other, layers), (&three, head_count)] {
+            let got = fail(&[command, &["--selection-file", file]].concat(), 1);
+            assert!(got.contains(message), "{got}");
+        }
+        let got = fail(&[command, &["--selection-file", &unknown]].concat(), 2);
+        assert!(
+            got.contains("layer 0: cannot read 'some' as a selection"),
+            "{got}"
+        );
+        let got = fail(
+            &[command, &["--selection-file", &folder.data()]].concat(),
+            2,
+        );
+        assert!(got.contains("is not what search-selection writes"), "{got}");
+        let got = fail(&[command, &["--selection-file", &heads]].concat(), 2);
+        assert!(
+            got.contains("cannot read ") && got.contains("heads.json"),
+            "{got}"
+        );
+    }
+    for command in [&run[..], &["sample", "--checkpoint", &path]] {
+        let both = ["--selection-file", &all, "--selection", "moba:8,2"];
+        let got = fail(&[command, &both].concat(), 2);
+        assert!(got.contains("cannot be used with"), "{got}");
+    }
+    let cache = [
+        "eval",
+        "--checkpoint",
+        &path,
+        "--selection-file",
+        &all,
+        "--cache",
+        "all",
+    ];
+    let got = fail(&cache, 1);
+    assert!(
+        got.contains("--selection-file is of windows that are read at once"),
+        "{got}"
+    );
+    let whole = folder.path("whole");
+    let resume = [
+        "train",
+        "--resume",
+        "--run",
+        &whole,
+        "--selection-file",
+        &sparse,
+    ];
+    let got = fail(&resume, 1);
+    assert!(
+        got.contains("--resume continues the run") && got.contains("head_selections"),
+        "{got}"
+    );
+    assert!(!fs::exists(&new).unwrap());
 }

@@ -51,4 +51,6 @@ pub use page_scores::{PageScoreBuffers, PageScoreShape, check_page_scores, page_
 pub use plan::{PagedBuffers, PagedPlan, paged_attention};
 pub use quantize::{append_quantized, check_append_quantized};
 pub use shape::PagedShape;
-pub use summary::{Summary, check_summarize, summarize_pages};
+pub use summary::{
+    Summary, check_summarize, check_summarize_quantized, summarize_pages, summarize_quantized,
+};

@@ -36,7 +36,7 @@ pub use lines::{LineSizes, line_sums};
 pub use means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
 pub use products::{RowsView, products};
 pub use threshold::{Kept, KeptLines, least_kept};
-pub use touched::{FlexTensors, Touched, flex_blocks, touched_blocks};
+pub use touched::{FlexLimits, FlexTensors, Touched, flex_blocks, touched_blocks};
 
 /// Numbers of a buffer in between: 64 MiB of f32.
 pub const NUMBERS: usize = 1 << 24;

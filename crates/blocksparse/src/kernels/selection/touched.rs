@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! flags       whether a block of keys has one that is kept, and which distances between blocks have one     16 units a flag
+//! heaviest    the same of whole blocks of keys, and of whole distances between blocks                       a unit a flag
 //! scores      1 and 0 of blocks of queries and of keys                                                      a unit a score
 //! ```
 
@@ -81,14 +82,15 @@ impl Touched {
         }
     }
 
-    /// The flags of sums of keys and of distances `[lists, 2, keys]`, and what keys of a block have together.
+    /// The flags of sums of keys and of distances `[lists, 2, keys]`, and the sums of blocks `[lists, 2, flags]`: of the keys of a block, and of the
+    /// distances from the first query of a block of queries to a block of keys.
     fn flag(&self, client: &Client, sums: &Handle) -> Result<[Handle; 2], KernelError> {
         let (lists, flags, keys) = (self.lists, self.flags(), self.seq[1]);
         let made = |len: usize| client.empty(len * size_of::<u32>());
         let least = made(2 * lists);
         least_kept(client, sums, &self.kept_lines(), &least)?;
         let count = 2 * lists * flags;
-        let (flagged, of_blocks) = (made(count), made(lists * flags));
+        let (flagged, of_blocks) = (made(count), made(count));
         let [forced, forced_second] = self.kept.forced(keys);
         let [_, first] = self.offset();
         let sizes = FlagSizesLaunch::new(
@@ -110,11 +112,50 @@ impl Touched {
                 buffer(sums, 2 * lists * keys),
                 buffer(&least, 2 * lists),
                 buffer(&flagged, count),
-                buffer(&of_blocks, lists * flags),
+                buffer(&of_blocks, count),
                 sizes,
             );
         }
         Ok([flagged, of_blocks])
+    }
+
+    /// The flags of so many blocks of keys and distances between blocks that have the largest sums of blocks, the first block and the queries' own among them.
+    fn heaviest(
+        &self,
+        client: &Client,
+        of_blocks: &Handle,
+        blocks: usize,
+    ) -> Result<Handle, KernelError> {
+        let (lists, flags) = (self.lists, self.flags());
+        let lines = KeptLines {
+            lines: 2 * lists,
+            len: flags,
+            step: flags,
+            kept: Kept::Count {
+                // A query's own block has distances of two flags.
+                all: [blocks, blocks.saturating_add(1)],
+                forced: OWN,
+            },
+        };
+        let made = |len: usize| client.empty(len * size_of::<u32>());
+        let (least, count) = (made(2 * lists), 2 * lists * flags);
+        least_kept(client, of_blocks, &lines, &least)?;
+        let heaviest = made(count);
+        // SAFETY: a unit below `count` reads the sum of its flag, and writes it.
+        unsafe {
+            flags_of_blocks::launch_unchecked(
+                client,
+                spread(client, count.div_ceil(UNITS) as u64)?,
+                CubeDim::new_1d(UNITS as u32),
+                AddressType::U32,
+                buffer(of_blocks, count),
+                buffer(&least, 2 * lists),
+                buffer(&heaviest, count),
+                flags,
+                count,
+            );
+        }
+        Ok(heaviest)
     }
 
     fn scores(&self) -> ScoreSizesLaunch {
@@ -163,6 +204,15 @@ pub fn touched_blocks(
     Ok(())
 }
 
+/// When heads choose in which of two ways, and what they keep at least.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FlexLimits {
+    /// How far an estimate may be from what it estimates, √JS.
+    pub threshold: f64,
+    /// So many blocks of keys and distances between blocks are kept by either way; 0: none but what is forced.
+    pub blocks: usize,
+}
+
 /// What heads choose by that do it in one of two ways.
 #[derive(Clone, Copy, Debug)]
 pub struct FlexTensors<'a> {
@@ -176,7 +226,8 @@ pub struct FlexTensors<'a> {
 
 /// Scores of 1 and 0 of `of`'s rows: in each list, if the attention of the last block of queries to blocks of keys is no less than `threshold` (√JS) from what
 /// means say, those of [`touched_blocks`], with a share of keys and of distances; else the highest of the softmax of products of means, with the same share of
-/// the whole. The first block has 1 in any case.
+/// the whole. The first block has 1 in any case, and so have the blocks of the heaviest `limits.blocks` blocks of keys, and of as many distances between
+/// blocks, by what the last block of queries gives them.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot run it.
@@ -186,7 +237,7 @@ pub fn flex_blocks(
     tensors: FlexTensors,
     sizes: &LineSizes,
     of: &Touched,
-    threshold: f64,
+    limits: &FlexLimits,
     out: &Handle,
 ) -> Result<(), KernelError> {
     super::check(client)?;
@@ -204,6 +255,15 @@ pub fn flex_blocks(
     let sums = made(lists * 2 * seq_kv);
     line_sums(client, element, [last, k], sizes, &sums)?;
     let [flags, attention] = of.flag(client, &sums)?;
+    let has_least = limits.blocks > 0;
+    let (heaviest, heaviest_len) = match has_least {
+        true => (
+            of.heaviest(client, &attention, limits.blocks)?,
+            2 * lists * of.flags(),
+        ),
+        // Not read.
+        false => (made(1), 1),
+    };
 
     let means_of = |x: &Handle, lists: usize, rows: usize, block: usize| {
         let means = made(lists * rows.div_ceil(block) * width);
@@ -267,10 +327,10 @@ pub fn flex_blocks(
             dim,
             address,
             buffer(&estimate, lists * blocks),
-            buffer(&attention, lists * of.flags()),
+            buffer(&attention, 2 * lists * of.flags()),
             buffer(&apart, lists),
             blocks,
-            of.flags(),
+            2 * of.flags(),
             lists,
             tile,
         );
@@ -283,10 +343,12 @@ pub fn flex_blocks(
             buffer(&by_means, lists * rows * blocks),
             buffer(&least, lists),
             buffer(&apart, lists),
+            buffer(&heaviest, heaviest_len),
             buffer(out, count),
             of.scores(),
             rows,
-            threshold as f32,
+            limits.threshold as f32,
+            has_least,
         );
     }
     Ok(())
@@ -298,10 +360,13 @@ fn is_kept(number: f32, least: f32) -> bool {
     number > 0.0f32 && number >= least * comptime!(1.0 - APART)
 }
 
-/// `sums` `[lists, 2, keys]`, `least` `[lists, 2]`; `flags` `[lists, 2, flags]`, and of keys the sums of blocks, `of_blocks` `[lists, flags]`.
+/// Of flags the first of blocks of keys, and those of distances that a query's own block has.
+const OWN: [usize; 2] = [1, 2];
+
+/// `sums` `[lists, 2, keys]`, `least` `[lists, 2]`; `flags` and the sums of blocks, `of_blocks`, `[lists, 2, flags]`.
 ///
 /// Flag `p` of distances is of a block of queries whose first one lies `first + (p − 1) · block` behind the first key of a block: all distances that two whole
-/// blocks there have.
+/// blocks there have. Its sum is of those that the first query, or one less than a block before it, has to the first key.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn flags_of_lines(
     sums: &[f32],
@@ -330,6 +395,8 @@ fn flags_of_lines(
         to = apart;
         from = (apart + 1).max(2 * of.block) - 2 * of.block;
     }
+    // The later half of the distances that two blocks have.
+    let summed = select(is_second, to.max(of.block) - of.block, from);
     to = to.min(of.keys);
     let mut is_any = 0u32.runtime();
     let mut total = 0.0f32.runtime();
@@ -339,7 +406,7 @@ fn flags_of_lines(
         if place < forced || is_kept(number, least) {
             is_any = 1u32;
         }
-        total += number;
+        total += select(place >= summed, number, 0.0f32);
         place += comptime!(LANES);
     }
     found[unit] = is_any;
@@ -351,9 +418,23 @@ fn flags_of_lines(
             total += totals[unit + other];
         }
         flags[at] = is_any;
-        if !is_second {
-            of_blocks[line / 2 * of.flags + flag] = total;
-        }
+        of_blocks[at] = total;
+    }
+}
+
+/// `of_blocks` and `flags` `[lists, 2, len]`, `least` `[lists, 2]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn flags_of_blocks(of_blocks: &[f32], least: &[f32], flags: &mut [u32], len: usize, count: usize) {
+    let at = ABSOLUTE_POS;
+    if at < count {
+        let line = at / len;
+        let own = select(
+            line % 2 == 1,
+            comptime!(OWN[1]).runtime(),
+            comptime!(OWN[0]).runtime(),
+        );
+        let is_one = at % len < own || is_kept(of_blocks[at], least[line]);
+        flags[at] = select(is_one, 1u32, 0u32);
     }
 }
 
@@ -445,10 +526,12 @@ fn flex_scores(
     by_means: &[f32],
     least: &[f32],
     apart: &[f32],
+    heaviest: &[u32],
     out: &mut [f32],
     of: ScoreSizes,
     rows: usize,
     threshold: f32,
+    #[comptime] has_least: bool,
 ) {
     let at = ABSOLUTE_POS;
     if at < of.count {
@@ -461,6 +544,9 @@ fn flex_scores(
         } else {
             let number = by_means[(list * rows + row) * of.blocks + block];
             is_one = is_one || is_kept(number, least[list]);
+        }
+        if comptime!(has_least) {
+            is_one = is_one || is_touched(heaviest, list, row, block, &of);
         }
         out[at] = select(is_one, 1.0f32, 0.0f32);
     }

@@ -1,0 +1,205 @@
+//! `recall.png`: what choices of keys by content keep of each layer's attention, over steps, drawn from the log.
+
+use std::path::Path;
+
+use anyhow::Result;
+use plotters::coord::Shift;
+use plotters::prelude::*;
+
+use crate::data::thousands;
+use crate::log::Row;
+use crate::plot::{GRID, REFERENCE, written_whole};
+use crate::recall::LayerRecall;
+
+/// Of the whole, which has a panel above the other for each quantity.
+const SIZE: (u32, u32) = (1200, 1240);
+
+/// A quantity of a layer.
+type Of = fn(&LayerRecall) -> f64;
+
+/// The panels, the first on top.
+const PANELS: [(&str, Of); 3] = [
+    ("recall: share of the attention that is kept", |layer| {
+        layer.recall
+    }),
+    ("recall as a share of the best choice's", |layer| {
+        layer.ratio
+    }),
+    ("density: share of the blocks that are kept", |layer| {
+        layer.density
+    }),
+];
+
+/// Layers that the legend names, at most: of more, some.
+const NAMED: usize = 8;
+
+/// Whether there is anything to draw.
+pub fn is_measured(rows: &[Row]) -> bool {
+    !curves(rows, |layer| layer.recall).is_empty()
+}
+
+/// Draws the measurements of `rows` to `path`; nothing if there are none.
+///
+/// # Errors
+/// If the picture cannot be written.
+pub fn draw(path: &Path, title: &str, rows: &[Row]) -> Result<()> {
+    match is_measured(rows) {
+        true => written_whole(path, |unfinished| panels(unfinished, title, rows)),
+        false => Ok(()),
+    }
+}
+
+/// A layer and its values by step.
+type LayerCurve = (usize, Vec<(f64, f64)>);
+
+/// Of each layer that was measured.
+fn curves(rows: &[Row], of: Of) -> Vec<LayerCurve> {
+    let mut curves: Vec<LayerCurve> = Vec::new();
+    for row in rows {
+        let Row::Selection { step, layers } = row else {
+            continue;
+        };
+        for layer in layers {
+            let point = (*step as f64, of(layer));
+            match curves.iter_mut().find(|(known, _)| *known == layer.layer) {
+                Some((_, curve)) => curve.push(point),
+                None => curves.push((layer.layer, vec![point])),
+            }
+        }
+    }
+    curves
+}
+
+fn panels(path: &Path, title: &str, rows: &[Row]) -> Result<(), Box<dyn std::error::Error>> {
+    let area = BitMapBackend::new(path, SIZE).into_drawing_area();
+    area.fill(&WHITE)?;
+    let below = area.margin(14, 0, 0, 0).titled(title, ("sans-serif", 28))?;
+    for (at, (panel, (name, of))) in below.split_evenly((3, 1)).iter().zip(PANELS).enumerate() {
+        draw_panel(panel, name, &curves(rows, of), at == 0)?;
+    }
+    area.present()?;
+    Ok(())
+}
+
+/// The first layer's colour to the last one's.
+fn color(layer: usize, layers: usize) -> RGBColor {
+    let (first, last) = ((49.0, 104.0, 176.0), (214.0, 96.0, 30.0));
+    let share = layer as f64 / (layers.max(2) - 1) as f64;
+    let mixed = |a: f64, b: f64| (a + share * (b - a)).round() as u8;
+    RGBColor(
+        mixed(first.0, last.0),
+        mixed(first.1, last.1),
+        mixed(first.2, last.2),
+    )
+}
+
+fn draw_panel(
+    area: &DrawingArea<BitMapBackend, Shift>,
+    name: &str,
+    curves: &[LayerCurve],
+    has_legend: bool,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let steps = curves
+        .iter()
+        .flat_map(|(_, curve)| curve)
+        .map(|point| point.0);
+    let end = steps.fold(1.0, f64::max);
+    let mut chart = ChartBuilder::on(area)
+        .margin(12)
+        .x_label_area_size(48)
+        .y_label_area_size(72)
+        // Shares; a little more, so that lines at the ends are seen.
+        .build_cartesian_2d(0.0..end * 1.02, 0.0..1.03f64)?;
+    chart
+        .configure_mesh()
+        .x_desc("optimizer steps")
+        .y_desc(name)
+        .x_label_formatter(&|&step| thousands(step.round() as usize))
+        .y_label_formatter(&|share| format!("{share:.1}"))
+        .label_style(("sans-serif", 16))
+        .axis_desc_style(("sans-serif", 18))
+        .bold_line_style(GRID)
+        .light_line_style(TRANSPARENT)
+        .draw()?;
+    chart.draw_series(LineSeries::new([(0.0, 1.0), (end, 1.0)], REFERENCE))?;
+    let layers = 1 + curves.iter().map(|(layer, _)| *layer).max().unwrap_or(0);
+    let every = layers.div_ceil(NAMED);
+    for (layer, curve) in curves {
+        let style = color(*layer, layers).stroke_width(2);
+        let line = LineSeries::new(curve.iter().copied(), style).point_size(3);
+        let drawn = chart.draw_series(line)?;
+        if has_legend && (layer % every == 0 || layer + 1 == layers) {
+            drawn
+                .label(format!("layer {layer}"))
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 24, y)], style));
+        }
+    }
+    if has_legend {
+        chart
+            .configure_series_labels()
+            .label_font(("sans-serif", 16))
+            .background_style(WHITE.mix(0.9))
+            .border_style(GRID)
+            .legend_area_size(36)
+            .position(SeriesLabelPosition::LowerRight)
+            .draw()?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(layers: usize) -> Vec<Row> {
+        let measured = |step: usize| Row::Selection {
+            step,
+            layers: (0..layers)
+                .map(|layer| LayerRecall {
+                    layer: layer + 1,
+                    recall: 0.5 + 0.4 * layer as f64 / layers as f64,
+                    ratio: 0.9,
+                    density: 1.0 / step as f64,
+                })
+                .collect(),
+        };
+        let other = Row::Validation {
+            step: 15,
+            loss: 1.0,
+            bits_per_byte: 1.5,
+            bytes: 10,
+        };
+        vec![measured(10), other, measured(20), measured(30)]
+    }
+
+    #[test]
+    fn each_layer_has_a_curve_of_its_own() {
+        let found = curves(&rows(2), |layer| layer.recall);
+        let curve = |recall| vec![(10.0, recall), (20.0, recall), (30.0, recall)];
+        assert_eq!(found, [(1, curve(0.5)), (2, curve(0.7))]);
+        let densities = curves(&rows(1), |layer| layer.density);
+        assert_eq!(
+            densities,
+            [(1, vec![(10.0, 0.1), (20.0, 0.05), (30.0, 1.0 / 30.0)])]
+        );
+    }
+
+    #[test]
+    fn a_picture_is_whole_and_nothing_else_is_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("recall.png");
+        for layers in [1, 30] {
+            draw(&path, "enwik8 tiny", &rows(layers)).unwrap();
+            assert!(std::fs::read(&path).unwrap().starts_with(b"\x89PNG"));
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn nothing_measured_is_nothing_drawn() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("recall.png");
+        draw(&path, "enwik8 tiny", &rows(2)[1..2]).unwrap();
+        assert!(!is_measured(&rows(2)[1..2]) && !path.exists());
+    }
+}
