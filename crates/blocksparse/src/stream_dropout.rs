@@ -31,6 +31,8 @@ pub struct StreamDropout {
     pub seed: Seed,
     /// Which of a model's dropouts this is: each has a number of its own, so that they share a seed.
     pub site: u32,
+    /// What rows are counted from: a part of a matrix, from this row on, keeps what the whole matrix keeps there.
+    pub first_row: u32,
 }
 
 impl StreamDropout {
@@ -40,7 +42,21 @@ impl StreamDropout {
             probability,
             seed: seed.into(),
             site,
+            first_row: 0,
         }
+    }
+
+    /// Of the rows from `first_row` on (mod 2³²) of a matrix, in place of a whole one.
+    ///
+    /// ```
+    /// use blocksparse::StreamDropout;
+    ///
+    /// let whole = StreamDropout::new(0.5, 7, 0);
+    /// let part = whole.from_row(10);
+    /// assert_eq!(part.mask(2, 8), whole.mask(12, 8)[10 * 8..]);
+    /// ```
+    pub fn from_row(self, first_row: u32) -> Self {
+        Self { first_row, ..self }
     }
 
     /// Words below it keep their number: `(1 − probability) · 2³²`, rounded.
@@ -61,7 +77,8 @@ impl StreamDropout {
     /// The mask of a matrix, row by row: 1 where a number is kept, or else 0.
     pub fn mask(&self, rows: usize, width: usize) -> Vec<f32> {
         let threshold = self.threshold();
-        let now = Self::new(self.probability, self.seed.value(), self.site);
+        let now =
+            Self::new(self.probability, self.seed.value(), self.site).from_row(self.first_row);
         let mut mask = vec![0.0; rows * width];
         for (row, numbers) in mask.chunks_exact_mut(width.max(1)).enumerate() {
             for (four, numbers) in numbers.chunks_mut(4).enumerate() {
@@ -77,7 +94,8 @@ impl StreamDropout {
     fn words(&self, row: usize, four: usize) -> [u32; 4] {
         let seed = self.seed.value();
         let key = [seed as u32, (seed >> 32) as u32];
-        philox([row as u32, four as u32, self.site, STREAM], key)
+        let row = self.first_row.wrapping_add(row as u32);
+        philox([row, four as u32, self.site, STREAM], key)
     }
 }
 

@@ -24,6 +24,8 @@ pub struct StreamMask {
     pub mask: Mask,
     /// Which of a model's dropouts it is.
     pub site: u32,
+    /// What rows are counted from.
+    pub first_row: u32,
     /// What numbers that are kept are multiplied by.
     pub factor: InputScalar,
 }
@@ -39,6 +41,7 @@ pub fn stream_factors<A: Float, N: Size>(
     let factor = stream.factor.get::<A>();
     let last = usize::cast_from(u32::new(comptime!(STREAM as i64)));
     let site = stream.site as usize;
+    let row = row + stream.first_row as usize;
     let mut factors = Vector::<A, N>::zeroed();
     if comptime!(width >= 4) {
         #[unroll]
@@ -71,6 +74,7 @@ pub(super) fn stream_mask(
     StreamMaskLaunch::new(
         seeds::mask(dropout.seed, dropout.threshold()),
         dropout.site,
+        dropout.first_row,
         InputScalar::new(dropout.factor(), accumulator),
     )
 }
