@@ -2,6 +2,7 @@
 
 mod checkpoints;
 mod content;
+mod devices;
 mod flags;
 mod graph;
 mod images;
