@@ -11,7 +11,11 @@ pub fn stream_dropout_equals_f64(devices: &[Device]) {
     let whole = StreamDropout::new(0.4, 17 + (3 << 32), 9);
     let sizes = [[1, 1], [7, 3], [300, 34], [20, 136], [0, 4], [5, 0]];
     // The rows of the last one begin again at 0.
-    let masks = [whole, whole.from_row(1000), whole.from_row(u32::MAX - 9)];
+    let masks = [
+        whole,
+        whole.with_first_row(1000),
+        whole.with_first_row(u32::MAX - 9),
+    ];
     let cases = (masks.into_iter()).flat_map(|mask| sizes.map(|size| (mask, size)));
     for (mask, [rows, width]) in cases {
         // Numbers that every dtype has.

@@ -52,10 +52,10 @@ impl StreamDropout {
     /// use blocksparse::StreamDropout;
     ///
     /// let whole = StreamDropout::new(0.5, 7, 0);
-    /// let part = whole.from_row(10);
+    /// let part = whole.with_first_row(10);
     /// assert_eq!(part.mask(2, 8), whole.mask(12, 8)[10 * 8..]);
     /// ```
-    pub fn from_row(self, first_row: u32) -> Self {
+    pub fn with_first_row(self, first_row: u32) -> Self {
         Self { first_row, ..self }
     }
 
@@ -77,8 +77,8 @@ impl StreamDropout {
     /// The mask of a matrix, row by row: 1 where a number is kept, or else 0.
     pub fn mask(&self, rows: usize, width: usize) -> Vec<f32> {
         let threshold = self.threshold();
-        let now =
-            Self::new(self.probability, self.seed.value(), self.site).from_row(self.first_row);
+        let now = Self::new(self.probability, self.seed.value(), self.site)
+            .with_first_row(self.first_row);
         let mut mask = vec![0.0; rows * width];
         for (row, numbers) in mask.chunks_exact_mut(width.max(1)).enumerate() {
             for (four, numbers) in numbers.chunks_mut(4).enumerate() {

@@ -419,7 +419,7 @@ impl Pass {
     }
 
     #[cfg(feature = "autodiff")]
-    pub(crate) fn from_row(self, first_row: u32) -> Self {
+    pub(crate) fn with_first_row(self, first_row: u32) -> Self {
         Self { first_row, ..self }
     }
 
@@ -431,7 +431,7 @@ impl Pass {
     /// Of the branch of the attention (0) or of the feed-forward network (1).
     fn branch(&self, site: u32) -> Option<StreamDropout> {
         (self.branches).map(|(probability, seed)| {
-            StreamDropout::new(probability, seed, site).from_row(self.first_row)
+            StreamDropout::new(probability, seed, site).with_first_row(self.first_row)
         })
     }
 }

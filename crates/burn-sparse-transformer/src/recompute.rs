@@ -274,7 +274,7 @@ struct Draws {
 impl Draws {
     fn pass(self, block: &SparseTransformerBlock, layer: usize) -> Pass {
         let seed = self.seed.derive(layer as u64);
-        block.pass_of(seed).from_row(self.first_row)
+        block.pass_of(seed).with_first_row(self.first_row)
     }
 }
 
