@@ -10,7 +10,7 @@ use burn::tensor::{Tensor, TensorData};
 use super::error::DevicesError;
 use super::group::Group;
 use super::reduce::{Strategy, check_lengths, sum_on_first};
-use super::worker::{Answer, Order, Part, Replica, Report, Update, work};
+use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title, work};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
 use crate::step::{Batch, Steps};
@@ -90,7 +90,10 @@ impl Replicas {
         let parts = parts(batch, self.devices.len())?;
         let orders = parts.into_iter().map(Order::Gradients).collect();
         let gradients = self.order(orders)?;
-        let sums = self.sums(gradients)?;
+        // On the first device, and what it lacks room for is its failure.
+        let sums = guarded(&self.first.title, || self.sums(gradients));
+        self.failed |= sums.is_err();
+        let sums = sums?;
         let orders = (sums.into_iter())
             .map(|sums| {
                 Order::Update(Update {
@@ -150,7 +153,7 @@ impl Replicas {
     }
 
     /// What each device's update is of.
-    fn sums(&mut self, gradients: Vec<Report>) -> Result<Vec<Option<Vec<Tensor<1>>>>> {
+    fn sums(&self, gradients: Vec<Report>) -> Result<Vec<Option<Vec<Tensor<1>>>>> {
         if let Strategy::Nccl { .. } = self.strategy {
             let mut expected = None;
             for report in gradients {
@@ -186,12 +189,13 @@ impl Replicas {
         }
         let [_, expected] = all[0];
         let losses: f64 = all.iter().map(|[loss, _]| f64::from(*loss)).sum();
-        for ([_, norm], device) in all.iter().zip(&self.devices) {
+        let title = |rank: usize| title(&self.devices[rank].name, rank, all.len());
+        for (rank, [_, norm]) in all.iter().enumerate() {
             // One that is not finite ends the run elsewhere.
             if norm.to_bits() != expected.to_bits() && norm.is_finite() && expected.is_finite() {
                 return Err(DevicesError::Parted {
-                    first: self.devices[0].name.clone(),
-                    device: device.name.clone(),
+                    first: title(0),
+                    device: title(rank),
                     expected,
                     norm: *norm,
                 }

@@ -61,7 +61,8 @@ pub(super) type Answer = (usize, Result<Report>);
 /// A device with a model of its own.
 pub(super) struct Replica {
     rank: usize,
-    name: String,
+    /// How errors call it.
+    pub title: String,
     strategy: Strategy,
     /// How many there are.
     count: usize,
@@ -87,7 +88,7 @@ impl Replica {
     ) -> Self {
         Self {
             rank,
-            name: device.name.clone(),
+            title: title(&device.name, rank, count),
             strategy: strategy.clone(),
             count,
             steps,
@@ -116,8 +117,8 @@ impl Replica {
     /// # Errors
     /// [`DevicesError::Failed`] with the device's name.
     pub fn obey(&mut self, order: Order) -> Result<Report> {
-        let name = self.name.clone();
-        guarded(&name, || match order {
+        let title = self.title.clone();
+        guarded(&title, || match order {
             Order::Gradients(part) => self.gradients(part),
             Order::Update(update) => self.update(update),
             Order::Prune(density) => self.steps.prune(density).map(|()| Report::Done),
@@ -184,6 +185,14 @@ impl Replica {
     }
 }
 
+/// A device's name, and which of several it is: one may be there twice.
+pub(super) fn title(name: &str, rank: usize, count: usize) -> String {
+    match count {
+        1 => name.to_owned(),
+        _ => format!("{name} ({} of {count})", rank + 1),
+    }
+}
+
 /// What a device's part of a step gives; its errors and panics say the device's name.
 pub(super) fn guarded<T>(device: &str, part: impl FnOnce() -> Result<T>) -> Result<T> {
     // After a panic nothing of the replica is used again.
@@ -213,7 +222,7 @@ pub(super) fn work(
     orders: Receiver<Order>,
     answers: Sender<Answer>,
 ) {
-    let restored = guarded(&device.name, || {
+    let restored = guarded(&title(&device.name, rank, count), || {
         Replica::restore(rank, &device, (&strategy, count), &checkpoint)
     });
     drop(checkpoint);

@@ -207,7 +207,8 @@ fn a_device_that_fails_ends_the_run_and_leaves_its_checkpoints() {
             .unwrap();
         let message = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{fail}: {message}");
-        let expected = format!("error: device flex failed: {reason}; ");
+        let rank: usize = fail[..1].parse().unwrap();
+        let expected = format!("error: device flex ({} of 3) failed: {reason}; ", rank + 1);
         assert_eq!(message.matches(&expected).count(), 1, "{fail}: {message}");
         assert!(!folder.checkpoint(&run, 15).exists());
         assert_eq!(folder.log(&run).len(), 12, "{fail}");
