@@ -89,7 +89,8 @@ impl Problem {
             self.norm = Some(Norm::Rms);
         }
         if !index.is_multiple_of(3) {
-            self.dropout = Some(StreamDropout::new(0.3, index as u64 + (5 << 33), 7));
+            self.dropout =
+                Some(StreamDropout::new(0.3, index as u64 + (5 << 33), 7).with_first_row(3));
         }
         if index % 4 == 1 {
             self.bias = None;

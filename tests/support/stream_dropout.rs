@@ -8,8 +8,16 @@ use crate::devices::{exact_dtypes, half_dtypes};
 
 /// Dropout and its gradient, of all widths and dtypes.
 pub fn stream_dropout_equals_f64(devices: &[Device]) {
-    let mask = StreamDropout::new(0.4, 17 + (3 << 32), 9);
-    for [rows, width] in [[1, 1], [7, 3], [300, 34], [20, 136], [0, 4], [5, 0]] {
+    let whole = StreamDropout::new(0.4, 17 + (3 << 32), 9);
+    let sizes = [[1, 1], [7, 3], [300, 34], [20, 136], [0, 4], [5, 0]];
+    // The rows of the last one begin again at 0.
+    let masks = [
+        whole,
+        whole.with_first_row(1000),
+        whole.with_first_row(u32::MAX - 9),
+    ];
+    let cases = (masks.into_iter()).flat_map(|mask| sizes.map(|size| (mask, size)));
+    for (mask, [rows, width]) in cases {
         // Numbers that every dtype has.
         let numbers = |factor: usize| -> Vec<f64> {
             let number = |at: usize| (at * factor % 31) as f64 / 16.0 - 1.0;

@@ -31,6 +31,8 @@ pub struct StreamDropout {
     pub seed: Seed,
     /// Which of a model's dropouts this is: each has a number of its own, so that they share a seed.
     pub site: u32,
+    /// What rows are counted from: a part of a matrix, from this row on, keeps what the whole matrix keeps there.
+    pub first_row: u32,
 }
 
 impl StreamDropout {
@@ -40,7 +42,21 @@ impl StreamDropout {
             probability,
             seed: seed.into(),
             site,
+            first_row: 0,
         }
+    }
+
+    /// Of the rows from `first_row` on (mod 2³²) of a matrix, in place of a whole one.
+    ///
+    /// ```
+    /// use blocksparse::StreamDropout;
+    ///
+    /// let whole = StreamDropout::new(0.5, 7, 0);
+    /// let part = whole.with_first_row(10);
+    /// assert_eq!(part.mask(2, 8), whole.mask(12, 8)[10 * 8..]);
+    /// ```
+    pub fn with_first_row(self, first_row: u32) -> Self {
+        Self { first_row, ..self }
     }
 
     /// Numbers of 16 bits below it keep theirs: that of a [`Dropout`](crate::Dropout) of this probability.
@@ -65,7 +81,8 @@ impl StreamDropout {
     /// The mask of a matrix, row by row: 1 where a number is kept, or else 0.
     pub fn mask(&self, rows: usize, width: usize) -> Vec<f32> {
         let threshold = self.threshold();
-        let now = Self::new(self.probability, self.seed.value(), self.site);
+        let now = Self::new(self.probability, self.seed.value(), self.site)
+            .with_first_row(self.first_row);
         let mut mask = vec![0.0; rows * width];
         for (row, numbers) in mask.chunks_exact_mut(width.max(1)).enumerate() {
             for (eight, numbers) in numbers.chunks_mut(8).enumerate() {
@@ -79,7 +96,8 @@ impl StreamDropout {
     }
 
     fn keeps_eight(&self, row: usize, eight: usize, threshold: u32) -> [bool; 8] {
-        let counter = [eight as u32, self.site, row as u32, STREAM];
+        let row = self.first_row.wrapping_add(row as u32);
+        let counter = [eight as u32, self.site, row, STREAM];
         keeps_eight(self.seed, counter, threshold)
     }
 }

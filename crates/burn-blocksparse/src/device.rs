@@ -32,6 +32,28 @@ pub fn check_device(device: &Device) -> Result<(), OpError> {
     Ok(())
 }
 
+/// Whether the device's backend can add tensors of several devices by itself, as `burn::tensor::distributed::all_reduce` does: NCCL, on CUDA devices. On others
+/// that function panics, and Burn has no way to ask.
+///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_blocksparse::check_collectives;
+///
+/// assert!(check_collectives(&Device::flex()).is_err());
+/// ```
+///
+/// # Errors
+/// [`OpError::Argument`] if it is no CUDA device, [`OpError::Device`] if NCCL's library cannot be loaded, with what to install.
+pub fn check_collectives(device: &Device) -> Result<(), OpError> {
+    served(device)?;
+    #[cfg(feature = "cuda")]
+    if let Some(inner @ burn_cubecl::CubeDevice::Cuda(_)) = &cube::of(device) {
+        return cube::nccl(inner);
+    }
+    let device = format!("{device:?}");
+    Err(OpError::argument("device", "a CUDA device", device))
+}
+
 /// Whether a feature of this crate serves the device's backend. Burn's dispatch would panic.
 pub(crate) fn served(device: &Device) -> Result<(), OpError> {
     if device.is_autodiff() && !cfg!(feature = "autodiff") {
@@ -140,6 +162,26 @@ pub(crate) mod cube {
                 device: format!("{device:?}"),
                 missing: missing.clone(),
                 install: "install the CUDA toolkit, set CUDA_PATH to its folder, and have the folder of NVRTC's library in LD_LIBRARY_PATH",
+            }),
+        }
+    }
+
+    /// Whether NCCL can be loaded. CubeCL looks for it by the same names when it makes the device's server, and without it panics at the first sum.
+    #[cfg(feature = "cuda")]
+    pub fn nccl(device: &CubeDevice) -> Result<(), OpError> {
+        use std::sync::LazyLock;
+
+        // SAFETY: this tries to load libraries of NCCL's names, as CubeCL does; their initializers are trusted as much there.
+        static PRESENT: LazyLock<bool> =
+            LazyLock::new(|| unsafe { cudarc::nccl::sys::is_culib_present() });
+        match *PRESENT {
+            true => Ok(()),
+            false => Err(OpError::Device {
+                device: format!("{device:?}"),
+                missing: "no library of NCCL that can be loaded".to_string(),
+                // cudarc 0.19 does not look for libnccl.so.2, which is all that libnccl2 has.
+                install: "install libnccl2 and libnccl-dev (the latter for the name libnccl.so; a link of that name to libnccl.so.2 does as well), and have \
+                          their folder in LD_LIBRARY_PATH",
             }),
         }
     }

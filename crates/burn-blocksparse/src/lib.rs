@@ -113,7 +113,7 @@ pub use blocksparse::{
 };
 pub use call_layout::Layout;
 pub use choice::TopKOptions;
-pub use device::check_device;
+pub use device::{check_collectives, check_device};
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions};
 pub use dropout::{dropout, dropout_plan};
 pub use embedding::{embedding, embedding_backward, embedding_plan};

@@ -385,6 +385,7 @@ impl SparseTransformerBlock {
             seed: Some(seed),
             weights: self.mha.training_dropout(|| seed),
             branches: (*prob > 0.0 && training.is_enabled()).then_some((*prob, seed)),
+            first_row: 0,
         }
     }
 
@@ -403,6 +404,8 @@ pub(crate) struct Pass {
     weights: Option<WeightDropout>,
     /// Of both branches: a probability and a seed.
     branches: Option<(f64, Seed)>,
+    /// Rows of both branches that come before these: of a part of a batch.
+    first_row: u32,
     /// Whether the backward pass computes the feed-forward network's first product again.
     mlp: bool,
     /// Of the attention.
@@ -416,12 +419,19 @@ impl Pass {
     }
 
     #[cfg(feature = "autodiff")]
+    pub(crate) fn with_first_row(self, first_row: u32) -> Self {
+        Self { first_row, ..self }
+    }
+
+    #[cfg(feature = "autodiff")]
     pub(crate) fn with_results(self, results: Results) -> Self {
         Self { results, ..self }
     }
 
     /// Of the branch of the attention (0) or of the feed-forward network (1).
     fn branch(&self, site: u32) -> Option<StreamDropout> {
-        (self.branches).map(|(probability, seed)| StreamDropout::new(probability, seed, site))
+        (self.branches).map(|(probability, seed)| {
+            StreamDropout::new(probability, seed, site).with_first_row(self.first_row)
+        })
     }
 }

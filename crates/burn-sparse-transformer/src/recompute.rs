@@ -20,10 +20,11 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Int, Tensor};
 use burn_blocksparse::{KeptAttention, Seed, prepare_seed};
 
+use crate::block::Pass;
 use crate::error::ensure;
 use crate::results::{Results, Slot};
 use crate::stream::Stream;
-use crate::{Recompute, SparseTransformer, TransformerError};
+use crate::{Recompute, SparseTransformer, SparseTransformerBlock, TransformerError};
 
 impl SparseTransformer {
     /// The loss of [`SparseTransformer::loss`] and the gradients of every parameter that requires one.
@@ -48,8 +49,34 @@ impl SparseTransformer {
         dropout_seed: impl Into<Seed>,
         recompute: impl Into<Recompute>,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
+        self.loss_and_gradients_of_part(tokens, targets, 0, dropout_seed, recompute)
+    }
+
+    /// [`Self::loss_and_gradients`] of a part of a batch, as one of several devices takes it: of the entries from `first_entry` on. Dropout of both branches of a block
+    /// drops there what it drops in the whole batch, and hashes rotate alike, so that the mean of equal parts' losses and gradients is that of the batch but for
+    /// rounding. What a config drops of attention *weights* is counted from entry 0 in each part.
+    ///
+    /// # Shapes
+    /// As [`Self::loss_and_gradients`], with the part's entries as the batch.
+    ///
+    /// # Errors
+    /// As [`Self::loss_and_gradients`].
+    pub fn loss_and_gradients_of_part(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+        first_entry: usize,
+        dropout_seed: impl Into<Seed>,
+        recompute: impl Into<Recompute>,
+    ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
         self.check_targets(&tokens, &targets)?;
         let dropout_seed = dropout_seed.into();
+        let [_, seq] = tokens.dims();
+        let draws = Draws {
+            seed: dropout_seed,
+            // Rows count modulo 2³².
+            first_row: first_entry.wrapping_mul(seq) as u32,
+        };
         // Before anything is seeded: a parameter drawn between a seed and a mask would change the mask.
         self.visit(&mut Initialise);
         let device = self.token_embedding.weight.device();
@@ -67,19 +94,19 @@ impl SparseTransformer {
         }
         let targets = targets.without_autodiff();
         match recompute.into() {
-            Recompute::None => self.stored(tokens, targets, dropout_seed, false),
-            Recompute::Mlp => self.stored(tokens, targets, dropout_seed, true),
+            Recompute::None => self.stored(tokens, targets, draws, false),
+            Recompute::Mlp => self.stored(tokens, targets, draws, true),
             // One segment is one graph.
             Recompute::Segments(blocks) | Recompute::SegmentsKeepingAttention(blocks)
                 if blocks.get() >= self.blocks.len() =>
             {
-                self.stored(tokens, targets, dropout_seed, false)
+                self.stored(tokens, targets, draws, false)
             }
             Recompute::Segments(blocks) => {
-                self.recomputed(tokens, targets, dropout_seed, blocks.get(), false)
+                self.recomputed(tokens, targets, draws, blocks.get(), false)
             }
             Recompute::SegmentsKeepingAttention(blocks) => {
-                self.recomputed(tokens, targets, dropout_seed, blocks.get(), true)
+                self.recomputed(tokens, targets, draws, blocks.get(), true)
             }
         }
     }
@@ -89,12 +116,12 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
-        seed: Seed,
+        draws: Draws,
         mlp: bool,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
         let mut stream = Stream::new(self.embed(tokens, 0)?);
         for (layer, block) in self.blocks.iter().enumerate() {
-            let pass = block.pass_of(seed.derive(layer as u64));
+            let pass = draws.pass(block, layer);
             stream = block.step(stream, pass.recompute_mlp(mlp))?;
         }
         let commitment = stream.take_commitment();
@@ -109,7 +136,7 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
-        seed: Seed,
+        draws: Draws,
         segment: usize,
         keep: bool,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
@@ -118,14 +145,15 @@ impl SparseTransformer {
         let mut segments: Vec<Range<usize>> = starts
             .map(|start| start..layers.min(start.saturating_add(segment)))
             .collect();
-        let (mut inputs, mut kept) = self.residual_stream(tokens.clone(), &segments, seed, keep)?;
+        let (mut inputs, mut kept) =
+            self.residual_stream(tokens.clone(), &segments, draws, keep)?;
         let mut gradients = GradientsParams::new();
         // The last segment ends in the loss, so its blocks need not run before.
         let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) else {
             unreachable!("fewer blocks in a segment than there are make two at least");
         };
         let x = self.leaf(input);
-        let mut stream = self.segment(Stream::new(x.clone()), range.clone(), seed, &mut kept)?;
+        let mut stream = self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
         let commitment = stream.take_commitment();
         let loss = self.head_loss(stream, targets)?;
         let mut grads = with_commitment(loss.clone(), commitment).backward();
@@ -138,7 +166,7 @@ impl SparseTransformer {
         while let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) {
             let x = self.leaf(input);
             let mut stream =
-                self.segment(Stream::new(x.clone()), range.clone(), seed, &mut kept)?;
+                self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
             let commitment = stream.take_commitment();
             let mut grads = backward_from(stream.finish()?, grad_x, commitment);
             grad_x = input_gradient(x, &mut grads);
@@ -160,12 +188,12 @@ impl SparseTransformer {
         &self,
         mut stream: Stream,
         layers: Range<usize>,
-        seed: Seed,
+        draws: Draws,
         kept: &mut [Option<KeptAttention>],
     ) -> Result<Stream, TransformerError> {
         for layer in layers {
             let block = &self.blocks[layer];
-            let pass = block.pass_of(seed.derive(layer as u64));
+            let pass = draws.pass(block, layer);
             let results = kept[layer].take().into();
             stream = block.step(stream, pass.with_results(results))?;
         }
@@ -190,7 +218,7 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         segments: &[Range<usize>],
-        seed: Seed,
+        draws: Draws,
         keep: bool,
     ) -> Result<(Vec<Tensor<3>>, Vec<Option<KeptAttention>>), TransformerError> {
         // Shares the parameters' memory. `no_grad` would not do: autodiff registers operations on its
@@ -207,7 +235,7 @@ impl SparseTransformer {
             let mut stream = Stream::new(x);
             for layer in segment.clone() {
                 // Those of the block that trains: the copy drops nothing of its own.
-                let mut pass = self.blocks[layer].pass_of(seed.derive(layer as u64));
+                let mut pass = draws.pass(&self.blocks[layer], layer);
                 let slot = Slot::default();
                 if keep {
                     pass = pass.with_results(Results::Kept(slot.clone()));
@@ -232,6 +260,21 @@ impl SparseTransformer {
             None => x,
         }
         .require_grad()
+    }
+}
+
+/// What a step of training draws from.
+#[derive(Clone, Copy)]
+struct Draws {
+    seed: Seed,
+    /// Rows of the batch, all its entries' positions, before those of the call.
+    first_row: u32,
+}
+
+impl Draws {
+    fn pass(self, block: &SparseTransformerBlock, layer: usize) -> Pass {
+        let seed = self.seed.derive(layer as u64);
+        block.pass_of(seed).with_first_row(self.first_row)
     }
 }
 
@@ -309,12 +352,17 @@ mod tests {
             .unwrap()
     }
 
+    const DRAWS: Draws = Draws {
+        seed: Seed::Value(1),
+        first_row: 0,
+    };
+
     /// What is kept, of two segments.
     fn kept(model: &SparseTransformer, keep: bool) -> Vec<Option<KeptAttention>> {
         let tokens = TensorData::new((0..21).map(|i| i % 7).collect::<Vec<i32>>(), [1, 21]);
         let tokens = Tensor::from_data(tokens, &Device::flex());
         let (inputs, kept) = model
-            .residual_stream(tokens, &[0..2, 2..3], Seed::Value(1), keep)
+            .residual_stream(tokens, &[0..2, 2..3], DRAWS, keep)
             .unwrap();
         assert_eq!(inputs.len(), 2);
         kept
@@ -341,9 +389,7 @@ mod tests {
         let input = Tensor::<3>::random([1, 21, 16], Distribution::Default, &Device::flex());
         let run = |mut kept: Vec<Option<KeptAttention>>| {
             let stream = Stream::new(model.leaf(input.clone()));
-            let stream = model
-                .segment(stream, 0..2, Seed::Value(1), &mut kept)
-                .unwrap();
+            let stream = model.segment(stream, 0..2, DRAWS, &mut kept).unwrap();
             // They are in the graph and nowhere else.
             assert!(kept.iter().all(Option::is_none));
             stream.finish().unwrap().into_data()

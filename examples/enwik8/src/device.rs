@@ -13,6 +13,7 @@ const BACKENDS: [(&str, bool); 4] = [
 ];
 
 /// A device and the name to print for it.
+#[derive(Clone)]
 pub struct NamedDevice {
     /// E.g. `cuda:0`.
     pub name: String,

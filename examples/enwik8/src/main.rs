@@ -8,6 +8,7 @@ mod checkpoint;
 mod config;
 mod data;
 mod device;
+mod devices;
 mod draw;
 mod eval;
 mod export;

@@ -4,6 +4,7 @@ use std::cell::{Ref, RefCell};
 use std::rc::Rc;
 
 use anyhow::{Context, Result, anyhow};
+use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{AdamWControl, DeviceSeed, Fixed, FusedAdamW, Replayed};
 use burn_sparse_transformer::{Recompute, Seed, SparseTransformer};
@@ -19,26 +20,34 @@ struct State {
 }
 
 impl State {
-    /// One step; `update` is the optimizer's. The loss and the norm of the gradients, `[2]`, stay on the device.
-    fn step(
-        &mut self,
+    /// The loss and the gradients of a batch, or of a larger one's entries from `first_entry` on.
+    fn gradients(
+        &self,
         [tokens, targets]: [Tensor<2, Int>; 2],
+        first_entry: usize,
         seed: impl Into<Seed>,
         recompute: Recompute,
+    ) -> Result<(Tensor<1>, GradientsParams)> {
+        let model = self.model.as_ref().context(NO_MODEL)?;
+        Ok(model.loss_and_gradients_of_part(tokens, targets, first_entry, seed, recompute)?)
+    }
+
+    /// The optimizer's part of a step, which is `update`; the norm of the gradients, `[1]`.
+    fn update(
+        &mut self,
+        gradients: GradientsParams,
         update: impl FnOnce(
             &mut FusedAdamW,
             SparseTransformer,
-            burn::optim::GradientsParams,
+            GradientsParams,
         ) -> Result<(SparseTransformer, Tensor<1>)>,
     ) -> Result<Tensor<1>> {
-        let model = self.model.as_ref().context(NO_MODEL)?;
-        let (loss, gradients) = model.loss_and_gradients(tokens, targets, seed, recompute)?;
         // Not a clone, which would make the step write another model beside this one.
         let model = self.model.take().context(NO_MODEL)?;
         let (mut model, norm) = update(&mut self.optimizer, model, gradients)?;
         model.update_means();
         self.model = Some(model);
-        Ok(Tensor::cat(vec![loss, norm], 0))
+        Ok(norm)
     }
 }
 
@@ -118,17 +127,30 @@ impl Steps {
             dropout_seed,
             learning_rate,
         } = batch;
-        let inputs = [tokens, targets].map(|data| Tensor::from_data(data, &self.device));
+        let (loss, gradients) = self.gradients([tokens, targets], 0, dropout_seed)?;
+        between()?;
+        let norm = self.update(learning_rate, gradients)?;
+        Ok(Tensor::cat(vec![loss, norm], 0))
+    }
+
+    /// The first half of a step, of tokens and targets: the loss and the gradients of a batch, or of a larger one's entries from `first_entry` on.
+    pub fn gradients(
+        &self,
+        data: [TensorData; 2],
+        first_entry: usize,
+        dropout_seed: u64,
+    ) -> Result<(Tensor<1>, GradientsParams)> {
+        let inputs = data.map(|data| Tensor::from_data(data, &self.device));
+        let state = self.state.borrow();
+        state.gradients(inputs, first_entry, dropout_seed, self.recompute)
+    }
+
+    /// The second half, the optimizer's; the norm of the gradients, `[1]`.
+    pub fn update(&self, learning_rate: f64, gradients: GradientsParams) -> Result<Tensor<1>> {
         let mut state = self.state.borrow_mut();
-        state.step(
-            inputs,
-            dropout_seed,
-            self.recompute,
-            |optimizer, model, gradients| {
-                between()?;
-                Ok(optimizer.step(learning_rate, model, gradients)?)
-            },
-        )
+        state.update(gradients, |optimizer, model, gradients| {
+            Ok(optimizer.step(learning_rate, model, gradients)?)
+        })
     }
 
     /// Prunes the feed-forward networks' weights; their moments go on. What was recorded is of the old shapes.
@@ -203,14 +225,12 @@ impl Replays {
             let (seed, control) = (seed.clone(), control.clone());
             move || {
                 let inputs = [tokens.tensor(), targets.tensor()];
-                state.borrow_mut().step(
-                    inputs,
-                    seed.seed(),
-                    recompute,
-                    |optimizer, model, gradients| {
-                        Ok(optimizer.step_prepared(&control, model, gradients)?)
-                    },
-                )
+                let mut state = state.borrow_mut();
+                let (loss, gradients) = state.gradients(inputs, 0, seed.seed(), recompute)?;
+                let norm = state.update(gradients, |optimizer, model, gradients| {
+                    Ok(optimizer.step_prepared(&control, model, gradients)?)
+                })?;
+                Ok(Tensor::cat(vec![loss, norm], 0))
             }
         });
         Ok(Self {

@@ -6,10 +6,10 @@
 
 mod describe;
 mod finish;
+mod stop;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -24,7 +24,8 @@ use crate::arguments;
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Fingerprint, Sampler, Split, thousands};
-use crate::device::{self, NamedDevice};
+use crate::device::NamedDevice;
+use crate::devices::{Group, Reduce, Training};
 use crate::eval::{Evaluation, Evaluator};
 use crate::log::{self, Log, Row};
 use crate::memory::Resources;
@@ -50,6 +51,7 @@ use crate::windows::Window;
   enwik8 train --attention dense --run runs/dense
   enwik8 train --data enwik8 --preset small --device cuda --precision bf16
   enwik8 train --data enwik8 --preset paper --device cuda --precision bf16
+  enwik8 train --data enwik8 --preset paper --devices 0,1,2,3 --precision bf16
   enwik8 train --task images                    pictures of shapes: minutes on a CPU
   enwik8 train --preset cifar --data cifar-10-batches-bin --device cuda --precision bf16
 
@@ -78,10 +80,16 @@ pub struct TrainArgs {
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
     device: Option<String>,
+    /// Several devices, each with an equal part of every batch: numbers of CUDA devices, or names of one kind
+    #[arg(long, value_name = "0,1,..", conflicts_with = "device")]
+    devices: Option<String>,
+    /// How several devices add their gradients [default: nccl where it can be used]
+    #[arg(long, value_enum, requires = "devices")]
+    reduce: Option<Reduce>,
     /// Record a step once and replay it where the device can (CUDA): the same numbers with less work of the host
     #[arg(long)]
     graph: bool,
-    /// Peak rate of the device in the run's precision, in 10¹² operations per second, for the report's utilisation
+    /// Peak rate of the device, or of all devices together, in the run's precision, in 10¹² operations per second, for the report's utilisation
     #[arg(long, value_name = "TFLOPS", value_parser = arguments::above_zero)]
     peak_tflops: Option<f64>,
     /// Write event files for TensorBoard into the folder
@@ -123,10 +131,10 @@ impl TrainArgs {
 
 /// Runs `enwik8 train`. The exit code is 130 if Ctrl-C ended it.
 pub fn run(args: &TrainArgs) -> Result<ExitCode> {
-    let device = device::open(args.device.as_deref())?;
-    let mut session = match args.resume {
-        false => Session::begin(args, device)?,
-        true => Session::resume(args, device)?,
+    let group = Group::open(args.device.as_deref(), args.devices.as_deref(), args.reduce)?;
+    let session = match args.resume {
+        false => Session::begin(args, group)?,
+        true => Session::resume(args, group)?,
     };
     session.describe()?;
     if session.is_finished()? {
@@ -136,7 +144,8 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
         ));
         return Ok(ExitCode::SUCCESS);
     }
-    let stop = stop_on_ctrl_c()?;
+    let mut session = session.spread()?;
+    let stop = stop::on_ctrl_c()?;
     let mut log = session.open_log(args.tensorboard)?;
     session.train(&mut log, &stop)?;
     if session.step < session.steps {
@@ -159,18 +168,22 @@ struct Session {
     corpus: Corpus,
     data: Fingerprint,
     folder: RunFolder,
+    group: Group,
+    /// The first of the group, with all their names.
     device: NamedDevice,
-    training: Steps,
+    training: Training,
     sampler: Sampler,
     step: usize,
     best: Option<Best>,
 }
 
 impl Session {
-    fn begin(args: &TrainArgs, device: NamedDevice) -> Result<Self> {
+    fn begin(args: &TrainArgs, group: Group) -> Result<Self> {
         let config = RunConfig::new(args.preset(), &args.overrides)?;
         args.check_task(&config)?;
         config.check_graph(args.graph)?;
+        group.check(&config, args.graph)?;
+        let device = group.first();
         let corpus = Corpus::open(args.data.as_deref(), config.model.pictures)?;
         let train = check_lengths(&corpus, &config)?;
         let cut = config.model.cut();
@@ -191,24 +204,28 @@ impl Session {
                 &device.device,
                 config.recipe.recompute,
                 args.graph,
-            ),
+            )
+            .into(),
             data: corpus.fingerprint(),
             step: 0,
             best: None,
             config,
             corpus,
             folder,
+            group,
             device,
         })
     }
 
-    fn resume(args: &TrainArgs, device: NamedDevice) -> Result<Self> {
+    fn resume(args: &TrainArgs, group: Group) -> Result<Self> {
         let folder = RunFolder::open(&args.folder())?;
         let (path, checkpoint) = run::latest_checkpoint(folder.path(), warn)?;
         let header = &checkpoint.header;
         let config = header.config.resumed(args.preset, &args.overrides)?;
         args.check_task(&config)?;
         config.check_graph(args.graph)?;
+        group.check(&config, args.graph)?;
+        let device = group.first();
         let pictures = config.model.pictures;
         let corpus = Corpus::reopen(&header.data, args.data.as_deref(), pictures)?;
         let data = corpus.fingerprint();
@@ -239,7 +256,7 @@ impl Session {
         );
         Ok(Session {
             steps: config.steps(cut.predictions(train)),
-            training,
+            training: training.into(),
             sampler: Sampler::resume(train, cut, checkpoint.header.sampler),
             step: checkpoint.header.step,
             best: checkpoint.header.best,
@@ -247,8 +264,19 @@ impl Session {
             corpus,
             data,
             folder,
+            group,
             device,
         })
+    }
+
+    /// With a model on each device, if there are several.
+    fn spread(self) -> Result<Self> {
+        if !self.group.spreads() {
+            return Ok(self);
+        }
+        let checkpoint = self.checkpoint()?;
+        let training = self.training.spread(&self.group, checkpoint)?;
+        Ok(Session { training, ..self })
     }
 
     /// Whether the evaluation that follows the last step is in the log, too.
@@ -341,7 +369,7 @@ impl Session {
             self.training.settle_means(tokens.clone(), seed)?;
         }
         let learning_rate = self.schedule().learning_rate(self.step);
-        let measured = self.training.take(Batch {
+        let [loss, grad_norm] = self.training.take(Batch {
             tokens,
             targets,
             dropout_seed: step_seed(recipe.seed, self.step),
@@ -349,11 +377,6 @@ impl Session {
         })?;
         self.step += 1;
 
-        // The only wait for the device in a step.
-        let measured = measured
-            .try_into_vec_as::<f32>()
-            .map_err(|error| anyhow!("{error:?}"))?;
-        let (loss, grad_norm) = (f64::from(measured[0]), f64::from(measured[1]));
         ensure!(
             loss.is_finite() && grad_norm.is_finite(),
             "the loss is no longer finite at step {} (loss {loss}, gradient norm {grad_norm}); the last checkpoint \
@@ -564,18 +587,4 @@ fn step_seed(seed: u64, step: usize) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
-}
-
-/// Set by the first Ctrl-C; the second ends the process at once.
-fn stop_on_ctrl_c() -> Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let seen = Arc::clone(&stop);
-    ctrlc::set_handler(move || {
-        if seen.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-        warn("stopping after this step; Ctrl-C again to stop at once");
-    })
-    .context("cannot listen for Ctrl-C")?;
-    Ok(stop)
 }

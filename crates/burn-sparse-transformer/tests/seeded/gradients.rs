@@ -132,6 +132,69 @@ fn recomputation_gives_the_same_gradients(
     }
 }
 
+/// Of the mean over all entries of a batch, dropout included: each part drops what the batch drops there.
+#[test]
+fn parts_of_a_batch_add_up_to_it() {
+    let device = device(false);
+    let _guard = crate::common::seed(&device, 1);
+    let model = model(0.3, &device);
+    let x = tokens(6, SEQ, VOCAB, &Device::flex());
+    let y = x.clone().flip([1]);
+    for mode in ["none", "mlp", "segment:2", "block+attention"] {
+        let mode: Recompute = mode.parse().unwrap();
+        let (loss, whole) = model
+            .loss_and_gradients(x.clone(), y.clone(), 99, mode)
+            .unwrap();
+        let loss = loss.into_scalar::<f32>();
+        // Where the last two entries are said to begin.
+        for (third, is_whole) in [(4, true), (0, false)] {
+            let mut sum = Sum::default();
+            let mut losses = 0.0;
+            for (first, says) in [(0, 0), (2, 2), (4, third)] {
+                let [x, y] = [&x, &y].map(|all| all.clone().narrow(0, first, 2));
+                let (loss, part) = model
+                    .loss_and_gradients_of_part(x, y, says, 99, mode)
+                    .unwrap();
+                losses += loss.into_scalar::<f32>() / 3.0;
+                sum.add(&model, part);
+            }
+            let (apart, worst) = ((losses - loss).abs(), difference(&model, &whole, &sum.mean));
+            match is_whole {
+                true => assert!(apart < 1e-5 && worst < 1e-4, "{mode}: {apart}, {worst}"),
+                false => assert!(worst > 1e-2, "{mode}: {worst}"),
+            }
+        }
+    }
+}
+
+/// A third of each gradient that was added.
+#[derive(Default)]
+struct Sum {
+    part: GradientsParams,
+    mean: GradientsParams,
+}
+
+impl Sum {
+    fn add(&mut self, model: &SparseTransformer, part: GradientsParams) {
+        self.part = part;
+        model.visit(self);
+    }
+}
+
+impl ModuleVisitor for Sum {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(part) = self.part.remove::<D>(param.id) {
+            let sum = self.mean.remove::<D>(param.id);
+            let part = part / 3.0;
+            let sum = match sum {
+                Some(sum) => sum + part,
+                None => part,
+            };
+            self.mean.register(param.id, sum);
+        }
+    }
+}
+
 /// Three blocks: 2 does not divide them, 3 and 4 make one segment. The gradients of all parameters, with and without those of the embeddings.
 #[rstest]
 fn every_mode_gives_the_same_bits(

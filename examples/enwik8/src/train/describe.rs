@@ -89,6 +89,9 @@ impl Session {
                 "          (the paper gives no learning rate or batch for enwik8: this is its CIFAR-10 rate, batch ours)",
             );
         }
+        if let Some(line) = self.group.describe(recipe.batch) {
+            say(line);
+        }
         say(format!(
             "run       {}, on {}\n",
             self.folder.path().display(),

@@ -3,6 +3,7 @@
 mod checkpoints;
 mod choices;
 mod content;
+mod devices;
 mod flags;
 mod graph;
 mod images;

@@ -24,6 +24,8 @@ pub struct StreamMask {
     pub mask: Mask,
     /// Which of a model's dropouts it is.
     pub site: u32,
+    /// What rows are counted from.
+    pub first_row: u32,
     /// What numbers that are kept are multiplied by.
     pub factor: InputScalar,
 }
@@ -38,7 +40,7 @@ pub fn stream_factors<A: Float, N: Size>(
     let width = N::value();
     let factor = stream.factor.get::<A>();
     let last = u32::new(comptime!(STREAM as i64));
-    let (row, column) = (row as u32, column as u32);
+    let (row, column) = (row as u32 + stream.first_row, column as u32);
     let mut factors = Vector::<A, N>::zeroed();
     // A vector that is narrower than eight begins at a multiple of its width, so it has one counter.
     let eights = comptime!(width.div_ceil(8));
@@ -67,6 +69,7 @@ pub(super) fn stream_mask(
     StreamMaskLaunch::new(
         seeds::mask(dropout.seed, dropout.threshold()),
         dropout.site,
+        dropout.first_row,
         InputScalar::new(dropout.factor(), accumulator),
     )
 }

@@ -1,0 +1,69 @@
+//! What is wrong with several devices.
+
+use thiserror::Error;
+
+/// Why a run cannot begin on several devices, or ended there.
+#[derive(Debug, Error, PartialEq)]
+pub enum DevicesError {
+    /// No device, or one without a name.
+    #[error("--devices must name one device at least, as in 0,1 or cuda:0,cuda:1, got '{0}'")]
+    Empty(String),
+    /// Devices of several backends.
+    #[error("--devices must be of one kind, got {first} and {other}")]
+    Kinds {
+        /// The first one.
+        first: String,
+        /// The first one of another kind.
+        other: String,
+    },
+    /// Windows that cannot be shared out equally.
+    #[error("--batch must be a multiple of the {devices} devices of --devices, got {batch}")]
+    Batch {
+        /// How many there are.
+        devices: usize,
+        /// Windows of a step.
+        batch: usize,
+    },
+    /// Replayed steps.
+    #[error("--graph replays the steps of one device alone; leave it out with --devices")]
+    Graph,
+    /// State that follows a whole batch.
+    #[error(
+        "--attention {0} has means that follow all bytes of a batch, of which each device sees a part; train it with --device"
+    )]
+    Means(String),
+    /// NCCL, of devices that it does not know.
+    #[error("--reduce nccl is of CUDA devices, got {0}")]
+    NotCuda(String),
+    /// NCCL, with a device twice.
+    #[error("--reduce nccl takes each device once, got {0} twice; with --reduce copies it can be")]
+    Twice(String),
+    /// NCCL, which is not there.
+    #[error("--reduce nccl cannot be used: {0}; --reduce copies needs nothing")]
+    NoNccl(String),
+    /// An error or a panic in one device's part of a step.
+    #[error(
+        "device {device} failed: {reason}; checkpoints are as they were: continue from the last one with --resume"
+    )]
+    Failed {
+        /// Its name.
+        device: String,
+        /// The error, or the panic's message.
+        reason: String,
+    },
+    /// Devices that took different steps.
+    #[error(
+        "device {device} has the gradients' norm {norm}, and {first} has {expected}: they no longer train the same model. Continue from the last \
+         checkpoint with --resume, with --reduce copies or on one device"
+    )]
+    Parted {
+        /// The first one.
+        first: String,
+        /// The other one.
+        device: String,
+        /// Of the first one.
+        expected: f32,
+        /// Of the other one.
+        norm: f32,
+    },
+}

@@ -1,0 +1,120 @@
+//! How devices add their gradients.
+
+use anyhow::{Result, ensure};
+use burn::tensor::distributed::{ReduceOperation, all_reduce};
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::check_collectives;
+use clap::ValueEnum;
+
+use super::error::DevicesError;
+use crate::device::NamedDevice;
+
+/// A way to add gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Reduce {
+    /// NCCL: CUDA devices among themselves
+    Nccl,
+    /// Copies to the first device, which adds them in order, and back: on any device
+    Copies,
+}
+
+/// The way of a run.
+#[derive(Clone, Debug)]
+pub(super) enum Strategy {
+    /// Each device calls NCCL, through Burn's engine.
+    Nccl {
+        /// All of them.
+        devices: Vec<Device>,
+    },
+    /// The first device adds, in the order of the devices: deterministic.
+    Copies {
+        /// Why not NCCL, where it would have been taken.
+        instead: Option<String>,
+    },
+}
+
+impl Strategy {
+    /// The one that was asked for, or NCCL where it can be used.
+    pub fn choose(asked: Option<Reduce>, named: &[NamedDevice]) -> Result<Self, DevicesError> {
+        let nccl = || -> Result<Self, DevicesError> {
+            for (index, NamedDevice { name, device }) in named.iter().enumerate() {
+                if !name.starts_with("cuda") {
+                    return Err(DevicesError::NotCuda(name.clone()));
+                }
+                if named[..index].iter().any(|other| other.name == *name) {
+                    return Err(DevicesError::Twice(name.clone()));
+                }
+                check_collectives(device)
+                    .map_err(|error| DevicesError::NoNccl(error.to_string()))?;
+            }
+            let devices = named.iter().map(|named| named.device.clone()).collect();
+            Ok(Self::Nccl { devices })
+        };
+        match (asked, nccl()) {
+            (Some(Reduce::Copies), _) => Ok(Self::Copies { instead: None }),
+            (_, Ok(nccl)) => Ok(nccl),
+            (Some(Reduce::Nccl), Err(error)) => Err(error),
+            (None, Err(DevicesError::NoNccl(reason))) => Ok(Self::Copies {
+                instead: Some(reason),
+            }),
+            (None, Err(_)) => Ok(Self::Copies { instead: None }),
+        }
+    }
+
+    /// In words, after what each device does.
+    pub fn describe(&self, first: &str) -> String {
+        match self {
+            Self::Nccl { .. } => "gradients added by NCCL".to_owned(),
+            Self::Copies { instead } => {
+                let why = instead
+                    .as_ref()
+                    .map(|reason| format!(" (not by NCCL: {reason})"));
+                format!(
+                    "gradients added by copies to {first} and back{}",
+                    why.unwrap_or_default()
+                )
+            }
+        }
+    }
+}
+
+/// One device's call of NCCL: each of `buckets` becomes its sum over all `devices`, which must each call this, from a thread of their own, with as many buckets of
+/// the same lengths.
+///
+/// Burn's engine submits it to the device's own queue, reduces in place what nobody else holds, and makes compute that is submitted later wait for it on the
+/// device. From one thread for all devices it would wait for ever: with fusion the first device's `resolve` returns when its queue is
+/// empty, and joining the others, which waits for them, is in that queue.
+pub(super) fn nccl_sums(buckets: Vec<Tensor<1>>, devices: &[Device]) -> Vec<Tensor<1>> {
+    let submit = |bucket| all_reduce(bucket, ReduceOperation::Sum, devices.to_vec());
+    // All of them before the first wait.
+    let sums: Vec<_> = buckets.into_iter().map(submit).collect();
+    sums.into_iter().map(|sum| sum.resolve()).collect()
+}
+
+/// The sum of all devices' buckets, in the order of the devices, on the first one; `[device][bucket]`.
+pub(super) fn sum_on_first(parts: Vec<Vec<Tensor<1>>>, first: &Device) -> Result<Vec<Tensor<1>>> {
+    let mut parts = parts.into_iter();
+    let mut sums = parts.next().unwrap_or_default();
+    for part in parts {
+        let [got, expected] = [&part, &sums].map(|buckets| lengths(buckets));
+        check_lengths(&expected, &got)?;
+        sums = (sums.into_iter().zip(part))
+            .map(|(sum, bucket)| sum + bucket.to_device(first))
+            .collect();
+    }
+    Ok(sums)
+}
+
+/// The elements of each bucket.
+pub(super) fn lengths(buckets: &[Tensor<1>]) -> Vec<usize> {
+    buckets.iter().map(|bucket| bucket.dims()[0]).collect()
+}
+
+/// That devices have gradients of the same parameters.
+pub(super) fn check_lengths(expected: &[usize], got: &[usize]) -> Result<()> {
+    ensure!(
+        expected == got,
+        "devices have gradients of different parameters: buckets of {expected:?} and {got:?} numbers"
+    );
+    Ok(())
+}

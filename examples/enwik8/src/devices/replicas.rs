@@ -1,0 +1,284 @@
+//! A model on each of several devices, which take every step together.
+
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread::{self, JoinHandle};
+
+use anyhow::{Context, Result, anyhow, bail};
+use burn::tensor::{Tensor, TensorData};
+
+use super::error::DevicesError;
+use super::group::Group;
+use super::reduce::{Strategy, check_lengths, sum_on_first};
+use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title, work};
+use crate::checkpoint::Checkpoint;
+use crate::device::NamedDevice;
+use crate::step::{Batch, Steps};
+
+/// The first device's replica, and threads with the others'.
+pub struct Replicas {
+    first: Replica,
+    devices: Vec<NamedDevice>,
+    strategy: Strategy,
+    workers: Vec<Worker>,
+    answers: Receiver<Answer>,
+    /// After a failure nobody waits for a thread: it may wait in the driver for a device that is gone.
+    failed: bool,
+}
+
+struct Worker {
+    orders: Sender<Order>,
+    thread: JoinHandle<()>,
+}
+
+impl Replicas {
+    /// With the first device's model and optimizer, which are those of `checkpoint`.
+    ///
+    /// # Errors
+    /// [`DevicesError::Failed`] if a device cannot hold a replica.
+    pub(super) fn start(
+        group: &Group,
+        strategy: &Strategy,
+        first: Steps,
+        checkpoint: Checkpoint,
+    ) -> Result<Self> {
+        let devices = group.devices().to_vec();
+        let way = (strategy, devices.len());
+        let checkpoint = Arc::new(checkpoint);
+        let (reports, answers) = mpsc::channel();
+        let workers = (devices.iter().enumerate().skip(1))
+            .map(|(rank, device)| {
+                let (orders, received) = mpsc::channel();
+                let (device, strategy) = (device.clone(), strategy.clone());
+                let (checkpoint, reports) = (checkpoint.clone(), reports.clone());
+                let count = devices.len();
+                let thread = thread::Builder::new()
+                    .name(device.name.clone())
+                    .spawn(move || {
+                        work(
+                            (rank, device),
+                            (strategy, count),
+                            checkpoint,
+                            received,
+                            reports,
+                        );
+                    })
+                    .context("cannot start a thread")?;
+                Ok(Worker { orders, thread })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let mut replicas = Self {
+            first: Replica::new(0, &devices[0], way, first),
+            strategy: strategy.clone(),
+            devices,
+            workers,
+            answers,
+            failed: false,
+        };
+        replicas.collect()?;
+        Ok(replicas)
+    }
+
+    /// The first device's model and optimizer.
+    pub fn steps(&self) -> &Steps {
+        &self.first.steps
+    }
+
+    /// Takes a step; the loss over the batch and the norm of its gradients.
+    pub fn take(&mut self, batch: Batch) -> Result<[f64; 2]> {
+        let learning_rate = batch.learning_rate;
+        let parts = parts(batch, self.devices.len())?;
+        let orders = parts.into_iter().map(Order::Gradients).collect();
+        let gradients = self.order(orders)?;
+        // On the first device, and what it lacks room for is its failure.
+        let sums = guarded(&self.first.title, || self.sums(gradients));
+        self.failed |= sums.is_err();
+        let sums = sums?;
+        let orders = (sums.into_iter())
+            .map(|sums| {
+                Order::Update(Update {
+                    learning_rate,
+                    sums,
+                })
+            })
+            .collect();
+        let measured = self.order(orders)?;
+        self.mean(measured)
+    }
+
+    /// Prunes the feed-forward networks' weights: replicas are the same, so what they prune is.
+    pub fn prune(&mut self, density: f64) -> Result<()> {
+        self.all(|| Order::Prune(density))
+    }
+
+    /// Takes the choice of keys by content out of all layers.
+    pub fn see_everything(&mut self) -> Result<()> {
+        self.all(|| Order::SeeEverything)
+    }
+
+    fn all(&mut self, order: impl Fn() -> Order) -> Result<()> {
+        let orders = self.devices.iter().map(|_| order()).collect();
+        self.order(orders).map(drop)
+    }
+
+    /// Gives each device its order and waits for all of them; the reports in the order of the devices.
+    fn order(&mut self, orders: Vec<Order>) -> Result<Vec<Report>> {
+        let mut orders = orders.into_iter();
+        let own = orders.next().context("no device")?;
+        for (worker, order) in self.workers.iter().zip(orders) {
+            // One that is gone has left its reason among the answers.
+            let _ = worker.orders.send(order);
+        }
+        let done = self.first.obey(own);
+        self.failed |= done.is_err();
+        let mut reports = vec![done?];
+        reports.extend(self.collect()?);
+        Ok(reports)
+    }
+
+    /// One report of each worker, in their order; the first error ends the wait.
+    fn collect(&mut self) -> Result<Vec<Report>> {
+        let mut reports: Vec<Option<Report>> = self.workers.iter().map(|_| None).collect();
+        for _ in 0..reports.len() {
+            let answer = self
+                .answers
+                .recv()
+                .map_err(|_| anyhow!("all devices are gone"));
+            let reported = answer.and_then(|(rank, report)| Ok((rank, report?)));
+            self.failed |= reported.is_err();
+            let (rank, report) = reported?;
+            reports[rank - 1] = Some(report);
+        }
+        Ok(reports.into_iter().flatten().collect())
+    }
+
+    /// What each device's update is of.
+    fn sums(&self, gradients: Vec<Report>) -> Result<Vec<Option<Vec<Tensor<1>>>>> {
+        if let Strategy::Nccl { .. } = self.strategy {
+            let mut expected = None;
+            for report in gradients {
+                let Report::Lengths(got) = report else {
+                    bail!("a device gave its gradients away");
+                };
+                check_lengths(expected.get_or_insert(got.clone()), &got)?;
+            }
+            return Ok(self.devices.iter().map(|_| None).collect());
+        }
+        let parts = (gradients.into_iter())
+            .map(|report| match report {
+                Report::Gradients(buckets) => Ok(buckets),
+                _ => bail!("a device kept its gradients"),
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let sums = sum_on_first(parts, &self.devices[0].device)?;
+        let copies = self.devices.iter().map(|named| {
+            let copy = |sum: &Tensor<1>| sum.clone().to_device(&named.device);
+            Some(sums.iter().map(copy).collect())
+        });
+        Ok(copies.collect())
+    }
+
+    /// The mean of the losses, and the norm, of which all devices have the same bits.
+    fn mean(&self, measured: Vec<Report>) -> Result<[f64; 2]> {
+        let mut all = Vec::with_capacity(measured.len());
+        for report in measured {
+            let Report::Measured(measured) = report else {
+                bail!("a device measured nothing");
+            };
+            all.push(measured);
+        }
+        let [_, expected] = all[0];
+        let losses: f64 = all.iter().map(|[loss, _]| f64::from(*loss)).sum();
+        let title = |rank: usize| title(&self.devices[rank].name, rank, all.len());
+        for (rank, [_, norm]) in all.iter().enumerate() {
+            // One that is not finite ends the run elsewhere.
+            if norm.to_bits() != expected.to_bits() && norm.is_finite() && expected.is_finite() {
+                return Err(DevicesError::Parted {
+                    first: title(0),
+                    device: title(rank),
+                    expected,
+                    norm: *norm,
+                }
+                .into());
+            }
+        }
+        Ok([losses / all.len() as f64, f64::from(expected)])
+    }
+}
+
+impl Drop for Replicas {
+    fn drop(&mut self) {
+        for Worker { orders, thread } in self.workers.drain(..) {
+            drop(orders);
+            if !self.failed {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// Equal parts of a batch, in order.
+fn parts(batch: Batch, count: usize) -> Result<Vec<Part>> {
+    let Batch {
+        tokens,
+        targets,
+        dropout_seed,
+        ..
+    } = batch;
+    let entries = tokens.shape()[0] / count;
+    let mut parts = Vec::with_capacity(count);
+    for index in 0..count {
+        parts.push(Part {
+            data: [
+                part_of(&tokens, index, count)?,
+                part_of(&targets, index, count)?,
+            ],
+            first_entry: index * entries,
+            dropout_seed,
+        });
+    }
+    Ok(parts)
+}
+
+/// Of the `count` equal parts of `[entries, context]` the one with this index.
+fn part_of(data: &TensorData, index: usize, count: usize) -> Result<TensorData> {
+    let shape = data.shape().to_vec();
+    let [entries, context] = shape[..] else {
+        bail!("a batch of shape {shape:?}");
+    };
+    let bytes = data.as_bytes();
+    let length = bytes.len() / count;
+    let part = bytes[index * length..][..length].to_vec();
+    Ok(TensorData::from_bytes_vec(
+        part,
+        [entries / count, context],
+        data.dtype(),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_a_batch_in_order() {
+        let data = |first: i32| TensorData::new((first..first + 12).collect::<Vec<i32>>(), [6, 2]);
+        let batch = Batch {
+            tokens: data(0),
+            targets: data(1),
+            dropout_seed: 9,
+            learning_rate: 0.1,
+        };
+        let parts = parts(batch, 3).unwrap();
+        let firsts: Vec<usize> = parts.iter().map(|part| part.first_entry).collect();
+        assert_eq!(firsts, [0, 2, 4]);
+        for (index, part) in parts.iter().enumerate() {
+            for (offset, data) in part.data.iter().enumerate() {
+                let first = (4 * index + offset) as i32;
+                let expected: Vec<i32> = (first..first + 4).collect();
+                assert_eq!(data.shape().to_vec(), [2, 2]);
+                assert_eq!(data.try_to_vec::<i32>().unwrap(), expected);
+            }
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! Steps on one device or on several.
+
+use std::cell::Ref;
+
+use anyhow::{Result, anyhow};
+use burn::tensor::TensorData;
+use burn_blocksparse::FusedAdamW;
+use burn_sparse_transformer::SparseTransformer;
+
+use super::group::Group;
+use super::replicas::Replicas;
+use crate::checkpoint::Checkpoint;
+use crate::step::{Batch, Steps};
+
+/// A model, its optimizer and how they take steps.
+pub enum Training {
+    /// On one device.
+    One(Box<Steps>),
+    /// On several, or with the sum over several on one.
+    Several(Box<Replicas>),
+}
+
+impl From<Steps> for Training {
+    fn from(steps: Steps) -> Self {
+        Self::One(Box::new(steps))
+    }
+}
+
+impl Training {
+    /// The same on the devices of a group; `checkpoint` is of it as it is.
+    pub fn spread(self, group: &Group, checkpoint: Checkpoint) -> Result<Self> {
+        match (self, group.strategy()) {
+            (Self::One(steps), Some(strategy)) => {
+                let replicas = Replicas::start(group, strategy, *steps, checkpoint)?;
+                Ok(Self::Several(Box::new(replicas)))
+            }
+            (training, _) => Ok(training),
+        }
+    }
+
+    fn steps(&self) -> &Steps {
+        match self {
+            Self::One(steps) => steps,
+            Self::Several(replicas) => replicas.steps(),
+        }
+    }
+
+    /// The model between steps; the first device's.
+    pub fn model(&self) -> Result<Ref<'_, SparseTransformer>> {
+        self.steps().model()
+    }
+
+    /// The optimizer between steps; the first device's.
+    pub fn optimizer(&self) -> Ref<'_, FusedAdamW> {
+        self.steps().optimizer()
+    }
+
+    /// Takes a step; the loss and the norm of the gradients.
+    pub fn take(&mut self, batch: Batch) -> Result<[f64; 2]> {
+        let steps = match self {
+            Self::One(steps) => steps,
+            Self::Several(replicas) => return replicas.take(batch),
+        };
+        // The only wait for the device in a step.
+        let measured = (steps.take(batch)?)
+            .try_into_vec_as::<f32>()
+            .map_err(|error| anyhow!("{error:?}"))?;
+        Ok([f64::from(measured[0]), f64::from(measured[1])])
+    }
+
+    /// [`Steps::prune`].
+    pub fn prune(&mut self, density: f64) -> Result<()> {
+        match self {
+            Self::One(steps) => steps.prune(density),
+            Self::Several(replicas) => replicas.prune(density),
+        }
+    }
+
+    /// [`Steps::settle_means`], of one device: groups refuse models with means.
+    pub fn settle_means(&mut self, tokens: TensorData, seed: u64) -> Result<()> {
+        match self {
+            Self::One(steps) => steps.settle_means(tokens, seed),
+            Self::Several(_) => Err(anyhow!("several devices have no means of clusters")),
+        }
+    }
+
+    /// [`Steps::see_everything`].
+    pub fn see_everything(&mut self) -> Result<()> {
+        match self {
+            Self::One(steps) => steps.see_everything(),
+            Self::Several(replicas) => replicas.see_everything(),
+        }
+    }
+
+    /// [`Steps::describe`].
+    pub fn describe(&self) -> Option<String> {
+        self.steps().describe()
+    }
+}

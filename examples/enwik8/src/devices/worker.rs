@@ -1,0 +1,265 @@
+//! One device's side of a step, and the thread in which all but the first take theirs.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use burn::tensor::{Bytes, Tensor, TensorData};
+
+use super::bundle::Bundle;
+use super::error::DevicesError;
+use super::reduce::{Strategy, lengths, nccl_sums};
+use crate::checkpoint::Checkpoint;
+use crate::device::NamedDevice;
+use crate::model;
+use crate::step::Steps;
+
+/// How long a device that failed waits for the run to end. Another one may wait in the driver for its part of a sum, and not come back.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// What a device does next.
+pub(super) enum Order {
+    Gradients(Part),
+    Update(Update),
+    Prune(f64),
+    SeeEverything,
+}
+
+/// A device's entries of a batch.
+pub(super) struct Part {
+    /// Tokens and targets, `[entries, context]` each.
+    pub data: [TensorData; 2],
+    /// How many entries of the batch come before.
+    pub first_entry: usize,
+    pub dropout_seed: u64,
+}
+
+/// The second half of a step.
+pub(super) struct Update {
+    pub learning_rate: f64,
+    /// The buckets' sums on this device, unless it adds them itself.
+    pub sums: Option<Vec<Tensor<1>>>,
+}
+
+/// What a device has done.
+pub(super) enum Report {
+    /// What was ordered, and nothing to show.
+    Done,
+    /// Its gradients, in buckets that others add.
+    Gradients(Vec<Tensor<1>>),
+    /// Elements of the buckets that it will add itself.
+    Lengths(Vec<usize>),
+    /// The loss of its part, and the norm of the mean of all gradients.
+    Measured([f32; 2]),
+}
+
+/// Who reports what.
+pub(super) type Answer = (usize, Result<Report>);
+
+/// A device with a model of its own.
+pub(super) struct Replica {
+    rank: usize,
+    /// How errors call it.
+    pub title: String,
+    strategy: Strategy,
+    /// How many there are.
+    count: usize,
+    pub steps: Steps,
+    half: Option<Half>,
+    taken: usize,
+}
+
+/// What is left of the first half of a step.
+struct Half {
+    loss: Tensor<1>,
+    bundle: Bundle,
+    /// Those that this device adds itself.
+    buckets: Option<Vec<Tensor<1>>>,
+}
+
+impl Replica {
+    pub fn new(
+        rank: usize,
+        device: &NamedDevice,
+        (strategy, count): (&Strategy, usize),
+        steps: Steps,
+    ) -> Self {
+        Self {
+            rank,
+            title: title(&device.name, rank, count),
+            strategy: strategy.clone(),
+            count,
+            steps,
+            half: None,
+            taken: 0,
+        }
+    }
+
+    /// A replica that begins as a resumed run does.
+    fn restore(
+        rank: usize,
+        device: &NamedDevice,
+        strategy: (&Strategy, usize),
+        checkpoint: &Checkpoint,
+    ) -> Result<Self> {
+        let recipe = &checkpoint.header.config.recipe;
+        let model = model::restore(checkpoint, &device.device.clone().autodiff())?;
+        let optimizer = Bytes::from_bytes_vec(checkpoint.optimizer.clone());
+        let optimizer = model::optimizer(recipe).from_bytes(optimizer)?;
+        let steps = Steps::new(model, optimizer, &device.device, recipe.recompute, false);
+        Ok(Self::new(rank, device, strategy, steps))
+    }
+
+    /// Does what is ordered. A panic is an error, too.
+    ///
+    /// # Errors
+    /// [`DevicesError::Failed`] with the device's name.
+    pub fn obey(&mut self, order: Order) -> Result<Report> {
+        let title = self.title.clone();
+        guarded(&title, || match order {
+            Order::Gradients(part) => self.gradients(part),
+            Order::Update(update) => self.update(update),
+            Order::Prune(density) => self.steps.prune(density).map(|()| Report::Done),
+            Order::SeeEverything => self.steps.see_everything().map(|()| Report::Done),
+        })
+    }
+
+    fn gradients(&mut self, part: Part) -> Result<Report> {
+        self.taken += 1;
+        self.fail_where_a_test_says("gradients")?;
+        let Part {
+            data,
+            first_entry,
+            dropout_seed,
+        } = part;
+        let (loss, gradients) = self.steps.gradients(data, first_entry, dropout_seed)?;
+        let (bundle, buckets) = Bundle::pack(&*self.steps.model()?, gradients);
+        let (report, buckets) = match self.strategy {
+            Strategy::Nccl { .. } => (Report::Lengths(lengths(&buckets)), Some(buckets)),
+            Strategy::Copies { .. } => (Report::Gradients(buckets), None),
+        };
+        self.half = Some(Half {
+            loss,
+            bundle,
+            buckets,
+        });
+        Ok(report)
+    }
+
+    fn update(&mut self, update: Update) -> Result<Report> {
+        self.fail_where_a_test_says("update")?;
+        let half = self.half.take().context("an update without gradients")?;
+        let sums = match (&self.strategy, half.buckets, update.sums) {
+            (Strategy::Nccl { devices }, Some(buckets), None) => nccl_sums(buckets, devices),
+            (Strategy::Copies { .. }, None, Some(sums)) => sums,
+            _ => bail!("an update of another strategy"),
+        };
+        // The mean over equal parts is that of the batch.
+        let means = match self.count {
+            1 => sums,
+            count => (sums.into_iter()).map(|sum| sum / count as f64).collect(),
+        };
+        let gradients = half.bundle.unpack(&*self.steps.model()?, means);
+        let norm = self.steps.update(update.learning_rate, gradients)?;
+        // The only wait for the device in a step.
+        let measured = Tensor::cat(vec![half.loss, norm], 0)
+            .try_into_vec_as::<f32>()
+            .map_err(|error| anyhow!("{error:?}"))?;
+        Ok(Report::Measured([measured[0], measured[1]]))
+    }
+
+    /// `ENWIK8_FAIL=RANK,STEP,gradients|update,error|panic`, in builds for development alone: nothing else makes a CPU fail.
+    fn fail_where_a_test_says(&self, half: &str) -> Result<()> {
+        if !cfg!(debug_assertions) {
+            return Ok(());
+        }
+        let wanted = std::env::var("ENWIK8_FAIL").unwrap_or_default();
+        let here = format!("{},{},{half},", self.rank, self.taken);
+        match wanted.strip_prefix(&here) {
+            Some("panic") => panic!("asked to panic"),
+            Some(_) => bail!("asked to fail"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A device's name, and which of several it is: one may be there twice.
+pub(super) fn title(name: &str, rank: usize, count: usize) -> String {
+    match count {
+        1 => name.to_owned(),
+        _ => format!("{name} ({} of {count})", rank + 1),
+    }
+}
+
+/// What a device's part of a step gives; its errors and panics say the device's name.
+pub(super) fn guarded<T>(device: &str, part: impl FnOnce() -> Result<T>) -> Result<T> {
+    // After a panic nothing of the replica is used again.
+    let reason = match catch_unwind(AssertUnwindSafe(part)) {
+        Ok(Ok(done)) => return Ok(done),
+        Ok(Err(error)) => format!("{error:#}"),
+        Err(payload) => {
+            let text = (payload
+                .downcast_ref::<&str>()
+                .map(|text| (*text).to_owned()))
+            .or_else(|| payload.downcast_ref::<String>().cloned());
+            text.unwrap_or_else(|| "a panic without a message".to_owned())
+        }
+    };
+    Err(DevicesError::Failed {
+        device: device.to_owned(),
+        reason,
+    }
+    .into())
+}
+
+/// The life of a thread: what it is to begin with, then orders until there are none.
+pub(super) fn work(
+    (rank, device): (usize, NamedDevice),
+    (strategy, count): (Strategy, usize),
+    checkpoint: Arc<Checkpoint>,
+    orders: Receiver<Order>,
+    answers: Sender<Answer>,
+) {
+    let restored = guarded(&title(&device.name, rank, count), || {
+        Replica::restore(rank, &device, (&strategy, count), &checkpoint)
+    });
+    drop(checkpoint);
+    let mut replica = match restored {
+        Ok(replica) => replica,
+        Err(error) => return fail(rank, error, &orders, &answers),
+    };
+    let mut answer = Ok(Report::Done);
+    loop {
+        match answer {
+            Ok(report) => {
+                if answers.send((rank, Ok(report))).is_err() {
+                    return;
+                }
+            }
+            Err(error) => return fail(rank, error, &orders, &answers),
+        }
+        let Ok(order) = orders.recv() else { return };
+        answer = replica.obey(order);
+    }
+}
+
+/// Reports a failure, and ends the process itself if nobody does.
+fn fail(rank: usize, error: anyhow::Error, orders: &Receiver<Order>, answers: &Sender<Answer>) {
+    let text = format!("{error:#}");
+    if answers.send((rank, Err(error))).is_err() {
+        return;
+    }
+    loop {
+        match orders.recv_timeout(GRACE) {
+            // Of a step that nobody will end.
+            Ok(_) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
+            Err(RecvTimeoutError::Timeout) => {
+                eprintln!("error: {text}");
+                std::process::exit(1);
+            }
+        }
+    }
+}
