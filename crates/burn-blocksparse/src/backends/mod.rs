@@ -17,6 +17,7 @@ pub(crate) mod estimates;
 mod fixed;
 pub(crate) mod heads;
 pub(crate) mod linear;
+#[cfg(feature = "cuda")]
 pub(crate) mod listed;
 pub(crate) mod loss;
 mod masses;

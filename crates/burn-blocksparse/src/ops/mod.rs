@@ -9,6 +9,7 @@ mod estimates;
 mod fixed;
 mod heads;
 mod linear;
+#[cfg(feature = "cuda")]
 mod listed;
 mod loss;
 mod masses;
@@ -33,6 +34,7 @@ pub use estimates::{CompressedCall, EstimateOps, MeanScores};
 pub use fixed::FixedOps;
 pub use heads::HeadOps;
 pub use linear::LinearOps;
+#[cfg(feature = "cuda")]
 pub use listed::{ListedCall, ListedGrads, ListedInputs, ListedOps, ListedOutput, ListedSaved};
 pub use loss::LossOps;
 pub use masses::AttentionMassOps;

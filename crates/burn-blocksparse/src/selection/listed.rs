@@ -3,8 +3,7 @@
 use blocksparse::BlockLayout;
 use burn::tensor::Tensor;
 
-use super::lists::ListsShape;
-use super::query_lists::QueryLists;
+use super::query_lists::{ListsShape, QueryLists};
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cuda")]

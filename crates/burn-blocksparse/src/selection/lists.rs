@@ -14,40 +14,11 @@ use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
 use crate::error::OpError;
 use crate::merge::merge_parts;
 use crate::op_plan::OpPlan;
-use crate::options::AttentionOptions;
+use crate::options::{AttentionOptions, WeightsMode};
 use crate::rows::rows_at;
-use crate::selection::selected::check_options;
 
 /// Numbers of packed queries and of their outputs that are in memory at a time, unless one head has more.
 const PACKED: usize = 1 << 31;
-
-/// Sizes of lists.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ListsShape {
-    /// Heads that have lists of their own.
-    pub lists: usize,
-    /// Blocks that a query chooses, at most.
-    pub most: usize,
-    /// Keys of a block.
-    pub block: usize,
-    /// Tiles of queries by blocks.
-    pub tiles: usize,
-    /// Places of a tile.
-    pub tile: usize,
-}
-
-impl QueryLists {
-    pub(crate) fn shape(&self) -> ListsShape {
-        let [_, lists, _, most] = self.blocks.dims();
-        ListsShape {
-            lists,
-            most,
-            block: self.block,
-            tiles: self.tile_blocks.dims()[2],
-            tile: self.tile,
-        }
-    }
-}
 
 /// Attention over a layout and, beside it, over the blocks that each query lists, which it sees whole: out and lse over all of them. The pairs of the layout
 /// and those of the lists must be others, and a query must not list a block twice, because what comes twice counts twice; that is not checked, because lists
@@ -111,6 +82,26 @@ pub fn attention_with_lists_plan(
             Err(why) => format!("packed  queries by the block that they chose, because {why}"),
         })
     }))
+}
+
+/// What does not follow queries to other places.
+pub(crate) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
+    let expected = "none where every query chooses for itself";
+    if options.alibi.is_some() {
+        return Err(OpError::argument("options.alibi", expected, "slopes"));
+    }
+    if let Some(dropout) = options.active_dropout() {
+        let got = dropout.probability;
+        return Err(OpError::argument("options.dropout", expected, got));
+    }
+    match options.weights {
+        WeightsMode::Recompute => Ok(()),
+        WeightsMode::Store => Err(OpError::argument(
+            "options.weights",
+            "Recompute where every query chooses for itself",
+            "Store",
+        )),
+    }
 }
 
 fn check_lists(

@@ -109,7 +109,33 @@ impl ListSizes {
     }
 }
 
+/// Sizes of lists.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ListsShape {
+    /// Heads that have lists of their own.
+    pub lists: usize,
+    /// Blocks that a query chooses, at most.
+    pub most: usize,
+    /// Keys of a block.
+    pub block: usize,
+    /// Tiles of queries by blocks.
+    pub tiles: usize,
+    /// Places of a tile.
+    pub tile: usize,
+}
+
 impl QueryLists {
+    pub(crate) fn shape(&self) -> ListsShape {
+        let [_, lists, _, most] = self.blocks.dims();
+        ListsShape {
+            lists,
+            most,
+            block: self.block,
+            tiles: self.tile_blocks.dims()[2],
+            tile: self.tile,
+        }
+    }
+
     /// The lists of blocks that are given: i32 `[batch, lists, queries, most]` on the device, without autodiff, negative for none, of blocks of `block` keys
     /// of `seq_kv`. There are as many places as every query could choose.
     ///

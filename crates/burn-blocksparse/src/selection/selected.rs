@@ -5,13 +5,13 @@ use burn::tensor::Tensor;
 
 use super::Selection;
 use super::estimator::ScoreCall;
-use super::lists::attention_of_choice;
+use super::lists::{attention_of_choice, check_options};
 use super::query_lists::{ListSizes, QueryLists};
 use super::sharing::Sharing;
 use crate::attention::attention_with_lse;
 use crate::check;
 use crate::error::OpError;
-use crate::options::{AttentionOptions, WeightsMode};
+use crate::options::AttentionOptions;
 
 /// How [`attention_selected`] chooses and attends. [`AttentionOptions`] alone are causal ones.
 #[derive(Clone, Debug, PartialEq)]
@@ -124,26 +124,6 @@ pub fn attention_selected_with_lse(
         None => None,
     };
     attention_of_choice([q, k, v], &own, lists, &attention)
-}
-
-/// What does not follow queries to other places.
-pub(crate) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
-    let expected = "none where every query chooses for itself";
-    if options.alibi.is_some() {
-        return Err(OpError::argument("options.alibi", expected, "slopes"));
-    }
-    if let Some(dropout) = options.active_dropout() {
-        let got = dropout.probability;
-        return Err(OpError::argument("options.dropout", expected, got));
-    }
-    match options.weights {
-        WeightsMode::Recompute => Ok(()),
-        WeightsMode::Store => Err(OpError::argument(
-            "options.weights",
-            "Recompute where every query chooses for itself",
-            "Store",
-        )),
-    }
 }
 
 impl Selection {

@@ -26,6 +26,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 use super::asm::*;
 use super::bias_kept::{add_kept_bias, keep_bias};
 use super::bias_store::{PairPlace, store_pairs};
+use super::dropout::{drop_gradient, kept_again, kept_pairs};
 use super::gradient::mask;
 use super::options::*;
 use super::pair_tile::PairTile;
@@ -321,6 +322,7 @@ pub fn bias_gradient<S: Size, P: Size>(
                 &listing,
                 comptime!(t.pairs()),
             );
+            let turned = kept_again(&kept, comptime!(t.pairs()));
             let mut s = wait::<S>(s_started, 1usize, width);
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + first * 8);
@@ -370,7 +372,7 @@ pub fn bias_gradient<S: Size, P: Size>(
                 if comptime!(i % 4 >= 2) {
                     delta = delta1;
                 }
-                let inner = drop_gradient(dp.extract(i), delta, &kept, &args, i, t.options);
+                let inner = drop_gradient(dp.extract(i), delta, &turned, &args, i, t.options);
                 sums.insert(i, multiply_add(p.extract(i), inner, sums.extract(i)));
             }
             lse0 = next_upper.lse;
