@@ -222,7 +222,7 @@ impl Nsa {
             selected,
             window,
         } = keys_values;
-        let [batch, heads, ..] = q.dims();
+        let [_, heads, ..] = q.dims();
         let (by_entries, lse) = self.of_entries(&call, &q, &compressed)?.unzip();
         let [k, v] = selected;
         let forced = self.options.forced;

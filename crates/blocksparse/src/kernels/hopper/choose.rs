@@ -72,31 +72,6 @@ const CANDIDATES: [Candidate; 8] = [
     candidate(256, [1, 64, 2, 1], true, 0.55),
 ];
 
-/// With dropout instead: while scores are computed the generator needs registers, of which steps of 128 columns leave two cubes of a multiprocessor none.
-const WITH_DROPOUT: [Candidate; 2] = [
-    candidate(64, [2, 64, 4, 2], false, 1.0),
-    candidate(64, [1, 64, 4, 2], false, 0.8),
-];
-
-/// The shapes for a class of widths. `BLOCKSPARSE_HOPPER_COLS=128` (or 64) leaves those with steps of so many columns, dropout or not: for measuring them.
-fn candidates(class: usize, dropout: bool) -> Vec<&'static Candidate> {
-    let forced = std::env::var("BLOCKSPARSE_HOPPER_COLS").ok();
-    let forced = forced.and_then(|cols| cols.parse::<usize>().ok());
-    let of_class = |list: &'static [Candidate]| list.iter().filter(move |c| c.dim == class);
-    let all: Vec<_> = of_class(&WITH_DROPOUT)
-        .chain(of_class(&CANDIDATES))
-        .collect();
-    if let Some(cols) = forced
-        && all.iter().any(|shape| shape.cols == cols)
-    {
-        return all.into_iter().filter(|shape| shape.cols == cols).collect();
-    }
-    match dropout && of_class(&WITH_DROPOUT).next().is_some() {
-        true => of_class(&WITH_DROPOUT).collect(),
-        false => of_class(&CANDIDATES).collect(),
-    }
-}
-
 /// Whether the device has what the tier is made of, and the call allows it.
 fn check_tier(part: &PartRequest) -> Result<(), &'static str> {
     let properties = part.properties;
@@ -145,7 +120,7 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     let hardware = &part.properties.hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
     let mut best: Option<(f64, Tile)> = None;
-    for shape in candidates(class, request.score.dropout) {
+    for shape in CANDIDATES.iter().filter(|shape| shape.dim == class) {
         let rows = GROUP_ROWS * shape.warpgroups;
         let may_cluster = request.may_cluster(layout, Walk::Rows);
         let grouping = Grouping::best(layout, Walk::Rows, [rows, shape.cols], may_cluster);
