@@ -18,6 +18,9 @@
 //! p and ds are left operands in registers: they never go through shared memory. In a walk over columns s, p, dp and ds
 //! are transposes, and lse and delta belong to columns; TMA brings them along. `out1 · scale` is dQ or dK, out2 is dV.
 
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 

@@ -1,11 +1,12 @@
 //! Which calls are taken, and what they run, on devices that are only described.
 
 use cubecl::ir::features::Features;
-use cubecl::ir::{DeviceIdentity, FloatKind, HardwareProperties, MemoryDeviceProperties};
+use cubecl::ir::{
+    DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
+    MemoryDeviceProperties,
+};
 
 use super::plan::*;
-use super::*;
-use cubecl::ir::{DeviceProperties, ElemType};
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
