@@ -291,7 +291,8 @@ impl Bench<'_> {
         let causal = Pattern::causal()
             .layout(heads, n, 128)
             .expect("valid sizes");
-        let nsa = Nsa::new(NsaOptions::default()).expect("the paper's numbers");
+        let walked = NsaOptions::default().choice_walk(ChoiceWalk::Auto);
+        let nsa = Nsa::new(walked).expect("the paper's numbers");
         let attend = |[q, k, v, gates]: [Tensor<4>; 4]| {
             let keys_values = NsaKeysValues::shared(k, v).compressed_by_means(&nsa)?;
             nsa.attention(q, keys_values, gates)

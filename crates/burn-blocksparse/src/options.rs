@@ -41,10 +41,11 @@ pub struct AttentionOptions {
 #[non_exhaustive]
 pub enum ChoiceWalk {
     /// Kernels in which a query walks its own list, where a device has them and they take the call, and otherwise as [`Packed`](Self::Packed).
-    /// [`attention_with_lists_plan`](crate::attention_with_lists_plan) says which.
-    #[default]
+    /// [`attention_with_lists_plan`](crate::attention_with_lists_plan) says which. About twice as fast, and not the default yet: on a GPU these kernels have
+    /// been timed, but not compared with a reference.
     Auto,
     /// Queries are packed by the block that they chose, attend to that block alone, and the parts are merged.
+    #[default]
     Packed,
 }
 
