@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result, anyhow, ensure};
 use blocksparse::kernels::listed::{
-    ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedSaved, backward, forward,
+    ListedGradients, ListedLists, ListedPlan, ListedRequest, backward, forward,
 };
-use blocksparse::kernels::{OutputGrads, TensorView};
+use blocksparse::kernels::{OutputGrads, Outputs, TensorView};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::future::block_on;
@@ -202,7 +202,7 @@ impl Call {
     fn forward(&self) -> Result<()> {
         let [q, k, v, _] = &self.views;
         let [out, lse, ..] = &self.results;
-        let saved = ListedSaved { out, lse };
+        let saved = Outputs::new(out, lse);
         let (x, scale) = ([q, k, v], self.scale());
         Ok(forward(
             &self.client,
@@ -227,7 +227,7 @@ impl Call {
                 queries: &self.queries,
                 tile_blocks: &self.tile_blocks,
             },
-            ListedSaved { out, lse },
+            Outputs::new(out, lse),
             OutputGrads {
                 out: grad_out,
                 lse: None,

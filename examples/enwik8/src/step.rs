@@ -70,6 +70,13 @@ pub struct Steps {
     graph: bool,
 }
 
+/// The loss and the norm of the gradients of a step, `[2]`, on the host: the only wait for the device in a step.
+pub fn measured(step: Tensor<1>) -> Result<[f32; 2]> {
+    let measured = step.try_into_vec_as::<f32>();
+    let measured = measured.map_err(|error| anyhow!("{error:?}"))?;
+    Ok([measured[0], measured[1]])
+}
+
 impl Steps {
     /// With `graph` the fourth step is recorded, and from then on replayed, where the device can.
     pub fn new(

@@ -285,6 +285,16 @@ impl Kernel {
     }
 }
 
+/// What all kernels on mma.sync need: ldmatrix, cp.async and products of bf16.
+pub fn check_ampere(properties: &DeviceProperties) -> Result<(), &'static str> {
+    let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
+    let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
+    match capability < 80 {
+        true => Err("the device is not of compute capability 8.0 or up"),
+        false => Ok(()),
+    }
+}
+
 /// Tiers that a call leaves out, for measuring and comparing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]

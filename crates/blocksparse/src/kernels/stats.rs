@@ -1,12 +1,15 @@
 //! What the backward pass needs of each query: lse and delta.
 
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::args::{buffer, listing, optional, spread, strides_of, vectors_of};
+use super::args::{ScoreOptions, buffer, listing, optional, spread, strides_of, vectors_of};
+use super::call::{OutputGrads, Outputs};
 use super::error::KernelError;
 use super::pass::{BackwardPass, Part};
 use super::simt::delta;
+use crate::Residue;
 
 /// Units of a cube.
 const UNITS: u32 = 64;
@@ -22,22 +25,71 @@ pub struct Wanted {
     pub by_class: bool,
 }
 
+/// What is known of the queries.
+pub struct Known<'a> {
+    pub client: &'a Client,
+    pub batch: usize,
+    pub heads: usize,
+    pub value_dim: usize,
+    /// Types of the tensors, and of sums.
+    pub dtypes: [ElemType; 2],
+    pub outputs: Outputs<'a>,
+    pub grads: OutputGrads<'a>,
+    pub options: &'a ScoreOptions,
+    /// The slopes on the device.
+    pub slopes: Option<&'a Handle>,
+    /// Elements of a load, and the type of indices.
+    pub width: usize,
+    pub address: AddressType,
+}
+
 /// `[batch · heads, pitch, 2]` in the type of sums: `lse · lse_factor` and delta of the query at each place of a part, with slopes and the
 /// table of distances behind.
 ///
 /// # Errors
 /// [`KernelError`] if there are more cubes than the device launches.
 pub fn make(pass: &BackwardPass, part: Part, wanted: Wanted) -> Result<Handle, KernelError> {
-    let &BackwardPass {
+    let request = pass.request;
+    let known = Known {
+        client: pass.client,
+        batch: request.batch,
+        heads: pass.layout.heads(),
+        value_dim: request.value_dim,
+        dtypes: [request.dtype, request.accumulator()],
+        outputs: pass.outputs,
+        grads: pass.grads,
+        options: pass.options,
+        slopes: pass.slopes.as_ref(),
+        width: pass.indexing.width,
+        address: pass.indexing.address,
+    };
+    of_queries(&known, part.residue, wanted)
+}
+
+/// The same of queries that are listed so.
+///
+/// # Errors
+/// As [`make`].
+pub fn of_queries(
+    known: &Known,
+    residue: Option<Residue>,
+    wanted: Wanted,
+) -> Result<Handle, KernelError> {
+    let &Known {
         client,
-        request,
-        indexing,
+        batch,
+        heads,
+        value_dim,
+        dtypes: [dtype, accumulator],
+        outputs,
+        grads,
         options,
-        ..
-    } = pass;
-    let (width, accumulator) = (indexing.width, request.accumulator());
-    let (heads, value_dim) = (pass.layout.heads(), request.value_dim);
-    let rows = request.batch * heads * wanted.pitch;
+        slopes,
+        width,
+        address,
+    } = known;
+    let outs = batch * heads * grads.out.shape[2];
+    let rows = batch * heads * wanted.pitch;
     let [table_start, numbers] = options.stats_len(rows);
     let stats = client.empty(numbers * accumulator.size());
     let lanes = delta::delta_lanes(client.properties(), value_dim / width);
@@ -50,17 +102,17 @@ pub fn make(pass: &BackwardPass, part: Part, wanted: Wanted) -> Result<Handle, K
             client,
             cubes,
             CubeDim::new_1d(UNITS),
-            indexing.address,
+            address,
             width,
-            buffer(pass.outputs.out, pass.rows() * value_dim / width),
-            vectors_of(pass.grads.out, width),
-            buffer(pass.outputs.lse, pass.rows()),
-            optional(pass.grads.lse, pass.rows()),
-            optional(pass.slopes.as_ref(), heads),
+            buffer(outputs.out, outs * value_dim / width),
+            vectors_of(grads.out, width),
+            buffer(outputs.lse, outs),
+            optional(grads.lse, outs),
+            optional(slopes, heads),
             options.table(),
             buffer(&stats, numbers),
-            strides_of(pass.grads.out, width),
-            listing(part.residue),
+            strides_of(grads.out, width),
+            listing(residue),
             heads,
             rows,
             wanted.pitch,
@@ -70,7 +122,7 @@ pub fn make(pass: &BackwardPass, part: Part, wanted: Wanted) -> Result<Handle, K
             value_dim,
             lanes,
             wanted.by_class,
-            request.dtype,
+            dtype,
             accumulator,
         );
     }

@@ -1,7 +1,10 @@
 //! What the tensor-core tiers share on the host.
 
+use cubecl::ir::{ElemType, FloatKind};
+
 use super::call::{PartRequest, Request, TensorView, TierLimit};
 use super::error::KernelError;
+use super::shared::asm::Half;
 
 /// Why a tier does not take a part: kernels count the elements of what they write, or vectors of them, in 32 bits.
 pub const TOO_LARGE: &str = "an output has more elements than its kernels count in 32 bits";
@@ -21,6 +24,15 @@ pub fn check_options(request: &Request) -> Result<(), &'static str> {
         return Err("the scale is not positive");
     }
     Ok(())
+}
+
+/// The half precision that a dtype is.
+pub fn half_of(dtype: ElemType) -> Result<Half, &'static str> {
+    match dtype {
+        ElemType::Float(FloatKind::BF16) => Ok(Half::Bf16),
+        ElemType::Float(FloatKind::F16) => Ok(Half::F16),
+        _ => Err("the dtype is neither bf16 nor f16"),
+    }
 }
 
 /// Whether a part may run on tensor cores at all.

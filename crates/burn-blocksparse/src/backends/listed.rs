@@ -1,11 +1,5 @@
 //! Queries that walk lists of their own on each backend, and their step in Burn's autodiff graph.
 
-#[cfg(any(
-    feature = "flex",
-    feature = "ndarray",
-    feature = "cube",
-    feature = "autodiff"
-))]
 use crate::ops::ListedOps;
 
 #[cfg(feature = "flex")]
@@ -14,15 +8,11 @@ impl ListedOps for burn::backend::Flex {}
 #[cfg(feature = "ndarray")]
 impl ListedOps for burn::backend::NdArray {}
 
-#[cfg(all(feature = "cube", not(feature = "cuda")))]
-impl ListedOps for burn_cubecl::CubeBackend {}
-
-#[cfg(feature = "cuda")]
 pub(crate) mod kernels {
-    use blocksparse::kernels::OutputGrads as KernelGrads;
     use blocksparse::kernels::listed::{
-        self, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedSaved as Outputs,
+        self, ListedGradients, ListedLists, ListedPlan, ListedRequest,
     };
+    use blocksparse::kernels::{OutputGrads as KernelGrads, Outputs};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::{DType, IntDType};
     use burn_cubecl::kernel::{cast, into_contiguous};
@@ -134,16 +124,12 @@ pub(crate) mod kernels {
             let AttentionOutput { out, lse, .. } = over_layout;
             let call = Call::new(inputs, &options, call);
             let views = [0, 1, 2].map(|input| view(&call.inputs[input]));
-            let saved = Outputs {
-                out: &out.handle,
-                lse: &lse.handle,
-            };
             launched(listed::forward(
                 &out.client,
                 &call.plan,
                 [&views[0], &views[1], &views[2]],
                 &call.blocks.handle,
-                saved,
+                Outputs::new(&out.handle, &lse.handle),
                 call.scale,
                 true,
             ));
@@ -194,10 +180,7 @@ pub(crate) mod kernels {
                     queries: &call.queries.handle,
                     tile_blocks: &call.tile_blocks.handle,
                 },
-                Outputs {
-                    out: &out.handle,
-                    lse: &lse.handle,
-                },
+                Outputs::new(&out.handle, &lse.handle),
                 KernelGrads {
                     out: &grad_view,
                     lse: grad_lse.as_ref().map(|grad| &grad.handle),

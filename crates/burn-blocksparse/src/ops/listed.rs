@@ -17,7 +17,6 @@ pub struct ListedCall {
 }
 
 impl ListedCall {
-    #[cfg(feature = "cuda")]
     pub(crate) fn new(block: usize, tile: usize) -> Self {
         Self { block, tile }
     }

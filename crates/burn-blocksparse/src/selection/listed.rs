@@ -12,14 +12,17 @@ use crate::options::{ChoiceWalk, WeightsMode};
 use crate::plan::{AttentionPlan, Chosen};
 
 /// What a call that kernels take runs.
+#[cfg(feature = "cuda")]
 pub(super) struct ListedWalk {
     /// For what queries see beside their lists.
-    #[cfg(feature = "cuda")]
     near: AttentionPlan,
     /// As plans print it.
-    #[cfg(feature = "cuda")]
     text: String,
 }
+
+/// No call is taken without kernels.
+#[cfg(not(feature = "cuda"))]
+pub(super) enum ListedWalk {}
 
 /// What runs, or why queries are packed by block instead.
 #[cfg(not(feature = "cuda"))]
@@ -91,7 +94,7 @@ impl ListedWalk {
         #[cfg(feature = "cuda")]
         return &self.text;
         #[cfg(not(feature = "cuda"))]
-        unreachable!("no call is taken without kernels")
+        match *self {}
     }
 
     /// Attention over a layout and over lists beside it: out and lse. The arguments were checked.
@@ -103,7 +106,7 @@ impl ListedWalk {
         _lists: QueryLists,
         _options: &AttentionOptions,
     ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
-        unreachable!("no call is taken without kernels")
+        match self {}
     }
 
     /// Attention over a layout and over lists beside it: out and lse. The arguments were checked.

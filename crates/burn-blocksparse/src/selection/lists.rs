@@ -58,7 +58,7 @@ pub fn attention_with_lists(
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     check_lists([&q, &k, &v], near, &lists, &options)?;
-    attention_of_choice([q, k, v], near, Some(lists), &options)
+    attention_of_lists([q, k, v], near, lists, &options)
 }
 
 /// What [`attention_with_lists`] runs for these arguments, and what [`attention_selected`](crate::attention_selected()) and [`Nsa`](crate::Nsa) run for lists
@@ -134,14 +134,26 @@ pub(crate) fn attention_of_choice(
     lists: Option<QueryLists>,
     options: &AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
-    if let Some(lists) = &lists {
-        let [q, k, v] = &x;
-        check::call(q, k, v, near.into(), options)?;
-        if let Ok(walk) = listed::choose([q, k, v], near, lists.shape(), options)? {
-            return walk.attend(x, near, lists.clone(), options);
-        }
+    let Some(lists) = lists else {
+        return in_parts(x, near, None, options, PACKED);
+    };
+    let [q, k, v] = &x;
+    check::call(q, k, v, near.into(), options)?;
+    attention_of_lists(x, near, lists, options)
+}
+
+/// The same with lists, of arguments that were checked.
+fn attention_of_lists(
+    x: [Tensor<4>; 3],
+    near: &BlockLayout,
+    lists: QueryLists,
+    options: &AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let [q, k, v] = &x;
+    match listed::choose([q, k, v], near, lists.shape(), options)? {
+        Ok(walk) => walk.attend(x, near, lists, options),
+        Err(_) => in_parts(x, near, Some(lists), options, PACKED),
     }
-    in_parts(x, near, lists, options, PACKED)
 }
 
 /// [`attention_of_choice`] with other numbers at a time.

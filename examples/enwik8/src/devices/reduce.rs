@@ -50,14 +50,16 @@ impl Strategy {
             let devices = named.iter().map(|named| named.device.clone()).collect();
             Ok(Self::Nccl { devices })
         };
-        match (asked, nccl()) {
-            (Some(Reduce::Copies), _) => Ok(Self::Copies { instead: None }),
-            (_, Ok(nccl)) => Ok(nccl),
-            (Some(Reduce::Nccl), Err(error)) => Err(error),
-            (None, Err(DevicesError::NoNccl(reason))) => Ok(Self::Copies {
-                instead: Some(reason),
-            }),
-            (None, Err(_)) => Ok(Self::Copies { instead: None }),
+        match asked {
+            // NCCL is not looked for.
+            Some(Reduce::Copies) => Ok(Self::Copies { instead: None }),
+            Some(Reduce::Nccl) => nccl(),
+            None => Ok(nccl().unwrap_or_else(|error| Self::Copies {
+                instead: match error {
+                    DevicesError::NoNccl(reason) => Some(reason),
+                    _ => None,
+                },
+            })),
         }
     }
 

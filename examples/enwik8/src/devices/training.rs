@@ -10,7 +10,7 @@ use burn_sparse_transformer::SparseTransformer;
 use super::group::Group;
 use super::replicas::Replicas;
 use crate::checkpoint::Checkpoint;
-use crate::step::{Batch, Steps};
+use crate::step::{Batch, Steps, measured};
 
 /// A model, its optimizer and how they take steps.
 pub enum Training {
@@ -61,11 +61,7 @@ impl Training {
             Self::One(steps) => steps,
             Self::Several(replicas) => return replicas.take(batch),
         };
-        // The only wait for the device in a step.
-        let measured = (steps.take(batch)?)
-            .try_into_vec_as::<f32>()
-            .map_err(|error| anyhow!("{error:?}"))?;
-        Ok([f64::from(measured[0]), f64::from(measured[1])])
+        Ok(measured(steps.take(batch)?)?.map(f64::from))
     }
 
     /// [`Steps::prune`].

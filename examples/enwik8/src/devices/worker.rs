@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use burn::tensor::{Bytes, Tensor, TensorData};
 
 use super::bundle::Bundle;
@@ -14,7 +14,7 @@ use super::reduce::{Strategy, lengths, nccl_sums};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
 use crate::model;
-use crate::step::Steps;
+use crate::step::{Steps, measured};
 
 /// How long a device that failed waits for the run to end. Another one may wait in the driver for its part of a sum, and not come back.
 const GRACE: Duration = Duration::from_secs(30);
@@ -163,11 +163,7 @@ impl Replica {
         };
         let gradients = half.bundle.unpack(&*self.steps.model()?, means);
         let norm = self.steps.update(update.learning_rate, gradients)?;
-        // The only wait for the device in a step.
-        let measured = Tensor::cat(vec![half.loss, norm], 0)
-            .try_into_vec_as::<f32>()
-            .map_err(|error| anyhow!("{error:?}"))?;
-        Ok(Report::Measured([measured[0], measured[1]]))
+        measured(Tensor::cat(vec![half.loss, norm], 0)).map(Report::Measured)
     }
 
     /// `ENWIK8_FAIL=RANK,STEP,gradients|update,error|panic`, in builds for development alone: nothing else makes a CPU fail.

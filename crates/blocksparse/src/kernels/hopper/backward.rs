@@ -85,13 +85,12 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         for i in 0..comptime!(t.own_buffers()) {
             barrier_init(base + comptime!(t.own() + 8 * i as u32), 1u32);
         }
-        #[unroll]
-        for i in 0..comptime!(t.stages) {
-            let offset = comptime!(8 * i as u32);
-            barrier_init(base + comptime!(t.full()) + offset, 1u32);
-            barrier_init(base + comptime!(t.empty()) + offset, comptime!(t.warps()));
-        }
-        barrier_fence();
+        ring_init(
+            base + comptime!(t.full()),
+            base + comptime!(t.empty()),
+            t.stages,
+            comptime!(t.warps()),
+        );
         if comptime!(t.persistent) {
             cache_tile(plan, &parts, &lengths, base, CUBE_POS_X, 0u32, t);
             let second = CUBE_COUNT_X + draw(tickets);

@@ -30,7 +30,7 @@ use super::dropout::{drop_gradient, kept_again, kept_pairs};
 use super::gradient::mask;
 use super::options::*;
 use super::pair_tile::PairTile;
-use super::rows::{own_place, own_rows};
+use super::rows::{own_place, own_places, own_rows};
 use crate::kernels::shared::walk::{Listing, PlanParts, Slice, batch_of, head_of};
 
 /// No pattern, or no tile.
@@ -185,13 +185,12 @@ pub fn bias_gradient<S: Size, P: Size>(
     };
 
     if UNIT_POS_X == 0 {
-        #[unroll]
-        for i in 0..comptime!(t.stages) {
-            let offset = comptime!(8 * i as u32);
-            barrier_init(base + comptime!(t.full()) + offset, 1u32);
-            barrier_init(base + comptime!(t.empty()) + offset, comptime!(t.warps()));
-        }
-        barrier_fence();
+        ring_init(
+            base + comptime!(t.full()),
+            base + comptime!(t.empty()),
+            t.stages,
+            comptime!(t.warps()),
+        );
         shared_store(base, NONE);
     }
     sync_cube();
@@ -229,21 +228,14 @@ pub fn bias_gradient<S: Size, P: Size>(
             comptime!(t.clustered),
         );
         let row = warp * 16 + lane / 4;
-        let place = own_place(
+        let places = own_places(
             plan,
             rows_at,
             row,
             comptime!(t.group),
             comptime!(t.clustered),
         );
-        let place8 = own_place(
-            plan,
-            rows_at,
-            row + 8,
-            comptime!(t.group),
-            comptime!(t.clustered),
-        );
-        let rows = unit_rows(place, place8, &listing, comptime!(t.pairs()));
+        let rows = unit_rows(places.upper, places.lower, &listing, comptime!(t.pairs()));
 
         let own = box_of(
             plan,
@@ -290,8 +282,8 @@ pub fn bias_gradient<S: Size, P: Size>(
 
         let mut sums = Vector::<f32, S>::zeroed();
         let mut done = 0u32;
-        let upper = stats_of(stats, &members, &sharing, &member, place);
-        let lower = stats_of(stats, &members, &sharing, &member, place8);
+        let upper = stats_of(stats, &members, &sharing, &member, places.upper);
+        let lower = stats_of(stats, &members, &sharing, &member, places.lower);
         let mut lse0 = upper.lse;
         let mut delta0 = upper.delta;
         let mut lse1 = lower.lse;
@@ -311,8 +303,8 @@ pub fn bias_gradient<S: Size, P: Size>(
             // On their way while this member is computed.
             step(&members, &member);
             skip_others(plan, &parts, &members, &member, t.several);
-            let next_upper = stats_of(stats, &members, &sharing, &member, place);
-            let next_lower = stats_of(stats, &members, &sharing, &member, place8);
+            let next_upper = stats_of(stats, &members, &sharing, &member, places.upper);
+            let next_lower = stats_of(stats, &members, &sharing, &member, places.lower);
             let kept = kept_pairs(
                 &args,
                 &of_head,

@@ -1,15 +1,14 @@
 //! Which tile a call gets.
 
-use cubecl::ir::{ElemType, FloatKind, features::Tma};
+use cubecl::ir::features::Tma;
 
-use super::asm::Half;
 use super::bias_launch::BiasTiles;
 use super::fused::Sizes;
 use super::options::Options;
 use super::pair_tile::PairTile;
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
 use crate::kernels::call::{PartRequest, Request, TierLimit};
-use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, is_u32};
+use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
 use crate::plan::{Grouping, Walk};
 use crate::{BlockLayout, Residue};
 
@@ -95,11 +94,7 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
         layout, request, ..
     } = part;
     check_tier(part)?;
-    let half = match request.dtype {
-        ElemType::Float(FloatKind::BF16) => Half::Bf16,
-        ElemType::Float(FloatKind::F16) => Half::F16,
-        _ => return Err("the dtype is neither bf16 nor f16"),
-    };
+    let half = half_of(request.dtype)?;
     check_options(request)?;
     if let Some(Residue { stride, .. }) = part.residue
         && !part.seq_kv.is_multiple_of(stride)

@@ -2,10 +2,9 @@
 
 use std::fmt;
 
-use super::asm::{Half, ROW, ROW_ELEMENTS};
+use super::asm::{Half, ROW};
 use super::gradient::MaskShape;
 use super::options::{Options, PairShape};
-use super::tiles::GROUP_ROWS;
 use crate::plan::{Tiling, Walk};
 
 /// A tile of pairs: one step of one tile of queries.
@@ -40,18 +39,8 @@ pub struct PairTile {
 }
 
 impl PairTile {
-    /// Queries of a tile.
-    pub fn rows(&self) -> usize {
-        GROUP_ROWS * self.warpgroups
-    }
-
-    /// Units of a cube.
-    pub fn units(&self) -> usize {
-        128 * self.warpgroups
-    }
-
-    pub(super) fn warps(&self) -> u32 {
-        4 * self.warpgroups as u32
+    pub(super) fn row_groups(&self) -> usize {
+        self.warpgroups
     }
 
     /// How the layout is cut.
@@ -110,24 +99,6 @@ impl PairTile {
         shape
     }
 
-    /// Spans of 64 columns in shared memory.
-    pub(super) fn spans(&self) -> usize {
-        self.dim.div_ceil(ROW_ELEMENTS)
-    }
-
-    /// Entries of a step.
-    pub(super) fn entries(&self) -> usize {
-        self.cols / self.group
-    }
-
-    /// Rows of a box of queries. All positions of a box are of one class and one block.
-    pub(super) fn a_group(&self) -> usize {
-        match self.residue || self.clustered {
-            true => self.rows().min(self.group),
-            false => self.rows(),
-        }
-    }
-
     /// Boxes of the queries' side of a product.
     pub(super) fn a_boxes(&self) -> usize {
         self.rows() / self.a_group() * self.spans()
@@ -136,11 +107,6 @@ impl PairTile {
     /// Boxes of a product.
     pub(super) fn boxes(&self) -> usize {
         self.a_boxes() + self.entries() * self.spans()
-    }
-
-    /// Bytes of the queries' side of a product.
-    pub(super) fn a_bytes(&self) -> usize {
-        self.rows() * self.spans() * ROW
     }
 
     /// Bytes of a product's operands.
@@ -164,7 +130,7 @@ impl PairTile {
 
     /// Bytes of the bias of a warpgroup's pairs.
     pub(super) fn bias_bytes(&self) -> usize {
-        GROUP_ROWS * self.cols * 2
+        self.rows() / self.warpgroups * self.cols * 2
     }
 
     /// Of the bias, behind the stages.

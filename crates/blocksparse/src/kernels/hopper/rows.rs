@@ -5,6 +5,9 @@ use cubecl::prelude::*;
 use super::asm::*;
 use crate::kernels::shared::walk::PlanParts;
 
+/// A unit holds parts of rows `r` and `r + 8`.
+pub const ROW_PAIR: u32 = 8;
+
 /// Where a tile's own rows are: its first place, or the word of its first block.
 #[cube]
 pub fn own_rows(
@@ -37,6 +40,27 @@ pub fn own_place(
         place = plan[(rows + row / block) as usize] * block + row % block;
     }
     place
+}
+
+/// Places of two of a tile's own rows, of which a unit has parts.
+#[derive(CubeType, Clone, Copy)]
+pub struct RowPlaces {
+    pub upper: u32,
+    pub lower: u32,
+}
+
+/// The places of the unit's own rows: `row`, and [`ROW_PAIR`] behind it.
+#[cube]
+pub fn own_places(
+    plan: &[u32],
+    rows: u32,
+    row: u32,
+    #[comptime] group: usize,
+    #[comptime] clustered: bool,
+) -> RowPlaces {
+    let upper = own_place(plan, rows, row, group, clustered);
+    let lower = own_place(plan, rows, row + ROW_PAIR, group, clustered);
+    RowPlaces { upper, lower }
 }
 
 /// Whether the width has the eight of the `i`-th 32 columns of a row that a unit stores.

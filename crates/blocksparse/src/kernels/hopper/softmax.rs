@@ -8,13 +8,10 @@ use cubecl::prelude::*;
 use super::asm::*;
 use super::dropout::*;
 use super::options::*;
-use super::rows::own_place;
+use super::rows::{ROW_PAIR, own_places};
 use super::tiles::Tile;
 use crate::kernels::shared::score::SLACK;
 use crate::kernels::shared::walk::Listing;
-
-/// A unit holds parts of rows `r` and `r + 8`.
-pub const ROW_PAIR: u32 = 8;
 
 /// What is made of the pairs of a unit besides their products.
 #[derive(CubeType, Clone, Copy)]
@@ -31,8 +28,9 @@ pub fn rows_of_unit(plan: &[u32], rows: u32, listing: &Listing, #[comptime] t: T
     if comptime!(t.options.any()) {
         let row = unit() / 32 * 16 + unit() % 32 / 4;
         let (group, clustered) = comptime!((t.group, t.clustered));
-        upper = own_place(plan, rows, row, group, clustered);
-        lower = own_place(plan, rows, row + ROW_PAIR, group, clustered);
+        let places = own_places(plan, rows, row, group, clustered);
+        upper = places.upper;
+        lower = places.lower;
     }
     unit_rows(upper, lower, listing, comptime!(t.pairs()))
 }

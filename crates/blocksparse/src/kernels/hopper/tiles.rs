@@ -5,14 +5,15 @@ use std::fmt;
 use super::asm::{Half, ROW, ROW_ELEMENTS};
 use super::gradient::{MaskShape, StoreShape};
 use super::options::{Options, PairShape};
+use super::pair_tile::PairTile;
 pub use super::walk_tile::WalkTile;
 use crate::plan::{Tiling, Walk};
 
 /// Rows of a warpgroup.
 pub(super) const GROUP_ROWS: usize = 64;
 
-/// What is the same of all tiles: warpgroups with 64 rows each, and columns of `group` side by side.
-macro_rules! common {
+/// Sizes that all tiles have: warpgroups with 64 rows each, and columns of `group` side by side.
+macro_rules! sizes {
     ($($tile:ident),*) => {$(
         impl $tile {
             /// Rows of a tile.
@@ -34,14 +35,23 @@ macro_rules! common {
                 self.dim.div_ceil(ROW_ELEMENTS)
             }
 
-            /// Registers of a unit's sums over the width: those of whole 32 columns, of which a unit stores 16 bytes.
-            pub(super) fn sums(&self) -> usize {
-                (self.dim / 2).next_power_of_two().max(16)
-            }
-
             /// Entries of a step.
             pub(super) fn entries(&self) -> usize {
                 self.cols / self.group
+            }
+        }
+    )*};
+}
+
+sizes!(Tile, BackwardTile, WalkTile, PairTile);
+
+/// What is the same of all tiles with sums of rows.
+macro_rules! common {
+    ($($tile:ident),*) => {$(
+        impl $tile {
+            /// Registers of a unit's sums over the width: those of whole 32 columns, of which a unit stores 16 bytes.
+            pub(super) fn sums(&self) -> usize {
+                (self.dim / 2).next_power_of_two().max(16)
             }
 
             pub(super) fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -66,19 +76,10 @@ macro_rules! common {
 
 common!(Tile, BackwardTile, WalkTile);
 
-/// What is the same of the tiles of the backward pass: own rows, and gradients of them.
-macro_rules! common_backward {
+/// What is the same of the tiles of the backward pass that have own rows all along.
+macro_rules! own_rows {
     ($($tile:ident),*) => {$(
         impl $tile {
-            pub(super) fn store(&self) -> StoreShape {
-                StoreShape {
-                    half: self.half,
-                    dim: self.dim,
-                    residue: self.residue,
-                    carry: self.carry,
-                }
-            }
-
             /// Rows of a box of the tile's own rows. All positions of a box are of one class and one block.
             pub(super) fn a_group(&self) -> usize {
                 match self.residue || self.clustered {
@@ -90,6 +91,24 @@ macro_rules! common_backward {
             /// Bytes of the own rows of one tensor.
             pub(super) fn a_bytes(&self) -> usize {
                 self.rows() * self.spans() * ROW
+            }
+        }
+    )*};
+}
+
+own_rows!(BackwardTile, WalkTile, PairTile);
+
+/// What is the same of those with gradients of rows.
+macro_rules! common_backward {
+    ($($tile:ident),*) => {$(
+        impl $tile {
+            pub(super) fn store(&self) -> StoreShape {
+                StoreShape {
+                    half: self.half,
+                    dim: self.dim,
+                    residue: self.residue,
+                    carry: self.carry,
+                }
             }
 
             /// Bytes of a step's rows of one tensor.

@@ -28,7 +28,7 @@ use super::asm::*;
 use super::dropout::*;
 use super::gradient::*;
 use super::options::*;
-use super::rows::{own_place, own_rows, pack_all};
+use super::rows::{own_places, own_rows, pack_all};
 use super::tiles::WalkTile;
 use super::walk_loads::*;
 use crate::kernels::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
@@ -73,13 +73,12 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
 
     if UNIT_POS_X == 0 {
         barrier_init(base, 1u32);
-        #[unroll]
-        for i in 0..comptime!(t.stages) {
-            let offset = comptime!(8 * i as u32);
-            barrier_init(base + comptime!(t.full()) + offset, 1u32);
-            barrier_init(base + comptime!(t.empty()) + offset, comptime!(t.warps()));
-        }
-        barrier_fence();
+        ring_init(
+            base + comptime!(t.full()),
+            base + comptime!(t.empty()),
+            t.stages,
+            comptime!(t.warps()),
+        );
     }
     sync_cube();
 
@@ -167,35 +166,33 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     let mut delta0 = f32::new(0.0);
     let mut delta1 = f32::new(0.0);
     // Of the unit's rows `row` and `row + 8`.
-    let place = own_place(
+    let places = own_places(
         plan,
         rows_at,
         row,
         comptime!(t.group),
         comptime!(t.clustered),
     );
-    let place8 = own_place(
-        plan,
-        rows_at,
-        row + 8,
-        comptime!(t.group),
-        comptime!(t.clustered),
-    );
     if comptime!(!columns) {
         let first = (batch * heads + outer) * pitch;
-        if place < pitch {
-            let at = (first + place) as usize * 2;
+        if places.upper < pitch {
+            let at = (first + places.upper) as usize * 2;
             lse0 = stats[at];
             delta0 = stats[at + 1];
         }
-        if place8 < pitch {
-            let at = (first + place8) as usize * 2;
+        if places.lower < pitch {
+            let at = (first + places.lower) as usize * 2;
             lse1 = stats[at];
             delta1 = stats[at + 1];
         }
     }
 
-    let rows = unit_rows(place, place8, &listing, comptime!(t.pairs(walk)));
+    let rows = unit_rows(
+        places.upper,
+        places.lower,
+        &listing,
+        comptime!(t.pairs(walk)),
+    );
     let mut out1 = Vector::<f32, O>::zeroed();
     let mut out2 = Vector::<f32, O>::zeroed();
     // Of the gradients of scores, over the queries of the unit's rows.
@@ -367,8 +364,24 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     }
 
     if comptime!(t.bias_sums) {
-        store_sums(out, sum0, batch * heads + outer, place, len, &listing, t);
-        store_sums(out, sum1, batch * heads + outer, place8, len, &listing, t);
+        store_sums(
+            out,
+            sum0,
+            batch * heads + outer,
+            places.upper,
+            len,
+            &listing,
+            t,
+        );
+        store_sums(
+            out,
+            sum1,
+            batch * heads + outer,
+            places.lower,
+            len,
+            &listing,
+            t,
+        );
     } else {
         let first = (batch * slice.heads as u32 + outer) * len;
         store_rows::<O>(
@@ -376,8 +389,8 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             &out1,
             0u32,
             first,
-            place,
-            place8,
+            places.upper,
+            places.lower,
             &listing,
             len,
             lane,
@@ -391,8 +404,8 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 &out2,
                 second,
                 first,
-                place,
-                place8,
+                places.upper,
+                places.lower,
                 &listing,
                 len,
                 lane,

@@ -23,7 +23,7 @@ use super::asm::*;
 use super::dropout::*;
 use super::gradient::*;
 use super::options::*;
-use super::rows::{own_place, own_rows, pack_all};
+use super::rows::{own_places, own_rows, pack_all};
 use super::tiles::WalkTile;
 use super::walk_loads::*;
 use crate::kernels::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
@@ -65,13 +65,12 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
 
     if UNIT_POS_X == 0 {
         barrier_init(base, 1u32);
-        #[unroll]
-        for i in 0..comptime!(t.stages) {
-            let offset = comptime!(8 * i as u32);
-            barrier_init(base + comptime!(t.full()) + offset, 1u32);
-            barrier_init(base + comptime!(t.empty()) + offset, comptime!(t.warps()));
-        }
-        barrier_fence();
+        ring_init(
+            base + comptime!(t.full()),
+            base + comptime!(t.empty()),
+            t.stages,
+            comptime!(t.warps()),
+        );
     }
     sync_cube();
 
@@ -131,21 +130,19 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     }
 
     let row = warp % 4 * 16 + lane / 4;
-    let place = own_place(
+    let places = own_places(
         plan,
         rows_at,
         row,
         comptime!(t.group),
         comptime!(t.clustered),
     );
-    let place8 = own_place(
-        plan,
-        rows_at,
-        row + 8,
-        comptime!(t.group),
-        comptime!(t.clustered),
+    let rows = unit_rows(
+        places.upper,
+        places.lower,
+        &listing,
+        comptime!(t.pairs(Walk::Columns)),
     );
-    let rows = unit_rows(place, place8, &listing, comptime!(t.pairs(Walk::Columns)));
 
     // Of the first warpgroup k and q, then dO; of the second v and dO, then q.
     let buffers = comptime!((t.stages * t.b_bytes()) as u32);
@@ -320,8 +317,8 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         &sums,
         start,
         first,
-        place,
-        place8,
+        places.upper,
+        places.lower,
         &listing,
         len,
         lane,

@@ -8,7 +8,7 @@ use cubecl::ir::features::Tma;
 use super::mma::{MmaTile, VARIANTS};
 use super::tile::{Epilogue, Order, ProductTile, ROWS, SLAB};
 use super::view::MatrixView;
-use crate::kernels::call::TierLimit;
+use crate::kernels::call::{TierLimit, check_ampere};
 use crate::kernels::shared::asm::Half;
 
 /// What a product is, without its tensors.
@@ -135,11 +135,7 @@ pub(super) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
 fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
     let properties = client.properties();
     let hardware = &properties.hardware;
-    let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
-    let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
-    if capability < 80 {
-        return Err("the device is not of compute capability 8.0 or up");
-    }
+    check_ampere(properties)?;
     if let Ok(TierLimit::Simt) = TierLimit::from_env() {
         return Err("BLOCKSPARSE_TIER says simt");
     }

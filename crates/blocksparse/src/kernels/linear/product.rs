@@ -18,7 +18,7 @@ use super::tile::{MULTIPLIERS, Order, ProductTile, ROWS, SLAB, SPAN_BYTES, WARPS
 use super::view::HEAD;
 use crate::kernels::shared::asm::{shared_address, uniform};
 use crate::kernels::shared::tma::{
-    ROW_ELEMENTS, barrier_expect, barrier_fence, barrier_init, barrier_wait, descriptor, load_box,
+    ROW_ELEMENTS, barrier_expect, barrier_wait, descriptor, load_box, ring_init,
 };
 
 /// Where tiles are.
@@ -156,12 +156,12 @@ pub fn product<S: Size, W: Size>(
     let lane = UNIT_POS_X % 32;
     let stages = comptime!(t.stages as u32);
     if UNIT_POS_X == 0 {
-        #[unroll]
-        for i in 0..stages {
-            barrier_init(base + comptime!(t.full() + 8 * i), 1u32);
-            barrier_init(base + comptime!(t.empty() + 8 * i), WARPS);
-        }
-        barrier_fence();
+        ring_init(
+            base + comptime!(t.full()),
+            base + comptime!(t.empty()),
+            comptime!(stages as usize),
+            WARPS,
+        );
     }
     sync_cube();
 

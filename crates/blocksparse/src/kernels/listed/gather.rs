@@ -7,9 +7,9 @@ use cubecl::prelude::*;
 
 use super::tile::WalkTile;
 use crate::kernels::mma::asm::*;
-use crate::kernels::mma::gather::copy_of_row;
+use crate::kernels::mma::gather::{Strides, copy_of_row, head_address};
 use crate::kernels::mma::tile::{NOWHERE, Tile};
-use crate::kernels::shared::walk::Four;
+use crate::kernels::shared::walk::{Four, Slice, batch_of, head_of};
 
 /// The list of a query.
 #[derive(CubeType, Clone, Copy)]
@@ -31,6 +31,88 @@ pub struct Sources {
     /// Pieces of 16 bytes between positions.
     pub key_stride: u64,
     pub value_stride: u64,
+}
+
+/// What a cube's walk begins with.
+#[derive(CubeType, Clone, Copy)]
+pub struct QueryWalk {
+    batch: u32,
+    /// Its query, and the first of the heads that share the list.
+    query: u32,
+    first_head: u32,
+    pub list: QueryList,
+    pub sources: Sources,
+}
+
+/// The walk of the cube's query.
+#[cube]
+pub fn query_walk(
+    k: u64,
+    v: u64,
+    seq_q: u32,
+    k_strides: &Strides,
+    v_strides: &Strides,
+    slice: &Slice,
+    most: u32,
+    #[comptime] t: WalkTile,
+) -> QueryWalk {
+    let kv_head = head_of(slice) as u32;
+    let batch = batch_of(slice) as u32;
+    let query = CUBE_POS_X;
+    QueryWalk {
+        batch,
+        query,
+        first_head: kv_head * comptime!(t.inner.rows() as u32),
+        list: QueryList {
+            first: (((batch * slice.heads as u32 + kv_head) * seq_q + query) * most) as usize,
+            most,
+            len: k_strides.len,
+        },
+        sources: Sources {
+            keys: head_address(k, k_strides, batch, kv_head),
+            values: head_address(v, v_strides, batch, kv_head),
+            key_stride: k_strides.row,
+            value_stride: v_strides.row,
+        },
+    }
+}
+
+/// The query's row of the first head that shares the list, among those of all batch entries and heads.
+#[cube]
+pub fn first_of_heads(walk: &QueryWalk, lists: u32, seq_q: u32, #[comptime] t: WalkTile) -> u32 {
+    (walk.batch * lists * comptime!(t.inner.rows() as u32) + walk.first_head) * seq_q + walk.query
+}
+
+/// Starts to copy the query's rows of a tensor.
+#[cube]
+pub fn copy_query(
+    target: u32,
+    tensor: u64,
+    strides: &Strides,
+    walk: &QueryWalk,
+    #[comptime] dim: usize,
+    #[comptime] t: WalkTile,
+) {
+    let first = head_address(tensor, strides, walk.batch, walk.first_head);
+    copy_own(
+        target,
+        first + u64::cast_from(walk.query) * strides.row * 16,
+        strides.head,
+        dim,
+        comptime!(t.inner),
+    );
+}
+
+/// Starts to copy all steps that have room but one; the positions of the step behind them.
+#[cube]
+pub fn fill_ring(base: u32, lists: &[i32], walk: &QueryWalk, #[comptime] t: WalkTile) -> u32 {
+    let ahead = comptime!(t.inner.stages as u32 - 1);
+    #[unroll]
+    for j in 0..ahead {
+        let position = listed_position(lists, &walk.list, j, t);
+        copy_listed(base, j, position, &walk.sources, t);
+    }
+    listed_position(lists, &walk.list, ahead.runtime(), t)
 }
 
 /// Steps of a list.
@@ -138,7 +220,7 @@ fn period_of(pieces: usize, units: usize) -> usize {
 
 /// Starts to copy the rows of a query, which are `stride` pieces of 16 bytes apart.
 #[cube]
-pub fn copy_own(target: u32, first: u64, stride: u64, #[comptime] dim: usize, #[comptime] t: Tile) {
+fn copy_own(target: u32, first: u64, stride: u64, #[comptime] dim: usize, #[comptime] t: Tile) {
     let pieces = comptime!(t.words(dim) as u32 / 4);
     let mut index = UNIT_POS_X;
     while index < comptime!(t.rows() as u32) * pieces {

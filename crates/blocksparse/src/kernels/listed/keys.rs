@@ -18,6 +18,7 @@ use cubecl::prelude::*;
 
 use crate::kernels::mma::asm::*;
 use crate::kernels::mma::backward::store_rows;
+use crate::kernels::mma::backward_loads::operand_places;
 use crate::kernels::mma::gather::*;
 use crate::kernels::mma::product::*;
 use crate::kernels::mma::tile::{NOWHERE, ROW_PAIR, Tile};
@@ -177,19 +178,8 @@ pub fn keys(
         let warp_rows = warp * 16;
         let first_row = warp_rows + lane / 4;
         let quad = lane % 4 * 2;
-        let k_rows = k_at
-            + warp_rows * comptime!(t.pitch(t.head_dim) as u32)
-            + lane_rows(lane, comptime!(t.head_dim), t);
-        let v_rows = v_at
-            + warp_rows * comptime!(t.pitch(t.value_dim) as u32)
-            + lane_rows(lane, comptime!(t.value_dim), t);
-        let q_at = base + comptime!(t.b1_offset(true) as u32);
-        let out_at = base + comptime!(t.b2_offset(true) as u32);
-        let q_cols = q_at + lane_cols(lane, comptime!(t.head_dim), t);
-        let out_cols = out_at + lane_cols(lane, comptime!(t.value_dim), t);
-        let q_rows = q_at + lane_depth(lane, comptime!(t.head_dim), t);
-        let out_rows = out_at + lane_depth(lane, comptime!(t.value_dim), t);
-        let stats_at = base + comptime!(t.stats_at(0) as u32) + lane % 4 * 16;
+        // Of k, v, and of q and dO both ways.
+        let operands = operand_places(base, warp_rows, lane, t);
 
         let mut dk = Array::<Vector<f32, Four>>::new(comptime!(t.head_dim / 8));
         let mut dv = Array::<Vector<f32, Four>>::new(comptime!(t.value_dim / 8));
@@ -212,11 +202,11 @@ pub fn keys(
 
             let q_stage = stage * comptime!(t.b1_bytes() as u32);
             let out_stage = stage * comptime!(t.b2_bytes() as u32);
-            let stats_stage = stats_at + stage * comptime!(t.stats_bytes() as u32);
+            let stats_stage = operands.stats + stage * comptime!(t.stats_bytes() as u32);
             let mut s = product(
-                k_rows,
+                operands.a1_rows,
                 &none,
-                q_cols + q_stage,
+                operands.b1_cols + q_stage,
                 false,
                 comptime!(t.head_dim),
                 t,
@@ -233,11 +223,17 @@ pub fn keys(
                 s[n] = four;
             }
             let p = pack_left(&s, t);
-            accumulate(&p, out_rows + out_stage, &mut dv, comptime!(t.value_dim), t);
+            accumulate(
+                &p,
+                operands.b2_rows + out_stage,
+                &mut dv,
+                comptime!(t.value_dim),
+                t,
+            );
             let mut dp = product(
-                v_rows,
+                operands.a2_rows,
                 &none,
-                out_cols + out_stage,
+                operands.b2_cols + out_stage,
                 false,
                 comptime!(t.value_dim),
                 t,
@@ -255,7 +251,13 @@ pub fn keys(
                 dp[n] = four;
             }
             let ds = pack_left(&dp, t);
-            accumulate(&ds, q_rows + q_stage, &mut dk, comptime!(t.head_dim), t);
+            accumulate(
+                &ds,
+                operands.b1_rows + q_stage,
+                &mut dk,
+                comptime!(t.head_dim),
+                t,
+            );
             store_row(slots, j + 2, found, t);
         }
 

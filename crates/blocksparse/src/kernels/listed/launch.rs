@@ -1,28 +1,23 @@
 //! Launches over lists of queries.
 
-use cubecl::ir::ElemType;
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::plan::ListedPlan;
+use super::plan::{ListedPlan, ListedRequest};
 use super::tile::WalkTile;
 use super::{fold, forward as forward_kernel, keys, queries};
-use crate::kernels::args::{
-    address_of, buffer, listing, load_width, optional, spread, strides_of, vectors_of,
-};
-use crate::kernels::call::{OutputGrads, TensorView};
+use crate::kernels::args::{ScoreOptions, address_of, buffer, load_width};
+use crate::kernels::call::{OutputGrads, Outputs, TensorView};
 use crate::kernels::error::KernelError;
 use crate::kernels::mma::gather::StridesLaunch;
 use crate::kernels::mma::tile::Tile;
-use crate::kernels::simt::delta;
 use crate::kernels::slices::Slice;
+use crate::kernels::stats::{self, Known, Wanted};
 use crate::kernels::tensor::{check_rows, check_scale, is_u32, scales};
 
 /// Elements of 16 bytes.
 const PIECE: usize = 8;
-
-/// Units of a cube that makes stats.
-const STATS_UNITS: u32 = 64;
 
 /// The lists of a call, i32.
 #[derive(Clone, Copy, Debug)]
@@ -33,15 +28,6 @@ pub struct ListedLists<'a> {
     pub queries: &'a Handle,
     /// The block of each tile, `[batch, kv_heads, tiles]`, rising; negative for none, and those last.
     pub tile_blocks: &'a Handle,
-}
-
-/// What the forward pass left, contiguous.
-#[derive(Clone, Copy, Debug)]
-pub struct ListedSaved<'a> {
-    /// `[batch, heads, seq_q, value_dim]`
-    pub out: &'a Handle,
-    /// `[batch, heads, seq_q]`, f32.
-    pub lse: &'a Handle,
 }
 
 /// Where gradients are added, contiguous.
@@ -86,11 +72,6 @@ fn walk(tile: WalkTile, [k, v]: [&TensorView; 2], carry: bool) -> WalkTile {
     WalkTile { inner, ..tile }
 }
 
-/// A grid with a cube for each query of a list.
-fn cubes(slice: &Slice, count: usize) -> CubeCount {
-    slice.cubes(count)
-}
-
 /// Attention to what the lists name into `out` and `lse`, which hold attention to other keys with `carry`, and are carried on.
 ///
 /// # Errors
@@ -100,7 +81,7 @@ pub fn forward(
     plan: &ListedPlan,
     [q, k, v]: [&TensorView; 3],
     blocks: &Handle,
-    saved: ListedSaved,
+    outputs: Outputs,
     scale: f64,
     carry: bool,
 ) -> Result<(), KernelError> {
@@ -118,14 +99,14 @@ pub fn forward(
         unsafe {
             forward_kernel::forward::launch_unchecked(
                 client,
-                cubes(&slice, request.seq_q),
+                slice.cubes(request.seq_q),
                 CubeDim::new_1d(tile.inner.units() as u32),
                 input(q),
                 input(k),
                 input(v),
                 buffer(blocks, request.listed()),
-                buffer(saved.out, words(rows * request.value_dim)),
-                buffer(saved.lse, rows),
+                buffer(outputs.out, words(rows * request.value_dim)),
+                buffer(outputs.lse, rows),
                 strides(q),
                 strides(k),
                 strides(v),
@@ -140,7 +121,7 @@ pub fn forward(
     Ok(())
 }
 
-/// Adds the gradients by what the lists name: of a loss whose gradients by the outputs are `grads`, where `saved` are the outputs over all keys. q and
+/// Adds the gradients by what the lists name: of a loss whose gradients by the outputs are `grads`, where `outputs` are those over all keys. q and
 /// `grads.out` are contiguous.
 ///
 /// # Errors
@@ -151,7 +132,7 @@ pub fn backward(
     plan: &ListedPlan,
     [q, k, v]: [&TensorView; 3],
     lists: ListedLists,
-    saved: ListedSaved,
+    outputs: Outputs,
     grads: OutputGrads,
     gradients: ListedGradients,
     scale: f64,
@@ -161,7 +142,7 @@ pub fn backward(
         check_rows(name, tensor, PIECE)?;
     }
     check_scale(scale, None)?;
-    let stats = stats(client, plan, saved, grads)?;
+    let stats = stats_of(client, request, outputs, grads, scale)?;
     let (log2_scale, _) = scales(scale, None);
     let rows = request.all_rows();
     let tile = walk(plan.queries, [k, v], true);
@@ -182,7 +163,7 @@ pub fn backward(
         unsafe {
             queries::queries::launch_unchecked(
                 client,
-                cubes(&slice, request.seq_q),
+                slice.cubes(request.seq_q),
                 CubeDim::new_1d(tile.inner.units() as u32),
                 input(q),
                 input(k),
@@ -203,7 +184,7 @@ pub fn backward(
             );
             keys::keys::launch_unchecked(
                 client,
-                cubes(&slice, key_tiles * shape.parts),
+                slice.cubes(key_tiles * shape.parts),
                 CubeDim::new_1d(of_keys.units() as u32),
                 input(q),
                 input(k),
@@ -228,7 +209,7 @@ pub fn backward(
             if shape.parts > 1 {
                 fold::fold::launch_unchecked(
                     client,
-                    cubes(&slice, key_tiles),
+                    slice.cubes(key_tiles),
                     CubeDim::new_1d(of_keys.units() as u32),
                     buffer(&partial, numbers),
                     buffer(lists.tile_blocks, places),
@@ -248,51 +229,31 @@ pub fn backward(
 }
 
 /// `lse · log2 e` and delta of each query: `[batch · heads, seq_q, 2]`, f32.
-fn stats(
+fn stats_of(
     client: &Client,
-    plan: &ListedPlan,
-    saved: ListedSaved,
+    request: &ListedRequest,
+    outputs: Outputs,
     grads: OutputGrads,
+    scale: f64,
 ) -> Result<Handle, KernelError> {
-    let request = plan.request();
-    let width = load_width(request.dtype, &[("grad_out", grads.out)])?;
-    let rows = request.all_rows();
-    let value_dim = request.value_dim;
-    let made = client.empty(rows * 2 * size_of::<f32>());
-    let lanes = delta::delta_lanes(client.properties(), value_dim / width);
-    let units = rows as u64 * lanes as u64;
-    let cubes = spread(client, units.div_ceil(u64::from(STATS_UNITS)))?;
-    let largest = (rows * value_dim).max(grads.out.reach());
-    let accumulator = ElemType::Float(cubecl::ir::FloatKind::F32);
-    // SAFETY: a unit reads the row of a query and writes its two numbers; the buffers have the lengths they say (see `buffer`).
-    unsafe {
-        delta::delta::launch_unchecked(
-            client,
-            cubes,
-            CubeDim::new_1d(STATS_UNITS),
-            address_of(client, largest)?,
-            width,
-            buffer(saved.out, rows * value_dim / width),
-            vectors_of(grads.out, width),
-            buffer(saved.lse, rows),
-            optional(grads.lse, rows),
-            ComptimeOptionArgs::None,
-            ComptimeOptionArgs::None,
-            buffer(&made, rows * 2),
-            strides_of(grads.out, width),
-            listing(None),
-            request.heads,
-            rows,
-            request.seq_q,
-            rows * 2,
-            0,
-            InputScalar::new(std::f64::consts::LOG2_E, accumulator),
-            value_dim,
-            lanes,
-            false,
-            request.dtype,
-            accumulator,
-        );
-    }
-    Ok(made)
+    let largest = (request.all_rows() * request.value_dim).max(grads.out.reach());
+    let known = Known {
+        client,
+        batch: request.batch,
+        heads: request.heads,
+        value_dim: request.value_dim,
+        dtypes: [request.dtype, ElemType::Float(FloatKind::F32)],
+        outputs,
+        grads,
+        options: &ScoreOptions::new(scale),
+        slopes: None,
+        width: load_width(request.dtype, &[("grad_out", grads.out)])?,
+        address: address_of(client, largest)?,
+    };
+    let wanted = Wanted {
+        pitch: request.seq_q,
+        lse_factor: std::f64::consts::LOG2_E,
+        by_class: false,
+    };
+    stats::of_queries(&known, None, wanted)
 }

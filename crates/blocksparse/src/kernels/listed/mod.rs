@@ -26,5 +26,5 @@ mod plan_tests;
 mod queries;
 mod tile;
 
-pub use launch::{ListedGradients, ListedLists, ListedSaved, backward, forward};
+pub use launch::{ListedGradients, ListedLists, backward, forward};
 pub use plan::{ListedPlan, ListedRequest};

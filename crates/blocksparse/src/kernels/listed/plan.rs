@@ -2,16 +2,15 @@
 
 use std::fmt;
 
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
 use super::keys::ListShape;
 use super::tile::{MOST_STAGES, WalkTile};
-use crate::kernels::call::{ScoreKind, TierLimit};
+use crate::kernels::call::{ScoreKind, TierLimit, check_ampere};
 use crate::kernels::mma::asm::Element;
 use crate::kernels::mma::tile::{Outputs, Tile};
-use crate::kernels::shared::asm::Half;
-use crate::kernels::tensor::{TOO_LARGE, is_u32};
+use crate::kernels::tensor::{TOO_LARGE, half_of, is_u32};
 
 /// Widths of queries and keys, and of values.
 const HEAD_DIMS: [usize; 3] = [64, 128, 192];
@@ -173,19 +172,11 @@ const NO_ROOM: &str = "no tile fits the shared memory of the device";
 
 /// What the products' operands are, or why the call is not taken.
 fn check(properties: &DeviceProperties, request: &ListedRequest) -> Result<Element, &'static str> {
-    let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
-    let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
-    if capability < 80 {
-        return Err("the device is not of compute capability 8.0 or up");
-    }
+    check_ampere(properties)?;
     if let Ok(TierLimit::Simt) = TierLimit::from_env() {
         return Err("BLOCKSPARSE_TIER says simt");
     }
-    let element = match request.dtype {
-        ElemType::Float(FloatKind::BF16) => Element::Half(Half::Bf16),
-        ElemType::Float(FloatKind::F16) => Element::Half(Half::F16),
-        _ => return Err("the dtype is neither bf16 nor f16"),
-    };
+    let element = Element::Half(half_of(request.dtype)?);
     let rows = request.rows();
     if !rows.is_multiple_of(ROWS) || rows > MOST_ROWS || rows == 0 {
         return Err("the heads that share a list are no multiple of 16 up to 128");

@@ -1,47 +1,16 @@
 //! Which calls are taken, and what they run, on devices that are only described.
 
-use cubecl::ir::features::Features;
-use cubecl::ir::{
-    DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
-    MemoryDeviceProperties,
-};
+use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 
 use super::plan::*;
+use crate::kernels::tests::Fake;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
 /// A device of so much shared memory.
 fn device(fingerprint: &str, shared: usize) -> DeviceProperties {
-    let hardware = HardwareProperties {
-        load_width: 128,
-        vector_register_count: None,
-        plane_size_min: 32,
-        plane_size_max: 32,
-        max_bindings: 1024,
-        max_shared_memory_size: shared,
-        max_cube_count: (i32::MAX as u32, 65535, 65535),
-        max_units_per_cube: 1024,
-        max_cube_dim: (1024, 1024, 64),
-        num_streaming_multiprocessors: Some(132),
-        num_cpu_cores: None,
-        last_level_cache_size: None,
-        num_tensor_cores: None,
-        min_tensor_cores_dim: None,
-        max_vector_size: 4,
-        cube_mma_reserved_shared_memory: 0,
-    };
-    DeviceProperties::new(
-        Features::default(),
-        MemoryDeviceProperties::new(1 << 40, 256),
-        hardware,
-        cubecl::profile::TimingMethod::System,
-        DeviceIdentity {
-            name: "described".into(),
-            fingerprint: fingerprint.into(),
-            physical: None,
-        },
-    )
+    Fake::new("cuda", fingerprint, shared, &[]).properties
 }
 
 fn hopper() -> DeviceProperties {

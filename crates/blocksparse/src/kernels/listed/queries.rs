@@ -13,7 +13,7 @@ use crate::kernels::mma::gather::*;
 use crate::kernels::mma::product::*;
 use crate::kernels::mma::tile::ROW_PAIR;
 use crate::kernels::shared::score::LOW;
-use crate::kernels::shared::walk::{Four, Slice, batch_of, head_of};
+use crate::kernels::shared::walk::{Four, Slice};
 
 /// As [`forward`](super::forward::forward) has them; `grad_out` likewise, `stats` `[batch · heads, seq_q, 2]`: `lse · log2 e` and delta of each query. `grad`
 /// `[batch, heads, seq_q, head_dim]` in words, contiguous, to which the gradient is added with `carry`.
@@ -44,54 +44,41 @@ pub fn queries(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let kv_head = head_of(&slice) as u32;
-    let batch = batch_of(&slice) as u32;
-    let query = CUBE_POS_X;
-    let first_head = kv_head * comptime!(tile.rows() as u32);
-
-    let list = QueryList {
-        first: (((batch * slice.heads as u32 + kv_head) * q_strides.len + query) * most) as usize,
+    let walk = query_walk(
+        address::<u32>(k),
+        address::<u32>(v),
+        q_strides.len,
+        &k_strides,
+        &v_strides,
+        &slice,
         most,
-        len: k_strides.len,
-    };
-    let sources = Sources {
-        keys: head_address(address::<u32>(k), &k_strides, batch, kv_head),
-        values: head_address(address::<u32>(v), &v_strides, batch, kv_head),
-        key_stride: k_strides.row,
-        value_stride: v_strides.row,
-    };
+        t,
+    );
     let own = base + comptime!(t.own_offset() as u32);
     let second = base + comptime!(t.second_offset() as u32);
-    let q_first = head_address(address::<u32>(q), &q_strides, batch, first_head);
-    copy_own(
+    copy_query(
         own,
-        q_first + u64::cast_from(query) * q_strides.row * 16,
-        q_strides.head,
+        address::<u32>(q),
+        &q_strides,
+        &walk,
         comptime!(tile.head_dim),
-        tile,
+        t,
     );
-    let out_first = head_address(address::<u32>(grad_out), &out_strides, batch, first_head);
-    copy_own(
+    copy_query(
         second,
-        out_first + u64::cast_from(query) * out_strides.row * 16,
-        out_strides.head,
+        address::<u32>(grad_out),
+        &out_strides,
+        &walk,
         comptime!(tile.value_dim),
-        tile,
+        t,
     );
-    let steps = steps_of(&list, t);
-    #[unroll]
-    for j in 0..comptime!(stages - 1) {
-        let position = listed_position(lists, &list, j, t);
-        copy_listed(base, j, position, &sources, t);
-    }
-    let mut position = listed_position(lists, &list, comptime!(stages - 1).runtime(), t);
+    let steps = steps_of(&walk.list, t);
+    let mut position = fill_ring(base, lists, &walk, t);
 
     let warp_rows = warp * comptime!(16 * tile.warp_tiles as u32);
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
-    let before = (batch * slice.heads as u32 * comptime!(tile.rows() as u32) + first_head)
-        * q_strides.len
-        + query;
+    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, t);
     let mut row_lse = Array::<f32>::new(comptime!(2 * tiles));
     let mut row_delta = Array::<f32>::new(comptime!(2 * tiles));
     #[unroll]
@@ -142,8 +129,8 @@ pub fn queries(
     for j in 0..steps {
         wait_copies_but(comptime!(tile.stages - 2));
         sync_cube();
-        copy_listed(base, next, position, &sources, t);
-        position = listed_position(lists, &list, j + stages, t);
+        copy_listed(base, next, position, &walk.sources, t);
+        position = listed_position(lists, &walk.list, j + stages, t);
         let there = uniform(shared_load(base + stage * 4));
         if there != 0u32 {
             let at = stage * comptime!(t.step_bytes() as u32);

@@ -172,19 +172,7 @@ pub fn backward(
     let warp_rows = warp * comptime!(16 * t.warp_tiles as u32);
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
-    let a1_rows = a1_at
-        + warp_rows * comptime!(t.pitch(t.head_dim) as u32)
-        + lane_rows(lane, comptime!(t.head_dim), t);
-    let a2_rows = a2_at
-        + warp_rows * comptime!(t.pitch(t.value_dim) as u32)
-        + lane_rows(lane, comptime!(t.value_dim), t);
-    let b1_at = base + comptime!(t.b1_offset(true) as u32);
-    let b2_at = base + comptime!(t.b2_offset(true) as u32);
-    let b1_cols = b1_at + lane_cols(lane, comptime!(t.head_dim), t);
-    let b2_cols = b2_at + lane_cols(lane, comptime!(t.value_dim), t);
-    let b1_rows = b1_at + lane_depth(lane, comptime!(t.head_dim), t);
-    let b2_rows = b2_at + lane_depth(lane, comptime!(t.value_dim), t);
-    let stats_at = base + comptime!(t.stats_at(0) as u32) + lane % 4 * 16;
+    let operands = operand_places(base, warp_rows, lane, t);
 
     // Of the unit's rows, if they are queries.
     let mut row_lse = Array::<f32>::new(comptime!(2 * tiles));
@@ -283,11 +271,11 @@ pub fn backward(
 
             let b1_stage = stage * comptime!(t.b1_bytes() as u32);
             let b2_stage = stage * comptime!(t.b2_bytes() as u32);
-            let stats_stage = stats_at + stage * comptime!(t.stats_bytes() as u32);
+            let stats_stage = operands.stats + stage * comptime!(t.stats_bytes() as u32);
             let mut s = product(
-                a1_rows,
+                operands.a1_rows,
                 &none,
-                b1_cols + b1_stage,
+                operands.b1_cols + b1_stage,
                 false,
                 comptime!(t.head_dim),
                 t,
@@ -339,13 +327,19 @@ pub fn backward(
             }
             if comptime!(columns && t.outputs.second()) {
                 let p = pack_kept(&s, &kept_bits, t);
-                accumulate(&p, b2_rows + b2_stage, &mut out2, comptime!(t.value_dim), t);
+                accumulate(
+                    &p,
+                    operands.b2_rows + b2_stage,
+                    &mut out2,
+                    comptime!(t.value_dim),
+                    t,
+                );
             }
             if comptime!(t.outputs.first()) {
                 let mut dp = product(
-                    a2_rows,
+                    operands.a2_rows,
                     &none,
-                    b2_cols + b2_stage,
+                    operands.b2_cols + b2_stage,
                     false,
                     comptime!(t.value_dim),
                     t,
@@ -382,7 +376,13 @@ pub fn backward(
                 }
                 if comptime!(!t.bias_gradient) {
                     let ds = pack_left(&dp, t);
-                    accumulate(&ds, b1_rows + b1_stage, &mut out1, comptime!(t.head_dim), t);
+                    accumulate(
+                        &ds,
+                        operands.b1_rows + b1_stage,
+                        &mut out1,
+                        comptime!(t.head_dim),
+                        t,
+                    );
                 } else if comptime!(columns) {
                     sum_queries(&dp, &mut key_sums, t);
                 } else {

@@ -7,6 +7,7 @@ use cubecl::prelude::*;
 
 use super::asm::*;
 use super::gather::*;
+use super::product::{lane_cols, lane_depth, lane_rows};
 use super::tile::*;
 use crate::kernels::shared::walk::{Listing, PlanParts};
 
@@ -37,6 +38,45 @@ pub fn clear_rows(base: u32, #[comptime] t: Tile) {
         comptime!(t.value_dim),
         t,
     );
+}
+
+/// Where a lane reads the operands of a warp's products in shared memory, those of a step in its first stage.
+#[derive(CubeType, Clone, Copy)]
+pub struct OperandPlaces {
+    /// Own rows, left operands.
+    pub a1_rows: u32,
+    pub a2_rows: u32,
+    /// Rows of a step as columns of s and of dp,
+    pub b1_cols: u32,
+    pub b2_cols: u32,
+    /// and as the depth of the gradients.
+    pub b1_rows: u32,
+    pub b2_rows: u32,
+    /// Lse and delta of a step's rows.
+    pub stats: u32,
+}
+
+#[cube]
+pub fn operand_places(base: u32, warp_rows: u32, lane: u32, #[comptime] t: Tile) -> OperandPlaces {
+    let a1 = base + comptime!(t.a1_offset() as u32);
+    let a2 = base + comptime!(t.a2_offset() as u32);
+    let a1_rows = a1
+        + warp_rows * comptime!(t.pitch(t.head_dim) as u32)
+        + lane_rows(lane, comptime!(t.head_dim), t);
+    let a2_rows = a2
+        + warp_rows * comptime!(t.pitch(t.value_dim) as u32)
+        + lane_rows(lane, comptime!(t.value_dim), t);
+    let b1 = base + comptime!(t.b1_offset(true) as u32);
+    let b2 = base + comptime!(t.b2_offset(true) as u32);
+    OperandPlaces {
+        a1_rows,
+        a2_rows,
+        b1_cols: b1 + lane_cols(lane, comptime!(t.head_dim), t),
+        b2_cols: b2 + lane_cols(lane, comptime!(t.value_dim), t),
+        b1_rows: b1 + lane_depth(lane, comptime!(t.head_dim), t),
+        b2_rows: b2 + lane_depth(lane, comptime!(t.value_dim), t),
+        stats: base + comptime!(t.stats_at(0) as u32) + lane % 4 * 16,
+    }
 }
 
 /// What copies are made of.

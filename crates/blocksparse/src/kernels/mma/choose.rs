@@ -4,9 +4,8 @@ use cubecl::ir::{ElemType, FloatKind};
 
 use super::asm::Element;
 use super::tile::{Outputs, Tile};
-use crate::kernels::call::{Kernel, PartRequest, Request};
-use crate::kernels::shared::asm::Half;
-use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, is_u32};
+use crate::kernels::call::{Kernel, PartRequest, Request, check_ampere};
+use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
 use crate::plan::{Grouping, Walk};
 
 /// Rows are copied in pieces of 16 bytes, and the sums of mma.sync have eight columns.
@@ -99,22 +98,15 @@ fn forced(kernel: Kernel) -> Option<Candidate> {
 
 /// What the products' operands are, or why the tier does not take the part.
 fn check_tier(part: &PartRequest) -> Result<Element, &'static str> {
-    let fingerprint = &part.properties.identity.fingerprint;
-    let capability = fingerprint.strip_prefix("ptx_sm");
-    let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
-    if capability < 80 {
-        return Err("the device is not of compute capability 8.0 or up");
-    }
+    check_ampere(part.properties)?;
     check_limit(part)?;
     let request = part.request;
     let element = match request.dtype {
-        ElemType::Float(FloatKind::BF16) => Element::Half(Half::Bf16),
-        ElemType::Float(FloatKind::F16) => Element::Half(Half::F16),
         ElemType::Float(FloatKind::F32) if request.tf32 => Element::Tf32,
         ElemType::Float(FloatKind::F32) => {
             return Err("the dtype is f32, and tf32 was not asked for");
         }
-        _ => return Err("the dtype is neither bf16 nor f16"),
+        dtype => Element::Half(half_of(dtype)?),
     };
     check_options(request)?;
     let widths = [request.head_dim, request.value_dim];

@@ -7,7 +7,7 @@
 
 pub(super) mod asm;
 pub(super) mod backward;
-mod backward_loads;
+pub(super) mod backward_loads;
 mod bias_gradient;
 mod choose;
 mod dropout;

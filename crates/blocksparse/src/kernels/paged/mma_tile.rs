@@ -1,12 +1,13 @@
 //! How a cube attends on tensor cores.
 
-use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 
 use super::PagedShape;
 use super::walk::Walked;
 use crate::Quantization;
+use crate::kernels::call::check_ampere;
 use crate::kernels::shared::asm::Half;
+use crate::kernels::tensor::half_of;
 
 /// Keys of a warp at a time: the rows of an mma.sync.
 pub const KEYS: usize = 16;
@@ -65,16 +66,8 @@ pub struct MmaTile {
 impl MmaTile {
     /// The tile of a call, or why tensor cores do not take it.
     pub fn new(properties: &DeviceProperties, shape: &PagedShape) -> Result<Self, &'static str> {
-        let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
-        let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
-        if capability < 80 {
-            return Err("the device is not of compute capability 8.0 or up");
-        }
-        let half = match shape.dtype {
-            ElemType::Float(FloatKind::BF16) => Half::Bf16,
-            ElemType::Float(FloatKind::F16) => Half::F16,
-            _ => return Err("the dtype is neither bf16 nor f16"),
-        };
+        check_ampere(properties)?;
+        let half = half_of(shape.dtype)?;
         let [width, value_width] = shape.widths;
         if !width.is_multiple_of(KEY_NUMBERS) || !value_width.is_multiple_of(VALUE_NUMBERS) {
             return Err("the width of keys is no multiple of 32, or that of values none of 64");

@@ -44,6 +44,19 @@ pub fn barrier_init(bar: u32, #[comptime] arrivals: u32) {
     gpu_asm!("mbarrier.init.shared::cta.b64 [{b}], {c};", b = in(_) val::<u32>(bar), c = const arrivals);
 }
 
+/// The barriers of a ring of stages, eight bytes apart: "full", which waits for TMA alone, and "empty", which waits for all warps. Makes them known to TMA, and
+/// what was initialised before.
+#[cube]
+pub fn ring_init(full: u32, empty: u32, #[comptime] stages: usize, #[comptime] warps: u32) {
+    #[unroll]
+    for i in 0..stages {
+        let offset = comptime!(8 * i as u32);
+        barrier_init(full + offset, 1u32);
+        barrier_init(empty + offset, warps);
+    }
+    barrier_fence();
+}
+
 /// Makes initialised barriers known to TMA.
 #[cube]
 pub fn barrier_fence() {

@@ -6,6 +6,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
 use crate::kernels::TierLimit;
+use crate::kernels::call::check_ampere;
 #[cfg(feature = "cuda-asm")]
 use crate::kernels::shared::asm::Half;
 
@@ -100,11 +101,7 @@ impl MassTile {
         shape: &CompressedShape,
         limit: TierLimit,
     ) -> Result<Self, &'static str> {
-        let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
-        let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
-        if capability < 80 {
-            return Err("the device is not of compute capability 8.0 or up");
-        }
+        check_ampere(properties)?;
         if limit == TierLimit::Simt {
             return Err("BLOCKSPARSE_TIER says simt");
         }
