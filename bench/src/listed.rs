@@ -49,6 +49,12 @@ struct Args {
     /// Compare results with loops in f64, of small calls, and run twice, instead of timing.
     #[arg(long)]
     verify: bool,
+    /// Of so many parts of what is to be compared, only this one.
+    #[arg(long, default_value_t = 0)]
+    shard: usize,
+    /// Parts of what is to be compared: kernels of a call take a minute or more to compile, and processes share it.
+    #[arg(long, default_value_t = 1)]
+    of: usize,
     /// Launch every kernel once and wait for nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
@@ -325,8 +331,12 @@ impl Call {
 }
 
 /// Small calls of every width and number of heads against loops in f64, and the same bits twice.
-fn verify(client: &Client) -> Result<()> {
-    let (mut checked, mut failed) = (0, 0);
+fn verify(client: &Client, shard: usize, of: usize) -> Result<()> {
+    ensure!(
+        shard < of,
+        "--shard is {shard}, of {of} parts numbered from 0"
+    );
+    let (mut number, mut checked, mut failed) = (0, 0, 0);
     for (heads, kv_heads) in [(16, 1), (32, 2), (32, 1), (48, 1), (64, 1), (128, 1)] {
         for (head_dim, value_dim) in [(64, 64), (128, 128), (192, 128), (64, 128), (192, 64)] {
             // The last one has a block whose list has parts.
@@ -342,6 +352,10 @@ fn verify(client: &Client) -> Result<()> {
                 if hot && heads != 16 {
                     continue;
                 }
+                number += 1;
+                if number % of != shard {
+                    continue;
+                }
                 let args = Args {
                     n,
                     heads,
@@ -354,6 +368,8 @@ fn verify(client: &Client) -> Result<()> {
                     hot,
                     repeats: 1,
                     verify: true,
+                    shard,
+                    of,
                     enqueue_only: false,
                 };
                 let name = format!(
@@ -362,7 +378,7 @@ fn verify(client: &Client) -> Result<()> {
                 checked += 1;
                 let run = || -> Result<(Call, [Vec<f64>; 5])> {
                     let batch = if hot { 1 } else { 2 };
-                    let call = Call::new(client, batch, &args, checked)?;
+                    let call = Call::new(client, batch, &args, number as u64)?;
                     call.forward()?;
                     call.backward()?;
                     let found = call.read()?;
@@ -396,6 +412,7 @@ fn verify(client: &Client) -> Result<()> {
                     }
                 }
                 failed += u64::from(is_wrong);
+                println!("{name}: {}", if is_wrong { "wrong" } else { "right" });
             }
         }
     }
@@ -425,7 +442,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let client = cubecl::Device::Cuda(Default::default()).client();
     if args.verify {
-        return verify(&client);
+        return verify(&client, args.shard, args.of);
     }
     let call = Call::new(&client, 1, &args, 1)?;
     println!("{}", call.plan);

