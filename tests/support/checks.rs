@@ -108,7 +108,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
         quantised_plans_name_the_store;
     eviction: queries_see_the_keys_that_stay, sums_of_attention_are_the_same_by_both_roads;
     sharing: threads_share_a_new_layout, threads_share_a_new_device_layout,
-        a_layout_outlives_tensors_and_threads;
+        a_layout_outlives_tensors_and_threads, calls_at_once_give_the_same_bits;
 };
 
 /// Checks that run only if they are named: one that needs a large GPU, one that takes as long as it is asked to, and
