@@ -54,7 +54,7 @@ impl Call {
             let [first, second] = again;
             for (k, name) in ["out", "dq", "dk", "dv"].into_iter().enumerate() {
                 let what = format!("{what}: {name}");
-                assert_eq!(first[k].bytes, second[k].bytes, "{what} twice");
+                assert_eq!(first[k].as_bytes(), second[k].as_bytes(), "{what} twice");
                 assert_rows(&what, first[k].clone(), &answer.result(name), dtype);
             }
         }

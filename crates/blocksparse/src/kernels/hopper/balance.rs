@@ -15,6 +15,9 @@ const CUBE: usize = 1;
 const SHARING_CUBE: usize = 5;
 /// What that launch takes.
 const LAUNCH: usize = 2;
+/// Cubes are not equally fast: they wait for each other at the sums of dQ. The longest may take this part of its time longer, in which
+/// nobody helps.
+const SLOWER: usize = 16;
 /// What sharing has to save.
 const WORTHWHILE: f64 = 1.05;
 /// Where there are more tiles than this for each multiprocessor, no tile is a notable part of the pass.
@@ -95,7 +98,7 @@ impl<'a> Work<'a> {
         let heads = layout.heads() / kv_heads / shares;
         let mut free: BinaryHeap<Reverse<usize>> =
             (0..multiprocessors).map(|_| Reverse(0)).collect();
-        let mut last = 0;
+        let (mut last, mut longest) = (0, 0);
         let turns: Vec<usize> = (0..batch * kv_heads * shares).collect();
         for turns in turns.chunks(spread) {
             for rank in 0..self.steps.first().map_or(0, Vec::len) {
@@ -107,11 +110,13 @@ impl<'a> Work<'a> {
                         .sum();
                     let Reverse(begin) = free.pop().expect("a device has a multiprocessor");
                     let end = begin + own + steps;
+                    longest = longest.max(steps);
                     free.push(Reverse(end));
                     last = last.max(end);
                 }
             }
         }
+        let last = last + longest / SLOWER;
         match shares {
             1 => last,
             _ => last + LAUNCH,

@@ -132,7 +132,7 @@ fn target(
     lane: u32,
     #[comptime] t: StoreShape,
 ) -> Target {
-    let found = position_at(place, listing, len, t.residue);
+    let found = row_position(place, listing, len, t.residue);
     let row = (first + found.at) as usize * comptime!(t.dim / 8);
     Target {
         at: start as usize + row + (lane % 4) as usize,
@@ -142,14 +142,19 @@ fn target(
 
 /// A position, if there is one.
 #[derive(CubeType, Clone, Copy)]
-pub struct Position {
+pub struct RowPosition {
     pub at: u32,
     pub exists: bool,
 }
 
 /// The position at a place, of `len`.
 #[cube]
-pub fn position_at(place: u32, listing: &Listing, len: u32, #[comptime] residue: bool) -> Position {
+pub fn row_position(
+    place: u32,
+    listing: &Listing,
+    len: u32,
+    #[comptime] residue: bool,
+) -> RowPosition {
     let mut at = place;
     let mut exists = place < len;
     if comptime!(residue) {
@@ -157,7 +162,7 @@ pub fn position_at(place: u32, listing: &Listing, len: u32, #[comptime] residue:
         at = place % listing.class_len as u32 * listing.stride as u32 + class;
         exists = class < listing.stride as u32 && at < len;
     }
-    Position { at, exists }
+    RowPosition { at, exists }
 }
 
 #[cube]

@@ -12,7 +12,7 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::gradient::{StoreShape, position_at};
+use super::gradient::{StoreShape, row_position};
 use super::tiles::BackwardTile;
 use crate::kernels::shared::walk::{Four, Listing};
 
@@ -31,8 +31,8 @@ pub fn store_sums<O: Size>(
     #[comptime] t: StoreShape,
 ) {
     let fours = comptime!(t.dim.div_ceil(32) * 8);
-    let upper = position_at(place, listing, len, t.residue);
-    let lower = position_at(place8, listing, len, t.residue);
+    let upper = row_position(place, listing, len, t.residue);
+    let lower = row_position(place8, listing, len, t.residue);
     let own = (lane % 4 * 2) as usize;
     let at = (first + upper.at) as usize * fours + own;
     let at8 = (first + lower.at) as usize * fours + own;
