@@ -36,6 +36,7 @@ mod selection_planted;
 mod sharing;
 mod stream_dropout;
 mod table;
+mod tiles;
 mod top_k;
 mod vertical_slash;
 mod widths;

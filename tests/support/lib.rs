@@ -63,6 +63,7 @@ pub mod selection_rules;
 pub mod selection_runs;
 pub mod sharing;
 pub mod stream_dropout;
+pub mod tiles;
 pub mod widths;
 
 pub use checks::{CHECKS, Check, NAMED};

@@ -310,6 +310,8 @@ pub enum TierLimit {
     HopperForward,
     /// The fused backward pass of the `hopper` tier.
     HopperWalks,
+    /// The sharing of a tile's queries by cubes in that pass.
+    HopperAlone,
     /// The gradient of a bias on the `hopper` tier.
     MmaBias,
 }
@@ -324,6 +326,7 @@ impl FromStr for TierLimit {
             "mma" => Self::Mma,
             "hopper-forward" => Self::HopperForward,
             "hopper-walks" => Self::HopperWalks,
+            "hopper-alone" => Self::HopperAlone,
             "mma-bias" => Self::MmaBias,
             _ => return Err(KernelError::Tier { got: text.into() }),
         })

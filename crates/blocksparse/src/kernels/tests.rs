@@ -196,6 +196,7 @@ fn limits_are_words_that_mean_something() {
         ("mma", TierLimit::Mma),
         ("hopper-forward", TierLimit::HopperForward),
         ("hopper-walks", TierLimit::HopperWalks),
+        ("hopper-alone", TierLimit::HopperAlone),
         ("mma-bias", TierLimit::MmaBias),
     ] {
         assert_eq!(text.parse(), Ok(limit));
@@ -203,7 +204,7 @@ fn limits_are_words_that_mean_something() {
     let error = "hoper".parse::<TierLimit>().unwrap_err().to_string();
     assert_eq!(
         error,
-        "BLOCKSPARSE_TIER must be simt, mma, hopper-forward, hopper-walks or mma-bias, got \"hoper\""
+        "BLOCKSPARSE_TIER must be simt, mma, hopper-forward, hopper-walks, hopper-alone or mma-bias, got \"hoper\""
     );
 }
 
@@ -221,7 +222,11 @@ fn a_build_without_tensor_cores_says_so_on_cuda() {
 }
 
 #[cfg(feature = "cuda-asm")]
+mod balance;
+#[cfg(feature = "cuda-asm")]
 mod biases;
+#[cfg(feature = "cuda-asm")]
+mod values;
 
 #[cfg(feature = "cuda-asm")]
 mod tensor_cores {

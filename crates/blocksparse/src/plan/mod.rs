@@ -38,6 +38,8 @@ use masks::TileMasks;
 use source::Source;
 use visits::count_visits;
 
+#[cfg(feature = "cuda-asm")]
+pub use overhead::tile_steps;
 pub use overhead::{Grouping, tiling_overhead};
 #[cfg(feature = "kernels")]
 pub(crate) use tiling::EMPTY;

@@ -70,6 +70,45 @@ pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
     computed / (kept * b) as f64
 }
 
+/// Steps of the tiles of each pattern, as a plan has them but for what masks leave out.
+#[cfg(feature = "cuda-asm")]
+pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
+    let Tiling {
+        walk,
+        rows,
+        cols,
+        clustered,
+        ..
+    } = tiling;
+    let b = layout.block_size();
+    let height = (rows / b).max(1);
+    let of_pattern = |pattern| -> Vec<usize> {
+        let source = Source::without_places(layout, tiling, pattern);
+        let clusters = match clustered {
+            true => clusters(layout, walk, pattern, height),
+            false => Vec::new(),
+        };
+        let tiles = (source.lines() * b).div_ceil(rows);
+        let of_tile = |tile: usize| {
+            let lines = match clusters.get(tile) {
+                Some(lines) => lines.clone(),
+                None => ((tile * rows / b) as u32..).take(height).collect(),
+            };
+            let mut blocks: Vec<u32> = lines
+                .into_iter()
+                .filter(|&line| (line as usize) < source.lines())
+                .flat_map(|line| source.line(line as usize))
+                .map(|entry| entry.block)
+                .collect();
+            blocks.sort_unstable();
+            blocks.dedup();
+            (blocks.len() * b).div_ceil(cols)
+        };
+        (0..tiles).map(of_tile).collect()
+    };
+    (0..layout.num_patterns()).map(of_pattern).collect()
+}
+
 /// [`tiling_overhead`] where a device chooses the blocks and only sizes are known: rows are taken to share nothing.
 fn chosen_overhead(choice: &DeviceChoice, shape: &LayoutShape, tiling: Tiling) -> f64 {
     let b = shape.block_size;

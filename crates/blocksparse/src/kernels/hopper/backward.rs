@@ -43,6 +43,7 @@ use super::dropout::*;
 use super::gradient::*;
 use super::options::*;
 use super::rows::pack_all;
+use super::shares::store_sums;
 use super::tiles::BackwardTile;
 use crate::kernels::shared::walk::{Four, Listing, PlanParts};
 use crate::plan::{MASKED_STEP, NO_VISIT};
@@ -50,7 +51,8 @@ use crate::plan::{MASKED_STEP, NO_VISIT};
 /// `k`, `v`, `q`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` a map `[batch · heads, pitch, 2]` of `lse · log2 e` and delta of the query at each place; `scratch` as above,
 /// `counters` one for each 16 queries (8 where a group has no more) and each half of the columns; `out`
-/// `[batch, kv_heads, seq_kv, dim]` in eights of elements, dV from the `second`-th on. With `carry` dK and dV are added to it. Where biases are
+/// `[batch, kv_heads, seq_kv, dim]` in eights of elements, dV from the `second`-th on. With `carry` dK and dV are added to it. Where cubes
+/// share the queries of a tile `out` gets their sums: see [`shares`](super::shares). Where biases are
 /// added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn backward<S: Size, P: Size, O: Size, C: Size>(
@@ -124,7 +126,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     if comptime!(t.persistent) {
         let own = cached_tile(base, 0u32, t);
         load_tile(plan, &loads, &own, 0u32, t);
-        turn_to(&own, &lengths, &cursor);
+        turn_to(&own, &lengths, &cursor, t);
         let next = cached_tile(base, 1u32, t);
         if next.rank != NONE {
             load_tile(plan, &loads, &next, 1u32, t);
@@ -132,7 +134,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     } else {
         let own = tile_of_launch(plan, &parts, &lengths, CUBE_POS_X, t);
         load_tile(plan, &loads, &own, 0u32, t);
-        turn_to(&own, &lengths, &cursor);
+        turn_to(&own, &lengths, &cursor, t);
     }
     #[unroll]
     for _ in 0..comptime!(t.stages - t.lag) {
@@ -203,7 +205,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
 ) -> Vector<f32, S> {
     let base = loads.base;
     let batch = own.batch;
-    let first_head = own.kv_head * lengths.heads_per_kv;
+    let first_head = first_head(lengths, own.kv_head, own.share, t);
     let heads_at = parts.heads + batch as usize * parts.batch;
     // That of the tile after the next one, on its way while this one is computed.
     let mut ticket = 0u32;
@@ -236,7 +238,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         s_next = wait::<S>(s_started, 0usize, width);
     }
     let rows = rows_of_unit(plan, own.rows, listing, t);
-    for of_group in 0..lengths.heads_per_kv {
+    for of_group in 0..heads_of_cube(lengths, t) {
         let head = first_head + of_group;
         let of_head = options_of(args, batch, head, comptime!(t.pairs()));
         let mut first_entry = own.entry as usize;
@@ -496,32 +498,46 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     let place = place_of(plan, own.rows, row, t);
     let place8 = place_of(plan, own.rows, row + 8, t);
     let len = lengths.seq_kv;
-    store_rows::<O>(
-        out,
-        &grad_k,
-        0u32,
-        first,
-        place,
-        place8,
-        listing,
-        len,
-        lane,
-        numbers.scale,
-        comptime!(t.store()),
-    );
-    store_rows::<O>(
-        out,
-        &grad_v,
-        lengths.second,
-        first,
-        place,
-        place8,
-        listing,
-        len,
-        lane,
-        factor_of(args, comptime!(t.options)),
-        comptime!(t.store()),
-    );
+    let factor = factor_of(args, comptime!(t.options));
+    if comptime!(t.shares > 1) {
+        let rows = lengths.batch * lengths.kv_heads * len;
+        let of_k = own.share * 2 * rows + first;
+        let of_v = of_k + rows;
+        let (scale, shape) = (numbers.scale, comptime!(t.store()));
+        store_sums::<O>(
+            out, &grad_k, of_k, place, place8, listing, len, lane, scale, shape,
+        );
+        store_sums::<O>(
+            out, &grad_v, of_v, place, place8, listing, len, lane, factor, shape,
+        );
+    } else {
+        store_rows::<O>(
+            out,
+            &grad_k,
+            0u32,
+            first,
+            place,
+            place8,
+            listing,
+            len,
+            lane,
+            numbers.scale,
+            comptime!(t.store()),
+        );
+        store_rows::<O>(
+            out,
+            &grad_v,
+            lengths.second,
+            first,
+            place,
+            place8,
+            listing,
+            len,
+            lane,
+            factor,
+            comptime!(t.store()),
+        );
+    }
     s_next
 }
 

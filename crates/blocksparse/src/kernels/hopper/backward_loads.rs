@@ -16,12 +16,14 @@ use crate::kernels::shared::walk::{Listing, PlanParts};
 pub struct Lengths {
     /// Tiles of a head.
     pub tiles: u32,
-    /// Heads of keys, of all batch entries, that take turns in the order of cubes.
+    /// Heads of keys, or shares of them, of all batch entries, that take turns in the order of cubes.
     pub spread: u32,
     /// Heads of keys.
     pub kv_heads: u32,
-    /// Query heads to a head of keys.
+    /// Query heads to a head of keys,
     pub heads_per_kv: u32,
+    /// and those of them that a cube has.
+    pub heads_per_share: u32,
     /// Batch entries.
     pub batch: u32,
     /// Keys.
@@ -40,12 +42,40 @@ pub struct OwnTile {
     /// Its index, by falling work.
     pub rank: u32,
     pub kv_head: u32,
+    /// Which share of the query heads to that head.
+    pub share: u32,
     pub batch: u32,
     /// Where its rows are: see [`own_rows`].
     pub rows: u32,
-    /// Of its first query head: the word of its first entry, and its steps.
+    /// Of the cube's first query head: the word of its first entry, and its steps.
     pub entry: u32,
     pub steps: u32,
+}
+
+/// Heads of keys, or shares of them, of all batch entries.
+#[cube]
+fn heads_in_turn(lengths: &Lengths, #[comptime] t: BackwardTile) -> u32 {
+    lengths.kv_heads * lengths.batch * comptime!(t.shares as u32)
+}
+
+/// The first query head of a share of those of a head of keys.
+#[cube]
+pub fn first_head(lengths: &Lengths, kv_head: u32, share: u32, #[comptime] t: BackwardTile) -> u32 {
+    let mut head = kv_head * lengths.heads_per_kv;
+    if comptime!(t.shares > 1) {
+        head += share * lengths.heads_per_share;
+    }
+    head
+}
+
+/// Query heads of a cube.
+#[cube]
+pub fn heads_of_cube(lengths: &Lengths, #[comptime] t: BackwardTile) -> u32 {
+    let mut heads = lengths.heads_per_kv;
+    if comptime!(t.shares > 1) {
+        heads = lengths.heads_per_share;
+    }
+    heads
 }
 
 /// Tile `index` of the launch. Heads take turns: tiles of one head wait for each other, so few of them should run side by side;
@@ -61,17 +91,24 @@ pub fn tile_of_launch(
     let chunk = index / (lengths.tiles * lengths.spread);
     let within = index % (lengths.tiles * lengths.spread);
     let first = chunk * lengths.spread;
-    let turns = lengths.spread.min(lengths.kv_heads * lengths.batch - first);
+    let turns = lengths.spread.min(heads_in_turn(lengths, t) - first);
     let outer = first + within % turns;
     let rank = within / turns;
-    let kv_head = outer % lengths.kv_heads;
-    let batch = outer / lengths.kv_heads;
-    let head = (kv_head * lengths.heads_per_kv) as usize;
+    let mut of_keys = outer;
+    let mut share = 0u32;
+    if comptime!(t.shares > 1) {
+        share = outer % comptime!(t.shares as u32);
+        of_keys = outer / comptime!(t.shares as u32);
+    }
+    let kv_head = of_keys % lengths.kv_heads;
+    let batch = of_keys / lengths.kv_heads;
+    let head = first_head(lengths, kv_head, share, t) as usize;
     let record0 = plan[parts.heads + batch as usize * parts.batch + head] as usize;
     let ranked = parts.order + (record0 + rank as usize) * 4;
     OwnTile {
         rank,
         kv_head,
+        share,
         batch,
         rows: own_rows(
             parts,
@@ -121,6 +158,8 @@ pub fn cached_tile(base: u32, turn: u32, #[comptime] t: BackwardTile) -> OwnTile
     OwnTile {
         rank: shared_load(slot),
         kv_head: shared_load(slot + 4),
+        // Shares are of tiles that are a cube's only ones.
+        share: 0u32,
         batch: shared_load(slot + 8),
         rows: shared_load(slot + 12),
         entry: shared_load(slot + 16),
@@ -141,6 +180,7 @@ pub fn current_tile(
         OwnTile {
             rank: own.rank,
             kv_head: own.kv_head,
+            share: own.share,
             batch: own.batch,
             rows: own.rows,
             entry: own.entry,
@@ -317,11 +357,12 @@ pub struct Cursor {
 
 /// Moves the cursor to the beginning of a tile.
 #[cube]
-pub fn turn_to(own: &OwnTile, lengths: &Lengths, cursor: &Cursor) {
+pub fn turn_to(own: &OwnTile, lengths: &Lengths, cursor: &Cursor, #[comptime] t: BackwardTile) {
+    let head = first_head(lengths, own.kv_head, own.share, t);
     cursor.rank.store(own.rank);
     cursor.batch.store(own.batch);
-    cursor.head.store(own.kv_head * lengths.heads_per_kv);
-    cursor.end.store((own.kv_head + 1) * lengths.heads_per_kv);
+    cursor.head.store(head);
+    cursor.end.store(head + heads_of_cube(lengths, t));
     cursor.entry.store(own.entry as usize);
     cursor.j.store(0u32);
     cursor.steps.store(uniform(own.steps));
@@ -372,7 +413,7 @@ pub fn load_next(
             let next = cached_tile(loads.base, turn + 1, t);
             if next.rank != NONE {
                 cursor.ahead.store(1u32);
-                turn_to(&next, lengths, cursor);
+                turn_to(&next, lengths, cursor, t);
                 skip_to_step(plan, parts, cursor);
             }
         }

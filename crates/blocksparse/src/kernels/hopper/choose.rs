@@ -2,6 +2,7 @@
 
 use cubecl::ir::features::Tma;
 
+use super::balance::shares;
 use super::bias_launch::BiasTiles;
 use super::fused::Sizes;
 use super::options::Options;
@@ -71,6 +72,23 @@ const CANDIDATES: [Candidate; 8] = [
     candidate(256, [1, 64, 2, 1], true, 0.55),
 ];
 
+/// As [`CANDIDATES`], for keys of more than 128 columns and values of 128 or fewer: sums take no more registers than at width 128, and
+/// shared memory decides. Of 128 columns two steps fit beside queries up to width 192.
+const NARROW_VALUES: [Candidate; 3] = [
+    candidate(256, [2, 128, 2, 1], false, 1.0),
+    candidate(256, [2, 64, 3, 1], true, 0.9),
+    candidate(256, [1, 64, 2, 1], true, 0.65),
+];
+
+/// The shapes for widths of keys and values.
+fn candidates(class: usize, value_dim: usize) -> impl Iterator<Item = &'static Candidate> {
+    let all = match class > 128 && value_dim <= 128 {
+        true => &NARROW_VALUES[..],
+        false => &CANDIDATES[..],
+    };
+    all.iter().filter(move |shape| shape.dim == class)
+}
+
 /// Whether the device has what the tier is made of, and the call allows it.
 fn check_tier(part: &PartRequest) -> Result<(), &'static str> {
     let properties = part.properties;
@@ -101,13 +119,16 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     {
         return Err("the sequence is no multiple of the pattern's stride");
     }
-    if request.head_dim != request.value_dim {
-        return Err("head_dim and value_dim differ");
-    }
-    let dim = request.head_dim;
+    let (dim, value_dim) = (request.head_dim, request.value_dim);
     let Some(class) = class_of(dim) else {
         return Err("head_dim is no multiple of 8 from 40 to 256");
     };
+    if value_dim > dim {
+        return Err("values are wider than keys");
+    }
+    if class_of(value_dim).is_none() {
+        return Err("value_dim is no multiple of 8 from 40 to 256");
+    }
     let rows = request.batch * layout.heads() * layout.seq_q();
     if !is_u32(rows * request.value_dim / 8) {
         return Err(TOO_LARGE);
@@ -115,13 +136,14 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     let hardware = &part.properties.hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
     let mut best: Option<(f64, Tile)> = None;
-    for shape in CANDIDATES.iter().filter(|shape| shape.dim == class) {
+    for shape in candidates(class, value_dim) {
         let rows = GROUP_ROWS * shape.warpgroups;
         let may_cluster = request.may_cluster(layout, Walk::Rows);
         let grouping = Grouping::best(layout, Walk::Rows, [rows, shape.cols], may_cluster);
         let tile = Tile {
             half,
             dim,
+            value_dim,
             warpgroups: shape.warpgroups,
             cols: shape.cols,
             group: shape.cols.min(layout.block_size()),
@@ -183,7 +205,8 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
     if chosen || part.limit == TierLimit::HopperWalks {
         return walks(part, &forward);
     }
-    if forward.dim > 128 {
+    // The fused pass has values that are as wide as keys.
+    if forward.dim > 128 || forward.dim != forward.value_dim {
         return walks(part, &forward);
     }
     // A tile of unlike blocks computes pairs that none of them keeps, where two walks may have tiles of half the height. And tiles side by
@@ -236,6 +259,7 @@ fn fused(
         carry: forward.carry,
         clustered: grouping.clustered,
         persistent: steps * grouping.overhead < SHORT_WALK,
+        shares: 1,
     };
     // The keys and values of two tiles fit at the least width only.
     let single = BackwardTile {
@@ -244,7 +268,11 @@ fn fused(
     };
     let most = part.properties.hardware.max_shared_memory_size;
     let fits = |tile: &BackwardTile| tile.shared_bytes() <= most;
-    [tile, single].into_iter().find(fits).ok_or(NO_TILE)
+    let tile = [tile, single].into_iter().find(fits).ok_or(NO_TILE)?;
+    Ok(BackwardTile {
+        shares: shares(part, &tile),
+        ..tile
+    })
 }
 
 /// Steps of `cols` queries that a tile of 128 keys would walk on average if nothing were computed in vain.
@@ -299,6 +327,7 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
         let tile = WalkTile {
             half: forward.half,
             dim: forward.dim,
+            value_dim: forward.value_dim,
             warpgroups,
             shared: false,
             cols: 64,
@@ -328,6 +357,7 @@ fn choose_wide_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile 
     let tile = WalkTile {
         half: forward.half,
         dim: forward.dim,
+        value_dim: forward.value_dim,
         warpgroups,
         shared: walk == Walk::Columns,
         cols,
@@ -364,6 +394,9 @@ pub fn choose_bias(part: &PartRequest, forward: Tile) -> Result<BiasTiles, &'sta
     // A launch has a cube for each step.
     if part.layout.device_choice().is_some() {
         return Err("the blocks are chosen on the device");
+    }
+    if forward.dim != forward.value_dim {
+        return Err("head_dim and value_dim differ");
     }
     if forward.dim > 128 {
         return Err("head_dim is above 128");

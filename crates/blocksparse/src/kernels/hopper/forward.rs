@@ -34,7 +34,7 @@ use crate::kernels::shared::score::LOWEST_MAX;
 use crate::kernels::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
 
 /// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`; `out`
-/// `[batch, heads, seq_q, dim]` in eights of elements and `lse` `[batch, heads, seq_q]` contiguous.
+/// `[batch, heads, seq_q, value_dim]` in eights of elements and `lse` `[batch, heads, seq_q]` contiguous.
 ///
 /// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · cap_scale / 2 log2 e`.
 /// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores. Where biases are added to scores that are not softcapped,
@@ -168,7 +168,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let mut o = Vector::<f32, O>::zeroed();
     let mut tops = RowTops::new(t);
     let first = (batch * slice.heads as u32 + head) * seq_q;
-    let fours = comptime!(t.dim.div_ceil(32));
+    let fours = comptime!(t.value_dim.div_ceil(32));
     let mut before = Array::<Vector<u32, Four>>::new(comptime!(2 * fours));
     let mut log0 = f32::new(LOWEST_MAX);
     let mut log1 = f32::new(LOWEST_MAX);
@@ -261,7 +261,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     k_span,
                 );
                 barrier_wait(base + comptime!(t.v_full()) + before * 8, parity(j - 1, t));
-                let o_started = accumulate::<P, O>(o, p, buffer(v_desc, before, t), t.half, t.dim);
+                let v_desc = values(v_desc, before, t);
+                let o_started = accumulate::<P, O>(o, p, v_desc, t.half, t.value_dim);
                 if comptime!(t.turns()) {
                     named_arrive(2 - group, 256u32);
                 }
@@ -302,7 +303,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                         parity(j + 1, t),
                     );
                 }
-                o = wait::<O>(o_started, 0usize, comptime!(t.dim / 2));
+                o = wait::<O>(o_started, 0usize, comptime!(t.value_dim / 2));
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.v_empty()) + before * 8);
                 }
@@ -315,8 +316,9 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 base + comptime!(t.v_full()) + last * 8,
                 parity(steps - 1, t),
             );
-            let o_started = accumulate::<P, O>(o, p, buffer(v_desc, last, t), t.half, t.dim);
-            o = wait::<O>(o_started, 0usize, comptime!(t.dim / 2));
+            let v_desc = values(v_desc, last, t);
+            let o_started = accumulate::<P, O>(o, p, v_desc, t.half, t.value_dim);
+            o = wait::<O>(o_started, 0usize, comptime!(t.value_dim / 2));
         } else {
             for j in 0..steps {
                 let now = stage(j, t);
@@ -354,8 +356,9 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 let p = pack_all::<S, P>(weights, t.half);
                 barrier_wait(base + comptime!(t.v_full()) + now * 8, parity(j, t));
                 // Into registers of its own: as an accumulator, ptxas would move o out of the scores' way and back.
-                let started = weigh::<P, O>(p, buffer(v_desc, now, t), t.half, t.dim);
-                let x = wait::<O>(started, 0usize, comptime!(t.dim / 2));
+                let v_desc = values(v_desc, now, t);
+                let started = weigh::<P, O>(p, v_desc, t.half, t.value_dim);
+                let x = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
                 o = add_scaled::<O>(o, x, soft.a0, soft.a1, t);
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.v_empty()) + now * 8);
@@ -446,10 +449,16 @@ fn parity(j: u32, #[comptime] t: Tile) -> u32 {
     (j / comptime!(t.stages as u32)) & 1
 }
 
-/// The descriptor of a buffer, from that of the first one.
+/// The descriptor of a buffer of keys, from that of the first one.
 #[cube]
 fn buffer(first: u64, stage: u32, #[comptime] t: Tile) -> u64 {
     first + u64::cast_from(stage * comptime!((t.stage_bytes() >> 4) as u32))
+}
+
+/// That of a buffer of values.
+#[cube]
+fn values(first: u64, stage: u32, #[comptime] t: Tile) -> u64 {
+    first + u64::cast_from(stage * comptime!((t.value_bytes() >> 4) as u32))
 }
 
 /// The place of this unit's box of step `j`.
@@ -471,19 +480,29 @@ fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[comptim
     let stage = stage(j, t);
     let full = comptime!(if values { t.v_full() } else { t.k_full() });
     let offset = comptime!((if values { t.v_offset() } else { t.k_offset() }) as u32);
+    let bytes = comptime!(if values {
+        t.value_bytes()
+    } else {
+        t.stage_bytes()
+    });
     let bar = loads.base + full + stage * 8;
     let mut map = loads.k;
+    let mut active = its.active;
     if comptime!(values) {
         map = loads.v;
+        // Values may have fewer spans than keys.
+        if comptime!(t.value_spans() < t.spans()) {
+            active = active && its.span < comptime!(t.value_spans() as u32);
+        }
     }
     // Bytes may arrive before they are announced: the phase cannot end without the announcement.
     if its.announces {
-        barrier_expect(bar, comptime!(t.stage_bytes()));
+        barrier_expect(bar, bytes);
     }
-    if its.active {
+    if active {
         let target = loads.base
             + offset
-            + stage * comptime!(t.stage_bytes() as u32)
+            + stage * comptime!(bytes as u32)
             + its.span * comptime!((t.cols * ROW) as u32)
             + its.entry * comptime!((t.group * ROW) as u32);
         load_at(

@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 use super::backward_loads::LengthsLaunch;
 use super::launch::{CallOptions, check, stats_map, tensor_map};
 use super::tiles::BackwardTile;
-use super::{backward, backward_stats};
+use super::{backward, backward_stats, shares};
 use crate::BlockLayout;
 use crate::kernels::args::{batch_words, buffer, listing, optional, plan_parts, plan_words};
 use crate::kernels::call::Request;
@@ -16,8 +16,11 @@ use crate::kernels::pass::{BackwardPass, Part};
 use crate::kernels::shared::walk::StridesLaunch;
 use crate::kernels::uploaded::DevicePlan;
 
-/// Heads of keys that take turns in the grid.
-const SPREAD: u32 = 64;
+/// Heads of keys that take turns in the grid,
+pub(super) const SPREAD: u32 = 64;
+/// and shares of them, where cubes share a tile: some eight tiles of each run side by side, and find what the one before them read and added
+/// to in the cache.
+pub(super) const SPREAD_SHARES: u32 = 16;
 /// Units of a cube of the kernels before and behind the walk.
 const UNITS: usize = 256;
 
@@ -41,6 +44,10 @@ pub struct Sizes {
     lanes: usize,
     /// Elements of dK and dV.
     kv_elements: usize,
+    /// Rows of keys, of all heads and batch entries.
+    kv_rows: usize,
+    /// Numbers of the sums of dK and dV, where cubes share a tile.
+    kv_sums: usize,
 }
 
 impl Sizes {
@@ -53,23 +60,30 @@ impl Sizes {
         v_offset: usize,
     ) -> Self {
         let pitch = layout.seq_q().next_multiple_of(tile.group.max(16));
+        let kv_rows = request.batch * request.kv_heads * seq_kv;
         Self {
             pitch,
             rows: request.batch * layout.heads() * pitch,
             lanes: tile.padded() / 8,
-            kv_elements: request.batch * request.kv_heads * seq_kv * tile.dim + v_offset,
+            kv_elements: kv_rows * tile.dim + v_offset,
+            kv_rows,
+            kv_sums: match tile.shares {
+                1 => 0,
+                shares => shares * 2 * kv_rows * tile.sum_columns(),
+            },
         }
     }
 
     /// The numbers that kernels count in 32 bits, and what they are of. The walk adds to the sums of dQ by their addresses, but
     /// [`finish`](backward::finish) reads them as pairs, by an index.
-    pub fn counts(&self, tile: &BackwardTile) -> [(&'static str, usize); 2] {
+    pub fn counts(&self, tile: &BackwardTile) -> [(&'static str, usize); 3] {
         [
             (
                 "the elements of a gradient, in eights",
                 self.kv_elements / 8,
             ),
             ("the pairs of sums of dQ", self.rows * tile.padded() / 2),
+            ("the pairs of sums of dK and dV", self.kv_sums / 2),
         ]
     }
 }
@@ -102,7 +116,7 @@ pub fn launch_fused(
         pass.gradients.v_offset,
     );
     let device_plan = plan(client, part.layout, tile.tiling())?;
-    let cubes = device_plan.tiles * pass.request.kv_heads * pass.request.batch;
+    let cubes = device_plan.tiles * pass.request.kv_heads * pass.request.batch * tile.shares;
     let eights = pass.grads.out.reach().div_ceil(8);
     for (what, count) in sizes.counts(&tile).into_iter().chain([
         ("the elements of grad_out, in eights", eights),
@@ -122,6 +136,7 @@ pub fn launch_fused(
         counters: client.empty((launch.counters + 1) * 4),
         stats: client.empty(sizes.rows * 8),
         sums: client.empty(sizes.rows * tile.padded() * 4),
+        shares: (tile.shares > 1).then(|| client.empty(sizes.kv_sums * 4)),
     };
     match known.filter(|known| known.in_order) {
         Some(known) => launch.relist(&buffers, &known),
@@ -129,6 +144,9 @@ pub fn launch_fused(
     }
     launch.walk(&buffers, &device_plan, cubes);
     launch.finish(&buffers);
+    if let Some(shares) = &buffers.shares {
+        launch.fold(shares);
+    }
     Ok(Stats {
         values: buffers.stats,
         pitch: sizes.pitch,
@@ -144,6 +162,8 @@ struct Buffers {
     stats: Handle,
     /// The sums of dQ.
     sums: Handle,
+    /// Those of dK and dV, where cubes share a tile.
+    shares: Option<Handle>,
 }
 
 /// The launches of a pass.
@@ -250,11 +270,17 @@ impl Launch<'_> {
         let (log2_scale, cap_scale) = call.scales();
         let map = |tensor, rows| tensor_map(tensor, rows, residue, request.dtype);
         let stats_rows = request.batch * heads;
+        let heads_per_kv = heads / request.kv_heads;
+        let (spread, out) = match &buffers.shares {
+            Some(sums) => (SPREAD_SHARES, buffer(sums, sizes.kv_sums / 4)),
+            None => (SPREAD, buffer(&pass.gradients.kv, sizes.kv_elements / 8)),
+        };
         let lengths = LengthsLaunch::new(
             device_plan.tiles as u32,
-            SPREAD,
+            spread,
             request.kv_heads as u32,
-            (heads / request.kv_heads) as u32,
+            heads_per_kv as u32,
+            (heads_per_kv / tile.shares) as u32,
             request.batch as u32,
             seq_kv as u32,
             sizes.pitch as u32,
@@ -279,7 +305,7 @@ impl Launch<'_> {
                 stats_map(&buffers.stats, tile.group, stats_rows, sizes.pitch),
                 buffer(&buffers.sums, sizes.rows * tile.padded()),
                 self.counters(buffers),
-                buffer(&pass.gradients.kv, sizes.kv_elements / 8),
+                out,
                 plan_words(device_plan),
                 call.args(tile.options, heads, [seq_q, seq_kv]),
                 plan_parts(&device_plan.sections, batch_words(part.layout)),
@@ -314,6 +340,24 @@ impl Launch<'_> {
                 pitch as u32,
                 seq_q as u32,
                 pass.options.scale as f32,
+                tile,
+            );
+        }
+    }
+
+    /// dK and dV from the sums of the cubes that share a tile.
+    fn fold(&self, sums: &Handle) {
+        let (pass, tile, sizes) = (self.pass, self.tile, self.sizes);
+        // SAFETY: a unit reads the sums of eight columns of a row of dK or dV, of `kv_rows` each, and writes them.
+        unsafe {
+            shares::fold::launch_unchecked(
+                pass.client,
+                over(2 * sizes.kv_rows * tile.dim / 8),
+                CubeDim::new_1d(UNITS as u32),
+                buffer(sums, sizes.kv_sums / 2),
+                buffer(&pass.gradients.kv, sizes.kv_elements / 8),
+                sizes.kv_rows as u32,
+                (pass.gradients.v_offset / 8) as u32,
                 tile,
             );
         }

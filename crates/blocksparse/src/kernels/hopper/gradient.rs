@@ -132,18 +132,37 @@ fn target(
     lane: u32,
     #[comptime] t: StoreShape,
 ) -> Target {
-    let mut position = place;
-    let mut exists = place < len;
-    if comptime!(t.residue) {
-        let class = place / listing.class_len as u32;
-        position = place % listing.class_len as u32 * listing.stride as u32 + class;
-        exists = class < listing.stride as u32 && position < len;
-    }
-    let row = (first + position) as usize * comptime!(t.dim / 8);
+    let found = row_position(place, listing, len, t.residue);
+    let row = (first + found.at) as usize * comptime!(t.dim / 8);
     Target {
         at: start as usize + row + (lane % 4) as usize,
-        exists,
+        exists: found.exists,
     }
+}
+
+/// A position, if there is one.
+#[derive(CubeType, Clone, Copy)]
+pub struct RowPosition {
+    pub at: u32,
+    pub exists: bool,
+}
+
+/// The position at a place, of `len`.
+#[cube]
+pub fn row_position(
+    place: u32,
+    listing: &Listing,
+    len: u32,
+    #[comptime] residue: bool,
+) -> RowPosition {
+    let mut at = place;
+    let mut exists = place < len;
+    if comptime!(residue) {
+        let class = place / listing.class_len as u32;
+        at = place % listing.class_len as u32 * listing.stride as u32 + class;
+        exists = class < listing.stride as u32 && at < len;
+    }
+    RowPosition { at, exists }
 }
 
 #[cube]

@@ -157,7 +157,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
     };
     let (heads, seq_q) = (part.layout.heads(), q.shape[2]);
     let rows = request.batch * heads * seq_q;
-    check_eights("the elements of the output", rows * tile.dim)?;
+    check_eights("the elements of the output", rows * tile.value_dim)?;
     let device_plan = plan(client, part.layout, tile.tiling())?;
     let (log2_scale, cap_scale) = call.scales();
     for slice in Slice::whole(request.batch, heads).cut(client) {
@@ -174,7 +174,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
                 tensor_map(q, tile.q_group(), residue, request.dtype),
                 tensor_map(k, tile.group, residue, request.dtype),
                 tensor_map(v, tile.group, residue, request.dtype),
-                buffer(outputs.out, rows * tile.dim / 8),
+                buffer(outputs.out, rows * tile.value_dim / 8),
                 buffer(outputs.lse, rows),
                 pass.max_scores(),
                 plan_words(&device_plan),
@@ -250,7 +250,10 @@ pub(super) fn launch_walk(
     let elements = match tile.bias_sums {
         // Numbers in f32, of which a vector has four.
         true => rows.div_ceil(4) * 8,
-        false => rows * tile.dim + operands.second,
+        false => match walk {
+            Walk::Rows => rows * tile.dim,
+            Walk::Columns => rows * tile.value_dim + operands.second,
+        },
     };
     check_eights("the elements of a gradient", elements)?;
     let (log2_scale, cap_scale) = call.scales();

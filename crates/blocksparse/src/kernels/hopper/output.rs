@@ -73,9 +73,9 @@ pub fn store_row<O: Size>(
     }
     let lane = unit() % 32;
     let at = (first + row.position) as usize;
-    let target = at * comptime!(t.dim / 8) + (lane % 4) as usize;
+    let target = at * comptime!(t.value_dim / 8) + (lane % 4) as usize;
     #[unroll]
-    for i in 0..comptime!(t.dim.div_ceil(32)) {
+    for i in 0..comptime!(t.value_dim.div_ceil(32)) {
         let mut own = Vector::<u32, Four>::zeroed();
         #[unroll]
         for j in 0..4usize {
@@ -90,7 +90,7 @@ pub fn store_row<O: Size>(
             );
         }
         let four = trade_four(own, lane);
-        if row.exists && within(lane, i, t.dim) {
+        if row.exists && within(lane, i, t.value_dim) {
             out[target + comptime!(4 * i)] = four;
         }
     }
@@ -155,9 +155,10 @@ pub fn read_four(
     #[comptime] i: usize,
     #[comptime] t: Tile,
 ) -> Vector<u32, Four> {
-    let target = (first + row.position) as usize * comptime!(t.dim / 8) + (unit() % 4) as usize;
+    let target =
+        (first + row.position) as usize * comptime!(t.value_dim / 8) + (unit() % 4) as usize;
     let mut four = Vector::<u32, Four>::zeroed();
-    if row.exists && within(unit() % 32, i, t.dim) {
+    if row.exists && within(unit() % 32, i, t.value_dim) {
         four = out[target + comptime!(4 * i)];
     }
     four
@@ -174,8 +175,8 @@ pub fn unpack_row<O: Size>(
     let mut o = o_in;
     let lane = unit() % 32;
     #[unroll]
-    for i in 0..comptime!(t.dim.div_ceil(32)) {
-        let own = trade_four(fours[comptime!(lower * t.dim.div_ceil(32) + i)], lane);
+    for i in 0..comptime!(t.value_dim.div_ceil(32)) {
+        let own = trade_four(fours[comptime!(lower * t.value_dim.div_ceil(32) + i)], lane);
         #[unroll]
         for j in 0..4usize {
             let n = comptime!(16 * i + 4 * j + 2 * lower);

@@ -377,7 +377,7 @@ pub fn rescale<O: Size>(
     let mut o = o_in;
     if any_differ(a0 * a1, 1.0f32) != 0 {
         #[unroll]
-        for j in 0..comptime!(t.dim / 8) {
+        for j in 0..comptime!(t.value_dim / 8) {
             o.insert(comptime!(4 * j), o.extract(comptime!(4 * j)) * a0);
             o.insert(comptime!(4 * j + 1), o.extract(comptime!(4 * j + 1)) * a0);
             o.insert(comptime!(4 * j + 2), o.extract(comptime!(4 * j + 2)) * a1);
@@ -398,7 +398,7 @@ pub fn add_scaled<O: Size>(
 ) -> Vector<f32, O> {
     let mut o = o_in;
     #[unroll]
-    for j in 0..comptime!(t.dim / 8) {
+    for j in 0..comptime!(t.value_dim / 8) {
         #[unroll]
         for i in 0..2usize {
             let at = comptime!(4 * j + i);

@@ -49,9 +49,9 @@ sizes!(Tile, BackwardTile, WalkTile, PairTile);
 macro_rules! common {
     ($($tile:ident),*) => {$(
         impl $tile {
-            /// Registers of a unit's sums over the width: those of whole 32 columns, of which a unit stores 16 bytes.
+            /// Registers of a unit's sums over the width.
             pub(super) fn sums(&self) -> usize {
-                (self.dim / 2).next_power_of_two().max(16)
+                registers(self.sum_width())
             }
 
             pub(super) fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -75,6 +75,11 @@ macro_rules! common {
 }
 
 common!(Tile, BackwardTile, WalkTile);
+
+/// Registers of a unit's sums of so many columns: those of whole 32, of which a unit stores 16 bytes.
+fn registers(columns: usize) -> usize {
+    (columns / 2).next_power_of_two().max(16)
+}
 
 /// What is the same of the tiles of the backward pass that have own rows all along.
 macro_rules! own_rows {
@@ -126,8 +131,10 @@ common_backward!(BackwardTile, WalkTile);
 pub struct Tile {
     /// Type of the tensors.
     pub half: Half,
-    /// Width of queries, keys and values, a multiple of 8.
+    /// Width of queries and keys, a multiple of 8.
     pub dim: usize,
+    /// Width of values, no larger.
+    pub value_dim: usize,
     /// Warpgroups, each with 64 rows: 1 or 2.
     pub warpgroups: usize,
     /// Columns of a step: 64 or 128.
@@ -191,7 +198,7 @@ impl Tile {
 
     /// Whether there are registers for a step's masks while its scores are computed.
     pub(super) fn early_masks(&self) -> bool {
-        self.overlap || self.dim <= 64
+        self.overlap || self.value_dim <= 64
     }
 
     /// Whether the warpgroups take turns at the tensor cores.
@@ -211,7 +218,17 @@ impl Tile {
         self.rows() / self.q_group() * self.spans()
     }
 
-    /// TMA boxes of the keys, or the values, of a step.
+    /// Columns of the sums.
+    fn sum_width(&self) -> usize {
+        self.value_dim
+    }
+
+    /// Spans of 64 columns of values in shared memory.
+    pub(super) fn value_spans(&self) -> usize {
+        self.value_dim.div_ceil(ROW_ELEMENTS)
+    }
+
+    /// TMA boxes of the keys of a step; values have as many or fewer.
     pub(super) fn boxes(&self) -> usize {
         self.entries() * self.spans()
     }
@@ -233,9 +250,14 @@ impl Tile {
         self.rows() * self.spans() * ROW
     }
 
-    /// Bytes of the keys, or the values, of a step.
+    /// Bytes of the keys of a step.
     pub(super) fn stage_bytes(&self) -> usize {
         self.cols * self.spans() * ROW
+    }
+
+    /// Bytes of the values of a step.
+    pub(super) fn value_bytes(&self) -> usize {
+        self.cols * self.value_spans() * ROW
     }
 
     // Byte offsets in shared memory. The barrier of q comes first.
@@ -274,7 +296,7 @@ impl Tile {
 
     /// Bytes of shared memory of a cube.
     pub fn shared_bytes(&self) -> usize {
-        self.v_offset() + self.stages * self.stage_bytes()
+        self.v_offset() + self.stages * self.value_bytes()
     }
 }
 
@@ -311,9 +333,15 @@ pub struct BackwardTile {
     pub clustered: bool,
     /// Whether cubes compute tile after tile.
     pub persistent: bool,
+    /// Cubes that share the query heads of a head of keys: see [`shares`](super::shares).
+    pub shares: usize,
 }
 
 impl BackwardTile {
+    fn sum_width(&self) -> usize {
+        self.dim
+    }
+
     fn row_groups(&self) -> usize {
         self.warpgroups
     }
@@ -439,6 +467,11 @@ impl BackwardTile {
         16 / self.counted()
     }
 
+    /// Columns of a row of sums, where cubes share a tile: whole 32.
+    pub(super) fn sum_columns(&self) -> usize {
+        self.dim.next_multiple_of(32)
+    }
+
     /// Tiles whose keys and values are in shared memory at a time.
     pub(super) fn own_buffers(&self) -> usize {
         1 + usize::from(self.persistent)
@@ -508,9 +541,12 @@ impl BackwardTile {
 impl fmt::Display for BackwardTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.describe(f)?;
-        match self.persistent {
-            true => write!(f, ", tile after tile"),
-            false => Ok(()),
+        if self.persistent {
+            write!(f, ", tile after tile")?;
+        }
+        match self.shares {
+            1 => Ok(()),
+            shares => write!(f, ", the queries of a tile shared by {shares} cubes"),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::asm::Half;
-use super::gradient::MaskShape;
+use super::gradient::{MaskShape, StoreShape};
 use super::options::{Options, PairShape};
 use crate::plan::{Tiling, Walk};
 
@@ -12,8 +12,10 @@ use crate::plan::{Tiling, Walk};
 pub struct WalkTile {
     /// Type of the tensors.
     pub half: Half,
-    /// Width of queries, keys and values, a multiple of 8.
+    /// Width of queries and keys, a multiple of 8.
     pub dim: usize,
+    /// Width of values, no larger. In shared memory they are as wide as keys, with zeros behind.
+    pub value_dim: usize,
     /// Warpgroups, each with 64 rows unless they are shared: 1 or 2.
     pub warpgroups: usize,
     /// Whether two warpgroups have the same rows: one makes the weights and dV of them, the other dK. There are no registers for both in
@@ -40,6 +42,10 @@ pub struct WalkTile {
 }
 
 impl WalkTile {
+    pub(super) fn sum_width(&self) -> usize {
+        self.dim
+    }
+
     /// Warpgroups with rows of their own.
     pub(super) fn row_groups(&self) -> usize {
         match self.shared {
@@ -78,6 +84,14 @@ impl WalkTile {
             group: self.group,
             entry_words: self.tiling(walk).entry_words(),
             residue: self.residue,
+        }
+    }
+
+    /// How dV is stored.
+    pub(super) fn store_values(&self) -> StoreShape {
+        StoreShape {
+            dim: self.value_dim,
+            ..self.store()
         }
     }
 

@@ -224,7 +224,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 a2_desc,
                 b2_desc + offset,
                 t.half,
-                t.dim,
+                t.value_dim,
                 comptime!(t.rows() * ROW),
                 comptime!(t.cols * ROW),
             );
@@ -297,7 +297,8 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             if comptime!(columns && !t.bias_sums) {
                 let kept = drop_out::<S>(p, &kept, comptime!(t.options));
                 let left = pack_all::<S, P>(kept, t.half);
-                out2_started = accumulate::<P, O>(out2, left, b2_wide + offset, t.half, t.dim);
+                let wide = b2_wide + offset;
+                out2_started = accumulate::<P, O>(out2, left, wide, t.half, t.value_dim);
             }
             let mut dp = wait::<S>(
                 dp_started,
@@ -352,7 +353,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 let left = pack_all::<S, P>(dp, t.half);
                 let out1_started = accumulate::<P, O>(out1, left, b1_wide + offset, t.half, t.dim);
                 if comptime!(columns) {
-                    out2 = wait::<O>(out2_started, 1usize, comptime!(t.dim / 2));
+                    out2 = wait::<O>(out2_started, 1usize, comptime!(t.value_dim / 2));
                 }
                 out1 = wait::<O>(out1_started, 0usize, comptime!(t.dim / 2));
             }
@@ -410,7 +411,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 len,
                 lane,
                 factor,
-                comptime!(t.store()),
+                comptime!(t.store_values()),
             );
         }
     }

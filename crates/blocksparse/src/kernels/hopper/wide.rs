@@ -306,23 +306,36 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     }
 
     let first = (batch * slice.heads as u32 + outer) * len;
+    let (upper, lower) = (places.upper, places.lower);
     let mut factor = scale;
     let mut start = 0u32;
     if group == 0 {
         factor = factor_of(&args, comptime!(t.options));
         start = second;
     }
-    store_rows::<O>(
-        out,
-        &sums,
-        start,
-        first,
-        places.upper,
-        places.lower,
-        &listing,
-        len,
-        lane,
-        factor,
-        comptime!(t.store()),
-    );
+    if comptime!(t.value_dim == t.dim) {
+        store_rows::<O>(
+            out,
+            &sums,
+            start,
+            first,
+            upper,
+            lower,
+            &listing,
+            len,
+            lane,
+            factor,
+            comptime!(t.store()),
+        );
+    } else if group == 0 {
+        let shape = comptime!(t.store_values());
+        store_rows::<O>(
+            out, &sums, start, first, upper, lower, &listing, len, lane, factor, shape,
+        );
+    } else {
+        let shape = comptime!(t.store());
+        store_rows::<O>(
+            out, &sums, start, first, upper, lower, &listing, len, lane, factor, shape,
+        );
+    }
 }

@@ -1,0 +1,134 @@
+//! What kernels do at certain shapes only: cubes that share a tile of keys, and values that are narrower than keys.
+
+use burn::tensor::{DType, Device};
+use burn_blocksparse::{
+    AttentionOptions, AttentionPlan, BlockLayout, BlockMask, Dropout, LayoutShape, Pattern,
+};
+
+use crate::attention::{inputs, run};
+use crate::compare::assert_rows;
+use crate::devices::half_dtypes;
+use crate::reference::{Problem, Sizes};
+
+/// A call of which out and gradients are compared.
+struct Call {
+    name: &'static str,
+    layout: BlockLayout,
+    problem: Problem,
+    options: AttentionOptions,
+    /// What a plan says if it is one of the `hopper` tier.
+    says: &'static str,
+}
+
+impl Call {
+    /// Over a pattern, in blocks of 16.
+    fn of(name: &'static str, pattern: Pattern, sizes: Sizes, says: &'static str) -> Self {
+        let layout = pattern.layout(sizes.heads, sizes.seq_q, 16).unwrap();
+        let attends = move |_, head, i, j| pattern.attends(head, i as i64, j as i64);
+        Self {
+            name,
+            layout,
+            problem: Problem::random(sizes, 31, attends),
+            options: AttentionOptions::default(),
+            says,
+        }
+    }
+
+    /// Compares on all devices, in half precision or else in f32, and once more for the same bits.
+    fn check(mut self, devices: &[Device]) {
+        for device in devices {
+            let dtype = half_dtypes(device).last().copied().unwrap_or(DType::F32);
+            self.problem.round_to(dtype);
+            let answer = self.problem.solve();
+            let what = format!("{}, {device:?}, {dtype:?}", self.name);
+            let [q, k, v, _] = inputs(&self.problem, device, dtype);
+            let plan = AttentionPlan::new(&q, &k, &v, &self.layout, &self.options).unwrap();
+            let plan = plan.to_string();
+            let on_hopper = plan.contains("forward  hopper");
+            assert!(!on_hopper || plan.contains(self.says), "{what}: {plan}");
+            let device = device.clone().autodiff();
+            let again = [(); 2].map(|()| {
+                let options = self.options.clone();
+                run(&self.problem, &self.layout, options, &device, dtype)
+            });
+            let [first, second] = again;
+            for (k, name) in ["out", "dq", "dk", "dv"].into_iter().enumerate() {
+                let what = format!("{what}: {name}");
+                assert_eq!(first[k].as_bytes(), second[k].as_bytes(), "{what} twice");
+                assert_rows(&what, first[k].clone(), &answer.result(name), dtype);
+            }
+        }
+    }
+}
+
+const SHARED: &str = "the queries of a tile shared by";
+
+/// Eight heads of queries to one of keys.
+fn grouped(seq_q: usize, seq_kv: usize, [head_dim, value_dim]: [usize; 2]) -> Sizes {
+    Sizes {
+        batch: 1,
+        heads: 8,
+        kv_heads: 1,
+        seq_q,
+        seq_kv,
+        head_dim,
+        value_dim,
+    }
+}
+
+/// Few keys and many queries, as those of compressed blocks: cubes share the query heads of a tile, and their sums are added up.
+pub fn shared_tiles_equal_f64(devices: &[Device]) {
+    let sizes = Sizes {
+        heads: 4,
+        ..grouped(2112, 131, [128; 2])
+    };
+    let sees = |query: usize, key: usize| key * 16 + 31 <= query;
+    let shape = LayoutShape {
+        heads: 1,
+        seq_q: sizes.seq_q,
+        seq_kv: sizes.seq_kv,
+        block_size: 128,
+    };
+    let layout = BlockLayout::from_block_fn("staircase", shape, |_, row, column| {
+        let (first, key) = (row * 128, column * 128);
+        let mask = BlockMask::from_fn(128, |i, j| sees(first + i, key + j));
+        sees(first + 127, key).then_some(mask)
+    });
+    let layout = layout.unwrap().of_first_head(sizes.heads).unwrap();
+    let problem = Problem::random(sizes, 30, move |_, _, i, j| sees(i, j));
+    let call = Call {
+        name: "a staircase",
+        layout,
+        problem,
+        options: AttentionOptions::default(),
+        says: SHARED,
+    };
+    call.check(devices);
+}
+
+/// The same in two parts by residue class, of which the second adds to the gradients of the first; and with dropout, whose factor is that
+/// of each share.
+pub fn shared_tiles_of_other_kinds(devices: &[Device]) {
+    let sizes = grouped(256, 256, [128; 2]);
+    Call::of("strided", Pattern::strided(16), sizes, SHARED).check(devices);
+    let sizes = grouped(200, 200, [72; 2]);
+    let dropout = Dropout::new(0.25, 5);
+    let call = Call::of("dropout", Pattern::causal(), sizes, SHARED);
+    let with_dropout = Call {
+        problem: call.problem.with_dropout(dropout),
+        options: call.options.dropout(dropout),
+        ..call
+    };
+    with_dropout.check(devices);
+}
+
+/// Values that are narrower than keys.
+pub fn narrower_values_equal_f64(devices: &[Device]) {
+    let says = "dQ       hopper";
+    let sizes = grouped(300, 300, [192, 128]);
+    Call::of("192 and 128 wide", Pattern::causal(), sizes, says).check(devices);
+    // In two parts, the second of which begins with what the first left.
+    let sizes = grouped(192, 192, [128, 72]);
+    let strided = Pattern::merged_strided(16);
+    Call::of("128 and 72 wide", strided, sizes, says).check(devices);
+}
