@@ -4,10 +4,10 @@ use burn::tensor::Device;
 
 use crate::{
     activation, attention, autodiff, bias_gradient, block_sparse, blocks, device_layout,
-    device_layout_within, embedding, eviction, fuzz, fuzz_decoding, gradients, graph,
-    graph_decoding, graph_training, heads, kept, linear, listed, loss, masses, max_scores, mlp,
-    norm, nsa, nsa_choice, optim, options, page_choice, paged, paged_quantised, projection,
-    sampling, selected, selected_lists, selected_planted, selection, selection_fuzz,
+    device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding, gradients, graph,
+    graph_decoding, graph_training, heads, kept, key_lists, linear, listed, loss, masses,
+    max_scores, mlp, norm, nsa, nsa_choice, optim, options, page_choice, paged, paged_quantised,
+    projection, sampling, selected, selected_lists, selected_planted, selection, selection_fuzz,
     selection_goldens, selection_long, selection_rules, selection_runs, sharing, stream_dropout,
     tiles, widths,
 };
@@ -88,6 +88,12 @@ pub const CHECKS: &[(&str, Check)] = table! {
     selected_lists: chosen_blocks_of_any_scores, chosen_blocks_in_several_slabs, moba_golden;
     listed: attention_with_lists_equals_f64, attention_with_lists_in_half_precision,
         attention_with_lists_gives_the_same_bits, attention_with_lists_plans, attention_with_lists_errors;
+    key_lists: key_lists_are_unique, attention_with_keys_equals_f64, attention_with_keys_in_half_precision,
+        attention_with_keys_of_other_widths, attention_with_keys_of_many_heads,
+        attention_with_keys_gives_the_same_bits, attention_with_keys_equals_finite_differences,
+        attention_with_keys_plans, attention_with_keys_errors;
+    dsa: dsa_golden, dsa_choices_equal_f64, dsa_is_prefix_stable, dsa_losses_equal_f64,
+        dsa_gradients_equal_finite_differences, dsa_errors;
     selected_planted: moba_on_planted_structure, quest_on_planted_structure;
     selected_lists: rows_at_equals_f64;
     nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences, nsa_is_prefix_stable,
