@@ -14,6 +14,7 @@ mod bias_gradient;
 mod bias_kept;
 mod bias_launch;
 mod bias_store;
+mod bits;
 mod choose;
 mod dropout;
 mod forward;

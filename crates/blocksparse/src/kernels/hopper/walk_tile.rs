@@ -40,6 +40,11 @@ pub struct WalkTile {
 }
 
 impl WalkTile {
+    /// Entries of walks are gathered.
+    pub(super) fn coarse(&self) -> Option<usize> {
+        None
+    }
+
     /// Warpgroups with rows of their own.
     pub(super) fn row_groups(&self) -> usize {
         match self.shared {
@@ -57,6 +62,7 @@ impl WalkTile {
             places: false,
             clustered: self.clustered,
             visits: false,
+            coarse: false,
         }
     }
 
