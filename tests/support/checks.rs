@@ -6,10 +6,10 @@ use crate::{
     activation, attention, autodiff, bias_gradient, block_sparse, blocks, device_layout,
     device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding, gradients, graph,
     graph_decoding, graph_training, heads, kept, key_lists, linear, listed, loss, masses,
-    max_scores, mlp, norm, nsa, nsa_choice, optim, options, page_choice, paged, paged_quantised,
-    projection, sampling, selected, selected_lists, selected_planted, selection, selection_fuzz,
-    selection_goldens, selection_long, selection_rules, selection_runs, sharing, stream_dropout,
-    tiles, widths,
+    max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim, options, page_choice, paged,
+    paged_quantised, projection, sampling, selected, selected_lists, selected_planted, selection,
+    selection_fuzz, selection_goldens, selection_long, selection_rules, selection_runs, sharing,
+    stream_dropout, tiles, widths,
 };
 
 /// A check over the table of cases on some devices; it panics if it fails.
@@ -123,6 +123,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
 pub const NAMED: &[(&str, Check)] = table! {
     attention: more_than_2_31_elements;
     widths: more_batch_entries_and_heads_than_a_grid, far_strides;
+    narrow_blocks: narrow_blocks_in_half_precision, narrow_blocks_with_options;
     fuzz: fuzz;
     fuzz_decoding: pieces_are_rows_of_the_whole;
     selection_long: long_calls_choose_as_loops, long_gates_choose_as_loops;

@@ -35,6 +35,7 @@ pub mod loss;
 pub mod masses;
 pub mod max_scores;
 pub mod mlp;
+pub mod narrow_blocks;
 pub mod norm;
 mod norm_problem;
 pub mod nsa;

@@ -8,6 +8,8 @@ pub(super) struct PlanSizes {
     pub tiles: usize,
     /// Entries of a step.
     pub per_step: usize,
+    /// Words of an entry.
+    pub entry_words: usize,
     /// Groups of columns there are.
     pub others: usize,
 }
@@ -17,6 +19,7 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
     let PlanSizes {
         tiles,
         per_step,
+        entry_words,
         others,
     } = sizes;
     let steps = |record: usize| records[record * 3 + 1] as usize;
@@ -34,13 +37,13 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
         let is_long = |record: usize| usual.is_some_and(|usual| steps(record) > 4 * usual);
         let mut visits = vec![0u32; others];
         for record in (0..tiles).map(record) {
-            let first = records[record * 3] as usize * 3;
-            let length = steps(record) * per_step * 3;
+            let first = records[record * 3] as usize * entry_words;
+            let length = steps(record) * per_step * entry_words;
             let words = &mut entries[first..first + length];
             if is_long(record) {
-                reverse_steps(words, per_step * 3);
+                reverse_steps(words, per_step * entry_words);
             }
-            for entry in words.chunks_exact_mut(3) {
+            for entry in words.chunks_exact_mut(entry_words) {
                 if entry[2] & NO_VISIT != NO_VISIT {
                     let visit = &mut visits[entry[0] as usize];
                     entry[2] |= *visit;
