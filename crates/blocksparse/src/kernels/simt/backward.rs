@@ -96,10 +96,10 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let mut b2_tile =
         Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.value_dim)));
     let mut ds_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * t.weight_pitch()));
-    let mut p_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(match walk {
-        Walk::Rows => 1,
-        Walk::Columns => t.rows * t.weight_pitch(),
-    }));
+    // A fused walk has its weights and ds in one tile, one after the other.
+    let two = comptime!(columns && !t.fused);
+    let p_len = comptime!(if two { t.rows * t.weight_pitch() } else { 1 });
+    let mut p_tile = Shared::<[Vector<A, Four>]>::new_slice(p_len);
 
     // The tile is the same for all heads of the group; a rank is of the first one.
     let mut loops = 1usize;
@@ -374,6 +374,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         let factor = dropout_factor.get::<A>();
                         kept = factors::<A>(&dropout, factor, &positions, batch, head, walk, t);
                     }
+                    let mut ds_rows =
+                        Array::<Vector<A, Four>>::new(comptime!(if t.fused { rows } else { 1 }));
                     #[unroll]
                     for i in 0..rows {
                         let at = (unit_y * rows + i) * comptime!(t.weight_pitch()) + unit_x;
@@ -407,17 +409,39 @@ pub fn backward<E: Float, A: Float, N: Size>(
                             p_four.insert(j, weight);
                             ds_four.insert(j, ds);
                         }
-                        ds_tile[at] = ds_four;
-                        if comptime!(columns) {
+                        if comptime!(t.fused) {
+                            ds_tile[at] = p_four;
+                            ds_rows[i] = ds_four;
+                        } else {
+                            ds_tile[at] = ds_four;
+                        }
+                        if comptime!(two) {
                             p_tile[at] = p_four;
                         }
                     }
-                    if comptime!(!t.fused) {
-                        sync_row(t);
-                        accumulate_both(
-                            &ds_tile, &p_tile, &b1_tile, &b2_tile, &mut out1, &mut out2, unit_y,
-                            unit_x, halves, columns, t,
+                    sync_row(t);
+                    if comptime!(t.fused) {
+                        let dim = comptime!(t.value_dim);
+                        accumulate_product(
+                            &ds_tile, &b2_tile, &mut out2, unit_y, unit_x, halves, dim, t,
                         );
+                        sync_row(t);
+                        #[unroll]
+                        for i in 0..rows {
+                            let row = unit_y * rows + i;
+                            ds_tile[row * comptime!(t.weight_pitch()) + unit_x] = ds_rows[i];
+                        }
+                    } else if comptime!(!t.bias_gradient) {
+                        let dim = comptime!(t.head_dim);
+                        accumulate_product(
+                            &ds_tile, &b1_tile, &mut out1, unit_y, unit_x, halves, dim, t,
+                        );
+                        if comptime!(two) {
+                            let dim = comptime!(t.value_dim);
+                            accumulate_product(
+                                &p_tile, &b2_tile, &mut out2, unit_y, unit_x, halves, dim, t,
+                            );
+                        }
                     }
                 }
                 if comptime!(t.fused) {
@@ -436,9 +460,9 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         t,
                     );
                     if halves != 0u32 {
-                        accumulate_both(
-                            &ds_tile, &p_tile, &b1_tile, &b2_tile, &mut out1, &mut out2, unit_y,
-                            unit_x, halves, columns, t,
+                        let dim = comptime!(t.head_dim);
+                        accumulate_product(
+                            &ds_tile, &b1_tile, &mut out1, unit_y, unit_x, halves, dim, t,
                         );
                     }
                     add_product(&ds_tile, &a1_tile, &mut dq, t);
@@ -551,46 +575,5 @@ fn query_value<A: Float>(
         cols[j]
     } else {
         rows[i]
-    }
-}
-
-/// What a step adds to the sums of the tile's rows: `out1 += ds · b1`, and in a walk over columns `out2 += p · b2`.
-#[cube]
-fn accumulate_both<A: Float>(
-    ds: &Shared<[Vector<A, Four>]>,
-    p: &Shared<[Vector<A, Four>]>,
-    b1: &Shared<[Vector<A, Four>]>,
-    b2: &Shared<[Vector<A, Four>]>,
-    out1: &mut Array<Vector<A, Four>>,
-    out2: &mut Array<Vector<A, Four>>,
-    unit_y: usize,
-    unit_x: usize,
-    halves: u32,
-    #[comptime] columns: bool,
-    #[comptime] t: Tile,
-) {
-    if comptime!(!t.bias_gradient) {
-        accumulate_product(
-            ds,
-            b1,
-            out1,
-            unit_y,
-            unit_x,
-            halves,
-            comptime!(t.head_dim),
-            t,
-        );
-    }
-    if comptime!(columns && !t.bias_gradient) {
-        accumulate_product(
-            p,
-            b2,
-            out2,
-            unit_y,
-            unit_x,
-            halves,
-            comptime!(t.value_dim),
-            t,
-        );
     }
 }

@@ -141,7 +141,7 @@ pub fn choose(part: &PartRequest, walks: [Tile; 2]) -> Result<Fused, &'static st
     // Many small cubes fill what the first leave, but for the last.
     let walk_idle = (multiprocessors as f64 / cubes.min(other).max(1) as f64).max(1.0);
     if !forced && 5.0 * cost * idle(heads * groups, slots) >= of_walks * walk_idle {
-        return Err("two walks take less for it");
+        return Err("two walks should take less");
     }
     Ok(Fused {
         tile,

@@ -84,7 +84,7 @@ pub fn shared_bytes(tile: &Tile, kernel: Kernel, accumulator: usize) -> usize {
     let gathered = pitch(tile.head_dim) + pitch(tile.value_dim);
     let weights = tile.weight_pitch()
         * match kernel {
-            Kernel::BackwardColumns => 2,
+            Kernel::BackwardColumns if !tile.fused => 2,
             _ => 1,
         };
     let fours = tile.rows * (own + weights) + tile.cols() * gathered;
