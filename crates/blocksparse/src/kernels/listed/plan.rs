@@ -227,7 +227,7 @@ const NO_ROOM: &str = "no tile fits the shared memory of the device";
 /// What the products' operands are, or why the call is not taken.
 fn check(properties: &DeviceProperties, request: &ListedRequest) -> Result<Element, &'static str> {
     check_ampere(properties)?;
-    if let Ok(TierLimit::Simt) = TierLimit::from_env() {
+    if TierLimit::from_env().is_ok_and(TierLimit::is_simt) {
         return Err("BLOCKSPARSE_TIER says simt");
     }
     let element = Element::Half(half_of(request.dtype)?);
