@@ -126,10 +126,11 @@ impl Problem {
         let mut sum = 0.0;
         for query in 0..self.seq[0] {
             let (keys, scores) = (keys(query), self.scores(query));
-            let mut wanted = vec![0.0; keys.len()];
+            // Of dense attention, scaled to what the keys have of it.
+            let mut dense = vec![0.0; self.position(query) + 1];
             for head in 0..self.heads {
                 let kv_head = head / (self.heads / self.kv_heads);
-                let score = |&key: &usize| -> f64 {
+                let score = |key: usize| -> f64 {
                     (0..self.head_dim)
                         .map(|c| {
                             let q = self.q[(head * self.seq[0] + query) * self.head_dim + c];
@@ -138,11 +139,13 @@ impl Problem {
                         .sum::<f64>()
                         * scale
                 };
-                let weights = softmax(&keys.iter().map(score).collect::<Vec<_>>());
-                for (sum, weight) in wanted.iter_mut().zip(weights) {
+                let weights = softmax(&(0..dense.len()).map(score).collect::<Vec<_>>());
+                for (sum, weight) in dense.iter_mut().zip(weights) {
                     *sum += weight / self.heads as f64;
                 }
             }
+            let total: f64 = keys.iter().map(|&key| dense[key]).sum();
+            let wanted: Vec<f64> = keys.iter().map(|&key| dense[key] / total).collect();
             let found = softmax(&keys.iter().map(|&key| scores[key]).collect::<Vec<_>>());
             let terms = wanted.iter().zip(found).map(|(t, x)| t * (t / x).ln());
             sum += terms.sum::<f64>();

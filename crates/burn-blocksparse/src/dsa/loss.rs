@@ -18,12 +18,12 @@ const LOW: f64 = -1e30;
 pub enum DsaTarget<'a> {
     /// All that a query sees, with dense attention: for the indexer's warm-up.
     All,
-    /// Those that were chosen, with attention to them.
+    /// Those that were chosen, with what they have of dense attention, scaled so that their sum is 1.
     Chosen(&'a KeyLists),
 }
 
 impl Dsa {
-    /// The mean over queries of `KL(t ‖ softmax x)`, where x are the indexer's scores, and t is the mean of the attention's weights over its heads; both over
+    /// The mean over queries of `KL(t ‖ softmax x)`, where x are the indexer's scores, and t is the mean of dense attention's weights over its heads; both over
     /// the keys of `over`. Differentiable in the index alone: q and k count as they are.
     ///
     /// The gradient, `softmax x − t` through the scores, is made with the loss, some queries at a time, so that no more than 2²⁴ scores or weights are in
@@ -97,22 +97,26 @@ struct Target<'a> {
 }
 
 impl Target<'_> {
-    /// Which keys do not count for some queries: `[batch, rows, seq_kv]`.
-    fn hidden(&self, rows: &Range<usize>) -> Tensor<3, Bool> {
+    /// Which keys some queries do not see: `[batch, rows, seq_kv]`.
+    fn later(&self, rows: &Range<usize>) -> Tensor<3, Bool> {
         let ([batch, _, seq_q, _], seq_kv) = (self.q.dims(), self.k.dims()[2]);
-        let device = self.q.device();
         let dims = [batch, rows.len(), seq_kv];
+        let inner = self.q.device().without_autodiff();
+        let ints = (&inner, DType::I32);
+        let first = (seq_kv - seq_q) as i64;
+        let keys = Tensor::<1, Int>::arange(0..seq_kv as i64, ints);
+        let positions = first + rows.start as i64..first + rows.end as i64;
+        let positions = Tensor::<1, Int>::arange(positions, ints);
+        let keys = keys.reshape([1, 1, seq_kv]).expand(dims);
+        keys.greater(positions.reshape([1, rows.len(), 1]).expand(dims))
+    }
+
+    /// Which keys do not count for some queries, which do not see the later ones: `[batch, rows, seq_kv]`.
+    fn hidden(&self, rows: &Range<usize>, later: Tensor<3, Bool>) -> Tensor<3, Bool> {
+        let (batch, seq_kv) = (self.q.dims()[0], self.k.dims()[2]);
+        let device = self.q.device();
         match self.over {
-            DsaTarget::All => {
-                let inner = device.without_autodiff();
-                let ints = (&inner, DType::I32);
-                let first = (seq_kv - seq_q) as i64;
-                let keys = Tensor::<1, Int>::arange(0..seq_kv as i64, ints);
-                let positions = first + rows.start as i64..first + rows.end as i64;
-                let positions = Tensor::<1, Int>::arange(positions, ints);
-                let keys = keys.reshape([1, 1, seq_kv]).expand(dims);
-                keys.greater(positions.reshape([1, rows.len(), 1]).expand(dims))
-            }
+            DsaTarget::All => later,
             DsaTarget::Chosen(lists) => {
                 let keys = lists.keys().clone().slice_dim(2, rows.clone());
                 let most = keys.dims()[3];
@@ -129,11 +133,11 @@ impl Target<'_> {
         }
     }
 
-    /// The mean of the weights over the heads: `[batch, rows, seq_kv]`.
+    /// The mean over the heads of the weights of dense attention: `[batch, rows, seq_kv]`.
     fn weights(
         &self,
         rows: &Range<usize>,
-        hidden: &Tensor<3, Bool>,
+        later: &Tensor<3, Bool>,
         heads_at_a_time: usize,
     ) -> Tensor<3> {
         let [batch, heads, _, width] = self.q.dims();
@@ -154,8 +158,8 @@ impl Target<'_> {
                 let q = q.reshape([batch, 1, (end - start) * rows.len(), width]);
                 let scores = q.matmul(k.clone());
                 let dims = [batch, end - start, rows.len(), seq_kv];
-                let hidden = hidden.clone().unsqueeze_dim::<4>(1).expand(dims);
-                let weights = softmax_over(scores.reshape(dims), hidden).0;
+                let later = later.clone().unsqueeze_dim::<4>(1).expand(dims);
+                let weights = softmax_over(scores.reshape(dims), later).0;
                 let weights = weights.sum_dim(1).squeeze_dim(1);
                 sum = Some(match sum {
                     None => weights,
@@ -191,9 +195,12 @@ struct Gradients {
 impl Gradients {
     /// The sum of the losses of some queries.
     fn add(&mut self, scores: &Scores, target: &Target, rows: Range<usize>) -> Tensor<1> {
-        let hidden = target.hidden(&rows);
+        let later = target.later(&rows);
         let at_a_time = scores.heads_at_a_time(rows.len());
-        let wanted = target.weights(&rows, &hidden, at_a_time);
+        let wanted = target.weights(&rows, &later, at_a_time);
+        let hidden = target.hidden(&rows, later);
+        let wanted = wanted.mask_fill(hidden.clone(), 0.0);
+        let wanted = wanted.clone() / wanted.sum_dim(2).clamp_min(1e-30);
         let (found, log) = softmax_over(scores.of_rows(rows.clone()), hidden);
         let log_wanted = wanted.clone().clamp_min(1e-30).log();
         let loss = (wanted.clone() * (log_wanted - log)).sum();

@@ -30,7 +30,7 @@ use scores::Scores;
 /// chosen, and NaN is the lowest; where there are no more keys than `keep` all are. A choice follows from earlier tokens alone.
 ///
 /// The choice has no gradient. The indexer learns by [`loss`](Self::loss): the paper trains it alone for 1,000 steps against dense attention
-/// ([`DsaTarget::All`]), and then beside the model, whose own loss does not reach it, against attention to the chosen keys ([`DsaTarget::Chosen`]); its
+/// ([`DsaTarget::All`]), and then beside the model, whose own loss does not reach it, over the chosen keys ([`DsaTarget::Chosen`]); its
 /// inputs are detached from the model. The paper has 64 heads of width 128 and `keep` 2,048.
 ///
 /// ```

@@ -11,6 +11,7 @@ mod content;
 mod content_planted;
 mod convert;
 mod decoding;
+mod dsa;
 mod encoder;
 mod eviction;
 mod eviction_going_on;

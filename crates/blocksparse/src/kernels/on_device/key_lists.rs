@@ -63,7 +63,7 @@ impl KeyListSizes {
     }
 
     /// Numbers of the largest buffer, with so many places of each list.
-    pub(crate) fn largest(&self, places: usize) -> usize {
+    pub fn largest(&self, places: usize) -> usize {
         let rows = self.lists * self.seq_q;
         (rows * self.most.max(self.words())).max(self.lists * places)
     }
@@ -101,6 +101,7 @@ pub fn unique_keys(
 }
 
 /// Lists by keys, i32 and u32.
+#[derive(Clone, Debug)]
 pub struct ListsByKeys {
     /// The query at each place, `[lists, tiles · tile]`, −1 for none: those that listed any of 32 keys are neighbours, ascending, from the first place of a
     /// tile on.

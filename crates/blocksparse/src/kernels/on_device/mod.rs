@@ -27,7 +27,7 @@ use at_once::Once;
 pub use chosen::{ChoiceTensor, choose_blocks, count_blocks};
 use chosen::{offset, patterns};
 pub(super) use keep::key;
-pub use key_lists::{KEYS_OF_WORD, KeyListSizes, lists_by_keys, unique_keys};
+pub use key_lists::{KEYS_OF_WORD, KeyListSizes, ListsByKeys, lists_by_keys, unique_keys};
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
 use within::{WholeLaunch, WholeSizes};
 use words::{Cut, ExtentLaunch, HeadsLaunch, PlacesLaunch};
