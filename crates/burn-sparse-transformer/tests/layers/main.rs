@@ -25,6 +25,7 @@ mod packed;
 mod pool;
 mod pool_choice;
 mod pool_kept;
+mod pool_nsa;
 mod pool_prompts;
 mod pool_quantised;
 mod robustness;
