@@ -145,7 +145,7 @@ pub use norm::{
     Branch, Norm, NormParams, ResidualNormOptions, norm, residual_add, residual_norm,
     residual_norm_plan,
 };
-pub use nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions};
+pub use nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions, NsaStrides};
 pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseLinearOps,

@@ -231,9 +231,9 @@ fn a_build_without_tensor_cores_says_so_on_cuda() {
 mod balance;
 #[cfg(feature = "cuda-asm")]
 mod biases;
+mod fused;
 #[cfg(feature = "cuda-asm")]
 mod values;
-mod fused;
 
 #[cfg(feature = "cuda-asm")]
 mod tensor_cores {

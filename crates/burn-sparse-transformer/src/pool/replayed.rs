@@ -19,7 +19,7 @@ use crate::{SparseTransformer, TransformerError};
 /// (CUDA): see [`Replayed`]. Elsewhere they run one by one. The numbers are those of [`SparseTransformer::next_logits`] either way.
 ///
 /// The first three steps of a batch run, the fourth is recorded. Another batch, or a step that a recording cannot take (several tokens, pages that are
-/// copied after a fork, a pattern whose slots are gathered or have positions), runs by itself, and the next batch is recorded anew.
+/// copied after a fork, a pattern whose slots are gathered or have positions, layers with `nsa`), runs by itself, and the next batch is recorded anew.
 ///
 /// It stays on its thread, as recordings do.
 ///
@@ -275,6 +275,7 @@ impl Inputs {
             })),
             watch: None,
             freed: Vec::new(),
+            nsa: None,
         });
         Step {
             rows: Rows {
@@ -344,6 +345,7 @@ impl KvPool {
                 .groups
                 .iter()
                 .all(|group| group.key.is_plain() && group.books.single_sees_all(self.residency))
+            && self.groups.iter().all(|group| group.nsa.is_none())
     }
 
     /// Whether single tokens would copy pages.

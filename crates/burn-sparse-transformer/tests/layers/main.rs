@@ -26,6 +26,7 @@ mod packed;
 mod pool;
 mod pool_choice;
 mod pool_kept;
+mod pool_nsa;
 mod pool_prompts;
 mod pool_quantised;
 mod robustness;
