@@ -36,7 +36,8 @@ pub const CHECKS: &[(&str, Check)] = table! {
     graph: fixed_tensors_are_overwritten, replayed_runs_equal_plain_runs;
     graph_training: recordings_refuse_what_would_be_frozen, device_seeds_give_the_masks_of_their_numbers;
     graph_decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_survives_errors,
-        replayed_decoding_chooses_pages, decoding_reserves_nothing_more;
+        replayed_decoding_chooses_pages, replayed_decoding_sees_three_branches,
+        decoding_reserves_nothing_more;
     graph_training: replayed_training_equals_plain_training;
     kept: given_attention_gives_the_same_bits, given_attention_of_other_kinds,
         given_attention_is_not_computed;
@@ -98,7 +99,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
     selected_lists: rows_at_equals_f64;
     nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences, nsa_is_prefix_stable,
         nsa_gives_the_same_bits, nsa_golden;
-    nsa_choice: nsa_choices_equal_f64;
+    nsa_choice: nsa_choices_equal_f64, queries_at_any_positions_equal_the_whole;
     selection_fuzz: some_random_choices;
     selection_runs: choices_give_the_same_bits, choices_are_replayed, outputs_are_bounded_by_recall,
         rules_are_nested;

@@ -13,10 +13,11 @@ use std::collections::BTreeMap;
 
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_blocksparse::pages::{PageCopy, Residency, SequenceId, Slot, SlotKey, Writes};
-use burn_blocksparse::{NsaBranches, PageChoice, Pattern};
+use burn_blocksparse::{Fixed, NsaBranches, PageChoice, Pattern};
 
 use super::attend::as_stored;
 use super::choice::{SCORES, WALKS};
+use super::replayed::{data, zeros};
 use super::step::{GroupKey, GroupStep, Road, Walk};
 use super::store::{Copies, Store, Stored, ints, lost};
 use super::{Group, KvPool, KvPoolConfig, KvStep, KvUsage, Step};
@@ -268,38 +269,122 @@ impl Ended {
         writes: &[Writes],
         device: &Device,
     ) -> Result<Option<Self>, TransformerError> {
-        let (mut ids, mut last, mut slots) = (Vec::new(), Vec::new(), Vec::new());
-        let [_, page_size] = tokens.pages();
-        let heads = tokens.key.kv_heads;
+        let mut rows = Rows::default();
         for (step, writes) in steps.iter().zip(writes) {
-            let new = (0..writes.tokens).map(|token| (token, writes.first + token));
-            let ended: Vec<_> = new.filter(|(_, at)| ends(nsa, *at)).collect();
-            if ended.is_empty() {
-                continue;
-            }
-            let keys = tokens.books.slot_keys(step.id, 0)?;
-            let stored: BTreeMap<usize, Slot> =
-                keys.iter().map(|key| (key.position, key.slot)).collect();
-            for (token, at) in ended {
-                for head in 0..heads {
-                    for position in at + 1 - nsa.block..=at {
-                        let slot = stored.get(&position).ok_or_else(lost)?;
-                        ids.push(((slot.page * heads + head) * page_size + slot.slot) as i32);
-                    }
-                }
-                last.push(at as i32);
-                slots.push(writes.slots[token].div_euclid(nsa.stride as i32));
-            }
+            rows.add(nsa, (tokens, step.id), writes)?;
         }
-        let count = last.len();
-        if count == 0 {
-            return Ok(None);
-        }
-        let rows = ids.len();
-        Ok(Some(Self {
-            of_pages: Some([ints(ids, [rows], device), ints(last, [count], device)]),
-            slots: ints(slots, [count, 1, 1], device),
+        let (all, count) = (rows.ids.len(), rows.last.len());
+        Ok((count > 0).then(|| Self {
+            of_pages: Some([
+                ints(rows.ids, [all], device),
+                ints(rows.last, [count], device),
+            ]),
+            slots: ints(rows.slots, [count, 1, 1], device),
         }))
+    }
+}
+
+/// Blocks that end: rows of their tokens, head after head, positions of the last ones, and slots of their pairs.
+#[derive(Default)]
+struct Rows {
+    ids: Vec<i32>,
+    last: Vec<i32>,
+    slots: Vec<i32>,
+}
+
+impl Rows {
+    /// Those of a sequence, whose tokens are in pages of the group; whether there are some.
+    fn add(
+        &mut self,
+        nsa: &NsaHeadsConfig,
+        (tokens, id): (&Group, SequenceId),
+        writes: &Writes,
+    ) -> Result<bool, TransformerError> {
+        let new = (0..writes.tokens).map(|token| (token, writes.first + token));
+        let ended: Vec<_> = new.filter(|(_, at)| ends(nsa, *at)).collect();
+        if ended.is_empty() {
+            return Ok(false);
+        }
+        let ([_, page_size], heads) = (tokens.pages(), tokens.key.kv_heads);
+        let keys = tokens.books.slot_keys(id, 0)?;
+        let stored: BTreeMap<usize, Slot> =
+            keys.iter().map(|key| (key.position, key.slot)).collect();
+        for (token, at) in ended {
+            for head in 0..heads {
+                for position in at + 1 - nsa.block..=at {
+                    let slot = stored.get(&position).ok_or_else(lost)?;
+                    let row = (slot.page * heads + head) * page_size + slot.slot;
+                    self.ids.push(row as i32);
+                }
+            }
+            self.last.push(at as i32);
+            let stride = nsa.stride as i32;
+            self.slots.push(writes.slots[token].div_euclid(stride));
+        }
+        Ok(true)
+    }
+}
+
+/// What recorded steps of one token a sequence read of blocks that end: as many rows whether one does or not.
+pub(super) struct NsaInputs {
+    groups: BranchGroups,
+    /// `[batch · kv_heads · block]`
+    ids: Fixed<1, Int>,
+    /// `[batch]`
+    last: Fixed<1, Int>,
+    /// `[batch, 1, 1]`
+    slots: Fixed<3, Int>,
+}
+
+impl NsaInputs {
+    pub(super) fn new(
+        group: &Group,
+        batch: usize,
+        device: &Device,
+    ) -> Result<Option<Self>, TransformerError> {
+        let (Some(groups), Some(nsa)) = (group.nsa, &group.key.nsa) else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            groups,
+            ids: zeros([batch * group.key.kv_heads * nsa.block], device)?,
+            last: zeros([batch], device)?,
+            slots: zeros([batch, 1, 1], device)?,
+        }))
+    }
+
+    /// Writes which blocks end, of a group of all groups.
+    pub(super) fn write(
+        &self,
+        groups: &[Group],
+        group: &Group,
+        (batch, writes): (&[SequenceId], &[Writes]),
+    ) -> Result<(), TransformerError> {
+        let nsa = group.key.nsa.as_ref().ok_or_else(lost)?;
+        let mut rows = Rows::default();
+        for (&id, writes) in batch.iter().zip(writes) {
+            if !rows.add(nsa, (&groups[self.groups.tokens], id), writes)? {
+                // Some rows, of which nothing is stored.
+                rows.ids.extend(vec![0; group.key.kv_heads * nsa.block]);
+                rows.last.push(0);
+                rows.slots.push(-1);
+            }
+        }
+        self.ids.write(data(rows.ids, self.ids.dims()))?;
+        self.last.write(data(rows.last, self.last.dims()))?;
+        self.slots.write(data(rows.slots, self.slots.dims()))?;
+        Ok(())
+    }
+
+    pub(super) fn step(&self) -> NsaStep {
+        NsaStep {
+            groups: self.groups,
+            copies: None,
+            ended: Some(Ended {
+                of_pages: Some([self.ids.tensor(), self.last.tensor()]),
+                slots: self.slots.tensor(),
+            }),
+        }
     }
 }
 

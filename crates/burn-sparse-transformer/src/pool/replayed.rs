@@ -8,6 +8,7 @@ use burn_blocksparse::pages::{SequenceId, Writes};
 use burn_blocksparse::{Fixed, PageChoice, Replayed};
 
 use super::begin::Advance;
+use super::nsa::NsaInputs;
 use super::step::{GroupStep, Road, Rows, Walk};
 use super::{Group, KvPool, KvPositions, KvStep, Step, check_steps};
 use crate::error::ensure;
@@ -19,7 +20,7 @@ use crate::{SparseTransformer, TransformerError};
 /// (CUDA): see [`Replayed`]. Elsewhere they run one by one. The numbers are those of [`SparseTransformer::next_logits`] either way.
 ///
 /// The first three steps of a batch run, the fourth is recorded. Another batch, or a step that a recording cannot take (several tokens, pages that are
-/// copied after a fork, a pattern whose slots are gathered or have positions, layers with `nsa`), runs by itself, and the next batch is recorded anew.
+/// copied after a fork, a pattern whose slots are gathered or have positions), runs by itself, and the next batch is recorded anew.
 ///
 /// It stays on its thread, as recordings do.
 ///
@@ -82,6 +83,8 @@ struct GroupInputs {
     spans: Fixed<3, Int>,
     /// How queries choose pages, if they do.
     choice: Option<PageChoice>,
+    /// Blocks that end, of native sparse attention.
+    nsa: Option<NsaInputs>,
 }
 
 impl ReplayedDecoder {
@@ -211,6 +214,9 @@ impl ReplayedDecoder {
         for ((group, inputs), writes) in pool.groups.iter().zip(&inputs.groups).zip(&advance.writes)
         {
             inputs.write(group, &recording.batch, writes, is_new)?;
+            if let Some(nsa) = &inputs.nsa {
+                nsa.write(&pool.groups, group, (&recording.batch[..], &writes[..]))?;
+            }
         }
         drop(pool);
         let logits = recording.replayed.run()?.clone();
@@ -275,7 +281,7 @@ impl Inputs {
             })),
             watch: None,
             freed: Vec::new(),
-            nsa: None,
+            nsa: group.nsa.as_ref().map(NsaInputs::step),
         });
         Step {
             rows: Rows {
@@ -305,6 +311,7 @@ impl GroupInputs {
             table: zeros([batch.len(), rows, entries], &pool.device)?,
             spans: zeros([batch.len(), rows, 4], &pool.device)?,
             choice: group.choice,
+            nsa: NsaInputs::new(group, batch.len(), &pool.device)?,
         })
     }
 
@@ -345,7 +352,6 @@ impl KvPool {
                 .groups
                 .iter()
                 .all(|group| group.key.is_plain() && group.books.single_sees_all(self.residency))
-            && self.groups.iter().all(|group| group.nsa.is_none())
     }
 
     /// Whether single tokens would copy pages.
@@ -361,11 +367,11 @@ impl KvPool {
     }
 }
 
-fn data<const D: usize>(values: Vec<i32>, shape: [usize; D]) -> TensorData {
+pub(super) fn data<const D: usize>(values: Vec<i32>, shape: [usize; D]) -> TensorData {
     TensorData::new(values, shape)
 }
 
-fn zeros<const D: usize>(
+pub(super) fn zeros<const D: usize>(
     shape: [usize; D],
     device: &Device,
 ) -> Result<Fixed<D, Int>, TransformerError> {
