@@ -365,30 +365,30 @@ mod tests {
             masked: [0.5, 0.5],
             coarse: 1.0,
         };
-        let of = |pattern: Pattern, n: usize, b: usize| {
-            let layout = pattern.layout(1, n, b).unwrap();
-            let gathered = tiling(128, 64, false);
+        let of = |pattern: Pattern, b: usize, clustered: bool| {
+            let layout = pattern.layout(1, 8192, b).unwrap();
+            let gathered = tiling(128, 64, clustered);
             let coarse = Tiling {
                 coarse: true,
-                ..gathered
+                ..tiling(128, 64, false)
             };
             let before = costs.of_gathered(&layout, gathered);
             (before, costs.of_coarse(&layout, coarse))
         };
         // The same steps, of which one in some thirty has masks.
-        let (gathered, coarse) = of(Pattern::causal(), 8192, 16);
+        let (gathered, coarse) = of(Pattern::causal(), 16, false);
         let coarse = coarse.unwrap();
         assert!(
             gathered > 1.05 * coarse && gathered < 1.15 * coarse,
             "{gathered} {coarse}"
         );
-        // A column of every four blocks is walked as if it were all.
-        let (gathered, coarse) = of(Pattern::fixed(128, 32), 8192, 32);
+        // All later queries see one column of four, which clusters walk alone.
+        let (gathered, coarse) = of(Pattern::fixed(128, 32), 32, true);
         assert!(coarse.is_none_or(|coarse| coarse > gathered));
-        assert!(of(Pattern::local(256), 8192, 16).1.is_none(), "short");
-        assert!(of(Pattern::causal(), 8192, 64).1.is_none(), "wide");
+        assert!(of(Pattern::local(256), 16, false).1.is_none(), "short");
+        assert!(of(Pattern::causal(), 64, false).1.is_none(), "wide");
         assert!(
-            of(Pattern::causal(), 8192, 8).1.is_none(),
+            of(Pattern::causal(), 8, false).1.is_none(),
             "more than 64 bits"
         );
     }
