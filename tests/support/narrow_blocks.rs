@@ -151,8 +151,8 @@ pub fn narrow_blocks_with_options(devices: &[Device]) {
         batch: 2,
         heads: 8,
         kv_heads: 8,
-        seq_q: 1107,
-        seq_kv: 1235,
+        seq_q: 2107,
+        seq_kv: 2235,
         head_dim: 64,
         value_dim: 64,
     };
