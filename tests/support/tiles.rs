@@ -80,9 +80,9 @@ fn grouped(seq_q: usize, seq_kv: usize, [head_dim, value_dim]: [usize; 2]) -> Si
 pub fn shared_tiles_equal_f64(devices: &[Device]) {
     let sizes = Sizes {
         heads: 4,
-        ..grouped(2112, 131, [128; 2])
+        ..grouped(1000, 240, [128; 2])
     };
-    let sees = |query: usize, key: usize| key * 16 + 31 <= query;
+    let sees = |query: usize, key: usize| key * 4 + 31 <= query;
     let shape = LayoutShape {
         heads: 1,
         seq_q: sizes.seq_q,

@@ -362,6 +362,13 @@ pub fn store_number(address: u64, x: f32) {
     gpu_asm!("st.global.f32 [{a}], {x};", a = in(_) val::<u64>(address), x = in(_) val::<f32>(x));
 }
 
+/// Writes two numbers to an address, a multiple of 8.
+#[cube]
+pub fn store_pair(address: u64, x: f32, y: f32) {
+    gpu_asm!("st.global.v2.f32 [{a}], {{{x}, {y}}};", a = in(_) val::<u64>(address),
+        x = in(_) val::<f32>(x), y = in(_) val::<f32>(y));
+}
+
 /// Waits for the other lanes of the warp.
 #[cube]
 pub fn sync_warp() {

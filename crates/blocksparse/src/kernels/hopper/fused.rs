@@ -69,7 +69,7 @@ impl Sizes {
             kv_rows,
             kv_sums: match tile.shares {
                 1 => 0,
-                shares => shares * 2 * kv_rows * tile.sum_columns(),
+                shares => shares * 2 * kv_rows * tile.dim,
             },
         }
     }
@@ -83,7 +83,7 @@ impl Sizes {
                 self.kv_elements / 8,
             ),
             ("the pairs of sums of dQ", self.rows * tile.padded() / 2),
-            ("the pairs of sums of dK and dV", self.kv_sums / 2),
+            ("the sums of dK and dV, in fours", self.kv_sums / 4),
         ]
     }
 }
@@ -354,7 +354,7 @@ impl Launch<'_> {
                 pass.client,
                 over(2 * sizes.kv_rows * tile.dim / 8),
                 CubeDim::new_1d(UNITS as u32),
-                buffer(sums, sizes.kv_sums / 2),
+                buffer(sums, sizes.kv_sums / 4),
                 buffer(&pass.gradients.kv, sizes.kv_elements / 8),
                 sizes.kv_rows as u32,
                 (pass.gradients.v_offset / 8) as u32,

@@ -5,8 +5,7 @@
 //! tile ([`balance`](super::balance) says how many), each writes its sums of dK and dV in f32, and [`fold`] adds them up in order.
 //!
 //! ```text
-//! sums   [shares, dK | dV, batch, kv_heads, seq_kv, columns]     columns: the width in whole 32
-//!        of 32 columns a unit has two of each eight, and writes its eight side by side: 8 · pair + 2 · eight + (column mod 2)
+//! sums   [shares, dK | dV, batch, kv_heads, seq_kv, width]
 //! ```
 
 use cubecl::prelude::*;
@@ -16,7 +15,8 @@ use super::gradient::{StoreShape, row_position};
 use super::tiles::BackwardTile;
 use crate::kernels::shared::walk::{Four, Listing};
 
-/// Stores the unit's two rows of sums, those of row `first` at the first position. They are factors of what is in `acc`.
+/// Stores the unit's two rows of sums, times a factor; those of the first position are row `first`. A unit has two columns of each eight, and
+/// writes them as they are: of stores of 16 bytes ptxas would move the sums to four registers side by side, in the walk already.
 #[cube]
 pub fn store_sums<O: Size>(
     sums: &mut [Vector<u32, Four>],
@@ -30,48 +30,31 @@ pub fn store_sums<O: Size>(
     factor: f32,
     #[comptime] t: StoreShape,
 ) {
-    let fours = comptime!(t.dim.div_ceil(32) * 8);
     let upper = row_position(place, listing, len, t.residue);
     let lower = row_position(place8, listing, len, t.residue);
-    let own = (lane % 4 * 2) as usize;
-    let at = (first + upper.at) as usize * fours + own;
-    let at8 = (first + lower.at) as usize * fours + own;
+    let start = global_address::<Vector<u32, Four>>(&*sums) + u64::cast_from(lane % 4 * 8);
+    let at = start + u64::cast_from(first + upper.at) * comptime!(t.dim as u64 * 4);
+    let at8 = start + u64::cast_from(first + lower.at) * comptime!(t.dim as u64 * 4);
     #[unroll]
-    for i in 0..comptime!(t.dim.div_ceil(32)) {
-        #[unroll]
-        for half in 0..2usize {
-            let column = comptime!(8 * i + half);
-            if upper.exists {
-                sums[at + column] = four_sums::<O>(acc, comptime!(16 * i + 8 * half), factor);
-            }
-            if lower.exists {
-                sums[at8 + column] = four_sums::<O>(acc, comptime!(16 * i + 8 * half + 2), factor);
-            }
+    for eight in 0..comptime!(t.dim / 8) {
+        let n = comptime!(4 * eight);
+        let offset = comptime!(eight as u64 * 32);
+        if upper.exists {
+            let (a, b) = (acc.extract(n), acc.extract(comptime!(n + 1)));
+            store_pair(at + offset, a * factor, b * factor);
+        }
+        if lower.exists {
+            let (a, b) = (acc.extract(comptime!(n + 2)), acc.extract(comptime!(n + 3)));
+            store_pair(at8 + offset, a * factor, b * factor);
         }
     }
-}
-
-/// Two neighbours of one eight, and two of the next.
-#[cube]
-fn four_sums<O: Size>(
-    acc: &Vector<f32, O>,
-    #[comptime] n: usize,
-    factor: f32,
-) -> Vector<u32, Four> {
-    let mut four = Vector::<u32, Four>::zeroed();
-    #[unroll]
-    for i in 0..4usize {
-        let sum = acc.extract(comptime!(n + i / 2 * 4 + i % 2)) * factor;
-        four.insert(i, u32::reinterpret(sum));
-    }
-    four
 }
 
 /// dK and dV from the sums of all shares: a unit makes eight columns of a row, of `rows` of each. dV begins at vector `second`. With
 /// `carry` they are added to what is there.
 #[cube(launch_unchecked)]
 pub fn fold(
-    sums: &[Vector<f32, Const<2>>],
+    sums: &[Vector<f32, Four>],
     out: &mut [Vector<u32, Four>],
     rows: u32,
     second: u32,
@@ -82,9 +65,8 @@ pub fn fold(
     let row = index / eights;
     let eight = index % eights;
     if row < 2 * rows {
-        let pairs = comptime!(t.sum_columns() / 2);
-        let at = row as usize * pairs + (eight / 4 * 16 + eight % 4) as usize;
-        let between = 2 * rows as usize * pairs;
+        let at = (row * eights + eight) as usize * 2;
+        let between = (2 * rows * eights) as usize * 2;
         let mut own = Array::<f32>::new(8usize);
         #[unroll]
         for i in 0..8usize {
@@ -92,10 +74,12 @@ pub fn fold(
         }
         for share in 0..comptime!(t.shares) {
             #[unroll]
-            for i in 0..4usize {
-                let pair = sums[at + share * between + comptime!(4 * i)];
-                own[comptime!(2 * i)] += pair.extract(0usize);
-                own[comptime!(2 * i + 1)] += pair.extract(1usize);
+            for half in 0..2usize {
+                let four = sums[at + share * between + half];
+                #[unroll]
+                for i in 0..4usize {
+                    own[comptime!(4 * half + i)] += four.extract(i);
+                }
             }
         }
         let mut target = (row * eights + eight) as usize;

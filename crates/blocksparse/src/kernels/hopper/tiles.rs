@@ -467,11 +467,6 @@ impl BackwardTile {
         16 / self.counted()
     }
 
-    /// Columns of a row of sums, where cubes share a tile: whole 32.
-    pub(super) fn sum_columns(&self) -> usize {
-        self.dim.next_multiple_of(32)
-    }
-
     /// Tiles whose keys and values are in shared memory at a time.
     pub(super) fn own_buffers(&self) -> usize {
         1 + usize::from(self.persistent)
