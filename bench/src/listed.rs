@@ -31,7 +31,7 @@ struct Args {
     head_dim: usize,
     #[arg(long, default_value_t = 128)]
     value_dim: usize,
-    /// Keys of a block.
+    /// Keys of a block; 1 for lists of single keys.
     #[arg(long, default_value_t = 64)]
     block: usize,
     /// Blocks of a list.
@@ -46,9 +46,15 @@ struct Args {
     /// Timed runs; the median is reported.
     #[arg(long, default_value_t = 15)]
     repeats: usize,
-    /// Compare results with loops in f64, of small calls, and run twice, instead of timing.
+    /// Compare results with loops in f64, of small calls, and run twice, instead of timing. With `--block 1` those of single keys.
     #[arg(long)]
     verify: bool,
+    /// Of so many parts of what is to be compared, only this one.
+    #[arg(long, default_value_t = 0)]
+    shard: usize,
+    /// Parts of what is to be compared: kernels of a call take a minute or more to compile, and processes share it.
+    #[arg(long, default_value_t = 1)]
+    of: usize,
     /// Launch every kernel once and wait for nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
@@ -77,10 +83,19 @@ fn list_of(rng: &mut ChaCha8Rng, own: usize, most: usize, hot: bool) -> Vec<i32>
     if hot && own > 0 {
         list.push(0);
     }
-    for _ in 0..4 * most {
-        let named = rng.random_range(0..own.max(1)) as i32;
-        if own > 0 && list.len() < most && !list.contains(&named) {
-            list.push(named);
+    if own <= most {
+        list = (0..own as i32).collect();
+    } else {
+        let mut seen = vec![false; own];
+        for &named in &list {
+            seen[named as usize] = true;
+        }
+        for _ in 0..4 * most {
+            let named = rng.random_range(0..own);
+            if list.len() < most && !seen[named] {
+                seen[named] = true;
+                list.push(named as i32);
+            }
         }
     }
     list.sort_unstable();
@@ -101,16 +116,18 @@ impl Call {
             ..
         } = args;
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let tile = block.min(64);
-        let tiles = (n * most + (tile - 1) * n.div_ceil(block)) / tile;
-        let request = ListedRequest::new(
-            [batch, heads, kv_heads],
-            [n, n],
-            [head_dim, value_dim],
-            ElemType::Float(FloatKind::BF16),
-            [block, most],
-            [tile, tiles],
-        );
+        let (sizes, lengths, widths) = ([batch, heads, kv_heads], [n, n], [head_dim, value_dim]);
+        let dtype = ElemType::Float(FloatKind::BF16);
+        let request = match block {
+            1 => ListedRequest::of_keys(sizes, lengths, widths, dtype, most, true),
+            _ => {
+                let tile = block.min(64);
+                let tiles = (n * most + (tile - 1) * n.div_ceil(block)) / tile;
+                let blocks = [block, most];
+                ListedRequest::new(sizes, lengths, widths, dtype, blocks, [tile, tiles])
+            }
+        };
+        let ListedRequest { tile, tiles, .. } = request;
         let plan = ListedPlan::new(client.properties(), request).map_err(|why| anyhow!(why))?;
         let shapes = [
             [batch, heads, n, head_dim],
@@ -149,7 +166,9 @@ impl Call {
             }
         }
         let (mut queries, mut tile_blocks) = (Vec::new(), Vec::new());
-        for list in lists.chunks(n * most) {
+        // Single keys are listed by queries alone.
+        let turned: &[i32] = if block == 1 { &[] } else { &lists };
+        for list in turned.chunks(n * most) {
             let mut of_block = vec![Vec::new(); n.div_ceil(block)];
             for (at, &named) in list.iter().enumerate() {
                 if named >= 0 {
@@ -168,7 +187,8 @@ impl Call {
         }
         let chosen = lists.iter().filter(|&&named| named >= 0).count();
         let uploaded = |numbers: &[i32]| {
-            let bytes: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+            let mut bytes: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+            bytes.resize(bytes.len().max(4), 0);
             client.create_from_slice(&bytes)
         };
         let (rows, keys) = (batch * heads * n, batch * kv_heads * n);
@@ -222,10 +242,13 @@ impl Call {
             &self.client,
             &self.plan,
             [q, k, v],
-            ListedLists {
-                blocks: &self.blocks,
-                queries: &self.queries,
-                tile_blocks: &self.tile_blocks,
+            match self.request.block {
+                1 => ListedLists::Keys(&self.blocks),
+                _ => ListedLists::Blocks {
+                    blocks: &self.blocks,
+                    queries: &self.queries,
+                    tile_blocks: &self.tile_blocks,
+                },
             },
             Outputs::new(out, lse),
             OutputGrads {
@@ -324,22 +347,32 @@ impl Call {
     }
 }
 
-/// Small calls of every width and number of heads against loops in f64, and the same bits twice.
-fn verify(client: &Client) -> Result<()> {
-    let (mut checked, mut failed) = (0, 0);
+/// Small calls of every width and number of heads, with lists of blocks or of single keys, against loops in f64, and the same bits twice.
+fn verify(client: &Client, keys: bool, shard: usize, of: usize) -> Result<()> {
+    ensure!(
+        shard < of,
+        "--shard is {shard}, of {of} parts numbered from 0"
+    );
+    let (mut number, mut checked, mut failed) = (0, 0, 0);
     for (heads, kv_heads) in [(16, 1), (32, 2), (32, 1), (48, 1), (64, 1), (128, 1)] {
         for (head_dim, value_dim) in [(64, 64), (128, 128), (192, 128), (64, 128), (192, 64)] {
-            // The last one has a block whose list has parts.
-            let calls = [
+            // The last of each have a block whose list has parts.
+            let blocks = [
                 (64, 3, 300),
                 (16, 5, 210),
                 (32, 1, 77),
                 (128, 2, 390),
                 (64, 2, 9000),
             ];
-            for (block, most, n) in calls {
+            let single = [(1, 40, 300), (1, 1, 77), (1, 9, 9000)];
+            let calls: &[_] = if keys { &single } else { &blocks };
+            for &(block, most, n) in calls {
                 let hot = n > 1000;
                 if hot && heads != 16 {
+                    continue;
+                }
+                number += 1;
+                if number % of != shard {
                     continue;
                 }
                 let args = Args {
@@ -354,6 +387,8 @@ fn verify(client: &Client) -> Result<()> {
                     hot,
                     repeats: 1,
                     verify: true,
+                    shard,
+                    of,
                     enqueue_only: false,
                 };
                 let name = format!(
@@ -362,7 +397,7 @@ fn verify(client: &Client) -> Result<()> {
                 checked += 1;
                 let run = || -> Result<(Call, [Vec<f64>; 5])> {
                     let batch = if hot { 1 } else { 2 };
-                    let call = Call::new(client, batch, &args, checked)?;
+                    let call = Call::new(client, batch, &args, number as u64)?;
                     call.forward()?;
                     call.backward()?;
                     let found = call.read()?;
@@ -396,6 +431,7 @@ fn verify(client: &Client) -> Result<()> {
                     }
                 }
                 failed += u64::from(is_wrong);
+                println!("{name}: {}", if is_wrong { "wrong" } else { "right" });
             }
         }
     }
@@ -425,7 +461,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let client = cubecl::Device::Cuda(Default::default()).client();
     if args.verify {
-        return verify(&client);
+        return verify(&client, args.block == 1, args.shard, args.of);
     }
     let call = Call::new(&client, 1, &args, 1)?;
     println!("{}", call.plan);

@@ -9,7 +9,7 @@ burn_blocksparse_tests::tests!(
     nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences,
     nsa_is_prefix_stable, nsa_gives_the_same_bits, nsa_golden
 );
-burn_blocksparse_tests::tests!(nsa_choice: nsa_choices_equal_f64);
+burn_blocksparse_tests::tests!(nsa_choice: nsa_choices_equal_f64, queries_at_any_positions_equal_the_whole);
 
 #[rstest]
 #[case(NsaOptions::default().stride(0), "stride must be at least 1, got 0")]

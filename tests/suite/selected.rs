@@ -26,6 +26,19 @@ burn_blocksparse_tests::tests!(
     attention_with_lists_errors
 );
 
+burn_blocksparse_tests::tests!(
+    key_lists: key_lists_are_unique, attention_with_keys_equals_f64,
+    attention_with_keys_in_half_precision, attention_with_keys_of_other_widths,
+    attention_with_keys_of_many_heads, attention_with_keys_gives_the_same_bits,
+    attention_with_keys_equals_finite_differences, attention_with_keys_plans,
+    attention_with_keys_errors
+);
+
+burn_blocksparse_tests::tests!(
+    dsa: dsa_golden, dsa_choices_equal_f64, dsa_is_prefix_stable, dsa_losses_equal_f64,
+    dsa_gradients_equal_finite_differences, dsa_errors
+);
+
 burn_blocksparse_tests::tests!(selected_planted: moba_on_planted_structure, quest_on_planted_structure);
 
 fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {

@@ -4,12 +4,12 @@ use burn::tensor::Device;
 
 use crate::{
     activation, attention, autodiff, bias_gradient, block_sparse, blocks, device_layout,
-    device_layout_within, embedding, eviction, fuzz, fuzz_decoding, gradients, graph,
-    graph_decoding, graph_training, heads, kept, linear, listed, loss, masses, max_scores, mlp,
-    norm, nsa, nsa_choice, optim, options, page_choice, paged, paged_quantised, projection,
-    sampling, selected, selected_lists, selected_planted, selection, selection_fuzz,
-    selection_goldens, selection_long, selection_rules, selection_runs, sharing, stream_dropout,
-    tiles, widths,
+    device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding, gradients, graph,
+    graph_decoding, graph_training, heads, kept, key_lists, linear, listed, loss, masses,
+    max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim, options, page_choice, paged,
+    paged_quantised, projection, sampling, selected, selected_lists, selected_planted, selection,
+    selection_fuzz, selection_goldens, selection_long, selection_rules, selection_runs, sharing,
+    stream_dropout, tiles, widths,
 };
 
 /// A check over the table of cases on some devices; it panics if it fails.
@@ -36,7 +36,8 @@ pub const CHECKS: &[(&str, Check)] = table! {
     graph: fixed_tensors_are_overwritten, replayed_runs_equal_plain_runs;
     graph_training: recordings_refuse_what_would_be_frozen, device_seeds_give_the_masks_of_their_numbers;
     graph_decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_survives_errors,
-        replayed_decoding_chooses_pages, decoding_reserves_nothing_more;
+        replayed_decoding_chooses_pages, replayed_decoding_sees_three_branches,
+        decoding_reserves_nothing_more;
     graph_training: replayed_training_equals_plain_training;
     kept: given_attention_gives_the_same_bits, given_attention_of_other_kinds,
         given_attention_is_not_computed;
@@ -88,11 +89,17 @@ pub const CHECKS: &[(&str, Check)] = table! {
     selected_lists: chosen_blocks_of_any_scores, chosen_blocks_in_several_slabs, moba_golden;
     listed: attention_with_lists_equals_f64, attention_with_lists_in_half_precision,
         attention_with_lists_gives_the_same_bits, attention_with_lists_plans, attention_with_lists_errors;
+    key_lists: key_lists_are_unique, attention_with_keys_equals_f64, attention_with_keys_in_half_precision,
+        attention_with_keys_of_other_widths, attention_with_keys_of_many_heads,
+        attention_with_keys_gives_the_same_bits, attention_with_keys_equals_finite_differences,
+        attention_with_keys_plans, attention_with_keys_errors;
+    dsa: dsa_golden, dsa_choices_equal_f64, dsa_is_prefix_stable, dsa_losses_equal_f64,
+        dsa_gradients_equal_finite_differences, dsa_errors;
     selected_planted: moba_on_planted_structure, quest_on_planted_structure;
     selected_lists: rows_at_equals_f64;
     nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences, nsa_is_prefix_stable,
         nsa_gives_the_same_bits, nsa_golden;
-    nsa_choice: nsa_choices_equal_f64;
+    nsa_choice: nsa_choices_equal_f64, queries_at_any_positions_equal_the_whole;
     selection_fuzz: some_random_choices;
     selection_runs: choices_give_the_same_bits, choices_are_replayed, outputs_are_bounded_by_recall,
         rules_are_nested;
@@ -109,7 +116,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
         quantised_plans_name_the_store;
     eviction: queries_see_the_keys_that_stay, sums_of_attention_are_the_same_by_both_roads;
     sharing: threads_share_a_new_layout, threads_share_a_new_device_layout,
-        a_layout_outlives_tensors_and_threads;
+        a_layout_outlives_tensors_and_threads, calls_at_once_give_the_same_bits;
 };
 
 /// Checks that run only if they are named: one that needs a large GPU, one that takes as long as it is asked to, and
@@ -117,6 +124,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
 pub const NAMED: &[(&str, Check)] = table! {
     attention: more_than_2_31_elements;
     widths: more_batch_entries_and_heads_than_a_grid, far_strides;
+    narrow_blocks: narrow_blocks_in_half_precision, narrow_blocks_with_options;
     fuzz: fuzz;
     fuzz_decoding: pieces_are_rows_of_the_whole;
     selection_long: long_calls_choose_as_loops, long_gates_choose_as_loops;

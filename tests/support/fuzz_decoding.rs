@@ -7,8 +7,9 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_sparse_transformer::{
-    KvPool, KvPoolConfig, KvStep, Pattern, QkNorm, Residency, SequenceId, SparseMhaCache,
-    SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    Compression, ContentAttention, KvPool, KvPoolConfig, KvStep, NsaHeadsConfig, Pattern, QkNorm,
+    Residency, SequenceId, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig,
 };
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -61,7 +62,8 @@ fn check(seed: u64, device: &Device, case: &mut String) {
     };
     by_cache(&mha, &x, &whole, rng);
     let rollback = if chance(rng, 2) { ROLLBACK } else { 0 };
-    let pool = pool_config(rng, seq).with_rollback(rollback);
+    let chooses = config.content.is_some();
+    let pool = pool_config(rng, seq, chooses).with_rollback(rollback);
     *case = format!("{case}, {pool:?}");
     let mut pool = KvPool::for_attention(&mha, &pool).unwrap();
     by_pool(&mha, [&x, &other], &whole, (&mut pool, rollback), rng);
@@ -88,6 +90,14 @@ fn attention(rng: &mut impl Rng, seq: usize) -> SparseMultiHeadAttentionConfig {
     let pattern: Pattern = pattern(rng, heads, seq, depth).and_causal();
     let rope = RotaryEncodingConfig::new(seq, key);
     let norms = [QkNorm::Rms, QkNorm::Layer];
+    if chance(rng, 5) {
+        return SparseMultiHeadAttentionConfig::new(heads * value, heads, Pattern::causal())
+            .with_content(Some(ContentAttention::Nsa(branches(rng))))
+            .with_n_kv_heads(Some(heads / pick(rng, &groups)))
+            .with_d_key((key != value).then_some(heads * key))
+            .with_rope(chance(rng, 2).then_some(rope))
+            .with_qk_norm(chance(rng, 2).then(|| pick(rng, &norms)));
+    }
     SparseMultiHeadAttentionConfig::new(heads * value, heads, pattern)
         .with_block_size(pick(rng, &[8, 16, 32]))
         .with_n_kv_heads(Some(heads / pick(rng, &groups)))
@@ -100,10 +110,30 @@ fn attention(rng: &mut impl Rng, seq: usize) -> SparseMultiHeadAttentionConfig {
         .with_sinks(chance(rng, 4))
 }
 
-fn pool_config(rng: &mut impl Rng, seq: usize) -> KvPoolConfig {
+/// Native sparse attention, whose blocks are few enough that some are left out.
+fn branches(rng: &mut impl Rng) -> NsaHeadsConfig {
+    let stride: usize = pick(rng, &[1, 2, 4, 8, 16]);
+    let (first, local) = (rng.random_range(0..2), rng.random_range(1..3));
+    NsaHeadsConfig::new()
+        .with_stride(stride)
+        .with_block(stride * rng.random_range(1..5))
+        .with_selected_block(16)
+        .with_first(first)
+        .with_local(local)
+        .with_keep(first + local + rng.random_range(0..2))
+        .with_window(pick(rng, &[0, 1, 7, 16, 33]))
+        .with_compression(pick(rng, &[Compression::Mean, Compression::Mlp]))
+        .with_shared_kv(chance(rng, 2))
+}
+
+fn pool_config(rng: &mut impl Rng, seq: usize, chooses: bool) -> KvPoolConfig {
     // Four texts, and forks of them before they leave.
     let config = KvPoolConfig::new(9, seq)
-        .with_page_size(pick(rng, &[16, 32, 64]))
+        .with_page_size(if chooses {
+            16
+        } else {
+            pick(rng, &[16, 32, 64])
+        })
         .with_chunk(seq);
     match chance(rng, 2) {
         true => config.with_residency(Residency::All),

@@ -15,6 +15,10 @@ fn model(pattern: Pattern, device: &Device) -> SparseTransformer {
 
 /// With selections, by which there are no sinks.
 fn model_with(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTransformer {
+    config(pattern, selections, device).init(device).unwrap()
+}
+
+fn config(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTransformerConfig {
     device.seed(7);
     let chosen = selections.iter().map(|text| text.parse().unwrap());
     SparseTransformerConfig::new(32, 4, Factorization::from(pattern))
@@ -30,8 +34,6 @@ fn model_with(pattern: Pattern, selections: &[&str], device: &Device) -> SparseT
                 .with_sinks(selections.is_empty()),
         ))
         .with_selections((!selections.is_empty()).then(|| chosen.collect()))
-        .init(device)
-        .unwrap()
 }
 
 /// The same bits as steps that run one by one: while a batch goes on, when it changes, behind a fork, a step back and several tokens at once.
@@ -58,6 +60,26 @@ pub fn replayed_decoding_chooses_pages(devices: &[Device]) {
         for (dtype, tolerance) in [(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)] {
             let what = format!("quest, {dtype:?} on {device:?}");
             replayed_equals_plain(&what, model.clone(), dtype, tolerance, device);
+        }
+    }
+}
+
+/// The same of three branches, where a block of 16 of six is chosen and a block of 8 ends every 4 tokens of each sequence.
+pub fn replayed_decoding_sees_three_branches(devices: &[Device]) {
+    for device in devices {
+        for text in ["nsa:8,4,16,3,20", "nsa:8,4,16,4,20,mlp,shared"] {
+            let content = Some(text.parse().unwrap());
+            let model = config(Pattern::causal(), &[], device);
+            let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
+            let model = model
+                .with_attention(Some(attention))
+                .with_content(content)
+                .init(device)
+                .unwrap();
+            for (dtype, tolerance) in [(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)] {
+                let what = format!("{text}, {dtype:?} on {device:?}");
+                replayed_equals_plain(&what, model.clone(), dtype, tolerance, device);
+            }
         }
     }
 }

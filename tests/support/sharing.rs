@@ -10,6 +10,8 @@ use burn_blocksparse::{
 
 use crate::cases::{Case, cases};
 use crate::compare::assert_rows;
+use crate::devices::half_dtypes;
+use crate::linear::numbers;
 use crate::reference::Problem;
 
 const THREADS: usize = 2;
@@ -58,7 +60,7 @@ fn data_of(problem: &Problem) -> [TensorData; 4] {
 }
 
 /// What each thread gets from a call that all begin at once.
-fn at_once(run: impl Fn() -> [TensorData; 4] + Sync) -> Vec<[TensorData; 4]> {
+fn at_once<T: Send>(run: impl Fn() -> T + Sync) -> Vec<T> {
     let barrier = Barrier::new(THREADS);
     thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
@@ -167,6 +169,72 @@ pub fn a_layout_outlives_tensors_and_threads(devices: &[Device]) {
             assert_equal(&format!("{}, {device:?}", case.name), &[first, again, last]);
         }
     }
+}
+
+/// A call of [`calls_at_once_give_the_same_bits`]: pattern, width of blocks and of heads, dtype.
+type Sizes = (&'static str, usize, usize, DType);
+
+/// What a device has kernels of their own for: one walk that makes all gradients, one that goes from tile to tile, two walks, wide heads, f32.
+fn calls_of(device: &Device) -> Vec<Sizes> {
+    let half = half_dtypes(device).into_iter().next_back();
+    let mut calls = vec![("local:100", 32, 64, DType::F32)];
+    if let Some(half) = half {
+        calls.extend([
+            ("causal", 128, 64, half),
+            ("local:256", 32, 64, half),
+            ("bigbird:64,3,8&causal", 64, 128, half),
+            ("causal", 128, 256, half),
+        ]);
+    }
+    calls
+}
+
+/// Threads whose calls are on a device at the same time, each on a stream of its own and over and over, get the bits of a call that is alone.
+pub fn calls_at_once_give_the_same_bits(devices: &[Device]) {
+    for device in devices {
+        // On a GPU calls have to take long enough to meet.
+        let is_large = format!("{device:?}").contains("Cuda");
+        let seq = if is_large { 4096 } else { 200 };
+        for (number, (pattern, block, width, dtype)) in calls_of(device).into_iter().enumerate() {
+            let pattern: Pattern = pattern.parse().unwrap();
+            let layout = pattern.layout(4, seq, block).unwrap();
+            let dims = [2, 4, seq, width];
+            let count = dims.iter().product();
+            let data = [0, 1, 2, 3].map(|of| {
+                let numbers = numbers(7100 + 10 * number as u64 + of, count);
+                TensorData::new(numbers, dims).convert_dtype(dtype)
+            });
+            let run = || run(&layout, &data, device, dtype);
+            let alone = run();
+            let again = || (0..4).map(|_| run()).collect::<Vec<_>>();
+            for (thread, calls) in at_once(again).into_iter().enumerate() {
+                for (number, results) in calls.into_iter().enumerate() {
+                    for ((a, b), name) in alone.iter().zip(&results).zip(NAMES) {
+                        let what = format!("{pattern}, {width} wide, {device:?}, {dtype:?}");
+                        let what = format!("{what}: {name} of call {number} of thread {thread}");
+                        assert!(a.as_bytes() == b.as_bytes(), "{what}: other bits");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Output and gradients.
+fn run(
+    layout: &BlockLayout,
+    data: &[TensorData; 4],
+    device: &Device,
+    dtype: DType,
+) -> [TensorData; 4] {
+    let device = device.clone().autodiff();
+    let tensor = |at: usize| Tensor::<4>::from_data(data[at].clone(), (&device, dtype));
+    let [q, k, v] = [0, 1, 2].map(|at| tensor(at).require_grad());
+    let x = (q.clone(), k.clone(), v.clone());
+    let out = attention(x.0, x.1, x.2, layout, AttentionOptions::default()).unwrap();
+    let grads = (out.clone() * tensor(3)).sum().backward();
+    let grad = |x: Tensor<4>| x.grad(&grads).unwrap().into_data();
+    [out.into_data(), grad(q), grad(k), grad(v)]
 }
 
 /// What threads share.

@@ -43,6 +43,20 @@ pub(crate) fn shapes(
     v: &Tensor<4>,
     layout: &BlockLayout,
 ) -> Result<(), OpError> {
+    tensors(q, k, v)?;
+    let [batch, heads, seq_q, _] = q.dims();
+    let seq_kv = k.dims()[2];
+    if let Some(layout_batch) = layout.batch() {
+        OpError::expect_same("q's batch", layout_batch, "the layout's", batch)?;
+    }
+    let whose = "the layout's";
+    OpError::expect_same("q's heads", layout.heads(), whose, heads)?;
+    OpError::expect_same("q's seq_q", layout.seq_q(), whose, seq_q)?;
+    OpError::expect_same("k's seq_kv", layout.seq_kv(), whose, seq_kv)
+}
+
+/// That the tensors fit each other, on a device that this crate serves.
+pub(crate) fn tensors(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
     served(&q.device())?;
     let equal = |argument, expected: usize, whose: &str, got: usize| match expected == got {
         true => Ok(()),
@@ -52,7 +66,7 @@ pub(crate) fn shapes(
             got,
         )),
     };
-    let [batch, heads, seq_q, head_dim] = q.dims();
+    let [batch, heads, _, head_dim] = q.dims();
     let [k_batch, kv_heads, seq_kv, k_dim] = k.dims();
     let [v_batch, v_heads, v_seq, value_dim] = v.dims();
     if batch == 0 {
@@ -64,12 +78,6 @@ pub(crate) fn shapes(
     if value_dim == 0 {
         return Err(OpError::argument("v's value_dim", "at least 1", 0));
     }
-    if let Some(layout_batch) = layout.batch() {
-        equal("q's batch", layout_batch, "the layout's", batch)?;
-    }
-    equal("q's heads", layout.heads(), "the layout's", heads)?;
-    equal("q's seq_q", layout.seq_q(), "the layout's", seq_q)?;
-    equal("k's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
     equal("k's batch", batch, "q's", k_batch)?;
     equal("k's head_dim", head_dim, "q's", k_dim)?;
     equal("v's batch", batch, "q's", v_batch)?;

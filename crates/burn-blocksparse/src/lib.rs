@@ -56,6 +56,7 @@ mod choice;
 mod device;
 mod device_layout;
 mod dropout;
+mod dsa;
 mod dtype;
 mod embedding;
 mod error;
@@ -116,6 +117,7 @@ pub use choice::TopKOptions;
 pub use device::{check_collectives, check_device};
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions};
 pub use dropout::{dropout, dropout_plan};
+pub use dsa::{Dsa, DsaIndex, DsaTarget};
 pub use embedding::{embedding, embedding_backward, embedding_plan};
 pub use error::OpError;
 #[cfg(feature = "autodiff")]
@@ -143,7 +145,7 @@ pub use norm::{
     Branch, Norm, NormParams, ResidualNormOptions, norm, residual_add, residual_norm,
     residual_norm_plan,
 };
-pub use nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions};
+pub use nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions, NsaStrides};
 pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseLinearOps,
@@ -173,6 +175,7 @@ pub use projection::{
 };
 pub use rows::rows_at;
 pub use sampling::{SampleOptions, sample_tokens, sample_tokens_plan};
+pub use selection::key_lists::{KeyLists, attention_with_keys, attention_with_keys_plan};
 pub use selection::lists::{attention_with_lists, attention_with_lists_plan};
 pub use selection::{
     Antidiagonals, BlockEstimator, BlockMeans, Chosen, DenseCall, EstimateGrid, EstimatorTraits,

@@ -40,12 +40,11 @@ pub struct AttentionOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ChoiceWalk {
-    /// Kernels in which a query walks its own list, where a device has them and they take the call, and otherwise as [`Packed`](Self::Packed).
-    /// [`attention_with_lists_plan`](crate::attention_with_lists_plan) says which. About twice as fast, and not the default yet: on a GPU these kernels have
-    /// been timed, but not compared with a reference.
+    /// Kernels in which a query walks its own list, where a device has them, they take the call, and blocks are not so long that
+    /// [`Packed`](Self::Packed) is the faster way; otherwise that one. [`attention_with_lists_plan`](crate::attention_with_lists_plan) says which.
+    #[default]
     Auto,
     /// Queries are packed by the block that they chose, attend to that block alone, and the parts are merged.
-    #[default]
     Packed,
 }
 

@@ -53,6 +53,7 @@ mod content;
 mod convert;
 mod drafts;
 mod dropout;
+mod dsa;
 mod embedding;
 mod encoder;
 mod encoder_layer;
@@ -95,6 +96,7 @@ pub use content::{
     RoutingAttentionOutput, RoutingHeads, RoutingHeadsConfig, RoutingOutput, lsh_attention,
 };
 pub use drafts::{NgramDrafts, NgramIndex};
+pub use dsa::{DsaAttention, DsaAttentionConfig, DsaCache, DsaIndexer};
 pub use embedding::PositionEmbedding;
 pub use encoder::{
     SparseTransformerEncoder, SparseTransformerEncoderConfig, SparseTransformerEncoderInput,

@@ -8,7 +8,8 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_blocksparse::{FusedAdamW, FusedAdamWConfig, Pattern};
 use burn_sparse_transformer::{
-    Factorization, FeedForwardSparsity, Selection, SparseTransformer, SparseTransformerConfig,
+    ContentAttention, Factorization, FeedForwardSparsity, Selection, SparseTransformer,
+    SparseTransformerConfig,
 };
 
 use crate::checkpoint::Checkpoint;
@@ -135,21 +136,23 @@ pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer>
     Ok(model.with_selections(&[], 0)?)
 }
 
-/// Refuses a model whose heads choose by content as pools of pages do not.
+/// Refuses a model whose heads choose by content as pools of pages do not, or in blocks that are no pages.
 ///
 /// # Errors
 /// Names what the model was trained with.
 pub fn check_cached(config: &ModelConfig) -> Result<()> {
     match &config.content {
-        None => Ok(()),
-        Some(content) if content.is_prefix_stable() => bail!(
-            "the model was trained with --attention {content}, whose branches pools of pages do not hold, so it neither writes byte by byte nor \
-             reads through a cache here; enwik8 eval without a cache measures it"
-        ),
-        Some(content) => bail!(
+        Some(content) if !content.is_prefix_stable() => bail!(
             "the model was trained with --attention {content}: what its heads see of a byte depends on later ones, so it neither writes byte \
              by byte nor reads through a cache; enwik8 eval without a cache measures it"
         ),
+        Some(ContentAttention::Nsa(nsa)) if nsa.pool_page_size().is_none() => bail!(
+            "the model was trained with --attention nsa and SELECTED {}, STRIDE {}: pools need blocks that are whole pages of 16 keys or more, each of \
+             whole strides, so it neither writes byte by byte nor reads through a cache; enwik8 eval without a cache measures it",
+            nsa.selected_block,
+            nsa.stride
+        ),
+        None | Some(_) => Ok(()),
     }
 }
 

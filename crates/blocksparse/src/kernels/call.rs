@@ -304,6 +304,10 @@ pub enum TierLimit {
     None,
     /// All on tensor cores.
     Simt,
+    /// All on tensor cores, and the fused backward pass of the `simt` tier.
+    SimtWalks,
+    /// All on tensor cores, and the two walks of the `simt` tier wherever its fused backward pass can run.
+    SimtFused,
     /// The `hopper` tier.
     Mma,
     /// The backward pass of the `hopper` tier.
@@ -323,6 +327,8 @@ impl FromStr for TierLimit {
         Ok(match text {
             "" => Self::None,
             "simt" => Self::Simt,
+            "simt-walks" => Self::SimtWalks,
+            "simt-fused" => Self::SimtFused,
             "mma" => Self::Mma,
             "hopper-forward" => Self::HopperForward,
             "hopper-walks" => Self::HopperWalks,
@@ -334,6 +340,11 @@ impl FromStr for TierLimit {
 }
 
 impl TierLimit {
+    /// Whether all tiers on tensor cores are left out.
+    pub(super) fn is_simt(self) -> bool {
+        matches!(self, Self::Simt | Self::SimtWalks | Self::SimtFused)
+    }
+
     /// What the environment variable `BLOCKSPARSE_TIER` says, which is read once.
     ///
     /// # Errors

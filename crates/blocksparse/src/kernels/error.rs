@@ -92,7 +92,7 @@ pub enum KernelError {
     },
     /// A limit of tiers that is none.
     #[error(
-        "BLOCKSPARSE_TIER must be simt, mma, hopper-forward, hopper-walks, hopper-alone or mma-bias, got {got:?}"
+        "BLOCKSPARSE_TIER must be simt, simt-walks, simt-fused, mma, hopper-forward, hopper-walks, hopper-alone or mma-bias, got {got:?}"
     )]
     Tier {
         /// What came.

@@ -444,6 +444,7 @@ fn tile(
         },
         max_scores: false,
         bias_gradient: false,
+        fused: false,
         planes: false,
         residue: false,
         carry: false,

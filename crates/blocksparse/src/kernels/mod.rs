@@ -79,6 +79,6 @@ pub use error::KernelError;
 pub use forward::forward;
 pub use masses::{MassOutputs, check_masses, masses};
 pub use on_device::{
-    ChoiceTensor, ListBuffers, ListSizes, ScoredRows, choose_blocks, count_blocks, highest_blocks,
-    list_queries,
+    ChoiceTensor, KEYS_OF_WORD, KeyListSizes, ListBuffers, ListSizes, ListsByKeys, ScoredRows,
+    choose_blocks, count_blocks, highest_blocks, list_queries, lists_by_keys, unique_keys,
 };

@@ -2,7 +2,7 @@
 
 use cubecl::ir::{ElemType, FloatKind};
 
-use super::call::{PartRequest, Request, TensorView, TierLimit};
+use super::call::{PartRequest, Request, TensorView};
 use super::error::KernelError;
 use super::shared::asm::Half;
 
@@ -37,9 +37,9 @@ pub fn half_of(dtype: ElemType) -> Result<Half, &'static str> {
 
 /// Whether a part may run on tensor cores at all.
 pub fn check_limit(part: &PartRequest) -> Result<(), &'static str> {
-    match part.limit {
-        TierLimit::Simt => Err("BLOCKSPARSE_TIER says simt"),
-        _ => Ok(()),
+    match part.limit.is_simt() {
+        true => Err("BLOCKSPARSE_TIER says simt"),
+        false => Ok(()),
     }
 }
 

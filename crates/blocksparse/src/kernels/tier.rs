@@ -13,9 +13,7 @@ use super::hopper;
 use super::mma;
 use super::pass::{BackwardPass, ForwardPass, Part};
 use super::{simt, stats};
-use crate::plan::Tiling;
-#[cfg(feature = "cuda-asm")]
-use crate::plan::Walk;
+use crate::plan::{Tiling, Walk};
 
 /// Why a tier does not take a part.
 type Reason = &'static str;
@@ -61,7 +59,13 @@ const ORDER: &[Tier] = &[
     Tier {
         name: "simt",
         forward: |asked| Ok(ForwardTile::Simt(asked.simt[0])),
-        backward: |asked, _| Ok(BackwardTile::Simt([asked.simt[1], asked.simt[2]])),
+        backward: |asked, _| {
+            let walks = [asked.simt[1], asked.simt[2]];
+            Ok(match simt::fused::choose(asked.part, walks) {
+                Ok(fused) => BackwardTile::SimtFused(fused),
+                Err(reason) => BackwardTile::Simt(walks, reason),
+            })
+        },
     },
 ];
 
@@ -184,8 +188,10 @@ pub enum BackwardTile {
     /// mma.sync, two walks.
     #[cfg(feature = "cuda-asm")]
     Mma([mma::Tile; 2]),
-    /// Scalar multiply-adds, two walks.
-    Simt([simt::Tile; 2]),
+    /// Scalar multiply-adds, all gradients in one walk over columns.
+    SimtFused(simt::fused::Fused),
+    /// Scalar multiply-adds, two walks, and why.
+    Simt([simt::Tile; 2], Reason),
 }
 
 /// What makes the gradient of a given bias: a launch beside those of the other gradients.
@@ -349,7 +355,7 @@ const WALKS: [(&str, Kernel); 2] = [
 impl BackwardTile {
     /// Whether it runs on tensor cores.
     pub fn is_tensor(&self) -> bool {
-        !matches!(self, Self::Simt(_))
+        !matches!(self, Self::SimtFused(_) | Self::Simt(..))
     }
 
     /// How the plan is cut that a walk's launch walks.
@@ -363,7 +369,8 @@ impl BackwardTile {
             Self::HopperWalks(tiles) => tiles[index].tiling(walk),
             #[cfg(feature = "cuda-asm")]
             Self::Mma(tiles) => tiles[index].tiling(walk),
-            Self::Simt(tiles) => simt::tiling(&tiles[index], walk),
+            Self::SimtFused(fused) => simt::tiling(&fused.tile, Walk::Columns),
+            Self::Simt(tiles, _) => simt::tiling(&tiles[index], walk),
         }
     }
 
@@ -373,7 +380,7 @@ impl BackwardTile {
             let lines = WALKS.into_iter().enumerate();
             lines
                 .map(|(index, (name, kernel))| (name, describe(index, kernel)))
-                .collect()
+                .collect::<Vec<_>>()
         };
         match self {
             #[cfg(feature = "cuda-asm")]
@@ -384,8 +391,13 @@ impl BackwardTile {
             Self::Mma(tiles) => {
                 walks(&|index, kernel| mma::describe(tiles[index], kernel).to_string())
             }
-            Self::Simt(tiles) => {
-                walks(&|index, kernel| simt::describe(&tiles[index], kernel, accumulator))
+            Self::SimtFused(fused) => vec![("backward", fused.describe(accumulator))],
+            Self::Simt(tiles, reason) => {
+                let mut lines = vec![("backward", format!("two walks: {reason}"))];
+                lines.extend(walks(&|index, kernel| {
+                    simt::describe(&tiles[index], kernel, accumulator)
+                }));
+                lines
             }
         }
     }
@@ -411,7 +423,11 @@ impl BackwardTile {
             Self::HopperWalks(tiles) => hopper::launch_walks(pass, part, tiles),
             #[cfg(feature = "cuda-asm")]
             Self::Mma(tiles) => mma::launch_backward(pass, part, tiles),
-            Self::Simt(tiles) => {
+            Self::SimtFused(fused) => {
+                let stats = known.plain(pass, part)?;
+                simt::launch::launch_fused(pass, part, fused, &stats)
+            }
+            Self::Simt(tiles, _) => {
                 let stats = known.plain(pass, part)?;
                 simt::launch::launch_backward(pass, part, tiles, &stats)
             }

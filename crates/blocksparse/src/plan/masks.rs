@@ -17,6 +17,8 @@ pub(super) struct TileMasks<'a> {
     pub words: Vec<u32>,
     /// By the layout's masks and the offsets into them.
     known: HashMap<(Vec<u32>, usize, usize), u32>,
+    /// Of coarse entries: by block row, block and the layout's mask.
+    known_coarse: HashMap<Vec<[u32; 3]>, u32>,
     /// By content.
     distinct: HashMap<Vec<u32>, u32>,
 }
@@ -31,6 +33,7 @@ impl<'a> TileMasks<'a> {
             mask_words,
             words: Vec::new(),
             known: HashMap::new(),
+            known_coarse: HashMap::new(),
             distinct: HashMap::new(),
         };
         let ones = u32::MAX >> (32 - group.min(32));
@@ -72,16 +75,53 @@ impl<'a> TileMasks<'a> {
                 }
             }
         }
+        let id = self.add(bits);
+        self.known.insert(key, id);
+        id
+    }
+
+    /// The mask of a coarse entry: of its blocks with masks, block row in the tile, block in the entry, and mask. It has all pairs of all
+    /// other blocks, kept or not: the entry's bits say which are.
+    pub fn intern_coarse(&mut self, blocks: Vec<[u32; 3]>) -> u32 {
+        if blocks.is_empty() {
+            return FULL;
+        }
+        if let Some(&id) = self.known_coarse.get(&blocks) {
+            return id;
+        }
+        let mut bits = vec![u32::MAX; self.tiling.rows * self.mask_words];
+        for &[line, block, id] in &blocks {
+            let mask = &self.table[id as usize];
+            let b = mask.block_size();
+            for row in 0..b {
+                let at = (line as usize * b + row) * self.mask_words;
+                for col in 0..b {
+                    let allowed = match self.tiling.walk {
+                        Walk::Rows => mask.get(row, col),
+                        Walk::Columns => mask.get(col, row),
+                    };
+                    if !allowed {
+                        let col = block as usize * b + col;
+                        bits[at + col / 32] &= !(1 << (col % 32));
+                    }
+                }
+            }
+        }
+        let id = self.add(bits);
+        self.known_coarse.insert(blocks, id);
+        id
+    }
+
+    /// The number of a mask of so many bits.
+    fn add(&mut self, bits: Vec<u32>) -> u32 {
         let fresh = self.distinct.len() as u32;
-        let id = match self.distinct.get(&bits) {
+        match self.distinct.get(&bits) {
             Some(&id) => id,
             None => {
                 self.words.extend_from_slice(&bits);
                 self.distinct.insert(bits, fresh);
                 fresh
             }
-        };
-        self.known.insert(key, id);
-        id
+        }
     }
 }

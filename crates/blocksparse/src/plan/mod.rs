@@ -19,6 +19,18 @@
 //!
 //! A tile's own block rows are neighbours, or, in a *clustered* plan, rows with like blocks from anywhere.
 //!
+//! A *coarse* plan does not gather. Its entries are whole steps of neighbouring positions, and a bit says of each block in them whether the
+//! block row keeps it; masks of such an entry are about the pairs of blocks that are kept. Where a tile's blocks are nearly everything, that
+//! leaves out little, and a step is loaded and masked as one.
+//!
+//! ```text
+//! blocks of 16, tile of 64 rows, coarse steps of 64:
+//!   block row 4   . # . . | # \ . .
+//!   block row 5   . # . . | # # \ .        two entries of 4 × 4 bits, of which the second
+//!   block row 6   . # . . | # # # \        has a mask of pairs, too
+//!   block row 7   . # . . | # # # #
+//! ```
+//!
 //! A pass over columns that adds to what its columns share (dQ) does so tile after tile. Its plan counts
 //! *visits*: an entry's is the number of tiles before its own, in launch order, that have the same entry. So that tiles
 //! which run side by side meet in the same order everywhere, a tile walks its entries from the last to the first: then a tile that
@@ -40,10 +52,10 @@ use visits::count_visits;
 
 #[cfg(feature = "cuda-asm")]
 pub use overhead::tile_steps;
-pub use overhead::{Grouping, tiling_overhead};
+pub use overhead::{Grouping, NarrowCosts, tiling_overhead};
 #[cfg(feature = "kernels")]
 pub(crate) use tiling::EMPTY;
-pub use tiling::{MASKED_STEP, NO_VISIT, Sections, Tiling, Walk};
+pub use tiling::{BIT_WORDS, MASKED_STEP, NO_VISIT, Sections, Tiling, Walk};
 
 use crate::BlockLayout;
 
@@ -72,7 +84,8 @@ impl TilePlan {
     ///
     /// # Panics
     /// If `rows` or `cols` is neither a multiple nor a divisor of the block size, if places are asked
-    /// for and a tile is taller than a block, or if clusters are and `rows` or `cols` is less than a block.
+    /// for and a tile is taller than a block, if clusters are and `rows` or `cols` is less than a block, or if coarse entries are asked for
+    /// with either, or [cannot be](Tiling::may_be_coarse).
     pub fn new(layout: &BlockLayout, tiling: Tiling) -> Self {
         check_fit(layout.block_size(), tiling);
         let Tiling { rows, cols, .. } = tiling;
@@ -80,7 +93,7 @@ impl TilePlan {
             Walk::Rows => (layout.seq_q(), layout.seq_kv()),
             Walk::Columns => (layout.seq_kv(), layout.seq_q()),
         };
-        let group = cols.min(layout.block_size());
+        let group = tiling.group(layout.block_size());
         let tiles = length.div_ceil(rows);
         let mut masks = TileMasks::new(layout, tiling, group);
         let mut cut = Tiles::default();
@@ -91,6 +104,7 @@ impl TilePlan {
             let sizes = visits::PlanSizes {
                 tiles,
                 per_step: cols / group,
+                entry_words: tiling.entry_words(),
                 others: others.div_ceil(group).max(1),
             };
             cut.order = count_visits(&cut.records, &mut cut.entries, sizes);
@@ -152,6 +166,11 @@ fn check_fit(b: usize, tiling: Tiling) {
         !tiling.clustered || (rows >= b && cols >= b),
         "clusters need blocks in a tile"
     );
+    let alone = !tiling.places && !tiling.clustered;
+    assert!(
+        !tiling.coarse || (alone && tiling.may_be_coarse(b)),
+        "coarse entries need whole blocks in a tile of neighbours, and a bit for each"
+    );
 }
 
 /// The tiles of all patterns: see [`Sections`].
@@ -175,7 +194,7 @@ impl Tiles {
         masks: &mut TileMasks,
     ) -> u64 {
         let b = layout.block_size();
-        let group = tiling.cols.min(b);
+        let group = tiling.group(b);
         let (per_step, entry_words) = (tiling.cols / group, tiling.entry_words());
         let source = Source::new(layout, tiling, pattern);
         let clusters = match tiling.clustered {
@@ -190,8 +209,8 @@ impl Tiles {
                 None => source.tile(tile, group, masks),
             };
             let (words, masked_steps) = match tiling.visits {
-                true => (found.in_visiting_order(per_step), 0),
-                false => found.masked_first(per_step, tiling.places),
+                true => (found.in_visiting_order(per_step, tiling), 0),
+                false => found.masked_first(per_step, tiling),
             };
             let first = self.entries.len() / entry_words;
             let steps = words.len() / entry_words / per_step;

@@ -4,7 +4,7 @@ use super::cluster::clusters;
 use super::source::Source;
 use super::tiling::{Tiling, Walk};
 use crate::layout::TALLEST;
-use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
+use crate::{BlockLayout, ChosenBy, DeviceChoice, Entry, FULL, LayoutShape};
 
 /// Columns' worth of time that a tile takes before its first and after its last step.
 const START: f64 = 64.0;
@@ -13,61 +13,115 @@ const START: f64 = 64.0;
 /// what the union of block rows, the filling up of steps, and the tiles' beginnings add. From a sample of the
 /// tiles. With `clustered` tiles are made of like rows.
 pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
-    /// Blocks looked at per launch; small layouts have fewer.
-    const ENOUGH: usize = 1 << 16;
-    if let Some(choice) = layout.device_choice() {
-        return chosen_overhead(choice, layout.shape(), tiling);
+    match layout.device_choice() {
+        Some(choice) => chosen_overhead(choice, layout.shape(), tiling),
+        None => Sample::of(layout, tiling).overhead(layout.block_size()),
     }
-    let Tiling {
-        walk,
-        rows,
-        cols,
-        clustered,
-        ..
-    } = tiling;
-    let b = layout.block_size();
-    // A tile lower than a block has its row of blocks to itself.
-    let height = (rows / b).max(1);
-    let (mut computed, mut kept) = (0.0, 0);
-    let per_pattern = ENOUGH.div_ceil(layout.num_patterns());
-    for pattern in 0..layout.num_patterns() {
-        let source = Source::without_places(layout, tiling, pattern);
-        let clusters = match clustered {
-            true => clusters(layout, walk, pattern, height),
-            false => Vec::new(),
-        };
-        let tiles = source.lines().div_ceil(height);
-        let mut seen = 0;
-        for tile in scattered(tiles) {
-            let lines = match clusters.get(tile) {
-                Some(lines) => lines.clone(),
-                None => ((tile * height) as u32..).take(height).collect(),
-            };
-            let mut blocks: Vec<u32> = lines
-                .into_iter()
-                .filter(|&line| (line as usize) < source.lines())
-                .flat_map(|line| source.line(line as usize))
-                .map(|entry| entry.block)
-                .collect();
-            kept += blocks.len();
-            seen += blocks.len();
-            if height > 1 {
-                blocks.sort_unstable();
-                blocks.dedup();
-            }
-            let width = (blocks.len() * b).next_multiple_of(cols.max(b));
-            if width > 0 {
-                computed += (width as f64 + START) * height as f64;
-            }
-            if seen > per_pattern {
-                break;
-            }
+}
+
+/// What some tiles of a layout walk.
+#[derive(Default)]
+struct Sample {
+    /// Columns of all block rows of the tiles, what steps are filled up with and tiles begin with included.
+    computed: f64,
+    /// Blocks kept.
+    kept: usize,
+    /// Tiles.
+    tiles: usize,
+    /// Their entries,
+    entries: usize,
+    /// those of which not every block row keeps all pairs,
+    masked: usize,
+    /// and those with a block that is kept but for some of its pairs.
+    partial: usize,
+}
+
+impl Sample {
+    fn overhead(&self, b: usize) -> f64 {
+        match self.kept {
+            0 => 1.0,
+            kept => self.computed / (kept * b) as f64,
         }
     }
-    if kept == 0 {
-        return 1.0;
+
+    /// The share of so many entries.
+    fn share(&self, entries: usize) -> f64 {
+        entries as f64 / self.entries.max(1) as f64
     }
-    computed / (kept * b) as f64
+
+    /// Of a layout of the host.
+    fn of(layout: &BlockLayout, tiling: Tiling) -> Self {
+        /// Blocks looked at per launch; small layouts have fewer.
+        const ENOUGH: usize = 1 << 16;
+        let Tiling {
+            walk,
+            rows,
+            cols,
+            clustered,
+            ..
+        } = tiling;
+        let b = layout.block_size();
+        // A tile lower than a block has its row of blocks to itself.
+        let height = (rows / b).max(1);
+        let per_entry = match tiling.coarse {
+            true => cols / b,
+            false => 1,
+        };
+        let mut sample = Self::default();
+        let per_pattern = ENOUGH.div_ceil(layout.num_patterns());
+        for pattern in 0..layout.num_patterns() {
+            let source = Source::without_places(layout, tiling, pattern);
+            let clusters = match clustered {
+                true => clusters(layout, walk, pattern, height),
+                false => Vec::new(),
+            };
+            let tiles = source.lines().div_ceil(height);
+            let mut seen = 0;
+            for tile in scattered(tiles) {
+                let lines = match clusters.get(tile) {
+                    Some(lines) => lines.clone(),
+                    None => ((tile * height) as u32..).take(height).collect(),
+                };
+                let blocks: Vec<Entry> = lines
+                    .into_iter()
+                    .filter(|&line| (line as usize) < source.lines())
+                    .flat_map(|line| source.line(line as usize))
+                    .collect();
+                seen += blocks.len();
+                sample.add(blocks, height, per_entry, b, cols);
+                if seen > per_pattern {
+                    break;
+                }
+            }
+        }
+        sample
+    }
+
+    /// Adds a tile of `height` block rows, with all their blocks.
+    fn add(&mut self, blocks: Vec<Entry>, height: usize, per_entry: usize, b: usize, cols: usize) {
+        self.tiles += 1;
+        self.kept += blocks.len();
+        let places = blocks.iter().map(|entry| entry.block / per_entry as u32);
+        let mut entries: Vec<(u32, bool)> = places
+            .zip(blocks.iter().map(|entry| entry.mask == FULL))
+            .collect();
+        if height > 1 || per_entry > 1 {
+            entries.sort_unstable();
+        }
+        let same = entries.chunk_by(|(one, _), (other, _)| one == other);
+        let mut found = 0;
+        for entry in same {
+            found += 1;
+            let partial = entry.iter().any(|&(_, full)| !full);
+            self.partial += usize::from(partial);
+            self.masked += usize::from(partial || entry.len() < height * per_entry);
+        }
+        self.entries += found;
+        let width = (found * per_entry * b).next_multiple_of(cols.max(b));
+        if width > 0 {
+            self.computed += (width as f64 + START) * height as f64;
+        }
+    }
 }
 
 /// Steps of the tiles of each pattern, as a plan has them but for what masks leave out.
@@ -165,6 +219,7 @@ impl Grouping {
             places: false,
             clustered,
             visits: false,
+            coarse: false,
         });
         let overhead = tiling_overhead(layout, neighbours);
         let b = layout.block_size();
@@ -192,6 +247,57 @@ impl Grouping {
     }
 }
 
+/// What steps cost where blocks are narrow, relative to steps of neighbours without masks.
+#[derive(Clone, Copy, Debug)]
+pub struct NarrowCosts {
+    /// Of steps gathered from narrow blocks.
+    pub gathered: f64,
+    /// What is added where all of them have masks, in blocks of 16 and of 32.
+    pub masked: [f64; 2],
+    /// Of coarse steps, with their bits.
+    pub coarse: f64,
+}
+
+impl NarrowCosts {
+    /// Whether walks of a layout may have coarse steps: their blocks are narrow and known on the host.
+    pub fn concern(layout: &BlockLayout) -> bool {
+        matches!(layout.block_size(), 16 | 32) && layout.device_choice().is_none()
+    }
+
+    /// The time of gathered tiles, as [`tiling_overhead`] has it, masks included.
+    pub fn of_gathered(&self, layout: &BlockLayout, tiling: Tiling) -> f64 {
+        let sample = Sample::of(layout, tiling);
+        let b = layout.block_size();
+        let masked = self.masked[usize::from(b > 16)];
+        sample.overhead(b) * self.gathered * (1.0 + masked * sample.share(sample.masked))
+    }
+
+    /// The time of coarse ones likewise, if there can be any, walks are so long that their steps are what counts, and masks of pairs are
+    /// so few that each entry may have one of its own.
+    pub fn of_coarse(&self, layout: &BlockLayout, tiling: Tiling) -> Option<f64> {
+        /// Columns of a tile from which on a walk is long.
+        const LONG: usize = 1024;
+        /// Bytes of masks.
+        const MOST: f64 = (32 << 20) as f64;
+        let b = layout.block_size();
+        if !Self::concern(layout) || !tiling.may_be_coarse(b) {
+            return None;
+        }
+        let sample = Sample::of(layout, tiling);
+        let long = sample.entries * tiling.cols >= LONG * sample.tiles;
+        let length = match tiling.walk {
+            Walk::Rows => layout.seq_q(),
+            Walk::Columns => layout.seq_kv(),
+        };
+        let tiles = length.div_ceil(tiling.rows) * layout.num_patterns();
+        let masks = sample.partial as f64 * tiles as f64 / sample.tiles.max(1) as f64;
+        let few = masks * (tiling.rows * tiling.cols / 8) as f64 <= MOST;
+        let masked = self.masked[usize::from(b > 16)];
+        let factor = self.coarse * (1.0 + masked * sample.share(sample.partial));
+        (long && few).then(|| sample.overhead(b) * factor)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -205,6 +311,7 @@ mod tests {
             places: false,
             clustered,
             visits: false,
+            coarse: false,
         }
     }
 
@@ -249,5 +356,40 @@ mod tests {
         assert_eq!((refused.overhead, refused.clustered), (neighbours, false));
         // All rows are alike.
         assert!(!Grouping::best(&fixed, Walk::Rows, [128, 64], true).clustered);
+    }
+
+    #[test]
+    fn coarse_steps_are_for_long_walks_of_nearly_everything() {
+        let costs = NarrowCosts {
+            gathered: 1.1,
+            masked: [0.5, 0.5],
+            coarse: 1.0,
+        };
+        let of = |pattern: Pattern, b: usize, clustered: bool| {
+            let layout = pattern.layout(1, 8192, b).unwrap();
+            let gathered = tiling(128, 64, clustered);
+            let coarse = Tiling {
+                coarse: true,
+                ..tiling(128, 64, false)
+            };
+            let before = costs.of_gathered(&layout, gathered);
+            (before, costs.of_coarse(&layout, coarse))
+        };
+        // The same steps, of which one in some thirty has masks.
+        let (gathered, coarse) = of(Pattern::causal(), 16, false);
+        let coarse = coarse.unwrap();
+        assert!(
+            gathered > 1.05 * coarse && gathered < 1.15 * coarse,
+            "{gathered} {coarse}"
+        );
+        // All later queries see one column of four, which clusters walk alone.
+        let (gathered, coarse) = of(Pattern::fixed(128, 32), 32, true);
+        assert!(coarse.is_none_or(|coarse| coarse > gathered));
+        assert!(of(Pattern::local(256), 16, false).1.is_none(), "short");
+        assert!(of(Pattern::causal(), 64, false).1.is_none(), "wide");
+        assert!(
+            of(Pattern::causal(), 8, false).1.is_none(),
+            "more than 64 bits"
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! The entries of a tile: the blocks of its rows, merged.
 
 use super::masks::{ABSENT, TileMasks};
-use super::tiling::{EMPTY, MASKED_STEP, NO_VISIT, Tiling, Walk};
+use super::tiling::{BIT_WORDS, EMPTY, MASKED_STEP, NO_VISIT, Tiling, Walk};
 use crate::{BlockLayout, Entry, FULL};
 
 /// One entry of a tile.
@@ -10,6 +10,8 @@ struct TileEntry {
     at: u32,
     mask: u32,
     place: u32,
+    /// Of a coarse entry.
+    bits: [u32; BIT_WORDS],
 }
 
 /// The entries of a tile.
@@ -34,45 +36,58 @@ impl TileEntries {
                 at: block * (b / group) as u32 + slice as u32,
                 mask: mask_at(slice * group),
                 place,
+                bits: [0; BIT_WORDS],
             };
-            match entry.mask {
-                FULL => self.full.push(entry),
-                EMPTY => {}
-                _ => self.masked.push(entry),
-            }
+            self.push_entry(entry);
+        }
+    }
+
+    fn push_entry(&mut self, entry: TileEntry) {
+        match entry.mask {
+            FULL => self.full.push(entry),
+            EMPTY => {}
+            _ => self.masked.push(entry),
         }
     }
 
     /// The words of a tile's entries, those that fill up a step and masked ones first, and the number of steps whose masks matter.
-    pub fn masked_first(self, per_step: usize, places: bool) -> (Vec<u32>, usize) {
+    pub fn masked_first(self, per_step: usize, tiling: Tiling) -> (Vec<u32>, usize) {
         let (masked, all) = (self.masked.len(), self.masked.len() + self.full.len());
         let filler = all.next_multiple_of(per_step) - all;
         let fill = TileEntry {
             at: 0,
             mask: EMPTY,
             place: 0,
+            bits: [0; BIT_WORDS],
         };
-        let mut words = Vec::with_capacity((filler + all) * if places { 3 } else { 2 });
+        let mut words = Vec::with_capacity((filler + all) * tiling.entry_words());
         let entries = std::iter::repeat_n(fill, filler).chain(self.masked);
         for entry in entries.chain(self.full) {
             words.extend([entry.at, entry.mask]);
-            if places {
+            if tiling.places {
                 words.push(entry.place);
+            }
+            if tiling.coarse {
+                words.extend(entry.bits);
             }
         }
         (words, (filler + masked).div_ceil(per_step))
     }
 
     /// The words of a tile's entries without their visits: from the last to the first, filled up at the end.
-    pub fn in_visiting_order(self, per_step: usize) -> Vec<u32> {
+    pub fn in_visiting_order(self, per_step: usize, tiling: Tiling) -> Vec<u32> {
         let mut all: Vec<TileEntry> = self.masked.into_iter().chain(self.full).collect();
         all.sort_by_key(|entry| std::cmp::Reverse(entry.at));
-        let mut words = Vec::with_capacity(all.len().next_multiple_of(per_step) * 3);
+        let length = all.len().next_multiple_of(per_step) * tiling.entry_words();
+        let mut words = Vec::with_capacity(length);
         for step in all.chunks(per_step) {
             let masked = step.len() < per_step || step.iter().any(|entry| entry.mask != FULL);
             let flag = if masked { MASKED_STEP } else { 0 };
             for (k, entry) in step.iter().enumerate() {
                 words.extend([entry.at, entry.mask, if k == 0 { flag } else { 0 }]);
+                if tiling.coarse {
+                    words.extend(entry.bits);
+                }
             }
             for _ in step.len()..per_step {
                 words.extend([0, EMPTY, NO_VISIT]);
@@ -139,6 +154,9 @@ impl<'a> Source<'a> {
         let b = self.layout.block_size();
         let rows = self.tiling.rows;
         let first = tile * rows / b;
+        if self.tiling.coarse {
+            return self.coarse(first, masks);
+        }
         if rows > b {
             let lines: Vec<u32> = (first..first + rows / b).map(|line| line as u32).collect();
             return self.union(&lines, group, masks);
@@ -158,6 +176,43 @@ impl<'a> Source<'a> {
             });
         }
         found
+    }
+
+    /// The coarse entries of the tile whose first block row is `first`: those steps of neighbouring positions of which a row keeps a block.
+    fn coarse(&self, first: usize, masks: &mut TileMasks) -> TileEntries {
+        let b = self.layout.block_size();
+        let (height, per_entry) = (self.tiling.rows / b, self.tiling.cols / b);
+        let lines = (first..self.lines().min(first + height)).map(|line| self.line(line));
+        let lines: Vec<Vec<Entry>> = lines.collect();
+        let mut found = TileEntries::default();
+        let mut next = vec![0; lines.len()];
+        loop {
+            let heads = lines.iter().zip(&next).filter_map(|(line, &k)| line.get(k));
+            let Some(block) = heads.map(|entry| entry.block).min() else {
+                return found;
+            };
+            let at = block / per_entry as u32;
+            let (mut bits, mut parts) = ([0; BIT_WORDS], Vec::new());
+            for (row, (line, k)) in lines.iter().zip(&mut next).enumerate() {
+                while let Some(entry) = line.get(*k)
+                    && entry.block / per_entry as u32 == at
+                {
+                    let col = entry.block as usize % per_entry;
+                    let bit = row * per_entry + col;
+                    bits[bit / 32] |= 1 << (bit % 32);
+                    if entry.mask != FULL {
+                        parts.push([row as u32, col as u32, entry.mask]);
+                    }
+                    *k += 1;
+                }
+            }
+            found.push_entry(TileEntry {
+                at,
+                mask: masks.intern_coarse(parts),
+                place: 0,
+                bits,
+            });
+        }
     }
 
     /// The entries of a tile of these block rows, merged.

@@ -33,6 +33,7 @@ fn plans_allow_what_the_layout_allows(
         places,
         clustered,
         visits: false,
+        coarse: false,
     };
     let plan = TilePlan::new(&layout, tiling);
     let Sections {
@@ -152,6 +153,7 @@ fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
         places: false,
         clustered,
         visits: false,
+        coarse: false,
     }
 }
 
@@ -177,6 +179,7 @@ fn visits_count_in_launch_order(
         cols,
         places: false,
         visits: true,
+        coarse: false,
         clustered,
     };
     let plan = TilePlan::new(&layout, tiling);
@@ -229,6 +232,7 @@ fn long_tiles_turn_all_walks(#[case] pattern: Pattern, #[case] forward: bool) {
     let layout = pattern.layout(1, 8192, 64).unwrap();
     let tiling = Tiling {
         visits: true,
+        coarse: false,
         ..tiling(128, 64, false)
     };
     let plan = TilePlan::new(&layout, tiling);

@@ -25,14 +25,39 @@ pub struct Tiling {
     /// Whether entries say how many tiles before theirs have the same entry: the order in which tiles add to what they
     /// share. Then all patterns share one order of tiles, and entries are in the order in which a tile should walk.
     pub visits: bool,
+    /// Whether an entry is a whole step, of neighbouring positions, and has a bit for each block of the tile in it. Otherwise entries are
+    /// blocks, or parts of one, from anywhere.
+    pub coarse: bool,
 }
 
 impl Tiling {
     /// Words of an entry.
     pub fn entry_words(&self) -> usize {
+        self.bits_at() + if self.coarse { BIT_WORDS } else { 0 }
+    }
+
+    /// Words of a coarse entry before its bits.
+    pub fn bits_at(&self) -> usize {
         2 + usize::from(self.places || self.visits)
     }
+
+    /// Positions that an entry names, in blocks of `b`.
+    pub fn group(&self, b: usize) -> usize {
+        match self.coarse {
+            true => self.cols,
+            false => self.cols.min(b),
+        }
+    }
+
+    /// Whether entries can be coarse, in blocks of `b`: tiles and steps have whole blocks, and not more than there are bits.
+    pub fn may_be_coarse(&self, b: usize) -> bool {
+        let whole = self.rows.is_multiple_of(b) && self.cols.is_multiple_of(b);
+        whole && self.rows / b * (self.cols / b) <= 32 * BIT_WORDS
+    }
 }
+
+/// Words of a coarse entry's bits.
+pub const BIT_WORDS: usize = 2;
 
 /// The visit of an entry that only fills up a step.
 pub const NO_VISIT: u32 = u32::MAX >> 1;
@@ -56,7 +81,8 @@ pub struct Sections {
     pub rows: usize,
     /// `[patterns · tiles, 3]`: first entry, steps, steps whose masks matter.
     pub tiles: usize,
-    /// `[entries, 2]` or with places or visits `[entries, 3]`: position / group, mask id, place or visit.
+    /// `[entries, entry_words]`: position / group, mask id, place or visit if there is one, and of a coarse entry the bits: bit
+    /// `i · cols / block + k` says whether the tile's block row `i` keeps the `k`-th block of the entry.
     pub entries: usize,
     /// `[masks, rows, mask_words]`, bit `c % 32` of word `c / 32` is column `c`.
     pub masks: usize,

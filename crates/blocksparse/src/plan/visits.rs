@@ -8,6 +8,8 @@ pub(super) struct PlanSizes {
     pub tiles: usize,
     /// Entries of a step.
     pub per_step: usize,
+    /// Words of an entry.
+    pub entry_words: usize,
     /// Groups of columns there are.
     pub others: usize,
 }
@@ -17,6 +19,7 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
     let PlanSizes {
         tiles,
         per_step,
+        entry_words,
         others,
     } = sizes;
     let steps = |record: usize| records[record * 3 + 1] as usize;
@@ -26,21 +29,21 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
     ranked.sort_by_key(|&tile| std::cmp::Reverse(total(tile as usize)));
     for pattern in 0..patterns {
         let record = |rank: usize| pattern * tiles + ranked[rank] as usize;
-        // A tile that most queries see, as that of attention sinks, is far from done with the last of them when the
-        // others are. Then all begin at their first queries: the long tile keeps ahead, and nobody waits until it has come to
-        // the end of a window.
-        let longest_and_usual =
-            (tiles > 0).then(|| [0, tiles / 16].map(|rank| steps(record(rank))));
-        let forward = longest_and_usual.is_some_and(|[longest, usual]| longest > 4 * usual);
+        // Tiles walk from their last queries to their first, so that those of neighbours, which begin at the same time, do not want the same queries at
+        // once. A tile that most queries see, as that of attention sinks, is far from done with the last of them when the others are: it
+        // walks the other way, and so stays ahead of all others, which wait for its visits. (All of them the other way would be one step apart, and
+        // a visit is over a step after its products.)
+        let usual = (tiles > 0).then(|| steps(record(tiles / 16)));
+        let is_long = |record: usize| usual.is_some_and(|usual| steps(record) > 4 * usual);
         let mut visits = vec![0u32; others];
         for record in (0..tiles).map(record) {
-            let first = records[record * 3] as usize * 3;
-            let length = steps(record) * per_step * 3;
+            let first = records[record * 3] as usize * entry_words;
+            let length = steps(record) * per_step * entry_words;
             let words = &mut entries[first..first + length];
-            if forward {
-                reverse_steps(words, per_step * 3);
+            if is_long(record) {
+                reverse_steps(words, per_step * entry_words);
             }
-            for entry in words.chunks_exact_mut(3) {
+            for entry in words.chunks_exact_mut(entry_words) {
                 if entry[2] & NO_VISIT != NO_VISIT {
                     let visit = &mut visits[entry[0] as usize];
                     entry[2] |= *visit;

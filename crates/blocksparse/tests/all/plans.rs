@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use blocksparse::plan::{MASKED_STEP, NO_VISIT, TilePlan, Tiling, Walk};
-use blocksparse::{BlockLayout, FULL};
+use blocksparse::{BlockLayout, BlockMask, FULL, LayoutShape};
 use proptest::prelude::*;
 
 use crate::patterns;
@@ -12,14 +12,30 @@ const SIDES: [usize; 6] = [8, 16, 32, 64, 128, 256];
 
 fn tiling() -> impl Strategy<Value = Tiling> {
     let side = || prop::sample::select(SIDES.to_vec());
-    (side(), side(), any::<bool>(), 0..4).prop_map(|(rows, cols, columns, kind)| Tiling {
+    (side(), side(), any::<bool>(), 0..6).prop_map(|(rows, cols, columns, kind)| Tiling {
         walk: if columns { Walk::Columns } else { Walk::Rows },
         rows,
         cols,
         places: kind == 1,
-        clustered: kind == 2 || rows == 256,
-        visits: kind == 3,
+        clustered: kind < 4 && (kind == 2 || rows == 256),
+        visits: kind == 3 || kind == 4,
+        coarse: kind >= 4,
     })
+}
+
+/// Coarse tilings for the blocks of a random layout.
+fn coarse_tiling() -> impl Strategy<Value = (Tiling, usize)> {
+    (tiling(), prop::sample::select(vec![8, 16, 32, 64]))
+        .prop_map(|(tiling, b)| {
+            let coarse = Tiling {
+                places: false,
+                clustered: false,
+                coarse: true,
+                ..tiling
+            };
+            (coarse, b)
+        })
+        .prop_filter("tiles fit blocks", |&(tiling, b)| fits(tiling, b))
 }
 
 /// Whether blocks of `b` can be cut so.
@@ -30,6 +46,7 @@ fn fits(tiling: Tiling, b: usize) -> bool {
         && multiple(cols)
         && (!tiling.places || rows <= b)
         && (!tiling.clustered || (rows >= b && cols >= b))
+        && (!tiling.coarse || tiling.may_be_coarse(b))
 }
 
 /// The tiles of one head of a plan, read as a kernel does.
@@ -45,6 +62,8 @@ struct Entry {
     mask: usize,
     /// Place or visit, if entries have one.
     extra: u32,
+    /// The words of a coarse entry's bits.
+    bits: Vec<u32>,
 }
 
 impl Head<'_> {
@@ -71,13 +90,14 @@ impl Head<'_> {
     fn steps(&self, tile: usize) -> Vec<Vec<Entry>> {
         let [first, steps, _] = self.record(tile);
         let per_step = self.plan.tiling.cols / self.plan.group;
-        let width = self.plan.tiling.entry_words();
+        let (width, before) = (self.plan.tiling.entry_words(), self.plan.tiling.bits_at());
         let entry = |k: usize| {
             let words = &self.plan.words[self.plan.sections.entries + (first + k) * width..];
             Entry {
                 at: words[0] as usize,
                 mask: words[1] as usize,
-                extra: if width == 3 { words[2] } else { 0 },
+                extra: if before == 3 { words[2] } else { 0 },
+                bits: words[before..width].to_vec(),
             }
         };
         let of_step = |step: usize| (0..per_step).map(|k| entry(step * per_step + k)).collect();
@@ -102,11 +122,20 @@ impl Head<'_> {
         self.plan.words[self.plan.sections.masks + at] >> (col % 32) & 1 == 1
     }
 
+    /// Whether an entry has the block of a tile's row and of one of its columns.
+    fn keeps(&self, entry: &Entry, row: usize, col: usize) -> bool {
+        let b = self.block_size;
+        let bit = row / b * (self.plan.group / b).max(1) + col / b;
+        !self.plan.tiling.coarse || entry.bits[bit / 32] >> (bit % 32) & 1 == 1
+    }
+
     /// The pairs (query, key) of an entry of a tile.
     fn pairs(&self, tile: usize, entry: &Entry) -> Vec<(usize, usize)> {
         let mut pairs = Vec::new();
         for row in 0..self.plan.tiling.rows {
-            for col in (0..self.plan.group).filter(|&col| self.bit(entry.mask, row, col)) {
+            let allowed =
+                |&col: &usize| self.bit(entry.mask, row, col) && self.keeps(entry, row, col);
+            for col in (0..self.plan.group).filter(allowed) {
                 let (own, other) = (self.position(tile, row), entry.at * self.plan.group + col);
                 pairs.push(match self.plan.tiling.walk {
                     Walk::Rows => (own, other),
@@ -236,6 +265,41 @@ proptest! {
             let lengths: Vec<usize> = lengths.iter().map(|&n| n.min(shape.seq_kv)).collect();
             layout = layout.with_key_padding(&lengths).unwrap();
         }
+        let plan = TilePlan::new(&layout, tiling);
+        check_pairs(&layout, &plan)?;
+        if tiling.visits {
+            check_visits(&layout, &plan)?;
+        }
+    }
+
+    /// Blocks here and there, of which some have masks, in heads that differ.
+    #[test]
+    fn coarse_plans_have_every_pair_once(
+        (tiling, block_size) in coarse_tiling(),
+        [seq_q, seq_kv] in [1usize..300, 1usize..300],
+        percent in 0u64..=100,
+        masked in 0u64..=100,
+        seed in any::<u64>(),
+    ) {
+        let shape = LayoutShape { heads: 2, seq_q, seq_kv, block_size };
+        let mut state = seed | 1;
+        let mut below = move |bound: u64| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % bound
+        };
+        let layout = BlockLayout::from_block_fn("random blocks", shape, |_, _, _| {
+            if below(100) >= percent {
+                return None;
+            }
+            // Few kinds of masks, as layouts have.
+            let stride = 2 + below(3) as usize;
+            let whole = below(100) >= masked;
+            Some(BlockMask::from_fn(block_size, |r, c| {
+                whole || (r + c) % stride != 0
+            }))
+        }).unwrap();
         let plan = TilePlan::new(&layout, tiling);
         check_pairs(&layout, &plan)?;
         if tiling.visits {

@@ -175,7 +175,7 @@ pub(crate) mod kernels {
                 &out.client,
                 &call.plan,
                 [&views[0], &views[1], &views[2]],
-                ListedLists {
+                ListedLists::Blocks {
                     blocks: &call.blocks.handle,
                     queries: &call.queries.handle,
                     tile_blocks: &call.tile_blocks.handle,

@@ -16,6 +16,7 @@ pub(crate) mod embedding;
 pub(crate) mod estimates;
 mod fixed;
 pub(crate) mod heads;
+pub(crate) mod key_lists;
 pub(crate) mod linear;
 #[cfg(feature = "cuda")]
 pub(crate) mod listed;

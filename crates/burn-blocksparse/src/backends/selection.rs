@@ -12,7 +12,7 @@ impl SelectionOps for burn::backend::NdArray {}
 #[cfg(feature = "cube")]
 mod kernels {
     use blocksparse::kernels::rows::{self, RowBlocks};
-    use blocksparse::kernels::{self, ListBuffers, ListSizes, ScoredRows};
+    use blocksparse::kernels::{self, KeyListSizes, ListBuffers, ListSizes, ScoredRows};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::{DType, IntDType};
     use burn_cubecl::CubeBackend;
@@ -21,8 +21,8 @@ mod kernels {
 
     use super::SelectionOps;
     use crate::backends::cube::{choose_blocks, empty, uses_reference};
-    use crate::ops::{HighestBlocks, ListedQueries, QueryTiles};
-    use crate::selection::reference;
+    use crate::ops::{HighestBlocks, ListedQueries, QueryTiles, UniqueKeys};
+    use crate::selection::{key_reference, reference};
     use crate::values::{LayoutTensors, MaybeFloat};
 
     /// The rows of a tensor in blocks.
@@ -84,6 +84,27 @@ mod kernels {
             match result {
                 Ok(()) => picks,
                 Err(_) => reference::highest_blocks::<Self>(scores, &call),
+            }
+        }
+
+        fn unique_keys(keys: CubeTensor, call: UniqueKeys) -> CubeTensor {
+            let dims @ [batch, lists, queries, most] = keys.meta.shape().dims();
+            if uses_reference() {
+                return key_reference::unique_keys::<Self>(keys, &call);
+            }
+            let keys = into_contiguous(cast(keys, IntDType::I32.into()));
+            let unique = empty(&keys, dims, DType::I32);
+            let sizes = KeyListSizes::new(batch * lists, [queries, call.seq_kv], most);
+            let result = kernels::unique_keys(
+                &keys.client,
+                &sizes,
+                &keys.handle,
+                call.causal,
+                &unique.handle,
+            );
+            match result {
+                Ok(()) => unique,
+                Err(_) => key_reference::unique_keys::<Self>(keys, &call),
             }
         }
 

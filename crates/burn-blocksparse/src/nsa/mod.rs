@@ -8,6 +8,7 @@
 //! masses        the attention that blocks of keys get in compressed form, by which they are chosen
 //! by_attention  the same for half precision
 //! by_kernel     the same by a kernel that chooses at once, where there is one
+//! strides       queries at any positions, over compressed keys in pages
 //! ```
 
 mod by_attention;
@@ -16,6 +17,7 @@ mod by_kernel;
 mod layout;
 mod masses;
 mod options;
+mod strides;
 mod windows;
 
 use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape, Pattern, ScoreGrid};
@@ -30,6 +32,7 @@ use crate::selection::lists::attention_of_choice;
 use crate::selection::query_lists::{ListSizes, QueryLists};
 use masses::Masses;
 pub use options::NsaOptions;
+pub use strides::NsaStrides;
 
 /// Native sparse attention (Yuan et al., 2025, §3): three branches, each with keys and values of its own, whose outputs are added with a weight of each query,
 /// head and branch.
@@ -123,6 +126,19 @@ pub struct NsaBranches {
 impl NsaBranches {
     /// How many there are.
     pub const COUNT: usize = 3;
+
+    /// Of the compressed branch, the selected one and the window.
+    pub fn new(
+        compressed: Option<Tensor<4>>,
+        selected: Tensor<4>,
+        window: Option<Tensor<4>>,
+    ) -> Self {
+        Self {
+            compressed,
+            selected,
+            window,
+        }
+    }
 
     /// Their sum, each times its gate.
     ///

@@ -8,6 +8,7 @@ mod embedding;
 mod estimates;
 mod fixed;
 mod heads;
+mod key_lists;
 mod linear;
 #[cfg(feature = "cuda")]
 mod listed;
@@ -33,6 +34,9 @@ pub use embedding::EmbeddingOps;
 pub use estimates::{CompressedCall, EstimateOps, MeanScores};
 pub use fixed::FixedOps;
 pub use heads::HeadOps;
+pub use key_lists::{
+    KeyListCall, KeyListGrads, KeyListInputs, KeyListOps, KeyListOutput, KeyListSaved,
+};
 pub use linear::LinearOps;
 #[cfg(feature = "cuda")]
 pub use listed::{ListedCall, ListedGrads, ListedInputs, ListedOps, ListedOutput, ListedSaved};
@@ -47,7 +51,7 @@ pub use paged::PagedOps;
 pub use projection::ProjectionOps;
 pub use rows::{MergedRows, MergedRowsGrads, RowOps};
 pub use sampling::SamplingOps;
-pub use selection::{HighestBlocks, ListedQueries, QueryTiles, SelectionOps};
+pub use selection::{HighestBlocks, ListedQueries, QueryTiles, SelectionOps, UniqueKeys};
 
 use crate::options::AttentionOptions;
 use crate::reference;

@@ -3,7 +3,7 @@
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
-use crate::selection::reference;
+use crate::selection::{key_reference, reference};
 use crate::values::{LayoutTensors, MaybeFloat};
 
 /// Which blocks queries take, of the scores of some of them.
@@ -24,6 +24,32 @@ impl HighestBlocks {
             position,
             block,
             most,
+        }
+    }
+}
+
+/// Which of the keys that queries list they see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct UniqueKeys {
+    /// Keys that there are.
+    pub seq_kv: usize,
+    /// Whether a query sees none behind its own position; the last query sits at the last key.
+    pub causal: bool,
+}
+
+impl UniqueKeys {
+    pub(crate) fn new(seq_kv: usize, causal: bool) -> Self {
+        Self { seq_kv, causal }
+    }
+
+    /// So many keys a query of `seq_q` sees, from the first on.
+    pub(crate) fn seen(&self, query: usize, seq_q: usize) -> usize {
+        match self.causal {
+            true => (query + 1 + self.seq_kv)
+                .saturating_sub(seq_q)
+                .min(self.seq_kv),
+            false => self.seq_kv,
         }
     }
 }
@@ -114,6 +140,12 @@ pub trait SelectionOps: Backend {
         reference::list_queries::<Self>(picks, &call)
     }
 
+    /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 behind the last. i32.
+    #[fusion(meta = meta::unique)]
+    fn unique_keys(keys: IntTensor<Self>, call: UniqueKeys) -> IntTensor<Self> {
+        key_reference::unique_keys::<Self>(keys, &call)
+    }
+
     /// How many blocks each row of a layout that is made on the device has: i32 `[batch or 1, patterns, q_blocks]`. Asked for only where kernels run.
     #[fusion(meta = meta::counts)]
     fn count_blocks(#[extension_type] layout: LayoutTensors<Self>) -> IntTensor<Self> {
@@ -147,6 +179,10 @@ mod meta {
     pub fn highest(scores: &TensorSpec, call: &HighestBlocks) -> TensorSpec {
         let [batch, lists, rows, _] = scores.shape.dims::<4>();
         TensorSpec::new([batch, lists, rows, call.most].into(), DType::I32)
+    }
+
+    pub fn unique(keys: &TensorSpec, _call: &UniqueKeys) -> TensorSpec {
+        TensorSpec::new(keys.shape.clone(), DType::I32)
     }
 
     pub fn counts(layout: &LayoutTensorsMetadata) -> TensorSpec {

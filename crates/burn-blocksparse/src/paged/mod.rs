@@ -17,6 +17,7 @@ use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
 use crate::ops::PagedOps;
+pub(crate) use choice::highest_keys;
 pub use choice::{
     PageSummaries, highest_pages, page_scores, select_pages, summarize_pages, summarize_stored,
 };

@@ -34,6 +34,18 @@ impl PageChoice {
 }
 
 impl PageChoice {
+    /// By scores that are no summary's: of `keep` blocks of so many pages.
+    pub(crate) fn of_blocks(page: usize, block: usize, keep: usize) -> Self {
+        Self {
+            // Nothing is made of it.
+            summary: PageSummary::Mean,
+            page,
+            block,
+            keep,
+            mean: false,
+        }
+    }
+
     pub(super) fn check(&self) -> Result<(), OpError> {
         if !self.page.is_power_of_two() {
             return Err(OpError::argument(

@@ -71,6 +71,12 @@ pub(super) fn choose(
     if shape.lists != k.dims()[1] {
         return why("heads that share keys choose each for itself");
     }
+    let rows = q.dims()[1] / k.dims()[1];
+    if is_faster_packed(shape.block, rows) {
+        return why(
+            "a list of so few heads reads long blocks for itself, and packed queries share them",
+        );
+    }
     let call = ListedCall::new(shape.block, shape.tile);
     let dims = [q.dims(), k.dims(), v.dims()];
     let request = request(dims, q.dtype(), shape.most, shape.tiles, call);
@@ -86,6 +92,23 @@ pub(super) fn choose(
     }
     let text = plan.to_string();
     Ok(Ok(ListedWalk { near, text }))
+}
+
+/// Whether queries that are packed by block are estimated to be faster than walks of lists that `rows` heads share.
+///
+/// A walk reads a key of width w for each list that names it, 2 · w bytes from the L2 cache. Packed, it costs 2 · w · `rows` operations, and each
+/// listed block some passes over `rows` queries and as many outputs, which are copied, written in parts and merged. All rates are of one H100, of
+/// the calls in docs/benchmarks.md: those of 64 · 16 are 21 ms walked and 38 packed.
+#[cfg(feature = "cuda")]
+fn is_faster_packed(block: usize, rows: usize) -> bool {
+    const BYTES_OF_CACHE: f64 = 5.2e12;
+    const OPERATIONS: f64 = 450e12;
+    const BYTES_OF_MEMORY: f64 = 3.3e12;
+    const PASSES: f64 = 4.5;
+    let (block, rows) = (block as f64, rows as f64);
+    let walked = 2.0 * block / BYTES_OF_CACHE;
+    let packed = 2.0 * block * rows / OPERATIONS + 2.0 * PASSES * rows / BYTES_OF_MEMORY;
+    packed < walked
 }
 
 impl ListedWalk {

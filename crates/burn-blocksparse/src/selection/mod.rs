@@ -9,7 +9,10 @@
 //! selected     attention over what is chosen
 //! query_lists  the queries that chose each block, where every query chooses for itself
 //! lists        attention over such lists, in parts of heads
-//! listed       the same by kernels that take single queries
+//! key_lists    attention over lists of single keys
+//! key_reference
+//!              the same in Burn's primitives
+//! listed       blocks' lists by kernels that take single queries
 //! layouts      layouts of what is forced, which are kept
 //! by_query     the same choice on the host
 //! estimates    the same scores by kernels, where a device has them
@@ -28,6 +31,8 @@ mod by_query;
 mod estimates;
 pub(crate) mod estimator;
 mod flex;
+pub(crate) mod key_lists;
+pub(crate) mod key_reference;
 pub(crate) mod layouts;
 mod lines;
 mod listed;

@@ -277,7 +277,7 @@ impl SparseMultiHeadAttention {
                         "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see"
                     }
                     true => {
-                        "none with padding, packed sequences, weights and pools, which know nothing of its branches"
+                        "none with padding, packed sequences and weights, which know nothing of its branches"
                     }
                 },
                 &content.config,

@@ -60,6 +60,23 @@ impl NsaHeadsConfig {
             .window(self.window)
     }
 
+    /// Slots of a page of a [`KvPool`](crate::KvPool), if it does not say how many: the largest that blocks are whole numbers of, and that hold whole strides.
+    /// None if there are none: blocks of fewer than 16 tokens, or an odd stride.
+    pub fn pool_page_size(&self) -> Option<usize> {
+        let fits = |page: &usize| {
+            page.is_multiple_of(self.stride) && self.selected_block.is_multiple_of(*page)
+        };
+        [128, 64, 32, 16].into_iter().find(fits)
+    }
+
+    /// Compressed blocks of so many tokens.
+    pub(crate) fn entries(&self, tokens: usize) -> usize {
+        match tokens.checked_sub(self.block) {
+            Some(behind) => behind / self.stride + 1,
+            None => 0,
+        }
+    }
+
     pub(crate) fn validate(&self) -> Result<(), TransformerError> {
         Ok(self.options().check()?)
     }

@@ -90,11 +90,11 @@ pub(crate) struct Projections {
 }
 
 /// Keys and values of branches, normalised, and rotated but for tokens that a network compresses.
-struct Branches {
+pub(crate) struct Branches {
     /// What is compressed.
-    tokens: [Tensor<4>; 2],
-    selected: [Tensor<4>; 2],
-    window: [Tensor<4>; 2],
+    pub(crate) tokens: [Tensor<4>; 2],
+    pub(crate) selected: [Tensor<4>; 2],
+    pub(crate) window: [Tensor<4>; 2],
 }
 
 impl NsaHeads {
@@ -133,6 +133,10 @@ impl NsaHeads {
         })
     }
 
+    pub(crate) fn op(&self) -> &Nsa {
+        &self.op
+    }
+
     /// Its numbers.
     pub fn config(&self) -> &NsaHeadsConfig {
         &self.config
@@ -161,9 +165,21 @@ impl NsaHeads {
     ) -> Result<Tensor<4>, TransformerError> {
         let gates = self.gates(x.clone(), &heads.query, precision)?;
         let query = heads.query.clone();
-        let branches = self.branches(x, heads, 0, placing, precision)?;
+        let branches = self.branches(x, heads, &Positions::From(0), placing, precision)?;
+        let compressed = self.compressed(branches.tokens.clone(), 0, placing, precision)?;
+        self.attend(query, branches, compressed, gates)
+    }
+
+    /// What heads see of whole sequences.
+    pub(crate) fn attend(
+        &self,
+        query: Tensor<4>,
+        branches: Branches,
+        compressed: Option<[Tensor<4>; 2]>,
+        gates: Tensor<4>,
+    ) -> Result<Tensor<4>, TransformerError> {
         let keys_values = NsaKeysValues {
-            compressed: self.compressed(branches.tokens, 0, placing, precision)?,
+            compressed,
             selected: branches.selected,
             window: branches.window,
         };
@@ -182,7 +198,8 @@ impl NsaHeads {
         let before = cache.len();
         let gates = self.gates(x.clone(), &heads.query, precision)?;
         let query = heads.query.clone();
-        let new = self.branches(x, heads, before, placing, precision)?;
+        let positions = Positions::From(before);
+        let new = self.branches(x, heads, &positions, placing, precision)?;
         let [k, v] = new.selected;
         let (k, v) = cache.append(k, v);
         let seq = k.dims()[2];
@@ -214,16 +231,15 @@ impl NsaHeads {
         Ok(self.op.attention(query, keys_values, gates)?)
     }
 
-    /// Keys and values of the branches, of positions from `start` on.
-    fn branches(
+    /// Keys and values of the branches.
+    pub(crate) fn branches(
         &self,
         x: Tensor<3>,
         heads: Projections,
-        start: usize,
+        positions: &Positions,
         placing: &Placing,
         precision: Precision,
     ) -> Result<Branches, TransformerError> {
-        let positions = Positions::From(start);
         let kv_heads = self.n_kv_heads;
         let project = |of: &NsaProjections| -> Result<[Tensor<4>; 2], TransformerError> {
             let layers = [&of.key, &of.value];
@@ -232,7 +248,7 @@ impl NsaHeads {
         };
         let own = [placing.normed(heads.key)?, heads.value];
         let rotated = |[key, value]: [Tensor<4>; 2]| -> Result<[Tensor<4>; 2], TransformerError> {
-            Ok([placing.rotated(key, &positions)?, value])
+            Ok([placing.rotated(key, positions)?, value])
         };
         let tokens = match &self.compressed {
             Some(of) => project(of)?,
@@ -256,10 +272,29 @@ impl NsaHeads {
     }
 
     /// One key and one value of each block of tokens, of which the first is at position `first`.
-    fn compressed(
+    pub(crate) fn compressed(
+        &self,
+        tokens: [Tensor<4>; 2],
+        first: usize,
+        placing: &Placing,
+        precision: Precision,
+    ) -> Result<Option<[Tensor<4>; 2]>, TransformerError> {
+        let device = tokens[0].device().without_autodiff();
+        let NsaHeadsConfig { block, stride, .. } = self.config;
+        let last_of = |[batch, entries]: [usize; 2]| {
+            let last = counted(entries, &device).mul_scalar(stride as i32);
+            let last = last.add_scalar((first + block - 1) as i32);
+            let last: Tensor<2, Int> = last.reshape([1, entries]).expand([batch, entries]);
+            last.reshape([batch * entries])
+        };
+        self.compressed_at(tokens, last_of, placing, precision)
+    }
+
+    /// The same; `last_of` gives the positions of the last tokens of blocks, `[batch · entries]`.
+    pub(crate) fn compressed_at(
         &self,
         [keys, values]: [Tensor<4>; 2],
-        first: usize,
+        last_of: impl FnOnce([usize; 2]) -> Tensor<1, Int>,
         placing: &Placing,
         precision: Precision,
     ) -> Result<Option<[Tensor<4>; 2]>, TransformerError> {
@@ -280,17 +315,12 @@ impl NsaHeads {
         }
         // As at the last token of its block.
         let [batch, _, entries, _] = keys.dims();
-        let device = keys.device().without_autodiff();
-        let NsaHeadsConfig { block, stride, .. } = self.config;
-        let last = counted(entries, &device).mul_scalar(stride as i32);
-        let last = last.add_scalar((first + block - 1) as i32);
-        let last: Tensor<2, Int> = last.reshape([1, entries]).expand([batch, entries]);
-        let last = Positions::Listed(Box::new(last.reshape([batch * entries])));
+        let last = Positions::Listed(Box::new(last_of([batch, entries])));
         Ok(Some([placing.rotated(keys, &last)?, values]))
     }
 
     /// `[batch, heads, seq, 3]`.
-    fn gates(
+    pub(crate) fn gates(
         &self,
         x: Tensor<3>,
         query: &Tensor<4>,

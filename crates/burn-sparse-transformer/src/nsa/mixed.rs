@@ -71,9 +71,23 @@ impl SparseMultiHeadAttention {
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, _) = self.prepare(&input, before)?;
         let x = input.query;
+        let (heads, placing) = self.nsa_projections(x.clone(), &call)?;
+        let context = match cache {
+            None => nsa.forward(x, heads, &placing, self.precision)?,
+            Some(cache) => nsa.forward_cache(x, heads, cache, &placing, self.precision)?,
+        };
+        Ok((context, call))
+    }
+
+    /// Heads as they are projected, and what happens to keys behind that.
+    pub(crate) fn nsa_projections(
+        &self,
+        x: Tensor<3>,
+        call: &Call,
+    ) -> Result<(Projections, Placing<'_>), TransformerError> {
         let layers = [&self.query, &self.key, &self.value];
         let heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads];
-        let [query, key, value] = project_heads(self.precision, layers, x.clone(), heads)?;
+        let [query, key, value] = project_heads(self.precision, layers, x, heads)?;
         let heads = Projections {
             query: self.place(query, &self.query_norm, &call.query)?,
             key,
@@ -84,10 +98,6 @@ impl SparseMultiHeadAttention {
             eps: self.qk_norm_eps,
             rope: self.rope.as_ref(),
         };
-        let context = match cache {
-            None => nsa.forward(x, heads, &placing, self.precision)?,
-            Some(cache) => nsa.forward_cache(x, heads, cache, &placing, self.precision)?,
-        };
-        Ok((context, call))
+        Ok((heads, placing))
     }
 }

@@ -35,6 +35,10 @@ impl SparseMultiHeadAttention {
         step: &Step,
         layer: usize,
     ) -> Result<Projected, TransformerError> {
+        if let Some(nsa) = self.nsa() {
+            let context = self.nsa_pool_context(input, nsa, pool, step, layer)?;
+            return self.output_product(context);
+        }
         let call = Call::at(&input, step.rows.positions.clone())?;
         let (query, key, value) = self.project(input, &call)?;
         let (store, group, evictor) = pool.layer(step, layer);
@@ -133,7 +137,7 @@ impl SparseMultiHeadAttention {
         options
     }
 
-    fn attend_pages(
+    pub(super) fn attend_pages(
         &self,
         query: Tensor<4>,
         store: PagedStore,

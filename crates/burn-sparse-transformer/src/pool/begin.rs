@@ -5,6 +5,7 @@ use burn_blocksparse::pages::{
     CacheError, PagePool, Residency, SequenceId, Step as BooksStep, Writes,
 };
 
+use super::nsa::NsaStep;
 use super::sight::Sight;
 use super::step::{self, GroupStep, Road, Sinks};
 use super::store::{self, Copies};
@@ -184,6 +185,16 @@ impl KvPool {
                 }
             }
         }
+        for at in 0..groups.len() {
+            let call = (steps, &writes[..]);
+            match NsaStep::new(&self.groups, at, call, seq, is_dense, &self.device) {
+                Ok(nsa) => groups[at].nsa = nsa,
+                Err(error) => {
+                    self.undo(undo);
+                    return Err(error);
+                }
+            }
+        }
         Ok(Step {
             rows: Rows::new(&starts, seq, self.context, &self.device),
             groups,
@@ -245,6 +256,7 @@ impl Group {
             books,
             uploaded,
             sight,
+            nsa: _,
         } = self;
         let known = sight.take();
         let rows = books.table_rows();
@@ -301,6 +313,7 @@ impl Group {
             freed: (writes.iter())
                 .flat_map(|writes| writes.freed.clone())
                 .collect(),
+            nsa: None,
         })
     }
 }

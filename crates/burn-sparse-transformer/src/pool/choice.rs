@@ -9,6 +9,7 @@ use burn_blocksparse::{
 
 use super::KvPoolConfig;
 use super::attend::as_stored;
+use super::nsa;
 use super::step::Walk;
 use super::store::{Store, ints};
 use crate::error::{ensure, ensure_none};
@@ -17,14 +18,17 @@ use crate::{SparseMultiHeadAttention, TransformerError};
 /// Slots of a page, if neither the configuration nor a selection says.
 const PAGE_SIZE: usize = 32;
 /// Scores of pages that are in memory at a time.
-const SCORES: usize = 1 << 24;
+pub(super) const SCORES: usize = 1 << 24;
 /// Queries of a call, at most: every part of a call looks at all of its walks.
-const WALKS: usize = 512;
+pub(super) const WALKS: usize = 512;
 
 /// Slots of a page, if the configuration does not say: as many as the layers' selections have, where pages are all that they choose.
 pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolConfig) -> usize {
     let choosing = layers.iter().filter(|_| !config.prompts_choose);
     let sizes = choosing.filter_map(|mha| {
+        if let Some(nsa) = mha.nsa() {
+            return Some(nsa.config().pool_page_size().unwrap_or(16));
+        }
         let estimator = mha.selection()?.estimator();
         let block = estimator.grid().block;
         match estimator.page_summary()? {
@@ -41,6 +45,9 @@ pub(super) fn of_layer(
     config: &KvPoolConfig,
     page_size: usize,
 ) -> Result<Option<PageChoice>, TransformerError> {
+    if let Some(nsa) = mha.nsa() {
+        return nsa::choice(nsa, config, page_size).map(Some);
+    }
     if config.prompts_choose {
         check_prompts(mha, config)?;
         return Ok(None);
@@ -158,7 +165,18 @@ impl SparseMultiHeadAttention {
                     walk.spans.clone().narrow(0, first, count),
                 ),
             };
-            outs.push(self.attend_walks(part, store, &pages, walk, &options)?);
+            let (rows, table, spans) = &part;
+            // Where there is no more than what is chosen, there is no choice.
+            let selected = match &walk.choice {
+                Some(choice) if entries > choice.listed() => {
+                    let (rows, summaries) = (rows.clone(), store.summaries()?);
+                    let kv_heads = self.n_kv_heads;
+                    let chosen = select_pages(rows, summaries, kv_heads, table, spans, choice)?;
+                    Some(chosen)
+                }
+                _ => None,
+            };
+            outs.push(self.attend_walks(part, selected, &pages, walk, &options)?);
         }
         let out = match outs.len() {
             1 => outs.remove(0),
@@ -174,28 +192,15 @@ impl SparseMultiHeadAttention {
     }
 
     /// The same of one query for each walk: `[walks, heads, 1, d_v]`.
-    fn attend_walks(
+    pub(super) fn attend_walks(
         &self,
         (rows, table, spans): (Tensor<3>, Tensor<3, Int>, Tensor<3, Int>),
-        store: &Store,
+        selected: Option<Tensor<3, Int>>,
         pages: &PagedStore,
         walk: &Walk,
         options: &PagedOptions,
     ) -> Result<Tensor<4>, TransformerError> {
         let [walks, heads, width] = rows.dims();
-        let [_, _, entries] = table.dims();
-        // Where there is no more than what is chosen, there is no choice.
-        let selected = match &walk.choice {
-            Some(choice) if entries > choice.listed() => {
-                let summaries = store.summaries()?;
-                let kv_heads = self.n_kv_heads;
-                let rows = rows.clone();
-                Some(select_pages(
-                    rows, summaries, kv_heads, &table, &spans, choice,
-                )?)
-            }
-            _ => None,
-        };
         let mut of_walks = PagedKeysValues::of_store(pages.clone(), self.n_kv_heads, table, spans);
         of_walks.selected = selected;
         let counted = |counters: &&Tensor<1, Int>| counters.dims()[0] >= walks * heads;

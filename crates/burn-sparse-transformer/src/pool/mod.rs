@@ -6,6 +6,7 @@ mod choice;
 mod config;
 mod evict;
 mod model;
+mod nsa;
 mod prefix;
 mod replayed;
 mod saved;
@@ -22,6 +23,7 @@ use burn_blocksparse::{Activation, PageChoice, Reach, bias_activation};
 
 pub(crate) use begin::Step;
 pub use config::{KvDtype, KvPoolConfig, KvPositions};
+use nsa::{BranchGroups, Branches};
 pub use replayed::ReplayedDecoder;
 pub use saved::KvSnapshot;
 use sight::Sight;
@@ -57,7 +59,7 @@ impl KvStep {
 pub struct KvUsage {
     /// Tokens of the sequence.
     pub tokens: usize,
-    /// Slots of its pages: each is a key and value of one KV head of one layer.
+    /// Slots of its pages: each is a key and value of one KV head of one layer, or of a branch of it.
     pub slots: usize,
     /// Bytes of those slots. Pages that sequences share count for each of them.
     pub bytes: usize,
@@ -67,9 +69,9 @@ pub struct KvUsage {
     pub all_bytes: usize,
     /// Bytes of what evicted keys are chosen by.
     pub score_bytes: usize,
-    /// Bytes of what queries choose pages by.
+    /// Bytes of what queries choose pages by: of `nsa` room for compressed keys and their values.
     pub summary_bytes: usize,
-    /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live.
+    /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live. Of `nsa` all branches count.
     pub read_bytes: usize,
 }
 
@@ -89,6 +91,8 @@ pub struct KvPool {
     groups: Vec<Group>,
     /// Of each layer its group and its tensors.
     layers: Vec<(usize, Store)>,
+    /// Of each layer what native sparse attention keeps beside them.
+    branches: Vec<Option<Branches>>,
     /// Positions that there are.
     context: Option<usize>,
     residency: Residency,
@@ -111,6 +115,33 @@ struct Group {
     uploaded: Option<Uploaded>,
     /// None unless the last step needed it.
     sight: Option<Sight>,
+    /// Of native sparse attention, whose keys that are chosen these are.
+    nsa: Option<BranchGroups>,
+}
+
+impl Group {
+    fn new(
+        key: GroupKey,
+        choice: Option<PageChoice>,
+        config: &KvPoolConfig,
+    ) -> Result<Self, TransformerError> {
+        let books = config.books(&key.pattern, [key.heads, key.kv_heads])?;
+        Ok(Self {
+            key,
+            choice,
+            books,
+            uploaded: None,
+            sight: None,
+            nsa: None,
+        })
+    }
+
+    /// Pages of a layer's tensors, and slots of a page.
+    fn pages(&self) -> [usize; 2] {
+        let heads = self.key.kv_heads / self.books.table_rows();
+        let config = self.books.config();
+        [config.pages() * heads, config.page_size()]
+    }
 }
 
 impl KvPool {
@@ -139,13 +170,15 @@ impl KvPool {
         let device = layers[0].key.weight.device().without_autodiff();
         let mut groups: Vec<Group> = Vec::new();
         let mut stores = Vec::with_capacity(layers.len());
+        let mut branches = Vec::with_capacity(layers.len());
         let mut context = context;
         let evictor = match config.eviction {
             Some(eviction) => Some(Evictor::new(eviction, config.rollback, layers.len())?),
             None => None,
         };
         for mha in layers {
-            let stored = (config.dtype).stored(mha.precision.dtype(mha.key.weight.val().dtype()));
+            let model = mha.precision.dtype(mha.key.weight.val().dtype());
+            let stored = config.dtype.stored(model);
             let page_size = config.page_size();
             let choice = choice::of_layer(mha, config, page_size)?;
             let key = mha.group_key();
@@ -155,9 +188,10 @@ impl KvPool {
             let at = match found {
                 Some(at) => at,
                 None => {
-                    let books = config.books(&key.pattern, [key.heads, key.kv_heads])?;
+                    let mut group = Group::new(key, choice, config)?;
+                    let Group { key, books, .. } = &group;
                     if evictor.is_some() {
-                        evict::check(&key, &books)?;
+                        evict::check(key, books)?;
                     }
                     if config.positions == KvPositions::InCache {
                         let is_causal = books.clone().join(Residency::Evict).is_ok();
@@ -169,18 +203,13 @@ impl KvPool {
                             "InCache",
                         )?;
                     }
-                    groups.push(Group {
-                        key,
-                        choice,
-                        books,
-                        uploaded: None,
-                        sight: None,
-                    });
+                    if let Some(nsa) = mha.nsa() {
+                        group.nsa = Some(nsa::groups(&mut groups, mha, nsa.config(), config)?);
+                    }
+                    groups.push(group);
                     groups.len() - 1
                 }
             };
-            let books = &groups[at].books;
-            let pages = books.config().pages() * (mha.n_kv_heads / books.table_rows());
             let widths = [mha.d_k(), mha.d_model / mha.n_heads];
             if let Stored::Float(dtype) = stored
                 && !device.supports_dtype(DType::from(dtype))
@@ -192,13 +221,20 @@ impl KvPool {
                     format!("{dtype:?}"),
                 ));
             }
-            let pages = [pages, books.config().page_size()];
+            let pages = groups[at].pages();
             let store = Store::new(pages, mha.n_kv_heads, widths, &device, stored)?;
-            let store = match choice {
-                Some(choice) => store.with_summaries(choice.summary),
-                None => store,
+            let (store, of_layer) = match (mha.nsa(), choice) {
+                (Some(nsa), _) => {
+                    let stored = (stored, model);
+                    let nsa = nsa.config();
+                    let of_layer = Branches::new(&groups, at, mha, nsa, stored, &device)?;
+                    (store, Some(of_layer))
+                }
+                (None, Some(choice)) => (store.with_summaries(choice.summary), None),
+                (None, None) => (store, None),
             };
             stores.push((at, store));
+            branches.push(of_layer);
             if let Some(rope) = &mha.rope {
                 let [table, ..] = rope.freq_complex.dims();
                 context = Some(context.map_or(table, |context| context.min(table)));
@@ -207,6 +243,7 @@ impl KvPool {
         Ok(Self {
             groups,
             layers: stores,
+            branches,
             context,
             residency: config.residency,
             cascade: config.cascade,
@@ -302,7 +339,7 @@ impl KvPool {
             tokens: self.len(id)?,
             ..KvUsage::default()
         };
-        for (at, store) in &self.layers {
+        for ((at, store), branches) in self.layers.iter().zip(&self.branches) {
             let Group {
                 key, books, choice, ..
             } = &self.groups[*at];
@@ -326,6 +363,9 @@ impl KvPool {
                 None => live,
             };
             usage.all_bytes += usage.tokens * key.kv_heads * bytes;
+            if let Some(branches) = branches {
+                branches.add_usage(&self.groups, *at, id, &mut usage)?;
+            }
         }
         usage.score_bytes = (self.evictor.as_ref()).map_or(0, |evictor| evictor.bytes(id));
         Ok(usage)
@@ -333,7 +373,9 @@ impl KvPool {
 
     /// Bytes of all pages of all layers, whether in use or not.
     pub fn bytes(&self) -> usize {
-        self.layers.iter().map(|(_, store)| store.bytes()).sum()
+        let stores = self.layers.iter().map(|(_, store)| store.bytes());
+        let branches = self.branches.iter().flatten().map(Branches::bytes);
+        stores.chain(branches).sum()
     }
 
     /// The books of each pattern of the layers: which page and slot each key lives in.
@@ -445,6 +487,7 @@ impl SparseMultiHeadAttention {
             alibi: self.options.alibi.as_ref().map(|slopes| slopes.to_vec()),
             relative: (self.relative_bias.as_ref()).map(|table| Param::val(table).dims()),
             selection: self.selection().cloned(),
+            nsa: self.nsa().map(|nsa| nsa.config().clone()),
         }
     }
 }

@@ -8,6 +8,7 @@ use burn_blocksparse::pages::{SequenceId, Writes};
 use burn_blocksparse::{Fixed, PageChoice, Replayed};
 
 use super::begin::Advance;
+use super::nsa::NsaInputs;
 use super::step::{GroupStep, Road, Rows, Walk};
 use super::{Group, KvPool, KvPositions, KvStep, Step, check_steps};
 use crate::error::ensure;
@@ -82,6 +83,8 @@ struct GroupInputs {
     spans: Fixed<3, Int>,
     /// How queries choose pages, if they do.
     choice: Option<PageChoice>,
+    /// Blocks that end, of native sparse attention.
+    nsa: Option<NsaInputs>,
 }
 
 impl ReplayedDecoder {
@@ -211,6 +214,9 @@ impl ReplayedDecoder {
         for ((group, inputs), writes) in pool.groups.iter().zip(&inputs.groups).zip(&advance.writes)
         {
             inputs.write(group, &recording.batch, writes, is_new)?;
+            if let Some(nsa) = &inputs.nsa {
+                nsa.write(&pool.groups, group, (&recording.batch[..], &writes[..]))?;
+            }
         }
         drop(pool);
         let logits = recording.replayed.run()?.clone();
@@ -275,6 +281,7 @@ impl Inputs {
             })),
             watch: None,
             freed: Vec::new(),
+            nsa: group.nsa.as_ref().map(NsaInputs::step),
         });
         Step {
             rows: Rows {
@@ -304,6 +311,7 @@ impl GroupInputs {
             table: zeros([batch.len(), rows, entries], &pool.device)?,
             spans: zeros([batch.len(), rows, 4], &pool.device)?,
             choice: group.choice,
+            nsa: NsaInputs::new(group, batch.len(), &pool.device)?,
         })
     }
 
@@ -359,11 +367,11 @@ impl KvPool {
     }
 }
 
-fn data<const D: usize>(values: Vec<i32>, shape: [usize; D]) -> TensorData {
+pub(super) fn data<const D: usize>(values: Vec<i32>, shape: [usize; D]) -> TensorData {
     TensorData::new(values, shape)
 }
 
-fn zeros<const D: usize>(
+pub(super) fn zeros<const D: usize>(
     shape: [usize; D],
     device: &Device,
 ) -> Result<Fixed<D, Int>, TransformerError> {

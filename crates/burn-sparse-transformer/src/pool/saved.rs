@@ -1,12 +1,13 @@
 //! A sequence on its way to a file, or to another pool.
 
 use burn::tensor::{Int, Tensor, TensorData};
-use burn_blocksparse::pages::{CacheError, PagePool, SavedSequence, SequenceId};
+use burn_blocksparse::pages::{CacheError, SavedSequence, SequenceId};
 use serde::{Deserialize, Serialize};
 
-use super::KvPool;
 use super::begin::Undo;
-use super::store::ints;
+use super::nsa::{self, Branches};
+use super::store::{Store, ints, lost};
+use super::{Group, KvPool};
 use crate::TransformerError;
 use crate::error::ensure_none;
 
@@ -33,6 +34,24 @@ struct SavedLayer {
     rows: Vec<TensorData>,
 }
 
+/// What of a layer is stored in pages.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    layer: usize,
+    kind: PartKind,
+    /// Whose books say where.
+    group: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum PartKind {
+    Keys,
+    /// Of native sparse attention: compressed pairs, what is compressed, and the window.
+    Entries,
+    Tokens,
+    Window,
+}
+
 impl KvSnapshot {
     /// Tokens of the sequence.
     pub fn tokens(&self) -> usize {
@@ -50,25 +69,15 @@ impl KvPool {
         self.check_saved()?;
         let books = self.groups.iter().map(|group| group.books.save(id));
         let mut layers = Vec::with_capacity(self.layers.len());
-        for (at, store) in &self.layers {
-            let group = &self.groups[*at];
-            let mut slots = Vec::with_capacity(group.books.table_rows());
-            for row in 0..group.books.table_rows() {
-                let page_size = group.books.config().page_size();
-                let keys = group.books.slot_keys(id, row)?;
-                let slots_of_row = keys.iter().map(|key| {
-                    let slot = key.slot;
-                    (slot.page * page_size + slot.slot) as i32
-                });
-                slots.push(slots_of_row.collect());
-            }
-            let ids = self.rows_of(&group.books, group.key.kv_heads, &slots);
+        for part in self.parts() {
+            let (at, store) = (part.group, self.part(part)?);
+            let ids = self.rows_of(part, &self.slots_of(part, id)?);
             let rows = match ids.dims() {
                 [0] => Vec::new(),
                 _ => store.raw(&ids)?,
             };
             layers.push(SavedLayer {
-                books: *at,
+                books: at,
                 kind: store.kind(),
                 rows,
             });
@@ -90,14 +99,19 @@ impl KvPool {
         let number =
             |what, expected: usize, got: usize| same(what, expected.to_string(), got.to_string());
         number("version", VERSION as usize, saved.version as usize)?;
-        number("layers", self.layers.len(), saved.layers.len())?;
+        let parts = self.parts();
+        number("layers", parts.len(), saved.layers.len())?;
         number("patterns", self.groups.len(), saved.books.len())?;
-        for ((at, store), layer) in self.layers.iter().zip(&saved.layers) {
-            number("pattern of a layer", *at, layer.books)?;
+        for (&part, layer) in parts.iter().zip(&saved.layers) {
+            let (at, store) = (part.group, self.part(part)?);
+            number("pattern of a layer", at, layer.books)?;
             same("dtype", store.kind(), layer.kind.clone())?;
-            let group = &self.groups[*at];
+            let group = &self.groups[at];
             let heads = group.key.kv_heads / group.books.table_rows();
-            let keys: usize = saved.books[*at].keys().iter().sum();
+            let keys = match (part.kind, &group.key.nsa) {
+                (PartKind::Entries, Some(nsa)) => nsa.entries(saved.books[at].tokens()),
+                _ => saved.books[at].keys().iter().sum(),
+            };
             let expected = match keys {
                 0 => Vec::new(),
                 keys => store.raw_shapes(keys * heads)?,
@@ -125,21 +139,27 @@ impl KvPool {
             group.sight = None;
             loaded.push(group.books.load(books)?);
         }
-        for (layer, saved) in saved.layers.iter().enumerate() {
-            let at = self.layers[layer].0;
-            let group = &self.groups[at];
-            let ids = self.rows_of(&group.books, group.key.kv_heads, &loaded[at].1);
+        for (part, saved) in self.parts().into_iter().zip(&saved.layers) {
             if !saved.rows.is_empty() {
-                let store = &mut self.layers[layer].1;
+                let (id, slots) = &loaded[part.group];
+                let slots = match part.kind {
+                    PartKind::Keys => slots,
+                    // Of the same books, other slots; as many as were saved, unless keys are missing.
+                    _ => &self.slots_of(part, *id)?,
+                };
+                let ids = self.rows_of(part, slots);
+                let rows = saved.rows[0].shape()[0];
+                same("rows", ids.dims()[0].to_string(), rows.to_string())?;
+                let device = self.device.clone();
+                let store = self.part_mut(part)?;
                 store.write_raw(&ids, &saved.rows)?;
                 // A sequence's keys are in one region, in the order of their slots.
-                let slots = &loaded[at].1;
                 let most = slots.iter().map(Vec::len).max().unwrap_or(0);
                 let places = slots.iter().flat_map(|slots| {
                     let none = std::iter::repeat_n(-1, most - slots.len());
                     slots.iter().copied().chain(none)
                 });
-                let places = ints(places.collect(), [1, slots.len(), most], &self.device);
+                let places = ints(places.collect(), [1, slots.len(), most], &device);
                 store.summarize(places)?;
             }
         }
@@ -147,9 +167,70 @@ impl KvPool {
         first.ok_or_else(|| TransformerError::argument("pool", "one of some layers", "none"))
     }
 
+    /// All that is stored.
+    fn parts(&self) -> Vec<Part> {
+        let parts = self.layers.iter().zip(&self.branches).enumerate();
+        let of_layer =
+            |(layer, ((group, _), branches)): (usize, (&(usize, _), &Option<Branches>))| {
+                let of = |kind, group| Part { layer, kind, group };
+                let mut parts = vec![of(PartKind::Keys, *group)];
+                if let (Some(branches), Some(nsa)) = (branches, self.groups[*group].nsa) {
+                    parts.push(of(PartKind::Entries, *group));
+                    parts.push(of(PartKind::Tokens, nsa.tokens));
+                    let window = nsa.window.filter(|_| branches.window.is_some());
+                    parts.extend(window.map(|group| of(PartKind::Window, group)));
+                }
+                parts
+            };
+        parts.flat_map(of_layer).collect()
+    }
+
+    fn part(&self, part: Part) -> Result<&Store, TransformerError> {
+        let branches = self.branches[part.layer].as_ref();
+        match part.kind {
+            PartKind::Keys => Some(&self.layers[part.layer].1),
+            PartKind::Entries => branches.map(|branches| &branches.entries),
+            PartKind::Tokens => branches.map(|branches| &branches.tokens),
+            PartKind::Window => branches.and_then(|branches| branches.window.as_ref()),
+        }
+        .ok_or_else(lost)
+    }
+
+    fn part_mut(&mut self, part: Part) -> Result<&mut Store, TransformerError> {
+        let branches = self.branches[part.layer].as_mut();
+        match part.kind {
+            PartKind::Keys => Some(&mut self.layers[part.layer].1),
+            PartKind::Entries => branches.map(|branches| &mut branches.entries),
+            PartKind::Tokens => branches.map(|branches| &mut branches.tokens),
+            PartKind::Window => branches.and_then(|branches| branches.window.as_mut()),
+        }
+        .ok_or_else(lost)
+    }
+
+    /// The slots of a sequence in each table row, in the order of its keys.
+    fn slots_of(&self, part: Part, id: SequenceId) -> Result<Vec<Vec<i32>>, TransformerError> {
+        let Group { key, books, .. } = &self.groups[part.group];
+        let page_size = books.config().page_size();
+        let of_row = |row: usize| {
+            let keys = books.slot_keys(id, row)?;
+            Ok(match (part.kind, &key.nsa) {
+                (PartKind::Entries, Some(nsa)) => nsa::entry_slots(nsa, page_size, &keys),
+                _ => (keys.iter())
+                    .map(|key| (key.slot.page * page_size + key.slot.slot) as i32)
+                    .collect(),
+            })
+        };
+        (0..books.table_rows()).map(of_row).collect()
+    }
+
     /// Rows of all pages of slots of table rows, head after head.
-    fn rows_of(&self, books: &PagePool, kv_heads: usize, slots: &[Vec<i32>]) -> Tensor<1, Int> {
-        let page_size = books.config().page_size() as i32;
+    fn rows_of(&self, part: Part, slots: &[Vec<i32>]) -> Tensor<1, Int> {
+        let Group { key, books, .. } = &self.groups[part.group];
+        let kv_heads = key.kv_heads;
+        let page_size = match (part.kind, &key.nsa) {
+            (PartKind::Entries, Some(nsa)) => books.config().page_size() / nsa.stride,
+            _ => books.config().page_size(),
+        } as i32;
         let heads = (kv_heads / books.table_rows()) as i32;
         let mut ids = Vec::new();
         for slots in slots {

@@ -9,10 +9,11 @@ use burn_blocksparse::{
 };
 
 use super::KvStep;
+use super::nsa::NsaStep;
 use super::store::{Copies, ints};
 use super::watch::Watch;
 use crate::heads::Positions;
-use crate::{SparseMultiHeadAttention, TransformerError};
+use crate::{NsaHeadsConfig, SparseMultiHeadAttention, TransformerError};
 
 /// Added to the scores of pairs that do not count.
 const HIDDEN: f32 = -1e30;
@@ -70,6 +71,8 @@ pub(super) struct GroupStep {
     pub watch: Option<Watch>,
     /// Pages whose keys were let go.
     pub freed: Vec<usize>,
+    /// Of native sparse attention.
+    pub nsa: Option<NsaStep>,
 }
 
 /// How attention is computed.
@@ -192,6 +195,8 @@ pub(super) struct GroupKey {
     pub relative: Option<[usize; 2]>,
     /// How keys are chosen by content.
     pub selection: Option<Selection>,
+    /// In three branches.
+    pub nsa: Option<NsaHeadsConfig>,
 }
 
 impl GroupKey {
@@ -203,6 +208,7 @@ impl GroupKey {
             && self.alibi.as_deref() == mha.options.alibi.as_deref()
             && self.relative == relative
             && self.selection.as_ref() == mha.selection()
+            && self.nsa.as_ref() == mha.nsa().map(|nsa| nsa.config())
     }
 
     /// Whether attention over pages knows all that the layers add to scores.

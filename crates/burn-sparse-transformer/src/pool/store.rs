@@ -173,6 +173,30 @@ impl Store {
         self.pages.clone().ok_or_else(lost)
     }
 
+    /// Copies pages.
+    pub(super) fn copy(&mut self, copies: Option<&Copies>) -> Result<(), TransformerError> {
+        let Some(copies) = copies else {
+            return Ok(());
+        };
+        let store = match self.pages.take().ok_or_else(lost)? {
+            PagedStore::Plain { keys, values } => {
+                let Copies { from, slots, .. } = copies;
+                let [entries, _, page_size] = slots.dims();
+                let rows = |pages: &Tensor<3>| {
+                    let [_, _, width] = pages.dims();
+                    let shape = [entries, self.kv_heads, page_size, width];
+                    pages.clone().select(0, from.clone()).reshape(shape)
+                };
+                let (k, v) = (rows(&keys), rows(&values));
+                let (keys, values) = append_rows(keys, values, k, v, slots.clone())?;
+                PagedStore::Plain { keys, values }
+            }
+            PagedStore::Quantized(pages) => PagedStore::Quantized(copies.of_quantized(pages)),
+        };
+        self.pages = Some(store);
+        Ok(())
+    }
+
     /// Copies pages, and then writes new keys and values `[batch, kv_heads, s, width]` into `slots`, `[batch, T, s]`.
     pub(super) fn write(
         &mut self,
@@ -189,31 +213,16 @@ impl Store {
             || format!("of {} heads {got:?} wide, the layer's", key.dims()[1]),
             format!("{} heads {widths:?} wide", self.kv_heads),
         )?;
+        self.copy(copies)?;
         let written = slots.clone();
         let store = match self.pages.take().ok_or_else(lost)? {
-            PagedStore::Plain {
-                mut keys,
-                mut values,
-            } => {
-                if let Some(Copies { from, slots, .. }) = copies {
-                    let [entries, _, page_size] = slots.dims();
-                    let rows = |pages: &Tensor<3>| {
-                        let [_, _, width] = pages.dims();
-                        let shape = [entries, self.kv_heads, page_size, width];
-                        pages.clone().select(0, from.clone()).reshape(shape)
-                    };
-                    let (k, v) = (rows(&keys), rows(&values));
-                    (keys, values) = append_rows(keys, values, k, v, slots.clone())?;
-                }
+            PagedStore::Plain { keys, values } => {
                 let dtype = FloatDType::from(keys.dtype());
                 let (key, value) = (key.cast(dtype), value.cast(dtype));
                 let (keys, values) = append_rows(keys, values, key, value, slots)?;
                 PagedStore::Plain { keys, values }
             }
-            PagedStore::Quantized(mut pages) => {
-                if let Some(copies) = copies {
-                    pages = copies.of_quantized(pages);
-                }
+            PagedStore::Quantized(pages) => {
                 PagedStore::Quantized(append_quantized(pages, key, value, slots)?)
             }
         };
@@ -249,6 +258,32 @@ impl Store {
             }
         };
         Ok(rows.map(|rows| rows.cast(dtype)))
+    }
+
+    /// Rows of all slots of the pages of tables `[batch, entries]` that all heads share, `[batch, kv_heads, entries · P, width]` of keys and of values. Where a
+    /// table has no entry they are any.
+    pub(super) fn of_tables(
+        &self,
+        table: Tensor<2, Int>,
+        dtype: FloatDType,
+    ) -> Result<[Tensor<4>; 2], TransformerError> {
+        let store = self.pages.as_ref().ok_or_else(lost)?;
+        let ([_, page_size], heads) = (store.pages(), self.kv_heads);
+        let ([batch, entries], device) = (table.dims(), table.device());
+        let dims = [batch, heads, entries, page_size];
+        let counted =
+            |count: usize| Tensor::<1, Int>::arange(0..count as i64, (&device, table.dtype()));
+        let pages = table.clone().clamp_min(0).mul_scalar(heads as i32);
+        let pages = pages.reshape([batch, 1, entries, 1]).expand(dims);
+        let pages = pages + counted(heads).reshape([1, heads, 1, 1]).expand(dims);
+        let slots = counted(page_size).reshape([1, 1, 1, page_size]);
+        let ids = pages.mul_scalar(page_size as i32) + slots.expand(dims);
+        let ids = ids.reshape([dims.iter().product::<usize>()]);
+        let rows = self.gather(&ids, dtype)?;
+        Ok(rows.map(|rows| {
+            let [_, width] = rows.dims();
+            rows.reshape([batch, heads, entries * page_size, width])
+        }))
     }
 
     /// The dtype in which numbers of the pages come back.
@@ -453,7 +488,7 @@ impl Copies {
     }
 }
 
-fn lost() -> TransformerError {
+pub(super) fn lost() -> TransformerError {
     TransformerError::argument("pool", "one whose last write succeeded", "another")
 }
 

@@ -335,7 +335,7 @@ fn what_does_not_go_with_it_is_said() {
         .unwrap_err();
     assert_eq!(
         packed.to_string(),
-        "content must be none with padding, packed sequences, weights and pools, which know nothing of its branches, got nsa:8,4,8,4,10"
+        "content must be none with padding, packed sequences and weights, which know nothing of its branches, got nsa:8,4,8,4,10"
     );
     let short = Tensor::<3>::ones([1, 3, 16], &device);
     // Shorter than a block: nothing is compressed, and nothing is chosen.

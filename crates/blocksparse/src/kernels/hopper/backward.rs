@@ -39,6 +39,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 use super::asm::*;
 use super::backward_chain::{Chain, close};
 use super::backward_loads::*;
+use super::bits::*;
 use super::dropout::*;
 use super::gradient::*;
 use super::options::*;
@@ -245,7 +246,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         let mut steps = own.steps;
         if of_group > 0 {
             let record = record_of(plan, parts, heads_at, head, own.rank);
-            first_entry = parts.entries + plan[record] as usize * 3;
+            first_entry = parts.entries + plan[record] as usize * comptime!(t.entry_words());
             steps = plan[record + 1];
         }
         let steps = uniform(steps);
@@ -254,7 +255,8 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let done = chain.done.read();
             let stage = done % comptime!(t.stages as u32);
             let offset = stage * comptime!(t.b_bytes() as u32);
-            let step = first_entry + (j * comptime!(t.entries() as u32 * 3)) as usize;
+            let step =
+                first_entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize;
             let mut s = s_next;
             let mut capped = s_next;
             if comptime!(t.options.biased()) {
@@ -279,9 +281,12 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 t,
             );
             // Which queries the unit adds dQ to, should it be one of the two.
-            let word = step + (chain.query / comptime!(t.group as u32) * 3) as usize;
+            let word = step
+                + (chain.query / comptime!(t.group as u32) * comptime!(t.entry_words() as u32))
+                    as usize;
             let masked = plan[step + 2] & MASKED_STEP;
             let visit = plan[word + 2] & NO_VISIT;
+            let blocks = kept_blocks(plan, step, comptime!(t.bits()));
             let row_of_scratch = first_query
                 + plan[word] * comptime!(t.group as u32)
                 + chain.query % comptime!(t.group as u32);
@@ -325,10 +330,14 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 #[unroll]
                 for i in 0..4usize {
                     let at = comptime!(4 * eight + i);
-                    let lse = four.extract(comptime!(i % 2 * 2));
+                    let mut less = -four.extract(comptime!(i % 2 * 2));
+                    if comptime!(t.coarse.is_some()) {
+                        let its = keeps(blocks, comptime!(eight / t.bits().unwrap().eights()));
+                        less = select(its, less, f32::new(f32::NEG_INFINITY));
+                    }
                     p.insert(
                         at,
-                        exp2(multiply_add(s.extract(at), numbers.log2_scale, -lse)),
+                        exp2(multiply_add(s.extract(at), numbers.log2_scale, less)),
                     );
                 }
             }

@@ -118,7 +118,7 @@ pub fn tile_of_launch(
             comptime!(t.group),
             comptime!(t.clustered),
         ),
-        entry: parts.entries as u32 + plan[ranked + 1] * 3,
+        entry: parts.entries as u32 + plan[ranked + 1] * comptime!(t.entry_words() as u32),
         steps: plan[ranked + 2],
     }
 }
@@ -370,7 +370,7 @@ pub fn turn_to(own: &OwnTile, lengths: &Lengths, cursor: &Cursor, #[comptime] t:
 
 /// Reads the record of the cursor's head.
 #[cube]
-pub fn open(plan: &[u32], parts: &PlanParts, cursor: &Cursor) {
+pub fn open(plan: &[u32], parts: &PlanParts, cursor: &Cursor, #[comptime] t: BackwardTile) {
     let heads_at = parts.heads + cursor.batch.read() as usize * parts.batch;
     let record = record_of(
         plan,
@@ -381,17 +381,17 @@ pub fn open(plan: &[u32], parts: &PlanParts, cursor: &Cursor) {
     );
     cursor
         .entry
-        .store(parts.entries + plan[record] as usize * 3);
+        .store(parts.entries + plan[record] as usize * comptime!(t.entry_words()));
     cursor.j.store(0u32);
     cursor.steps.store(uniform(plan[record + 1]));
 }
 
 /// Moves the cursor to the next head of its tile that has a step.
 #[cube]
-pub fn skip_to_step(plan: &[u32], parts: &PlanParts, cursor: &Cursor) {
+pub fn skip_to_step(plan: &[u32], parts: &PlanParts, cursor: &Cursor, #[comptime] t: BackwardTile) {
     while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end.read() {
         cursor.head.store(cursor.head.read() + 1);
-        open(plan, parts, cursor);
+        open(plan, parts, cursor, t);
     }
 }
 
@@ -407,14 +407,14 @@ pub fn load_next(
     cursor: &Cursor,
     #[comptime] t: BackwardTile,
 ) {
-    skip_to_step(plan, parts, cursor);
+    skip_to_step(plan, parts, cursor, t);
     if comptime!(t.persistent) {
         if cursor.j.read() >= cursor.steps.read() && cursor.ahead.read() == 0 {
             let next = cached_tile(loads.base, turn + 1, t);
             if next.rank != NONE {
                 cursor.ahead.store(1u32);
                 turn_to(&next, lengths, cursor, t);
-                skip_to_step(plan, parts, cursor);
+                skip_to_step(plan, parts, cursor, t);
             }
         }
     }
@@ -439,7 +439,8 @@ pub fn load_next(
                 which = index - 2 * boxes;
             }
             let word = cursor.entry.read()
-                + ((cursor.j.read() * comptime!(t.entries() as u32) + which) * 3) as usize;
+                + ((cursor.j.read() * comptime!(t.entries() as u32) + which)
+                    * comptime!(t.entry_words() as u32)) as usize;
             let at = plan[word] * comptime!(t.group as u32);
             if index >= 2 * boxes {
                 let target = loads.base

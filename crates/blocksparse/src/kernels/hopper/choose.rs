@@ -10,7 +10,7 @@ use super::pair_tile::PairTile;
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
 use crate::kernels::call::{PartRequest, Request, TierLimit};
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
-use crate::plan::{Grouping, Walk};
+use crate::plan::{Grouping, NarrowCosts, Walk};
 use crate::{BlockLayout, Residue};
 
 /// Cubes of the fused backward pass compute tile after tile where a tile walks fewer steps than this on average: then what
@@ -134,7 +134,6 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
         return Err(TOO_LARGE);
     }
     let hardware = &part.properties.hardware;
-    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
     let mut best: Option<(f64, Tile)> = None;
     for shape in candidates(class, value_dim) {
         let rows = GROUP_ROWS * shape.warpgroups;
@@ -155,21 +154,113 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
             residue: part.residue.is_some(),
             carry: part.carry,
             clustered: grouping.clustered,
+            coarse: None,
         };
         let fits = tile.shared_bytes() <= hardware.max_shared_memory_size;
         if !tile.fits(layout.block_size()) || !fits {
             continue;
         }
-        let waste = layout.seq_q().next_multiple_of(rows) as f64 / layout.seq_q() as f64;
-        // Fewer cubes than multiprocessors leave some idle.
-        let cubes = layout.seq_q().div_ceil(rows) * layout.heads() * request.batch;
-        let idle = (multiprocessors / cubes as f64).max(1.0);
-        let cost = grouping.overhead * waste * idle / shape.speed;
+        let cost = grouping.overhead * of_rows(part, rows) / shape.speed;
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, tile));
         }
     }
-    best.map(|(_, tile)| tile).ok_or(NO_TILE)
+    let (_, tile) = best.ok_or(NO_TILE)?;
+    Ok(coarse_tile(part, tile, class).unwrap_or(tile))
+}
+
+/// What tiles of so many rows take in vain: rows beyond the queries, and fewer cubes than multiprocessors, which leave some idle.
+fn of_rows(part: &PartRequest, rows: usize) -> f64 {
+    let hardware = &part.properties.hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
+    let seq_q = part.layout.seq_q();
+    let waste = seq_q.next_multiple_of(rows) as f64 / seq_q as f64;
+    let cubes = seq_q.div_ceil(rows) * part.layout.heads() * part.request.batch;
+    waste * (multiprocessors / cubes as f64).max(1.0)
+}
+
+/// The tile with coarse entries of the same width, where one should be faster than `gathered`.
+fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize) -> Option<Tile> {
+    let coarse = Coarse::of(part, class)?;
+    let speed_of = |tile: &Tile| {
+        let same = |shape: &&Candidate| {
+            shape.dim == class && shape.warpgroups == tile.warpgroups && shape.cols == tile.cols
+        };
+        CANDIDATES
+            .iter()
+            .find(same)
+            .map_or(1.0, |shape| shape.speed)
+    };
+    let tiles = CANDIDATES.iter().filter(|shape| shape.dim == class);
+    let tiles = tiles.filter_map(|shape| {
+        let tile = Tile {
+            warpgroups: shape.warpgroups,
+            cols: shape.cols,
+            group: shape.cols,
+            stages: shape.stages,
+            lag: shape.lag,
+            overlap: shape.overlap,
+            clustered: false,
+            coarse: Some(part.layout.block_size()),
+            ..gathered
+        };
+        let cost = FORWARD.of_coarse(part.layout, tile.tiling())?;
+        let most = part.properties.hardware.max_shared_memory_size;
+        let fits = tile.fits(part.layout.block_size()) && tile.shared_bytes() <= most;
+        fits.then(|| (cost * of_rows(part, tile.rows()) / shape.speed, tile))
+    });
+    let (cost, tile) = tiles.min_by(|(one, _), (other, _)| one.total_cmp(other))?;
+    let before = FORWARD.of_gathered(part.layout, gathered.tiling());
+    let before = before * of_rows(part, gathered.rows()) / speed_of(&gathered);
+    coarse.takes(cost, before).then_some(tile)
+}
+
+/// Forward, of 8 heads of width 128 and 16,384 positions: dense attention in blocks of 16 and 32 against blocks of 128, and random blocks of
+/// which each tile walks nearly all. The bits are a guess.
+const FORWARD: NarrowCosts = NarrowCosts {
+    gathered: 1.17,
+    masked: [0.35, 0.22],
+    coarse: 1.05,
+};
+
+/// The same of the fused backward pass.
+const BACKWARD: NarrowCosts = NarrowCosts {
+    gathered: 1.1,
+    masked: [0.19, 0.15],
+    coarse: 1.02,
+};
+
+/// Whether a part's walks are to have coarse entries.
+enum Coarse {
+    /// Where they should be faster.
+    IfFaster,
+    /// Where they can: for measuring.
+    Forced,
+}
+
+impl Coarse {
+    /// Nothing where there are none. `BLOCKSPARSE_COARSE=0` or `1` leaves them out, or takes them.
+    fn of(part: &PartRequest, class: usize) -> Option<Self> {
+        let known = part.residue.is_none() && !part.carry && class <= 128;
+        if !known || !NarrowCosts::concern(part.layout) {
+            return None;
+        }
+        match std::env::var("BLOCKSPARSE_COARSE").as_deref() {
+            Ok("0") => None,
+            Ok("1") => Some(Self::Forced),
+            _ => Some(Self::IfFaster),
+        }
+    }
+
+    /// Whether coarse steps are taken where gathered ones should cost `gathered`.
+    fn takes(&self, cost: f64, gathered: f64) -> bool {
+        /// The costs are estimates: what is about as fast stays as it is.
+        const WORTHWHILE: f64 = 1.05;
+        match self {
+            Self::IfFaster => cost * WORTHWHILE < gathered,
+            Self::Forced => true,
+        }
+    }
 }
 
 const NO_TILE: &str = "no tile fits the shared memory of the device";
@@ -260,6 +351,7 @@ fn fused(
         clustered: grouping.clustered,
         persistent: steps * grouping.overhead < SHORT_WALK,
         shares: 1,
+        coarse: None,
     };
     // The keys and values of two tiles fit at the least width only.
     let single = BackwardTile {
@@ -269,10 +361,27 @@ fn fused(
     let most = part.properties.hardware.max_shared_memory_size;
     let fits = |tile: &BackwardTile| tile.shared_bytes() <= most;
     let tile = [tile, single].into_iter().find(fits).ok_or(NO_TILE)?;
+    let tile = coarse_backward(part, tile).unwrap_or(tile);
     Ok(BackwardTile {
         shares: shares(part, &tile),
         ..tile
     })
+}
+
+/// The tile with coarse entries, where it should be faster than `gathered`.
+fn coarse_backward(part: &PartRequest, gathered: BackwardTile) -> Option<BackwardTile> {
+    let coarse = Coarse::of(part, gathered.dim)?;
+    let tile = BackwardTile {
+        group: gathered.cols,
+        clustered: false,
+        persistent: false,
+        coarse: Some(part.layout.block_size()),
+        ..gathered
+    };
+    let cost = BACKWARD.of_coarse(part.layout, tile.tiling())?;
+    let before = BACKWARD.of_gathered(part.layout, gathered.tiling());
+    let most = part.properties.hardware.max_shared_memory_size;
+    (tile.shared_bytes() <= most && coarse.takes(cost, before)).then_some(tile)
 }
 
 /// Steps of `cols` queries that a tile of 128 keys would walk on average if nothing were computed in vain.

@@ -104,7 +104,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
         kept: unit_box(base, UNIT_POS_X, t),
     };
     let walk = Walker {
-        entry: parts.entries + plan[record] as usize * 2,
+        entry: parts.entries + plan[record] as usize * comptime!(t.entry_words()),
         masks: parts.masks,
         steps,
         masked: uniform(plan[record + 2]),
@@ -468,7 +468,8 @@ fn entry_position(plan: &[u32], walk: &Walker, loads: &Loads, j: u32, #[comptime
     let mut at = 0u32;
     if j < walk.steps && its.active {
         let entry = j * comptime!(t.entries() as u32) + its.entry;
-        at = plan[walk.entry + (entry * 2) as usize] * comptime!(t.group as u32);
+        let word = walk.entry + (entry * comptime!(t.entry_words() as u32)) as usize;
+        at = plan[word] * comptime!(t.group as u32);
     }
     at
 }

@@ -15,6 +15,7 @@ mod bias_gradient;
 mod bias_kept;
 mod bias_launch;
 mod bias_store;
+mod bits;
 mod choose;
 mod dropout;
 mod forward;

@@ -6,6 +6,7 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
+use super::bits::*;
 use super::dropout::*;
 use super::options::*;
 use super::rows::{ROW_PAIR, own_places};
@@ -64,6 +65,8 @@ pub struct StepPairs {
     bits: Array<u32>,
     /// With dropout, which pairs are kept.
     pub kept: Array<u32>,
+    /// Of a coarse entry, which blocks the warp's rows keep.
+    blocks: u32,
 }
 
 #[cube]
@@ -78,7 +81,8 @@ pub fn step_pairs(
 ) -> StepPairs {
     let bits = mask_bits(plan, walk, j, t);
     let kept = kept_of_step(args, pairs, plan, walk, j, listing, t);
-    StepPairs { bits, kept }
+    let blocks = kept_blocks(plan, entry_of(walk, j, t), comptime!(t.bits()));
+    StepPairs { bits, kept, blocks }
 }
 
 /// The weights of step `j`, whose products `started` were started before the last `pending` ones. Its keys are then free to be
@@ -111,13 +115,18 @@ pub fn step_weights<S: Size>(
     let s = score::<S>(
         s, &step.bits, plan, args, pairs, listing, walk, j, numbers, t,
     );
-    softmax::<S>(s, m0, m1, l0, l1, numbers.log2_scale)
+    if comptime!(t.coarse.is_some()) {
+        let shape = comptime!(t.bits().unwrap());
+        softmax_of_blocks::<S>(s, step.blocks, m0, m1, l0, l1, numbers.log2_scale, shape)
+    } else {
+        softmax::<S>(s, m0, m1, l0, l1, numbers.log2_scale)
+    }
 }
 
 /// Word of the first entry of step `j`.
 #[cube]
 fn entry_of(walk: &Walker, j: u32, #[comptime] t: Tile) -> usize {
-    walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize
+    walk.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
 }
 
 /// With dropout, which pairs of step `j` are kept: made before its scores are there.
@@ -223,13 +232,13 @@ pub fn mask_words(
     let quad = unit % 4 * 2;
     let word_cols = comptime!(t.group.min(32));
     let row_words = comptime!(t.mask_words());
-    let entry = walk.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
+    let entry = entry_of(walk, j, t);
     let mut upper = 0u32;
     let mut lower = 0u32;
     #[unroll]
     for piece in 0..comptime!(32 / word_cols) {
         let col = comptime!(word * 32 + piece * word_cols);
-        let id = plan[entry + comptime!(col / t.group * 2 + 1)];
+        let id = plan[entry + comptime!(col / t.group * t.entry_words() + 1)];
         let at = walk.masks
             + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
                 as usize
@@ -340,6 +349,92 @@ fn softmax<S: Size>(
         l2 += e1;
         l1 += e2;
         l3 += e3;
+    }
+    Softmax::<S> {
+        p,
+        m0,
+        m1,
+        l0: l0 + l2,
+        l1: l1 + l3,
+        a0,
+        a1,
+        top0,
+        top1,
+    }
+}
+
+/// One step of online softmax over the blocks of a step that the warp's rows keep. What the scores of the others are does not matter.
+#[cube]
+fn softmax_of_blocks<S: Size>(
+    s: Vector<f32, S>,
+    kept: u32,
+    old_m0: f32,
+    old_m1: f32,
+    old_l0: f32,
+    old_l1: f32,
+    log2_scale: f32,
+    #[comptime] t: BitShape,
+) -> Softmax<S> {
+    let infinity = f32::new(f32::NEG_INFINITY);
+    let mut x0 = infinity;
+    let mut x1 = infinity;
+    #[unroll]
+    for block in 0..comptime!(t.blocks()) {
+        let first = comptime!(4 * block * t.eights());
+        let mut y0 = larger(s.extract(first), s.extract(comptime!(first + 1)));
+        let mut y1 = larger(
+            s.extract(comptime!(first + 2)),
+            s.extract(comptime!(first + 3)),
+        );
+        #[unroll]
+        for eight in 1..comptime!(t.eights()) {
+            let at = comptime!(first + 4 * eight);
+            y0 = larger(y0, larger(s.extract(at), s.extract(comptime!(at + 1))));
+            y1 = larger(
+                y1,
+                larger(s.extract(comptime!(at + 2)), s.extract(comptime!(at + 3))),
+            );
+        }
+        let its = keeps(kept, block);
+        x0 = larger(x0, select(its, y0, infinity));
+        x1 = larger(x1, select(its, y1, infinity));
+    }
+    let top0 = quad_max(x0);
+    let m0 = next_max(old_m0, top0, log2_scale);
+    let top1 = quad_max(x1);
+    let m1 = next_max(old_m1, top1, log2_scale);
+    let n0 = -m0 * log2_scale;
+    let n1 = -m1 * log2_scale;
+    // Exactly 1 where the maximum stays.
+    let a0 = exp2((old_m0 - m0) * log2_scale);
+    let a1 = exp2((old_m1 - m1) * log2_scale);
+    let mut p = s;
+    let mut l0 = old_l0 * a0;
+    let mut l1 = old_l1 * a1;
+    let mut l2 = f32::new(0.0);
+    let mut l3 = f32::new(0.0);
+    #[unroll]
+    for block in 0..comptime!(t.blocks()) {
+        let its = keeps(kept, block);
+        // Added to a score, it makes a weight of 0: two choices for the block, not one for each of its numbers.
+        let n0 = select(its, n0, infinity);
+        let n1 = select(its, n1, infinity);
+        #[unroll]
+        for eight in 0..comptime!(t.eights()) {
+            let at = comptime!(4 * (block * t.eights() + eight));
+            let e0 = exp2(multiply_add(s.extract(at), log2_scale, n0));
+            let e1 = exp2(multiply_add(s.extract(comptime!(at + 1)), log2_scale, n0));
+            let e2 = exp2(multiply_add(s.extract(comptime!(at + 2)), log2_scale, n1));
+            let e3 = exp2(multiply_add(s.extract(comptime!(at + 3)), log2_scale, n1));
+            p.insert(at, e0);
+            p.insert(comptime!(at + 1), e1);
+            p.insert(comptime!(at + 2), e2);
+            p.insert(comptime!(at + 3), e3);
+            l0 += e0;
+            l2 += e1;
+            l1 += e2;
+            l3 += e3;
+        }
     }
     Softmax::<S> {
         p,

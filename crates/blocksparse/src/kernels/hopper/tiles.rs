@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::asm::{Half, ROW, ROW_ELEMENTS};
+use super::bits::BitShape;
 use super::gradient::{MaskShape, StoreShape};
 use super::options::{Options, PairShape};
 use super::pair_tile::PairTile;
@@ -55,16 +56,16 @@ macro_rules! common {
             }
 
             pub(super) fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                let like_rows = match self.clustered {
-                    true => ", like rows together",
-                    false => "",
+                let of_blocks = match (self.coarse(), self.clustered) {
+                    (Some(block), _) => format!("with bits of {block}-wide blocks"),
+                    (None, true) => format!("gathered from {}-wide blocks, like rows together", self.group),
+                    (None, false) => format!("gathered from {}-wide blocks", self.group),
                 };
                 write!(
                     f,
-                    "hopper  {} × {} tiles gathered from {}-wide blocks{like_rows}, {} units, {} stages in {} KiB shared",
+                    "hopper  {} × {} tiles {of_blocks}, {} units, {} stages in {} KiB shared",
                     self.rows(),
                     self.cols,
-                    self.group,
                     self.units(),
                     self.stages,
                     self.shared_bytes().div_ceil(1024),
@@ -157,9 +158,15 @@ pub struct Tile {
     pub carry: bool,
     /// Whether the tile's rows are gathered from like blocks.
     pub clustered: bool,
+    /// The size of blocks, where a step is one coarse entry with bits of them.
+    pub coarse: Option<usize>,
 }
 
 impl Tile {
+    fn coarse(&self) -> Option<usize> {
+        self.coarse
+    }
+
     fn row_groups(&self) -> usize {
         self.warpgroups
     }
@@ -173,7 +180,17 @@ impl Tile {
             places: false,
             clustered: self.clustered,
             visits: false,
+            coarse: self.coarse.is_some(),
         }
+    }
+
+    /// Words of an entry.
+    pub(super) fn entry_words(&self) -> usize {
+        self.tiling().entry_words()
+    }
+
+    pub(super) fn bits(&self) -> Option<BitShape> {
+        BitShape::of(self.coarse, self.tiling())
     }
 
     /// Whether layouts of this block size can be cut so.
@@ -181,7 +198,10 @@ impl Tile {
         let rows = self.rows();
         (rows.is_multiple_of(block) || block.is_multiple_of(rows))
             && (self.cols.is_multiple_of(block) || block.is_multiple_of(self.cols))
-            && self.group == self.cols.min(block)
+            && self.group == self.tiling().group(block)
+            && self
+                .coarse
+                .is_none_or(|_| self.tiling().may_be_coarse(block))
     }
 
     pub(super) fn pairs(&self) -> PairShape {
@@ -335,11 +355,17 @@ pub struct BackwardTile {
     pub persistent: bool,
     /// Cubes that share the query heads of a head of keys: see [`shares`](super::shares).
     pub shares: usize,
+    /// The size of blocks, where a step is one coarse entry with bits of them.
+    pub coarse: Option<usize>,
 }
 
 impl BackwardTile {
     fn sum_width(&self) -> usize {
         self.dim
+    }
+
+    fn coarse(&self) -> Option<usize> {
+        self.coarse
     }
 
     fn row_groups(&self) -> usize {
@@ -355,7 +381,17 @@ impl BackwardTile {
             places: false,
             clustered: self.clustered,
             visits: true,
+            coarse: self.coarse.is_some(),
         }
+    }
+
+    /// Words of an entry.
+    pub(super) fn entry_words(&self) -> usize {
+        self.tiling().entry_words()
+    }
+
+    pub(super) fn bits(&self) -> Option<BitShape> {
+        BitShape::of(self.coarse, self.tiling())
     }
 
     pub(super) fn mask(&self) -> MaskShape {

@@ -46,6 +46,11 @@ impl WalkTile {
         self.dim
     }
 
+    /// Entries of walks are gathered.
+    pub(super) fn coarse(&self) -> Option<usize> {
+        None
+    }
+
     /// Warpgroups with rows of their own.
     pub(super) fn row_groups(&self) -> usize {
         match self.shared {
@@ -63,6 +68,7 @@ impl WalkTile {
             places: false,
             clustered: self.clustered,
             visits: false,
+            coarse: false,
         }
     }
 

@@ -121,7 +121,7 @@ pub(super) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
     }
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
     match TierLimit::from_env() {
-        Ok(TierLimit::Simt) => return Err("BLOCKSPARSE_TIER says simt"),
+        Ok(limit) if limit.is_simt() => return Err("BLOCKSPARSE_TIER says simt"),
         Ok(TierLimit::Mma) => return Err("BLOCKSPARSE_TIER says mma"),
         _ => {}
     }
@@ -136,7 +136,7 @@ fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
     let properties = client.properties();
     let hardware = &properties.hardware;
     check_ampere(properties)?;
-    if let Ok(TierLimit::Simt) = TierLimit::from_env() {
+    if TierLimit::from_env().is_ok_and(TierLimit::is_simt) {
         return Err("BLOCKSPARSE_TIER says simt");
     }
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize;

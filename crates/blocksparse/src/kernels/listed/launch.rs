@@ -6,12 +6,13 @@ use cubecl::server::Handle;
 
 use super::plan::{ListedPlan, ListedRequest};
 use super::tile::WalkTile;
-use super::{fold, forward as forward_kernel, keys, queries};
+use super::{fold, forward as forward_kernel, keys, queries as by_query};
 use crate::kernels::args::{ScoreOptions, address_of, buffer, load_width};
 use crate::kernels::call::{OutputGrads, Outputs, TensorView};
 use crate::kernels::error::KernelError;
 use crate::kernels::mma::gather::StridesLaunch;
 use crate::kernels::mma::tile::Tile;
+use crate::kernels::on_device::lists_by_keys;
 use crate::kernels::slices::Slice;
 use crate::kernels::stats::{self, Known, Wanted};
 use crate::kernels::tensor::{check_rows, check_scale, is_u32, scales};
@@ -21,13 +22,18 @@ const PIECE: usize = 8;
 
 /// The lists of a call, i32.
 #[derive(Clone, Copy, Debug)]
-pub struct ListedLists<'a> {
-    /// The blocks that a query sees, `[batch, kv_heads, seq_q, most]`, negative for none.
-    pub blocks: &'a Handle,
-    /// The query at each place, `[batch, kv_heads, tiles · tile]`, negative for none: those of a block are neighbours, from the first place of a tile on.
-    pub queries: &'a Handle,
-    /// The block of each tile, `[batch, kv_heads, tiles]`, rising; negative for none, and those last.
-    pub tile_blocks: &'a Handle,
+pub enum ListedLists<'a> {
+    /// Of blocks of keys.
+    Blocks {
+        /// The blocks that a query sees, `[batch, kv_heads, seq_q, most]`, negative for none.
+        blocks: &'a Handle,
+        /// The query at each place, `[batch, kv_heads, tiles · tile]`, negative for none: those of a block are neighbours, from the first place of a tile on.
+        queries: &'a Handle,
+        /// The block of each tile, `[batch, kv_heads, tiles]`, rising; negative for none, and those last.
+        tile_blocks: &'a Handle,
+    },
+    /// Of single keys, `[batch, kv_heads, seq_q, most]`, as [`unique_keys`](crate::kernels::unique_keys) writes them: ascending, each once, −1 behind the last.
+    Keys(&'a Handle),
 }
 
 /// Where gradients are added, contiguous.
@@ -121,7 +127,7 @@ pub fn forward(
     Ok(())
 }
 
-/// Adds the gradients by what the lists name: of a loss whose gradients by the outputs are `grads`, where `outputs` are those over all keys. q and
+/// Adds the gradients by what the lists, which are of the plan's blocks, name: of a loss whose gradients by the outputs are `grads`, where `outputs` are those over all keys. q and
 /// `grads.out` are contiguous.
 ///
 /// # Errors
@@ -154,6 +160,20 @@ pub fn backward(
     let places = request.batch * request.kv_heads * request.tiles;
     let shape = request.list_shape(&of_keys);
     let numbers = request.partial(&of_keys);
+    let by_keys;
+    let (blocks, queries, masks, tile_blocks) = match lists {
+        ListedLists::Blocks {
+            blocks,
+            queries,
+            tile_blocks,
+        } => (blocks, queries, queries, tile_blocks),
+        ListedLists::Keys(keys) => {
+            let tiles = [request.tiles, request.tile];
+            by_keys = lists_by_keys(client, &request.key_lists(), keys, tiles)?;
+            let made = &by_keys;
+            (keys, &made.queries, &made.masks, &made.tile_blocks)
+        }
+    };
     let partial = client.empty(numbers * size_of::<f32>());
     let key_tiles = request.seq_kv.div_ceil(of_keys.rows());
     let [k_words, v_words] =
@@ -161,7 +181,7 @@ pub fn backward(
     for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
         // SAFETY: as for the forward pass; a cube of keys reads rows of the queries that places name, which are below their number, and adds to its own keys.
         unsafe {
-            queries::queries::launch_unchecked(
+            by_query::queries::launch_unchecked(
                 client,
                 slice.cubes(request.seq_q),
                 CubeDim::new_1d(tile.inner.units() as u32),
@@ -170,7 +190,7 @@ pub fn backward(
                 input(v),
                 input(grads.out),
                 buffer(&stats, rows * 2),
-                buffer(lists.blocks, request.listed()),
+                buffer(blocks, request.listed()),
                 buffer(gradients.q, words(rows * request.head_dim)),
                 strides(q),
                 strides(k),
@@ -191,8 +211,9 @@ pub fn backward(
                 input(v),
                 input(grads.out),
                 buffer(&stats, rows * 2),
-                buffer(lists.queries, places * request.tile),
-                buffer(lists.tile_blocks, places),
+                buffer(queries, places * request.tile),
+                buffer(masks, places * request.tile),
+                buffer(tile_blocks, places),
                 buffer(gradients.k, k_words),
                 buffer(gradients.v, v_words),
                 buffer(&partial, numbers),
@@ -212,7 +233,7 @@ pub fn backward(
                     slice.cubes(key_tiles),
                     CubeDim::new_1d(of_keys.units() as u32),
                     buffer(&partial, numbers),
-                    buffer(lists.tile_blocks, places),
+                    buffer(tile_blocks, places),
                     buffer(gradients.k, k_words),
                     buffer(gradients.v, v_words),
                     slice.args(),

@@ -10,6 +10,7 @@ use super::tile::{MOST_STAGES, WalkTile};
 use crate::kernels::call::{ScoreKind, TierLimit, check_ampere};
 use crate::kernels::mma::asm::Element;
 use crate::kernels::mma::tile::{Outputs, Tile};
+use crate::kernels::on_device::{KEYS_OF_WORD, KeyListSizes};
 use crate::kernels::tensor::{TOO_LARGE, half_of, is_u32};
 
 /// Widths of queries and keys, and of values.
@@ -23,6 +24,9 @@ const MOST_ROWS: usize = 128;
 /// Parts of a block's list, and steps of a part: so that the list of a block that all queries chose takes no longer than everything else.
 const MOST_PARTS: usize = 4;
 const LEAST_STEPS: usize = 512;
+
+/// Places of a tile of the queries that listed keys of a word.
+const KEY_TILE: usize = 32;
 
 /// Bytes of shared memory of a multiprocessor that a cube takes besides its own.
 const RESERVED: usize = 1024;
@@ -47,7 +51,7 @@ pub struct ListedRequest {
     pub value_dim: usize,
     /// Type of all tensors but lse.
     pub dtype: ElemType,
-    /// Neighbouring keys that a number of a list names.
+    /// Neighbouring keys that a number of a list names, or 1.
     pub block: usize,
     /// Numbers of a list.
     pub most: usize,
@@ -83,6 +87,54 @@ impl ListedRequest {
         }
     }
 
+    /// The same of lists of single keys. With `causal` a query sees none behind its own position, and the last query sits at the last key.
+    pub fn of_keys(
+        [batch, heads, kv_heads]: [usize; 3],
+        [seq_q, seq_kv]: [usize; 2],
+        dims: [usize; 2],
+        dtype: ElemType,
+        most: usize,
+        causal: bool,
+    ) -> Self {
+        let words = seq_kv.div_ceil(KEYS_OF_WORD);
+        let seen = |query: usize| match causal {
+            true => (query + 1 + seq_kv).saturating_sub(seq_q).min(seq_kv),
+            false => seq_kv,
+        };
+        // A query is listed by as many words as it has keys, or as there are.
+        let entries: usize = (0..seq_q)
+            .map(|query| most.min(seen(query).div_ceil(KEYS_OF_WORD)))
+            .sum();
+        let tiles = (entries + (KEY_TILE - 1) * words) / KEY_TILE;
+        Self::new(
+            [batch, heads, kv_heads],
+            [seq_q, seq_kv],
+            dims,
+            dtype,
+            [1, most],
+            [KEY_TILE, tiles.max(1)],
+        )
+    }
+
+    /// Whether lists are of single keys.
+    pub(super) fn is_of_keys(&self) -> bool {
+        self.block == 1
+    }
+
+    /// Their sizes.
+    pub(super) fn key_lists(&self) -> KeyListSizes {
+        let lists = self.batch * self.kv_heads;
+        KeyListSizes::new(lists, [self.seq_q, self.seq_kv], self.most)
+    }
+
+    /// Neighbouring keys that have a list of queries.
+    pub(super) fn keys_of_list(&self) -> usize {
+        match self.is_of_keys() {
+            true => KEYS_OF_WORD,
+            false => self.block,
+        }
+    }
+
     /// Heads that share a list.
     pub fn rows(&self) -> usize {
         self.heads / self.kv_heads
@@ -108,8 +160,9 @@ impl ListedRequest {
         let steps = self.seq_q * self.rows() / keys.cols;
         ListShape {
             rows: self.rows(),
-            block: self.block,
+            block: self.keys_of_list(),
             tile: self.tile,
+            masked: self.is_of_keys(),
             parts: (steps / LEAST_STEPS).clamp(1, MOST_PARTS),
             least: LEAST_STEPS,
         }
@@ -150,7 +203,8 @@ impl ListedPlan {
         if !is_u32(request.partial(&keys)) {
             return Err(TOO_LARGE);
         }
-        match keys.shared_bytes(true) <= hardware.max_shared_memory_size {
+        let shared = request.list_shape(&keys).shared_bytes(&keys);
+        match shared <= hardware.max_shared_memory_size {
             true => Ok(Self {
                 request,
                 forward,
@@ -173,7 +227,7 @@ const NO_ROOM: &str = "no tile fits the shared memory of the device";
 /// What the products' operands are, or why the call is not taken.
 fn check(properties: &DeviceProperties, request: &ListedRequest) -> Result<Element, &'static str> {
     check_ampere(properties)?;
-    if let Ok(TierLimit::Simt) = TierLimit::from_env() {
+    if TierLimit::from_env().is_ok_and(TierLimit::is_simt) {
         return Err("BLOCKSPARSE_TIER says simt");
     }
     let element = Element::Half(half_of(request.dtype)?);
@@ -184,8 +238,14 @@ fn check(properties: &DeviceProperties, request: &ListedRequest) -> Result<Eleme
     if !HEAD_DIMS.contains(&request.head_dim) || !VALUE_DIMS.contains(&request.value_dim) {
         return Err("head_dim is not 64, 128 or 192, or value_dim is not 64 or 128");
     }
-    if request.block < 16 || !(request.block.is_multiple_of(64) || request.block <= 32) {
-        return Err("blocks are not of 16, 32, 64 or a multiple of 64 keys");
+    if !(matches!(request.block, 1 | 16 | 32) || request.block.is_multiple_of(64)) {
+        return Err("blocks are not of 1, 16, 32, 64 or a multiple of 64 keys");
+    }
+    if request.is_of_keys() {
+        let places = request.tiles * request.tile;
+        if i32::try_from(request.key_lists().largest(places)).is_err() {
+            return Err(TOO_LARGE);
+        }
     }
     let widest = request.head_dim.max(request.value_dim);
     let numbers = [
@@ -286,7 +346,7 @@ fn walk_tile(
 
 /// The walk of the queries that chose a block.
 fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
-    let warps = request.block.min(64) / ROWS;
+    let warps = request.keys_of_list().min(64) / ROWS;
     let of_cols = |cols: usize| plain(request, element, [warps, 1], [cols.min(32 * warps), 2]);
     let wide = of_cols(64);
     match request.head_dim <= 128 && wide.shared_bytes(true) <= room {
@@ -299,13 +359,12 @@ fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
 impl fmt::Display for ListedPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let request = &self.request;
-        writeln!(
-            f,
-            "listed  {} rows of a query walk its list of {} blocks of {} keys",
-            request.rows(),
-            request.most,
-            request.block,
-        )?;
+        let (rows, most) = (request.rows(), request.most);
+        write!(f, "listed  {rows} rows of a query walk its list of {most} ")?;
+        match request.is_of_keys() {
+            true => writeln!(f, "keys")?,
+            false => writeln!(f, "blocks of {} keys", request.block)?,
+        }
         for (name, tile) in [("forward", self.forward), ("dQ", self.queries)] {
             writeln!(
                 f,
@@ -316,15 +375,20 @@ impl fmt::Display for ListedPlan {
                 tile.shared_bytes().div_ceil(1024),
             )?;
         }
+        let shape = request.list_shape(&self.keys);
+        let masks = match shape.masked {
+            true => ", a bit for each pair",
+            false => "",
+        };
         write!(
             f,
-            "  {:8} {} keys × {} rows a step, {} units, {} parts, {} KiB shared",
+            "  {:8} {} keys × {} rows a step{masks}, {} units, {} parts, {} KiB shared",
             "dK, dV",
             self.keys.rows(),
             self.keys.cols,
             self.keys.units(),
-            request.list_shape(&self.keys).parts,
-            self.keys.shared_bytes(true).div_ceil(1024),
+            shape.parts,
+            shape.shared_bytes(&self.keys).div_ceil(1024),
         )
     }
 }

@@ -56,6 +56,37 @@ fn plans_fill_a_multiprocessor_with_steps() {
     assert!(of_64.contains("64 rows of a query"), "{of_64}");
 }
 
+/// Lists of single keys, as DeepSeek sparse attention has them.
+fn keys(heads: usize, n: usize, most: usize) -> ListedRequest {
+    ListedRequest::of_keys([1, heads, 1], [n, n], [128, 128], BF16, most, true)
+}
+
+#[test]
+fn lists_of_single_keys_have_words_of_bits() {
+    let request = keys(16, 65_536, 2048);
+    // A query has as many words as keys before it, or as there are: those of 32 · 2,048 keys have all words of 32.
+    let entries: usize = (1..=65_536usize)
+        .map(|seen| seen.div_ceil(32).min(2048))
+        .sum();
+    assert_eq!(request.tiles, (entries + 31 * 2048) / 32);
+    assert_eq!(
+        printed(request),
+        "listed  16 rows of a query walk its list of 2048 keys\n  \
+         forward  32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
+         dQ       32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
+         dK, dV   32 keys × 64 rows a step, a bit for each pair, 64 units, 4 parts, 88 KiB shared"
+    );
+    let short = ListedRequest::of_keys([2, 32, 2], [3, 70], [64, 64], BF16, 500, false);
+    // Three words of each of three queries, and the last tile of each word.
+    assert_eq!(
+        (short.block, short.tile, short.tiles),
+        (1, 32, (9 + 31 * 3) / 32)
+    );
+    assert!(ListedPlan::new(&hopper(), short).is_ok());
+    let refused = ListedPlan::new(&hopper(), keys(16, 1 << 19, 4096)).unwrap_err();
+    assert!(refused.contains("32 bits"));
+}
+
 #[test]
 fn what_kernels_do_not_take_says_why() {
     let good = nsa([64, 4], [128, 128]);
@@ -73,7 +104,7 @@ fn what_kernels_do_not_take_says_why() {
     for dims in [[96, 128], [128, 192], [256, 64], [8, 8]] {
         assert!(on_hopper(nsa([64, 4], dims)).contains("head_dim"));
     }
-    for block in [1, 8, 48, 96] {
+    for block in [2, 8, 48, 96] {
         assert!(on_hopper(ListedRequest { block, ..good }).contains("blocks"));
     }
     let large = ListedRequest {

@@ -20,7 +20,7 @@ use crate::kernels::args::buffer;
 use crate::kernels::error::KernelError;
 
 /// Units of a cube that has a part, or a list.
-const LIST_UNITS: usize = 256;
+pub(super) const LIST_UNITS: usize = 256;
 
 /// Blocks that a query picks in one pass over its scores, at most.
 const AT_A_TIME: usize = 4;
@@ -167,12 +167,7 @@ pub fn list_queries(
     picks: &Handle,
     lists: &ListBuffers,
 ) -> Result<(), KernelError> {
-    let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
-    if most < LIST_UNITS {
-        let what = "units of a cube that lists queries";
-        return Err(KernelError::limit(what, most as u32, LIST_UNITS));
-    }
+    check_units(client)?;
     let [part, parts] = sizes.parts();
     let all = sizes.lists * sizes.choices.max(sizes.places());
     within("the queries of lists", all)?;
@@ -239,7 +234,20 @@ pub fn list_queries(
     Ok(())
 }
 
-fn within(what: &'static str, len: usize) -> Result<(), KernelError> {
+/// That cubes have [`LIST_UNITS`].
+pub(super) fn check_units(client: &Client) -> Result<(), KernelError> {
+    let hardware = &client.properties().hardware;
+    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    match most < LIST_UNITS {
+        false => Ok(()),
+        true => {
+            let what = "units of a cube that lists queries";
+            Err(KernelError::limit(what, most as u32, LIST_UNITS))
+        }
+    }
+}
+
+pub(super) fn within(what: &'static str, len: usize) -> Result<(), KernelError> {
     match i32::try_from(len) {
         Ok(_) => Ok(()),
         Err(_) => Err(KernelError::limit(what, i32::MAX as u32, len)),
@@ -314,17 +322,17 @@ fn highest(scores: &[u32], picks: &mut [i32], of: Rows, #[comptime] at_a_time: u
 
 /// Choices in parts.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Parts {
-    lists: usize,
+pub(super) struct Parts {
+    pub lists: usize,
     /// Of a list.
-    choices: usize,
-    blocks: usize,
-    tile: usize,
-    tiles: usize,
+    pub choices: usize,
+    pub blocks: usize,
+    pub tile: usize,
+    pub tiles: usize,
     /// Choices of a part.
-    part: usize,
+    pub part: usize,
     /// Of a list.
-    parts: usize,
+    pub parts: usize,
 }
 
 /// The choices of a part from `first` on, and −1 behind the last.
@@ -392,7 +400,12 @@ fn count(picks: &[i32], counts: &mut [u32], choices: &mut [i32], of: Parts) {
 
 /// `counts` become what earlier parts have of a block; `starts` `[lists, blocks]`, the first place of a block; the block of each tile.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn starts_of(counts: &mut [u32], starts: &mut [u32], tile_blocks: &mut [i32], of: Parts) {
+pub(super) fn starts_of(
+    counts: &mut [u32],
+    starts: &mut [u32],
+    tile_blocks: &mut [i32],
+    of: Parts,
+) {
     let is_list = CUBE_POS < of.lists;
     let list = CUBE_POS.min(of.lists - 1);
     let blocks = select(is_list, of.blocks, 0usize);

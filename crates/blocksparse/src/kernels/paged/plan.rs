@@ -60,7 +60,7 @@ impl Tier {
         limit: TierLimit,
     ) -> Option<(Self, Option<&'static str>)> {
         let simt = || Some(Self::Simt(Tile::new(properties, shape)?));
-        if limit == TierLimit::Simt {
+        if limit.is_simt() {
             return Some((simt()?, Some("BLOCKSPARSE_TIER says simt")));
         }
         #[cfg(feature = "cuda-asm")]

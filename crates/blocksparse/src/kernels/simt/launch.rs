@@ -3,9 +3,10 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{Tile, backward, forward, tiling};
+use super::fused::Fused;
+use super::{Tile, backward, dq, forward, tiling};
 use crate::kernels::args::{
-    batch_words, buffer, listing, optional, plan_parts, plan_words, strides_of, vectors_of,
+    batch_words, buffer, listing, optional, plan_parts, plan_words, spread, strides_of, vectors_of,
 };
 use crate::kernels::call::BiasView;
 use crate::kernels::device::plan;
@@ -91,9 +92,75 @@ pub fn launch_backward(
     for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
         let operands = pass.operands(walk);
         let all = Slice::whole(pass.request.batch, operands.heads);
-        launch_walk(pass, part, tile, stats, &operands, all)?;
+        launch_walk(pass, part, tile, stats, &operands, all, None)?;
     }
     Ok(())
+}
+
+/// Units of a cube that finishes dQ.
+const UNITS: u32 = 256;
+
+/// Runs the fused backward pass over a part, from the stats of all positions.
+///
+/// # Errors
+/// As [`launch_forward`].
+pub fn launch_fused(
+    pass: &BackwardPass,
+    part: Part,
+    fused: Fused,
+    stats: &Handle,
+) -> Result<(), KernelError> {
+    let &BackwardPass {
+        client,
+        request,
+        gradients,
+        options,
+        indexing,
+        ..
+    } = pass;
+    let Fused { tile, groups, .. } = fused;
+    let operands = pass.operands(Walk::Columns);
+    let (rows, accumulator) = (pass.rows(), request.accumulator());
+    let fours = rows * request.head_dim.div_ceil(4);
+    let cubes = spread(client, (fours as u64).div_ceil(u64::from(UNITS)))?;
+    let sums = client.empty(groups * fours * 4 * accumulator.size());
+    let all = Slice::whole(request.batch, operands.heads);
+    let owned = GroupSums {
+        handle: &sums,
+        groups,
+        fours: groups * fours,
+    };
+    launch_walk(pass, part, tile, stats, &operands, all, Some(owned))?;
+    // SAFETY: a unit reads its four of each group's sums and writes it; the buffers have the lengths they say (see `buffer`).
+    unsafe {
+        dq::finish::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS),
+            indexing.address,
+            indexing.width,
+            buffer(&sums, groups * fours),
+            buffer(&gradients.q, rows * request.head_dim / indexing.width),
+            rows,
+            groups,
+            InputScalar::new(options.scale, accumulator),
+            request.head_dim,
+            tile.carry,
+            request.dtype,
+            accumulator,
+        );
+    }
+    Ok(())
+}
+
+/// The sums of dQ of a fused pass.
+#[derive(Clone, Copy)]
+struct GroupSums<'a> {
+    handle: &'a Handle,
+    /// Groups of tiles.
+    groups: usize,
+    /// Fours of numbers of all groups.
+    fours: usize,
 }
 
 /// Adds a part's gradient of the bias, in the walk that gives each of its elements one writer: over rows, or over columns if queries share
@@ -118,12 +185,12 @@ pub fn launch_bias_gradient(
     };
     let operands = pass.operands(walk);
     for slice in Slice::sharing(bias.shape, pass.request.batch, pass.layout.heads()) {
-        launch_walk(pass, part, tile, stats, &operands, slice)?;
+        launch_walk(pass, part, tile, stats, &operands, slice, None)?;
     }
     Ok(())
 }
 
-/// One launch of the backward kernel.
+/// One launch of the backward kernel, of a cube for each tile, or for each group of those that have sums of dQ.
 fn launch_walk(
     pass: &BackwardPass,
     part: Part,
@@ -131,6 +198,7 @@ fn launch_walk(
     stats: &Handle,
     operands: &Operands,
     slice: Slice,
+    sums: Option<GroupSums>,
 ) -> Result<(), KernelError> {
     let &BackwardPass {
         client,
@@ -156,11 +224,11 @@ fn launch_walk(
     let [table_start, numbers] = options.stats_len(rows);
     let bias_grad = gradients.bias.as_ref().filter(|_| tile.bias_gradient);
     for slice in slice.cut(client) {
-        // SAFETY: as for the forward pass; the stats have slopes and the table behind their rows.
+        // SAFETY: as for the forward pass; the sums have rows of all queries for each group, and the stats have slopes and the table behind their rows.
         unsafe {
             backward::backward::launch_unchecked(
                 client,
-                slice.cubes(device_plan.tiles),
+                slice.cubes(sums.map_or(device_plan.tiles, |sums| sums.groups)),
                 CubeDim::new_1d(tile.units() as u32),
                 indexing.address,
                 width,
@@ -172,6 +240,10 @@ fn launch_walk(
                 optional(pass.outputs.weights, weights),
                 options.bias(),
                 optional(bias_grad, options.bias_len()),
+                optional(
+                    sums.map(|sums| sums.handle),
+                    sums.map_or(0, |sums| sums.fours),
+                ),
                 buffer(out, elements / width),
                 plan_words(&device_plan),
                 strides_of(a1, width),
@@ -188,6 +260,7 @@ fn launch_walk(
                 indexing.weight_blocks,
                 gradients.v_offset / width,
                 rows * 2,
+                device_plan.tiles,
                 InputScalar::new(options.scale, accumulator),
                 InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
                 options.mask(),

@@ -7,8 +7,10 @@
 
 pub(super) mod backward;
 pub(super) mod delta;
+pub(super) mod dq;
 pub(super) mod dropout;
 pub(super) mod forward;
+pub(super) mod fused;
 mod gather;
 pub(super) mod launch;
 mod mask;
@@ -25,15 +27,18 @@ use super::error::KernelError;
 use crate::plan::{Grouping, Tiling, Walk};
 use tile::pitch;
 
-/// A shape that a tile may have, and its speed relative to the others on a large problem, as measured on an H200.
+/// A shape that a tile may have, and its speed relative to the others on a large problem, 0 if it is none
+/// for a kernel.
 struct Candidate {
     rows: usize,
     cols: usize,
     unit_rows: usize,
     /// Of the forward pass, at widths up to 64 and at larger ones.
     forward: [f64; 2],
-    /// Of the backward pass.
+    /// Of the walks of the backward pass.
     backward: [f64; 2],
+    /// Of the fused backward pass, on the scale of the walks.
+    fused: [f64; 2],
 }
 
 const fn candidate(
@@ -42,6 +47,7 @@ const fn candidate(
     unit_rows: usize,
     forward: [f64; 2],
     backward: [f64; 2],
+    fused: [f64; 2],
 ) -> Candidate {
     Candidate {
         rows,
@@ -49,21 +55,23 @@ const fn candidate(
         unit_rows,
         forward,
         backward,
+        fused,
     }
 }
 
 /// Larger tiles read less shared memory per multiply-add; of smaller ones more cubes share a multiprocessor.
-const CANDIDATES: [Candidate; 9] = [
-    candidate(128, 64, 8, [0.96, 1.0], [1.0, 1.0]),
-    candidate(64, 64, 4, [0.91, 0.8], [0.9, 0.95]),
-    candidate(64, 32, 4, [1.0, 0.84], [0.98, 0.87]),
-    candidate(32, 32, 4, [0.83, 0.67], [0.88, 0.7]),
-    candidate(32, 16, 2, [0.35; 2], [0.35; 2]),
-    candidate(16, 16, 2, [0.25; 2], [0.25; 2]),
-    candidate(16, 8, 1, [0.15; 2], [0.15; 2]),
-    candidate(8, 8, 1, [0.1; 2], [0.1; 2]),
+const CANDIDATES: [Candidate; 10] = [
+    candidate(128, 64, 8, [0.96, 1.0], [1.0, 1.0], [1.0, 1.0]),
+    candidate(64, 64, 8, [0.0; 2], [0.0; 2], [0.99, 0.8]),
+    candidate(64, 64, 4, [0.91, 0.8], [0.9, 0.95], [0.9, 0.95]),
+    candidate(64, 32, 4, [1.0, 0.84], [0.98, 0.87], [0.98, 0.87]),
+    candidate(32, 32, 4, [0.83, 0.67], [0.88, 0.7], [0.88, 0.7]),
+    candidate(32, 16, 2, [0.35; 2], [0.35; 2], [0.35; 2]),
+    candidate(16, 16, 2, [0.25; 2], [0.25; 2], [0.25; 2]),
+    candidate(16, 8, 1, [0.15; 2], [0.15; 2], [0.15; 2]),
+    candidate(8, 8, 1, [0.1; 2], [0.1; 2], [0.1; 2]),
     // Rows of 256 in 32 KB.
-    candidate(8, 4, 1, [0.05; 2], [0.05; 2]),
+    candidate(8, 4, 1, [0.05; 2], [0.05; 2], [0.05; 2]),
 ];
 
 /// Bytes of shared memory of a cube.
@@ -76,7 +84,7 @@ pub fn shared_bytes(tile: &Tile, kernel: Kernel, accumulator: usize) -> usize {
     let gathered = pitch(tile.head_dim) + pitch(tile.value_dim);
     let weights = tile.weight_pitch()
         * match kernel {
-            Kernel::BackwardColumns => 2,
+            Kernel::BackwardColumns if !tile.fused => 2,
             _ => 1,
         };
     let fours = tile.rows * (own + weights) + tile.cols() * gathered;
@@ -105,6 +113,7 @@ pub fn tiling(tile: &Tile, walk: Walk) -> Tiling {
         places: tile.store.is_some(),
         clustered: tile.clustered,
         visits: false,
+        coarse: false,
     }
 }
 
@@ -145,6 +154,7 @@ fn shaped(candidate: &Candidate, part: &PartRequest, kernel: Kernel) -> Tile {
         score: request.score,
         max_scores: request.max_scores && kernel == Kernel::Forward,
         bias_gradient: false,
+        fused: false,
         planes: planes.contains(Plane::Ops) && planes.contains(Plane::Sync) && plane >= units_x,
         residue: part.residue.is_some(),
         carry: part.carry,
@@ -157,6 +167,18 @@ fn shaped(candidate: &Candidate, part: &PartRequest, kernel: Kernel) -> Tile {
 /// # Errors
 /// [`KernelError::SharedMemory`] if none does.
 pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, KernelError> {
+    let request = part.request;
+    let best = cheapest(part, kernel, false);
+    best.map(|(_, tile)| tile).ok_or(KernelError::SharedMemory {
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
+        available: part.properties.hardware.max_shared_memory_size,
+    })
+}
+
+/// The tile that should be fastest of a kernel, or of the fused backward pass, and what it costs: the pairs that it computes for each
+/// allowed one, over its speed.
+fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Tile)> {
     let &PartRequest {
         layout, request, ..
     } = part;
@@ -176,15 +198,22 @@ pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, KernelError> {
         if forced.is_some_and(|forced| forced != shape) {
             continue;
         }
-        let tile = shaped(candidate, part, kernel);
+        let tile = Tile {
+            fused,
+            ..shaped(candidate, part, kernel)
+        };
         let fits = shared_bytes(&tile, kernel, accumulator) <= hardware.max_shared_memory_size
             && tile.units() <= hardware.max_units_per_cube as usize
             && tile.units() <= hardware.max_cube_dim.0 as usize
             && (!request.store || tile.rows <= layout.block_size());
         let speed = match kernel {
             Kernel::Forward => candidate.forward[wide],
+            _ if fused => candidate.fused[wide],
             _ => candidate.backward[wide],
         };
+        if speed == 0.0 && forced.is_none() {
+            continue;
+        }
         let waste = length.next_multiple_of(tile.rows) as f64 / length as f64;
         // No grouping computes less than the allowed pairs, and looking at one takes a pass over the layout's blocks.
         let hopeless = best.is_some_and(|(least, _)| waste / speed >= least);
@@ -201,9 +230,5 @@ pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, KernelError> {
             best = Some((cost, tile));
         }
     }
-    best.map(|(_, tile)| tile).ok_or(KernelError::SharedMemory {
-        head_dim: request.head_dim,
-        value_dim: request.value_dim,
-        available: hardware.max_shared_memory_size,
-    })
+    best
 }

@@ -9,7 +9,7 @@ use crate::kernels::shared::walk::*;
 /// `at`, which is less than `end`, said in a way that a compiler sees: then it adds constants to it in the address of a read, where
 /// otherwise a sum of 32 bits might wrap and is made apart.
 #[cube]
-fn bounded(at: usize, #[comptime] end: usize) -> usize {
+pub fn bounded(at: usize, #[comptime] end: usize) -> usize {
     at % comptime!(end.next_power_of_two())
 }
 

@@ -32,6 +32,8 @@ pub struct Tile {
     pub max_scores: bool,
     /// Whether the backward kernel makes the bias's gradient, and not that of its inputs.
     pub bias_gradient: bool,
+    /// Whether the backward kernel makes all gradients in its walk over columns.
+    pub fused: bool,
     /// Whether plane operations reduce rows; else shared memory does.
     pub planes: bool,
     /// Whether positions are listed by residue class.

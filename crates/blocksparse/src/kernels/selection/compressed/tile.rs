@@ -102,7 +102,7 @@ impl MassTile {
         limit: TierLimit,
     ) -> Result<Self, &'static str> {
         check_ampere(properties)?;
-        if limit == TierLimit::Simt {
+        if limit.is_simt() {
             return Err("BLOCKSPARSE_TIER says simt");
         }
         let is_bf16 = match dtype {

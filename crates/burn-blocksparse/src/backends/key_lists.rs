@@ -1,0 +1,276 @@
+//! Queries that list single keys on each backend, and their step in Burn's autodiff graph.
+
+use crate::ops::KeyListOps;
+
+#[cfg(feature = "flex")]
+impl KeyListOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl KeyListOps for burn::backend::NdArray {}
+
+#[cfg(all(feature = "cube", not(feature = "cuda")))]
+impl KeyListOps for burn_cubecl::CubeBackend {}
+
+#[cfg(feature = "cuda")]
+pub(crate) mod kernels {
+    use blocksparse::kernels::listed::{
+        self, ListedGradients, ListedLists, ListedPlan, ListedRequest,
+    };
+    use blocksparse::kernels::{OutputGrads as KernelGrads, Outputs};
+    use burn::backend::cubecl::dtype_to_elem_type;
+    use burn::tensor::{DType, IntDType};
+    use burn_cubecl::kernel::{cast, into_contiguous};
+    use burn_cubecl::tensor::CubeTensor;
+    use burn_cubecl::{CubeBackend, CubeDevice};
+
+    use super::KeyListOps;
+    use crate::backends::cube::{contiguous, empty, filled, launched, readable, view};
+    use crate::ops::{KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved};
+    use crate::selection::key_reference as reference;
+    use crate::values::OutputGrads;
+
+    /// Elements of 16 bytes, which rows begin at multiples of.
+    const ALIGNMENT: usize = 8;
+
+    /// What a device runs for a call, or why it does not.
+    pub(crate) fn plan(
+        device: &CubeDevice,
+        request: ListedRequest,
+    ) -> Result<ListedPlan, &'static str> {
+        ListedPlan::new(device.client().properties(), request)
+    }
+
+    /// The sizes of a call by its shapes, and the dtype of its queries.
+    pub(crate) fn request(
+        [q, k, v]: [[usize; 4]; 3],
+        dtype: DType,
+        most: usize,
+        causal: bool,
+    ) -> ListedRequest {
+        let [batch, heads, seq_q, head_dim] = q;
+        let [_, kv_heads, seq_kv, _] = k;
+        ListedRequest::of_keys(
+            [batch, heads, kv_heads],
+            [seq_q, seq_kv],
+            [head_dim, v[3]],
+            dtype_to_elem_type(dtype),
+            most,
+            causal,
+        )
+    }
+
+    /// The inputs as kernels read them, and what runs.
+    struct Call {
+        inputs: [CubeTensor; 3],
+        keys: CubeTensor,
+        plan: ListedPlan,
+    }
+
+    impl Call {
+        fn new(inputs: KeyListInputs<CubeBackend>, call: &KeyListCall) -> Self {
+            let KeyListInputs { q, k, v, keys } = inputs;
+            let shapes = [&q, &k, &v].map(|x| x.meta.shape().dims());
+            let request = request(shapes, q.dtype, keys.meta.shape()[3], call.causal);
+            let plan = ListedPlan::new(q.client.properties(), request);
+            Self {
+                plan: plan.unwrap_or_else(|why| panic!("attention over lists of keys: {why}")),
+                inputs: [q, k, v].map(|x| readable(x, ALIGNMENT)),
+                keys: into_contiguous(cast(keys, IntDType::I32.into())),
+            }
+        }
+    }
+
+    impl KeyListOps for CubeBackend {
+        fn key_list_attention(
+            inputs: KeyListInputs<Self>,
+            call: KeyListCall,
+        ) -> KeyListOutput<Self> {
+            if !call.walk {
+                return reference::forward::<Self>(inputs, &call);
+            }
+            let KeyListCall { scale, .. } = call;
+            let call = Call::new(inputs, &call);
+            let q = &call.inputs[0];
+            let [batch, heads, seq_q, _] = q.meta.shape().dims();
+            let value_dim = call.inputs[2].meta.shape()[3];
+            let out = empty(q, [batch, heads, seq_q, value_dim], q.dtype);
+            let lse = empty(q, [batch, heads, seq_q], DType::F32);
+            let views = [0, 1, 2].map(|input| view(&call.inputs[input]));
+            launched(listed::forward(
+                &out.client,
+                &call.plan,
+                [&views[0], &views[1], &views[2]],
+                &call.keys.handle,
+                Outputs::new(&out.handle, &lse.handle),
+                scale,
+                false,
+            ));
+            KeyListOutput { out, lse }
+        }
+
+        fn key_list_attention_backward(
+            saved: KeyListSaved<Self>,
+            grads: OutputGrads<Self>,
+            call: KeyListCall,
+        ) -> KeyListGrads<Self> {
+            if !call.walk {
+                return reference::backward::<Self>(saved, grads, &call);
+            }
+            let KeyListCall { scale, .. } = call;
+            let KeyListSaved { inputs, output } = saved;
+            // Kernels read queries, and gradients by what they see, as rows of one matrix.
+            let [q, out, lse, grad_out] =
+                [inputs.q.clone(), output.out, output.lse, grads.out].map(into_contiguous);
+            let call = Call::new(KeyListInputs { q, ..inputs }, &call);
+            let grad_lse = contiguous(grads.lse);
+            let views = [0, 1, 2].map(|input| view(&call.inputs[input]));
+            let grad_view = view(&readable(grad_out, ALIGNMENT));
+            // Kernels add to what is there.
+            let [q, k, v] = [0, 1, 2].map(|input| {
+                let x = &call.inputs[input];
+                filled::<4>(x, x.meta.shape().dims(), 0.0, x.dtype)
+            });
+            launched(listed::backward(
+                &out.client,
+                &call.plan,
+                [&views[0], &views[1], &views[2]],
+                ListedLists::Keys(&call.keys.handle),
+                Outputs::new(&out.handle, &lse.handle),
+                KernelGrads {
+                    out: &grad_view,
+                    lse: grad_lse.as_ref().map(|grad| &grad.handle),
+                },
+                ListedGradients {
+                    q: &q.handle,
+                    k: &k.handle,
+                    v: &v.handle,
+                },
+                scale,
+            ));
+            KeyListGrads { q, k, v }
+        }
+    }
+}
+
+#[cfg(feature = "autodiff")]
+mod step {
+    use burn::backend::Backend;
+    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+    use burn::backend::autodiff::grads::Gradients;
+    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+    use burn::backend::autodiff::{Autodiff, NodeId};
+    use burn::backend::tensor::IntTensor;
+
+    use super::KeyListOps;
+    use crate::backends::outputs::{OutputGradients, or_zeros};
+    use crate::ops::{KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved};
+    use crate::values::OutputGrads;
+
+    /// The step whose outputs are out and lse.
+    #[derive(Debug)]
+    struct OverKeys;
+
+    /// q, k and v stay with the checkpointer: under gradient checkpointing it may compute them again.
+    #[derive(Clone, Debug)]
+    struct State<B: Backend> {
+        inputs: [NodeId; 3],
+        keys: IntTensor<B>,
+        output: KeyListOutput<B>,
+        call: KeyListCall,
+        /// By out and lse.
+        grads: OutputGradients<B, 2>,
+    }
+
+    impl<B: KeyListOps> Backward<B, 3> for OverKeys {
+        type State = State<B>;
+
+        fn backward(
+            self,
+            ops: Ops<Self::State, 3>,
+            grads: &mut Gradients,
+            checkpointer: &mut Checkpointer,
+        ) {
+            grads.consume::<B>(&ops.node);
+            let State {
+                inputs,
+                keys,
+                output,
+                call,
+                grads: cell,
+            } = ops.state;
+            let [grad_out, grad_lse] = cell.take();
+            let output_grads = OutputGrads {
+                out: or_zeros::<B>(grad_out, &output.out),
+                lse: grad_lse.into(),
+            };
+            let [q, k, v] = inputs.map(|id| checkpointer.retrieve_node_output(id));
+            let inputs = KeyListInputs { q, k, v, keys };
+            let saved = KeyListSaved { inputs, output };
+            let KeyListGrads { q, k, v } =
+                B::key_list_attention_backward(saved, output_grads, call);
+            for (parent, grad) in ops.parents.into_iter().zip([q, k, v]) {
+                if let Some(parent) = parent {
+                    grads.register::<B>(parent.id, grad);
+                }
+            }
+        }
+    }
+
+    impl<B: KeyListOps, C: CheckpointStrategy> KeyListOps for Autodiff<B, C> {
+        fn key_list_attention(
+            inputs: KeyListInputs<Self>,
+            call: KeyListCall,
+        ) -> KeyListOutput<Self> {
+            let nodes = [inputs.q.node(), inputs.k.node(), inputs.v.node()];
+            let prepared = OverKeys.prepare::<C>(nodes).compute_bound();
+            let run = |inputs: KeyListInputs<Self>| {
+                let inputs = KeyListInputs {
+                    q: inputs.q.into_primitive(),
+                    k: inputs.k.into_primitive(),
+                    v: inputs.v.into_primitive(),
+                    keys: inputs.keys,
+                };
+                B::key_list_attention(inputs, call)
+            };
+            match prepared.stateful() {
+                OpsKind::Tracked(mut prep) => {
+                    let nodes =
+                        [&inputs.q, &inputs.k, &inputs.v].map(|input| prep.checkpoint(input));
+                    let keys = inputs.keys.clone();
+                    let output = run(inputs);
+                    let KeyListOutput { out, lse } = output.clone();
+                    let grads = OutputGradients::<B, 2>::default();
+                    let state = State {
+                        inputs: nodes,
+                        keys,
+                        output,
+                        call,
+                        grads: grads.clone(),
+                    };
+                    let step = prep.finish(state, lse.clone());
+                    KeyListOutput {
+                        out: grads.node::<C>(&step, 0, out),
+                        lse: grads.node::<C>(&step, 1, lse),
+                    }
+                }
+                OpsKind::UnTracked(prep) => {
+                    let KeyListOutput { out, lse } = run(inputs);
+                    let lse = <Self as burn::backend::AutodiffBackend>::from_inner(lse);
+                    KeyListOutput {
+                        out: prep.finish(out),
+                        lse,
+                    }
+                }
+            }
+        }
+
+        /// Overridden so that nothing of it runs through autodiff.
+        fn key_list_attention_backward(
+            _saved: KeyListSaved<Self>,
+            _grads: OutputGrads<Self>,
+            _call: KeyListCall,
+        ) -> KeyListGrads<Self> {
+            unimplemented!("attention over lists of keys is differentiable once")
+        }
+    }
+}

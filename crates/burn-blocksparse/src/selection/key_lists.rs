@@ -1,0 +1,233 @@
+//! Attention of queries to single keys that each of them lists.
+
+use burn::backend::Dispatch;
+use burn::tensor::{Int, Tensor};
+
+use super::query_lists::QueryLists;
+use crate::check;
+use crate::device::served;
+use crate::error::OpError;
+use crate::op_plan::OpPlan;
+use crate::ops::{KeyListCall, KeyListInputs, KeyListOps, SelectionOps, UniqueKeys};
+use crate::options::AttentionOptions;
+#[cfg(feature = "cuda")]
+use crate::options::ChoiceWalk;
+
+/// The keys that each query sees, by their numbers: those that heads of queries which share keys chose together. They are on the device, without autodiff, and
+/// are not read back.
+#[derive(Clone, Debug)]
+pub struct KeyLists {
+    /// Ascending, each once, −1 behind the last: `[batch, lists, queries, most]`.
+    keys: Tensor<4, Int>,
+    seq_kv: usize,
+    causal: bool,
+}
+
+impl QueryLists {
+    /// Lists of single keys in place of blocks: [`KeyLists::new`] where queries see no later keys.
+    ///
+    /// # Errors
+    /// As [`KeyLists::new`].
+    pub fn of_keys(keys: Tensor<4, Int>, seq_kv: usize) -> Result<KeyLists, OpError> {
+        KeyLists::new(keys, seq_kv, true)
+    }
+}
+
+impl KeyLists {
+    /// The lists that are given, in any order. A key that a query lists twice counts once; numbers below 0 and from `seq_kv` on are no keys. With `causal`
+    /// a query does not see the keys behind its own position, and the last query sits at the last key.
+    ///
+    /// # Shapes
+    /// - `keys`: i32 `[batch, lists, queries, most]`, where `lists` are the heads of keys, or 1 for all of them
+    ///
+    /// # Errors
+    /// [`OpError`] if a size is 0, or no feature of this crate serves the device.
+    pub fn new(keys: Tensor<4, Int>, seq_kv: usize, causal: bool) -> Result<Self, OpError> {
+        let [batch, lists, queries, most] = keys.dims();
+        for (argument, size) in [
+            ("keys' batch", batch),
+            ("keys' lists", lists),
+            ("keys' queries", queries),
+            ("keys' width", most),
+            ("seq_kv", seq_kv),
+        ] {
+            if size == 0 {
+                return Err(OpError::argument(argument, "at least 1", 0));
+            }
+        }
+        served(&keys.device())?;
+        let keys = keys.without_autodiff().into_dispatch();
+        let call = UniqueKeys::new(seq_kv, causal);
+        let keys = <Dispatch as SelectionOps>::unique_keys(keys, call);
+        Ok(Self::of_unique(Tensor::from_dispatch(keys), seq_kv, causal))
+    }
+
+    /// Lists that are so already.
+    pub(crate) fn of_unique(keys: Tensor<4, Int>, seq_kv: usize, causal: bool) -> Self {
+        Self {
+            keys,
+            seq_kv,
+            causal,
+        }
+    }
+
+    /// The keys that each query sees, ascending, each once, and −1 behind the last: i32 `[batch, lists, queries, most]`.
+    pub fn keys(&self) -> &Tensor<4, Int> {
+        &self.keys
+    }
+
+    /// Keys that there are to list.
+    pub fn seq_kv(&self) -> usize {
+        self.seq_kv
+    }
+
+    /// Whether queries see no keys behind their own position.
+    pub fn is_causal(&self) -> bool {
+        self.causal
+    }
+
+    /// For so many heads of keys.
+    fn for_heads(self, kv_heads: usize) -> Tensor<4, Int> {
+        let [batch, lists, queries, most] = self.keys.dims();
+        match lists == kv_heads {
+            true => self.keys,
+            false => self.keys.expand([batch, kv_heads, queries, most]),
+        }
+    }
+}
+
+/// Attention of each query to the keys that it lists, and to no others: out and lse. Differentiable in q, k and v; the lists have no gradient. What a query
+/// sees beside its list is a call of its own, merged by lse ([`merge_attention`](crate::merge_attention)).
+///
+/// On GPUs that have kernels for it a query walks its own list, with the heads that share it as rows of a matrix, where
+/// [`ChoiceWalk::Auto`](crate::ChoiceWalk::Auto) asks for it. Elsewhere all products of some queries at a time are made, of which those that are not listed
+/// have no weight: [`attention_with_keys_plan`] says which. Either way every number has one writer, which adds in a fixed order.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Int, Tensor};
+/// use burn_blocksparse::{AttentionOptions, QueryLists, attention_with_keys};
+///
+/// let device = Device::flex();
+/// let q = Tensor::<4>::random([1, 4, 64, 16], Distribution::Default, &device);
+/// let [k, v] = [(); 2].map(|_| Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device));
+/// // Every query lists itself, the first key and the one before it, which query 0 does not have.
+/// let lists = (0..2 * 64).flat_map(|row| [row % 64, 0, row % 64 - 1]);
+/// let keys = Tensor::<1, Int>::from_data(lists.collect::<Vec<i32>>().as_slice(), &device);
+/// let lists = QueryLists::of_keys(keys.reshape([1, 2, 64, 3]), 64)?;
+/// let (out, lse) = attention_with_keys(q, k, v, lists, AttentionOptions::default())?;
+/// assert_eq!((out.dims(), lse.dims()), ([1, 4, 64, 16], [1, 4, 64]));
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `q`: `[batch, heads, seq_q, head_dim]`; `k`: `[batch, kv_heads, seq_kv, head_dim]`; `v`: `[batch, kv_heads, seq_kv, value_dim]`
+/// - result: out `[batch, heads, seq_q, value_dim]`, and lse `[batch, heads, seq_q]`. A query that lists no key has 0 and −∞
+///
+/// # Errors
+/// [`OpError`] if shapes, dtypes or devices do not fit each other or the lists, and for softcaps, ALiBi, dropout, stored weights and largest scores.
+pub fn attention_with_keys(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    lists: KeyLists,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    check([&q, &k, &v], &lists, &options)?;
+    let walk = walk([&q, &k, &v], &lists, &options).is_ok();
+    let call = KeyListCall::new(options.scale_for(q.dims()[3]), lists.causal, walk);
+    let kv_heads = k.dims()[1];
+    let inputs = KeyListInputs {
+        q: q.into_dispatch(),
+        k: k.into_dispatch(),
+        v: v.into_dispatch(),
+        keys: lists.for_heads(kv_heads).into_dispatch(),
+    };
+    let output = <Dispatch as KeyListOps>::key_list_attention(inputs, call);
+    let (out, lse) = (output.out, output.lse);
+    Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
+}
+
+/// What [`attention_with_keys`] runs for these arguments. It prints.
+///
+/// # Errors
+/// As [`attention_with_keys`].
+pub fn attention_with_keys_plan(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    lists: &KeyLists,
+    options: &AttentionOptions,
+) -> Result<OpPlan, OpError> {
+    check([q, k, v], lists, options)?;
+    let walk = walk([q, k, v], lists, options);
+    Ok(OpPlan::new(&q.device(), |_| walk))
+}
+
+fn check(
+    [q, k, v]: [&Tensor<4>; 3],
+    lists: &KeyLists,
+    options: &AttentionOptions,
+) -> Result<(), OpError> {
+    check::tensors(q, k, v)?;
+    let [batch, heads, seq_q, _] = q.dims();
+    let [_, kv_heads, seq_kv, _] = k.dims();
+    if seq_q == 0 {
+        return Err(OpError::argument("q's seq_q", "at least 1", 0));
+    }
+    options.validate(heads, q.dtype())?;
+    super::lists::check_options(options)?;
+    let expected = "none with lists of single keys";
+    if let Some(softcap) = options.softcap {
+        return Err(OpError::argument("options.softcap", expected, softcap));
+    }
+    if options.max_scores {
+        return Err(OpError::argument("options.max_scores", expected, true));
+    }
+    let [list_batch, of_heads, queries, _] = lists.keys.dims();
+    OpError::expect_same("lists' batch", batch, "q's", list_batch)?;
+    OpError::expect_same("lists' queries", seq_q, "q's", queries)?;
+    OpError::expect_same("lists' seq_kv", seq_kv, "k's", lists.seq_kv)?;
+    if of_heads != kv_heads && of_heads != 1 {
+        let expected = format!("{kv_heads}, those of k, or 1");
+        return Err(OpError::argument("lists' heads", expected, of_heads));
+    }
+    let device = lists.keys.device();
+    check::same_device("lists' device", &q.device(), "q's", &device)
+}
+
+/// What kernels run, or why they do not.
+#[cfg(not(feature = "cuda"))]
+fn walk(
+    _x: [&Tensor<4>; 3],
+    _lists: &KeyLists,
+    _options: &AttentionOptions,
+) -> Result<String, String> {
+    Err("the crate's feature cuda is off".to_string())
+}
+
+/// What kernels run, or why they do not.
+#[cfg(feature = "cuda")]
+fn walk(
+    [q, k, v]: [&Tensor<4>; 3],
+    lists: &KeyLists,
+    options: &AttentionOptions,
+) -> Result<String, String> {
+    use crate::backends::key_lists::kernels::{plan, request};
+    let Some(inner) = &crate::device::cube::of(&q.device()) else {
+        return Err("the device has no kernels".to_string());
+    };
+    if crate::backends::cube::uses_reference() {
+        return Err("BURN_BLOCKSPARSE_REFERENCE is set".to_string());
+    }
+    if options.choice_walk == ChoiceWalk::Packed {
+        return Err("options.choice_walk says so".to_string());
+    }
+    let scale = options.scale_for(q.dims()[3]);
+    if scale <= 0.0 || !(scale as f32).is_normal() {
+        return Err("the scale is not positive".to_string());
+    }
+    let dims = [q.dims(), k.dims(), v.dims()];
+    let request = request(dims, q.dtype(), lists.keys.dims()[3], lists.causal);
+    let plan = plan(inner, request).map_err(str::to_string)?;
+    Ok(plan.to_string())
+}

@@ -1,0 +1,465 @@
+//! DeepSeek sparse attention, its choices and what its indexer learns by, against plain f64 loops.
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_blocksparse::{AttentionOptions, Dsa, DsaIndex, DsaTarget, KeyLists};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::compare::to_f64;
+use crate::devices::{exact_dtypes, supports};
+use crate::golden::{val, vals};
+use crate::linear::{product_tolerance, tensor};
+
+/// An index, and the attention that it is for: one batch entry.
+#[derive(Clone)]
+struct Problem {
+    index_heads: usize,
+    index_dim: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    seq: [usize; 2],
+    /// `[index_heads][seq_q][index_dim]`, `[seq_kv][index_dim]` and `[index_heads][seq_q]`.
+    index: [Vec<f64>; 3],
+    /// `[heads][seq_q][head_dim]` and `[kv_heads][seq_kv][head_dim]`.
+    q: Vec<f64>,
+    k: Vec<f64>,
+}
+
+impl Problem {
+    fn random(seed: u64, seq: [usize; 2]) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let [seq_q, seq_kv] = seq;
+        // Numbers of f32, so that all devices have the same ones.
+        let mut random = |count: usize| -> Vec<f64> {
+            (0..count)
+                .map(|_| f64::from(rng.random_range(-1.5f32..1.5)))
+                .collect()
+        };
+        Self {
+            index_heads: 3,
+            index_dim: 6,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 5,
+            seq,
+            index: [random(3 * seq_q * 6), random(seq_kv * 6), random(3 * seq_q)],
+            q: random(4 * seq_q * 5),
+            k: random(2 * seq_kv * 5),
+        }
+    }
+
+    fn golden() -> Self {
+        let weights = (0..2).flat_map(|head| (0..16).map(move |i| val(5, head, i, 0)));
+        Self {
+            index_heads: 2,
+            index_dim: 4,
+            heads: 2,
+            kv_heads: 1,
+            head_dim: 4,
+            seq: [16, 16],
+            index: [vals(3, 2, 16), vals(4, 1, 16), weights.collect()],
+            q: vals(0, 2, 16),
+            k: vals(1, 1, 16),
+        }
+    }
+
+    /// The last query alone.
+    fn last_query(&self) -> Self {
+        let last = |x: &[f64], width: usize| -> Vec<f64> {
+            let heads = x.chunks(self.seq[0] * width);
+            heads
+                .flat_map(|rows| rows[rows.len() - width..].to_vec())
+                .collect()
+        };
+        let [q, k, weights] = &self.index;
+        Self {
+            seq: [1, self.seq[1]],
+            index: [last(q, self.index_dim), k.clone(), last(weights, 1)],
+            q: last(&self.q, self.head_dim),
+            ..self.clone()
+        }
+    }
+
+    fn position(&self, query: usize) -> usize {
+        query + self.seq[1] - self.seq[0]
+    }
+
+    /// The scores of a query.
+    fn scores(&self, query: usize) -> Vec<f64> {
+        let ([q, k, weights], width) = (&self.index, self.index_dim);
+        let scale = 1.0 / ((self.index_heads * width) as f64).sqrt();
+        let score = |key: usize| -> f64 {
+            let of_head = |head: usize| {
+                let row = head * self.seq[0] + query;
+                let (q, k) = (&q[row * width..][..width], &k[key * width..][..width]);
+                let product: f64 = q.iter().zip(k).map(|(q, k)| q * k).sum();
+                weights[row] * product.max(0.0)
+            };
+            scale * (0..self.index_heads).map(of_head).sum::<f64>()
+        };
+        (0..self.seq[1]).map(score).collect()
+    }
+
+    /// The keys that a query chooses by scores, and by how much the last of them is above the next.
+    fn choice_by(
+        &self,
+        scores: &[f64],
+        query: usize,
+        keep: usize,
+        near: usize,
+    ) -> (Vec<usize>, f64) {
+        let position = self.position(query);
+        let is_near = |key: usize| key + near > position;
+        let mut order: Vec<usize> = (0..=position).collect();
+        let number = |key: usize| match is_near(key) {
+            true => f64::INFINITY,
+            false => scores[key],
+        };
+        order.sort_by(|&a, &b| number(b).total_cmp(&number(a)).then(a.cmp(&b)));
+        let kept = keep.min(order.len());
+        let gap = match order.get(kept) {
+            Some(&next) => number(order[kept - 1]) - number(next),
+            None => f64::INFINITY,
+        };
+        let mut chosen = order[..kept].to_vec();
+        chosen.sort_unstable();
+        (chosen, gap)
+    }
+
+    fn choice(&self, query: usize, keep: usize, near: usize) -> (Vec<usize>, f64) {
+        self.choice_by(&self.scores(query), query, keep, near)
+    }
+
+    /// The mean of `KL(t ‖ softmax x)` over the keys of each query.
+    fn loss(&self, scale: f64, keys: impl Fn(usize) -> Vec<usize>) -> f64 {
+        let mut sum = 0.0;
+        for query in 0..self.seq[0] {
+            let (keys, scores) = (keys(query), self.scores(query));
+            // Of dense attention, scaled to what the keys have of it.
+            let mut dense = vec![0.0; self.position(query) + 1];
+            for head in 0..self.heads {
+                let kv_head = head / (self.heads / self.kv_heads);
+                let score = |key: usize| -> f64 {
+                    (0..self.head_dim)
+                        .map(|c| {
+                            let q = self.q[(head * self.seq[0] + query) * self.head_dim + c];
+                            q * self.k[(kv_head * self.seq[1] + key) * self.head_dim + c]
+                        })
+                        .sum::<f64>()
+                        * scale
+                };
+                let weights = softmax(&(0..dense.len()).map(score).collect::<Vec<_>>());
+                for (sum, weight) in dense.iter_mut().zip(weights) {
+                    *sum += weight / self.heads as f64;
+                }
+            }
+            let total: f64 = keys.iter().map(|&key| dense[key]).sum();
+            let wanted: Vec<f64> = keys.iter().map(|&key| dense[key] / total).collect();
+            let found = softmax(&keys.iter().map(|&key| scores[key]).collect::<Vec<_>>());
+            let terms = wanted.iter().zip(found).map(|(t, x)| t * (t / x).ln());
+            sum += terms.sum::<f64>();
+        }
+        sum / self.seq[0] as f64
+    }
+
+    fn index(&self, device: &Device, dtype: DType) -> DsaIndex {
+        let [seq_q, seq_kv] = self.seq;
+        let [q, k, weights] = &self.index;
+        let (heads, width) = (self.index_heads, self.index_dim);
+        let q = tensor(q, [1, heads, seq_q, width], device, dtype);
+        let k = tensor(k, [1, 1, seq_kv, width], device, dtype);
+        let weights = TensorData::new(weights.clone(), [1, heads, seq_q]);
+        let weights = Tensor::<3>::from_data(weights, (device, dtype));
+        DsaIndex::new(q, k, weights).unwrap()
+    }
+
+    fn queries_and_keys(&self, device: &Device, dtype: DType) -> [Tensor<4>; 2] {
+        let [seq_q, seq_kv] = self.seq;
+        [
+            tensor(
+                &self.q,
+                [1, self.heads, seq_q, self.head_dim],
+                device,
+                dtype,
+            ),
+            tensor(
+                &self.k,
+                [1, self.kv_heads, seq_kv, self.head_dim],
+                device,
+                dtype,
+            ),
+        ]
+    }
+}
+
+fn softmax(scores: &[f64]) -> Vec<f64> {
+    let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    weights.into_iter().map(|weight| weight / total).collect()
+}
+
+/// The keys of each query.
+fn rows(lists: &KeyLists) -> Vec<Vec<usize>> {
+    let [_, _, _, most] = lists.keys().dims();
+    let keys: Vec<i32> = lists.keys().clone().into_data().iter().collect();
+    let row = |row: &[i32]| {
+        let there = row.iter().take_while(|&&key| key >= 0).count();
+        assert!(row[there..].iter().all(|&key| key == -1), "{row:?}");
+        row[..there].iter().map(|&key| key as usize).collect()
+    };
+    keys.chunks(most).map(row).collect()
+}
+
+fn assert_printed(what: &str, got: &[f64], printed: &[f64]) {
+    assert_near(what, got, printed, 5.1e-5);
+}
+
+fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (got, expected) in got.iter().zip(expected) {
+        let is_near = (got - expected).abs() <= tolerance;
+        assert!(is_near, "{what}: {got}, {expected}");
+    }
+}
+
+/// Numbers that were computed elsewhere.
+pub fn dsa_golden(devices: &[Device]) {
+    let problem = Problem::golden();
+    assert_eq!([val(5, 0, 7, 0), val(5, 1, 7, 0)], [1.0, 0.0]);
+    assert_eq!([val(5, 0, 15, 0), val(5, 1, 15, 0)], [-0.875, 1.0]);
+    let row7 = [0.0497, 0.0, 0.0, 0.0, 0.0, 0.6740, 0.4475, 0.0];
+    let row15 = [
+        0.0442, 0.0552, 0.0110, -0.5414, 0.0110, -0.4399, -1.2858, -0.1353, 0.1105, -0.4060,
+        -0.2707, -0.4737, -0.2369, -0.3384, 0.0, 0.0,
+    ];
+    assert_printed("row 7", &problem.scores(7)[..8], &row7);
+    assert_printed("row 15", &problem.scores(15), &row15);
+    let dsa = Dsa::new(5).unwrap();
+    let last = problem.last_query();
+    let all = problem.last_query().loss(0.5, |_| (0..16).collect());
+    let over_chosen = last.loss(0.5, |_| vec![0, 1, 2, 4, 8]);
+    assert!((all - 0.087519).abs() < 6e-7, "{all}");
+    assert!((over_chosen - 0.000943).abs() < 6e-7, "{over_chosen}");
+    for device in devices {
+        for (dtype, _) in exact_dtypes(device) {
+            let index = problem.index(device, dtype);
+            let scores = to_f64(dsa.scores(&index).into_data());
+            assert_printed("row 7", &scores[7 * 16..][..8], &row7);
+            assert_printed("row 15", &scores[15 * 16..], &row15);
+            let lists = dsa.choose(&index).unwrap();
+            let chosen = rows(&lists);
+            assert_eq!(chosen[7], [0, 1, 2, 5, 6], "{device:?}");
+            assert_eq!(chosen[15], [0, 1, 2, 4, 8], "{device:?}");
+            for (query, chosen) in chosen.iter().enumerate() {
+                assert_eq!(
+                    *chosen,
+                    problem.choice(query, 5, 0).0,
+                    "{device:?}, {query}"
+                );
+            }
+            let [q, k] = problem.queries_and_keys(device, dtype);
+            let v = tensor(&vals(2, 1, 16), [1, 1, 16, 4], device, dtype);
+            let options = AttentionOptions::default();
+            let out = dsa.attention(q, k, v, lists, options).unwrap();
+            let out = to_f64(out.into_data());
+            let tolerance = product_tolerance(device, dtype, 5.1e-5);
+            assert_near(
+                "head 0",
+                &out[15 * 4..][..4],
+                &[0.0088, -0.7065, 0.7853, 0.0700],
+                tolerance,
+            );
+            assert_near(
+                "head 1",
+                &out[31 * 4..],
+                &[-0.3975, -0.9019, 0.9981, 0.4937],
+                tolerance,
+            );
+
+            let index = last.index(device, dtype);
+            let lists = dsa.choose(&index).unwrap();
+            let [q, k] = last.queries_and_keys(device, dtype);
+            for (over, printed) in [
+                (DsaTarget::All, 0.087519),
+                (DsaTarget::Chosen(&lists), 0.000943),
+            ] {
+                let loss = dsa.loss(&index, [&q, &k], None, over).unwrap();
+                let loss = to_f64(loss.into_data())[0];
+                assert!(
+                    (loss - printed).abs() < 1e-6,
+                    "{device:?}: {loss}, {printed}"
+                );
+            }
+        }
+    }
+}
+
+/// Choices of any sizes: those of the scores that the device has, and those of f64, but for what a rounding decides.
+pub fn dsa_choices_equal_f64(devices: &[Device]) {
+    let sizes = [
+        ([70, 70], 9, 0),
+        ([70, 70], 9, 4),
+        ([33, 90], 16, 16),
+        ([1, 77], 5, 1),
+        ([40, 40], 40, 3),
+        ([40, 40], 100, 0),
+        ([1, 1], 1, 0),
+        ([200, 2100], 300, 7),
+    ];
+    for device in devices {
+        // Scores are up to 10, and sums of terms as large.
+        let tolerance = 10.0 * product_tolerance(device, DType::F32, 1e-6);
+        for (seed, (seq, keep, near)) in (0..).zip(sizes) {
+            let problem = Problem::random(10_800 + seed, seq);
+            let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+            let index = problem.index(device, DType::F32);
+            let scores = to_f64(dsa.scores(&index).into_data());
+            let lists = dsa.choose(&index).unwrap();
+            assert!(lists.is_causal() && lists.seq_kv() == seq[1]);
+            let chosen = rows(&lists);
+            assert_eq!(chosen.len(), seq[0]);
+            let mut compared = 0;
+            for (query, chosen) in chosen.iter().enumerate() {
+                let what = format!("{device:?}, {seq:?}, {keep}: {query}");
+                let scores = &scores[query * seq[1]..][..seq[1]];
+                assert_near(&what, scores, &problem.scores(query), tolerance);
+                let (by_device, _) = problem.choice_by(scores, query, keep, near);
+                assert_eq!(*chosen, by_device, "{what}");
+                let (exact, gap) = problem.choice(query, keep, near);
+                if gap > 2.0 * tolerance {
+                    assert_eq!(*chosen, exact, "{what}");
+                    compared += 1;
+                }
+            }
+            let is_rounded = tolerance > 1e-3;
+            assert!(
+                is_rounded || compared * 2 >= seq[0],
+                "{device:?}, {seq:?}: {compared}"
+            );
+        }
+    }
+}
+
+/// Later tokens change no choice, and the queries of new tokens choose as they do among all.
+pub fn dsa_is_prefix_stable(devices: &[Device]) {
+    let problem = Problem::random(10_900, [60, 60]);
+    let dsa = Dsa::new(8).unwrap().with_near(2).unwrap();
+    for device in devices {
+        let run =
+            |problem: &Problem| rows(&dsa.choose(&problem.index(device, DType::F32)).unwrap());
+        let before = run(&problem);
+        let mut changed = problem.clone();
+        for (part, width) in [(0, 6), (1, 6), (2, 1)] {
+            for head in changed.index[part].chunks_mut(60 * width) {
+                head[40 * width..].iter_mut().for_each(|x| *x = 1.25 - *x);
+            }
+        }
+        let after = run(&changed);
+        assert_eq!(before[..40], after[..40], "{device:?}");
+        assert!(before[40..] != after[40..], "{device:?}");
+        assert_eq!(before[59..], run(&problem.last_query()), "{device:?}");
+    }
+}
+
+/// What the indexer learns by, over all keys and over chosen ones.
+pub fn dsa_losses_equal_f64(devices: &[Device]) {
+    for (seed, seq) in [(11_000, [30, 30]), (11_001, [11, 50])] {
+        let problem = Problem::random(seed, seq);
+        let dsa = Dsa::new(7).unwrap();
+        for device in devices {
+            for (dtype, tolerance) in exact_dtypes(device) {
+                let index = problem.index(device, dtype);
+                let [q, k] = problem.queries_and_keys(device, dtype);
+                let lists = dsa.choose(&index).unwrap();
+                let chosen = rows(&lists);
+                for (over, expected) in [
+                    (
+                        DsaTarget::All,
+                        problem.loss(0.7, |query| (0..=problem.position(query)).collect()),
+                    ),
+                    (
+                        DsaTarget::Chosen(&lists),
+                        problem.loss(0.7, |query| chosen[query].clone()),
+                    ),
+                ] {
+                    let loss = dsa.loss(&index, [&q, &k], Some(0.7), over).unwrap();
+                    let loss = to_f64(loss.into_data())[0];
+                    assert!(
+                        (loss - expected).abs() < 10.0 * tolerance,
+                        "{device:?}, {dtype:?}, {over:?}: {loss}, {expected}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// The gradients of the loss; q and k have none.
+pub fn dsa_gradients_equal_finite_differences(devices: &[Device]) {
+    let problem = Problem::random(11_100, [13, 17]);
+    let dsa = Dsa::new(6).unwrap();
+    for device in devices.iter().filter(|device| supports(device, DType::F64)) {
+        let lists = dsa.choose(&problem.index(device, DType::F64)).unwrap();
+        for over in [DsaTarget::All, DsaTarget::Chosen(&lists)] {
+            let autodiff = device.clone().autodiff();
+            let mut index = problem.index(&autodiff, DType::F64);
+            index.q = index.q.require_grad();
+            index.k = index.k.require_grad();
+            index.weights = index.weights.require_grad();
+            let [q, k] = problem.queries_and_keys(&autodiff, DType::F64);
+            let [q, k] = [q, k].map(Tensor::require_grad);
+            let loss = dsa.loss(&index, [&q, &k], None, over).unwrap();
+            // A loss may be a part of another.
+            let grads = loss.mul_scalar(3.0).backward();
+            assert!(q.grad(&grads).is_none() && k.grad(&grads).is_none());
+            let found = [
+                to_f64(index.q.grad(&grads).unwrap().into_data()),
+                to_f64(index.k.grad(&grads).unwrap().into_data()),
+                to_f64(index.weights.grad(&grads).unwrap().into_data()),
+            ];
+            let [q, k] = problem.queries_and_keys(device, DType::F64);
+            for (part, grad) in found.iter().enumerate() {
+                assert!(grad.iter().any(|&x| x.abs() > 1e-4));
+                for at in (0..grad.len()).step_by(7) {
+                    let loss = |step: f64| {
+                        let mut moved = problem.clone();
+                        moved.index[part][at] += step;
+                        let index = moved.index(device, DType::F64);
+                        let loss = dsa.loss(&index, [&q, &k], None, over).unwrap();
+                        3.0 * to_f64(loss.into_data())[0]
+                    };
+                    let slope = (loss(1e-6) - loss(-1e-6)) / 2e-6;
+                    assert!(
+                        (slope - grad[at]).abs() < 1e-7,
+                        "{device:?}, {over:?}, {part} at {at}: {}, differences say {slope}",
+                        grad[at]
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Wrong sizes and numbers.
+pub fn dsa_errors(devices: &[Device]) {
+    let text = |error: burn_blocksparse::OpError| error.to_string();
+    assert!(text(Dsa::new(0).unwrap_err()).contains("keep must be at least 1"));
+    let dsa = Dsa::new(4).unwrap();
+    assert!(text(dsa.with_near(5).unwrap_err()).contains("near must be at most keep"));
+    for device in devices {
+        let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, (device, DType::F32));
+        let weights = |heads, rows| Tensor::<3>::zeros([1, heads, rows], (device, DType::F32));
+        let index = |q, k, w| text(DsaIndex::new(q, k, w).unwrap_err());
+        let q = || zeros([1, 2, 8, 4]);
+        assert!(index(q(), zeros([1, 2, 8, 4]), weights(2, 8)).contains("index k's heads"));
+        assert!(index(q(), zeros([1, 1, 8, 5]), weights(2, 8)).contains("index_dim"));
+        assert!(index(q(), zeros([1, 1, 8, 4]), weights(3, 8)).contains("weights' shape"));
+        assert!(index(q(), zeros([1, 1, 7, 4]), weights(2, 8)).contains("seq_q"));
+        let index = DsaIndex::new(q(), zeros([1, 1, 8, 4]), weights(2, 8)).unwrap();
+        let (queries, keys) = (zeros([1, 2, 7, 4]), zeros([1, 1, 8, 4]));
+        let error = dsa.loss(&index, [&queries, &keys], None, DsaTarget::All);
+        assert!(text(error.unwrap_err()).contains("q's seq_q"));
+    }
+}
