@@ -20,7 +20,8 @@ const LAUNCH: usize = 2;
 const SLOWER: usize = 16;
 /// What sharing has to save.
 const WORTHWHILE: f64 = 1.05;
-/// Where there are more tiles than this for each multiprocessor, no tile is a notable part of the pass.
+/// Where there are more tiles than this for each multiprocessor, as a rule no tile is a notable part of the pass, and the sums of all of
+/// them would take much memory.
 const MANY: usize = 8;
 
 /// The cubes that share each tile: a divisor of the query heads to a head of keys, 1 if a cube has them all.
