@@ -67,7 +67,7 @@ fn what_is_not_fused_says_why() {
         let line = of(&Fake::webgpu(), &dense(4, 1024), limit);
         assert_eq!(line, two(buffers));
     }
-    let local = Pattern::local(32).layout(4, 4096, 32).unwrap();
+    let local = Pattern::local(16).layout(4, 4096, 16).unwrap();
     let device = Fake::sm90();
     let few = "too few keys of a query are kept to pay for sums of dQ";
     assert_eq!(of(&device, &local, TierLimit::None), two(few));
