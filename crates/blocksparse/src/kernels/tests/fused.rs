@@ -36,7 +36,7 @@ fn dense_attention_is_fused() {
             .and_then(|words| words.rsplit(' ').next())
             .and_then(|number| number.parse().ok())
             .unwrap_or_else(|| panic!("{line}"));
-        let mib = groups * 4 * 16 * 8192 * dim * 4 >> 20;
+        let mib = (groups * 4 * 16 * 8192 * dim * 4) >> 20;
         assert!(
             line.ends_with(&format!("{groups} groups with {mib} MiB of sums of dQ")),
             "{line}"
