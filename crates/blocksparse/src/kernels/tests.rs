@@ -402,16 +402,12 @@ mod tensor_cores {
         check(&device, &dense, bf16, TierLimit::Mma, &mma);
         let [h1, h2] = refused("hopper", "BLOCKSPARSE_TIER says simt");
         let [m1, m2] = refused("mma", "BLOCKSPARSE_TIER says simt");
-        let simt = [
-            &h1,
-            &m1,
-            &h2,
-            &m2,
-            "forward: simt",
-            "dQ: simt",
-            "dK, dV: simt",
-        ];
-        check(&device, &dense, bf16, TierLimit::Simt, &simt);
+        let mut simt = vec![h1.as_str(), &m1, &h2, &m2, "forward: simt"];
+        simt.extend(["dQ: simt", "dK, dV: simt"]);
+        check(&device, &dense, bf16, TierLimit::SimtWalks, &simt);
+        simt.truncate(5);
+        simt.push("backward: simt");
+        check(&device, &dense, bf16, TierLimit::SimtFused, &simt);
         let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
         check(&device, &dense, bf16, TierLimit::HopperWalks, &walks);
         let says = "backward: not hopper, BLOCKSPARSE_TIER says hopper-forward";

@@ -37,7 +37,7 @@ struct Candidate {
     forward: [f64; 2],
     /// Of the walks of the backward pass.
     backward: [f64; 2],
-    /// Of the fused backward pass, on the scale of the walks.
+    /// Of the fused backward pass, on the scale of the walks: from instructions in the machine code, not from times.
     fused: [f64; 2],
 }
 

@@ -36,7 +36,7 @@ fn dense_attention_is_fused() {
             .and_then(|words| words.rsplit(' ').next())
             .and_then(|number| number.parse().ok())
             .unwrap_or_else(|| panic!("{line}"));
-        let mib = groups * 4 * 16 * 8192 * dim * 4 >> 20;
+        let mib = (groups * 4 * 16 * 8192 * dim * 4) >> 20;
         assert!(
             line.ends_with(&format!("{groups} groups with {mib} MiB of sums of dQ")),
             "{line}"
@@ -67,7 +67,7 @@ fn what_is_not_fused_says_why() {
         let line = of(&Fake::webgpu(), &dense(4, 1024), limit);
         assert_eq!(line, two(buffers));
     }
-    let local = Pattern::local(32).layout(4, 4096, 32).unwrap();
+    let local = Pattern::local(16).layout(4, 4096, 16).unwrap();
     let device = Fake::sm90();
     let few = "too few keys of a query are kept to pay for sums of dQ";
     assert_eq!(of(&device, &local, TierLimit::None), two(few));
