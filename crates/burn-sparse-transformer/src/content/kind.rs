@@ -40,8 +40,8 @@ impl ContentAttention {
         "nsa[:BLOCK,STRIDE,SELECTED,KEEP,WINDOW][,mlp][,shared]  compressed blocks, KEEP blocks of SELECTED tokens and a window, in all heads (Yuan et al., 2025)",
     ];
 
-    /// Whether tokens that come later change nothing of what a token sees: with none of them yet, so that none decodes from a cache, and language models that
-    /// are trained with them are scored a little too well.
+    /// Whether tokens that come later change nothing of what a token sees, as with `nsa` alone: the others decode from no cache, and language models that are
+    /// trained with them are scored a little too well.
     pub fn is_prefix_stable(&self) -> bool {
         match self {
             Self::Routing(_) | Self::Lsh(_) => false,

@@ -185,10 +185,10 @@ impl KvPool {
                 }
             }
         }
-        for at in 0..groups.len() {
+        for (at, group) in groups.iter_mut().enumerate() {
             let call = (steps, &writes[..]);
             match NsaStep::new(&self.groups, at, call, seq, is_dense, &self.device) {
-                Ok(nsa) => groups[at].nsa = nsa,
+                Ok(nsa) => group.nsa = nsa,
                 Err(error) => {
                     self.undo(undo);
                     return Err(error);
