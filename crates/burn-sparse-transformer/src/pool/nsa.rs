@@ -125,6 +125,11 @@ impl Branches {
         })
     }
 
+    /// Whether steps can be recorded: numbers of eight bits are unpacked with constants of the host.
+    pub(super) fn is_recordable(&self) -> bool {
+        !self.entries.is_quantized()
+    }
+
     /// Bytes of all pages.
     pub(super) fn bytes(&self) -> usize {
         let window = self.window.as_ref().map_or(0, Store::bytes);

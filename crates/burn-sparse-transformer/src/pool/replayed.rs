@@ -8,7 +8,7 @@ use burn_blocksparse::pages::{SequenceId, Writes};
 use burn_blocksparse::{Fixed, PageChoice, Replayed};
 
 use super::begin::Advance;
-use super::nsa::NsaInputs;
+use super::nsa::{Branches, NsaInputs};
 use super::step::{GroupStep, Road, Rows, Walk};
 use super::{Group, KvPool, KvPositions, KvStep, Step, check_steps};
 use crate::error::ensure;
@@ -20,7 +20,7 @@ use crate::{SparseTransformer, TransformerError};
 /// (CUDA): see [`Replayed`]. Elsewhere they run one by one. The numbers are those of [`SparseTransformer::next_logits`] either way.
 ///
 /// The first three steps of a batch run, the fourth is recorded. Another batch, or a step that a recording cannot take (several tokens, pages that are
-/// copied after a fork, a pattern whose slots are gathered or have positions), runs by itself, and the next batch is recorded anew.
+/// copied after a fork, a pattern whose slots are gathered or have positions, `nsa` in eight bits), runs by itself, and the next batch is recorded anew.
 ///
 /// It stays on its thread, as recordings do.
 ///
@@ -352,6 +352,7 @@ impl KvPool {
                 .groups
                 .iter()
                 .all(|group| group.key.is_plain() && group.books.single_sees_all(self.residency))
+            && self.branches.iter().flatten().all(Branches::is_recordable)
     }
 
     /// Whether single tokens would copy pages.

@@ -146,6 +146,11 @@ impl Store {
         })
     }
 
+    /// Whether numbers have eight bits.
+    pub(super) fn is_quantized(&self) -> bool {
+        matches!(self.pages, Some(PagedStore::Quantized(_)))
+    }
+
     /// Widths of keys and values.
     pub(super) fn widths(&self) -> Option<[usize; 2]> {
         self.pages.as_ref().map(PagedStore::widths)
