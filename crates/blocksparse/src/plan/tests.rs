@@ -223,13 +223,22 @@ fn visits_count_in_launch_order(
     }
 }
 
-/// Windows are walked from their last queries on, unless a tile of sinks is long and keeps ahead from the first ones on.
+/// How a tile walks: from its last queries to its first, or the other way.
+#[derive(Clone, Copy, PartialEq)]
+enum Turned {
+    None,
+    /// Those of more than so many steps.
+    Above(usize),
+}
+
+/// Windows are walked from their last queries on; a tile of sinks is long and keeps ahead from the first ones on, with all others if these are long, too.
 #[rstest::rstest]
-#[case(Pattern::local(256), false)]
-#[case(Pattern::causal(), false)]
-#[case(Pattern::streaming(256, 64), true)]
-fn long_tiles_turn_all_walks(#[case] pattern: Pattern, #[case] forward: bool) {
-    let layout = pattern.layout(1, 8192, 64).unwrap();
+#[case(Pattern::local(256), 8192, Turned::None)]
+#[case(Pattern::causal(), 8192, Turned::None)]
+#[case(Pattern::streaming(256, 64), 8192, Turned::Above(7))]
+#[case(Pattern::streaming(2560, 64), 16_384, Turned::Above(0))]
+fn long_tiles_turn_walks(#[case] pattern: Pattern, #[case] seq: usize, #[case] turned: Turned) {
+    let layout = pattern.layout(1, seq, 64).unwrap();
     let tiling = Tiling {
         visits: true,
         coarse: false,
@@ -237,15 +246,24 @@ fn long_tiles_turn_all_walks(#[case] pattern: Pattern, #[case] forward: bool) {
     };
     let plan = TilePlan::new(&layout, tiling);
     let sections = plan.sections;
+    let mut longest = 0;
     for tile in 0..plan.tiles {
         let record = &plan.words[sections.tiles + tile * 3..][..3];
         let entries = &plan.words[sections.entries + record[0] as usize * 3..];
         let places = entries[..record[1] as usize * 3].chunks(3);
         let places: Vec<u32> = places.map(|entry| entry[0]).collect();
-        let sorted = match forward {
+        let is_turned = match turned {
+            Turned::None => false,
+            Turned::Above(steps) => places.len() > steps,
+        };
+        let sorted = match is_turned {
             true => places.is_sorted(),
             false => places.is_sorted_by(|a, b| a >= b),
         };
         assert!(sorted, "tile {tile}: {places:?}");
+        longest = longest.max(places.len());
+    }
+    if turned == Turned::Above(7) {
+        assert_eq!(longest, seq / 64);
     }
 }
