@@ -5,7 +5,7 @@ use burn_blocksparse::pages::{
     CacheError, PagePool, Residency, SequenceId, Step as BooksStep, Writes,
 };
 
-use super::nsa::NsaStep;
+use super::nsa_step::NsaStep;
 use super::sight::Sight;
 use super::step::{self, GroupStep, Road, Sinks};
 use super::store::{self, Copies};

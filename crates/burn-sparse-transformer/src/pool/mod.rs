@@ -7,6 +7,8 @@ mod config;
 mod evict;
 mod model;
 mod nsa;
+mod nsa_attend;
+mod nsa_step;
 mod prefix;
 mod replayed;
 mod saved;
@@ -23,7 +25,8 @@ use burn_blocksparse::{Activation, PageChoice, Reach, bias_activation};
 
 pub(crate) use begin::Step;
 pub use config::{KvDtype, KvPoolConfig, KvPositions};
-use nsa::{BranchGroups, Branches};
+use nsa::Branches;
+use nsa_step::BranchGroups;
 pub use replayed::ReplayedDecoder;
 pub use saved::KvSnapshot;
 use sight::Sight;

@@ -3,13 +3,15 @@
 use std::cell::{Ref, RefCell, RefMut};
 use std::rc::Rc;
 
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_blocksparse::pages::{SequenceId, Writes};
 use burn_blocksparse::{Fixed, PageChoice, Replayed};
 
 use super::begin::Advance;
-use super::nsa::{Branches, NsaInputs};
+use super::nsa::Branches;
+use super::nsa_step::NsaInputs;
 use super::step::{GroupStep, Road, Rows, Walk};
+use super::store::{data, zeros};
 use super::{Group, KvPool, KvPositions, KvStep, Step, check_steps};
 use crate::error::ensure;
 use crate::heads::Positions;
@@ -366,18 +368,4 @@ impl KvPool {
         }
         Ok(false)
     }
-}
-
-pub(super) fn data<const D: usize>(values: Vec<i32>, shape: [usize; D]) -> TensorData {
-    TensorData::new(values, shape)
-}
-
-pub(super) fn zeros<const D: usize>(
-    shape: [usize; D],
-    device: &Device,
-) -> Result<Fixed<D, Int>, TransformerError> {
-    Ok(Fixed::new(
-        data(vec![0; shape.iter().product()], shape),
-        device,
-    )?)
 }

@@ -5,7 +5,8 @@ use burn_blocksparse::pages::{CacheError, SavedSequence, SequenceId};
 use serde::{Deserialize, Serialize};
 
 use super::begin::Undo;
-use super::nsa::{self, Branches};
+use super::nsa::Branches;
+use super::nsa_step;
 use super::store::{Store, ints, lost};
 use super::{Group, KvPool};
 use crate::TransformerError;
@@ -214,7 +215,7 @@ impl KvPool {
         let of_row = |row: usize| {
             let keys = books.slot_keys(id, row)?;
             Ok(match (part.kind, &key.nsa) {
-                (PartKind::Entries, Some(nsa)) => nsa::entry_slots(nsa, page_size, &keys),
+                (PartKind::Entries, Some(nsa)) => nsa_step::entry_slots(nsa, page_size, &keys),
                 _ => (keys.iter())
                     .map(|key| (key.slot.page * page_size + key.slot.slot) as i32)
                     .collect(),

@@ -9,7 +9,7 @@ use burn_blocksparse::{
 };
 
 use super::KvStep;
-use super::nsa::NsaStep;
+use super::nsa_step::NsaStep;
 use super::store::{Copies, ints};
 use super::watch::Watch;
 use crate::heads::Positions;

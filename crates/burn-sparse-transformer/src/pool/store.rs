@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
 use burn_blocksparse::pages::PageCopy;
 use burn_blocksparse::{
-    PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages, append_quantized,
+    Fixed, PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages, append_quantized,
     append_rows, dequantize, summarize_stored,
 };
 
@@ -513,4 +513,20 @@ fn dtype_of(summary: PageSummary, keys: DType) -> DType {
         (_, DType::F64) => DType::F64,
         _ => DType::F32,
     }
+}
+
+/// Numbers to write into a tensor that recorded steps read.
+pub(super) fn data<const D: usize>(values: Vec<i32>, shape: [usize; D]) -> TensorData {
+    TensorData::new(values, shape)
+}
+
+/// Such a tensor, of zeros.
+pub(super) fn zeros<const D: usize>(
+    shape: [usize; D],
+    device: &Device,
+) -> Result<Fixed<D, Int>, TransformerError> {
+    Ok(Fixed::new(
+        data(vec![0; shape.iter().product()], shape),
+        device,
+    )?)
 }
