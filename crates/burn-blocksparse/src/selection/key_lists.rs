@@ -99,8 +99,8 @@ impl KeyLists {
 /// Attention of each query to the keys that it lists, and to no others: out and lse. Differentiable in q, k and v; the lists have no gradient. What a query
 /// sees beside its list is a call of its own, merged by lse ([`merge_attention`](crate::merge_attention)).
 ///
-/// On GPUs that have kernels for it a query walks its own list, with the heads that share it as rows of a matrix, where
-/// [`ChoiceWalk::Auto`](crate::ChoiceWalk::Auto) asks for it. Elsewhere all products of some queries at a time are made, of which those that are not listed
+/// On GPUs that have kernels for it a query walks its own list, with the heads that share it as rows of a matrix, unless
+/// [`ChoiceWalk::Packed`](crate::ChoiceWalk::Packed) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed
 /// have no weight: [`attention_with_keys_plan`] says which. Either way every number has one writer, which adds in a fixed order.
 ///
 /// ```
