@@ -43,7 +43,7 @@ pub(crate) fn shapes(
     v: &Tensor<4>,
     layout: &BlockLayout,
 ) -> Result<(), OpError> {
-    tensors(q, k, v)?;
+    something(q, v)?;
     let [batch, heads, seq_q, _] = q.dims();
     let seq_kv = k.dims()[2];
     if let Some(layout_batch) = layout.batch() {
@@ -52,12 +52,34 @@ pub(crate) fn shapes(
     let whose = "the layout's";
     OpError::expect_same("q's heads", layout.heads(), whose, heads)?;
     OpError::expect_same("q's seq_q", layout.seq_q(), whose, seq_q)?;
-    OpError::expect_same("k's seq_kv", layout.seq_kv(), whose, seq_kv)
+    OpError::expect_same("k's seq_kv", layout.seq_kv(), whose, seq_kv)?;
+    each_other(q, k, v)
 }
 
 /// That the tensors fit each other, on a device that this crate serves.
 pub(crate) fn tensors(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
+    something(q, v)?;
+    each_other(q, k, v)
+}
+
+/// That there is something to compute, on a device that this crate serves.
+fn something(q: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
     served(&q.device())?;
+    let [batch, _, _, head_dim] = q.dims();
+    let [_, _, _, value_dim] = v.dims();
+    for (argument, size) in [
+        ("q's batch", batch),
+        ("q's head_dim", head_dim),
+        ("v's value_dim", value_dim),
+    ] {
+        if size == 0 {
+            return Err(OpError::argument(argument, "at least 1", size));
+        }
+    }
+    Ok(())
+}
+
+fn each_other(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
     let equal = |argument, expected: usize, whose: &str, got: usize| match expected == got {
         true => Ok(()),
         false => Err(OpError::argument(
@@ -68,16 +90,7 @@ pub(crate) fn tensors(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(),
     };
     let [batch, heads, _, head_dim] = q.dims();
     let [k_batch, kv_heads, seq_kv, k_dim] = k.dims();
-    let [v_batch, v_heads, v_seq, value_dim] = v.dims();
-    if batch == 0 {
-        return Err(OpError::argument("q's batch", "at least 1", batch));
-    }
-    if head_dim == 0 {
-        return Err(OpError::argument("q's head_dim", "at least 1", 0));
-    }
-    if value_dim == 0 {
-        return Err(OpError::argument("v's value_dim", "at least 1", 0));
-    }
+    let [v_batch, v_heads, v_seq, _] = v.dims();
     equal("k's batch", batch, "q's", k_batch)?;
     equal("k's head_dim", head_dim, "q's", k_dim)?;
     equal("v's batch", batch, "q's", v_batch)?;
