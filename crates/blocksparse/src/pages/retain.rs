@@ -68,6 +68,14 @@ impl PagePool {
         self.known.tick();
         let mut sequence = self.sequences.remove(&id).expect("it was found");
         let mut retained = Retained::default();
+        // What any row lets go is there for all of them.
+        for (row, &count) in sequence.rows.iter().zip(counts) {
+            if count < row.permanent.slots() {
+                let dropped = row.permanent.pages.iter().skip(count.div_ceil(page_size));
+                let freed = dropped.filter(|&&page| self.release(page));
+                retained.freed.extend(freed.map(|&page| page as usize));
+            }
+        }
         for (row, &count) in sequence.rows.iter_mut().zip(counts) {
             let needed = count.div_ceil(page_size);
             let old = std::mem::take(&mut row.permanent);
@@ -75,15 +83,7 @@ impl PagePool {
                 row.permanent = old;
             } else {
                 let mut region = Region::default();
-                let dropped = old.pages.iter().skip(needed).copied();
-                retained.freed.extend(
-                    dropped
-                        .filter(|&page| self.release(page))
-                        .map(|page| page as usize),
-                );
-                for &page in old.pages.iter().take(needed) {
-                    region.pages.push_back(page);
-                }
+                region.pages.extend(old.pages.iter().take(needed));
                 for page in &mut region.pages {
                     match self.refs[*page as usize] {
                         1 => self.forget_page(*page),

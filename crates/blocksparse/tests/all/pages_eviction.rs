@@ -265,3 +265,18 @@ fn prefixes() {
     pool.verify().unwrap();
     assert_eq!(pool.known_prefix(Residency::Evict, &tokens).unwrap(), 0);
 }
+
+/// The first row needs a page for what it shares with a fork, and there is none but what the second one lets go.
+#[test]
+fn rows_take_what_other_rows_let_go() {
+    let mut machine = Machine::new(4, 2, 0);
+    let id = machine.pool.join(Residency::Evict).unwrap();
+    machine.pool.append(id, 4).unwrap();
+    let fork = machine.pool.fork(id).unwrap();
+    machine.pool.append(id, 4).unwrap();
+    assert_eq!(machine.pool.free_pages(), 0);
+    machine.pool.retain(id, &[7, 0]).unwrap();
+    machine.pool.verify().unwrap();
+    let stored = |id: SequenceId| [0, 1].map(|row| machine.pool.slot_keys(id, row).unwrap().len());
+    assert_eq!((stored(id), stored(fork)), ([7, 0], [4, 4]));
+}
