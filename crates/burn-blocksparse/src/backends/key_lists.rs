@@ -1,5 +1,11 @@
 //! Queries that list single keys on each backend, and their step in Burn's autodiff graph.
 
+#[cfg(any(
+    feature = "flex",
+    feature = "ndarray",
+    feature = "cube",
+    feature = "autodiff"
+))]
 use crate::ops::KeyListOps;
 
 #[cfg(feature = "flex")]

@@ -1,5 +1,8 @@
 //! The backend trait of queries that list single keys.
 
+// Without autodiff and without a backend nobody goes backward.
+#![cfg_attr(not(feature = "autodiff"), allow(dead_code))]
+
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 

@@ -1,6 +1,9 @@
 //! Attention over lists of single keys in Burn's primitives: products with all keys, some queries at a time, of which those that are not listed have no
 //! weight. It takes the time of dense attention, and the memory of one such part.
 
+// Without autodiff and without a backend nobody goes backward.
+#![cfg_attr(not(feature = "autodiff"), allow(dead_code))]
+
 use std::ops::Range;
 
 use burn::backend::tensor::{BoolTensor, Device, FloatTensor, IntTensor};
