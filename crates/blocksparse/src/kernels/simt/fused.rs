@@ -4,6 +4,9 @@
 //! rows of dQ that they share. Each of a few groups of tiles has a cube, which computes them one after the other, and sums of dQ of its
 //! own: one writer for each number, in a fixed order, and no waiting. The price is memory, a dQ in the type of sums for each group.
 
+use cubecl::ir::features::Plane;
+
+use super::tile::fours;
 use super::{Tile, cheapest, describe, shared_bytes};
 use crate::BlockLayout;
 use crate::kernels::args::address_in;
@@ -22,13 +25,15 @@ pub struct Fused {
 
 /// MiB that sums of dQ may take unless `BLOCKSPARSE_SIMT_SUMS` says otherwise.
 const MOST_MIB: usize = 1024;
-/// The greatest width of the fused pass.
+/// The greatest width of the fused pass: of those on GPUs it was compared with the two walks.
 const MOST_WIDTH: usize = 128;
 /// Kept keys of a query, for each group, below which two walks are taken: clearing and adding up the sums of a group takes as long as the
 /// products that it saves with this many, on a card with 15 multiply-adds in f32 to a byte of memory, twice over.
 const LEAST_KEYS: f64 = 48.0;
 /// Units of a multiprocessor that kernels of this size have registers for.
 const RESIDENT_UNITS: usize = 384;
+/// Iterations after which Mesa's software devices end all loops of a unit. They have no plane operations, and nothing else tells them from GPUs.
+const MOST_ITERATIONS: usize = u16::MAX as usize;
 /// Multiprocessors of a device that does not say how many it has.
 const MULTIPROCESSORS: u32 = 16;
 
@@ -60,6 +65,13 @@ fn keys_of_query(layout: &BlockLayout) -> f64 {
     pairs / (layout.num_patterns() * layout.seq_q().max(1)) as f64
 }
 
+/// Iterations of a step's loops, at most: what is loaded, products over the width, those over columns, and dQ over the tile's rows.
+fn iterations_of_step(tile: &Tile) -> usize {
+    let fours = fours(tile.head_dim) + fours(tile.value_dim);
+    let loads = (tile.cols() * fours).div_ceil(tile.units());
+    1 + loads + fours + 2 * tile.units_x + tile.rows
+}
+
 /// How much longer `cubes` take in rounds of `slots` than if they could be divided.
 fn idle(cubes: usize, slots: usize) -> f64 {
     (cubes.div_ceil(slots) * slots) as f64 / cubes.max(1) as f64
@@ -80,7 +92,6 @@ pub fn choose(part: &PartRequest, walks: [Tile; 2]) -> Result<Fused, &'static st
     if layout.device_choice().is_some() {
         return Err("how much is kept is known on the device only");
     }
-    // Wrong sums of dQ were found on a software device at width 256, of which the reason is not known; widths up to 128 were compared.
     if request.head_dim.max(request.value_dim) > MOST_WIDTH {
         return Err("the widths are above 128");
     }
@@ -130,6 +141,12 @@ pub fn choose(part: &PartRequest, walks: [Tile; 2]) -> Result<Fused, &'static st
     let groups = (1..=most)
         .find(|&groups| idle(heads * groups, slots) <= 1.02 * least)
         .unwrap_or(most);
+    let has_planes = part.properties.features.plane.contains(Plane::Ops);
+    let heads_per_kv = layout.heads() / request.kv_heads;
+    let steps = tiles.div_ceil(groups) * heads_per_kv * layout.seq_q().div_ceil(tile.cols());
+    if !has_planes && steps * iterations_of_step(&tile) > MOST_ITERATIONS {
+        return Err("a device without plane operations may end so long a walk early");
+    }
     let address = |numbers| address_in(part.properties, numbers);
     if address(groups * numbers).is_err() {
         return Err("the sums of dQ are more than the device can index");

@@ -80,4 +80,13 @@ fn what_is_not_fused_says_why() {
     let mut small = Fake::sm90();
     small.properties.memory.max_page_size = 1 << 20;
     assert_eq!(of(&small, &dense(4, 1024), TierLimit::None), two(large));
+    // Software devices end loops early, whatever is asked for.
+    let mut software = Fake::sm90();
+    software.properties.features.plane = Default::default();
+    let early = "a device without plane operations may end so long a walk early";
+    for limit in [TierLimit::None, TierLimit::SimtFused] {
+        assert_eq!(of(&software, &dense(4, 1 << 15), limit), two(early));
+    }
+    let forced = of(&software, &dense(4, 512), TierLimit::SimtFused);
+    assert!(forced.starts_with("backward simt  "), "{forced}");
 }
