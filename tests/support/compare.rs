@@ -145,3 +145,15 @@ pub fn assert_rows(what: &str, got: TensorData, expected: &Expected, dtype: DTyp
 pub fn to_f64(data: TensorData) -> Vec<f64> {
     data.convert::<f64>().to_vec().expect("converted to f64")
 }
+
+/// That a gradient is the slope of a loss, by differences. `loss` moves a number by so much, and gives what it is then; the number ends where it was.
+pub fn assert_slope(what: &str, loss: &mut impl FnMut(f64) -> f64, grad: f64) {
+    let step = 1e-6;
+    let (above, below) = (loss(step), loss(-2.0 * step));
+    loss(step);
+    let slope = (above - below) / (2.0 * step);
+    assert!(
+        (slope - grad).abs() < 1e-7,
+        "{what}: {grad} but differences say {slope}"
+    );
+}

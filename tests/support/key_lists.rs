@@ -12,7 +12,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::attention::inputs;
-use crate::compare::{assert_close, assert_close_to, to_f64};
+use crate::compare::{assert_close, assert_close_to, assert_slope, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports};
 use crate::linear::product_tolerance;
 use crate::options::half_tolerance;
@@ -379,7 +379,6 @@ pub fn attention_with_keys_equals_finite_differences(devices: &[Device]) {
         for (which, (name, grad)) in results.into_iter().skip(2).enumerate() {
             let grad = to_f64(grad);
             for index in (0..grad.len()).step_by(17) {
-                let step = 1e-6;
                 let mut loss = |step: f64| {
                     let problem = &mut drawn.problem;
                     let values = [&mut problem.q, &mut problem.k, &mut problem.v];
@@ -395,14 +394,8 @@ pub fn attention_with_keys_equals_finite_differences(devices: &[Device]) {
                     let lse = (lse * grad_lse).mask_fill(there.bool_not(), 0.0);
                     ((out * grad_out).sum() + lse.sum()).into_scalar::<f64>()
                 };
-                let (above, below) = (loss(step), loss(-2.0 * step));
-                loss(step);
-                let slope = (above - below) / (2.0 * step);
-                assert!(
-                    (slope - grad[index]).abs() < 1e-7,
-                    "{device:?}, {name} at {index}: {} but differences say {slope}",
-                    grad[index]
-                );
+                let what = format!("{device:?}, {name} at {index}");
+                assert_slope(&what, &mut loss, grad[index]);
             }
         }
     }

@@ -7,7 +7,7 @@ use burn_blocksparse::{
 };
 
 use crate::attention::inputs;
-use crate::compare::{assert_close, to_f64};
+use crate::compare::{assert_close, assert_slope, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes, supports};
 use crate::options::half_tolerance;
 use crate::reference::Problem;
@@ -205,7 +205,6 @@ pub fn selected_gradients_equal_finite_differences(devices: &[Device]) {
         for (which, (name, grad)) in results.into_iter().skip(2).enumerate() {
             let grad = to_f64(grad);
             for index in (0..grad.len()).step_by(37) {
-                let step = 1e-6;
                 let mut loss = |step: f64| {
                     let values = [&mut problem.q, &mut problem.k, &mut problem.v];
                     values.into_iter().nth(which).unwrap()[index] += step;
@@ -217,14 +216,8 @@ pub fn selected_gradients_equal_finite_differences(devices: &[Device]) {
                     let grad_lse = Tensor::<3>::from_data(shape, (device, DType::F64));
                     ((out * grad_out).sum() + (lse * grad_lse).sum()).into_scalar::<f64>()
                 };
-                let (above, below) = (loss(step), loss(-2.0 * step));
-                loss(step);
-                let slope = (above - below) / (2.0 * step);
-                assert!(
-                    (slope - grad[index]).abs() < 1e-7,
-                    "{device:?}, {name} at {index}: {} but differences say {slope}",
-                    grad[index]
-                );
+                let what = format!("{device:?}, {name} at {index}");
+                assert_slope(&what, &mut loss, grad[index]);
             }
         }
     }

@@ -53,13 +53,7 @@ impl Sample {
     fn of(layout: &BlockLayout, tiling: Tiling) -> Self {
         /// Blocks looked at per launch; small layouts have fewer.
         const ENOUGH: usize = 1 << 16;
-        let Tiling {
-            walk,
-            rows,
-            cols,
-            clustered,
-            ..
-        } = tiling;
+        let Tiling { rows, cols, .. } = tiling;
         let b = layout.block_size();
         // A tile lower than a block has its row of blocks to itself.
         let height = (rows / b).max(1);
@@ -70,23 +64,11 @@ impl Sample {
         let mut sample = Self::default();
         let per_pattern = ENOUGH.div_ceil(layout.num_patterns());
         for pattern in 0..layout.num_patterns() {
-            let source = Source::without_places(layout, tiling, pattern);
-            let clusters = match clustered {
-                true => clusters(layout, walk, pattern, height),
-                false => Vec::new(),
-            };
-            let tiles = source.lines().div_ceil(height);
+            let tiles = Tiles::of(layout, tiling, pattern);
+            let count = tiles.source.lines().div_ceil(height);
             let mut seen = 0;
-            for tile in scattered(tiles) {
-                let lines = match clusters.get(tile) {
-                    Some(lines) => lines.clone(),
-                    None => ((tile * height) as u32..).take(height).collect(),
-                };
-                let blocks: Vec<Entry> = lines
-                    .into_iter()
-                    .filter(|&line| (line as usize) < source.lines())
-                    .flat_map(|line| source.line(line as usize))
-                    .collect();
+            for tile in scattered(count) {
+                let blocks: Vec<Entry> = tiles.entries(tile, tile * height).collect();
                 seen += blocks.len();
                 sample.add(blocks, height, per_entry, b, cols);
                 if seen > per_pattern {
@@ -124,41 +106,56 @@ impl Sample {
     }
 }
 
+/// The block rows of a pattern's tiles.
+struct Tiles<'a> {
+    source: Source<'a>,
+    /// Of each tile, where like rows are together.
+    clusters: Vec<Vec<u32>>,
+    height: usize,
+}
+
+impl<'a> Tiles<'a> {
+    fn of(layout: &'a BlockLayout, tiling: Tiling, pattern: usize) -> Self {
+        let height = (tiling.rows / layout.block_size()).max(1);
+        Self {
+            source: Source::without_places(layout, tiling, pattern),
+            clusters: match tiling.clustered {
+                true => clusters(layout, tiling.walk, pattern, height),
+                false => Vec::new(),
+            },
+            height,
+        }
+    }
+
+    /// What a tile's block rows keep, row by row. Without clusters they are neighbours from `first` on.
+    fn entries(&self, tile: usize, first: usize) -> impl Iterator<Item = Entry> {
+        let lines = match self.clusters.get(tile) {
+            Some(lines) => lines.clone(),
+            None => (first as u32..).take(self.height).collect(),
+        };
+        lines
+            .into_iter()
+            .filter(|&line| (line as usize) < self.source.lines())
+            .flat_map(|line| self.source.line(line as usize))
+    }
+}
+
 /// Steps of the tiles of each pattern, as a plan has them but for what masks leave out.
 #[cfg(feature = "cuda-asm")]
 pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
-    let Tiling {
-        walk,
-        rows,
-        cols,
-        clustered,
-        ..
-    } = tiling;
+    let Tiling { rows, cols, .. } = tiling;
     let b = layout.block_size();
-    let height = (rows / b).max(1);
     let of_pattern = |pattern| -> Vec<usize> {
-        let source = Source::without_places(layout, tiling, pattern);
-        let clusters = match clustered {
-            true => clusters(layout, walk, pattern, height),
-            false => Vec::new(),
-        };
-        let tiles = (source.lines() * b).div_ceil(rows);
+        let tiles = Tiles::of(layout, tiling, pattern);
         let of_tile = |tile: usize| {
-            let lines = match clusters.get(tile) {
-                Some(lines) => lines.clone(),
-                None => ((tile * rows / b) as u32..).take(height).collect(),
-            };
-            let mut blocks: Vec<u32> = lines
-                .into_iter()
-                .filter(|&line| (line as usize) < source.lines())
-                .flat_map(|line| source.line(line as usize))
-                .map(|entry| entry.block)
-                .collect();
+            let entries = tiles.entries(tile, tile * rows / b);
+            let mut blocks: Vec<u32> = entries.map(|entry| entry.block).collect();
             blocks.sort_unstable();
             blocks.dedup();
             (blocks.len() * b).div_ceil(cols)
         };
-        (0..tiles).map(of_tile).collect()
+        let count = (tiles.source.lines() * b).div_ceil(rows);
+        (0..count).map(of_tile).collect()
     };
     (0..layout.num_patterns()).map(of_pattern).collect()
 }

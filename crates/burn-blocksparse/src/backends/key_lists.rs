@@ -24,27 +24,17 @@ pub(crate) mod kernels {
     };
     use blocksparse::kernels::{OutputGrads as KernelGrads, Outputs};
     use burn::backend::cubecl::dtype_to_elem_type;
-    use burn::tensor::{DType, IntDType};
-    use burn_cubecl::kernel::{cast, into_contiguous};
+    use burn::tensor::DType;
+    use burn_cubecl::CubeBackend;
+    use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::tensor::CubeTensor;
-    use burn_cubecl::{CubeBackend, CubeDevice};
 
     use super::KeyListOps;
     use crate::backends::cube::{contiguous, empty, filled, launched, readable, view};
+    use crate::backends::listed::kernels::{ALIGNMENT, numbers, planned};
     use crate::ops::{KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved};
     use crate::selection::key_reference as reference;
     use crate::values::OutputGrads;
-
-    /// Elements of 16 bytes, which rows begin at multiples of.
-    const ALIGNMENT: usize = 8;
-
-    /// What a device runs for a call, or why it does not.
-    pub(crate) fn plan(
-        device: &CubeDevice,
-        request: ListedRequest,
-    ) -> Result<ListedPlan, &'static str> {
-        ListedPlan::new(device.client().properties(), request)
-    }
 
     /// The sizes of a call by its shapes, and the dtype of its queries.
     pub(crate) fn request(
@@ -77,11 +67,10 @@ pub(crate) mod kernels {
             let KeyListInputs { q, k, v, keys } = inputs;
             let shapes = [&q, &k, &v].map(|x| x.meta.shape().dims());
             let request = request(shapes, q.dtype, keys.meta.shape()[3], call.causal);
-            let plan = ListedPlan::new(q.client.properties(), request);
             Self {
-                plan: plan.unwrap_or_else(|why| panic!("attention over lists of keys: {why}")),
+                plan: planned(&q, request),
                 inputs: [q, k, v].map(|x| readable(x, ALIGNMENT)),
-                keys: into_contiguous(cast(keys, IntDType::I32.into())),
+                keys: numbers(keys),
             }
         }
     }

@@ -31,7 +31,7 @@ pub(crate) mod kernels {
     };
 
     /// Elements of 16 bytes, which rows begin at multiples of.
-    const ALIGNMENT: usize = 8;
+    pub(crate) const ALIGNMENT: usize = 8;
 
     /// What a device runs for a call, or why it does not.
     pub(crate) fn plan(
@@ -39,6 +39,17 @@ pub(crate) mod kernels {
         request: ListedRequest,
     ) -> Result<ListedPlan, &'static str> {
         ListedPlan::new(device.client().properties(), request)
+    }
+
+    /// What runs of a call that was planned before.
+    pub(crate) fn planned(q: &CubeTensor, request: ListedRequest) -> ListedPlan {
+        let plan = ListedPlan::new(q.client.properties(), request);
+        plan.unwrap_or_else(|why| panic!("attention over lists: {why}"))
+    }
+
+    /// Lists as kernels read them.
+    pub(crate) fn numbers(x: CubeTensor) -> CubeTensor {
+        into_contiguous(cast(x, IntDType::I32.into()))
     }
 
     /// The sizes of a call by its shapes, and the dtype of its queries.
@@ -88,16 +99,13 @@ pub(crate) mod kernels {
             let shapes = [&q, &k, &v].map(|x| x.meta.shape().dims());
             let (most, tiles) = (blocks.meta.shape()[3], tile_blocks.meta.shape()[2]);
             let request = request(shapes, q.dtype, most, tiles, call);
-            let plan = ListedPlan::new(q.client.properties(), request);
-            let plan = plan.unwrap_or_else(|why| panic!("attention over lists: {why}"));
-            let numbers = |x: CubeTensor| into_contiguous(cast(x, IntDType::I32.into()));
             Self {
+                plan: planned(&q, request),
                 scale: options.scale_for(request.head_dim),
                 inputs: [q, k, v].map(|x| readable(x, ALIGNMENT)),
                 blocks: numbers(blocks),
                 queries: numbers(queries),
                 tile_blocks: numbers(tile_blocks),
-                plan,
             }
         }
     }

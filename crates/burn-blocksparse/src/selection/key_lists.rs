@@ -212,7 +212,8 @@ fn walk(
     lists: &KeyLists,
     options: &AttentionOptions,
 ) -> Result<String, String> {
-    use crate::backends::key_lists::kernels::{plan, request};
+    use crate::backends::key_lists::kernels::request;
+    use crate::backends::listed::kernels::plan;
     let Some(inner) = &crate::device::cube::of(&q.device()) else {
         return Err("the device has no kernels".to_string());
     };

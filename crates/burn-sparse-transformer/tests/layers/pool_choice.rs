@@ -237,25 +237,34 @@ fn evicted_keys_are_not_chosen() {
     }
 }
 
+/// That texts of a batch are those that prompts have alone: two prompts, and the tokens that follow each.
+pub(crate) fn generates_as_alone(model: &SparseTransformer) -> [(Vec<u32>, Vec<u32>); 2] {
+    let prompts = [70usize, 33].map(|len| {
+        let prompt: Vec<u32> = (0..len).map(|i| (i * i % VOCAB) as u32).collect();
+        prompt
+    });
+    let likeliest = Sampling::default().temperature(0.0);
+    let options = GenerateOptions::default().max_new(12).sampling(likeliest);
+    let go_on = &mut |_| std::ops::ControlFlow::Continue(());
+    let both = model.generate(&prompts, &options, go_on).unwrap();
+    assert_eq!(both.len(), prompts.len());
+    let mut both = both.into_iter();
+    prompts.map(|prompt| {
+        let alone = model
+            .generate(std::slice::from_ref(&prompt), &options, go_on)
+            .unwrap();
+        let tokens = both.next().unwrap().tokens;
+        assert_eq!(alone[0].tokens, tokens);
+        (prompt, tokens)
+    })
+}
+
 #[test]
 fn generated_text_does_not_depend_on_the_batch() {
     let device = Device::flex();
     let _guard = seed(&device, 16);
     let model = model(&["quest:16,48,1"], 2, &device);
-    let prompts: Vec<Vec<u32>> = [70usize, 33]
-        .iter()
-        .map(|&len| (0..len).map(|i| (i * i % VOCAB) as u32).collect())
-        .collect();
-    let likeliest = Sampling::default().temperature(0.0);
-    let options = GenerateOptions::default().max_new(12).sampling(likeliest);
-    let go_on = &mut |_| std::ops::ControlFlow::Continue(());
-    let both = model.generate(&prompts, &options, go_on).unwrap();
-    for (prompt, text) in prompts.iter().zip(&both) {
-        let alone = model
-            .generate(std::slice::from_ref(prompt), &options, go_on)
-            .unwrap();
-        assert_eq!(alone[0].tokens, text.tokens);
-    }
+    generates_as_alone(&model);
 }
 
 #[test]

@@ -2,13 +2,14 @@
 
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
-    BlockAttentionConfig, EvictionConfig, Factorization, GenerateOptions, KvDtype, KvPool,
-    KvPoolConfig, KvSnapshot, KvStep, Pattern, QkNorm, ReplayedDecoder, Residency, Sampling,
-    SequenceId, SparseTransformer, SparseTransformerConfig,
+    BlockAttentionConfig, EvictionConfig, Factorization, KvDtype, KvPool, KvPoolConfig, KvSnapshot,
+    KvStep, Pattern, QkNorm, ReplayedDecoder, Residency, SequenceId, SparseTransformer,
+    SparseTransformerConfig,
 };
 use rstest::rstest;
 
 use crate::common::{assert_close, randomise, seed, tokens};
+use crate::pool_choice::generates_as_alone;
 
 const VOCAB: usize = 11;
 const CONTEXT: usize = 128;
@@ -262,26 +263,13 @@ fn generated_text_does_not_depend_on_the_batch() {
     let device = Device::flex();
     let _guard = seed(&device, 26);
     let model = model(TEXTS[0], 2, &device);
-    let prompts: Vec<Vec<u32>> = [70usize, 33]
-        .iter()
-        .map(|&len| (0..len).map(|i| (i * i % VOCAB) as u32).collect())
-        .collect();
-    let likeliest = Sampling::default().temperature(0.0);
-    let options = GenerateOptions::default().max_new(12).sampling(likeliest);
-    let go_on = &mut |_| std::ops::ControlFlow::Continue(());
-    let both = model.generate(&prompts, &options, go_on).unwrap();
-    for (prompt, text) in prompts.iter().zip(&both) {
-        let alone = model
-            .generate(std::slice::from_ref(prompt), &options, go_on)
-            .unwrap();
-        assert_eq!(alone[0].tokens, text.tokens);
-    }
+    let [(prompt, text), _] = generates_as_alone(&model);
     // Steps are not recorded, and the same.
     let pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
     let mut decoder = ReplayedDecoder::new(model, pool).unwrap();
     let id = decoder.pool_mut().join().unwrap();
-    let mut next = prompts[0].clone();
-    for &token in &both[0].tokens {
+    let mut next = prompt;
+    for token in text {
         let steps = [KvStep::new(id, next.len())];
         let logits = decoder.next_logits(&next, &steps).unwrap();
         let likeliest = logits.argmax(1).into_scalar::<i64>();

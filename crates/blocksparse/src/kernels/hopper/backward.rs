@@ -44,7 +44,7 @@ use super::dropout::*;
 use super::gradient::*;
 use super::options::*;
 use super::rows::pack_all;
-use super::shares::store_sums;
+use super::shares::store_gradient;
 use super::tiles::BackwardTile;
 use crate::kernels::shared::walk::{Four, Listing, PlanParts};
 use crate::plan::{MASKED_STEP, NO_VISIT};
@@ -508,45 +508,20 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     let place8 = place_of(plan, own.rows, row + 8, t);
     let len = lengths.seq_kv;
     let factor = factor_of(args, comptime!(t.options));
+    let mut of_k = first;
+    let mut of_v = first;
     if comptime!(t.shares > 1) {
         let rows = lengths.batch * lengths.kv_heads * len;
-        let of_k = own.share * 2 * rows + first;
-        let of_v = of_k + rows;
-        let (scale, shape) = (numbers.scale, comptime!(t.store()));
-        store_sums::<O>(
-            out, &grad_k, of_k, place, place8, listing, len, lane, scale, shape,
-        );
-        store_sums::<O>(
-            out, &grad_v, of_v, place, place8, listing, len, lane, factor, shape,
-        );
-    } else {
-        store_rows::<O>(
-            out,
-            &grad_k,
-            0u32,
-            first,
-            place,
-            place8,
-            listing,
-            len,
-            lane,
-            numbers.scale,
-            comptime!(t.store()),
-        );
-        store_rows::<O>(
-            out,
-            &grad_v,
-            lengths.second,
-            first,
-            place,
-            place8,
-            listing,
-            len,
-            lane,
-            factor,
-            comptime!(t.store()),
-        );
+        of_k += own.share * 2 * rows;
+        of_v = of_k + rows;
     }
+    let (scale, second) = (numbers.scale, lengths.second);
+    store_gradient::<O>(
+        out, &grad_k, 0u32, of_k, place, place8, listing, len, lane, scale, t,
+    );
+    store_gradient::<O>(
+        out, &grad_v, second, of_v, place, place8, listing, len, lane, factor, t,
+    );
     s_next
 }
 

@@ -11,14 +11,41 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::gradient::{StoreShape, row_position};
+use super::gradient::{StoreShape, row_position, store_rows};
 use super::tiles::BackwardTile;
 use crate::kernels::shared::walk::{Four, Listing};
+
+/// Stores the unit's two rows of a gradient, or of a share's sums of it. The gradient begins at vector `start`.
+#[cube]
+pub fn store_gradient<O: Size>(
+    out: &mut [Vector<u32, Four>],
+    acc: &Vector<f32, O>,
+    start: u32,
+    first: u32,
+    place: u32,
+    place8: u32,
+    listing: &Listing,
+    len: u32,
+    lane: u32,
+    factor: f32,
+    #[comptime] t: BackwardTile,
+) {
+    let shape = comptime!(t.store());
+    if comptime!(t.shares > 1) {
+        store_sums::<O>(
+            out, acc, first, place, place8, listing, len, lane, factor, shape,
+        );
+    } else {
+        store_rows::<O>(
+            out, acc, start, first, place, place8, listing, len, lane, factor, shape,
+        );
+    }
+}
 
 /// Stores the unit's two rows of sums, times a factor; those of the first position are row `first`. A unit has two columns of each eight, and
 /// writes them as they are: of stores of 16 bytes ptxas would move the sums to four registers side by side, in the walk already.
 #[cube]
-pub fn store_sums<O: Size>(
+fn store_sums<O: Size>(
     sums: &mut [Vector<u32, Four>],
     acc: &Vector<f32, O>,
     first: u32,

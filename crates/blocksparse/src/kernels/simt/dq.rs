@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use cubecl::prelude::*;
 
-use super::gather::load_four;
+use super::gather::{load_four, store_four};
 use super::product::bounded;
 use super::tile::*;
 use crate::kernels::shared::walk::*;
@@ -155,6 +155,55 @@ fn is_kept(plan: &[u32], entry: usize, column: usize, #[comptime] t: Tile) -> bo
     kept
 }
 
+/// The `i`-th four of columns of a unit.
+#[derive(CubeType, Clone, Copy)]
+struct Columns {
+    span: Span,
+    kept: bool,
+}
+
+#[cube]
+fn columns(
+    plan: &[u32],
+    entry: usize,
+    listing: &Listing,
+    #[comptime] i: usize,
+    #[comptime] t: Tile,
+) -> Columns {
+    let deal = comptime!(Deal::new(&t));
+    let column = first_column(t) + comptime!(i * deal.groups);
+    Columns {
+        span: column_span(plan, entry, column, listing, t),
+        kept: is_kept(plan, entry, column, t),
+    }
+}
+
+/// A four of the sums.
+#[derive(CubeType, Clone, Copy)]
+struct Place {
+    at: usize,
+    exists: bool,
+}
+
+/// The unit's `f`-th four of the row of column `j` of four, those of a head beginning at row `first` and being `len`.
+#[cube]
+fn four_of(
+    columns: &Columns,
+    first: usize,
+    len: usize,
+    #[comptime] j: usize,
+    #[comptime] f: usize,
+    #[comptime] t: Tile,
+) -> Place {
+    let deal = comptime!(Deal::new(&t));
+    let query = columns.span.first + j * columns.span.step;
+    let four = UNIT_POS_X as usize % comptime!(deal.lanes) + comptime!(f * deal.lanes);
+    Place {
+        at: (first + query) * comptime!(fours(t.head_dim)) + four,
+        exists: columns.kept && query < len && has_four(f, t),
+    }
+}
+
 /// The sums of the unit's part of a step's dQ, `[columns, fours]`, those of a head beginning at row `first`; 0 beyond its `len` rows.
 #[cube]
 pub fn read<A: Float>(
@@ -167,24 +216,19 @@ pub fn read<A: Float>(
     #[comptime] t: Tile,
 ) -> Array<Vector<A, Four>> {
     let deal = comptime!(Deal::new(&t));
-    let row = comptime!(fours(t.head_dim));
-    let lane = UNIT_POS_X as usize % comptime!(deal.lanes);
     let mut dq = Array::<Vector<A, Four>>::new(comptime!(deal.len()));
     #[unroll]
     for i in 0..comptime!(deal.columns) {
-        let column = first_column(t) + comptime!(i * deal.groups);
-        let span = column_span(plan, entry, column, listing, t);
-        let kept = is_kept(plan, entry, column, t);
+        let columns = columns(plan, entry, listing, i, t);
         #[unroll]
         for j in 0..4usize {
-            let query = span.first + j * span.step;
             #[unroll]
             for f in 0..comptime!(deal.fours) {
                 let at = comptime!((4 * i + j) * deal.fours + f);
                 dq[at] = Vector::<A, Four>::zeroed();
-                if kept && query < len && has_four(f, t) {
-                    let four = lane + comptime!(f * deal.lanes);
-                    dq[at] = sums.as_ref().unwrap()[(first + query) * row + four];
+                let its = four_of(&columns, first, len, j, f, t);
+                if its.exists {
+                    dq[at] = sums.as_ref().unwrap()[its.at];
                 }
             }
         }
@@ -254,22 +298,16 @@ pub fn write<A: Float>(
     #[comptime] t: Tile,
 ) {
     let deal = comptime!(Deal::new(&t));
-    let row = comptime!(fours(t.head_dim));
-    let lane = UNIT_POS_X as usize % comptime!(deal.lanes);
     #[unroll]
     for i in 0..comptime!(deal.columns) {
-        let column = first_column(t) + comptime!(i * deal.groups);
-        let span = column_span(plan, entry, column, listing, t);
-        let kept = is_kept(plan, entry, column, t);
+        let columns = columns(plan, entry, listing, i, t);
         #[unroll]
         for j in 0..4usize {
-            let query = span.first + j * span.step;
             #[unroll]
             for f in 0..comptime!(deal.fours) {
-                if kept && query < len && has_four(f, t) {
-                    let four = lane + comptime!(f * deal.lanes);
-                    sums.as_mut().unwrap()[(first + query) * row + four] =
-                        dq[comptime!((4 * i + j) * deal.fours + f)];
+                let its = four_of(&columns, first, len, j, f, t);
+                if its.exists {
+                    sums.as_mut().unwrap()[its.at] = dq[comptime!((4 * i + j) * deal.fours + f)];
                 }
             }
         }
@@ -303,18 +341,6 @@ pub fn finish<E: Float, A: Float, N: Size>(
         if comptime!(carry) {
             sum += load_four::<E, A, N>(&out[..], row, four, dim);
         }
-        #[unroll]
-        for part in 0..comptime!(4 / width) {
-            let piece = four * comptime!(4 / width) + part;
-            if piece < comptime!(dim / width) {
-                let mut narrow = Vector::<E, N>::zeroed();
-                #[unroll]
-                for i in 0..width {
-                    let element = sum.extract(comptime!(part * width + i));
-                    narrow.insert(i, E::cast_from(element));
-                }
-                out[row + piece] = narrow;
-            }
-        }
+        store_four::<E, A, N>(out, row, four, sum, dim);
     }
 }

@@ -29,6 +29,31 @@ pub fn load_four<E: Float, A: Float, N: Size>(
     value
 }
 
+/// Writes four elements, narrowed to `E`; `row` is where the row begins, in vectors. The reverse of [`load_four`].
+#[cube]
+pub fn store_four<E: Float, A: Float, N: Size>(
+    target: &mut [Vector<E, N>],
+    row: usize,
+    four: usize,
+    value: Vector<A, Four>,
+    #[comptime] dim: usize,
+) {
+    let width = N::value();
+    #[unroll]
+    for part in 0..comptime!(4 / width) {
+        let piece = four * comptime!(4 / width) + part;
+        if piece < comptime!(dim / width) {
+            let mut narrow = Vector::<E, N>::zeroed();
+            #[unroll]
+            for i in 0..width {
+                let element = value.extract(comptime!(part * width + i));
+                narrow.insert(i, E::cast_from(element));
+            }
+            target[row + piece] = narrow;
+        }
+    }
+}
+
 /// A tensor of which rows are loaded.
 #[derive(CubeType, Clone, Copy)]
 pub struct HeadRows {

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::gather::load_four;
+use super::gather::{load_four, store_four};
 use super::tile::*;
 use crate::kernels::shared::walk::*;
 
@@ -224,24 +224,11 @@ pub fn store_row<E: Float, A: Float, N: Size>(
     #[comptime] dim: usize,
     #[comptime] t: Tile,
 ) {
-    let width = N::value();
     let unit_fours = comptime!(t.unit_fours(dim));
     #[unroll]
     for f in 0..unit_fours {
         let four = unit_x + comptime!(f * t.units_x);
         let value = acc[comptime!(unit_row * unit_fours + f)] * Vector::new(factor);
-        #[unroll]
-        for part in 0..comptime!(4 / width) {
-            let piece = four * comptime!(4 / width) + part;
-            if piece < comptime!(dim / width) {
-                let mut narrow = Vector::<E, N>::zeroed();
-                #[unroll]
-                for i in 0..width {
-                    let element = value.extract(comptime!(part * width + i));
-                    narrow.insert(i, E::cast_from(element));
-                }
-                target[row + piece] = narrow;
-            }
-        }
+        store_four::<E, A, N>(target, row, four, value, dim);
     }
 }
