@@ -46,7 +46,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
     attention: half_precision_is_as_good_as_dense, equals_burns_own_attention,
         gradients_equal_finite_differences, strides_do_not_matter, same_input_same_bits, per_batch_layouts;
     widths: every_width_equals_f64, strided_layouts_of_other_kinds;
-    tiles: shared_tiles_equal_f64, shared_tiles_of_other_kinds, narrower_values_equal_f64;
+    tiles: shared_tiles_equal_f64, shared_tiles_of_other_kinds, long_tiles_equal_f64, narrower_values_equal_f64;
     attention: tf32_only_where_asked_for, lse_merges_disjoint_parts;
     autodiff: gradient_checkpointing_gives_the_same_gradients, constants_get_no_gradient,
         out_and_lse_are_differentiated_together, bias_with_and_without_gradient,

@@ -1,4 +1,4 @@
-//! What kernels do at certain shapes only: cubes that share a tile of keys, and values that are narrower than keys.
+//! What kernels do at certain shapes only: cubes that share a tile of keys or the steps of a long tile, and values that are narrower than keys.
 
 use burn::tensor::{DType, Device};
 use burn_blocksparse::{
@@ -23,7 +23,18 @@ struct Call {
 impl Call {
     /// Over a pattern, in blocks of 16.
     fn of(name: &'static str, pattern: Pattern, sizes: Sizes, says: &'static str) -> Self {
-        let layout = pattern.layout(sizes.heads, sizes.seq_q, 16).unwrap();
+        Self::in_blocks(name, pattern, sizes, 16, says)
+    }
+
+    /// Likewise of a size.
+    fn in_blocks(
+        name: &'static str,
+        pattern: Pattern,
+        sizes: Sizes,
+        block: usize,
+        says: &'static str,
+    ) -> Self {
+        let layout = pattern.layout(sizes.heads, sizes.seq_q, block).unwrap();
         let attends = move |_, head, i, j| pattern.attends(head, i as i64, j as i64);
         Self {
             name,
@@ -31,6 +42,14 @@ impl Call {
             problem: Problem::random(sizes, 31, attends),
             options: AttentionOptions::default(),
             says,
+        }
+    }
+
+    fn with_dropout(self, dropout: Dropout) -> Self {
+        Self {
+            problem: self.problem.with_dropout(dropout),
+            options: self.options.dropout(dropout),
+            ..self
         }
     }
 
@@ -114,12 +133,26 @@ pub fn shared_tiles_of_other_kinds(devices: &[Device]) {
     let sizes = grouped(200, 200, [72; 2]);
     let dropout = Dropout::new(0.25, 5);
     let call = Call::of("dropout", Pattern::causal(), sizes, SHARED);
-    let with_dropout = Call {
-        problem: call.problem.with_dropout(dropout),
-        options: call.options.dropout(dropout),
-        ..call
+    call.with_dropout(dropout).check(devices);
+}
+
+const LONG: &str = "the longest tile of a head shared by";
+
+/// Keys that all queries see beside near ones, as the first block of native sparse attention: cubes share the steps of their tile, in the
+/// walks over columns and, where they are also queries that see all keys, over rows.
+pub fn long_tiles_equal_f64(devices: &[Device]) {
+    let sizes = Sizes {
+        heads: 4,
+        ..grouped(637, 637, [128; 2])
     };
-    with_dropout.check(devices);
+    let near = Pattern::chunked_window(64, 1, 0);
+    let seen = Pattern::union([near, Pattern::global_keys(0..64)]).and_causal();
+    let call = Call::in_blocks("a first block", seen, sizes, 64, LONG);
+    call.with_dropout(Dropout::new(0.25, 5)).check(devices);
+    // One kernel for rows, another one for columns of wide heads.
+    let sizes = grouped(500, 500, [192, 128]);
+    let global = Pattern::union([Pattern::local(16), Pattern::global(0..16)]);
+    Call::of("global tokens", global, sizes, LONG).check(devices);
 }
 
 /// Values that are narrower than keys.
@@ -127,8 +160,8 @@ pub fn narrower_values_equal_f64(devices: &[Device]) {
     let says = "dQ       hopper";
     let sizes = grouped(300, 300, [192, 128]);
     Call::of("192 and 128 wide", Pattern::causal(), sizes, says).check(devices);
-    // In two parts, the second of which begins with what the first left.
-    let sizes = grouped(192, 192, [128, 72]);
-    let strided = Pattern::merged_strided(16);
-    Call::of("128 and 72 wide", strided, sizes, says).check(devices);
+    // In two parts, the second of which begins with what the first left, and has tiles that cubes share.
+    let sizes = grouped(512, 512, [128, 72]);
+    let strided = Pattern::merged_strided(2);
+    Call::of("128 and 72 wide", strided, sizes, "the steps of").check(devices);
 }

@@ -314,7 +314,7 @@ pub enum TierLimit {
     HopperForward,
     /// The fused backward pass of the `hopper` tier.
     HopperWalks,
-    /// The sharing of a tile's queries by cubes in that pass.
+    /// The sharing of a tile's queries by cubes in that pass, and of a tile's steps in its two walks.
     HopperAlone,
     /// The gradient of a bias on the `hopper` tier.
     MmaBias,

@@ -85,7 +85,7 @@ fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<Backw
     };
     Ok(match hopper::choose_backward(asked.part, tile)? {
         hopper::Backward::Fused(tile) => BackwardTile::HopperFused(tile),
-        hopper::Backward::Walks(tiles) => BackwardTile::HopperWalks(tiles),
+        hopper::Backward::Walks(walks) => BackwardTile::HopperWalks(walks),
     })
 }
 
@@ -184,7 +184,7 @@ pub enum BackwardTile {
     HopperFused(hopper::BackwardTile),
     /// wgmma and TMA, a walk over rows and one over columns.
     #[cfg(feature = "cuda-asm")]
-    HopperWalks([hopper::WalkTile; 2]),
+    HopperWalks([hopper::WalkPlan; 2]),
     /// mma.sync, two walks.
     #[cfg(feature = "cuda-asm")]
     Mma([mma::Tile; 2]),
@@ -366,7 +366,7 @@ impl BackwardTile {
             #[cfg(feature = "cuda-asm")]
             Self::HopperFused(tile) => tile.tiling(),
             #[cfg(feature = "cuda-asm")]
-            Self::HopperWalks(tiles) => tiles[index].tiling(walk),
+            Self::HopperWalks(walks) => walks[index].tile.tiling(walk),
             #[cfg(feature = "cuda-asm")]
             Self::Mma(tiles) => tiles[index].tiling(walk),
             Self::SimtFused(fused) => simt::tiling(&fused.tile, Walk::Columns),
@@ -386,7 +386,7 @@ impl BackwardTile {
             #[cfg(feature = "cuda-asm")]
             Self::HopperFused(tile) => vec![("backward", tile.to_string())],
             #[cfg(feature = "cuda-asm")]
-            Self::HopperWalks(tiles) => walks(&|index, _| tiles[index].to_string()),
+            Self::HopperWalks(plans) => walks(&|index, _| plans[index].to_string()),
             #[cfg(feature = "cuda-asm")]
             Self::Mma(tiles) => {
                 walks(&|index, kernel| mma::describe(tiles[index], kernel).to_string())
@@ -420,7 +420,7 @@ impl BackwardTile {
                 Ok(())
             }
             #[cfg(feature = "cuda-asm")]
-            Self::HopperWalks(tiles) => hopper::launch_walks(pass, part, tiles),
+            Self::HopperWalks(walks) => hopper::launch_walks(pass, part, walks),
             #[cfg(feature = "cuda-asm")]
             Self::Mma(tiles) => mma::launch_backward(pass, part, tiles),
             Self::SimtFused(fused) => {

@@ -145,17 +145,24 @@ impl<'a> Tiles<'a> {
 pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
     let Tiling { rows, cols, .. } = tiling;
     let b = layout.block_size();
+    let others = match tiling.walk {
+        Walk::Rows => layout.kv_blocks(),
+        Walk::Columns => layout.q_blocks(),
+    };
     let of_pattern = |pattern| -> Vec<usize> {
         let tiles = Tiles::of(layout, tiling, pattern);
-        let of_tile = |tile: usize| {
-            let entries = tiles.entries(tile, tile * rows / b);
-            let mut blocks: Vec<u32> = entries.map(|entry| entry.block).collect();
-            blocks.sort_unstable();
-            blocks.dedup();
-            (blocks.len() * b).div_ceil(cols)
+        // The last tile that each block was met in.
+        let mut met = vec![usize::MAX; others];
+        let mut of_tile = |tile: usize| {
+            let mut blocks = 0;
+            for entry in tiles.entries(tile, tile * rows / b) {
+                let last = std::mem::replace(&mut met[entry.block as usize], tile);
+                blocks += usize::from(last != tile);
+            }
+            (blocks * b).div_ceil(cols)
         };
         let count = (tiles.source.lines() * b).div_ceil(rows);
-        (0..count).map(of_tile).collect()
+        (0..count).map(&mut of_tile).collect()
     };
     (0..layout.num_patterns()).map(of_pattern).collect()
 }

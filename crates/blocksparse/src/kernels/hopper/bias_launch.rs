@@ -5,6 +5,7 @@ use cubecl::server::Handle;
 
 use super::bias_gradient::{NONE, SharingLaunch, bias_gradient};
 use super::launch::{CallOptions, check, launch_walk, tensor_map};
+use super::long_tiles::{LongTiles, WalkPlan};
 use super::pair_tile::PairTile;
 use super::tiles::WalkTile;
 use crate::BlockLayout;
@@ -161,7 +162,9 @@ pub fn launch_bias_keys(
         heads,
         ..pass.operands(Walk::Columns)
     };
-    launch_walk(pass, part, tile, &operands, &stats, wanted.pitch)?;
+    let long = LongTiles::NONE;
+    let plan = WalkPlan { tile, long };
+    launch_walk(pass, part, plan, &operands, &stats, wanted.pitch)?;
     let [own_batches, own_heads, ..] = bias.shape;
     let cubes = spread(
         client,

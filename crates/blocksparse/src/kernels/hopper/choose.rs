@@ -2,9 +2,10 @@
 
 use cubecl::ir::features::Tma;
 
-use super::balance::shares;
+use super::balance::{long_tiles, shares};
 use super::bias_launch::BiasTiles;
 use super::fused::Sizes;
+use super::long_tiles::WalkPlan;
 use super::options::Options;
 use super::pair_tile::PairTile;
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
@@ -279,7 +280,7 @@ pub enum Backward {
     /// One walk over columns, with five products a pair.
     Fused(BackwardTile),
     /// A walk over rows for dQ and one over columns for dK and dV, with seven, where tiles would wait for each other.
-    Walks([WalkTile; 2]),
+    Walks([WalkPlan; 2]),
 }
 
 /// As [`choose`], for the backward pass of a part whose forward pass has a tile.
@@ -412,11 +413,15 @@ fn check_walks(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
 /// Two walks.
 fn walks(part: &PartRequest, forward: &Tile) -> Result<Backward, &'static str> {
     check_walks(part, forward)?;
-    let tile = |walk| match forward.dim {
-        ..=128 => choose_walk(part, forward, walk),
-        _ => choose_wide_walk(part, forward, walk),
+    let plan = |walk| {
+        let tile = match forward.dim {
+            ..=128 => choose_walk(part, forward, walk),
+            _ => choose_wide_walk(part, forward, walk),
+        };
+        let long = long_tiles(part, &tile, walk);
+        WalkPlan { tile, long }
     };
-    Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(tile)))
+    Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(plan)))
 }
 
 /// The tile of a walk.
@@ -448,6 +453,7 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
             carry: forward.carry,
             clustered: grouping.clustered,
             bias_sums: false,
+            long_tiles: false,
         };
         (grouping.overhead / speed, tile)
     });
@@ -478,6 +484,7 @@ fn choose_wide_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile 
         carry: forward.carry,
         clustered: false,
         bias_sums: false,
+        long_tiles: false,
     };
     let may_cluster = part.request.may_cluster(layout, walk);
     let grouping = Grouping::best(layout, walk, [tile.rows(), cols], may_cluster);

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::backward_loads::LengthsLaunch;
-use super::launch::{CallOptions, check, stats_map, tensor_map};
+use super::launch::{CallOptions, UNITS, check, over, stats_map, tensor_map};
 use super::tiles::BackwardTile;
 use super::{backward, backward_stats, shares};
 use crate::BlockLayout;
@@ -21,8 +21,6 @@ pub(super) const SPREAD: u32 = 64;
 /// and shares of them, where cubes share a tile: some eight tiles of each run side by side, and find what the one before them read and added
 /// to in the cache.
 pub(super) const SPREAD_SHARES: u32 = 16;
-/// Units of a cube of the kernels before and behind the walk.
-const UNITS: usize = 256;
 
 /// What the pass needs of each query, with `pitch` places of each head.
 #[derive(Clone)]
@@ -174,11 +172,6 @@ struct Launch<'a> {
     sizes: Sizes,
     counters: usize,
     call: CallOptions<'a>,
-}
-
-/// Cubes of so many units.
-fn over(units: usize) -> CubeCount {
-    CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1)
 }
 
 impl Launch<'_> {

@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::asm::ROW_ELEMENTS;
+use super::long_tiles::{self, FoldLengthsLaunch, TileSharesLaunch, WalkPlan};
 use super::options::{Options, PairArgs, PairArgsLaunch, PairNumbersLaunch};
 use super::tiles::{Tile, WalkTile};
 use super::{forward, walks, wide};
@@ -19,10 +20,19 @@ use crate::kernels::pass::{BackwardPass, ForwardPass, Operands, Part};
 use crate::kernels::slices::Slice;
 use crate::kernels::stats::{self, Wanted};
 use crate::kernels::tensor::{check_rows, check_scale, check_table, scales};
+use crate::kernels::uploaded::DevicePlan;
 use crate::plan::Walk;
 
 /// TMA's strides and addresses are multiples of 16 bytes.
 const ALIGNMENT: usize = 8;
+
+/// Units of a cube of kernels before and behind a walk.
+pub(super) const UNITS: usize = 256;
+
+/// Cubes of so many of them.
+pub(super) fn over(units: usize) -> CubeCount {
+    CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1)
+}
 
 /// What a call asks for besides attention itself.
 #[derive(Clone, Copy)]
@@ -202,7 +212,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
 pub fn launch_walks(
     pass: &BackwardPass,
     part: Part,
-    tiles: [WalkTile; 2],
+    walks: [WalkPlan; 2],
 ) -> Result<(), KernelError> {
     let wanted = Wanted {
         // For TMA a multiple of 2.
@@ -211,8 +221,8 @@ pub fn launch_walks(
         by_class: part.residue.is_some(),
     };
     let stats = stats::make(pass, part, wanted)?;
-    for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
-        launch_walk(pass, part, tile, &pass.operands(walk), &stats, wanted.pitch)?;
+    for (plan, walk) in walks.into_iter().zip([Walk::Rows, Walk::Columns]) {
+        launch_walk(pass, part, plan, &pass.operands(walk), &stats, wanted.pitch)?;
     }
     Ok(())
 }
@@ -221,7 +231,7 @@ pub fn launch_walks(
 pub(super) fn launch_walk(
     pass: &BackwardPass,
     part: Part,
-    tile: WalkTile,
+    WalkPlan { tile, long }: WalkPlan,
     operands: &Operands,
     stats: &Handle,
     pitch: usize,
@@ -237,6 +247,7 @@ pub(super) fn launch_walk(
     check(&operands.named(), residue, call)?;
     let tile = WalkTile {
         options: call.options(tile.options, residue),
+        long_tiles: long.any(),
         ..tile
     };
     let device_plan = plan(client, part.layout, tile.tiling(walk))?;
@@ -258,13 +269,25 @@ pub(super) fn launch_walk(
     check_eights("the elements of a gradient", elements)?;
     let (log2_scale, cap_scale) = call.scales();
     let stat_rows = request.batch * heads;
+    let numbers = long.numbers(&tile, walk, request.batch * outer_heads);
+    KernelError::check_u32("the sums of long tiles, in fours", numbers / 4)?;
+    let sums = long.any().then(|| client.empty(numbers * 4));
+    let shares = || match &sums {
+        Some(sums) => ComptimeOptionArgs::Some(TileSharesLaunch::new(
+            buffer(sums, numbers),
+            long.tiles as u32,
+            long.cubes as u32,
+        )),
+        None => ComptimeOptionArgs::None,
+    };
+    let cubes = long.cubes_of(device_plan.tiles);
     for slice in Slice::whole(request.batch, outer_heads).cut(client) {
         // SAFETY: as for the forward pass.
         unsafe {
             if tile.shared {
                 wide::wide_columns::launch_unchecked(
                     client,
-                    slice.cubes(device_plan.tiles),
+                    slice.cubes(cubes),
                     CubeDim::new_1d(tile.units() as u32),
                     tile.cols / 2,
                     tile.cols / 4,
@@ -277,6 +300,7 @@ pub(super) fn launch_walk(
                     buffer(operands.out, elements / 8),
                     plan_words(&device_plan),
                     call.args(tile.options, heads, lengths),
+                    shares(),
                     plan_parts(&device_plan.sections, batch_words(part.layout)),
                     listing(residue),
                     slice.args(),
@@ -292,7 +316,7 @@ pub(super) fn launch_walk(
             } else {
                 walks::one_walk::launch_unchecked(
                     client,
-                    slice.cubes(device_plan.tiles),
+                    slice.cubes(cubes),
                     CubeDim::new_1d(tile.units() as u32),
                     tile.cols / 2,
                     tile.cols / 4,
@@ -306,6 +330,7 @@ pub(super) fn launch_walk(
                     buffer(operands.out, elements / 8),
                     plan_words(&device_plan),
                     call.args(tile.options, heads, lengths),
+                    shares(),
                     plan_parts(&device_plan.sections, batch_words(part.layout)),
                     listing(residue),
                     slice.args(),
@@ -323,7 +348,50 @@ pub(super) fn launch_walk(
             }
         }
     }
+    if let Some(sums) = &sums {
+        let plan = WalkPlan { tile, long };
+        fold_long(pass, part, plan, operands, &device_plan, sums);
+    }
     Ok(())
+}
+
+/// The rows of long tiles from the sums of the cubes that shared them.
+fn fold_long(
+    pass: &BackwardPass,
+    part: Part,
+    WalkPlan { tile, long }: WalkPlan,
+    operands: &Operands,
+    device_plan: &DevicePlan,
+    sums: &Handle,
+) {
+    let walk = operands.walk;
+    let (batch, heads, len) = (pass.request.batch, operands.heads, operands.a[0].shape[2]);
+    let lengths = FoldLengthsLaunch::new(
+        long.tiles as u32,
+        long.cubes as u32,
+        heads as u32,
+        (part.layout.heads() / heads) as u32,
+        batch as u32,
+        len as u32,
+        (operands.second / 8) as u32,
+    );
+    let numbers = long.numbers(&tile, walk, batch * heads);
+    // SAFETY: a unit reads the sums of eight columns of a row of a tile that the plan has, and writes those of a position below `len`.
+    unsafe {
+        long_tiles::fold_tiles::launch_unchecked(
+            pass.client,
+            over(numbers / 8 / long.cubes),
+            CubeDim::new_1d(UNITS as u32),
+            buffer(sums, numbers / 4),
+            buffer(operands.out, operands.elements / 8),
+            plan_words(device_plan),
+            plan_parts(&device_plan.sections, batch_words(part.layout)),
+            listing(part.residue),
+            lengths,
+            walk,
+            tile,
+        );
+    }
 }
 
 /// A map of `[rows, pitch, 2]` numbers whose boxes have those of `group` places.

@@ -32,8 +32,9 @@ pub fn store_gradient<O: Size>(
 ) {
     let shape = comptime!(t.store());
     if comptime!(t.shares > 1) {
+        let sums = global_address::<Vector<u32, Four>>(&*out);
         store_sums::<O>(
-            out, acc, first, place, place8, listing, len, lane, factor, shape,
+            sums, acc, first, place, place8, listing, len, lane, factor, shape,
         );
     } else {
         store_rows::<O>(
@@ -42,11 +43,11 @@ pub fn store_gradient<O: Size>(
     }
 }
 
-/// Stores the unit's two rows of sums, times a factor; those of the first position are row `first`. A unit has two columns of each eight, and
+/// Stores the unit's two rows of sums at an address, times a factor; those of the first position are row `first`. A unit has two columns of each eight, and
 /// writes them as they are: of stores of 16 bytes ptxas would move the sums to four registers side by side, in the walk already.
 #[cube]
-fn store_sums<O: Size>(
-    sums: &mut [Vector<u32, Four>],
+pub fn store_sums<O: Size>(
+    sums: u64,
     acc: &Vector<f32, O>,
     first: u32,
     place: u32,
@@ -59,7 +60,7 @@ fn store_sums<O: Size>(
 ) {
     let upper = row_position(place, listing, len, t.residue);
     let lower = row_position(place8, listing, len, t.residue);
-    let start = global_address::<Vector<u32, Four>>(&*sums) + u64::cast_from(lane % 4 * 8);
+    let start = sums + u64::cast_from(lane % 4 * 8);
     let at = start + u64::cast_from(first + upper.at) * comptime!(t.dim as u64 * 4);
     let at8 = start + u64::cast_from(first + lower.at) * comptime!(t.dim as u64 * 4);
     #[unroll]
@@ -94,39 +95,62 @@ pub fn fold(
     if row < 2 * rows {
         let at = (row * eights + eight) as usize * 2;
         let between = (2 * rows * eights) as usize * 2;
-        let mut own = Array::<f32>::new(8usize);
-        #[unroll]
-        for i in 0..8usize {
-            own[i] = f32::new(0.0);
-        }
-        for share in 0..comptime!(t.shares) {
-            #[unroll]
-            for half in 0..2usize {
-                let four = sums[at + share * between + half];
-                #[unroll]
-                for i in 0..4usize {
-                    own[comptime!(4 * half + i)] += four.extract(i);
-                }
-            }
-        }
         let mut target = (row * eights + eight) as usize;
         if row >= rows {
             target = second as usize + ((row - rows) * eights + eight) as usize;
         }
-        let mut made = Vector::<u32, Four>::zeroed();
-        if comptime!(t.carry) {
-            made = out[target];
-        }
-        #[unroll]
-        for i in 0..4usize {
-            let mut low = own[comptime!(2 * i)];
-            let mut high = own[comptime!(2 * i + 1)];
-            if comptime!(t.carry) {
-                low += unpack(made.extract(i), false, t.half);
-                high += unpack(made.extract(i), true, t.half);
-            }
-            made.insert(i, pack(low, high, t.half));
-        }
-        out[target] = made;
+        fold_eight(
+            sums,
+            out,
+            at,
+            between,
+            comptime!(t.shares).runtime(),
+            target,
+            comptime!(t.store()),
+        );
     }
+}
+
+/// Adds up the eight numbers at vector `at` of each of `shares` that are `between` vectors apart, in order, to vector `target`. With `carry` they are
+/// added to what is there.
+#[cube]
+pub fn fold_eight(
+    sums: &[Vector<f32, Four>],
+    out: &mut [Vector<u32, Four>],
+    at: usize,
+    between: usize,
+    shares: usize,
+    target: usize,
+    #[comptime] t: StoreShape,
+) {
+    let mut own = Array::<f32>::new(8usize);
+    #[unroll]
+    for i in 0..8usize {
+        own[i] = f32::new(0.0);
+    }
+    for share in 0..shares {
+        #[unroll]
+        for half in 0..2usize {
+            let four = sums[at + share * between + half];
+            #[unroll]
+            for i in 0..4usize {
+                own[comptime!(4 * half + i)] += four.extract(i);
+            }
+        }
+    }
+    let mut made = Vector::<u32, Four>::zeroed();
+    if comptime!(t.carry) {
+        made = out[target];
+    }
+    #[unroll]
+    for i in 0..4usize {
+        let mut low = own[comptime!(2 * i)];
+        let mut high = own[comptime!(2 * i + 1)];
+        if comptime!(t.carry) {
+            low += unpack(made.extract(i), false, t.half);
+            high += unpack(made.extract(i), true, t.half);
+        }
+        made.insert(i, pack(low, high, t.half));
+    }
+    out[target] = made;
 }

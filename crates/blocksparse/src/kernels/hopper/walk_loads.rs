@@ -97,15 +97,16 @@ pub struct Cursor {
     pub steps: RuntimeCell<u32>,
     /// Steps loaded so far, of all heads.
     pub loaded: RuntimeCell<u32>,
+    /// Steps to load, where cubes share tiles.
+    pub stretch: u32,
 }
 
-/// Reads the record of the cursor's head.
+/// Reads the record of the cursor's head, whose steps begin with the cursor's.
 #[cube]
 pub fn open(plan: &[u32], parts: &PlanParts, record: usize, cursor: &Cursor) {
     cursor
         .entry
         .store(parts.entries + plan[record] as usize * 2);
-    cursor.j.store(0u32);
     cursor.steps.store(uniform(plan[record + 1]));
 }
 
@@ -124,12 +125,22 @@ pub fn load_next(
     if comptime!(columns) {
         while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
             cursor.head.store(cursor.head.read() + 1);
+            if comptime!(t.long_tiles) {
+                // A cube's first step may be beyond the steps of its first heads.
+                cursor.j.store(cursor.j.read() - cursor.steps.read());
+            } else {
+                cursor.j.store(0u32);
+            }
             let first_record = plan[heads_at + cursor.head.read() as usize];
             let record = parts.tiles + (first_record + tile) as usize * 3;
             open(plan, parts, record, cursor);
         }
     }
-    if cursor.j.read() < cursor.steps.read() {
+    let mut is_there = cursor.j.read() < cursor.steps.read();
+    if comptime!(t.long_tiles) {
+        is_there = is_there && cursor.loaded.read() < cursor.stretch;
+    }
+    if is_there {
         let boxes = comptime!((t.entries() * t.spans()) as u32);
         let all =
             comptime!((2 * t.entries() * t.spans() + if columns { t.entries() } else { 0 }) as u32);

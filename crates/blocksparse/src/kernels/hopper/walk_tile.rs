@@ -39,6 +39,8 @@ pub struct WalkTile {
     pub clustered: bool,
     /// Whether a walk over columns makes the sums over queries of the gradients of scores, of each query head, and nothing else.
     pub bias_sums: bool,
+    /// Whether cubes share [long tiles](super::long_tiles), which a launch says.
+    pub long_tiles: bool,
 }
 
 impl WalkTile {

@@ -27,6 +27,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 use super::asm::*;
 use super::dropout::*;
 use super::gradient::*;
+use super::long_tiles::*;
 use super::options::*;
 use super::rows::{own_places, own_rows, pack_all};
 use super::tiles::WalkTile;
@@ -36,7 +37,8 @@ use crate::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as numbers; `out`
-/// `[batch, heads, len, dim]` in eights of elements, out2 from the `second`-th on, or with `bias_sums` `[batch, query heads, len]` in f32. With `carry` the results are added to it. Where biases are
+/// `[batch, heads, len, dim]` in eights of elements, out2 from the `second`-th on, or with `bias_sums` `[batch, query heads, len]` in f32. With `carry` the results are added to it. Where cubes share tiles
+/// `shares` has the sums of these: see [`long_tiles`](super::long_tiles). Where biases are
 /// added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn one_walk<S: Size, P: Size, O: Size>(
@@ -49,6 +51,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     out: &mut [Vector<u32, Four>],
     plan: &[u32],
     args: ComptimeOption<PairArgs>,
+    shares: ComptimeOption<TileShares>,
     parts: PlanParts,
     listing: Listing,
     slice: Slice,
@@ -100,7 +103,8 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     }
     let heads_at = parts.heads + batch as usize * parts.batch;
     let record0 = plan[heads_at + first_head as usize] as usize;
-    let ranked = parts.order + (record0 + CUBE_POS_X as usize) * 4;
+    let share = share_of_cube(&shares, t);
+    let ranked = parts.order + (record0 + share.rank as usize) * 4;
     let tile = plan[ranked];
     let rows_at = own_rows(
         &parts,
@@ -133,14 +137,16 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         divisor,
         index: warp + lane * comptime!(t.warps()),
     };
+    let stretch = stretch_of_cube(plan, &parts, heads_at, first_head, turns, tile, &share, t);
     // The next step to load.
     let cursor = Cursor {
         head: RuntimeCell::<u32>::new(first_head),
         end: first_head + turns,
         entry: RuntimeCell::<usize>::new(0usize),
-        j: RuntimeCell::<u32>::new(0u32),
+        j: RuntimeCell::<u32>::new(stretch.first),
         steps: RuntimeCell::<u32>::new(0u32),
         loaded: RuntimeCell::<u32>::new(0u32),
+        stretch: stretch.steps,
     };
     open(plan, &parts, ranked + 1, &cursor);
     #[unroll]
@@ -199,6 +205,8 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     let mut sum0 = f32::new(0.0);
     let mut sum1 = f32::new(0.0);
     let mut done = 0u32;
+    // Steps of other cubes before the first of this one.
+    let mut before = stretch.first;
     barrier_wait(base, 0u32);
     for turn in 0..turns {
         let record = parts.tiles
@@ -207,7 +215,9 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         let steps = uniform(plan[record + 1]);
         let masked = uniform(plan[record + 2]);
         let of_head = options_of(&args, batch, first_head + turn, comptime!(t.pairs(walk)));
-        for j in 0..steps {
+        let own = steps_of_turn(before, done, steps, &stretch, t);
+        before -= own.first;
+        for j in own.first..own.end {
             let stage = done % comptime!(t.stages as u32);
             let parity = (done / comptime!(t.stages as u32)) & 1;
             let offset = u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32));
@@ -384,34 +394,44 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             t,
         );
     } else {
-        let first = (batch * slice.heads as u32 + outer) * len;
-        store_rows::<O>(
+        let all_outer = batch * slice.heads as u32 + outer;
+        store_walk::<O>(
             out,
             &out1,
             0u32,
-            first,
+            0u32,
+            all_outer,
+            row,
             places.upper,
             places.lower,
             &listing,
             len,
             lane,
             scale,
+            &shares,
+            walk,
             comptime!(t.store()),
+            t,
         );
         if comptime!(columns) {
             let factor = factor_of(&args, comptime!(t.options));
-            store_rows::<O>(
+            store_walk::<O>(
                 out,
                 &out2,
                 second,
-                first,
+                1u32,
+                all_outer,
+                row,
                 places.upper,
                 places.lower,
                 &listing,
                 len,
                 lane,
                 factor,
+                &shares,
+                walk,
                 comptime!(t.store_values()),
+                t,
             );
         }
     }

@@ -22,6 +22,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 use super::asm::*;
 use super::dropout::*;
 use super::gradient::*;
+use super::long_tiles::*;
 use super::options::*;
 use super::rows::{own_places, own_rows, pack_all};
 use super::tiles::WalkTile;
@@ -44,6 +45,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     out: &mut [Vector<u32, Four>],
     plan: &[u32],
     args: ComptimeOption<PairArgs>,
+    shares: ComptimeOption<TileShares>,
     parts: PlanParts,
     listing: Listing,
     slice: Slice,
@@ -77,7 +79,8 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     let first_head = outer * heads_per_kv;
     let heads_at = parts.heads + batch as usize * parts.batch;
     let record0 = plan[heads_at + first_head as usize] as usize;
-    let ranked = parts.order + (record0 + CUBE_POS_X as usize) * 4;
+    let share = share_of_cube(&shares, t);
+    let ranked = parts.order + (record0 + share.rank as usize) * 4;
     let tile = plan[ranked];
     let rows_at = own_rows(
         &parts,
@@ -114,14 +117,25 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         divisor: 1u32,
         index,
     };
+    let stretch = stretch_of_cube(
+        plan,
+        &parts,
+        heads_at,
+        first_head,
+        heads_per_kv,
+        tile,
+        &share,
+        t,
+    );
     // The next step to load.
     let cursor = Cursor {
         head: RuntimeCell::<u32>::new(first_head),
         end: first_head + heads_per_kv,
         entry: RuntimeCell::<usize>::new(0usize),
-        j: RuntimeCell::<u32>::new(0u32),
+        j: RuntimeCell::<u32>::new(stretch.first),
         steps: RuntimeCell::<u32>::new(0u32),
         loaded: RuntimeCell::<u32>::new(0u32),
+        stretch: stretch.steps,
     };
     open(plan, &parts, ranked + 1, &cursor);
     #[unroll]
@@ -158,6 +172,8 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     let width = S::value();
     let mut sums = Vector::<f32, O>::zeroed();
     let mut done = 0u32;
+    // Steps of other cubes before the first of this one.
+    let mut before = stretch.first;
     barrier_wait(base, 0u32);
     if cursor.loaded.read() > 0 {
         barrier_wait(base + comptime!(t.full()), 0u32);
@@ -178,7 +194,9 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         let steps = uniform(plan[record + 1]);
         let masked = uniform(plan[record + 2]);
         let of_head = options_of(&args, batch, head, comptime!(t.pairs(Walk::Columns)));
-        for j in 0..steps {
+        let own = steps_of_turn(before, done, steps, &stretch, t);
+        before -= own.first;
+        for j in own.first..own.end {
             let stage = done % comptime!(t.stages as u32);
             let offset = u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32));
             load_next(plan, &parts, &loads, heads_at, tile, &cursor, true, t);
@@ -305,7 +323,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         }
     }
 
-    let first = (batch * slice.heads as u32 + outer) * len;
+    let all_outer = batch * slice.heads as u32 + outer;
     let (upper, lower) = (places.upper, places.lower);
     let mut factor = scale;
     let mut start = 0u32;
@@ -313,29 +331,66 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         factor = factor_of(&args, comptime!(t.options));
         start = second;
     }
+    let which = 1 - group;
     if comptime!(t.value_dim == t.dim) {
-        store_rows::<O>(
+        let shape = comptime!(t.store());
+        store_walk::<O>(
             out,
             &sums,
             start,
-            first,
+            which,
+            all_outer,
+            row,
             upper,
             lower,
             &listing,
             len,
             lane,
             factor,
-            comptime!(t.store()),
+            &shares,
+            Walk::Columns,
+            shape,
+            t,
         );
     } else if group == 0 {
         let shape = comptime!(t.store_values());
-        store_rows::<O>(
-            out, &sums, start, first, upper, lower, &listing, len, lane, factor, shape,
+        store_walk::<O>(
+            out,
+            &sums,
+            start,
+            which,
+            all_outer,
+            row,
+            upper,
+            lower,
+            &listing,
+            len,
+            lane,
+            factor,
+            &shares,
+            Walk::Columns,
+            shape,
+            t,
         );
     } else {
         let shape = comptime!(t.store());
-        store_rows::<O>(
-            out, &sums, start, first, upper, lower, &listing, len, lane, factor, shape,
+        store_walk::<O>(
+            out,
+            &sums,
+            start,
+            which,
+            all_outer,
+            row,
+            upper,
+            lower,
+            &listing,
+            len,
+            lane,
+            factor,
+            &shares,
+            Walk::Columns,
+            shape,
+            t,
         );
     }
 }

@@ -57,3 +57,73 @@ fn grouped_heads_are_shared_where_cubes_are_few() {
     let dense = Pattern::dense().layout(8, 8_192, 128).unwrap();
     assert_eq!(shares(&dense, [1, 2], 128), None);
 }
+
+/// Blocks of 64 of which a query sees the first, its own and the one before it, as the blocks that native sparse attention forces.
+fn forced(heads: usize, n: usize) -> BlockLayout {
+    let near = Pattern::chunked_window(64, 1, 0);
+    let seen = Pattern::union([near, Pattern::global_keys(0..64)]).and_causal();
+    seen.layout(1, n, 64).unwrap().of_first_head(heads).unwrap()
+}
+
+/// What a plan of two walks says of tiles that cubes share, in the walk over rows and in the one over columns: tiles, and cubes to each.
+fn long(layout: &BlockLayout, request: Request, limit: TierLimit) -> [Option<[usize; 2]>; 2] {
+    let plan = Fake::sm90().plan(layout, request, limit).unwrap();
+    let text = plan.to_string();
+    ["  dQ       hopper", "  dK, dV   hopper"].map(|walk| {
+        let line = text.lines().find(|line| line.starts_with(walk));
+        let line = line.unwrap_or_else(|| panic!("{text}"));
+        let (_, rest) = line.split_once(", the steps of ")?;
+        let (tiles, cubes) = rest.split_once(" of a head shared by ").unwrap();
+        let tiles = match tiles.strip_prefix("each of the ") {
+            Some(tiles) => tiles.strip_suffix(" longest tiles").unwrap(),
+            None => (tiles == "the longest tile").then_some("1").unwrap(),
+        };
+        let cubes = cubes.strip_suffix(" cubes").unwrap();
+        Some([tiles, cubes].map(|number| number.parse().unwrap()))
+    })
+}
+
+/// One tile walks all queries of 16 heads, 16,384 steps, where 264 cubes at a time have 750 steps each of all of them.
+#[test]
+fn long_tiles_are_shared() {
+    let bf16 = |kv_heads, dim| Request::new([1, kv_heads], [dim, dim], BF16);
+    let nsa = forced(64, 65_536);
+    let [rows, columns] = long(&nsa, bf16(4, 128), TierLimit::None);
+    assert_eq!(rows, None);
+    assert!(matches!(columns, Some([1, 32..=128])), "{columns:?}");
+    let alone = long(&nsa, bf16(4, 128), TierLimit::HopperAlone);
+    assert_eq!(alone, [None; 2]);
+    // Wide heads, whose values may be narrower than keys.
+    let wide = Request::new([1, 4], [192, 128], BF16);
+    let [rows, columns] = long(&nsa, wide, TierLimit::None);
+    assert_eq!(rows, None);
+    assert!(matches!(columns, Some([1, 8..])), "{columns:?}");
+    // Without grouped heads by ranges of steps alone.
+    let own = long(&forced(4, 65_536), bf16(4, 64), TierLimit::None);
+    assert!(matches!(own, [None, Some([1, 8..])]), "{own:?}");
+}
+
+/// Tokens that see everything are long tiles of queries, those that everything sees long tiles of keys.
+#[test]
+fn long_tiles_of_both_sides() {
+    let tokens: Vec<usize> = (0..32).chain(2_000..2_016).collect();
+    let both = Pattern::union([Pattern::local(64), Pattern::global(tokens)]);
+    let layout = both.layout(4, 16_384, 64).unwrap();
+    let request = Request::new([1, 4], [128, 128], BF16);
+    let [rows, columns] = long(&layout, request, TierLimit::HopperWalks);
+    assert!(matches!(rows, Some([2, 4..])), "{rows:?}");
+    assert!(matches!(columns, Some([2, 4..])), "{columns:?}");
+}
+
+/// Where tiles are many or alike, or heads so many that a long tile is a small part of the walk, nobody shares.
+#[test]
+fn tiles_that_are_no_longer_than_others_are_not_shared() {
+    let request = |batch, kv_heads| Request::new([batch, kv_heads], [128, 128], BF16);
+    let none = [None; 2];
+    let causal = Pattern::causal().layout(32, 8_192, 128).unwrap();
+    assert_eq!(long(&causal, request(1, 32), TierLimit::HopperWalks), none);
+    let local = Pattern::local(256).layout(32, 8_192, 64).unwrap();
+    assert_eq!(long(&local, request(1, 32), TierLimit::HopperWalks), none);
+    let sinks = forced(64, 4_096);
+    assert_eq!(long(&sinks, request(32, 64), TierLimit::HopperWalks), none);
+}
