@@ -147,6 +147,8 @@ impl Schedule {
 
 /// The longest tile must be this part of the time of a walk at least to be shared.
 const NOTABLE: usize = 20;
+/// Sums that a unit of the launch behind such a walk reads one after the other in the time of a step. A guess.
+const READ_IN_A_STEP: usize = 8;
 /// Numbers of the sums of shared tiles, at most: 256 MiB.
 const MOST_SUMS: usize = 1 << 26;
 
@@ -278,7 +280,7 @@ impl Heads {
             }
         }
         match long.any() {
-            true => schedule.last + LAUNCH,
+            true => schedule.last + LAUNCH + long.cubes / READ_IN_A_STEP,
             false => schedule.last,
         }
     }

@@ -118,14 +118,14 @@ impl Share {
     pub fn at(place: u32, tiles: u32, cubes: u32) -> Share {
         let shared = tiles * cubes;
         let mut share = Share {
-            rank: place + tiles - shared,
-            index: 0u32,
-            cubes: 1u32,
+            rank: place / cubes,
+            index: place % cubes,
+            cubes,
         };
-        if place < shared {
-            share.rank = place / cubes;
-            share.index = place % cubes;
-            share.cubes = cubes;
+        if place >= shared {
+            share.rank = place - shared + tiles;
+            share.index = 0u32;
+            share.cubes = 1u32;
         }
         share
     }
@@ -134,16 +134,17 @@ impl Share {
 /// The cube's tile, and its part of it.
 #[cube]
 pub fn share_of_cube(shares: &ComptimeOption<TileShares>, #[comptime] t: WalkTile) -> Share {
-    let mut share = Share {
-        rank: CUBE_POS_X,
-        index: 0u32,
-        cubes: 1u32,
-    };
+    let mut rank = CUBE_POS_X;
+    let mut index = 0u32;
+    let mut cubes = 1u32;
     if comptime!(t.long_tiles) {
         let shares = shares.as_ref().unwrap();
-        share = Share::at(CUBE_POS_X, shares.tiles, shares.cubes);
+        let share = Share::at(CUBE_POS_X, shares.tiles, shares.cubes);
+        rank = share.rank;
+        index = share.index;
+        cubes = share.cubes;
     }
-    share
+    Share { rank, index, cubes }
 }
 
 /// A stretch of the steps of a tile, of all its query heads one after the other.
@@ -183,10 +184,8 @@ pub fn stretch_of_cube(
     share: &Share,
     #[comptime] t: WalkTile,
 ) -> Stretch {
-    let mut stretch = Stretch {
-        first: 0u32,
-        steps: comptime!(u32::MAX / 2).runtime(),
-    };
+    let mut first = 0u32;
+    let mut steps = comptime!(u32::MAX / 2).runtime();
     if comptime!(t.long_tiles) {
         if share.cubes > 1 {
             let mut all = 0u32;
@@ -194,12 +193,14 @@ pub fn stretch_of_cube(
                 let first_record = plan[heads_at + (first_head + head) as usize];
                 all += plan[parts.tiles + (first_record + tile) as usize * 3 + 1];
             }
-            stretch = Stretch::of(all, share.index, share.cubes);
+            let stretch = Stretch::of(all, share.index, share.cubes);
+            first = stretch.first;
+            steps = stretch.steps;
         }
-        stretch.first = uniform(stretch.first);
-        stretch.steps = uniform(stretch.steps);
+        first = uniform(first);
+        steps = uniform(steps);
     }
-    stretch
+    Stretch { first, steps }
 }
 
 /// The steps of a query head that are of a stretch.
@@ -351,7 +352,7 @@ pub fn fold_tiles(
             comptime!(t.clustered),
         );
         let found = row_position(place, &listing, lengths.len, comptime!(t.residue));
-        let mut width = eights;
+        let mut width = eights.runtime();
         let mut start = 0u32;
         if which == 1 {
             width = comptime!(t.value_dim as u32 / 8);

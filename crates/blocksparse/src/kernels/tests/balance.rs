@@ -97,10 +97,10 @@ fn long_tiles_are_shared() {
     let wide = Request::new([1, 4], [192, 128], BF16);
     let [rows, columns] = long(&nsa, wide, TierLimit::None);
     assert_eq!(rows, None);
-    assert!(matches!(columns, Some([1, 8..])), "{columns:?}");
+    assert!(matches!(columns, Some([1, 8..=256])), "{columns:?}");
     // Without grouped heads by ranges of steps alone.
-    let own = long(&forced(4, 65_536), bf16(4, 64), TierLimit::None);
-    assert!(matches!(own, [None, Some([1, 8..])]), "{own:?}");
+    let own = long(&forced(4, 65_536), bf16(4, 64), TierLimit::HopperWalks);
+    assert!(matches!(own, [None, Some([1, 8..=256])]), "{own:?}");
 }
 
 /// Tokens that see everything are long tiles of queries, those that everything sees long tiles of keys.
@@ -111,8 +111,9 @@ fn long_tiles_of_both_sides() {
     let layout = both.layout(4, 16_384, 64).unwrap();
     let request = Request::new([1, 4], [128, 128], BF16);
     let [rows, columns] = long(&layout, request, TierLimit::HopperWalks);
-    assert!(matches!(rows, Some([2, 4..])), "{rows:?}");
-    assert!(matches!(columns, Some([2, 4..])), "{columns:?}");
+    // One of like rows, or two.
+    assert!(matches!(rows, Some([1 | 2, 4..=256])), "{rows:?}");
+    assert!(matches!(columns, Some([1 | 2, 4..=256])), "{columns:?}");
 }
 
 /// Where tiles are many or alike, or heads so many that a long tile is a small part of the walk, nobody shares.
