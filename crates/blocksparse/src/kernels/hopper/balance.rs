@@ -4,11 +4,11 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use super::fused::{SPREAD, SPREAD_SHARES, Sizes};
-use super::long_tiles::{LongTiles, Stretch};
+use super::long_tiles::{LongTiles, Stretch, WalkPlan};
 use super::tiles::{BackwardTile, WalkTile};
 use crate::kernels::call::{PartRequest, Request, TierLimit};
 use crate::kernels::tensor::is_u32;
-use crate::plan::{Walk, tile_steps};
+use crate::plan::{Tiling, Walk, tile_steps};
 
 /// What a cube takes before its first and after its last step, in steps.
 const CUBE: usize = 1;
@@ -24,6 +24,8 @@ const WORTHWHILE: f64 = 1.05;
 /// Where there are more tiles than this for each multiprocessor, as a rule no tile is a notable part of the pass, and the sums of all of
 /// them would take much memory.
 const MANY: usize = 8;
+/// The longest tile must be this part of the time of a walk at least to be shared.
+const NOTABLE: usize = 20;
 
 /// The cubes that share each tile: a divisor of the query heads to a head of keys, 1 if a cube has them all.
 pub(super) fn shares(part: &PartRequest, tile: &BackwardTile) -> usize {
@@ -60,6 +62,60 @@ pub(super) fn shares(part: &PartRequest, tile: &BackwardTile) -> usize {
     best.1
 }
 
+/// Two walks, if they should be faster than the fused pass because that would wait for a long tile, whose steps cubes share in the walks. Where all tiles are
+/// alike these take `gain` times the time of the fused pass.
+pub(super) fn faster_walks(
+    part: &PartRequest,
+    fused: &BackwardTile,
+    gain: f64,
+    walks: impl FnOnce() -> [WalkPlan; 2],
+) -> Option<[WalkPlan; 2]> {
+    /// What is about as fast stays as it is.
+    const FASTER: f64 = 1.15;
+    /// Products that a walk makes of all that both make.
+    const PRODUCTS: [f64; 2] = [3.0 / 7.0, 4.0 / 7.0];
+    let multiprocessors = part.properties.hardware.num_streaming_multiprocessors;
+    let multiprocessors = multiprocessors.unwrap_or(1) as usize;
+    let turns = turns(part, Walk::Columns);
+    // Where nobody may share them, two walks wait for long tiles, too.
+    if part.limit == TierLimit::HopperAlone
+        || !may_be_notable(part, fused.tiling(), turns, multiprocessors)
+    {
+        return None;
+    }
+    let work = Work::new(part, fused);
+    let time = work.time(fused.shares, multiprocessors) as f64;
+    let mean = work.all_steps() as f64 / multiprocessors as f64;
+    if time < FASTER * gain * mean {
+        return None;
+    }
+    let walks = walks();
+    let at_a_time = |tiling: Tiling, places: usize| (tiling.rows * tiling.cols * places) as f64;
+    let of_fused = at_a_time(fused.tiling(), multiprocessors);
+    let of_walk = |(WalkPlan { tile, long }, walk): (WalkPlan, Walk)| {
+        let places = places(part, &tile);
+        let steps = Heads::new(part, &tile, walk).time(long, places);
+        steps as f64 * at_a_time(tile.tiling(walk), places) / of_fused
+    };
+    let times = walks.into_iter().zip([Walk::Rows, Walk::Columns]);
+    let times = times.map(of_walk).zip(PRODUCTS);
+    let of_walks: f64 = times.map(|(time, products)| time * products).sum();
+    (time > FASTER * gain * of_walks).then_some(walks)
+}
+
+/// Whether a tile of `turns` query heads may be a notable part of a walk, before steps are counted: the longest walks everything, and there are as many steps
+/// as computing nothing but the blocks would take at least.
+fn may_be_notable(part: &PartRequest, tiling: Tiling, turns: usize, places: usize) -> bool {
+    let layout = part.layout;
+    let others = match tiling.walk {
+        Walk::Rows => layout.seq_kv(),
+        Walk::Columns => layout.seq_q(),
+    };
+    let batches = layout.batch().map_or(part.request.batch, |_| 1);
+    let pairs = layout.blocks() * batches * layout.block_size().pow(2);
+    turns * others.div_ceil(tiling.cols) * NOTABLE * places >= pairs / (tiling.rows * tiling.cols)
+}
+
 /// What there is to do.
 struct Work<'a> {
     part: &'a PartRequest<'a>,
@@ -78,6 +134,17 @@ impl<'a> Work<'a> {
             part,
             steps: steps.into_iter().map(in_order).collect(),
         }
+    }
+
+    /// Steps of all cubes.
+    fn all_steps(&self) -> usize {
+        let layout = self.part.layout;
+        let sums: Vec<usize> = self.steps.iter().map(|steps| steps.iter().sum()).collect();
+        let of_entry = |entry| -> usize {
+            let heads = 0..layout.heads();
+            heads.map(|head| sums[layout.pattern_of(entry, head)]).sum()
+        };
+        (0..self.part.request.batch).map(of_entry).sum()
     }
 
     /// The time until the last cube ends, in steps, with so many cubes to each tile and one cube at a time on each multiprocessor. Cubes
@@ -145,8 +212,6 @@ impl Schedule {
     }
 }
 
-/// The longest tile must be this part of the time of a walk at least to be shared.
-const NOTABLE: usize = 20;
 /// Sums that a unit of the launch behind such a walk reads one after the other in the time of a step. A guess.
 const READ_IN_A_STEP: usize = 8;
 /// Numbers of the sums of shared tiles, at most: 256 MiB.
@@ -154,30 +219,15 @@ const MOST_SUMS: usize = 1 << 26;
 
 /// The tiles of a walk whose steps cubes share, and how many cubes.
 pub(super) fn long_tiles(part: &PartRequest, tile: &WalkTile, walk: Walk) -> LongTiles {
-    let &PartRequest {
-        layout, request, ..
-    } = part;
     // Steps of layouts that a device chooses are not known here.
-    if part.limit == TierLimit::HopperAlone || layout.device_choice().is_some() {
+    if part.limit == TierLimit::HopperAlone || part.layout.device_choice().is_some() {
         return LongTiles::NONE;
     }
-    let turns = match walk {
-        Walk::Rows => 1,
-        Walk::Columns => layout.heads() / request.kv_heads,
-    };
     let places = places(part, tile);
-    let b = layout.block_size();
-    let (length, others) = match walk {
-        Walk::Rows => (layout.seq_q(), layout.seq_kv()),
-        Walk::Columns => (layout.seq_kv(), layout.seq_q()),
-    };
-    // Before steps are counted: there are as many as computing nothing but the blocks would take at least.
-    let batches = layout.batch().map_or(request.batch, |_| 1);
-    let least = layout.blocks() * batches * b * b / (tile.rows() * tile.cols);
-    if turns * others.div_ceil(tile.cols) * NOTABLE * places < least {
+    if !may_be_notable(part, tile.tiling(walk), turns(part, walk), places) {
         return LongTiles::NONE;
     }
-    let heads = Heads::new(part, tile, walk, turns, length.div_ceil(tile.rows()));
+    let heads = Heads::new(part, tile, walk);
     let longest = heads.longest(0);
     if longest * NOTABLE * places < heads.all_steps() {
         return LongTiles::NONE;
@@ -198,6 +248,14 @@ pub(super) fn long_tiles(part: &PartRequest, tile: &WalkTile, walk: Walk) -> Lon
         }
     }
     best.1
+}
+
+/// Query heads of a tile.
+fn turns(part: &PartRequest, walk: Walk) -> usize {
+    match walk {
+        Walk::Rows => 1,
+        Walk::Columns => part.layout.heads() / part.request.kv_heads,
+    }
 }
 
 /// Cubes of a walk that a device runs at a time.
@@ -223,8 +281,14 @@ struct Heads {
 }
 
 impl Heads {
-    fn new(part: &PartRequest, tile: &WalkTile, walk: Walk, turns: usize, tiles: usize) -> Self {
+    fn new(part: &PartRequest, tile: &WalkTile, walk: Walk) -> Self {
         let layout = part.layout;
+        let turns = turns(part, walk);
+        let length = match walk {
+            Walk::Rows => layout.seq_q(),
+            Walk::Columns => layout.seq_kv(),
+        };
+        let tiles = length.div_ceil(tile.rows());
         let of_patterns = tile_steps(layout, tile.tiling(walk));
         let mut known = BTreeMap::new();
         let mut heads = Self {

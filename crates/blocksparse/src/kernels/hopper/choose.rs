@@ -2,7 +2,7 @@
 
 use cubecl::ir::features::Tma;
 
-use super::balance::{long_tiles, shares};
+use super::balance::{faster_walks, long_tiles, shares};
 use super::bias_launch::BiasTiles;
 use super::fused::Sizes;
 use super::long_tiles::WalkPlan;
@@ -317,6 +317,12 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
         return walks(part, &forward);
     }
     let tile = fused(part, &forward, grouping)?;
+    if !forward.residue && check_walks(part, &forward).is_ok() {
+        let walks = || walk_plans(part, &forward);
+        if let Some(walks) = faster_walks(part, &tile, gain, walks) {
+            return Ok(Backward::Walks(walks));
+        }
+    }
     // Without the gap that a buffer may have between dK and dV.
     let keys = part.request.batch * part.request.kv_heads * part.seq_kv;
     let sizes = Sizes::new(&tile, layout, part.request, part.seq_kv, keys * tile.dim);
@@ -413,6 +419,11 @@ fn check_walks(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
 /// Two walks.
 fn walks(part: &PartRequest, forward: &Tile) -> Result<Backward, &'static str> {
     check_walks(part, forward)?;
+    Ok(Backward::Walks(walk_plans(part, forward)))
+}
+
+/// The tiles of both, and those of them that cubes share.
+fn walk_plans(part: &PartRequest, forward: &Tile) -> [WalkPlan; 2] {
     let plan = |walk| {
         let tile = match forward.dim {
             ..=128 => choose_walk(part, forward, walk),
@@ -421,7 +432,7 @@ fn walks(part: &PartRequest, forward: &Tile) -> Result<Backward, &'static str> {
         let long = long_tiles(part, &tile, walk);
         WalkPlan { tile, long }
     };
-    Ok(Backward::Walks([Walk::Rows, Walk::Columns].map(plan)))
+    [Walk::Rows, Walk::Columns].map(plan)
 }
 
 /// The tile of a walk.

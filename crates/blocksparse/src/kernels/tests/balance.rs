@@ -128,3 +128,20 @@ fn tiles_that_are_no_longer_than_others_are_not_shared() {
     let sinks = forced(64, 4_096);
     assert_eq!(long(&sinks, request(32, 64), TierLimit::HopperWalks), none);
 }
+
+/// Global tokens beside a narrow window: the fused pass would wait for one tile, and where that is a small part of it, it does not.
+#[test]
+fn long_tiles_take_two_walks_where_they_are_most_of_the_pass() {
+    let is_fused = |pattern: Pattern, heads, n, limit| {
+        let layout = pattern.layout(heads, n, 64).unwrap();
+        let request = Request::new([1, heads], [128, 128], BF16);
+        let plan = Fake::sm90().plan(&layout, request, limit).unwrap();
+        plan.to_string().contains("  backward hopper")
+    };
+    let global = || Pattern::union([Pattern::local(256), Pattern::global([0])]);
+    assert!(!is_fused(global(), 8, 16_384, TierLimit::None));
+    assert!(is_fused(global(), 8, 16_384, TierLimit::HopperAlone));
+    assert!(is_fused(global(), 8, 1_024, TierLimit::None));
+    let wide = Pattern::streaming(4_096, 64);
+    assert!(is_fused(wide, 8, 65_536, TierLimit::None));
+}
