@@ -86,7 +86,7 @@ pub(super) fn faster_walks(
     let work = Work::new(part, fused);
     let time = work.time(fused.shares, multiprocessors) as f64;
     let mean = work.all_steps() as f64 / multiprocessors as f64;
-    if time < FASTER * gain * mean {
+    if time < FASTER * gain * mean || !work.has_long_tiles() {
         return None;
     }
     let walks = walks();
@@ -134,6 +134,18 @@ impl<'a> Work<'a> {
             part,
             steps: steps.into_iter().map(in_order).collect(),
         }
+    }
+
+    /// Whether a tile has several times the steps of the usual one.
+    fn has_long_tiles(&self) -> bool {
+        /// Under a causal mask the first tile has twice the steps of the mean, and is none.
+        const SEVERAL: usize = 4;
+        let is_long = |steps: &Vec<usize>| {
+            let all: usize = steps.iter().sum();
+            let longest = steps.iter().copied().max().unwrap_or(0);
+            longest * steps.len() > SEVERAL * all
+        };
+        self.steps.iter().any(is_long)
     }
 
     /// Steps of all cubes.
