@@ -148,6 +148,7 @@ fn on_tensor_cores(_: &Client, _: ElemType, _: [&RowsView; 2], _: &Handle) -> bo
 
 /// Products of which sums of exponentials over runs of columns are wanted.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 pub struct RunSums {
     /// Columns of a run.
     pub run: usize,
