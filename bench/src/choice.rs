@@ -509,5 +509,5 @@ fn main() -> Result<()> {
             Ok(())
         })?;
     }
-    Ok(())
+    client.flush().map_err(|error| anyhow!("{error:?}"))
 }

@@ -151,7 +151,8 @@ pub fn at_once(
             for other in 0..parts {
                 rank += sums[unit + other] as usize;
             }
-            let entry = (pattern * extent.room) as u32 + firsts[tile] * comptime!(cut.per_step as u32);
+            let entry =
+                (pattern * extent.room) as u32 + firsts[tile] * comptime!(cut.per_step as u32);
             let record = places.tiles + (first_tile + tile) * 3;
             plan[record] = entry;
             plan[record + 1] = steps[tile];

@@ -169,12 +169,7 @@ fn bound_of_mass(
 
 /// A bound above which there are `wanted` keys, or the smallest above which there are fewer. `others` keys are not 0.
 #[cube]
-fn bound_of_count(
-    keys: &Array<u32>,
-    wanted: u32,
-    others: u32,
-    #[comptime] c: ByPlanes,
-) -> u32 {
+fn bound_of_count(keys: &Array<u32>, wanted: u32, others: u32, #[comptime] c: ByPlanes) -> u32 {
     let ends = ends(keys, c);
     let mut low = 0u32.runtime();
     // All are wanted: those above 0.

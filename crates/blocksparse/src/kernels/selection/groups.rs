@@ -500,28 +500,28 @@ mod tests {
                 rows: 0..seq[0].div_ceil(block),
             };
             for by_blocks in [false, true] {
-            let what = format!("{of:?} {by_blocks}");
-            let mut first = 0;
-            let mut slabs = 0;
-            while first < of.rows.end {
-                let rows = of.slab(first, by_blocks);
-                assert!((1..=of.rows.end - first).contains(&rows), "{what}");
-                let columns = of.columns(first + rows);
-                let numbers = lists * rows * of.in_block() * of.numbers(columns, by_blocks);
-                assert!(rows == 1 || numbers <= NUMBERS, "{what}");
-                // The last position of the last row.
-                let last = ((first + rows) * block).min(seq[0]) as i64 - 1;
-                let last = last + seq[1] as i64 - seq[0] as i64;
-                let seen = match causal {
-                    true => (last + 1).clamp(0, seq[1] as i64) as usize,
-                    false => seq[1],
-                };
-                assert!(columns * stride >= seen, "{what}, {first}");
-                assert!(columns <= of.groups()[1], "{what}");
-                first += rows;
-                slabs += 1;
-            }
-            assert!(slabs <= of.rows.len(), "{what}");
+                let what = format!("{of:?} {by_blocks}");
+                let mut first = 0;
+                let mut slabs = 0;
+                while first < of.rows.end {
+                    let rows = of.slab(first, by_blocks);
+                    assert!((1..=of.rows.end - first).contains(&rows), "{what}");
+                    let columns = of.columns(first + rows);
+                    let numbers = lists * rows * of.in_block() * of.numbers(columns, by_blocks);
+                    assert!(rows == 1 || numbers <= NUMBERS, "{what}");
+                    // The last position of the last row.
+                    let last = ((first + rows) * block).min(seq[0]) as i64 - 1;
+                    let last = last + seq[1] as i64 - seq[0] as i64;
+                    let seen = match causal {
+                        true => (last + 1).clamp(0, seq[1] as i64) as usize,
+                        false => seq[1],
+                    };
+                    assert!(columns * stride >= seen, "{what}, {first}");
+                    assert!(columns <= of.groups()[1], "{what}");
+                    first += rows;
+                    slabs += 1;
+                }
+                assert!(slabs <= of.rows.len(), "{what}");
             }
         }
     }
