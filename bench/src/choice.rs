@@ -1,8 +1,11 @@
 //! `bench-choice`: the kernels that choose blocks, one by one, by the device's own clock; and their equality to loops in f64.
 
+use std::time::Instant;
+
 use anyhow::{Context, Result, anyhow, ensure};
 use blocksparse::kernels::selection::{
-    Antidiagonals, Kept, KeptLines, antidiagonal_masses, least_kept,
+    Antidiagonals, GateSizes, Kept, KeptLines, LineSizes, antidiagonal_masses, least_kept,
+    line_sums, query_picks,
 };
 use blocksparse::kernels::{
     AttentionPlan, ChoiceTensor, Outputs, Request, ScoreOptions, TensorView, choose_blocks,
@@ -22,6 +25,9 @@ use rand_chacha::ChaCha8Rng;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
+
+/// Keys of a block that single queries choose.
+const GATE_BLOCK: usize = 512;
 
 #[derive(Parser)]
 #[command(
@@ -44,6 +50,9 @@ struct Args {
     /// Timed runs; the median is reported.
     #[arg(long, default_value_t = 15)]
     repeats: usize,
+    /// Time how long calls keep the host instead.
+    #[arg(long)]
+    host: bool,
     /// Compare results with loops in f64, of small calls, instead of timing.
     #[arg(long)]
     verify: bool,
@@ -418,6 +427,19 @@ fn median(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) 
     Ok(times[times.len() / 2])
 }
 
+/// Seconds until a call returns, while the device has nothing else to do.
+fn host(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
+    let mut times = Vec::new();
+    for _ in 0..repeats + 2 {
+        block_on(client.sync()).map_err(|error| anyhow!("{error:?}"))?;
+        let start = Instant::now();
+        run()?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
 /// Of lines of random numbers the least that is kept.
 fn lines(client: &Client, [lines, len]: [usize; 2], rng: &mut ChaCha8Rng) -> (Handle, KeptLines) {
     let numbers: Vec<f32> = (0..lines * len).map(|_| rng.random()).collect();
@@ -450,7 +472,10 @@ fn main() -> Result<()> {
             run()?;
             return Ok(f64::NAN);
         }
-        let seconds = median(&client, args.repeats, run)?;
+        let seconds = match args.host {
+            true => host(&client, args.repeats, run)?,
+            false => median(&client, args.repeats, run)?,
+        };
         println!("{name:<48} {:>9.1} µs", seconds * 1e6);
         Ok(seconds)
     };
@@ -469,6 +494,39 @@ fn main() -> Result<()> {
         time(&format!("antidiagonals, stride {stride}"), &|| {
             sums.run(&client)
         })?;
+    }
+    let [q, k] = [heads, kv_heads].map(|heads| {
+        let numbers = numbers(heads * n * head_dim, &mut rng);
+        halves(&client, &numbers)
+    });
+    let gate = GateSizes {
+        lists: [heads, kv_heads],
+        seq: [n; 2],
+        width: head_dim,
+        block: GATE_BLOCK,
+        most: 2,
+    };
+    let picks = client.empty(heads * n * gate.most * size_of::<i32>());
+    time("two blocks of 512 for each query", &|| {
+        query_picks(&client, BF16, [&q, &k], &gate, &picks)?;
+        Ok(())
+    })?;
+    for queries in [64, 128].into_iter().filter(|&queries| queries <= n) {
+        // As many queries of any place cost the same.
+        let lines = LineSizes {
+            lists: [heads, kv_heads],
+            seq: [queries, n],
+            width: head_dim,
+            factor: 1.0 / (head_dim as f64).sqrt(),
+        };
+        let sums = client.empty(heads * 2 * n * size_of::<f32>());
+        time(
+            &format!("sums of {queries} queries by keys and distances"),
+            &|| {
+                line_sums(&client, BF16, [&q, &k], &lines, &sums)?;
+                Ok(())
+            },
+        )?;
     }
     let shape = LayoutShape {
         heads,
