@@ -3,9 +3,10 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
+use blocksparse::kernels::rows::{RowBlocks, block_means};
 use blocksparse::kernels::selection::{
-    Antidiagonals, GateSizes, Kept, KeptLines, LineSizes, antidiagonal_masses, least_kept,
-    line_sums, query_picks,
+    Antidiagonals, GateSizes, Kept, KeptLines, LineSizes, MeanProducts, SeenRows,
+    antidiagonal_masses, least_kept, line_sums, mean_products, query_picks,
 };
 use blocksparse::kernels::{
     AttentionPlan, ChoiceTensor, Outputs, Request, ScoreOptions, TensorView, choose_blocks,
@@ -499,6 +500,29 @@ fn main() -> Result<()> {
         let numbers = numbers(heads * n * head_dim, &mut rng);
         halves(&client, &numbers)
     });
+    let of_blocks = RowBlocks::new(heads, [n, head_dim], block);
+    let means = client.empty(heads * of_blocks.blocks() * head_dim * size_of::<f32>());
+    time("means of blocks of queries", &|| {
+        block_means(&client, (&q, BF16), &of_blocks, &means)?;
+        Ok(())
+    })?;
+    let products = MeanProducts {
+        lists: [heads; 2],
+        rows: of_blocks.blocks(),
+        blocks: of_blocks.blocks(),
+        width: head_dim,
+        factor: 1.0,
+        seen: Some(SeenRows {
+            seq: [n; 2],
+            block,
+            first: 0,
+        }),
+    };
+    let scores = client.empty(heads * of_blocks.blocks().pow(2) * size_of::<f32>());
+    time("products of means", &|| {
+        mean_products(&client, [&means; 2], &products, &scores)?;
+        Ok(())
+    })?;
     let gate = GateSizes {
         lists: [heads, kv_heads],
         seq: [n; 2],
