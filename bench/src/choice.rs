@@ -299,10 +299,10 @@ impl Ruled {
             .map(|half| bf16::from_le_bytes([half[0], half[1]]).to_f32())
             .collect();
         let LayoutShape {
-            heads,
             seq_q,
             seq_kv,
             block_size,
+            ..
         } = self.shape;
         let grid = ScoreGrid {
             query_rows: block_size,
@@ -313,17 +313,13 @@ impl Ruled {
         };
         let what = format!("{:?}, {:?}", self.shape, self.rule);
         let (blocks, width) = (grid.blocks(), self.width);
-        for row in 0..heads * grid.rows() {
+        for (row, &got) in counts.iter().enumerate() {
             let scores = self.scores[row * blocks..][..blocks].iter();
             let scores: Vec<f64> = scores.map(|&score| score.into()).collect();
             let (head, q_block) = (row / grid.rows(), row % grid.rows());
             let kept = self.rule.kept(&grid, q_block, &scores);
             let count = kept.iter().filter(|&&kept| kept).count();
-            ensure!(
-                counts[row] == count as i32,
-                "{what}: {row}: {}, {count}",
-                counts[row]
-            );
+            ensure!(got == count as i32, "{what}: {row}: {got}, {count}");
             // The last query of the block.
             let query = ((q_block + 1) * block_size).min(seq_q) - 1;
             let seen = (query + 1 + seq_kv - seq_q).min(seq_kv);
@@ -353,15 +349,17 @@ fn rule(keep: Keep) -> Rule {
 fn verify(client: &Client) -> Result<()> {
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     let mut compared = 0;
-    let calls: [([usize; 2], [usize; 2], usize, usize, usize); 6] = [
-        ([4, 1], [1000, 1000], 64, 64, 8),
-        ([2, 2], [400, 901], 16, 128, 8),
-        ([2, 1], [901, 400], 32, 128, 4),
-        ([2, 1], [700, 690], 16, 128, 2),
-        ([2, 1], [500, 500], 16, 128, 1),
-        ([6, 2], [3000, 3000], 128, 128, 16),
+    // Lists of queries and of keys, their lengths, and width, block and stride.
+    let calls: [[usize; 7]; 6] = [
+        [4, 1, 1000, 1000, 64, 64, 8],
+        [2, 2, 400, 901, 16, 128, 8],
+        [2, 1, 901, 400, 32, 128, 4],
+        [2, 1, 700, 690, 16, 128, 2],
+        [2, 1, 500, 500, 16, 128, 1],
+        [6, 2, 3000, 3000, 128, 128, 16],
     ];
-    for (lists, seq, width, block, stride) in calls {
+    for [lists, kv_lists, seq_q, seq_kv, width, block, stride] in calls {
+        let (lists, seq) = ([lists, kv_lists], [seq_q, seq_kv]);
         for causal in [true, false] {
             let all = seq[0].div_ceil(block);
             for rows in [0..all, 1..all, all / 2..all / 2 + 1] {
