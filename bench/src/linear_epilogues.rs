@@ -193,7 +193,8 @@ impl Case {
                 };
                 bias_activation_backward(&self.client, [rows, cols], &pass)?;
             }
-            Epilogue::Plain => {}
+            // Sums of exponentials are no part of a layer.
+            Epilogue::Plain | Epilogue::LogSums { .. } => {}
         }
         Ok(())
     }

@@ -2,15 +2,15 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DenseCall, EstimateKind, Keep, ScoreCall, Selection, Sharing,
-    attention_with_lse,
+    AttentionOptions, BlockLayout, DenseCall, EstimateKind, Keep, ScoreCall, ScoreGrid, Selection,
+    Sharing, attention_with_lse,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::cases::shard;
 use crate::compare::{assert_close, to_f64};
-use crate::devices::assert_ran;
+use crate::devices::{assert_ran, half_dtypes};
 use crate::linear::tensor;
 
 /// Sizes of a call.
@@ -123,6 +123,10 @@ impl Problem {
     }
 
     fn call(&self, device: &Device) -> ScoreCall {
+        self.call_in(device, DType::F32)
+    }
+
+    fn call_in(&self, device: &Device, dtype: DType) -> ScoreCall {
         let Sizes {
             batch,
             heads,
@@ -130,8 +134,8 @@ impl Problem {
             seq_q,
             seq_kv,
         } = self.sizes;
-        let q = tensor(&self.q, [batch, heads, seq_q, DIM], device, DType::F32);
-        let k = tensor(&self.k, [batch, kv_heads, seq_kv, DIM], device, DType::F32);
+        let q = tensor(&self.q, [batch, heads, seq_q, DIM], device, dtype);
+        let k = tensor(&self.k, [batch, kv_heads, seq_kv, DIM], device, dtype);
         ScoreCall::new(q, k).causal(self.causal)
     }
 }
@@ -164,17 +168,11 @@ fn shared(scores: &[f64], sharing: Sharing, call: &DenseCall, head: usize) -> Ve
     numbers.collect()
 }
 
-/// Scores on a device equal those of loops, and so does what is chosen, but for scores that are as good as equal to one of the other side. True if all
-/// is the same.
-fn check(selection: &Selection, problem: &Problem, device: &Device) -> bool {
-    let what = format!(
-        "{selection}, {:?}, causal {}, {device:?}",
-        problem.sizes, problem.causal
-    );
-    let call = problem.call(device);
+/// Scores on a device, of which those of some rows alone are the same.
+fn scores_of(selection: &Selection, problem: &Problem, call: &ScoreCall, what: &str) -> Vec<f64> {
     let estimator = selection.estimator();
     let grid = call.grid(estimator.grid());
-    let scores = estimator.scores(&call, 0..grid.rows()).unwrap();
+    let scores = estimator.scores(call, 0..grid.rows()).unwrap();
     let dims = [
         problem.sizes.batch,
         problem.sizes.heads,
@@ -187,8 +185,7 @@ fn check(selection: &Selection, problem: &Problem, device: &Device) -> bool {
         "{what}"
     );
     if grid.rows() > 1 {
-        // Some rows alone have the same scores.
-        let some = estimator.scores(&call, 1..grid.rows()).unwrap();
+        let some = estimator.scores(call, 1..grid.rows()).unwrap();
         let same = scores.clone().slice_dim(2, 1..grid.rows());
         assert_close(
             &format!("{what}: rows"),
@@ -197,7 +194,66 @@ fn check(selection: &Selection, problem: &Problem, device: &Device) -> bool {
             1e-5,
         );
     }
-    let scores = to_f64(scores.into_data());
+    to_f64(scores.into_data())
+}
+
+/// Scores of blocks that rows see equal those of loops.
+fn assert_scores(what: &str, grid: &ScoreGrid, got: &[f64], expected: &[f64], tolerance: f64) {
+    for (at, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let (block, row) = (at % grid.blocks(), at / grid.blocks() % grid.rows());
+        let close = got == expected || (got - expected).abs() < tolerance;
+        let is_right = close || !grid.is_visible(row, block);
+        assert!(is_right, "{what}, {at}: {got}, {expected}");
+    }
+}
+
+/// Sums over antidiagonals of numbers in half precision, of blocks of 8 to 64 groups, which tensor cores may sum up before they write. Devices without
+/// kernels round products to half precision.
+pub fn antidiagonals_in_half_precision_equal_those_of_loops(devices: &[Device]) {
+    let mut ran = 0;
+    for (index, (text, [heads, kv_heads], seq)) in [
+        ("xattention:64,8,0.9", [3, 1], [300, 300]),
+        ("xattention:128,8,0.9", [2, 2], [130, 333]),
+        ("xattention:128,4,0.9", [2, 1], [333, 100]),
+        ("xattention:128,2,0.9", [2, 1], [301, 290]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let selection: Selection = text.parse().unwrap();
+        let sizes = Sizes::new([2, heads, kv_heads], seq);
+        for causal in [true, false] {
+            let problem = Problem::new(sizes, causal, 9870 + index as u64);
+            for device in devices {
+                for dtype in half_dtypes(device) {
+                    let call = problem.call_in(device, dtype);
+                    let grid = call.grid(selection.estimator().grid());
+                    let what = format!("{text}, {sizes:?}, causal {causal}, {dtype:?}, {device:?}");
+                    let scores = scores_of(&selection, &problem, &call, &what);
+                    for entry in 0..sizes.batch {
+                        let expected = selection.estimator().reference(&problem.dense(entry));
+                        let scores = &scores[entry * expected.len()..][..expected.len()];
+                        assert_scores(&format!("{what}, {entry}"), &grid, scores, &expected, 1e-4);
+                    }
+                    ran += 1;
+                }
+            }
+        }
+    }
+    assert_ran("antidiagonals_in_half_precision_equal_those_of_loops", ran);
+}
+
+/// Scores on a device equal those of loops, and so does what is chosen, but for scores that are as good as equal to one of the other side. True if all
+/// is the same.
+fn check(selection: &Selection, problem: &Problem, device: &Device) -> bool {
+    let what = format!(
+        "{selection}, {:?}, causal {}, {device:?}",
+        problem.sizes, problem.causal
+    );
+    let call = problem.call(device);
+    let estimator = selection.estimator();
+    let grid = call.grid(estimator.grid());
+    let scores = scores_of(selection, problem, &call, &what);
     let chosen = selection.choose(&call).unwrap().layout.to_host().unwrap();
     let mut is_same = true;
     for entry in 0..problem.sizes.batch {
@@ -205,12 +261,8 @@ fn check(selection: &Selection, problem: &Problem, device: &Device) -> bool {
         let expected = estimator.reference(&dense);
         let scores = &scores[entry * expected.len()..][..expected.len()];
         let reference = selection.choose_reference(&dense).unwrap();
-        for (at, (got, expected)) in scores.iter().zip(&expected).enumerate() {
-            let (block, row) = (at % grid.blocks(), at / grid.blocks() % grid.rows());
-            let close = got == expected || (got - expected).abs() < 1e-5;
-            let is_right = close || !grid.is_visible(row, block);
-            assert!(is_right, "{what}, {entry}, {at}: {got}, {expected}");
-        }
+        let what = format!("{what}, {entry}");
+        assert_scores(&what, &grid, scores, &expected, 1e-5);
         for head in 0..dense.heads {
             let x = shared(&expected, selection.sharing(), &dense, head);
             for at in 0..grid.rows() {

@@ -1,8 +1,7 @@
 //! How blocks are chosen by scores, on the host; the same rules as on the device.
 
-use blocksparse::BlockLayout;
 use blocksparse::{
-    BlockMask, ChosenBy, DeviceChoice, EstimateKind, Forced, Keep, LayoutShape, Rule, ScoreGrid,
+    BlockLayout, BlockMask, EstimateKind, Forced, Keep, LayoutShape, Rule, ScoreGrid,
 };
 use burn::tensor::Tensor;
 
@@ -69,13 +68,9 @@ impl TopKOptions {
 
 /// Sizes that a layout can have.
 pub(crate) fn checked(shape: &LayoutShape) -> Result<LayoutShape, OpError> {
-    // The sizes are the layout's to check, before anything is computed with them.
-    let nothing = DeviceChoice {
-        patterns: [1, 1],
-        causal: false,
-        by: ChosenBy::Mask,
-    };
-    Ok(*BlockLayout::on_device("sizes", *shape, nothing)?.shape())
+    // Before anything is computed with them.
+    shape.validate()?;
+    Ok(*shape)
 }
 
 /// The rows and blocks of a layout's scores.

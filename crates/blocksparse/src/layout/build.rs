@@ -207,7 +207,7 @@ impl BlockLayout {
             ));
         }
         let rows = RowRuns::empty(shape.seq_q.div_ceil(shape.block_size));
-        let masks = MaskInterner::new(shape.block_size).into_masks();
+        let masks = vec![BlockMask::full(shape.block_size)];
         let batch = (batch > 1).then_some(batch);
         let head_patterns = vec![0; batch.unwrap_or(1) * shape.heads];
         let inner = Inner::new(name.into(), shape, batch, head_patterns, vec![rows], masks);

@@ -32,6 +32,12 @@ impl BlockMask {
         Self::from_fn(block_size, |row, column| row < rows && column < columns)
     }
 
+    /// The mask of all pairs.
+    pub(crate) fn full(block_size: usize) -> Self {
+        let words = vec![u64::MAX; block_size * block_size / 64].into_boxed_slice();
+        Self { block_size, words }
+    }
+
     /// The mask whose rows have these columns: bit `c` of `columns(row)`.
     pub(crate) fn from_rows(block_size: usize, columns: impl Fn(usize) -> u128) -> Self {
         let mut words = vec![0u64; block_size * block_size / 64].into_boxed_slice();
@@ -110,7 +116,7 @@ pub(crate) struct MaskInterner {
 
 impl MaskInterner {
     pub fn new(block_size: usize) -> Self {
-        let full = BlockMask::corner(block_size, block_size, block_size);
+        let full = BlockMask::full(block_size);
         Self {
             masks: vec![full.clone()],
             ids: HashMap::from([(full, FULL)]),

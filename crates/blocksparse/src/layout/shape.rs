@@ -43,7 +43,11 @@ impl LayoutShape {
         Self::new(heads, [seq, seq], block_size)
     }
 
-    pub(crate) fn validate(&self) -> Result<(), LayoutError> {
+    /// Checks the sizes, as everything does that makes a layout.
+    ///
+    /// # Errors
+    /// [`LayoutError`] if one is out of range.
+    pub fn validate(&self) -> Result<(), LayoutError> {
         if !BLOCK_SIZES.contains(&self.block_size) {
             return Err(LayoutError::argument(
                 "block_size",

@@ -340,7 +340,7 @@ pub(crate) fn through(
         before: Some(&hidden.handle),
         second: active.as_ref().map(|active| &active.handle),
         totals: totals.as_ref().map(|totals| &totals.handle),
-        heads: None,
+        ..EpilogueTensors::default()
     };
     launch(&grad.client, &plan, [a, b], &out.handle, &beside).ok()?;
     Some(Through {

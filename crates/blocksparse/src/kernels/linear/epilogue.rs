@@ -333,7 +333,8 @@ pub fn finish<S: Size, W: Size>(
             let at = eights(shape, row, &head_row, place, col, t) as usize;
             let inside = row < shape.rows && col < shape.cols;
             match comptime!(t.epilogue) {
-                Epilogue::Plain => {
+                // Sums of exponentials are stored elsewhere.
+                Epilogue::Plain | Epilogue::LogSums { .. } => {
                     let four = fours[lower];
                     if inside {
                         out[at] = as_stored::<W>(&four);

@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::epilogue::ResultShapeLaunch;
+use super::log_sums::{SeenColumns, SeenLaunch};
 use super::mma::product::FactorLaunch;
 use super::mma::{self, MmaTile};
 use super::plan::{ProductPlan, TierTile};
@@ -74,6 +75,9 @@ pub struct EpilogueTensors<'a> {
     pub totals: Option<&'a Handle>,
     /// Rows of a batch entry, and the heads of each part. Of heads alone, whose parts lie one behind the other: `[batch, heads, seq, dim]` each.
     pub heads: Option<(usize, [usize; 3])>,
+    /// Which columns rows see. Of sums of exponentials alone, which need it; the result is `[batch, rows, columns / run]` in f32. Where a tile has no column that
+    /// any of its rows sees, nothing is written.
+    pub seen: Option<SeenColumns>,
 }
 
 impl EpilogueTensors<'_> {
@@ -85,7 +89,8 @@ impl EpilogueTensors<'_> {
             Epilogue::Gradient { sums, .. } => (true, sums),
             _ => (false, false),
         };
-        let is_plain = request.epilogue == Epilogue::Plain;
+        let is_seen = matches!(request.epilogue, Epilogue::LogSums { .. });
+        let is_plain = is_seen || request.epilogue == Epilogue::Plain;
         let heads = match (request.epilogue, self.heads) {
             (Epilogue::Heads { dim }, Some((seq, heads))) => {
                 let count: usize = heads.iter().sum();
@@ -95,6 +100,7 @@ impl EpilogueTensors<'_> {
             (_, heads) => heads.is_none(),
         };
         let fits = self.before.is_some() == gradient
+            && self.seen.is_some() == is_seen
             && self.totals.is_some() == sums
             && !(is_plain && (self.bias.is_some() || self.second.is_some()))
             && heads
@@ -123,9 +129,13 @@ pub fn multiply(
         ("a", a, 2, request.rows, request.orders[0]),
         ("b", b, 1, request.cols, request.orders[1]),
     ] {
-        // What is behind the last row is read as 0: the columns of the result may be more than the right factor has, up to a multiple of 8.
+        // What is behind the last row is read as 0: the columns of the result may be more than the right factor has, up to a multiple of 8, or a whole run.
+        let unit = match request.epilogue {
+            Epilogue::LogSums { run } => run,
+            _ => 8,
+        };
         let own = match name {
-            "b" => view.shape[3 - depth].next_multiple_of(8),
+            "b" => view.shape[3 - depth].next_multiple_of(unit),
             _ => view.shape[3 - depth],
         };
         let is_across = own == across || view.shape[3 - depth] == across;
@@ -145,13 +155,14 @@ pub fn multiply(
     }
 }
 
-fn tiles(plan: &ProductPlan, [a, b]: [&MatrixView; 2]) -> TilesLaunch {
+/// Where tiles are; a matrix has so many, if not all of its rows and columns.
+fn tiles(plan: &ProductPlan, [a, b]: [&MatrixView; 2], seen: Option<usize>) -> TilesLaunch {
     let request = plan.request;
     let rows = request.rows.div_ceil(ROWS);
     let cols = request.cols.div_ceil(plan.tile.cols());
     let each = |view: &MatrixView| (request.batch / view.shape[0]) as u32;
     TilesLaunch::new(
-        (request.batch * plan.parts * rows * cols) as u32,
+        (request.batch * plan.parts * seen.unwrap_or(rows * cols)) as u32,
         rows as u32,
         cols as u32,
         plan.parts as u32,
@@ -235,7 +246,7 @@ fn launch_mma(
             left,
             right,
             depth,
-            tiles(plan, [a, b]),
+            tiles(plan, [a, b], None),
             tile,
         );
     }
@@ -255,8 +266,16 @@ fn launch_wgmma(
         true => FloatKind::BF16,
         false => FloatKind::F16,
     });
-    let words = if tile.wide { 2 } else { 4 };
     let elements = request.batch * plan.parts * request.rows * request.cols;
+    let seen_tiles = (beside.seen).map(|seen| seen.tiles(request.rows, tile.cols));
+    // Nobody sees anything.
+    if seen_tiles == Some(0) {
+        return;
+    }
+    let seen = match beside.seen.zip(seen_tiles) {
+        Some((seen, tiles)) => seen.launched(tiles),
+        None => SeenLaunch::new(0, 0, 1, 0.0),
+    };
     let (seq, [first, second, third]) = beside.heads.unwrap_or((request.rows, [0; 3]));
     let shape = ResultShapeLaunch::new(
         request.rows as u32,
@@ -275,7 +294,7 @@ fn launch_wgmma(
             CubeCount::Static(plan.cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
             tile.cols / 2,
-            words,
+            tile.written_words(),
             map(a, 2, tile.a, ROWS, dtype),
             map(b, 1, tile.b, tile.cols, dtype),
             buffer(out, elements / tile.written()),
@@ -283,8 +302,9 @@ fn launch_wgmma(
             optional(beside.bias, request.cols / 4),
             optional(beside.before, elements / 8),
             optional(beside.totals, plan.total_rows() * request.cols),
-            tiles(plan, [a, b]),
+            tiles(plan, [a, b], seen_tiles),
             shape,
+            seen,
             tile,
         );
     }

@@ -7,6 +7,7 @@
 //! plan       which tile, how many cubes, in how many parts the depth is taken: or why not here
 //! asm        the main loop in PTX
 //! epilogue   what becomes of a tile's sums
+//! log_sums   logarithms of sums of exponentials in their place, of what rows see
 //! product    the kernel
 //! launch     its launch
 //! blocks     products of block-sparse weights
@@ -21,6 +22,7 @@ mod asm;
 pub mod blocks;
 mod epilogue;
 mod launch;
+mod log_sums;
 mod mma;
 mod plan;
 mod product;
@@ -28,6 +30,7 @@ mod tile;
 mod view;
 
 pub use launch::{EpilogueTensors, multiply};
+pub use log_sums::SeenColumns;
 pub use plan::{ProductPlan, ProductRequest, available};
 pub use tile::{Epilogue, Order};
 pub use view::{HEAD, HEAD_ROWS, MatrixView};

@@ -84,6 +84,15 @@ impl ProductRequest {
     fn check_epilogue(&self) -> Result<(), &'static str> {
         match self.epilogue {
             Epilogue::Plain => Ok(()),
+            Epilogue::LogSums { run } => {
+                if !self.wide || self.parts || self.by_heads {
+                    return Err("sums of exponentials are of whole sums in f32");
+                }
+                match [8, 16, 32, 64].contains(&run) && self.cols.is_multiple_of(run) {
+                    true => Ok(()),
+                    false => Err("the columns are no runs of 8, 16, 32 or 64"),
+                }
+            }
             _ if self.wide => Err("only a result in half precision becomes anything else"),
             Epilogue::Heads { .. } | Epilogue::Gradient { .. } if self.batch > 1 => {
                 Err("heads and gradients are of one matrix")

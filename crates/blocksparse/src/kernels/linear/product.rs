@@ -14,6 +14,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::{main_loop, pause};
 use super::epilogue::{Lane, Place, ResultShape, finish, prepare};
+use super::log_sums::{Seen, seen_place, store_log_sums};
 use super::tile::{MULTIPLIERS, Order, ProductTile, ROWS, SLAB, SPAN_BYTES, WARPS};
 use super::view::HEAD;
 use crate::kernels::shared::asm::{shared_address, uniform};
@@ -134,7 +135,7 @@ fn load_heads(
 /// `a` and `b` as maps `[1, batch, rows, columns]` whose columns are contiguous: transposed where an [`Order`] says so; `a` as a map
 /// `[batch, heads, seq, 64]`, if the tile says so. `out` is
 /// `[batch, parts, rows, columns]` in words, or as the tile's epilogue says; so is `second`, what it writes beside that, and `before`, what it reads.
-/// `totals` is `[tiles along the rows · 2, columns]`.
+/// `totals` is `[tiles along the rows · 2, columns]`. `seen` is read where the tile's epilogue sees some columns alone.
 #[cube(launch_unchecked)]
 pub fn product<S: Size, W: Size>(
     a: &TensorMap<u32, Tiled>,
@@ -146,6 +147,7 @@ pub fn product<S: Size, W: Size>(
     totals: ComptimeOption<Box<[f32]>>,
     tiles: Tiles,
     shape: ResultShape,
+    seen: Seen,
     #[comptime] t: ProductTile,
 ) {
     let mut second = second;
@@ -173,7 +175,7 @@ pub fn product<S: Size, W: Size>(
             let mut number = 0u32;
             let mut tile = CUBE_POS_X;
             while tile < tiles.count {
-                let place = place_of(&tiles, tile, t.cols);
+                let place = seen_place(&tiles, &seen, &shape, tile, t);
                 for slab in 0..place.count {
                     let stage = number % stages;
                     let bar = base + stage * 8;
@@ -231,7 +233,7 @@ pub fn product<S: Size, W: Size>(
         let mut number = 0u32;
         let mut tile = CUBE_POS_X;
         while tile < tiles.count {
-            let place = place_of(&tiles, tile, t.cols);
+            let place = seen_place(&tiles, &seen, &shape, tile, t);
             let held = prepare::<W>(&before, &place, &shape, &own, t);
             let sums = main_loop::<S>(
                 a_desc,
@@ -243,7 +245,9 @@ pub fn product<S: Size, W: Size>(
                 comptime!(t.main_loop()),
             );
             number += place.count;
-            if comptime!(t.wide) {
+            if comptime!(t.is_seen()) {
+                store_log_sums::<S, W>(out, &sums, &place, &shape, &seen, &own, t);
+            } else if comptime!(t.wide) {
                 store::<S, W>(out, &sums, &place, &shape, &own, t);
             } else {
                 finish::<S, W>(

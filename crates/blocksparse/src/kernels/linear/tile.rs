@@ -27,7 +27,7 @@ impl Order {
     }
 }
 
-/// What becomes of the sums of a tile. Only results in half precision become anything.
+/// What becomes of the sums of a tile. Only results in half precision become anything, but for [`LogSums`](Self::LogSums).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Epilogue {
     /// They are the result.
@@ -47,6 +47,11 @@ pub enum Epilogue {
         /// Whether sums over rows are wanted.
         sums: bool,
     },
+    /// They are scores, in f32: of each run of so many columns the logarithm of the sum of their exponentials, as far as the row sees them.
+    LogSums {
+        /// Columns of a run: 8, 16, 32 or 64.
+        run: usize,
+    },
 }
 
 impl fmt::Display for Epilogue {
@@ -56,6 +61,7 @@ impl fmt::Display for Epilogue {
             Self::Heads { dim } => write!(f, ", written by heads of {dim}"),
             Self::Activation(activation) => write!(f, ", through {activation:?}"),
             Self::Gradient { activation, .. } => write!(f, ", back through {activation:?}"),
+            Self::LogSums { run } => write!(f, ", as logarithms of sums over {run} columns"),
         }
     }
 }
@@ -180,9 +186,27 @@ impl ProductTile {
         }
     }
 
-    /// Numbers of a result that a unit writes at a time.
+    /// Columns of the sums that a unit writes at a time.
     pub(super) fn written(&self) -> usize {
-        if self.wide { 2 } else { 8 }
+        match self.epilogue {
+            Epilogue::LogSums { run } => run,
+            _ if self.wide => 2,
+            _ => 8,
+        }
+    }
+
+    /// Words that it writes them as.
+    pub(super) fn written_words(&self) -> usize {
+        match self.epilogue {
+            Epilogue::LogSums { .. } => 1,
+            _ if self.wide => 2,
+            _ => 4,
+        }
+    }
+
+    /// Whether tiles that no row sees are left out.
+    pub(super) fn is_seen(&self) -> bool {
+        matches!(self.epilogue, Epilogue::LogSums { .. })
     }
 }
 

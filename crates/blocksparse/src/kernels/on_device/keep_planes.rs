@@ -1,18 +1,15 @@
-//! The rules of [`keep`](super::keep) where a plane of 32 units holds a row: units vote, and meet no barrier.
+//! The rules of [`keep`](super::keep) where a plane of 32 units holds a row: units add up what each has counted, and meet no barrier.
 //!
-//! A plane's votes on its `i`-th blocks are word `i` of the row's bits, and the ones in it say how many there are. So a bound is found by votes alone, and as
-//! soon as it has as many blocks above it as are wanted.
+//! A bound is looked for between the lowest and the highest score of the row, and found as soon as it has as many blocks above it as are wanted. A plane's
+//! votes on its `i`-th blocks are word `i` of the row's bits.
 
-use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
 use super::bits::{Grid, seen};
 use super::keep::{By, Numbers, Row, WANTED, forced, key, value, weight, weight_of_largest};
+use super::planes::{LANES, are_there, have_ptx, highest, lowest, total, traded, votes};
 use crate::rule::{LARGEST, WHOLE};
 use crate::{EstimateKind, Rule};
-
-/// Units of a plane, and of a row.
-const LANES: usize = 32;
 
 /// Blocks of a unit, at most: a word of the row's bits each, of which a unit writes one.
 const MOST_HELD: usize = 32;
@@ -28,6 +25,8 @@ pub struct ByPlanes {
     causal: bool,
     /// Blocks of a unit.
     held: usize,
+    /// Whether units meet by PTX.
+    ptx: bool,
 }
 
 impl ByPlanes {
@@ -39,17 +38,15 @@ impl ByPlanes {
         causal: bool,
     ) -> Option<Self> {
         let hardware = &properties.hardware;
-        let has_planes = properties.features.plane.contains(Plane::Ops)
-            && hardware.plane_size_min == LANES as u32
-            && hardware.plane_size_max == LANES as u32;
         let units = (LANES * ROWS) as u32;
         let fits = hardware.max_units_per_cube >= units && hardware.max_cube_dim.0 >= units;
         let held = blocks.div_ceil(LANES);
-        (has_planes && fits && (1..=MOST_HELD).contains(&held)).then(|| Self {
+        (are_there(properties) && fits && (1..=MOST_HELD).contains(&held)).then(|| Self {
             by: By::of(rule),
             kind: rule.kind,
             causal,
             held,
+            ptx: have_ptx(properties),
         })
     }
 
@@ -64,75 +61,94 @@ impl ByPlanes {
     }
 }
 
-/// The units of a plane for which it is so, as bits.
-#[cube]
-fn votes(is_so: bool) -> u32 {
-    plane_ballot(is_so).extract(0usize)
-}
-
 /// The sum of the numbers of a plane.
 #[cube]
-fn sum(number: f32) -> f32 {
+fn sum(number: f32, #[comptime] ptx: bool) -> f32 {
     let mut result = number;
     #[unroll]
     for step in 0..comptime!(LANES.ilog2()) {
-        result += plane_shuffle_xor(result, comptime!(1u32 << step));
+        result += traded(result, comptime!(1u32 << step), ptx);
     }
     result
 }
 
 /// The largest number of a plane.
 #[cube]
-fn largest(number: f32) -> f32 {
+fn largest(number: f32, #[comptime] ptx: bool) -> f32 {
     let mut result = number;
     #[unroll]
     for step in 0..comptime!(LANES.ilog2()) {
-        result = max(result, plane_shuffle_xor(result, comptime!(1u32 << step)));
+        result = max(result, traded(result, comptime!(1u32 << step), ptx));
     }
     result
 }
 
 /// How many keys of the row are above a bound.
 #[cube]
-fn count(keys: &Array<u32>, bound: u32, #[comptime] held: usize) -> u32 {
-    let mut count = 0u32.runtime();
+fn count(keys: &Array<u32>, bound: u32, #[comptime] c: ByPlanes) -> u32 {
+    let mut own = 0u32.runtime();
     #[unroll]
-    for i in 0..held {
-        count += votes(keys[i] > bound).count_ones();
+    for i in 0..comptime!(c.held) {
+        own += select(keys[i] > bound, 1u32, 0u32);
     }
-    count
+    total(own, comptime!(c.ptx))
 }
 
 /// What the blocks above a bound weigh.
 #[cube]
-fn mass(keys: &Array<u32>, weights: &Array<f32>, bound: u32, #[comptime] held: usize) -> f32 {
+fn mass(keys: &Array<u32>, weights: &Array<f32>, bound: u32, #[comptime] c: ByPlanes) -> f32 {
     let mut mass = 0.0f32.runtime();
     #[unroll]
-    for i in 0..held {
+    for i in 0..comptime!(c.held) {
         mass += select(keys[i] > bound, weights[i], 0.0f32);
     }
-    sum(mass)
+    sum(mass, comptime!(c.ptx))
 }
 
-/// The smallest bound above which blocks weigh less than `limit`: a key, or 0. `others` keys are not 0.
+/// The keys between which a bound is, but for those that are 0.
+#[derive(CubeType, Clone, Copy)]
+struct Ends {
+    lowest: u32,
+    highest: u32,
+}
+
+/// The lowest and the highest key of the row: of none the first is above the second.
+#[cube]
+fn ends(keys: &Array<u32>, #[comptime] c: ByPlanes) -> Ends {
+    let mut low = 0xffff_ffffu32.runtime();
+    let mut high = 0u32.runtime();
+    #[unroll]
+    for i in 0..comptime!(c.held) {
+        let own = keys[i];
+        low = low.min(select(own == 0u32, 0xffff_ffffu32, own));
+        high = high.max(own);
+    }
+    Ends {
+        lowest: lowest(low, comptime!(c.ptx)),
+        highest: highest(high, comptime!(c.ptx)),
+    }
+}
+
+/// The smallest bound above which blocks weigh less than `limit`: a key, or 0 if there is none. `others` keys are not 0.
 #[cube]
 fn bound_of_mass(
     keys: &Array<u32>,
     weights: &Array<f32>,
     limit: f32,
     others: u32,
-    #[comptime] held: usize,
+    #[comptime] c: ByPlanes,
 ) -> u32 {
-    let mut low = 0u32.runtime();
-    let mut high = 0xffff_ffffu32.runtime();
+    let ends = ends(keys, c);
+    let mut low = ends.lowest;
+    let mut high = ends.highest;
     // Keys from `low` on, and above `high`.
     let mut from_low = others;
     let mut above_high = 0u32.runtime();
-    let mut is_open = from_low > above_high + 1;
+    let mut is_open = low < high && from_low > above_high + 1;
     while is_open {
         let middle = low + (high - low) / 2;
-        let there = count(keys, middle, held);
-        if mass(keys, weights, middle, held) < limit {
+        let there = count(keys, middle, c);
+        if mass(keys, weights, middle, c) < limit {
             high = middle;
             above_high = there;
         } else {
@@ -144,26 +160,28 @@ fn bound_of_mass(
     // What is left is one key, or keys that are equal.
     let mut bound = 0u32.runtime();
     #[unroll]
-    for i in 0..held {
+    for i in 0..comptime!(c.held) {
         let is_left = keys[i] >= low && keys[i] <= high;
         bound = bound.max(select(is_left, keys[i], 0u32));
     }
-    #[unroll]
-    for step in 0..comptime!(LANES.ilog2()) {
-        bound = bound.max(plane_shuffle_xor(bound, comptime!(1u32 << step)));
-    }
-    bound
+    highest(bound, comptime!(c.ptx))
 }
 
-/// A bound above which there are `wanted` keys, or the smallest above which there are fewer.
+/// A bound above which there are `wanted` keys, or the smallest above which there are fewer. `others` keys are not 0.
 #[cube]
-fn bound_of_count(keys: &Array<u32>, wanted: u32, #[comptime] held: usize) -> u32 {
+fn bound_of_count(keys: &Array<u32>, wanted: u32, others: u32, #[comptime] c: ByPlanes) -> u32 {
+    let ends = ends(keys, c);
     let mut low = 0u32.runtime();
-    let mut high = 0xffff_ffffu32.runtime();
-    let mut is_open = true.runtime();
+    // All are wanted: those above 0.
+    let mut high = 0u32.runtime();
+    if wanted < others {
+        low = ends.lowest;
+        high = ends.highest;
+    }
+    let mut is_open = low < high;
     while is_open {
         let middle = low + (high - low) / 2;
-        let there = count(keys, middle, held);
+        let there = count(keys, middle, c);
         if there > wanted {
             low = middle + 1;
         } else {
@@ -200,7 +218,6 @@ pub fn from_scores_by_planes(
     // Keys that a rule may choose, 0 for others; the unit's blocks that are forced, as bits.
     let mut keys = Array::<u32>::new(held);
     let mut forced_mask = 0u32.runtime();
-    let mut forced_count = 0u32.runtime();
     let mut others = 0u32.runtime();
     #[unroll]
     for i in 0..held {
@@ -216,11 +233,12 @@ pub fn from_scores_by_planes(
         }
         keys[i] = select(is_seen && !is_forced, own_key, 0u32);
         forced_mask |= select(is_forced, comptime!(1u32 << i).runtime(), 0u32);
-        forced_count += votes(is_forced).count_ones();
-        others += votes(is_seen && !is_forced).count_ones();
+        others += select(is_seen && !is_forced, 1u32, 0u32);
     }
+    let forced_count = total(forced_mask.count_ones(), comptime!(c.ptx));
+    let others = total(others, comptime!(c.ptx));
     if comptime!(matches!(c.by, By::TopP | By::AboveMax)) {
-        row.largest = largest(row.largest);
+        row.largest = largest(row.largest, comptime!(c.ptx));
     }
 
     let forced_blocks = f32::cast_from(forced_count);
@@ -247,24 +265,24 @@ pub fn from_scores_by_planes(
                 let is_forced = (forced_mask >> comptime!(i as u32)) & 1u32 == 1u32;
                 of_forced += select(is_forced, own, 0.0f32);
             }
-            let of_forced = sum(of_forced);
-            let rest = mass(&keys, &weights, 0u32, held);
+            let of_forced = sum(of_forced, comptime!(c.ptx));
+            let rest = mass(&keys, &weights, 0u32, c);
             let needed = rule.share * (of_forced + rest) - of_forced;
             if rule.share >= 1.0f32 {
                 wanted = f32::cast_from(others);
             } else if needed > 0.0f32 {
-                let bound = bound_of_mass(&keys, &weights, needed, others, held);
-                wanted = f32::cast_from(count(&keys, bound, held));
+                let bound = bound_of_mass(&keys, &weights, needed, others, c);
+                wanted = f32::cast_from(count(&keys, bound, c));
                 // All together may be rounded to less than what is needed: then the bound is 0, which is no score's key.
                 if bound != 0u32 {
-                    let there = mass(&keys, &weights, bound, held);
+                    let there = mass(&keys, &weights, bound, c);
                     let ties = ((needed - there) / weight(bound, &row, comptime!(c.kind))).ceil();
                     // Those that equal it cannot be more than all.
                     wanted = min(wanted + ties, f32::cast_from(others));
                 }
             }
             if comptime!(matches!(c.kind, EstimateKind::Mass)) {
-                let first = count(&keys, comptime!(WANTED - 1).runtime(), held);
+                let first = count(&keys, comptime!(WANTED - 1).runtime(), c);
                 wanted = max(wanted, f32::cast_from(first));
             }
             wanted = max(wanted, f32::cast_from(rule.least) - forced_blocks);
@@ -282,8 +300,8 @@ pub fn from_scores_by_planes(
     let mut left = 0u32.runtime();
     if comptime!(!matches!(c.by, By::AboveMax)) {
         let wanted = u32::cast_from(min(wanted, f32::cast_from(others)));
-        bound = bound_of_count(&keys, wanted, held);
-        let there = count(&keys, bound, held);
+        bound = bound_of_count(&keys, wanted, others, c);
+        let there = count(&keys, bound, c);
         left = wanted.max(there) - there;
     }
     let before_lane = (1u32 << lane as u32) - 1u32;
@@ -303,13 +321,13 @@ pub fn from_scores_by_planes(
             false => {
                 // Those that equal the bound are kept in their order.
                 let is_equal = is_free && keys[i] == bound;
-                let equal = votes(is_equal);
+                let equal = votes(is_equal, comptime!(c.ptx));
                 let before = (equal & before_lane).count_ones();
                 keeps = keeps || keys[i] > bound || (is_equal && before < left);
                 left = left.max(equal.count_ones()) - equal.count_ones();
             }
         }
-        let word = votes(keeps);
+        let word = votes(keeps, comptime!(c.ptx));
         own_word = select(lane == comptime!(i), word, own_word);
     }
     if own < rows && lane < grid.words {

@@ -10,7 +10,9 @@ mod chosen;
 pub(super) mod keep;
 mod keep_planes;
 mod key_lists;
+mod planes;
 mod query_lists;
+mod tables;
 mod within;
 mod words;
 
@@ -29,8 +31,9 @@ use chosen::{offset, patterns};
 pub(super) use keep::key;
 pub use key_lists::{KEYS_OF_WORD, KeyListSizes, ListsByKeys, lists_by_keys, unique_keys};
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
+use tables::HeadsLaunch;
 use within::{WholeLaunch, WholeSizes};
-use words::{Cut, ExtentLaunch, HeadsLaunch, PlacesLaunch};
+use words::{Cut, ExtentLaunch, PlacesLaunch};
 
 /// Units of a cube of kernels whose units work alone.
 const UNITS: u32 = 64;
@@ -275,11 +278,12 @@ impl Making<'_> {
     fn at_once(&self, words: &Handle, once: Once) {
         let (client, cut, patterns) = (self.client, self.room.cut, self.room.patterns);
         let [heads, tables] = self.table_words();
-        // SAFETY: a cube writes what belongs to the tiles of its pattern, below `patterns`, and words of the tables, where `Room` has room for them.
+        let shares = Once::shares(client.properties(), patterns, self.room.tiles);
+        // SAFETY: a cube writes what belongs to its share of the tiles of its pattern, below `patterns`, and words of the tables, where `Room` has room for them.
         unsafe {
             at_once::at_once::launch_unchecked(
                 client,
-                cubes(client, patterns),
+                cubes(client, patterns * shares),
                 CubeDim::new_1d(once.units as u32),
                 AddressType::U32,
                 self.bits(),
@@ -288,6 +292,7 @@ impl Making<'_> {
                 self.places(),
                 self.heads(heads),
                 patterns,
+                shares,
                 tables,
                 cut,
                 once,
@@ -443,7 +448,7 @@ impl Making<'_> {
         let [heads, tables] = self.table_words();
         // SAFETY: a unit writes its own word of the two sections.
         unsafe {
-            words::tables::launch_unchecked(
+            tables::tables::launch_unchecked(
                 client,
                 units(client, tables),
                 CubeDim::new_1d(UNITS),

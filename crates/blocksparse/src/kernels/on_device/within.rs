@@ -11,7 +11,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::bits::AllowedLaunch;
-use super::words::{Counted, Cut, EMPTY, Extent, FULL, Heads, Places, first_tile, place, subset};
+use super::tables::{Heads, first_tile};
+use super::words::{Counted, Cut, EMPTY, Extent, FULL, Places, place, subset};
 use crate::BlockLayout;
 use crate::kernels::device_key::{DeviceKey, device_key};
 use crate::kernels::error::KernelError;

@@ -5,8 +5,9 @@
 //! offsets   first entry of each tile                        a cube a pattern
 //! rank      tiles by falling work                           a unit a tile
 //! entries   masked ones, fill, full ones                    a unit a tile
-//! tables    masks, and the tiles of heads                   a unit a word
 //! ```
+//!
+//! [`tables`](super::tables) has the masks, and the tiles of heads.
 //!
 //! Where patterns have few tiles, [`at_once`](super::at_once) does all of it in one launch.
 //!
@@ -51,12 +52,12 @@ impl Cut {
     }
 
     /// Distances at which a diagonal may cross an entry are this far apart.
-    fn distance_step(&self) -> usize {
+    pub fn distance_step(&self) -> usize {
         self.rows.min(self.group)
     }
 
     /// Entries at this distance below the diagonal, or farther, have no pair.
-    fn below(&self) -> usize {
+    pub fn below(&self) -> usize {
         match self.walk {
             Walk::Rows => self.rows,
             Walk::Columns => self.group,
@@ -72,7 +73,7 @@ impl Cut {
     }
 
     /// Ways in which a diagonal may cross an entry; one more stands for none.
-    fn crossings(&self) -> usize {
+    pub fn crossings(&self) -> usize {
         match self.causal {
             true => (self.below() + self.above()) / self.distance_step() + 1,
             false => 0,
@@ -286,13 +287,28 @@ pub struct Counted {
     pub masked: u32,
 }
 
-/// Counts the entries of tile `at`.
+/// Entries of a tile.
+#[derive(CubeType, Clone, Copy)]
+pub struct Entries {
+    /// Those whose masks matter.
+    pub masked: u32,
+    /// Those that are full.
+    pub full: u32,
+}
+
+/// Counts the entries of a tile in words `from..to` of its bits.
 #[cube]
-pub fn counted(bits: &[u32], at: usize, extent: &Extent, #[comptime] cut: Cut) -> Counted {
-    let place = place(at, extent, cut);
+pub fn entries_of(
+    bits: &[u32],
+    place: &Place,
+    from: usize,
+    to: usize,
+    extent: &Extent,
+    #[comptime] cut: Cut,
+) -> Entries {
     let mut masked = 0u32;
     let mut full = 0u32;
-    for word in 0..extent.words {
+    for word in from..to {
         let union = union(bits, place.line, word, place.end, extent, cut);
         if union != 0u32 {
             let mut left = union;
@@ -320,13 +336,28 @@ pub fn counted(bits: &[u32], at: usize, extent: &Extent, #[comptime] cut: Cut) -
             }
         }
     }
+    Entries { masked, full }
+}
+
+/// The walk over a tile's entries.
+#[cube]
+pub fn walk_of(entries: &Entries, #[comptime] cut: Cut) -> Counted {
     let per_step = comptime!(cut.per_step as u32);
+    let (masked, full) = (entries.masked, entries.full);
     let steps = (masked + full).div_ceil(per_step);
     let fill = steps * per_step - masked - full;
     Counted {
         steps,
         masked: (masked + fill).div_ceil(per_step),
     }
+}
+
+/// Counts the entries of tile `at`.
+#[cube]
+pub fn counted(bits: &[u32], at: usize, extent: &Extent, #[comptime] cut: Cut) -> Counted {
+    let place = place(at, extent, cut);
+    let entries = entries_of(bits, &place, 0usize, extent.words, extent, cut);
+    walk_of(&entries, cut)
 }
 
 /// Counts the entries of each tile into its record: 0, steps, steps whose masks matter.
@@ -429,7 +460,7 @@ pub fn entries(
 
 /// The entries of tile `at` from word `first` on: masked ones from the front, full ones from the back, and between them what fills up the steps.
 #[cube]
-pub fn listed(
+fn listed(
     bits: &[u32],
     plan: &mut [u32],
     at: usize,
@@ -439,9 +470,35 @@ pub fn listed(
     #[comptime] cut: Cut,
 ) {
     let place = place(at, extent, cut);
-    let mut front = first;
-    let mut back = first + steps as usize * comptime!(cut.per_step * 2);
-    for word in 0..extent.words {
+    let end = first + steps as usize * comptime!(cut.per_step * 2);
+    let words = extent.words;
+    let left = listed_words(bits, plan, &place, 0usize, words, first, end, extent, cut);
+    filled(plan, left.front, left.back);
+}
+
+/// The words of a plan from `front` on, and before `back`.
+#[derive(CubeType, Clone, Copy)]
+pub struct Gap {
+    pub front: usize,
+    pub back: usize,
+}
+
+/// The entries of words `from..to` of a tile's bits, in the gap that others leave: masked ones from its front, full ones from its back. What is left of it.
+#[cube]
+pub fn listed_words(
+    bits: &[u32],
+    plan: &mut [u32],
+    place: &Place,
+    from: usize,
+    to: usize,
+    front: usize,
+    back: usize,
+    extent: &Extent,
+    #[comptime] cut: Cut,
+) -> Gap {
+    let mut front = front;
+    let mut back = back;
+    for word in from..to {
         let union = union(bits, place.line, word, place.end, extent, cut);
         if union != 0u32 {
             let mut clear = 0u32.runtime();
@@ -479,113 +536,16 @@ pub fn listed(
             }
         }
     }
+    Gap { front, back }
+}
+
+/// Entries without a pair, where steps have no others.
+#[cube]
+pub fn filled(plan: &mut [u32], front: usize, back: usize) {
+    let mut front = front;
     while front < back {
         plan[front] = 0u32;
         plan[front + 1] = EMPTY;
         front += 2;
     }
-}
-
-/// Which tiles a head has.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct Heads {
-    /// Heads of all batch entries with heads of their own.
-    pub all: usize,
-    /// Heads of a batch entry.
-    pub per_batch: usize,
-    /// Patterns of a batch entry, a divisor of its heads: as many neighbouring heads share one.
-    pub patterns: usize,
-}
-
-/// The masks' words, and behind them the heads'.
-#[cube(launch_unchecked, address_type = "dynamic")]
-pub fn tables(
-    plan: &mut [u32],
-    extent: Extent,
-    places: Places,
-    heads: Heads,
-    #[comptime] cut: Cut,
-) {
-    table_word(plan, ABSOLUTE_POS, &extent, &places, &heads, cut);
-}
-
-/// Word `at` of the masks, and behind them of the heads. Masks 0 and 1 are full and empty; the id of any other is that of [`mask_id`].
-#[cube]
-pub fn table_word(
-    plan: &mut [u32],
-    at: usize,
-    extent: &Extent,
-    places: &Places,
-    heads: &Heads,
-    #[comptime] cut: Cut,
-) {
-    let row_words = comptime!(cut.mask_words());
-    let mask_words = comptime!(cut.masks() * cut.rows * cut.mask_words());
-    if at < mask_words {
-        let id = (at / comptime!(cut.rows * row_words)) as u32;
-        let row = at / row_words % comptime!(cut.rows);
-        let first = at % row_words * 32;
-        let mut word = 0u32;
-        for bit in 0..32usize {
-            let col = first + bit;
-            if col < comptime!(cut.group) && allowed(id, row, col, extent, cut) {
-                word |= 1u32 << bit as u32;
-            }
-        }
-        plan[places.masks + at] = word;
-    } else if at < mask_words + heads.all {
-        let head = at - mask_words;
-        plan[places.heads + head] = first_tile(head, extent, heads);
-    }
-}
-
-/// The first tile record of a head, of all batch entries' heads.
-#[cube]
-pub fn first_tile(head: usize, extent: &Extent, heads: &Heads) -> u32 {
-    let shared_by = heads.per_batch / heads.patterns;
-    let pattern = head / heads.per_batch * heads.patterns + head % heads.per_batch / shared_by;
-    (pattern * extent.tiles) as u32
-}
-
-/// Whether row `row` and column `col` of an entry are a pair under the mask `id`.
-#[cube]
-#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
-fn allowed(id: u32, row: usize, col: usize, extent: &Extent, #[comptime] cut: Cut) -> bool {
-    let crossings = comptime!(cut.crossings() as u32);
-    let code = id.max(2u32) - 2u32;
-    let col_end = code % 2u32 == 1u32;
-    let row_end = code / 2u32 % 2u32 == 1u32;
-    let crossing = code / 4u32 % (crossings + 1u32);
-    let subset = code / 4u32 / (crossings + 1u32);
-    let block_row = (row / comptime!(cut.block)) as u32;
-    let mut result = (subset >> block_row) & 1u32 == 1u32;
-    // The rows of the last tile, the columns of the last entry.
-    if row_end {
-        result =
-            result && (row as i32) < (extent.row_len - 1i32) % comptime!(cut.rows as i32) + 1i32;
-    }
-    if col_end {
-        result =
-            result && (col as i32) < (extent.col_len - 1i32) % comptime!(cut.group as i32) + 1i32;
-    }
-    if comptime!(cut.causal) {
-        if crossing < crossings {
-            let step = comptime!(cut.distance_step() as i32);
-            // The offset's remainder, of a negative offset, too.
-            let rest = (extent.offset % step + step) % step;
-            let distance = crossing as i32 * step + rest - comptime!(cut.below() as i32);
-            let mut behind = col as i32 - row as i32;
-            if comptime!(matches!(cut.walk, Walk::Columns)) {
-                behind = row as i32 - col as i32;
-            }
-            result = result && behind <= distance;
-        }
-    }
-    if id == FULL {
-        result = true;
-    }
-    if id == EMPTY {
-        result = false;
-    }
-    result
 }

@@ -13,6 +13,9 @@ use crate::kernels::error::KernelError;
 /// Shorter rows have no direction.
 const SHORTEST: f32 = 1e-18;
 
+/// Rows that a unit loads before it adds the first of them: what is in flight is what memory's speed depends on.
+const AT_A_TIME: usize = 4;
+
 /// What is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct BlockKind {
@@ -84,74 +87,98 @@ fn of_blocks<E: Float, N: Size>(
         sums[i] = zero;
     }
     // Every unit meets every barrier: groups behind the last row have it again, and it counts for nothing.
-    for step in 0..members.div_ceil(comptime!(tile.rows)) {
-        let row = step * comptime!(tile.rows) + group;
-        let mut factor = select(row < members, 1.0f32, 0.0f32);
-        let start = (list * rows + first + min(row, members - 1)) * row_vectors;
-        let mut own = Array::<Vector<f32, N>>::new(vectors);
+    let mut own = Array::<Vector<E, N>>::new(comptime!(AT_A_TIME * vectors));
+    for step in 0..members.div_ceil(comptime!(AT_A_TIME * tile.rows)) {
+        let first_row = step * comptime!(AT_A_TIME * tile.rows) + group;
         #[unroll]
-        for i in 0..vectors {
-            let mut value = Vector::<f32, N>::cast_from(x[start + place(lane, i, tile)]);
-            #[comptime]
-            match &less {
-                ComptimeOption::Some(less) => {
-                    value -= less[list * row_vectors + place(lane, i, tile)];
-                }
-                ComptimeOption::None => {}
-            }
-            own[i] = select(has(lane, i, tile), value, zero);
-        }
-        if comptime!(c.alike) {
-            let mut total = zero;
+        for r in 0..comptime!(AT_A_TIME) {
+            let row = first_row + comptime!(r * tile.rows);
+            let start = (list * rows + first + min(row, members - 1)) * row_vectors;
             #[unroll]
             for i in 0..vectors {
-                total += own[i] * own[i];
+                own[comptime!(r * vectors + i)] = x[start + place(lane, i, tile)];
             }
-            let square =
-                across_lanes::<f32>(sum_of::<f32, N>(total), &mut shared, tile, Combine::Sum);
-            factor /= max(square.sqrt(), comptime!(SHORTEST).runtime());
         }
         #[unroll]
-        for i in 0..vectors {
-            sums[i] += own[i] * Vector::<f32, N>::empty().fill(factor);
+        for r in 0..comptime!(AT_A_TIME) {
+            let row = first_row + comptime!(r * tile.rows);
+            let mut factor = select(row < members, 1.0f32, 0.0f32);
+            let mut values = Array::<Vector<f32, N>>::new(vectors);
+            #[unroll]
+            for i in 0..vectors {
+                let mut value = Vector::<f32, N>::cast_from(own[comptime!(r * vectors + i)]);
+                #[comptime]
+                match &less {
+                    ComptimeOption::Some(less) => {
+                        value -= less[list * row_vectors + place(lane, i, tile)];
+                    }
+                    ComptimeOption::None => {}
+                }
+                values[i] = select(has(lane, i, tile), value, zero);
+            }
+            if comptime!(c.alike) {
+                let mut total = zero;
+                #[unroll]
+                for i in 0..vectors {
+                    total += values[i] * values[i];
+                }
+                let square =
+                    across_lanes::<f32>(sum_of::<f32, N>(total), &mut shared, tile, Combine::Sum);
+                factor /= max(square.sqrt(), comptime!(SHORTEST).runtime());
+            }
+            #[unroll]
+            for i in 0..vectors {
+                sums[i] += values[i] * Vector::<f32, N>::empty().fill(factor);
+            }
         }
     }
-    let mut groups = Shared::<[Vector<f32, N>]>::new_slice(comptime!(tile.units() * vectors));
-    #[unroll]
-    for i in 0..vectors {
-        groups[unit * vectors + i] = sums[i];
-    }
-    sync_cube();
-    // All groups have the same sums then, added in the same order.
     let part = 1.0f32 / f32::cast_from(members);
-    #[unroll]
-    for i in 0..vectors {
-        let mut sum = groups[lane * vectors + i];
-        for other in 1..comptime!(tile.rows) {
-            sum += groups[(other * comptime!(tile.lanes) + lane) * vectors + i];
-        }
-        sums[i] = sum * Vector::<f32, N>::empty().fill(part);
-    }
     if comptime!(c.alike) {
+        let mut groups = Shared::<[Vector<f32, N>]>::new_slice(comptime!(tile.units() * vectors));
+        #[unroll]
+        for i in 0..vectors {
+            groups[unit * vectors + i] = sums[i];
+        }
+        sync_cube();
+        // All groups have the same sums then, added in the same order.
         let mut total = zero;
         #[unroll]
         for i in 0..vectors {
-            total += sums[i] * sums[i];
+            let mut sum = groups[lane * vectors + i];
+            for other in 1..comptime!(tile.rows) {
+                sum += groups[(other * comptime!(tile.lanes) + lane) * vectors + i];
+            }
+            let mean = sum * Vector::<f32, N>::empty().fill(part);
+            total += mean * mean;
         }
         let square = across_lanes::<f32>(sum_of::<f32, N>(total), &mut shared, tile, Combine::Sum);
         if unit == 0 {
             output[at_block] = square;
         }
-    } else if group == 0 {
+    } else {
+        // A unit adds up one channel of all groups.
+        let width = row_vectors * N::value();
+        let mut numbers =
+            Shared::<[f32]>::new_slice(comptime!(tile.rows * tile.row_vectors * tile.vector));
         #[unroll]
         for i in 0..vectors {
             if has(lane, i, tile) {
-                let at = (at_block * row_vectors + place(lane, i, tile)) * N::value();
+                let at = group * width + place(lane, i, tile) * N::value();
                 #[unroll]
                 for n in 0..N::value() {
-                    output[at + n] = sums[i].extract(n);
+                    numbers[at + n] = sums[i].extract(n);
                 }
             }
+        }
+        sync_cube();
+        let mut channel = unit;
+        while channel < width {
+            let mut sum = numbers[channel];
+            for other in 1..comptime!(tile.rows) {
+                sum += numbers[channel + other * width];
+            }
+            output[at_block * width + channel] = sum * part;
+            channel += comptime!(tile.units());
         }
     }
 }

@@ -7,6 +7,9 @@
 //! products     groups of queries by groups of keys              some rows of blocks at a time, and the keys that those see
 //! masses       softmax of each row, its sums by blocks          a cube a row of blocks
 //! ```
+//!
+//! Where products can become sums of exponentials over the groups of a block before they are written ([`RunSums`]), no product is in memory, and masses are made
+//! of those sums.
 
 use std::ops::Range;
 
@@ -15,7 +18,7 @@ use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::products::{RowsView, pitch, products};
+use super::products::{RowsView, RunSums, pitch, products};
 use super::{NUMBERS, UNITS};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
@@ -53,6 +56,18 @@ impl Antidiagonals {
         self.seq.map(|seq| seq.div_ceil(self.stride))
     }
 
+    /// Sums of exponentials by blocks, of products of groups of queries from `group` on.
+    fn sums(&self, group: usize) -> RunSums {
+        let (stride, [seq_q, seq_kv]) = (self.stride as i64, self.seq.map(|seq| seq as i64));
+        // A group sees keys up to its last query's: groups before `group + 1 + ⌈offset / stride⌉`. A last group with fewer queries sees all there are.
+        let first = group as i64 + 1 - (seq_q - seq_kv).div_euclid(stride);
+        RunSums {
+            run: self.in_block(),
+            first: self.causal.then_some(first),
+            factor: self.factor,
+        }
+    }
+
     /// Groups of keys that rows of blocks before `end` see some of, at least one.
     fn columns(&self, end: usize) -> usize {
         let [seq_q, seq_kv] = self.seq;
@@ -66,10 +81,19 @@ impl Antidiagonals {
             .clamp(1, groups)
     }
 
-    /// Rows of blocks from `first` on whose products are made together.
-    fn slab(&self, first: usize) -> usize {
+    /// Of so many groups of keys, the numbers that a group of queries has in memory.
+    fn numbers(&self, columns: usize, by_blocks: bool) -> usize {
+        match by_blocks {
+            true => columns.div_ceil(self.in_block()),
+            false => pitch(columns),
+        }
+    }
+
+    /// Rows of blocks from `first` on whose products are made together; in memory are those, or their sums by blocks.
+    fn slab(&self, first: usize, by_blocks: bool) -> usize {
         let of = |rows: usize| {
-            self.lists[0] * rows * self.in_block() * pitch(self.columns(first + rows))
+            let numbers = self.numbers(self.columns(first + rows), by_blocks);
+            self.lists[0] * rows * self.in_block() * numbers
         };
         let all = self.rows.end - first;
         let most = (1..=all).rev().find(|&rows| of(rows) <= NUMBERS);
@@ -117,22 +141,39 @@ pub fn antidiagonal_masses(
     };
     let q = RowsView::new(&q, [of.lists[0], q_groups, long]);
     let k = RowsView::new(&k, [of.lists[1], k_groups, long]);
-    let mut first = of.rows.start;
-    while first < of.rows.end {
-        let rows = of.slab(first);
-        let columns = of.columns(first + rows);
+    // Rows of blocks from `first` on, so many: the groups of queries, and those of keys that they see.
+    let part = |first: usize, rows: usize| {
         let start = (first * of.in_block()).min(q_groups - 1);
         let groups = (rows * of.in_block()).min(q_groups - start);
-        let q = q.rows(start, groups, bytes);
-        let k = RowsView {
-            rows: columns,
+        let keys = RowsView {
+            rows: of.columns(first + rows),
             ..k.clone()
         };
-        let numbers = of.lists[0] * groups * pitch(columns);
+        (start, [q.rows(start, groups, bytes), keys])
+    };
+    let by_blocks = {
+        let (start, [q, k]) = part(of.rows.start, of.slab(of.rows.start, true));
+        of.sums(start).is_served(client, element, [&q, &k])
+    };
+    let mut first = of.rows.start;
+    while first < of.rows.end {
+        let rows = of.slab(first, by_blocks);
+        let (start, [q, k]) = part(first, rows);
+        let (groups, columns) = (q.rows, of.numbers(k.rows, by_blocks));
+        let numbers = of.lists[0] * groups * columns;
         super::counted("the products of groups", numbers)?;
         let x = client.empty(numbers * size_of::<f32>());
-        products(client, element, [&q, &k], &x)?;
-        masses(client, &x, of, first..first + rows, [groups, columns], out)?;
+        match by_blocks {
+            true => of.sums(start).log_sums(client, element, [&q, &k], &x)?,
+            false => products(client, element, [&q, &k], &x)?,
+        }
+        let made = Made {
+            x: &x,
+            queries: groups,
+            pitch: columns,
+            by_blocks,
+        };
+        masses(client, &made, of, first..first + rows, out)?;
         first += rows;
     }
     Ok(())
@@ -207,7 +248,7 @@ fn group_rows<E: Float, N: Size>(
     }
 }
 
-/// Products of groups, and where they are of a call.
+/// Rows of groups, and where they are of a call.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Groups {
     /// Rows of blocks here.
@@ -222,7 +263,7 @@ struct Groups {
     /// Groups of queries here, and of keys in all.
     queries: usize,
     keys: usize,
-    /// Numbers of a row of products.
+    /// Numbers of a row.
     pitch: usize,
     stride: usize,
     seq_q: usize,
@@ -240,21 +281,39 @@ struct GroupTile {
     tile: RowTile,
     /// Groups of a block.
     in_block: usize,
+    /// Numbers of a row in a block of keys: of each group, or one.
+    columns: usize,
     causal: bool,
+}
+
+/// What rows of groups are.
+struct Made<'a> {
+    /// `[lists, queries, pitch]`.
+    x: &'a Handle,
+    queries: usize,
+    pitch: usize,
+    /// Whether it has logarithms of sums over blocks, and not products with groups.
+    by_blocks: bool,
 }
 
 fn masses(
     client: &Client,
-    x: &Handle,
+    made: &Made,
     of: &Antidiagonals,
     rows: Range<usize>,
-    [queries, columns]: [usize; 2],
     out: &Handle,
 ) -> Result<(), KernelError> {
+    let &Made {
+        x, queries, pitch, ..
+    } = made;
     let [seq_q, seq_kv] = of.seq;
     let (lists, count) = (of.lists[0], of.lists[0] * rows.len());
     let blocks = seq_kv.div_ceil(of.block);
-    let (all, pitch) = (of.rows.len(), pitch(columns));
+    let all = of.rows.len();
+    let (columns, factor) = match made.by_blocks {
+        true => (1, 1.0),
+        false => (of.in_block(), of.factor as f32),
+    };
     let lanes = UNITS / of.in_block();
     let plane = match client.properties().features.plane.contains(Plane::Ops) {
         true => client.properties().hardware.plane_size_min.max(1) as usize,
@@ -279,7 +338,7 @@ fn masses(
         of.stride,
         seq_q,
         seq_kv as i32 - seq_q as i32,
-        of.factor as f32,
+        factor,
         count,
     );
     super::counted("the masses of blocks", lists * all * blocks)?;
@@ -296,6 +355,7 @@ fn masses(
             GroupTile {
                 tile,
                 in_block: of.in_block(),
+                columns,
                 causal: of.causal,
             },
         );
@@ -321,7 +381,7 @@ fn seen(group: usize, g: &Groups, #[comptime] causal: bool) -> usize {
     select(group * g.stride < g.seq_q, result, 0usize)
 }
 
-/// `x` `[lists, queries, pitch]`, `out` `[lists, all, blocks]`. A cube has a row of blocks: units share its groups' rows for their largest and their sum,
+/// `x` `[lists, queries, pitch]`, of a row so many numbers a block of keys as `c` says; `out` `[lists, all, blocks]`. A cube has a row of blocks: units share its groups' rows for their largest and their sum,
 /// and then its columns.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn group_masses(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile) {
@@ -342,7 +402,10 @@ fn group_masses(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile)
     let mut ends = Shared::<[u32]>::new_slice(in_block);
     let mut sums = Shared::<[f32]>::new_slice(comptime!(c.tile.units()));
 
-    let own_end = seen(first_group + own, &g, comptime!(c.causal));
+    let mut own_end = seen(first_group + own, &g, comptime!(c.causal));
+    if comptime!(c.columns < c.in_block) {
+        own_end = own_end.div_ceil(in_block);
+    }
     let start = (first_row + (row * in_block + own).min(g.queries - 1)) * g.pitch;
     let mut largest = comptime!(LOWEST).runtime();
     let mut whole = 0.0f32.runtime();
@@ -381,7 +444,8 @@ fn group_masses(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile)
         end = end.max(ends[other]);
     }
     let end = end as usize;
-    let at_once = comptime!(c.tile.units() / in_block);
+    let columns = comptime!(c.columns);
+    let at_once = comptime!(c.tile.units() / columns);
     let target = (list * g.all + g.target + row) * g.blocks;
     for chunk in 0..g.blocks.div_ceil(at_once) {
         let column = chunk * comptime!(c.tile.units()) + unit;
@@ -400,9 +464,9 @@ fn group_masses(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile)
         let block = chunk * at_once + unit;
         if unit < at_once && block < g.blocks {
             let mut mass = 0.0f32.runtime();
-            #[unroll(c.in_block <= 16)]
-            for other in 0..in_block {
-                mass += sums[unit * in_block + other];
+            #[unroll(c.columns <= 16)]
+            for other in 0..columns {
+                mass += sums[unit * columns + other];
             }
             out[target + block] = mass;
         }
@@ -435,28 +499,30 @@ mod tests {
                 factor: 1.0,
                 rows: 0..seq[0].div_ceil(block),
             };
-            let what = format!("{of:?}");
-            let mut first = 0;
-            let mut slabs = 0;
-            while first < of.rows.end {
-                let rows = of.slab(first);
-                assert!((1..=of.rows.end - first).contains(&rows), "{what}");
-                let columns = of.columns(first + rows);
-                let numbers = lists * rows * of.in_block() * pitch(columns);
-                assert!(rows == 1 || numbers <= NUMBERS, "{what}");
-                // The last position of the last row.
-                let last = ((first + rows) * block).min(seq[0]) as i64 - 1;
-                let last = last + seq[1] as i64 - seq[0] as i64;
-                let seen = match causal {
-                    true => (last + 1).clamp(0, seq[1] as i64) as usize,
-                    false => seq[1],
-                };
-                assert!(columns * stride >= seen, "{what}, {first}");
-                assert!(columns <= of.groups()[1], "{what}");
-                first += rows;
-                slabs += 1;
+            for by_blocks in [false, true] {
+                let what = format!("{of:?} {by_blocks}");
+                let mut first = 0;
+                let mut slabs = 0;
+                while first < of.rows.end {
+                    let rows = of.slab(first, by_blocks);
+                    assert!((1..=of.rows.end - first).contains(&rows), "{what}");
+                    let columns = of.columns(first + rows);
+                    let numbers = lists * rows * of.in_block() * of.numbers(columns, by_blocks);
+                    assert!(rows == 1 || numbers <= NUMBERS, "{what}");
+                    // The last position of the last row.
+                    let last = ((first + rows) * block).min(seq[0]) as i64 - 1;
+                    let last = last + seq[1] as i64 - seq[0] as i64;
+                    let seen = match causal {
+                        true => (last + 1).clamp(0, seq[1] as i64) as usize,
+                        false => seq[1],
+                    };
+                    assert!(columns * stride >= seen, "{what}, {first}");
+                    assert!(columns <= of.groups()[1], "{what}");
+                    first += rows;
+                    slabs += 1;
+                }
+                assert!(slabs <= of.rows.len(), "{what}");
             }
-            assert!(slabs <= of.rows.len(), "{what}");
         }
     }
 }

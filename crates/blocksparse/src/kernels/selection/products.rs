@@ -7,6 +7,10 @@ use cubecl::server::Handle;
 use super::UNITS;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
+#[cfg(feature = "cuda-asm")]
+use crate::kernels::linear::{
+    Epilogue, EpilogueTensors, MatrixView, ProductPlan, ProductRequest, SeenColumns, multiply,
+};
 use crate::kernels::on_device::bits::{Grid, GridLaunch, last_position};
 
 /// Matrices of rows whose numbers are contiguous.
@@ -93,24 +97,15 @@ pub fn products(
     }
 }
 
-/// Whether tensor cores have it.
+/// A product on tensor cores: both factors, and what is asked for. None of another type of numbers, or if they cannot be read.
 #[cfg(feature = "cuda-asm")]
-fn on_tensor_cores(
-    client: &Client,
-    element: ElemType,
-    [a, b]: [&RowsView; 2],
-    out: &Handle,
-) -> bool {
+fn asked(element: ElemType, [a, b]: [&RowsView; 2]) -> Option<([MatrixView; 2], ProductRequest)> {
     use cubecl::ir::FloatKind;
-
-    use crate::kernels::linear::{
-        EpilogueTensors, MatrixView, ProductPlan, ProductRequest, multiply,
-    };
 
     let is_bf16 = match element {
         ElemType::Float(FloatKind::BF16) => true,
         ElemType::Float(FloatKind::F16) => false,
-        _ => return false,
+        _ => return None,
     };
     let view = |of: &RowsView| MatrixView {
         handle: of.handle.clone(),
@@ -120,12 +115,24 @@ fn on_tensor_cores(
         seq: None,
     };
     let (left, right) = (view(a), view(b).transposed());
-    let Ok(request) = ProductRequest::of(is_bf16, [&left, &right], true, false) else {
-        return false;
-    };
+    let request = ProductRequest::of(is_bf16, [&left, &right], true, false).ok()?;
     let request = ProductRequest {
         cols: pitch(request.cols),
         ..request
+    };
+    Some(([left, right], request))
+}
+
+/// Whether tensor cores have it.
+#[cfg(feature = "cuda-asm")]
+fn on_tensor_cores(
+    client: &Client,
+    element: ElemType,
+    factors: [&RowsView; 2],
+    out: &Handle,
+) -> bool {
+    let Some(([left, right], request)) = asked(element, factors) else {
+        return false;
     };
     let Ok(plan) = ProductPlan::new(client, request) else {
         return false;
@@ -137,6 +144,87 @@ fn on_tensor_cores(
 #[cfg(not(feature = "cuda-asm"))]
 fn on_tensor_cores(_: &Client, _: ElemType, _: [&RowsView; 2], _: &Handle) -> bool {
     false
+}
+
+/// Products of which sums of exponentials over runs of columns are wanted.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+pub struct RunSums {
+    /// Columns of a run.
+    pub run: usize,
+    /// Row `i` sees the columns before `first + i`, all if there is nothing.
+    pub first: Option<i64>,
+    /// What products are multiplied by.
+    pub factor: f64,
+}
+
+#[cfg(feature = "cuda-asm")]
+impl RunSums {
+    /// A product that has them, if the device does.
+    fn planned(
+        &self,
+        client: &Client,
+        element: ElemType,
+        factors: [&RowsView; 2],
+    ) -> Option<([MatrixView; 2], ProductPlan)> {
+        let (views, request) = asked(element, factors)?;
+        let request = ProductRequest {
+            cols: factors[1].rows.next_multiple_of(self.run),
+            epilogue: Epilogue::LogSums { run: self.run },
+            ..request
+        };
+        Some((views, ProductPlan::new(client, request).ok()?))
+    }
+
+    /// Whether tensor cores make them with such a product.
+    pub fn is_served(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
+        self.planned(client, element, factors).is_some()
+    }
+
+    /// The natural logarithms of the sums, `[a.matrices, a.rows, b.rows / run]`, rounded up, in f32. What a row does not see is lower than any product, or is not
+    /// written where none of its neighbours sees anything.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the product is not [served](Self::is_served).
+    pub fn log_sums(
+        &self,
+        client: &Client,
+        element: ElemType,
+        factors: [&RowsView; 2],
+        out: &Handle,
+    ) -> Result<(), KernelError> {
+        let planned = self.planned(client, element, factors);
+        let ([left, right], plan) = planned.ok_or(KernelError::Factor { factor: "b" })?;
+        let beside = EpilogueTensors {
+            seen: Some(SeenColumns {
+                first: self.first.unwrap_or(i64::from(i32::MAX)),
+                columns: factors[1].rows,
+                factor: self.factor,
+            }),
+            ..EpilogueTensors::default()
+        };
+        multiply(client, &plan, [&left, &right], out, &beside)
+    }
+}
+
+#[cfg(not(feature = "cuda-asm"))]
+impl RunSums {
+    /// No other devices make them with a product.
+    pub fn is_served(&self, _: &Client, _: ElemType, _: [&RowsView; 2]) -> bool {
+        false
+    }
+
+    /// # Errors
+    /// Always.
+    pub fn log_sums(
+        &self,
+        _: &Client,
+        _: ElemType,
+        _: [&RowsView; 2],
+        _: &Handle,
+    ) -> Result<(), KernelError> {
+        Err(KernelError::Factor { factor: "b" })
+    }
 }
 
 /// Rows and columns of a tile, and how deep it is at a time.

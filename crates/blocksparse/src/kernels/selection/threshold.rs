@@ -60,14 +60,16 @@ const MANY: usize = 1024;
 /// Numbers of a unit from which on there are many.
 const LONG: usize = 16;
 
-/// Numbers of a unit at a time.
-const AT_A_TIME: usize = 4;
+/// Numbers that a unit loads before it adds up the first of them, of lines of few and of many numbers: a line has one cube, whose loads have to overlap.
+const AT_A_TIME: [usize; 2] = [4, 16];
 
 /// What is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Search {
     tile: RowTile,
     by_share: bool,
+    /// Numbers of a unit at a time.
+    at_a_time: usize,
 }
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -147,6 +149,7 @@ pub fn least_kept(
             Search {
                 tile,
                 by_share: matches!(kept, Kept::Share(_)),
+                at_a_time: AT_A_TIME[usize::from(len >= LONG * units)],
             },
         );
     }
@@ -174,12 +177,19 @@ fn add_up(
     for digit in 0..comptime!(DIGITS) {
         bins[comptime!(digit * units).runtime() + unit] = 0.0f32;
     }
+    let at_a_time = comptime!(c.at_a_time);
+    let mut loaded = Array::<f32>::new(at_a_time);
     let mut place = from + unit;
     while place < to {
         #[unroll]
-        for i in 0..comptime!(AT_A_TIME) {
+        for i in 0..at_a_time {
             let own = place + comptime!(i * units);
-            let number = numbers[start + own.min(to - 1)];
+            loaded[i] = numbers[start + own.min(to - 1)];
+        }
+        #[unroll]
+        for i in 0..at_a_time {
+            let own = place + comptime!(i * units);
+            let number = loaded[i];
             let bits = u32::reinterpret(number);
             // NaN is above nothing.
             if own < to && number > 0.0f32 && ((bits ^ low) & known) == 0u32 {
@@ -191,7 +201,7 @@ fn add_up(
                 bins[digit * units + unit] += weight;
             }
         }
-        place += comptime!(AT_A_TIME * units);
+        place += comptime!(at_a_time * units);
     }
     sync_cube();
     // As many units a digit as there are digits fewer than units; then sixteen, then one.
@@ -239,9 +249,18 @@ fn least_of_lines(numbers: &[f32], least: &mut [f32], of: SearchLines, #[comptim
         let mut whole = 0.0f32.runtime();
         let mut place = UNIT_POS as usize;
         while place < of.len {
-            let number = numbers[start + place];
-            whole += select(number > 0.0f32, number, 0.0f32);
-            place += units;
+            let mut loaded = Array::<f32>::new(comptime!(c.at_a_time));
+            #[unroll]
+            for i in 0..comptime!(c.at_a_time) {
+                let own = place + comptime!(i * units);
+                loaded[i] = numbers[start + own.min(of.len - 1)];
+            }
+            #[unroll]
+            for i in 0..comptime!(c.at_a_time) {
+                let is_there = place + comptime!(i * units) < of.len;
+                whole += select(is_there && loaded[i] > 0.0f32, loaded[i], 0.0f32);
+            }
+            place += comptime!(c.at_a_time * units);
         }
         let whole = across_lanes::<f32>(whole, &mut sums, comptime!(c.tile), Combine::Sum);
         limit = of.share * whole;

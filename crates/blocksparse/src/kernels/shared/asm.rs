@@ -98,6 +98,40 @@ pub fn shuffle_xor(x: f32, #[comptime] mask: u32) -> f32 {
     o
 }
 
+/// The units of the warp for which it is so, as bits.
+#[cube]
+pub fn ballot(is_so: bool) -> u32 {
+    let x = select(is_so, 1u32, 0u32);
+    let o: u32;
+    gpu_asm!("{{ .reg .pred p; setp.ne.u32 p, {x}, 0; vote.sync.ballot.b32 {o}, p, 0xffffffff; }}",
+        o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
+    o
+}
+
+/// The sum over the units of the warp.
+#[cube]
+pub fn total_across(x: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("redux.sync.add.u32 {o}, {x}, 0xffffffff;", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
+    o
+}
+
+/// The highest number of the units of the warp.
+#[cube]
+pub fn highest_across(x: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("redux.sync.max.u32 {o}, {x}, 0xffffffff;", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
+    o
+}
+
+/// The lowest number of the units of the warp.
+#[cube]
+pub fn lowest_across(x: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("redux.sync.min.u32 {o}, {x}, 0xffffffff;", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
+    o
+}
+
 /// Whether `x` is not 0 in any unit of the warp.
 #[cube]
 pub fn above_any(x: u32) -> u32 {

@@ -166,6 +166,50 @@ fn mma_refuses_what_it_has_not() {
     );
 }
 
+/// Sums of exponentials are of whole runs, of an f32 result that is not in parts, and on wgmma.
+#[test]
+fn sums_of_exponentials_are_of_whole_runs() {
+    let plain = ProductRequest {
+        wide: true,
+        ..request([1024, 4096, 1024], false)
+    };
+    let sums = |run: usize, request: ProductRequest| {
+        let request = request.with(Epilogue::LogSums { run });
+        let plans = ProductPlan::on_wgmma(request, MULTIPROCESSORS, SHARED);
+        plans.map(|plans| plans[0].to_string())
+    };
+    assert_eq!(
+        sums(16, plain).unwrap(),
+        "wgmma, tiles of 128 × 256, 4 slabs of 64, as logarithms of sums over 16 columns, 128 cubes"
+    );
+    for (run, cols) in [(12, 4096), (4, 4096), (128, 4096), (64, 4064)] {
+        assert_eq!(
+            sums(run, ProductRequest { cols, ..plain }).unwrap_err(),
+            "the columns are no runs of 8, 16, 32 or 64"
+        );
+    }
+    for request in [
+        ProductRequest {
+            wide: false,
+            ..plain
+        },
+        ProductRequest {
+            parts: true,
+            ..plain
+        },
+    ] {
+        assert_eq!(
+            sums(16, request).unwrap_err(),
+            "sums of exponentials are of whole sums in f32"
+        );
+    }
+    let of_mma = plain.with(Epilogue::LogSums { run: 16 });
+    assert_eq!(
+        ProductPlan::on_mma(of_mma, MULTIPROCESSORS, SHARED).unwrap_err(),
+        "on mma.sync sums are the result, and become nothing else"
+    );
+}
+
 /// Every slab of the depth is in one part, no part is empty, and a cube has at least a tile.
 #[test]
 fn parts_cover_the_depth() {
