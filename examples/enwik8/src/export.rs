@@ -5,6 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use burn_sparse_transformer::DsaStage;
 use burn_sparse_transformer::weights::{KeyMap, save_safetensors};
 use clap::{Args, ValueEnum};
 
@@ -85,6 +86,14 @@ pub fn run(args: &ExportArgs) -> Result<()> {
     }
     fs::create_dir_all(&args.out)
         .with_context(|| format!("cannot create {}", args.out.display()))?;
+    let header = &checkpoint.header;
+    if let Some(stage) =
+        (header.config.dsa_stage(header.step)).filter(|stage| *stage != DsaStage::Sparse)
+    {
+        warn(format!(
+            "the training is at {stage:?} attention: indexers do not choose yet, and by what is written they do"
+        ));
+    }
     match args.format {
         // A checkpoint holds the record as Burn writes it.
         Format::Burnpack => write(&weights, &checkpoint.model)?,
