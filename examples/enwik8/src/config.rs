@@ -165,7 +165,7 @@ impl RunConfig {
             has_means || overrides.commitment.is_none() && overrides.means_decay.is_none(),
             "--commitment and --means-decay are of clusters; add --attention routing:WINDOW"
         );
-        self.check_indexers()
+        self.check_indexers(overrides)
     }
 
     /// Errors name flags, where those of the layers would name the fields of their configurations.

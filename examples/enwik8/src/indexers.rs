@@ -11,6 +11,7 @@ use burn_sparse_transformer::{ContentAttention, DsaStage, SparseTransformer};
 
 use crate::config::RunConfig;
 use crate::data::thousands;
+use crate::overrides::Overrides;
 use crate::presets::Recipe;
 use crate::schedule::Schedule;
 
@@ -72,17 +73,17 @@ impl RunConfig {
     }
 
     /// That flags of indexers have some, which choose from all earlier bytes.
-    pub fn check_indexers(&self) -> Result<()> {
-        if let Some(content @ ContentAttention::Dsa(_)) = &self.model.content {
+    pub fn check_indexers(&self, overrides: &Overrides) -> Result<()> {
+        let Some(content @ ContentAttention::Dsa(_)) = &self.model.content else {
             ensure!(
-                self.model.sees_everything(),
-                "--attention {content} chooses from all earlier bytes; leave out --pattern"
+                overrides.indexer_warmup.is_none() && overrides.indexer_from.is_none(),
+                "--indexer-warmup and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR"
             );
-        }
+            return Ok(());
+        };
         ensure!(
-            matches!(self.model.content, Some(ContentAttention::Dsa(_)))
-                || self.recipe.indexer_warmup == 0 && self.recipe.indexer_from == 0,
-            "--indexer-warmup and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR"
+            self.model.sees_everything(),
+            "--attention {content} chooses from all earlier bytes; leave out --pattern"
         );
         ensure!(
             self.recipe.indexer_warmup > 0 || self.recipe.indexer_from == 0,
@@ -118,7 +119,6 @@ impl RunConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::overrides::Overrides;
     use crate::presets::Preset;
 
     #[test]
