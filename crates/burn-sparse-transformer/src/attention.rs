@@ -7,8 +7,8 @@ use burn_blocksparse::{
     attention_with_tensors_and_weights, bias_activation,
 };
 
-use crate::call::Call;
-use crate::content::{ContentHeads, Seen};
+use crate::call::{Call, Seen};
+use crate::content::ContentHeads;
 use crate::dropout::Seeds;
 use crate::error::{ensure, ensure_shape};
 use crate::heads::{Positions, rotate};

@@ -91,7 +91,7 @@ pub fn run(args: &ExportArgs) -> Result<()> {
         (header.config.dsa_stage(header.step)).filter(|stage| *stage != DsaStage::Sparse)
     {
         warn(format!(
-            "the training is at {stage:?} attention: indexers do not choose yet, and by what is written they do"
+            "in the checkpoint layers see all earlier bytes ({stage:?}); by what is written they attend to what their indexers choose"
         ));
     }
     match args.format {

@@ -7,7 +7,7 @@ use burn_blocksparse::Seed;
 use super::kind::ContentAttention;
 use super::lsh::LshHeads;
 use super::routing::RoutingHeads;
-use crate::call::Call;
+use crate::call::{Call, Seen};
 use crate::error::{ensure, ensure_none};
 use crate::stream::Stream;
 use crate::{
@@ -33,20 +33,6 @@ pub struct ContentHeads {
     local_heads: usize,
     #[module(skip)]
     config: ContentAttention,
-}
-
-/// What the heads of a call see.
-pub(crate) struct Seen {
-    /// `[batch, heads, seq, d_v]`.
-    pub(crate) heads: Tensor<4>,
-    /// To be added to the loss.
-    pub(crate) aside: Option<Tensor<1>>,
-}
-
-impl From<Tensor<4>> for Seen {
-    fn from(heads: Tensor<4>) -> Self {
-        Self { heads, aside: None }
-    }
 }
 
 impl ContentHeads {

@@ -7,7 +7,7 @@ use burn_blocksparse::{AttentionOptions, Dsa, DsaIndex, DsaTarget};
 
 use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
 use crate::attention_flops::linear_flops;
-use crate::content::Seen;
+use crate::call::Seen;
 use crate::error::ensure;
 use crate::heads::Positions;
 use crate::{SparseMhaCache, TransformerError};

@@ -6,8 +6,7 @@ use burn_blocksparse::Pattern;
 
 use super::heads::DsaParts;
 use super::{DsaHeads, DsaHeadsConfig, DsaStage};
-use crate::call::Call;
-use crate::content::Seen;
+use crate::call::{Call, Seen};
 use crate::error::{ensure, ensure_none};
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,

@@ -166,6 +166,55 @@ fn indexers_learn_and_resume_bit_for_bit() {
     learns_and_resumes("dsa:16,4,2,16", shown, &stages);
 }
 
+/// A run begins with the weights of a dense model, whose loss it has while the indexers learn.
+#[test]
+fn indexers_are_added_to_a_dense_model() {
+    let folder = Folder::new();
+    let [dense, out, run] = ["dense", "exported", "run"].map(|name| folder.path(name));
+    train(&folder, "dense", &["--attention", "dense", "--steps", "20"]);
+    succeed(&["export", "--checkpoint", &dense, "--out", &out]);
+    let (weights, data) = (folder.path("exported/model.bpk"), folder.path("text"));
+    let import = [
+        "import",
+        "--weights",
+        &weights,
+        "--run",
+        &run,
+        "--data",
+        &data,
+    ];
+    let flags = "--attention dsa:12,4,2,8 --indexer-warmup 3 --steps 6";
+    let flags: Vec<&str> = flags.split(' ').collect();
+    succeed(&[&import[..], MICRO, &flags].concat());
+    let measured = |run: &str| {
+        let text = succeed(&["eval", "--checkpoint", run, "--windows", "4"]);
+        let last = text.lines().last().unwrap();
+        last.split(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    assert!((measured(&run) - measured(&dense)).abs() < 1e-3);
+    let text = folder.resume("run", &[]);
+    assert!(
+        text.contains("step 3/6  from here on layers attend to the keys"),
+        "{text}"
+    );
+    // Of another kind of attention nothing may be missing.
+    let other = folder.path("other");
+    let import = [
+        "import",
+        "--weights",
+        &weights,
+        "--run",
+        &other,
+        "--data",
+        &data,
+    ];
+    let message = fail(
+        &[&import[..], MICRO, &["--attention", "nsa:8,4,16,3,16"]].concat(),
+        1,
+    );
+    assert!(message.contains("content.nsa"), "{message}");
+}
+
 /// The flags of clusters change what is learned, and are stored.
 #[test]
 fn flags_of_clusters_arrive() {
