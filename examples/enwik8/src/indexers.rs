@@ -106,9 +106,9 @@ impl RunConfig {
             _ => format!("dense attention for {} steps, ", thousands(from)),
         };
         Some(match warmup {
-            0 => "          indexers learn beside the model from the first step on".to_owned(),
+            0 => "indexers learn beside the model from the first step on".to_owned(),
             _ => format!(
-                "          {dense}indexers alone learn for {}, and choose from step {} on",
+                "{dense}indexers alone learn for {}, and choose from step {} on",
                 thousands(warmup),
                 thousands(until)
             ),

@@ -54,7 +54,7 @@ impl Session {
             });
         }
         if let Some(line) = self.config.describe_indexers() {
-            say(line);
+            say(format!("          {line}"));
         }
         let note = |selection: &Selection| match selection.estimator().traits().prefix_stable {
             true => "",
