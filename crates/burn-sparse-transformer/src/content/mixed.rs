@@ -271,12 +271,15 @@ impl SparseMultiHeadAttention {
             None => Ok(()),
             Some(content) => Err(TransformerError::argument(
                 "content",
-                match content.config.is_prefix_stable() {
-                    false => {
-                        "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see"
+                match &content.config {
+                    ContentAttention::Nsa(_) => {
+                        "none with padding, packed sequences and weights, which know nothing of its branches"
                     }
-                    true => {
-                        "none with padding, packed sequences and weights, which know nothing of its branches or its indexer"
+                    ContentAttention::Dsa(_) => {
+                        "none with padding, packed sequences and weights, which know nothing of its indexer"
+                    }
+                    ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {
+                        "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see"
                     }
                 },
                 &content.config,
