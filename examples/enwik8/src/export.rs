@@ -5,7 +5,6 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use burn_sparse_transformer::DsaStage;
 use burn_sparse_transformer::weights::{KeyMap, save_safetensors};
 use clap::{Args, ValueEnum};
 
@@ -87,12 +86,8 @@ pub fn run(args: &ExportArgs) -> Result<()> {
     fs::create_dir_all(&args.out)
         .with_context(|| format!("cannot create {}", args.out.display()))?;
     let header = &checkpoint.header;
-    if let Some(stage) =
-        (header.config.dsa_stage(header.step)).filter(|stage| *stage != DsaStage::Sparse)
-    {
-        warn(format!(
-            "in the checkpoint layers see all earlier bytes ({stage:?}); by what is written they attend to what their indexers choose"
-        ));
+    if let Some(note) = header.config.stage_note(header.step) {
+        warn(format!("{note}; in what is written they do"));
     }
     match args.format {
         // A checkpoint holds the record as Burn writes it.

@@ -72,6 +72,23 @@ impl RunConfig {
         is_new.then_some((stage, what))
     }
 
+    /// The mean over layers of what indexers learn by, if that is what layers add to the loss.
+    pub fn indexer_loss(&self, aside: Option<f64>) -> Option<f64> {
+        self.dsa_stage(0)?;
+        aside.map(|sum| sum / self.model.layers as f64)
+    }
+
+    /// What to tell the user of a checkpoint in which indexers do not choose yet.
+    pub fn stage_note(&self, step: usize) -> Option<String> {
+        let stage = self.dsa_stage(step)?;
+        (stage != DsaStage::Sparse).then(|| {
+            let step = thousands(step);
+            format!(
+                "after step {step} layers see all earlier bytes: their indexers do not choose yet"
+            )
+        })
+    }
+
     /// That flags of indexers have some, which choose from all earlier bytes.
     pub fn check_indexers(&self, overrides: &Overrides) -> Result<()> {
         let Some(content @ ContentAttention::Dsa(_)) = &self.model.content else {
@@ -94,7 +111,9 @@ impl RunConfig {
 
     /// How indexers are trained, if there are some.
     pub fn describe_indexers(&self) -> Option<String> {
-        self.dsa_stage(0)?;
+        let Some(ContentAttention::Dsa(dsa)) = &self.model.content else {
+            return None;
+        };
         let Recipe {
             indexer_from: from,
             indexer_warmup: warmup,
@@ -105,10 +124,14 @@ impl RunConfig {
             0 => String::new(),
             _ => format!("dense attention for {} steps, ", thousands(from)),
         };
+        let all = match dsa.keep >= self.model.context {
+            true => "; they choose all bytes, because KEEP is not below --context",
+            false => "",
+        };
         Some(match warmup {
-            0 => "indexers learn beside the model from the first step on".to_owned(),
+            0 => format!("indexers learn beside the model from the first step on{all}"),
             _ => format!(
-                "{dense}indexers alone learn for {}, and choose from step {} on",
+                "{dense}indexers alone learn for {}, and choose from step {} on{all}",
                 thousands(warmup),
                 thousands(until)
             ),
@@ -140,6 +163,17 @@ mod tests {
             .filter_map(|step| Some((step, begun(step)?)))
             .collect();
         assert_eq!(begun, [(10, warm_up), (15, sparse)]);
+        let notes = [9, 14, 15].map(|step| config.stage_note(step).is_some());
+        assert_eq!(notes, [true, true, false]);
+        let described = config.describe_indexers().unwrap();
+        assert!(described.ends_with("choose from step 15 on"), "{described}");
+        let all = Overrides {
+            attention: Some("dsa".parse().unwrap()),
+            ..Overrides::default()
+        };
+        let all = RunConfig::new(Preset::Tiny, &all).unwrap();
+        let described = all.describe_indexers().unwrap();
+        assert!(described.contains("they choose all bytes"), "{described}");
         // The model's rates are those of a run without the warm-up of indexers.
         let rate = |step| config.learning_rate(step, 25);
         let own = Schedule {

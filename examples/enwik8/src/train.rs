@@ -371,7 +371,6 @@ impl Session {
             self.training.settle_means(tokens.clone(), seed)?;
         }
         let learning_rate = self.config.learning_rate(self.step, self.steps);
-        let learns_by = self.config.dsa_stage(self.step);
         let Measured {
             loss,
             grad_norm,
@@ -397,9 +396,7 @@ impl Session {
             bits_per_byte: bits(loss),
             learning_rate,
             grad_norm,
-            indexer_loss: learns_by
-                .and(aside)
-                .map(|sum| sum / self.config.model.layers as f64),
+            indexer_loss: self.config.indexer_loss(aside),
             tokens_per_s: (starts.len() * context) as f64 / seconds,
             ms: seconds * 1_000.0,
         })
