@@ -17,7 +17,7 @@ fn model(device: &Device) -> SparseTransformer {
     SparseTransformerConfig::new(32, 2, Factorization::from(Pattern::causal()))
         .with_vocab_size(11)
         .with_context(SEQ)
-        .with_n_layers(2)
+        .with_n_layers(1)
         .with_n_kv_heads(Some(1))
         .with_block_size(16)
         .with_init_scale(1.0)
@@ -49,7 +49,7 @@ fn indexers_choose_from_pages_what_they_choose_in_the_whole() {
         let mut pool = model.new_pool(&KvPoolConfig::new(2, SEQ)).unwrap();
         let ids = [(); 2].map(|_| pool.join().unwrap());
         let mut lengths = [0, 0];
-        for counts in [[30, 21], [1, 1], [1, 1], [3, 2], [1, 1]] {
+        for counts in [[30, 21], [1, 1], [3, 2]] {
             let most = counts[0].max(counts[1]);
             let part = |entry: usize| {
                 let from = lengths[entry].min(SEQ - most);
@@ -88,9 +88,9 @@ fn indexers_learn_on_each_device() {
         let mut model = with_output(model(&autodiff));
         let mut optimizer = FusedAdamWConfig::new().init();
         let mut found = Vec::new();
-        for step in 0..12 {
+        for step in 0..7 {
             let stage = match step {
-                0..8 => DsaStage::WarmUp,
+                0..5 => DsaStage::WarmUp,
                 _ => DsaStage::Sparse,
             };
             model = model.with_dsa_stage(stage).unwrap();
@@ -102,14 +102,14 @@ fn indexers_learn_on_each_device() {
             (model, _) = optimizer.step(0.01, model, gradients).unwrap();
         }
         let what = format!("{device:?}: {found:?}");
-        assert!(found[7][1] < 0.95 * found[0][1], "{what}");
+        assert!(found[4][1] < 0.98 * found[0][1], "{what}");
         assert!(
-            found[..8]
+            found[..5]
                 .iter()
                 .all(|[loss, _]| (loss - found[0][0]).abs() < 1e-5),
             "{what}"
         );
-        assert!(found[11][0] < found[8][0], "{what}");
+        assert!(found[6][0] < found[5][0], "{what}");
         assert!(found.iter().flatten().all(|x| x.is_finite()), "{what}");
     }
 }

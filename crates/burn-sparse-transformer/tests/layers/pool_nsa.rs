@@ -282,14 +282,15 @@ fn generated_text_does_not_depend_on_the_batch(#[values(0, 4)] text: usize) {
     assert!(!decoder.is_recorded());
 }
 
-/// In eight bits a number nearly as in floats, where all blocks are seen, so that no rounding chooses.
+/// In eight bits a number nearly as in floats, where all blocks or keys are seen, so that no rounding chooses.
 #[rstest]
-#[case(KvDtype::Int8, 0.02)]
-#[case(KvDtype::Fp8E4m3, 0.1)]
-fn pages_in_eight_bits(#[case] dtype: KvDtype, #[case] most: f32) {
+#[case("nsa:8,4,16,9,10", KvDtype::Int8, 0.02)]
+#[case("nsa:8,4,16,9,10", KvDtype::Fp8E4m3, 0.1)]
+#[case("dsa:128,0,3,8", KvDtype::Int8, 0.02)]
+fn pages_in_eight_bits(#[case] text: &str, #[case] dtype: KvDtype, #[case] most: f32) {
     let device = Device::flex();
     let _guard = seed(&device, 27);
-    let model = &model("nsa:8,4,16,9,10", 2, &device);
+    let model = &model(text, 2, &device);
     let tokens = tokens(1, SEQ, VOCAB, &device);
     let whole = model.forward(tokens.clone()).unwrap();
     let config = KvPoolConfig::new(1, CONTEXT).with_dtype(dtype);
