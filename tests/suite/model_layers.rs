@@ -89,9 +89,9 @@ fn indexers_learn_on_each_device() {
         let mut optimizer = FusedAdamWConfig::new().init();
         let mut found = Vec::new();
         for step in 0..7 {
-            let stage = match step {
-                0..5 => DsaStage::WarmUp,
-                _ => DsaStage::Sparse,
+            let (stage, rate) = match step {
+                0..5 => (DsaStage::WarmUp, 1e-2),
+                _ => (DsaStage::Sparse, 1e-3),
             };
             model = model.with_dsa_stage(stage).unwrap();
             let (losses, gradients) = model
@@ -99,7 +99,7 @@ fn indexers_learn_on_each_device() {
                 .unwrap();
             let numbers = [losses.loss, losses.aside.unwrap()];
             found.push(numbers.map(|x| to_f64(x.into_data())[0]));
-            (model, _) = optimizer.step(0.01, model, gradients).unwrap();
+            (model, _) = optimizer.step(rate, model, gradients).unwrap();
         }
         let what = format!("{device:?}: {found:?}");
         assert!(found[4][1] < 0.98 * found[0][1], "{what}");
