@@ -23,6 +23,7 @@ mod loss;
 mod masses;
 mod max_scores;
 mod mlp;
+mod model_layers;
 mod norm;
 mod nsa;
 mod optim;

@@ -1,6 +1,6 @@
 //! DeepSeek sparse attention, its choices and what its indexer learns by, against plain f64 loops.
 
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{AttentionOptions, Dsa, DsaIndex, DsaTarget, KeyLists};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -339,6 +339,40 @@ pub fn dsa_choices_equal_f64(devices: &[Device]) {
                 is_rounded || compared * 2 >= seq[0],
                 "{device:?}, {seq:?}: {compared}"
             );
+        }
+    }
+}
+
+/// What is left out is what is not chosen, also by queries of entries that see unequally many keys.
+pub fn dsa_leaves_out_what_it_does_not_choose(devices: &[Device]) {
+    let (keep, near) = (5, 2);
+    let problem = Problem::random(10_850, [20, 20]);
+    for device in devices {
+        for keep in [keep, 30] {
+            let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+            let index = problem.index(device, DType::F32);
+            let twice = |x: &Tensor<4>| Tensor::cat(vec![x.clone(), x.clone()], 0);
+            let weights = Tensor::cat(vec![index.weights.clone(), index.weights.clone()], 0);
+            let both = DsaIndex::new(twice(&index.q), twice(&index.k), weights).unwrap();
+            // The second entry's queries are at other positions.
+            let seen: Vec<i32> = (1..=20)
+                .chain((0..20).map(|at| 1 + (at * 7) % 20))
+                .collect();
+            let of = |values: Vec<i32>, shape: [usize; 2]| {
+                Tensor::<2, Int>::from_data(TensorData::new(values, shape), (device, DType::I32))
+            };
+            let left_out = dsa.left_out(&both, of(seen.clone(), [2, 20])).unwrap();
+            let left_out: Vec<bool> = left_out.into_data().iter().collect();
+            let scores = to_f64(dsa.scores(&index).into_data());
+            for (row, (left_out, seen)) in left_out.chunks(20).zip(seen).enumerate() {
+                let scores = &scores[row % 20 * 20..][..20];
+                let position = seen as usize - 1;
+                let (chosen, _) = problem.choice_by(scores, position, keep, near);
+                let got: Vec<usize> = (0..20).filter(|&key| !left_out[key]).collect();
+                assert_eq!(got, chosen, "{device:?}, {keep}: {row}");
+            }
+            let error = dsa.left_out(&index, of(vec![1; 19], [1, 19])).unwrap_err();
+            assert!(error.to_string().contains("seen's shape"), "{error}");
         }
     }
 }

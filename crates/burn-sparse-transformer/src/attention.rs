@@ -7,8 +7,8 @@ use burn_blocksparse::{
     attention_with_tensors_and_weights, bias_activation,
 };
 
-use crate::call::Call;
-use crate::content::{ContentHeads, Seen};
+use crate::call::{Call, Seen};
+use crate::content::ContentHeads;
 use crate::dropout::Seeds;
 use crate::error::{ensure, ensure_shape};
 use crate::heads::{Positions, rotate};
@@ -81,9 +81,9 @@ pub struct SparseMultiHeadAttention {
 pub struct SparseMhaOutput {
     /// `[batch, seq_q, d_model]`, in the query's dtype.
     pub context: Tensor<3>,
-    /// To be added to the loss, `[1]`, where there are heads that choose by clusters and the pass is one of training: see
-    /// [`RoutingOutput::commitment`](crate::RoutingOutput::commitment).
-    pub commitment: Option<Tensor<1>>,
+    /// To be added to the loss, `[1]`, where the pass is one of training: the [commitment](crate::RoutingOutput::commitment) of heads that choose by
+    /// clusters, or the loss of an indexer that chooses keys ([`DsaStage`](crate::DsaStage)).
+    pub aside: Option<Tensor<1>>,
 }
 
 impl SparseMultiHeadAttention {
@@ -104,7 +104,7 @@ impl SparseMultiHeadAttention {
     pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (seen, call) = self.context(input)?;
         let mut output = self.finish(seen.heads, &call)?;
-        output.commitment = seen.commitment;
+        output.aside = seen.aside;
         Ok(output)
     }
 
@@ -115,7 +115,7 @@ impl SparseMultiHeadAttention {
     ) -> Result<Projected, TransformerError> {
         let (seen, _) = self.context(input)?;
         let mut projected = self.output_product(seen.heads)?;
-        projected.commitment = seen.commitment;
+        projected.aside = seen.aside;
         Ok(projected)
     }
 
@@ -462,7 +462,7 @@ impl SparseMultiHeadAttention {
         Ok(Projected {
             x: (self.precision).merged(&self.output, context)?,
             bias: self.output.bias.as_ref().map(Param::val),
-            commitment: None,
+            aside: None,
         })
     }
 
@@ -487,7 +487,7 @@ impl SparseMultiHeadAttention {
     fn padded(&self, context: Tensor<3>, call: &Call) -> Result<SparseMhaOutput, TransformerError> {
         let context = context.cast(call.dtype);
         Ok(SparseMhaOutput {
-            commitment: None,
+            aside: None,
             context: match &call.padding {
                 Some(padding) => context.mask_fill(padding.clone(), 0.0),
                 None => context,

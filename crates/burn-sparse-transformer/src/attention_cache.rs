@@ -93,6 +93,13 @@ impl SparseMultiHeadAttention {
             }
             return context;
         }
+        if let Some(dsa) = self.dsa() {
+            let context = self.dsa_context(input, dsa, Some(cache));
+            if context.is_err() {
+                cache.truncate(before);
+            }
+            return context.map(|(seen, call)| (seen.heads, call));
+        }
         self.ensure_decodable()?;
         let (call, request) = self.prepare(&input, before)?;
         let cut = match &self.selection {

@@ -2,31 +2,35 @@
 
 use burn::nn::Linear;
 
-use crate::{NsaHeads, SparseMultiHeadAttention, TransformerError};
+use crate::{ContentHeads, DsaHeads, NsaHeads, SparseMultiHeadAttention, TransformerError};
 
 impl SparseMultiHeadAttention {
     /// Operations of the four projections for one position, forward: two per weight.
     pub fn matmul_flops_per_token(&self) -> u64 {
         let layers = [&self.query, &self.key, &self.value, &self.output];
         let layers: u64 = layers.map(linear_flops).iter().sum();
-        layers + self.nsa().map_or(0, NsaHeads::matmul_flops_per_token)
+        layers
+            + self.nsa().map_or(0, NsaHeads::matmul_flops_per_token)
+            + (self.choosing_dsa()).map_or(0, DsaHeads::matmul_flops_per_token)
     }
 
     /// Operations of the attention itself for one sequence, forward: four per allowed pair and
-    /// channel when keys and values are equally wide (q·k and p·v). With a selection these are the pairs that it chooses from.
+    /// channel when keys and values are equally wide (q·k and p·v). With a selection these are the pairs that it chooses from; of `dsa` the scores of the indexer are in it.
     ///
     /// # Errors
     /// If there is no layout for this length.
     pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
         let d_v = self.d_model / self.n_heads;
-        let pairs = match self.nsa() {
-            Some(_) => 0,
-            None => self.layout(seq, seq)?.allowed_pairs(),
+        let is_whole = (self.content.as_ref()).is_some_and(ContentHeads::is_whole_layer);
+        let pairs = match is_whole {
+            true => 0,
+            false => self.layout(seq, seq)?.allowed_pairs(),
         };
         let chosen = self.content.as_ref().map_or(0, |content| {
             (self.n_heads - content.local_heads()) as u64 * content.pairs(seq)
         });
-        Ok(2 * (pairs + chosen) * (self.d_k() + d_v) as u64)
+        let scores = (self.choosing_dsa()).map_or(0, |dsa| dsa.score_flops(seq));
+        Ok(2 * (pairs + chosen) * (self.d_k() + d_v) as u64 + scores)
     }
 }
 

@@ -12,8 +12,8 @@ use crate::results::Results;
 use crate::stream::{Projected, Stream};
 use crate::{
     BlockAttentionConfig, ContentAttention, FeedForward, FeedForwardActivation, FeedForwardLinear,
-    FeedForwardSparsity, Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, TransformerError, init,
+    FeedForwardSparsity, NsaHeads, Precision, SparseMhaCache, SparseMhaInput,
+    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError, init,
 };
 
 /// Configuration of [`SparseTransformerBlock`].
@@ -148,15 +148,18 @@ impl SparseTransformerBlockConfig {
             let [d_input, d_output] = projection.weight.lazy_shape().dims();
             *projection = init::linear(d_input, d_output, self.init_scale, device);
         }
-        if let Some(nsa) = mha
-            .content
-            .as_mut()
-            .and_then(|content| content.nsa.as_mut())
-        {
-            for layer in nsa.layers_mut() {
-                let [d_input, d_output] = layer.weight.lazy_shape().dims();
-                *layer = init::linear(d_input, d_output, self.init_scale, device);
-            }
+        let content = mha.content.as_mut();
+        let (nsa, dsa) = content.map_or((None, None), |content| {
+            (content.nsa.as_mut(), content.dsa.as_mut())
+        });
+        for layer in nsa.into_iter().flat_map(NsaHeads::layers_mut) {
+            let [d_input, d_output] = layer.weight.lazy_shape().dims();
+            *layer = init::linear(d_input, d_output, self.init_scale, device);
+        }
+        for layer in dsa.into_iter().flat_map(|dsa| dsa.indexer.layers_mut()) {
+            let [d_input, d_output] = layer.weight.lazy_shape().dims();
+            // They have no bias.
+            layer.weight = init::linear(d_input, d_output, self.init_scale, device).weight;
         }
         mha.output = init::linear(self.d_model, self.d_model, residual_scale, device);
         Ok(mha)

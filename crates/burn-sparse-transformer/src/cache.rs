@@ -19,6 +19,8 @@ pub struct SparseMhaCache {
     context: Option<usize>,
     /// Of native sparse attention.
     branches: Option<Box<BranchCaches>>,
+    /// Keys of an indexer, of DeepSeek sparse attention.
+    index: Option<Box<SparseMhaCache>>,
 }
 
 /// `[batch, kv_heads, capacity, width]`, of which the first `len` positions are in use.
@@ -65,12 +67,16 @@ impl SparseMhaCache {
         if let Some(branches) = &mut self.branches {
             branches.truncate(len);
         }
+        if let Some(index) = &mut self.index {
+            index.truncate(len);
+        }
     }
 
     /// Forgets everything and frees the buffers. The next input may have another batch.
     pub fn clear(&mut self) {
         self.buffers = None;
         self.branches = None;
+        self.index = None;
         self.len = 0;
     }
 
@@ -85,6 +91,18 @@ impl SparseMhaCache {
             Box::new(BranchCaches::new(empty, block, stride))
         };
         self.branches.get_or_insert_with(new)
+    }
+
+    /// Keys of an indexer.
+    pub(crate) fn index(&mut self) -> &mut Self {
+        let context = self.context;
+        let new = || {
+            Box::new(Self {
+                context,
+                ..Self::default()
+            })
+        };
+        self.index.get_or_insert_with(new)
     }
 
     /// All keys and values, if there are some.

@@ -4,6 +4,7 @@ use burn::nn::Linear;
 use burn::nn::attention::MultiHeadAttention;
 use burn_blocksparse::Pattern;
 
+use crate::dsa::check_pattern;
 use crate::error::ensure_shape;
 use crate::layouts::Layouts;
 use crate::selected::check_selection;
@@ -79,6 +80,9 @@ impl SparseMultiHeadAttention {
         if self.content.is_some() && !pattern.is_causal() {
             let expected = "causal beside heads that choose by content";
             return Err(TransformerError::argument("pattern", expected, &pattern));
+        }
+        if self.dsa().is_some() {
+            check_pattern(&pattern)?;
         }
         let layouts = Layouts::new(pattern, self.pattern_heads(), block_size)?;
         Ok(self.with_layouts(layouts))

@@ -131,7 +131,7 @@ impl SparseTransformerEncoderLayer {
             }
         };
         Ok(Projected {
-            commitment: None,
+            aside: None,
             x,
             bias: bias(linear_outer),
         })

@@ -292,7 +292,7 @@ impl FeedForward {
         Ok(Projected {
             x,
             bias,
-            commitment: None,
+            aside: None,
         })
     }
 

@@ -96,7 +96,7 @@ pub use content::{
     RoutingAttentionOutput, RoutingHeads, RoutingHeadsConfig, RoutingOutput, lsh_attention,
 };
 pub use drafts::{NgramDrafts, NgramIndex};
-pub use dsa::{DsaAttention, DsaAttentionConfig, DsaCache, DsaIndexer};
+pub use dsa::{DsaAttention, DsaAttentionConfig, DsaHeads, DsaHeadsConfig, DsaIndexer, DsaStage};
 pub use embedding::PositionEmbedding;
 pub use encoder::{
     SparseTransformerEncoder, SparseTransformerEncoderConfig, SparseTransformerEncoderInput,
@@ -124,6 +124,8 @@ pub use pool::{
     KvDtype, KvPool, KvPoolConfig, KvPositions, KvSnapshot, KvStep, KvUsage, ReplayedDecoder,
 };
 pub use precision::Precision;
+#[cfg(feature = "autodiff")]
+pub use recompute::StepLosses;
 pub use recompute_mode::Recompute;
 pub use sampling::Sampling;
 pub use transformer::{SparseTransformer, SparseTransformerConfig};

@@ -24,7 +24,7 @@ use crate::block::Pass;
 use crate::error::ensure;
 use crate::results::{Results, Slot};
 use crate::stream::Stream;
-use crate::{Recompute, SparseTransformer, SparseTransformerBlock, TransformerError};
+use crate::{DsaStage, Recompute, SparseTransformer, SparseTransformerBlock, TransformerError};
 
 impl SparseTransformer {
     /// The loss of [`SparseTransformer::loss`] and the gradients of every parameter that requires one.
@@ -33,8 +33,9 @@ impl SparseTransformer {
     /// and without, dropout included: what block `k` drops is a function of a hash of `dropout_seed` and `k`, and of the place in
     /// the tensor; so are the rotations of heads that choose by hashes. The backend's generator of random numbers is left alone.
     ///
-    /// The commitment losses of heads that choose by clusters are in the gradients, and not in the loss that is returned. Their means move by
-    /// [`SparseTransformer::update_means`].
+    /// The commitment losses of heads that choose by clusters, and those of indexers, are in the gradients, and not in the loss that is returned. Means move by
+    /// [`SparseTransformer::update_means`]. In the warm-up of indexers ([`DsaStage::WarmUp`]) these alone have gradients, nothing is dropped, and one block at a
+    /// time is differentiated, whatever `recompute` says.
     ///
     /// # Shapes
     /// - `tokens`, `targets`: `[batch, seq]`
@@ -69,6 +70,23 @@ impl SparseTransformer {
         dropout_seed: impl Into<Seed>,
         recompute: impl Into<Recompute>,
     ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
+        let (losses, gradients) =
+            self.losses_and_gradients(tokens, targets, first_entry, dropout_seed, recompute)?;
+        Ok((losses.loss, gradients))
+    }
+
+    /// [`Self::loss_and_gradients_of_part`] with what layers add to the loss.
+    ///
+    /// # Errors
+    /// As [`Self::loss_and_gradients`].
+    pub fn losses_and_gradients(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+        first_entry: usize,
+        dropout_seed: impl Into<Seed>,
+        recompute: impl Into<Recompute>,
+    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
         self.check_targets(&tokens, &targets)?;
         let dropout_seed = dropout_seed.into();
         let [_, seq] = tokens.dims();
@@ -93,6 +111,9 @@ impl SparseTransformer {
             prepare_seed(*last, &device)?;
         }
         let targets = targets.without_autodiff();
+        if self.dsa_stage() == Some(DsaStage::WarmUp) {
+            return self.warm_up(tokens, targets);
+        }
         match recompute.into() {
             Recompute::None => self.stored(tokens, targets, draws, false),
             Recompute::Mlp => self.stored(tokens, targets, draws, true),
@@ -118,17 +139,17 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
         draws: Draws,
         mlp: bool,
-    ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
+    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
         let mut stream = Stream::new(self.embed(tokens, 0)?);
         for (layer, block) in self.blocks.iter().enumerate() {
             let pass = draws.pass(block, layer);
             stream = block.step(stream, pass.recompute_mlp(mlp))?;
         }
-        let commitment = stream.take_commitment();
+        let aside = stream.take_aside();
         let loss = self.head_loss(stream, targets)?;
-        let whole = with_commitment(loss.clone(), commitment);
-        let gradients = GradientsParams::from_grads(whole.backward(), self);
-        Ok((loss.without_autodiff(), gradients))
+        let losses = StepLosses::new(&loss, aside.as_ref());
+        let gradients = GradientsParams::from_grads(with_aside(loss, aside).backward(), self);
+        Ok((losses, gradients))
     }
 
     /// One graph per segment of blocks, from the last to the first; with `keep` the attention of blocks that run twice is computed once.
@@ -139,7 +160,7 @@ impl SparseTransformer {
         draws: Draws,
         segment: usize,
         keep: bool,
-    ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
+    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
         let layers = self.blocks.len();
         let starts = (0..layers).step_by(segment);
         let mut segments: Vec<Range<usize>> = starts
@@ -154,9 +175,10 @@ impl SparseTransformer {
         };
         let x = self.leaf(input);
         let mut stream = self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
-        let commitment = stream.take_commitment();
+        let aside = stream.take_aside();
         let loss = self.head_loss(stream, targets)?;
-        let mut grads = with_commitment(loss.clone(), commitment).backward();
+        let mut losses = StepLosses::new(&loss, aside.as_ref());
+        let mut grads = with_aside(loss, aside).backward();
         let mut grad_x = input_gradient(x, &mut grads);
         collect(&self.norm, &mut grads, &mut gradients);
         collect(&self.output, &mut grads, &mut gradients);
@@ -167,8 +189,9 @@ impl SparseTransformer {
             let x = self.leaf(input);
             let mut stream =
                 self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
-            let commitment = stream.take_commitment();
-            let mut grads = backward_from(stream.finish()?, grad_x, commitment);
+            let aside = stream.take_aside();
+            losses.add(aside.as_ref());
+            let mut grads = backward_from(stream.finish()?, grad_x, aside);
             grad_x = input_gradient(x, &mut grads);
             self.collect_blocks(range, &mut grads, &mut gradients);
         }
@@ -180,7 +203,7 @@ impl SparseTransformer {
             collect(&self.token_embedding, &mut grads, &mut gradients);
             collect(&self.position_embedding, &mut grads, &mut gradients);
         }
-        Ok((loss.without_autodiff(), gradients))
+        Ok((losses, gradients))
     }
 
     /// Some blocks, as they are trained; what is kept of their attention goes into the graph.
@@ -248,8 +271,13 @@ impl SparseTransformer {
         Ok((inputs, kept))
     }
 
-    /// A leaf of a new graph, with the checkpointing strategy of the parameters it will meet.
+    /// A leaf of a new graph.
     fn leaf(&self, x: Tensor<3>) -> Tensor<3> {
+        self.in_graph(x).require_grad()
+    }
+
+    /// A tensor with autodiff, and the checkpointing strategy of the parameters it will meet.
+    pub(crate) fn in_graph<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let x = x.autodiff();
         let strategy = self
             .token_embedding
@@ -259,7 +287,34 @@ impl SparseTransformer {
             Some(strategy) => x.with_gradient_checkpointing_strategy(strategy),
             None => x,
         }
-        .require_grad()
+    }
+}
+
+/// The losses of a step of training, `[1]` each, without autodiff: what it differentiates is their sum.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct StepLosses {
+    /// The mean cross-entropy of the targets.
+    pub loss: Tensor<1>,
+    /// What all layers add to it: the commitments of heads that choose by clusters, or the losses of indexers. None where nothing is added.
+    pub aside: Option<Tensor<1>>,
+}
+
+impl StepLosses {
+    pub(crate) fn new(loss: &Tensor<1>, aside: Option<&Tensor<1>>) -> Self {
+        let mut losses = Self {
+            loss: loss.clone().without_autodiff(),
+            aside: None,
+        };
+        losses.add(aside);
+        losses
+    }
+
+    /// Adds what further layers add to the loss.
+    pub(crate) fn add(&mut self, aside: Option<&Tensor<1>>) {
+        let more = aside.map(|aside| aside.clone().without_autodiff());
+        let parts = [self.aside.take(), more].into_iter().flatten();
+        self.aside = parts.reduce(|sum, more| sum + more);
     }
 }
 
@@ -280,21 +335,17 @@ impl Draws {
 
 /// Backward from `output` when its gradient is already known. Burn starts from ones in the shape of the
 /// tensor that it is asked about, so a sum would only add a pass, unless something is added to it.
-fn backward_from(
-    output: Tensor<3>,
-    grad_output: Tensor<3>,
-    commitment: Option<Tensor<1>>,
-) -> Gradients {
-    match commitment {
-        Some(commitment) => ((output * grad_output).sum() + commitment).backward(),
+fn backward_from(output: Tensor<3>, grad_output: Tensor<3>, aside: Option<Tensor<1>>) -> Gradients {
+    match aside {
+        Some(aside) => ((output * grad_output).sum() + aside).backward(),
         None => (output * grad_output).backward(),
     }
 }
 
 /// A loss, and what layers add to it.
-fn with_commitment(loss: Tensor<1>, commitment: Option<Tensor<1>>) -> Tensor<1> {
-    match commitment {
-        Some(commitment) => loss + commitment,
+fn with_aside(loss: Tensor<1>, aside: Option<Tensor<1>>) -> Tensor<1> {
+    match aside {
+        Some(aside) => loss + aside,
         None => loss,
     }
 }
@@ -316,7 +367,11 @@ impl ModuleVisitor for Initialise {
 }
 
 /// Moves the gradients of `module`'s parameters from `grads` to `gradients`.
-fn collect<M: Module>(module: &M, grads: &mut Gradients, gradients: &mut GradientsParams) {
+pub(crate) fn collect<M: Module>(
+    module: &M,
+    grads: &mut Gradients,
+    gradients: &mut GradientsParams,
+) {
     module.visit(&mut Collect { grads, gradients });
 }
 

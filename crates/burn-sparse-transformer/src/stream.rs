@@ -15,7 +15,7 @@ pub(crate) struct Projected {
     pub(crate) x: Tensor<3>,
     pub(crate) bias: Option<Tensor<1>>,
     /// To be added to the loss.
-    pub(crate) commitment: Option<Tensor<1>>,
+    pub(crate) aside: Option<Tensor<1>>,
 }
 
 impl Projected {
@@ -33,7 +33,7 @@ pub(crate) struct Stream {
     x: Tensor<3>,
     pending: Option<(Projected, Option<StreamDropout>)>,
     /// What the layers so far add to the loss.
-    commitment: Option<Tensor<1>>,
+    aside: Option<Tensor<1>>,
 }
 
 impl Stream {
@@ -41,7 +41,7 @@ impl Stream {
         Self {
             x,
             pending: None,
-            commitment: None,
+            aside: None,
         }
     }
 
@@ -51,8 +51,8 @@ impl Stream {
     }
 
     /// What the layers so far add to the loss, of which the stream is rid then.
-    pub(crate) fn take_commitment(&mut self) -> Option<Tensor<1>> {
-        self.commitment.take()
+    pub(crate) fn take_aside(&mut self) -> Option<Tensor<1>> {
+        self.aside.take()
     }
 
     /// Adds a branch, of which `dropout` drops, at the next norm.
@@ -61,11 +61,11 @@ impl Stream {
         mut branch: Projected,
         dropout: Option<StreamDropout>,
     ) -> Result<Self, TransformerError> {
-        let parts = [self.take_commitment(), branch.commitment.take()];
+        let parts = [self.take_aside(), branch.aside.take()];
         Ok(Self {
             x: self.finish()?,
             pending: Some((branch, dropout)),
-            commitment: parts.into_iter().flatten().reduce(|a, b| a + b),
+            aside: parts.into_iter().flatten().reduce(|a, b| a + b),
         })
     }
 
@@ -85,7 +85,7 @@ impl Stream {
         });
         let (x, normed) = residual_norm(self.x, branch, layer_norm_params(norm), &options)?;
         let stream = Self {
-            commitment: self.commitment,
+            aside: self.aside,
             ..Self::new(x)
         };
         Ok((stream, normed))

@@ -13,7 +13,7 @@ use crate::layouts::LayoutPool;
 use crate::selected::of_layer;
 use crate::stream::Stream;
 use crate::{
-    BlockAttentionConfig, ContentAttention, Factorization, FeedForwardActivation,
+    BlockAttentionConfig, ContentAttention, DsaStage, Factorization, FeedForwardActivation,
     FeedForwardSparsity, PositionEmbedding, Precision, SparseMhaCache, SparseTransformerBlock,
     SparseTransformerBlockConfig, SparseTransformerCache, TransformerError, init,
 };
@@ -64,7 +64,7 @@ pub struct SparseTransformerConfig {
     pub embedding_channels: Option<usize>,
     /// How the layers choose their keys by content, in turn, from those of patterns that are causal or dense. Default: their keys are the patterns'.
     pub selections: Option<Vec<Selection>>,
-    /// How heads that are not the patterns' choose keys by content (Roy et al., 2021; Kitaev et al., 2020; or all heads: Yuan et al., 2025). Patterns are causal
+    /// How heads that are not the patterns' choose keys by content (Roy et al., 2021; Kitaev et al., 2020; or all heads: Yuan et al., 2025, DeepSeek, 2025). Patterns are causal
     /// then, and those of the local heads. Default: all heads are the patterns'.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads of each layer are the patterns', for all layers one number or one for each; a layer with `n_heads` of them has no
@@ -168,13 +168,13 @@ impl SparseTransformerConfig {
         self.position_embedding.unwrap_or(true)
     }
 
-    /// The blocks; those with equal patterns share their layouts, and all share one table of rotations.
+    /// The blocks; those with equal patterns share their layouts, and all share one table of rotations, and one of indexers'.
     fn init_blocks(
         &self,
         device: &Device,
     ) -> Result<Vec<SparseTransformerBlock>, TransformerError> {
         let mut pool = LayoutPool::default();
-        let mut rope = None;
+        let (mut rope, mut index_rope) = (None, None);
         (0..self.n_layers)
             .map(|layer| {
                 let config = self.block(layer)?;
@@ -183,6 +183,11 @@ impl SparseTransformerConfig {
                 let layouts = pool.get(&config.pattern, heads, self.block_size)?;
                 let mut block = config.init_with(layouts, device)?;
                 block.mha.rope = rope.get_or_insert(block.mha.rope).clone();
+                let content = block.mha.content.as_mut();
+                if let Some(dsa) = content.and_then(|content| content.dsa.as_mut()) {
+                    let own = dsa.indexer.rope.take();
+                    dsa.indexer.rope = index_rope.get_or_insert(own).clone();
+                }
                 Ok(block)
             })
             .collect()
@@ -399,7 +404,8 @@ impl SparseTransformer {
 
     /// Mean cross-entropy of the targets, in nats per token.
     ///
-    /// The softmax is computed in f32 at least. On an autodiff device the commitment losses of heads that choose by clusters are added.
+    /// The softmax is computed in f32 at least. On an autodiff device the commitment losses of heads that choose by clusters are added, and the losses of
+    /// indexers ([`DsaStage`]): in their warm-up these alone have gradients.
     ///
     /// # Shapes
     /// - `tokens`, `targets`: `[batch, seq]`; `targets[b, i]` is the token after `tokens[b, i]`
@@ -414,10 +420,11 @@ impl SparseTransformer {
     ) -> Result<Tensor<1>, TransformerError> {
         self.check_targets(&tokens, &targets)?;
         let mut stream = self.stream(tokens, |block, training| block.pass(training))?;
-        let commitment = stream.take_commitment();
+        let aside = stream.take_aside();
         let loss = self.head_loss(stream, targets)?;
-        Ok(match commitment {
-            Some(commitment) => loss + commitment,
+        Ok(match aside {
+            Some(aside) if self.dsa_stage() == Some(DsaStage::WarmUp) => loss.detach() + aside,
+            Some(aside) => loss + aside,
             None => loss,
         })
     }

@@ -274,6 +274,8 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
         overrides.local_heads.clear();
         overrides.commitment = None;
         overrides.means_decay = None;
+        overrides.indexer_warmup = None;
+        overrides.indexer_from = None;
         overrides.attention = Some(AttentionKind::Dense);
     }
     let config = RunConfig::new(args.preset, &overrides)?;

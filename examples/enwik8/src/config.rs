@@ -115,7 +115,7 @@ impl RunConfig {
     pub fn check_graph(&self, graph: bool) -> Result<()> {
         match &self.model.content {
             Some(content) if graph && content.is_whole_layer() => bail!(
-                "--graph has not been tried with choices of blocks; leave it out with --attention {content}"
+                "--graph has not been tried with choices of blocks or keys; leave it out with --attention {content}"
             ),
             Some(content) if graph => bail!(
                 "--graph records a step with the clusters or hashes that it has; leave it out with --attention {content}"
@@ -165,7 +165,7 @@ impl RunConfig {
             has_means || overrides.commitment.is_none() && overrides.means_decay.is_none(),
             "--commitment and --means-decay are of clusters; add --attention routing:WINDOW"
         );
-        Ok(())
+        self.check_indexers(overrides)
     }
 
     /// Errors name flags, where those of the layers would name the fields of their configurations.

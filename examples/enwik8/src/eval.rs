@@ -109,6 +109,9 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         thousands(checkpoint.header.step),
         device.name
     ));
+    if let Some(note) = (checkpoint.header.config).stage_note(checkpoint.header.step) {
+        warn(note);
+    }
     let windows = match args.windows {
         Some(count) => cut.spread(bytes.len(), count),
         None => cut.all(bytes.len(), args.min_context),

@@ -85,6 +85,10 @@ pub fn run(args: &ExportArgs) -> Result<()> {
     }
     fs::create_dir_all(&args.out)
         .with_context(|| format!("cannot create {}", args.out.display()))?;
+    let header = &checkpoint.header;
+    if let Some(note) = header.config.stage_note(header.step) {
+        warn(format!("{note}; in what is written they do"));
+    }
     match args.format {
         // A checkpoint holds the record as Burn writes it.
         Format::Burnpack => write(&weights, &checkpoint.model)?,

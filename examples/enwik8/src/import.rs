@@ -21,11 +21,13 @@ use crate::{device, model};
 #[command(after_help = "Examples:
   enwik8 import --weights model.pt --preset tiny --run runs/imported
   enwik8 import --weights exported/model.safetensors --like runs/tiny --run runs/imported
+  enwik8 import --weights dense/model.bpk --attention dsa:32,8,4,16 --indexer-warmup 200 --run runs/dsa
   enwik8 eval --checkpoint runs/imported
   enwik8 train --resume --run runs/imported
 
 FILE.safetensors, .pt, .pth or .bin (a state dict of PyTorch) has the names that export --format safetensors writes and
-docs/weights.md lists; FILE.bpk those of Burn. A file that does not fit is refused, and the message names each tensor.")]
+docs/weights.md lists; FILE.bpk those of Burn. A file that does not fit is refused, and the message names each tensor. With
+--attention dsa the file of a dense model fits, too: its indexers begin anew.")]
 pub struct ImportArgs {
     /// The file
     #[arg(long, value_name = "FILE")]
@@ -78,6 +80,11 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     };
     let device = device::open(None)?.device;
     let model = model::new(&config.model, config.recipe.seed, &device)?;
+    let map = match config.dsa_stage(0) {
+        // A dense model has none: its indexers begin anew.
+        Some(_) => map.without_indexers(),
+        None => map,
+    };
     let model = file.load(&model, &map)?;
     let parameters = model.num_params();
     let failed = |error| anyhow!("cannot store the weights: {error}");

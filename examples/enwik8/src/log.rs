@@ -27,6 +27,9 @@ pub enum Row {
         learning_rate: f64,
         /// Global norm of the gradient before clipping.
         grad_norm: f64,
+        /// What indexers learn by, where they do: the mean over layers of how far their scores are from the attention, in nats.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        indexer_loss: Option<f64>,
         /// Bytes trained on per second.
         tokens_per_s: f64,
         /// Duration of the step.
@@ -216,6 +219,7 @@ mod tests {
                 bits_per_byte: float(),
                 learning_rate: float(),
                 grad_norm: float(),
+                indexer_loss: (step % 2 == 0).then(&mut float),
                 tokens_per_s: float(),
                 ms: float(),
             })

@@ -14,6 +14,7 @@ mod eval;
 mod export;
 mod images;
 mod import;
+mod indexers;
 mod kept;
 mod log;
 mod memory;

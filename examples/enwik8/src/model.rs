@@ -15,6 +15,7 @@ use burn_sparse_transformer::{
 use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
 use crate::images::format::{CHANNELS, Pictures};
+use crate::indexers;
 use crate::presets::{FactorizationKind, ModelConfig, Recipe};
 use crate::progress::say;
 use crate::prune::prune;
@@ -105,6 +106,7 @@ pub fn restore(checkpoint: &Checkpoint, device: &Device) -> Result<SparseTransfo
         true => model,
         false => model.with_selections(&[], 0)?,
     };
+    let model = indexers::staged(model, config, checkpoint.header.step)?;
     // Records hold which blocks are kept, but not how many.
     let model = match (
         config.recipe.ff_prune,

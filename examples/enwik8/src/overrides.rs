@@ -30,8 +30,8 @@ pub struct Overrides {
     #[arg(long, value_parser = arguments::positive)]
     pub d_model: Option<usize>,
     /// Sparse attention, dense causal attention with the same parameters, or heads that choose by content
-    #[arg(long, value_name = "sparse|dense|routing:WINDOW|lsh:BUCKET,ROUNDS|nsa", long_help = arguments::attention_help(
-        "Sparse attention, dense causal attention with the same parameters, or heads that choose by content: beside local ones, or all with nsa",
+    #[arg(long, value_name = "sparse|dense|routing:WINDOW|lsh:BUCKET,ROUNDS|nsa|dsa", long_help = arguments::attention_help(
+        "Sparse attention, dense causal attention with the same parameters, or heads that choose by content: beside local ones, or all with nsa and dsa",
     ))]
     pub attention: Option<AttentionKind>,
     /// With --attention routing or lsh: heads of each layer that are local, or one number for all [default: half]
@@ -157,6 +157,12 @@ pub struct Overrides {
     /// Steps after which the layers see all that their pattern keeps, in place of --selection
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, value_name = "STEP")]
     pub selection_until: Option<usize>,
+    /// With --attention dsa: steps of dense attention after --indexer-from that indexers alone learn by; the model stays as it is [default: 0]
+    #[arg(long, value_parser = arguments::whole::<usize>, help_heading = RECIPE, value_name = "STEPS")]
+    pub indexer_warmup: Option<usize>,
+    /// With --attention dsa: steps of dense attention before that, by which the model alone learns [default: 0]
+    #[arg(long, value_parser = arguments::whole::<usize>, help_heading = RECIPE, value_name = "STEP")]
+    pub indexer_from: Option<usize>,
     /// Steps between measurements of how much of the attention --selection keeps
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, value_name = "STEPS")]
     pub recall_every: Option<usize>,
@@ -224,6 +230,8 @@ impl Overrides {
             seed,
             recompute,
             selection_until,
+            indexer_warmup,
+            indexer_from,
             recall_every,
             eval_every,
             eval_windows,
@@ -330,6 +338,8 @@ impl Overrides {
         if selection_until.is_some() {
             recipe.selection_until = selection_until;
         }
+        set(&mut recipe.indexer_warmup, indexer_warmup);
+        set(&mut recipe.indexer_from, indexer_from);
         if recall_every.is_some() {
             recipe.recall_every = recall_every;
         }

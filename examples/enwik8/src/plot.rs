@@ -255,6 +255,7 @@ mod tests {
                 bits_per_byte,
                 learning_rate: 1e-3,
                 grad_norm: 1.0,
+                indexer_loss: None,
                 tokens_per_s: 1.0,
                 ms: 500.0,
             });

@@ -171,6 +171,8 @@ impl Preset {
             recompute: Recompute::None,
             ff_prune: None,
             selection_until: None,
+            indexer_from: 0,
+            indexer_warmup: 0,
             recall_every: None,
             eval_every: 250,
             eval_windows: 32,
@@ -285,11 +287,13 @@ impl FromStr for AttentionKind {
         match text {
             "sparse" => Ok(Self::Sparse),
             "dense" => Ok(Self::Dense),
-            _ if text.contains(':') || text == "nsa" => match text.parse() {
+            _ if text.contains(':') || ["nsa", "dsa"].contains(&text) => match text.parse() {
                 Ok(content) => Ok(Self::Content(content)),
                 Err(error) => Err(error.to_string()),
             },
-            _ => Err("must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS or nsa".to_owned()),
+            _ => Err(
+                "must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS, nsa or dsa".to_owned(),
+            ),
         }
     }
 }
@@ -514,6 +518,12 @@ pub struct Recipe {
     /// Steps after which the layers no longer choose their keys by content.
     #[serde(default)]
     pub selection_until: Option<usize>,
+    /// Steps of dense attention before indexers begin to learn.
+    #[serde(default)]
+    pub indexer_from: usize,
+    /// Steps that indexers alone learn by, before layers attend to what they choose.
+    #[serde(default)]
+    pub indexer_warmup: usize,
     /// Steps between measurements of what the choice keeps.
     #[serde(default)]
     pub recall_every: Option<usize>,

@@ -128,6 +128,8 @@ struct Recent {
     ms: f64,
     learning_rate: f64,
     grad_norm: f64,
+    /// The sum of indexers' losses, and of how many steps.
+    indexers: (f64, f64),
 }
 
 impl Recent {
@@ -137,11 +139,16 @@ impl Recent {
             bits_per_byte,
             learning_rate,
             grad_norm,
+            indexer_loss,
             tokens_per_s,
             ms,
             ..
         } = *row
         {
+            if let Some(loss) = indexer_loss {
+                self.indexers.0 += loss;
+                self.indexers.1 += 1.0;
+            }
             self.steps += 1.0;
             self.loss += loss;
             self.bits_per_byte += bits_per_byte;
@@ -158,8 +165,12 @@ impl Recent {
 
     fn summary(&self, unit: &str) -> String {
         let steps = self.steps.max(1.0);
+        let indexers = match self.indexers {
+            (_, 0.0) => String::new(),
+            (sum, steps) => format!("  indexer {:.4}", sum / steps),
+        };
         format!(
-            "loss {:.3}  {:.3} {unit}  lr {:.1e}  grad {:.2}  {} tokens/s  {:.0} ms",
+            "loss {:.3}  {:.3} {unit}  lr {:.1e}  grad {:.2}{indexers}  {} tokens/s  {:.0} ms",
             self.loss / steps,
             self.bits_per_byte / steps,
             self.learning_rate,
@@ -194,11 +205,12 @@ mod tests {
                 bits_per_byte: loss * 2.0,
                 learning_rate: 1e-3,
                 grad_norm: loss,
+                indexer_loss: (loss < 2.0).then_some(loss),
                 tokens_per_s: 1_000.0 / ms * 1_000.0,
                 ms,
             });
         }
-        let expected = "loss 2.000  4.000 bits/byte  lr 1.0e-3  grad 2.00  5,000 tokens/s  200 ms";
+        let expected = "loss 2.000  4.000 bits/byte  lr 1.0e-3  grad 2.00  indexer 1.0000  5,000 tokens/s  200 ms";
         assert_eq!(recent.summary("bits/byte"), expected);
     }
 

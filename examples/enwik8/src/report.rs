@@ -189,6 +189,9 @@ impl Report<'_> {
                 recipe.seed
             ),
         );
+        if let Some(text) = config.describe_indexers() {
+            table.row("indexers", text);
+        }
         let speed = Speed::of(rows);
         let seen = speed.steps * config.tokens_per_step();
         table.row(

@@ -129,6 +129,9 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         path.display()
     );
     model::check_cached(&checkpoint.header.config.model)?;
+    if let Some(note) = (checkpoint.header.config).stage_note(checkpoint.header.step) {
+        warn(note);
+    }
     let model = (args.kept).chosen(model::restore(&checkpoint, &device.device)?)?;
     let lengths: Vec<usize> = (prompts.iter())
         .map(|prompt| prompt.len().saturating_add(args.length))

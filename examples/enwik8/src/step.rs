@@ -7,7 +7,7 @@ use anyhow::{Context, Result, anyhow};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{AdamWControl, DeviceSeed, Fixed, FusedAdamW, Replayed};
-use burn_sparse_transformer::{Recompute, Seed, SparseTransformer};
+use burn_sparse_transformer::{DsaStage, Recompute, Seed, SparseTransformer, StepLosses};
 
 use crate::prune::prune;
 
@@ -20,16 +20,16 @@ struct State {
 }
 
 impl State {
-    /// The loss and the gradients of a batch, or of a larger one's entries from `first_entry` on.
+    /// The losses and the gradients of a batch, or of a larger one's entries from `first_entry` on.
     fn gradients(
         &self,
         [tokens, targets]: [Tensor<2, Int>; 2],
         first_entry: usize,
         seed: impl Into<Seed>,
         recompute: Recompute,
-    ) -> Result<(Tensor<1>, GradientsParams)> {
+    ) -> Result<(StepLosses, GradientsParams)> {
         let model = self.model.as_ref().context(NO_MODEL)?;
-        Ok(model.loss_and_gradients_of_part(tokens, targets, first_entry, seed, recompute)?)
+        Ok(model.losses_and_gradients(tokens, targets, first_entry, seed, recompute)?)
     }
 
     /// The optimizer's part of a step, which is `update`; the norm of the gradients, `[1]`.
@@ -70,11 +70,43 @@ pub struct Steps {
     graph: bool,
 }
 
-/// The loss and the norm of the gradients of a step, `[2]`, on the host: the only wait for the device in a step.
-pub fn measured(step: Tensor<1>) -> Result<[f32; 2]> {
-    let measured = step.try_into_vec_as::<f32>();
-    let measured = measured.map_err(|error| anyhow!("{error:?}"))?;
-    Ok([measured[0], measured[1]])
+/// What a step measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Measured<T> {
+    pub loss: T,
+    /// Of the gradients, before clipping.
+    pub grad_norm: T,
+    /// What all layers add to the loss, if they do.
+    pub aside: Option<T>,
+}
+
+impl Measured<f32> {
+    /// A step's numbers on the host: the only wait for the device in a step.
+    pub fn read(step: Tensor<1>) -> Result<Self> {
+        let numbers = step.try_into_vec_as::<f32>();
+        let numbers = numbers.map_err(|error| anyhow!("{error:?}"))?;
+        Ok(Self {
+            loss: numbers[0],
+            grad_norm: numbers[1],
+            aside: numbers.get(2).copied(),
+        })
+    }
+}
+
+impl From<Measured<f32>> for Measured<f64> {
+    fn from(measured: Measured<f32>) -> Self {
+        Self {
+            loss: measured.loss.into(),
+            grad_norm: measured.grad_norm.into(),
+            aside: measured.aside.map(f64::from),
+        }
+    }
+}
+
+/// A step's numbers, which [`Measured::read`] reads.
+pub fn numbers(losses: StepLosses, grad_norm: Tensor<1>) -> Tensor<1> {
+    let numbers = [losses.loss, grad_norm].into_iter().chain(losses.aside);
+    Tensor::cat(numbers.collect(), 0)
 }
 
 impl Steps {
@@ -107,7 +139,7 @@ impl Steps {
         Ref::map(self.state.borrow(), |state| &state.optimizer)
     }
 
-    /// Takes a step. The loss and the norm of the gradients, `[2]`, stay on the device; the next step may write there.
+    /// Takes a step. Its [`numbers`] stay on the device; the next step may write there.
     pub fn take(&mut self, batch: Batch) -> Result<Tensor<1>> {
         if !self.graph {
             return self.one(batch, || Ok(()));
@@ -134,19 +166,19 @@ impl Steps {
             dropout_seed,
             learning_rate,
         } = batch;
-        let (loss, gradients) = self.gradients([tokens, targets], 0, dropout_seed)?;
+        let (losses, gradients) = self.gradients([tokens, targets], 0, dropout_seed)?;
         between()?;
         let norm = self.update(learning_rate, gradients)?;
-        Ok(Tensor::cat(vec![loss, norm], 0))
+        Ok(numbers(losses, norm))
     }
 
-    /// The first half of a step, of tokens and targets: the loss and the gradients of a batch, or of a larger one's entries from `first_entry` on.
+    /// The first half of a step, of tokens and targets: the losses and the gradients of a batch, or of a larger one's entries from `first_entry` on.
     pub fn gradients(
         &self,
         data: [TensorData; 2],
         first_entry: usize,
         dropout_seed: u64,
-    ) -> Result<(Tensor<1>, GradientsParams)> {
+    ) -> Result<(StepLosses, GradientsParams)> {
         let inputs = data.map(|data| Tensor::from_data(data, &self.device));
         let state = self.state.borrow();
         state.gradients(inputs, first_entry, dropout_seed, self.recompute)
@@ -187,6 +219,15 @@ impl Steps {
         let mut state = self.state.borrow_mut();
         let model = state.model.take().context(NO_MODEL)?;
         state.model = Some(model.with_selections(&[], 0)?);
+        Ok(())
+    }
+
+    /// Puts the model into another stage of its indexers' training. What was recorded is of the one before.
+    pub fn set_stage(&mut self, stage: DsaStage) -> Result<()> {
+        self.replays = None;
+        let mut state = self.state.borrow_mut();
+        let model = state.model.take().context(NO_MODEL)?;
+        state.model = Some(model.with_dsa_stage(stage)?);
         Ok(())
     }
 
@@ -233,11 +274,11 @@ impl Replays {
             move || {
                 let inputs = [tokens.tensor(), targets.tensor()];
                 let mut state = state.borrow_mut();
-                let (loss, gradients) = state.gradients(inputs, 0, seed.seed(), recompute)?;
+                let (losses, gradients) = state.gradients(inputs, 0, seed.seed(), recompute)?;
                 let norm = state.update(gradients, |optimizer, model, gradients| {
                     Ok(optimizer.step_prepared(&control, model, gradients)?)
                 })?;
-                Ok(Tensor::cat(vec![loss, norm], 0))
+                Ok(numbers(losses, norm))
             }
         });
         Ok(Self {

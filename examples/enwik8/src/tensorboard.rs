@@ -120,16 +120,21 @@ fn scalars(row: &Row) -> Vec<(&'static str, f64)> {
             bits_per_byte,
             learning_rate,
             grad_norm,
+            indexer_loss,
             tokens_per_s,
             ms,
             ..
-        } => vec![
-            ("bits_per_byte/train", *bits_per_byte),
-            ("learning_rate", *learning_rate),
-            ("grad_norm", *grad_norm),
-            ("speed/tokens_per_s", *tokens_per_s),
-            ("speed/step_ms", *ms),
-        ],
+        } => {
+            let scalars = [
+                ("bits_per_byte/train", *bits_per_byte),
+                ("learning_rate", *learning_rate),
+                ("grad_norm", *grad_norm),
+                ("speed/tokens_per_s", *tokens_per_s),
+                ("speed/step_ms", *ms),
+            ];
+            let of_indexers = indexer_loss.map(|loss| ("indexer_loss", loss));
+            scalars.into_iter().chain(of_indexers).collect()
+        }
         Row::Validation { bits_per_byte, .. } => {
             vec![("bits_per_byte/validation", *bits_per_byte)]
         }
@@ -335,6 +340,7 @@ mod tests {
             bits_per_byte: 1.5,
             learning_rate: 1e-3,
             grad_norm: 0.25,
+            indexer_loss: None,
             tokens_per_s: 2_000.0,
             ms: 500.0,
         }

@@ -27,6 +27,7 @@ use crate::data::{Corpus, Fingerprint, Sampler, Split, thousands};
 use crate::device::NamedDevice;
 use crate::devices::{Group, Reduce, Training};
 use crate::eval::{Evaluation, Evaluator};
+use crate::indexers;
 use crate::log::{self, Log, Row};
 use crate::memory::Resources;
 use crate::model::{self, bits};
@@ -38,8 +39,7 @@ use crate::progress::{Progress, program, say, warn};
 use crate::recall;
 use crate::report;
 use crate::run::{self, RunFolder};
-use crate::schedule::Schedule;
-use crate::step::{Batch, Steps};
+use crate::step::{Batch, Measured, Steps};
 use crate::tensorboard::EventFile;
 use crate::windows::Window;
 
@@ -193,6 +193,7 @@ impl Session {
             config.recipe.seed,
             &device.device.clone().autodiff(),
         )?;
+        let model = indexers::staged(model, &config, 0)?;
         let folder = RunFolder::create(&args.folder(), args.overwrite)?;
         folder.write_config(&config)?;
         Ok(Session {
@@ -308,7 +309,8 @@ impl Session {
             let row = self.train_step()?;
             log.write(&row)?;
             progress.step(&row);
-            for note in [self.prune()?, self.see_everything()?, self.recall(log)?] {
+            let notes = [self.prune()?, self.see_everything()?, self.set_stage()?];
+            for note in notes.into_iter().chain([self.recall(log)?]) {
                 note.into_iter().for_each(|note| progress.note(note));
             }
             if let (false, Some(how)) = (described, self.training.describe()) {
@@ -368,8 +370,12 @@ impl Session {
             let seed = step_seed(!recipe.seed, 0);
             self.training.settle_means(tokens.clone(), seed)?;
         }
-        let learning_rate = self.schedule().learning_rate(self.step);
-        let [loss, grad_norm] = self.training.take(Batch {
+        let learning_rate = self.config.learning_rate(self.step, self.steps);
+        let Measured {
+            loss,
+            grad_norm,
+            aside,
+        } = self.training.take(Batch {
             tokens,
             targets,
             dropout_seed: step_seed(recipe.seed, self.step),
@@ -378,7 +384,7 @@ impl Session {
         self.step += 1;
 
         ensure!(
-            loss.is_finite() && grad_norm.is_finite(),
+            loss.is_finite() && grad_norm.is_finite() && aside.is_none_or(f64::is_finite),
             "the loss is no longer finite at step {} (loss {loss}, gradient norm {grad_norm}); the last checkpoint \
              is from before: begin again with a lower --lr or another --seed",
             self.step
@@ -390,6 +396,7 @@ impl Session {
             bits_per_byte: bits(loss),
             learning_rate,
             grad_norm,
+            indexer_loss: self.config.indexer_loss(aside),
             tokens_per_s: (starts.len() * context) as f64 / seconds,
             ms: seconds * 1_000.0,
         })
@@ -424,6 +431,16 @@ impl Session {
         )))
     }
 
+    /// Begins the next stage of the indexers' training, if that comes after the step; what to tell the user.
+    fn set_stage(&mut self) -> Result<Option<String>> {
+        let Some((stage, what)) = self.config.stage_begun(self.step) else {
+            return Ok(None);
+        };
+        self.training.set_stage(stage)?;
+        let (step, steps) = (self.step, self.steps);
+        Ok(Some(format!("step {step}/{steps}  from here on {what}")))
+    }
+
     /// Measures what the choice keeps, if that comes after the step; what to tell the user.
     fn recall(&self, log: &mut Log) -> Result<Option<String>> {
         let due = (self.config.recipe.recall_every).is_some_and(|n| self.step.is_multiple_of(n));
@@ -452,14 +469,6 @@ impl Session {
         match self.config.model.task() {
             Task::Text => "bits/byte",
             Task::Images => "bits/dim",
-        }
-    }
-
-    fn schedule(&self) -> Schedule {
-        Schedule {
-            peak: self.config.recipe.learning_rate,
-            warmup: self.config.recipe.warmup,
-            steps: self.steps,
         }
     }
 

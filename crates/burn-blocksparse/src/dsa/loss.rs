@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
+use burn::tensor::{Bool, DType, Int, Tensor};
 
-use super::Dsa;
 use super::scores::{DsaIndex, Scores};
+use super::{Dsa, unlisted};
 use crate::error::OpError;
 use crate::selection::key_lists::KeyLists;
 
@@ -114,21 +114,12 @@ impl Target<'_> {
     /// Which keys do not count for some queries, which do not see the later ones: `[batch, rows, seq_kv]`.
     fn hidden(&self, rows: &Range<usize>, later: Tensor<3, Bool>) -> Tensor<3, Bool> {
         let (batch, seq_kv) = (self.q.dims()[0], self.k.dims()[2]);
-        let device = self.q.device();
         match self.over {
             DsaTarget::All => later,
             DsaTarget::Chosen(lists) => {
                 let keys = lists.keys().clone().slice_dim(2, rows.clone());
                 let most = keys.dims()[3];
-                let keys = keys.reshape([batch, rows.len(), most]);
-                // No key is that of a column behind all others.
-                let none = keys.clone().lower_elem(0);
-                let keys = keys.mask_fill(none, seq_kv as i32);
-                let inner = device.without_autodiff();
-                let ones = Tensor::<3>::ones([batch, rows.len(), most], &inner);
-                let marks = Tensor::<3>::zeros([batch, rows.len(), seq_kv + 1], &inner);
-                let marks = marks.scatter(2, keys, ones, IndexingUpdateOp::Add);
-                marks.slice_dim(2, 0..seq_kv).lower_elem(0.5)
+                unlisted(keys.reshape([batch, rows.len(), most]), seq_kv)
             }
         }
     }

@@ -9,7 +9,7 @@
 mod loss;
 mod scores;
 
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 
 use crate::error::OpError;
 use crate::options::AttentionOptions;
@@ -100,55 +100,78 @@ impl Dsa {
     /// # Errors
     /// [`OpError`] if there are more queries than keys.
     pub fn choose(&self, index: &DsaIndex) -> Result<KeyLists, OpError> {
+        let [batch, _, seq_q, _] = index.q.dims();
+        let seq_kv = index.seq_kv();
+        let device = index.q.device().without_autodiff();
+        let first = (seq_kv - seq_q) as i64;
+        let seen = Tensor::<1, Int>::arange(first + 1..seq_kv as i64 + 1, (&device, DType::I32));
+        let keys = self.listed(index, seen.reshape([1, seq_q]));
+        let [_, _, most] = keys.dims();
+        Ok(KeyLists::of_unique(
+            keys.reshape([batch, 1, seq_q, most]),
+            seq_kv,
+            true,
+        ))
+    }
+
+    /// Which keys queries at any positions do not choose: those of sequences of unequal lengths, whose keys lie in the order of their positions. Reads back
+    /// what [`choose`](Self::choose) does.
+    ///
+    /// # Shapes
+    /// - `seen`: i32 `[batch, seq_q]`: so many keys a query sees, from the first on; one at least
+    /// - result: `[batch, seq_q, seq_kv]`
+    ///
+    /// # Errors
+    /// [`OpError`] if `seen` is not of the index's queries.
+    pub fn left_out(
+        &self,
+        index: &DsaIndex,
+        seen: Tensor<2, Int>,
+    ) -> Result<Tensor<3, Bool>, OpError> {
+        let [batch, _, seq_q, _] = index.q.dims();
+        OpError::expect_same("seen's shape", [batch, seq_q], "the index's", seen.dims())?;
+        let keys = self.listed(index, seen.cast(DType::I32));
+        Ok(unlisted(keys, index.seq_kv()))
+    }
+
+    /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`.
+    fn listed(&self, index: &DsaIndex, seen: Tensor<2, Int>) -> Tensor<3, Int> {
         let index = index.clone().without_autodiff();
         let [batch, _, seq_q, _] = index.q.dims();
         let seq_kv = index.seq_kv();
         let most = self.keep.min(seq_kv);
         let device = index.q.device();
-        let ints = (&device, DType::I32);
-        let first = (seq_kv - seq_q) as i64;
+        let keys = Tensor::<1, Int>::arange(0..seq_kv as i64, (&device, DType::I32));
+        let keys = keys.reshape([1, 1, seq_kv]);
+        let seen = seen.unsqueeze_dim::<3>(2);
         if seq_kv <= self.keep {
             // There is nothing to choose.
-            let keys = Tensor::<1, Int>::arange(0..seq_kv as i64, ints);
-            let keys = keys.reshape([1, 1, 1, seq_kv]);
-            let keys = keys.expand([batch, 1, seq_q, seq_kv]);
-            let positions = Tensor::<1, Int>::arange(first..seq_kv as i64, ints);
-            let positions = positions.reshape([1, 1, seq_q, 1]);
-            let later = keys
-                .clone()
-                .greater(positions.expand([batch, 1, seq_q, seq_kv]));
-            let keys = keys.mask_fill(later, -1);
-            return Ok(KeyLists::of_unique(keys, seq_kv, true));
+            let all = [batch, seq_q, seq_kv];
+            let keys = keys.expand(all);
+            let later = keys.clone().greater_equal(seen.expand(all));
+            return keys.mask_fill(later, -1);
         }
         let scores = Scores::new(&index);
         let mut chosen = Vec::new();
         for rows in scores.slabs(scores.heads()) {
             let count = rows.len();
             let x = scores.of_rows(rows.clone());
-            let seen = Tensor::<1, Int>::arange(
-                first + rows.start as i64 + 1..first + rows.end as i64 + 1,
-                ints,
-            );
+            let seen = seen.clone().slice_dim(1, rows);
             let x = match self.near {
                 0 => x,
                 near => {
-                    let wide = [1, count, seq_kv];
-                    let keys = Tensor::<1, Int>::arange(0..seq_kv as i64, ints);
-                    let keys = keys.reshape([1, 1, seq_kv]).expand(wide);
-                    let least = seen.clone().sub_scalar(near as i32);
-                    let least = least.reshape([1, count, 1]).expand(wide);
-                    let is_near = keys.greater_equal(least);
-                    x.mask_fill(is_near.expand([batch, count, seq_kv]), f32::INFINITY)
+                    let wide = [batch, count, seq_kv];
+                    let least = seen.clone().sub_scalar(near as i32).expand(wide);
+                    let is_near = keys.clone().expand(wide).greater_equal(least);
+                    x.mask_fill(is_near, f32::INFINITY)
                 }
             };
-            chosen.push(highest_keys(x, seen, most));
+            chosen.push(highest_keys(x, seen.squeeze_dim(2), most));
         }
-        let keys = match chosen.len() {
+        match chosen.len() {
             1 => chosen.remove(0),
             _ => Tensor::cat(chosen, 1),
-        };
-        let keys = keys.reshape([batch, 1, seq_q, most]);
-        Ok(KeyLists::of_unique(keys, seq_kv, true))
+        }
     }
 
     /// The scores of all pairs, f32 `[batch, seq_q, seq_kv]`, without autodiff; those of keys that a query does not see among them: for looking at.
@@ -174,4 +197,17 @@ impl Dsa {
     ) -> Result<Tensor<4>, OpError> {
         attention_with_keys(q, k, v, lists, options).map(|(out, _)| out)
     }
+}
+
+/// Which keys are on no query's list of lists `[batch, rows, most]`: `[batch, rows, seq_kv]`.
+fn unlisted(keys: Tensor<3, Int>, seq_kv: usize) -> Tensor<3, Bool> {
+    let [batch, rows, most] = keys.dims();
+    // No key is that of a column behind all others.
+    let none = keys.clone().lower_elem(0);
+    let keys = keys.mask_fill(none, seq_kv as i32);
+    let inner = keys.device().without_autodiff();
+    let ones = Tensor::<3>::ones([batch, rows, most], &inner);
+    let marks = Tensor::<3>::zeros([batch, rows, seq_kv + 1], &inner);
+    let marks = marks.scatter(2, keys, ones, IndexingUpdateOp::Add);
+    marks.slice_dim(2, 0..seq_kv).lower_elem(0.5)
 }

@@ -366,15 +366,15 @@ pub fn highest_pages(
 ///
 /// # Shapes
 /// - `scores`: f32 `[batch, rows, keys]`, on no autodiff device
-/// - `seen`: i32 `[rows]`: so many keys a row sees, from the first on
+/// - `seen`: i32 `[batch or 1, rows]`: so many keys a row sees, from the first on
 /// - result: i32 `[batch, rows, most]`
-pub(crate) fn highest_keys(scores: Tensor<3>, seen: Tensor<1, Int>, most: usize) -> Tensor<3, Int> {
+pub(crate) fn highest_keys(scores: Tensor<3>, seen: Tensor<2, Int>, most: usize) -> Tensor<3, Int> {
     let [batch, rows, keys] = scores.dims();
     let device = scores.device();
     let behind = Tensor::<3>::zeros([batch, rows, 1], (&device, DType::F32));
     let scores = Tensor::cat(vec![scores.cast(DType::F32), behind], 2);
     let scores = scores.reshape([batch * rows, 1, keys + 1]);
-    let seen = seen.reshape([1, rows, 1]).expand([batch, rows, 1]);
+    let seen = seen.unsqueeze_dim::<3>(2).expand([batch, rows, 1]);
     let ends = seen.clone().add_scalar(1).reshape([batch * rows, 1, 1]);
     let spans = ends.expand([batch * rows, 1, 4]);
     let choice = PageChoice {

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::{LshHeadsConfig, RoutingHeadsConfig};
-use crate::{NsaHeadsConfig, TransformerError};
+use crate::{DsaHeadsConfig, NsaHeadsConfig, TransformerError};
 
 /// How the heads of an attention that are not its pattern's choose their keys: each token for itself, by content.
 ///
@@ -30,6 +30,8 @@ pub enum ContentAttention {
     Lsh(LshHeadsConfig),
     /// In three branches (Yuan et al., 2025), which are all heads of a layer: [`NsaHeads`](crate::NsaHeads).
     Nsa(NsaHeadsConfig),
+    /// By an indexer that learns (DeepSeek-V3.2-Exp, 2025), in all heads of a layer: [`DsaHeads`](crate::DsaHeads).
+    Dsa(DsaHeadsConfig),
 }
 
 impl ContentAttention {
@@ -38,28 +40,30 @@ impl ContentAttention {
         "routing:WINDOW[,CLUSTERS]  clusters of WINDOW similar tokens (Roy et al., 2021)",
         "lsh:BUCKET,ROUNDS[,dedup]  chunks of BUCKET tokens that hash alike (Kitaev et al., 2020)",
         "nsa[:BLOCK,STRIDE,SELECTED,KEEP,WINDOW][,mlp][,shared]  compressed blocks, KEEP blocks of SELECTED tokens and a window, in all heads (Yuan et al., 2025)",
+        "dsa[:KEEP,NEAR[,HEADS,WIDTH]]  KEEP single keys, the NEAR last ones among them, by an indexer of HEADS heads, in all heads (DeepSeek-V3.2-Exp, 2025)",
     ];
 
-    /// Whether tokens that come later change nothing of what a token sees, as with `nsa` alone: the others decode from no cache, and language models that are
+    /// Whether tokens that come later change nothing of what a token sees, as with `nsa` and `dsa` alone: the others decode from no cache, and language models that are
     /// trained with them are scored a little too well.
     pub fn is_prefix_stable(&self) -> bool {
         match self {
             Self::Routing(_) | Self::Lsh(_) => false,
-            Self::Nsa(_) => true,
+            Self::Nsa(_) | Self::Dsa(_) => true,
         }
     }
 
     /// Whether it is all heads of a layer, and not some beside those of a pattern.
     pub fn is_whole_layer(&self) -> bool {
-        matches!(self, Self::Nsa(_))
+        matches!(self, Self::Nsa(_) | Self::Dsa(_))
     }
 
-    /// Tokens of a cluster, of a chunk or of a window.
+    /// Tokens of a cluster, of a chunk or of a window; of `dsa` those that are always seen.
     pub fn window(&self) -> usize {
         match self {
             Self::Routing(config) => config.window,
             Self::Lsh(config) => config.bucket,
             Self::Nsa(config) => config.window,
+            Self::Dsa(config) => config.near,
         }
     }
 
@@ -68,6 +72,7 @@ impl ContentAttention {
             Self::Routing(config) => config.validate(),
             Self::Lsh(config) => config.validate(),
             Self::Nsa(config) => config.validate(),
+            Self::Dsa(config) => config.validate(),
         }
     }
 
@@ -95,6 +100,7 @@ impl fmt::Display for ContentAttention {
                 f.write_str(if config.dedup { ",dedup" } else { "" })
             }
             Self::Nsa(config) => config.write(f),
+            Self::Dsa(config) => config.write(f),
         }
     }
 }
@@ -104,8 +110,10 @@ impl FromStr for ContentAttention {
 
     fn from_str(text: &str) -> Result<Self, TransformerError> {
         let read = |text: &str| {
-            if text == NsaHeadsConfig::NAME {
-                return Some(Self::Nsa(NsaHeadsConfig::new()));
+            match text {
+                NsaHeadsConfig::NAME => return Some(Self::Nsa(NsaHeadsConfig::new())),
+                DsaHeadsConfig::NAME => return Some(Self::Dsa(DsaHeadsConfig::new())),
+                _ => {}
             }
             let (name, arguments) = text.split_once(':')?;
             let arguments: Vec<&str> = arguments.split(',').collect();
@@ -123,11 +131,12 @@ impl FromStr for ContentAttention {
                         .with_dedup(arguments.len() == 3),
                 ),
                 (NsaHeadsConfig::NAME, arguments) => Self::Nsa(NsaHeadsConfig::read(arguments)?),
+                (DsaHeadsConfig::NAME, arguments) => Self::Dsa(DsaHeadsConfig::read(arguments)?),
                 _ => return None,
             })
         };
         let found = read(text).ok_or_else(|| {
-            let expected = "routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup] or nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared]";
+            let expected = "routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH]";
             TransformerError::argument("content", expected, format!("{text:?}"))
         })?;
         found.validate()?;
@@ -150,17 +159,21 @@ mod tests {
             "nsa:8,4,16,4,0,mlp",
             "nsa:8,4,16,4,32,shared",
             "nsa:8,4,16,4,32,mlp,shared",
+            "dsa:64,8,4,32",
         ] {
             let content: ContentAttention = text.parse().unwrap();
             assert_eq!(content.to_string(), text);
             let json = serde_json::to_string(&content).unwrap();
             let read: ContentAttention = serde_json::from_str(&json).unwrap();
             assert_eq!(read, content);
-            assert_eq!(content.is_prefix_stable(), text.starts_with("nsa"));
+            let stable = ["nsa", "dsa"].contains(&&text[..3]);
+            assert_eq!(content.is_prefix_stable(), stable);
         }
         for (text, written) in [
             ("nsa", "nsa:32,16,64,16,512"),
             ("nsa:mlp", "nsa:32,16,64,16,512,mlp"),
+            ("dsa", "dsa:2048,0,64,128"),
+            ("dsa:64,8", "dsa:64,8,64,128"),
         ] {
             let content: ContentAttention = text.parse().unwrap();
             assert_eq!(content.to_string(), written);
@@ -182,12 +195,16 @@ mod tests {
             "nsa:32,16,64,16,-1",
             "nsa:32,16,64,16,512,shared,mlp",
             "nsa:32,16,64,16,512,7",
+            "dsa:",
+            "dsa:64",
+            "dsa:64,8,4",
+            "dsa:64,x",
         ] {
             let error = text.parse::<ContentAttention>().unwrap_err().to_string();
             assert_eq!(
                 error,
                 format!(
-                    "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup] or nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared], got {text:?}"
+                    "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH], got {text:?}"
                 )
             );
         }
@@ -204,6 +221,8 @@ mod tests {
                 "nsa:32,16,64,2,512",
                 "keep must be at least 3, the forced blocks, got 2",
             ),
+            ("dsa:4,5", "near must be at most keep, which is 4, got 5"),
+            ("dsa:4,0,0,8", "index_heads must be at least 1, got 0"),
         ] {
             let error = text.parse::<ContentAttention>().unwrap_err();
             assert_eq!(error.to_string(), message);

@@ -7,12 +7,12 @@ use burn_blocksparse::Seed;
 use super::kind::ContentAttention;
 use super::lsh::LshHeads;
 use super::routing::RoutingHeads;
-use crate::call::Call;
+use crate::call::{Call, Seen};
 use crate::error::{ensure, ensure_none};
 use crate::stream::Stream;
 use crate::{
-    NsaHeads, Precision, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    SparseTransformer, TransformerError,
+    DsaHeads, NsaHeads, Precision, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, SparseTransformer, TransformerError,
 };
 
 /// Of a call's dropout seed, for the rotations of hashes.
@@ -28,26 +28,11 @@ pub struct ContentHeads {
     lsh: Option<LshHeads>,
     /// Those of native sparse attention, which are all of a layer; keys and values of the chosen blocks are the layer's own.
     pub nsa: Option<NsaHeads>,
+    /// Those of DeepSeek sparse attention, which are all of a layer; queries, keys and values are the layer's own.
+    pub dsa: Option<DsaHeads>,
     local_heads: usize,
     #[module(skip)]
     config: ContentAttention,
-}
-
-/// What the heads of a call see.
-pub(crate) struct Seen {
-    /// `[batch, heads, seq, d_v]`.
-    pub(crate) heads: Tensor<4>,
-    /// To be added to the loss.
-    pub(crate) commitment: Option<Tensor<1>>,
-}
-
-impl From<Tensor<4>> for Seen {
-    fn from(heads: Tensor<4>) -> Self {
-        Self {
-            heads,
-            commitment: None,
-        }
-    }
 }
 
 impl ContentHeads {
@@ -59,6 +44,11 @@ impl ContentHeads {
     /// How many heads before them are the pattern's.
     pub fn local_heads(&self) -> usize {
         self.local_heads
+    }
+
+    /// Whether they are all heads of a layer.
+    pub(crate) fn is_whole_layer(&self) -> bool {
+        self.config.is_whole_layer()
     }
 
     fn new(
@@ -76,12 +66,13 @@ impl ContentHeads {
                 routing = Some(means);
             }
             ContentAttention::Lsh(config) => lsh = Some(config.init()?),
-            ContentAttention::Nsa(_) => {}
+            ContentAttention::Nsa(_) | ContentAttention::Dsa(_) => {}
         }
         Ok(Self {
             routing,
             lsh,
             nsa: None,
+            dsa: None,
             local_heads,
             config: config.clone(),
         })
@@ -98,7 +89,7 @@ impl ContentHeads {
                 let out = routing.forward(query, value)?;
                 Ok(Seen {
                     heads: out.context,
-                    commitment: out.commitment,
+                    aside: out.commitment,
                 })
             }
             (None, Some(lsh)) => Ok(lsh.forward(query, value, seed)?.into()),
@@ -111,7 +102,8 @@ impl ContentHeads {
         let of_clusters = self.routing.as_ref().map(|routing| routing.pairs(seq));
         let of_hashes = self.lsh.as_ref().map(|lsh| lsh.pairs(seq));
         let of_branches = self.nsa.as_ref().map(|nsa| nsa.pairs(seq));
-        let pairs = of_clusters.or(of_hashes).or(of_branches);
+        let of_indexer = self.dsa.as_ref().map(|dsa| dsa.pairs(seq));
+        let pairs = of_clusters.or(of_hashes).or(of_branches).or(of_indexer);
         pairs.unwrap_or_default()
     }
 }
@@ -134,8 +126,10 @@ impl SparseMultiHeadAttentionConfig {
             return ensure_none("local_heads", self.local_heads.is_some(), expected);
         };
         content.validate()?;
-        if let ContentAttention::Nsa(config) = content {
-            return self.validate_nsa(config);
+        match content {
+            ContentAttention::Nsa(config) => return self.validate_nsa(config),
+            ContentAttention::Dsa(config) => return self.validate_dsa(config),
+            ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {}
         }
         let local = self.pattern_heads();
         ensure(
@@ -210,8 +204,10 @@ impl SparseMultiHeadAttentionConfig {
         };
         let heads = [self.n_heads, local_heads, head_dim];
         let mut heads = ContentHeads::new(content, heads, self.precision, device)?;
-        if let ContentAttention::Nsa(config) = content {
-            heads.nsa = Some(self.init_nsa(config, device)?);
+        match content {
+            ContentAttention::Nsa(config) => heads.nsa = Some(self.init_nsa(config, device)?),
+            ContentAttention::Dsa(config) => heads.dsa = Some(self.init_dsa(config, device)?),
+            ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {}
         }
         Ok(Some(heads))
     }
@@ -221,7 +217,7 @@ impl SparseMultiHeadAttention {
     /// Heads of keys and of values.
     pub(crate) fn kv_heads(&self) -> [usize; 2] {
         match &self.content {
-            Some(content) if content.nsa.is_none() => [content.local_heads, self.n_heads],
+            Some(content) if !content.is_whole_layer() => [content.local_heads, self.n_heads],
             None | Some(_) => [self.n_kv_heads; 2],
         }
     }
@@ -240,6 +236,9 @@ impl SparseMultiHeadAttention {
         if let Some(nsa) = &content.nsa {
             let (heads, call) = self.nsa_context(input, nsa, None)?;
             return Ok((heads.into(), call));
+        }
+        if let Some(dsa) = &content.dsa {
+            return self.dsa_context(input, dsa, None);
         }
         let beside = "none with heads that choose by content";
         ensure_none("padding", input.padding.is_some(), beside)?;
@@ -261,7 +260,7 @@ impl SparseMultiHeadAttention {
         let far = content.forward(part(&query, local, all), part(&value, local, all), seed)?;
         let seen = Seen {
             heads: Tensor::cat(vec![near, far.heads], 1),
-            commitment: far.commitment,
+            aside: far.aside,
         };
         Ok((seen, call))
     }
@@ -272,12 +271,15 @@ impl SparseMultiHeadAttention {
             None => Ok(()),
             Some(content) => Err(TransformerError::argument(
                 "content",
-                match content.config.is_prefix_stable() {
-                    false => {
-                        "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see"
-                    }
-                    true => {
+                match &content.config {
+                    ContentAttention::Nsa(_) => {
                         "none with padding, packed sequences and weights, which know nothing of its branches"
+                    }
+                    ContentAttention::Dsa(_) => {
+                        "none with padding, packed sequences and weights, which know nothing of its indexer"
+                    }
+                    ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {
+                        "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see"
                     }
                 },
                 &content.config,

@@ -39,6 +39,10 @@ impl SparseMultiHeadAttention {
             let context = self.nsa_pool_context(input, nsa, pool, step, layer)?;
             return self.output_product(context);
         }
+        if let Some(dsa) = self.choosing_dsa() {
+            let context = self.dsa_pool_context(input, dsa, pool, step, layer)?;
+            return self.output_product(context);
+        }
         let call = Call::at(&input, step.rows.positions.clone())?;
         let (query, key, value) = self.project(input, &call)?;
         let (store, group, evictor) = pool.layer(step, layer);
@@ -186,7 +190,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// Attention in Burn's primitives, in the dtype of sums.
-    fn attend_gathered(
+    pub(super) fn attend_gathered(
         &self,
         query: Tensor<4>,
         store: &Store,

@@ -260,13 +260,13 @@ impl Group {
         } = self;
         let known = sight.take();
         let rows = books.table_rows();
-        let copies = writes.iter().flat_map(|writes| &writes.copies);
+        let copies = || writes.iter().flat_map(|writes| &writes.copies);
         let page_size = books.config().page_size();
         let road = if is_dense {
             let is_even = steps.iter().all(|step| step.tokens == seq);
             let lengths = || steps.iter().map(|step| step.tokens).collect();
             Road::Dense((!is_even).then(lengths))
-        } else if key.is_plain() && books.row_is_live() {
+        } else if key.is_plain() && key.dsa.is_none() && books.row_is_live() {
             let seen = match (kept.positions, kept.residency) {
                 (KvPositions::InCache, Residency::Window { window, sinks }) => {
                     Some([window, sinks])
@@ -307,7 +307,11 @@ impl Group {
         };
         Ok(GroupStep {
             watch,
-            copies: Copies::new(copies, [rows, key.kv_heads, page_size], device),
+            copies: Copies::new(copies(), [rows, key.kv_heads, page_size], device),
+            index_copies: match key.dsa {
+                Some(_) => Copies::new(copies(), [rows, rows, page_size], device),
+                None => None,
+            },
             slots: step::slots_of(writes, rows, seq, device),
             road,
             freed: (writes.iter())

@@ -9,9 +9,9 @@ use burn_blocksparse::{
 
 use super::KvPoolConfig;
 use super::attend::as_stored;
-use super::nsa;
 use super::step::Walk;
 use super::store::{Store, ints};
+use super::{dsa, nsa};
 use crate::error::{ensure, ensure_none};
 use crate::{SparseMultiHeadAttention, TransformerError};
 
@@ -47,6 +47,10 @@ pub(super) fn of_layer(
 ) -> Result<Option<PageChoice>, TransformerError> {
     if let Some(nsa) = mha.nsa() {
         return nsa::choice(nsa, config, page_size).map(Some);
+    }
+    if mha.dsa().is_some() {
+        dsa::check(config)?;
+        return Ok(None);
     }
     if config.prompts_choose {
         check_prompts(mha, config)?;

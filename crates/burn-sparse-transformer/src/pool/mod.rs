@@ -4,6 +4,7 @@ mod attend;
 mod begin;
 mod choice;
 mod config;
+mod dsa;
 mod evict;
 mod model;
 mod nsa;
@@ -72,7 +73,7 @@ pub struct KvUsage {
     pub all_bytes: usize,
     /// Bytes of what evicted keys are chosen by.
     pub score_bytes: usize,
-    /// Bytes of what queries choose pages by: of `nsa` room for compressed keys and their values.
+    /// Bytes of what queries choose pages by: of `nsa` room for compressed keys and their values, of `dsa` for an indexer's keys.
     pub summary_bytes: usize,
     /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live. Of `nsa` all branches count.
     pub read_bytes: usize,
@@ -96,6 +97,8 @@ pub struct KvPool {
     layers: Vec<(usize, Store)>,
     /// Of each layer what native sparse attention keeps beside them.
     branches: Vec<Option<Branches>>,
+    /// Of each layer the keys of its indexer, of DeepSeek sparse attention.
+    indexes: Vec<Option<Store>>,
     /// Positions that there are.
     context: Option<usize>,
     residency: Residency,
@@ -174,6 +177,7 @@ impl KvPool {
         let mut groups: Vec<Group> = Vec::new();
         let mut stores = Vec::with_capacity(layers.len());
         let mut branches = Vec::with_capacity(layers.len());
+        let mut indexes = Vec::with_capacity(layers.len());
         let mut context = context;
         let evictor = match config.eviction {
             Some(eviction) => Some(Evictor::new(eviction, config.rollback, layers.len())?),
@@ -236,6 +240,10 @@ impl KvPool {
                 (None, Some(choice)) => (store.with_summaries(choice.summary), None),
                 (None, None) => (store, None),
             };
+            indexes.push(match mha.choosing_dsa() {
+                Some(dsa) => Some(dsa::store(&groups[at], dsa.config(), &device)?),
+                None => None,
+            });
             stores.push((at, store));
             branches.push(of_layer);
             if let Some(rope) = &mha.rope {
@@ -247,6 +255,7 @@ impl KvPool {
             groups,
             layers: stores,
             branches,
+            indexes,
             context,
             residency: config.residency,
             cascade: config.cascade,
@@ -342,7 +351,8 @@ impl KvPool {
             tokens: self.len(id)?,
             ..KvUsage::default()
         };
-        for ((at, store), branches) in self.layers.iter().zip(&self.branches) {
+        let beside = self.branches.iter().zip(&self.indexes);
+        for ((at, store), (branches, index)) in self.layers.iter().zip(beside) {
             let Group {
                 key, books, choice, ..
             } = &self.groups[*at];
@@ -369,6 +379,9 @@ impl KvPool {
             if let Some(branches) = branches {
                 branches.add_usage(&self.groups, *at, id, &mut usage)?;
             }
+            if let Some(index) = index {
+                dsa::add_usage(&self.groups[*at], [store, index], id, &mut usage)?;
+            }
         }
         usage.score_bytes = (self.evictor.as_ref()).map_or(0, |evictor| evictor.bytes(id));
         Ok(usage)
@@ -378,7 +391,8 @@ impl KvPool {
     pub fn bytes(&self) -> usize {
         let stores = self.layers.iter().map(|(_, store)| store.bytes());
         let branches = self.branches.iter().flatten().map(Branches::bytes);
-        stores.chain(branches).sum()
+        let indexes = self.indexes.iter().flatten().map(Store::bytes);
+        stores.chain(branches).chain(indexes).sum()
     }
 
     /// The books of each pattern of the layers: which page and slot each key lives in.
@@ -472,7 +486,7 @@ impl SparseMultiHeadAttention {
             .and_then(|context| pool.settle(steps).map(|()| context));
         match context {
             Ok(context) => Ok(SparseMhaOutput {
-                commitment: None,
+                aside: None,
                 context: context.cast(dtype),
             }),
             Err(error) => {
@@ -491,6 +505,7 @@ impl SparseMultiHeadAttention {
             relative: (self.relative_bias.as_ref()).map(|table| Param::val(table).dims()),
             selection: self.selection().cloned(),
             nsa: self.nsa().map(|nsa| nsa.config().clone()),
+            dsa: self.choosing_dsa().map(|dsa| dsa.config().clone()),
         }
     }
 }

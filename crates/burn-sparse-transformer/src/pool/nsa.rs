@@ -66,6 +66,7 @@ pub(super) fn groups(
             relative: None,
             selection: None,
             nsa: None,
+            dsa: None,
         };
         match groups.iter().position(|group| group.key == key) {
             Some(at) => Ok(at),

@@ -282,6 +282,7 @@ impl Inputs {
                 choice: group.choice,
             })),
             watch: None,
+            index_copies: None,
             freed: Vec::new(),
             nsa: group.nsa.as_ref().map(NsaInputs::step),
         });
@@ -350,10 +351,10 @@ impl KvPool {
         batch > 0
             && self.evictor.is_none()
             && self.positions == KvPositions::Original
-            && self
-                .groups
-                .iter()
-                .all(|group| group.key.is_plain() && group.books.single_sees_all(self.residency))
+            && self.groups.iter().all(|Group { key, books, .. }| {
+                let is_walked = key.is_plain() && key.dsa.is_none();
+                is_walked && books.single_sees_all(self.residency)
+            })
             && self.branches.iter().flatten().all(Branches::is_recordable)
     }
 

@@ -51,6 +51,8 @@ enum PartKind {
     Entries,
     Tokens,
     Window,
+    /// Of DeepSeek sparse attention: an indexer's keys.
+    Index,
 }
 
 impl KvSnapshot {
@@ -108,7 +110,10 @@ impl KvPool {
             number("pattern of a layer", at, layer.books)?;
             same("dtype", store.kind(), layer.kind.clone())?;
             let group = &self.groups[at];
-            let heads = group.key.kv_heads / group.books.table_rows();
+            let heads = match part.kind {
+                PartKind::Index => 1,
+                _ => group.key.kv_heads / group.books.table_rows(),
+            };
             let keys = match (part.kind, &group.key.nsa) {
                 (PartKind::Entries, Some(nsa)) => nsa.entries(saved.books[at].tokens()),
                 _ => saved.books[at].keys().iter().sum(),
@@ -144,7 +149,7 @@ impl KvPool {
             if !saved.rows.is_empty() {
                 let (id, slots) = &loaded[part.group];
                 let slots = match part.kind {
-                    PartKind::Keys => slots,
+                    PartKind::Keys | PartKind::Index => slots,
                     // Of the same books, other slots; as many as were saved, unless keys are missing.
                     _ => &self.slots_of(part, *id)?,
                 };
@@ -173,6 +178,7 @@ impl KvPool {
         let parts = self.layers.iter().zip(&self.branches).enumerate();
         let of_layer =
             |(layer, ((group, _), branches)): (usize, (&(usize, _), &Option<Branches>))| {
+                let index = self.indexes[layer].is_some();
                 let of = |kind, group| Part { layer, kind, group };
                 let mut parts = vec![of(PartKind::Keys, *group)];
                 if let (Some(branches), Some(nsa)) = (branches, self.groups[*group].nsa) {
@@ -181,6 +187,7 @@ impl KvPool {
                     let window = nsa.window.filter(|_| branches.window.is_some());
                     parts.extend(window.map(|group| of(PartKind::Window, group)));
                 }
+                parts.extend(index.then(|| of(PartKind::Index, *group)));
                 parts
             };
         parts.flat_map(of_layer).collect()
@@ -193,6 +200,7 @@ impl KvPool {
             PartKind::Entries => branches.map(|branches| &branches.entries),
             PartKind::Tokens => branches.map(|branches| &branches.tokens),
             PartKind::Window => branches.and_then(|branches| branches.window.as_ref()),
+            PartKind::Index => self.indexes[part.layer].as_ref(),
         }
         .ok_or_else(lost)
     }
@@ -204,6 +212,7 @@ impl KvPool {
             PartKind::Entries => branches.map(|branches| &mut branches.entries),
             PartKind::Tokens => branches.map(|branches| &mut branches.tokens),
             PartKind::Window => branches.and_then(|branches| branches.window.as_mut()),
+            PartKind::Index => self.indexes[part.layer].as_mut(),
         }
         .ok_or_else(lost)
     }
@@ -232,7 +241,10 @@ impl KvPool {
             (PartKind::Entries, Some(nsa)) => books.config().page_size() / nsa.stride,
             _ => books.config().page_size(),
         } as i32;
-        let heads = (kv_heads / books.table_rows()) as i32;
+        let heads = match part.kind {
+            PartKind::Index => 1,
+            _ => (kv_heads / books.table_rows()) as i32,
+        };
         let mut ids = Vec::new();
         for slots in slots {
             for head in 0..heads {

@@ -13,10 +13,10 @@ use super::nsa_step::NsaStep;
 use super::store::{Copies, ints};
 use super::watch::Watch;
 use crate::heads::Positions;
-use crate::{NsaHeadsConfig, SparseMultiHeadAttention, TransformerError};
+use crate::{DsaHeadsConfig, NsaHeadsConfig, SparseMultiHeadAttention, TransformerError};
 
 /// Added to the scores of pairs that do not count.
-const HIDDEN: f32 = -1e30;
+pub(super) const HIDDEN: f32 = -1e30;
 
 /// Where the rows of a call are.
 #[derive(Clone, Debug)]
@@ -64,6 +64,8 @@ impl Rows {
 #[derive(Debug)]
 pub(super) struct GroupStep {
     pub copies: Option<Copies>,
+    /// The same of an indexer's keys, if there is one.
+    pub index_copies: Option<Copies>,
     /// `[batch, T, s]`
     pub slots: Tensor<3, Int>,
     pub road: Road,
@@ -197,6 +199,8 @@ pub(super) struct GroupKey {
     pub selection: Option<Selection>,
     /// In three branches.
     pub nsa: Option<NsaHeadsConfig>,
+    /// By an indexer.
+    pub dsa: Option<DsaHeadsConfig>,
 }
 
 impl GroupKey {
@@ -209,6 +213,7 @@ impl GroupKey {
             && self.relative == relative
             && self.selection.as_ref() == mha.selection()
             && self.nsa.as_ref() == mha.nsa().map(|nsa| nsa.config())
+            && self.dsa.as_ref() == mha.choosing_dsa().map(|dsa| dsa.config())
     }
 
     /// Whether attention over pages knows all that the layers add to scores.

@@ -86,7 +86,7 @@ impl WeightsFile {
         tensor.map(|tensor| self.data(tensor)).transpose()
     }
 
-    /// The module with its parameters from this file. Every parameter is in the file, and every tensor of the file is a parameter, or `map` ignores it;
+    /// The module with its parameters from this file. Every parameter is in the file, unless `map` keeps it, and every tensor of the file is a parameter, or `map` ignores it;
     /// otherwise nothing is loaded. Numbers become those of the parameters' dtypes, on the module's device; parameters keep their ids.
     ///
     /// # Errors
@@ -143,6 +143,9 @@ impl WeightsFile {
                 }
             });
             let Some((name, form, source)) = found else {
+                if map.is_kept(&parameter.name) {
+                    continue;
+                }
                 let names: Vec<_> = candidates.into_iter().map(|(name, _)| name).collect();
                 missing.insert(names.join(" or "));
                 continue;

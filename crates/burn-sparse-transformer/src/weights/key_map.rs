@@ -20,6 +20,7 @@ pub struct KeyMap {
     rules: Vec<Rule>,
     ignored: Vec<String>,
     prefixes: Vec<String>,
+    kept: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,6 +52,27 @@ impl KeyMap {
         self
     }
 
+    /// Adds parameters, by their names in the module, that files need not have: they stay as they are then, as what a trained model is to get beside what it
+    /// has.
+    pub fn keep(mut self, parameter: impl Into<String>) -> Self {
+        self.kept.push(parameter.into());
+        self
+    }
+
+    /// [`Self::keep`] of the indexers of a model with `dsa`, for files of models with dense attention, which have none.
+    pub fn without_indexers(self) -> Self {
+        let names = [
+            "query.weight",
+            "key.weight",
+            "norm.gamma",
+            "norm.beta",
+            "weights.weight",
+        ];
+        names.into_iter().fold(self, |map, name| {
+            map.keep(format!("blocks.{{}}.mha.content.dsa.indexer.{name}"))
+        })
+    }
+
     /// Adds a beginning of names that files may have or not: it is left out of those that have it.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefixes.push(prefix.into());
@@ -76,6 +98,12 @@ impl KeyMap {
             true => vec![(parameter.to_owned(), Form::Same)],
             false => named,
         }
+    }
+
+    /// Whether files need not have a parameter.
+    pub(super) fn is_kept(&self, parameter: &str) -> bool {
+        let mut kept = self.kept.iter();
+        kept.any(|pattern| numbers(pattern, parameter).is_some())
     }
 
     pub(super) fn is_ignored(&self, tensor: &str) -> bool {

@@ -1,25 +1,36 @@
 //! DeepSeek sparse attention: the layer, what its indexer learns by, and decoding.
 
+use burn::module::Module;
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Int, Tensor};
-use burn_sparse_transformer::{DsaAttention, DsaAttentionConfig, DsaCache};
+use burn_sparse_transformer::{
+    BlockAttentionConfig, DsaAttention, DsaAttentionConfig, DsaHeadsConfig, DsaStage,
+    Factorization, Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttentionConfig,
+    SparseTransformer, SparseTransformerConfig,
+};
 
-use crate::common::{assert_close, random, randomise};
+use crate::common::{assert_close, random, randomise, seed, tokens};
 
 /// Four heads of queries on two of keys; three index heads of width 6, of which four channels are rotated.
-fn config(keep: usize) -> DsaAttentionConfig {
-    DsaAttentionConfig::new(16, 4)
-        .with_n_kv_heads(Some(2))
+fn heads(keep: usize, near: usize) -> DsaHeadsConfig {
+    DsaHeadsConfig::new()
         .with_keep(keep)
+        .with_near(near)
         .with_index_heads(3)
         .with_index_dim(6)
+        .with_rope_dim(Some(4))
+}
+
+fn config(heads: DsaHeadsConfig) -> DsaAttentionConfig {
+    DsaAttentionConfig::new(16, 4)
+        .with_n_kv_heads(Some(2))
+        .with_heads(heads)
         .with_rope(Some(RotaryEncodingConfig::new(64, 4)))
-        .with_index_rope(Some(RotaryEncodingConfig::new(64, 4)))
 }
 
 fn layer(keep: usize, near: usize, device: &Device) -> DsaAttention {
-    randomise(config(keep).with_near(near).init(device).unwrap())
+    randomise(config(heads(keep, near)).init(device).unwrap())
 }
 
 /// With room for all keys it is dense causal attention, whatever the indexer.
@@ -57,7 +68,7 @@ fn decoding_gives_what_the_whole_gives() {
         let x = random([2, 24, 16], &device);
         let whole = layer.forward(x.clone()).unwrap();
         for pieces in [vec![1; 24], vec![10, 1, 1, 5, 7]] {
-            let mut cache = DsaCache::new();
+            let mut cache = SparseMhaCache::new();
             assert!(cache.is_empty());
             let mut rows = Vec::new();
             for count in pieces {
@@ -94,8 +105,7 @@ fn it_is_prefix_stable() {
         before.clone().narrow(1, 0, 20),
         1e-5,
     );
-    let all = randomise(config(30).init(&device).unwrap());
-    let dense = all.forward(x).unwrap();
+    let dense = self::layer(30, 0, &device).forward(x).unwrap();
     let difference = (dense - before).abs().max().into_scalar::<f32>();
     assert!(difference > 1e-3, "{difference}");
 }
@@ -111,15 +121,24 @@ fn each_loss_reaches_its_own_parameters() {
     let of_model = out.powi_scalar(2).sum().backward();
     assert!(layer.key.weight.val().grad(&of_model).is_some());
     assert!(x.grad(&of_model).is_some());
-    assert!(layer.indexer.key.weight.val().grad(&of_model).is_none());
+    assert!(
+        layer
+            .heads
+            .indexer
+            .key
+            .weight
+            .val()
+            .grad(&of_model)
+            .is_none()
+    );
     let all = layer.warm_up_loss(x.clone()).unwrap();
     for loss in [loss, all] {
         assert!(loss.clone().into_scalar::<f32>() > 0.0);
         let of_indexer = loss.backward();
         for part in [
-            &layer.indexer.query,
-            &layer.indexer.key,
-            &layer.indexer.weights,
+            &layer.heads.indexer.query,
+            &layer.heads.indexer.key,
+            &layer.heads.indexer.weights,
         ] {
             let grad = part.weight.val().grad(&of_indexer).unwrap();
             assert!(grad.abs().max().into_scalar::<f32>() > 1e-5);
@@ -133,14 +152,334 @@ fn each_loss_reaches_its_own_parameters() {
 #[test]
 fn configurations_of_none_say_why() {
     let device = Device::flex();
-    let error = |config: DsaAttentionConfig| config.init(&device).unwrap_err().to_string();
-    assert!(error(config(0)).contains("keep must be at least 1"));
-    assert!(error(config(4).with_near(5)).contains("near must be at most keep"));
-    assert!(error(config(4).with_index_heads(0)).contains("index_heads"));
-    assert!(error(config(4).with_n_kv_heads(Some(3))).contains("n_heads"));
-    let wide = Some(RotaryEncodingConfig::new(64, 8));
-    assert!(error(config(4).with_index_rope(wide)).contains("index_rope.d_model"));
+    let error = |heads| config(heads).init(&device).unwrap_err().to_string();
+    assert!(error(heads(0, 0)).contains("keep must be at least 1"));
+    assert!(error(heads(4, 5)).contains("near must be at most keep"));
+    assert!(error(heads(4, 0).with_index_heads(0)).contains("index_heads"));
+    let wide = error(heads(4, 0).with_rope_dim(Some(8)));
+    let expected = "rope_dim must be an even number, at most 6, the width of an index head, got 8";
+    assert_eq!(wide, expected);
+    let uneven = config(heads(4, 0)).with_n_kv_heads(Some(3)).init(&device);
+    assert!(uneven.unwrap_err().to_string().contains("n_heads"));
     let x = random([1, 65, 16], &device);
     let error = layer(4, 0, &device).forward(x).unwrap_err().to_string();
     assert!(error.contains("rope.max_sequence_length"), "{error}");
+}
+
+/// Two layers that choose six of up to 40 tokens.
+fn model(text: &str, device: &Device) -> SparseTransformer {
+    let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
+    let config = SparseTransformerConfig::new(16, 4, Factorization::from(Pattern::causal()))
+        .with_vocab_size(11)
+        .with_context(40)
+        .with_n_layers(2)
+        .with_n_kv_heads(Some(2))
+        .with_block_size(8)
+        .with_attention(Some(attention))
+        .with_content(Some(text.parse().unwrap()));
+    randomise(config.init(device).unwrap())
+}
+
+const TEXT: &str = "dsa:6,2,3,8";
+
+#[test]
+fn models_decode_and_do_not_look_ahead() {
+    let device = Device::flex();
+    let _guard = seed(&device, 31);
+    let model = model(TEXT, &device);
+    let tokens = tokens(2, 40, 11, &device);
+    for stage in [DsaStage::Sparse, DsaStage::WarmUp] {
+        let model = model.clone().with_dsa_stage(stage).unwrap();
+        assert_eq!(model.dsa_stage(), Some(stage));
+        let whole = model.forward(tokens.clone()).unwrap();
+        let mut cache = model.new_cache();
+        let rows = [13, 1, 1, 8, 17].map(|count| {
+            let new = tokens.clone().narrow(1, cache.position(), count);
+            model.forward_cache(new, &mut cache).unwrap()
+        });
+        assert_close(Tensor::cat(rows.to_vec(), 1), whole.clone(), 1e-4);
+        // A refused call leaves the cache as it was.
+        cache.truncate(20);
+        let many = tokens.clone().narrow(1, 0, 30);
+        assert!(model.forward_cache(many, &mut cache).is_err());
+        let new = tokens.clone().narrow(1, 20, 5);
+        let again = model.forward_cache(new, &mut cache).unwrap();
+        assert_close(again, whole.clone().narrow(1, 20, 5), 1e-4);
+
+        let zeros = Tensor::<2, Int>::zeros([2, 17], &device);
+        let moved = Tensor::cat(vec![tokens.clone().narrow(1, 0, 23), zeros], 1);
+        let moved = model.forward(moved).unwrap();
+        let first = |x: &Tensor<3>| x.clone().narrow(1, 0, 23);
+        assert_close(first(&moved), first(&whole), 1e-5);
+        let difference = (moved - whole).abs().max().into_scalar::<f32>();
+        assert!(difference > 1e-3, "{difference}");
+    }
+    // A cache of dense attention has no index keys.
+    let dense = model.clone().with_dsa_stage(DsaStage::Dense).unwrap();
+    let mut cache = dense.new_cache();
+    let part = |from, count| tokens.clone().narrow(1, from, count);
+    dense.forward_cache(part(0, 9), &mut cache).unwrap();
+    let error = model.forward_cache(part(9, 1), &mut cache).unwrap_err();
+    let message = "cache must be one whose 9 tokens an indexer has seen, got one of 0";
+    assert_eq!(error.to_string(), message);
+}
+
+/// Before the choice, and with a choice of everything, layers are those of dense attention.
+#[test]
+fn stages_before_the_choice_are_dense() {
+    let device = Device::flex();
+    let _guard = seed(&device, 32);
+    let tokens = tokens(2, 33, 11, &device);
+    let sparse = model(TEXT, &device);
+    let all = model("dsa:40,0,3,8", &device).load_record(sparse.clone().into_record());
+    let expected = all.forward(tokens.clone()).unwrap();
+    for stage in [DsaStage::Dense, DsaStage::WarmUp] {
+        let dense = sparse.clone().with_dsa_stage(stage).unwrap();
+        assert_close(
+            dense.forward(tokens.clone()).unwrap(),
+            expected.clone(),
+            1e-4,
+        );
+        // The operations of the pairs, and no scores.
+        let flops = dense.attention_flops(33).unwrap();
+        assert_eq!(flops, all.attention_flops(33).unwrap());
+        assert_eq!(flops, 2 * 2 * 4 * (33 * 34 / 2) * (4 + 4));
+    }
+    let pairs = 21 + 27 * 6;
+    let scores = 2 * 3 * 8 * (33 * 34 / 2);
+    let flops = sparse.attention_flops(33).unwrap();
+    assert_eq!(flops, 2 * (2 * 4 * pairs * (4 + 4) + scores));
+    assert!(
+        sparse.matmul_flops_per_token() > {
+            let dense = sparse.clone().with_dsa_stage(DsaStage::Dense).unwrap();
+            dense.matmul_flops_per_token()
+        }
+    );
+    let got = sparse.forward(tokens).unwrap();
+    let difference = (got - expected).abs().max().into_scalar::<f32>();
+    assert!(difference > 1e-3, "{difference}");
+    let plain = SparseTransformerConfig::new(16, 4, Factorization::from(Pattern::causal()))
+        .with_vocab_size(11)
+        .with_context(40)
+        .with_n_layers(1)
+        .init(&device)
+        .unwrap();
+    assert_eq!(plain.dsa_stage(), None);
+    let error = plain.with_dsa_stage(DsaStage::Dense).unwrap_err();
+    let message = "dsa_stage must be of a model with layers of dsa, got Dense of one without";
+    assert_eq!(error.to_string(), message);
+}
+
+#[test]
+fn what_does_not_go_with_it_is_said() {
+    let device = Device::flex();
+    let config = || {
+        SparseMultiHeadAttentionConfig::new(16, 2, Pattern::causal())
+            .with_block_size(8)
+            .with_content(Some(TEXT.parse().unwrap()))
+    };
+    let beside = "none with dsa, which is all heads of a layer, got some";
+    let pattern = "pattern must be causal with dsa, whose tokens choose from all earlier ones, got";
+    for (config, message) in [
+        (
+            SparseMultiHeadAttentionConfig {
+                pattern: Pattern::local(8),
+                ..config()
+            },
+            format!("{pattern} local(8)"),
+        ),
+        (
+            config().with_local_heads(Some(1)),
+            format!("local_heads must be {beside}"),
+        ),
+        (
+            config().with_softcap(Some(5.0)),
+            format!("softcap must be {beside}"),
+        ),
+        (
+            config().with_dropout(0.1),
+            format!("dropout must be {beside}"),
+        ),
+    ] {
+        assert_eq!(config.init(&device).unwrap_err().to_string(), message);
+    }
+    let mha = config().init(&device).unwrap();
+    let x = Tensor::<3>::zeros([2, 20, 16], &device);
+    let message = |input: SparseMhaInput| mha.forward(input).unwrap_err().to_string();
+    let input = SparseMhaInput::self_attn(x.clone()).lengths([20, 10]);
+    assert_eq!(message(input), "padding must be none with dsa, got some");
+    let input = SparseMhaInput::new(x.clone(), x.clone(), x.clone());
+    assert_eq!(
+        message(input),
+        "input must be self-attention with dsa, got another key or value"
+    );
+    let packed = mha.forward_packed(x.narrow(0, 0, 1), &[0, 5, 20]);
+    let packed = packed.unwrap_err().to_string();
+    assert!(packed.ends_with("its indexer, got dsa:6,2,3,8"), "{packed}");
+    let printed = format!("{mha}");
+    assert!(printed.contains("content: dsa:6,2,3,8"), "{printed}");
+    let error = mha.with_pattern(Pattern::local(8), 8).unwrap_err();
+    assert_eq!(error.to_string(), format!("{pattern} local(8)"));
+}
+
+#[cfg(feature = "autodiff")]
+mod training {
+    use burn::module::{ModuleVisitor, Param, ParamId};
+    use burn::optim::GradientsParams;
+    use burn::tensor::activation::log_softmax;
+    use burn_blocksparse::FusedAdamWConfig;
+    use burn_sparse_transformer::Recompute;
+
+    use super::*;
+
+    /// All parameters: of which rank, and whether they are an indexer's.
+    fn params(model: &SparseTransformer) -> Vec<(ParamId, usize, bool)> {
+        struct Params(Vec<(ParamId, usize)>);
+        impl ModuleVisitor for Params {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                self.0.push((param.id, D));
+            }
+        }
+        let visit = |module: &dyn Fn(&mut Params)| {
+            let mut params = Params(Vec::new());
+            module(&mut params);
+            params.0
+        };
+        let of_indexers = visit(&|params| {
+            for block in &model.blocks {
+                let content = block.mha.content.as_ref().unwrap();
+                content.dsa.as_ref().unwrap().indexer.visit(params);
+            }
+        });
+        let all = visit(&|params| model.visit(params));
+        let of_indexer = |id| of_indexers.iter().any(|(own, _)| *own == id);
+        all.into_iter()
+            .map(|(id, rank)| (id, rank, of_indexer(id)))
+            .collect()
+    }
+
+    /// The gradient of each parameter, if it has one.
+    fn numbers(
+        gradients: &GradientsParams,
+        params: &[(ParamId, usize, bool)],
+    ) -> Vec<Option<Vec<f32>>> {
+        let of = |&(id, rank, _): &(ParamId, usize, bool)| match rank {
+            1 => gradients.get::<1>(id).map(Tensor::into_data),
+            _ => gradients.get::<2>(id).map(Tensor::into_data),
+        };
+        let numbers = params.iter().map(of);
+        numbers
+            .map(|data| data.map(|data| data.try_to_vec::<f32>().unwrap()))
+            .collect()
+    }
+
+    /// Each learns by its own loss: the model as by cross-entropy alone, and the indexers, which that does not reach, by what is added.
+    #[test]
+    fn the_model_and_its_indexers_learn_apart() {
+        let device = Device::flex().autodiff();
+        let _guard = seed(&device, 33);
+        let model = model(TEXT, &device);
+        let tokens = tokens(2, 40, 11, &device);
+        let params = params(&model);
+        assert_eq!(params.iter().filter(|param| param.2).count(), 2 * 5);
+        let step = |model: &SparseTransformer, recompute| {
+            let (losses, gradients) = model
+                .losses_and_gradients(tokens.clone(), tokens.clone(), 0, 1u64, recompute)
+                .unwrap();
+            let of = |x: Tensor<1>| x.into_scalar::<f32>();
+            let losses = (of(losses.loss), losses.aside.map(of));
+            (losses, numbers(&gradients, &params))
+        };
+        let ((loss, aside), plain) = step(&model, Recompute::None);
+        let aside = aside.unwrap();
+        assert!(aside > 1e-3, "{aside}");
+        let logits = model.forward(tokens.clone()).unwrap();
+        let targets = tokens.clone().without_autodiff().unsqueeze_dim(2);
+        let entropy = log_softmax(logits, 2).gather(2, targets).mean().neg();
+        assert!((entropy.clone().into_scalar::<f32>() - loss).abs() < 1e-5);
+        let alone = GradientsParams::from_grads(entropy.backward(), &model);
+        let alone = numbers(&alone, &params);
+        let whole = model.loss(tokens.clone(), tokens.clone()).unwrap();
+        assert!((whole.clone().into_scalar::<f32>() - loss - aside).abs() < 1e-5);
+        let whole = GradientsParams::from_grads(whole.backward(), &model);
+        let near = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5);
+        let whole = numbers(&whole, &params);
+        for (place, (_, _, of_indexer)) in params.iter().enumerate() {
+            let got = plain[place].as_ref().unwrap();
+            assert!(near(got, whole[place].as_ref().unwrap()));
+            match of_indexer {
+                true => {
+                    assert!(alone[place].is_none());
+                    assert!(got.iter().any(|x| x.abs() > 1e-6));
+                }
+                false => assert!(near(got, alone[place].as_ref().unwrap())),
+            }
+        }
+        for recompute in ["block", "block+attention", "mlp"] {
+            let ((same, again), gradients) = step(&model, recompute.parse().unwrap());
+            assert_eq!(same, loss, "{recompute}");
+            assert!((again.unwrap() - aside).abs() < 1e-6);
+            assert_eq!(gradients, plain, "{recompute}");
+        }
+        // Dense attention has neither.
+        let dense = model.clone().with_dsa_stage(DsaStage::Dense).unwrap();
+        let ((_, none), of_dense) = step(&dense, Recompute::None);
+        assert_eq!(none, None);
+        for ((_, _, of_indexer), gradient) in params.iter().zip(&of_dense) {
+            assert_eq!(gradient.is_none(), *of_indexer);
+        }
+        // In the warm-up the indexers alone learn, as by the loss that Burn differentiates.
+        let warming = model.clone().with_dsa_stage(DsaStage::WarmUp).unwrap();
+        let ((loss, aside), of_warm_up) = step(&warming, Recompute::BLOCK);
+        let whole = warming.loss(tokens.clone(), tokens.clone()).unwrap();
+        let sum = loss + aside.unwrap();
+        assert!((whole.clone().into_scalar::<f32>() - sum).abs() < 1e-5);
+        let whole = GradientsParams::from_grads(whole.backward(), &warming);
+        let whole = numbers(&whole, &params);
+        for (place, (_, _, of_indexer)) in params.iter().enumerate() {
+            let got = (&of_warm_up[place], &whole[place]);
+            match (of_indexer, got) {
+                (true, (Some(got), Some(whole))) => assert!(near(got, whole)),
+                (false, (None, None)) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// A warm-up brings the indexers near the attention, and leaves all else as it is; what they choose then keeps more of it.
+    #[test]
+    fn a_warm_up_teaches_what_to_choose() {
+        let device = Device::flex().autodiff();
+        let _guard = seed(&device, 34);
+        let tokens = tokens(2, 40, 11, &device);
+        let mut sparse = model("dsa:10,0,4,16", &device);
+        for block in &mut sparse.blocks {
+            // Some keys get much, and others nothing.
+            let weight = &mut block.mha.query.weight;
+            *weight = weight.clone().map(|weight| weight * 20.0);
+        }
+        let far = |model: &SparseTransformer| {
+            let logits = |stage| {
+                let model = model.valid().with_dsa_stage(stage).unwrap();
+                model.forward(tokens.clone().without_autodiff()).unwrap()
+            };
+            let difference = logits(DsaStage::Sparse) - logits(DsaStage::Dense);
+            difference.square().mean().into_scalar::<f32>()
+        };
+        let before = (far(&sparse), sparse.valid().blocks[1].mha.key.weight.val());
+        let mut model = sparse.with_dsa_stage(DsaStage::WarmUp).unwrap();
+        let mut optimizer = FusedAdamWConfig::new().init();
+        let mut found = Vec::new();
+        for _ in 0..60 {
+            let (losses, gradients) = model
+                .losses_and_gradients(tokens.clone(), tokens.clone(), 0, 1u64, Recompute::None)
+                .unwrap();
+            found.push(losses.aside.unwrap().into_scalar::<f32>());
+            (model, _) = optimizer.step(0.02, model, gradients).unwrap();
+        }
+        assert!(found[59] < 0.5 * found[0], "{found:?}");
+        let after = (far(&model), model.valid().blocks[1].mha.key.weight.val());
+        assert!(after.0 < 0.7 * before.0, "{}, {}", before.0, after.0);
+        after.1.into_data().assert_eq(&before.1.into_data(), true);
+    }
 }

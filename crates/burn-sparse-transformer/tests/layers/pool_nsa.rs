@@ -1,4 +1,4 @@
-//! Sequences of a pool whose layers have three branches: rows are those of the whole, whatever happened to the pages in between.
+//! Sequences of a pool whose layers have three branches, or an indexer: rows are those of the whole, whatever happened to the pages in between.
 
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
@@ -17,12 +17,13 @@ const CONTEXT: usize = 128;
 const SEQ: usize = 103;
 
 /// One block of seven beside the forced ones, with all kinds of compression and of sharing; a window that pages do not fit; compressed blocks that do not
-/// overlap, and that overlap fourfold; none that are chosen, and no window.
-const TEXTS: [&str; 4] = [
+/// overlap, and that overlap fourfold; none that are chosen, and no window. The last has an indexer.
+const TEXTS: [&str; 5] = [
     "nsa:8,4,16,4,10",
     "nsa:16,4,16,5,40,mlp,shared",
     "nsa:8,8,16,4,24,shared",
     "nsa:32,16,32,3,0,mlp",
+    "dsa:20,3,3,8",
 ];
 
 fn model(text: &str, kv_heads: usize, device: &Device) -> SparseTransformer {
@@ -93,7 +94,7 @@ fn read(
 /// Prompts of unequal lengths, several tokens at once, then single ones.
 #[rstest]
 fn tokens_one_by_one_are_those_of_the_whole(
-    #[values(0, 1, 2, 3)] text: usize,
+    #[values(0, 1, 2, 3, 4)] text: usize,
     #[values(1, 4)] kv_heads: usize,
 ) {
     #[allow(deprecated)] // The device is; its backend has other orders of sums.
@@ -114,7 +115,7 @@ fn tokens_one_by_one_are_those_of_the_whole(
 
 /// Prompts that end around strides, blocks and pages, in one call; some sequences begin without one.
 #[rstest]
-fn prompts_end_anywhere(#[values(0, 1, 2, 3)] text: usize) {
+fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4)] text: usize) {
     let device = Device::flex();
     let _guard = seed(&device, 22);
     let model = model(TEXTS[text], 2, &device);
@@ -149,7 +150,7 @@ fn prompts_end_anywhere(#[values(0, 1, 2, 3)] text: usize) {
 /// What was taken back, copied, saved and loaded, or had another sequence's keys leaves nothing behind.
 #[rstest]
 fn pages_are_as_if_nothing_had_happened(
-    #[values(0, 1, 2, 3)] text: usize,
+    #[values(0, 1, 2, 3, 4)] text: usize,
     #[values(Residency::All, Residency::Reachable)] residency: Residency,
 ) {
     let device = Device::flex();
@@ -213,11 +214,13 @@ fn pages_are_as_if_nothing_had_happened(
 }
 
 /// Beginnings that are known have what queries choose by, too, where all that is near is kept.
-#[test]
-fn known_beginnings_are_not_read_again() {
+#[rstest]
+#[case(0, 80)]
+#[case(4, 64)]
+fn known_beginnings_are_not_read_again(#[case] text: usize, #[case] expected: usize) {
     let device = Device::flex();
     let _guard = seed(&device, 24);
-    let model = &model(TEXTS[0], 2, &device);
+    let model = &model(TEXTS[text], 2, &device);
     let tokens = tokens(1, SEQ, VOCAB, &device);
     let whole = model.forward(tokens.clone()).unwrap();
     let config = KvPoolConfig::new(2, CONTEXT)
@@ -230,7 +233,7 @@ fn known_beginnings_are_not_read_again() {
     pool.remember(a, &text[..90]).unwrap();
     pool.leave(a).unwrap();
     let (b, known) = pool.join_with_prefix(&text).unwrap();
-    assert_eq!(known, 80);
+    assert_eq!(known, expected);
     read(model, pool, b, (&tokens, &whole), SEQ, 1);
 }
 
@@ -258,11 +261,11 @@ fn bytes_of_all_branches_are_counted() {
     assert!(pool.bytes() >= usage.bytes + usage.summary_bytes);
 }
 
-#[test]
-fn generated_text_does_not_depend_on_the_batch() {
+#[rstest]
+fn generated_text_does_not_depend_on_the_batch(#[values(0, 4)] text: usize) {
     let device = Device::flex();
     let _guard = seed(&device, 26);
-    let model = model(TEXTS[0], 2, &device);
+    let model = model(TEXTS[text], 2, &device);
     let [(prompt, text), _] = generates_as_alone(&model);
     // Steps are not recorded, and the same.
     let pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
@@ -279,14 +282,15 @@ fn generated_text_does_not_depend_on_the_batch() {
     assert!(!decoder.is_recorded());
 }
 
-/// In eight bits a number nearly as in floats, where all blocks are seen, so that no rounding chooses.
+/// In eight bits a number nearly as in floats, where all blocks or keys are seen, so that no rounding chooses.
 #[rstest]
-#[case(KvDtype::Int8, 0.02)]
-#[case(KvDtype::Fp8E4m3, 0.1)]
-fn pages_in_eight_bits(#[case] dtype: KvDtype, #[case] most: f32) {
+#[case("nsa:8,4,16,9,10", KvDtype::Int8, 0.02)]
+#[case("nsa:8,4,16,9,10", KvDtype::Fp8E4m3, 0.1)]
+#[case("dsa:128,0,3,8", KvDtype::Int8, 0.02)]
+fn pages_in_eight_bits(#[case] text: &str, #[case] dtype: KvDtype, #[case] most: f32) {
     let device = Device::flex();
     let _guard = seed(&device, 27);
-    let model = &model("nsa:8,4,16,9,10", 2, &device);
+    let model = &model(text, 2, &device);
     let tokens = tokens(1, SEQ, VOCAB, &device);
     let whole = model.forward(tokens.clone()).unwrap();
     let config = KvPoolConfig::new(1, CONTEXT).with_dtype(dtype);
@@ -303,6 +307,26 @@ fn pages_in_eight_bits(#[case] dtype: KvDtype, #[case] most: f32) {
     let apart = (apart / size.into_scalar::<f32>()).sqrt();
     assert!(apart < most, "{apart}");
     assert!(apart > 1e-6, "they are stored in eight bits");
+}
+
+/// Of an indexer all tokens' keys, of which there is one head; of the others so many as are chosen are read.
+#[test]
+fn bytes_of_indexers_are_counted() {
+    let device = Device::flex();
+    let _guard = seed(&device, 29);
+    let model = &model(TEXTS[4], 2, &device);
+    let tokens = tokens(1, 100, VOCAB, &device);
+    let whole = model.forward(tokens.clone()).unwrap();
+    let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
+    let id = pool.join().unwrap();
+    read(model, pool, id, (&tokens, &whole), 100, 50);
+    let usage = pool.usage(id).unwrap();
+    let [slot, index] = [2 * 2 * (8 + 8) * 4, 2 * (8 + 4) * 4];
+    // Pages of 32.
+    assert_eq!(usage.summary_bytes, 128 * index);
+    assert_eq!(usage.live_bytes, 100 * slot);
+    assert_eq!(usage.read_bytes, 20 * slot + 100 * index);
+    assert!(pool.bytes() >= usage.bytes + usage.summary_bytes);
 }
 
 #[test]
@@ -341,7 +365,24 @@ fn what_a_pool_does_not_do_is_refused() {
             "page_size must be a power of two that 4, the stride of nsa, divides, and a divisor of 8, its selected block, got 16",
         ),
     ];
-    for (text, pool, message) in cases {
+    let of_indexer = [
+        (
+            TEXTS[4],
+            room().with_choosing_prompts(),
+            "choosing_prompts must be none with dsa, whose tokens all choose their keys, got some",
+        ),
+        (
+            TEXTS[4],
+            room().with_eviction(EvictionConfig::key_norm(9)),
+            "eviction must be none with dsa, whose indexer chooses among all keys, got some",
+        ),
+        (
+            TEXTS[4],
+            room().with_residency(window),
+            "residency must be All or Reachable with dsa, whose indexer chooses among all keys, got Window { window: 9, sinks: 1 }",
+        ),
+    ];
+    for (text, pool, message) in cases.into_iter().chain(of_indexer) {
         let error = model(text, 2, &device).new_pool(&pool).unwrap_err();
         assert_eq!(error.to_string(), message, "{text}");
     }

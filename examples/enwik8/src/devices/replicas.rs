@@ -6,6 +6,7 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, anyhow, bail};
 use burn::tensor::{Tensor, TensorData};
+use burn_sparse_transformer::DsaStage;
 
 use super::error::DevicesError;
 use super::group::Group;
@@ -13,7 +14,7 @@ use super::reduce::{Strategy, check_lengths, sum_on_first};
 use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title, work};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
-use crate::step::{Batch, Steps};
+use crate::step::{Batch, Measured, Steps};
 
 /// The first device's replica, and threads with the others'.
 pub struct Replicas {
@@ -84,8 +85,8 @@ impl Replicas {
         &self.first.steps
     }
 
-    /// Takes a step; the loss over the batch and the norm of its gradients.
-    pub fn take(&mut self, batch: Batch) -> Result<[f64; 2]> {
+    /// Takes a step; the losses over the batch and the norm of its gradients.
+    pub fn take(&mut self, batch: Batch) -> Result<Measured<f64>> {
         let learning_rate = batch.learning_rate;
         let parts = parts(batch, self.devices.len())?;
         let orders = parts.into_iter().map(Order::Gradients).collect();
@@ -114,6 +115,11 @@ impl Replicas {
     /// Takes the choice of keys by content out of all layers.
     pub fn see_everything(&mut self) -> Result<()> {
         self.all(|| Order::SeeEverything)
+    }
+
+    /// Puts all models into another stage of their indexers' training.
+    pub fn set_stage(&mut self, stage: DsaStage) -> Result<()> {
+        self.all(|| Order::Stage(stage))
     }
 
     fn all(&mut self, order: impl Fn() -> Order) -> Result<()> {
@@ -178,8 +184,8 @@ impl Replicas {
         Ok(copies.collect())
     }
 
-    /// The mean of the losses, and the norm, of which all devices have the same bits.
-    fn mean(&self, measured: Vec<Report>) -> Result<[f64; 2]> {
+    /// The means of the losses, and the norm, of which all devices have the same bits.
+    fn mean(&self, measured: Vec<Report>) -> Result<Measured<f64>> {
         let mut all = Vec::with_capacity(measured.len());
         for report in measured {
             let Report::Measured(measured) = report else {
@@ -187,10 +193,18 @@ impl Replicas {
             };
             all.push(measured);
         }
-        let [_, expected] = all[0];
-        let losses: f64 = all.iter().map(|[loss, _]| f64::from(*loss)).sum();
+        let expected = all[0].grad_norm;
+        let mean = |losses: Vec<f64>| losses.iter().sum::<f64>() / losses.len() as f64;
+        let loss = mean(all.iter().map(|of| f64::from(of.loss)).collect());
+        let aside: Option<Vec<f64>> = all.iter().map(|of| of.aside.map(f64::from)).collect();
         let title = |rank: usize| title(&self.devices[rank].name, rank, all.len());
-        for (rank, [_, norm]) in all.iter().enumerate() {
+        for (
+            rank,
+            Measured {
+                grad_norm: norm, ..
+            },
+        ) in all.iter().enumerate()
+        {
             // One that is not finite ends the run elsewhere.
             if norm.to_bits() != expected.to_bits() && norm.is_finite() && expected.is_finite() {
                 return Err(DevicesError::Parted {
@@ -202,7 +216,11 @@ impl Replicas {
                 .into());
             }
         }
-        Ok([losses / all.len() as f64, f64::from(expected)])
+        Ok(Measured {
+            loss,
+            grad_norm: f64::from(expected),
+            aside: aside.map(mean),
+        })
     }
 }
 

@@ -5,12 +5,12 @@ use std::cell::Ref;
 use anyhow::{Result, anyhow};
 use burn::tensor::TensorData;
 use burn_blocksparse::FusedAdamW;
-use burn_sparse_transformer::SparseTransformer;
+use burn_sparse_transformer::{DsaStage, SparseTransformer};
 
 use super::group::Group;
 use super::replicas::Replicas;
 use crate::checkpoint::Checkpoint;
-use crate::step::{Batch, Steps, measured};
+use crate::step::{Batch, Measured, Steps};
 
 /// A model, its optimizer and how they take steps.
 pub enum Training {
@@ -55,13 +55,13 @@ impl Training {
         self.steps().optimizer()
     }
 
-    /// Takes a step; the loss and the norm of the gradients.
-    pub fn take(&mut self, batch: Batch) -> Result<[f64; 2]> {
+    /// Takes a step.
+    pub fn take(&mut self, batch: Batch) -> Result<Measured<f64>> {
         let steps = match self {
             Self::One(steps) => steps,
             Self::Several(replicas) => return replicas.take(batch),
         };
-        Ok(measured(steps.take(batch)?)?.map(f64::from))
+        Ok(Measured::read(steps.take(batch)?)?.into())
     }
 
     /// [`Steps::prune`].
@@ -85,6 +85,14 @@ impl Training {
         match self {
             Self::One(steps) => steps.see_everything(),
             Self::Several(replicas) => replicas.see_everything(),
+        }
+    }
+
+    /// [`Steps::set_stage`].
+    pub fn set_stage(&mut self, stage: DsaStage) -> Result<()> {
+        match self {
+            Self::One(steps) => steps.set_stage(stage),
+            Self::Several(replicas) => replicas.set_stage(stage),
         }
     }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::{Bytes, Tensor, TensorData};
+use burn_sparse_transformer::{DsaStage, StepLosses};
 
 use super::bundle::Bundle;
 use super::error::DevicesError;
@@ -14,7 +15,7 @@ use super::reduce::{Strategy, lengths, nccl_sums};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
 use crate::model;
-use crate::step::{Steps, measured};
+use crate::step::{Measured, Steps, numbers};
 
 /// How long a device that failed waits for the run to end. Another one may wait in the driver for its part of a sum, and not come back.
 const GRACE: Duration = Duration::from_secs(30);
@@ -25,6 +26,7 @@ pub(super) enum Order {
     Update(Update),
     Prune(f64),
     SeeEverything,
+    Stage(DsaStage),
 }
 
 /// A device's entries of a batch.
@@ -51,8 +53,8 @@ pub(super) enum Report {
     Gradients(Vec<Tensor<1>>),
     /// Elements of the buckets that it will add itself.
     Lengths(Vec<usize>),
-    /// The loss of its part, and the norm of the mean of all gradients.
-    Measured([f32; 2]),
+    /// The losses of its part, and the norm of the mean of all gradients.
+    Measured(Measured<f32>),
 }
 
 /// Who reports what.
@@ -73,7 +75,7 @@ pub(super) struct Replica {
 
 /// What is left of the first half of a step.
 struct Half {
-    loss: Tensor<1>,
+    losses: StepLosses,
     bundle: Bundle,
     /// Those that this device adds itself.
     buckets: Option<Vec<Tensor<1>>>,
@@ -123,6 +125,7 @@ impl Replica {
             Order::Update(update) => self.update(update),
             Order::Prune(density) => self.steps.prune(density).map(|()| Report::Done),
             Order::SeeEverything => self.steps.see_everything().map(|()| Report::Done),
+            Order::Stage(stage) => self.steps.set_stage(stage).map(|()| Report::Done),
         })
     }
 
@@ -134,14 +137,14 @@ impl Replica {
             first_entry,
             dropout_seed,
         } = part;
-        let (loss, gradients) = self.steps.gradients(data, first_entry, dropout_seed)?;
+        let (losses, gradients) = self.steps.gradients(data, first_entry, dropout_seed)?;
         let (bundle, buckets) = Bundle::pack(&*self.steps.model()?, gradients);
         let (report, buckets) = match self.strategy {
             Strategy::Nccl { .. } => (Report::Lengths(lengths(&buckets)), Some(buckets)),
             Strategy::Copies { .. } => (Report::Gradients(buckets), None),
         };
         self.half = Some(Half {
-            loss,
+            losses,
             bundle,
             buckets,
         });
@@ -163,7 +166,7 @@ impl Replica {
         };
         let gradients = half.bundle.unpack(&*self.steps.model()?, means);
         let norm = self.steps.update(update.learning_rate, gradients)?;
-        measured(Tensor::cat(vec![half.loss, norm], 0)).map(Report::Measured)
+        Measured::read(numbers(half.losses, norm)).map(Report::Measured)
     }
 
     /// `ENWIK8_FAIL=RANK,STEP,gradients|update,error|panic`, in builds for development alone: nothing else makes a CPU fail.

@@ -53,6 +53,9 @@ impl Session {
                 ),
             });
         }
+        if let Some(line) = self.config.describe_indexers() {
+            say(format!("          {line}"));
+        }
         let note = |selection: &Selection| match selection.estimator().traits().prefix_stable {
             true => "",
             false => leak,

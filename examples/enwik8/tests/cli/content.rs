@@ -53,7 +53,8 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &[&str]) {
     let text = train(&folder, "whole", &flags);
     assert!(text.contains(shown), "{text}");
     let leaks = text.contains("later bytes take part in the choice");
-    assert_eq!(leaks, !attention.starts_with("nsa"), "{text}");
+    let is_stable = ["nsa", "dsa"].contains(&&attention[..3]);
+    assert_eq!(leaks, !is_stable, "{text}");
     let losses: Vec<f64> = (folder.log("whole").iter())
         .filter(|row| row["kind"] == "train")
         .map(|row| row["loss"].as_f64().unwrap())
@@ -64,6 +65,8 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &[&str]) {
     assert!(first > 4.5 && last < 1.5, "{first}, {last}");
 
     train(&folder, "parts", &flags);
+    let has_indexers = attention.starts_with("dsa");
+    check_indexers(&folder.log("whole"), has_indexers);
     fs::remove_file(folder.checkpoint("parts", 60)).unwrap();
     folder.resume("parts", &[]);
     let whole = folder.checkpoint("whole", 60);
@@ -112,6 +115,29 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &[&str]) {
     assert!(message.contains("--resume continues the run"), "{message}");
 }
 
+/// Their losses are logged from where they begin to learn, and fall; what the model has is that of dense attention until they choose, and does not move while
+/// they learn alone.
+fn check_indexers(log: &[Value], has_indexers: bool) {
+    let of_indexers: Vec<(u64, f64)> = (log.iter())
+        .filter_map(|row| Some((row["step"].as_u64()?, row["indexer_loss"].as_f64()?)))
+        .collect();
+    if !has_indexers {
+        assert!(of_indexers.is_empty());
+        return;
+    }
+    let steps: Vec<u64> = of_indexers.iter().map(|(step, _)| *step).collect();
+    assert_eq!(steps, (27..=60).collect::<Vec<u64>>());
+    let mean = |part: &[(u64, f64)]| part.iter().map(|(_, x)| x).sum::<f64>() / 5.0;
+    let (first, last) = (mean(&of_indexers[..5]), mean(&of_indexers[5..10]));
+    assert!(last < 0.8 * first, "{first}, {last}");
+    let rates: Vec<f64> = log
+        .iter()
+        .filter_map(|row| row["learning_rate"].as_f64())
+        .collect();
+    assert!(rates[26..36].iter().all(|rate| *rate == 0.01));
+    assert!(rates[36] < rates[25]);
+}
+
 #[test]
 fn clusters_learn_and_resume_bit_for_bit() {
     let shown = "in 2, 1 local heads; keys of the others chosen by routing:16";
@@ -129,6 +155,64 @@ fn hashes_learn_and_resume_bit_for_bit() {
 fn compressed_blocks_learn_and_resume_bit_for_bit() {
     let shown = "keys of all heads chosen by nsa:8,4,16,3,16,mlp";
     learns_and_resumes("nsa:8,4,16,3,16,mlp", shown, &["block", "--kv-heads", "1"]);
+}
+
+/// Dense attention, the indexers alone, which is where the run is resumed, and the choice.
+#[test]
+fn indexers_learn_and_resume_bit_for_bit() {
+    let shown =
+        "dense attention for 26 steps, indexers alone learn for 10, and choose from step 36 on";
+    let stages = ["block", "--indexer-from", "26", "--indexer-warmup", "10"];
+    learns_and_resumes("dsa:16,4,2,16", shown, &stages);
+}
+
+/// A run begins with the weights of a dense model, whose loss it has while the indexers learn.
+#[test]
+fn indexers_are_added_to_a_dense_model() {
+    let folder = Folder::new();
+    let [dense, out, run] = ["dense", "exported", "run"].map(|name| folder.path(name));
+    train(&folder, "dense", &["--attention", "dense", "--steps", "20"]);
+    succeed(&["export", "--checkpoint", &dense, "--out", &out]);
+    let (weights, data) = (folder.path("exported/model.bpk"), folder.path("text"));
+    let import = [
+        "import",
+        "--weights",
+        &weights,
+        "--run",
+        &run,
+        "--data",
+        &data,
+    ];
+    let flags = "--attention dsa:12,4,2,8 --indexer-warmup 3 --steps 6";
+    let flags: Vec<&str> = flags.split(' ').collect();
+    succeed(&[&import[..], MICRO, &flags].concat());
+    let measured = |run: &str| {
+        let text = succeed(&["eval", "--checkpoint", run, "--windows", "4"]);
+        let last = text.lines().last().unwrap();
+        last.split(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    assert!((measured(&run) - measured(&dense)).abs() < 1e-3);
+    let text = folder.resume("run", &[]);
+    assert!(
+        text.contains("step 3/6  from here on layers attend to the keys"),
+        "{text}"
+    );
+    // Of another kind of attention nothing may be missing.
+    let other = folder.path("other");
+    let import = [
+        "import",
+        "--weights",
+        &weights,
+        "--run",
+        &other,
+        "--data",
+        &data,
+    ];
+    let message = fail(
+        &[&import[..], MICRO, &["--attention", "nsa:8,4,16,3,16"]].concat(),
+        1,
+    );
+    assert!(message.contains("content.nsa"), "{message}");
 }
 
 /// The flags of clusters change what is learned, and are stored.

@@ -93,12 +93,12 @@ fn bad_flags_list_the_choices() {
         (
             vec!["train", "--attention", "lsh:16"],
             vec![
-                "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup] or nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared], got \"lsh:16\"",
+                "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH], got \"lsh:16\"",
             ],
         ),
         (
             vec!["train", "--attention", "some"],
-            vec!["must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS or nsa"],
+            vec!["must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS, nsa or dsa"],
         ),
         (
             vec!["train", "--selection", "topk:16"],
@@ -181,6 +181,18 @@ fn impossible_models_are_explained() {
         (
             "--attention nsa:8,4,8,4,16 --local-heads 1",
             "--attention nsa:8,4,8,4,16 is all heads of a layer; leave out --local-heads",
+        ),
+        (
+            "--attention nsa:8,4,8,4,16 --indexer-warmup 5",
+            "--indexer-warmup and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR",
+        ),
+        (
+            "--attention dsa:32,4,2,8 --indexer-from 5",
+            "--indexer-from is where the warm-up of indexers begins; add --indexer-warmup STEPS",
+        ),
+        (
+            "--attention dsa:32,4,2,8 --pattern local:16",
+            "--attention dsa:32,4,2,8 chooses from all earlier bytes; leave out --pattern",
         ),
         (
             "--kv-heads 3",

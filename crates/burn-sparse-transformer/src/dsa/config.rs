@@ -1,0 +1,111 @@
+//! The numbers of DeepSeek sparse attention, also as text.
+
+use std::fmt;
+
+use burn::config::Config;
+use burn::nn::RotaryEncodingConfig;
+use burn_blocksparse::{ChoiceWalk, Dsa};
+
+use crate::TransformerError;
+use crate::error::{ensure, ensure_positive};
+use crate::heads::validate_rope;
+
+/// Configuration of [`DsaHeads`](super::DsaHeads). The defaults are the paper's (DeepSeek-V3.2-Exp, 2025, §2).
+///
+/// As text, in [`ContentAttention`](crate::ContentAttention): `dsa`, `dsa:KEEP,NEAR` or `dsa:KEEP,NEAR,HEADS,WIDTH`, the latter two of the indexer.
+#[derive(Config, Debug, PartialEq)]
+#[must_use = "a configuration does nothing until heads are made with it"]
+pub struct DsaHeadsConfig {
+    /// Keys that a token attends to, at most.
+    #[config(default = 2048)]
+    pub keep: usize,
+    /// Keys up to a token's own that are always among them.
+    #[config(default = 0)]
+    pub near: usize,
+    /// Heads of the indexer. 4 heads of width 64 cost a thirty-second of the paper's.
+    #[config(default = 64)]
+    pub index_heads: usize,
+    /// Width of an indexer's head.
+    #[config(default = 128)]
+    pub index_dim: usize,
+    /// First channels of the indexer's queries and keys that are rotated where those of the attention are, an even number; 0 is none. Default: half of them.
+    pub rope_dim: Option<usize>,
+    /// Whether kernels walk the lists of keys where a device has them ([`ChoiceWalk::Auto`]).
+    #[config(default = true)]
+    pub walk: bool,
+}
+
+impl DsaHeadsConfig {
+    /// What their text begins with.
+    pub(crate) const NAME: &str = "dsa";
+
+    pub(crate) fn op(&self) -> Result<Dsa, TransformerError> {
+        Ok(Dsa::new(self.keep)?.with_near(self.near)?)
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+        self.op()?;
+        ensure_positive("index_heads", self.index_heads)?;
+        ensure_positive("index_dim", self.index_dim)?;
+        let rotated = self.rotated();
+        let expected = || {
+            let width = self.index_dim;
+            format!("an even number, at most {width}, the width of an index head")
+        };
+        let fits = rotated <= self.index_dim && rotated.is_multiple_of(2);
+        ensure(fits, "rope_dim", expected, rotated)
+    }
+
+    fn rotated(&self) -> usize {
+        self.rope_dim.unwrap_or(self.index_dim / 4 * 2)
+    }
+
+    /// The rotations of the indexer beside those of the attention.
+    pub(super) fn rope(
+        &self,
+        of_attention: &RotaryEncodingConfig,
+    ) -> Result<Option<RotaryEncodingConfig>, TransformerError> {
+        let rotated = self.rotated();
+        if rotated == 0 {
+            return Ok(None);
+        }
+        let mut config = of_attention.clone();
+        config.d_model = rotated;
+        validate_rope(&config, rotated)?;
+        Ok(Some(config))
+    }
+
+    pub(super) fn choice_walk(&self) -> ChoiceWalk {
+        match self.walk {
+            true => ChoiceWalk::Auto,
+            false => ChoiceWalk::Packed,
+        }
+    }
+
+    /// Reads what stands behind the name, if it is a configuration.
+    pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
+        let numbers = arguments.iter().map(|text| text.parse());
+        let numbers: Result<Vec<usize>, _> = numbers.collect();
+        let of = |keep, near| Self::new().with_keep(keep).with_near(near);
+        Some(match numbers.ok()?[..] {
+            [keep, near] => of(keep, near),
+            [keep, near, heads, width] => {
+                of(keep, near).with_index_heads(heads).with_index_dim(width)
+            }
+            _ => return None,
+        })
+    }
+
+    /// Its text.
+    pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            keep,
+            near,
+            index_heads,
+            index_dim,
+            ..
+        } = self;
+        let name = Self::NAME;
+        write!(f, "{name}:{keep},{near},{index_heads},{index_dim}")
+    }
+}

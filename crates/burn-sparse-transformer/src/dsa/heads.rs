@@ -1,0 +1,174 @@
+//! The choice of an indexer, attention over it, and what the indexer learns by.
+
+use burn::module::Module;
+use burn::nn::{Linear, RotaryEncodingConfig};
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::{AttentionOptions, Dsa, DsaIndex, DsaTarget};
+
+use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
+use crate::attention_flops::linear_flops;
+use crate::call::Seen;
+use crate::error::ensure;
+use crate::heads::Positions;
+use crate::{SparseMhaCache, TransformerError};
+
+/// Heads of DeepSeek sparse attention: an indexer, and how many keys it chooses for a token. Queries, keys and values are those of the layer.
+#[derive(Module, Debug)]
+pub struct DsaHeads {
+    /// What chooses.
+    pub indexer: DsaIndexer,
+    #[module(skip)]
+    op: Dsa,
+    #[module(skip)]
+    config: DsaHeadsConfig,
+    #[module(skip)]
+    pub(super) stage: DsaStage,
+}
+
+/// Queries, keys and values by heads, and what the indexer makes of their tokens.
+pub(crate) struct DsaParts {
+    pub(crate) heads: [Tensor<4>; 3],
+    pub(crate) index: DsaIndex,
+}
+
+impl DsaHeads {
+    /// `linear` makes layers without bias of a number of inputs and outputs; `rope` are the attention's rotations.
+    pub(crate) fn new(
+        config: &DsaHeadsConfig,
+        d_model: usize,
+        rope: Option<&RotaryEncodingConfig>,
+        linear: &dyn Fn(usize, usize) -> Linear,
+        device: &Device,
+    ) -> Result<Self, TransformerError> {
+        config.validate()?;
+        let rope = match rope {
+            Some(rope) => config.rope(rope)?,
+            None => None,
+        };
+        let rope = rope.map(|config| config.init(device));
+        Ok(Self {
+            indexer: DsaIndexer::new(config, d_model, rope, linear, device),
+            op: config.op()?,
+            config: config.clone(),
+            stage: DsaStage::default(),
+        })
+    }
+
+    /// Its numbers.
+    pub fn config(&self) -> &DsaHeadsConfig {
+        &self.config
+    }
+
+    /// How far its training is.
+    pub fn stage(&self) -> DsaStage {
+        self.stage
+    }
+
+    pub(crate) fn op(&self) -> &Dsa {
+        &self.op
+    }
+
+    /// What the indexer makes of tokens `[batch, seq, d_model]`.
+    pub(crate) fn index(
+        &self,
+        x: Tensor<3>,
+        positions: &Positions,
+    ) -> Result<DsaIndex, TransformerError> {
+        self.indexer.index(x, positions)
+    }
+
+    /// What new tokens are behind those of a cache, which must have room for them: with all keys.
+    pub(crate) fn behind(
+        &self,
+        parts: DsaParts,
+        cache: &mut SparseMhaCache,
+    ) -> Result<DsaParts, TransformerError> {
+        let DsaParts {
+            heads: [q, k, v],
+            index,
+        } = parts;
+        let (before, known) = (cache.len(), cache.index().len());
+        let expected = || format!("one whose {before} tokens an indexer has seen");
+        ensure(
+            before == known,
+            "cache",
+            expected,
+            format!("one of {known}"),
+        )?;
+        let [batch, _, new, width] = index.k.dims();
+        cache.index().check([batch, 1, width], new)?;
+        // Of the indexer there are no values.
+        let no_values = index.k.clone().narrow(3, 0, 1);
+        let (keys, _) = cache.index().append(index.k, no_values);
+        let (k, v) = cache.append(k, v);
+        Ok(DsaParts {
+            heads: [q, k, v],
+            index: DsaIndex::new(index.q, keys, index.weights)?,
+        })
+    }
+
+    /// What heads see of the keys that the indexer chooses; if it `learns`, also what it learns by: the loss over the chosen keys.
+    pub(crate) fn attend(
+        &self,
+        DsaParts { heads, index }: DsaParts,
+        options: &AttentionOptions,
+        learns: bool,
+    ) -> Result<Seen, TransformerError> {
+        let lists = self.op.choose(&index)?;
+        let [q, k, v] = heads;
+        let loss = match learns {
+            true => {
+                let over = DsaTarget::Chosen(&lists);
+                Some(self.op.loss(&index, [&q, &k], options.scale, over)?)
+            }
+            false => None,
+        };
+        let options = options.clone().choice_walk(self.config.choice_walk());
+        Ok(Seen {
+            heads: self.op.attention(q, k, v, lists, options)?,
+            aside: loss,
+        })
+    }
+
+    /// What the indexer learns by in its warm-up: the loss over all keys, against dense attention.
+    pub(crate) fn warm_up_loss(
+        &self,
+        index: &DsaIndex,
+        [q, k]: [&Tensor<4>; 2],
+        scale: Option<f64>,
+    ) -> Result<Tensor<1>, TransformerError> {
+        Ok((self.op).loss(index, [q, k], scale, DsaTarget::All)?)
+    }
+
+    /// Operations of the indexer's layers for one position, forward.
+    pub(crate) fn matmul_flops_per_token(&self) -> u64 {
+        self.indexer.layers().map(linear_flops).iter().sum()
+    }
+
+    /// Operations of the indexer's scores for one sequence, forward: none where there is nothing to choose.
+    pub(crate) fn score_flops(&self, seq: usize) -> u64 {
+        let DsaHeadsConfig {
+            keep,
+            index_heads,
+            index_dim,
+            ..
+        } = self.config;
+        match seq > keep {
+            true => 2 * (index_heads * index_dim) as u64 * seen(seq, seq),
+            false => 0,
+        }
+    }
+
+    /// Pairs that one head attends to in a sequence.
+    pub(crate) fn pairs(&self, seq: usize) -> u64 {
+        match self.stage {
+            DsaStage::Sparse => seen(seq, self.config.keep),
+            DsaStage::Dense | DsaStage::WarmUp => seen(seq, seq),
+        }
+    }
+}
+
+/// Pairs of a sequence whose tokens see so many of the tokens up to their own, at most.
+fn seen(seq: usize, most: usize) -> u64 {
+    (1..=seq).map(|keys| keys.min(most) as u64).sum()
+}

@@ -1,0 +1,104 @@
+//! DeepSeek sparse attention in the place of a layer's pattern.
+
+use burn::nn::LinearConfig;
+use burn::tensor::Device;
+use burn_blocksparse::Pattern;
+
+use super::heads::DsaParts;
+use super::{DsaHeads, DsaHeadsConfig, DsaStage};
+use crate::call::{Call, Seen};
+use crate::error::{ensure, ensure_none};
+use crate::{
+    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    TransformerError,
+};
+
+/// That tokens see all earlier ones, from which DeepSeek sparse attention chooses.
+pub(crate) fn check_pattern(pattern: &Pattern) -> Result<(), TransformerError> {
+    let expected = || "causal with dsa, whose tokens choose from all earlier ones".into();
+    ensure(*pattern == Pattern::causal(), "pattern", expected, pattern)
+}
+
+impl SparseMultiHeadAttentionConfig {
+    /// That nothing stands beside DeepSeek sparse attention that it does not have.
+    pub(crate) fn validate_dsa(&self, config: &DsaHeadsConfig) -> Result<(), TransformerError> {
+        config.validate()?;
+        check_pattern(&self.pattern)?;
+        let expected = "none with dsa, which is all heads of a layer";
+        ensure_none("local_heads", self.local_heads.is_some(), expected)?;
+        self.ensure_no_options(expected)
+    }
+
+    pub(crate) fn init_dsa(
+        &self,
+        config: &DsaHeadsConfig,
+        device: &Device,
+    ) -> Result<DsaHeads, TransformerError> {
+        let linear = |d_input: usize, d_output: usize| {
+            LinearConfig::new(d_input, d_output)
+                .with_bias(false)
+                .with_initializer(self.initializer.clone())
+                .init(device)
+        };
+        DsaHeads::new(config, self.d_model, self.rope.as_ref(), &linear, device)
+    }
+}
+
+impl SparseMultiHeadAttention {
+    /// Heads of DeepSeek sparse attention, if that is what they are.
+    pub(crate) fn dsa(&self) -> Option<&DsaHeads> {
+        self.content.as_ref()?.dsa.as_ref()
+    }
+
+    /// The same, if they choose: in other stages of training they see what their pattern keeps.
+    pub(crate) fn choosing_dsa(&self) -> Option<&DsaHeads> {
+        self.dsa().filter(|dsa| dsa.stage() == DsaStage::Sparse)
+    }
+
+    /// What heads of DeepSeek sparse attention see, with a cache also of the positions in it. After an error the cache may hold some of the input's.
+    pub(crate) fn dsa_context(
+        &self,
+        input: SparseMhaInput,
+        dsa: &DsaHeads,
+        cache: Option<&mut SparseMhaCache>,
+    ) -> Result<(Seen, Call), TransformerError> {
+        ensure_none("padding", input.padding.is_some(), "none with dsa")?;
+        ensure_none("bias", input.bias.is_some(), "none with dsa")?;
+        let own = input.is_self_attention();
+        let expected = || "self-attention with dsa".into();
+        ensure(own, "input", expected, "another key or value")?;
+        let before = cache.as_ref().map_or(0, |cache| cache.len());
+        let (call, request) = self.prepare(&input, before)?;
+        // Nothing is learned from a cache.
+        let learns = input.query.is_autodiff() && cache.is_none();
+        let x = input.query.clone();
+        let heads = self.project(input, &call)?;
+        if dsa.stage() == DsaStage::Sparse {
+            let (q, k, v) = heads;
+            let parts = DsaParts {
+                heads: [q, k, v],
+                index: dsa.index(x, &call.key)?,
+            };
+            let parts = match cache {
+                Some(cache) => dsa.behind(parts, cache)?,
+                None => parts,
+            };
+            return Ok((dsa.attend(parts, &self.options, learns)?, call));
+        }
+        let aside = match learns && dsa.stage() == DsaStage::WarmUp {
+            true => {
+                let index = dsa.index(x, &call.key)?;
+                let pair = [&heads.0, &heads.1];
+                Some(dsa.warm_up_loss(&index, pair, self.options.scale)?)
+            }
+            false => None,
+        };
+        let (q, k, v) = heads;
+        let (k, v) = match cache {
+            Some(cache) => cache.append(k, v),
+            None => (k, v),
+        };
+        let heads = self.attend((q, k, v), &self.layouts.get(&request)?, &call)?;
+        Ok((Seen { heads, aside }, call))
+    }
+}

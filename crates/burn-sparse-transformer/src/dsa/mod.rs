@@ -1,0 +1,28 @@
+//! DeepSeek sparse attention (DSA: DeepSeek-V3.2-Exp, 2025, §2): keys that an indexer chooses, which learns by a loss of its own.
+//!
+//! ```text
+//! config      its numbers, also as text
+//! stage       how far the training is: dense attention, the indexer's warm-up, or the choice
+//! indexer     what the indexer makes of tokens
+//! heads       the choice, attention over it, and the indexer's loss
+//! attention   a layer of its own
+//! mixed       in the place of a layer's pattern
+//! warm_up     a step of training that the indexers alone learn by
+//! ```
+
+mod attention;
+mod config;
+mod heads;
+mod indexer;
+mod mixed;
+mod stage;
+#[cfg(feature = "autodiff")]
+mod warm_up;
+
+pub use attention::{DsaAttention, DsaAttentionConfig};
+pub use config::DsaHeadsConfig;
+pub use heads::DsaHeads;
+pub(crate) use heads::DsaParts;
+pub use indexer::DsaIndexer;
+pub(crate) use mixed::check_pattern;
+pub use stage::DsaStage;

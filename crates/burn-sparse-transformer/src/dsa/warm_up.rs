@@ -1,0 +1,61 @@
+//! A step of training that the indexers alone learn by.
+
+use burn::module::Module;
+use burn::optim::GradientsParams;
+use burn::tensor::{Int, Tensor};
+
+use crate::block::Pass;
+use crate::recompute::{StepLosses, collect};
+use crate::stream::Stream;
+use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
+
+impl SparseTransformer {
+    /// The losses of a step in [`DsaStage::WarmUp`](crate::DsaStage::WarmUp), and the gradients of the indexers' parameters. The model runs without a graph; each
+    /// indexer has one of its own, which is gone before the next layer.
+    pub(crate) fn warm_up(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
+        let plain = self.valid();
+        let mut gradients = GradientsParams::new();
+        let mut sum: Option<Tensor<1>> = None;
+        let mut stream = Stream::new(plain.embed(tokens.without_autodiff(), 0)?);
+        for (block, trained) in plain.blocks.iter().zip(&self.blocks) {
+            let attend = |input: SparseMhaInput| {
+                let loss = self.indexer_loss(&trained.mha, &block.mha, &input)?;
+                if let Some(loss) = loss {
+                    let mut grads = loss.backward();
+                    collect(&trained.mha.content, &mut grads, &mut gradients);
+                    let loss = loss.without_autodiff();
+                    sum = Some(match sum.take() {
+                        Some(sum) => sum + loss,
+                        None => loss,
+                    });
+                }
+                block.mha.forward_projected(input)
+            };
+            stream = block.residual(stream, attend, Pass::default())?;
+        }
+        let loss = plain.head_loss(stream, targets)?;
+        Ok((StepLosses::new(&loss, sum.as_ref()), gradients))
+    }
+
+    /// What the indexer of a layer learns by, of which `plain` is the copy without autodiff; none without one.
+    fn indexer_loss(
+        &self,
+        trained: &SparseMultiHeadAttention,
+        plain: &SparseMultiHeadAttention,
+        input: &SparseMhaInput,
+    ) -> Result<Option<Tensor<1>>, TransformerError> {
+        let Some(dsa) = trained.dsa() else {
+            return Ok(None);
+        };
+        let (call, _) = plain.prepare(input, 0)?;
+        let index = dsa.index(self.in_graph(input.query.clone()), &call.key)?;
+        let (q, k, _) = plain.project(input.clone(), &call)?;
+        let [q, k] = [q, k].map(|x| self.in_graph(x));
+        dsa.warm_up_loss(&index, [&q, &k], plain.options.scale)
+            .map(Some)
+    }
+}

@@ -1,0 +1,194 @@
+//! How far the training of indexers is, of DeepSeek sparse attention: a function of the step, so that a resumed run needs no state of it.
+//!
+//! ```text
+//! --indexer-from steps     dense attention; the model alone learns
+//! --indexer-warmup steps   dense attention; the indexers alone learn
+//! behind them              attention to what the indexers choose; both learn
+//! ```
+
+use anyhow::{Result, ensure};
+use burn_sparse_transformer::{ContentAttention, DsaStage, SparseTransformer};
+
+use crate::config::RunConfig;
+use crate::data::thousands;
+use crate::overrides::Overrides;
+use crate::presets::Recipe;
+use crate::schedule::Schedule;
+
+/// The model in the stage of its indexers' training that it is in after so many steps.
+///
+/// # Errors
+/// None that a model of ours has.
+pub fn staged(
+    model: SparseTransformer,
+    config: &RunConfig,
+    step: usize,
+) -> Result<SparseTransformer> {
+    Ok(match config.dsa_stage(step) {
+        Some(stage) => model.with_dsa_stage(stage)?,
+        None => model,
+    })
+}
+
+impl RunConfig {
+    /// How far the training of indexers is after so many steps, if layers have some.
+    pub fn dsa_stage(&self, step: usize) -> Option<DsaStage> {
+        let Some(ContentAttention::Dsa(_)) = self.model.content else {
+            return None;
+        };
+        let from = self.recipe.indexer_from;
+        Some(match step {
+            _ if step < from => DsaStage::Dense,
+            _ if step < from + self.recipe.indexer_warmup => DsaStage::WarmUp,
+            _ => DsaStage::Sparse,
+        })
+    }
+
+    /// The learning rate of a step, counted from 0, of so many. In the warm-up of indexers it is the highest, and the model's own goes on behind it.
+    pub fn learning_rate(&self, step: usize, steps: usize) -> f64 {
+        let from = self.recipe.indexer_from;
+        let until = from + self.recipe.indexer_warmup;
+        // Of the steps before.
+        let by_indexers = |step: usize| step.clamp(from, until) - from;
+        if self.dsa_stage(step) == Some(DsaStage::WarmUp) {
+            return self.recipe.learning_rate;
+        }
+        let schedule = Schedule {
+            peak: self.recipe.learning_rate,
+            warmup: self.recipe.warmup,
+            steps: steps - by_indexers(steps),
+        };
+        schedule.learning_rate(step - by_indexers(step))
+    }
+
+    /// The stage that begins after a step, and what to tell the user.
+    pub fn stage_begun(&self, step: usize) -> Option<(DsaStage, &'static str)> {
+        let stage = self.dsa_stage(step)?;
+        let is_new = self.dsa_stage(step - 1) != Some(stage);
+        let what = match stage {
+            DsaStage::WarmUp => "the indexers alone learn, by dense attention",
+            _ => "layers attend to the keys that their indexers choose",
+        };
+        is_new.then_some((stage, what))
+    }
+
+    /// The mean over layers of what indexers learn by, if that is what layers add to the loss.
+    pub fn indexer_loss(&self, aside: Option<f64>) -> Option<f64> {
+        self.dsa_stage(0)?;
+        aside.map(|sum| sum / self.model.layers as f64)
+    }
+
+    /// What to tell the user of a checkpoint in which indexers do not choose yet.
+    pub fn stage_note(&self, step: usize) -> Option<String> {
+        let stage = self.dsa_stage(step)?;
+        (stage != DsaStage::Sparse).then(|| {
+            let step = thousands(step);
+            format!(
+                "after step {step} layers see all earlier bytes: their indexers do not choose yet"
+            )
+        })
+    }
+
+    /// That flags of indexers have some, which choose from all earlier bytes.
+    pub fn check_indexers(&self, overrides: &Overrides) -> Result<()> {
+        let Some(content @ ContentAttention::Dsa(_)) = &self.model.content else {
+            ensure!(
+                overrides.indexer_warmup.is_none() && overrides.indexer_from.is_none(),
+                "--indexer-warmup and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR"
+            );
+            return Ok(());
+        };
+        ensure!(
+            self.model.sees_everything(),
+            "--attention {content} chooses from all earlier bytes; leave out --pattern"
+        );
+        ensure!(
+            self.recipe.indexer_warmup > 0 || self.recipe.indexer_from == 0,
+            "--indexer-from is where the warm-up of indexers begins; add --indexer-warmup STEPS"
+        );
+        Ok(())
+    }
+
+    /// How indexers are trained, if there are some.
+    pub fn describe_indexers(&self) -> Option<String> {
+        let Some(ContentAttention::Dsa(dsa)) = &self.model.content else {
+            return None;
+        };
+        let Recipe {
+            indexer_from: from,
+            indexer_warmup: warmup,
+            ..
+        } = self.recipe;
+        let until = from + warmup;
+        let dense = match from {
+            0 => String::new(),
+            _ => format!("dense attention for {} steps, ", thousands(from)),
+        };
+        let all = match dsa.keep >= self.model.context {
+            true => "; they choose all bytes, because KEEP is not below --context",
+            false => "",
+        };
+        Some(match warmup {
+            0 => format!("indexers learn beside the model from the first step on{all}"),
+            _ => format!(
+                "{dense}indexers alone learn for {}, and choose from step {} on{all}",
+                thousands(warmup),
+                thousands(until)
+            ),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::presets::Preset;
+
+    #[test]
+    fn stages_and_rates_follow_the_step() {
+        let overrides = Overrides {
+            attention: Some("dsa:32,4,2,8".parse().unwrap()),
+            indexer_from: Some(10),
+            indexer_warmup: Some(5),
+            warmup: Some(4),
+            lr: Some(1.0),
+            ..Overrides::default()
+        };
+        let config = RunConfig::new(Preset::Tiny, &overrides).unwrap();
+        let stages = [0, 9, 10, 14, 15, 99].map(|step| config.dsa_stage(step).unwrap());
+        let [dense, warm_up, sparse] = [DsaStage::Dense, DsaStage::WarmUp, DsaStage::Sparse];
+        assert_eq!(stages, [dense, dense, warm_up, warm_up, sparse, sparse]);
+        let begun = |step| config.stage_begun(step).map(|(stage, _)| stage);
+        let begun: Vec<_> = (1..20)
+            .filter_map(|step| Some((step, begun(step)?)))
+            .collect();
+        assert_eq!(begun, [(10, warm_up), (15, sparse)]);
+        let notes = [9, 14, 15].map(|step| config.stage_note(step).is_some());
+        assert_eq!(notes, [true, true, false]);
+        let described = config.describe_indexers().unwrap();
+        assert!(described.ends_with("choose from step 15 on"), "{described}");
+        let all = Overrides {
+            attention: Some("dsa".parse().unwrap()),
+            ..Overrides::default()
+        };
+        let all = RunConfig::new(Preset::Tiny, &all).unwrap();
+        let described = all.describe_indexers().unwrap();
+        assert!(described.contains("they choose all bytes"), "{described}");
+        // The model's rates are those of a run without the warm-up of indexers.
+        let rate = |step| config.learning_rate(step, 25);
+        let own = Schedule {
+            peak: 1.0,
+            warmup: 4,
+            steps: 20,
+        };
+        for step in 0..10 {
+            assert_eq!(rate(step), own.learning_rate(step));
+            assert_eq!(rate(step + 15), own.learning_rate(step + 10));
+        }
+        assert!((10..15).all(|step| rate(step) == 1.0));
+        // A run that ends in the warm-up, and models without indexers.
+        assert_eq!(config.learning_rate(3, 12), 1.0);
+        let plain = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
+        assert_eq!((plain.dsa_stage(3), plain.stage_begun(3)), (None, None));
+    }
+}
