@@ -216,6 +216,7 @@ impl Grouping {
             places: false,
             clustered,
             visits: false,
+            apart: false,
             coarse: false,
         });
         let overhead = tiling_overhead(layout, neighbours);
@@ -308,6 +309,7 @@ mod tests {
             places: false,
             clustered,
             visits: false,
+            apart: false,
             coarse: false,
         }
     }

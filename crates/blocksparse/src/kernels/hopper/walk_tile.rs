@@ -68,6 +68,7 @@ impl WalkTile {
             places: false,
             clustered: self.clustered,
             visits: false,
+            apart: false,
             coarse: false,
         }
     }

@@ -206,6 +206,7 @@ pub fn plan(
         len,
         sections,
         tiles,
+        apart: 0,
         steps: Vec::new(),
     })
 }
