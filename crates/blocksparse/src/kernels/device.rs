@@ -59,6 +59,7 @@ pub fn plan(
                 len: plan.words.len(),
                 sections: plan.sections,
                 tiles: plan.tiles,
+                apart: plan.apart,
                 steps: plan.pattern_steps(),
             }
         }

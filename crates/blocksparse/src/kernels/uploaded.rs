@@ -19,6 +19,9 @@ pub struct DevicePlan {
     pub len: usize,
     pub sections: Sections,
     pub tiles: usize,
+    /// The first tiles in launch order that add to sums of their own.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub apart: usize,
     /// Steps of each pattern's tiles, one tile after the other; empty where blocks are chosen on the device.
     #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub steps: Vec<usize>,

@@ -48,7 +48,7 @@ mod visits;
 use cluster::clusters;
 use masks::TileMasks;
 use source::Source;
-use visits::count_visits;
+use visits::{count_visits, long_tiles};
 
 #[cfg(feature = "cuda-asm")]
 pub use overhead::tile_steps;
@@ -77,6 +77,8 @@ pub struct TilePlan {
     pub sections: Sections,
     /// Steps over all heads of one batch entry (of all, in a per-batch layout).
     pub steps: u64,
+    /// The first tiles in launch order that count visits for themselves: see [`Tiling::apart`].
+    pub apart: usize,
 }
 
 impl TilePlan {
@@ -100,14 +102,16 @@ impl TilePlan {
         let pattern_steps: Vec<u64> = (0..layout.num_patterns())
             .map(|pattern| cut.add(layout, tiling, pattern, tiles, &mut masks))
             .collect();
+        let mut apart = 0;
         if tiling.visits {
             let sizes = visits::PlanSizes {
                 tiles,
                 per_step: cols / group,
                 entry_words: tiling.entry_words(),
                 others: others.div_ceil(group).max(1),
+                apart: tiling.apart,
             };
-            cut.order = count_visits(&cut.records, &mut cut.entries, sizes);
+            (cut.order, apart) = count_visits(&cut.records, &mut cut.entries, sizes);
         }
         let heads = Heads::new(layout, tiles, &pattern_steps);
 
@@ -134,6 +138,7 @@ impl TilePlan {
             words,
             sections,
             steps: heads.steps,
+            apart,
         }
     }
 
@@ -149,6 +154,18 @@ impl TilePlan {
     pub fn computed_pairs(&self) -> u64 {
         self.steps * (self.tiling.rows * self.tiling.cols) as u64
     }
+}
+
+/// Whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share.
+#[cfg(feature = "cuda-asm")]
+pub fn has_long_tiles(layout: &BlockLayout, tiling: Tiling) -> bool {
+    let steps = tile_steps(layout, tiling);
+    let tiles = steps.first().map_or(0, Vec::len);
+    let mut totals: Vec<usize> = (0..tiles)
+        .map(|tile| steps.iter().map(|steps| steps[tile]).sum())
+        .collect();
+    totals.sort_unstable_by_key(|&steps| std::cmp::Reverse(steps));
+    long_tiles(totals.into_iter(), steps.len()) > 0
 }
 
 /// # Panics

@@ -223,6 +223,7 @@ impl Grouping {
             places: false,
             clustered,
             visits: false,
+            apart: false,
             coarse: false,
         });
         let overhead = tiling_overhead(layout, neighbours);
@@ -315,6 +316,7 @@ mod tests {
             places: false,
             clustered,
             visits: false,
+            apart: false,
             coarse: false,
         }
     }

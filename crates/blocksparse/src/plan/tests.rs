@@ -33,6 +33,7 @@ fn plans_allow_what_the_layout_allows(
         places,
         clustered,
         visits: false,
+        apart: false,
         coarse: false,
     };
     let plan = TilePlan::new(&layout, tiling);
@@ -153,6 +154,7 @@ fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
         places: false,
         clustered,
         visits: false,
+        apart: false,
         coarse: false,
     }
 }
@@ -179,6 +181,7 @@ fn visits_count_in_launch_order(
         cols,
         places: false,
         visits: true,
+        apart: false,
         coarse: false,
         clustered,
     };
@@ -223,6 +226,47 @@ fn visits_count_in_launch_order(
     }
 }
 
+/// A tile that nearly all queries see adds to sums of its own; then the others begin to count again, and all walk alike. Of long windows none does.
+#[rstest::rstest]
+#[case("window:256+global:0,1", 8192, 1)]
+#[case("window:256+global:0,4000", 8192, 2)]
+#[case("streaming:256,4/local:64", 8192, 1)]
+#[case("streaming:2560,64", 16_384, 0)]
+#[case("causal", 4096, 0)]
+fn long_tiles_count_visits_apart(#[case] pattern: &str, #[case] seq: usize, #[case] long: usize) {
+    let pattern: Pattern = pattern.parse().unwrap();
+    let layout = pattern.layout(2, seq, 64).unwrap();
+    let tiling = Tiling {
+        visits: true,
+        apart: true,
+        ..tiling(128, 64, false)
+    };
+    let plan = TilePlan::new(&layout, tiling);
+    assert_eq!(plan.apart, long);
+    let sections = plan.sections;
+    for pattern in 0..layout.num_patterns() {
+        let mut visits: HashMap<u32, u32> = HashMap::new();
+        for rank in 0..plan.tiles {
+            if rank == long {
+                visits.clear();
+            }
+            let ranked = &plan.words[sections.order + (pattern * plan.tiles + rank) * 4..][..4];
+            let entries = &plan.words[sections.entries + ranked[1] as usize * 3..];
+            let entries = entries[..ranked[2] as usize * 3].chunks(3);
+            let places: Vec<u32> = entries.clone().map(|entry| entry[0]).collect();
+            assert!(
+                long == 0 || places.is_sorted_by(|a, b| a >= b),
+                "rank {rank}"
+            );
+            for entry in entries {
+                let visit = visits.entry(entry[0]).or_default();
+                assert_eq!(entry[2] & NO_VISIT, *visit, "rank {rank}");
+                *visit += 1;
+            }
+        }
+    }
+}
+
 /// How a tile walks: from its last queries to its first, or the other way.
 #[derive(Clone, Copy, PartialEq)]
 enum Turned {
@@ -241,6 +285,7 @@ fn long_tiles_turn_walks(#[case] pattern: Pattern, #[case] seq: usize, #[case] t
     let layout = pattern.layout(1, seq, 64).unwrap();
     let tiling = Tiling {
         visits: true,
+        apart: false,
         coarse: false,
         ..tiling(128, 64, false)
     };

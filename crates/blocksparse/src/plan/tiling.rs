@@ -25,6 +25,9 @@ pub struct Tiling {
     /// Whether entries say how many tiles before theirs have the same entry: the order in which tiles add to what they
     /// share. Then all patterns share one order of tiles, and entries are in the order in which a tile should walk.
     pub visits: bool,
+    /// With visits: whether tiles that are much longer than the others count them for themselves, since they add to sums of
+    /// their own.
+    pub apart: bool,
     /// Whether an entry is a whole step, of neighbouring positions, and has a bit for each block of the tile in it. Otherwise entries are
     /// blocks, or parts of one, from anywhere.
     pub coarse: bool,

@@ -12,6 +12,8 @@ pub(super) struct PlanSizes {
     pub entry_words: usize,
     /// Groups of columns there are.
     pub others: usize,
+    /// Whether long tiles count visits for themselves.
+    pub apart: bool,
 }
 
 /// The most steps of a tile that waits at its beginning until a long tile has come to its last queries.
@@ -20,35 +22,62 @@ pub(super) struct PlanSizes {
 /// and 512 with global tokens), of those of 66 beside one of 1,024 8% slower (streaming(4096, 64)); both on an H100.
 const SHORT: usize = 32;
 
-/// One order of tiles for all patterns, those with most steps first, and in it the visits of all entries.
-pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSizes) -> Vec<u32> {
+/// How many of the first tiles are so much longer than the others that these would wait for them: given the steps of all in all `patterns`, most
+/// steps first.
+pub(super) fn long_tiles(ranked: impl ExactSizeIterator<Item = usize>, patterns: usize) -> usize {
+    let steps: Vec<usize> = ranked.collect();
+    let Some(&usual) = steps.get(steps.len() / 16) else {
+        return 0;
+    };
+    match usual <= SHORT * patterns {
+        true => steps.iter().take_while(|&&steps| steps > 4 * usual).count(),
+        false => 0,
+    }
+}
+
+/// One order of tiles for all patterns, those with most steps first, how many of them count visits for themselves, and in it the visits of all
+/// entries.
+pub(super) fn count_visits(
+    records: &[u32],
+    entries: &mut [u32],
+    sizes: PlanSizes,
+) -> (Vec<u32>, usize) {
     let PlanSizes {
         tiles,
         per_step,
         entry_words,
         others,
+        apart,
     } = sizes;
     let steps = |record: usize| records[record * 3 + 1] as usize;
     let patterns = records.len() / 3 / tiles.max(1);
     let total = |tile: usize| -> usize { (0..patterns).map(|p| steps(p * tiles + tile)).sum() };
     let mut ranked: Vec<u32> = (0..tiles as u32).collect();
     ranked.sort_by_key(|&tile| std::cmp::Reverse(total(tile as usize)));
+    let apart = match apart {
+        true => long_tiles(ranked.iter().map(|&tile| total(tile as usize)), patterns),
+        false => 0,
+    };
     for pattern in 0..patterns {
         let record = |rank: usize| pattern * tiles + ranked[rank] as usize;
         // Tiles walk from their last queries to their first, so that those of neighbours, which begin at the same time, do not want the same queries at
         // once. A tile that most queries see, as that of attention sinks, is far from done with the last of them when the others are: it
-        // walks the other way, and so stays ahead of all others, which wait for its visits. Where the others are long themselves, they would wait too long
-        // at their beginnings: all walk the other way there, a step apart.
+        // walks the other way, and so stays ahead of all others, which wait for its visits, unless it has sums of its own. Where the others are long
+        // themselves, they would wait too long at their beginnings: all walk the other way there, a step apart.
         let usual = (tiles > 0).then(|| steps(record(tiles / 16)));
         let is_long = |record: usize| usual.is_some_and(|usual| steps(record) > 4 * usual);
         let all = (tiles > 0).then(|| record(0)).is_some_and(is_long)
             && usual.is_some_and(|usual| usual > SHORT);
         let mut visits = vec![0u32; others];
-        for record in (0..tiles).map(record) {
+        for rank in 0..tiles {
+            if rank == apart {
+                visits.fill(0);
+            }
+            let record = record(rank);
             let first = records[record * 3] as usize * entry_words;
             let length = steps(record) * per_step * entry_words;
             let words = &mut entries[first..first + length];
-            if all || is_long(record) {
+            if all || (apart == 0 && is_long(record)) {
                 reverse_steps(words, per_step * entry_words);
             }
             for entry in words.chunks_exact_mut(entry_words) {
@@ -61,7 +90,7 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
         }
     }
     let order = std::iter::repeat_n(ranked, patterns);
-    order.flatten().collect()
+    (order.flatten().collect(), apart)
 }
 
 fn reverse_steps(words: &mut [u32], step: usize) {

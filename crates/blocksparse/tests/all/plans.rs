@@ -19,6 +19,7 @@ fn tiling() -> impl Strategy<Value = Tiling> {
         places: kind == 1,
         clustered: kind < 4 && (kind == 2 || rows == 256),
         visits: kind == 3 || kind == 4,
+        apart: false,
         coarse: kind >= 4,
     })
 }

@@ -21,7 +21,7 @@
 //!
 //! The scratch is f32 and belongs to all tiles of a head. Tiles add to 16 queries in launch order: the plan says
 //! how many visits come before, and a counter says how many there were. A tile waits only for tiles launched
-//! before it, so the first of those that run never waits. Each warp has its own 16 queries, and so a chain of its own. The first
+//! before it, so the first of those that run never waits. With `apart` tiles that are much longer than the others have a second scratch. Each warp has its own 16 queries, and so a chain of its own. The first
 //! visitor stores, so nothing but the counters needs zeros. [`finish`](super::backward_stats::finish) makes dQ of the sums.
 //!
 //! With `persistent` a cube computes tile after tile: it draws the next ones from a counter, has the keys and values of two, and computes the
@@ -250,7 +250,12 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             steps = plan[record + 1];
         }
         let steps = uniform(steps);
-        let first_query = (batch * loads.heads + head) * lengths.pitch;
+        let mut first_query = (batch * loads.heads + head) * lengths.pitch;
+        if comptime!(t.apart) {
+            if own.rank < lengths.apart {
+                first_query += lengths.rows;
+            }
+        }
         for j in 0..steps {
             let done = chain.done.read();
             let stage = done % comptime!(t.stages as u32);

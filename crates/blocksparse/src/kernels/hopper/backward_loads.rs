@@ -34,6 +34,10 @@ pub struct Lengths {
     pub second: u32,
     /// Counters there are; the one after them is that of tickets.
     pub counters: u32,
+    /// The first tiles, which add dQ to sums of their own,
+    pub apart: u32,
+    /// and the places before these.
+    pub rows: u32,
 }
 
 /// A tile of keys.

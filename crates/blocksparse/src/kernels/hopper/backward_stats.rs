@@ -111,16 +111,21 @@ pub fn relist(
 fn clear(counters: &mut [u32], row: u32, rows: u32, #[comptime] t: BackwardTile) {
     let parts = comptime!(t.parts() as u32);
     let counted = comptime!(t.counted() as u32);
+    let all = rows / counted * parts;
     if row % counted < parts {
-        counters[(row / counted * parts + row % counted) as usize] = 0u32;
+        let counter = row / counted * parts + row % counted;
+        counters[counter as usize] = 0u32;
+        if comptime!(t.apart) {
+            counters[(all + counter) as usize] = 0u32;
+        }
     }
     if row == 0 {
-        counters[(rows / counted * parts) as usize] = 0u32;
+        counters[(all * comptime!(t.sets() as u32)) as usize] = 0u32;
     }
 }
 
 /// dQ `[batch, heads, seq_q, dim]` from the sums: a unit makes eight columns of a row. Queries nobody visited get zeros. With
-/// `carry` dQ is added to what is there.
+/// `apart` the second sums are added to the first, with `carry` dQ to what is there.
 #[cube(launch_unchecked)]
 pub fn finish(
     scratch: &[Vector<f32, Const<2>>],
@@ -152,10 +157,26 @@ pub fn finish(
                 + eight % comptime!((t.padded() / 8 / t.parts()) as u32) / 2 * 64
                 + row % 8 * 8
                 + eight % 2) as usize;
-        if counters[counter as usize] != 0 {
+        let visited = counters[counter as usize] != 0;
+        let mut again = false.runtime();
+        let mut second = source;
+        if comptime!(t.apart) {
+            let all = rows / comptime!(t.counted() as u32) * comptime!(t.parts() as u32);
+            again = counters[(all + counter) as usize] != 0;
+            second += rows as usize * comptime!(t.padded() / 2);
+        }
+        if visited || again {
             #[unroll]
             for i in 0..4usize {
-                let pair = scratch[source + comptime!(2 * i)];
+                let mut pair = Vector::<f32, Const<2>>::zeroed();
+                if visited {
+                    pair = scratch[source + comptime!(2 * i)];
+                }
+                if comptime!(t.apart) {
+                    if again {
+                        pair += scratch[second + comptime!(2 * i)];
+                    }
+                }
                 let mut low = pair.extract(0usize) * scale;
                 let mut high = pair.extract(1usize) * scale;
                 if comptime!(t.carry) {

@@ -11,7 +11,7 @@ use super::pair_tile::PairTile;
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
 use crate::kernels::call::{PartRequest, Request, TierLimit};
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
-use crate::plan::{Grouping, NarrowCosts, Walk};
+use crate::plan::{Grouping, NarrowCosts, Walk, has_long_tiles};
 use crate::{BlockLayout, Residue};
 
 /// Cubes of the fused backward pass compute tile after tile where a tile walks fewer steps than this on average: then what
@@ -357,6 +357,7 @@ fn fused(
         carry: forward.carry,
         clustered: grouping.clustered,
         persistent: steps * grouping.overhead < SHORT_WALK,
+        apart: false,
         shares: 1,
         coarse: None,
     };
@@ -369,6 +370,10 @@ fn fused(
     let fits = |tile: &BackwardTile| tile.shared_bytes() <= most;
     let tile = [tile, single].into_iter().find(fits).ok_or(NO_TILE)?;
     let tile = coarse_backward(part, tile).unwrap_or(tile);
+    let tile = BackwardTile {
+        apart: part.limit != TierLimit::HopperAlone && has_long_tiles(part.layout, tile.tiling()),
+        ..tile
+    };
     Ok(BackwardTile {
         shares: shares(part, &tile),
         ..tile

@@ -80,7 +80,10 @@ impl Sizes {
                 "the elements of a gradient, in eights",
                 self.kv_elements / 8,
             ),
-            ("the pairs of sums of dQ", self.rows * tile.padded() / 2),
+            (
+                "the pairs of sums of dQ",
+                tile.sets() * self.rows * tile.padded() / 2,
+            ),
             ("the sums of dK and dV, in fours", self.kv_sums / 4),
         ]
     }
@@ -127,13 +130,13 @@ pub fn launch_fused(
         part,
         tile,
         sizes,
-        counters: sizes.rows / tile.counted() * tile.parts(),
+        counters: sizes.rows / tile.counted() * tile.parts() * tile.sets(),
         call,
     };
     let buffers = Buffers {
         counters: client.empty((launch.counters + 1) * 4),
         stats: client.empty(sizes.rows * 8),
-        sums: client.empty(sizes.rows * tile.padded() * 4),
+        sums: client.empty(tile.sets() * sizes.rows * tile.padded() * 4),
         shares: (tile.shares > 1).then(|| client.empty(sizes.kv_sums * 4)),
     };
     match known.filter(|known| known.in_order) {
@@ -279,6 +282,8 @@ impl Launch<'_> {
             sizes.pitch as u32,
             (pass.gradients.v_offset / 8) as u32,
             self.counters as u32,
+            device_plan.apart as u32,
+            sizes.rows as u32,
         );
         // SAFETY: a cube walks the entries that the plan has for its tile; TMA reads nothing beyond its maps and adds to sums of places
         // below `pitch` of a head, rows beyond the keys are not written, and the buffers have the lengths they say (see `buffer`).
@@ -296,7 +301,7 @@ impl Launch<'_> {
                 map(q, tile.group),
                 map(pass.grads.out, tile.group),
                 stats_map(&buffers.stats, tile.group, stats_rows, sizes.pitch),
-                buffer(&buffers.sums, sizes.rows * tile.padded()),
+                buffer(&buffers.sums, tile.sets() * sizes.rows * tile.padded()),
                 self.counters(buffers),
                 out,
                 plan_words(device_plan),
@@ -325,7 +330,7 @@ impl Launch<'_> {
                 pass.client,
                 over(rows * tile.dim / 8),
                 CubeDim::new_1d(UNITS as u32),
-                buffer(&buffers.sums, rows * tile.padded() / 2),
+                buffer(&buffers.sums, tile.sets() * rows * tile.padded() / 2),
                 self.counters(buffers),
                 buffer(&pass.gradients.q, queries * tile.dim / 8),
                 listing(self.part.residue),

@@ -52,6 +52,7 @@ impl PairTile {
             places: false,
             clustered: self.clustered,
             visits: false,
+            apart: false,
             coarse: false,
         }
     }

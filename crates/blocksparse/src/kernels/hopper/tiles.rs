@@ -180,6 +180,7 @@ impl Tile {
             places: false,
             clustered: self.clustered,
             visits: false,
+            apart: false,
             coarse: self.coarse.is_some(),
         }
     }
@@ -353,6 +354,8 @@ pub struct BackwardTile {
     pub clustered: bool,
     /// Whether cubes compute tile after tile.
     pub persistent: bool,
+    /// Whether tiles that are much longer than the others add dQ to sums of their own.
+    pub apart: bool,
     /// Cubes that share the query heads of a head of keys: see [`shares`](super::shares).
     pub shares: usize,
     /// The size of blocks, where a step is one coarse entry with bits of them.
@@ -381,6 +384,7 @@ impl BackwardTile {
             places: false,
             clustered: self.clustered,
             visits: true,
+            apart: self.apart,
             coarse: self.coarse.is_some(),
         }
     }
@@ -442,6 +446,11 @@ impl BackwardTile {
 
     pub(super) fn ds_bytes(&self) -> usize {
         self.rows() * self.cols * 2
+    }
+
+    /// Sums of dQ.
+    pub(super) fn sets(&self) -> usize {
+        1 + usize::from(self.apart)
     }
 
     // dQ of a step: two warpgroups have half the columns each, or half the queries where a step has 128.
@@ -574,6 +583,9 @@ impl fmt::Display for BackwardTile {
         self.describe(f)?;
         if self.persistent {
             write!(f, ", tile after tile")?;
+        }
+        if self.apart {
+            write!(f, ", long tiles with sums of dQ of their own")?;
         }
         match self.shares {
             1 => Ok(()),

@@ -70,6 +70,7 @@ impl WalkTile {
             places: false,
             clustered: self.clustered,
             visits: false,
+            apart: false,
             coarse: false,
         }
     }

@@ -92,6 +92,7 @@ impl Tile {
             places: false,
             clustered: self.clustered,
             visits: false,
+            apart: false,
             coarse: false,
         }
     }

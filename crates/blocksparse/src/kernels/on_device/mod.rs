@@ -209,6 +209,7 @@ pub fn plan(
         len,
         sections,
         tiles,
+        apart: 0,
         steps: Vec::new(),
     })
 }

@@ -113,6 +113,7 @@ pub fn tiling(tile: &Tile, walk: Walk) -> Tiling {
         places: tile.store.is_some(),
         clustered: tile.clustered,
         visits: false,
+        apart: false,
         coarse: false,
     }
 }
