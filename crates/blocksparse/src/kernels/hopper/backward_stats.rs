@@ -1,5 +1,8 @@
 //! Before and after the fused backward kernel: what it needs of each query, and dQ from its sums.
 
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
 use cubecl::prelude::*;
 
 use super::asm::*;
