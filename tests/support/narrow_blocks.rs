@@ -143,7 +143,7 @@ pub fn narrow_blocks_in_half_precision(devices: &[Device]) {
 pub fn narrow_blocks_with_options(devices: &[Device]) {
     let blocks = Blocks {
         size: 32,
-        percent: 60,
+        percent: 85,
         striped: 2,
         causal: false,
     };

@@ -48,7 +48,7 @@ mod visits;
 use cluster::clusters;
 use masks::TileMasks;
 use source::Source;
-use visits::{count_visits, long_tiles};
+use visits::count_visits;
 
 #[cfg(feature = "cuda-asm")]
 pub use overhead::tile_steps;
@@ -165,7 +165,7 @@ pub fn has_long_tiles(layout: &BlockLayout, tiling: Tiling) -> bool {
         .map(|tile| steps.iter().map(|steps| steps[tile]).sum())
         .collect();
     totals.sort_unstable_by_key(|&steps| std::cmp::Reverse(steps));
-    long_tiles(totals.into_iter(), steps.len()) > 0
+    visits::long_tiles(totals.into_iter(), steps.len()) > 0
 }
 
 /// # Panics

@@ -75,7 +75,8 @@ pub struct KvUsage {
     pub score_bytes: usize,
     /// Bytes of what queries choose pages by: of `nsa` room for compressed keys and their values, of `dsa` for an indexer's keys.
     pub summary_bytes: usize,
-    /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live. Of `nsa` all branches count.
+    /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live. Of `nsa` all branches count, and of `dsa` the
+    /// indexer's keys that choose, so that it may be more than is live where an indexer is as wide as a head.
     pub read_bytes: usize,
 }
 

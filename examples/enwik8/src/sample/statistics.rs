@@ -89,9 +89,9 @@ pub struct CacheStatistics {
     pub all_bytes: usize,
     /// What evicted keys are chosen by.
     pub score_bytes: usize,
-    /// What bytes choose pages of keys by.
+    /// What bytes choose keys by: bounds of pages, compressed keys, or an indexer's.
     pub summary_bytes: usize,
-    /// Of keys that the last bytes attended to.
+    /// Of keys that the last bytes attended to, and of what branches or an indexer read to choose them.
     pub read_bytes: usize,
     /// All pages, in use or not.
     pub pool_bytes: usize,
@@ -144,7 +144,7 @@ impl fmt::Display for Statistics {
             let density = 100.0 * rate(cache.read_bytes, cache.live_bytes as f64);
             writeln!(
                 f,
-                "bounds of pages: {} bytes; the last bytes attended to {density:.1} % of the live keys",
+                "choosing keys: {} bytes beside them; the last bytes read {density:.1} % of what all live keys take",
                 cache.summary_bytes
             )?;
         }

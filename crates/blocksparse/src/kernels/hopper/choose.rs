@@ -4,6 +4,7 @@ use cubecl::ir::features::Tma;
 
 use super::balance::{faster_walks, long_tiles, shares};
 use super::bias_launch::BiasTiles;
+use super::coarse::Coarse;
 use super::fused::Sizes;
 use super::long_tiles::WalkPlan;
 use super::options::Options;
@@ -230,39 +231,6 @@ const BACKWARD: NarrowCosts = NarrowCosts {
     masked: [0.19, 0.15],
     coarse: 1.02,
 };
-
-/// Whether a part's walks are to have coarse entries.
-enum Coarse {
-    /// Where they should be faster.
-    IfFaster,
-    /// Where they can: for measuring.
-    Forced,
-}
-
-impl Coarse {
-    /// Nothing where there are none. `BLOCKSPARSE_COARSE=0` or `1` leaves them out, or takes them.
-    fn of(part: &PartRequest, class: usize) -> Option<Self> {
-        let known = part.residue.is_none() && !part.carry && class <= 128;
-        if !known || !NarrowCosts::concern(part.layout) {
-            return None;
-        }
-        match std::env::var("BLOCKSPARSE_COARSE").as_deref() {
-            Ok("0") => None,
-            Ok("1") => Some(Self::Forced),
-            _ => Some(Self::IfFaster),
-        }
-    }
-
-    /// Whether coarse steps are taken where gathered ones should cost `gathered`.
-    fn takes(&self, cost: f64, gathered: f64) -> bool {
-        /// The costs are estimates: what is about as fast stays as it is.
-        const WORTHWHILE: f64 = 1.05;
-        match self {
-            Self::IfFaster => cost * WORTHWHILE < gathered,
-            Self::Forced => true,
-        }
-    }
-}
 
 const NO_TILE: &str = "no tile fits the shared memory of the device";
 

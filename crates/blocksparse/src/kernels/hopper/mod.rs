@@ -17,6 +17,7 @@ mod bias_launch;
 mod bias_store;
 mod bits;
 mod choose;
+mod coarse;
 mod dropout;
 mod forward;
 mod fused;

@@ -176,9 +176,10 @@ impl RunSums {
         Some((views, ProductPlan::new(client, request).ok()?))
     }
 
-    /// Whether tensor cores make them with such a product.
+    /// Whether tensor cores make them with such a product: only with `BLOCKSPARSE_LOG_SUMS=1`, until a device has compared them with f64.
     pub fn is_served(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
-        self.planned(client, element, factors).is_some()
+        let asked = std::env::var("BLOCKSPARSE_LOG_SUMS").as_deref() == Ok("1");
+        asked && self.planned(client, element, factors).is_some()
     }
 
     /// The natural logarithms of the sums, `[a.matrices, a.rows, b.rows / run]`, rounded up, in f32. What a row does not see is lower than any product, or is not
