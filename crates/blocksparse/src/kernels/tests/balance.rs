@@ -145,3 +145,37 @@ fn long_tiles_take_two_walks_where_they_are_most_of_the_pass() {
     let wide = Pattern::streaming(4_096, 64);
     assert!(is_fused(wide, 8, 65_536, TierLimit::None));
 }
+
+/// In the fused pass a long tile beside short ones has sums of its own, and no cube draws tiles that would wait for it. Windows alone are short
+/// walks of cubes that draw tiles, and beside long windows nothing is gained.
+#[test]
+fn long_tiles_have_sums_of_their_own() {
+    let backward = |pattern: Pattern, heads, n, dim, limit| {
+        let layout = pattern.layout(heads, n, 64).unwrap();
+        let request = Request::new([1, heads], [dim, dim], BF16);
+        let text = Fake::sm90()
+            .plan(&layout, request, limit)
+            .unwrap()
+            .to_string();
+        let line = text.lines().find(|line| line.contains("  backward hopper"));
+        let line = line.unwrap_or_else(|| panic!("{text}"));
+        ["sums of dQ of their own", "tile after tile"].map(|said| line.contains(said))
+    };
+    let global = || Pattern::union([Pattern::local(256), Pattern::global([0])]);
+    for dim in [64, 128] {
+        let found = backward(global(), 32, 16_384, dim, TierLimit::None);
+        assert_eq!(found, [true, false], "{dim}");
+    }
+    let alone = backward(global(), 32, 16_384, 64, TierLimit::HopperAlone);
+    assert_eq!(alone, [false, true]);
+    let local = backward(Pattern::local(256), 32, 16_384, 64, TierLimit::None);
+    assert_eq!(local, [false, true]);
+    let wide = backward(
+        Pattern::streaming(4_096, 64),
+        8,
+        65_536,
+        128,
+        TierLimit::None,
+    );
+    assert_eq!(wide, [false, false]);
+}
