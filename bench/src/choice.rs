@@ -1,8 +1,10 @@
 //! `bench-choice`: the kernels that choose blocks, one by one, by the device's own clock; and their equality to loops in f64.
 
+mod device_time;
+
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::rows::{RowBlocks, block_means};
 use blocksparse::kernels::selection::{
     Antidiagonals, GateSizes, Kept, KeptLines, LineSizes, MeanProducts, SeenRows,
@@ -23,6 +25,8 @@ use cubecl::server::Handle;
 use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+
+use device_time::median;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
@@ -407,23 +411,6 @@ fn verify(client: &Client) -> Result<()> {
     }
     println!("{compared} calls equal loops in f64");
     Ok(())
-}
-
-fn median(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
-    for _ in 0..2 {
-        run()?;
-    }
-    block_on(client.sync()).map_err(|error| anyhow!("{error:?}"))?;
-    let mut times = Vec::new();
-    for _ in 0..repeats {
-        let (_, profile) = client
-            .profile(|| run().is_ok(), "choice")
-            .map_err(|error| anyhow!("{error:?}"))?;
-        let span = block_on(profile.resolve()).context("the device measured no time")?;
-        times.push(span.duration().as_secs_f64());
-    }
-    times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
 }
 
 /// Seconds until a call returns, while the device has nothing else to do.

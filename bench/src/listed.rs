@@ -1,18 +1,21 @@
 //! `bench-listed`: attention of queries that walk lists of their own, with lists alone: times, and equality to loops in f64.
 
-use anyhow::{Context, Result, anyhow, ensure};
+mod device_time;
+
+use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::listed::{
     ListedGradients, ListedLists, ListedPlan, ListedRequest, backward, forward,
 };
 use blocksparse::kernels::{OutputGrads, Outputs, TensorView};
 use clap::Parser;
 use cubecl::client::Client;
-use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::Handle;
 use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+
+use device_time::median;
 
 #[derive(Parser)]
 #[command(
@@ -438,23 +441,6 @@ fn verify(client: &Client, keys: bool, shard: usize, of: usize) -> Result<()> {
     println!("{checked} calls, {failed} failed");
     ensure!(failed == 0, "{failed} calls are wrong");
     Ok(())
-}
-
-fn median(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
-    for _ in 0..2 {
-        run()?;
-    }
-    block_on(client.sync()).map_err(|error| anyhow!("{error:?}"))?;
-    let mut times = Vec::new();
-    for _ in 0..repeats {
-        let (_, profile) = client
-            .profile(|| run().is_ok(), "listed")
-            .map_err(|error| anyhow!("{error:?}"))?;
-        let span = block_on(profile.resolve()).context("the device measured no time")?;
-        times.push(span.duration().as_secs_f64());
-    }
-    times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
 }
 
 fn main() -> Result<()> {

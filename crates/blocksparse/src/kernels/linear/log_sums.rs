@@ -9,7 +9,7 @@
 use cubecl::prelude::*;
 
 use super::epilogue::{Lane, Place, ResultShape};
-use super::product::{Tiles, place_of};
+use super::places::{Tiles, place_of};
 use super::tile::{ProductTile, ROWS};
 use crate::kernels::shared::asm::{exp2, log2, shuffle_xor};
 

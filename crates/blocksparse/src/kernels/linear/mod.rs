@@ -6,6 +6,7 @@
 //! tile       the shape of a cube's work, and of shared memory
 //! plan       which tile, how many cubes, in how many parts the depth is taken: or why not here
 //! asm        the main loop in PTX
+//! places     which of a result's tiles a number names
 //! epilogue   what becomes of a tile's sums
 //! log_sums   logarithms of sums of exponentials in their place, of what rows see
 //! product    the kernel
@@ -24,6 +25,7 @@ mod epilogue;
 mod launch;
 mod log_sums;
 mod mma;
+mod places;
 mod plan;
 mod product;
 mod tile;
