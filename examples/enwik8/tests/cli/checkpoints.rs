@@ -443,7 +443,7 @@ pub fn chosen_pages_are_sampled_from(checkpoint: &str) {
     let output = run(&[&sample[..], &moba].concat());
     let stats = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success(), "{stats}");
-    assert!(stats.contains("the last bytes attended to "), "{stats}");
+    assert!(stats.contains("; the last bytes read "), "{stats}");
     let pages = ["--page-size", "32"];
     let got = fail(&[&sample[..], &quest, &pages].concat(), 1);
     let message = "page_size must be 16, the page of quest, got 32";
