@@ -15,7 +15,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 use super::asm::{main_loop, pause};
 use super::epilogue::{Lane, Place, ResultShape, finish, prepare};
 use super::log_sums::{Seen, seen_place, store_log_sums};
-use super::places::{Tiles, place_of};
+use super::places::Tiles;
 use super::tile::{MULTIPLIERS, Order, ProductTile, ROWS, SLAB, SPAN_BYTES, WARPS};
 use super::view::HEAD;
 use crate::kernels::shared::asm::{shared_address, uniform};

@@ -12,7 +12,7 @@
 use cubecl::prelude::*;
 
 use super::super::epilogue::as_stored;
-use super::super::product::{Tiles, place_of};
+use super::super::places::{Tiles, place_of};
 use super::super::tile::{Order, ROWS, SLAB};
 use super::places::{below, beside, lane_place, piece_at};
 use super::tile::{MmaTile, PIECE, PIECE_NUMBERS, STEPS, WARP_ROWS};
