@@ -156,20 +156,16 @@ impl TilePlan {
     }
 }
 
-/// Whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share.
+/// Whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share. Tiles walk
+/// `least` steps on average, or more.
 #[cfg(feature = "cuda-asm")]
-pub fn has_long_tiles(layout: &BlockLayout, tiling: Tiling) -> bool {
-    let (seq_q, seq_kv) = (layout.seq_q(), layout.seq_kv());
-    let (length, others) = match tiling.walk {
-        Walk::Rows => (seq_q, seq_kv),
-        Walk::Columns => (seq_kv, seq_q),
+pub fn has_long_tiles(layout: &BlockLayout, tiling: Tiling, least: f64) -> bool {
+    let others = match tiling.walk {
+        Walk::Rows => layout.seq_kv(),
+        Walk::Columns => layout.seq_q(),
     };
-    let patterns = 0..layout.num_patterns();
-    let blocks: usize = patterns.clone().map(|p| layout.pattern_blocks(p)).sum();
-    let pairs = blocks * layout.block_size().pow(2) / patterns.len().max(1);
-    let mean = pairs / (length.div_ceil(tiling.rows) * tiling.rows * tiling.cols).max(1);
     // Steps are counted where they may be few: that takes as long as a plan.
-    if !visits::may_be_short(mean, others.div_ceil(tiling.cols)) {
+    if !visits::may_be_short(least, others.div_ceil(tiling.cols)) {
         return false;
     }
     let steps = tile_steps(layout, tiling);

@@ -35,10 +35,10 @@ pub(super) fn long_tiles(ranked: impl ExactSizeIterator<Item = usize>, patterns:
     }
 }
 
-/// Whether there may be [`long_tiles`], of tiles that walk `mean` steps on average if nothing is computed in vain, and `most` at most.
+/// Whether there may be [`long_tiles`], of tiles that walk `least` steps on average or more, and `most` at most.
 #[cfg(feature = "cuda-asm")]
-pub(super) fn may_be_short(mean: usize, most: usize) -> bool {
-    mean <= SHORT + most.div_ceil(16)
+pub(super) fn may_be_short(least: f64, most: usize) -> bool {
+    least <= (SHORT + most.div_ceil(16)) as f64
 }
 
 /// One order of tiles for all patterns, those with most steps first, how many of them count visits for themselves, and in it the visits of all

@@ -338,7 +338,9 @@ fn fused(
     let fits = |tile: &BackwardTile| tile.shared_bytes() <= most;
     let tile = [tile, single].into_iter().find(fits).ok_or(NO_TILE)?;
     let tile = coarse_backward(part, tile).unwrap_or(tile);
-    let apart = part.limit != TierLimit::HopperAlone && has_long_tiles(part.layout, tile.tiling());
+    let of_head = steps / (part.layout.heads() / part.request.kv_heads) as f64;
+    let apart =
+        part.limit != TierLimit::HopperAlone && has_long_tiles(part.layout, tile.tiling(), of_head);
     let tile = BackwardTile {
         apart,
         // A cube that begins a long tile would have drawn the next ones already, and their neighbours would wait for these.
