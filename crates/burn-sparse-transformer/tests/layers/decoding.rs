@@ -1,10 +1,10 @@
 //! Token by token from a cache is what all rows at once are, whatever the pattern.
 
 use burn::nn::RotaryEncodingConfig;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
     Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, TransformerError,
+    SparseMultiHeadAttentionConfig, SparseTransformer, TransformerError,
 };
 use rstest::rstest;
 
@@ -169,4 +169,31 @@ fn a_cache_stops_where_it_may(#[case] text: &str, #[case] stop: usize, #[case] s
         .unwrap_err();
     assert_eq!(error.to_string(), expected);
     assert_eq!(cache.len(), stop);
+}
+
+/// That a model decodes 40 tokens of two sequences by a cache as it sees them at once, going back included, and that other tokens behind the 23rd change
+/// what is seen from there on alone.
+pub fn assert_decodes_and_sees_no_future(model: &SparseTransformer, tokens: &Tensor<2, Int>) {
+    let whole = model.forward(tokens.clone()).unwrap();
+    let mut cache = model.new_cache();
+    let rows = [13, 1, 1, 8, 17].map(|count| {
+        let new = tokens.clone().narrow(1, cache.position(), count);
+        model.forward_cache(new, &mut cache).unwrap()
+    });
+    assert_close(Tensor::cat(rows.to_vec(), 1), whole.clone(), 1e-4);
+    // A refused call leaves the cache as it was.
+    cache.truncate(20);
+    let many = tokens.clone().narrow(1, 0, 30);
+    assert!(model.forward_cache(many, &mut cache).is_err());
+    let new = tokens.clone().narrow(1, 20, 5);
+    let again = model.forward_cache(new, &mut cache).unwrap();
+    assert_close(again, whole.clone().narrow(1, 20, 5), 1e-4);
+
+    let zeros = Tensor::<2, Int>::zeros([2, 17], &tokens.device());
+    let moved = Tensor::cat(vec![tokens.clone().narrow(1, 0, 23), zeros], 1);
+    let moved = model.forward(moved).unwrap();
+    let first = |x: &Tensor<3>| x.clone().narrow(1, 0, 23);
+    assert_close(first(&moved), first(&whole), 1e-5);
+    let difference = (moved - whole).abs().max().into_scalar::<f32>();
+    assert!(difference > 1e-3, "{difference}");
 }

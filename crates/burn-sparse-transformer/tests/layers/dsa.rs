@@ -11,6 +11,7 @@ use burn_sparse_transformer::{
 };
 
 use crate::common::{assert_close, random, randomise, seed, tokens};
+use crate::decoding::assert_decodes_and_sees_no_future;
 
 /// Four heads of queries on two of keys; three index heads of width 6, of which four channels are rotated.
 fn heads(keep: usize, near: usize) -> DsaHeadsConfig {
@@ -191,28 +192,7 @@ fn models_decode_and_do_not_look_ahead() {
     for stage in [DsaStage::Sparse, DsaStage::WarmUp] {
         let model = model.clone().with_dsa_stage(stage).unwrap();
         assert_eq!(model.dsa_stage(), Some(stage));
-        let whole = model.forward(tokens.clone()).unwrap();
-        let mut cache = model.new_cache();
-        let rows = [13, 1, 1, 8, 17].map(|count| {
-            let new = tokens.clone().narrow(1, cache.position(), count);
-            model.forward_cache(new, &mut cache).unwrap()
-        });
-        assert_close(Tensor::cat(rows.to_vec(), 1), whole.clone(), 1e-4);
-        // A refused call leaves the cache as it was.
-        cache.truncate(20);
-        let many = tokens.clone().narrow(1, 0, 30);
-        assert!(model.forward_cache(many, &mut cache).is_err());
-        let new = tokens.clone().narrow(1, 20, 5);
-        let again = model.forward_cache(new, &mut cache).unwrap();
-        assert_close(again, whole.clone().narrow(1, 20, 5), 1e-4);
-
-        let zeros = Tensor::<2, Int>::zeros([2, 17], &device);
-        let moved = Tensor::cat(vec![tokens.clone().narrow(1, 0, 23), zeros], 1);
-        let moved = model.forward(moved).unwrap();
-        let first = |x: &Tensor<3>| x.clone().narrow(1, 0, 23);
-        assert_close(first(&moved), first(&whole), 1e-5);
-        let difference = (moved - whole).abs().max().into_scalar::<f32>();
-        assert!(difference > 1e-3, "{difference}");
+        assert_decodes_and_sees_no_future(&model, &tokens);
     }
     // A cache of dense attention has no index keys.
     let dense = model.clone().with_dsa_stage(DsaStage::Dense).unwrap();

@@ -3,7 +3,7 @@
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::activation::{gelu, sigmoid};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, Tensor};
 use burn_blocksparse::{Nsa, NsaKeysValues, NsaOptions};
 use burn_sparse_transformer::{
     Compression, Factorization, NsaAttention, NsaAttentionConfig, NsaCompressor, NsaHeadsConfig,
@@ -12,6 +12,7 @@ use burn_sparse_transformer::{
 };
 
 use crate::common::{assert_close, random, randomise, seed, tokens};
+use crate::decoding::assert_decodes_and_sees_no_future;
 
 const BLOCK: usize = 8;
 const STRIDE: usize = 4;
@@ -184,30 +185,7 @@ fn models_decode_and_do_not_look_ahead() {
     for text in TEXTS {
         let model = model(text, &device);
         let tokens = tokens(2, 40, 11, &device);
-        let whole = model.forward(tokens.clone()).unwrap();
-        let mut cache = model.new_cache();
-        let rows = [13, 1, 1, 8, 17].map(|count| {
-            let new = tokens.clone().narrow(1, cache.position(), count);
-            model.forward_cache(new, &mut cache).unwrap()
-        });
-        assert_close(Tensor::cat(rows.to_vec(), 1), whole.clone(), 1e-4);
-        // A refused call leaves the cache as it was.
-        cache.truncate(20);
-        let many = tokens.clone().narrow(1, 0, 30);
-        assert!(model.forward_cache(many, &mut cache).is_err());
-        let new = tokens.clone().narrow(1, 20, 5);
-        let again = model.forward_cache(new, &mut cache).unwrap();
-        assert_close(again, whole.clone().narrow(1, 20, 5), 1e-4);
-
-        let zeros = Tensor::<2, Int>::zeros([2, 17], &device);
-        let moved = Tensor::cat(vec![tokens.clone().narrow(1, 0, 23), zeros], 1);
-        let moved = model.forward(moved).unwrap();
-        let first = |x: &Tensor<3>| x.clone().narrow(1, 0, 23);
-        assert_close(first(&moved), first(&whole), 1e-5);
-        assert_ne!(
-            moved.into_data().try_to_vec::<f32>().unwrap(),
-            whole.into_data().try_to_vec::<f32>().unwrap()
-        );
+        assert_decodes_and_sees_no_future(&model, &tokens);
     }
 }
 
