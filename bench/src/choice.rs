@@ -61,7 +61,7 @@ struct Args {
     /// Compare results with loops in f64, of small calls, instead of timing.
     #[arg(long)]
     verify: bool,
-    /// Launch every kernel once and wait for nothing: for looking at what is compiled.
+    /// Launch every kernel once and wait for nothing: for looking at what is compiled. With --verify those of its calls, and nothing is compared.
     #[arg(long)]
     enqueue_only: bool,
 }
@@ -350,7 +350,7 @@ fn rule(keep: Keep) -> Rule {
     }
 }
 
-fn verify(client: &Client) -> Result<()> {
+fn verify(client: &Client, enqueue_only: bool) -> Result<()> {
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     let mut compared = 0;
     // Lists of queries and of keys, their lengths, and width, block and stride.
@@ -377,7 +377,11 @@ fn verify(client: &Client) -> Result<()> {
                     factor: 0.25 / stride as f64,
                     rows,
                 };
-                Sums::new(client, of, &mut rng).verify(client)?;
+                let sums = Sums::new(client, of, &mut rng);
+                match enqueue_only {
+                    true => sums.run(client)?,
+                    false => sums.verify(client)?,
+                }
                 compared += 1;
             }
         }
@@ -405,11 +409,18 @@ fn verify(client: &Client) -> Result<()> {
                 seq_kv,
                 block_size,
             };
-            Ruled::new(client, shape, rule(keep), width, &mut rng).verify(client)?;
+            let ruled = Ruled::new(client, shape, rule(keep), width, &mut rng);
+            match enqueue_only {
+                true => ruled.choose(client, &ruled.layout()?)?,
+                false => ruled.verify(client)?,
+            }
             compared += 1;
         }
     }
-    println!("{compared} calls equal loops in f64");
+    match enqueue_only {
+        true => println!("{compared} calls, not compared"),
+        false => println!("{compared} calls equal loops in f64"),
+    }
     Ok(())
 }
 
@@ -442,7 +453,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let client = cubecl::Device::Cuda(Default::default()).client();
     if args.verify {
-        return verify(&client);
+        return verify(&client, args.enqueue_only);
     }
     let Args {
         n,

@@ -273,6 +273,11 @@ fn launch_wgmma(
     if seen_tiles == Some(0) {
         return;
     }
+    // No more cubes than tiles: a warpgroup that begins later than the other waits for the first slab of its cube's first tile.
+    let cubes = match seen_tiles {
+        Some(tiles) => plan.cubes.min(request.batch * plan.parts * tiles),
+        None => plan.cubes,
+    };
     let seen = match beside.seen.zip(seen_tiles) {
         Some((seen, tiles)) => seen.launched(tiles),
         None => SeenLaunch::new(0, 0, 1, 0.0),
@@ -292,7 +297,7 @@ fn launch_wgmma(
     unsafe {
         product::product::launch_unchecked(
             client,
-            CubeCount::Static(plan.cubes as u32, 1, 1),
+            CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
             tile.cols / 2,
             tile.written_words(),
