@@ -1,4 +1,5 @@
-//! The forward kernel: a cube has one query, with the heads that share its list as rows, 16 or 32 of them to a warp, and walks its list.
+//! The forward kernel: a cube has one query, with the heads that share its list as rows, 16 or 32 of them to a warp, and walks its list. Rows
+//! that the heads do not fill repeat the last one's, and are not written.
 //!
 //! ```text
 //! per step j of 16 or 32 keys, of which the next few are on their way to a ring in shared memory:
@@ -97,7 +98,7 @@ pub fn forward(
         // What is there is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
         #[unroll]
         for i in 0..comptime!(2 * tiles) {
-            let row = first_row + comptime!(i as u32 * ROW_PAIR);
+            let row = head_of_row(first_row + comptime!(i as u32 * ROW_PAIR), t);
             let at = (before + row * q_strides.len) as usize;
             let log = lse[at];
             if log > f32::new(LOWEST_MAX) {
@@ -172,25 +173,27 @@ pub fn forward(
             log = (m[i] * log2_scale + log2(sum)) * comptime!(std::f32::consts::LN_2);
         }
         let row = first_row + comptime!(i as u32 * ROW_PAIR);
-        let at = (before + row * q_strides.len) as usize;
-        #[unroll]
-        for n in 0..comptime!(tile.value_dim / 8) {
-            let four = o[comptime!(i / 2 * (tile.value_dim / 8) + n)];
-            let pair = NumberPair {
-                low: four.extract(comptime!(i % 2 * 2)) * inverse,
-                high: four.extract(comptime!(i % 2 * 2 + 1)) * inverse,
-            };
-            store_pair(
-                out,
-                at * comptime!(tile.words(tile.value_dim)),
-                quad,
-                &pair,
-                n,
-                tile,
-            );
-        }
-        if lane % 4 == 0 {
-            lse[at] = log;
+        if is_written(row, t) {
+            let at = (before + row * q_strides.len) as usize;
+            #[unroll]
+            for n in 0..comptime!(tile.value_dim / 8) {
+                let four = o[comptime!(i / 2 * (tile.value_dim / 8) + n)];
+                let pair = NumberPair {
+                    low: four.extract(comptime!(i % 2 * 2)) * inverse,
+                    high: four.extract(comptime!(i % 2 * 2 + 1)) * inverse,
+                };
+                store_pair(
+                    out,
+                    at * comptime!(tile.words(tile.value_dim)),
+                    quad,
+                    &pair,
+                    n,
+                    tile,
+                );
+            }
+            if lane % 4 == 0 {
+                lse[at] = log;
+            }
         }
     }
 }

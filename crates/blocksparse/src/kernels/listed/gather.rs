@@ -62,7 +62,7 @@ pub fn query_walk(
     QueryWalk {
         batch,
         query,
-        first_head: kv_head * comptime!(t.inner.rows() as u32),
+        first_head: kv_head * comptime!(t.heads as u32),
         list: QueryList {
             first: (((batch * slice.heads as u32 + kv_head) * seq_q + query) * most) as usize,
             most,
@@ -80,7 +80,27 @@ pub fn query_walk(
 /// The query's row of the first head that shares the list, among those of all batch entries and heads.
 #[cube]
 pub fn first_of_heads(walk: &QueryWalk, lists: u32, seq_q: u32, #[comptime] t: WalkTile) -> u32 {
-    (walk.batch * lists * comptime!(t.inner.rows() as u32) + walk.first_head) * seq_q + walk.query
+    (walk.batch * lists * comptime!(t.heads as u32) + walk.first_head) * seq_q + walk.query
+}
+
+/// The head of a row of the query, among those that share the list.
+#[cube]
+pub fn head_of_row(row: u32, #[comptime] t: WalkTile) -> u32 {
+    if comptime!(t.is_full()) {
+        row
+    } else {
+        min(row, comptime!(t.heads as u32 - 1))
+    }
+}
+
+/// Whether a row is a head's, and so to be written.
+#[cube]
+pub fn is_written(row: u32, #[comptime] t: WalkTile) -> bool {
+    if comptime!(t.is_full()) {
+        true.runtime()
+    } else {
+        row < comptime!(t.heads as u32)
+    }
 }
 
 /// Starts to copy the query's rows of a tensor.
@@ -99,7 +119,7 @@ pub fn copy_query(
         first + u64::cast_from(walk.query) * strides.row * 16,
         strides.head,
         dim,
-        comptime!(t.inner),
+        t,
     );
 }
 
@@ -220,19 +240,19 @@ fn period_of(pieces: usize, units: usize) -> usize {
 
 /// Starts to copy the rows of a query, which are `stride` pieces of 16 bytes apart.
 #[cube]
-fn copy_own(target: u32, first: u64, stride: u64, #[comptime] dim: usize, #[comptime] t: Tile) {
-    let pieces = comptime!(t.words(dim) as u32 / 4);
+fn copy_own(target: u32, first: u64, stride: u64, #[comptime] dim: usize, #[comptime] t: WalkTile) {
+    let pieces = comptime!(t.inner.words(dim) as u32 / 4);
     let mut index = UNIT_POS_X;
-    while index < comptime!(t.rows() as u32) * pieces {
+    while index < comptime!(t.inner.rows() as u32) * pieces {
         let row = index / pieces;
         let piece = index % pieces * 16;
         copy_far_piece(
-            target + row * comptime!(t.pitch(dim) as u32) + piece,
+            target + row * comptime!(t.inner.pitch(dim) as u32) + piece,
             first + u64::cast_from(piece),
-            row,
+            head_of_row(row, t),
             stride * 16,
         );
-        index += comptime!(t.units() as u32);
+        index += comptime!(t.inner.units() as u32);
     }
 }
 

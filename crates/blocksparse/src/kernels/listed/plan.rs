@@ -13,9 +13,8 @@ use crate::kernels::mma::tile::{Outputs, Tile};
 use crate::kernels::on_device::{KEYS_OF_WORD, KeyListSizes};
 use crate::kernels::tensor::{TOO_LARGE, half_of, is_u32};
 
-/// Widths of queries and keys, and of values.
-const HEAD_DIMS: [usize; 3] = [64, 128, 192];
-const VALUE_DIMS: [usize; 2] = [64, 128];
+/// The most that queries and keys are wide, and values.
+const WIDEST: [usize; 2] = [192, 128];
 
 /// Rows of a matrix of mma.sync, and of a query at most.
 const ROWS: usize = 16;
@@ -232,11 +231,14 @@ fn check(properties: &DeviceProperties, request: &ListedRequest) -> Result<Eleme
     }
     let element = Element::Half(half_of(request.dtype)?);
     let rows = request.rows();
-    if !rows.is_multiple_of(ROWS) || rows > MOST_ROWS || rows == 0 {
-        return Err("the heads that share a list are no multiple of 16 up to 128");
+    if rows > MOST_ROWS || rows == 0 {
+        return Err("more than 128 heads share a list");
     }
-    if !HEAD_DIMS.contains(&request.head_dim) || !VALUE_DIMS.contains(&request.value_dim) {
-        return Err("head_dim is not 64, 128 or 192, or value_dim is not 64 or 128");
+    let widths = [request.head_dim, request.value_dim].into_iter();
+    let is_served =
+        |(width, widest): (usize, usize)| width.is_multiple_of(16) && (1..=widest).contains(&width);
+    if !widths.zip(WIDEST).all(is_served) {
+        return Err("head_dim is no multiple of 16 up to 192, or value_dim of 16 up to 128");
     }
     if !(matches!(request.block, 1 | 16 | 32) || request.block.is_multiple_of(64)) {
         return Err("blocks are not of 1, 16, 32, 64 or a multiple of 64 keys");
@@ -307,13 +309,14 @@ fn walk_tile(
     backward: bool,
     hardware: &cubecl::ir::HardwareProperties,
 ) -> Result<WalkTile, &'static str> {
-    let rows = request.rows();
+    let rows = request.rows().next_multiple_of(ROWS);
     // Two matrices of rows to a warp read what is shared once for both, where their sums have room in registers.
     let wide = rows >= 64 && rows.is_multiple_of(32) && !backward && request.head_dim <= 128;
     let warp_tiles = if wide { 2 } else { 1 };
     let warps = rows / (ROWS * warp_tiles);
     let shape = |[cols, stages]: [usize; 2]| WalkTile {
         inner: plain(request, element, [warps, warp_tiles], [cols, stages]),
+        heads: request.rows(),
         block: request.block,
         backward,
     };

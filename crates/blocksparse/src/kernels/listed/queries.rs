@@ -83,7 +83,7 @@ pub fn queries(
     let mut row_delta = Array::<f32>::new(comptime!(2 * tiles));
     #[unroll]
     for i in 0..comptime!(2 * tiles) {
-        let row = first_row + comptime!(i as u32 * ROW_PAIR);
+        let row = head_of_row(first_row + comptime!(i as u32 * ROW_PAIR), t);
         let at = (before + row * q_strides.len) as usize * 2;
         row_lse[i] = stats[at];
         row_delta[i] = stats[at + 1];
@@ -178,20 +178,22 @@ pub fn queries(
     #[unroll]
     for i in 0..comptime!(2 * tiles) {
         let row = first_row + comptime!(i as u32 * ROW_PAIR);
-        let at = (before + row * q_strides.len) as usize * comptime!(tile.words(tile.head_dim));
-        #[unroll]
-        for n in 0..comptime!(tile.head_dim / 8) {
-            let four = dq[comptime!(i / 2 * (tile.head_dim / 8) + n)];
-            let mut pair = NumberPair {
-                low: four.extract(comptime!(i % 2 * 2)) * scale,
-                high: four.extract(comptime!(i % 2 * 2 + 1)) * scale,
-            };
-            if comptime!(tile.carry) {
-                let there = load_pair(&grad[..], at, quad, n, tile);
-                pair.low += there.low;
-                pair.high += there.high;
+        if is_written(row, t) {
+            let at = (before + row * q_strides.len) as usize * comptime!(tile.words(tile.head_dim));
+            #[unroll]
+            for n in 0..comptime!(tile.head_dim / 8) {
+                let four = dq[comptime!(i / 2 * (tile.head_dim / 8) + n)];
+                let mut pair = NumberPair {
+                    low: four.extract(comptime!(i % 2 * 2)) * scale,
+                    high: four.extract(comptime!(i % 2 * 2 + 1)) * scale,
+                };
+                if comptime!(tile.carry) {
+                    let there = load_pair(&grad[..], at, quad, n, tile);
+                    pair.low += there.low;
+                    pair.high += there.high;
+                }
+                store_pair(grad, at, quad, &pair, n, tile);
             }
-            store_pair(grad, at, quad, &pair, n, tile);
         }
     }
 }

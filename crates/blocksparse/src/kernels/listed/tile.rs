@@ -11,8 +11,10 @@ pub const MOST_STAGES: usize = BITS / 4;
 /// The comptime shape of a walk of queries: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WalkTile {
-    /// Rows of one query, the heads that share its list, and steps of its keys. Of the fields only sizes, `far_rows` and `carry` count.
+    /// Rows of one query, and steps of its keys. Of the fields only sizes, `far_rows` and `carry` count.
     pub inner: Tile,
+    /// Heads that share its list: its rows, but for those that fill the last matrix, which repeat the last head's and are not written.
+    pub heads: usize,
     /// Neighbouring keys that a number of a list names.
     pub block: usize,
     /// Whether rows of the output's gradient lie beside those of queries.
@@ -36,6 +38,11 @@ impl WalkTile {
             false => 0,
         };
         self.inner.rows() * (self.inner.pitch(self.inner.head_dim) + second)
+    }
+
+    /// Whether every row is a head's.
+    pub fn is_full(&self) -> bool {
+        self.heads == self.inner.rows()
     }
 
     /// Whether the query's rows stay in registers.
