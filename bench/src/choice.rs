@@ -1,5 +1,6 @@
 //! `bench-choice`: the kernels that choose blocks, one by one, by the device's own clock; and their equality to loops in f64.
 
+mod choice_lines;
 mod device_time;
 
 use std::time::Instant;
@@ -7,8 +8,8 @@ use std::time::Instant;
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::rows::{RowBlocks, block_means};
 use blocksparse::kernels::selection::{
-    Antidiagonals, GateSizes, Kept, KeptLines, LineSizes, MeanProducts, SeenRows,
-    antidiagonal_masses, least_kept, line_sums, mean_products, query_picks,
+    Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, MeanProducts, SeenRows,
+    antidiagonal_masses, least_kept, mean_products, query_picks,
 };
 use blocksparse::kernels::{
     AttentionPlan, ChoiceTensor, Outputs, Request, ScoreOptions, TensorView, choose_blocks,
@@ -26,6 +27,7 @@ use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use choice_lines::{Chosen, Lines, random_lines};
 use device_time::median;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
@@ -52,6 +54,9 @@ struct Args {
     /// Queries and keys of a block.
     #[arg(long, default_value_t = 128)]
     block: usize,
+    /// Only what has this in its name, of what is timed; with --verify, "lines" compares sums over keys and distances alone.
+    #[arg(long, default_value = "")]
+    only: String,
     /// Timed runs; the median is reported.
     #[arg(long, default_value_t = 15)]
     repeats: usize,
@@ -61,7 +66,7 @@ struct Args {
     /// Compare results with loops in f64, of small calls, instead of timing.
     #[arg(long)]
     verify: bool,
-    /// Launch every kernel once and wait for nothing: for looking at what is compiled. With --verify those of its calls, and nothing is compared.
+    /// Launch every kernel once and wait for nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
 }
@@ -350,9 +355,13 @@ fn rule(keep: Keep) -> Rule {
     }
 }
 
-fn verify(client: &Client, enqueue_only: bool) -> Result<()> {
+fn verify(client: &Client, only: &str) -> Result<()> {
     let mut rng = ChaCha8Rng::seed_from_u64(7);
-    let mut compared = 0;
+    let mut compared = choice_lines::verify(client, &mut rng)?;
+    if only == "lines" {
+        println!("{compared} calls equal loops in f64");
+        return Ok(());
+    }
     // Lists of queries and of keys, their lengths, and width, block and stride.
     let calls: [[usize; 7]; 6] = [
         [4, 1, 1000, 1000, 64, 64, 8],
@@ -377,11 +386,7 @@ fn verify(client: &Client, enqueue_only: bool) -> Result<()> {
                     factor: 0.25 / stride as f64,
                     rows,
                 };
-                let sums = Sums::new(client, of, &mut rng);
-                match enqueue_only {
-                    true => sums.run(client)?,
-                    false => sums.verify(client)?,
-                }
+                Sums::new(client, of, &mut rng).verify(client)?;
                 compared += 1;
             }
         }
@@ -409,18 +414,11 @@ fn verify(client: &Client, enqueue_only: bool) -> Result<()> {
                 seq_kv,
                 block_size,
             };
-            let ruled = Ruled::new(client, shape, rule(keep), width, &mut rng);
-            match enqueue_only {
-                true => ruled.choose(client, &ruled.layout()?)?,
-                false => ruled.verify(client)?,
-            }
+            Ruled::new(client, shape, rule(keep), width, &mut rng).verify(client)?;
             compared += 1;
         }
     }
-    match enqueue_only {
-        true => println!("{compared} calls, not compared"),
-        false => println!("{compared} calls equal loops in f64"),
-    }
+    println!("{compared} calls equal loops in f64");
     Ok(())
 }
 
@@ -437,23 +435,11 @@ fn host(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) ->
     Ok(times[times.len() / 2])
 }
 
-/// Of lines of random numbers the least that is kept.
-fn lines(client: &Client, [lines, len]: [usize; 2], rng: &mut ChaCha8Rng) -> (Handle, KeptLines) {
-    let numbers: Vec<f32> = (0..lines * len).map(|_| rng.random()).collect();
-    let of = KeptLines {
-        lines,
-        len,
-        step: len,
-        kept: Kept::Share(0.5),
-    };
-    (singles(client, &numbers), of)
-}
-
 fn main() -> Result<()> {
     let args = Args::parse();
     let client = cubecl::Device::Cuda(Default::default()).client();
     if args.verify {
-        return verify(&client, args.enqueue_only);
+        return verify(&client, &args.only);
     }
     let Args {
         n,
@@ -465,6 +451,9 @@ fn main() -> Result<()> {
     } = args;
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let time = |name: &str, run: &(dyn Fn() -> Result<()> + Sync)| -> Result<f64> {
+        if !name.contains(&args.only) {
+            return Ok(f64::NAN);
+        }
         if args.enqueue_only {
             run()?;
             return Ok(f64::NAN);
@@ -531,23 +520,38 @@ fn main() -> Result<()> {
         query_picks(&client, BF16, [&q, &k], &gate, &picks)?;
         Ok(())
     })?;
+    let last = |queries: usize| LineSizes {
+        lists: [heads, kv_heads],
+        seq: [queries, n],
+        width: head_dim,
+        factor: 1.0 / (head_dim as f64).sqrt(),
+    };
     for queries in [64, 128].into_iter().filter(|&queries| queries <= n) {
         // As many queries of any place cost the same.
-        let lines = LineSizes {
-            lists: [heads, kv_heads],
-            seq: [queries, n],
-            width: head_dim,
-            factor: 1.0 / (head_dim as f64).sqrt(),
-        };
-        let sums = client.empty(heads * 2 * n * size_of::<f32>());
+        let lines = Lines::new(&client, last(queries), &mut rng);
+        println!("{queries} queries: {}", lines.plan(&client));
         time(
             &format!("sums of {queries} queries by keys and distances"),
-            &|| {
-                line_sums(&client, BF16, [&q, &k], &lines, &sums)?;
-                Ok(())
-            },
+            &|| lines.run(&client),
         )?;
     }
+    // All lists by lines, all by means, and all by lines with a least.
+    for (name, threshold, blocks) in [
+        ("flexprefill: estimate, all by lines", 0.0, 0),
+        ("flexprefill: estimate, all by means", 2.0, 0),
+        ("flexprefill: estimate, with a least", 0.0, 1024 / block),
+    ] {
+        let limits = FlexLimits { threshold, blocks };
+        let kept = Kept::Share(0.5);
+        let chosen = Chosen::new(&client, last(block.min(n)), [block, n], kept, Some(limits));
+        time(name, &|| chosen.run(&client, [&q, &k]))?;
+    }
+    let kept = Kept::Count {
+        all: [1000, 200],
+        forced: [30, 100],
+    };
+    let chosen = Chosen::new(&client, last(64.min(n)), [64, n], kept, None);
+    time("minference: estimate", &|| chosen.run(&client, [&q, &k]))?;
     let shape = LayoutShape {
         heads,
         seq_q: n,
@@ -580,7 +584,7 @@ fn main() -> Result<()> {
         ("keys and distances", [2 * heads, n]),
         ("whole rows of blocks", [heads, blocks * blocks]),
     ] {
-        let (numbers, of) = lines(&client, lines_of, &mut rng);
+        let (numbers, of) = random_lines(&client, lines_of, &mut rng);
         let least = singles(&client, &vec![f32::NAN; of.lines]);
         time(&format!("least kept of {name}"), &|| {
             least_kept(&client, &numbers, &of, &least)?;

@@ -193,8 +193,8 @@ impl Case {
                 };
                 bias_activation_backward(&self.client, [rows, cols], &pass)?;
             }
-            // Sums of exponentials are no part of a layer.
-            Epilogue::Plain | Epilogue::LogSums { .. } => {}
+            // Sums of exponentials and of weights are no part of a layer.
+            Epilogue::Plain | Epilogue::LogSums { .. } | Epilogue::LineSums => {}
         }
         Ok(())
     }

@@ -129,6 +129,6 @@ pub const NAMED: &[(&str, Check)] = table! {
     fuzz: fuzz;
     fuzz_decoding: pieces_are_rows_of_the_whole;
     selection_long: long_calls_choose_as_loops, long_gates_choose_as_loops;
-    selection: antidiagonals_in_half_precision_equal_those_of_loops;
+    selection: antidiagonals_in_half_precision_equal_those_of_loops, lines_in_half_precision_equal_those_of_loops;
     selection_fuzz: random_choices;
 };

@@ -210,19 +210,53 @@ fn assert_scores(what: &str, grid: &ScoreGrid, got: &[f64], expected: &[f64], to
 /// Sums over antidiagonals of numbers in half precision, of blocks of 8 to 64 groups, which tensor cores may sum up before they write. Devices without
 /// kernels round products to half precision.
 pub fn antidiagonals_in_half_precision_equal_those_of_loops(devices: &[Device]) {
-    let mut ran = 0;
-    for (index, (text, [heads, kv_heads], seq)) in [
+    let calls = [
         ("xattention:64,8,0.9", [3, 1], [300, 300]),
         ("xattention:128,8,0.9", [2, 2], [130, 333]),
         ("xattention:128,4,0.9", [2, 1], [333, 100]),
         ("xattention:128,2,0.9", [2, 1], [301, 290]),
-    ]
-    .into_iter()
-    .enumerate()
-    {
+    ];
+    let ran = in_half_precision(devices, &calls, &[true, false]);
+    assert_ran("antidiagonals_in_half_precision_equal_those_of_loops", ran);
+}
+
+/// Blocks that kept keys and distances touch, of last queries in half precision, whose attention tensor cores may sum up before it is written: of no more
+/// queries than a warpgroup has, of a tile's, and of more; of heads that means decide for, of others, of both, and with a least.
+pub fn lines_in_half_precision_equal_those_of_loops(devices: &[Device]) {
+    let calls = [
+        ("flexprefill:64,0.73,0", [4, 2], [900, 900]),
+        ("flexprefill:64,0.73,2", [2, 1], [300, 300]),
+        ("flexprefill:64,0.6,0.03", [6, 2], [200, 520]),
+        ("flexprefill:128,0.31,0.1,200", [3, 1], [515, 515]),
+        ("flexprefill:32,0.47,0", [2, 2], [130, 333]),
+        ("flexprefill:128,0.5,0", [2, 1], [333, 100]),
+        ("minference:64,9,12,sinks=3,window=5", [4, 2], [900, 900]),
+        (
+            "minference:32,9,12,100,sinks=3,window=5",
+            [2, 1],
+            [301, 290],
+        ),
+        (
+            "minference:16,9,12,150,sinks=3,window=5",
+            [2, 1],
+            [200, 300],
+        ),
+    ];
+    let ran = in_half_precision(devices, &calls, &[true]);
+    assert_ran("lines_in_half_precision_equal_those_of_loops", ran);
+}
+
+/// Scores of numbers in half precision equal those of loops, of calls with a selection, heads of queries and of keys, and lengths. How many were compared.
+fn in_half_precision(
+    devices: &[Device],
+    calls: &[(&str, [usize; 2], [usize; 2])],
+    causals: &[bool],
+) -> usize {
+    let mut ran = 0;
+    for (index, &(text, [heads, kv_heads], seq)) in calls.iter().enumerate() {
         let selection: Selection = text.parse().unwrap();
         let sizes = Sizes::new([2, heads, kv_heads], seq);
-        for causal in [true, false] {
+        for &causal in causals {
             let problem = Problem::new(sizes, causal, 9870 + index as u64);
             for device in devices {
                 for dtype in half_dtypes(device) {
@@ -240,7 +274,7 @@ pub fn antidiagonals_in_half_precision_equal_those_of_loops(devices: &[Device]) 
             }
         }
     }
-    assert_ran("antidiagonals_in_half_precision_equal_those_of_loops", ran);
+    ran
 }
 
 /// Scores on a device equal those of loops, and so does what is chosen, but for scores that are as good as equal to one of the other side. True if all

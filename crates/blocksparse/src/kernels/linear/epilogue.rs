@@ -334,7 +334,7 @@ pub fn finish<S: Size, W: Size>(
             let inside = row < shape.rows && col < shape.cols;
             match comptime!(t.epilogue) {
                 // Sums of exponentials are stored elsewhere.
-                Epilogue::Plain | Epilogue::LogSums { .. } => {
+                Epilogue::Plain | Epilogue::LogSums { .. } | Epilogue::LineSums => {
                     let four = fours[lower];
                     if inside {
                         out[at] = as_stored::<W>(&four);

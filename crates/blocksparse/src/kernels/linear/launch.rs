@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::epilogue::ResultShapeLaunch;
+use super::line_sums::{LINE_GROUPS, line_numbers};
 use super::log_sums::{SeenColumns, SeenLaunch};
 use super::mma::product::FactorLaunch;
 use super::mma::{self, MmaTile};
@@ -79,6 +80,9 @@ pub struct EpilogueTensors<'a> {
     /// Which columns rows see. Of sums of exponentials alone, which need it; the result is `[batch, rows, columns / run]` in f32. Where a tile has no column that
     /// any of its rows sees, nothing is written.
     pub seen: Option<SeenColumns>,
+    /// `[batch, rows]`, f32: the logarithms, to base 2, of rows' sums of exponentials; of a matrix whose first one is [`UNWANTED`](super::UNWANTED) or more
+    /// nothing is written. Of sums over columns alone, which need them; the result is `[batch, tiles of columns, 2, line_numbers]` in f32, of each 64 rows.
+    pub logs: Option<&'a Handle>,
 }
 
 impl EpilogueTensors<'_> {
@@ -90,7 +94,8 @@ impl EpilogueTensors<'_> {
             Epilogue::Gradient { sums, .. } => (true, sums),
             _ => (false, false),
         };
-        let is_seen = matches!(request.epilogue, Epilogue::LogSums { .. });
+        let is_lines = request.epilogue == Epilogue::LineSums;
+        let is_seen = is_lines || matches!(request.epilogue, Epilogue::LogSums { .. });
         let is_plain = is_seen || request.epilogue == Epilogue::Plain;
         let heads = match (request.epilogue, self.heads) {
             (Epilogue::Heads { dim }, Some((seq, heads))) => {
@@ -102,6 +107,7 @@ impl EpilogueTensors<'_> {
         };
         let fits = self.before.is_some() == gradient
             && self.seen.is_some() == is_seen
+            && self.logs.is_some() == is_lines
             && self.totals.is_some() == sums
             && !(is_plain && (self.bias.is_some() || self.second.is_some()))
             && heads
@@ -268,6 +274,14 @@ fn launch_wgmma(
         false => FloatKind::F16,
     });
     let elements = request.batch * plan.parts * request.rows * request.cols;
+    let (written, bias_len) = match request.epilogue {
+        Epilogue::LineSums => {
+            let tiles = request.batch * request.cols.div_ceil(tile.cols);
+            let written = tiles * LINE_GROUPS * line_numbers(tile.cols);
+            (written, request.batch * request.rows)
+        }
+        _ => (elements / tile.written(), request.cols / 4),
+    };
     let seen_tiles = (beside.seen).map(|seen| seen.tiles(request.rows, tile.cols));
     // Nobody sees anything.
     if seen_tiles == Some(0) {
@@ -303,9 +317,9 @@ fn launch_wgmma(
             tile.written_words(),
             map(a, 2, tile.a, ROWS, dtype),
             map(b, 1, tile.b, tile.cols, dtype),
-            buffer(out, elements / tile.written()),
+            buffer(out, written),
             optional(beside.second, elements / 8),
-            optional(beside.bias, request.cols / 4),
+            optional(beside.bias.or(beside.logs), bias_len),
             optional(beside.before, elements / 8),
             optional(beside.totals, plan.total_rows() * request.cols),
             tiles(plan, [a, b], seen_tiles),

@@ -52,12 +52,12 @@ impl SeenColumns {
 /// The same in a kernel.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Seen {
-    first: i32,
-    columns: u32,
+    pub first: i32,
+    pub columns: u32,
     /// Tiles of a matrix.
-    tiles: u32,
+    pub tiles: u32,
     /// What products are multiplied by, of a logarithm to base 2.
-    factor: f32,
+    pub factor: f32,
 }
 
 /// Tiles that some of the rows of `row_tile` see.

@@ -9,6 +9,7 @@
 //! places     which of a result's tiles a number names
 //! epilogue   what becomes of a tile's sums
 //! log_sums   logarithms of sums of exponentials in their place, of what rows see
+//! line_sums  sums over columns and diagonals of their softmax in their place
 //! product    the kernel
 //! launch     its launch
 //! blocks     products of block-sparse weights
@@ -23,6 +24,7 @@ mod asm;
 pub mod blocks;
 mod epilogue;
 mod launch;
+mod line_sums;
 mod log_sums;
 mod mma;
 mod places;
@@ -32,6 +34,7 @@ mod tile;
 mod view;
 
 pub use launch::{EpilogueTensors, multiply};
+pub use line_sums::{LINE_GROUPS, LINE_ROWS, UNWANTED, line_numbers};
 pub use log_sums::SeenColumns;
 pub use plan::{ProductPlan, ProductRequest, available};
 pub use tile::{Epilogue, Order};

@@ -93,6 +93,15 @@ impl ProductRequest {
                     false => Err("the columns are no runs of 8, 16, 32 or 64"),
                 }
             }
+            Epilogue::LineSums => {
+                if !self.wide || self.parts || self.by_heads {
+                    return Err("sums over columns are of whole sums in f32");
+                }
+                match self.rows <= ROWS {
+                    true => Ok(()),
+                    false => Err("sums over columns are of the rows of one tile"),
+                }
+            }
             _ if self.wide => Err("only a result in half precision becomes anything else"),
             Epilogue::Heads { .. } | Epilogue::Gradient { .. } if self.batch > 1 => {
                 Err("heads and gradients are of one matrix")
@@ -378,6 +387,11 @@ impl ProductPlan {
     /// Rows of the sums over 64 rows each, where those are wanted.
     pub fn total_rows(&self) -> usize {
         2 * self.request.rows.div_ceil(ROWS)
+    }
+
+    /// Columns of a tile.
+    pub fn tile_cols(&self) -> usize {
+        self.tile.cols()
     }
 
     pub(super) fn slabs(&self) -> usize {

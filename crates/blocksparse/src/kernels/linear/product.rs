@@ -14,6 +14,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::{main_loop, pause};
 use super::epilogue::{Lane, Place, ResultShape, finish, prepare};
+use super::line_sums::{is_wanted, store_line_sums};
 use super::log_sums::{Seen, seen_place, store_log_sums};
 use super::places::Tiles;
 use super::tile::{MULTIPLIERS, Order, ProductTile, ROWS, SLAB, SPAN_BYTES, WARPS};
@@ -96,7 +97,8 @@ fn load_heads(
 /// `a` and `b` as maps `[1, batch, rows, columns]` whose columns are contiguous: transposed where an [`Order`] says so; `a` as a map
 /// `[batch, heads, seq, 64]`, if the tile says so. `out` is
 /// `[batch, parts, rows, columns]` in words, or as the tile's epilogue says; so is `second`, what it writes beside that, and `before`, what it reads.
-/// `totals` is `[tiles along the rows · 2, columns]`. `seen` is read where the tile's epilogue sees some columns alone.
+/// `totals` is `[tiles along the rows · 2, columns]`. `seen` is read where the tile's epilogue sees some columns alone. In the place of a bias sums over columns
+/// have the rows' logarithms, `[batch, rows]`.
 #[cube(launch_unchecked)]
 pub fn product<S: Size, W: Size>(
     a: &TensorMap<u32, Tiled>,
@@ -137,7 +139,11 @@ pub fn product<S: Size, W: Size>(
             let mut tile = CUBE_POS_X;
             while tile < tiles.count {
                 let place = seen_place(&tiles, &seen, &shape, tile, t);
-                for slab in 0..place.count {
+                let mut count = place.count;
+                if comptime!(t.is_lines()) {
+                    count = select(is_wanted::<W>(&bias, &place, &shape), count, 0u32);
+                }
+                for slab in 0..count {
                     let stage = number % stages;
                     let bar = base + stage * 8;
                     barrier_wait(bar + comptime!(t.empty()), 1 - ((number / stages) & 1));
@@ -196,34 +202,53 @@ pub fn product<S: Size, W: Size>(
         while tile < tiles.count {
             let place = seen_place(&tiles, &seen, &shape, tile, t);
             let held = prepare::<W>(&before, &place, &shape, &own, t);
-            let sums = main_loop::<S>(
-                a_desc,
-                b_desc,
-                base,
-                number,
-                place.count,
-                lead,
-                comptime!(t.main_loop()),
-            );
-            number += place.count;
-            if comptime!(t.is_seen()) {
-                store_log_sums::<S, W>(out, &sums, &place, &shape, &seen, &own, t);
-            } else if comptime!(t.wide) {
-                store::<S, W>(out, &sums, &place, &shape, &own, t);
+            if comptime!(t.is_lines()) {
+                let wanted = select(is_wanted::<W>(&bias, &place, &shape), 1u32, 0u32);
+                if uniform(wanted) != 0u32 {
+                    let sums = main_loop::<S>(
+                        a_desc,
+                        b_desc,
+                        base,
+                        number,
+                        place.count,
+                        lead,
+                        comptime!(t.main_loop()),
+                    );
+                    number += place.count;
+                    store_line_sums::<S, W>(
+                        out, &bias, &sums, &place, &shape, &seen, &own, base, t,
+                    );
+                }
             } else {
-                finish::<S, W>(
-                    &sums,
-                    out,
-                    &mut second,
-                    &bias,
-                    &held,
-                    &mut totals,
-                    &place,
-                    &shape,
-                    &own,
+                let sums = main_loop::<S>(
+                    a_desc,
+                    b_desc,
                     base,
-                    t,
+                    number,
+                    place.count,
+                    lead,
+                    comptime!(t.main_loop()),
                 );
+                number += place.count;
+                if comptime!(t.is_seen()) {
+                    store_log_sums::<S, W>(out, &sums, &place, &shape, &seen, &own, t);
+                } else if comptime!(t.wide) {
+                    store::<S, W>(out, &sums, &place, &shape, &own, t);
+                } else {
+                    finish::<S, W>(
+                        &sums,
+                        out,
+                        &mut second,
+                        &bias,
+                        &held,
+                        &mut totals,
+                        &place,
+                        &shape,
+                        &own,
+                        base,
+                        t,
+                    );
+                }
             }
             tile += CUBE_COUNT_X;
         }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::asm::{MainLoop, STEPS};
+use super::line_sums::warp_words;
 use crate::kernels::shared::asm::Half;
 use crate::kernels::shared::curve::ActivationKind;
 use crate::kernels::shared::tma::{DEPTH, ROW, ROW_ELEMENTS};
@@ -27,7 +28,8 @@ impl Order {
     }
 }
 
-/// What becomes of the sums of a tile. Only results in half precision become anything, but for [`LogSums`](Self::LogSums).
+/// What becomes of the sums of a tile. Only results in half precision become anything, but for [`LogSums`](Self::LogSums)
+/// and [`LineSums`](Self::LineSums).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Epilogue {
     /// They are the result.
@@ -52,6 +54,8 @@ pub enum Epilogue {
         /// Columns of a run: 8, 16, 32 or 64.
         run: usize,
     },
+    /// They are scores, in f32: of up to 128 rows whose sums of exponentials are known the softmax's sums over rows, of each column and along each diagonal.
+    LineSums,
 }
 
 impl fmt::Display for Epilogue {
@@ -62,6 +66,7 @@ impl fmt::Display for Epilogue {
             Self::Activation(activation) => write!(f, ", through {activation:?}"),
             Self::Gradient { activation, .. } => write!(f, ", back through {activation:?}"),
             Self::LogSums { run } => write!(f, ", as logarithms of sums over {run} columns"),
+            Self::LineSums => write!(f, ", as sums over columns and diagonals of weights"),
         }
     }
 }
@@ -161,17 +166,23 @@ impl ProductTile {
         matches!(self.epilogue, Epilogue::Gradient { sums: true, .. })
     }
 
+    /// Whether sums over columns and diagonals of weights are wanted.
+    pub(super) fn is_lines(&self) -> bool {
+        self.epilogue == Epilogue::LineSums
+    }
+
     /// Where the sums over each warp's rows lie.
     pub(super) fn totals(&self) -> u32 {
         (BARRIERS + self.stages * self.slab_bytes()) as u32
     }
 
     fn totals_bytes(&self) -> usize {
-        if self.sums() {
-            WARPS as usize * self.cols * 4
-        } else {
-            0
-        }
+        let words = match self.epilogue {
+            Epilogue::LineSums => warp_words(self.cols),
+            _ if self.sums() => self.cols,
+            _ => 0,
+        };
+        WARPS as usize * words * 4
     }
 
     pub(super) fn main_loop(&self) -> MainLoop {
@@ -198,7 +209,7 @@ impl ProductTile {
     /// Words that it writes them as.
     pub(super) fn written_words(&self) -> usize {
         match self.epilogue {
-            Epilogue::LogSums { .. } => 1,
+            Epilogue::LogSums { .. } | Epilogue::LineSums => 1,
             _ if self.wide => 2,
             _ => 4,
         }
@@ -206,7 +217,7 @@ impl ProductTile {
 
     /// Whether tiles that no row sees are left out.
     pub(super) fn is_seen(&self) -> bool {
-        matches!(self.epilogue, Epilogue::LogSums { .. })
+        matches!(self.epilogue, Epilogue::LogSums { .. } | Epilogue::LineSums)
     }
 }
 

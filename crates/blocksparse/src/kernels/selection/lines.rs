@@ -6,16 +6,20 @@
 //! sums         over the queries of a key, and of a distance              a unit a key and a distance
 //! ```
 //!
+//! Where tensor cores make the product twice ([`line_weights`](super::line_weights)), it is not in memory.
+//!
 //! A row's parts are put together by each cube that needs them. A unit has key `j`, and the distance at which the last query sees it: of every query the keys
 //! at that distance lie beside `j`, so that neighbours read neighbours.
 
+use std::fmt;
+
 use cubecl::ir::ElemType;
-use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::line_weights::{LineWeights, product_of_sums};
 use super::products::{RowsView, pitch, products};
-use super::{NUMBERS, UNITS};
+use super::{NUMBERS, UNITS, across_cube};
 use crate::kernels::args::{buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
@@ -31,6 +35,43 @@ pub struct LineSizes {
     pub width: usize,
     /// What products are multiplied by before the softmax.
     pub factor: f64,
+}
+
+impl LineSizes {
+    /// Of so many lists from `first` on.
+    pub(super) fn launched(&self, first: usize, lists: usize) -> LinesLaunch {
+        let [queries, keys] = self.seq;
+        let (parts, factor) = (keys.div_ceil(PART), self.factor as f32);
+        LinesLaunch::new(lists, first, queries, keys, pitch(keys), parts, factor)
+    }
+}
+
+/// How the last queries' sums are made.
+#[derive(Clone, Debug, PartialEq)]
+pub enum LinesPlan {
+    /// Products are made twice, and never in memory: the plan of the second.
+    Twice(String),
+    /// Products are in memory: why.
+    InMemory(&'static str),
+}
+
+impl LinesPlan {
+    /// Of a call of [`line_sums`].
+    pub fn new(client: &Client, element: ElemType, factors: [&Handle; 2], of: &LineSizes) -> Self {
+        match product_of_sums(client, element, factors, of) {
+            Ok(plan) => Self::Twice(plan.to_string()),
+            Err(reason) => Self::InMemory(reason),
+        }
+    }
+}
+
+impl fmt::Display for LinesPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Twice(plan) => write!(f, "products made twice, not in memory: {plan}"),
+            Self::InMemory(reason) => write!(f, "products in memory: {reason}"),
+        }
+    }
 }
 
 /// Numbers of a unit of a part.
@@ -53,19 +94,23 @@ const AT_A_TIME: usize = 4;
 pub fn line_sums(
     client: &Client,
     element: ElemType,
-    [q, k]: [&Handle; 2],
+    factors: [&Handle; 2],
     of: &LineSizes,
     sums: &Handle,
 ) -> Result<(), KernelError> {
     super::check(client)?;
+    let [q, k] = factors;
     let ([lists, kv_lists], [queries, keys]) = (of.lists, of.seq);
     let (group, bytes) = (lists / kv_lists, element.size());
     let k = RowsView::new(k, [kv_lists, keys, of.width]);
     // Heads that share keys are one matrix of queries.
     let q = RowsView::new(q, [kv_lists, group * queries, of.width]);
     let numbers = queries * pitch(keys);
-    super::counted("the products of the last queries", numbers)?;
     super::counted("the sums of the last queries", lists * 2 * keys)?;
+    if let Some(weights) = LineWeights::new(client, element, factors, of)? {
+        return weights.sums(client, sums);
+    }
+    super::counted("the products of the last queries", numbers)?;
     let members = (NUMBERS / numbers).clamp(1, group);
     let together = match members == group {
         true => (NUMBERS / (numbers * group)).clamp(1, kv_lists),
@@ -100,20 +145,10 @@ fn summed(
     let [queries, keys] = of.seq;
     let (parts, pitch) = (keys.div_ceil(PART), pitch(keys));
     let rows = lists * queries;
-    let plane = match client.properties().features.plane.contains(Plane::Ops) {
-        true => client.properties().hardware.plane_size_min.max(1) as usize,
-        false => 1,
-    };
-    let tile = RowTile {
-        lanes: UNITS,
-        rows: 1,
-        vector: 1,
-        row_vectors: 0,
-        plane,
-    };
+    let tile = across_cube(client);
     let made = || client.empty(rows * parts * size_of::<f32>());
     let (tops, wholes) = (made(), made());
-    let sizes = || LinesLaunch::new(lists, first, queries, keys, pitch, parts, of.factor as f32);
+    let sizes = || of.launched(first, lists);
     let (dim, address) = (CubeDim::new_1d(UNITS as u32), AddressType::U32);
     let chunks = keys.div_ceil(UNITS);
     // SAFETY: cubes read products of queries and keys that there are; a part's first unit writes what the part has, and a unit below `keys` its key's sum and
@@ -147,12 +182,12 @@ fn summed(
 
 /// Products of the last queries of some lists.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Lines {
-    lists: usize,
+pub(super) struct Lines {
+    pub lists: usize,
     /// The first list, of all.
-    first: usize,
-    queries: usize,
-    keys: usize,
+    pub first: usize,
+    pub queries: usize,
+    pub keys: usize,
     /// Numbers of a row of products.
     pitch: usize,
     /// Parts of a row.
@@ -165,7 +200,7 @@ const LOWEST: f32 = -3.0e38;
 
 /// How many keys a query sees.
 #[cube]
-fn seen(query: usize, of: &Lines) -> usize {
+pub(super) fn seen(query: usize, of: &Lines) -> usize {
     let behind = of.queries - 1 - query;
     of.keys.max(behind) - behind
 }

@@ -4,8 +4,10 @@
 //! products      rows times rows: on tensor cores, or in f32
 //! groups        sums over antidiagonals: groups of rows, the softmax of their products, its sums by blocks
 //! lines         the attention of the last queries, summed over keys and over distances
+//! line_weights  the same without products in memory, where tensor cores make them twice
 //! threshold     of each line of numbers the least that is kept: so many, or a share of the whole
 //! touched       blocks in which something is kept
+//! flex          those, or the highest by means, as a head's last queries say
 //! gate          the blocks that single queries choose by means
 //! means         the products of means of blocks, and their softmax
 //! compressed    the attention that blocks get in compressed form, and what single queries choose by it
@@ -15,34 +17,57 @@
 //! order, so the same input gives the same bits on a device.
 
 mod compressed;
+mod flex;
 mod gate;
 mod groups;
+#[cfg(feature = "cuda-asm")]
+mod line_weights;
+#[cfg(not(feature = "cuda-asm"))]
+#[path = "line_weights_none.rs"]
+mod line_weights;
 mod lines;
 mod means;
 mod products;
 mod threshold;
 mod touched;
 
+use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
 use super::error::KernelError;
+use super::rows::tile::RowTile;
 
 pub use compressed::{
     CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
 };
+pub use flex::{FlexLimits, FlexTensors, flex_blocks};
 pub use gate::{GateSizes, query_picks};
 pub use groups::{Antidiagonals, antidiagonal_masses};
-pub use lines::{LineSizes, line_sums};
+pub use lines::{LineSizes, LinesPlan, line_sums};
 pub use means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
 pub use products::{RowsView, products};
 pub use threshold::{Kept, KeptLines, least_kept};
-pub use touched::{FlexLimits, FlexTensors, Touched, flex_blocks, touched_blocks};
+pub use touched::{Touched, touched_blocks};
 
 /// Numbers of a buffer in between: 64 MiB of f32.
 pub const NUMBERS: usize = 1 << 24;
 
 /// Units of a cube of most kernels here.
 const UNITS: usize = 256;
+
+/// Units of a cube that share a row.
+fn across_cube(client: &Client) -> RowTile {
+    RowTile {
+        lanes: UNITS,
+        rows: 1,
+        vector: 1,
+        row_vectors: 0,
+        plane: match client.properties().features.plane.contains(Plane::Ops) {
+            true => client.properties().hardware.plane_size_min.max(1) as usize,
+            false => 1,
+        },
+    }
+}
 
 /// Whether a device can run these kernels at all.
 ///

@@ -99,7 +99,10 @@ pub fn products(
 
 /// A product on tensor cores: both factors, and what is asked for. None of another type of numbers, or if they cannot be read.
 #[cfg(feature = "cuda-asm")]
-fn asked(element: ElemType, [a, b]: [&RowsView; 2]) -> Option<([MatrixView; 2], ProductRequest)> {
+pub(super) fn asked(
+    element: ElemType,
+    [a, b]: [&RowsView; 2],
+) -> Option<([MatrixView; 2], ProductRequest)> {
     use cubecl::ir::FloatKind;
 
     let is_bf16 = match element {
@@ -179,7 +182,12 @@ impl RunSums {
     /// Whether tensor cores make them with such a product: only with `BLOCKSPARSE_LOG_SUMS=1`, until a device has compared them with f64.
     pub fn is_served(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
         let asked = std::env::var("BLOCKSPARSE_LOG_SUMS").as_deref() == Ok("1");
-        asked && self.planned(client, element, factors).is_some()
+        asked && self.is_planned(client, element, factors)
+    }
+
+    /// Whether there is such a product.
+    pub fn is_planned(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
+        self.planned(client, element, factors).is_some()
     }
 
     /// The natural logarithms of the sums, `[a.matrices, a.rows, b.rows / run]`, rounded up, in f32. What a row does not see is lower than any product, or is not

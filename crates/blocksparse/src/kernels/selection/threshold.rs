@@ -8,7 +8,7 @@ use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::args::{address_of, buffer, spread};
+use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
 
@@ -49,6 +49,17 @@ pub struct KeptLines {
     pub kept: Kept,
 }
 
+/// Of lists of lines those that are wanted.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OnlyLists<'a> {
+    /// `[lists]`.
+    pub numbers: &'a Handle,
+    pub lists: usize,
+    pub limit: f32,
+    /// Whether lists are wanted whose number is at least the limit, or all others.
+    pub above: bool,
+}
+
 /// Bits that are found at a time, and what they can be.
 const BITS: u32 = 4;
 const DIGITS: usize = 1 << BITS;
@@ -68,6 +79,8 @@ const AT_A_TIME: [usize; 2] = [4, 16];
 struct Search {
     tile: RowTile,
     by_share: bool,
+    /// Whether lists are wanted that have at least a limit, where not all are.
+    above: bool,
     /// Numbers of a unit at a time.
     at_a_time: usize,
 }
@@ -83,6 +96,9 @@ struct SearchLines {
     wanted: f32,
     wanted_second: f32,
     share: f32,
+    /// Lines of a list, and the limit of its number.
+    each: usize,
+    limit: f32,
 }
 
 /// The least number that is kept of each line, behind what is forced: `least` `[lines]`. What is not above 0 is never kept. Where even all numbers are less
@@ -94,6 +110,20 @@ pub fn least_kept(
     client: &Client,
     numbers: &Handle,
     of: &KeptLines,
+    least: &Handle,
+) -> Result<(), KernelError> {
+    least_of_lists(client, numbers, of, None, least)
+}
+
+/// [`least_kept`], where only some lists are wanted: of lines of others it is anything, and they are not read.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot run it.
+pub(super) fn least_of_lists(
+    client: &Client,
+    numbers: &Handle,
+    of: &KeptLines,
+    only: Option<OnlyLists>,
     least: &Handle,
 ) -> Result<(), KernelError> {
     super::check(client)?;
@@ -134,7 +164,16 @@ pub fn least_kept(
         Kept::Share(share) => ([0.0; 2], share as f32),
     };
     let sizes = SearchLinesLaunch::new(
-        lines, len, step, forced[0], forced[1], wanted[0], wanted[1], share,
+        lines,
+        len,
+        step,
+        forced[0],
+        forced[1],
+        wanted[0],
+        wanted[1],
+        share,
+        only.map_or(1, |only| lines / only.lists),
+        only.map_or(0.0, |only| only.limit),
     );
     // SAFETY: a cube reads numbers of its line, below `len`, and writes the least of it.
     unsafe {
@@ -145,10 +184,15 @@ pub fn least_kept(
             address_of(client, reach)?,
             buffer(numbers, reach),
             buffer(least, lines),
+            optional(
+                only.map(|only| only.numbers),
+                only.map_or(0, |only| only.lists),
+            ),
             sizes,
             Search {
                 tile,
                 by_share: matches!(kept, Kept::Share(_)),
+                above: only.is_some_and(|only| only.above),
                 at_a_time: AT_A_TIME[usize::from(len >= LONG * units)],
             },
         );
@@ -234,13 +278,34 @@ fn add_up(
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn least_of_lines(numbers: &[f32], least: &mut [f32], of: SearchLines, #[comptime] c: Search) {
+fn least_of_lines(
+    numbers: &[f32],
+    least: &mut [f32],
+    only: ComptimeOption<Box<[f32]>>,
+    of: SearchLines,
+    #[comptime] c: Search,
+) {
     // Cubes beyond the last line have it again.
     let at = CUBE_POS.min(of.lines - 1);
     let is_second = at % 2 == 1;
     let start = at * of.step;
     let forced = select(is_second, of.forced_second, of.forced);
     let mut limit = select(is_second, of.wanted_second, of.wanted);
+    let mut len = of.len;
+    #[comptime]
+    match &only {
+        ComptimeOption::Some(only) => {
+            let is_above = only[at / of.each] >= of.limit;
+            let number = only[at / of.each];
+            // Neither is so of what is no number, which counts as below.
+            let is_above = number >= of.limit;
+            len = match comptime!(c.above) {
+                true => select(is_above, len, 0usize),
+                false => select(is_above, 0usize, len),
+            };
+        }
+        ComptimeOption::None => {}
+    }
     let units = comptime!(c.tile.lanes);
     let mut bins = Shared::<[f32]>::new_slice(comptime!(DIGITS * units));
     let mut sums = Shared::<[f32]>::new_slice(units);
@@ -248,16 +313,16 @@ fn least_of_lines(numbers: &[f32], least: &mut [f32], of: SearchLines, #[comptim
     if comptime!(c.by_share) {
         let mut whole = 0.0f32.runtime();
         let mut place = UNIT_POS as usize;
-        while place < of.len {
+        while place < len {
             let mut loaded = Array::<f32>::new(comptime!(c.at_a_time));
             #[unroll]
             for i in 0..comptime!(c.at_a_time) {
                 let own = place + comptime!(i * units);
-                loaded[i] = numbers[start + own.min(of.len - 1)];
+                loaded[i] = numbers[start + own.min(len - 1)];
             }
             #[unroll]
             for i in 0..comptime!(c.at_a_time) {
-                let is_there = place + comptime!(i * units) < of.len;
+                let is_there = place + comptime!(i * units) < len;
                 whole += select(is_there && loaded[i] > 0.0f32, loaded[i], 0.0f32);
             }
             place += comptime!(c.at_a_time * units);
@@ -276,7 +341,7 @@ fn least_of_lines(numbers: &[f32], least: &mut [f32], of: SearchLines, #[comptim
             numbers,
             start,
             forced,
-            of.len,
+            len,
             low,
             known,
             shift,

@@ -8,19 +8,13 @@
 
 use std::ops::Range;
 
-use cubecl::ir::ElemType;
-use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::UNITS;
-use super::lines::{LineSizes, line_sums};
-use super::means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
-use super::threshold::{Kept, KeptLines, least_kept};
+use super::threshold::{Kept, KeptLines, OnlyLists, least_kept, least_of_lists};
 use crate::kernels::args::{buffer, spread};
 use crate::kernels::error::KernelError;
-use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
-use crate::kernels::rows::{RowBlocks, block_means};
 
 /// Which blocks are asked for.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,12 +51,12 @@ struct FlagSizes {
 }
 
 impl Touched {
-    fn blocks(&self) -> usize {
+    pub(super) fn blocks(&self) -> usize {
         self.seq[1].div_ceil(self.block)
     }
 
     /// Flags of a line: of blocks of keys, or of distances between blocks.
-    fn flags(&self) -> usize {
+    pub(super) fn flags(&self) -> usize {
         self.blocks() + 2
     }
 
@@ -83,12 +77,17 @@ impl Touched {
     }
 
     /// The flags of sums of keys and of distances `[lists, 2, keys]`, and the sums of blocks `[lists, 2, flags]`: of the keys of a block, and of the
-    /// distances from the first query of a block of queries to a block of keys.
-    fn flag(&self, client: &Client, sums: &Handle) -> Result<[Handle; 2], KernelError> {
+    /// distances from the first query of a block of queries to a block of keys. Flags of other lists than `only` some are anything.
+    pub(super) fn flag(
+        &self,
+        client: &Client,
+        sums: &Handle,
+        only: Option<OnlyLists>,
+    ) -> Result<[Handle; 2], KernelError> {
         let (lists, flags, keys) = (self.lists, self.flags(), self.seq[1]);
         let made = |len: usize| client.empty(len * size_of::<u32>());
         let least = made(2 * lists);
-        least_kept(client, sums, &self.kept_lines(), &least)?;
+        least_of_lists(client, sums, &self.kept_lines(), only, &least)?;
         let count = 2 * lists * flags;
         let (flagged, of_blocks) = (made(count), made(count));
         let [forced, forced_second] = self.kept.forced(keys);
@@ -120,7 +119,7 @@ impl Touched {
     }
 
     /// The flags of so many blocks of keys and distances between blocks that have the largest sums of blocks, the first block and the queries' own among them.
-    fn heaviest(
+    pub(super) fn heaviest(
         &self,
         client: &Client,
         of_blocks: &Handle,
@@ -158,7 +157,7 @@ impl Touched {
         Ok(heaviest)
     }
 
-    fn scores(&self) -> ScoreSizesLaunch {
+    pub(super) fn scores(&self) -> ScoreSizesLaunch {
         let [blocks_behind, _] = self.offset();
         ScoreSizesLaunch::new(
             self.rows.len(),
@@ -188,7 +187,7 @@ pub fn touched_blocks(
     if count == 0 {
         return Ok(());
     }
-    let [flags, _] = of.flag(client, sums)?;
+    let [flags, _] = of.flag(client, sums, None)?;
     // SAFETY: a unit below `count` reads flags of its list, and writes its own score.
     unsafe {
         touched_scores::launch_unchecked(
@@ -204,159 +203,9 @@ pub fn touched_blocks(
     Ok(())
 }
 
-/// When heads choose in which of two ways, and what they keep at least.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct FlexLimits {
-    /// How far an estimate may be from what it estimates, √JS.
-    pub threshold: f64,
-    /// So many blocks of keys and distances between blocks are kept by either way; 0: none but what is forced.
-    pub blocks: usize,
-}
-
-/// What heads choose by that do it in one of two ways.
-#[derive(Clone, Copy, Debug)]
-pub struct FlexTensors<'a> {
-    /// `[lists, seq_q, width]`.
-    pub q: &'a Handle,
-    /// The last block of them, `[lists, queries, width]`.
-    pub last: &'a Handle,
-    /// `[kv lists, seq_kv, width]`.
-    pub k: &'a Handle,
-}
-
-/// Scores of 1 and 0 of `of`'s rows: in each list, if the attention of the last block of queries to blocks of keys is no less than `threshold` (√JS) from what
-/// means say, those of [`touched_blocks`], with a share of keys and of distances; else the highest of the softmax of products of means, with the same share of
-/// the whole. The first block has 1 in any case, and so have the blocks of the heaviest `limits.blocks` blocks of keys, and of as many distances between
-/// blocks, by what the last block of queries gives them.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
-pub fn flex_blocks(
-    client: &Client,
-    element: ElemType,
-    tensors: FlexTensors,
-    sizes: &LineSizes,
-    of: &Touched,
-    limits: &FlexLimits,
-    out: &Handle,
-) -> Result<(), KernelError> {
-    super::check(client)?;
-    let FlexTensors { q, last, k } = tensors;
-    let ([lists, kv_lists], [queries, _], width) = (sizes.lists, sizes.seq, sizes.width);
-    let [seq_q, seq_kv] = of.seq;
-    let (blocks, b) = (of.blocks(), of.block);
-    let rows = seq_q.div_ceil(b);
-    let count = lists * of.rows.len() * blocks;
-    super::counted("the scores of blocks", lists * rows * blocks)?;
-    if count == 0 {
-        return Ok(());
-    }
-    let made = |len: usize| client.empty(len * size_of::<f32>());
-    let sums = made(lists * 2 * seq_kv);
-    line_sums(client, element, [last, k], sizes, &sums)?;
-    let [flags, attention] = of.flag(client, &sums)?;
-    let has_least = limits.blocks > 0;
-    let (heaviest, heaviest_len) = match has_least {
-        true => (
-            of.heaviest(client, &attention, limits.blocks)?,
-            2 * lists * of.flags(),
-        ),
-        // Not read.
-        false => (made(1), 1),
-    };
-
-    let means_of = |x: &Handle, lists: usize, rows: usize, block: usize| {
-        let means = made(lists * rows.div_ceil(block) * width);
-        let of = RowBlocks::new(lists, [rows, width], block);
-        block_means(client, (x, element), &of, &means)?;
-        Ok::<Handle, KernelError>(means)
-    };
-    let k_means = means_of(k, kv_lists, seq_kv, b)?;
-    let q_means = means_of(q, lists, seq_q, b)?;
-    let last_means = means_of(last, lists, queries, queries)?;
-    let product = |q: &Handle, rows: usize, seen: Option<SeenRows>| {
-        let x = made(lists * rows * blocks);
-        let of = MeanProducts {
-            lists: [lists, kv_lists],
-            rows,
-            blocks,
-            width,
-            factor: sizes.factor,
-            seen,
-        };
-        mean_products(client, [q, &k_means], &of, &x)?;
-        softmax_of_seen(client, &x, [lists, rows, blocks], seen)?;
-        Ok::<Handle, KernelError>(x)
-    };
-    let seen = SeenRows {
-        seq: of.seq,
-        block: b,
-        first: 0,
-    };
-    let by_means = product(&q_means, rows, Some(seen))?;
-    let estimate = product(&last_means, 1, None)?;
-    let Kept::Share(_) = of.kept else {
-        return Err(KernelError::Factor { factor: "kept" });
-    };
-    let least = made(lists);
-    let lines = KeptLines {
-        lines: lists,
-        len: rows * blocks,
-        step: rows * blocks,
-        kept: of.kept,
-    };
-    least_kept(client, &by_means, &lines, &least)?;
-    let apart = made(lists);
-    let plane = match client.properties().features.plane.contains(Plane::Ops) {
-        true => client.properties().hardware.plane_size_min.max(1) as usize,
-        false => 1,
-    };
-    let tile = RowTile {
-        lanes: UNITS,
-        rows: 1,
-        vector: 1,
-        row_vectors: 0,
-        plane,
-    };
-    let (dim, address) = (CubeDim::new_1d(UNITS as u32), AddressType::U32);
-    // SAFETY: a cube reads the blocks of its list and writes how far apart they are; a unit below `count` reads what its list has, and writes its score.
-    unsafe {
-        divergences::launch_unchecked(
-            client,
-            spread(client, lists as u64)?,
-            dim,
-            address,
-            buffer(&estimate, lists * blocks),
-            buffer(&attention, 2 * lists * of.flags()),
-            buffer(&apart, lists),
-            blocks,
-            2 * of.flags(),
-            lists,
-            tile,
-        );
-        flex_scores::launch_unchecked(
-            client,
-            spread(client, count.div_ceil(UNITS) as u64)?,
-            dim,
-            address,
-            buffer(&flags, 2 * lists * of.flags()),
-            buffer(&by_means, lists * rows * blocks),
-            buffer(&least, lists),
-            buffer(&apart, lists),
-            buffer(&heaviest, heaviest_len),
-            buffer(out, count),
-            of.scores(),
-            rows,
-            limits.threshold as f32,
-            has_least,
-        );
-    }
-    Ok(())
-}
-
 /// Whether a number is kept.
 #[cube]
-fn is_kept(number: f32, least: f32) -> bool {
+pub(super) fn is_kept(number: f32, least: f32) -> bool {
     number > 0.0f32 && number >= least * comptime!(1.0 - APART)
 }
 
@@ -440,19 +289,25 @@ fn flags_of_blocks(of_blocks: &[f32], least: &[f32], flags: &mut [u32], len: usi
 
 /// Rows of scores.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct ScoreSizes {
-    rows: usize,
-    first: usize,
-    blocks: usize,
+pub(super) struct ScoreSizes {
+    pub rows: usize,
+    pub first: usize,
+    pub blocks: usize,
     flags: usize,
     /// The flag of distances of a block of queries and the block of keys of the same number.
     same: i32,
-    count: usize,
+    pub count: usize,
 }
 
 /// Whether a block has a key or a distance that is kept.
 #[cube]
-fn is_touched(flags: &[u32], list: usize, row: usize, block: usize, of: &ScoreSizes) -> bool {
+pub(super) fn is_touched(
+    flags: &[u32],
+    list: usize,
+    row: usize,
+    block: usize,
+    of: &ScoreSizes,
+) -> bool {
     let start = list * 2 * of.flags;
     let apart = row as i32 - block as i32 + of.same;
     let is_there = apart >= 0i32 && apart < of.flags as i32;
@@ -469,85 +324,6 @@ fn touched_scores(flags: &[u32], out: &mut [f32], of: ScoreSizes) {
         let row = at / of.blocks % of.rows + of.first;
         let list = at / of.blocks / of.rows;
         let is_one = is_touched(flags, list, row, block, &of);
-        out[at] = select(is_one, 1.0f32, 0.0f32);
-    }
-}
-
-/// `x · ln(2x / (x + y))`, 0 of 0.
-#[cube]
-fn part_of_divergence(x: f32, y: f32) -> f32 {
-    let ratio = max(
-        2.0f32 * x / max(x + y, comptime!(f32::MIN_POSITIVE).runtime()),
-        comptime!(f32::MIN_POSITIVE).runtime(),
-    );
-    x * ratio.ln()
-}
-
-/// √JS of each list: of `estimate` `[lists, blocks]`, and of `attention` `[lists, step]` as shares of its whole.
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn divergences(
-    estimate: &[f32],
-    attention: &[f32],
-    apart: &mut [f32],
-    blocks: usize,
-    step: usize,
-    lists: usize,
-    #[comptime] tile: RowTile,
-) {
-    // Cubes beyond the last list have it again.
-    let list = CUBE_POS.min(lists - 1);
-    let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.shared()));
-    let mut whole = 0.0f32.runtime();
-    let mut block = UNIT_POS as usize;
-    while block < blocks {
-        whole += attention[list * step + block];
-        block += comptime!(UNITS);
-    }
-    let whole = across_lanes::<f32>(whole, &mut shared, tile, Combine::Sum);
-    let part = 1.0f32 / max(whole, comptime!(f32::MIN_POSITIVE).runtime());
-    let mut sum = 0.0f32.runtime();
-    let mut block = UNIT_POS as usize;
-    while block < blocks {
-        let a = estimate[list * blocks + block];
-        let b = attention[list * step + block] * part;
-        sum += part_of_divergence(a, b) + part_of_divergence(b, a);
-        block += comptime!(UNITS);
-    }
-    let sum = across_lanes::<f32>(sum, &mut shared, tile, Combine::Sum);
-    if UNIT_POS == 0 {
-        // Rounding may leave less than 0 of rows that are equal.
-        apart[list] = max(sum * 0.5f32, 0.0f32).sqrt();
-    }
-}
-
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn flex_scores(
-    flags: &[u32],
-    by_means: &[f32],
-    least: &[f32],
-    apart: &[f32],
-    heaviest: &[u32],
-    out: &mut [f32],
-    of: ScoreSizes,
-    rows: usize,
-    threshold: f32,
-    #[comptime] has_least: bool,
-) {
-    let at = ABSOLUTE_POS;
-    if at < of.count {
-        let block = at % of.blocks;
-        let row = at / of.blocks % of.rows + of.first;
-        let list = at / of.blocks / of.rows;
-        let mut is_one = block == 0;
-        if apart[list] >= threshold {
-            is_one = is_one || is_touched(flags, list, row, block, &of);
-        } else {
-            let number = by_means[(list * rows + row) * of.blocks + block];
-            is_one = is_one || is_kept(number, least[list]);
-        }
-        if comptime!(has_least) {
-            is_one = is_one || is_touched(heaviest, list, row, block, &of);
-        }
         out[at] = select(is_one, 1.0f32, 0.0f32);
     }
 }

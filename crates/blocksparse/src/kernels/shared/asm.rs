@@ -68,6 +68,12 @@ pub fn shared_store(address: u32, x: u32) {
     gpu_asm!("st.shared.u32 [{a}], {x};", a = in(_) val::<u32>(address), x = in(_) val::<u32>(x));
 }
 
+/// Two numbers, at a multiple of eight bytes.
+#[cube]
+pub fn shared_store_two(address: u32, first: f32, second: f32) {
+    gpu_asm!("st.shared.v2.f32 [{a}], {{{x}, {y}}};", a = in(_) val::<u32>(address), x = in(_) val::<f32>(first), y = in(_) val::<f32>(second));
+}
+
 #[cube]
 pub fn shared_load(address: u32) -> u32 {
     let o: u32;
