@@ -1,6 +1,7 @@
 //! `bench-choice`: the kernels that choose blocks, one by one, by the device's own clock; and their equality to loops in f64.
 
 mod choice_lines;
+mod choice_picks;
 mod device_time;
 
 use std::time::Instant;
@@ -357,8 +358,11 @@ fn rule(keep: Keep) -> Rule {
 
 fn verify(client: &Client, only: &str) -> Result<()> {
     let mut rng = ChaCha8Rng::seed_from_u64(7);
-    let mut compared = choice_lines::verify(client, &mut rng)?;
-    if only == "lines" {
+    let mut compared = choice_picks::verify(client, &mut rng)?;
+    if only != "picks" {
+        compared += choice_lines::verify(client, &mut rng)?;
+    }
+    if only == "lines" || only == "picks" {
         println!("{compared} calls equal loops in f64");
         return Ok(());
     }

@@ -333,8 +333,11 @@ pub fn finish<S: Size, W: Size>(
             let at = eights(shape, row, &head_row, place, col, t) as usize;
             let inside = row < shape.rows && col < shape.cols;
             match comptime!(t.epilogue) {
-                // Sums of exponentials are stored elsewhere.
-                Epilogue::Plain | Epilogue::LogSums { .. } | Epilogue::LineSums => {
+                // Sums of exponentials and choices are stored elsewhere.
+                Epilogue::Plain
+                | Epilogue::LogSums { .. }
+                | Epilogue::LineSums
+                | Epilogue::Highest(_) => {
                     let four = fours[lower];
                     if inside {
                         out[at] = as_stored::<W>(&four);

@@ -78,7 +78,8 @@ pub struct EpilogueTensors<'a> {
     /// Rows of a batch entry, and the heads of each part. Of heads alone, whose parts lie one behind the other: `[batch, heads, seq, dim]` each.
     pub heads: Option<(usize, [usize; 3])>,
     /// Which columns rows see. Of sums of exponentials alone, which need it; the result is `[batch, rows, columns / run]` in f32. Where a tile has no column that
-    /// any of its rows sees, nothing is written.
+    /// any of its rows sees, nothing is written. Of choices, too: the columns are scores there, the first row is at position `first`, and the result is
+    /// `[batch, rows, most]` in i32.
     pub seen: Option<SeenColumns>,
     /// `[batch, rows]`, f32: the logarithms, to base 2, of rows' sums of exponentials; of a matrix whose first one is [`UNWANTED`](super::UNWANTED) or more
     /// nothing is written. Of sums over columns alone, which need them; the result is `[batch, tiles of columns, 2, line_numbers]` in f32, of each 64 rows.
@@ -95,7 +96,11 @@ impl EpilogueTensors<'_> {
             _ => (false, false),
         };
         let is_lines = request.epilogue == Epilogue::LineSums;
-        let is_seen = is_lines || matches!(request.epilogue, Epilogue::LogSums { .. });
+        let is_seen = is_lines
+            || matches!(
+                request.epilogue,
+                Epilogue::LogSums { .. } | Epilogue::Highest(_)
+            );
         let is_plain = is_seen || request.epilogue == Epilogue::Plain;
         let heads = match (request.epilogue, self.heads) {
             (Epilogue::Heads { dim }, Some((seq, heads))) => {
@@ -280,9 +285,11 @@ fn launch_wgmma(
             let written = tiles * LINE_GROUPS * line_numbers(tile.cols);
             (written, request.batch * request.rows)
         }
+        Epilogue::Highest(of) => (request.batch * request.rows * of.most, request.cols / 4),
         _ => (elements / tile.written(), request.cols / 4),
     };
-    let seen_tiles = (beside.seen).map(|seen| seen.tiles(request.rows, tile.cols));
+    let seen_tiles =
+        (beside.seen.filter(|_| tile.is_seen())).map(|seen| seen.tiles(request.rows, tile.cols));
     // Nobody sees anything.
     if seen_tiles == Some(0) {
         return;
@@ -292,8 +299,8 @@ fn launch_wgmma(
         Some(tiles) => plan.cubes.min(request.batch * plan.parts * tiles),
         None => plan.cubes,
     };
-    let seen = match beside.seen.zip(seen_tiles) {
-        Some((seen, tiles)) => seen.launched(tiles),
+    let seen = match beside.seen {
+        Some(seen) => seen.launched(seen_tiles.unwrap_or(1)),
         None => SeenLaunch::new(0, 0, 1, 0.0),
     };
     let (seq, [first, second, third]) = beside.heads.unwrap_or((request.rows, [0; 3]));

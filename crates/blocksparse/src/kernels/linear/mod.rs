@@ -9,6 +9,7 @@
 //! places     which of a result's tiles a number names
 //! epilogue   what becomes of a tile's sums
 //! log_sums   logarithms of sums of exponentials in their place, of what rows see
+//! highest    the columns of the highest scores in their place
 //! line_sums  sums over columns and diagonals of their softmax in their place
 //! product    the kernel
 //! launch     its launch
@@ -23,6 +24,7 @@
 mod asm;
 pub mod blocks;
 mod epilogue;
+mod highest;
 mod launch;
 mod line_sums;
 mod log_sums;
@@ -33,6 +35,7 @@ mod product;
 mod tile;
 mod view;
 
+pub use highest::{Highest, MOST_HIGHEST};
 pub use launch::{EpilogueTensors, multiply};
 pub use line_sums::{LINE_GROUPS, LINE_ROWS, UNWANTED, line_numbers};
 pub use log_sums::SeenColumns;

@@ -5,11 +5,15 @@ use std::fmt;
 use cubecl::client::Client;
 use cubecl::ir::features::Tma;
 
+use super::highest::MOST_HIGHEST;
 use super::mma::{MmaTile, VARIANTS};
 use super::tile::{Epilogue, Order, ProductTile, ROWS, SLAB};
 use super::view::MatrixView;
 use crate::kernels::call::{TierLimit, check_ampere};
 use crate::kernels::shared::asm::Half;
+
+/// Columns of a tile, at most.
+const MOST_COLUMNS: usize = 256;
 
 /// What a product is, without its tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,6 +104,16 @@ impl ProductRequest {
                 match self.rows <= ROWS {
                     true => Ok(()),
                     false => Err("sums over columns are of the rows of one tile"),
+                }
+            }
+            Epilogue::Highest(of) => {
+                if !self.wide || self.parts || self.by_heads {
+                    return Err("choices are by whole sums in f32");
+                }
+                let is_served = (1..=MOST_HIGHEST).contains(&of.most) && [1, 2].contains(&of.parts);
+                match is_served && of.step > 0 && self.cols <= MOST_COLUMNS {
+                    true => Ok(()),
+                    false => Err("a row chooses up to 8 scores of up to 256 columns"),
                 }
             }
             _ if self.wide => Err("only a result in half precision becomes anything else"),
@@ -252,7 +266,9 @@ impl ProductPlan {
         // Registers have room for what a gradient reads beside the sums of half a tile.
         let is_read = matches!(epilogue, Epilogue::Gradient { .. });
         let shapes = SLAB_CYCLES.into_iter().filter_map(|(cols, slab)| {
-            let tile = (!is_read || cols < 256).then(|| ProductTile {
+            // Who chooses sees all columns.
+            let is_whole = !matches!(epilogue, Epilogue::Highest(_)) || request.cols <= cols;
+            let tile = (is_whole && (!is_read || cols < MOST_COLUMNS)).then(|| ProductTile {
                 by_heads: request.by_heads,
                 epilogue,
                 ..ProductTile::new(request.half(), cols, request.orders, wide)

@@ -14,6 +14,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::{main_loop, pause};
 use super::epilogue::{Lane, Place, ResultShape, finish, prepare};
+use super::highest::store_highest;
 use super::line_sums::{is_wanted, store_line_sums};
 use super::log_sums::{Seen, seen_place, store_log_sums};
 use super::places::Tiles;
@@ -230,7 +231,9 @@ pub fn product<S: Size, W: Size>(
                     comptime!(t.main_loop()),
                 );
                 number += place.count;
-                if comptime!(t.is_seen()) {
+                if comptime!(t.is_highest()) {
+                    store_highest::<S, W>(out, &sums, &place, &shape, &seen, &own, t);
+                } else if comptime!(t.is_seen()) {
                     store_log_sums::<S, W>(out, &sums, &place, &shape, &seen, &own, t);
                 } else if comptime!(t.wide) {
                     store::<S, W>(out, &sums, &place, &shape, &own, t);

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::asm::{MainLoop, STEPS};
+use super::highest::Highest;
 use super::line_sums::warp_words;
 use crate::kernels::shared::asm::Half;
 use crate::kernels::shared::curve::ActivationKind;
@@ -28,8 +29,8 @@ impl Order {
     }
 }
 
-/// What becomes of the sums of a tile. Only results in half precision become anything, but for [`LogSums`](Self::LogSums)
-/// and [`LineSums`](Self::LineSums).
+/// What becomes of the sums of a tile. Only results in half precision become anything, but for [`LogSums`](Self::LogSums),
+/// [`LineSums`](Self::LineSums) and [`Highest`](Self::Highest).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Epilogue {
     /// They are the result.
@@ -56,6 +57,8 @@ pub enum Epilogue {
     },
     /// They are scores, in f32: of up to 128 rows whose sums of exponentials are known the softmax's sums over rows, of each column and along each diagonal.
     LineSums,
+    /// They are scores, in f32: of each row the columns of the highest are the result.
+    Highest(Highest),
 }
 
 impl fmt::Display for Epilogue {
@@ -67,6 +70,7 @@ impl fmt::Display for Epilogue {
             Self::Gradient { activation, .. } => write!(f, ", back through {activation:?}"),
             Self::LogSums { run } => write!(f, ", as logarithms of sums over {run} columns"),
             Self::LineSums => write!(f, ", as sums over columns and diagonals of weights"),
+            Self::Highest(of) => write!(f, ", as the {} highest of a row", of.most),
         }
     }
 }
@@ -209,10 +213,15 @@ impl ProductTile {
     /// Words that it writes them as.
     pub(super) fn written_words(&self) -> usize {
         match self.epilogue {
-            Epilogue::LogSums { .. } | Epilogue::LineSums => 1,
+            Epilogue::LogSums { .. } | Epilogue::LineSums | Epilogue::Highest(_) => 1,
             _ if self.wide => 2,
             _ => 4,
         }
+    }
+
+    /// Whether rows choose columns.
+    pub(super) fn is_highest(&self) -> bool {
+        matches!(self.epilogue, Epilogue::Highest(_))
     }
 
     /// Whether tiles that no row sees are left out.

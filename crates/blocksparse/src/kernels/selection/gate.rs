@@ -6,15 +6,24 @@
 //! products     of some queries of every head and the means that those see
 //! picks        the highest of each query                                                              a unit a query
 //! ```
+//!
+//! Where a tile of a product has all blocks, queries pick there
+//! (`linear/highest.rs`), and no product is in memory.
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+#[cfg(feature = "cuda-asm")]
+use super::products::asked;
 use super::products::{RowsView, pitch, products};
 use super::{NUMBERS, UNITS};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
+#[cfg(feature = "cuda-asm")]
+use crate::kernels::linear::{
+    Epilogue, EpilogueTensors, Highest, ProductPlan, SeenColumns, multiply,
+};
 use crate::kernels::on_device::keep::key;
 use crate::kernels::rows::{RowBlocks, block_means};
 
@@ -74,6 +83,9 @@ pub fn query_picks(
     };
     let q = RowsView::new(q, [lists, seq_q, of.width]);
     let means = RowsView::new(&means, [kv_lists, blocks * parts, of.width]);
+    if parts == 2 && in_products(client, element, [&q, &means], of, picks) {
+        return Ok(());
+    }
     let behind = seq_kv as i64 - seq_q as i64;
     // Blocks before those of queries before `end`, at least one.
     let seen = |end: usize| {
@@ -129,6 +141,46 @@ pub fn query_picks(
         first += rows;
     }
     Ok(())
+}
+
+/// Picks in one product of all queries, if the device and the call are for it: only with `BLOCKSPARSE_PICKS=1`, until a device has compared them.
+#[cfg(feature = "cuda-asm")]
+fn in_products(
+    client: &Client,
+    element: ElemType,
+    [q, means]: [&RowsView; 2],
+    of: &GateSizes,
+    picks: &Handle,
+) -> bool {
+    if std::env::var("BLOCKSPARSE_PICKS").as_deref() != Ok("1") {
+        return false;
+    }
+    let Some(([left, right], request)) = asked(element, [q, means]) else {
+        return false;
+    };
+    let parts = 2;
+    let highest = Highest {
+        most: of.most,
+        parts,
+        step: of.block,
+    };
+    let Ok(plan) = ProductPlan::new(client, request.with(Epilogue::Highest(highest))) else {
+        return false;
+    };
+    let beside = EpilogueTensors {
+        seen: Some(SeenColumns {
+            first: of.seq[1] as i64 - of.seq[0] as i64,
+            columns: means.rows / parts,
+            factor: 1.0,
+        }),
+        ..EpilogueTensors::default()
+    };
+    multiply(client, &plan, [&left, &right], picks, &beside).is_ok()
+}
+
+#[cfg(not(feature = "cuda-asm"))]
+fn in_products(_: &Client, _: ElemType, _: [&RowsView; 2], _: &GateSizes, _: &Handle) -> bool {
+    false
 }
 
 /// Rows of f32 numbers as two rows each of another type: the numbers as they are there, and what that leaves.

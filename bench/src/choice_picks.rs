@@ -1,0 +1,79 @@
+//! The blocks that single queries choose by the means of their keys: `bench-choice`.
+
+use anyhow::{Result, ensure};
+use blocksparse::kernels::selection::{GateSizes, query_picks};
+use cubecl::client::Client;
+use rand_chacha::ChaCha8Rng;
+
+use crate::{BF16, halves, numbers, read, singles};
+
+/// How far the products of two blocks are apart at least, of which one must be before the other: a mean is rounded to two numbers of 8 bits each.
+const ROUNDED: f64 = 1e-3;
+
+/// Blocks before a query's own, by falling product with the mean of their keys.
+fn expected(of: &GateSizes, q: &[f32], k: &[f32], position: usize) -> Vec<(usize, f64)> {
+    let mut blocks: Vec<(usize, f64)> = (0..position / of.block)
+        .map(|block| {
+            let keys = &k[block * of.block * of.width..][..of.block * of.width];
+            let products = keys.chunks(of.width).map(|key| -> f64 {
+                let pairs = q.iter().zip(key);
+                pairs.map(|(&x, &y)| f64::from(x) * f64::from(y)).sum()
+            });
+            (block, products.sum::<f64>() / of.block as f64)
+        })
+        .collect();
+    blocks.sort_by(|a, b| b.1.total_cmp(&a.1));
+    blocks
+}
+
+/// Choices of small calls, in as many products as a call takes, against loops in f64; and the same twice.
+pub fn verify(client: &Client, rng: &mut ChaCha8Rng) -> Result<usize> {
+    // Lists of queries and of keys, their lengths, and width, block and most.
+    let calls: [[usize; 7]; 6] = [
+        [4, 1, 1000, 1000, 64, 16, 2],
+        [2, 2, 300, 901, 128, 32, 3],
+        [2, 1, 515, 515, 32, 4, 8],
+        [1, 1, 129, 700, 96, 100, 1],
+        [3, 3, 700, 700, 64, 8, 5],
+        [2, 1, 900, 900, 64, 2, 2],
+    ];
+    for [lists, kv_lists, seq_q, seq_kv, width, block, most] in calls {
+        let of = GateSizes {
+            lists: [lists, kv_lists],
+            seq: [seq_q, seq_kv],
+            width,
+            block,
+            most,
+        };
+        let [q, k] = [0, 1].map(|which| numbers(of.lists[which] * of.seq[which] * width, rng));
+        let handles = [halves(client, &q), halves(client, &k)];
+        let run = || -> Result<Vec<i32>> {
+            let picks = singles(client, &vec![f32::NAN; lists * seq_q * most]);
+            query_picks(client, BF16, [&handles[0], &handles[1]], &of, &picks)?;
+            let picks = read(client, &picks)?;
+            Ok(picks.into_iter().map(i32::from_le_bytes).collect())
+        };
+        let got = run()?;
+        ensure!(got == run()?, "{of:?}: other choices");
+        for (row, got) in got.chunks(most).enumerate() {
+            let (list, query) = (row / seq_q, row % seq_q);
+            let q = &q[row * width..][..width];
+            let k = &k[list / (lists / kv_lists) * seq_kv * width..][..seq_kv * width];
+            let all = expected(&of, q, k, query + seq_kv - seq_q);
+            for (place, &block) in got.iter().enumerate() {
+                let what = || format!("{of:?}: row {row}, {got:?}, {:?}", &all[..all.len().min(9)]);
+                match all.get(place) {
+                    None => ensure!(block == -1, "{}", what()),
+                    // One with the same product, but for rounding.
+                    Some((_, product)) => {
+                        let own = all.iter().find(|(other, _)| *other as i32 == block);
+                        let is_as_high = own.is_some_and(|own| (own.1 - product).abs() < ROUNDED);
+                        let is_new = !got[..place].contains(&block);
+                        ensure!(is_as_high && is_new, "{}", what());
+                    }
+                }
+            }
+        }
+    }
+    Ok(calls.len())
+}
