@@ -358,6 +358,7 @@ fn rule(keep: Keep) -> Rule {
 fn verify(client: &Client, only: &str) -> Result<()> {
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     let mut compared = choice_lines::verify(client, &mut rng)?;
+    compared += choice_lines::verify_least(client, &mut rng)?;
     if only == "lines" {
         println!("{compared} calls equal loops in f64");
         return Ok(());

@@ -249,10 +249,10 @@ impl ProductPlan {
         shared: usize,
     ) -> Result<Vec<Self>, &'static str> {
         let ProductRequest { wide, epilogue, .. } = request;
-        // Registers have room for what a gradient reads beside the sums of half a tile.
-        let is_read = matches!(epilogue, Epilogue::Gradient { .. });
+        // Registers have room for what a gradient reads, and for sums of weights over columns, beside the sums of half a tile.
+        let is_half = matches!(epilogue, Epilogue::Gradient { .. } | Epilogue::LineSums);
         let shapes = SLAB_CYCLES.into_iter().filter_map(|(cols, slab)| {
-            let tile = (!is_read || cols < 256).then(|| ProductTile {
+            let tile = (!is_half || cols < 256).then(|| ProductTile {
                 by_heads: request.by_heads,
                 epilogue,
                 ..ProductTile::new(request.half(), cols, request.orders, wide)

@@ -210,6 +210,37 @@ fn sums_of_exponentials_are_of_whole_runs() {
     );
 }
 
+/// Sums of weights over columns and diagonals are of the rows of one tile, whose sums leave registers room, and on wgmma.
+#[test]
+fn sums_over_columns_are_of_one_tile_of_rows() {
+    let plain = ProductRequest {
+        wide: true,
+        batch: 32,
+        ..request([128, 65_536, 128], false)
+    };
+    let sums = |request: ProductRequest| {
+        let request = request.with(Epilogue::LineSums);
+        let plans = ProductPlan::on_wgmma(request, MULTIPROCESSORS, SHARED);
+        plans.map(|plans| plans[0].to_string())
+    };
+    assert_eq!(
+        sums(plain).unwrap(),
+        "wgmma, tiles of 128 × 128, 6 slabs of 64, as sums over columns and diagonals of weights, 132 cubes"
+    );
+    assert_eq!(
+        sums(ProductRequest { rows: 129, ..plain }).unwrap_err(),
+        "sums over columns are of the rows of one tile"
+    );
+    let narrow = ProductRequest {
+        wide: false,
+        ..plain
+    };
+    assert_eq!(
+        sums(narrow).unwrap_err(),
+        "sums over columns are of whole sums in f32"
+    );
+}
+
 /// Every slab of the depth is in one part, no part is empty, and a cube has at least a tile.
 #[test]
 fn parts_cover_the_depth() {
