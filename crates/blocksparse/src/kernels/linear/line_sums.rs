@@ -242,7 +242,7 @@ fn sum_lines(weights: &Array<f32>, of_warp: u32, lane: u32, #[comptime] t: Produ
     }
     #[unroll]
     for step in 0..3usize {
-        let half = comptime!(cols / 8 >> step);
+        let half = comptime!((cols / 8) >> step);
         let mask = comptime!(16u32 >> step);
         let is_high = lane & mask != 0;
         #[unroll]
