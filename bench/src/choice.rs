@@ -361,8 +361,9 @@ fn verify(client: &Client, only: &str) -> Result<()> {
     let mut compared = choice_picks::verify(client, &mut rng)?;
     if only != "picks" {
         compared += choice_lines::verify(client, &mut rng)?;
+        compared += choice_lines::verify_least(client, &mut rng)?;
     }
-    if only == "lines" || only == "picks" {
+    if ["lines", "picks"].contains(&only) {
         println!("{compared} calls equal loops in f64");
         return Ok(());
     }

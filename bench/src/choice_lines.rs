@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use blocksparse::kernels::selection::{
     FlexLimits, FlexTensors, Kept, KeptLines, LineSizes, LinesPlan, Touched, flex_blocks,
-    line_sums, touched_blocks,
+    least_kept, line_sums, touched_blocks,
 };
 use cubecl::client::Client;
 use cubecl::server::Handle;
@@ -123,6 +123,32 @@ pub fn verify(client: &Client, rng: &mut ChaCha8Rng) -> Result<usize> {
         let lines = Lines::new(client, of, rng);
         println!("{:?}: {}", lines.of.seq, lines.plan(client));
         lines.verify(client)?;
+    }
+    Ok(calls.len())
+}
+
+/// The least that is kept of long lines: with it a line has the share, without it less.
+pub fn verify_least(client: &Client, rng: &mut ChaCha8Rng) -> Result<usize> {
+    // Lines that have several cubes each, and those that have one.
+    let calls = [[3, 200_000], [2, 131_072], [70, 131_072], [5, 70_001]];
+    for lines_of in calls {
+        let (numbers, of) = random_lines(client, lines_of, rng);
+        let least = singles(client, &vec![f32::NAN; of.lines]);
+        least_kept(client, &numbers, &of, &least)?;
+        let numbers = read_f32(client, &numbers)?;
+        for (line, least) in numbers.chunks(of.len).zip(read_f32(client, &least)?) {
+            let sum = |from: &dyn Fn(f32) -> bool| -> f64 {
+                let kept = line.iter().filter(|&&number| from(number));
+                kept.map(|&number| f64::from(number)).sum()
+            };
+            let share = |sum: f64| sum / line.iter().map(|&x| f64::from(x)).sum::<f64>();
+            let with = share(sum(&|number| number >= least));
+            let without = share(sum(&|number| number > least));
+            ensure!(
+                with > 0.5 - 1e-5 && without < 0.5 + 1e-5 && with > without,
+                "{lines_of:?}: {least}: {with}, {without}"
+            );
+        }
     }
     Ok(calls.len())
 }

@@ -5,6 +5,7 @@ use rstest::rstest;
 
 burn_blocksparse_tests::tests!(selection_rules: rules_keep_the_same_on_devices);
 burn_blocksparse_tests::tests!(selection_goldens: selection_goldens);
+burn_blocksparse_tests::tests!(selection_long: heads_of_many_blocks_choose_as_loops);
 burn_blocksparse_tests::tests!(
     selection_runs: choices_give_the_same_bits, choices_are_replayed, outputs_are_bounded_by_recall,
     rules_are_nested

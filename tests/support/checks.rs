@@ -102,6 +102,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
         nsa_gives_the_same_bits, nsa_golden;
     nsa_choice: nsa_choices_equal_f64, queries_at_any_positions_equal_the_whole;
     selection_fuzz: some_random_choices;
+    selection_long: heads_of_many_blocks_choose_as_loops;
     selection_runs: choices_give_the_same_bits, choices_are_replayed, outputs_are_bounded_by_recall,
         rules_are_nested;
     device_layout_within: blocks_within_a_layout_equal_f64, rules_within_a_layout,

@@ -80,8 +80,20 @@ fn dense<'a>([q, k]: [&'a [f64]; 2], seq: usize, dim: usize) -> DenseCall<'a> {
 
 /// Scores of long calls, in f32 and in half precision.
 pub fn long_calls_choose_as_loops(devices: &[Device]) {
+    let ran = choose_as_loops(devices, &CALLS);
+    assert_ran("long_calls_choose_as_loops", ran);
+}
+
+/// Heads of more than 2¹⁷ pairs of blocks, of which kernels look for the least that is kept by several cubes each, a digit a launch.
+pub fn heads_of_many_blocks_choose_as_loops(devices: &[Device]) {
+    let ran = choose_as_loops(devices, &[("flexprefill:8,0.5,2", [1, 2, 1, 2_912, 16])]);
+    assert_ran("heads_of_many_blocks_choose_as_loops", ran);
+}
+
+/// Scores of calls, in f32 and in half precision, are those of loops over some heads. How many were compared.
+fn choose_as_loops(devices: &[Device], calls: &[(&str, [usize; 5])]) -> usize {
     let mut ran = 0;
-    for (index, (text, dims)) in CALLS.into_iter().enumerate() {
+    for (index, &(text, dims)) in calls.iter().enumerate() {
         let selection: Selection = text.parse().unwrap();
         let estimator = selection.estimator();
         let problem = Problem::new(dims, 9900 + index as u64);
@@ -125,7 +137,7 @@ pub fn long_calls_choose_as_loops(devices: &[Device]) {
             }
         }
     }
-    assert_ran("long_calls_choose_as_loops", ran);
+    ran
 }
 
 /// Every query's blocks of a long call, in f32 and in half precision: their scores are the highest.

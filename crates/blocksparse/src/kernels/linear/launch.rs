@@ -294,11 +294,6 @@ fn launch_wgmma(
     if seen_tiles == Some(0) {
         return;
     }
-    // No more cubes than tiles: a warpgroup that begins later than the other waits for the first slab of its cube's first tile.
-    let cubes = match seen_tiles {
-        Some(tiles) => plan.cubes.min(request.batch * plan.parts * tiles),
-        None => plan.cubes,
-    };
     let seen = match beside.seen {
         Some(seen) => seen.launched(seen_tiles.unwrap_or(1)),
         None => SeenLaunch::new(0, 0, 1, 0.0),
@@ -318,7 +313,7 @@ fn launch_wgmma(
     unsafe {
         product::product::launch_unchecked(
             client,
-            CubeCount::Static(cubes as u32, 1, 1),
+            CubeCount::Static(plan.cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
             tile.cols / 2,
             tile.written_words(),

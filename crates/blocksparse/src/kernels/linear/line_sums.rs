@@ -165,13 +165,22 @@ fn weights_of<S: Size, W: Size>(
         let end = select(row < shape.rows, end, 0i32);
         // Of the tile's columns, counted from the unit's first.
         let end = end - (place.col + quarter * 2) as i32;
-        #[unroll]
-        for i in 0..comptime!(t.cols / 4) {
-            let (eight, odd) = comptime!((i / 2, i % 2));
-            let at = comptime!(4 * eight + 2 * lower + odd);
-            let weight = exp2(multiply_add(sums.extract(at), seen.factor, -log));
-            let is_seen = comptime!((8 * eight + odd) as i32).runtime() < end;
-            weights[at] = select(is_seen, weight, 0.0f32);
+        // But for the last tiles rows see all there is: nothing is asked for each weight then.
+        if end > comptime!(t.cols as i32) {
+            #[unroll]
+            for i in 0..comptime!(t.cols / 4) {
+                let at = comptime!(i / 2 * 4 + 2 * lower + i % 2);
+                weights[at] = exp2(multiply_add(sums.extract(at), seen.factor, -log));
+            }
+        } else {
+            #[unroll]
+            for i in 0..comptime!(t.cols / 4) {
+                let (eight, odd) = comptime!((i / 2, i % 2));
+                let at = comptime!(4 * eight + 2 * lower + odd);
+                let weight = exp2(multiply_add(sums.extract(at), seen.factor, -log));
+                let is_seen = comptime!((8 * eight + odd) as i32).runtime() < end;
+                weights[at] = select(is_seen, weight, 0.0f32);
+            }
         }
     }
     weights
@@ -233,7 +242,7 @@ fn sum_lines(weights: &Array<f32>, of_warp: u32, lane: u32, #[comptime] t: Produ
     }
     #[unroll]
     for step in 0..3usize {
-        let half = comptime!(cols / 8 >> step);
+        let half = comptime!((cols / 8) >> step);
         let mask = comptime!(16u32 >> step);
         let is_high = lane & mask != 0;
         #[unroll]

@@ -263,12 +263,12 @@ impl ProductPlan {
         shared: usize,
     ) -> Result<Vec<Self>, &'static str> {
         let ProductRequest { wide, epilogue, .. } = request;
-        // Registers have room for what a gradient reads beside the sums of half a tile.
-        let is_read = matches!(epilogue, Epilogue::Gradient { .. });
+        // Registers have room for what a gradient reads, and for sums of weights over columns, beside the sums of half a tile.
+        let is_half = matches!(epilogue, Epilogue::Gradient { .. } | Epilogue::LineSums);
         let shapes = SLAB_CYCLES.into_iter().filter_map(|(cols, slab)| {
             // Who chooses sees all columns.
             let is_whole = !matches!(epilogue, Epilogue::Highest(_)) || request.cols <= cols;
-            let tile = (is_whole && (!is_read || cols < MOST_COLUMNS)).then(|| ProductTile {
+            let tile = (is_whole && (!is_half || cols < MOST_COLUMNS)).then(|| ProductTile {
                 by_heads: request.by_heads,
                 epilogue,
                 ..ProductTile::new(request.half(), cols, request.orders, wide)

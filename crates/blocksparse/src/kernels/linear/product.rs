@@ -192,8 +192,9 @@ pub fn product<S: Size, W: Size>(
             warp,
             lane,
         };
-        if comptime!(t.stagger > 0) {
-            if group == 1 {
+        // A cube without a tile, of those that are left, would wait for a slab that never comes.
+        if comptime!(t.stagger > 0 && !t.is_lines()) {
+            if group == 1 && CUBE_POS_X < tiles.count {
                 barrier_wait(base, 0u32);
                 pause(t.stagger);
             }
@@ -206,6 +207,13 @@ pub fn product<S: Size, W: Size>(
             if comptime!(t.is_lines()) {
                 let wanted = select(is_wanted::<W>(&bias, &place, &shape), 1u32, 0u32);
                 if uniform(wanted) != 0u32 {
+                    // The first tile that is wanted.
+                    if comptime!(t.stagger > 0) {
+                        if group == 1 && number == 0 {
+                            barrier_wait(base, 0u32);
+                            pause(t.stagger);
+                        }
+                    }
                     let sums = main_loop::<S>(
                         a_desc,
                         b_desc,

@@ -12,10 +12,11 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::digits::OnlyLists;
 use super::line_weights::{LineWeights, RUN, UNWANTED};
 use super::lines::{LineSizes, line_sums};
 use super::means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
-use super::threshold::{Kept, KeptLines, OnlyLists, least_of_lists};
+use super::threshold::{Kept, KeptLines, least_of_lists};
 use super::touched::{ScoreSizes, Touched, is_kept, is_touched};
 use super::{UNITS, across_cube};
 use crate::kernels::args::{buffer, optional, spread};

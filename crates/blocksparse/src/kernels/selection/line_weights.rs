@@ -192,11 +192,12 @@ impl<'a> LineWeights<'a> {
         let ([lists, kv_lists], [queries, keys]) = (self.of.lists, self.of.seq);
         let (group, bytes) = (lists / kv_lists, self.element.size());
         let unplanned = |_| KernelError::Factor { factor: "b" };
+        let numbers_of = |plan: &ProductPlan| {
+            let cols = plan.tile_cols();
+            keys.div_ceil(cols) * LINE_GROUPS * line_numbers(cols)
+        };
         let plan = planned(client, self.element, [&self.q, &self.k]).map_err(unplanned)?;
-        let cols = plan.tile_cols();
-        let tiles = keys.div_ceil(cols);
-        let of_list = tiles * LINE_GROUPS * line_numbers(cols);
-        let together = (NUMBERS / (group * of_list)).clamp(1, kv_lists);
+        let together = (NUMBERS / (group * numbers_of(&plan))).clamp(1, kv_lists);
         for first in (0..kv_lists).step_by(together) {
             let count = together.min(kv_lists - first);
             let here = count * group;
@@ -204,11 +205,9 @@ impl<'a> LineWeights<'a> {
             let k = self.k.matrices(first, count, bytes);
             let offset = first * group * queries * size_of::<f32>();
             let logs = self.logs.clone().offset_start(offset as u64);
-            // Of as many cubes as these matrices have tiles for.
+            // Fewer matrices may have other tiles.
             let plan = planned(client, self.element, [&q, &k]).map_err(unplanned)?;
-            if plan.tile_cols() != cols {
-                return Err(KernelError::Factor { factor: "b" });
-            }
+            let of_list = numbers_of(&plan);
             let parts = client.empty(here * of_list * size_of::<f32>());
             let Some(([left, right], _)) = asked(self.element, [&q, &k]) else {
                 return Err(KernelError::Factor { factor: "b" });
@@ -235,7 +234,7 @@ impl<'a> LineWeights<'a> {
                     buffer(&logs, here * queries),
                     buffer(sums, lists * 2 * keys),
                     self.of.launched(first * group, here),
-                    cols,
+                    plan.tile_cols(),
                 );
             }
         }

@@ -5,7 +5,9 @@
 //! groups        sums over antidiagonals: groups of rows, the softmax of their products, its sums by blocks
 //! lines         the attention of the last queries, summed over keys and over distances
 //! line_weights  the same without products in memory, where tensor cores make them twice
+//! digits        of a number that is looked for, four bits at a time
 //! threshold     of each line of numbers the least that is kept: so many, or a share of the whole
+//! threshold_parts  the same of a few lines that are very long, by several cubes each
 //! touched       blocks in which something is kept
 //! flex          those, or the highest by means, as a head's last queries say
 //! gate          the blocks that single queries choose by means
@@ -17,6 +19,7 @@
 //! order, so the same input gives the same bits on a device.
 
 mod compressed;
+mod digits;
 mod flex;
 mod gate;
 mod groups;
@@ -29,6 +32,7 @@ mod lines;
 mod means;
 mod products;
 mod threshold;
+mod threshold_parts;
 mod touched;
 
 use cubecl::ir::features::Plane;

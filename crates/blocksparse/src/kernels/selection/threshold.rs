@@ -2,12 +2,17 @@
 //!
 //! Nothing is sorted. Numbers above 0 are in the order of their bits, so the least is found four bits at a time: what numbers with the bits that are known
 //! weigh is added up by their next four bits. A cube has a line; each unit adds up its own numbers in places of its own, and units' sums are added in a fixed
-//! order.
+//! order. A few lines that are very long have several cubes each, and a launch for each digit ([`threshold_parts`](super::threshold_parts)).
 
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::digits::{
+    BITS, DIGITS, OnlyLists, Search, SearchLines, SearchLinesLaunch, add_up, first_reached,
+    wanted_len,
+};
+use super::threshold_parts::{digits_of_parts, is_parted};
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
@@ -49,21 +54,6 @@ pub struct KeptLines {
     pub kept: Kept,
 }
 
-/// Of lists of lines those that are wanted.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct OnlyLists<'a> {
-    /// `[lists]`.
-    pub numbers: &'a Handle,
-    pub lists: usize,
-    pub limit: f32,
-    /// Whether lists are wanted whose number is at least the limit, or all others.
-    pub above: bool,
-}
-
-/// Bits that are found at a time, and what they can be.
-const BITS: u32 = 4;
-const DIGITS: usize = 1 << BITS;
-
 /// Units of a cube: many for long lines, if a cube may have as many and as much shared memory.
 const FEW: usize = 256;
 const MANY: usize = 1024;
@@ -73,33 +63,6 @@ const LONG: usize = 16;
 
 /// Numbers that a unit loads before it adds up the first of them, of lines of few and of many numbers: a line has one cube, whose loads have to overlap.
 const AT_A_TIME: [usize; 2] = [4, 16];
-
-/// What is compiled into the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Search {
-    tile: RowTile,
-    by_share: bool,
-    /// Whether lists are wanted that have at least a limit, where not all are.
-    above: bool,
-    /// Numbers of a unit at a time.
-    at_a_time: usize,
-}
-
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct SearchLines {
-    lines: usize,
-    len: usize,
-    step: usize,
-    /// Of the two kinds.
-    forced: usize,
-    forced_second: usize,
-    wanted: f32,
-    wanted_second: f32,
-    share: f32,
-    /// Lines of a list, and the limit of its number.
-    each: usize,
-    limit: f32,
-}
 
 /// The least number that is kept of each line, behind what is forced: `least` `[lines]`. What is not above 0 is never kept. Where even all numbers are less
 /// than what is wanted it is 0, where none is wanted NaN.
@@ -163,18 +126,37 @@ pub(super) fn least_of_lists(
         }
         Kept::Share(share) => ([0.0; 2], share as f32),
     };
-    let sizes = SearchLinesLaunch::new(
-        lines,
-        len,
-        step,
-        forced[0],
-        forced[1],
-        wanted[0],
-        wanted[1],
-        share,
-        only.map_or(1, |only| lines / only.lists),
-        only.map_or(0.0, |only| only.limit),
-    );
+    let sizes = || {
+        SearchLinesLaunch::new(
+            lines,
+            len,
+            step,
+            forced[0],
+            forced[1],
+            wanted[0],
+            wanted[1],
+            share,
+            only.map_or(1, |only| lines / only.lists),
+            only.map_or(0.0, |only| only.limit),
+        )
+    };
+    if share > 0.0 && is_parted(client, [lines, len]) {
+        let tile = RowTile { lanes: FEW, ..tile };
+        return digits_of_parts(
+            client,
+            (numbers, reach),
+            [lines, len],
+            only,
+            sizes,
+            Search {
+                tile,
+                by_share: true,
+                above: only.is_some_and(|only| only.above),
+                at_a_time: AT_A_TIME[1],
+            },
+            least,
+        );
+    }
     // SAFETY: a cube reads numbers of its line, below `len`, and writes the least of it.
     unsafe {
         least_of_lines::launch_unchecked(
@@ -188,7 +170,7 @@ pub(super) fn least_of_lists(
                 only.map(|only| only.numbers),
                 only.map_or(0, |only| only.lists),
             ),
-            sizes,
+            sizes(),
             Search {
                 tile,
                 by_share: matches!(kept, Kept::Share(_)),
@@ -198,83 +180,6 @@ pub(super) fn least_of_lists(
         );
     }
     Ok(())
-}
-
-/// `totals`: what numbers weigh whose bits are those of `low` under `known`, by their next four bits.
-#[cube]
-fn add_up(
-    numbers: &[f32],
-    start: usize,
-    from: usize,
-    to: usize,
-    low: u32,
-    known: u32,
-    shift: u32,
-    bins: &mut [f32],
-    sums: &mut [f32],
-    totals: &mut [f32],
-    #[comptime] c: Search,
-) {
-    let units = comptime!(c.tile.lanes);
-    let unit = UNIT_POS as usize;
-    #[unroll]
-    for digit in 0..comptime!(DIGITS) {
-        bins[comptime!(digit * units).runtime() + unit] = 0.0f32;
-    }
-    let at_a_time = comptime!(c.at_a_time);
-    let mut loaded = Array::<f32>::new(at_a_time);
-    let mut place = from + unit;
-    while place < to {
-        #[unroll]
-        for i in 0..at_a_time {
-            let own = place + comptime!(i * units);
-            loaded[i] = numbers[start + own.min(to - 1)];
-        }
-        #[unroll]
-        for i in 0..at_a_time {
-            let own = place + comptime!(i * units);
-            let number = loaded[i];
-            let bits = u32::reinterpret(number);
-            // NaN is above nothing.
-            if own < to && number > 0.0f32 && ((bits ^ low) & known) == 0u32 {
-                let digit = ((bits >> shift) & comptime!(DIGITS as u32 - 1)) as usize;
-                let weight = match comptime!(c.by_share) {
-                    true => number,
-                    false => 1.0f32.runtime(),
-                };
-                bins[digit * units + unit] += weight;
-            }
-        }
-        place += comptime!(at_a_time * units);
-    }
-    sync_cube();
-    // As many units a digit as there are digits fewer than units; then sixteen, then one.
-    let share = comptime!(units / DIGITS);
-    let (digit, part) = (unit / share, unit % share);
-    let mut sum = 0.0f32.runtime();
-    for i in 0..comptime!(DIGITS) {
-        sum += bins[digit * units + part + i * share];
-    }
-    sums[unit] = sum;
-    sync_cube();
-    if unit < comptime!(DIGITS * 16) {
-        let each = comptime!(share / 16);
-        let first = unit / 16 * share + unit % 16 * each;
-        let mut sum = 0.0f32.runtime();
-        for i in 0..each {
-            sum += sums[first + i];
-        }
-        bins[unit] = sum;
-    }
-    sync_cube();
-    if unit < comptime!(DIGITS) {
-        let mut sum = 0.0f32.runtime();
-        for i in 0..16usize {
-            sum += bins[unit * 16 + i];
-        }
-        totals[unit] = sum;
-    }
-    sync_cube();
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -291,21 +196,7 @@ fn least_of_lines(
     let start = at * of.step;
     let forced = select(is_second, of.forced_second, of.forced);
     let mut limit = select(is_second, of.wanted_second, of.wanted);
-    let mut len = of.len;
-    #[comptime]
-    match &only {
-        ComptimeOption::Some(only) => {
-            let is_above = only[at / of.each] >= of.limit;
-            let number = only[at / of.each];
-            // Neither is so of what is no number, which counts as below.
-            let is_above = number >= of.limit;
-            len = match comptime!(c.above) {
-                true => select(is_above, len, 0usize),
-                false => select(is_above, 0usize, len),
-            };
-        }
-        ComptimeOption::None => {}
-    }
+    let len = wanted_len(&only, at, &of, c);
     let units = comptime!(c.tile.lanes);
     let mut bins = Shared::<[f32]>::new_slice(comptime!(DIGITS * units));
     let mut sums = Shared::<[f32]>::new_slice(units);
@@ -350,24 +241,9 @@ fn least_of_lines(
             &mut totals,
             c,
         );
-        let mut is_found = false.runtime();
-        let mut digit = 0u32.runtime();
-        let mut reached = above;
-        #[unroll]
-        for i in 0..comptime!(DIGITS) {
-            let one = comptime!(DIGITS - 1 - i);
-            let with = reached + totals[one];
-            if !is_found {
-                if with >= limit {
-                    is_found = true;
-                    digit = comptime!(one as u32).runtime();
-                } else if comptime!(one > 0) {
-                    reached = with;
-                }
-            }
-        }
-        above = reached;
-        low |= digit << shift;
+        let found = first_reached(&totals, above, limit);
+        above = found.above;
+        low |= found.digit << shift;
         known |= comptime!(DIGITS as u32 - 1).runtime() << shift;
     }
     if UNIT_POS == 0 {

@@ -12,7 +12,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::UNITS;
-use super::threshold::{Kept, KeptLines, OnlyLists, least_kept, least_of_lists};
+use super::digits::OnlyLists;
+use super::threshold::{Kept, KeptLines, least_kept, least_of_lists};
 use crate::kernels::args::{buffer, spread};
 use crate::kernels::error::KernelError;
 

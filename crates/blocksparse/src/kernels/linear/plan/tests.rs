@@ -1,5 +1,6 @@
 //! What products run, on described devices.
 
+use super::super::highest::Highest;
 use super::*;
 
 /// An H200's.
@@ -207,6 +208,66 @@ fn sums_of_exponentials_are_of_whole_runs() {
     assert_eq!(
         ProductPlan::on_mma(of_mma, MULTIPROCESSORS, SHARED).unwrap_err(),
         "on mma.sync sums are the result, and become nothing else"
+    );
+}
+
+/// Rows choose in a tile that has all columns.
+#[test]
+fn choices_are_of_all_columns() {
+    let choices = |cols: usize, most: usize| {
+        let highest = Highest {
+            most,
+            parts: 2,
+            step: 512,
+        };
+        let request = ProductRequest {
+            wide: true,
+            batch: 32,
+            ..request([65_536, cols, 128], false)
+        };
+        let request = request.with(Epilogue::Highest(highest));
+        let plans = ProductPlan::on_wgmma(request, MULTIPROCESSORS, SHARED);
+        plans.map(|plans| plans[0].to_string())
+    };
+    for (cols, tile) in [(40, 64), (128, 128), (256, 256)] {
+        let plan = choices(cols, 2).unwrap();
+        let has_all = plan.starts_with(&format!("wgmma, tiles of 128 × {tile}, "));
+        assert!(has_all && plan.contains("the 2 highest of a row"), "{plan}");
+    }
+    for (cols, most) in [(264, 2), (256, 9), (256, 0)] {
+        let refused = "a row chooses up to 8 scores of up to 256 columns";
+        assert_eq!(choices(cols, most).unwrap_err(), refused);
+    }
+}
+
+/// Sums of weights over columns and diagonals are of the rows of one tile, whose sums leave registers room, and on wgmma.
+#[test]
+fn sums_over_columns_are_of_one_tile_of_rows() {
+    let plain = ProductRequest {
+        wide: true,
+        batch: 32,
+        ..request([128, 65_536, 128], false)
+    };
+    let sums = |request: ProductRequest| {
+        let request = request.with(Epilogue::LineSums);
+        let plans = ProductPlan::on_wgmma(request, MULTIPROCESSORS, SHARED);
+        plans.map(|plans| plans[0].to_string())
+    };
+    assert_eq!(
+        sums(plain).unwrap(),
+        "wgmma, tiles of 128 × 128, 6 slabs of 64, as sums over columns and diagonals of weights, 132 cubes"
+    );
+    assert_eq!(
+        sums(ProductRequest { rows: 129, ..plain }).unwrap_err(),
+        "sums over columns are of the rows of one tile"
+    );
+    let narrow = ProductRequest {
+        wide: false,
+        ..plain
+    };
+    assert_eq!(
+        sums(narrow).unwrap_err(),
+        "sums over columns are of whole sums in f32"
     );
 }
 
