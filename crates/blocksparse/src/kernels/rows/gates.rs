@@ -14,26 +14,25 @@ use crate::kernels::error::KernelError;
 /// How many branches there may be.
 pub const MOST_BRANCHES: usize = 3;
 
-/// Branches, those that are there, and the gate of each: known to the compiler.
+/// Some of the branches, by their gates' places in a row: known to the compiler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Columns {
     /// How many.
     count: usize,
-    /// Among a row's gates; those behind the last say nothing.
+    /// Where; those behind the last say nothing.
     of: [usize; MOST_BRANCHES],
 }
 
 impl Columns {
-    fn new<T>(branches: &[Option<T>]) -> Self {
+    fn new(are: impl IntoIterator<Item = bool>) -> Self {
         let mut columns = Self {
             count: 0,
             of: [0; MOST_BRANCHES],
         };
-        for (column, branch) in branches.iter().enumerate() {
-            if branch.is_some() {
-                columns.of[columns.count] = column;
-                columns.count += 1;
-            }
+        let are = are.into_iter().enumerate().filter(|(_, is)| *is);
+        for (column, _) in are {
+            columns.of[columns.count] = column;
+            columns.count += 1;
         }
         columns
     }
@@ -77,7 +76,7 @@ struct BackwardKind {
     /// and those whose gradients are written.
     written: Columns,
     /// The gates of branches that are not there, whose gradients are 0.
-    none: [bool; MOST_BRANCHES],
+    none: Columns,
 }
 
 /// `by_branch = gate · grad` and `by_gate = Σ grad ∘ branch` over a row, by one reading of `grad` and of the branches.
@@ -147,11 +146,9 @@ fn backward<E: Float, G: Float, A: Float, N: Size>(
                 }
             }
             #[unroll]
-            for column in 0..comptime!(k.row_gates) {
-                if comptime!(k.none[column]) {
-                    if writes {
-                        by_gates[first + column] = G::new(0.0);
-                    }
+            for b in 0..comptime!(k.none.count) {
+                if writes {
+                    by_gates[first + comptime!(k.none.of[b])] = G::new(0.0);
                 }
             }
         }
@@ -236,7 +233,7 @@ pub fn gated_sum(
             buffer(gates.0, rows * row_gates),
             buffer(out, vectors),
             vectors,
-            Columns::new(branches),
+            Columns::new(branches.iter().map(Option::is_some)),
             tile.row_vectors,
             row_gates,
             element,
@@ -276,24 +273,48 @@ pub fn gated_sum_backward(
     if matrix[0] * matrix[1] == 0 {
         return Ok(());
     }
-    let places = pass.branches.len();
-    let mut none = [false; MOST_BRANCHES];
-    for (none, branch) in none.iter_mut().zip(pass.branches) {
-        *none = branch.is_none();
-    }
-    let all = 0..places;
-    if pass.buffers_fit(client) {
-        return pass.launch(client, matrix, tile, all, none);
-    }
-    // Gates of branches that are not there are of the first launch; a gradient in `grad`'s place is of the last.
-    let there = all.filter(|place| pass.branches[*place].is_some());
-    let (written, read): (Vec<usize>, Vec<usize>) =
-        there.partition(|place| pass.by_branches[*place].is_some());
-    for (index, place) in read.into_iter().chain(written).enumerate() {
-        let none = none.map(|none| none && index == 0);
-        pass.launch(client, matrix, tile, place..place + 1, none)?;
+    let there: Vec<bool> = pass.branches.iter().map(Option::is_some).collect();
+    let written: Vec<bool> = pass.by_branches.iter().map(Option::is_some).collect();
+    for part in parts(&there, &written, pass.buffers_fit(client)) {
+        pass.launch(client, matrix, tile, part)?;
     }
     Ok(())
+}
+
+/// What a launch of the backward pass does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Part {
+    /// The branches it is of.
+    places: [bool; MOST_BRANCHES],
+    /// The gates whose gradients it sets to 0.
+    none: [bool; MOST_BRANCHES],
+}
+
+/// The launches of branches that are `there`, those `written` that have gradients: one if its buffers `fit`, or one for each branch. Gates of branches that
+/// are not there are of the first; a gradient in the place of the sum's, the last that is written, is of the last.
+fn parts(there: &[bool], written: &[bool], fit: bool) -> Vec<Part> {
+    let mut all = Part::default();
+    for (place, there) in there.iter().enumerate() {
+        all.places[place] = *there;
+        all.none[place] = !there;
+    }
+    if fit {
+        return vec![all];
+    }
+    let (written, read): (Vec<usize>, Vec<usize>) = (0..there.len())
+        .filter(|place| there[*place])
+        .partition(|place| written[*place]);
+    let mut parts: Vec<Part> = (read.into_iter().chain(written))
+        .map(|place| {
+            let mut part = Part::default();
+            part.places[place] = true;
+            part
+        })
+        .collect();
+    if let Some(first) = parts.first_mut() {
+        first.none = all.none;
+    }
+    parts
 }
 
 impl GatedBackward<'_> {
@@ -307,24 +328,19 @@ impl GatedBackward<'_> {
         check_buffers(client, 2 + read + written).is_ok()
     }
 
-    /// The pass of the branches at some places.
     fn launch(
         &self,
         client: &Client,
         [rows, width]: [usize; 2],
         tile: RowTile,
-        places: std::ops::Range<usize>,
-        none: [bool; MOST_BRANCHES],
+        part: Part,
     ) -> Result<(), KernelError> {
         let row_gates = self.branches.len();
         let vectors = rows * tile.row_vectors;
         let among = |list: &[Option<&Handle>], wanted: bool| {
             let list = list.iter().enumerate();
-            let list = list.map(|(place, handle)| {
-                (*handle)
-                    .filter(|_| wanted && places.contains(&place))
-                    .cloned()
-            });
+            let list = list
+                .map(|(place, handle)| (*handle).filter(|_| wanted && part.places[place]).cloned());
             list.collect::<Vec<Option<Handle>>>()
         };
         let read = among(self.branches, self.by_gates.is_some());
@@ -332,9 +348,9 @@ impl GatedBackward<'_> {
         let k = BackwardKind {
             tile,
             row_gates,
-            read: Columns::new(&read),
-            written: Columns::new(&written),
-            none,
+            read: Columns::new(read.iter().map(Option::is_some)),
+            written: Columns::new(written.iter().map(Option::is_some)),
+            none: Columns::new(part.none),
         };
         let sequence = |list: &[Option<Handle>]| {
             let mut sequence = SequenceArg::new();
@@ -373,5 +389,40 @@ impl GatedBackward<'_> {
             );
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every branch has its launch, gates of none are set once, and what is written last has the last launch.
+    #[test]
+    fn launches_have_every_branch_once() {
+        for bits in 0..1 << (2 * MOST_BRANCHES) {
+            let bit = |at: usize| bits >> at & 1 == 1;
+            let there = [0, 1, 2].map(bit);
+            let written = [0, 1, 2].map(|at| there[at] && bit(at + MOST_BRANCHES));
+            if there == [false; MOST_BRANCHES] {
+                continue;
+            }
+            for fit in [false, true] {
+                let parts = parts(&there, &written, fit);
+                assert_eq!(
+                    parts.len() == 1,
+                    fit || there.iter().filter(|x| **x).count() == 1
+                );
+                let count = |of: fn(&Part) -> [bool; MOST_BRANCHES], at: usize| {
+                    parts.iter().filter(|part| of(part)[at]).count()
+                };
+                for (at, there) in there.into_iter().enumerate() {
+                    assert_eq!(count(|part| part.places, at), usize::from(there));
+                    assert_eq!(count(|part| part.none, at), usize::from(!there));
+                }
+                if let Some(last) = written.iter().rposition(|written| *written) {
+                    assert!(parts.last().unwrap().places[last]);
+                }
+            }
+        }
     }
 }
