@@ -94,7 +94,6 @@ fn backward<E: Float, G: Float, A: Float, N: Size>(
     #[define(A)] _accumulator: ElemType,
 ) {
     let tile = comptime!(k.tile);
-    let zero = Vector::<A, N>::zeroed();
     let unit = UNIT_POS as usize;
     let lane = unit % comptime!(tile.lanes);
     let row = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
@@ -104,16 +103,15 @@ fn backward<E: Float, G: Float, A: Float, N: Size>(
     let start = row * comptime!(tile.row_vectors);
     let first = row * comptime!(k.row_gates);
 
-    let mut factors = Array::<Vector<A, N>>::new(comptime!(MOST_BRANCHES));
+    let mut factors = Array::<A>::new(comptime!(MOST_BRANCHES));
     #[unroll]
     for b in 0..comptime!(k.written.count) {
-        let gate = A::cast_from(gates[first + comptime!(k.written.of[b])]);
-        factors[b] = Vector::<A, N>::empty().fill(gate);
+        factors[b] = A::cast_from(gates[first + comptime!(k.written.of[b])]);
     }
-    let mut sums = Array::<Vector<A, N>>::new(comptime!(MOST_BRANCHES));
+    let mut sums = Array::<A>::new(comptime!(MOST_BRANCHES));
     #[unroll]
     for b in 0..comptime!(k.read.count) {
-        sums[b] = zero;
+        sums[b] = A::new(0.0);
     }
     for i in 0..comptime!(tile.lane_vectors()) {
         let at = start + place(lane, i, tile);
@@ -122,13 +120,14 @@ fn backward<E: Float, G: Float, A: Float, N: Size>(
         #[unroll]
         for b in 0..comptime!(k.read.count) {
             let x = Vector::<A, N>::cast_from(branches[b][at]);
-            sums[b] += select(is_own, dy * x, zero);
+            sums[b] += select(is_own, sum_of::<A, N>(dy * x), A::new(0.0));
         }
         if exists && is_own {
             #[unroll]
             for b in 0..comptime!(k.written.count) {
                 let by_branch = by_branches.index_mut(b);
-                by_branch[at] = Vector::<E, N>::cast_from(dy * factors[b]);
+                let factor = Vector::<A, N>::empty().fill(factors[b]);
+                by_branch[at] = Vector::<E, N>::cast_from(dy * factor);
             }
         }
     }
@@ -139,8 +138,7 @@ fn backward<E: Float, G: Float, A: Float, N: Size>(
             let writes = exists && lane == 0;
             #[unroll]
             for b in 0..comptime!(k.read.count) {
-                let sum = sum_of::<A, N>(sums[b]);
-                let sum = across_lanes::<A>(sum, &mut shared, tile, Combine::Sum);
+                let sum = across_lanes::<A>(sums[b], &mut shared, tile, Combine::Sum);
                 if writes {
                     by_gates[first + comptime!(k.read.of[b])] = G::cast_from(sum);
                 }
