@@ -7,8 +7,8 @@ use std::time::Instant;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::{
     AttentionOptions, ChoiceWalk, DeviceLayout, DeviceLayoutOptions, Layout, LayoutShape, Nsa,
-    NsaKeysValues, NsaOptions, Pattern, ScoreCall, Selection, attention, attention_selected,
-    attention_with_lists, attention_with_lists_plan,
+    NsaBranches, NsaKeysValues, NsaOptions, Pattern, ScoreCall, Selection, attention,
+    attention_selected, attention_with_lists, attention_with_lists_plan,
 };
 use burn_blocksparse_tests::devices::devices;
 use serde_json::{Value, json};
@@ -348,6 +348,7 @@ impl Bench<'_> {
             attend_packed(inputs.clone())
         });
         self.nsa_selected(n, [head_dim, value_dim], &nsa, &inputs);
+        self.nsa_gates(n, [head_dim, value_dim], &inputs[3]);
         // Packed queries and their outputs, and the gradients of both; and some twenty tensors as large as the queries.
         let options = nsa.options();
         let chosen = options.keep - options.forced.first - options.forced.local;
@@ -371,6 +372,46 @@ impl Bench<'_> {
         });
         self.time(&name("forward and backward, queries packed"), || {
             let out = attend_packed(tracked.clone()).expect("it ran before");
+            out.sum().backward()
+        });
+    }
+
+    /// The sum of the branches alone, beside the same by Burn's operations.
+    fn nsa_gates(&mut self, n: usize, [head_dim, value_dim]: [usize; 2], gates: &Tensor<4>) {
+        let name = |what: &str| format!("nsa, {head_dim} and {value_dim} wide: gates, {what}");
+        let normal = Distribution::Normal(0.0, 1.0);
+        let shape = [1, NSA_HEADS[0], n, value_dim];
+        let branches = [(); NsaBranches::COUNT]
+            .map(|_| Tensor::<4>::random(shape, normal, (&self.device, DType::BF16)));
+        let by_burn = |branches: [Tensor<4>; NsaBranches::COUNT], gates: Tensor<4>| {
+            let parts = branches.into_iter().enumerate();
+            let parts = parts.map(|(at, out)| out * gates.clone().slice_dim(3, at..at + 1));
+            parts.reduce(|a, b| a + b).expect("three")
+        };
+        let by_kernel = |[a, b, c]: [Tensor<4>; NsaBranches::COUNT], gates: Tensor<4>| {
+            let branches = NsaBranches::new(Some(a), b, Some(c));
+            branches.gated(gates).expect("shapes fit")
+        };
+        let tracked = branches.clone().map(|x| x.autodiff().require_grad());
+        let by_tracked = gates.clone().autodiff().require_grad();
+        // Fusion does not write what is dropped before it runs.
+        let device = self.device.clone();
+        let written = |out: Tensor<4>| {
+            device.sync().expect("the device works");
+            out
+        };
+        self.time(&name("forward"), || {
+            written(by_kernel(branches.clone(), gates.clone()))
+        });
+        self.time(&name("forward, Burn's operations"), || {
+            written(by_burn(branches.clone(), gates.clone()))
+        });
+        self.time(&name("forward and backward"), || {
+            let out = by_kernel(tracked.clone(), by_tracked.clone());
+            out.sum().backward()
+        });
+        self.time(&name("forward and backward, Burn's operations"), || {
+            let out = by_burn(tracked.clone(), by_tracked.clone());
             out.sum().backward()
         });
     }

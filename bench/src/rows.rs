@@ -8,8 +8,8 @@ use anyhow::{Context, Result, anyhow};
 use blocksparse::kernels::TensorView;
 use blocksparse::kernels::optim::{self, AdamWNumbers, AdamWTensors, FlatTensor};
 use blocksparse::kernels::rows::{
-    self, ActivationBackward, ActivationKind, HeadsPart, NormBackward, NormBranch, NormGrad,
-    NormOf, StreamGrad,
+    self, ActivationBackward, ActivationKind, GatedBackward, HeadsPart, NormBackward, NormBranch,
+    NormGrad, NormOf, StreamGrad,
 };
 use blocksparse::kernels::selection::{
     CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
@@ -69,6 +69,7 @@ fn main() -> Result<()> {
     bench.norms()?;
     bench.activations()?;
     bench.heads()?;
+    bench.gates()?;
     bench.compressed()?;
     bench.weights()?;
     bench.optimizer()?;
@@ -433,6 +434,62 @@ impl Bench {
             let sums = Some((&sums, F32));
             rows::join_heads(&client, &parts, [rows, rows / 4], (&joined, BF16), sums)
                 .expect("the device can");
+        })
+    }
+
+    /// The branches of native sparse attention, of 64 heads of 128 and as many positions as there are rows, and copies of as many bytes.
+    fn gates(&mut self) -> Result<()> {
+        const HEADS: usize = 64;
+        const WIDTH: usize = 128;
+        let rows = HEADS * self.args.rows;
+        let client = self.client.clone();
+        let tensor = rows * WIDTH * 2;
+        let [out, grad] = [(); 2].map(|_| self.buffer(rows * WIDTH, BF16));
+        let [branches, by_branches] =
+            [(); 2].map(|_| [(); 3].map(|_| self.buffer(rows * WIDTH, BF16)));
+        let [branches, by_branches] = [&branches, &by_branches].map(|of| of.each_ref().map(Some));
+        for element in [BF16, F32] {
+            let [gates, by_gates] = [(); 2].map(|_| self.buffer(rows * 3, element));
+            let of_gates = rows * 3 * element.size();
+            let gates = (&gates, element);
+            let name = format!("gates in {element}, three branches");
+            let bytes = 4 * tensor + of_gates;
+            self.moves(&name, bytes, || {
+                let out = (&out, BF16);
+                rows::gated_sum(&client, &branches, gates, out, [rows, WIDTH])
+                    .expect("the device can");
+            })?;
+            self.equal_copy(&name, bytes)?;
+            for (in_place, what) in [(false, "backward"), (true, "backward in place")] {
+                let mut written = by_branches;
+                if in_place {
+                    written[2] = Some(&grad);
+                }
+                let bytes = 7 * tensor + 2 * of_gates;
+                self.moves(&format!("{name}, {what}"), bytes, || {
+                    let pass = GatedBackward {
+                        grad: (&grad, BF16),
+                        branches: &branches,
+                        gates,
+                        by_branches: &written,
+                        by_gates: Some(&by_gates),
+                    };
+                    rows::gated_sum_backward(&client, [rows, WIDTH], &pass)
+                        .expect("the device can");
+                })?;
+            }
+            self.equal_copy(&format!("{name}, backward"), 7 * tensor + 2 * of_gates)?;
+        }
+        Ok(())
+    }
+
+    /// A copy that moves as many bytes as something else.
+    fn equal_copy(&mut self, name: &str, moved: usize) -> Result<()> {
+        let bytes = (moved / 2).next_multiple_of(16);
+        let [input, output] = [(); 2].map(|_| self.client.empty(bytes));
+        let client = self.client.clone();
+        self.moves(&format!("{name}: a copy"), 2 * bytes, || {
+            launch_copy(&client, &input, &output, bytes, 4);
         })
     }
 

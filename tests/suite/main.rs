@@ -13,6 +13,7 @@ mod embedding;
 mod errors;
 mod eviction;
 mod fuzz;
+mod gates;
 mod gradients;
 mod graph;
 mod heads;

@@ -4,7 +4,7 @@ use burn::tensor::Device;
 
 use crate::{
     activation, attention, autodiff, bias_gradient, block_sparse, blocks, device_layout,
-    device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding, gradients, graph,
+    device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding, gates, gradients, graph,
     graph_decoding, graph_training, heads, kept, key_lists, linear, listed, loss, masses,
     max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim, options, page_choice, paged,
     paged_quantised, projection, sampling, selected, selected_lists, selected_planted, selection,
@@ -98,6 +98,8 @@ pub const CHECKS: &[(&str, Check)] = table! {
         dsa_gradients_equal_finite_differences, dsa_errors;
     selected_planted: moba_on_planted_structure, quest_on_planted_structure;
     selected_lists: rows_at_equals_f64;
+    gates: gated_sums_equal_f64, gated_sums_in_half_precision, gated_sums_give_the_same_bits,
+        gated_sums_keep_their_inputs, gated_sums_constants;
     nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences, nsa_is_prefix_stable,
         nsa_gives_the_same_bits, nsa_golden;
     nsa_choice: nsa_choices_equal_f64, queries_at_any_positions_equal_the_whole;
@@ -125,6 +127,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
 /// those whose loops take long.
 pub const NAMED: &[(&str, Check)] = table! {
     attention: more_than_2_31_elements;
+    gates: gated_sums_of_more_than_2_31_elements;
     widths: more_batch_entries_and_heads_than_a_grid, far_strides;
     narrow_blocks: narrow_blocks_in_half_precision, narrow_blocks_with_options;
     fuzz: fuzz;

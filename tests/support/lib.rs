@@ -21,6 +21,7 @@ pub mod eviction;
 pub mod fuzz;
 pub mod fuzz_decoding;
 pub mod fuzz_more;
+pub mod gates;
 mod golden;
 pub mod gradients;
 pub mod graph;

@@ -60,6 +60,7 @@ mod dsa;
 mod dtype;
 mod embedding;
 mod error;
+mod gates;
 mod gradients;
 mod graph;
 mod heads;
@@ -120,6 +121,7 @@ pub use dropout::{dropout, dropout_plan};
 pub use dsa::{Dsa, DsaIndex, DsaTarget};
 pub use embedding::{embedding, embedding_backward, embedding_plan};
 pub use error::OpError;
+pub use gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
 #[cfg(feature = "autodiff")]
 pub use gradients::attention_hvp;
 pub use gradients::{AttentionGradients, attention_gradients};
@@ -149,9 +151,9 @@ pub use nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions, NsaStrides};
 pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseLinearOps,
-    BlockSparseOps, ClipFactor, DropoutOps, EmbeddingOps, FixedOps, HeadOps, LinearOps, LossOps,
-    MlpOps, NormOps, OptimOps, PageChoiceOps, PagedOps, ProjectionOps, RowOps, SamplingOps,
-    TensorList,
+    BlockSparseOps, ClipFactor, DropoutOps, EmbeddingOps, FixedOps, GateOps, HeadOps, LinearOps,
+    LossOps, MlpOps, NormOps, OptimOps, PageChoiceOps, PagedOps, ProjectionOps, RowOps,
+    SamplingOps, TensorList,
 };
 pub use optim::{AdamWControl, FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ChoiceWalk, ProductPrecision, WeightsMode, alibi_slopes};

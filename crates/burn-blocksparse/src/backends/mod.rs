@@ -15,6 +15,7 @@ pub(crate) mod embedding;
 #[cfg(feature = "cube")]
 pub(crate) mod estimates;
 mod fixed;
+pub(crate) mod gates;
 pub(crate) mod heads;
 pub(crate) mod key_lists;
 pub(crate) mod linear;

@@ -16,7 +16,9 @@ impl RowOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::rows::{IndexedRows, Typed, gather_rows, row_dots};
+    use blocksparse::kernels::rows::{
+        GatedBackward, IndexedRows, Typed, gated_sum_backward, gather_rows, row_dots,
+    };
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::backend::ops::{FloatTensorOps, IntTensorOps};
     use burn::tensor::{DType, IntDType, Shape};
@@ -131,19 +133,24 @@ mod kernels {
         let at = numbers(one(at, places));
         let rows = gathered(grad, &at, None, Some(&factors))?;
 
-        let first = CubeBackend::float_expand(weights(0, 1), inputs.own.meta.shape().clone());
-        let wide = CubeBackend::float_cast(grad.clone(), accumulate_in(grad.dtype.into()));
-        let own = CubeBackend::float_mul(wide.clone(), first);
-        let own = CubeBackend::float_cast(own, inputs.own.dtype.into());
+        // A query's own row is a branch, whose gate is its weight.
+        let first = weights(0, 1);
+        let own = empty(grad, [batch, heads, queries, dim], grad.dtype);
+        let own_dots = empty(grad, [batch, heads, queries, 1], sums);
+        let pass = GatedBackward {
+            grad: typed(grad),
+            branches: &[Some(&inputs.own.handle)],
+            gates: typed(&first),
+            by_branches: &[Some(&own.handle)],
+            by_gates: Some(&own_dots.handle),
+        };
+        gated_sum_backward(&grad.client, [batch * heads * queries, dim], &pass).ok()?;
 
         let of = IndexedRows::new(batch * heads, places, [queries, most], dim);
         let dots = empty(grad, [batch, heads, queries, most], sums);
         let (client, index) = (&grad.client, &inputs.places.handle);
         let (rows_of, out) = (typed(&inputs.rows), &dots.handle);
         row_dots(client, &of, rows_of, index, &grad.handle, out).ok()?;
-        let own_rows =
-            CubeBackend::float_cast(inputs.own.clone(), accumulate_in(inputs.own.dtype.into()));
-        let own_dots = CubeBackend::float_sum_dim(CubeBackend::float_mul(own_rows, wide), 3);
         Some(MergedRowsGrads {
             own,
             rows,

@@ -12,7 +12,7 @@ pub(crate) const MOST_PARTS: usize = 3;
 /// The heads of each part, and their width. None: there is no such part.
 pub type HeadParts = [Option<(usize, usize)>; MOST_PARTS];
 
-/// Up to three tensors `[batch, heads, seq, width]`: parts, or gradients by them.
+/// Up to three tensors `[batch, heads, seq, width]`: parts, branches, or gradients by them.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

@@ -24,7 +24,10 @@ use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape, Pattern, ScoreGrid};
 use burn::tensor::Tensor;
 
 use crate::attention::attention_with_lse;
+use crate::check::same_device;
+use crate::device::served;
 use crate::error::OpError;
+use crate::gates::{gated_plan, gated_sum};
 use crate::op_plan::OpPlan;
 use crate::options::AttentionOptions;
 use crate::selection::layouts::KeptLayouts;
@@ -140,24 +143,47 @@ impl NsaBranches {
         }
     }
 
-    /// Their sum, each times its gate.
+    /// Their sum, each times its gate, in f32 (f64 for f64) and rounded once. It is one step of the autodiff graph, of one kernel forward and one backward
+    /// where kernels run. Deterministic.
     ///
     /// # Shapes
-    /// - `gates`: `[batch, heads, seq_q, 3]`, of the compressed branch, the selected one and the window
+    /// - `gates`: `[batch, heads, seq_q, 3]`, of the compressed branch, the selected one and the window, in any float dtype
+    /// - result: `[batch, heads, seq_q, value_dim]`, in the branches' dtype
     ///
     /// # Errors
-    /// [`OpError`] if the shape is another.
+    /// [`OpError`] if shapes, dtypes or devices do not fit each other.
     pub fn gated(self, gates: Tensor<4>) -> Result<Tensor<4>, OpError> {
-        let [batch, heads, seq_q, _] = self.selected.dims();
+        self.check(&gates)?;
+        Ok(gated_sum(
+            [self.compressed, Some(self.selected), self.window],
+            gates,
+        ))
+    }
+
+    /// What [`Self::gated`] and its backward pass run. It prints.
+    ///
+    /// # Errors
+    /// As [`Self::gated`].
+    pub fn gated_plan(&self, gates: &Tensor<4>) -> Result<OpPlan, OpError> {
+        self.check(gates)?;
+        Ok(gated_plan(&self.selected, gates))
+    }
+
+    fn check(&self, gates: &Tensor<4>) -> Result<(), OpError> {
+        let of = &self.selected;
+        let device = of.device();
+        served(&device)?;
+        let [batch, heads, seq_q, _] = of.dims();
         let expected = [batch, heads, seq_q, Self::COUNT];
         OpError::expect_same("gates' shape", expected, "q's rows and 3", gates.dims())?;
-        let gates = gates.cast(self.selected.dtype());
-        let outputs = [self.compressed, Some(self.selected), self.window];
-        let parts = outputs.into_iter().enumerate().filter_map(|(branch, out)| {
-            let gate = gates.clone().slice_dim(3, branch..branch + 1);
-            out.map(|out| out * gate)
-        });
-        Ok(parts.reduce(|a, b| a + b).expect("one branch is always on"))
+        same_device("gates' device", &device, "the branches'", &gates.device())?;
+        let whose = "the selected one's";
+        for other in self.compressed.iter().chain(&self.window) {
+            OpError::expect_same("a branch's shape", of.dims(), whose, other.dims())?;
+            OpError::expect_same("a branch's dtype", of.dtype(), whose, other.dtype())?;
+            same_device("a branch's device", &device, whose, &other.device())?;
+        }
+        Ok(())
     }
 }
 

@@ -7,6 +7,7 @@ mod embedding;
 #[cfg(feature = "cube")]
 mod estimates;
 mod fixed;
+mod gates;
 mod heads;
 mod key_lists;
 mod linear;
@@ -33,6 +34,7 @@ pub use embedding::EmbeddingOps;
 #[cfg(feature = "cube")]
 pub use estimates::{CompressedCall, EstimateOps, MeanScores};
 pub use fixed::FixedOps;
+pub use gates::GateOps;
 pub use heads::HeadOps;
 pub use key_lists::{
     KeyListCall, KeyListGrads, KeyListInputs, KeyListOps, KeyListOutput, KeyListSaved,

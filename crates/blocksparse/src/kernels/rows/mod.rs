@@ -11,6 +11,7 @@
 //! heads          rows of heads side by side as tensors by heads, and back
 //! norm           a residual stream, what is added to it, and its norm; backward in norm_backward, shared in norm_shape
 //! cross_entropy  the loss of rows of logits, and its gradient
+//! gates          branches added, each times the gate of a row, and their gradients
 //! embedding      the gradient of a table by the rows that were taken from it
 //! beside         matrices side by side, in another type
 //! gather         weighted sums of rows by an index, and products with them
@@ -27,6 +28,7 @@ mod columns;
 mod cross_entropy;
 mod dropout;
 mod embedding;
+mod gates;
 mod gather;
 mod heads;
 mod norm;
@@ -49,6 +51,7 @@ pub use cross_entropy::{
 };
 pub use dropout::{stream_dropout, stream_dropout_text};
 pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
+pub use gates::{GatedBackward, gated_sum, gated_sum_backward, gated_text};
 pub use gather::{IndexedRows, gather_rows, row_dots};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
 pub use norm::{NormBranch, NormOf, residual_norm};
