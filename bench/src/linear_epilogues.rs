@@ -194,7 +194,10 @@ impl Case {
                 bias_activation_backward(&self.client, [rows, cols], &pass)?;
             }
             // Sums of exponentials and of weights are no part of a layer.
-            Epilogue::Plain | Epilogue::LogSums { .. } | Epilogue::LineSums => {}
+            Epilogue::Plain
+            | Epilogue::LogSums { .. }
+            | Epilogue::LineSums
+            | Epilogue::Highest(_) => {}
         }
         Ok(())
     }
