@@ -143,7 +143,7 @@ pub fn query_picks(
     Ok(())
 }
 
-/// Picks in one product of all queries, if the device and the call are for it: only with `BLOCKSPARSE_PICKS=1`, until a device has compared them.
+/// Picks in one product of all queries, if the device and the call are for it. `BLOCKSPARSE_PICKS=0` leaves that out, for comparing.
 #[cfg(feature = "cuda-asm")]
 fn in_products(
     client: &Client,
@@ -152,7 +152,7 @@ fn in_products(
     of: &GateSizes,
     picks: &Handle,
 ) -> bool {
-    if std::env::var("BLOCKSPARSE_PICKS").as_deref() != Ok("1") {
+    if std::env::var("BLOCKSPARSE_PICKS").as_deref() == Ok("0") {
         return false;
     }
     let Some(([left, right], request)) = asked(element, [q, means]) else {

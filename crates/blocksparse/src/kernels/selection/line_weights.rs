@@ -60,9 +60,8 @@ pub(super) fn product_of_sums(
     factors: [&Handle; 2],
     of: &LineSizes,
 ) -> Result<ProductPlan, &'static str> {
-    // Until a device has compared these sums with f64 they have to be asked for.
-    if std::env::var("BLOCKSPARSE_LINE_SUMS").as_deref() != Ok("1") {
-        return Err("BLOCKSPARSE_LINE_SUMS is not 1");
+    if std::env::var("BLOCKSPARSE_LINE_SUMS").as_deref() == Ok("0") {
+        return Err("BLOCKSPARSE_LINE_SUMS is 0");
     }
     let [queries, keys] = of.seq;
     if of.lists[0] * queries * keys.div_ceil(RUN) > NUMBERS {

@@ -179,10 +179,10 @@ impl RunSums {
         Some((views, ProductPlan::new(client, request).ok()?))
     }
 
-    /// Whether tensor cores make them with such a product: only with `BLOCKSPARSE_LOG_SUMS=1`, until a device has compared them with f64.
+    /// Whether tensor cores make them with such a product. `BLOCKSPARSE_LOG_SUMS=0` leaves it out, for comparing.
     pub fn is_served(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
-        let asked = std::env::var("BLOCKSPARSE_LOG_SUMS").as_deref() == Ok("1");
-        asked && self.is_planned(client, element, factors)
+        let is_left_out = std::env::var("BLOCKSPARSE_LOG_SUMS").as_deref() == Ok("0");
+        !is_left_out && self.is_planned(client, element, factors)
     }
 
     /// Whether there is such a product.
