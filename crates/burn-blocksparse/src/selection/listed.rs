@@ -98,17 +98,19 @@ pub(super) fn choose(
 ///
 /// A walk reads a key of width w for each list that names it, 2 · w bytes from the L2 cache. Packed, it costs 2 · w · `rows` operations, and each
 /// listed block some passes over `rows` queries and as many outputs, which are copied, written in parts and merged. All rates are of one H100, of
-/// the calls in docs/benchmarks.md: those of 64 · 16 are 21 ms walked and 38 packed.
+/// the calls in docs/benchmarks.md: those of 64 · 16 are 21 ms walked and 38 packed. Backward walks are further ahead, 59 ms for both passes where packed
+/// ones take 146, so packing has to be well ahead.
 #[cfg(feature = "cuda")]
 fn is_faster_packed(block: usize, rows: usize) -> bool {
     const BYTES_OF_CACHE: f64 = 5.2e12;
     const OPERATIONS: f64 = 450e12;
     const BYTES_OF_MEMORY: f64 = 3.3e12;
     const PASSES: f64 = 4.5;
+    const AHEAD: f64 = 1.2;
     let (block, rows) = (block as f64, rows as f64);
     let walked = 2.0 * block / BYTES_OF_CACHE;
     let packed = 2.0 * block * rows / OPERATIONS + 2.0 * PASSES * rows / BYTES_OF_MEMORY;
-    packed < walked
+    AHEAD * packed < walked
 }
 
 impl ListedWalk {
