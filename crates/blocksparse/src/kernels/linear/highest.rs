@@ -10,23 +10,9 @@ use cubecl::prelude::*;
 
 use super::epilogue::{Lane, Place, ResultShape};
 use super::log_sums::Seen;
-use super::tile::{Epilogue, ProductTile};
+use super::tile::{Highest, ProductTile};
 use crate::kernels::on_device::keep::key;
 use crate::kernels::shared::asm::shuffle_xor;
-
-/// What rows choose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Highest {
-    /// Columns that a row chooses: 8 at most.
-    pub most: usize,
-    /// Neighbouring columns whose sums are one score: 1 or 2.
-    pub parts: usize,
-    /// Row `i` may choose the scores before number `(first + i) / step`.
-    pub step: usize,
-}
-
-/// Columns that a row chooses, at most: each is kept in registers.
-pub const MOST_HIGHEST: usize = 8;
 
 /// What no score has as its number.
 const NOTHING: u32 = u32::MAX;
@@ -135,16 +121,6 @@ pub fn store_highest<S: Size, W: Size>(
                     out[start + n] = word;
                 }
             }
-        }
-    }
-}
-
-impl ProductTile {
-    /// What rows choose, if that is what becomes of the sums.
-    pub(super) fn highest(&self) -> Highest {
-        match self.epilogue {
-            Epilogue::Highest(of) => of,
-            _ => unreachable!("of tiles that choose"),
         }
     }
 }

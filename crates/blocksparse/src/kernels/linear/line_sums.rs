@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 
 use super::epilogue::{Lane, Place, ResultShape};
 use super::log_sums::Seen;
-use super::tile::ProductTile;
+use super::tile::{ProductTile, line_row, line_words};
 use crate::kernels::shared::asm::{
     exp2, multiply_add, shared_load, shared_store, shared_store_two, shuffle_xor,
 };
@@ -41,16 +41,6 @@ fn diagonals(cols: usize, rows: usize) -> usize {
 /// Diagonals of a warp that each unit adds up.
 fn unit_diagonals(cols: usize) -> usize {
     diagonals(cols, WARP_ROWS).div_ceil(32)
-}
-
-/// Words of a row that a warp writes: its columns, and the eight before the first, which are those of its lower rows.
-fn warp_row(cols: usize) -> usize {
-    cols + 8
-}
-
-/// Words of shared memory of a warp.
-pub(super) fn warp_words(cols: usize) -> usize {
-    8 * warp_row(cols)
 }
 
 /// Numbers that a warpgroup writes of a tile of so many columns: the columns' sums, and behind them those of the diagonals. Diagonal `u` has column `c` of row
@@ -88,7 +78,7 @@ pub fn store_line_sums<S: Size, W: Size>(
     // A warpgroup without a row has no sums.
     if group * comptime!(LINE_ROWS as u32) < shape.rows {
         let weights = weights_of::<S, W>(logs, sums, place, shape, seen, own, t);
-        let words = comptime!(warp_words(t.cols) as u32);
+        let words = comptime!(line_words(t.cols) as u32);
         let of_warp = base + comptime!(t.totals()) + own.warp * comptime!(words * 4);
         sum_lines(&weights, of_warp, own.lane, t);
 
@@ -190,7 +180,7 @@ fn weights_of<S: Size, W: Size>(
 #[cube]
 fn sum_lines(weights: &Array<f32>, of_warp: u32, lane: u32, #[comptime] t: ProductTile) {
     let (cols, eights) = comptime!((t.cols, t.cols / 8));
-    let row_words = comptime!(warp_row(cols));
+    let row_words = comptime!(line_row(cols));
     let quarter = lane % 4;
     // Of rows `r`, and of rows `r + 8` eight columns before.
     let row = of_warp + (lane / 4 * comptime!(row_words as u32) + quarter * 2) * 4;

@@ -35,10 +35,9 @@ mod product;
 mod tile;
 mod view;
 
-pub use highest::{Highest, MOST_HIGHEST};
 pub use launch::{EpilogueTensors, multiply};
 pub use line_sums::{LINE_GROUPS, LINE_ROWS, UNWANTED, line_numbers};
 pub use log_sums::SeenColumns;
 pub use plan::{ProductPlan, ProductRequest, available};
-pub use tile::{Epilogue, Order};
+pub use tile::{Epilogue, Highest, MOST_HIGHEST, Order};
 pub use view::{HEAD, HEAD_ROWS, MatrixView};

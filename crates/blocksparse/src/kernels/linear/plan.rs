@@ -5,9 +5,8 @@ use std::fmt;
 use cubecl::client::Client;
 use cubecl::ir::features::Tma;
 
-use super::highest::MOST_HIGHEST;
 use super::mma::{MmaTile, VARIANTS};
-use super::tile::{Epilogue, Order, ProductTile, ROWS, SLAB};
+use super::tile::{Epilogue, MOST_HIGHEST, Order, ProductTile, ROWS, SLAB};
 use super::view::MatrixView;
 use crate::kernels::call::{TierLimit, check_ampere};
 use crate::kernels::shared::asm::Half;

@@ -204,31 +204,18 @@ pub fn product<S: Size, W: Size>(
         while tile < tiles.count {
             let place = seen_place(&tiles, &seen, &shape, tile, t);
             let held = prepare::<W>(&before, &place, &shape, &own, t);
+            let mut wanted = 1u32.runtime();
             if comptime!(t.is_lines()) {
-                let wanted = select(is_wanted::<W>(&bias, &place, &shape), 1u32, 0u32);
-                if uniform(wanted) != 0u32 {
-                    // The first tile that is wanted.
-                    if comptime!(t.stagger > 0) {
-                        if group == 1 && number == 0 {
-                            barrier_wait(base, 0u32);
-                            pause(t.stagger);
-                        }
+                wanted = uniform(select(is_wanted::<W>(&bias, &place, &shape), 1u32, 0u32));
+                // The first tile that is wanted.
+                if comptime!(t.stagger > 0) {
+                    if wanted != 0u32 && group == 1 && number == 0 {
+                        barrier_wait(base, 0u32);
+                        pause(t.stagger);
                     }
-                    let sums = main_loop::<S>(
-                        a_desc,
-                        b_desc,
-                        base,
-                        number,
-                        place.count,
-                        lead,
-                        comptime!(t.main_loop()),
-                    );
-                    number += place.count;
-                    store_line_sums::<S, W>(
-                        out, &bias, &sums, &place, &shape, &seen, &own, base, t,
-                    );
                 }
-            } else {
+            }
+            if wanted != 0u32 {
                 let sums = main_loop::<S>(
                     a_desc,
                     b_desc,
@@ -239,7 +226,11 @@ pub fn product<S: Size, W: Size>(
                     comptime!(t.main_loop()),
                 );
                 number += place.count;
-                if comptime!(t.is_highest()) {
+                if comptime!(t.is_lines()) {
+                    store_line_sums::<S, W>(
+                        out, &bias, &sums, &place, &shape, &seen, &own, base, t,
+                    );
+                } else if comptime!(t.is_highest()) {
                     store_highest::<S, W>(out, &sums, &place, &shape, &seen, &own, t);
                 } else if comptime!(t.is_seen()) {
                     store_log_sums::<S, W>(out, &sums, &place, &shape, &seen, &own, t);

@@ -3,8 +3,6 @@
 use std::fmt;
 
 use super::asm::{MainLoop, STEPS};
-use super::highest::Highest;
-use super::line_sums::warp_words;
 use crate::kernels::shared::asm::Half;
 use crate::kernels::shared::curve::ActivationKind;
 use crate::kernels::shared::tma::{DEPTH, ROW, ROW_ELEMENTS};
@@ -28,6 +26,20 @@ impl Order {
         [0, step, 2 * step, 3 * step]
     }
 }
+
+/// What rows choose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Highest {
+    /// Columns that a row chooses: 8 at most.
+    pub most: usize,
+    /// Neighbouring columns whose sums are one score: 1 or 2.
+    pub parts: usize,
+    /// Row `i` may choose the scores before number `(first + i) / step`.
+    pub step: usize,
+}
+
+/// Columns that a row chooses, at most: each is kept in registers.
+pub const MOST_HIGHEST: usize = 8;
 
 /// What becomes of the sums of a tile. Only results in half precision become anything, but for [`LogSums`](Self::LogSums),
 /// [`LineSums`](Self::LineSums) and [`Highest`](Self::Highest).
@@ -91,6 +103,16 @@ pub const UNITS: usize = MULTIPLIERS + 32;
 pub const WARPS: u32 = (MULTIPLIERS / 32) as u32;
 /// Bytes before the slabs, for barriers.
 const BARRIERS: usize = 1024;
+
+/// Words of a row that a warp of [`Epilogue::LineSums`] writes: its columns, and the eight before the first, which are those of its lower rows.
+pub(super) fn line_row(cols: usize) -> usize {
+    cols + 8
+}
+
+/// Words of shared memory of such a warp.
+pub(super) fn line_words(cols: usize) -> usize {
+    8 * line_row(cols)
+}
 
 /// The comptime shape of the kernel: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -182,7 +204,7 @@ impl ProductTile {
 
     fn totals_bytes(&self) -> usize {
         let words = match self.epilogue {
-            Epilogue::LineSums => warp_words(self.cols),
+            Epilogue::LineSums => line_words(self.cols),
             _ if self.sums() => self.cols,
             _ => 0,
         };
@@ -222,6 +244,14 @@ impl ProductTile {
     /// Whether rows choose columns.
     pub(super) fn is_highest(&self) -> bool {
         matches!(self.epilogue, Epilogue::Highest(_))
+    }
+
+    /// What rows choose, if that is what becomes of the sums.
+    pub(super) fn highest(&self) -> Highest {
+        match self.epilogue {
+            Epilogue::Highest(of) => of,
+            _ => unreachable!("of tiles that choose"),
+        }
     }
 
     /// Whether tiles that no row sees are left out.

@@ -13,8 +13,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::digits::OnlyLists;
+use super::line_sizes::LineSizes;
 use super::line_weights::{LineWeights, RUN, UNWANTED};
-use super::lines::{LineSizes, line_sums};
+use super::lines::line_sums;
 use super::means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
 use super::threshold::{Kept, KeptLines, least_of_lists};
 use super::touched::{ScoreSizes, Touched, is_kept, is_touched};

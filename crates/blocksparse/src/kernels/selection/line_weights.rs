@@ -12,7 +12,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::lines::{LineSizes, Lines, seen};
+use super::line_sizes::{LineSizes, Lines, seen};
 use super::products::{RowsView, RunSums, asked};
 use super::{NUMBERS, UNITS, across_cube};
 use crate::kernels::args::{buffer, spread};

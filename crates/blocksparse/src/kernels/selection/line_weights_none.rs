@@ -6,7 +6,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::lines::LineSizes;
+use super::line_sizes::LineSizes;
 use crate::kernels::error::KernelError;
 
 /// Keys of a run.

@@ -17,34 +17,13 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::line_sizes::{LineSizes, Lines, PART, PART_NUMBERS, seen};
 use super::line_weights::{LineWeights, product_of_sums};
 use super::products::{RowsView, pitch, products};
 use super::{NUMBERS, UNITS, across_cube};
 use crate::kernels::args::{buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
-
-/// Sizes of a call.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LineSizes {
-    /// Batch entries times heads, of queries and of keys; these divide those.
-    pub lists: [usize; 2],
-    /// So many last queries, which is all that `q` has, and keys.
-    pub seq: [usize; 2],
-    /// Numbers of a query.
-    pub width: usize,
-    /// What products are multiplied by before the softmax.
-    pub factor: f64,
-}
-
-impl LineSizes {
-    /// Of so many lists from `first` on.
-    pub(super) fn launched(&self, first: usize, lists: usize) -> LinesLaunch {
-        let [queries, keys] = self.seq;
-        let (parts, factor) = (keys.div_ceil(PART), self.factor as f32);
-        LinesLaunch::new(lists, first, queries, keys, pitch(keys), parts, factor)
-    }
-}
 
 /// How the last queries' sums are made.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,12 +52,6 @@ impl fmt::Display for LinesPlan {
         }
     }
 }
-
-/// Numbers of a unit of a part.
-const PART_NUMBERS: usize = 16;
-
-/// Numbers of a part of a row.
-const PART: usize = UNITS * PART_NUMBERS;
 
 /// Queries that a cube has at a time.
 const QUERIES: usize = 64;
@@ -180,30 +153,8 @@ fn summed(
     Ok(())
 }
 
-/// Products of the last queries of some lists.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub(super) struct Lines {
-    pub lists: usize,
-    /// The first list, of all.
-    pub first: usize,
-    pub queries: usize,
-    pub keys: usize,
-    /// Numbers of a row of products.
-    pitch: usize,
-    /// Parts of a row.
-    parts: usize,
-    factor: f32,
-}
-
 /// What no product is as low as.
 const LOWEST: f32 = -3.0e38;
-
-/// How many keys a query sees.
-#[cube]
-pub(super) fn seen(query: usize, of: &Lines) -> usize {
-    let behind = of.queries - 1 - query;
-    of.keys.max(behind) - behind
-}
 
 /// `x` `[lists, queries, pitch]`; `tops` and `wholes` `[lists, queries, parts]`. A cube has a part of a row.
 #[cube(launch_unchecked, address_type = "dynamic")]

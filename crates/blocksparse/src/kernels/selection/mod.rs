@@ -4,6 +4,7 @@
 //! products      rows times rows: on tensor cores, or in f32
 //! groups        sums over antidiagonals: groups of rows, the softmax of their products, its sums by blocks
 //! lines         the attention of the last queries, summed over keys and over distances
+//! line_sizes    which queries those are, and what they see
 //! line_weights  the same without products in memory, where tensor cores make them twice
 //! digits        of a number that is looked for, four bits at a time
 //! threshold     of each line of numbers the least that is kept: so many, or a share of the whole
@@ -23,6 +24,7 @@ mod digits;
 mod flex;
 mod gate;
 mod groups;
+mod line_sizes;
 #[cfg(feature = "cuda-asm")]
 mod line_weights;
 #[cfg(not(feature = "cuda-asm"))]
@@ -47,7 +49,8 @@ pub use compressed::{
 pub use flex::{FlexLimits, FlexTensors, flex_blocks};
 pub use gate::{GateSizes, query_picks};
 pub use groups::{Antidiagonals, antidiagonal_masses};
-pub use lines::{LineSizes, LinesPlan, line_sums};
+pub use line_sizes::LineSizes;
+pub use lines::{LinesPlan, line_sums};
 pub use means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
 pub use products::{RowsView, products};
 pub use threshold::{Kept, KeptLines, least_kept};

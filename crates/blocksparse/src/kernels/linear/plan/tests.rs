@@ -1,6 +1,6 @@
 //! What products run, on described devices.
 
-use super::super::highest::Highest;
+use super::super::tile::Highest;
 use super::*;
 
 /// An H200's.
