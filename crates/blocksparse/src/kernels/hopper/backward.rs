@@ -521,12 +521,18 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         of_v = of_k + rows;
     }
     let (scale, second) = (numbers.scale, lengths.second);
-    store_gradient::<O>(
-        out, &grad_k, 0u32, of_k, place, place8, listing, len, lane, scale, t,
-    );
-    store_gradient::<O>(
-        out, &grad_v, second, of_v, place, place8, listing, len, lane, factor, t,
-    );
+    let rows = StoredRows {
+        place,
+        place8,
+        listing: Listing {
+            stride: listing.stride,
+            class_len: listing.class_len,
+        },
+        len,
+        lane,
+    };
+    store_gradient::<O>(out, &grad_k, 0u32, of_k, &rows, scale, t);
+    store_gradient::<O>(out, &grad_v, second, of_v, &rows, factor, t);
     s_next
 }
 

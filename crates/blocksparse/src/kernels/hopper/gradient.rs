@@ -75,24 +75,34 @@ pub fn mask<S: Size>(
     s
 }
 
-/// Stores the unit's two rows, from vector `start` on. All units call this together.
+/// The two rows that a unit stores, one eight below the other.
+#[derive(CubeType, Clone, Copy)]
+pub struct StoredRows {
+    /// Their places among those that `listing` lists.
+    pub place: u32,
+    pub place8: u32,
+    pub listing: Listing,
+    /// Positions that there are.
+    pub len: u32,
+    /// The unit's lane.
+    pub lane: u32,
+}
+
+/// Stores a unit's rows, from vector `start` on, times a factor; that of the first position is row `first`. All units call this together.
 #[cube]
 pub fn store_rows<O: Size>(
     out: &mut [Vector<u32, Four>],
     acc: &Vector<f32, O>,
     start: u32,
     first: u32,
-    place: u32,
-    place8: u32,
-    listing: &Listing,
-    len: u32,
-    lane: u32,
+    rows: &StoredRows,
     factor: f32,
     #[comptime] t: StoreShape,
 ) {
     let fours = comptime!(t.dim.div_ceil(32));
-    let upper = target(place, start, first, listing, len, lane, t);
-    let lower = target(place8, start, first, listing, len, lane, t);
+    let lane = rows.lane;
+    let upper = target(rows.place, start, first, rows, t);
+    let lower = target(rows.place8, start, first, rows, t);
     let mut before = Array::<Vector<u32, Four>>::new(comptime!(2 * fours));
     if comptime!(t.carry) {
         // All of them first: each store that came between would be waited for.
@@ -127,15 +137,13 @@ fn target(
     place: u32,
     start: u32,
     first: u32,
-    listing: &Listing,
-    len: u32,
-    lane: u32,
+    rows: &StoredRows,
     #[comptime] t: StoreShape,
 ) -> Target {
-    let found = row_position(place, listing, len, t.residue);
+    let found = row_position(place, &rows.listing, rows.len, t.residue);
     let row = (first + found.at) as usize * comptime!(t.dim / 8);
     Target {
-        at: start as usize + row + (lane % 4) as usize,
+        at: start as usize + row + (rows.lane % 4) as usize,
         exists: found.exists,
     }
 }

@@ -16,7 +16,7 @@ use std::fmt;
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::gradient::{StoreShape, row_position, store_rows};
+use super::gradient::{StoreShape, StoredRows, row_position, store_rows};
 use super::rows::{own_place, own_rows};
 use super::shares::{fold_eight, store_sums};
 use super::tiles::WalkTile;
@@ -229,62 +229,61 @@ pub fn steps_of_turn(
     TurnSteps { first, end }
 }
 
-/// Stores the unit's two rows of a gradient, or of a cube's sums of it: `row` and `row + 8` of the tile, of the `which`-th gradient. The first row
-/// of head `outer`, of all batch entries, is row `outer · len` behind vector `start`.
+/// The rows of a walk's tile that a unit stores.
+#[derive(CubeType, Clone, Copy)]
+pub struct WalkRows {
+    /// The head, of all batch entries.
+    pub outer: u32,
+    /// The upper row of the tile.
+    pub row: u32,
+    pub rows: StoredRows,
+}
+
+/// Stores the unit's two rows of the `which`-th gradient, or of a cube's sums of it. The head's first row is row `outer · len` behind vector `start`.
 #[cube]
 pub fn store_walk<O: Size>(
     out: &mut [Vector<u32, Four>],
     acc: &Vector<f32, O>,
     start: u32,
     which: u32,
-    outer: u32,
-    row: u32,
-    place: u32,
-    place8: u32,
-    listing: &Listing,
-    len: u32,
-    lane: u32,
+    own: &WalkRows,
     factor: f32,
     shares: &ComptimeOption<TileShares>,
     #[comptime] walk: Walk,
     #[comptime] shape: StoreShape,
     #[comptime] t: WalkTile,
 ) {
-    let first = outer * len;
+    let first = own.outer * own.rows.len;
     if comptime!(t.long_tiles) {
         // Found again rather than kept: registers are short.
         let share = share_of_cube(shares, t);
         if share.cubes > 1 {
             let shares = shares.as_ref().unwrap();
-            let of_cube = (outer * shares.tiles + share.rank) * shares.cubes + share.index;
+            let of_cube = (own.outer * shares.tiles + share.rank) * shares.cubes + share.index;
             let rows = comptime!(t.rows() as u32);
             let sums = global_address::<f32>(&shares.sums[..]);
             let its_first = (of_cube * comptime!(gradients(walk) as u32) + which) * rows;
-            let its = comptime!(StoreShape {
+            let its = StoredRows {
+                place: own.row,
+                place8: own.row + 8,
+                // Rows of a tile are as they are.
+                listing: Listing {
+                    stride: 1usize.runtime(),
+                    class_len: 1usize.runtime(),
+                },
+                len: rows.runtime(),
+                lane: own.rows.lane,
+            };
+            let its_shape = comptime!(StoreShape {
                 residue: false,
                 ..t.store()
             });
-            store_sums::<O>(
-                sums,
-                acc,
-                its_first,
-                row,
-                row + 8,
-                listing,
-                rows,
-                lane,
-                factor,
-                its,
-            );
+            store_sums::<O>(sums, acc, its_first, &its, factor, its_shape);
         } else {
-            store_rows::<O>(
-                out, acc, start, first, place, place8, listing, len, lane, factor, shape,
-            );
+            store_rows::<O>(out, acc, start, first, &own.rows, factor, shape);
         }
     } else {
-        store_rows::<O>(
-            out, acc, start, first, place, place8, listing, len, lane, factor, shape,
-        );
+        store_rows::<O>(out, acc, start, first, &own.rows, factor, shape);
     }
 }
 

@@ -11,9 +11,9 @@
 use cubecl::prelude::*;
 
 use super::asm::*;
-use super::gradient::{StoreShape, row_position, store_rows};
+use super::gradient::{StoreShape, StoredRows, row_position, store_rows};
 use super::tiles::BackwardTile;
-use crate::kernels::shared::walk::{Four, Listing};
+use crate::kernels::shared::walk::Four;
 
 /// Stores the unit's two rows of a gradient, or of a share's sums of it. The gradient begins at vector `start`.
 #[cube]
@@ -22,24 +22,16 @@ pub fn store_gradient<O: Size>(
     acc: &Vector<f32, O>,
     start: u32,
     first: u32,
-    place: u32,
-    place8: u32,
-    listing: &Listing,
-    len: u32,
-    lane: u32,
+    rows: &StoredRows,
     factor: f32,
     #[comptime] t: BackwardTile,
 ) {
     let shape = comptime!(t.store());
     if comptime!(t.shares > 1) {
         let sums = global_address::<Vector<u32, Four>>(&*out);
-        store_sums::<O>(
-            sums, acc, first, place, place8, listing, len, lane, factor, shape,
-        );
+        store_sums::<O>(sums, acc, first, rows, factor, shape);
     } else {
-        store_rows::<O>(
-            out, acc, start, first, place, place8, listing, len, lane, factor, shape,
-        );
+        store_rows::<O>(out, acc, start, first, rows, factor, shape);
     }
 }
 
@@ -50,17 +42,13 @@ pub fn store_sums<O: Size>(
     sums: u64,
     acc: &Vector<f32, O>,
     first: u32,
-    place: u32,
-    place8: u32,
-    listing: &Listing,
-    len: u32,
-    lane: u32,
+    rows: &StoredRows,
     factor: f32,
     #[comptime] t: StoreShape,
 ) {
-    let upper = row_position(place, listing, len, t.residue);
-    let lower = row_position(place8, listing, len, t.residue);
-    let start = sums + u64::cast_from(lane % 4 * 8);
+    let upper = row_position(rows.place, &rows.listing, rows.len, t.residue);
+    let lower = row_position(rows.place8, &rows.listing, rows.len, t.residue);
+    let start = sums + u64::cast_from(rows.lane % 4 * 8);
     let at = start + u64::cast_from(first + upper.at) * comptime!(t.dim as u64 * 4);
     let at8 = start + u64::cast_from(first + lower.at) * comptime!(t.dim as u64 * 4);
     #[unroll]

@@ -394,19 +394,23 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             t,
         );
     } else {
-        let all_outer = batch * slice.heads as u32 + outer;
+        let own = WalkRows {
+            outer: batch * slice.heads as u32 + outer,
+            row,
+            rows: StoredRows {
+                place: places.upper,
+                place8: places.lower,
+                listing,
+                len,
+                lane,
+            },
+        };
         store_walk::<O>(
             out,
             &out1,
             0u32,
             0u32,
-            all_outer,
-            row,
-            places.upper,
-            places.lower,
-            &listing,
-            len,
-            lane,
+            &own,
             scale,
             &shares,
             walk,
@@ -420,13 +424,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 &out2,
                 second,
                 1u32,
-                all_outer,
-                row,
-                places.upper,
-                places.lower,
-                &listing,
-                len,
-                lane,
+                &own,
                 factor,
                 &shares,
                 walk,

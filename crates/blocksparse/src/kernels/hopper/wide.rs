@@ -323,8 +323,17 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         }
     }
 
-    let all_outer = batch * slice.heads as u32 + outer;
-    let (upper, lower) = (places.upper, places.lower);
+    let own = WalkRows {
+        outer: batch * slice.heads as u32 + outer,
+        row,
+        rows: StoredRows {
+            place: places.upper,
+            place8: places.lower,
+            listing,
+            len,
+            lane,
+        },
+    };
     let mut factor = scale;
     let mut start = 0u32;
     if group == 0 {
@@ -339,13 +348,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
             &sums,
             start,
             which,
-            all_outer,
-            row,
-            upper,
-            lower,
-            &listing,
-            len,
-            lane,
+            &own,
             factor,
             &shares,
             Walk::Columns,
@@ -359,13 +362,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
             &sums,
             start,
             which,
-            all_outer,
-            row,
-            upper,
-            lower,
-            &listing,
-            len,
-            lane,
+            &own,
             factor,
             &shares,
             Walk::Columns,
@@ -379,13 +376,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
             &sums,
             start,
             which,
-            all_outer,
-            row,
-            upper,
-            lower,
-            &listing,
-            len,
-            lane,
+            &own,
             factor,
             &shares,
             Walk::Columns,
