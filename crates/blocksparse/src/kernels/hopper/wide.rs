@@ -341,47 +341,21 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         start = second;
     }
     let which = 1 - group;
-    if comptime!(t.value_dim == t.dim) {
-        let shape = comptime!(t.store());
-        store_walk::<O>(
-            out,
-            &sums,
-            start,
-            which,
-            &own,
-            factor,
-            &shares,
-            Walk::Columns,
-            shape,
-            t,
-        );
-    } else if group == 0 {
+    let walk = Walk::Columns;
+    // Where values are narrower than keys the first warpgroup stores rows of another width.
+    let mut is_narrow = false.runtime();
+    if comptime!(t.value_dim != t.dim) {
+        is_narrow = group == 0;
+    }
+    if is_narrow {
         let shape = comptime!(t.store_values());
         store_walk::<O>(
-            out,
-            &sums,
-            start,
-            which,
-            &own,
-            factor,
-            &shares,
-            Walk::Columns,
-            shape,
-            t,
+            out, &sums, start, which, &own, factor, &shares, walk, shape, t,
         );
     } else {
         let shape = comptime!(t.store());
         store_walk::<O>(
-            out,
-            &sums,
-            start,
-            which,
-            &own,
-            factor,
-            &shares,
-            Walk::Columns,
-            shape,
-            t,
+            out, &sums, start, which, &own, factor, &shares, walk, shape, t,
         );
     }
 }
