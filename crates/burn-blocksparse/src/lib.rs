@@ -126,13 +126,11 @@ pub use gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
 pub use gradients::attention_hvp;
 pub use gradients::{AttentionGradients, attention_gradients};
 pub use graph::{DeviceSeed, Fixed, FixedKind, Replayed, check_not_recording, prepare_seed};
-pub use heads::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
+pub use heads::values::{HeadParts, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};
 pub use kept::values::KeptAttention;
 pub use kept::{attention_given, attention_keeping};
-pub use linear::values::{
-    LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors,
-};
+pub use linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
 pub use linear::{LinearOptions, linear, linear_joined, linear_plan};
 pub use loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
 pub use loss::{CrossEntropyOptions, Reduction, linear_cross_entropy, linear_cross_entropy_plan};
@@ -190,7 +188,7 @@ pub use top_k::{top_k_blocks, top_k_blocks_on_device};
 pub use values::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, GivenOutput, KernelPlan,
     LayoutTensors, MassInputs, MassOutput, MaybeFloat, OutputGrads, Saved, ScoreTensors,
-    WantedGrads,
+    ThreeFloats, WantedGrads,
 };
 pub use vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
 pub use weights::BlockSparseTensor;

@@ -8,6 +8,39 @@ use blocksparse::BlockLayout;
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType};
 
+/// Up to three float tensors: parts of a row, branches, weights, or gradients by them.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct ThreeFloats<B: Backend> {
+    /// The first.
+    #[extension_type]
+    pub first: MaybeFloat<B>,
+    /// The second.
+    #[extension_type]
+    pub second: MaybeFloat<B>,
+    /// The third.
+    #[extension_type]
+    pub third: MaybeFloat<B>,
+}
+
+impl<B: Backend> ThreeFloats<B> {
+    /// In the order of the fields.
+    pub(crate) fn into_list(self) -> [Option<FloatTensor<B>>; 3] {
+        [self.first, self.second, self.third].map(MaybeFloat::into_option)
+    }
+
+    /// The inverse of [`Self::into_list`].
+    pub(crate) fn of_list(list: [Option<FloatTensor<B>>; 3]) -> Self {
+        let [first, second, third] = list.map(MaybeFloat::from);
+        Self {
+            first,
+            second,
+            third,
+        }
+    }
+}
+
 /// An optional float tensor.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]

@@ -31,7 +31,7 @@ mod kernels {
     use crate::backends::cube::{empty, filled, matrix, shaped, typed, uses_reference};
     use crate::gates::reference;
     use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask, MOST_BRANCHES};
-    use crate::heads::values::HeadTensors;
+    use crate::values::ThreeFloats;
 
     /// How a call is launched.
     pub(crate) fn text(
@@ -60,7 +60,7 @@ mod kernels {
 
         fn back(self) -> GatedInputs<CubeBackend> {
             GatedInputs {
-                branches: HeadTensors::of_list(self.branches),
+                branches: ThreeFloats::of_list(self.branches),
                 gates: self.gates,
             }
         }
@@ -121,7 +121,7 @@ mod kernels {
             };
             rows::gated_sum_backward(&grad.client, [rows, width], &pass)?;
             Ok(GatedGrads {
-                branches: HeadTensors::of_list(by_branches),
+                branches: ThreeFloats::of_list(by_branches),
                 gates: by_gates.into(),
             })
         }
@@ -165,7 +165,7 @@ mod steps {
 
     use super::GateOps;
     use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask, MOST_BRANCHES};
-    use crate::heads::values::HeadTensors;
+    use crate::values::ThreeFloats;
 
     /// The step of a sum.
     #[derive(Debug)]
@@ -194,7 +194,7 @@ mod steps {
             let by_gates = parents.next().flatten();
             let kept = branches.map(|id| id.map(|id| checkpointer.retrieve_node_output(id)));
             let inputs = GatedInputs {
-                branches: HeadTensors::of_list(kept),
+                branches: ThreeFloats::of_list(kept),
                 gates: checkpointer.retrieve_node_output(gates),
             };
             let task = GatedTask {
@@ -224,7 +224,7 @@ mod steps {
                    gates: FloatTensor<Autodiff<B, C>>| {
             let branches = branches.map(|branch| branch.map(|branch| branch.into_primitive()));
             B::gated_sum(GatedInputs {
-                branches: HeadTensors::of_list(branches),
+                branches: ThreeFloats::of_list(branches),
                 gates: gates.into_primitive(),
             })
         };

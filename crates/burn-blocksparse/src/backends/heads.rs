@@ -30,8 +30,8 @@ mod kernels {
     use super::HeadOps;
     use crate::backends::cube::{contiguous, empty, uses_reference};
     use crate::heads::reference;
-    use crate::heads::values::{HeadParts, HeadTensors, JoinCall, Joined, MOST_PARTS, SplitInputs};
-    use crate::values::MaybeFloat;
+    use crate::heads::values::{HeadParts, JoinCall, Joined, MOST_PARTS, SplitInputs};
+    use crate::values::{MaybeFloat, ThreeFloats};
 
     fn part((heads, dim): (usize, usize)) -> HeadsPart {
         HeadsPart { heads, dim }
@@ -49,7 +49,7 @@ mod kernels {
     }
 
     impl HeadOps for CubeBackend {
-        fn split_heads(inputs: SplitInputs<Self>, parts: HeadParts) -> HeadTensors<Self> {
+        fn split_heads(inputs: SplitInputs<Self>, parts: HeadParts) -> ThreeFloats<Self> {
             if uses_reference() {
                 return reference::split::<Self>(inputs, parts);
             }
@@ -64,7 +64,7 @@ mod kernels {
             }
         }
 
-        fn join_heads(tensors: HeadTensors<Self>, call: JoinCall) -> Joined<Self> {
+        fn join_heads(tensors: ThreeFloats<Self>, call: JoinCall) -> Joined<Self> {
             if uses_reference() {
                 return reference::join::<Self>(tensors, &call);
             }
@@ -73,7 +73,7 @@ mod kernels {
                 .map(|tensor| tensor.map(into_contiguous));
             match join(&tensors, &call) {
                 Ok(joined) => joined,
-                Err(_) => reference::join::<Self>(HeadTensors::of_list(tensors), &call),
+                Err(_) => reference::join::<Self>(ThreeFloats::of_list(tensors), &call),
             }
         }
     }
@@ -82,7 +82,7 @@ mod kernels {
         x: &CubeTensor,
         bias: Option<&CubeTensor>,
         parts: HeadParts,
-    ) -> Result<HeadTensors<CubeBackend>, KernelError> {
+    ) -> Result<ThreeFloats<CubeBackend>, KernelError> {
         let [batch, seq, _] = x.meta.shape().dims();
         let tensors =
             parts.map(|part| part.map(|(heads, dim)| empty(x, [batch, heads, seq, dim], x.dtype)));
@@ -96,7 +96,7 @@ mod kernels {
             [batch * seq, seq],
             &written,
         )?;
-        Ok(HeadTensors::of_list(tensors))
+        Ok(ThreeFloats::of_list(tensors))
     }
 
     fn join(
@@ -137,8 +137,8 @@ mod steps {
 
     use super::HeadOps;
     use crate::backends::outputs::OutputGradients;
-    use crate::heads::values::{HeadParts, HeadTensors, JoinCall, Joined, MOST_PARTS, SplitInputs};
-    use crate::values::MaybeFloat;
+    use crate::heads::values::{HeadParts, JoinCall, Joined, MOST_PARTS, SplitInputs};
+    use crate::values::{MaybeFloat, ThreeFloats};
 
     /// The step of a split, whose outputs are the parts.
     #[derive(Debug)]
@@ -171,7 +171,7 @@ mod steps {
             if bias.is_none() {
                 call.bias = None;
             }
-            let joined = B::join_heads(HeadTensors::of_list(cell.take()), call);
+            let joined = B::join_heads(ThreeFloats::of_list(cell.take()), call);
             if let Some(x) = x {
                 grads.register::<B>(x.id, joined.x);
             }
@@ -185,7 +185,7 @@ mod steps {
         nodes: [NodeGuard; N],
         inputs: SplitInputs<Autodiff<B, C>>,
         parts: HeadParts,
-    ) -> HeadTensors<Autodiff<B, C>> {
+    ) -> ThreeFloats<Autodiff<B, C>> {
         let bias = inputs.bias.into_option();
         let inputs = SplitInputs::<B> {
             x: inputs.x.into_primitive(),
@@ -209,7 +209,7 @@ mod steps {
                 let token = tensors[0].clone().expect("a first part");
                 let step = prep.finish(state, token);
                 let mut index = 0;
-                HeadTensors::of_list(tensors.map(|tensor| {
+                ThreeFloats::of_list(tensors.map(|tensor| {
                     let node = grads.node::<C>(&step, index, tensor?);
                     index += 1;
                     Some(node)
@@ -222,7 +222,7 @@ mod steps {
                     None => <Autodiff<B, C> as AutodiffBackend>::from_inner(tensor),
                 };
                 let tensors = B::split_heads(inputs, parts).into_list();
-                HeadTensors::of_list(tensors.map(|tensor| tensor.map(&mut constant)))
+                ThreeFloats::of_list(tensors.map(|tensor| tensor.map(&mut constant)))
             }
         }
     }
@@ -255,7 +255,7 @@ mod steps {
     }
 
     impl<B: HeadOps, C: CheckpointStrategy> HeadOps for Autodiff<B, C> {
-        fn split_heads(inputs: SplitInputs<Self>, parts: HeadParts) -> HeadTensors<Self> {
+        fn split_heads(inputs: SplitInputs<Self>, parts: HeadParts) -> ThreeFloats<Self> {
             let x = inputs.x.node();
             match inputs.bias.as_ref().map(|bias| bias.node()) {
                 None => split_step::<B, C, 1>([x], inputs, parts),
@@ -264,13 +264,13 @@ mod steps {
         }
 
         /// Of one part and without sums, as the public function asks for it.
-        fn join_heads(tensors: HeadTensors<Self>, call: JoinCall) -> Joined<Self> {
+        fn join_heads(tensors: ThreeFloats<Self>, call: JoinCall) -> Joined<Self> {
             let [first, ..] = tensors.into_list();
             let first: FloatTensor<Self> = first.expect("a first part");
             let prepared = Join.prepare::<C>([first.node()]).compute_bound();
             let run = |first: FloatTensor<Self>| {
                 let tensors = [Some(first.into_primitive()), None, None];
-                B::join_heads(HeadTensors::of_list(tensors), call).x
+                B::join_heads(ThreeFloats::of_list(tensors), call).x
             };
             let x = match prepared.stateful() {
                 OpsKind::Tracked(prep) => prep.finish(call.parts, run(first)),

@@ -191,9 +191,9 @@ mod steps {
 
     use super::LinearOps;
     use crate::linear::values::{
-        LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WEIGHTS, WeightTensors,
+        LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WEIGHTS,
     };
-    use crate::values::MaybeFloat;
+    use crate::values::{MaybeFloat, ThreeFloats};
 
     /// A factor that the backward pass needs: kept by the checkpointer if it is an input itself, or else here as it was rounded.
     #[derive(Clone, Debug)]
@@ -263,7 +263,7 @@ mod steps {
             let mut weights = weights.into_iter().map(|weight| weight.into_primitive());
             let inputs = LinearInputs {
                 x: x.into_primitive(),
-                weights: WeightTensors::of_list(std::array::from_fn(|_| weights.next())),
+                weights: ThreeFloats::of_list(std::array::from_fn(|_| weights.next())),
             };
             B::linear_forward(inputs, dtype)
         };

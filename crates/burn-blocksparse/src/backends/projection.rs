@@ -93,15 +93,13 @@ mod kernels {
     use super::{ProjectionOps, wgmma};
     use crate::backends::cube::{as_matrix, contiguous, uses_reference};
     use crate::backends::linear::kernels::Kernels;
-    use crate::heads::values::HeadTensors;
     use crate::linear::products::{Products, rounded};
-    use crate::linear::values::WeightTensors;
     use crate::projection::steps;
     use crate::projection::values::{
         MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall,
         ProjectionInputs, ProjectionOutput,
     };
-    use crate::values::MaybeFloat;
+    use crate::values::{MaybeFloat, ThreeFloats};
 
     impl ProjectionOps for CubeBackend {
         fn project_heads(
@@ -127,11 +125,11 @@ mod kernels {
             let made = wgmma::by_heads([&lhs, &weight], bias.as_ref(), [batch, seq], call.parts);
             drop(lhs);
             let heads = match made {
-                Some(heads) => HeadTensors::of_list(heads),
+                Some(heads) => ThreeFloats::of_list(heads),
                 None => {
                     let inputs = ProjectionInputs {
                         x: x.clone(),
-                        weights: WeightTensors::of_list([Some(weight.clone()), None, None]),
+                        weights: ThreeFloats::of_list([Some(weight.clone()), None, None]),
                         bias: bias.into(),
                     };
                     steps::project::<Self>(inputs, call).heads
@@ -240,13 +238,13 @@ mod steps {
     use super::ProjectionOps;
     use crate::backends::linear::Factor;
     use crate::backends::outputs::OutputGradients;
-    use crate::heads::values::{HeadTensors, JoinCall, MOST_PARTS};
-    use crate::linear::values::{LinearSaved, LinearTask, WEIGHTS, WeightTensors};
+    use crate::heads::values::{JoinCall, MOST_PARTS};
+    use crate::linear::values::{LinearSaved, LinearTask, WEIGHTS};
     use crate::projection::values::{
         MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall,
         ProjectionInputs, ProjectionOutput,
     };
-    use crate::values::MaybeFloat;
+    use crate::values::{MaybeFloat, ThreeFloats};
 
     type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
 
@@ -281,7 +279,7 @@ mod steps {
         ) {
             grads.consume::<B>(&ops.node);
             let state = ops.state;
-            let joined = B::join_heads(HeadTensors::of_list(state.grads.take()), state.join);
+            let joined = B::join_heads(ThreeFloats::of_list(state.grads.take()), state.join);
             let is_wanted = |wanted: &Option<(usize, Option<FloatDType>)>| {
                 wanted.is_some_and(|(_, dtype)| dtype.is_some())
             };
@@ -321,7 +319,7 @@ mod steps {
             let mut weights = weights.into_iter().map(|weight| weight.into_primitive());
             let inputs = ProjectionInputs {
                 x: x.into_primitive(),
-                weights: WeightTensors::of_list(std::array::from_fn(|_| weights.next())),
+                weights: ThreeFloats::of_list(std::array::from_fn(|_| weights.next())),
                 bias: bias.map(|bias| bias.into_primitive()).into(),
             };
             B::project_heads(inputs, call)
@@ -379,7 +377,7 @@ mod steps {
                 let token = tensors[0].clone().expect("a first part");
                 let step = prep.finish(state, token);
                 let mut index = 0;
-                output(HeadTensors::of_list(tensors.map(|tensor| {
+                output(ThreeFloats::of_list(tensors.map(|tensor| {
                     let node = grads.node::<C>(&step, index, tensor?);
                     index += 1;
                     Some(node)
@@ -392,7 +390,7 @@ mod steps {
                     None => <Autodiff<B, C> as AutodiffBackend>::from_inner(tensor),
                 };
                 let tensors = run(x, weights, bias).heads.into_list();
-                output(HeadTensors::of_list(
+                output(ThreeFloats::of_list(
                     tensors.map(|tensor| tensor.map(&mut constant)),
                 ))
             }

@@ -5,9 +5,9 @@ pub(crate) mod values;
 
 use burn::tensor::Tensor;
 
-use crate::heads::values::HeadTensors;
 use crate::op_plan::OpPlan;
 use crate::ops::GateOps;
+use crate::values::ThreeFloats;
 use values::{GatedInputs, MOST_BRANCHES};
 
 /// `Σ gate · branch` in the branches' dtype, computed in f32 (f64 for f64) from gates of any float dtype, and rounded once. What is not there is 0, and
@@ -24,7 +24,7 @@ pub(crate) fn gated_sum(
 ) -> Tensor<4> {
     let branches = branches.map(|branch| branch.map(Tensor::into_dispatch));
     let inputs = GatedInputs {
-        branches: HeadTensors::of_list(branches),
+        branches: ThreeFloats::of_list(branches),
         gates: gates.into_dispatch(),
     };
     Tensor::from_dispatch(<burn::backend::Dispatch as GateOps>::gated_sum(inputs))

@@ -6,8 +6,8 @@ use burn::tensor::{FloatDType, Shape};
 
 use super::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask, MOST_BRANCHES};
 use crate::dtype::accumulate_in;
-use crate::heads::values::HeadTensors;
 use crate::rows::reference::ranges;
+use crate::values::ThreeFloats;
 
 /// The gates of each branch, `[batch, heads, seq, 1]`, in the dtype of sums.
 fn columns<B: Backend>(
@@ -58,7 +58,7 @@ pub(crate) fn backward<B: Backend>(saved: GatedSaved<B>, task: GatedTask) -> Gat
             [0, 1, 2].map(|at| wanted(at, there[at]).then(|| zeros(shape.clone(), dtype)));
         let by_gates = task.gates.then(|| zeros(inputs.gates.shape(), gate_dtype));
         return GatedGrads {
-            branches: HeadTensors::of_list(by_branches),
+            branches: ThreeFloats::of_list(by_branches),
             gates: by_gates.into(),
         };
     }
@@ -84,7 +84,7 @@ pub(crate) fn backward<B: Backend>(saved: GatedSaved<B>, task: GatedTask) -> Gat
     }
     let by_gates = (task.gates).then(|| B::float_cast(B::float_cat(by_gates, 3), gate_dtype));
     GatedGrads {
-        branches: HeadTensors::of_list(by_branches),
+        branches: ThreeFloats::of_list(by_branches),
         gates: by_gates.into(),
     }
 }

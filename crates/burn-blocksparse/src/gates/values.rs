@@ -3,10 +3,9 @@
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 
-use crate::heads::values::HeadTensors;
-use crate::values::MaybeFloat;
+use crate::values::{MaybeFloat, ThreeFloats};
 
-/// How many branches there may be, as many as [`HeadTensors`] has.
+/// How many branches there may be, as many as [`ThreeFloats`] has.
 pub(crate) const MOST_BRANCHES: usize = 3;
 
 /// What is added.
@@ -16,7 +15,7 @@ pub(crate) const MOST_BRANCHES: usize = 3;
 pub struct GatedInputs<B: Backend> {
     /// `[batch, heads, seq, width]` each, one of them at least.
     #[extension_type]
-    pub branches: HeadTensors<B>,
+    pub branches: ThreeFloats<B>,
     /// `[batch, heads, seq, 3]`, of any float dtype.
     pub gates: FloatTensor<B>,
 }
@@ -40,7 +39,7 @@ pub struct GatedSaved<B: Backend> {
 pub struct GatedGrads<B: Backend> {
     /// Of the branches that are there.
     #[extension_type]
-    pub branches: HeadTensors<B>,
+    pub branches: ThreeFloats<B>,
     /// `[batch, heads, seq, 3]`, 0 for branches that are not there.
     #[extension_type]
     pub gates: MaybeFloat<B>,

@@ -10,7 +10,8 @@ use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
 use crate::ops::HeadOps;
-use values::{HeadTensors, JoinCall, MOST_PARTS, SplitInputs};
+use crate::values::ThreeFloats;
+use values::{JoinCall, MOST_PARTS, SplitInputs};
 
 /// The rows of a product of queries, keys and values side by side as tensors by heads, which attention reads, with the product's bias added in the
 /// same pass.
@@ -73,7 +74,7 @@ pub fn join_heads(x: Tensor<4>) -> Result<Tensor<3>, OpError> {
         dtype: x.dtype().into(),
         bias: None,
     };
-    let tensors = HeadTensors::of_list([Some(x.into_dispatch()), None, None]);
+    let tensors = ThreeFloats::of_list([Some(x.into_dispatch()), None, None]);
     let joined = <burn::backend::Dispatch as HeadOps>::join_heads(tensors, call);
     Ok(Tensor::from_dispatch(joined.x))
 }

@@ -4,17 +4,18 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 
-use super::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
+use super::values::{HeadParts, JoinCall, Joined, SplitInputs};
 use crate::dtype::accumulate_in;
+use crate::values::ThreeFloats;
 
-pub(crate) fn split<B: Backend>(inputs: SplitInputs<B>, parts: HeadParts) -> HeadTensors<B> {
+pub(crate) fn split<B: Backend>(inputs: SplitInputs<B>, parts: HeadParts) -> ThreeFloats<B> {
     let SplitInputs { x, bias } = inputs;
     let dtype = FloatDType::from(x.dtype());
     let [batch, seq, width] = x.shape().dims();
     if batch * seq == 0 {
         // A slice of a tensor without numbers may begin behind its end, which Flex does not read.
         let device = x.device();
-        return HeadTensors::of_list(parts.map(|part| {
+        return ThreeFloats::of_list(parts.map(|part| {
             let (heads, dim) = part?;
             let shape = Shape::new([batch, heads, seq, dim]);
             Some(B::float_zeros(shape, &device, dtype))
@@ -29,7 +30,7 @@ pub(crate) fn split<B: Backend>(inputs: SplitInputs<B>, parts: HeadParts) -> Hea
         }
     };
     let mut start = 0;
-    HeadTensors::of_list(parts.map(|part| {
+    ThreeFloats::of_list(parts.map(|part| {
         let (heads, dim) = part?;
         let columns = Slice::from(start..start + heads * dim);
         start += heads * dim;
@@ -40,7 +41,7 @@ pub(crate) fn split<B: Backend>(inputs: SplitInputs<B>, parts: HeadParts) -> Hea
 }
 
 /// `like` is on the device.
-pub(crate) fn join<B: Backend>(tensors: HeadTensors<B>, call: &JoinCall) -> Joined<B> {
+pub(crate) fn join<B: Backend>(tensors: ThreeFloats<B>, call: &JoinCall) -> Joined<B> {
     let [batch, seq] = call.rows;
     let tensors = tensors.into_list();
     let device = (tensors.iter().flatten().next())

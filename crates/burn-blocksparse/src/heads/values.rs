@@ -12,39 +12,6 @@ pub(crate) const MOST_PARTS: usize = 3;
 /// The heads of each part, and their width. None: there is no such part.
 pub type HeadParts = [Option<(usize, usize)>; MOST_PARTS];
 
-/// Up to three tensors `[batch, heads, seq, width]`: parts, branches, or gradients by them.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct HeadTensors<B: Backend> {
-    /// The first.
-    #[extension_type]
-    pub first: MaybeFloat<B>,
-    /// The second.
-    #[extension_type]
-    pub second: MaybeFloat<B>,
-    /// The third.
-    #[extension_type]
-    pub third: MaybeFloat<B>,
-}
-
-impl<B: Backend> HeadTensors<B> {
-    /// In the order of the fields.
-    pub(crate) fn into_list(self) -> [Option<FloatTensor<B>>; MOST_PARTS] {
-        [self.first, self.second, self.third].map(MaybeFloat::into_option)
-    }
-
-    /// The inverse of [`Self::into_list`].
-    pub(crate) fn of_list(list: [Option<FloatTensor<B>>; MOST_PARTS]) -> Self {
-        let [first, second, third] = list.map(MaybeFloat::from);
-        Self {
-            first,
-            second,
-            third,
-        }
-    }
-}
-
 /// What is split.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]

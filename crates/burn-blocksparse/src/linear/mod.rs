@@ -11,7 +11,8 @@ use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
 use crate::ops::LinearOps;
-use values::{LinearInputs, WEIGHTS, WeightTensors};
+use crate::values::ThreeFloats;
+use values::{LinearInputs, WEIGHTS};
 
 /// How [`linear`] computes. Build it from [`Default`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -94,7 +95,7 @@ pub fn linear_joined<const D: usize>(
     let mut weights = weights.into_iter().map(Tensor::into_dispatch);
     let inputs = LinearInputs {
         x: x.into_dispatch(),
-        weights: WeightTensors::of_list(std::array::from_fn(|_| weights.next())),
+        weights: ThreeFloats::of_list(std::array::from_fn(|_| weights.next())),
     };
     let output = <Dispatch as LinearOps>::linear_forward(inputs, dtype);
     Ok(Tensor::from_dispatch(output.out))

@@ -4,10 +4,9 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 
-use super::values::{
-    LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors,
-};
+use super::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
 use crate::dtype::accumulate_in;
+use crate::values::ThreeFloats;
 
 /// Rows that `x · W` takes at a time. None: all of them, as one tall matrix.
 const FORWARD_ROWS: Option<usize> = None;
@@ -312,6 +311,6 @@ pub(crate) fn backward<B: Backend, P: Products<B>>(
     }
     LinearGrads {
         x: by_x.into(),
-        weights: WeightTensors::of_list(by_weights),
+        weights: ThreeFloats::of_list(by_weights),
     }
 }

@@ -4,43 +4,10 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use crate::values::MaybeFloat;
+use crate::values::{MaybeFloat, ThreeFloats};
 
 /// How many weights a call may have.
 pub(crate) const WEIGHTS: usize = 3;
-
-/// Up to three matrices of the same height, `[in, out]` each: weights, or gradients by them.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct WeightTensors<B: Backend> {
-    /// The first.
-    #[extension_type]
-    pub first: MaybeFloat<B>,
-    /// The second.
-    #[extension_type]
-    pub second: MaybeFloat<B>,
-    /// The third.
-    #[extension_type]
-    pub third: MaybeFloat<B>,
-}
-
-impl<B: Backend> WeightTensors<B> {
-    /// In the order of the fields.
-    pub(crate) fn into_list(self) -> [Option<FloatTensor<B>>; WEIGHTS] {
-        [self.first, self.second, self.third].map(MaybeFloat::into_option)
-    }
-
-    /// The inverse of [`Self::into_list`].
-    pub(crate) fn of_list(list: [Option<FloatTensor<B>>; WEIGHTS]) -> Self {
-        let [first, second, third] = list.map(MaybeFloat::from);
-        Self {
-            first,
-            second,
-            third,
-        }
-    }
-}
 
 /// The factors of [`linear`](crate::linear()).
 #[derive(ExtensionType, Clone, Debug)]
@@ -51,7 +18,7 @@ pub struct LinearInputs<B: Backend> {
     pub x: FloatTensor<B>,
     /// `[in, out]` each.
     #[extension_type]
-    pub weights: WeightTensors<B>,
+    pub weights: ThreeFloats<B>,
 }
 
 /// What the forward pass returns.
@@ -94,7 +61,7 @@ pub struct LinearGrads<B: Backend> {
     pub x: MaybeFloat<B>,
     /// `[in, out]` each.
     #[extension_type]
-    pub weights: WeightTensors<B>,
+    pub weights: ThreeFloats<B>,
 }
 
 /// What the backward pass has to compute.

@@ -9,9 +9,9 @@ use crate::activation::values::Activation;
 use crate::activation::values::{
     ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
 };
-use crate::linear::values::{LinearInputs, LinearOutput, LinearSaved, LinearTask, WeightTensors};
+use crate::linear::values::{LinearInputs, LinearOutput, LinearSaved, LinearTask};
 use crate::ops::{ActivationOps, LinearOps, MlpOps};
-use crate::values::MaybeFloat;
+use crate::values::{MaybeFloat, ThreeFloats};
 
 /// What a backend has to have for the halves.
 pub(crate) trait Parts: LinearOps + ActivationOps {}
@@ -75,8 +75,8 @@ pub(crate) fn outer_backward<B: Parts>(
     )
 }
 
-fn one<B: Parts>(weight: FloatTensor<B>) -> WeightTensors<B> {
-    WeightTensors::of_list([Some(weight), None, None])
+fn one<B: Parts>(weight: FloatTensor<B>) -> ThreeFloats<B> {
+    ThreeFloats::of_list([Some(weight), None, None])
 }
 
 fn product<B: Parts>(

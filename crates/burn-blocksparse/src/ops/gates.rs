@@ -38,11 +38,10 @@ mod meta {
 
     use super::*;
     use crate::gates::values::{GatedGradsMetadata, GatedInputsMetadata, GatedSavedMetadata};
-    use crate::heads::values::HeadTensorsMetadata;
-    use crate::values::MaybeFloatMetadata;
+    use crate::values::{MaybeFloatMetadata, ThreeFloatsMetadata};
 
     pub fn forward(inputs: &GatedInputsMetadata) -> TensorSpec {
-        let HeadTensorsMetadata {
+        let ThreeFloatsMetadata {
             first,
             second,
             third,
@@ -69,7 +68,7 @@ mod meta {
                 });
         let [first, second, third] = [(); 3].map(|_| wanted.next().expect("three"));
         GatedGradsMetadata {
-            branches: HeadTensorsMetadata {
+            branches: ThreeFloatsMetadata {
                 first,
                 second,
                 third,

@@ -3,7 +3,8 @@
 use burn::backend::{Backend, backend_extension};
 
 use crate::heads::reference;
-use crate::heads::values::{HeadParts, HeadTensors, JoinCall, Joined, SplitInputs};
+use crate::heads::values::{HeadParts, JoinCall, Joined, SplitInputs};
+use crate::values::ThreeFloats;
 
 /// Splitting rows into heads and joining them as backend operations. Arguments are checked by the public functions.
 #[backend_extension(
@@ -19,13 +20,13 @@ pub trait HeadOps: Backend {
     fn split_heads(
         #[extension_type] inputs: SplitInputs<Self>,
         parts: HeadParts,
-    ) -> HeadTensors<Self> {
+    ) -> ThreeFloats<Self> {
         reference::split::<Self>(inputs, parts)
     }
 
     /// Tensors by heads as rows, and the sums over all rows. At least one of the tensors has to be there.
     #[fusion(meta = meta::join)]
-    fn join_heads(#[extension_type] tensors: HeadTensors<Self>, call: JoinCall) -> Joined<Self> {
+    fn join_heads(#[extension_type] tensors: ThreeFloats<Self>, call: JoinCall) -> Joined<Self> {
         reference::join::<Self>(tensors, &call)
     }
 }
@@ -36,10 +37,10 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::heads::values::{HeadTensorsMetadata, JoinedMetadata, SplitInputsMetadata};
-    use crate::values::MaybeFloatMetadata;
+    use crate::heads::values::{JoinedMetadata, SplitInputsMetadata};
+    use crate::values::{MaybeFloatMetadata, ThreeFloatsMetadata};
 
-    pub fn split(inputs: &SplitInputsMetadata, parts: &HeadParts) -> HeadTensorsMetadata {
+    pub fn split(inputs: &SplitInputsMetadata, parts: &HeadParts) -> ThreeFloatsMetadata {
         let [batch, seq, _] = inputs.x.shape.dims::<3>();
         let [first, second, third] = parts.map(|part| match part {
             Some((heads, dim)) => MaybeFloatMetadata::Some(TensorSpec::new(
@@ -48,14 +49,14 @@ mod meta {
             )),
             None => MaybeFloatMetadata::None,
         });
-        HeadTensorsMetadata {
+        ThreeFloatsMetadata {
             first,
             second,
             third,
         }
     }
 
-    pub fn join(_tensors: &HeadTensorsMetadata, call: &JoinCall) -> JoinedMetadata {
+    pub fn join(_tensors: &ThreeFloatsMetadata, call: &JoinCall) -> JoinedMetadata {
         let [batch, seq] = call.rows;
         let width = call.width();
         JoinedMetadata {

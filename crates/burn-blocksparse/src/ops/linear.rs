@@ -43,9 +43,8 @@ mod meta {
     use crate::linear::products::with_width;
     use crate::linear::values::{
         LinearGradsMetadata, LinearInputsMetadata, LinearOutputMetadata, LinearSavedMetadata,
-        WeightTensorsMetadata,
     };
-    use crate::values::MaybeFloatMetadata;
+    use crate::values::{MaybeFloatMetadata, ThreeFloatsMetadata};
 
     fn maybe(spec: Option<TensorSpec>) -> MaybeFloatMetadata {
         match spec {
@@ -55,7 +54,7 @@ mod meta {
     }
 
     pub fn forward(inputs: &LinearInputsMetadata, dtype: &FloatDType) -> LinearOutputMetadata {
-        let WeightTensorsMetadata {
+        let ThreeFloatsMetadata {
             first,
             second,
             third,
@@ -90,7 +89,7 @@ mod meta {
         });
         LinearGradsMetadata {
             x: maybe(task.x.map(|dtype| TensorSpec::new(shape, dtype.into()))),
-            weights: WeightTensorsMetadata {
+            weights: ThreeFloatsMetadata {
                 first,
                 second,
                 third,

@@ -52,13 +52,11 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::heads::values::HeadTensorsMetadata;
-    use crate::linear::values::WeightTensorsMetadata;
     use crate::projection::values::{
         MergeGradsMetadata, MergeInputsMetadata, MergeOutputMetadata, MergeSavedMetadata,
         ProjectionInputsMetadata, ProjectionOutputMetadata,
     };
-    use crate::values::MaybeFloatMetadata;
+    use crate::values::{MaybeFloatMetadata, ThreeFloatsMetadata};
 
     fn maybe(spec: Option<TensorSpec>) -> MaybeFloatMetadata {
         match spec {
@@ -71,7 +69,7 @@ mod meta {
         inputs: &ProjectionInputsMetadata,
         call: &ProjectionCall,
     ) -> ProjectionOutputMetadata {
-        let WeightTensorsMetadata {
+        let ThreeFloatsMetadata {
             first,
             second,
             third,
@@ -91,7 +89,7 @@ mod meta {
             maybe(part.map(|(heads, dim)| TensorSpec::new([batch, heads, seq, dim].into(), dtype)))
         });
         ProjectionOutputMetadata {
-            heads: HeadTensorsMetadata {
+            heads: ThreeFloatsMetadata {
                 first,
                 second,
                 third,

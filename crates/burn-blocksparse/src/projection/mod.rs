@@ -9,10 +9,10 @@ use burn::tensor::{FloatDType, Tensor};
 use crate::check::same_device;
 use crate::error::OpError;
 use crate::heads::values::MOST_PARTS;
-use crate::linear::values::WeightTensors;
 use crate::linear::{self, LinearOptions};
 use crate::op_plan::OpPlan;
 use crate::ops::ProjectionOps;
+use crate::values::ThreeFloats;
 use values::{MergeInputs, MergeTask, ProjectionCall, ProjectionInputs};
 
 /// [`linear_joined`](crate::linear_joined) and [`split_heads`](crate::split_heads) as one step: the products of up to three weights with one x,
@@ -59,7 +59,7 @@ pub fn linear_to_heads(
     let mut weights = weights.into_iter().map(Tensor::into_dispatch);
     let inputs = ProjectionInputs {
         x: x.into_dispatch(),
-        weights: WeightTensors::of_list(std::array::from_fn(|_| weights.next())),
+        weights: ThreeFloats::of_list(std::array::from_fn(|_| weights.next())),
         bias: bias.map(Tensor::into_dispatch).into(),
     };
     let call = ProjectionCall {

@@ -7,11 +7,11 @@ use super::values::{
     MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall, ProjectionInputs,
     ProjectionOutput,
 };
-use crate::heads::values::{HeadParts, HeadTensors, JoinCall, SplitInputs};
+use crate::heads::values::{HeadParts, JoinCall, SplitInputs};
 use crate::linear::products::rounded;
-use crate::linear::values::{LinearInputs, LinearSaved, LinearTask, WeightTensors};
+use crate::linear::values::{LinearInputs, LinearSaved, LinearTask};
 use crate::ops::{HeadOps, LinearOps};
-use crate::values::MaybeFloat;
+use crate::values::{MaybeFloat, ThreeFloats};
 
 /// What a backend has to have.
 pub(crate) trait Parts: LinearOps + HeadOps {}
@@ -46,13 +46,13 @@ fn rows<B: Parts>(x: FloatTensor<B>) -> FloatTensor<B> {
         dtype: x.dtype().into(),
         bias: None,
     };
-    B::join_heads(HeadTensors::of_list([Some(x), None, None]), call).x
+    B::join_heads(ThreeFloats::of_list([Some(x), None, None]), call).x
 }
 
 pub(crate) fn merge<B: Parts>(inputs: MergeInputs<B>, task: MergeTask) -> MergeOutput<B> {
     let inputs = LinearInputs {
         x: rows::<B>(inputs.x),
-        weights: WeightTensors::of_list([Some(inputs.weight), None, None]),
+        weights: ThreeFloats::of_list([Some(inputs.weight), None, None]),
     };
     let made = B::linear_forward(inputs, task.dtype);
     MergeOutput {

@@ -4,9 +4,8 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use crate::heads::values::{HeadParts, HeadTensors};
-use crate::linear::values::WeightTensors;
-use crate::values::MaybeFloat;
+use crate::heads::values::HeadParts;
+use crate::values::{MaybeFloat, ThreeFloats};
 
 /// What is projected to heads.
 #[derive(ExtensionType, Clone, Debug)]
@@ -17,7 +16,7 @@ pub struct ProjectionInputs<B: Backend> {
     pub x: FloatTensor<B>,
     /// `[in, out]` each.
     #[extension_type]
-    pub weights: WeightTensors<B>,
+    pub weights: ThreeFloats<B>,
     /// `[Σ out]`, of any float dtype.
     #[extension_type]
     pub bias: MaybeFloat<B>,
@@ -30,7 +29,7 @@ pub struct ProjectionInputs<B: Backend> {
 pub struct ProjectionOutput<B: Backend> {
     /// `[batch, heads, seq, width]` each, in the product's dtype.
     #[extension_type]
-    pub heads: HeadTensors<B>,
+    pub heads: ThreeFloats<B>,
     /// x in the product's dtype, if it had another.
     #[extension_type]
     pub rounded: MaybeFloat<B>,
