@@ -28,7 +28,7 @@ use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use choice_lines::{Chosen, Lines, random_lines};
+use choice_lines::{Chosen, Lines, dot, random_lines};
 use device_time::median;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
@@ -55,7 +55,7 @@ struct Args {
     /// Queries and keys of a block.
     #[arg(long, default_value_t = 128)]
     block: usize,
-    /// Only what has this in its name, of what is timed; with --verify, "lines" compares sums over keys and distances alone.
+    /// Only what has this in its name, of what is timed; with --verify, "lines" compares sums over keys and distances, and "picks" what queries pick, alone.
     #[arg(long, default_value = "")]
     only: String,
     /// Timed runs; the median is reported.
@@ -160,13 +160,8 @@ impl Sums {
                 let pairs =
                     (0..stride).map(|u| [group * stride + stride - 1 - u, keys * stride + u]);
                 let pairs = pairs.filter(|[i, j]| *i < seq_q && *j < seq_kv);
-                let products = pairs.map(|[i, j]| -> f64 {
-                    let (q, k) = (&q[i * width..][..width], &k[j * width..][..width]);
-                    q.iter()
-                        .zip(k)
-                        .map(|(&x, &y)| f64::from(x) * f64::from(y))
-                        .sum()
-                });
+                let products =
+                    pairs.map(|[i, j]| dot(&q[i * width..][..width], &k[j * width..][..width]));
                 products.sum::<f64>() * factor
             };
             let keys: Vec<usize> = (0..seq_kv.div_ceil(stride))

@@ -12,6 +12,12 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::{BF16, halves, numbers, read_f32, singles};
 
+/// The product of two rows.
+pub fn dot(a: &[f32], b: &[f32]) -> f64 {
+    let pairs = a.iter().zip(b);
+    pairs.map(|(&x, &y)| f64::from(x) * f64::from(y)).sum()
+}
+
 /// The last queries of lists, and all keys.
 pub struct Lines {
     of: LineSizes,
@@ -57,12 +63,8 @@ impl Lines {
         let mut sums = vec![0.0; 2 * keys];
         for (i, q) in q.chunks(width).enumerate() {
             let seen = (keys + i + 1).saturating_sub(queries);
-            let product = |k: &[f32]| -> f64 {
-                let pairs = q.iter().zip(k);
-                pairs.map(|(&x, &y)| f64::from(x) * f64::from(y)).sum()
-            };
             let keys_seen = k.chunks(width).take(seen);
-            let scores: Vec<f64> = keys_seen.map(|k| product(k) * factor).collect();
+            let scores: Vec<f64> = keys_seen.map(|k| dot(q, k) * factor).collect();
             let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let whole: f64 = scores.iter().map(|score| (score - top).exp()).sum();
             for (j, score) in scores.into_iter().enumerate() {

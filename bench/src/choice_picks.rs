@@ -5,6 +5,7 @@ use blocksparse::kernels::selection::{GateSizes, query_picks};
 use cubecl::client::Client;
 use rand_chacha::ChaCha8Rng;
 
+use crate::choice_lines::dot;
 use crate::{BF16, halves, numbers, read, singles};
 
 /// How far the products of two blocks are apart at least, of which one must be before the other: a mean is rounded to two numbers of 8 bits each.
@@ -15,10 +16,7 @@ fn expected(of: &GateSizes, q: &[f32], k: &[f32], position: usize) -> Vec<(usize
     let mut blocks: Vec<(usize, f64)> = (0..position / of.block)
         .map(|block| {
             let keys = &k[block * of.block * of.width..][..of.block * of.width];
-            let products = keys.chunks(of.width).map(|key| -> f64 {
-                let pairs = q.iter().zip(key);
-                pairs.map(|(&x, &y)| f64::from(x) * f64::from(y)).sum()
-            });
+            let products = keys.chunks(of.width).map(|key| dot(q, key));
             (block, products.sum::<f64>() / of.block as f64)
         })
         .collect();

@@ -279,14 +279,17 @@ fn launch_wgmma(
         false => FloatKind::F16,
     });
     let elements = request.batch * plan.parts * request.rows * request.cols;
-    let (written, bias_len) = match request.epilogue {
+    let written = match request.epilogue {
         Epilogue::LineSums => {
             let tiles = request.batch * request.cols.div_ceil(tile.cols);
-            let written = tiles * LINE_GROUPS * line_numbers(tile.cols);
-            (written, request.batch * request.rows)
+            tiles * LINE_GROUPS * line_numbers(tile.cols)
         }
-        Epilogue::Highest(of) => (request.batch * request.rows * of.most, request.cols / 4),
-        _ => (elements / tile.written(), request.cols / 4),
+        Epilogue::Highest(of) => request.batch * request.rows * of.most,
+        _ => elements / tile.written(),
+    };
+    let bias_len = match beside.logs {
+        Some(_) => request.batch * request.rows,
+        None => request.cols / 4,
     };
     let seen_tiles =
         (beside.seen.filter(|_| tile.is_seen())).map(|seen| seen.tiles(request.rows, tile.cols));

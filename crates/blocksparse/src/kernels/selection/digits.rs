@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use crate::kernels::args::optional;
 use crate::kernels::rows::tile::RowTile;
 
 /// Of lists of lines those that are wanted.
@@ -14,6 +15,16 @@ pub(super) struct OnlyLists<'a> {
     pub limit: f32,
     /// Whether lists are wanted whose number is at least the limit, or all others.
     pub above: bool,
+}
+
+/// The lists' numbers as a launch has them.
+pub(super) fn numbers_of<T: LaunchArg<RuntimeArg = BufferArg>>(
+    only: Option<OnlyLists>,
+) -> ComptimeOptionArgs<T> {
+    optional(
+        only.map(|only| only.numbers),
+        only.map_or(0, |only| only.lists),
+    )
 }
 
 /// Bits that are found at a time, and what they can be.

@@ -46,8 +46,6 @@ pub struct FlexTensors<'a> {
 }
 
 /// Scores of 1 and 0 of `of`'s rows: in each list, if the attention of the last block of queries to blocks of keys is no less than `threshold` (√JS) from what
-/// means say, those of [`touched_blocks`], with a share of keys and of distances; else the highest of the softmax of products of means, with the same share of
-/// Scores of 1 and 0 of `of`'s rows: in each list, if the attention of the last block of queries to blocks of keys is no less than `threshold` (√JS) from what
 /// means say, those of [`touched_blocks`](super::touched_blocks), with a share of keys and of distances; else the highest of the softmax of products of means,
 /// with the same share of the whole. The first block has 1 in any case, and so have the blocks of the heaviest `limits.blocks` blocks of keys, and of as many
 /// distances between blocks, by what the last block of queries gives them.

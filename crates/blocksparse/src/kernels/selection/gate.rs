@@ -7,8 +7,7 @@
 //! picks        the highest of each query                                                              a unit a query
 //! ```
 //!
-//! Where a tile of a product has all blocks, queries pick there
-//! (`linear/highest.rs`), and no product is in memory.
+//! Where a tile of a product has all blocks, queries pick there (`linear/highest.rs`), and no product is in memory.
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;

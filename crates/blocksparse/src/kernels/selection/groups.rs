@@ -14,12 +14,11 @@
 use std::ops::Range;
 
 use cubecl::ir::ElemType;
-use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::products::{RowsView, RunSums, pitch, products};
-use super::{NUMBERS, UNITS};
+use super::{NUMBERS, UNITS, lanes_of_rows};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
@@ -315,17 +314,7 @@ fn masses(
         false => (of.in_block(), of.factor as f32),
     };
     let lanes = UNITS / of.in_block();
-    let plane = match client.properties().features.plane.contains(Plane::Ops) {
-        true => client.properties().hardware.plane_size_min.max(1) as usize,
-        false => 1,
-    };
-    let tile = RowTile {
-        lanes,
-        rows: of.in_block(),
-        vector: 1,
-        row_vectors: 0,
-        plane: plane.min(lanes),
-    };
+    let tile = lanes_of_rows(client, lanes, of.in_block());
     let groups = GroupsLaunch::new(
         rows.len(),
         rows.start,

@@ -35,6 +35,8 @@ pub struct LineWeights<'a> {
     element: ElemType,
     q: RowsView,
     k: RowsView,
+    /// The product of all lists that has sums over columns and diagonals.
+    plan: ProductPlan,
     /// Natural logarithms, `[lists, queries, runs]`.
     runs: Handle,
     /// To base 2, `[lists, queries]`.
@@ -111,9 +113,9 @@ impl<'a> LineWeights<'a> {
         factors: [&Handle; 2],
         of: &'a LineSizes,
     ) -> Result<Option<Self>, KernelError> {
-        if product_of_sums(client, element, factors, of).is_err() {
+        let Ok(plan) = product_of_sums(client, element, factors, of) else {
             return Ok(None);
-        }
+        };
         let [q, k] = views(factors, of);
         let (rows, runs) = (of.lists[0] * of.seq[0], of.seq[1].div_ceil(RUN));
         let made = |len: usize| client.empty(len * size_of::<f32>());
@@ -140,6 +142,7 @@ impl<'a> LineWeights<'a> {
             element,
             q,
             k,
+            plan,
             runs: x,
             logs,
         }))
@@ -190,13 +193,11 @@ impl<'a> LineWeights<'a> {
     pub fn sums(&self, client: &Client, sums: &Handle) -> Result<(), KernelError> {
         let ([lists, kv_lists], [queries, keys]) = (self.of.lists, self.of.seq);
         let (group, bytes) = (lists / kv_lists, self.element.size());
-        let unplanned = |_| KernelError::Factor { factor: "b" };
         let numbers_of = |plan: &ProductPlan| {
             let cols = plan.tile_cols();
             keys.div_ceil(cols) * LINE_GROUPS * line_numbers(cols)
         };
-        let plan = planned(client, self.element, [&self.q, &self.k]).map_err(unplanned)?;
-        let together = (NUMBERS / (group * numbers_of(&plan))).clamp(1, kv_lists);
+        let together = (NUMBERS / (group * numbers_of(&self.plan))).clamp(1, kv_lists);
         for first in (0..kv_lists).step_by(together) {
             let count = together.min(kv_lists - first);
             let here = count * group;
@@ -204,8 +205,12 @@ impl<'a> LineWeights<'a> {
             let k = self.k.matrices(first, count, bytes);
             let offset = first * group * queries * size_of::<f32>();
             let logs = self.logs.clone().offset_start(offset as u64);
-            // Fewer matrices may have other tiles.
-            let plan = planned(client, self.element, [&q, &k]).map_err(unplanned)?;
+            let plan = match count == kv_lists {
+                true => self.plan,
+                // Fewer matrices may have other tiles.
+                false => planned(client, self.element, [&q, &k])
+                    .map_err(|_| KernelError::Factor { factor: "b" })?,
+            };
             let of_list = numbers_of(&plan);
             let parts = client.empty(here * of_list * size_of::<f32>());
             let Some(([left, right], _)) = asked(self.element, [&q, &k]) else {

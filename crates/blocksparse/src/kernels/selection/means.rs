@@ -1,12 +1,11 @@
 //! The products of means of blocks of queries and of keys, and their softmax.
 
-use cubecl::ir::features::Plane;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::UNITS;
 use super::products::{RowsView, SeenBlocks, dots};
+use super::{UNITS, lanes_of_rows};
 use crate::kernels::args::{buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::bits::{Grid, GridLaunch, last_position};
@@ -87,17 +86,7 @@ pub fn softmax_of_seen(
 ) -> Result<(), KernelError> {
     super::check(client)?;
     let count = lists * rows;
-    let plane = match client.properties().features.plane.contains(Plane::Ops) {
-        true => client.properties().hardware.plane_size_min.max(1) as usize,
-        false => 1,
-    };
-    let tile = RowTile {
-        lanes: LANES,
-        rows: UNITS / LANES,
-        vector: 1,
-        row_vectors: 0,
-        plane: plane.min(LANES),
-    };
+    let tile = lanes_of_rows(client, LANES, UNITS / LANES);
     let is_seen = seen.is_some();
     let grid = match seen {
         Some(seen) => seen.grid(),

@@ -62,18 +62,24 @@ pub const NUMBERS: usize = 1 << 24;
 /// Units of a cube of most kernels here.
 const UNITS: usize = 256;
 
-/// Units of a cube that share a row.
-fn across_cube(client: &Client) -> RowTile {
+/// So many lanes to each of a cube's rows.
+fn lanes_of_rows(client: &Client, lanes: usize, rows: usize) -> RowTile {
+    let plane = match client.properties().features.plane.contains(Plane::Ops) {
+        true => client.properties().hardware.plane_size_min.max(1) as usize,
+        false => 1,
+    };
     RowTile {
-        lanes: UNITS,
-        rows: 1,
+        lanes,
+        rows,
         vector: 1,
         row_vectors: 0,
-        plane: match client.properties().features.plane.contains(Plane::Ops) {
-            true => client.properties().hardware.plane_size_min.max(1) as usize,
-            false => 1,
-        },
+        plane: plane.min(lanes),
     }
+}
+
+/// Units of a cube that share a row.
+fn across_cube(client: &Client) -> RowTile {
+    lanes_of_rows(client, UNITS, 1)
 }
 
 /// Whether a device can run these kernels at all.

@@ -4,18 +4,18 @@
 //! weigh is added up by their next four bits. A cube has a line; each unit adds up its own numbers in places of its own, and units' sums are added in a fixed
 //! order. A few lines that are very long have several cubes each, and a launch for each digit ([`threshold_parts`](super::threshold_parts)).
 
-use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::digits::{
     BITS, DIGITS, OnlyLists, Search, SearchLines, SearchLinesLaunch, add_up, first_reached,
-    wanted_len,
+    numbers_of, wanted_len,
 };
+use super::lanes_of_rows;
 use super::threshold_parts::{digits_of_parts, is_parted};
-use crate::kernels::args::{address_of, buffer, optional, spread};
+use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
-use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
+use crate::kernels::rows::tile::{Combine, across_lanes};
 
 /// What of a line is kept.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -98,25 +98,13 @@ pub(super) fn least_of_lists(
     } = *of;
     let reach = (lines - 1) * step + len;
     super::counted("the numbers of lines", reach)?;
-    let properties = client.properties();
-    let hardware = &properties.hardware;
+    let hardware = &client.properties().hardware;
     let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
     let bytes = |units: usize| ((DIGITS + 2) * units + DIGITS) * size_of::<f32>();
     let is_long = len >= LONG * FEW && most >= MANY;
     let units = match is_long && bytes(MANY) <= hardware.max_shared_memory_size {
         true => MANY,
         false => FEW,
-    };
-    let plane = match properties.features.plane.contains(Plane::Ops) {
-        true => hardware.plane_size_min.max(1) as usize,
-        false => 1,
-    };
-    let tile = RowTile {
-        lanes: units,
-        rows: 1,
-        vector: 1,
-        row_vectors: 0,
-        plane,
     };
     let forced = kept.forced(len);
     let (wanted, share) = match kept {
@@ -140,8 +128,13 @@ pub(super) fn least_of_lists(
             only.map_or(0.0, |only| only.limit),
         )
     };
+    let search = Search {
+        tile: lanes_of_rows(client, units, 1),
+        by_share: matches!(kept, Kept::Share(_)),
+        above: only.is_some_and(|only| only.above),
+        at_a_time: AT_A_TIME[usize::from(len >= LONG * units)],
+    };
     if share > 0.0 && is_parted(client, [lines, len]) {
-        let tile = RowTile { lanes: FEW, ..tile };
         return digits_of_parts(
             client,
             (numbers, reach),
@@ -149,10 +142,9 @@ pub(super) fn least_of_lists(
             only,
             sizes,
             Search {
-                tile,
-                by_share: true,
-                above: only.is_some_and(|only| only.above),
+                tile: lanes_of_rows(client, FEW, 1),
                 at_a_time: AT_A_TIME[1],
+                ..search
             },
             least,
         );
@@ -166,17 +158,9 @@ pub(super) fn least_of_lists(
             address_of(client, reach)?,
             buffer(numbers, reach),
             buffer(least, lines),
-            optional(
-                only.map(|only| only.numbers),
-                only.map_or(0, |only| only.lists),
-            ),
+            numbers_of(only),
             sizes(),
-            Search {
-                tile,
-                by_share: matches!(kept, Kept::Share(_)),
-                above: only.is_some_and(|only| only.above),
-                at_a_time: AT_A_TIME[usize::from(len >= LONG * units)],
-            },
+            search,
         );
     }
     Ok(())

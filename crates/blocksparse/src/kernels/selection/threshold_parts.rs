@@ -8,9 +8,9 @@ use cubecl::server::Handle;
 
 use super::digits::{
     BITS, DIGITS, OnlyLists, Search, SearchLines, SearchLinesLaunch, add_up, first_reached,
-    wanted_len,
+    numbers_of, wanted_len,
 };
-use crate::kernels::args::{address_of, buffer, optional, spread};
+use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 
 /// Numbers of a line from which on it is parted, and of a part.
@@ -62,10 +62,7 @@ pub(super) fn digits_of_parts(
                 buffer(&totals, totals_len),
                 buffer(&known, known_len),
                 buffer(least, lines),
-                optional(
-                    only.map(|only| only.numbers),
-                    only.map_or(0, |only| only.lists),
-                ),
+                numbers_of(only),
                 sizes(),
                 parts,
                 pass,
