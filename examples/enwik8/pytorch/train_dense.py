@@ -76,6 +76,7 @@ def main():
     length.add_argument("--seconds", type=float)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--eval-every", type=int, default=500)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
     for name, kind in (("context", int), ("batch", int), ("dropout", float), ("rate", float), ("warmup", int), ("scale", float)):
         parser.add_argument(f"--{name}", type=kind)
     args = parser.parse_args()
@@ -87,7 +88,7 @@ def main():
     training, held_out = data[:ends[0]].cuda(), data[ends[0]:ends[1]].cuda()
     context, batch, rate, warmup = (recipe[name] for name in ("context", "batch", "rate", "warmup"))
     model = Model(context, *(recipe[name] for name in ("layers", "heads", "width", "dropout", "scale"))).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-8, weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-8, weight_decay=args.weight_decay, fused=True)
     compiled = torch.compile(model)
     offsets = torch.arange(context + 1, device="cuda")
 
