@@ -60,6 +60,7 @@ pub fn plan(
                 sections: plan.sections,
                 tiles: plan.tiles,
                 apart: plan.apart,
+                between: plan.between,
                 steps: plan.pattern_steps(),
             }
         }

@@ -22,6 +22,9 @@ pub struct DevicePlan {
     /// The first tiles in launch order that add to sums of their own.
     #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub apart: usize,
+    /// See [`TilePlan::between`](crate::plan::TilePlan::between); 0 where blocks are chosen on the device.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub between: usize,
     /// Steps of each pattern's tiles, one tile after the other; empty where blocks are chosen on the device.
     #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub steps: Vec<usize>,

@@ -48,7 +48,7 @@ mod visits;
 use cluster::clusters;
 use masks::TileMasks;
 use source::Source;
-use visits::count_visits;
+use visits::{Visits, count_visits};
 
 #[cfg(feature = "cuda-asm")]
 pub use overhead::tile_steps;
@@ -79,6 +79,9 @@ pub struct TilePlan {
     pub steps: u64,
     /// The first tiles in launch order that count visits for themselves: see [`Tiling::apart`].
     pub apart: usize,
+    /// Of a plan with visits: tiles from one to the next that shares columns with it, in launch order, on average: 1 if all share some, as many as there are
+    /// documents if these are alike. 0 where some tiles are much shorter than those before them, which they would wait for.
+    pub between: usize,
 }
 
 impl TilePlan {
@@ -102,7 +105,7 @@ impl TilePlan {
         let pattern_steps: Vec<u64> = (0..layout.num_patterns())
             .map(|pattern| cut.add(layout, tiling, pattern, tiles, &mut masks))
             .collect();
-        let mut apart = 0;
+        let mut found = Visits::default();
         if tiling.visits {
             let sizes = visits::PlanSizes {
                 tiles,
@@ -111,7 +114,8 @@ impl TilePlan {
                 others: others.div_ceil(group).max(1),
                 apart: tiling.apart,
             };
-            (cut.order, apart) = count_visits(&cut.records, &mut cut.entries, sizes);
+            found = count_visits(&cut.records, &mut cut.entries, sizes);
+            cut.order = found.order;
         }
         let heads = Heads::new(layout, tiles, &pattern_steps);
 
@@ -138,7 +142,8 @@ impl TilePlan {
             words,
             sections,
             steps: heads.steps,
-            apart,
+            apart: found.apart,
+            between: found.between,
         }
     }
 

@@ -267,6 +267,31 @@ fn long_tiles_count_visits_apart(#[case] pattern: &str, #[case] seq: usize, #[ca
     }
 }
 
+/// How far tiles that share queries are from each other in launch order, and that short ones behind long ones are noticed.
+#[rstest::rstest]
+#[case("causal", 1)]
+#[case("local:1024", 1)]
+#[case("documents:0,1024,2048,3072&causal", 4)]
+#[case("documents:0,128,256,384,512,640,768,896&causal", 1)]
+#[case("documents:0,1000,2500&causal", 3)]
+#[case("streaming:256,4", 0)]
+#[case("streaming:2560,64", 1)]
+#[case("window:256+global:0,1", 0)]
+#[case("fixed:128,32", 0)]
+fn tiles_that_share_queries(#[case] pattern: &str, #[case] between: usize) {
+    let pattern: Pattern = pattern.parse().unwrap();
+    let layout = pattern.layout(2, 4096, 32).unwrap();
+    for apart in [false, true] {
+        let tiling = Tiling {
+            clustered: true,
+            visits: true,
+            apart,
+            ..tiling(128, 64, false)
+        };
+        assert_eq!(TilePlan::new(&layout, tiling).between, between);
+    }
+}
+
 /// How a tile walks: from its last queries to its first, or the other way.
 #[derive(Clone, Copy, PartialEq)]
 enum Turned {

@@ -41,13 +41,19 @@ pub(super) fn may_be_short(least: f64, most: usize) -> bool {
     least <= (SHORT + most.div_ceil(16)) as f64
 }
 
-/// One order of tiles for all patterns, those with most steps first, how many of them count visits for themselves, and in it the visits of all
-/// entries.
-pub(super) fn count_visits(
-    records: &[u32],
-    entries: &mut [u32],
-    sizes: PlanSizes,
-) -> (Vec<u32>, usize) {
+/// What [`count_visits`] finds.
+#[derive(Default)]
+pub(super) struct Visits {
+    /// One order of tiles for all patterns, those with most steps first.
+    pub order: Vec<u32>,
+    /// How many of them count visits for themselves.
+    pub apart: usize,
+    /// See [`TilePlan::between`](super::TilePlan::between).
+    pub between: usize,
+}
+
+/// The order of tiles, and in it the visits of all entries.
+pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSizes) -> Visits {
     let PlanSizes {
         tiles,
         per_step,
@@ -64,6 +70,7 @@ pub(super) fn count_visits(
         true => long_tiles(ranked.iter().map(|&tile| total(tile as usize)), patterns),
         false => 0,
     };
+    let mut sharing = Sharing::new(others);
     for pattern in 0..patterns {
         let record = |rank: usize| pattern * tiles + ranked[rank] as usize;
         // Tiles walk from their last queries to their first, so that those of neighbours, which begin at the same time, do not want the same queries at
@@ -75,6 +82,7 @@ pub(super) fn count_visits(
         let all = (tiles > 0).then(|| record(0)).is_some_and(is_long)
             && usual.is_some_and(|usual| usual > SHORT);
         let mut visits = vec![0u32; others];
+        sharing.begin();
         for rank in 0..tiles {
             if rank == apart {
                 visits.fill(0);
@@ -86,6 +94,7 @@ pub(super) fn count_visits(
             if all || (apart == 0 && is_long(record)) {
                 reverse_steps(words, per_step * entry_words);
             }
+            sharing.add(steps(record), words.chunks_exact(entry_words));
             for entry in words.chunks_exact_mut(entry_words) {
                 if entry[2] & NO_VISIT != NO_VISIT {
                     let visit = &mut visits[entry[0] as usize];
@@ -95,8 +104,81 @@ pub(super) fn count_visits(
             }
         }
     }
-    let order = std::iter::repeat_n(ranked, patterns);
-    (order.flatten().collect(), apart)
+    let even = apart == 0
+        && are_even(ranked.iter().map(|&tile| total(tile as usize)), patterns)
+        && sharing.waiting * 16 <= tiles * patterns;
+    Visits {
+        between: if even { sharing.between() } else { 0 },
+        order: (std::iter::repeat_n(ranked, patterns).flatten()).collect(),
+        apart,
+    }
+}
+
+/// Whether steps are much fewer than others that are waited for.
+fn are_much_fewer(steps: usize, others: usize) -> bool {
+    4 * steps + 8 < others
+}
+
+/// Whether no tile has much fewer steps than the one before it, given the steps of all in all `patterns`, most steps first: a short tile waits for the long
+/// ones before it, if these have not long been under way.
+fn are_even(ranked: impl Iterator<Item = usize> + Clone, patterns: usize) -> bool {
+    let behind = ranked.clone().skip(1);
+    !(ranked.zip(behind)).any(|(before, steps)| are_much_fewer(steps / patterns, before / patterns))
+}
+
+/// How far tiles of a pattern that share groups of columns are from each other, in launch order.
+struct Sharing {
+    /// Of each group, the rank behind that of the last tile that had it, or 0.
+    last: Vec<usize>,
+    /// Steps of the tiles so far, by rank.
+    steps: Vec<usize>,
+    /// Over tiles that share a group with an earlier one, weighed by their entries.
+    distances: usize,
+    entries: usize,
+    /// Tiles with much fewer steps than the latest that they share groups with.
+    waiting: usize,
+}
+
+impl Sharing {
+    fn new(groups: usize) -> Self {
+        Self {
+            last: vec![0; groups],
+            steps: Vec::new(),
+            distances: 0,
+            entries: 0,
+            waiting: 0,
+        }
+    }
+
+    fn add<'a>(&mut self, steps: usize, entries: impl ExactSizeIterator<Item = &'a [u32]>) {
+        let (rank, count) = (self.steps.len(), entries.len());
+        let mut latest = 0;
+        for entry in entries.filter(|entry| entry[2] & NO_VISIT != NO_VISIT) {
+            let last = &mut self.last[entry[0] as usize];
+            latest = latest.max(*last);
+            *last = rank + 1;
+        }
+        if latest > 0 {
+            self.distances += (rank + 1 - latest) * count;
+            self.entries += count;
+            self.waiting += usize::from(are_much_fewer(steps, self.steps[latest - 1]));
+        }
+        self.steps.push(steps);
+    }
+
+    /// Begins with the tiles of another pattern.
+    fn begin(&mut self) {
+        self.last.fill(0);
+        self.steps.clear();
+    }
+
+    /// The mean, at least 1.
+    fn between(&self) -> usize {
+        match self.entries {
+            0 => 1,
+            entries => (self.distances + entries / 2) / entries,
+        }
+    }
 }
 
 fn reverse_steps(words: &mut [u32], step: usize) {

@@ -210,6 +210,7 @@ pub fn plan(
         sections,
         tiles,
         apart: 0,
+        between: 0,
         steps: Vec::new(),
     })
 }
