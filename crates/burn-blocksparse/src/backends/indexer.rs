@@ -1,8 +1,8 @@
 //! An indexer's scores and losses on CubeCL devices.
 
 use blocksparse::kernels::indexer::{
-    Compared, IndexerGradients, PairInputs, PairSizes, PairSum, by_keys, by_queries, check, compare,
-    pair_sums, spread_listed,
+    Compared, IndexerGradients, PairInputs, PairSizes, PairSum, by_keys, by_queries, check,
+    compare, pair_sums, spread_listed,
 };
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;

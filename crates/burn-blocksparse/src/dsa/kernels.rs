@@ -14,9 +14,7 @@ use super::scores::DsaIndex;
 use crate::attention::attention_with_lse;
 use crate::backends::indexer::available;
 use crate::device::cube;
-use crate::ops::{
-    ComparedKeys, IndexInputs, IndexerLoss, IndexerOps, IndexerScores, TargetInputs,
-};
+use crate::ops::{ComparedKeys, IndexInputs, IndexerLoss, IndexerOps, IndexerScores, TargetInputs};
 use crate::options::AttentionOptions;
 use crate::selection::layouts::KeptLayouts;
 

@@ -107,7 +107,10 @@ pub struct Compared<'a> {
 /// [`KernelError`] if there are more rows than a launch has cubes, or more numbers than the device counts.
 pub fn compare(client: &Client, sizes: &PairSizes, buffers: &Compared) -> Result<(), KernelError> {
     let rows = sizes.batch * sizes.rows[1];
-    let address = address_of(client, sizes.numbers().max(sizes.list_numbers()).max(2 * rows))?;
+    let address = address_of(
+        client,
+        sizes.numbers().max(sizes.list_numbers()).max(2 * rows),
+    )?;
     let t = across_cube(client);
     let cubes = spread(client, rows as u64)?;
     // SAFETY: a cube reads and writes numbers of its row, which there is; the buffers have the lengths they say (see `buffer`).
@@ -131,13 +134,7 @@ pub fn compare(client: &Client, sizes: &PairSizes, buffers: &Compared) -> Result
 
 /// A unit has a key of a query, and looks for it in the query's list.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn spread_rows(
-    numbers: &[f32],
-    keys: &[i32],
-    out: &mut [f32],
-    s: Sizes,
-    count: usize,
-) {
+fn spread_rows(numbers: &[f32], keys: &[i32], out: &mut [f32], s: Sizes, count: usize) {
     let at = ABSOLUTE_POS;
     if at < count {
         let key = (at % s.seq_kv) as i32;

@@ -221,11 +221,10 @@ fn gradient<E: Float, N: Size>(
                 let head = at % s.heads;
                 let is_there = own < row_end && column < end && key < s.columns;
                 let row = select(is_there, row, 0usize);
-                let by_score = by_scores
-                    [(entry * s.rows + row) * s.columns + select(is_there, key, 0usize)];
+                let by_score =
+                    by_scores[(entry * s.rows + row) * s.columns + select(is_there, key, 0usize)];
                 let by_score = select(is_there, by_score, 0.0f32);
-                let weight =
-                    weights[(entry * s.heads + head) * s.seq_q + s.start + row];
+                let weight = weights[(entry * s.heads + head) * s.seq_q + s.start + row];
                 let product = products[comptime!(i * 4 + j)];
                 weight_sums[i] += by_score * max(product, 0.0f32);
                 of_pairs.insert(j, select(product > 0.0f32, by_score * weight, 0.0f32));
@@ -241,10 +240,8 @@ fn gradient<E: Float, N: Size>(
             while at < comptime!(4 * t.together() * fours) {
                 let four = at % fours;
                 let place = at / fours;
-                let column = column0
-                    + place / together * comptime!(ACROSS)
-                    + col0
-                    + place % together;
+                let column =
+                    column0 + place / together * comptime!(ACROSS) + col0 + place % together;
                 let line = walked(&keys, entry, lister, column, &s, t);
                 let is_key = comptime!(!t.by_keys);
                 fill_line::<E, N>(q, k, &mut right, at, line, four, is_key, width);
@@ -255,8 +252,8 @@ fn gradient<E: Float, N: Size>(
                 let mut of_rows = Array::<Vector<f32, Four>>::new(OWN);
                 #[unroll]
                 for i in 0..OWN {
-                    of_rows[i] = pairs
-                        [(unit_y * comptime!(OWN) + i) * comptime!(PAIR_PITCH) + col0 + col];
+                    of_rows[i] =
+                        pairs[(unit_y * comptime!(OWN) + i) * comptime!(PAIR_PITCH) + col0 + col];
                 }
                 #[unroll]
                 for j in 0..4usize {

@@ -52,8 +52,7 @@ pub(super) fn multiply(
         }
         #[unroll]
         for j in 0..4usize {
-            let rhs = right
-                [first_column * comptime!(PITCH) + comptime!(j * across * PITCH + four)];
+            let rhs = right[first_column * comptime!(PITCH) + comptime!(j * across * PITCH + four)];
             #[unroll]
             for i in 0..own {
                 #[unroll]

@@ -60,7 +60,7 @@ impl SumTile {
             Some(most) => {
                 let across = most.div_ceil(4).next_power_of_two().clamp(ACROSS, 64);
                 (across, 1, heads)
-            },
+            }
         };
         Self {
             width: sizes.width,
@@ -177,7 +177,15 @@ fn sums<E: Float, N: Size>(
             }
             sync_cube();
             let first_row = unit_y * comptime!(t.own);
-            multiply(&left, &right, &mut products, first_row, unit_x, t.own, t.across);
+            multiply(
+                &left,
+                &right,
+                &mut products,
+                first_row,
+                unit_x,
+                t.own,
+                t.across,
+            );
         }
         #[unroll]
         for i in 0..comptime!(t.own) {
