@@ -69,13 +69,12 @@ fn compare_rows(
     column = unit;
     while column < s.columns {
         let mut by_score = 0.0f32.runtime();
-        if column < seen {
-            if key_of(&keys, entry, row, column, &s, is_listed) >= 0 {
-                let score = scores[start + column];
-                let share = wanted[start + column] / total;
-                loss += share * (max(share, f32::new(LEAST)).ln() - (score - log));
-                by_score = (score - most).exp() / sum - share;
-            }
+        // A column that is not seen is still one of the row's.
+        if column < seen && key_of(&keys, entry, row, column, &s, is_listed) >= 0 {
+            let score = scores[start + column];
+            let share = wanted[start + column] / total;
+            loss += share * (max(share, f32::new(LEAST)).ln() - (score - log));
+            by_score = (score - most).exp() / sum - share;
         }
         if exists {
             scores[start + column] = by_score;

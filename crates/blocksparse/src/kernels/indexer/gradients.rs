@@ -149,7 +149,7 @@ fn gradient<E: Float, N: Size>(
         }
     } else if comptime!(t.is_listed) {
         lister = entry % s.rows;
-        entry = entry / s.rows;
+        entry /= s.rows;
         row0 += lister * s.heads;
         row_end = (lister + 1) * s.heads;
     } else {

@@ -135,10 +135,9 @@ fn sums<E: Float, N: Size>(
     let mut products = Array::<f32>::new(comptime!(t.own * 4));
     let last_row = (row0 + comptime!(t.queries() - 1)).min(s.rows - 1);
     let mut parts = s.kv_heads * groups;
-    if comptime!(!t.is_listed && !t.all) {
-        if column0 > s.position(last_row) {
-            parts = 0usize.runtime();
-        }
+    let is_seen = column0 <= s.position(last_row);
+    if comptime!(!t.is_listed && !t.all) && !is_seen {
+        parts = 0usize.runtime();
     }
     for part in 0..parts {
         let kv_head = part / groups;
