@@ -2,15 +2,16 @@
 
 use blocksparse::kernels::indexer::{
     Compared, IndexerGradients, PairInputs, PairSizes, PairSum, by_keys, by_queries, check,
-    compare, pair_sums, spread_listed,
+    compare, key_parts, pair_sums, spread_listed,
 };
+use blocksparse::kernels::rows::column_sums;
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;
 use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
-use super::cube::{empty, launched, uses_reference};
+use super::cube::{empty, launched, typed, uses_reference};
 use crate::ops::{
     ComparedKeys, IndexInputs, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores, TargetInputs,
 };
@@ -111,7 +112,7 @@ impl IndexerOps for CubeBackend {
             empty(like, dims, DType::F32)
         };
         let losses = empty(&index.q, [batch, seq_q], DType::F32);
-        let (by_q, by_k) = (new(&index.q), new(&index.k));
+        let by_q = new(&index.q);
         let by_weights = empty(&index.q, [batch, heads, seq_q], DType::F32);
         let client = index.q.client.clone();
         let factor = 1.0 / ((heads * width) as f64).sqrt();
@@ -122,6 +123,8 @@ impl IndexerOps for CubeBackend {
         };
         let weights = PairSum::Weights { scale: call.scale };
         let step = (call.numbers / (batch * seq_kv)).clamp(1, seq_q);
+        let parts = key_parts(&client, &index.sizes([0, step], None));
+        let in_parts = empty(&index.q, [parts, batch * seq_kv * width], DType::F32);
         for start in (0..seq_q).step_by(step) {
             let rows = [start, step.min(seq_q - start)];
             let sizes = index.sizes(rows, listed);
@@ -155,8 +158,12 @@ impl IndexerOps for CubeBackend {
             });
             gradients.inputs.keys = None;
             gradients.by_scores = &dense.as_ref().unwrap_or(&x).handle;
-            launched(by_keys(&client, &all, &gradients, &by_k.handle, start > 0));
+            let out = (&in_parts.handle, parts);
+            launched(by_keys(&client, &all, &gradients, out, start > 0));
         }
+        let by_k = new(&index.k);
+        let (matrix, of_parts) = ([parts, batch * seq_kv * width], typed(&in_parts));
+        launched(column_sums(&client, of_parts, matrix, typed(&by_k)));
         IndexerGrads {
             losses,
             q: by_q,

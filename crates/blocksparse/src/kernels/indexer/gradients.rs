@@ -5,6 +5,8 @@
 //! by queries   rows: (query, head)   walked: keys up to the last of the queries, or those that a query lists
 //! by keys      rows: keys            walked: (query, head), from the first query that sees one of the keys on
 //! ```
+//!
+//! Keys are few beside what they meet, so several cubes share the walk of a tile of keys: each has every so many-th step of it and a sum of its own.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -16,6 +18,9 @@ use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::shared::walk::Four;
 
+/// Cubes of a multiprocessor where keys are rows, and cubes that share a walk, at most.
+const KEY_CUBES: usize = 4;
+const MOST_PARTS: usize = 16;
 /// Rows of a unit.
 const OWN: usize = 4;
 /// Fours between two rows of what pairs get.
@@ -119,13 +124,17 @@ fn gradient<E: Float, N: Size>(
     // Tiles of a query that lists keys, or of a batch entry, and of all.
     row_tiles: usize,
     tiles: usize,
+    // Cubes that share a walk.
+    parts: usize,
     factor: f32,
     #[comptime] t: GradientTile,
     #[define(E)] _element: ElemType,
 ) {
     // Cubes beyond the last tile read it and write nothing.
     let exists = CUBE_POS < tiles;
-    let tile = CUBE_POS.min(tiles - 1);
+    let cube = CUBE_POS.min(tiles - 1);
+    let part = cube % parts;
+    let tile = cube / parts;
     let unit = UNIT_POS as usize;
     let unit_x = unit % comptime!(ACROSS);
     let unit_y = unit / comptime!(ACROSS);
@@ -172,7 +181,8 @@ fn gradient<E: Float, N: Size>(
         weight_sums[i] = 0.0f32;
     }
 
-    for column0 in range_stepped(first, end, SIDE) {
+    let mut column0 = first + part * comptime!(SIDE);
+    while column0 < end {
         #[unroll]
         for i in 0..comptime!(OWN * 4) {
             products[i] = 0.0f32;
@@ -271,7 +281,11 @@ fn gradient<E: Float, N: Size>(
                 }
             }
         }
+        column0 += parts * comptime!(SIDE);
     }
+
+    // Of by keys a part has its own sums.
+    let part_start = part * s.batch * s.seq_kv * width;
 
     #[unroll]
     for i in 0..OWN {
@@ -285,7 +299,7 @@ fn gradient<E: Float, N: Size>(
                 for c in 0..4usize {
                     let within = (unit_x + comptime!(f * ACROSS)) * 4 + c;
                     if within < width {
-                        let at = line.start + within;
+                        let at = part_start + line.start + within;
                         let mut number = value.extract(c) * factor;
                         if comptime!(t.adds) {
                             number += out[at];
@@ -376,14 +390,15 @@ impl IndexerGradients<'_> {
         client: &Client,
         sizes: &PairSizes,
         t: GradientTile,
-        [row_tiles, tiles]: [usize; 2],
+        [row_tiles, tiles, parts]: [usize; 3],
         out: (&Handle, usize),
         by_weights: Option<&Handle>,
     ) -> Result<(), KernelError> {
         check(client, self.inputs.element, sizes)?;
         let vector = self.inputs.vector(client, sizes.width);
         let [q, k] = sizes.inputs();
-        let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * tiles))?;
+        let largest = q.max(k).max(out.1).max(sizes.numbers());
+        let address = address_of(client, largest.max(2 * tiles))?;
         let cubes = spread(client, tiles as u64)?;
         // SAFETY: a unit reads rows of queries and keys that there are, and numbers of pairs that there are; it writes its own numbers of rows that there are. Lists
         // hold keys of the sequence or numbers below 0. The buffers have the lengths they say (see `buffer`).
@@ -404,6 +419,7 @@ impl IndexerGradients<'_> {
                 sizes.launch(),
                 row_tiles,
                 tiles,
+                parts,
                 self.factor as f32,
                 t,
                 self.inputs.element,
@@ -443,12 +459,24 @@ pub fn by_queries(
     };
     let row_tiles = lines.div_ceil(t.rows());
     let out = (by_q, sizes.inputs()[0]);
-    let tiles = [row_tiles, groups * row_tiles];
+    let tiles = [row_tiles, groups * row_tiles, 1];
     gradients.launch(client, sizes, t, tiles, out, Some(by_weights))
 }
 
-/// The gradient by the keys that the queries which are computed give, f32 `[batch, 1, seq_kv, width]`: added to what is there, if it `adds`. Of all keys, not of
-/// lists.
+/// In how many parts [`by_keys`] is to be made, to keep a device busy.
+pub fn key_parts(client: &Client, sizes: &PairSizes) -> usize {
+    let known = client.properties().hardware.num_streaming_multiprocessors;
+    let cubes = sizes.batch * sizes.seq[1].div_ceil(SIDE);
+    let steps = (sizes.rows[1] * sizes.heads[0]).div_ceil(SIDE);
+    let wanted = KEY_CUBES * known.map_or(1, |known| known as usize);
+    wanted
+        .div_ceil(cubes.max(1))
+        .clamp(1, MOST_PARTS)
+        .min(steps.max(1))
+}
+
+/// The gradient by the keys that the queries which are computed give, f32 `[parts, batch, 1, seq_kv, width]`, in so many parts that are to be added: they are added
+/// to what is there, if it `adds`. Of all keys, not of lists.
 ///
 /// # Errors
 /// As [`by_queries`].
@@ -456,7 +484,7 @@ pub fn by_keys(
     client: &Client,
     sizes: &PairSizes,
     gradients: &IndexerGradients,
-    by_k: &Handle,
+    (by_k, parts): (&Handle, usize),
     adds: bool,
 ) -> Result<(), KernelError> {
     let t = GradientTile {
@@ -467,7 +495,7 @@ pub fn by_keys(
         adds,
     };
     let row_tiles = sizes.seq[1].div_ceil(t.rows());
-    let tiles = [row_tiles, sizes.batch * row_tiles];
-    let out = (by_k, sizes.inputs()[1]);
+    let tiles = [row_tiles, sizes.batch * row_tiles * parts, parts];
+    let out = (by_k, parts * sizes.inputs()[1]);
     gradients.launch(client, sizes, t, tiles, out, None)
 }

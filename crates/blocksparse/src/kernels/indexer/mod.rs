@@ -24,6 +24,6 @@ mod rows;
 mod sums;
 
 pub use compare::{Compared, compare, spread_listed};
-pub use gradients::{IndexerGradients, by_keys, by_queries};
+pub use gradients::{IndexerGradients, by_keys, by_queries, key_parts};
 pub use pairs::{MOST_WIDTH, PairInputs, PairSizes, check};
 pub use sums::{PairSum, pair_sums};
