@@ -330,8 +330,17 @@ pub fn dsa_gradients_equal_f64(devices: &[Device]) {
                 index.weights = index.weights.detach().require_grad();
                 let dsa = Dsa::new(7).unwrap().with_numbers(numbers).unwrap();
                 let lists = dsa.choose(&index).unwrap();
-                let chosen = rows(&lists);
-                for over in [DsaTarget::All, DsaTarget::Chosen(&lists)] {
+                // Lists of any keys, also of later ones.
+                let wild = (0..2 * seq[0] * 6).map(|at| ((at * at + at / 7) % seq[1]) as i32);
+                let wild = TensorData::new(wild.collect::<Vec<_>>(), [2, 1, seq[0], 6]);
+                let wild = Tensor::<4, Int>::from_data(wild, (device, DType::I32));
+                let wild = KeyLists::new(wild, seq[1], false).unwrap();
+                let (chosen, any) = (rows(&lists), rows(&wild));
+                for (over, listed) in [
+                    (DsaTarget::All, None),
+                    (DsaTarget::Chosen(&lists), Some(&chosen)),
+                    (DsaTarget::Chosen(&wild), Some(&any)),
+                ] {
                     let run = || {
                         let loss = dsa.loss(&index, [&q, &k], Some(0.4), over).unwrap();
                         let grads = loss.clone().backward();
@@ -349,9 +358,9 @@ pub fn dsa_gradients_equal_f64(devices: &[Device]) {
                     let mut expected = [const { Vec::new() }; 4];
                     let mut loss = 0.0;
                     for (entry, problem) in problems.iter().enumerate() {
-                        let keys = |query: usize| match over {
-                            DsaTarget::Chosen(_) => chosen[entry * seq[0] + query].clone(),
-                            _ => (0..=problem.position(query)).collect(),
+                        let keys = |query: usize| match listed {
+                            Some(lists) => lists[entry * seq[0] + query].clone(),
+                            None => (0..=problem.position(query)).collect(),
                         };
                         loss += problem.loss(0.4, keys) / 2.0;
                         let grads = problem.gradients(0.4, keys);

@@ -184,8 +184,11 @@ impl Problem {
                 *sum += weight / self.heads as f64;
             }
         }
-        let total: f64 = keys.iter().map(|&key| dense[key]).sum();
-        keys.iter().map(|&key| dense[key] / total).collect()
+        // Attention gives nothing to later keys, which lists may have.
+        let dense = |key: usize| dense.get(key).copied().unwrap_or(0.0);
+        let total: f64 = keys.iter().map(|&key| dense(key)).sum();
+        let total = total.max(1e-30);
+        keys.iter().map(|&key| dense(key) / total).collect()
     }
 
     /// The softmax of the scores of some keys of a query.
@@ -201,7 +204,12 @@ impl Problem {
             let keys = keys(query);
             let wanted = self.wanted(query, scale, &keys);
             let terms = wanted.iter().zip(self.found(query, &keys));
-            sum += terms.map(|(t, x)| t * (t / x).ln()).sum::<f64>();
+            sum += terms
+                .map(|(t, x)| match t {
+                    0.0 => 0.0,
+                    t => t * (t / x).ln(),
+                })
+                .sum::<f64>();
         }
         sum / self.seq[0] as f64
     }

@@ -159,7 +159,13 @@ impl IndexerOps for CubeBackend {
             gradients.inputs.keys = None;
             gradients.by_scores = &dense.as_ref().unwrap_or(&x).handle;
             let out = (&in_parts.handle, parts);
-            launched(by_keys(&client, &all, &gradients, out, start > 0));
+            launched(by_keys(
+                &client,
+                &all,
+                &gradients,
+                out,
+                [start > 0, call.causal],
+            ));
         }
         let by_k = new(&index.k);
         let (matrix, of_parts) = ([parts, batch * seq_kv * width], typed(&in_parts));

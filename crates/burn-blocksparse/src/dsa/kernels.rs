@@ -128,7 +128,11 @@ pub(super) fn loss(
             DsaTarget::Chosen(lists) => ComparedKeys::Listed(lists.keys().clone().into_dispatch()),
         },
     };
-    let call = IndexerLoss::new(scale, numbers);
+    let causal = match over {
+        DsaTarget::All => true,
+        DsaTarget::Chosen(lists) => lists.is_causal(),
+    };
+    let call = IndexerLoss::new(scale, numbers, causal);
     let found = <Dispatch as IndexerOps>::indexer_loss(index.inputs(), target, call);
     let losses = Tensor::<2>::from_dispatch(found.losses);
     Some(Found {

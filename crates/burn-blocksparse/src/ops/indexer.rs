@@ -23,11 +23,17 @@ pub struct IndexerLoss {
     pub scale: f64,
     /// Scores that are in memory at a time, unless a query has more.
     pub numbers: usize,
+    /// Whether no query is compared over a key behind its own position.
+    pub causal: bool,
 }
 
 impl IndexerLoss {
-    pub(crate) fn new(scale: f64, numbers: usize) -> Self {
-        Self { scale, numbers }
+    pub(crate) fn new(scale: f64, numbers: usize, causal: bool) -> Self {
+        Self {
+            scale,
+            numbers,
+            causal,
+        }
     }
 }
 

@@ -36,6 +36,8 @@ struct GradientTile {
     is_listed: bool,
     /// What is there is added to.
     adds: bool,
+    /// No query has a key behind its own position.
+    causal: bool,
 }
 
 impl GradientTile {
@@ -153,7 +155,7 @@ fn gradient<E: Float, N: Size>(
         row_end = s.seq_kv;
         end = s.rows * s.heads;
         let position = s.position(0usize);
-        if row0 > position {
+        if comptime!(t.causal) && row0 > position {
             first = (row0 - position) * s.heads / comptime!(SIDE) * comptime!(SIDE);
         }
     } else if comptime!(t.is_listed) {
@@ -456,6 +458,7 @@ pub fn by_queries(
         by_keys: false,
         is_listed,
         adds: false,
+        causal: !is_listed,
     };
     let row_tiles = lines.div_ceil(t.rows());
     let out = (by_q, sizes.inputs()[0]);
@@ -476,7 +479,7 @@ pub fn key_parts(client: &Client, sizes: &PairSizes) -> usize {
 }
 
 /// The gradient by the keys that the queries which are computed give, f32 `[parts, batch, 1, seq_kv, width]`, in so many parts that are to be added: they are added
-/// to what is there, if it `adds`. Of all keys, not of lists.
+/// to what is there, if it `adds`. Of all keys, not of lists; `causal` says that no query has a number for a key behind its position.
 ///
 /// # Errors
 /// As [`by_queries`].
@@ -485,7 +488,7 @@ pub fn by_keys(
     sizes: &PairSizes,
     gradients: &IndexerGradients,
     (by_k, parts): (&Handle, usize),
-    adds: bool,
+    [adds, causal]: [bool; 2],
 ) -> Result<(), KernelError> {
     let t = GradientTile {
         width: sizes.width,
@@ -493,6 +496,7 @@ pub fn by_keys(
         by_keys: true,
         is_listed: false,
         adds,
+        causal,
     };
     let row_tiles = sizes.seq[1].div_ceil(t.rows());
     let tiles = [row_tiles, sizes.batch * row_tiles * parts, parts];
