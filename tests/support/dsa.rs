@@ -312,7 +312,11 @@ pub fn dsa_gradients_equal_f64(devices: &[Device]) {
         for (seed, (heads, index, seq, numbers)) in (11_200..).zip(sizes) {
             let shape = Problem::of(heads, index, seq);
             let problems = [seed, seed + 50].map(|seed| shape.clone().filled(seed));
-            for &(dtype, tolerance) in &dtypes {
+            // Kernels of each size and dtype take long to compile: those in half precision are of one size.
+            let of_size = dtypes
+                .iter()
+                .filter(|(dtype, _)| dtype.size() > 2 || seed == 11_200);
+            for &(dtype, tolerance) in of_size {
                 let what = format!("{device:?}, {dtype:?}, {seq:?}, {heads:?}");
                 // As the device has them.
                 let problems = problems.each_ref().map(|problem| problem.rounded(dtype));

@@ -62,10 +62,10 @@ impl Dsa {
         }
         let scale = scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt());
         #[cfg(feature = "cube")]
-        let found = super::kernels::loss(index, [q, k], scale, over, self.numbers);
-        #[cfg(not(feature = "cube"))]
-        let found = None;
-        let found = found.unwrap_or_else(|| self.reference(index, [q, k], scale, over));
+        if let Some(found) = super::kernels::loss(index, [q, k], scale, over, self.numbers) {
+            return Ok(found.in_graph_of(index));
+        }
+        let found = self.reference(index, [q, k], scale, over);
         Ok(found.in_graph_of(index))
     }
 
