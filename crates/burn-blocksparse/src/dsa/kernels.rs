@@ -8,8 +8,7 @@ use blocksparse::{LayoutShape, Pattern};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor};
 
-use super::DsaTarget;
-use super::loss::Found;
+use super::found::{DsaTarget, Found};
 use super::scores::DsaIndex;
 use crate::attention::attention_with_lse;
 use crate::backends::indexer::available;

@@ -4,23 +4,13 @@ use std::ops::Range;
 
 use burn::tensor::{Bool, DType, Int, Tensor};
 
+use super::found::{DsaTarget, Found};
 use super::scores::{DsaIndex, Scores};
 use super::{Dsa, unlisted};
 use crate::error::OpError;
-use crate::selection::key_lists::KeyLists;
 
 /// Scores of keys that do not count: far below any other, but finite.
 const LOW: f64 = -1e30;
-
-/// Which keys an indexer's scores are compared over.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub enum DsaTarget<'a> {
-    /// All that a query sees, with dense attention: for the indexer's warm-up.
-    All,
-    /// Those that were chosen, with what they have of dense attention, scaled so that their sum is 1.
-    Chosen(&'a KeyLists),
-}
 
 impl Dsa {
     /// The mean over queries of `KL(t ‖ softmax x)`, where x are the indexer's scores, and t is the mean of dense attention's weights over its heads; both over
@@ -99,41 +89,6 @@ impl Dsa {
         let queries = (batch * seq_q) as f64;
         let value = sum.expect("there is a query").div_scalar(queries);
         found.of_mean(value, scores.scale, queries)
-    }
-}
-
-/// A loss, and its gradients by the parts of an index, in the dtype of scores and without autodiff.
-pub(super) struct Found {
-    pub loss: Tensor<1>,
-    pub q: Tensor<4>,
-    pub k: Tensor<4>,
-    pub weights: Tensor<3>,
-}
-
-impl Found {
-    /// The loss with its gradients, in the graph of the index, if that has one.
-    fn in_graph_of(self, index: &DsaIndex) -> Tensor<1> {
-        if !index.q.is_autodiff() {
-            return self.loss;
-        }
-        let dtype = self.loss.dtype();
-        let inside = |by: Tensor<4>| like(by, &index.q);
-        let by_weights = inside(self.weights.unsqueeze_dim(3));
-        let weights = index.weights.clone().unsqueeze_dim::<4>(3);
-        // The value of the loss, with the gradient of what is linear in the index.
-        let linear = (index.q.clone().cast(dtype) * inside(self.q)).sum()
-            + (index.k.clone().cast(dtype) * inside(self.k)).sum()
-            + (weights.cast(dtype) * by_weights).sum();
-        like(self.loss, &index.q) + (linear.clone() - linear.detach())
-    }
-}
-
-/// On the autodiff device of another tensor.
-fn like<const D: usize>(x: Tensor<D>, other: &Tensor<4>) -> Tensor<D> {
-    let x = x.autodiff();
-    match other.gradient_checkpointing_strategy() {
-        Some(strategy) => x.with_gradient_checkpointing_strategy(strategy),
-        None => x,
     }
 }
 

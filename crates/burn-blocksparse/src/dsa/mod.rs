@@ -5,9 +5,11 @@
 //! scores   the indexer's scores, of some queries at a time
 //! slabs    the same by kernels or by operations
 //! loss     what the indexer learns by
+//! found    what it is compared over, and a loss with its gradients
 //! kernels  both where a device has kernels for them
 //! ```
 
+mod found;
 #[cfg(feature = "cube")]
 mod kernels;
 mod loss;
@@ -20,7 +22,7 @@ use crate::error::OpError;
 use crate::options::AttentionOptions;
 use crate::paged::highest_keys;
 use crate::selection::key_lists::{KeyLists, attention_with_keys};
-pub use loss::DsaTarget;
+pub use found::DsaTarget;
 pub use scores::DsaIndex;
 use slabs::Slabs;
 
