@@ -2,203 +2,12 @@
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{AttentionOptions, Dsa, DsaIndex, DsaTarget, KeyLists};
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 
 use crate::compare::to_f64;
-use crate::devices::{exact_dtypes, supports};
+use crate::devices::{exact_dtypes, half_dtypes, supports};
+use crate::dsa_problem::Problem;
 use crate::golden::{val, vals};
 use crate::linear::{product_tolerance, tensor};
-
-/// An index, and the attention that it is for: one batch entry.
-#[derive(Clone)]
-struct Problem {
-    index_heads: usize,
-    index_dim: usize,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    seq: [usize; 2],
-    /// `[index_heads][seq_q][index_dim]`, `[seq_kv][index_dim]` and `[index_heads][seq_q]`.
-    index: [Vec<f64>; 3],
-    /// `[heads][seq_q][head_dim]` and `[kv_heads][seq_kv][head_dim]`.
-    q: Vec<f64>,
-    k: Vec<f64>,
-}
-
-impl Problem {
-    fn random(seed: u64, seq: [usize; 2]) -> Self {
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let [seq_q, seq_kv] = seq;
-        // Numbers of f32, so that all devices have the same ones.
-        let mut random = |count: usize| -> Vec<f64> {
-            (0..count)
-                .map(|_| f64::from(rng.random_range(-1.5f32..1.5)))
-                .collect()
-        };
-        Self {
-            index_heads: 3,
-            index_dim: 6,
-            heads: 4,
-            kv_heads: 2,
-            head_dim: 5,
-            seq,
-            index: [random(3 * seq_q * 6), random(seq_kv * 6), random(3 * seq_q)],
-            q: random(4 * seq_q * 5),
-            k: random(2 * seq_kv * 5),
-        }
-    }
-
-    fn golden() -> Self {
-        let weights = (0..2).flat_map(|head| (0..16).map(move |i| val(5, head, i, 0)));
-        Self {
-            index_heads: 2,
-            index_dim: 4,
-            heads: 2,
-            kv_heads: 1,
-            head_dim: 4,
-            seq: [16, 16],
-            index: [vals(3, 2, 16), vals(4, 1, 16), weights.collect()],
-            q: vals(0, 2, 16),
-            k: vals(1, 1, 16),
-        }
-    }
-
-    /// The last query alone.
-    fn last_query(&self) -> Self {
-        let last = |x: &[f64], width: usize| -> Vec<f64> {
-            let heads = x.chunks(self.seq[0] * width);
-            heads
-                .flat_map(|rows| rows[rows.len() - width..].to_vec())
-                .collect()
-        };
-        let [q, k, weights] = &self.index;
-        Self {
-            seq: [1, self.seq[1]],
-            index: [last(q, self.index_dim), k.clone(), last(weights, 1)],
-            q: last(&self.q, self.head_dim),
-            ..self.clone()
-        }
-    }
-
-    fn position(&self, query: usize) -> usize {
-        query + self.seq[1] - self.seq[0]
-    }
-
-    /// The scores of a query.
-    fn scores(&self, query: usize) -> Vec<f64> {
-        let ([q, k, weights], width) = (&self.index, self.index_dim);
-        let scale = 1.0 / ((self.index_heads * width) as f64).sqrt();
-        let score = |key: usize| -> f64 {
-            let of_head = |head: usize| {
-                let row = head * self.seq[0] + query;
-                let (q, k) = (&q[row * width..][..width], &k[key * width..][..width]);
-                let product: f64 = q.iter().zip(k).map(|(q, k)| q * k).sum();
-                weights[row] * product.max(0.0)
-            };
-            scale * (0..self.index_heads).map(of_head).sum::<f64>()
-        };
-        (0..self.seq[1]).map(score).collect()
-    }
-
-    /// The keys that a query chooses by scores, and by how much the last of them is above the next.
-    fn choice_by(
-        &self,
-        scores: &[f64],
-        query: usize,
-        keep: usize,
-        near: usize,
-    ) -> (Vec<usize>, f64) {
-        let position = self.position(query);
-        let is_near = |key: usize| key + near > position;
-        let mut order: Vec<usize> = (0..=position).collect();
-        let number = |key: usize| match is_near(key) {
-            true => f64::INFINITY,
-            false => scores[key],
-        };
-        order.sort_by(|&a, &b| number(b).total_cmp(&number(a)).then(a.cmp(&b)));
-        let kept = keep.min(order.len());
-        let gap = match order.get(kept) {
-            Some(&next) => number(order[kept - 1]) - number(next),
-            None => f64::INFINITY,
-        };
-        let mut chosen = order[..kept].to_vec();
-        chosen.sort_unstable();
-        (chosen, gap)
-    }
-
-    fn choice(&self, query: usize, keep: usize, near: usize) -> (Vec<usize>, f64) {
-        self.choice_by(&self.scores(query), query, keep, near)
-    }
-
-    /// The mean of `KL(t ‖ softmax x)` over the keys of each query.
-    fn loss(&self, scale: f64, keys: impl Fn(usize) -> Vec<usize>) -> f64 {
-        let mut sum = 0.0;
-        for query in 0..self.seq[0] {
-            let (keys, scores) = (keys(query), self.scores(query));
-            // Of dense attention, scaled to what the keys have of it.
-            let mut dense = vec![0.0; self.position(query) + 1];
-            for head in 0..self.heads {
-                let kv_head = head / (self.heads / self.kv_heads);
-                let score = |key: usize| -> f64 {
-                    (0..self.head_dim)
-                        .map(|c| {
-                            let q = self.q[(head * self.seq[0] + query) * self.head_dim + c];
-                            q * self.k[(kv_head * self.seq[1] + key) * self.head_dim + c]
-                        })
-                        .sum::<f64>()
-                        * scale
-                };
-                let weights = softmax(&(0..dense.len()).map(score).collect::<Vec<_>>());
-                for (sum, weight) in dense.iter_mut().zip(weights) {
-                    *sum += weight / self.heads as f64;
-                }
-            }
-            let total: f64 = keys.iter().map(|&key| dense[key]).sum();
-            let wanted: Vec<f64> = keys.iter().map(|&key| dense[key] / total).collect();
-            let found = softmax(&keys.iter().map(|&key| scores[key]).collect::<Vec<_>>());
-            let terms = wanted.iter().zip(found).map(|(t, x)| t * (t / x).ln());
-            sum += terms.sum::<f64>();
-        }
-        sum / self.seq[0] as f64
-    }
-
-    fn index(&self, device: &Device, dtype: DType) -> DsaIndex {
-        let [seq_q, seq_kv] = self.seq;
-        let [q, k, weights] = &self.index;
-        let (heads, width) = (self.index_heads, self.index_dim);
-        let q = tensor(q, [1, heads, seq_q, width], device, dtype);
-        let k = tensor(k, [1, 1, seq_kv, width], device, dtype);
-        let weights = TensorData::new(weights.clone(), [1, heads, seq_q]);
-        let weights = Tensor::<3>::from_data(weights, (device, dtype));
-        DsaIndex::new(q, k, weights).unwrap()
-    }
-
-    fn queries_and_keys(&self, device: &Device, dtype: DType) -> [Tensor<4>; 2] {
-        let [seq_q, seq_kv] = self.seq;
-        [
-            tensor(
-                &self.q,
-                [1, self.heads, seq_q, self.head_dim],
-                device,
-                dtype,
-            ),
-            tensor(
-                &self.k,
-                [1, self.kv_heads, seq_kv, self.head_dim],
-                device,
-                dtype,
-            ),
-        ]
-    }
-}
-
-fn softmax(scores: &[f64]) -> Vec<f64> {
-    let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
-    let total: f64 = weights.iter().sum();
-    weights.into_iter().map(|weight| weight / total).collect()
-}
 
 /// The keys of each query.
 fn rows(lists: &KeyLists) -> Vec<Vec<usize>> {
@@ -471,6 +280,115 @@ pub fn dsa_gradients_equal_finite_differences(devices: &[Device]) {
                         "{device:?}, {over:?}, {part} at {at}: {}, differences say {slope}",
                         grad[at]
                     );
+                }
+            }
+        }
+    }
+}
+
+/// Two entries as one batch.
+fn batch_of(
+    indices: [DsaIndex; 2],
+    [first, second]: [[Tensor<4>; 2]; 2],
+) -> (DsaIndex, [Tensor<4>; 2]) {
+    let [a, b] = indices;
+    let join = |a: Tensor<4>, b: Tensor<4>| Tensor::cat(vec![a, b], 0);
+    let weights = Tensor::cat(vec![a.weights, b.weights], 0);
+    let index = DsaIndex::new(join(a.q, b.q), join(a.k, b.k), weights).unwrap();
+    let ([q, k], [other_q, other_k]) = (first, second);
+    (index, [join(q, other_q), join(k, other_k)])
+}
+
+/// Losses and all gradients of calls in several slabs, of batches, odd sizes and in half precision, twice with the same bits.
+pub fn dsa_gradients_equal_f64(devices: &[Device]) {
+    // Heads, of keys, and width; of the indexer; queries and keys; scores in memory at a time.
+    let sizes = [
+        ([4, 2, 5], [3, 6], [21, 29], 2 * 29 * 8),
+        ([10, 1, 16], [9, 68], [70, 90], 2 * 90 * 50),
+    ];
+    for device in devices {
+        let mut dtypes: Vec<(DType, f64)> = exact_dtypes(device);
+        dtypes.extend(half_dtypes(device).into_iter().map(|dtype| (dtype, 1e-4)));
+        for (seed, (heads, index, seq, numbers)) in (11_200..).zip(sizes) {
+            let shape = Problem::of(heads, index, seq);
+            let problems = [seed, seed + 50].map(|seed| shape.clone().filled(seed));
+            // Kernels of each size and dtype take long to compile: those in half precision are of one size.
+            let of_size = dtypes
+                .iter()
+                .filter(|(dtype, _)| dtype.size() > 2 || seed == 11_200);
+            for &(dtype, tolerance) in of_size {
+                let what = format!("{device:?}, {dtype:?}, {seq:?}, {heads:?}");
+                // As the device has them.
+                let problems = problems.each_ref().map(|problem| problem.rounded(dtype));
+                let autodiff = device.clone().autodiff();
+                let (mut index, [q, k]) = batch_of(
+                    problems
+                        .each_ref()
+                        .map(|problem| problem.index(&autodiff, dtype)),
+                    problems
+                        .each_ref()
+                        .map(|x| x.queries_and_keys(&autodiff, dtype)),
+                );
+                index.q = index.q.detach().require_grad();
+                index.k = index.k.detach().require_grad();
+                index.weights = index.weights.detach().require_grad();
+                let dsa = Dsa::new(7).unwrap().with_numbers(numbers).unwrap();
+                let lists = dsa.choose(&index).unwrap();
+                // Lists of any keys, also of later ones.
+                let wild = (0..2 * seq[0] * 6).map(|at| ((at * at + at / 7) % seq[1]) as i32);
+                let wild = TensorData::new(wild.collect::<Vec<_>>(), [2, 1, seq[0], 6]);
+                let wild = Tensor::<4, Int>::from_data(wild, (device, DType::I32));
+                let wild = KeyLists::new(wild, seq[1], false).unwrap();
+                let (chosen, any) = (rows(&lists), rows(&wild));
+                for (over, listed) in [
+                    (DsaTarget::All, None),
+                    (DsaTarget::Chosen(&lists), Some(&chosen)),
+                    (DsaTarget::Chosen(&wild), Some(&any)),
+                ] {
+                    let run = || {
+                        let loss = dsa.loss(&index, [&q, &k], Some(0.4), over).unwrap();
+                        let grads = loss.clone().backward();
+                        [
+                            loss.into_data(),
+                            index.q.grad(&grads).unwrap().into_data(),
+                            index.k.grad(&grads).unwrap().into_data(),
+                            index.weights.grad(&grads).unwrap().into_data(),
+                        ]
+                    };
+                    let got = run();
+                    for (got, again) in got.iter().zip(run()) {
+                        assert_eq!(got.as_bytes(), again.as_bytes(), "{what}, {over:?}");
+                    }
+                    let mut expected = [const { Vec::new() }; 4];
+                    let mut loss = 0.0;
+                    for (entry, problem) in problems.iter().enumerate() {
+                        let keys = |query: usize| match listed {
+                            Some(lists) => lists[entry * seq[0] + query].clone(),
+                            None => (0..=problem.position(query)).collect(),
+                        };
+                        loss += problem.loss(0.4, keys) / 2.0;
+                        let grads = problem.gradients(0.4, keys);
+                        for (all, own) in expected[1..].iter_mut().zip(grads) {
+                            // Of the mean over both entries.
+                            all.extend(own.into_iter().map(|x| x / 2.0));
+                        }
+                    }
+                    expected[0].push(loss);
+                    let half = dtype.size() == 2;
+                    for (part, (got, expected)) in got.into_iter().zip(&expected).enumerate() {
+                        let got = to_f64(got);
+                        let most = expected.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+                        // Gradients are rounded to half precision, losses are not.
+                        let rounding = if half && part > 0 { 8e-3 } else { 0.0 };
+                        let tolerance = tolerance.max(1e-12) * 10.0 + rounding * most;
+                        assert_near(
+                            &format!("{what}, {over:?}, {part}"),
+                            &got,
+                            expected,
+                            tolerance,
+                        );
+                        assert!(part == 0 || most > 100.0 * 1e-6, "{what}, {part}: {most}");
+                    }
                 }
             }
         }

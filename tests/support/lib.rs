@@ -16,6 +16,7 @@ mod device_layout_case;
 pub mod device_layout_within;
 pub mod devices;
 pub mod dsa;
+mod dsa_problem;
 pub mod embedding;
 pub mod eviction;
 pub mod fuzz;

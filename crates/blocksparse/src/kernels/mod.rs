@@ -26,7 +26,7 @@
 //! ```
 //!
 //! Kernels of other kinds have places of their own beside these: [`rows`] (what layers do beside their products), [`optim`] (optimizers'
-//! steps), `linear` (products of layers on tensor cores), `listed` (queries that walk lists of their own), [`paged`] (attention of few queries to keys and values in pages).
+//! steps), `linear` (products of layers on tensor cores), `listed` (queries that walk lists of their own), [`indexer`] (what chooses single keys, and learns it), [`paged`] (attention of few queries to keys and values in pages).
 
 #![warn(clippy::undocumented_unsafe_blocks)]
 
@@ -42,6 +42,7 @@ mod error;
 mod forward;
 #[cfg(feature = "cuda-asm")]
 mod hopper;
+pub mod indexer;
 #[cfg(feature = "cuda-asm")]
 pub mod linear;
 #[cfg(feature = "cuda-asm")]

@@ -17,6 +17,8 @@ pub(crate) mod estimates;
 mod fixed;
 pub(crate) mod gates;
 pub(crate) mod heads;
+#[cfg(feature = "cube")]
+pub(crate) mod indexer;
 pub(crate) mod key_lists;
 pub(crate) mod linear;
 #[cfg(feature = "cuda")]

@@ -4,30 +4,21 @@ use std::ops::Range;
 
 use burn::tensor::{Bool, DType, Int, Tensor};
 
+use super::found::{DsaTarget, Found};
 use super::scores::{DsaIndex, Scores};
 use super::{Dsa, unlisted};
 use crate::error::OpError;
-use crate::selection::key_lists::KeyLists;
 
 /// Scores of keys that do not count: far below any other, but finite.
 const LOW: f64 = -1e30;
-
-/// Which keys an indexer's scores are compared over.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub enum DsaTarget<'a> {
-    /// All that a query sees, with dense attention: for the indexer's warm-up.
-    All,
-    /// Those that were chosen, with what they have of dense attention, scaled so that their sum is 1.
-    Chosen(&'a KeyLists),
-}
 
 impl Dsa {
     /// The mean over queries of `KL(t ‖ softmax x)`, where x are the indexer's scores, and t is the mean of dense attention's weights over its heads; both over
     /// the keys of `over`. Differentiable in the index alone: q and k count as they are.
     ///
-    /// The gradient, `softmax x − t` through the scores, is made with the loss, some queries at a time, so that no more than 2²⁴ scores or weights are in
-    /// memory: backward only multiplies it. It costs the products of dense attention in either case.
+    /// The gradient, `softmax x − t` through the scores, is made with the loss, some queries at a time, so that no more than 2²⁴ scores, and as many weights, are in
+    /// memory: backward only multiplies it. Where kernels run they compute in f32 and the chosen keys alone are compared, but dense attention runs once, for
+    /// its sums of exponentials; elsewhere it costs the products of dense attention in either case.
     ///
     /// # Shapes
     /// - `q`, `k`: those of the attention, `[batch, heads, seq_q, head_dim]` and `[batch, kv_heads, seq_kv, head_dim]`; `scale` is its scale, or 1/√head_dim
@@ -59,12 +50,30 @@ impl Dsa {
                 lists.seq_kv(),
             )?;
         }
-        let scores = Scores::new(&index.clone().detached());
+        let scale = scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt());
+        #[cfg(feature = "cube")]
+        if let Some(found) = super::kernels::loss(index, [q, k], scale, over, self.numbers) {
+            return Ok(found.in_graph_of(index));
+        }
+        let found = self.reference(index, [q, k], scale, over);
+        Ok(found.in_graph_of(index))
+    }
+
+    /// The same in Burn's operations.
+    fn reference(
+        &self,
+        index: &DsaIndex,
+        [q, k]: [&Tensor<4>; 2],
+        scale: f64,
+        over: DsaTarget,
+    ) -> Found {
+        let [batch, _, seq_q, _] = q.dims();
+        let scores = Scores::new(&index.clone().without_autodiff(), self.numbers);
         let dtype = scores.q.dtype();
         let target = Target {
-            q: q.clone().detach().cast(dtype),
-            k: k.clone().detach().cast(dtype),
-            scale: scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt()),
+            q: q.clone().without_autodiff().cast(dtype),
+            k: k.clone().without_autodiff().cast(dtype),
+            scale,
             over,
         };
         let widest = scores.heads().max(target.q.dims()[1]);
@@ -79,12 +88,7 @@ impl Dsa {
         }
         let queries = (batch * seq_q) as f64;
         let value = sum.expect("there is a query").div_scalar(queries);
-        // Of the value, with the gradient of what is linear in the index.
-        let [by_q, by_k, by_weights] = found.of_index(scores.scale, queries);
-        let linear = (index.q.clone().cast(dtype) * by_q).sum()
-            + (index.k.clone().cast(dtype) * by_k).sum()
-            + (index.weights.clone().cast(dtype).unsqueeze_dim::<4>(3) * by_weights).sum();
-        Ok(value + (linear.clone() - linear.detach()))
+        found.of_mean(value, scores.scale, queries)
     }
 }
 
@@ -221,14 +225,15 @@ impl Gradients {
         loss
     }
 
-    /// Of the mean over so many queries, by q, k and the weights without the scale.
-    fn of_index(self, scale: f64, queries: f64) -> [Tensor<4>; 3] {
+    /// Of the mean over so many queries, by the weights without the scale.
+    fn of_mean(self, loss: Tensor<1>, scale: f64, queries: f64) -> Found {
         let k = self.k.expect("there is a head");
         let (q, weights) = (Tensor::cat(self.q, 2), Tensor::cat(self.weights, 2));
-        [
-            q.div_scalar(queries),
-            k.div_scalar(queries),
-            weights.mul_scalar(scale / queries),
-        ]
+        Found {
+            loss,
+            q: q.div_scalar(queries),
+            k: k.div_scalar(queries),
+            weights: weights.mul_scalar(scale / queries).squeeze_dim(3),
+        }
     }
 }

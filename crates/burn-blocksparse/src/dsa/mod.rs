@@ -3,11 +3,18 @@
 //! ```text
 //! mod      the choice, and attention over it
 //! scores   the indexer's scores, of some queries at a time
+//! slabs    the same by kernels or by operations
 //! loss     what the indexer learns by
+//! found    what it is compared over, and a loss with its gradients
+//! kernels  both where a device has kernels for them
 //! ```
 
+mod found;
+#[cfg(feature = "cube")]
+mod kernels;
 mod loss;
 mod scores;
+mod slabs;
 
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 
@@ -15,9 +22,9 @@ use crate::error::OpError;
 use crate::options::AttentionOptions;
 use crate::paged::highest_keys;
 use crate::selection::key_lists::{KeyLists, attention_with_keys};
-pub use loss::DsaTarget;
+pub use found::DsaTarget;
 pub use scores::DsaIndex;
-use scores::Scores;
+use slabs::Slabs;
 
 /// DeepSeek sparse attention (DeepSeek-V3.2-Exp, 2025, §2): every query attends to the `keep` keys up to its own position that a lightning indexer scores
 /// highest,
@@ -55,7 +62,11 @@ use scores::Scores;
 pub struct Dsa {
     keep: usize,
     near: usize,
+    numbers: usize,
 }
+
+/// Scores in memory at a time.
+const NUMBERS: usize = 1 << 24;
 
 impl Dsa {
     /// Of so many keys.
@@ -65,7 +76,11 @@ impl Dsa {
     pub fn new(keep: usize) -> Result<Self, OpError> {
         match keep {
             0 => Err(OpError::argument("keep", "at least 1", 0)),
-            _ => Ok(Self { keep, near: 0 }),
+            _ => Ok(Self {
+                keep,
+                near: 0,
+                numbers: NUMBERS,
+            }),
         }
     }
 
@@ -81,6 +96,17 @@ impl Dsa {
                 Err(OpError::argument("near", expected, near))
             }
             false => Ok(Self { near, ..self }),
+        }
+    }
+
+    /// The same with so many scores in memory at a time, of whole queries, one at least: 2²⁴ unless it is set. Fewer take longer.
+    ///
+    /// # Errors
+    /// [`OpError`] if it is 0.
+    pub fn with_numbers(self, numbers: usize) -> Result<Self, OpError> {
+        match numbers {
+            0 => Err(OpError::argument("numbers", "at least 1", 0)),
+            _ => Ok(Self { numbers, ..self }),
         }
     }
 
@@ -105,7 +131,7 @@ impl Dsa {
         let device = index.q.device().without_autodiff();
         let first = (seq_kv - seq_q) as i64;
         let seen = Tensor::<1, Int>::arange(first + 1..seq_kv as i64 + 1, (&device, DType::I32));
-        let keys = self.listed(index, seen.reshape([1, seq_q]));
+        let keys = self.listed(index, seen.reshape([1, seq_q]), true);
         let [_, _, most] = keys.dims();
         Ok(KeyLists::of_unique(
             keys.reshape([batch, 1, seq_q, most]),
@@ -130,12 +156,13 @@ impl Dsa {
     ) -> Result<Tensor<3, Bool>, OpError> {
         let [batch, _, seq_q, _] = index.q.dims();
         OpError::expect_same("seen's shape", [batch, seq_q], "the index's", seen.dims())?;
-        let keys = self.listed(index, seen.cast(DType::I32));
+        let keys = self.listed(index, seen.cast(DType::I32), false);
         Ok(unlisted(keys, index.seq_kv()))
     }
 
-    /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`.
-    fn listed(&self, index: &DsaIndex, seen: Tensor<2, Int>) -> Tensor<3, Int> {
+    /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`:
+    /// up to their own positions, if they are `in_order`.
+    fn listed(&self, index: &DsaIndex, seen: Tensor<2, Int>, in_order: bool) -> Tensor<3, Int> {
         let index = index.clone().without_autodiff();
         let [batch, _, seq_q, _] = index.q.dims();
         let seq_kv = index.seq_kv();
@@ -151,17 +178,20 @@ impl Dsa {
             let later = keys.clone().greater_equal(seen.expand(all));
             return keys.mask_fill(later, -1);
         }
-        let scores = Scores::new(&index);
+        let scores = Slabs::new(&index, self.numbers);
+        // Kernels know what is near, where queries see what is up to their own positions.
+        let has_near = self.near == 0 || (in_order && scores.by_kernels());
+        let near = if in_order { self.near } else { 0 };
         let mut chosen = Vec::new();
-        for rows in scores.slabs(scores.heads()) {
+        for rows in scores.rows() {
             let count = rows.len();
-            let x = scores.of_rows(rows.clone());
-            let seen = seen.clone().slice_dim(1, rows);
-            let x = match self.near {
-                0 => x,
-                near => {
+            let seen = seen.clone().slice_dim(1, rows.clone());
+            let x = scores.scores(rows, near, !in_order);
+            let x = match has_near {
+                true => x,
+                false => {
                     let wide = [batch, count, seq_kv];
-                    let least = seen.clone().sub_scalar(near as i32).expand(wide);
+                    let least = seen.clone().sub_scalar(self.near as i32).expand(wide);
                     let is_near = keys.clone().expand(wide).greater_equal(least);
                     x.mask_fill(is_near, f32::INFINITY)
                 }
@@ -177,10 +207,9 @@ impl Dsa {
     /// The scores of all pairs, f32 `[batch, seq_q, seq_kv]`, without autodiff; those of keys that a query does not see among them: for looking at.
     pub fn scores(&self, index: &DsaIndex) -> Tensor<3> {
         let index = index.clone().without_autodiff();
-        let scores = Scores::new(&index);
-        let slabs = scores.slabs(scores.heads());
-        let parts = slabs.into_iter().map(|rows| scores.of_rows(rows));
-        Tensor::cat(parts.collect(), 1)
+        let scores = Slabs::new(&index, self.numbers);
+        let slabs = scores.rows().into_iter();
+        Tensor::cat(slabs.map(|rows| scores.scores(rows, 0, true)).collect(), 1)
     }
 
     /// Attention to the keys of [`choose`](Self::choose): [`attention_with_keys`].

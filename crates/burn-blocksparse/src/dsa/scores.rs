@@ -7,9 +7,6 @@ use burn::tensor::{DType, Tensor};
 use crate::device::served;
 use crate::error::OpError;
 
-/// Scores in memory at a time, at most, unless a query of one head has more.
-const SLAB_SCORES: usize = 1 << 24;
-
 /// Queries whose scores are made together, before heads are: so many rows a product has at least, if there is room.
 const FEWEST_ROWS: usize = 64;
 
@@ -76,15 +73,6 @@ impl DsaIndex {
             weights: self.weights.without_autodiff(),
         }
     }
-
-    /// The same, of which nothing is learned.
-    pub(super) fn detached(self) -> Self {
-        Self {
-            q: self.q.detach(),
-            k: self.k.detach(),
-            weights: self.weights.detach(),
-        }
-    }
 }
 
 /// What scores are made of, in f32: products that choose are not rounded to 16 bits.
@@ -94,10 +82,12 @@ pub(super) struct Scores {
     /// With the scale of the scores.
     pub weights: Tensor<3>,
     pub scale: f64,
+    /// Scores in memory at a time, at most, unless a query of one head has more.
+    numbers: usize,
 }
 
 impl Scores {
-    pub fn new(index: &DsaIndex) -> Self {
+    pub fn new(index: &DsaIndex, numbers: usize) -> Self {
         let [_, heads, _, width] = index.q.dims();
         let scale = 1.0 / ((heads * width) as f64).sqrt();
         // Of tensors in f64, which tests have, nothing is rounded.
@@ -110,6 +100,7 @@ impl Scores {
             k: index.k.clone().cast(dtype),
             weights: index.weights.clone().cast(dtype).mul_scalar(scale),
             scale,
+            numbers,
         }
     }
 
@@ -125,10 +116,10 @@ impl Scores {
     pub fn slabs(&self, heads: usize) -> Vec<Range<usize>> {
         let [batch, _, seq_q, _] = self.q.dims();
         let of_row = batch * self.seq_kv();
-        let all = SLAB_SCORES / (of_row * heads).max(1);
+        let all = self.numbers / (of_row * heads).max(1);
         let rows = match all >= FEWEST_ROWS {
             true => all,
-            false => (SLAB_SCORES / of_row).clamp(1, FEWEST_ROWS),
+            false => (self.numbers / of_row).clamp(1, FEWEST_ROWS),
         };
         let starts = (0..seq_q).step_by(rows);
         starts
@@ -139,7 +130,7 @@ impl Scores {
     /// Heads that are computed together with so many queries.
     pub fn heads_at_a_time(&self, rows: usize) -> usize {
         let of_head = self.q.dims()[0] * rows * self.seq_kv();
-        (SLAB_SCORES / of_head.max(1)).max(1)
+        (self.numbers / of_head.max(1)).max(1)
     }
 
     /// Parts of the heads with so many queries.

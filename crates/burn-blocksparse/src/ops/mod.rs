@@ -9,6 +9,8 @@ mod estimates;
 mod fixed;
 mod gates;
 mod heads;
+#[cfg(feature = "cube")]
+mod indexer;
 mod key_lists;
 mod linear;
 #[cfg(feature = "cuda")]
@@ -36,6 +38,10 @@ pub use estimates::{CompressedCall, EstimateOps, MeanScores};
 pub use fixed::FixedOps;
 pub use gates::GateOps;
 pub use heads::HeadOps;
+#[cfg(feature = "cube")]
+pub use indexer::{
+    ComparedKeys, IndexInputs, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores, TargetInputs,
+};
 pub use key_lists::{
     KeyListCall, KeyListGrads, KeyListInputs, KeyListOps, KeyListOutput, KeyListSaved,
 };

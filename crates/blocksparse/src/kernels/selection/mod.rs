@@ -78,7 +78,7 @@ fn lanes_of_rows(client: &Client, lanes: usize, rows: usize) -> RowTile {
 }
 
 /// Units of a cube that share a row.
-fn across_cube(client: &Client) -> RowTile {
+pub(super) fn across_cube(client: &Client) -> RowTile {
     lanes_of_rows(client, UNITS, 1)
 }
 

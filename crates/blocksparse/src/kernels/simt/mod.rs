@@ -11,7 +11,7 @@ pub(super) mod dq;
 pub(super) mod dropout;
 pub(super) mod forward;
 pub(super) mod fused;
-mod gather;
+pub(super) mod gather;
 pub(super) mod launch;
 mod mask;
 pub(super) mod mass;

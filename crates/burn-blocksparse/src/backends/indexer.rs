@@ -1,0 +1,180 @@
+//! An indexer's scores and losses on CubeCL devices.
+
+use blocksparse::kernels::indexer::{
+    Compared, IndexerGradients, PairInputs, PairSizes, PairSum, by_keys, by_queries, check,
+    compare, key_parts, pair_sums, spread_listed,
+};
+use blocksparse::kernels::rows::column_sums;
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::tensor::DType;
+use burn_cubecl::kernel::{cast, into_contiguous};
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+
+use super::cube::{empty, launched, typed, uses_reference};
+use crate::ops::{
+    ComparedKeys, IndexInputs, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores, TargetInputs,
+};
+
+/// Whether kernels take pairs of such sizes and of numbers of a type on a device.
+pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) -> bool {
+    let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    let element = || dtype_to_elem_type(dtype);
+    is_float && !uses_reference() && check(&device.client(), element(), sizes).is_ok()
+}
+
+/// Contiguous tensors of queries, of keys, and of numbers of queries, these in f32.
+struct Pairs {
+    q: CubeTensor,
+    k: CubeTensor,
+    of_rows: CubeTensor,
+}
+
+impl Pairs {
+    fn new([q, k, of_rows]: [CubeTensor; 3]) -> Self {
+        Self {
+            q: into_contiguous(q),
+            k: into_contiguous(k),
+            of_rows: into_contiguous(cast(of_rows, DType::F32)),
+        }
+    }
+
+    fn sizes(&self, rows: [usize; 2], listed: Option<usize>) -> PairSizes {
+        let [batch, heads, seq_q, width] = self.q.meta.shape().dims();
+        let [_, kv_heads, seq_kv, _] = self.k.meta.shape().dims();
+        PairSizes {
+            batch,
+            heads: [heads, kv_heads],
+            seq: [seq_q, seq_kv],
+            width,
+            rows,
+            listed,
+        }
+    }
+
+    fn inputs<'a>(&'a self, keys: Option<&'a CubeTensor>) -> PairInputs<'a> {
+        PairInputs {
+            element: dtype_to_elem_type(self.q.dtype),
+            q: &self.q.handle,
+            k: &self.k.handle,
+            of_rows: &self.of_rows.handle,
+            keys: keys.map(|keys| &keys.handle),
+        }
+    }
+
+    /// Sums of pairs, `[batch, rows, columns]`.
+    fn sums(&self, sizes: &PairSizes, keys: Option<&CubeTensor>, sum: &PairSum) -> CubeTensor {
+        let dims = [sizes.batch, sizes.rows[1], sizes.columns()];
+        let out = empty(&self.q, dims, DType::F32);
+        let inputs = self.inputs(keys);
+        launched(pair_sums(&self.q.client, sizes, &inputs, sum, &out.handle));
+        out
+    }
+
+    /// What scores are multiplied by.
+    fn factor(&self) -> f64 {
+        let [_, heads, _, width] = self.q.meta.shape().dims::<4>();
+        1.0 / ((heads * width) as f64).sqrt()
+    }
+}
+
+fn index_pairs(index: IndexInputs<CubeBackend>) -> Pairs {
+    Pairs::new([index.q, index.k, index.weights])
+}
+
+impl IndexerOps for CubeBackend {
+    fn indexer_scores(index: IndexInputs<Self>, call: IndexerScores) -> CubeTensor {
+        let pairs = index_pairs(index);
+        let sum = PairSum::Scores {
+            factor: pairs.factor(),
+            near: call.near,
+            all: call.all,
+        };
+        pairs.sums(&pairs.sizes(call.rows, None), None, &sum)
+    }
+
+    fn indexer_loss(
+        index: IndexInputs<Self>,
+        target: TargetInputs<Self>,
+        call: IndexerLoss,
+    ) -> IndexerGrads<Self> {
+        let TargetInputs { q, k, lse, over } = target;
+        let (index, target) = (index_pairs(index), Pairs::new([q, k, lse]));
+        let keys = match over {
+            ComparedKeys::All => None,
+            ComparedKeys::Listed(keys) => Some(into_contiguous(cast(keys, DType::I32))),
+        };
+        let listed = keys.as_ref().map(|keys| keys.meta.shape()[3]);
+        let [batch, heads, seq_q, width] = index.q.meta.shape().dims();
+        let [_, _, seq_kv, _] = index.k.meta.shape().dims();
+        let new = |like: &CubeTensor| {
+            let dims = like.meta.shape().dims::<4>();
+            empty(like, dims, DType::F32)
+        };
+        let losses = empty(&index.q, [batch, seq_q], DType::F32);
+        let by_q = new(&index.q);
+        let by_weights = empty(&index.q, [batch, heads, seq_q], DType::F32);
+        let client = index.q.client.clone();
+        let factor = 1.0 / ((heads * width) as f64).sqrt();
+        let scores = PairSum::Scores {
+            factor,
+            near: 0,
+            all: false,
+        };
+        let weights = PairSum::Weights { scale: call.scale };
+        let step = (call.numbers / (batch * seq_kv)).clamp(1, seq_q);
+        let parts = key_parts(&client, &index.sizes([0, step], None));
+        let in_parts = empty(&index.q, [parts, batch * seq_kv * width], DType::F32);
+        for start in (0..seq_q).step_by(step) {
+            let rows = [start, step.min(seq_q - start)];
+            let sizes = index.sizes(rows, listed);
+            let x = index.sums(&sizes, keys.as_ref(), &scores);
+            let of_target = target.sizes(rows, listed);
+            let wanted = target.sums(&of_target, keys.as_ref(), &weights);
+            let compared = Compared {
+                scores: &x.handle,
+                wanted: &wanted.handle,
+                keys: keys.as_ref().map(|keys| &keys.handle),
+                losses: &losses.handle,
+            };
+            launched(compare(&client, &sizes, &compared));
+            let mut gradients = IndexerGradients {
+                inputs: index.inputs(keys.as_ref()),
+                by_scores: &x.handle,
+                factor: factor / (batch * seq_q) as f64,
+            };
+            let found = [&by_q.handle, &by_weights.handle];
+            launched(by_queries(&client, &sizes, &gradients, found));
+            // Keys are met by all queries that list them: of all pairs, most of which give nothing.
+            let all = PairSizes {
+                listed: None,
+                ..sizes
+            };
+            let dense = keys.as_ref().map(|keys| {
+                let dense = empty(&x, [batch, rows[1], seq_kv], DType::F32);
+                let of_lists = [&x.handle, &keys.handle];
+                launched(spread_listed(&client, &sizes, of_lists, &dense.handle));
+                dense
+            });
+            gradients.inputs.keys = None;
+            gradients.by_scores = &dense.as_ref().unwrap_or(&x).handle;
+            let out = (&in_parts.handle, parts);
+            launched(by_keys(
+                &client,
+                &all,
+                &gradients,
+                out,
+                [start > 0, call.causal],
+            ));
+        }
+        let by_k = new(&index.k);
+        let (matrix, of_parts) = ([parts, batch * seq_kv * width], typed(&in_parts));
+        launched(column_sums(&client, of_parts, matrix, typed(&by_k)));
+        IndexerGrads {
+            losses,
+            q: by_q,
+            k: by_k,
+            weights: by_weights,
+        }
+    }
+}

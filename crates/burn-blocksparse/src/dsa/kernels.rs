@@ -1,0 +1,143 @@
+//! Scores and losses by kernels, on devices that have them. `None` says that Burn's operations have to make them: the device has no kernels, or they do not take
+//! the sizes or the dtype.
+
+use std::sync::LazyLock;
+
+use blocksparse::kernels::indexer::PairSizes;
+use blocksparse::{LayoutShape, Pattern};
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Tensor};
+
+use super::found::{DsaTarget, Found};
+use super::scores::DsaIndex;
+use crate::attention::attention_with_lse;
+use crate::backends::indexer::available;
+use crate::device::cube;
+use crate::ops::{ComparedKeys, IndexInputs, IndexerLoss, IndexerOps, IndexerScores, TargetInputs};
+use crate::options::AttentionOptions;
+use crate::selection::layouts::KeptLayouts;
+
+/// Layouts of dense attention, by which its sums of exponentials are made.
+static DENSE: LazyLock<KeptLayouts> = LazyLock::new(KeptLayouts::default);
+/// Their blocks.
+const BLOCK: usize = 64;
+
+/// Queries and keys of one dtype: of different ones, f32.
+fn of_one_dtype([q, k]: [Tensor<4>; 2]) -> [Tensor<4>; 2] {
+    match q.dtype() == k.dtype() {
+        true => [q, k],
+        false => [q, k].map(|x| x.cast(DType::F32)),
+    }
+}
+
+/// The index as kernels get it.
+struct Index {
+    q: Tensor<4>,
+    k: Tensor<4>,
+    weights: Tensor<3>,
+}
+
+impl Index {
+    fn new(index: &DsaIndex) -> Self {
+        let index = index.clone().without_autodiff();
+        let [q, k] = of_one_dtype([index.q, index.k]);
+        Self {
+            q,
+            k,
+            weights: index.weights,
+        }
+    }
+
+    fn inputs(self) -> IndexInputs<Dispatch> {
+        IndexInputs {
+            q: self.q.into_dispatch(),
+            k: self.k.into_dispatch(),
+            weights: self.weights.into_dispatch(),
+        }
+    }
+}
+
+/// Whether kernels take such queries and keys, so many queries of them at a time.
+fn is_served([q, k]: [&Tensor<4>; 2], rows: [usize; 2], listed: Option<usize>) -> bool {
+    let [batch, heads, seq_q, width] = q.dims();
+    let [_, kv_heads, seq_kv, _] = k.dims();
+    let sizes = PairSizes {
+        batch,
+        heads: [heads, kv_heads],
+        seq: [seq_q, seq_kv],
+        width,
+        rows,
+        listed,
+    };
+    cube::of(&q.device()).is_some_and(|device| available(&device, q.dtype(), &sizes))
+}
+
+/// Queries that are computed together.
+fn together(q: &Tensor<4>, k: &Tensor<4>, numbers: usize) -> usize {
+    let ([batch, _, seq_q, _], seq_kv) = (q.dims(), k.dims()[2]);
+    (numbers / (batch * seq_kv)).clamp(1, seq_q)
+}
+
+/// Whether kernels make the scores of an index, so many numbers at a time.
+pub(super) fn has_scores(index: &DsaIndex, numbers: usize) -> bool {
+    let index = Index::new(index);
+    let rows = together(&index.q, &index.k, numbers);
+    is_served([&index.q, &index.k], [0, rows], None)
+}
+
+/// Scores of some queries, `[batch, rows, seq_kv]`, the highest for `near` keys up to a query's own; those of keys behind it only if `all` are wanted.
+pub(super) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool) -> Tensor<3> {
+    let call = IndexerScores::new(rows, near, all);
+    let inputs = Index::new(index).inputs();
+    Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_scores(inputs, call))
+}
+
+/// The mean of the losses of queries, and its gradients. `numbers` of scores are in memory at a time.
+pub(super) fn loss(
+    index: &DsaIndex,
+    [q, k]: [&Tensor<4>; 2],
+    scale: f64,
+    over: DsaTarget,
+    numbers: usize,
+) -> Option<Found> {
+    let index = Index::new(index);
+    let [q, k] = of_one_dtype([q, k].map(|x| x.clone().without_autodiff()));
+    let ([_, heads, seq_q, _], seq_kv) = (q.dims(), k.dims()[2]);
+    let rows = [0, together(&q, &k, numbers)];
+    let listed = match over {
+        DsaTarget::All => None,
+        DsaTarget::Chosen(lists) => Some(lists.keys().dims()[3]),
+    };
+    // Also without lists: by the keys of lists all pairs are walked.
+    for listed in [listed, None] {
+        if !is_served([&index.q, &index.k], rows, listed) || !is_served([&q, &k], rows, listed) {
+            return None;
+        }
+    }
+    let shape = LayoutShape::new(heads, [seq_q, seq_kv], BLOCK);
+    let layout = DENSE.of_pattern(&Pattern::causal(), shape).ok()?;
+    let options = AttentionOptions::default().scale(scale);
+    let (_, lse) = attention_with_lse(q.clone(), k.clone(), k.clone(), &layout, options).ok()?;
+    let target = TargetInputs {
+        q: q.into_dispatch(),
+        k: k.into_dispatch(),
+        lse: lse.into_dispatch(),
+        over: match over {
+            DsaTarget::All => ComparedKeys::All,
+            DsaTarget::Chosen(lists) => ComparedKeys::Listed(lists.keys().clone().into_dispatch()),
+        },
+    };
+    let causal = match over {
+        DsaTarget::All => true,
+        DsaTarget::Chosen(lists) => lists.is_causal(),
+    };
+    let call = IndexerLoss::new(scale, numbers, causal);
+    let found = <Dispatch as IndexerOps>::indexer_loss(index.inputs(), target, call);
+    let losses = Tensor::<2>::from_dispatch(found.losses);
+    Some(Found {
+        loss: losses.mean(),
+        q: Tensor::from_dispatch(found.q),
+        k: Tensor::from_dispatch(found.k),
+        weights: Tensor::from_dispatch(found.weights),
+    })
+}

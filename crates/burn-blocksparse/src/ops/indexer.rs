@@ -1,0 +1,148 @@
+//! The backend trait of an indexer's scores and what it learns by, where kernels make them.
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType, backend_extension};
+
+/// Which scores of an indexer are wanted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct IndexerScores {
+    /// The first query, and how many.
+    pub rows: [usize; 2],
+    /// Keys up to a query's own that get the highest score.
+    pub near: usize,
+    /// Whether the scores of keys behind a query's position are wanted: others say nothing.
+    pub all: bool,
+}
+
+/// How an indexer's loss is computed, besides its tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct IndexerLoss {
+    /// The attention's scale.
+    pub scale: f64,
+    /// Scores that are in memory at a time, unless a query has more.
+    pub numbers: usize,
+    /// Whether no query is compared over a key behind its own position.
+    pub causal: bool,
+}
+
+impl IndexerLoss {
+    pub(crate) fn new(scale: f64, numbers: usize, causal: bool) -> Self {
+        Self {
+            scale,
+            numbers,
+            causal,
+        }
+    }
+}
+
+impl IndexerScores {
+    pub(crate) fn new(rows: [usize; 2], near: usize, all: bool) -> Self {
+        Self { rows, near, all }
+    }
+}
+
+/// An index: q and k of one type.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct IndexInputs<B: Backend> {
+    /// `[batch, index_heads, seq_q, index_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, 1, seq_kv, index_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, index_heads, seq_q]`
+    pub weights: FloatTensor<B>,
+}
+
+/// Dense attention that an indexer learns from: q and k of one type.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TargetInputs<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, heads, seq_q]`
+    pub lse: FloatTensor<B>,
+    /// The keys over which it is compared.
+    #[extension_type]
+    pub over: ComparedKeys<B>,
+}
+
+/// The keys over which an indexer is compared.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub enum ComparedKeys<B: Backend> {
+    /// All that a query sees.
+    All,
+    /// i32 `[batch, 1, seq_q, most]`, ascending, each once, −1 behind the last.
+    Listed(IntTensor<B>),
+}
+
+/// The losses of queries, and the gradients of their mean, all f32.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct IndexerGrads<B: Backend> {
+    /// `[batch, seq_q]`
+    pub losses: FloatTensor<B>,
+    /// `[batch, index_heads, seq_q, index_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, 1, seq_kv, index_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, index_heads, seq_q]`
+    pub weights: FloatTensor<B>,
+}
+
+/// An indexer's scores and losses as backend operations, on devices that have kernels alone, of tensors that are not on an autodiff device. Elsewhere they are
+/// Burn's operations.
+#[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
+pub trait IndexerOps: Backend {
+    /// Scores, f32 `[batch, rows, seq_kv]`.
+    #[fusion(meta = meta::scores)]
+    fn indexer_scores(
+        #[extension_type] index: IndexInputs<Self>,
+        call: IndexerScores,
+    ) -> FloatTensor<Self>;
+
+    /// The losses of all queries, with the gradients of their mean.
+    #[fusion(meta = meta::loss)]
+    fn indexer_loss(
+        #[extension_type] index: IndexInputs<Self>,
+        #[extension_type] target: TargetInputs<Self>,
+        call: IndexerLoss,
+    ) -> IndexerGrads<Self>;
+}
+
+/// Output shapes and dtypes for fusion.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+    use burn::tensor::DType;
+
+    use super::*;
+
+    pub fn scores(index: &IndexInputsMetadata, call: &IndexerScores) -> TensorSpec {
+        let [batch, _, seq_kv, _] = index.k.shape.dims::<4>();
+        TensorSpec::new([batch, call.rows[1], seq_kv].into(), DType::F32)
+    }
+
+    pub fn loss(
+        index: &IndexInputsMetadata,
+        _target: &TargetInputsMetadata,
+        _call: &IndexerLoss,
+    ) -> IndexerGradsMetadata {
+        let [batch, _, seq_q, _] = index.q.shape.dims::<4>();
+        let like = |spec: &TensorSpec| TensorSpec::new(spec.shape.clone(), DType::F32);
+        IndexerGradsMetadata {
+            losses: TensorSpec::new([batch, seq_q].into(), DType::F32),
+            q: like(&index.q),
+            k: like(&index.k),
+            weights: like(&index.weights),
+        }
+    }
+}
