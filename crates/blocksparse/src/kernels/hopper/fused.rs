@@ -22,16 +22,20 @@ pub(super) const SPREAD: u32 = 64;
 /// to in the cache.
 pub(super) const SPREAD_SHARES: u32 = 16;
 
-/// Heads of keys that take turns in the grid, where no cubes share a tile. Tiles of a head that run side by side read queries, and add to sums of dQ, that are
-/// in the cache already; but they wait for each other. Where none is much shorter than those before it they do not wait long: then as many run side by side as
-/// were fastest on an H100 with dense causal attention (64 heads), or with documents of 4,096 tokens (16 heads of width 128), which share nothing with each
-/// other.
-fn spread(between: usize, dim: usize) -> u32 {
-    match (between, dim) {
-        (0, _) => SPREAD,
-        (1, 128..) => 8,
-        _ => (32 / between as u32).max(1),
+/// Heads of keys that take turns in the grid, where no cubes share a tile. Tiles of a head that run side by side find the queries that they read, and the sums
+/// of dQ that they add to, in the cache; but they wait for each other, at their beginnings most. Where none is much shorter than those before it, so many of
+/// those that share queries run side by side as were fastest on an H100: of 64 under a causal mask some 4 at width 64 and 16 at width 128, of 32 in a document
+/// 4 at width 128. Of few none should wait.
+fn spread(plan: &DevicePlan, dim: usize, multiprocessors: usize) -> u32 {
+    if plan.between == 0 {
+        return SPREAD;
     }
+    let sharing = plan.tiles / plan.between;
+    let side_by_side = match dim {
+        128.. => (sharing / 6).clamp(2, 16),
+        _ => (sharing / 16).clamp(2, 4),
+    };
+    multiprocessors.div_ceil(plan.between * side_by_side) as u32
 }
 
 /// What the pass needs of each query, with `pitch` places of each head.
@@ -282,7 +286,7 @@ impl Launch<'_> {
         let (spread, out) = match &buffers.shares {
             Some(sums) => (SPREAD_SHARES, buffer(sums, sizes.kv_sums / 4)),
             None => {
-                let spread = spread(device_plan.between, tile.dim);
+                let spread = spread(device_plan, tile.dim, multiprocessors);
                 (spread, buffer(&pass.gradients.kv, sizes.kv_elements / 8))
             }
         };
