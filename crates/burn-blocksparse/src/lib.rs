@@ -110,7 +110,7 @@ pub use blocks::BlockSparseTensorOps;
 pub use blocksparse::font;
 pub use blocksparse::{
     BLOCK_SIZES, BlockLayout, BlockMask, Dropout, EstimateKind, Forced, Keep, LayoutError,
-    LayoutShape, Pattern, Quantization, Reach, Restriction, Rule, ScoreGrid, Seed, SeedTable,
+    LayoutShape, Pattern, PositionRule, Quantization, Reach, Restriction, Rule, ScoreGrid, Seed, SeedTable,
     StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern, pages, philox,
 };
 pub use call_layout::Layout;
@@ -135,7 +135,8 @@ pub use linear::{LinearOptions, linear, linear_joined, linear_plan};
 pub use loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
 pub use loss::{CrossEntropyOptions, Reduction, linear_cross_entropy, linear_cross_entropy_plan};
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
-pub use merge::merge_attention;
+pub use kernels_run::runs_kernels;
+pub use merge::{merge_attention, merge_attention_at};
 pub use mlp::values::{MlpActive, MlpCall, MlpInnerInputs, MlpInputs, MlpOuterSaved, MlpOuterTask};
 pub use mlp::{MlpOptions, MlpParams, mlp, mlp_plan};
 pub use norm::values::{

@@ -127,7 +127,7 @@ pub fn by_positions(
             while word < comptime!(2 * of_mask) {
                 let fixed = select(
                     word / of_mask == comptime!(FULL as usize),
-                    0xffff_ffffu32,
+                    comptime!(u32::MAX >> (32 - cut.group.min(32))),
                     0u32,
                 );
                 plan[places.masks + word] = fixed;
