@@ -110,8 +110,8 @@ pub use blocks::BlockSparseTensorOps;
 pub use blocksparse::font;
 pub use blocksparse::{
     BLOCK_SIZES, BlockLayout, BlockMask, Dropout, EstimateKind, Forced, Keep, LayoutError,
-    LayoutShape, Pattern, PositionRule, Quantization, Reach, Restriction, Rule, ScoreGrid, Seed, SeedTable,
-    StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern, pages, philox,
+    LayoutShape, Pattern, PositionRule, Quantization, Reach, Restriction, Rule, ScoreGrid, Seed,
+    SeedTable, StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern, pages, philox,
 };
 pub use call_layout::Layout;
 pub use choice::TopKOptions;
@@ -130,12 +130,12 @@ pub use heads::values::{HeadParts, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};
 pub use kept::values::KeptAttention;
 pub use kept::{attention_given, attention_keeping};
+pub use kernels_run::runs_kernels;
 pub use linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
 pub use linear::{LinearOptions, linear, linear_joined, linear_plan};
 pub use loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
 pub use loss::{CrossEntropyOptions, Reduction, linear_cross_entropy, linear_cross_entropy_plan};
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
-pub use kernels_run::runs_kernels;
 pub use merge::{merge_attention, merge_attention_at};
 pub use mlp::values::{MlpActive, MlpCall, MlpInnerInputs, MlpInputs, MlpOuterSaved, MlpOuterTask};
 pub use mlp::{MlpOptions, MlpParams, mlp, mlp_plan};

@@ -6,13 +6,11 @@ mod read;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use blocksparse::{
-    BlockLayout, ChosenBy, DeviceChoice, LayoutError, LayoutShape, PositionRule, Rule,
-};
+use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape, PositionRule, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-use crate::choice::{TopKOptions, checked, choose_rows, mask};
+use crate::choice::{TopKOptions, checked};
 use crate::device::served;
 use crate::error::OpError;
 use crate::kernels_run::runs_kernels;

@@ -80,4 +80,3 @@ fn integers<const D: usize>(tensor: &Tensor<D, Int>) -> Result<Vec<i32>, OpError
     let data = data.map_err(OpError::read)?;
     data.to_vec().map_err(OpError::read)
 }
-
