@@ -10,6 +10,8 @@ use burn_sparse_transformer::{
     SparseTransformerConfig,
 };
 
+burn_blocksparse_tests::tests!(content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention);
+
 const SEQ: usize = 48;
 
 fn model(device: &Device) -> SparseTransformer {

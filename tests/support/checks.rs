@@ -3,7 +3,7 @@
 use burn::tensor::Device;
 
 use crate::{
-    activation, attention, autodiff, bias_gradient, block_sparse, blocks, device_layout,
+    activation, attention, autodiff, bias_gradient, block_sparse, blocks, content, device_layout,
     device_layout_positions, device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding,
     gates, gradients, graph, graph_decoding, graph_training, heads, kept, key_lists, linear,
     listed, loss, masses, max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim, options,
@@ -109,6 +109,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
         rules_are_nested;
     device_layout_within: blocks_within_a_layout_equal_f64, rules_within_a_layout,
         layouts_within_give_the_same_bits;
+    content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
     device_layout_positions: pairs_by_positions_equal_f64, positions_are_checked;
     embedding: embedding_equals_f64, embedding_in_half_precision, embedding_gives_the_same_bits,
         embedding_backward_equals_f64, embedding_of_a_frozen_table, embedding_plans;
