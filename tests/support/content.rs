@@ -24,6 +24,15 @@ fn tensor<const D: usize>(x: &[f64], dims: [usize; D], device: &Device) -> Tenso
     Tensor::from_data(data, (device, DType::F32))
 }
 
+/// `[.., n, m]` times `[.., m, w]`, one product at a time: devices round factors of products to fewer bits.
+fn product(a: Tensor<4>, b: Tensor<4>) -> Tensor<4> {
+    let [batch, heads, n, _] = a.dims();
+    let [.., width] = b.dims();
+    let a = a.unsqueeze_dim::<5>(4);
+    let b = b.unsqueeze_dim::<5>(2);
+    (a * b).sum_dim(3).reshape([batch, heads, n, width])
+}
+
 fn unit(x: Tensor<4>) -> Tensor<4> {
     x.clone() / x.square().sum_dim(3).sqrt()
 }
@@ -42,30 +51,55 @@ fn dense(
     let empty: Vec<bool> = (seen.chunks(n)).map(|row| !row.contains(&true)).collect();
     let data = TensorData::new(empty, [batch, heads, n, 1]);
     let empty = Tensor::<4, Bool>::from_data(data, &q.device().without_autodiff());
-    let scores = q.clone().matmul(unit(k.clone()).swap_dims(2, 3)) / (dim as f64).sqrt();
+    let scores = product(q.clone(), unit(k.clone()).swap_dims(2, 3)) / (dim as f64).sqrt();
     let scores = scores.mask_fill(hidden.clone(), NOTHING);
     let max = scores.clone().max_dim(3).detach();
     let weights = (scores - max.clone()).exp().mask_fill(hidden, 0.0);
     let sum = weights.clone().sum_dim(3).mask_fill(empty.clone(), 1.0);
-    let out = (weights / sum.clone()).matmul(v.clone());
+    let out = product(weights / sum.clone(), v.clone());
     let out = out.mask_where(empty.clone().expand(v.dims()), alone.0);
     (out, (max + sum.log()).mask_fill(empty, alone.1))
+}
+
+/// The products of a row with the columns of a rotation, and those with their opposites.
+fn hashes(x: &[f64], rotation: &[f64], half: usize) -> Vec<f64> {
+    let column = |e: usize| {
+        let products = x
+            .iter()
+            .enumerate()
+            .map(|(c, x)| x * rotation[c * half + e]);
+        products.sum::<f64>()
+    };
+    let columns: Vec<f64> = (0..half).map(column).collect();
+    columns
+        .iter()
+        .copied()
+        .chain(columns.iter().map(|x| -x))
+        .collect()
+}
+
+/// A row whose buckets are not in doubt, whatever products are rounded to.
+fn decided(dim: usize, rotations: &[f64], half: usize, rng: &mut ChaCha8Rng) -> Vec<f64> {
+    loop {
+        let row = random(dim, rng);
+        let clear = rotations.chunks(dim * half).all(|rotation| {
+            let mut all = hashes(&row, rotation, half);
+            all.sort_by(|a, b| b.total_cmp(a));
+            all[0] - all[1] > 0.02
+        });
+        if clear {
+            return row;
+        }
+    }
 }
 
 /// The pairs that a round of hashing finds, of one head.
 fn hashed(qk: &[&[f64]], rotation: &[f64], half: usize, options: LshOptions) -> Vec<bool> {
     let (n, size) = (qk.len(), options.bucket.get());
     let bucket_of = |x: &&[f64]| {
-        let column = |e: usize| {
-            let products = x
-                .iter()
-                .enumerate()
-                .map(|(c, x)| x * rotation[c * half + e]);
-            products.sum::<f64>()
-        };
-        let all = (0..half).map(column).chain((0..half).map(|e| -column(e)));
         let first = |best: (usize, f64), (at, x)| if x > best.1 { (at, x) } else { best };
-        all.enumerate().fold((0, f64::MIN), first).0
+        let all = hashes(x, rotation, half);
+        all.into_iter().enumerate().fold((0, f64::MIN), first).0
     };
     let buckets: Vec<usize> = qk.iter().map(bucket_of).collect();
     let mut order: Vec<usize> = (0..n).collect();
@@ -89,9 +123,11 @@ pub fn hashes_equal_dense_attention(devices: &[Device]) {
         let [batch, heads, dim, value_dim] = [2, 2, 16, 24];
         let mut rng = ChaCha8Rng::seed_from_u64(8100 + seq as u64);
         let groups = batch * heads;
-        let widths = [dim, value_dim, value_dim, 1];
-        let [qk, v, by_out, by_lse] = widths.map(|width| random(groups * seq * width, &mut rng));
+        let widths = [value_dim, value_dim, 1];
+        let [v, by_out, by_lse] = widths.map(|width| random(groups * seq * width, &mut rng));
         let rotations = random(rounds * dim * half, &mut rng);
+        let rows = (0..groups * seq).flat_map(|_| decided(dim, &rotations, half, &mut rng));
+        let qk: Vec<f64> = rows.collect();
         for causal in [true, false] {
             let options = LshOptions::new(NonZeroUsize::new(bucket).unwrap()).causal(causal);
             let seen: Vec<Vec<bool>> = (rotations.chunks(dim * half))
