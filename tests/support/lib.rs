@@ -46,6 +46,7 @@ pub mod nsa_choice;
 mod nsa_problem;
 pub mod optim;
 pub mod options;
+pub mod order;
 pub mod packed;
 pub mod page_choice;
 pub mod paged;

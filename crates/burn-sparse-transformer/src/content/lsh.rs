@@ -120,7 +120,7 @@ pub fn lsh_attention(
             let rotation = rotations.clone().slice_dim(0, round..round + 1);
             Round::new(hashed.clone(), rotation, options)
         })
-        .collect();
+        .collect::<Result<_, _>>()?;
     let counts_once = options.dedup && rounds.len() > 1;
     if !counts_once && !options.own_bucket && runs_kernels(&value.device()) {
         let rule = match options.causal {
@@ -194,7 +194,11 @@ struct Found {
 
 impl Round {
     /// Of queries `[batch, heads, seq, head_dim]` and a rotation `[1, head_dim, half]`.
-    fn new(x: Tensor<4>, rotation: Tensor<3>, options: LshOptions) -> Self {
+    fn new(
+        x: Tensor<4>,
+        rotation: Tensor<3>,
+        options: LshOptions,
+    ) -> Result<Self, TransformerError> {
         let [batch, heads, seq, _] = x.dims();
         let [_, head_dim, half] = rotation.dims();
         let groups = batch * heads;
@@ -202,7 +206,7 @@ impl Round {
         let x = x.reshape([1, groups * seq, head_dim]).matmul(rotation);
         let x = Tensor::cat(vec![x.clone(), x.neg()], 2);
         let buckets = x.argmax(2).cast(DType::I32).reshape([groups, seq]);
-        let Sorted { tokens, places } = Sorted::new(buckets.clone(), 2 * half);
+        let Sorted { tokens, places } = Sorted::new(buckets.clone(), 2 * half)?;
         let chunks = options.chunks(seq);
         let bucket = options.bucket.get();
         let all = chunks * bucket;
@@ -218,7 +222,7 @@ impl Round {
             let [_, count] = x.dims();
             x.reshape([batch, heads, count])
         };
-        Self {
+        Ok(Self {
             positions: by_heads(positions),
             tokens: by_heads(marked),
             places: by_heads(places),
@@ -226,7 +230,7 @@ impl Round {
             chunks,
             bucket,
             seq,
-        }
+        })
     }
 
     /// Of places, as queries `[batch, heads, chunks, bucket, 1]` and as keys `[batch, heads, chunks, 1, 2 · bucket]`.

@@ -325,7 +325,7 @@ impl RoutingHeads {
         let similarities = similarities(x, means);
         Ok(Choice {
             nearest: nearest(&similarities),
-            clusters: Clusters::new(similarities, self.window.min(seq)),
+            clusters: Clusters::new(similarities, self.window.min(seq))?,
         })
     }
 
