@@ -11,6 +11,7 @@ use burn_blocksparse::{
     attention_selected, attention_with_lists, attention_with_lists_plan,
 };
 use burn_blocksparse_tests::devices::devices;
+use burn_sparse_transformer::{LshHeadsConfig, RoutingHeadsConfig};
 use serde_json::{Value, json};
 
 const USAGE: &str =
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
         for &n in &lengths {
             bench.rules(n);
             bench.methods(n);
+            bench.single_keys(n);
             for dims in NSA_DIMS {
                 bench.nsa(n, dims);
             }
@@ -272,6 +274,57 @@ impl Bench<'_> {
 }
 
 impl Bench<'_> {
+    /// Clusters of 128 and hashes in chunks of 64, beside local attention that computes as many pairs: once what clusters or a round do.
+    fn single_keys(&mut self, n: usize) {
+        let (sizes, window, bucket) = ([8, 8, 64], 128, 64);
+        let [heads, _, dim] = sizes;
+        self.heading(sizes, n);
+        let inputs = self.inputs(sizes, n);
+        let tracked = Self::tracked(&inputs);
+        let local = Pattern::local(window).layout(heads, n, 64).expect("valid");
+        let [q, k, v] = &inputs;
+        self.dense = f64::NAN;
+        let forward = self.time("single keys: local(128)", || run(q, k, v, &local));
+        let both = self.time("single keys: local(128), forward and backward", || {
+            let [q, k, v] = &tracked;
+            run(q, k, v, &local).sum().backward()
+        });
+        let routing = RoutingHeadsConfig::new(window);
+        let plain = routing.init(heads, dim, n, &self.device).expect("valid");
+        let training = self.device.clone().autodiff();
+        let training = routing.init(heads, dim, n, &training).expect("valid");
+        self.dense = forward;
+        self.time("single keys: routing:128, choice", || {
+            plain.clusters(q.clone()).expect("shapes fit")
+        });
+        self.time("single keys: routing:128", || {
+            plain
+                .forward(q.clone(), v.clone())
+                .expect("shapes fit")
+                .context
+        });
+        self.dense = both;
+        self.time("single keys: routing:128, forward and backward", || {
+            let out = training.forward(tracked[0].clone(), tracked[2].clone());
+            out.expect("shapes fit").context.sum().backward()
+        });
+        for rounds in [1, 4] {
+            let lsh = LshHeadsConfig::new()
+                .with_bucket(bucket)
+                .with_rounds(rounds);
+            let lsh = lsh.init().expect("valid");
+            let name = format!("single keys: lsh:{bucket},{rounds}");
+            let scale = rounds as f64;
+            self.dense = forward * scale;
+            self.time(&name, || lsh.forward(q.clone(), v.clone(), None));
+            self.dense = both * scale;
+            self.time(&format!("{name}, forward and backward"), || {
+                let out = lsh.forward(tracked[0].clone(), tracked[2].clone(), None);
+                out.expect("shapes fit").sum().backward()
+            });
+        }
+    }
+
     /// Native sparse attention with the paper's numbers, beside dense attention of as many heads.
     fn nsa(&mut self, n: usize, [head_dim, value_dim]: [usize; 2]) {
         let [heads, kv_heads] = NSA_HEADS;
