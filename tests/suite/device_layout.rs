@@ -4,4 +4,4 @@ burn_blocksparse_tests::tests!(device_layout: device_masks_equal_f64, device_ind
 
 burn_blocksparse_tests::tests!(device_layout_within: blocks_within_a_layout_equal_f64, rules_within_a_layout, layouts_within_give_the_same_bits);
 
-burn_blocksparse_tests::tests!(device_layout_positions: pairs_by_positions_equal_f64, positions_are_checked);
+burn_blocksparse_tests::tests!(device_layout_positions: pairs_by_positions_equal_f64, pairs_by_positions_in_half_precision, positions_are_checked);

@@ -112,7 +112,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
     order: buckets_are_sorted_as_by_the_host, highest_in_rows_are_those_of_a_sort,
         sums_at_places_are_gradients_of_rows;
     content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
-    device_layout_positions: pairs_by_positions_equal_f64, positions_are_checked;
+    device_layout_positions: pairs_by_positions_equal_f64, pairs_by_positions_in_half_precision, positions_are_checked;
     embedding: embedding_equals_f64, embedding_in_half_precision, embedding_gives_the_same_bits,
         embedding_backward_equals_f64, embedding_of_a_frozen_table, embedding_plans;
     paged: paged_attention_equals_f64, paged_attention_in_half_precision,

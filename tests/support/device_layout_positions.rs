@@ -1,6 +1,6 @@
 //! Layouts of places whose pairs follow from positions on the device, against f64: outputs, lse and gradients.
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, BlockMask, DeviceLayout, Pattern, PositionRule, Restriction,
 };
@@ -10,7 +10,8 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::device_layout_case::Case;
 use crate::device_layout_within::check_counts;
-use crate::options::Call;
+use crate::devices::{exact_dtypes, half_dtypes};
+use crate::options::{Call, half_tolerance};
 use crate::reference::Problem;
 
 /// Chunks that see themselves and the one before, the first the last.
@@ -86,7 +87,31 @@ fn positions(groups: usize, length: usize, rng: &mut ChaCha8Rng) -> Vec<i32> {
 
 /// Every batch entry and head has positions of its own.
 pub fn pairs_by_positions_equal_f64(devices: &[Device]) {
-    for (index, (case, layout)) in layouts().iter().enumerate() {
+    check(&layouts(), devices, false);
+}
+
+/// On tensor cores, with blocks of all sizes.
+pub fn pairs_by_positions_in_half_precision(devices: &[Device]) {
+    let around = |case: Case, chunk: usize| (case, chunks(&case, chunk));
+    let every = Case::new("every place, blocks of 128", 200, 300, 128).dim(128);
+    let layout = BlockLayout::new(&Pattern::dense(), every.shape()).unwrap();
+    let cases = [
+        around(Case::new("chunks of 64", 384, 384, 64).dim(64), 64),
+        around(
+            Case::new("chunks of 64, blocks of 32", 250, 250, 32)
+                .dim(64)
+                .heads(4, 2),
+            64,
+        ),
+        around(Case::new("chunks of 48", 200, 200, 16).dim(64), 48),
+        around(Case::new("chunks of 128", 512, 512, 64).dim(128), 128),
+        (every, layout),
+    ];
+    check(&cases, devices, true);
+}
+
+fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
+    for (index, (case, layout)) in cases.iter().enumerate() {
         let rules = [
             PositionRule::Before,
             PositionRule::UpTo,
@@ -102,7 +127,7 @@ pub fn pairs_by_positions_equal_f64(devices: &[Device]) {
         let all = (0..entries).flat_map(|entry| (0..heads).map(move |head| (entry, head)));
         let dense: Vec<_> = all.map(|(e, h)| layout.to_dense_batch(e, h)).collect();
         let (of_queries, of_keys) = (queries.clone(), keys.clone());
-        let problem = Problem::random(case.sizes(), seed, move |batch, head, i, j| {
+        let mut problem = Problem::random(case.sizes(), seed, move |batch, head, i, j| {
             let group = batch.min(batches - 1) * heads + head;
             let query = of_queries[group * sides[0] + i];
             let key = of_keys[group * sides[1] + j];
@@ -123,14 +148,26 @@ pub fn pairs_by_positions_equal_f64(devices: &[Device]) {
             };
             let [queries, keys] = [tensor(&queries, sides[0]), tensor(&keys, sides[1])];
             let chosen = DeviceLayout::from_positions(layout, queries, keys, rule).unwrap();
-            let call = Call {
-                what: format!("{}, {rule:?}", case.name),
-                problem: &problem,
-                layout: chosen,
-                options: AttentionOptions::default(),
-                use_out: true,
+            let dtypes = match half {
+                true => (half_dtypes(device).into_iter())
+                    .map(|dtype| (dtype, half_tolerance(dtype)))
+                    .collect(),
+                false => exact_dtypes(device),
             };
-            call.check(device);
+            for (dtype, tolerance) in dtypes {
+                // Numbers of 8 bits are numbers of all types.
+                if half {
+                    problem.round_to(DType::BF16);
+                }
+                let call = Call {
+                    what: format!("{}, {rule:?}", case.name),
+                    problem: &problem,
+                    layout: chosen.clone(),
+                    options: AttentionOptions::default(),
+                    use_out: true,
+                };
+                call.check_dtype(device, dtype, tolerance);
+            }
         }
     }
 }
