@@ -1,17 +1,20 @@
 //! Times choices of keys by content, and attention over them, beside dense causal attention of the same shapes, on the device that
 //! `BURN_SPARSE_DEVICE` names.
 
+mod single_keys;
+
 use std::process::ExitCode;
 use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, ChoiceWalk, DeviceLayout, DeviceLayoutOptions, Dsa, DsaIndex, DsaTarget,
-    Layout, LayoutShape, Nsa, NsaBranches, NsaKeysValues, NsaOptions, Pattern, ScoreCall,
-    Selection, attention, attention_selected, attention_with_lists, attention_with_lists_plan,
+    AttentionOptions, ChoiceWalk, DeviceLayout, DeviceLayoutOptions, Layout, LayoutShape, Nsa,
+    NsaBranches, NsaKeysValues, NsaOptions, Pattern, ScoreCall, Selection, attention,
+    attention_selected, attention_with_lists, attention_with_lists_plan,
 };
 use burn_blocksparse_tests::devices::devices;
 use serde_json::{Value, json};
+use single_keys::DSA;
 
 const USAGE: &str =
     "usage: BURN_SPARSE_DEVICE=cuda bench-selection [N,N,...] [REPEATS] [JSON] [ONLY]
@@ -29,35 +32,6 @@ const WIDE: [usize; 3] = [32, 8, 128];
 /// Heads of queries and keys of native sparse attention, and widths of keys and values: the paper's (Yuan et al., 2025, §4.1), and as wide keys as values.
 const NSA_HEADS: [usize; 2] = [64, 4];
 const NSA_DIMS: [[usize; 2]; 2] = [[128, 128], [192, 128]];
-
-/// Sizes of indexers' calls.
-struct DsaSizes {
-    batch: usize,
-    n: usize,
-    /// Heads of the attention on one head of keys, and their width.
-    heads: [usize; 2],
-    /// Those of the indexer.
-    index: [usize; 2],
-    keep: usize,
-}
-
-/// A small model's, whose indexer is in f32 as its layers are, and one of a long context.
-const DSA: [DsaSizes; 2] = [
-    DsaSizes {
-        batch: 8,
-        n: 1024,
-        heads: [8, 48],
-        index: [4, 64],
-        keep: 128,
-    },
-    DsaSizes {
-        batch: 1,
-        n: 16_384,
-        heads: [16, 128],
-        index: [16, 128],
-        keep: 2048,
-    },
-];
 
 /// Calls of a run, for what takes less than this many seconds.
 const CALLS: usize = 20;
@@ -99,6 +73,7 @@ fn main() -> ExitCode {
         for &n in &lengths {
             bench.rules(n);
             bench.methods(n);
+            bench.single_keys(n);
             for dims in NSA_DIMS {
                 bench.nsa(n, dims);
             }
@@ -304,62 +279,6 @@ impl Bench<'_> {
 }
 
 impl Bench<'_> {
-    /// An indexer's choices, and its losses with their gradients; and TFLOP/s of the operations that they need: products of the pairs that are seen or chosen, and
-    /// dense attention's.
-    fn dsa(&mut self, sizes: DsaSizes) {
-        let DsaSizes {
-            batch,
-            n,
-            heads: [heads, width],
-            index: [index_heads, index_width],
-            keep,
-        } = sizes;
-        self.heading([heads, 1, width], n);
-        self.dense = f64::NAN;
-        let normal = Distribution::Normal(0.0, 1.0);
-        let random = |heads: usize, width: usize, dtype: DType| {
-            let options = (&self.device, dtype);
-            Tensor::<4>::random([batch, heads, n, width], normal, options)
-        };
-        let (q, k) = (
-            random(heads, width, DType::BF16),
-            random(1, width, DType::BF16),
-        );
-        let index = |heads, width| random(heads, width, DType::F32).autodiff().require_grad();
-        let weights = index(index_heads, 1).squeeze_dim(3);
-        let keys = index(1, index_width);
-        let index = DsaIndex::new(index(index_heads, index_width), keys, weights);
-        let index = index.expect("shapes fit");
-        let dsa = Dsa::new(keep).expect("a number of keys");
-        let seen = |most: usize| -> usize { (1..=n).map(|keys| keys.min(most)).sum() };
-        let products = |[heads, width]: [usize; 2], most: usize| {
-            (2 * batch * heads * width * seen(most)) as f64
-        };
-        let [all, chosen] = [n, keep].map(|most| 3.0 * products(sizes.index, most));
-        let dense = products(sizes.heads, n);
-        let name =
-            |what: &str| format!("dsa, {batch} x {index_heads} x {index_width}, {keep}: {what}");
-        let rate =
-            |flops: f64, seconds: f64| println!("{:>64} {:.1} TFLOP/s", "", flops / seconds / 1e12);
-        let seconds = self.time(&name("choice"), || dsa.choose(&index));
-        rate(all / 3.0, seconds);
-        let lists = dsa.choose(&index).expect("shapes fit");
-        for (what, over, flops) in [
-            ("loss over all", DsaTarget::All, all + 2.0 * dense),
-            (
-                "loss over chosen",
-                DsaTarget::Chosen(&lists),
-                chosen + dense + products(sizes.heads, keep),
-            ),
-        ] {
-            let seconds = self.time(&name(what), || {
-                let loss = dsa.loss(&index, [&q, &k], None, over);
-                loss.expect("shapes fit").backward()
-            });
-            rate(flops, seconds);
-        }
-    }
-
     /// Native sparse attention with the paper's numbers, beside dense attention of as many heads.
     fn nsa(&mut self, n: usize, [head_dim, value_dim]: [usize; 2]) {
         let [heads, kv_heads] = NSA_HEADS;

@@ -10,6 +10,10 @@ use burn_sparse_transformer::{
     SparseTransformerConfig,
 };
 
+burn_blocksparse_tests::tests!(order: buckets_are_sorted_as_by_the_host, highest_in_rows_are_those_of_a_sort, sums_at_places_are_gradients_of_rows);
+
+burn_blocksparse_tests::tests!(content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention);
+
 const SEQ: usize = 48;
 
 fn model(device: &Device) -> SparseTransformer {

@@ -3,13 +3,13 @@
 use burn::tensor::Device;
 
 use crate::{
-    activation, attention, autodiff, bias_gradient, block_sparse, blocks, device_layout,
-    device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding, gates, gradients, graph,
-    graph_decoding, graph_training, heads, kept, key_lists, linear, listed, loss, masses,
-    max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim, options, page_choice, paged,
-    paged_quantised, projection, sampling, selected, selected_lists, selected_planted, selection,
-    selection_fuzz, selection_goldens, selection_long, selection_rules, selection_runs, sharing,
-    stream_dropout, tiles, widths,
+    activation, attention, autodiff, bias_gradient, block_sparse, blocks, content, device_layout,
+    device_layout_positions, device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding,
+    gates, gradients, graph, graph_decoding, graph_training, heads, kept, key_lists, linear,
+    listed, loss, masses, max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim, options,
+    order, page_choice, paged, paged_quantised, projection, sampling, selected, selected_lists,
+    selected_planted, selection, selection_fuzz, selection_goldens, selection_long,
+    selection_rules, selection_runs, sharing, stream_dropout, tiles, widths,
 };
 
 /// A check over the table of cases on some devices; it panics if it fails.
@@ -109,6 +109,10 @@ pub const CHECKS: &[(&str, Check)] = table! {
         rules_are_nested;
     device_layout_within: blocks_within_a_layout_equal_f64, rules_within_a_layout,
         layouts_within_give_the_same_bits;
+    order: buckets_are_sorted_as_by_the_host, highest_in_rows_are_those_of_a_sort,
+        sums_at_places_are_gradients_of_rows;
+    content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
+    device_layout_positions: pairs_by_positions_equal_f64, pairs_by_positions_in_half_precision, positions_are_checked;
     embedding: embedding_equals_f64, embedding_in_half_precision, embedding_gives_the_same_bits,
         embedding_backward_equals_f64, embedding_of_a_frozen_table, embedding_plans;
     paged: paged_attention_equals_f64, paged_attention_in_half_precision,

@@ -44,8 +44,8 @@ pub use error::LayoutError;
 #[doc(hidden)]
 pub use layout::font;
 pub use layout::{
-    BlockLayout, BlockMask, ChosenBy, DeviceChoice, Entry, FULL, LayoutShape, Part, Residue,
-    Restriction, Run,
+    BlockLayout, BlockMask, ChosenBy, DeviceChoice, Entry, FULL, LayoutShape, Part, PositionRule,
+    Residue, Restriction, Run,
 };
 pub use pattern::{Pattern, PatternFn, Reach};
 #[doc(hidden)]

@@ -2,9 +2,10 @@
 
 use burn::tensor::Device;
 
-/// Whether kernels run on a device, and not the reference.
+/// Whether kernels of this crate run on a device, and not the reference: on GPUs that a feature of the crate serves, unless the environment asks for the
+/// reference.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub(crate) fn runs_kernels(device: &Device) -> bool {
+pub fn runs_kernels(device: &Device) -> bool {
     #[cfg(feature = "cube")]
     if crate::device::cube::of(device).is_some() {
         return !crate::backends::cube::uses_reference();

@@ -77,6 +77,7 @@ mod op_plan;
 mod ops;
 mod optim;
 mod options;
+mod order;
 #[cfg(feature = "cube")]
 mod pack;
 mod paged;
@@ -110,8 +111,8 @@ pub use blocks::BlockSparseTensorOps;
 pub use blocksparse::font;
 pub use blocksparse::{
     BLOCK_SIZES, BlockLayout, BlockMask, Dropout, EstimateKind, Forced, Keep, LayoutError,
-    LayoutShape, Pattern, Quantization, Reach, Restriction, Rule, ScoreGrid, Seed, SeedTable,
-    StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern, pages, philox,
+    LayoutShape, Pattern, PositionRule, Quantization, Reach, Restriction, Rule, ScoreGrid, Seed,
+    SeedTable, StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern, pages, philox,
 };
 pub use call_layout::Layout;
 pub use choice::TopKOptions;
@@ -130,12 +131,13 @@ pub use heads::values::{HeadParts, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};
 pub use kept::values::KeptAttention;
 pub use kept::{attention_given, attention_keeping};
+pub use kernels_run::runs_kernels;
 pub use linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
 pub use linear::{LinearOptions, linear, linear_joined, linear_plan};
 pub use loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
 pub use loss::{CrossEntropyOptions, Reduction, linear_cross_entropy, linear_cross_entropy_plan};
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
-pub use merge::merge_attention;
+pub use merge::{merge_attention, merge_attention_at};
 pub use mlp::values::{MlpActive, MlpCall, MlpInnerInputs, MlpInputs, MlpOuterSaved, MlpOuterTask};
 pub use mlp::{MlpOptions, MlpParams, mlp, mlp_plan};
 pub use norm::values::{
@@ -155,6 +157,7 @@ pub use ops::{
 };
 pub use optim::{AdamWControl, FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ChoiceWalk, ProductPrecision, WeightsMode, alibi_slopes};
+pub use order::{HighestInRows, highest_in_rows, sort_buckets};
 pub use paged::values::{
     AppendInputs, AppendPacked, MaybeInt, PackedPages, PageChoiceCall, PageScoreInputs, PagedCall,
     PagedInputs, PagedRows, Pages, StoredPages, SummarizeInputs,
@@ -173,7 +176,7 @@ pub use projection::values::{
 pub use projection::{
     linear_from_heads, linear_from_heads_plan, linear_to_heads, linear_to_heads_plan,
 };
-pub use rows::rows_at;
+pub use rows::{rows_at, sums_at};
 pub use sampling::{SampleOptions, sample_tokens, sample_tokens_plan};
 pub use selection::key_lists::{KeyLists, attention_with_keys, attention_with_keys_plan};
 pub use selection::lists::{attention_with_lists, attention_with_lists_plan};

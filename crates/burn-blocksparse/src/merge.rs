@@ -81,7 +81,39 @@ pub fn merge_attention(
 /// - `own`: as [`merge_attention`] has them, and what is returned
 /// - `others`: out `[batch, heads, places, value_dim]` and lse `[batch, heads, places]`
 /// - `places`: those of each row, `[batch, heads, seq_q, most]`, negative for none
-/// - `choices`: at each place the number of it in `places`, `[batch, heads, places]`, negative for none
+/// - `choices`: at each place its row, times `most`, plus its number in that row of `places`: `[batch, heads, places]`, negative for none. That it is the
+///   reverse of `places` is not checked.
+///
+/// # Errors
+/// [`OpError`] if shapes, dtypes or devices do not fit each other.
+pub fn merge_attention_at(
+    (own, own_lse): (Tensor<4>, Tensor<3>),
+    (others, other_lse): (Tensor<4>, Tensor<3>),
+    places: Tensor<4, Int>,
+    choices: Tensor<3, Int>,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let [batch, heads, seq_q, dim] = own.dims();
+    let [.., most] = places.dims();
+    let [.., count] = choices.dims();
+    let rows = [batch, heads, seq_q];
+    OpError::expect_same("own_lse's shape", rows, "own's rows", own_lse.dims())?;
+    let expected = [batch, heads, seq_q, most];
+    OpError::expect_same("places' shape", expected, "own's rows", places.dims())?;
+    let expected = [batch, heads, count, dim];
+    OpError::expect_same("others' shape", expected, "the choices'", others.dims())?;
+    let expected = [batch, heads, count];
+    OpError::expect_same("other_lse's shape", expected, "others'", other_lse.dims())?;
+    OpError::expect_same("others' dtype", own.dtype(), "own's", others.dtype())?;
+    let accumulator: DType = accumulate_in(own.dtype().into()).into();
+    let sums = "that of own's sums";
+    OpError::expect_same("own_lse's dtype", accumulator, sums, own_lse.dtype())?;
+    OpError::expect_same("other_lse's dtype", accumulator, sums, other_lse.dtype())?;
+    let device = own.device();
+    OpError::expect_same("others' device", device, "own's", others.device())?;
+    merge_parts((own, own_lse), (others, other_lse), places, choices)
+}
+
+/// [`merge_attention_at`] of what fits each other.
 pub(crate) fn merge_parts(
     (own, own_lse): (Tensor<4>, Tensor<3>),
     (others, other_lse): (Tensor<4>, Tensor<3>),

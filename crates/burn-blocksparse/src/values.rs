@@ -161,6 +161,8 @@ pub enum BlockChoice<B: Backend> {
     Indices(IntTensor<B>),
     /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`, f32: the highest are chosen.
     Scores(FloatTensor<B>),
+    /// `[batch or 1, heads, seq_q + seq_kv]`, i32: where queries and keys are.
+    Positions(IntTensor<B>),
 }
 
 /// A layout as backends see it: the host's description and what of it lives on the device.

@@ -27,6 +27,34 @@ pub enum ChosenBy {
     },
     /// Of each key block a score in f32, by which a rule chooses.
     Scores(Rule),
+    /// Nothing of blocks, which are all those of the layout that the choice is made within; of queries and keys their positions, of which a rule says what
+    /// is seen.
+    Positions(PositionRule),
+}
+
+/// Which keys a query sees by the positions of both. A negative position is none: its query sees nothing, and nobody its key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PositionRule {
+    /// Those of earlier positions.
+    Before,
+    /// Those of earlier positions, and of its own.
+    UpTo,
+    /// Those of all positions but its own.
+    Others,
+}
+
+impl PositionRule {
+    /// Whether a query at one position sees a key at another.
+    pub fn sees(self, query: i32, key: i32) -> bool {
+        query >= 0
+            && key >= 0
+            && match self {
+                Self::Before => key < query,
+                Self::UpTo => key <= query,
+                Self::Others => key != query,
+            }
+    }
 }
 
 /// Block rows that a tile of chosen blocks unites at most: its masks are a table over all their subsets.
@@ -37,7 +65,7 @@ impl DeviceChoice {
     pub(crate) fn most_blocks(&self, shape: &LayoutShape) -> usize {
         let all = shape.seq_kv.div_ceil(shape.block_size);
         let most = match self.by {
-            ChosenBy::Mask => all,
+            ChosenBy::Mask | ChosenBy::Positions(_) => all,
             ChosenBy::Indices { most } => most,
             ChosenBy::Scores(rule) => rule.most_blocks(all),
         };

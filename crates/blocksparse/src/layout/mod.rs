@@ -32,7 +32,7 @@ use columns::Columns;
 use rows::{RowRuns, entries};
 
 pub(crate) use choice::TALLEST;
-pub use choice::{ChosenBy, DeviceChoice};
+pub use choice::{ChosenBy, DeviceChoice, PositionRule};
 pub(crate) use mask::MaskInterner;
 pub use mask::{BlockMask, FULL};
 pub use restriction::Restriction;

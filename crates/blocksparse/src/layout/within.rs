@@ -1,5 +1,6 @@
 //! Some blocks of a layout: chosen on the host, or by a tensor on a device.
 
+use super::mask::{BlockMask, MaskInterner};
 use super::rows::{RowRuns, Run};
 use super::{BlockLayout, DeviceChoice, HeadPattern, Inner, position_or_push};
 use crate::LayoutError;
@@ -86,6 +87,42 @@ impl BlockLayout {
         batch: Option<usize>,
         mut kept: impl FnMut(usize, usize, usize, usize) -> bool,
     ) -> Result<Self, LayoutError> {
+        self.keep(name.into(), batch, |entry, head, q_block, run, _| {
+            kept(entry, head, q_block, run.start as usize).then_some(run.mask)
+        })
+    }
+
+    /// The pairs at which `kept(batch, head, query, key)` is true. With `batch` the result has that many entries. Every pair is asked for.
+    ///
+    /// # Errors
+    /// [`LayoutError`] if the layout has another batch.
+    pub fn keep_pairs(
+        &self,
+        name: impl Into<String>,
+        batch: Option<usize>,
+        mut kept: impl FnMut(usize, usize, usize, usize) -> bool,
+    ) -> Result<Self, LayoutError> {
+        let b = self.block_size();
+        self.keep(name.into(), batch, |entry, head, q_block, run, masks| {
+            let whole = &self.masks()[run.mask as usize];
+            let (rows, cols) = (q_block * b, run.start as usize * b);
+            // Positions beyond a ragged end are in the full mask alone.
+            masks.intern(BlockMask::from_fn(b, |r, c| {
+                rows + r < self.seq_q()
+                    && cols + c < self.seq_kv()
+                    && whole.get(r, c)
+                    && kept(entry, head, rows + r, cols + c)
+            }))
+        })
+    }
+
+    /// The blocks of which `mask(batch, head, q_block, block, masks)` is one of the table's.
+    fn keep(
+        &self,
+        name: String,
+        batch: Option<usize>,
+        mut mask: impl FnMut(usize, usize, usize, &Run, &mut MaskInterner) -> Option<u32>,
+    ) -> Result<Self, LayoutError> {
         if let (Some(own), Some(batch)) = (self.batch(), batch)
             && own != batch
         {
@@ -93,6 +130,10 @@ impl BlockLayout {
             return Err(LayoutError::argument("batch", expected, batch));
         }
         let batch = self.batch().or(batch);
+        let mut masks = MaskInterner::new(self.block_size());
+        for known in self.masks() {
+            masks.intern(known.clone());
+        }
         let mut patterns: Vec<HeadPattern> = Vec::new();
         let mut head_patterns = Vec::new();
         for entry in 0..batch.unwrap_or(1) {
@@ -101,13 +142,15 @@ impl BlockLayout {
                 let mut rows = RowRuns::new();
                 for q_block in 0..self.q_blocks() {
                     for block in whole.row(q_block) {
-                        if kept(entry, head, q_block, block.block as usize) {
-                            rows.push(Run {
-                                start: block.block,
-                                stride: 1,
-                                count: 1,
-                                mask: block.mask,
-                            });
+                        let mut run = Run {
+                            start: block.block,
+                            stride: 1,
+                            count: 1,
+                            mask: block.mask,
+                        };
+                        if let Some(mask) = mask(entry, head, q_block, &run, &mut masks) {
+                            run.mask = mask;
+                            rows.push(run);
                         }
                     }
                     rows.end_row();
@@ -116,12 +159,12 @@ impl BlockLayout {
             }
         }
         Ok(Self::from_parts(Inner::of_patterns(
-            name.into(),
+            name,
             *self.shape(),
             batch,
             head_patterns,
             patterns,
-            self.masks().to_vec(),
+            masks.into_masks(),
         )))
     }
 }

@@ -14,7 +14,13 @@ const START: f64 = 64.0;
 /// tiles. With `clustered` tiles are made of like rows.
 pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
     match layout.device_choice() {
-        Some(choice) => chosen_overhead(choice, layout.shape(), tiling),
+        Some(choice) => match (choice.by, layout.within()) {
+            // All blocks of a layout that is known.
+            (ChosenBy::Positions(_), Some(whole)) if may_be_chosen(tiling, layout.block_size()) => {
+                Sample::of(whole, tiling).overhead(layout.block_size())
+            }
+            _ => chosen_overhead(choice, layout.shape(), tiling),
+        },
         None => Sample::of(layout, tiling).overhead(layout.block_size()),
     }
 }
@@ -167,13 +173,18 @@ pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
     (0..layout.num_patterns()).map(of_pattern).collect()
 }
 
+/// Whether a plan of blocks that a device chooses can be cut so.
+fn may_be_chosen(tiling: Tiling, b: usize) -> bool {
+    (tiling.rows / b).max(1) <= TALLEST && !tiling.clustered
+}
+
 /// [`tiling_overhead`] where a device chooses the blocks and only sizes are known: rows are taken to share nothing.
 fn chosen_overhead(choice: &DeviceChoice, shape: &LayoutShape, tiling: Tiling) -> f64 {
     let b = shape.block_size;
-    let height = (tiling.rows / b).max(1);
-    if height > TALLEST || tiling.clustered {
+    if !may_be_chosen(tiling, b) {
         return f64::INFINITY;
     }
+    let height = (tiling.rows / b).max(1);
     let kept = match choice.by {
         // A guess.
         ChosenBy::Mask => choice.most_blocks(shape).div_ceil(4),

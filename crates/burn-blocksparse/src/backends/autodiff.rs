@@ -199,6 +199,7 @@ pub(super) fn inner_layout<B: Backend, C: CheckpointStrategy>(
             BlockChoice::Listed => BlockChoice::Listed,
             BlockChoice::Mask(mask) => BlockChoice::Mask(mask),
             BlockChoice::Indices(indices) => BlockChoice::Indices(indices),
+            BlockChoice::Positions(positions) => BlockChoice::Positions(positions),
             BlockChoice::Scores(scores) => BlockChoice::Scores(scores.into_primitive()),
         },
         host: layout.host,

@@ -396,9 +396,10 @@ pub(super) fn choose_blocks(
 ) {
     let tensor = match choice {
         BlockChoice::Listed => return,
-        BlockChoice::Mask(tensor) | BlockChoice::Indices(tensor) | BlockChoice::Scores(tensor) => {
-            into_contiguous(tensor)
-        }
+        BlockChoice::Mask(tensor)
+        | BlockChoice::Indices(tensor)
+        | BlockChoice::Scores(tensor)
+        | BlockChoice::Positions(tensor) => into_contiguous(tensor),
     };
     let tensor = ChoiceTensor {
         dtype: dtype_to_elem_type(tensor.dtype),

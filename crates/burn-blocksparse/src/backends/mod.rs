@@ -32,6 +32,8 @@ pub(crate) mod mlp;
 mod named_product;
 mod norm;
 pub(crate) mod optim;
+#[cfg(feature = "cube")]
+mod order;
 #[cfg(feature = "autodiff")]
 mod outputs;
 mod page_choice;

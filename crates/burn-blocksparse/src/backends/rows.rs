@@ -214,7 +214,45 @@ mod steps {
         }
     }
 
+    /// The step behind sums.
+    #[derive(Debug)]
+    struct SumsAt;
+
+    impl<B: RowOps> Backward<B, 1> for SumsAt {
+        /// The row of each place, and the places of each row.
+        type State = [IntTensor<B>; 2];
+
+        fn backward(
+            self,
+            ops: Ops<Self::State, 1>,
+            grads: &mut Gradients,
+            _checkpointer: &mut Checkpointer,
+        ) {
+            let grad = grads.consume::<B>(&ops.node);
+            let [index, users] = ops.state;
+            if let [Some(parent)] = ops.parents {
+                grads.register::<B>(parent.id, B::rows_at(grad, index, users));
+            }
+        }
+    }
+
     impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
+        fn sums_at(
+            x: FloatTensor<Self>,
+            index: IntTensor<Self>,
+            users: IntTensor<Self>,
+        ) -> FloatTensor<Self> {
+            let prepared = SumsAt.prepare::<C>([x.node()]).compute_bound();
+            let x = x.into_primitive();
+            match prepared.stateful() {
+                OpsKind::Tracked(prep) => {
+                    let sums = B::sums_at(x, index.clone(), users.clone());
+                    prep.finish([index, users], sums)
+                }
+                OpsKind::UnTracked(prep) => prep.finish(B::sums_at(x, index, users)),
+            }
+        }
+
         fn rows_at(
             x: FloatTensor<Self>,
             index: IntTensor<Self>,

@@ -134,8 +134,10 @@ pub(super) fn loss(
     let call = IndexerLoss::new(scale, numbers, causal);
     let found = <Dispatch as IndexerOps>::indexer_loss(index.inputs(), target, call);
     let losses = Tensor::<2>::from_dispatch(found.losses);
+    let queries = losses.shape().num_elements();
     Some(Found {
-        loss: losses.mean(),
+        // A mean over all dimensions may be a kernel with atomics.
+        loss: losses.reshape([1, queries]).mean_dim(1).reshape([1]),
         q: Tensor::from_dispatch(found.q),
         k: Tensor::from_dispatch(found.k),
         weights: Tensor::from_dispatch(found.weights),

@@ -20,6 +20,8 @@ mod masses;
 mod mlp;
 mod norm;
 mod optim;
+#[cfg(feature = "cube")]
+mod order;
 mod page_choice;
 mod paged;
 mod projection;
@@ -54,6 +56,8 @@ pub use mlp::MlpOps;
 pub use norm::NormOps;
 pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
+#[cfg(feature = "cube")]
+pub use order::OrderOps;
 pub use page_choice::PageChoiceOps;
 pub use paged::PagedOps;
 pub use projection::ProjectionOps;

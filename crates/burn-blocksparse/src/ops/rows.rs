@@ -62,6 +62,17 @@ pub trait RowOps: Backend {
         reference::rows_at_backward::<Self>(grad, users)
     }
 
+    /// The sums of the rows of `[batch, heads, places, dim]` at the places `[batch, heads, rows, most]`. `index` is for the gradient.
+    #[fusion(meta = meta::sums)]
+    fn sums_at(
+        x: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        users: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let _ = index;
+        Self::rows_at_backward(x, users)
+    }
+
     /// `w₀ · own + Σ wⱼ · rows[placeⱼ]` of each query, `[batch, heads, queries, dim]`, summed in the dtype of the weights.
     #[fusion(meta = meta::merged)]
     fn merged_rows(#[extension_type] inputs: MergedRows<Self>) -> FloatTensor<Self> {
@@ -103,6 +114,10 @@ mod meta {
             rows: inputs.rows.clone(),
             weights: inputs.weights.clone(),
         }
+    }
+
+    pub fn sums(x: &TensorSpec, _index: &TensorSpec, users: &TensorSpec) -> TensorSpec {
+        gradient(x, users)
     }
 
     pub fn gradient(grad: &TensorSpec, users: &TensorSpec) -> TensorSpec {

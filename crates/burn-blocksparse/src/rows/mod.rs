@@ -44,10 +44,67 @@ pub fn rows_at(
     index: Tensor<3, Int>,
     users: Tensor<4, Int>,
 ) -> Result<Tensor<4>, OpError> {
+    let [.., rows, _] = x.dims();
+    let (index, users) = checked(&x, rows, index, users)?;
+    let rows = <Dispatch as RowOps>::rows_at(
+        x.into_dispatch(),
+        index.into_dispatch(),
+        users.into_dispatch(),
+    );
+    Ok(Tensor::from_dispatch(rows))
+}
+
+/// The sums of the rows of `x` that `users` names, negative numbers left out, in f32 (f64 for f64) and rounded once: [`rows_at`] the other way round, whose
+/// gradient this is, and which is its gradient.
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_blocksparse::sums_at;
+///
+/// let device = Device::flex();
+/// let x = Tensor::<4>::from_data([[[[1.0], [2.0], [3.0], [4.0]]]], &device);
+/// let index = Tensor::<3, Int>::from_data([[[2, -1, 0, 2]]], &device);
+/// let users = Tensor::<4, Int>::from_data([[[[2, -1], [-1, -1], [0, 3]]]], &device);
+/// let sums = sums_at(x, index, users)?;
+/// assert_eq!(sums.into_data().to_vec::<f32>().unwrap(), [3.0, 0.0, 5.0]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[batch, heads, places, dim]`
+/// - `index`: `[batch, heads, places]`, of rows
+/// - `users`: `[batch, heads, rows, most]`, of places
+/// - result: `[batch, heads, rows, dim]`
+///
+/// # Errors
+/// As [`rows_at`].
+pub fn sums_at(
+    x: Tensor<4>,
+    index: Tensor<3, Int>,
+    users: Tensor<4, Int>,
+) -> Result<Tensor<4>, OpError> {
+    let [.., rows, _] = users.dims();
+    OpError::expect_same("x's places", index.dims()[2], "the index's", x.dims()[2])?;
+    let (index, users) = checked(&x, rows, index, users)?;
+    let sums = <Dispatch as RowOps>::sums_at(
+        x.into_dispatch(),
+        index.into_dispatch(),
+        users.into_dispatch(),
+    );
+    Ok(Tensor::from_dispatch(sums))
+}
+
+/// Numbers of rows and places, of so many rows and of the batch, heads and device of `x`. They have no gradient, and no place in the graph.
+fn checked(
+    x: &Tensor<4>,
+    rows: usize,
+    index: Tensor<3, Int>,
+    users: Tensor<4, Int>,
+) -> Result<(Tensor<3, Int>, Tensor<4, Int>), OpError> {
     served(&x.device())?;
     same_device("index's device", &x.device(), "x's", &index.device())?;
     same_device("users' device", &x.device(), "x's", &users.device())?;
-    let [batch, heads, rows, _] = x.dims();
+    let [batch, heads, ..] = x.dims();
     let [index_batch, index_heads, places] = index.dims();
     let [users_batch, users_heads, users_rows, most] = users.dims();
     let own = [batch, heads];
@@ -64,12 +121,5 @@ pub fn rows_at(
             return Err(OpError::argument(argument, "at least 1", 0));
         }
     }
-    // Numbers of rows have no gradient, and no place in the graph.
-    let (index, users) = (index.without_autodiff(), users.without_autodiff());
-    let rows = <Dispatch as RowOps>::rows_at(
-        x.into_dispatch(),
-        index.into_dispatch(),
-        users.into_dispatch(),
-    );
-    Ok(Tensor::from_dispatch(rows))
+    Ok((index.without_autodiff(), users.without_autodiff()))
 }

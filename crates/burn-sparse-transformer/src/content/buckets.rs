@@ -1,9 +1,11 @@
 //! Tokens sorted by bucket, those of a bucket by position.
 
 use burn::tensor::{Int, Tensor};
+use burn_blocksparse::sort_buckets;
 
 use super::counts::Counts;
 use super::{counted, ones};
+use crate::TransformerError;
 
 /// Where tokens are in the order of their buckets. All are i32 tensors on the device, without autodiff.
 pub(super) struct Sorted {
@@ -14,8 +16,16 @@ pub(super) struct Sorted {
 }
 
 impl Sorted {
-    /// Of buckets `[groups, length]`, each below `count`. It counts, and takes `count · length` numbers a group for it.
-    pub fn new(buckets: Tensor<2, Int>, count: usize) -> Self {
+    /// Of buckets `[groups, length]`, each below `count`.
+    pub fn new(buckets: Tensor<2, Int>, count: usize) -> Result<Self, TransformerError> {
+        Ok(match sort_buckets(buckets.clone(), count)? {
+            Some([tokens, places]) => Self { tokens, places },
+            None => Self::by_counting(buckets, count),
+        })
+    }
+
+    /// In Burn's operations, which count in `count · length` numbers a group.
+    fn by_counting(buckets: Tensor<2, Int>, count: usize) -> Self {
         let [groups, length] = buckets.dims();
         let device = buckets.device();
         let dims = [groups, count, length];
@@ -55,7 +65,8 @@ mod tests {
                 (0..groups * length).map(|i| ((i * i * 31 + i * 7) % 1009 % count) as i32);
             let buckets: Vec<i32> = numbers.collect();
             let data = TensorData::new(buckets.clone(), [groups, length]);
-            let sorted = Sorted::new(Tensor::from_data(data, (&device, DType::I32)), count);
+            let sorted =
+                Sorted::new(Tensor::from_data(data, (&device, DType::I32)), count).unwrap();
             let tokens: Vec<i32> = sorted.tokens.into_data().iter().collect();
             let places: Vec<i32> = sorted.places.into_data().iter().collect();
             for group in 0..groups {

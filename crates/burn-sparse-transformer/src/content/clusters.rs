@@ -1,7 +1,7 @@
 //! Balanced clusters: to each mean the same number of tokens, those most similar to it.
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::rows_at;
+use burn_blocksparse::{highest_in_rows, rows_at, runs_kernels, sums_at};
 
 use super::counts::Counts;
 use super::{counted, ones};
@@ -31,8 +31,25 @@ impl Clusters {
     /// The `width` tokens most similar to each mean, of equally similar ones the earlier; NaN is the lowest similarity. `similarities` is
     /// `[batch, heads, clusters, length]`, without autodiff, and `width` at most the length.
     ///
-    /// Nothing is sorted: the similarity of the last token that a cluster takes is found by halvings.
-    pub fn new(similarities: Tensor<4>, width: usize) -> Self {
+    /// Nothing is sorted: the similarity of the last token that a cluster takes is found by halvings, by a kernel where those run.
+    pub fn new(similarities: Tensor<4>, width: usize) -> Result<Self, TransformerError> {
+        let [batch, heads, clusters, length] = similarities.dims();
+        // Kernels compare in f32.
+        if similarities.dtype() != DType::F64 {
+            let rows = similarities.clone();
+            let rows = rows.reshape([batch * heads, clusters, length]);
+            if let Some(found) = highest_in_rows(rows, width)? {
+                return Ok(Self {
+                    tokens: found.columns.reshape([batch, heads, clusters, width]),
+                    places: found.places.reshape([batch, heads, length, clusters]),
+                });
+            }
+        }
+        Ok(Self::by_halvings(similarities, width))
+    }
+
+    /// In Burn's operations.
+    fn by_halvings(similarities: Tensor<4>, width: usize) -> Self {
         let [batch, heads, clusters, length] = similarities.dims();
         let groups = batch * heads;
         let device = similarities.device();
@@ -75,9 +92,12 @@ impl Clusters {
         }
     }
 
-    /// Clusters that are gathered together, so that no tensor on the way is large.
+    /// Clusters that are gathered together, so that no tensor on the way is large. Kernels have none on the way.
     fn together(&self, dim: usize) -> usize {
         let [batch, heads, length, clusters] = self.places.dims();
+        if runs_kernels(&self.tokens.device()) {
+            return clusters;
+        }
         let of_one = (batch * heads * length * dim).max(1);
         (NUMBERS / of_one).clamp(1, clusters)
     }
@@ -113,6 +133,16 @@ impl Clusters {
         let [_, _, length, _] = self.places.dims();
         let [.., dim] = x.dims();
         let device = self.tokens.device();
+        let counts = ones(self.places.clone().greater_equal_elem(0)).sum_dim(3);
+        let counts = counts.clamp_min(1).float().cast(x.dtype());
+        let counts = counts.expand([batch, heads, length, dim]);
+        if runs_kernels(&device) {
+            let index = self
+                .tokens
+                .clone()
+                .reshape([batch, heads, clusters * width]);
+            return Ok(sums_at(x, index, self.places.clone())? / counts);
+        }
         let together = self.together(dim);
         let mut sum: Option<Tensor<4>> = None;
         for from in (0..clusters).step_by(together) {
@@ -134,10 +164,8 @@ impl Clusters {
                 None => rows,
             });
         }
-        let counts = ones(self.places.clone().greater_equal_elem(0)).sum_dim(3);
-        let counts = counts.clamp_min(1).float().cast(x.dtype());
         let sum = sum.expect("at least one cluster");
-        Ok(sum / counts.expand([batch, heads, length, dim]))
+        Ok(sum / counts)
     }
 }
 
@@ -186,7 +214,7 @@ mod tests {
         }
         for width in [1, 7, 64, 65, 149, 150] {
             let data = TensorData::new(similarities.clone(), [batch, heads, clusters, length]);
-            let found = Clusters::new(Tensor::from_data(data, &device), width);
+            let found = Clusters::new(Tensor::from_data(data, &device), width).unwrap();
             let tokens: Vec<i32> = found.tokens.clone().into_data().iter().collect();
             let places: Vec<i32> = found.places.clone().into_data().iter().collect();
             for (row, similarities) in similarities.chunks(length).enumerate() {

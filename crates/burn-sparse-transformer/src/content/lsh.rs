@@ -5,10 +5,11 @@ use std::num::NonZeroUsize;
 use burn::config::Config;
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::{Seed, rows_at};
+use burn_blocksparse::{PositionRule, Seed, rows_at, runs_kernels};
 use serde::{Deserialize, Serialize};
 
 use super::buckets::Sorted;
+use super::lsh_places::Placed;
 use super::rotations::rotations;
 use super::{counted, unit, widened};
 use crate::TransformerError;
@@ -84,9 +85,10 @@ impl LshOptions {
 /// Sequences are filled up to a multiple of `2 · bucket` tokens that come last and that nobody sees. What a token sees depends on the whole sequence, because
 /// chunks are counted through: not prefix-stable.
 ///
-/// There is no kernel yet that masks by gathered positions, so inside of chunks this is made of Burn's products and softmax: a tensor of
-/// `2 · bucket · seq` scores for each head and round is in memory, and with autodiff some five of them stay for the backward pass. To sort, a round counts in
-/// `n_buckets · seq` numbers of each head. Nothing is read back. Gradients do not flow through the hashes.
+/// Where kernels run, all rounds are one call of [`attention_with_lse`](burn_blocksparse::attention_with_lse) over gathered rows, with a
+/// [`DeviceLayout`](burn_blocksparse::DeviceLayout) by positions, and one merge. On CPUs, and with `dedup` and `own_bucket`, chunks are made of Burn's products
+/// and softmax: a tensor of `2 · bucket · seq` scores for each head and round is in memory, and with autodiff some five of them stay for the backward pass.
+/// Nothing is read back. Gradients do not flow through the hashes.
 ///
 /// # Shapes
 /// - `qk`: `[batch, heads, seq, head_dim]`, queries and, made as long as 1, keys
@@ -118,7 +120,21 @@ pub fn lsh_attention(
             let rotation = rotations.clone().slice_dim(0, round..round + 1);
             Round::new(hashed.clone(), rotation, options)
         })
-        .collect();
+        .collect::<Result<_, _>>()?;
+    let counts_once = options.dedup && rounds.len() > 1;
+    if !counts_once && !options.own_bucket && runs_kernels(&value.device()) {
+        let rule = match options.causal {
+            true => PositionRule::Before,
+            false => PositionRule::Others,
+        };
+        let placed = Placed {
+            chunks: options.chunks(seq),
+            bucket: options.bucket.get(),
+            tokens: rounds.iter().map(|round| round.tokens.clone()).collect(),
+            places: rounds.iter().map(|round| round.places.clone()).collect(),
+        };
+        return placed.attend(qk.cast(dtype), value, rule, SELF_ALONE);
+    }
     let both = Tensor::cat(vec![qk.cast(dtype), value], 3);
     let (mut outs, mut lses) = (Vec::new(), Vec::new());
     for (round, own) in rounds.iter().enumerate() {
@@ -178,7 +194,11 @@ struct Found {
 
 impl Round {
     /// Of queries `[batch, heads, seq, head_dim]` and a rotation `[1, head_dim, half]`.
-    fn new(x: Tensor<4>, rotation: Tensor<3>, options: LshOptions) -> Self {
+    fn new(
+        x: Tensor<4>,
+        rotation: Tensor<3>,
+        options: LshOptions,
+    ) -> Result<Self, TransformerError> {
         let [batch, heads, seq, _] = x.dims();
         let [_, head_dim, half] = rotation.dims();
         let groups = batch * heads;
@@ -186,7 +206,7 @@ impl Round {
         let x = x.reshape([1, groups * seq, head_dim]).matmul(rotation);
         let x = Tensor::cat(vec![x.clone(), x.neg()], 2);
         let buckets = x.argmax(2).cast(DType::I32).reshape([groups, seq]);
-        let Sorted { tokens, places } = Sorted::new(buckets.clone(), 2 * half);
+        let Sorted { tokens, places } = Sorted::new(buckets.clone(), 2 * half)?;
         let chunks = options.chunks(seq);
         let bucket = options.bucket.get();
         let all = chunks * bucket;
@@ -202,7 +222,7 @@ impl Round {
             let [_, count] = x.dims();
             x.reshape([batch, heads, count])
         };
-        Self {
+        Ok(Self {
             positions: by_heads(positions),
             tokens: by_heads(marked),
             places: by_heads(places),
@@ -210,7 +230,7 @@ impl Round {
             chunks,
             bucket,
             seq,
-        }
+        })
     }
 
     /// Of places, as queries `[batch, heads, chunks, bucket, 1]` and as keys `[batch, heads, chunks, 1, 2 · bucket]`.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! which places   counts.rs (ranks and members of lists), clusters.rs (the nearest tokens of each mean), buckets.rs (a sort by bucket)
-//! attention      routing.rs (over clusters), lsh.rs (over chunks of a sorted sequence)
+//! attention      routing.rs (over clusters), lsh.rs (over chunks of a sorted sequence), lsh_places.rs (the same, by kernels)
 //! state          means.rs (means and how they follow queries), rotations.rs (planes that are drawn from a seed)
 //! modules        routing_attention.rs, lsh_attention.rs; kind.rs and mixed.rs (beside the heads of a pattern)
 //! ```
@@ -16,6 +16,7 @@ mod counts;
 mod kind;
 mod lsh;
 mod lsh_attention;
+mod lsh_places;
 mod means;
 mod mixed;
 mod rotations;

@@ -6,7 +6,8 @@ use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, LayoutShape, Pattern, ProductPrecision, Seed, attention,
+    AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, Pattern, PositionRule,
+    ProductPrecision, Seed, attention,
 };
 
 use super::clusters::Clusters;
@@ -112,7 +113,8 @@ impl RoutingHeadsConfig {
 /// ```text
 /// x = unit(query);  cluster c = the `window` tokens with the largest x · means[c], of equal ones the earlier, by position
 /// causal:      keys are x, scores query · x / √head_dim; a token sees the earlier tokens of its cluster, and itself if it is the first
-/// not causal:  x = [unit(query); unit(key)]; cluster c = `window` queries and `window` keys, which all see each other
+/// unshared:    x = [unit(query); unit(key)]; cluster c = `window` queries and `window` keys, which all see each other, or, if it is causal, of which a query
+///              sees the keys up to its own position
 /// out = the mean over the clusters that a token is in, or 0 if it is in none
 /// ```
 ///
@@ -195,6 +197,31 @@ impl RoutingHeads {
         key: Tensor<4>,
         value: Tensor<4>,
     ) -> Result<RoutingOutput, TransformerError> {
+        self.unshared([query, key, value], None)
+    }
+
+    /// [`Self::forward_unshared`] in which a query sees, of its clusters' keys, those up to its own position. In a cluster where there are none it has 0,
+    /// which counts in its mean: the published code has a learned key and value in each cluster, which this has not.
+    ///
+    /// # Shapes
+    /// As [`Self::forward_unshared`].
+    ///
+    /// # Errors
+    /// As [`Self::forward_unshared`].
+    pub fn forward_unshared_causal(
+        &self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+    ) -> Result<RoutingOutput, TransformerError> {
+        self.unshared([query, key, value], Some(PositionRule::UpTo))
+    }
+
+    fn unshared(
+        &self,
+        [query, key, value]: [Tensor<4>; 3],
+        rule: Option<PositionRule>,
+    ) -> Result<RoutingOutput, TransformerError> {
         self.check(&query, &value)?;
         let expected = query.dims().map(Some);
         ensure_shape("key", key.dims(), expected, AXES)?;
@@ -206,7 +233,18 @@ impl RoutingHeads {
         let key = of_keys.clusters.take(y.clone().cast(dtype))?;
         let value = of_keys.clusters.take(value)?;
         let layout = self.layouts.get(&of_queries.clusters, false)?;
-        let out = attention(query, key, value, &layout, self.options())?;
+        let out = match rule {
+            None => attention(query, key, value, &layout, self.options())?,
+            Some(rule) => {
+                let [queries, keys] = [&of_queries, &of_keys].map(|of| {
+                    let [batch, heads, clusters, width] = of.clusters.tokens.dims();
+                    let tokens = of.clusters.tokens.clone();
+                    tokens.reshape([batch, heads, clusters * width])
+                });
+                let layout = DeviceLayout::from_positions(&layout, queries, keys, rule)?;
+                attention(query, key, value, &layout, self.options())?
+            }
+        };
         let nearest = Tensor::cat(vec![of_queries.nearest, of_keys.nearest], 3);
         let both = Tensor::cat(vec![x, y], 2);
         self.finish(of_queries.clusters.mean(out)?, both, nearest)
@@ -287,7 +325,7 @@ impl RoutingHeads {
         let similarities = similarities(x, means);
         Ok(Choice {
             nearest: nearest(&similarities),
-            clusters: Clusters::new(similarities, self.window.min(seq)),
+            clusters: Clusters::new(similarities, self.window.min(seq))?,
         })
     }
 
@@ -401,7 +439,7 @@ fn pattern(width: usize, causal: bool) -> Pattern {
 }
 
 /// Of the layout: blocks that clusters are made of, where they are.
-fn block_size(width: usize) -> usize {
+pub(super) fn block_size(width: usize) -> usize {
     let fits = |size: &usize| width.is_multiple_of(*size);
     [64, 32, 16, 8].into_iter().find(fits).unwrap_or(32)
 }

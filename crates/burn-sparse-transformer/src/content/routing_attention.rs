@@ -30,7 +30,8 @@ pub struct RoutingAttentionConfig {
     /// Whether tokens see earlier ones only.
     #[config(default = true)]
     pub causal: bool,
-    /// Whether keys are the queries, made as long as 1. Default: if `causal`. Causal attention has to share them; other attention must not.
+    /// Whether keys are the queries, made as long as 1. Default: if `causal`. Attention that is not causal must not share
+    /// them.
     pub shared_qk: Option<bool>,
     /// How much of a mean stays in an update.
     #[config(default = 0.999)]
@@ -59,15 +60,6 @@ impl RoutingAttentionConfig {
         ensure_positive("context", self.context)?;
         let shared = self.shared_qk.unwrap_or(self.causal);
         ensure(
-            shared || !self.causal,
-            "shared_qk",
-            || {
-                "true with causal attention: clusters of queries and of keys hold other positions, and there are no masks by gathered positions yet"
-                    .into()
-            },
-            shared,
-        )?;
-        ensure(
             !shared || self.causal,
             "shared_qk",
             || "false without causal attention: queries that are keys see earlier tokens".into(),
@@ -94,6 +86,7 @@ impl RoutingAttentionConfig {
             heads,
             d_model: self.d_model,
             n_heads: self.n_heads,
+            causal: self.causal,
             precision: self.precision,
         })
     }
@@ -129,6 +122,7 @@ pub struct RoutingAttention {
     pub heads: RoutingHeads,
     d_model: usize,
     n_heads: usize,
+    causal: bool,
     #[module(skip)]
     precision: Precision,
 }
@@ -193,7 +187,10 @@ impl RoutingAttention {
             Some(key) => {
                 let layers = [&self.query, key, &self.value];
                 let [query, key, value] = project_heads(self.precision, layers, x, [heads; 3])?;
-                self.heads.forward_unshared(query, key, value)?
+                match self.causal {
+                    true => self.heads.forward_unshared_causal(query, key, value)?,
+                    false => self.heads.forward_unshared(query, key, value)?,
+                }
             }
         };
         let context = self.precision.merged(&self.output, out.context)?;

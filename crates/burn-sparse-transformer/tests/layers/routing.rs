@@ -147,8 +147,14 @@ fn clusters(x: &[Vec<f64>], means: &[&[f64]], window: usize) -> Vec<Vec<usize>> 
     means.iter().map(of_mean).collect()
 }
 
-/// Attention in loops, of `[batch, heads, seq, ..]`; without keys queries are those, and see earlier tokens.
-fn reference(sizes: Sizes, q: &[f64], k: Option<&[f64]>, v: &[f64], means: &[f64]) -> Vec<f64> {
+/// Attention in loops, of `[batch, heads, seq, ..]`; without keys queries are those, and see earlier tokens. Keys may be seen up to a query's position alone.
+fn reference(
+    sizes: Sizes,
+    q: &[f64],
+    k: Option<(&[f64], bool)>,
+    v: &[f64],
+    means: &[f64],
+) -> Vec<f64> {
     let Sizes {
         seq,
         dim,
@@ -162,7 +168,7 @@ fn reference(sizes: Sizes, q: &[f64], k: Option<&[f64]>, v: &[f64], means: &[f64
             own.chunks(width).map(<[f64]>::to_vec).collect()
         };
         let (q, v) = (rows(q, dim), rows(v, value_dim));
-        let keys = k.map_or(q.clone(), |k| rows(k, dim));
+        let keys = k.map_or(q.clone(), |(k, _)| rows(k, dim));
         let head = group % sizes.heads;
         let means = &means[head * sizes.clusters * dim..][..sizes.clusters * dim];
         let means: Vec<&[f64]> = means.chunks(dim).collect();
@@ -172,7 +178,9 @@ fn reference(sizes: Sizes, q: &[f64], k: Option<&[f64]>, v: &[f64], means: &[f64
         let mut counts = vec![0; seq];
         for (queries, among) in of_queries.iter().zip(&of_keys) {
             for (place, &i) in queries.iter().enumerate() {
+                let earlier = among.partition_point(|&j| j <= i);
                 let seen = match (k, place) {
+                    (Some((_, true)), _) => &among[..earlier],
                     (Some(_), _) => &among[..],
                     (None, 0) => &among[..1],
                     (None, _) => &among[..place],
@@ -181,8 +189,11 @@ fn reference(sizes: Sizes, q: &[f64], k: Option<&[f64]>, v: &[f64], means: &[f64
                     let score = dot(&q[i], &unit(&keys[j])) / (dim as f64).sqrt();
                     (score, &v[j][..])
                 });
-                let (row, _) = attend(&scores.collect::<Vec<_>>());
                 counts[i] += 1;
+                if seen.is_empty() {
+                    continue;
+                }
+                let (row, _) = attend(&scores.collect::<Vec<_>>());
                 sums[i].iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
             }
         }
@@ -243,14 +254,16 @@ fn clusters_attend_as_in_loops() {
             };
             let expected = reference(sizes, &q, None, &v, &means);
             assert_near(&format!("{sizes:?}"), &numbers(got), &expected, tolerance);
-            let got = routing.forward_unshared(tq, tk, tv).unwrap().context;
-            let expected = reference(sizes, &q, Some(&k), &v, &means);
-            assert_near(
-                &format!("{sizes:?}, unshared"),
-                &numbers(got),
-                &expected,
-                tolerance,
-            );
+            for causal in [false, true] {
+                let [q_at, k_at, v_at] = [&tq, &tk, &tv].map(Clone::clone);
+                let got = match causal {
+                    false => routing.forward_unshared(q_at, k_at, v_at),
+                    true => routing.forward_unshared_causal(q_at, k_at, v_at),
+                };
+                let expected = reference(sizes, &q, Some((&k, causal)), &v, &means);
+                let what = format!("{sizes:?}, unshared, {causal}");
+                assert_near(&what, &numbers(got.unwrap().context), &expected, tolerance);
+            }
         }
     }
 }
@@ -468,9 +481,7 @@ fn half_precision_is_near() {
 fn bad_numbers_and_shapes_are_refused() {
     let device = Device::flex();
     let config = || RoutingAttentionConfig::new(16, 2, 8, 48);
-    let masks = "there are no masks by gathered positions yet, got false";
     for (config, message) in [
-        (config().with_shared_qk(Some(false)), masks),
         (
             config().with_causal(false).with_shared_qk(Some(true)),
             "shared_qk must be false without causal attention",

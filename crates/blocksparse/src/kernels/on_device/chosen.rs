@@ -31,14 +31,14 @@ pub struct ChoiceTensor {
 #[derive(Default)]
 struct Bits(Mutex<HashMap<DeviceKey, ByWalk>>);
 
-/// Bits by rows, and by columns from when they are walked.
+/// Bits by rows, and by columns from when they are walked. Of a layout by positions `rows` are those, and there are no columns.
 struct ByWalk {
     rows: Handle,
     columns: Option<Handle>,
 }
 
 /// Gives a layout the tensor that chooses its blocks: `[batch or 1, heads or 1, q_blocks, n]`, `n` being `kv_blocks` or the indices of a
-/// row, as its [`DeviceChoice`] says. A layout that was given one on this device keeps it. Nothing is read back.
+/// row, as its [`DeviceChoice`] says; or positions, i32 `[batch or 1, heads, seq_q + seq_kv]`. A layout that was given one on this device keeps it. Nothing is read back.
 ///
 /// # Errors
 /// [`KernelError`] if the device lacks the tensor's type, or the pairs of blocks are more than 32 bits count.
@@ -95,6 +95,11 @@ fn row_bits(
 ) -> Result<Handle, KernelError> {
     let rows = patterns(choice) * layout.q_blocks();
     let width = match choice.by {
+        ChosenBy::Positions(_) => {
+            let numbers = patterns(choice) * (layout.seq_q() + layout.seq_kv());
+            KernelError::check_u32("the positions of a layout", numbers)?;
+            return Ok(tensor.handle.clone());
+        }
         ChosenBy::Indices { most } => most,
         ChosenBy::Mask | ChosenBy::Scores(_) => layout.kv_blocks(),
     };
@@ -117,6 +122,7 @@ fn row_bits(
     let input = buffer(hidden.as_ref().unwrap_or(&tensor.handle), rows * width);
     let (grid, causal) = (grid(layout), choice.causal);
     match choice.by {
+        ChosenBy::Positions(_) => unreachable!("positions are no bits"),
         // SAFETY: a unit writes its own word of bits, below `len`, and reads as many elements of that row.
         ChosenBy::Mask => unsafe {
             let cubes = units(client, len);
@@ -205,12 +211,15 @@ fn hide(
     made
 }
 
-/// How many blocks each row of blocks has, into `counts`, i32 `[patterns, q_blocks]`, of a layout that [`choose_blocks`] gave its tensor; of any other
-/// nothing is written.
+/// How many blocks each row of blocks has, into `counts`, i32 `[patterns, q_blocks]`, of a layout that [`choose_blocks`] gave its tensor; of any other,
+/// and of one by positions, whose blocks the host knows, nothing is written.
 pub fn count_blocks(client: &Client, layout: &BlockLayout, counts: &Handle) {
     let Some(choice) = layout.device_choice() else {
         return;
     };
+    if let ChosenBy::Positions(_) = choice.by {
+        return;
+    }
     let known = layout.attachment(Bits::default);
     let known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(ByWalk { rows, .. }) = known.get(&device_key(client)) else {
@@ -258,7 +267,7 @@ fn column_bits(
     made
 }
 
-/// The bits of the lines of a walk.
+/// The bits of the lines of a walk, or positions.
 ///
 /// # Panics
 /// If [`choose_blocks`] was not called before.
@@ -273,6 +282,7 @@ pub(super) fn bits_of(
     let bits = bits.get_mut(&device_key(client));
     let ByWalk { rows, columns } = bits.expect("a layout has its blocks before a launch");
     let bits = match walk {
+        _ if matches!(choice.by, ChosenBy::Positions(_)) => rows,
         Walk::Rows => rows,
         Walk::Columns => columns.get_or_insert_with(|| column_bits(client, layout, choice, rows)),
     };

@@ -2,7 +2,7 @@
 //!
 //! The tensor becomes bits ([`bits`]), the bits become the words of a plan ([`words`]), and kernels walk it as they walk any other. Where every query
 //! chooses for itself, [`query_lists`] packs those that chose the same block. Blocks that are chosen from those of a layout on the host have its plan's
-//! entries ([`within`]).
+//! entries ([`within`]), and so do those whose masks follow from positions ([`positions`]).
 
 mod at_once;
 pub(super) mod bits;
@@ -11,6 +11,7 @@ pub(super) mod keep;
 mod keep_planes;
 mod key_lists;
 mod planes;
+mod positions;
 mod query_lists;
 mod tables;
 mod within;
@@ -24,7 +25,7 @@ use super::error::KernelError;
 use super::uploaded::DevicePlan;
 use crate::layout::TALLEST;
 use crate::plan::{Sections, Tiling, Walk};
-use crate::{BlockLayout, DeviceChoice};
+use crate::{BlockLayout, ChosenBy, DeviceChoice, PositionRule};
 use at_once::Once;
 pub use chosen::{ChoiceTensor, choose_blocks, count_blocks};
 use chosen::{offset, patterns};
@@ -92,9 +93,14 @@ impl Room {
         };
         let whole = layout.within().map(|whole| WholeSizes::new(whole, tiling));
         let entries = whole.map_or(entries, |whole| entries.min(whole.entries));
-        let masks = whole.map_or_else(|| cut.masks(), |whole| whole.table(cut.height()));
-        let mask_words = masks * cut.rows * cut.mask_words();
         let patterns = patterns(choice);
+        let masks = match (choice.by, whole) {
+            // Full, empty, and one for each entry.
+            (ChosenBy::Positions(_), _) => 2 + patterns * entries,
+            (_, Some(whole)) => whole.table(cut.height()),
+            (_, None) => cut.masks(),
+        };
+        let mask_words = masks * cut.rows * cut.mask_words();
         let heads = layout.batch().unwrap_or(1) * layout.heads();
         let mut len = 0;
         let mut section = |words: usize| {
@@ -189,7 +195,10 @@ pub fn plan(
     };
     let words = client.empty(making.room.len * size_of::<u32>());
     match layout.within().zip(whole) {
-        Some((whole, plan)) => making.list_within(&words, whole, plan),
+        Some((whole, plan)) => match choice.by {
+            ChosenBy::Positions(rule) => making.list_by_positions(&words, whole, plan, rule),
+            _ => making.list_within(&words, whole, plan),
+        },
         None => match Once::new(client.properties(), making.room.tiles) {
             Some(once) => making.at_once(&words, once),
             None => {
@@ -221,7 +230,7 @@ struct Making<'a> {
     layout: &'a BlockLayout,
     choice: &'a DeviceChoice,
     tiling: Tiling,
-    /// Those of the walk.
+    /// Those of the walk, or positions.
     bits: Handle,
     room: Room,
 }
@@ -440,6 +449,59 @@ impl Making<'_> {
                 of(),
                 self.room.mask_words,
                 cut,
+            );
+        }
+    }
+
+    /// All of a plan whose masks follow from positions.
+    fn list_by_positions(
+        &self,
+        words: &Handle,
+        layout: &BlockLayout,
+        whole: &DevicePlan,
+        rule: PositionRule,
+    ) {
+        let (client, cut) = (self.client, self.room.cut);
+        let all = self.room.patterns * self.room.tiles;
+        let at = whole.sections;
+        let [heads, _] = self.table_words();
+        let [queries, keys] = [0, layout.seq_q()];
+        let [rows, cols] = match cut.walk {
+            Walk::Rows => [queries, keys],
+            Walk::Columns => [keys, queries],
+        };
+        let numbers = layout.seq_q() + layout.seq_kv();
+        let most = client.properties().hardware.max_units_per_cube;
+        let units = positions::UNITS.min(most);
+        // SAFETY: a cube writes the record, the entries and the masks of one tile, below `all`, and words of two masks and of heads, where `Room` has room for
+        // them; it reads the same of the whole plan, and positions of its pattern.
+        unsafe {
+            positions::by_positions::launch_unchecked(
+                client,
+                cubes(client, all),
+                CubeDim::new_1d(units),
+                AddressType::U32,
+                buffer(&self.bits, self.room.patterns * numbers),
+                buffer(&whole.words, whole.len),
+                buffer(words, self.room.len),
+                self.extent(),
+                self.places(),
+                self.heads(heads),
+                positions::GivenLaunch::new(
+                    at.heads,
+                    at.order,
+                    at.tiles,
+                    at.entries,
+                    at.masks,
+                    layout.batch().unwrap_or(1) - 1,
+                    rows,
+                    cols,
+                    numbers,
+                ),
+                all,
+                cut,
+                rule,
+                units as usize,
             );
         }
     }

@@ -15,6 +15,7 @@
 //! embedding      the gradient of a table by the rows that were taken from it
 //! beside         matrices side by side, in another type
 //! gather         weighted sums of rows by an index, and products with them
+//! order          numbers sorted by bucket, and their places in lists
 //! blocks         means of blocks of rows, and how alike their rows are
 //! typed          buffers with the type of their numbers
 //! sample         tokens drawn from rows of logits
@@ -34,6 +35,7 @@ mod heads;
 mod norm;
 mod norm_backward;
 mod norm_shape;
+mod order;
 mod sample;
 mod scaled;
 pub(super) mod tile;
@@ -58,6 +60,7 @@ pub use norm::{NormBranch, NormOf, residual_norm};
 pub use norm_backward::{
     NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
 };
+pub use order::{places_in_lists, sort_buckets};
 pub use sample::{SampleKind, sample_rows, sample_text};
 pub use scaled::scaled;
 pub use typed::Typed;

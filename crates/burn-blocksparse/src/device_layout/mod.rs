@@ -1,13 +1,16 @@
 //! Layouts that are made on the device: a tensor chooses the blocks, and nothing is read back.
 
+mod positions;
+mod read;
+
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, LayoutError, LayoutShape, Rule};
+use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape, PositionRule, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-use crate::choice::{TopKOptions, checked, choose_rows, mask};
+use crate::choice::{TopKOptions, checked};
 use crate::device::served;
 use crate::error::OpError;
 use crate::kernels_run::runs_kernels;
@@ -95,6 +98,8 @@ enum Chooser {
     Mask(Tensor<4, Bool>),
     Indices(Tensor<4, Int>),
     Scores(Tensor<4>, Rule),
+    /// Of queries and, behind them, of keys: `[batch, heads, seq_q + seq_kv]`.
+    Positions(Tensor<3, Int>, PositionRule),
 }
 
 impl Chooser {
@@ -119,6 +124,8 @@ impl Chooser {
                 let scores = scores.expand([batch, patterns, group, rows * blocks]);
                 Self::Scores(scores.reshape([batch, heads, rows, blocks]), rule)
             }
+            // There is one for each head.
+            Self::Positions(positions, rule) => Self::Positions(positions, rule),
         }
     }
 }
@@ -354,7 +361,8 @@ impl DeviceLayout {
     }
 
     /// How many blocks each row of blocks has: i32 `[batch or 1, patterns, q_blocks]`, on the device, without autodiff. `patterns` are the heads that have
-    /// blocks of their own, a divisor of all, of which as many neighbours share one. Nothing is read back where kernels run.
+    /// blocks of their own, a divisor of all, of which as many neighbours share one. Nothing is read back where kernels run. By positions the blocks are all
+    /// those of the places.
     ///
     /// # Errors
     /// [`OpError`] if the tensor that chooses cannot be read, where no kernels run.
@@ -362,17 +370,23 @@ impl DeviceLayout {
         let device = self.device();
         let [batch, patterns] = self.choice().patterns;
         let q_blocks = self.frame.q_blocks();
-        if runs_kernels(&device) {
+        let by_positions = matches!(self.chooser, Chooser::Positions(..));
+        if runs_kernels(&device) && !by_positions {
             let mut tensors = layout_tensors(&self.frame, &device, true)?;
             tensors.choice = self.chooser();
             let counts = <Dispatch as SelectionOps>::count_blocks(tensors);
             return Ok(Tensor::from_dispatch(counts));
         }
-        let host = self.to_host()?;
+        // By positions the blocks are those of the places, whether or not a pair of them is seen.
+        let host = match self.frame.within() {
+            Some(places) if by_positions => places.clone(),
+            _ => self.to_host()?,
+        };
         let group = host.heads() / patterns;
+        let last = host.batch().unwrap_or(1) - 1;
         let mut counts = Vec::with_capacity(batch * patterns * q_blocks);
         for (entry, head) in (0..batch).flat_map(|entry| (0..patterns).map(move |p| (entry, p))) {
-            let offsets = host.row_offsets(host.pattern_of(entry, head * group));
+            let offsets = host.row_offsets(host.pattern_of(entry.min(last), head * group));
             counts.extend(offsets.windows(2).map(|row| (row[1] - row[0]) as i32));
         }
         let counts = TensorData::new(counts, [batch, patterns, q_blocks]);
@@ -432,6 +446,7 @@ impl DeviceLayout {
             Chooser::Mask(mask) => mask.device(),
             Chooser::Indices(indices) => indices.device(),
             Chooser::Scores(scores, _) => scores.device(),
+            Chooser::Positions(positions, _) => positions.device(),
         }
     }
 
@@ -463,65 +478,7 @@ impl DeviceLayout {
             Chooser::Mask(mask) => BlockChoice::Mask(mask.into_dispatch()),
             Chooser::Indices(indices) => BlockChoice::Indices(indices.into_dispatch()),
             Chooser::Scores(scores, _) => BlockChoice::Scores(scores.into_dispatch()),
-        }
-    }
-
-    fn read(&self) -> Result<BlockLayout, OpError> {
-        let shape = *self.shape();
-        let causal = self.is_causal();
-        let [batch, heads] = self.choice().patterns;
-        let q_blocks = self.frame.q_blocks();
-        let rows = self.read_rows()?;
-        if let Some(within) = self.frame.within() {
-            let kept = |entry: usize, head: usize, q_block: usize, kv_block: usize| {
-                let pattern = entry.min(batch - 1) * heads + head / (shape.heads / heads);
-                rows[pattern * q_blocks + q_block][kv_block]
-            };
-            return Ok(within.keep_blocks(self.frame.name(), self.batch(), kept)?);
-        }
-        let layouts = (0..batch).map(|entry| {
-            BlockLayout::from_block_fn(self.frame.name(), shape, |head, q_block, kv_block| {
-                let pattern = entry * heads + head / (shape.heads / heads);
-                let kept = rows[pattern * q_blocks + q_block][kv_block];
-                kept.then(|| mask(q_block, kv_block, shape, causal))
-            })
-        });
-        let layouts = layouts.collect::<Result<Vec<_>, LayoutError>>()?;
-        Ok(match &layouts[..] {
-            [one] => one.clone(),
-            several => BlockLayout::stack_batch(several)?,
-        })
-    }
-
-    /// `[patterns · q_blocks][kv_blocks]`: whether a block is chosen.
-    fn read_rows(&self) -> Result<Vec<Vec<bool>>, OpError> {
-        let kv_blocks = self.frame.kv_blocks();
-        let integers = |tensor: &Tensor<4, Int>| -> Result<Vec<i32>, OpError> {
-            let data = tensor.clone().cast(DType::I32).try_into_data();
-            let data = data.map_err(OpError::read)?;
-            data.to_vec().map_err(OpError::read)
-        };
-        match &self.chooser {
-            Chooser::Mask(mask) => {
-                let rows = integers(&mask.clone().int())?;
-                let kept = |row: &[i32]| row.iter().map(|&kept| kept != 0).collect();
-                Ok(rows.chunks(kv_blocks).map(kept).collect())
-            }
-            Chooser::Indices(indices) => {
-                let most = indices.dims()[3];
-                let kept = |row: &[i32]| {
-                    let mut kept = vec![false; kv_blocks];
-                    let indices = row.iter().filter_map(|&index| usize::try_from(index).ok());
-                    indices.for_each(|index| kept[index] = true);
-                    kept
-                };
-                Ok(integers(indices)?.chunks(most).map(kept).collect())
-            }
-            Chooser::Scores(scores, rule) => {
-                let causal = self.choice().causal;
-                let within = self.frame.within();
-                choose_rows(scores.clone(), *self.shape(), rule, causal, within)
-            }
+            Chooser::Positions(positions, _) => BlockChoice::Positions(positions.into_dispatch()),
         }
     }
 }

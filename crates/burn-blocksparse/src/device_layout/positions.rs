@@ -1,0 +1,89 @@
+//! Layouts of places whose pairs follow from the positions of what was gathered there.
+
+use std::sync::Arc;
+
+use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, PositionRule};
+use burn::tensor::{DType, Int, Tensor};
+
+use super::{Chooser, DeviceLayout, expect};
+use crate::device::served;
+use crate::error::OpError;
+
+impl DeviceLayout {
+    /// The blocks of `places`, which is on the host, and of their pairs those that the positions of query and key allow: for sequences that were gathered,
+    /// in which a place says nothing of where a token is. Every batch entry and head has positions of its own.
+    ///
+    /// Where kernels run, the launch plans of `places` are uploaded once, and only masks are made on the device: a bit for each pair of its blocks,
+    /// in the tiles of a launch.
+    /// Take one layout of places for all calls. Rows that see nothing give zeros, and lse −∞.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Int, Tensor};
+    /// use burn_blocksparse::{
+    ///     AttentionOptions, DeviceLayout, Pattern, PositionRule, attention,
+    /// };
+    ///
+    /// let device = Device::flex();
+    /// let x = Tensor::<4>::random([1, 1, 64, 16], Distribution::Default, &device);
+    /// // Tokens in the reverse order, in chunks of 16: a token sees the earlier ones of its chunk, and itself.
+    /// let order = Tensor::<1, Int>::arange_step(0..64, 1, &device).flip([0]).reshape([1, 1, 64]);
+    /// let places = Pattern::chunked(16).layout(1, 64, 16)?;
+    /// let layout = DeviceLayout::from_positions(&places, order.clone(), order, PositionRule::UpTo)?;
+    /// let dense = layout.to_host()?.to_dense(0);
+    /// // The first place holds the last token, and sees all of its chunk.
+    /// assert!(dense[0][..16].iter().all(|&seen| seen) && !dense[1][0] && !dense[0][16]);
+    /// let out = attention(x.clone(), x.clone(), x, &layout, AttentionOptions::default())?;
+    /// assert_eq!(out.dims(), [1, 1, 64, 16]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Shapes
+    /// - `of_queries`: `[batch or 1, heads, seq_q]`, below 2³¹; a query at a negative position sees nothing
+    /// - `of_keys`: `[batch or 1, heads, seq_kv]`, with the same batch; nobody sees a key at a negative position
+    ///
+    /// # Errors
+    /// [`OpError`] if the tensors do not fit the layout or each other, the batch of the layout is another one, or it is itself made on a device.
+    pub fn from_positions(
+        places: &BlockLayout,
+        of_queries: Tensor<3, Int>,
+        of_keys: Tensor<3, Int>,
+        rule: PositionRule,
+    ) -> Result<Self, OpError> {
+        served(&of_queries.device().without_autodiff())?;
+        let (of_queries, of_keys) = (of_queries.without_autodiff(), of_keys.without_autodiff());
+        let (device, other) = (of_queries.device(), of_keys.device());
+        OpError::expect_same("of_keys' device", device, "of_queries'", other)?;
+        let [batch, heads, seq_q] = of_queries.dims();
+        if batch == 0 {
+            return Err(OpError::argument("of_queries' batch", "at least 1", batch));
+        }
+        expect("of_queries' heads", places.heads(), heads)?;
+        expect("of_queries' length", places.seq_q(), seq_q)?;
+        let expected = [batch, heads, places.seq_kv()];
+        OpError::expect_same("of_keys' shape", expected, "the queries'", of_keys.dims())?;
+        let patterns = places.patterns_within([batch, heads])?;
+        let numbers = Tensor::cat(
+            [of_queries, of_keys]
+                .map(|x| x.cast(DType::I32))
+                .into_iter()
+                .collect(),
+            2,
+        );
+        let numbers = match patterns[0] == batch {
+            true => numbers,
+            false => numbers.expand([patterns[0], heads, seq_q + places.seq_kv()]),
+        };
+        let choice = DeviceChoice {
+            patterns,
+            causal: false,
+            by: ChosenBy::Positions(rule),
+        };
+        let name = format!("{}, by positions ({rule:?})", places.name());
+        Ok(Self {
+            frame: BlockLayout::on_device_within(name, choice, places)?,
+            causal: false,
+            chooser: Chooser::Positions(numbers, rule),
+            host: Arc::default(),
+        })
+    }
+}

@@ -1,0 +1,145 @@
+//! What chooses single keys: indexers, clusters and hashes.
+
+use burn::tensor::{DType, Distribution, Tensor};
+use burn_blocksparse::{Dsa, DsaIndex, DsaTarget, Pattern};
+use burn_sparse_transformer::{LshHeadsConfig, RoutingHeadsConfig};
+
+use super::{Bench, run};
+
+/// Sizes of indexers' calls.
+pub struct DsaSizes {
+    batch: usize,
+    pub n: usize,
+    /// Heads of the attention on one head of keys, and their width.
+    heads: [usize; 2],
+    /// Those of the indexer.
+    index: [usize; 2],
+    keep: usize,
+}
+
+/// A small model's, whose indexer is in f32 as its layers are, and one of a long context.
+pub const DSA: [DsaSizes; 2] = [
+    DsaSizes {
+        batch: 8,
+        n: 1024,
+        heads: [8, 48],
+        index: [4, 64],
+        keep: 128,
+    },
+    DsaSizes {
+        batch: 1,
+        n: 16_384,
+        heads: [16, 128],
+        index: [16, 128],
+        keep: 2048,
+    },
+];
+
+impl Bench<'_> {
+    /// An indexer's choices, and its losses with their gradients; and TFLOP/s of the operations that they need: products of the pairs that are seen or chosen, and
+    /// dense attention's.
+    pub fn dsa(&mut self, sizes: DsaSizes) {
+        let DsaSizes {
+            batch,
+            n,
+            heads: [heads, width],
+            index: [index_heads, index_width],
+            keep,
+        } = sizes;
+        self.heading([heads, 1, width], n);
+        self.dense = f64::NAN;
+        let normal = Distribution::Normal(0.0, 1.0);
+        let random = |heads: usize, width: usize, dtype: DType| {
+            let options = (&self.device, dtype);
+            Tensor::<4>::random([batch, heads, n, width], normal, options)
+        };
+        let (q, k) = (
+            random(heads, width, DType::BF16),
+            random(1, width, DType::BF16),
+        );
+        let index = |heads, width| random(heads, width, DType::F32).autodiff().require_grad();
+        let weights = index(index_heads, 1).squeeze_dim(3);
+        let keys = index(1, index_width);
+        let index = DsaIndex::new(index(index_heads, index_width), keys, weights);
+        let index = index.expect("shapes fit");
+        let dsa = Dsa::new(keep).expect("a number of keys");
+        let seen = |most: usize| -> usize { (1..=n).map(|keys| keys.min(most)).sum() };
+        let products = |[heads, width]: [usize; 2], most: usize| {
+            (2 * batch * heads * width * seen(most)) as f64
+        };
+        let [all, chosen] = [n, keep].map(|most| 3.0 * products(sizes.index, most));
+        let dense = products(sizes.heads, n);
+        let name =
+            |what: &str| format!("dsa, {batch} x {index_heads} x {index_width}, {keep}: {what}");
+        let rate =
+            |flops: f64, seconds: f64| println!("{:>64} {:.1} TFLOP/s", "", flops / seconds / 1e12);
+        let seconds = self.time(&name("choice"), || dsa.choose(&index));
+        rate(all / 3.0, seconds);
+        let lists = dsa.choose(&index).expect("shapes fit");
+        for (what, over, flops) in [
+            ("loss over all", DsaTarget::All, all + 2.0 * dense),
+            (
+                "loss over chosen",
+                DsaTarget::Chosen(&lists),
+                chosen + dense + products(sizes.heads, keep),
+            ),
+        ] {
+            let seconds = self.time(&name(what), || {
+                let loss = dsa.loss(&index, [&q, &k], None, over);
+                loss.expect("shapes fit").backward()
+            });
+            rate(flops, seconds);
+        }
+    }
+
+    /// Clusters of 128 and hashes in chunks of 64, beside local attention that computes as many pairs: once what clusters or a round do.
+    pub fn single_keys(&mut self, n: usize) {
+        let (sizes, window, bucket) = ([8, 8, 64], 128, 64);
+        let [heads, _, dim] = sizes;
+        self.heading(sizes, n);
+        let inputs = self.inputs(sizes, n);
+        let tracked = Self::tracked(&inputs);
+        let local = Pattern::local(window).layout(heads, n, 64).expect("valid");
+        let [q, k, v] = &inputs;
+        self.dense = f64::NAN;
+        let forward = self.time("single keys: local(128)", || run(q, k, v, &local));
+        let both = self.time("single keys: local(128), forward and backward", || {
+            let [q, k, v] = &tracked;
+            run(q, k, v, &local).sum().backward()
+        });
+        let routing = RoutingHeadsConfig::new(window);
+        let plain = routing.init(heads, dim, n, &self.device).expect("valid");
+        let training = self.device.clone().autodiff();
+        let training = routing.init(heads, dim, n, &training).expect("valid");
+        self.dense = forward;
+        self.time("single keys: routing:128, choice", || {
+            plain.clusters(q.clone()).expect("shapes fit")
+        });
+        self.time("single keys: routing:128", || {
+            plain
+                .forward(q.clone(), v.clone())
+                .expect("shapes fit")
+                .context
+        });
+        self.dense = both;
+        self.time("single keys: routing:128, forward and backward", || {
+            let out = training.forward(tracked[0].clone(), tracked[2].clone());
+            out.expect("shapes fit").context.sum().backward()
+        });
+        for rounds in [1, 4] {
+            let lsh = LshHeadsConfig::new()
+                .with_bucket(bucket)
+                .with_rounds(rounds);
+            let lsh = lsh.init().expect("valid");
+            let name = format!("single keys: lsh:{bucket},{rounds}");
+            let scale = rounds as f64;
+            self.dense = forward * scale;
+            self.time(&name, || lsh.forward(q.clone(), v.clone(), None));
+            self.dense = both * scale;
+            self.time(&format!("{name}, forward and backward"), || {
+                let out = lsh.forward(tracked[0].clone(), tracked[2].clone(), None);
+                out.expect("shapes fit").sum().backward()
+            });
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Sorts by bucket, the highest numbers of rows, and sums at places, against the host's.
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::{highest_in_rows, rows_at, runs_kernels, sort_buckets, sums_at};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::compare::to_f64;
+
+fn numbers<const D: usize>(x: Tensor<D, Int>) -> Vec<i32> {
+    x.into_data().convert::<i32>().to_vec().unwrap()
+}
+
+/// Those of a stable sort: random buckets, one bucket, rising and falling ones, and more than are sorted at once.
+pub fn buckets_are_sorted_as_by_the_host(devices: &[Device]) {
+    let cases = [
+        (1, 1, 1),
+        (3, 700, 7),
+        (2, 256, 64),
+        (2, 1000, 1),
+        (1, 5000, 128),
+        (2, 600, 1025),
+        (1, 900, 300_000),
+    ];
+    for (groups, length, count) in cases {
+        let mut rng = ChaCha8Rng::seed_from_u64(length as u64);
+        for kind in 0..3 {
+            let bucket = |at: usize, rng: &mut ChaCha8Rng| match kind {
+                0 => rng.random_range(0..count),
+                1 => at * count / length,
+                _ => (length - 1 - at) * count / length,
+            };
+            let buckets: Vec<i32> = (0..groups * length)
+                .map(|i| bucket(i % length, &mut rng) as i32)
+                .collect();
+            for device in devices {
+                let data = TensorData::new(buckets.clone(), [groups, length]);
+                let given = Tensor::<2, Int>::from_data(data, (device, DType::I32));
+                let Some([tokens, places]) = sort_buckets(given, count).unwrap() else {
+                    assert!(!runs_kernels(device));
+                    continue;
+                };
+                let (tokens, places) = (numbers(tokens), numbers(places));
+                for group in 0..groups {
+                    let of = |x: &[i32]| x[group * length..][..length].to_vec();
+                    let buckets = of(&buckets);
+                    let mut expected: Vec<i32> = (0..length as i32).collect();
+                    expected.sort_by_key(|&token| buckets[token as usize]);
+                    assert_eq!(of(&tokens), expected, "{length}, {count}, {kind}");
+                    let mut inverse = vec![0; length];
+                    (0..length).for_each(|at| inverse[expected[at] as usize] = at as i32);
+                    assert_eq!(of(&places), inverse, "{length}, {count}, {kind}");
+                }
+            }
+        }
+    }
+}
+
+/// Of rows with ties, and with what is no number.
+pub fn highest_in_rows_are_those_of_a_sort(devices: &[Device]) {
+    let [groups, rows, columns] = [3, 4, 300];
+    let mut rng = ChaCha8Rng::seed_from_u64(77);
+    let mut given: Vec<f32> = (0..groups * rows * columns)
+        .map(|_| rng.random_range(0..500) as f32 / 250.0 - 1.0)
+        .collect();
+    given[..columns].fill(0.25);
+    for at in [columns, columns + 9, 3 * columns - 1] {
+        given[at] = f32::NAN;
+    }
+    for most in [1, 64, 65, 299, 300] {
+        for device in devices {
+            let data = TensorData::new(given.clone(), [groups, rows, columns]);
+            let x = Tensor::<3>::from_data(data, (device, DType::F32));
+            let Some(found) = highest_in_rows(x, most).unwrap() else {
+                assert!(!runs_kernels(device));
+                continue;
+            };
+            let (lists, places) = (numbers(found.columns), numbers(found.places));
+            for (row, numbers) in given.chunks(columns).enumerate() {
+                let number = |at: usize| match numbers[at].is_nan() {
+                    true => f32::NEG_INFINITY,
+                    false => numbers[at],
+                };
+                let mut order: Vec<usize> = (0..columns).collect();
+                order.sort_by(|&a, &b| number(b).total_cmp(&number(a)).then(a.cmp(&b)));
+                order.truncate(most);
+                order.sort_unstable();
+                let list = &lists[row * most..][..most];
+                assert!(
+                    order.iter().eq(list
+                        .iter()
+                        .map(|&at| at as usize)
+                        .collect::<Vec<_>>()
+                        .iter())
+                );
+                let (group, row) = (row / rows, row % rows);
+                for column in 0..columns {
+                    let place = order.binary_search(&column).ok();
+                    let expected = place.map_or(-1, |place| (row * most + place) as i32);
+                    let got = places[(group * columns + column) * rows + row];
+                    assert_eq!(got, expected, "{most}, {row}, {column}");
+                }
+            }
+        }
+    }
+}
+
+/// The one is the gradient of the other.
+pub fn sums_at_places_are_gradients_of_rows(devices: &[Device]) {
+    let [batch, heads, rows, most, dim] = [2, 2, 13, 3, 8];
+    let places = rows * most;
+    let mut rng = ChaCha8Rng::seed_from_u64(78);
+    // Every third place names no row.
+    let index: Vec<i32> = (0..batch * heads * places)
+        .map(|at| match at % 3 {
+            0 => -1,
+            _ => (at * 7 % rows) as i32,
+        })
+        .collect();
+    let mut users = vec![-1; batch * heads * rows * places];
+    for (at, &row) in index.iter().enumerate().filter(|(_, row)| **row >= 0) {
+        let list = &mut users[(at / places * rows + row as usize) * places..][..places];
+        list[at % places] = (at % places) as i32;
+    }
+    let mut random =
+        |count: usize| -> Vec<f32> { (0..count).map(|_| rng.random_range(-1.0..1.0)).collect() };
+    let (x, y) = (
+        random(batch * heads * places * dim),
+        random(batch * heads * rows * dim),
+    );
+    for device in devices {
+        let device = device.clone().autodiff();
+        let float = |x: &[f32], rows: usize| {
+            let data = TensorData::new(x.to_vec(), [batch, heads, rows, dim]);
+            Tensor::<4>::from_data(data, (&device, DType::F32)).require_grad()
+        };
+        let (x, y) = (float(&x, places), float(&y, rows));
+        let data = TensorData::new(index.clone(), [batch, heads, places]);
+        let index = Tensor::<3, Int>::from_data(data, (&device, DType::I32));
+        let data = TensorData::new(users.clone(), [batch, heads, rows, places]);
+        let users = Tensor::<4, Int>::from_data(data, (&device, DType::I32));
+        let taken = rows_at(y.clone(), index.clone(), users.clone()).unwrap();
+        let sums = sums_at(x.clone(), index, users).unwrap();
+        let by_y = y.grad(&(taken.clone() * x.clone().detach()).sum().backward());
+        let by_x = x.grad(&(sums.clone() * y.detach()).sum().backward());
+        for (got, expected) in [(by_y, sums), (by_x, taken)] {
+            let expected = to_f64(expected.into_data());
+            let got = to_f64(got.unwrap().into_data());
+            assert!(expected.iter().any(|x| x.abs() > 0.1));
+            assert!(got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-6));
+        }
+        let error = sums_at(
+            Tensor::zeros([batch, heads, places + 1, dim], &device),
+            Tensor::zeros([batch, heads, places], &device),
+            Tensor::zeros([batch, heads, rows, 1], &device),
+        );
+        assert!(error.unwrap_err().to_string().contains("x's places"));
+    }
+}
