@@ -1,5 +1,6 @@
 //! Which numbers are the highest, and where, on devices with kernels: what chooses single tokens by content.
 
+#[cfg(feature = "cube")]
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
