@@ -58,7 +58,9 @@ impl Bench<'_> {
             random(1, width, DType::BF16),
         );
         let index = |heads, width| random(heads, width, DType::F32).autodiff().require_grad();
-        let weights = index(index_heads, 1).squeeze_dim(3);
+        // Leaves, which more than one graph may have.
+        let weights = random(index_heads, 1, DType::F32).squeeze_dim::<3>(3);
+        let weights = weights.autodiff().require_grad();
         let keys = index(1, index_width);
         let index = DsaIndex::new(index(index_heads, index_width), keys, weights);
         let index = index.expect("shapes fit");

@@ -198,7 +198,9 @@ impl Gradients {
         let wanted = wanted.clone() / wanted.sum_dim(2).clamp_min(1e-30);
         let (found, log) = softmax_over(scores.of_rows(rows.clone()), hidden);
         let log_wanted = wanted.clone().clamp_min(1e-30).log();
-        let loss = (wanted.clone() * (log_wanted - log)).sum();
+        // A sum over all dimensions may be a kernel with atomics.
+        let loss = wanted.clone() * (log_wanted - log);
+        let loss = loss.sum_dim(2).sum_dim(1).sum_dim(0).reshape([1]);
         let by_score: Tensor<4> = (found - wanted).unsqueeze_dim(1);
         let [batch, _, _, width] = scores.q.dims();
         let (mut by_q, mut by_weights) = (Vec::new(), Vec::new());
