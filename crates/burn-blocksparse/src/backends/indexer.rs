@@ -40,16 +40,8 @@ impl Pairs {
     }
 
     fn sizes(&self, rows: [usize; 2], listed: Option<usize>) -> PairSizes {
-        let [batch, heads, seq_q, width] = self.q.meta.shape().dims();
-        let [_, kv_heads, seq_kv, _] = self.k.meta.shape().dims();
-        PairSizes {
-            batch,
-            heads: [heads, kv_heads],
-            seq: [seq_q, seq_kv],
-            width,
-            rows,
-            listed,
-        }
+        let [q, k] = [&self.q, &self.k].map(|x| x.meta.shape().dims());
+        PairSizes::new(q, k, rows, listed)
     }
 
     fn inputs<'a>(&'a self, keys: Option<&'a CubeTensor>) -> PairInputs<'a> {
@@ -115,14 +107,14 @@ impl IndexerOps for CubeBackend {
         let by_q = new(&index.q);
         let by_weights = empty(&index.q, [batch, heads, seq_q], DType::F32);
         let client = index.q.client.clone();
-        let factor = 1.0 / ((heads * width) as f64).sqrt();
+        let factor = index.factor();
         let scores = PairSum::Scores {
             factor,
             near: 0,
             all: false,
         };
         let weights = PairSum::Weights { scale: call.scale };
-        let step = (call.numbers / (batch * seq_kv)).clamp(1, seq_q);
+        let step = call.rows;
         let parts = key_parts(&client, &index.sizes([0, step], None));
         let in_parts = empty(&index.q, [parts, batch * seq_kv * width], DType::F32);
         for start in (0..seq_q).step_by(step) {

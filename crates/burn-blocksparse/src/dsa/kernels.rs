@@ -10,6 +10,7 @@ use burn::tensor::{DType, Tensor};
 
 use super::found::{DsaTarget, Found};
 use super::scores::DsaIndex;
+use super::slabs::together;
 use crate::attention::attention_with_lse;
 use crate::backends::indexer::available;
 use crate::device::cube;
@@ -48,6 +49,11 @@ impl Index {
         }
     }
 
+    /// Queries whose scores are made together, so many numbers of them.
+    fn together(&self, numbers: usize) -> usize {
+        together(self.q.dims(), self.k.dims()[2], numbers)
+    }
+
     fn inputs(self) -> IndexInputs<Dispatch> {
         IndexInputs {
             q: self.q.into_dispatch(),
@@ -59,30 +65,15 @@ impl Index {
 
 /// Whether kernels take such queries and keys, so many queries of them at a time.
 fn is_served([q, k]: [&Tensor<4>; 2], rows: [usize; 2], listed: Option<usize>) -> bool {
-    let [batch, heads, seq_q, width] = q.dims();
-    let [_, kv_heads, seq_kv, _] = k.dims();
-    let sizes = PairSizes {
-        batch,
-        heads: [heads, kv_heads],
-        seq: [seq_q, seq_kv],
-        width,
-        rows,
-        listed,
-    };
+    let sizes = PairSizes::new(q.dims(), k.dims(), rows, listed);
     cube::of(&q.device()).is_some_and(|device| available(&device, q.dtype(), &sizes))
-}
-
-/// Queries that are computed together.
-fn together(q: &Tensor<4>, k: &Tensor<4>, numbers: usize) -> usize {
-    let ([batch, _, seq_q, _], seq_kv) = (q.dims(), k.dims()[2]);
-    (numbers / (batch * seq_kv)).clamp(1, seq_q)
 }
 
 /// Whether kernels make the scores of an index, so many numbers at a time.
 pub(super) fn has_scores(index: &DsaIndex, numbers: usize) -> bool {
     let index = Index::new(index);
-    let rows = together(&index.q, &index.k, numbers);
-    is_served([&index.q, &index.k], [0, rows], None)
+    let rows = [0, index.together(numbers)];
+    is_served([&index.q, &index.k], rows, None)
 }
 
 /// Scores of some queries, `[batch, rows, seq_kv]`, the highest for `near` keys up to a query's own; those of keys behind it only if `all` are wanted.
@@ -103,7 +94,8 @@ pub(super) fn loss(
     let index = Index::new(index);
     let [q, k] = of_one_dtype([q, k].map(|x| x.clone().without_autodiff()));
     let ([_, heads, seq_q, _], seq_kv) = (q.dims(), k.dims()[2]);
-    let rows = [0, together(&q, &k, numbers)];
+    let together = index.together(numbers);
+    let rows = [0, together];
     let listed = match over {
         DsaTarget::All => None,
         DsaTarget::Chosen(lists) => Some(lists.keys().dims()[3]),
@@ -131,7 +123,7 @@ pub(super) fn loss(
         DsaTarget::All => true,
         DsaTarget::Chosen(lists) => lists.is_causal(),
     };
-    let call = IndexerLoss::new(scale, numbers, causal);
+    let call = IndexerLoss::new(scale, together, causal);
     let found = <Dispatch as IndexerOps>::indexer_loss(index.inputs(), target, call);
     let losses = Tensor::<2>::from_dispatch(found.losses);
     let queries = losses.shape().num_elements();

@@ -8,6 +8,11 @@ use burn::tensor::Tensor;
 use super::kernels;
 use super::scores::{DsaIndex, Scores};
 
+/// Queries whose scores are made together by kernels, so many numbers of them at a time.
+pub(super) fn together([batch, _, seq_q, _]: [usize; 4], seq_kv: usize, numbers: usize) -> usize {
+    (numbers / (batch * seq_kv)).clamp(1, seq_q)
+}
+
 /// The scores of an index that is not on an autodiff device.
 pub(super) struct Slabs<'a> {
     index: &'a DsaIndex,
@@ -37,11 +42,11 @@ impl<'a> Slabs<'a> {
 
     /// Queries that are computed together.
     pub fn rows(&self) -> Vec<Range<usize>> {
-        let [batch, _, seq_q, _] = self.index.q.dims();
+        let dims = self.index.q.dims();
         match &self.operations {
             Some(scores) => scores.slabs(scores.heads()),
             None => {
-                let rows = (self.numbers / (batch * self.index.seq_kv())).clamp(1, seq_q);
+                let (rows, seq_q) = (together(dims, self.index.seq_kv(), self.numbers), dims[2]);
                 let starts = (0..seq_q).step_by(rows);
                 let slab = |start: usize| start..(start + rows).min(seq_q);
                 starts.map(slab).collect()

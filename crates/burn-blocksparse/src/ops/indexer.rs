@@ -21,17 +21,17 @@ pub struct IndexerScores {
 pub struct IndexerLoss {
     /// The attention's scale.
     pub scale: f64,
-    /// Scores that are in memory at a time, unless a query has more.
-    pub numbers: usize,
+    /// Queries that are computed together: their scores are in memory at a time.
+    pub rows: usize,
     /// Whether no query is compared over a key behind its own position.
     pub causal: bool,
 }
 
 impl IndexerLoss {
-    pub(crate) fn new(scale: f64, numbers: usize, causal: bool) -> Self {
+    pub(crate) fn new(scale: f64, rows: usize, causal: bool) -> Self {
         Self {
             scale,
-            numbers,
+            rows,
             causal,
         }
     }

@@ -28,6 +28,23 @@ pub struct PairSizes {
 }
 
 impl PairSizes {
+    /// Of queries `[batch, heads, seq_q, width]` and keys `[batch, kv_heads, seq_kv, width]`.
+    pub fn new(
+        [batch, heads, seq_q, width]: [usize; 4],
+        [_, kv_heads, seq_kv, _]: [usize; 4],
+        rows: [usize; 2],
+        listed: Option<usize>,
+    ) -> Self {
+        Self {
+            batch,
+            heads: [heads, kv_heads],
+            seq: [seq_q, seq_kv],
+            width,
+            rows,
+            listed,
+        }
+    }
+
     /// Numbers of a query: one for each key, or for each that is listed.
     pub fn columns(&self) -> usize {
         self.listed.unwrap_or(self.seq[1])
