@@ -1,21 +1,28 @@
 //! What ends a run early.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
 use crate::progress::warn;
 
-/// Set by the first Ctrl-C; the second ends the process at once.
+/// Programs that stop others (`timeout`, service managers, schedulers) may signal a process and its group, which then hears of it twice.
+const SAME: Duration = Duration::from_secs(1);
+
+/// Set by the first Ctrl-C, SIGTERM or SIGHUP; a later one ends the process at once.
 pub(super) fn on_ctrl_c() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&stop);
+    let first = OnceLock::new();
     ctrlc::set_handler(move || {
-        if seen.swap(true, Ordering::Relaxed) {
+        let first = first.get_or_init(Instant::now);
+        if !seen.swap(true, Ordering::Relaxed) {
+            warn("stopping after this step; Ctrl-C again to stop at once");
+        } else if first.elapsed() > SAME {
             std::process::exit(130);
         }
-        warn("stopping after this step; Ctrl-C again to stop at once");
     })
     .context("cannot listen for Ctrl-C")?;
     Ok(stop)
