@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::buckets::Sorted;
 use super::lsh_places::Placed;
 use super::rotations::rotations;
-use super::{counted, unit, widened};
+use super::{counted, in_dtype, unit, widened};
 use crate::TransformerError;
 use crate::error::{ensure, ensure_positive, ensure_shape};
 
@@ -113,6 +113,17 @@ pub fn lsh_attention(
     ensure_shape("rotations", rotations.dims(), expected, axes)?;
     let [rounds, ..] = rotations.dims();
     let dtype = value.dtype();
+    let counts_once = options.dedup && rounds > 1;
+    if !counts_once && !options.own_bucket && runs_kernels(&value.device()) {
+        let rule = match options.causal {
+            true => PositionRule::Before,
+            false => PositionRule::Others,
+        };
+        let sizes = [options.chunks(seq), options.bucket.get()];
+        if let Some(placed) = Placed::new(qk.clone(), rotations.clone(), sizes)? {
+            return placed.attend(in_dtype(qk, dtype), value, rule, SELF_ALONE);
+        }
+    }
     let hashed = widened(qk.clone().without_autodiff());
     let rotations = rotations.without_autodiff().cast(hashed.dtype());
     let rounds: Vec<Round> = (0..rounds)
@@ -121,20 +132,6 @@ pub fn lsh_attention(
             Round::new(hashed.clone(), rotation, options)
         })
         .collect::<Result<_, _>>()?;
-    let counts_once = options.dedup && rounds.len() > 1;
-    if !counts_once && !options.own_bucket && runs_kernels(&value.device()) {
-        let rule = match options.causal {
-            true => PositionRule::Before,
-            false => PositionRule::Others,
-        };
-        let placed = Placed {
-            chunks: options.chunks(seq),
-            bucket: options.bucket.get(),
-            tokens: rounds.iter().map(|round| round.tokens.clone()).collect(),
-            places: rounds.iter().map(|round| round.places.clone()).collect(),
-        };
-        return placed.attend(qk.cast(dtype), value, rule, SELF_ALONE);
-    }
     let both = Tensor::cat(vec![qk.cast(dtype), value], 3);
     let (mut outs, mut lses) = (Vec::new(), Vec::new());
     for (round, own) in rounds.iter().enumerate() {

@@ -48,7 +48,15 @@ fn unit<const D: usize>(x: Tensor<D>) -> Tensor<D> {
 fn widened<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     match x.dtype() {
         DType::F64 => x,
-        _ => x.cast(DType::F32),
+        _ => in_dtype(x, DType::F32),
+    }
+}
+
+/// In a dtype: a cast to the same one would be an operation.
+fn in_dtype<const D: usize>(x: Tensor<D>, dtype: DType) -> Tensor<D> {
+    match x.dtype() == dtype {
+        true => x,
+        false => x.cast(dtype),
     }
 }
 

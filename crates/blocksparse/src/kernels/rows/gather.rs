@@ -39,31 +39,39 @@ impl IndexedRows {
     }
 
     /// Numbers of the largest of the tensors.
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         let rows = self.rows.max(self.places) * self.width;
         self.lists * rows.max(self.places * (self.most + 1))
+    }
+
+    pub(super) fn sizes(&self) -> SizesLaunch {
+        let count = self.lists * self.places;
+        SizesLaunch::new(self.rows, self.places, self.most, count)
     }
 }
 
 /// What a launch reads.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Sizes {
+pub(super) struct Sizes {
     /// Of a list.
-    rows: usize,
-    places: usize,
-    most: usize,
+    pub rows: usize,
+    pub places: usize,
+    pub most: usize,
     /// Places of all lists.
-    count: usize,
+    pub count: usize,
 }
 
-/// `output[place] = w₀ · own[place] + Σ wⱼ · rows[index[place, j]]`, where what is not there is left out; without weights they are 1.
+/// `output[place] = w₀ · own[place] + Σ wⱼ · fⱼ · rows[index[place, j]]`, where what is not there is left out; without weights, and without the rows' own
+/// factors `f`, they are 1. With `shares` the sum is divided by how many rows there are, 1 at least, and what it is multiplied by is written there.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gather<E: Float, A: Float, N: Size>(
     rows: &[Vector<E, N>],
     index: &[i32],
     own: ComptimeOption<Box<[Vector<E, N>]>>,
     weights: ComptimeOption<Box<[A]>>,
+    factors: ComptimeOption<Box<[A]>>,
     output: &mut [Vector<E, N>],
+    shares: ComptimeOption<Box<[A]>>,
     sizes: Sizes,
     #[comptime] tile: RowTile,
     #[define(E)] _element: ElemType,
@@ -102,9 +110,11 @@ fn gather<E: Float, A: Float, N: Size>(
             }
             ComptimeOption::None => {}
         }
+        let mut there = A::new(0.0);
         for j in 0..sizes.most {
             let row = index[at * sizes.most + j];
             if row >= 0i32 && (row as usize) < sizes.rows {
+                there += A::new(1.0);
                 let start = (first + row as usize) * row_vectors;
                 let mut factor = A::new(1.0);
                 #[comptime]
@@ -115,12 +125,33 @@ fn gather<E: Float, A: Float, N: Size>(
                     }
                     ComptimeOption::None => {}
                 }
+                #[comptime]
+                match &factors {
+                    ComptimeOption::Some(factors) => {
+                        factor *= factors[first + row as usize];
+                    }
+                    ComptimeOption::None => {}
+                }
                 #[unroll]
                 for i in 0..vectors {
                     let x = Vector::<A, N>::cast_from(rows[start + place(lane, i, tile)]);
                     sums[i] += x * Vector::<A, N>::empty().fill(factor);
                 }
             }
+        }
+        #[comptime]
+        match shares {
+            ComptimeOption::Some(mut shares) => {
+                let share = A::new(1.0) / there.max(A::new(1.0));
+                #[unroll]
+                for i in 0..vectors {
+                    sums[i] = sums[i] * Vector::<A, N>::empty().fill(share);
+                }
+                if lane == 0 {
+                    shares[at] = share;
+                }
+            }
+            ComptimeOption::None => {}
         }
         #[unroll]
         for i in 0..vectors {
@@ -186,9 +217,52 @@ fn dots<E: Float, A: Float, N: Size>(
 pub fn gather_rows(
     client: &Client,
     of: &IndexedRows,
-    (rows, element): Typed,
+    rows: Typed,
     index: &Handle,
     [own, weights]: [Option<&Handle>; 2],
+    output: &Handle,
+) -> Result<(), KernelError> {
+    launch_gather(client, of, rows, index, [own, weights, None, None], output)
+}
+
+/// The means of the rows that an index names, 0 where it names none: `output` `[lists, places, width]`; and `shares` `[lists, places]`, in the type of sums:
+/// one over how many, or 1.
+///
+/// # Errors
+/// As [`gather_rows`].
+pub fn mean_rows(
+    client: &Client,
+    of: &IndexedRows,
+    rows: Typed,
+    index: &Handle,
+    [output, shares]: [&Handle; 2],
+) -> Result<(), KernelError> {
+    let others = [None, None, None, Some(shares)];
+    launch_gather(client, of, rows, index, others, output)
+}
+
+/// The sums of the rows that an index names, each times its own factor of `factors` `[lists, rows]`, in the type of sums.
+///
+/// # Errors
+/// As [`gather_rows`].
+pub fn gather_scaled_rows(
+    client: &Client,
+    of: &IndexedRows,
+    rows: Typed,
+    index: &Handle,
+    factors: &Handle,
+    output: &Handle,
+) -> Result<(), KernelError> {
+    let others = [None, None, Some(factors), None];
+    launch_gather(client, of, rows, index, others, output)
+}
+
+fn launch_gather(
+    client: &Client,
+    of: &IndexedRows,
+    (rows, element): Typed,
+    index: &Handle,
+    [own, weights, factors, shares]: [Option<&Handle>; 4],
     output: &Handle,
 ) -> Result<(), KernelError> {
     let tile = tile_of(client.properties(), of.width, element, LANE_NUMBERS)?;
@@ -199,7 +273,7 @@ pub fn gather_rows(
         return Ok(());
     }
     let weighted = of.most + usize::from(own.is_some());
-    // SAFETY: a unit below `count` reads rows of its list below `rows` and its own place's numbers, and writes its place's row.
+    // SAFETY: a unit below `count` reads rows of its list below `rows` and its own place's numbers, and writes its place's row; the first its share.
     unsafe {
         gather::launch_unchecked(
             client,
@@ -211,8 +285,10 @@ pub fn gather_rows(
             buffer(index, count * of.most),
             optional(own, count * tile.row_vectors),
             optional(weights, count * weighted),
+            optional(factors, of.lists * of.rows),
             buffer(output, count * tile.row_vectors),
-            SizesLaunch::new(of.rows, of.places, of.most, count),
+            optional(shares, count),
+            of.sizes(),
             tile,
             element,
             super::accumulator_of(element),
@@ -253,7 +329,7 @@ pub fn row_dots(
             buffer(index, count * of.most),
             buffer(own, count * tile.row_vectors),
             buffer(output, count * of.most),
-            SizesLaunch::new(of.rows, of.places, of.most, count),
+            of.sizes(),
             tile,
             element,
             super::accumulator_of(element),
