@@ -144,6 +144,34 @@ pub fn hash_rows(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, 
     unreachable!("kernels need the feature cube")
 }
 
+/// Of each column the row of its highest number, of equal ones the first, counted through the rows of all heads: row `r` of head `h` is `h · rows + r`. `None`
+/// where [no kernels run](runs_kernels).
+///
+/// # Shapes
+/// - `numbers`: `[batch, heads, rows, columns]`
+/// - result: i32 `[batch, heads, columns]`, without autodiff
+///
+/// # Errors
+/// [`OpError`] if there are no numbers, or no feature of this crate serves the device.
+pub fn highest_rows(numbers: Tensor<4>) -> Result<Option<Tensor<3, Int>>, OpError> {
+    let numbers = numbers.without_autodiff();
+    let device = numbers.device();
+    served(&device)?;
+    if numbers.dims().contains(&0) {
+        return Err(OpError::argument("numbers", "at least one", 0));
+    }
+    if !runs_kernels(&device) {
+        return Ok(None);
+    }
+    #[cfg(feature = "cube")]
+    {
+        let found = <Dispatch as OrderOps>::highest_rows(numbers.into_dispatch());
+        Ok(Some(Tensor::from_dispatch(found)))
+    }
+    #[cfg(not(feature = "cube"))]
+    unreachable!("kernels need the feature cube")
+}
+
 /// Lists of the highest numbers of each row, and where numbers stand in them, as [`highest_in_rows`] gives them.
 #[derive(Clone, Debug)]
 #[non_exhaustive]

@@ -53,6 +53,16 @@ impl OrderOps for CubeBackend {
         lists
     }
 
+    fn highest_rows(numbers: CubeTensor) -> CubeTensor {
+        let [batch, heads, all, columns] = numbers.meta.shape().dims();
+        let numbers = into_contiguous(numbers);
+        let found = empty(&numbers, [batch, heads, columns], DType::I32);
+        let (given, made) = (typed(&numbers), &found.handle);
+        let (of, sizes) = ([batch, heads], [all, columns]);
+        launched(rows::highest_rows(&numbers.client, of, sizes, given, made));
+        found
+    }
+
     fn places_in_lists(lists: CubeTensor, length: usize) -> CubeTensor {
         let [groups, count, width] = lists.meta.shape().dims();
         let lists = integers(lists);

@@ -99,6 +99,27 @@ impl<B: RowOps> Backward<B, 2> for Keyed {
     }
 }
 
+/// The step behind rows as long as 1.
+#[derive(Debug)]
+struct Unit;
+
+impl<B: RowOps> Backward<B, 1> for Unit {
+    /// The rows.
+    type State = FloatTensor<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let grad = grads.consume::<B>(&ops.node);
+        if let [Some(parent)] = ops.parents {
+            grads.register::<B>(parent.id, B::unit_rows_backward(grad, ops.state));
+        }
+    }
+}
+
 /// The step behind means.
 #[derive(Debug)]
 struct MeansAt;
@@ -195,6 +216,21 @@ impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
             }
             OpsKind::UnTracked(prep) => prep.finish(B::rows_at(x, index, users)),
         }
+    }
+
+    fn unit_rows(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let prepared = Unit.prepare::<C>([x.node()]).compute_bound();
+        let x = x.into_primitive();
+        let unit = B::unit_rows(x.clone());
+        match prepared.stateful() {
+            OpsKind::Tracked(prep) => prep.finish(x, unit),
+            OpsKind::UnTracked(prep) => prep.finish(unit),
+        }
+    }
+
+    /// Overridden so that the reference does not itself run through autodiff.
+    fn unit_rows_backward(_grad: FloatTensor<Self>, _x: FloatTensor<Self>) -> FloatTensor<Self> {
+        unimplemented!("unit_rows is differentiable once")
     }
 
     fn means_at(

@@ -21,7 +21,7 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::RowOps;
-    use crate::backends::cube::{contiguous, empty, typed, uses_reference};
+    use crate::backends::cube::{contiguous, empty, matrix, typed, uses_reference};
     use crate::dtype::accumulate_in;
     use crate::ops::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts};
     use crate::rows::reference;
@@ -73,6 +73,17 @@ mod kernels {
             let (grad, users) = (into_contiguous(grad), numbers(users));
             gathered(&grad, &users)
                 .unwrap_or_else(|| reference::rows_at_backward::<Self>(grad, users))
+        }
+
+        fn unit_rows(x: CubeTensor) -> CubeTensor {
+            let x = into_contiguous(x);
+            unit(&x, None).unwrap_or_else(|| reference::unit_rows::<Self>(x))
+        }
+
+        fn unit_rows_backward(grad: CubeTensor, x: CubeTensor) -> CubeTensor {
+            let (grad, x) = (into_contiguous(grad), into_contiguous(x));
+            unit(&x, Some(&grad))
+                .unwrap_or_else(|| reference::unit_rows_backward::<Self>(grad, x))
         }
 
         fn means_at(x: CubeTensor, _index: CubeTensor, users: CubeTensor) -> MeanRows<Self> {
@@ -135,6 +146,19 @@ mod kernels {
             merged_backward(&inputs, &grads)
                 .unwrap_or_else(|| reference::merged_parts_backward::<Self>(inputs, grads))
         }
+    }
+
+    /// Rows made as long as 1, or the gradient by them.
+    fn unit(x: &CubeTensor, grad: Option<&CubeTensor>) -> Option<CubeTensor> {
+        if uses_reference() {
+            return None;
+        }
+        let dtype = if grad.is_some() { x.dtype } else { sums_of(x) };
+        let shape = x.meta.shape();
+        let made = empty(x, shape.dims::<4>(), dtype);
+        let grad = grad.map(|grad| &grad.handle);
+        rows::unit_rows(&x.client, matrix(shape), typed(x), grad, &made.handle).ok()?;
+        Some(made)
     }
 
     fn means(x: &CubeTensor, users: &CubeTensor) -> Option<MeanRows<CubeBackend>> {

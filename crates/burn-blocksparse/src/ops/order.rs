@@ -32,6 +32,10 @@ pub trait OrderOps: Backend {
     #[fusion(meta = meta::highest)]
     fn highest_in_rows(numbers: FloatTensor<Self>, most: usize) -> IntTensor<Self>;
 
+    /// Of each column of `[batch, heads, rows, columns]` the row of its highest number, counted through the rows of all heads: `[batch, heads, columns]`.
+    #[fusion(meta = meta::highest_rows)]
+    fn highest_rows(numbers: FloatTensor<Self>) -> IntTensor<Self>;
+
     /// Where numbers below `length` stand in ascending lists `[groups, lists, width]`: `[groups, length, lists]`.
     #[fusion(meta = meta::places)]
     fn places_in_lists(lists: IntTensor<Self>, length: usize) -> IntTensor<Self>;
@@ -66,6 +70,11 @@ mod meta {
     pub fn highest(numbers: &TensorSpec, most: &usize) -> TensorSpec {
         let [groups, rows, _] = numbers.shape.dims::<3>();
         TensorSpec::new([groups, rows, *most].into(), DType::I32)
+    }
+
+    pub fn highest_rows(numbers: &TensorSpec) -> TensorSpec {
+        let [batch, heads, _, columns] = numbers.shape.dims::<4>();
+        TensorSpec::new([batch, heads, columns].into(), DType::I32)
     }
 
     pub fn places(lists: &TensorSpec, length: &usize) -> TensorSpec {

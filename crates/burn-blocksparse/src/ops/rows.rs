@@ -124,6 +124,18 @@ pub trait RowOps: Backend {
         Self::rows_at_backward(x, users)
     }
 
+    /// The rows of `[batch, heads, rows, dim]` made as long as 1, in the dtype of sums.
+    #[fusion(meta = meta::unit)]
+    fn unit_rows(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        reference::unit_rows::<Self>(x)
+    }
+
+    /// The gradient by the rows.
+    #[fusion(meta = meta::unit_gradient)]
+    fn unit_rows_backward(grad: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
+        reference::unit_rows_backward::<Self>(grad, x)
+    }
+
     /// The means of the rows of `[batch, heads, places, dim]` at the places `[batch, heads, rows, most]`, 0 where there are none. `index` is for the gradient.
     #[fusion(meta = meta::means)]
     fn means_at(
@@ -200,6 +212,15 @@ mod meta {
     pub fn rows(x: &TensorSpec, index: &TensorSpec, _users: &TensorSpec) -> TensorSpec {
         let [batch, heads, places] = index.shape.dims::<3>();
         TensorSpec::new([batch, heads, places, x.shape[3]].into(), x.dtype)
+    }
+
+    pub fn unit(x: &TensorSpec) -> TensorSpec {
+        let sums: DType = accumulate_in(x.dtype.into()).into();
+        TensorSpec::new(x.shape.clone(), sums)
+    }
+
+    pub fn unit_gradient(_grad: &TensorSpec, x: &TensorSpec) -> TensorSpec {
+        x.clone()
     }
 
     pub fn merged(inputs: &MergedPartsMetadata) -> MergedOutputMetadata {

@@ -94,6 +94,31 @@ pub fn sums_at(
     Ok(Tensor::from_dispatch(sums))
 }
 
+/// Rows made as long as 1, in f32 (f64 for f64); squares of lengths are 10⁻²⁴ at least, so a row of zeros stays one, with a finite gradient.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_blocksparse::unit_rows;
+///
+/// let x = Tensor::<4>::from_data([[[[3.0, 4.0], [0.0, 0.0]]]], &Device::flex());
+/// assert_eq!(unit_rows(x)?.into_data().to_vec::<f32>().unwrap(), [0.6, 0.8, 0.0, 0.0]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `x` and the result: `[batch, heads, rows, dim]`
+///
+/// # Errors
+/// [`OpError`] if a size is 0, or no feature of this crate serves the device.
+pub fn unit_rows(x: Tensor<4>) -> Result<Tensor<4>, OpError> {
+    served(&x.device())?;
+    if x.dims().contains(&0) {
+        return Err(OpError::argument("x", "at least one number", 0));
+    }
+    let unit = <Dispatch as RowOps>::unit_rows(x.into_dispatch());
+    Ok(Tensor::from_dispatch(unit))
+}
+
 /// The means of the rows of `x` that `users` names, negative numbers left out, 0 where it names none: [`sums_at`], over how many there are.
 ///
 /// ```

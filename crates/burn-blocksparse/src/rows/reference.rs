@@ -91,6 +91,35 @@ fn squares<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     B::float_clamp_min(square, SMALLEST_SQUARE.into())
 }
 
+pub(crate) fn unit_rows<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let x = B::float_cast(x.clone(), accumulate_in(x.dtype().into()));
+    let length = B::float_sqrt(squares::<B>(x.clone()));
+    B::float_div(x.clone(), B::float_expand(length, x.shape()))
+}
+
+/// The gradient by rows of the gradient by what they are over their lengths, both in the dtype of sums.
+fn by_lengths<B: Backend>(grad: FloatTensor<B>, x: FloatTensor<B>) -> FloatTensor<B> {
+    let all = x.shape();
+    let square = squares::<B>(x.clone());
+    let product = B::float_sum_dim(B::float_mul(x.clone(), grad.clone()), 3);
+    // Of vectors as short as that the length is a constant.
+    let bools = get_device_settings::<B>(&x.device()).bool_dtype;
+    let short = B::float_lower_equal_elem(square.clone(), SMALLEST_SQUARE.into(), bools);
+    let share = B::float_mask_fill(B::float_div(product, square.clone()), short, 0f32.into());
+    let along = B::float_mul(x, B::float_expand(share, all.clone()));
+    let length = B::float_expand(B::float_sqrt(square), all);
+    B::float_div(B::float_sub(grad, along), length)
+}
+
+pub(crate) fn unit_rows_backward<B: Backend>(
+    grad: FloatTensor<B>,
+    x: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let dtype = x.dtype().into();
+    let x = B::float_cast(x, accumulate_in(dtype));
+    B::float_cast(by_lengths::<B>(grad, x), dtype)
+}
+
 pub(crate) fn keyed_rows<B: Backend>(
     x: FloatTensor<B>,
     value: FloatTensor<B>,
@@ -98,9 +127,7 @@ pub(crate) fn keyed_rows<B: Backend>(
 ) -> KeyedRows<B> {
     let dtype = x.dtype().into();
     let query = rows_at::<B>(x, index.clone());
-    let wide = B::float_cast(query.clone(), accumulate_in(dtype));
-    let length = B::float_sqrt(squares::<B>(wide.clone()));
-    let key = B::float_div(wide.clone(), B::float_expand(length, wide.shape()));
+    let key = unit_rows::<B>(query.clone());
     KeyedRows {
         query,
         key: B::float_cast(key, dtype),
@@ -117,17 +144,7 @@ pub(crate) fn keyed_rows_backward<B: Backend>(
     let sums = accumulate_in(dtype);
     let total = |grad| rows_at_backward::<B>(B::float_cast(grad, sums), users.clone());
     let (query, key) = (total(grads.query), total(grads.key));
-    let x = B::float_cast(x, sums);
-    let all = x.shape();
-    let square = squares::<B>(x.clone());
-    let product = B::float_sum_dim(B::float_mul(x.clone(), key.clone()), 3);
-    // Of vectors as short as that the length is a constant.
-    let bools = get_device_settings::<B>(&x.device()).bool_dtype;
-    let short = B::float_lower_equal_elem(square.clone(), SMALLEST_SQUARE.into(), bools);
-    let share = B::float_mask_fill(B::float_div(product, square.clone()), short, 0f32.into());
-    let along = B::float_mul(x, B::float_expand(share, all.clone()));
-    let length = B::float_expand(B::float_sqrt(square), all);
-    let key = B::float_div(B::float_sub(key, along), length);
+    let key = by_lengths::<B>(key, B::float_cast(x, sums));
     KeyedGrads {
         x: B::float_cast(B::float_add(query, key), dtype),
         value: rows_at_backward::<B>(grads.value, users),

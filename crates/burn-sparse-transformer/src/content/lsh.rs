@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::buckets::Sorted;
 use super::lsh_places::Placed;
-use super::rotations::rotations;
+use super::rotations::{KeptRotations, rotations};
 use super::{counted, in_dtype, unit, widened};
 use crate::TransformerError;
 use crate::error::{ensure, ensure_positive, ensure_shape};
@@ -414,6 +414,7 @@ impl LshHeadsConfig {
             rounds: self.rounds,
             n_buckets: self.n_buckets,
             seed: self.seed,
+            rotations: KeptRotations::default(),
         })
     }
 }
@@ -425,6 +426,7 @@ pub struct LshHeads {
     rounds: usize,
     n_buckets: Option<usize>,
     seed: u64,
+    rotations: KeptRotations,
 }
 
 impl LshHeads {
@@ -444,13 +446,16 @@ impl LshHeads {
         ensure_shape("qk", qk.dims(), [None; 4], AXES)?;
         let [_, _, seq, head_dim] = qk.dims();
         let buckets = self.n_buckets.unwrap_or(self.options.chunks(seq));
-        let seed = seed.unwrap_or(Seed::Value(self.seed));
         let dtype = match qk.dtype() {
             DType::F64 => DType::F64,
             _ => DType::F32,
         };
         let shape = [self.rounds, head_dim, buckets / 2];
-        let rotations = rotations(shape, seed, (&qk.device(), dtype))?;
+        let options = (&qk.device(), dtype);
+        let rotations = match seed {
+            Some(seed) => rotations(shape, seed, options)?,
+            None => self.rotations.get(shape, self.seed, options)?,
+        };
         Ok(lsh_attention(qk, value, rotations, self.options)?.0)
     }
 

@@ -237,7 +237,7 @@ impl RoutingHeads {
         let context = of_queries.clusters.mean(out)?;
         let (x, nearest) = match of_queries.nearest.zip(of_keys.nearest) {
             Some((one, other)) => {
-                let nearest = Tensor::cat(vec![one, other], 3);
+                let nearest = Tensor::cat(vec![one, other], 2);
                 (Tensor::cat(vec![x, y], 2), Some(nearest))
             }
             None => (x, None),
@@ -275,7 +275,7 @@ impl RoutingHeads {
     }
 
     /// Moves the means after the queries of the latest training pass: `decay · mean + (1 − decay) · unit(sum of the queries nearest to it)`, over the batch;
-    /// those that no query is nearest to stay. Once for each step of training, behind the optimizer's; of no effect without a training pass since the last
+    /// those that no query is nearest to stay, as do those whose queries have a sum of zeros. Once for each step of training, behind the optimizer's; of no effect without a training pass since the last
     /// time.
     pub fn update_means(&mut self) {
         if let Some(means) = self.followed.take() {
@@ -329,7 +329,10 @@ impl RoutingHeads {
         let [_, _, seq, _] = x.dims();
         let similarities = similarities(x, means);
         Ok(Choice {
-            nearest: trains.then(|| nearest(&similarities)),
+            nearest: match trains {
+                true => Some(nearest(&similarities)?),
+                false => None,
+            },
             clusters: Clusters::new(similarities, self.window.min(seq))?,
         })
     }
@@ -339,7 +342,7 @@ impl RoutingHeads {
         &self,
         context: Tensor<4>,
         x: Tensor<4>,
-        nearest: Option<Tensor<4, Int>>,
+        nearest: Option<Tensor<3, Int>>,
     ) -> Result<RoutingOutput, TransformerError> {
         let Some(nearest) = nearest else {
             return Ok(RoutingOutput {
@@ -349,7 +352,7 @@ impl RoutingHeads {
         };
         let means = in_dtype(self.means.val().without_autodiff(), x.dtype());
         let fixed = x.clone().without_autodiff();
-        let moved = followed(means.clone(), fixed, nearest.clone(), self.means_decay);
+        let moved = followed(means.clone(), fixed, nearest.clone(), self.means_decay)?;
         self.followed.put(moved);
         Ok(RoutingOutput {
             context,
@@ -368,8 +371,8 @@ impl RoutingHeads {
 
 struct Choice {
     clusters: Clusters,
-    /// The mean of each token, in training: `[batch, heads, 1, length]`.
-    nearest: Option<Tensor<4, Int>>,
+    /// The mean of each token, in training: `[batch, heads, length]`.
+    nearest: Option<Tensor<3, Int>>,
 }
 
 /// Where the means go after the latest training pass. A copy of a module begins without.

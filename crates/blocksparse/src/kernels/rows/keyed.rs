@@ -4,6 +4,8 @@
 //! query = x[index]    key = x[index] / √max(|x[index]|², least)    value = v[index]
 //! by x = Σ by query + (k − u · (u · k)) / |x|,  k = Σ by key, u = x / |x|          by v = Σ by value
 //! ```
+//!
+//! And rows made as long as 1 alone.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -14,7 +16,7 @@ use super::gather::{IndexedRows, Sizes};
 use super::norm_shape::{LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of};
 use super::tile::{Combine, RowTile, across_lanes};
 use super::typed::Typed;
-use crate::kernels::args::{address_of, buffer, spread};
+use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 
 /// Squares below this count as this.
@@ -284,6 +286,112 @@ pub fn keyed_rows_backward(
             shape.value_vectors,
             element,
             accumulator_of(element),
+        );
+    }
+    Ok(())
+}
+
+/// A row over its length, or with `grad` the gradient by the row.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn unit<E: Float, A: Float, O: Float, N: Size>(
+    x: &[Vector<E, N>],
+    grad: ComptimeOption<Box<[Vector<A, N>]>>,
+    output: &mut [Vector<O, N>],
+    rows: usize,
+    #[comptime] tile: RowTile,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+    #[define(O)] _output_element: ElemType,
+) {
+    let vectors = comptime!(tile.lane_vectors());
+    let row_vectors = comptime!(tile.row_vectors);
+    let zero = Vector::<A, N>::zeroed();
+    let lane = UNIT_POS as usize % comptime!(tile.lanes);
+    let asked = CUBE_POS * comptime!(tile.rows) + UNIT_POS as usize / comptime!(tile.lanes);
+    // Every unit meets every barrier.
+    let exists = asked < rows;
+    let row = asked.min(rows - 1) * row_vectors;
+    let mut shared = Shared::<[A]>::new_slice(comptime!(tile.shared()));
+    let mut own = Array::<Vector<A, N>>::new(vectors);
+    let mut grads = Array::<Vector<A, N>>::new(vectors);
+    let mut squares = zero;
+    let mut products = zero;
+    #[unroll]
+    for i in 0..vectors {
+        let at = row + place(lane, i, tile);
+        own[i] = select(has(lane, i, tile), Vector::<A, N>::cast_from(x[at]), zero);
+        squares += own[i] * own[i];
+        grads[i] = own[i];
+        #[comptime]
+        match &grad {
+            ComptimeOption::Some(grad) => {
+                grads[i] = grad[at];
+                products += own[i] * grads[i];
+            }
+            ComptimeOption::None => {}
+        }
+    }
+    let square = across_lanes::<A>(sum_of::<A, N>(squares), &mut shared, tile, Combine::Sum);
+    let mut share = A::new(0.0);
+    #[comptime]
+    match &grad {
+        ComptimeOption::Some(_) => {
+            let product = across_lanes::<A>(sum_of::<A, N>(products), &mut shared, tile, Combine::Sum);
+            let is_long = square > A::new(SMALLEST_SQUARE);
+            share = select(is_long, product / square.max(A::new(SMALLEST_SQUARE)), A::new(0.0));
+        }
+        ComptimeOption::None => {}
+    }
+    let length = square.max(A::new(SMALLEST_SQUARE)).sqrt();
+    let inverse = Vector::<A, N>::empty().fill(A::new(1.0) / length);
+    let share = Vector::<A, N>::empty().fill(share);
+    if exists {
+        #[unroll]
+        for i in 0..vectors {
+            if has(lane, i, tile) {
+                let number = (grads[i] - own[i] * share) * inverse;
+                output[row + place(lane, i, tile)] = Vector::<O, N>::cast_from(number);
+            }
+        }
+    }
+}
+
+/// Rows `[rows, width]` made as long as 1, in the type of sums; or with the gradient by them, in that type, the gradient by `x`, in its. Contiguous.
+///
+/// # Errors
+/// As [`keyed_rows`].
+pub fn unit_rows(
+    client: &Client,
+    [rows, width]: [usize; 2],
+    (x, element): Typed,
+    grad: Option<&Handle>,
+    output: &Handle,
+) -> Result<(), KernelError> {
+    let accumulator = accumulator_of(element);
+    let tile = tile_of(client.properties(), width, accumulator, LANE_NUMBERS)?;
+    let address = address_of(client, rows * width)?;
+    let cubes = spread(client, rows.div_ceil(tile.rows) as u64)?;
+    if rows * width == 0 {
+        return Ok(());
+    }
+    let vectors = rows * tile.row_vectors;
+    let written = if grad.is_some() { element } else { accumulator };
+    // SAFETY: a unit reads its own row, or the last, and writes its own, below `rows`.
+    unsafe {
+        unit::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(tile.units() as u32),
+            address,
+            tile.vector,
+            buffer(x, vectors),
+            optional(grad, vectors),
+            buffer(output, vectors),
+            rows,
+            tile,
+            element,
+            accumulator,
+            written,
         );
     }
     Ok(())

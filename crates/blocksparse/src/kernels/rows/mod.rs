@@ -64,13 +64,13 @@ pub use gates::{GatedBackward, gated_sum, gated_sum_backward, gated_text};
 pub use gather::{IndexedRows, gather_rows, gather_scaled_rows, mean_rows, row_dots};
 pub use hashes::{HashedRows, hash_rows};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
-pub use keyed::{keyed_rows, keyed_rows_backward};
+pub use keyed::{keyed_rows, keyed_rows_backward, unit_rows};
 pub use merged::{MergedGradients, MergedParts, merge_rows, merge_rows_backward};
 pub use norm::{NormBranch, NormOf, residual_norm};
 pub use norm_backward::{
     NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
 };
-pub use order::{Rounds, places_in_lists, sort_rounds};
+pub use order::{Rounds, highest_rows, places_in_lists, sort_rounds};
 pub use sample::{SampleKind, sample_rows, sample_text};
 pub use scaled::scaled;
 pub use typed::Typed;

@@ -6,13 +6,16 @@
 //!          of more than 1,024 buckets by their low bits first, then by the others; where units of planes vote (order_planes) of more than 256
 //! rounds   groups are the rounds of a list, whose places are one behind the other
 //! places   a unit a token and list: looks the token up in the list
+//! columns  a unit a column: the row of its highest number
 //! ```
 //!
 //! Nothing is added up by atomics: the last token of a bucket in a tile writes for all of them.
 
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::typed::Typed;
 use super::order_planes::{self, ByPlanes};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
@@ -395,6 +398,73 @@ pub fn places_in_lists(
             buffer(given, all),
             buffer(made, count),
             ListSizesLaunch::new(lists, width, length, count),
+        );
+    }
+    Ok(())
+}
+
+/// Numbers `[groups, rows, columns]`.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct ColumnSizes {
+    rows: usize,
+    columns: usize,
+    /// Groups whose rows are counted through.
+    heads: usize,
+    count: usize,
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn highest_row<E: Float>(
+    numbers: &[E],
+    found: &mut [i32],
+    sizes: ColumnSizes,
+    #[define(E)] _element: ElemType,
+) {
+    let at = ABSOLUTE_POS;
+    if at < sizes.count {
+        let group = at / sizes.columns;
+        let first = group * sizes.rows * sizes.columns + at % sizes.columns;
+        let mut highest = numbers[first];
+        let mut row = 0usize.runtime();
+        for other in 1..sizes.rows {
+            let number = numbers[first + other * sizes.columns];
+            let is_higher = number > highest;
+            highest = select(is_higher, number, highest);
+            row = select(is_higher, other, row);
+        }
+        found[at] = (group % sizes.heads * sizes.rows + row) as i32;
+    }
+}
+
+/// Of each column of `[batch · heads, rows, columns]` the row of its highest number, of equal ones the first, counted through the rows of all heads: i32
+/// `[batch · heads, columns]`, contiguous.
+///
+/// # Errors
+/// [`KernelError`] if there are more numbers than kernels index.
+pub fn highest_rows(
+    client: &Client,
+    [batch, heads]: [usize; 2],
+    [rows, columns]: [usize; 2],
+    (numbers, element): Typed,
+    found: &Handle,
+) -> Result<(), KernelError> {
+    let count = batch * heads * columns;
+    if count * rows == 0 {
+        return Ok(());
+    }
+    let address = address_of(client, count * rows)?;
+    let cubes = spread(client, count.div_ceil(PLACE_UNITS as usize) as u64)?;
+    // SAFETY: a unit writes its own number, below `count`, and reads its column.
+    unsafe {
+        highest_row::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(PLACE_UNITS),
+            address,
+            buffer(numbers, count * rows),
+            buffer(found, count),
+            ColumnSizesLaunch::new(rows, columns, heads, count),
+            element,
         );
     }
     Ok(())
