@@ -178,7 +178,7 @@ pub fn highest_rows(numbers: Tensor<4>) -> Result<Option<Tensor<3, Int>>, OpErro
 pub struct HighestInRows {
     /// The columns, ascending: i32 `[groups, rows, most]`.
     pub columns: Tensor<3, Int>,
-    /// Where each column stands in the list of each row: `row · most` and its place in the list, or −1: i32 `[groups, columns, rows]`.
+    /// Of each number of each row `row · most` and its place in the row's list, or −1: i32 `[groups, rows, columns]`.
     pub places: Tensor<3, Int>,
 }
 
@@ -208,10 +208,9 @@ pub fn highest_in_rows(numbers: Tensor<3>, most: usize) -> Result<Option<Highest
     #[cfg(feature = "cube")]
     {
         let lists = <Dispatch as OrderOps>::highest_in_rows(numbers.into_dispatch(), most);
-        let places = <Dispatch as OrderOps>::places_in_lists(lists.clone(), columns);
         Ok(Some(HighestInRows {
-            columns: Tensor::from_dispatch(lists),
-            places: Tensor::from_dispatch(places),
+            columns: Tensor::from_dispatch(lists.columns),
+            places: Tensor::from_dispatch(lists.places),
         }))
     }
     #[cfg(not(feature = "cube"))]

@@ -9,7 +9,7 @@ use burn_cubecl::tensor::CubeTensor;
 
 use super::cube::{empty, launched, typed};
 use super::paged::integers;
-use crate::ops::{OrderOps, SortedRounds};
+use crate::ops::{HighestLists, OrderOps, SortedRounds};
 
 impl OrderOps for CubeBackend {
     fn sort_rounds(buckets: CubeTensor, count: usize, room: usize) -> SortedRounds<Self> {
@@ -43,14 +43,18 @@ impl OrderOps for CubeBackend {
         buckets
     }
 
-    fn highest_in_rows(numbers: CubeTensor, most: usize) -> CubeTensor {
+    fn highest_in_rows(numbers: CubeTensor, most: usize) -> HighestLists<Self> {
         let [groups, rows, columns] = numbers.meta.shape().dims();
         let numbers = into_contiguous(cast(numbers, DType::F32));
         let lists = empty(&numbers, [groups, rows, most], DType::I32);
-        let (given, made) = (&numbers.handle, &lists.handle);
-        let of = [groups * rows, columns];
+        let places = empty(&numbers, [groups, rows, columns], DType::I32);
+        let (given, made) = (&numbers.handle, [&lists.handle, &places.handle]);
+        let of = [groups, rows, columns];
         launched(paged::highest_in_rows(&numbers.client, of, most, given, made));
-        lists
+        HighestLists {
+            columns: lists,
+            places,
+        }
     }
 
     fn highest_rows(numbers: CubeTensor) -> CubeTensor {
@@ -61,19 +65,5 @@ impl OrderOps for CubeBackend {
         let (of, sizes) = ([batch, heads], [all, columns]);
         launched(rows::highest_rows(&numbers.client, of, sizes, given, made));
         found
-    }
-
-    fn places_in_lists(lists: CubeTensor, length: usize) -> CubeTensor {
-        let [groups, count, width] = lists.meta.shape().dims();
-        let lists = integers(lists);
-        let places = empty(&lists, [groups, length, count], DType::I32);
-        launched(rows::places_in_lists(
-            &lists.client,
-            [groups, count, width],
-            length,
-            &lists.handle,
-            &places.handle,
-        ));
-        places
     }
 }

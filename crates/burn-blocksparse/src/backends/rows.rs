@@ -31,6 +31,23 @@ mod kernels {
         into_contiguous(cast(index, IntDType::I32.into()))
     }
 
+    /// Numbers of places `[batch, heads, places, most]`, and whether those lie the other way round.
+    fn named(index: CubeTensor) -> (CubeTensor, bool) {
+        let [_, heads, places, most] = index.meta.shape().dims();
+        let of_list = places * most;
+        let turned = index.dtype == DType::I32
+            && index.meta.strides().iter().copied().eq([
+                heads * of_list,
+                of_list,
+                1,
+                places,
+            ]);
+        match turned {
+            true => (index, most > 1),
+            false => (numbers(index), false),
+        }
+    }
+
     fn sums_of(x: &CubeTensor) -> DType {
         accumulate_in(x.dtype.into()).into()
     }
@@ -43,16 +60,18 @@ mod kernels {
     }
 
     /// The sums of rows that `index` `[batch, heads, places, most]` names. `None` if kernels do not take them.
-    fn gathered(rows: &CubeTensor, index: &CubeTensor) -> Option<CubeTensor> {
-        let of = indexed(rows, index);
+    fn gathered(
+        rows: &CubeTensor,
+        (index, turned): (&CubeTensor, bool),
+    ) -> Option<CubeTensor> {
+        let of = indexed(rows, index).turned(turned);
         if uses_reference() || of.rows == 0 {
             return None;
         }
         let [batch, heads, places, _] = index.meta.shape().dims();
         let out = empty(rows, [batch, heads, places, of.width], rows.dtype);
         let client = &rows.client;
-        let none = [None; 2];
-        gather_rows(client, &of, typed(rows), &index.handle, none, &out.handle).ok()?;
+        gather_rows(client, &of, typed(rows), &index.handle, &out.handle).ok()?;
         Some(out)
     }
 
@@ -65,13 +84,13 @@ mod kernels {
             let [batch, heads, places] = index.meta.shape().dims();
             let (x, index) = (into_contiguous(x), numbers(index));
             let by_one = reshaped(index.clone(), [batch, heads, places, 1]);
-            gathered(&x, &by_one)
+            gathered(&x, (&by_one, false))
                 .unwrap_or_else(|| reference::rows_at::<Self>(x, index))
         }
 
         fn rows_at_backward(grad: CubeTensor, users: CubeTensor) -> CubeTensor {
-            let (grad, users) = (into_contiguous(grad), numbers(users));
-            gathered(&grad, &users)
+            let (grad, (users, turned)) = (into_contiguous(grad), named(users));
+            gathered(&grad, (&users, turned))
                 .unwrap_or_else(|| reference::rows_at_backward::<Self>(grad, users))
         }
 
@@ -87,8 +106,8 @@ mod kernels {
         }
 
         fn means_at(x: CubeTensor, _index: CubeTensor, users: CubeTensor) -> MeanRows<Self> {
-            let (x, users) = (into_contiguous(x), numbers(users));
-            means(&x, &users).unwrap_or_else(|| reference::means_at::<Self>(x, users))
+            let (x, (users, turned)) = (into_contiguous(x), named(users));
+            means(&x, (&users, turned)).unwrap_or_else(|| reference::means_at::<Self>(x, users))
         }
 
         fn means_at_backward(
@@ -124,8 +143,8 @@ mod kernels {
                 key: into_contiguous(grads.key),
                 value: into_contiguous(grads.value),
             };
-            let (x, users) = (into_contiguous(x), numbers(users));
-            keyed_backward(&grads, &x, &users)
+            let (x, (users, turned)) = (into_contiguous(x), named(users));
+            keyed_backward(&grads, &x, (&users, turned))
                 .unwrap_or_else(|| reference::keyed_rows_backward::<Self>(grads, x, users))
         }
 
@@ -161,8 +180,11 @@ mod kernels {
         Some(made)
     }
 
-    fn means(x: &CubeTensor, users: &CubeTensor) -> Option<MeanRows<CubeBackend>> {
-        let of = indexed(x, users);
+    fn means(
+        x: &CubeTensor,
+        (users, turned): (&CubeTensor, bool),
+    ) -> Option<MeanRows<CubeBackend>> {
+        let of = indexed(x, users).turned(turned);
         if uses_reference() || of.rows == 0 {
             return None;
         }
@@ -229,9 +251,9 @@ mod kernels {
     fn keyed_backward(
         grads: &KeyedRows<CubeBackend>,
         x: &CubeTensor,
-        users: &CubeTensor,
+        (users, turned): (&CubeTensor, bool),
     ) -> Option<KeyedGrads<CubeBackend>> {
-        let of = indexed(&grads.query, users);
+        let of = indexed(&grads.query, users).turned(turned);
         if uses_reference() || of.rows == 0 {
             return None;
         }

@@ -16,6 +16,17 @@ pub struct SortedRounds<B: Backend> {
     pub choices: IntTensor<B>,
 }
 
+/// The highest numbers of rows, i32.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct HighestLists<B: Backend> {
+    /// Their columns, ascending: `[groups, rows, most]`.
+    pub columns: IntTensor<B>,
+    /// Of each number `row · most` and its place in the row's list, or −1: `[groups, rows, columns]`.
+    pub places: IntTensor<B>,
+}
+
 /// Sorts and lists as backend operations, on devices that have kernels alone, of i32 tensors. Elsewhere the functions that use them use Burn's operations.
 #[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
 pub trait OrderOps: Backend {
@@ -28,17 +39,13 @@ pub trait OrderOps: Backend {
     #[fusion(meta = meta::hashed)]
     fn hash_rows(x: FloatTensor<Self>, rotations: FloatTensor<Self>) -> IntTensor<Self>;
 
-    /// The `most` highest of each row of `[groups, rows, columns]`, in f32: their columns, ascending.
+    /// The `most` highest of each row of `[groups, rows, columns]`, in f32.
     #[fusion(meta = meta::highest)]
-    fn highest_in_rows(numbers: FloatTensor<Self>, most: usize) -> IntTensor<Self>;
+    fn highest_in_rows(numbers: FloatTensor<Self>, most: usize) -> HighestLists<Self>;
 
     /// Of each column of `[batch, heads, rows, columns]` the row of its highest number, counted through the rows of all heads: `[batch, heads, columns]`.
     #[fusion(meta = meta::highest_rows)]
     fn highest_rows(numbers: FloatTensor<Self>) -> IntTensor<Self>;
-
-    /// Where numbers below `length` stand in ascending lists `[groups, lists, width]`: `[groups, length, lists]`.
-    #[fusion(meta = meta::places)]
-    fn places_in_lists(lists: IntTensor<Self>, length: usize) -> IntTensor<Self>;
 }
 
 /// Output shapes and dtypes for fusion.
@@ -47,7 +54,7 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
     use burn::tensor::DType;
 
-    use super::SortedRoundsMetadata;
+    use super::{HighestListsMetadata, SortedRoundsMetadata};
 
     pub fn sorted(buckets: &TensorSpec, _count: &usize, room: &usize) -> SortedRoundsMetadata {
         let [lists, rounds, length] = buckets.shape.dims::<3>();
@@ -67,18 +74,16 @@ mod meta {
         )
     }
 
-    pub fn highest(numbers: &TensorSpec, most: &usize) -> TensorSpec {
+    pub fn highest(numbers: &TensorSpec, most: &usize) -> HighestListsMetadata {
         let [groups, rows, _] = numbers.shape.dims::<3>();
-        TensorSpec::new([groups, rows, *most].into(), DType::I32)
+        HighestListsMetadata {
+            columns: TensorSpec::new([groups, rows, *most].into(), DType::I32),
+            places: TensorSpec::new(numbers.shape.clone(), DType::I32),
+        }
     }
 
     pub fn highest_rows(numbers: &TensorSpec) -> TensorSpec {
         let [batch, heads, _, columns] = numbers.shape.dims::<4>();
         TensorSpec::new([batch, heads, columns].into(), DType::I32)
-    }
-
-    pub fn places(lists: &TensorSpec, length: &usize) -> TensorSpec {
-        let [groups, count, _] = lists.shape.dims::<3>();
-        TensorSpec::new([groups, *length, count].into(), DType::I32)
     }
 }

@@ -39,9 +39,11 @@ impl Clusters {
             let rows = similarities.clone();
             let rows = rows.reshape([batch * heads, clusters, length]);
             if let Some(found) = highest_in_rows(rows, width)? {
+                let places = found.places.reshape([batch, heads, clusters, length]);
                 return Ok(Self {
                     tokens: found.columns.reshape([batch, heads, clusters, width]),
-                    places: found.places.reshape([batch, heads, length, clusters]),
+                    // Kernels read it as it is.
+                    places: places.swap_dims(2, 3),
                 });
             }
         }

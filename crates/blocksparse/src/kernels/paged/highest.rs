@@ -132,6 +132,30 @@ fn list(picks: &mut [i32], into: usize, place: usize, block: usize, #[comptime] 
     }
 }
 
+/// Writes where a block stands in the list of its row, counted through those of a group, or −1.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn note(
+    places: &mut ComptimeOption<Box<[i32]>>,
+    row: usize,
+    block: usize,
+    end: usize,
+    is_kept: bool,
+    place: usize,
+    sizes: &Sizes,
+) {
+    #[comptime]
+    match places {
+        ComptimeOption::Some(places) => {
+            if block < end {
+                let listed = row % sizes.kv_heads * (sizes.keep - 1) + place;
+                places[row * sizes.entries + block] = select(is_kept, listed as i32, -1i32);
+            }
+        }
+        ComptimeOption::None => {}
+    }
+}
+
 /// How many of all units' numbers reach each of three bounds: `counts` of a unit become those of the cube. `totals` has a half for even steps and one for
 /// odd ones, so that none overwrites what another unit still reads.
 #[cube]
@@ -197,9 +221,11 @@ fn highest(
     scores: &[f32],
     spans: ComptimeOption<Box<[i32]>>,
     picks: &mut [i32],
+    places: ComptimeOption<Box<[i32]>>,
     sizes: Sizes,
     #[comptime] t: Picked,
 ) {
+    let mut places = places;
     let mut partial = Shared::<[u32]>::new_slice(comptime!(BOUNDS * t.units));
     let mut totals = Shared::<[u32]>::new_slice(comptime!(2 * BOUNDS * t.groups()));
     // Cubes beyond the last row make it again.
@@ -333,7 +359,9 @@ fn highest(
         #[unroll]
         for held in 0..comptime!(t.held) {
             let is_equal = own[held] == bound && left > 0u32;
-            if (own[held] > bound || is_equal) && place < wanted {
+            let is_kept = (own[held] > bound || is_equal) && place < wanted;
+            note(&mut places, at_row, first + held, end, is_kept, place, &sizes);
+            if is_kept {
                 list(picks, into, place, first + held, t);
                 place += 1usize;
             }
@@ -343,7 +371,9 @@ fn highest(
         for block in first..end {
             let key = key_of(scores, row, block, t);
             let is_equal = key == bound && left > 0u32;
-            if (key > bound || is_equal) && place < wanted {
+            let is_kept = (key > bound || is_equal) && place < wanted;
+            note(&mut places, at_row, block, end, is_kept, place, &sizes);
+            if is_kept {
                 list(picks, into, place, block, t);
                 place += 1usize;
             }
@@ -443,6 +473,7 @@ pub fn highest_pages(
             buffer(scores, rows * shape.entries),
             ComptimeOptionArgs::Some(buffer(spans, shape.batch * shape.tables * 4)),
             buffer(picks, rows * shape.keep * shape.block),
+            ComptimeOptionArgs::None,
             SizesLaunch::new(
                 rows,
                 shape.kv_heads,
@@ -456,18 +487,21 @@ pub fn highest_pages(
     Ok(())
 }
 
-/// The columns of the `most` highest numbers of each row, of equal ones the earlier, NaN the lowest: `lists` are i32 `[rows, most]`, ascending, of f32
-/// `numbers` `[rows, columns]`, contiguous, `most` at most as many as there are columns.
+/// The columns of the `most` highest numbers of each row, of equal ones the earlier, NaN the lowest: `lists` are i32 `[groups, rows, most]`, ascending, of f32
+/// `numbers` `[groups, rows, columns]`, contiguous, `most` at most as many as there are columns. `places`, i32 as `numbers`, say of each number where it stands
+/// in the lists of its group, `row · most` and its place in the row's, or −1.
 ///
 /// # Errors
 /// As [`highest_pages`].
 pub fn highest_in_rows(
     client: &Client,
-    [rows, columns]: [usize; 2],
+    [groups, of_group, columns]: [usize; 3],
     most: usize,
     numbers: &Handle,
-    lists: &Handle,
+    [lists, places]: [&Handle; 2],
 ) -> Result<(), KernelError> {
+    let rows = groups * of_group;
+    KernelError::check_u32("the places of a group", of_group * most)?;
     let shape = HighestShape::new([rows, 1], [1, columns], 1, [1, most + 1]);
     let Launch {
         tile,
@@ -487,7 +521,8 @@ pub fn highest_in_rows(
             buffer(numbers, rows * columns),
             ComptimeOptionArgs::None,
             buffer(lists, rows * most),
-            SizesLaunch::new(rows, 1, 1, columns, most + 1),
+            ComptimeOptionArgs::Some(buffer(places, rows * columns)),
+            SizesLaunch::new(rows, of_group, 1, columns, most + 1),
             tile,
         );
     }

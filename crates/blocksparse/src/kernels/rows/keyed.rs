@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::columns::accumulator_of;
-use super::gather::{IndexedRows, Sizes};
+use super::gather::{IndexedRows, Sizes, named};
 use super::norm_shape::{LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of};
 use super::tile::{Combine, RowTile, across_lanes};
 use super::typed::Typed;
@@ -118,7 +118,7 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
         keys[i] = zero;
     }
     for j in 0..sizes.most {
-        let user = users[at * sizes.most + j];
+        let user = users[named(at, j, &sizes)];
         if user >= 0i32 && (user as usize) < sizes.rows {
             let start = (first + user as usize) * row_vectors;
             #[unroll]
@@ -154,7 +154,7 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
         while i < value_vectors {
             let mut sum = Vector::<A, M>::zeroed();
             for j in 0..sizes.most {
-                let user = users[at * sizes.most + j];
+                let user = users[named(at, j, &sizes)];
                 if user >= 0i32 && (user as usize) < sizes.rows {
                     let from = (first + user as usize) * value_vectors + i;
                     sum += Vector::<A, M>::cast_from(by_values[from]);

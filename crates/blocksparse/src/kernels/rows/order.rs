@@ -1,11 +1,10 @@
-//! Numbers sorted by bucket, and the places of numbers in ascending lists.
+//! Numbers sorted by bucket, and the highest of columns.
 //!
 //! ```text
 //! sort     a cube a group, some tokens at a time: how many of the same bucket are before each and behind it in the tile
 //!          first pass: so many of each bucket; sums of those before; second pass: a token goes behind all of its bucket that came before
 //!          of more than 1,024 buckets by their low bits first, then by the others; where units of planes vote (order_planes) of more than 256
 //! rounds   groups are the rounds of a list, whose places are one behind the other
-//! places   a unit a token and list: looks the token up in the list
 //! columns  a unit a column: the row of its highest number
 //! ```
 //!
@@ -24,8 +23,8 @@ use crate::kernels::error::KernelError;
 const UNITS: usize = 256;
 /// Bits that a pass sorts by.
 const BITS: u32 = 10;
-/// Units of a cube of places.
-const PLACE_UNITS: u32 = 64;
+/// Units of a cube of columns.
+const COLUMN_UNITS: u32 = 64;
 /// The bucket of what is no token.
 pub(super) const NONE: u32 = 0xffff_ffff;
 
@@ -336,73 +335,6 @@ pub fn sort_rounds(
     Ok(())
 }
 
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct ListSizes {
-    lists: usize,
-    width: usize,
-    length: usize,
-    count: usize,
-}
-
-/// The number that has the place `list · width + place in it`, or −1.
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn places(lists: &[i32], places: &mut [i32], sizes: ListSizes) {
-    let at = ABSOLUTE_POS;
-    if at < sizes.count {
-        let list = at % sizes.lists;
-        let number = at / sizes.lists % sizes.length;
-        let group = at / sizes.lists / sizes.length;
-        let first = (group * sizes.lists + list) * sizes.width;
-        let mut low = 0usize.runtime();
-        let mut high = sizes.width;
-        while low < high {
-            let middle = (low + high) / 2;
-            if lists[first + middle] < number as i32 {
-                low = middle + 1;
-            } else {
-                high = middle;
-            }
-        }
-        let found = low < sizes.width && lists[first + low.min(sizes.width - 1)] == number as i32;
-        let place = (list * sizes.width + low) as i32;
-        places[at] = select(found, place, -1i32);
-    }
-}
-
-/// Where each number below `length` stands in lists, `list · width` and its place in the list, −1 where it is not: i32 `[groups, length, lists]`, of i32
-/// `[groups, lists, width]`, contiguous, ascending, each number once.
-///
-/// # Errors
-/// [`KernelError`] if there are more numbers than kernels index.
-pub fn places_in_lists(
-    client: &Client,
-    [groups, lists, width]: [usize; 3],
-    length: usize,
-    given: &Handle,
-    made: &Handle,
-) -> Result<(), KernelError> {
-    let count = groups * length * lists;
-    if count * width == 0 {
-        return Ok(());
-    }
-    let all = groups * lists * width;
-    let address = address_of(client, count.max(all))?;
-    let cubes = spread(client, count.div_ceil(PLACE_UNITS as usize) as u64)?;
-    // SAFETY: a unit writes its own number, below `count`, and reads the list that it asks for, below `all`.
-    unsafe {
-        places::launch_unchecked(
-            client,
-            cubes,
-            CubeDim::new_1d(PLACE_UNITS),
-            address,
-            buffer(given, all),
-            buffer(made, count),
-            ListSizesLaunch::new(lists, width, length, count),
-        );
-    }
-    Ok(())
-}
-
 /// Numbers `[groups, rows, columns]`.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct ColumnSizes {
@@ -453,13 +385,13 @@ pub fn highest_rows(
         return Ok(());
     }
     let address = address_of(client, count * rows)?;
-    let cubes = spread(client, count.div_ceil(PLACE_UNITS as usize) as u64)?;
+    let cubes = spread(client, count.div_ceil(COLUMN_UNITS as usize) as u64)?;
     // SAFETY: a unit writes its own number, below `count`, and reads its column.
     unsafe {
         highest_row::launch_unchecked(
             client,
             cubes,
-            CubeDim::new_1d(PLACE_UNITS),
+            CubeDim::new_1d(COLUMN_UNITS),
             address,
             buffer(numbers, count * rows),
             buffer(found, count),
