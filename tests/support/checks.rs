@@ -7,7 +7,7 @@ use crate::{
     device_layout_positions, device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding,
     gates, gradients, graph, graph_decoding, graph_training, heads, kept, key_lists, linear,
     listed, loss, masses, max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim, options,
-    order, page_choice, paged, paged_quantised, projection, sampling, selected, selected_lists,
+    order, order_rounds, page_choice, paged, paged_quantised, projection, sampling, selected, selected_lists,
     selected_planted, selection, selection_fuzz, selection_goldens, selection_long,
     selection_rules, selection_runs, sharing, stream_dropout, tiles, widths,
 };
@@ -111,6 +111,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
         layouts_within_give_the_same_bits;
     order: buckets_are_sorted_as_by_the_host, highest_in_rows_are_those_of_a_sort,
         sums_at_places_are_gradients_of_rows;
+    order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product, keyed_rows_equal_burns_operations;
     content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
     device_layout_positions: pairs_by_positions_equal_f64, pairs_by_positions_in_half_precision, positions_are_checked;
     embedding: embedding_equals_f64, embedding_in_half_precision, embedding_gives_the_same_bits,

@@ -122,7 +122,12 @@ fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let (batches, heads) = (case.patterns[0], case.heads);
         let sides = [case.seq_q, case.seq_kv];
-        let [queries, keys] = sides.map(|length| positions(batches * heads, length, &mut rng));
+        let [queries, mut keys] = sides.map(|length| positions(batches * heads, length, &mut rng));
+        // Half of those that can have keys at the positions of their queries.
+        let own = sides[0] == sides[1] && seed % 2 == 1;
+        if own {
+            keys.clone_from(&queries);
+        }
         let entries = layout.batch().unwrap_or(1);
         let all = (0..entries).flat_map(|entry| (0..heads).map(move |head| (entry, head)));
         let dense: Vec<_> = all.map(|(e, h)| layout.to_dense_batch(e, h)).collect();
@@ -147,7 +152,11 @@ fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
                 Tensor::<3, Int>::from_data(data, device)
             };
             let [queries, keys] = [tensor(&queries, sides[0]), tensor(&keys, sides[1])];
-            let chosen = DeviceLayout::from_positions(layout, queries, keys, rule).unwrap();
+            let chosen = match own {
+                true => DeviceLayout::from_own_positions(layout, queries, rule),
+                false => DeviceLayout::from_positions(layout, queries, keys, rule),
+            };
+            let chosen = chosen.unwrap();
             let dtypes = match half {
                 true => (half_dtypes(device).into_iter())
                     .map(|dtype| (dtype, half_tolerance(dtype)))
@@ -192,6 +201,9 @@ pub fn positions_are_checked(devices: &[Device]) {
             let error = make(queries, keys).unwrap_err().to_string();
             assert!(error.contains(argument), "{error}");
         }
+        let error = DeviceLayout::from_own_positions(layout, of([2, 2, 95]), PositionRule::Others);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("positions' length"), "{error}");
         let error = DeviceLayout::from_positions(
             &layout
                 .restrict(

@@ -48,6 +48,7 @@ mod nsa_problem;
 pub mod optim;
 pub mod options;
 pub mod order;
+pub mod order_rounds;
 pub mod packed;
 pub mod page_choice;
 pub mod paged;

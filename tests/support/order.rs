@@ -97,7 +97,7 @@ pub fn highest_in_rows_are_those_of_a_sort(devices: &[Device]) {
                 for column in 0..columns {
                     let place = order.binary_search(&column).ok();
                     let expected = place.map_or(-1, |place| (row * most + place) as i32);
-                    let got = places[(group * columns + column) * rows + row];
+                    let got = places[(group * rows + row) * columns + column];
                     assert_eq!(got, expected, "{most}, {row}, {column}");
                 }
             }

@@ -5,8 +5,7 @@ use burn::tensor::{DType, Int, Tensor};
 
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
-use crate::ops::{MergedRows, RowOps};
-use crate::rows::rows_at;
+use crate::ops::{MergedOutput, MergedParts, RowOps};
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
 const LOWEST: f64 = -1e30;
@@ -110,7 +109,12 @@ pub fn merge_attention_at(
     OpError::expect_same("other_lse's dtype", accumulator, sums, other_lse.dtype())?;
     let device = own.device();
     OpError::expect_same("others' device", device, "own's", others.device())?;
-    merge_parts((own, own_lse), (others, other_lse), places, choices)
+    Ok(merge_parts(
+        (own, own_lse),
+        (others, other_lse),
+        places,
+        choices,
+    ))
 }
 
 /// [`merge_attention_at`] of what fits each other.
@@ -119,33 +123,18 @@ pub(crate) fn merge_parts(
     (others, other_lse): (Tensor<4>, Tensor<3>),
     places: Tensor<4, Int>,
     choices: Tensor<3, Int>,
-) -> Result<(Tensor<4>, Tensor<3>), OpError> {
-    let [batch, heads, seq_q, most] = places.dims();
-    let [.., count] = choices.dims();
-    let rows = [batch, heads, seq_q];
+) -> (Tensor<4>, Tensor<3>) {
     let (places, choices) = (places.without_autodiff(), choices.without_autodiff());
-    let index = places.clone().reshape([batch, heads, seq_q * most]);
-    let users = choices.clone().reshape([batch, heads, count, 1]);
-    let other_lse = rows_at(other_lse.unsqueeze_dim(3), index, users)?;
-    let none = places.clone().lower_elem(0);
-    let other_lse = other_lse.reshape([batch, heads, seq_q, most]);
-    let other_lse = other_lse.mask_fill(none, LOWEST);
-    let lse = Tensor::cat(vec![own_lse.unsqueeze_dim(3), other_lse], 3).clamp_min(LOWEST);
-    // The result does not depend on the maximum, and nor does its gradient.
-    let max = lse.clone().max_dim(3).detach();
-    let empty = max.clone().lower_equal_elem(LOWEST).reshape(rows);
-    let weights = (lse - max.clone()).exp();
-    let total = weights.clone().sum_dim(3);
-    let lse = (max + total.clone().log()).reshape(rows);
-    let inputs = MergedRows {
+    let inputs = MergedParts {
         own: own.into_dispatch(),
+        own_lse: own_lse.into_dispatch(),
         rows: others.into_dispatch(),
-        weights: (weights / total).into_dispatch(),
+        lses: other_lse.into_dispatch(),
         places: places.into_dispatch(),
         choices: choices.into_dispatch(),
     };
-    let out = Tensor::from_dispatch(<Dispatch as RowOps>::merged_rows(inputs));
-    Ok((out, lse.mask_fill(empty, f64::NEG_INFINITY)))
+    let MergedOutput { out, lse } = <Dispatch as RowOps>::merged_parts(inputs);
+    (Tensor::from_dispatch(out), Tensor::from_dispatch(lse))
 }
 
 /// What two parts have of their union's softmax.

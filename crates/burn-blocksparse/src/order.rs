@@ -2,14 +2,18 @@
 
 #[cfg(feature = "cube")]
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Int, Tensor};
+#[cfg(feature = "cube")]
+use burn::tensor::DType;
+use burn::tensor::{Int, Tensor};
 
+use crate::check::same_device;
 use crate::device::served;
+#[cfg(feature = "cube")]
+use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::kernels_run::runs_kernels;
 #[cfg(feature = "cube")]
 use crate::ops::OrderOps;
-use crate::paged::highest_keys;
 
 /// Tokens in the order of their buckets, those of a bucket by number: the token at each place, and the place of each token. `None` where
 /// [no kernels run](runs_kernels). Nothing is read back.
@@ -33,18 +37,136 @@ pub fn sort_buckets(
     if !(1..=1 << 30).contains(&count) {
         return Err(OpError::argument("count", "from 1 to 2³⁰", count));
     }
+    let sorted = sort_rounds(buckets.reshape([groups, 1, length]), count, length)?;
+    Ok(sorted.map(|sorted| {
+        let of_group = |x: Tensor<3, Int>| x.reshape([groups, length]);
+        [of_group(sorted.tokens), of_group(sorted.places)]
+    }))
+}
+
+/// Tokens of lists in the order of their buckets in several rounds, each with places of its own, as [`sort_rounds`] gives them: i32, without autodiff.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct TokensInRounds {
+    /// The token at each place, −1 behind the last of a round: `[lists, rounds, room]`.
+    pub tokens: Tensor<3, Int>,
+    /// The place of each token in each round, counted through all of a list's rounds: `[lists, length, rounds]`.
+    pub places: Tensor<3, Int>,
+    /// The reverse: at each place `token · rounds + round`, negative behind the last: `[lists, rounds, room]`.
+    pub choices: Tensor<3, Int>,
+}
+
+/// [`sort_buckets`] of lists that have other buckets in each of several rounds, in one launch, or two of more than 256 buckets: what
+/// [`keyed_rows_at`](crate::keyed_rows_at) and [`merge_attention_at`](crate::merge_attention_at) take. `None` where [no kernels run](runs_kernels).
+///
+/// # Shapes
+/// - `buckets`: `[lists, rounds, length]`, each below `count`; others count as the nearest that is
+/// - `room`: places of a round, `length` at least
+///
+/// # Errors
+/// As [`sort_buckets`], and if there are fewer places than tokens.
+pub fn sort_rounds(
+    buckets: Tensor<3, Int>,
+    count: usize,
+    room: usize,
+) -> Result<Option<TokensInRounds>, OpError> {
+    let buckets = buckets.without_autodiff();
+    served(&buckets.device())?;
+    let [lists, rounds, length] = buckets.dims();
+    if lists * rounds * length == 0 {
+        return Err(OpError::argument("buckets", "at least one token", 0));
+    }
+    if !(1..=1 << 30).contains(&count) {
+        return Err(OpError::argument("count", "from 1 to 2³⁰", count));
+    }
+    if room < length {
+        let expected = format!("at least the {length} tokens");
+        return Err(OpError::argument("room", expected, room));
+    }
     if !runs_kernels(&buckets.device()) {
         return Ok(None);
     }
     #[cfg(feature = "cube")]
     {
-        let order = <Dispatch as OrderOps>::sort_buckets(buckets.into_dispatch(), count);
-        let order = Tensor::<3, Int>::from_dispatch(order);
-        let part = |at: usize| {
-            let part = order.clone().slice_dim(0, at..at + 1);
-            part.reshape([groups, length])
+        let sorted = <Dispatch as OrderOps>::sort_rounds(buckets.into_dispatch(), count, room);
+        Ok(Some(TokensInRounds {
+            tokens: Tensor::from_dispatch(sorted.tokens),
+            places: Tensor::from_dispatch(sorted.places),
+            choices: Tensor::from_dispatch(sorted.choices),
+        }))
+    }
+    #[cfg(not(feature = "cube"))]
+    unreachable!("kernels need the feature cube")
+}
+
+/// Widths of rows that [`hash_rows`] takes: columns of a rotation have room in the shared memory of all devices.
+#[cfg(feature = "cube")]
+const WIDEST: usize = 256;
+
+/// The bucket of each row under each of some rotations, the first of the largest of `[x R; −x R]`, summed in f32 (f64 for f64), in one launch. `None` where
+/// [no kernels run](runs_kernels), or rows are wider than 256. No gradient flows through it.
+///
+/// # Shapes
+/// - `x`: `[batch, heads, length, dim]`
+/// - `rotations`: `[rounds, dim, half]`
+/// - result: i32 `[batch, heads, rounds, length]`, below `2 · half`
+///
+/// # Errors
+/// [`OpError`] if shapes or devices do not fit each other, one is empty, or no feature of this crate serves the device.
+pub fn hash_rows(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, Int>>, OpError> {
+    let (x, rotations) = (x.without_autodiff(), rotations.without_autodiff());
+    served(&x.device())?;
+    same_device("rotations' device", &x.device(), "x's", &rotations.device())?;
+    let [batch, heads, length, dim] = x.dims();
+    let [rounds, of_rotations, half] = rotations.dims();
+    OpError::expect_same("rotations' dim", dim, "x's", of_rotations)?;
+    if batch * heads * length * dim * rounds * half == 0 {
+        return Err(OpError::argument("x and rotations", "not empty", 0));
+    }
+    if !runs_kernels(&x.device()) {
+        return Ok(None);
+    }
+    #[cfg(feature = "cube")]
+    {
+        if dim > WIDEST {
+            return Ok(None);
+        }
+        let sums: DType = accumulate_in(x.dtype().into()).into();
+        let rotations = match rotations.dtype() == sums {
+            true => rotations,
+            false => rotations.cast(sums),
         };
-        Ok(Some([part(0), part(1)]))
+        let buckets =
+            <Dispatch as OrderOps>::hash_rows(x.into_dispatch(), rotations.into_dispatch());
+        Ok(Some(Tensor::from_dispatch(buckets)))
+    }
+    #[cfg(not(feature = "cube"))]
+    unreachable!("kernels need the feature cube")
+}
+
+/// Of each column the row of its highest number, of equal ones the first, counted through the rows of all heads: row `r` of head `h` is `h · rows + r`. `None`
+/// where [no kernels run](runs_kernels).
+///
+/// # Shapes
+/// - `numbers`: `[batch, heads, rows, columns]`
+/// - result: i32 `[batch, heads, columns]`, without autodiff
+///
+/// # Errors
+/// [`OpError`] if there are no numbers, or no feature of this crate serves the device.
+pub fn highest_rows(numbers: Tensor<4>) -> Result<Option<Tensor<3, Int>>, OpError> {
+    let numbers = numbers.without_autodiff();
+    let device = numbers.device();
+    served(&device)?;
+    if numbers.dims().contains(&0) {
+        return Err(OpError::argument("numbers", "at least one", 0));
+    }
+    if !runs_kernels(&device) {
+        return Ok(None);
+    }
+    #[cfg(feature = "cube")]
+    {
+        let found = <Dispatch as OrderOps>::highest_rows(numbers.into_dispatch());
+        Ok(Some(Tensor::from_dispatch(found)))
     }
     #[cfg(not(feature = "cube"))]
     unreachable!("kernels need the feature cube")
@@ -56,7 +178,7 @@ pub fn sort_buckets(
 pub struct HighestInRows {
     /// The columns, ascending: i32 `[groups, rows, most]`.
     pub columns: Tensor<3, Int>,
-    /// Where each column stands in the list of each row: `row · most` and its place in the list, or −1: i32 `[groups, columns, rows]`.
+    /// Of each number of each row `row · most` and its place in the row's list, or −1: i32 `[groups, rows, columns]`.
     pub places: Tensor<3, Int>,
 }
 
@@ -83,17 +205,14 @@ pub fn highest_in_rows(numbers: Tensor<3>, most: usize) -> Result<Option<Highest
     if !runs_kernels(&device) {
         return Ok(None);
     }
-    let seen = Tensor::<2, Int>::full([1, rows], columns as i32, (&device, DType::I32));
-    let lists = highest_keys(numbers, seen.expand([groups, rows]), most);
     #[cfg(feature = "cube")]
     {
-        let given = lists.clone().into_dispatch();
-        let places = <Dispatch as OrderOps>::places_in_lists(given, columns);
+        let lists = <Dispatch as OrderOps>::highest_in_rows(numbers.into_dispatch(), most);
         Ok(Some(HighestInRows {
-            columns: lists,
-            places: Tensor::from_dispatch(places),
+            columns: Tensor::from_dispatch(lists.columns),
+            places: Tensor::from_dispatch(lists.places),
         }))
     }
     #[cfg(not(feature = "cube"))]
-    unreachable!("kernels need the feature cube: {lists:?}")
+    unreachable!("kernels need the feature cube")
 }

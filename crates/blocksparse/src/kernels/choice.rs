@@ -13,7 +13,7 @@ use super::pass::Part;
 use super::tier::{self, BackwardTile, BiasTile, Choice, ForwardTile};
 use super::{masses, on_device, simt};
 use crate::plan::{Tiling, Walk};
-use crate::{BlockLayout, Residue};
+use crate::{BlockLayout, DeviceChoice, Residue};
 
 /// What a call will run on a device.
 ///
@@ -103,12 +103,19 @@ impl PartPlan {
     }
 }
 
+/// Plans of a layout, and of the choices that devices make within it: of all of those a call has a layout of its own, of which a plan knows no more than its
+/// choice and its name.
 #[derive(Default)]
-struct Plans(Mutex<HashMap<(DeviceKey, Request, TierLimit), Arc<AttentionPlan>>>);
+struct Plans(Mutex<HashMap<(DeviceKey, Request, TierLimit), Vec<KnownPlan>>>);
+
+struct KnownPlan {
+    choice: Option<DeviceChoice>,
+    plan: Arc<AttentionPlan>,
+}
 
 impl AttentionPlan {
-    /// Chooses kernels and tiles, and checks them against the device's limits. Remembered with the layout: the
-    /// second call with the same request costs a lookup. Tiers that `BLOCKSPARSE_TIER` names are left out.
+    /// Chooses kernels and tiles, and checks them against the device's limits. Remembered with the layout, or with the one that a device chooses blocks of:
+    /// the second call with the same request costs a lookup. Tiers that `BLOCKSPARSE_TIER` names are left out.
     ///
     /// # Errors
     /// [`KernelError`] if the device lacks the dtype, the forward pass exceeds a limit, or the variable says what it may not.
@@ -130,15 +137,22 @@ impl AttentionPlan {
         request: Request,
         limit: TierLimit,
     ) -> Result<Arc<Self>, KernelError> {
-        let known = layout.attachment(Plans::default);
+        let keeper = layout.within().unwrap_or(layout);
+        let choice = layout.device_choice().copied();
+        let known = keeper.attachment(Plans::default);
         let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (device_key(client), request, limit);
-        if let Some(plan) = known.get(&key) {
-            return Ok(plan.clone());
+        let plans = known.entry(key).or_default();
+        let is_it = |of: &&KnownPlan| of.choice == choice && of.plan.name == layout.name();
+        if let Some(known) = plans.iter().find(is_it) {
+            return Ok(known.plan.clone());
         }
         let plan = Self::choose(layout, request, limit, DeviceFacts::of(client))?;
         let plan = Arc::new(plan);
-        known.insert(key, plan.clone());
+        plans.push(KnownPlan {
+            choice,
+            plan: plan.clone(),
+        });
         Ok(plan)
     }
 

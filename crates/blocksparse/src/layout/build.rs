@@ -60,6 +60,24 @@ impl BlockLayout {
         shape: LayoutShape,
         mut block: impl FnMut(usize, usize, usize) -> Option<BlockMask>,
     ) -> Result<Self, LayoutError> {
+        let kv_blocks = shape.seq_kv.div_ceil(shape.block_size.max(1));
+        Self::from_row_fn(name, shape, |head, q_block| {
+            (0..kv_blocks)
+                .filter_map(|kv_block| Some((kv_block, block(head, q_block, kv_block)?)))
+                .collect()
+        })
+    }
+
+    /// A layout from a callback that lists the kept blocks of a row of query blocks, ascending, with their masks: called once per head and row, so time follows
+    /// the kept blocks. Otherwise as [`from_block_fn`](Self::from_block_fn).
+    ///
+    /// # Errors
+    /// [`LayoutError`] if a size is out of range, a mask is of another block size, or blocks are not ascending or beyond the keys.
+    pub fn from_row_fn(
+        name: impl Into<String>,
+        shape: LayoutShape,
+        mut row: impl FnMut(usize, usize) -> Vec<(usize, BlockMask)>,
+    ) -> Result<Self, LayoutError> {
         shape.validate()?;
         let b = shape.block_size;
         let grid = Grid::new(shape);
@@ -68,10 +86,16 @@ impl BlockLayout {
         for head in 0..shape.heads {
             let mut rows = RowRuns::new();
             for q_block in 0..grid.q_blocks() {
-                for kv_block in 0..grid.kv_blocks() {
-                    let Some(mask) = block(head, q_block, kv_block) else {
-                        continue;
-                    };
+                let mut least = 0;
+                for (kv_block, mask) in row(head, q_block) {
+                    if !(least..grid.kv_blocks()).contains(&kv_block) {
+                        return Err(LayoutError::argument(
+                            "a block of a row returned by the callback",
+                            format!("ascending, below {}", grid.kv_blocks()),
+                            kv_block,
+                        ));
+                    }
+                    least = kv_block + 1;
                     if mask.block_size() != b {
                         return Err(LayoutError::argument(
                             "the block size of the mask returned by the callback",

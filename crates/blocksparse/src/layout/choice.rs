@@ -30,6 +30,8 @@ pub enum ChosenBy {
     /// Nothing of blocks, which are all those of the layout that the choice is made within; of queries and keys their positions, of which a rule says what
     /// is seen.
     Positions(PositionRule),
+    /// The same where each key is at its query's position, which is there once.
+    OwnPositions(PositionRule),
 }
 
 /// Which keys a query sees by the positions of both. A negative position is none: its query sees nothing, and nobody its key.
@@ -61,11 +63,20 @@ impl PositionRule {
 pub(crate) const TALLEST: usize = 8;
 
 impl DeviceChoice {
+    /// The positions of a batch entry and head, if a rule chooses by them: how many numbers, and which is the first key's, behind those of queries or with them.
+    pub fn positions(&self, shape: &LayoutShape) -> Option<[usize; 2]> {
+        match self.by {
+            ChosenBy::Positions(_) => Some([shape.seq_q + shape.seq_kv, shape.seq_q]),
+            ChosenBy::OwnPositions(_) => Some([shape.seq_q, 0]),
+            ChosenBy::Mask | ChosenBy::Indices { .. } | ChosenBy::Scores(_) => None,
+        }
+    }
+
     /// The most blocks that a row of query blocks can have.
     pub(crate) fn most_blocks(&self, shape: &LayoutShape) -> usize {
         let all = shape.seq_kv.div_ceil(shape.block_size);
         let most = match self.by {
-            ChosenBy::Mask | ChosenBy::Positions(_) => all,
+            ChosenBy::Mask | ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) => all,
             ChosenBy::Indices { most } => most,
             ChosenBy::Scores(rule) => rule.most_blocks(all),
         };

@@ -16,7 +16,9 @@ pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
     match layout.device_choice() {
         Some(choice) => match (choice.by, layout.within()) {
             // All blocks of a layout that is known.
-            (ChosenBy::Positions(_), Some(whole)) if may_be_chosen(tiling, layout.block_size()) => {
+            (ChosenBy::Positions(_) | ChosenBy::OwnPositions(_), Some(whole))
+                if may_be_chosen(tiling, layout.block_size()) =>
+            {
                 Sample::of(whole, tiling).overhead(layout.block_size())
             }
             _ => chosen_overhead(choice, layout.shape(), tiling),

@@ -170,6 +170,22 @@ fn masks_of_another_block_size() {
 }
 
 #[test]
+fn blocks_of_a_row_that_are_not_ascending_or_not_there() {
+    let shape = LayoutShape::square(1, 64, 16);
+    let full = || BlockMask::corner(16, 16, 16);
+    for (blocks, got) in [(vec![0, 4], 4), (vec![2, 1], 1), (vec![1, 1], 1)] {
+        let row = |_, _| blocks.iter().map(|&block| (block, full())).collect();
+        let error = BlockLayout::from_row_fn("bad", shape, row).unwrap_err();
+        let expected = format!(
+            "a block of a row returned by the callback must be ascending, below 4, got {got}"
+        );
+        assert_eq!(error.to_string(), expected);
+    }
+    let diagonal = BlockLayout::from_row_fn("mine", shape, |_, row| vec![(row, full())]).unwrap();
+    assert_eq!(diagonal, Pattern::chunked(16).layout(1, 64, 16).unwrap());
+}
+
+#[test]
 fn callbacks_do_not_serialize_but_their_layouts_do() {
     let pattern = Pattern::from_fn("mine", |_, i, j| i == j);
     assert!(serde_json::to_string(&pattern).is_err());

@@ -39,6 +39,8 @@ mod outputs;
 mod page_choice;
 pub(crate) mod paged;
 pub(crate) mod projection;
+#[cfg(feature = "autodiff")]
+mod row_steps;
 mod rows;
 pub(crate) mod sampling;
 mod selection;

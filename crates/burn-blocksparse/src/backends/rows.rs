@@ -1,11 +1,6 @@
-//! Rows by an index on each backend, and their step in Burn's autodiff graph.
+//! Rows by an index on each backend.
 
-#[cfg(any(
-    feature = "flex",
-    feature = "ndarray",
-    feature = "cube",
-    feature = "autodiff"
-))]
+#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
 use crate::ops::RowOps;
 
 #[cfg(feature = "flex")]
@@ -17,46 +12,66 @@ impl RowOps for burn::backend::NdArray {}
 #[cfg(feature = "cube")]
 mod kernels {
     use blocksparse::kernels::rows::{
-        GatedBackward, IndexedRows, Typed, gated_sum_backward, gather_rows, row_dots,
+        self, IndexedRows, MergedGradients, gather_rows, gather_scaled_rows, mean_rows,
     };
-    use burn::backend::cubecl::dtype_to_elem_type;
-    use burn::backend::ops::{FloatTensorOps, IntTensorOps};
+    use burn::backend::ops::IntTensorOps;
     use burn::tensor::{DType, IntDType, Shape};
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::{cast, into_contiguous};
     use burn_cubecl::tensor::CubeTensor;
 
     use super::RowOps;
-    use crate::backends::cube::{empty, uses_reference};
+    use crate::backends::cube::{contiguous, empty, matrix, typed, uses_reference};
     use crate::dtype::accumulate_in;
-    use crate::ops::{MergedRows, MergedRowsGrads};
+    use crate::ops::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts};
     use crate::rows::reference;
+    use crate::values::OutputGrads;
 
     fn numbers(index: CubeTensor) -> CubeTensor {
         into_contiguous(cast(index, IntDType::I32.into()))
     }
 
-    fn typed(x: &CubeTensor) -> Typed<'_> {
-        (&x.handle, dtype_to_elem_type(x.dtype))
+    /// Numbers of places `[batch, heads, places, most]`, and whether those lie the other way round.
+    fn named(index: CubeTensor) -> (CubeTensor, bool) {
+        let [_, heads, places, most] = index.meta.shape().dims();
+        let of_list = places * most;
+        let turned = index.dtype == DType::I32
+            && index.meta.strides().iter().copied().eq([
+                heads * of_list,
+                of_list,
+                1,
+                places,
+            ]);
+        match turned {
+            true => (index, most > 1),
+            false => (numbers(index), false),
+        }
+    }
+
+    fn sums_of(x: &CubeTensor) -> DType {
+        accumulate_in(x.dtype.into()).into()
+    }
+
+    /// Lists of the rows of a tensor, and places that name some of them.
+    fn indexed(rows: &CubeTensor, index: &CubeTensor) -> IndexedRows {
+        let [batch, heads, count, dim] = rows.meta.shape().dims();
+        let [_, _, places, most] = index.meta.shape().dims();
+        IndexedRows::new(batch * heads, count, [places, most], dim)
     }
 
     /// The sums of rows that `index` `[batch, heads, places, most]` names. `None` if kernels do not take them.
     fn gathered(
         rows: &CubeTensor,
-        index: &CubeTensor,
-        own: Option<&CubeTensor>,
-        weights: Option<&CubeTensor>,
+        (index, turned): (&CubeTensor, bool),
     ) -> Option<CubeTensor> {
-        let [batch, heads, places, most] = index.meta.shape().dims();
-        let [_, _, count, dim] = rows.meta.shape().dims();
-        if uses_reference() || count == 0 {
+        let of = indexed(rows, index).turned(turned);
+        if uses_reference() || of.rows == 0 {
             return None;
         }
-        let out = empty(rows, [batch, heads, places, dim], rows.dtype);
-        let of = IndexedRows::new(batch * heads, count, [places, most], dim);
-        let others = [own, weights].map(|tensor| tensor.map(|tensor| &tensor.handle));
-        let (rows, client) = (typed(rows), &rows.client);
-        gather_rows(client, &of, rows, &index.handle, others, &out.handle).ok()?;
+        let [batch, heads, places, _] = index.meta.shape().dims();
+        let out = empty(rows, [batch, heads, places, of.width], rows.dtype);
+        let client = &rows.client;
+        gather_rows(client, &of, typed(rows), &index.handle, &out.handle).ok()?;
         Some(out)
     }
 
@@ -69,239 +84,260 @@ mod kernels {
             let [batch, heads, places] = index.meta.shape().dims();
             let (x, index) = (into_contiguous(x), numbers(index));
             let by_one = reshaped(index.clone(), [batch, heads, places, 1]);
-            gathered(&x, &by_one, None, None)
+            gathered(&x, (&by_one, false))
                 .unwrap_or_else(|| reference::rows_at::<Self>(x, index))
         }
 
         fn rows_at_backward(grad: CubeTensor, users: CubeTensor) -> CubeTensor {
-            let (grad, users) = (into_contiguous(grad), numbers(users));
-            gathered(&grad, &users, None, None)
+            let (grad, (users, turned)) = (into_contiguous(grad), named(users));
+            gathered(&grad, (&users, turned))
                 .unwrap_or_else(|| reference::rows_at_backward::<Self>(grad, users))
         }
 
-        fn merged_rows(inputs: MergedRows<Self>) -> CubeTensor {
-            let inputs = contiguous(inputs);
-            let MergedRows {
-                own,
-                rows,
-                weights,
-                places,
-                ..
-            } = &inputs;
-            gathered(rows, places, Some(own), Some(weights))
-                .unwrap_or_else(|| reference::merged_rows::<Self>(inputs))
+        fn unit_rows(x: CubeTensor) -> CubeTensor {
+            let x = into_contiguous(x);
+            unit(&x, None).unwrap_or_else(|| reference::unit_rows::<Self>(x))
         }
 
-        fn merged_rows_backward(
-            inputs: MergedRows<Self>,
+        fn unit_rows_backward(grad: CubeTensor, x: CubeTensor) -> CubeTensor {
+            let (grad, x) = (into_contiguous(grad), into_contiguous(x));
+            unit(&x, Some(&grad))
+                .unwrap_or_else(|| reference::unit_rows_backward::<Self>(grad, x))
+        }
+
+        fn means_at(x: CubeTensor, _index: CubeTensor, users: CubeTensor) -> MeanRows<Self> {
+            let (x, (users, turned)) = (into_contiguous(x), named(users));
+            means(&x, (&users, turned)).unwrap_or_else(|| reference::means_at::<Self>(x, users))
+        }
+
+        fn means_at_backward(
             grad: CubeTensor,
-        ) -> MergedRowsGrads<Self> {
-            let inputs = contiguous(inputs);
-            let grad = into_contiguous(grad);
-            backward(&inputs, &grad)
-                .unwrap_or_else(|| reference::merged_rows_backward::<Self>(inputs, grad))
+            shares: CubeTensor,
+            index: CubeTensor,
+        ) -> CubeTensor {
+            let (grad, shares) = (into_contiguous(grad), into_contiguous(shares));
+            let index = numbers(index);
+            scaled(&grad, &shares, &index)
+                .unwrap_or_else(|| reference::means_at_backward::<Self>(grad, shares, index))
+        }
+
+        fn keyed_rows(
+            x: CubeTensor,
+            value: CubeTensor,
+            index: CubeTensor,
+            _users: CubeTensor,
+        ) -> KeyedRows<Self> {
+            let (x, value) = (into_contiguous(x), into_contiguous(value));
+            let index = numbers(index);
+            keyed(&x, &value, &index)
+                .unwrap_or_else(|| reference::keyed_rows::<Self>(x, value, index))
+        }
+
+        fn keyed_rows_backward(
+            grads: KeyedRows<Self>,
+            x: CubeTensor,
+            users: CubeTensor,
+        ) -> KeyedGrads<Self> {
+            let grads = KeyedRows {
+                query: into_contiguous(grads.query),
+                key: into_contiguous(grads.key),
+                value: into_contiguous(grads.value),
+            };
+            let (x, (users, turned)) = (into_contiguous(x), named(users));
+            keyed_backward(&grads, &x, (&users, turned))
+                .unwrap_or_else(|| reference::keyed_rows_backward::<Self>(grads, x, users))
+        }
+
+        fn merged_parts(inputs: MergedParts<Self>) -> MergedOutput<Self> {
+            let inputs = contiguous_parts(inputs);
+            merged(&inputs).unwrap_or_else(|| reference::merged_parts::<Self>(inputs))
+        }
+
+        fn merged_parts_backward(
+            inputs: MergedParts<Self>,
+            grads: OutputGrads<Self>,
+        ) -> MergedGrads<Self> {
+            let inputs = contiguous_parts(inputs);
+            let grads = OutputGrads {
+                out: into_contiguous(grads.out),
+                lse: contiguous(grads.lse).into(),
+            };
+            merged_backward(&inputs, &grads)
+                .unwrap_or_else(|| reference::merged_parts_backward::<Self>(inputs, grads))
         }
     }
 
-    fn contiguous(inputs: MergedRows<CubeBackend>) -> MergedRows<CubeBackend> {
-        MergedRows {
+    /// Rows made as long as 1, or the gradient by them.
+    fn unit(x: &CubeTensor, grad: Option<&CubeTensor>) -> Option<CubeTensor> {
+        if uses_reference() {
+            return None;
+        }
+        let dtype = if grad.is_some() { x.dtype } else { sums_of(x) };
+        let shape = x.meta.shape();
+        let made = empty(x, shape.dims::<4>(), dtype);
+        let grad = grad.map(|grad| &grad.handle);
+        rows::unit_rows(&x.client, matrix(shape), typed(x), grad, &made.handle).ok()?;
+        Some(made)
+    }
+
+    fn means(
+        x: &CubeTensor,
+        (users, turned): (&CubeTensor, bool),
+    ) -> Option<MeanRows<CubeBackend>> {
+        let of = indexed(x, users).turned(turned);
+        if uses_reference() || of.rows == 0 {
+            return None;
+        }
+        let [batch, heads, rows, _] = users.meta.shape().dims();
+        let means = empty(x, [batch, heads, rows, of.width], x.dtype);
+        let shares = empty(x, [batch, heads, rows], sums_of(x));
+        let made = [&means.handle, &shares.handle];
+        mean_rows(&x.client, &of, typed(x), &users.handle, made).ok()?;
+        Some(MeanRows { means, shares })
+    }
+
+    /// The rows of `grad` at `[batch, heads, places]`, times their shares.
+    fn scaled(grad: &CubeTensor, shares: &CubeTensor, index: &CubeTensor) -> Option<CubeTensor> {
+        let [batch, heads, places] = index.meta.shape().dims();
+        let by_one = reshaped(index.clone(), [batch, heads, places, 1]);
+        let of = indexed(grad, &by_one);
+        if uses_reference() || of.rows == 0 {
+            return None;
+        }
+        let out = empty(grad, [batch, heads, places, of.width], grad.dtype);
+        let (shares, made) = (&shares.handle, &out.handle);
+        gather_scaled_rows(
+            &grad.client,
+            &of,
+            typed(grad),
+            &by_one.handle,
+            shares,
+            made,
+        )
+        .ok()?;
+        Some(out)
+    }
+
+    fn keyed(
+        x: &CubeTensor,
+        value: &CubeTensor,
+        index: &CubeTensor,
+    ) -> Option<KeyedRows<CubeBackend>> {
+        let [batch, heads, places] = index.meta.shape().dims();
+        let by_one = reshaped(index.clone(), [batch, heads, places, 1]);
+        let of = indexed(x, &by_one);
+        if uses_reference() || of.rows == 0 {
+            return None;
+        }
+        let value_dim = value.meta.shape()[3];
+        let made = |dim: usize| empty(x, [batch, heads, places, dim], x.dtype);
+        let (query, key, taken) = (made(of.width), made(of.width), made(value_dim));
+        rows::keyed_rows(
+            &x.client,
+            &of,
+            value_dim,
+            typed(x),
+            [&value.handle, &index.handle],
+            [&query.handle, &key.handle, &taken.handle],
+        )
+        .ok()?;
+        Some(KeyedRows {
+            query,
+            key,
+            value: taken,
+        })
+    }
+
+    fn keyed_backward(
+        grads: &KeyedRows<CubeBackend>,
+        x: &CubeTensor,
+        (users, turned): (&CubeTensor, bool),
+    ) -> Option<KeyedGrads<CubeBackend>> {
+        let of = indexed(&grads.query, users).turned(turned);
+        if uses_reference() || of.rows == 0 {
+            return None;
+        }
+        let [batch, heads, rows, _] = users.meta.shape().dims();
+        let value_dim = grads.value.meta.shape()[3];
+        let made = |dim: usize| empty(x, [batch, heads, rows, dim], x.dtype);
+        let (by_x, by_value) = (made(of.width), made(value_dim));
+        rows::keyed_rows_backward(
+            &x.client,
+            &of,
+            value_dim,
+            typed(x),
+            &users.handle,
+            [&grads.query.handle, &grads.key.handle, &grads.value.handle],
+            [&by_x.handle, &by_value.handle],
+        )
+        .ok()?;
+        Some(KeyedGrads {
+            x: by_x,
+            value: by_value,
+        })
+    }
+
+    fn contiguous_parts(inputs: MergedParts<CubeBackend>) -> MergedParts<CubeBackend> {
+        MergedParts {
             own: into_contiguous(inputs.own),
+            own_lse: into_contiguous(inputs.own_lse),
             rows: into_contiguous(inputs.rows),
-            weights: into_contiguous(inputs.weights),
+            lses: into_contiguous(inputs.lses),
             places: numbers(inputs.places),
             choices: numbers(inputs.choices),
         }
     }
 
-    /// The gradients by rows at places are the gradients of their queries, times their weights; those by weights are products.
-    fn backward(
-        inputs: &MergedRows<CubeBackend>,
-        grad: &CubeTensor,
-    ) -> Option<MergedRowsGrads<CubeBackend>> {
-        let [batch, heads, queries, dim] = inputs.own.meta.shape().dims();
-        let [_, _, places, _] = inputs.rows.meta.shape().dims();
-        let most = inputs.places.meta.shape()[3];
-        let sums: DType = accumulate_in(inputs.own.dtype.into()).into();
-        let weights = |from: usize, to: usize| {
-            let ranges = reference::ranges([batch, heads, queries], from..to);
-            into_contiguous(CubeBackend::float_slice(inputs.weights.clone(), &ranges))
+    fn parts(inputs: &MergedParts<CubeBackend>) -> rows::MergedParts<'_> {
+        rows::MergedParts {
+            own: typed(&inputs.own),
+            own_lse: &inputs.own_lse.handle,
+            rows: &inputs.rows.handle,
+            lses: &inputs.lses.handle,
+            index: &inputs.places.handle,
+        }
+    }
+
+    fn merged(inputs: &MergedParts<CubeBackend>) -> Option<MergedOutput<CubeBackend>> {
+        let of = indexed(&inputs.rows, &inputs.places);
+        if uses_reference() || of.rows == 0 {
+            return None;
+        }
+        let own = &inputs.own;
+        let out = empty(own, own.meta.shape().dims::<4>(), own.dtype);
+        let lse = empty(own, inputs.own_lse.meta.shape().dims::<3>(), sums_of(own));
+        let made = [&out.handle, &lse.handle];
+        rows::merge_rows(&own.client, &of, &parts(inputs), made).ok()?;
+        Some(MergedOutput { out, lse })
+    }
+
+    fn merged_backward(
+        inputs: &MergedParts<CubeBackend>,
+        grads: &OutputGrads<CubeBackend>,
+    ) -> Option<MergedGrads<CubeBackend>> {
+        let of = indexed(&inputs.rows, &inputs.places);
+        if uses_reference() || of.rows == 0 {
+            return None;
+        }
+        let like = |x: &CubeTensor| empty(x, x.meta.shape().dims::<4>(), x.dtype);
+        let like_lse = |x: &CubeTensor| empty(x, x.meta.shape().dims::<3>(), x.dtype);
+        let made: MergedGrads<CubeBackend> = MergedGrads {
+            own: like(&inputs.own),
+            own_lse: like_lse(&inputs.own_lse),
+            rows: like(&inputs.rows),
+            lses: like_lse(&inputs.lses),
         };
-        let others = reshaped(weights(1, most + 1), [batch, heads, queries * most, 1]);
-        let one = |index: CubeTensor, count: usize| reshaped(index, [batch, heads, count, 1]);
-        let factors = gathered(&others, &one(inputs.choices.clone(), places), None, None)?;
-        let at = reference::queries_of::<CubeBackend>(inputs.choices.clone(), most);
-        let at = numbers(one(at, places));
-        let rows = gathered(grad, &at, None, Some(&factors))?;
-
-        // A query's own row is a branch, whose gate is its weight.
-        let first = weights(0, 1);
-        let own = empty(grad, [batch, heads, queries, dim], grad.dtype);
-        let own_dots = empty(grad, [batch, heads, queries, 1], sums);
-        let pass = GatedBackward {
-            grad: typed(grad),
-            branches: &[Some(&inputs.own.handle)],
-            gates: typed(&first),
-            by_branches: &[Some(&own.handle)],
-            by_gates: Some(&own_dots.handle),
+        let gradients = MergedGradients {
+            grad: &grads.out.handle,
+            grad_lse: grads.lse.as_ref().map(|grad| &grad.handle),
+            choices: &inputs.choices.handle,
+            by_own: &made.own.handle,
+            by_own_lse: &made.own_lse.handle,
+            by_rows: &made.rows.handle,
+            by_lses: &made.lses.handle,
         };
-        gated_sum_backward(&grad.client, [batch * heads * queries, dim], &pass).ok()?;
-
-        let of = IndexedRows::new(batch * heads, places, [queries, most], dim);
-        let dots = empty(grad, [batch, heads, queries, most], sums);
-        let (client, index) = (&grad.client, &inputs.places.handle);
-        let (rows_of, out) = (typed(&inputs.rows), &dots.handle);
-        row_dots(client, &of, rows_of, index, &grad.handle, out).ok()?;
-        Some(MergedRowsGrads {
-            own,
-            rows,
-            weights: CubeBackend::float_cat(vec![own_dots, dots], 3),
-        })
-    }
-}
-
-#[cfg(feature = "autodiff")]
-mod steps {
-    use burn::backend::autodiff::Autodiff;
-    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
-    use burn::backend::autodiff::grads::Gradients;
-    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-    use burn::backend::tensor::{FloatTensor, IntTensor};
-
-    use super::RowOps;
-    use crate::ops::{MergedRows, MergedRowsGrads};
-
-    /// The step behind merged rows.
-    #[derive(Debug)]
-    struct Merged;
-
-    impl<B: RowOps> Backward<B, 3> for Merged {
-        type State = MergedRows<B>;
-
-        fn backward(
-            self,
-            ops: Ops<Self::State, 3>,
-            grads: &mut Gradients,
-            _checkpointer: &mut Checkpointer,
-        ) {
-            let grad = grads.consume::<B>(&ops.node);
-            let MergedRowsGrads { own, rows, weights } = B::merged_rows_backward(ops.state, grad);
-            for (parent, grad) in ops.parents.into_iter().zip([own, rows, weights]) {
-                if let Some(parent) = parent {
-                    grads.register::<B>(parent.id, grad);
-                }
-            }
-        }
-    }
-
-    /// The step behind the rows.
-    #[derive(Debug)]
-    struct RowsAt;
-
-    impl<B: RowOps> Backward<B, 1> for RowsAt {
-        /// Which places use each row.
-        type State = IntTensor<B>;
-
-        fn backward(
-            self,
-            ops: Ops<Self::State, 1>,
-            grads: &mut Gradients,
-            _checkpointer: &mut Checkpointer,
-        ) {
-            let grad = grads.consume::<B>(&ops.node);
-            if let [Some(parent)] = ops.parents {
-                grads.register::<B>(parent.id, B::rows_at_backward(grad, ops.state));
-            }
-        }
-    }
-
-    /// The step behind sums.
-    #[derive(Debug)]
-    struct SumsAt;
-
-    impl<B: RowOps> Backward<B, 1> for SumsAt {
-        /// The row of each place, and the places of each row.
-        type State = [IntTensor<B>; 2];
-
-        fn backward(
-            self,
-            ops: Ops<Self::State, 1>,
-            grads: &mut Gradients,
-            _checkpointer: &mut Checkpointer,
-        ) {
-            let grad = grads.consume::<B>(&ops.node);
-            let [index, users] = ops.state;
-            if let [Some(parent)] = ops.parents {
-                grads.register::<B>(parent.id, B::rows_at(grad, index, users));
-            }
-        }
-    }
-
-    impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
-        fn sums_at(
-            x: FloatTensor<Self>,
-            index: IntTensor<Self>,
-            users: IntTensor<Self>,
-        ) -> FloatTensor<Self> {
-            let prepared = SumsAt.prepare::<C>([x.node()]).compute_bound();
-            let x = x.into_primitive();
-            match prepared.stateful() {
-                OpsKind::Tracked(prep) => {
-                    let sums = B::sums_at(x, index.clone(), users.clone());
-                    prep.finish([index, users], sums)
-                }
-                OpsKind::UnTracked(prep) => prep.finish(B::sums_at(x, index, users)),
-            }
-        }
-
-        fn rows_at(
-            x: FloatTensor<Self>,
-            index: IntTensor<Self>,
-            users: IntTensor<Self>,
-        ) -> FloatTensor<Self> {
-            let prepared = RowsAt.prepare::<C>([x.node()]).compute_bound();
-            let x = x.into_primitive();
-            match prepared.stateful() {
-                OpsKind::Tracked(prep) => {
-                    let rows = B::rows_at(x, index, users.clone());
-                    prep.finish(users, rows)
-                }
-                OpsKind::UnTracked(prep) => prep.finish(B::rows_at(x, index, users)),
-            }
-        }
-
-        fn merged_rows(inputs: MergedRows<Self>) -> FloatTensor<Self> {
-            let nodes = [inputs.own.node(), inputs.rows.node(), inputs.weights.node()];
-            let prepared = Merged.prepare::<C>(nodes).compute_bound();
-            let inputs = MergedRows {
-                own: inputs.own.into_primitive(),
-                rows: inputs.rows.into_primitive(),
-                weights: inputs.weights.into_primitive(),
-                places: inputs.places,
-                choices: inputs.choices,
-            };
-            match prepared.stateful() {
-                OpsKind::Tracked(prep) => {
-                    let out = B::merged_rows(inputs.clone());
-                    prep.finish(inputs, out)
-                }
-                OpsKind::UnTracked(prep) => prep.finish(B::merged_rows(inputs)),
-            }
-        }
-
-        /// Overridden so that the reference does not itself run through autodiff.
-        fn merged_rows_backward(
-            _inputs: MergedRows<Self>,
-            _grad: FloatTensor<Self>,
-        ) -> MergedRowsGrads<Self> {
-            unimplemented!("merged_rows is differentiable once")
-        }
-
-        /// Overridden so that the reference does not itself run through autodiff.
-        fn rows_at_backward(
-            _grad: FloatTensor<Self>,
-            _users: IntTensor<Self>,
-        ) -> FloatTensor<Self> {
-            unimplemented!("rows_at is differentiable once")
-        }
+        let client = &inputs.own.client;
+        rows::merge_rows_backward(client, &of, &parts(inputs), &gradients).ok()?;
+        Some(made)
     }
 }

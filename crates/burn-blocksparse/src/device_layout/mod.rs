@@ -98,7 +98,7 @@ enum Chooser {
     Mask(Tensor<4, Bool>),
     Indices(Tensor<4, Int>),
     Scores(Tensor<4>, Rule),
-    /// Of queries and, behind them, of keys: `[batch, heads, seq_q + seq_kv]`.
+    /// Of queries and, behind them, of keys: `[batch, heads, seq_q + seq_kv]`; or of both, once.
     Positions(Tensor<3, Int>, PositionRule),
 }
 

@@ -61,22 +61,51 @@ impl DeviceLayout {
         expect("of_queries' length", places.seq_q(), seq_q)?;
         let expected = [batch, heads, places.seq_kv()];
         OpError::expect_same("of_keys' shape", expected, "the queries'", of_keys.dims())?;
+        let numbers = Tensor::cat([of_queries, of_keys].map(in_i32).into_iter().collect(), 2);
+        Self::by_numbers(places, numbers, rule, ChosenBy::Positions(rule))
+    }
+
+    /// [`from_positions`](Self::from_positions) of sequences whose keys are at the positions of their queries.
+    ///
+    /// # Shapes
+    /// - `positions`: `[batch or 1, heads, seq]`, below 2³¹, negative for none
+    ///
+    /// # Errors
+    /// As [`from_positions`](Self::from_positions), and if the layout has other numbers of queries and keys.
+    pub fn from_own_positions(
+        places: &BlockLayout,
+        positions: Tensor<3, Int>,
+        rule: PositionRule,
+    ) -> Result<Self, OpError> {
+        served(&positions.device().without_autodiff())?;
+        let positions = positions.without_autodiff();
+        let [batch, heads, seq] = positions.dims();
+        if batch == 0 {
+            return Err(OpError::argument("positions' batch", "at least 1", batch));
+        }
+        expect("positions' heads", places.heads(), heads)?;
+        expect("positions' length", places.seq_q(), seq)?;
+        expect("positions' length, of keys", places.seq_kv(), seq)?;
+        let numbers = in_i32(positions);
+        Self::by_numbers(places, numbers, rule, ChosenBy::OwnPositions(rule))
+    }
+
+    fn by_numbers(
+        places: &BlockLayout,
+        numbers: Tensor<3, Int>,
+        rule: PositionRule,
+        by: ChosenBy,
+    ) -> Result<Self, OpError> {
+        let [batch, heads, count] = numbers.dims();
         let patterns = places.patterns_within([batch, heads])?;
-        let numbers = Tensor::cat(
-            [of_queries, of_keys]
-                .map(|x| x.cast(DType::I32))
-                .into_iter()
-                .collect(),
-            2,
-        );
         let numbers = match patterns[0] == batch {
             true => numbers,
-            false => numbers.expand([patterns[0], heads, seq_q + places.seq_kv()]),
+            false => numbers.expand([patterns[0], heads, count]),
         };
         let choice = DeviceChoice {
             patterns,
             causal: false,
-            by: ChosenBy::Positions(rule),
+            by,
         };
         let name = format!("{}, by positions ({rule:?})", places.name());
         Ok(Self {
@@ -85,5 +114,13 @@ impl DeviceLayout {
             chooser: Chooser::Positions(numbers, rule),
             host: Arc::default(),
         })
+    }
+}
+
+/// A cast to the same type would be an operation.
+fn in_i32(x: Tensor<3, Int>) -> Tensor<3, Int> {
+    match x.dtype() {
+        DType::I32 => x,
+        _ => x.cast(DType::I32),
     }
 }

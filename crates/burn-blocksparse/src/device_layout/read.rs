@@ -17,10 +17,11 @@ impl DeviceLayout {
             (&self.chooser, self.frame.within())
         {
             let numbers = integers(positions)?;
-            let of = shape.seq_q + shape.seq_kv;
+            let own = self.choice().positions(&shape);
+            let [of, keys] = own.expect("a choice by positions");
             let seen = |entry: usize, head: usize, query: usize, key: usize| {
                 let own = &numbers[(entry.min(batch - 1) * heads + head) * of..][..of];
-                rule.sees(own[query], own[shape.seq_q + key])
+                rule.sees(own[query], own[keys + key])
             };
             return Ok(places.keep_pairs(self.frame.name(), self.batch(), seen)?);
         }

@@ -57,11 +57,13 @@ pub use norm::NormOps;
 pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
 #[cfg(feature = "cube")]
-pub use order::OrderOps;
+pub use order::{HighestLists, OrderOps, SortedRounds};
 pub use page_choice::PageChoiceOps;
 pub use paged::PagedOps;
 pub use projection::ProjectionOps;
-pub use rows::{MergedRows, MergedRowsGrads, RowOps};
+pub use rows::{
+    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps,
+};
 pub use sampling::SamplingOps;
 pub use selection::{HighestBlocks, ListedQueries, QueryTiles, SelectionOps, UniqueKeys};
 

@@ -1,18 +1,51 @@
 //! The backend trait of orders, where kernels make them.
 
-use burn::backend::tensor::IntTensor;
-use burn::backend::{Backend, backend_extension};
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType, backend_extension};
+
+/// Lists that were sorted by the buckets of rounds, i32.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct SortedRounds<B: Backend> {
+    /// The token at each place, −1 behind the last of a round: `[lists, rounds, room]`.
+    pub tokens: IntTensor<B>,
+    /// The place of each token in each round, counted through all: `[lists, length, rounds]`.
+    pub places: IntTensor<B>,
+    /// `token · rounds + round` of the token at each place, negative behind the last: `[lists, rounds, room]`.
+    pub choices: IntTensor<B>,
+}
+
+/// The highest numbers of rows, i32.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct HighestLists<B: Backend> {
+    /// Their columns, ascending: `[groups, rows, most]`.
+    pub columns: IntTensor<B>,
+    /// Of each number `row · most` and its place in the row's list, or −1: `[groups, rows, columns]`.
+    pub places: IntTensor<B>,
+}
 
 /// Sorts and lists as backend operations, on devices that have kernels alone, of i32 tensors. Elsewhere the functions that use them use Burn's operations.
 #[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
 pub trait OrderOps: Backend {
-    /// The token at each place of `[groups, length]`, sorted by bucket, and the place of each token: `[2, groups, length]`.
+    /// Lists `[lists, rounds, length]` sorted by bucket in each round, into rounds of `room` places.
     #[fusion(meta = meta::sorted)]
-    fn sort_buckets(buckets: IntTensor<Self>, count: usize) -> IntTensor<Self>;
+    fn sort_rounds(buckets: IntTensor<Self>, count: usize, room: usize) -> SortedRounds<Self>;
 
-    /// Where numbers below `length` stand in ascending lists `[groups, lists, width]`: `[groups, length, lists]`.
-    #[fusion(meta = meta::places)]
-    fn places_in_lists(lists: IntTensor<Self>, length: usize) -> IntTensor<Self>;
+    /// The first of the largest of `[x R; −x R]` of rows `[batch, heads, length, dim]` and each rotation of `[rounds, dim, half]`:
+    /// `[batch, heads, rounds, length]`.
+    #[fusion(meta = meta::hashed)]
+    fn hash_rows(x: FloatTensor<Self>, rotations: FloatTensor<Self>) -> IntTensor<Self>;
+
+    /// The `most` highest of each row of `[groups, rows, columns]`, in f32.
+    #[fusion(meta = meta::highest)]
+    fn highest_in_rows(numbers: FloatTensor<Self>, most: usize) -> HighestLists<Self>;
+
+    /// Of each column of `[batch, heads, rows, columns]` the row of its highest number, counted through the rows of all heads: `[batch, heads, columns]`.
+    #[fusion(meta = meta::highest_rows)]
+    fn highest_rows(numbers: FloatTensor<Self>) -> IntTensor<Self>;
 }
 
 /// Output shapes and dtypes for fusion.
@@ -21,13 +54,36 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
     use burn::tensor::DType;
 
-    pub fn sorted(buckets: &TensorSpec, _count: &usize) -> TensorSpec {
-        let [groups, length] = buckets.shape.dims::<2>();
-        TensorSpec::new([2, groups, length].into(), DType::I32)
+    use super::{HighestListsMetadata, SortedRoundsMetadata};
+
+    pub fn sorted(buckets: &TensorSpec, _count: &usize, room: &usize) -> SortedRoundsMetadata {
+        let [lists, rounds, length] = buckets.shape.dims::<3>();
+        let by_place = TensorSpec::new([lists, rounds, *room].into(), DType::I32);
+        SortedRoundsMetadata {
+            tokens: by_place.clone(),
+            places: TensorSpec::new([lists, length, rounds].into(), DType::I32),
+            choices: by_place,
+        }
     }
 
-    pub fn places(lists: &TensorSpec, length: &usize) -> TensorSpec {
-        let [groups, count, _] = lists.shape.dims::<3>();
-        TensorSpec::new([groups, *length, count].into(), DType::I32)
+    pub fn hashed(x: &TensorSpec, rotations: &TensorSpec) -> TensorSpec {
+        let [batch, heads, length, _] = x.shape.dims::<4>();
+        TensorSpec::new(
+            [batch, heads, rotations.shape[0], length].into(),
+            DType::I32,
+        )
+    }
+
+    pub fn highest(numbers: &TensorSpec, most: &usize) -> HighestListsMetadata {
+        let [groups, rows, _] = numbers.shape.dims::<3>();
+        HighestListsMetadata {
+            columns: TensorSpec::new([groups, rows, *most].into(), DType::I32),
+            places: TensorSpec::new(numbers.shape.clone(), DType::I32),
+        }
+    }
+
+    pub fn highest_rows(numbers: &TensorSpec) -> TensorSpec {
+        let [batch, heads, _, columns] = numbers.shape.dims::<4>();
+        TensorSpec::new([batch, heads, columns].into(), DType::I32)
     }
 }

@@ -4,35 +4,86 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
 use crate::rows::reference;
+use crate::values::OutputGrads;
 
-/// Rows of two tensors to be added up, as [`RowOps::merged_rows`] takes them.
+/// A part of each query and others at places, to be merged by their lse, as [`RowOps::merged_parts`] takes them.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct MergedRows<B: Backend> {
+pub struct MergedParts<B: Backend> {
     /// A row of each query: `[batch, heads, queries, dim]`.
     pub own: FloatTensor<B>,
-    /// Rows at places: `[batch, heads, places, dim]`, in the same dtype.
+    /// Its lse, `[batch, heads, queries]`, in the dtype of sums.
+    pub own_lse: FloatTensor<B>,
+    /// Rows at places: `[batch, heads, places, dim]`, in the dtype of `own`.
     pub rows: FloatTensor<B>,
-    /// What a query's own row, and those of its places, are multiplied by: `[batch, heads, queries, 1 + most]`, in the dtype of sums.
-    pub weights: FloatTensor<B>,
+    /// Their lse, `[batch, heads, places]`.
+    pub lses: FloatTensor<B>,
     /// The places of each query: `[batch, heads, queries, most]`, negative for none.
     pub places: IntTensor<B>,
     /// The query at each place, times `most`, plus the number among the query's: `[batch, heads, places]`, negative for none.
     pub choices: IntTensor<B>,
 }
 
-/// Gradients by the floats of [`MergedRows`].
+/// What the parts become.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct MergedRowsGrads<B: Backend> {
+pub struct MergedOutput<B: Backend> {
+    /// As `own`.
+    pub out: FloatTensor<B>,
+    /// As `own_lse`, −∞ where no part has keys.
+    pub lse: FloatTensor<B>,
+}
+
+/// Gradients by the floats of [`MergedParts`].
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct MergedGrads<B: Backend> {
     /// By a query's own row.
     pub own: FloatTensor<B>,
+    /// By its lse.
+    pub own_lse: FloatTensor<B>,
     /// By the rows at places.
     pub rows: FloatTensor<B>,
-    /// By the weights.
-    pub weights: FloatTensor<B>,
+    /// By their lse.
+    pub lses: FloatTensor<B>,
+}
+
+/// Rows of queries, keys and values, or the gradients by them.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct KeyedRows<B: Backend> {
+    /// `[batch, heads, places, dim]`.
+    pub query: FloatTensor<B>,
+    /// The same, made as long as 1.
+    pub key: FloatTensor<B>,
+    /// `[batch, heads, places, value_dim]`.
+    pub value: FloatTensor<B>,
+}
+
+/// Gradients by what [`KeyedRows`] were taken of.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct KeyedGrads<B: Backend> {
+    /// By the rows of queries.
+    pub x: FloatTensor<B>,
+    /// By those of values.
+    pub value: FloatTensor<B>,
+}
+
+/// Means of rows.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct MeanRows<B: Backend> {
+    /// `[batch, heads, rows, dim]`.
+    pub means: FloatTensor<B>,
+    /// One over how many each is of, or 1: `[batch, heads, rows]`, in the dtype of sums.
+    pub shares: FloatTensor<B>,
 }
 
 /// Rows by an index and the gradient by them as backend operations. Arguments are checked by the public function.
@@ -73,19 +124,74 @@ pub trait RowOps: Backend {
         Self::rows_at_backward(x, users)
     }
 
-    /// `w₀ · own + Σ wⱼ · rows[placeⱼ]` of each query, `[batch, heads, queries, dim]`, summed in the dtype of the weights.
-    #[fusion(meta = meta::merged)]
-    fn merged_rows(#[extension_type] inputs: MergedRows<Self>) -> FloatTensor<Self> {
-        reference::merged_rows::<Self>(inputs)
+    /// The rows of `[batch, heads, rows, dim]` made as long as 1, in the dtype of sums.
+    #[fusion(meta = meta::unit)]
+    fn unit_rows(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        reference::unit_rows::<Self>(x)
     }
 
-    /// The gradients of [`merged_rows`](Self::merged_rows), of its inputs and the gradient by its output.
-    #[fusion(meta = meta::merged_gradients)]
-    fn merged_rows_backward(
-        #[extension_type] inputs: MergedRows<Self>,
+    /// The gradient by the rows.
+    #[fusion(meta = meta::unit_gradient)]
+    fn unit_rows_backward(grad: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
+        reference::unit_rows_backward::<Self>(grad, x)
+    }
+
+    /// The means of the rows of `[batch, heads, places, dim]` at the places `[batch, heads, rows, most]`, 0 where there are none. `index` is for the gradient.
+    #[fusion(meta = meta::means)]
+    fn means_at(
+        x: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        users: IntTensor<Self>,
+    ) -> MeanRows<Self> {
+        let _ = index;
+        reference::means_at::<Self>(x, users)
+    }
+
+    /// The gradient by the rows: `grad` of the row at each place of `[batch, heads, places]`, times its share.
+    #[fusion(meta = meta::means_gradient)]
+    fn means_at_backward(
         grad: FloatTensor<Self>,
-    ) -> MergedRowsGrads<Self> {
-        reference::merged_rows_backward::<Self>(inputs, grad)
+        shares: FloatTensor<Self>,
+        index: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        reference::means_at_backward::<Self>(grad, shares, index)
+    }
+
+    /// Rows of `x` at `[batch, heads, places]`, the same made as long as 1, and rows of `value`; 0 where the index is negative. `users` is for the gradient.
+    #[fusion(meta = meta::keyed)]
+    fn keyed_rows(
+        x: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        index: IntTensor<Self>,
+        users: IntTensor<Self>,
+    ) -> KeyedRows<Self> {
+        let _ = users;
+        reference::keyed_rows::<Self>(x, value, index)
+    }
+
+    /// The gradients of [`keyed_rows`](Self::keyed_rows), of those by its outputs, and the places `[batch, heads, rows, most]` that use a row.
+    #[fusion(meta = meta::keyed_gradients)]
+    fn keyed_rows_backward(
+        #[extension_type] grads: KeyedRows<Self>,
+        x: FloatTensor<Self>,
+        users: IntTensor<Self>,
+    ) -> KeyedGrads<Self> {
+        reference::keyed_rows_backward::<Self>(grads, x, users)
+    }
+
+    /// `lse = ln Σ exp(lseᵢ)` and `out = Σ exp(lseᵢ − lse) · rowᵢ` over a query's own part and those at its places.
+    #[fusion(meta = meta::merged)]
+    fn merged_parts(#[extension_type] inputs: MergedParts<Self>) -> MergedOutput<Self> {
+        reference::merged_parts::<Self>(inputs)
+    }
+
+    /// The gradients of [`merged_parts`](Self::merged_parts), of its inputs and the gradients by its outputs.
+    #[fusion(meta = meta::merged_gradients)]
+    fn merged_parts_backward(
+        #[extension_type] inputs: MergedParts<Self>,
+        #[extension_type] grads: OutputGrads<Self>,
+    ) -> MergedGrads<Self> {
+        reference::merged_parts_backward::<Self>(inputs, grads)
     }
 }
 
@@ -94,26 +200,88 @@ pub trait RowOps: Backend {
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
-    use super::{MergedRowsGradsMetadata, MergedRowsMetadata};
+    use burn::tensor::DType;
+
+    use super::{
+        KeyedGradsMetadata, KeyedRowsMetadata, MeanRowsMetadata, MergedGradsMetadata,
+        MergedOutputMetadata, MergedPartsMetadata,
+    };
+    use crate::dtype::accumulate_in;
+    use crate::values::OutputGradsMetadata;
 
     pub fn rows(x: &TensorSpec, index: &TensorSpec, _users: &TensorSpec) -> TensorSpec {
         let [batch, heads, places] = index.shape.dims::<3>();
         TensorSpec::new([batch, heads, places, x.shape[3]].into(), x.dtype)
     }
 
-    pub fn merged(inputs: &MergedRowsMetadata) -> TensorSpec {
-        inputs.own.clone()
+    pub fn unit(x: &TensorSpec) -> TensorSpec {
+        let sums: DType = accumulate_in(x.dtype.into()).into();
+        TensorSpec::new(x.shape.clone(), sums)
+    }
+
+    pub fn unit_gradient(_grad: &TensorSpec, x: &TensorSpec) -> TensorSpec {
+        x.clone()
+    }
+
+    pub fn merged(inputs: &MergedPartsMetadata) -> MergedOutputMetadata {
+        MergedOutputMetadata {
+            out: inputs.own.clone(),
+            lse: inputs.own_lse.clone(),
+        }
     }
 
     pub fn merged_gradients(
-        inputs: &MergedRowsMetadata,
-        _grad: &TensorSpec,
-    ) -> MergedRowsGradsMetadata {
-        MergedRowsGradsMetadata {
+        inputs: &MergedPartsMetadata,
+        _grads: &OutputGradsMetadata,
+    ) -> MergedGradsMetadata {
+        MergedGradsMetadata {
             own: inputs.own.clone(),
+            own_lse: inputs.own_lse.clone(),
             rows: inputs.rows.clone(),
-            weights: inputs.weights.clone(),
+            lses: inputs.lses.clone(),
         }
+    }
+
+    pub fn keyed(
+        x: &TensorSpec,
+        value: &TensorSpec,
+        index: &TensorSpec,
+        users: &TensorSpec,
+    ) -> KeyedRowsMetadata {
+        let query = rows(x, index, users);
+        KeyedRowsMetadata {
+            key: query.clone(),
+            query,
+            value: rows(value, index, users),
+        }
+    }
+
+    pub fn keyed_gradients(
+        grads: &KeyedRowsMetadata,
+        x: &TensorSpec,
+        users: &TensorSpec,
+    ) -> KeyedGradsMetadata {
+        KeyedGradsMetadata {
+            x: x.clone(),
+            value: gradient(&grads.value, users),
+        }
+    }
+
+    pub fn means(x: &TensorSpec, _index: &TensorSpec, users: &TensorSpec) -> MeanRowsMetadata {
+        let [batch, heads, rows, _] = users.shape.dims::<4>();
+        let sums: DType = accumulate_in(x.dtype.into()).into();
+        MeanRowsMetadata {
+            means: gradient(x, users),
+            shares: TensorSpec::new([batch, heads, rows].into(), sums),
+        }
+    }
+
+    pub fn means_gradient(
+        grad: &TensorSpec,
+        _shares: &TensorSpec,
+        index: &TensorSpec,
+    ) -> TensorSpec {
+        rows(grad, index, index)
     }
 
     pub fn sums(x: &TensorSpec, _index: &TensorSpec, users: &TensorSpec) -> TensorSpec {

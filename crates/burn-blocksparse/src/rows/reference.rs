@@ -5,7 +5,10 @@ use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{IntDType, Shape, Slice};
 
 use crate::dtype::accumulate_in;
-use crate::ops::{MergedRows, MergedRowsGrads};
+use crate::ops::{
+    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts,
+};
+use crate::values::OutputGrads;
 
 pub(crate) fn rows_at<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
     let [batch, heads, rows, dim] = x.shape().dims();
@@ -50,59 +53,241 @@ pub(crate) fn rows_at_backward<B: Backend>(
     B::float_reshape(sums, shape)
 }
 
-pub(crate) fn merged_rows<B: Backend>(inputs: MergedRows<B>) -> FloatTensor<B> {
+pub(crate) fn means_at<B: Backend>(x: FloatTensor<B>, users: IntTensor<B>) -> MeanRows<B> {
+    let [batch, heads, rows, _] = users.shape().dims();
+    let dtype = x.dtype().into();
+    let sums = accumulate_in(dtype);
+    let bools = get_device_settings::<B>(&users.device()).bool_dtype;
+    let there = B::int_greater_equal_elem(users.clone(), 0i64.into(), bools);
+    let counts = B::float_sum_dim(B::bool_into_float(there, sums), 3);
+    let shares = B::float_recip(B::float_clamp_min(counts, 1f32.into()));
+    let total = rows_at_backward::<B>(B::float_cast(x, sums), users);
+    let means = B::float_mul(total.clone(), B::float_expand(shares.clone(), total.shape()));
+    MeanRows {
+        means: B::float_cast(means, dtype),
+        shares: B::float_reshape(shares, Shape::new([batch, heads, rows])),
+    }
+}
+
+pub(crate) fn means_at_backward<B: Backend>(
+    grad: FloatTensor<B>,
+    shares: FloatTensor<B>,
+    index: IntTensor<B>,
+) -> FloatTensor<B> {
+    let [batch, heads, rows, _] = grad.shape().dims();
+    let dtype = grad.dtype().into();
+    let shares = B::float_reshape(shares, Shape::new([batch, heads, rows, 1]));
+    let grad = B::float_cast(grad, accumulate_in(dtype));
+    let scaled = B::float_mul(grad.clone(), B::float_expand(shares, grad.shape()));
+    rows_at::<B>(B::float_cast(scaled, dtype), index)
+}
+
+/// Squares below this count as this.
+const SMALLEST_SQUARE: f64 = 1e-24;
+
+/// The lengths of rows, at least as small as that, squared: `[.., 1]`.
+fn squares<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let square = B::float_sum_dim(B::float_mul(x.clone(), x), 3);
+    B::float_clamp_min(square, SMALLEST_SQUARE.into())
+}
+
+pub(crate) fn unit_rows<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let x = B::float_cast(x.clone(), accumulate_in(x.dtype().into()));
+    let length = B::float_sqrt(squares::<B>(x.clone()));
+    B::float_div(x.clone(), B::float_expand(length, x.shape()))
+}
+
+/// The gradient by rows of the gradient by what they are over their lengths, both in the dtype of sums.
+fn by_lengths<B: Backend>(grad: FloatTensor<B>, x: FloatTensor<B>) -> FloatTensor<B> {
+    let all = x.shape();
+    let square = squares::<B>(x.clone());
+    let product = B::float_sum_dim(B::float_mul(x.clone(), grad.clone()), 3);
+    // Of vectors as short as that the length is a constant.
+    let bools = get_device_settings::<B>(&x.device()).bool_dtype;
+    let short = B::float_lower_equal_elem(square.clone(), SMALLEST_SQUARE.into(), bools);
+    let share = B::float_mask_fill(B::float_div(product, square.clone()), short, 0f32.into());
+    let along = B::float_mul(x, B::float_expand(share, all.clone()));
+    let length = B::float_expand(B::float_sqrt(square), all);
+    B::float_div(B::float_sub(grad, along), length)
+}
+
+pub(crate) fn unit_rows_backward<B: Backend>(
+    grad: FloatTensor<B>,
+    x: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let dtype = x.dtype().into();
+    let x = B::float_cast(x, accumulate_in(dtype));
+    B::float_cast(by_lengths::<B>(grad, x), dtype)
+}
+
+pub(crate) fn keyed_rows<B: Backend>(
+    x: FloatTensor<B>,
+    value: FloatTensor<B>,
+    index: IntTensor<B>,
+) -> KeyedRows<B> {
+    let dtype = x.dtype().into();
+    let query = rows_at::<B>(x, index.clone());
+    let key = unit_rows::<B>(query.clone());
+    KeyedRows {
+        query,
+        key: B::float_cast(key, dtype),
+        value: rows_at::<B>(value, index),
+    }
+}
+
+pub(crate) fn keyed_rows_backward<B: Backend>(
+    grads: KeyedRows<B>,
+    x: FloatTensor<B>,
+    users: IntTensor<B>,
+) -> KeyedGrads<B> {
+    let dtype = x.dtype().into();
+    let sums = accumulate_in(dtype);
+    let total = |grad| rows_at_backward::<B>(B::float_cast(grad, sums), users.clone());
+    let (query, key) = (total(grads.query), total(grads.key));
+    let key = by_lengths::<B>(key, B::float_cast(x, sums));
+    KeyedGrads {
+        x: B::float_cast(B::float_add(query, key), dtype),
+        value: rows_at_backward::<B>(grads.value, users),
+    }
+}
+
+/// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
+const LOWEST: f64 = -1e30;
+
+/// What the parts of each query weigh.
+struct Weighed<B: Backend> {
+    /// Their lse, the own one first: `[batch, heads, queries, 1 + most]`.
+    parts: FloatTensor<B>,
+    /// Of the same shape.
+    weights: FloatTensor<B>,
+    /// `[batch, heads, queries, 1]`.
+    lse: FloatTensor<B>,
+}
+
+impl<B: Backend> Weighed<B> {
+    fn new(own_lse: FloatTensor<B>, lses: FloatTensor<B>, places: IntTensor<B>) -> Self {
+        let [batch, heads, queries, most] = places.shape().dims();
+        let count = lses.shape()[2];
+        let bools = get_device_settings::<B>(&places.device()).bool_dtype;
+        let none = B::int_lower_elem(places.clone(), 0i64.into(), bools);
+        let lses = B::float_reshape(lses, Shape::new([batch, heads, count, 1]));
+        let index = B::int_reshape(places, Shape::new([batch, heads, queries * most]));
+        let others = rows_at::<B>(lses, index);
+        let others = B::float_reshape(others, Shape::new([batch, heads, queries, most]));
+        let others = B::float_mask_fill(others, none, LOWEST.into());
+        let own = B::float_reshape(own_lse, Shape::new([batch, heads, queries, 1]));
+        let parts = B::float_clamp_min(B::float_cat(vec![own, others], 3), LOWEST.into());
+        let top = B::float_max_dim(parts.clone(), 3);
+        let wide = B::float_expand(top.clone(), parts.shape());
+        let weights = B::float_exp(B::float_sub(parts.clone(), wide));
+        let total = B::float_sum_dim(weights.clone(), 3);
+        let wide = B::float_expand(total.clone(), parts.shape());
+        let empty = B::float_lower_equal_elem(top.clone(), LOWEST.into(), bools);
+        let lse = B::float_add(top, B::float_log(total));
+        Self {
+            weights: B::float_div(weights, wide),
+            lse: B::float_mask_fill(lse, empty, f64::NEG_INFINITY.into()),
+            parts,
+        }
+    }
+}
+
+/// The own row and those at the places of each query, in the dtype of sums: `[batch, heads, queries, 1 + most, dim]`.
+fn all_rows<B: Backend>(
+    own: FloatTensor<B>,
+    rows: FloatTensor<B>,
+    places: IntTensor<B>,
+) -> FloatTensor<B> {
+    let [batch, heads, queries, dim] = own.shape().dims();
+    let sums = accumulate_in(own.dtype().into());
+    let own = B::float_reshape(own, Shape::new([batch, heads, queries, 1, dim]));
+    B::float_cast(
+        B::float_cat(vec![own, at_places::<B>(rows, places)], 3),
+        sums,
+    )
+}
+
+pub(crate) fn merged_parts<B: Backend>(inputs: MergedParts<B>) -> MergedOutput<B> {
     let [batch, heads, queries, dim] = inputs.own.shape().dims();
     let most = inputs.places.shape()[3];
     let dtype = inputs.own.dtype().into();
-    let sums = accumulate_in(dtype);
-    let taken = at_places::<B>(inputs.rows, inputs.places);
-    let own = B::float_reshape(inputs.own, Shape::new([batch, heads, queries, 1, dim]));
-    let all = B::float_cast(B::float_cat(vec![own, taken], 3), sums);
+    let weighed = Weighed::<B>::new(inputs.own_lse, inputs.lses, inputs.places.clone());
+    let all = all_rows::<B>(inputs.own, inputs.rows, inputs.places);
     let weights = B::float_reshape(
-        inputs.weights,
+        weighed.weights,
         Shape::new([batch, heads, queries, most + 1, 1]),
     );
     let weights = B::float_expand(weights, all.shape());
     let out = B::float_sum_dim(B::float_mul(all, weights), 3);
     let out = B::float_reshape(out, Shape::new([batch, heads, queries, dim]));
-    B::float_cast(out, dtype)
+    MergedOutput {
+        out: B::float_cast(out, dtype),
+        lse: B::float_reshape(weighed.lse, Shape::new([batch, heads, queries])),
+    }
 }
 
-pub(crate) fn merged_rows_backward<B: Backend>(
-    inputs: MergedRows<B>,
-    grad: FloatTensor<B>,
-) -> MergedRowsGrads<B> {
+pub(crate) fn merged_parts_backward<B: Backend>(
+    inputs: MergedParts<B>,
+    grads: OutputGrads<B>,
+) -> MergedGrads<B> {
     let [batch, heads, queries, dim] = inputs.own.shape().dims();
     let [_, _, places, _] = inputs.rows.shape().dims();
     let most = inputs.places.shape()[3];
     let dtype = inputs.own.dtype().into();
     let sums = accumulate_in(dtype);
+    let bools = get_device_settings::<B>(&inputs.own.device()).bool_dtype;
+    let Weighed {
+        parts,
+        weights,
+        lse,
+    } = Weighed::<B>::new(inputs.own_lse, inputs.lses, inputs.places.clone());
+    let all_parts = parts.shape();
     let part = |tensor: &FloatTensor<B>, from: usize, to: usize| {
         B::float_slice(tensor.clone(), &ranges([batch, heads, queries], from..to))
     };
-    let first = part(&inputs.weights, 0, 1);
-    let others = part(&inputs.weights, 1, most + 1);
-
+    let of_places = |tensor: FloatTensor<B>| {
+        let others = part(&tensor, 1, most + 1);
+        let others = B::float_reshape(others, Shape::new([batch, heads, queries * most, 1]));
+        rows_at::<B>(others, inputs.choices.clone())
+    };
+    let grad = grads.out;
     let wide = B::float_cast(grad.clone(), sums);
+    let first = part(&weights, 0, 1);
     let own = B::float_mul(wide.clone(), B::float_expand(first, wide.shape()));
 
-    let others = B::float_reshape(others, Shape::new([batch, heads, queries * most, 1]));
-    let factors = rows_at::<B>(others, inputs.choices.clone());
-    let taken = rows_at::<B>(grad, queries_of::<B>(inputs.choices, most));
+    let factors = of_places(weights.clone());
+    let taken = rows_at::<B>(grad, queries_of::<B>(inputs.choices.clone(), most));
     let taken = B::float_cast(taken, sums);
     let factors = B::float_expand(factors, Shape::new([batch, heads, places, dim]));
     let rows = B::float_mul(taken, factors);
 
-    let all = at_places::<B>(inputs.rows, inputs.places);
-    let own_rows = B::float_reshape(inputs.own, Shape::new([batch, heads, queries, 1, dim]));
-    let all = B::float_cast(B::float_cat(vec![own_rows, all], 3), sums);
+    let all = all_rows::<B>(inputs.own, inputs.rows, inputs.places);
     let wide = B::float_reshape(wide, Shape::new([batch, heads, queries, 1, dim]));
     let wide = B::float_expand(wide, all.shape());
-    let weights = B::float_sum_dim(B::float_mul(all, wide), 4);
-    MergedRowsGrads {
+    let dots = B::float_reshape(
+        B::float_sum_dim(B::float_mul(all, wide), 4),
+        all_parts.clone(),
+    );
+    let mean = B::float_sum_dim(B::float_mul(weights.clone(), dots.clone()), 3);
+    let less = match grads.lse.into_option() {
+        Some(grad) => {
+            let empty = B::float_lower_equal_elem(lse.clone(), LOWEST.into(), bools);
+            let grad = B::float_reshape(grad, lse.shape());
+            B::float_sub(mean, B::float_mask_fill(grad, empty, 0f32.into()))
+        }
+        None => mean,
+    };
+    let by = B::float_mul(
+        weights,
+        B::float_sub(dots, B::float_expand(less, all_parts)),
+    );
+    let lowest = B::float_lower_equal_elem(parts, LOWEST.into(), bools);
+    let by = B::float_mask_fill(by, lowest, 0f32.into());
+    MergedGrads {
         own: B::float_cast(own, dtype),
+        own_lse: B::float_reshape(part(&by, 0, 1), Shape::new([batch, heads, queries])),
         rows: B::float_cast(rows, dtype),
-        weights: B::float_reshape(weights, Shape::new([batch, heads, queries, most + 1])),
+        lses: B::float_reshape(of_places(by), Shape::new([batch, heads, places])),
     }
 }
 

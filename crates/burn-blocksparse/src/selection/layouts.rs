@@ -7,20 +7,25 @@ use blocksparse::{BlockLayout, Forced, LayoutShape, Pattern, ScoreGrid};
 use crate::error::OpError;
 
 /// Layouts by what queries see, the latest of a few sizes. Copies keep theirs together.
+///
+/// What a layout has on devices, and the launch plans of calls, live with it: take a layout from here for all calls of the same sizes.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct KeptLayouts(Arc<Mutex<Vec<(String, BlockLayout)>>>);
+pub struct KeptLayouts(Arc<Mutex<Vec<(String, BlockLayout)>>>);
 
 /// Layouts that are kept.
 const KEPT: usize = 24;
 
 impl KeptLayouts {
     /// The layout of a shape in which queries see what a text says, made if it is not known.
-    pub fn get(
+    ///
+    /// # Errors
+    /// What `make` says.
+    pub fn get<E>(
         &self,
         seen: String,
         shape: LayoutShape,
-        make: impl FnOnce() -> Result<BlockLayout, OpError>,
-    ) -> Result<BlockLayout, OpError> {
+        make: impl FnOnce() -> Result<BlockLayout, E>,
+    ) -> Result<BlockLayout, E> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let is_it = |(of, layout): &(String, BlockLayout)| *of == seen && *layout.shape() == shape;
         let kept = match known.iter().position(is_it) {
@@ -38,17 +43,17 @@ impl KeptLayouts {
     }
 
     /// The layout of a pattern.
-    pub fn of_pattern(
+    pub(crate) fn of_pattern(
         &self,
         pattern: &Pattern,
         shape: LayoutShape,
     ) -> Result<BlockLayout, OpError> {
-        let make = || Ok(BlockLayout::new(pattern, shape)?);
+        let make = || -> Result<BlockLayout, OpError> { Ok(BlockLayout::new(pattern, shape)?) };
         self.get(pattern.to_string(), shape, make)
     }
 
     /// The layout in which a query sees what comes before it of the blocks of a grid that are forced, its own among them.
-    pub fn of_forced(
+    pub(crate) fn of_forced(
         &self,
         grid: &ScoreGrid,
         forced: Forced,

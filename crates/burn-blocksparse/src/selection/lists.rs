@@ -234,7 +234,7 @@ fn with_lists(
     let layout = layout_of(&lists, k.dims()[2])?;
     let packed = rows_at(q, lists.queries.clone(), lists.places.clone())?;
     let far = attention_with_lse(packed, k, v, &layout, options.clone())?;
-    merge_parts(near, far, lists.places, lists.choices)
+    Ok(merge_parts(near, far, lists.places, lists.choices))
 }
 
 /// The layout of tiles of packed queries, each with one block, which is several of the layout's.

@@ -1,10 +1,10 @@
 //! Balanced clusters: to each mean the same number of tokens, those most similar to it.
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::{highest_in_rows, rows_at, runs_kernels, sums_at};
+use burn_blocksparse::{highest_in_rows, keyed_rows_at, means_at, rows_at, runs_kernels};
 
 use super::counts::Counts;
-use super::{counted, ones};
+use super::{counted, in_dtype, ones, unit};
 use crate::TransformerError;
 
 /// Similarities are compared as whole numbers: in steps of 2⁻²⁹ of the largest of their mean.
@@ -39,9 +39,11 @@ impl Clusters {
             let rows = similarities.clone();
             let rows = rows.reshape([batch * heads, clusters, length]);
             if let Some(found) = highest_in_rows(rows, width)? {
+                let places = found.places.reshape([batch, heads, clusters, length]);
                 return Ok(Self {
                     tokens: found.columns.reshape([batch, heads, clusters, width]),
-                    places: found.places.reshape([batch, heads, length, clusters]),
+                    // Kernels read it as it is.
+                    places: places.swap_dims(2, 3),
                 });
             }
         }
@@ -127,22 +129,39 @@ impl Clusters {
         })
     }
 
+    /// The token at each place: `[batch, heads, clusters · width]`.
+    pub fn index(&self) -> Tensor<3, Int> {
+        let [batch, heads, clusters, width] = self.tokens.dims();
+        let tokens = self.tokens.clone();
+        tokens.reshape([batch, heads, clusters * width])
+    }
+
+    /// The rows of queries at all places, keys that are these made as long as 1, and the rows of values, of one dtype.
+    pub fn keyed(&self, query: Tensor<4>, value: Tensor<4>) -> Result<[Tensor<4>; 3], TransformerError> {
+        if runs_kernels(&self.tokens.device()) {
+            return Ok(keyed_rows_at(query, value, self.index(), self.places.clone())?);
+        }
+        let ([.., head_dim], [.., value_dim]) = (query.dims(), value.dims());
+        // One gather for both.
+        let both = self.take(Tensor::cat(vec![query, value], 3))?;
+        let query = both.clone().slice_dim(3, 0..head_dim);
+        let value = both.slice_dim(3, head_dim..head_dim + value_dim);
+        let key = in_dtype(unit(query.clone()), query.dtype());
+        Ok([query, key, value])
+    }
+
     /// The mean of what places have of each token, and 0 of tokens in no cluster: `[batch, heads, length, dim]`.
     pub fn mean(&self, x: Tensor<4>) -> Result<Tensor<4>, TransformerError> {
         let [batch, heads, clusters, width] = self.tokens.dims();
         let [_, _, length, _] = self.places.dims();
         let [.., dim] = x.dims();
         let device = self.tokens.device();
+        if runs_kernels(&device) {
+            return Ok(means_at(x, self.index(), self.places.clone())?);
+        }
         let counts = ones(self.places.clone().greater_equal_elem(0)).sum_dim(3);
         let counts = counts.clamp_min(1).float().cast(x.dtype());
         let counts = counts.expand([batch, heads, length, dim]);
-        if runs_kernels(&device) {
-            let index = self
-                .tokens
-                .clone()
-                .reshape([batch, heads, clusters * width]);
-            return Ok(sums_at(x, index, self.places.clone())? / counts);
-        }
         let together = self.together(dim);
         let mut sum: Option<Tensor<4>> = None;
         for from in (0..clusters).step_by(together) {

@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::buckets::Sorted;
 use super::lsh_places::Placed;
-use super::rotations::rotations;
-use super::{counted, unit, widened};
+use super::rotations::{KeptRotations, rotations};
+use super::{counted, in_dtype, unit, widened};
 use crate::TransformerError;
 use crate::error::{ensure, ensure_positive, ensure_shape};
 
@@ -113,6 +113,17 @@ pub fn lsh_attention(
     ensure_shape("rotations", rotations.dims(), expected, axes)?;
     let [rounds, ..] = rotations.dims();
     let dtype = value.dtype();
+    let counts_once = options.dedup && rounds > 1;
+    if !counts_once && !options.own_bucket && runs_kernels(&value.device()) {
+        let rule = match options.causal {
+            true => PositionRule::Before,
+            false => PositionRule::Others,
+        };
+        let sizes = [options.chunks(seq), options.bucket.get()];
+        if let Some(placed) = Placed::new(qk.clone(), rotations.clone(), sizes)? {
+            return placed.attend(in_dtype(qk, dtype), value, rule, SELF_ALONE);
+        }
+    }
     let hashed = widened(qk.clone().without_autodiff());
     let rotations = rotations.without_autodiff().cast(hashed.dtype());
     let rounds: Vec<Round> = (0..rounds)
@@ -121,20 +132,6 @@ pub fn lsh_attention(
             Round::new(hashed.clone(), rotation, options)
         })
         .collect::<Result<_, _>>()?;
-    let counts_once = options.dedup && rounds.len() > 1;
-    if !counts_once && !options.own_bucket && runs_kernels(&value.device()) {
-        let rule = match options.causal {
-            true => PositionRule::Before,
-            false => PositionRule::Others,
-        };
-        let placed = Placed {
-            chunks: options.chunks(seq),
-            bucket: options.bucket.get(),
-            tokens: rounds.iter().map(|round| round.tokens.clone()).collect(),
-            places: rounds.iter().map(|round| round.places.clone()).collect(),
-        };
-        return placed.attend(qk.cast(dtype), value, rule, SELF_ALONE);
-    }
     let both = Tensor::cat(vec![qk.cast(dtype), value], 3);
     let (mut outs, mut lses) = (Vec::new(), Vec::new());
     for (round, own) in rounds.iter().enumerate() {
@@ -417,6 +414,7 @@ impl LshHeadsConfig {
             rounds: self.rounds,
             n_buckets: self.n_buckets,
             seed: self.seed,
+            rotations: KeptRotations::default(),
         })
     }
 }
@@ -428,6 +426,7 @@ pub struct LshHeads {
     rounds: usize,
     n_buckets: Option<usize>,
     seed: u64,
+    rotations: KeptRotations,
 }
 
 impl LshHeads {
@@ -447,13 +446,16 @@ impl LshHeads {
         ensure_shape("qk", qk.dims(), [None; 4], AXES)?;
         let [_, _, seq, head_dim] = qk.dims();
         let buckets = self.n_buckets.unwrap_or(self.options.chunks(seq));
-        let seed = seed.unwrap_or(Seed::Value(self.seed));
         let dtype = match qk.dtype() {
             DType::F64 => DType::F64,
             _ => DType::F32,
         };
         let shape = [self.rounds, head_dim, buckets / 2];
-        let rotations = rotations(shape, seed, (&qk.device(), dtype))?;
+        let options = (&qk.device(), dtype);
+        let rotations = match seed {
+            Some(seed) => rotations(shape, seed, options)?,
+            None => self.rotations.get(shape, self.seed, options)?,
+        };
         Ok(lsh_attention(qk, value, rotations, self.options)?.0)
     }
 

@@ -1,30 +1,58 @@
 //! All rounds of hashing in one call of attention, over places that positions mask.
 
-use std::sync::{Mutex, PoisonError};
+use std::collections::BTreeSet;
+use std::sync::LazyLock;
 
 use burn::tensor::{DType, Int, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, BlockMask, DeviceLayout, LayoutShape, PositionRule,
-    attention_with_lse, merge_attention_at, rows_at,
+    AttentionOptions, BlockLayout, BlockMask, DeviceLayout, KeptLayouts, LayoutShape, PositionRule,
+    attention_with_lse, hash_rows, keyed_rows_at, merge_attention_at, sort_rounds,
 };
 
 use super::routing::block_size;
-use super::unit;
 use crate::TransformerError;
 
 /// What rounds put where. All are i32 tensors on the device, without autodiff.
 pub(super) struct Placed {
-    /// The token at each place of each round, −1 for what fills up: `[batch, heads, places]` for each.
-    pub tokens: Vec<Tensor<3, Int>>,
-    /// The place of each token: `[batch, heads, seq]` for each.
-    pub places: Vec<Tensor<3, Int>>,
+    /// The token at each place of all rounds, −1 for what fills up: `[batch, heads, rounds · places]`.
+    tokens: Tensor<3, Int>,
+    /// The place of each token in each round: `[batch, heads, seq, rounds]`.
+    places: Tensor<4, Int>,
+    /// The reverse: `token · rounds + round` at each place, negative for what fills up.
+    choices: Tensor<3, Int>,
     /// Chunks of a round.
-    pub chunks: usize,
+    chunks: usize,
     /// Tokens of a chunk.
-    pub bucket: usize,
+    bucket: usize,
 }
 
 impl Placed {
+    /// Of queries `[batch, heads, seq, head_dim]` and rotations `[rounds, head_dim, half]`: one launch that hashes and one that sorts, whatever the rounds.
+    /// `None` where kernels do not.
+    pub fn new(
+        x: Tensor<4>,
+        rotations: Tensor<3>,
+        [chunks, bucket]: [usize; 2],
+    ) -> Result<Option<Self>, TransformerError> {
+        let [.., half] = rotations.dims();
+        let Some(buckets) = hash_rows(x, rotations)? else {
+            return Ok(None);
+        };
+        let [batch, heads, rounds, seq] = buckets.dims();
+        let buckets = buckets.reshape([batch * heads, rounds, seq]);
+        let all = chunks * bucket;
+        Ok(sort_rounds(buckets, 2 * half, all)?.map(|sorted| {
+            let by_place = |x: Tensor<3, Int>| x.reshape([batch, heads, rounds * all]);
+            Self {
+                tokens: by_place(sorted.tokens),
+                places: sorted.places.reshape([batch, heads, seq, rounds]),
+                choices: by_place(sorted.choices),
+                chunks,
+                bucket,
+            }
+        }))
+    }
+
     /// Attention of tokens to those of their chunks and the ones before, in every round, merged by lse with themselves at `self_alone`: out and lse, as
     /// [`lsh_attention`](super::lsh::lsh_attention) has them. `qk` and `value` are of one dtype.
     pub fn attend(
@@ -34,31 +62,19 @@ impl Placed {
         rule: PositionRule,
         self_alone: f64,
     ) -> Result<(Tensor<4>, Tensor<3>), TransformerError> {
-        let [batch, heads, seq, head_dim] = qk.dims();
-        let [.., value_dim] = value.dims();
-        let rounds = self.tokens.len();
-        let all = self.chunks * self.bucket;
-        let layout = layout([heads, rounds, self.chunks, self.bucket])?;
-        // A token's places in all rounds, and of each place the token and the round.
-        let places = self.places.into_iter().enumerate().map(|(round, places)| {
-            let places = places.add_scalar((round * all) as i32);
-            places.reshape([batch, heads, seq, 1])
-        });
-        let places = Tensor::cat(places.collect(), 3);
-        let choices = self.tokens.iter().enumerate().map(|(round, tokens)| {
-            let first = tokens.clone().mul_scalar(rounds as i32);
-            first.add_scalar(round as i32)
-        });
-        let choices = Tensor::cat(choices.collect(), 2);
-        let tokens = Tensor::cat(self.tokens, 2);
-        let key = unit(qk.clone()).cast(value.dtype());
-        let rows = Tensor::cat(vec![qk, key, value.clone()], 3);
-        let rows = rows_at(rows, tokens.clone(), places.clone())?;
-        let part = |from: usize, width: usize| rows.clone().slice_dim(3, from..from + width);
-        let (query, key) = (part(0, head_dim), part(head_dim, head_dim));
-        let placed = part(2 * head_dim, value_dim);
-        let seen = DeviceLayout::from_positions(&layout, tokens.clone(), tokens, rule)?;
-        let others = attention_with_lse(query, key, placed, &seen, AttentionOptions::default())?;
+        let Self {
+            tokens,
+            places,
+            choices,
+            chunks,
+            bucket,
+        } = self;
+        let [batch, heads, seq, rounds] = places.dims();
+        let layout = layout([heads, rounds, chunks, bucket])?;
+        let placed = keyed_rows_at(qk, value.clone(), tokens.clone(), places.clone())?;
+        let [query, key, others] = placed;
+        let seen = DeviceLayout::from_own_positions(&layout, tokens, rule)?;
+        let others = attention_with_lse(query, key, others, &seen, AttentionOptions::default())?;
         let dtype: DType = others.1.dtype();
         // A token that sees nothing in any round.
         let alone = self_alone + (rounds as f64).ln();
@@ -67,31 +83,22 @@ impl Placed {
     }
 }
 
-/// Sizes whose layouts are kept.
-const KEPT: usize = 8;
-
-/// Heads, rounds, chunks of a round and tokens of a chunk, and the layout.
-type Known = ([usize; 4], BlockLayout);
-
 /// The latest layouts of all calls: they are the same whatever the tokens are.
-static LAYOUTS: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+static LAYOUTS: LazyLock<KeptLayouts> = LazyLock::new(KeptLayouts::default);
 
 /// Each chunk of each round with itself and the one before, the first with the last.
 fn layout(sizes: [usize; 4]) -> Result<BlockLayout, TransformerError> {
-    let mut known = LAYOUTS.lock().unwrap_or_else(PoisonError::into_inner);
-    let found = match known.iter().position(|(of, _)| *of == sizes) {
-        Some(at) => known.remove(at),
-        None => (sizes, made(sizes)?),
-    };
-    let layout = found.1.clone();
-    known.push(found);
-    if known.len() > KEPT {
-        known.remove(0);
-    }
-    Ok(layout)
+    let [heads, rounds, chunks, bucket] = sizes;
+    let shape = LayoutShape::square(heads, rounds * chunks * bucket, block_size(bucket));
+    LAYOUTS.get(name(sizes), shape, || made(sizes))
 }
 
-fn made([heads, rounds, chunks, bucket]: [usize; 4]) -> Result<BlockLayout, TransformerError> {
+fn name([_, rounds, chunks, bucket]: [usize; 4]) -> String {
+    format!("chunks of {bucket} and those before, {rounds} rounds of {chunks}")
+}
+
+fn made(sizes: [usize; 4]) -> Result<BlockLayout, TransformerError> {
+    let [heads, rounds, chunks, bucket] = sizes;
     let places = rounds * chunks * bucket;
     let b = block_size(bucket);
     let shape = LayoutShape::square(1, places, b);
@@ -99,19 +106,19 @@ fn made([heads, rounds, chunks, bucket]: [usize; 4]) -> Result<BlockLayout, Tran
     let before = |chunk: usize| chunk / chunks * chunks + (chunk + chunks - 1) % chunks;
     let sees = |own: usize, other: usize| other == own || other == before(own);
     let of_block = |block: usize| block * b / bucket..=(block * b + b - 1).min(places - 1) / bucket;
-    let name = format!("chunks of {bucket} and those before, {rounds} rounds of {chunks}");
-    let layout = BlockLayout::from_block_fn(name, shape, |_, q_block, kv_block| {
-        let others = of_block(kv_block);
-        let is_near = |own| others.contains(&own) || others.contains(&before(own));
-        if !of_block(q_block).any(is_near) {
-            return None;
-        }
-        Some(match bucket.is_multiple_of(b) {
+    let of_chunk = |chunk: usize| chunk * bucket / b..=(chunk * bucket + bucket - 1) / b;
+    let layout = BlockLayout::from_row_fn(name(sizes), shape, |_, q_block| {
+        let near = of_block(q_block).flat_map(|own| [own, before(own)]);
+        let blocks: BTreeSet<usize> = near.flat_map(of_chunk).collect();
+        let mask = |kv_block: usize| match bucket.is_multiple_of(b) {
             true => BlockMask::corner(b, b, b),
             false => BlockMask::from_fn(b, |r, c| {
                 sees((q_block * b + r) / bucket, (kv_block * b + c) / bucket)
             }),
-        })
+        };
+        (blocks.into_iter())
+            .map(|kv_block| (kv_block, mask(kv_block)))
+            .collect()
     })?;
     Ok(layout.of_first_head(heads)?)
 }

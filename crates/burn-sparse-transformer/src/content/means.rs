@@ -1,7 +1,7 @@
 //! Means that queries are compared with, and how they follow them.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use burn_blocksparse::{Seed, check_not_recording};
+use burn_blocksparse::{Seed, check_not_recording, embedding_backward, highest_rows};
 
 use super::{counted, unit};
 use crate::TransformerError;
@@ -17,49 +17,52 @@ pub(super) fn similarities(x: Tensor<4>, means: Tensor<3>) -> Tensor<4> {
     means.matmul(x.swap_dims(2, 3))
 }
 
-/// The most similar mean of each token, of equally similar ones the first: `[batch, heads, 1, length]`, i32.
-pub(super) fn nearest(similarities: &Tensor<4>) -> Tensor<4, Int> {
-    similarities.clone().argmax(2).cast(DType::I32)
+/// The most similar mean of each token, of equally similar ones the first, counted through the means of all heads: `[batch, heads, length]`, i32.
+pub(super) fn nearest(similarities: &Tensor<4>) -> Result<Tensor<3, Int>, TransformerError> {
+    let [batch, heads, clusters, length] = similarities.dims();
+    if let Some(found) = highest_rows(similarities.clone())? {
+        return Ok(found);
+    }
+    let nearest = similarities.clone().argmax(2).cast(DType::I32);
+    let nearest = nearest.reshape([batch, heads, length]);
+    let first = counted(heads, &similarities.device()).mul_scalar(clusters as i32);
+    Ok(nearest + first.reshape([1, heads, 1]).expand([batch, heads, length]))
 }
 
-/// The sums of the tokens nearest to each mean, over the batch, made as long as 1, and whether there are any: `[heads, clusters, dim]` and
-/// `[heads, clusters, 1]`, 0 or more.
-fn centres(x: Tensor<4>, nearest: Tensor<4, Int>, clusters: usize) -> (Tensor<3>, Tensor<3>) {
+/// The sums of the tokens nearest to each mean, over the batch, made as long as 1: `[heads, clusters, dim]`. A mean without tokens has zeros.
+fn centres(
+    x: Tensor<4>,
+    nearest: Tensor<3, Int>,
+    clusters: usize,
+) -> Result<Tensor<3>, TransformerError> {
     let [batch, heads, length, dim] = x.dims();
-    let dims = [batch, heads, clusters, length];
-    let numbers = counted(clusters, &x.device()).reshape([1, 1, clusters, 1]);
-    let members = nearest.expand(dims).equal(numbers.expand(dims));
-    let members = members.float().cast(x.dtype());
-    let sums = members.clone().matmul(x).sum_dim(0);
-    let counts = members.sum_dim(3).sum_dim(0);
-    (
-        unit(sums.reshape([heads, clusters, dim])),
-        counts.reshape([heads, clusters, 1]),
-    )
+    let rows = batch * heads * length;
+    let (ids, x) = (nearest.reshape([rows]), x.reshape([rows, dim]));
+    let sums = embedding_backward(ids, x, heads * clusters)?;
+    Ok(unit(sums.reshape([heads, clusters, dim])))
 }
 
-/// `decay · mean + (1 − decay) · centre` of the tokens nearest to each mean (Roy et al., 2021, §4.1); a mean without tokens stays.
+/// `decay · mean + (1 − decay) · centre` of the tokens nearest to each mean (Roy et al., 2021, §4.1); a mean without tokens stays, and so does one whose
+/// tokens have a sum of zeros.
 pub(super) fn followed(
     means: Tensor<3>,
     x: Tensor<4>,
-    nearest: Tensor<4, Int>,
+    nearest: Tensor<3, Int>,
     decay: f64,
-) -> Tensor<3> {
+) -> Result<Tensor<3>, TransformerError> {
     let dims = means.dims();
-    let (centres, counts) = centres(x, nearest, dims[1]);
+    let centres = centres(x, nearest, dims[1])?;
+    let none = centres.clone().abs().max_dim(2).equal_elem(0.0);
     let moved = means.clone() * decay + centres * (1.0 - decay);
-    moved.mask_where(counts.equal_elem(0.0).expand(dims), means)
+    Ok(moved.mask_where(none.expand(dims), means))
 }
 
 /// The mean square of the distances of `x` from their nearest means, with a gradient by `x` alone: `[1]`.
-pub(super) fn commitment(x: Tensor<4>, means: Tensor<3>, nearest: Tensor<4, Int>) -> Tensor<1> {
+pub(super) fn commitment(x: Tensor<4>, means: Tensor<3>, nearest: Tensor<3, Int>) -> Tensor<1> {
     let [batch, heads, length, dim] = x.dims();
     let [_, clusters, _] = means.dims();
-    let dims = [batch, heads, 1, length];
-    let first = counted(heads, &means.device()).mul_scalar(clusters as i32);
-    let rows = nearest + first.reshape([1, heads, 1, 1]).expand(dims);
     let means = means.reshape([heads * clusters, dim]);
-    let own = means.select(0, rows.reshape([batch * heads * length]));
+    let own = means.select(0, nearest.reshape([batch * heads * length]));
     let own = own.reshape([batch, heads, length, dim]);
     // A constant of the graph that `x` is in.
     let own = match x.is_autodiff() {
@@ -110,8 +113,8 @@ pub(super) fn settled(
     let drawn = Tensor::<1, Int>::from_data(drawn, (&x.device(), DType::I32));
     let mut means = rows.select(0, drawn).reshape([heads, clusters, dim]);
     for _ in 0..iterations {
-        let nearest = nearest(&similarities(x.clone(), means.clone()));
-        means = followed(means, x.clone(), nearest, 0.0);
+        let nearest = nearest(&similarities(x.clone(), means.clone()))?;
+        means = followed(means, x.clone(), nearest, 0.0)?;
     }
     Ok(means)
 }

@@ -257,7 +257,14 @@ impl SparseMultiHeadAttention {
             Some(seed) => Some(seed.derive(ROTATIONS)),
             None => query.is_autodiff().then(|| self.seeds.next()),
         };
-        let far = content.forward(part(&query, local, all), part(&value, local, all), seed)?;
+        // What chooses reads heads one behind the other, several times: they are laid out so once.
+        let apart = |x: &Tensor<4>| {
+            let x = part(x, local, all);
+            let [batch, heads, seq, width] = x.dims();
+            let x = x.reshape([batch * heads, seq, width]);
+            x.reshape([batch, heads, seq, width])
+        };
+        let far = content.forward(apart(&query), apart(&value), seed)?;
         let seen = Seen {
             heads: Tensor::cat(vec![near, far.heads], 1),
             aside: far.aside,

@@ -33,12 +33,21 @@ pub use routing_attention::{
 };
 
 use burn::tensor::{DType, Int, Tensor};
+use burn_blocksparse::{runs_kernels, unit_rows};
 
 /// Squares below this count as 0 where a vector is made as long as 1.
 const SMALLEST_SQUARE: f64 = 1e-24;
 
-/// Vectors of length 1 along the last dimension, in f32 at least; a vector of zeros stays one, with finite gradients.
+/// Vectors of length 1 along the last dimension, in f32 at least; a vector of zeros stays one, with finite gradients. By a kernel where those run.
 fn unit<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    if runs_kernels(&x.device()) {
+        let dims = x.dims();
+        let rows = dims[..D - 1].iter().product();
+        let by_kernel = unit_rows(x.clone().reshape([1, 1, rows, dims[D - 1]]));
+        if let Ok(unit) = by_kernel {
+            return unit.reshape(dims);
+        }
+    }
     let x = widened(x);
     let square = x.clone().powi_scalar(2).sum_dim(D - 1);
     x / square.clamp_min(SMALLEST_SQUARE).sqrt()
@@ -48,7 +57,15 @@ fn unit<const D: usize>(x: Tensor<D>) -> Tensor<D> {
 fn widened<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     match x.dtype() {
         DType::F64 => x,
-        _ => x.cast(DType::F32),
+        _ => in_dtype(x, DType::F32),
+    }
+}
+
+/// In a dtype: a cast to the same one would be an operation.
+fn in_dtype<const D: usize>(x: Tensor<D>, dtype: DType) -> Tensor<D> {
+    match x.dtype() == dtype {
+        true => x,
+        false => x.cast(dtype),
     }
 }
 

@@ -1,5 +1,7 @@
 //! Random rotations of hashes.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{Seed, check_not_recording};
 
@@ -14,7 +16,7 @@ pub(super) fn rotations(
     seed: Seed,
     (device, dtype): (&Device, DType),
 ) -> Result<Tensor<3>, TransformerError> {
-    check_not_recording("rotations of hashes")?;
+    check_not_recording(WHAT)?;
     let count: usize = shape.iter().product();
     let numbers = (0..count as u64).map(|index| normal(seed.derive(index)));
     let data = TensorData::new(numbers.collect::<Vec<f64>>(), shape);
@@ -24,6 +26,49 @@ pub(super) fn rotations(
         (&device, dtype),
     ))
 }
+
+/// The latest rotations of one seed, which copies share: those that a configuration names are the same in every call.
+#[derive(Clone, Debug, Default)]
+pub(super) struct KeptRotations(Arc<Mutex<Option<Kept>>>);
+
+#[derive(Debug)]
+struct Kept {
+    shape: [usize; 3],
+    device: Device,
+    dtype: DType,
+    rotations: Tensor<3>,
+}
+
+impl KeptRotations {
+    /// As [`rotations`], always of the same seed.
+    ///
+    /// # Errors
+    /// As [`rotations`].
+    pub fn get(
+        &self,
+        shape: [usize; 3],
+        seed: u64,
+        (device, dtype): (&Device, DType),
+    ) -> Result<Tensor<3>, TransformerError> {
+        check_not_recording(WHAT)?;
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_it = |of: &&Kept| of.shape == shape && of.device == *device && of.dtype == dtype;
+        if let Some(known) = kept.as_ref().filter(is_it) {
+            return Ok(known.rotations.clone());
+        }
+        let made = rotations(shape, seed.into(), (device, dtype))?;
+        *kept = Some(Kept {
+            shape,
+            device: device.clone(),
+            dtype,
+            rotations: made.clone(),
+        });
+        Ok(made)
+    }
+}
+
+/// What a recording refuses.
+const WHAT: &str = "rotations of hashes";
 
 fn normal(seed: Seed) -> f64 {
     let [a, b] = [0, 1].map(|half| {

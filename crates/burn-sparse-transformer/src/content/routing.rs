@@ -1,18 +1,18 @@
 //! Attention within clusters of similar tokens (Roy et al., 2021).
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, Pattern, PositionRule,
+    AttentionOptions, BlockLayout, DeviceLayout, KeptLayouts, LayoutShape, Pattern, PositionRule,
     ProductPrecision, Seed, attention,
 };
 
 use super::clusters::Clusters;
 use super::means::{commitment, followed, nearest, settled, similarities};
-use super::unit;
+use super::{in_dtype, unit};
 use crate::TransformerError;
 use crate::error::{ensure, ensure_positive, ensure_shape};
 
@@ -102,7 +102,7 @@ impl RoutingHeadsConfig {
             commitment: self.commitment,
             products: ProductPrecision::Full,
             followed: Followed::default(),
-            layouts: PlaceLayouts::default(),
+            layouts: KeptLayouts::default(),
         })
     }
 }
@@ -135,7 +135,7 @@ pub struct RoutingHeads {
     #[module(skip)]
     followed: Followed,
     #[module(skip)]
-    layouts: PlaceLayouts,
+    layouts: KeptLayouts,
 }
 
 /// What [`RoutingHeads::forward`] gives.
@@ -167,16 +167,9 @@ impl RoutingHeads {
         self.check(&query, &value)?;
         let x = unit(query.clone());
         let choice = self.choose(&x)?;
-        let [.., head_dim] = query.dims();
-        let [.., value_dim] = value.dims();
-        // One gather for both.
-        let dtype = value.dtype();
-        let both = Tensor::cat(vec![query.cast(dtype), value], 3);
-        let both = choice.clusters.take(both)?;
-        let query = both.clone().slice_dim(3, 0..head_dim);
-        let value = both.slice_dim(3, head_dim..head_dim + value_dim);
-        let key = unit(query.clone()).cast(dtype);
-        let layout = self.layouts.get(&choice.clusters, true)?;
+        let query = in_dtype(query, value.dtype());
+        let [query, key, value] = choice.clusters.keyed(query, value)?;
+        let layout = self.layout(&choice.clusters, true)?;
         let out = attention(query, key, value, &layout, self.options())?;
         self.finish(choice.clusters.mean(out)?, x, choice.nearest)
     }
@@ -229,25 +222,27 @@ impl RoutingHeads {
         let of_queries = self.choose(&x)?;
         let of_keys = self.choose(&y)?;
         let dtype = value.dtype();
-        let query = of_queries.clusters.take(query.cast(dtype))?;
-        let key = of_keys.clusters.take(y.clone().cast(dtype))?;
+        let query = of_queries.clusters.take(in_dtype(query, dtype))?;
+        let key = of_keys.clusters.take(in_dtype(y.clone(), dtype))?;
         let value = of_keys.clusters.take(value)?;
-        let layout = self.layouts.get(&of_queries.clusters, false)?;
+        let layout = self.layout(&of_queries.clusters, false)?;
         let out = match rule {
             None => attention(query, key, value, &layout, self.options())?,
             Some(rule) => {
-                let [queries, keys] = [&of_queries, &of_keys].map(|of| {
-                    let [batch, heads, clusters, width] = of.clusters.tokens.dims();
-                    let tokens = of.clusters.tokens.clone();
-                    tokens.reshape([batch, heads, clusters * width])
-                });
+                let [queries, keys] = [&of_queries, &of_keys].map(|of| of.clusters.index());
                 let layout = DeviceLayout::from_positions(&layout, queries, keys, rule)?;
                 attention(query, key, value, &layout, self.options())?
             }
         };
-        let nearest = Tensor::cat(vec![of_queries.nearest, of_keys.nearest], 3);
-        let both = Tensor::cat(vec![x, y], 2);
-        self.finish(of_queries.clusters.mean(out)?, both, nearest)
+        let context = of_queries.clusters.mean(out)?;
+        let (x, nearest) = match of_queries.nearest.zip(of_keys.nearest) {
+            Some((one, other)) => {
+                let nearest = Tensor::cat(vec![one, other], 2);
+                (Tensor::cat(vec![x, y], 2), Some(nearest))
+            }
+            None => (x, None),
+        };
+        self.finish(context, x, nearest)
     }
 
     /// Which tokens each cluster takes, ascending: `[batch, heads, clusters, min(window, seq)]`, i32, without autodiff.
@@ -280,7 +275,7 @@ impl RoutingHeads {
     }
 
     /// Moves the means after the queries of the latest training pass: `decay · mean + (1 − decay) · unit(sum of the queries nearest to it)`, over the batch;
-    /// those that no query is nearest to stay. Once for each step of training, behind the optimizer's; of no effect without a training pass since the last
+    /// those that no query is nearest to stay, as do those whose queries have a sum of zeros. Once for each step of training, behind the optimizer's; of no effect without a training pass since the last
     /// time.
     pub fn update_means(&mut self) {
         if let Some(means) = self.followed.take() {
@@ -313,18 +308,31 @@ impl RoutingHeads {
         ensure_shape("value", value.dims(), expected, AXES)
     }
 
+    /// The layout over places, whatever the tokens are.
+    fn layout(&self, clusters: &Clusters, causal: bool) -> Result<BlockLayout, TransformerError> {
+        let [_, heads, count, width] = clusters.tokens.dims();
+        let shape = LayoutShape::square(heads, count * width, block_size(width));
+        let seen = format!("clusters of {width}, causal: {causal}");
+        let make = || Ok(BlockLayout::new(&pattern(width, causal), shape)?);
+        self.layouts.get(seen, shape, make)
+    }
+
     fn options(&self) -> AttentionOptions {
         AttentionOptions::default().precision(self.products)
     }
 
     /// The clusters of unit vectors. No gradient flows through the choice.
     fn choose(&self, x: &Tensor<4>) -> Result<Choice, TransformerError> {
+        let trains = x.is_autodiff();
         let x = x.clone().without_autodiff();
-        let means = self.means.val().without_autodiff().cast(x.dtype());
+        let means = in_dtype(self.means.val().without_autodiff(), x.dtype());
         let [_, _, seq, _] = x.dims();
         let similarities = similarities(x, means);
         Ok(Choice {
-            nearest: nearest(&similarities),
+            nearest: match trains {
+                true => Some(nearest(&similarities)?),
+                false => None,
+            },
             clusters: Clusters::new(similarities, self.window.min(seq))?,
         })
     }
@@ -334,17 +342,17 @@ impl RoutingHeads {
         &self,
         context: Tensor<4>,
         x: Tensor<4>,
-        nearest: Tensor<4, Int>,
+        nearest: Option<Tensor<3, Int>>,
     ) -> Result<RoutingOutput, TransformerError> {
-        if !x.is_autodiff() {
+        let Some(nearest) = nearest else {
             return Ok(RoutingOutput {
                 context,
                 commitment: None,
             });
-        }
-        let means = self.means.val().without_autodiff().cast(x.dtype());
+        };
+        let means = in_dtype(self.means.val().without_autodiff(), x.dtype());
         let fixed = x.clone().without_autodiff();
-        let moved = followed(means.clone(), fixed, nearest.clone(), self.means_decay);
+        let moved = followed(means.clone(), fixed, nearest.clone(), self.means_decay)?;
         self.followed.put(moved);
         Ok(RoutingOutput {
             context,
@@ -363,7 +371,8 @@ impl RoutingHeads {
 
 struct Choice {
     clusters: Clusters,
-    nearest: Tensor<4, Int>,
+    /// The mean of each token, in training: `[batch, heads, length]`.
+    nearest: Option<Tensor<3, Int>>,
 }
 
 /// Where the means go after the latest training pass. A copy of a module begins without.
@@ -383,45 +392,6 @@ impl Followed {
 
     fn take(&self) -> Option<Tensor<3>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-}
-
-/// Sizes whose layouts are kept.
-const KEPT: usize = 8;
-
-/// Layouts over places: the latest of a few sizes, which copies of a module share.
-#[derive(Clone, Debug, Default)]
-struct PlaceLayouts(Arc<Mutex<Vec<KnownLayout>>>);
-
-/// A layout, the width of its clusters, and whether it is causal.
-type KnownLayout = (usize, bool, BlockLayout);
-
-impl PlaceLayouts {
-    fn get(&self, clusters: &Clusters, causal: bool) -> Result<BlockLayout, TransformerError> {
-        let [_, heads, count, width] = clusters.tokens.dims();
-        let shape = LayoutShape {
-            heads,
-            seq_q: count * width,
-            seq_kv: count * width,
-            block_size: block_size(width),
-        };
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let same = |(of, is, layout): &KnownLayout| {
-            (*of, *is) == (width, causal) && *layout.shape() == shape
-        };
-        let found = match known.iter().position(same) {
-            Some(at) => known.remove(at),
-            None => {
-                let layout = BlockLayout::new(&pattern(width, causal), shape)?;
-                (width, causal, layout)
-            }
-        };
-        let layout = found.2.clone();
-        known.push(found);
-        if known.len() > KEPT {
-            known.remove(0);
-        }
-        Ok(layout)
     }
 }
 

@@ -38,7 +38,7 @@ struct ByWalk {
 }
 
 /// Gives a layout the tensor that chooses its blocks: `[batch or 1, heads or 1, q_blocks, n]`, `n` being `kv_blocks` or the indices of a
-/// row, as its [`DeviceChoice`] says; or positions, i32 `[batch or 1, heads, seq_q + seq_kv]`. A layout that was given one on this device keeps it. Nothing is read back.
+/// row, as its [`DeviceChoice`] says; or positions, i32 `[batch or 1, heads, seq_q + seq_kv]`, or `[.., seq_q]` where they are those of keys, too. A layout that was given one on this device keeps it. Nothing is read back.
 ///
 /// # Errors
 /// [`KernelError`] if the device lacks the tensor's type, or the pairs of blocks are more than 32 bits count.
@@ -93,13 +93,13 @@ fn row_bits(
     choice: &DeviceChoice,
     tensor: &ChoiceTensor,
 ) -> Result<Handle, KernelError> {
+    if let Some([numbers, _]) = choice.positions(layout.shape()) {
+        KernelError::check_u32("the positions of a layout", patterns(choice) * numbers)?;
+        return Ok(tensor.handle.clone());
+    }
     let rows = patterns(choice) * layout.q_blocks();
     let width = match choice.by {
-        ChosenBy::Positions(_) => {
-            let numbers = patterns(choice) * (layout.seq_q() + layout.seq_kv());
-            KernelError::check_u32("the positions of a layout", numbers)?;
-            return Ok(tensor.handle.clone());
-        }
+        ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) => unreachable!("positions are no bits"),
         ChosenBy::Indices { most } => most,
         ChosenBy::Mask | ChosenBy::Scores(_) => layout.kv_blocks(),
     };
@@ -122,7 +122,7 @@ fn row_bits(
     let input = buffer(hidden.as_ref().unwrap_or(&tensor.handle), rows * width);
     let (grid, causal) = (grid(layout), choice.causal);
     match choice.by {
-        ChosenBy::Positions(_) => unreachable!("positions are no bits"),
+        ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) => unreachable!("positions are no bits"),
         // SAFETY: a unit writes its own word of bits, below `len`, and reads as many elements of that row.
         ChosenBy::Mask => unsafe {
             let cubes = units(client, len);
@@ -217,7 +217,7 @@ pub fn count_blocks(client: &Client, layout: &BlockLayout, counts: &Handle) {
     let Some(choice) = layout.device_choice() else {
         return;
     };
-    if let ChosenBy::Positions(_) = choice.by {
+    if choice.positions(layout.shape()).is_some() {
         return;
     }
     let known = layout.attachment(Bits::default);
@@ -282,7 +282,7 @@ pub(super) fn bits_of(
     let bits = bits.get_mut(&device_key(client));
     let ByWalk { rows, columns } = bits.expect("a layout has its blocks before a launch");
     let bits = match walk {
-        _ if matches!(choice.by, ChosenBy::Positions(_)) => rows,
+        _ if choice.positions(layout.shape()).is_some() => rows,
         Walk::Rows => rows,
         Walk::Columns => columns.get_or_insert_with(|| column_bits(client, layout, choice, rows)),
     };

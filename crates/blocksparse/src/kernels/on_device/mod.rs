@@ -10,7 +10,7 @@ mod chosen;
 pub(super) mod keep;
 mod keep_planes;
 mod key_lists;
-mod planes;
+pub(super) mod planes;
 mod positions;
 mod query_lists;
 mod tables;
@@ -96,7 +96,7 @@ impl Room {
         let patterns = patterns(choice);
         let masks = match (choice.by, whole) {
             // Full, empty, and one for each entry.
-            (ChosenBy::Positions(_), _) => 2 + patterns * entries,
+            (ChosenBy::Positions(_) | ChosenBy::OwnPositions(_), _) => 2 + patterns * entries,
             (_, Some(whole)) => whole.table(cut.height()),
             (_, None) => cut.masks(),
         };
@@ -196,7 +196,9 @@ pub fn plan(
     let words = client.empty(making.room.len * size_of::<u32>());
     match layout.within().zip(whole) {
         Some((whole, plan)) => match choice.by {
-            ChosenBy::Positions(rule) => making.list_by_positions(&words, whole, plan, rule),
+            ChosenBy::Positions(rule) | ChosenBy::OwnPositions(rule) => {
+                making.list_by_positions(&words, whole, plan, rule)
+            }
             _ => making.list_within(&words, whole, plan),
         },
         None => match Once::new(client.properties(), making.room.tiles) {
@@ -465,12 +467,13 @@ impl Making<'_> {
         let all = self.room.patterns * self.room.tiles;
         let at = whole.sections;
         let [heads, _] = self.table_words();
-        let [queries, keys] = [0, layout.seq_q()];
+        let positions = self.choice.positions(layout.shape());
+        let [numbers, keys] = positions.expect("a choice by positions");
+        let queries = 0;
         let [rows, cols] = match cut.walk {
             Walk::Rows => [queries, keys],
             Walk::Columns => [keys, queries],
         };
-        let numbers = layout.seq_q() + layout.seq_kv();
         let most = client.properties().hardware.max_units_per_cube;
         let units = positions::UNITS.min(most);
         // SAFETY: a cube writes the record, the entries and the masks of one tile, below `all`, and words of two masks and of heads, where `Room` has room for

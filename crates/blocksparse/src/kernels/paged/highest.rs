@@ -132,6 +132,30 @@ fn list(picks: &mut [i32], into: usize, place: usize, block: usize, #[comptime] 
     }
 }
 
+/// Writes where a block stands in the list of its row, counted through those of a group, or −1.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn note(
+    places: &mut ComptimeOption<Box<[i32]>>,
+    row: usize,
+    block: usize,
+    end: usize,
+    is_kept: bool,
+    place: usize,
+    sizes: &Sizes,
+) {
+    #[comptime]
+    match places {
+        ComptimeOption::Some(places) => {
+            if block < end {
+                let listed = row % sizes.kv_heads * (sizes.keep - 1) + place;
+                places[row * sizes.entries + block] = select(is_kept, listed as i32, -1i32);
+            }
+        }
+        ComptimeOption::None => {}
+    }
+}
+
 /// How many of all units' numbers reach each of three bounds: `counts` of a unit become those of the cube. `totals` has a half for even steps and one for
 /// odd ones, so that none overwrites what another unit still reads.
 #[cube]
@@ -193,21 +217,40 @@ fn across_units(
 /// The blocks of the `keep − 1` highest `scores` `[batch, kv_heads, entries]` before the block in which a walk ends, ascending, and that one, as pages:
 /// `[batch, kv_heads, keep · block]` entries of the table, −1 where there are fewer.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn highest(scores: &[f32], spans: &[i32], picks: &mut [i32], sizes: Sizes, #[comptime] t: Picked) {
+fn highest(
+    scores: &[f32],
+    spans: ComptimeOption<Box<[i32]>>,
+    picks: &mut [i32],
+    places: ComptimeOption<Box<[i32]>>,
+    sizes: Sizes,
+    #[comptime] t: Picked,
+) {
+    let mut places = places;
     let mut partial = Shared::<[u32]>::new_slice(comptime!(BOUNDS * t.units));
     let mut totals = Shared::<[u32]>::new_slice(comptime!(2 * BOUNDS * t.groups()));
     // Cubes beyond the last row make it again.
     let at_row = CUBE_POS.min(sizes.rows - 1);
     let unit = UNIT_POS as usize;
-    let head = at_row % sizes.kv_heads;
-    let walk = at_row / sizes.kv_heads * sizes.tables + head % sizes.tables;
-    let slots = max(spans[walk * 4], 0i32) as usize;
-    let pages = min(
-        (slots + comptime!(t.page - 1)) / comptime!(t.page),
-        sizes.entries,
-    );
+    let mut pages = sizes.entries;
     // The walk's last block, before which all are whole.
-    let last = (max(pages, 1usize) - 1) / comptime!(t.block);
+    let mut last = sizes.entries;
+    // Blocks that have a place in the list.
+    let mut listed = sizes.keep - 1;
+    #[comptime]
+    match &spans {
+        ComptimeOption::Some(spans) => {
+            let head = at_row % sizes.kv_heads;
+            let walk = at_row / sizes.kv_heads * sizes.tables + head % sizes.tables;
+            let slots = max(spans[walk * 4], 0i32) as usize;
+            pages = min(
+                (slots + comptime!(t.page - 1)) / comptime!(t.page),
+                sizes.entries,
+            );
+            last = (max(pages, 1usize) - 1) / comptime!(t.block);
+            listed = sizes.keep;
+        }
+        ComptimeOption::None => {}
+    }
     let wanted = min(sizes.keep - 1, last);
     let row = at_row * sizes.entries;
     let own_blocks = last.div_ceil(comptime!(t.units));
@@ -311,12 +354,14 @@ fn highest(scores: &[f32], spans: &[i32], picks: &mut [i32], sizes: Sizes, #[com
     let left = wanted as u32 - min(above_all, wanted as u32);
     let mut place = (above_before + min(equal_before, left)) as usize;
     let mut left = left - min(equal_before, left);
-    let into = at_row * sizes.keep * comptime!(t.block);
+    let into = at_row * listed * comptime!(t.block);
     if comptime!(t.held > 0) {
         #[unroll]
         for held in 0..comptime!(t.held) {
             let is_equal = own[held] == bound && left > 0u32;
-            if (own[held] > bound || is_equal) && place < wanted {
+            let is_kept = (own[held] > bound || is_equal) && place < wanted;
+            note(&mut places, at_row, first + held, end, is_kept, place, &sizes);
+            if is_kept {
                 list(picks, into, place, first + held, t);
                 place += 1usize;
             }
@@ -326,7 +371,9 @@ fn highest(scores: &[f32], spans: &[i32], picks: &mut [i32], sizes: Sizes, #[com
         for block in first..end {
             let key = key_of(scores, row, block, t);
             let is_equal = key == bound && left > 0u32;
-            if (key > bound || is_equal) && place < wanted {
+            let is_kept = (key > bound || is_equal) && place < wanted;
+            note(&mut places, at_row, block, end, is_kept, place, &sizes);
+            if is_kept {
                 list(picks, into, place, block, t);
                 place += 1usize;
             }
@@ -335,7 +382,7 @@ fn highest(scores: &[f32], spans: &[i32], picks: &mut [i32], sizes: Sizes, #[com
     }
     // The last block, and nothing behind it.
     let mut at = wanted * comptime!(t.block) + unit;
-    while at < sizes.keep * comptime!(t.block) {
+    while at < listed * comptime!(t.block) {
         let entry = last * comptime!(t.block) + (at - wanted * comptime!(t.block));
         picks[into + at] = select(entry < pages, entry as i32, -1i32);
         at += comptime!(t.units);
@@ -424,8 +471,9 @@ pub fn highest_pages(
             CubeDim::new_1d(tile.units as u32),
             address,
             buffer(scores, rows * shape.entries),
-            buffer(spans, shape.batch * shape.tables * 4),
+            ComptimeOptionArgs::Some(buffer(spans, shape.batch * shape.tables * 4)),
             buffer(picks, rows * shape.keep * shape.block),
+            ComptimeOptionArgs::None,
             SizesLaunch::new(
                 rows,
                 shape.kv_heads,
@@ -433,6 +481,48 @@ pub fn highest_pages(
                 shape.entries,
                 shape.keep,
             ),
+            tile,
+        );
+    }
+    Ok(())
+}
+
+/// The columns of the `most` highest numbers of each row, of equal ones the earlier, NaN the lowest: `lists` are i32 `[groups, rows, most]`, ascending, of f32
+/// `numbers` `[groups, rows, columns]`, contiguous, `most` at most as many as there are columns. `places`, i32 as `numbers`, say of each number where it stands
+/// in the lists of its group, `row · most` and its place in the row's, or −1.
+///
+/// # Errors
+/// As [`highest_pages`].
+pub fn highest_in_rows(
+    client: &Client,
+    [groups, of_group, columns]: [usize; 3],
+    most: usize,
+    numbers: &Handle,
+    [lists, places]: [&Handle; 2],
+) -> Result<(), KernelError> {
+    let rows = groups * of_group;
+    KernelError::check_u32("the places of a group", of_group * most)?;
+    let shape = HighestShape::new([rows, 1], [1, columns], 1, [1, most + 1]);
+    let Launch {
+        tile,
+        address,
+        cubes,
+    } = Launch::new(client, &shape)?;
+    if rows * columns * most == 0 {
+        return Ok(());
+    }
+    // SAFETY: a cube reads the numbers of its row and writes its list; the buffers have the lengths they say.
+    unsafe {
+        highest::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(tile.units as u32),
+            address,
+            buffer(numbers, rows * columns),
+            ComptimeOptionArgs::None,
+            buffer(lists, rows * most),
+            ComptimeOptionArgs::Some(buffer(places, rows * columns)),
+            SizesLaunch::new(rows, of_group, 1, columns, most + 1),
             tile,
         );
     }

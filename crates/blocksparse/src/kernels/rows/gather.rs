@@ -1,11 +1,11 @@
-//! Rows by an index: weighted sums of them, and products with them.
+//! Rows by an index: sums of them, weighted by the rows' own factors, and means.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::norm_shape::{LANE_NUMBERS, has, place, sum_of, tile_of};
-use super::tile::{Combine, RowTile, across_lanes};
+use super::norm_shape::{LANE_NUMBERS, has, place, tile_of};
+use super::tile::RowTile;
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
@@ -20,10 +20,12 @@ pub struct IndexedRows {
     pub rows: usize,
     /// Rows of a list that are made of them.
     pub places: usize,
-    /// Rows that a place names: numbers of the index `[lists, places, most]`, i32, negative for none.
+    /// Rows that a place names: numbers of the index, i32 `[lists, places, most]`, negative for none.
     pub most: usize,
     /// Numbers of a row.
     pub width: usize,
+    /// Whether the index is `[lists, most, places]`.
+    pub turned: bool,
 }
 
 impl IndexedRows {
@@ -35,35 +37,69 @@ impl IndexedRows {
             places,
             most,
             width,
+            turned: false,
         }
     }
 
+    /// Sets whether the index is `[lists, most, places]`.
+    pub fn turned(self, turned: bool) -> Self {
+        Self { turned, ..self }
+    }
+
     /// Numbers of the largest of the tensors.
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         let rows = self.rows.max(self.places) * self.width;
         self.lists * rows.max(self.places * (self.most + 1))
+    }
+
+    pub(super) fn sizes(&self) -> SizesLaunch {
+        let count = self.lists * self.places;
+        let [by_place, by_number] = match self.turned {
+            true => [1, self.places],
+            false => [self.most, 1],
+        };
+        SizesLaunch::new(
+            self.rows,
+            self.places,
+            self.most,
+            count,
+            by_place,
+            by_number,
+        )
     }
 }
 
 /// What a launch reads.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Sizes {
+pub(super) struct Sizes {
     /// Of a list.
-    rows: usize,
-    places: usize,
-    most: usize,
+    pub rows: usize,
+    pub places: usize,
+    pub most: usize,
     /// Places of all lists.
-    count: usize,
+    pub count: usize,
+    /// From a place's numbers in the index to the next one's,
+    by_place: usize,
+    /// and from one of a place's to the next.
+    by_number: usize,
 }
 
-/// `output[place] = w₀ · own[place] + Σ wⱼ · rows[index[place, j]]`, where what is not there is left out; without weights they are 1.
+/// Where number `j` of a place is in the index.
+#[cube]
+pub(super) fn named(at: usize, j: usize, sizes: &Sizes) -> usize {
+    let first = at / sizes.places * sizes.places * sizes.most;
+    first + at % sizes.places * sizes.by_place + j * sizes.by_number
+}
+
+/// `output[place] = Σ fⱼ · rows[index[place, j]]`, where what is not there is left out; without the rows' factors `f` they are 1. With `shares` the sum is
+/// divided by how many rows there are, 1 at least, and what it is multiplied by is written there.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gather<E: Float, A: Float, N: Size>(
     rows: &[Vector<E, N>],
     index: &[i32],
-    own: ComptimeOption<Box<[Vector<E, N>]>>,
-    weights: ComptimeOption<Box<[A]>>,
+    factors: ComptimeOption<Box<[A]>>,
     output: &mut [Vector<E, N>],
+    shares: ComptimeOption<Box<[A]>>,
     sizes: Sizes,
     #[comptime] tile: RowTile,
     #[define(E)] _element: ElemType,
@@ -75,43 +111,23 @@ fn gather<E: Float, A: Float, N: Size>(
     let lane = unit % comptime!(tile.lanes);
     let at = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
     if at < sizes.count {
-        let has_own = comptime!(own.is_some());
         let first = at / sizes.places * sizes.rows;
-        let weight = at * (sizes.most + comptime!(if has_own { 1usize } else { 0usize }));
         let mut sums = Array::<Vector<A, N>>::new(vectors);
         #[unroll]
         for i in 0..vectors {
             sums[i] = Vector::<A, N>::zeroed();
         }
-        #[comptime]
-        match own {
-            ComptimeOption::Some(own) => {
-                let mut factor = A::new(1.0);
-                #[comptime]
-                match &weights {
-                    ComptimeOption::Some(weights) => {
-                        factor = weights[weight];
-                    }
-                    ComptimeOption::None => {}
-                }
-                #[unroll]
-                for i in 0..vectors {
-                    let x = Vector::<A, N>::cast_from(own[at * row_vectors + place(lane, i, tile)]);
-                    sums[i] += x * Vector::<A, N>::empty().fill(factor);
-                }
-            }
-            ComptimeOption::None => {}
-        }
+        let mut there = A::new(0.0);
         for j in 0..sizes.most {
-            let row = index[at * sizes.most + j];
+            let row = index[named(at, j, &sizes)];
             if row >= 0i32 && (row as usize) < sizes.rows {
+                there += A::new(1.0);
                 let start = (first + row as usize) * row_vectors;
                 let mut factor = A::new(1.0);
                 #[comptime]
-                match &weights {
-                    ComptimeOption::Some(weights) => {
-                        factor =
-                            weights[weight + j + comptime!(if has_own { 1usize } else { 0usize })];
+                match &factors {
+                    ComptimeOption::Some(factors) => {
+                        factor = factors[first + row as usize];
                     }
                     ComptimeOption::None => {}
                 }
@@ -121,6 +137,20 @@ fn gather<E: Float, A: Float, N: Size>(
                     sums[i] += x * Vector::<A, N>::empty().fill(factor);
                 }
             }
+        }
+        #[comptime]
+        match shares {
+            ComptimeOption::Some(mut shares) => {
+                let share = A::new(1.0) / there.max(A::new(1.0));
+                #[unroll]
+                for i in 0..vectors {
+                    sums[i] = sums[i] * Vector::<A, N>::empty().fill(share);
+                }
+                if lane == 0 {
+                    shares[at] = share;
+                }
+            }
+            ComptimeOption::None => {}
         }
         #[unroll]
         for i in 0..vectors {
@@ -132,63 +162,57 @@ fn gather<E: Float, A: Float, N: Size>(
     }
 }
 
-/// `output[place, j] = own[place] · rows[index[place, j]]`, 0 where there is no row.
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn dots<E: Float, A: Float, N: Size>(
-    rows: &[Vector<E, N>],
-    index: &[i32],
-    own: &[Vector<E, N>],
-    output: &mut [A],
-    sizes: Sizes,
-    #[comptime] tile: RowTile,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-) {
-    let vectors = comptime!(tile.lane_vectors());
-    let row_vectors = comptime!(tile.row_vectors);
-    let zero = Vector::<A, N>::zeroed();
-    let unit = UNIT_POS as usize;
-    let lane = unit % comptime!(tile.lanes);
-    let asked = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
-    // Every unit meets every barrier.
-    let at = asked.min(sizes.count - 1);
-    let first = at / sizes.places * sizes.rows;
-    let mut shared = Shared::<[A]>::new_slice(comptime!(tile.shared()));
-    let mut own_row = Array::<Vector<A, N>>::new(vectors);
-    #[unroll]
-    for i in 0..vectors {
-        let x = Vector::<A, N>::cast_from(own[at * row_vectors + place(lane, i, tile)]);
-        own_row[i] = select(has(lane, i, tile), x, zero);
-    }
-    for j in 0..sizes.most {
-        let row = index[at * sizes.most + j];
-        let is_row = row >= 0i32 && (row as usize) < sizes.rows;
-        let start = (first + select(is_row, row, 0i32) as usize) * row_vectors;
-        let mut total = zero;
-        #[unroll]
-        for i in 0..vectors {
-            let x = Vector::<A, N>::cast_from(rows[start + place(lane, i, tile)]);
-            total += own_row[i] * x;
-        }
-        let sum = across_lanes::<A>(sum_of::<A, N>(total), &mut shared, tile, Combine::Sum);
-        if lane == 0 && asked < sizes.count {
-            output[at * sizes.most + j] = select(is_row, sum, A::new(0.0));
-        }
-    }
-}
-
-/// Weighted sums of rows that an index names: `output` `[lists, places, width]` of the element of `rows` `[lists, rows, width]`, each the sum of what the
-/// index says, and of the place's row of `own` `[lists, places, width]`, if there is one. `weights` are `[lists, places, most]`, with one more for `own`
-/// before the others if there is one, in the type of sums; without them all are 1. The index's negative numbers count for nothing.
+/// Sums of rows that an index names: `output` `[lists, places, width]` of the element of `rows` `[lists, rows, width]`, each the sum of what the index says,
+/// whose negative numbers count for nothing.
 ///
 /// # Errors
 /// [`KernelError`] if the device does not index as many numbers, or has no cube for a row.
 pub fn gather_rows(
     client: &Client,
     of: &IndexedRows,
+    rows: Typed,
+    index: &Handle,
+    output: &Handle,
+) -> Result<(), KernelError> {
+    launch_gather(client, of, rows, index, [None, None], output)
+}
+
+/// The means of the rows that an index names, 0 where it names none: `output` `[lists, places, width]`; and `shares` `[lists, places]`, in the type of sums:
+/// one over how many, or 1.
+///
+/// # Errors
+/// As [`gather_rows`].
+pub fn mean_rows(
+    client: &Client,
+    of: &IndexedRows,
+    rows: Typed,
+    index: &Handle,
+    [output, shares]: [&Handle; 2],
+) -> Result<(), KernelError> {
+    launch_gather(client, of, rows, index, [None, Some(shares)], output)
+}
+
+/// The sums of the rows that an index names, each times its own factor of `factors` `[lists, rows]`, in the type of sums.
+///
+/// # Errors
+/// As [`gather_rows`].
+pub fn gather_scaled_rows(
+    client: &Client,
+    of: &IndexedRows,
+    rows: Typed,
+    index: &Handle,
+    factors: &Handle,
+    output: &Handle,
+) -> Result<(), KernelError> {
+    launch_gather(client, of, rows, index, [Some(factors), None], output)
+}
+
+fn launch_gather(
+    client: &Client,
+    of: &IndexedRows,
     (rows, element): Typed,
     index: &Handle,
-    [own, weights]: [Option<&Handle>; 2],
+    [factors, shares]: [Option<&Handle>; 2],
     output: &Handle,
 ) -> Result<(), KernelError> {
     let tile = tile_of(client.properties(), of.width, element, LANE_NUMBERS)?;
@@ -198,8 +222,7 @@ pub fn gather_rows(
     if count == 0 {
         return Ok(());
     }
-    let weighted = of.most + usize::from(own.is_some());
-    // SAFETY: a unit below `count` reads rows of its list below `rows` and its own place's numbers, and writes its place's row.
+    // SAFETY: a unit below `count` reads rows of its list below `rows` and its own place's numbers, and writes its place's row; the first its share.
     unsafe {
         gather::launch_unchecked(
             client,
@@ -209,51 +232,10 @@ pub fn gather_rows(
             tile.vector,
             buffer(rows, of.lists * of.rows * tile.row_vectors),
             buffer(index, count * of.most),
-            optional(own, count * tile.row_vectors),
-            optional(weights, count * weighted),
+            optional(factors, of.lists * of.rows),
             buffer(output, count * tile.row_vectors),
-            SizesLaunch::new(of.rows, of.places, of.most, count),
-            tile,
-            element,
-            super::accumulator_of(element),
-        );
-    }
-    Ok(())
-}
-
-/// The products of the rows of `own` `[lists, places, width]` with those that an index names of `rows`: `output` `[lists, places, most]` in the type of sums,
-/// 0 where there is none.
-///
-/// # Errors
-/// As [`gather_rows`].
-pub fn row_dots(
-    client: &Client,
-    of: &IndexedRows,
-    (rows, element): Typed,
-    index: &Handle,
-    own: &Handle,
-    output: &Handle,
-) -> Result<(), KernelError> {
-    let tile = tile_of(client.properties(), of.width, element, LANE_NUMBERS)?;
-    let count = of.lists * of.places;
-    let address = address_of(client, of.len())?;
-    let cubes = spread(client, count.div_ceil(tile.rows) as u64)?;
-    if count == 0 {
-        return Ok(());
-    }
-    // SAFETY: a unit reads rows of its list below `rows` and its place's numbers; the first of a row's units writes that place's products.
-    unsafe {
-        dots::launch_unchecked(
-            client,
-            cubes,
-            CubeDim::new_1d(tile.units() as u32),
-            address,
-            tile.vector,
-            buffer(rows, of.lists * of.rows * tile.row_vectors),
-            buffer(index, count * of.most),
-            buffer(own, count * tile.row_vectors),
-            buffer(output, count * of.most),
-            SizesLaunch::new(of.rows, of.places, of.most, count),
+            optional(shares, count),
+            of.sizes(),
             tile,
             element,
             super::accumulator_of(element),

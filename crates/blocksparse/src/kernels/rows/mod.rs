@@ -14,8 +14,11 @@
 //! gates          branches added, each times the gate of a row, and their gradients
 //! embedding      the gradient of a table by the rows that were taken from it
 //! beside         matrices side by side, in another type
-//! gather         weighted sums of rows by an index, and products with them
-//! order          numbers sorted by bucket, and their places in lists
+//! gather         sums of rows by an index, and means
+//! keyed          rows of queries, of keys made of them and of values, by an index
+//! merged         a part of each row and others by an index, merged by their lse
+//! hashes         the buckets of rows under rotations
+//! order          numbers sorted by bucket, with planes in order_planes, and the highest of columns
 //! blocks         means of blocks of rows, and how alike their rows are
 //! typed          buffers with the type of their numbers
 //! sample         tokens drawn from rows of logits
@@ -31,11 +34,15 @@ mod dropout;
 mod embedding;
 mod gates;
 mod gather;
+mod hashes;
 mod heads;
+mod keyed;
+mod merged;
 mod norm;
 mod norm_backward;
 mod norm_shape;
 mod order;
+mod order_planes;
 mod sample;
 mod scaled;
 pub(super) mod tile;
@@ -54,13 +61,16 @@ pub use cross_entropy::{
 pub use dropout::{stream_dropout, stream_dropout_text};
 pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
 pub use gates::{GatedBackward, gated_sum, gated_sum_backward, gated_text};
-pub use gather::{IndexedRows, gather_rows, row_dots};
+pub use gather::{IndexedRows, gather_rows, gather_scaled_rows, mean_rows};
+pub use hashes::{HashedRows, hash_rows};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
+pub use keyed::{keyed_rows, keyed_rows_backward, unit_rows};
+pub use merged::{MergedGradients, MergedParts, merge_rows, merge_rows_backward};
 pub use norm::{NormBranch, NormOf, residual_norm};
 pub use norm_backward::{
     NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
 };
-pub use order::{places_in_lists, sort_buckets};
+pub use order::{Rounds, highest_rows, sort_rounds};
 pub use sample::{SampleKind, sample_rows, sample_text};
 pub use scaled::scaled;
 pub use typed::Typed;

@@ -1,17 +1,21 @@
-//! Numbers sorted by bucket, and the places of numbers in ascending lists.
+//! Numbers sorted by bucket, and the highest of columns.
 //!
 //! ```text
 //! sort     a cube a group, some tokens at a time: how many of the same bucket are before each and behind it in the tile
 //!          first pass: so many of each bucket; sums of those before; second pass: a token goes behind all of its bucket that came before
-//!          of more than 1,024 buckets by their low bits first, then by the others
-//! places   a unit a token and list: looks the token up in the list
+//!          of more than 1,024 buckets by their low bits first, then by the others; where units of planes vote (order_planes) of more than 256
+//! rounds   groups are the rounds of a list, whose places are one behind the other
+//! columns  a unit a column: the row of its highest number
 //! ```
 //!
 //! Nothing is added up by atomics: the last token of a bucket in a tile writes for all of them.
 
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::typed::Typed;
+use super::order_planes::{self, ByPlanes};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 
@@ -19,10 +23,10 @@ use crate::kernels::error::KernelError;
 const UNITS: usize = 256;
 /// Bits that a pass sorts by.
 const BITS: u32 = 10;
-/// Units of a cube of places.
-const PLACE_UNITS: u32 = 64;
+/// Units of a cube of columns.
+const COLUMN_UNITS: u32 = 64;
 /// The bucket of what is no token.
-const NONE: u32 = 0xffff_ffff;
+pub(super) const NONE: u32 = 0xffff_ffff;
 
 /// What is compiled into a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -34,9 +38,13 @@ struct Pass {
 }
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Sizes {
-    groups: usize,
-    length: usize,
+pub(super) struct Sizes {
+    pub groups: usize,
+    pub length: usize,
+    /// Groups of a list.
+    rounds: usize,
+    /// Places of a group.
+    room: usize,
     /// Buckets.
     count: u32,
     /// The lowest bit that is sorted by.
@@ -62,40 +70,85 @@ fn alike(tile: &Shared<[u32]>, own: u32, unit: usize, #[comptime] pass: Pass) ->
     Alike { before, behind }
 }
 
-/// The token at place `at` of the order before, and what it is sorted by.
+/// The token at place `at` of a group in the order before, and so many bits that it is sorted by; [`NONE`] behind the last.
 #[cube]
-fn token_at(
+pub(super) fn token_at(
     buckets: &[i32],
     before: &[i32],
     at: usize,
-    first: usize,
+    group: usize,
     sizes: &Sizes,
-    #[comptime] pass: Pass,
+    #[comptime] bits: u32,
+    #[comptime] is_first: bool,
 ) -> (usize, u32) {
+    let first = group * sizes.length;
     let mut token = at;
     let mut digit = NONE.runtime();
     if at < sizes.length {
-        if comptime!(!pass.first) {
+        if comptime!(!is_first) {
             token = before[first + at] as usize;
         }
         let bucket = max(buckets[first + token], 0i32) as u32;
         let bucket = min(bucket, sizes.count - 1u32);
-        digit = (bucket >> sizes.shift) & comptime!((1u32 << BITS) - 1);
+        digit = (bucket >> sizes.shift) & comptime!((1u32 << bits) - 1);
     }
     (token, digit)
 }
 
-/// `order` is `[2, groups, length]`: the token at each place, and the place of each token.
+/// Puts a token to a place of its group.
+#[cube]
+pub(super) fn put(
+    tokens: &mut [i32],
+    places: &mut [i32],
+    choices: &mut [i32],
+    group: usize,
+    token: usize,
+    place: u32,
+    sizes: &Sizes,
+) {
+    let list = group / sizes.rounds;
+    let round = group % sizes.rounds;
+    let at = group * sizes.room + place as usize;
+    tokens[at] = token as i32;
+    choices[at] = (token * sizes.rounds + round) as i32;
+    let own = (list * sizes.length + token) * sizes.rounds + round;
+    places[own] = (round * sizes.room) as i32 + place as i32;
+}
+
+/// What fills up a group's places.
+#[cube]
+pub(super) fn fill(
+    tokens: &mut [i32],
+    choices: &mut [i32],
+    group: usize,
+    #[comptime] units: usize,
+    sizes: &Sizes,
+) {
+    let mut at = sizes.length + UNIT_POS as usize;
+    while at < sizes.room {
+        tokens[group * sizes.room + at] = -1i32;
+        choices[group * sizes.room + at] = -1i32;
+        at += units;
+    }
+}
+
+/// The tokens at places, the places of tokens, and at each place the number of its token among those; of the order before, tokens without what fills up.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn sort(buckets: &[i32], before: &[i32], order: &mut [i32], sizes: Sizes, #[comptime] pass: Pass) {
+fn sort(
+    buckets: &[i32],
+    before: &[i32],
+    tokens: &mut [i32],
+    places: &mut [i32],
+    choices: &mut [i32],
+    sizes: Sizes,
+    #[comptime] pass: Pass,
+) {
     let digits = comptime!(1usize << BITS);
     let units = comptime!(pass.units);
     let mut starts = Shared::<[u32]>::new_slice(comptime!(1usize << BITS));
     let mut tile = Shared::<[u32]>::new_slice(comptime!(pass.units));
     // Cubes beyond the last group make it again.
     let group = CUBE_POS.min(sizes.groups - 1);
-    let first = group * sizes.length;
-    let all = sizes.groups * sizes.length;
     let unit = UNIT_POS as usize;
     let tiles = sizes.length.div_ceil(units);
     let own = comptime!((1usize << BITS) / pass.units);
@@ -104,7 +157,8 @@ fn sort(buckets: &[i32], before: &[i32], order: &mut [i32], sizes: Sizes, #[comp
     }
     sync_cube();
     for number in 0..tiles {
-        let (_, digit) = token_at(buckets, before, number * units + unit, first, &sizes, pass);
+        let at = number * units + unit;
+        let (_, digit) = token_at(buckets, before, at, group, &sizes, BITS, comptime!(pass.first));
         tile[unit] = digit;
         sync_cube();
         let alike = alike(&tile, digit, unit, pass);
@@ -131,7 +185,8 @@ fn sort(buckets: &[i32], before: &[i32], order: &mut [i32], sizes: Sizes, #[comp
     }
     sync_cube();
     for number in 0..tiles {
-        let (token, digit) = token_at(buckets, before, number * units + unit, first, &sizes, pass);
+        let at = number * units + unit;
+        let (token, digit) = token_at(buckets, before, at, group, &sizes, BITS, comptime!(pass.first));
         tile[unit] = digit;
         sync_cube();
         let alike = alike(&tile, digit, unit, pass);
@@ -144,23 +199,55 @@ fn sort(buckets: &[i32], before: &[i32], order: &mut [i32], sizes: Sizes, #[comp
             if alike.behind == 0u32 {
                 starts[digit as usize] = place + 1u32;
             }
-            order[first + place as usize] = token as i32;
-            order[all + first + token] = place as i32;
+            put(tokens, places, choices, group, token, place, &sizes);
+        }
+    }
+    fill(tokens, choices, group, units, &sizes);
+}
+
+/// Lists that are sorted once in each round, by other buckets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Rounds {
+    /// How many lists.
+    pub lists: usize,
+    /// Rounds of each.
+    pub rounds: usize,
+    /// Tokens of a list.
+    pub length: usize,
+    /// Places of a round, no fewer: those behind the last token have none.
+    pub room: usize,
+}
+
+impl Rounds {
+    /// Lists of so many tokens, and places of a round.
+    pub fn new([lists, rounds, length]: [usize; 3], room: usize) -> Self {
+        Self {
+            lists,
+            rounds,
+            length,
+            room,
         }
     }
 }
 
-/// The order of each group by buckets, of a bucket by number: `order`, i32 `[2, groups, length]`, is the token at each place, and behind all of those the
-/// place of each token. `buckets` are i32 `[groups, length]`, contiguous, each below `count`; what is not counts as the nearest that is.
+/// The order of each list by the buckets of each round, of a bucket by number: of i32 `buckets` `[lists, rounds, length]`, each below `count` (what is not
+/// counts as the nearest that is),
+///
+/// - `tokens` `[lists, rounds, room]`: the token at each place, −1 behind the last;
+/// - `places` `[lists, length, rounds]`: the place of each token in each round, counted through all rounds of a list;
+/// - `choices` `[lists, rounds, room]`: of the token at each place the number of that place among its places, `token · rounds + round`, or a negative number.
+///
+/// Contiguous.
 ///
 /// # Errors
 /// [`KernelError`] if there are more buckets than 2³⁰, or more numbers than kernels index.
-pub fn sort_buckets(
+pub fn sort_rounds(
     client: &Client,
-    [groups, length]: [usize; 2],
+    of: Rounds,
     count: usize,
     buckets: &Handle,
-    order: &Handle,
+    [tokens, places, choices]: [&Handle; 3],
 ) -> Result<(), KernelError> {
     if count > 1 << 30 {
         return Err(KernelError::limit(
@@ -169,110 +256,147 @@ pub fn sort_buckets(
             count,
         ));
     }
-    let all = groups * length;
+    let Rounds {
+        lists,
+        rounds,
+        length,
+        room,
+    } = of;
+    let groups = lists * rounds;
+    let (all, rooms) = (groups * length, groups * room);
     if all * count == 0 {
         return Ok(());
     }
     // Places are counted in 32 bits.
-    KernelError::check_u32("the numbers of a sort", 2 * all)?;
-    let address = address_of(client, 2 * all)?;
+    KernelError::check_u32("the numbers of a sort", 2 * all.max(rooms))?;
+    let address = address_of(client, all.max(rooms))?;
     let cubes = spread(client, groups as u64)?;
     let hardware = &client.properties().hardware;
     let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
-    let units = UNITS.min(1 << most.max(1).ilog2());
+    let by_planes = ByPlanes::new(client.properties());
+    let units = match by_planes {
+        Some(by) => by.units(),
+        None => UNITS.min(1 << most.max(1).ilog2()),
+    };
+    let of_pass = by_planes.map_or(BITS, |_| order_planes::BITS);
     let bits = (count - 1).checked_ilog2().map_or(1, |bits| bits + 1);
-    let passes = bits.div_ceil(BITS);
+    let passes = bits.div_ceil(of_pass);
     let mut before = buckets.clone();
     for number in 0..passes {
-        let made = match number + 1 == passes {
-            true => order.clone(),
-            false => client.empty(2 * all * size_of::<i32>()),
+        let is_last = number + 1 == passes;
+        // On the way no places are left out, and all that is read again are tokens.
+        let made = match is_last {
+            true => [tokens.clone(), places.clone(), choices.clone()],
+            false => [(); 3].map(|_| client.empty(all * size_of::<i32>())),
         };
+        let (room, rooms) = if is_last { (room, rooms) } else { (length, all) };
+        let sizes = SizesLaunch::new(groups, length, rounds, room, count as u32, number * of_pass);
+        let [at_places, of_tokens, numbers] = [
+            buffer(&made[0], rooms),
+            buffer(&made[1], all),
+            buffer(&made[2], rooms),
+        ];
+        let (dim, first) = (CubeDim::new_1d(units as u32), number == 0);
         // SAFETY: a cube reads and writes numbers of its own group; places are those of a permutation of its tokens, so below its length. The order before is
         // that of a pass before, or is not read.
         unsafe {
-            sort::launch_unchecked(
-                client,
-                cubes.clone(),
-                CubeDim::new_1d(units as u32),
-                address,
-                buffer(buckets, all),
-                buffer(&before, all),
-                buffer(&made, 2 * all),
-                SizesLaunch::new(groups, length, count as u32, number * BITS),
-                Pass {
-                    units,
-                    first: number == 0,
-                },
-            );
+            match by_planes {
+                Some(by) => order_planes::sort_by_planes::launch_unchecked(
+                    client,
+                    cubes.clone(),
+                    dim,
+                    address,
+                    buffer(buckets, all),
+                    buffer(&before, all),
+                    at_places,
+                    of_tokens,
+                    numbers,
+                    sizes,
+                    ByPlanes { first, ..by },
+                ),
+                None => sort::launch_unchecked(
+                    client,
+                    cubes.clone(),
+                    dim,
+                    address,
+                    buffer(buckets, all),
+                    buffer(&before, all),
+                    at_places,
+                    of_tokens,
+                    numbers,
+                    sizes,
+                    Pass { units, first },
+                ),
+            }
         }
-        before = made;
+        let [tokens, ..] = made;
+        before = tokens;
     }
     Ok(())
 }
 
+/// Numbers `[groups, rows, columns]`.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct ListSizes {
-    lists: usize,
-    width: usize,
-    length: usize,
+struct ColumnSizes {
+    rows: usize,
+    columns: usize,
+    /// Groups whose rows are counted through.
+    heads: usize,
     count: usize,
 }
 
-/// The number that has the place `list · width + place in it`, or −1.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn places(lists: &[i32], places: &mut [i32], sizes: ListSizes) {
+fn highest_row<E: Float>(
+    numbers: &[E],
+    found: &mut [i32],
+    sizes: ColumnSizes,
+    #[define(E)] _element: ElemType,
+) {
     let at = ABSOLUTE_POS;
     if at < sizes.count {
-        let list = at % sizes.lists;
-        let number = at / sizes.lists % sizes.length;
-        let group = at / sizes.lists / sizes.length;
-        let first = (group * sizes.lists + list) * sizes.width;
-        let mut low = 0usize.runtime();
-        let mut high = sizes.width;
-        while low < high {
-            let middle = (low + high) / 2;
-            if lists[first + middle] < number as i32 {
-                low = middle + 1;
-            } else {
-                high = middle;
-            }
+        let group = at / sizes.columns;
+        let first = group * sizes.rows * sizes.columns + at % sizes.columns;
+        let mut highest = numbers[first];
+        let mut row = 0usize.runtime();
+        for other in 1..sizes.rows {
+            let number = numbers[first + other * sizes.columns];
+            let is_higher = number > highest;
+            highest = select(is_higher, number, highest);
+            row = select(is_higher, other, row);
         }
-        let found = low < sizes.width && lists[first + low.min(sizes.width - 1)] == number as i32;
-        let place = (list * sizes.width + low) as i32;
-        places[at] = select(found, place, -1i32);
+        found[at] = (group % sizes.heads * sizes.rows + row) as i32;
     }
 }
 
-/// Where each number below `length` stands in lists, `list · width` and its place in the list, −1 where it is not: i32 `[groups, length, lists]`, of i32
-/// `[groups, lists, width]`, contiguous, ascending, each number once.
+/// Of each column of `[batch · heads, rows, columns]` the row of its highest number, of equal ones the first, counted through the rows of all heads: i32
+/// `[batch · heads, columns]`, contiguous.
 ///
 /// # Errors
 /// [`KernelError`] if there are more numbers than kernels index.
-pub fn places_in_lists(
+pub fn highest_rows(
     client: &Client,
-    [groups, lists, width]: [usize; 3],
-    length: usize,
-    given: &Handle,
-    made: &Handle,
+    [batch, heads]: [usize; 2],
+    [rows, columns]: [usize; 2],
+    (numbers, element): Typed,
+    found: &Handle,
 ) -> Result<(), KernelError> {
-    let count = groups * length * lists;
-    if count * width == 0 {
+    let count = batch * heads * columns;
+    if count * rows == 0 {
         return Ok(());
     }
-    let all = groups * lists * width;
-    let address = address_of(client, count.max(all))?;
-    let cubes = spread(client, count.div_ceil(PLACE_UNITS as usize) as u64)?;
-    // SAFETY: a unit writes its own number, below `count`, and reads the list that it asks for, below `all`.
+    let address = address_of(client, count * rows)?;
+    let cubes = spread(client, count.div_ceil(COLUMN_UNITS as usize) as u64)?;
+    // SAFETY: a unit writes its own number, below `count`, and reads its column.
     unsafe {
-        places::launch_unchecked(
+        highest_row::launch_unchecked(
             client,
             cubes,
-            CubeDim::new_1d(PLACE_UNITS),
+            CubeDim::new_1d(COLUMN_UNITS),
             address,
-            buffer(given, all),
-            buffer(made, count),
-            ListSizesLaunch::new(lists, width, length, count),
+            buffer(numbers, count * rows),
+            buffer(found, count),
+            ColumnSizesLaunch::new(rows, columns, heads, count),
+            element,
         );
     }
     Ok(())

@@ -1,0 +1,188 @@
+//! Hashes and sorts of several rounds, and rows that are taken with their keys, against the host's and Burn's operations.
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::{
+    hash_rows, keyed_rows_at, means_at, rows_at, runs_kernels, sort_rounds, sums_at,
+};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::compare::{assert_close, to_f64};
+use crate::devices::supports;
+
+fn integers<const D: usize>(x: Vec<i32>, dims: [usize; D], device: &Device) -> Tensor<D, Int> {
+    Tensor::from_data(TensorData::new(x, dims), (device, DType::I32))
+}
+
+fn floats<const D: usize>(x: &[f32], dims: [usize; D], device: &Device) -> Tensor<D> {
+    Tensor::from_data(TensorData::new(x.to_vec(), dims), (device, DType::F32))
+}
+
+fn numbers<const D: usize>(x: Tensor<D, Int>) -> Vec<i32> {
+    x.into_data().to_vec().unwrap()
+}
+
+/// Each as a stable sort by itself, with places behind the last token, and in one pass and in several.
+pub fn rounds_are_sorted_each_by_itself(devices: &[Device]) {
+    for (lists, rounds, length, count, room) in [(3, 2, 70, 7, 80), (2, 3, 600, 700, 600)] {
+        let mut rng = ChaCha8Rng::seed_from_u64(79);
+        let buckets: Vec<i32> = (0..lists * rounds * length)
+            .map(|_| rng.random_range(0..count))
+            .collect();
+        for device in devices {
+            let given = integers(buckets.clone(), [lists, rounds, length], device);
+            let Some(sorted) = sort_rounds(given.clone(), count as usize, room).unwrap() else {
+                assert!(!runs_kernels(device));
+                continue;
+            };
+            let (tokens, places) = (numbers(sorted.tokens), numbers(sorted.places));
+            let choices = numbers(sorted.choices);
+            for group in 0..lists * rounds {
+                let (list, round) = (group / rounds, group % rounds);
+                let buckets = &buckets[group * length..][..length];
+                let mut expected: Vec<i32> = (0..length as i32).collect();
+                expected.sort_by_key(|&token| buckets[token as usize]);
+                for (at, &token) in expected.iter().enumerate() {
+                    let place = places[(list * length + token as usize) * rounds + round];
+                    assert_eq!(place as usize, round * room + at);
+                    let choice = token * rounds as i32 + round as i32;
+                    assert_eq!(choices[group * room + at], choice);
+                }
+                expected.resize(room, -1);
+                assert_eq!(tokens[group * room..][..room], expected);
+                let behind = &choices[group * room + length..(group + 1) * room];
+                assert!(behind.iter().all(|&choice| choice < 0));
+            }
+            let error = sort_rounds(given, count as usize, length - 1).unwrap_err();
+            assert!(error.to_string().contains("room"), "{error}");
+        }
+    }
+}
+
+/// Of two products that are nearly the same either bucket is right.
+pub fn rows_hash_to_their_largest_product(devices: &[Device]) {
+    for (length, dim, rounds, half) in [(37, 16, 3, 5), (300, 24, 2, 40), (5, 7, 1, 1)] {
+        let [batch, heads] = [2, 2];
+        let mut rng = ChaCha8Rng::seed_from_u64(80);
+        let mut random = |count: usize| -> Vec<f32> {
+            (0..count).map(|_| rng.random_range(-1.0..1.0)).collect()
+        };
+        let x = random(batch * heads * length * dim);
+        let rotations = random(rounds * dim * half);
+        for device in devices {
+            for dtype in [DType::F32, DType::BF16] {
+                if !supports(device, dtype) {
+                    continue;
+                }
+                let rows = floats(&x, [batch, heads, length, dim], device).cast(dtype);
+                let turned = floats(&rotations, [rounds, dim, half], device);
+                let Some(buckets) = hash_rows(rows.clone(), turned).unwrap() else {
+                    assert!(!runs_kernels(device));
+                    continue;
+                };
+                assert_eq!(buckets.dims(), [batch, heads, rounds, length]);
+                let (buckets, rows) = (numbers(buckets), to_f64(rows.into_data()));
+                for (at, &bucket) in buckets.iter().enumerate() {
+                    let (list, round) = (at / length / rounds, at / length % rounds);
+                    let row = &rows[(list * length + at % length) * dim..][..dim];
+                    let product = |column: usize| -> f64 {
+                        let number = |(n, x): (usize, &f64)| {
+                            x * f64::from(rotations[(round * dim + n) * half + column])
+                        };
+                        row.iter().enumerate().map(number).sum()
+                    };
+                    let most = (0..half).map(|c| product(c).abs()).fold(0.0, f64::max);
+                    let bucket = bucket as usize;
+                    let got = match bucket < half {
+                        true => product(bucket),
+                        false => -product(bucket - half),
+                    };
+                    assert!(got > most - 1e-4, "{device:?}, {dtype:?}, {at}: {got}, {most}");
+                }
+            }
+        }
+    }
+}
+
+/// A permutation of the rows, twice, with places that have none; a row of zeros stays one.
+pub fn keyed_rows_equal_burns_operations(devices: &[Device]) {
+    let [batch, heads, rows, dim, value_dim] = [2, 2, 21, 16, 24];
+    let places = 2 * rows + 3;
+    let mut rng = ChaCha8Rng::seed_from_u64(81);
+    let mut index = vec![-1; batch * heads * places];
+    let mut users = vec![-1; batch * heads * rows * 2];
+    for list in 0..batch * heads {
+        for (round, step) in [(0, 5), (1, 8)] {
+            for row in 0..rows {
+                let place = round * (rows + 1) + row * step % rows;
+                index[list * places + place] = row as i32;
+                users[(list * rows + row) * 2 + round] = place as i32;
+            }
+        }
+    }
+    let mut random =
+        |count: usize| -> Vec<f32> { (0..count).map(|_| rng.random_range(-1.0..1.0)).collect() };
+    let groups = batch * heads;
+    let mut x = random(groups * rows * dim);
+    x[dim..2 * dim].fill(0.0);
+    let value = random(groups * rows * value_dim);
+    let by = [dim, dim, value_dim].map(|width| random(groups * places * width));
+    let by_means = random(groups * rows * value_dim);
+    for device in devices {
+        let device = device.clone().autodiff();
+        let index = integers(index.clone(), [batch, heads, places], &device);
+        let users = integers(users.clone(), [batch, heads, rows, 2], &device);
+        let run = |at_once: bool| {
+            let x = floats(&x, [batch, heads, rows, dim], &device).require_grad();
+            let value = floats(&value, [batch, heads, rows, value_dim], &device).require_grad();
+            let at = |x: &Tensor<4>| rows_at(x.clone(), index.clone(), users.clone()).unwrap();
+            let taken = match at_once {
+                true => {
+                    let given = (index.clone(), users.clone());
+                    keyed_rows_at(x.clone(), value.clone(), given.0, given.1).unwrap()
+                }
+                false => {
+                    let query = at(&x);
+                    let square = query.clone().powi_scalar(2).sum_dim(3).clamp_min(1e-24);
+                    [query.clone(), query / square.sqrt(), at(&value)]
+                }
+            };
+            let given = (taken[2].clone(), index.clone(), users.clone());
+            let means = match at_once {
+                true => means_at(given.0, given.1, given.2).unwrap(),
+                false => {
+                    let counts = users.clone().greater_equal_elem(0).int().sum_dim(3);
+                    let counts = counts.clamp_min(1).float();
+                    sums_at(given.0, given.1, given.2).unwrap() / counts
+                }
+            };
+            let dims = taken.each_ref().map(|x| x.dims());
+            let mut loss =
+                (means.clone() * floats(&by_means, [batch, heads, rows, value_dim], &device)).sum();
+            for ((x, by), dims) in taken.iter().zip(&by).zip(dims) {
+                loss = loss + (x.clone() * floats(by, dims, &device)).sum();
+            }
+            let grads = loss.backward();
+            let [query, key, values] = taken.map(|x| x.into_data());
+            let by = |x: &Tensor<4>| x.grad(&grads).unwrap().into_data();
+            [query, key, values, means.into_data(), by(&x), by(&value)]
+        };
+        let names = ["query", "key", "value", "means", "by x", "by value"];
+        for ((name, got), expected) in names.into_iter().zip(run(true)).zip(run(false)) {
+            // What a row of zeros has is as large as 10¹².
+            let scale = if name == "by x" { 1e-12 } else { 1.0 };
+            let scaled = |x: TensorData| -> Vec<f64> {
+                to_f64(x).into_iter().map(|x| if x.abs() > 1e6 { x * scale } else { x }).collect()
+            };
+            let what = format!("{device:?}, {name}");
+            let got = scaled(got);
+            let count = got.len();
+            let got = TensorData::new(got, [count]);
+            assert_close(&what, got, &scaled(expected), 2e-5);
+        }
+        let wrong = Tensor::zeros([batch, heads, rows + 1, dim], &device);
+        let x = Tensor::zeros([batch, heads, rows, dim], &device);
+        let error = keyed_rows_at(x, wrong, index, users).unwrap_err();
+        assert!(error.to_string().contains("value's rows"), "{error}");
+    }
+}
