@@ -19,6 +19,8 @@
 
 mod compare;
 mod gradients;
+#[cfg(feature = "cuda-asm")]
+mod mma;
 mod pairs;
 mod rows;
 mod sums;

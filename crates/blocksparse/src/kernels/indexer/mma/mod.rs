@@ -1,0 +1,14 @@
+//! Sums of pairs on mma.sync, for GPUs of compute capability 8.0 and up: of bf16 and f16, whose products f32 holds as they are.
+//!
+//! ```text
+//! tile    the shape of a cube's work, and whether tensor cores take a call
+//! loads   what is copied to shared memory: keys once, queries step by step
+//! sums    the kernel, and its launch
+//! ```
+
+mod loads;
+mod sums;
+mod tile;
+
+pub use sums::launch;
+pub use tile::SumTile;
