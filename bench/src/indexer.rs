@@ -1,10 +1,12 @@
-//! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys. Times alone; `BLOCKSPARSE_TIER=simt`
+//! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, and gradients by them. Times alone; `BLOCKSPARSE_TIER=simt`
 //! leaves tensor cores out.
 
 mod device_time;
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse::kernels::indexer::{PairInputs, PairSizes, PairSum, pair_sums};
+use blocksparse::kernels::indexer::{
+    IndexerGradients, PairInputs, PairSizes, PairSum, by_keys, by_queries, key_parts, pair_sums,
+};
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::future::block_on;
@@ -29,11 +31,15 @@ enum What {
     Scores,
     /// What dense attention gives to keys.
     Weights,
+    /// The gradients by queries and weights, of those by scores.
+    ByQueries,
+    /// The gradient by keys.
+    ByKeys,
 }
 
 #[derive(Parser)]
 #[command(
-    about = "Times sums over heads of the pairs of queries and keys",
+    about = "Times sums over heads of the pairs of queries and keys, and gradients by them",
     version
 )]
 struct Args {
@@ -79,6 +85,7 @@ struct Args {
 struct Call {
     client: Client,
     element: ElemType,
+    what: What,
     sum: PairSum,
     /// Of each launch.
     sizes: Vec<PairSizes>,
@@ -86,7 +93,11 @@ struct Call {
     k: Handle,
     of_rows: Handle,
     keys: Option<Handle>,
-    out: Handle,
+    /// Sums, or what gradients are made of.
+    of_pairs: Handle,
+    /// Gradients, and how many parts the one by keys has.
+    gradients: [Handle; 2],
+    parts: usize,
 }
 
 impl Call {
@@ -104,6 +115,10 @@ impl Call {
         ensure!(
             (1..=n).contains(&queries) && kv_heads > 0 && heads.is_multiple_of(kv_heads),
             "there are more queries than keys, or heads of keys do not divide the others"
+        );
+        ensure!(
+            args.what != What::ByKeys || listed.is_none(),
+            "the gradient by keys is of all keys"
         );
         let mut rng = ChaCha8Rng::seed_from_u64(1);
         // Long calls repeat a part of their numbers: nothing depends on them but power.
@@ -145,7 +160,7 @@ impl Call {
         let columns = listed.unwrap_or(n);
         let rows = (args.numbers / (batch * columns)).clamp(1, queries);
         let shapes = ([batch, heads, queries, width], [batch, kv_heads, n, width]);
-        let sizes = (0..queries)
+        let sizes: Vec<PairSizes> = (0..queries)
             .step_by(rows)
             .map(|start| {
                 let rows = [start, rows.min(queries - start)];
@@ -153,7 +168,7 @@ impl Call {
             })
             .collect();
         let sum = match args.what {
-            What::Scores => PairSum::Scores {
+            What::Scores | What::ByQueries | What::ByKeys => PairSum::Scores {
                 factor: 1.0 / ((heads * width) as f64).sqrt(),
                 near: args.near,
                 all: args.all,
@@ -162,6 +177,36 @@ impl Call {
                 scale: 1.0 / (width as f64).sqrt(),
             },
         };
+        let pairs = batch * rows * columns;
+        let (of_pairs, parts, gradients) = match args.what {
+            What::Scores | What::Weights => (4 * pairs, 1, [4, 4]),
+            What::ByQueries => (
+                0,
+                1,
+                [width, 1].map(|width| 4 * batch * heads * queries * width),
+            ),
+            What::ByKeys => {
+                let parts = key_parts(client, &sizes[0]);
+                (0, parts, [4 * parts * batch * n * width, 4])
+            }
+        };
+        let of_pairs = match of_pairs {
+            0 => {
+                let mut numbers = drawn(pairs);
+                // What the first queries do not see has none.
+                if listed.is_none() {
+                    for (at, number) in numbers.iter_mut().enumerate() {
+                        let seen = n - queries + at / n % rows + 1;
+                        if at % n >= seen {
+                            *number = 0.0;
+                        }
+                    }
+                }
+                upload(&numbers, Dtype::F32)
+            }
+            bytes => client.empty(bytes),
+        };
+        let gradients = gradients.map(|bytes| client.empty(bytes));
         let element = ElemType::Float(match args.dtype {
             Dtype::F32 => FloatKind::F32,
             Dtype::F16 => FloatKind::F16,
@@ -170,13 +215,16 @@ impl Call {
         Ok(Self {
             client: client.clone(),
             element,
+            what: args.what,
             sum,
+            parts,
+            of_pairs,
+            gradients,
             sizes,
             q,
             k,
             of_rows,
             keys,
-            out: client.empty(4 * batch * rows * columns),
         })
     }
 
@@ -189,7 +237,22 @@ impl Call {
             keys: self.keys.as_ref(),
         };
         for sizes in &self.sizes {
-            pair_sums(&self.client, sizes, &inputs, &self.sum, &self.out)?;
+            let of_pairs = IndexerGradients {
+                inputs,
+                by_scores: &self.of_pairs,
+                factor: 1.0,
+            };
+            let [first, second] = &self.gradients;
+            match self.what {
+                What::Scores | What::Weights => {
+                    pair_sums(&self.client, sizes, &inputs, &self.sum, &self.of_pairs)?;
+                }
+                What::ByQueries => by_queries(&self.client, sizes, &of_pairs, [first, second])?,
+                What::ByKeys => {
+                    let flags = [sizes.rows[0] > 0, true];
+                    by_keys(&self.client, sizes, &of_pairs, (first, self.parts), flags)?;
+                }
+            }
         }
         Ok(())
     }
@@ -214,7 +277,12 @@ fn main() -> Result<()> {
         }
     };
     let pairs: usize = (0..queries).map(|at| seen(at).min(most)).sum();
-    let flops = 2.0 * (args.batch * args.heads * args.width) as f64 * pairs as f64;
+    // Gradients need two products.
+    let products = match args.what {
+        What::Scores | What::Weights => 2.0,
+        What::ByQueries | What::ByKeys => 4.0,
+    };
+    let flops = products * (args.batch * args.heads * args.width) as f64 * pairs as f64;
     let seconds = median(&client, args.repeats, || call.run())?;
     println!(
         "{:?} of {} x {} x {}, {queries} queries, {most} of {} keys, {:?}, {} launches: {:9.3} ms {:7.1} TFLOP/s",

@@ -6,7 +6,7 @@ use super::super::pairs::{Sizes, key_of};
 use super::tile::{PIECE, SumTile, UNITS, WARPS};
 use crate::kernels::mma::asm::{copy_piece, copy_word, load_matrices, wait_copies};
 use crate::kernels::mma::tile::NOWHERE;
-use crate::kernels::shared::asm::shared_store;
+use crate::kernels::shared::asm::{shared_store, unit};
 use crate::kernels::shared::walk::Four;
 
 /// What a cube works on.
@@ -32,6 +32,27 @@ pub(super) struct Step {
     pub kv_head: usize,
 }
 
+/// A row in memory, by its number.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Line {
+    pub place: usize,
+    pub is_there: bool,
+}
+
+/// Starts to copy piece `at` of a step's place in shared memory, which is one of a row.
+#[cube]
+pub(super) fn copy_line(source: u64, line: Line, at: usize, stage: u32, #[comptime] t: SumTile) {
+    let row = at / comptime!(t.pieces());
+    let piece = at % comptime!(t.pieces());
+    let is_there = line.is_there && piece < comptime!(t.own_pieces());
+    copy_piece(
+        stage + (row * comptime!(t.pitch()) + piece * comptime!(PIECE)) as u32,
+        source + (piece * comptime!(PIECE)) as u64,
+        select(is_there, line.place as u32, comptime!(NOWHERE).runtime()),
+        comptime!(2 * t.width as u32).runtime(),
+    );
+}
+
 /// Starts to copy a step's queries, with what each of their heads has in `of_rows`.
 #[cube]
 pub(super) fn copy_queries(
@@ -45,24 +66,19 @@ pub(super) fn copy_queries(
 ) {
     let group = s.heads / s.kv_heads;
     let heads = (work.entry * s.heads + step.kv_head * group + step.head0) * s.seq_q + s.start;
-    let unit = UNIT_POS_X as usize;
-    let pieces = comptime!(t.columns() * t.pieces());
+    // Read anew in each step, so that what is made of it takes no registers in between.
+    let unit = unit() as usize;
     // Not unrolled: places of several pieces would take the registers that keys need.
     let mut at = unit;
-    while at < pieces {
+    while at < comptime!(t.columns() * t.pieces()) {
         let column = at / comptime!(t.pieces());
-        let piece = at % comptime!(t.pieces());
         let head = column % comptime!(t.heads);
         let row = step.row + column / comptime!(t.heads);
-        let is_there =
-            step.head0 + head < group && row < work.end && piece < comptime!(t.own_pieces());
-        let place = (heads + head * s.seq_q + row) as u32;
-        copy_piece(
-            stage + (column * comptime!(t.pitch()) + piece * comptime!(PIECE)) as u32,
-            q + (piece * comptime!(PIECE)) as u64,
-            select(is_there, place, comptime!(NOWHERE).runtime()),
-            comptime!(2 * t.width as u32).runtime(),
-        );
+        let line = Line {
+            place: heads + head * s.seq_q + row,
+            is_there: step.head0 + head < group && row < work.end,
+        };
+        copy_line(q, line, at, stage, t);
         at += comptime!(UNITS);
     }
     if unit < comptime!(t.columns()) {
@@ -80,6 +96,26 @@ pub(super) fn copy_queries(
     }
 }
 
+/// The key of a column of a query, if there is one.
+#[cube]
+pub(super) fn key_line(
+    keys: &ComptimeOption<Box<[i32]>>,
+    entry: usize,
+    kv_head: usize,
+    row: usize,
+    column: usize,
+    s: &Sizes,
+    #[comptime] is_listed: bool,
+) -> Line {
+    let within = column < s.columns;
+    let column = select(within, column, 0usize);
+    let key = key_of(keys, entry, row, column, s, is_listed);
+    Line {
+        place: (entry * s.kv_heads + kv_head) * s.seq_kv + max(key, 0i32) as usize,
+        is_there: within && key >= 0,
+    }
+}
+
 /// Loads the keys of the warps as left operands, through the places of the steps, of which none may be in use.
 #[cube]
 pub(super) fn load_keys(
@@ -91,11 +127,6 @@ pub(super) fn load_keys(
     s: &Sizes,
     #[comptime] t: SumTile,
 ) {
-    let unit = UNIT_POS_X as usize;
-    let first = (work.entry * s.kv_heads + kv_head) * s.seq_kv;
-    let pieces = comptime!(16 * WARPS * t.pieces());
-    let lane = work.lane % 16 * comptime!(t.pitch() as u32) + work.lane / 16 * 16;
-    let own = work.base + work.warp * comptime!(16 * t.pitch() as u32) + lane;
     #[unroll]
     for round in 0..comptime!(t.sixteens.div_ceil(t.stages)) {
         let from = comptime!(round * t.stages);
@@ -104,23 +135,21 @@ pub(super) fn load_keys(
         #[unroll]
         for m in from..to {
             let stage = work.base + comptime!(((m - from) * t.stage_bytes()) as u32);
-            let mut at = unit;
-            while at < pieces {
+            let mut at = UNIT_POS_X as usize;
+            while at < comptime!(16 * WARPS * t.pieces()) {
                 let row = at / comptime!(t.pieces());
-                let piece = at % comptime!(t.pieces());
                 let of_warp = row / 16 * comptime!(t.warp_keys()) + comptime!(16 * m) + row % 16;
                 let column = work.column0 + of_warp;
-                let within = column < s.columns;
-                let column = select(within, column, 0usize);
-                let key = key_of(keys, work.entry, work.first, column, s, t.is_listed);
-                let is_there = within && key >= 0 && piece < comptime!(t.own_pieces());
-                let place = (first + max(key, 0i32) as usize) as u32;
-                copy_piece(
-                    stage + (row * comptime!(t.pitch()) + piece * comptime!(PIECE)) as u32,
-                    k + (piece * comptime!(PIECE)) as u64,
-                    select(is_there, place, comptime!(NOWHERE).runtime()),
-                    comptime!(2 * t.width as u32).runtime(),
+                let line = key_line(
+                    keys,
+                    work.entry,
+                    kv_head,
+                    work.first,
+                    column,
+                    s,
+                    t.is_listed,
                 );
+                copy_line(k, line, at, stage, t);
                 at += comptime!(UNITS);
             }
         }
@@ -128,13 +157,27 @@ pub(super) fn load_keys(
         sync_cube();
         #[unroll]
         for m in from..to {
-            #[unroll]
-            for depth in 0..comptime!(t.depth()) {
-                left[comptime!(m * t.depth() + depth)] =
-                    load_matrices(own, comptime!((m - from) * t.stage_bytes() + depth * 32));
-            }
+            let stage = work.base + comptime!(((m - from) * t.stage_bytes()) as u32);
+            load_left(left, stage, work, comptime!(m * t.depth()), t);
         }
     }
     // Steps come to the same places.
     sync_cube();
+}
+
+/// A warp's sixteen rows of a place in shared memory as left operands, from number `first` on.
+#[cube]
+pub(super) fn load_left(
+    left: &mut Array<Vector<u32, Four>>,
+    stage: u32,
+    work: &Work,
+    #[comptime] first: usize,
+    #[comptime] t: SumTile,
+) {
+    let lane = work.lane % 16 * comptime!(t.pitch() as u32) + work.lane / 16 * 16;
+    let own = stage + work.warp * comptime!(16 * t.pitch() as u32) + lane;
+    #[unroll]
+    for depth in 0..comptime!(t.depth()) {
+        left[comptime!(first + depth)] = load_matrices(own, comptime!(depth * 32));
+    }
 }

@@ -16,7 +16,9 @@ use crate::kernels::error::KernelError;
 use crate::kernels::mma::asm::{
     commit_copies, load_matrices, multiply, shared_load_pair, wait_copies_but,
 };
-use crate::kernels::shared::asm::{exp2, global_address, shared_address, shuffle_xor, uniform};
+use crate::kernels::shared::asm::{
+    exp2, global_address, shared_address, shuffle_xor, uniform, unit,
+};
 use crate::kernels::shared::walk::Four;
 
 /// What becomes of sums.
@@ -75,9 +77,7 @@ fn sums(
         warp: uniform(UNIT_POS_X / 32),
         lane: UNIT_POS_X % 32,
     };
-    let group = s.heads / s.kv_heads;
-    let parts = group.div_ceil(comptime!(t.heads));
-    let mut steps = (max(first, end) - first).div_ceil(comptime!(t.queries)) * parts;
+    let mut steps = (max(first, end) - first).div_ceil(comptime!(t.queries)) * comptime!(t.parts);
     // Cubes beyond the last tile have nothing to do.
     if CUBE_POS >= tiles {
         steps = 0usize.runtime();
@@ -109,7 +109,7 @@ fn sums(
             #[unroll]
             for _ in 0..comptime!(t.stages - 1) {
                 if ahead < steps {
-                    let step = step_of(ahead, parts, kv_head, &work, t);
+                    let step = step_of(ahead, kv_head, &work, t);
                     copy_queries(sources.0, sources.2, &step, &work, &s, target, t);
                 }
                 commit_copies();
@@ -121,7 +121,7 @@ fn sums(
                 wait_copies_but(comptime!(t.stages - 2));
                 sync_cube();
                 if ahead < steps {
-                    let step = step_of(ahead, parts, kv_head, &work, t);
+                    let step = step_of(ahead, kv_head, &work, t);
                     copy_queries(sources.0, sources.2, &step, &work, &s, target, t);
                 }
                 commit_copies();
@@ -130,7 +130,7 @@ fn sums(
                 if target == stages_end {
                     target = base;
                 }
-                let step = step_of(at, parts, kv_head, &work, t);
+                let step = step_of(at, kv_head, &work, t);
                 // The last query's position is the highest.
                 let last = s.position(step.row + comptime!(t.queries - 1));
                 let mut is_seen = 1u32.runtime();
@@ -149,7 +149,6 @@ fn sums(
                         &ending,
                         stage + right,
                         stage + pair,
-                        warp_column,
                         t,
                     );
                 }
@@ -164,10 +163,10 @@ fn sums(
 
 /// A step by its number.
 #[cube]
-fn step_of(at: usize, parts: usize, kv_head: usize, work: &Work, #[comptime] t: SumTile) -> Step {
+pub(super) fn step_of(at: usize, kv_head: usize, work: &Work, #[comptime] t: SumTile) -> Step {
     Step {
-        row: work.first + at / parts * comptime!(t.queries),
-        head0: at % parts * comptime!(t.heads),
+        row: work.first + at / comptime!(t.parts) * comptime!(t.queries),
+        head0: at % comptime!(t.parts) * comptime!(t.heads),
         kv_head,
     }
 }
@@ -185,12 +184,10 @@ fn add_step(
     ending: &Ending,
     right: u32,
     pair: u32,
-    warp_column: usize,
     #[comptime] t: SumTile,
 ) {
     let (sixteens, depth, eights) = comptime!((t.sixteens, t.depth(), t.eights()));
-    let group = s.heads / s.kv_heads;
-    let is_last = step.head0 + comptime!(t.heads) >= group;
+    let is_last = step.head0 == comptime!((t.parts - 1) * t.heads);
     #[unroll]
     for two in 0..comptime!(eights.div_ceil(2)) {
         let mut products = Array::<Vector<f32, Four>>::new(comptime!(2 * sixteens));
@@ -240,18 +237,7 @@ fn add_step(
                     let of_step =
                         comptime!(eight * EIGHT / t.heads) + (work.lane % 4) as usize / lanes;
                     let row = step.row + of_step;
-                    store(
-                        totals,
-                        keys,
-                        out,
-                        row,
-                        step,
-                        work,
-                        s,
-                        ending,
-                        warp_column,
-                        t,
-                    );
+                    store(totals, keys, out, row, step, work, s, ending, t);
                 }
             }
         }
@@ -269,11 +255,13 @@ fn store(
     work: &Work,
     s: &Sizes,
     ending: &Ending,
-    warp_column: usize,
     #[comptime] t: SumTile,
 ) {
     let lanes = comptime!(t.sharing());
-    let own = work.lane as usize % lanes;
+    // Read anew, so that what is made of it takes no registers while products are made.
+    let lane = unit() as usize % 32;
+    let own = lane % lanes;
+    let warp_column = work.column0 + work.warp as usize * comptime!(t.warp_keys());
     #[unroll]
     for i in 0..comptime!(2 * t.sixteens) {
         #[unroll]
@@ -290,7 +278,7 @@ fn store(
         for i in 1..lanes {
             sum = select(own == i, totals[comptime!(j * lanes + i)], sum);
         }
-        let within = (comptime!(j * lanes) + own) * 8 + work.lane as usize / 4;
+        let within = (comptime!(j * lanes) + own) * 8 + lane / 4;
         let column = warp_column + within;
         if row < work.end && column < s.columns {
             let at = (work.entry * s.rows + row) * s.columns + column;

@@ -17,7 +17,7 @@ pub(super) const WARPS: usize = 4;
 /// Units of a cube.
 pub(super) const UNITS: usize = 32 * WARPS;
 /// Columns of a step, at most: queries by heads.
-const COLUMNS: usize = 64;
+pub(super) const COLUMNS: usize = 64;
 /// Columns of one mma.sync.
 pub(super) const EIGHT: usize = 8;
 /// Registers of a unit that hold keys, at most.
@@ -41,8 +41,10 @@ pub struct SumTile {
     pub(super) sixteens: usize,
     /// Heads of a query in a step: 2, 4 or a multiple of 8, of which some may not be there.
     pub(super) heads: usize,
-    /// Queries of a step.
+    /// Queries of a step; one if its heads take several steps.
     pub(super) queries: usize,
+    /// Steps of a query's heads.
+    pub(super) parts: usize,
     pub(super) stages: usize,
     /// Keys have more than one head, so that sums are added to what is there.
     pub(super) adds: bool,
@@ -93,6 +95,7 @@ impl SumTile {
             sixteens: if 4 * 4 * depth <= KEY_REGISTERS { 4 } else { 2 },
             heads,
             queries: if is_listed { 1 } else { COLUMNS / heads },
+            parts: group.div_ceil(heads),
             stages: 0,
             adds: sizes.heads[1] > 1,
             is_listed,
@@ -106,6 +109,25 @@ impl SumTile {
         let room = |stages: usize| stages * self.stage_bytes() <= shared.min(SHARED);
         self.stages = STAGES.into_iter().find(|&stages| room(stages))?;
         Some(self)
+    }
+
+    /// The same for steps whose columns are the depth of another product, with one sixteen of rows a warp.
+    pub(super) fn with_sixteens(mut self) -> Self {
+        self.sixteens = 1;
+        if self.heads > EIGHT {
+            self.heads = self.heads.next_multiple_of(16);
+            self.queries = COLUMNS / self.heads;
+        }
+        self
+    }
+
+    /// The same for steps of keys.
+    pub(super) fn of_keys(mut self) -> Self {
+        self.sixteens = 1;
+        self.heads = COLUMNS;
+        self.queries = 1;
+        self.parts = 1;
+        self
     }
 
     pub(super) fn element(&self) -> Element {
@@ -223,7 +245,7 @@ mod tests {
             for group in 1..200 {
                 for width in [8, 24, 72, 128, 200, 256] {
                     let t = tile([2 * group, 2], width, listed);
-                    let parts = group.div_ceil(t.heads);
+                    let parts = t.parts;
                     assert!(t.columns() <= COLUMNS && t.columns().is_multiple_of(EIGHT));
                     assert!(parts == 1 || t.queries == 1, "{group}: {t:?}");
                     assert!(
