@@ -21,6 +21,8 @@ pub struct GradientTile {
     pub(super) step: SumTile,
     /// Rows are keys, and columns are queries by heads; otherwise it is the other way round.
     pub(super) by_keys: bool,
+    /// Both rows of a unit are of one query.
+    pub(super) alike: bool,
     /// What is there is added to.
     pub(super) adds: bool,
     /// No query has a number for a key behind its position.
@@ -52,6 +54,7 @@ impl GradientTile {
         Ok(Self {
             step,
             by_keys,
+            alike: !by_keys && (step.is_listed || sizes.heads[0].is_multiple_of(16)),
             adds,
             causal,
         })

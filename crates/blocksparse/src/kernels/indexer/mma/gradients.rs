@@ -333,6 +333,7 @@ fn add_step(
     let across = stage + lane % 16 * comptime!(of.pitch() as u32) + lane / 16 * 16;
     let pair = stage + comptime!(of.of_rows() as u32) + lane % 4 * 8;
     let quarter = lane as usize % 4;
+    let mut found = Array::<f32>::new(2usize);
     #[unroll]
     for four in 0..comptime!(eights.div_ceil(EIGHTS)) {
         let count = comptime!((eights - four * EIGHTS).min(EIGHTS));
@@ -376,22 +377,25 @@ fn add_step(
                     let query = column + of_step;
                     let start = (work.entry * s.rows + query) * s.columns;
                     let is_query = query < s.rows;
-                    let lower = number(
-                        by_scores,
-                        start + rows.lower.place,
-                        is_query && rows.lower.is_there,
-                    );
-                    let upper = number(
-                        by_scores,
-                        start + rows.upper.place,
-                        is_query && rows.upper.is_there,
-                    );
+                    // All columns of eight are, and some eights together.
+                    if comptime!(eight == 0 || of.ends(eight)) {
+                        found[0] = number(
+                            by_scores,
+                            start + rows.lower.place,
+                            is_query && rows.lower.is_there,
+                        );
+                        found[1] = number(
+                            by_scores,
+                            start + rows.upper.place,
+                            is_query && rows.upper.is_there,
+                        );
+                    }
                     let of_rows = shared_load_pair(pair + comptime!((eight * EIGHT * 4) as u32));
                     #[unroll]
                     for odd in 0..2usize {
                         let weight = f32::reinterpret(of_rows.extract(odd));
-                        given[odd] = lower * weight;
-                        given[comptime!(2 + odd)] = upper * weight;
+                        given[odd] = found[0] * weight;
+                        given[comptime!(2 + odd)] = found[1] * weight;
                     }
                 } else {
                     #[unroll]
@@ -403,11 +407,14 @@ fn add_step(
                             rows.lower.place + key,
                             is_key && rows.lower.is_there,
                         );
-                        let upper = number(
-                            by_scores,
-                            rows.upper.place + key,
-                            is_key && rows.upper.is_there,
-                        );
+                        let mut upper = lower;
+                        if comptime!(!t.alike) {
+                            upper = number(
+                                by_scores,
+                                rows.upper.place + key,
+                                is_key && rows.upper.is_there,
+                            );
+                        }
                         weight_sums[0] += lower * max(product.extract(odd), 0.0f32);
                         weight_sums[1] += upper * max(product.extract(comptime!(2 + odd)), 0.0f32);
                         given[odd] = lower * comptime!(t.scale());
