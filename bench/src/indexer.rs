@@ -1,4 +1,4 @@
-//! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, and gradients by them. Times alone; `BLOCKSPARSE_TIER=simt`
+//! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, and gradients by them. Times alone; `BLOCKSPARSE_PAIRS=0`
 //! leaves tensor cores out.
 
 mod device_time;

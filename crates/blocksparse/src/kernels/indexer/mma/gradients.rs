@@ -28,8 +28,8 @@ use crate::kernels::shared::walk::Four;
 /// The two rows of a unit: where each one's differences begin, or the differences' column.
 #[derive(CubeType, Clone, Copy)]
 struct Pair {
-    lower: Line,
-    upper: Line,
+    lower: usize,
+    upper: usize,
 }
 
 /// A query by heads at a place, `row · heads + head`, by its number among all.
@@ -43,7 +43,7 @@ fn query_line(at: usize, end: usize, entry: usize, s: &Sizes) -> Line {
     }
 }
 
-/// Where the differences of a row begin: of by keys it is the key.
+/// Where the differences of a row begin: of by keys it is the key. Rows that are not there have those of another, and products that are 0.
 #[cube]
 fn differences(
     at: usize,
@@ -51,20 +51,12 @@ fn differences(
     entry: usize,
     s: &Sizes,
     #[comptime] t: GradientTile,
-) -> Line {
-    let is_there = at < end;
-    let mut place = at;
+) -> usize {
+    let mut place = at.min(end - 1);
     if comptime!(!t.by_keys) {
-        place = (entry * s.rows + at / s.heads) * s.columns;
+        place = (entry * s.rows + place / s.heads) * s.columns;
     }
-    Line { place, is_there }
-}
-
-/// A number, or 0.
-#[cube]
-fn number(by_scores: &[f32], at: usize, is_there: bool) -> f32 {
-    let number = by_scores[select(is_there, at, 0usize)];
-    select(is_there, number, 0.0f32)
+    place
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -375,20 +367,11 @@ fn add_step(
                     let of_step = comptime!(eight * EIGHT / of.heads)
                         + quarter * 2 / comptime!(of.heads.min(EIGHT));
                     let query = column + of_step;
-                    let start = (work.entry * s.rows + query) * s.columns;
-                    let is_query = query < s.rows;
-                    // All columns of eight are, and some eights together.
+                    // All columns of eight are, and some eights together. Those of queries that are not there have products that are 0.
                     if comptime!(eight == 0 || of.ends(eight)) {
-                        found[0] = number(
-                            by_scores,
-                            start + rows.lower.place,
-                            is_query && rows.lower.is_there,
-                        );
-                        found[1] = number(
-                            by_scores,
-                            start + rows.upper.place,
-                            is_query && rows.upper.is_there,
-                        );
+                        let start = (work.entry * s.rows + query.min(s.rows - 1)) * s.columns;
+                        found[0] = by_scores[start + rows.lower];
+                        found[1] = by_scores[start + rows.upper];
                     }
                     let of_rows = shared_load_pair(pair + comptime!((eight * EIGHT * 4) as u32));
                     #[unroll]
@@ -401,19 +384,12 @@ fn add_step(
                     #[unroll]
                     for odd in 0..2usize {
                         let key = column + comptime!(eight * EIGHT + odd) + 2 * quarter;
-                        let is_key = key < s.columns;
-                        let lower = number(
-                            by_scores,
-                            rows.lower.place + key,
-                            is_key && rows.lower.is_there,
-                        );
+                        // Keys that are not there have products that are 0.
+                        let key = key.min(s.columns - 1);
+                        let lower = by_scores[rows.lower + key];
                         let mut upper = lower;
                         if comptime!(!t.alike) {
-                            upper = number(
-                                by_scores,
-                                rows.upper.place + key,
-                                is_key && rows.upper.is_there,
-                            );
+                            upper = by_scores[rows.upper + key];
                         }
                         weight_sums[0] += lower * max(product.extract(odd), 0.0f32);
                         weight_sums[1] += upper * max(product.extract(comptime!(2 + odd)), 0.0f32);
@@ -438,20 +414,31 @@ fn add_step(
                     low.insert(place, pack(first, second, own));
                 }
             }
+            let rows = comptime!((four * EIGHTS + 2 * two) * EIGHT);
             #[unroll]
-            for d in 0..depth {
-                let rows = comptime!((four * EIGHTS + 2 * two) * EIGHT);
-                let numbers = load_transposes(across, comptime!(rows * of.pitch() + d * 32));
+            for d in 0..comptime!(depth.div_ceil(2)) {
+                let count = comptime!((depth - 2 * d).min(2));
+                let mut numbers = Array::<Vector<u32, Four>>::new(count);
                 #[unroll]
-                for half in 0..2usize {
-                    let at = comptime!(2 * d + half);
-                    let (first, second) = (
-                        numbers.extract(comptime!(2 * half)),
-                        numbers.extract(comptime!(2 * half + 1)),
-                    );
-                    let element = comptime!(of.element());
-                    sums[at] = multiply(high, first, second, sums[at], element);
-                    sums[at] = multiply(low, first, second, sums[at], element);
+                for i in 0..count {
+                    let at = comptime!(rows * of.pitch() + (2 * d + i) * 32);
+                    numbers[i] = load_transposes(across, at);
+                }
+                // Sums that follow each other are others, because each product takes a while.
+                #[unroll]
+                for part in 0..2usize {
+                    let own = if comptime!(part == 0) { high } else { low };
+                    #[unroll]
+                    for i in 0..comptime!(2 * count) {
+                        let at = comptime!(4 * d + i);
+                        sums[at] = multiply(
+                            own,
+                            numbers[comptime!(i / 2)].extract(comptime!(i % 2 * 2)),
+                            numbers[comptime!(i / 2)].extract(comptime!(i % 2 * 2 + 1)),
+                            sums[at],
+                            comptime!(of.element()),
+                        );
+                    }
                 }
             }
         }

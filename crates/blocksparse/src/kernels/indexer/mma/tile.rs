@@ -67,6 +67,10 @@ impl SumTile {
         if TierLimit::from_env().is_ok_and(TierLimit::is_simt) {
             return Err("BLOCKSPARSE_TIER says simt");
         }
+        // For comparing, where other kernels are to stay on tensor cores.
+        if std::env::var("BLOCKSPARSE_PAIRS").as_deref() == Ok("0") {
+            return Err("BLOCKSPARSE_PAIRS says 0");
+        }
         let half = half_of(inputs.element)?;
         let begins = |of: &cubecl::server::Handle| of.offset_start.unwrap_or(0) as usize;
         let bytes = [2 * sizes.width, begins(inputs.q), begins(inputs.k)];
@@ -265,6 +269,21 @@ mod tests {
                     assert!(4 * t.sixteens * t.depth() <= KEY_REGISTERS);
                 }
             }
+        }
+    }
+
+    /// Steps of a gradient are sixteens of columns, which have all heads.
+    #[test]
+    fn columns_of_gradients_are_sixteens() {
+        for group in 1..200 {
+            let t = tile([group, 1], 128, None).with_sixteens();
+            assert!(
+                t.columns() <= COLUMNS && t.columns().is_multiple_of(16),
+                "{t:?}"
+            );
+            assert!(t.parts * t.heads >= group && (t.parts == 1 || t.queries == 1));
+            assert!((t.parts - 1) * t.heads < group, "{t:?}");
+            assert_eq!(t.of_keys().columns(), COLUMNS);
         }
     }
 }
