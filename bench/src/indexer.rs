@@ -1,7 +1,8 @@
-//! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, and gradients by them. Times alone; `BLOCKSPARSE_PAIRS=0`
-//! leaves tensor cores out.
+//! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, and gradients by
+//! them: times, and equality to loops in f64. `BLOCKSPARSE_PAIRS=0` leaves tensor cores out.
 
 mod device_time;
+mod indexer_verify;
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::indexer::{
@@ -17,6 +18,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use device_time::median;
+use indexer_verify::{Numbers, verify};
 
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 enum Dtype {
@@ -37,7 +39,7 @@ enum What {
     ByKeys,
 }
 
-#[derive(Parser)]
+#[derive(Clone, Parser)]
 #[command(
     about = "Times sums over heads of the pairs of queries and keys, and gradients by them",
     version
@@ -76,6 +78,9 @@ struct Args {
     /// Timed runs; the median is reported.
     #[arg(long, default_value_t = 15)]
     repeats: usize,
+    /// Compare results with loops in f64, of small calls, and run twice, instead of timing.
+    #[arg(long)]
+    verify: bool,
     /// Launch every kernel once and time nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
@@ -98,6 +103,8 @@ struct Call {
     /// Gradients, and how many parts the one by keys has.
     gradients: [Handle; 2],
     parts: usize,
+    /// Where calls are compared.
+    kept: Option<Numbers>,
 }
 
 impl Call {
@@ -128,6 +135,17 @@ impl Call {
                 .collect();
             (0..count).map(|at| some[at % some.len()]).collect()
         };
+        // As the device has them.
+        let rounded = |mut numbers: Vec<f32>| {
+            match args.dtype {
+                Dtype::F32 => {}
+                Dtype::F16 => numbers
+                    .iter_mut()
+                    .for_each(|x| *x = f16::from_f32(*x).to_f32()),
+                Dtype::Bf16 => (numbers.iter_mut()).for_each(|x| *x = bf16::from_f32(*x).to_f32()),
+            }
+            numbers
+        };
         let upload = |numbers: &[f32], dtype: Dtype| {
             let bytes: Vec<u8> = match dtype {
                 Dtype::F32 => numbers.iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -140,10 +158,13 @@ impl Call {
             };
             client.create_from_slice(&bytes)
         };
-        let q = upload(&drawn(batch * heads * queries * width), args.dtype);
-        let k = upload(&drawn(batch * kv_heads * n * width), args.dtype);
-        let of_rows = upload(&drawn(batch * heads * queries), Dtype::F32);
-        let keys = listed.map(|most| {
+        let q_numbers = rounded(drawn(batch * heads * queries * width));
+        let k_numbers = rounded(drawn(batch * kv_heads * n * width));
+        let row_numbers = drawn(batch * heads * queries);
+        let q = upload(&q_numbers, args.dtype);
+        let k = upload(&k_numbers, args.dtype);
+        let of_rows = upload(&row_numbers, Dtype::F32);
+        let lists = listed.map(|most| {
             let list = |at: usize| {
                 let seen = n - queries + at % queries + 1;
                 // Ascending, each once, from one end of what is seen to the other.
@@ -153,8 +174,10 @@ impl Call {
                     false => -1,
                 })
             };
-            let lists = (0..batch * queries).flat_map(list);
-            let bytes: Vec<u8> = lists.flat_map(i32::to_le_bytes).collect();
+            (0..batch * queries).flat_map(list).collect::<Vec<i32>>()
+        });
+        let keys = lists.as_ref().map(|lists| {
+            let bytes: Vec<u8> = lists.iter().flat_map(|key| key.to_le_bytes()).collect();
             client.create_from_slice(&bytes)
         });
         let columns = listed.unwrap_or(n);
@@ -190,23 +213,36 @@ impl Call {
                 (0, parts, [4 * parts * batch * n * width, 4])
             }
         };
+        // Outputs that are compared are no numbers before.
+        let output = |bytes: usize| match args.verify {
+            true => client.create_from_slice(&vec![0xff; bytes]),
+            false => client.empty(bytes),
+        };
+        let mut pair_numbers = Vec::new();
         let of_pairs = match of_pairs {
             0 => {
-                let mut numbers = drawn(pairs);
+                pair_numbers = drawn(pairs);
                 // What the first queries do not see has none.
                 if listed.is_none() {
-                    for (at, number) in numbers.iter_mut().enumerate() {
+                    for (at, number) in pair_numbers.iter_mut().enumerate() {
                         let seen = n - queries + at / n % rows + 1;
                         if at % n >= seen {
                             *number = 0.0;
                         }
                     }
                 }
-                upload(&numbers, Dtype::F32)
+                upload(&pair_numbers, Dtype::F32)
             }
-            bytes => client.empty(bytes),
+            bytes => output(bytes),
         };
-        let gradients = gradients.map(|bytes| client.empty(bytes));
+        let gradients = gradients.map(output);
+        let kept = args.verify.then(|| Numbers {
+            q: q_numbers,
+            k: k_numbers,
+            of_rows: row_numbers,
+            keys: lists,
+            of_pairs: pair_numbers,
+        });
         let element = ElemType::Float(match args.dtype {
             Dtype::F32 => FloatKind::F32,
             Dtype::F16 => FloatKind::F16,
@@ -225,10 +261,16 @@ impl Call {
             k,
             of_rows,
             keys,
+            kept,
         })
     }
 
     fn run(&self) -> Result<()> {
+        self.sizes.iter().try_for_each(|sizes| self.run_slab(sizes))
+    }
+
+    /// A launch.
+    fn run_slab(&self, sizes: &PairSizes) -> Result<()> {
         let inputs = PairInputs {
             element: self.element,
             q: &self.q,
@@ -236,22 +278,21 @@ impl Call {
             of_rows: &self.of_rows,
             keys: self.keys.as_ref(),
         };
-        for sizes in &self.sizes {
-            let of_pairs = IndexerGradients {
-                inputs,
-                by_scores: &self.of_pairs,
-                factor: 1.0,
-            };
-            let [first, second] = &self.gradients;
-            match self.what {
-                What::Scores | What::Weights => {
-                    pair_sums(&self.client, sizes, &inputs, &self.sum, &self.of_pairs)?;
-                }
-                What::ByQueries => by_queries(&self.client, sizes, &of_pairs, [first, second])?,
-                What::ByKeys => {
-                    let flags = [sizes.rows[0] > 0, true];
-                    by_keys(&self.client, sizes, &of_pairs, (first, self.parts), flags)?;
-                }
+        let of_pairs = IndexerGradients {
+            inputs,
+            by_scores: &self.of_pairs,
+            factor: 1.0,
+        };
+        let [first, second] = &self.gradients;
+        let client = &self.client;
+        match self.what {
+            What::Scores | What::Weights => {
+                pair_sums(client, sizes, &inputs, &self.sum, &self.of_pairs)?;
+            }
+            What::ByQueries => by_queries(client, sizes, &of_pairs, [first, second])?,
+            What::ByKeys => {
+                let flags = [sizes.rows[0] > 0, true];
+                by_keys(client, sizes, &of_pairs, (first, self.parts), flags)?;
             }
         }
         Ok(())
@@ -261,6 +302,9 @@ impl Call {
 fn main() -> Result<()> {
     let args = Args::parse();
     let client = cubecl::Device::Cuda(Default::default()).client();
+    if args.verify {
+        return verify(&client, &args);
+    }
     let call = Call::new(&client, &args)?;
     if args.enqueue_only {
         call.run()?;
