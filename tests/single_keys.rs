@@ -12,26 +12,51 @@ pub struct DsaSizes {
     pub n: usize,
     /// Heads of the attention on one head of keys, and their width.
     heads: [usize; 2],
-    /// Those of the indexer.
+    /// Those of the indexer, and its dtype.
     index: [usize; 2],
+    dtype: DType,
     keep: usize,
+    /// Whether losses are timed.
+    losses: bool,
 }
 
-/// A small model's, whose indexer is in f32 as its layers are, and one of a long context.
-pub const DSA: [DsaSizes; 2] = [
+/// A small model's, whose indexer is in f32 as its layers are, one of a long context, and the paper's indexer (DeepSeek-V3.2-Exp, 2025) beside 16 heads.
+pub const DSA: [DsaSizes; 4] = [
     DsaSizes {
         batch: 8,
         n: 1024,
         heads: [8, 48],
         index: [4, 64],
+        dtype: DType::F32,
         keep: 128,
+        losses: true,
     },
     DsaSizes {
         batch: 1,
         n: 16_384,
         heads: [16, 128],
         index: [16, 128],
+        dtype: DType::F32,
         keep: 2048,
+        losses: true,
+    },
+    DsaSizes {
+        batch: 1,
+        n: 8192,
+        heads: [16, 128],
+        index: [64, 128],
+        dtype: DType::BF16,
+        keep: 2048,
+        losses: true,
+    },
+    DsaSizes {
+        batch: 1,
+        n: 65_536,
+        heads: [16, 128],
+        index: [64, 128],
+        dtype: DType::BF16,
+        keep: 2048,
+        losses: false,
     },
 ];
 
@@ -44,7 +69,9 @@ impl Bench<'_> {
             n,
             heads: [heads, width],
             index: [index_heads, index_width],
+            dtype,
             keep,
+            losses,
         } = sizes;
         self.heading([heads, 1, width], n);
         self.dense = f64::NAN;
@@ -57,9 +84,9 @@ impl Bench<'_> {
             random(heads, width, DType::BF16),
             random(1, width, DType::BF16),
         );
-        let index = |heads, width| random(heads, width, DType::F32).autodiff().require_grad();
+        let index = |heads, width| random(heads, width, dtype).autodiff().require_grad();
         // Leaves, which more than one graph may have.
-        let weights = random(index_heads, 1, DType::F32).squeeze_dim::<3>(3);
+        let weights = random(index_heads, 1, dtype).squeeze_dim::<3>(3);
         let weights = weights.autodiff().require_grad();
         let keys = index(1, index_width);
         let index = DsaIndex::new(index(index_heads, index_width), keys, weights);
@@ -71,12 +98,16 @@ impl Bench<'_> {
         };
         let [all, chosen] = [n, keep].map(|most| 3.0 * products(sizes.index, most));
         let dense = products(sizes.heads, n);
-        let name =
-            |what: &str| format!("dsa, {batch} x {index_heads} x {index_width}, {keep}: {what}");
+        let name = |what: &str| {
+            format!("dsa, {batch} x {index_heads} x {index_width} {dtype:?}, {keep}: {what}")
+        };
         let rate =
             |flops: f64, seconds: f64| println!("{:>64} {:.1} TFLOP/s", "", flops / seconds / 1e12);
         let seconds = self.time(&name("choice"), || dsa.choose(&index));
         rate(all / 3.0, seconds);
+        if !losses {
+            return;
+        }
         let lists = dsa.choose(&index).expect("shapes fit");
         for (what, over, flops) in [
             ("loss over all", DsaTarget::All, all + 2.0 * dense),

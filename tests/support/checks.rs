@@ -95,7 +95,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
         attention_with_keys_plans, attention_with_keys_errors;
     dsa: dsa_golden, dsa_choices_equal_f64, dsa_is_prefix_stable, dsa_losses_equal_f64,
         dsa_leaves_out_what_it_does_not_choose,
-        dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_errors;
+        dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_in_half_precision, dsa_errors;
     selected_planted: moba_on_planted_structure, quest_on_planted_structure;
     selected_lists: rows_at_equals_f64;
     gates: gated_sums_equal_f64, gated_sums_in_half_precision, gated_sums_give_the_same_bits,

@@ -395,6 +395,86 @@ pub fn dsa_gradients_equal_f64(devices: &[Device]) {
     }
 }
 
+/// Scores, choices, losses and gradients in half precision, of whole and of odd widths, few heads and many, on one head of keys and on several, in several slabs:
+/// as tensor cores make them, where a device has some.
+pub fn dsa_in_half_precision(devices: &[Device]) {
+    // Heads, of keys, and width; of the indexer; queries and keys; scores in memory at a time; keys that are kept, of them near ones.
+    let sizes = [
+        ([4, 2, 24], [3, 24], [30, 70], 70 * 16, [9, 4]),
+        ([1, 1, 8], [1, 72], [40, 40], 1 << 20, [12, 0]),
+        ([3, 3, 72], [4, 16], [33, 300], 300 * 7, [40, 1]),
+        ([16, 1, 128], [64, 128], [65, 530], 530 * 40, [290, 9]),
+        ([20, 2, 40], [8, 200], [20, 90], 1 << 20, [33, 3]),
+        ([144, 2, 16], [72, 8], [9, 270], 1 << 20, [20, 2]),
+        ([40, 1, 256], [24, 256], [21, 260], 1 << 20, [30, 0]),
+    ];
+    for device in devices {
+        // Others have one kernel for all sizes.
+        let tensor_cores = format!("{device:?}").contains("Cuda");
+        let count = if tensor_cores { sizes.len() } else { 1 };
+        for (seed, (heads, of_index, seq, numbers, [keep, near])) in
+            (11_300..).zip(sizes).take(count)
+        {
+            for dtype in half_dtypes(device) {
+                let what = format!("{device:?}, {dtype:?}, {heads:?}, {of_index:?}, {seq:?}");
+                let problem = Problem::of(heads, of_index, seq).filled(seed);
+                let problem = problem.rounded(dtype);
+                let autodiff = device.clone().autodiff();
+                let mut index = problem.index(&autodiff, dtype);
+                index.q = index.q.require_grad();
+                index.k = index.k.require_grad();
+                index.weights = index.weights.require_grad();
+                let [q, k] = problem.queries_and_keys(&autodiff, dtype);
+                let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+                let dsa = dsa.with_numbers(numbers).unwrap();
+                let scores = to_f64(dsa.scores(&index).into_data());
+                let lists = dsa.choose(&index).unwrap();
+                let chosen = rows(&lists);
+                for (query, chosen) in chosen.iter().enumerate() {
+                    let what = format!("{what}: {query}");
+                    let scores = &scores[query * seq[1]..][..seq[1]];
+                    assert_near(&what, scores, &problem.scores(query), 2e-5);
+                    let (by_device, _) = problem.choice_by(scores, query, keep, near);
+                    assert_eq!(*chosen, by_device, "{what}");
+                }
+                let scale = 1.0 / (heads[2] as f64).sqrt();
+                for (over, listed) in [
+                    (DsaTarget::All, None),
+                    (DsaTarget::Chosen(&lists), Some(&chosen)),
+                ] {
+                    let keys = |query: usize| match listed {
+                        Some(lists) => lists[query].clone(),
+                        None => (0..=problem.position(query)).collect(),
+                    };
+                    let run = || {
+                        let loss = dsa.loss(&index, [&q, &k], Some(scale), over).unwrap();
+                        let grads = loss.clone().backward();
+                        [
+                            loss.into_data(),
+                            index.q.grad(&grads).unwrap().into_data(),
+                            index.k.grad(&grads).unwrap().into_data(),
+                            index.weights.grad(&grads).unwrap().into_data(),
+                        ]
+                    };
+                    let got = run();
+                    for (got, again) in got.iter().zip(run()) {
+                        assert_eq!(got.as_bytes(), again.as_bytes(), "{what}, {over:?}");
+                    }
+                    let [by_q, by_k, by_weights] = problem.gradients(scale, keys);
+                    let expected = [vec![problem.loss(scale, keys)], by_q, by_k, by_weights];
+                    for (part, (got, expected)) in got.into_iter().zip(&expected).enumerate() {
+                        let most = expected.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+                        // Gradients are rounded to half precision, losses are not.
+                        let tolerance = if part > 0 { 8e-3 * most } else { 1e-3 };
+                        let what = format!("{what}, {over:?}, {part}");
+                        assert_near(&what, &to_f64(got), expected, tolerance);
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Wrong sizes and numbers.
 pub fn dsa_errors(devices: &[Device]) {
     let text = |error: burn_blocksparse::OpError| error.to_string();

@@ -12,6 +12,8 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+#[cfg(feature = "cuda-asm")]
+use super::mma;
 use super::pairs::{PairInputs, PairSizes, Sizes, check, key_of};
 use super::rows::{ACROSS, DEPTH, PITCH, SIDE, fill, multiply};
 use crate::kernels::args::{address_of, buffer, optional, spread};
@@ -396,7 +398,6 @@ impl IndexerGradients<'_> {
         out: (&Handle, usize),
         by_weights: Option<&Handle>,
     ) -> Result<(), KernelError> {
-        check(client, self.inputs.element, sizes)?;
         let vector = self.inputs.vector(client, sizes.width);
         let [q, k] = sizes.inputs();
         let largest = q.max(k).max(out.1).max(sizes.numbers());
@@ -441,16 +442,33 @@ pub fn by_queries(
     gradients: &IndexerGradients,
     [by_q, by_weights]: [&Handle; 2],
 ) -> Result<(), KernelError> {
+    check(client, gradients.inputs.element, sizes)?;
     let [_, rows] = sizes.rows;
     let is_listed = sizes.listed.is_some();
     let heads = sizes.heads[0];
     // A query that lists keys has tiles of its own.
-    let (down, lines, groups) = match is_listed {
-        true => {
-            let down = heads.div_ceil(OWN).next_power_of_two().clamp(2, ACROSS);
-            (down, heads, sizes.batch * rows)
+    let (lines, groups) = match is_listed {
+        true => (heads, sizes.batch * rows),
+        false => (rows * heads, sizes.batch),
+    };
+    let out = (by_q, sizes.inputs()[0]);
+    #[cfg(feature = "cuda-asm")]
+    {
+        let flags = [false, false, !is_listed];
+        if let Ok(t) = mma::GradientTile::new(client, sizes, &gradients.inputs, flags) {
+            let work = mma::GradientWork {
+                lines,
+                groups,
+                parts: 1,
+                out,
+                by_weights: Some(by_weights),
+            };
+            return mma::launch_gradient(client, sizes, gradients, work, t);
         }
-        false => (ACROSS, rows * heads, sizes.batch),
+    }
+    let down = match is_listed {
+        true => heads.div_ceil(OWN).next_power_of_two().clamp(2, ACROSS),
+        false => ACROSS,
     };
     let t = GradientTile {
         width: sizes.width,
@@ -461,7 +479,6 @@ pub fn by_queries(
         causal: !is_listed,
     };
     let row_tiles = lines.div_ceil(t.rows());
-    let out = (by_q, sizes.inputs()[0]);
     let tiles = [row_tiles, groups * row_tiles, 1];
     gradients.launch(client, sizes, t, tiles, out, Some(by_weights))
 }
@@ -490,6 +507,22 @@ pub fn by_keys(
     (by_k, parts): (&Handle, usize),
     [adds, causal]: [bool; 2],
 ) -> Result<(), KernelError> {
+    check(client, gradients.inputs.element, sizes)?;
+    let out = (by_k, parts * sizes.inputs()[1]);
+    #[cfg(feature = "cuda-asm")]
+    {
+        let flags = [true, adds, causal];
+        if let Ok(t) = mma::GradientTile::new(client, sizes, &gradients.inputs, flags) {
+            let work = mma::GradientWork {
+                lines: sizes.seq[1],
+                groups: sizes.batch,
+                parts,
+                out,
+                by_weights: None,
+            };
+            return mma::launch_gradient(client, sizes, gradients, work, t);
+        }
+    }
     let t = GradientTile {
         width: sizes.width,
         down: ACROSS,
@@ -500,6 +533,5 @@ pub fn by_keys(
     };
     let row_tiles = sizes.seq[1].div_ceil(t.rows());
     let tiles = [row_tiles, sizes.batch * row_tiles * parts, parts];
-    let out = (by_k, parts * sizes.inputs()[1]);
     gradients.launch(client, sizes, t, tiles, out, None)
 }

@@ -1,4 +1,5 @@
-//! The indexer of DeepSeek sparse attention: its scores, and what it learns by. On any CubeCL runtime, with products in f32.
+//! The indexer of DeepSeek sparse attention: its scores, and what it learns by. On any CubeCL runtime, with products in f32; of half precision on tensor cores
+//! where there are some.
 //!
 //! ```text
 //! pairs      what a call is of: queries of several heads with keys, all that are seen or those that are listed
@@ -6,6 +7,7 @@
 //! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
 //! compare    of each query how far the softmax of its scores is from the attention, and the gradient by the scores
 //! gradients  that gradient through the scores: by queries and weights, or by keys
+//! mma        sums and gradients of half precision on tensor cores
 //! ```
 //!
 //! ```text
@@ -19,6 +21,8 @@
 
 mod compare;
 mod gradients;
+#[cfg(feature = "cuda-asm")]
+mod mma;
 mod pairs;
 mod rows;
 mod sums;

@@ -1,10 +1,12 @@
-//! Of each pair of a query and a key the sum over heads. A cube has some queries and some keys, or one query and some that it lists; a unit has four keys and
+//! Of each pair of a query and a key the sum over heads, in f32 on any device; in half precision on tensor cores where there are some (`mma`). A cube has some queries and some keys, or one query and some that it lists; a unit has four keys and
 //! eight rows of products, which are the heads of as few queries as fit, so that no other unit has a part of its sums.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+#[cfg(feature = "cuda-asm")]
+use super::mma;
 use super::pairs::{PairInputs, PairSizes, Sizes, check, key_of};
 use super::rows::{ACROSS, DEPTH, PITCH, fill, multiply};
 use crate::kernels::args::{address_of, buffer, optional, spread};
@@ -32,6 +34,36 @@ pub enum PairSum {
         /// What products are multiplied by.
         scale: f64,
     },
+}
+
+/// What sums meet in the end.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Epilogue {
+    /// What scores are multiplied by, or products.
+    pub factor: f64,
+    /// The number of near keys.
+    pub highest: f32,
+    pub near: usize,
+}
+
+impl Epilogue {
+    fn new(sizes: &PairSizes, sum: &PairSum) -> Self {
+        let (factor, near) = match sum {
+            PairSum::Scores { factor, near, .. } => (*factor, *near),
+            PairSum::Weights { scale } => (*scale, 0),
+        };
+        // No key is nearer than the one after the last.
+        let near = near.min(sizes.seq[1]);
+        let highest = match near {
+            0 => 0.0,
+            _ => f32::INFINITY,
+        };
+        Self {
+            factor,
+            highest,
+            near,
+        }
+    }
 }
 
 /// What is compiled into the kernel.
@@ -242,6 +274,11 @@ pub fn pair_sums(
     out: &Handle,
 ) -> Result<(), KernelError> {
     check(client, inputs.element, sizes)?;
+    let epilogue = Epilogue::new(sizes, sum);
+    #[cfg(feature = "cuda-asm")]
+    if let Ok(t) = mma::SumTile::new(client, sizes, inputs, sum) {
+        return mma::launch(client, sizes, inputs, epilogue, out, t);
+    }
     let t = SumTile::new(sizes, sum);
     let vector = inputs.vector(client, sizes.width);
     let column_tiles = sizes.columns().div_ceil(t.columns());
@@ -250,16 +287,6 @@ pub fn pair_sums(
     let [q, k] = sizes.inputs();
     let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * tiles))?;
     let cubes = spread(client, tiles as u64)?;
-    let (factor, near) = match sum {
-        PairSum::Scores { factor, near, .. } => (*factor, *near),
-        PairSum::Weights { scale } => (*scale, 0),
-    };
-    // No key is nearer than the one after the last.
-    let near = near.min(sizes.seq[1]);
-    let highest = match near {
-        0 => 0.0,
-        _ => f32::INFINITY,
-    };
     // SAFETY: a unit reads rows of queries and keys that there are, and writes its own numbers of rows and columns that there are; lists hold keys of the sequence
     // or numbers below 0. The buffers have the lengths they say (see `buffer`).
     unsafe {
@@ -278,9 +305,9 @@ pub fn pair_sums(
             column_tiles,
             row_tiles,
             tiles,
-            factor as f32,
-            highest,
-            near,
+            epilogue.factor as f32,
+            epilogue.highest,
+            epilogue.near,
             t,
             inputs.element,
         );

@@ -168,6 +168,13 @@ pub fn copy_pair(target: u32, source: u64, bytes: u32) {
         t = in(_) val::<u32>(target), s = in(_) val::<u64>(source), n = in(_) val::<u32>(bytes));
 }
 
+/// Starts to copy a word to shared memory.
+#[cube]
+pub fn copy_word(target: u32, source: u64) {
+    gpu_asm!("cp.async.ca.shared.global [{t}], [{s}], 4;",
+        t = in(_) val::<u32>(target), s = in(_) val::<u64>(source));
+}
+
 /// Adds to the number at an address that no other unit adds to, if `adds` is not 0. Nobody waits for it.
 #[cube]
 pub fn add_number(address: u64, x: f32, adds: u32) {

@@ -1,0 +1,344 @@
+//! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, and gradients by
+//! them: times, and equality to loops in f64. `BLOCKSPARSE_PAIRS=0` leaves tensor cores out.
+
+mod device_time;
+mod indexer_verify;
+
+use anyhow::{Result, anyhow, ensure};
+use blocksparse::kernels::indexer::{
+    IndexerGradients, PairInputs, PairSizes, PairSum, by_keys, by_queries, key_parts, pair_sums,
+};
+use clap::{Parser, ValueEnum};
+use cubecl::client::Client;
+use cubecl::future::block_on;
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::server::Handle;
+use half::{bf16, f16};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use device_time::median;
+use indexer_verify::{Numbers, verify};
+
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum What {
+    /// An indexer's scores.
+    Scores,
+    /// What dense attention gives to keys.
+    Weights,
+    /// The gradients by queries and weights, of those by scores.
+    ByQueries,
+    /// The gradient by keys.
+    ByKeys,
+}
+
+#[derive(Clone, Parser)]
+#[command(
+    about = "Times sums over heads of the pairs of queries and keys, and gradients by them",
+    version
+)]
+struct Args {
+    #[arg(long, value_enum, default_value_t = What::Scores)]
+    what: What,
+    /// Queries and keys.
+    #[arg(long, short, default_value_t = 8192)]
+    n: usize,
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    #[arg(long, default_value_t = 64)]
+    heads: usize,
+    #[arg(long, default_value_t = 1)]
+    kv_heads: usize,
+    #[arg(long, default_value_t = 128)]
+    width: usize,
+    /// Queries; as many as keys if it is not given. They are the last.
+    #[arg(long)]
+    queries: Option<usize>,
+    /// Numbers in memory at a time, 2²⁴ unless it is given: a launch has as many queries as these allow.
+    #[arg(long, default_value_t = 1 << 24)]
+    numbers: usize,
+    /// Keys that a query lists; all that it sees, if it is not given.
+    #[arg(long)]
+    listed: Option<usize>,
+    /// Keys up to a query's own that have no score.
+    #[arg(long, default_value_t = 0)]
+    near: usize,
+    /// Also keys behind a query's own.
+    #[arg(long)]
+    all: bool,
+    #[arg(long, value_enum, default_value_t = Dtype::Bf16)]
+    dtype: Dtype,
+    /// Timed runs; the median is reported.
+    #[arg(long, default_value_t = 15)]
+    repeats: usize,
+    /// Compare results with loops in f64, of small calls, and run twice, instead of timing.
+    #[arg(long)]
+    verify: bool,
+    /// Launch every kernel once and time nothing: for looking at what is compiled.
+    #[arg(long)]
+    enqueue_only: bool,
+}
+
+/// A call: its numbers on the device.
+struct Call {
+    client: Client,
+    element: ElemType,
+    what: What,
+    sum: PairSum,
+    /// Of each launch.
+    sizes: Vec<PairSizes>,
+    q: Handle,
+    k: Handle,
+    of_rows: Handle,
+    keys: Option<Handle>,
+    /// Sums, or what gradients are made of.
+    of_pairs: Handle,
+    /// Gradients, and how many parts the one by keys has.
+    gradients: [Handle; 2],
+    parts: usize,
+    /// Where calls are compared.
+    kept: Option<Numbers>,
+}
+
+impl Call {
+    fn new(client: &Client, args: &Args) -> Result<Self> {
+        let &Args {
+            n,
+            batch,
+            heads,
+            kv_heads,
+            width,
+            listed,
+            ..
+        } = args;
+        let queries = args.queries.unwrap_or(n);
+        ensure!(
+            (1..=n).contains(&queries) && kv_heads > 0 && heads.is_multiple_of(kv_heads),
+            "there are more queries than keys, or heads of keys do not divide the others"
+        );
+        ensure!(
+            args.what != What::ByKeys || listed.is_none(),
+            "the gradient by keys is of all keys"
+        );
+        let mut rng = ChaCha8Rng::seed_from_u64(1);
+        // Long calls repeat a part of their numbers: nothing depends on them but power.
+        let mut drawn = |count: usize| -> Vec<f32> {
+            let some: Vec<f32> = (0..count.min(1 << 20))
+                .map(|_| rng.random_range(-1.5..1.5))
+                .collect();
+            (0..count).map(|at| some[at % some.len()]).collect()
+        };
+        // As the device has them.
+        let rounded = |mut numbers: Vec<f32>| {
+            match args.dtype {
+                Dtype::F32 => {}
+                Dtype::F16 => numbers
+                    .iter_mut()
+                    .for_each(|x| *x = f16::from_f32(*x).to_f32()),
+                Dtype::Bf16 => (numbers.iter_mut()).for_each(|x| *x = bf16::from_f32(*x).to_f32()),
+            }
+            numbers
+        };
+        let upload = |numbers: &[f32], dtype: Dtype| {
+            let bytes: Vec<u8> = match dtype {
+                Dtype::F32 => numbers.iter().flat_map(|x| x.to_le_bytes()).collect(),
+                Dtype::F16 => (numbers.iter())
+                    .flat_map(|&x| f16::from_f32(x).to_le_bytes())
+                    .collect(),
+                Dtype::Bf16 => (numbers.iter())
+                    .flat_map(|&x| bf16::from_f32(x).to_le_bytes())
+                    .collect(),
+            };
+            client.create_from_slice(&bytes)
+        };
+        let q_numbers = rounded(drawn(batch * heads * queries * width));
+        let k_numbers = rounded(drawn(batch * kv_heads * n * width));
+        let row_numbers = drawn(batch * heads * queries);
+        let q = upload(&q_numbers, args.dtype);
+        let k = upload(&k_numbers, args.dtype);
+        let of_rows = upload(&row_numbers, Dtype::F32);
+        let lists = listed.map(|most| {
+            let list = |at: usize| {
+                let seen = n - queries + at % queries + 1;
+                // Ascending, each once, from one end of what is seen to the other.
+                (0..most).map(move |place| match seen > most {
+                    true => (place * seen / most) as i32,
+                    false if place < seen => place as i32,
+                    false => -1,
+                })
+            };
+            (0..batch * queries).flat_map(list).collect::<Vec<i32>>()
+        });
+        let keys = lists.as_ref().map(|lists| {
+            let bytes: Vec<u8> = lists.iter().flat_map(|key| key.to_le_bytes()).collect();
+            client.create_from_slice(&bytes)
+        });
+        let columns = listed.unwrap_or(n);
+        let rows = (args.numbers / (batch * columns)).clamp(1, queries);
+        let shapes = ([batch, heads, queries, width], [batch, kv_heads, n, width]);
+        let sizes: Vec<PairSizes> = (0..queries)
+            .step_by(rows)
+            .map(|start| {
+                let rows = [start, rows.min(queries - start)];
+                PairSizes::new(shapes.0, shapes.1, rows, listed)
+            })
+            .collect();
+        let sum = match args.what {
+            What::Scores | What::ByQueries | What::ByKeys => PairSum::Scores {
+                factor: 1.0 / ((heads * width) as f64).sqrt(),
+                near: args.near,
+                all: args.all,
+            },
+            What::Weights => PairSum::Weights {
+                scale: 1.0 / (width as f64).sqrt(),
+            },
+        };
+        let pairs = batch * rows * columns;
+        let (of_pairs, parts, gradients) = match args.what {
+            What::Scores | What::Weights => (4 * pairs, 1, [4, 4]),
+            What::ByQueries => (
+                0,
+                1,
+                [width, 1].map(|width| 4 * batch * heads * queries * width),
+            ),
+            What::ByKeys => {
+                let parts = key_parts(client, &sizes[0]);
+                (0, parts, [4 * parts * batch * n * width, 4])
+            }
+        };
+        // Outputs that are compared are no numbers before.
+        let output = |bytes: usize| match args.verify {
+            true => client.create_from_slice(&vec![0xff; bytes]),
+            false => client.empty(bytes),
+        };
+        let mut pair_numbers = Vec::new();
+        let of_pairs = match of_pairs {
+            0 => {
+                pair_numbers = drawn(pairs);
+                // What the first queries do not see has none.
+                if listed.is_none() {
+                    for (at, number) in pair_numbers.iter_mut().enumerate() {
+                        let seen = n - queries + at / n % rows + 1;
+                        if at % n >= seen {
+                            *number = 0.0;
+                        }
+                    }
+                }
+                upload(&pair_numbers, Dtype::F32)
+            }
+            bytes => output(bytes),
+        };
+        let gradients = gradients.map(output);
+        let kept = args.verify.then(|| Numbers {
+            q: q_numbers,
+            k: k_numbers,
+            of_rows: row_numbers,
+            keys: lists,
+            of_pairs: pair_numbers,
+        });
+        let element = ElemType::Float(match args.dtype {
+            Dtype::F32 => FloatKind::F32,
+            Dtype::F16 => FloatKind::F16,
+            Dtype::Bf16 => FloatKind::BF16,
+        });
+        Ok(Self {
+            client: client.clone(),
+            element,
+            what: args.what,
+            sum,
+            parts,
+            of_pairs,
+            gradients,
+            sizes,
+            q,
+            k,
+            of_rows,
+            keys,
+            kept,
+        })
+    }
+
+    fn run(&self) -> Result<()> {
+        self.sizes.iter().try_for_each(|sizes| self.run_slab(sizes))
+    }
+
+    /// A launch.
+    fn run_slab(&self, sizes: &PairSizes) -> Result<()> {
+        let inputs = PairInputs {
+            element: self.element,
+            q: &self.q,
+            k: &self.k,
+            of_rows: &self.of_rows,
+            keys: self.keys.as_ref(),
+        };
+        let of_pairs = IndexerGradients {
+            inputs,
+            by_scores: &self.of_pairs,
+            factor: 1.0,
+        };
+        let [first, second] = &self.gradients;
+        let client = &self.client;
+        match self.what {
+            What::Scores | What::Weights => {
+                pair_sums(client, sizes, &inputs, &self.sum, &self.of_pairs)?;
+            }
+            What::ByQueries => by_queries(client, sizes, &of_pairs, [first, second])?,
+            What::ByKeys => {
+                let flags = [sizes.rows[0] > 0, true];
+                by_keys(client, sizes, &of_pairs, (first, self.parts), flags)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let client = cubecl::Device::Cuda(Default::default()).client();
+    if args.verify {
+        return verify(&client, &args);
+    }
+    let call = Call::new(&client, &args)?;
+    if args.enqueue_only {
+        call.run()?;
+        client.flush().map_err(|error| anyhow!("{error}"))?;
+        return block_on(client.sync()).map_err(|error| anyhow!("{error:?}"));
+    }
+    let queries = args.queries.unwrap_or(args.n);
+    let most = args.listed.unwrap_or(args.n);
+    let seen = |at: usize| {
+        if args.all {
+            args.n
+        } else {
+            args.n - queries + at + 1
+        }
+    };
+    let pairs: usize = (0..queries).map(|at| seen(at).min(most)).sum();
+    // Gradients need two products.
+    let products = match args.what {
+        What::Scores | What::Weights => 2.0,
+        What::ByQueries | What::ByKeys => 4.0,
+    };
+    let flops = products * (args.batch * args.heads * args.width) as f64 * pairs as f64;
+    let seconds = median(&client, args.repeats, || call.run())?;
+    println!(
+        "{:?} of {} x {} x {}, {queries} queries, {most} of {} keys, {:?}, {} launches: {:9.3} ms {:7.1} TFLOP/s",
+        args.what,
+        args.batch,
+        args.heads,
+        args.width,
+        args.n,
+        args.dtype,
+        call.sizes.len(),
+        seconds * 1e3,
+        flops / seconds / 1e12,
+    );
+    Ok(())
+}

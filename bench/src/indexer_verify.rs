@@ -1,0 +1,248 @@
+//! Sums of pairs and gradients by them against loops in f64, of small calls.
+
+use anyhow::{Result, anyhow, ensure};
+use blocksparse::kernels::indexer::{PairSizes, PairSum};
+use cubecl::client::Client;
+use cubecl::server::Handle;
+
+use super::{Args, Call, Dtype, What};
+
+/// Numbers of a call, as the device has them.
+pub struct Numbers {
+    pub q: Vec<f32>,
+    pub k: Vec<f32>,
+    pub of_rows: Vec<f32>,
+    pub keys: Option<Vec<i32>>,
+    pub of_pairs: Vec<f32>,
+}
+
+/// The most that a sum errs by, beside 1 or itself, and a gradient beside the largest.
+const SUM_ERROR: f64 = 1e-5;
+const GRADIENT_ERROR: f64 = 2e-5;
+
+/// Heads, of keys, and width; queries and keys; keys of a list, near ones, and numbers at a time, 0 for all.
+type Shape = ([usize; 3], [usize; 2], [usize; 3]);
+
+const SHAPES: &[Shape] = &[
+    ([64, 1, 128], [65, 530], [0, 9, 530 * 40]),
+    ([64, 1, 128], [30, 600], [290, 3, 0]),
+    ([1, 1, 24], [300, 300], [0, 3, 300 * 70]),
+    ([3, 1, 72], [50, 270], [0, 0, 0]),
+    ([4, 1, 200], [33, 90], [0, 1, 90 * 20]),
+    ([72, 1, 40], [9, 300], [33, 2, 0]),
+    ([16, 1, 256], [21, 260], [0, 0, 0]),
+    ([24, 1, 8], [70, 130], [20, 0, 20 * 15]),
+    ([40, 1, 64], [290, 300], [0, 16, 0]),
+    ([6, 6, 48], [60, 60], [0, 0, 0]),
+    ([48, 2, 128], [20, 300], [0, 5, 300 * 7]),
+    ([144, 2, 16], [11, 80], [40, 0, 0]),
+];
+
+/// All kinds of calls of these sizes in both types, twice.
+pub fn verify(client: &Client, args: &Args) -> Result<()> {
+    let (mut checked, mut failed) = (0, 0);
+    for &([heads, kv_heads, width], [queries, n], [listed, near, numbers]) in SHAPES {
+        for what in [What::Scores, What::Weights, What::ByQueries, What::ByKeys] {
+            let is_gradient = matches!(what, What::ByQueries | What::ByKeys);
+            // An indexer's keys have one head.
+            let left_out = is_gradient && kv_heads > 1 || what == What::ByKeys && listed > 0;
+            for dtype in [Dtype::Bf16, Dtype::F16] {
+                for all in [false, true] {
+                    if left_out || all && (what != What::Scores || listed > 0) {
+                        continue;
+                    }
+                    let args = Args {
+                        what,
+                        n,
+                        batch: 2,
+                        heads,
+                        kv_heads,
+                        width,
+                        queries: Some(queries),
+                        numbers: if numbers == 0 { 1 << 24 } else { 2 * numbers },
+                        listed: (listed > 0).then_some(listed),
+                        near,
+                        all,
+                        dtype,
+                        ..args.clone()
+                    };
+                    let name = format!(
+                        "{what:?} of {heads} heads on {kv_heads}, {width} wide, {queries} of {n}, {listed} listed, {dtype:?}, all {all}"
+                    );
+                    let call = Call::new(client, &args)?;
+                    let found = call.worst(client).and_then(|first| {
+                        let again = Call::new(client, &args)?.worst(client)?;
+                        ensure!(first == again, "other numbers when run again");
+                        Ok(first)
+                    });
+                    checked += 1;
+                    match found {
+                        Ok(worst) => println!("right {name}: {worst:.1e}"),
+                        Err(error) => {
+                            println!("WRONG {name}: {error}");
+                            failed += 1;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    println!("{checked} calls, {failed} failed");
+    ensure!(failed == 0, "{failed} calls are wrong");
+    Ok(())
+}
+
+fn read(client: &Client, handle: &Handle) -> Result<Vec<f64>> {
+    let bytes = client.read_one(handle.clone());
+    let bytes = bytes.map_err(|error| anyhow!("{error:?}"))?;
+    Ok((bytes.chunks_exact(4))
+        .map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])))
+        .collect())
+}
+
+/// By how much numbers err at most, beside the largest.
+fn compared(what: &str, found: &[f64], expected: &[f64]) -> Result<f64> {
+    let most = expected.iter().fold(1e-3, |most: f64, x| most.max(x.abs()));
+    let mut worst = 0.0f64;
+    for (at, (x, y)) in found.iter().zip(expected).enumerate() {
+        let error = (x - y).abs() / most;
+        ensure!(
+            error <= GRADIENT_ERROR,
+            "{what} {at} is {x}, expected {y}, of up to {most}"
+        );
+        worst = worst.max(error);
+    }
+    Ok(worst)
+}
+
+impl Call {
+    fn numbers(&self) -> &Numbers {
+        self.kept.as_ref().expect("kept where calls are compared")
+    }
+
+    fn product(&self, sizes: &PairSizes, [entry, head, query, key]: [usize; 4]) -> f64 {
+        let [heads, kv_heads] = sizes.heads;
+        let [seq_q, seq_kv] = sizes.seq;
+        let kv_head = head / (heads / kv_heads);
+        let q = ((entry * heads + head) * seq_q + query) * sizes.width;
+        let k = ((entry * kv_heads + kv_head) * seq_kv + key) * sizes.width;
+        let numbers = self.numbers();
+        let pairs = (numbers.q[q..].iter())
+            .zip(&numbers.k[k..])
+            .take(sizes.width);
+        pairs.map(|(&q, &k)| f64::from(q) * f64::from(k)).sum()
+    }
+
+    /// The key of a column.
+    fn key(&self, sizes: &PairSizes, entry: usize, query: usize, column: usize) -> Option<usize> {
+        match &self.numbers().keys {
+            None => Some(column),
+            Some(keys) => {
+                let at = (entry * sizes.seq[0] + query) * sizes.columns() + column;
+                usize::try_from(keys[at]).ok()
+            }
+        }
+    }
+
+    /// The largest error.
+    fn worst(&self, client: &Client) -> Result<f64> {
+        let mut worst = 0.0f64;
+        let [seq_q, seq_kv] = self.sizes[0].seq;
+        let (heads, width) = (self.sizes[0].heads[0], self.sizes[0].width);
+        let batch = self.sizes[0].batch;
+        let mut by_q = vec![0.0; batch * heads * seq_q * width];
+        let mut by_weights = vec![0.0; batch * heads * seq_q];
+        let mut by_k = vec![0.0; batch * seq_kv * width];
+        for sizes in &self.sizes {
+            self.run_slab(sizes)?;
+            if matches!(self.what, What::Scores | What::Weights) {
+                worst = worst.max(self.worst_sum(client, sizes)?);
+                continue;
+            }
+            let numbers = self.numbers();
+            let [start, rows] = sizes.rows;
+            for at in 0..batch * rows * sizes.columns() {
+                let (row, column) = (at / sizes.columns(), at % sizes.columns());
+                let (entry, query) = (row / rows, start + row % rows);
+                let Some(key) = self.key(sizes, entry, query, column) else {
+                    continue;
+                };
+                let by_score = f64::from(numbers.of_pairs[at]);
+                for head in 0..heads {
+                    let product = self.product(sizes, [entry, head, query, key]);
+                    if by_score == 0.0 || product <= 0.0 {
+                        continue;
+                    }
+                    let of_row = (entry * heads + head) * seq_q + query;
+                    by_weights[of_row] += by_score * product;
+                    let by_product = by_score * f64::from(numbers.of_rows[of_row]);
+                    let (q, k) = (of_row * width, (entry * seq_kv + key) * width);
+                    for c in 0..width {
+                        by_q[q + c] += by_product * f64::from(numbers.k[k + c]);
+                        by_k[k + c] += by_product * f64::from(numbers.q[q + c]);
+                    }
+                }
+            }
+        }
+        let [first, second] = &self.gradients;
+        match self.what {
+            What::Scores | What::Weights => Ok(worst),
+            What::ByQueries => {
+                let worst = compared("by q", &read(client, first)?, &by_q)?;
+                Ok(worst.max(compared("by weights", &read(client, second)?, &by_weights)?))
+            }
+            What::ByKeys => {
+                let found = read(client, first)?;
+                let mut sums = vec![0.0; by_k.len()];
+                for part in found.chunks(by_k.len()) {
+                    sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+                }
+                compared("by k", &sums, &by_k)
+            }
+        }
+    }
+
+    /// The largest error of the sums of some queries, beside 1 or the sum.
+    fn worst_sum(&self, client: &Client, sizes: &PairSizes) -> Result<f64> {
+        let found = read(client, &self.of_pairs)?;
+        let mut worst = 0.0f64;
+        let [start, rows] = sizes.rows;
+        let heads = sizes.heads[0];
+        for at in 0..sizes.batch * rows * sizes.columns() {
+            let (row, column) = (at / sizes.columns(), at % sizes.columns());
+            let (entry, query) = (row / rows, start + row % rows);
+            let position = query + sizes.seq[1] - sizes.seq[0];
+            let Some(key) = self.key(sizes, entry, query, column) else {
+                continue;
+            };
+            let of_head = |head: usize| {
+                let product = self.product(sizes, [entry, head, query, key]);
+                let of_row = (entry * heads + head) * sizes.seq[0] + query;
+                let of_row = f64::from(self.numbers().of_rows[of_row]);
+                match self.sum {
+                    PairSum::Scores { .. } => of_row * product.max(0.0),
+                    PairSum::Weights { scale } => (scale * product - of_row).exp(),
+                }
+            };
+            let expected = match self.sum {
+                PairSum::Scores { all: false, .. } | PairSum::Weights { .. } if key > position => {
+                    continue;
+                }
+                PairSum::Scores { near, .. } if near > 0 && key + near > position => f64::INFINITY,
+                PairSum::Scores { factor, .. } => factor * (0..heads).map(of_head).sum::<f64>(),
+                PairSum::Weights { .. } => (0..heads).map(of_head).sum::<f64>() / heads as f64,
+            };
+            let error = match found[at] == expected {
+                true => 0.0,
+                false => (found[at] - expected).abs() / expected.abs().max(1.0),
+            };
+            ensure!(
+                error <= SUM_ERROR,
+                "entry {entry}, query {query}, column {column}: {} is not {expected}",
+                found[at]
+            );
+            worst = worst.max(error);
+        }
+        Ok(worst)
+    }
+}

@@ -1,0 +1,20 @@
+//! Sums of pairs, and gradients by them, on mma.sync, for GPUs of compute capability 8.0 and up: of bf16 and f16, whose products f32 holds as they are.
+//!
+//! ```text
+//! tile            the shape of a cube's work, and whether tensor cores take a call
+//! loads           what is copied to shared memory: keys once, queries step by step
+//! sums            the kernel of sums, and its launch
+//! gradient_tile   the shape of a cube's work of a gradient
+//! gradients       the kernel of the gradients, and its launch
+//! ```
+
+mod gradient_tile;
+mod gradients;
+mod loads;
+mod sums;
+mod tile;
+
+pub use gradient_tile::GradientTile;
+pub use gradients::{GradientWork, launch_gradient};
+pub use sums::launch;
+pub use tile::SumTile;
