@@ -7,8 +7,8 @@ use crate::{
     device_layout_positions, device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding,
     gates, gradients, graph, graph_decoding, graph_training, heads, kept, key_lists, linear,
     listed, loss, masses, max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim, options,
-    order, order_rounds, page_choice, paged, paged_quantised, projection, sampling, selected, selected_lists,
-    selected_planted, selection, selection_fuzz, selection_goldens, selection_long,
+    order, order_rounds, page_choice, paged, paged_quantised, projection, sampling, selected,
+    selected_lists, selected_planted, selection, selection_fuzz, selection_goldens, selection_long,
     selection_rules, selection_runs, sharing, stream_dropout, tiles, widths,
 };
 

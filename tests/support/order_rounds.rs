@@ -97,7 +97,10 @@ pub fn rows_hash_to_their_largest_product(devices: &[Device]) {
                         true => product(bucket),
                         false => -product(bucket - half),
                     };
-                    assert!(got > most - 1e-4, "{device:?}, {dtype:?}, {at}: {got}, {most}");
+                    assert!(
+                        got > most - 1e-4,
+                        "{device:?}, {dtype:?}, {at}: {got}, {most}"
+                    );
                 }
             }
         }
@@ -172,7 +175,10 @@ pub fn keyed_rows_equal_burns_operations(devices: &[Device]) {
             // What a row of zeros has is as large as 10¹².
             let scale = if name == "by x" { 1e-12 } else { 1.0 };
             let scaled = |x: TensorData| -> Vec<f64> {
-                to_f64(x).into_iter().map(|x| if x.abs() > 1e6 { x * scale } else { x }).collect()
+                to_f64(x)
+                    .into_iter()
+                    .map(|x| if x.abs() > 1e6 { x * scale } else { x })
+                    .collect()
             };
             let what = format!("{device:?}, {name}");
             let got = scaled(got);

@@ -158,7 +158,8 @@ pub use ops::{
 pub use optim::{AdamWControl, FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ChoiceWalk, ProductPrecision, WeightsMode, alibi_slopes};
 pub use order::{
-    HighestInRows, TokensInRounds, hash_rows, highest_in_rows, highest_rows, sort_buckets, sort_rounds,
+    HighestInRows, TokensInRounds, hash_rows, highest_in_rows, highest_rows, sort_buckets,
+    sort_rounds,
 };
 pub use paged::values::{
     AppendInputs, AppendPacked, MaybeInt, PackedPages, PageChoiceCall, PageScoreInputs, PagedCall,
@@ -180,8 +181,8 @@ pub use projection::{
 };
 pub use rows::{keyed_rows_at, means_at, rows_at, sums_at, unit_rows};
 pub use sampling::{SampleOptions, sample_tokens, sample_tokens_plan};
-pub use selection::layouts::KeptLayouts;
 pub use selection::key_lists::{KeyLists, attention_with_keys, attention_with_keys_plan};
+pub use selection::layouts::KeptLayouts;
 pub use selection::lists::{attention_with_lists, attention_with_lists_plan};
 pub use selection::{
     Antidiagonals, BlockEstimator, BlockMeans, Chosen, DenseCall, EstimateGrid, EstimatorTraits,

@@ -50,7 +50,13 @@ impl OrderOps for CubeBackend {
         let places = empty(&numbers, [groups, rows, columns], DType::I32);
         let (given, made) = (&numbers.handle, [&lists.handle, &places.handle]);
         let of = [groups, rows, columns];
-        launched(paged::highest_in_rows(&numbers.client, of, most, given, made));
+        launched(paged::highest_in_rows(
+            &numbers.client,
+            of,
+            most,
+            given,
+            made,
+        ));
         HighestLists {
             columns: lists,
             places,

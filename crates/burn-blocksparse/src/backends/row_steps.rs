@@ -8,9 +8,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{AutodiffBackend, Backend};
 
 use super::outputs::{OutputGradients, or_zeros};
-use crate::ops::{
-    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps,
-};
+use crate::ops::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps};
 use crate::values::OutputGrads;
 
 /// The step of merged parts, whose outputs are out and lse.
@@ -350,10 +348,7 @@ impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
     }
 
     /// Overridden so that the reference does not itself run through autodiff.
-    fn rows_at_backward(
-        _grad: FloatTensor<Self>,
-        _users: IntTensor<Self>,
-    ) -> FloatTensor<Self> {
+    fn rows_at_backward(_grad: FloatTensor<Self>, _users: IntTensor<Self>) -> FloatTensor<Self> {
         unimplemented!("rows_at is differentiable once")
     }
 }

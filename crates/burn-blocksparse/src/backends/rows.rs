@@ -36,12 +36,12 @@ mod kernels {
         let [_, heads, places, most] = index.meta.shape().dims();
         let of_list = places * most;
         let turned = index.dtype == DType::I32
-            && index.meta.strides().iter().copied().eq([
-                heads * of_list,
-                of_list,
-                1,
-                places,
-            ]);
+            && index
+                .meta
+                .strides()
+                .iter()
+                .copied()
+                .eq([heads * of_list, of_list, 1, places]);
         match turned {
             true => (index, most > 1),
             false => (numbers(index), false),
@@ -60,10 +60,7 @@ mod kernels {
     }
 
     /// The sums of rows that `index` `[batch, heads, places, most]` names. `None` if kernels do not take them.
-    fn gathered(
-        rows: &CubeTensor,
-        (index, turned): (&CubeTensor, bool),
-    ) -> Option<CubeTensor> {
+    fn gathered(rows: &CubeTensor, (index, turned): (&CubeTensor, bool)) -> Option<CubeTensor> {
         let of = indexed(rows, index).turned(turned);
         if uses_reference() || of.rows == 0 {
             return None;
@@ -84,8 +81,7 @@ mod kernels {
             let [batch, heads, places] = index.meta.shape().dims();
             let (x, index) = (into_contiguous(x), numbers(index));
             let by_one = reshaped(index.clone(), [batch, heads, places, 1]);
-            gathered(&x, (&by_one, false))
-                .unwrap_or_else(|| reference::rows_at::<Self>(x, index))
+            gathered(&x, (&by_one, false)).unwrap_or_else(|| reference::rows_at::<Self>(x, index))
         }
 
         fn rows_at_backward(grad: CubeTensor, users: CubeTensor) -> CubeTensor {
@@ -101,8 +97,7 @@ mod kernels {
 
         fn unit_rows_backward(grad: CubeTensor, x: CubeTensor) -> CubeTensor {
             let (grad, x) = (into_contiguous(grad), into_contiguous(x));
-            unit(&x, Some(&grad))
-                .unwrap_or_else(|| reference::unit_rows_backward::<Self>(grad, x))
+            unit(&x, Some(&grad)).unwrap_or_else(|| reference::unit_rows_backward::<Self>(grad, x))
         }
 
         fn means_at(x: CubeTensor, _index: CubeTensor, users: CubeTensor) -> MeanRows<Self> {
@@ -206,15 +201,7 @@ mod kernels {
         }
         let out = empty(grad, [batch, heads, places, of.width], grad.dtype);
         let (shares, made) = (&shares.handle, &out.handle);
-        gather_scaled_rows(
-            &grad.client,
-            &of,
-            typed(grad),
-            &by_one.handle,
-            shares,
-            made,
-        )
-        .ok()?;
+        gather_scaled_rows(&grad.client, &of, typed(grad), &by_one.handle, shares, made).ok()?;
         Some(out)
     }
 

@@ -61,9 +61,7 @@ pub use order::{HighestLists, OrderOps, SortedRounds};
 pub use page_choice::PageChoiceOps;
 pub use paged::PagedOps;
 pub use projection::ProjectionOps;
-pub use rows::{
-    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps,
-};
+pub use rows::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps};
 pub use sampling::SamplingOps;
 pub use selection::{HighestBlocks, ListedQueries, QueryTiles, SelectionOps, UniqueKeys};
 

@@ -5,9 +5,7 @@ use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{IntDType, Shape, Slice};
 
 use crate::dtype::accumulate_in;
-use crate::ops::{
-    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts,
-};
+use crate::ops::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts};
 use crate::values::OutputGrads;
 
 pub(crate) fn rows_at<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
@@ -62,7 +60,10 @@ pub(crate) fn means_at<B: Backend>(x: FloatTensor<B>, users: IntTensor<B>) -> Me
     let counts = B::float_sum_dim(B::bool_into_float(there, sums), 3);
     let shares = B::float_recip(B::float_clamp_min(counts, 1f32.into()));
     let total = rows_at_backward::<B>(B::float_cast(x, sums), users);
-    let means = B::float_mul(total.clone(), B::float_expand(shares.clone(), total.shape()));
+    let means = B::float_mul(
+        total.clone(),
+        B::float_expand(shares.clone(), total.shape()),
+    );
     MeanRows {
         means: B::float_cast(means, dtype),
         shares: B::float_reshape(shares, Shape::new([batch, heads, rows])),

@@ -137,9 +137,18 @@ impl Clusters {
     }
 
     /// The rows of queries at all places, keys that are these made as long as 1, and the rows of values, of one dtype.
-    pub fn keyed(&self, query: Tensor<4>, value: Tensor<4>) -> Result<[Tensor<4>; 3], TransformerError> {
+    pub fn keyed(
+        &self,
+        query: Tensor<4>,
+        value: Tensor<4>,
+    ) -> Result<[Tensor<4>; 3], TransformerError> {
         if runs_kernels(&self.tokens.device()) {
-            return Ok(keyed_rows_at(query, value, self.index(), self.places.clone())?);
+            return Ok(keyed_rows_at(
+                query,
+                value,
+                self.index(),
+                self.places.clone(),
+            )?);
         }
         let ([.., head_dim], [.., value_dim]) = (query.dims(), value.dims());
         // One gather for both.

@@ -360,7 +360,15 @@ fn highest(
         for held in 0..comptime!(t.held) {
             let is_equal = own[held] == bound && left > 0u32;
             let is_kept = (own[held] > bound || is_equal) && place < wanted;
-            note(&mut places, at_row, first + held, end, is_kept, place, &sizes);
+            note(
+                &mut places,
+                at_row,
+                first + held,
+                end,
+                is_kept,
+                place,
+                &sizes,
+            );
             if is_kept {
                 list(picks, into, place, first + held, t);
                 place += 1usize;

@@ -144,7 +144,7 @@ fn gather<E: Float, A: Float, N: Size>(
                 let share = A::new(1.0) / there.max(A::new(1.0));
                 #[unroll]
                 for i in 0..vectors {
-                    sums[i] = sums[i] * Vector::<A, N>::empty().fill(share);
+                    sums[i] *= Vector::<A, N>::empty().fill(share);
                 }
                 if lane == 0 {
                     shares[at] = share;

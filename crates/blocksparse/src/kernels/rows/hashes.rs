@@ -137,8 +137,7 @@ fn hash<E: Float, A: Float, N: Size, S: Size>(
             #[unroll]
             for r in 0..ROWS {
                 let row = (first + comptime!(r * h.units)).min(sizes.rows - 1);
-                let numbers =
-                    Vector::<A, N>::cast_from(x[row * comptime!(h.row_vectors) + at]);
+                let numbers = Vector::<A, N>::cast_from(x[row * comptime!(h.row_vectors) + at]);
                 #[unroll]
                 for n in 0..comptime!(h.vector) {
                     let number = Vector::<A, S>::empty().fill(numbers.extract(n));
@@ -219,7 +218,11 @@ pub fn hash_rows(
     }
     check_buffers(client, 3)?;
     let rows = of.lists * of.length;
-    let numbers = [rows * of.width, rows * of.rounds, of.rounds * of.width * of.half];
+    let numbers = [
+        rows * of.width,
+        rows * of.rounds,
+        of.rounds * of.width * of.half,
+    ];
     let address = address_of(client, numbers.into_iter().max().unwrap_or(0))?;
     if rows * of.rounds * of.half * of.width == 0 {
         return Ok(());

@@ -336,9 +336,14 @@ fn unit<E: Float, A: Float, O: Float, N: Size>(
     #[comptime]
     match &grad {
         ComptimeOption::Some(_) => {
-            let product = across_lanes::<A>(sum_of::<A, N>(products), &mut shared, tile, Combine::Sum);
+            let product =
+                across_lanes::<A>(sum_of::<A, N>(products), &mut shared, tile, Combine::Sum);
             let is_long = square > A::new(SMALLEST_SQUARE);
-            share = select(is_long, product / square.max(A::new(SMALLEST_SQUARE)), A::new(0.0));
+            share = select(
+                is_long,
+                product / square.max(A::new(SMALLEST_SQUARE)),
+                A::new(0.0),
+            );
         }
         ComptimeOption::None => {}
     }

@@ -14,8 +14,8 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::typed::Typed;
 use super::order_planes::{self, ByPlanes};
+use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 
@@ -158,7 +158,15 @@ fn sort(
     sync_cube();
     for number in 0..tiles {
         let at = number * units + unit;
-        let (_, digit) = token_at(buckets, before, at, group, &sizes, BITS, comptime!(pass.first));
+        let (_, digit) = token_at(
+            buckets,
+            before,
+            at,
+            group,
+            &sizes,
+            BITS,
+            comptime!(pass.first),
+        );
         tile[unit] = digit;
         sync_cube();
         let alike = alike(&tile, digit, unit, pass);
@@ -186,7 +194,15 @@ fn sort(
     sync_cube();
     for number in 0..tiles {
         let at = number * units + unit;
-        let (token, digit) = token_at(buckets, before, at, group, &sizes, BITS, comptime!(pass.first));
+        let (token, digit) = token_at(
+            buckets,
+            before,
+            at,
+            group,
+            &sizes,
+            BITS,
+            comptime!(pass.first),
+        );
         tile[unit] = digit;
         sync_cube();
         let alike = alike(&tile, digit, unit, pass);
@@ -289,7 +305,11 @@ pub fn sort_rounds(
             true => [tokens.clone(), places.clone(), choices.clone()],
             false => [(); 3].map(|_| client.empty(all * size_of::<i32>())),
         };
-        let (room, rooms) = if is_last { (room, rooms) } else { (length, all) };
+        let (room, rooms) = if is_last {
+            (room, rooms)
+        } else {
+            (length, all)
+        };
         let sizes = SizesLaunch::new(groups, length, rounds, room, count as u32, number * of_pass);
         let [at_places, of_tokens, numbers] = [
             buffer(&made[0], rooms),

@@ -97,7 +97,15 @@ pub(super) fn sort_by_planes(
     sync_cube();
     for step in 0..steps {
         let at = own + step * lanes;
-        let (_, digit) = token_at(buckets, before, at, group, &sizes, BITS, comptime!(by.first));
+        let (_, digit) = token_at(
+            buckets,
+            before,
+            at,
+            group,
+            &sizes,
+            BITS,
+            comptime!(by.first),
+        );
         let exists = digit != NONE;
         let digit = digit & comptime!(DIGITS as u32 - 1);
         let same = alike(digit, exists, by);
@@ -133,7 +141,15 @@ pub(super) fn sort_by_planes(
     sync_cube();
     for step in 0..steps {
         let at = own + step * lanes;
-        let (token, digit) = token_at(buckets, before, at, group, &sizes, BITS, comptime!(by.first));
+        let (token, digit) = token_at(
+            buckets,
+            before,
+            at,
+            group,
+            &sizes,
+            BITS,
+            comptime!(by.first),
+        );
         let exists = digit != NONE;
         let digit = digit & comptime!(DIGITS as u32 - 1);
         let same = alike(digit, exists, by);
