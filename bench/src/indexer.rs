@@ -242,7 +242,7 @@ impl Call {
             bytes => output(bytes),
         };
         let gradients = gradients.map(output);
-        let kept = args.verify.then(|| Numbers {
+        let kept = args.verify.then_some(Numbers {
             q: q_numbers,
             k: k_numbers,
             of_rows: row_numbers,

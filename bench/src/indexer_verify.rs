@@ -232,7 +232,8 @@ impl Call {
         let mut worst = 0.0f64;
         let [start, rows] = sizes.rows;
         let heads = sizes.heads[0];
-        for at in 0..sizes.batch * rows * sizes.columns() {
+        let own = &found[..sizes.batch * rows * sizes.columns()];
+        for (at, &found) in own.iter().enumerate() {
             let (row, column) = (at / sizes.columns(), at % sizes.columns());
             let (entry, query) = (row / rows, start + row % rows);
             let position = query + sizes.seq[1] - sizes.seq[0];
@@ -256,14 +257,13 @@ impl Call {
                 PairSum::Scores { factor, .. } => factor * (0..heads).map(of_head).sum::<f64>(),
                 PairSum::Weights { .. } => (0..heads).map(of_head).sum::<f64>() / heads as f64,
             };
-            let error = match found[at] == expected {
+            let error = match found == expected {
                 true => 0.0,
-                false => (found[at] - expected).abs() / expected.abs().max(1.0),
+                false => (found - expected).abs() / expected.abs().max(1.0),
             };
             ensure!(
                 error <= SUM_ERROR,
-                "entry {entry}, query {query}, column {column}: {} is not {expected}",
-                found[at]
+                "entry {entry}, query {query}, column {column}: {found} is not {expected}"
             );
             worst = worst.max(error);
         }
