@@ -166,27 +166,32 @@ fn gradient(
         load_left(&mut left, base, &work, 0usize, of);
         sync_cube();
 
-        let mut stage = base;
+        let mut ahead = 0usize.runtime();
+        let mut target = base;
         #[unroll]
-        for ahead in 0..comptime!(of.stages - 1) {
-            let target = base + comptime!((ahead * of.stage_bytes()) as u32);
+        for _ in 0..comptime!(of.stages - 1) {
             if ahead < steps {
                 let number = part + ahead * parts;
                 copy_step(q_at, k_at, weights_at, &keys, number, &work, &s, target, t);
             }
             commit_copies();
+            ahead += 1;
+            target += stage_bytes;
         }
+        let mut stage = base;
         for at in 0..steps {
             wait_copies_but(comptime!(of.stages - 2));
             sync_cube();
-            // To the place of the step before, which all warps have read.
-            let ahead = at + comptime!(of.stages - 1);
-            let target = select(stage == base, stages_end, stage) - stage_bytes;
             if ahead < steps {
                 let number = part + ahead * parts;
                 copy_step(q_at, k_at, weights_at, &keys, number, &work, &s, target, t);
             }
             commit_copies();
+            ahead += 1;
+            target += stage_bytes;
+            if target == stages_end {
+                target = base;
+            }
             // The first column, or the first query.
             let mut column = at * comptime!(COLUMNS);
             let mut is_seen = warp_row < row_end;

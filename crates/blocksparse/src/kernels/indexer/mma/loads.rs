@@ -135,7 +135,7 @@ pub(super) fn load_keys(
         #[unroll]
         for m in from..to {
             let stage = work.base + comptime!(((m - from) * t.stage_bytes()) as u32);
-            let mut at = unit() as usize;
+            let mut at = UNIT_POS_X as usize;
             while at < comptime!(16 * WARPS * t.pieces()) {
                 let row = at / comptime!(t.pieces());
                 let of_warp = row / 16 * comptime!(t.warp_keys()) + comptime!(16 * m) + row % 16;

@@ -101,35 +101,35 @@ fn sums(
         totals[i] = 0.0f32;
     }
 
-    // One head is no loop, across which numbers would stay in registers.
-    let mut kv_heads = 1usize.runtime();
-    if comptime!(t.adds) {
-        kv_heads = s.kv_heads;
-    }
     if steps > 0 {
-        for kv_head in 0..kv_heads {
+        for kv_head in 0..s.kv_heads {
             load_keys(sources.1, &keys, &mut left, kv_head, &work, &s, t);
-            let mut stage = base;
+            let mut ahead = 0usize.runtime();
+            let mut target = base;
             #[unroll]
-            for ahead in 0..comptime!(t.stages - 1) {
-                let target = base + comptime!((ahead * t.stage_bytes()) as u32);
+            for _ in 0..comptime!(t.stages - 1) {
                 if ahead < steps {
                     let step = step_of(ahead, kv_head, &work, t);
                     copy_queries(sources.0, sources.2, &step, &work, &s, target, t);
                 }
                 commit_copies();
+                ahead += 1;
+                target += stage_bytes;
             }
+            let mut stage = base;
             for at in 0..steps {
                 wait_copies_but(comptime!(t.stages - 2));
                 sync_cube();
-                // To the place of the step before, which all warps have read.
-                let ahead = at + comptime!(t.stages - 1);
-                let target = select(stage == base, stages_end, stage) - stage_bytes;
                 if ahead < steps {
                     let step = step_of(ahead, kv_head, &work, t);
                     copy_queries(sources.0, sources.2, &step, &work, &s, target, t);
                 }
                 commit_copies();
+                ahead += 1;
+                target += stage_bytes;
+                if target == stages_end {
+                    target = base;
+                }
                 let step = step_of(at, kv_head, &work, t);
                 // The last query's position is the highest.
                 let last = s.position(step.row + comptime!(t.queries - 1));
