@@ -81,6 +81,12 @@ struct Args {
     /// Compare results with loops in f64, of small calls, and run twice, instead of timing.
     #[arg(long)]
     verify: bool,
+    /// Of so many parts of what is to be compared, only this one.
+    #[arg(long, default_value_t = 0)]
+    shard: usize,
+    /// Parts of what is to be compared: each call has a kernel of its own to compile, and processes share them.
+    #[arg(long, default_value_t = 1)]
+    of: usize,
     /// Launch every kernel once and time nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
@@ -236,7 +242,7 @@ impl Call {
             bytes => output(bytes),
         };
         let gradients = gradients.map(output);
-        let kept = args.verify.then(|| Numbers {
+        let kept = args.verify.then_some(Numbers {
             q: q_numbers,
             k: k_numbers,
             of_rows: row_numbers,

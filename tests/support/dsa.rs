@@ -3,6 +3,7 @@
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{AttentionOptions, Dsa, DsaIndex, DsaTarget, KeyLists};
 
+use crate::cases::shard;
 use crate::compare::to_f64;
 use crate::devices::{exact_dtypes, half_dtypes, supports};
 use crate::dsa_problem::Problem;
@@ -409,15 +410,21 @@ pub fn dsa_in_half_precision(devices: &[Device]) {
         ([40, 1, 256], [24, 256], [21, 260], 1 << 20, [30, 0]),
     ];
     for device in devices {
-        // Others have one kernel for all sizes.
+        // Others have one kernel for all sizes. Kernels of each size take long to compile, so processes may share these.
         let tensor_cores = format!("{device:?}").contains("Cuda");
-        let count = if tensor_cores { sizes.len() } else { 1 };
-        for (seed, (heads, of_index, seq, numbers, [keep, near])) in
-            (11_300..).zip(sizes).take(count)
-        {
-            for dtype in half_dtypes(device) {
+        let (part, parts) = if tensor_cores {
+            shard()
+        } else {
+            (0, sizes.len())
+        };
+        let own = (0..).zip(sizes).skip(part).step_by(parts);
+        for (number, (heads, of_index, seq, numbers, [keep, near])) in own {
+            // Each size but the first has one dtype.
+            let dtypes = half_dtypes(device).into_iter().enumerate();
+            let own = dtypes.filter(|(at, _)| number == 0 || number % 2 == *at);
+            for (_, dtype) in own {
                 let what = format!("{device:?}, {dtype:?}, {heads:?}, {of_index:?}, {seq:?}");
-                let problem = Problem::of(heads, of_index, seq).filled(seed);
+                let problem = Problem::of(heads, of_index, seq).filled(11_300 + number as u64);
                 let problem = problem.rounded(dtype);
                 let autodiff = device.clone().autodiff();
                 let mut index = problem.index(&autodiff, dtype);
