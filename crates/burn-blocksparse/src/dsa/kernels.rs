@@ -9,8 +9,7 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor};
 
 use super::found::{DsaTarget, Found};
-use super::scores::DsaIndex;
-use super::slabs::together;
+use super::scores::{DsaIndex, together};
 use crate::attention::attention_with_lse;
 use crate::backends::indexer::available;
 use crate::device::cube;

@@ -168,3 +168,8 @@ impl Scores {
         parts.reduce(|a, b| a + b).expect("there is a head")
     }
 }
+
+/// Queries whose scores are made together by kernels, so many numbers of them at a time.
+pub(super) fn together([batch, _, seq_q, _]: [usize; 4], seq_kv: usize, numbers: usize) -> usize {
+    (numbers / (batch * seq_kv)).clamp(1, seq_q)
+}

@@ -6,12 +6,7 @@ use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]
 use super::kernels;
-use super::scores::{DsaIndex, Scores};
-
-/// Queries whose scores are made together by kernels, so many numbers of them at a time.
-pub(super) fn together([batch, _, seq_q, _]: [usize; 4], seq_kv: usize, numbers: usize) -> usize {
-    (numbers / (batch * seq_kv)).clamp(1, seq_q)
-}
+use super::scores::{DsaIndex, Scores, together};
 
 /// The scores of an index that is not on an autodiff device.
 pub(super) struct Slabs<'a> {

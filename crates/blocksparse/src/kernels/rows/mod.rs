@@ -18,7 +18,7 @@
 //! keyed          rows of queries, of keys made of them and of values, by an index
 //! merged         a part of each row and others by an index, merged by their lse
 //! hashes         the buckets of rows under rotations
-//! order          numbers sorted by bucket, with planes in order_planes, and the highest of columns
+//! order          numbers sorted by bucket, with planes in order_planes, what passes read and write in order_places, and the highest of columns
 //! blocks         means of blocks of rows, and how alike their rows are
 //! typed          buffers with the type of their numbers
 //! sample         tokens drawn from rows of logits
@@ -42,6 +42,7 @@ mod norm;
 mod norm_backward;
 mod norm_shape;
 mod order;
+mod order_places;
 mod order_planes;
 mod sample;
 mod scaled;

@@ -6,7 +6,7 @@
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
-use super::order::{NONE, Sizes, fill, put, token_at};
+use super::order_places::{NONE, Sizes, fill, put, token_at};
 use crate::kernels::on_device::planes;
 
 /// Bits that a pass sorts by.
