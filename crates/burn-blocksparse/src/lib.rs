@@ -158,8 +158,8 @@ pub use ops::{
 pub use optim::{AdamWControl, FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ChoiceWalk, ProductPrecision, WeightsMode, alibi_slopes};
 pub use order::{
-    HighestInRows, TokensInRounds, hash_rows, highest_in_rows, highest_rows, sort_buckets,
-    sort_rounds,
+    AttractedRows, HighestInRows, TokensInRounds, attracted_rows, hash_rows, highest_in_rows,
+    highest_rows, sort_buckets, sort_rounds,
 };
 pub use paged::values::{
     AppendInputs, AppendPacked, MaybeInt, PackedPages, PageChoiceCall, PageScoreInputs, PagedCall,

@@ -216,3 +216,70 @@ pub fn highest_in_rows(numbers: Tensor<3>, most: usize) -> Result<Option<Highest
     #[cfg(not(feature = "cube"))]
     unreachable!("kernels need the feature cube")
 }
+
+/// The rows that means attract, as [`attracted_rows`] gives them: i32, without autodiff.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct AttractedRows {
+    /// The rows of each mean, ascending: `[batch, heads, means, most]`.
+    pub rows: Tensor<4, Int>,
+    /// Of each mean and row `mean · most` and the row's place in the mean's list, or −1: `[batch, heads, means, length]`.
+    pub places: Tensor<4, Int>,
+    /// The nearest mean of each row, of equally near ones the first, counted through the means of all heads: `[batch, heads, length]`.
+    pub nearest: Tensor<3, Int>,
+}
+
+/// The `most` rows that are most similar to each mean of their head, of equally similar ones the earlier, and the nearest mean of each row. A similarity is
+/// the product of the mean and the row made as long as 1, in f32; squares of lengths are 10⁻²⁴ at least, and NaN is the lowest. Two launches, whatever the
+/// number of means. `None` where [no kernels run](runs_kernels), and of f64. No gradient flows through it.
+///
+/// Similarities are within 2⁻¹⁶ of the mean's length of exact ones, for rows of up to 128 numbers: between rows that are closer, rounding chooses.
+///
+/// # Shapes
+/// - `x`: `[batch, heads, length, width]`
+/// - `means`: `[heads, means, width]`, read in f32
+///
+/// # Errors
+/// [`OpError`] if shapes or devices do not fit each other, one is empty, `most` is not from 1 to the length, or no feature of this crate serves the device.
+pub fn attracted_rows(
+    x: Tensor<4>,
+    means: Tensor<3>,
+    most: usize,
+) -> Result<Option<AttractedRows>, OpError> {
+    let (x, means) = (x.without_autodiff(), means.without_autodiff());
+    served(&x.device())?;
+    same_device("means' device", &x.device(), "x's", &means.device())?;
+    let [batch, heads, length, width] = x.dims();
+    let [of_heads, count, of_means] = means.dims();
+    OpError::expect_same(
+        "means' heads and width",
+        [heads, width],
+        "x's",
+        [of_heads, of_means],
+    )?;
+    if batch * heads * length * width * count == 0 {
+        return Err(OpError::argument("x and means", "not empty", 0));
+    }
+    if !(1..=length).contains(&most) {
+        let expected = format!("from 1 to the {length} rows");
+        return Err(OpError::argument("most", expected, most));
+    }
+    if !runs_kernels(&x.device()) {
+        return Ok(None);
+    }
+    #[cfg(feature = "cube")]
+    {
+        if x.dtype() == DType::F64 {
+            return Ok(None);
+        }
+        let lists =
+            <Dispatch as OrderOps>::attracted_rows(x.into_dispatch(), means.into_dispatch(), most);
+        Ok(Some(AttractedRows {
+            rows: Tensor::from_dispatch(lists.rows),
+            places: Tensor::from_dispatch(lists.places),
+            nearest: Tensor::from_dispatch(lists.nearest),
+        }))
+    }
+    #[cfg(not(feature = "cube"))]
+    unreachable!("kernels need the feature cube")
+}

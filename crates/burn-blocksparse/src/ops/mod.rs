@@ -57,7 +57,7 @@ pub use norm::NormOps;
 pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
 #[cfg(feature = "cube")]
-pub use order::{HighestLists, OrderOps, SortedRounds};
+pub use order::{AttractedLists, HighestLists, OrderOps, SortedRounds};
 pub use page_choice::PageChoiceOps;
 pub use paged::PagedOps;
 pub use projection::ProjectionOps;

@@ -19,6 +19,8 @@
 //! merged         a part of each row and others by an index, merged by their lse
 //! hashes         the buckets of rows under rotations
 //! order          numbers sorted by bucket, with planes in order_planes, what passes read and write in order_places, and the highest of columns
+//! highest        the highest numbers of rows that a cube holds
+//! nearest        how similar rows are to the means of their heads, and the nearest
 //! blocks         means of blocks of rows, and how alike their rows are
 //! typed          buffers with the type of their numbers
 //! sample         tokens drawn from rows of logits
@@ -36,8 +38,10 @@ mod gates;
 mod gather;
 mod hashes;
 mod heads;
+mod highest;
 mod keyed;
 mod merged;
+mod nearest;
 mod norm;
 mod norm_backward;
 mod norm_shape;
@@ -65,8 +69,10 @@ pub use gates::{GatedBackward, gated_sum, gated_sum_backward, gated_text};
 pub use gather::{IndexedRows, gather_rows, gather_scaled_rows, mean_rows};
 pub use hashes::{HashedRows, hash_rows};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
+pub use highest::{highest_of_rows, holds_rows};
 pub use keyed::{keyed_rows, keyed_rows_backward, unit_rows};
 pub use merged::{MergedGradients, MergedParts, merge_rows, merge_rows_backward};
+pub use nearest::{RowsOfMeans, compare_with_means};
 pub use norm::{NormBranch, NormOf, residual_norm};
 pub use norm_backward::{
     NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
