@@ -159,7 +159,7 @@ pub use optim::{AdamWControl, FusedAdamW, FusedAdamWConfig, clip_gradients, grad
 pub use options::{AttentionOptions, ChoiceWalk, ProductPrecision, WeightsMode, alibi_slopes};
 pub use order::{
     AttractedRows, HighestInRows, TokensInRounds, attracted_rows, hash_rows, highest_in_rows,
-    highest_rows, sort_buckets, sort_rounds,
+    highest_rows, sort_buckets, sort_hashes, sort_rounds,
 };
 pub use paged::values::{
     AppendInputs, AppendPacked, MaybeInt, PackedPages, PageChoiceCall, PageScoreInputs, PagedCall,

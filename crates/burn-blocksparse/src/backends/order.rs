@@ -2,7 +2,8 @@
 
 use blocksparse::kernels::paged;
 use blocksparse::kernels::rows::{self, HashedRows, Rounds, RowsOfMeans};
-use burn::tensor::DType;
+use burn::backend::ops::IntTensorOps;
+use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::tensor::CubeTensor;
@@ -41,6 +42,34 @@ impl OrderOps for CubeBackend {
         let (rotations, made) = (&rotations.handle, &buckets.handle);
         launched(rows::hash_rows(&x.client, &of, typed(&x), rotations, made));
         buckets
+    }
+
+    fn sort_hashes(x: CubeTensor, rotations: CubeTensor, room: usize) -> SortedRounds<Self> {
+        let [batch, heads, length, dim] = x.meta.shape().dims();
+        let [rounds, _, half] = rotations.meta.shape().dims();
+        let of = HashedRows::new([batch * heads, length, dim], [rounds, half]);
+        let (x, rotations) = (into_contiguous(x), into_contiguous(rotations));
+        if !rows::sorts_hashes(&x.client, &of, typed(&x).1) {
+            let buckets = Self::hash_rows(x, rotations);
+            let shape = Shape::new([batch * heads, rounds, length]);
+            return Self::sort_rounds(Self::int_reshape(buckets, shape), 2 * half, room);
+        }
+        let by_place = || empty(&x, [batch * heads, rounds, room], DType::I32);
+        let (tokens, choices) = (by_place(), by_place());
+        let places = empty(&x, [batch * heads, length, rounds], DType::I32);
+        launched(rows::sort_hashes(
+            &x.client,
+            &of,
+            room,
+            typed(&x),
+            &rotations.handle,
+            [&tokens.handle, &places.handle, &choices.handle],
+        ));
+        SortedRounds {
+            tokens,
+            places,
+            choices,
+        }
     }
 
     fn highest_in_rows(numbers: CubeTensor, most: usize) -> HighestLists<Self> {

@@ -52,6 +52,14 @@ pub trait OrderOps: Backend {
     #[fusion(meta = meta::hashed)]
     fn hash_rows(x: FloatTensor<Self>, rotations: FloatTensor<Self>) -> IntTensor<Self>;
 
+    /// The order of such rows by their buckets in each round, in rounds of `room` places, of `batch · heads` lists.
+    #[fusion(meta = meta::sorted_hashes)]
+    fn sort_hashes(
+        x: FloatTensor<Self>,
+        rotations: FloatTensor<Self>,
+        room: usize,
+    ) -> SortedRounds<Self>;
+
     /// The `most` highest of each row of `[groups, rows, columns]`, in f32.
     #[fusion(meta = meta::highest)]
     fn highest_in_rows(numbers: FloatTensor<Self>, most: usize) -> HighestLists<Self>;
@@ -93,6 +101,17 @@ mod meta {
             [batch, heads, rotations.shape[0], length].into(),
             DType::I32,
         )
+    }
+
+    pub fn sorted_hashes(
+        x: &TensorSpec,
+        rotations: &TensorSpec,
+        room: &usize,
+    ) -> SortedRoundsMetadata {
+        let [batch, heads, length, _] = x.shape.dims::<4>();
+        let shape = [batch * heads, rotations.shape[0], length];
+        let buckets = TensorSpec::new(shape.into(), DType::I32);
+        sorted(&buckets, &0, room)
     }
 
     pub fn highest(numbers: &TensorSpec, most: &usize) -> HighestListsMetadata {

@@ -4,28 +4,19 @@
 //! similarity = (mean · row) / √max(|row|², least)        nearest = the first of the means of the largest
 //! ```
 //!
-//! A cube has 64 rows of a list, and all means of its head, 64 at a time; a unit has every eighth of either, so that 16 loads serve 256 products. Lengths of
-//! rows are summed where rows are loaded.
+//! A cube has 64 rows of a list, and all means of its head, 64 at a time. Lengths of rows are summed where rows are loaded.
 
-use cubecl::ir::ElemType;
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::norm_shape::{check_buffers, sum_of};
+use super::norm_shape::check_buffers;
+use super::products::{
+    ACROSS, OWN, ProductTile, RowsOf, SIDE, multiply_shared, own_column, own_row, share_rows,
+};
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
-
-/// Rows, and means, of a tile; and numbers of each that are loaded at a time.
-const SIDE: usize = 64;
-const DEPTH: usize = 32;
-/// Rows, and means, of a unit.
-const OWN: usize = 8;
-/// Units along a side of a tile.
-const ACROSS: usize = SIDE / OWN;
-const UNITS: usize = ACROSS * ACROSS;
-/// Numbers of a vector, if rows and the device have such.
-const VECTOR: usize = 4;
 
 /// Squares below this count as this.
 const SMALLEST_SQUARE: f32 = 1e-24;
@@ -65,27 +56,9 @@ impl RowsOfMeans {
     }
 }
 
-/// What is compiled into the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Tile {
-    /// Numbers of a vector.
-    vector: usize,
-}
-
-impl Tile {
-    /// Vectors of a row that are loaded at a time.
-    fn slots(&self) -> usize {
-        DEPTH / self.vector
-    }
-
-    /// Vectors from a row of what is shared to the next: one more, so that rows begin in different banks.
-    fn pitch(&self) -> usize {
-        self.slots() + 1
-    }
-
-    fn shared(&self) -> usize {
-        SIDE * self.pitch()
-    }
+/// Numbers that units put beside what is shared of products.
+fn parts(t: &ProductTile) -> usize {
+    SIDE * t.slots().max(ACROSS)
 }
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -100,33 +73,6 @@ struct Sizes {
     tiles: usize,
 }
 
-/// Fills a unit's share of what is shared, with zeros behind the last row and the last number: its vector of every so many rows. Their squares are added.
-#[cube]
-fn fill<E: Float, N: Size>(
-    x: &[Vector<E, N>],
-    shared: &mut Shared<[Vector<f32, N>]>,
-    squares: &mut Array<f32>,
-    start: usize,
-    first: usize,
-    rows: usize,
-    vectors: usize,
-    step: usize,
-    #[comptime] t: Tile,
-) {
-    let slot = UNIT_POS as usize % comptime!(t.slots());
-    let vector = step * comptime!(t.slots()) + slot;
-    #[unroll]
-    for i in 0..comptime!(t.slots()) {
-        let row = UNIT_POS as usize / comptime!(t.slots()) + comptime!(i * UNITS / t.slots());
-        let exists = first + row < rows && vector < vectors;
-        let at = start + (first + row) * vectors + vector;
-        let numbers = Vector::<f32, N>::cast_from(x[select(exists, at, start)]);
-        let numbers = select(exists, numbers, Vector::<f32, N>::zeroed());
-        shared[row * comptime!(t.pitch()) + slot] = numbers;
-        squares[i] += sum_of::<f32, N>(numbers * numbers);
-    }
-}
-
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn compare<E: Float, N: Size>(
     x: &[Vector<E, N>],
@@ -134,12 +80,12 @@ fn compare<E: Float, N: Size>(
     similarities: &mut [f32],
     nearest: &mut [i32],
     sizes: Sizes,
-    #[comptime] t: Tile,
+    #[comptime] t: ProductTile,
     #[define(E)] _element: ElemType,
 ) {
-    let mut left = Shared::<[Vector<f32, N>]>::new_slice(comptime!(t.shared()));
-    let mut right = Shared::<[Vector<f32, N>]>::new_slice(comptime!(t.shared()));
-    let mut parts = Shared::<[f32]>::new_slice(comptime!(SIDE * t.slots().max(ACROSS)));
+    let mut left = Shared::<[Vector<f32, N>]>::new_slice(comptime!(t.left()));
+    let mut right = Shared::<[Vector<f32, N>]>::new_slice(comptime!(t.right()));
+    let mut parts = Shared::<[f32]>::new_slice(comptime!(parts(&t)));
     let mut scales = Shared::<[f32]>::new_slice(SIDE);
     let mut highest_at = Shared::<[u32]>::new_slice(comptime!(SIDE * ACROSS));
     // Cubes beyond the last tile make it again.
@@ -147,11 +93,13 @@ fn compare<E: Float, N: Size>(
     let list = cube / sizes.tiles;
     let head = list % sizes.heads;
     let first = cube % sizes.tiles * SIDE;
-    let x_start = list * sizes.length * sizes.vectors;
-    let means_start = head * sizes.means * sizes.vectors;
+    let rows = RowsOf {
+        start: list * sizes.length * sizes.vectors,
+        first,
+        rows: sizes.length,
+        vectors: sizes.vectors,
+    };
     let unit = UNIT_POS as usize;
-    let across = unit % ACROSS;
-    let down = unit / ACROSS;
     let mut best = Array::<f32>::new(OWN);
     let mut best_at = Array::<u32>::new(OWN);
     #[unroll]
@@ -159,16 +107,19 @@ fn compare<E: Float, N: Size>(
         best[i] = comptime!(LOWEST).runtime();
         best_at[i] = 0u32.runtime();
     }
-    let mut of_means = Array::<f32>::new(comptime!(t.slots()));
     let mut squares = Array::<f32>::new(comptime!(t.slots()));
     let mut sums = Array::<f32>::new(comptime!(OWN * OWN));
     for tile in 0..sizes.means.div_ceil(SIDE) {
         let mean0 = tile * SIDE;
+        let own_means = RowsOf {
+            start: head * sizes.means * sizes.vectors,
+            first: mean0,
+            rows: sizes.means,
+            vectors: sizes.vectors,
+        };
         #[unroll]
         for i in 0..comptime!(t.slots()) {
             squares[i] = 0.0f32.runtime();
-            // Nobody asks for theirs.
-            of_means[i] = 0.0f32.runtime();
         }
         #[unroll]
         for i in 0..comptime!(OWN * OWN) {
@@ -176,51 +127,23 @@ fn compare<E: Float, N: Size>(
         }
         for step in 0..sizes.vectors.div_ceil(comptime!(t.slots())) {
             sync_cube();
-            fill::<E, N>(
-                x,
-                &mut left,
-                &mut squares,
-                x_start,
-                first,
-                sizes.length,
-                sizes.vectors,
-                step,
-                t,
-            );
-            fill::<f32, N>(
+            share_rows::<E, f32, N>(x, &mut left, &mut squares, &rows, step, SIDE, true, t);
+            share_rows::<f32, f32, N>(
                 means,
                 &mut right,
-                &mut of_means,
-                means_start,
-                mean0,
-                sizes.means,
-                sizes.vectors,
+                &mut squares,
+                &own_means,
                 step,
+                SIDE,
+                false,
                 t,
             );
             sync_cube();
-            for slot in 0..comptime!(t.slots()) {
-                let mut own = Array::<Vector<f32, N>>::new(OWN);
-                #[unroll]
-                for i in 0..OWN {
-                    own[i] = left[(across + comptime!(i * ACROSS)) * comptime!(t.pitch()) + slot];
-                }
-                #[unroll]
-                for j in 0..OWN {
-                    let mean = right[(down + comptime!(j * ACROSS)) * comptime!(t.pitch()) + slot];
-                    #[unroll]
-                    for i in 0..OWN {
-                        #[unroll]
-                        for n in 0..comptime!(t.vector) {
-                            sums[comptime!(i * OWN + j)] += own[i].extract(n) * mean.extract(n);
-                        }
-                    }
-                }
-            }
+            multiply_shared::<f32, N>(&left, &right, &mut sums, t);
         }
         #[unroll]
         for i in 0..comptime!(t.slots()) {
-            let row = unit / comptime!(t.slots()) + comptime!(i * UNITS / t.slots());
+            let row = unit / comptime!(t.slots()) + comptime!(i * t.units() / t.slots());
             parts[row * comptime!(t.slots()) + unit % comptime!(t.slots())] = squares[i];
         }
         sync_cube();
@@ -234,12 +157,12 @@ fn compare<E: Float, N: Size>(
         sync_cube();
         #[unroll]
         for i in 0..OWN {
-            let within = across + comptime!(i * ACROSS);
+            let within = own_row(i);
             let scale = scales[within];
             let row = first + within;
             #[unroll]
             for j in 0..OWN {
-                let mean = mean0 + down + comptime!(j * ACROSS);
+                let mean = mean0 + own_column(j);
                 let similarity = sums[comptime!(i * OWN + j)] * scale;
                 if row < sizes.length && mean < sizes.means {
                     similarities[(list * sizes.means + mean) * sizes.length + row] = similarity;
@@ -253,7 +176,7 @@ fn compare<E: Float, N: Size>(
     sync_cube();
     #[unroll]
     for i in 0..OWN {
-        let at = (across + comptime!(i * ACROSS)) * ACROSS + down;
+        let at = own_row(i) * ACROSS + own_column(0usize);
         parts[at] = best[i];
         highest_at[at] = best_at[i];
     }
@@ -286,22 +209,11 @@ pub fn compare_with_means(
     means: &Handle,
     [similarities, nearest]: [&Handle; 2],
 ) -> Result<(), KernelError> {
-    let hardware = &client.properties().hardware;
-    let most = hardware.max_units_per_cube.min(hardware.max_cube_dim.0);
-    if (most as usize) < UNITS {
-        return Err(KernelError::limit("units of a cube", most, UNITS));
-    }
-    let widest = hardware.max_vector_size.clamp(1, VECTOR);
-    let fits = |vector: &usize| *vector <= widest && of.width.is_multiple_of(*vector);
-    let vector = [VECTOR, 2, 1].into_iter().find(fits).unwrap_or(1);
-    let tile = Tile { vector };
-    let numbers =
-        2 * tile.shared() * vector + SIDE * tile.slots().max(ACROSS) + SIDE + SIDE * ACROSS;
-    let bytes = numbers * size_of::<f32>();
-    if bytes > hardware.max_shared_memory_size {
-        let (what, limit) = ("the bytes of a tile", hardware.max_shared_memory_size);
-        return Err(KernelError::limit(what, limit as u64, bytes));
-    }
+    let f32 = ElemType::Float(FloatKind::F32);
+    // Of rows whose vectors are single numbers.
+    let others = SIDE * (32 + 1 + ACROSS) * f32.size();
+    let tile = ProductTile::new(client, of.width, f32, 1, others)?;
+    let vector = tile.vector;
     check_buffers(client, 4)?;
     let lists = of.lists();
     let [rows, all_means] = [lists * of.length, of.heads * of.means];
@@ -319,7 +231,7 @@ pub fn compare_with_means(
         compare::launch_unchecked(
             client,
             cubes,
-            CubeDim::new_1d(UNITS as u32),
+            CubeDim::new_1d(tile.units() as u32),
             address,
             vector,
             buffer(x, rows * vectors),
