@@ -80,7 +80,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
         bias_activation_of_large_values, bias_activation_gives_the_same_bits,
         bias_activation_keeps_its_inputs, bias_activation_constants, bias_activation_plans;
     heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_give_the_same_bits,
-        heads_constants, heads_are_differentiated_together, heads_plans;
+        heads_constants, heads_are_differentiated_together, heads_plans, heads_apart_equal_slices;
     sampling: sampled_tokens_are_those_of_a_sort, sampled_tokens_follow_the_probabilities;
     selected: selected_attention_equals_f64, selected_attention_in_half_precision,
         selected_attention_equals_its_layout, selected_attention_of_query_blocks,

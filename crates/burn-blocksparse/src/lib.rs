@@ -127,6 +127,7 @@ pub use gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
 pub use gradients::attention_hvp;
 pub use gradients::{AttentionGradients, attention_gradients};
 pub use graph::{DeviceSeed, Fixed, FixedKind, Replayed, check_not_recording, prepare_seed};
+pub use heads::apart::{heads_apart, heads_together};
 pub use heads::values::{HeadParts, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};
 pub use kept::values::KeptAttention;

@@ -9,6 +9,7 @@ mod estimates;
 mod fixed;
 mod gates;
 mod heads;
+mod heads_apart;
 #[cfg(feature = "cube")]
 mod indexer;
 mod key_lists;
@@ -40,6 +41,7 @@ pub use estimates::{CompressedCall, EstimateOps, MeanScores};
 pub use fixed::FixedOps;
 pub use gates::GateOps;
 pub use heads::HeadOps;
+pub use heads_apart::{HeadsApart, HeadsApartOps};
 #[cfg(feature = "cube")]
 pub use indexer::{
     ComparedKeys, IndexInputs, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores, TargetInputs,
