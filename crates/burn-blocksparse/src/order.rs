@@ -129,7 +129,7 @@ pub fn hash_rows(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, 
         Ok(Some(Tensor::from_dispatch(buckets)))
     }
     #[cfg(not(feature = "cube"))]
-    unreachable!("kernels need the feature cube")
+    unreachable!("kernels need the feature cube, for {:?}", rotations.dims())
 }
 
 /// [`sort_rounds`] by [`hash_rows`], in one operation: two launches, or three where there are very many buckets. Lists are those of all batch entries and
