@@ -5,7 +5,7 @@ use burn_blocksparse::{split_heads, split_heads_plan};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_give_the_same_bits, heads_constants, heads_are_differentiated_together, heads_plans);
+burn_blocksparse_tests::tests!(heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_give_the_same_bits, heads_constants, heads_are_differentiated_together, heads_plans, heads_apart_equal_slices);
 
 #[rstest]
 #[case(&[], 8, "parts must be of 1 to 3 tensors, got 0")]

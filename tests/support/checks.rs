@@ -3,13 +3,13 @@
 use burn::tensor::Device;
 
 use crate::{
-    activation, attention, autodiff, bias_gradient, block_sparse, blocks, content, device_layout,
-    device_layout_positions, device_layout_within, dsa, embedding, eviction, fuzz, fuzz_decoding,
-    gates, gradients, graph, graph_decoding, graph_training, heads, kept, key_lists, linear,
-    listed, loss, masses, max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim, options,
-    order, order_rounds, page_choice, paged, paged_quantised, projection, sampling, selected,
-    selected_lists, selected_planted, selection, selection_fuzz, selection_goldens, selection_long,
-    selection_rules, selection_runs, sharing, stream_dropout, tiles, widths,
+    activation, attention, attracted, autodiff, bias_gradient, block_sparse, blocks, content,
+    device_layout, device_layout_positions, device_layout_within, dsa, embedding, eviction, fuzz,
+    fuzz_decoding, gates, gradients, graph, graph_decoding, graph_training, heads, kept, key_lists,
+    linear, listed, loss, masses, max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim,
+    options, order, order_rounds, page_choice, paged, paged_quantised, projection, sampling,
+    selected, selected_lists, selected_planted, selection, selection_fuzz, selection_goldens,
+    selection_long, selection_rules, selection_runs, sharing, stream_dropout, tiles, widths,
 };
 
 /// A check over the table of cases on some devices; it panics if it fails.
@@ -80,7 +80,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
         bias_activation_of_large_values, bias_activation_gives_the_same_bits,
         bias_activation_keeps_its_inputs, bias_activation_constants, bias_activation_plans;
     heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_give_the_same_bits,
-        heads_constants, heads_are_differentiated_together, heads_plans;
+        heads_constants, heads_are_differentiated_together, heads_plans, heads_apart_equal_slices;
     sampling: sampled_tokens_are_those_of_a_sort, sampled_tokens_follow_the_probabilities;
     selected: selected_attention_equals_f64, selected_attention_in_half_precision,
         selected_attention_equals_its_layout, selected_attention_of_query_blocks,
@@ -111,7 +111,9 @@ pub const CHECKS: &[(&str, Check)] = table! {
         layouts_within_give_the_same_bits;
     order: buckets_are_sorted_as_by_the_host, highest_in_rows_are_those_of_a_sort,
         sums_at_places_are_gradients_of_rows;
-    order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product, keyed_rows_equal_burns_operations;
+    attracted: attracted_rows_equal_f64, attracted_rows_of_equal_similarities, attracted_rows_errors;
+    order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product,
+        sorted_hashes_are_hashes_sorted, keyed_rows_equal_burns_operations;
     content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
     device_layout_positions: pairs_by_positions_equal_f64, pairs_by_positions_in_half_precision, positions_are_checked;
     embedding: embedding_equals_f64, embedding_in_half_precision, embedding_gives_the_same_bits,

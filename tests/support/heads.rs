@@ -1,7 +1,7 @@
 //! Rows split into heads and joined, against loops over all indices.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{join_heads, split_heads, split_heads_plan};
+use burn_blocksparse::{heads_apart, heads_together, join_heads, split_heads, split_heads_plan};
 
 use crate::activation::assert_plan;
 use crate::compare::{assert_close, to_f64};
@@ -411,5 +411,54 @@ pub fn heads_plans(devices: &[Device]) {
         let parts = [(4, 16), (2, 16), (2, 16)];
         assert_plan(&split_heads_plan(&x, Some(&bias), &parts).unwrap(), device);
         assert_plan(&split_heads_plan(&x, None, &[(8, 16)]).unwrap(), device);
+    }
+}
+
+/// Both parts are slices, and their gradients those of slices; also if one has none, of a tensor that is used twice, and back together.
+pub fn heads_apart_equal_slices(devices: &[Device]) {
+    for ([batch, heads, seq, width], first) in
+        [([1, 4, 9, 8], 1), ([3, 5, 7, 5], 3), ([2, 2, 16, 4], 1)]
+    {
+        let shape = [batch, heads, seq, width];
+        let (x, by) = (
+            numbers(51, shape.iter().product()),
+            numbers(52, shape.iter().product()),
+        );
+        for device in devices {
+            for (dtype, tolerance) in exact_dtypes(device) {
+                let device = device.clone().autodiff();
+                for used in [[true, true], [true, false], [false, true]] {
+                    let run = |at_once: bool| {
+                        let x = tensor(&x, shape, &device, dtype).require_grad();
+                        let twice = x.clone() * 2.0;
+                        let slice = |x: &Tensor<4>, from, to| x.clone().slice_dim(1, from..to);
+                        let [a, b] = match at_once {
+                            true => heads_apart(twice, first).unwrap(),
+                            false => [slice(&twice, 0, first), slice(&twice, first, heads)],
+                        };
+                        let a = if used[0] { a } else { a.detach() };
+                        let b = if used[1] { b } else { b.detach() };
+                        let parts = [a.square(), b.exp()];
+                        let out = match at_once {
+                            true => heads_together(parts).unwrap(),
+                            false => Tensor::cat(parts.to_vec(), 1),
+                        };
+                        let by = tensor(&by, shape, &device, dtype);
+                        let grads = (out.clone() * by).sum().backward();
+                        [out.into_data(), x.grad(&grads).unwrap().into_data()]
+                    };
+                    let what = format!("{shape:?}, {first}, {used:?}, {device:?}, {dtype:?}");
+                    for (got, expected) in run(true).into_iter().zip(run(false)) {
+                        assert_close(&what, got, &to_f64(expected), tolerance);
+                    }
+                }
+                let whole = tensor(&x, shape, &device, dtype);
+                let error = heads_apart(whole.clone(), heads).unwrap_err().to_string();
+                assert!(error.contains("first"), "{error}");
+                let other = Tensor::zeros([batch, 1, seq + 1, width], (&device, dtype));
+                let error = heads_together([whole, other]).unwrap_err().to_string();
+                assert!(error.contains("others' rows"), "{error}");
+            }
+        }
     }
 }

@@ -3,6 +3,7 @@
 
 pub mod activation;
 pub mod attention;
+pub mod attracted;
 pub mod autodiff;
 pub mod bias_gradient;
 pub mod block_sparse;

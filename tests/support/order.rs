@@ -56,19 +56,28 @@ pub fn buckets_are_sorted_as_by_the_host(devices: &[Device]) {
     }
 }
 
-/// Of rows with ties, and with what is no number.
+/// Of rows with ties, and with what is no number; of short rows, of as many numbers as cubes hold, and of more.
 pub fn highest_in_rows_are_those_of_a_sort(devices: &[Device]) {
-    let [groups, rows, columns] = [3, 4, 300];
-    let mut rng = ChaCha8Rng::seed_from_u64(77);
-    let mut given: Vec<f32> = (0..groups * rows * columns)
-        .map(|_| rng.random_range(0..500) as f32 / 250.0 - 1.0)
-        .collect();
-    given[..columns].fill(0.25);
-    for at in [columns, columns + 9, 3 * columns - 1] {
-        given[at] = f32::NAN;
-    }
-    for most in [1, 64, 65, 299, 300] {
-        for device in devices {
+    for ([groups, rows, columns], most) in [
+        ([3, 4, 300], vec![1, 64, 65, 299, 300]),
+        ([1, 3, 31], vec![1, 30, 31]),
+        ([1, 2, 5000], vec![1, 77, 4999]),
+        ([1, 1, 33_000], vec![130]),
+    ] {
+        let mut rng = ChaCha8Rng::seed_from_u64(77);
+        let mut given: Vec<f32> = (0..groups * rows * columns)
+            .map(|_| rng.random_range(0..500) as f32 / 250.0 - 1.0)
+            .collect();
+        if rows > 1 {
+            given[..columns].fill(0.25);
+            for at in [columns, columns + 9, 2 * columns - 1] {
+                given[at] = f32::NAN;
+            }
+        }
+        for (most, device) in most.into_iter().flat_map(|most| {
+            let of = move |device| (most, device);
+            devices.iter().map(of)
+        }) {
             let data = TensorData::new(given.clone(), [groups, rows, columns]);
             let x = Tensor::<3>::from_data(data, (device, DType::F32));
             let Some(found) = highest_in_rows(x, most).unwrap() else {
@@ -77,32 +86,32 @@ pub fn highest_in_rows_are_those_of_a_sort(devices: &[Device]) {
             };
             let (lists, places) = (numbers(found.columns), numbers(found.places));
             for (row, numbers) in given.chunks(columns).enumerate() {
-                let number = |at: usize| match numbers[at].is_nan() {
-                    true => f32::NEG_INFINITY,
-                    false => numbers[at],
-                };
-                let mut order: Vec<usize> = (0..columns).collect();
-                order.sort_by(|&a, &b| number(b).total_cmp(&number(a)).then(a.cmp(&b)));
-                order.truncate(most);
-                order.sort_unstable();
+                let order = highest_of(numbers, most);
                 let list = &lists[row * most..][..most];
-                assert!(
-                    order.iter().eq(list
-                        .iter()
-                        .map(|&at| at as usize)
-                        .collect::<Vec<_>>()
-                        .iter())
-                );
+                assert_eq!(list, order, "{columns}, {most}, {row}");
                 let (group, row) = (row / rows, row % rows);
-                for column in 0..columns {
+                for column in 0..columns as i32 {
                     let place = order.binary_search(&column).ok();
                     let expected = place.map_or(-1, |place| (row * most + place) as i32);
-                    let got = places[(group * rows + row) * columns + column];
-                    assert_eq!(got, expected, "{most}, {row}, {column}");
+                    let got = places[(group * rows + row) * columns + column as usize];
+                    assert_eq!(got, expected, "{columns}, {most}, {row}, {column}");
                 }
             }
         }
     }
+}
+
+/// Where the `most` highest numbers are, by a sort, ascending.
+fn highest_of(numbers: &[f32], most: usize) -> Vec<i32> {
+    let number = |at: usize| match numbers[at].is_nan() {
+        true => f32::NEG_INFINITY,
+        false => numbers[at],
+    };
+    let mut order: Vec<usize> = (0..numbers.len()).collect();
+    order.sort_by(|&a, &b| number(b).total_cmp(&number(a)).then(a.cmp(&b)));
+    let mut first: Vec<i32> = order[..most].iter().map(|&at| at as i32).collect();
+    first.sort_unstable();
+    first
 }
 
 /// The one is the gradient of the other.

@@ -2,7 +2,8 @@
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
-    hash_rows, keyed_rows_at, means_at, rows_at, runs_kernels, sort_rounds, sums_at,
+    TokensInRounds, hash_rows, keyed_rows_at, means_at, rows_at, runs_kernels, sort_hashes,
+    sort_rounds, sums_at,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -61,7 +62,12 @@ pub fn rounds_are_sorted_each_by_itself(devices: &[Device]) {
 
 /// Of two products that are nearly the same either bucket is right.
 pub fn rows_hash_to_their_largest_product(devices: &[Device]) {
-    for (length, dim, rounds, half) in [(37, 16, 3, 5), (300, 24, 2, 40), (5, 7, 1, 1)] {
+    for (length, dim, rounds, half) in [
+        (37, 16, 3, 5),
+        (300, 24, 2, 70),
+        (5, 7, 1, 1),
+        (130, 300, 1, 9),
+    ] {
         let [batch, heads] = [2, 2];
         let mut rng = ChaCha8Rng::seed_from_u64(80);
         let mut random = |count: usize| -> Vec<f32> {
@@ -102,6 +108,49 @@ pub fn rows_hash_to_their_largest_product(devices: &[Device]) {
                         "{device:?}, {dtype:?}, {at}: {got}, {most}"
                     );
                 }
+            }
+        }
+    }
+}
+
+/// As a hash and a sort after it, with places behind the last row: in one tile of rows and in several, of one tile of columns and of several, and of more
+/// buckets than tiles count.
+pub fn sorted_hashes_are_hashes_sorted(devices: &[Device]) {
+    for ([length, dim], [rounds, half], room) in [
+        ([37, 16], [3, 5], 40),
+        ([300, 24], [2, 70], 300),
+        ([129, 7], [1, 1], 130),
+        ([140, 300], [1, 300], 160),
+    ] {
+        let [batch, heads] = [2, 2];
+        let mut rng = ChaCha8Rng::seed_from_u64(82);
+        let mut random = |count: usize| -> Vec<f32> {
+            (0..count).map(|_| rng.random_range(-1.0..1.0)).collect()
+        };
+        let mut x = random(batch * heads * length * dim);
+        // Rows that are the same, and one of zeros.
+        let (first, others) = x.split_at_mut(dim);
+        (others.chunks_mut(dim).step_by(3)).for_each(|row| row.copy_from_slice(first));
+        others[dim..2 * dim].fill(0.0);
+        let rotations = random(rounds * dim * half);
+        for device in devices {
+            for dtype in [DType::F32, DType::BF16] {
+                if !supports(device, dtype) {
+                    continue;
+                }
+                let rows = floats(&x, [batch, heads, length, dim], device).cast(dtype);
+                let turned = floats(&rotations, [rounds, dim, half], device);
+                let Some(sorted) = sort_hashes(rows.clone(), turned.clone(), room).unwrap() else {
+                    assert!(!runs_kernels(device));
+                    continue;
+                };
+                let buckets = hash_rows(rows.clone(), turned.clone()).unwrap().unwrap();
+                let buckets = buckets.reshape([batch * heads, rounds, length]);
+                let expected = sort_rounds(buckets, 2 * half, room).unwrap().unwrap();
+                let all = |x: TokensInRounds| [x.tokens, x.places, x.choices].map(numbers);
+                assert_eq!(all(sorted), all(expected), "{length}, {half}, {dtype:?}");
+                let error = sort_hashes(rows, turned, length - 1).unwrap_err();
+                assert!(error.to_string().contains("room"), "{error}");
             }
         }
     }

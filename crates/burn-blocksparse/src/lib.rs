@@ -127,6 +127,7 @@ pub use gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
 pub use gradients::attention_hvp;
 pub use gradients::{AttentionGradients, attention_gradients};
 pub use graph::{DeviceSeed, Fixed, FixedKind, Replayed, check_not_recording, prepare_seed};
+pub use heads::apart::{heads_apart, heads_together};
 pub use heads::values::{HeadParts, JoinCall, Joined, SplitInputs};
 pub use heads::{join_heads, split_heads, split_heads_plan};
 pub use kept::values::KeptAttention;
@@ -158,8 +159,8 @@ pub use ops::{
 pub use optim::{AdamWControl, FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ChoiceWalk, ProductPrecision, WeightsMode, alibi_slopes};
 pub use order::{
-    HighestInRows, TokensInRounds, hash_rows, highest_in_rows, highest_rows, sort_buckets,
-    sort_rounds,
+    AttractedRows, HighestInRows, TokensInRounds, attracted_rows, hash_rows, highest_in_rows,
+    highest_rows, sort_buckets, sort_hashes, sort_rounds,
 };
 pub use paged::values::{
     AppendInputs, AppendPacked, MaybeInt, PackedPages, PageChoiceCall, PageScoreInputs, PagedCall,

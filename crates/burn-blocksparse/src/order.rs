@@ -13,7 +13,7 @@ use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::kernels_run::runs_kernels;
 #[cfg(feature = "cube")]
-use crate::ops::OrderOps;
+use crate::ops::{OrderOps, SortedRounds};
 
 /// Tokens in the order of their buckets, those of a bucket by number: the token at each place, and the place of each token. `None` where
 /// [no kernels run](runs_kernels). Nothing is read back.
@@ -56,6 +56,17 @@ pub struct TokensInRounds {
     pub choices: Tensor<3, Int>,
 }
 
+#[cfg(feature = "cube")]
+impl From<SortedRounds<Dispatch>> for TokensInRounds {
+    fn from(sorted: SortedRounds<Dispatch>) -> Self {
+        Self {
+            tokens: Tensor::from_dispatch(sorted.tokens),
+            places: Tensor::from_dispatch(sorted.places),
+            choices: Tensor::from_dispatch(sorted.choices),
+        }
+    }
+}
+
 /// [`sort_buckets`] of lists that have other buckets in each of several rounds, in one launch, or two of more than 256 buckets: what
 /// [`keyed_rows_at`](crate::keyed_rows_at) and [`merge_attention_at`](crate::merge_attention_at) take. `None` where [no kernels run](runs_kernels).
 ///
@@ -89,22 +100,14 @@ pub fn sort_rounds(
     #[cfg(feature = "cube")]
     {
         let sorted = <Dispatch as OrderOps>::sort_rounds(buckets.into_dispatch(), count, room);
-        Ok(Some(TokensInRounds {
-            tokens: Tensor::from_dispatch(sorted.tokens),
-            places: Tensor::from_dispatch(sorted.places),
-            choices: Tensor::from_dispatch(sorted.choices),
-        }))
+        Ok(Some(sorted.into()))
     }
     #[cfg(not(feature = "cube"))]
     unreachable!("kernels need the feature cube")
 }
 
-/// Widths of rows that [`hash_rows`] takes: columns of a rotation have room in the shared memory of all devices.
-#[cfg(feature = "cube")]
-const WIDEST: usize = 256;
-
 /// The bucket of each row under each of some rotations, the first of the largest of `[x R; −x R]`, summed in f32 (f64 for f64), in one launch. `None` where
-/// [no kernels run](runs_kernels), or rows are wider than 256. No gradient flows through it.
+/// [no kernels run](runs_kernels). No gradient flows through it.
 ///
 /// # Shapes
 /// - `x`: `[batch, heads, length, dim]`
@@ -114,6 +117,61 @@ const WIDEST: usize = 256;
 /// # Errors
 /// [`OpError`] if shapes or devices do not fit each other, one is empty, or no feature of this crate serves the device.
 pub fn hash_rows(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, Int>>, OpError> {
+    let (x, rotations) = hashed(x, rotations)?;
+    if !runs_kernels(&x.device()) {
+        return Ok(None);
+    }
+    #[cfg(feature = "cube")]
+    {
+        let rotations = in_sums(rotations, &x);
+        let buckets =
+            <Dispatch as OrderOps>::hash_rows(x.into_dispatch(), rotations.into_dispatch());
+        Ok(Some(Tensor::from_dispatch(buckets)))
+    }
+    #[cfg(not(feature = "cube"))]
+    unreachable!("kernels need the feature cube, for {:?}", rotations.dims())
+}
+
+/// [`sort_rounds`] by [`hash_rows`], in one operation: two launches, or three where there are very many buckets. Lists are those of all batch entries and
+/// heads, `[batch · heads]`. `None` where [no kernels run](runs_kernels). No gradient flows through it.
+///
+/// # Shapes
+/// - `x`: `[batch, heads, length, dim]`
+/// - `rotations`: `[rounds, dim, half]`
+/// - `room`: places of a round, `length` at least
+///
+/// # Errors
+/// As [`hash_rows`], and if there are fewer places than rows, or more than 2³⁰ buckets.
+pub fn sort_hashes(
+    x: Tensor<4>,
+    rotations: Tensor<3>,
+    room: usize,
+) -> Result<Option<TokensInRounds>, OpError> {
+    let (x, rotations) = hashed(x, rotations)?;
+    let ([_, _, length, _], [.., half]) = (x.dims(), rotations.dims());
+    if half > 1 << 29 {
+        return Err(OpError::argument("rotations' half", "at most 2²⁹", half));
+    }
+    if room < length {
+        let expected = format!("at least the {length} rows");
+        return Err(OpError::argument("room", expected, room));
+    }
+    if !runs_kernels(&x.device()) {
+        return Ok(None);
+    }
+    #[cfg(feature = "cube")]
+    {
+        let rotations = in_sums(rotations, &x);
+        let sorted =
+            <Dispatch as OrderOps>::sort_hashes(x.into_dispatch(), rotations.into_dispatch(), room);
+        Ok(Some(sorted.into()))
+    }
+    #[cfg(not(feature = "cube"))]
+    unreachable!("kernels need the feature cube")
+}
+
+/// Rows and rotations that fit each other, without autodiff.
+fn hashed(x: Tensor<4>, rotations: Tensor<3>) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let (x, rotations) = (x.without_autodiff(), rotations.without_autodiff());
     served(&x.device())?;
     same_device("rotations' device", &x.device(), "x's", &rotations.device())?;
@@ -123,25 +181,17 @@ pub fn hash_rows(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, 
     if batch * heads * length * dim * rounds * half == 0 {
         return Err(OpError::argument("x and rotations", "not empty", 0));
     }
-    if !runs_kernels(&x.device()) {
-        return Ok(None);
+    Ok((x, rotations))
+}
+
+/// Rotations in the dtype of sums over rows.
+#[cfg(feature = "cube")]
+fn in_sums(rotations: Tensor<3>, x: &Tensor<4>) -> Tensor<3> {
+    let sums: DType = accumulate_in(x.dtype().into()).into();
+    match rotations.dtype() == sums {
+        true => rotations,
+        false => rotations.cast(sums),
     }
-    #[cfg(feature = "cube")]
-    {
-        if dim > WIDEST {
-            return Ok(None);
-        }
-        let sums: DType = accumulate_in(x.dtype().into()).into();
-        let rotations = match rotations.dtype() == sums {
-            true => rotations,
-            false => rotations.cast(sums),
-        };
-        let buckets =
-            <Dispatch as OrderOps>::hash_rows(x.into_dispatch(), rotations.into_dispatch());
-        Ok(Some(Tensor::from_dispatch(buckets)))
-    }
-    #[cfg(not(feature = "cube"))]
-    unreachable!("kernels need the feature cube")
 }
 
 /// Of each column the row of its highest number, of equal ones the first, counted through the rows of all heads: row `r` of head `h` is `h · rows + r`. `None`
@@ -211,6 +261,73 @@ pub fn highest_in_rows(numbers: Tensor<3>, most: usize) -> Result<Option<Highest
         Ok(Some(HighestInRows {
             columns: Tensor::from_dispatch(lists.columns),
             places: Tensor::from_dispatch(lists.places),
+        }))
+    }
+    #[cfg(not(feature = "cube"))]
+    unreachable!("kernels need the feature cube")
+}
+
+/// The rows that means attract, as [`attracted_rows`] gives them: i32, without autodiff.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct AttractedRows {
+    /// The rows of each mean, ascending: `[batch, heads, means, most]`.
+    pub rows: Tensor<4, Int>,
+    /// Of each mean and row `mean · most` and the row's place in the mean's list, or −1: `[batch, heads, means, length]`.
+    pub places: Tensor<4, Int>,
+    /// The nearest mean of each row, of equally near ones the first, counted through the means of all heads: `[batch, heads, length]`.
+    pub nearest: Tensor<3, Int>,
+}
+
+/// The `most` rows that are most similar to each mean of their head, of equally similar ones the earlier, and the nearest mean of each row. A similarity is
+/// the product of the mean and the row made as long as 1, in f32; squares of lengths are 10⁻²⁴ at least, and NaN is the lowest. Two launches, whatever the
+/// number of means. `None` where [no kernels run](runs_kernels), and of f64. No gradient flows through it.
+///
+/// Similarities are within 2⁻¹⁶ of the mean's length of exact ones, for rows of up to 128 numbers: between rows that are closer, rounding chooses.
+///
+/// # Shapes
+/// - `x`: `[batch, heads, length, width]`
+/// - `means`: `[heads, means, width]`, read in f32
+///
+/// # Errors
+/// [`OpError`] if shapes or devices do not fit each other, one is empty, `most` is not from 1 to the length, or no feature of this crate serves the device.
+pub fn attracted_rows(
+    x: Tensor<4>,
+    means: Tensor<3>,
+    most: usize,
+) -> Result<Option<AttractedRows>, OpError> {
+    let (x, means) = (x.without_autodiff(), means.without_autodiff());
+    served(&x.device())?;
+    same_device("means' device", &x.device(), "x's", &means.device())?;
+    let [batch, heads, length, width] = x.dims();
+    let [of_heads, count, of_means] = means.dims();
+    OpError::expect_same(
+        "means' heads and width",
+        [heads, width],
+        "x's",
+        [of_heads, of_means],
+    )?;
+    if batch * heads * length * width * count == 0 {
+        return Err(OpError::argument("x and means", "not empty", 0));
+    }
+    if !(1..=length).contains(&most) {
+        let expected = format!("from 1 to the {length} rows");
+        return Err(OpError::argument("most", expected, most));
+    }
+    if !runs_kernels(&x.device()) {
+        return Ok(None);
+    }
+    #[cfg(feature = "cube")]
+    {
+        if x.dtype() == DType::F64 {
+            return Ok(None);
+        }
+        let lists =
+            <Dispatch as OrderOps>::attracted_rows(x.into_dispatch(), means.into_dispatch(), most);
+        Ok(Some(AttractedRows {
+            rows: Tensor::from_dispatch(lists.rows),
+            places: Tensor::from_dispatch(lists.places),
+            nearest: Tensor::from_dispatch(lists.nearest),
         }))
     }
     #[cfg(not(feature = "cube"))]

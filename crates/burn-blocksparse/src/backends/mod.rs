@@ -17,6 +17,7 @@ pub(crate) mod estimates;
 mod fixed;
 pub(crate) mod gates;
 pub(crate) mod heads;
+mod heads_apart;
 #[cfg(feature = "cube")]
 pub(crate) mod indexer;
 pub(crate) mod key_lists;

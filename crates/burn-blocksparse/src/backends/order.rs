@@ -1,15 +1,16 @@
 //! Orders on CubeCL devices.
 
 use blocksparse::kernels::paged;
-use blocksparse::kernels::rows::{self, HashedRows, Rounds};
-use burn::tensor::DType;
+use blocksparse::kernels::rows::{self, HashedRows, Rounds, RowsOfMeans};
+use burn::backend::ops::IntTensorOps;
+use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::tensor::CubeTensor;
 
 use super::cube::{empty, launched, typed};
 use super::paged::integers;
-use crate::ops::{HighestLists, OrderOps, SortedRounds};
+use crate::ops::{AttractedLists, HighestLists, OrderOps, SortedRounds};
 
 impl OrderOps for CubeBackend {
     fn sort_rounds(buckets: CubeTensor, count: usize, room: usize) -> SortedRounds<Self> {
@@ -43,23 +44,67 @@ impl OrderOps for CubeBackend {
         buckets
     }
 
+    fn sort_hashes(x: CubeTensor, rotations: CubeTensor, room: usize) -> SortedRounds<Self> {
+        let [batch, heads, length, dim] = x.meta.shape().dims();
+        let [rounds, _, half] = rotations.meta.shape().dims();
+        let of = HashedRows::new([batch * heads, length, dim], [rounds, half]);
+        let (x, rotations) = (into_contiguous(x), into_contiguous(rotations));
+        if !rows::sorts_hashes(&x.client, &of, typed(&x).1) {
+            let buckets = Self::hash_rows(x, rotations);
+            let shape = Shape::new([batch * heads, rounds, length]);
+            return Self::sort_rounds(Self::int_reshape(buckets, shape), 2 * half, room);
+        }
+        let by_place = || empty(&x, [batch * heads, rounds, room], DType::I32);
+        let (tokens, choices) = (by_place(), by_place());
+        let places = empty(&x, [batch * heads, length, rounds], DType::I32);
+        launched(rows::sort_hashes(
+            &x.client,
+            &of,
+            room,
+            typed(&x),
+            &rotations.handle,
+            [&tokens.handle, &places.handle, &choices.handle],
+        ));
+        SortedRounds {
+            tokens,
+            places,
+            choices,
+        }
+    }
+
     fn highest_in_rows(numbers: CubeTensor, most: usize) -> HighestLists<Self> {
         let [groups, rows, columns] = numbers.meta.shape().dims();
         let numbers = into_contiguous(cast(numbers, DType::F32));
         let lists = empty(&numbers, [groups, rows, most], DType::I32);
         let places = empty(&numbers, [groups, rows, columns], DType::I32);
-        let (given, made) = (&numbers.handle, [&lists.handle, &places.handle]);
-        let of = [groups, rows, columns];
-        launched(paged::highest_in_rows(
-            &numbers.client,
-            of,
-            most,
-            given,
-            made,
-        ));
+        highest(&numbers, [groups, rows, columns], most, [&lists, &places]);
         HighestLists {
             columns: lists,
             places,
+        }
+    }
+
+    fn attracted_rows(x: CubeTensor, means: CubeTensor, most: usize) -> AttractedLists<Self> {
+        let [batch, heads, length, width] = x.meta.shape().dims();
+        let [_, count, _] = means.meta.shape().dims();
+        let (x, means) = (into_contiguous(x), into_contiguous(cast(means, DType::F32)));
+        let similarities = empty(&x, [batch, heads, count, length], DType::F32);
+        let nearest = empty(&x, [batch, heads, length], DType::I32);
+        launched(rows::compare_with_means(
+            &x.client,
+            &RowsOfMeans::new([batch, heads, length, width], count),
+            typed(&x),
+            &means.handle,
+            [&similarities.handle, &nearest.handle],
+        ));
+        let lists = empty(&x, [batch, heads, count, most], DType::I32);
+        let places = empty(&x, [batch, heads, count, length], DType::I32);
+        let of = [batch * heads, count, length];
+        highest(&similarities, of, most, [&lists, &places]);
+        AttractedLists {
+            rows: lists,
+            places,
+            nearest,
         }
     }
 
@@ -72,4 +117,15 @@ impl OrderOps for CubeBackend {
         launched(rows::highest_rows(&numbers.client, of, sizes, given, made));
         found
     }
+}
+
+/// The `most` highest of each row of `[groups, rows, columns]`, in f32: by cubes that hold rows, or by those that read longer ones again.
+fn highest(numbers: &CubeTensor, of: [usize; 3], most: usize, made: [&CubeTensor; 2]) {
+    let (client, given) = (&numbers.client, &numbers.handle);
+    let made = made.map(|made| &made.handle);
+    let [.., columns] = of;
+    launched(match rows::holds_rows(client, columns) {
+        true => rows::highest_of_rows(client, of, most, given, made),
+        false => paged::highest_in_rows(client, of, most, given, made),
+    });
 }

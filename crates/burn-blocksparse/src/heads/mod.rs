@@ -1,5 +1,6 @@
 //! Heads side by side in rows, and tensors by heads.
 
+pub(crate) mod apart;
 pub(crate) mod reference;
 pub(crate) mod values;
 

@@ -9,6 +9,7 @@ mod estimates;
 mod fixed;
 mod gates;
 mod heads;
+mod heads_apart;
 #[cfg(feature = "cube")]
 mod indexer;
 mod key_lists;
@@ -40,6 +41,7 @@ pub use estimates::{CompressedCall, EstimateOps, MeanScores};
 pub use fixed::FixedOps;
 pub use gates::GateOps;
 pub use heads::HeadOps;
+pub use heads_apart::{HeadsApart, HeadsApartOps};
 #[cfg(feature = "cube")]
 pub use indexer::{
     ComparedKeys, IndexInputs, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores, TargetInputs,
@@ -57,7 +59,7 @@ pub use norm::NormOps;
 pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
 #[cfg(feature = "cube")]
-pub use order::{HighestLists, OrderOps, SortedRounds};
+pub use order::{AttractedLists, HighestLists, OrderOps, SortedRounds};
 pub use page_choice::PageChoiceOps;
 pub use paged::PagedOps;
 pub use projection::ProjectionOps;

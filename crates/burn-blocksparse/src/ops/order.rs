@@ -27,6 +27,19 @@ pub struct HighestLists<B: Backend> {
     pub places: IntTensor<B>,
 }
 
+/// Rows that means attract, i32.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct AttractedLists<B: Backend> {
+    /// The rows of each mean, ascending: `[batch, heads, means, most]`.
+    pub rows: IntTensor<B>,
+    /// Of each mean and row `mean · most` and its place in the mean's list, or −1: `[batch, heads, means, length]`.
+    pub places: IntTensor<B>,
+    /// The nearest mean of each row, counted through those of all heads: `[batch, heads, length]`.
+    pub nearest: IntTensor<B>,
+}
+
 /// Sorts and lists as backend operations, on devices that have kernels alone, of i32 tensors. Elsewhere the functions that use them use Burn's operations.
 #[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
 pub trait OrderOps: Backend {
@@ -39,9 +52,25 @@ pub trait OrderOps: Backend {
     #[fusion(meta = meta::hashed)]
     fn hash_rows(x: FloatTensor<Self>, rotations: FloatTensor<Self>) -> IntTensor<Self>;
 
+    /// The order of such rows by their buckets in each round, in rounds of `room` places, of `batch · heads` lists.
+    #[fusion(meta = meta::sorted_hashes)]
+    fn sort_hashes(
+        x: FloatTensor<Self>,
+        rotations: FloatTensor<Self>,
+        room: usize,
+    ) -> SortedRounds<Self>;
+
     /// The `most` highest of each row of `[groups, rows, columns]`, in f32.
     #[fusion(meta = meta::highest)]
     fn highest_in_rows(numbers: FloatTensor<Self>, most: usize) -> HighestLists<Self>;
+
+    /// The `most` rows of `[batch, heads, length, width]` most similar to each mean of `[heads, means, width]` in f32, and the nearest mean of each.
+    #[fusion(meta = meta::attracted)]
+    fn attracted_rows(
+        x: FloatTensor<Self>,
+        means: FloatTensor<Self>,
+        most: usize,
+    ) -> AttractedLists<Self>;
 
     /// Of each column of `[batch, heads, rows, columns]` the row of its highest number, counted through the rows of all heads: `[batch, heads, columns]`.
     #[fusion(meta = meta::highest_rows)]
@@ -54,7 +83,7 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
     use burn::tensor::DType;
 
-    use super::{HighestListsMetadata, SortedRoundsMetadata};
+    use super::{AttractedListsMetadata, HighestListsMetadata, SortedRoundsMetadata};
 
     pub fn sorted(buckets: &TensorSpec, _count: &usize, room: &usize) -> SortedRoundsMetadata {
         let [lists, rounds, length] = buckets.shape.dims::<3>();
@@ -74,11 +103,35 @@ mod meta {
         )
     }
 
+    pub fn sorted_hashes(
+        x: &TensorSpec,
+        rotations: &TensorSpec,
+        room: &usize,
+    ) -> SortedRoundsMetadata {
+        let [batch, heads, length, _] = x.shape.dims::<4>();
+        let shape = [batch * heads, rotations.shape[0], length];
+        let buckets = TensorSpec::new(shape.into(), DType::I32);
+        sorted(&buckets, &0, room)
+    }
+
     pub fn highest(numbers: &TensorSpec, most: &usize) -> HighestListsMetadata {
         let [groups, rows, _] = numbers.shape.dims::<3>();
         HighestListsMetadata {
             columns: TensorSpec::new([groups, rows, *most].into(), DType::I32),
             places: TensorSpec::new(numbers.shape.clone(), DType::I32),
+        }
+    }
+
+    pub fn attracted(x: &TensorSpec, means: &TensorSpec, most: &usize) -> AttractedListsMetadata {
+        let [batch, heads, length, _] = x.shape.dims::<4>();
+        let of_mean = |count: usize| {
+            let shape = [batch, heads, means.shape[1], count];
+            TensorSpec::new(shape.into(), DType::I32)
+        };
+        AttractedListsMetadata {
+            rows: of_mean(*most),
+            places: of_mean(length),
+            nearest: TensorSpec::new([batch, heads, length].into(), DType::I32),
         }
     }
 

@@ -1,7 +1,9 @@
 //! Balanced clusters: to each mean the same number of tokens, those most similar to it.
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::{highest_in_rows, keyed_rows_at, means_at, rows_at, runs_kernels};
+use burn_blocksparse::{
+    attracted_rows, highest_in_rows, keyed_rows_at, means_at, rows_at, runs_kernels,
+};
 
 use super::counts::Counts;
 use super::{counted, in_dtype, ones, unit};
@@ -48,6 +50,23 @@ impl Clusters {
             }
         }
         Ok(Self::by_halvings(similarities, width))
+    }
+
+    /// [`Self::new`] by the similarities of vectors `[batch, heads, length, dim]`, which are made as long as 1, to means `[heads, clusters, dim]`, and the nearest
+    /// mean of each, as [`nearest`](super::means::nearest) gives it. `None` where kernels do not.
+    pub fn by_kernels(
+        x: Tensor<4>,
+        means: Tensor<3>,
+        width: usize,
+    ) -> Result<Option<(Self, Tensor<3, Int>)>, TransformerError> {
+        Ok(attracted_rows(x, means, width)?.map(|found| {
+            let clusters = Self {
+                tokens: found.rows,
+                // Kernels read it as it is.
+                places: found.places.swap_dims(2, 3),
+            };
+            (clusters, found.nearest)
+        }))
     }
 
     /// In Burn's operations.

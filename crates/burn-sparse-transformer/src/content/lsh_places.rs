@@ -1,12 +1,12 @@
 //! All rounds of hashing in one call of attention, over places that positions mask.
 
 use std::collections::BTreeSet;
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Mutex, PoisonError};
 
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, BlockMask, DeviceLayout, KeptLayouts, LayoutShape, PositionRule,
-    attention_with_lse, hash_rows, keyed_rows_at, merge_attention_at, sort_rounds,
+    attention_with_lse, check_not_recording, keyed_rows_at, merge_attention_at, sort_hashes,
 };
 
 use super::routing::block_size;
@@ -27,21 +27,17 @@ pub(super) struct Placed {
 }
 
 impl Placed {
-    /// Of queries `[batch, heads, seq, head_dim]` and rotations `[rounds, head_dim, half]`: one launch that hashes and one that sorts, whatever the rounds.
-    /// `None` where kernels do not.
+    /// Of queries `[batch, heads, seq, head_dim]` and rotations `[rounds, head_dim, half]`: one operation that hashes and sorts, whatever the rounds. `None` where
+    /// kernels do not.
     pub fn new(
         x: Tensor<4>,
         rotations: Tensor<3>,
         [chunks, bucket]: [usize; 2],
     ) -> Result<Option<Self>, TransformerError> {
-        let [.., half] = rotations.dims();
-        let Some(buckets) = hash_rows(x, rotations)? else {
-            return Ok(None);
-        };
-        let [batch, heads, rounds, seq] = buckets.dims();
-        let buckets = buckets.reshape([batch * heads, rounds, seq]);
+        let [batch, heads, seq, _] = x.dims();
+        let [rounds, ..] = rotations.dims();
         let all = chunks * bucket;
-        Ok(sort_rounds(buckets, 2 * half, all)?.map(|sorted| {
+        Ok(sort_hashes(x, rotations, all)?.map(|sorted| {
             let by_place = |x: Tensor<3, Int>| x.reshape([batch, heads, rounds * all]);
             Self {
                 tokens: by_place(sorted.tokens),
@@ -78,9 +74,54 @@ impl Placed {
         let dtype: DType = others.1.dtype();
         // A token that sees nothing in any round.
         let alone = self_alone + (rounds as f64).ln();
-        let alone = Tensor::full([batch, heads, seq], alone, (&value.device(), dtype));
+        let alone = constant([batch, heads, seq], alone, (&value.device(), dtype));
         Ok(merge_attention_at((value, alone), others, places, choices)?)
     }
+}
+
+/// A tensor that is the same everywhere, and in every call: not made anew in each.
+struct Constant {
+    shape: [usize; 3],
+    value: f64,
+    device: Device,
+    dtype: DType,
+    tensor: Tensor<3>,
+}
+
+/// The latest of all calls, the newest last.
+static CONSTANTS: Mutex<Vec<Constant>> = Mutex::new(Vec::new());
+
+/// How many are kept.
+const KEPT: usize = 4;
+
+/// So many times a number, without autodiff.
+fn constant(shape: [usize; 3], value: f64, (device, dtype): (&Device, DType)) -> Tensor<3> {
+    let device = device.clone().without_autodiff();
+    let made = || Tensor::full(shape, value, (&device, dtype));
+    // What is recorded is made when it is replayed.
+    if check_not_recording("a constant that is kept").is_err() {
+        return made();
+    }
+    let mut kept = CONSTANTS.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_it = |of: &Constant| {
+        let number = (of.value.to_bits(), of.shape, of.dtype);
+        number == (value.to_bits(), shape, dtype) && of.device == device
+    };
+    if let Some(known) = kept.iter().find(|of| is_it(of)) {
+        return known.tensor.clone();
+    }
+    let tensor = made();
+    if kept.len() == KEPT {
+        kept.remove(0);
+    }
+    kept.push(Constant {
+        shape,
+        value,
+        device,
+        dtype,
+        tensor: tensor.clone(),
+    });
+    tensor
 }
 
 /// The latest layouts of all calls: they are the same whatever the tokens are.

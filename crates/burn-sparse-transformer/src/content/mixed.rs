@@ -2,7 +2,7 @@
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::Seed;
+use burn_blocksparse::{Seed, heads_apart, heads_together};
 
 use super::kind::ContentAttention;
 use super::lsh::LshHeads;
@@ -249,24 +249,19 @@ impl SparseMultiHeadAttention {
         let (call, request) = self.prepare(&input, 0)?;
         let layout = self.layouts.get(&request)?;
         let (query, key, value) = self.project(input, &call)?;
-        let (local, all) = (content.local_heads, self.n_heads);
-        let part = |x: &Tensor<4>, from: usize, to: usize| x.clone().slice_dim(1, from..to);
-        let near = (part(&query, 0, local), key, part(&value, 0, local));
-        let near = self.attend(near, &layout, &call)?;
+        let local = content.local_heads;
+        let trains = query.is_autodiff();
+        // What chooses reads heads one behind the other, several times: they are laid out so once.
+        let [query, far_query] = heads_apart(query, local)?;
+        let [value, far_value] = heads_apart(value, local)?;
+        let near = self.attend((query, key, value), &layout, &call)?;
         let seed = match call.dropout_seed {
             Some(seed) => Some(seed.derive(ROTATIONS)),
-            None => query.is_autodiff().then(|| self.seeds.next()),
+            None => trains.then(|| self.seeds.next()),
         };
-        // What chooses reads heads one behind the other, several times: they are laid out so once.
-        let apart = |x: &Tensor<4>| {
-            let x = part(x, local, all);
-            let [batch, heads, seq, width] = x.dims();
-            let x = x.reshape([batch * heads, seq, width]);
-            x.reshape([batch, heads, seq, width])
-        };
-        let far = content.forward(apart(&query), apart(&value), seed)?;
+        let far = content.forward(far_query, far_value, seed)?;
         let seen = Seen {
-            heads: Tensor::cat(vec![near, far.heads], 1),
+            heads: heads_together([near, far.heads])?,
             aside: far.aside,
         };
         Ok((seen, call))

@@ -109,3 +109,79 @@ pub fn rounded_beside(
     }
     Ok(())
 }
+
+/// A unit copies one vector, of the first matrix or of the second.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn copy_two<E: Float, N: Size>(
+    first: &[Vector<E, N>],
+    second: &[Vector<E, N>],
+    output: &mut [Vector<E, N>],
+    vectors: usize,
+    first_width: usize,
+    second_width: usize,
+    #[define(E)] _element: ElemType,
+) {
+    if ABSOLUTE_POS < vectors {
+        let all = first_width + second_width;
+        let row = ABSOLUTE_POS / all;
+        let column = ABSOLUTE_POS % all;
+        if column < first_width {
+            output[ABSOLUTE_POS] = first[row * first_width + column];
+        } else {
+            output[ABSOLUTE_POS] = second[row * second_width + column - first_width];
+        }
+    }
+}
+
+/// `output = [m₁ m₂]`: `rows` of two matrices of one type, as they are. Widths are no part of the kernel.
+///
+/// # Errors
+/// [`KernelError`] if the device lacks the type or cannot index the numbers, or a matrix has no columns.
+pub fn side_by_side(
+    client: &Client,
+    [first, second]: [&Handle; 2],
+    rows: usize,
+    widths: [usize; 2],
+    (output, element): (&Handle, ElemType),
+) -> Result<(), KernelError> {
+    if !client.properties().supports_type(element) {
+        let dtype = format!("{element:?}");
+        return Err(KernelError::Dtype { dtype });
+    }
+    if rows * widths.iter().sum::<usize>() == 0 {
+        return Ok(());
+    }
+    if widths.contains(&0) {
+        // An empty buffer cannot be bound.
+        return Err(KernelError::limit("columns of a matrix", 1u32, 0));
+    }
+    let most = (MOST_BYTES / element.size()).min(client.properties().hardware.max_vector_size);
+    let divides = |vector: &usize| {
+        *vector <= most && widths.iter().all(|width| width.is_multiple_of(*vector))
+    };
+    let vector = [8, 4, 2, 1].into_iter().find(divides).unwrap_or(1);
+    let [a, b] = widths.map(|width| width / vector);
+    let vectors = rows * (a + b);
+    let units = UNITS.min(client.properties().hardware.max_units_per_cube);
+    let address = address_of(client, vectors * vector)?;
+    let cubes = spread(client, vectors.div_ceil(units as usize) as u64)?;
+    // SAFETY: a unit writes one vector below `vectors` and reads the one that belongs there; the buffers have the lengths they say (see
+    // `buffer`).
+    unsafe {
+        copy_two::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(units),
+            address,
+            vector,
+            buffer(first, rows * a),
+            buffer(second, rows * b),
+            buffer(output, vectors),
+            vectors,
+            a,
+            b,
+            element,
+        );
+    }
+    Ok(())
+}

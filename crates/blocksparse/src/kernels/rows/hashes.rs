@@ -1,6 +1,9 @@
 //! Buckets of rows: which column of a rotation, or its opposite, a row is nearest to.
 //!
-//! A unit has two rows, and sums of some columns at a time; a cube's units share those columns of the rotation. All rounds are one launch.
+//! ```text
+//! bucket   the first of the largest of [x R; −x R]: a cube has 128 rows of a list and a rotation, 64 columns at a time
+//! order    the same, and of each row how many before it in its cube are in its bucket; how many a cube has of each bucket (order_tiles)
+//! ```
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -8,19 +11,16 @@ use cubecl::server::Handle;
 
 use super::columns::accumulator_of;
 use super::norm_shape::check_buffers;
-use super::tile::RowTile;
+use super::order_tiles::{MOST_BUCKETS, TILE, TiledSort};
+use super::products::{
+    ACROSS, OWN, ProductTile, RowsOf, SIDE, multiply_shared, own_column, own_row, share_rows,
+};
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 
-/// Units of a cube, at most.
-const UNITS: usize = 128;
-/// Rows of a unit.
-const ROWS: usize = 2;
-/// Columns that are summed at a time.
-const COLUMNS: usize = 16;
-/// Columns of a vector, if the device has such.
-const VECTOR: usize = 4;
+/// Rows of a cube, in parts of 64.
+const GROUPS: usize = TILE / SIDE;
 
 /// What is hashed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,135 +51,270 @@ impl HashedRows {
     }
 }
 
-/// What is compiled into the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Hashed {
-    units: usize,
-    /// Vectors of a row, and numbers of each.
-    row_vectors: usize,
-    vector: usize,
-    /// Vectors of the columns that are summed at a time, and columns of each.
-    column_vectors: usize,
-    columns: usize,
-}
-
-impl Hashed {
-    /// Vectors of a rotation's columns that a cube's units share.
-    fn shared(&self) -> usize {
-        self.row_vectors * self.vector * self.column_vectors
-    }
-}
-
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
-    /// Of all lists.
-    rows: usize,
+    lists: usize,
     length: usize,
     rounds: usize,
+    /// Numbers of a row, and vectors.
+    width: usize,
+    vectors: usize,
     half: usize,
-    /// Cubes of a round.
+    /// Cubes of a list and a round.
     tiles: usize,
 }
 
+/// What a cube has: a round of a list, and some of its rows.
+#[derive(CubeType, Clone, Copy)]
+struct Own {
+    /// Counted through the rounds of all lists.
+    group: usize,
+    tile: usize,
+}
+
+/// Cubes beyond the last make it again.
+#[cube]
+fn own(sizes: &Sizes) -> Own {
+    let cube = CUBE_POS.min(sizes.lists * sizes.rounds * sizes.tiles - 1);
+    Own {
+        group: cube / sizes.tiles,
+        tile: cube % sizes.tiles,
+    }
+}
+
+/// Fills a unit's part of the shared columns of a rotation, which has them side by side.
+#[cube]
+fn share_columns<A: Float, N: Size>(
+    rotations: &[A],
+    shared: &mut Shared<[Vector<A, N>]>,
+    round: usize,
+    column0: usize,
+    step: usize,
+    sizes: &Sizes,
+    #[comptime] t: ProductTile,
+) {
+    #[unroll]
+    for i in 0..comptime!(SIDE * t.slots() / t.units()) {
+        let at = UNIT_POS as usize + comptime!(i * t.units());
+        let (column, slot) = (at % SIDE, at / SIDE);
+        let mut vector = Vector::<A, N>::zeroed();
+        #[unroll]
+        for n in 0..comptime!(t.vector) {
+            let number = (step * comptime!(t.slots()) + slot) * comptime!(t.vector) + n;
+            let exists = number < sizes.width && column0 + column < sizes.half;
+            let from = (round * sizes.width + number) * sizes.half + column0 + column;
+            let turned = rotations[select(exists, from, 0usize)];
+            vector.insert(n, select(exists, turned, A::new(0.0)));
+        }
+        shared[column * comptime!(t.pitch()) + slot] = vector;
+    }
+}
+
+/// The bucket of the row of a unit, of which a cube has as many as rows.
+#[cube]
+fn bucket_of_row<E: Float, A: Float, N: Size>(
+    x: &[Vector<E, N>],
+    rotations: &[A],
+    own: &Own,
+    sizes: &Sizes,
+    #[comptime] t: ProductTile,
+) -> u32 {
+    let mut left = Shared::<[Vector<A, N>]>::new_slice(comptime!(t.left()));
+    let mut right = Shared::<[Vector<A, N>]>::new_slice(comptime!(t.right()));
+    let mut parts = Shared::<[A]>::new_slice(comptime!(t.units() * ACROSS));
+    let mut parts_at = Shared::<[u32]>::new_slice(comptime!(t.units() * ACROSS));
+    let round = own.group % sizes.rounds;
+    let rows = RowsOf {
+        start: own.group / sizes.rounds * sizes.length * sizes.vectors,
+        first: own.tile * comptime!(t.units()),
+        rows: sizes.length,
+        vectors: sizes.vectors,
+    };
+    let unit = UNIT_POS as usize;
+    let half = sizes.half as u32;
+    let mut best = Array::<A>::new(OWN);
+    let mut best_at = Array::<u32>::new(OWN);
+    #[unroll]
+    for i in 0..OWN {
+        best[i] = A::new(-3.0e38);
+        best_at[i] = 0u32.runtime();
+    }
+    // Nobody asks for them.
+    let mut squares = Array::<A>::new(1usize);
+    let mut sums = Array::<A>::new(comptime!(OWN * OWN));
+    for tile in 0..sizes.half.div_ceil(SIDE) {
+        let column0 = tile * SIDE;
+        #[unroll]
+        for i in 0..comptime!(OWN * OWN) {
+            sums[i] = A::new(0.0);
+        }
+        for step in 0..sizes.vectors.div_ceil(comptime!(t.slots())) {
+            sync_cube();
+            share_rows::<E, A, N>(
+                x,
+                &mut left,
+                &mut squares,
+                &rows,
+                step,
+                comptime!(t.units()),
+                false,
+                t,
+            );
+            share_columns::<A, N>(rotations, &mut right, round, column0, step, sizes, t);
+            sync_cube();
+            multiply_shared::<A, N>(&left, &right, &mut sums, t);
+        }
+        #[unroll]
+        for i in 0..OWN {
+            #[unroll]
+            for j in 0..OWN {
+                let column = column0 + own_column(j);
+                let sum = sums[comptime!(i * OWN + j)];
+                // Of a column and its opposite the larger, and of equal ones the first.
+                let is_opposite = sum < A::new(0.0);
+                let size = select(is_opposite, A::new(0.0) - sum, sum);
+                let at = column as u32 + select(is_opposite, half, 0u32);
+                let is_first = size > best[i] || (size == best[i] && at < best_at[i]);
+                let is_better = column < sizes.half && is_first;
+                best[i] = select(is_better, size, best[i]);
+                best_at[i] = select(is_better, at, best_at[i]);
+            }
+        }
+    }
+    #[unroll]
+    for i in 0..OWN {
+        let at = own_row(i) * ACROSS + own_column(0usize);
+        parts[at] = best[i];
+        parts_at[at] = best_at[i];
+    }
+    sync_cube();
+    let mut size = parts[unit * ACROSS];
+    let mut bucket = parts_at[unit * ACROSS];
+    #[unroll]
+    for other in 1..ACROSS {
+        let number = parts[unit * ACROSS + other];
+        let at = parts_at[unit * ACROSS + other];
+        let is_better = number > size || (number == size && at < bucket);
+        size = select(is_better, number, size);
+        bucket = select(is_better, at, bucket);
+    }
+    bucket
+}
+
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn hash<E: Float, A: Float, N: Size, S: Size>(
+fn hash<E: Float, A: Float, N: Size>(
     x: &[Vector<E, N>],
     rotations: &[A],
     buckets: &mut [i32],
     sizes: Sizes,
-    #[comptime] h: Hashed,
+    #[comptime] t: ProductTile,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
-    let width = comptime!(h.row_vectors * h.vector);
-    let column_vectors = comptime!(h.column_vectors);
-    let columns = comptime!(h.columns);
-    let mut shared = Shared::<[Vector<A, S>]>::new_slice(comptime!(h.shared()));
-    // Cubes beyond the last make it again.
-    let cube = CUBE_POS.min(sizes.tiles * sizes.rounds - 1);
-    let round = cube / sizes.tiles;
+    let own = own(&sizes);
+    let bucket = bucket_of_row::<E, A, N>(x, rotations, &own, &sizes, t);
+    let row = own.tile * comptime!(t.units()) + UNIT_POS as usize;
+    if row < sizes.length {
+        buckets[own.group * sizes.length + row] = bucket as i32;
+    }
+}
+
+/// The bucket of no row.
+const NONE: u32 = 0xffff_ffff;
+
+/// `codes` `[lists, rounds, length]` are `bucket · TILE` and how many rows before it in its cube are in the bucket; `counts` `[lists, rounds, tiles, buckets]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn hash_and_count<E: Float, A: Float, N: Size>(
+    x: &[Vector<E, N>],
+    rotations: &[A],
+    codes: &mut [u32],
+    counts: &mut [u32],
+    sizes: Sizes,
+    #[comptime] t: ProductTile,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let own = own(&sizes);
+    let bucket = bucket_of_row::<E, A, N>(x, rotations, &own, &sizes, t);
+    let mut tile = Shared::<[u32]>::new_slice(comptime!(t.units()));
+    let mut numbers = Shared::<[u32]>::new_slice(comptime!(MOST_BUCKETS));
     let unit = UNIT_POS as usize;
-    let first = cube % sizes.tiles * comptime!(h.units * ROWS) + unit;
-    let mut highest = Array::<A>::new(ROWS);
-    let mut lowest = Array::<A>::new(ROWS);
-    let mut highest_at = Array::<u32>::new(ROWS);
-    let mut lowest_at = Array::<u32>::new(ROWS);
-    #[unroll]
-    for r in 0..ROWS {
-        highest[r] = A::new(-3.0e38);
-        lowest[r] = A::new(3.0e38);
-        highest_at[r] = 0u32.runtime();
-        lowest_at[r] = 0u32.runtime();
+    let row = own.tile * comptime!(t.units()) + unit;
+    let exists = row < sizes.length;
+    let buckets = 2 * sizes.half;
+    tile[unit] = select(exists, bucket, NONE);
+    let mut at = unit;
+    while at < buckets {
+        numbers[at] = 0u32;
+        at += comptime!(t.units());
     }
-    let mut column = 0usize.runtime();
-    while column < sizes.half {
-        sync_cube();
-        let mut i = unit;
-        while i < comptime!(h.shared()) {
-            let number = i / column_vectors;
-            let from = column + i % column_vectors * columns;
-            let mut vector = Vector::<A, S>::zeroed();
-            #[unroll]
-            for c in 0..columns {
-                let at = (from + c).min(sizes.half - 1);
-                vector.insert(c, rotations[(round * width + number) * sizes.half + at]);
-            }
-            shared[i] = vector;
-            i += comptime!(h.units);
-        }
-        sync_cube();
-        let mut sums = Array::<Vector<A, S>>::new(comptime!(ROWS * column_vectors));
-        #[unroll]
-        for i in 0..comptime!(ROWS * column_vectors) {
-            sums[i] = Vector::<A, S>::zeroed();
-        }
-        for at in 0..comptime!(h.row_vectors) {
-            #[unroll]
-            for r in 0..ROWS {
-                let row = (first + comptime!(r * h.units)).min(sizes.rows - 1);
-                let numbers = Vector::<A, N>::cast_from(x[row * comptime!(h.row_vectors) + at]);
-                #[unroll]
-                for n in 0..comptime!(h.vector) {
-                    let number = Vector::<A, S>::empty().fill(numbers.extract(n));
-                    #[unroll]
-                    for c in 0..column_vectors {
-                        let turned = shared[(at * comptime!(h.vector) + n) * column_vectors + c];
-                        sums[comptime!(r * column_vectors + c)] += number * turned;
-                    }
-                }
-            }
-        }
-        #[unroll]
-        for r in 0..ROWS {
-            #[unroll]
-            for c in 0..comptime!(column_vectors) {
-                let vector = sums[comptime!(r * column_vectors + c)];
-                #[unroll]
-                for s in 0..columns {
-                    let own = column + comptime!(c * h.columns + s);
-                    let sum = vector.extract(s);
-                    let exists = own < sizes.half;
-                    let is_higher = exists && sum > highest[r];
-                    highest[r] = select(is_higher, sum, highest[r]);
-                    highest_at[r] = select(is_higher, own as u32, highest_at[r]);
-                    let is_lower = exists && sum < lowest[r];
-                    lowest[r] = select(is_lower, sum, lowest[r]);
-                    lowest_at[r] = select(is_lower, own as u32, lowest_at[r]);
-                }
-            }
-        }
-        column += column_vectors * columns;
+    sync_cube();
+    let mut before = 0u32.runtime();
+    let mut behind = 0u32.runtime();
+    for other in 0..comptime!(t.units()) {
+        let same = select(tile[other] == bucket, 1u32, 0u32);
+        before += select(other < unit, same, 0u32);
+        behind += select(other > unit, same, 0u32);
     }
-    #[unroll]
-    for r in 0..ROWS {
-        let row = first + comptime!(r * h.units);
-        if row < sizes.rows {
-            let list = row / sizes.length;
-            let into = (list * sizes.rounds + round) * sizes.length + row % sizes.length;
-            let opposite = lowest_at[r] + sizes.half as u32;
-            let is_opposite = A::new(0.0) - lowest[r] > highest[r];
-            buckets[into] = select(is_opposite, opposite, highest_at[r]) as i32;
+    if exists {
+        codes[own.group * sizes.length + row] = bucket * comptime!(TILE as u32) + before;
+        // The last of a bucket writes for all.
+        if behind == 0u32 {
+            numbers[bucket as usize] = before + 1u32;
         }
+    }
+    sync_cube();
+    let first = (own.group * sizes.tiles + own.tile) * buckets;
+    let mut at = unit;
+    while at < buckets {
+        counts[first + at] = numbers[at];
+        at += comptime!(t.units());
+    }
+}
+
+/// How hashes are launched.
+struct Launch {
+    tile: ProductTile,
+    accumulator: ElemType,
+    address: AddressType,
+    cubes: CubeCount,
+    tiles: usize,
+}
+
+impl Launch {
+    fn new(
+        client: &Client,
+        of: &HashedRows,
+        element: ElemType,
+        counts: usize,
+    ) -> Result<Self, KernelError> {
+        let accumulator = accumulator_of(element);
+        let of_order = match counts {
+            0 => 0,
+            _ => TILE + MOST_BUCKETS,
+        };
+        let others = TILE * ACROSS * (accumulator.size() + 4) + of_order * 4;
+        let tile = ProductTile::new(client, of.width, accumulator, GROUPS, others)?;
+        check_buffers(client, 4)?;
+        let rows = of.lists * of.length;
+        let rotations = of.rounds * of.width * of.half;
+        let most = (rows * of.width).max(rows * of.rounds).max(rotations);
+        let tiles = of.length.div_ceil(TILE);
+        KernelError::check_u32("buckets and places", 2 * of.half * TILE)?;
+        Ok(Self {
+            tile,
+            accumulator,
+            address: address_of(client, most.max(counts))?,
+            cubes: spread(client, (of.lists * of.rounds * tiles) as u64)?,
+            tiles,
+        })
+    }
+
+    fn sizes(&self, of: &HashedRows) -> SizesLaunch {
+        let vectors = of.width / self.tile.vector;
+        SizesLaunch::new(
+            of.lists, of.length, of.rounds, of.width, vectors, of.half, self.tiles,
+        )
     }
 }
 
@@ -187,7 +322,7 @@ fn hash<E: Float, A: Float, N: Size, S: Size>(
 /// `[rounds, width, half]` in the type of sums. `buckets` are i32 `[lists, rounds, length]`, below `2 · half`. Contiguous.
 ///
 /// # Errors
-/// [`KernelError`] if the device does not index as many numbers, or has no room for columns of a rotation.
+/// [`KernelError`] if the device does not index as many numbers, or has too few units or bytes.
 pub fn hash_rows(
     client: &Client,
     of: &HashedRows,
@@ -195,65 +330,90 @@ pub fn hash_rows(
     rotations: &Handle,
     buckets: &Handle,
 ) -> Result<(), KernelError> {
-    let properties = client.properties();
-    let hardware = &properties.hardware;
-    let accumulator = accumulator_of(element);
-    let Some(RowTile {
-        vector,
-        row_vectors,
-        ..
-    }) = RowTile::new(properties, of.width, element, usize::MAX)
-    else {
-        return Err(KernelError::limit("a row's numbers", 0u32, of.width));
-    };
-    let of_columns = VECTOR.min(hardware.max_vector_size.max(1));
-    let shared = of.width * COLUMNS * accumulator.size();
-    if shared > hardware.max_shared_memory_size {
-        let what = "the bytes of a rotation's columns";
-        return Err(KernelError::limit(
-            what,
-            hardware.max_shared_memory_size as u64,
-            shared,
-        ));
-    }
-    check_buffers(client, 3)?;
+    let launch = Launch::new(client, of, element, 0)?;
     let rows = of.lists * of.length;
-    let numbers = [
-        rows * of.width,
-        rows * of.rounds,
-        of.rounds * of.width * of.half,
-    ];
-    let address = address_of(client, numbers.into_iter().max().unwrap_or(0))?;
     if rows * of.rounds * of.half * of.width == 0 {
         return Ok(());
     }
-    let most = (hardware.max_units_per_cube).min(hardware.max_cube_dim.0) as usize;
-    let units = UNITS.min(most.max(1));
-    let tiles = rows.div_ceil(units * ROWS);
-    let cubes = spread(client, (tiles * of.rounds) as u64)?;
-    // SAFETY: a unit reads its own rows, or the last, and writes their buckets if there are such rows; a cube reads the rotation of its round.
+    let sizes = launch.sizes(of);
+    // SAFETY: a unit reads numbers of rows of its list and of the rotation of its round, or the first of either, and writes its row's bucket if there is such a
+    // row.
     unsafe {
         hash::launch_unchecked(
             client,
-            cubes,
-            CubeDim::new_1d(units as u32),
-            address,
-            vector,
-            of_columns,
-            buffer(x, rows * row_vectors),
+            launch.cubes,
+            CubeDim::new_1d(launch.tile.units() as u32),
+            launch.address,
+            launch.tile.vector,
+            buffer(x, rows * of.width / launch.tile.vector),
             buffer(rotations, of.rounds * of.width * of.half),
             buffer(buckets, rows * of.rounds),
-            SizesLaunch::new(rows, of.length, of.rounds, of.half, tiles),
-            Hashed {
-                units,
-                row_vectors,
-                vector,
-                column_vectors: COLUMNS / of_columns,
-                columns: of_columns,
-            },
+            sizes,
+            launch.tile,
             element,
-            accumulator,
+            launch.accumulator,
         );
     }
     Ok(())
+}
+
+/// Whether [`sort_hashes`] takes them: not so many buckets and rows that cubes would read counts for longer than a sort takes.
+pub fn sorts_hashes(client: &Client, of: &HashedRows, element: ElemType) -> bool {
+    let sort = TiledSort::new(of.length, 2 * of.half);
+    let counts = sort.map(|sort| sort.counts(of.lists * of.rounds));
+    counts.is_some_and(|counts| Launch::new(client, of, element, counts).is_ok())
+}
+
+/// [`hash_rows`], and the order of each list by its buckets in each round, as [`sort_rounds`](super::sort_rounds) gives it with `room` places a round, in two
+/// launches.
+///
+/// # Errors
+/// As [`hash_rows`], and if it does not [take](sorts_hashes) them.
+pub fn sort_hashes(
+    client: &Client,
+    of: &HashedRows,
+    room: usize,
+    (x, element): Typed,
+    rotations: &Handle,
+    made: [&Handle; 3],
+) -> Result<(), KernelError> {
+    let Some(sort) = TiledSort::new(of.length, 2 * of.half) else {
+        let limit = MOST_BUCKETS as u32;
+        return Err(KernelError::limit("buckets of a sort", limit, 2 * of.half));
+    };
+    let groups = of.lists * of.rounds;
+    let counts = sort.counts(groups);
+    let launch = Launch::new(client, of, element, counts)?;
+    let rows = of.lists * of.length;
+    if rows * of.rounds * of.half * of.width == 0 {
+        return Ok(());
+    }
+    let codes = client.empty(groups * of.length * size_of::<u32>());
+    let of_buckets = client.empty(counts * size_of::<u32>());
+    let sizes = launch.sizes(of);
+    // SAFETY: as those of `hash_rows`; buckets are below `2 · half`, which is what a cube has room for.
+    unsafe {
+        hash_and_count::launch_unchecked(
+            client,
+            launch.cubes,
+            CubeDim::new_1d(launch.tile.units() as u32),
+            launch.address,
+            launch.tile.vector,
+            buffer(x, rows * of.width / launch.tile.vector),
+            buffer(rotations, of.rounds * of.width * of.half),
+            buffer(&codes, groups * of.length),
+            buffer(&of_buckets, counts),
+            sizes,
+            launch.tile,
+            element,
+            launch.accumulator,
+        );
+    }
+    sort.put(
+        client,
+        [of.lists, of.rounds],
+        room,
+        [&codes, &of_buckets],
+        made,
+    )
 }

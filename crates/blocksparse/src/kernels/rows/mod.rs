@@ -18,7 +18,11 @@
 //! keyed          rows of queries, of keys made of them and of values, by an index
 //! merged         a part of each row and others by an index, merged by their lse
 //! hashes         the buckets of rows under rotations
-//! order          numbers sorted by bucket, with planes in order_planes, what passes read and write in order_places, and the highest of columns
+//! order          numbers sorted by bucket, with planes in order_planes, what passes read and write in order_places, and the highest of columns; in
+//!                order_tiles what is left if tiles of tokens have been counted
+//! highest        the highest numbers of rows that a cube holds
+//! nearest        how similar rows are to the means of their heads, and the nearest
+//! products       products of rows with columns, in registers
 //! blocks         means of blocks of rows, and how alike their rows are
 //! typed          buffers with the type of their numbers
 //! sample         tokens drawn from rows of logits
@@ -36,14 +40,18 @@ mod gates;
 mod gather;
 mod hashes;
 mod heads;
+mod highest;
 mod keyed;
 mod merged;
+mod nearest;
 mod norm;
 mod norm_backward;
 mod norm_shape;
 mod order;
 mod order_places;
 mod order_planes;
+mod order_tiles;
+mod products;
 mod sample;
 mod scaled;
 pub(super) mod tile;
@@ -52,7 +60,7 @@ mod typed;
 pub use activation::{
     ActivationBackward, activation_text, bias_activation, bias_activation_backward,
 };
-pub use beside::rounded_beside;
+pub use beside::{rounded_beside, side_by_side};
 pub use blocks::{RowBlocks, block_likeness, block_means};
 pub(super) use columns::accumulator_of;
 pub use columns::{Window, column_sums, window_sums};
@@ -63,10 +71,12 @@ pub use dropout::{stream_dropout, stream_dropout_text};
 pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
 pub use gates::{GatedBackward, gated_sum, gated_sum_backward, gated_text};
 pub use gather::{IndexedRows, gather_rows, gather_scaled_rows, mean_rows};
-pub use hashes::{HashedRows, hash_rows};
+pub use hashes::{HashedRows, hash_rows, sort_hashes, sorts_hashes};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
+pub use highest::{highest_of_rows, holds_rows};
 pub use keyed::{keyed_rows, keyed_rows_backward, unit_rows};
 pub use merged::{MergedGradients, MergedParts, merge_rows, merge_rows_backward};
+pub use nearest::{RowsOfMeans, compare_with_means};
 pub use norm::{NormBranch, NormOf, residual_norm};
 pub use norm_backward::{
     NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,

@@ -1,0 +1,356 @@
+//! The highest numbers of rows that a cube holds.
+//!
+//! ```text
+//! v = 0
+//! for bits from the highest on    v + bit, if at least `most` numbers in their order (`key`) reach it; until as many reach v
+//! words                           32 neighbouring numbers each: bits of those above v, and of those that equal it
+//! a unit a word                   those above, and of those that equal v the first, up to `most`; so many are in words before
+//! ```
+//!
+//! A cube has a row, whose units hold every so many numbers of it: neighbours load, count and write neighbours. A count is a sum of planes, and one barrier;
+//! places in the list are bits that are counted. Nothing is sorted. Rows that are longer than a cube holds are [`highest_in_rows`]'s of pages.
+//!
+//! [`highest_in_rows`]: crate::kernels::paged::highest_in_rows
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::norm_shape::check_buffers;
+use crate::kernels::args::{address_of, buffer, spread};
+use crate::kernels::error::KernelError;
+use crate::kernels::on_device::{key, planes};
+
+/// Numbers of a word, and of a unit at most: so there are no more words than units.
+const WORD: usize = 32;
+/// Units of a cube, at least and at most.
+const UNITS: [usize; 2] = [64, 1024];
+/// Units that are added up together where there are no planes, and where places are made.
+const TOGETHER: usize = 16;
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Held {
+    /// Units of a cube, a power of two.
+    units: usize,
+    /// Numbers of a unit.
+    held: usize,
+    /// Whether units are added up by planes of 32.
+    by_planes: bool,
+    /// Whether those have PTX.
+    ptx: bool,
+}
+
+impl Held {
+    /// `None` if a row is longer than a cube holds.
+    fn new(properties: &DeviceProperties, columns: usize) -> Option<Self> {
+        let hardware = &properties.hardware;
+        let most = (hardware.max_units_per_cube).min(hardware.max_cube_dim.0) as usize;
+        let [low, high] = UNITS;
+        let units = columns.div_ceil(WORD).next_power_of_two().max(low);
+        let by_planes = planes::are_there(properties);
+        let held = Self {
+            units,
+            held: columns.div_ceil(units),
+            by_planes,
+            ptx: by_planes && planes::have_ptx(properties),
+        };
+        let bytes = held.shared() * size_of::<u32>();
+        let fits = units <= high.min(most) && bytes <= hardware.max_shared_memory_size;
+        fits.then_some(held)
+    }
+
+    /// Units that are added up together first, and how many such there are.
+    fn together(&self) -> usize {
+        match self.by_planes {
+            true => planes::LANES,
+            false => TOGETHER,
+        }
+    }
+
+    fn groups(&self) -> usize {
+        self.units / self.together()
+    }
+
+    /// Numbers that a cube shares.
+    fn shared(&self) -> usize {
+        3 * self.units + 2 * self.groups() + self.units / TOGETHER
+    }
+}
+
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    rows: usize,
+    of_group: usize,
+    columns: usize,
+    most: u32,
+}
+
+/// The number of row `row` at `column` in the order of numbers, 0 behind the last: numbers have more.
+#[cube]
+fn key_at(numbers: &[f32], row: usize, column: usize, sizes: &Sizes) -> u32 {
+    let exists = column < sizes.columns;
+    let number = numbers[row * sizes.columns + select(exists, column, 0usize)];
+    select(exists, key(u32::reinterpret(number)), 0u32)
+}
+
+/// The sum of all units' counts, in all of them. `totals` has a half for even steps and one for odd ones, so that none overwrites what another still reads.
+#[cube]
+fn across_units(
+    count: u32,
+    partial: &mut Shared<[u32]>,
+    totals: &mut Shared<[u32]>,
+    step: u32,
+    #[comptime] h: Held,
+) -> u32 {
+    let unit = UNIT_POS as usize;
+    let groups = comptime!(h.groups());
+    let half = step as usize % 2 * groups;
+    let mut sum = 0u32.runtime();
+    if comptime!(h.by_planes) {
+        let lane = unit % comptime!(planes::LANES);
+        let of_plane = planes::total(count, comptime!(h.ptx));
+        if lane == 0 {
+            totals[half + unit / comptime!(planes::LANES)] = of_plane;
+        }
+        sync_cube();
+        // No more planes than a plane has units.
+        let total = totals[half + lane.min(comptime!(groups - 1))];
+        sum = planes::total(select(lane < groups, total, 0u32), comptime!(h.ptx));
+    } else {
+        partial[unit] = count;
+        sync_cube();
+        if unit < groups {
+            let mut of_group = 0u32.runtime();
+            for other in 0..comptime!(TOGETHER) {
+                of_group += partial[unit * comptime!(TOGETHER) + other];
+            }
+            totals[half + unit] = of_group;
+        }
+        sync_cube();
+        for group in 0..groups {
+            sum += totals[half + group];
+        }
+    }
+    sum
+}
+
+/// How many of a unit's numbers reach a bound.
+#[cube]
+fn reached(own: &Array<u32>, bound: u32, #[comptime] h: Held) -> u32 {
+    let mut count = 0u32.runtime();
+    #[unroll]
+    for i in 0..comptime!(h.held) {
+        count += select(own[i] >= bound, 1u32, 0u32);
+    }
+    count
+}
+
+/// What a word has of the numbers above a bound, and of those that equal it.
+#[derive(CubeType, Clone, Copy)]
+struct Word {
+    above: u32,
+    equal: u32,
+}
+
+/// The word of a unit: of planes' votes on what they hold, or of the numbers themselves.
+#[cube]
+fn own_word(
+    numbers: &[f32],
+    own: &Array<u32>,
+    row: usize,
+    bound: u32,
+    words: &mut Shared<[u32]>,
+    equals: &mut Shared<[u32]>,
+    sizes: &Sizes,
+    #[comptime] h: Held,
+) -> Word {
+    let unit = UNIT_POS as usize;
+    let mut above = 0u32.runtime();
+    let mut equal = 0u32.runtime();
+    if comptime!(h.by_planes) {
+        let lane = unit % comptime!(planes::LANES);
+        #[unroll]
+        for i in 0..comptime!(h.held) {
+            let is_above = planes::votes(own[i] > bound, comptime!(h.ptx));
+            let is_equal = planes::votes(own[i] == bound, comptime!(h.ptx));
+            if lane == 0 {
+                let word = comptime!(i * h.units / WORD) + unit / comptime!(WORD);
+                words[word] = is_above;
+                equals[word] = is_equal;
+            }
+        }
+        sync_cube();
+        if unit < comptime!(h.held * h.units / WORD) {
+            above = words[unit];
+            equal = equals[unit];
+        }
+        // Words become those of what is kept.
+        sync_cube();
+    } else {
+        for bit in 0..comptime!(WORD) {
+            let key = key_at(numbers, row, unit * comptime!(WORD) + bit, sizes);
+            above |= select(key > bound, 1u32, 0u32) << bit as u32;
+            equal |= select(key == bound, 1u32, 0u32) << bit as u32;
+        }
+    }
+    Word { above, equal }
+}
+
+/// So many of the lowest bits of a word that are set.
+#[cube]
+fn lowest_bits(word: u32, count: u32) -> u32 {
+    let mut rest = word;
+    for _ in 0..count {
+        rest &= rest - 1u32;
+    }
+    word ^ rest
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn highest(
+    numbers: &[f32],
+    lists: &mut [i32],
+    places: &mut [i32],
+    sizes: Sizes,
+    #[comptime] h: Held,
+) {
+    let mut words = Shared::<[u32]>::new_slice(comptime!(h.units));
+    let mut firsts = Shared::<[u32]>::new_slice(comptime!(h.units));
+    let mut partial = Shared::<[u32]>::new_slice(comptime!(h.units));
+    let mut totals = Shared::<[u32]>::new_slice(comptime!(2 * h.groups()));
+    let mut groups = Shared::<[u32]>::new_slice(comptime!(h.units / TOGETHER));
+    // Cubes beyond the last row make it again.
+    let row = CUBE_POS.min(sizes.rows - 1);
+    let unit = UNIT_POS as usize;
+    let mut own = Array::<u32>::new(comptime!(h.held));
+    #[unroll]
+    for i in 0..comptime!(h.held) {
+        own[i] = key_at(numbers, row, comptime!(i * h.units) + unit, &sizes);
+    }
+    // Keys are above 0, and a bit at least is set: what is behind the last number reaches no bound.
+    let mut bound = 0u32.runtime();
+    if comptime!(h.by_planes) {
+        let mut step = 0u32.runtime();
+        while step < 32u32 {
+            let next = bound | (0x8000_0000u32 >> step);
+            let count = reached(&own, next, h);
+            let count = across_units(count, &mut partial, &mut totals, step, h);
+            bound = select(count >= sizes.most, next, bound);
+            step += 1u32;
+            // Those that reach it are the ones: all units know.
+            step = select(count == sizes.most, 32u32, step);
+        }
+    } else {
+        for step in 0..32u32 {
+            let next = bound | (0x8000_0000u32 >> step);
+            let count = reached(&own, next, h);
+            let count = across_units(count, &mut partial, &mut totals, step, h);
+            bound = select(count >= sizes.most, next, bound);
+        }
+    }
+    sync_cube();
+    let word = own_word(
+        numbers,
+        &own,
+        row,
+        bound,
+        &mut words,
+        &mut firsts,
+        &sizes,
+        h,
+    );
+    // Two counts in one number: neither is above 2¹⁵.
+    let own_counts = word.above.count_ones() | (word.equal.count_ones() << 16u32);
+    partial[unit] = own_counts;
+    sync_cube();
+    if unit < comptime!(h.units / TOGETHER) {
+        let mut sum = 0u32.runtime();
+        for other in 0..comptime!(TOGETHER) {
+            sum += partial[unit * comptime!(TOGETHER) + other];
+        }
+        groups[unit] = sum;
+    }
+    sync_cube();
+    let mut before = 0u32.runtime();
+    let mut all = 0u32.runtime();
+    for group in 0..comptime!(h.units / TOGETHER) {
+        let sum = groups[group];
+        all += sum;
+        before += select(group < unit / comptime!(TOGETHER), sum, 0u32);
+    }
+    for other in unit / comptime!(TOGETHER) * comptime!(TOGETHER)..unit {
+        before += partial[other];
+    }
+    // Of those that equal the bound so many are kept: the first.
+    let left = sizes.most - min(all & 0xffffu32, sizes.most);
+    let equal_before = min(before >> 16u32, left);
+    let taken = min(left - equal_before, word.equal.count_ones());
+    words[unit] = word.above | lowest_bits(word.equal, taken);
+    firsts[unit] = (before & 0xffffu32) + equal_before;
+    sync_cube();
+    let first = (row % sizes.of_group) as u32 * sizes.most;
+    let into = row * sizes.most as usize;
+    #[unroll]
+    for i in 0..comptime!(h.held) {
+        let column = comptime!(i * h.units) + unit;
+        let at = column / comptime!(WORD);
+        let bit = 1u32 << (column % comptime!(WORD)) as u32;
+        let kept = words[at];
+        let place = firsts[at] + (kept & (bit - 1u32)).count_ones();
+        let is_kept = kept & bit != 0u32 && place < sizes.most;
+        if column < sizes.columns {
+            places[row * sizes.columns + column] = select(is_kept, (first + place) as i32, -1i32);
+            if is_kept {
+                lists[into + place as usize] = column as i32;
+            }
+        }
+    }
+}
+
+/// Whether [`highest_of_rows`] takes rows of so many numbers.
+pub fn holds_rows(client: &Client, columns: usize) -> bool {
+    Held::new(client.properties(), columns).is_some()
+}
+
+/// The columns of the `most` highest numbers of each row, as [`highest_in_rows`](crate::kernels::paged::highest_in_rows) gives them: `lists` are i32
+/// `[groups, rows, most]`, ascending, of f32 `numbers` `[groups, rows, columns]`; `places`, i32 as `numbers`, are `row · most` and a number's place in the list of
+/// its row, or −1. Of equal numbers the earlier, NaN is the lowest. Contiguous, `most` at most as many as there are columns.
+///
+/// # Errors
+/// [`KernelError`] if a cube does not [hold](holds_rows) a row, or the device does not index as many numbers.
+pub fn highest_of_rows(
+    client: &Client,
+    [groups, of_group, columns]: [usize; 3],
+    most: usize,
+    numbers: &Handle,
+    [lists, places]: [&Handle; 2],
+) -> Result<(), KernelError> {
+    let Some(held) = Held::new(client.properties(), columns) else {
+        let [_, high] = UNITS;
+        let limit = (high * WORD) as u32;
+        return Err(KernelError::limit("numbers of a row", limit, columns));
+    };
+    check_buffers(client, 3)?;
+    let rows = groups * of_group;
+    KernelError::check_u32("the places of a group", of_group * most)?;
+    let address = address_of(client, rows * columns.max(most))?;
+    let cubes = spread(client, rows as u64)?;
+    if rows * columns * most == 0 {
+        return Ok(());
+    }
+    // SAFETY: a cube reads the numbers of its row below `columns`, and writes its list below `most` and as many places as there are numbers.
+    unsafe {
+        highest::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(held.units as u32),
+            address,
+            buffer(numbers, rows * columns),
+            buffer(lists, rows * most),
+            buffer(places, rows * columns),
+            SizesLaunch::new(rows, of_group, columns, most as u32),
+            held,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,78 @@
+//! Heads in two parts, of which each is attended to in its own way.
+
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+
+use crate::check::same_device;
+use crate::device::served;
+use crate::error::OpError;
+use crate::ops::{HeadsApart, HeadsApartOps};
+
+/// The first heads of a tensor, and the others. One step of the autodiff graph, whose backward pass puts the gradients side by side: gradients of two slices are
+/// filled up with zeros and added.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_blocksparse::{heads_apart, heads_together};
+///
+/// let x = Tensor::<4>::from_data([[[[1.0]], [[2.0]], [[3.0]]]], &Device::flex());
+/// let [first, others] = heads_apart(x.clone(), 1)?;
+/// assert_eq!(others.to_data().to_vec::<f32>().unwrap(), [2.0, 3.0]);
+/// assert_eq!(heads_together([first, others])?.to_data(), x.to_data());
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[batch, heads, seq, width]`
+/// - results: `[batch, first, seq, width]` and `[batch, heads − first, seq, width]`
+///
+/// # Errors
+/// [`OpError`] if a part has no heads, or no feature of this crate serves the device.
+pub fn heads_apart(x: Tensor<4>, first: usize) -> Result<[Tensor<4>; 2], OpError> {
+    served(&x.device())?;
+    let [_, heads, ..] = x.dims();
+    if !(1..heads).contains(&first) {
+        let expected = format!("at least 1 and below the {heads} heads");
+        return Err(OpError::argument("first", expected, first));
+    }
+    let HeadsApart { first, others } =
+        <Dispatch as HeadsApartOps>::heads_apart(x.into_dispatch(), first);
+    Ok([first, others].map(Tensor::from_dispatch))
+}
+
+/// Both parts as one tensor, the inverse of [`heads_apart`] and its gradient.
+///
+/// # Shapes
+/// - `parts`: `[batch, first, seq, width]` and `[batch, others, seq, width]`, of one dtype
+/// - result: `[batch, first + others, seq, width]`
+///
+/// # Errors
+/// [`OpError`] if shapes, dtypes or devices do not fit each other, or no feature of this crate serves the device.
+pub fn heads_together(parts: [Tensor<4>; 2]) -> Result<Tensor<4>, OpError> {
+    let [first, others] = parts;
+    served(&first.device())?;
+    let of = |x: &Tensor<4>| {
+        let [batch, _, seq, width] = x.dims();
+        [batch, seq, width]
+    };
+    OpError::expect_same("others' rows", of(&first), "the first's", of(&others))?;
+    OpError::expect_same(
+        "others' dtype",
+        first.dtype(),
+        "the first's",
+        others.dtype(),
+    )?;
+    same_device(
+        "others' device",
+        &first.device(),
+        "the first's",
+        &others.device(),
+    )?;
+    let parts = HeadsApart {
+        first: first.into_dispatch(),
+        others: others.into_dispatch(),
+    };
+    Ok(Tensor::from_dispatch(
+        <Dispatch as HeadsApartOps>::heads_together(parts),
+    ))
+}
