@@ -3,7 +3,8 @@
 The same model, initialisation, recipe and splits; dense causal attention by scaled_dot_product_attention, bf16 autocast,
 torch.compile, fused AdamW. It is the peer in the comparison by time of docs/benchmarks.md. Windows are drawn at random,
 where the trainer goes through a shuffled list of them. With --seconds the schedule is as long as so much time of steps
-allows, measured before on a copy. Validation is not in a step's time.
+allows, measured before on a copy. Validation is not in a step's time. A run writes a checkpoint behind each validation, and
+goes on from it if it is started again.
 
     python train_dense.py runs/torch --data enwik8 --preset small --seconds 60
     cargo run -p blocksparse-bench --features plot --bin plot-runs -- curves.png torch=runs/torch sparse=runs/sparse
@@ -12,6 +13,7 @@ import argparse
 import copy
 import json
 import math
+import os
 import pathlib
 import time
 
@@ -76,6 +78,7 @@ def main():
     length.add_argument("--seconds", type=float)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--eval-every", type=int, default=500)
+    parser.add_argument("--eval-windows", type=int, default=32)
     parser.add_argument("--weight-decay", type=float, default=0.01)
     for name, kind in (("context", int), ("batch", int), ("dropout", float), ("rate", float), ("warmup", int), ("scale", float)):
         parser.add_argument(f"--{name}", type=kind)
@@ -115,27 +118,46 @@ def main():
         model.train()
         return sum(losses) / len(losses), len(losses) * batch * context
 
-    steps = args.steps
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    times = []
-    for _ in range(13):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    usual = sorted(times[3:])[5]
-    if steps is None:
-        steps = max(1, int(args.seconds / usual))
-    print(f"{usual * 1e3:.1f} ms a step, {steps} steps", flush=True)
-    model.load_state_dict(before[0])
-    optimizer.load_state_dict(before[1])
+    args.run.mkdir(parents=True, exist_ok=True)
+    checkpoint, log_path = args.run / "checkpoint.pt", args.run / "log.jsonl"
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location="cpu")
+        steps, done, logged = state["steps"], state["step"], state["logged"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"][0])
+        torch.cuda.set_rng_state(state["random"][1])
+        os.truncate(log_path, logged)
+        print(f"goes on behind step {done} of {steps}", flush=True)
+    else:
+        steps, done = args.steps, 0
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        times = []
+        for _ in range(13):
+            began = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - began)
+        usual = sorted(times[3:])[5]
+        if steps is None:
+            steps = max(1, int(args.seconds / usual))
+        print(f"{usual * 1e3:.1f} ms a step, {steps} steps", flush=True)
+        model.load_state_dict(before[0])
+        optimizer.load_state_dict(before[1])
+        log_path.write_text("")
 
-    args.run.mkdir(parents=True)
-    with open(args.run / "log.jsonl", "w") as log:
+    def save(number):
+        random = torch.get_rng_state(), torch.cuda.get_rng_state()
+        state = dict(steps=steps, step=number, logged=log_path.stat().st_size, model=model.state_dict(),
+                     optimizer=optimizer.state_dict(), random=random)
+        torch.save(state, checkpoint.with_suffix(".new"))
+        checkpoint.with_suffix(".new").replace(checkpoint)
+
+    with open(log_path, "a") as log:
         def write(kind, number, loss, **more):
             log.write(json.dumps({"kind": kind, "step": number, "loss": loss, "bits_per_byte": loss / math.log(2)} | more) + "\n")
             log.flush()
 
-        for number in range(1, steps + 1):
+        for number in range(done + 1, steps + 1):
             progress = (number - 1 - warmup) / max(1, steps - warmup)
             factor = number / warmup if number <= warmup else 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
             for group in optimizer.param_groups:
@@ -145,8 +167,9 @@ def main():
             ms = (time.perf_counter() - began) * 1e3
             write("train", number, loss, learning_rate=rate * factor, grad_norm=norm, ms=ms, tokens_per_s=batch * context / ms * 1e3)
             if number % args.eval_every == 0 and number < steps:
-                loss, count = validate(32)
+                loss, count = validate(args.eval_windows)
                 write("validation", number, loss, bytes=count)
+                save(number)
         loss, count = validate()
         write("final", steps, loss, bytes=count)
         print(f"{steps} steps, {loss / math.log(2):.4f} bits per byte of {count} held-out bytes", flush=True)
