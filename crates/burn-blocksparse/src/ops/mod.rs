@@ -42,7 +42,8 @@ pub use gates::GateOps;
 pub use heads::HeadOps;
 #[cfg(feature = "cube")]
 pub use indexer::{
-    ComparedKeys, IndexInputs, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores, TargetInputs,
+    ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores,
+    SeenKeys, TargetInputs,
 };
 pub use key_lists::{
     KeyListCall, KeyListGrads, KeyListInputs, KeyListOps, KeyListOutput, KeyListSaved,

@@ -2,14 +2,15 @@
 
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, RotaryEncoding};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_blocksparse::DsaIndex;
 
 use super::DsaHeadsConfig;
-use crate::TransformerError;
 use crate::heads::{Positions, rotate};
+use crate::{Precision, TransformerError};
 
-/// The lightning indexer: what it makes of tokens, in its parameters' dtype. Tokens are detached, so that the indexer learns nothing by the model's loss, and
+/// The lightning indexer: what it makes of tokens, queries and keys in a precision ([`DsaHeadsConfig::index_precision`]), weights in the dtype of their layer's
+/// parameters. Tokens are detached, so that the indexer learns nothing by the model's loss, and
 /// the model nothing by the indexer's.
 #[derive(Module, Debug)]
 pub struct DsaIndexer {
@@ -24,13 +25,16 @@ pub struct DsaIndexer {
     /// Of the first channels of queries and keys; no parameters.
     pub rope: Option<RotaryEncoding>,
     heads: usize,
+    #[module(skip)]
+    precision: Precision,
 }
 
 impl DsaIndexer {
-    /// `linear` makes layers without bias of a number of inputs and outputs.
+    /// `linear` makes layers without bias of a number of inputs and outputs; `precision` is the attention's.
     pub(super) fn new(
         config: &DsaHeadsConfig,
         d_model: usize,
+        precision: Precision,
         rope: Option<RotaryEncoding>,
         linear: &dyn Fn(usize, usize) -> Linear,
         device: &Device,
@@ -47,7 +51,13 @@ impl DsaIndexer {
             weights: linear(d_model, heads),
             rope,
             heads,
+            precision: config.precision(precision),
         }
+    }
+
+    /// The dtype of the index.
+    pub(crate) fn dtype(&self) -> FloatDType {
+        self.precision.dtype(self.query.weight.val().dtype())
     }
 
     pub(crate) fn layers(&self) -> [&Linear; 3] {
@@ -65,7 +75,10 @@ impl DsaIndexer {
         x: Tensor<3>,
         positions: &Positions,
     ) -> Result<DsaIndex, TransformerError> {
-        let x = x.detach().cast(self.query.weight.val().dtype());
+        let own = self.query.weight.val().dtype();
+        let dtype = DType::from(self.dtype());
+        let tokens = x.detach();
+        let x = tokens.clone().cast(own);
         let [batch, seq, _] = x.dims();
         let rotated = |x: Tensor<4>| match &self.rope {
             None => Ok(x),
@@ -80,12 +93,25 @@ impl DsaIndexer {
                 })
             }
         };
-        let q = self.query.forward(x.clone());
-        let width = q.dims()[2] / self.heads;
-        let q = q.reshape([batch, seq, self.heads, width]).swap_dims(1, 2);
-        let k = self.norm.forward(self.key.forward(x.clone()));
-        let k = k.reshape([batch, 1, seq, width]);
+        let [_, outputs] = self.query.weight.val().dims();
+        let width = outputs / self.heads;
+        let (q, k) = match dtype == own {
+            true => {
+                let q = self.query.forward(x.clone());
+                let q = q.reshape([batch, seq, self.heads, width]).swap_dims(1, 2);
+                (q, self.key.forward(x.clone()))
+            }
+            // Rounded as the attention's products are; keys are normalised in the parameters' dtype.
+            false => {
+                let parts = [(self.heads, width)];
+                let q = (self.precision).by_heads(&[&self.query], None, &parts, tokens.clone())?;
+                let q = q.into_iter().next().expect("there is a part");
+                (q, self.precision.product(&self.key, tokens)?.cast(own))
+            }
+        };
+        let k = self.norm.forward(k);
+        let k = rotated(k.reshape([batch, 1, seq, width]))?;
         let weights = self.weights.forward(x).swap_dims(1, 2);
-        Ok(DsaIndex::new(rotated(q)?, rotated(k)?, weights)?)
+        Ok(DsaIndex::new(rotated(q)?, k.cast(dtype), weights)?)
     }
 }
