@@ -27,7 +27,7 @@ pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) ->
 /// Whether a kernel of their own picks the keys of scores.
 pub(crate) fn has_picks(device: &CubeDevice) -> bool {
     // For comparing with how keys are picked elsewhere.
-    let is_left_out = std::env::var("BLOCKSPARSE_PICKS").as_deref() == Ok("0");
+    let is_left_out = std::env::var("BLOCKSPARSE_KEY_PICKS").as_deref() == Ok("0");
     !is_left_out && check_picks(&device.client()).is_ok()
 }
 

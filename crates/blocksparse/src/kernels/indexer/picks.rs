@@ -144,7 +144,7 @@ impl KeyPicks {
 pub fn check_picks(client: &Client) -> Result<(), KernelError> {
     let counts = Type::atomic(ElemType::UInt(UIntKind::U32));
     let usage = client.properties().atomic_type_usage(counts);
-    if !usage.contains(AtomicUsage::Add | AtomicUsage::LoadStore) {
+    if !(usage.contains(AtomicUsage::Add) && usage.contains(AtomicUsage::LoadStore)) {
         let dtype = "whole numbers that units of a cube add to".into();
         return Err(KernelError::Dtype { dtype });
     }
