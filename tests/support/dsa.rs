@@ -192,10 +192,11 @@ pub fn dsa_choices_of_equal_scores(devices: &[Device]) {
                 let position = problem.position(query);
                 let scores = &scores[query * seq..][..=position];
                 let number = |key: usize| match (key + near > position, scores[key].is_nan()) {
-                    (true, _) => (1, f64::INFINITY),
-                    (_, true) => (0, 0.0),
+                    (true, _) => f64::INFINITY,
+                    // As low as the lowest.
+                    (_, true) => f64::NEG_INFINITY,
                     // −0 is 0.
-                    _ => (1, scores[key] + 0.0),
+                    _ => scores[key] + 0.0,
                 };
                 let mut order: Vec<usize> = (0..=position).collect();
                 order.sort_by(|&a, &b| number(b).partial_cmp(&number(a)).unwrap().then(a.cmp(&b)));
