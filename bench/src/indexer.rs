@@ -264,11 +264,11 @@ impl Call {
             bytes => output(bytes),
         };
         let gradients = gradients.map(output);
-        let lists = match is_choice {
+        let picked = match is_choice {
             true => 4 * batch * queries * picks.most,
             false => 4,
         };
-        let lists = output(lists);
+        let picked = output(picked);
         let kept = args.verify.then_some(Numbers {
             q: q_numbers,
             k: k_numbers,
@@ -289,7 +289,7 @@ impl Call {
             parts,
             of_pairs,
             picks,
-            lists,
+            lists: picked,
             gradients,
             sizes,
             q,

@@ -13,8 +13,8 @@
 //! A cube has a query, whose numbers its units read next to each other: of most rows of long sequences twice for digits and once for the list. Counts are whole
 //! numbers that units add to in any order, so they are the same every time.
 
-// A kernel's integers have no such method.
-#![allow(clippy::manual_is_multiple_of)]
+// A kernel's numbers have no such methods.
+#![allow(clippy::manual_is_multiple_of, clippy::needless_range_loop)]
 
 use cubecl::ir::features::{AtomicUsage, Plane};
 use cubecl::ir::{ElemType, Type, UIntKind};
