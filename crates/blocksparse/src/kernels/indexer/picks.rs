@@ -21,11 +21,12 @@ use cubecl::ir::{ElemType, Type, UIntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::bins::Bins;
 use super::pairs::{PairSizes, Sizes};
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::keep::WANTED;
-use crate::kernels::on_device::key;
+use crate::kernels::on_device::{key, planes};
 
 /// Units of a query, at least and at most.
 const UNITS: [usize; 2] = [128, 512];
@@ -57,6 +58,8 @@ struct Picked {
     units: usize,
     /// Units of a plane, 1 on a device without plane operations.
     plane: usize,
+    /// Whether units count by PTX.
+    ptx: bool,
 }
 
 impl Picked {
@@ -81,6 +84,7 @@ impl Picked {
         Ok(Self {
             units,
             plane: if has_planes { plane } else { 1 },
+            ptx: planes::have_ptx(properties),
         })
     }
 
@@ -149,7 +153,7 @@ pub fn check_picks(client: &Client) -> Result<(), KernelError> {
         return Err(KernelError::Dtype { dtype });
     }
     let t = Picked::new(client, usize::MAX >> 1)?;
-    let bytes = size_of::<u32>() * (BINS + FOUND + t.partial());
+    let bytes = size_of::<u32>() * (BINS + 4 + FOUND + t.partial());
     let available = client.properties().hardware.max_shared_memory_size;
     match bytes > available {
         true => {
@@ -244,7 +248,7 @@ fn picks<N: Size>(
     seen_step: usize,
     #[comptime] t: Picked,
 ) {
-    let bins = Shared::<[Atomic<u32>]>::new_slice(comptime!(BINS));
+    let bins = Bins::new(BINS, t.ptx);
     let mut partial = Shared::<[u32]>::new_slice(comptime!(t.partial()));
     let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
     let units = comptime!(t.units);
@@ -281,7 +285,7 @@ fn picks<N: Size>(
         let mask = comptime!((1u32 << BITS.min(32 - BITS * level)) - 1);
         #[unroll]
         for i in 0..comptime!(BINS / t.units) {
-            bins[unit + comptime!(i * t.units)].store(0u32);
+            bins.clear(unit + comptime!(i * t.units), t.ptx);
         }
         sync_cube();
         let counted = select(is_done, 0usize, vectors);
@@ -300,7 +304,7 @@ fn picks<N: Size>(
                     let number = number_key(loaded[i].extract(j), own, first_near);
                     if own < keys && (number & known) == digits {
                         let digit = (number >> shift) & mask;
-                        bins[digit as usize].fetch_add(1u32);
+                        bins.count(digit as usize, t.ptx);
                     }
                 }
             }
@@ -313,14 +317,14 @@ fn picks<N: Size>(
         let mut own = 0u32.runtime();
         #[unroll]
         for i in 0..own_bins {
-            own += bins[top - i].load();
+            own += bins.get(top - i, t.ptx);
         }
         let (before, _) = before_and_all(own, &mut partial, comptime!(level as usize).runtime(), t);
         if !is_done && before < left && before + own >= left {
             let mut above = before;
             #[unroll]
             for i in 0..own_bins {
-                let count = bins[top - i].load();
+                let count = bins.get(top - i, t.ptx);
                 if above < left && above + count >= left {
                     found[0] = (top - i) as u32;
                     found[1] = above;
