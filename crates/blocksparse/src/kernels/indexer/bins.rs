@@ -71,12 +71,9 @@ impl Bins {
     }
 
     pub fn get(&self, bin: usize, #[comptime] ptx: bool) -> u32 {
-        let mut count = 0u32.runtime();
-        if comptime!(ptx) {
-            count = shared_load(self.base + bin as u32 * 4u32);
-        } else {
-            count = self.counts[bin].load();
+        match comptime!(ptx) {
+            true => shared_load(self.base + bin as u32 * 4u32),
+            false => self.counts[bin].load(),
         }
-        count
     }
 }
