@@ -22,8 +22,18 @@ pub struct DsaSizes {
     losses: bool,
 }
 
-/// A small model's, whose indexer is in f32 as its layers are, one of a long context, and the paper's indexer (DeepSeek-V3.2-Exp, 2025) beside 16 heads.
-pub const DSA: [DsaSizes; 4] = [
+/// A small model's, whose indexer is in f32 or in bf16 as its layers are, one of a long context, and the paper's indexer (DeepSeek-V3.2-Exp, 2025) beside 16
+/// heads.
+pub const DSA: [DsaSizes; 5] = [
+    DsaSizes {
+        batch: 8,
+        n: 1024,
+        heads: [8, 48],
+        index: [4, 64],
+        dtype: DType::BF16,
+        keep: 128,
+        losses: true,
+    },
     DsaSizes {
         batch: 8,
         n: 1024,

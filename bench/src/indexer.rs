@@ -1,12 +1,13 @@
-//! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, and gradients by
-//! them: times, and equality to loops in f64. `BLOCKSPARSE_PAIRS=0` leaves tensor cores out.
+//! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, the keys of the highest scores, and
+//! gradients by sums: times, and equality to loops in f64. `BLOCKSPARSE_PAIRS=0` leaves tensor cores out.
 
 mod device_time;
 mod indexer_verify;
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::indexer::{
-    IndexerGradients, PairInputs, PairSizes, PairSum, by_keys, by_queries, key_parts, pair_sums,
+    IndexerGradients, KeyPicks, PairInputs, PairSizes, PairSum, by_keys, by_queries, key_parts,
+    pair_sums, pick_keys,
 };
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
@@ -31,6 +32,10 @@ enum Dtype {
 enum What {
     /// An indexer's scores.
     Scores,
+    /// The keys of the highest scores, which are drawn.
+    Picks,
+    /// Scores, and the keys of the highest of them.
+    Choice,
     /// What dense attention gives to keys.
     Weights,
     /// The gradients by queries and weights, of those by scores.
@@ -67,6 +72,9 @@ struct Args {
     /// Keys that a query lists; all that it sees, if it is not given.
     #[arg(long)]
     listed: Option<usize>,
+    /// Keys that are picked.
+    #[arg(long, default_value_t = 2048)]
+    most: usize,
     /// Keys up to a query's own that have no score.
     #[arg(long, default_value_t = 0)]
     near: usize,
@@ -104,8 +112,10 @@ struct Call {
     k: Handle,
     of_rows: Handle,
     keys: Option<Handle>,
-    /// Sums, or what gradients are made of.
+    /// Sums, or what gradients or picks are made of.
     of_pairs: Handle,
+    picks: KeyPicks,
+    lists: Handle,
     /// Gradients, and how many parts the one by keys has.
     gradients: [Handle; 2],
     parts: usize,
@@ -186,29 +196,41 @@ impl Call {
             let bytes: Vec<u8> = lists.iter().flat_map(|key| key.to_le_bytes()).collect();
             client.create_from_slice(&bytes)
         });
+        let is_choice = matches!(args.what, What::Picks | What::Choice);
+        ensure!(
+            !is_choice || (listed.is_none() && !args.all),
+            "keys are picked from all up to a query's own"
+        );
         let columns = listed.unwrap_or(n);
         let rows = (args.numbers / (batch * columns)).clamp(1, queries);
         let shapes = ([batch, heads, queries, width], [batch, kv_heads, n, width]);
-        let sizes: Vec<PairSizes> = (0..queries)
-            .step_by(rows)
-            .map(|start| {
-                let rows = [start, rows.min(queries - start)];
-                PairSizes::new(shapes.0, shapes.1, rows, listed)
-            })
-            .collect();
+        let picks = KeyPicks {
+            most: args.most.min(n),
+            near: args.near,
+            seen: None,
+        };
+        let sizes_of = |rows| PairSizes::new(shapes.0, shapes.1, rows, listed);
+        let sizes: Vec<PairSizes> = match is_choice {
+            true => picks.slabs(&sizes_of([0, queries]), args.numbers),
+            false => (0..queries)
+                .step_by(rows)
+                .map(|start| sizes_of([start, rows.min(queries - start)]))
+                .collect(),
+        };
         let sum = match args.what {
-            What::Scores | What::ByQueries | What::ByKeys => PairSum::Scores {
-                factor: 1.0 / ((heads * width) as f64).sqrt(),
-                near: args.near,
-                all: args.all,
-            },
             What::Weights => PairSum::Weights {
                 scale: 1.0 / (width as f64).sqrt(),
             },
+            _ => PairSum::Scores {
+                factor: 1.0 / ((heads * width) as f64).sqrt(),
+                near: if is_choice { 0 } else { args.near },
+                all: args.all,
+            },
         };
-        let pairs = batch * rows * columns;
+        let pairs = sizes.iter().map(PairSizes::numbers).max().unwrap_or(0);
         let (of_pairs, parts, gradients) = match args.what {
-            What::Scores | What::Weights => (4 * pairs, 1, [4, 4]),
+            What::Scores | What::Weights | What::Choice => (4 * pairs, 1, [4, 4]),
+            What::Picks => (0, 1, [4, 4]),
             What::ByQueries => (
                 0,
                 1,
@@ -229,7 +251,7 @@ impl Call {
             0 => {
                 pair_numbers = drawn(pairs);
                 // What the first queries do not see has none.
-                if listed.is_none() {
+                if listed.is_none() && !is_choice {
                     for (at, number) in pair_numbers.iter_mut().enumerate() {
                         let seen = n - queries + at / n % rows + 1;
                         if at % n >= seen {
@@ -242,6 +264,11 @@ impl Call {
             bytes => output(bytes),
         };
         let gradients = gradients.map(output);
+        let picked = match is_choice {
+            true => 4 * batch * queries * picks.most,
+            false => 4,
+        };
+        let picked = output(picked);
         let kept = args.verify.then_some(Numbers {
             q: q_numbers,
             k: k_numbers,
@@ -261,6 +288,8 @@ impl Call {
             sum,
             parts,
             of_pairs,
+            picks,
+            lists: picked,
             gradients,
             sizes,
             q,
@@ -295,6 +324,11 @@ impl Call {
             What::Scores | What::Weights => {
                 pair_sums(client, sizes, &inputs, &self.sum, &self.of_pairs)?;
             }
+            What::Choice => {
+                pair_sums(client, sizes, &inputs, &self.sum, &self.of_pairs)?;
+                self.pick(sizes)?;
+            }
+            What::Picks => self.pick(sizes)?,
             What::ByQueries => by_queries(client, sizes, &of_pairs, [first, second])?,
             What::ByKeys => {
                 let flags = [sizes.rows[0] > 0, true];
@@ -302,6 +336,11 @@ impl Call {
             }
         }
         Ok(())
+    }
+
+    fn pick(&self, sizes: &PairSizes) -> Result<()> {
+        let numbers = [&self.of_pairs, &self.lists];
+        Ok(pick_keys(&self.client, sizes, &self.picks, numbers, None)?)
     }
 }
 
@@ -329,13 +368,14 @@ fn main() -> Result<()> {
     let pairs: usize = (0..queries).map(|at| seen(at).min(most)).sum();
     // Gradients need two products.
     let products = match args.what {
-        What::Scores | What::Weights => 2.0,
+        What::Scores | What::Weights | What::Choice => 2.0,
+        What::Picks => 0.0,
         What::ByQueries | What::ByKeys => 4.0,
     };
     let flops = products * (args.batch * args.heads * args.width) as f64 * pairs as f64;
     let seconds = median(&client, args.repeats, || call.run())?;
     println!(
-        "{:?} of {} x {} x {}, {queries} queries, {most} of {} keys, {:?}, {} launches: {:9.3} ms {:7.1} TFLOP/s",
+        "{:?} of {} x {} x {}, {queries} queries, {most} of {} keys, {:?}, {} slabs: {:9.3} ms {:7.1} TFLOP/s",
         args.what,
         args.batch,
         args.heads,

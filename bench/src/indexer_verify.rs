@@ -1,4 +1,4 @@
-//! Sums of pairs and gradients by them against loops in f64, of small calls.
+//! Sums of pairs, picks and gradients by sums against loops in f64, of small calls.
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::indexer::{PairSizes, PairSum};
@@ -6,6 +6,17 @@ use cubecl::client::Client;
 use cubecl::server::Handle;
 
 use super::{Args, Call, Dtype, What};
+
+/// Queries and keys, how many are picked, near ones among them, and numbers at a time, 0 for all.
+const PICKS: &[([usize; 2], [usize; 3])] = &[
+    ([65, 530], [64, 9, 530 * 40]),
+    ([300, 300], [1, 0, 300 * 70]),
+    ([2, 70_000], [2048, 0, 0]),
+    ([5, 65_536], [2048, 16, 65_536]),
+    ([700, 4100], [4000, 3, 0]),
+    ([3, 9001], [9000, 0, 0]),
+    ([1, 1], [1, 0, 0]),
+];
 
 /// Numbers of a call, as the device has them.
 pub struct Numbers {
@@ -96,6 +107,33 @@ pub fn verify(client: &Client, args: &Args) -> Result<()> {
             }
         }
     }
+    for &([queries, n], [most, near, numbers]) in PICKS {
+        number += 1;
+        if number % of != shard {
+            continue;
+        }
+        let args = Args {
+            what: What::Picks,
+            n,
+            batch: 2,
+            heads: 1,
+            width: 8,
+            queries: Some(queries),
+            numbers: if numbers == 0 { 1 << 24 } else { 2 * numbers },
+            most,
+            near,
+            ..args.clone()
+        };
+        let name = format!("picks of {most} by {queries} of {n}, {near} near");
+        checked += 1;
+        match Call::new(client, &args)?.verify_picks(client) {
+            Ok(()) => println!("right {name}"),
+            Err(error) => {
+                println!("WRONG {name}: {error}");
+                failed += 1;
+            }
+        }
+    }
     println!("{checked} calls, {failed} failed");
     ensure!(failed == 0, "{failed} calls are wrong");
     Ok(())
@@ -160,6 +198,43 @@ impl Call {
         }
     }
 
+    /// That the keys that are picked are those of a sort.
+    fn verify_picks(&self, client: &Client) -> Result<()> {
+        let most = self.picks.most;
+        for sizes in &self.sizes {
+            self.run_slab(sizes)?;
+            let bytes = client.read_one(self.lists.clone());
+            let bytes = bytes.map_err(|error| anyhow!("{error:?}"))?;
+            let lists: Vec<i32> = (bytes.chunks_exact(4))
+                .map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+                .collect();
+            let [start, rows] = sizes.rows;
+            for at in 0..sizes.batch * rows {
+                let query = at / rows * sizes.seq[0] + start + at % rows;
+                let seen = start + at % rows + sizes.seq[1] - sizes.seq[0] + 1;
+                let numbers = &self.numbers().of_pairs[at * sizes.columns()..][..seen];
+                let number = |key: usize| match key + self.picks.near >= seen {
+                    true => f32::INFINITY,
+                    false => numbers[key],
+                };
+                let mut order: Vec<usize> = (0..seen).collect();
+                order.sort_by(|&a, &b| number(b).total_cmp(&number(a)).then(a.cmp(&b)));
+                let mut expected: Vec<i32> =
+                    order.iter().take(most).map(|&key| key as i32).collect();
+                expected.sort_unstable();
+                expected.resize(most, -1);
+                let found = &lists[query * most..][..most];
+                let differs = (0..most).find(|&place| found[place] != expected[place]);
+                if let Some(place) = differs {
+                    let (found, expected) = (found[place], expected[place]);
+                    let what = format!("place {place} of query {query} is {found}");
+                    return Err(anyhow!("{what}, expected {expected}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// The largest error.
     fn worst(&self, client: &Client) -> Result<f64> {
         let (mut worst, mut slack) = (0.0f64, 0.0);
@@ -205,7 +280,7 @@ impl Call {
         }
         let [first, second] = &self.gradients;
         match self.what {
-            What::Scores | What::Weights => Ok(worst),
+            What::Scores | What::Weights | What::Picks | What::Choice => Ok(worst),
             What::ByQueries => {
                 let worst = compared("by q", &read(client, first)?, &by_q, slack)?;
                 Ok(worst.max(compared(

@@ -109,22 +109,26 @@ pub fn dsa_golden(devices: &[Device]) {
 
 /// Choices of any sizes: those of the scores that the device has, and those of f64, but for what a rounding decides.
 pub fn dsa_choices_equal_f64(devices: &[Device]) {
+    // Queries and keys, how many are kept, near ones among them, and scores in memory at a time.
     let sizes = [
-        ([70, 70], 9, 0),
-        ([70, 70], 9, 4),
-        ([33, 90], 16, 16),
-        ([1, 77], 5, 1),
-        ([40, 40], 40, 3),
-        ([40, 40], 100, 0),
-        ([1, 1], 1, 0),
-        ([200, 2100], 300, 7),
+        ([70, 70], 9, 0, 1 << 24),
+        ([70, 70], 9, 4, 900),
+        ([33, 90], 16, 16, 1),
+        ([1, 77], 5, 1, 1 << 24),
+        ([40, 40], 40, 3, 1 << 24),
+        ([40, 40], 100, 0, 1 << 24),
+        ([1, 1], 1, 0, 1 << 24),
+        ([200, 2100], 300, 7, 100_000),
+        // Of rows so long a cube has as many units as it may.
+        ([3, 9001], 2048, 0, 1 << 24),
     ];
     for device in devices {
         // Scores are up to 10, and sums of terms as large.
         let tolerance = 10.0 * product_tolerance(device, DType::F32, 1e-6);
-        for (seed, (seq, keep, near)) in (0..).zip(sizes) {
+        for (seed, (seq, keep, near, numbers)) in (0..).zip(sizes) {
             let problem = Problem::random(10_800 + seed, seq);
             let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+            let dsa = dsa.with_numbers(numbers).unwrap();
             let index = problem.index(device, DType::F32);
             let scores = to_f64(dsa.scores(&index).into_data());
             let lists = dsa.choose(&index).unwrap();
@@ -149,6 +153,57 @@ pub fn dsa_choices_equal_f64(devices: &[Device]) {
                 is_rounded || compared * 2 >= seq[0],
                 "{device:?}, {seq:?}: {compared}"
             );
+        }
+    }
+}
+
+/// Of equal scores the earlier keys, also of those that are 0 of either sign, infinite or no number.
+pub fn dsa_choices_of_equal_scores(devices: &[Device]) {
+    let [rows_of, seq] = [40, 600];
+    // One head of width 1: a score is the query's weight times what is above 0 of its product with the key.
+    let mut problem = Problem::of([1, 1, 4], [1, 1], [rows_of, seq]).filled(10_900);
+    let some = [
+        -1.0,
+        0.0,
+        0.5,
+        1.0,
+        1.0 + 1e-6,
+        2.0,
+        1e-30,
+        f64::INFINITY,
+        f64::NAN,
+    ];
+    let weights = [1.0, -1.0, 0.0, 3e-20, f64::NEG_INFINITY];
+    let [q, k, w] = &mut problem.index;
+    q.fill(1.0);
+    for (at, key) in k.iter_mut().enumerate() {
+        *key = f64::from(some[(at * 7 + at / 9) % some.len()] as f32);
+    }
+    for (at, weight) in w.iter_mut().enumerate() {
+        *weight = f64::from(weights[at % weights.len()] as f32);
+    }
+    for device in devices {
+        for (keep, near) in [(64, 0), (300, 0), (64, 5), (1, 0), (599, 0)] {
+            let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+            let index = problem.index(device, DType::F32);
+            let scores = to_f64(dsa.scores(&index).into_data());
+            let chosen = rows(&dsa.choose(&index).unwrap());
+            for (query, chosen) in chosen.iter().enumerate() {
+                let position = problem.position(query);
+                let scores = &scores[query * seq..][..=position];
+                let number = |key: usize| match (key + near > position, scores[key].is_nan()) {
+                    (true, _) => f64::INFINITY,
+                    // As low as the lowest.
+                    (_, true) => f64::NEG_INFINITY,
+                    // −0 is 0.
+                    _ => scores[key] + 0.0,
+                };
+                let mut order: Vec<usize> = (0..=position).collect();
+                order.sort_by(|&a, &b| number(b).partial_cmp(&number(a)).unwrap().then(a.cmp(&b)));
+                let mut expected = order[..keep.min(order.len())].to_vec();
+                expected.sort_unstable();
+                assert_eq!(*chosen, expected, "{device:?}, {keep}, {near}: {query}");
+            }
         }
     }
 }

@@ -9,7 +9,7 @@
 //!
 //! Only the pairs in kept blocks are computed. The forward and the dQ kernel give a cube a tile of
 //! queries, which walks the keys it needs; the dK/dV kernel gives it a tile of keys, which walks the queries that need
-//! them. So every output has one writer: there are no atomics, and the same input gives the same bits.
+//! them. So every output has one writer, and the same input gives the same bits: nothing is added by atomics but counts of whole numbers (`indexer`).
 //! [`plan`](crate::plan) says what a cube walks.
 //!
 //! A call is a [`Request`] over a layout. [`AttentionPlan`] is what it will run, chosen from the layout, the request and the device; it

@@ -1,8 +1,8 @@
 //! An indexer's scores and losses on CubeCL devices.
 
 use blocksparse::kernels::indexer::{
-    Compared, IndexerGradients, PairInputs, PairSizes, PairSum, by_keys, by_queries, check,
-    compare, key_parts, pair_sums, spread_listed,
+    Compared, IndexerGradients, KeyPicks, PairInputs, PairSizes, PairSum, by_keys, by_queries,
+    check, check_picks, compare, key_parts, pair_sums, pick_keys, spread_listed,
 };
 use blocksparse::kernels::rows::column_sums;
 use burn::backend::cubecl::dtype_to_elem_type;
@@ -13,7 +13,8 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 
 use super::cube::{empty, launched, typed, uses_reference};
 use crate::ops::{
-    ComparedKeys, IndexInputs, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores, TargetInputs,
+    ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores,
+    SeenKeys, TargetInputs,
 };
 
 /// Whether kernels take pairs of such sizes and of numbers of a type on a device.
@@ -21,6 +22,13 @@ pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) ->
     let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
     let element = || dtype_to_elem_type(dtype);
     is_float && !uses_reference() && check(&device.client(), element(), sizes).is_ok()
+}
+
+/// Whether a kernel of their own picks the keys of scores.
+pub(crate) fn has_picks(device: &CubeDevice) -> bool {
+    // For comparing with how keys are picked elsewhere.
+    let is_left_out = std::env::var("BLOCKSPARSE_KEY_PICKS").as_deref() == Ok("0");
+    !is_left_out && check_picks(&device.client()).is_ok()
 }
 
 /// Contiguous tensors of queries, of keys, and of numbers of queries, these in f32.
@@ -83,6 +91,49 @@ impl IndexerOps for CubeBackend {
             all: call.all,
         };
         pairs.sums(&pairs.sizes(call.rows, None), None, &sum)
+    }
+
+    fn indexer_choice(
+        index: IndexInputs<Self>,
+        seen: SeenKeys<Self>,
+        call: IndexerChoice,
+    ) -> CubeTensor {
+        let pairs = index_pairs(index);
+        let seen = match seen {
+            SeenKeys::UpToOwn => None,
+            SeenKeys::Counted(seen) => Some(into_contiguous(cast(seen, DType::I32))),
+        };
+        let [batch, _, seq_q, _] = pairs.q.meta.shape().dims();
+        let picks = KeyPicks {
+            most: call.most,
+            near: call.near,
+            seen: seen.as_ref().map(|seen| seen.meta.shape()[0]),
+        };
+        // What is near is known where keys are picked.
+        let sum = PairSum::Scores {
+            factor: pairs.factor(),
+            near: 0,
+            all: seen.is_some(),
+        };
+        let slabs = picks.slabs(&pairs.sizes([0, seq_q], None), call.numbers);
+        let numbers = slabs.iter().map(PairSizes::numbers).max().unwrap_or(0);
+        // All slabs in turn have the same scores in memory.
+        let scores = empty(&pairs.q, [numbers], DType::F32);
+        let lists = empty(&pairs.q, [batch, seq_q, call.most], DType::I32);
+        let client = &pairs.q.client;
+        let seen = seen.as_ref().map(|seen| &seen.handle);
+        for sizes in &slabs {
+            launched(pair_sums(
+                client,
+                sizes,
+                &pairs.inputs(None),
+                &sum,
+                &scores.handle,
+            ));
+            let numbers = [&scores.handle, &lists.handle];
+            launched(pick_keys(client, sizes, &picks, numbers, seen));
+        }
+        lists
     }
 
     fn indexer_loss(

@@ -1,4 +1,4 @@
-//! Scores and losses by kernels, on devices that have them. `None` says that Burn's operations have to make them: the device has no kernels, or they do not take
+//! Scores, choices and losses by kernels, on devices that have them. `None` says that Burn's operations have to make them: the device has no kernels, or they do not take
 //! the sizes or the dtype.
 
 use std::sync::LazyLock;
@@ -6,14 +6,17 @@ use std::sync::LazyLock;
 use blocksparse::kernels::indexer::PairSizes;
 use blocksparse::{LayoutShape, Pattern};
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 
 use super::found::{DsaTarget, Found};
 use super::scores::{DsaIndex, together};
 use crate::attention::attention_with_lse;
-use crate::backends::indexer::available;
+use crate::backends::indexer::{available, has_picks};
 use crate::device::cube;
-use crate::ops::{ComparedKeys, IndexInputs, IndexerLoss, IndexerOps, IndexerScores, TargetInputs};
+use crate::ops::{
+    ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores, SeenKeys,
+    TargetInputs,
+};
 use crate::options::AttentionOptions;
 use crate::selection::layouts::KeptLayouts;
 
@@ -80,6 +83,29 @@ pub(super) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool)
     let call = IndexerScores::new(rows, near, all);
     let inputs = Index::new(index).inputs();
     Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_scores(inputs, call))
+}
+
+/// The keys of the `most` highest scores of all queries, `[batch, seq_q, most]`, ascending, −1 behind the last, `near` keys up to the last that a query sees
+/// among them. Queries see so many keys as `seen`, `[batch or 1, seq_q]`, says: up to their own positions, if it says nothing. `None` also where there is no
+/// kernel that picks them.
+pub(super) fn picks(
+    index: &DsaIndex,
+    seen: Option<&Tensor<2, Int>>,
+    [most, near]: [usize; 2],
+    numbers: usize,
+) -> Option<Tensor<3, Int>> {
+    let is_served = cube::of(&index.q.device()).is_some_and(|device| has_picks(&device));
+    if !is_served || !has_scores(index, numbers) {
+        return None;
+    }
+    let seen = match seen {
+        Some(seen) => SeenKeys::Counted(seen.clone().into_dispatch()),
+        None => SeenKeys::UpToOwn,
+    };
+    let inputs = Index::new(index).inputs();
+    let call = IndexerChoice::new(most, near, numbers);
+    let lists = <Dispatch as IndexerOps>::indexer_choice(inputs, seen, call);
+    Some(Tensor::from_dispatch(lists))
 }
 
 /// The mean of the losses of queries, and its gradients. `numbers` of scores are in memory at a time.

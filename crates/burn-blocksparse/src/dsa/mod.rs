@@ -128,10 +128,7 @@ impl Dsa {
     pub fn choose(&self, index: &DsaIndex) -> Result<KeyLists, OpError> {
         let [batch, _, seq_q, _] = index.q.dims();
         let seq_kv = index.seq_kv();
-        let device = index.q.device().without_autodiff();
-        let first = (seq_kv - seq_q) as i64;
-        let seen = Tensor::<1, Int>::arange(first + 1..seq_kv as i64 + 1, (&device, DType::I32));
-        let keys = self.listed(index, seen.reshape([1, seq_q]), true);
+        let keys = self.listed(index, None);
         let [_, _, most] = keys.dims();
         Ok(KeyLists::of_unique(
             keys.reshape([batch, 1, seq_q, most]),
@@ -156,18 +153,31 @@ impl Dsa {
     ) -> Result<Tensor<3, Bool>, OpError> {
         let [batch, _, seq_q, _] = index.q.dims();
         OpError::expect_same("seen's shape", [batch, seq_q], "the index's", seen.dims())?;
-        let keys = self.listed(index, seen.cast(DType::I32), false);
+        let keys = self.listed(index, Some(seen.cast(DType::I32)));
         Ok(unlisted(keys, index.seq_kv()))
     }
 
     /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`:
-    /// up to their own positions, if they are `in_order`.
-    fn listed(&self, index: &DsaIndex, seen: Tensor<2, Int>, in_order: bool) -> Tensor<3, Int> {
+    /// those up to their own positions, unless it is given.
+    fn listed(&self, index: &DsaIndex, seen: Option<Tensor<2, Int>>) -> Tensor<3, Int> {
         let index = index.clone().without_autodiff();
         let [batch, _, seq_q, _] = index.q.dims();
         let seq_kv = index.seq_kv();
         let most = self.keep.min(seq_kv);
+        #[cfg(feature = "cube")]
+        if seq_kv > self.keep {
+            let lists = kernels::picks(&index, seen.as_ref(), [most, self.near], self.numbers);
+            if let Some(lists) = lists {
+                return lists;
+            }
+        }
+        let in_order = seen.is_none();
         let device = index.q.device();
+        let seen = seen.unwrap_or_else(|| {
+            let first = (seq_kv - seq_q) as i64;
+            let seen = first + 1..seq_kv as i64 + 1;
+            Tensor::<1, Int>::arange(seen, (&device, DType::I32)).reshape([1, seq_q])
+        });
         let keys = Tensor::<1, Int>::arange(0..seq_kv as i64, (&device, DType::I32));
         let keys = keys.reshape([1, 1, seq_kv]);
         let seen = seen.unsqueeze_dim::<3>(2);

@@ -15,6 +15,18 @@ pub struct IndexerScores {
     pub all: bool,
 }
 
+/// Which keys an indexer is to choose.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct IndexerChoice {
+    /// Keys of a query's list.
+    pub most: usize,
+    /// Keys up to the last that a query sees that have the highest score.
+    pub near: usize,
+    /// Scores in memory at a time, at most, unless a query has more.
+    pub numbers: usize,
+}
+
 /// How an indexer's loss is computed, besides its tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
@@ -33,6 +45,16 @@ impl IndexerLoss {
             scale,
             rows,
             causal,
+        }
+    }
+}
+
+impl IndexerChoice {
+    pub(crate) fn new(most: usize, near: usize, numbers: usize) -> Self {
+        Self {
+            most,
+            near,
+            numbers,
         }
     }
 }
@@ -83,6 +105,17 @@ pub enum ComparedKeys<B: Backend> {
     Listed(IntTensor<B>),
 }
 
+/// How many keys queries see, from the first on.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub enum SeenKeys<B: Backend> {
+    /// Those up to their own positions.
+    UpToOwn,
+    /// i32 `[batch or 1, seq_q]`.
+    Counted(IntTensor<B>),
+}
+
 /// The losses of queries, and the gradients of their mean, all f32.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
@@ -109,6 +142,14 @@ pub trait IndexerOps: Backend {
         call: IndexerScores,
     ) -> FloatTensor<Self>;
 
+    /// The keys of the highest scores of all queries, i32 `[batch, seq_q, most]`, ascending, −1 behind the last: of equal ones the earlier, and NaN is the lowest.
+    #[fusion(meta = meta::choice)]
+    fn indexer_choice(
+        #[extension_type] index: IndexInputs<Self>,
+        #[extension_type] seen: SeenKeys<Self>,
+        call: IndexerChoice,
+    ) -> IntTensor<Self>;
+
     /// The losses of all queries, with the gradients of their mean.
     #[fusion(meta = meta::loss)]
     fn indexer_loss(
@@ -129,6 +170,15 @@ mod meta {
     pub fn scores(index: &IndexInputsMetadata, call: &IndexerScores) -> TensorSpec {
         let [batch, _, seq_kv, _] = index.k.shape.dims::<4>();
         TensorSpec::new([batch, call.rows[1], seq_kv].into(), DType::F32)
+    }
+
+    pub fn choice(
+        index: &IndexInputsMetadata,
+        _seen: &SeenKeysMetadata,
+        call: &IndexerChoice,
+    ) -> TensorSpec {
+        let [batch, _, seq_q, _] = index.q.shape.dims::<4>();
+        TensorSpec::new([batch, seq_q, call.most].into(), DType::I32)
     }
 
     pub fn loss(

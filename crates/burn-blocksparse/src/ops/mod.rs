@@ -44,7 +44,8 @@ pub use heads::HeadOps;
 pub use heads_apart::{HeadsApart, HeadsApartOps};
 #[cfg(feature = "cube")]
 pub use indexer::{
-    ComparedKeys, IndexInputs, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores, TargetInputs,
+    ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores,
+    SeenKeys, TargetInputs,
 };
 pub use key_lists::{
     KeyListCall, KeyListGrads, KeyListInputs, KeyListOps, KeyListOutput, KeyListSaved,

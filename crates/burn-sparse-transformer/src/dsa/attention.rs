@@ -31,7 +31,7 @@ pub struct DsaAttentionConfig {
     pub scale: Option<f64>,
     /// Rotary position embeddings of queries and keys; its `d_model` is the width of a query head. Default: none.
     pub rope: Option<RotaryEncodingConfig>,
-    /// Dtype of the projections and of the attention. The indexer's scores are f32.
+    /// Dtype of the projections and of the attention, and of the index unless [`DsaHeadsConfig::index_precision`] says another. Its scores are f32.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
     /// How the projections are initialised.
@@ -71,7 +71,14 @@ impl DsaAttentionConfig {
             key: linear(self.d_model, n_kv_heads * width, true),
             value: linear(self.d_model, n_kv_heads * width, true),
             output: linear(self.d_model, self.d_model, true),
-            heads: DsaHeads::new(&self.heads, self.d_model, rope, &of_indexer, device)?,
+            heads: DsaHeads::new(
+                &self.heads,
+                self.d_model,
+                self.precision,
+                rope,
+                &of_indexer,
+                device,
+            )?,
             rope: rope.map(|config| config.init(device)),
             d_model: self.d_model,
             n_heads: self.n_heads,

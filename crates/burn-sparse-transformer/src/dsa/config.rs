@@ -6,13 +6,14 @@ use burn::config::Config;
 use burn::nn::RotaryEncodingConfig;
 use burn_blocksparse::{ChoiceWalk, Dsa};
 
-use crate::TransformerError;
 use crate::error::{ensure, ensure_positive};
 use crate::heads::validate_rope;
+use crate::{Precision, TransformerError};
 
 /// Configuration of [`DsaHeads`](super::DsaHeads). The defaults are the paper's (DeepSeek-V3.2-Exp, 2025, §2).
 ///
-/// As text, in [`ContentAttention`](crate::ContentAttention): `dsa`, `dsa:KEEP,NEAR` or `dsa:KEEP,NEAR,HEADS,WIDTH`, the latter two of the indexer.
+/// As text, in [`ContentAttention`](crate::ContentAttention): `dsa`, `dsa:KEEP,NEAR` or `dsa:KEEP,NEAR,HEADS,WIDTH`, the latter two of the indexer; behind
+/// these there may be its precision, as in `dsa:2048,0,64,128,f32`.
 #[derive(Config, Debug, PartialEq)]
 #[must_use = "a configuration does nothing until heads are made with it"]
 pub struct DsaHeadsConfig {
@@ -30,6 +31,10 @@ pub struct DsaHeadsConfig {
     pub index_dim: usize,
     /// First channels of the indexer's queries and keys that are rotated where those of the attention are, an even number; 0 is none. Default: half of them.
     pub rope_dim: Option<usize>,
+    /// Precision of the indexer's queries and keys, and of the products that make them. Default: the attention's. In bf16 scores are made on tensor cores, where
+    /// a device has some, and are not those of f32, so that a few keys about the last that is kept are others. Its weights, norms, scores and losses are in the
+    /// dtype of its parameters, or in f32, either way.
+    pub index_precision: Option<Precision>,
     /// Whether kernels walk the lists of keys where a device has them ([`ChoiceWalk::Auto`]).
     #[config(default = true)]
     pub walk: bool,
@@ -54,6 +59,11 @@ impl DsaHeadsConfig {
         };
         let fits = rotated <= self.index_dim && rotated.is_multiple_of(2);
         ensure(fits, "rope_dim", expected, rotated)
+    }
+
+    /// The precision of the index beside attention in a precision.
+    pub(super) fn precision(&self, of_attention: Precision) -> Precision {
+        self.index_precision.unwrap_or(of_attention)
     }
 
     fn rotated(&self) -> usize {
@@ -84,16 +94,20 @@ impl DsaHeadsConfig {
 
     /// Reads what stands behind the name, if it is a configuration.
     pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
+        let named = |text: &&str| (Precision::ALL.into_iter()).find(|one| one.name() == *text);
+        let precision = arguments.last().and_then(named);
+        let arguments = &arguments[..arguments.len() - usize::from(precision.is_some())];
         let numbers = arguments.iter().map(|text| text.parse());
         let numbers: Result<Vec<usize>, _> = numbers.collect();
         let of = |keep, near| Self::new().with_keep(keep).with_near(near);
-        Some(match numbers.ok()?[..] {
-            [keep, near] => of(keep, near),
+        let config = match numbers.ok()?[..] {
+            [keep, near] if precision.is_none() => of(keep, near),
             [keep, near, heads, width] => {
                 of(keep, near).with_index_heads(heads).with_index_dim(width)
             }
             _ => return None,
-        })
+        };
+        Some(config.with_index_precision(precision))
     }
 
     /// Its text.
@@ -103,9 +117,11 @@ impl DsaHeadsConfig {
             near,
             index_heads,
             index_dim,
+            index_precision,
             ..
         } = self;
         let name = Self::NAME;
-        write!(f, "{name}:{keep},{near},{index_heads},{index_dim}")
+        write!(f, "{name}:{keep},{near},{index_heads},{index_dim}")?;
+        index_precision.map_or(Ok(()), |precision| write!(f, ",{precision}"))
     }
 }

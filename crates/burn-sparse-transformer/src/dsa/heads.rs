@@ -10,7 +10,7 @@ use crate::attention_flops::linear_flops;
 use crate::call::Seen;
 use crate::error::ensure;
 use crate::heads::Positions;
-use crate::{SparseMhaCache, TransformerError};
+use crate::{Precision, SparseMhaCache, TransformerError};
 
 /// Heads of DeepSeek sparse attention: an indexer, and how many keys it chooses for a token. Queries, keys and values are those of the layer.
 #[derive(Module, Debug)]
@@ -32,22 +32,24 @@ pub(crate) struct DsaParts {
 }
 
 impl DsaHeads {
-    /// `linear` makes layers without bias of a number of inputs and outputs; `rope` are the attention's rotations.
+    /// `linear` makes layers without bias of a number of inputs and outputs; `rope` are the attention's rotations, and `precision` is its precision.
     pub(crate) fn new(
         config: &DsaHeadsConfig,
         d_model: usize,
+        precision: Precision,
         rope: Option<&RotaryEncodingConfig>,
         linear: &dyn Fn(usize, usize) -> Linear,
         device: &Device,
     ) -> Result<Self, TransformerError> {
         config.validate()?;
+        config.precision(precision).check(device)?;
         let rope = match rope {
             Some(rope) => config.rope(rope)?,
             None => None,
         };
         let rope = rope.map(|config| config.init(device));
         Ok(Self {
-            indexer: DsaIndexer::new(config, d_model, rope, linear, device),
+            indexer: DsaIndexer::new(config, d_model, precision, rope, linear, device),
             op: config.op()?,
             config: config.clone(),
             stage: DsaStage::default(),

@@ -2,14 +2,15 @@
 
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, RotaryEncoding};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_blocksparse::DsaIndex;
 
 use super::DsaHeadsConfig;
-use crate::TransformerError;
 use crate::heads::{Positions, rotate};
+use crate::{Precision, TransformerError};
 
-/// The lightning indexer: what it makes of tokens, in its parameters' dtype. Tokens are detached, so that the indexer learns nothing by the model's loss, and
+/// The lightning indexer: what it makes of tokens, queries and keys in a precision ([`DsaHeadsConfig::index_precision`]), weights in the dtype of their layer's
+/// parameters. Tokens are detached, so that the indexer learns nothing by the model's loss, and
 /// the model nothing by the indexer's.
 #[derive(Module, Debug)]
 pub struct DsaIndexer {
@@ -24,13 +25,16 @@ pub struct DsaIndexer {
     /// Of the first channels of queries and keys; no parameters.
     pub rope: Option<RotaryEncoding>,
     heads: usize,
+    #[module(skip)]
+    precision: Precision,
 }
 
 impl DsaIndexer {
-    /// `linear` makes layers without bias of a number of inputs and outputs.
+    /// `linear` makes layers without bias of a number of inputs and outputs; `precision` is the attention's.
     pub(super) fn new(
         config: &DsaHeadsConfig,
         d_model: usize,
+        precision: Precision,
         rope: Option<RotaryEncoding>,
         linear: &dyn Fn(usize, usize) -> Linear,
         device: &Device,
@@ -47,7 +51,13 @@ impl DsaIndexer {
             weights: linear(d_model, heads),
             rope,
             heads,
+            precision: config.precision(precision),
         }
+    }
+
+    /// The dtype of the queries and keys that it makes.
+    pub fn dtype(&self) -> FloatDType {
+        self.precision.dtype(self.query.weight.val().dtype())
     }
 
     pub(crate) fn layers(&self) -> [&Linear; 3] {
@@ -65,7 +75,10 @@ impl DsaIndexer {
         x: Tensor<3>,
         positions: &Positions,
     ) -> Result<DsaIndex, TransformerError> {
-        let x = x.detach().cast(self.query.weight.val().dtype());
+        let own = self.query.weight.val().dtype();
+        let dtype = DType::from(self.dtype());
+        let tokens = x.detach();
+        let x = tokens.clone().cast(own);
         let [batch, seq, _] = x.dims();
         let rotated = |x: Tensor<4>| match &self.rope {
             None => Ok(x),
@@ -80,12 +93,157 @@ impl DsaIndexer {
                 })
             }
         };
-        let q = self.query.forward(x.clone());
-        let width = q.dims()[2] / self.heads;
-        let q = q.reshape([batch, seq, self.heads, width]).swap_dims(1, 2);
-        let k = self.norm.forward(self.key.forward(x.clone()));
-        let k = k.reshape([batch, 1, seq, width]);
+        let [_, outputs] = self.query.weight.val().dims();
+        let width = outputs / self.heads;
+        let (q, k) = match dtype == own {
+            true => {
+                let q = self.query.forward(x.clone());
+                let q = q.reshape([batch, seq, self.heads, width]).swap_dims(1, 2);
+                (q, self.key.forward(x.clone()))
+            }
+            // Rounded as the attention's products are; keys are normalised in the parameters' dtype.
+            false => {
+                let parts = [(self.heads, width)];
+                let q = (self.precision).by_heads(&[&self.query], None, &parts, tokens.clone())?;
+                let q = q.into_iter().next().expect("there is a part");
+                (q, self.precision.product(&self.key, tokens)?.cast(own))
+            }
+        };
+        let k = self.norm.forward(k);
+        let k = rotated(k.reshape([batch, 1, seq, width]))?;
         let weights = self.weights.forward(x).swap_dims(1, 2);
-        Ok(DsaIndex::new(rotated(q)?, rotated(k)?, weights)?)
+        Ok(DsaIndex::new(rotated(q)?, k.cast(dtype), weights)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::nn::RotaryEncodingConfig;
+    use burn::tensor::Distribution;
+    use burn_blocksparse::Dsa;
+
+    use super::*;
+    use crate::{DsaAttention, DsaAttentionConfig};
+
+    const SEQ: usize = 400;
+
+    /// One layer in each precision of the attention and of the index, with the same parameters.
+    fn layers(device: &Device) -> [DsaAttention; 3] {
+        let layer = |precision, index| {
+            let heads = DsaHeadsConfig::new()
+                .with_keep(48)
+                .with_index_heads(8)
+                .with_index_dim(32)
+                .with_index_precision(index);
+            DsaAttentionConfig::new(64, 4)
+                .with_heads(heads)
+                .with_rope(Some(RotaryEncodingConfig::new(SEQ, 16)))
+                .with_precision(precision)
+                .init(device)
+                .unwrap()
+        };
+        let full = layer(Precision::F32, None);
+        let record = full.clone().into_record();
+        [
+            full,
+            layer(Precision::Bf16, None).load_record(record.clone()),
+            layer(Precision::Bf16, Some(Precision::F32)).load_record(record),
+        ]
+    }
+
+    fn index(layer: &DsaAttention, x: &Tensor<3>) -> DsaIndex {
+        layer.heads.index(x.clone(), &Positions::From(0)).unwrap()
+    }
+
+    #[test]
+    fn an_index_has_the_attentions_precision_or_its_own() {
+        let device = Device::flex();
+        let x = Tensor::random([2, SEQ, 64], Distribution::Normal(0.0, 1.0), &device);
+        let [full, half, kept] = layers(&device);
+        let dtypes = [DType::F32, DType::BF16, DType::F32];
+        for (layer, dtype) in [&full, &half, &kept].into_iter().zip(dtypes) {
+            let index = index(layer, &x);
+            assert_eq!([index.q.dtype(), index.k.dtype()], [dtype; 2]);
+            assert_eq!(index.weights.dtype(), DType::F32);
+            assert_eq!(DType::from(layer.heads.indexer.dtype()), dtype);
+        }
+        // Bit for bit what its layers make, whatever the attention's precision is.
+        let indexer = &full.heads.indexer;
+        let turned = |x: Tensor<4>| {
+            let rope = indexer.rope.as_ref().unwrap();
+            let first = rope.forward(x.clone().narrow(3, 0, 16));
+            Tensor::cat(vec![first, x.narrow(3, 16, 16)], 3).into_data()
+        };
+        let q = indexer.query.forward(x.clone());
+        let k = indexer.norm.forward(indexer.key.forward(x.clone()));
+        let q = turned(q.reshape([2, SEQ, 8, 32]).swap_dims(1, 2));
+        let k = turned(k.reshape([2, 1, SEQ, 32]));
+        let weights = indexer.weights.forward(x.clone()).swap_dims(1, 2);
+        let [full, kept] = [&full, &kept].map(|layer| index(layer, &x));
+        for (part, of_kept) in [(&full.q, &kept.q), (&full.k, &kept.k)] {
+            assert_eq!(part.to_data(), of_kept.to_data());
+        }
+        full.q
+            .into_data()
+            .assert_approx_eq::<f32>(&q, burn::tensor::Tolerance::absolute(1e-5));
+        full.k
+            .into_data()
+            .assert_approx_eq::<f32>(&k, burn::tensor::Tolerance::absolute(1e-5));
+        assert_eq!(full.weights.into_data(), weights.into_data());
+    }
+
+    /// Rounded to 8 bits an index chooses other keys about the last that is kept, and few of them.
+    #[test]
+    fn an_index_in_bf16_chooses_nearly_the_same() {
+        let device = Device::flex();
+        let x = Tensor::random([2, SEQ, 64], Distribution::Normal(0.0, 1.0), &device);
+        let [full, half, _] = layers(&device);
+        let dsa = Dsa::new(48).unwrap();
+        let lists = [&full, &half].map(|layer| {
+            let lists = dsa.choose(&index(layer, &x)).unwrap();
+            lists
+                .keys()
+                .clone()
+                .into_data()
+                .iter()
+                .collect::<Vec<i32>>()
+        });
+        let (mut same, mut all) = (0, 0);
+        for (own, other) in lists[0].chunks(48).zip(lists[1].chunks(48)) {
+            let own: Vec<i32> = own.iter().copied().filter(|&key| key >= 0).collect();
+            all += own.len();
+            same += own.iter().filter(|key| other.contains(key)).count();
+        }
+        let share = same as f64 / all as f64;
+        assert!(share > 0.97 && share < 1.0, "{share}");
+    }
+
+    /// What an index in bf16 learns by, and its gradients, beside those in f32.
+    #[cfg(feature = "autodiff")]
+    #[test]
+    fn an_index_in_bf16_learns_the_same() {
+        let device = Device::flex().autodiff();
+        let x = Tensor::random([1, 120, 64], Distribution::Normal(0.0, 1.0), &device);
+        let [_, half, kept] = layers(&device);
+        let run = |layer: &DsaAttention| {
+            let loss = layer.warm_up_loss(x.clone()).unwrap();
+            let grads = loss.backward();
+            let indexer = &layer.heads.indexer;
+            let parts = [&indexer.query, &indexer.key, &indexer.weights];
+            let grads = parts.map(|part| part.weight.val().grad(&grads).unwrap());
+            assert!(grads.iter().all(|grad| grad.dtype() == DType::F32));
+            (loss.into_scalar::<f32>(), grads)
+        };
+        let ((loss, grads), (expected, others)) = (run(&half), run(&kept));
+        assert!(
+            (loss - expected).abs() < 2e-3 * expected,
+            "{loss}, {expected}"
+        );
+        for (grad, other) in grads.into_iter().zip(others) {
+            let norm = |x: Tensor<2>| x.square().sum().sqrt().into_scalar::<f32>();
+            let (error, size) = (norm(grad - other.clone()), norm(other));
+            // What scores are off by is much beside the difference of two softmaxes that are nearly level.
+            assert!(error < 0.08 * size, "{error} of {size}");
+        }
     }
 }

@@ -40,7 +40,14 @@ impl SparseMultiHeadAttentionConfig {
                 .with_initializer(self.initializer.clone())
                 .init(device)
         };
-        DsaHeads::new(config, self.d_model, self.rope.as_ref(), &linear, device)
+        DsaHeads::new(
+            config,
+            self.d_model,
+            self.precision,
+            self.rope.as_ref(),
+            &linear,
+            device,
+        )
     }
 }
 

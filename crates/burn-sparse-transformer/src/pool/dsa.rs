@@ -13,7 +13,7 @@ use super::{Group, KvPool, KvPoolConfig, KvUsage, Step};
 use crate::call::Call;
 use crate::dsa::{DsaHeads, DsaParts};
 use crate::error::{ensure, ensure_none};
-use crate::{DsaHeadsConfig, SparseMhaInput, SparseMultiHeadAttention, TransformerError};
+use crate::{SparseMhaInput, SparseMultiHeadAttention, TransformerError};
 
 /// That a pool of a configuration can keep a layer's keys.
 pub(super) fn check(config: &KvPoolConfig) -> Result<(), TransformerError> {
@@ -30,13 +30,13 @@ pub(super) fn check(config: &KvPoolConfig) -> Result<(), TransformerError> {
 /// An indexer's keys of a layer in a group, empty. They stay as exact as they are: what is chosen depends on them.
 pub(super) fn store(
     group: &Group,
-    dsa: &DsaHeadsConfig,
+    dsa: &DsaHeads,
     device: &Device,
 ) -> Result<Store, TransformerError> {
     let heads = group.key.kv_heads / group.books.table_rows();
     let [pages, page_size] = group.pages();
-    let widths = [dsa.index_dim, NO_VALUES];
-    let stored = Stored::Float(FloatDType::F32);
+    let widths = [dsa.config().index_dim, NO_VALUES];
+    let stored = Stored::Float(dsa.indexer.dtype());
     Store::new([pages / heads, page_size], 1, widths, device, stored)
 }
 

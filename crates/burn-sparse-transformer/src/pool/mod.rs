@@ -242,7 +242,7 @@ impl KvPool {
                 (None, None) => (store, None),
             };
             indexes.push(match mha.choosing_dsa() {
-                Some(dsa) => Some(dsa::store(&groups[at], dsa.config(), &device)?),
+                Some(dsa) => Some(dsa::store(&groups[at], dsa, &device)?),
                 None => None,
             });
             stores.push((at, store));

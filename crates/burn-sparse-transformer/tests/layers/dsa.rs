@@ -306,9 +306,10 @@ fn what_does_not_go_with_it_is_said() {
 mod training {
     use burn::module::{ModuleVisitor, Param, ParamId};
     use burn::optim::GradientsParams;
+    use burn::tensor::DType;
     use burn::tensor::activation::log_softmax;
     use burn_blocksparse::FusedAdamWConfig;
-    use burn_sparse_transformer::Recompute;
+    use burn_sparse_transformer::{Precision, Recompute};
 
     use super::*;
 
@@ -423,6 +424,53 @@ mod training {
                 (false, (None, None)) => {}
                 other => panic!("{other:?}"),
             }
+        }
+    }
+
+    /// In mixed precision all stages train, with an index in either precision.
+    #[test]
+    fn models_in_bf16_learn() {
+        let device = Device::flex().autodiff();
+        let tokens = tokens(2, 40, 11, &device);
+        for text in ["dsa:10,0,4,16", "dsa:10,0,4,16,f32"] {
+            let _guard = seed(&device, 35);
+            let config =
+                SparseTransformerConfig::new(16, 4, Factorization::from(Pattern::causal()))
+                    .with_vocab_size(11)
+                    .with_context(40)
+                    .with_n_layers(2)
+                    .with_block_size(8)
+                    .with_precision(Precision::Bf16)
+                    .with_content(Some(text.parse().unwrap()));
+            let mut model = randomise(config.init(&device).unwrap());
+            let indexer = |model: &SparseTransformer| {
+                let content = model.blocks[0].mha.content.as_ref().unwrap();
+                content.dsa.as_ref().unwrap().indexer.clone()
+            };
+            let is_half = DType::from(indexer(&model).dtype()) == DType::BF16;
+            assert_eq!(is_half, !text.ends_with("f32"));
+            let mut optimizer = FusedAdamWConfig::new().init();
+            let mut found = Vec::new();
+            for step in 0..40 {
+                let stage = match step {
+                    0..30 => DsaStage::WarmUp,
+                    _ => DsaStage::Sparse,
+                };
+                model = model.with_dsa_stage(stage).unwrap();
+                let (losses, gradients) = model
+                    .losses_and_gradients(tokens.clone(), tokens.clone(), 0, 1u64, Recompute::None)
+                    .unwrap();
+                let numbers = [losses.loss, losses.aside.unwrap()];
+                found.push(numbers.map(|x| x.into_scalar::<f32>()));
+                let weight = indexer(&model).query.weight;
+                let gradient = gradients.get::<2>(weight.id).unwrap();
+                assert_eq!(gradient.dtype(), DType::F32);
+                (model, _) = optimizer.step(0.02, model, gradients).unwrap();
+            }
+            assert!(found.iter().flatten().all(|x| x.is_finite()), "{found:?}");
+            assert!(found[29][1] < 0.8 * found[0][1], "{found:?}");
+            assert!(found[39][0] < 0.9 * found[30][0], "{found:?}");
+            assert!(indexer(&model).query.weight.val().dtype() == DType::F32);
         }
     }
 

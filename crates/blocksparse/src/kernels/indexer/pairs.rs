@@ -25,6 +25,8 @@ pub struct PairSizes {
     pub rows: [usize; 2],
     /// How many keys a query lists, if it lists any.
     pub listed: Option<usize>,
+    /// Keys that have numbers, from the first on, if none are listed: sums need none for keys that no query sees, gradients need all.
+    pub keys: usize,
 }
 
 impl PairSizes {
@@ -42,12 +44,13 @@ impl PairSizes {
             width,
             rows,
             listed,
+            keys: seq_kv,
         }
     }
 
-    /// Numbers of a query: one for each key, or for each that is listed.
+    /// Numbers of a query: one for each key that has some, or for each that is listed.
     pub fn columns(&self) -> usize {
-        self.listed.unwrap_or(self.seq[1])
+        self.listed.unwrap_or(self.keys)
     }
 
     /// Numbers of all queries that are computed.

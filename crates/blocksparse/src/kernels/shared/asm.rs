@@ -74,6 +74,12 @@ pub fn shared_store_two(address: u32, first: f32, second: f32) {
     gpu_asm!("st.shared.v2.f32 [{a}], {{{x}, {y}}};", a = in(_) val::<u32>(address), x = in(_) val::<f32>(first), y = in(_) val::<f32>(second));
 }
 
+/// Adds one to a number in shared memory that other units add to, too.
+#[cube]
+pub fn shared_count(address: u32) {
+    gpu_asm!("red.shared.add.u32 [{a}], 1;", a = in(_) val::<u32>(address));
+}
+
 #[cube]
 pub fn shared_load(address: u32) -> u32 {
     let o: u32;

@@ -235,6 +235,7 @@ mod tests {
             width,
             rows: [0, 64],
             listed,
+            keys: 64,
         };
         let sum = PairSum::Weights { scale: 1.0 };
         (SumTile::of(Half::Bf16, &sizes, &sum))

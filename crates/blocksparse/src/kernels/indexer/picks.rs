@@ -1,0 +1,536 @@
+//! The keys of the highest scores of each query.
+//!
+//! Nothing is sorted. Scores in their order are whole numbers in the same order ([`key`]), of which the last that is kept is found from its highest bits on,
+//! eleven at a time:
+//!
+//! ```text
+//! for each of three digits    count the digits of the numbers that have all digits found so far        in shared memory
+//!                             the digit: the highest that, with those above it, enough numbers have
+//!                             end if all numbers that have it are kept
+//! kept: numbers that are above in the digits that were found, and the first of those that are equal in them
+//! ```
+//!
+//! A cube has a query, whose numbers its units read next to each other: of most rows of long sequences twice for digits and once for the list. Counts are whole
+//! numbers that units add to in any order, so they are the same every time.
+
+// A kernel's numbers have no such methods.
+#![allow(clippy::manual_is_multiple_of, clippy::needless_range_loop)]
+
+use cubecl::ir::features::{AtomicUsage, Plane};
+use cubecl::ir::{ElemType, Type, UIntKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::bins::Bins;
+use super::pairs::{PairSizes, Sizes};
+use crate::kernels::args::{address_of, buffer, optional, spread};
+use crate::kernels::error::KernelError;
+use crate::kernels::on_device::keep::WANTED;
+use crate::kernels::on_device::{key, planes};
+
+/// Units of a query, at least and at most.
+const UNITS: [usize; 2] = [128, 512];
+/// Numbers of a unit where units are between these.
+const UNIT_NUMBERS: usize = 16;
+/// Bits of a digit, of which the last has what is left of 32.
+const BITS: u32 = 11;
+/// Values of a digit.
+const BINS: usize = 1 << BITS;
+/// Digits of a number.
+const DIGITS: u32 = 32u32.div_ceil(BITS);
+/// Vectors that a unit loads at once where digits are counted.
+const AHEAD: usize = 4;
+/// Neighbouring vectors that a unit lists at once.
+const RUN: usize = 2;
+/// Numbers of a vector, at most.
+const MOST_VECTOR: usize = 4;
+/// Rows of numbers are as long as multiples of so many where keys are left out, so that they begin where loads do.
+const ALIGNED: usize = 32;
+/// Units that are added up together where there are no planes.
+const TOGETHER: usize = 16;
+/// Where a count of equal numbers begins in a word, below which there is one of numbers above: neither is as many as a cube's numbers.
+const HALF: u32 = 16;
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Picked {
+    /// Units of a cube, a power of two that divides [`BINS`].
+    units: usize,
+    /// Units of a plane, 1 on a device without plane operations.
+    plane: usize,
+    /// Whether units count by PTX.
+    ptx: bool,
+}
+
+impl Picked {
+    fn new(client: &Client, columns: usize) -> Result<Self, KernelError> {
+        let properties = client.properties();
+        let hardware = &properties.hardware;
+        let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+        let [low, high] = UNITS;
+        if most < low {
+            let what = "units of a cube that picks keys";
+            return Err(KernelError::limit(what, most as u32, low));
+        }
+        let units = columns.div_ceil(UNIT_NUMBERS).next_power_of_two();
+        let units = units.clamp(low, high.min(1 << most.ilog2()));
+        let plane = hardware.plane_size_min as usize;
+        let has_planes = properties.features.plane.contains(Plane::Ops)
+            && hardware.plane_size_min == hardware.plane_size_max
+            && plane.is_power_of_two()
+            // A plane adds up what all planes have.
+            && units <= plane * plane
+            && plane <= units;
+        Ok(Self {
+            units,
+            plane: if has_planes { plane } else { 1 },
+            ptx: planes::have_ptx(properties),
+        })
+    }
+
+    /// Words that units leave for others.
+    fn partial(&self) -> usize {
+        match self.plane > 1 {
+            true => 2 * self.units / self.plane,
+            false => self.units + self.units / TOGETHER,
+        }
+    }
+}
+
+/// What is picked for queries whose numbers are there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyPicks {
+    /// Keys of a query's list.
+    pub most: usize,
+    /// Keys up to the last that a query sees that count as the highest.
+    pub near: usize,
+    /// Batch entries of how many keys queries see, 1 or all: none, if they see those up to their own positions.
+    pub seen: Option<usize>,
+}
+
+impl KeyPicks {
+    /// Queries whose numbers are in memory at a time, `numbers` of them at most unless one query has more. Of keys behind all positions of such queries there are
+    /// no numbers, so that many of the first queries fit.
+    pub fn slabs(&self, all: &PairSizes, numbers: usize) -> Vec<PairSizes> {
+        let [seq_q, seq_kv] = all.seq;
+        let keys = |end: usize| match self.seen {
+            Some(_) => seq_kv,
+            None => (seq_kv - seq_q + end).next_multiple_of(ALIGNED).min(seq_kv),
+        };
+        let mut slabs = Vec::new();
+        let mut start = 0;
+        while start < seq_q {
+            // The most that fit.
+            let (mut rows, mut limit) = (1, seq_q - start);
+            while rows < limit {
+                let middle = (rows + limit).div_ceil(2);
+                match all.batch * middle * keys(start + middle) <= numbers {
+                    true => rows = middle,
+                    false => limit = middle - 1,
+                }
+            }
+            slabs.push(PairSizes {
+                rows: [start, rows],
+                listed: None,
+                keys: keys(start + rows),
+                ..*all
+            });
+            start += rows;
+        }
+        slabs
+    }
+}
+
+/// That a device picks keys.
+///
+/// # Errors
+/// [`KernelError`] if its cubes are too small, or units of a cube cannot count together.
+pub fn check_picks(client: &Client) -> Result<(), KernelError> {
+    let counts = Type::atomic(ElemType::UInt(UIntKind::U32));
+    let usage = client.properties().atomic_type_usage(counts);
+    if !(usage.contains(AtomicUsage::Add) && usage.contains(AtomicUsage::LoadStore)) {
+        let dtype = "whole numbers that units of a cube add to".into();
+        return Err(KernelError::Dtype { dtype });
+    }
+    let t = Picked::new(client, usize::MAX >> 1)?;
+    let bytes = size_of::<u32>() * (BINS + 4 + FOUND + t.partial());
+    let available = client.properties().hardware.max_shared_memory_size;
+    match bytes > available {
+        true => {
+            let what = "bytes of shared memory";
+            Err(KernelError::limit(what, available as u32, bytes))
+        }
+        false => Ok(()),
+    }
+}
+
+/// Words of a digit that was found: itself, how many numbers are above it, and how many have it.
+const FOUND: usize = 3;
+
+/// A number's place among those of the row.
+#[cube]
+fn number_key(score: f32, at: usize, first_near: usize) -> u32 {
+    select(at >= first_near, WANTED, key(u32::reinterpret(score)))
+}
+
+/// The sum of what units of a plane have up to a unit.
+#[cube]
+fn up_to(x: u32, lane: usize, #[comptime] plane: usize) -> u32 {
+    let mut sum = x;
+    #[unroll]
+    for step in 0..comptime!(plane.ilog2()) {
+        let before = plane_shuffle_up(sum, comptime!(1u32 << step));
+        sum += select(lane >= comptime!(1usize << step), before, 0u32);
+    }
+    sum
+}
+
+/// What units before a unit have, and what all have. With planes even and odd `step`s have a half of `partial` each, so that none overwrites what another unit
+/// still reads.
+#[cube]
+fn before_and_all(x: u32, partial: &mut [u32], step: usize, #[comptime] t: Picked) -> (u32, u32) {
+    let unit = UNIT_POS as usize;
+    let mut before = 0u32.runtime();
+    let mut all = 0u32.runtime();
+    if comptime!(t.plane > 1) {
+        let planes = comptime!(t.units / t.plane);
+        let lane = unit % comptime!(t.plane);
+        let plane = unit / comptime!(t.plane);
+        let half = step % 2 * planes;
+        let sum = up_to(x, lane, t.plane);
+        if lane == comptime!(t.plane - 1) {
+            partial[half + plane] = sum;
+        }
+        sync_cube();
+        let of_plane = select(
+            lane < planes,
+            partial[half + lane.min(comptime!(planes - 1))],
+            0u32,
+        );
+        let sums = up_to(of_plane, lane, t.plane);
+        all = plane_shuffle(sums, comptime!(planes as u32 - 1));
+        before = plane_shuffle(sums - of_plane, plane as u32) + sum - x;
+    } else {
+        let groups = comptime!(t.units / TOGETHER);
+        let group = unit / comptime!(TOGETHER);
+        partial[unit] = x;
+        sync_cube();
+        if unit < groups {
+            let mut sum = 0u32.runtime();
+            for other in 0..comptime!(TOGETHER) {
+                sum += partial[unit * comptime!(TOGETHER) + other];
+            }
+            partial[comptime!(t.units) + unit] = sum;
+        }
+        sync_cube();
+        for other in 0..groups {
+            let sum = partial[comptime!(t.units) + other];
+            all += sum;
+            before += select(other < group, sum, 0u32);
+        }
+        for other in group * comptime!(TOGETHER)..unit {
+            before += partial[other];
+        }
+        sync_cube();
+    }
+    (before, all)
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn picks<N: Size>(
+    scores: &[Vector<f32, N>],
+    seen: ComptimeOption<Box<[i32]>>,
+    lists: &mut [i32],
+    s: Sizes,
+    most: usize,
+    near: usize,
+    // Numbers of `seen` between batch entries, which may share them.
+    seen_step: usize,
+    #[comptime] t: Picked,
+) {
+    let bins = Bins::new(BINS, t.ptx);
+    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.partial()));
+    let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
+    let units = comptime!(t.units);
+    let width = N::value();
+    let unit = UNIT_POS as usize;
+    // Cubes beyond the last row make it again.
+    let at_row = CUBE_POS.min(s.batch * s.rows - 1);
+    let entry = at_row / s.rows;
+    let row = at_row % s.rows;
+    let start = at_row * s.columns / width;
+    let mut keys = s.position(row) + 1;
+    #[comptime]
+    match &seen {
+        ComptimeOption::Some(seen) => {
+            keys = max(seen[entry * seen_step + s.start + row], 0i32) as usize;
+        }
+        ComptimeOption::None => {}
+    }
+    let keys = keys.min(s.columns);
+    let first_near = keys - near.min(keys);
+    let vectors = keys.div_ceil(width);
+    let last_vector = max(vectors, 1usize) - 1;
+    let wanted = keys.min(most) as u32;
+
+    // The digits that are known, and which bits they are.
+    let mut digits = 0u32.runtime();
+    let mut known = 0u32.runtime();
+    // How many of the numbers that have these digits are kept, and whether all are.
+    let mut left = wanted;
+    let mut is_done = keys <= most;
+    #[unroll]
+    for level in 0..comptime!(DIGITS) {
+        let shift = comptime!(32u32.saturating_sub(BITS * (level + 1)));
+        let mask = comptime!((1u32 << BITS.min(32 - BITS * level)) - 1);
+        #[unroll]
+        for i in 0..comptime!(BINS / t.units) {
+            bins.clear(unit + comptime!(i * t.units), t.ptx);
+        }
+        sync_cube();
+        let counted = select(is_done, 0usize, vectors);
+        let mut at = unit;
+        while at < counted {
+            let mut loaded = Array::<Vector<f32, N>>::new(comptime!(AHEAD));
+            #[unroll]
+            for i in 0..comptime!(AHEAD) {
+                loaded[i] = scores[start + (at + comptime!(i * units)).min(last_vector)];
+            }
+            #[unroll]
+            for i in 0..comptime!(AHEAD) {
+                #[unroll]
+                for j in 0..width {
+                    let own = (at + comptime!(i * units)) * width + j;
+                    let number = number_key(loaded[i].extract(j), own, first_near);
+                    if own < keys && (number & known) == digits {
+                        let digit = (number >> shift) & mask;
+                        bins.count(digit as usize, t.ptx);
+                    }
+                }
+            }
+            at += comptime!(AHEAD * units);
+        }
+        sync_cube();
+        // From the highest digit down.
+        let own_bins = comptime!(BINS / t.units);
+        let top = comptime!(BINS - 1) - unit * own_bins;
+        let mut own = 0u32.runtime();
+        #[unroll]
+        for i in 0..own_bins {
+            own += bins.get(top - i, t.ptx);
+        }
+        let (before, _) = before_and_all(own, &mut partial, comptime!(level as usize).runtime(), t);
+        if !is_done && before < left && before + own >= left {
+            let mut above = before;
+            #[unroll]
+            for i in 0..own_bins {
+                let count = bins.get(top - i, t.ptx);
+                if above < left && above + count >= left {
+                    found[0] = (top - i) as u32;
+                    found[1] = above;
+                    found[2] = count;
+                }
+                above += count;
+            }
+        }
+        sync_cube();
+        if !is_done {
+            digits |= found[0] << shift;
+            known |= comptime!(mask << shift);
+            left -= found[1];
+            is_done = found[2] == left;
+        }
+    }
+
+    // Tiles of neighbouring numbers, listed one after the other.
+    let own_numbers = width * comptime!(RUN);
+    let mut listed = keys;
+    if comptime!(t.plane == 1) {
+        // As many for all cubes, where barriers ask for it.
+        listed = s.columns;
+    }
+    let tiles = listed.div_ceil(own_numbers * units);
+    let into = (entry * s.seq_q + s.start + row) * most;
+    let mut above_tile = 0u32.runtime();
+    let mut equal_tile = 0u32.runtime();
+    let mut next = Array::<Vector<f32, N>>::new(comptime!(RUN));
+    #[unroll]
+    for i in 0..comptime!(RUN) {
+        next[i] = scores[start + (unit * comptime!(RUN) + i).min(last_vector)];
+    }
+    for tile in 0..tiles {
+        let first = (tile * units + unit) * comptime!(RUN);
+        let mut loaded = Array::<Vector<f32, N>>::new(comptime!(RUN));
+        #[unroll]
+        for i in 0..comptime!(RUN) {
+            loaded[i] = next[i];
+            next[i] = scores[start + (first + comptime!(units * RUN) + i).min(last_vector)];
+        }
+        // Two bits a number.
+        let mut is_above = 0u32.runtime();
+        let mut is_equal = 0u32.runtime();
+        #[unroll]
+        for i in 0..comptime!(RUN) {
+            #[unroll]
+            for j in 0..width {
+                let at = (first + i) * width + j;
+                let number = number_key(loaded[i].extract(j), at, first_near) & known;
+                let bit = comptime!(1u32 << (i * width + j));
+                is_above |= select(at < keys && number > digits, bit, 0u32);
+                is_equal |= select(at < keys && number == digits, bit, 0u32);
+            }
+        }
+        let count = is_above.count_ones() | (is_equal.count_ones() << comptime!(HALF));
+        let (before, all) = before_and_all(count, &mut partial, tile, t);
+        let mut above = above_tile + (before & comptime!((1u32 << HALF) - 1));
+        let mut equal = equal_tile + (before >> comptime!(HALF));
+        if count != 0u32 {
+            #[unroll]
+            for i in 0..comptime!(RUN) {
+                #[unroll]
+                for j in 0..width {
+                    let at = (first + i) * width + j;
+                    let bit = comptime!(i * width + j);
+                    let above_too = (is_above >> comptime!(bit as u32)) & 1u32;
+                    let equal_too = (is_equal >> comptime!(bit as u32)) & 1u32;
+                    if above_too == 1u32 || (equal_too == 1u32 && equal < left) {
+                        lists[into + (above + min(equal, left)) as usize] = at as i32;
+                    }
+                    above += above_too;
+                    equal += equal_too;
+                }
+            }
+        }
+        above_tile += all & comptime!((1u32 << HALF) - 1);
+        equal_tile += all >> comptime!(HALF);
+    }
+    let mut at = wanted as usize + unit;
+    while at < most {
+        lists[into + at] = -1i32;
+        at += units;
+    }
+}
+
+/// Of the queries that are computed the keys of the `most` highest numbers among those that each sees, ascending, −1 behind the last: of equal ones the earlier,
+/// and NaN is the lowest. `scores` are f32 `[batch, rows, columns]`, `lists` i32 `[batch, seq_q, most]`, of which those of the rows are written; `seen`, if queries
+/// see others than those up to their positions, is i32 `[batch or 1, seq_q]`: so many keys, from the first on. Contiguous.
+///
+/// # Errors
+/// As [`check_picks`], or if there are more rows than a launch has cubes or more numbers than the device counts.
+pub fn pick_keys(
+    client: &Client,
+    sizes: &PairSizes,
+    of: &KeyPicks,
+    [scores, lists]: [&Handle; 2],
+    seen: Option<&Handle>,
+) -> Result<(), KernelError> {
+    check_picks(client)?;
+    let (columns, most) = (sizes.columns(), of.most);
+    let rows = sizes.batch * sizes.rows[1];
+    let out = sizes.batch * sizes.seq[0] * most;
+    let of_seen = of.seen.unwrap_or(0) * sizes.seq[0];
+    if sizes.numbers() * most == 0 {
+        return Ok(());
+    }
+    let t = Picked::new(client, columns)?;
+    let widest = client
+        .properties()
+        .hardware
+        .max_vector_size
+        .clamp(1, MOST_VECTOR);
+    let begins = scores.offset_start.unwrap_or(0) as usize / size_of::<f32>();
+    let fits = |vector: &usize| {
+        *vector <= widest && columns.is_multiple_of(*vector) && begins.is_multiple_of(*vector)
+    };
+    let vector = [4, 2, 1].into_iter().find(fits).unwrap_or(1);
+    let address = address_of(client, sizes.numbers().max(out).max(of_seen))?;
+    let cubes = spread(client, rows as u64)?;
+    let seen_step = match of.seen {
+        Some(entries) if entries > 1 => sizes.seq[0],
+        _ => 0,
+    };
+    // SAFETY: a cube reads numbers of its row, and how many it sees, and writes its own list: no more than `most` keys of it. The buffers have the lengths they
+    // say (see `buffer`).
+    unsafe {
+        picks::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(t.units as u32),
+            address,
+            vector,
+            buffer(scores, sizes.numbers() / vector),
+            optional(seen, of_seen),
+            buffer(lists, out),
+            sizes.launch(),
+            most,
+            of.near,
+            seen_step,
+            t,
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(batch: usize, seq: [usize; 2]) -> PairSizes {
+        PairSizes::new(
+            [batch, 2, seq[0], 8],
+            [batch, 1, seq[1], 8],
+            [0, seq[0]],
+            None,
+        )
+    }
+
+    /// Every query is in one slab, which has numbers for all keys that it sees, and no more of them than there may be.
+    #[test]
+    fn slabs_have_all_queries() {
+        for seen in [None, Some(1)] {
+            let picks = KeyPicks {
+                most: 4,
+                near: 0,
+                seen,
+            };
+            for (batch, seq) in [(1, [1, 1]), (3, [70, 70]), (2, [5, 901]), (1, [1000, 1003])] {
+                for numbers in [1, 900, 5000, 1 << 24] {
+                    let slabs = picks.slabs(&sizes(batch, seq), numbers);
+                    let mut next = 0;
+                    for slab in &slabs {
+                        let [start, rows] = slab.rows;
+                        assert_eq!(start, next);
+                        next += rows;
+                        assert!(slab.columns() <= seq[1]);
+                        let seen = seq[1] - seq[0] + next;
+                        assert!(
+                            slab.columns() >= seen && slab.columns() < seen + ALIGNED
+                                || seen_all(&picks, slab)
+                        );
+                        assert!(slab.numbers() <= numbers || rows == 1, "{slab:?}");
+                    }
+                    assert_eq!(next, seq[0]);
+                }
+            }
+        }
+    }
+
+    fn seen_all(picks: &KeyPicks, slab: &PairSizes) -> bool {
+        picks.seen.is_some() && slab.columns() == slab.seq[1]
+    }
+
+    /// Half as many slabs as where all have numbers for all keys.
+    #[test]
+    fn slabs_leave_out_what_none_sees() {
+        let mut picks = KeyPicks {
+            most: 2048,
+            near: 0,
+            seen: None,
+        };
+        let all = sizes(1, [65_536, 65_536]);
+        let own = picks.slabs(&all, 1 << 24).len();
+        picks.seen = Some(1);
+        assert_eq!(picks.slabs(&all, 1 << 24).len(), 256);
+        assert!(own <= 132, "{own}");
+    }
+}
