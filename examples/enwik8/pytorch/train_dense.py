@@ -89,6 +89,8 @@ def main():
     data = torch.frombuffer(bytearray(pathlib.Path(args.data).read_bytes()), dtype=torch.uint8)
     ends = len(data) * 90 // 100, len(data) * 95 // 100
     training, held_out = data[:ends[0]].cuda(), data[ends[0]:ends[1]].cuda()
+    if args.eval_windows < recipe["batch"]:
+        parser.error(f"--eval-windows must be at least a batch, which is {recipe['batch']}")
     context, batch, rate, warmup = (recipe[name] for name in ("context", "batch", "rate", "warmup"))
     model = Model(context, *(recipe[name] for name in ("layers", "heads", "width", "dropout", "scale"))).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-8, weight_decay=args.weight_decay, fused=True)
