@@ -43,6 +43,26 @@ fn beside<E: Float, O: Float, N: Size>(
     }
 }
 
+/// That a device has all of these types.
+fn check_types(client: &Client, elements: &[ElemType]) -> Result<(), KernelError> {
+    for element in elements {
+        if !client.properties().supports_type(*element) {
+            let dtype = format!("{element:?}");
+            return Err(KernelError::Dtype { dtype });
+        }
+    }
+    Ok(())
+}
+
+/// Numbers of a vector that divide all widths, where one has `bytes` at most.
+fn vector_of(client: &Client, bytes: usize, widths: impl IntoIterator<Item = usize>) -> usize {
+    let most = (MOST_BYTES / bytes).min(client.properties().hardware.max_vector_size.max(1));
+    let widths: Vec<usize> = widths.into_iter().collect();
+    let divides =
+        |vector: &usize| *vector <= most && widths.iter().all(|w| w.is_multiple_of(*vector));
+    [8, 4, 2, 1].into_iter().find(divides).unwrap_or(1)
+}
+
 /// `output = [m₁ m₂ m₃]`, rounded: `rows` of each matrix, all of one type, with their widths. Three of them at most.
 ///
 /// # Errors
@@ -65,18 +85,9 @@ pub fn rounded_beside(
             matrices.len(),
         ));
     }
-    for element in [element, output_type] {
-        if !client.properties().supports_type(element) {
-            let dtype = format!("{element:?}");
-            return Err(KernelError::Dtype { dtype });
-        }
-    }
+    check_types(client, &[element, output_type])?;
     let widest = element.size().max(output_type.size());
-    let most = (MOST_BYTES / widest).min(client.properties().hardware.max_vector_size.max(1));
-    let divides = |vector: &usize| {
-        *vector <= most && (matrices.iter()).all(|(_, width)| width.is_multiple_of(*vector))
-    };
-    let vector = [8, 4, 2, 1].into_iter().find(divides).unwrap_or(1);
+    let vector = vector_of(client, widest, matrices.iter().map(|(_, width)| *width));
     let mut widths = [0; MOST_MATRICES];
     let mut inputs = SequenceArg::new();
     // An empty buffer cannot be bound.
@@ -144,10 +155,7 @@ pub fn side_by_side(
     widths: [usize; 2],
     (output, element): (&Handle, ElemType),
 ) -> Result<(), KernelError> {
-    if !client.properties().supports_type(element) {
-        let dtype = format!("{element:?}");
-        return Err(KernelError::Dtype { dtype });
-    }
+    check_types(client, &[element])?;
     if rows * widths.iter().sum::<usize>() == 0 {
         return Ok(());
     }
@@ -155,11 +163,7 @@ pub fn side_by_side(
         // An empty buffer cannot be bound.
         return Err(KernelError::limit("columns of a matrix", 1u32, 0));
     }
-    let most = (MOST_BYTES / element.size()).min(client.properties().hardware.max_vector_size);
-    let divides = |vector: &usize| {
-        *vector <= most && widths.iter().all(|width| width.is_multiple_of(*vector))
-    };
-    let vector = [8, 4, 2, 1].into_iter().find(divides).unwrap_or(1);
+    let vector = vector_of(client, element.size(), widths);
     let [a, b] = widths.map(|width| width / vector);
     let vectors = rows * (a + b);
     let units = UNITS.min(client.properties().hardware.max_units_per_cube);
