@@ -139,6 +139,13 @@ pub fn shard() -> (usize, usize) {
     })
 }
 
+/// Of rows that each compile kernels of their own: all, or with `BURN_SPARSE_SHARD` one in so many, other ones with each K. There must be as many rows.
+pub fn some_of<T>(rows: impl IntoIterator<Item = T>, one_in: usize) -> impl Iterator<Item = T> {
+    let (part, parts) = shard();
+    let one_in = if parts == 1 { 1 } else { one_in };
+    rows.into_iter().skip(part % one_in).step_by(one_in)
+}
+
 /// K and N of `K/N`, K less than N.
 pub fn parse_shard(text: &str) -> Result<(usize, usize), String> {
     let numbers = text.split_once('/').map(|(k, n)| (k.parse(), n.parse()));

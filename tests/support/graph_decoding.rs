@@ -6,6 +6,8 @@ use burn_sparse_transformer::{
     SparseTransformer, SparseTransformerConfig,
 };
 
+use crate::cases::some_of;
+
 const VOCAB: usize = 11;
 const CONTEXT: usize = 96;
 
@@ -40,12 +42,13 @@ fn config(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTrans
 pub fn replayed_decoding_equals_plain_decoding(devices: &[Device]) {
     for device in devices {
         // A number that is rounded up instead of down is half a hundredth.
-        for (pattern, dtype, tolerance) in [
+        let rows = [
             (Pattern::fixed(16, 4), KvDtype::Model, 2e-5),
             (Pattern::local(20), KvDtype::Model, 2e-5),
             (Pattern::causal(), KvDtype::Model, 2e-5),
             (Pattern::fixed(16, 4), KvDtype::Int8, 1e-2),
-        ] {
+        ];
+        for (pattern, dtype, tolerance) in some_of(rows, 2) {
             let what = format!("{pattern}, {dtype:?} on {device:?}");
             let model = model(pattern, device);
             replayed_equals_plain(&what, model, dtype, tolerance, device);
@@ -57,7 +60,7 @@ pub fn replayed_decoding_equals_plain_decoding(devices: &[Device]) {
 pub fn replayed_decoding_chooses_pages(devices: &[Device]) {
     for device in devices {
         let model = model_with(Pattern::causal(), &["quest:16,48,1"], device);
-        for (dtype, tolerance) in [(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)] {
+        for (dtype, tolerance) in some_of([(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)], 2) {
             let what = format!("quest, {dtype:?} on {device:?}");
             replayed_equals_plain(&what, model.clone(), dtype, tolerance, device);
         }
@@ -67,7 +70,11 @@ pub fn replayed_decoding_chooses_pages(devices: &[Device]) {
 /// The same of three branches, where a block of 16 of six is chosen and a block of 8 ends every 4 tokens of each sequence.
 pub fn replayed_decoding_sees_three_branches(devices: &[Device]) {
     for device in devices {
-        for text in ["nsa:8,4,16,3,20", "nsa:8,4,16,4,20,mlp,shared"] {
+        let texts = ["nsa:8,4,16,3,20", "nsa:8,4,16,4,20,mlp,shared"];
+        let rows = texts.into_iter().flat_map(|text| {
+            [(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)].map(|of_pool| (text, of_pool))
+        });
+        for (text, (dtype, tolerance)) in some_of(rows, 4) {
             let content = Some(text.parse().unwrap());
             let model = config(Pattern::causal(), &[], device);
             let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
@@ -76,10 +83,8 @@ pub fn replayed_decoding_sees_three_branches(devices: &[Device]) {
                 .with_content(content)
                 .init(device)
                 .unwrap();
-            for (dtype, tolerance) in [(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)] {
-                let what = format!("{text}, {dtype:?} on {device:?}");
-                replayed_equals_plain(&what, model.clone(), dtype, tolerance, device);
-            }
+            let what = format!("{text}, {dtype:?} on {device:?}");
+            replayed_equals_plain(&what, model, dtype, tolerance, device);
         }
     }
 }

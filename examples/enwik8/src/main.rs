@@ -11,6 +11,7 @@ mod device;
 mod devices;
 mod draw;
 mod eval;
+mod exit;
 mod export;
 mod images;
 mod import;
@@ -86,6 +87,9 @@ fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
+            if devices::is_lost(&error) {
+                exit::at_once(1);
+            }
             ExitCode::FAILURE
         }
     }

@@ -67,3 +67,10 @@ pub enum DevicesError {
         norm: f32,
     },
 }
+
+/// Whether a device failed in the middle of a step, so that others may wait for it for ever.
+pub fn is_lost(error: &anyhow::Error) -> bool {
+    (error.chain())
+        .filter_map(|cause| cause.downcast_ref())
+        .any(|cause| matches!(cause, DevicesError::Failed { .. }))
+}

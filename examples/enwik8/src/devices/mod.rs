@@ -18,6 +18,7 @@ mod replicas;
 mod training;
 mod worker;
 
+pub use error::is_lost;
 pub use group::Group;
 pub use reduce::Reduce;
 pub use training::Training;

@@ -14,6 +14,7 @@ use super::error::DevicesError;
 use super::reduce::{Strategy, lengths, nccl_sums};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
+use crate::exit;
 use crate::model;
 use crate::step::{Measured, Steps, numbers};
 
@@ -257,7 +258,7 @@ fn fail(rank: usize, error: anyhow::Error, orders: &Receiver<Order>, answers: &S
             Err(RecvTimeoutError::Disconnected) => return,
             Err(RecvTimeoutError::Timeout) => {
                 eprintln!("error: {text}");
-                std::process::exit(1);
+                exit::at_once(1);
             }
         }
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
+use crate::exit;
 use crate::progress::warn;
 
 /// Programs that stop others (`timeout`, service managers, schedulers) may signal a process and its group, which then hears of it twice.
@@ -21,7 +22,7 @@ pub(super) fn on_ctrl_c() -> Result<Arc<AtomicBool>> {
         if !seen.swap(true, Ordering::Relaxed) {
             warn("stopping after this step; Ctrl-C again to stop at once");
         } else if first.elapsed() > SAME {
-            std::process::exit(130);
+            exit::at_once(130);
         }
     })
     .context("cannot listen for Ctrl-C")?;
