@@ -20,9 +20,10 @@
 //! hashes         the buckets of rows under rotations
 //! order          numbers sorted by bucket, with planes in order_planes, what passes read and write in order_places, and the highest of columns; in
 //!                order_tiles what is left if tiles of tokens have been counted
-//! highest        the highest numbers of rows that a cube holds
+//! highest        the highest numbers of rows that a cube holds; their bound digit by digit in highest_digits
 //! nearest        how similar rows are to the means of their heads, and the nearest
 //! products       products of rows with columns, in registers
+//! split          the same of rows in bf16 and columns in three parts, on tensor cores
 //! blocks         means of blocks of rows, and how alike their rows are
 //! typed          buffers with the type of their numbers
 //! sample         tokens drawn from rows of logits
@@ -41,6 +42,7 @@ mod gather;
 mod hashes;
 mod heads;
 mod highest;
+mod highest_digits;
 mod keyed;
 mod merged;
 mod nearest;
@@ -54,6 +56,7 @@ mod order_tiles;
 mod products;
 mod sample;
 mod scaled;
+mod split;
 pub(super) mod tile;
 mod typed;
 
