@@ -78,6 +78,10 @@ impl SplitTile {
         fits.then_some(tile)
     }
 
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
     /// Pairs of sixteens of a row, of which the last may be zeros.
     fn pairs(&self) -> usize {
         self.width.div_ceil(PAIR)
