@@ -10,8 +10,10 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::bucket_counts::{count_by_planes, count_by_units};
 use super::columns::accumulator_of;
 use super::norm_shape::check_buffers;
+use super::order_places::NONE;
 use super::order_tiles::{MOST_BUCKETS, TILE, TiledSort};
 use super::products::{
     ACROSS, OWN, ProductTile, RowsOf, SIDE, multiply_shared, own_column, own_row, share_rows,
@@ -22,8 +24,6 @@ use super::split::{
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
-use crate::kernels::on_device::planes;
-use crate::kernels::shared::bins::Bins;
 
 /// Rows of a cube, in parts of 64.
 const GROUPS: usize = TILE / SIDE;
@@ -343,9 +343,6 @@ fn hash<E: Float, A: Float, N: Size>(
     }
 }
 
-/// The bucket of no row.
-const NONE: u32 = 0xffff_ffff;
-
 /// `codes` `[lists, rounds, length]` are `bucket · TILE` and how many rows before it in its cube are in the bucket; `counts` `[lists, rounds, tiles, buckets]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn hash_and_count<E: Float, A: Float, N: Size>(
@@ -362,87 +359,16 @@ fn hash_and_count<E: Float, A: Float, N: Size>(
     let bucket = bucket_of_row::<E, A, N>(x, rotations, &own, &sizes, t);
     let row = own.tile * TILE + UNIT_POS as usize;
     let exists = row < sizes.length;
-    let first = (own.group * sizes.tiles + own.tile) * 2 * sizes.half;
+    let buckets = 2 * sizes.half;
+    let first = (own.group * sizes.tiles + own.tile) * buckets;
     let bucket_of = select(exists, bucket, NONE);
     let before = match comptime!(t.by_planes) {
-        true => count_by_planes(bucket_of, counts, first, &sizes),
-        false => count_by_units(bucket_of, counts, first, &sizes),
+        true => count_by_planes(bucket_of, counts, first, buckets),
+        false => count_by_units(bucket_of, counts, first, buckets),
     };
     if exists {
         codes[own.group * sizes.length + row] = bucket * comptime!(TILE as u32) + before;
     }
-}
-
-/// Counts the rows of each bucket of a cube, and those before a unit's that are in its own.
-#[cube]
-fn count_by_units(bucket: u32, counts: &mut [u32], first: usize, sizes: &Sizes) -> u32 {
-    let mut tile = Shared::<[u32]>::new_slice(TILE);
-    let mut numbers = Shared::<[u32]>::new_slice(MOST_BUCKETS);
-    let unit = UNIT_POS as usize;
-    let buckets = 2 * sizes.half;
-    tile[unit] = bucket;
-    let mut at = unit;
-    while at < buckets {
-        numbers[at] = 0u32;
-        at += TILE;
-    }
-    sync_cube();
-    let mut before = 0u32.runtime();
-    let mut behind = 0u32.runtime();
-    for other in 0..TILE {
-        let same = select(tile[other] == bucket, 1u32, 0u32);
-        before += select(other < unit, same, 0u32);
-        behind += select(other > unit, same, 0u32);
-    }
-    // The last of a bucket writes for all.
-    if bucket != NONE && behind == 0u32 {
-        numbers[bucket as usize] = before + 1u32;
-    }
-    sync_cube();
-    let mut at = unit;
-    while at < buckets {
-        counts[first + at] = numbers[at];
-        at += TILE;
-    }
-    before
-}
-
-/// The sum of a word's four bytes, which is one.
-#[cube]
-fn sum_of_bytes(word: u32) -> u32 {
-    (word * 0x0101_0101u32) >> 24u32
-}
-
-/// [`count_by_units`] where units of a plane find those of the same bucket, the first of which counts for all: a bucket has a byte of each of four planes.
-#[cube]
-fn count_by_planes(bucket: u32, counts: &mut [u32], first: usize, sizes: &Sizes) -> u32 {
-    let bins = Bins::new(MOST_BUCKETS, true);
-    let unit = UNIT_POS as usize;
-    let buckets = 2 * sizes.half;
-    let mut at = unit;
-    while at < buckets {
-        bins.clear(at, true);
-        at += TILE;
-    }
-    sync_cube();
-    let of_plane = UNIT_POS / comptime!(planes::LANES as u32) * 8;
-    let same = planes::alike(bucket);
-    let in_plane = (same & ((1u32 << (UNIT_POS % 32)) - 1u32)).count_ones();
-    if bucket != NONE && in_plane == 0u32 {
-        bins.add(bucket as usize, same.count_ones() << of_plane, true);
-    }
-    sync_cube();
-    let mut before = in_plane;
-    if bucket != NONE {
-        let of_planes = bins.get(bucket as usize, true);
-        before += sum_of_bytes(of_planes & ((1u32 << of_plane) - 1u32));
-    }
-    let mut at = unit;
-    while at < buckets {
-        counts[first + at] = sum_of_bytes(bins.get(at, true));
-        at += TILE;
-    }
-    before
 }
 
 /// How hashes are launched.

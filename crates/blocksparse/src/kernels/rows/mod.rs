@@ -17,7 +17,7 @@
 //! gather         sums of rows by an index, and means
 //! keyed          rows of queries, of keys made of them and of values, by an index
 //! merged         a part of each row and others by an index, merged by their lse
-//! hashes         the buckets of rows under rotations
+//! hashes         the buckets of rows under rotations; how many of a cube each has in bucket_counts
 //! order          numbers sorted by bucket, with planes in order_planes, what passes read and write in order_places, and the highest of columns; in
 //!                order_tiles what is left if tiles of tokens have been counted
 //! highest        the highest numbers of rows that a cube holds; their bound digit by digit in highest_digits
@@ -33,6 +33,7 @@
 mod activation;
 mod beside;
 mod blocks;
+mod bucket_counts;
 mod columns;
 mod cross_entropy;
 mod dropout;
