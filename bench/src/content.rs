@@ -211,7 +211,7 @@ impl Bench {
             bucket,
             ..
         } = self.args;
-        let half = length.div_ceil(bucket).next_multiple_of(2) / 2;
+        let half = length.div_ceil(bucket).div_ceil(2);
         let x = self.rows();
         let rotations = self.normal(rounds * width * half, 1.0);
         let (given, turned) = (self.halves(&x), self.floats(&rotations));

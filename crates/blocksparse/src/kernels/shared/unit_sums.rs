@@ -1,5 +1,8 @@
 //! Sums over the units of a cube that come before a unit, and over all.
 
+// A kernel's numbers have no such methods.
+#![allow(clippy::needless_range_loop)]
+
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
