@@ -14,7 +14,7 @@ burn_blocksparse_tests::tests!(order: buckets_are_sorted_as_by_the_host, highest
 
 burn_blocksparse_tests::tests!(attracted: attracted_rows_equal_f64, attracted_rows_of_equal_similarities, attracted_rows_errors);
 
-burn_blocksparse_tests::tests!(order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product, sorted_hashes_are_hashes_sorted, keyed_rows_equal_burns_operations);
+burn_blocksparse_tests::tests!(order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product, rows_hash_by_the_last_bits, sorted_hashes_are_hashes_sorted, keyed_rows_equal_burns_operations);
 
 burn_blocksparse_tests::tests!(content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention);
 

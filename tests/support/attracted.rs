@@ -37,13 +37,15 @@ const fn sizes(
     }
 }
 
-/// Vectors of four numbers, two and one; several tiles of rows, of means and of numbers; all rows and one.
-const CASES: [Sizes; 5] = [
+/// Vectors of four numbers, two and one; several tiles of rows, of means and of numbers; all rows and one; rows that tensor cores take, and others.
+const CASES: [Sizes; 7] = [
     sizes([2, 2], [70, 16], [5, 9]),
     sizes([2, 1], [150, 36], [70, 33]),
     sizes([1, 2], [129, 7], [3, 129]),
     sizes([1, 1], [2100, 64], [4, 128]),
     sizes([1, 3], [64, 66], [64, 1]),
+    sizes([1, 2], [200, 200], [9, 20]),
+    sizes([2, 1], [300, 40], [130, 30]),
 ];
 
 fn integers<const D: usize>(x: Tensor<D, Int>) -> Vec<i32> {

@@ -112,7 +112,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
     order: buckets_are_sorted_as_by_the_host, highest_in_rows_are_those_of_a_sort,
         sums_at_places_are_gradients_of_rows;
     attracted: attracted_rows_equal_f64, attracted_rows_of_equal_similarities, attracted_rows_errors;
-    order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product,
+    order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product, rows_hash_by_the_last_bits,
         sorted_hashes_are_hashes_sorted, keyed_rows_equal_burns_operations;
     content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
     device_layout_positions: pairs_by_positions_equal_f64, pairs_by_positions_in_half_precision, positions_are_checked;

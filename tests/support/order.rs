@@ -56,11 +56,12 @@ pub fn buckets_are_sorted_as_by_the_host(devices: &[Device]) {
     }
 }
 
-/// Of rows with ties, and with what is no number; of short rows, of as many numbers as cubes hold, and of more.
+/// Of rows with ties, and with what is no number; of short rows, of as many numbers as cubes hold, and of more. A row has numbers of all sizes.
 pub fn highest_in_rows_are_those_of_a_sort(devices: &[Device]) {
     for ([groups, rows, columns], most) in [
         ([3, 4, 300], vec![1, 64, 65, 299, 300]),
         ([1, 3, 31], vec![1, 30, 31]),
+        ([1, 3, 2048], vec![1, 64, 65, 2047]),
         ([1, 2, 5000], vec![1, 77, 4999]),
         ([1, 1, 33_000], vec![130]),
     ] {
@@ -73,6 +74,11 @@ pub fn highest_in_rows_are_those_of_a_sort(devices: &[Device]) {
             for at in [columns, columns + 9, 2 * columns - 1] {
                 given[at] = f32::NAN;
             }
+            for x in &mut given[(rows - 1) * columns..rows * columns] {
+                *x = f32::from_bits(rng.random());
+            }
+            given[rows * columns - 1] = f32::INFINITY;
+            given[rows * columns - 2] = f32::NEG_INFINITY;
         }
         for (most, device) in most.into_iter().flat_map(|most| {
             let of = move |device| (most, device);

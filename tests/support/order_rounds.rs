@@ -67,6 +67,8 @@ pub fn rows_hash_to_their_largest_product(devices: &[Device]) {
         (300, 24, 2, 70),
         (5, 7, 1, 1),
         (130, 300, 1, 9),
+        (257, 200, 1, 65),
+        (31, 256, 2, 8),
     ] {
         let [batch, heads] = [2, 2];
         let mut rng = ChaCha8Rng::seed_from_u64(80);
@@ -113,6 +115,40 @@ pub fn rows_hash_to_their_largest_product(devices: &[Device]) {
     }
 }
 
+/// Of rows of ones, whose columns differ in the 18th bit of their numbers, the largest; of rows that are no numbers the first.
+pub fn rows_hash_by_the_last_bits(devices: &[Device]) {
+    let ([length, dim], half) = ([40, 64], 16);
+    // Not in the order of columns.
+    let number = |column: usize| 1.3 + ((column * 7 + 3) % half) as f32 * (2.0f32).powi(-18);
+    let rotations: Vec<f32> = (0..dim * half).map(|at| number(at % half)).collect();
+    let largest = (0..half).max_by(|&a, &b| number(a).total_cmp(&number(b)));
+    let largest = largest.unwrap() as i32;
+    let mut x = vec![1.0; length * dim];
+    x[5 * dim..6 * dim].fill(-1.0);
+    x[7 * dim + 3] = f32::NAN;
+    for device in devices {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            if !supports(device, dtype) {
+                continue;
+            }
+            let rows = floats(&x, [1, 1, length, dim], device).cast(dtype);
+            let turned = floats(&rotations, [1, dim, half], device);
+            let Some(buckets) = hash_rows(rows, turned).unwrap() else {
+                assert!(!runs_kernels(device));
+                continue;
+            };
+            for (row, bucket) in numbers(buckets).into_iter().enumerate() {
+                let expected = match row {
+                    5 => largest + half as i32,
+                    7 => 0,
+                    _ => largest,
+                };
+                assert_eq!(bucket, expected, "{device:?}, {dtype:?}, {row}");
+            }
+        }
+    }
+}
+
 /// As a hash and a sort after it, with places behind the last row: in one tile of rows and in several, of one tile of columns and of several, and of more
 /// buckets than tiles count.
 pub fn sorted_hashes_are_hashes_sorted(devices: &[Device]) {
@@ -121,6 +157,7 @@ pub fn sorted_hashes_are_hashes_sorted(devices: &[Device]) {
         ([300, 24], [2, 70], 300),
         ([129, 7], [1, 1], 130),
         ([140, 300], [1, 300], 160),
+        ([1000, 64], [1, 256], 1000),
     ] {
         let [batch, heads] = [2, 2];
         let mut rng = ChaCha8Rng::seed_from_u64(82);

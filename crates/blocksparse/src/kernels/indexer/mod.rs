@@ -6,7 +6,6 @@
 //! rows       rows of numbers in shared memory, and their products
 //! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
 //! picks      of each query the keys of the highest scores
-//! bins       counts of a cube, by which keys are picked
 //! compare    of each query how far the softmax of its scores is from the attention, and the gradient by the scores
 //! gradients  that gradient through the scores: by queries and weights, or by keys
 //! mma        sums and gradients of half precision on tensor cores
@@ -21,7 +20,6 @@
 //! Products are made again where they are needed: of numbers for pairs only `x` and `t` are in memory, of some queries at a time. Every number has one writer
 //! and sums have a fixed order, so the same input gives the same bits on a device.
 
-mod bins;
 mod compare;
 mod gradients;
 #[cfg(feature = "cuda-asm")]

@@ -16,17 +16,18 @@
 // A kernel's numbers have no such methods.
 #![allow(clippy::manual_is_multiple_of, clippy::needless_range_loop)]
 
-use cubecl::ir::features::{AtomicUsage, Plane};
+use cubecl::ir::features::AtomicUsage;
 use cubecl::ir::{ElemType, Type, UIntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::bins::Bins;
 use super::pairs::{PairSizes, Sizes};
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::keep::WANTED;
 use crate::kernels::on_device::{key, planes};
+use crate::kernels::shared::bins::Bins;
+use crate::kernels::shared::unit_sums::{UnitSums, before_and_all};
 
 /// Units of a query, at least and at most.
 const UNITS: [usize; 2] = [128, 512];
@@ -46,8 +47,6 @@ const RUN: usize = 2;
 const MOST_VECTOR: usize = 4;
 /// Rows of numbers are as long as multiples of so many where keys are left out, so that they begin where loads do.
 const ALIGNED: usize = 32;
-/// Units that are added up together where there are no planes.
-const TOGETHER: usize = 16;
 /// Where a count of equal numbers begins in a word, below which there is one of numbers above: neither is as many as a cube's numbers.
 const HALF: u32 = 16;
 
@@ -56,8 +55,8 @@ const HALF: u32 = 16;
 struct Picked {
     /// Units of a cube, a power of two that divides [`BINS`].
     units: usize,
-    /// Units of a plane, 1 on a device without plane operations.
-    plane: usize,
+    /// How they add up what each has.
+    sums: UnitSums,
     /// Whether units count by PTX.
     ptx: bool,
 }
@@ -74,26 +73,11 @@ impl Picked {
         }
         let units = columns.div_ceil(UNIT_NUMBERS).next_power_of_two();
         let units = units.clamp(low, high.min(1 << most.ilog2()));
-        let plane = hardware.plane_size_min as usize;
-        let has_planes = properties.features.plane.contains(Plane::Ops)
-            && hardware.plane_size_min == hardware.plane_size_max
-            && plane.is_power_of_two()
-            // A plane adds up what all planes have.
-            && units <= plane * plane
-            && plane <= units;
         Ok(Self {
             units,
-            plane: if has_planes { plane } else { 1 },
+            sums: UnitSums::new(properties, units),
             ptx: planes::have_ptx(properties),
         })
-    }
-
-    /// Words that units leave for others.
-    fn partial(&self) -> usize {
-        match self.plane > 1 {
-            true => 2 * self.units / self.plane,
-            false => self.units + self.units / TOGETHER,
-        }
     }
 }
 
@@ -153,7 +137,7 @@ pub fn check_picks(client: &Client) -> Result<(), KernelError> {
         return Err(KernelError::Dtype { dtype });
     }
     let t = Picked::new(client, usize::MAX >> 1)?;
-    let bytes = size_of::<u32>() * (BINS + 4 + FOUND + t.partial());
+    let bytes = size_of::<u32>() * (BINS + 4 + FOUND + t.sums.partial());
     let available = client.properties().hardware.max_shared_memory_size;
     match bytes > available {
         true => {
@@ -173,69 +157,6 @@ fn number_key(score: f32, at: usize, first_near: usize) -> u32 {
     select(at >= first_near, WANTED, key(u32::reinterpret(score)))
 }
 
-/// The sum of what units of a plane have up to a unit.
-#[cube]
-fn up_to(x: u32, lane: usize, #[comptime] plane: usize) -> u32 {
-    let mut sum = x;
-    #[unroll]
-    for step in 0..comptime!(plane.ilog2()) {
-        let before = plane_shuffle_up(sum, comptime!(1u32 << step));
-        sum += select(lane >= comptime!(1usize << step), before, 0u32);
-    }
-    sum
-}
-
-/// What units before a unit have, and what all have. With planes even and odd `step`s have a half of `partial` each, so that none overwrites what another unit
-/// still reads.
-#[cube]
-fn before_and_all(x: u32, partial: &mut [u32], step: usize, #[comptime] t: Picked) -> (u32, u32) {
-    let unit = UNIT_POS as usize;
-    let mut before = 0u32.runtime();
-    let mut all = 0u32.runtime();
-    if comptime!(t.plane > 1) {
-        let planes = comptime!(t.units / t.plane);
-        let lane = unit % comptime!(t.plane);
-        let plane = unit / comptime!(t.plane);
-        let half = step % 2 * planes;
-        let sum = up_to(x, lane, t.plane);
-        if lane == comptime!(t.plane - 1) {
-            partial[half + plane] = sum;
-        }
-        sync_cube();
-        let of_plane = select(
-            lane < planes,
-            partial[half + lane.min(comptime!(planes - 1))],
-            0u32,
-        );
-        let sums = up_to(of_plane, lane, t.plane);
-        all = plane_shuffle(sums, comptime!(planes as u32 - 1));
-        before = plane_shuffle(sums - of_plane, plane as u32) + sum - x;
-    } else {
-        let groups = comptime!(t.units / TOGETHER);
-        let group = unit / comptime!(TOGETHER);
-        partial[unit] = x;
-        sync_cube();
-        if unit < groups {
-            let mut sum = 0u32.runtime();
-            for other in 0..comptime!(TOGETHER) {
-                sum += partial[unit * comptime!(TOGETHER) + other];
-            }
-            partial[comptime!(t.units) + unit] = sum;
-        }
-        sync_cube();
-        for other in 0..groups {
-            let sum = partial[comptime!(t.units) + other];
-            all += sum;
-            before += select(other < group, sum, 0u32);
-        }
-        for other in group * comptime!(TOGETHER)..unit {
-            before += partial[other];
-        }
-        sync_cube();
-    }
-    (before, all)
-}
-
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn picks<N: Size>(
     scores: &[Vector<f32, N>],
@@ -249,7 +170,7 @@ fn picks<N: Size>(
     #[comptime] t: Picked,
 ) {
     let bins = Bins::new(BINS, t.ptx);
-    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.partial()));
+    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.sums.partial()));
     let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
     let units = comptime!(t.units);
     let width = N::value();
@@ -319,7 +240,8 @@ fn picks<N: Size>(
         for i in 0..own_bins {
             own += bins.get(top - i, t.ptx);
         }
-        let (before, _) = before_and_all(own, &mut partial, comptime!(level as usize).runtime(), t);
+        let step = comptime!(level as usize).runtime();
+        let (before, _) = before_and_all(own, &mut partial, step, t.sums);
         if !is_done && before < left && before + own >= left {
             let mut above = before;
             #[unroll]
@@ -345,7 +267,7 @@ fn picks<N: Size>(
     // Tiles of neighbouring numbers, listed one after the other.
     let own_numbers = width * comptime!(RUN);
     let mut listed = keys;
-    if comptime!(t.plane == 1) {
+    if comptime!(!t.sums.by_planes()) {
         // As many for all cubes, where barriers ask for it.
         listed = s.columns;
     }
@@ -381,7 +303,7 @@ fn picks<N: Size>(
             }
         }
         let count = is_above.count_ones() | (is_equal.count_ones() << comptime!(HALF));
-        let (before, all) = before_and_all(count, &mut partial, tile, t);
+        let (before, all) = before_and_all(count, &mut partial, tile, t.sums);
         let mut above = above_tile + (before & comptime!((1u32 << HALF) - 1));
         let mut equal = equal_tile + (before >> comptime!(HALF));
         if count != 0u32 {

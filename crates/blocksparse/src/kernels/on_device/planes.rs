@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 use crate::kernels::call::check_ampere;
 #[cfg(feature = "cuda-asm")]
 use crate::kernels::shared::asm::{
-    ballot, highest_across, lowest_across, shuffle_xor, total_across,
+    ballot, highest_across, lowest_across, matching, shuffle_xor, total_across,
 };
 
 /// Units of a plane.
@@ -47,6 +47,11 @@ mod no_ptx {
     }
 
     #[cube]
+    pub fn matching(x: u32) -> u32 {
+        x
+    }
+
+    #[cube]
     pub fn total_across(x: u32) -> u32 {
         total(x, false)
     }
@@ -67,7 +72,7 @@ mod no_ptx {
     }
 }
 #[cfg(not(feature = "cuda-asm"))]
-use no_ptx::{ballot, highest_across, lowest_across, shuffle_xor, total_across};
+use no_ptx::{ballot, highest_across, lowest_across, matching, shuffle_xor, total_across};
 
 /// The units for which it is so, as bits.
 #[cube]
@@ -130,4 +135,10 @@ pub fn traded(x: f32, #[comptime] mask: u32, #[comptime] ptx: bool) -> f32 {
         true => shuffle_xor(x, mask),
         false => plane_shuffle_xor(x, mask),
     }
+}
+
+/// The units that have the same number, as bits. By PTX only.
+#[cube]
+pub fn alike(x: u32) -> u32 {
+    matching(x)
 }

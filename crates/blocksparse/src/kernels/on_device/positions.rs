@@ -58,18 +58,17 @@ fn seen(
     #[comptime] rule: PositionRule,
 ) -> u32 {
     let own = positions[row];
-    let mut word = 0u32;
+    let mut word = 0u32.runtime();
+    // All of them are loaded before the first is looked at.
+    #[unroll]
     for bit in 0..comptime!(cut.group.min(32)) {
-        if first + bit < end {
-            let other = positions[first + bit];
-            let is_seen = match comptime!(cut.walk) {
-                Walk::Rows => sees(own, other, rule),
-                Walk::Columns => sees(other, own, rule),
-            };
-            if is_seen {
-                word |= 1u32 << bit as u32;
-            }
-        }
+        let at = first + bit;
+        let other = positions[at.min(end - 1)];
+        let is_seen = match comptime!(cut.walk) {
+            Walk::Rows => sees(own, other, rule),
+            Walk::Columns => sees(other, own, rule),
+        };
+        word |= select(is_seen && at < end, comptime!(1u32 << bit), 0u32);
     }
     word
 }

@@ -91,6 +91,33 @@ pub(super) fn named(at: usize, j: usize, sizes: &Sizes) -> usize {
     first + at % sizes.places * sizes.by_place + j * sizes.by_number
 }
 
+/// Numbers of an index that are loaded together, where there are as many: few of many name a row, so that units would wait for each.
+pub(super) const AHEAD: usize = 8;
+
+/// How many of a place's `most` numbers are loaded together.
+pub(super) fn ahead(most: usize) -> usize {
+    if most >= AHEAD { AHEAD } else { 1 }
+}
+
+/// The rows that numbers from `j` on of a place name, −1 for none.
+#[cube]
+pub(super) fn load_named(
+    index: &[i32],
+    named_rows: &mut Array<i32>,
+    at: usize,
+    j: usize,
+    sizes: &Sizes,
+    #[comptime] ahead: usize,
+) {
+    #[unroll]
+    for i in 0..ahead {
+        let number = j + i;
+        let row = index[named(at, number.min(sizes.most - 1), sizes)];
+        let is_there = number < sizes.most && row >= 0i32 && (row as usize) < sizes.rows;
+        named_rows[i] = select(is_there, row, -1i32);
+    }
+}
+
 /// `output[place] = Σ fⱼ · rows[index[place, j]]`, where what is not there is left out; without the rows' factors `f` they are 1. With `shares` the sum is
 /// divided by how many rows there are, 1 at least, and what it is multiplied by is written there.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -102,6 +129,7 @@ fn gather<E: Float, A: Float, N: Size>(
     shares: ComptimeOption<Box<[A]>>,
     sizes: Sizes,
     #[comptime] tile: RowTile,
+    #[comptime] ahead: usize,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
@@ -118,23 +146,28 @@ fn gather<E: Float, A: Float, N: Size>(
             sums[i] = Vector::<A, N>::zeroed();
         }
         let mut there = A::new(0.0);
-        for j in 0..sizes.most {
-            let row = index[named(at, j, &sizes)];
-            if row >= 0i32 && (row as usize) < sizes.rows {
-                there += A::new(1.0);
-                let start = (first + row as usize) * row_vectors;
-                let mut factor = A::new(1.0);
-                #[comptime]
-                match &factors {
-                    ComptimeOption::Some(factors) => {
-                        factor = factors[first + row as usize];
+        let mut named_rows = Array::<i32>::new(ahead);
+        for group in 0..sizes.most.div_ceil(ahead) {
+            load_named(index, &mut named_rows, at, group * ahead, &sizes, ahead);
+            #[unroll]
+            for j in 0..ahead {
+                if named_rows[j] >= 0i32 {
+                    let row = named_rows[j] as usize;
+                    there += A::new(1.0);
+                    let start = (first + row) * row_vectors;
+                    let mut factor = A::new(1.0);
+                    #[comptime]
+                    match &factors {
+                        ComptimeOption::Some(factors) => {
+                            factor = factors[first + row];
+                        }
+                        ComptimeOption::None => {}
                     }
-                    ComptimeOption::None => {}
-                }
-                #[unroll]
-                for i in 0..vectors {
-                    let x = Vector::<A, N>::cast_from(rows[start + place(lane, i, tile)]);
-                    sums[i] += x * Vector::<A, N>::empty().fill(factor);
+                    #[unroll]
+                    for i in 0..vectors {
+                        let x = Vector::<A, N>::cast_from(rows[start + place(lane, i, tile)]);
+                        sums[i] += x * Vector::<A, N>::empty().fill(factor);
+                    }
                 }
             }
         }
@@ -237,6 +270,7 @@ fn launch_gather(
             optional(shares, count),
             of.sizes(),
             tile,
+            ahead(of.most),
             element,
             super::accumulator_of(element),
         );

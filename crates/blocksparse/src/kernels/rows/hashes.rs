@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! bucket   the first of the largest of [x R; −x R]: a cube has 128 rows of a list and a rotation, 64 columns at a time
+//!          products are in registers, or of rows in bf16 on tensor cores (split)
 //! order    the same, and of each row how many before it in its cube are in its bucket; how many a cube has of each bucket (order_tiles)
 //! ```
 
@@ -9,11 +10,16 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::bucket_counts::{count_by_planes, count_by_units};
 use super::columns::accumulator_of;
 use super::norm_shape::check_buffers;
+use super::order_places::NONE;
 use super::order_tiles::{MOST_BUCKETS, TILE, TiledSort};
 use super::products::{
     ACROSS, OWN, ProductTile, RowsOf, SIDE, multiply_shared, own_column, own_row, share_rows,
+};
+use super::split::{
+    self, EIGHT, SplitTile, load_rows, may_split, own_eight, products, share_eight,
 };
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, spread};
@@ -110,9 +116,127 @@ fn share_columns<A: Float, N: Size>(
     }
 }
 
+/// How a cube multiplies, and counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct HashTile {
+    shared: ProductTile,
+    /// On tensor cores, if they do.
+    split: Option<SplitTile>,
+    /// Units of planes find those of the same bucket.
+    by_planes: bool,
+}
+
 /// The bucket of the row of a unit, of which a cube has as many as rows.
 #[cube]
 fn bucket_of_row<E: Float, A: Float, N: Size>(
+    x: &[Vector<E, N>],
+    rotations: &[A],
+    own: &Own,
+    sizes: &Sizes,
+    #[comptime] t: HashTile,
+) -> u32 {
+    match comptime!(t.split) {
+        Some(split) => bucket_by_parts::<E, A, N>(x, rotations, own, sizes, split),
+        None => bucket_by_units::<E, A, N>(x, rotations, own, sizes, t.shared),
+    }
+}
+
+/// Whether of a column's product and another's the first is the bucket's: the larger, and of equal ones the first.
+#[cube]
+fn is_before<A: Float>(size: A, at: u32, best: A, best_at: u32) -> bool {
+    size > best || (size == best && at < best_at)
+}
+
+/// The bucket of the row of a unit by tensor cores.
+#[cube]
+fn bucket_by_parts<E: Float, A: Float, N: Size>(
+    x: &[Vector<E, N>],
+    rotations: &[A],
+    own: &Own,
+    sizes: &Sizes,
+    #[comptime] t: SplitTile,
+) -> u32 {
+    let shared: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.bytes() / 4), 16usize);
+    let round = own.group % sizes.rounds;
+    let list = own.group / sizes.rounds * sizes.length;
+    let half = sizes.half as u32;
+    let mut rows = Array::<u32>::new(comptime!(t.words()));
+    load_rows::<Vector<E, N>>(
+        x,
+        &mut rows,
+        list,
+        own.tile * comptime!(split::ROWS),
+        sizes.length,
+        t,
+    );
+    let mut best = Array::<f32>::new(split::OWN);
+    let mut best_at = Array::<u32>::new(split::OWN);
+    #[unroll]
+    for i in 0..comptime!(split::OWN) {
+        best[i] = (-3.0e38f32).runtime();
+        best_at[i] = 0u32.runtime();
+    }
+    let mut numbers = Array::<f32>::new(EIGHT);
+    let mut sums = Array::<f32>::new(comptime!(2 * split::OWN));
+    for tile in 0..sizes.half.div_ceil(comptime!(split::COLUMNS)) {
+        let column0 = tile * comptime!(split::COLUMNS);
+        sync_cube();
+        #[unroll]
+        for i in 0..comptime!(t.eights()) {
+            let eight = own_eight(i, t);
+            let column = column0 + eight.column;
+            #[unroll]
+            for n in 0..EIGHT {
+                let number = eight.number + n;
+                let exists = number < sizes.width && column < sizes.half;
+                let from = (round * sizes.width + number) * sizes.half + column;
+                let turned = f32::cast_from(rotations[select(exists, from, 0usize)]);
+                numbers[n] = select(exists, turned, 0.0f32);
+            }
+            share_eight(&numbers, &shared, eight.offset);
+        }
+        sync_cube();
+        let eights = (sizes.half - column0)
+            .min(comptime!(split::COLUMNS))
+            .div_ceil(EIGHT);
+        for eight in 0..eights {
+            products(&rows, &shared, eight, &mut sums, t);
+            let first = column0 + eight * EIGHT + split::own_column();
+            #[unroll]
+            for i in 0..comptime!(split::OWN) {
+                #[unroll]
+                for j in 0..2usize {
+                    let column = first + j;
+                    let sum = sums[comptime!(2 * i + j)];
+                    let is_opposite = sum < 0.0f32;
+                    let size = select(is_opposite, 0.0f32 - sum, sum);
+                    let at = column as u32 + select(is_opposite, half, 0u32);
+                    let is_better =
+                        column < sizes.half && is_before::<f32>(size, at, best[i], best_at[i]);
+                    best[i] = select(is_better, size, best[i]);
+                    best_at[i] = select(is_better, at, best_at[i]);
+                }
+            }
+        }
+    }
+    // Four units have a row's columns.
+    #[unroll]
+    for i in 0..comptime!(split::OWN) {
+        #[unroll]
+        for bit in 0..2u32 {
+            let size = plane_shuffle_xor(best[i], comptime!(1u32 << bit));
+            let at = plane_shuffle_xor(best_at[i], comptime!(1u32 << bit));
+            let is_better = is_before::<f32>(size, at, best[i], best_at[i]);
+            best[i] = select(is_better, size, best[i]);
+            best_at[i] = select(is_better, at, best_at[i]);
+        }
+    }
+    split::of_own_row(&best_at)
+}
+
+/// The bucket of the row of a unit.
+#[cube]
+fn bucket_by_units<E: Float, A: Float, N: Size>(
     x: &[Vector<E, N>],
     rotations: &[A],
     own: &Own,
@@ -174,8 +298,8 @@ fn bucket_of_row<E: Float, A: Float, N: Size>(
                 let is_opposite = sum < A::new(0.0);
                 let size = select(is_opposite, A::new(0.0) - sum, sum);
                 let at = column as u32 + select(is_opposite, half, 0u32);
-                let is_first = size > best[i] || (size == best[i] && at < best_at[i]);
-                let is_better = column < sizes.half && is_first;
+                let is_better =
+                    column < sizes.half && is_before::<A>(size, at, best[i], best_at[i]);
                 best[i] = select(is_better, size, best[i]);
                 best_at[i] = select(is_better, at, best_at[i]);
             }
@@ -194,7 +318,7 @@ fn bucket_of_row<E: Float, A: Float, N: Size>(
     for other in 1..ACROSS {
         let number = parts[unit * ACROSS + other];
         let at = parts_at[unit * ACROSS + other];
-        let is_better = number > size || (number == size && at < bucket);
+        let is_better = is_before::<A>(number, at, size, bucket);
         size = select(is_better, number, size);
         bucket = select(is_better, at, bucket);
     }
@@ -207,20 +331,17 @@ fn hash<E: Float, A: Float, N: Size>(
     rotations: &[A],
     buckets: &mut [i32],
     sizes: Sizes,
-    #[comptime] t: ProductTile,
+    #[comptime] t: HashTile,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
     let own = own(&sizes);
     let bucket = bucket_of_row::<E, A, N>(x, rotations, &own, &sizes, t);
-    let row = own.tile * comptime!(t.units()) + UNIT_POS as usize;
+    let row = own.tile * comptime!(TILE) + UNIT_POS as usize;
     if row < sizes.length {
         buckets[own.group * sizes.length + row] = bucket as i32;
     }
 }
-
-/// The bucket of no row.
-const NONE: u32 = 0xffff_ffff;
 
 /// `codes` `[lists, rounds, length]` are `bucket · TILE` and how many rows before it in its cube are in the bucket; `counts` `[lists, rounds, tiles, buckets]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -230,51 +351,29 @@ fn hash_and_count<E: Float, A: Float, N: Size>(
     codes: &mut [u32],
     counts: &mut [u32],
     sizes: Sizes,
-    #[comptime] t: ProductTile,
+    #[comptime] t: HashTile,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
     let own = own(&sizes);
     let bucket = bucket_of_row::<E, A, N>(x, rotations, &own, &sizes, t);
-    let mut tile = Shared::<[u32]>::new_slice(comptime!(t.units()));
-    let mut numbers = Shared::<[u32]>::new_slice(comptime!(MOST_BUCKETS));
-    let unit = UNIT_POS as usize;
-    let row = own.tile * comptime!(t.units()) + unit;
+    let row = own.tile * TILE + UNIT_POS as usize;
     let exists = row < sizes.length;
     let buckets = 2 * sizes.half;
-    tile[unit] = select(exists, bucket, NONE);
-    let mut at = unit;
-    while at < buckets {
-        numbers[at] = 0u32;
-        at += comptime!(t.units());
-    }
-    sync_cube();
-    let mut before = 0u32.runtime();
-    let mut behind = 0u32.runtime();
-    for other in 0..comptime!(t.units()) {
-        let same = select(tile[other] == bucket, 1u32, 0u32);
-        before += select(other < unit, same, 0u32);
-        behind += select(other > unit, same, 0u32);
-    }
+    let first = (own.group * sizes.tiles + own.tile) * buckets;
+    let bucket_of = select(exists, bucket, NONE);
+    let before = match comptime!(t.by_planes) {
+        true => count_by_planes(bucket_of, counts, first, buckets),
+        false => count_by_units(bucket_of, counts, first, buckets),
+    };
     if exists {
         codes[own.group * sizes.length + row] = bucket * comptime!(TILE as u32) + before;
-        // The last of a bucket writes for all.
-        if behind == 0u32 {
-            numbers[bucket as usize] = before + 1u32;
-        }
-    }
-    sync_cube();
-    let first = (own.group * sizes.tiles + own.tile) * buckets;
-    let mut at = unit;
-    while at < buckets {
-        counts[first + at] = numbers[at];
-        at += comptime!(t.units());
     }
 }
 
 /// How hashes are launched.
 struct Launch {
-    tile: ProductTile,
+    tile: HashTile,
     accumulator: ElemType,
     address: AddressType,
     cubes: CubeCount,
@@ -286,6 +385,8 @@ impl Launch {
         client: &Client,
         of: &HashedRows,
         element: ElemType,
+        // Rows and rotations, where they are known.
+        given: Option<[&Handle; 2]>,
         counts: usize,
     ) -> Result<Self, KernelError> {
         let accumulator = accumulator_of(element);
@@ -294,7 +395,15 @@ impl Launch {
             _ => TILE + MOST_BUCKETS,
         };
         let others = TILE * ACROSS * (accumulator.size() + 4) + of_order * 4;
-        let tile = ProductTile::new(client, of.width, accumulator, GROUPS, others)?;
+        let shared = ProductTile::new(client, of.width, accumulator, GROUPS, others)?;
+        let split = given.and_then(|[x, rotations]| {
+            SplitTile::new(client, of.width, (x, element), rotations, of_order * 4)
+        });
+        let tile = HashTile {
+            shared,
+            split,
+            by_planes: may_split(client.properties()),
+        };
         check_buffers(client, 4)?;
         let rows = of.lists * of.length;
         let rotations = of.rounds * of.width * of.half;
@@ -311,7 +420,7 @@ impl Launch {
     }
 
     fn sizes(&self, of: &HashedRows) -> SizesLaunch {
-        let vectors = of.width / self.tile.vector;
+        let vectors = of.width / self.tile.shared.vector;
         SizesLaunch::new(
             of.lists, of.length, of.rounds, of.width, vectors, of.half, self.tiles,
         )
@@ -330,7 +439,7 @@ pub fn hash_rows(
     rotations: &Handle,
     buckets: &Handle,
 ) -> Result<(), KernelError> {
-    let launch = Launch::new(client, of, element, 0)?;
+    let launch = Launch::new(client, of, element, Some([x, rotations]), 0)?;
     let rows = of.lists * of.length;
     if rows * of.rounds * of.half * of.width == 0 {
         return Ok(());
@@ -342,10 +451,10 @@ pub fn hash_rows(
         hash::launch_unchecked(
             client,
             launch.cubes,
-            CubeDim::new_1d(launch.tile.units() as u32),
+            CubeDim::new_1d(TILE as u32),
             launch.address,
-            launch.tile.vector,
-            buffer(x, rows * of.width / launch.tile.vector),
+            launch.tile.shared.vector,
+            buffer(x, rows * of.width / launch.tile.shared.vector),
             buffer(rotations, of.rounds * of.width * of.half),
             buffer(buckets, rows * of.rounds),
             sizes,
@@ -361,7 +470,7 @@ pub fn hash_rows(
 pub fn sorts_hashes(client: &Client, of: &HashedRows, element: ElemType) -> bool {
     let sort = TiledSort::new(of.length, 2 * of.half);
     let counts = sort.map(|sort| sort.counts(of.lists * of.rounds));
-    counts.is_some_and(|counts| Launch::new(client, of, element, counts).is_ok())
+    counts.is_some_and(|counts| Launch::new(client, of, element, None, counts).is_ok())
 }
 
 /// [`hash_rows`], and the order of each list by its buckets in each round, as [`sort_rounds`](super::sort_rounds) gives it with `room` places a round, in two
@@ -383,7 +492,7 @@ pub fn sort_hashes(
     };
     let groups = of.lists * of.rounds;
     let counts = sort.counts(groups);
-    let launch = Launch::new(client, of, element, counts)?;
+    let launch = Launch::new(client, of, element, Some([x, rotations]), counts)?;
     let rows = of.lists * of.length;
     if rows * of.rounds * of.half * of.width == 0 {
         return Ok(());
@@ -396,10 +505,10 @@ pub fn sort_hashes(
         hash_and_count::launch_unchecked(
             client,
             launch.cubes,
-            CubeDim::new_1d(launch.tile.units() as u32),
+            CubeDim::new_1d(TILE as u32),
             launch.address,
-            launch.tile.vector,
-            buffer(x, rows * of.width / launch.tile.vector),
+            launch.tile.shared.vector,
+            buffer(x, rows * of.width / launch.tile.shared.vector),
             buffer(rotations, of.rounds * of.width * of.half),
             buffer(&codes, groups * of.length),
             buffer(&of_buckets, counts),

@@ -1,8 +1,8 @@
 //! The highest numbers of rows that a cube holds.
 //!
 //! ```text
-//! v = 0
-//! for bits from the highest on    v + bit, if at least `most` numbers in their order (`key`) reach it; until as many reach v
+//! v                               the `most`th highest number in its order (`key`), or a lower one that as many reach: digit by digit (highest_digits), or
+//!                                 bit by bit: v + bit, if at least `most` numbers reach it
 //! words                           32 neighbouring numbers each: bits of those above v, and of those that equal it
 //! a unit a word                   those above, and of those that equal v the first, up to `most`; so many are in words before
 //! ```
@@ -15,17 +15,21 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::highest_digits::{Digits, bound_by_digits};
 use super::norm_shape::check_buffers;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::{key, planes};
+use crate::kernels::shared::unit_sums::{UnitSums, before_and_all};
 
 /// Numbers of a word, and of a unit at most: so there are no more words than units.
 const WORD: usize = 32;
 /// Units of a cube, at least and at most.
 const UNITS: [usize; 2] = [64, 1024];
-/// Units that are added up together where there are no planes, and where places are made.
+/// Units that are added up together in a search by bits where there are no planes.
 const TOGETHER: usize = 16;
+/// For comparing: `0` searches bit by bit on devices that count digits, too.
+const BY_DIGITS: &str = "BLOCKSPARSE_ROW_DIGITS";
 
 /// What is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -38,6 +42,12 @@ struct Held {
     by_planes: bool,
     /// Whether those have PTX.
     ptx: bool,
+    /// How units add up what each has.
+    sums: UnitSums,
+    /// How digits are counted, if they are.
+    digits: Option<Digits>,
+    /// No unit's numbers end before another's.
+    is_full: bool,
 }
 
 impl Held {
@@ -48,11 +58,16 @@ impl Held {
         let [low, high] = UNITS;
         let units = columns.div_ceil(WORD).next_power_of_two().max(low);
         let by_planes = planes::are_there(properties);
+        let ptx = by_planes && planes::have_ptx(properties);
+        let by_digits = ptx && std::env::var(BY_DIGITS).as_deref() != Ok("0");
         let held = Self {
             units,
             held: columns.div_ceil(units),
             by_planes,
-            ptx: by_planes && planes::have_ptx(properties),
+            ptx,
+            sums: UnitSums::new(properties, units),
+            digits: by_digits.then_some(Digits { units }),
+            is_full: columns.is_multiple_of(units),
         };
         let bytes = held.shared() * size_of::<u32>();
         let fits = units <= high.min(most) && bytes <= hardware.max_shared_memory_size;
@@ -71,9 +86,22 @@ impl Held {
         self.units / self.together()
     }
 
+    /// Words that are left for others where digits are not counted.
+    fn partial(&self) -> usize {
+        self.sums.partial().max(match self.by_planes {
+            true => 2 * self.groups(),
+            false => self.units + 2 * self.groups(),
+        })
+    }
+
+    /// Counts of digits.
+    fn bins(&self) -> usize {
+        self.digits.map_or(1, |digits| digits.bins())
+    }
+
     /// Numbers that a cube shares.
     fn shared(&self) -> usize {
-        3 * self.units + 2 * self.groups() + self.units / TOGETHER
+        2 * self.units + self.partial() + self.bins() + Digits::WORDS
     }
 }
 
@@ -87,21 +115,23 @@ struct Sizes {
 
 /// The number of row `row` at `column` in the order of numbers, 0 behind the last: numbers have more.
 #[cube]
-fn key_at(numbers: &[f32], row: usize, column: usize, sizes: &Sizes) -> u32 {
-    let exists = column < sizes.columns;
+fn key_at(numbers: &[f32], row: usize, column: usize, sizes: &Sizes, #[comptime] h: Held) -> u32 {
+    let exists = is_there(column, sizes, h);
     let number = numbers[row * sizes.columns + select(exists, column, 0usize)];
     select(exists, key(u32::reinterpret(number)), 0u32)
 }
 
-/// The sum of all units' counts, in all of them. `totals` has a half for even steps and one for odd ones, so that none overwrites what another still reads.
 #[cube]
-fn across_units(
-    count: u32,
-    partial: &mut Shared<[u32]>,
-    totals: &mut Shared<[u32]>,
-    step: u32,
-    #[comptime] h: Held,
-) -> u32 {
+fn is_there(column: usize, sizes: &Sizes, #[comptime] h: Held) -> bool {
+    match comptime!(h.is_full) {
+        true => true.runtime(),
+        false => column < sizes.columns,
+    }
+}
+
+/// The sum of all units' counts, in all of them. `partial` has a half for even steps and one for odd ones, so that none overwrites what another still reads.
+#[cube]
+fn across_units(count: u32, partial: &mut Shared<[u32]>, step: u32, #[comptime] h: Held) -> u32 {
     let unit = UNIT_POS as usize;
     let groups = comptime!(h.groups());
     let half = step as usize % 2 * groups;
@@ -110,25 +140,26 @@ fn across_units(
         let lane = unit % comptime!(planes::LANES);
         let of_plane = planes::total(count, comptime!(h.ptx));
         if lane == 0 {
-            totals[half + unit / comptime!(planes::LANES)] = of_plane;
+            partial[half + unit / comptime!(planes::LANES)] = of_plane;
         }
         sync_cube();
         // No more planes than a plane has units.
-        let total = totals[half + lane.min(comptime!(groups - 1))];
+        let total = partial[half + lane.min(comptime!(groups - 1))];
         sum = planes::total(select(lane < groups, total, 0u32), comptime!(h.ptx));
     } else {
-        partial[unit] = count;
+        let of_units = comptime!(2 * groups);
+        partial[of_units + unit] = count;
         sync_cube();
         if unit < groups {
             let mut of_group = 0u32.runtime();
             for other in 0..comptime!(TOGETHER) {
-                of_group += partial[unit * comptime!(TOGETHER) + other];
+                of_group += partial[of_units + unit * comptime!(TOGETHER) + other];
             }
-            totals[half + unit] = of_group;
+            partial[half + unit] = of_group;
         }
         sync_cube();
         for group in 0..groups {
-            sum += totals[half + group];
+            sum += partial[half + group];
         }
     }
     sum
@@ -143,6 +174,53 @@ fn reached(own: &Array<u32>, bound: u32, #[comptime] h: Held) -> u32 {
         count += select(own[i] >= bound, 1u32, 0u32);
     }
     count
+}
+
+/// The highest bound that at least `most` numbers reach, or a lower one that as many do. Keys are above 0, and a bit at least is set: what is behind the last
+/// number reaches none.
+#[cube]
+fn bound_by_bits(
+    own: &Array<u32>,
+    partial: &mut Shared<[u32]>,
+    most: u32,
+    #[comptime] h: Held,
+) -> u32 {
+    let mut bound = 0u32.runtime();
+    if comptime!(h.by_planes) {
+        let mut step = 0u32.runtime();
+        while step < 32u32 {
+            let next = bound | (0x8000_0000u32 >> step);
+            let count = reached(own, next, h);
+            let count = across_units(count, partial, step, h);
+            bound = select(count >= most, next, bound);
+            step += 1u32;
+            // Those that reach it are the ones: all units know.
+            step = select(count == most, 32u32, step);
+        }
+    } else {
+        for step in 0..32u32 {
+            let next = bound | (0x8000_0000u32 >> step);
+            let count = reached(own, next, h);
+            let count = across_units(count, partial, step, h);
+            bound = select(count >= most, next, bound);
+        }
+    }
+    sync_cube();
+    bound
+}
+
+/// A bound that so many reach, and the step of [`before_and_all`] that comes next.
+#[cube]
+fn bound_of(
+    own: &Array<u32>,
+    partial: &mut Shared<[u32]>,
+    most: u32,
+    #[comptime] h: Held,
+) -> (u32, usize) {
+    match comptime!(h.digits) {
+        Some(digits) => bound_by_digits(own, partial, most, h.held, digits, h.sums),
+        None => (bound_by_bits(own, partial, most, h), 0usize.runtime()),
+    }
 }
 
 /// What a word has of the numbers above a bound, and of those that equal it.
@@ -168,18 +246,23 @@ fn own_word(
     let mut above = 0u32.runtime();
     let mut equal = 0u32.runtime();
     if comptime!(h.by_planes) {
+        // A lane has a word of its plane.
         let lane = unit % comptime!(planes::LANES);
         #[unroll]
         for i in 0..comptime!(h.held) {
             let is_above = planes::votes(own[i] > bound, comptime!(h.ptx));
             let is_equal = planes::votes(own[i] == bound, comptime!(h.ptx));
-            if lane == 0 {
-                let word = comptime!(i * h.units / WORD) + unit / comptime!(WORD);
-                words[word] = is_above;
-                equals[word] = is_equal;
-            }
+            above = select(lane == i, is_above, above);
+            equal = select(lane == i, is_equal, equal);
+        }
+        if lane < comptime!(h.held) {
+            let word = lane * comptime!(h.units / WORD) + unit / comptime!(WORD);
+            words[word] = above;
+            equals[word] = equal;
         }
         sync_cube();
+        above = 0u32.runtime();
+        equal = 0u32.runtime();
         if unit < comptime!(h.held * h.units / WORD) {
             above = words[unit];
             equal = equals[unit];
@@ -188,7 +271,10 @@ fn own_word(
         sync_cube();
     } else {
         for bit in 0..comptime!(WORD) {
-            let key = key_at(numbers, row, unit * comptime!(WORD) + bit, sizes);
+            let column = unit * comptime!(WORD) + bit;
+            let exists = column < sizes.columns;
+            let number = numbers[row * sizes.columns + select(exists, column, 0usize)];
+            let key = select(exists, key(u32::reinterpret(number)), 0u32);
             above |= select(key > bound, 1u32, 0u32) << bit as u32;
             equal |= select(key == bound, 1u32, 0u32) << bit as u32;
         }
@@ -216,39 +302,16 @@ fn highest(
 ) {
     let mut words = Shared::<[u32]>::new_slice(comptime!(h.units));
     let mut firsts = Shared::<[u32]>::new_slice(comptime!(h.units));
-    let mut partial = Shared::<[u32]>::new_slice(comptime!(h.units));
-    let mut totals = Shared::<[u32]>::new_slice(comptime!(2 * h.groups()));
-    let mut groups = Shared::<[u32]>::new_slice(comptime!(h.units / TOGETHER));
+    let mut partial = Shared::<[u32]>::new_slice(comptime!(h.partial()));
     // Cubes beyond the last row make it again.
     let row = CUBE_POS.min(sizes.rows - 1);
     let unit = UNIT_POS as usize;
     let mut own = Array::<u32>::new(comptime!(h.held));
     #[unroll]
     for i in 0..comptime!(h.held) {
-        own[i] = key_at(numbers, row, comptime!(i * h.units) + unit, &sizes);
+        own[i] = key_at(numbers, row, comptime!(i * h.units) + unit, &sizes, h);
     }
-    // Keys are above 0, and a bit at least is set: what is behind the last number reaches no bound.
-    let mut bound = 0u32.runtime();
-    if comptime!(h.by_planes) {
-        let mut step = 0u32.runtime();
-        while step < 32u32 {
-            let next = bound | (0x8000_0000u32 >> step);
-            let count = reached(&own, next, h);
-            let count = across_units(count, &mut partial, &mut totals, step, h);
-            bound = select(count >= sizes.most, next, bound);
-            step += 1u32;
-            // Those that reach it are the ones: all units know.
-            step = select(count == sizes.most, 32u32, step);
-        }
-    } else {
-        for step in 0..32u32 {
-            let next = bound | (0x8000_0000u32 >> step);
-            let count = reached(&own, next, h);
-            let count = across_units(count, &mut partial, &mut totals, step, h);
-            bound = select(count >= sizes.most, next, bound);
-        }
-    }
-    sync_cube();
+    let (bound, step) = bound_of(&own, &mut partial, sizes.most, h);
     let word = own_word(
         numbers,
         &own,
@@ -261,26 +324,7 @@ fn highest(
     );
     // Two counts in one number: neither is above 2¹⁵.
     let own_counts = word.above.count_ones() | (word.equal.count_ones() << 16u32);
-    partial[unit] = own_counts;
-    sync_cube();
-    if unit < comptime!(h.units / TOGETHER) {
-        let mut sum = 0u32.runtime();
-        for other in 0..comptime!(TOGETHER) {
-            sum += partial[unit * comptime!(TOGETHER) + other];
-        }
-        groups[unit] = sum;
-    }
-    sync_cube();
-    let mut before = 0u32.runtime();
-    let mut all = 0u32.runtime();
-    for group in 0..comptime!(h.units / TOGETHER) {
-        let sum = groups[group];
-        all += sum;
-        before += select(group < unit / comptime!(TOGETHER), sum, 0u32);
-    }
-    for other in unit / comptime!(TOGETHER) * comptime!(TOGETHER)..unit {
-        before += partial[other];
-    }
+    let (before, all) = before_and_all(own_counts, &mut partial, step, h.sums);
     // Of those that equal the bound so many are kept: the first.
     let left = sizes.most - min(all & 0xffffu32, sizes.most);
     let equal_before = min(before >> 16u32, left);
@@ -290,19 +334,23 @@ fn highest(
     sync_cube();
     let first = (row % sizes.of_group) as u32 * sizes.most;
     let into = row * sizes.most as usize;
+    let out = row * sizes.columns;
+    let bit = 1u32 << (unit % comptime!(WORD)) as u32;
     #[unroll]
     for i in 0..comptime!(h.held) {
         let column = comptime!(i * h.units) + unit;
-        let at = column / comptime!(WORD);
-        let bit = 1u32 << (column % comptime!(WORD)) as u32;
+        let at = comptime!(i * h.units / WORD) + unit / comptime!(WORD);
         let kept = words[at];
-        let place = firsts[at] + (kept & (bit - 1u32)).count_ones();
-        let is_kept = kept & bit != 0u32 && place < sizes.most;
-        if column < sizes.columns {
-            places[row * sizes.columns + column] = select(is_kept, (first + place) as i32, -1i32);
-            if is_kept {
+        let mut own_place = (-1i32).runtime();
+        if kept & bit != 0u32 {
+            let place = firsts[at] + (kept & (bit - 1u32)).count_ones();
+            if place < sizes.most {
+                own_place = (first + place) as i32;
                 lists[into + place as usize] = column as i32;
             }
+        }
+        if is_there(column, &sizes, h) {
+            places[out + column] = own_place;
         }
     }
 }

@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::columns::accumulator_of;
-use super::gather::{IndexedRows, Sizes, named};
+use super::gather::{IndexedRows, Sizes, ahead, load_named};
 use super::norm_shape::{LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of};
 use super::tile::{Combine, RowTile, across_lanes};
 use super::typed::Typed;
@@ -91,6 +91,7 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
     sizes: Sizes,
     #[comptime] tile: RowTile,
     #[comptime] value_vectors: usize,
+    #[comptime] ahead: usize,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
@@ -117,15 +118,20 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
         queries[i] = zero;
         keys[i] = zero;
     }
-    for j in 0..sizes.most {
-        let user = users[named(at, j, &sizes)];
-        if user >= 0i32 && (user as usize) < sizes.rows {
-            let start = (first + user as usize) * row_vectors;
-            #[unroll]
-            for i in 0..vectors {
-                let from = start + place(lane, i, tile);
-                queries[i] += Vector::<A, N>::cast_from(by_queries[from]);
-                keys[i] += Vector::<A, N>::cast_from(by_keys[from]);
+    let mut named_rows = Array::<i32>::new(ahead);
+    let groups = sizes.most.div_ceil(ahead);
+    for group in 0..groups {
+        load_named(users, &mut named_rows, at, group * ahead, &sizes, ahead);
+        #[unroll]
+        for j in 0..ahead {
+            if named_rows[j] >= 0i32 {
+                let start = (first + named_rows[j] as usize) * row_vectors;
+                #[unroll]
+                for i in 0..vectors {
+                    let from = start + place(lane, i, tile);
+                    queries[i] += Vector::<A, N>::cast_from(by_queries[from]);
+                    keys[i] += Vector::<A, N>::cast_from(by_keys[from]);
+                }
             }
         }
     }
@@ -153,11 +159,14 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
         let mut i = lane;
         while i < value_vectors {
             let mut sum = Vector::<A, M>::zeroed();
-            for j in 0..sizes.most {
-                let user = users[named(at, j, &sizes)];
-                if user >= 0i32 && (user as usize) < sizes.rows {
-                    let from = (first + user as usize) * value_vectors + i;
-                    sum += Vector::<A, M>::cast_from(by_values[from]);
+            for group in 0..groups {
+                load_named(users, &mut named_rows, at, group * ahead, &sizes, ahead);
+                #[unroll]
+                for j in 0..ahead {
+                    if named_rows[j] >= 0i32 {
+                        let from = (first + named_rows[j] as usize) * value_vectors + i;
+                        sum += Vector::<A, M>::cast_from(by_values[from]);
+                    }
                 }
             }
             by_value[at * value_vectors + i] = Vector::<E, M>::cast_from(sum);
@@ -284,6 +293,7 @@ pub fn keyed_rows_backward(
             of.sizes(),
             tile,
             shape.value_vectors,
+            ahead(of.most),
             element,
             accumulator_of(element),
         );

@@ -17,12 +17,13 @@
 //! gather         sums of rows by an index, and means
 //! keyed          rows of queries, of keys made of them and of values, by an index
 //! merged         a part of each row and others by an index, merged by their lse
-//! hashes         the buckets of rows under rotations
+//! hashes         the buckets of rows under rotations; how many of a cube each has in bucket_counts
 //! order          numbers sorted by bucket, with planes in order_planes, what passes read and write in order_places, and the highest of columns; in
 //!                order_tiles what is left if tiles of tokens have been counted
-//! highest        the highest numbers of rows that a cube holds
+//! highest        the highest numbers of rows that a cube holds; their bound digit by digit in highest_digits
 //! nearest        how similar rows are to the means of their heads, and the nearest
 //! products       products of rows with columns, in registers
+//! split          the same of rows in bf16 and columns in three parts, on tensor cores
 //! blocks         means of blocks of rows, and how alike their rows are
 //! typed          buffers with the type of their numbers
 //! sample         tokens drawn from rows of logits
@@ -32,6 +33,7 @@
 mod activation;
 mod beside;
 mod blocks;
+mod bucket_counts;
 mod columns;
 mod cross_entropy;
 mod dropout;
@@ -41,6 +43,7 @@ mod gather;
 mod hashes;
 mod heads;
 mod highest;
+mod highest_digits;
 mod keyed;
 mod merged;
 mod nearest;
@@ -54,6 +57,7 @@ mod order_tiles;
 mod products;
 mod sample;
 mod scaled;
+mod split;
 pub(super) mod tile;
 mod typed;
 

@@ -4,7 +4,8 @@
 //! similarity = (mean · row) / √max(|row|², least)        nearest = the first of the means of the largest
 //! ```
 //!
-//! A cube has 64 rows of a list, and all means of its head, 64 at a time. Lengths of rows are summed where rows are loaded.
+//! A cube has 64 rows of a list, and all means of its head, 64 at a time. Lengths of rows are summed where rows are loaded. Of rows in bf16 tensor cores multiply
+//! (split), by cubes of 128 rows.
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -13,6 +14,9 @@ use cubecl::server::Handle;
 use super::norm_shape::check_buffers;
 use super::products::{
     ACROSS, OWN, ProductTile, RowsOf, SIDE, multiply_shared, own_column, own_row, share_rows,
+};
+use super::split::{
+    self, EIGHT, SplitTile, load_columns, load_rows, own_eight, products, row_squares, share_eight,
 };
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, spread};
@@ -196,6 +200,98 @@ fn compare<E: Float, N: Size>(
     }
 }
 
+/// [`compare`] on tensor cores.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn compare_by_parts(
+    x: &[u32],
+    means: &[f32],
+    similarities: &mut [f32],
+    nearest: &mut [i32],
+    sizes: Sizes,
+    #[comptime] t: SplitTile,
+) {
+    let shared: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.bytes() / 4), 16usize);
+    // Cubes beyond the last tile make it again.
+    let cube = CUBE_POS.min(sizes.lists * sizes.tiles - 1);
+    let list = cube / sizes.tiles;
+    let head = list % sizes.heads;
+    let first = cube % sizes.tiles * comptime!(split::ROWS);
+    let width = comptime!(t.width());
+    let mut rows = Array::<u32>::new(comptime!(t.words()));
+    load_rows::<u32>(x, &mut rows, list * sizes.length, first, sizes.length, t);
+    let mut scales = Array::<f32>::new(split::OWN);
+    row_squares(&rows, &mut scales, t);
+    let mut best = Array::<f32>::new(split::OWN);
+    let mut best_at = Array::<u32>::new(split::OWN);
+    #[unroll]
+    for i in 0..comptime!(split::OWN) {
+        scales[i] = 1.0f32 / scales[i].max(SMALLEST_SQUARE).sqrt();
+        best[i] = comptime!(LOWEST).runtime();
+        best_at[i] = 0u32.runtime();
+    }
+    let mut numbers = Array::<f32>::new(EIGHT);
+    let mut sums = Array::<f32>::new(comptime!(2 * split::OWN));
+    for tile in 0..sizes.means.div_ceil(comptime!(split::COLUMNS)) {
+        let mean0 = tile * comptime!(split::COLUMNS);
+        sync_cube();
+        #[unroll]
+        for i in 0..comptime!(t.eights()) {
+            let eight = own_eight(i, t);
+            let mean = mean0 + eight.column;
+            let exists = mean < sizes.means;
+            let mean = head * sizes.means + select(exists, mean, 0usize);
+            load_columns(
+                means,
+                &mut numbers,
+                mean * width + eight.number,
+                eight.number,
+                select(exists, width, 0usize),
+            );
+            share_eight(&numbers, &shared, eight.offset);
+        }
+        sync_cube();
+        let eights = (sizes.means - mean0)
+            .min(comptime!(split::COLUMNS))
+            .div_ceil(EIGHT);
+        for eight in 0..eights {
+            products(&rows, &shared, eight, &mut sums, t);
+            let first_mean = mean0 + eight * EIGHT + split::own_column();
+            #[unroll]
+            for i in 0..comptime!(split::OWN) {
+                let row = first + split::own_row(i);
+                #[unroll]
+                for j in 0..2usize {
+                    let mean = first_mean + j;
+                    let similarity = sums[comptime!(2 * i + j)] * scales[i];
+                    if row < sizes.length && mean < sizes.means {
+                        similarities[(list * sizes.means + mean) * sizes.length + row] = similarity;
+                    }
+                    let is_higher = mean < sizes.means && similarity > best[i];
+                    best[i] = select(is_higher, similarity, best[i]);
+                    best_at[i] = select(is_higher, mean as u32, best_at[i]);
+                }
+            }
+        }
+    }
+    // Four units have a row's means.
+    #[unroll]
+    for i in 0..comptime!(split::OWN) {
+        #[unroll]
+        for bit in 0..2u32 {
+            let number = plane_shuffle_xor(best[i], comptime!(1u32 << bit));
+            let at = plane_shuffle_xor(best_at[i], comptime!(1u32 << bit));
+            let is_higher = number > best[i] || (number == best[i] && at < best_at[i]);
+            best[i] = select(is_higher, number, best[i]);
+            best_at[i] = select(is_higher, at, best_at[i]);
+        }
+    }
+    let mean = split::of_own_row(&best_at) as usize;
+    let row = first + UNIT_POS as usize;
+    if row < sizes.length {
+        nearest[list * sizes.length + row] = (head * sizes.means + mean) as i32;
+    }
+}
+
 /// How similar each row of `x`, `[batch, heads, length, width]` of any floats but f64, is to each of its head's `means`, f32 `[heads, means, width]`: the
 /// products of these and of rows made as long as 1, in f32. `similarities` are f32 `[batch, heads, means, length]`; `nearest`, i32 `[batch, heads, length]`, says
 /// of each row the first of the means of the largest, counted through those of all heads. Contiguous.
@@ -221,6 +317,26 @@ pub fn compare_with_means(
     let address = address_of(client, counts.into_iter().max().unwrap_or(0))?;
     KernelError::check_u32("means of all heads", all_means)?;
     if rows * all_means * of.width == 0 {
+        return Ok(());
+    }
+    if let Some(tile) = SplitTile::new(client, of.width, (x, element), means, 0) {
+        let tiles = of.length.div_ceil(split::ROWS);
+        let cubes = spread(client, (lists * tiles) as u64)?;
+        // SAFETY: as below; two numbers of a row are a word.
+        unsafe {
+            compare_by_parts::launch_unchecked(
+                client,
+                cubes,
+                CubeDim::new_1d(split::ROWS as u32),
+                address,
+                buffer(x, rows * of.width / 2),
+                buffer(means, all_means * of.width),
+                buffer(similarities, rows * of.means),
+                buffer(nearest, rows),
+                SizesLaunch::new(lists, of.heads, of.length, of.means, 0, tiles),
+                tile,
+            );
+        }
         return Ok(());
     }
     let tiles = of.length.div_ceil(SIDE);

@@ -11,6 +11,7 @@ use super::norm_shape::check_buffers;
 use super::order_places::{Sizes, SizesLaunch, fill, put};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
+use crate::kernels::shared::unit_sums::{UnitSums, before_and_all};
 
 /// Tokens of a tile, and units of a cube.
 pub(super) const TILE: usize = 128;
@@ -18,7 +19,7 @@ pub(super) const TILE: usize = 128;
 pub(super) const MOST_BUCKETS: usize = 512;
 const MOST_COUNTS: usize = 1 << 15;
 /// Counts that are loaded together.
-const UNROLLED: usize = 8;
+const UNROLLED: usize = 16;
 
 /// A sort of lists of one length.
 #[derive(Clone, Copy, Debug)]
@@ -78,6 +79,7 @@ impl TiledSort {
                 buffer(choices, rooms),
                 SizesLaunch::new(groups, self.length, rounds, room, self.buckets as u32, 0),
                 self.tiles,
+                UnitSums::new(client.properties(), TILE),
             );
         }
         Ok(())
@@ -93,9 +95,11 @@ fn place(
     choices: &mut [i32],
     sizes: Sizes,
     tiles: usize,
+    #[comptime] sums: UnitSums,
 ) {
     let mut totals = Shared::<[u32]>::new_slice(MOST_BUCKETS);
     let mut starts = Shared::<[u32]>::new_slice(MOST_BUCKETS);
+    let mut partial = Shared::<[u32]>::new_slice(comptime!(sums.partial()));
     // Cubes beyond the last make it again.
     let cube = CUBE_POS.min(sizes.groups * tiles - 1);
     let group = cube / tiles;
@@ -124,14 +128,19 @@ fn place(
         bucket += TILE;
     }
     sync_cube();
-    let mut bucket = unit;
-    while bucket < buckets {
-        let mut start = starts[bucket];
-        for other in 0..bucket {
-            start += totals[other];
-        }
-        starts[bucket] = start;
-        bucket += TILE;
+    // A unit has some neighbouring buckets.
+    let own = buckets.div_ceil(TILE);
+    let first = (unit * own).min(buckets);
+    let end = (first + own).min(buckets);
+    let mut total = 0u32.runtime();
+    for bucket in first..end {
+        total += totals[bucket];
+    }
+    let (before, _) = before_and_all(total, &mut partial, 0usize.runtime(), sums);
+    let mut start = before;
+    for bucket in first..end {
+        starts[bucket] += start;
+        start += totals[bucket];
     }
     sync_cube();
     let token = tile * TILE + unit;

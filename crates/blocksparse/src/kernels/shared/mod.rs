@@ -2,6 +2,7 @@
 
 #[cfg(feature = "cuda-asm")]
 pub mod asm;
+pub mod bins;
 pub mod curve;
 #[cfg(feature = "cuda-asm")]
 pub mod distances;
@@ -9,4 +10,5 @@ pub mod dropout;
 pub mod score;
 #[cfg(feature = "cuda-asm")]
 pub mod tma;
+pub mod unit_sums;
 pub mod walk;

@@ -1,0 +1,267 @@
+//! `bench-content`: kernels by which keys are chosen by their content, each alone: times, and whether what they give is right by f64 on the host.
+
+mod device_time;
+
+use anyhow::{Result, anyhow, ensure};
+use blocksparse::kernels::rows::{self, HashedRows, RowsOfMeans};
+use clap::Parser;
+use cubecl::client::Client;
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::server::Handle;
+use half::bf16;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+#[derive(Parser)]
+#[command(
+    about = "Times and checks kernels of routing and hashes, of one batch entry",
+    version
+)]
+struct Args {
+    /// Positions.
+    #[arg(long, default_value_t = 8192)]
+    length: usize,
+    #[arg(long, default_value_t = 8)]
+    heads: usize,
+    /// Numbers of a row.
+    #[arg(long, default_value_t = 64)]
+    width: usize,
+    /// Tokens that a mean attracts; as many means as such clusters fill a sequence.
+    #[arg(long, default_value_t = 128)]
+    window: usize,
+    /// Tokens of a bucket, on average.
+    #[arg(long, default_value_t = 64)]
+    bucket: usize,
+    /// Timed runs; the median is reported.
+    #[arg(long, default_value_t = 25)]
+    repeats: usize,
+    /// Launch every kernel once and wait for nothing: for looking at what is compiled.
+    #[arg(long)]
+    enqueue_only: bool,
+}
+
+const BF16: ElemType = ElemType::Float(FloatKind::BF16);
+/// What a product may be off, as a part of the length of what is multiplied.
+const OFF: f64 = 2e-6;
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let client = cubecl::Device::Cuda(Default::default()).client();
+    let mut bench = Bench {
+        random: ChaCha8Rng::seed_from_u64(1),
+        client,
+        args,
+    };
+    bench.highest()?;
+    bench.similarities()?;
+    for rounds in [1, 4] {
+        bench.hashes(rounds)?;
+    }
+    Ok(())
+}
+
+struct Bench {
+    client: Client,
+    args: Args,
+    random: ChaCha8Rng,
+}
+
+impl Bench {
+    /// Nearly normal numbers.
+    fn normal(&mut self, count: usize, factor: f32) -> Vec<f32> {
+        let random = &mut self.random;
+        let number = |_| (0..12).map(|_| random.random_range(-0.5..0.5)).sum::<f32>() * factor;
+        (0..count).map(number).collect()
+    }
+
+    fn floats(&self, numbers: &[f32]) -> Handle {
+        let bytes = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+        self.client
+            .create(cubecl::bytes::Bytes::from_bytes_vec(bytes))
+    }
+
+    fn halves(&self, numbers: &[bf16]) -> Handle {
+        let bytes = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+        self.client
+            .create(cubecl::bytes::Bytes::from_bytes_vec(bytes))
+    }
+
+    fn empty<const N: usize>(&self, counts: [usize; N]) -> [Handle; N] {
+        counts.map(|count| self.client.empty(4 * count))
+    }
+
+    fn words(&self, handle: &Handle) -> Result<Vec<u32>> {
+        let read = self.client.read_one(handle.clone());
+        let bytes = read.map_err(|error| anyhow!("{error:?}"))?;
+        let word = |word: &[u8]| u32::from_le_bytes(word.try_into().expect("four"));
+        Ok(bytes.chunks_exact(4).map(word).collect())
+    }
+
+    /// Times a call; whether its results are there to be checked.
+    fn time(&self, name: &str, call: impl Fn() -> Result<()> + Sync) -> Result<bool> {
+        if self.args.enqueue_only {
+            call()?;
+            self.client.flush().map_err(|error| anyhow!("{error}"))?;
+            return Ok(false);
+        }
+        let seconds = device_time::median(&self.client, self.args.repeats, call)?;
+        println!("{name:<40} {:>8.1} us", seconds * 1e6);
+        Ok(true)
+    }
+
+    fn means(&self) -> usize {
+        self.args.length.div_ceil(self.args.window)
+    }
+
+    fn highest(&mut self) -> Result<()> {
+        let (means, length, most) = (self.means(), self.args.length, self.args.window);
+        let count = self.args.heads * means;
+        let numbers = self.normal(count * length, 0.125);
+        let given = self.floats(&numbers);
+        let [lists, places] = self.empty([count * most, count * length]);
+        let is_there = self.time("highest of rows", || {
+            let of = [self.args.heads, means, length];
+            let made = [&lists, &places];
+            Ok(rows::highest_of_rows(&self.client, of, most, &given, made)?)
+        })?;
+        if !is_there {
+            return Ok(());
+        }
+        let (lists, places) = (self.words(&lists)?, self.words(&places)?);
+        for (row, numbers) in numbers.chunks(length).enumerate() {
+            let mut order: Vec<usize> = (0..length).collect();
+            order.sort_by(|&a, &b| numbers[b].total_cmp(&numbers[a]).then(a.cmp(&b)));
+            order.truncate(most);
+            order.sort_unstable();
+            let list = &lists[row * most..][..most];
+            ensure!(order.iter().zip(list).all(|(&a, &b)| a == b as usize));
+            for (column, &place) in places[row * length..][..length].iter().enumerate() {
+                let first = row % means * most;
+                let own = order.binary_search(&column).ok();
+                let own = own.map_or(-1, |at| (first + at) as i32);
+                ensure!(own == place as i32, "row {row}, column {column}");
+            }
+        }
+        println!("    right");
+        Ok(())
+    }
+
+    fn rows(&mut self) -> Vec<bf16> {
+        let count = self.args.heads * self.args.length * self.args.width;
+        let numbers = self.normal(count, 1.0);
+        numbers.into_iter().map(bf16::from_f32).collect()
+    }
+
+    fn similarities(&mut self) -> Result<()> {
+        let means = self.means();
+        let Args {
+            length,
+            heads,
+            width,
+            ..
+        } = self.args;
+        let x = self.rows();
+        let of_means = self.normal(heads * means * width, (width as f32).powf(-0.5));
+        let (given, given_means) = (self.halves(&x), self.floats(&of_means));
+        let [made, nearest] = self.empty([heads * means * length, heads * length]);
+        let is_there = self.time("similarities and the nearest", || {
+            let of = RowsOfMeans::new([1, heads, length, width], means);
+            let (x, made) = ((&given, BF16), [&made, &nearest]);
+            Ok(rows::compare_with_means(
+                &self.client,
+                &of,
+                x,
+                &given_means,
+                made,
+            )?)
+        })?;
+        if !is_there {
+            return Ok(());
+        }
+        let (made, nearest) = (self.words(&made)?, self.words(&nearest)?);
+        let mut off = 0.0f64;
+        for (at, row) in x.chunks(width).enumerate() {
+            let (head, row_at) = (at / length, at % length);
+            let square: f64 = row.iter().map(|x| x.to_f64().powi(2)).sum();
+            let of_mean = |mean: usize| {
+                let own = &of_means[(head * means + mean) * width..][..width];
+                let product = row.iter().zip(own);
+                let product: f64 = product.map(|(x, &y)| x.to_f64() * f64::from(y)).sum();
+                product / square.sqrt()
+            };
+            let all: Vec<f64> = (0..means).map(of_mean).collect();
+            for (mean, expected) in all.iter().enumerate() {
+                let got = f32::from_bits(made[(head * means + mean) * length + row_at]);
+                off = off.max((f64::from(got) - expected).abs());
+            }
+            let highest = all.iter().copied().fold(f64::MIN, f64::max);
+            let got = all[nearest[at] as usize - head * means];
+            ensure!(got > highest - OFF, "row {at}: {got}, {highest}");
+        }
+        println!("    off by {off:.1e} at most");
+        ensure!(off < OFF);
+        Ok(())
+    }
+
+    fn hashes(&mut self, rounds: usize) -> Result<()> {
+        let Args {
+            length,
+            heads,
+            width,
+            bucket,
+            ..
+        } = self.args;
+        let half = length.div_ceil(bucket).div_ceil(2);
+        let x = self.rows();
+        let rotations = self.normal(rounds * width * half, 1.0);
+        let (given, turned) = (self.halves(&x), self.floats(&rotations));
+        let of = HashedRows::new([heads, length, width], [rounds, half]);
+        let all = heads * rounds * length;
+        let [made, tokens, places, choices] = self.empty([all; 4]);
+        let is_there = self.time(&format!("hashes of {rounds}"), || {
+            let x = (&given, BF16);
+            Ok(rows::hash_rows(&self.client, &of, x, &turned, &made)?)
+        })?;
+        self.time(&format!("hashes of {rounds}, sorted"), || {
+            let (x, made) = ((&given, BF16), [&tokens, &places, &choices]);
+            Ok(rows::sort_hashes(
+                &self.client,
+                &of,
+                length,
+                x,
+                &turned,
+                made,
+            )?)
+        })?;
+        if !is_there {
+            return Ok(());
+        }
+        let (made, tokens) = (self.words(&made)?, self.words(&tokens)?);
+        let mut off = 0.0f64;
+        for (at, row) in x.chunks(width).enumerate() {
+            let size: f64 = row.iter().map(|x| x.to_f64().powi(2)).sum::<f64>().sqrt();
+            for round in 0..rounds {
+                let mut products = vec![0.0f64; half];
+                for (n, x) in row.iter().enumerate() {
+                    let turned = &rotations[(round * width + n) * half..][..half];
+                    let sums = products.iter_mut().zip(turned);
+                    sums.for_each(|(sum, &y)| *sum += x.to_f64() * f64::from(y));
+                }
+                let most = products.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+                let group = at / length * rounds + round;
+                let found = made[group * length + at % length] as usize;
+                let got = products[found % half] * if found < half { 1.0 } else { -1.0 };
+                off = off.max((most - got) / size);
+            }
+        }
+        println!("    buckets off by {off:.1e} of a row at most");
+        ensure!(off < 8.0 * OFF);
+        for (group, own) in tokens.chunks(length).enumerate() {
+            let buckets = &made[group * length..][..length];
+            let mut order: Vec<u32> = (0..length as u32).collect();
+            order.sort_by_key(|&token| buckets[token as usize]);
+            ensure!(own == order, "the order of group {group}");
+        }
+        Ok(())
+    }
+}
