@@ -1,6 +1,7 @@
 //! Times choices of keys by content, and attention over them, beside dense causal attention of the same shapes, on the device that
 //! `BURN_SPARSE_DEVICE` names.
 
+mod queued;
 mod single_keys;
 
 use std::process::ExitCode;
@@ -13,6 +14,7 @@ use burn_blocksparse::{
     attention_selected, attention_with_lists, attention_with_lists_plan,
 };
 use burn_blocksparse_tests::devices::devices;
+use queued::Ahead;
 use serde_json::{Value, json};
 use single_keys::DSA;
 
@@ -55,10 +57,11 @@ fn main() -> ExitCode {
     for device in devices() {
         println!("{device:?}, bf16, causal");
         println!(
-            "{:<64} {:>10} {:>10} {:>9}",
-            "", "host", "device", "of dense"
+            "{:<64} {:>10} {:>10} {:>10} {:>9}",
+            "", "host", "both", "device", "of dense"
         );
         let mut bench = Bench {
+            ahead: Ahead::new(&device),
             device,
             repeats,
             only: args.get(3).cloned().unwrap_or_default(),
@@ -88,6 +91,7 @@ fn main() -> ExitCode {
 
 struct Bench<'a> {
     device: Device,
+    ahead: Option<Ahead>,
     repeats: usize,
     /// What the names of rows contain.
     only: String,
@@ -112,7 +116,8 @@ impl Bench<'_> {
         self.device.sync().expect("the device works");
     }
 
-    /// Medians of the seconds until a call returns, and of those that the device has for one of several.
+    /// Medians of the seconds until a call returns, of those that one of several takes, and of those that the device has for it: of short calls where it never
+    /// waits for the host, which starts them while the device has other work.
     fn time<T>(&mut self, name: &str, mut call: impl FnMut() -> T) -> f64 {
         if !name.contains(&self.only) {
             return f64::NAN;
@@ -142,19 +147,26 @@ impl Bench<'_> {
         });
         let (returned, done): (Vec<f64>, Vec<f64>) = times.unzip();
         let (returned, done) = (median(returned), median(done));
-        self.row(name, Some(returned), done);
-        done
+        let device = match &self.ahead {
+            Some(ahead) if calls > 1 => ahead.time(calls, self.repeats, &mut call),
+            _ => done,
+        };
+        self.row(name, Some([returned, done]), device);
+        device
     }
 
-    fn row(&mut self, name: &str, host: Option<f64>, device: f64) {
+    fn row(&mut self, name: &str, walls: Option<[f64; 2]>, device: f64) {
+        let of = |at: usize| walls.map_or_else(String::new, |walls| shown(walls[at]));
         println!(
-            "{name:<64} {:>10} {:>10} {:>9.4}",
-            host.map_or_else(String::new, shown),
+            "{name:<64} {:>10} {:>10} {:>10} {:>9.4}",
+            of(0),
+            of(1),
             shown(device),
             device / self.dense
         );
         self.results.push(json!({
-            "shape": self.shape, "name": name, "host_s": host, "device_s": device,
+            "shape": self.shape, "name": name, "host_s": walls.map(|walls| walls[0]),
+            "both_s": walls.map(|walls| walls[1]), "device_s": device,
             "of_dense": device / self.dense,
         }));
     }

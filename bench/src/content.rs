@@ -3,7 +3,7 @@
 mod device_time;
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse::kernels::rows::{self, HashedRows, RowsOfMeans};
+use blocksparse::kernels::rows::{self, HashedRows, IndexedRows, RowsOfMeans};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
@@ -124,10 +124,51 @@ impl Bench {
             let made = [&lists, &places];
             Ok(rows::highest_of_rows(&self.client, of, most, &given, made)?)
         })?;
+        let width = self.args.width;
+        let x: Vec<bf16> = self
+            .normal(self.args.heads * means * most * width, 1.0)
+            .into_iter()
+            .map(bf16::from_f32)
+            .collect();
+        let (taken, [mean, shares]) = (
+            self.halves(&x),
+            self.empty([self.args.heads * length * width, self.args.heads * length]),
+        );
+        self.time("means over clusters", || {
+            let of = IndexedRows::new(self.args.heads, means * most, [length, means], width);
+            let made = [&mean, &shares];
+            Ok(rows::mean_rows(
+                &self.client,
+                &of.turned(true),
+                (&taken, BF16),
+                &places,
+                made,
+            )?)
+        })?;
         if !is_there {
             return Ok(());
         }
         let (lists, places) = (self.words(&lists)?, self.words(&places)?);
+        let mean = self.words(&mean)?;
+        for row in 0..self.args.heads * length {
+            let (head, token) = (row / length, row % length);
+            let named: Vec<usize> = (0..means)
+                .map(|m| places[(head * means + m) * length + token] as i32)
+                .filter(|&at| at >= 0)
+                .map(|at| head * means * most + at as usize)
+                .collect();
+            for n in 0..width {
+                let sum: f64 = named.iter().map(|at| x[at * width + n].to_f64()).sum();
+                let expected = sum / named.len().max(1) as f64;
+                let word = mean[(row * width + n) / 2];
+                let got = bf16::from_bits((word >> (16 * (n % 2))) as u16).to_f64();
+                let off = (got - expected).abs();
+                ensure!(
+                    off <= 0.01 * expected.abs() + 1e-3,
+                    "mean of row {row}: {got}, {expected}"
+                );
+            }
+        }
         for (row, numbers) in numbers.chunks(length).enumerate() {
             let mut order: Vec<usize> = (0..length).collect();
             order.sort_by(|&a, &b| numbers[b].total_cmp(&numbers[a]).then(a.cmp(&b)));

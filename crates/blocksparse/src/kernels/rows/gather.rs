@@ -9,6 +9,7 @@ use super::tile::RowTile;
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
+use crate::kernels::on_device::planes;
 
 /// Lists of rows, and of places that name them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,6 +119,106 @@ pub(super) fn load_named(
     }
 }
 
+/// How units find what a place names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Search {
+    /// Numbers that a unit loads together.
+    ahead: usize,
+    /// Units of a row have different numbers of it, and those of a plane vote on which name rows.
+    by_planes: bool,
+}
+
+impl Search {
+    fn new(client: &Client, most: usize, tile: &RowTile) -> Self {
+        let properties = client.properties();
+        let by_planes = planes::are_there(properties)
+            && planes::have_ptx(properties)
+            && most >= AHEAD * 2
+            && tile.lanes.is_power_of_two()
+            && tile.lanes <= planes::LANES
+            && tile.units().is_multiple_of(planes::LANES);
+        Self {
+            ahead: ahead(most),
+            by_planes,
+        }
+    }
+}
+
+/// Adds a row to sums.
+#[cube]
+fn add_row<E: Float, A: Float, N: Size>(
+    rows: &[Vector<E, N>],
+    factors: &ComptimeOption<Box<[A]>>,
+    row: usize,
+    lane: usize,
+    sums: &mut Array<Vector<A, N>>,
+    #[comptime] tile: RowTile,
+) {
+    let start = row * comptime!(tile.row_vectors);
+    let mut factor = A::new(1.0);
+    #[comptime]
+    match factors {
+        ComptimeOption::Some(factors) => {
+            factor = factors[row];
+        }
+        ComptimeOption::None => {}
+    }
+    #[unroll]
+    for i in 0..comptime!(tile.lane_vectors()) {
+        let x = Vector::<A, N>::cast_from(rows[start + place(lane, i, tile)]);
+        sums[i] += x * Vector::<A, N>::empty().fill(factor);
+    }
+}
+
+/// Adds the rows that places name, in the order of their numbers, and how many they are: the units of a row load different numbers, and its plane votes on which
+/// name rows. All units of a plane are here.
+#[cube]
+fn add_by_planes<E: Float, A: Float, N: Size>(
+    rows: &[Vector<E, N>],
+    index: &[i32],
+    factors: &ComptimeOption<Box<[A]>>,
+    asked: usize,
+    sums: &mut Array<Vector<A, N>>,
+    sizes: &Sizes,
+    #[comptime] tile: RowTile,
+) -> A {
+    let lanes = comptime!(tile.lanes);
+    let unit = UNIT_POS as usize;
+    let lane = unit % lanes;
+    let group = (unit % comptime!(planes::LANES) / lanes) as u32;
+    let at = asked.min(sizes.count - 1);
+    let first = at / sizes.places * sizes.rows;
+    let mut there = A::new(0.0);
+    let mut named_rows = Array::<i32>::new(AHEAD);
+    for part in 0..sizes.most.div_ceil(comptime!(AHEAD * tile.lanes)) {
+        #[unroll]
+        for i in 0..AHEAD {
+            let number = (part * AHEAD + i) * lanes + lane;
+            let row = index[named(at, number.min(sizes.most - 1), sizes)];
+            let is_there = asked < sizes.count
+                && number < sizes.most
+                && row >= 0i32
+                && (row as usize) < sizes.rows;
+            named_rows[i] = select(is_there, row, -1i32);
+        }
+        #[unroll]
+        for i in 0..AHEAD {
+            let mut left = planes::votes(named_rows[i] >= 0i32, true);
+            while left != 0u32 {
+                let of = left.trailing_zeros();
+                left &= left - 1u32;
+                let row = plane_shuffle(named_rows[i] as u32, of);
+                if of / comptime!(tile.lanes as u32) == group {
+                    there += A::new(1.0);
+                    let row = first + row as usize;
+                    add_row::<E, A, N>(rows, factors, row, lane, sums, tile);
+                }
+            }
+        }
+    }
+    there
+}
+
 /// `output[place] = Σ fⱼ · rows[index[place, j]]`, where what is not there is left out; without the rows' factors `f` they are 1. With `shares` the sum is
 /// divided by how many rows there are, 1 at least, and what it is multiplied by is written there.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -129,7 +230,7 @@ fn gather<E: Float, A: Float, N: Size>(
     shares: ComptimeOption<Box<[A]>>,
     sizes: Sizes,
     #[comptime] tile: RowTile,
-    #[comptime] ahead: usize,
+    #[comptime] search: Search,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
@@ -138,35 +239,28 @@ fn gather<E: Float, A: Float, N: Size>(
     let unit = UNIT_POS as usize;
     let lane = unit % comptime!(tile.lanes);
     let at = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
+    let mut sums = Array::<Vector<A, N>>::new(vectors);
+    #[unroll]
+    for i in 0..vectors {
+        sums[i] = Vector::<A, N>::zeroed();
+    }
+    let mut there = A::new(0.0);
+    if comptime!(search.by_planes) {
+        there += add_by_planes::<E, A, N>(rows, index, &factors, at, &mut sums, &sizes, tile);
+    }
     if at < sizes.count {
-        let first = at / sizes.places * sizes.rows;
-        let mut sums = Array::<Vector<A, N>>::new(vectors);
-        #[unroll]
-        for i in 0..vectors {
-            sums[i] = Vector::<A, N>::zeroed();
-        }
-        let mut there = A::new(0.0);
-        let mut named_rows = Array::<i32>::new(ahead);
-        for group in 0..sizes.most.div_ceil(ahead) {
-            load_named(index, &mut named_rows, at, group * ahead, &sizes, ahead);
-            #[unroll]
-            for j in 0..ahead {
-                if named_rows[j] >= 0i32 {
-                    let row = named_rows[j] as usize;
-                    there += A::new(1.0);
-                    let start = (first + row) * row_vectors;
-                    let mut factor = A::new(1.0);
-                    #[comptime]
-                    match &factors {
-                        ComptimeOption::Some(factors) => {
-                            factor = factors[first + row];
-                        }
-                        ComptimeOption::None => {}
-                    }
-                    #[unroll]
-                    for i in 0..vectors {
-                        let x = Vector::<A, N>::cast_from(rows[start + place(lane, i, tile)]);
-                        sums[i] += x * Vector::<A, N>::empty().fill(factor);
+        if comptime!(!search.by_planes) {
+            let first = at / sizes.places * sizes.rows;
+            let ahead = comptime!(search.ahead);
+            let mut named_rows = Array::<i32>::new(ahead);
+            for group in 0..sizes.most.div_ceil(ahead) {
+                load_named(index, &mut named_rows, at, group * ahead, &sizes, ahead);
+                #[unroll]
+                for j in 0..ahead {
+                    if named_rows[j] >= 0i32 {
+                        there += A::new(1.0);
+                        let row = first + named_rows[j] as usize;
+                        add_row::<E, A, N>(rows, &factors, row, lane, &mut sums, tile);
                     }
                 }
             }
@@ -270,7 +364,7 @@ fn launch_gather(
             optional(shares, count),
             of.sizes(),
             tile,
-            ahead(of.most),
+            Search::new(client, of.most, &tile),
             element,
             super::accumulator_of(element),
         );
