@@ -11,9 +11,10 @@
 //!     s done:           p, to registers as a left operand, while dp is computed
 //!     dV += p · dO      wgmma, started
 //!     dp done:          ds, likewise, and to shared memory as [keys][queries]
+//!     dK += ds · q      wgmma, started, in heads wider than 64: ds from registers
 //!     all warpgroups have stored ds
 //!     dQ  = dsᵀ · k     wgmma, started, over all keys of the tile: for half the columns (or half the queries) each
-//!     dK += ds · q      wgmma, started
+//!     dK += ds · q      wgmma, started, in narrower heads: ds from shared memory
 //!     s of step j + 1   wgmma, started
 //!     dQ done:          wait for the tiles before this one; add to the scratch
 //!     dK, s done        nothing is on its way where the loop ends, or ptxas would serialise all products
@@ -386,6 +387,11 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let other = (done & 1) * comptime!(t.ds_bytes() as u32);
             let ds_address = base + comptime!(t.ds_offset() as u32) + other;
             store_left::<P>(left, swizzled(ds_address), comptime!(t.rows() * ROW));
+            let q_wide = descriptor(q_address + offset, comptime!(t.cols * ROW));
+            let mut grad_k_started = grad_k;
+            if comptime!(t.dk_first()) {
+                grad_k_started = accumulate::<P, O>(grad_k, left, q_wide, t.half, t.dim);
+            }
             let counter = row_of_scratch / comptime!(t.counted() as u32)
                 * comptime!(t.parts() as u32)
                 + chain.part;
@@ -406,15 +412,17 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 comptime!(t.rows() * ROW),
             );
             let dq_started = wide_product::<C>(ds_wide, k_wide, t.half, comptime!(t.rows()));
-            let grad_k_started = accumulate_shared::<O>(
-                grad_k,
-                descriptor(ds_address + group * comptime!((64 * ROW) as u32), 16usize),
-                descriptor(q_address + offset, comptime!(t.cols * ROW)),
-                t.half,
-                t.dim,
-                t.cols,
-                comptime!(t.rows() * ROW),
-            );
+            if comptime!(!t.dk_first()) {
+                grad_k_started = accumulate_shared::<O>(
+                    grad_k,
+                    descriptor(ds_address + group * comptime!((64 * ROW) as u32), 16usize),
+                    q_wide,
+                    t.half,
+                    t.dim,
+                    t.cols,
+                    comptime!(t.rows() * ROW),
+                );
+            }
             let next_stage = (done + 1) % comptime!(t.stages as u32);
             let mut its_own = own_at;
             if cursor.loaded.read() > done + 1 {
@@ -442,8 +450,13 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 }
             }
             grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
+            if comptime!(t.dk_first()) {
+                grad_k = wait::<O>(grad_k_started, 2usize, comptime!(t.dim / 2));
+            }
+            // What may still be on its way: s, and dK where it is behind dQ.
+            let behind = comptime!(2 - usize::from(t.dk_first()));
             let dq_width = C::value();
-            let dq = wait::<C>(dq_started, 2usize, dq_width);
+            let dq = wait::<C>(dq_started, behind, dq_width);
 
             // What the warp added a step ago is in memory: its tile's turn is over there, and the buffer is free.
             let lane = unit() % 32;
@@ -484,7 +497,9 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 bulk_commit();
             }
 
-            grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
+            if comptime!(!t.dk_first()) {
+                grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
+            }
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + stage * 8);
             }

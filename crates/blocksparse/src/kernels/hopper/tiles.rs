@@ -439,6 +439,11 @@ impl BackwardTile {
         eight as u32 * if self.group == 8 { 128 } else { 64 }
     }
 
+    /// Whether dK takes ds from registers and starts before the warpgroups meet. With the 128 queries of narrow heads short walks would lose a fifth.
+    pub(super) fn dk_first(&self) -> bool {
+        self.dim > 64
+    }
+
     /// Whether ds is made of weights in half precision: where registers are short.
     pub(super) fn packed(&self) -> bool {
         self.dim > 64 || self.cols > GROUP_ROWS
