@@ -275,6 +275,7 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
         overrides.commitment = None;
         overrides.means_decay = None;
         overrides.indexer_warmup = None;
+        overrides.indexer_lr = None;
         overrides.indexer_from = None;
         overrides.attention = Some(AttentionKind::Dense);
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! --indexer-from steps     dense attention; the model alone learns
-//! --indexer-warmup steps   dense attention; the indexers alone learn
+//! --indexer-warmup steps   dense attention; the indexers alone learn, at --indexer-lr
 //! behind them              attention to what the indexers choose; both learn
 //! ```
 
@@ -44,14 +44,14 @@ impl RunConfig {
         })
     }
 
-    /// The learning rate of a step, counted from 0, of so many. In the warm-up of indexers it is the highest, and the model's own goes on behind it.
+    /// The learning rate of a step, counted from 0, of so many. In the warm-up of indexers it is theirs, or the highest, and the model's own goes on behind it.
     pub fn learning_rate(&self, step: usize, steps: usize) -> f64 {
         let from = self.recipe.indexer_from;
         let until = from + self.recipe.indexer_warmup;
         // Of the steps before.
         let by_indexers = |step: usize| step.clamp(from, until) - from;
         if self.dsa_stage(step) == Some(DsaStage::WarmUp) {
-            return self.recipe.learning_rate;
+            return (self.recipe.indexer_rate).unwrap_or(self.recipe.learning_rate);
         }
         let schedule = Schedule {
             peak: self.recipe.learning_rate,
@@ -93,8 +93,10 @@ impl RunConfig {
     pub fn check_indexers(&self, overrides: &Overrides) -> Result<()> {
         let Some(content @ ContentAttention::Dsa(_)) = &self.model.content else {
             ensure!(
-                overrides.indexer_warmup.is_none() && overrides.indexer_from.is_none(),
-                "--indexer-warmup and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR"
+                overrides.indexer_warmup.is_none()
+                    && overrides.indexer_from.is_none()
+                    && overrides.indexer_lr.is_none(),
+                "--indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR"
             );
             return Ok(());
         };
@@ -105,6 +107,10 @@ impl RunConfig {
         ensure!(
             self.recipe.indexer_warmup > 0 || self.recipe.indexer_from == 0,
             "--indexer-from is where the warm-up of indexers begins; add --indexer-warmup STEPS"
+        );
+        ensure!(
+            self.recipe.indexer_warmup > 0 || self.recipe.indexer_rate.is_none(),
+            "--indexer-lr is the rate of the warm-up of indexers; add --indexer-warmup STEPS"
         );
         Ok(())
     }
@@ -117,8 +123,10 @@ impl RunConfig {
         let Recipe {
             indexer_from: from,
             indexer_warmup: warmup,
+            indexer_rate: rate,
             ..
         } = self.recipe;
+        let rate = rate.map_or(String::new(), |rate| format!(" at {rate}"));
         let until = from + warmup;
         let dense = match from {
             0 => String::new(),
@@ -131,7 +139,7 @@ impl RunConfig {
         Some(match warmup {
             0 => format!("indexers learn beside the model from the first step on{all}"),
             _ => format!(
-                "{dense}indexers alone learn for {}, and choose from step {} on{all}",
+                "{dense}indexers alone learn for {}{rate}, and choose from step {} on{all}",
                 thousands(warmup),
                 thousands(until)
             ),
@@ -186,6 +194,22 @@ mod tests {
             assert_eq!(rate(step + 15), own.learning_rate(step + 10));
         }
         assert!((10..15).all(|step| rate(step) == 1.0));
+        // Their own rate in the warm-up, and nowhere else.
+        let own_rate = RunConfig::new(
+            Preset::Tiny,
+            &Overrides {
+                indexer_lr: Some(0.25),
+                ..overrides.clone()
+            },
+        )
+        .unwrap();
+        for step in 0..25 {
+            let is_theirs = (10..15).contains(&step);
+            let expected = if is_theirs { 0.25 } else { rate(step) };
+            assert_eq!(own_rate.learning_rate(step, 25), expected);
+        }
+        let described = own_rate.describe_indexers().unwrap();
+        assert!(described.contains("learn for 5 at 0.25"), "{described}");
         // A run that ends in the warm-up, and models without indexers.
         assert_eq!(config.learning_rate(3, 12), 1.0);
         let plain = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();

@@ -160,6 +160,9 @@ pub struct Overrides {
     /// With --attention dsa: steps of dense attention after --indexer-from that indexers alone learn by; the model stays as it is [default: 0]
     #[arg(long, value_parser = arguments::whole::<usize>, help_heading = RECIPE, value_name = "STEPS")]
     pub indexer_warmup: Option<usize>,
+    /// With --attention dsa: learning rate of the indexers while they alone learn [default: --lr]
+    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE, value_name = "RATE")]
+    pub indexer_lr: Option<f64>,
     /// With --attention dsa: steps of dense attention before that, by which the model alone learns [default: 0]
     #[arg(long, value_parser = arguments::whole::<usize>, help_heading = RECIPE, value_name = "STEP")]
     pub indexer_from: Option<usize>,
@@ -231,6 +234,7 @@ impl Overrides {
             recompute,
             selection_until,
             indexer_warmup,
+            indexer_lr,
             indexer_from,
             recall_every,
             eval_every,
@@ -340,6 +344,9 @@ impl Overrides {
         }
         set(&mut recipe.indexer_warmup, indexer_warmup);
         set(&mut recipe.indexer_from, indexer_from);
+        if indexer_lr.is_some() {
+            recipe.indexer_rate = indexer_lr;
+        }
         if recall_every.is_some() {
             recipe.recall_every = recall_every;
         }

@@ -184,6 +184,7 @@ impl Preset {
             selection_until: None,
             indexer_from: 0,
             indexer_warmup: 0,
+            indexer_rate: None,
             recall_every: None,
             eval_every: 250,
             eval_windows: 32,
@@ -546,6 +547,9 @@ pub struct Recipe {
     /// Steps that indexers alone learn by, before layers attend to what they choose.
     #[serde(default)]
     pub indexer_warmup: usize,
+    /// Their learning rate meanwhile; `None` is the highest of the model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub indexer_rate: Option<f64>,
     /// Steps between measurements of what the choice keeps.
     #[serde(default)]
     pub recall_every: Option<usize>,

@@ -1,6 +1,6 @@
 //! Scores by which blocks are chosen, on CubeCL devices.
 
-use blocksparse::kernels::rows::{RowBlocks, block_means};
+use blocksparse::kernels::rows::{RowBlocks, block_means_of_two};
 use blocksparse::kernels::selection::{
     Antidiagonals, CompressedInputs, CompressedPlan, FlexLimits, FlexTensors, GateSizes, LineSizes,
     MeanProducts, SeenRows, Touched, Wanted, antidiagonal_masses, check, compressed_masses,
@@ -201,14 +201,17 @@ impl EstimateOps for CubeBackend {
         };
         let means = |x: &CubeTensor| {
             let [batch, heads, seq, _] = x.meta.shape().dims();
-            let blocks = seq.div_ceil(block);
-            let means = empty(x, [batch, heads, blocks, width], DType::F32);
-            let of = RowBlocks::new(batch * heads, [seq, width], block);
-            let input = (&x.handle, element);
-            launched(block_means(&x.client, input, &of, &means.handle));
-            means
+            empty(x, [batch, heads, seq.div_ceil(block), width], DType::F32)
         };
         let (q_means, k_means) = (means(&some), means(&k));
+        let [_, _, some_q, _] = some.meta.shape().dims::<4>();
+        let of = RowBlocks::new(batch * heads, [some_q, width], block);
+        launched(block_means_of_two(
+            &q.client,
+            element,
+            (&some.handle, &of, &q_means.handle),
+            (&k.handle, [batch * kv_heads, seq_kv], &k_means.handle),
+        ));
         let seen = causal.then_some(SeenRows {
             seq: [seq_q, seq_kv],
             block,

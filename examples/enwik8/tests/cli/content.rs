@@ -183,7 +183,7 @@ fn indexers_are_added_to_a_dense_model() {
         "--data",
         &data,
     ];
-    let flags = "--attention dsa:12,4,2,8 --indexer-warmup 3 --steps 6";
+    let flags = "--attention dsa:12,4,2,8 --indexer-warmup 3 --indexer-lr 0.002 --steps 6";
     let flags: Vec<&str> = flags.split(' ').collect();
     succeed(&[&import[..], MICRO, &flags].concat());
     let measured = |run: &str| {

@@ -184,7 +184,15 @@ fn impossible_models_are_explained() {
         ),
         (
             "--attention nsa:8,4,8,4,16 --indexer-warmup 5",
-            "--indexer-warmup and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR",
+            "--indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR",
+        ),
+        (
+            "--indexer-lr 0.01",
+            "--indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR",
+        ),
+        (
+            "--attention dsa:32,4,2,8 --indexer-lr 0.01",
+            "--indexer-lr is the rate of the warm-up of indexers; add --indexer-warmup STEPS",
         ),
         (
             "--attention dsa:32,4,2,8 --indexer-from 5",

@@ -55,16 +55,28 @@ impl RowBlocks {
     }
 }
 
-/// A cube has a block: `output` `[lists, blocks, width]`, or `[lists, blocks]`.
+/// Sizes of a tensor's blocks.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    /// Of a list.
+    rows: usize,
+    blocks: usize,
+    /// Blocks of all lists.
+    count: usize,
+}
+
+/// A cube has a block: `output` `[lists, blocks, width]`, or `[lists, blocks]`. Those behind the last have blocks of the second tensor, if there is one, whose
+/// rows and blocks are as wide.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn of_blocks<E: Float, N: Size>(
     x: &[Vector<E, N>],
+    second: ComptimeOption<Box<[Vector<E, N>]>>,
     less: ComptimeOption<Box<[Vector<f32, N>]>>,
     output: &mut [f32],
-    rows: usize,
+    second_output: ComptimeOption<Box<[f32]>>,
+    sizes: Sizes,
+    second_sizes: Sizes,
     block: usize,
-    blocks: usize,
-    count: usize,
     #[comptime] c: BlockKind,
     #[define(E)] _element: ElemType,
 ) {
@@ -72,8 +84,12 @@ fn of_blocks<E: Float, N: Size>(
     let vectors = comptime!(tile.lane_vectors());
     let row_vectors = comptime!(tile.row_vectors);
     let zero = Vector::<f32, N>::zeroed();
+    let is_second = comptime!(second.is_some()) && CUBE_POS >= sizes.count;
+    let rows = select(is_second, second_sizes.rows, sizes.rows);
+    let blocks = select(is_second, second_sizes.blocks, sizes.blocks);
+    let count = select(is_second, second_sizes.count, sizes.count);
     // Cubes beyond the last block do it again.
-    let at_block = CUBE_POS.min(count - 1);
+    let at_block = (CUBE_POS - select(is_second, sizes.count, 0usize)).min(count - 1);
     let list = at_block / blocks;
     let first = at_block % blocks * block;
     let members = min(block, rows - first);
@@ -96,7 +112,21 @@ fn of_blocks<E: Float, N: Size>(
             let start = (list * rows + first + min(row, members - 1)) * row_vectors;
             #[unroll]
             for i in 0..vectors {
-                own[comptime!(r * vectors + i)] = x[start + place(lane, i, tile)];
+                let at = start + place(lane, i, tile);
+                let into = comptime!(r * vectors + i);
+                #[comptime]
+                match &second {
+                    ComptimeOption::Some(second) => {
+                        if is_second {
+                            own[into] = second[at];
+                        } else {
+                            own[into] = x[at];
+                        }
+                    }
+                    ComptimeOption::None => {
+                        own[into] = x[at];
+                    }
+                }
             }
         }
         #[unroll]
@@ -156,7 +186,6 @@ fn of_blocks<E: Float, N: Size>(
             output[at_block] = square;
         }
     } else {
-        // A unit adds up one channel of all groups.
         let width = row_vectors * N::value();
         let mut numbers =
             Shared::<[f32]>::new_slice(comptime!(tile.rows * tile.row_vectors * tile.vector));
@@ -171,15 +200,41 @@ fn of_blocks<E: Float, N: Size>(
             }
         }
         sync_cube();
-        let mut channel = unit;
-        while channel < width {
-            let mut sum = numbers[channel];
-            for other in 1..comptime!(tile.rows) {
-                sum += numbers[channel + other * width];
+        let first = at_block * width;
+        #[comptime]
+        match second_output {
+            ComptimeOption::Some(mut second_output) => {
+                if is_second {
+                    write_means(&numbers, &mut second_output, first, part, width, tile);
+                } else {
+                    write_means(&numbers, output, first, part, width, tile);
+                }
             }
-            output[at_block * width + channel] = sum * part;
-            channel += comptime!(tile.units());
+            ComptimeOption::None => {
+                write_means(&numbers, output, first, part, width, tile);
+            }
         }
+    }
+}
+
+/// A unit adds up a channel of all groups' sums, and writes `part` of it.
+#[cube]
+fn write_means(
+    numbers: &Shared<[f32]>,
+    output: &mut [f32],
+    first: usize,
+    part: f32,
+    width: usize,
+    #[comptime] tile: RowTile,
+) {
+    let mut channel = UNIT_POS as usize;
+    while channel < width {
+        let mut sum = numbers[channel];
+        for other in 1..comptime!(tile.rows) {
+            sum += numbers[channel + other * width];
+        }
+        output[first + channel] = sum * part;
+        channel += comptime!(tile.units());
     }
 }
 
@@ -193,7 +248,26 @@ pub fn block_means(
     of: &RowBlocks,
     means: &Handle,
 ) -> Result<(), KernelError> {
-    launch(client, x, of, None, means, false)
+    launch(client, x.1, (x.0, of, means), None, None, false)
+}
+
+/// [`block_means`] of two tensors of one type by one launch: of the second, `[lists, rows, width]`, with blocks of as many rows.
+///
+/// # Errors
+/// As [`block_means`].
+pub fn block_means_of_two(
+    client: &Client,
+    element: ElemType,
+    (x, of, means): (&Handle, &RowBlocks, &Handle),
+    (second, [lists, rows], second_means): (&Handle, [usize; 2], &Handle),
+) -> Result<(), KernelError> {
+    let of_second = RowBlocks { lists, rows, ..*of };
+    let (first, second) = ((x, of, means), (second, &of_second, second_means));
+    if of.lists * of.rows * lists * rows == 0 {
+        launch(client, element, first, None, None, false)?;
+        return launch(client, element, second, None, None, false);
+    }
+    launch(client, element, first, Some(second), None, false)
 }
 
 /// The mean of the cosines of all pairs of rows of each block, which is the square of the length of their directions' mean: `alike` `[lists, blocks]`, f32.
@@ -208,27 +282,40 @@ pub fn block_likeness(
     less: Option<&Handle>,
     alike: &Handle,
 ) -> Result<(), KernelError> {
-    launch(client, x, of, less, alike, true)
+    launch(client, x.1, (x.0, of, alike), None, less, true)
 }
+
+/// Rows, how they are cut, and where results go.
+type Blocked<'a> = (&'a Handle, &'a RowBlocks, &'a Handle);
 
 fn launch(
     client: &Client,
-    (x, element): Typed,
-    of: &RowBlocks,
+    element: ElemType,
+    (x, of, output): Blocked,
+    second: Option<Blocked>,
     less: Option<&Handle>,
-    output: &Handle,
     alike: bool,
 ) -> Result<(), KernelError> {
     let f32 = less.map(|_| ElemType::Float(FloatKind::F32));
     let widest = widest(f32.into_iter().chain([element]));
     let tile = tile_of(client.properties(), of.width, widest, LANE_NUMBERS)?;
-    let (blocks, count) = (of.blocks(), of.lists * of.blocks());
     let width = if alike { 1 } else { of.width };
-    let address = address_of(client, of.lists * of.rows * of.width)?;
-    let cubes = spread(client, count as u64)?;
-    if count == 0 {
+    let tensors = || {
+        [Some(of), second.map(|(_, of, _)| of)]
+            .into_iter()
+            .flatten()
+    };
+    let numbers = |of: &RowBlocks| of.lists * of.rows * of.width;
+    let address = address_of(client, tensors().map(numbers).max().unwrap_or(0))?;
+    let count = |of: &RowBlocks| of.lists * of.blocks();
+    let all = tensors().map(count).sum::<usize>();
+    let cubes = spread(client, all as u64)?;
+    if all == 0 {
         return Ok(());
     }
+    let vectors = |of: &RowBlocks| of.lists * of.rows * tile.row_vectors;
+    let sizes = |of: &RowBlocks| SizesLaunch::new(of.rows, of.blocks(), count(of));
+    let of_second = second.map_or(of, |(_, of, _)| of);
     // SAFETY: a unit reads its vectors of rows of its block, which are below `rows`, and of its list; one unit writes each number of a block.
     unsafe {
         of_blocks::launch_unchecked(
@@ -237,13 +324,14 @@ fn launch(
             CubeDim::new_1d(tile.units() as u32),
             address,
             tile.vector,
-            buffer(x, of.lists * of.rows * tile.row_vectors),
+            buffer(x, vectors(of)),
+            optional(second.map(|(x, ..)| x), vectors(of_second)),
             optional(less, of.lists * tile.row_vectors),
-            buffer(output, count * width),
-            of.rows,
+            buffer(output, count(of) * width),
+            optional(second.map(|(.., output)| output), count(of_second) * width),
+            sizes(of),
+            sizes(of_second),
             of.block,
-            blocks,
-            count,
             BlockKind { tile, alike },
             element,
         );

@@ -65,7 +65,7 @@ pub use activation::{
     ActivationBackward, activation_text, bias_activation, bias_activation_backward,
 };
 pub use beside::{rounded_beside, side_by_side};
-pub use blocks::{RowBlocks, block_likeness, block_means};
+pub use blocks::{RowBlocks, block_likeness, block_means, block_means_of_two};
 pub(super) use columns::accumulator_of;
 pub use columns::{Window, column_sums, window_sums};
 pub use cross_entropy::{
