@@ -143,6 +143,11 @@ impl Cases {
     }
 }
 
+/// Whether a device beside others has a case: the first one has all, and each other a quarter, since CPU backends run the same operations of Burn's.
+fn has_case(device: usize, index: usize) -> bool {
+    device == 0 || index % 4 == 1
+}
+
 /// The cases in both modes, with what `change` makes of their problems and options.
 fn check_cases(
     devices: &[Device],
@@ -155,7 +160,9 @@ fn check_cases(
         let seed = 4000 + *index as u64;
         let problem = case.problem(seed).with_grad_lse(seed);
         let (problem, options) = change(*index, case, problem, case.options());
-        for (device, mode) in devices.iter().flat_map(|d| MODES.map(|mode| (d, mode))) {
+        let devices = devices.iter().enumerate();
+        let devices = devices.filter(|(number, _)| has_case(*number, *index));
+        for (device, mode) in devices.flat_map(|(_, d)| MODES.map(|mode| (d, mode))) {
             let call = Call {
                 what: format!("{}, {name}, {mode:?}", case.name),
                 problem: &problem,
