@@ -14,7 +14,7 @@ use burn_blocksparse::{
     attention_selected, attention_with_lists, attention_with_lists_plan,
 };
 use burn_blocksparse_tests::devices::devices;
-use queued::Ahead;
+use queued::{Ahead, median};
 use serde_json::{Value, json};
 use single_keys::DSA;
 
@@ -490,11 +490,6 @@ fn run<'a>(
 fn selected(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>, selection: &Selection) -> Tensor<4> {
     let options = AttentionOptions::default();
     attention_selected(q.clone(), k.clone(), v.clone(), selection, options).expect("shapes fit")
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }
 
 fn shown(seconds: f64) -> String {

@@ -58,10 +58,11 @@ impl Ahead {
                 both.push(of_both);
             }
         }
-        let median = |mut times: Vec<f64>| {
-            times.sort_by(f64::total_cmp);
-            times[times.len() / 2]
-        };
         (median(both) - median(alone)) / calls as f64
     }
+}
+
+pub fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
 }

@@ -16,7 +16,8 @@ use super::norm_shape::check_buffers;
 use super::order_places::NONE;
 use super::order_tiles::{MOST_BUCKETS, TILE, TiledSort};
 use super::products::{
-    ACROSS, OWN, ProductTile, RowsOf, SIDE, multiply_shared, own_column, own_row, share_rows,
+    ACROSS, OWN, ProductTile, RowsOf, SIDE, is_before, multiply_shared, own_column, own_row,
+    share_rows,
 };
 use super::split::{
     self, EIGHT, SplitTile, load_rows, may_split, own_eight, products, share_eight,
@@ -141,12 +142,6 @@ fn bucket_of_row<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Whether of a column's product and another's the first is the bucket's: the larger, and of equal ones the first.
-#[cube]
-fn is_before<A: Float>(size: A, at: u32, best: A, best_at: u32) -> bool {
-    size > best || (size == best && at < best_at)
-}
-
 /// The bucket of the row of a unit by tensor cores.
 #[cube]
 fn bucket_by_parts<E: Float, A: Float, N: Size>(
@@ -219,19 +214,7 @@ fn bucket_by_parts<E: Float, A: Float, N: Size>(
             }
         }
     }
-    // Four units have a row's columns.
-    #[unroll]
-    for i in 0..comptime!(split::OWN) {
-        #[unroll]
-        for bit in 0..2u32 {
-            let size = plane_shuffle_xor(best[i], comptime!(1u32 << bit));
-            let at = plane_shuffle_xor(best_at[i], comptime!(1u32 << bit));
-            let is_better = is_before::<f32>(size, at, best[i], best_at[i]);
-            best[i] = select(is_better, size, best[i]);
-            best_at[i] = select(is_better, at, best_at[i]);
-        }
-    }
-    split::of_own_row(&best_at)
+    split::best_of_own_row(&mut best, &mut best_at)
 }
 
 /// The bucket of the row of a unit.

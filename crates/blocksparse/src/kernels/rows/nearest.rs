@@ -13,7 +13,8 @@ use cubecl::server::Handle;
 
 use super::norm_shape::check_buffers;
 use super::products::{
-    ACROSS, OWN, ProductTile, RowsOf, SIDE, multiply_shared, own_column, own_row, share_rows,
+    ACROSS, OWN, ProductTile, RowsOf, SIDE, is_before, multiply_shared, own_column, own_row,
+    share_rows,
 };
 use super::split::{
     self, EIGHT, SplitTile, load_columns, load_rows, own_eight, products, row_squares, share_eight,
@@ -191,7 +192,7 @@ fn compare<E: Float, N: Size>(
     for other in 1..ACROSS {
         let number = parts[unit * ACROSS + other];
         let at = highest_at[unit * ACROSS + other];
-        let is_higher = number > highest || (number == highest && at < mean);
+        let is_higher = is_before::<f32>(number, at, highest, mean);
         highest = select(is_higher, number, highest);
         mean = select(is_higher, at, mean);
     }
@@ -273,19 +274,7 @@ fn compare_by_parts(
             }
         }
     }
-    // Four units have a row's means.
-    #[unroll]
-    for i in 0..comptime!(split::OWN) {
-        #[unroll]
-        for bit in 0..2u32 {
-            let number = plane_shuffle_xor(best[i], comptime!(1u32 << bit));
-            let at = plane_shuffle_xor(best_at[i], comptime!(1u32 << bit));
-            let is_higher = number > best[i] || (number == best[i] && at < best_at[i]);
-            best[i] = select(is_higher, number, best[i]);
-            best_at[i] = select(is_higher, at, best_at[i]);
-        }
-    }
-    let mean = split::of_own_row(&best_at) as usize;
+    let mean = split::best_of_own_row(&mut best, &mut best_at) as usize;
     let row = first + UNIT_POS as usize;
     if row < sizes.length {
         nearest[list * sizes.length + row] = (head * sizes.means + mean) as i32;

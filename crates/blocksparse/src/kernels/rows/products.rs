@@ -175,3 +175,9 @@ pub(super) fn multiply_shared<A: Float, N: Size>(
         }
     }
 }
+
+/// Whether of a product and another the first is the better one: the larger, and of equal ones that of the first column.
+#[cube]
+pub(super) fn is_before<A: Float>(product: A, at: u32, best: A, best_at: u32) -> bool {
+    product > best || (product == best && at < best_at)
+}

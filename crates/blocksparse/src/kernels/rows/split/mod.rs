@@ -16,6 +16,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::products::is_before;
 use crate::kernels::call::TierLimit;
 use crate::kernels::on_device::planes;
 
@@ -140,9 +141,26 @@ pub(super) fn own_column() -> usize {
     UNIT_POS as usize % 4 * 2
 }
 
+/// The column of the best product of a unit's own row, of those that its four units have for their rows.
+#[cube]
+pub(super) fn best_of_own_row(best: &mut Array<f32>, best_at: &mut Array<u32>) -> u32 {
+    #[unroll]
+    for i in 0..OWN {
+        #[unroll]
+        for bit in 0..2u32 {
+            let product = plane_shuffle_xor(best[i], comptime!(1u32 << bit));
+            let at = plane_shuffle_xor(best_at[i], comptime!(1u32 << bit));
+            let is_better = is_before::<f32>(product, at, best[i], best_at[i]);
+            best[i] = select(is_better, product, best[i]);
+            best_at[i] = select(is_better, at, best_at[i]);
+        }
+    }
+    of_own_row(&*best_at)
+}
+
 /// Of numbers that the four units of a row have for their rows the row's of a unit, whose row is its place in the cube.
 #[cube]
-pub(super) fn of_own_row(numbers: &Array<u32>) -> u32 {
+fn of_own_row(numbers: &Array<u32>) -> u32 {
     let lane = UNIT_POS % 32;
     let mut own = 0u32.runtime();
     #[unroll]
