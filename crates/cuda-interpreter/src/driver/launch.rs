@@ -1,0 +1,173 @@
+//! Modules, and launches of their kernels.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::{Mutex, PoisonError};
+
+use super::memory::regions;
+use super::{Answer, INVALID_PTX, INVALID_VALUE, LAUNCH_FAILED, NOT_FOUND, SUCCESS};
+use crate::machine::{Launch, Settings, run};
+use crate::ptx::{Kernel, Module};
+
+/// A kernel with its module, which stays for as long as the program runs.
+struct Function {
+    module: &'static Module,
+    kernel: &'static Kernel,
+}
+
+/// One launch at a time.
+static RUNNING: Mutex<()> = Mutex::new(());
+
+/// # Safety
+///
+/// `image` is PTX that ends with a 0, and the place of the answer can be written.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_char) -> Answer {
+    // SAFETY: as the caller promises.
+    let text = unsafe { CStr::from_ptr(image) };
+    let text = text.to_string_lossy();
+    match Module::parse(&text) {
+        Ok(parsed) => {
+            keep(&text, &parsed);
+            // SAFETY: as the caller promises.
+            unsafe { module.write(Box::into_raw(Box::new(parsed)).cast()) };
+            SUCCESS
+        }
+        Err(unread) => {
+            eprintln!(
+                "cuda-interpreter: {unread}: {}",
+                text.lines().nth(unread.line as usize - 1).unwrap_or("")
+            );
+            INVALID_PTX
+        }
+    }
+}
+
+/// Writes a module's text to a folder, if one is named.
+fn keep(text: &str, module: &Module) {
+    let Some(folder) = std::env::var_os("CUDA_INTERPRETER_KEEP") else {
+        return;
+    };
+    for kernel in &module.kernels {
+        let path = std::path::Path::new(&folder)
+            .join(&kernel.name)
+            .with_extension("ptx");
+        if let Err(error) = std::fs::write(&path, text) {
+            eprintln!("cuda-interpreter: {}: {error}", path.display());
+        }
+    }
+}
+
+/// A module stays where it is, since functions of it may.
+#[unsafe(no_mangle)]
+extern "C" fn cuModuleUnload(_module: *mut c_void) -> Answer {
+    SUCCESS
+}
+
+/// # Safety
+///
+/// The module was loaded here, `name` ends with a 0, and the place of the answer can be written.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuModuleGetFunction(
+    function: *mut *mut c_void,
+    module: *mut c_void,
+    name: *const c_char,
+) -> Answer {
+    // SAFETY: as the caller promises, and modules are never freed.
+    let (module, name) = unsafe { (&*module.cast::<Module>(), CStr::from_ptr(name)) };
+    let kernel = module
+        .kernels
+        .iter()
+        .find(|kernel| kernel.name.as_bytes() == name.to_bytes());
+    match kernel {
+        Some(kernel) => {
+            // SAFETY: as the caller promises.
+            unsafe { function.write(Box::into_raw(Box::new(Function { module, kernel })).cast()) };
+            SUCCESS
+        }
+        None => NOT_FOUND,
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuFuncSetAttribute(
+    _function: *mut c_void,
+    _attribute: c_int,
+    _value: c_int,
+) -> Answer {
+    SUCCESS
+}
+
+fn settings() -> Settings {
+    let number = |name: &str| {
+        std::env::var(name)
+            .ok()
+            .and_then(|text| text.parse::<u64>().ok())
+    };
+    let default = Settings::default();
+    Settings {
+        seed: number("CUDA_INTERPRETER_SEED").unwrap_or(default.seed),
+        resident: number("CUDA_INTERPRETER_RESIDENT")
+            .map_or(default.resident, |count| count.max(1) as usize),
+        ..default
+    }
+}
+
+/// # Safety
+///
+/// The function was found here, and `parameters` has a pointer for each of its parameters.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuLaunchKernel(
+    function: *mut c_void,
+    cubes_x: u32,
+    cubes_y: u32,
+    cubes_z: u32,
+    threads_x: u32,
+    threads_y: u32,
+    threads_z: u32,
+    shared_bytes: u32,
+    _stream: *mut c_void,
+    parameters: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> Answer {
+    if !extra.is_null() {
+        return INVALID_VALUE;
+    }
+    // SAFETY: as the caller promises, and functions are never freed.
+    let Function { module, kernel } = unsafe { &*function.cast::<Function>() };
+    let bytes = kernel
+        .parameters
+        .last()
+        .map_or(0, |last| last.offset + last.bytes);
+    let mut held = vec![0; bytes];
+    for (index, parameter) in kernel.parameters.iter().enumerate() {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let from = *parameters.add(index);
+            std::ptr::copy_nonoverlapping(
+                from.cast::<u8>(),
+                held[parameter.offset..].as_mut_ptr(),
+                parameter.bytes,
+            );
+        }
+    }
+    let _running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+    let arrays = module.arrays.iter().map(|array| {
+        let start = array.as_ptr() as u64;
+        (start, start + array.len() as u64)
+    });
+    let launch = Launch {
+        kernel,
+        cubes: [cubes_x, cubes_y, cubes_z],
+        threads: [threads_x, threads_y, threads_z],
+        dynamic_shared: shared_bytes as usize,
+        parameters: held,
+        regions: &regions(arrays),
+    };
+    match run(&launch, settings()) {
+        Ok(()) => SUCCESS,
+        Err(stopped) => {
+            eprintln!("cuda-interpreter: {stopped}");
+            LAUNCH_FAILED
+        }
+    }
+}

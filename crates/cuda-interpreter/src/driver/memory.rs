@@ -1,0 +1,197 @@
+//! Device memory is the host's. Every copy is over when its call returns.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::{Mutex, PoisonError};
+
+use super::{Answer, INVALID_VALUE, OUT_OF_MEMORY, SUCCESS};
+use crate::machine::Regions;
+
+const ALIGNMENT: usize = 512;
+
+/// Addresses of what is allocated, with bytes.
+static ALLOCATED: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
+
+/// What kernels may reach, `others` included.
+pub fn regions(others: impl Iterator<Item = (u64, u64)>) -> Regions {
+    let allocated = ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner);
+    let allocated = allocated
+        .iter()
+        .map(|(&start, &bytes)| (start, start + bytes as u64));
+    Regions::new(allocated.chain(others).collect())
+}
+
+fn layout(bytes: usize) -> Option<std::alloc::Layout> {
+    std::alloc::Layout::from_size_align(bytes.max(1), ALIGNMENT).ok()
+}
+
+/// # Safety
+///
+/// The place of the answer can be written.
+unsafe fn allocate(to: *mut u64, bytes: usize) -> Answer {
+    let Some(layout) = layout(bytes) else {
+        return OUT_OF_MEMORY;
+    };
+    // SAFETY: the layout has at least a byte.
+    let memory = unsafe { std::alloc::alloc(layout) };
+    if memory.is_null() {
+        return OUT_OF_MEMORY;
+    }
+    // Nothing is known of what new memory holds: here it is NaN in every float.
+    // SAFETY: so many bytes were allocated.
+    unsafe { memory.write_bytes(0xff, bytes) };
+    let mut allocated = ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner);
+    allocated.insert(memory as u64, bytes);
+    // SAFETY: as the caller promises.
+    unsafe { to.write(memory as u64) };
+    SUCCESS
+}
+
+fn free(address: u64) -> Answer {
+    let mut allocated = ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner);
+    match allocated.remove(&address).and_then(layout) {
+        Some(layout) => {
+            // SAFETY: `allocate` gave this memory with this layout.
+            unsafe { std::alloc::dealloc(address as *mut u8, layout) };
+            SUCCESS
+        }
+        None => INVALID_VALUE,
+    }
+}
+
+/// # Safety
+///
+/// The place of the answer can be written.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemAlloc_v2(to: *mut u64, bytes: usize) -> Answer {
+    // SAFETY: as the caller promises.
+    unsafe { allocate(to, bytes) }
+}
+
+/// # Safety
+///
+/// The place of the answer can be written.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemAllocAsync(to: *mut u64, bytes: usize, _stream: *mut c_void) -> Answer {
+    // SAFETY: as the caller promises.
+    unsafe { allocate(to, bytes) }
+}
+
+/// # Safety
+///
+/// The place of the answer can be written.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemAllocHost_v2(to: *mut u64, bytes: usize) -> Answer {
+    // SAFETY: as the caller promises.
+    unsafe { allocate(to, bytes) }
+}
+
+/// # Safety
+///
+/// The place of the answer can be written.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemHostAlloc(to: *mut u64, bytes: usize, _flags: u32) -> Answer {
+    // SAFETY: as the caller promises.
+    unsafe { allocate(to, bytes) }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFree_v2(address: u64) -> Answer {
+    free(address)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFreeAsync(address: u64, _stream: *mut c_void) -> Answer {
+    free(address)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFreeHost(address: u64) -> Answer {
+    free(address)
+}
+
+macro_rules! copies {
+    ($($name:ident($to:ty, $from:ty $(, $stream:ident)?);)*) => {
+        $(
+            /// # Safety
+            ///
+            /// So many bytes can be read and written.
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn $name(to: $to, from: $from, bytes: usize $(, $stream: *mut c_void)?) -> Answer {
+                // SAFETY: as the caller promises.
+                unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
+                SUCCESS
+            }
+        )*
+    };
+}
+
+copies! {
+    cuMemcpyHtoD_v2(u64, *const c_void);
+    cuMemcpyDtoH_v2(*mut c_void, u64);
+    cuMemcpyDtoD_v2(u64, u64);
+    cuMemcpyHtoDAsync_v2(u64, *const c_void, _stream);
+    cuMemcpyDtoHAsync_v2(*mut c_void, u64, _stream);
+    cuMemcpyDtoDAsync_v2(u64, u64, _stream);
+}
+
+/// `CUDA_MEMCPY2D`: places in bytes and lines, of the host, a device or an array.
+#[repr(C)]
+struct Place {
+    x: usize,
+    y: usize,
+    kind: u32,
+    host: *mut u8,
+    device: u64,
+    array: *mut c_void,
+    pitch: usize,
+}
+
+#[repr(C)]
+struct Rectangle {
+    from: Place,
+    to: Place,
+    width: usize,
+    height: usize,
+}
+
+impl Place {
+    fn line(&self, line: usize) -> *mut u8 {
+        // `CU_MEMORYTYPE_HOST` is 1.
+        let start = if self.kind == 1 {
+            self.host as u64
+        } else {
+            self.device
+        };
+        (start + ((self.y + line) * self.pitch + self.x) as u64) as *mut u8
+    }
+}
+
+/// # Safety
+///
+/// The rectangle's lines can be read and written.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemcpy2DAsync_v2(copy: *const Rectangle, _stream: *mut c_void) -> Answer {
+    // SAFETY: as the caller promises.
+    let copy = unsafe { &*copy };
+    for line in 0..copy.height {
+        // SAFETY: as the caller promises.
+        unsafe { std::ptr::copy(copy.from.line(line), copy.to.line(line), copy.width) };
+    }
+    SUCCESS
+}
+
+/// # Safety
+///
+/// So many bytes can be written.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemsetD8Async(
+    to: u64,
+    value: u8,
+    bytes: usize,
+    _stream: *mut c_void,
+) -> Answer {
+    // SAFETY: as the caller promises.
+    unsafe { (to as *mut u8).write_bytes(value, bytes) };
+    SUCCESS
+}

@@ -1,0 +1,21 @@
+//! The functions of `libcuda` that programs on CubeCL call, under their C names.
+//!
+//! Results are `CUresult`: 0 for success. What a function cannot do it refuses with 801 (not supported), and what is
+//! wrong with a module or a launch goes to standard error.
+
+mod device;
+mod launch;
+mod memory;
+mod stream;
+mod tensor;
+
+/// `CUresult`.
+type Answer = i32;
+
+const SUCCESS: Answer = 0;
+const INVALID_VALUE: Answer = 1;
+const OUT_OF_MEMORY: Answer = 2;
+const INVALID_PTX: Answer = 218;
+const NOT_FOUND: Answer = 500;
+const LAUNCH_FAILED: Answer = 719;
+const NOT_SUPPORTED: Answer = 801;

@@ -1,0 +1,297 @@
+//! Bulk copies (PTX ISA, section 9.7.9.25). They are under way for a while after they are asked for: a kernel that
+//! reads too early finds what was there before, and one that overwrites too early sends what it wrote.
+
+use super::cube::Cube;
+use super::grid::Launch;
+use super::memory::{check_alignment, out_of_bounds, part, placed};
+use super::tensor_map::{BYTES, TensorMap};
+use super::warp::Warp;
+use crate::error::Fault;
+use crate::ptx::{Bulk, Effect, Space};
+
+/// Bytes that bulk copies are multiples of, and so are their places.
+const UNIT: usize = 16;
+
+pub enum Pending {
+    Load {
+        to: u64,
+        from: u64,
+        bytes: usize,
+        barrier: u64,
+    },
+    Store {
+        to: u64,
+        from: u64,
+        bytes: usize,
+        effect: Effect,
+        thread: (usize, usize),
+    },
+    LoadTensor {
+        to: u64,
+        map: TensorMap,
+        coordinates: Vec<i32>,
+        barrier: u64,
+    },
+    StoreTensor {
+        map: TensorMap,
+        coordinates: Vec<i32>,
+        from: u64,
+        effect: Effect,
+        thread: (usize, usize),
+    },
+}
+
+impl Pending {
+    /// What a thread asks for.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault`] for places and counts that the copy engine does not take.
+    pub fn asked(
+        launch: &Launch,
+        cube: &mut Cube,
+        warp: &mut Warp,
+        bulk: &Bulk,
+        lane: usize,
+    ) -> Result<Self, Fault> {
+        let shared = |address: u64, unit: usize| {
+            let (_, place) = placed(Space::Shared, address);
+            check_alignment(Space::Shared, place, unit)?;
+            Ok::<u64, Fault>(place)
+        };
+        let thread = (warp.number, lane);
+        let coordinates = |warp: &Warp, slots: &[u32]| -> Vec<i32> {
+            slots
+                .iter()
+                .map(|&slot| warp.at(slot)[lane] as i32)
+                .collect()
+        };
+        match bulk {
+            Bulk::Load {
+                to,
+                from,
+                bytes,
+                barrier,
+            } => {
+                let bytes = warp.at(*bytes)[lane] as usize;
+                let from = warp.address(*from, lane);
+                check_bytes(launch, from, bytes)?;
+                Ok(Self::Load {
+                    to: shared(warp.address(*to, lane), UNIT)?,
+                    from,
+                    bytes,
+                    barrier: shared(warp.address(*barrier, lane), 8)?,
+                })
+            }
+            Bulk::Store {
+                to,
+                from,
+                bytes,
+                effect,
+            } => {
+                let bytes = warp.at(*bytes)[lane] as usize;
+                let to = warp.address(*to, lane);
+                check_bytes(launch, to, bytes)?;
+                Ok(Self::Store {
+                    to,
+                    from: shared(warp.address(*from, lane), UNIT)?,
+                    bytes,
+                    effect: *effect,
+                    thread,
+                })
+            }
+            Bulk::LoadTensor {
+                to,
+                map,
+                coordinates: at,
+                barrier,
+            } => {
+                let address = warp.address(*map, lane);
+                Ok(Self::LoadTensor {
+                    to: shared(warp.address(*to, lane), 128)?,
+                    map: read_map(launch, cube, warp, address, lane)?,
+                    coordinates: coordinates(warp, at),
+                    barrier: shared(warp.address(*barrier, lane), 8)?,
+                })
+            }
+            Bulk::StoreTensor {
+                map,
+                coordinates: at,
+                from,
+                effect,
+            } => {
+                let address = warp.address(*map, lane);
+                Ok(Self::StoreTensor {
+                    map: read_map(launch, cube, warp, address, lane)?,
+                    coordinates: coordinates(warp, at),
+                    from: shared(warp.address(*from, lane), 128)?,
+                    effect: *effect,
+                    thread,
+                })
+            }
+        }
+    }
+
+    /// Whether a thread waits for this when it waits for its stores.
+    pub fn is_store_of(&self, asking: (usize, usize)) -> bool {
+        matches!(self, Self::Store { thread, .. } | Self::StoreTensor { thread, .. } if *thread == asking)
+    }
+
+    /// Moves the bytes, and tells the barrier.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault`] outside of what there is.
+    pub fn perform(&self, launch: &Launch, cube: &mut Cube) -> Result<(), Fault> {
+        match self {
+            Self::Load {
+                to,
+                from,
+                bytes,
+                barrier,
+            } => {
+                let place = part(&mut cube.shared, Space::Shared, *to, *bytes)?;
+                // SAFETY: both ranges were checked, and no device memory lies within a cube's vector.
+                unsafe { std::ptr::copy_nonoverlapping(*from as *const u8, place, *bytes) };
+                tell(cube, *barrier, *bytes)
+            }
+            Self::Store {
+                to,
+                from,
+                bytes,
+                effect,
+                ..
+            } => {
+                for offset in (0..*bytes).step_by(4) {
+                    let place = part(&mut cube.shared, Space::Shared, from + offset as u64, 4)?;
+                    // SAFETY: both places were checked.
+                    unsafe { put(*effect, *to + offset as u64, place, 4) };
+                }
+                cube.events += 1;
+                Ok(())
+            }
+            Self::LoadTensor {
+                to,
+                map,
+                coordinates,
+                barrier,
+            } => {
+                check_map(launch, map, coordinates)?;
+                let size = map.element_bytes;
+                let outside = [if map.nan_outside { 0xff } else { 0 }; 8];
+                let mut fault = None;
+                map.each(coordinates, |at, address| {
+                    let place = map.swizzle.place(*to + at as u64);
+                    match part(&mut cube.shared, Space::Shared, place, size) {
+                        // SAFETY: both places were checked.
+                        Ok(place) => unsafe {
+                            let from =
+                                address.map_or(outside.as_ptr(), |address| address as *const u8);
+                            std::ptr::copy_nonoverlapping(from, place, size);
+                        },
+                        Err(found) => fault = Some(found),
+                    }
+                });
+                fault.map_or_else(|| tell(cube, *barrier, map.box_bytes()), Err)
+            }
+            Self::StoreTensor {
+                map,
+                coordinates,
+                from,
+                effect,
+                ..
+            } => {
+                check_map(launch, map, coordinates)?;
+                let mut fault = None;
+                map.each(coordinates, |at, address| {
+                    let place = map.swizzle.place(*from + at as u64);
+                    match (
+                        part(&mut cube.shared, Space::Shared, place, map.element_bytes),
+                        address,
+                    ) {
+                        // SAFETY: both places were checked.
+                        (Ok(place), Some(address)) => unsafe {
+                            put(*effect, address, place, map.element_bytes)
+                        },
+                        (Ok(_), None) => {}
+                        (Err(found), _) => fault = Some(found),
+                    }
+                });
+                cube.events += 1;
+                fault.map_or(Ok(()), Err)
+            }
+        }
+    }
+}
+
+/// # Safety
+///
+/// `size` bytes can be written at `to` and read at `from`.
+unsafe fn put(effect: Effect, to: u64, from: *const u8, size: usize) {
+    let to = to as *mut u8;
+    // SAFETY: as the caller promises.
+    unsafe {
+        match effect {
+            Effect::Replace => std::ptr::copy_nonoverlapping(from, to, size),
+            Effect::AddF32 => {
+                let sum = to.cast::<f32>().read_unaligned() + from.cast::<f32>().read_unaligned();
+                to.cast::<f32>().write_unaligned(sum);
+            }
+        }
+    }
+}
+
+fn tell(cube: &mut Cube, barrier: u64, bytes: usize) -> Result<(), Fault> {
+    let counted = cube.counted(barrier)?.expecting(-(bytes as i32));
+    cube.set_counted(barrier, counted)
+}
+
+fn check_bytes(launch: &Launch, address: u64, bytes: usize) -> Result<(), Fault> {
+    check_alignment(Space::Global, address, UNIT)?;
+    if !launch.regions.holds(address, bytes) || !bytes.is_multiple_of(UNIT) {
+        return Err(out_of_bounds(Space::Global, address, bytes));
+    }
+    Ok(())
+}
+
+fn read_map(
+    launch: &Launch,
+    cube: &mut Cube,
+    warp: &mut Warp,
+    address: u64,
+    lane: usize,
+) -> Result<TensorMap, Fault> {
+    let mut bytes = [0; BYTES];
+    for (offset, byte) in bytes.iter_mut().enumerate() {
+        let place = warp.place(
+            launch,
+            cube,
+            Space::Generic,
+            address + offset as u64,
+            1,
+            lane,
+        )?;
+        // SAFETY: `place` gives a byte that can be read.
+        *byte = unsafe { place.read() };
+    }
+    TensorMap::from_bytes(&bytes)
+}
+
+fn check_map(launch: &Launch, map: &TensorMap, coordinates: &[i32]) -> Result<(), Fault> {
+    if coordinates.len() != map.sizes.len() {
+        return Err(Fault::TensorMap(format!(
+            "{} coordinates of {} dimensions",
+            coordinates.len(),
+            map.sizes.len()
+        )));
+    }
+    let mut fault = None;
+    map.each(coordinates, |_, address| {
+        if let Some(address) = address
+            && !launch.regions.holds(address, map.element_bytes)
+        {
+            fault = Some(out_of_bounds(Space::Global, address, map.element_bytes));
+        }
+    });
+    fault.map_or(Ok(()), Err)
+}

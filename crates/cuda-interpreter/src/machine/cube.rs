@@ -1,0 +1,134 @@
+//! What the warps of a cube share.
+
+use super::bulk::Pending;
+use super::counted::Counted;
+use super::memory::{check_alignment, part};
+use crate::error::Fault;
+use crate::ptx::Space;
+
+/// Barriers by number that a cube has.
+const BARRIERS: usize = 16;
+
+/// A barrier by number: threads that have come, and how often it was passed.
+#[derive(Clone, Copy, Default)]
+struct Named {
+    arrived: u32,
+    /// Threads it waits for, where not for all of the cube.
+    threads: Option<u32>,
+    rounds: u64,
+}
+
+pub struct Cube {
+    pub index: [u32; 3],
+    pub shared: Vec<u8>,
+    /// Bulk copies that are under way.
+    pub pending: Vec<Pending>,
+    /// Threads that have not ended.
+    pub alive: u32,
+    /// Events that may let a waiting thread go on.
+    pub events: u64,
+    named: [Named; BARRIERS],
+}
+
+impl Cube {
+    /// Nothing is known of what shared memory holds at first: here it is NaN in every float.
+    pub fn new(index: [u32; 3], shared_bytes: usize, threads: u32) -> Self {
+        Self {
+            index,
+            shared: vec![0xff; shared_bytes],
+            pending: Vec::new(),
+            alive: threads,
+            events: 0,
+            named: [Named::default(); BARRIERS],
+        }
+    }
+
+    /// Threads arrive at a barrier by number. Returns the round that they wait for to be over.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault::Barrier`] for numbers and counts that a cube does not have.
+    pub fn arrive(&mut self, id: u64, count: u32, threads: Option<u64>) -> Result<u64, Fault> {
+        let alive = self.alive;
+        let Some(named) = self.named.get_mut(id as usize) else {
+            return Err(Fault::Barrier(format!("there is no number {id}")));
+        };
+        let threads = threads
+            .filter(|&threads| threads > 0)
+            .map(|threads| threads as u32);
+        if threads.is_some_and(|threads| !threads.is_multiple_of(32)) {
+            return Err(Fault::Barrier(format!(
+                "of {threads:?} threads, which are no whole warps"
+            )));
+        }
+        if named.arrived > 0 && named.threads != threads {
+            return Err(Fault::Barrier(format!(
+                "number {id} is waited at with {threads:?} threads and {:?}",
+                named.threads
+            )));
+        }
+        let round = named.rounds;
+        named.threads = threads;
+        named.arrived += count;
+        let expected = threads.unwrap_or(alive);
+        if named.arrived > expected {
+            return Err(Fault::Barrier(format!(
+                "{} threads are at number {id}, of {expected}",
+                named.arrived
+            )));
+        }
+        self.pass();
+        Ok(round)
+    }
+
+    /// Opens barriers that all threads that are left have come to.
+    fn pass(&mut self) {
+        for named in &mut self.named {
+            if named.arrived > 0 && named.arrived == named.threads.unwrap_or(self.alive) {
+                named.arrived = 0;
+                named.rounds += 1;
+                self.events += 1;
+            }
+        }
+    }
+
+    pub fn is_past(&self, id: u64, round: u64) -> bool {
+        self.named[id as usize].rounds > round
+    }
+
+    pub fn end(&mut self, threads: u32) {
+        self.alive -= threads;
+        self.events += 1;
+        self.pass();
+    }
+
+    /// The barrier at an address in shared memory.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault`] where no barrier was initialised.
+    pub fn counted(&mut self, address: u64) -> Result<Counted, Fault> {
+        check_alignment(Space::Shared, address, 8)?;
+        let place = part(&mut self.shared, Space::Shared, address, 8)?;
+        // SAFETY: `part` gives 8 bytes of the vector.
+        let barrier = Counted::from_bits(unsafe { place.cast::<u64>().read_unaligned() });
+        match barrier.is_initialised() {
+            true => Ok(barrier),
+            false => Err(Fault::Barrier(format!(
+                "none was initialised at {address:#x}"
+            ))),
+        }
+    }
+
+    /// # Errors
+    ///
+    /// [`Fault`] outside of shared memory.
+    pub fn set_counted(&mut self, address: u64, barrier: Counted) -> Result<(), Fault> {
+        check_alignment(Space::Shared, address, 8)?;
+        let place = part(&mut self.shared, Space::Shared, address, 8)?;
+        // SAFETY: `part` gives 8 bytes of the vector.
+        unsafe { place.cast::<u64>().write_unaligned(barrier.bits()) };
+        self.events += 1;
+        Ok(())
+    }
+}

@@ -1,0 +1,265 @@
+//! A launch: cubes in the order of their index, several of them side by side, and turns for their warps.
+
+use super::cube::Cube;
+use super::memory::Regions;
+use super::warp::{Flow, Group, Wait, Warp, each};
+use crate::error::{Fault, Stopped};
+use crate::ptx::{Instruction, Kernel};
+
+/// How cubes and warps take turns.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Of the order in which warps and copies go on.
+    pub seed: u64,
+    /// Cubes that run side by side.
+    pub resident: usize,
+    /// Instructions of a warp before another may go on.
+    pub turn: u32,
+    /// Instructions without any store, arrival or end after which a launch is given up.
+    pub patience: u64,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            seed: 0,
+            resident: 4,
+            turn: 256,
+            patience: 50_000_000,
+        }
+    }
+}
+
+pub struct Launch<'a> {
+    pub kernel: &'a Kernel,
+    pub cubes: [u32; 3],
+    pub threads: [u32; 3],
+    pub dynamic_shared: usize,
+    pub parameters: Vec<u8>,
+    pub regions: &'a Regions,
+}
+
+/// A small generator of turns (xorshift; Marsaglia, 2003).
+struct Turns(u64);
+
+impl Turns {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as usize % bound.max(1)
+    }
+}
+
+struct Running {
+    cube: Cube,
+    warps: Vec<Warp>,
+}
+
+/// Runs a kernel to its end.
+///
+/// # Errors
+///
+/// [`Stopped`] where a device would stop, or wait for ever.
+pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
+    let [x, y, z] = launch.cubes.map(u64::from);
+    let (total, mut next) = (x * y * z, 0);
+    let threads: u32 = launch.threads.iter().product();
+    let shared_bytes = launch.kernel.static_shared + launch.dynamic_shared;
+    let mut turns = Turns(settings.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut running: Vec<Running> = Vec::new();
+    let (mut idle, mut events, mut clock) = (0, 0, 0);
+    while next < total || !running.is_empty() {
+        while next < total && running.len() < settings.resident {
+            let index = [next % x, next / x % y, next / x / y].map(|at| at as u32);
+            let cube = Cube::new(index, shared_bytes, threads);
+            let warps = (0..threads.div_ceil(32) as usize)
+                .map(|number| Warp::new(launch, &cube, number))
+                .collect();
+            running.push(Running { cube, warps });
+            next += 1;
+        }
+        let mut ran = 0;
+        let first = turns.below(running.len());
+        for step in 0..running.len() {
+            let at = (first + step) % running.len();
+            let Running { cube, warps } = &mut running[at];
+            let mut kept = std::mem::take(&mut cube.pending);
+            while let Some(pending) = take(&mut kept, &mut turns) {
+                pending
+                    .perform(launch, cube)
+                    .map_err(|fault| stopped(launch, cube, 0, 0, fault))?;
+                ran += 1;
+            }
+            cube.pending.extend(kept);
+            let first = turns.below(warps.len());
+            for step in 0..warps.len() {
+                let number = (first + step) % warps.len();
+                let turn = 1 + turns.below(settings.turn as usize) as u64;
+                warps[number].tick(launch, clock);
+                let instructions = turn_of(launch, cube, &mut warps[number], turn)?;
+                (ran, clock) = (ran + instructions, clock + instructions);
+            }
+            events += std::mem::take(&mut cube.events);
+        }
+        let waiting = running
+            .iter()
+            .any(|running| !running.cube.pending.is_empty());
+        if ran == 0 && !waiting {
+            return Err(deadlock(launch, &running[0]));
+        }
+        idle = if events > 0 { 0 } else { idle + ran };
+        events = 0;
+        if idle > settings.patience {
+            let Running { cube, warps } = &running[0];
+            let line = warps
+                .iter()
+                .find_map(|warp| warp.groups.first())
+                .map_or(0, |group| line_of(launch, group));
+            return Err(stopped(launch, cube, 0, line, Fault::Livelock(idle)));
+        }
+        for Running { cube, warps } in &mut running {
+            warps.retain(|warp| !warp.groups.is_empty());
+            if warps.is_empty() {
+                for pending in std::mem::take(&mut cube.pending) {
+                    pending
+                        .perform(launch, cube)
+                        .map_err(|fault| stopped(launch, cube, 0, 0, fault))?;
+                }
+            }
+        }
+        running.retain(|running| !running.warps.is_empty());
+    }
+    Ok(())
+}
+
+/// One of the copies that are under way, at every second time.
+fn take<T>(pending: &mut Vec<T>, turns: &mut Turns) -> Option<T> {
+    if pending.is_empty() || turns.below(2) == 0 {
+        return None;
+    }
+    let at = turns.below(pending.len());
+    Some(pending.remove(at))
+}
+
+fn stopped(launch: &Launch, cube: &Cube, warp: usize, line: u32, fault: Fault) -> Stopped {
+    Stopped {
+        kernel: launch.kernel.name.clone(),
+        cube: cube.index,
+        warp,
+        line,
+        fault,
+    }
+}
+
+fn line_of(launch: &Launch, group: &Group) -> u32 {
+    launch.kernel.code[group.at as usize].line
+}
+
+fn deadlock(launch: &Launch, running: &Running) -> Stopped {
+    let waits: Vec<String> = running
+        .warps
+        .iter()
+        .flat_map(|warp| {
+            warp.groups.iter().map(|group| {
+                let line = line_of(launch, group);
+                format!(
+                    "warp {} lanes {:#x} line {line}: {:?}",
+                    warp.number, group.lanes, group.wait
+                )
+            })
+        })
+        .collect();
+    let fault = Fault::Deadlock(waits.join("; "));
+    stopped(launch, &running.cube, 0, 0, fault)
+}
+
+/// Runs a warp for at most `turn` instructions. Returns how many there were.
+fn turn_of(launch: &Launch, cube: &mut Cube, warp: &mut Warp, turn: u64) -> Result<u64, Stopped> {
+    let mut ran = 0;
+    'groups: while ran < turn {
+        let Some(index) = warp.choose(cube) else {
+            break;
+        };
+        // The place where others of the warp are, up to which this group goes on alone.
+        let others = warp
+            .groups
+            .iter()
+            .enumerate()
+            .filter(|&(other, _)| other != index);
+        let meets = others
+            .map(|(_, group)| group.at)
+            .filter(|&at| at > warp.groups[index].at)
+            .min();
+        loop {
+            let Group { at, lanes, .. } = warp.groups[index];
+            let instruction = &launch.kernel.code[at as usize];
+            let active = active(warp, instruction, lanes);
+            ran += 1;
+            let flow = match active {
+                0 => Ok(Flow::Next),
+                _ => warp.step(launch, cube, &instruction.op, lanes, active),
+            };
+            let flow =
+                flow.map_err(|fault| stopped(launch, cube, warp.number, instruction.line, fault))?;
+            match flow {
+                Flow::Next => warp.groups[index].at += 1,
+                Flow::Jump { to, lanes: jumping } => {
+                    if jumping == lanes {
+                        warp.groups[index].at = to;
+                        warp.groups[index].rounds += u32::from(to <= at && warp.groups.len() > 1);
+                    } else {
+                        warp.groups[index] = Group::new(to, jumping);
+                        warp.groups.push(Group::new(at + 1, lanes & !jumping));
+                    }
+                    if warp.groups.len() > 1 {
+                        continue 'groups;
+                    }
+                }
+                Flow::End { lanes: ending } => {
+                    cube.end(ending.count_ones());
+                    let left = lanes & !ending;
+                    if left == 0 {
+                        warp.groups.swap_remove(index);
+                    } else {
+                        warp.groups[index] = Group::new(at + 1, left);
+                    }
+                    continue 'groups;
+                }
+                Flow::Wait(wait) => {
+                    warp.groups[index].at += 1;
+                    warp.groups[index].wait = Some(wait);
+                    continue 'groups;
+                }
+                Flow::Again => {
+                    warp.groups[index].wait = Some(Wait::Others);
+                    ran -= 1;
+                    continue 'groups;
+                }
+                Flow::Yield => {
+                    warp.groups[index].at += 1;
+                    break 'groups;
+                }
+            }
+            if ran >= turn {
+                break 'groups;
+            }
+            if meets.is_some_and(|meets| warp.groups[index].at >= meets) {
+                continue 'groups;
+            }
+        }
+    }
+    Ok(ran)
+}
+
+/// The threads of a group that an instruction's guard lets take part.
+fn active(warp: &Warp, instruction: &Instruction, lanes: u32) -> u32 {
+    let Some((slot, negated)) = instruction.guard else {
+        return lanes;
+    };
+    let predicate = warp.at(slot);
+    let holds = |lane: &usize| (predicate[*lane] & 1 == 1) != negated;
+    each(lanes)
+        .filter(holds)
+        .fold(0, |active, lane| active | 1 << lane)
+}

@@ -1,0 +1,219 @@
+//! Tensor cores: products of tiles in half precision, and how their operands lie in registers and shared memory (PTX
+//! ISA, sections 9.7.14 and 9.7.15).
+
+use super::memory::part;
+use super::tensor_map::Swizzle;
+use super::warp::Warp;
+use crate::error::Fault;
+use crate::ptx::{
+    Element, GroupProduct, Lanes, Left, Product, Slot, Space, bf16_to_f32, f16_to_f32,
+};
+
+/// Rows of a warp's tile.
+const ROWS: usize = 16;
+
+fn number(element: Element, bits: u32) -> f32 {
+    match element {
+        Element::F16 => f16_to_f32(bits as u16),
+        Element::BF16 => bf16_to_f32(bits as u16),
+        // Ten bits of a fraction are left.
+        Element::TF32 => f32::from_bits(bits & !0x1fff),
+    }
+}
+
+fn bytes(element: Element) -> usize {
+    if element == Element::TF32 { 4 } else { 2 }
+}
+
+/// The numbers of a left operand in registers, by row and depth: 16 bytes of depth are two registers' columns.
+fn left_of(warp: &Warp, element: Element, slots: &[Slot]) -> Vec<[f32; ROWS]> {
+    let each = 4 / bytes(element);
+    let mut numbers = vec![[0.0; ROWS]; slots.len() / 2 * 4 * each];
+    for (register, &slot) in slots.iter().enumerate() {
+        for lane in 0..32 {
+            for part in 0..each {
+                let row = lane / 4 + register % 2 * 8;
+                let depth = register / 2 * 4 * each + lane % 4 * each + part;
+                let bits = (warp.at(slot)[lane] >> (32 / each * part)) as u32;
+                numbers[depth][row] = number(element, bits);
+            }
+        }
+    }
+    numbers
+}
+
+/// `mma.sync`: sixteen rows, eight columns.
+pub fn multiply(warp: &mut Warp, product: &Product, lanes: u32) {
+    let element = product.element;
+    let left = left_of(warp, element, &product.left);
+    let each = 4 / bytes(element);
+    let mut right = vec![[0.0; 8]; product.depth];
+    for (register, &slot) in product.right.iter().enumerate() {
+        for lane in 0..32 {
+            for part in 0..each {
+                let depth = register * 4 * each + lane % 4 * each + part;
+                let bits = (warp.at(slot)[lane] >> (32 / each * part)) as u32;
+                right[depth][lane / 4] = number(element, bits);
+            }
+        }
+    }
+    for register in 0..4 {
+        let sums: Lanes = std::array::from_fn(|lane| {
+            let (row, column) = (lane / 4 + register / 2 * 8, lane % 4 * 2 + register % 2);
+            let sum = f32::from_bits(warp.at(product.sums[register])[lane] as u32);
+            let sum = (0..product.depth).fold(sum, |sum, depth| {
+                sum + left[depth][row] * right[depth][column]
+            });
+            sum.to_bits().into()
+        });
+        warp.set(product.out[register], &sums, lanes);
+    }
+}
+
+/// A matrix in shared memory as a descriptor tells of it (PTX ISA, section 9.7.15.5.1).
+struct Described {
+    start: u64,
+    leading: u64,
+    stride: u64,
+    swizzle: Swizzle,
+    row_bytes: u64,
+    element: Element,
+    /// Whether consecutive numbers run along rows or columns of the sums, not along depth.
+    transposed: bool,
+}
+
+impl Described {
+    fn new(bits: u64, element: Element, transposed: bool) -> Result<Self, Fault> {
+        let field = |low: u32| (bits >> low & 0x3fff) << 4;
+        let row_bytes = match bits >> 62 {
+            0 => 16,
+            1 => 128,
+            2 => 64,
+            _ => 32,
+        };
+        if bits >> 49 & 7 != 0 {
+            return Err(Fault::Launch(
+                "a descriptor's base offset is not known here".to_owned(),
+            ));
+        }
+        Ok(Self {
+            start: field(0),
+            leading: field(16),
+            stride: field(32),
+            swizzle: Swizzle::of_bytes(row_bytes),
+            row_bytes,
+            element,
+            transposed,
+        })
+    }
+
+    /// The address of a number, in a row or column of the sums and at a depth.
+    fn place(&self, line: u64, depth: u64) -> u64 {
+        let size = bytes(self.element) as u64;
+        let (unit, pitch) = (16 / size, self.row_bytes);
+        let offset = match (self.transposed, self.swizzle) {
+            // Eight lines of sixteen bytes are a core matrix: of depth, or of lines.
+            (false, Swizzle::None) => {
+                line / 8 * self.stride
+                    + line % 8 * pitch
+                    + depth / unit * self.leading
+                    + depth % unit * size
+            }
+            (true, Swizzle::None) => {
+                line / unit * self.stride
+                    + depth / 8 * self.leading
+                    + depth % 8 * pitch
+                    + line % unit * size
+            }
+            (false, Swizzle::Rows(_)) => line / 8 * self.stride + line % 8 * pitch + depth * size,
+            (true, Swizzle::Rows(_)) => {
+                let wide = pitch / size;
+                line / wide * self.leading
+                    + depth / 8 * self.stride
+                    + depth % 8 * pitch
+                    + line % wide * size
+            }
+        };
+        self.swizzle.place(self.start + offset)
+    }
+
+    fn read(&self, shared: &mut [u8], line: u64, depth: u64) -> Result<f32, Fault> {
+        let size = bytes(self.element);
+        let place = part(shared, Space::Shared, self.place(line, depth), size)?;
+        // SAFETY: `part` gives so many bytes.
+        let bits = unsafe {
+            match size {
+                2 => place.cast::<u16>().read_unaligned().into(),
+                _ => place.cast::<u32>().read_unaligned(),
+            }
+        };
+        Ok(number(self.element, bits))
+    }
+}
+
+/// `wgmma.mma_async`: the sixteen rows of a warpgroup's 64 that are a warp's. The result is there at once.
+///
+/// # Errors
+///
+/// [`Fault`] for operands outside of shared memory.
+pub fn multiply_group(
+    warp: &mut Warp,
+    shared: &mut [u8],
+    product: &GroupProduct,
+) -> Result<(), Fault> {
+    let element = product.element;
+    let depths = 32 / bytes(element);
+    let value = |slot: Slot| warp.uniform(slot, u32::MAX);
+    let turned = |slot: Option<Slot>| slot.is_some_and(|slot| value(slot) == 1);
+    let sign = |slot: Slot| if value(slot) as i32 == -1 { -1.0 } else { 1.0 };
+    let sign = sign(product.signs[0]) * sign(product.signs[1]);
+    let left = match &product.left {
+        Left::Registers(slots) => left_of(warp, element, slots),
+        Left::Described(slot) => {
+            let matrix = Described::new(value(*slot), element, turned(product.transposed[0]))?;
+            let first = warp.number % 4 * ROWS;
+            let mut numbers = vec![[0.0; ROWS]; depths];
+            for (depth, column) in numbers.iter_mut().enumerate() {
+                for (row, number) in column.iter_mut().enumerate() {
+                    *number = matrix.read(shared, (first + row) as u64, depth as u64)?;
+                }
+            }
+            numbers
+        }
+    };
+    let matrix = Described::new(value(product.right), element, turned(product.transposed[1]))?;
+    let adds = value(product.adds) & 1 == 1;
+    let columns = product.columns;
+    let mut sums = vec![0.0; ROWS * columns];
+    if adds {
+        for (register, &slot) in product.sums.iter().enumerate() {
+            for lane in 0..32 {
+                sums[place_of(register, lane, columns)] =
+                    f32::from_bits(warp.at(slot)[lane] as u32);
+            }
+        }
+    }
+    let mut line = vec![0.0; columns];
+    for (depth, column) in left.iter().enumerate() {
+        for (at, number) in line.iter_mut().enumerate() {
+            *number = sign * matrix.read(shared, at as u64, depth as u64)?;
+        }
+        for (row, &factor) in column.iter().enumerate() {
+            for (sum, number) in sums[row * columns..][..columns].iter_mut().zip(&line) {
+                *sum += factor * number;
+            }
+        }
+    }
+    for (register, &slot) in product.sums.iter().enumerate() {
+        let values: Lanes =
+            std::array::from_fn(|lane| sums[place_of(register, lane, columns)].to_bits().into());
+        warp.set(slot, &values, u32::MAX);
+    }
+    Ok(())
+}
+
+/// Which of a warp's sums a lane's register holds.
+fn place_of(register: usize, lane: usize, columns: usize) -> usize {
+    let row = lane / 4 + register / 2 % 2 * 8;
+    row * columns + register / 4 * 8 + lane % 4 * 2 + register % 2
+}

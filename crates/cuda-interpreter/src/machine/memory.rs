@@ -1,0 +1,91 @@
+//! Spaces of memory: windows of the generic space, bounds and alignment.
+
+use crate::error::Fault;
+use crate::ptx::Space;
+
+/// What generic addresses of a space have above their offsets. Global memory is the host's, whose addresses end below.
+pub fn window(space: Space) -> u64 {
+    match space {
+        Space::Shared => 1 << 56,
+        Space::Local => 2 << 56,
+        Space::Param => 3 << 56,
+        Space::Generic | Space::Global => 0,
+    }
+}
+
+/// An address's space and its place there.
+pub fn placed(space: Space, address: u64) -> (Space, u64) {
+    if space != Space::Generic && address >> 56 == 0 {
+        return (space, address);
+    }
+    let place = address & ((1 << 56) - 1);
+    match address >> 56 {
+        1 => (Space::Shared, place),
+        2 => (Space::Local, place),
+        3 => (Space::Param, place),
+        _ => (Space::Global, place),
+    }
+}
+
+/// The parts of the host's memory that stand for a device's.
+#[derive(Clone, Default)]
+pub struct Regions {
+    /// Start and end, in order.
+    sorted: Vec<(u64, u64)>,
+}
+
+impl Regions {
+    pub fn new(mut regions: Vec<(u64, u64)>) -> Self {
+        regions.sort_unstable();
+        Self { sorted: regions }
+    }
+
+    pub fn holds(&self, address: u64, bytes: usize) -> bool {
+        let after = self.sorted.partition_point(|&(start, _)| start <= address);
+        after > 0 && address + bytes as u64 <= self.sorted[after - 1].1
+    }
+}
+
+pub fn name(space: Space) -> &'static str {
+    match space {
+        Space::Generic | Space::Global => "global",
+        Space::Shared => "shared",
+        Space::Local => "local",
+        Space::Param => "parameter",
+    }
+}
+
+pub fn out_of_bounds(space: Space, address: u64, bytes: usize) -> Fault {
+    Fault::OutOfBounds {
+        space: name(space),
+        address,
+        bytes,
+    }
+}
+
+/// # Errors
+///
+/// [`Fault::Misaligned`] if `address` is no multiple of `bytes`.
+pub fn check_alignment(space: Space, address: u64, bytes: usize) -> Result<(), Fault> {
+    if address.is_multiple_of(bytes as u64) {
+        return Ok(());
+    }
+    Err(Fault::Misaligned {
+        space: name(space),
+        address,
+        bytes,
+    })
+}
+
+/// The bytes of `held` from an offset on.
+///
+/// # Errors
+///
+/// [`Fault::OutOfBounds`] beyond its end.
+pub fn part(held: &mut [u8], space: Space, offset: u64, bytes: usize) -> Result<*mut u8, Fault> {
+    let end = offset.checked_add(bytes as u64);
+    match end.is_some_and(|end| end <= held.len() as u64) {
+        true => Ok(held[offset as usize..].as_mut_ptr()),
+        false => Err(out_of_bounds(space, offset, bytes)),
+    }
+}

@@ -1,0 +1,18 @@
+//! A device: grids of cubes, their warps, and the memories they reach.
+
+mod bulk;
+mod counted;
+mod cube;
+mod exchange;
+mod grid;
+mod matrix;
+mod memory;
+mod step;
+mod tensor_map;
+#[cfg(test)]
+mod tests;
+mod warp;
+
+pub use grid::{Launch, Settings, run};
+pub use memory::{Regions, window};
+pub use tensor_map::{BYTES as TENSOR_MAP_BYTES, Swizzle, TensorMap};

@@ -1,0 +1,491 @@
+//! One instruction of a group of threads.
+
+use super::bulk::Pending;
+use super::counted::Counted;
+use super::cube::Cube;
+use super::exchange::{matching, shuffle, transposed, vote};
+use super::grid::Launch;
+use super::matrix::{multiply, multiply_group};
+use super::memory::placed;
+use super::warp::{Copied, Flow, Wait, Warp, each};
+use crate::error::Fault;
+use crate::ptx::{Address, Lanes, Op, Pure, Slot, Space, Type};
+
+impl Warp {
+    /// Runs an instruction for `active` of the threads that are here.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault`] for what a device would not do.
+    pub fn step(
+        &mut self,
+        launch: &Launch,
+        cube: &mut Cube,
+        op: &Op,
+        here: u32,
+        active: u32,
+    ) -> Result<Flow, Fault> {
+        // Whether all of those that an instruction names are here.
+        let missing = |warp: &Self, members: Slot| {
+            let named = warp.uniform(members, active) as u32;
+            named & warp.lanes_alive() & !here != 0
+        };
+        match op {
+            Op::Nothing => {}
+            Op::Pure { function, to, from } => {
+                let [a, b, c, d] = from.map(|slot| &self.registers[slot as usize]);
+                let values = match function {
+                    Pure::One(function) => function(a),
+                    Pure::Two(function) => function(a, b),
+                    Pure::Three(function) => function(a, b, c),
+                    Pure::Four(function) => function(a, b, c, d),
+                };
+                self.set(*to, &values, active);
+            }
+            Op::Compare {
+                function,
+                to,
+                opposite,
+                from,
+                combined,
+            } => {
+                let found = function(self.at(from[0]), self.at(from[1]));
+                let combine = |values: Lanes| match combined {
+                    None => values,
+                    Some((combine, other)) => {
+                        let other = self.at(*other);
+                        std::array::from_fn(|lane| combine(values[lane], other[lane]) & 1)
+                    }
+                };
+                let (values, others) = (combine(found), combine(found.map(|value| value ^ 1)));
+                self.set(*to, &values, active);
+                if let Some(opposite) = opposite {
+                    self.set(*opposite, &others, active);
+                }
+            }
+            Op::Pack { to, from, bits } => {
+                let mask = u64::MAX >> (64 - bits);
+                let values = std::array::from_fn(|lane| {
+                    let parts = from.iter().enumerate();
+                    parts.fold(0, |value, (part, &slot)| {
+                        value | (self.at(slot)[lane] & mask) << (bits * part as u32)
+                    })
+                });
+                self.set(*to, &values, active);
+            }
+            Op::Unpack { to, from, bits } => {
+                let (mask, from) = (u64::MAX >> (64 - bits), *self.at(*from));
+                for (part, &slot) in to.iter().enumerate() {
+                    self.set(
+                        slot,
+                        &from.map(|value| value >> (bits * part as u32) & mask),
+                        active,
+                    );
+                }
+            }
+            Op::Load {
+                space,
+                kind,
+                to,
+                at,
+            } => self.load(launch, cube, *space, *kind, to, *at, active)?,
+            Op::Store {
+                space,
+                kind,
+                at,
+                from,
+            } => {
+                self.store(launch, cube, *space, *kind, *at, from, active)?;
+                cube.events += 1;
+            }
+            Op::Atomic {
+                space,
+                kind,
+                function,
+                to,
+                at,
+                from,
+            } => {
+                for lane in each(active) {
+                    let address = self.address(*at, lane);
+                    let place = self.place(launch, cube, *space, address, kind.bytes(), lane)?;
+                    let [first, second] = from.map(|slot| kind.truncate(self.at(slot)[lane]));
+                    // SAFETY: `place` gives so many bytes.
+                    let old = unsafe { read(place, kind.bytes()) };
+                    unsafe { write(place, kind.bytes(), function(old, first, second)) };
+                    if let Some(to) = to {
+                        self.registers[*to as usize][lane] = old;
+                    }
+                }
+                cube.events += 1;
+            }
+            Op::Branch(to) => {
+                return Ok(Flow::Jump {
+                    to: *to,
+                    lanes: active,
+                });
+            }
+            Op::Exit => return Ok(Flow::End { lanes: active }),
+            Op::Trap => return Err(Fault::Trap),
+            Op::Barrier { id, threads, waits } => {
+                let threads = threads.map(|slot| self.uniform(slot, active) & u64::from(u32::MAX));
+                let id = self.uniform(*id, active) & u64::from(u32::MAX);
+                let round = cube.arrive(id, active.count_ones(), threads)?;
+                if *waits {
+                    return Ok(Flow::Wait(Wait::Barrier { id, round }));
+                }
+            }
+            Op::WarpBarrier { members } if missing(self, *members) => return Ok(Flow::Again),
+            Op::WarpBarrier { .. } => {}
+            Op::Shuffle {
+                mode,
+                to,
+                valid,
+                from,
+                lane,
+                clamp,
+                members,
+            } => {
+                if missing(self, *members) {
+                    return Ok(Flow::Again);
+                }
+                let (values, within) =
+                    shuffle(*mode, self.at(*from), self.at(*lane), self.at(*clamp));
+                self.set(*to, &values, active);
+                if let Some(valid) = valid {
+                    self.set(*valid, &within, active);
+                }
+            }
+            Op::Vote { members, .. }
+            | Op::Match { members, .. }
+            | Op::Reduce { members, .. }
+            | Op::Elect { members, .. }
+                if missing(self, *members) =>
+            {
+                return Ok(Flow::Again);
+            }
+            Op::Vote {
+                mode,
+                to,
+                from,
+                members,
+            } => {
+                let value = vote(*mode, self.at(*from), self.members(*members, active));
+                self.set(*to, &[value; 32], active);
+            }
+            Op::ActiveMask { to } => self.set(*to, &[active.into(); 32], active),
+            Op::Match { to, from, members } => {
+                let values = matching(self.at(*from), self.members(*members, active));
+                self.set(*to, &values, active);
+            }
+            Op::Reduce {
+                function,
+                to,
+                from,
+                members,
+            } => {
+                let values = self.at(*from);
+                let all = each(self.members(*members, active)).map(|lane| values[lane]);
+                let value = all.reduce(function).unwrap_or(0);
+                self.set(*to, &[value; 32], active);
+            }
+            Op::Elect {
+                to,
+                elected,
+                members,
+            } => {
+                let leader = self.members(*members, active).trailing_zeros();
+                self.set(*to, &[leader.into(); 32], active);
+                self.set(
+                    *elected,
+                    &std::array::from_fn(|lane| (lane as u32 == leader).into()),
+                    active,
+                );
+            }
+            Op::LoadMatrices { .. }
+            | Op::StoreMatrices { .. }
+            | Op::TransposeMatrix { .. }
+            | Op::Product(_)
+            | Op::GroupProduct(_)
+                if here != u32::MAX =>
+            {
+                return Ok(Flow::Again);
+            }
+            Op::LoadMatrices {
+                transposed: turned,
+                to,
+                at,
+            } => {
+                for (matrix, &slot) in to.iter().enumerate() {
+                    let mut values = [0; 32];
+                    for (place, value) in values.iter_mut().enumerate() {
+                        let row = self.address(*at, 8 * matrix + place / 4);
+                        let at = row + (place % 4 * 4) as u64;
+                        let from = self.place(launch, cube, Space::Shared, at, 4, place)?;
+                        // SAFETY: `place` gives so many bytes.
+                        *value = unsafe { read(from, 4) };
+                    }
+                    let values = if *turned { transposed(&values) } else { values };
+                    self.set(slot, &values, active);
+                }
+            }
+            Op::StoreMatrices {
+                transposed: turned,
+                at,
+                from,
+            } => {
+                for (matrix, &slot) in from.iter().enumerate() {
+                    let values = if *turned {
+                        transposed(self.at(slot))
+                    } else {
+                        *self.at(slot)
+                    };
+                    for (place, &value) in values.iter().enumerate() {
+                        let row = self.address(*at, 8 * matrix + place / 4);
+                        let at = row + (place % 4 * 4) as u64;
+                        let to = self.place(launch, cube, Space::Shared, at, 4, place)?;
+                        // SAFETY: `place` gives so many bytes.
+                        unsafe { write(to, 4, value) };
+                    }
+                }
+            }
+            Op::TransposeMatrix { to, from } => {
+                let values = transposed(self.at(*from));
+                self.set(*to, &values, active);
+            }
+            Op::Product(product) => multiply(self, product, active),
+            Op::GroupProduct(product) => multiply_group(self, &mut cube.shared, product)?,
+            Op::Copy {
+                to,
+                from,
+                bytes,
+                read,
+            } => {
+                self.copy(launch, cube, [*to, *from], *bytes, *read, active)?;
+            }
+            Op::CommitCopies => {
+                for lane in each(active) {
+                    let (closed, open) = &mut self.copies[lane];
+                    closed.push(std::mem::take(open));
+                }
+            }
+            Op::WaitCopies(left) => {
+                let left = self.uniform(*left, active) as usize;
+                for lane in each(active) {
+                    let closed = &mut self.copies[lane].0;
+                    let ended = closed.len().saturating_sub(left);
+                    let ended: Vec<_> = closed.drain(..ended).flatten().collect();
+                    self.arrive_copies(launch, cube, ended, lane)?;
+                }
+            }
+            Op::WaitAllCopies => {
+                for lane in each(active) {
+                    let (closed, open) = std::mem::take(&mut self.copies[lane]);
+                    let ended = closed.into_iter().flatten().chain(open).collect();
+                    self.arrive_copies(launch, cube, ended, lane)?;
+                }
+            }
+            Op::Bulk(bulk) => {
+                for lane in each(active) {
+                    let pending = Pending::asked(launch, cube, self, bulk, lane)?;
+                    cube.pending.push(pending);
+                }
+            }
+            Op::CommitBulk => {}
+            Op::WaitBulk => {
+                for lane in each(active) {
+                    let thread = (self.number, lane);
+                    while let Some(at) = cube
+                        .pending
+                        .iter()
+                        .position(|pending| pending.is_store_of(thread))
+                    {
+                        cube.pending.remove(at).perform(launch, cube)?;
+                    }
+                }
+            }
+            Op::CountedInit { at, count } => {
+                for lane in each(active) {
+                    let (_, place) = placed(Space::Shared, self.address(*at, lane));
+                    cube.set_counted(place, Counted::new(self.at(*count)[lane])?)?;
+                }
+            }
+            Op::CountedArrive {
+                at,
+                count,
+                expects,
+                arrives,
+                to,
+            } => {
+                for lane in each(active) {
+                    let (_, place) = placed(Space::Shared, self.address(*at, lane));
+                    let barrier = cube.counted(place)?;
+                    let state = u64::from(barrier.is_odd());
+                    let expected = expects.map_or(0, |slot| self.at(slot)[lane] as i32);
+                    let count = if *arrives {
+                        count.map_or(1, |slot| self.at(slot)[lane])
+                    } else {
+                        0
+                    };
+                    // Of an arrival that expects bytes the phase cannot end in between.
+                    let barrier = match expected {
+                        0 => barrier,
+                        _ => barrier.expecting(expected),
+                    };
+                    let barrier = if count > 0 {
+                        barrier.arrived(count)?
+                    } else {
+                        barrier
+                    };
+                    cube.set_counted(place, barrier)?;
+                    if let Some(to) = to {
+                        self.registers[*to as usize][lane] = state;
+                    }
+                }
+            }
+            Op::CountedWait { to, at, phase } => {
+                let mut values = [0; 32];
+                for lane in each(active) {
+                    let (_, place) = placed(Space::Shared, self.address(*at, lane));
+                    values[lane] = cube
+                        .counted(place)?
+                        .is_over(self.at(*phase)[lane] & 1 == 1)
+                        .into();
+                }
+                self.set(*to, &values, active);
+                if each(active).any(|lane| values[lane] == 0) {
+                    return Ok(Flow::Yield);
+                }
+            }
+        }
+        Ok(Flow::Next)
+    }
+
+    fn members(&self, slot: Slot, active: u32) -> u32 {
+        self.uniform(slot, active) as u32 & self.lanes_alive()
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "what a load has")]
+    fn load(
+        &mut self,
+        launch: &Launch,
+        cube: &mut Cube,
+        space: Space,
+        kind: Type,
+        to: &[Slot],
+        at: Address,
+        active: u32,
+    ) -> Result<(), Fault> {
+        let size = kind.bytes();
+        for lane in each(active) {
+            let address = self.address(at, lane);
+            let place = self.place(launch, cube, space, address, size * to.len(), lane)?;
+            for (part, &slot) in to.iter().enumerate() {
+                // SAFETY: `place` gives so many bytes.
+                let bits = unsafe { read(place.add(size * part), size) };
+                self.registers[slot as usize][lane] = if size < 4 {
+                    kind.widen(bits) as u64
+                } else {
+                    bits
+                };
+            }
+        }
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "what a store has")]
+    fn store(
+        &mut self,
+        launch: &Launch,
+        cube: &mut Cube,
+        space: Space,
+        kind: Type,
+        at: Address,
+        from: &[Slot],
+        active: u32,
+    ) -> Result<(), Fault> {
+        let size = kind.bytes();
+        for lane in each(active) {
+            let address = self.address(at, lane);
+            let place = self.place(launch, cube, space, address, size * from.len(), lane)?;
+            for (part, &slot) in from.iter().enumerate() {
+                // SAFETY: `place` gives so many bytes.
+                unsafe { write(place.add(size * part), size, self.at(slot)[lane]) };
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what is to be copied at once, and puts it down when it is waited for.
+    fn copy(
+        &mut self,
+        launch: &Launch,
+        cube: &mut Cube,
+        [to, from]: [Address; 2],
+        bytes: Slot,
+        read: Option<Slot>,
+        active: u32,
+    ) -> Result<(), Fault> {
+        for lane in each(active) {
+            let bytes = self.at(bytes)[lane] as usize;
+            let wanted = read.map_or(bytes, |slot| {
+                (self.at(slot)[lane] as u32 as usize).min(bytes)
+            });
+            let mut content = vec![0; bytes];
+            if wanted > 0 {
+                let address = self.address(from, lane);
+                let place = self.place(launch, cube, Space::Global, address, bytes, lane)?;
+                // SAFETY: `place` gives so many bytes.
+                unsafe { std::ptr::copy_nonoverlapping(place, content.as_mut_ptr(), wanted) };
+            }
+            let copied = Copied {
+                to: self.address(to, lane),
+                bytes: content,
+            };
+            self.copies[lane].1.push(copied);
+        }
+        Ok(())
+    }
+
+    fn arrive_copies(
+        &mut self,
+        launch: &Launch,
+        cube: &mut Cube,
+        ended: Vec<Copied>,
+        lane: usize,
+    ) -> Result<(), Fault> {
+        for copied in ended {
+            let place = self.place(
+                launch,
+                cube,
+                Space::Shared,
+                copied.to,
+                copied.bytes.len(),
+                lane,
+            )?;
+            // SAFETY: `place` gives so many bytes.
+            unsafe {
+                std::ptr::copy_nonoverlapping(copied.bytes.as_ptr(), place, copied.bytes.len())
+            };
+        }
+        Ok(())
+    }
+}
+
+/// # Safety
+///
+/// `size` bytes, at most 8, can be read there.
+unsafe fn read(place: *const u8, size: usize) -> u64 {
+    let mut bytes = [0; 8];
+    // SAFETY: as the caller promises.
+    unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size) };
+    u64::from_le_bytes(bytes)
+}
+
+/// # Safety
+///
+/// `size` bytes, at most 8, can be written there.
+unsafe fn write(place: *mut u8, size: usize, value: u64) {
+    // SAFETY: as the caller promises.
+    unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), place, size) };
+}

@@ -1,0 +1,272 @@
+//! A warp: registers, and threads that go their own ways and meet again.
+//!
+//! Threads at the same place run together. Of several places the first in the text goes on first, so that threads which
+//! parted meet where their ways do. A group that goes back in the text is left for others from time to time, since it
+//! may wait for them.
+
+use super::cube::Cube;
+use super::grid::Launch;
+use super::memory::{check_alignment, out_of_bounds, part, placed};
+use crate::error::Fault;
+use crate::ptx::{Address, Lanes, Slot, Space, Special};
+
+/// What a group of threads waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wait {
+    /// A round of a barrier by number.
+    Barrier { id: u64, round: u64 },
+    /// Other threads of the warp, to come to the same place.
+    Others,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Group {
+    pub at: u32,
+    pub lanes: u32,
+    pub wait: Option<Wait>,
+    /// How often it went back in the text while another group of the warp was left behind.
+    pub rounds: u32,
+}
+
+/// Rounds after which another group goes first for once.
+const ROUNDS: u32 = 4096;
+
+impl Group {
+    pub fn new(at: u32, lanes: u32) -> Self {
+        Self {
+            at,
+            lanes,
+            wait: None,
+            rounds: 0,
+        }
+    }
+
+    fn yields(&self) -> bool {
+        self.rounds >= ROUNDS
+    }
+}
+
+/// What comes after an instruction.
+pub enum Flow {
+    Next,
+    /// To a place, for some of the threads.
+    Jump {
+        to: u32,
+        lanes: u32,
+    },
+    End {
+        lanes: u32,
+    },
+    /// The next instruction, after a wait.
+    Wait(Wait),
+    /// The same instruction, when others have come.
+    Again,
+    /// The next instruction, when others have had their turn.
+    Yield,
+}
+
+/// A copy that is under way: where to, and what.
+pub struct Copied {
+    pub to: u64,
+    pub bytes: Vec<u8>,
+}
+
+pub struct Warp {
+    pub number: usize,
+    pub groups: Vec<Group>,
+    pub registers: Vec<Lanes>,
+    /// Groups of `cp.async` of each thread that were closed, and the one that is open.
+    pub copies: Vec<(Vec<Vec<Copied>>, Vec<Copied>)>,
+    local: Vec<u8>,
+    local_bytes: usize,
+}
+
+impl Warp {
+    pub fn new(launch: &Launch, cube: &Cube, number: usize) -> Self {
+        let kernel = launch.kernel;
+        let mut registers = vec![[0; 32]; kernel.slots];
+        for &(slot, value) in &kernel.constants {
+            registers[slot as usize] = [value; 32];
+        }
+        let [x, y, z] = launch.threads;
+        let threads = x * y * z;
+        for &(slot, special) in &kernel.specials {
+            registers[slot as usize] = std::array::from_fn(|lane| {
+                let thread = number as u32 * 32 + lane as u32;
+                let place = [thread % x, thread / x % y, thread / x / y];
+                u64::from(match special {
+                    Special::Thread(axis) => place[axis],
+                    Special::Threads(axis) => launch.threads[axis],
+                    Special::Cube(axis) => cube.index[axis],
+                    Special::Cubes(axis) => launch.cubes[axis],
+                    Special::Lane => lane as u32,
+                    Special::Warp => number as u32,
+                    Special::DynamicShared => launch.dynamic_shared as u32,
+                    Special::LaneMaskEqual => 1 << lane,
+                    Special::LaneMaskLess => (1 << lane) - 1,
+                    Special::LaneMaskLessEqual => u32::MAX >> (31 - lane),
+                    Special::LaneMaskGreater => u32::MAX.checked_shl(lane as u32 + 1).unwrap_or(0),
+                    Special::LaneMaskGreaterEqual => u32::MAX << lane,
+                    Special::Clock | Special::Zero => 0,
+                    Special::One => 1,
+                })
+            });
+        }
+        let count = threads.saturating_sub(number as u32 * 32).min(32);
+        let group = Group::new(0, u32::MAX >> (32 - count));
+        Self {
+            number,
+            groups: vec![group],
+            registers,
+            copies: (0..32).map(|_| Default::default()).collect(),
+            local: vec![0xff; 32 * kernel.local_bytes],
+            local_bytes: kernel.local_bytes,
+        }
+    }
+
+    pub fn lanes_alive(&self) -> u32 {
+        self.groups.iter().fold(0, |all, group| all | group.lanes)
+    }
+
+    /// Tells clocks how many instructions there were.
+    pub fn tick(&mut self, launch: &Launch, instructions: u64) {
+        for &(slot, special) in &launch.kernel.specials {
+            if special == Special::Clock {
+                self.registers[slot as usize] = [instructions; 32];
+            }
+        }
+    }
+
+    pub fn at(&self, slot: Slot) -> &Lanes {
+        &self.registers[slot as usize]
+    }
+
+    /// The value that a whole warp has of a register: that of its first thread of `lanes`.
+    pub fn uniform(&self, slot: Slot, lanes: u32) -> u64 {
+        self.registers[slot as usize][lanes.trailing_zeros() as usize]
+    }
+
+    pub fn set(&mut self, slot: Slot, values: &Lanes, lanes: u32) {
+        let register = &mut self.registers[slot as usize];
+        if lanes == u32::MAX {
+            *register = *values;
+            return;
+        }
+        for lane in each(lanes) {
+            register[lane] = values[lane];
+        }
+    }
+
+    pub fn address(&self, at: Address, lane: usize) -> u64 {
+        self.registers[at.base as usize][lane].wrapping_add_signed(at.offset)
+    }
+
+    /// Where bytes lie that a thread reads or writes.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault`] where a device would stop: outside of what there is, or not aligned.
+    pub fn place(
+        &mut self,
+        launch: &Launch,
+        cube: &mut Cube,
+        space: Space,
+        address: u64,
+        bytes: usize,
+        lane: usize,
+    ) -> Result<*mut u8, Fault> {
+        let (space, address) = match space {
+            // Addresses of shared and local memory have 32 bits.
+            Space::Shared | Space::Local if address >> 56 == 0 => {
+                (space, address & u64::from(u32::MAX))
+            }
+            _ => placed(space, address),
+        };
+        check_alignment(space, address, bytes)?;
+        match space {
+            Space::Shared => part(&mut cube.shared, space, address, bytes),
+            Space::Local => {
+                let held = &mut self.local[lane * self.local_bytes..][..self.local_bytes];
+                part(held, space, address, bytes)
+            }
+            Space::Param => match address as usize + bytes <= launch.parameters.len() {
+                // SAFETY: the offset lies within the parameters. They are read only: PTX has no store to them.
+                true => Ok(unsafe { launch.parameters.as_ptr().add(address as usize).cast_mut() }),
+                false => Err(out_of_bounds(space, address, bytes)),
+            },
+            Space::Generic | Space::Global => match launch.regions.holds(address, bytes) {
+                true => Ok(address as *mut u8),
+                false => Err(out_of_bounds(space, address, bytes)),
+            },
+        }
+    }
+
+    /// The group that goes on next: of those that can the first in the text, which others at the same place join.
+    pub fn choose(&mut self, cube: &Cube) -> Option<usize> {
+        for group in &mut self.groups {
+            if let Some(Wait::Barrier { id, round }) = group.wait
+                && cube.is_past(id, round)
+            {
+                group.wait = None;
+            }
+        }
+        self.join();
+        let can = |yields: bool| {
+            let groups = self.groups.iter().enumerate();
+            let free =
+                groups.filter(move |(_, group)| group.wait.is_none() && group.yields() == yields);
+            free.min_by_key(|(_, group)| group.at)
+                .map(|(index, _)| index)
+        };
+        if let Some(index) = can(false) {
+            return Some(index);
+        }
+        let index = can(true);
+        for group in &mut self.groups {
+            group.rounds = 0;
+        }
+        index
+    }
+
+    /// Groups at the same place become one. Those that wait for each other there need not any more.
+    fn join(&mut self) {
+        let mut index = 0;
+        while index < self.groups.len() {
+            let group = self.groups[index];
+            let mut lanes = group.lanes;
+            let joins = |other: &Group| {
+                let waits = |group: &Group| matches!(group.wait, Some(Wait::Barrier { .. }));
+                other.at == group.at && !waits(other) && !waits(&group)
+            };
+            let mut other = index + 1;
+            while other < self.groups.len() {
+                if joins(&self.groups[other]) {
+                    lanes |= self.groups.swap_remove(other).lanes;
+                } else {
+                    other += 1;
+                }
+            }
+            if lanes != group.lanes {
+                self.groups[index] = Group {
+                    lanes,
+                    wait: None,
+                    ..group
+                };
+            }
+            index += 1;
+        }
+    }
+}
+
+/// The numbers of the lanes of a mask.
+pub fn each(lanes: u32) -> impl Iterator<Item = usize> {
+    let mut left = lanes;
+    std::iter::from_fn(move || {
+        if left == 0 {
+            return None;
+        }
+        let lane = left.trailing_zeros();
+        left &= left - 1;
+        Some(lane as usize)
+    })
+}

@@ -1,0 +1,24 @@
+//! Functions of registers alone, by their names.
+
+use super::Type;
+use super::floats::float;
+use super::instruction::Pure;
+use super::integers::{bits, integer};
+use super::lanes::three;
+
+/// What `name` with its modifiers computes of registers alone.
+pub fn pure(name: &str, modifiers: &[&str], kinds: &[Type]) -> Option<Pure> {
+    let kind = *kinds.last()?;
+    match name {
+        "add" | "sub" | "mul" | "mad" | "fma" | "div" | "rem" | "min" | "max" | "neg" | "abs"
+        | "sad" | "mul24" => match kind.is_integer() {
+            true => integer(name, modifiers, kind),
+            false => float(name, modifiers, kind),
+        },
+        "rcp" | "sqrt" | "rsqrt" | "ex2" | "lg2" | "sin" | "cos" | "tanh" | "copysign" => {
+            float(name, modifiers, kind)
+        }
+        "selp" => Some(three!(|a, b, p| if p & 1 == 1 { a } else { b })),
+        _ => bits(name, kind, modifiers),
+    }
+}

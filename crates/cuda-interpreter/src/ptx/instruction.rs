@@ -1,0 +1,345 @@
+//! Instructions as they are run: operands are places in a warp's registers.
+
+use super::Type;
+
+/// A warp's values of one register.
+pub type Lanes = [u64; 32];
+
+/// A register's place, a constant's or a special register's.
+pub type Slot = u32;
+
+/// A function of two numbers.
+pub type Binary = fn(u64, u64) -> u64;
+
+/// A function of registers alone, over all lanes at once.
+#[derive(Clone, Copy)]
+pub enum Pure {
+    One(fn(&Lanes) -> Lanes),
+    Two(fn(&Lanes, &Lanes) -> Lanes),
+    Three(fn(&Lanes, &Lanes, &Lanes) -> Lanes),
+    Four(fn(&Lanes, &Lanes, &Lanes, &Lanes) -> Lanes),
+}
+
+impl Pure {
+    pub fn arguments(self) -> usize {
+        match self {
+            Self::One(_) => 1,
+            Self::Two(_) => 2,
+            Self::Three(_) => 3,
+            Self::Four(_) => 4,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Space {
+    Generic,
+    Global,
+    Shared,
+    Local,
+    Param,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Address {
+    pub base: Slot,
+    pub offset: i64,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Shuffle {
+    Up,
+    Down,
+    Butterfly,
+    Index,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Vote {
+    All,
+    Any,
+    Uniform,
+    Ballot,
+}
+
+/// Numbers that tensor cores multiply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Element {
+    F16,
+    BF16,
+    TF32,
+}
+
+/// What becomes of what a bulk copy brings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    Replace,
+    AddF32,
+}
+
+/// The places of a bulk copy, one of them in shared memory.
+pub enum Bulk {
+    /// Consecutive bytes from global to shared memory, counted by a barrier.
+    Load {
+        to: Address,
+        from: Address,
+        bytes: Slot,
+        barrier: Address,
+    },
+    /// Consecutive bytes from shared to global memory.
+    Store {
+        to: Address,
+        from: Address,
+        bytes: Slot,
+        effect: Effect,
+    },
+    /// A box of a tensor to shared memory, counted by a barrier.
+    LoadTensor {
+        to: Address,
+        map: Address,
+        coordinates: Vec<Slot>,
+        barrier: Address,
+    },
+    /// A box of a tensor from shared memory.
+    StoreTensor {
+        map: Address,
+        coordinates: Vec<Slot>,
+        from: Address,
+        effect: Effect,
+    },
+}
+
+/// The left operand of a warpgroup's product.
+pub enum Left {
+    Described(Slot),
+    Registers(Vec<Slot>),
+}
+
+/// `wgmma.mma_async` (PTX ISA, section 9.7.15).
+pub struct GroupProduct {
+    pub element: Element,
+    pub columns: usize,
+    pub sums: Vec<Slot>,
+    pub left: Left,
+    pub right: Slot,
+    pub adds: Slot,
+    pub signs: [Slot; 2],
+    /// Whether the rows of the operands run along the dimension of the sums.
+    pub transposed: [Option<Slot>; 2],
+}
+
+/// `mma.sync` with 16 rows and 8 columns (PTX ISA, section 9.7.14).
+pub struct Product {
+    pub element: Element,
+    pub depth: usize,
+    pub out: Vec<Slot>,
+    pub left: Vec<Slot>,
+    pub right: Vec<Slot>,
+    pub sums: Vec<Slot>,
+}
+
+pub enum Op {
+    Nothing,
+    Pure {
+        function: Pure,
+        to: Slot,
+        from: [Slot; 4],
+    },
+    /// A predicate, and its opposite where one is asked for.
+    Compare {
+        function: fn(&Lanes, &Lanes) -> Lanes,
+        to: Slot,
+        opposite: Option<Slot>,
+        from: [Slot; 2],
+        combined: Option<(Binary, Slot)>,
+    },
+    Pack {
+        to: Slot,
+        from: Vec<Slot>,
+        bits: u32,
+    },
+    Unpack {
+        to: Vec<Slot>,
+        from: Slot,
+        bits: u32,
+    },
+    Load {
+        space: Space,
+        kind: Type,
+        to: Vec<Slot>,
+        at: Address,
+    },
+    Store {
+        space: Space,
+        kind: Type,
+        at: Address,
+        from: Vec<Slot>,
+    },
+    /// `function` of what is there and two operands takes its place.
+    Atomic {
+        space: Space,
+        kind: Type,
+        function: fn(u64, u64, u64) -> u64,
+        to: Option<Slot>,
+        at: Address,
+        from: [Slot; 2],
+    },
+    Branch(u32),
+    Exit,
+    Trap,
+    Barrier {
+        id: Slot,
+        threads: Option<Slot>,
+        waits: bool,
+    },
+    WarpBarrier {
+        members: Slot,
+    },
+    Shuffle {
+        mode: Shuffle,
+        to: Slot,
+        valid: Option<Slot>,
+        from: Slot,
+        lane: Slot,
+        clamp: Slot,
+        members: Slot,
+    },
+    Vote {
+        mode: Vote,
+        to: Slot,
+        from: Slot,
+        members: Slot,
+    },
+    ActiveMask {
+        to: Slot,
+    },
+    Match {
+        to: Slot,
+        from: Slot,
+        members: Slot,
+    },
+    Reduce {
+        function: Binary,
+        to: Slot,
+        from: Slot,
+        members: Slot,
+    },
+    Elect {
+        to: Slot,
+        elected: Slot,
+        members: Slot,
+    },
+    LoadMatrices {
+        transposed: bool,
+        to: Vec<Slot>,
+        at: Address,
+    },
+    StoreMatrices {
+        transposed: bool,
+        at: Address,
+        from: Vec<Slot>,
+    },
+    TransposeMatrix {
+        to: Slot,
+        from: Slot,
+    },
+    Product(Product),
+    GroupProduct(Box<GroupProduct>),
+    /// `cp.async` of `bytes`, of which `read` come from global memory and the others are 0.
+    Copy {
+        to: Address,
+        from: Address,
+        bytes: Slot,
+        read: Option<Slot>,
+    },
+    CommitCopies,
+    /// Until at most so many groups of copies are under way.
+    WaitCopies(Slot),
+    WaitAllCopies,
+    Bulk(Box<Bulk>),
+    CommitBulk,
+    WaitBulk,
+    CountedInit {
+        at: Address,
+        count: Slot,
+    },
+    CountedArrive {
+        at: Address,
+        count: Option<Slot>,
+        expects: Option<Slot>,
+        arrives: bool,
+        to: Option<Slot>,
+    },
+    CountedWait {
+        to: Slot,
+        at: Address,
+        phase: Slot,
+    },
+}
+
+pub struct Instruction {
+    pub op: Op,
+    /// The predicate under which lanes take part, and whether it has to be false.
+    pub guard: Option<(Slot, bool)>,
+    pub line: u32,
+}
+
+/// What a special register holds (PTX ISA, section 10).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Special {
+    Thread(usize),
+    Threads(usize),
+    Cube(usize),
+    Cubes(usize),
+    Lane,
+    Warp,
+    DynamicShared,
+    LaneMaskLess,
+    LaneMaskLessEqual,
+    LaneMaskGreater,
+    LaneMaskGreaterEqual,
+    LaneMaskEqual,
+    Clock,
+    Zero,
+    One,
+}
+
+impl Special {
+    pub fn named(name: &str) -> Option<Self> {
+        let axis = |name: &str| match name {
+            "x" => Some(0),
+            "y" => Some(1),
+            "z" => Some(2),
+            _ => None,
+        };
+        if let Some((family, part)) = name.strip_prefix('%')?.split_once('.') {
+            let axis = axis(part)?;
+            return Some(match family {
+                "tid" => Self::Thread(axis),
+                "ntid" => Self::Threads(axis),
+                "ctaid" => Self::Cube(axis),
+                "nctaid" => Self::Cubes(axis),
+                // A cube without a cluster is a cluster of its own.
+                "clusterid" => Self::Cube(axis),
+                "nclusterid" => Self::Cubes(axis),
+                "cluster_ctaid" => Self::Zero,
+                "cluster_nctaid" => Self::One,
+                _ => return None,
+            });
+        }
+        Some(match name {
+            "%laneid" => Self::Lane,
+            "%warpid" => Self::Warp,
+            "%dynamic_smem_size" => Self::DynamicShared,
+            "%lanemask_lt" => Self::LaneMaskLess,
+            "%lanemask_le" => Self::LaneMaskLessEqual,
+            "%lanemask_gt" => Self::LaneMaskGreater,
+            "%lanemask_ge" => Self::LaneMaskGreaterEqual,
+            "%lanemask_eq" => Self::LaneMaskEqual,
+            "%clock" | "%clock64" | "%globaltimer" => Self::Clock,
+            "%cluster_ctarank" => Self::Zero,
+            "%cluster_nctarank" => Self::One,
+            _ => return None,
+        })
+    }
+}

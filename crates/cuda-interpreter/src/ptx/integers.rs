@@ -1,0 +1,165 @@
+//! Integers and bits (PTX ISA, sections 9.7.1, 9.7.2 and 9.7.8).
+//!
+//! A register holds 64 bits. What a narrower type leaves above is never read.
+#![expect(
+    clippy::unnecessary_cast,
+    reason = "a function stands for every width, that of registers included"
+)]
+
+use super::Type;
+use super::instruction::Pure;
+use super::lanes::{by_integer, four, one, three, two};
+
+const LOW: u64 = u32::MAX as u64;
+
+fn both(low: u64, high: u64) -> u64 {
+    low & LOW | high << 32
+}
+
+/// What `name` with its modifiers computes of integers.
+pub fn integer(name: &str, modifiers: &[&str], kind: Type) -> Option<Pure> {
+    let has = |modifier: &str| modifiers.contains(&modifier);
+    let wide = has("wide");
+    Some(match name {
+        "add" => by_integer!(kind, T => two!(|a, b| (a as T).wrapping_add(b as T) as u64)),
+        "sub" => by_integer!(kind, T => two!(|a, b| (a as T).wrapping_sub(b as T) as u64)),
+        "mul" if wide => {
+            by_integer!(kind, T => two!(|a, b| i128::from(a as T).wrapping_mul(i128::from(b as T)) as u64))
+        }
+        "mul" if has("hi") => by_integer!(kind, T => two!(|a, b| high(a as T, b as T, T::BITS))),
+        "mul" => by_integer!(kind, T => two!(|a, b| (a as T).wrapping_mul(b as T) as u64)),
+        "mul24" => two!(|a, b| (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff)),
+        "mad" if wide => by_integer!(kind, T => three!(|a, b, c| {
+            (i128::from(a as T).wrapping_mul(i128::from(b as T)) as u64).wrapping_add(c)
+        })),
+        "mad" if has("hi") => {
+            by_integer!(kind, T => three!(|a, b, c| high(a as T, b as T, T::BITS).wrapping_add(c)))
+        }
+        "mad" => {
+            by_integer!(kind, T => three!(|a, b, c| (a as T).wrapping_mul(b as T).wrapping_add(c as T) as u64))
+        }
+        "div" => {
+            by_integer!(kind, T => two!(|a, b| (a as T).checked_div(b as T).unwrap_or(T::MAX) as u64))
+        }
+        "rem" => {
+            by_integer!(kind, T => two!(|a, b| (a as T).checked_rem(b as T).unwrap_or(a as T) as u64))
+        }
+        "min" => by_integer!(kind, T => two!(|a, b| (a as T).min(b as T) as u64)),
+        "max" => by_integer!(kind, T => two!(|a, b| (a as T).max(b as T) as u64)),
+        "neg" => by_integer!(kind, T => one!(|a| (a as T).wrapping_neg() as u64)),
+        "abs" => match kind {
+            Type::Signed(16) => one!(|a| (a as i16).wrapping_abs() as u64),
+            Type::Signed(32) => one!(|a| (a as i32).wrapping_abs() as u64),
+            Type::Signed(64) => one!(|a| (a as i64).wrapping_abs() as u64),
+            _ => return None,
+        },
+        "sad" => {
+            by_integer!(kind, T => three!(|a, b, c| ((a as T).abs_diff(b as T) as u64).wrapping_add(c)))
+        }
+        _ => return None,
+    })
+}
+
+fn high<T: Into<i128>>(a: T, b: T, bits: u32) -> u64 {
+    (a.into().wrapping_mul(b.into()) >> bits) as u64
+}
+
+/// What `name` computes of bits.
+pub fn bits(name: &str, kind: Type, modifiers: &[&str]) -> Option<Pure> {
+    let wide = kind.bytes() == 8;
+    let has = |modifier: &str| modifiers.contains(&modifier);
+    let as_shift = has("shiftamt");
+    Some(match name {
+        "and" => two!(|a, b| a & b),
+        "or" => two!(|a, b| a | b),
+        "xor" => two!(|a, b| a ^ b),
+        "not" if kind == Type::Predicate => one!(|a| a & 1 ^ 1),
+        "not" => one!(|a| !a),
+        "cnot" => by_integer!(kind, T => one!(|a| u64::from(a as T == 0))),
+        "shl" => {
+            by_integer!(kind, T => two!(|a, by| (a as T).checked_shl(by as u32).unwrap_or(0) as u64))
+        }
+        "shr" => by_integer!(kind, T => two!(|a, by| {
+            // Signs fill what is left beyond the width.
+            (a as T >> (by as u32).min(T::BITS - 1) >> u32::from(by as u32 >= T::BITS).min(1)) as u64
+        })),
+        "popc" if wide => one!(|a| a.count_ones().into()),
+        "popc" => one!(|a| (a as u32).count_ones().into()),
+        "clz" if wide => one!(|a| a.leading_zeros().into()),
+        "clz" => one!(|a| (a as u32).leading_zeros().into()),
+        "brev" if wide => one!(|a| a.reverse_bits()),
+        "brev" => one!(|a| (a as u32).reverse_bits().into()),
+        "bfind" => match (kind, as_shift) {
+            (Type::Unsigned(32), true) => one!(|a| match a as u32 {
+                0 => LOW,
+                a => a.leading_zeros().into(),
+            }),
+            (Type::Unsigned(32), false) => one!(|a| match a as u32 {
+                0 => LOW,
+                a => (31 - a.leading_zeros()).into(),
+            }),
+            (Type::Unsigned(64), false) => one!(|a| match a {
+                0 => LOW,
+                a => (63 - a.leading_zeros()).into(),
+            }),
+            _ => return None,
+        },
+        "shf" => match (has("l"), has("wrap")) {
+            (true, true) => three!(|low, high, by| (both(low, high) << (by & 31)) >> 32 & LOW),
+            (true, false) => {
+                three!(|low, high, by| (both(low, high) << (by & LOW).min(32)) >> 32 & LOW)
+            }
+            (false, true) => three!(|low, high, by| both(low, high) >> (by & 31) & LOW),
+            (false, false) => three!(|low, high, by| both(low, high) >> (by & LOW).min(32) & LOW),
+        },
+        "bfi" if wide => four!(|field, into, at, length| insert(field, into, at, length, 64)),
+        "bfi" => four!(|field, into, at, length| insert(field, into, at, length, 32)),
+        "bfe" => match kind {
+            Type::Unsigned(32) => {
+                three!(|a, at, length| (a & LOW) >> (at & 255).min(63) & ones(length))
+            }
+            Type::Unsigned(64) => three!(|a, at, length| shifted(a, at) & ones(length)),
+            _ => return None,
+        },
+        "prmt" => three!(|a, b, selector| {
+            let bytes = both(a, b).to_le_bytes();
+            let chosen = |nibble: u64| {
+                let byte = bytes[(nibble & 7) as usize];
+                if nibble & 8 == 0 {
+                    byte
+                } else {
+                    ((byte as i8) >> 7) as u8
+                }
+            };
+            (0..4)
+                .map(|at| u64::from(chosen(selector >> (4 * at))) << (8 * at))
+                .sum()
+        }),
+        "lop3" => four!(|a, b, c, table| {
+            (0..8)
+                .filter(|row| table >> row & 1 == 1)
+                .fold(0, |out, row| {
+                    let term = |x: u64, bit: u64| if row >> bit & 1 == 1 { x } else { !x };
+                    out | term(a, 2) & term(b, 1) & term(c, 0)
+                })
+        }),
+        _ => return None,
+    })
+}
+
+fn shifted(a: u64, by: u64) -> u64 {
+    a.checked_shr((by & 255) as u32).unwrap_or(0)
+}
+
+fn ones(length: u64) -> u64 {
+    (1u64.checked_shl((length & 255) as u32).unwrap_or(0)).wrapping_sub(1)
+}
+
+fn insert(field: u64, into: u64, at: u64, length: u64, width: u64) -> u64 {
+    let (at, length) = (at & 255, length & 255);
+    if at >= width {
+        return into;
+    }
+    let mask = ones(length.min(width - at)) << at;
+    into & !mask | field << at & mask
+}

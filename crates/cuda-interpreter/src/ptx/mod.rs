@@ -1,0 +1,25 @@
+//! PTX text, read into instructions.
+
+mod compare;
+mod convert;
+mod copies;
+mod decode;
+mod floats;
+mod functions;
+mod instruction;
+mod integers;
+mod lanes;
+mod lex;
+mod numbers;
+mod parse;
+mod products;
+mod reader;
+mod types;
+
+pub use instruction::{
+    Address, Bulk, Effect, Element, GroupProduct, Instruction, Lanes, Left, Op, Product, Pure,
+    Shuffle, Slot, Space, Special, Vote,
+};
+pub use numbers::{bf16_to_f32, f16_to_f32};
+pub use parse::{Kernel, Module};
+pub use types::Type;

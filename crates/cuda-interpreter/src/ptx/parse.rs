@@ -1,0 +1,495 @@
+//! Modules of PTX: declarations, scopes and labels. What an instruction does is for `decode`.
+
+use std::collections::HashMap;
+
+use super::Type;
+use super::decode::decode;
+use super::instruction::{Instruction, Op, Slot, Special};
+use super::lex::{Token, number, stripped, tokens};
+use super::reader::Argument;
+use crate::error::Unread;
+
+/// Where shared memory begins. What lies below is the device's own on Hopper.
+const SHARED_START: usize = 1024;
+/// Dynamic shared memory begins at a multiple of this, which is what bulk copies with swizzling ask for.
+const DYNAMIC_ALIGNMENT: usize = 1024;
+
+pub struct Parameter {
+    pub offset: usize,
+    pub bytes: usize,
+}
+
+/// An entry of a module.
+pub struct Kernel {
+    pub name: String,
+    pub parameters: Vec<Parameter>,
+    pub code: Vec<Instruction>,
+    pub slots: usize,
+    pub constants: Vec<(Slot, u64)>,
+    pub specials: Vec<(Slot, Special)>,
+    /// Bytes of shared memory up to its dynamic part.
+    pub static_shared: usize,
+    pub local_bytes: usize,
+}
+
+#[derive(Default)]
+pub struct Module {
+    pub kernels: Vec<Kernel>,
+    /// Arrays in global memory.
+    pub arrays: Vec<Box<[u8]>>,
+}
+
+impl Module {
+    /// # Errors
+    ///
+    /// [`Unread`] for text that is no PTX, and for instructions that are not known here.
+    pub fn parse(text: &str) -> Result<Self, Unread> {
+        let bare = stripped(text);
+        let mut parser = Parser::new(tokens(&bare));
+        parser.shared_symbols()?;
+        parser.module()?;
+        Ok(Self {
+            kernels: parser.kernels,
+            arrays: parser.arrays,
+        })
+    }
+}
+
+pub(super) struct Parser<'a> {
+    tokens: Vec<Token<'a>>,
+    at: usize,
+    symbols: HashMap<&'a str, u64>,
+    static_shared: usize,
+    arrays: Vec<Box<[u8]>>,
+    kernels: Vec<Kernel>,
+    // Of the kernel that is being read.
+    scopes: Vec<Scope<'a>>,
+    open: Vec<usize>,
+    slots: Slot,
+    sink: Slot,
+    constants: HashMap<u64, Slot>,
+    specials: HashMap<&'a str, (Slot, Special)>,
+    local_bytes: usize,
+    jumps: Vec<(usize, &'a str, Vec<usize>)>,
+}
+
+#[derive(Default)]
+struct Scope<'a> {
+    registers: HashMap<String, Slot>,
+    labels: HashMap<&'a str, u32>,
+}
+
+impl<'a> Parser<'a> {
+    fn new(tokens: Vec<Token<'a>>) -> Self {
+        Self {
+            tokens,
+            at: 0,
+            symbols: HashMap::new(),
+            static_shared: SHARED_START,
+            arrays: Vec::new(),
+            kernels: Vec::new(),
+            scopes: Vec::new(),
+            open: Vec::new(),
+            slots: 0,
+            sink: 0,
+            constants: HashMap::new(),
+            specials: HashMap::new(),
+            local_bytes: 0,
+            jumps: Vec::new(),
+        }
+    }
+
+    pub(super) fn unread<T>(&self, what: impl Into<String>) -> Result<T, Unread> {
+        let last = self.tokens.get(self.at).or(self.tokens.last());
+        Err(Unread {
+            line: last.map_or(0, |token| token.line),
+            what: what.into(),
+        })
+    }
+
+    fn peek(&self) -> &'a str {
+        self.tokens.get(self.at).map_or("", |token| token.text)
+    }
+
+    fn next(&mut self) -> &'a str {
+        let text = self.peek();
+        self.at += 1;
+        text
+    }
+
+    fn takes(&mut self, text: &str) -> bool {
+        let found = self.peek() == text;
+        self.at += usize::from(found);
+        found
+    }
+
+    fn expect(&mut self, text: &str) -> Result<(), Unread> {
+        match self.takes(text) {
+            true => Ok(()),
+            false => self.unread(format!("expected {text:?}, found {:?}", self.peek())),
+        }
+    }
+
+    fn skip_past(&mut self, end: &str) {
+        while self.at < self.tokens.len() && self.next() != end {}
+    }
+
+    fn integer(&mut self) -> Result<usize, Unread> {
+        match number(self.peek()) {
+            Some(value) => {
+                self.at += 1;
+                Ok(value as usize)
+            }
+            None => self.unread(format!("expected a number, found {:?}", self.peek())),
+        }
+    }
+
+    /// A variable's alignment, name and bytes, behind its state space: `.align 16 .b8 name[64]`.
+    fn variable(&mut self) -> Result<(usize, &'a str, usize), Unread> {
+        let (mut align, mut kind) = (0, Type::Bits(8));
+        while self.peek().starts_with('.') {
+            let modifier = self.next();
+            if modifier == ".align" {
+                align = self.integer()?;
+            } else if let Some(found) = Type::named(&modifier[1..]) {
+                kind = found;
+            }
+        }
+        let name = self.next();
+        let mut count = 1;
+        while self.takes("[") {
+            count *= if self.peek() == "]" {
+                0
+            } else {
+                self.integer()?
+            };
+            self.expect("]")?;
+        }
+        Ok((align.max(kind.bytes()), name, count * kind.bytes()))
+    }
+
+    /// Places of shared variables, wherever they are declared. The dynamic one lies behind the others.
+    fn shared_symbols(&mut self) -> Result<(), Unread> {
+        let mut dynamic = Vec::new();
+        while self.at < self.tokens.len() {
+            let is_extern = self.peek() == ".extern";
+            if self.next() != ".shared" {
+                if !is_extern || !self.takes(".shared") {
+                    continue;
+                }
+                dynamic.push(self.variable()?.1);
+                continue;
+            }
+            let (align, name, bytes) = self.variable()?;
+            let start = self.static_shared.next_multiple_of(align);
+            self.symbols.insert(name, start as u64);
+            self.static_shared = start + bytes;
+        }
+        if !dynamic.is_empty() {
+            self.static_shared = self.static_shared.next_multiple_of(DYNAMIC_ALIGNMENT);
+        }
+        for name in dynamic {
+            self.symbols.insert(name, self.static_shared as u64);
+        }
+        self.at = 0;
+        Ok(())
+    }
+
+    fn module(&mut self) -> Result<(), Unread> {
+        while self.at < self.tokens.len() {
+            match self.next() {
+                ".version" | ".target" => {
+                    self.next();
+                    while self.takes(",") {
+                        self.next();
+                    }
+                }
+                ".address_size" => self.at += 1,
+                ".visible" | ".weak" => {}
+                ".extern" | ".shared" => self.skip_past(";"),
+                ".global" | ".const" => self.array()?,
+                ".entry" => self.kernel()?,
+                ".func" => return self.unread("functions apart from kernels"),
+                other => return self.unread(format!("unexpected {other:?}")),
+            }
+        }
+        Ok(())
+    }
+
+    fn array(&mut self) -> Result<(), Unread> {
+        let kind = self.tokens[self.at..]
+            .iter()
+            .find_map(|token| Type::named(token.text.strip_prefix('.')?));
+        let (_, name, bytes) = self.variable()?;
+        let mut content = vec![0; bytes];
+        if self.takes("=") {
+            let size = kind.map_or(1, Type::bytes);
+            self.expect("{")?;
+            for part in content.chunks_mut(size) {
+                let negative = self.takes("-");
+                let value = self.integer()? as u64;
+                let value = if negative {
+                    value.wrapping_neg()
+                } else {
+                    value
+                };
+                part.copy_from_slice(&value.to_le_bytes()[..size]);
+                if !self.takes(",") {
+                    break;
+                }
+            }
+            self.expect("}")?;
+        }
+        self.expect(";")?;
+        let content = content.into_boxed_slice();
+        self.symbols.insert(name, content.as_ptr() as u64);
+        self.arrays.push(content);
+        Ok(())
+    }
+
+    fn kernel(&mut self) -> Result<(), Unread> {
+        let name = self.next().to_owned();
+        let (mut parameters, mut end) = (Vec::new(), 0_usize);
+        if self.takes("(") {
+            while !self.takes(")") {
+                self.expect(".param")?;
+                let (align, name, bytes) = self.variable()?;
+                let offset = end.next_multiple_of(align);
+                self.symbols.insert(name, offset as u64);
+                parameters.push(Parameter { offset, bytes });
+                end = offset + bytes;
+                self.takes(",");
+            }
+        }
+        while self.peek() != "{" {
+            self.at += 1;
+        }
+        self.at += 1;
+        self.scopes = vec![Scope::default()];
+        self.open = vec![0];
+        (self.slots, self.local_bytes) = (1, 0);
+        self.sink = 0;
+        self.constants.clear();
+        self.specials.clear();
+        let code = self.body()?;
+        self.kernels.push(Kernel {
+            name,
+            parameters,
+            code,
+            slots: self.slots as usize,
+            constants: self
+                .constants
+                .iter()
+                .map(|(&value, &slot)| (slot, value))
+                .collect(),
+            specials: self.specials.values().copied().collect(),
+            static_shared: self.static_shared,
+            local_bytes: self.local_bytes,
+        });
+        Ok(())
+    }
+
+    fn body(&mut self) -> Result<Vec<Instruction>, Unread> {
+        let mut code = Vec::new();
+        while !self.open.is_empty() {
+            let scope = *self.open.last().expect("a scope is open");
+            match self.peek() {
+                "" => return self.unread("a kernel has no end"),
+                "{" => {
+                    self.at += 1;
+                    self.open.push(self.scopes.len());
+                    self.scopes.push(Scope::default());
+                }
+                "}" => {
+                    self.at += 1;
+                    self.open.pop();
+                }
+                ";" => self.at += 1,
+                ".reg" => self.registers(scope)?,
+                ".shared" | ".pragma" => self.skip_past(";"),
+                ".local" => {
+                    self.at += 1;
+                    let (align, name, bytes) = self.variable()?;
+                    let start = self.local_bytes.next_multiple_of(align);
+                    self.symbols.insert(name, start as u64);
+                    self.local_bytes = start + bytes;
+                    self.expect(";")?;
+                }
+                label
+                    if self
+                        .tokens
+                        .get(self.at + 1)
+                        .is_some_and(|token| token.text == ":") =>
+                {
+                    self.at += 2;
+                    self.scopes[scope].labels.insert(label, code.len() as u32);
+                }
+                _ => {
+                    let instruction = self.instruction(code.len())?;
+                    code.push(instruction);
+                }
+            }
+        }
+        // A kernel may end without a word.
+        code.push(Instruction {
+            op: Op::Exit,
+            guard: None,
+            line: 0,
+        });
+        for (at, label, scopes) in std::mem::take(&mut self.jumps) {
+            let target = scopes
+                .iter()
+                .rev()
+                .find_map(|&scope| self.scopes[scope].labels.get(label));
+            match target {
+                Some(&target) => code[at].op = Op::Branch(target),
+                None => return self.unread(format!("no label {label}")),
+            }
+        }
+        Ok(code)
+    }
+
+    fn registers(&mut self, scope: usize) -> Result<(), Unread> {
+        self.at += 2;
+        loop {
+            let name = self.next();
+            if self.takes("<") {
+                let count = self.integer()?;
+                self.expect(">")?;
+                for index in 0..count {
+                    self.scopes[scope]
+                        .registers
+                        .insert(format!("{name}{index}"), self.slots);
+                    self.slots += 1;
+                }
+            } else {
+                self.scopes[scope]
+                    .registers
+                    .insert(name.to_owned(), self.slots);
+                self.slots += 1;
+            }
+            if !self.takes(",") {
+                return self.expect(";");
+            }
+        }
+    }
+
+    fn instruction(&mut self, at: usize) -> Result<Instruction, Unread> {
+        let line = self.tokens[self.at].line;
+        let mut guard = None;
+        if self.takes("@") {
+            let negated = self.takes("!");
+            guard = Some((self.slot()?, negated));
+        }
+        let opcode = self.next();
+        if opcode == "bra" || opcode == "bra.uni" {
+            let label = self.next();
+            self.jumps.push((at, label, self.open.clone()));
+            self.expect(";")?;
+            return Ok(Instruction {
+                op: Op::Nothing,
+                guard,
+                line,
+            });
+        }
+        let mut arguments = Vec::new();
+        while !self.takes(";") {
+            arguments.push(self.argument()?);
+            if self.takes("|") {
+                let Some(Argument::Slot(first)) = arguments.pop() else {
+                    return self.unread("a pair of what are no registers");
+                };
+                arguments.push(Argument::Pair(first, self.slot()?));
+            }
+            if !self.takes(",") && self.peek() != ";" {
+                return self.unread(format!("unexpected {:?} behind an operand", self.peek()));
+            }
+        }
+        let op = match decode(opcode, arguments, |value| self.constant(value)) {
+            Ok(op) => op,
+            Err(what) => return Err(Unread { line, what }),
+        };
+        Ok(Instruction { op, guard, line })
+    }
+
+    fn argument(&mut self) -> Result<Argument, Unread> {
+        if self.takes("{") {
+            return Ok(Argument::Slots(self.slot_list()?));
+        }
+        if !self.takes("[") {
+            return Ok(Argument::Slot(self.slot()?));
+        }
+        let base = self.slot()?;
+        let mut offset = 0;
+        if self.takes("+") {
+            let negative = self.takes("-");
+            let value = self.integer()? as i64;
+            offset = if negative { -value } else { value };
+        }
+        if self.takes(",") {
+            self.expect("{")?;
+            let coordinates = self.slot_list()?;
+            self.expect("]")?;
+            return Ok(Argument::Tensor(base, offset, coordinates));
+        }
+        self.expect("]")?;
+        Ok(Argument::Address(base, offset))
+    }
+
+    fn slot_list(&mut self) -> Result<Vec<Slot>, Unread> {
+        let mut slots = Vec::new();
+        while !self.takes("}") {
+            slots.push(self.slot()?);
+            self.takes(",");
+        }
+        Ok(slots)
+    }
+
+    fn constant(&mut self, value: u64) -> Slot {
+        *self.constants.entry(value).or_insert_with(|| {
+            self.slots += 1;
+            self.slots - 1
+        })
+    }
+
+    /// Where the value of a register, a number or a name lies.
+    fn slot(&mut self) -> Result<Slot, Unread> {
+        let negative = self.takes("-");
+        let text = self.next();
+        let found = self
+            .open
+            .iter()
+            .rev()
+            .find_map(|&scope| self.scopes[scope].registers.get(text));
+        if let Some(&slot) = found {
+            return Ok(slot);
+        }
+        if text == "_" {
+            return Ok(self.sink);
+        }
+        if let Some(value) = number(text) {
+            return Ok(self.constant(if negative {
+                value.wrapping_neg()
+            } else {
+                value
+            }));
+        }
+        if let Some(&value) = self.symbols.get(text) {
+            return Ok(self.constant(value));
+        }
+        if let Some(&(slot, _)) = self.specials.get(text) {
+            return Ok(slot);
+        }
+        match Special::named(text) {
+            Some(special) => {
+                self.specials.insert(text, (self.slots, special));
+                self.slots += 1;
+                Ok(self.slots - 1)
+            }
+            None => {
+                self.at -= 1;
+                self.unread(format!("no register or variable {text:?}"))
+            }
+        }
+    }
+}

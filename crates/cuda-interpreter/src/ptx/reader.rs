@@ -1,0 +1,110 @@
+//! An instruction as it is written.
+
+use super::instruction::{Address, Slot, Space};
+
+/// An operand as it is written.
+#[derive(Clone, Debug)]
+pub enum Argument {
+    Slot(Slot),
+    Pair(Slot, Slot),
+    Slots(Vec<Slot>),
+    Address(Slot, i64),
+    Tensor(Slot, i64, Vec<Slot>),
+}
+
+/// What was read, or what is not known here, in words.
+pub type Decoded<T> = Result<T, String>;
+
+/// An opcode and the operands that are left to read.
+pub struct Reader<'a> {
+    pub opcode: &'a str,
+    pub modifiers: Vec<&'a str>,
+    pub arguments: std::vec::IntoIter<Argument>,
+}
+
+impl Reader<'_> {
+    pub fn unknown<T>(&self) -> Decoded<T> {
+        Err(format!("`{}` is not known", self.opcode))
+    }
+
+    pub fn has(&self, modifier: &str) -> bool {
+        self.modifiers.contains(&modifier)
+    }
+
+    pub fn left(&self) -> usize {
+        self.arguments.len()
+    }
+
+    pub fn slot(&mut self) -> Decoded<Slot> {
+        match self.arguments.next() {
+            Some(Argument::Slot(slot)) => Ok(slot),
+            other => Err(format!(
+                "`{}` takes a register here: {other:?}",
+                self.opcode
+            )),
+        }
+    }
+
+    pub fn optional(&mut self) -> Decoded<Option<Slot>> {
+        if self.left() == 0 {
+            Ok(None)
+        } else {
+            self.slot().map(Some)
+        }
+    }
+
+    /// A result, and a second one behind `|`.
+    pub fn pair(&mut self) -> Decoded<(Slot, Option<Slot>)> {
+        match self.arguments.next() {
+            Some(Argument::Slot(slot)) => Ok((slot, None)),
+            Some(Argument::Pair(first, second)) => Ok((first, Some(second))),
+            other => Err(format!(
+                "`{}` takes a register here: {other:?}",
+                self.opcode
+            )),
+        }
+    }
+
+    /// One register or several.
+    pub fn slots(&mut self) -> Decoded<Vec<Slot>> {
+        match self.arguments.next() {
+            Some(Argument::Slot(slot)) => Ok(vec![slot]),
+            Some(Argument::Slots(slots)) => Ok(slots),
+            other => Err(format!("`{}` takes registers here: {other:?}", self.opcode)),
+        }
+    }
+
+    pub fn address(&mut self) -> Decoded<Address> {
+        match self.arguments.next() {
+            Some(Argument::Address(base, offset)) => Ok(Address { base, offset }),
+            other => Err(format!(
+                "`{}` takes an address here: {other:?}",
+                self.opcode
+            )),
+        }
+    }
+
+    pub fn tensor(&mut self) -> Decoded<(Address, Vec<Slot>)> {
+        match self.arguments.next() {
+            Some(Argument::Tensor(base, offset, coordinates)) => {
+                Ok((Address { base, offset }, coordinates))
+            }
+            other => Err(format!("`{}` takes a tensor here: {other:?}", self.opcode)),
+        }
+    }
+
+    pub fn space(&self) -> Space {
+        let named = |family: &str| {
+            self.modifiers
+                .iter()
+                .any(|text| text.split("::").next() == Some(family))
+        };
+        match () {
+            () if named("global") || named("const") => Space::Global,
+            () if named("shared") => Space::Shared,
+            () if named("local") => Space::Local,
+            () if named("param") => Space::Param,
+            () => Space::Generic,
+        }
+    }
+}
