@@ -12,7 +12,8 @@ use crate::ptx::{
 /// Rows of a warp's tile.
 const ROWS: usize = 16;
 
-fn number(element: Element, bits: u32) -> f32 {
+/// The value of a number of a tile.
+pub fn number(element: Element, bits: u32) -> f32 {
     match element {
         Element::F16 => f16_to_f32(bits as u16),
         Element::BF16 => bf16_to_f32(bits as u16),

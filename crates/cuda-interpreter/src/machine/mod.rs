@@ -4,6 +4,7 @@ mod bulk;
 mod counted;
 mod cube;
 mod exchange;
+mod fragments;
 mod grid;
 mod matrix;
 mod memory;

@@ -4,6 +4,7 @@ use super::bulk::Pending;
 use super::counted::Counted;
 use super::cube::Cube;
 use super::exchange::{matching, shuffle, transposed, vote};
+use super::fragments;
 use super::grid::Launch;
 use super::matrix::{multiply, multiply_group};
 use super::memory::placed;
@@ -207,6 +208,9 @@ impl Warp {
             | Op::TransposeMatrix { .. }
             | Op::Product(_)
             | Op::GroupProduct(_)
+            | Op::LoadFragment(..)
+            | Op::StoreFragment(..)
+            | Op::FragmentProduct(_)
                 if here != u32::MAX =>
             {
                 return Ok(Flow::Again);
@@ -253,6 +257,11 @@ impl Warp {
                 let values = transposed(self.at(*from));
                 self.set(*to, &values, active);
             }
+            Op::LoadFragment(fragment, from) => {
+                fragments::load(self, launch, cube, fragment, from)?
+            }
+            Op::StoreFragment(fragment, to) => fragments::store(self, launch, cube, fragment, to)?,
+            Op::FragmentProduct(product) => fragments::multiply(self, product),
             Op::Product(product) => multiply(self, product, active),
             Op::GroupProduct(product) => multiply_group(self, &mut cube.shared, product)?,
             Op::Copy {

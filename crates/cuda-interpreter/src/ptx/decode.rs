@@ -7,7 +7,7 @@ use super::copies::{copy, counted};
 use super::functions::pure;
 use super::instruction::{Binary, Op, Pure, Shuffle, Slot, Vote};
 use super::numbers::{bf16_to_f32, f16_to_f32, f32_of, f32_to_bf16, f32_to_f16, f64_of, of_f32};
-use super::products::{group_product, product};
+use super::products::{fragments, group_product, product};
 use super::reader::{Argument, Decoded, Reader};
 
 /// The instruction, where `constant` gives numbers a place among the registers.
@@ -119,6 +119,7 @@ pub fn decode(
             from: reader.slot()?,
         },
         "mma" => product(reader)?,
+        "wmma" => fragments(reader)?,
         "wgmma" => group_product(reader)?,
         "cp" => copy(reader)?,
         "mbarrier" => counted(reader)?,

@@ -138,8 +138,36 @@ pub struct Product {
     pub sums: Vec<Slot>,
 }
 
+/// A matrix in registers whose places only the instructions on it know (`wmma`; PTX ISA, section 9.7.14.4).
+pub struct Fragment {
+    pub rows: usize,
+    pub columns: usize,
+    pub element_bytes: usize,
+    pub slots: Vec<Slot>,
+}
+
+/// A fragment's place in memory: its first number, numbers from one row or column to the next, and which of them.
+pub struct FragmentPlace {
+    pub space: Space,
+    pub at: Address,
+    pub stride: Option<Slot>,
+    pub by_rows: bool,
+}
+
+/// `wmma.mma`: the sum of a product of fragments and a third.
+pub struct FragmentProduct {
+    pub element: Element,
+    pub out: Fragment,
+    pub left: Fragment,
+    pub right: Fragment,
+    pub sums: Fragment,
+}
+
 pub enum Op {
     Nothing,
+    LoadFragment(Fragment, FragmentPlace),
+    StoreFragment(Fragment, FragmentPlace),
+    FragmentProduct(Box<FragmentProduct>),
     Pure {
         function: Pure,
         to: Slot,

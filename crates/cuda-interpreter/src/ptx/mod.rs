@@ -17,9 +17,9 @@ mod reader;
 mod types;
 
 pub use instruction::{
-    Address, Bulk, Effect, Element, GroupProduct, Instruction, Lanes, Left, Op, Product, Pure,
-    Shuffle, Slot, Space, Special, Vote,
+    Address, Bulk, Effect, Element, Fragment, FragmentPlace, FragmentProduct, GroupProduct,
+    Instruction, Lanes, Left, Op, Product, Pure, Shuffle, Slot, Space, Special, Vote,
 };
-pub use numbers::{bf16_to_f32, f16_to_f32};
+pub use numbers::{bf16_to_f32, f16_to_f32, f32_to_f16};
 pub use parse::{Kernel, Module};
 pub use types::Type;

@@ -474,6 +474,9 @@ impl<'a> Parser<'a> {
                 value
             }));
         }
+        if text == "WARP_SZ" {
+            return Ok(self.constant(32));
+        }
         if let Some(&value) = self.symbols.get(text) {
             return Ok(self.constant(value));
         }

@@ -1,6 +1,9 @@
 //! Products of tensor cores: `mma.sync` and `wgmma`.
 
-use super::instruction::{Element, GroupProduct, Left, Op, Product};
+use super::Type;
+use super::instruction::{
+    Element, Fragment, FragmentPlace, FragmentProduct, GroupProduct, Left, Op, Product, Slot,
+};
 use super::reader::{Decoded, Reader};
 
 /// The element that both operands of a product have, of sums in f32.
@@ -96,4 +99,99 @@ pub fn group_product(reader: &mut Reader) -> Decoded<Op> {
         signs,
         transposed,
     })))
+}
+
+/// `wmma`: loads, stores and products of fragments.
+pub fn fragments(reader: &mut Reader) -> Decoded<Op> {
+    let Some([rows, columns, depth]) = shape(reader) else {
+        return reader.unknown();
+    };
+    if reader.has("mma") {
+        return fragment_product(reader, [rows, columns, depth]);
+    }
+    let of = |name: &str| reader.modifiers.get(1) == Some(&name);
+    let [rows, columns] = match () {
+        () if of("a") => [rows, depth],
+        () if of("b") => [depth, columns],
+        () => [rows, columns],
+    };
+    let element_bytes = match reader.modifiers.last() {
+        Some(&"tf32") => 4,
+        Some(name) => Type::named(name).map_or(0, Type::bytes),
+        None => 0,
+    };
+    let (space, by_rows) = (reader.space(), reader.has("row"));
+    let loads = reader.has("load");
+    let loaded = if loads { Some(reader.slots()?) } else { None };
+    let at = reader.address()?;
+    let slots = match loaded {
+        Some(slots) => slots,
+        None => reader.slots()?,
+    };
+    let place = FragmentPlace {
+        space,
+        at,
+        stride: reader.optional()?,
+        by_rows,
+    };
+    let Some(fragment) = fragment(rows, columns, element_bytes, slots) else {
+        return reader.unknown();
+    };
+    Ok(match loads {
+        true => Op::LoadFragment(fragment, place),
+        false => Op::StoreFragment(fragment, place),
+    })
+}
+
+/// The fragment, if registers have room for it.
+fn fragment(
+    rows: usize,
+    columns: usize,
+    element_bytes: usize,
+    slots: Vec<Slot>,
+) -> Option<Fragment> {
+    let fits =
+        [2, 4].contains(&element_bytes) && rows * columns <= 32 * slots.len() * 4 / element_bytes;
+    fits.then_some(Fragment {
+        rows,
+        columns,
+        element_bytes,
+        slots,
+    })
+}
+
+fn fragment_product(reader: &mut Reader, [rows, columns, depth]: [usize; 3]) -> Decoded<Op> {
+    let element = match () {
+        () if reader.has("bf16") => Element::BF16,
+        () if reader.has("tf32") => Element::TF32,
+        () => Element::F16,
+    };
+    let of_factors = if element == Element::TF32 { 4 } else { 2 };
+    // Types of the result and of what is added stand before and behind those of the factors.
+    let shape_at = reader
+        .modifiers
+        .iter()
+        .position(|text| text.starts_with('m') && text.contains('k'));
+    let kinds = &reader.modifiers[shape_at.map_or(0, |at| at + 1)..];
+    let bytes = |name: Option<&&str>| {
+        name.and_then(|name| Type::named(name))
+            .map_or(0, Type::bytes)
+    };
+    let (of_out, of_sums) = (bytes(kinds.first()), bytes(kinds.last()));
+    let out = fragment(rows, columns, of_out, reader.slots()?);
+    let left = fragment(rows, depth, of_factors, reader.slots()?);
+    let right = fragment(depth, columns, of_factors, reader.slots()?);
+    let sums = fragment(rows, columns, of_sums, reader.slots()?);
+    match (out, left, right, sums) {
+        (Some(out), Some(left), Some(right), Some(sums)) => {
+            Ok(Op::FragmentProduct(Box::new(FragmentProduct {
+                element,
+                out,
+                left,
+                right,
+                sums,
+            })))
+        }
+        _ => reader.unknown(),
+    }
 }
