@@ -31,6 +31,8 @@ pub enum Fault {
     Deadlock(String),
     #[error("nothing came of {0} instructions: threads wait in a loop for what never comes")]
     Livelock(u64),
+    #[error("a race: {0}")]
+    Race(String),
     #[error("trap")]
     Trap,
     #[error("the launch: {0}")]

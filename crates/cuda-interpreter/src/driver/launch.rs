@@ -108,6 +108,7 @@ fn settings() -> Settings {
         seed: number("CUDA_INTERPRETER_SEED").unwrap_or(default.seed),
         resident: number("CUDA_INTERPRETER_RESIDENT")
             .map_or(default.resident, |count| count.max(1) as usize),
+        watches_races: number("CUDA_INTERPRETER_RACES").is_some_and(|watches| watches > 0),
         ..default
     }
 }

@@ -4,15 +4,16 @@
 use super::cube::Cube;
 use super::grid::Launch;
 use super::memory::{check_alignment, out_of_bounds, part, placed};
+use super::races::{Access, Clock};
 use super::tensor_map::{BYTES, TensorMap};
-use super::warp::Warp;
+use super::warp::{Bytes, Warp};
 use crate::error::Fault;
 use crate::ptx::{Bulk, Effect, Space};
 
 /// Bytes that bulk copies are multiples of, and so are their places.
 const UNIT: usize = 16;
 
-pub enum Pending {
+enum Kind {
     Load {
         to: u64,
         from: u64,
@@ -24,7 +25,6 @@ pub enum Pending {
         from: u64,
         bytes: usize,
         effect: Effect,
-        thread: (usize, usize),
     },
     LoadTensor {
         to: u64,
@@ -37,8 +37,15 @@ pub enum Pending {
         coordinates: Vec<i32>,
         from: u64,
         effect: Effect,
-        thread: (usize, usize),
     },
+}
+
+pub struct Pending {
+    kind: Kind,
+    /// The warp and the lane that asked for it.
+    thread: (usize, usize),
+    /// What it knew then, where races are watched for, and where in the text it was.
+    asked: Option<(Clock, u32)>,
 }
 
 impl Pending {
@@ -54,12 +61,53 @@ impl Pending {
         bulk: &Bulk,
         lane: usize,
     ) -> Result<Self, Fault> {
+        let races = cube.races.as_ref();
+        let asked = races.map(|races| (races.clock(warp.number).clone(), races.line));
+        Ok(Self {
+            kind: Kind::asked(launch, cube, warp, bulk, lane)?,
+            thread: (warp.number, lane),
+            asked,
+        })
+    }
+
+    /// Whether a thread waits for this when it waits for its stores.
+    pub fn is_store_of(&self, asking: (usize, usize)) -> bool {
+        matches!(self.kind, Kind::Store { .. } | Kind::StoreTensor { .. }) && self.thread == asking
+    }
+
+    /// Moves the bytes, and tells the barrier.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault`] outside of what there is, and for races.
+    pub fn perform(self, launch: &Launch, cube: &mut Cube) -> Result<(), Fault> {
+        let Some((asked, line)) = self.asked else {
+            return self.kind.perform(launch, cube, None);
+        };
+        let races = cube.races.as_mut().expect("somebody watches");
+        races.line = line;
+        let engine = match self.kind {
+            Kind::Load { .. } | Kind::LoadTensor { .. } => races.loads(),
+            Kind::Store { .. } | Kind::StoreTensor { .. } => races.stores(),
+        };
+        let clock = races.begin_copy(engine, asked);
+        self.kind.perform(launch, cube, Some(&clock))
+    }
+}
+
+impl Kind {
+    fn asked(
+        launch: &Launch,
+        cube: &mut Cube,
+        warp: &mut Warp,
+        bulk: &Bulk,
+        lane: usize,
+    ) -> Result<Self, Fault> {
         let shared = |address: u64, unit: usize| {
             let (_, place) = placed(Space::Shared, address);
             check_alignment(Space::Shared, place, unit)?;
             Ok::<u64, Fault>(place)
         };
-        let thread = (warp.number, lane);
         let coordinates = |warp: &Warp, slots: &[u32]| -> Vec<i32> {
             slots
                 .iter()
@@ -97,7 +145,6 @@ impl Pending {
                     from: shared(warp.address(*from, lane), UNIT)?,
                     bytes,
                     effect: *effect,
-                    thread,
                 })
             }
             Bulk::LoadTensor {
@@ -126,23 +173,12 @@ impl Pending {
                     coordinates: coordinates(warp, at),
                     from: shared(warp.address(*from, lane), 128)?,
                     effect: *effect,
-                    thread,
                 })
             }
         }
     }
 
-    /// Whether a thread waits for this when it waits for its stores.
-    pub fn is_store_of(&self, asking: (usize, usize)) -> bool {
-        matches!(self, Self::Store { thread, .. } | Self::StoreTensor { thread, .. } if *thread == asking)
-    }
-
-    /// Moves the bytes, and tells the barrier.
-    ///
-    /// # Errors
-    ///
-    /// [`Fault`] outside of what there is.
-    pub fn perform(&self, launch: &Launch, cube: &mut Cube) -> Result<(), Fault> {
+    fn perform(self, launch: &Launch, cube: &mut Cube, clock: Option<&Clock>) -> Result<(), Fault> {
         match self {
             Self::Load {
                 to,
@@ -150,22 +186,21 @@ impl Pending {
                 bytes,
                 barrier,
             } => {
-                let place = part(&mut cube.shared, Space::Shared, *to, *bytes)?;
+                let place = arriving(cube, to, bytes, clock)?;
                 // SAFETY: both ranges were checked, and no device memory lies within a cube's vector.
-                unsafe { std::ptr::copy_nonoverlapping(*from as *const u8, place, *bytes) };
-                tell(cube, *barrier, *bytes)
+                unsafe { std::ptr::copy_nonoverlapping(from as *const u8, place, bytes) };
+                tell(cube, barrier, bytes, clock)
             }
             Self::Store {
                 to,
                 from,
                 bytes,
                 effect,
-                ..
             } => {
-                for offset in (0..*bytes).step_by(4) {
-                    let place = part(&mut cube.shared, Space::Shared, from + offset as u64, 4)?;
+                for offset in (0..bytes).step_by(4) {
+                    let place = leaving(cube, from + offset as u64, 4, clock)?;
                     // SAFETY: both places were checked.
-                    unsafe { put(*effect, *to + offset as u64, place, 4) };
+                    unsafe { put(effect, to + offset as u64, place, 4) };
                 }
                 cube.events += 1;
                 Ok(())
@@ -176,13 +211,12 @@ impl Pending {
                 coordinates,
                 barrier,
             } => {
-                check_map(launch, map, coordinates)?;
+                check_map(launch, &map, &coordinates)?;
                 let size = map.element_bytes;
                 let outside = [if map.nan_outside { 0xff } else { 0 }; 8];
                 let mut fault = None;
-                map.each(coordinates, |at, address| {
-                    let place = map.swizzle.place(*to + at as u64);
-                    match part(&mut cube.shared, Space::Shared, place, size) {
+                map.each(&coordinates, |at, address| {
+                    match arriving(cube, map.swizzle.place(to + at as u64), size, clock) {
                         // SAFETY: both places were checked.
                         Ok(place) => unsafe {
                             let from =
@@ -192,27 +226,24 @@ impl Pending {
                         Err(found) => fault = Some(found),
                     }
                 });
-                fault.map_or_else(|| tell(cube, *barrier, map.box_bytes()), Err)
+                fault.map_or_else(|| tell(cube, barrier, map.box_bytes(), clock), Err)
             }
             Self::StoreTensor {
                 map,
                 coordinates,
                 from,
                 effect,
-                ..
             } => {
-                check_map(launch, map, coordinates)?;
+                check_map(launch, &map, &coordinates)?;
+                let size = map.element_bytes;
                 let mut fault = None;
-                map.each(coordinates, |at, address| {
-                    let place = map.swizzle.place(*from + at as u64);
+                map.each(&coordinates, |at, address| {
                     match (
-                        part(&mut cube.shared, Space::Shared, place, map.element_bytes),
+                        leaving(cube, map.swizzle.place(from + at as u64), size, clock),
                         address,
                     ) {
                         // SAFETY: both places were checked.
-                        (Ok(place), Some(address)) => unsafe {
-                            put(*effect, address, place, map.element_bytes)
-                        },
+                        (Ok(place), Some(address)) => unsafe { put(effect, address, place, size) },
                         (Ok(_), None) => {}
                         (Err(found), _) => fault = Some(found),
                     }
@@ -222,6 +253,32 @@ impl Pending {
             }
         }
     }
+}
+
+/// Where bytes arrive in shared memory.
+fn arriving(
+    cube: &mut Cube,
+    place: u64,
+    bytes: usize,
+    clock: Option<&Clock>,
+) -> Result<*mut u8, Fault> {
+    if let (Some(races), Some(clock)) = (&mut cube.races, clock) {
+        races.check(races.loads(), clock, place, bytes, Access::Write)?;
+    }
+    part(&mut cube.shared, Space::Shared, place, bytes)
+}
+
+/// Where bytes leave shared memory from.
+fn leaving(
+    cube: &mut Cube,
+    place: u64,
+    bytes: usize,
+    clock: Option<&Clock>,
+) -> Result<*mut u8, Fault> {
+    if let (Some(races), Some(clock)) = (&mut cube.races, clock) {
+        races.check(races.stores(), clock, place, bytes, Access::AsyncRead)?;
+    }
+    part(&mut cube.shared, Space::Shared, place, bytes)
 }
 
 /// # Safety
@@ -241,7 +298,10 @@ unsafe fn put(effect: Effect, to: u64, from: *const u8, size: usize) {
     }
 }
 
-fn tell(cube: &mut Cube, barrier: u64, bytes: usize) -> Result<(), Fault> {
+fn tell(cube: &mut Cube, barrier: u64, bytes: usize, clock: Option<&Clock>) -> Result<(), Fault> {
+    if let (Some(races), Some(clock)) = (&mut cube.races, clock) {
+        races.end_load(barrier, clock);
+    }
     let counted = cube.counted(barrier)?.expecting(-(bytes as i32));
     cube.set_counted(barrier, counted)
 }
@@ -266,10 +326,9 @@ fn read_map(
         let place = warp.place(
             launch,
             cube,
-            Space::Generic,
-            address + offset as u64,
-            1,
+            Bytes::new(Space::Generic, address + offset as u64, 1),
             lane,
+            Access::Read,
         )?;
         // SAFETY: `place` gives a byte that can be read.
         *byte = unsafe { place.read() };

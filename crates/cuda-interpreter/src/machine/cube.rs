@@ -3,6 +3,7 @@
 use super::bulk::Pending;
 use super::counted::Counted;
 use super::memory::{check_alignment, part};
+use super::races::Races;
 use crate::error::Fault;
 use crate::ptx::Space;
 
@@ -27,6 +28,8 @@ pub struct Cube {
     pub alive: u32,
     /// Events that may let a waiting thread go on.
     pub events: u64,
+    /// Who watches for races, if anybody does.
+    pub races: Option<Box<Races>>,
     named: [Named; BARRIERS],
 }
 
@@ -39,6 +42,7 @@ impl Cube {
             pending: Vec::new(),
             alive: threads,
             events: 0,
+            races: None,
             named: [Named::default(); BARRIERS],
         }
     }
@@ -48,7 +52,16 @@ impl Cube {
     /// # Errors
     ///
     /// [`Fault::Barrier`] for numbers and counts that a cube does not have.
-    pub fn arrive(&mut self, id: u64, count: u32, threads: Option<u64>) -> Result<u64, Fault> {
+    pub fn arrive(
+        &mut self,
+        warp: usize,
+        id: u64,
+        count: u32,
+        threads: Option<u64>,
+    ) -> Result<u64, Fault> {
+        if let Some(races) = &mut self.races {
+            races.arrive_named(warp, id);
+        }
         let alive = self.alive;
         let Some(named) = self.named.get_mut(id as usize) else {
             return Err(Fault::Barrier(format!("there is no number {id}")));
@@ -83,11 +96,14 @@ impl Cube {
 
     /// Opens barriers that all threads that are left have come to.
     fn pass(&mut self) {
-        for named in &mut self.named {
+        for (id, named) in self.named.iter_mut().enumerate() {
             if named.arrived > 0 && named.arrived == named.threads.unwrap_or(self.alive) {
                 named.arrived = 0;
                 named.rounds += 1;
                 self.events += 1;
+                if let Some(races) = &mut self.races {
+                    races.pass_named(id as u64);
+                }
             }
         }
     }
@@ -125,9 +141,16 @@ impl Cube {
     /// [`Fault`] outside of shared memory.
     pub fn set_counted(&mut self, address: u64, barrier: Counted) -> Result<(), Fault> {
         check_alignment(Space::Shared, address, 8)?;
-        let place = part(&mut self.shared, Space::Shared, address, 8)?;
+        let place = part(&mut self.shared, Space::Shared, address, 8)?.cast::<u64>();
         // SAFETY: `part` gives 8 bytes of the vector.
-        unsafe { place.cast::<u64>().write_unaligned(barrier.bits()) };
+        let before = unsafe { place.read_unaligned() };
+        if let Some(races) = &mut self.races
+            && Counted::from_bits(before).is_odd() != barrier.is_odd()
+        {
+            races.pass_counted(address);
+        }
+        // SAFETY: as above.
+        unsafe { place.write_unaligned(barrier.bits()) };
         self.events += 1;
         Ok(())
     }

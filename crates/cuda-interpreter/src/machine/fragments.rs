@@ -3,7 +3,8 @@
 use super::cube::Cube;
 use super::grid::Launch;
 use super::matrix::number;
-use super::warp::Warp;
+use super::races::Access;
+use super::warp::{Bytes, Warp};
 use crate::error::Fault;
 use crate::ptx::{Element, Fragment, FragmentPlace, FragmentProduct, f16_to_f32, f32_to_f16};
 
@@ -58,10 +59,9 @@ pub fn load(
         let place = warp.place(
             launch,
             cube,
-            from.space,
-            address,
-            fragment.element_bytes,
+            Bytes::new(from.space, address, fragment.element_bytes),
             index % 32,
+            Access::Read,
         )?;
         // SAFETY: `place` gives so many bytes, aligned to them.
         let bits = unsafe {
@@ -89,10 +89,9 @@ pub fn store(
         let place = warp.place(
             launch,
             cube,
-            to.space,
-            address,
-            fragment.element_bytes,
+            Bytes::new(to.space, address, fragment.element_bytes),
             index % 32,
+            Access::Write,
         )?;
         let bits = get(warp, fragment, index);
         // SAFETY: `place` gives so many bytes, aligned to them.

@@ -2,6 +2,7 @@
 
 use super::cube::Cube;
 use super::memory::Regions;
+use super::races::Races;
 use super::warp::{Flow, Group, Wait, Warp, each};
 use crate::error::{Fault, Stopped};
 use crate::ptx::{Instruction, Kernel};
@@ -17,6 +18,8 @@ pub struct Settings {
     pub turn: u32,
     /// Instructions without any store, arrival or end after which a launch is given up.
     pub patience: u64,
+    /// Whether races for shared memory stop a kernel.
+    pub watches_races: bool,
 }
 
 impl Default for Settings {
@@ -26,6 +29,7 @@ impl Default for Settings {
             resident: 4,
             turn: 256,
             patience: 50_000_000,
+            watches_races: false,
         }
     }
 }
@@ -72,7 +76,11 @@ pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
     while next < total || !running.is_empty() {
         while next < total && running.len() < settings.resident {
             let index = [next % x, next / x % y, next / x / y].map(|at| at as u32);
-            let cube = Cube::new(index, shared_bytes, threads);
+            let mut cube = Cube::new(index, shared_bytes, threads);
+            if settings.watches_races {
+                let races = Races::new(threads.div_ceil(32) as usize, shared_bytes);
+                cube.races = Some(Box::new(races));
+            }
             let warps = (0..threads.div_ceil(32) as usize)
                 .map(|number| Warp::new(launch, &cube, number))
                 .collect();
@@ -194,6 +202,9 @@ fn turn_of(launch: &Launch, cube: &mut Cube, warp: &mut Warp, turn: u64) -> Resu
         loop {
             let Group { at, lanes, .. } = warp.groups[index];
             let instruction = &launch.kernel.code[at as usize];
+            if let Some(races) = &mut cube.races {
+                races.line = instruction.line;
+            }
             let active = active(warp, instruction, lanes);
             ran += 1;
             let flow = match active {

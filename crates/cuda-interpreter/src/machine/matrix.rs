@@ -1,6 +1,7 @@
 //! Tensor cores: products of tiles in half precision, and how their operands lie in registers and shared memory (PTX
 //! ISA, sections 9.7.14 and 9.7.15).
 
+use super::cube::Cube;
 use super::memory::part;
 use super::tensor_map::Swizzle;
 use super::warp::Warp;
@@ -138,9 +139,12 @@ impl Described {
         self.swizzle.place(self.start + offset)
     }
 
-    fn read(&self, shared: &mut [u8], line: u64, depth: u64) -> Result<f32, Fault> {
-        let size = bytes(self.element);
-        let place = part(shared, Space::Shared, self.place(line, depth), size)?;
+    fn read(&self, cube: &mut Cube, warp: usize, line: u64, depth: u64) -> Result<f32, Fault> {
+        let (size, address) = (bytes(self.element), self.place(line, depth));
+        if let Some(races) = &mut cube.races {
+            races.read_by_product(warp, address, size)?;
+        }
+        let place = part(&mut cube.shared, Space::Shared, address, size)?;
         // SAFETY: `part` gives so many bytes.
         let bits = unsafe {
             match size {
@@ -159,7 +163,7 @@ impl Described {
 /// [`Fault`] for operands outside of shared memory.
 pub fn multiply_group(
     warp: &mut Warp,
-    shared: &mut [u8],
+    cube: &mut Cube,
     product: &GroupProduct,
 ) -> Result<(), Fault> {
     let element = product.element;
@@ -176,7 +180,7 @@ pub fn multiply_group(
             let mut numbers = vec![[0.0; ROWS]; depths];
             for (depth, column) in numbers.iter_mut().enumerate() {
                 for (row, number) in column.iter_mut().enumerate() {
-                    *number = matrix.read(shared, (first + row) as u64, depth as u64)?;
+                    *number = matrix.read(cube, warp.number, (first + row) as u64, depth as u64)?;
                 }
             }
             numbers
@@ -197,7 +201,7 @@ pub fn multiply_group(
     let mut line = vec![0.0; columns];
     for (depth, column) in left.iter().enumerate() {
         for (at, number) in line.iter_mut().enumerate() {
-            *number = sign * matrix.read(shared, at as u64, depth as u64)?;
+            *number = sign * matrix.read(cube, warp.number, at as u64, depth as u64)?;
         }
         for (row, &factor) in column.iter().enumerate() {
             for (sum, number) in sums[row * columns..][..columns].iter_mut().zip(&line) {

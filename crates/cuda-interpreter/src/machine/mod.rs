@@ -8,6 +8,7 @@ mod fragments;
 mod grid;
 mod matrix;
 mod memory;
+mod races;
 mod step;
 mod tensor_map;
 #[cfg(test)]

@@ -8,7 +8,8 @@ use super::fragments;
 use super::grid::Launch;
 use super::matrix::{multiply, multiply_group};
 use super::memory::placed;
-use super::warp::{Copied, Flow, Wait, Warp, each};
+use super::races::Access;
+use super::warp::{Bytes, Copied, Flow, Wait, Warp, each};
 use crate::error::Fault;
 use crate::ptx::{Address, Lanes, Op, Pure, Slot, Space, Type};
 
@@ -109,7 +110,13 @@ impl Warp {
             } => {
                 for lane in each(active) {
                     let address = self.address(*at, lane);
-                    let place = self.place(launch, cube, *space, address, kind.bytes(), lane)?;
+                    let place = self.place(
+                        launch,
+                        cube,
+                        Bytes::new(*space, address, kind.bytes()),
+                        lane,
+                        Access::Atomic,
+                    )?;
                     let [first, second] = from.map(|slot| kind.truncate(self.at(slot)[lane]));
                     // SAFETY: `place` gives so many bytes.
                     let old = unsafe { read(place, kind.bytes()) };
@@ -131,7 +138,7 @@ impl Warp {
             Op::Barrier { id, threads, waits } => {
                 let threads = threads.map(|slot| self.uniform(slot, active) & u64::from(u32::MAX));
                 let id = self.uniform(*id, active) & u64::from(u32::MAX);
-                let round = cube.arrive(id, active.count_ones(), threads)?;
+                let round = cube.arrive(self.number, id, active.count_ones(), threads)?;
                 if *waits {
                     return Ok(Flow::Wait(Wait::Barrier { id, round }));
                 }
@@ -225,7 +232,13 @@ impl Warp {
                     for (place, value) in values.iter_mut().enumerate() {
                         let row = self.address(*at, 8 * matrix + place / 4);
                         let at = row + (place % 4 * 4) as u64;
-                        let from = self.place(launch, cube, Space::Shared, at, 4, place)?;
+                        let from = self.place(
+                            launch,
+                            cube,
+                            Bytes::new(Space::Shared, at, 4),
+                            place,
+                            Access::Read,
+                        )?;
                         // SAFETY: `place` gives so many bytes.
                         *value = unsafe { read(from, 4) };
                     }
@@ -247,7 +260,13 @@ impl Warp {
                     for (place, &value) in values.iter().enumerate() {
                         let row = self.address(*at, 8 * matrix + place / 4);
                         let at = row + (place % 4 * 4) as u64;
-                        let to = self.place(launch, cube, Space::Shared, at, 4, place)?;
+                        let to = self.place(
+                            launch,
+                            cube,
+                            Bytes::new(Space::Shared, at, 4),
+                            place,
+                            Access::Write,
+                        )?;
                         // SAFETY: `place` gives so many bytes.
                         unsafe { write(to, 4, value) };
                     }
@@ -257,13 +276,28 @@ impl Warp {
                 let values = transposed(self.at(*from));
                 self.set(*to, &values, active);
             }
+            Op::FenceAsync => {
+                if let Some(races) = &mut cube.races {
+                    races.fence(self.number);
+                }
+            }
+            Op::CommitProducts => {
+                if let Some(races) = &mut cube.races {
+                    races.commit_products(self.number);
+                }
+            }
+            Op::WaitProducts(left) => {
+                if let Some(races) = &mut cube.races {
+                    races.wait_products(self.number, self.registers[*left as usize][0] as usize)?;
+                }
+            }
             Op::LoadFragment(fragment, from) => {
                 fragments::load(self, launch, cube, fragment, from)?
             }
             Op::StoreFragment(fragment, to) => fragments::store(self, launch, cube, fragment, to)?,
             Op::FragmentProduct(product) => fragments::multiply(self, product),
             Op::Product(product) => multiply(self, product, active),
-            Op::GroupProduct(product) => multiply_group(self, &mut cube.shared, product)?,
+            Op::GroupProduct(product) => multiply_group(self, cube, product)?,
             Op::Copy {
                 to,
                 from,
@@ -312,6 +346,9 @@ impl Warp {
                         cube.pending.remove(at).perform(launch, cube)?;
                     }
                 }
+                if let Some(races) = &mut cube.races {
+                    races.wait_stores(self.number);
+                }
             }
             Op::CountedInit { at, count } => {
                 for lane in each(active) {
@@ -329,6 +366,9 @@ impl Warp {
                 for lane in each(active) {
                     let (_, place) = placed(Space::Shared, self.address(*at, lane));
                     let barrier = cube.counted(place)?;
+                    if let Some(races) = cube.races.as_mut().filter(|_| *arrives) {
+                        races.arrive_counted(self.number, place);
+                    }
                     let state = u64::from(barrier.is_odd());
                     let expected = expects.map_or(0, |slot| self.at(slot)[lane] as i32);
                     let count = if *arrives {
@@ -356,10 +396,11 @@ impl Warp {
                 let mut values = [0; 32];
                 for lane in each(active) {
                     let (_, place) = placed(Space::Shared, self.address(*at, lane));
-                    values[lane] = cube
-                        .counted(place)?
-                        .is_over(self.at(*phase)[lane] & 1 == 1)
-                        .into();
+                    let over = cube.counted(place)?.is_over(self.at(*phase)[lane] & 1 == 1);
+                    if let Some(races) = cube.races.as_mut().filter(|_| over) {
+                        races.wait_counted(self.number, place);
+                    }
+                    values[lane] = over.into();
                 }
                 self.set(*to, &values, active);
                 if each(active).any(|lane| values[lane] == 0) {
@@ -388,7 +429,13 @@ impl Warp {
         let size = kind.bytes();
         for lane in each(active) {
             let address = self.address(at, lane);
-            let place = self.place(launch, cube, space, address, size * to.len(), lane)?;
+            let place = self.place(
+                launch,
+                cube,
+                Bytes::new(space, address, size * to.len()),
+                lane,
+                Access::Read,
+            )?;
             for (part, &slot) in to.iter().enumerate() {
                 // SAFETY: `place` gives so many bytes.
                 let bits = unsafe { read(place.add(size * part), size) };
@@ -416,7 +463,13 @@ impl Warp {
         let size = kind.bytes();
         for lane in each(active) {
             let address = self.address(at, lane);
-            let place = self.place(launch, cube, space, address, size * from.len(), lane)?;
+            let place = self.place(
+                launch,
+                cube,
+                Bytes::new(space, address, size * from.len()),
+                lane,
+                Access::Write,
+            )?;
             for (part, &slot) in from.iter().enumerate() {
                 // SAFETY: `place` gives so many bytes.
                 unsafe { write(place.add(size * part), size, self.at(slot)[lane]) };
@@ -443,7 +496,13 @@ impl Warp {
             let mut content = vec![0; bytes];
             if wanted > 0 {
                 let address = self.address(from, lane);
-                let place = self.place(launch, cube, Space::Global, address, bytes, lane)?;
+                let place = self.place(
+                    launch,
+                    cube,
+                    Bytes::new(Space::Global, address, bytes),
+                    lane,
+                    Access::Read,
+                )?;
                 // SAFETY: `place` gives so many bytes.
                 unsafe { std::ptr::copy_nonoverlapping(place, content.as_mut_ptr(), wanted) };
             }
@@ -467,10 +526,9 @@ impl Warp {
             let place = self.place(
                 launch,
                 cube,
-                Space::Shared,
-                copied.to,
-                copied.bytes.len(),
+                Bytes::new(Space::Shared, copied.to, copied.bytes.len()),
                 lane,
+                Access::Write,
             )?;
             // SAFETY: `place` gives so many bytes.
             unsafe {

@@ -39,6 +39,17 @@ fn launched(
     map: &[u8],
     seed: u64,
 ) -> Result<(), Stopped> {
+    watched(body, threads, held, map, seed, false)
+}
+
+fn watched(
+    body: &str,
+    threads: u32,
+    held: &mut [u32],
+    map: &[u8],
+    seed: u64,
+    watches_races: bool,
+) -> Result<(), Stopped> {
     let module = Module::parse(&text(body)).unwrap_or_else(|unread| panic!("{unread}"));
     let start = held.as_mut_ptr() as u64;
     let mut parameters = vec![0; 256];
@@ -55,6 +66,7 @@ fn launched(
     let settings = Settings {
         seed,
         patience: 100_000,
+        watches_races,
         ..Settings::default()
     };
     run(&launch, settings)
@@ -299,4 +311,69 @@ fn a_product_of_tensor_cores_is_that_of_loops() {
         })
         .collect();
     assert_eq!(output(body, 32), expected);
+}
+
+/// The race of a kernel, in words.
+fn race(body: &str, threads: u32, map: &[u8]) -> Option<String> {
+    let mut held: Vec<u32> = vec![0; 1024];
+    match watched(body, threads, &mut held, map, 1, true) {
+        Ok(()) => None,
+        Err(Stopped {
+            fault: Fault::Race(text),
+            ..
+        }) => Some(text),
+        Err(stopped) => panic!("{stopped}"),
+    }
+}
+
+#[test]
+fn accesses_that_nothing_orders_are_races() {
+    assert_eq!(race(&exchange("bar.sync 0;"), 64, &[]), None);
+    assert_eq!(race(&exchange("bar.sync 1, 64;"), 64, &[]), None);
+    let found = race(&exchange(""), 64, &[]).expect("a barrier is missing");
+    // Whichever came first.
+    assert!(
+        found.contains(" at line") && found.contains("by warp"),
+        "{found}"
+    );
+    // A barrier in front of the reads, and none behind them.
+    let again = exchange("bar.sync 0;") + "st.shared.u32 [%r3], %r5;";
+    assert!(race(&again, 64, &[]).is_some());
+    let again = exchange("bar.sync 0;") + "bar.sync 0; st.shared.u32 [%r3], %r5;";
+    assert_eq!(race(&again, 64, &[]), None);
+    // Additions to one place.
+    let added = "red.shared.add.u32 [dynamic], %tid;";
+    assert_eq!(race(added, 64, &[]), None);
+    assert!(race("st.shared.u32 [dynamic], %tid;", 64, &[]).is_some());
+}
+
+/// A warp writes 512 bytes, and its first lane sends them out; then it writes there again.
+fn sent(fence: &str, wait: &str) -> String {
+    format!(
+        "shl.b32 %r1, %tid, 2;
+        mov.u32 %r2, dynamic;
+        add.s32 %r3, %r2, %r1;
+        st.shared.u32 [%r3], %tid;
+        {fence}
+        bar.warp.sync 0xffffffff;
+        add.s64 %rd1, %out, 256;
+        setp.ne.u32 %p1, %tid, 0;
+        @%p1 bra $sent;
+        cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r2], 128;
+        cp.async.bulk.commit_group;
+        {wait}
+        $sent: bar.warp.sync 0xffffffff;
+        st.shared.u32 [%r3], %r2;"
+    )
+}
+
+#[test]
+fn what_the_copy_engine_reads_is_fenced_and_left_alone() {
+    let (fence, wait) = (
+        "fence.proxy.async.shared::cta;",
+        "cp.async.bulk.wait_group 0;",
+    );
+    assert_eq!(race(&sent(fence, wait), 32, &[]), None);
+    assert!(race(&sent("", wait), 32, &[]).is_some_and(|found| found.contains("without a fence")));
+    assert!(race(&sent(fence, ""), 32, &[]).is_some_and(|found| found.contains("bulk copy out")));
 }

@@ -7,6 +7,7 @@
 use super::cube::Cube;
 use super::grid::Launch;
 use super::memory::{check_alignment, out_of_bounds, part, placed};
+use super::races::Access;
 use crate::error::Fault;
 use crate::ptx::{Address, Lanes, Slot, Space, Special};
 
@@ -69,6 +70,24 @@ pub enum Flow {
 pub struct Copied {
     pub to: u64,
     pub bytes: Vec<u8>,
+}
+
+/// Consecutive bytes of a space.
+#[derive(Clone, Copy)]
+pub struct Bytes {
+    space: Space,
+    address: u64,
+    count: usize,
+}
+
+impl Bytes {
+    pub fn new(space: Space, address: u64, count: usize) -> Self {
+        Self {
+            space,
+            address,
+            count,
+        }
+    }
 }
 
 pub struct Warp {
@@ -170,10 +189,13 @@ impl Warp {
         &mut self,
         launch: &Launch,
         cube: &mut Cube,
-        space: Space,
-        address: u64,
-        bytes: usize,
+        Bytes {
+            space,
+            address,
+            count: bytes,
+        }: Bytes,
         lane: usize,
+        access: Access,
     ) -> Result<*mut u8, Fault> {
         let (space, address) = match space {
             // Addresses of shared and local memory have 32 bits.
@@ -183,6 +205,11 @@ impl Warp {
             _ => placed(space, address),
         };
         check_alignment(space, address, bytes)?;
+        if space == Space::Shared
+            && let Some(races) = &mut cube.races
+        {
+            races.access(self.number, space, address, bytes, access)?;
+        }
         match space {
             Space::Shared => part(&mut cube.shared, space, address, bytes),
             Space::Local => {
@@ -202,12 +229,15 @@ impl Warp {
     }
 
     /// The group that goes on next: of those that can the first in the text, which others at the same place join.
-    pub fn choose(&mut self, cube: &Cube) -> Option<usize> {
+    pub fn choose(&mut self, cube: &mut Cube) -> Option<usize> {
         for group in &mut self.groups {
             if let Some(Wait::Barrier { id, round }) = group.wait
                 && cube.is_past(id, round)
             {
                 group.wait = None;
+                if let Some(races) = &mut cube.races {
+                    races.wait_named(self.number, id);
+                }
             }
         }
         self.join();

@@ -37,6 +37,7 @@ pub fn decode(
     Ok(match name {
         "ret" | "exit" => Op::Exit,
         "trap" => Op::Trap,
+        "fence" if reader.has("proxy") => Op::FenceAsync,
         // Memory has one order here, and nothing is fetched ahead.
         "membar" | "fence" | "prefetch" | "prefetchu" | "setmaxnreg" | "griddepcontrol"
         | "nanosleep" | "discard" | "applypriority" => Op::Nothing,

@@ -165,6 +165,11 @@ pub struct FragmentProduct {
 
 pub enum Op {
     Nothing,
+    /// What threads wrote tensor cores and the copy engine may read.
+    FenceAsync,
+    CommitProducts,
+    /// Until at most so many groups of products are under way.
+    WaitProducts(Slot),
     LoadFragment(Fragment, FragmentPlace),
     StoreFragment(Fragment, FragmentPlace),
     FragmentProduct(Box<FragmentProduct>),

@@ -64,8 +64,14 @@ pub fn product(reader: &mut Reader) -> Decoded<Op> {
 }
 
 pub fn group_product(reader: &mut Reader) -> Decoded<Op> {
-    if reader.has("fence") || reader.has("commit_group") || reader.has("wait_group") {
+    if reader.has("fence") {
         return Ok(Op::Nothing);
+    }
+    if reader.has("commit_group") {
+        return Ok(Op::CommitProducts);
+    }
+    if reader.has("wait_group") {
+        return Ok(Op::WaitProducts(reader.slot()?));
     }
     let element = element(reader)?;
     let Some([64, columns, depth]) = shape(reader) else {

@@ -1,0 +1,338 @@
+//! Races for shared memory: accesses that nothing orders.
+//!
+//! Warps and the two directions of the copy engine are *actors*, each with a clock of what it knows of the others
+//! (vector clocks; Mattern, 1989). Barriers hand clocks on: who arrives tells what it knows, and who has waited knows
+//! it. An access is a race if the actor does not know of one before it that it must come after: of a write, or, where
+//! it writes itself, of a read. What tensor cores and the copy engine read has to be fenced besides
+//! (`fence.proxy.async`) if threads wrote it, and products read until they are waited for.
+//!
+//! Threads of a warp are one actor, so what they do to each other is not seen, and neither is global memory.
+
+use std::collections::HashMap;
+
+use super::memory::placed;
+use crate::error::Fault;
+use crate::ptx::Space;
+
+/// Bytes that are watched together.
+const CELL: u64 = 2;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    Read,
+    Write,
+    /// Reads and writes that other such do not disturb.
+    Atomic,
+    /// Of tensor cores or the copy engine.
+    AsyncRead,
+}
+
+/// What an actor knows: of each actor, the last of its times.
+pub type Clock = Vec<u32>;
+
+/// The last write to a cell.
+#[derive(Clone, Copy, Default)]
+struct Written {
+    by: usize,
+    /// The writer's time, from 1.
+    at: u32,
+    line: u32,
+    atomic: bool,
+}
+
+/// What a barrier hands on.
+#[derive(Clone, Default)]
+struct Handed {
+    arriving: Clock,
+    released: Clock,
+}
+
+impl Handed {
+    fn release(&mut self) {
+        self.released = std::mem::take(&mut self.arriving);
+    }
+}
+
+pub struct Races {
+    warps: usize,
+    clocks: Vec<Clock>,
+    /// What each warp knew when it fenced last.
+    fenced: Vec<Clock>,
+    named: HashMap<u64, Handed>,
+    counted: HashMap<u64, Handed>,
+    written: Vec<Written>,
+    /// Time and line of each actor's last read of each cell.
+    read: Vec<[u32; 2]>,
+    /// Cells that products of each warp read that were not waited for, by groups.
+    products: Vec<Vec<Vec<usize>>>,
+    /// Where in the text the accesses come from.
+    pub line: u32,
+}
+
+fn join(clock: &mut Clock, other: &[u32]) {
+    if clock.len() < other.len() {
+        clock.resize(other.len(), 0);
+    }
+    for (time, &known) in clock.iter_mut().zip(other) {
+        *time = (*time).max(known);
+    }
+}
+
+impl Races {
+    pub fn new(warps: usize, shared_bytes: usize) -> Self {
+        let actors = warps + 2;
+        let cells = shared_bytes.div_ceil(CELL as usize);
+        let begun = |own: usize| (0..actors).map(|actor| u32::from(actor == own)).collect();
+        Self {
+            warps,
+            clocks: (0..actors).map(begun).collect(),
+            fenced: vec![vec![0; actors]; warps],
+            named: HashMap::new(),
+            counted: HashMap::new(),
+            written: vec![Written::default(); cells],
+            read: vec![[0; 2]; cells * actors],
+            products: vec![vec![Vec::new()]; warps],
+            line: 0,
+        }
+    }
+
+    /// The actor that copies into shared memory.
+    pub fn loads(&self) -> usize {
+        self.warps
+    }
+
+    /// The actor that copies out of it.
+    pub fn stores(&self) -> usize {
+        self.warps + 1
+    }
+
+    pub fn clock(&self, actor: usize) -> &Clock {
+        &self.clocks[actor]
+    }
+
+    fn name(&self, actor: usize) -> String {
+        match actor {
+            actor if actor < self.warps => format!("warp {actor}"),
+            actor if actor == self.loads() => "a bulk copy in".to_owned(),
+            _ => "a bulk copy out".to_owned(),
+        }
+    }
+
+    /// An access to memory of any space by a warp.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault::Race`].
+    pub fn access(
+        &mut self,
+        warp: usize,
+        space: Space,
+        address: u64,
+        bytes: usize,
+        access: Access,
+    ) -> Result<(), Fault> {
+        let (space, place) = placed(space, address);
+        if space != Space::Shared {
+            return Ok(());
+        }
+        let clock = std::mem::take(&mut self.clocks[warp]);
+        let found = self.check(warp, &clock, place, bytes, access);
+        self.clocks[warp] = clock;
+        found
+    }
+
+    /// An access by an actor that knows so much.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault::Race`].
+    pub fn check(
+        &mut self,
+        actor: usize,
+        clock: &Clock,
+        place: u64,
+        bytes: usize,
+        access: Access,
+    ) -> Result<(), Fault> {
+        let actors = self.clocks.len();
+        // Engines take many copies at once: what one has done another need not know.
+        let is_own = |by: usize| by == actor && actor < self.warps;
+        for cell in (place / CELL) as usize..((place + bytes as u64).div_ceil(CELL)) as usize {
+            let Some(&written) = self.written.get(cell) else {
+                break;
+            };
+            let knows =
+                |by: usize, at: u32| is_own(by) || clock.get(by).is_some_and(|&known| known >= at);
+            let both_atomic = written.atomic && access == Access::Atomic;
+            if written.at > 0 && !both_atomic && !knows(written.by, written.at) {
+                return self.race(cell, actor, access, written.by, written.line, "wrote");
+            }
+            let by_thread = written.at > 0 && written.by < self.warps;
+            if access == Access::AsyncRead && by_thread && !self.is_fenced(actor, written) {
+                return self.race(
+                    cell,
+                    actor,
+                    access,
+                    written.by,
+                    written.line,
+                    "wrote, without a fence,",
+                );
+            }
+            if matches!(access, Access::Write | Access::Atomic) {
+                for by in 0..actors {
+                    let [at, line] = self.read[cell * actors + by];
+                    if at > 0 && !knows(by, at) {
+                        return self.race(cell, actor, access, by, line, "read");
+                    }
+                }
+                self.written[cell] = Written {
+                    by: actor,
+                    at: clock[actor],
+                    line: self.line,
+                    atomic: access == Access::Atomic,
+                };
+            } else {
+                self.read[cell * actors + actor] = [clock[actor], self.line];
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the writer fenced after the write, or the reader since it knows of it.
+    fn is_fenced(&self, reader: usize, written: Written) -> bool {
+        let fenced = |warp: usize| {
+            self.fenced
+                .get(warp)
+                .is_some_and(|clock| clock[written.by] >= written.at)
+        };
+        fenced(written.by) || fenced(reader)
+    }
+
+    fn race(
+        &self,
+        cell: usize,
+        actor: usize,
+        access: Access,
+        other: usize,
+        line: u32,
+        did: &str,
+    ) -> Result<(), Fault> {
+        Err(Fault::Race(format!(
+            "{:?} at {:#x} by {}, which {} {did} at line {line}",
+            access,
+            cell as u64 * CELL,
+            self.name(actor),
+            self.name(other),
+        )))
+    }
+
+    /// A warp's next time begins: what it did so far others may know of.
+    fn tick(&mut self, actor: usize) -> u32 {
+        let time = &mut self.clocks[actor][actor];
+        *time += 1;
+        *time - 1
+    }
+
+    /// `fence.proxy.async`.
+    pub fn fence(&mut self, warp: usize) {
+        self.fenced[warp].clone_from(&self.clocks[warp]);
+        self.tick(warp);
+    }
+
+    pub fn arrive_named(&mut self, warp: usize, id: u64) {
+        let handed = self.named.entry(id).or_default();
+        join(&mut handed.arriving, &self.clocks[warp]);
+        self.tick(warp);
+    }
+
+    pub fn pass_named(&mut self, id: u64) {
+        self.named.entry(id).or_default().release();
+    }
+
+    pub fn wait_named(&mut self, warp: usize, id: u64) {
+        if let Some(handed) = self.named.get(&id) {
+            join(&mut self.clocks[warp], &handed.released);
+        }
+    }
+
+    pub fn arrive_counted(&mut self, warp: usize, address: u64) {
+        let handed = self.counted.entry(address).or_default();
+        join(&mut handed.arriving, &self.clocks[warp]);
+        self.tick(warp);
+    }
+
+    pub fn pass_counted(&mut self, address: u64) {
+        self.counted.entry(address).or_default().release();
+    }
+
+    pub fn wait_counted(&mut self, warp: usize, address: u64) {
+        if let Some(handed) = self.counted.get(&address) {
+            join(&mut self.clocks[warp], &handed.released);
+        }
+    }
+
+    /// A time of its own for a copy that was asked for by one who knew so much.
+    pub fn begin_copy(&mut self, engine: usize, mut asked: Clock) -> Clock {
+        asked[engine] = self.tick(engine);
+        asked
+    }
+
+    /// A copy into shared memory tells its barrier.
+    pub fn end_load(&mut self, address: u64, clock: &Clock) {
+        let engine = self.loads();
+        let mut told = vec![0; clock.len()];
+        told[engine] = clock[engine];
+        join(
+            &mut self.counted.entry(address).or_default().arriving,
+            &told,
+        );
+    }
+
+    /// A warp has waited for its copies out of shared memory.
+    pub fn wait_stores(&mut self, warp: usize) {
+        let engine = self.stores();
+        let time = self.clocks[engine][engine] - 1;
+        let known = &mut self.clocks[warp][engine];
+        *known = (*known).max(time);
+    }
+
+    /// A product reads so many bytes, until it is waited for.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault::Race`].
+    pub fn read_by_product(&mut self, warp: usize, place: u64, bytes: usize) -> Result<(), Fault> {
+        self.access(warp, Space::Shared, place, bytes, Access::AsyncRead)?;
+        let cells = (place / CELL) as usize..((place + bytes as u64).div_ceil(CELL)) as usize;
+        let group = self.products[warp].last_mut().expect("a group is open");
+        group.extend(cells);
+        Ok(())
+    }
+
+    pub fn commit_products(&mut self, warp: usize) {
+        self.products[warp].push(Vec::new());
+    }
+
+    /// All but so many groups of products are over: what they read was read until now.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault::Race`] if somebody wrote there meanwhile.
+    pub fn wait_products(&mut self, warp: usize, left: usize) -> Result<(), Fault> {
+        // The open group is the last.
+        let ended = (self.products[warp].len() - 1).saturating_sub(left);
+        let mut cells: Vec<usize> = self.products[warp].drain(..ended).flatten().collect();
+        cells.sort_unstable();
+        cells.dedup();
+        for cell in cells {
+            self.access(
+                warp,
+                Space::Shared,
+                cell as u64 * CELL,
+                CELL as usize,
+                Access::AsyncRead,
+            )?;
+        }
+        Ok(())
+    }
+}
