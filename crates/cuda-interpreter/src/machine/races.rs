@@ -12,7 +12,7 @@ use std::collections::HashMap;
 
 use super::memory::placed;
 use crate::error::Fault;
-use crate::ptx::Space;
+use crate::ptx::{Slot, Space};
 
 /// Bytes that are watched together.
 const CELL: u64 = 2;
@@ -53,6 +53,13 @@ impl Handed {
     }
 }
 
+/// Products that are waited for together: cells that they read, and registers that they add to.
+#[derive(Clone, Default)]
+struct Group {
+    cells: Vec<usize>,
+    sums: Vec<Slot>,
+}
+
 pub struct Races {
     warps: usize,
     clocks: Vec<Clock>,
@@ -63,8 +70,8 @@ pub struct Races {
     written: Vec<Written>,
     /// Time and line of each actor's last read of each cell.
     read: Vec<[u32; 2]>,
-    /// Cells that products of each warp read that were not waited for, by groups.
-    products: Vec<Vec<Vec<usize>>>,
+    /// What products of each warp have that were not waited for, by groups.
+    products: Vec<Vec<Group>>,
     /// Where in the text the accesses come from.
     pub line: u32,
 }
@@ -91,7 +98,7 @@ impl Races {
             counted: HashMap::new(),
             written: vec![Written::default(); cells],
             read: vec![[0; 2]; cells * actors],
-            products: vec![vec![Vec::new()]; warps],
+            products: vec![vec![Group::default()]; warps],
             line: 0,
         }
     }
@@ -304,13 +311,36 @@ impl Races {
     pub fn read_by_product(&mut self, warp: usize, place: u64, bytes: usize) -> Result<(), Fault> {
         self.access(warp, Space::Shared, place, bytes, Access::AsyncRead)?;
         let cells = (place / CELL) as usize..((place + bytes as u64).div_ceil(CELL)) as usize;
-        let group = self.products[warp].last_mut().expect("a group is open");
-        group.extend(cells);
+        self.open_group(warp).cells.extend(cells);
         Ok(())
     }
 
+    fn open_group(&mut self, warp: usize) -> &mut Group {
+        self.products[warp].last_mut().expect("a group is open")
+    }
+
+    /// A product adds to registers until it is waited for.
+    pub fn hold_registers(&mut self, warp: usize, sums: &[Slot]) {
+        self.open_group(warp).sums.extend(sums);
+    }
+
+    /// # Errors
+    ///
+    /// [`Fault::Race`] if a product that nobody has waited for adds to the register.
+    pub fn check_register(&self, warp: usize, slot: Slot) -> Result<(), Fault> {
+        match self.products[warp]
+            .iter()
+            .any(|group| group.sums.contains(&slot))
+        {
+            false => Ok(()),
+            true => Err(Fault::Race(
+                "of a register, which a product adds to that nobody has waited for".to_owned(),
+            )),
+        }
+    }
+
     pub fn commit_products(&mut self, warp: usize) {
-        self.products[warp].push(Vec::new());
+        self.products[warp].push(Group::default());
     }
 
     /// All but so many groups of products are over: what they read was read until now.
@@ -321,7 +351,10 @@ impl Races {
     pub fn wait_products(&mut self, warp: usize, left: usize) -> Result<(), Fault> {
         // The open group is the last.
         let ended = (self.products[warp].len() - 1).saturating_sub(left);
-        let mut cells: Vec<usize> = self.products[warp].drain(..ended).flatten().collect();
+        let mut cells: Vec<usize> = self.products[warp]
+            .drain(..ended)
+            .flat_map(|group| group.cells)
+            .collect();
         cells.sort_unstable();
         cells.dedup();
         for cell in cells {

@@ -27,6 +27,9 @@ impl Warp {
         here: u32,
         active: u32,
     ) -> Result<Flow, Fault> {
+        if let Some(races) = &cube.races {
+            op.each_read(|slot| races.check_register(self.number, slot))?;
+        }
         // Whether all of those that an instruction names are here.
         let missing = |warp: &Self, members: Slot| {
             let named = warp.uniform(members, active) as u32;
@@ -297,7 +300,12 @@ impl Warp {
             Op::StoreFragment(fragment, to) => fragments::store(self, launch, cube, fragment, to)?,
             Op::FragmentProduct(product) => fragments::multiply(self, product),
             Op::Product(product) => multiply(self, product, active),
-            Op::GroupProduct(product) => multiply_group(self, cube, product)?,
+            Op::GroupProduct(product) => {
+                multiply_group(self, cube, product)?;
+                if let Some(races) = &mut cube.races {
+                    races.hold_registers(self.number, &product.sums);
+                }
+            }
             Op::Copy {
                 to,
                 from,
@@ -353,6 +361,7 @@ impl Warp {
             Op::CountedInit { at, count } => {
                 for lane in each(active) {
                     let (_, place) = placed(Space::Shared, self.address(*at, lane));
+                    self.touch_counted(cube, place, Access::Write)?;
                     cube.set_counted(place, Counted::new(self.at(*count)[lane])?)?;
                 }
             }
@@ -365,6 +374,7 @@ impl Warp {
             } => {
                 for lane in each(active) {
                     let (_, place) = placed(Space::Shared, self.address(*at, lane));
+                    self.touch_counted(cube, place, Access::Atomic)?;
                     let barrier = cube.counted(place)?;
                     if let Some(races) = cube.races.as_mut().filter(|_| *arrives) {
                         races.arrive_counted(self.number, place);
@@ -396,6 +406,7 @@ impl Warp {
                 let mut values = [0; 32];
                 for lane in each(active) {
                     let (_, place) = placed(Space::Shared, self.address(*at, lane));
+                    self.touch_counted(cube, place, Access::Atomic)?;
                     let over = cube.counted(place)?.is_over(self.at(*phase)[lane] & 1 == 1);
                     if let Some(races) = cube.races.as_mut().filter(|_| over) {
                         races.wait_counted(self.number, place);
@@ -409,6 +420,14 @@ impl Warp {
             }
         }
         Ok(Flow::Next)
+    }
+
+    /// A barrier is initialised before others touch it.
+    fn touch_counted(&self, cube: &mut Cube, place: u64, access: Access) -> Result<(), Fault> {
+        let races = cube.races.as_mut();
+        races.map_or(Ok(()), |races| {
+            races.access(self.number, Space::Shared, place, 8, access)
+        })
     }
 
     fn members(&self, slot: Slot, active: u32) -> u32 {

@@ -310,6 +310,25 @@ pub enum Op {
     },
 }
 
+impl Op {
+    /// Calls `each` for the registers that arithmetic, stores and shuffles read.
+    ///
+    /// # Errors
+    ///
+    /// That of the first call with one.
+    pub fn each_read<E>(&self, each: impl FnMut(Slot) -> Result<(), E>) -> Result<(), E> {
+        let read: &[Slot] = match self {
+            Self::Pure { function, from, .. } => &from[..function.arguments()],
+            Self::Compare { from, .. } => from,
+            Self::Pack { from, .. } | Self::Store { from, .. } => from,
+            Self::Unpack { from, .. } | Self::Shuffle { from, .. } => std::slice::from_ref(from),
+            Self::Product(product) => &product.sums,
+            _ => &[],
+        };
+        read.iter().copied().try_for_each(each)
+    }
+}
+
 pub struct Instruction {
     pub op: Op,
     /// The predicate under which lanes take part, and whether it has to be false.
