@@ -264,6 +264,14 @@ fn atomic(reader: &mut Reader, returns: bool, kind: Type, none: Slot) -> Decoded
         Type::F32 if has("add") => |old, value, _| of_f32(f32_of(old) + f32_of(value)),
         _ if !kind.is_integer() => return reader.unknown(),
         _ if has("add") => |old, value, _| old.wrapping_add(value),
+        Type::Unsigned(_) if has("inc") => |old, last, _| if old >= last { 0 } else { old + 1 },
+        Type::Unsigned(_) if has("dec") => |old, last, _| {
+            if old == 0 || old > last {
+                last
+            } else {
+                old - 1
+            }
+        },
         _ if has("exch") => |_, value, _| value,
         _ if has("cas") => |old, expected, value| if old == expected { value } else { old },
         _ if has("and") => |old, value, _| old & value,
