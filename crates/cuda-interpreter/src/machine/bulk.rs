@@ -2,8 +2,9 @@
 //! reads too early finds what was there before, and one that overwrites too early sends what it wrote.
 
 use super::cube::Cube;
-use super::grid::Launch;
+use super::launch::Launch;
 use super::memory::{check_alignment, out_of_bounds, part, placed};
+use super::pending::{Kind, Pending};
 use super::races::{Access, Clock};
 use super::tensor_map::{BYTES, TensorMap};
 use super::warp::{Bytes, Warp};
@@ -12,41 +13,6 @@ use crate::ptx::{Bulk, Effect, Space};
 
 /// Bytes that bulk copies are multiples of, and so are their places.
 const UNIT: usize = 16;
-
-enum Kind {
-    Load {
-        to: u64,
-        from: u64,
-        bytes: usize,
-        barrier: u64,
-    },
-    Store {
-        to: u64,
-        from: u64,
-        bytes: usize,
-        effect: Effect,
-    },
-    LoadTensor {
-        to: u64,
-        map: TensorMap,
-        coordinates: Vec<i32>,
-        barrier: u64,
-    },
-    StoreTensor {
-        map: TensorMap,
-        coordinates: Vec<i32>,
-        from: u64,
-        effect: Effect,
-    },
-}
-
-pub struct Pending {
-    kind: Kind,
-    /// The warp and the lane that asked for it.
-    thread: (usize, usize),
-    /// What it knew then, where races are watched for, and where in the text it was.
-    asked: Option<(Clock, u32)>,
-}
 
 impl Pending {
     /// What a thread asks for.

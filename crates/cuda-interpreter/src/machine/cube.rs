@@ -1,8 +1,8 @@
 //! What the warps of a cube share.
 
-use super::bulk::Pending;
 use super::counted::Counted;
 use super::memory::{check_alignment, part};
+use super::pending::Pending;
 use super::races::Races;
 use crate::error::Fault;
 use crate::ptx::Space;

@@ -1,7 +1,7 @@
 //! Fragments (`wmma`). Where their numbers lie in registers is ours: number `e`, row by row, is in lane `e % 32`.
 
 use super::cube::Cube;
-use super::grid::Launch;
+use super::launch::Launch;
 use super::matrix::number;
 use super::races::Access;
 use super::warp::{Bytes, Warp};

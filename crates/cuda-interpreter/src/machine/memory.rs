@@ -3,16 +3,6 @@
 use crate::error::Fault;
 use crate::ptx::Space;
 
-/// What generic addresses of a space have above their offsets. Global memory is the host's, whose addresses end below.
-pub fn window(space: Space) -> u64 {
-    match space {
-        Space::Shared => 1 << 56,
-        Space::Local => 2 << 56,
-        Space::Param => 3 << 56,
-        Space::Generic | Space::Global => 0,
-    }
-}
-
 /// An address's space and its place there.
 pub fn placed(space: Space, address: u64) -> (Space, u64) {
     if space != Space::Generic && address >> 56 == 0 {

@@ -1,13 +1,13 @@
 //! One instruction of a group of threads.
 
-use super::bulk::Pending;
 use super::counted::Counted;
 use super::cube::Cube;
 use super::exchange::{matching, shuffle, transposed, vote};
 use super::fragments;
-use super::grid::Launch;
+use super::launch::Launch;
 use super::matrix::{multiply, multiply_group};
 use super::memory::placed;
+use super::pending::Pending;
 use super::races::Access;
 use super::warp::{Bytes, Copied, Flow, Wait, Warp, each};
 use crate::error::Fault;

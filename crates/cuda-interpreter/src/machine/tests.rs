@@ -1,6 +1,7 @@
 //! Kernels written out in PTX, whose results are known.
 
-use super::grid::{Launch, Settings, run};
+use super::grid::run;
+use super::launch::{Launch, Settings};
 use super::memory::Regions;
 use super::tensor_map::{Swizzle, TensorMap};
 use crate::error::{Fault, Stopped};

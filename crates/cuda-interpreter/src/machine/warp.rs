@@ -5,7 +5,7 @@
 //! may wait for them.
 
 use super::cube::Cube;
-use super::grid::Launch;
+use super::launch::Launch;
 use super::memory::{check_alignment, out_of_bounds, part, placed};
 use super::races::Access;
 use crate::error::Fault;

@@ -47,7 +47,7 @@ pub fn decode(
             from: [constant(0); 4],
         },
         "mov" => moved(reader, kind)?,
-        // Addresses of spaces are windows of the generic space: see `machine::memory`.
+        // Addresses of spaces are windows of the generic space: see [`Space::window`](super::Space::window).
         "cvta" => window(reader, constant)?,
         "cvt" if reader.has("tf32") => {
             // Ten bits of the fraction are left, and ties go away from 0.
@@ -167,7 +167,7 @@ fn moved(reader: &mut Reader, kind: Option<Type>) -> Decoded<Op> {
 }
 
 fn window(reader: &mut Reader, mut constant: impl FnMut(u64) -> Slot) -> Decoded<Op> {
-    let window = crate::machine::window(reader.space());
+    let window = reader.space().window();
     let function = match reader.has("to") {
         true => Pure::Two(|x, window| std::array::from_fn(|lane| x[lane] & !window[lane])),
         false => Pure::Two(|x, window| std::array::from_fn(|lane| x[lane] | window[lane])),

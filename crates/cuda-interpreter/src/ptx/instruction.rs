@@ -40,6 +40,18 @@ pub enum Space {
     Param,
 }
 
+impl Space {
+    /// What generic addresses of the space have above their offsets. Global memory is the host's, whose addresses end below.
+    pub fn window(self) -> u64 {
+        match self {
+            Self::Shared => 1 << 56,
+            Self::Local => 2 << 56,
+            Self::Param => 3 << 56,
+            Self::Generic | Self::Global => 0,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 pub struct Address {
     pub base: Slot,
