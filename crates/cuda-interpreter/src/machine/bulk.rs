@@ -13,6 +13,8 @@ use crate::ptx::{Bulk, Effect, Space};
 
 /// Bytes that bulk copies are multiples of, and so are their places.
 const UNIT: usize = 16;
+/// Bytes that places of tensor maps are multiples of.
+const MAP_ALIGNMENT: usize = 64;
 
 impl Pending {
     /// What a thread asks for.
@@ -152,7 +154,7 @@ impl Kind {
                 bytes,
                 barrier,
             } => {
-                let place = arriving(cube, to, bytes, clock)?;
+                let place = reached(cube, to, bytes, clock, Access::Write)?;
                 // SAFETY: both ranges were checked, and no device memory lies within a cube's vector.
                 unsafe { std::ptr::copy_nonoverlapping(from as *const u8, place, bytes) };
                 tell(cube, barrier, bytes, clock)
@@ -164,7 +166,7 @@ impl Kind {
                 effect,
             } => {
                 for offset in (0..bytes).step_by(4) {
-                    let place = leaving(cube, from + offset as u64, 4, clock)?;
+                    let place = reached(cube, from + offset as u64, 4, clock, Access::AsyncRead)?;
                     // SAFETY: both places were checked.
                     unsafe { put(effect, to + offset as u64, place, 4) };
                 }
@@ -177,22 +179,22 @@ impl Kind {
                 coordinates,
                 barrier,
             } => {
-                check_map(launch, &map, &coordinates)?;
                 let size = map.element_bytes;
                 let outside = [if map.nan_outside { 0xff } else { 0 }; 8];
-                let mut fault = None;
-                map.each(&coordinates, |at, address| {
-                    match arriving(cube, map.swizzle.place(to + at as u64), size, clock) {
-                        // SAFETY: both places were checked.
-                        Ok(place) => unsafe {
-                            let from =
-                                address.map_or(outside.as_ptr(), |address| address as *const u8);
-                            std::ptr::copy_nonoverlapping(from, place, size);
-                        },
-                        Err(found) => fault = Some(found),
-                    }
-                });
-                fault.map_or_else(|| tell(cube, barrier, map.box_bytes(), clock), Err)
+                each_of_box(launch, &map, &coordinates, |at, address| {
+                    let place = reached(
+                        cube,
+                        map.swizzle.place(to + at as u64),
+                        size,
+                        clock,
+                        Access::Write,
+                    )?;
+                    let from = address.map_or(outside.as_ptr(), |address| address as *const u8);
+                    // SAFETY: both places were checked.
+                    unsafe { std::ptr::copy_nonoverlapping(from, place, size) };
+                    Ok(())
+                })?;
+                tell(cube, barrier, map.box_bytes(), clock)
             }
             Self::StoreTensor {
                 map,
@@ -200,49 +202,42 @@ impl Kind {
                 from,
                 effect,
             } => {
-                check_map(launch, &map, &coordinates)?;
                 let size = map.element_bytes;
-                let mut fault = None;
-                map.each(&coordinates, |at, address| {
-                    match (
-                        leaving(cube, map.swizzle.place(from + at as u64), size, clock),
-                        address,
-                    ) {
+                each_of_box(launch, &map, &coordinates, |at, address| {
+                    let place = reached(
+                        cube,
+                        map.swizzle.place(from + at as u64),
+                        size,
+                        clock,
+                        Access::AsyncRead,
+                    )?;
+                    if let Some(address) = address {
                         // SAFETY: both places were checked.
-                        (Ok(place), Some(address)) => unsafe { put(effect, address, place, size) },
-                        (Ok(_), None) => {}
-                        (Err(found), _) => fault = Some(found),
+                        unsafe { put(effect, address, place, size) };
                     }
-                });
+                    Ok(())
+                })?;
                 cube.events += 1;
-                fault.map_or(Ok(()), Err)
+                Ok(())
             }
         }
     }
 }
 
-/// Where bytes arrive in shared memory.
-fn arriving(
+/// Where bytes lie in shared memory that a copy brings (a write) or takes.
+fn reached(
     cube: &mut Cube,
     place: u64,
     bytes: usize,
     clock: Option<&Clock>,
+    access: Access,
 ) -> Result<*mut u8, Fault> {
     if let (Some(races), Some(clock)) = (&mut cube.races, clock) {
-        races.check(races.loads(), clock, place, bytes, Access::Write)?;
-    }
-    part(&mut cube.shared, Space::Shared, place, bytes)
-}
-
-/// Where bytes leave shared memory from.
-fn leaving(
-    cube: &mut Cube,
-    place: u64,
-    bytes: usize,
-    clock: Option<&Clock>,
-) -> Result<*mut u8, Fault> {
-    if let (Some(races), Some(clock)) = (&mut cube.races, clock) {
-        races.check(races.stores(), clock, place, bytes, Access::AsyncRead)?;
+        let engine = match access {
+            Access::Write => races.loads(),
+            _ => races.stores(),
+        };
+        races.check(engine, clock, place, bytes, access)?;
     }
     part(&mut cube.shared, Space::Shared, place, bytes)
 }
@@ -288,21 +283,23 @@ fn read_map(
     lane: usize,
 ) -> Result<TensorMap, Fault> {
     let mut bytes = [0; BYTES];
-    for (offset, byte) in bytes.iter_mut().enumerate() {
-        let place = warp.place(
-            launch,
-            cube,
-            Bytes::new(Space::Generic, address + offset as u64, 1),
-            lane,
-            Access::Read,
-        )?;
-        // SAFETY: `place` gives a byte that can be read.
-        *byte = unsafe { place.read() };
+    for (part, held) in bytes.chunks_mut(MAP_ALIGNMENT).enumerate() {
+        let from = address + (part * MAP_ALIGNMENT) as u64;
+        let from = Bytes::new(Space::Generic, from, MAP_ALIGNMENT);
+        let place = warp.place(launch, cube, from, lane, Access::Read)?;
+        // SAFETY: `place` gives so many bytes.
+        unsafe { std::ptr::copy_nonoverlapping(place, held.as_mut_ptr(), MAP_ALIGNMENT) };
     }
     TensorMap::from_bytes(&bytes)
 }
 
-fn check_map(launch: &Launch, map: &TensorMap, coordinates: &[i32]) -> Result<(), Fault> {
+/// Calls `each` for every element of a box, as [`TensorMap::each`] does, up to the first fault.
+fn each_of_box(
+    launch: &Launch,
+    map: &TensorMap,
+    coordinates: &[i32],
+    mut each: impl FnMut(usize, Option<u64>) -> Result<(), Fault>,
+) -> Result<(), Fault> {
     if coordinates.len() != map.sizes.len() {
         return Err(Fault::TensorMap(format!(
             "{} coordinates of {} dimensions",
@@ -310,13 +307,16 @@ fn check_map(launch: &Launch, map: &TensorMap, coordinates: &[i32]) -> Result<()
             map.sizes.len()
         )));
     }
-    let mut fault = None;
-    map.each(coordinates, |_, address| {
-        if let Some(address) = address
-            && !launch.regions.holds(address, map.element_bytes)
-        {
-            fault = Some(out_of_bounds(Space::Global, address, map.element_bytes));
+    let size = map.element_bytes;
+    let mut found = Ok(());
+    map.each(coordinates, |at, address| {
+        if found.is_err() {
+            return;
         }
+        found = match address.filter(|&address| !launch.regions.holds(address, size)) {
+            Some(beyond) => Err(out_of_bounds(Space::Global, beyond, size)),
+            None => each(at, address),
+        };
     });
-    fault.map_or(Ok(()), Err)
+    found
 }

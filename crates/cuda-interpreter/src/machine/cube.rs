@@ -1,9 +1,9 @@
 //! What the warps of a cube share.
 
 use super::counted::Counted;
-use super::memory::{check_alignment, part};
+use super::memory::{check_alignment, part, read, write};
 use super::pending::Pending;
-use super::races::Races;
+use super::races::{Meeting, Races};
 use crate::error::Fault;
 use crate::ptx::Space;
 
@@ -60,7 +60,7 @@ impl Cube {
         threads: Option<u64>,
     ) -> Result<u64, Fault> {
         if let Some(races) = &mut self.races {
-            races.arrive_named(warp, id);
+            races.arrive(warp, Meeting::Named(id));
         }
         let alive = self.alive;
         let Some(named) = self.named.get_mut(id as usize) else {
@@ -102,7 +102,7 @@ impl Cube {
                 named.rounds += 1;
                 self.events += 1;
                 if let Some(races) = &mut self.races {
-                    races.pass_named(id as u64);
+                    races.pass(Meeting::Named(id as u64));
                 }
             }
         }
@@ -118,16 +118,20 @@ impl Cube {
         self.pass();
     }
 
+    /// The place of a barrier in shared memory.
+    fn counted_place(&mut self, address: u64) -> Result<*mut u8, Fault> {
+        check_alignment(Space::Shared, address, 8)?;
+        part(&mut self.shared, Space::Shared, address, 8)
+    }
+
     /// The barrier at an address in shared memory.
     ///
     /// # Errors
     ///
     /// [`Fault`] where no barrier was initialised.
     pub fn counted(&mut self, address: u64) -> Result<Counted, Fault> {
-        check_alignment(Space::Shared, address, 8)?;
-        let place = part(&mut self.shared, Space::Shared, address, 8)?;
-        // SAFETY: `part` gives 8 bytes of the vector.
-        let barrier = Counted::from_bits(unsafe { place.cast::<u64>().read_unaligned() });
+        // SAFETY: a barrier's place has 8 bytes.
+        let barrier = Counted::from_bits(unsafe { read(self.counted_place(address)?, 8) });
         match barrier.is_initialised() {
             true => Ok(barrier),
             false => Err(Fault::Barrier(format!(
@@ -140,17 +144,18 @@ impl Cube {
     ///
     /// [`Fault`] outside of shared memory.
     pub fn set_counted(&mut self, address: u64, barrier: Counted) -> Result<(), Fault> {
-        check_alignment(Space::Shared, address, 8)?;
-        let place = part(&mut self.shared, Space::Shared, address, 8)?.cast::<u64>();
-        // SAFETY: `part` gives 8 bytes of the vector.
-        let before = unsafe { place.read_unaligned() };
-        if let Some(races) = &mut self.races
-            && Counted::from_bits(before).is_odd() != barrier.is_odd()
-        {
-            races.pass_counted(address);
-        }
+        let place = self.counted_place(address)?;
+        // SAFETY: a barrier's place has 8 bytes.
+        let before = Counted::from_bits(unsafe { read(place, 8) });
         // SAFETY: as above.
-        unsafe { place.write_unaligned(barrier.bits()) };
+        unsafe { write(place, 8, barrier.bits()) };
+        if let Some(races) = self
+            .races
+            .as_mut()
+            .filter(|_| before.is_odd() != barrier.is_odd())
+        {
+            races.pass(Meeting::Counted(address));
+        }
         self.events += 1;
         Ok(())
     }

@@ -3,6 +3,7 @@
 use super::cube::Cube;
 use super::launch::Launch;
 use super::matrix::number;
+use super::memory::{read, write};
 use super::races::Access;
 use super::warp::{Bytes, Warp};
 use crate::error::Fault;
@@ -63,13 +64,8 @@ pub fn load(
             index % 32,
             Access::Read,
         )?;
-        // SAFETY: `place` gives so many bytes, aligned to them.
-        let bits = unsafe {
-            match fragment.element_bytes {
-                2 => place.cast::<u16>().read().into(),
-                _ => place.cast::<u32>().read(),
-            }
-        };
+        // SAFETY: `place` gives so many bytes.
+        let bits = unsafe { read(place, fragment.element_bytes) } as u32;
         put(warp, fragment, index, bits);
     }
     Ok(())
@@ -94,13 +90,8 @@ pub fn store(
             Access::Write,
         )?;
         let bits = get(warp, fragment, index);
-        // SAFETY: `place` gives so many bytes, aligned to them.
-        unsafe {
-            match fragment.element_bytes {
-                2 => place.cast::<u16>().write(bits as u16),
-                _ => place.cast::<u32>().write(bits),
-            }
-        }
+        // SAFETY: `place` gives so many bytes.
+        unsafe { write(place, fragment.element_bytes, bits.into()) };
     }
     Ok(())
 }

@@ -1,23 +1,14 @@
 //! A launch: cubes in the order of their index, several of them side by side, and turns for their warps.
 
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
 use super::cube::Cube;
 use super::launch::{Launch, Settings};
 use super::races::Races;
 use super::warp::{Flow, Group, Wait, Warp, each};
 use crate::error::{Fault, Stopped};
 use crate::ptx::Instruction;
-
-/// A small generator of turns (xorshift; Marsaglia, 2003).
-struct Turns(u64);
-
-impl Turns {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) as usize % bound.max(1)
-    }
-}
 
 struct Running {
     cube: Cube,
@@ -34,7 +25,7 @@ pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
     let (total, mut next) = (x * y * z, 0);
     let threads: u32 = launch.threads.iter().product();
     let shared_bytes = launch.kernel.static_shared + launch.dynamic_shared;
-    let mut turns = Turns(settings.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut turns = ChaCha8Rng::seed_from_u64(settings.seed);
     let mut running: Vec<Running> = Vec::new();
     let (mut idle, mut events, mut clock) = (0, 0, 0);
     while next < total || !running.is_empty() {
@@ -52,7 +43,7 @@ pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
             next += 1;
         }
         let mut ran = 0;
-        let first = turns.below(running.len());
+        let first = turns.random_range(0..running.len());
         for step in 0..running.len() {
             let at = (first + step) % running.len();
             let Running { cube, warps } = &mut running[at];
@@ -64,10 +55,10 @@ pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
                 ran += 1;
             }
             cube.pending.extend(kept);
-            let first = turns.below(warps.len());
+            let first = turns.random_range(0..warps.len());
             for step in 0..warps.len() {
                 let number = (first + step) % warps.len();
-                let turn = 1 + turns.below(settings.turn as usize) as u64;
+                let turn = turns.random_range(1..=u64::from(settings.turn));
                 warps[number].tick(launch, clock);
                 let instructions = turn_of(launch, cube, &mut warps[number], turn)?;
                 (ran, clock) = (ran + instructions, clock + instructions);
@@ -106,11 +97,11 @@ pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
 }
 
 /// One of the copies that are under way, at every second time.
-fn take<T>(pending: &mut Vec<T>, turns: &mut Turns) -> Option<T> {
-    if pending.is_empty() || turns.below(2) == 0 {
+fn take<T>(pending: &mut Vec<T>, turns: &mut ChaCha8Rng) -> Option<T> {
+    if pending.is_empty() || turns.random_bool(0.5) {
         return None;
     }
-    let at = turns.below(pending.len());
+    let at = turns.random_range(0..pending.len());
     Some(pending.remove(at))
 }
 

@@ -2,7 +2,7 @@
 //! ISA, sections 9.7.14 and 9.7.15).
 
 use super::cube::Cube;
-use super::memory::part;
+use super::memory::{part, read};
 use super::tensor_map::Swizzle;
 use super::warp::Warp;
 use crate::error::Fault;
@@ -146,12 +146,7 @@ impl Described {
         }
         let place = part(&mut cube.shared, Space::Shared, address, size)?;
         // SAFETY: `part` gives so many bytes.
-        let bits = unsafe {
-            match size {
-                2 => place.cast::<u16>().read_unaligned().into(),
-                _ => place.cast::<u32>().read_unaligned(),
-            }
-        };
+        let bits = unsafe { read(place, size) } as u32;
         Ok(number(self.element, bits))
     }
 }

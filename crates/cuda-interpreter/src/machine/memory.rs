@@ -18,7 +18,6 @@ pub fn placed(space: Space, address: u64) -> (Space, u64) {
 }
 
 /// The parts of the host's memory that stand for a device's.
-#[derive(Clone, Default)]
 pub struct Regions {
     /// Start and end, in order.
     sorted: Vec<(u64, u64)>,
@@ -78,4 +77,22 @@ pub fn part(held: &mut [u8], space: Space, offset: u64, bytes: usize) -> Result<
         true => Ok(held[offset as usize..].as_mut_ptr()),
         false => Err(out_of_bounds(space, offset, bytes)),
     }
+}
+
+/// # Safety
+///
+/// `size` bytes, at most 8, can be read there.
+pub unsafe fn read(place: *const u8, size: usize) -> u64 {
+    let mut bytes = [0; 8];
+    // SAFETY: as the caller promises.
+    unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size) };
+    u64::from_le_bytes(bytes)
+}
+
+/// # Safety
+///
+/// `size` bytes, at most 8, can be written there.
+pub unsafe fn write(place: *mut u8, size: usize, value: u64) {
+    // SAFETY: as the caller promises.
+    unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), place, size) };
 }

@@ -10,9 +10,8 @@
 
 use std::collections::HashMap;
 
-use super::memory::placed;
 use crate::error::Fault;
-use crate::ptx::{Slot, Space};
+use crate::ptx::Slot;
 
 /// Bytes that are watched together.
 const CELL: u64 = 2;
@@ -40,17 +39,18 @@ struct Written {
     atomic: bool,
 }
 
+/// A barrier, by its number or its address in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Meeting {
+    Named(u64),
+    Counted(u64),
+}
+
 /// What a barrier hands on.
 #[derive(Clone, Default)]
 struct Handed {
     arriving: Clock,
     released: Clock,
-}
-
-impl Handed {
-    fn release(&mut self) {
-        self.released = std::mem::take(&mut self.arriving);
-    }
 }
 
 /// Products that are waited for together: cells that they read, and registers that they add to.
@@ -65,8 +65,7 @@ pub struct Races {
     clocks: Vec<Clock>,
     /// What each warp knew when it fenced last.
     fenced: Vec<Clock>,
-    named: HashMap<u64, Handed>,
-    counted: HashMap<u64, Handed>,
+    handed: HashMap<Meeting, Handed>,
     written: Vec<Written>,
     /// Time and line of each actor's last read of each cell.
     read: Vec<[u32; 2]>,
@@ -94,8 +93,7 @@ impl Races {
             warps,
             clocks: (0..actors).map(begun).collect(),
             fenced: vec![vec![0; actors]; warps],
-            named: HashMap::new(),
-            counted: HashMap::new(),
+            handed: HashMap::new(),
             written: vec![Written::default(); cells],
             read: vec![[0; 2]; cells * actors],
             products: vec![vec![Group::default()]; warps],
@@ -125,7 +123,7 @@ impl Races {
         }
     }
 
-    /// An access to memory of any space by a warp.
+    /// An access by a warp.
     ///
     /// # Errors
     ///
@@ -133,15 +131,10 @@ impl Races {
     pub fn access(
         &mut self,
         warp: usize,
-        space: Space,
-        address: u64,
+        place: u64,
         bytes: usize,
         access: Access,
     ) -> Result<(), Fault> {
-        let (space, place) = placed(space, address);
-        if space != Space::Shared {
-            return Ok(());
-        }
         let clock = std::mem::take(&mut self.clocks[warp]);
         let found = self.check(warp, &clock, place, bytes, access);
         self.clocks[warp] = clock;
@@ -246,34 +239,20 @@ impl Races {
         self.tick(warp);
     }
 
-    pub fn arrive_named(&mut self, warp: usize, id: u64) {
-        let handed = self.named.entry(id).or_default();
+    pub fn arrive(&mut self, warp: usize, at: Meeting) {
+        let handed = self.handed.entry(at).or_default();
         join(&mut handed.arriving, &self.clocks[warp]);
         self.tick(warp);
     }
 
-    pub fn pass_named(&mut self, id: u64) {
-        self.named.entry(id).or_default().release();
+    /// All that a barrier waits for have arrived.
+    pub fn pass(&mut self, at: Meeting) {
+        let handed = self.handed.entry(at).or_default();
+        handed.released = std::mem::take(&mut handed.arriving);
     }
 
-    pub fn wait_named(&mut self, warp: usize, id: u64) {
-        if let Some(handed) = self.named.get(&id) {
-            join(&mut self.clocks[warp], &handed.released);
-        }
-    }
-
-    pub fn arrive_counted(&mut self, warp: usize, address: u64) {
-        let handed = self.counted.entry(address).or_default();
-        join(&mut handed.arriving, &self.clocks[warp]);
-        self.tick(warp);
-    }
-
-    pub fn pass_counted(&mut self, address: u64) {
-        self.counted.entry(address).or_default().release();
-    }
-
-    pub fn wait_counted(&mut self, warp: usize, address: u64) {
-        if let Some(handed) = self.counted.get(&address) {
+    pub fn wait(&mut self, warp: usize, at: Meeting) {
+        if let Some(handed) = self.handed.get(&at) {
             join(&mut self.clocks[warp], &handed.released);
         }
     }
@@ -289,10 +268,8 @@ impl Races {
         let engine = self.loads();
         let mut told = vec![0; clock.len()];
         told[engine] = clock[engine];
-        join(
-            &mut self.counted.entry(address).or_default().arriving,
-            &told,
-        );
+        let handed = self.handed.entry(Meeting::Counted(address)).or_default();
+        join(&mut handed.arriving, &told);
     }
 
     /// A warp has waited for its copies out of shared memory.
@@ -309,7 +286,7 @@ impl Races {
     ///
     /// [`Fault::Race`].
     pub fn read_by_product(&mut self, warp: usize, place: u64, bytes: usize) -> Result<(), Fault> {
-        self.access(warp, Space::Shared, place, bytes, Access::AsyncRead)?;
+        self.access(warp, place, bytes, Access::AsyncRead)?;
         let cells = (place / CELL) as usize..((place + bytes as u64).div_ceil(CELL)) as usize;
         self.open_group(warp).cells.extend(cells);
         Ok(())
@@ -358,13 +335,7 @@ impl Races {
         cells.sort_unstable();
         cells.dedup();
         for cell in cells {
-            self.access(
-                warp,
-                Space::Shared,
-                cell as u64 * CELL,
-                CELL as usize,
-                Access::AsyncRead,
-            )?;
+            self.access(warp, cell as u64 * CELL, CELL as usize, Access::AsyncRead)?;
         }
         Ok(())
     }

@@ -6,12 +6,12 @@ use super::exchange::{matching, shuffle, transposed, vote};
 use super::fragments;
 use super::launch::Launch;
 use super::matrix::{multiply, multiply_group};
-use super::memory::placed;
+use super::memory::{placed, read, write};
 use super::pending::Pending;
-use super::races::Access;
+use super::races::{Access, Meeting};
 use super::warp::{Bytes, Copied, Flow, Wait, Warp, each};
 use crate::error::Fault;
-use crate::ptx::{Address, Lanes, Op, Pure, Slot, Space, Type};
+use crate::ptx::{Address, Lanes, Op, Slot, Space, Vector};
 
 impl Warp {
     /// Runs an instruction for `active` of the threads that are here.
@@ -38,13 +38,7 @@ impl Warp {
         match op {
             Op::Nothing => {}
             Op::Pure { function, to, from } => {
-                let [a, b, c, d] = from.map(|slot| &self.registers[slot as usize]);
-                let values = match function {
-                    Pure::One(function) => function(a),
-                    Pure::Two(function) => function(a, b),
-                    Pure::Three(function) => function(a, b, c),
-                    Pure::Four(function) => function(a, b, c, d),
-                };
+                let values = function.over(from.map(|slot| self.at(slot)));
                 self.set(*to, &values, active);
             }
             Op::Compare {
@@ -88,19 +82,9 @@ impl Warp {
                     );
                 }
             }
-            Op::Load {
-                space,
-                kind,
-                to,
-                at,
-            } => self.load(launch, cube, *space, *kind, to, *at, active)?,
-            Op::Store {
-                space,
-                kind,
-                at,
-                from,
-            } => {
-                self.store(launch, cube, *space, *kind, *at, from, active)?;
+            Op::Load(from) => self.load(launch, cube, from, active)?,
+            Op::Store(to) => {
+                self.store(launch, cube, to, active)?;
                 cube.events += 1;
             }
             Op::Atomic {
@@ -123,7 +107,7 @@ impl Warp {
                     let [first, second] = from.map(|slot| kind.truncate(self.at(slot)[lane]));
                     // SAFETY: `place` gives so many bytes.
                     let old = unsafe { read(place, kind.bytes()) };
-                    unsafe { write(place, kind.bytes(), function(old, first, second)) };
+                    unsafe { write(place, kind.bytes(), function.once([old, first, second])) };
                     if let Some(to) = to {
                         self.registers[*to as usize][lane] = old;
                     }
@@ -197,7 +181,7 @@ impl Warp {
             } => {
                 let values = self.at(*from);
                 let all = each(self.members(*members, active)).map(|lane| values[lane]);
-                let value = all.reduce(function).unwrap_or(0);
+                let value = all.reduce(|a, b| function.once([a, b, b])).unwrap_or(0);
                 self.set(*to, &[value; 32], active);
             }
             Op::Elect {
@@ -342,7 +326,6 @@ impl Warp {
                     cube.pending.push(pending);
                 }
             }
-            Op::CommitBulk => {}
             Op::WaitBulk => {
                 for lane in each(active) {
                     let thread = (self.number, lane);
@@ -377,7 +360,7 @@ impl Warp {
                     self.touch_counted(cube, place, Access::Atomic)?;
                     let barrier = cube.counted(place)?;
                     if let Some(races) = cube.races.as_mut().filter(|_| *arrives) {
-                        races.arrive_counted(self.number, place);
+                        races.arrive(self.number, Meeting::Counted(place));
                     }
                     let state = u64::from(barrier.is_odd());
                     let expected = expects.map_or(0, |slot| self.at(slot)[lane] as i32);
@@ -387,15 +370,7 @@ impl Warp {
                         0
                     };
                     // Of an arrival that expects bytes the phase cannot end in between.
-                    let barrier = match expected {
-                        0 => barrier,
-                        _ => barrier.expecting(expected),
-                    };
-                    let barrier = if count > 0 {
-                        barrier.arrived(count)?
-                    } else {
-                        barrier
-                    };
+                    let barrier = barrier.expecting(expected).arrived(count)?;
                     cube.set_counted(place, barrier)?;
                     if let Some(to) = to {
                         self.registers[*to as usize][lane] = state;
@@ -409,7 +384,7 @@ impl Warp {
                     self.touch_counted(cube, place, Access::Atomic)?;
                     let over = cube.counted(place)?.is_over(self.at(*phase)[lane] & 1 == 1);
                     if let Some(races) = cube.races.as_mut().filter(|_| over) {
-                        races.wait_counted(self.number, place);
+                        races.wait(self.number, Meeting::Counted(place));
                     }
                     values[lane] = over.into();
                 }
@@ -425,41 +400,45 @@ impl Warp {
     /// A barrier is initialised before others touch it.
     fn touch_counted(&self, cube: &mut Cube, place: u64, access: Access) -> Result<(), Fault> {
         let races = cube.races.as_mut();
-        races.map_or(Ok(()), |races| {
-            races.access(self.number, Space::Shared, place, 8, access)
-        })
+        races.map_or(Ok(()), |races| races.access(self.number, place, 8, access))
     }
 
     fn members(&self, slot: Slot, active: u32) -> u32 {
         self.uniform(slot, active) as u32 & self.lanes_alive()
     }
 
-    #[expect(clippy::too_many_arguments, reason = "what a load has")]
+    /// Where a thread's numbers of a load or a store lie.
+    fn vector_place(
+        &mut self,
+        launch: &Launch,
+        cube: &mut Cube,
+        vector: &Vector,
+        lane: usize,
+        access: Access,
+    ) -> Result<*mut u8, Fault> {
+        let bytes = Bytes::new(
+            vector.space,
+            self.address(vector.at, lane),
+            vector.kind.bytes() * vector.slots.len(),
+        );
+        self.place(launch, cube, bytes, lane, access)
+    }
+
     fn load(
         &mut self,
         launch: &Launch,
         cube: &mut Cube,
-        space: Space,
-        kind: Type,
-        to: &[Slot],
-        at: Address,
+        from: &Vector,
         active: u32,
     ) -> Result<(), Fault> {
-        let size = kind.bytes();
+        let size = from.kind.bytes();
         for lane in each(active) {
-            let address = self.address(at, lane);
-            let place = self.place(
-                launch,
-                cube,
-                Bytes::new(space, address, size * to.len()),
-                lane,
-                Access::Read,
-            )?;
-            for (part, &slot) in to.iter().enumerate() {
+            let place = self.vector_place(launch, cube, from, lane, Access::Read)?;
+            for (part, &slot) in from.slots.iter().enumerate() {
                 // SAFETY: `place` gives so many bytes.
                 let bits = unsafe { read(place.add(size * part), size) };
                 self.registers[slot as usize][lane] = if size < 4 {
-                    kind.widen(bits) as u64
+                    from.kind.widen(bits) as u64
                 } else {
                     bits
                 };
@@ -468,28 +447,17 @@ impl Warp {
         Ok(())
     }
 
-    #[expect(clippy::too_many_arguments, reason = "what a store has")]
     fn store(
         &mut self,
         launch: &Launch,
         cube: &mut Cube,
-        space: Space,
-        kind: Type,
-        at: Address,
-        from: &[Slot],
+        to: &Vector,
         active: u32,
     ) -> Result<(), Fault> {
-        let size = kind.bytes();
+        let size = to.kind.bytes();
         for lane in each(active) {
-            let address = self.address(at, lane);
-            let place = self.place(
-                launch,
-                cube,
-                Bytes::new(space, address, size * from.len()),
-                lane,
-                Access::Write,
-            )?;
-            for (part, &slot) in from.iter().enumerate() {
+            let place = self.vector_place(launch, cube, to, lane, Access::Write)?;
+            for (part, &slot) in to.slots.iter().enumerate() {
                 // SAFETY: `place` gives so many bytes.
                 unsafe { write(place.add(size * part), size, self.at(slot)[lane]) };
             }
@@ -556,22 +524,4 @@ impl Warp {
         }
         Ok(())
     }
-}
-
-/// # Safety
-///
-/// `size` bytes, at most 8, can be read there.
-unsafe fn read(place: *const u8, size: usize) -> u64 {
-    let mut bytes = [0; 8];
-    // SAFETY: as the caller promises.
-    unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size) };
-    u64::from_le_bytes(bytes)
-}
-
-/// # Safety
-///
-/// `size` bytes, at most 8, can be written there.
-unsafe fn write(place: *mut u8, size: usize, value: u64) {
-    // SAFETY: as the caller promises.
-    unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), place, size) };
 }

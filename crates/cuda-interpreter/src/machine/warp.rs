@@ -7,7 +7,7 @@
 use super::cube::Cube;
 use super::launch::Launch;
 use super::memory::{check_alignment, out_of_bounds, part, placed};
-use super::races::Access;
+use super::races::{Access, Meeting};
 use crate::error::Fault;
 use crate::ptx::{Address, Lanes, Slot, Space, Special};
 
@@ -208,7 +208,7 @@ impl Warp {
         if space == Space::Shared
             && let Some(races) = &mut cube.races
         {
-            races.access(self.number, space, address, bytes, access)?;
+            races.access(self.number, address, bytes, access)?;
         }
         match space {
             Space::Shared => part(&mut cube.shared, space, address, bytes),
@@ -236,7 +236,7 @@ impl Warp {
             {
                 group.wait = None;
                 if let Some(races) = &mut cube.races {
-                    races.wait_named(self.number, id);
+                    races.wait(self.number, Meeting::Named(id));
                 }
             }
         }

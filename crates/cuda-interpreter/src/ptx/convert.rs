@@ -2,9 +2,10 @@
 
 use super::Type;
 use super::instruction::Pure;
+use super::lanes::{one, two};
 use super::numbers::{
     Rounding, bf16_to_f32, f16_to_f32, f32_of, f32_to_bf16, f32_to_f16, f64_of, of_f32, rounded,
-    whole,
+    saturated, whole,
 };
 
 /// The conversion to the first of two types, or of two numbers to a pair in half precision.
@@ -15,14 +16,10 @@ pub fn conversion(modifiers: &[&str], to: Type, from: Type) -> Option<Pure> {
         return None;
     }
     if to == Type::BF16x2 && from == Type::F32 {
-        return Some(Pure::Two(|high, low| {
-            std::array::from_fn(|lane| pair(f32_to_bf16, high[lane], low[lane]))
-        }));
+        return Some(two!(|high, low| pair(f32_to_bf16, high, low)));
     }
     if to == Type::F16x2 && from == Type::F32 {
-        return Some(Pure::Two(|high, low| {
-            std::array::from_fn(|lane| pair(f32_to_f16, high[lane], low[lane]))
-        }));
+        return Some(two!(|high, low| pair(f32_to_f16, high, low)));
     }
     if to.is_integer() && from.is_integer() {
         return integers(to, from, saturates);
@@ -36,29 +33,23 @@ pub fn conversion(modifiers: &[&str], to: Type, from: Type) -> Option<Pure> {
         ($from:expr) => {
             match (to, rounding) {
                 (Type::F64, _) => {
-                    Pure::One(|x| std::array::from_fn(|lane| ($from)(x[lane]).to_bits()))
+                    one!(|x| ($from)(x).to_bits())
                 }
-                (Type::BF16, _) => Pure::One(|x| {
-                    std::array::from_fn(|lane| f32_to_bf16(($from)(x[lane]) as f32).into())
-                }),
-                (Type::F16, _) => Pure::One(|x| {
-                    std::array::from_fn(|lane| f32_to_f16(($from)(x[lane]) as f32).into())
-                }),
+                (Type::BF16, _) => one!(|x| f32_to_bf16(($from)(x) as f32).into()),
+                (Type::F16, _) => one!(|x| f32_to_f16(($from)(x) as f32).into()),
                 (Type::F32, _) if saturates => {
-                    Pure::One(|x| std::array::from_fn(|lane| of_f32(unit(($from)(x[lane]) as f32))))
+                    one!(|x| of_f32(saturated(($from)(x) as f32)))
                 }
                 (Type::F32, Rounding::Nearest) => {
-                    Pure::One(|x| std::array::from_fn(|lane| of_f32(($from)(x[lane]) as f32)))
+                    one!(|x| of_f32(($from)(x) as f32))
                 }
-                (Type::F32, Rounding::Zero) => Pure::One(|x| {
-                    std::array::from_fn(|lane| of_f32(rounded(($from)(x[lane]), Rounding::Zero)))
-                }),
-                (Type::F32, Rounding::Down) => Pure::One(|x| {
-                    std::array::from_fn(|lane| of_f32(rounded(($from)(x[lane]), Rounding::Down)))
-                }),
-                (Type::F32, Rounding::Up) => Pure::One(|x| {
-                    std::array::from_fn(|lane| of_f32(rounded(($from)(x[lane]), Rounding::Up)))
-                }),
+                (Type::F32, Rounding::Zero) => {
+                    one!(|x| of_f32(rounded(($from)(x), Rounding::Zero)))
+                }
+                (Type::F32, Rounding::Down) => {
+                    one!(|x| of_f32(rounded(($from)(x), Rounding::Down)))
+                }
+                (Type::F32, Rounding::Up) => one!(|x| of_f32(rounded(($from)(x), Rounding::Up))),
                 _ => return to_integer(to, from, rounding),
             }
         };
@@ -69,16 +60,16 @@ pub fn conversion(modifiers: &[&str], to: Type, from: Type) -> Option<Pure> {
     if whole_f32 && to == Type::F32 && from == Type::F32 {
         return Some(match rounding {
             Rounding::Nearest => {
-                Pure::One(|x| std::array::from_fn(|lane| integral(x[lane], Rounding::Nearest)))
+                one!(|x| integral(x, Rounding::Nearest))
             }
             Rounding::Zero => {
-                Pure::One(|x| std::array::from_fn(|lane| integral(x[lane], Rounding::Zero)))
+                one!(|x| integral(x, Rounding::Zero))
             }
             Rounding::Down => {
-                Pure::One(|x| std::array::from_fn(|lane| integral(x[lane], Rounding::Down)))
+                one!(|x| integral(x, Rounding::Down))
             }
             Rounding::Up => {
-                Pure::One(|x| std::array::from_fn(|lane| integral(x[lane], Rounding::Up)))
+                one!(|x| integral(x, Rounding::Up))
             }
         });
     }
@@ -101,10 +92,6 @@ pub fn conversion(modifiers: &[&str], to: Type, from: Type) -> Option<Pure> {
 
 fn pair(half: fn(f32) -> u16, high: u64, low: u64) -> u64 {
     u64::from(half(f32_of(high))) << 16 | u64::from(half(f32_of(low)))
-}
-
-fn unit(value: f32) -> f32 {
-    if value > 0.0 { value.min(1.0) } else { 0.0 }
 }
 
 fn integral(bits: u64, rounding: Rounding) -> u64 {
@@ -131,16 +118,14 @@ fn integers(to: Type, from: Type, saturates: bool) -> Option<Pure> {
     }
     macro_rules! cast {
         ($From:ty, $To:ty) => {
-            Pure::One(|x| std::array::from_fn(|lane| (x[lane] as $From) as $To as u64))
+            one!(|x| (x as $From) as $To as u64)
         };
     }
     macro_rules! narrowed {
         ($From:ty, $To:ty) => {
-            Pure::One(|x| {
-                std::array::from_fn(|lane| {
-                    let value = i128::from(x[lane] as $From);
-                    value.clamp(<$To>::MIN.into(), <$To>::MAX.into()) as u64
-                })
+            one!(|x| {
+                let value = i128::from(x as $From);
+                value.clamp(<$To>::MIN.into(), <$To>::MAX.into()) as u64
             })
         };
     }
@@ -162,24 +147,12 @@ fn to_integer(to: Type, from: Type, rounding: Rounding) -> Option<Pure> {
     macro_rules! to_whole {
         ($To:ty, $rounding:expr) => {
             match from {
-                Type::F32 => Pure::One(|x| {
-                    std::array::from_fn(|lane| {
-                        whole(f32_of(x[lane]).into(), $rounding) as $To as u64
-                    })
-                }),
-                Type::F64 => Pure::One(|x| {
-                    std::array::from_fn(|lane| whole(f64_of(x[lane]), $rounding) as $To as u64)
-                }),
-                Type::F16 => Pure::One(|x| {
-                    std::array::from_fn(|lane| {
-                        whole(f16_to_f32(x[lane] as u16).into(), $rounding) as $To as u64
-                    })
-                }),
-                Type::BF16 => Pure::One(|x| {
-                    std::array::from_fn(|lane| {
-                        whole(bf16_to_f32(x[lane] as u16).into(), $rounding) as $To as u64
-                    })
-                }),
+                Type::F32 => one!(|x| whole(f32_of(x).into(), $rounding) as $To as u64),
+                Type::F64 => one!(|x| whole(f64_of(x), $rounding) as $To as u64),
+                Type::F16 => one!(|x| whole(f16_to_f32(x as u16).into(), $rounding) as $To as u64),
+                Type::BF16 => {
+                    one!(|x| whole(bf16_to_f32(x as u16).into(), $rounding) as $To as u64)
+                }
                 _ => return None,
             }
         };

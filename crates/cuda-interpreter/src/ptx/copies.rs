@@ -27,7 +27,7 @@ pub fn copy(reader: &mut Reader) -> Decoded<Op> {
     }
     if reader.has("commit_group") {
         return Ok(if reader.has("bulk") {
-            Op::CommitBulk
+            Op::Nothing
         } else {
             Op::CommitCopies
         });

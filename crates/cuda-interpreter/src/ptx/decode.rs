@@ -5,8 +5,8 @@ use super::compare::comparison;
 use super::convert::conversion;
 use super::copies::{copy, counted};
 use super::functions::pure;
-use super::instruction::{Binary, Op, Pure, Shuffle, Slot, Vote};
-use super::numbers::{bf16_to_f32, f16_to_f32, f32_of, f32_to_bf16, f32_to_f16, f64_of, of_f32};
+use super::instruction::{Address, Binary, Op, Pure, Shuffle, Slot, Vector, Vote};
+use super::lanes::{three, two};
 use super::products::{fragments, group_product, product};
 use super::reader::{Argument, Decoded, Reader};
 
@@ -64,18 +64,16 @@ pub fn decode(
             function_of(reader, function, constant(0))?
         }
         "setp" => compare(reader, &kinds)?,
-        "ld" | "ldu" => Op::Load {
-            space: reader.space(),
-            kind: kind.ok_or("a load of no type")?,
-            to: reader.slots()?,
-            at: reader.address()?,
-        },
-        "st" => Op::Store {
-            space: reader.space(),
-            kind: kind.ok_or("a store of no type")?,
-            at: reader.address()?,
-            from: reader.slots()?,
-        },
+        "ld" | "ldu" => {
+            let slots = reader.slots()?;
+            let at = reader.address()?;
+            Op::Load(vector(reader, kind, at, slots)?)
+        }
+        "st" => {
+            let at = reader.address()?;
+            let slots = reader.slots()?;
+            Op::Store(vector(reader, kind, at, slots)?)
+        }
         "atom" | "red" => atomic(
             reader,
             name == "atom",
@@ -92,7 +90,7 @@ pub fn decode(
             members: reader.slot()?,
         },
         "redux" => Op::Reduce {
-            function: reduction(reader, kind)?,
+            function: reduction(reader, kind.ok_or("a reduction of no type")?)?,
             to: reader.slot()?,
             from: reader.slot()?,
             members: reader.slot()?,
@@ -143,6 +141,15 @@ fn function_of(reader: &mut Reader, function: Pure, none: Slot) -> Decoded<Op> {
     Ok(Op::Pure { function, to, from })
 }
 
+fn vector(reader: &Reader, kind: Option<Type>, at: Address, slots: Vec<Slot>) -> Decoded<Vector> {
+    Ok(Vector {
+        space: reader.space(),
+        kind: kind.ok_or("a load or a store of no type")?,
+        at,
+        slots,
+    })
+}
+
 fn moved(reader: &mut Reader, kind: Option<Type>) -> Decoded<Op> {
     let bits = |parts: usize| 8 * kind.map_or(0, Type::bytes) as u32 / parts as u32;
     let mut arguments = reader.arguments.clone();
@@ -169,8 +176,8 @@ fn moved(reader: &mut Reader, kind: Option<Type>) -> Decoded<Op> {
 fn window(reader: &mut Reader, mut constant: impl FnMut(u64) -> Slot) -> Decoded<Op> {
     let window = reader.space().window();
     let function = match reader.has("to") {
-        true => Pure::Two(|x, window| std::array::from_fn(|lane| x[lane] & !window[lane])),
-        false => Pure::Two(|x, window| std::array::from_fn(|lane| x[lane] | window[lane])),
+        true => two!(|x, window| x & !window),
+        false => two!(|x, window| x | window),
     };
     let (to, from) = (reader.slot()?, reader.slot()?);
     let window = constant(window);
@@ -204,84 +211,27 @@ fn compare(reader: &mut Reader, kinds: &[Type]) -> Decoded<Op> {
     })
 }
 
-fn reduction(reader: &Reader, kind: Option<Type>) -> Decoded<Binary> {
-    let signed = kind.is_some_and(Type::is_signed);
-    let known: [(&str, Binary); 6] = [
-        ("add", |a, b| (a as u32).wrapping_add(b as u32).into()),
-        ("and", |a, b| a & b),
-        ("or", |a, b| a | b),
-        ("xor", |a, b| a ^ b),
-        (
-            "min",
-            if signed {
-                |a, b| (a as i32).min(b as i32) as u64
-            } else {
-                |a, b| (a as u32).min(b as u32).into()
-            },
-        ),
-        (
-            "max",
-            if signed {
-                |a, b| (a as i32).max(b as i32) as u64
-            } else {
-                |a, b| (a as u32).max(b as u32).into()
-            },
-        ),
-    ];
-    let found = known.iter().find(|(name, _)| reader.has(name));
-    found.map_or_else(|| reader.unknown(), |&(_, function)| Ok(function))
+/// What an atomic or a reduction does with two numbers: the function of its name.
+fn reduction(reader: &Reader, kind: Type) -> Decoded<Pure> {
+    let names = ["add", "and", "or", "xor", "min", "max"];
+    let name = names.into_iter().find(|name| reader.has(name));
+    name.and_then(|name| pure(name, &[], &[kind]))
+        .map_or_else(|| reader.unknown(), Ok)
 }
 
-/// The sum of numbers in half precision, or of pairs of them.
-fn half_sum(kind: Type) -> fn(u64, u64, u64) -> u64 {
-    fn sum(old: u64, value: u64, part: u32, to: fn(u16) -> f32, from: fn(f32) -> u16) -> u64 {
-        let [old, value] = [old, value].map(|bits| to((bits >> part) as u16));
-        u64::from(from(old + value)) << part
-    }
-    match kind {
-        Type::F16 => |old, value, _| sum(old, value, 0, f16_to_f32, f32_to_f16),
-        Type::BF16 => |old, value, _| sum(old, value, 0, bf16_to_f32, f32_to_bf16),
-        Type::F16x2 => |old, value, _| {
-            [0, 16]
-                .map(|part| sum(old, value, part, f16_to_f32, f32_to_f16))
-                .iter()
-                .sum()
-        },
-        _ => |old, value, _| {
-            [0, 16]
-                .map(|part| sum(old, value, part, bf16_to_f32, f32_to_bf16))
-                .iter()
-                .sum()
-        },
-    }
-}
-
+/// What stands in memory is the first operand.
 fn atomic(reader: &mut Reader, returns: bool, kind: Type, none: Slot) -> Decoded<Op> {
     let has = |name: &str| reader.has(name);
-    let function: fn(u64, u64, u64) -> u64 = match kind {
-        Type::F64 if has("add") => |old, value, _| (f64_of(old) + f64_of(value)).to_bits(),
-        Type::F16 | Type::BF16 | Type::F16x2 | Type::BF16x2 if has("add") => half_sum(kind),
-        Type::F32 if has("add") => |old, value, _| of_f32(f32_of(old) + f32_of(value)),
-        _ if !kind.is_integer() => return reader.unknown(),
-        _ if has("add") => |old, value, _| old.wrapping_add(value),
-        Type::Unsigned(_) if has("inc") => |old, last, _| if old >= last { 0 } else { old + 1 },
-        Type::Unsigned(_) if has("dec") => |old, last, _| {
-            if old == 0 || old > last {
-                last
-            } else {
-                old - 1
-            }
-        },
-        _ if has("exch") => |_, value, _| value,
-        _ if has("cas") => |old, expected, value| if old == expected { value } else { old },
-        _ if has("and") => |old, value, _| old & value,
-        _ if has("or") => |old, value, _| old | value,
-        _ if has("xor") => |old, value, _| old ^ value,
-        Type::Signed(32) if has("min") => |old, value, _| (old as i32).min(value as i32) as u64,
-        Type::Signed(32) if has("max") => |old, value, _| (old as i32).max(value as i32) as u64,
-        Type::Unsigned(_) if has("min") => |old, value, _| old.min(value),
-        Type::Unsigned(_) if has("max") => |old, value, _| old.max(value),
-        _ => return reader.unknown(),
+    let function = match kind {
+        _ if has("exch") => two!(|_old, value| value),
+        _ if has("cas") => three!(|old, expected, value| if old == expected { value } else { old }),
+        Type::Unsigned(_) if has("inc") => two!(|old, last| if old >= last { 0 } else { old + 1 }),
+        Type::Unsigned(_) if has("dec") => two!(|old, last| if old == 0 || old > last {
+            last
+        } else {
+            old - 1
+        }),
+        _ => reduction(reader, kind)?,
     };
     let to = if returns { Some(reader.slot()?) } else { None };
     let at = reader.address()?;

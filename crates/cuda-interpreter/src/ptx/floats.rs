@@ -5,7 +5,7 @@ use super::instruction::Pure;
 use super::lanes::{one, three, two};
 use super::numbers::{
     Rounding, bf16_to_f32, f16_to_f32, f32_of, f32_to_bf16, f32_to_f16, f64_of, fused, greater,
-    lesser, of_f32, rounded,
+    lesser, of_f32, rounded, saturated,
 };
 
 /// A function of two f32 over the numbers of a floating-point type.
@@ -131,11 +131,6 @@ pub fn float(name: &str, modifiers: &[&str], kind: Type) -> Option<Pure> {
 
 fn exact(a: u64, b: u64, c: u64) -> f64 {
     f64::from(f32_of(a)) * f64::from(f32_of(b)) + f64::from(f32_of(c))
-}
-
-fn saturated(value: f32) -> f32 {
-    // NaN becomes 0.
-    if value > 0.0 { value.min(1.0) } else { 0.0 }
 }
 
 fn or_nan(function: fn(f32, f32) -> f32, a: f32, b: f32) -> f32 {

@@ -29,6 +29,21 @@ impl Pure {
             Self::Four(_) => 4,
         }
     }
+
+    /// Its values over as many operands as it has.
+    pub fn over(self, [a, b, c, d]: [&Lanes; 4]) -> Lanes {
+        match self {
+            Self::One(function) => function(a),
+            Self::Two(function) => function(a, b),
+            Self::Three(function) => function(a, b, c),
+            Self::Four(function) => function(a, b, c, d),
+        }
+    }
+
+    /// Its value of single numbers.
+    pub fn once(self, [a, b, c]: [u64; 3]) -> u64 {
+        self.over([&[a; 32], &[b; 32], &[c; 32], &[0; 32]])[0]
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,6 +165,14 @@ pub struct Product {
     pub sums: Vec<Slot>,
 }
 
+/// Consecutive numbers in memory, and the registers of a load or a store of them.
+pub struct Vector {
+    pub space: Space,
+    pub kind: Type,
+    pub at: Address,
+    pub slots: Vec<Slot>,
+}
+
 /// A matrix in registers whose places only the instructions on it know (`wmma`; PTX ISA, section 9.7.14.4).
 pub struct Fragment {
     pub rows: usize,
@@ -208,23 +231,13 @@ pub enum Op {
         from: Slot,
         bits: u32,
     },
-    Load {
-        space: Space,
-        kind: Type,
-        to: Vec<Slot>,
-        at: Address,
-    },
-    Store {
-        space: Space,
-        kind: Type,
-        at: Address,
-        from: Vec<Slot>,
-    },
+    Load(Vector),
+    Store(Vector),
     /// `function` of what is there and two operands takes its place.
     Atomic {
         space: Space,
         kind: Type,
-        function: fn(u64, u64, u64) -> u64,
+        function: Pure,
         to: Option<Slot>,
         at: Address,
         from: [Slot; 2],
@@ -264,7 +277,7 @@ pub enum Op {
         members: Slot,
     },
     Reduce {
-        function: Binary,
+        function: Pure,
         to: Slot,
         from: Slot,
         members: Slot,
@@ -302,7 +315,6 @@ pub enum Op {
     WaitCopies(Slot),
     WaitAllCopies,
     Bulk(Box<Bulk>),
-    CommitBulk,
     WaitBulk,
     CountedInit {
         at: Address,
@@ -332,7 +344,8 @@ impl Op {
         let read: &[Slot] = match self {
             Self::Pure { function, from, .. } => &from[..function.arguments()],
             Self::Compare { from, .. } => from,
-            Self::Pack { from, .. } | Self::Store { from, .. } => from,
+            Self::Pack { from, .. } => from,
+            Self::Store(to) => &to.slots,
             Self::Unpack { from, .. } | Self::Shuffle { from, .. } => std::slice::from_ref(from),
             Self::Product(product) => &product.sums,
             _ => &[],

@@ -68,7 +68,6 @@ fn high<T: Into<i128>>(a: T, b: T, bits: u32) -> u64 {
 pub fn bits(name: &str, kind: Type, modifiers: &[&str]) -> Option<Pure> {
     let wide = kind.bytes() == 8;
     let has = |modifier: &str| modifiers.contains(&modifier);
-    let as_shift = has("shiftamt");
     Some(match name {
         "and" => two!(|a, b| a & b),
         "or" => two!(|a, b| a | b),
@@ -81,7 +80,7 @@ pub fn bits(name: &str, kind: Type, modifiers: &[&str]) -> Option<Pure> {
         }
         "shr" => by_integer!(kind, T => two!(|a, by| {
             // Signs fill what is left beyond the width.
-            (a as T >> (by as u32).min(T::BITS - 1) >> u32::from(by as u32 >= T::BITS).min(1)) as u64
+            (a as T >> (by as u32).min(T::BITS - 1) >> u32::from(by as u32 >= T::BITS)) as u64
         })),
         "popc" if wide => one!(|a| a.count_ones().into()),
         "popc" => one!(|a| (a as u32).count_ones().into()),
@@ -89,7 +88,7 @@ pub fn bits(name: &str, kind: Type, modifiers: &[&str]) -> Option<Pure> {
         "clz" => one!(|a| (a as u32).leading_zeros().into()),
         "brev" if wide => one!(|a| a.reverse_bits()),
         "brev" => one!(|a| (a as u32).reverse_bits().into()),
-        "bfind" => match (kind, as_shift) {
+        "bfind" => match (kind, has("shiftamt")) {
             (Type::Unsigned(32), true) => one!(|a| match a as u32 {
                 0 => LOW,
                 a => a.leading_zeros().into(),

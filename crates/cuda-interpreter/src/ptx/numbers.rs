@@ -79,6 +79,11 @@ pub fn whole(value: f64, rounding: Rounding) -> f64 {
     }
 }
 
+/// `value` between 0 and 1. NaN becomes 0.
+pub fn saturated(value: f32) -> f32 {
+    if value > 0.0 { value.min(1.0) } else { 0.0 }
+}
+
 /// Of two numbers the lesser, or the one that is one.
 pub fn lesser(a: f32, b: f32) -> f32 {
     match (a.is_nan(), b.is_nan()) {
