@@ -38,7 +38,8 @@ pub const CHECKS: &[(&str, Check)] = table! {
     graph_decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_survives_errors,
         replayed_decoding_chooses_pages, replayed_decoding_sees_three_branches,
         decoding_reserves_nothing_more;
-    graph_training: replayed_training_equals_plain_training, replayed_training_chooses_as_plain_training;
+    graph_training: replayed_training_equals_plain_training, replayed_training_chooses_as_plain_training,
+        replayed_steps_count_for_each_parameter;
     kept: given_attention_gives_the_same_bits, given_attention_of_other_kinds,
         given_attention_is_not_computed;
     gradients: gradients_equal_the_backward_pass, hessian_vector_products_equal_differences,

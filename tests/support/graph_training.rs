@@ -208,6 +208,73 @@ fn optimizer_refused(device: &Device, model: Linear, prepared: bool, held: bool)
     replayed.run().expect_err("a refusal")
 }
 
+/// Two matrices, of which one learns later.
+#[derive(Module, Debug)]
+struct Two {
+    first: Linear,
+    second: Linear,
+}
+
+/// Bias corrections are those of each parameter's own steps, also where some begin to learn before steps are recorded.
+pub fn replayed_steps_count_for_each_parameter(devices: &[Device]) {
+    const ALONE: usize = 3;
+    const STEPS: usize = 7;
+    for device in devices {
+        let x = Tensor::<2>::ones([3, 8], device).autodiff();
+        let gradients = move |model: &Two, both: bool| {
+            let of = |part: &Linear| x.clone().matmul(part.weight.val()).square().sum();
+            let loss = match both {
+                true => of(&model.first) + of(&model.second),
+                false => of(&model.first),
+            };
+            GradientsParams::from_grads(loss.backward(), model)
+        };
+        let model = Two {
+            first: Linear::new(device),
+            second: Linear::new(device),
+        };
+        let config = FusedAdamWConfig::new().with_max_grad_norm(Some(0.5));
+        let alone = |mut model: Two, optimizer: &mut FusedAdamW| {
+            for _ in 0..ALONE {
+                let gradients = gradients(&model, false);
+                (model, _) = optimizer.step(1e-2, model, gradients).unwrap();
+            }
+            model
+        };
+        let mut optimizer = config.init();
+        let mut plain = alone(model.clone(), &mut optimizer);
+        for _ in 0..STEPS {
+            let gradients = gradients(&plain, true);
+            (plain, _) = optimizer.step(1e-2, plain, gradients).unwrap();
+        }
+        let mut of_replays = config.init();
+        let model = alone(model, &mut of_replays);
+        let control = Rc::new(of_replays.control(&model).unwrap());
+        let state = Rc::new(RefCell::new(Some((model, of_replays))));
+        let (inside, of_step) = (control.clone(), state.clone());
+        let gradients = gradients.clone();
+        let mut replayed = Replayed::new(device, move || {
+            let (model, mut optimizer) = of_step.take().expect("no step failed");
+            let gradients = gradients(&model, true);
+            let (model, norm) = optimizer.step_prepared(&inside, model, gradients)?;
+            of_step.replace(Some((model, optimizer)));
+            Ok::<_, OpError>(norm)
+        })
+        .unwrap();
+        for _ in 0..STEPS {
+            control.prepare(1e-2).unwrap();
+            replayed.run().unwrap();
+        }
+        let (model, of_replays) = state.take().unwrap();
+        for (got, expected) in [(model.first, plain.first), (model.second, plain.second)] {
+            let [got, expected] = [got, expected].map(|part| part.weight.val().into_data());
+            assert_eq!(got, expected, "{device:?}");
+        }
+        let [got, expected] = [of_replays, optimizer].map(|of| of.to_bytes().unwrap().to_vec());
+        assert!(got == expected, "{device:?}: records differ");
+    }
+}
+
 /// What training leaves: losses and norms of all steps, a loss of evaluation between them, the parameters and the optimizer's record.
 struct Trained {
     steps: Vec<Vec<f32>>,

@@ -111,13 +111,10 @@ impl RunConfig {
     /// Means of clusters and rotations of hashes are new in every step, where a recording would keep the first ones.
     ///
     /// # Errors
-    /// If steps are to be recorded, and heads choose by content.
+    /// If steps are to be recorded, and heads choose by clusters or hashes.
     pub fn check_graph(&self, graph: bool) -> Result<()> {
         match &self.model.content {
-            Some(content) if graph && content.is_whole_layer() => bail!(
-                "--graph has not been tried with choices of blocks or keys; leave it out with --attention {content}"
-            ),
-            Some(content) if graph => bail!(
+            Some(content) if graph && !content.is_whole_layer() => bail!(
                 "--graph records a step with the clusters or hashes that it has; leave it out with --attention {content}"
             ),
             _ => Ok(()),

@@ -32,8 +32,7 @@ pub(super) struct Survey<'a> {
     found: Vec<DispatchTensor>,
     seen: HashSet<ParamId>,
     largest: usize,
-    steps: Vec<usize>,
-    sums: Vec<DType>,
+    steps: Vec<(usize, DType)>,
     failed: Option<OpError>,
 }
 
@@ -52,7 +51,6 @@ impl<'a> Survey<'a> {
             seen: HashSet::new(),
             largest: 0,
             steps: Vec::new(),
-            sums: Vec::new(),
             failed: None,
         };
         model.visit(&mut survey);
@@ -72,14 +70,14 @@ impl<'a> Survey<'a> {
         self.largest
     }
 
-    /// How many steps the parameters have behind them, each number once.
-    pub fn steps(&self) -> &[usize] {
+    /// How many steps the parameters have behind them, with the dtype of their sums, each pair once.
+    pub fn steps(&self) -> &[(usize, DType)] {
         &self.steps
     }
 
-    /// The dtypes of sums of parameters and gradients, each once.
-    pub fn sums(&self) -> &[DType] {
-        &self.sums
+    /// Which parameters were looked at.
+    pub fn into_seen(self) -> HashSet<ParamId> {
+        self.seen
     }
 
     /// The gradients, in the order of the parameters.
@@ -109,11 +107,6 @@ impl<'a> Survey<'a> {
         let path = &self.path;
         let of_parameter = || format!("{shape:?}, that of parameter {}", path.join("."));
         if let Some(gradient) = gradient {
-            for dtype in [parameter.dtype(), gradient.dtype()].map(sums_of) {
-                if !self.sums.contains(&dtype) {
-                    self.sums.push(dtype);
-                }
-            }
             same_device(
                 "a gradient's device",
                 &device,
@@ -140,8 +133,9 @@ impl<'a> Survey<'a> {
             ));
         }
         let steps = (self.states.get(&param.id.val())).map_or(0, |state| state.time);
-        if !self.steps.contains(&steps) {
-            self.steps.push(steps);
+        let group = (steps, sums_of(parameter.dtype()));
+        if !self.steps.contains(&group) {
+            self.steps.push(group);
         }
         self.seen.insert(param.id);
         Ok(())
@@ -191,7 +185,7 @@ impl Held {
     pub fn state(&self, moments: [DispatchTensor; 2]) -> ParameterState {
         ParameterState {
             time: self.time,
-            counted: false,
+            counted: None,
             path: Some(self.path.clone()),
             shape: self.shape.clone(),
             moments: Moments::Device(Box::new(moments)),

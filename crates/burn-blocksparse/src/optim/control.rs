@@ -4,10 +4,9 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 
-use super::{CONTROL, FusedAdamWConfig, sums_of};
+use super::{CONTROL, FusedAdamWConfig};
 use crate::error::OpError;
 use crate::graph::Fixed;
 use crate::graph::recording;
@@ -19,30 +18,28 @@ use crate::ops::LIMIT;
 /// It stays on its thread, like [`Fixed`].
 #[derive(Debug)]
 pub struct AdamWControl {
-    /// By dtype of sums.
-    numbers: Vec<(DType, Fixed<1>)>,
+    /// By how many steps parameters had taken before, and the dtype of their sums.
+    numbers: Vec<((usize, DType), Fixed<1>)>,
     config: FusedAdamWConfig,
-    /// Steps with the one that is prepared.
+    /// Steps of this control, with the one that is prepared.
     pub(super) taken: Arc<AtomicUsize>,
     prepared: Cell<bool>,
 }
 
 impl AdamWControl {
-    pub(super) fn new<M: Module>(
-        model: &M,
+    /// For parameters that have so many steps behind them, of dtypes of sums.
+    pub(super) fn new(
+        device: &Device,
         config: &FusedAdamWConfig,
-        taken: usize,
+        groups: &[(usize, DType)],
     ) -> Result<Self, OpError> {
-        let mut dtypes = Dtypes::default();
-        model.visit(&mut dtypes);
-        let device = dtypes.device.unwrap_or_default().without_autodiff();
-        let numbers = (dtypes.sums.into_iter())
-            .map(|dtype| Ok((dtype, Fixed::new(numbers([0.0; CONTROL], dtype), &device)?)))
+        let numbers = (groups.iter())
+            .map(|&group| Ok((group, Fixed::new(numbers([0.0; CONTROL], group.1), device)?)))
             .collect::<Result<_, OpError>>()?;
         Ok(Self {
             numbers,
             config: *config,
-            taken: Arc::new(AtomicUsize::new(taken)),
+            taken: Arc::default(),
             prepared: Cell::new(false),
         })
     }
@@ -55,8 +52,8 @@ impl AdamWControl {
         super::check_rate(learning_rate)?;
         recording::refuse_upload("the numbers of a step of the optimizer")?;
         let time = self.taken.load(Ordering::Relaxed) + 1;
-        let control = control(&self.config, learning_rate, time);
-        for (dtype, fixed) in &self.numbers {
+        for ((before, dtype), fixed) in &self.numbers {
+            let control = control(&self.config, learning_rate, before + time);
             fixed.write(numbers(control, *dtype))?;
         }
         self.taken.store(time, Ordering::Relaxed);
@@ -64,7 +61,7 @@ impl AdamWControl {
         Ok(())
     }
 
-    /// Steps that were prepared, with those before this control.
+    /// Steps that were prepared.
     pub fn steps(&self) -> usize {
         self.taken.load(Ordering::Relaxed)
     }
@@ -81,13 +78,19 @@ impl AdamWControl {
         }
     }
 
-    pub(super) fn of(&self, dtype: DType) -> Result<Tensor<1>, OpError> {
-        let of_dtype = self.numbers.iter().find(|(other, _)| *other == dtype);
-        let of_dtype = of_dtype.map(|(_, fixed)| fixed.tensor());
-        of_dtype.ok_or_else(|| {
-            let expected = "that of a model with parameters of the same dtypes";
-            OpError::argument("control", expected, format!("none for {dtype:?}"))
-        })
+    /// Of parameters that had `before` steps behind them when the control was made.
+    pub(super) fn of(&self, before: usize, dtype: DType) -> Option<Tensor<1>> {
+        let of_group = self
+            .numbers
+            .iter()
+            .find(|(group, _)| *group == (before, dtype));
+        of_group.map(|(_, fixed)| fixed.tensor())
+    }
+
+    /// The limit of the norm is the same for all.
+    pub(super) fn of_dtype(&self, dtype: DType) -> Option<Tensor<1>> {
+        let of_dtype = self.numbers.iter().find(|((_, other), _)| *other == dtype);
+        of_dtype.map(|(_, fixed)| fixed.tensor())
     }
 }
 
@@ -107,22 +110,4 @@ pub(super) fn control(
 
 fn numbers(control: [f64; CONTROL], dtype: DType) -> TensorData {
     TensorData::new(control.to_vec(), [CONTROL]).convert_dtype(dtype)
-}
-
-/// The dtypes of sums of a module's parameters.
-#[derive(Default)]
-struct Dtypes {
-    sums: Vec<DType>,
-    device: Option<burn::tensor::Device>,
-}
-
-impl ModuleVisitor for Dtypes {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let parameter = param.base();
-        let dtype = sums_of(parameter.dtype());
-        if !self.sums.contains(&dtype) {
-            self.sums.push(dtype);
-        }
-        self.device.get_or_insert(parameter.device());
-    }
 }

@@ -121,20 +121,15 @@ impl FusedAdamW {
         Ok(self.stepped(model, gradients, numbers))
     }
 
-    /// What steps of `model` read from the device when they are recorded. The parameters that have a moment must all have taken as many steps.
+    /// What steps of `model` read from the device when they are recorded.
     ///
     /// # Errors
-    /// [`OpError`] if they have not, if the configuration is out of range, or if this thread records.
+    /// [`OpError`] if the configuration is out of range, if this thread records, or as [`step`](Self::step) of the parameters.
     pub fn control<M: Module>(&mut self, model: &M) -> Result<AdamWControl, OpError> {
         self.config.validate()?;
         self.settle();
-        let mut times = self.states.values().map(|state| state.time);
-        let taken = times.next().unwrap_or(0);
-        if let Some(other) = times.find(|time| *time != taken) {
-            let expected = format!("{taken}, as another parameter's");
-            return Err(OpError::argument("a parameter's steps", expected, other));
-        }
-        let control = AdamWControl::new(model, &self.config, taken)?;
+        let survey = Survey::of(model, None, &self.states)?;
+        let control = AdamWControl::new(&survey.device(), &self.config, survey.steps())?;
         self.counted = Some(control.taken.clone());
         Ok(control)
     }
@@ -146,8 +141,8 @@ impl FusedAdamW {
     /// Steps that are replayed count: [`to_bytes`](Self::to_bytes), between runs, writes them.
     ///
     /// # Errors
-    /// As [`step`](Self::step); also if the control is another optimizer's or not prepared, or if a parameter with a gradient has not taken as many steps as
-    /// the control counts.
+    /// As [`step`](Self::step); also if the control is another optimizer's or not prepared, or if a parameter with a gradient has had none in some of the
+    /// control's steps.
     pub fn step_prepared<M: Module>(
         &mut self,
         control: &AdamWControl,
@@ -162,27 +157,42 @@ impl FusedAdamW {
                 "another",
             ));
         }
-        let time = control.use_step()?;
-        set_steps(&mut self.states, time - 1);
+        let taken = control.use_step()?;
+        set_steps(&mut self.states, taken - 1);
         let survey = Survey::of(&model, Some(&gradients), &self.states)?;
-        if let Some(other) = survey.steps().iter().find(|steps| **steps + 1 != time) {
-            let expected = format!("{}, as the control's", time - 1);
-            return Err(OpError::argument("a parameter's steps", expected, other));
-        }
         let device = survey.device();
-        let found = (survey.sums().iter())
-            .map(|dtype| Ok((*dtype, control.of(*dtype)?)))
-            .collect::<Result<Vec<_>, OpError>>()?;
-        let numbers = |_: Option<usize>, dtype: DType| {
-            match found.iter().find(|(known, _)| *known == dtype) {
-                Some((_, numbers)) => numbers.clone(),
-                // Without gradients, of which the norm is 0.
-                None => limit_on(&device, 1.0, dtype),
-            }
+        let limit = self.config.max_grad_norm.unwrap_or(1.0);
+        let mut found = Vec::new();
+        for &(steps, dtype) in survey.steps() {
+            let before = steps.checked_sub(taken - 1);
+            let Some(numbers) = before.and_then(|before| control.of(before, dtype)) else {
+                let expected = "those of the control's model, all of which have a gradient in each of its steps, or none";
+                let got = format!(
+                    "one of {dtype:?} with {steps} steps behind it in the control's step {taken}"
+                );
+                return Err(OpError::argument(
+                    "the parameters with gradients",
+                    expected,
+                    got,
+                ));
+            };
+            found.push(((steps + 1, dtype), numbers));
+        }
+        let numbers = |time: Option<usize>, dtype: DType| {
+            let of_group = time.and_then(|time| {
+                let known = found.iter().find(|(group, _)| *group == (time, dtype));
+                known.map(|(_, numbers)| numbers.clone())
+            });
+            // The norm's are any of its dtype, which no parameter has where gradients are of another, or there are none.
+            of_group
+                .or_else(|| control.of_dtype(dtype))
+                .unwrap_or_else(|| limit_on(&device, limit, dtype))
         };
+        let with_gradients = survey.into_seen();
         let stepped = self.stepped(model, gradients, numbers);
-        for state in self.states.values_mut() {
-            state.counted = state.time == time;
+        for (id, state) in &mut self.states {
+            let has_gradient = with_gradients.contains(&ParamId::from(*id));
+            state.counted = has_gradient.then(|| state.time - taken);
         }
         Ok(stepped)
     }
@@ -227,7 +237,7 @@ impl FusedAdamW {
         if let Some(counted) = self.counted.take() {
             set_steps(&mut self.states, counted.load(Ordering::Relaxed));
             for state in self.states.values_mut() {
-                state.counted = false;
+                state.counted = None;
             }
         }
     }
@@ -445,9 +455,11 @@ fn limit_on(device: &Device, limit: f64, dtype: DType) -> Tensor<1> {
 }
 
 /// Sets the steps of the parameters that a control counts.
-fn set_steps(states: &mut BTreeMap<u64, ParameterState>, steps: usize) {
-    for state in states.values_mut().filter(|state| state.counted) {
-        state.time = steps;
+fn set_steps(states: &mut BTreeMap<u64, ParameterState>, taken: usize) {
+    for state in states.values_mut() {
+        if let Some(before) = state.counted {
+            state.time = before + taken;
+        }
     }
 }
 

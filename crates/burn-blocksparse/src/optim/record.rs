@@ -20,8 +20,8 @@ const RANK: &str = "__rank";
 pub(super) struct ParameterState {
     /// Steps that are behind it.
     pub time: usize,
-    /// Whether a control counts them.
-    pub counted: bool,
+    /// How many were before a control began to count them, if one does.
+    pub counted: Option<usize>,
     /// Its place in the module, if it is known.
     pub path: Option<String>,
     /// The shape of the moments.
@@ -157,7 +157,7 @@ pub(super) fn read(bytes: Bytes) -> Result<BTreeMap<u64, ParameterState>, OpErro
         }
         let state = ParameterState {
             time,
-            counted: false,
+            counted: None,
             path: paths.get(&id.to_string()).cloned(),
             shape,
             moments: Moments::Host(Box::new(moments)),

@@ -1,6 +1,6 @@
 //! Native sparse attention of new rows to what a pool holds of its branches.
 
-use burn::tensor::{DType, FloatDType, Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 use burn_blocksparse::NsaBranches;
 
 use super::attend::as_stored;
@@ -109,11 +109,7 @@ impl SparseMultiHeadAttention {
                 .reshape([batch * count, 1, numbers])
         };
         let table = of_rows(&walk.table, 0, 1).reshape([batch, places]);
-        let sums = match query.dtype() {
-            DType::F64 => FloatDType::F64,
-            _ => FloatDType::F32,
-        };
-        let compressed = entries.of_tables(table, sums)?;
+        let compressed = entries.of_tables(table, query.dtype().into())?;
         let [_, _, strides, _] = compressed[0].dims();
         // More than one row at a time, whatever a context is.
         let numbers = (batch * heads * strides).max(1);
