@@ -11,7 +11,8 @@ use rstest::rstest;
 
 burn_blocksparse_tests::tests!(graph: fixed_tensors_are_overwritten, replayed_runs_equal_plain_runs);
 burn_blocksparse_tests::tests!(graph_training: device_seeds_give_the_masks_of_their_numbers, recordings_refuse_what_would_be_frozen,
-    replayed_training_equals_plain_training, replayed_training_chooses_as_plain_training);
+    replayed_training_equals_plain_training, replayed_training_chooses_as_plain_training,
+    replayed_steps_count_for_each_parameter);
 
 burn_blocksparse_tests::tests!(graph_decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_chooses_pages, replayed_decoding_sees_three_branches, replayed_decoding_survives_errors);
 

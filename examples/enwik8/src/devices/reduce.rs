@@ -1,6 +1,6 @@
 //! How devices add their gradients.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, anyhow, ensure};
 use burn::tensor::distributed::{ReduceOperation, all_reduce};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::check_collectives;
@@ -101,10 +101,24 @@ pub(super) fn sum_on_first(parts: Vec<Vec<Tensor<1>>>, first: &Device) -> Result
         let [got, expected] = [&part, &sums].map(|buckets| lengths(buckets));
         check_lengths(&expected, &got)?;
         sums = (sums.into_iter().zip(part))
-            .map(|(sum, bucket)| sum + bucket.to_device(first))
-            .collect();
+            .map(|(sum, bucket)| Ok(sum + copied(&bucket, first)?))
+            .collect::<Result<_>>()?;
     }
     Ok(sums)
+}
+
+/// The numbers of a tensor on a device, by way of the host. Where NCCL is there `to_device` sends from one CUDA device to another on a stream of its own,
+/// which waits neither for who else uses the memory that is received into, nor does anybody wait with what was sent from: gradients became NaN in a second
+/// step (CubeCL 0.11.3, `Client::to_client_tensor`).
+pub(super) fn copied(x: &Tensor<1>, device: &Device) -> Result<Tensor<1>> {
+    let device = device.clone().without_autodiff();
+    if x.device() == device {
+        return Ok(x.clone());
+    }
+    let data = x.clone().try_into_data();
+    let data = data.map_err(|error| anyhow!("{error:?}"))?;
+    let dtype = data.dtype();
+    Ok(Tensor::from_data(data, (&device, dtype)))
 }
 
 /// The elements of each bucket.

@@ -10,7 +10,7 @@ use burn_sparse_transformer::DsaStage;
 
 use super::error::DevicesError;
 use super::group::Group;
-use super::reduce::{Strategy, check_lengths, sum_on_first};
+use super::reduce::{Strategy, check_lengths, copied, sum_on_first};
 use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title, work};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
@@ -178,10 +178,10 @@ impl Replicas {
             .collect::<Result<Vec<_>>>()?;
         let sums = sum_on_first(parts, &self.devices[0].device)?;
         let copies = self.devices.iter().map(|named| {
-            let copy = |sum: &Tensor<1>| sum.clone().to_device(&named.device);
-            Some(sums.iter().map(copy).collect())
+            let copies = sums.iter().map(|sum| copied(sum, &named.device));
+            copies.collect::<Result<_>>().map(Some)
         });
-        Ok(copies.collect())
+        copies.collect()
     }
 
     /// The means of the losses, and the norm, of which all devices have the same bits.
