@@ -162,10 +162,9 @@ impl FusedAdamW {
         let survey = Survey::of(&model, Some(&gradients), &self.states)?;
         let device = survey.device();
         let limit = self.config.max_grad_norm.unwrap_or(1.0);
-        let mut found = Vec::new();
         for &(steps, dtype) in survey.steps() {
             let before = steps.checked_sub(taken - 1);
-            let Some(numbers) = before.and_then(|before| control.of(before, dtype)) else {
+            if before.is_none_or(|before| control.of(before, dtype).is_none()) {
                 let expected = "those of the control's model, all of which have a gradient in each of its steps, or none";
                 let got = format!(
                     "one of {dtype:?} with {steps} steps behind it in the control's step {taken}"
@@ -175,14 +174,10 @@ impl FusedAdamW {
                     expected,
                     got,
                 ));
-            };
-            found.push(((steps + 1, dtype), numbers));
+            }
         }
         let numbers = |time: Option<usize>, dtype: DType| {
-            let of_group = time.and_then(|time| {
-                let known = found.iter().find(|(group, _)| *group == (time, dtype));
-                known.map(|(_, numbers)| numbers.clone())
-            });
+            let of_group = time.and_then(|time| control.of(time - taken, dtype));
             // The norm's are any of its dtype, which no parameter has where gradients are of another, or there are none.
             of_group
                 .or_else(|| control.of_dtype(dtype))

@@ -181,19 +181,20 @@ impl Kind {
             } => {
                 let size = map.element_bytes;
                 let outside = [if map.nan_outside { 0xff } else { 0 }; 8];
-                each_of_box(launch, &map, &coordinates, |at, address| {
-                    let place = reached(
-                        cube,
-                        map.swizzle.place(to + at as u64),
-                        size,
-                        clock,
-                        Access::Write,
-                    )?;
-                    let from = address.map_or(outside.as_ptr(), |address| address as *const u8);
-                    // SAFETY: both places were checked.
-                    unsafe { std::ptr::copy_nonoverlapping(from, place, size) };
-                    Ok(())
-                })?;
+                let shared = (to, Access::Write);
+                each_of_box(
+                    launch,
+                    cube,
+                    clock,
+                    &map,
+                    &coordinates,
+                    shared,
+                    |place, address| {
+                        let from = address.map_or(outside.as_ptr(), |address| address as *const u8);
+                        // SAFETY: both places were checked.
+                        unsafe { std::ptr::copy_nonoverlapping(from, place, size) };
+                    },
+                )?;
                 tell(cube, barrier, map.box_bytes(), clock)
             }
             Self::StoreTensor {
@@ -203,20 +204,21 @@ impl Kind {
                 effect,
             } => {
                 let size = map.element_bytes;
-                each_of_box(launch, &map, &coordinates, |at, address| {
-                    let place = reached(
-                        cube,
-                        map.swizzle.place(from + at as u64),
-                        size,
-                        clock,
-                        Access::AsyncRead,
-                    )?;
-                    if let Some(address) = address {
-                        // SAFETY: both places were checked.
-                        unsafe { put(effect, address, place, size) };
-                    }
-                    Ok(())
-                })?;
+                let shared = (from, Access::AsyncRead);
+                each_of_box(
+                    launch,
+                    cube,
+                    clock,
+                    &map,
+                    &coordinates,
+                    shared,
+                    |place, address| {
+                        if let Some(address) = address {
+                            // SAFETY: both places were checked.
+                            unsafe { put(effect, address, place, size) };
+                        }
+                    },
+                )?;
                 cube.events += 1;
                 Ok(())
             }
@@ -293,12 +295,16 @@ fn read_map(
     TensorMap::from_bytes(&bytes)
 }
 
-/// Calls `each` for every element of a box, as [`TensorMap::each`] does, up to the first fault.
+/// Calls `each` for every element of a box, as [`TensorMap::each`] does, up to the first fault: with its place in the box that begins at an address of shared
+/// memory, and its own, where there is one.
 fn each_of_box(
     launch: &Launch,
+    cube: &mut Cube,
+    clock: Option<&Clock>,
     map: &TensorMap,
     coordinates: &[i32],
-    mut each: impl FnMut(usize, Option<u64>) -> Result<(), Fault>,
+    (shared, access): (u64, Access),
+    mut each: impl FnMut(*mut u8, Option<u64>),
 ) -> Result<(), Fault> {
     if coordinates.len() != map.sizes.len() {
         return Err(Fault::TensorMap(format!(
@@ -315,7 +321,10 @@ fn each_of_box(
         }
         found = match address.filter(|&address| !launch.regions.holds(address, size)) {
             Some(beyond) => Err(out_of_bounds(Space::Global, beyond, size)),
-            None => each(at, address),
+            None => {
+                let place = map.swizzle.place(shared + at as u64);
+                reached(cube, place, size, clock, access).map(|place| each(place, address))
+            }
         };
     });
     found
