@@ -274,13 +274,13 @@ impl Drawn {
     }
 }
 
-/// Cases for checks that say nothing new of many: a third with `BURN_SPARSE_SHARD`, and on devices without kernels, where Burn's operations
+/// Cases for checks that say nothing new of many: a third with `BURN_SPARSE_SHARD`, and a sixth on devices without kernels, where Burn's operations
 /// alone are compared.
 fn few_on(device: &Device) -> Vec<(u64, Case)> {
     let cases = cases_on(device).into_iter();
     match runs_kernels(device) {
         true => some_of(cases, 3).collect(),
-        false => cases.step_by(3).collect(),
+        false => cases.step_by(6).collect(),
     }
 }
 

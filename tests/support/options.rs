@@ -8,7 +8,7 @@ use crate::reference::{Problem, Sizes};
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, Dropout, Layout, Pattern, WeightsMode,
-    attention, attention_with_tensors, attention_with_tensors_and_weights,
+    attention, attention_with_tensors, attention_with_tensors_and_weights, runs_kernels,
 };
 
 const MODES: [WeightsMode; 2] = [WeightsMode::Recompute, WeightsMode::Store];
@@ -129,6 +129,8 @@ pub(crate) fn tensors(problem: &Problem, device: &Device, dtype: DType) -> Atten
 #[derive(Clone, Copy)]
 enum Cases {
     All,
+    /// All where kernels run, and a third where Burn's operations do, which take long.
+    AllOfKernels,
     /// A third of them, for what is composed of things that are checked on all.
     Third,
 }
@@ -136,7 +138,7 @@ enum Cases {
 impl Cases {
     fn has(self, index: usize) -> bool {
         match self {
-            Cases::All => true,
+            Cases::All | Cases::AllOfKernels => true,
             // Rows without keys, grouped heads and a pattern walked by residue class are among these.
             Cases::Third => index % 3 == 1,
         }
@@ -146,8 +148,15 @@ impl Cases {
     /// Burn's.
     fn has_beside(self, index: usize) -> bool {
         match self {
-            Cases::All => index % 7 < 2,
+            Cases::All | Cases::AllOfKernels => index % 7 < 2,
             Cases::Third => self.has(index),
+        }
+    }
+
+    fn has_on(self, index: usize, device: &Device) -> bool {
+        match self {
+            Cases::AllOfKernels => Cases::Third.has(index) || runs_kernels(device),
+            Cases::All | Cases::Third => true,
         }
     }
 }
@@ -170,6 +179,7 @@ fn check_cases(
             1
         };
         let devices = devices.iter().take(count);
+        let devices = devices.filter(|device| cases.has_on(*index, device));
         for (device, mode) in devices.flat_map(|d| MODES.map(|mode| (d, mode))) {
             let call = Call {
                 what: format!("{}, {name}, {mode:?}", case.name),
@@ -353,9 +363,12 @@ pub const REACHES: [usize; 5] = [5, 0, 40, 1, 700];
 
 pub fn relative_bias_equals_f64(devices: &[Device]) {
     let name = "biases of distances";
-    check_cases(devices, name, Cases::All, |index, _, problem, options| {
-        (with_distances(index, problem), options)
-    });
+    check_cases(
+        devices,
+        name,
+        Cases::AllOfKernels,
+        |index, _, problem, options| (with_distances(index, problem), options),
+    );
 }
 
 /// The problem with biases of distances, of another kind in each case.

@@ -193,19 +193,38 @@ pub fn sorted_hashes_are_hashes_sorted(devices: &[Device]) {
     }
 }
 
-/// A permutation of the rows, twice, with places that have none; a row of zeros stays one.
+/// Permutations of the rows, with places that have none; a row of zeros stays one. Rows have two users, and a few among many.
 pub fn keyed_rows_equal_burns_operations(devices: &[Device]) {
-    let [batch, heads, rows, dim, value_dim] = [2, 2, 21, 16, 24];
-    let places = 2 * rows + 3;
+    check_keyed_rows(devices, [16, 24], 2, &[(0, 5), (1, 8)]);
+    let few = [(0, 5), (9, 8), (31, 2), (32, 4), (69, 10)];
+    check_keyed_rows(devices, [64, 48], 70, &few);
+}
+
+/// Rows have `most` users or fewer: in each round one at a place of its own, of rows that are so many apart.
+fn check_keyed_rows(
+    devices: &[Device],
+    [dim, value_dim]: [usize; 2],
+    most: usize,
+    rounds: &[(usize, usize)],
+) {
+    let [batch, heads, rows] = [2, 2, 21];
+    let places = rounds.len() * (rows + 1) + 1;
+    // What is more than a few is as sorting clusters leaves it.
+    let turned = most > 2;
     let mut rng = ChaCha8Rng::seed_from_u64(81);
     let mut index = vec![-1; batch * heads * places];
-    let mut users = vec![-1; batch * heads * rows * 2];
+    let mut users = vec![-1; batch * heads * rows * most];
     for list in 0..batch * heads {
-        for (round, step) in [(0, 5), (1, 8)] {
-            for row in 0..rows {
+        for (round, &(number, step)) in rounds.iter().enumerate() {
+            // Some rows have more users than others.
+            for row in (0..rows).filter(|row| round < 2 || row % (round + 1) == 0) {
                 let place = round * (rows + 1) + row * step % rows;
                 index[list * places + place] = row as i32;
-                users[(list * rows + row) * 2 + round] = place as i32;
+                let at = match turned {
+                    true => (list * most + number) * rows + row,
+                    false => (list * rows + row) * most + number,
+                };
+                users[at] = place as i32;
             }
         }
     }
@@ -220,7 +239,10 @@ pub fn keyed_rows_equal_burns_operations(devices: &[Device]) {
     for device in devices {
         let device = device.clone().autodiff();
         let index = integers(index.clone(), [batch, heads, places], &device);
-        let users = integers(users.clone(), [batch, heads, rows, 2], &device);
+        let users = match turned {
+            true => integers(users.clone(), [batch, heads, most, rows], &device).swap_dims(2, 3),
+            false => integers(users.clone(), [batch, heads, rows, most], &device),
+        };
         let run = |at_once: bool| {
             let x = floats(&x, [batch, heads, rows, dim], &device).require_grad();
             let value = floats(&value, [batch, heads, rows, value_dim], &device).require_grad();

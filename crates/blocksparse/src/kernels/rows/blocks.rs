@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::norm_shape::{LANE_NUMBERS, has, place, sum_of, tile_of, widest};
+use super::only::{OnlyLists, is_wanted, numbers_of};
 use super::tile::{Combine, RowTile, across_lanes};
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, optional, spread};
@@ -22,6 +23,8 @@ struct BlockKind {
     tile: RowTile,
     /// Whether the squared lengths of the means of directions are wanted, not the means.
     alike: bool,
+    /// Whether lists are wanted that have at least a limit, where not all are.
+    above: bool,
 }
 
 /// Lists of rows, and how they are cut.
@@ -72,11 +75,13 @@ fn of_blocks<E: Float, N: Size>(
     x: &[Vector<E, N>],
     second: ComptimeOption<Box<[Vector<E, N>]>>,
     less: ComptimeOption<Box<[Vector<f32, N>]>>,
+    only: ComptimeOption<Box<[f32]>>,
     output: &mut [f32],
     second_output: ComptimeOption<Box<[f32]>>,
     sizes: Sizes,
     second_sizes: Sizes,
     block: usize,
+    limit: f32,
     #[comptime] c: BlockKind,
     #[define(E)] _element: ElemType,
 ) {
@@ -104,7 +109,11 @@ fn of_blocks<E: Float, N: Size>(
     }
     // Every unit meets every barrier: groups behind the last row have it again, and it counts for nothing.
     let mut own = Array::<Vector<E, N>>::new(comptime!(AT_A_TIME * vectors));
-    for step in 0..members.div_ceil(comptime!(AT_A_TIME * tile.rows)) {
+    let mut steps = members.div_ceil(comptime!(AT_A_TIME * tile.rows));
+    if !is_wanted(&only, list, limit, comptime!(c.above)) {
+        steps = 0usize.runtime();
+    }
+    for step in 0..steps {
         let first_row = step * comptime!(AT_A_TIME * tile.rows) + group;
         #[unroll]
         for r in 0..comptime!(AT_A_TIME) {
@@ -248,7 +257,25 @@ pub fn block_means(
     of: &RowBlocks,
     means: &Handle,
 ) -> Result<(), KernelError> {
-    launch(client, x.1, (x.0, of, means), None, None, false)
+    block_means_of_lists(client, x, of, None, means)
+}
+
+/// [`block_means`], where only some lists are wanted: the rows of others are not read, and their means are 0.
+///
+/// # Errors
+/// As [`block_means`].
+pub(in crate::kernels) fn block_means_of_lists(
+    client: &Client,
+    x: Typed,
+    of: &RowBlocks,
+    only: Option<OnlyLists>,
+    means: &Handle,
+) -> Result<(), KernelError> {
+    let beside = Beside {
+        only,
+        ..Beside::default()
+    };
+    launch(client, x.1, (x.0, of, means), beside, false)
 }
 
 /// [`block_means`] of two tensors of one type by one launch: of the second, `[lists, rows, width]`, with blocks of as many rows.
@@ -264,10 +291,14 @@ pub fn block_means_of_two(
     let of_second = RowBlocks { lists, rows, ..*of };
     let (first, second) = ((x, of, means), (second, &of_second, second_means));
     if of.lists * of.rows * lists * rows == 0 {
-        launch(client, element, first, None, None, false)?;
-        return launch(client, element, second, None, None, false);
+        launch(client, element, first, Beside::default(), false)?;
+        return launch(client, element, second, Beside::default(), false);
     }
-    launch(client, element, first, Some(second), None, false)
+    let beside = Beside {
+        second: Some(second),
+        ..Beside::default()
+    };
+    launch(client, element, first, beside, false)
 }
 
 /// The mean of the cosines of all pairs of rows of each block, which is the square of the length of their directions' mean: `alike` `[lists, blocks]`, f32.
@@ -282,24 +313,37 @@ pub fn block_likeness(
     less: Option<&Handle>,
     alike: &Handle,
 ) -> Result<(), KernelError> {
-    launch(client, x.1, (x.0, of, alike), None, less, true)
+    let beside = Beside {
+        less,
+        ..Beside::default()
+    };
+    launch(client, x.1, (x.0, of, alike), beside, true)
 }
 
 /// Rows, how they are cut, and where results go.
 type Blocked<'a> = (&'a Handle, &'a RowBlocks, &'a Handle);
 
+/// What a launch may have beside its rows.
+#[derive(Default)]
+struct Beside<'a> {
+    second: Option<Blocked<'a>>,
+    less: Option<&'a Handle>,
+    only: Option<OnlyLists<'a>>,
+}
+
 fn launch(
     client: &Client,
     element: ElemType,
     (x, of, output): Blocked,
-    second: Option<Blocked>,
-    less: Option<&Handle>,
+    beside: Beside,
     alike: bool,
 ) -> Result<(), KernelError> {
+    let Beside { second, less, only } = beside;
     let f32 = less.map(|_| ElemType::Float(FloatKind::F32));
     let widest = widest(f32.into_iter().chain([element]));
     let tile = tile_of(client.properties(), of.width, widest, LANE_NUMBERS)?;
     let width = if alike { 1 } else { of.width };
+    let above = only.is_some_and(|only| only.above);
     let tensors = || {
         [Some(of), second.map(|(_, of, _)| of)]
             .into_iter()
@@ -327,12 +371,14 @@ fn launch(
             buffer(x, vectors(of)),
             optional(second.map(|(x, ..)| x), vectors(of_second)),
             optional(less, of.lists * tile.row_vectors),
+            numbers_of(only),
             buffer(output, count(of) * width),
             optional(second.map(|(.., output)| output), count(of_second) * width),
             sizes(of),
             sizes(of_second),
             of.block,
-            BlockKind { tile, alike },
+            only.map_or(0.0, |only| only.limit),
+            BlockKind { tile, alike, above },
             element,
         );
     }

@@ -4,12 +4,12 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::named::{NUMBERS, add_two, bits_of, by_planes, take_two};
 use super::norm_shape::{LANE_NUMBERS, has, place, tile_of};
 use super::tile::RowTile;
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
-use crate::kernels::on_device::planes;
 
 /// Lists of rows, and of places that name them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,10 +93,10 @@ pub(super) fn named(at: usize, j: usize, sizes: &Sizes) -> usize {
 }
 
 /// Numbers of an index that are loaded together, where there are as many: few of many name a row, so that units would wait for each.
-pub(super) const AHEAD: usize = 8;
+const AHEAD: usize = 8;
 
 /// How many of a place's `most` numbers are loaded together.
-pub(super) fn ahead(most: usize) -> usize {
+fn ahead(most: usize) -> usize {
     if most >= AHEAD { AHEAD } else { 1 }
 }
 
@@ -121,25 +121,18 @@ pub(super) fn load_named(
 
 /// How units find what a place names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Search {
+pub(super) struct Search {
     /// Numbers that a unit loads together.
-    ahead: usize,
+    pub ahead: usize,
     /// Units of a row have different numbers of it, and those of a plane vote on which name rows.
-    by_planes: bool,
+    pub by_planes: bool,
 }
 
 impl Search {
-    fn new(client: &Client, most: usize, tile: &RowTile) -> Self {
-        let properties = client.properties();
-        let by_planes = planes::are_there(properties)
-            && planes::have_ptx(properties)
-            && most >= AHEAD * 2
-            && tile.lanes.is_power_of_two()
-            && tile.lanes <= planes::LANES
-            && tile.units().is_multiple_of(planes::LANES);
+    pub fn new(client: &Client, most: usize, tile: &RowTile) -> Self {
         Self {
             ahead: ahead(most),
-            by_planes,
+            by_planes: by_planes(client, most, tile),
         }
     }
 }
@@ -170,8 +163,7 @@ fn add_row<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Adds the rows that places name, in the order of their numbers, and how many they are: the units of a row load different numbers, and its plane votes on which
-/// name rows. All units of a plane are here.
+/// Adds the rows that a place names, in the order of their numbers, two at a time, and how many they are. All units of a plane are here.
 #[cube]
 fn add_by_planes<E: Float, A: Float, N: Size>(
     rows: &[Vector<E, N>],
@@ -182,41 +174,31 @@ fn add_by_planes<E: Float, A: Float, N: Size>(
     sizes: &Sizes,
     #[comptime] tile: RowTile,
 ) -> A {
-    let lanes = comptime!(tile.lanes);
-    let unit = UNIT_POS as usize;
-    let lane = unit % lanes;
-    let group = (unit % comptime!(planes::LANES) / lanes) as u32;
+    let exists = asked < sizes.count;
     let at = asked.min(sizes.count - 1);
     let first = at / sizes.places * sizes.rows;
-    let mut there = A::new(0.0);
-    let mut named_rows = Array::<i32>::new(AHEAD);
-    for part in 0..sizes.most.div_ceil(comptime!(AHEAD * tile.lanes)) {
-        #[unroll]
-        for i in 0..AHEAD {
-            let number = (part * AHEAD + i) * lanes + lane;
-            let row = index[named(at, number.min(sizes.most - 1), sizes)];
-            let is_there = asked < sizes.count
-                && number < sizes.most
-                && row >= 0i32
-                && (row as usize) < sizes.rows;
-            named_rows[i] = select(is_there, row, -1i32);
-        }
-        #[unroll]
-        for i in 0..AHEAD {
-            let mut left = planes::votes(named_rows[i] >= 0i32, true);
-            while left != 0u32 {
-                let of = left.trailing_zeros();
-                left &= left - 1u32;
-                let row = plane_shuffle(named_rows[i] as u32, of);
-                if of / comptime!(tile.lanes as u32) == group {
-                    there += A::new(1.0);
-                    let row = first + row as usize;
-                    add_row::<E, A, N>(rows, factors, row, lane, sums, tile);
+    let mut there = 0u32.runtime();
+    for part in 0..sizes.most.div_ceil(comptime!(NUMBERS)) {
+        let mut bits = bits_of(index, at, exists, part, sizes, tile);
+        there += bits.count();
+        while !bits.is_empty() {
+            let mut two = take_two(index, &mut bits, at, part, sizes);
+            two.one += first;
+            two.other += first;
+            let mut one_factor = A::new(1.0);
+            let mut other_factor = A::new(1.0);
+            #[comptime]
+            match factors {
+                ComptimeOption::Some(factors) => {
+                    one_factor = factors[two.one];
+                    other_factor = factors[two.other];
                 }
+                ComptimeOption::None => {}
             }
+            add_two::<E, A, N>(rows, &two, one_factor, other_factor, sums, tile);
         }
     }
-    there
+    A::cast_from(there)
 }
 
 /// `output[place] = Σ fⱼ · rows[index[place, j]]`, where what is not there is left out; without the rows' factors `f` they are 1. With `shares` the sum is

@@ -12,7 +12,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::columns::accumulator_of;
-use super::gather::{IndexedRows, Sizes, ahead, load_named};
+use super::gather::{IndexedRows, Search, Sizes, load_named};
+use super::named::{NUMBERS, add_two, bits_of, take_two};
 use super::norm_shape::{LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of};
 use super::tile::{Combine, RowTile, across_lanes};
 use super::typed::Typed;
@@ -91,7 +92,7 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
     sizes: Sizes,
     #[comptime] tile: RowTile,
     #[comptime] value_vectors: usize,
-    #[comptime] ahead: usize,
+    #[comptime] search: Search,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
@@ -118,19 +119,33 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
         queries[i] = zero;
         keys[i] = zero;
     }
-    let mut named_rows = Array::<i32>::new(ahead);
-    let groups = sizes.most.div_ceil(ahead);
-    for group in 0..groups {
-        load_named(users, &mut named_rows, at, group * ahead, &sizes, ahead);
-        #[unroll]
-        for j in 0..ahead {
-            if named_rows[j] >= 0i32 {
-                let start = (first + named_rows[j] as usize) * row_vectors;
-                #[unroll]
-                for i in 0..vectors {
-                    let from = start + place(lane, i, tile);
-                    queries[i] += Vector::<A, N>::cast_from(by_queries[from]);
-                    keys[i] += Vector::<A, N>::cast_from(by_keys[from]);
+    if comptime!(search.by_planes) {
+        for part in 0..sizes.most.div_ceil(comptime!(NUMBERS)) {
+            let mut bits = bits_of(users, at, exists, part, &sizes, tile);
+            while !bits.is_empty() {
+                let mut two = take_two(users, &mut bits, at, part, &sizes);
+                two.one += first;
+                two.other += first;
+                let one = A::new(1.0);
+                add_two::<E, A, N>(by_queries, &two, one, one, &mut queries, tile);
+                add_two::<E, A, N>(by_keys, &two, one, one, &mut keys, tile);
+            }
+        }
+    } else {
+        let ahead = comptime!(search.ahead);
+        let mut named_rows = Array::<i32>::new(ahead);
+        for group in 0..sizes.most.div_ceil(ahead) {
+            load_named(users, &mut named_rows, at, group * ahead, &sizes, ahead);
+            #[unroll]
+            for j in 0..ahead {
+                if named_rows[j] >= 0i32 {
+                    let start = (first + named_rows[j] as usize) * row_vectors;
+                    #[unroll]
+                    for i in 0..vectors {
+                        let from = start + place(lane, i, tile);
+                        queries[i] += Vector::<A, N>::cast_from(by_queries[from]);
+                        keys[i] += Vector::<A, N>::cast_from(by_keys[from]);
+                    }
                 }
             }
         }
@@ -156,10 +171,29 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
                 by_x[at * row_vectors + place(lane, i, tile)] = Vector::<E, N>::cast_from(sum);
             }
         }
-        let mut i = lane;
-        while i < value_vectors {
-            let mut sum = Vector::<A, M>::zeroed();
-            for group in 0..groups {
+    }
+    // As many steps for each unit of a plane.
+    for step in 0..value_vectors.div_ceil(comptime!(tile.lanes)) {
+        let i = step * comptime!(tile.lanes) + lane;
+        let is_there = exists && i < value_vectors;
+        let i = i.min(value_vectors - 1);
+        let mut sum = Vector::<A, M>::zeroed();
+        if comptime!(search.by_planes) {
+            for part in 0..sizes.most.div_ceil(comptime!(NUMBERS)) {
+                let mut bits = bits_of(users, at, exists, part, &sizes, tile);
+                while !bits.is_empty() {
+                    let two = take_two(users, &mut bits, at, part, &sizes);
+                    let x = by_values[(first + two.one) * value_vectors + i];
+                    let y = by_values[(first + two.other) * value_vectors + i];
+                    sum += Vector::<A, M>::cast_from(x);
+                    let none = Vector::<A, M>::zeroed();
+                    sum += select(two.are_two, Vector::<A, M>::cast_from(y), none);
+                }
+            }
+        } else {
+            let ahead = comptime!(search.ahead);
+            let mut named_rows = Array::<i32>::new(ahead);
+            for group in 0..sizes.most.div_ceil(ahead) {
                 load_named(users, &mut named_rows, at, group * ahead, &sizes, ahead);
                 #[unroll]
                 for j in 0..ahead {
@@ -169,8 +203,9 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
                     }
                 }
             }
+        }
+        if is_there {
             by_value[at * value_vectors + i] = Vector::<E, M>::cast_from(sum);
-            i += comptime!(tile.lanes);
         }
     }
 }
@@ -293,7 +328,7 @@ pub fn keyed_rows_backward(
             of.sizes(),
             tile,
             shape.value_vectors,
-            ahead(of.most),
+            Search::new(client, of.most, &tile),
             element,
             accumulator_of(element),
         );

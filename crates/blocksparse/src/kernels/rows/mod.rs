@@ -15,6 +15,7 @@
 //! embedding      the gradient of a table by the rows that were taken from it
 //! beside         matrices side by side, in another type
 //! gather         sums of rows by an index, and means
+//! named          which numbers of an index name rows, found by planes
 //! keyed          rows of queries, of keys made of them and of values, by an index
 //! merged         a part of each row and others by an index, merged by their lse
 //! hashes         the buckets of rows under rotations; how many of a cube each has in bucket_counts
@@ -25,6 +26,7 @@
 //! products       products of rows with columns, in registers
 //! split          the same of rows in bf16 and columns in three parts, on tensor cores
 //! blocks         means of blocks of rows, and how alike their rows are
+//! only           lists that are wanted, where a number of each decides
 //! typed          buffers with the type of their numbers
 //! sample         tokens drawn from rows of logits
 //! scaled         a tensor times numbers on the device
@@ -46,10 +48,12 @@ mod highest;
 mod highest_digits;
 mod keyed;
 mod merged;
+mod named;
 mod nearest;
 mod norm;
 mod norm_backward;
 mod norm_shape;
+pub(super) mod only;
 mod order;
 mod order_places;
 mod order_planes;
@@ -65,6 +69,7 @@ pub use activation::{
     ActivationBackward, activation_text, bias_activation, bias_activation_backward,
 };
 pub use beside::{rounded_beside, side_by_side};
+pub(super) use blocks::block_means_of_lists;
 pub use blocks::{RowBlocks, block_likeness, block_means, block_means_of_two};
 pub(super) use columns::accumulator_of;
 pub use columns::{Window, column_sums, window_sums};

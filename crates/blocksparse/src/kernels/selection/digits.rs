@@ -1,31 +1,9 @@
 //! The digits of a number that is looked for, four bits each: what numbers weigh by their next digit, and which one reaches what is wanted.
 
 use cubecl::prelude::*;
-use cubecl::server::Handle;
 
-use crate::kernels::args::optional;
+use crate::kernels::rows::only::is_wanted;
 use crate::kernels::rows::tile::RowTile;
-
-/// Of lists of lines those that are wanted.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct OnlyLists<'a> {
-    /// `[lists]`.
-    pub numbers: &'a Handle,
-    pub lists: usize,
-    pub limit: f32,
-    /// Whether lists are wanted whose number is at least the limit, or all others.
-    pub above: bool,
-}
-
-/// The lists' numbers as a launch has them.
-pub(super) fn numbers_of<T: LaunchArg<RuntimeArg = BufferArg>>(
-    only: Option<OnlyLists>,
-) -> ComptimeOptionArgs<T> {
-    optional(
-        only.map(|only| only.numbers),
-        only.map_or(0, |only| only.lists),
-    )
-}
 
 /// Bits that are found at a time, and what they can be.
 pub(super) const BITS: u32 = 4;
@@ -143,21 +121,9 @@ pub(super) fn wanted_len(
     of: &SearchLines,
     #[comptime] c: Search,
 ) -> usize {
-    let mut len = of.len;
-    #[comptime]
-    match only {
-        ComptimeOption::Some(only) => {
-            let number = only[line / of.each];
-            // Neither is so of what is no number, which counts as below.
-            let is_above = number >= of.limit;
-            len = match comptime!(c.above) {
-                true => select(is_above, len, 0usize),
-                false => select(is_above, 0usize, len),
-            };
-        }
-        ComptimeOption::None => {}
-    }
-    len
+    // What is no number counts as below the limit.
+    let wanted = is_wanted(only, line / of.each, of.limit, comptime!(c.above));
+    select(wanted, of.len, 0usize)
 }
 
 /// A digit, and what numbers weigh that have a higher one.

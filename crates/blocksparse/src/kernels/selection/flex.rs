@@ -12,18 +12,18 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::digits::OnlyLists;
 use super::line_sizes::LineSizes;
 use super::line_weights::{LineWeights, RUN, UNWANTED};
 use super::lines::line_sums;
-use super::means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
+use super::means::{MeanProducts, SeenRows, products_of_lists, softmax_of_seen};
 use super::threshold::{Kept, KeptLines, least_of_lists};
 use super::touched::{ScoreSizes, Touched, is_kept, is_touched};
 use super::{UNITS, across_cube};
 use crate::kernels::args::{buffer, optional, spread};
 use crate::kernels::error::KernelError;
+use crate::kernels::rows::only::OnlyLists;
 use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
-use crate::kernels::rows::{RowBlocks, block_means};
+use crate::kernels::rows::{RowBlocks, block_means_of_lists};
 
 /// When heads choose in which of two ways, and what they keep at least.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -76,14 +76,14 @@ pub fn flex_blocks(
         return Err(KernelError::Factor { factor: "kept" });
     };
     let made = |len: usize| client.empty(len * size_of::<f32>());
-    let means_of = |x: &Handle, lists: usize, rows: usize, block: usize| {
+    let means_of = |x: &Handle, [lists, rows, block]: [usize; 3], only: Option<OnlyLists>| {
         let means = made(lists * rows.div_ceil(block) * width);
         let of = RowBlocks::new(lists, [rows, width], block);
-        block_means(client, (x, element), &of, &means)?;
+        block_means_of_lists(client, (x, element), &of, only, &means)?;
         Ok::<Handle, KernelError>(means)
     };
-    let k_means = means_of(k, kv_lists, seq_kv, b)?;
-    let product = |q: &Handle, rows: usize, seen: Option<SeenRows>| {
+    let k_means = means_of(k, [kv_lists, seq_kv, b], None)?;
+    let product = |q: &Handle, rows: usize, seen: Option<SeenRows>, only: Option<OnlyLists>| {
         let x = made(lists * rows * blocks);
         let of = MeanProducts {
             lists: [lists, kv_lists],
@@ -93,12 +93,12 @@ pub fn flex_blocks(
             factor: sizes.factor,
             seen,
         };
-        mean_products(client, [q, &k_means], &of, &x)?;
+        products_of_lists(client, [q, &k_means], &of, only, &x)?;
         softmax_of_seen(client, &x, [lists, rows, blocks], seen)?;
         Ok::<Handle, KernelError>(x)
     };
-    let last_means = means_of(last, lists, queries, queries)?;
-    let estimate = product(&last_means, 1, None)?;
+    let last_means = means_of(last, [lists, queries, queries], None)?;
+    let estimate = product(&last_means, 1, None, None)?;
 
     let apart = Apart {
         client,
@@ -140,13 +140,15 @@ pub fn flex_blocks(
         false => (made(1), 1),
     };
 
-    let q_means = means_of(q, lists, seq_q, b)?;
+    // Only lists that go by means need those of their queries.
+    let by = Some(apart.only(false));
+    let q_means = means_of(q, [lists, seq_q, b], by)?;
     let seen = SeenRows {
         seq: of.seq,
         block: b,
         first: 0,
     };
-    let by_means = product(&q_means, rows, Some(seen))?;
+    let by_means = product(&q_means, rows, Some(seen), by)?;
     let least = made(lists);
     let lines = KeptLines {
         lines: lists,
@@ -154,7 +156,7 @@ pub fn flex_blocks(
         step: rows * blocks,
         kept: of.kept,
     };
-    least_of_lists(client, &by_means, &lines, Some(apart.only(false)), &least)?;
+    least_of_lists(client, &by_means, &lines, by, &least)?;
     // SAFETY: a unit below `count` reads what its list has, and writes its score.
     unsafe {
         flex_scores::launch_unchecked(

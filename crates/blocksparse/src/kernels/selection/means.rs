@@ -4,11 +4,12 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::products::{RowsView, SeenBlocks, dots};
+use super::products::{RowsView, SeenBlocks, Wanted, dots};
 use super::{UNITS, lanes_of_rows};
 use crate::kernels::args::{buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::bits::{Grid, GridLaunch, last_position};
+use crate::kernels::rows::only::OnlyLists;
 use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
 
 /// Which blocks rows of means see, if queries see no later keys.
@@ -59,6 +60,20 @@ pub fn mean_products(
     of: &MeanProducts,
     out: &Handle,
 ) -> Result<(), KernelError> {
+    products_of_lists(client, [q, k], of, None, out)
+}
+
+/// [`mean_products`], where only some lists of queries are wanted: the products of others are 0.
+///
+/// # Errors
+/// As [`mean_products`].
+pub(super) fn products_of_lists(
+    client: &Client,
+    [q, k]: [&Handle; 2],
+    of: &MeanProducts,
+    only: Option<OnlyLists>,
+    out: &Handle,
+) -> Result<(), KernelError> {
     let [lists, kv_lists] = of.lists;
     let q = RowsView::new(q, [lists, of.rows, of.width]);
     let k = RowsView::new(k, [kv_lists, of.blocks, of.width]);
@@ -67,8 +82,15 @@ pub fn mean_products(
         first: seen.first,
     });
     let f32 = ElemType::Float(FloatKind::F32);
-    let out = (out, of.blocks);
-    dots(client, f32, [&q, &k], out, of.factor as f32, seen)
+    let wanted = Wanted { seen, only };
+    dots(
+        client,
+        f32,
+        [&q, &k],
+        (out, of.blocks),
+        of.factor as f32,
+        wanted,
+    )
 }
 
 /// Units of a row.

@@ -12,6 +12,7 @@ use crate::kernels::linear::{
     Epilogue, EpilogueTensors, MatrixView, ProductPlan, ProductRequest, SeenColumns, multiply,
 };
 use crate::kernels::on_device::bits::{Grid, GridLaunch, last_position};
+use crate::kernels::rows::only::{OnlyLists, is_wanted, numbers_of};
 
 /// Matrices of rows whose numbers are contiguous.
 #[derive(Clone, Debug)]
@@ -93,7 +94,14 @@ pub fn products(
     }
     match on_tensor_cores(client, element, [a, b], out) {
         true => Ok(()),
-        false => dots(client, element, [a, b], (out, pitch(b.rows)), 1.0, None),
+        false => dots(
+            client,
+            element,
+            [a, b],
+            (out, pitch(b.rows)),
+            1.0,
+            Wanted::default(),
+        ),
     }
 }
 
@@ -236,15 +244,64 @@ impl RunSums {
     }
 }
 
-/// Rows and columns of a tile, and how deep it is at a time.
-const SIDE: usize = 64;
-const DEPTH: usize = 16;
+/// A cube's tile of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct DotTile {
+    /// Rows, and columns.
+    side: usize,
+    /// How deep it is at a time.
+    depth: usize,
+    /// Rows, and columns, of a unit.
+    own: usize,
+    /// Numbers between two columns of what is shared, so that few units write to one bank at a time.
+    column: usize,
+}
 
-/// Numbers between two columns of what is shared.
-const COLUMN: usize = SIDE + 4;
+/// Reads fewest numbers.
+const LARGE: DotTile = DotTile {
+    side: 64,
+    depth: 16,
+    own: 4,
+    column: 68,
+};
 
-/// Rows, and columns, of a unit.
-const OWN: usize = 4;
+/// Where there are few tiles, of which each is a wait for every step: more of them, with fewer steps.
+const SMALL: DotTile = DotTile {
+    side: 32,
+    depth: 64,
+    own: 2,
+    column: 33,
+};
+
+/// Neighbouring numbers of a row that a unit loads.
+const LOADED: usize = 4;
+
+impl DotTile {
+    /// Of so many matrices of rows and columns.
+    fn new(client: &Client, matrices: usize, rows: usize, columns: usize) -> Self {
+        let known = client.properties().hardware.num_streaming_multiprocessors;
+        let tiles = matrices * LARGE.down(rows) * LARGE.down(columns);
+        match tiles * 2 <= known.unwrap_or(64) as usize {
+            true => SMALL,
+            false => LARGE,
+        }
+    }
+
+    /// Tiles along so many rows or columns.
+    fn down(&self, rows: usize) -> usize {
+        rows.div_ceil(self.side)
+    }
+
+    /// Units side by side along a tile's columns.
+    fn across(&self) -> usize {
+        self.side / self.own
+    }
+
+    /// Units that load a row's numbers.
+    fn loaders(&self) -> usize {
+        self.depth / LOADED
+    }
+}
 
 /// Sizes of a product.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -275,14 +332,22 @@ pub struct SeenBlocks {
     pub first: usize,
 }
 
-/// The product of rows in f32, times a factor: `out` with so many numbers a row, no fewer than columns. Tiles that no row sees are 0.
+/// What of products is wanted: all, but for what is said here.
+#[derive(Default)]
+pub struct Wanted<'a> {
+    pub seen: Option<SeenBlocks>,
+    /// Of the matrices of `a`.
+    pub only: Option<OnlyLists<'a>>,
+}
+
+/// The product of rows in f32, times a factor: `out` with so many numbers a row, no fewer than columns. Tiles that no row sees, and matrices that are not wanted, are 0.
 pub fn dots(
     client: &Client,
     element: ElemType,
     [a, b]: [&RowsView; 2],
     (out, pitch): (&Handle, usize),
     factor: f32,
-    seen: Option<SeenBlocks>,
+    wanted: Wanted,
 ) -> Result<(), KernelError> {
     super::check(client)?;
     let most = client.properties().hardware.max_vector_size.clamp(1, 4);
@@ -296,9 +361,11 @@ pub fn dots(
     let elements = a.matrices * a.rows * pitch;
     super::counted("the products of rows", elements)?;
     let address = address_of(client, a.reach().max(b.reach()).max(elements))?;
-    let (column_tiles, row_tiles) = (pitch.div_ceil(SIDE), a.rows.div_ceil(SIDE));
+    let tile = DotTile::new(client, a.matrices, a.rows, pitch);
+    let (column_tiles, row_tiles) = (tile.down(pitch), tile.down(a.rows));
     let count = a.matrices * row_tiles * column_tiles;
     let cubes = spread(client, count as u64)?;
+    let Wanted { seen, only } = wanted;
     let is_seen = seen.is_some();
     let none = || SeenBlocks {
         grid: GridLaunch::new(1, 1, 1, 1, 1, 1, 0),
@@ -331,118 +398,148 @@ pub fn dots(
             buffer(&a.handle, a.reach() / vector),
             buffer(&b.handle, b.reach() / vector),
             buffer(out, elements),
+            numbers_of(only),
             sizes,
             grid,
             first,
+            only.map_or(0.0, |only| only.limit),
+            only.is_some_and(|only| only.above),
             is_seen,
+            tile,
             element,
         );
     }
     Ok(())
 }
 
-/// Fills a unit's share of a tile's columns: numbers of a row that there is, or zeros.
+/// A factor's matrix: where it begins, its numbers from a row to the next, and the rows that there are.
+#[derive(CubeType, Clone, Copy)]
+struct Factor {
+    matrix: usize,
+    stride: usize,
+    rows: usize,
+}
+
+/// Fills a unit's share of a tile's columns, of rows from `row0` and numbers of them from `first` on: those that there are, or zeros.
 #[cube]
 fn fill<E: Float, N: Size>(
     x: &[Vector<E, N>],
     shared: &mut [f32],
-    start: usize,
-    row: usize,
-    is_row: bool,
+    factor: &Factor,
+    row0: usize,
     depth: usize,
     first: usize,
+    #[comptime] tile: DotTile,
 ) {
     let width = N::value();
-    let own = UNIT_POS as usize % comptime!(DEPTH / OWN) * comptime!(OWN);
+    let unit = UNIT_POS as usize;
+    let own = unit % comptime!(tile.loaders()) * comptime!(LOADED);
     #[unroll]
-    for i in 0..comptime!(OWN / width) {
-        let within = own + comptime!(i * width);
-        let at = first + within;
-        let inside = is_row && at < depth;
-        let place = (start + select(inside, at, 0usize)) / width;
-        let numbers = Vector::<f32, N>::cast_from(x[place]);
+    for pass in 0..comptime!(tile.side * tile.loaders() / UNITS) {
+        let row = unit / comptime!(tile.loaders()) + comptime!(pass * UNITS / tile.loaders());
+        let is_row = row0 + row < factor.rows;
+        let start = factor.matrix + (row0 + row).min(factor.rows - 1) * factor.stride;
         #[unroll]
-        for c in 0..width {
-            let number = select(inside, numbers.extract(c), 0.0f32);
-            shared[(within + c) * comptime!(COLUMN) + row] = number;
+        for i in 0..comptime!(LOADED / width) {
+            let within = own + comptime!(i * width);
+            let at = first + within;
+            let inside = is_row && at < depth;
+            let place = (start + select(inside, at, 0usize)) / width;
+            let numbers = Vector::<f32, N>::cast_from(x[place]);
+            #[unroll]
+            for c in 0..width {
+                let number = select(inside, numbers.extract(c), 0.0f32);
+                shared[(within + c) * comptime!(tile.column) + row] = number;
+            }
         }
     }
 }
 
-/// A cube has a tile of the result, a unit four rows and every 16th column of it.
+/// A cube has a tile of the result, a unit some rows and every 16th column of it.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn dot_rows<E: Float, N: Size>(
     a: &[Vector<E, N>],
     b: &[Vector<E, N>],
     out: &mut [f32],
+    only: ComptimeOption<Box<[f32]>>,
     sizes: DotSizes,
     grid: Grid,
     first_block: usize,
+    limit: f32,
+    #[comptime] above: bool,
     #[comptime] is_seen: bool,
+    #[comptime] tile: DotTile,
     #[define(E)] _element: ElemType,
 ) {
     // Cubes beyond the last tile make it again.
     let at = CUBE_POS.min(sizes.count - 1);
     let matrix = at / sizes.tiles;
-    let tile = at % sizes.tiles;
-    let row0 = tile / sizes.column_tiles * comptime!(SIDE);
-    let column0 = tile % sizes.column_tiles * comptime!(SIDE);
+    let of_matrix = at % sizes.tiles;
+    let row0 = of_matrix / sizes.column_tiles * comptime!(tile.side);
+    let column0 = of_matrix % sizes.column_tiles * comptime!(tile.side);
     let unit = UNIT_POS as usize;
-    let across = unit % comptime!(SIDE / OWN);
-    let down = unit / comptime!(SIDE / OWN) * comptime!(OWN);
-    let mut left = Shared::<[f32]>::new_slice(comptime!(DEPTH * COLUMN));
-    let mut right = Shared::<[f32]>::new_slice(comptime!(DEPTH * COLUMN));
-    let mut sums = Array::<f32>::new(comptime!(OWN * OWN));
+    let across = unit % comptime!(tile.across());
+    let down = unit / comptime!(tile.across()) * comptime!(tile.own);
+    let mut left = Shared::<[f32]>::new_slice(comptime!(tile.depth * tile.column));
+    let mut right = Shared::<[f32]>::new_slice(comptime!(tile.depth * tile.column));
+    let mut sums = Array::<f32>::new(comptime!(tile.own * tile.own));
     #[unroll]
-    for i in 0..comptime!(OWN * OWN) {
+    for i in 0..comptime!(tile.own * tile.own) {
         sums[i] = 0.0f32;
     }
-    let mut steps = sizes.depth.div_ceil(comptime!(DEPTH));
+    let mut steps = sizes.depth.div_ceil(comptime!(tile.depth));
     if comptime!(is_seen) {
-        let last = (row0 + comptime!(SIDE - 1)).min(sizes.rows - 1) + first_block;
+        let last = (row0 + comptime!(tile.side - 1)).min(sizes.rows - 1) + first_block;
         if (column0 * grid.block) as i32 > last_position(last, &grid) {
             steps = 0usize.runtime();
         }
     }
-    let load_row = unit / comptime!(DEPTH / OWN);
-    let a_row = (row0 + load_row).min(sizes.rows - 1);
-    let b_row = (column0 + load_row).min(sizes.columns - 1);
-    let a_start = matrix * sizes.a_matrix + a_row * sizes.a_row;
-    let b_start = matrix / sizes.share * sizes.b_matrix + b_row * sizes.b_row;
-    let is_a = row0 + load_row < sizes.rows;
-    let is_b = column0 + load_row < sizes.columns;
+    if !is_wanted(&only, matrix, limit, above) {
+        steps = 0usize.runtime();
+    }
+    let of_a = Factor {
+        matrix: matrix * sizes.a_matrix,
+        stride: sizes.a_row,
+        rows: sizes.rows,
+    };
+    let of_b = Factor {
+        matrix: matrix / sizes.share * sizes.b_matrix,
+        stride: sizes.b_row,
+        rows: sizes.columns,
+    };
     for step in 0..steps {
-        let first = step * comptime!(DEPTH);
-        fill::<E, N>(a, &mut left, a_start, load_row, is_a, sizes.depth, first);
-        fill::<E, N>(b, &mut right, b_start, load_row, is_b, sizes.depth, first);
+        let first = step * comptime!(tile.depth);
+        fill::<E, N>(a, &mut left, &of_a, row0, sizes.depth, first, tile);
+        fill::<E, N>(b, &mut right, &of_b, column0, sizes.depth, first, tile);
         sync_cube();
         #[unroll]
-        for k in 0..comptime!(DEPTH) {
-            let mut own = Array::<f32>::new(comptime!(OWN));
+        for k in 0..comptime!(tile.depth) {
+            let mut own = Array::<f32>::new(comptime!(tile.own));
             #[unroll]
-            for i in 0..comptime!(OWN) {
-                own[i] = left[comptime!(k * COLUMN + i).runtime() + down];
+            for i in 0..comptime!(tile.own) {
+                own[i] = left[comptime!(k * tile.column + i).runtime() + down];
             }
             #[unroll]
-            for j in 0..comptime!(OWN) {
-                let other = right[comptime!(k * COLUMN + j * (SIDE / OWN)).runtime() + across];
+            for j in 0..comptime!(tile.own) {
+                let other =
+                    right[comptime!(k * tile.column + j * tile.across()).runtime() + across];
                 #[unroll]
-                for i in 0..comptime!(OWN) {
-                    sums[comptime!(i * OWN + j)] += own[i] * other;
+                for i in 0..comptime!(tile.own) {
+                    sums[comptime!(i * tile.own + j)] += own[i] * other;
                 }
             }
         }
         sync_cube();
     }
     #[unroll]
-    for i in 0..comptime!(OWN) {
+    for i in 0..comptime!(tile.own) {
         let row = row0 + down + comptime!(i);
         #[unroll]
-        for j in 0..comptime!(OWN) {
-            let column = column0 + across + comptime!(j * (SIDE / OWN));
+        for j in 0..comptime!(tile.own) {
+            let column = column0 + across + comptime!(j * tile.across());
             if row < sizes.rows && column < sizes.pitch {
                 out[(matrix * sizes.rows + row) * sizes.pitch + column] =
-                    sums[comptime!(i * OWN + j)] * sizes.factor;
+                    sums[comptime!(i * tile.own + j)] * sizes.factor;
             }
         }
     }

@@ -8,13 +8,13 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::digits::{
-    BITS, DIGITS, OnlyLists, Search, SearchLines, SearchLinesLaunch, add_up, first_reached,
-    numbers_of, wanted_len,
+    BITS, DIGITS, Search, SearchLines, SearchLinesLaunch, add_up, first_reached, wanted_len,
 };
 use super::lanes_of_rows;
 use super::threshold_parts::{digits_of_parts, is_parted};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
+use crate::kernels::rows::only::{OnlyLists, numbers_of};
 use crate::kernels::rows::tile::{Combine, across_lanes};
 
 /// What of a line is kept.

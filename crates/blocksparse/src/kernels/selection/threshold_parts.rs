@@ -7,11 +7,11 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::digits::{
-    BITS, DIGITS, OnlyLists, Search, SearchLines, SearchLinesLaunch, add_up, first_reached,
-    numbers_of, wanted_len,
+    BITS, DIGITS, Search, SearchLines, SearchLinesLaunch, add_up, first_reached, wanted_len,
 };
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
+use crate::kernels::rows::only::{OnlyLists, numbers_of};
 
 /// Numbers of a line from which on it is parted, and of a part.
 const PARTED: usize = 1 << 17;

@@ -12,10 +12,10 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::UNITS;
-use super::digits::OnlyLists;
 use super::threshold::{Kept, KeptLines, least_kept, least_of_lists};
 use crate::kernels::args::{buffer, spread};
 use crate::kernels::error::KernelError;
+use crate::kernels::rows::only::OnlyLists;
 
 /// Which blocks are asked for.
 #[derive(Clone, Debug, PartialEq)]
