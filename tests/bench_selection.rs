@@ -24,7 +24,7 @@ const USAGE: &str =
 N        positions (default 4096,16384,65536)
 REPEATS  timed runs of each row; medians are printed (default 20)
 JSON     also write the numbers to this file
-ONLY     only rows whose names contain this
+ONLY     only rows whose names contain this, or one of its parts between |
 
 BURN_SPARSE_BENCH_GB  memory of the device (default 80): what would need more is skipped, and said to be";
 
@@ -93,7 +93,7 @@ struct Bench<'a> {
     device: Device,
     ahead: Option<Ahead>,
     repeats: usize,
-    /// What the names of rows contain.
+    /// What the names of rows contain: one of the parts between `|`.
     only: String,
     /// Seconds of dense attention, that others are compared with.
     dense: f64,
@@ -119,7 +119,7 @@ impl Bench<'_> {
     /// Medians of the seconds until a call returns, of those that one of several takes, and of those that the device has for it: of short calls where it never
     /// waits for the host, which starts them while the device has other work.
     fn time<T>(&mut self, name: &str, mut call: impl FnMut() -> T) -> f64 {
-        if !name.contains(&self.only) {
+        if !self.only.split('|').any(|part| name.contains(part)) {
             return f64::NAN;
         }
         for _ in 0..2 {
@@ -156,6 +156,10 @@ impl Bench<'_> {
     }
 
     fn row(&mut self, name: &str, walls: Option<[f64; 2]>, device: f64) {
+        // A difference of which a part was not asked for.
+        if device.is_nan() {
+            return;
+        }
         let of = |at: usize| walls.map_or_else(String::new, |walls| shown(walls[at]));
         println!(
             "{name:<64} {:>10} {:>10} {:>10} {:>9.4}",

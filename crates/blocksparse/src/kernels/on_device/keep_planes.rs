@@ -195,6 +195,14 @@ fn bound_of_count(keys: &Array<u32>, wanted: u32, others: u32, #[comptime] c: By
     low
 }
 
+/// Whether `wanted` keys are those above one and some that equal it.
+#[cube]
+fn is_bound(keys: &Array<u32>, bound: u32, wanted: u32, #[comptime] c: ByPlanes) -> bool {
+    let above = count(keys, bound, c);
+    let from = count(keys, bound.max(1u32) - 1u32, c);
+    bound != 0u32 && above <= wanted && wanted <= from
+}
+
 /// As [`from_scores`](super::keep::from_scores), a plane a row.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn from_scores_by_planes(
@@ -245,6 +253,8 @@ pub fn from_scores_by_planes(
     let mut wanted = 0.0f32.runtime();
     // The least weight that is kept.
     let mut least = 0.0f32.runtime();
+    // The key at which a share is reached, if one was looked for.
+    let mut reached = 0u32.runtime();
     match comptime!(c.by) {
         By::TopK => {
             wanted = max(f32::cast_from(rule.least) - forced_blocks, 0.0f32);
@@ -274,6 +284,7 @@ pub fn from_scores_by_planes(
                 let bound = bound_of_mass(&keys, &weights, needed, others, c);
                 wanted = f32::cast_from(count(&keys, bound, c));
                 // All together may be rounded to less than what is needed: then the bound is 0, which is no score's key.
+                reached = bound;
                 if bound != 0u32 {
                     let there = mass(&keys, &weights, bound, c);
                     let ties = ((needed - there) / weight(bound, &row, comptime!(c.kind))).ceil();
@@ -300,7 +311,15 @@ pub fn from_scores_by_planes(
     let mut left = 0u32.runtime();
     if comptime!(!matches!(c.by, By::AboveMax)) {
         let wanted = u32::cast_from(min(wanted, f32::cast_from(others)));
-        bound = bound_of_count(&keys, wanted, others, c);
+        let mut is_known = false.runtime();
+        if comptime!(matches!(c.by, By::TopP)) {
+            is_known = is_bound(&keys, reached, wanted, c);
+        }
+        if is_known {
+            bound = reached;
+        } else {
+            bound = bound_of_count(&keys, wanted, others, c);
+        }
         let there = count(&keys, bound, c);
         left = wanted.max(there) - there;
     }

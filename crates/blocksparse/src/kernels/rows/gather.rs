@@ -4,138 +4,12 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::named::{NUMBERS, add_two, bits_of, by_planes, take_two};
+use super::indexed::{IndexedRows, NUMBERS, Search, Sizes, add_two, bits_of, load_named, take_two};
 use super::norm_shape::{LANE_NUMBERS, has, place, tile_of};
 use super::tile::RowTile;
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
-
-/// Lists of rows, and of places that name them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct IndexedRows {
-    /// Batch entries times heads.
-    pub lists: usize,
-    /// Rows of a list that are named.
-    pub rows: usize,
-    /// Rows of a list that are made of them.
-    pub places: usize,
-    /// Rows that a place names: numbers of the index, i32 `[lists, places, most]`, negative for none.
-    pub most: usize,
-    /// Numbers of a row.
-    pub width: usize,
-    /// Whether the index is `[lists, most, places]`.
-    pub turned: bool,
-}
-
-impl IndexedRows {
-    /// Of lists of so many rows, and places that name up to `most` of them.
-    pub fn new(lists: usize, rows: usize, [places, most]: [usize; 2], width: usize) -> Self {
-        Self {
-            lists,
-            rows,
-            places,
-            most,
-            width,
-            turned: false,
-        }
-    }
-
-    /// Sets whether the index is `[lists, most, places]`.
-    pub fn turned(self, turned: bool) -> Self {
-        Self { turned, ..self }
-    }
-
-    /// Numbers of the largest of the tensors.
-    pub(super) fn len(&self) -> usize {
-        let rows = self.rows.max(self.places) * self.width;
-        self.lists * rows.max(self.places * (self.most + 1))
-    }
-
-    pub(super) fn sizes(&self) -> SizesLaunch {
-        let count = self.lists * self.places;
-        let [by_place, by_number] = match self.turned {
-            true => [1, self.places],
-            false => [self.most, 1],
-        };
-        SizesLaunch::new(
-            self.rows,
-            self.places,
-            self.most,
-            count,
-            by_place,
-            by_number,
-        )
-    }
-}
-
-/// What a launch reads.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub(super) struct Sizes {
-    /// Of a list.
-    pub rows: usize,
-    pub places: usize,
-    pub most: usize,
-    /// Places of all lists.
-    pub count: usize,
-    /// From a place's numbers in the index to the next one's,
-    by_place: usize,
-    /// and from one of a place's to the next.
-    by_number: usize,
-}
-
-/// Where number `j` of a place is in the index.
-#[cube]
-pub(super) fn named(at: usize, j: usize, sizes: &Sizes) -> usize {
-    let first = at / sizes.places * sizes.places * sizes.most;
-    first + at % sizes.places * sizes.by_place + j * sizes.by_number
-}
-
-/// Numbers of an index that are loaded together, where there are as many: few of many name a row, so that units would wait for each.
-const AHEAD: usize = 8;
-
-/// How many of a place's `most` numbers are loaded together.
-fn ahead(most: usize) -> usize {
-    if most >= AHEAD { AHEAD } else { 1 }
-}
-
-/// The rows that numbers from `j` on of a place name, −1 for none.
-#[cube]
-pub(super) fn load_named(
-    index: &[i32],
-    named_rows: &mut Array<i32>,
-    at: usize,
-    j: usize,
-    sizes: &Sizes,
-    #[comptime] ahead: usize,
-) {
-    #[unroll]
-    for i in 0..ahead {
-        let number = j + i;
-        let row = index[named(at, number.min(sizes.most - 1), sizes)];
-        let is_there = number < sizes.most && row >= 0i32 && (row as usize) < sizes.rows;
-        named_rows[i] = select(is_there, row, -1i32);
-    }
-}
-
-/// How units find what a place names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Search {
-    /// Numbers that a unit loads together.
-    pub ahead: usize,
-    /// Units of a row have different numbers of it, and those of a plane vote on which name rows.
-    pub by_planes: bool,
-}
-
-impl Search {
-    pub fn new(client: &Client, most: usize, tile: &RowTile) -> Self {
-        Self {
-            ahead: ahead(most),
-            by_planes: by_planes(client, most, tile),
-        }
-    }
-}
 
 /// Adds a row to sums.
 #[cube]
@@ -163,7 +37,7 @@ fn add_row<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Adds the rows that a place names, in the order of their numbers, two at a time, and how many they are. All units of a plane are here.
+/// Adds the rows that a place names, in the order of their numbers, two at a time, and how many they are. All units of the cube are here.
 #[cube]
 fn add_by_planes<E: Float, A: Float, N: Size>(
     rows: &[Vector<E, N>],
@@ -173,13 +47,13 @@ fn add_by_planes<E: Float, A: Float, N: Size>(
     sums: &mut Array<Vector<A, N>>,
     sizes: &Sizes,
     #[comptime] tile: RowTile,
+    #[comptime] search: Search,
 ) -> A {
-    let exists = asked < sizes.count;
     let at = asked.min(sizes.count - 1);
     let first = at / sizes.places * sizes.rows;
     let mut there = 0u32.runtime();
     for part in 0..sizes.most.div_ceil(comptime!(NUMBERS)) {
-        let mut bits = bits_of(index, at, exists, part, sizes, tile);
+        let mut bits = bits_of(index, asked, part, sizes, tile, search);
         there += bits.count();
         while !bits.is_empty() {
             let mut two = take_two(index, &mut bits, at, part, sizes);
@@ -227,13 +101,14 @@ fn gather<E: Float, A: Float, N: Size>(
         sums[i] = Vector::<A, N>::zeroed();
     }
     let mut there = A::new(0.0);
-    if comptime!(search.by_planes) {
-        there += add_by_planes::<E, A, N>(rows, index, &factors, at, &mut sums, &sizes, tile);
+    if comptime!(search.ahead().is_none()) {
+        there +=
+            add_by_planes::<E, A, N>(rows, index, &factors, at, &mut sums, &sizes, tile, search);
     }
     if at < sizes.count {
-        if comptime!(!search.by_planes) {
+        if comptime!(search.ahead().is_some()) {
             let first = at / sizes.places * sizes.rows;
-            let ahead = comptime!(search.ahead);
+            let ahead = comptime!(search.ahead().unwrap());
             let mut named_rows = Array::<i32>::new(ahead);
             for group in 0..sizes.most.div_ceil(ahead) {
                 load_named(index, &mut named_rows, at, group * ahead, &sizes, ahead);
@@ -346,7 +221,7 @@ fn launch_gather(
             optional(shares, count),
             of.sizes(),
             tile,
-            Search::new(client, of.most, &tile),
+            Search::new(client, of, &tile),
             element,
             super::accumulator_of(element),
         );

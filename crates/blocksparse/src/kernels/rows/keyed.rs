@@ -12,8 +12,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::columns::accumulator_of;
-use super::gather::{IndexedRows, Search, Sizes, load_named};
-use super::named::{NUMBERS, add_two, bits_of, take_two};
+use super::indexed::{IndexedRows, NUMBERS, Search, Sizes, add_two, bits_of, load_named, take_two};
 use super::norm_shape::{LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of};
 use super::tile::{Combine, RowTile, across_lanes};
 use super::typed::Typed;
@@ -119,9 +118,9 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
         queries[i] = zero;
         keys[i] = zero;
     }
-    if comptime!(search.by_planes) {
+    if comptime!(search.ahead().is_none()) {
         for part in 0..sizes.most.div_ceil(comptime!(NUMBERS)) {
-            let mut bits = bits_of(users, at, exists, part, &sizes, tile);
+            let mut bits = bits_of(users, asked, part, &sizes, tile, search);
             while !bits.is_empty() {
                 let mut two = take_two(users, &mut bits, at, part, &sizes);
                 two.one += first;
@@ -132,7 +131,7 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
             }
         }
     } else {
-        let ahead = comptime!(search.ahead);
+        let ahead = comptime!(search.ahead().unwrap());
         let mut named_rows = Array::<i32>::new(ahead);
         for group in 0..sizes.most.div_ceil(ahead) {
             load_named(users, &mut named_rows, at, group * ahead, &sizes, ahead);
@@ -172,15 +171,15 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
             }
         }
     }
-    // As many steps for each unit of a plane.
+    // As many steps for each unit.
     for step in 0..value_vectors.div_ceil(comptime!(tile.lanes)) {
         let i = step * comptime!(tile.lanes) + lane;
         let is_there = exists && i < value_vectors;
         let i = i.min(value_vectors - 1);
         let mut sum = Vector::<A, M>::zeroed();
-        if comptime!(search.by_planes) {
+        if comptime!(search.ahead().is_none()) {
             for part in 0..sizes.most.div_ceil(comptime!(NUMBERS)) {
-                let mut bits = bits_of(users, at, exists, part, &sizes, tile);
+                let mut bits = bits_of(users, asked, part, &sizes, tile, search);
                 while !bits.is_empty() {
                     let two = take_two(users, &mut bits, at, part, &sizes);
                     let x = by_values[(first + two.one) * value_vectors + i];
@@ -191,7 +190,7 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
                 }
             }
         } else {
-            let ahead = comptime!(search.ahead);
+            let ahead = comptime!(search.ahead().unwrap());
             let mut named_rows = Array::<i32>::new(ahead);
             for group in 0..sizes.most.div_ceil(ahead) {
                 load_named(users, &mut named_rows, at, group * ahead, &sizes, ahead);
@@ -328,7 +327,7 @@ pub fn keyed_rows_backward(
             of.sizes(),
             tile,
             shape.value_vectors,
-            Search::new(client, of.most, &tile),
+            Search::new(client, of, &tile),
             element,
             accumulator_of(element),
         );

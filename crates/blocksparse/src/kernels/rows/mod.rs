@@ -14,8 +14,8 @@
 //! gates          branches added, each times the gate of a row, and their gradients
 //! embedding      the gradient of a table by the rows that were taken from it
 //! beside         matrices side by side, in another type
+//! indexed        indices of rows, and how units find which numbers of them name rows
 //! gather         sums of rows by an index, and means
-//! named          which numbers of an index name rows, found by planes
 //! keyed          rows of queries, of keys made of them and of values, by an index
 //! merged         a part of each row and others by an index, merged by their lse
 //! hashes         the buckets of rows under rotations; how many of a cube each has in bucket_counts
@@ -46,9 +46,9 @@ mod hashes;
 mod heads;
 mod highest;
 mod highest_digits;
+mod indexed;
 mod keyed;
 mod merged;
-mod named;
 mod nearest;
 mod norm;
 mod norm_backward;
@@ -79,10 +79,11 @@ pub use cross_entropy::{
 pub use dropout::{stream_dropout, stream_dropout_text};
 pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
 pub use gates::{GatedBackward, gated_sum, gated_sum_backward, gated_text};
-pub use gather::{IndexedRows, gather_rows, gather_scaled_rows, mean_rows};
+pub use gather::{gather_rows, gather_scaled_rows, mean_rows};
 pub use hashes::{HashedRows, hash_rows, sort_hashes, sorts_hashes};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
 pub use highest::{highest_of_rows, holds_rows};
+pub use indexed::IndexedRows;
 pub use keyed::{keyed_rows, keyed_rows_backward, unit_rows};
 pub use merged::{MergedGradients, MergedParts, merge_rows, merge_rows_backward};
 pub use nearest::{RowsOfMeans, compare_with_means};
