@@ -44,14 +44,7 @@ pub fn table_word(
         let id = (at / comptime!(cut.rows * row_words)) as u32;
         let row = at / row_words % comptime!(cut.rows);
         let first = at % row_words * 32;
-        let mut word = 0u32;
-        for bit in 0..32usize {
-            let col = first + bit;
-            if col < comptime!(cut.group) && allowed(id, row, col, extent, cut) {
-                word |= 1u32 << bit as u32;
-            }
-        }
-        plan[places.masks + at] = word;
+        plan[places.masks + at] = mask_word(id, row, first as i32, extent, cut);
     } else if at < mask_words + heads.all {
         let head = at - mask_words;
         plan[places.heads + head] = first_tile(head, extent, heads);
@@ -66,45 +59,44 @@ pub fn first_tile(head: usize, extent: &Extent, heads: &Heads) -> u32 {
     (pattern * extent.tiles) as u32
 }
 
-/// Whether row `row` and column `col` of an entry are a pair under the mask `id`.
+/// Which columns from `first` on row `row` of an entry has under the mask `id`, as bits: neighbours, so that two numbers say which.
 #[cube]
 #[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
-fn allowed(id: u32, row: usize, col: usize, extent: &Extent, #[comptime] cut: Cut) -> bool {
+fn mask_word(id: u32, row: usize, first: i32, extent: &Extent, #[comptime] cut: Cut) -> u32 {
     let crossings = comptime!(cut.crossings() as u32);
+    let group = comptime!(cut.group as i32).runtime();
+    let is_full = id == FULL;
     let code = id.max(2u32) - 2u32;
-    let col_end = code % 2u32 == 1u32;
+    let col_end = code % 2u32 == 1u32 && !is_full;
     let row_end = code / 2u32 % 2u32 == 1u32;
     let crossing = code / 4u32 % (crossings + 1u32);
     let subset = code / 4u32 / (crossings + 1u32);
     let block_row = (row / comptime!(cut.block)) as u32;
-    let mut result = (subset >> block_row) & 1u32 == 1u32;
     // The rows of the last tile, the columns of the last entry.
-    if row_end {
-        result =
-            result && (row as i32) < (extent.row_len - 1i32) % comptime!(cut.rows as i32) + 1i32;
-    }
-    if col_end {
-        result =
-            result && (col as i32) < (extent.col_len - 1i32) % comptime!(cut.group as i32) + 1i32;
-    }
+    let last_row = (extent.row_len - 1i32) % comptime!(cut.rows as i32);
+    let last_col = (extent.col_len - 1i32) % group;
+    let is_row = (subset >> block_row) & 1u32 == 1u32 && (!row_end || row as i32 <= last_row);
+    let mut from = 0i32.runtime();
+    let mut to = select(col_end, last_col + 1i32, group);
     if comptime!(cut.causal) {
-        if crossing < crossings {
+        if crossing < crossings && !is_full {
             let step = comptime!(cut.distance_step() as i32);
             // The offset's remainder, of a negative offset, too.
             let rest = (extent.offset % step + step) % step;
             let distance = crossing as i32 * step + rest - comptime!(cut.below() as i32);
-            let mut behind = col as i32 - row as i32;
-            if comptime!(matches!(cut.walk, Walk::Columns)) {
-                behind = row as i32 - col as i32;
-            }
-            result = result && behind <= distance;
+            match comptime!(cut.walk) {
+                Walk::Rows => to = to.min(row as i32 + distance + 1i32),
+                Walk::Columns => from = row as i32 - distance,
+            };
         }
     }
-    if id == FULL {
-        result = true;
-    }
-    if id == EMPTY {
-        result = false;
-    }
-    result
+    let word = bits_below(to - first) & !bits_below(from - first);
+    select(id != EMPTY && (is_full || is_row), word, 0u32)
+}
+
+/// The first `count` bits of a word: none of fewer than one, all of more than there are.
+#[cube]
+fn bits_below(count: i32) -> u32 {
+    let within = count.max(0i32).min(31i32) as u32;
+    select(count >= 32i32, 0xffff_ffffu32, (1u32 << within) - 1u32)
 }
