@@ -97,6 +97,6 @@ fn mask_word(id: u32, row: usize, first: i32, extent: &Extent, #[comptime] cut: 
 /// The first `count` bits of a word: none of fewer than one, all of more than there are.
 #[cube]
 fn bits_below(count: i32) -> u32 {
-    let within = count.max(0i32).min(31i32) as u32;
+    let within = count.clamp(0i32, 31i32) as u32;
     select(count >= 32i32, 0xffff_ffffu32, (1u32 << within) - 1u32)
 }

@@ -220,7 +220,8 @@ pub(super) fn bits_of(
         let together = comptime!(planes::LANES / tile.rows);
         let mut words = Shared::<[u32]>::new_slice(comptime!(NUMBERS));
         let lane = unit % comptime!(planes::LANES);
-        let of_lane = asked - unit / lanes + lane % rows;
+        let of_rows = lane % rows;
+        let of_lane = asked - unit / lanes + of_rows;
         let own = comptime!(u32::MAX >> (planes::LANES - tile.rows) as u32).runtime();
         let shift = (lane / rows * rows) as u32;
         #[unroll]
@@ -229,7 +230,7 @@ pub(super) fn bits_of(
                 unit / comptime!(planes::LANES) + comptime!(i * (tile.units() / planes::LANES));
             let at = plane * together + lane / rows;
             let votes = planes::votes(names_row(index, of_lane, first + at, sizes), true);
-            if lane % rows == 0 {
+            if of_rows == 0 {
                 words[at] = votes >> shift & own;
             }
         }
