@@ -50,15 +50,12 @@ fn add_by_planes<E: Float, A: Float, N: Size>(
     #[comptime] search: Search,
 ) -> A {
     let at = asked.min(sizes.count - 1);
-    let first = at / sizes.places * sizes.rows;
     let mut there = 0u32.runtime();
     for part in 0..sizes.most.div_ceil(comptime!(NUMBERS)) {
         let mut bits = bits_of(index, asked, part, sizes, tile, search);
         there += bits.count();
         while !bits.is_empty() {
-            let mut two = take_two(index, &mut bits, at, part, sizes);
-            two.one += first;
-            two.other += first;
+            let two = take_two(index, &mut bits, at, part, sizes);
             let mut one_factor = A::new(1.0);
             let mut other_factor = A::new(1.0);
             #[comptime]

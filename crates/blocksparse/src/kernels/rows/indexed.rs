@@ -90,12 +90,12 @@ pub(super) fn named(at: usize, j: usize, sizes: &Sizes) -> usize {
     first + at % sizes.places * sizes.by_place + j * sizes.by_number
 }
 
-/// Numbers of an index that are loaded together, where there are as many: few of many name a row, so that units would wait for each.
-const AHEAD: usize = 8;
-
-/// How many of a place's `most` numbers are loaded together.
-fn ahead(most: usize) -> usize {
-    if most >= AHEAD { AHEAD } else { 1 }
+/// The row of its list that a number of a place names, −1 for none.
+#[cube]
+fn row_at(index: &[i32], at: usize, number: usize, sizes: &Sizes) -> i32 {
+    let row = index[named(at, number.min(sizes.most - 1), sizes)];
+    let is_there = number < sizes.most && row >= 0i32 && (row as usize) < sizes.rows;
+    select(is_there, row, -1i32)
 }
 
 /// The rows that numbers from `j` on of a place name, −1 for none.
@@ -110,15 +110,15 @@ pub(super) fn load_named(
 ) {
     #[unroll]
     for i in 0..ahead {
-        let number = j + i;
-        let row = index[named(at, number.min(sizes.most - 1), sizes)];
-        let is_there = number < sizes.most && row >= 0i32 && (row as usize) < sizes.rows;
-        named_rows[i] = select(is_there, row, -1i32);
+        named_rows[i] = row_at(index, at, j + i, sizes);
     }
 }
 
 /// Numbers that are looked at together.
 pub(super) const NUMBERS: usize = 64;
+
+/// Numbers that a unit loads together by itself, where there are as many: few of many name a row, so that it would wait for each.
+const AHEAD: usize = 8;
 
 /// Fewest units of a row: the others have this part of [`NUMBERS`] to load each.
 const FEWEST: usize = 4;
@@ -148,7 +148,7 @@ impl Search {
             of.turned && planes::LANES.is_multiple_of(tile.rows),
         ) {
             (false, _) => Self::Alone {
-                ahead: ahead(of.most),
+                ahead: if of.most >= AHEAD { AHEAD } else { 1 },
             },
             (true, false) => Self::ByPlaces,
             (true, true) => Self::ByNumbers,
@@ -271,11 +271,10 @@ pub(super) fn bits_of(
 #[cube]
 fn names_row(index: &[i32], asked: usize, number: usize, sizes: &Sizes) -> bool {
     let at = asked.min(sizes.count - 1);
-    let row = index[named(at, number.min(sizes.most - 1), sizes)];
-    asked < sizes.count && number < sizes.most && row >= 0i32 && (row as usize) < sizes.rows
+    asked < sizes.count && row_at(index, at, number, sizes) >= 0i32
 }
 
-/// Rows that a place names.
+/// Rows that a place names, of all lists'.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Two {
     pub one: usize,
@@ -293,7 +292,8 @@ pub(super) fn take_two(
     part: usize,
     sizes: &Sizes,
 ) -> Two {
-    let first = part * comptime!(NUMBERS);
+    let number = part * comptime!(NUMBERS);
+    let list = at / sizes.places * sizes.rows;
     let one = bits.first();
     let rest = bits.rest();
     let are_two = !rest.is_empty();
@@ -303,8 +303,8 @@ pub(super) fn take_two(
     bits.high = rest.high;
     // They were loaded for the votes, so they are near.
     Two {
-        one: index[named(at, first + one, sizes)] as usize,
-        other: index[named(at, first + other, sizes)] as usize,
+        one: list + index[named(at, number + one, sizes)] as usize,
+        other: list + index[named(at, number + other, sizes)] as usize,
         are_two,
     }
 }

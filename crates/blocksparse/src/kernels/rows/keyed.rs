@@ -122,9 +122,7 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
         for part in 0..sizes.most.div_ceil(comptime!(NUMBERS)) {
             let mut bits = bits_of(users, asked, part, &sizes, tile, search);
             while !bits.is_empty() {
-                let mut two = take_two(users, &mut bits, at, part, &sizes);
-                two.one += first;
-                two.other += first;
+                let two = take_two(users, &mut bits, at, part, &sizes);
                 let one = A::new(1.0);
                 add_two::<E, A, N>(by_queries, &two, one, one, &mut queries, tile);
                 add_two::<E, A, N>(by_keys, &two, one, one, &mut keys, tile);
@@ -182,8 +180,8 @@ fn gradients<E: Float, A: Float, N: Size, M: Size>(
                 let mut bits = bits_of(users, asked, part, &sizes, tile, search);
                 while !bits.is_empty() {
                     let two = take_two(users, &mut bits, at, part, &sizes);
-                    let x = by_values[(first + two.one) * value_vectors + i];
-                    let y = by_values[(first + two.other) * value_vectors + i];
+                    let x = by_values[two.one * value_vectors + i];
+                    let y = by_values[two.other * value_vectors + i];
                     sum += Vector::<A, M>::cast_from(x);
                     let none = Vector::<A, M>::zeroed();
                     sum += select(two.are_two, Vector::<A, M>::cast_from(y), none);
