@@ -4,9 +4,10 @@ mod device_time;
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::listed::{
-    ListedGradients, ListedLists, ListedPlan, ListedRequest, backward, forward,
+    KeyListPlan, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles, Way,
+    backward, forward,
 };
-use blocksparse::kernels::{OutputGrads, Outputs, TensorView};
+use blocksparse::kernels::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
@@ -61,6 +62,9 @@ struct Args {
     /// Of what is to be compared, leave out the first kinds of heads and widths: 30 are full matrices of the widths that models have.
     #[arg(long, default_value_t = 0)]
     skip: usize,
+    /// Of lists of single keys, compute all pairs in tiles. When timing, both ways are timed.
+    #[arg(long)]
+    tiles: bool,
     /// Launch every kernel once and wait for nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
@@ -69,7 +73,8 @@ struct Args {
 /// A call: its numbers here and on the device.
 struct Call {
     client: Client,
-    plan: ListedPlan,
+    plan: Option<ListedPlan>,
+    tiles: Option<ListedTiles>,
     request: ListedRequest,
     /// q, k, v and the output's gradient.
     numbers: [Vec<f32>; 4],
@@ -80,6 +85,8 @@ struct Call {
     tile_blocks: Handle,
     /// Out, lse, and the gradients by q, k and v.
     results: [Handle; 5],
+    /// The same gradients, as kernels of layouts write them.
+    gradients: Gradients,
     pairs: usize,
 }
 
@@ -134,7 +141,12 @@ impl Call {
             }
         };
         let ListedRequest { tile, tiles, .. } = request;
-        let plan = ListedPlan::new(client.properties(), request).map_err(|why| anyhow!(why))?;
+        let scale = 1.0 / (head_dim as f64).sqrt();
+        let plan = ListedPlan::new(client.properties(), request);
+        let tiles_plan = ListedTiles::new(client, &request, scale);
+        if let (Err(walk), Err(in_tiles)) = (&plan, &tiles_plan) {
+            anyhow::bail!("no kernels: {walk}; {in_tiles}");
+        }
         let shapes = [
             [batch, heads, n, head_dim],
             [batch, kv_heads, n, head_dim],
@@ -201,19 +213,29 @@ impl Call {
         let sizes = [
             (rows * value_dim * 2, 0xff),
             (rows * 4, 0xff),
-            // Gradients are added to what is there.
-            (rows * head_dim * 2, 0),
-            (keys * head_dim * 2, 0),
-            (keys * value_dim * 2, 0),
+            // Gradients are added to what is there, but for those in tiles.
+            (rows * head_dim * 2, if args.tiles { 0xff } else { 0 }),
         ];
+        let [out, lse, dq] =
+            sizes.map(|(bytes, byte)| client.create_from_slice(&vec![byte; bytes]));
+        // Of keys and values, one behind the other.
+        let align = client.properties().memory.alignment as usize;
+        let k_bytes = keys * head_dim * 2;
+        let v_start = k_bytes.next_multiple_of(align);
+        let bytes = v_start + keys * value_dim * 2;
+        let dkv = client.create_from_slice(&vec![sizes[2].1; bytes]);
+        let dk = dkv.clone().offset_end((bytes - k_bytes) as u64);
+        let dv = dkv.clone().offset_start(v_start as u64);
         Ok(Self {
             client: client.clone(),
-            plan,
+            plan: plan.ok(),
+            tiles: tiles_plan.ok(),
             request,
+            gradients: Gradients::new(dq.clone(), dkv, v_start / 2),
             blocks: uploaded(&lists),
             queries: uploaded(&queries),
             tile_blocks: uploaded(&tile_blocks),
-            results: sizes.map(|(bytes, byte)| client.create_from_slice(&vec![byte; bytes])),
+            results: [out, lse, dq, dk, dv],
             numbers,
             views,
             lists,
@@ -225,14 +247,37 @@ impl Call {
         1.0 / (self.request.head_dim as f64).sqrt()
     }
 
-    fn forward(&self) -> Result<()> {
+    fn walk(&self) -> Result<&ListedPlan> {
+        let plan = self.plan.as_ref();
+        plan.ok_or_else(|| anyhow!("there is no walk of these lists"))
+    }
+
+    fn in_tiles(&self) -> Result<&ListedTiles> {
+        let tiles = self.tiles.as_ref();
+        tiles.ok_or_else(|| anyhow!("there are no tiles for this call"))
+    }
+
+    fn forward(&self, way: Way) -> Result<()> {
         let [q, k, v, _] = &self.views;
         let [out, lse, ..] = &self.results;
         let saved = Outputs::new(out, lse);
         let (x, scale) = ([q, k, v], self.scale());
+        if way == Way::Tiles {
+            let tiles = self.in_tiles()?;
+            let layout = tiles.layout(&self.client, &self.blocks)?;
+            let options = ScoreOptions::new(scale);
+            return Ok(blocksparse::kernels::forward(
+                &self.client,
+                tiles.plan(),
+                &layout,
+                x,
+                saved,
+                &options,
+            )?);
+        }
         Ok(forward(
             &self.client,
-            &self.plan,
+            self.walk()?,
             x,
             &self.blocks,
             saved,
@@ -241,12 +286,31 @@ impl Call {
         )?)
     }
 
-    fn backward(&self) -> Result<()> {
+    fn backward(&self, way: Way) -> Result<()> {
         let [q, k, v, grad_out] = &self.views;
         let [out, lse, dq, dk, dv] = &self.results;
+        let by = OutputGrads {
+            out: grad_out,
+            lse: None,
+        };
+        if way == Way::Tiles {
+            let tiles = self.in_tiles()?;
+            let layout = tiles.layout(&self.client, &self.blocks)?;
+            let options = ScoreOptions::new(self.scale());
+            return Ok(blocksparse::kernels::backward(
+                &self.client,
+                tiles.plan(),
+                &layout,
+                [q, k, v],
+                Outputs::new(out, lse),
+                by,
+                &self.gradients,
+                &options,
+            )?);
+        }
         Ok(backward(
             &self.client,
-            &self.plan,
+            self.walk()?,
             [q, k, v],
             match self.request.block {
                 1 => ListedLists::Keys(&self.blocks),
@@ -257,10 +321,7 @@ impl Call {
                 },
             },
             Outputs::new(out, lse),
-            OutputGrads {
-                out: grad_out,
-                lse: None,
-            },
+            by,
             ListedGradients {
                 q: dq,
                 k: dk,
@@ -354,7 +415,13 @@ impl Call {
 }
 
 /// Small calls of every width and number of heads, with lists of blocks or of single keys, against loops in f64, and the same bits twice.
-fn verify(client: &Client, keys: bool, skip: usize, [shard, of]: [usize; 2]) -> Result<()> {
+fn verify(
+    client: &Client,
+    [keys, tiles]: [bool; 2],
+    skip: usize,
+    [shard, of]: [usize; 2],
+) -> Result<()> {
+    let way = if tiles { Way::Tiles } else { Way::Walk };
     ensure!(
         shard < of,
         "--shard is {shard}, of {of} parts numbered from 0"
@@ -410,17 +477,23 @@ fn verify(client: &Client, keys: bool, skip: usize, [shard, of]: [usize; 2]) -> 
                 shard,
                 of,
                 skip,
+                tiles,
                 enqueue_only: false,
             };
             let name = format!(
                 "{heads} heads on {kv_heads}, {head_dim} and {value_dim} wide, {n} keys, {most} blocks of {block}"
             );
+            let batch = if hot { 1 } else { 2 };
+            let new = || Call::new(client, batch, &args, number as u64);
+            if tiles && new()?.tiles.is_none() {
+                println!("{name}: not in tiles");
+                continue;
+            }
             checked += 1;
             let run = || -> Result<(Call, [Vec<f64>; 5])> {
-                let batch = if hot { 1 } else { 2 };
-                let call = Call::new(client, batch, &args, number as u64)?;
-                call.forward()?;
-                call.backward()?;
+                let call = new()?;
+                call.forward(way)?;
+                call.backward(way)?;
                 let found = call.read()?;
                 Ok((call, found))
             };
@@ -464,36 +537,53 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let client = cubecl::Device::Cuda(Default::default()).client();
     if args.verify {
-        return verify(&client, args.block == 1, args.skip, [args.shard, args.of]);
+        let of = [args.block == 1, args.tiles];
+        return verify(&client, of, args.skip, [args.shard, args.of]);
     }
     let call = Call::new(&client, 1, &args, 1)?;
-    println!("{}", call.plan);
+    let ways: &[Way] = match (&call.plan, &call.tiles) {
+        (Some(_), Some(_)) => &[Way::Walk, Way::Tiles],
+        (None, _) => &[Way::Tiles],
+        (_, None) => &[Way::Walk],
+    };
+    if args.block == 1 {
+        let chosen = KeyListPlan::new(&client, call.request, call.scale());
+        println!("{}", chosen.map_err(|why| anyhow!(why))?);
+    } else {
+        println!("{}", call.walk()?);
+    }
     if args.enqueue_only {
-        call.forward()?;
-        call.backward()?;
+        for &way in ways {
+            call.forward(way)?;
+            call.backward(way)?;
+        }
         return client.flush().map_err(|error| anyhow!("{error}"));
     }
     let flops = 2.0 * (args.head_dim + args.value_dim) as f64 * call.pairs as f64;
     // A row of heads reads its keys and values once.
     let bytes = flops / (args.heads / args.kv_heads) as f64;
-    for (name, seconds, flops) in [
-        (
-            "forward",
-            median(&client, args.repeats, || call.forward())?,
-            flops,
-        ),
-        (
-            "backward",
-            median(&client, args.repeats, || call.backward())?,
-            2.5 * flops,
-        ),
-    ] {
-        println!(
-            "{name:9} {:8.3} ms {:7.1} TFLOP/s; one walk of the lists at {:.2} TB/s",
-            seconds * 1e3,
-            flops / seconds / 1e12,
-            bytes / seconds / 1e12,
-        );
+    for &way in ways {
+        for (name, seconds, flops) in [
+            (
+                "forward",
+                median(&client, args.repeats, || call.forward(way))?,
+                flops,
+            ),
+            (
+                "backward",
+                median(&client, args.repeats, || call.backward(way))?,
+                2.5 * flops,
+            ),
+        ] {
+            let (ms, speed) = (seconds * 1e3, flops / seconds / 1e12);
+            println!("{way:?} {name:9} {ms:8.3} ms {speed:7.1} TFLOP/s of listed pairs");
+            if way == Way::Walk {
+                println!(
+                    "  one walk of the lists at {:.2} TB/s",
+                    bytes / seconds / 1e12
+                );
+            }
+        }
     }
     Ok(())
 }

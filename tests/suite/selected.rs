@@ -31,7 +31,7 @@ burn_blocksparse_tests::tests!(
     attention_with_keys_in_half_precision, attention_with_keys_of_other_widths,
     attention_with_keys_of_many_heads, attention_with_keys_gives_the_same_bits,
     attention_with_keys_equals_finite_differences, attention_with_keys_plans,
-    attention_with_keys_errors
+    attention_with_keys_errors, layouts_of_keys_equal_f64
 );
 
 burn_blocksparse_tests::tests!(

@@ -93,7 +93,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
     key_lists: key_lists_are_unique, attention_with_keys_equals_f64, attention_with_keys_in_half_precision,
         attention_with_keys_of_other_widths, attention_with_keys_of_many_heads,
         attention_with_keys_gives_the_same_bits, attention_with_keys_equals_finite_differences,
-        attention_with_keys_plans, attention_with_keys_errors;
+        attention_with_keys_plans, attention_with_keys_errors, layouts_of_keys_equal_f64;
     dsa: dsa_golden, dsa_choices_equal_f64, dsa_choices_of_equal_scores, dsa_is_prefix_stable, dsa_losses_equal_f64,
         dsa_leaves_out_what_it_does_not_choose,
         dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_in_half_precision, dsa_errors;

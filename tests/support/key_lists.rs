@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, ChoiceWalk, KeyLists, QueryLists, attention_with_keys,
-    attention_with_keys_plan,
+    AttentionOptions, BlockLayout, ChoiceWalk, DeviceLayout, KeyLists, LayoutShape, Pattern,
+    QueryLists, attention_with_keys, attention_with_keys_plan, attention_with_lse,
 };
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -402,6 +402,79 @@ pub fn attention_with_keys_equals_finite_differences(devices: &[Device]) {
     }
 }
 
+fn places_of(pattern: &Pattern, heads: usize, [seq_q, seq_kv]: [usize; 2]) -> BlockLayout {
+    let shape = LayoutShape {
+        heads,
+        seq_q,
+        seq_kv,
+        block_size: 32,
+    };
+    BlockLayout::new(pattern, shape).unwrap()
+}
+
+/// Layouts of single keys: the pairs of a layout on the host that are listed.
+pub fn layouts_of_keys_equal_f64(devices: &[Device]) {
+    let small = Case {
+        heads: [4, 2],
+        seq: [70, 133],
+        ..CASE
+    };
+    let shared = Case {
+        lists: 1,
+        causal: false,
+        seq: [90, 41],
+        ..small
+    };
+    for device in devices {
+        for (index, case) in (0..).zip([small, shared]) {
+            let halves = half_dtypes(device).into_iter();
+            let halves = halves.map(|dtype| (dtype, half_tolerance(dtype)));
+            for (dtype, tolerance) in exact_dtypes(device).into_iter().chain(halves) {
+                let drawn = case.draw(10_800 + index, dtype);
+                let pattern = match case.causal {
+                    true => Pattern::causal(),
+                    false => Pattern::dense(),
+                };
+                let places = places_of(&pattern, case.heads[0], case.seq);
+                let layout = DeviceLayout::from_keys(&places, &drawn.lists(device)).unwrap();
+                let host = layout.to_host().unwrap();
+                let pairs = (0..case.batch).map(|entry| host.to_dense_batch(entry, 0));
+                let listed: usize = pairs.flatten().flatten().filter(|&seen| seen).count();
+                let own = drawn
+                    .unique
+                    .chunks(case.most * case.seq[0])
+                    .step_by(case.lists);
+                let expected: usize = own.flatten().filter(|&&key| key >= 0).count();
+                assert_eq!(listed, expected, "{device:?}");
+                let got = differentiated(
+                    &drawn.problem,
+                    &device.clone().autodiff(),
+                    dtype,
+                    |q, k, v| {
+                        attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
+                    },
+                );
+                let answer = drawn.problem.solve();
+                for (name, got) in got {
+                    let what = format!("{}, {device:?}, {dtype:?}: {name}", host.name());
+                    let Expected { values, terms, .. } = answer.result(name);
+                    assert_close_to(terms, &what, got, values, tolerance);
+                }
+            }
+        }
+        let lists = small.draw(10_810, DType::F32).lists(device);
+        let places = |heads, seq| places_of(&Pattern::causal(), heads, seq);
+        for (argument, places) in [
+            ("lists' heads", places(3, [70, 133])),
+            ("lists' queries", places(4, [71, 133])),
+            ("lists' seq_kv", places(4, [70, 134])),
+        ] {
+            let error = DeviceLayout::from_keys(&places, &lists).unwrap_err();
+            assert!(error.to_string().contains(argument), "{error}");
+        }
+    }
+}
+
 /// Plans say whether lists are walked, and why not.
 pub fn attention_with_keys_plans(devices: &[Device]) {
     for device in devices {
@@ -417,8 +490,10 @@ pub fn attention_with_keys_plans(devices: &[Device]) {
                     let options = AttentionOptions::default().choice_walk(walk);
                     attention_with_keys_plan(&q, &k, &v, &lists, &options).unwrap()
                 };
-                let walked = is_cuda && case.walked && dtype != DType::F32;
                 let auto = plan(ChoiceWalk::Auto);
+                // Tiles take other numbers of heads and widths.
+                let in_tiles = auto.to_string().contains("tiles of all pairs");
+                let walked = is_cuda && (case.walked || in_tiles) && dtype != DType::F32;
                 let what = format!("{}, {device:?}, {dtype:?}: {auto}", case.name);
                 assert_eq!(auto.is_kernels(), walked, "{what}");
                 assert_eq!(auto.to_string().contains("listed"), walked, "{what}");

@@ -163,6 +163,8 @@ pub enum BlockChoice<B: Backend> {
     Scores(FloatTensor<B>),
     /// `[batch or 1, heads, seq_q + seq_kv]`, i32: where queries and keys are.
     Positions(IntTensor<B>),
+    /// `[batch, heads or fewer, seq_q, most]`, i32: the keys that each query sees, ascending, each once, −1 behind the last.
+    Keys(IntTensor<B>),
 }
 
 /// A layout as backends see it: the host's description and what of it lives on the device.

@@ -32,6 +32,21 @@ pub enum ChosenBy {
     Positions(PositionRule),
     /// The same where each key is at its query's position, which is there once.
     OwnPositions(PositionRule),
+    /// Nothing of blocks, likewise; of every query the keys that it sees, ascending, each once, and negative numbers behind the last.
+    Keys {
+        /// Numbers of a query.
+        most: usize,
+    },
+}
+
+impl ChosenBy {
+    /// Whether the blocks are all those of the layout that the choice is made within, of which the tensor says what pairs they have.
+    pub fn has_all_blocks(&self) -> bool {
+        match self {
+            Self::Positions(_) | Self::OwnPositions(_) | Self::Keys { .. } => true,
+            Self::Mask | Self::Indices { .. } | Self::Scores(_) => false,
+        }
+    }
 }
 
 /// Which keys a query sees by the positions of both. A negative position is none: its query sees nothing, and nobody its key.
@@ -68,7 +83,10 @@ impl DeviceChoice {
         match self.by {
             ChosenBy::Positions(_) => Some([shape.seq_q + shape.seq_kv, shape.seq_q]),
             ChosenBy::OwnPositions(_) => Some([shape.seq_q, 0]),
-            ChosenBy::Mask | ChosenBy::Indices { .. } | ChosenBy::Scores(_) => None,
+            ChosenBy::Mask
+            | ChosenBy::Indices { .. }
+            | ChosenBy::Scores(_)
+            | ChosenBy::Keys { .. } => None,
         }
     }
 
@@ -76,9 +94,10 @@ impl DeviceChoice {
     pub(crate) fn most_blocks(&self, shape: &LayoutShape) -> usize {
         let all = shape.seq_kv.div_ceil(shape.block_size);
         let most = match self.by {
-            ChosenBy::Mask | ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) => all,
+            ChosenBy::Mask => all,
             ChosenBy::Indices { most } => most,
             ChosenBy::Scores(rule) => rule.most_blocks(all),
+            ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) | ChosenBy::Keys { .. } => all,
         };
         most.min(all)
     }

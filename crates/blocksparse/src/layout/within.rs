@@ -57,6 +57,12 @@ impl BlockLayout {
         self.inner().within.as_ref()
     }
 
+    /// The layout whose blocks this one has all of, if a device only says which pairs are seen.
+    pub(crate) fn places(&self) -> Option<&BlockLayout> {
+        let choice = self.device_choice()?;
+        self.within().filter(|_| choice.by.has_all_blocks())
+    }
+
     /// Batch entries and heads that have blocks of their own if a choice for so many of each is made within this layout.
     ///
     /// # Errors

@@ -14,12 +14,10 @@ const START: f64 = 64.0;
 /// tiles. With `clustered` tiles are made of like rows.
 pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
     match layout.device_choice() {
-        Some(choice) => match (choice.by, layout.within()) {
-            // All blocks of a layout that is known.
-            (ChosenBy::Positions(_) | ChosenBy::OwnPositions(_), Some(whole))
-                if may_be_chosen(tiling, layout.block_size()) =>
-            {
-                Sample::of(whole, tiling).overhead(layout.block_size())
+        // All blocks of a layout that is known.
+        Some(choice) => match layout.places() {
+            Some(places) if may_be_chosen(tiling, layout.block_size()) => {
+                Sample::of(places, tiling).overhead(layout.block_size())
             }
             _ => chosen_overhead(choice, layout.shape(), tiling),
         },

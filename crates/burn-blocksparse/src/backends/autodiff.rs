@@ -200,6 +200,7 @@ pub(super) fn inner_layout<B: Backend, C: CheckpointStrategy>(
             BlockChoice::Mask(mask) => BlockChoice::Mask(mask),
             BlockChoice::Indices(indices) => BlockChoice::Indices(indices),
             BlockChoice::Positions(positions) => BlockChoice::Positions(positions),
+            BlockChoice::Keys(keys) => BlockChoice::Keys(keys),
             BlockChoice::Scores(scores) => BlockChoice::Scores(scores.into_primitive()),
         },
         host: layout.host,

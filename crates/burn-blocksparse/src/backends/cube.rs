@@ -399,7 +399,8 @@ pub(super) fn choose_blocks(
         BlockChoice::Mask(tensor)
         | BlockChoice::Indices(tensor)
         | BlockChoice::Scores(tensor)
-        | BlockChoice::Positions(tensor) => into_contiguous(tensor),
+        | BlockChoice::Positions(tensor)
+        | BlockChoice::Keys(tensor) => into_contiguous(tensor),
     };
     let tensor = ChoiceTensor {
         dtype: dtype_to_elem_type(tensor.dtype),

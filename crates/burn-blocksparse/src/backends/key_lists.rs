@@ -20,7 +20,7 @@ impl KeyListOps for burn_cubecl::CubeBackend {}
 #[cfg(feature = "cuda")]
 pub(crate) mod kernels {
     use blocksparse::kernels::listed::{
-        self, ListedGradients, ListedLists, ListedPlan, ListedRequest,
+        self, KeyListPlan, ListedGradients, ListedLists, ListedRequest, Way,
     };
     use blocksparse::kernels::{OutputGrads as KernelGrads, Outputs};
     use burn::backend::cubecl::dtype_to_elem_type;
@@ -30,11 +30,17 @@ pub(crate) mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::KeyListOps;
-    use crate::backends::cube::{contiguous, empty, filled, launched, readable, view};
-    use crate::backends::listed::kernels::{ALIGNMENT, numbers, planned};
-    use crate::ops::{KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved};
+    use crate::backends::cube::{checked, contiguous, empty, filled, launched, readable, view};
+    use crate::backends::listed::kernels::{ALIGNMENT, numbers};
+    use crate::ops::{
+        BlockSparseOps, KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved,
+    };
+    use crate::options::AttentionOptions;
     use crate::selection::key_reference as reference;
-    use crate::values::OutputGrads;
+    use crate::values::{
+        AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, KernelPlan, LayoutTensors,
+        MaybeFloat, OutputGrads, Saved, ScoreTensors, WantedGrads,
+    };
 
     /// The sizes of a call by its shapes, and the dtype of its queries.
     pub(crate) fn request(
@@ -55,22 +61,61 @@ pub(crate) mod kernels {
         )
     }
 
-    /// The inputs as kernels read them, and what runs.
-    struct Call {
-        inputs: [CubeTensor; 3],
-        keys: CubeTensor,
-        plan: ListedPlan,
+    /// What runs of a call that was planned before.
+    fn planned(inputs: &KeyListInputs<CubeBackend>, call: &KeyListCall) -> KeyListPlan {
+        let KeyListInputs { q, k, v, keys } = inputs;
+        let shapes = [q, k, v].map(|x| x.meta.shape().dims());
+        let request = request(shapes, q.dtype, keys.meta.shape()[3], call.causal);
+        let plan = KeyListPlan::new(&q.client, request, call.scale);
+        plan.unwrap_or_else(|why| panic!("attention over lists: {why}"))
     }
 
-    impl Call {
-        fn new(inputs: KeyListInputs<CubeBackend>, call: &KeyListCall) -> Self {
+    /// The inputs as kernels that walk lists read them.
+    struct Walked {
+        inputs: [CubeTensor; 3],
+        keys: CubeTensor,
+    }
+
+    impl Walked {
+        fn new(inputs: KeyListInputs<CubeBackend>) -> Self {
             let KeyListInputs { q, k, v, keys } = inputs;
-            let shapes = [&q, &k, &v].map(|x| x.meta.shape().dims());
-            let request = request(shapes, q.dtype, keys.meta.shape()[3], call.causal);
             Self {
-                plan: planned(&q, request),
                 inputs: [q, k, v].map(|x| readable(x, ALIGNMENT)),
                 keys: numbers(keys),
+            }
+        }
+    }
+
+    /// A call as one over a layout.
+    struct InTiles {
+        inputs: AttentionInputs<CubeBackend>,
+        layout: LayoutTensors<CubeBackend>,
+        options: AttentionOptions,
+    }
+
+    impl InTiles {
+        fn new(inputs: KeyListInputs<CubeBackend>, plan: &KeyListPlan, scale: f64) -> Self {
+            let KeyListInputs { q, k, v, keys } = inputs;
+            let (tiles, keys) = (plan.tiles(), numbers(keys));
+            let layout = checked(tiles.layout(&q.client, &keys.handle));
+            Self {
+                layout: LayoutTensors {
+                    // Kernels read none.
+                    blocked: keys,
+                    // The layout has its pairs.
+                    choice: BlockChoice::Listed,
+                    host: layout,
+                    plan: KernelPlan {
+                        plan: Some(tiles.plan().clone()),
+                    },
+                },
+                inputs: AttentionInputs {
+                    q,
+                    k,
+                    v,
+                    scores: ScoreTensors::default(),
+                },
+                options: AttentionOptions::default().scale(scale),
             }
         }
     }
@@ -83,8 +128,18 @@ pub(crate) mod kernels {
             if !call.walk {
                 return reference::forward::<Self>(inputs, &call);
             }
-            let KeyListCall { scale, .. } = call;
-            let call = Call::new(inputs, &call);
+            let (plan, scale) = (planned(&inputs, &call), call.scale);
+            if plan.forward() == Way::Tiles {
+                let InTiles {
+                    inputs,
+                    layout,
+                    options,
+                } = InTiles::new(inputs, &plan, scale);
+                let output = Self::block_sparse_attention(inputs, layout, options);
+                let AttentionOutput { out, lse, .. } = output;
+                return KeyListOutput { out, lse };
+            }
+            let call = Walked::new(inputs);
             let q = &call.inputs[0];
             let [batch, heads, seq_q, _] = q.meta.shape().dims();
             let value_dim = call.inputs[2].meta.shape()[3];
@@ -93,7 +148,7 @@ pub(crate) mod kernels {
             let views = [0, 1, 2].map(|input| view(&call.inputs[input]));
             launched(listed::forward(
                 &out.client,
-                &call.plan,
+                plan.walk(),
                 [&views[0], &views[1], &views[2]],
                 &call.keys.handle,
                 Outputs::new(&out.handle, &lse.handle),
@@ -111,12 +166,32 @@ pub(crate) mod kernels {
             if !call.walk {
                 return reference::backward::<Self>(saved, grads, &call);
             }
-            let KeyListCall { scale, .. } = call;
             let KeyListSaved { inputs, output } = saved;
+            let (plan, scale) = (planned(&inputs, &call), call.scale);
+            if plan.backward() == Way::Tiles {
+                let InTiles {
+                    inputs,
+                    layout,
+                    options,
+                } = InTiles::new(inputs, &plan, scale);
+                let saved = Saved {
+                    inputs,
+                    output: AttentionOutput {
+                        out: output.out,
+                        lse: output.lse,
+                        weights: MaybeFloat::None,
+                        max_scores: MaybeFloat::None,
+                    },
+                };
+                let wanted = WantedGrads::default();
+                let AttentionGrads { q, k, v, .. } =
+                    Self::block_sparse_attention_backward(saved, grads, layout, options, wanted);
+                return KeyListGrads { q, k, v };
+            }
             // Kernels read queries, and gradients by what they see, as rows of one matrix.
             let [q, out, lse, grad_out] =
                 [inputs.q.clone(), output.out, output.lse, grads.out].map(into_contiguous);
-            let call = Call::new(KeyListInputs { q, ..inputs }, &call);
+            let call = Walked::new(KeyListInputs { q, ..inputs });
             let grad_lse = contiguous(grads.lse);
             let views = [0, 1, 2].map(|input| view(&call.inputs[input]));
             let grad_view = view(&readable(grad_out, ALIGNMENT));
@@ -127,7 +202,7 @@ pub(crate) mod kernels {
             });
             launched(listed::backward(
                 &out.client,
-                &call.plan,
+                plan.walk(),
                 [&views[0], &views[1], &views[2]],
                 ListedLists::Keys(&call.keys.handle),
                 Outputs::new(&out.handle, &lse.handle),

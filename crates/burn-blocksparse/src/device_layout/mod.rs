@@ -1,5 +1,6 @@
 //! Layouts that are made on the device: a tensor chooses the blocks, and nothing is read back.
 
+mod keys;
 mod positions;
 mod read;
 
@@ -100,6 +101,8 @@ enum Chooser {
     Scores(Tensor<4>, Rule),
     /// Of queries and, behind them, of keys: `[batch, heads, seq_q + seq_kv]`; or of both, once.
     Positions(Tensor<3, Int>, PositionRule),
+    /// That each query sees: `[batch, lists, queries, most]`.
+    Keys(Tensor<4, Int>),
 }
 
 impl Chooser {
@@ -126,6 +129,7 @@ impl Chooser {
             }
             // There is one for each head.
             Self::Positions(positions, rule) => Self::Positions(positions, rule),
+            Self::Keys(keys) => Self::Keys(repeated(keys, [batch, heads])),
         }
     }
 }
@@ -361,8 +365,8 @@ impl DeviceLayout {
     }
 
     /// How many blocks each row of blocks has: i32 `[batch or 1, patterns, q_blocks]`, on the device, without autodiff. `patterns` are the heads that have
-    /// blocks of their own, a divisor of all, of which as many neighbours share one. Nothing is read back where kernels run. By positions the blocks are all
-    /// those of the places.
+    /// blocks of their own, a divisor of all, of which as many neighbours share one. Nothing is read back where kernels run. By positions or lists of keys
+    /// the blocks are all those of the places.
     ///
     /// # Errors
     /// [`OpError`] if the tensor that chooses cannot be read, where no kernels run.
@@ -370,16 +374,16 @@ impl DeviceLayout {
         let device = self.device();
         let [batch, patterns] = self.choice().patterns;
         let q_blocks = self.frame.q_blocks();
-        let by_positions = matches!(self.chooser, Chooser::Positions(..));
-        if runs_kernels(&device) && !by_positions {
+        let has_all = self.choice().by.has_all_blocks();
+        if runs_kernels(&device) && !has_all {
             let mut tensors = layout_tensors(&self.frame, &device, true)?;
             tensors.choice = self.chooser();
             let counts = <Dispatch as SelectionOps>::count_blocks(tensors);
             return Ok(Tensor::from_dispatch(counts));
         }
-        // By positions the blocks are those of the places, whether or not a pair of them is seen.
+        // By positions and lists of keys the blocks are those of the places, whether or not a pair of them is seen.
         let host = match self.frame.within() {
-            Some(places) if by_positions => places.clone(),
+            Some(places) if has_all => places.clone(),
             _ => self.to_host()?,
         };
         let group = host.heads() / patterns;
@@ -447,6 +451,7 @@ impl DeviceLayout {
             Chooser::Indices(indices) => indices.device(),
             Chooser::Scores(scores, _) => scores.device(),
             Chooser::Positions(positions, _) => positions.device(),
+            Chooser::Keys(keys) => keys.device(),
         }
     }
 
@@ -479,6 +484,7 @@ impl DeviceLayout {
             Chooser::Indices(indices) => BlockChoice::Indices(indices.into_dispatch()),
             Chooser::Scores(scores, _) => BlockChoice::Scores(scores.into_dispatch()),
             Chooser::Positions(positions, _) => BlockChoice::Positions(positions.into_dispatch()),
+            Chooser::Keys(keys) => BlockChoice::Keys(keys.into_dispatch()),
         }
     }
 }

@@ -25,6 +25,16 @@ impl DeviceLayout {
             };
             return Ok(places.keep_pairs(self.frame.name(), self.batch(), seen)?);
         }
+        if let (Chooser::Keys(keys), Some(places)) = (&self.chooser, self.frame.within()) {
+            let [_, _, queries, most] = keys.dims();
+            let numbers = integers(keys)?;
+            let seen = |entry: usize, head: usize, query: usize, key: usize| {
+                let pattern = entry.min(batch - 1) * heads + head / (shape.heads / heads);
+                let own = &numbers[(pattern * queries + query) * most..][..most];
+                own.contains(&(key as i32))
+            };
+            return Ok(places.keep_pairs(self.frame.name(), self.batch(), seen)?);
+        }
         let rows = self.read_rows()?;
         if let Some(within) = self.frame.within() {
             let kept = |entry: usize, head: usize, q_block: usize, kv_block: usize| {
@@ -71,7 +81,9 @@ impl DeviceLayout {
                 let within = self.frame.within();
                 choose_rows(scores.clone(), *self.shape(), rule, causal, within)
             }
-            Chooser::Positions(..) => unreachable!("positions choose pairs, not rows of blocks"),
+            Chooser::Positions(..) | Chooser::Keys(..) => {
+                unreachable!("positions and lists of keys choose pairs, not rows of blocks")
+            }
         }
     }
 }

@@ -213,7 +213,7 @@ fn walk(
     options: &AttentionOptions,
 ) -> Result<String, String> {
     use crate::backends::key_lists::kernels::request;
-    use crate::backends::listed::kernels::plan;
+    use blocksparse::kernels::listed::KeyListPlan;
     let Some(inner) = &crate::device::cube::of(&q.device()) else {
         return Err("the device has no kernels".to_string());
     };
@@ -229,6 +229,6 @@ fn walk(
     }
     let dims = [q.dims(), k.dims(), v.dims()];
     let request = request(dims, q.dtype(), lists.keys.dims()[3], lists.causal);
-    let plan = plan(inner, request).map_err(str::to_string)?;
+    let plan = KeyListPlan::new(&inner.client(), request, scale).map_err(str::to_string)?;
     Ok(plan.to_string())
 }

@@ -262,11 +262,16 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
     if part.limit == TierLimit::HopperForward {
         return Err("BLOCKSPARSE_TIER says hopper-forward");
     }
-    // Visits are counted on the host.
-    let chosen = layout.device_choice().is_some();
+    // Visits are counted on the host, which knows them where a device says of nothing but pairs which there are.
+    let places = layout.places().filter(|places| places.block_size() > 32);
+    let chosen = layout.device_choice().is_some() && places.is_none();
     if chosen || part.limit == TierLimit::HopperWalks {
         return walks(part, &forward);
     }
+    let known = PartRequest {
+        layout: places.unwrap_or(layout),
+        ..*part
+    };
     // The fused pass has values that are as wide as keys.
     if forward.dim > 128 || forward.dim != forward.value_dim {
         return walks(part, &forward);
@@ -286,10 +291,10 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
     if unlike && !forward.residue && check_walks(part, &forward).is_ok() {
         return walks(part, &forward);
     }
-    let tile = fused(part, &forward, grouping)?;
+    let tile = fused(&known, &forward, grouping)?;
     if !forward.residue && check_walks(part, &forward).is_ok() {
         let walks = || walk_plans(part, &forward);
-        if let Some(walks) = faster_walks(part, &tile, gain, walks) {
+        if let Some(walks) = faster_walks(&known, &tile, gain, walks) {
             return Ok(Backward::Walks(walks));
         }
     }

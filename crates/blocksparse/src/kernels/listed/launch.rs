@@ -4,7 +4,9 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::plan::{ListedPlan, ListedRequest};
+use super::plan::ListedPlan;
+use super::request::ListedRequest;
+use super::spread_launch::{self, Spread};
 use super::tile::WalkTile;
 use super::{fold, forward as forward_kernel, keys, queries as by_query};
 use crate::kernels::args::{ScoreOptions, address_of, buffer, load_width};
@@ -48,11 +50,11 @@ pub struct ListedGradients<'a> {
 }
 
 /// Words of so many halves.
-fn words(elements: usize) -> usize {
+pub(super) fn words(elements: usize) -> usize {
     elements.div_ceil(2)
 }
 
-fn strides(tensor: &TensorView) -> StridesLaunch {
+pub(super) fn strides(tensor: &TensorView) -> StridesLaunch {
     let [batch, head, row] = [0, 1, 2].map(|dim| match tensor.shape[dim] {
         1 => 0,
         _ => (tensor.strides[dim] / PIECE) as u64,
@@ -60,12 +62,12 @@ fn strides(tensor: &TensorView) -> StridesLaunch {
     StridesLaunch::new(batch, head, row, tensor.shape[2] as u32)
 }
 
-fn input(tensor: &TensorView) -> BufferArg {
+pub(super) fn input(tensor: &TensorView) -> BufferArg {
     buffer(&tensor.handle, words(tensor.reach()))
 }
 
 /// Whether rows of keys or values are more than 4 GB apart.
-fn far_rows(tensors: [&TensorView; 2]) -> bool {
+pub(super) fn far_rows(tensors: [&TensorView; 2]) -> bool {
     (tensors.iter()).any(|tensor| tensor.shape[2] > 1 && !is_u32(tensor.strides[2] * 2))
 }
 
@@ -157,6 +159,31 @@ pub fn backward(
         far_rows: far_rows([k, v]),
         ..plan.keys
     };
+    let lists_of_keys = match lists {
+        ListedLists::Keys(keys) => Some(keys),
+        ListedLists::Blocks { .. } => None,
+    };
+    if let Some((keys, spread)) = lists_of_keys.zip(plan.spread) {
+        by_queries(
+            client,
+            request,
+            [q, k, v, grads.out],
+            (&stats, keys),
+            gradients.q,
+            scale,
+            tile,
+        );
+        return spread_launch::launch(&Spread {
+            client,
+            request,
+            inputs: [q, k, v, grads.out],
+            stats: &stats,
+            keys,
+            gradients,
+            scale,
+            tile: spread,
+        });
+    }
     let places = request.batch * request.kv_heads * request.tiles;
     let shape = request.list_shape(&of_keys);
     let numbers = request.partial(&of_keys);
@@ -174,34 +201,22 @@ pub fn backward(
             (keys, &made.queries, &made.masks, &made.tile_blocks)
         }
     };
+    by_queries(
+        client,
+        request,
+        [q, k, v, grads.out],
+        (&stats, blocks),
+        gradients.q,
+        scale,
+        tile,
+    );
     let partial = client.empty(numbers * size_of::<f32>());
     let key_tiles = request.seq_kv.div_ceil(of_keys.rows());
     let [k_words, v_words] =
         [request.head_dim, request.value_dim].map(|width| words(request.all_keys() * width));
     for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
-        // SAFETY: as for the forward pass; a cube of keys reads rows of the queries that places name, which are below their number, and adds to its own keys.
+        // SAFETY: a cube of keys reads rows of the queries that places name, which are below their number, and adds to its own keys.
         unsafe {
-            by_query::queries::launch_unchecked(
-                client,
-                slice.cubes(request.seq_q),
-                CubeDim::new_1d(tile.inner.units() as u32),
-                input(q),
-                input(k),
-                input(v),
-                input(grads.out),
-                buffer(&stats, rows * 2),
-                buffer(blocks, request.listed()),
-                buffer(gradients.q, words(rows * request.head_dim)),
-                strides(q),
-                strides(k),
-                strides(v),
-                strides(grads.out),
-                slice.args(),
-                request.most as u32,
-                scale as f32,
-                log2_scale as f32,
-                tile,
-            );
             keys::keys::launch_unchecked(
                 client,
                 slice.cubes(key_tiles * shape.parts),
@@ -247,6 +262,46 @@ pub fn backward(
         }
     }
     Ok(())
+}
+
+/// The gradient by queries, of lists that the queries of `stats` walk.
+fn by_queries(
+    client: &Client,
+    request: &ListedRequest,
+    [q, k, v, grad_out]: [&TensorView; 4],
+    (stats, lists): (&Handle, &Handle),
+    gradient: &Handle,
+    scale: f64,
+    tile: WalkTile,
+) {
+    let (log2_scale, _) = scales(scale, None);
+    let rows = request.all_rows();
+    for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
+        // SAFETY: as for the forward pass.
+        unsafe {
+            by_query::queries::launch_unchecked(
+                client,
+                slice.cubes(request.seq_q),
+                CubeDim::new_1d(tile.inner.units() as u32),
+                input(q),
+                input(k),
+                input(v),
+                input(grad_out),
+                buffer(stats, rows * 2),
+                buffer(lists, request.listed()),
+                buffer(gradient, words(rows * request.head_dim)),
+                strides(q),
+                strides(k),
+                strides(v),
+                strides(grad_out),
+                slice.args(),
+                request.most as u32,
+                scale as f32,
+                log2_scale as f32,
+                tile,
+            );
+        }
+    }
 }
 
 /// `lse · log2 e` and delta of each query: `[batch · heads, seq_q, 2]`, f32.

@@ -5,16 +5,21 @@
 //! its list, with its heads as 16 rows or more, and carries on what attention to other keys left in the outputs.
 //!
 //! ```text
+//! request    what a call asks for                    costs   what the ways of single keys should take
 //! plan       what a call runs, or why it does not
 //! tile       the shape of a query's walk               gather   rows and listed keys on their way to shared memory
 //! forward    a cube a query: its list                  queries  the same for dQ
 //! keys       a cube 64 keys: the queries that chose their block, for dK and dV
 //! fold       sums of the parts of a block's list
+//! spread     a cube a query of single keys: records of dK and dV, a pair each          records  their sums by keys
 //! launch     launches
+//! tiles      lists of single keys as bits of all pairs, which the kernels of layouts take
+//! ways       which of the two a pass takes
 //! ```
 //!
 //! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
 
+mod costs;
 mod fold;
 mod forward;
 mod gather;
@@ -24,7 +29,16 @@ mod plan;
 #[cfg(test)]
 mod plan_tests;
 mod queries;
+mod records;
+mod request;
+mod spread;
+mod spread_launch;
 mod tile;
+mod tiles;
+mod ways;
 
 pub use launch::{ListedGradients, ListedLists, backward, forward};
-pub use plan::{ListedPlan, ListedRequest};
+pub use plan::ListedPlan;
+pub use request::ListedRequest;
+pub use tiles::ListedTiles;
+pub use ways::{KeyListPlan, Way};

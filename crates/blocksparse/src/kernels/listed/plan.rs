@@ -2,15 +2,15 @@
 
 use std::fmt;
 
-use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-use super::keys::ListShape;
+use super::costs::ByKeys;
+use super::request::ListedRequest;
+use super::spread::{KEYS, SpreadTile};
 use super::tile::{MOST_STAGES, WalkTile};
 use crate::kernels::call::{ScoreKind, TierLimit, check_ampere};
 use crate::kernels::mma::asm::Element;
 use crate::kernels::mma::tile::{Outputs, Tile};
-use crate::kernels::on_device::{KEYS_OF_WORD, KeyListSizes};
 use crate::kernels::tensor::{TOO_LARGE, half_of, is_u32};
 
 /// The most that queries and keys are wide, and values.
@@ -20,161 +20,8 @@ const WIDEST: [usize; 2] = [192, 128];
 const ROWS: usize = 16;
 const MOST_ROWS: usize = 128;
 
-/// Parts of a block's list, and steps of a part: so that the list of a block that all queries chose takes no longer than everything else.
-const MOST_PARTS: usize = 4;
-const LEAST_STEPS: usize = 512;
-
-/// Places of a tile of the queries that listed keys of a word.
-const KEY_TILE: usize = 32;
-
 /// Bytes of shared memory of a multiprocessor that a cube takes besides its own.
 const RESERVED: usize = 1024;
-
-/// What a call asks for, apart from the numbers in its tensors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct ListedRequest {
-    /// Batch entries.
-    pub batch: usize,
-    /// Heads of queries.
-    pub heads: usize,
-    /// Heads of keys and values, and of lists.
-    pub kv_heads: usize,
-    /// Queries.
-    pub seq_q: usize,
-    /// Keys.
-    pub seq_kv: usize,
-    /// Width of queries and keys.
-    pub head_dim: usize,
-    /// Width of values.
-    pub value_dim: usize,
-    /// Type of all tensors but lse.
-    pub dtype: ElemType,
-    /// Neighbouring keys that a number of a list names, or 1.
-    pub block: usize,
-    /// Numbers of a list.
-    pub most: usize,
-    /// Places of a tile of the lists of queries by blocks.
-    pub tile: usize,
-    /// Tiles of such a list.
-    pub tiles: usize,
-}
-
-impl ListedRequest {
-    /// Of batch entries, heads and heads of keys; queries and keys; widths; lists of `most` numbers of blocks; and lists by blocks in tiles.
-    pub fn new(
-        [batch, heads, kv_heads]: [usize; 3],
-        [seq_q, seq_kv]: [usize; 2],
-        [head_dim, value_dim]: [usize; 2],
-        dtype: ElemType,
-        [block, most]: [usize; 2],
-        [tile, tiles]: [usize; 2],
-    ) -> Self {
-        Self {
-            batch,
-            heads,
-            kv_heads,
-            seq_q,
-            seq_kv,
-            head_dim,
-            value_dim,
-            dtype,
-            block,
-            most,
-            tile,
-            tiles,
-        }
-    }
-
-    /// The same of lists of single keys. With `causal` a query sees none behind its own position, and the last query sits at the last key.
-    pub fn of_keys(
-        [batch, heads, kv_heads]: [usize; 3],
-        [seq_q, seq_kv]: [usize; 2],
-        dims: [usize; 2],
-        dtype: ElemType,
-        most: usize,
-        causal: bool,
-    ) -> Self {
-        let words = seq_kv.div_ceil(KEYS_OF_WORD);
-        let seen = |query: usize| match causal {
-            true => (query + 1 + seq_kv).saturating_sub(seq_q).min(seq_kv),
-            false => seq_kv,
-        };
-        // A query is listed by as many words as it has keys, or as there are.
-        let entries: usize = (0..seq_q)
-            .map(|query| most.min(seen(query).div_ceil(KEYS_OF_WORD)))
-            .sum();
-        let tiles = (entries + (KEY_TILE - 1) * words) / KEY_TILE;
-        Self::new(
-            [batch, heads, kv_heads],
-            [seq_q, seq_kv],
-            dims,
-            dtype,
-            [1, most],
-            [KEY_TILE, tiles.max(1)],
-        )
-    }
-
-    /// Whether lists are of single keys.
-    pub(super) fn is_of_keys(&self) -> bool {
-        self.block == 1
-    }
-
-    /// Their sizes.
-    pub(super) fn key_lists(&self) -> KeyListSizes {
-        let lists = self.batch * self.kv_heads;
-        KeyListSizes::new(lists, [self.seq_q, self.seq_kv], self.most)
-    }
-
-    /// Neighbouring keys that have a list of queries.
-    pub(super) fn keys_of_list(&self) -> usize {
-        match self.is_of_keys() {
-            true => KEYS_OF_WORD,
-            false => self.block,
-        }
-    }
-
-    /// Heads that share a list.
-    pub fn rows(&self) -> usize {
-        self.heads / self.kv_heads
-    }
-
-    /// Rows of queries of all heads.
-    pub(super) fn all_rows(&self) -> usize {
-        self.batch * self.heads * self.seq_q
-    }
-
-    /// Rows of keys of all heads.
-    pub(super) fn all_keys(&self) -> usize {
-        self.batch * self.kv_heads * self.seq_kv
-    }
-
-    /// Numbers of the lists of all queries.
-    pub(super) fn listed(&self) -> usize {
-        self.batch * self.kv_heads * self.seq_q * self.most
-    }
-
-    /// A block's list has parts where it is long: of a quarter of all queries where very many chose it.
-    pub(super) fn list_shape(&self, keys: &Tile) -> ListShape {
-        let steps = self.seq_q * self.rows() / keys.cols;
-        ListShape {
-            rows: self.rows(),
-            block: self.keys_of_list(),
-            tile: self.tile,
-            masked: self.is_of_keys(),
-            parts: (steps / LEAST_STEPS).clamp(1, MOST_PARTS),
-            least: LEAST_STEPS,
-        }
-    }
-
-    /// Numbers of the parts of gradients by keys and values, 1 at least.
-    pub(super) fn partial(&self, keys: &Tile) -> usize {
-        match self.list_shape(keys).parts {
-            1 => 1,
-            parts => parts * self.all_keys() * (self.head_dim + self.value_dim),
-        }
-    }
-}
 
 /// What a call runs. It prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,6 +30,8 @@ pub struct ListedPlan {
     pub(super) forward: WalkTile,
     pub(super) queries: WalkTile,
     pub(super) keys: Tile,
+    /// What makes the gradients by keys and values query by query, in place of that.
+    pub(super) spread: Option<SpreadTile>,
 }
 
 impl ListedPlan {
@@ -203,12 +52,14 @@ impl ListedPlan {
             return Err(TOO_LARGE);
         }
         let shared = request.list_shape(&keys).shared_bytes(&keys);
+        let spread = spread_tile(&request, element, hardware.max_shared_memory_size);
         match shared <= hardware.max_shared_memory_size {
             true => Ok(Self {
                 request,
                 forward,
                 queries,
                 keys,
+                spread: spread.filter(|_| ByKeys::of(&request) == ByKeys::Records),
             }),
             false => Err(NO_ROOM),
         }
@@ -359,32 +210,64 @@ fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
     }
 }
 
-impl fmt::Display for ListedPlan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+/// The walk of queries that writes records of pairs: as many warps to a multiprocessor as its shared memory has room for.
+fn spread_tile(request: &ListedRequest, element: Element, room: usize) -> Option<SpreadTile> {
+    let cols = request.rows().next_multiple_of(ROWS);
+    if !request.is_of_keys() || request.queries_of_records().is_none() {
+        return None;
+    }
+    let shapes = [1, 2, 4, 8].map(|warps| SpreadTile {
+        inner: Tile {
+            // Columns are heads.
+            cols,
+            ..plain(request, element, [warps, 1], [cols, 2])
+        },
+        heads: request.rows(),
+    });
+    let warps = |tile: &SpreadTile| {
+        let cubes = (room + RESERVED) / (tile.shared_bytes() + RESERVED);
+        cubes * tile.inner.warps
+    };
+    let most = shapes.iter().map(warps).max().filter(|&most| most > 0)?;
+    shapes.into_iter().find(|tile| warps(tile) == most)
+}
+
+impl ListedPlan {
+    /// What it is.
+    pub(super) fn title(&self) -> String {
         let request = &self.request;
         let (rows, most) = (request.rows(), request.most);
-        write!(f, "listed  {rows} rows of a query walk its list of {most} ")?;
-        match request.is_of_keys() {
-            true => writeln!(f, "keys")?,
-            false => writeln!(f, "blocks of {} keys", request.block)?,
-        }
-        for (name, tile) in [("forward", self.forward), ("dQ", self.queries)] {
-            writeln!(
-                f,
-                "  {name:8} {} keys a step, {} units, {} stages in {} KiB shared",
-                tile.inner.cols,
+        let what = match request.is_of_keys() {
+            true => "keys".to_string(),
+            false => format!("blocks of {} keys", request.block),
+        };
+        format!("listed  {rows} rows of a query walk its list of {most} {what}")
+    }
+
+    /// The kernel of the forward pass.
+    pub(super) fn forward_line(&self) -> String {
+        walk_line("forward", &self.forward)
+    }
+
+    /// Those of the backward pass.
+    pub(super) fn backward_lines(&self) -> [String; 2] {
+        let queries = walk_line("dQ", &self.queries);
+        if let Some(tile) = &self.spread {
+            let keys = format!(
+                "  {:8} {KEYS} keys a step of a warp, a record of each pair, {} units, {} stages in {} KiB shared",
+                "dK, dV",
                 tile.inner.units(),
                 tile.inner.stages,
                 tile.shared_bytes().div_ceil(1024),
-            )?;
+            );
+            return [queries, keys];
         }
-        let shape = request.list_shape(&self.keys);
+        let shape = self.request.list_shape(&self.keys);
         let masks = match shape.masked {
             true => ", a bit for each pair",
             false => "",
         };
-        write!(
-            f,
+        let keys = format!(
             "  {:8} {} keys × {} rows a step{masks}, {} units, {} parts, {} KiB shared",
             "dK, dV",
             self.keys.rows(),
@@ -392,6 +275,25 @@ impl fmt::Display for ListedPlan {
             self.keys.units(),
             shape.parts,
             shape.shared_bytes(&self.keys).div_ceil(1024),
-        )
+        );
+        [queries, keys]
+    }
+}
+
+fn walk_line(name: &str, tile: &WalkTile) -> String {
+    format!(
+        "  {name:8} {} keys a step, {} units, {} stages in {} KiB shared",
+        tile.inner.cols,
+        tile.inner.units(),
+        tile.inner.stages,
+        tile.shared_bytes().div_ceil(1024),
+    )
+}
+
+impl fmt::Display for ListedPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [queries, keys] = self.backward_lines();
+        let (title, forward) = (self.title(), self.forward_line());
+        write!(f, "{title}\n{forward}\n{queries}\n{keys}")
     }
 }

@@ -2,7 +2,9 @@
 
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 
+use super::costs::Costs;
 use super::plan::*;
+use super::request::ListedRequest;
 use crate::kernels::tests::Fake;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
@@ -63,6 +65,14 @@ fn keys(heads: usize, n: usize, most: usize) -> ListedRequest {
 
 #[test]
 fn lists_of_single_keys_have_words_of_bits() {
+    let request = keys(16, 65_536, 8192);
+    assert_eq!(
+        printed(request),
+        "listed  16 rows of a query walk its list of 8192 keys\n  \
+         forward  32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
+         dQ       32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
+         dK, dV   32 keys × 64 rows a step, a bit for each pair, 64 units, 4 parts, 88 KiB shared"
+    );
     let request = keys(16, 65_536, 2048);
     // A query has as many words as keys before it, or as there are: those of 32 · 2,048 keys have all words of 32.
     let entries: usize = (1..=65_536usize)
@@ -74,7 +84,7 @@ fn lists_of_single_keys_have_words_of_bits() {
         "listed  16 rows of a query walk its list of 2048 keys\n  \
          forward  32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
          dQ       32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
-         dK, dV   32 keys × 64 rows a step, a bit for each pair, 64 units, 4 parts, 88 KiB shared"
+         dK, dV   16 keys a step of a warp, a record of each pair, 64 units, 2 stages in 43 KiB shared"
     );
     let short = ListedRequest::of_keys([2, 32, 2], [3, 70], [64, 64], BF16, 500, false);
     // Three words of each of three queries, and the last tile of each word.
@@ -85,6 +95,42 @@ fn lists_of_single_keys_have_words_of_bits() {
     assert!(ListedPlan::new(&hopper(), short).is_ok());
     let refused = ListedPlan::new(&hopper(), keys(16, 1 << 19, 4096)).unwrap_err();
     assert!(refused.contains("32 bits"));
+}
+
+/// The ways of passes over lists of random keys that were measured on an H100: each is that of the least time, or within a tenth of it.
+#[rstest::rstest]
+#[case([16, 65_536, 2048], [false, false], true)]
+#[case([16, 65_536, 8192], [true, true], false)]
+#[case([128, 65_536, 2048], [false, false], true)]
+#[case([16, 16_384, 128], [false, false], true)]
+#[case([16, 16_384, 512], [false, false], true)]
+#[case([8, 16_384, 512], [false, true], true)]
+#[case([4, 16_384, 512], [true, true], false)]
+#[case([16, 8192, 2048], [true, true], false)]
+fn ways_are_those_that_were_measured(
+    #[case] sizes: [usize; 3],
+    #[case] in_tiles: [bool; 2],
+    #[case] records: bool,
+) {
+    let [heads, n, most] = sizes;
+    let costs = Costs::new(&keys(heads, n, most));
+    let walks = [costs.forward, costs.backward()];
+    let found = [0, 1].map(|pass| costs.tiles[pass] < walks[pass]);
+    assert_eq!((found, costs.records < costs.words), (in_tiles, records));
+}
+
+/// Records of some queries at a time, a multiple of 32 or all of them.
+#[test]
+fn records_have_a_bound() {
+    let queries = |heads, n, most| keys(heads, n, most).queries_of_records();
+    assert_eq!(queries(16, 65_536, 2048), Some(512));
+    assert_eq!(queries(16, 65_536, 8192), Some(128));
+    assert_eq!(queries(16, 300, 40), Some(300));
+    let many = ListedRequest {
+        batch: 64,
+        ..keys(16, 65_536, 4096)
+    };
+    assert_eq!(many.queries_of_records(), None);
 }
 
 #[test]

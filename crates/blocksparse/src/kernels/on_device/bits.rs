@@ -1,6 +1,10 @@
 //! From the tensor that chooses blocks to bits: one for each pair of blocks, by rows and by columns. Of scores, see [`keep`](super::keep).
 
 use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::cubes;
+use crate::kernels::args::buffer;
 
 /// The pairs of blocks there are.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -186,5 +190,90 @@ pub fn transpose(bits: &[u32], columns: &mut [u32], grid: Grid, column_words: us
             }
         }
         columns[at] = word;
+    }
+}
+
+/// Rows and columns of a square of pairs that a cube turns over, and its units.
+const SQUARE_ROWS: usize = 256;
+const SQUARE_COLS: usize = 512;
+const SQUARE_UNITS: usize = 128;
+
+/// Bits of pairs `[patterns, rows, words of columns]` by columns.
+pub fn turn_pairs(
+    client: &Client,
+    bits: &Handle,
+    patterns: usize,
+    [rows, cols]: [usize; 2],
+) -> Handle {
+    let [row_len, len] =
+        [(rows, cols), (cols, rows)].map(|(one, other)| patterns * one * other.div_ceil(32));
+    let made = client.empty(len * size_of::<u32>());
+    let squares = rows.div_ceil(SQUARE_ROWS) * cols.div_ceil(SQUARE_COLS);
+    // SAFETY: a cube reads words of its square of rows and columns, as far as there are any, and writes the same by columns.
+    unsafe {
+        transpose_pairs::launch_unchecked(
+            client,
+            cubes(client, patterns * squares),
+            CubeDim::new_1d(SQUARE_UNITS as u32),
+            AddressType::U32,
+            buffer(bits, row_len),
+            buffer(&made, len),
+            patterns,
+            rows,
+            cols,
+        );
+    }
+    made
+}
+
+/// Bits of pairs `[patterns, rows, words of columns]` by columns, `[patterns, cols, words of rows]`. A cube turns a square over in shared memory, so that both
+/// are read and written 32 bytes at a time.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn transpose_pairs(bits: &[i32], columns: &mut [i32], patterns: usize, rows: usize, cols: usize) {
+    let words = comptime!(SQUARE_COLS / 32);
+    let groups = comptime!(SQUARE_ROWS / 32);
+    let row_words = cols.div_ceil(32);
+    let column_words = rows.div_ceil(32);
+    let across = cols.div_ceil(comptime!(SQUARE_COLS));
+    let of_pattern = across * rows.div_ceil(comptime!(SQUARE_ROWS));
+    // Every unit of a cube meets the barrier; a cube beyond the last pattern writes nothing.
+    let is_one = CUBE_POS < patterns * of_pattern;
+    let square = CUBE_POS.min(patterns * of_pattern - 1);
+    let pattern = square / of_pattern;
+    let first_row = square % of_pattern / across * comptime!(SQUARE_ROWS);
+    let first_word = square % across * words;
+    // A word more behind each 32 rows, so that units of as many groups read different banks.
+    let mut tile =
+        Shared::<[u32]>::new_slice(comptime!(SQUARE_ROWS * SQUARE_COLS / 32 + SQUARE_ROWS / 32));
+    let mut at = UNIT_POS as usize;
+    while at < comptime!(SQUARE_ROWS * SQUARE_COLS / 32) {
+        let row = at / words;
+        let word = at % words;
+        let mut found = 0u32;
+        if first_row + row < rows && first_word + word < row_words {
+            found = bits[(pattern * rows + first_row + row) * row_words + first_word + word] as u32;
+        }
+        tile[at + row / 32] = found;
+        at += comptime!(SQUARE_UNITS);
+    }
+    sync_cube();
+    let mut at = UNIT_POS as usize;
+    while at < SQUARE_COLS * groups {
+        let group = at % groups;
+        let column = at / groups;
+        let from = group * comptime!(32 * SQUARE_COLS / 32 + 1) + column / 32;
+        let shift = (column % 32) as u32;
+        let mut made = 0u32;
+        #[unroll]
+        for bit in 0..32usize {
+            let word = tile[from + bit * words];
+            made |= ((word >> shift) & 1u32) << comptime!(bit as u32);
+        }
+        let column = first_word * 32 + column;
+        let word = first_row / 32 + group;
+        if is_one && column < cols && word < column_words {
+            columns[(pattern * cols + column) * column_words + word] = made as i32;
+        }
+        at += comptime!(SQUARE_UNITS);
     }
 }

@@ -10,6 +10,7 @@ use cubecl::server::Handle;
 
 use super::bits::{self, GridLaunch};
 use super::keep_planes::{self, ByPlanes};
+use super::key_lists::{KeyListSizes, pair_bits};
 use super::within::AllowedBits;
 use super::{UNITS, cubes, keep, units};
 use crate::kernels::args::buffer;
@@ -31,14 +32,15 @@ pub struct ChoiceTensor {
 #[derive(Default)]
 struct Bits(Mutex<HashMap<DeviceKey, ByWalk>>);
 
-/// Bits by rows, and by columns from when they are walked. Of a layout by positions `rows` are those, and there are no columns.
+/// Bits by rows, and by columns from when they are walked: of blocks, or of pairs. Of a layout by positions `rows` are those, and there are no columns.
 struct ByWalk {
     rows: Handle,
     columns: Option<Handle>,
 }
 
 /// Gives a layout the tensor that chooses its blocks: `[batch or 1, heads or 1, q_blocks, n]`, `n` being `kv_blocks` or the indices of a
-/// row, as its [`DeviceChoice`] says; or positions, i32 `[batch or 1, heads, seq_q + seq_kv]`, or `[.., seq_q]` where they are those of keys, too. A layout that was given one on this device keeps it. Nothing is read back.
+/// row, as its [`DeviceChoice`] says; or positions, i32 `[batch or 1, heads, seq_q + seq_kv]`, or `[.., seq_q]` where they are those of keys, too; or lists of
+/// keys, i32 `[batch or 1, heads, seq_q, most]`, as [`unique_keys`](super::unique_keys) writes them. A layout that was given one on this device keeps it. Nothing is read back.
 ///
 /// # Errors
 /// [`KernelError`] if the device lacks the tensor's type, or the pairs of blocks are more than 32 bits count.
@@ -87,6 +89,9 @@ pub(super) fn offset(shape: &LayoutShape) -> i32 {
     shape.seq_kv as i32 - shape.seq_q as i32
 }
 
+/// Said of choices that have been dealt with.
+const NO_BLOCKS: &str = "positions and lists of keys choose no blocks";
+
 fn row_bits(
     client: &Client,
     layout: &BlockLayout,
@@ -97,9 +102,20 @@ fn row_bits(
         KernelError::check_u32("the positions of a layout", patterns(choice) * numbers)?;
         return Ok(tensor.handle.clone());
     }
+    if let ChosenBy::Keys { most } = choice.by {
+        let lengths @ [seq_q, seq_kv] = [layout.seq_q(), layout.seq_kv()];
+        KernelError::check_u32(
+            "the words of a layout's pairs, by keys",
+            patterns(choice) * seq_kv * seq_q.div_ceil(32),
+        )?;
+        let sizes = KeyListSizes::new(patterns(choice), lengths, most);
+        return pair_bits(client, &sizes, &tensor.handle);
+    }
     let rows = patterns(choice) * layout.q_blocks();
     let width = match choice.by {
-        ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) => unreachable!("positions are no bits"),
+        ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) | ChosenBy::Keys { .. } => {
+            unreachable!("{NO_BLOCKS}")
+        }
         ChosenBy::Indices { most } => most,
         ChosenBy::Mask | ChosenBy::Scores(_) => layout.kv_blocks(),
     };
@@ -122,7 +138,9 @@ fn row_bits(
     let input = buffer(hidden.as_ref().unwrap_or(&tensor.handle), rows * width);
     let (grid, causal) = (grid(layout), choice.causal);
     match choice.by {
-        ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) => unreachable!("positions are no bits"),
+        ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) | ChosenBy::Keys { .. } => {
+            unreachable!("{NO_BLOCKS}")
+        }
         // SAFETY: a unit writes its own word of bits, below `len`, and reads as many elements of that row.
         ChosenBy::Mask => unsafe {
             let cubes = units(client, len);
@@ -212,12 +230,12 @@ fn hide(
 }
 
 /// How many blocks each row of blocks has, into `counts`, i32 `[patterns, q_blocks]`, of a layout that [`choose_blocks`] gave its tensor; of any other,
-/// and of one by positions, whose blocks the host knows, nothing is written.
+/// and of one by positions or lists of keys, whose blocks the host knows, nothing is written.
 pub fn count_blocks(client: &Client, layout: &BlockLayout, counts: &Handle) {
     let Some(choice) = layout.device_choice() else {
         return;
     };
-    if choice.positions(layout.shape()).is_some() {
+    if choice.by.has_all_blocks() {
         return;
     }
     let known = layout.attachment(Bits::default);
@@ -247,6 +265,10 @@ fn column_bits(
     choice: &DeviceChoice,
     rows: &Handle,
 ) -> Handle {
+    if let ChosenBy::Keys { .. } = choice.by {
+        let lengths = [layout.seq_q(), layout.seq_kv()];
+        return bits::turn_pairs(client, rows, patterns(choice), lengths);
+    }
     let row_len = patterns(choice) * layout.q_blocks() * layout.kv_blocks().div_ceil(32);
     let words = layout.q_blocks().div_ceil(32);
     let len = patterns(choice) * layout.kv_blocks() * words;

@@ -112,6 +112,61 @@ pub struct ListsByKeys {
     pub tile_blocks: Handle,
 }
 
+/// Some neighbouring queries of every list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Queries {
+    /// The first.
+    pub first: usize,
+    /// How many.
+    pub count: usize,
+}
+
+/// Which keys each query of [`unique_keys`]'s lists has, a bit each: u32 `[lists, seq_q, seq_kv / 32]`, rounded up.
+///
+/// # Errors
+/// As [`unique_keys`].
+pub fn pair_bits(
+    client: &Client,
+    sizes: &KeyListSizes,
+    unique: &Handle,
+) -> Result<Handle, KernelError> {
+    let all = Queries {
+        first: 0,
+        count: sizes.seq_q,
+    };
+    row_bits(client, sizes, unique, all)
+}
+
+/// As [`pair_bits`], of some queries.
+pub(super) fn row_bits(
+    client: &Client,
+    sizes: &KeyListSizes,
+    unique: &Handle,
+    queries: Queries,
+) -> Result<Handle, KernelError> {
+    check_units(client)?;
+    within("the keys of lists", sizes.numbers())?;
+    let (words, rows) = (sizes.words(), sizes.lists * queries.count);
+    within("the bits of lists", rows * words)?;
+    let made = client.empty((rows * words).max(1) * size_of::<u32>());
+    // SAFETY: a cube reads the list of its row and writes its bits; cubes beyond the last have rows of no numbers.
+    unsafe {
+        bits::launch_unchecked(
+            client,
+            cubes(client, rows),
+            CubeDim::new_1d(LIST_UNITS as u32),
+            AddressType::U32,
+            buffer(unique, sizes.numbers()),
+            buffer(&made, rows * words),
+            RowsOfKeysLaunch::new(rows, queries.count, sizes.seq_kv, sizes.most),
+            words,
+            queries.first,
+            sizes.seq_q,
+        );
+    }
+    Ok(made)
+}
+
 /// The lists of [`unique_keys`] by keys, in `tiles` tiles of `tile` places, which have room for them.
 ///
 /// # Errors
@@ -127,11 +182,8 @@ pub fn lists_by_keys(
     let (lists, words, rows) = (sizes.lists, sizes.words(), sizes.lists * sizes.seq_q);
     let made = |len: usize| client.empty(len.max(1) * size_of::<u32>());
     let places = lists * tiles * tile;
-    let (bits, counts, starts) = (
-        made(rows * words),
-        made(lists * PARTS * words),
-        made(lists * words),
-    );
+    let (counts, starts) = (made(lists * PARTS * words), made(lists * words));
+    let bits = pair_bits(client, sizes, unique)?;
     let by_keys = ListsByKeys {
         queries: made(places),
         masks: made(places),
@@ -151,19 +203,8 @@ pub fn lists_by_keys(
         )
     };
     let by_words = || cubes(client, lists * words.div_ceil(CUBE_WORDS));
-    // SAFETY: a cube of bits writes those of its row, and a unit of the others what belongs to its part of queries and its word; places are below
-    // `tiles · tile` or are left out.
+    // SAFETY: a unit writes what belongs to its part of queries and its word; places are below `tiles · tile` or are left out.
     unsafe {
-        bits::launch_unchecked(
-            client,
-            cubes(client, rows),
-            dim,
-            address,
-            buffer(unique, sizes.numbers()),
-            buffer(&bits, rows * words),
-            RowsOfKeysLaunch::new(rows, sizes.seq_q, sizes.seq_kv, sizes.most),
-            words,
-        );
         count::launch_unchecked(
             client,
             by_words(),
@@ -293,16 +334,17 @@ fn unique(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
     }
 }
 
-/// A cube has a row of `bits` `[rows, words]`. The unit of a word's first key writes the word.
+/// A cube has a row of `bits` `[rows, words]`, of queries from `first` on of the `all` that a list has. The unit of a word's first key writes the word.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn bits(unique: &[i32], bits: &mut [u32], of: RowsOfKeys, words: usize) {
+fn bits(unique: &[i32], bits: &mut [u32], of: RowsOfKeys, words: usize, first: usize, all: usize) {
     let is_row = CUBE_POS < of.count;
     let row = CUBE_POS.min(of.count - 1);
+    let listed = row / of.queries * all + first + row % of.queries;
     let (most, room) = (
         select(is_row, of.most, 0usize),
         select(is_row, words, 0usize),
     );
-    let (own, own_bits) = (row * of.most, row * words);
+    let (own, own_bits) = (listed * of.most, row * words);
     let mut word = UNIT_POS as usize;
     while word < room {
         bits[own_bits + word] = 0u32;

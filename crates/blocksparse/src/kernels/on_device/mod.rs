@@ -2,7 +2,7 @@
 //!
 //! The tensor becomes bits ([`bits`]), the bits become the words of a plan ([`words`]), and kernels walk it as they walk any other. Where every query
 //! chooses for itself, [`query_lists`] packs those that chose the same block. Blocks that are chosen from those of a layout on the host have its plan's
-//! entries ([`within`]), and so do those whose masks follow from positions ([`positions`]).
+//! entries ([`within`]), and so do those whose masks follow from positions, or from bits of pairs ([`pairs`]).
 
 mod at_once;
 pub(super) mod bits;
@@ -10,8 +10,9 @@ mod chosen;
 pub(super) mod keep;
 mod keep_planes;
 mod key_lists;
+mod pair_places;
+mod pairs;
 pub(super) mod planes;
-mod positions;
 mod query_lists;
 mod tables;
 mod within;
@@ -25,12 +26,14 @@ use super::error::KernelError;
 use super::uploaded::DevicePlan;
 use crate::layout::TALLEST;
 use crate::plan::{Sections, Tiling, Walk};
-use crate::{BlockLayout, ChosenBy, DeviceChoice, PositionRule};
+use crate::{BlockLayout, DeviceChoice};
 use at_once::Once;
 pub use chosen::{ChoiceTensor, choose_blocks, count_blocks};
 use chosen::{offset, patterns};
 pub(super) use keep::key;
-pub use key_lists::{KEYS_OF_WORD, KeyListSizes, ListsByKeys, lists_by_keys, unique_keys};
+pub use key_lists::{KEYS_OF_WORD, KeyListSizes, ListsByKeys, Queries, lists_by_keys, unique_keys};
+pub use pair_places::pair_places;
+use pairs::Seen;
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
 use tables::HeadsLaunch;
 use within::{WholeLaunch, WholeSizes};
@@ -96,7 +99,7 @@ impl Room {
         let patterns = patterns(choice);
         let masks = match (choice.by, whole) {
             // Full, empty, and one for each entry.
-            (ChosenBy::Positions(_) | ChosenBy::OwnPositions(_), _) => 2 + patterns * entries,
+            (by, _) if by.has_all_blocks() => 2 + patterns * entries,
             (_, Some(whole)) => whole.table(cut.height()),
             (_, None) => cut.masks(),
         };
@@ -111,7 +114,7 @@ impl Room {
         let heads = section(heads);
         let order = section(patterns * tiles * 4);
         let records = section(patterns * tiles * 3);
-        let room = section(patterns * entries * 2);
+        let room = section(patterns * entries * tiling.entry_words());
         let masks = section(mask_words);
         let sections = Sections {
             heads,
@@ -180,9 +183,10 @@ pub fn plan(
     tiling: Tiling,
     whole: Option<&DevicePlan>,
 ) -> Result<DevicePlan, KernelError> {
+    let visits = tiling.visits && layout.places().is_none();
     assert!(
-        !(tiling.places || tiling.visits || tiling.clustered),
-        "a plan that is made on the device has neither places, visits nor clusters"
+        !(tiling.places || visits || tiling.clustered),
+        "a plan that is made on the device has neither places nor clusters, and visits where its blocks are known"
     );
     let bits = chosen::bits_of(client, layout, choice, tiling.walk);
     let making = Making {
@@ -195,11 +199,9 @@ pub fn plan(
     };
     let words = client.empty(making.room.len * size_of::<u32>());
     match layout.within().zip(whole) {
-        Some((whole, plan)) => match choice.by {
-            ChosenBy::Positions(rule) | ChosenBy::OwnPositions(rule) => {
-                making.list_by_positions(&words, whole, plan, rule)
-            }
-            _ => making.list_within(&words, whole, plan),
+        Some((whole, plan)) => match Seen::by(choice.by) {
+            Some(seen) => making.list_pairs(&words, whole, plan, seen),
+            None => making.list_within(&words, whole, plan),
         },
         None => match Once::new(client.properties(), making.room.tiles) {
             Some(once) => making.at_once(&words, once),
@@ -215,13 +217,16 @@ pub fn plan(
         tiles,
         ..
     } = making.room;
+    // How tiles share queries is as in the plan whose entries it has.
+    let same = layout.places().and(whole);
+    let [apart, between] = same.map_or([0; 2], |whole| [whole.apart, whole.between]);
     Ok(DevicePlan {
         words,
         len,
         sections,
         tiles,
-        apart: 0,
-        between: 0,
+        apart,
+        between,
         steps: Vec::new(),
     })
 }
@@ -455,31 +460,19 @@ impl Making<'_> {
         }
     }
 
-    /// All of a plan whose masks follow from positions.
-    fn list_by_positions(
-        &self,
-        words: &Handle,
-        layout: &BlockLayout,
-        whole: &DevicePlan,
-        rule: PositionRule,
-    ) {
+    /// All of a plan that has every entry of another, with masks of its own.
+    fn list_pairs(&self, words: &Handle, layout: &BlockLayout, whole: &DevicePlan, seen: Seen) {
         let (client, cut) = (self.client, self.room.cut);
         let all = self.room.patterns * self.room.tiles;
         let at = whole.sections;
         let [heads, _] = self.table_words();
-        let positions = self.choice.positions(layout.shape());
-        let [numbers, keys] = positions.expect("a choice by positions");
-        let queries = 0;
-        let [rows, cols] = match cut.walk {
-            Walk::Rows => [queries, keys],
-            Walk::Columns => [keys, queries],
-        };
+        let (numbers, [rows, cols]) = self.numbers();
         let most = client.properties().hardware.max_units_per_cube;
-        let units = positions::UNITS.min(most);
+        let units = pairs::UNITS.min(most);
         // SAFETY: a cube writes the record, the entries and the masks of one tile, below `all`, and words of two masks and of heads, where `Room` has room for
-        // them; it reads the same of the whole plan, and positions of its pattern.
+        // them; it reads the same of the whole plan, and numbers of its pattern.
         unsafe {
-            positions::by_positions::launch_unchecked(
+            pairs::of_pairs::launch_unchecked(
                 client,
                 cubes(client, all),
                 CubeDim::new_1d(units),
@@ -490,7 +483,7 @@ impl Making<'_> {
                 self.extent(),
                 self.places(),
                 self.heads(heads),
-                positions::GivenLaunch::new(
+                pairs::GivenLaunch::new(
                     at.heads,
                     at.order,
                     at.tiles,
@@ -503,9 +496,27 @@ impl Making<'_> {
                 ),
                 all,
                 cut,
-                rule,
+                self.tiling.entry_words(),
+                seen,
                 units as usize,
             );
+        }
+    }
+
+    /// Numbers of a pattern in the tensor that says what is seen, and the first of the rows and of the columns of the walk among them; of bits a row's words.
+    fn numbers(&self) -> (usize, [usize; 2]) {
+        let shape = self.layout.shape();
+        let turned = |[queries, keys]: [usize; 2]| match self.tiling.walk {
+            Walk::Rows => [queries, keys],
+            Walk::Columns => [keys, queries],
+        };
+        match self.choice.positions(shape) {
+            Some([numbers, keys]) => (numbers, turned([0, keys])),
+            None => {
+                let [rows, cols] = turned([shape.seq_q, shape.seq_kv]);
+                let words = cols.div_ceil(32);
+                (rows * words, [0, words])
+            }
         }
     }
 

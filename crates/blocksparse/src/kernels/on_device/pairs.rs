@@ -1,4 +1,5 @@
-//! Plans of all blocks of a layout on the host, each entry with a mask of its own, which follows from positions on the device.
+//! Plans of all blocks of a layout on the host, each entry with a mask of its own, which follows from a tensor on the device: positions of queries and keys,
+//! or bits of pairs.
 //!
 //! Tiles, their order and their entries are those of the layout's plan, which is uploaded once. Every pattern, one for each batch entry and head, has them at
 //! its own place, with masks behind the full and the empty one: entry `e` of all patterns' room has mask `2 + e`. One launch makes all of it.
@@ -7,13 +8,35 @@ use cubecl::prelude::*;
 
 use super::tables::{Heads, first_tile};
 use super::words::{Cut, EMPTY, Extent, FULL, Places};
-use crate::PositionRule;
-use crate::plan::Walk;
+use crate::plan::{MASKED_STEP, Walk};
+use crate::{ChosenBy, PositionRule};
 
 /// Units of a cube, if a device has as many.
 pub const UNITS: u32 = 128;
 
-/// Where the parts of the whole plan begin, and whose positions are where.
+/// What says which pairs are seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Seen {
+    /// A rule, of the positions of both.
+    ByPositions(PositionRule),
+    /// Bits of a row, 32 neighbouring columns to a word.
+    ByBits,
+}
+
+impl Seen {
+    /// How a choice of pairs is made; `None` for one of blocks.
+    pub fn by(choice: ChosenBy) -> Option<Self> {
+        match choice {
+            ChosenBy::Positions(rule) | ChosenBy::OwnPositions(rule) => {
+                Some(Self::ByPositions(rule))
+            }
+            ChosenBy::Keys { .. } => Some(Self::ByBits),
+            ChosenBy::Mask | ChosenBy::Indices { .. } | ChosenBy::Scores(_) => None,
+        }
+    }
+}
+
+/// Where the parts of the whole plan begin, and whose numbers are where.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Given {
     /// First tile record of each head.
@@ -30,7 +53,7 @@ pub struct Given {
     pub last_entry: usize,
     /// The first number of the rows of a pattern.
     pub rows: usize,
-    /// The first number of its columns.
+    /// The first number of its columns; of bits the words of a row.
     pub cols: usize,
     /// Numbers of a pattern.
     pub numbers: usize,
@@ -49,7 +72,7 @@ fn sees(query: i32, key: i32, #[comptime] rule: PositionRule) -> bool {
 
 /// The positions that row `row` sees of the 32 columns from `first` on, of `end` columns: bits.
 #[cube]
-fn seen(
+fn by_positions(
     positions: &[i32],
     row: usize,
     first: usize,
@@ -73,11 +96,45 @@ fn seen(
     word
 }
 
+/// What row `row` of a pattern sees of the columns from `col` on, 32 or as many as an entry has: bits.
+#[cube]
+fn seen_of(
+    numbers: &[i32],
+    pattern: usize,
+    row: usize,
+    col: usize,
+    extent: &Extent,
+    given: &Given,
+    #[comptime] cut: Cut,
+    #[comptime] seen: Seen,
+) -> u32 {
+    let first = pattern * given.numbers;
+    match comptime!(seen) {
+        Seen::ByPositions(rule) => {
+            let cols = first + given.cols;
+            let end = cols + extent.col_len as usize;
+            by_positions(
+                numbers,
+                first + given.rows + row,
+                cols + col,
+                end,
+                cut,
+                rule,
+            )
+        }
+        // An entry begins at a multiple of its columns.
+        Seen::ByBits => {
+            let word = numbers[first + row * given.cols + col / 32] as u32;
+            word >> (col % 32) as u32
+        }
+    }
+}
+
 /// A cube makes a tile, in the order of work: its records, its entries and their masks. All cubes together make the first tiles of heads, and the first the
-/// two masks that are always there. `positions` are `[patterns, numbers]`.
+/// two masks that are always there. `numbers` are `[patterns, numbers]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub fn by_positions(
-    positions: &[i32],
+pub fn of_pairs(
+    numbers: &[i32],
     whole: &[u32],
     plan: &mut [u32],
     extent: Extent,
@@ -86,7 +143,8 @@ pub fn by_positions(
     given: Given,
     tiles: usize,
     #[comptime] cut: Cut,
-    #[comptime] rule: PositionRule,
+    #[comptime] entry_words: usize,
+    #[comptime] seen: Seen,
     #[comptime] units: usize,
 ) {
     let at = CUBE_POS;
@@ -136,18 +194,21 @@ pub fn by_positions(
         let entries = steps as usize * comptime!(cut.per_step);
         let mut i = unit;
         while i < entries {
-            let from = given.entries + (first + i) * 2;
-            let to = places.entries + (into + i) * 2;
+            let from = given.entries + (first + i) * comptime!(entry_words);
+            let to = places.entries + (into + i) * comptime!(entry_words);
             let is_empty = whole[from + 1] == EMPTY;
             plan[to] = whole[from];
             plan[to + 1] = select(is_empty, EMPTY, (into + i + 2) as u32);
+            // Its visits; the masks of every step matter.
+            if comptime!(entry_words == 3) {
+                let begins = i % comptime!(cut.per_step) == 0;
+                plan[to + 2] = whole[from + 2] | select(begins, MASKED_STEP, 0u32);
+            }
             i += comptime!(units);
         }
-        let rows = pattern * given.numbers + given.rows;
-        let cols = pattern * given.numbers + given.cols;
         let mut i = unit;
         while i < entries * of_mask {
-            let from = given.entries + (first + i / of_mask) * 2;
+            let from = given.entries + (first + i / of_mask) * comptime!(entry_words);
             let id = whole[from + 1];
             if id != EMPTY {
                 let word = i % of_mask;
@@ -157,8 +218,7 @@ pub fn by_positions(
                 let mut bits = whole[given.masks + id as usize * of_mask + word];
                 if (row as i32) < extent.row_len {
                     if bits != 0u32 {
-                        let end = cols + extent.col_len as usize;
-                        bits &= seen(positions, rows + row, cols + col, end, cut, rule);
+                        bits &= seen_of(numbers, pattern, row, col, &extent, &given, cut, seen);
                     }
                 } else {
                     bits = 0u32;

@@ -1,0 +1,195 @@
+//! What a call over lists of queries asks for.
+
+use cubecl::ir::ElemType;
+
+use super::keys::ListShape;
+use crate::kernels::mma::tile::Tile;
+use crate::kernels::on_device::{KEYS_OF_WORD, KeyListSizes};
+
+/// Parts of a block's list, and steps of a part: so that the list of a block that all queries chose takes no longer than everything else.
+const MOST_PARTS: usize = 4;
+const LEAST_STEPS: usize = 512;
+
+/// Places of a tile of the queries that listed keys of a word.
+const KEY_TILE: usize = 32;
+
+/// What a call asks for, apart from the numbers in its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct ListedRequest {
+    /// Batch entries.
+    pub batch: usize,
+    /// Heads of queries.
+    pub heads: usize,
+    /// Heads of keys and values, and of lists.
+    pub kv_heads: usize,
+    /// Queries.
+    pub seq_q: usize,
+    /// Keys.
+    pub seq_kv: usize,
+    /// Width of queries and keys.
+    pub head_dim: usize,
+    /// Width of values.
+    pub value_dim: usize,
+    /// Type of all tensors but lse.
+    pub dtype: ElemType,
+    /// Neighbouring keys that a number of a list names, or 1.
+    pub block: usize,
+    /// Numbers of a list.
+    pub most: usize,
+    /// Places of a tile of the lists of queries by blocks.
+    pub tile: usize,
+    /// Tiles of such a list.
+    pub tiles: usize,
+    /// Whether queries see no keys behind their own position. The last query sits at the last key.
+    pub causal: bool,
+}
+
+impl ListedRequest {
+    /// Of batch entries, heads and heads of keys; queries and keys; widths; lists of `most` numbers of blocks; and lists by blocks in tiles.
+    pub fn new(
+        [batch, heads, kv_heads]: [usize; 3],
+        [seq_q, seq_kv]: [usize; 2],
+        [head_dim, value_dim]: [usize; 2],
+        dtype: ElemType,
+        [block, most]: [usize; 2],
+        [tile, tiles]: [usize; 2],
+    ) -> Self {
+        Self {
+            batch,
+            heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+            head_dim,
+            value_dim,
+            dtype,
+            block,
+            most,
+            tile,
+            tiles,
+            causal: true,
+        }
+    }
+
+    /// The same of lists of single keys. With `causal` a query sees none behind its own position, and the last query sits at the last key.
+    pub fn of_keys(
+        [batch, heads, kv_heads]: [usize; 3],
+        [seq_q, seq_kv]: [usize; 2],
+        dims: [usize; 2],
+        dtype: ElemType,
+        most: usize,
+        causal: bool,
+    ) -> Self {
+        let mut request = Self::new(
+            [batch, heads, kv_heads],
+            [seq_q, seq_kv],
+            dims,
+            dtype,
+            [1, most],
+            [KEY_TILE, 1],
+        );
+        request.causal = causal;
+        let words = seq_kv.div_ceil(KEYS_OF_WORD);
+        // A query is listed by as many words as it has keys, or as there are.
+        let entries: usize = (0..seq_q)
+            .map(|query| most.min(request.seen(query).div_ceil(KEYS_OF_WORD)))
+            .sum();
+        let tiles = (entries + (KEY_TILE - 1) * words) / KEY_TILE;
+        Self {
+            tiles: tiles.max(1),
+            ..request
+        }
+    }
+
+    /// Keys that a query sees, listed or not.
+    pub(super) fn seen(&self, query: usize) -> usize {
+        let &Self { seq_q, seq_kv, .. } = self;
+        match self.causal {
+            true => (query + 1 + seq_kv).saturating_sub(seq_q).min(seq_kv),
+            false => seq_kv,
+        }
+    }
+
+    /// Whether lists are of single keys.
+    pub(super) fn is_of_keys(&self) -> bool {
+        self.block == 1
+    }
+
+    /// Their sizes.
+    pub(super) fn key_lists(&self) -> KeyListSizes {
+        let lists = self.batch * self.kv_heads;
+        KeyListSizes::new(lists, [self.seq_q, self.seq_kv], self.most)
+    }
+
+    /// Neighbouring keys that have a list of queries.
+    pub(super) fn keys_of_list(&self) -> usize {
+        match self.is_of_keys() {
+            true => KEYS_OF_WORD,
+            false => self.block,
+        }
+    }
+
+    /// Heads that share a list.
+    pub fn rows(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// Rows of queries of all heads.
+    pub(super) fn all_rows(&self) -> usize {
+        self.batch * self.heads * self.seq_q
+    }
+
+    /// Rows of keys of all heads.
+    pub(super) fn all_keys(&self) -> usize {
+        self.batch * self.kv_heads * self.seq_kv
+    }
+
+    /// Numbers of the lists of all queries.
+    pub(super) fn listed(&self) -> usize {
+        self.batch * self.kv_heads * self.seq_q * self.most
+    }
+
+    /// A block's list has parts where it is long: of a quarter of all queries where very many chose it.
+    pub(super) fn list_shape(&self, keys: &Tile) -> ListShape {
+        let steps = self.seq_q * self.rows() / keys.cols;
+        ListShape {
+            rows: self.rows(),
+            block: self.keys_of_list(),
+            tile: self.tile,
+            masked: self.is_of_keys(),
+            parts: (steps / LEAST_STEPS).clamp(1, MOST_PARTS),
+            least: LEAST_STEPS,
+        }
+    }
+
+    /// Numbers of the parts of gradients by keys and values, 1 at least.
+    pub(super) fn partial(&self, keys: &Tile) -> usize {
+        match self.list_shape(keys).parts {
+            1 => 1,
+            parts => parts * self.all_keys() * (self.head_dim + self.value_dim),
+        }
+    }
+
+    /// Numbers of a record: what a query's heads give a key, and its value.
+    fn record(&self) -> usize {
+        self.head_dim + self.value_dim
+    }
+
+    /// Queries whose records are there at a time, a multiple of 32 or all; `None` if those of 32 are too many.
+    pub(super) fn queries_of_records(&self) -> Option<usize> {
+        /// MiB of records unless `BLOCKSPARSE_RECORDS` says otherwise,
+        const MIB: usize = 512;
+        /// and bytes of those of 32 queries, which are there at least.
+        const MOST: usize = 1 << 31;
+        let of_query = self.batch * self.kv_heads * self.most * self.record() * 2;
+        if of_query * 32 > MOST {
+            return None;
+        }
+        let said = std::env::var("BLOCKSPARSE_RECORDS").ok();
+        let mib = said.and_then(|text| text.parse().ok()).unwrap_or(MIB);
+        let fit = (mib << 20) / of_query.max(1);
+        let fit = fit.max(32) / 32 * 32;
+        Some(fit.min(self.seq_q))
+    }
+}
