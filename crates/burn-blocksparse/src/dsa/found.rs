@@ -34,11 +34,16 @@ impl Found {
         let by_weights = inside(self.weights.unsqueeze_dim(3));
         let weights = index.weights.clone().unsqueeze_dim::<4>(3);
         // The value of the loss, with the gradient of what is linear in the index.
-        let linear = (index.q.clone().cast(dtype) * inside(self.q)).sum()
-            + (index.k.clone().cast(dtype) * inside(self.k)).sum()
-            + (weights.cast(dtype) * by_weights).sum();
+        let linear = total(index.q.clone().cast(dtype) * inside(self.q))
+            + total(index.k.clone().cast(dtype) * inside(self.k))
+            + total(weights.cast(dtype) * by_weights);
         like(self.loss, &index.q) + (linear.clone() - linear.detach())
     }
+}
+
+/// The sum of all numbers. One long sum is one cube's on a GPU, so rows come first.
+fn total(x: Tensor<4>) -> Tensor<1> {
+    x.sum_dim(3).sum_dim(2).sum()
 }
 
 /// On the autodiff device of another tensor.

@@ -131,31 +131,28 @@ pub fn compare(client: &Client, sizes: &PairSizes, buffers: &Compared) -> Result
     Ok(())
 }
 
-/// A unit has a key of a query, and looks for it in the query's list.
+/// A cube has a query: its row becomes zeros, and then has the numbers of the keys that the query lists.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn spread_rows(numbers: &[f32], keys: &[i32], out: &mut [f32], s: Sizes, count: usize) {
-    let at = ABSOLUTE_POS;
-    if at < count {
-        let key = (at % s.seq_kv) as i32;
-        let entry = at / s.seq_kv / s.rows;
-        let row = at / s.seq_kv % s.rows;
-        let list = (entry * s.seq_q + s.start + row) * s.columns;
-        // The first place whose key is not lower; what is behind the last key is higher than all.
-        let mut low = 0usize.runtime();
-        let mut high = s.columns;
-        while low < high {
-            let middle = (low + high) / 2;
-            let other = keys[list + middle];
-            if other >= 0 && other < key {
-                low = middle + 1;
-            } else {
-                high = middle;
-            }
+    // Every unit of a cube meets the barrier; a cube beyond the last row has none of its numbers.
+    let is_row = CUBE_POS < count;
+    let row = CUBE_POS.min(count - 1);
+    let columns = select(is_row, s.columns, 0usize);
+    let end = select(is_row, s.seq_kv, 0usize);
+    let list = (row / s.rows * s.seq_q + s.start + row % s.rows) * s.columns;
+    let mut key = UNIT_POS as usize;
+    while key < end {
+        out[row * s.seq_kv + key] = 0.0f32;
+        key += comptime!(SPREAD);
+    }
+    sync_storage();
+    let mut place = UNIT_POS as usize;
+    while place < columns {
+        let key = keys[list + place];
+        if key >= 0i32 && (key as usize) < s.seq_kv {
+            out[row * s.seq_kv + key as usize] = numbers[row * s.columns + place];
         }
-        let place = low.min(s.columns - 1);
-        let is_it = low < s.columns && keys[list + place] == key;
-        let number = numbers[(entry * s.rows + row) * s.columns + place];
-        out[at] = select(is_it, number, 0.0f32);
+        place += comptime!(SPREAD);
     }
 }
 
@@ -170,11 +167,12 @@ pub fn spread_listed(
     [numbers, keys]: [&Handle; 2],
     out: &Handle,
 ) -> Result<(), KernelError> {
-    let count = sizes.batch * sizes.rows[1] * sizes.seq[1];
+    let rows = sizes.batch * sizes.rows[1];
+    let count = rows * sizes.seq[1];
     let largest = count.max(sizes.numbers()).max(sizes.list_numbers());
-    let address = address_of(client, 2 * largest.next_multiple_of(SPREAD))?;
-    let cubes = spread(client, count.div_ceil(SPREAD) as u64)?;
-    // SAFETY: a unit reads the list and the numbers of a row that there is, and writes one number below `count`; the buffers have the lengths they say.
+    let address = address_of(client, 2 * largest)?;
+    let cubes = spread(client, rows as u64)?;
+    // SAFETY: a cube reads the list and the numbers of a row that there is, below `rows`, and writes that row; the buffers have the lengths they say.
     unsafe {
         spread_rows::launch_unchecked(
             client,
@@ -185,7 +183,7 @@ pub fn spread_listed(
             buffer(keys, sizes.list_numbers()),
             buffer(out, count),
             sizes.launch(),
-            count,
+            rows,
         );
     }
     Ok(())

@@ -8,19 +8,16 @@ use super::plan::ListedPlan;
 use super::request::ListedRequest;
 use super::spread_launch::{self, Spread};
 use super::tile::WalkTile;
+use super::views::{ListedGradients, PIECE, far_rows, input, strides, words};
 use super::{fold, forward as forward_kernel, keys, queries as by_query};
 use crate::kernels::args::{ScoreOptions, address_of, buffer, load_width};
 use crate::kernels::call::{OutputGrads, Outputs, TensorView};
 use crate::kernels::error::KernelError;
-use crate::kernels::mma::gather::StridesLaunch;
 use crate::kernels::mma::tile::Tile;
 use crate::kernels::on_device::lists_by_keys;
 use crate::kernels::slices::Slice;
 use crate::kernels::stats::{self, Known, Wanted};
-use crate::kernels::tensor::{check_rows, check_scale, is_u32, scales};
-
-/// Elements of 16 bytes.
-const PIECE: usize = 8;
+use crate::kernels::tensor::{check_rows, check_scale, scales};
 
 /// The lists of a call, i32.
 #[derive(Clone, Copy, Debug)]
@@ -36,39 +33,6 @@ pub enum ListedLists<'a> {
     },
     /// Of single keys, `[batch, kv_heads, seq_q, most]`, as [`unique_keys`](crate::kernels::unique_keys) writes them: ascending, each once, −1 behind the last.
     Keys(&'a Handle),
-}
-
-/// Where gradients are added, contiguous.
-#[derive(Clone, Copy, Debug)]
-pub struct ListedGradients<'a> {
-    /// `[batch, heads, seq_q, head_dim]`
-    pub q: &'a Handle,
-    /// `[batch, kv_heads, seq_kv, head_dim]`
-    pub k: &'a Handle,
-    /// `[batch, kv_heads, seq_kv, value_dim]`
-    pub v: &'a Handle,
-}
-
-/// Words of so many halves.
-pub(super) fn words(elements: usize) -> usize {
-    elements.div_ceil(2)
-}
-
-pub(super) fn strides(tensor: &TensorView) -> StridesLaunch {
-    let [batch, head, row] = [0, 1, 2].map(|dim| match tensor.shape[dim] {
-        1 => 0,
-        _ => (tensor.strides[dim] / PIECE) as u64,
-    });
-    StridesLaunch::new(batch, head, row, tensor.shape[2] as u32)
-}
-
-pub(super) fn input(tensor: &TensorView) -> BufferArg {
-    buffer(&tensor.handle, words(tensor.reach()))
-}
-
-/// Whether rows of keys or values are more than 4 GB apart.
-pub(super) fn far_rows(tensors: [&TensorView; 2]) -> bool {
-    (tensors.iter()).any(|tensor| tensor.shape[2] > 1 && !is_u32(tensor.strides[2] * 2))
 }
 
 fn walk(tile: WalkTile, [k, v]: [&TensorView; 2], carry: bool) -> WalkTile {

@@ -3,10 +3,10 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::launch::{ListedGradients, far_rows, input, strides};
 use super::records::{self, GatheredLaunch};
 use super::request::ListedRequest;
 use super::spread::{ChunkLaunch, SpreadTile, spread};
+use super::views::{ListedGradients, far_rows, input, strides};
 use crate::kernels::args::buffer;
 use crate::kernels::call::TensorView;
 use crate::kernels::error::KernelError;
