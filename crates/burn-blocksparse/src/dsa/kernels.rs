@@ -108,6 +108,17 @@ pub(super) fn picks(
     Some(Tensor::from_dispatch(lists))
 }
 
+/// The mean of all numbers, in a fixed order: a mean over all dimensions may be a kernel with atomics, and one over a long one is a single cube's.
+fn mean(x: Tensor<2>) -> Tensor<1> {
+    let count = x.shape().num_elements();
+    let width = (1..=count.isqrt())
+        .rev()
+        .find(|width| count.is_multiple_of(*width));
+    let width = width.unwrap_or(1);
+    let sums = x.reshape([count / width, width]).mean_dim(1);
+    sums.reshape([1, count / width]).mean_dim(1).reshape([1])
+}
+
 /// The mean of the losses of queries, and its gradients. `numbers` of scores are in memory at a time.
 pub(super) fn loss(
     index: &DsaIndex,
@@ -150,11 +161,8 @@ pub(super) fn loss(
     };
     let call = IndexerLoss::new(scale, together, causal);
     let found = <Dispatch as IndexerOps>::indexer_loss(index.inputs(), target, call);
-    let losses = Tensor::<2>::from_dispatch(found.losses);
-    let queries = losses.shape().num_elements();
     Some(Found {
-        // A mean over all dimensions may be a kernel with atomics.
-        loss: losses.reshape([1, queries]).mean_dim(1).reshape([1]),
+        loss: mean(Tensor::from_dispatch(found.losses)),
         q: Tensor::from_dispatch(found.q),
         k: Tensor::from_dispatch(found.k),
         weights: Tensor::from_dispatch(found.weights),

@@ -3,11 +3,15 @@
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, RotaryEncoding};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
-use burn_blocksparse::DsaIndex;
+use burn_blocksparse::{DsaIndex, ResidualNormOptions, norm};
 
 use super::DsaHeadsConfig;
 use crate::heads::{Positions, rotate};
+use crate::stream::layer_norm_params;
 use crate::{Precision, TransformerError};
+
+/// Of the norm of keys.
+const EPSILON: f64 = 1e-5;
 
 /// The lightning indexer: what it makes of tokens, queries and keys in a precision ([`DsaHeadsConfig::index_precision`]), weights in the dtype of their layer's
 /// parameters. Tokens are detached, so that the indexer learns nothing by the model's loss, and
@@ -47,7 +51,9 @@ impl DsaIndexer {
         Self {
             query: linear(d_model, heads * width),
             key: linear(d_model, width),
-            norm: LayerNormConfig::new(width).init(device),
+            norm: LayerNormConfig::new(width)
+                .with_epsilon(EPSILON)
+                .init(device),
             weights: linear(d_model, heads),
             rope,
             heads,
@@ -109,7 +115,11 @@ impl DsaIndexer {
                 (q, self.precision.product(&self.key, tokens)?.cast(own))
             }
         };
-        let k = self.norm.forward(k);
+        // Sums over rows by kernels that share them: Burn's of so few columns are one cube's.
+        let options = ResidualNormOptions::default()
+            .epsilon(EPSILON)
+            .dtype(own.into());
+        let k = norm(k, layer_norm_params(&self.norm), &options)?;
         let k = rotated(k.reshape([batch, 1, seq, width]))?;
         let weights = self.weights.forward(x).swap_dims(1, 2);
         Ok(DsaIndex::new(rotated(q)?, k.cast(dtype), weights)?)

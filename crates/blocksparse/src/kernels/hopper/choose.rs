@@ -13,7 +13,7 @@ use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
 use crate::kernels::call::{PartRequest, Request, TierLimit};
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
 use crate::plan::{Grouping, NarrowCosts, Walk, has_long_tiles};
-use crate::{BlockLayout, Residue};
+use crate::{BlockLayout, ChosenBy, DeviceChoice, Residue};
 
 /// Cubes of the fused backward pass compute tile after tile where a tile walks fewer steps than this on average: then what
 /// a tile begins and ends with is much of its time.
@@ -262,8 +262,12 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
     if part.limit == TierLimit::HopperForward {
         return Err("BLOCKSPARSE_TIER says hopper-forward");
     }
-    // Visits are counted on the host, which knows them where a device says of nothing but pairs which there are.
-    let places = layout.places().filter(|places| places.block_size() > 32);
+    // Visits are counted on the host, which knows them where a device says of nothing but pairs which there are. Rows that were gathered are in tiles that
+    // see few others, and would wait for these.
+    let lists = |choice: &&DeviceChoice| matches!(choice.by, ChosenBy::Keys { .. });
+    let places = (layout.device_choice().filter(lists))
+        .and_then(|_| layout.places())
+        .filter(|places| places.block_size() > 32);
     let chosen = layout.device_choice().is_some() && places.is_none();
     if chosen || part.limit == TierLimit::HopperWalks {
         return walks(part, &forward);

@@ -31,7 +31,7 @@ pub fn said() -> Option<String> {
 }
 
 /// Queries that stand for all, or some more.
-const SAMPLE: usize = 512;
+const SAMPLE: usize = 128;
 
 /// Estimates, in seconds.
 pub struct Costs {

@@ -10,6 +10,7 @@ mod chosen;
 pub(super) mod keep;
 mod keep_planes;
 mod key_lists;
+#[cfg(feature = "cuda-asm")]
 mod pair_places;
 mod pairs;
 pub(super) mod planes;
@@ -31,7 +32,10 @@ use at_once::Once;
 pub use chosen::{ChoiceTensor, choose_blocks, count_blocks};
 use chosen::{offset, patterns};
 pub(super) use keep::key;
-pub use key_lists::{KEYS_OF_WORD, KeyListSizes, ListsByKeys, Queries, lists_by_keys, unique_keys};
+#[cfg(feature = "cuda-asm")]
+pub use key_lists::Queries;
+pub use key_lists::{KEYS_OF_WORD, KeyListSizes, ListsByKeys, lists_by_keys, unique_keys};
+#[cfg(feature = "cuda-asm")]
 pub use pair_places::pair_places;
 use pairs::Seen;
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
