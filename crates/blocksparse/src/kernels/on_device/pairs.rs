@@ -201,7 +201,8 @@ pub fn of_pairs(
             plan[to + 1] = select(is_empty, EMPTY, (into + i + 2) as u32);
             // Its visits; the masks of every step matter.
             if comptime!(entry_words == 3) {
-                let begins = i % comptime!(cut.per_step) == 0;
+                let step = i / comptime!(cut.per_step);
+                let begins = i == step * comptime!(cut.per_step);
                 plan[to + 2] = whole[from + 2] | select(begins, MASKED_STEP, 0u32);
             }
             i += comptime!(units);
