@@ -152,8 +152,8 @@ fn forced(backward: bool) -> Option<[usize; 2]> {
     fits.then_some([cols, stages])
 }
 
-/// The walk of a query: bytes on their way to a multiprocessor are what counts. With four warps a multiprocessor, or cubes of more warps, its shared memory
-/// is full of steps, of 32 keys where three of them fit a cube and otherwise of 16.
+/// The walk of a query: bytes on their way to a multiprocessor are what counts. With four warps a multiprocessor, forward up to 16, or cubes of more warps,
+/// its shared memory is full of steps, of 32 keys where three of them fit a cube and otherwise of 16.
 fn walk_tile(
     request: &ListedRequest,
     element: Element,
@@ -162,7 +162,7 @@ fn walk_tile(
 ) -> Result<WalkTile, &'static str> {
     let rows = request.rows().next_multiple_of(ROWS);
     // Two matrices of rows to a warp read what is shared once for both, where their sums have room in registers.
-    let wide = rows >= 64 && rows.is_multiple_of(32) && !backward && request.head_dim <= 128;
+    let wide = rows >= 128 && rows.is_multiple_of(32) && !backward && request.head_dim <= 128;
     let warp_tiles = if wide { 2 } else { 1 };
     let warps = rows / (ROWS * warp_tiles);
     let shape = |[cols, stages]: [usize; 2]| WalkTile {
@@ -176,7 +176,11 @@ fn walk_tile(
         let tile = shape(forced);
         return (tile.shared_bytes() <= most).then_some(tile).ok_or(NO_ROOM);
     }
-    let cubes = (4 / warps).max(2);
+    // Forward 16 warps, as far as cubes of them fit: some multiply while others wait. Wide ones take the registers of two.
+    let cubes = match backward || wide {
+        true => (4 / warps).max(2),
+        false => (16 / warps).clamp(2, 4),
+    };
     let share = (most + RESERVED) / cubes - RESERVED;
     let fits = |of: [usize; 2]| shape(of).shared_bytes() <= share;
     let deepest = |cols: usize, most: usize| {
