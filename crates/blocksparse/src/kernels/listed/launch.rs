@@ -123,57 +123,47 @@ pub fn backward(
         far_rows: far_rows([k, v]),
         ..plan.keys
     };
-    let lists_of_keys = match lists {
-        ListedLists::Keys(keys) => Some(keys),
-        ListedLists::Blocks { .. } => None,
-    };
-    if let Some((keys, spread)) = lists_of_keys.zip(plan.spread) {
-        by_queries(
-            client,
-            request,
-            [q, k, v, grads.out],
-            (&stats, keys),
-            gradients.q,
-            scale,
-            tile,
-        );
+    let inputs = [q, k, v, grads.out];
+    let (ListedLists::Blocks { blocks: walked, .. } | ListedLists::Keys(walked)) = lists;
+    let of_queries = (&stats, walked);
+    by_queries(
+        client,
+        request,
+        inputs,
+        of_queries,
+        gradients.q,
+        scale,
+        tile,
+    );
+    if let (ListedLists::Keys(keys), Some(tile)) = (lists, plan.spread) {
         return spread_launch::launch(&Spread {
             client,
             request,
-            inputs: [q, k, v, grads.out],
+            inputs,
             stats: &stats,
             keys,
             gradients,
             scale,
-            tile: spread,
+            tile,
         });
     }
     let places = request.batch * request.kv_heads * request.tiles;
     let shape = request.list_shape(&of_keys);
     let numbers = request.partial(&of_keys);
     let by_keys;
-    let (blocks, queries, masks, tile_blocks) = match lists {
+    let (queries, masks, tile_blocks) = match lists {
         ListedLists::Blocks {
-            blocks,
             queries,
             tile_blocks,
-        } => (blocks, queries, queries, tile_blocks),
+            ..
+        } => (queries, queries, tile_blocks),
         ListedLists::Keys(keys) => {
             let tiles = [request.tiles, request.tile];
             by_keys = lists_by_keys(client, &request.key_lists(), keys, tiles)?;
             let made = &by_keys;
-            (keys, &made.queries, &made.masks, &made.tile_blocks)
+            (&made.queries, &made.masks, &made.tile_blocks)
         }
     };
-    by_queries(
-        client,
-        request,
-        [q, k, v, grads.out],
-        (&stats, blocks),
-        gradients.q,
-        scale,
-        tile,
-    );
     let partial = client.empty(numbers * size_of::<f32>());
     let key_tiles = request.seq_kv.div_ceil(of_keys.rows());
     let [k_words, v_words] =

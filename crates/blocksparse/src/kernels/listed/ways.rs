@@ -22,7 +22,8 @@ pub enum Way {
 #[derive(Clone, Debug)]
 pub struct KeyListPlan {
     walk: Result<ListedPlan, &'static str>,
-    tiles: Result<ListedTiles, String>,
+    /// Where a pass goes so: their layout is made for nothing else.
+    tiles: Option<ListedTiles>,
     forward: Way,
     backward: Way,
 }
@@ -35,25 +36,29 @@ impl KeyListPlan {
     /// Why its kernels do not take the call.
     pub fn new(client: &Client, request: ListedRequest, scale: f64) -> Result<Self, &'static str> {
         let walk = ListedPlan::new(client.properties(), request);
-        let tiles = ListedTiles::new(client, &request, scale);
         let forced = match said().as_deref() {
             Some("tiles") => Some(Way::Tiles),
             Some(_) => Some(Way::Walk),
             None => None,
         };
         let costs = Costs::new(&request);
-        let way = |[walks, in_tiles]: [f64; 2]| match (&walk, &tiles, forced) {
-            (Err(_), _, _) => Way::Tiles,
-            (_, Err(_), _) => Way::Walk,
-            (_, _, Some(way)) => way,
+        let wanted = |[walks, in_tiles]: [f64; 2]| match (&walk, forced) {
+            (Err(_), _) => Way::Tiles,
+            (_, Some(way)) => way,
             _ if in_tiles < walks => Way::Tiles,
             _ => Way::Walk,
         };
         let walks = [costs.forward, costs.backward()];
-        let [forward, backward] = [0, 1].map(|pass| way([walks[pass], costs.tiles[pass]]));
-        if let (Err(reason), Err(_)) = (&walk, &tiles) {
-            return Err(reason);
-        }
+        let wanted = [0, 1].map(|pass| wanted([walks[pass], costs.tiles[pass]]));
+        let tiles = match wanted.contains(&Way::Tiles) {
+            true => ListedTiles::new(client, &request, scale).ok(),
+            false => None,
+        };
+        let [forward, backward] = match (&walk, &tiles) {
+            (Err(reason), None) => return Err(reason),
+            (_, None) => [Way::Walk; 2],
+            (_, Some(_)) => wanted,
+        };
         Ok(Self {
             walk,
             tiles,
