@@ -7,7 +7,7 @@ mod device_time;
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse::kernels::rows::{RowBlocks, block_means};
+use blocksparse::kernels::rows::{Blocked, RowBlocks, block_means};
 use blocksparse::kernels::selection::{
     Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, MeanProducts, SeenRows,
     antidiagonal_masses, least_kept, mean_products, query_picks,
@@ -488,7 +488,12 @@ fn main() -> Result<()> {
     let of_blocks = RowBlocks::new(heads, [n, head_dim], block);
     let means = client.empty(heads * of_blocks.blocks() * head_dim * size_of::<f32>());
     time("means of blocks of queries", &|| {
-        block_means(&client, (&q, BF16), &of_blocks, &means)?;
+        let blocked = Blocked {
+            x: &q,
+            of: &of_blocks,
+            means: &means,
+        };
+        block_means(&client, BF16, blocked)?;
         Ok(())
     })?;
     let products = MeanProducts {

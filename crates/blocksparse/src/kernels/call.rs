@@ -295,6 +295,14 @@ pub fn check_ampere(properties: &DeviceProperties) -> Result<(), &'static str> {
     }
 }
 
+/// What all kernels on wgmma need.
+pub fn check_hopper(properties: &DeviceProperties) -> Result<(), &'static str> {
+    match properties.identity.fingerprint == "ptx_sm90" {
+        true => Ok(()),
+        false => Err("the device is not of compute capability 9.0"),
+    }
+}
+
 /// Tiers that a call leaves out, for measuring and comparing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]

@@ -1,10 +1,11 @@
 //! Scores by which blocks are chosen, on CubeCL devices.
 
-use blocksparse::kernels::rows::{RowBlocks, block_means_of_two};
+use blocksparse::kernels::rows::{Blocked, RowBlocks, block_means_of_two};
 use blocksparse::kernels::selection::{
-    Antidiagonals, CompressedInputs, CompressedPlan, FlexLimits, FlexTensors, GateSizes, LineSizes,
-    MeanProducts, SeenRows, Touched, Wanted, antidiagonal_masses, check, compressed_masses,
-    flex_blocks, line_sums, mean_products, query_picks, touched_blocks,
+    AlikeScores, Antidiagonals, CompressedInputs, CompressedPlan, FlexLimits, FlexTensors,
+    GateSizes, LineSizes, MeanProducts, SeenRows, Touched, Wanted, alike_scores,
+    antidiagonal_masses, check, compressed_masses, flex_blocks, line_sums, mean_products,
+    query_picks, touched_blocks,
 };
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;
@@ -13,7 +14,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
 use super::cube::{empty, launched, readable as rows_readable, uses_reference, view};
-use crate::ops::{CompressedCall, EstimateOps, MeanScores};
+use crate::ops::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
 
 /// Whether kernels make scores on a device.
 pub(crate) fn available(device: &CubeDevice) -> bool {
@@ -180,53 +181,96 @@ impl EstimateOps for CubeBackend {
     }
 
     fn mean_scores(q: CubeTensor, k: CubeTensor, call: MeanScores) -> CubeTensor {
-        let [q, k] = [q, k].map(readable);
-        let MeanScores {
-            block,
-            rows,
-            factor,
-            causal,
-        } = call;
-        let [batch, heads, seq_q, width] = q.meta.shape().dims();
-        let [_, kv_heads, seq_kv, _] = k.meta.shape().dims::<4>();
-        let out = scores(&q, &k, rows.len(), block);
+        let MeanCall { q, k, seq, of } = MeanCall::new(q, k, &call);
+        let out = scores(&q, &k, of.rows, call.block);
         let element = dtype_to_elem_type(q.dtype);
-        let some = match rows == (0..seq_q.div_ceil(block)) {
-            true => q.clone(),
-            false => {
-                let queries = rows.start * block..(rows.end * block).min(seq_q);
-                let ranges = [0..batch, 0..heads, queries, 0..width];
-                into_contiguous(slice(q.clone(), &ranges))
-            }
+        let ([lists, kv_lists], width) = (of.lists, of.width);
+        let means = |x: &CubeTensor, rows: usize| {
+            let [batch, heads, ..] = x.meta.shape().dims::<4>();
+            empty(x, [batch, heads, rows, width], DType::F32)
         };
-        let means = |x: &CubeTensor| {
-            let [batch, heads, seq, _] = x.meta.shape().dims();
-            empty(x, [batch, heads, seq.div_ceil(block), width], DType::F32)
+        let (q_means, k_means) = (means(&q, of.rows), means(&k, of.blocks));
+        let q_blocks = RowBlocks::new(lists, [seq[0], width], call.block);
+        let k_blocks = RowBlocks::new(kv_lists, [seq[1], width], call.block);
+        let of_queries = Blocked {
+            x: &q.handle,
+            of: &q_blocks,
+            means: &q_means.handle,
         };
-        let (q_means, k_means) = (means(&some), means(&k));
-        let [_, _, some_q, _] = some.meta.shape().dims::<4>();
-        let of = RowBlocks::new(batch * heads, [some_q, width], block);
+        let of_keys = Blocked {
+            x: &k.handle,
+            of: &k_blocks,
+            means: &k_means.handle,
+        };
         launched(block_means_of_two(
             &q.client,
             element,
-            (&some.handle, &of, &q_means.handle),
-            (&k.handle, [batch * kv_heads, seq_kv], &k_means.handle),
+            [of_queries, of_keys],
         ));
-        let seen = causal.then_some(SeenRows {
-            seq: [seq_q, seq_kv],
-            block,
-            first: rows.start,
-        });
+        let inputs = [&q_means.handle, &k_means.handle];
+        launched(mean_products(&q.client, inputs, &of, &out.handle));
+        out
+    }
+
+    fn alike_scores(
+        q: CubeTensor,
+        k: CubeTensor,
+        call: MeanScores,
+        like: LikeBlocks,
+    ) -> CubeTensor {
+        let MeanCall { q, k, seq, of } = MeanCall::new(q, k, &call);
+        let out = scores(&q, &k, of.rows, call.block);
+        let element = dtype_to_elem_type(q.dtype);
+        let of = AlikeScores {
+            products: of,
+            seq,
+            block: call.block,
+            similarity: like.similarity,
+            smooth: like.smooth,
+        };
+        let inputs = [&q.handle, &k.handle];
+        launched(alike_scores(&q.client, element, inputs, &of, &out.handle));
+        out
+    }
+}
+
+/// Products of means of some rows of blocks.
+struct MeanCall {
+    /// Of those rows.
+    q: CubeTensor,
+    k: CubeTensor,
+    /// Of these tensors.
+    seq: [usize; 2],
+    of: MeanProducts,
+}
+
+impl MeanCall {
+    fn new(q: CubeTensor, k: CubeTensor, call: &MeanScores) -> Self {
+        let [q, k] = [q, k].map(readable);
+        let (block, rows) = (call.block, call.rows.clone());
+        let [batch, heads, seq_q, width] = q.meta.shape().dims();
+        let [_, kv_heads, seq_kv, _] = k.meta.shape().dims::<4>();
         let of = MeanProducts {
             lists: [batch * heads, batch * kv_heads],
             rows: rows.len(),
             blocks: seq_kv.div_ceil(block),
             width,
-            factor,
-            seen,
+            factor: call.factor,
+            seen: call.causal.then_some(SeenRows {
+                seq: [seq_q, seq_kv],
+                block,
+                first: rows.start,
+            }),
         };
-        let inputs = [&q_means.handle, &k_means.handle];
-        launched(mean_products(&q.client, inputs, &of, &out.handle));
-        out
+        let queries = rows.start * block..(rows.end * block).min(seq_q);
+        let seq = [queries.len(), seq_kv];
+        let q = match rows == (0..seq_q.div_ceil(block)) {
+            true => q,
+            false => {
+                let ranges = [0..batch, 0..heads, queries, 0..width];
+                into_contiguous(slice(q, &ranges))
+            }
+        };
+        Self { q, k, seq, of }
     }
 }

@@ -11,7 +11,7 @@ impl SelectionOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::rows::{self, RowBlocks};
+    use blocksparse::kernels::rows::{self, Blocked, RowBlocks};
     use blocksparse::kernels::{self, KeyListSizes, ListBuffers, ListSizes, ScoredRows};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::{DType, IntDType};
@@ -23,46 +23,27 @@ mod kernels {
     use crate::backends::cube::{choose_blocks, empty, uses_reference};
     use crate::ops::{HighestBlocks, ListedQueries, QueryTiles, UniqueKeys};
     use crate::selection::{key_reference, reference};
-    use crate::values::{LayoutTensors, MaybeFloat};
-
-    /// The rows of a tensor in blocks.
-    fn row_blocks(x: &CubeTensor, block: usize) -> RowBlocks {
-        let [batch, heads, rows, width] = x.meta.shape().dims();
-        RowBlocks::new(batch * heads, [rows, width], block)
-    }
+    use crate::values::LayoutTensors;
 
     impl SelectionOps for CubeBackend {
         fn block_means(x: CubeTensor, block: usize) -> CubeTensor {
             let [batch, heads, rows, width] = x.meta.shape().dims();
             let x = into_contiguous(x);
             let means = empty(&x, [batch, heads, rows.div_ceil(block), width], DType::F32);
-            let typed = (&x.handle, dtype_to_elem_type(x.dtype));
-            let of = row_blocks(&x, block);
+            let element = dtype_to_elem_type(x.dtype);
+            let of = RowBlocks::new(batch * heads, [rows, width], block);
+            let blocked = Blocked {
+                x: &x.handle,
+                of: &of,
+                means: &means.handle,
+            };
             let result = match uses_reference() {
                 true => None,
-                false => rows::block_means(&x.client, typed, &of, &means.handle).ok(),
+                false => rows::block_means(&x.client, element, blocked).ok(),
             };
             match result {
                 Some(()) => means,
                 None => reference::block_means::<Self>(x, block),
-            }
-        }
-
-        fn block_likeness(x: CubeTensor, less: MaybeFloat<Self>, block: usize) -> CubeTensor {
-            let [batch, heads, rows, _] = x.meta.shape().dims();
-            let x = into_contiguous(x);
-            let less = less.into_option().map(into_contiguous);
-            let alike = empty(&x, [batch, heads, rows.div_ceil(block), 1], DType::F32);
-            let typed = (&x.handle, dtype_to_elem_type(x.dtype));
-            let of = row_blocks(&x, block);
-            let handle = less.as_ref().map(|less| &less.handle);
-            let result = match uses_reference() {
-                true => None,
-                false => rows::block_likeness(&x.client, typed, &of, handle, &alike.handle).ok(),
-            };
-            match result {
-                Some(()) => alike,
-                None => reference::block_likeness::<Self>(x, less, block),
             }
         }
 

@@ -34,6 +34,22 @@ impl MeanScores {
     }
 }
 
+/// Which blocks are alike in themselves, and so stood for by their means.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct LikeBlocks {
+    /// The least mean of the cosines of all pairs of their rows.
+    pub similarity: f64,
+    /// Whether keys are taken less their mean over the sequence.
+    pub smooth: bool,
+}
+
+impl LikeBlocks {
+    pub(crate) fn new(similarity: f64, smooth: bool) -> Self {
+        Self { similarity, smooth }
+    }
+}
+
 /// Which masses of compressed blocks are wanted, or which blocks chosen by them.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -106,6 +122,15 @@ pub trait EstimateOps: Backend {
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         call: MeanScores,
+    ) -> FloatTensor<Self>;
+
+    /// Their softmax over blocks that are alike in themselves; +∞ of others, and in rows of queries that are not.
+    #[fusion(meta = meta::alike)]
+    fn alike_scores(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        call: MeanScores,
+        like: LikeBlocks,
     ) -> FloatTensor<Self>;
 
     /// The blocks before each query's own whose means have the highest products with it, by falling product; of equal ones the earlier:
@@ -195,5 +220,14 @@ mod meta {
 
     pub fn means(q: &TensorSpec, k: &TensorSpec, call: &MeanScores) -> TensorSpec {
         scores(q, k, call.rows.len(), call.block)
+    }
+
+    pub fn alike(
+        q: &TensorSpec,
+        k: &TensorSpec,
+        call: &MeanScores,
+        _like: &LikeBlocks,
+    ) -> TensorSpec {
+        means(q, k, call)
     }
 }

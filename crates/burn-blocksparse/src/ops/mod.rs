@@ -37,7 +37,7 @@ pub use block_sparse::BlockSparseLinearOps;
 pub use dropout::DropoutOps;
 pub use embedding::EmbeddingOps;
 #[cfg(feature = "cube")]
-pub use estimates::{CompressedCall, EstimateOps, MeanScores};
+pub use estimates::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
 pub use fixed::FixedOps;
 pub use gates::GateOps;
 pub use heads::HeadOps;

@@ -12,7 +12,7 @@ use burn::tensor::{DType, Int, Tensor};
 use super::estimator::ScoreCall;
 use crate::backends::estimates::available;
 use crate::device::cube;
-use crate::ops::{EstimateOps, MeanScores};
+use crate::ops::{EstimateOps, LikeBlocks, MeanScores};
 
 /// Whether kernels make scores for a call, none of whose buffers has more numbers than these.
 fn is_served(call: &ScoreCall, numbers: &[usize]) -> bool {
@@ -147,6 +147,23 @@ pub(crate) fn means(call: &ScoreCall, block: usize, rows: &Range<usize>) -> Opti
             call.k.clone().into_dispatch(),
         );
         Tensor::from_dispatch(<Dispatch as EstimateOps>::mean_scores(q, k, wanted))
+    })
+}
+
+/// Those of [`SpargeBlocks`](super::SpargeBlocks).
+pub(crate) fn alike(
+    call: &ScoreCall,
+    block: usize,
+    like: LikeBlocks,
+    rows: &Range<usize>,
+) -> Option<Tensor<4>> {
+    is_served(call, &[scores(call, block)]).then(|| {
+        let wanted = MeanScores::new(block, rows.clone(), call.scale, call.causal);
+        let (q, k) = (
+            call.q.clone().into_dispatch(),
+            call.k.clone().into_dispatch(),
+        );
+        Tensor::from_dispatch(<Dispatch as EstimateOps>::alike_scores(q, k, wanted, like))
     })
 }
 

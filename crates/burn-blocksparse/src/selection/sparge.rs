@@ -15,6 +15,8 @@ use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
 use crate::error::OpError;
+#[cfg(feature = "cube")]
+use crate::ops::LikeBlocks;
 use crate::ops::SelectionOps;
 use crate::values::MaybeFloat;
 
@@ -131,6 +133,13 @@ impl BlockEstimator for SpargeBlocks {
     }
 
     fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        #[cfg(feature = "cube")]
+        {
+            let like = LikeBlocks::new(self.similarity, self.smooth);
+            if let Some(scores) = estimates::alike(call, self.block, like, &rows) {
+                return Ok(scores);
+            }
+        }
         let b = self.block;
         let [batch, heads, seq_q, _] = call.q.dims();
         let group = call.group();
@@ -140,17 +149,23 @@ impl BlockEstimator for SpargeBlocks {
         let q = call.q.clone().slice_dim(2, queries);
         let k = call.k.clone();
         let less = self.smooth.then(|| mean_of_all(k.clone()));
+        // Means of differences are differences of means.
+        let k_means = means(k.clone(), b);
+        let k_means = match &less {
+            Some(less) => k_means - less.clone(),
+            None => k_means,
+        };
+        let x = products(means(q.clone(), b) * call.scale, k_means, call.group());
         let unlike = |x: Tensor<4>, less| {
             let alike = likeness(x, less, b);
             alike.lower_elem(self.similarity)
         };
         let dims = [batch, heads, count, blocks];
-        let of_keys = unlike(k.clone(), less.clone()).swap_dims(2, 3);
+        let of_keys = unlike(k, less).swap_dims(2, 3);
         let by_head = [batch, heads / group, group, blocks];
         let of_keys = of_keys.expand(by_head).reshape([batch, heads, 1, blocks]);
         let of_keys = of_keys.expand(dims);
-        let of_queries = unlike(q.clone(), None).expand(dims);
-        let x = self.products(call, &rows, less);
+        let of_queries = unlike(q, None).expand(dims);
         let hidden = hidden(&grid, rows, blocks, &x.device());
         let hidden = hidden.reshape([1, 1, count, blocks]).expand(dims);
         let p = softmax_of_seen(x, hidden.bool_or(of_keys.clone()));
@@ -183,32 +198,6 @@ impl BlockEstimator for SpargeBlocks {
             }
         }
         scores
-    }
-}
-
-impl SpargeBlocks {
-    /// The products of means of blocks of queries and of keys less `less`, times the scale.
-    fn products(
-        &self,
-        call: &ScoreCall,
-        rows: &Range<usize>,
-        less: Option<Tensor<4>>,
-    ) -> Tensor<4> {
-        // What is taken from all keys is the same for all blocks of a row, and a softmax does not see it.
-        #[cfg(feature = "cube")]
-        if let Some(x) = estimates::means(call, self.block, rows) {
-            return x;
-        }
-        let seq_q = call.q.dims()[2];
-        let queries = (rows.start * self.block).min(seq_q)..(rows.end * self.block).min(seq_q);
-        let q = call.q.clone().slice_dim(2, queries);
-        let k = means(call.k.clone(), self.block);
-        // Means of differences are differences of means.
-        let k = match less {
-            Some(less) => k - less,
-            None => k,
-        };
-        products(means(q, self.block) * call.scale, k, call.group())
     }
 }
 

@@ -10,7 +10,7 @@ use super::long_tiles::WalkPlan;
 use super::options::Options;
 use super::pair_tile::PairTile;
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
-use crate::kernels::call::{PartRequest, Request, TierLimit};
+use crate::kernels::call::{PartRequest, Request, TierLimit, check_hopper};
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
 use crate::plan::{Grouping, NarrowCosts, Walk, has_long_tiles};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, Residue};
@@ -96,9 +96,9 @@ fn candidates(class: usize, value_dim: usize) -> impl Iterator<Item = &'static C
 /// Whether the device has what the tier is made of, and the call allows it.
 fn check_tier(part: &PartRequest) -> Result<(), &'static str> {
     let properties = part.properties;
-    if properties.identity.fingerprint != "ptx_sm90" || !properties.features.tma.contains(Tma::Base)
-    {
-        return Err("the device is not of compute capability 9.0");
+    check_hopper(properties)?;
+    if !properties.features.tma.contains(Tma::Base) {
+        return Err("the device has no TMA");
     }
     check_limit(part)?;
     match part.limit {

@@ -359,7 +359,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 let v_desc = values(v_desc, now, t);
                 let started = weigh::<P, O>(p, v_desc, t.half, t.value_dim);
                 let x = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
-                o = add_scaled::<O>(o, x, soft.a0, soft.a1, t);
+                o = add_scaled::<O>(o, x, soft.a0, soft.a1, t.value_dim);
                 if lane == 0 {
                     barrier_arrive(base + comptime!(t.v_empty()) + now * 8);
                 }
@@ -372,9 +372,10 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let upper = row_of_unit(plan, rows, 0u32, &listing, seq_q, t);
     let lower = row_of_unit(plan, rows, ROW_PAIR, &listing, seq_q, t);
     let factor = factor_of(&args, comptime!(t.options));
+    let shape = comptime!(OutShape::of(&t));
     let (top0, top1) = (m0 * log2_scale, m1 * log2_scale);
-    store_row::<O>(out, lse, &o, 0usize, top0, l0, factor, first, &upper, t);
-    store_row::<O>(out, lse, &o, 2usize, top1, l1, factor, first, &lower, t);
+    store_row::<O>(out, lse, &o, 0usize, top0, l0, factor, first, &upper, shape);
+    store_row::<O>(out, lse, &o, 2usize, top1, l1, factor, first, &lower, shape);
     if comptime!(t.max_scores) {
         let mut max_scores = max_scores.unwrap();
         tops.store(&mut max_scores[..], 0usize, first, &upper, log2_scale, t);

@@ -5,7 +5,7 @@
 //! A head_dim between multiples of 64 is filled up with zeros by TMA, in shared memory only. With positions listed by
 //! residue class the maps have the class as a dimension of its own, so that a box is strided in memory.
 
-mod asm;
+pub(super) mod asm;
 mod backward;
 mod backward_chain;
 mod backward_loads;
@@ -25,11 +25,11 @@ mod gradient;
 mod launch;
 mod long_tiles;
 mod options;
-mod output;
+pub(super) mod output;
 mod pair_tile;
-mod rows;
+pub(super) mod rows;
 mod shares;
-mod softmax;
+pub(super) mod softmax;
 mod tiles;
 mod walk_loads;
 mod walk_tile;

@@ -10,6 +10,25 @@ use super::rows::{own_place, within};
 use super::tiles::Tile;
 use crate::kernels::shared::walk::{Four, Listing};
 
+/// What is written of a row.
+#[derive(Clone, Copy, Debug)]
+pub struct OutShape {
+    pub value_dim: usize,
+    pub half: Half,
+    /// Whether weights are dropped out.
+    pub dropout: bool,
+}
+
+impl OutShape {
+    pub fn of(tile: &Tile) -> Self {
+        Self {
+            value_dim: tile.value_dim,
+            half: tile.half,
+            dropout: tile.options.score.dropout,
+        }
+    }
+}
+
 /// A row of the output.
 #[derive(CubeType, Clone, Copy)]
 pub struct OutRow {
@@ -60,13 +79,13 @@ pub fn store_row<O: Size>(
     factor: f32,
     first: u32,
     row: &OutRow,
-    #[comptime] t: Tile,
+    #[comptime] t: OutShape,
 ) {
     let mut inverse = f32::new(0.0);
     let mut log = f32::new(f32::NEG_INFINITY);
     if l > 0.0f32 {
         inverse = reciprocal(l);
-        if comptime!(t.options.score.dropout) {
+        if comptime!(t.dropout) {
             inverse *= factor;
         }
         log = (m + log2(l)) * comptime!(std::f32::consts::LN_2);

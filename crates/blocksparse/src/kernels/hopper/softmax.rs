@@ -288,7 +288,7 @@ pub struct Softmax<S: Size> {
 
 /// One step of online softmax.
 #[cube]
-fn softmax<S: Size>(
+pub fn softmax<S: Size>(
     s: Vector<f32, S>,
     old_m0: f32,
     old_m1: f32,
@@ -489,11 +489,11 @@ pub fn add_scaled<O: Size>(
     x: Vector<f32, O>,
     a0: f32,
     a1: f32,
-    #[comptime] t: Tile,
+    #[comptime] value_dim: usize,
 ) -> Vector<f32, O> {
     let mut o = o_in;
     #[unroll]
-    for j in 0..comptime!(t.value_dim / 8) {
+    for j in 0..comptime!(value_dim / 8) {
         #[unroll]
         for i in 0..2usize {
             let at = comptime!(4 * j + i);

@@ -54,6 +54,8 @@ mod speeds {
     pub const MEMORY: f64 = 2.0e12;
     /// Products of walks, forward and for dQ.
     pub const WALK: f64 = 295e12;
+    /// And forward on wgmma.
+    pub const WARPGROUPS: f64 = 450e12;
     /// Products of the gradients by keys, of which whole words of keys are made,
     pub const WORDS: f64 = 150e12;
     /// and of those of records.
@@ -100,8 +102,12 @@ impl Costs {
         let masks = seen / 8.0 * 4.0 / speeds::MASKS;
         let [around, words, records] = speeds::AROUND;
         let tiles = |products: f64, speed: f64| seen * pair * products / speed + masks + around;
+        let forward = match request.warpgroups() {
+            Some(_) => speeds::WARPGROUPS,
+            None => speeds::WALK,
+        };
         Self {
-            forward: walk(1.0, speeds::WALK),
+            forward: walk(1.0, forward),
             queries: walk(1.5, speeds::WALK),
             words: of_words * KEYS_OF_WORD as f64 * pair * 2.0 / speeds::WORDS + words,
             records: walk(2.0, speeds::RECORDS).max(written) + written + summed + records,

@@ -49,6 +49,7 @@ pub fn forward(
     #[comptime] t: WalkTile,
 ) {
     let tile = comptime!(t.inner);
+    let rows = comptime!(t.head_rows());
     let tiles = comptime!(tile.warp_tiles);
     let stages = comptime!(tile.stages as u32);
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 128usize);
@@ -63,7 +64,7 @@ pub fn forward(
         &v_strides,
         &slice,
         most,
-        t,
+        rows,
     );
     let own = base + comptime!(t.own_offset() as u32);
     copy_query(
@@ -80,7 +81,7 @@ pub fn forward(
     let warp_rows = warp * comptime!(16 * tile.warp_tiles as u32);
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
-    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, t);
+    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, rows);
     let mut m = Array::<f32>::new(comptime!(2 * tiles));
     let mut l = Array::<f32>::new(comptime!(2 * tiles));
     let mut o = Array::<Vector<f32, Four>>::new(comptime!(tiles * tile.value_dim / 8));
@@ -98,7 +99,7 @@ pub fn forward(
         // What is there is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
         #[unroll]
         for i in 0..comptime!(2 * tiles) {
-            let row = head_of_row(first_row + comptime!(i as u32 * ROW_PAIR), t);
+            let row = head_of_row(first_row + comptime!(i as u32 * ROW_PAIR), rows);
             let at = (before + row * q_strides.len) as usize;
             let log = lse[at];
             if log > f32::new(LOWEST_MAX) {
@@ -173,7 +174,7 @@ pub fn forward(
             log = (m[i] * log2_scale + log2(sum)) * comptime!(std::f32::consts::LN_2);
         }
         let row = first_row + comptime!(i as u32 * ROW_PAIR);
-        if is_written(row, t) {
+        if is_written(row, rows) {
             let at = (before + row * q_strides.len) as usize;
             #[unroll]
             for n in 0..comptime!(tile.value_dim / 8) {

@@ -33,6 +33,20 @@ pub struct Sources {
     pub value_stride: u64,
 }
 
+/// The rows of a query: so many heads, and what fills them up, which repeats the last head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct HeadRows {
+    pub heads: usize,
+    pub rows: usize,
+}
+
+impl HeadRows {
+    /// Whether every row is a head's.
+    fn is_full(&self) -> bool {
+        self.heads == self.rows
+    }
+}
+
 /// What a cube's walk begins with.
 #[derive(CubeType, Clone, Copy)]
 pub struct QueryWalk {
@@ -54,7 +68,7 @@ pub fn query_walk(
     v_strides: &Strides,
     slice: &Slice,
     most: u32,
-    #[comptime] t: WalkTile,
+    #[comptime] t: HeadRows,
 ) -> QueryWalk {
     let kv_head = head_of(slice) as u32;
     let batch = batch_of(slice) as u32;
@@ -79,13 +93,13 @@ pub fn query_walk(
 
 /// The query's row of the first head that shares the list, among those of all batch entries and heads.
 #[cube]
-pub fn first_of_heads(walk: &QueryWalk, lists: u32, seq_q: u32, #[comptime] t: WalkTile) -> u32 {
+pub fn first_of_heads(walk: &QueryWalk, lists: u32, seq_q: u32, #[comptime] t: HeadRows) -> u32 {
     (walk.batch * lists * comptime!(t.heads as u32) + walk.first_head) * seq_q + walk.query
 }
 
 /// The head of a row of the query, among those that share the list.
 #[cube]
-pub fn head_of_row(row: u32, #[comptime] t: WalkTile) -> u32 {
+pub fn head_of_row(row: u32, #[comptime] t: HeadRows) -> u32 {
     if comptime!(t.is_full()) {
         row
     } else {
@@ -95,7 +109,7 @@ pub fn head_of_row(row: u32, #[comptime] t: WalkTile) -> u32 {
 
 /// Whether a row is a head's, and so to be written.
 #[cube]
-pub fn is_written(row: u32, #[comptime] t: WalkTile) -> bool {
+pub fn is_written(row: u32, #[comptime] t: HeadRows) -> bool {
     if comptime!(t.is_full()) {
         true.runtime()
     } else {
@@ -113,14 +127,15 @@ pub fn copy_query(
     #[comptime] dim: usize,
     #[comptime] t: WalkTile,
 ) {
+    let first = rows_of_query(tensor, strides, walk);
+    copy_own(target, first, strides.head, dim, t);
+}
+
+/// The address of the query's row of the first head that shares the list.
+#[cube]
+pub fn rows_of_query(tensor: u64, strides: &Strides, walk: &QueryWalk) -> u64 {
     let first = head_address(tensor, strides, walk.batch, walk.first_head);
-    copy_own(
-        target,
-        first + u64::cast_from(walk.query) * strides.row * 16,
-        strides.head,
-        dim,
-        t,
-    );
+    first + u64::cast_from(walk.query) * strides.row * 16
 }
 
 /// Starts to copy all steps that have room but one; the positions of the step behind them.
@@ -145,8 +160,13 @@ pub fn steps_of(list: &QueryList, #[comptime] t: WalkTile) -> u32 {
 /// The position of the lane's key of step `j`, or [`NOWHERE`]. All warps have the same ones.
 #[cube]
 pub fn listed_position(lists: &[i32], list: &QueryList, j: u32, #[comptime] t: WalkTile) -> u32 {
-    let block = comptime!(t.block as u32);
     let flat = j * comptime!(t.inner.cols as u32) + UNIT_POS_X % comptime!(t.inner.cols as u32);
+    position_of_key(lists, list, flat, comptime!(t.block as u32))
+}
+
+/// The position of a key of a list, of whose numbers each names `block` neighbouring ones, or [`NOWHERE`].
+#[cube]
+pub fn position_of_key(lists: &[i32], list: &QueryList, flat: u32, #[comptime] block: u32) -> u32 {
     let entry = flat / block;
     let mut position = comptime!(NOWHERE).runtime();
     if entry < list.most {
@@ -249,7 +269,7 @@ fn copy_own(target: u32, first: u64, stride: u64, #[comptime] dim: usize, #[comp
         copy_far_piece(
             target + row * comptime!(t.inner.pitch(dim) as u32) + piece,
             first + u64::cast_from(piece),
-            head_of_row(row, t),
+            head_of_row(row, comptime!(t.head_rows())),
             stride * 16,
         );
         index += comptime!(t.inner.units() as u32);

@@ -8,9 +8,11 @@ use super::costs::ByKeys;
 use super::request::ListedRequest;
 use super::spread::{KEYS, SpreadTile};
 use super::tile::{MOST_STAGES, WalkTile};
-use crate::kernels::call::{ScoreKind, TierLimit, check_ampere};
+use super::warpgroup_tile::{STAGES, WarpgroupTile};
+use crate::kernels::call::{ScoreKind, TierLimit, check_ampere, check_hopper};
 use crate::kernels::mma::asm::Element;
 use crate::kernels::mma::tile::{Outputs, Tile};
+use crate::kernels::shared::asm::Half;
 use crate::kernels::tensor::{TOO_LARGE, half_of, is_u32};
 
 /// The most that queries and keys are wide, and values.
@@ -28,6 +30,8 @@ const RESERVED: usize = 1024;
 pub struct ListedPlan {
     pub(super) request: ListedRequest,
     pub(super) forward: WalkTile,
+    /// What makes the forward pass on wgmma in place of that, where there is no other attention to carry on.
+    pub(super) warpgroups: Option<WarpgroupTile>,
     pub(super) queries: WalkTile,
     pub(super) keys: Tile,
     /// What makes the gradients by keys and values query by query, in place of that.
@@ -57,6 +61,7 @@ impl ListedPlan {
             true => Ok(Self {
                 request,
                 forward,
+                warpgroups: warpgroup_tile(properties, &request, element.half()),
                 queries,
                 keys,
                 spread: spread.filter(|_| ByKeys::of(&request) == ByKeys::Records),
@@ -202,6 +207,35 @@ fn walk_tile(
     }
 }
 
+/// The walk on wgmma, where heads fill its rows: the most keys a step that there is room for, of which two cubes of 64 rows share a multiprocessor.
+fn warpgroup_tile(
+    properties: &DeviceProperties,
+    request: &ListedRequest,
+    half: Half,
+) -> Option<WarpgroupTile> {
+    let is_left_out = TierLimit::from_env().is_ok_and(|limit| limit == TierLimit::Mma);
+    if is_left_out || check_hopper(properties).is_err() {
+        return None;
+    }
+    let warpgroups = request.warpgroups()?;
+    let room = properties.hardware.max_shared_memory_size;
+    let shape = |cols: usize| WarpgroupTile {
+        half,
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
+        warpgroups,
+        cols,
+        heads: request.rows(),
+        block: request.block,
+        far_rows: false,
+    };
+    let cubes = 2 / warpgroups;
+    let share = (room + RESERVED) / cubes - RESERVED;
+    let widest = [128, 64].map(shape);
+    let fits = |room: usize| widest.into_iter().find(|tile| tile.shared_bytes() <= room);
+    fits(share).or_else(|| fits(room))
+}
+
 /// The walk of the queries that chose a block.
 fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
     let warps = request.keys_of_list().min(64) / ROWS;
@@ -250,7 +284,15 @@ impl ListedPlan {
 
     /// The kernel of the forward pass.
     pub(super) fn forward_line(&self) -> String {
-        walk_line("forward", &self.forward)
+        match &self.warpgroups {
+            Some(tile) => format!(
+                "  forward  {} keys a step on wgmma, {} units, {STAGES} stages in {} KiB shared",
+                tile.cols,
+                tile.units(),
+                tile.shared_bytes().div_ceil(1024),
+            ),
+            None => walk_line("forward", &self.forward),
+        }
     }
 
     /// Those of the backward pass.

@@ -97,6 +97,36 @@ fn lists_of_single_keys_have_words_of_bits() {
     assert!(refused.contains("32 bits"));
 }
 
+/// The forward pass of many heads is on wgmma, where they fill its rows and it is the device's.
+#[rstest::rstest]
+#[case(128, [128, 128], Some("128 keys a step on wgmma, 256 units, 3 stages in 225 KiB shared"))]
+#[case(100, [64, 64], Some("128 keys a step on wgmma, 256 units, 3 stages in 113 KiB shared"))]
+#[case(128, [192, 128], Some("64 keys a step on wgmma, 256 units, 3 stages in 169 KiB shared"))]
+#[case(64, [128, 128], Some("64 keys a step on wgmma, 128 units, 3 stages in 113 KiB shared"))]
+#[case(48, [64, 128], Some("64 keys a step on wgmma, 128 units, 3 stages in 81 KiB shared"))]
+#[case(80, [128, 128], None)]
+#[case(32, [128, 128], None)]
+#[case(64, [80, 64], None)]
+fn many_heads_walk_on_wgmma(
+    #[case] heads: usize,
+    #[case] dims: [usize; 2],
+    #[case] line: Option<&str>,
+) {
+    let request = ListedRequest::of_keys([1, heads, 1], [4096; 2], dims, BF16, 512, true);
+    let plan = ListedPlan::new(&hopper(), request).unwrap();
+    let printed = plan.forward_line();
+    match line {
+        Some(line) => assert_eq!(printed, format!("  forward  {line}")),
+        None => assert!(!printed.contains("wgmma"), "{printed}"),
+    }
+    if let Some(tile) = plan.warpgroups {
+        assert!(tile.shared_bytes() <= 232_448);
+        assert!(matches!(tile.warp_keys(), 8 | 16 | 32));
+    }
+    let ampere = ListedPlan::new(&device("ptx_sm80", 166_912), request).unwrap();
+    assert!(ampere.warpgroups.is_none());
+}
+
 /// The ways of passes over lists of random keys that were measured on an H100: each is that of the least time, or within a tenth of it.
 #[rstest::rstest]
 #[case([16, 65_536, 2048], [false, false], true)]

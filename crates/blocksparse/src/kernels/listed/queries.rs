@@ -37,6 +37,7 @@ pub fn queries(
     #[comptime] t: WalkTile,
 ) {
     let tile = comptime!(t.inner);
+    let rows = comptime!(t.head_rows());
     let tiles = comptime!(tile.warp_tiles);
     let eights = comptime!(tile.eights());
     let stages = comptime!(tile.stages as u32);
@@ -52,7 +53,7 @@ pub fn queries(
         &v_strides,
         &slice,
         most,
-        t,
+        rows,
     );
     let own = base + comptime!(t.own_offset() as u32);
     let second = base + comptime!(t.second_offset() as u32);
@@ -78,12 +79,12 @@ pub fn queries(
     let warp_rows = warp * comptime!(16 * tile.warp_tiles as u32);
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
-    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, t);
+    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, rows);
     let mut row_lse = Array::<f32>::new(comptime!(2 * tiles));
     let mut row_delta = Array::<f32>::new(comptime!(2 * tiles));
     #[unroll]
     for i in 0..comptime!(2 * tiles) {
-        let row = head_of_row(first_row + comptime!(i as u32 * ROW_PAIR), t);
+        let row = head_of_row(first_row + comptime!(i as u32 * ROW_PAIR), rows);
         let at = (before + row * q_strides.len) as usize * 2;
         row_lse[i] = stats[at];
         row_delta[i] = stats[at + 1];
@@ -178,7 +179,7 @@ pub fn queries(
     #[unroll]
     for i in 0..comptime!(2 * tiles) {
         let row = first_row + comptime!(i as u32 * ROW_PAIR);
-        if is_written(row, t) {
+        if is_written(row, rows) {
             let at = (before + row * q_strides.len) as usize * comptime!(tile.words(tile.head_dim));
             #[unroll]
             for n in 0..comptime!(tile.head_dim / 8) {

@@ -1,5 +1,6 @@
 //! The shape of a cube's walk, and where its parts lie in shared memory.
 
+use super::gather::HeadRows;
 use crate::kernels::mma::tile::Tile;
 
 /// Bytes at the beginning of shared memory: for each step that is there, which of its keys exist, a bit each.
@@ -40,9 +41,12 @@ impl WalkTile {
         self.inner.rows() * (self.inner.pitch(self.inner.head_dim) + second)
     }
 
-    /// Whether every row is a head's.
-    pub fn is_full(&self) -> bool {
-        self.heads == self.inner.rows()
+    /// Which of the rows are heads.
+    pub fn head_rows(&self) -> HeadRows {
+        HeadRows {
+            heads: self.heads,
+            rows: self.inner.rows(),
+        }
     }
 
     /// Whether the query's rows stay in registers.

@@ -1,13 +1,12 @@
 //! Blocks of neighbouring rows: their means, and how alike their rows are.
 
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::norm_shape::{LANE_NUMBERS, has, place, sum_of, tile_of, widest};
+use super::norm_shape::{LANE_NUMBERS, has, place, sum_of, tile_of};
 use super::only::{OnlyLists, is_wanted, numbers_of};
 use super::tile::{Combine, RowTile, across_lanes};
-use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 
@@ -21,8 +20,6 @@ const AT_A_TIME: usize = 4;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct BlockKind {
     tile: RowTile,
-    /// Whether the squared lengths of the means of directions are wanted, not the means.
-    alike: bool,
     /// Whether lists are wanted that have at least a limit, where not all are.
     above: bool,
 }
@@ -68,16 +65,18 @@ struct Sizes {
     count: usize,
 }
 
-/// A cube has a block: `output` `[lists, blocks, width]`, or `[lists, blocks]`. Those behind the last have blocks of the second tensor, if there is one, whose
-/// rows and blocks are as wide.
+/// A cube has a block: its mean in `means` `[lists, blocks, width]`, and, if it is wanted, the squared length of its directions' mean in `alike`
+/// `[lists, blocks]`. Those behind the last have blocks of the second tensor, if there is one, whose rows and blocks are as wide. `less` is of the first.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn of_blocks<E: Float, N: Size>(
     x: &[Vector<E, N>],
     second: ComptimeOption<Box<[Vector<E, N>]>>,
-    less: ComptimeOption<Box<[Vector<f32, N>]>>,
+    less: ComptimeOption<Box<[f32]>>,
     only: ComptimeOption<Box<[f32]>>,
-    output: &mut [f32],
-    second_output: ComptimeOption<Box<[f32]>>,
+    means: &mut [f32],
+    second_means: ComptimeOption<Box<[f32]>>,
+    alike: ComptimeOption<Box<[f32]>>,
+    second_alike: ComptimeOption<Box<[f32]>>,
     sizes: Sizes,
     second_sizes: Sizes,
     block: usize,
@@ -88,6 +87,7 @@ fn of_blocks<E: Float, N: Size>(
     let tile = comptime!(c.tile);
     let vectors = comptime!(tile.lane_vectors());
     let row_vectors = comptime!(tile.row_vectors);
+    let by_direction = comptime!(alike.is_some());
     let zero = Vector::<f32, N>::zeroed();
     let is_second = comptime!(second.is_some()) && CUBE_POS >= sizes.count;
     let rows = select(is_second, second_sizes.rows, sizes.rows);
@@ -103,9 +103,28 @@ fn of_blocks<E: Float, N: Size>(
     let group = unit / comptime!(tile.lanes);
     let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.shared()));
     let mut sums = Array::<Vector<f32, N>>::new(vectors);
+    let mut directions = Array::<Vector<f32, N>>::new(vectors);
+    let mut lower = Array::<Vector<f32, N>>::new(vectors);
     #[unroll]
     for i in 0..vectors {
         sums[i] = zero;
+        directions[i] = zero;
+        lower[i] = zero;
+        #[comptime]
+        match &less {
+            ComptimeOption::Some(less) => {
+                if !is_second {
+                    let start = (list * row_vectors + place(lane, i, tile)) * N::value();
+                    let mut vector = zero;
+                    #[unroll]
+                    for n in 0..N::value() {
+                        vector.insert(n, less[start + n]);
+                    }
+                    lower[i] = vector;
+                }
+            }
+            ComptimeOption::None => {}
+        }
     }
     // Every unit meets every barrier: groups behind the last row have it again, and it counts for nothing.
     let mut own = Array::<Vector<E, N>>::new(comptime!(AT_A_TIME * vectors));
@@ -141,21 +160,20 @@ fn of_blocks<E: Float, N: Size>(
         #[unroll]
         for r in 0..comptime!(AT_A_TIME) {
             let row = first_row + comptime!(r * tile.rows);
-            let mut factor = select(row < members, 1.0f32, 0.0f32);
+            let factor = select(row < members, 1.0f32, 0.0f32);
             let mut values = Array::<Vector<f32, N>>::new(vectors);
             #[unroll]
             for i in 0..vectors {
                 let mut value = Vector::<f32, N>::cast_from(own[comptime!(r * vectors + i)]);
                 #[comptime]
                 match &less {
-                    ComptimeOption::Some(less) => {
-                        value -= less[list * row_vectors + place(lane, i, tile)];
-                    }
+                    ComptimeOption::Some(_) => value -= lower[i],
                     ComptimeOption::None => {}
                 }
                 values[i] = select(has(lane, i, tile), value, zero);
+                sums[i] += values[i] * Vector::<f32, N>::empty().fill(factor);
             }
-            if comptime!(c.alike) {
+            if comptime!(by_direction) {
                 let mut total = zero;
                 #[unroll]
                 for i in 0..vectors {
@@ -163,69 +181,115 @@ fn of_blocks<E: Float, N: Size>(
                 }
                 let square =
                     across_lanes::<f32>(sum_of::<f32, N>(total), &mut shared, tile, Combine::Sum);
-                factor /= max(square.sqrt(), comptime!(SHORTEST).runtime());
-            }
-            #[unroll]
-            for i in 0..vectors {
-                sums[i] += values[i] * Vector::<f32, N>::empty().fill(factor);
+                let length = max(square.sqrt(), comptime!(SHORTEST).runtime());
+                let factor = Vector::<f32, N>::empty().fill(factor / length);
+                #[unroll]
+                for i in 0..vectors {
+                    directions[i] += values[i] * factor;
+                }
             }
         }
     }
     let part = 1.0f32 / f32::cast_from(members);
-    if comptime!(c.alike) {
-        let mut groups = Shared::<[Vector<f32, N>]>::new_slice(comptime!(tile.units() * vectors));
-        #[unroll]
-        for i in 0..vectors {
-            groups[unit * vectors + i] = sums[i];
-        }
-        sync_cube();
-        // All groups have the same sums then, added in the same order.
-        let mut total = zero;
-        #[unroll]
-        for i in 0..vectors {
-            let mut sum = groups[lane * vectors + i];
-            for other in 1..comptime!(tile.rows) {
-                sum += groups[(other * comptime!(tile.lanes) + lane) * vectors + i];
+    let width = row_vectors * N::value();
+    let mut numbers =
+        Shared::<[f32]>::new_slice(comptime!(tile.rows * tile.row_vectors * tile.vector));
+    share_sums::<N>(&sums, &mut numbers, tile);
+    sync_cube();
+    let first = at_block * width;
+    #[comptime]
+    match second_means {
+        ComptimeOption::Some(mut second_means) => {
+            if is_second {
+                write_means(&numbers, &mut second_means, first, part, width, tile);
+            } else {
+                write_means(&numbers, means, first, part, width, tile);
             }
-            let mean = sum * Vector::<f32, N>::empty().fill(part);
-            total += mean * mean;
         }
-        let square = across_lanes::<f32>(sum_of::<f32, N>(total), &mut shared, tile, Combine::Sum);
+        ComptimeOption::None => {
+            write_means(&numbers, means, first, part, width, tile);
+        }
+    }
+    if comptime!(by_direction) {
+        sync_cube();
+        share_sums::<N>(&directions, &mut numbers, tile);
+        sync_cube();
+        let mut square = 0.0f32.runtime();
+        let mut channel = unit;
+        while channel < width {
+            let mean = sum_of_channel(&numbers, channel, width, tile) * part;
+            square += mean * mean;
+            channel += comptime!(tile.units());
+        }
+        let mut squares = Shared::<[f32]>::new_slice(comptime!(tile.units()));
+        squares[unit] = square;
+        sync_cube();
+        let mut total = 0.0f32.runtime();
+        for row in 0..comptime!(tile.rows) {
+            total += squares[row * comptime!(tile.lanes) + lane];
+        }
+        let square = across_lanes::<f32>(total, &mut shared, tile, Combine::Sum);
         if unit == 0 {
-            output[at_block] = square;
-        }
-    } else {
-        let width = row_vectors * N::value();
-        let mut numbers =
-            Shared::<[f32]>::new_slice(comptime!(tile.rows * tile.row_vectors * tile.vector));
-        #[unroll]
-        for i in 0..vectors {
-            if has(lane, i, tile) {
-                let at = group * width + place(lane, i, tile) * N::value();
-                #[unroll]
-                for n in 0..N::value() {
-                    numbers[at + n] = sums[i].extract(n);
+            #[comptime]
+            match alike {
+                ComptimeOption::Some(mut alike) =>
+                {
+                    #[comptime]
+                    match second_alike {
+                        ComptimeOption::Some(mut second_alike) => {
+                            if is_second {
+                                second_alike[at_block] = square;
+                            } else {
+                                alike[at_block] = square;
+                            }
+                        }
+                        ComptimeOption::None => {
+                            alike[at_block] = square;
+                        }
+                    }
                 }
-            }
-        }
-        sync_cube();
-        let first = at_block * width;
-        #[comptime]
-        match second_output {
-            ComptimeOption::Some(mut second_output) => {
-                if is_second {
-                    write_means(&numbers, &mut second_output, first, part, width, tile);
-                } else {
-                    write_means(&numbers, output, first, part, width, tile);
-                }
-            }
-            ComptimeOption::None => {
-                write_means(&numbers, output, first, part, width, tile);
+                ComptimeOption::None => {}
             }
         }
     }
 }
 
+/// A unit puts its sums where those of its group's row are.
+#[cube]
+fn share_sums<N: Size>(
+    sums: &Array<Vector<f32, N>>,
+    numbers: &mut Shared<[f32]>,
+    #[comptime] tile: RowTile,
+) {
+    let unit = UNIT_POS as usize;
+    let lane = unit % comptime!(tile.lanes);
+    let group = unit / comptime!(tile.lanes);
+    #[unroll]
+    for i in 0..comptime!(tile.lane_vectors()) {
+        if has(lane, i, tile) {
+            let vector = group * comptime!(tile.row_vectors) + place(lane, i, tile);
+            #[unroll]
+            for n in 0..N::value() {
+                numbers[vector * N::value() + n] = sums[i].extract(n);
+            }
+        }
+    }
+}
+
+/// The sum of a channel over all groups.
+#[cube]
+fn sum_of_channel(
+    numbers: &Shared<[f32]>,
+    channel: usize,
+    width: usize,
+    #[comptime] tile: RowTile,
+) -> f32 {
+    let mut sum = numbers[channel];
+    for other in 1..comptime!(tile.rows) {
+        sum += numbers[channel + other * width];
+    }
+    sum
+}
 /// A unit adds up a channel of all groups' sums, and writes `part` of it.
 #[cube]
 fn write_means(
@@ -238,26 +302,32 @@ fn write_means(
 ) {
     let mut channel = UNIT_POS as usize;
     while channel < width {
-        let mut sum = numbers[channel];
-        for other in 1..comptime!(tile.rows) {
-            sum += numbers[channel + other * width];
-        }
-        output[first + channel] = sum * part;
+        output[first + channel] = sum_of_channel(numbers, channel, width, tile) * part;
         channel += comptime!(tile.units());
     }
 }
 
-/// The mean of each block of rows: `means` `[lists, blocks, width]`, f32. `x` is contiguous `[lists, rows, width]`; sums are f32.
+/// Rows in blocks, and where what is made of each goes.
+#[derive(Clone, Copy, Debug)]
+pub struct Blocked<'a> {
+    /// Contiguous `[lists, rows, width]`.
+    pub x: &'a Handle,
+    /// How rows are cut.
+    pub of: &'a RowBlocks,
+    /// `[lists, blocks, width]`, f32.
+    pub means: &'a Handle,
+}
+
+/// The mean of each block of rows; sums are f32.
 ///
 /// # Errors
 /// [`KernelError`] if the device does not index as many numbers, or has no cube for a row.
 pub fn block_means(
     client: &Client,
-    x: Typed,
-    of: &RowBlocks,
-    means: &Handle,
+    element: ElemType,
+    blocked: Blocked,
 ) -> Result<(), KernelError> {
-    block_means_of_lists(client, x, of, None, means)
+    launch(client, element, blocked, Beside::default())
 }
 
 /// [`block_means`], where only some lists are wanted: the rows of others are not read, and their means are 0.
@@ -266,67 +336,59 @@ pub fn block_means(
 /// As [`block_means`].
 pub(in crate::kernels) fn block_means_of_lists(
     client: &Client,
-    x: Typed,
-    of: &RowBlocks,
+    element: ElemType,
+    blocked: Blocked,
     only: Option<OnlyLists>,
-    means: &Handle,
 ) -> Result<(), KernelError> {
     let beside = Beside {
         only,
         ..Beside::default()
     };
-    launch(client, x.1, (x.0, of, means), beside, false)
+    launch(client, element, blocked, beside)
 }
 
-/// [`block_means`] of two tensors of one type by one launch: of the second, `[lists, rows, width]`, with blocks of as many rows.
+/// [`block_means`] of two tensors of one type by one launch: blocks have as many rows, and rows are as wide.
 ///
 /// # Errors
 /// As [`block_means`].
 pub fn block_means_of_two(
     client: &Client,
     element: ElemType,
-    (x, of, means): (&Handle, &RowBlocks, &Handle),
-    (second, [lists, rows], second_means): (&Handle, [usize; 2], &Handle),
+    [first, second]: [Blocked; 2],
 ) -> Result<(), KernelError> {
-    let of_second = RowBlocks { lists, rows, ..*of };
-    let (first, second) = ((x, of, means), (second, &of_second, second_means));
-    if of.lists * of.rows * lists * rows == 0 {
-        launch(client, element, first, Beside::default(), false)?;
-        return launch(client, element, second, Beside::default(), false);
-    }
     let beside = Beside {
         second: Some(second),
         ..Beside::default()
     };
-    launch(client, element, first, beside, false)
+    launch(client, element, first, beside)
 }
 
-/// The mean of the cosines of all pairs of rows of each block, which is the square of the length of their directions' mean: `alike` `[lists, blocks]`, f32.
-/// Rows are taken less `less` `[lists, width]`, f32, if there is one.
+/// [`block_means_of_two`], and beside each block's mean the mean of the cosines of all pairs of its rows, which is the square of the length of their directions'
+/// mean: `alike`, `[lists, blocks]` each, f32. Rows of the first tensor are taken less `less` `[lists, width]`, f32, if there is one.
 ///
 /// # Errors
 /// As [`block_means`].
-pub fn block_likeness(
+pub(in crate::kernels) fn block_means_and_likeness(
     client: &Client,
-    x: Typed,
-    of: &RowBlocks,
+    element: ElemType,
+    [first, second]: [Blocked; 2],
+    alike: [&Handle; 2],
     less: Option<&Handle>,
-    alike: &Handle,
 ) -> Result<(), KernelError> {
     let beside = Beside {
+        second: Some(second),
+        alike: Some(alike),
         less,
-        ..Beside::default()
+        only: None,
     };
-    launch(client, x.1, (x.0, of, alike), beside, true)
+    launch(client, element, first, beside)
 }
-
-/// Rows, how they are cut, and where results go.
-type Blocked<'a> = (&'a Handle, &'a RowBlocks, &'a Handle);
 
 /// What a launch may have beside its rows.
 #[derive(Default)]
 struct Beside<'a> {
     second: Option<Blocked<'a>>,
+    alike: Option<[&'a Handle; 2]>,
     less: Option<&'a Handle>,
     only: Option<OnlyLists<'a>>,
 }
@@ -334,32 +396,38 @@ struct Beside<'a> {
 fn launch(
     client: &Client,
     element: ElemType,
-    (x, of, output): Blocked,
+    first: Blocked,
     beside: Beside,
-    alike: bool,
 ) -> Result<(), KernelError> {
-    let Beside { second, less, only } = beside;
-    let f32 = less.map(|_| ElemType::Float(FloatKind::F32));
-    let widest = widest(f32.into_iter().chain([element]));
-    let tile = tile_of(client.properties(), of.width, widest, LANE_NUMBERS)?;
-    let width = if alike { 1 } else { of.width };
+    let Beside {
+        second,
+        alike,
+        less,
+        only,
+    } = beside;
+    let Blocked { x, of, means } = first;
+    let tile = tile_of(client.properties(), of.width, element, LANE_NUMBERS)?;
     let above = only.is_some_and(|only| only.above);
-    let tensors = || {
-        [Some(of), second.map(|(_, of, _)| of)]
-            .into_iter()
-            .flatten()
-    };
-    let numbers = |of: &RowBlocks| of.lists * of.rows * of.width;
-    let address = address_of(client, tensors().map(numbers).max().unwrap_or(0))?;
-    let count = |of: &RowBlocks| of.lists * of.blocks();
-    let all = tensors().map(count).sum::<usize>();
-    let cubes = spread(client, all as u64)?;
-    if all == 0 {
-        return Ok(());
+    let of_second = second.map_or(RowBlocks { lists: 0, ..*of }, |second| *second.of);
+    let both = [*of, of_second];
+    let numbers = both.map(|of| of.lists * of.rows * of.width);
+    let address = address_of(client, numbers[0].max(numbers[1]))?;
+    let count = both.map(|of| of.lists * of.blocks());
+    let cubes = spread(client, (count[0] + count[1]) as u64)?;
+    let second = second.filter(|_| count[1] > 0);
+    match (count[0], second) {
+        (0, None) => return Ok(()),
+        (0, Some(second)) => {
+            let beside = Beside {
+                alike: alike.map(|[_, alike]| [alike; 2]),
+                ..Beside::default()
+            };
+            return launch(client, element, second, beside);
+        }
+        _ => {}
     }
-    let vectors = |of: &RowBlocks| of.lists * of.rows * tile.row_vectors;
-    let sizes = |of: &RowBlocks| SizesLaunch::new(of.rows, of.blocks(), count(of));
-    let of_second = second.map_or(of, |(_, of, _)| of);
+    let vectors = both.map(|of| of.lists * of.rows * tile.row_vectors);
+    let sizes = |i: usize| SizesLaunch::new(both[i].rows, both[i].blocks(), count[i]);
     // SAFETY: a unit reads its vectors of rows of its block, which are below `rows`, and of its list; one unit writes each number of a block.
     unsafe {
         of_blocks::launch_unchecked(
@@ -368,17 +436,19 @@ fn launch(
             CubeDim::new_1d(tile.units() as u32),
             address,
             tile.vector,
-            buffer(x, vectors(of)),
-            optional(second.map(|(x, ..)| x), vectors(of_second)),
-            optional(less, of.lists * tile.row_vectors),
+            buffer(x, vectors[0]),
+            optional(second.map(|second| second.x), vectors[1]),
+            optional(less, of.lists * of.width),
             numbers_of(only),
-            buffer(output, count(of) * width),
-            optional(second.map(|(.., output)| output), count(of_second) * width),
-            sizes(of),
-            sizes(of_second),
+            buffer(means, count[0] * of.width),
+            optional(second.map(|second| second.means), count[1] * of.width),
+            optional(alike.map(|[alike, _]| alike), count[0]),
+            optional(second.and(alike.map(|[_, alike]| alike)), count[1]),
+            sizes(0),
+            sizes(1),
             of.block,
             only.map_or(0.0, |only| only.limit),
-            BlockKind { tile, alike, above },
+            BlockKind { tile, above },
             element,
         );
     }

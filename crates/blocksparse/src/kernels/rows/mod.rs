@@ -64,13 +64,14 @@ mod scaled;
 mod split;
 pub(super) mod tile;
 mod typed;
+mod whole;
 
 pub use activation::{
     ActivationBackward, activation_text, bias_activation, bias_activation_backward,
 };
 pub use beside::{rounded_beside, side_by_side};
-pub(super) use blocks::block_means_of_lists;
-pub use blocks::{RowBlocks, block_likeness, block_means, block_means_of_two};
+pub use blocks::{Blocked, RowBlocks, block_means, block_means_of_two};
+pub(super) use blocks::{block_means_and_likeness, block_means_of_lists};
 pub(super) use columns::accumulator_of;
 pub use columns::{Window, column_sums, window_sums};
 pub use cross_entropy::{
@@ -95,5 +96,6 @@ pub use order::{Rounds, highest_rows, sort_rounds};
 pub use sample::{SampleKind, sample_rows, sample_text};
 pub use scaled::scaled;
 pub use typed::Typed;
+pub(super) use whole::whole_means;
 
 pub use super::shared::curve::ActivationKind;

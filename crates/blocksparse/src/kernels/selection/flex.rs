@@ -23,7 +23,7 @@ use crate::kernels::args::{buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::rows::only::OnlyLists;
 use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
-use crate::kernels::rows::{RowBlocks, block_means_of_lists};
+use crate::kernels::rows::{Blocked, RowBlocks, block_means_of_lists};
 
 /// When heads choose in which of two ways, and what they keep at least.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -79,7 +79,12 @@ pub fn flex_blocks(
     let means_of = |x: &Handle, [lists, rows, block]: [usize; 3], only: Option<OnlyLists>| {
         let means = made(lists * rows.div_ceil(block) * width);
         let of = RowBlocks::new(lists, [rows, width], block);
-        block_means_of_lists(client, (x, element), &of, only, &means)?;
+        let blocked = Blocked {
+            x,
+            of: &of,
+            means: &means,
+        };
+        block_means_of_lists(client, element, blocked, only)?;
         Ok::<Handle, KernelError>(means)
     };
     let k_means = means_of(k, [kv_lists, seq_kv, b], None)?;
@@ -94,7 +99,7 @@ pub fn flex_blocks(
             seen,
         };
         products_of_lists(client, [q, &k_means], &of, only, &x)?;
-        softmax_of_seen(client, &x, [lists, rows, blocks], seen)?;
+        softmax_of_seen(client, &x, [lists, rows, blocks], seen, None)?;
         Ok::<Handle, KernelError>(x)
     };
     let last_means = means_of(last, [lists, queries, queries], None)?;

@@ -24,7 +24,7 @@ use crate::kernels::linear::{
     Epilogue, EpilogueTensors, Highest, ProductPlan, SeenColumns, multiply,
 };
 use crate::kernels::on_device::keep::key;
-use crate::kernels::rows::{RowBlocks, block_means};
+use crate::kernels::rows::{Blocked, RowBlocks, block_means};
 
 /// Sizes of a call.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,7 +73,12 @@ pub fn query_picks(
     let f32 = ElemType::Float(FloatKind::F32);
     let means = client.empty(kv_lists * blocks * of.width * f32.size());
     let by_block = RowBlocks::new(kv_lists, [seq_kv, of.width], of.block);
-    block_means(client, (k, element), &by_block, &means)?;
+    let blocked = Blocked {
+        x: k,
+        of: &by_block,
+        means: &means,
+    };
+    block_means(client, element, blocked)?;
     // f32 queries have products in f32.
     let parts = if element == f32 { 1 } else { 2 };
     let means = match parts {

@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use super::products::{RowsView, SeenBlocks, Wanted, dots};
 use super::{UNITS, lanes_of_rows};
-use crate::kernels::args::{buffer, spread};
+use crate::kernels::args::{buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::bits::{Grid, GridLaunch, last_position};
 use crate::kernels::rows::only::OnlyLists;
@@ -96,7 +96,19 @@ pub(super) fn products_of_lists(
 /// Units of a row.
 const LANES: usize = 32;
 
-/// Rows of products become their softmax over the blocks that they see, in place: `x` is `[lists, rows, blocks]`. What they do not see becomes 0.
+/// How alike the rows of blocks are, by which some of them are kept whatever their means say.
+#[derive(Clone, Copy, Debug)]
+pub struct Likeness<'a> {
+    /// Of queries `[lists, rows]` and of keys `[kv lists, blocks]`, f32.
+    pub alike: [&'a Handle; 2],
+    /// Lists of keys.
+    pub kv_lists: usize,
+    /// Blocks of less are not alike.
+    pub limit: f32,
+}
+
+/// Rows of products become their softmax over the blocks that they see, in place: `x` is `[lists, rows, blocks]`. What they do not see becomes 0. Blocks of keys
+/// that are not alike have no part in it and become +∞, and so do all blocks of queries that are not.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot run it.
@@ -105,6 +117,7 @@ pub fn softmax_of_seen(
     x: &Handle,
     [lists, rows, blocks]: [usize; 3],
     seen: Option<SeenRows>,
+    likeness: Option<Likeness>,
 ) -> Result<(), KernelError> {
     super::check(client)?;
     let count = lists * rows;
@@ -115,6 +128,8 @@ pub fn softmax_of_seen(
         None => GridLaunch::new(rows, blocks, 1, 1, 1, rows, 0),
     };
     let first = seen.map_or(0, |seen| seen.first);
+    let kv_lists = likeness.map_or(lists, |of| of.kv_lists);
+    let alike = |i: usize| likeness.map(|of| of.alike[i]);
     // SAFETY: units read and write numbers of their row, which is below `count`.
     unsafe {
         softmax_rows::launch_unchecked(
@@ -123,10 +138,17 @@ pub fn softmax_of_seen(
             CubeDim::new_1d(UNITS as u32),
             AddressType::U32,
             buffer(x, count * blocks),
+            optional(alike(0), count),
+            optional(alike(1), kv_lists * blocks),
             grid,
-            first,
-            rows,
-            count,
+            ProductRowsLaunch::new(
+                first,
+                rows,
+                count,
+                lists / kv_lists.max(1),
+                likeness.map_or(0.0, |of| of.limit),
+                f32::INFINITY,
+            ),
             is_seen,
             tile,
         );
@@ -137,24 +159,54 @@ pub fn softmax_of_seen(
 /// What no product is as low as.
 const LOWEST: f32 = -3.0e38;
 
+/// Rows of products.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct ProductRows {
+    /// The block of queries of a list's first row.
+    first: usize,
+    /// Of a list.
+    rows: usize,
+    /// Of all lists.
+    count: usize,
+    /// Lists that share keys.
+    group: usize,
+    /// Blocks of less are not alike.
+    limit: f32,
+    /// +∞, which WGSL has no literal for.
+    infinity: f32,
+}
+
+/// Whether a block's mean does not stand for it.
+#[cube]
+fn is_unlike(alike: &ComptimeOption<Box<[f32]>>, at: usize, limit: f32) -> bool {
+    let mut unlike = false.runtime();
+    #[comptime]
+    match alike {
+        ComptimeOption::Some(alike) => unlike = alike[at] < limit,
+        ComptimeOption::None => {}
+    }
+    unlike
+}
+
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn softmax_rows(
     x: &mut [f32],
+    q_alike: ComptimeOption<Box<[f32]>>,
+    k_alike: ComptimeOption<Box<[f32]>>,
     grid: Grid,
-    first: usize,
-    rows: usize,
-    count: usize,
+    of: ProductRows,
     #[comptime] is_seen: bool,
     #[comptime] tile: RowTile,
 ) {
     let unit = UNIT_POS as usize;
     let lane = unit % comptime!(LANES);
     let own = CUBE_POS * comptime!(UNITS / LANES) + unit / comptime!(LANES);
-    let row = own.min(count - 1);
+    let row = own.min(of.count - 1);
     let start = row * grid.kv_blocks;
+    let keys = row / of.rows / of.group * grid.kv_blocks;
     let mut end = grid.kv_blocks;
     if comptime!(is_seen) {
-        let last = last_position(row % rows + first, &grid);
+        let last = last_position(row % of.rows + of.first, &grid);
         let before = last.max(0i32) as usize / grid.block + 1;
         end = select(last < 0i32, 0usize, before.min(end));
     }
@@ -162,23 +214,31 @@ fn softmax_rows(
     let mut top = comptime!(LOWEST).runtime();
     let mut block = lane;
     while block < end {
-        top = max(top, x[start + block]);
+        let is_left_out = is_unlike(&k_alike, keys + block, of.limit);
+        top = max(
+            top,
+            select(is_left_out, comptime!(LOWEST), x[start + block]),
+        );
         block += comptime!(LANES);
     }
     let top = across_lanes::<f32>(top, &mut shared, tile, Combine::Max);
     let mut whole = 0.0f32.runtime();
     let mut block = lane;
     while block < end {
-        whole += (x[start + block] - top).exp();
+        let is_left_out = is_unlike(&k_alike, keys + block, of.limit);
+        whole += select(is_left_out, 0.0f32, (x[start + block] - top).exp());
         block += comptime!(LANES);
     }
     let whole = across_lanes::<f32>(whole, &mut shared, tile, Combine::Sum);
-    let part = select(end > 0, 1.0f32 / whole, 0.0f32);
-    if own < count {
+    let part = select(whole > 0.0f32, 1.0f32 / whole, 0.0f32);
+    if own < of.count {
+        let keeps_all = is_unlike(&q_alike, row, of.limit);
         let mut block = lane;
         while block < grid.kv_blocks {
             let p = (x[start + block] - top).exp() * part;
-            x[start + block] = select(block < end, p, 0.0f32);
+            let weighed = select(block < end, p, 0.0f32);
+            let is_kept = keeps_all || is_unlike(&k_alike, keys + block, of.limit);
+            x[start + block] = select(is_kept, of.infinity, weighed);
             block += comptime!(LANES);
         }
     }

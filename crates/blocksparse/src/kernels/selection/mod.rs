@@ -13,12 +13,14 @@
 //! flex          those, or the highest by means, as a head's last queries say
 //! gate          the blocks that single queries choose by means
 //! means         the products of means of blocks, and their softmax
+//! alike         that softmax, where blocks are alike in themselves
 //! compressed    the attention that blocks get in compressed form, and what single queries choose by it
 //! ```
 //!
 //! What is in between never has more than [`NUMBERS`] numbers, unless a single row of blocks has more. Every number has one writer and sums have a fixed
 //! order, so the same input gives the same bits on a device.
 
+mod alike;
 mod compressed;
 mod digits;
 mod flex;
@@ -43,6 +45,7 @@ use cubecl::prelude::*;
 use super::error::KernelError;
 use super::rows::tile::RowTile;
 
+pub use alike::{AlikeScores, alike_scores};
 pub use compressed::{
     CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
 };
@@ -51,7 +54,7 @@ pub use gate::{GateSizes, query_picks};
 pub use groups::{Antidiagonals, antidiagonal_masses};
 pub use line_sizes::LineSizes;
 pub use lines::{LinesPlan, line_sums};
-pub use means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
+pub use means::{Likeness, MeanProducts, SeenRows, mean_products, softmax_of_seen};
 pub use products::{RowsView, products};
 pub use threshold::{Kept, KeptLines, least_kept};
 pub use touched::{Touched, touched_blocks};

@@ -260,7 +260,7 @@ struct DotTile {
 /// Reads fewest numbers.
 const LARGE: DotTile = DotTile {
     side: 64,
-    depth: 16,
+    depth: 32,
     own: 4,
     column: 68,
 };

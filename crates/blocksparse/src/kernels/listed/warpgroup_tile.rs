@@ -1,0 +1,104 @@
+//! The shape of a walk on wgmma, and where its parts lie in shared memory.
+
+use super::gather::HeadRows;
+use crate::kernels::shared::asm::Half;
+use crate::kernels::shared::tma::{ROW, ROW_ELEMENTS};
+
+/// Rows of a warpgroup's product.
+pub const GROUP_ROWS: usize = 64;
+
+/// Steps that there is room for: of one keys and values are multiplied, the next is on its way, and a warpgroup may still read the one before.
+pub const STAGES: usize = 3;
+
+/// Bytes behind the steps: a barrier for each, and which of its keys exist, a word of each warp.
+const HEADER: usize = 128;
+
+/// The comptime shape of a walk of queries on wgmma: its key in the cache of compiled kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WarpgroupTile {
+    /// The type of the tensors.
+    pub half: Half,
+    /// Width of queries and keys, a multiple of 64.
+    pub head_dim: usize,
+    /// Width of values, a multiple of 64.
+    pub value_dim: usize,
+    /// Warpgroups, 64 rows each.
+    pub warpgroups: usize,
+    /// Keys of a step.
+    pub cols: usize,
+    /// Heads that share a list: rows, but for those that fill the last product, which repeat the last head's and are not written.
+    pub heads: usize,
+    /// Neighbouring keys that a number of a list names.
+    pub block: usize,
+    /// Whether rows of keys or values are more than 4 GB apart.
+    pub far_rows: bool,
+}
+
+impl WarpgroupTile {
+    pub fn warps(&self) -> usize {
+        4 * self.warpgroups
+    }
+
+    pub fn units(&self) -> usize {
+        32 * self.warps()
+    }
+
+    pub fn rows(&self) -> usize {
+        GROUP_ROWS * self.warpgroups
+    }
+
+    /// Which of the rows are heads.
+    pub fn head_rows(&self) -> HeadRows {
+        HeadRows {
+            heads: self.heads,
+            rows: self.rows(),
+        }
+    }
+
+    /// Keys of a step that a warp copies.
+    pub fn warp_keys(&self) -> usize {
+        self.cols / self.warps()
+    }
+
+    /// What a warp's word says where all of its keys exist.
+    pub fn all(&self) -> u32 {
+        match self.warp_keys() {
+            32 => u32::MAX,
+            keys => (1 << keys) - 1,
+        }
+    }
+
+    /// Bytes of so many rows, in spans of 64 columns.
+    fn bytes(rows: usize, dim: usize) -> usize {
+        rows * ROW * (dim / ROW_ELEMENTS)
+    }
+
+    /// The step's keys lie first in it, then its values.
+    pub fn key_bytes(&self) -> usize {
+        Self::bytes(self.cols, self.head_dim)
+    }
+
+    pub fn step_bytes(&self) -> usize {
+        self.key_bytes() + Self::bytes(self.cols, self.value_dim)
+    }
+
+    /// The query's rows are at the beginning.
+    pub fn ring_offset(&self) -> usize {
+        Self::bytes(self.rows(), self.head_dim)
+    }
+
+    /// The barriers of steps that are there.
+    pub fn full(&self) -> u32 {
+        (self.ring_offset() + STAGES * self.step_bytes()) as u32
+    }
+
+    /// The words of the warps for the first step, and so on.
+    pub fn words(&self) -> u32 {
+        self.full() + 32
+    }
+
+    /// Bytes of shared memory of a cube.
+    pub fn shared_bytes(&self) -> usize {
+        self.full() as usize + HEADER
+    }
+}
