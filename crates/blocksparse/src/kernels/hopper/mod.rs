@@ -30,6 +30,7 @@ mod pair_tile;
 pub(super) mod rows;
 mod shares;
 pub(super) mod softmax;
+pub(super) mod swizzled;
 mod tiles;
 mod walk_loads;
 mod walk_tile;

@@ -9,6 +9,8 @@
 //! compare    of each query how far the softmax of its scores is from the attention, and the gradient by the scores
 //! gradients  that gradient through the scores: by queries and weights, or by keys
 //! mma        sums and gradients of half precision on tensor cores
+//! warpgroups sums of many heads on wgmma
+//! ending     what heads give a pair there, and what becomes of their sum
 //! ```
 //!
 //! ```text
@@ -21,6 +23,8 @@
 //! and sums have a fixed order, so the same input gives the same bits on a device.
 
 mod compare;
+#[cfg(feature = "cuda-asm")]
+mod ending;
 mod gradients;
 #[cfg(feature = "cuda-asm")]
 mod mma;
@@ -28,6 +32,8 @@ mod pairs;
 mod picks;
 mod rows;
 mod sums;
+#[cfg(feature = "cuda-asm")]
+mod warpgroups;
 
 pub use compare::{Compared, compare, spread_listed};
 pub use gradients::{IndexerGradients, by_keys, by_queries, key_parts};

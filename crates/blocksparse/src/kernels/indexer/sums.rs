@@ -9,6 +9,8 @@ use cubecl::server::Handle;
 use super::mma;
 use super::pairs::{PairInputs, PairSizes, Sizes, check, key_of};
 use super::rows::{ACROSS, DEPTH, PITCH, fill, multiply};
+#[cfg(feature = "cuda-asm")]
+use super::warpgroups::{self, GroupSums};
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::shared::walk::Four;
@@ -277,6 +279,10 @@ pub fn pair_sums(
     let epilogue = Epilogue::new(sizes, sum);
     #[cfg(feature = "cuda-asm")]
     if let Ok(t) = mma::SumTile::new(client, sizes, inputs, sum) {
+        if let Some(groups) = GroupSums::new(client, sizes, &t) {
+            let of = (groups, t.run(client, sizes));
+            return warpgroups::launch(client, sizes, inputs, epilogue, out, of);
+        }
         return mma::launch(client, sizes, inputs, epilogue, out, t);
     }
     let t = SumTile::new(sizes, sum);

@@ -1,6 +1,7 @@
 //! What the ways of a call over lists of single keys should take.
 
 use super::request::ListedRequest;
+use super::warpgroups;
 use crate::kernels::on_device::KEYS_OF_WORD;
 
 /// How the gradients by keys and values are made of lists.
@@ -54,8 +55,8 @@ mod speeds {
     pub const MEMORY: f64 = 2.0e12;
     /// Products of walks, forward and for dQ.
     pub const WALK: f64 = 295e12;
-    /// And forward on wgmma.
-    pub const WARPGROUPS: f64 = 450e12;
+    /// And on wgmma, those of records, too.
+    pub const WARPGROUPS: f64 = 460e12;
     /// Products of the gradients by keys, of which whole words of keys are made,
     pub const WORDS: f64 = 150e12;
     /// and of those of records.
@@ -102,15 +103,15 @@ impl Costs {
         let masks = seen / 8.0 * 4.0 / speeds::MASKS;
         let [around, words, records] = speeds::AROUND;
         let tiles = |products: f64, speed: f64| seen * pair * products / speed + masks + around;
-        let forward = match request.warpgroups() {
-            Some(_) => speeds::WARPGROUPS,
-            None => speeds::WALK,
+        let [walks, of_records] = match warpgroups::filled(request) {
+            Some(_) => [speeds::WARPGROUPS; 2],
+            None => [speeds::WALK, speeds::RECORDS],
         };
         Self {
-            forward: walk(1.0, forward),
-            queries: walk(1.5, speeds::WALK),
+            forward: walk(1.0, walks),
+            queries: walk(1.5, walks),
             words: of_words * KEYS_OF_WORD as f64 * pair * 2.0 / speeds::WORDS + words,
-            records: walk(2.0, speeds::RECORDS).max(written) + written + summed + records,
+            records: walk(2.0, of_records).max(written) + written + summed + records,
             tiles: [tiles(1.0, speeds::TILES[0]), tiles(2.5, speeds::TILES[1])],
         }
     }

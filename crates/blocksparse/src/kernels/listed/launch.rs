@@ -9,7 +9,6 @@ use super::request::ListedRequest;
 use super::spread_launch::{self, Spread};
 use super::tile::WalkTile;
 use super::views::{ListedGradients, PIECE, far_rows, input, strides, words};
-use super::warpgroup_tile::WarpgroupTile;
 use super::{fold, forward as forward_kernel, keys, queries as by_query, warpgroups};
 use crate::kernels::args::{ScoreOptions, address_of, buffer, load_width};
 use crate::kernels::call::{OutputGrads, Outputs, TensorView};
@@ -63,9 +62,9 @@ pub fn forward(
         check_rows(name, tensor, PIECE)?;
     }
     check_scale(scale, None)?;
-    if let (Some(tile), false) = (plan.warpgroups, carry) {
+    if let (Some(tile), false) = (plan.warpgroups.forward, carry) {
         let inputs = [q, k, v];
-        forward_on_wgmma(client, request, inputs, blocks, outputs, scale, tile);
+        warpgroups::forward(client, request, inputs, blocks, outputs, scale, tile);
         return Ok(());
     }
     let tile = walk(plan.forward, [k, v], carry);
@@ -97,50 +96,6 @@ pub fn forward(
         }
     }
     Ok(())
-}
-
-/// [`forward`] on wgmma.
-fn forward_on_wgmma(
-    client: &Client,
-    request: &ListedRequest,
-    [q, k, v]: [&TensorView; 3],
-    blocks: &Handle,
-    outputs: Outputs,
-    scale: f64,
-    tile: WarpgroupTile,
-) {
-    let tile = WarpgroupTile {
-        far_rows: far_rows([k, v]),
-        ..tile
-    };
-    let (log2_scale, _) = scales(scale, None);
-    let rows = request.all_rows();
-    for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
-        // SAFETY: as for the other kernel.
-        unsafe {
-            warpgroups::forward::launch_unchecked(
-                client,
-                slice.cubes(request.seq_q),
-                CubeDim::new_1d(tile.units() as u32),
-                tile.cols / 2,
-                tile.cols / 4,
-                tile.value_dim / 2,
-                input(q),
-                input(k),
-                input(v),
-                buffer(blocks, request.listed()),
-                buffer(outputs.out, rows * request.value_dim / 8),
-                buffer(outputs.lse, rows),
-                strides(q),
-                strides(k),
-                strides(v),
-                slice.args(),
-                request.most as u32,
-                log2_scale as f32,
-                tile,
-            );
-        }
-    }
 }
 
 /// Adds the gradients by what the lists, which are of the plan's blocks, name: of a loss whose gradients by the outputs are `grads`, where `outputs` are those over all keys. q and
@@ -176,15 +131,21 @@ pub fn backward(
     let inputs = [q, k, v, grads.out];
     let (ListedLists::Blocks { blocks: walked, .. } | ListedLists::Keys(walked)) = lists;
     let of_queries = (&stats, walked);
-    by_queries(
-        client,
-        request,
-        inputs,
-        of_queries,
-        gradients.q,
-        scale,
-        tile,
-    );
+    match plan.warpgroups.queries {
+        Some(tile) => {
+            let gradient = gradients.q;
+            warpgroups::queries(client, request, inputs, of_queries, gradient, scale, tile);
+        }
+        None => by_queries(
+            client,
+            request,
+            inputs,
+            of_queries,
+            gradients.q,
+            scale,
+            tile,
+        ),
+    }
     if let (ListedLists::Keys(keys), Some(tile)) = (lists, plan.spread) {
         return spread_launch::launch(&Spread {
             client,
@@ -195,6 +156,7 @@ pub fn backward(
             gradients,
             scale,
             tile,
+            on_wgmma: plan.warpgroups.spread,
         });
     }
     let places = request.batch * request.kv_heads * request.tiles;

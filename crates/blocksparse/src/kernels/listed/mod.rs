@@ -16,7 +16,7 @@
 //! launch     launches                                     spread_launch  those of records
 //! tiles      lists of single keys as bits of all pairs, which the kernels of layouts take
 //! ways       which way a pass over single keys goes
-//! warpgroups the forward walk of many heads, on wgmma     warpgroup_tile  its shape
+//! warpgroups walks of many heads, on wgmma
 //! ```
 //!
 //! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
@@ -38,7 +38,6 @@ mod spread_launch;
 mod tile;
 mod tiles;
 mod views;
-mod warpgroup_tile;
 mod warpgroups;
 mod ways;
 

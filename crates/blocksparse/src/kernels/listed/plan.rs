@@ -7,12 +7,11 @@ use cubecl::prelude::*;
 use super::costs::ByKeys;
 use super::request::ListedRequest;
 use super::spread::{KEYS, SpreadTile};
-use super::tile::{MOST_STAGES, WalkTile};
-use super::warpgroup_tile::{STAGES, WarpgroupTile};
-use crate::kernels::call::{ScoreKind, TierLimit, check_ampere, check_hopper};
+use super::tile::{MOST_STAGES, RESERVED, WalkTile};
+use super::warpgroups::{self, Warpgroups};
+use crate::kernels::call::{ScoreKind, TierLimit, check_ampere};
 use crate::kernels::mma::asm::Element;
 use crate::kernels::mma::tile::{Outputs, Tile};
-use crate::kernels::shared::asm::Half;
 use crate::kernels::tensor::{TOO_LARGE, half_of, is_u32};
 
 /// The most that queries and keys are wide, and values.
@@ -22,20 +21,17 @@ const WIDEST: [usize; 2] = [192, 128];
 const ROWS: usize = 16;
 const MOST_ROWS: usize = 128;
 
-/// Bytes of shared memory of a multiprocessor that a cube takes besides its own.
-const RESERVED: usize = 1024;
-
 /// What a call runs. It prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ListedPlan {
     pub(super) request: ListedRequest,
     pub(super) forward: WalkTile,
-    /// What makes the forward pass on wgmma in place of that, where there is no other attention to carry on.
-    pub(super) warpgroups: Option<WarpgroupTile>,
     pub(super) queries: WalkTile,
     pub(super) keys: Tile,
     /// What makes the gradients by keys and values query by query, in place of that.
     pub(super) spread: Option<SpreadTile>,
+    /// What is on wgmma in place of these.
+    pub(super) warpgroups: Warpgroups,
 }
 
 impl ListedPlan {
@@ -61,9 +57,9 @@ impl ListedPlan {
             true => Ok(Self {
                 request,
                 forward,
-                warpgroups: warpgroup_tile(properties, &request, element.half()),
                 queries,
                 keys,
+                warpgroups: Warpgroups::new(properties, &request, element.half()),
                 spread: spread.filter(|_| ByKeys::of(&request) == ByKeys::Records),
             }),
             false => Err(NO_ROOM),
@@ -207,35 +203,6 @@ fn walk_tile(
     }
 }
 
-/// The walk on wgmma, where heads fill its rows: the most keys a step that there is room for, of which two cubes of 64 rows share a multiprocessor.
-fn warpgroup_tile(
-    properties: &DeviceProperties,
-    request: &ListedRequest,
-    half: Half,
-) -> Option<WarpgroupTile> {
-    let is_left_out = TierLimit::from_env().is_ok_and(|limit| limit == TierLimit::Mma);
-    if is_left_out || check_hopper(properties).is_err() {
-        return None;
-    }
-    let warpgroups = request.warpgroups()?;
-    let room = properties.hardware.max_shared_memory_size;
-    let shape = |cols: usize| WarpgroupTile {
-        half,
-        head_dim: request.head_dim,
-        value_dim: request.value_dim,
-        warpgroups,
-        cols,
-        heads: request.rows(),
-        block: request.block,
-        far_rows: false,
-    };
-    let cubes = 2 / warpgroups;
-    let share = (room + RESERVED) / cubes - RESERVED;
-    let widest = [128, 64].map(shape);
-    let fits = |room: usize| widest.into_iter().find(|tile| tile.shared_bytes() <= room);
-    fits(share).or_else(|| fits(room))
-}
-
 /// The walk of the queries that chose a block.
 fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
     let warps = request.keys_of_list().min(64) / ROWS;
@@ -284,20 +251,21 @@ impl ListedPlan {
 
     /// The kernel of the forward pass.
     pub(super) fn forward_line(&self) -> String {
-        match &self.warpgroups {
-            Some(tile) => format!(
-                "  forward  {} keys a step on wgmma, {} units, {STAGES} stages in {} KiB shared",
-                tile.cols,
-                tile.units(),
-                tile.shared_bytes().div_ceil(1024),
-            ),
+        match &self.warpgroups.forward {
+            Some(tile) => warpgroups::walk_line("forward", tile),
             None => walk_line("forward", &self.forward),
         }
     }
 
     /// Those of the backward pass.
     pub(super) fn backward_lines(&self) -> [String; 2] {
-        let queries = walk_line("dQ", &self.queries);
+        let queries = match &self.warpgroups.queries {
+            Some(tile) => warpgroups::walk_line("dQ", tile),
+            None => walk_line("dQ", &self.queries),
+        };
+        if let (Some(_), Some(tile)) = (&self.spread, &self.warpgroups.spread) {
+            return [queries, warpgroups::spread_line(tile)];
+        }
         if let Some(tile) = &self.spread {
             let keys = format!(
                 "  {:8} {KEYS} keys a step of a warp, a record of each pair, {} units, {} stages in {} KiB shared",

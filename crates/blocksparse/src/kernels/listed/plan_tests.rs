@@ -5,6 +5,7 @@ use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 use super::costs::Costs;
 use super::plan::*;
 use super::request::ListedRequest;
+use super::warpgroups::Warpgroups;
 use crate::kernels::tests::Fake;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
@@ -119,12 +120,15 @@ fn many_heads_walk_on_wgmma(
         Some(line) => assert_eq!(printed, format!("  forward  {line}")),
         None => assert!(!printed.contains("wgmma"), "{printed}"),
     }
-    if let Some(tile) = plan.warpgroups {
+    let of = plan.warpgroups;
+    for tile in [of.forward, of.queries].into_iter().flatten() {
         assert!(tile.shared_bytes() <= 232_448);
         assert!(matches!(tile.warp_keys(), 8 | 16 | 32));
     }
+    let all = [of.queries.is_some(), of.spread.is_some()];
+    assert_eq!(all, [line.is_some(); 2]);
     let ampere = ListedPlan::new(&device("ptx_sm80", 166_912), request).unwrap();
-    assert!(ampere.warpgroups.is_none());
+    assert_eq!(ampere.warpgroups, Warpgroups::default());
 }
 
 /// The ways of passes over lists of random keys that were measured on an H100: each is that of the least time, or within a tenth of it.

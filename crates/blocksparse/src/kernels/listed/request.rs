@@ -3,10 +3,8 @@
 use cubecl::ir::ElemType;
 
 use super::keys::ListShape;
-use super::warpgroup_tile::GROUP_ROWS;
 use crate::kernels::mma::tile::Tile;
 use crate::kernels::on_device::{KEYS_OF_WORD, KeyListSizes};
-use crate::kernels::shared::tma::ROW_ELEMENTS;
 
 /// Parts of a block's list, and steps of a part: so that the list of a block that all queries chose takes no longer than everything else.
 const MOST_PARTS: usize = 4;
@@ -102,15 +100,6 @@ impl ListedRequest {
             tiles: tiles.max(1),
             ..request
         }
-    }
-
-    /// Warpgroups that the heads of a list fill, to three quarters at least, where rows are as wgmma reads them.
-    pub(super) fn warpgroups(&self) -> Option<usize> {
-        let rows = self.rows();
-        let count = rows.div_ceil(GROUP_ROWS);
-        let is_filled = rows * 4 >= count * GROUP_ROWS * 3 && count <= 2;
-        let is_wide = |dim: usize| dim > 0 && dim.is_multiple_of(ROW_ELEMENTS);
-        (is_filled && is_wide(self.head_dim) && is_wide(self.value_dim)).then_some(count)
     }
 
     /// Keys that a query sees, listed or not.

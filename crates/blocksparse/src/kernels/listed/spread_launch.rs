@@ -7,6 +7,7 @@ use super::records::{self, GatheredLaunch};
 use super::request::ListedRequest;
 use super::spread::{ChunkLaunch, SpreadTile, spread};
 use super::views::{ListedGradients, far_rows, input, strides};
+use super::warpgroups::{self, SpreadGroups, WarpgroupTile};
 use crate::kernels::args::buffer;
 use crate::kernels::call::TensorView;
 use crate::kernels::error::KernelError;
@@ -27,6 +28,8 @@ pub struct Spread<'a> {
     pub gradients: ListedGradients<'a>,
     pub scale: f64,
     pub tile: SpreadTile,
+    /// What writes records in place of that.
+    pub on_wgmma: Option<SpreadGroups>,
 }
 
 /// Adds the gradients by keys and values, of some queries at a time.
@@ -51,6 +54,10 @@ pub fn launch(of: &Spread) -> Result<(), KernelError> {
         },
         ..of.tile
     };
+    let on_wgmma = of.on_wgmma.map(|on_wgmma| SpreadGroups {
+        far_rows: tile.inner.far_rows,
+        ..on_wgmma
+    });
     let most = request.queries_of_records().expect("planned so");
     let lists = request.batch * request.kv_heads;
     let (pieces, rows) = (tile.pieces(), request.all_keys());
@@ -76,33 +83,67 @@ pub fn launch(of: &Spread) -> Result<(), KernelError> {
             // SAFETY: a cube reads its query's list, positions below the lengths in the strides, and writes the records of its pairs, which are as many as its
             // queries' numbers at most; the buffers have the lengths they say (see `buffer`).
             unsafe {
-                spread::launch_unchecked(
-                    client,
-                    slice.cubes(queries.count),
-                    CubeDim::new_1d(tile.inner.units() as u32),
-                    input(q),
-                    input(k),
-                    input(v),
-                    input(grad_out),
-                    buffer(stats, request.all_rows() * 2),
-                    buffer(keys, request.listed()),
-                    buffer(&places.bits, rows * words),
-                    buffer(&places.firsts, rows * (words + 1)),
-                    buffer(&records, in_records),
-                    strides(k),
-                    strides(v),
-                    slice.args(),
-                    ChunkLaunch::new(
-                        first as u32,
-                        words as u32,
-                        room as u32,
-                        request.seq_q as u32,
-                        request.most as u32,
-                    ),
-                    scale as f32,
-                    log2_scale as f32,
-                    tile,
+                let cubes = slice.cubes(queries.count);
+                let stats = buffer(stats, request.all_rows() * 2);
+                let keys = buffer(keys, request.listed());
+                let bits = buffer(&places.bits, rows * words);
+                let firsts = buffer(&places.firsts, rows * (words + 1));
+                let records = buffer(&records, in_records);
+                let chunk = ChunkLaunch::new(
+                    first as u32,
+                    words as u32,
+                    room as u32,
+                    request.seq_q as u32,
+                    request.most as u32,
                 );
+                match on_wgmma {
+                    Some(tile) => warpgroups::spread::spread::launch_unchecked(
+                        client,
+                        cubes,
+                        CubeDim::new_1d(tile.units() as u32),
+                        tile.cols / 2,
+                        tile.cols / 4,
+                        WarpgroupTile::sums(tile.value_dim),
+                        WarpgroupTile::sums(tile.head_dim),
+                        input(q),
+                        input(k),
+                        input(v),
+                        input(grad_out),
+                        stats,
+                        keys,
+                        bits,
+                        firsts,
+                        records,
+                        strides(k),
+                        strides(v),
+                        slice.args(),
+                        chunk,
+                        scale as f32,
+                        log2_scale as f32,
+                        tile,
+                    ),
+                    None => spread::launch_unchecked(
+                        client,
+                        cubes,
+                        CubeDim::new_1d(tile.inner.units() as u32),
+                        input(q),
+                        input(k),
+                        input(v),
+                        input(grad_out),
+                        stats,
+                        keys,
+                        bits,
+                        firsts,
+                        records,
+                        strides(k),
+                        strides(v),
+                        slice.args(),
+                        chunk,
+                        scale as f32,
+                        log2_scale as f32,
+                        tile,
+                    ),
+                }
             }
         }
         let ends = first + queries.count == request.seq_q;

@@ -6,6 +6,9 @@ use crate::kernels::mma::tile::Tile;
 /// Bytes at the beginning of shared memory: for each step that is there, which of its keys exist, a bit each.
 const BITS: usize = 128;
 
+/// Bytes of shared memory of a multiprocessor that a cube takes besides its own.
+pub const RESERVED: usize = 1024;
+
 /// Steps that there are bits for.
 pub const MOST_STAGES: usize = BITS / 4;
 

@@ -7,6 +7,7 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::super::ending::{Ending, finished, term};
 use super::super::pairs::{PairInputs, PairSizes, Sizes, key_of};
 use super::super::sums::Epilogue;
 use super::loads::{Step, Work, copy_queries, load_keys};
@@ -16,29 +17,8 @@ use crate::kernels::error::KernelError;
 use crate::kernels::mma::asm::{
     commit_copies, load_matrices, multiply, shared_load_pair, wait_copies_but,
 };
-use crate::kernels::shared::asm::{
-    exp2, global_address, shared_address, shuffle_xor, uniform, unit,
-};
+use crate::kernels::shared::asm::{global_address, shared_address, shuffle_xor, uniform, unit};
 use crate::kernels::shared::walk::Four;
-
-/// What becomes of sums.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Ending {
-    /// What scores are multiplied by; or products, of an exponential to base 2.
-    factor: f32,
-    highest: f32,
-    near: usize,
-}
-
-/// What a head gives a pair.
-#[cube]
-fn term(product: f32, of_row: f32, ending: &Ending, #[comptime] t: SumTile) -> f32 {
-    if comptime!(t.is_weights) {
-        exp2(product * ending.factor - of_row)
-    } else {
-        of_row * max(product, 0.0f32)
-    }
-}
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sums(
@@ -228,8 +208,8 @@ fn add_step(
                 let product = products[comptime!(i / 2 * 2 + half)];
                 let one = product.extract(comptime!(i % 2 * 2));
                 let other = product.extract(comptime!(i % 2 * 2 + 1));
-                totals[i] += term(one, first, ending, t);
-                totals[i] += term(other, second, ending, t);
+                totals[i] += term(one, first, ending, t.is_weights);
+                totals[i] += term(other, second, ending, t.is_weights);
             }
             if comptime!(t.ends(eight + 1)) {
                 if is_last {
@@ -291,14 +271,7 @@ fn store(
             }
             if is_last {
                 let key = key_of(keys, work.entry, row, column, s, t.is_listed);
-                if comptime!(t.is_weights) {
-                    let is_seen = key <= position as i32;
-                    sum = select(is_seen, sum / f32::cast_from(s.heads), 0.0f32);
-                } else {
-                    let near = ending.near;
-                    let is_near = near > 0 && key + near as i32 > position as i32;
-                    sum = select(is_near, ending.highest, sum * ending.factor);
-                }
+                sum = finished(sum, key, position, s.heads, ending, t.is_weights);
             }
             out[at] = sum;
         }
@@ -328,11 +301,7 @@ pub fn launch(
     let [q, k] = sizes.inputs();
     let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * tiles))?;
     let cubes = spread(client, tiles as u64)?;
-    let factor = match t.is_weights {
-        true => epilogue.factor * std::f64::consts::LOG2_E,
-        false => epilogue.factor,
-    };
-    let ending = EndingLaunch::new(factor as f32, epilogue.highest, epilogue.near);
+    let ending = epilogue.ending(t.is_weights);
     // SAFETY: a unit copies pieces of rows of queries and keys that there are, and writes its own numbers of rows and columns that there are; lists hold keys of the
     // sequence or numbers below 0. The buffers have the lengths they say (see `buffer`).
     unsafe {

@@ -134,6 +134,26 @@ impl SumTile {
         self
     }
 
+    /// The type of queries and keys.
+    pub fn half(&self) -> Half {
+        self.half
+    }
+
+    /// Whether queries list keys.
+    pub fn is_listed(&self) -> bool {
+        self.is_listed
+    }
+
+    /// Whether sums are of exponentials.
+    pub fn is_weights(&self) -> bool {
+        self.is_weights
+    }
+
+    /// Whether keys behind a query's position count.
+    pub fn all(&self) -> bool {
+        self.all
+    }
+
     pub(super) fn element(&self) -> Element {
         Element::Half(self.half)
     }
@@ -203,7 +223,7 @@ impl SumTile {
     }
 
     /// Queries of a cube.
-    pub(super) fn run(&self, client: &Client, sizes: &PairSizes) -> usize {
+    pub fn run(&self, client: &Client, sizes: &PairSizes) -> usize {
         if self.is_listed {
             return 1;
         }

@@ -1,8 +1,8 @@
 //! The shape of a walk on wgmma, and where its parts lie in shared memory.
 
-use super::gather::HeadRows;
+use crate::kernels::hopper::swizzled::Spans;
+use crate::kernels::listed::gather::HeadRows;
 use crate::kernels::shared::asm::Half;
-use crate::kernels::shared::tma::{ROW, ROW_ELEMENTS};
 
 /// Rows of a warpgroup's product.
 pub const GROUP_ROWS: usize = 64;
@@ -30,6 +30,8 @@ pub struct WarpgroupTile {
     pub heads: usize,
     /// Neighbouring keys that a number of a list names.
     pub block: usize,
+    /// Whether rows of the output's gradient lie behind those of queries.
+    pub backward: bool,
     /// Whether rows of keys or values are more than 4 GB apart.
     pub far_rows: bool,
 }
@@ -45,6 +47,11 @@ impl WarpgroupTile {
 
     pub fn rows(&self) -> usize {
         GROUP_ROWS * self.warpgroups
+    }
+
+    /// Registers of sums of so many columns: a vector has a power of two of them.
+    pub fn sums(dim: usize) -> usize {
+        (dim / 2).next_power_of_two()
     }
 
     /// Which of the rows are heads.
@@ -68,23 +75,43 @@ impl WarpgroupTile {
         }
     }
 
-    /// Bytes of so many rows, in spans of 64 columns.
-    fn bytes(rows: usize, dim: usize) -> usize {
-        rows * ROW * (dim / ROW_ELEMENTS)
+    /// The query's rows of width head_dim, at the beginning,
+    pub fn own(&self) -> Spans {
+        Spans::far(self.rows(), self.head_dim)
     }
 
-    /// The step's keys lie first in it, then its values.
-    pub fn key_bytes(&self) -> usize {
-        Self::bytes(self.cols, self.head_dim)
+    /// and behind them those of width value_dim, which only the backward pass has.
+    pub fn second(&self) -> Spans {
+        Spans::far(self.rows(), self.value_dim)
+    }
+
+    /// The keys of a step,
+    pub fn keys(&self) -> Spans {
+        Spans {
+            rows: self.cols,
+            dim: self.head_dim,
+            far: self.far_rows,
+        }
+    }
+
+    /// and its values behind them.
+    pub fn values(&self) -> Spans {
+        Spans {
+            dim: self.value_dim,
+            ..self.keys()
+        }
     }
 
     pub fn step_bytes(&self) -> usize {
-        self.key_bytes() + Self::bytes(self.cols, self.value_dim)
+        self.keys().bytes() + self.values().bytes()
     }
 
-    /// The query's rows are at the beginning.
     pub fn ring_offset(&self) -> usize {
-        Self::bytes(self.rows(), self.head_dim)
+        let second = match self.backward {
+            true => self.second().bytes(),
+            false => 0,
+        };
+        self.own().bytes() + second
     }
 
     /// The barriers of steps that are there.

@@ -1,0 +1,99 @@
+//! Which walks of a call are on wgmma.
+
+use cubecl::prelude::*;
+
+use super::spread::SpreadGroups;
+use super::tile::{GROUP_ROWS, STAGES, WarpgroupTile};
+use crate::kernels::call::{TierLimit, check_hopper};
+use crate::kernels::listed::request::ListedRequest;
+use crate::kernels::listed::tile::RESERVED;
+use crate::kernels::shared::asm::Half;
+use crate::kernels::shared::tma::ROW_ELEMENTS;
+
+/// The walks of a call that are on wgmma.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Warpgroups {
+    /// Forward, where there is no other attention to carry on.
+    pub forward: Option<WarpgroupTile>,
+    /// For dQ.
+    pub queries: Option<WarpgroupTile>,
+    /// For records of dK and dV.
+    pub spread: Option<SpreadGroups>,
+}
+
+/// Warpgroups that the heads of a list fill, to three quarters at least, where rows are as wgmma reads them.
+pub fn filled(request: &ListedRequest) -> Option<usize> {
+    let rows = request.rows();
+    let count = rows.div_ceil(GROUP_ROWS);
+    let is_filled = rows * 4 >= count * GROUP_ROWS * 3 && (1..=2).contains(&count);
+    let is_wide = |dim: usize| dim > 0 && dim.is_multiple_of(ROW_ELEMENTS);
+    (is_filled && is_wide(request.head_dim) && is_wide(request.value_dim)).then_some(count)
+}
+
+impl Warpgroups {
+    /// Of a call. `BLOCKSPARSE_TIER=mma` leaves them out.
+    pub fn new(properties: &DeviceProperties, request: &ListedRequest, half: Half) -> Self {
+        let is_left_out = TierLimit::from_env().is_ok_and(|limit| limit == TierLimit::Mma);
+        let count = filled(request);
+        let Some(warpgroups) = count.filter(|_| !is_left_out && check_hopper(properties).is_ok())
+        else {
+            return Self::default();
+        };
+        let room = properties.hardware.max_shared_memory_size;
+        let walk = |backward: bool, cols: usize| WarpgroupTile {
+            half,
+            head_dim: request.head_dim,
+            value_dim: request.value_dim,
+            warpgroups,
+            cols,
+            heads: request.rows(),
+            block: request.block,
+            backward,
+            far_rows: false,
+        };
+        // The most keys a step that there is room for, of which two cubes of 64 rows share a multiprocessor.
+        let cubes = 2 / warpgroups;
+        let share = (room + RESERVED) / cubes - RESERVED;
+        let widest = |backward: bool, cols: [usize; 2]| {
+            let all = cols.map(|cols| walk(backward, cols));
+            let fits = |room: usize| all.into_iter().find(|tile| tile.shared_bytes() <= room);
+            fits(share).or_else(|| fits(room))
+        };
+        // Each warpgroup has steps of its own; sums of more columns leave registers for two.
+        let spread = (1..=4 - warpgroups).rev().map(|count| SpreadGroups {
+            half,
+            head_dim: request.head_dim,
+            value_dim: request.value_dim,
+            cols: GROUP_ROWS * warpgroups,
+            heads: request.rows(),
+            warpgroups: count,
+            far_rows: false,
+        });
+        let mut spread = spread.filter(|tile| request.is_of_keys() && tile.shared_bytes() <= room);
+        Self {
+            forward: widest(false, [128, 64]),
+            queries: widest(true, [64, 32]),
+            spread: spread.next(),
+        }
+    }
+}
+
+/// What a walk is, as plans print it.
+pub fn walk_line(name: &str, tile: &WarpgroupTile) -> String {
+    format!(
+        "  {name:8} {} keys a step on wgmma, {} units, {STAGES} stages in {} KiB shared",
+        tile.cols,
+        tile.units(),
+        tile.shared_bytes().div_ceil(1024),
+    )
+}
+
+/// The same of records.
+pub fn spread_line(tile: &SpreadGroups) -> String {
+    format!(
+        "  {:8} {GROUP_ROWS} keys a step of a warpgroup on wgmma, a record of each pair, {} units in {} KiB shared",
+        "dK, dV",
+        tile.units(),
+        tile.shared_bytes().div_ceil(1024),
+    )
+}

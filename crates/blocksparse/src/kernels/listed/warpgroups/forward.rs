@@ -1,0 +1,165 @@
+//! The forward kernel of many heads: a cube has one query, with 64 of the heads that share its list to a warpgroup, and walks its list.
+//!
+//! ```text
+//! every warpgroup, per step j of the list:
+//!     wait until all warps' copies of K(j), V(j) are there    mbarrier
+//!     start s = q · K(j)ᵀ                                     wgmma
+//!     start this warp's rows of K(j + 1), V(j + 1)            cp.async
+//!     p = exp2(s − m')                                        registers
+//!     start x = p · V(j)                                      wgmma, p in registers
+//!     say that this warp's copies of step j + 1 are there
+//!     o = a · o + x
+//! ```
+//!
+//! A warp says that its copies are there behind the softmax, so that they have that long to come, and a warpgroup may be as far ahead of the other as the rest
+//! of a step: while one makes weights, the other has the tensor cores. What a step is copied over was read two steps before, by everybody: who waits for step j
+//! knows that all warps are behind the softmax of step j − 1.
+
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+
+use super::steps::*;
+use super::tile::WarpgroupTile;
+use crate::kernels::hopper::asm::*;
+use crate::kernels::hopper::output::{OutRow, OutShape, quad_sum, store_row};
+use crate::kernels::hopper::rows::{ROW_PAIR, pack_all};
+use crate::kernels::hopper::softmax::{add_scaled, softmax};
+use crate::kernels::hopper::swizzled::copies_are_there;
+use crate::kernels::listed::gather::*;
+use crate::kernels::mma::asm::address;
+use crate::kernels::mma::gather::Strides;
+use crate::kernels::shared::score::LOWEST_MAX;
+use crate::kernels::shared::walk::{Four, Slice};
+
+/// As [`forward`](crate::kernels::listed::forward::forward) without other attention to carry on, of `out` in eights of elements.
+#[cube(launch_unchecked)]
+pub fn forward<S: Size, P: Size, O: Size>(
+    q: &[u32],
+    k: &[u32],
+    v: &[u32],
+    lists: &[i32],
+    out: &mut [Vector<u32, Four>],
+    lse: &mut [f32],
+    q_strides: Strides,
+    k_strides: Strides,
+    v_strides: Strides,
+    slice: Slice,
+    most: u32,
+    log2_scale: f32,
+    #[comptime] t: WarpgroupTile,
+) {
+    let (rows, own) = comptime!((t.head_rows(), t.own()));
+    let (of_keys, of_values) = comptime!((t.keys(), t.values()));
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let full = base + comptime!(t.full());
+    init_barriers(full, t);
+    let walk = query_walk(
+        address::<u32>(k),
+        address::<u32>(v),
+        q_strides.len,
+        &k_strides,
+        &v_strides,
+        &slice,
+        most,
+        rows,
+    );
+    let (cols, block) = comptime!((t.cols as u32, t.block as u32));
+    let steps = filled_steps(lists, &walk.list, lane, cols, block);
+    let mut position = listed(lists, &walk.list, 0u32, warp, lane, t);
+    let first_query = rows_of_query(address::<u32>(q), &q_strides, &walk);
+    let warps = comptime!(t.warps());
+    copy_heads(
+        base,
+        first_query,
+        q_strides.head,
+        warp,
+        lane,
+        warps,
+        rows,
+        own,
+    );
+    copy_step(base, 0u32, position, &walk.sources, warp, lane, t);
+    position = listed(lists, &walk.list, 1u32, warp, lane, t);
+    sync_cube();
+    copies_are_there(full, lane);
+
+    let group = warp / 4;
+    let q_desc = descriptor(base + group * comptime!((64 * ROW) as u32), 16usize);
+    let ring = base + comptime!(t.ring_offset() as u32);
+    let k_desc = descriptor(ring, 16usize);
+    let v_desc = descriptor(
+        ring + comptime!(of_keys.bytes() as u32),
+        comptime!(of_values.span_bytes()),
+    );
+    let mut m0 = f32::new(LOWEST_MAX);
+    let mut m1 = f32::new(LOWEST_MAX);
+    let mut l0 = f32::new(0.0);
+    let mut l1 = f32::new(0.0);
+    let mut o = Vector::<f32, O>::zeroed();
+    let mut stage = 0u32;
+    let mut phase = 0u32;
+    for j in 0..steps {
+        let ahead = next_stage(stage);
+        barrier_wait(full + stage * 8, phase);
+        let within = u64::cast_from(stage * comptime!((t.step_bytes() >> 4) as u32));
+        let started = product::<S>(
+            q_desc,
+            k_desc + within,
+            t.half,
+            t.head_dim,
+            comptime!(own.span_bytes()),
+            comptime!(of_keys.span_bytes()),
+        );
+        if j + 1 < steps {
+            copy_step(base, ahead, position, &walk.sources, warp, lane, t);
+            position = listed(lists, &walk.list, j + 2, warp, lane, t);
+        }
+        let s = wait::<S>(started, 0usize, comptime!(t.cols / 2));
+        let s = hide_missing::<S>(s, base, stage, lane, t);
+        let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
+        m0 = soft.m0;
+        m1 = soft.m1;
+        l0 = soft.l0;
+        l1 = soft.l1;
+        let p = pack_all::<S, P>(soft.p, t.half);
+        let started = weigh::<P, O>(p, v_desc + within, t.half, t.value_dim);
+        if j + 1 < steps {
+            copies_are_there(full + ahead * 8, lane);
+        }
+        let x = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
+        o = add_scaled::<O>(o, x, soft.a0, soft.a1, t.value_dim);
+        stage = ahead;
+        if stage == 0 {
+            phase = 1 - phase;
+        }
+    }
+
+    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, rows);
+    let row = warp * 16 + lane / 4;
+    let upper = row_of_head(row, q_strides.len, t);
+    let lower = row_of_head(row + ROW_PAIR, q_strides.len, t);
+    let shape = comptime!(OutShape {
+        value_dim: t.value_dim,
+        half: t.half,
+        dropout: false,
+    });
+    let (top0, top1) = (m0 * log2_scale, m1 * log2_scale);
+    let (sum0, sum1) = (quad_sum(l0), quad_sum(l1));
+    let one = f32::new(1.0);
+    store_row::<O>(out, lse, &o, 0usize, top0, sum0, one, before, &upper, shape);
+    store_row::<O>(out, lse, &o, 2usize, top1, sum1, one, before, &lower, shape);
+}
+
+/// Where a row of the query is in the output, from that of its first head on.
+#[cube]
+fn row_of_head(row: u32, seq_q: u32, #[comptime] t: WarpgroupTile) -> OutRow {
+    OutRow {
+        position: row * seq_q,
+        exists: is_written(row, comptime!(t.head_rows())),
+    }
+}

@@ -1,0 +1,23 @@
+//! Walks of lists on wgmma, for many heads: one warpgroup of 64 rows or two are filled by the heads that share a list, or by its keys.
+//!
+//! TMA gathers no single rows on these devices, so warps copy them by cp.async, to where TMA's 128-byte swizzle would have put them.
+//!
+//! ```text
+//! choose    which of them a call has               launch    launches
+//! tile      the shape of a query's walk            steps     what it copies ahead
+//! forward   a cube a query: its list               queries   the same for dQ
+//! spread    a cube a query: a record of dK and dV for each pair
+//! ```
+
+mod choose;
+mod forward;
+mod launch;
+mod queries;
+pub mod spread;
+mod steps;
+mod tile;
+
+pub use choose::{Warpgroups, filled, spread_line, walk_line};
+pub use launch::{forward, queries};
+pub use spread::SpreadGroups;
+pub use tile::WarpgroupTile;

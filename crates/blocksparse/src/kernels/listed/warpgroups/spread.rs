@@ -1,0 +1,366 @@
+//! The gradients by keys and values of lists of single keys, query by query, of many heads: what
+//! [`spread`](crate::kernels::listed::spread) makes, with 64 keys as the rows of a warpgroup.
+//!
+//! A warpgroup walks every so manieth 64 keys of the list by itself: its four warps copy 16 of them each, and meet once a step. All share the query's rows.
+
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+
+use super::steps::{copy_heads, filled_steps};
+use super::tile::GROUP_ROWS;
+use crate::kernels::hopper::asm::*;
+use crate::kernels::hopper::rows::{ROW_PAIR, pack_all};
+use crate::kernels::hopper::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row, own_copies};
+use crate::kernels::listed::gather::{HeadRows, QueryList, Sources, position_of_key};
+use crate::kernels::listed::spread::Chunk;
+use crate::kernels::mma::asm::{address, word_of_lane};
+use crate::kernels::mma::gather::{Strides, head_address};
+use crate::kernels::mma::tile::NOWHERE;
+use crate::kernels::shared::walk::{Four, Slice, batch_of, head_of};
+
+/// Keys of a warpgroup's step, and of one of its warps.
+const KEYS: usize = GROUP_ROWS;
+const WARP_KEYS: usize = KEYS / 4;
+
+/// Steps of a warpgroup that there is room for.
+const STAGES: usize = 2;
+
+/// The comptime shape of the walk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SpreadGroups {
+    /// The type of the tensors.
+    pub half: Half,
+    /// Width of queries and keys, a multiple of 64.
+    pub head_dim: usize,
+    /// Width of values, a multiple of 64.
+    pub value_dim: usize,
+    /// Columns: heads, filled up.
+    pub cols: usize,
+    /// Heads that share a list.
+    pub heads: usize,
+    pub warpgroups: usize,
+    /// Whether rows of keys or values are more than 4 GB apart.
+    pub far_rows: bool,
+}
+
+impl SpreadGroups {
+    /// Units of a cube.
+    pub fn units(&self) -> usize {
+        128 * self.warpgroups
+    }
+
+    fn head_rows(&self) -> HeadRows {
+        HeadRows {
+            heads: self.heads,
+            rows: self.cols,
+        }
+    }
+
+    /// The query's rows of width head_dim, at the beginning,
+    fn own(&self) -> Spans {
+        Spans::far(self.cols, self.head_dim)
+    }
+
+    /// and behind them those of width value_dim.
+    fn second(&self) -> Spans {
+        Spans::far(self.cols, self.value_dim)
+    }
+
+    /// The keys of a step,
+    fn keys(&self) -> Spans {
+        Spans {
+            rows: KEYS,
+            dim: self.head_dim,
+            far: self.far_rows,
+        }
+    }
+
+    /// and its values behind them.
+    fn values(&self) -> Spans {
+        Spans {
+            dim: self.value_dim,
+            ..self.keys()
+        }
+    }
+
+    fn step_bytes(&self) -> usize {
+        self.keys().bytes() + self.values().bytes()
+    }
+
+    fn rings_offset(&self) -> usize {
+        self.own().bytes() + self.second().bytes()
+    }
+
+    /// lse and delta of each head.
+    fn stats_offset(&self) -> usize {
+        self.rings_offset() + self.warpgroups * STAGES * self.step_bytes()
+    }
+
+    /// Bytes of shared memory of a cube.
+    pub fn shared_bytes(&self) -> usize {
+        self.stats_offset() + self.cols * 8
+    }
+
+    /// Pieces of 16 bytes of a record.
+    fn pieces(&self) -> usize {
+        (self.head_dim + self.value_dim) / 8
+    }
+}
+
+/// As [`spread`](crate::kernels::listed::spread::spread).
+#[cube(launch_unchecked)]
+pub fn spread<S: Size, P: Size, V: Size, K: Size>(
+    q: &[u32],
+    k: &[u32],
+    v: &[u32],
+    grad_out: &[u32],
+    stats: &[f32],
+    lists: &[i32],
+    bits: &[i32],
+    firsts: &[u32],
+    records: &mut [Vector<u32, Four>],
+    k_strides: Strides,
+    v_strides: Strides,
+    slice: Slice,
+    chunk: Chunk,
+    scale: f32,
+    log2_scale: f32,
+    #[comptime] t: SpreadGroups,
+) {
+    let (rows, of_q, of_out) = comptime!((t.head_rows(), t.own(), t.second()));
+    let (of_keys, of_values) = comptime!((t.keys(), t.values()));
+    let groups = comptime!(t.warpgroups as u32);
+    let warps = comptime!(4 * t.warpgroups);
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let kv_head = head_of(&slice) as u32;
+    let batch = batch_of(&slice) as u32;
+    let own_list = batch * slice.heads as u32 + kv_head;
+    let own = CUBE_POS_X;
+    let first_row = own_list * comptime!(t.heads as u32) * chunk.seq_q + chunk.first + own;
+
+    let out_at = base + comptime!(of_q.bytes() as u32);
+    let rows_of = u64::cast_from(first_row);
+    let stride = u64::cast_from(chunk.seq_q);
+    copy_heads(
+        base,
+        address::<u32>(q) + rows_of * comptime!(t.head_dim as u64 * 2),
+        stride * comptime!(t.head_dim as u64 / 8),
+        warp,
+        lane,
+        warps,
+        rows,
+        of_q,
+    );
+    copy_heads(
+        out_at,
+        address::<u32>(grad_out) + rows_of * comptime!(t.value_dim as u64 * 2),
+        stride * comptime!(t.value_dim as u64 / 8),
+        warp,
+        lane,
+        warps,
+        rows,
+        of_out,
+    );
+    let stats_at = base + comptime!(t.stats_offset() as u32);
+    let mut column = UNIT_POS_X;
+    while column < comptime!(t.cols as u32) {
+        // What fills up a product has no weight.
+        let mut lse = f32::new(1e30);
+        let mut delta = f32::new(0.0);
+        if column < comptime!(t.heads as u32) {
+            let at = (first_row + column * chunk.seq_q) as usize * 2;
+            lse = stats[at];
+            delta = stats[at + 1];
+        }
+        shared_store_two(stats_at + column * 8, lse, delta);
+        column += comptime!(t.units() as u32);
+    }
+
+    let list = QueryList {
+        first: ((own_list * chunk.seq_q + chunk.first + own) * chunk.most) as usize,
+        most: chunk.most,
+        len: k_strides.len,
+    };
+    let sources = Sources {
+        keys: head_address(address::<u32>(k), &k_strides, batch, kv_head),
+        values: head_address(address::<u32>(v), &v_strides, batch, kv_head),
+        key_stride: k_strides.row,
+        value_stride: v_strides.row,
+    };
+    let steps = filled_steps(lists, &list, lane, comptime!(KEYS as u32), 1u32);
+    let group = warp / 4;
+    let step_bytes = comptime!(t.step_bytes() as u32);
+    let ring =
+        base + comptime!(t.rings_offset() as u32) + group * comptime!(STAGES as u32) * step_bytes;
+    let mut j = group;
+    let mut now = position_of(lists, &list, j, warp, lane);
+    copy_step(ring, now, &sources, warp, lane, t);
+    let mut next = position_of(lists, &list, j + groups, warp, lane);
+    own_copies();
+    sync_cube();
+
+    let q_desc = descriptor(base, 16usize);
+    let q_depth = descriptor(base, comptime!(of_q.span_bytes()));
+    let out_desc = descriptor(out_at, 16usize);
+    let out_depth = descriptor(out_at, comptime!(of_out.span_bytes()));
+    let k_desc = descriptor(ring, 16usize);
+    let v_desc = descriptor(ring + comptime!(of_keys.bytes() as u32), 16usize);
+    let own_stats = stats_at + lane % 4 * 16;
+    let word = own / 32;
+    let before = (1u32 << (own % 32)) - 1u32;
+    let mut stage = 0u32;
+    while j < steps {
+        own_copies();
+        named_sync(1 + group, 128u32);
+        let exists = now != comptime!(NOWHERE);
+        let row = (own_list * list.len + select(exists, now, 0u32)) as usize;
+        let first = firsts[row * (chunk.words as usize + 1) + word as usize];
+        let its = bits[row * chunk.words as usize + word as usize] as u32;
+        let place = own_list * chunk.room + first + (its & before).count_ones();
+        let place = select(exists, place, comptime!(NOWHERE).runtime());
+
+        let within = u64::cast_from(stage * (step_bytes >> 4u32));
+        let started = product::<S>(
+            k_desc + within,
+            q_desc,
+            t.half,
+            t.head_dim,
+            comptime!(of_keys.span_bytes()),
+            comptime!(of_q.span_bytes()),
+        );
+        stage = 1 - stage;
+        now = next;
+        if j + groups < steps {
+            copy_step(ring + stage * step_bytes, now, &sources, warp, lane, t);
+        }
+        next = position_of(lists, &list, j + 2 * groups, warp, lane);
+        let s = wait::<S>(started, 0usize, comptime!(t.cols / 2));
+        let mut p = Vector::<f32, S>::zeroed();
+        #[unroll]
+        for n in 0..comptime!(t.cols / 8) {
+            let stats = shared_load_four(own_stats + comptime!(n as u32 * 64));
+            #[unroll]
+            for i in 0..4usize {
+                let at = comptime!(4 * n + i);
+                let log = stats.extract(comptime!(i % 2 * 2));
+                p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -log)));
+            }
+        }
+        let left = pack_all::<S, P>(p, t.half);
+        let started = weigh::<P, V>(left, out_depth, t.half, t.value_dim);
+        let dv = wait::<V>(started, 0usize, comptime!(t.value_dim / 2));
+        let started = product::<S>(
+            v_desc + within,
+            out_desc,
+            t.half,
+            t.value_dim,
+            comptime!(of_values.span_bytes()),
+            comptime!(of_out.span_bytes()),
+        );
+        let behind_keys = comptime!(t.head_dim / 8);
+        let one = f32::new(1.0);
+        store::<V>(records, &dv, place, lane, one, behind_keys, t.value_dim, t);
+        let dp = wait::<S>(started, 0usize, comptime!(t.cols / 2));
+        let mut ds = Vector::<f32, S>::zeroed();
+        #[unroll]
+        for n in 0..comptime!(t.cols / 8) {
+            let stats = shared_load_four(own_stats + comptime!(n as u32 * 64));
+            #[unroll]
+            for i in 0..4usize {
+                let at = comptime!(4 * n + i);
+                let delta = stats.extract(comptime!(i % 2 * 2 + 1));
+                ds.insert(at, p.extract(at) * (dp.extract(at) - delta));
+            }
+        }
+        let left = pack_all::<S, P>(ds, t.half);
+        let started = weigh::<P, K>(left, q_depth, t.half, t.head_dim);
+        let dk = wait::<K>(started, 0usize, comptime!(t.head_dim / 2));
+        store::<K>(records, &dk, place, lane, scale, 0usize, t.head_dim, t);
+        j += groups;
+    }
+}
+
+/// The position of the lane's key of the warp's ones of step `j`, or [`NOWHERE`]; lanes beyond the keys repeat the first ones.
+#[cube]
+fn position_of(lists: &[i32], list: &QueryList, j: u32, warp: u32, lane: u32) -> u32 {
+    let keys = comptime!(WARP_KEYS as u32);
+    let flat = j * comptime!(KEYS as u32) + warp % 4 * keys + lane % keys;
+    position_of_key(lists, list, flat, 1u32)
+}
+
+/// Starts to copy the warp's keys and values of a step.
+#[cube]
+fn copy_step(
+    step: u32,
+    position: u32,
+    sources: &Sources,
+    warp: u32,
+    lane: u32,
+    #[comptime] t: SpreadGroups,
+) {
+    let (of_keys, of_values) = comptime!((t.keys(), t.values()));
+    #[unroll]
+    for i in 0..comptime!(WARP_KEYS / ROWS_AT_A_TIME) {
+        let own = comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(lane);
+        let at = word_of_lane(position, own);
+        let row = warp % 4 * comptime!(WARP_KEYS as u32) + own;
+        copy_row(
+            step,
+            row,
+            sources.keys,
+            at,
+            sources.key_stride,
+            lane,
+            of_keys,
+        );
+        copy_row(
+            step + comptime!(of_keys.bytes() as u32),
+            row,
+            sources.values,
+            at,
+            sources.value_stride,
+            lane,
+            of_values,
+        );
+    }
+}
+
+/// Writes the unit's parts of rows of dK, or of dV behind them, to their records; `place` is that of the lane's key, or [`NOWHERE`].
+#[cube]
+fn store<O: Size>(
+    records: &mut [Vector<u32, Four>],
+    acc: &Vector<f32, O>,
+    place: u32,
+    lane: u32,
+    factor: f32,
+    #[comptime] before: usize,
+    #[comptime] dim: usize,
+    #[comptime] t: SpreadGroups,
+) {
+    #[unroll]
+    for i in 0..2usize {
+        let own = word_of_lane(place, lane / 4 + comptime!(i as u32 * ROW_PAIR));
+        let record = own as usize * comptime!(t.pieces()) + before + (lane % 4) as usize;
+        #[unroll]
+        for m in 0..comptime!(dim / 32) {
+            // A unit has two of every eight numbers; four neighbours trade, and each has an eight.
+            let mut words = Vector::<u32, Four>::zeroed();
+            #[unroll]
+            for w in 0..4usize {
+                let n = comptime!(16 * m + 4 * w + 2 * i);
+                let low = acc.extract(n) * factor;
+                let high = acc.extract(comptime!(n + 1)) * factor;
+                words.insert(w, pack(low, high, t.half));
+            }
+            let words = trade_four(words, lane);
+            if own != comptime!(NOWHERE) {
+                records[record + comptime!(4 * m)] = words;
+            }
+        }
+    }
+}
