@@ -59,6 +59,22 @@ fn plans_fill_a_multiprocessor_with_steps() {
     assert!(of_64.contains("64 rows of a query"), "{of_64}");
 }
 
+/// The words that queries are listed by are those of a loop over queries.
+#[rstest::rstest]
+fn words_are_counted_without_a_loop(
+    #[values(1, 31, 33, 100, 700)] seq_q: usize,
+    #[values(1, 32, 65, 640)] seq_kv: usize,
+    #[values(1, 2, 5, 40)] most: usize,
+    #[values(false, true)] causal: bool,
+) {
+    let lengths = [seq_q, seq_kv];
+    let request = ListedRequest::of_keys([1, 16, 1], lengths, [64; 2], BF16, most, causal);
+    let words = |query| most.min(request.seen(query).div_ceil(32));
+    let entries: usize = (0..seq_q).map(words).sum();
+    let tiles = (entries + 31 * seq_kv.div_ceil(32)) / 32;
+    assert_eq!(request.tiles, tiles.max(1));
+}
+
 /// Lists of single keys, as DeepSeek sparse attention has them.
 fn keys(heads: usize, n: usize, most: usize) -> ListedRequest {
     ListedRequest::of_keys([1, heads, 1], [n, n], [128, 128], BF16, most, true)

@@ -91,15 +91,28 @@ impl ListedRequest {
         );
         request.causal = causal;
         let words = seq_kv.div_ceil(KEYS_OF_WORD);
-        // A query is listed by as many words as it has keys, or as there are.
-        let entries: usize = (0..seq_q)
-            .map(|query| most.min(request.seen(query).div_ceil(KEYS_OF_WORD)))
-            .sum();
+        let entries = request.words_of_lists();
         let tiles = (entries + (KEY_TILE - 1) * words) / KEY_TILE;
         Self {
             tiles: tiles.max(1),
             ..request
         }
+    }
+
+    /// Words of keys that the queries of a list are listed by, at most: each by as many as it has keys, or as it sees.
+    fn words_of_lists(&self) -> usize {
+        let most = self.most;
+        if !self.causal {
+            return self.seq_q * most.min(self.seq_kv.div_ceil(KEYS_OF_WORD));
+        }
+        // Of the queries that see 1, 2, … `seen` keys.
+        let up_to = |seen: usize| {
+            let rising = seen.min(most * KEYS_OF_WORD);
+            let (words, rest) = (rising / KEYS_OF_WORD, rising % KEYS_OF_WORD);
+            let of_rising = words * (words + 1) / 2 * KEYS_OF_WORD + rest * (words + 1);
+            of_rising + (seen - rising) * most
+        };
+        up_to(self.seq_kv) - up_to(self.seq_kv.saturating_sub(self.seq_q))
     }
 
     /// Keys that a query sees, listed or not.

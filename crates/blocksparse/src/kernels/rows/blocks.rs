@@ -181,8 +181,8 @@ fn of_blocks<E: Float, N: Size>(
                 }
                 let square =
                     across_lanes::<f32>(sum_of::<f32, N>(total), &mut shared, tile, Combine::Sum);
-                let length = max(square.sqrt(), comptime!(SHORTEST).runtime());
-                let factor = Vector::<f32, N>::empty().fill(factor / length);
+                let part = min(square.inverse_sqrt(), comptime!(1.0 / SHORTEST).runtime());
+                let factor = Vector::<f32, N>::empty().fill(factor * part);
                 #[unroll]
                 for i in 0..vectors {
                     directions[i] += values[i] * factor;
