@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::sums::Epilogue;
+use super::wanted::Epilogue;
 
 /// What becomes of sums.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]

@@ -2,6 +2,7 @@
 //! where there are some.
 //!
 //! ```text
+//! wanted     what is added up of pairs
 //! pairs      what a call is of: queries of several heads with keys, all that are seen or those that are listed
 //! rows       rows of numbers in shared memory, and their products
 //! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
@@ -32,6 +33,7 @@ mod pairs;
 mod picks;
 mod rows;
 mod sums;
+mod wanted;
 #[cfg(feature = "cuda-asm")]
 mod warpgroups;
 
@@ -39,4 +41,5 @@ pub use compare::{Compared, compare, spread_listed};
 pub use gradients::{IndexerGradients, by_keys, by_queries, key_parts};
 pub use pairs::{MOST_WIDTH, PairInputs, PairSizes, check};
 pub use picks::{KeyPicks, check_picks, pick_keys};
-pub use sums::{PairSum, pair_sums};
+pub use sums::pair_sums;
+pub use wanted::PairSum;

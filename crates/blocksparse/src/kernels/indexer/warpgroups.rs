@@ -13,7 +13,7 @@ use cubecl::server::Handle;
 use super::ending::{Ending, finished, term};
 use super::mma::SumTile;
 use super::pairs::{PairInputs, PairSizes, Sizes};
-use super::sums::Epilogue;
+use super::wanted::Epilogue;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::call::{TierLimit, check_hopper};
 use crate::kernels::error::KernelError;
@@ -136,7 +136,7 @@ struct Work {
 
 /// As [`pair_sums`](super::pair_sums) says. `q` and `k` are in words.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn sums<S: Size>(
+fn sums<N: Size>(
     q: &[u32],
     k: &[u32],
     of_rows: &[f32],
@@ -234,7 +234,7 @@ fn sums<S: Size>(
         }
         if is_seen != 0u32 {
             let within = u64::cast_from(stage * comptime!((of_columns.bytes() >> 4) as u32));
-            let started = product::<S>(
+            let started = product::<N>(
                 k_desc,
                 q_desc + within,
                 t.half,
@@ -242,9 +242,9 @@ fn sums<S: Size>(
                 comptime!(of_keys.span_bytes()),
                 comptime!(of_columns.span_bytes()),
             );
-            let products = wait::<S>(started, 0usize, comptime!(COLUMNS / 2));
+            let products = wait::<N>(started, 0usize, comptime!(COLUMNS / 2));
             let own_pair = pair + stage * comptime!((COLUMNS * 4) as u32);
-            add_up::<S>(
+            add_up::<N>(
                 &products,
                 out,
                 own_pair,
@@ -312,8 +312,8 @@ fn place_of(
 
 /// Adds up what the heads of each query of a step give, and writes it.
 #[cube]
-fn add_up<S: Size>(
-    products: &Vector<f32, S>,
+fn add_up<N: Size>(
+    products: &Vector<f32, N>,
     out: &mut [f32],
     pair: u32,
     row0: usize,

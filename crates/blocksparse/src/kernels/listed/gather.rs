@@ -5,7 +5,7 @@
 
 use cubecl::prelude::*;
 
-use super::tile::WalkTile;
+use super::tile::{HeadRows, WalkTile};
 use crate::kernels::mma::asm::*;
 use crate::kernels::mma::gather::{Strides, copy_of_row, head_address};
 use crate::kernels::mma::tile::{NOWHERE, Tile};
@@ -31,20 +31,6 @@ pub struct Sources {
     /// Pieces of 16 bytes between positions.
     pub key_stride: u64,
     pub value_stride: u64,
-}
-
-/// The rows of a query: so many heads, and what fills them up, which repeats the last head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct HeadRows {
-    pub heads: usize,
-    pub rows: usize,
-}
-
-impl HeadRows {
-    /// Whether every row is a head's.
-    fn is_full(&self) -> bool {
-        self.heads == self.rows
-    }
 }
 
 /// What a cube's walk begins with.

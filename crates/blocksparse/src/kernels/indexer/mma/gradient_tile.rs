@@ -3,7 +3,7 @@
 use cubecl::client::Client;
 
 use super::super::pairs::{PairInputs, PairSizes};
-use super::super::sums::PairSum;
+use super::super::wanted::PairSum;
 use super::tile::{EIGHT, SumTile, WARPS};
 use crate::kernels::shared::asm::Half;
 

@@ -9,7 +9,7 @@ use cubecl::server::Handle;
 
 use super::super::ending::{Ending, finished, term};
 use super::super::pairs::{PairInputs, PairSizes, Sizes, key_of};
-use super::super::sums::Epilogue;
+use super::super::wanted::Epilogue;
 use super::loads::{Step, Work, copy_queries, load_keys};
 use super::tile::{EIGHT, SumTile, UNITS};
 use crate::kernels::args::{address_of, buffer, optional, spread};

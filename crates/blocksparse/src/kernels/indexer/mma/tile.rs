@@ -3,7 +3,7 @@
 use cubecl::client::Client;
 
 use super::super::pairs::{PairInputs, PairSizes};
-use super::super::sums::PairSum;
+use super::super::wanted::PairSum;
 use crate::kernels::call::{TierLimit, check_ampere};
 use crate::kernels::mma::asm::Element;
 use crate::kernels::shared::asm::Half;

@@ -13,8 +13,9 @@ use super::tile::GROUP_ROWS;
 use crate::kernels::hopper::asm::*;
 use crate::kernels::hopper::rows::{ROW_PAIR, pack_all};
 use crate::kernels::hopper::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row, own_copies};
-use crate::kernels::listed::gather::{HeadRows, QueryList, Sources, position_of_key};
+use crate::kernels::listed::gather::{QueryList, Sources, position_of_key};
 use crate::kernels::listed::spread::Chunk;
+use crate::kernels::listed::tile::HeadRows;
 use crate::kernels::mma::asm::{address, word_of_lane};
 use crate::kernels::mma::gather::{Strides, head_address};
 use crate::kernels::mma::tile::NOWHERE;
@@ -111,7 +112,7 @@ impl SpreadGroups {
 
 /// As [`spread`](crate::kernels::listed::spread::spread).
 #[cube(launch_unchecked)]
-pub fn spread<S: Size, P: Size, V: Size, K: Size>(
+pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     q: &[u32],
     k: &[u32],
     v: &[u32],
@@ -252,8 +253,8 @@ pub fn spread<S: Size, P: Size, V: Size, K: Size>(
             }
         }
         let left = pack_all::<S, P>(p, t.half);
-        let started = weigh::<P, V>(left, out_depth, t.half, t.value_dim);
-        let dv = wait::<V>(started, 0usize, comptime!(t.value_dim / 2));
+        let started = weigh::<P, A>(left, out_depth, t.half, t.value_dim);
+        let dv = wait::<A>(started, 0usize, comptime!(t.value_dim / 2));
         let started = product::<S>(
             v_desc + within,
             out_desc,
@@ -264,7 +265,7 @@ pub fn spread<S: Size, P: Size, V: Size, K: Size>(
         );
         let behind_keys = comptime!(t.head_dim / 8);
         let one = f32::new(1.0);
-        store::<V>(records, &dv, place, lane, one, behind_keys, t.value_dim, t);
+        store::<A>(records, &dv, place, lane, one, behind_keys, t.value_dim, t);
         let dp = wait::<S>(started, 0usize, comptime!(t.cols / 2));
         let mut ds = Vector::<f32, S>::zeroed();
         #[unroll]
@@ -278,9 +279,9 @@ pub fn spread<S: Size, P: Size, V: Size, K: Size>(
             }
         }
         let left = pack_all::<S, P>(ds, t.half);
-        let started = weigh::<P, K>(left, q_depth, t.half, t.head_dim);
-        let dk = wait::<K>(started, 0usize, comptime!(t.head_dim / 2));
-        store::<K>(records, &dk, place, lane, scale, 0usize, t.head_dim, t);
+        let started = weigh::<P, B>(left, q_depth, t.half, t.head_dim);
+        let dk = wait::<B>(started, 0usize, comptime!(t.head_dim / 2));
+        store::<B>(records, &dk, place, lane, scale, 0usize, t.head_dim, t);
         j += groups;
     }
 }

@@ -8,7 +8,8 @@ use cubecl::prelude::*;
 use super::tile::{STAGES, WarpgroupTile};
 use crate::kernels::hopper::asm::*;
 use crate::kernels::hopper::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row};
-use crate::kernels::listed::gather::{HeadRows, QueryList, Sources, head_of_row, position_of_key};
+use crate::kernels::listed::gather::{QueryList, Sources, head_of_row, position_of_key};
+use crate::kernels::listed::tile::HeadRows;
 use crate::kernels::mma::asm::{lanes_that_differ, word_of_lane};
 use crate::kernels::mma::tile::NOWHERE;
 

@@ -1,7 +1,7 @@
 //! The shape of a walk on wgmma, and where its parts lie in shared memory.
 
 use crate::kernels::hopper::swizzled::Spans;
-use crate::kernels::listed::gather::HeadRows;
+use crate::kernels::listed::tile::HeadRows;
 use crate::kernels::shared::asm::Half;
 
 /// Rows of a warpgroup's product.
