@@ -13,13 +13,15 @@ use crate::kernels::error::KernelError;
 /// Shorter rows have no direction.
 const SHORTEST: f32 = 1e-18;
 
-/// Rows that a unit loads before it adds the first of them: what is in flight is what memory's speed depends on.
-const AT_A_TIME: usize = 4;
+/// Rows that a unit loads before it adds the first of them, the most that a block has for it: what is in flight is what memory's speed depends on.
+const AT_A_TIME: [usize; 2] = [8, 4];
 
 /// What is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct BlockKind {
     tile: RowTile,
+    /// Rows of a unit at a time.
+    rows: usize,
     /// Whether lists are wanted that have at least a limit, where not all are.
     above: bool,
 }
@@ -127,15 +129,15 @@ fn of_blocks<E: Float, N: Size>(
         }
     }
     // Every unit meets every barrier: groups behind the last row have it again, and it counts for nothing.
-    let mut own = Array::<Vector<E, N>>::new(comptime!(AT_A_TIME * vectors));
-    let mut steps = members.div_ceil(comptime!(AT_A_TIME * tile.rows));
+    let mut own = Array::<Vector<E, N>>::new(comptime!(c.rows * vectors));
+    let mut steps = members.div_ceil(comptime!(c.rows * tile.rows));
     if !is_wanted(&only, list, limit, comptime!(c.above)) {
         steps = 0usize.runtime();
     }
     for step in 0..steps {
-        let first_row = step * comptime!(AT_A_TIME * tile.rows) + group;
+        let first_row = step * comptime!(c.rows * tile.rows) + group;
         #[unroll]
-        for r in 0..comptime!(AT_A_TIME) {
+        for r in 0..comptime!(c.rows) {
             let row = first_row + comptime!(r * tile.rows);
             let start = (list * rows + first + min(row, members - 1)) * row_vectors;
             #[unroll]
@@ -158,7 +160,7 @@ fn of_blocks<E: Float, N: Size>(
             }
         }
         #[unroll]
-        for r in 0..comptime!(AT_A_TIME) {
+        for r in 0..comptime!(c.rows) {
             let row = first_row + comptime!(r * tile.rows);
             let factor = select(row < members, 1.0f32, 0.0f32);
             let mut values = Array::<Vector<f32, N>>::new(vectors);
@@ -407,6 +409,12 @@ fn launch(
     } = beside;
     let Blocked { x, of, means } = first;
     let tile = tile_of(client.properties(), of.width, element, LANE_NUMBERS)?;
+    let [most, least] = AT_A_TIME;
+    let rows = if of.block >= most * tile.rows {
+        most
+    } else {
+        least
+    };
     let above = only.is_some_and(|only| only.above);
     let of_second = second.map_or(RowBlocks { lists: 0, ..*of }, |second| *second.of);
     let both = [*of, of_second];
@@ -448,7 +456,7 @@ fn launch(
             sizes(1),
             of.block,
             only.map_or(0.0, |only| only.limit),
-            BlockKind { tile, above },
+            BlockKind { tile, rows, above },
             element,
         );
     }

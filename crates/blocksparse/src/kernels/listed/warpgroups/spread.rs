@@ -1,7 +1,8 @@
 //! The gradients by keys and values of lists of single keys, query by query, of many heads: what
 //! [`spread`](crate::kernels::listed::spread) makes, with 64 keys as the rows of a warpgroup.
 //!
-//! A warpgroup walks every so manieth 64 keys of the list by itself: its four warps copy 16 of them each, and meet once a step. All share the query's rows.
+//! Warpgroups take the list's keys in turn, 64 at a time and each by itself: its four warps copy 16 of them each, and meet once a step. All share the query's
+//! rows.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
