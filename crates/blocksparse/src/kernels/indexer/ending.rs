@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 
 use super::wanted::Epilogue;
+use crate::kernels::shared::asm::exp2;
 
 /// What becomes of sums.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -33,7 +34,7 @@ pub(super) fn term(
     #[comptime] is_weights: bool,
 ) -> f32 {
     if comptime!(is_weights) {
-        crate::kernels::shared::asm::exp2(product * ending.factor - of_row)
+        exp2(product * ending.factor - of_row)
     } else {
         of_row * max(product, 0.0f32)
     }

@@ -68,12 +68,25 @@ pub fn query_walk(
             most,
             len: k_strides.len,
         },
-        sources: Sources {
-            keys: head_address(k, k_strides, batch, kv_head),
-            values: head_address(v, v_strides, batch, kv_head),
-            key_stride: k_strides.row,
-            value_stride: v_strides.row,
-        },
+        sources: sources_of(k, v, k_strides, v_strides, batch, kv_head),
+    }
+}
+
+/// The keys and values of a head, of tensors that begin at `k` and `v`.
+#[cube]
+pub fn sources_of(
+    k: u64,
+    v: u64,
+    k_strides: &Strides,
+    v_strides: &Strides,
+    batch: u32,
+    kv_head: u32,
+) -> Sources {
+    Sources {
+        keys: head_address(k, k_strides, batch, kv_head),
+        values: head_address(v, v_strides, batch, kv_head),
+        key_stride: k_strides.row,
+        value_stride: v_strides.row,
     }
 }
 

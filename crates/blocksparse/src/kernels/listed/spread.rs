@@ -16,6 +16,7 @@
 
 use cubecl::prelude::*;
 
+use super::gather::{QueryList, Sources, position_of_key, sources_of};
 use crate::kernels::mma::asm::*;
 use crate::kernels::mma::gather::*;
 use crate::kernels::mma::product::*;
@@ -88,17 +89,85 @@ pub struct Chunk {
     pub most: u32,
 }
 
-/// Where a warp's next keys come from.
+/// The query of a cube.
 #[derive(CubeType, Clone, Copy)]
-struct Source {
-    /// The list's first number.
-    list: usize,
-    most: u32,
-    len: u32,
-    keys: u64,
-    values: u64,
-    key_stride: u64,
-    value_stride: u64,
+pub struct SpreadQuery {
+    /// Among those of the launch.
+    own: u32,
+    /// Its list of keys and values, among those of all batch entries and heads.
+    list_index: u32,
+    /// Its row of the first head that shares the list, among those of all batch entries and heads.
+    pub first_row: u32,
+    pub list: QueryList,
+    pub sources: Sources,
+}
+
+/// The query of the cube, of keys and values that begin at `k` and `v`.
+#[cube]
+pub fn spread_query(
+    k: u64,
+    v: u64,
+    k_strides: &Strides,
+    v_strides: &Strides,
+    slice: &Slice,
+    chunk: &Chunk,
+    #[comptime] heads: usize,
+) -> SpreadQuery {
+    let kv_head = head_of(slice) as u32;
+    let batch = batch_of(slice) as u32;
+    let list_index = batch * slice.heads as u32 + kv_head;
+    let own = CUBE_POS_X;
+    let query = chunk.first + own;
+    SpreadQuery {
+        own,
+        list_index,
+        first_row: list_index * comptime!(heads as u32) * chunk.seq_q + query,
+        list: QueryList {
+            first: ((list_index * chunk.seq_q + query) * chunk.most) as usize,
+            most: chunk.most,
+            len: k_strides.len,
+        },
+        sources: sources_of(k, v, k_strides, v_strides, batch, kv_head),
+    }
+}
+
+/// Writes lse and delta of each head into shared memory, at `target`.
+#[cube]
+pub fn share_stats(
+    target: u32,
+    stats: &[f32],
+    of: &SpreadQuery,
+    chunk: &Chunk,
+    #[comptime] heads: usize,
+    #[comptime] cols: usize,
+) {
+    let mut column = UNIT_POS_X;
+    while column < comptime!(cols as u32) {
+        // What fills up a matrix has no weight.
+        let mut lse = f32::new(1e30);
+        let mut delta = f32::new(0.0);
+        if column < comptime!(heads as u32) {
+            let at = (of.first_row + column * chunk.seq_q) as usize * 2;
+            lse = stats[at];
+            delta = stats[at + 1];
+        }
+        shared_store_two(target + column * 8, lse, delta);
+        column += CUBE_DIM_X;
+    }
+}
+
+/// The record of the query's pair with a key, or [`NOWHERE`] if there is none.
+#[cube]
+pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts: &[u32]) -> u32 {
+    let exists = key != comptime!(NOWHERE);
+    let row = (of.list_index * of.list.len + select(exists, key, 0u32)) as usize;
+    let words = chunk.words as usize;
+    let word = (of.own / 32) as usize;
+    let before = (1u32 << (of.own % 32)) - 1u32;
+    let its = bits[row * words + word] as u32;
+    let place = firsts[row * (words + 1) + word] + (its & before).count_ones();
+    let place = of.list_index * chunk.room + place;
+    select(exists, place, comptime!(NOWHERE).runtime())
 }
 
 /// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k` and `v` with any strides of 16 bytes in their outer dimensions; `stats` and
@@ -131,58 +200,28 @@ pub fn spread(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let kv_head = head_of(&slice) as u32;
-    let batch = batch_of(&slice) as u32;
-    let list = batch * slice.heads as u32 + kv_head;
-    let own = CUBE_POS_X;
-    let first_row = list * comptime!(t.heads as u32) * chunk.seq_q + chunk.first + own;
+    let (k, v) = (address::<u32>(k), address::<u32>(v));
+    let of = spread_query(k, v, &k_strides, &v_strides, &slice, &chunk, t.heads);
 
     let q_at = base + comptime!(t.q_offset() as u32);
     let out_at = base + comptime!(t.out_offset() as u32);
     let (q, grad_out) = (address::<u32>(q), address::<u32>(grad_out));
-    copy_heads(q_at, q, first_row, chunk.seq_q, comptime!(tile.head_dim), t);
-    copy_heads(
-        out_at,
-        grad_out,
-        first_row,
-        chunk.seq_q,
-        comptime!(tile.value_dim),
-        t,
-    );
+    let (first_row, seq_q) = (of.first_row, chunk.seq_q);
+    copy_heads(q_at, q, first_row, seq_q, tile.head_dim, t);
+    copy_heads(out_at, grad_out, first_row, seq_q, tile.value_dim, t);
     commit_copies();
-    let mut column = UNIT_POS_X;
-    while column < comptime!(tile.cols as u32) {
-        // What fills up a matrix has no weight.
-        let mut lse = f32::new(1e30);
-        let mut delta = f32::new(0.0);
-        if column < comptime!(t.heads as u32) {
-            let at = (first_row + column * chunk.seq_q) as usize * 2;
-            lse = stats[at];
-            delta = stats[at + 1];
-        }
-        shared_store_two(base + column * 8, lse, delta);
-        column += comptime!(tile.units() as u32);
-    }
+    share_stats(base, stats, &of, &chunk, t.heads, tile.cols);
 
-    let source = Source {
-        list: ((list * chunk.seq_q + chunk.first + own) * chunk.most) as usize,
-        most: chunk.most,
-        len: k_strides.len,
-        keys: head_address(address::<u32>(k), &k_strides, batch, kv_head),
-        values: head_address(address::<u32>(v), &v_strides, batch, kv_head),
-        key_stride: k_strides.row,
-        value_stride: v_strides.row,
-    };
     let stage_bytes = comptime!(t.stage_bytes() as u32);
     let ring = base
         + comptime!(t.rings_offset() as u32)
         + warp * comptime!(tile.stages as u32) * stage_bytes;
     #[unroll]
     for step in 0..comptime!(stages - 1) {
-        let position = position_of(lists, &source, warp + step * warps, lane);
-        copy_step(ring + step * stage_bytes, position, lane, &source, t);
+        let position = position_of(lists, &of.list, warp + step * warps, lane);
+        copy_step(ring + step * stage_bytes, position, lane, &of.sources, t);
     }
-    let mut position = position_of(lists, &source, warp + comptime!(stages - 1) * warps, lane);
+    let mut position = position_of(lists, &of.list, warp + comptime!(stages - 1) * warps, lane);
     // The query's rows are the oldest copies.
     wait_copies_but(comptime!(tile.stages - 1));
     sync_cube();
@@ -196,8 +235,6 @@ pub fn spread(
     let v_rows = lane_rows(lane, comptime!(tile.value_dim), tile)
         + comptime!(KEYS as u32 * 4 + t.key_bytes() as u32);
     let none = Array::<Vector<u32, Four>>::new(1usize);
-    let word = own / 32;
-    let before = (1u32 << (own % 32)) - 1u32;
 
     let all = (chunk.most + comptime!(KEYS as u32 - 1)) / comptime!(KEYS as u32);
     let mut group = warp;
@@ -206,17 +243,12 @@ pub fn spread(
     while group < all {
         wait_copies_but(comptime!(tile.stages - 2));
         sync_plane();
-        copy_step(ring + next * stage_bytes, position, lane, &source, t);
-        position = position_of(lists, &source, group + stages * warps, lane);
+        copy_step(ring + next * stage_bytes, position, lane, &of.sources, t);
+        position = position_of(lists, &of.list, group + stages * warps, lane);
         let at = ring + stage * stage_bytes;
         let key = shared_load(at + lane % comptime!(KEYS as u32) * 4);
-        let exists = key != comptime!(NOWHERE);
-        if ballot(exists) != 0u32 {
-            let row = (list * source.len + select(exists, key, 0u32)) as usize;
-            let first = firsts[row * (chunk.words as usize + 1) + word as usize];
-            let its = bits[row * chunk.words as usize + word as usize] as u32;
-            let place = list * chunk.room + first + (its & before).count_ones();
-            let place = select(exists, place, comptime!(NOWHERE).runtime());
+        if ballot(key != comptime!(NOWHERE)) != 0u32 {
+            let place = record_of(key, &of, &chunk, bits, firsts);
 
             let mut s = product(
                 at + k_rows,
@@ -286,29 +318,22 @@ pub fn spread(
 
 /// The position of the lane's key of a group, or [`NOWHERE`]; lanes beyond the keys repeat the first ones.
 #[cube]
-fn position_of(lists: &[i32], source: &Source, group: u32, lane: u32) -> u32 {
-    let entry = group * comptime!(KEYS as u32) + lane % comptime!(KEYS as u32);
-    let mut position = comptime!(NOWHERE).runtime();
-    if entry < source.most {
-        let key = lists[source.list + entry as usize];
-        if key >= 0i32 && (key as u32) < source.len {
-            position = key as u32;
-        }
-    }
-    position
+fn position_of(lists: &[i32], list: &QueryList, group: u32, lane: u32) -> u32 {
+    let flat = group * comptime!(KEYS as u32) + lane % comptime!(KEYS as u32);
+    position_of_key(lists, list, flat, 1u32)
 }
 
 /// Starts to copy a step's keys and values, and says where they are. Ends a group of copies.
 #[cube]
-fn copy_step(target: u32, position: u32, lane: u32, source: &Source, #[comptime] t: SpreadTile) {
+fn copy_step(target: u32, position: u32, lane: u32, sources: &Sources, #[comptime] t: SpreadTile) {
     if lane < comptime!(KEYS as u32) {
         shared_store(target + lane * 4, position);
     }
     if ballot(position != comptime!(NOWHERE)) != 0u32 {
         copy_keys(
             target + comptime!(KEYS as u32 * 4),
-            source.keys,
-            source.key_stride,
+            sources.keys,
+            sources.key_stride,
             position,
             lane,
             comptime!(t.inner.head_dim),
@@ -316,8 +341,8 @@ fn copy_step(target: u32, position: u32, lane: u32, source: &Source, #[comptime]
         );
         copy_keys(
             target + comptime!(KEYS as u32 * 4 + t.key_bytes() as u32),
-            source.values,
-            source.value_stride,
+            sources.values,
+            sources.value_stride,
             position,
             lane,
             comptime!(t.inner.value_dim),

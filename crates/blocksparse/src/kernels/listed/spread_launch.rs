@@ -84,11 +84,6 @@ pub fn launch(of: &Spread) -> Result<(), KernelError> {
             // queries' numbers at most; the buffers have the lengths they say (see `buffer`).
             unsafe {
                 let cubes = slice.cubes(queries.count);
-                let stats = buffer(stats, request.all_rows() * 2);
-                let keys = buffer(keys, request.listed());
-                let bits = buffer(&places.bits, rows * words);
-                let firsts = buffer(&places.firsts, rows * (words + 1));
-                let records = buffer(&records, in_records);
                 let chunk = ChunkLaunch::new(
                     first as u32,
                     words as u32,
@@ -96,53 +91,46 @@ pub fn launch(of: &Spread) -> Result<(), KernelError> {
                     request.seq_q as u32,
                     request.most as u32,
                 );
+                // Both kernels have the same arguments.
+                macro_rules! launch {
+                    ($kernel:path, $units:expr, [$($sizes:expr),*], $tile:expr) => {
+                        $kernel(
+                            client,
+                            cubes,
+                            CubeDim::new_1d($units as u32),
+                            $($sizes,)*
+                            input(q),
+                            input(k),
+                            input(v),
+                            input(grad_out),
+                            buffer(stats, request.all_rows() * 2),
+                            buffer(keys, request.listed()),
+                            buffer(&places.bits, rows * words),
+                            buffer(&places.firsts, rows * (words + 1)),
+                            buffer(&records, in_records),
+                            strides(k),
+                            strides(v),
+                            slice.args(),
+                            chunk,
+                            scale as f32,
+                            log2_scale as f32,
+                            $tile,
+                        )
+                    };
+                }
                 match on_wgmma {
-                    Some(tile) => warpgroups::spread::spread::launch_unchecked(
-                        client,
-                        cubes,
-                        CubeDim::new_1d(tile.units() as u32),
-                        tile.cols / 2,
-                        tile.cols / 4,
-                        WarpgroupTile::sums(tile.value_dim),
-                        WarpgroupTile::sums(tile.head_dim),
-                        input(q),
-                        input(k),
-                        input(v),
-                        input(grad_out),
-                        stats,
-                        keys,
-                        bits,
-                        firsts,
-                        records,
-                        strides(k),
-                        strides(v),
-                        slice.args(),
-                        chunk,
-                        scale as f32,
-                        log2_scale as f32,
-                        tile,
+                    Some(tile) => launch!(
+                        warpgroups::spread::spread::launch_unchecked,
+                        tile.units(),
+                        [
+                            tile.cols / 2,
+                            tile.cols / 4,
+                            WarpgroupTile::sums(tile.value_dim),
+                            WarpgroupTile::sums(tile.head_dim)
+                        ],
+                        tile
                     ),
-                    None => spread::launch_unchecked(
-                        client,
-                        cubes,
-                        CubeDim::new_1d(tile.inner.units() as u32),
-                        input(q),
-                        input(k),
-                        input(v),
-                        input(grad_out),
-                        stats,
-                        keys,
-                        bits,
-                        firsts,
-                        records,
-                        strides(k),
-                        strides(v),
-                        slice.args(),
-                        chunk,
-                        scale as f32,
-                        log2_scale as f32,
-                        tile,
-                    ),
+                    None => launch!(spread::launch_unchecked, tile.inner.units(), [], tile),
                 }
             }
         }

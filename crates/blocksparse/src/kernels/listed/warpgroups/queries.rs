@@ -46,20 +46,23 @@ pub fn queries<S: Size, P: Size, O: Size>(
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let full = base + comptime!(t.full());
-    init_barriers(full, t);
-    let walk = query_walk(
-        address::<u32>(k),
-        address::<u32>(v),
+    let (k, v) = (address::<u32>(k), address::<u32>(v));
+    let begun = begin(
+        base,
+        k,
+        v,
+        lists,
         q_strides.len,
         &k_strides,
         &v_strides,
         &slice,
         most,
-        rows,
+        warp,
+        lane,
+        t,
     );
-    let (cols, block) = comptime!((t.cols as u32, t.block as u32));
-    let steps = filled_steps(lists, &walk.list, lane, cols, block);
-    let mut position = listed(lists, &walk.list, 0u32, warp, lane, t);
+    let (walk, steps) = (begun.walk, begun.steps);
+    let mut position = begun.position;
     let warps = comptime!(t.warps());
     let of_q = rows_of_query(address::<u32>(q), &q_strides, &walk);
     copy_heads(base, of_q, q_strides.head, warp, lane, warps, rows, own);

@@ -9,18 +9,18 @@
 
 use cubecl::prelude::*;
 
-use super::steps::{copy_heads, filled_steps};
+use super::steps::{copy_heads, copy_keys, filled_steps};
 use super::tile::GROUP_ROWS;
 use crate::kernels::hopper::asm::*;
 use crate::kernels::hopper::rows::{ROW_PAIR, pack_all};
-use crate::kernels::hopper::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row, own_copies};
+use crate::kernels::hopper::swizzled::{Spans, own_copies};
 use crate::kernels::listed::gather::{QueryList, Sources, position_of_key};
-use crate::kernels::listed::spread::Chunk;
+use crate::kernels::listed::spread::{Chunk, record_of, share_stats, spread_query};
 use crate::kernels::listed::tile::HeadRows;
 use crate::kernels::mma::asm::{address, word_of_lane};
-use crate::kernels::mma::gather::{Strides, head_address};
+use crate::kernels::mma::gather::Strides;
 use crate::kernels::mma::tile::NOWHERE;
-use crate::kernels::shared::walk::{Four, Slice, batch_of, head_of};
+use crate::kernels::shared::walk::{Four, Slice};
 
 /// Keys of a warpgroup's step, and of one of its warps.
 const KEYS: usize = GROUP_ROWS;
@@ -139,14 +139,11 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let kv_head = head_of(&slice) as u32;
-    let batch = batch_of(&slice) as u32;
-    let own_list = batch * slice.heads as u32 + kv_head;
-    let own = CUBE_POS_X;
-    let first_row = own_list * comptime!(t.heads as u32) * chunk.seq_q + chunk.first + own;
+    let (k, v) = (address::<u32>(k), address::<u32>(v));
+    let of = spread_query(k, v, &k_strides, &v_strides, &slice, &chunk, t.heads);
 
     let out_at = base + comptime!(of_q.bytes() as u32);
-    let rows_of = u64::cast_from(first_row);
+    let rows_of = u64::cast_from(of.first_row);
     let stride = u64::cast_from(chunk.seq_q);
     copy_heads(
         base,
@@ -169,40 +166,17 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         of_out,
     );
     let stats_at = base + comptime!(t.stats_offset() as u32);
-    let mut column = UNIT_POS_X;
-    while column < comptime!(t.cols as u32) {
-        // What fills up a product has no weight.
-        let mut lse = f32::new(1e30);
-        let mut delta = f32::new(0.0);
-        if column < comptime!(t.heads as u32) {
-            let at = (first_row + column * chunk.seq_q) as usize * 2;
-            lse = stats[at];
-            delta = stats[at + 1];
-        }
-        shared_store_two(stats_at + column * 8, lse, delta);
-        column += comptime!(t.units() as u32);
-    }
+    share_stats(stats_at, stats, &of, &chunk, t.heads, t.cols);
 
-    let list = QueryList {
-        first: ((own_list * chunk.seq_q + chunk.first + own) * chunk.most) as usize,
-        most: chunk.most,
-        len: k_strides.len,
-    };
-    let sources = Sources {
-        keys: head_address(address::<u32>(k), &k_strides, batch, kv_head),
-        values: head_address(address::<u32>(v), &v_strides, batch, kv_head),
-        key_stride: k_strides.row,
-        value_stride: v_strides.row,
-    };
-    let steps = filled_steps(lists, &list, lane, comptime!(KEYS as u32), 1u32);
+    let steps = filled_steps(lists, &of.list, lane, comptime!(KEYS as u32), 1u32);
     let group = warp / 4;
     let step_bytes = comptime!(t.step_bytes() as u32);
     let ring =
         base + comptime!(t.rings_offset() as u32) + group * comptime!(STAGES as u32) * step_bytes;
     let mut j = group;
-    let mut now = position_of(lists, &list, j, warp, lane);
-    copy_step(ring, now, &sources, warp, lane, t);
-    let mut next = position_of(lists, &list, j + groups, warp, lane);
+    let mut now = position_of(lists, &of.list, j, warp, lane);
+    copy_step(ring, now, &of.sources, warp, lane, t);
+    let mut next = position_of(lists, &of.list, j + groups, warp, lane);
     own_copies();
     sync_cube();
 
@@ -213,19 +187,11 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     let k_desc = descriptor(ring, 16usize);
     let v_desc = descriptor(ring + comptime!(of_keys.bytes() as u32), 16usize);
     let own_stats = stats_at + lane % 4 * 16;
-    let word = own / 32;
-    let before = (1u32 << (own % 32)) - 1u32;
     let mut stage = 0u32;
     while j < steps {
         own_copies();
         named_sync(1 + group, 128u32);
-        let exists = now != comptime!(NOWHERE);
-        let row = (own_list * list.len + select(exists, now, 0u32)) as usize;
-        let first = firsts[row * (chunk.words as usize + 1) + word as usize];
-        let its = bits[row * chunk.words as usize + word as usize] as u32;
-        let place = own_list * chunk.room + first + (its & before).count_ones();
-        let place = select(exists, place, comptime!(NOWHERE).runtime());
-
+        let place = record_of(now, &of, &chunk, bits, firsts);
         let within = u64::cast_from(stage * (step_bytes >> 4u32));
         let started = product::<S>(
             k_desc + within,
@@ -238,9 +204,9 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         stage = 1 - stage;
         now = next;
         if j + groups < steps {
-            copy_step(ring + stage * step_bytes, now, &sources, warp, lane, t);
+            copy_step(ring + stage * step_bytes, now, &of.sources, warp, lane, t);
         }
-        next = position_of(lists, &list, j + 2 * groups, warp, lane);
+        next = position_of(lists, &of.list, j + 2 * groups, warp, lane);
         let s = wait::<S>(started, 0usize, comptime!(t.cols / 2));
         let mut p = Vector::<f32, S>::zeroed();
         #[unroll]
@@ -305,31 +271,11 @@ fn copy_step(
     lane: u32,
     #[comptime] t: SpreadGroups,
 ) {
+    let row = warp % 4 * comptime!(WARP_KEYS as u32);
     let (of_keys, of_values) = comptime!((t.keys(), t.values()));
-    #[unroll]
-    for i in 0..comptime!(WARP_KEYS / ROWS_AT_A_TIME) {
-        let own = comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(lane);
-        let at = word_of_lane(position, own);
-        let row = warp % 4 * comptime!(WARP_KEYS as u32) + own;
-        copy_row(
-            step,
-            row,
-            sources.keys,
-            at,
-            sources.key_stride,
-            lane,
-            of_keys,
-        );
-        copy_row(
-            step + comptime!(of_keys.bytes() as u32),
-            row,
-            sources.values,
-            at,
-            sources.value_stride,
-            lane,
-            of_values,
-        );
-    }
+    copy_keys(
+        step, row, position, sources, lane, WARP_KEYS, of_keys, of_values,
+    );
 }
 
 /// Writes the unit's parts of rows of dK, or of dV behind them, to their records; `place` is that of the lane's key, or [`NOWHERE`].

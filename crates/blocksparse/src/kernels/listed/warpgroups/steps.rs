@@ -8,14 +8,56 @@ use cubecl::prelude::*;
 use super::tile::{STAGES, WarpgroupTile};
 use crate::kernels::hopper::asm::*;
 use crate::kernels::hopper::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row};
-use crate::kernels::listed::gather::{QueryList, Sources, head_of_row, position_of_key};
+use crate::kernels::listed::gather::{
+    QueryList, QueryWalk, Sources, head_of_row, position_of_key, query_walk,
+};
 use crate::kernels::listed::tile::HeadRows;
 use crate::kernels::mma::asm::{lanes_that_differ, word_of_lane};
+use crate::kernels::mma::gather::Strides;
 use crate::kernels::mma::tile::NOWHERE;
+use crate::kernels::shared::walk::Slice;
+
+/// What a cube begins with.
+#[derive(CubeType, Clone, Copy)]
+pub struct Begun {
+    pub walk: QueryWalk,
+    pub steps: u32,
+    /// As [`listed`] has it, of the first step.
+    pub position: u32,
+}
+
+/// Makes the barriers of the steps of the cube's query, and looks at its list.
+#[cube]
+pub fn begin(
+    base: u32,
+    k: u64,
+    v: u64,
+    lists: &[i32],
+    seq_q: u32,
+    k_strides: &Strides,
+    v_strides: &Strides,
+    slice: &Slice,
+    most: u32,
+    warp: u32,
+    lane: u32,
+    #[comptime] t: WarpgroupTile,
+) -> Begun {
+    init_barriers(base + comptime!(t.full()), t);
+    let rows = comptime!(t.head_rows());
+    let walk = query_walk(k, v, seq_q, k_strides, v_strides, slice, most, rows);
+    let (cols, block) = comptime!((t.cols as u32, t.block as u32));
+    let steps = filled_steps(lists, &walk.list, lane, cols, block);
+    let position = listed(lists, &walk.list, 0u32, warp, lane, t);
+    Begun {
+        walk,
+        steps,
+        position,
+    }
+}
 
 /// Makes the barriers of a cube's steps.
 #[cube]
-pub fn init_barriers(full: u32, #[comptime] t: WarpgroupTile) {
+fn init_barriers(full: u32, #[comptime] t: WarpgroupTile) {
     if UNIT_POS_X == 0 {
         #[unroll]
         for i in 0..comptime!(STAGES as u32) {
@@ -89,40 +131,41 @@ pub fn copy_step(
     lane: u32,
     #[comptime] t: WarpgroupTile,
 ) {
-    let keys = comptime!(t.warp_keys());
     let there = lanes_that_differ(position, comptime!(NOWHERE).runtime()) & comptime!(t.all());
     if lane == 0 {
         shared_store(base + comptime!(t.words()) + stage * 32 + warp * 4, there);
     }
     let step = base + comptime!(t.ring_offset() as u32) + stage * comptime!(t.step_bytes() as u32);
+    let row = warp * comptime!(t.warp_keys() as u32);
     copy_keys(
         step,
-        warp * comptime!(keys as u32),
+        row,
         position,
         sources,
         lane,
-        keys,
-        t,
+        comptime!(t.warp_keys()),
+        comptime!(t.keys()),
+        comptime!(t.values()),
     );
 }
 
 /// Starts to copy so many of a step's keys and values, from `row` on, whose positions the lanes have in turn.
 #[cube]
-fn copy_keys(
+pub fn copy_keys(
     step: u32,
     row: u32,
     position: u32,
     sources: &Sources,
     lane: u32,
     #[comptime] keys: usize,
-    #[comptime] t: WarpgroupTile,
+    #[comptime] of_keys: Spans,
+    #[comptime] of_values: Spans,
 ) {
     #[unroll]
     for i in 0..comptime!(keys / ROWS_AT_A_TIME) {
         let own = comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(lane);
         let at = word_of_lane(position, own);
         let own = row + own;
-        let (of_keys, of_values) = comptime!((t.keys(), t.values()));
         copy_row(
             step,
             own,
@@ -133,7 +176,7 @@ fn copy_keys(
             of_keys,
         );
         copy_row(
-            step + comptime!(t.keys().bytes() as u32),
+            step + comptime!(of_keys.bytes() as u32),
             own,
             sources.values,
             at,
