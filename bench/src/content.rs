@@ -3,6 +3,7 @@
 mod device_time;
 
 use anyhow::{Result, anyhow, ensure};
+use blocksparse::kernels::clusters::{ClusterPlan, ClusterSizes};
 use blocksparse::kernels::rows::{self, HashedRows, IndexedRows, RowsOfMeans};
 use clap::Parser;
 use cubecl::client::Client;
@@ -35,6 +36,12 @@ struct Args {
     /// Timed runs; the median is reported.
     #[arg(long, default_value_t = 25)]
     repeats: usize,
+    /// Attention within clusters alone.
+    #[arg(long)]
+    attention: bool,
+    /// Run every kernel once and check what it gives, without a time.
+    #[arg(long)]
+    verify: bool,
     /// Launch every kernel once and wait for nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
@@ -52,6 +59,10 @@ fn main() -> Result<()> {
         client,
         args,
     };
+    bench.attention()?;
+    if bench.args.attention {
+        return Ok(());
+    }
     bench.highest()?;
     bench.similarities()?;
     for rounds in [1, 4] {
@@ -103,6 +114,11 @@ impl Bench {
             call()?;
             self.client.flush().map_err(|error| anyhow!("{error}"))?;
             return Ok(false);
+        }
+        if self.args.verify {
+            call()?;
+            println!("{name}");
+            return Ok(true);
         }
         let seconds = device_time::median(&self.client, self.args.repeats, call)?;
         println!("{name:<40} {:>8.1} us", seconds * 1e6);
@@ -184,6 +200,90 @@ impl Bench {
             }
         }
         println!("    right");
+        Ok(())
+    }
+
+    /// Attention within clusters of tokens that were drawn.
+    fn attention(&mut self) -> Result<()> {
+        let (clusters, most) = (self.means(), self.args.window);
+        let Args {
+            length,
+            heads,
+            width,
+            ..
+        } = self.args;
+        let (x, value) = (self.rows(), self.rows());
+        let mut tokens = Vec::with_capacity(heads * clusters * most);
+        for _ in 0..heads * clusters {
+            let mut drawn = rand::seq::index::sample(&mut self.random, length, most).into_vec();
+            drawn.sort_unstable();
+            tokens.extend(drawn);
+        }
+        let words: Vec<u8> = tokens
+            .iter()
+            .flat_map(|&x| (x as i32).to_le_bytes())
+            .collect();
+        let named = (self.client).create(cubecl::bytes::Bytes::from_bytes_vec(words));
+        let (given, values) = (self.halves(&x), self.halves(&value));
+        let places = tokens.len();
+        // NaN in both.
+        let [out, lse] = [places * width / 2, places].map(|count| {
+            let nan = vec![0xff; 4 * count];
+            self.client
+                .create(cubecl::bytes::Bytes::from_bytes_vec(nan))
+        });
+        let sizes = ClusterSizes::new([heads, length], [clusters, most], [width, width]);
+        let Some(plan) = ClusterPlan::new(&self.client, sizes, BF16) else {
+            println!("attention within clusters: no kernel");
+            return Ok(());
+        };
+        println!("{plan}");
+        let scale = (width as f64).powf(-0.5);
+        let is_there = self.time("attention within clusters", || {
+            let (inputs, made) = ([&given, &values, &named], [&out, &lse]);
+            Ok(plan.launch(&self.client, inputs, made, scale)?)
+        })?;
+        if !is_there {
+            return Ok(());
+        }
+        let (out, lse) = (self.words(&out)?, self.words(&lse)?);
+        let (mut off, mut lse_off) = (0.0f64, 0.0f64);
+        for (cluster, tokens) in tokens.chunks(most).enumerate() {
+            let list = cluster / clusters * length;
+            let row = |of: &[bf16], at: usize| -> Vec<f64> {
+                let own = &of[(list + tokens[at]) * width..][..width];
+                own.iter().map(|x| x.to_f64()).collect()
+            };
+            let rows: Vec<Vec<f64>> = (0..most).map(|at| row(&x, at)).collect();
+            let values: Vec<Vec<f64>> = (0..most).map(|at| row(&value, at)).collect();
+            let product = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+            for at in 0..most {
+                let score = |key: usize| {
+                    let square = product(&rows[key], &rows[key]).max(1e-24);
+                    scale * product(&rows[at], &rows[key]) / square.sqrt()
+                };
+                let scores: Vec<f64> = (0..at.max(1)).map(score).collect();
+                let highest = scores.iter().copied().fold(f64::MIN, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - highest).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                let place = cluster * most + at;
+                let got = f64::from(f32::from_bits(lse[place]));
+                lse_off = lse_off.max((got - highest - sum.ln()).abs());
+                ensure!(got.is_finite(), "lse of place {place}: {got}");
+                for n in 0..width {
+                    let expected = (weights.iter().zip(&values))
+                        .map(|(weight, value)| weight * value[n])
+                        .sum::<f64>()
+                        / sum;
+                    let word = out[(place * width + n) / 2];
+                    let got = bf16::from_bits((word >> (16 * (n % 2))) as u16).to_f64();
+                    ensure!(got.is_finite(), "place {place}: {got}");
+                    off = off.max((got - expected).abs() / (expected.abs() + 1.0));
+                }
+            }
+        }
+        println!("    off by {off:.1e}, lse by {lse_off:.1e} at most");
+        ensure!(off < 8e-3 && lse_off < 1e-4);
         Ok(())
     }
 

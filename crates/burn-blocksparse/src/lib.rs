@@ -53,6 +53,7 @@ mod blocks;
 mod call_layout;
 mod check;
 mod choice;
+mod clusters;
 mod device;
 mod device_layout;
 mod dropout;
@@ -116,6 +117,7 @@ pub use blocksparse::{
 };
 pub use call_layout::Layout;
 pub use choice::TopKOptions;
+pub use clusters::{ClusterAttention, attention_in_clusters, attention_in_clusters_plan};
 pub use device::{check_collectives, check_device};
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions};
 pub use dropout::{dropout, dropout_plan};

@@ -26,7 +26,7 @@
 //! ```
 //!
 //! Kernels of other kinds have places of their own beside these: [`rows`] (what layers do beside their products), [`optim`] (optimizers'
-//! steps), `linear` (products of layers on tensor cores), `listed` (queries that walk lists of their own), [`indexer`] (what chooses single keys, and learns it), [`paged`] (attention of few queries to keys and values in pages).
+//! steps), `linear` (products of layers on tensor cores), `listed` (queries that walk lists of their own), `clusters` (attention within clusters of rows), [`indexer`] (what chooses single keys, and learns it), [`paged`] (attention of few queries to keys and values in pages).
 
 #![warn(clippy::undocumented_unsafe_blocks)]
 
@@ -36,6 +36,8 @@ mod backward;
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 mod call;
 mod choice;
+#[cfg(feature = "cuda-asm")]
+pub mod clusters;
 mod device;
 mod device_key;
 mod error;

@@ -8,6 +8,8 @@ pub(crate) mod activation;
 mod autodiff;
 pub(crate) mod block_sparse;
 mod blocks;
+#[cfg(feature = "cuda")]
+pub(crate) mod clusters;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
 mod dropout;

@@ -2,6 +2,8 @@
 
 mod activation;
 mod block_sparse;
+#[cfg(feature = "cuda")]
+mod clusters;
 mod dropout;
 mod embedding;
 #[cfg(feature = "cube")]
@@ -34,6 +36,8 @@ use burn::backend::{Backend, backend_extension};
 
 pub use activation::ActivationOps;
 pub use block_sparse::BlockSparseLinearOps;
+#[cfg(feature = "cuda")]
+pub use clusters::{ClusterOps, ClusterOutput};
 pub use dropout::DropoutOps;
 pub use embedding::EmbeddingOps;
 #[cfg(feature = "cube")]

@@ -168,9 +168,15 @@ impl RoutingHeads {
         let x = tracked_unit(&query);
         let choice = self.choose(&query, x.as_ref())?;
         let query = in_dtype(query, value.dtype());
-        let [query, key, value] = choice.clusters.keyed(query, value)?;
-        let layout = self.layout(&choice.clusters, true)?;
-        let out = attention(query, key, value, &layout, self.options())?;
+        let gathered = choice.clusters.attention(&query, &value)?;
+        let out = match gathered {
+            Some(out) => out,
+            None => {
+                let [query, key, value] = choice.clusters.keyed(query, value)?;
+                let layout = self.layout(&choice.clusters, true)?;
+                attention(query, key, value, &layout, self.options())?
+            }
+        };
         self.finish(choice.clusters.mean(out)?, x, choice.nearest)
     }
 
