@@ -3,13 +3,14 @@
 use burn::tensor::Device;
 
 use crate::{
-    activation, attention, attracted, autodiff, bias_gradient, block_sparse, blocks, content,
-    device_layout, device_layout_positions, device_layout_within, dsa, embedding, eviction, fuzz,
-    fuzz_decoding, gates, gradients, graph, graph_decoding, graph_training, heads, kept, key_lists,
-    linear, listed, loss, masses, max_scores, mlp, narrow_blocks, norm, nsa, nsa_choice, optim,
-    options, order, order_rounds, page_choice, paged, paged_quantised, projection, sampling,
-    selected, selected_lists, selected_planted, selection, selection_fuzz, selection_goldens,
-    selection_long, selection_rules, selection_runs, sharing, stream_dropout, tiles, widths,
+    activation, attention, attracted, autodiff, bias_gradient, block_sparse, blocks, clusters,
+    content, device_layout, device_layout_positions, device_layout_within, dsa, embedding,
+    eviction, fuzz, fuzz_decoding, gates, gradients, graph, graph_decoding, graph_training, heads,
+    kept, key_lists, linear, listed, loss, masses, max_scores, mlp, narrow_blocks, norm, nsa,
+    nsa_choice, optim, options, order, order_rounds, page_choice, paged, paged_quantised,
+    projection, sampling, selected, selected_lists, selected_planted, selection, selection_fuzz,
+    selection_goldens, selection_long, selection_rules, selection_runs, sharing, stream_dropout,
+    tiles, widths,
 };
 
 /// A check over the table of cases on some devices; it panics if it fails.
@@ -115,6 +116,8 @@ pub const CHECKS: &[(&str, Check)] = table! {
     attracted: attracted_rows_equal_f64, attracted_rows_of_equal_similarities, attracted_rows_errors;
     order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product, rows_hash_by_the_last_bits,
         sorted_hashes_are_hashes_sorted, keyed_rows_equal_burns_operations;
+    clusters: attention_in_clusters_equals_f64, clusters_without_autodiff_equal_those_with_it,
+        attention_in_clusters_errors;
     content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
     device_layout_positions: pairs_by_positions_equal_f64, pairs_by_positions_in_half_precision, positions_are_checked;
     embedding: embedding_equals_f64, embedding_in_half_precision, embedding_gives_the_same_bits,

@@ -11,6 +11,7 @@ pub mod blocks;
 mod blocks_dense;
 pub mod cases;
 mod checks;
+pub mod clusters;
 pub mod compare;
 pub mod content;
 pub mod device_layout;

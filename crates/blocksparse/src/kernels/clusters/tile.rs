@@ -49,14 +49,14 @@ impl ClusterTile {
         self.rows() / STEP
     }
 
-    /// As many as a multiprocessor has registers for, at most.
+    /// Half as many as there are tiles, so that more cubes are under way at once, whose copies hide each other; and no more than a multiprocessor has registers for.
     pub fn warpgroups(&self) -> usize {
         let most = match self.value_dim {
             64 => 4,
             128 => 3,
             _ => 2,
         };
-        self.steps().min(most)
+        self.steps().div_ceil(2).min(most)
     }
 
     pub fn warps(&self) -> usize {
