@@ -134,7 +134,19 @@ impl Bench {
         let count = self.args.heads * means;
         let numbers = self.normal(count * length, 0.125);
         let given = self.floats(&numbers);
-        let [lists, places] = self.empty([count * most, count * length]);
+        let words = rows::words_of_flags(length);
+        let [lists, places, flags] = self.empty([count * most, count * length, count * words * 2]);
+        self.time("highest of rows, as flags", || {
+            let of = [self.args.heads, means, length];
+            let made = [&lists, &flags];
+            Ok(rows::highest_flags_of_rows(
+                &self.client,
+                of,
+                most,
+                &given,
+                made,
+            )?)
+        })?;
         let is_there = self.time("highest of rows", || {
             let of = [self.args.heads, means, length];
             let made = [&lists, &places];
@@ -165,6 +177,16 @@ impl Bench {
             return Ok(());
         }
         let (lists, places) = (self.words(&lists)?, self.words(&places)?);
+        let flags = self.words(&flags)?;
+        for (at, &place) in places.iter().enumerate() {
+            let (row, column) = (at / length, at % length);
+            let word = &flags[(row * words + column / 32) * 2..][..2];
+            let bit = 1u32 << (column % 32);
+            let below = (word[0] & (bit - 1)).count_ones();
+            let own = (row % means * most) as u32 + word[1] + below;
+            let expected = if word[0] & bit != 0 { own } else { u32::MAX };
+            ensure!(place == expected, "flags of row {row}, column {column}");
+        }
         let mean = self.words(&mean)?;
         for row in 0..self.args.heads * length {
             let (head, token) = (row / length, row % length);
@@ -241,7 +263,7 @@ impl Bench {
         let scale = (width as f64).powf(-0.5);
         let is_there = self.time("attention within clusters", || {
             let (inputs, made) = ([&given, &values, &named], [&out, &lse]);
-            Ok(plan.launch(&self.client, inputs, made, scale)?)
+            Ok(plan.attend(&self.client, inputs, made, scale)?)
         })?;
         if !is_there {
             return Ok(());
@@ -284,6 +306,60 @@ impl Bench {
         }
         println!("    off by {off:.1e}, lse by {lse_off:.1e} at most");
         ensure!(off < 8e-3 && lse_off < 1e-4);
+        self.mean_over_clusters(&plan, &tokens, &out)
+    }
+
+    /// The mean of what `out` has of a token, of tokens by cluster.
+    fn mean_over_clusters(&self, plan: &ClusterPlan, tokens: &[usize], out: &[u32]) -> Result<()> {
+        let (clusters, most) = (self.means(), self.args.window);
+        let Args {
+            length,
+            heads,
+            width,
+            ..
+        } = self.args;
+        let words = rows::words_of_flags(length);
+        let mut flags = vec![[0u32; 2]; heads * clusters * words];
+        for (own, tokens) in flags.chunks_mut(words).zip(tokens.chunks(most)) {
+            tokens
+                .iter()
+                .for_each(|token| own[token / 32][0] |= 1 << (token % 32));
+            let mut before = 0;
+            for [bits, first] in own {
+                *first = before;
+                before += bits.count_ones();
+            }
+        }
+        let upload = |words: Vec<u8>| {
+            self.client
+                .create(cubecl::bytes::Bytes::from_bytes_vec(words))
+        };
+        let bytes = |words: &[u32]| words.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let (given, flags) = (upload(bytes(out)), upload(bytes(flags.as_flattened())));
+        let made = upload(vec![0xff; heads * length * width * 2]);
+        self.time("means over clusters, by flags", || {
+            Ok(plan.mean(&self.client, [&given, &flags], &made)?)
+        })?;
+        let made = self.words(&made)?;
+        let number = |words: &[u32], at: usize| {
+            bf16::from_bits((words[at / 2] >> (16 * (at % 2))) as u16).to_f64()
+        };
+        let mut sums = vec![0.0f64; heads * length * width];
+        let mut counts = vec![0.0f64; heads * length];
+        for (place, token) in tokens.iter().enumerate() {
+            let row = place / most / clusters * length + token;
+            counts[row] += 1.0;
+            (0..width).for_each(|n| sums[row * width + n] += number(out, place * width + n));
+        }
+        let mut off = 0.0f64;
+        for (at, sum) in sums.iter().enumerate() {
+            let expected = sum / counts[at / width].max(1.0);
+            let got = number(&made, at);
+            ensure!(got.is_finite(), "number {at} of means: {got}");
+            off = off.max((got - expected).abs() / (expected.abs() + 0.1));
+        }
+        println!("    means off by {off:.1e} at most");
+        ensure!(off < 4e-3);
         Ok(())
     }
 

@@ -16,7 +16,7 @@ burn_blocksparse_tests::tests!(attracted: attracted_rows_equal_f64, attracted_ro
 
 burn_blocksparse_tests::tests!(order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product, rows_hash_by_the_last_bits, sorted_hashes_are_hashes_sorted, keyed_rows_equal_burns_operations);
 
-burn_blocksparse_tests::tests!(clusters: attention_in_clusters_equals_f64, clusters_without_autodiff_equal_those_with_it, attention_in_clusters_errors);
+burn_blocksparse_tests::tests!(clusters: routed_attention_equals_f64, clusters_without_autodiff_equal_those_with_it, routed_attention_errors);
 
 burn_blocksparse_tests::tests!(content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention);
 

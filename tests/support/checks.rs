@@ -116,8 +116,8 @@ pub const CHECKS: &[(&str, Check)] = table! {
     attracted: attracted_rows_equal_f64, attracted_rows_of_equal_similarities, attracted_rows_errors;
     order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product, rows_hash_by_the_last_bits,
         sorted_hashes_are_hashes_sorted, keyed_rows_equal_burns_operations;
-    clusters: attention_in_clusters_equals_f64, clusters_without_autodiff_equal_those_with_it,
-        attention_in_clusters_errors;
+    clusters: routed_attention_equals_f64, clusters_without_autodiff_equal_those_with_it,
+        routed_attention_errors;
     content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
     device_layout_positions: pairs_by_positions_equal_f64, pairs_by_positions_in_half_precision, positions_are_checked;
     embedding: embedding_equals_f64, embedding_in_half_precision, embedding_gives_the_same_bits,

@@ -1,91 +1,83 @@
-//! Attention within clusters of tokens, by a kernel that gathers their rows itself, where a device has it.
+//! Attention within the clusters that means attract, by kernels that gather rows themselves, where a device has them.
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::Tensor;
 
 use crate::check::same_device;
-use crate::device::served;
 use crate::error::OpError;
+use crate::order::check_attraction;
 
-/// What [`attention_in_clusters`] gives, by place: cluster by cluster, in the order of their tokens.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct ClusterAttention {
-    /// `[batch, heads, clusters · width, value_dim]`, in the dtype of `value`.
-    pub out: Tensor<4>,
-    /// The logarithm of each place's sum of exponentials: `[batch, heads, clusters · width]`, f32.
-    pub lse: Tensor<3>,
-}
-
-/// Causal attention within clusters of tokens whose queries are keys, too, as the Routing Transformer has them (Roy et al., 2021, §4): a key is the query at its
-/// place made as long as 1, as [`keyed_rows_at`](crate::keyed_rows_at) makes it, and a token sees the earlier ones of its cluster, the first itself. The rows
-/// of `x` and `value` go from where they are into one launch, so nothing is gathered in memory; products are not rounded in between.
+/// What the Routing Transformer's heads compute (Roy et al., 2021, §4), without a gradient: each mean attracts the `window` rows of `x` most similar to it, as
+/// [`attracted_rows`](crate::attracted_rows) finds them; a row sees the earlier ones of its cluster, the first itself; and of what clusters have of a row the
+/// mean is taken, 0 where it is in none.
 ///
-/// `None` where no kernel does it: it takes bf16 and f16 on GPUs of compute capability 9.0, of widths 64, 128, 192 and 256, as long as a cluster fits the memory
-/// of a multiprocessor, and has no backward pass, so it takes no tensor of an autodiff device. Gather rows with [`keyed_rows_at`](crate::keyed_rows_at)
-/// then, and use [`attention`](crate::attention). [`attention_in_clusters_plan`] says which.
+/// ```text
+/// score(i, j) = scale · x[i] · x[j] / √max(|x[j]|², 10⁻²⁴)
+/// ```
+///
+/// Four launches, in which rows go from where they are to where they are multiplied, and of 32 rows a cluster has a word that says which of them it has: no
+/// row is gathered in memory, and no list of places is made. Keys are not rounded in between.
+///
+/// `None` where no kernels do it, and [`routed_attention_plan`] says why: they take bf16 and f16 on GPUs of compute capability 9.0, widths of 64, 128, 192 and
+/// 256, as many as 32,768 rows, and clusters that fit the memory of a multiprocessor; and no tensors of an autodiff device. Elsewhere the same is
+/// [`attracted_rows`](crate::attracted_rows), [`keyed_rows_at`](crate::keyed_rows_at), [`attention`](crate::attention) and [`means_at`](crate::means_at).
 ///
 /// # Shapes
 /// - `x`: `[batch, heads, length, head_dim]`
 /// - `value`: `[batch, heads, length, value_dim]`, in the dtype of `x`
-/// - `tokens`: `[batch, heads, clusters, width]`, ascending in each cluster; those that are not below the length count as zeros
+/// - `means`: `[heads, clusters, head_dim]`, read in f32
+/// - result: as `value`
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes or devices do not fit each other, one is empty, the scale is not positive, or no feature of this crate serves the device.
-pub fn attention_in_clusters(
+/// [`OpError`] if shapes, dtypes or devices do not fit each other, one is empty, `window` is not from 1 to the length, the scale is not positive, or no feature of
+/// this crate serves the device.
+pub fn routed_attention(
     x: Tensor<4>,
     value: Tensor<4>,
-    tokens: Tensor<4, Int>,
+    means: Tensor<3>,
+    window: usize,
     scale: f64,
-) -> Result<Option<ClusterAttention>, OpError> {
-    if attention_in_clusters_plan(&x, &value, &tokens, scale)?.is_err() {
+) -> Result<Option<Tensor<4>>, OpError> {
+    if routed_attention_plan(&x, &value, &means, window, scale)?.is_err() {
         return Ok(None);
     }
-    Ok(Some(attend(x, value, tokens.without_autodiff(), scale)))
+    Ok(Some(attend(x, value, means, window, scale)))
 }
 
-/// What [`attention_in_clusters`] runs, or why no kernel takes the call.
+/// What [`routed_attention`] runs, or why no kernels take the call.
 ///
 /// # Errors
-/// As [`attention_in_clusters`].
-pub fn attention_in_clusters_plan(
+/// As [`routed_attention`].
+pub fn routed_attention_plan(
     x: &Tensor<4>,
     value: &Tensor<4>,
-    tokens: &Tensor<4, Int>,
+    means: &Tensor<3>,
+    window: usize,
     scale: f64,
 ) -> Result<Result<String, String>, OpError> {
-    check(x, value, tokens, scale)?;
-    if x.is_autodiff() || value.is_autodiff() {
+    check(x, value, means, window, scale)?;
+    if x.is_autodiff() || value.is_autodiff() || means.is_autodiff() {
         return Ok(Err("it has no backward pass".into()));
     }
-    Ok(planned(x, value, tokens))
+    Ok(planned(x, value, means, window))
 }
 
 fn check(
     x: &Tensor<4>,
     value: &Tensor<4>,
-    tokens: &Tensor<4, Int>,
+    means: &Tensor<3>,
+    window: usize,
     scale: f64,
 ) -> Result<(), OpError> {
-    served(&x.device())?;
-    let [batch, heads, length, head_dim] = x.dims();
+    check_attraction(x, means, ("window", window))?;
+    let [batch, heads, length, _] = x.dims();
     let [value_batch, value_heads, value_rows, value_dim] = value.dims();
     let own = [batch, heads, length];
     let got = [value_batch, value_heads, value_rows];
     OpError::expect_same("value's rows", own, "x's", got)?;
     OpError::expect_same("value's dtype", x.dtype(), "x's", value.dtype())?;
-    let [of_batch, of_heads, clusters, width] = tokens.dims();
-    let got = [of_batch, of_heads];
-    OpError::expect_same("tokens' heads", [batch, heads], "x's", got)?;
     same_device("value's device", &x.device(), "x's", &value.device())?;
-    same_device("tokens' device", &x.device(), "x's", &tokens.device())?;
-    for (argument, numbers) in [
-        ("x", batch * heads * length * head_dim),
-        ("value", value_dim),
-        ("tokens", clusters * width),
-    ] {
-        if numbers == 0 {
-            return Err(OpError::argument(argument, "not empty", 0));
-        }
+    if value_dim == 0 {
+        return Err(OpError::argument("value", "not empty", 0));
     }
     if scale <= 0.0 || !(scale as f32).is_normal() {
         return Err(OpError::argument("scale", "positive and finite", scale));
@@ -95,13 +87,25 @@ fn check(
 
 /// What runs, or why nothing does.
 #[cfg(not(feature = "cuda"))]
-fn planned(_x: &Tensor<4>, _value: &Tensor<4>, _tokens: &Tensor<4, Int>) -> Result<String, String> {
+fn planned(
+    _x: &Tensor<4>,
+    _value: &Tensor<4>,
+    _means: &Tensor<3>,
+    _window: usize,
+) -> Result<String, String> {
     Err("the crate's feature cuda is off".into())
 }
 
 /// What runs, or why nothing does.
 #[cfg(feature = "cuda")]
-fn planned(x: &Tensor<4>, value: &Tensor<4>, tokens: &Tensor<4, Int>) -> Result<String, String> {
+fn planned(
+    x: &Tensor<4>,
+    value: &Tensor<4>,
+    means: &Tensor<3>,
+    window: usize,
+) -> Result<String, String> {
+    use crate::backends::clusters::{plan, sizes};
+
     let device = x.device();
     let Some(inner) = &crate::device::cube::of(&device) else {
         return Err("the device has no kernels".into());
@@ -109,10 +113,10 @@ fn planned(x: &Tensor<4>, value: &Tensor<4>, tokens: &Tensor<4, Int>) -> Result<
     if crate::backends::cube::uses_reference() {
         return Err("BURN_BLOCKSPARSE_REFERENCE is set".into());
     }
-    let sizes = crate::backends::clusters::sizes(x.dims(), value.dims(), tokens.dims());
-    match crate::backends::clusters::plan(&inner.client(), sizes, x.dtype()) {
+    let sizes = sizes(x.dims(), value.dims(), means.dims(), window);
+    match plan(&inner.client(), sizes, x.dtype()) {
         Some(plan) => Ok(plan.to_string()),
-        None => Err("no kernel of this device takes these rows".into()),
+        None => Err("no kernels of this device take these rows".into()),
     }
 }
 
@@ -120,26 +124,31 @@ fn planned(x: &Tensor<4>, value: &Tensor<4>, tokens: &Tensor<4, Int>) -> Result<
 fn attend(
     _x: Tensor<4>,
     _value: Tensor<4>,
-    _tokens: Tensor<4, Int>,
+    _means: Tensor<3>,
+    _window: usize,
     _scale: f64,
-) -> ClusterAttention {
+) -> Tensor<4> {
     unreachable!("kernels for it need the feature cuda")
 }
 
 #[cfg(feature = "cuda")]
-fn attend(x: Tensor<4>, value: Tensor<4>, tokens: Tensor<4, Int>, scale: f64) -> ClusterAttention {
+fn attend(
+    x: Tensor<4>,
+    value: Tensor<4>,
+    means: Tensor<3>,
+    window: usize,
+    scale: f64,
+) -> Tensor<4> {
     use burn::backend::Dispatch;
 
     use crate::ops::ClusterOps;
 
-    let made = <Dispatch as ClusterOps>::attention_in_clusters(
+    let out = <Dispatch as ClusterOps>::routed_attention(
         x.into_dispatch(),
         value.into_dispatch(),
-        tokens.into_dispatch(),
+        means.into_dispatch(),
+        window,
         scale,
     );
-    ClusterAttention {
-        out: Tensor::from_dispatch(made.out),
-        lse: Tensor::from_dispatch(made.lse),
-    }
+    Tensor::from_dispatch(out)
 }

@@ -117,7 +117,7 @@ pub use blocksparse::{
 };
 pub use call_layout::Layout;
 pub use choice::TopKOptions;
-pub use clusters::{ClusterAttention, attention_in_clusters, attention_in_clusters_plan};
+pub use clusters::{routed_attention, routed_attention_plan};
 pub use device::{check_collectives, check_device};
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions};
 pub use dropout::{dropout, dropout_plan};

@@ -297,23 +297,7 @@ pub fn attracted_rows(
     most: usize,
 ) -> Result<Option<AttractedRows>, OpError> {
     let (x, means) = (x.without_autodiff(), means.without_autodiff());
-    served(&x.device())?;
-    same_device("means' device", &x.device(), "x's", &means.device())?;
-    let [batch, heads, length, width] = x.dims();
-    let [of_heads, count, of_means] = means.dims();
-    OpError::expect_same(
-        "means' heads and width",
-        [heads, width],
-        "x's",
-        [of_heads, of_means],
-    )?;
-    if batch * heads * length * width * count == 0 {
-        return Err(OpError::argument("x and means", "not empty", 0));
-    }
-    if !(1..=length).contains(&most) {
-        let expected = format!("from 1 to the {length} rows");
-        return Err(OpError::argument("most", expected, most));
-    }
+    check_attraction(&x, &means, ("most", most))?;
     if !runs_kernels(&x.device()) {
         return Ok(None);
     }
@@ -332,4 +316,30 @@ pub fn attracted_rows(
     }
     #[cfg(not(feature = "cube"))]
     unreachable!("kernels need the feature cube")
+}
+
+/// Checks rows, means, and how many each of these is to attract, of an argument's name.
+pub(crate) fn check_attraction(
+    x: &Tensor<4>,
+    means: &Tensor<3>,
+    (argument, most): (&'static str, usize),
+) -> Result<(), OpError> {
+    served(&x.device())?;
+    same_device("means' device", &x.device(), "x's", &means.device())?;
+    let [batch, heads, length, width] = x.dims();
+    let [of_heads, count, of_means] = means.dims();
+    OpError::expect_same(
+        "means' heads and width",
+        [heads, width],
+        "x's",
+        [of_heads, of_means],
+    )?;
+    if batch * heads * length * width * count == 0 {
+        return Err(OpError::argument("x and means", "not empty", 0));
+    }
+    if !(1..=length).contains(&most) {
+        let expected = format!("from 1 to the {length} rows");
+        return Err(OpError::argument(argument, expected, most));
+    }
+    Ok(())
 }

@@ -85,18 +85,12 @@ impl OrderOps for CubeBackend {
     }
 
     fn attracted_rows(x: CubeTensor, means: CubeTensor, most: usize) -> AttractedLists<Self> {
-        let [batch, heads, length, width] = x.meta.shape().dims();
-        let [_, count, _] = means.meta.shape().dims();
-        let (x, means) = (into_contiguous(x), into_contiguous(cast(means, DType::F32)));
-        let similarities = empty(&x, [batch, heads, count, length], DType::F32);
-        let nearest = empty(&x, [batch, heads, length], DType::I32);
-        launched(rows::compare_with_means(
-            &x.client,
-            &RowsOfMeans::new([batch, heads, length, width], count),
-            typed(&x),
-            &means.handle,
-            [&similarities.handle, &nearest.handle],
-        ));
+        let x = into_contiguous(x);
+        let Compared {
+            similarities,
+            nearest,
+        } = compared(&x, means);
+        let [batch, heads, count, length] = similarities.meta.shape().dims();
         let lists = empty(&x, [batch, heads, count, most], DType::I32);
         let places = empty(&x, [batch, heads, count, length], DType::I32);
         let of = [batch * heads, count, length];
@@ -116,6 +110,34 @@ impl OrderOps for CubeBackend {
         let (of, sizes) = ([batch, heads], [all, columns]);
         launched(rows::highest_rows(&numbers.client, of, sizes, given, made));
         found
+    }
+}
+
+/// What [`compared`] gives.
+pub(super) struct Compared {
+    /// Of each mean and row, f32: `[batch, heads, means, length]`.
+    pub similarities: CubeTensor,
+    /// The nearest mean of each row: `[batch, heads, length]`.
+    pub nearest: CubeTensor,
+}
+
+/// How similar contiguous rows `[batch, heads, length, width]` are to the means of their heads.
+pub(super) fn compared(x: &CubeTensor, means: CubeTensor) -> Compared {
+    let [batch, heads, length, width] = x.meta.shape().dims();
+    let [_, count, _] = means.meta.shape().dims();
+    let means = into_contiguous(cast(means, DType::F32));
+    let similarities = empty(x, [batch, heads, count, length], DType::F32);
+    let nearest = empty(x, [batch, heads, length], DType::I32);
+    launched(rows::compare_with_means(
+        &x.client,
+        &RowsOfMeans::new([batch, heads, length, width], count),
+        typed(x),
+        &means.handle,
+        [&similarities.handle, &nearest.handle],
+    ));
+    Compared {
+        similarities,
+        nearest,
     }
 }
 

@@ -37,7 +37,7 @@ use burn::backend::{Backend, backend_extension};
 pub use activation::ActivationOps;
 pub use block_sparse::BlockSparseLinearOps;
 #[cfg(feature = "cuda")]
-pub use clusters::{ClusterOps, ClusterOutput};
+pub use clusters::ClusterOps;
 pub use dropout::DropoutOps;
 pub use embedding::EmbeddingOps;
 #[cfg(feature = "cube")]

@@ -2,8 +2,7 @@
 
 use burn::tensor::{DType, Int, Tensor};
 use burn_blocksparse::{
-    attention_in_clusters, attracted_rows, highest_in_rows, keyed_rows_at, means_at, rows_at,
-    runs_kernels,
+    attracted_rows, highest_in_rows, keyed_rows_at, means_at, rows_at, runs_kernels,
 };
 
 use super::counts::Counts;
@@ -154,19 +153,6 @@ impl Clusters {
         let [batch, heads, clusters, width] = self.tokens.dims();
         let tokens = self.tokens.clone();
         tokens.reshape([batch, heads, clusters * width])
-    }
-
-    /// Causal attention within clusters, by the kernel that gathers rows itself: `[batch, heads, clusters · width, value_dim]`. `None` where there is none.
-    pub fn attention(
-        &self,
-        query: &Tensor<4>,
-        value: &Tensor<4>,
-    ) -> Result<Option<Tensor<4>>, TransformerError> {
-        let [.., head_dim] = query.dims();
-        let scale = (head_dim as f64).powf(-0.5);
-        let (query, value) = (query.clone(), value.clone());
-        let made = attention_in_clusters(query, value, self.tokens.clone(), scale)?;
-        Ok(made.map(|made| made.out))
     }
 
     /// The rows of queries at all places, keys that are these made as long as 1, and the rows of values, of one dtype.

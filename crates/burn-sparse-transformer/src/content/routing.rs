@@ -7,7 +7,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DeviceLayout, KeptLayouts, LayoutShape, Pattern, PositionRule,
-    ProductPrecision, Seed, attention,
+    ProductPrecision, Seed, attention, routed_attention,
 };
 
 use super::clusters::Clusters;
@@ -165,19 +165,36 @@ impl RoutingHeads {
         value: Tensor<4>,
     ) -> Result<RoutingOutput, TransformerError> {
         self.check(&query, &value)?;
+        if let Some(context) = self.forward_by_kernels(&query, &value)? {
+            return Ok(RoutingOutput {
+                context,
+                commitment: None,
+            });
+        }
         let x = tracked_unit(&query);
         let choice = self.choose(&query, x.as_ref())?;
         let query = in_dtype(query, value.dtype());
-        let gathered = choice.clusters.attention(&query, &value)?;
-        let out = match gathered {
-            Some(out) => out,
-            None => {
-                let [query, key, value] = choice.clusters.keyed(query, value)?;
-                let layout = self.layout(&choice.clusters, true)?;
-                attention(query, key, value, &layout, self.options())?
-            }
-        };
+        let [query, key, value] = choice.clusters.keyed(query, value)?;
+        let layout = self.layout(&choice.clusters, true)?;
+        let out = attention(query, key, value, &layout, self.options())?;
         self.finish(choice.clusters.mean(out)?, x, choice.nearest)
+    }
+
+    /// Without autodiff, where kernels do all of it.
+    fn forward_by_kernels(
+        &self,
+        query: &Tensor<4>,
+        value: &Tensor<4>,
+    ) -> Result<Option<Tensor<4>>, TransformerError> {
+        let [_, _, seq, head_dim] = query.dims();
+        if query.is_autodiff() || value.is_autodiff() || query.dtype() != value.dtype() {
+            return Ok(None);
+        }
+        let means = self.means.val().without_autodiff();
+        let scale = (head_dim as f64).powf(-0.5);
+        let (query, value) = (query.clone(), value.clone());
+        let window = self.window.min(seq);
+        Ok(routed_attention(query, value, means, window, scale)?)
     }
 
     /// Attention of queries to keys, in which every query of a cluster sees each of its keys.

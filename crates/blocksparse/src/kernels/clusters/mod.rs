@@ -5,10 +5,12 @@
 //!
 //! ```text
 //! tile     the shape of a launch, and where its parts lie in shared memory
-//! attend   the kernel
+//! attend   attention, by place
+//! mean     the mean of what clusters have of a token
 //! ```
 
 mod attend;
+mod mean;
 mod tile;
 
 use std::fmt;
@@ -17,10 +19,12 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use self::mean::MeanTile;
 use self::tile::ClusterTile;
 use super::args::{buffer, spread};
 use super::call::{TierLimit, check_hopper};
 use super::error::KernelError;
+use super::rows::{holds_rows, words_of_flags};
 use super::tensor::{check_scale, half_of, scales};
 
 /// Clusters of each list of rows.
@@ -77,7 +81,9 @@ impl ClusterPlan {
             return None;
         }
         let tile = ClusterTile::new(&sizes, half_of(element).ok()?)?;
-        let fits = tile.shared_bytes() <= properties.hardware.max_shared_memory_size;
+        // Of as many rows one cube says which are a cluster's.
+        let fits = holds_rows(client, sizes.length)
+            && tile.shared_bytes() <= properties.hardware.max_shared_memory_size;
         fits.then_some(Self { sizes, tile })
     }
 
@@ -92,7 +98,7 @@ impl ClusterPlan {
     /// # Errors
     /// [`KernelError`] if there are more clusters than a launch has cubes, or more rows than 32 bits count, or the scale is not positive. Then nothing was
     /// launched.
-    pub fn launch(
+    pub fn attend(
         &self,
         client: &Client,
         [x, value, tokens]: [&Handle; 3],
@@ -128,6 +134,44 @@ impl ClusterPlan {
                 of.length as u32,
                 log2_scale as f32,
                 tile,
+            );
+        }
+        Ok(())
+    }
+
+    /// The mean of what [`Self::attend`] gave a token in its clusters, 0 where it is in none: of `rows`, its `out`, by the `flags` that
+    /// [`highest_flags_of_rows`](super::rows::highest_flags_of_rows) wrote with its `tokens`. `out` is `[lists, length, dims[1]]`.
+    ///
+    /// # Errors
+    /// [`KernelError`] if there are more tokens than a launch has cubes for.
+    pub fn mean(
+        &self,
+        client: &Client,
+        [rows, flags]: [&Handle; 2],
+        out: &Handle,
+    ) -> Result<(), KernelError> {
+        let of = self.sizes;
+        let [_, dim] = of.dims;
+        let words = words_of_flags(of.length);
+        let count = of.lists * words;
+        let cubes = spread(client, count as u64)?;
+        let half = self.tile.half;
+        // SAFETY: a unit reads rows of its list's clusters, whose flags have no more bits than those have rows, and writes its own part of a token below the
+        // length. The buffers have the lengths they say (see `buffer`).
+        unsafe {
+            mean::mean::launch_unchecked(
+                client,
+                cubes,
+                CubeDim::new_1d(mean::UNITS as u32),
+                buffer(rows, of.places() * dim / 8),
+                buffer(flags, of.lists * of.clusters * words),
+                buffer(out, of.lists * of.length * dim / 8),
+                count,
+                words,
+                of.clusters,
+                of.length,
+                of.width,
+                MeanTile { half, dim },
             );
         }
         Ok(())

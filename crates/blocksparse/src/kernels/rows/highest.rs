@@ -12,6 +12,9 @@
 //!
 //! [`highest_in_rows`]: crate::kernels::paged::highest_in_rows
 
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -48,11 +51,22 @@ struct Held {
     digits: Option<Digits>,
     /// No unit's numbers end before another's.
     is_full: bool,
+    /// What is written of each number beside the lists.
+    index: Index,
+}
+
+/// What says of a number where it stands in the list of its row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Index {
+    /// Its place, or −1.
+    Places,
+    /// A bit: see [`highest_flags_of_rows`].
+    Flags,
 }
 
 impl Held {
     /// `None` if a row is longer than a cube holds.
-    fn new(properties: &DeviceProperties, columns: usize) -> Option<Self> {
+    fn new(properties: &DeviceProperties, columns: usize, index: Index) -> Option<Self> {
         let hardware = &properties.hardware;
         let most = (hardware.max_units_per_cube).min(hardware.max_cube_dim.0) as usize;
         let [low, high] = UNITS;
@@ -68,6 +82,7 @@ impl Held {
             sums: UnitSums::new(properties, units),
             digits: by_digits.then_some(Digits { units }),
             is_full: columns.is_multiple_of(units),
+            index,
         };
         let bytes = held.shared() * size_of::<u32>();
         let fits = units <= high.min(most) && bytes <= hardware.max_shared_memory_size;
@@ -296,7 +311,8 @@ fn lowest_bits(word: u32, count: u32) -> u32 {
 fn highest(
     numbers: &[f32],
     lists: &mut [i32],
-    places: &mut [i32],
+    // Places of numbers, or flags.
+    index: &mut [i32],
     sizes: Sizes,
     #[comptime] h: Held,
 ) {
@@ -335,6 +351,14 @@ fn highest(
     let first = (row % sizes.of_group) as u32 * sizes.most;
     let into = row * sizes.most as usize;
     let out = row * sizes.columns;
+    if comptime!(h.index == Index::Flags) {
+        let all = sizes.columns.div_ceil(comptime!(WORD));
+        if unit < all {
+            let at = 2 * (row * all + unit);
+            index[at] = i32::reinterpret(words[unit]);
+            index[at + 1] = firsts[unit] as i32;
+        }
+    }
     let bit = 1u32 << (unit % comptime!(WORD)) as u32;
     #[unroll]
     for i in 0..comptime!(h.held) {
@@ -349,15 +373,17 @@ fn highest(
                 lists[into + place as usize] = column as i32;
             }
         }
-        if is_there(column, &sizes, h) {
-            places[out + column] = own_place;
+        if comptime!(h.index == Index::Places) {
+            if is_there(column, &sizes, h) {
+                index[out + column] = own_place;
+            }
         }
     }
 }
 
 /// Whether [`highest_of_rows`] takes rows of so many numbers.
 pub fn holds_rows(client: &Client, columns: usize) -> bool {
-    Held::new(client.properties(), columns).is_some()
+    Held::new(client.properties(), columns, Index::Places).is_some()
 }
 
 /// The columns of the `most` highest numbers of each row, as [`highest_in_rows`](crate::kernels::paged::highest_in_rows) gives them: `lists` are i32
@@ -368,12 +394,43 @@ pub fn holds_rows(client: &Client, columns: usize) -> bool {
 /// [`KernelError`] if a cube does not [hold](holds_rows) a row, or the device does not index as many numbers.
 pub fn highest_of_rows(
     client: &Client,
+    of: [usize; 3],
+    most: usize,
+    numbers: &Handle,
+    made: [&Handle; 2],
+) -> Result<(), KernelError> {
+    launch(client, of, most, numbers, made, Index::Places)
+}
+
+/// [`highest_of_rows`] with flags in place of places: `flags` i32 `[groups, rows, words, 2]` are, of each 32 numbers, a bit for each that is in the list, and how many
+/// the list has of those before.
+///
+/// # Errors
+/// As [`highest_of_rows`].
+pub fn highest_flags_of_rows(
+    client: &Client,
+    of: [usize; 3],
+    most: usize,
+    numbers: &Handle,
+    [lists, flags]: [&Handle; 2],
+) -> Result<(), KernelError> {
+    launch(client, of, most, numbers, [lists, flags], Index::Flags)
+}
+
+/// Words of 32 numbers of a row.
+pub fn words_of_flags(columns: usize) -> usize {
+    columns.div_ceil(WORD)
+}
+
+fn launch(
+    client: &Client,
     [groups, of_group, columns]: [usize; 3],
     most: usize,
     numbers: &Handle,
-    [lists, places]: [&Handle; 2],
+    [lists, index]: [&Handle; 2],
+    form: Index,
 ) -> Result<(), KernelError> {
-    let Some(held) = Held::new(client.properties(), columns) else {
+    let Some(held) = Held::new(client.properties(), columns, form) else {
         let [_, high] = UNITS;
         let limit = (high * WORD) as u32;
         return Err(KernelError::limit("numbers of a row", limit, columns));
@@ -386,7 +443,11 @@ pub fn highest_of_rows(
     if rows * columns * most == 0 {
         return Ok(());
     }
-    // SAFETY: a cube reads the numbers of its row below `columns`, and writes its list below `most` and as many places as there are numbers.
+    let indices = match form {
+        Index::Places => columns,
+        Index::Flags => 2 * words_of_flags(columns),
+    };
+    // SAFETY: a cube reads the numbers of its row below `columns`, and writes its list below `most` and its row's places, or words.
     unsafe {
         highest::launch_unchecked(
             client,
@@ -395,7 +456,7 @@ pub fn highest_of_rows(
             address,
             buffer(numbers, rows * columns),
             buffer(lists, rows * most),
-            buffer(places, rows * columns),
+            buffer(index, rows * indices),
             SizesLaunch::new(rows, of_group, columns, most as u32),
             held,
         );
