@@ -88,6 +88,7 @@ mod reference;
 mod rows;
 mod sampling;
 mod selection;
+mod sums;
 mod tensors;
 mod top_k;
 mod upload;
@@ -193,6 +194,7 @@ pub use selection::{
     SelectedOptions, Selection, SelectionQuality, Sharing, SpargeBlocks, VerticalSlash, Within,
     attention_selected, attention_selected_with_lse, recall,
 };
+pub use sums::sum_all;
 pub use tensors::AttentionTensors;
 pub use top_k::{top_k_blocks, top_k_blocks_on_device};
 pub use values::{

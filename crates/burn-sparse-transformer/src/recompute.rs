@@ -18,7 +18,7 @@ use std::ops::Range;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Int, Tensor};
-use burn_blocksparse::{KeptAttention, Seed, prepare_seed};
+use burn_blocksparse::{KeptAttention, Seed, prepare_seed, sum_all};
 
 use crate::block::Pass;
 use crate::error::ensure;
@@ -337,7 +337,7 @@ impl Draws {
 /// tensor that it is asked about, so a sum would only add a pass, unless something is added to it.
 fn backward_from(output: Tensor<3>, grad_output: Tensor<3>, aside: Option<Tensor<1>>) -> Gradients {
     match aside {
-        Some(aside) => ((output * grad_output).sum() + aside).backward(),
+        Some(aside) => (sum_all(output * grad_output) + aside).backward(),
         None => (output * grad_output).backward(),
     }
 }

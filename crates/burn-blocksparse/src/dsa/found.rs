@@ -4,6 +4,7 @@ use burn::tensor::Tensor;
 
 use super::scores::DsaIndex;
 use crate::selection::key_lists::KeyLists;
+use crate::sums::sum_all;
 
 /// Which keys an indexer's scores are compared over.
 #[derive(Clone, Copy, Debug)]
@@ -34,16 +35,11 @@ impl Found {
         let by_weights = inside(self.weights.unsqueeze_dim(3));
         let weights = index.weights.clone().unsqueeze_dim::<4>(3);
         // The value of the loss, with the gradient of what is linear in the index.
-        let linear = total(index.q.clone().cast(dtype) * inside(self.q))
-            + total(index.k.clone().cast(dtype) * inside(self.k))
-            + total(weights.cast(dtype) * by_weights);
+        let linear = sum_all(index.q.clone().cast(dtype) * inside(self.q))
+            + sum_all(index.k.clone().cast(dtype) * inside(self.k))
+            + sum_all(weights.cast(dtype) * by_weights);
         like(self.loss, &index.q) + (linear.clone() - linear.detach())
     }
-}
-
-/// The sum of all numbers, rows first: a GPU has few cubes for one long sum.
-fn total(x: Tensor<4>) -> Tensor<1> {
-    x.sum_dim(3).sum()
 }
 
 /// On the autodiff device of another tensor.

@@ -1,7 +1,7 @@
 //! Means that queries are compared with, and how they follow them.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use burn_blocksparse::{Seed, check_not_recording, embedding_backward, highest_rows};
+use burn_blocksparse::{Seed, check_not_recording, embedding_backward, highest_rows, sum_all};
 
 use super::{counted, unit};
 use crate::TransformerError;
@@ -75,7 +75,8 @@ pub(super) fn commitment(x: Tensor<4>, means: Tensor<3>, nearest: Tensor<3, Int>
         }
         false => own,
     };
-    (x - own).powi_scalar(2).mean()
+    let count = (batch * heads * length * dim) as f64;
+    sum_all((x - own).powi_scalar(2)).div_scalar(count)
 }
 
 /// Spherical k-means from tokens that a seed draws, for each head others, none twice: `[heads, clusters, dim]`. `x` is without autodiff.
