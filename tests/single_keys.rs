@@ -150,7 +150,7 @@ impl Bench<'_> {
         let forward = self.time("single keys: local(128)", || run(q, k, v, &local));
         let both = self.time("single keys: local(128), forward and backward", || {
             let [q, k, v] = &tracked;
-            run(q, k, v, &local).sum().backward()
+            run(q, k, v, &local).backward()
         });
         let routing = RoutingHeadsConfig::new(window);
         let plain = routing.init(heads, dim, n, &self.device).expect("valid");
@@ -169,7 +169,7 @@ impl Bench<'_> {
         self.dense = both;
         self.time("single keys: routing:128, forward and backward", || {
             let out = training.forward(tracked[0].clone(), tracked[2].clone());
-            out.expect("shapes fit").context.sum().backward()
+            out.expect("shapes fit").context.backward()
         });
         if runs_kernels(&self.device) {
             self.parts(n, window, bucket);
@@ -186,7 +186,7 @@ impl Bench<'_> {
             self.dense = both * scale;
             self.time(&format!("{name}, forward and backward"), || {
                 let out = lsh.forward(tracked[0].clone(), tracked[2].clone(), None);
-                out.expect("shapes fit").sum().backward()
+                out.expect("shapes fit").backward()
             });
         }
     }

@@ -8,8 +8,8 @@ use crate::kernels_run::runs_kernels;
 /// Numbers of a sum, at most: as many sums as a GPU has work for.
 const NUMBERS: usize = 128;
 
-/// Numbers that one cube adds up as fast as it starts.
-const FEW: usize = 1024;
+/// Numbers of which Burn's sum is as fast as another stage.
+const FEW: usize = 1 << 16;
 
 /// The sum of all numbers of a tensor, added up in f32 (f64 for f64) and rounded once. On a GPU Burn's own `sum` ends in one cube that reads most of the
 /// numbers one by one: of four million squares some 250 µs, where this takes 45. Elsewhere it is Burn's.
@@ -60,9 +60,9 @@ mod tests {
     #[test]
     fn stages_add_up_everything_once() {
         let device = Device::flex();
-        // One number, a prime, many stages, and a number whose factors end early.
-        for count in [1, 1021, 1031, 4096, 128 * 128 * 3, 1031 * 6] {
-            let numbers: Vec<f32> = (0..count).map(|at| (at % 7) as f32 - 2.0).collect();
+        // One number, primes, two stages, one, and a number whose factors end early.
+        for count in [1, 1021, 65_537, 128 * 128 * 128, 128 * 128 * 5, 1031 * 128] {
+            let numbers: Vec<f32> = (0..count).map(|at| (at % 7) as f32 - 3.0).collect();
             let expected: f32 = numbers.iter().sum();
             let x = Tensor::<1>::from_data(TensorData::new(numbers, [count]), &device);
             let got = by_stages(x.reshape([1, count, 1])).into_scalar::<f32>();
