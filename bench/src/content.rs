@@ -85,16 +85,17 @@ impl Bench {
         (0..count).map(number).collect()
     }
 
-    fn floats(&self, numbers: &[f32]) -> Handle {
-        let bytes = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+    fn upload(&self, bytes: Vec<u8>) -> Handle {
         self.client
             .create(cubecl::bytes::Bytes::from_bytes_vec(bytes))
     }
 
+    fn floats(&self, numbers: &[f32]) -> Handle {
+        self.upload(numbers.iter().flat_map(|x| x.to_le_bytes()).collect())
+    }
+
     fn halves(&self, numbers: &[bf16]) -> Handle {
-        let bytes = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
-        self.client
-            .create(cubecl::bytes::Bytes::from_bytes_vec(bytes))
+        self.upload(numbers.iter().flat_map(|x| x.to_le_bytes()).collect())
     }
 
     fn empty<const N: usize>(&self, counts: [usize; N]) -> [Handle; N] {
@@ -245,15 +246,12 @@ impl Bench {
             .iter()
             .flat_map(|&x| (x as i32).to_le_bytes())
             .collect();
-        let named = (self.client).create(cubecl::bytes::Bytes::from_bytes_vec(words));
+        let named = self.upload(words);
         let (given, values) = (self.halves(&x), self.halves(&value));
         let places = tokens.len();
         // NaN in both.
-        let [out, lse] = [places * width / 2, places].map(|count| {
-            let nan = vec![0xff; 4 * count];
-            self.client
-                .create(cubecl::bytes::Bytes::from_bytes_vec(nan))
-        });
+        let [out, lse] =
+            [places * width / 2, places].map(|count| self.upload(vec![0xff; 4 * count]));
         let sizes = ClusterSizes::new([heads, length], [clusters, most], [width, width]);
         let Some(plan) = ClusterPlan::new(&self.client, sizes, BF16) else {
             println!("attention within clusters: no kernel");
@@ -330,13 +328,12 @@ impl Bench {
                 before += bits.count_ones();
             }
         }
-        let upload = |words: Vec<u8>| {
-            self.client
-                .create(cubecl::bytes::Bytes::from_bytes_vec(words))
-        };
         let bytes = |words: &[u32]| words.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let (given, flags) = (upload(bytes(out)), upload(bytes(flags.as_flattened())));
-        let made = upload(vec![0xff; heads * length * width * 2]);
+        let (given, flags) = (
+            self.upload(bytes(out)),
+            self.upload(bytes(flags.as_flattened())),
+        );
+        let made = self.upload(vec![0xff; heads * length * width * 2]);
         self.time("means over clusters, by flags", || {
             Ok(plan.mean(&self.client, [&given, &flags], &made)?)
         })?;

@@ -21,13 +21,11 @@ use crate::kernels::hopper::swizzled::{
 };
 use crate::kernels::mma::asm::{address, commit_copies, shared_load_pair, wait_copies_but};
 use crate::kernels::mma::tile::NOWHERE;
+use crate::kernels::rows::SMALLEST_SQUARE;
 use crate::kernels::shared::score::LOWEST_MAX;
 use crate::kernels::shared::walk::Four;
 
-/// Squares of lengths below this count as this.
-const SMALLEST_SQUARE: f32 = 1e-24;
-
-/// See [`attend_in_clusters`](super::attend_in_clusters). Tensors are in words, `out` in eights of elements.
+/// See [`ClusterPlan::attend`](super::ClusterPlan::attend). Tensors are in words, `out` in eights of elements.
 #[cube(launch_unchecked)]
 pub fn attend<S: Size, P: Size, O: Size>(
     x: &[u32],
@@ -106,8 +104,7 @@ pub fn attend<S: Size, P: Size, O: Size>(
             );
             let at = inverses + j * comptime!(4 * STEP as u32) + quad * 4;
             let products = wait::<S>(started, 0usize, comptime!(STEP / 2));
-            let s = of_unit_keys::<S>(products, at);
-            let mut s = s;
+            let mut s = of_unit_keys::<S>(products, at);
             if j == tile {
                 s = hide_later::<S>(s, own, quad, tile == 0);
             }

@@ -20,7 +20,7 @@ use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 
 /// Squares below this count as this.
-const SMALLEST_SQUARE: f32 = 1e-24;
+pub(in crate::kernels) const SMALLEST_SQUARE: f32 = 1e-24;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn take<E: Float, A: Float, N: Size, M: Size>(

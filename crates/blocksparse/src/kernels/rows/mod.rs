@@ -85,6 +85,7 @@ pub use hashes::{HashedRows, hash_rows, sort_hashes, sorts_hashes};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
 pub use highest::{highest_flags_of_rows, highest_of_rows, holds_rows, words_of_flags};
 pub use indexed::IndexedRows;
+pub(super) use keyed::SMALLEST_SQUARE;
 pub use keyed::{keyed_rows, keyed_rows_backward, unit_rows};
 pub use merged::{MergedGradients, MergedParts, merge_rows, merge_rows_backward};
 pub use nearest::{RowsOfMeans, compare_with_means};

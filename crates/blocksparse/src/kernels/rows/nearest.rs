@@ -11,6 +11,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::SMALLEST_SQUARE;
 use super::norm_shape::check_buffers;
 use super::products::{
     ACROSS, OWN, ProductTile, RowsOf, SIDE, is_before, multiply_shared, own_column, own_row,
@@ -22,9 +23,6 @@ use super::split::{
 use super::typed::Typed;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
-
-/// Squares below this count as this.
-const SMALLEST_SQUARE: f32 = 1e-24;
 /// What no similarity is as low as.
 const LOWEST: f32 = -3.0e38;
 
